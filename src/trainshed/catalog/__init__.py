@@ -1,0 +1,1 @@
+"""Facts as data files with their sources: models (later GPUs, machines, fabrics, prices)."""

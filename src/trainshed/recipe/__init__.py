@@ -1,0 +1,1 @@
+"""The recipe and cluster files: schema, loading, overrides."""

@@ -1,0 +1,11 @@
+"""Where the shipped recipes and cluster files are: inside the wheel, or beside `src/` in a checkout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def shipped_folder(kind: str) -> Path:
+    """Return the folder of shipped files of a kind: `recipes` or `clusters`."""
+    in_wheel = Path(__file__).parent / "shipped" / kind
+    return in_wheel if in_wheel.is_dir() else Path(__file__).parents[2] / kind
