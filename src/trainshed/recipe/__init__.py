@@ -1,1 +1,68 @@
-"""The recipe and cluster files: schema, loading, overrides."""
+"""The recipe and cluster files: schema, loading, overrides.
+
+`load_recipe` gives a checked `Recipe`; `to_yaml` writes it back in full; `run_id` names its run.
+"""
+
+from trainshed.recipe.architecture import ModelConfig, Moe, Rope, RopeScaling
+from trainshed.recipe.cluster import (
+    Cluster,
+    Nodes,
+    SecretReference,
+    StoreEndpoint,
+    known_clusters,
+    load_cluster,
+)
+from trainshed.recipe.data import DataSection, Source, Split, ValidationSource
+from trainshed.recipe.execution import Checkpoint, Engine, Observe, Profile, Resources
+from trainshed.recipe.json_schema import cluster_json_schema, recipe_json_schema
+from trainshed.recipe.layout import Layout
+from trainshed.recipe.load import find_recipe, load_recipe, parse_recipe, shipped_recipes
+from trainshed.recipe.model import ModelSection, TokenizerTraining, TrainedTokenizer
+from trainshed.recipe.overrides import split_overrides
+from trainshed.recipe.resolved import run_id, to_plain, to_yaml
+from trainshed.recipe.schema import Recipe, fit_problems
+from trainshed.recipe.train import BatchRamp, Lora, MoeLosses, Optimizer, Schedule, TrainSection
+
+__all__ = [
+    "BatchRamp",
+    "Checkpoint",
+    "Cluster",
+    "DataSection",
+    "Engine",
+    "Layout",
+    "Lora",
+    "ModelConfig",
+    "ModelSection",
+    "Moe",
+    "MoeLosses",
+    "Nodes",
+    "Observe",
+    "Optimizer",
+    "Profile",
+    "Recipe",
+    "Resources",
+    "Rope",
+    "RopeScaling",
+    "Schedule",
+    "SecretReference",
+    "Source",
+    "Split",
+    "StoreEndpoint",
+    "TokenizerTraining",
+    "TrainSection",
+    "TrainedTokenizer",
+    "ValidationSource",
+    "cluster_json_schema",
+    "find_recipe",
+    "fit_problems",
+    "known_clusters",
+    "load_cluster",
+    "load_recipe",
+    "parse_recipe",
+    "recipe_json_schema",
+    "run_id",
+    "shipped_recipes",
+    "split_overrides",
+    "to_plain",
+    "to_yaml",
+]

@@ -1,1 +1,38 @@
-"""One Store over local disk, S3/MinIO, GCS, Azure, the Hugging Face Hub and HTTP; copies, manifests, commit markers."""
+"""One Store over local disk, S3/MinIO, GCS, Azure, the Hugging Face Hub and HTTP; copies and manifests.
+
+Importing this costs nothing: obstore, httpx2 and huggingface_hub are imported when an address first needs them.
+"""
+
+from __future__ import annotations
+
+from trainshed.storage.address import Address, join, parse
+from trainshed.storage.globs import Found, expand
+from trainshed.storage.hashing import Hasher, hashing, sha256_of
+from trainshed.storage.local import LocalStore
+from trainshed.storage.opening import Folder, open_folder, open_store
+from trainshed.storage.options import Endpoint, StoreOptions
+from trainshed.storage.retry import Retry
+from trainshed.storage.store import ABSENT, CHUNK_BYTES, ObjectInfo, Store, Writer
+
+__all__ = [
+    "ABSENT",
+    "CHUNK_BYTES",
+    "Address",
+    "Endpoint",
+    "Folder",
+    "Found",
+    "Hasher",
+    "LocalStore",
+    "ObjectInfo",
+    "Retry",
+    "Store",
+    "StoreOptions",
+    "Writer",
+    "expand",
+    "hashing",
+    "join",
+    "open_folder",
+    "open_store",
+    "parse",
+    "sha256_of",
+]

@@ -28,7 +28,12 @@ class ObjectInfo:
 
 
 class Writer(Protocol):
-    """Bytes on their way into one object; nothing is visible until the `with` block ends without an error."""
+    """Bytes on their way into one object; nothing is visible until the `with` block ends without an error.
+
+    `info` describes the object once the block has ended, so that nobody needs to ask the store again.
+    """
+
+    info: ObjectInfo | None
 
     def write(self, data: bytes | memoryview) -> None:
         """Append bytes."""
@@ -52,7 +57,7 @@ class Store(Protocol):
         ...
 
     def read(self, path: str, start: int = 0, end: int | None = None) -> bytes:
-        """Read the bytes [start, end) of an object."""
+        """Read the bytes [start, end) of an object; as with a slice, less where the object ends earlier."""
         ...
 
     def stream(self, path: str, start: int = 0, chunk_bytes: int = CHUNK_BYTES) -> Iterator[bytes]:
@@ -63,12 +68,16 @@ class Store(Protocol):
         """Write a small object in one atomic step.
 
         `expect` makes it conditional: `ABSENT` writes only where nothing is yet, a version only over that version.
-        Raises `Conflict` when the condition does not hold.
+        Raises `Conflict` when the condition does not hold. Where the answer to a write was lost on the way, the
+        writer cannot tell its own success from another's: content that names its writer settles it.
         """
         ...
 
-    def writer(self, path: str) -> AbstractContextManager[Writer]:
-        """Open a large object for writing (multipart where the store has it)."""
+    def writer(self, path: str, *, size: int | None = None) -> AbstractContextManager[Writer]:
+        """Open a large object for writing (multipart where the store has it).
+
+        `size` is how much will come, where it is known: buckets limit the number of parts, not the size of an object.
+        """
         ...
 
     def delete(self, path: str) -> None:

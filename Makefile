@@ -1,0 +1,37 @@
+# Two commands on a fresh machine: `make demo`, then `make test`.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+
+.PHONY: setup demo test test-all lint bench clean
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@test -d $(VENV) || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
+	@touch $@
+
+demo: setup
+	$(BIN)/trainshed run recipes/quickstart.yaml
+
+test: setup lint
+	$(BIN)/pytest -n 2 -m "not full"
+
+test-all: setup lint
+	$(BIN)/pytest -n 2
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+	$(BIN)/pyrefly check
+
+bench: setup
+	$(BIN)/python benchmarks/data_prepare.py
+	$(BIN)/python benchmarks/data_order.py
+
+clean:
+	rm -rf $(VENV) store dist build

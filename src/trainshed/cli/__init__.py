@@ -1,0 +1,77 @@
+"""The command line: one small module per verb, loaded only when its verb is used.
+
+`--help` must stay light, so nothing heavier than cyclopts is imported here, and verbs import what they need inside
+their functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from cyclopts import App, CycloptsError
+
+from trainshed import __version__
+from trainshed.errors import TrainshedError
+
+VERBS = {
+    "run": ("trainshed.cli.run:run", "The whole line of a recipe; skips what is already proven."),
+    "schema": ("trainshed.cli.schema:schema", "The JSON schema of recipes, for editors."),
+    "recipes": ("trainshed.cli.recipes:app", "List the shipped recipes and copy one."),
+}
+DATA_VERBS = {
+    "fetch": ("trainshed.cli.data.fetch:fetch", "Copy a corpus from the Hub, HTTP or any store to a store."),
+    "prepare": ("trainshed.cli.data.prepare:prepare", "Turn text into Megatron-compatible token files."),
+    "inspect": ("trainshed.cli.data.inspect:inspect", "Show what is inside token files."),
+    "verify": ("trainshed.cli.data.verify:verify", "Prove token files against their manifest and tokenizer."),
+    "merge": ("trainshed.cli.data.merge:merge", "Concatenate shards into one pair of files."),
+    "blend": ("trainshed.cli.data.blend:blend", "Show how much of each source a recipe's run will see."),
+    "batch": ("trainshed.cli.data.batch:batch", "Show what one training step will see."),
+}
+
+
+def build_app() -> App:
+    """Assemble the verbs; none of their modules is imported yet."""
+    app = App(
+        name="trainshed",
+        help="One recipe carries a language model from raw text to a served model.",
+        version=__version__,
+        version_flags=["--version"],
+        result_action="return_value",
+    )
+    data = App(name="data", help="Text to tokens, and a look inside.")
+    for name, (target, summary) in VERBS.items():
+        app.command(target, name=name, help=summary)
+    for name, (target, summary) in DATA_VERBS.items():
+        data.command(target, name=name, help=summary)
+    app.command(data)
+    return app
+
+
+def run_cli(arguments: Sequence[str]) -> int:
+    """Run one command and return its exit code: 0 done, 1 the work failed, 2 the input is wrong."""
+    debug = "--debug" in arguments
+    tokens = [token for token in arguments if token != "--debug"]
+    try:
+        result = build_app()(tokens, exit_on_error=False, print_error=False)
+    except TrainshedError as error:
+        if debug:
+            raise
+        return _fail(error)
+    except CycloptsError as error:
+        from trainshed.errors import InputError
+
+        command = " ".join(["trainshed", *(error.command_chain or ())])
+        return _fail(InputError(str(error), hint=f"{command} --help shows what it takes"))
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # The reader of our report (head, less) has left: that is not our failure.
+        return 0
+    return result if isinstance(result, int) else 0
+
+
+def _fail(error: TrainshedError) -> int:
+    from trainshed.cli.console import print_error
+
+    print_error(error)
+    return error.exit_code

@@ -1,0 +1,228 @@
+"""The index of a source: where any window of any epoch lies, without a stored shuffle.
+
+A source is one or many token files read as one concatenation. Its unit is Megatron's: a sequence with at
+least one token (for files that we write, a document). In epoch e the units stand in the order of the keyed
+permutation ("documents", label, e) and are cut into windows of sequence_length + 1 tokens, each sharing one
+token with the next, exactly as Megatron's GPT dataset cuts them. Epochs are independent: what is left of an
+epoch after its last whole window (at most sequence_length tokens) is not trained on in that epoch. So a
+longer run only adds epochs and never changes the past, and the index does not depend on the sequence length.
+
+    starts.npy        int64 [units + 1]   token offset of each unit in the concatenation
+    epoch-00000.npy   int64 [blocks + 1]  tokens before every 64th position of that epoch's order
+    manifest.json     written last; grows when epochs are added
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trainshed.data.index_artefact import (
+    INDEX_FORMAT,
+    MANIFEST,
+    ORDER_VERSION,
+    REBUILD,
+    check_array,
+    load_manifest,
+    open_array,
+    save_array,
+    save_manifest,
+)
+from trainshed.data.indexed import SCAN_ITEMS, IndexedReader
+from trainshed.data.permutation import Permutation
+from trainshed.errors import CorruptData, InputError
+from trainshed.reporting import SILENT, Reporter
+
+# A window's place is found by walking at most one stride on either side; 64 keeps the table at 1/8 byte a
+# unit and the walk at about 100 evaluations of the permutation (some microseconds).
+STRIDE = 64
+CHUNK_UNITS = 1 << 18
+
+
+@dataclass(frozen=True)
+class IndexSpec:
+    """Everything an index is a function of, apart from the number of epochs.
+
+    `content` identifies the token files (see `content_of`), `label` the source within the recipe: two sources
+    with the same text but different labels are shuffled apart. `split` is a share of the sequences: from, to.
+    """
+
+    content: str
+    label: str
+    seed: int
+    split: tuple[float, float] = (0.0, 1.0)
+
+    @property
+    def key(self) -> str:
+        """The address of the artefact: 32 hex digits."""
+        fields = {"format": INDEX_FORMAT, "order": ORDER_VERSION, "stride": STRIDE, **asdict(self)}
+        return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def content_of(shards: Sequence[str]) -> str:
+    """Identify token files by what an index depends on: token type and sequence lengths, in order."""
+    digest = hashlib.sha256()
+    for shard in shards:
+        with IndexedReader(shard) as reader:
+            digest.update(f"{reader.dtype.str} {reader.sequences}\n".encode())
+            for start in range(0, reader.sequences, SCAN_ITEMS):
+                digest.update(reader.lengths[start : start + SCAN_ITEMS].tobytes())
+    return digest.hexdigest()
+
+
+def split_range(split: tuple[float, float], sequences: int) -> tuple[int, int]:
+    """Return the sequences [first, last) of a share, rounded as Megatron's `--split` rounds."""
+    first, last = (round(share * float(sequences)) for share in split)
+    return first, last
+
+
+class SourceIndex:
+    """An index on disk, memory-mapped."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        manifest = load_manifest(folder)
+        self.spec = _spec(manifest)
+        self.epochs: int = manifest["epochs"]
+        self.shards: list[dict[str, Any]] = manifest["shards"]
+        self.starts = open_array(folder, "starts.npy", manifest)
+        self.units = len(self.starts) - 1
+        self.first_token = int(self.starts[0])
+        self.tokens = int(self.starts[-1]) - self.first_token
+        self._manifest = manifest
+        self._orders: dict[int, tuple[Permutation, np.ndarray]] = {}
+
+    def epoch(self, number: int) -> tuple[Permutation, np.ndarray]:
+        """Return the order of the units in an epoch, and the tokens before every 64th of them."""
+        if number not in self._orders:
+            if not 0 <= number < self.epochs:
+                raise InputError(
+                    f"epoch {number} of source '{self.spec.label}' is not in its index of {self.epochs}",
+                    where=str(self.folder),
+                    hint=f"the run needs more epochs than were prepared: {REBUILD}",
+                )
+            table = open_array(self.folder, _epoch_name(number), self._manifest)
+            self._orders[number] = (unit_order(self.spec, self.units, number), table)
+        return self._orders[number]
+
+    def check(self) -> None:
+        """Compare every file with its hash."""
+        for name in self._manifest["files"]:
+            check_array(self.folder, name, self._manifest)
+
+
+def unit_order(spec: IndexSpec, units: int, epoch: int) -> Permutation:
+    """Return the order of a source's units in one epoch: position -> unit."""
+    return Permutation(units, spec.seed, "documents", spec.label, epoch)
+
+
+def build_index(
+    folder: Path, spec: IndexSpec, shards: Sequence[str], *, epochs: int, reporter: Reporter = SILENT
+) -> SourceIndex:
+    """Make the index in `folder`, or add to it what it lacks. An index that has all of it is only opened."""
+    fresh = not (folder / MANIFEST).exists()
+    manifest = _build_starts(folder, spec, shards) if fresh else load_manifest(folder)
+    if spec != _spec(manifest):
+        raise CorruptData(
+            "is the index of something else", where=str(folder), hint=f"remove it and {REBUILD}"
+        )
+    have: int = manifest["epochs"]
+    if have < epochs:
+        starts = open_array(folder, "starts.npy", manifest)
+        blocks = -(-(len(starts) - 1) // STRIDE)
+        with reporter.task(f"index {spec.label}", total=epochs - have, unit="epochs") as task:
+            for epoch in range(have, epochs):
+                name = _epoch_name(epoch)
+                manifest["files"][name] = save_array(
+                    folder / name, blocks + 1, _epoch_table(spec, starts, epoch)
+                )
+                task.advance(1)
+        manifest["epochs"] = epochs
+    if fresh or have < epochs:
+        save_manifest(folder, manifest)
+    return SourceIndex(folder)
+
+
+def _build_starts(folder: Path, spec: IndexSpec, shards: Sequence[str]) -> dict[str, Any]:
+    readers = [IndexedReader(shard) for shard in shards]
+    try:
+        for reader in readers:
+            if reader.dtype != readers[0].dtype:
+                raise InputError(
+                    f"holds {reader.dtype} tokens, but {readers[0].prefix} holds {readers[0].dtype}",
+                    where=reader.prefix,
+                    hint="prepare all files of a source with the same tokenizer",
+                )
+        first, last = split_range(spec.split, sum(reader.sequences for reader in readers))
+        units = sum(int(np.count_nonzero(lengths)) for _, lengths in _lengths_between(readers, first, last))
+        facts = [
+            {"name": os.path.basename(reader.prefix), "tokens": reader.tokens, "dtype": reader.dtype.str}
+            for reader in readers
+        ]
+        saved = save_array(folder / "starts.npy", units + 1, _starts(readers, first, last))
+    finally:
+        for reader in readers:
+            reader.close()
+    return {
+        "schema": f"trainshed.index/{INDEX_FORMAT}",
+        "order": ORDER_VERSION,
+        "spec": asdict(spec),
+        "shards": facts,
+        "units": units,
+        "epochs": 0,
+        "files": {"starts.npy": saved},
+    }
+
+
+def _lengths_between(
+    readers: Sequence[IndexedReader], first: int, last: int
+) -> Iterator[tuple[int, np.ndarray]]:
+    """The lengths of sequences [first, last) of all files in chunks, each with its first token's offset."""
+    sequence = token = 0
+    for reader in readers:
+        begin, end = max(first - sequence, 0), min(last - sequence, reader.sequences)
+        for start in range(begin, end, CHUNK_UNITS):
+            offset = token + int(reader.pointers[start]) // reader.dtype.itemsize
+            yield offset, reader.lengths[start : min(start + CHUNK_UNITS, end)]
+        sequence += reader.sequences
+        token += reader.tokens
+
+
+def _starts(readers: Sequence[IndexedReader], first: int, last: int) -> Iterator[np.ndarray]:
+    end = 0
+    for offset, lengths in _lengths_between(readers, first, last):
+        lengths = lengths[lengths != 0]
+        ends = offset + np.cumsum(lengths, dtype=np.int64)
+        yield ends - lengths
+        end = int(ends[-1]) if len(ends) else offset
+    yield np.array([end])
+
+
+def _epoch_table(spec: IndexSpec, starts: np.ndarray, epoch: int) -> Iterator[np.ndarray]:
+    units = len(starts) - 1
+    order = unit_order(spec, units, epoch)
+    yield np.zeros(1, np.int64)
+    before = 0
+    for position in range(0, units, CHUNK_UNITS):
+        unit = order(np.arange(position, min(position + CHUNK_UNITS, units)))
+        lengths = starts[unit + 1] - starts[unit]
+        sums = np.add.reduceat(lengths, np.arange(0, len(lengths), STRIDE))
+        ends = before + np.cumsum(sums)
+        before = int(ends[-1])
+        yield ends
+
+
+def _spec(manifest: dict[str, Any]) -> IndexSpec:
+    spec = manifest["spec"]
+    return IndexSpec(spec["content"], spec["label"], spec["seed"], (spec["split"][0], spec["split"][1]))
+
+
+def _epoch_name(epoch: int) -> str:
+    return f"epoch-{epoch:05d}.npy"

@@ -1,0 +1,119 @@
+"""Many token files into one: pure concatenation in O(1) memory.
+
+The result is what preparing everything into one file would have written, byte for byte. It becomes visible
+with its `.idx`, which is renamed last; killed at any point, a merge leaves no `.idx` and can be run again.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from trainshed.data.atomic_file import commit, partial_file
+from trainshed.data.indexed import SCAN_ITEMS, IndexedReader, IndexHeader, shard_prefixes
+from trainshed.errors import InputError
+from trainshed.reporting import SILENT, Reporter, Task
+
+COPY_BYTES = 64 * 1024 * 1024
+
+
+def merge(
+    prefixes: Sequence[str], output: str, *, overwrite: bool = False, reporter: Reporter = SILENT
+) -> IndexHeader:
+    """Concatenate token files in the given order; a prefix may stand for its shards."""
+    inputs = [shard for prefix in prefixes for shard in shard_prefixes(prefix)]
+    bin_path, index_path = Path(output + ".bin"), Path(output + ".idx")
+    if any(os.path.abspath(name) == os.path.abspath(output) for name in inputs):
+        raise InputError("the output is also an input", where=output, hint="give another --output")
+    if index_path.exists() and not overwrite:
+        raise InputError(
+            "the output exists already", where=output, hint="give another --output, or --overwrite"
+        )
+    readers = [IndexedReader(name) for name in inputs]
+    try:
+        header = _joint_header(readers)
+        total = sum(reader.bin_bytes for reader in readers) + header.index_bytes
+        with (
+            partial_file(bin_path) as tokens,
+            partial_file(index_path) as index,
+            reporter.task("merge", total=total, unit="B") as task,
+        ):
+            for reader in readers:
+                reader.check()
+                _append(reader.bin_path, reader.bin_bytes, tokens, task)
+            for piece in _index_pieces(header, readers):
+                index.write(piece)
+                task.advance(len(piece))
+            # An old index must never stand beside new tokens.
+            index_path.unlink(missing_ok=True)
+            commit(tokens, bin_path)
+            commit(index, index_path)
+    finally:
+        for reader in readers:
+            reader.close()
+    return header
+
+
+def _joint_header(readers: Sequence[IndexedReader]) -> IndexHeader:
+    if not readers:
+        raise InputError("nothing to merge", hint="give one prefix or more")
+    first = readers[0]
+    for reader in readers:
+        if reader.dtype != first.dtype:
+            raise InputError(
+                f"holds {reader.dtype} tokens, but {first.prefix} holds {first.dtype}",
+                where=reader.prefix,
+                hint="prepare both with the same tokenizer",
+            )
+        if reader.has_modes:
+            raise InputError("is a multimodal file, which merge does not take", where=reader.prefix)
+    return IndexHeader(
+        first.dtype, sum(reader.sequences for reader in readers), sum(reader.documents for reader in readers)
+    )
+
+
+def _index_pieces(header: IndexHeader, readers: Sequence[IndexedReader]) -> Iterator[bytes]:
+    yield header.pack()
+    for reader in readers:
+        for start in range(0, reader.sequences, SCAN_ITEMS):
+            yield reader.lengths[start : start + SCAN_ITEMS].tobytes()
+    offset = 0
+    for reader in readers:
+        for start in range(0, reader.sequences, SCAN_ITEMS):
+            yield (reader.pointers[start : start + SCAN_ITEMS] + offset).tobytes()
+        offset += reader.bin_bytes
+    yield np.zeros(1, "<i8").tobytes()
+    before = 0
+    for reader in readers:
+        for start in range(1, reader.documents + 1, SCAN_ITEMS):
+            yield (reader.document_indices[start : start + SCAN_ITEMS] + before).tobytes()
+        before += reader.sequences
+
+
+def _append(path: Path, size: int, target: BinaryIO, task: Task) -> None:
+    """Copy a file to the end of `target` inside the kernel (some filesystems then share the blocks)."""
+    with path.open("rb", buffering=0) as source:
+        left = size
+        while left:
+            copied = _copy_some(source, target, min(left, COPY_BYTES))
+            if copied == 0:
+                raise InputError(
+                    "shrank while it was copied", where=str(path), hint="merge finished files only"
+                )
+            left -= copied
+            task.advance(copied)
+
+
+def _copy_some(source: BinaryIO, target: BinaryIO, count: int) -> int:
+    try:
+        return os.copy_file_range(source.fileno(), target.fileno(), count)
+    except OSError as error:
+        # Across filesystems, on some network mounts and old kernels. Both calls move the files' positions.
+        if error.errno not in (errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.ETXTBSY):
+            raise
+        return os.sendfile(target.fileno(), source.fileno(), None, count)

@@ -1,0 +1,294 @@
+"""Text to token files in one pass: plan the shards, skip what is proven, tokenise the rest, write manifests last."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import orjson
+
+from trainshed import __version__
+from trainshed.data.documents import OnBadLine, TokenizeOptions, Tokens
+from trainshed.data.encoders import EncoderName
+from trainshed.data.indexed import token_dtype
+from trainshed.data.reading import Piece, PieceReader
+from trainshed.data.shard_writer import (
+    BAD_LINES_KEPT,
+    Counts,
+    LocalShardWriter,
+    RemoteShardWriter,
+    ShardWriter,
+)
+from trainshed.data.token_manifest import PieceRecord, TokenManifest, read_token_manifest
+from trainshed.data.tokenizer import SpecialToken, Tokenizer
+from trainshed.data.workers import Job, WorkerPool
+from trainshed.errors import InputError
+from trainshed.reporting import SILENT, Reporter
+from trainshed.storage import open_store, parse
+
+if TYPE_CHECKING:
+    from trainshed.storage import StoreOptions
+
+INLINE_BYTES = 16 * 1024 * 1024
+"""Below this, starting worker processes takes longer than the work."""
+
+
+@dataclass(frozen=True)
+class Tokenizing:
+    """How text becomes tokens: everything besides the text that decides the bytes of the output."""
+
+    tokenizer: Tokenizer
+    eod: SpecialToken | None
+    bos: SpecialToken | None = None
+    on_bad_line: OnBadLine = "stop"
+    encoder: EncoderName = "auto"
+
+    @property
+    def dtype(self) -> str:
+        """The token type of the files."""
+        return token_dtype(self.tokenizer.vocab_size).name
+
+    def spec(self) -> dict[str, object]:
+        """What goes into the manifest, and into the key that says whether work is already done."""
+        return {
+            "tokenizer": self.tokenizer.sha256,
+            "vocab_size": self.tokenizer.vocab_size,
+            "eod": self.eod and {"text": self.eod.text, "id": self.eod.id},
+            "bos": self.bos and {"text": self.bos.text, "id": self.bos.id},
+            "dtype": self.dtype,
+            "on_bad_line": self.on_bad_line,
+        }
+
+
+@dataclass(frozen=True)
+class ShardJob:
+    """One shard: which pieces it is made of, and the prefix it is written to."""
+
+    prefix: str
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The outcome of a preparation, shard by shard in order."""
+
+    manifests: list[TokenManifest]
+    prefixes: list[str]
+    made: int
+    reused: int
+
+
+def prepare(
+    jobs: Sequence[ShardJob],
+    how: Tokenizing,
+    *,
+    workers: int | None = None,
+    overwrite: bool = False,
+    options: StoreOptions | None = None,
+    reporter: Reporter = SILENT,
+) -> Prepared:
+    """Make every shard that is not already there and proven; the bytes do not depend on `workers`."""
+    manifests: dict[str, TokenManifest] = {}
+    todo: list[ShardJob] = []
+    for job in jobs:
+        found = read_token_manifest(job.prefix, options)
+        if found is not None and _still_true(found, job, how, overwrite, options, reporter):
+            manifests[job.prefix] = found
+        else:
+            todo.append(job)
+    if len(todo) < len(jobs):
+        reporter.note(f"{len(jobs) - len(todo)} of {len(jobs)} shards are already there and proven")
+    if todo:
+        made = _Preparation(todo, how, workers, options, reporter).run()
+        manifests |= {job.prefix: manifest for job, manifest in zip(todo, made, strict=True)}
+    ordered = [manifests[job.prefix] for job in jobs]
+    return Prepared(ordered, [job.prefix for job in jobs], made=len(todo), reused=len(jobs) - len(todo))
+
+
+def _still_true(
+    found: TokenManifest,
+    job: ShardJob,
+    how: Tokenizing,
+    overwrite: bool,
+    options: StoreOptions | None,
+    reporter: Reporter,
+) -> bool:
+    """Whether an existing shard is what this job would make. A changed input is made anew, another recipe refused."""
+    if found.spec != how.spec():
+        if overwrite:
+            return False
+        changed = sorted(k for k in how.spec() if how.spec()[k] != found.spec.get(k))
+        raise InputError(
+            f"this shard exists and was made differently ({', '.join(changed)})",
+            where=job.prefix,
+            hint="write another --output, or --overwrite to make it anew",
+        )
+    if [record.place for record in found.inputs] != [
+        PieceRecord.of(piece, None).place for piece in job.pieces
+    ]:
+        reporter.note(f"{job.prefix}: made of other files than before, made anew")
+        return False
+    for record, piece in zip(found.inputs, job.pieces, strict=True):
+        if record.version != piece.version and record.sha256 != _content_hash(piece, options):
+            reporter.note(f"{job.prefix}: {piece.address} has changed, made anew")
+            return False
+    return found.files_are_there(job.prefix, options)
+
+
+def _content_hash(piece: Piece, options: StoreOptions | None) -> str | None:
+    store, path = open_store(piece.address, options)
+    reader = PieceReader(piece, store, path)
+    for _ in reader.blocks():
+        pass
+    return reader.sha256
+
+
+@dataclass(frozen=True)
+class _At:
+    """Where a block comes from: shard, piece of the shard, and the reading position behind it."""
+
+    shard: int
+    piece: int
+    position: int
+    bytes_read: int
+
+
+class _Preparation:
+    """One run over the shards to make. Reading runs ahead in a thread of the pool; writing follows in order."""
+
+    def __init__(
+        self,
+        jobs: list[ShardJob],
+        how: Tokenizing,
+        workers: int | None,
+        options: StoreOptions | None,
+        reporter: Reporter,
+    ) -> None:
+        self._jobs, self._how, self._options, self._reporter = jobs, how, options, reporter
+        self._bytes = sum(piece.bytes for job in jobs for piece in job.pieces)
+        self._workers = workers or (1 if self._bytes < INLINE_BYTES else _cores())
+        self._writers: dict[int, ShardWriter] = {}
+        self._stacks: dict[int, ExitStack] = {}
+        self._hashes: dict[tuple[int, int], str | None] = {}
+
+    def run(self) -> list[TokenManifest]:
+        """Return a manifest per shard, in order, each already written."""
+        worker_options = TokenizeOptions(
+            self._how.tokenizer,
+            self._how.eod.id if self._how.eod else None,
+            self._how.bos.id if self._how.bos else None,
+            self._how.dtype,
+            self._how.on_bad_line,
+            self._how.encoder,
+        )
+        manifests: list[TokenManifest] = []
+        total = Counts()
+        with ExitStack() as stack, WorkerPool(worker_options, self._workers) as pool:
+            stack.callback(lambda: [each.close() for each in self._stacks.values()])
+            self._reporter.note(f"encoder: {pool.encoder_reason}")
+            with self._reporter.task("tokenise", total=self._bytes, unit="B") as task:
+                for at, tokens in pool.map(self._blocks()):
+                    while len(manifests) < at.shard:
+                        manifests.append(self._finish(len(manifests), pool.encoder_name))
+                    total = total.plus(self._append(at, tokens))
+                    task.advance(at.bytes_read)
+                    task.describe(f"{total.documents:,} documents, {total.tokens:,} tokens")
+                while len(manifests) < len(self._jobs):
+                    manifests.append(self._finish(len(manifests), pool.encoder_name))
+        return manifests
+
+    def _blocks(self) -> Iterator[Job[_At]]:
+        """Read the corpus; runs in a thread of the pool, some blocks ahead of the writing."""
+        unreported = 0
+        for shard, job in enumerate(self._jobs):
+            start = self._open(shard, job).progress
+            compare = True
+            for number, piece in enumerate(job.pieces):
+                if number < len(start.piece_hashes):
+                    self._hashes[shard, number] = start.piece_hashes[number]
+                    unreported += piece.bytes
+                    continue
+                store, path = open_store(piece.address, self._options)
+                reader = PieceReader(piece, store, path)
+                after = start.position if number == len(start.piece_hashes) else 0
+                for block in reader.blocks(after):
+                    at = _At(shard, number, block.position, block.bytes_read + unreported)
+                    yield Job(block, piece.key, piece.address, compare, at)
+                    compare, unreported = False, 0
+                self._hashes[shard, number] = reader.sha256
+
+    def _open(self, shard: int, job: ShardJob) -> ShardWriter:
+        stack = self._stacks[shard] = ExitStack()
+        local = local_path(job.prefix)
+        if local is not None:
+            key = hashlib.sha256(orjson.dumps([__version__, self._how.spec()])).hexdigest()
+            identities = [f"{p.address} {p.version} {p.key} {p.start} {p.end}" for p in job.pieces]
+            writer: ShardWriter = LocalShardWriter(local, key, identities, stack)
+            if writer.progress.counts.documents:
+                self._reporter.note(
+                    f"{job.prefix}: going on behind {writer.progress.counts.documents:,} documents done earlier"
+                )
+        else:
+            writer = RemoteShardWriter(*open_store(job.prefix, self._options), stack)
+        self._writers[shard] = writer
+        return writer
+
+    def _append(self, at: _At, tokens: Tokens) -> Counts:
+        piece = self._jobs[at.shard].pieces[at.piece]
+        lengths = np.frombuffer(tokens.lengths, "<i4")
+        counts = Counts(
+            documents=tokens.documents,
+            empty_documents=int(np.count_nonzero(lengths == 0)),
+            tokens=int(lengths.sum(dtype=np.int64)),
+            text_bytes=tokens.text_bytes,
+            bad_lines=len(tokens.bad_lines),
+            bad_line_examples=tuple(
+                f"{piece.address}:{n}: {what}" for n, what in tokens.bad_lines[:BAD_LINES_KEPT]
+            ),
+        )
+        self._pieces_done(at.shard, at.piece)
+        self._writers[at.shard].append(tokens, counts, at.position)
+        return counts
+
+    def _pieces_done(self, shard: int, until: int) -> None:
+        writer = self._writers[shard]
+        while (number := len(writer.progress.piece_hashes)) < until:
+            writer.piece_done(self._hashes[shard, number])
+
+    def _finish(self, shard: int, encoder: str) -> TokenManifest:
+        job, writer = self._jobs[shard], self._writers[shard]
+        self._pieces_done(shard, len(job.pieces))
+        files = writer.finish(np.dtype(self._how.dtype))
+        inputs = [
+            PieceRecord.of(p, sha) for p, sha in zip(job.pieces, writer.progress.piece_hashes, strict=True)
+        ]
+        manifest = TokenManifest(
+            spec=self._how.spec(),
+            tokenizer=self._how.tokenizer.address,
+            encoder=encoder,
+            inputs=inputs,
+            counts=writer.progress.counts,
+            files=files,
+        )
+        manifest.write(job.prefix, self._options)
+        writer.clean_up()
+        self._stacks[shard].close()
+        del self._writers[shard]
+        return manifest
+
+
+def local_path(address: str) -> str | None:
+    """Return an address on this machine's disks as a path, or None for a store's."""
+    parsed = parse(address)
+    if parsed.scheme != "file":
+        return None
+    return f"/{parsed.path}" if parsed.root == "/" else parsed.path
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))

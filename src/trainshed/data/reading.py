@@ -1,0 +1,287 @@
+"""A corpus as a deterministic stream of blocks: a few megabytes of whole documents, with file and line.
+
+Reading is one pass: bytes arrive from any store, are hashed, inflated and cut at document boundaries; nothing is
+written to disk. What a block holds is parsed elsewhere (`documents.py`), in the workers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from trainshed.data.formats import Format, TextDocuments, decompress
+from trainshed.errors import InputError, MissingExtra, StorageError
+
+if TYPE_CHECKING:
+    from trainshed.storage import Store
+
+BLOCK_BYTES = 4 * 1024 * 1024
+READ_BYTES = 1024 * 1024
+
+BlockKind = Literal["jsonl", "file", "line", "blank_line", "strings"]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One input file, or the part of it that a shard reads.
+
+    `start` and `end` count bytes in text files (a line belongs to the piece in which it starts) and row groups in
+    parquet files; a whole file has `end=None`.
+    """
+
+    address: str
+    size: int
+    version: str
+    format: Format
+    key: str = "text"
+    documents: TextDocuments = "file"
+    start: int = 0
+    end: int | None = None
+
+    @property
+    def whole(self) -> bool:
+        """Whether the piece is a whole file."""
+        return self.start == 0 and self.end is None
+
+    @property
+    def splittable(self) -> bool:
+        """Whether several shards can share the file: documents must be findable from the middle of it."""
+        if self.format.kind == "parquet":
+            return True
+        by_line = self.format.kind == "jsonl" or self.documents == "line"
+        return by_line and self.format.compression is None
+
+    @property
+    def bytes(self) -> int:
+        """About how many bytes reading it takes, for progress and balance."""
+        if self.format.kind == "parquet" or self.whole:
+            return self.size
+        return (self.size if self.end is None else self.end) - self.start
+
+
+@dataclass(frozen=True)
+class Block:
+    """Whole documents of one piece.
+
+    `first` is the number of its first line (or row), counted from 1 at the start of the piece; `position` says where
+    reading goes on after it: inflated bytes from the start of the piece, or rows.
+    """
+
+    kind: BlockKind
+    payload: bytes | list[Any]
+    first: int
+    position: int
+    bytes_read: int
+
+
+class PieceReader:
+    """Reads one piece; `sha256` is known once every block was taken."""
+
+    def __init__(self, piece: Piece, store: Store, path: str) -> None:
+        self.piece, self._store, self._path = piece, store, path
+        self._digest = hashlib.sha256()
+        self._bytes_read = 0
+        self.sha256: str | None = None
+
+    def blocks(self, after: int = 0) -> Iterator[Block]:
+        """Yield the blocks behind position `after` (0: all)."""
+        piece = self.piece
+        if piece.format.kind == "parquet":
+            yield from self._parquet_blocks(after)
+        else:
+            kind: BlockKind = "jsonl" if piece.format.kind == "jsonl" else piece.documents
+            yield from self._text_blocks(kind, after)
+        self.sha256 = f"sha256:{self._digest.hexdigest()}"
+
+    def _text_blocks(self, kind: BlockKind, after: int) -> Iterator[Block]:
+        raw = self._counted(_lines_between(self._store, self._path, self.piece))
+        plain = decompress(raw, self.piece.format.compression, self.piece.address)
+        position, line = 0, 1
+        for data in _cut(plain, _boundary(kind)):
+            lines = data.count(b"\n")
+            position += len(data)
+            if position > after:
+                read, self._bytes_read = self._bytes_read, 0
+                yield Block(kind, data, line, position, read)
+            line += lines
+
+    def _counted(self, chunks: Iterable[bytes]) -> Iterator[bytes]:
+        for chunk in chunks:
+            self._digest.update(chunk)
+            self._bytes_read += len(chunk)
+            yield chunk
+
+    def _parquet_blocks(self, after: int) -> Iterator[Block]:
+        piece = self.piece
+        parquet = open_parquet(self._store, self._path, piece.address)
+        column = _text_column(parquet, piece)
+        groups = range(piece.start, parquet.num_row_groups if piece.end is None else piece.end)
+        position = 0
+        for group in groups:
+            meta = parquet.metadata.row_group(group)
+            text_bytes = max(meta.column(column).total_uncompressed_size, 1)
+            share = piece.size // max(parquet.num_row_groups, 1)
+            rows = max(64, min(65536, BLOCK_BYTES * max(meta.num_rows, 1) // text_bytes))
+            for batch in parquet.iter_batches(batch_size=rows, row_groups=[group], columns=[piece.key]):
+                first, position = position + 1, position + batch.num_rows
+                texts = batch.column(0)
+                self._hash_texts(texts)
+                if position > after:
+                    read = share * batch.num_rows // max(meta.num_rows, 1)
+                    yield Block("strings", self._texts(texts, first), first, position, read)
+
+    def _hash_texts(self, texts: Any) -> None:
+        """Hash the column's texts: the file holds other columns too, and its bytes do not arrive in order."""
+        import pyarrow as pa
+        import pyarrow.compute as pc
+
+        plain = texts.cast(pa.large_binary())
+        self._digest.update(pc.fill_null(pc.binary_length(plain), -1).cast(pa.int64()).buffers()[1])
+        offsets = plain.buffers()[1]
+        first, last = (
+            int.from_bytes(offsets[8 * i : 8 * i + 8], "little")
+            for i in (plain.offset, plain.offset + len(plain))
+        )
+        self._digest.update(memoryview(plain.buffers()[2] or b"")[first:last])
+
+    def _texts(self, texts: Any, first: int) -> list[str | None]:
+        try:
+            return texts.to_pylist()
+        except UnicodeDecodeError:
+            # Find the row; to_pylist does not say which one it was.
+            return [_text_or_none(value) for value in texts]
+
+
+def _boundary(kind: BlockKind) -> Callable[[bytes], int] | None:
+    """How to find the last document boundary in a chunk: the offset behind it, 0 if there is none."""
+    if kind == "file":
+        return None
+    if kind == "blank_line":
+        return lambda chunk: max(
+            (at + len(mark) for mark in (b"\n\n", b"\n\r\n") if (at := chunk.rfind(mark)) >= 0), default=0
+        )
+    return lambda chunk: chunk.rfind(b"\n") + 1
+
+
+def _cut(chunks: Iterable[bytes], boundary: Callable[[bytes], int] | None) -> Iterator[bytes]:
+    """Gather chunks into blocks that end at a document boundary; a document larger than a block makes a larger block."""
+    parts: list[bytes] = []
+    size = 0
+    for chunk in chunks:
+        parts.append(chunk)
+        size += len(chunk)
+        if size < BLOCK_BYTES or boundary is None:
+            continue
+        at = boundary(chunk)
+        if at:
+            parts[-1] = chunk[:at]
+            yield b"".join(parts)
+            parts, size = [chunk[at:]], len(chunk) - at
+    if size:
+        yield b"".join(parts)
+
+
+def _lines_between(store: Store, path: str, piece: Piece) -> Iterator[bytes]:
+    """Yield the bytes of the lines that start inside the piece."""
+    if piece.whole:
+        yield from store.stream(path, chunk_bytes=READ_BYTES)
+        return
+    # Start one byte early: a line that starts exactly at `start` is ours, one that started before is not.
+    begin = 0 if piece.start == 0 else None
+    at = max(piece.start - 1, 0)
+    for chunk in store.stream(path, start=at, chunk_bytes=READ_BYTES):
+        if begin is None:
+            newline = chunk.find(b"\n")
+            if newline >= 0:
+                begin = at + newline + 1
+        if begin is not None:
+            if piece.end is not None and begin >= piece.end:
+                return
+            local = max(begin - at, 0)
+            if piece.end is not None and at + len(chunk) >= piece.end:
+                # Our last line starts before `end`, so it ends at the first newline at or behind end - 1.
+                last = chunk.find(b"\n", max(piece.end - 1 - at, local))
+                if last >= 0:
+                    yield chunk[local : last + 1]
+                    return
+            yield chunk[local:]
+        at += len(chunk)
+
+
+def open_parquet(store: Store, path: str, address: str) -> Any:
+    """Open a parquet file of any store for reading row groups."""
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+    except ImportError:
+        raise MissingExtra.named("data", "reading parquet files") from None
+    try:
+        return pq.ParquetFile(_StoreFile(store, path))
+    except pa.ArrowInvalid as error:
+        raise InputError(f"this is not a readable parquet file: {error}", where=address) from None
+
+
+def _text_column(parquet: Any, piece: Piece) -> int:
+    import pyarrow as pa
+
+    schema = parquet.schema_arrow
+    if piece.key not in schema.names:
+        raise InputError(
+            f"there is no column {piece.key!r}",
+            where=piece.address,
+            hint=f"write --key with one of its columns: {', '.join(schema.names)}",
+        )
+    kind = schema.field(piece.key).type
+    value = kind.value_type if pa.types.is_dictionary(kind) else kind
+    if not (pa.types.is_string(value) or pa.types.is_large_string(value) or pa.types.is_string_view(value)):
+        raise InputError(
+            f"the column {piece.key!r} holds {kind}, not text",
+            where=piece.address,
+            hint="write --key with a text column",
+        )
+    paths = [parquet.metadata.schema.column(i).path for i in range(parquet.metadata.num_columns)]
+    return paths.index(piece.key)
+
+
+class _StoreFile(io.RawIOBase):
+    """A stored object as the seekable file that parquet needs; every read is one ranged get."""
+
+    def __init__(self, store: Store, path: str) -> None:
+        info = store.head(path)
+        if info is None:
+            raise StorageError("the file is gone", where=f"{store.url}/{path}")
+        self._store, self._path, self._size, self._at = store, path, info.size, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
+        self._at = base + offset
+        return self._at
+
+    def read(self, size: int = -1) -> bytes:
+        end = self._size if size < 0 else min(self._at + size, self._size)
+        data = self._store.read(self._path, self._at, end) if end > self._at else b""
+        self._at += len(data)
+        return data
+
+
+def split_piece(piece: Piece, parts: int, store: Store, path: str) -> list[Piece]:
+    """Cut a file into at most `parts` pieces of about the same size."""
+    if piece.format.kind == "parquet":
+        total = open_parquet(store, path, piece.address).num_row_groups
+    else:
+        total = piece.size
+    parts = max(1, min(parts, total))
+    cuts = [total * i // parts for i in range(parts + 1)]
+    return [replace(piece, start=a, end=b) for a, b in zip(cuts, cuts[1:], strict=False)]

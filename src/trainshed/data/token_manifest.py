@@ -1,0 +1,165 @@
+"""`PREFIX.manifest.json`: what token files were made of, how, and the hashes that prove them. Written last."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from trainshed import __version__
+from trainshed.data.reading import Piece
+from trainshed.data.shard_writer import Counts, WrittenFile
+from trainshed.data.shards import shard_name
+from trainshed.errors import CorruptData
+from trainshed.storage import open_store
+
+if TYPE_CHECKING:
+    from trainshed.storage import StoreOptions
+
+FORMAT = 1
+"""Version of the manifest's layout; readers read all older ones."""
+
+
+@dataclass(frozen=True)
+class PieceRecord:
+    """An input as it was read. For parquet the hash is of the column's texts, else of the file's bytes."""
+
+    address: str
+    size: int
+    version: str
+    sha256: str | None
+    key: str
+    documents: str
+    start: int = 0
+    end: int | None = None
+
+    @classmethod
+    def of(cls, piece: Piece, sha256: str | None) -> PieceRecord:
+        """Record a piece with the hash it was found to have."""
+        return cls(
+            piece.address,
+            piece.size,
+            piece.version,
+            sha256,
+            piece.key,
+            piece.documents if piece.format.kind == "text" else piece.format.kind,
+            piece.start,
+            piece.end,
+        )
+
+    @property
+    def place(self) -> tuple[object, ...]:
+        """Which bytes of which file these are, whatever is in them (a cut file is cut by its size)."""
+        return (self.address, self.key, self.documents, self.start, self.end)
+
+
+@dataclass(frozen=True)
+class TokenManifest:
+    """The proof of one shard, or of a whole set of shards (then `shards` says how many)."""
+
+    spec: dict[str, Any]
+    tokenizer: str
+    encoder: str
+    inputs: list[PieceRecord]
+    counts: Counts
+    files: list[WrittenFile]
+    shards: int = 1
+    made_by: str = __version__
+
+    def to_json(self) -> bytes:
+        """The file's bytes: a function of the content alone, with no clock in it."""
+        body = {"manifest": FORMAT, "kind": "tokens", **asdict(self)}
+        body["trainshed"] = body.pop("made_by")
+        return orjson.dumps(body, option=orjson.OPT_INDENT_2 | orjson.OPT_SORT_KEYS) + b"\n"
+
+    @classmethod
+    def from_json(cls, data: bytes, where: str) -> TokenManifest:
+        """Read a manifest; `where` names it in errors."""
+        try:
+            body = orjson.loads(data)
+            if body["kind"] != "tokens":
+                raise CorruptData(f"this is the manifest of {body['kind']}, not of tokens", where=where)
+            if body["manifest"] > FORMAT:
+                raise CorruptData(
+                    f"this manifest has format {body['manifest']}, newer than this version of Trainshed reads",
+                    where=where,
+                    hint="pip install --upgrade trainshed",
+                )
+            counts = body["counts"] | {"bad_line_examples": tuple(body["counts"]["bad_line_examples"])}
+            return cls(
+                spec=body["spec"],
+                tokenizer=body["tokenizer"],
+                encoder=body["encoder"],
+                inputs=[PieceRecord(**record) for record in body["inputs"]],
+                counts=Counts(**counts),
+                files=[WrittenFile(**file) for file in body["files"]],
+                shards=body["shards"],
+                made_by=body["trainshed"],
+            )
+        except (orjson.JSONDecodeError, KeyError, TypeError) as error:
+            raise CorruptData(
+                f"this manifest is damaged ({type(error).__name__}: {error})",
+                where=where,
+                hint="prepare the data again: without its manifest an artefact does not exist",
+            ) from None
+
+    def write(self, prefix: str, options: StoreOptions | None = None) -> None:
+        """Write it beside the files it proves, in one step."""
+        store, path = open_store(f"{prefix}.manifest.json", options)
+        store.put(path, self.to_json())
+
+    def files_are_there(self, prefix: str, options: StoreOptions | None = None) -> bool:
+        """Whether the files it lists exist with the right sizes; `verify` looks inside them."""
+        folder = prefix.rpartition("/")[0]
+        for file in self.files:
+            store, path = open_store(f"{folder}/{file.path}" if folder else file.path, options)
+            found = store.head(path)
+            if found is None or found.size != file.size:
+                return False
+        return True
+
+
+def read_token_manifest(prefix: str, options: StoreOptions | None = None) -> TokenManifest | None:
+    """Read the manifest of a prefix, or None if there is none."""
+    address = f"{prefix}.manifest.json"
+    store, path = open_store(address, options)
+    return TokenManifest.from_json(store.read(path), address) if store.head(path) else None
+
+
+def combine(manifests: Sequence[TokenManifest]) -> TokenManifest:
+    """The manifest of a set of shards: the sum of theirs."""
+    counts = Counts()
+    for manifest in manifests:
+        counts = counts.plus(manifest.counts)
+    first = manifests[0]
+    return TokenManifest(
+        spec=first.spec,
+        tokenizer=first.tokenizer,
+        encoder=", ".join(sorted({manifest.encoder for manifest in manifests})),
+        inputs=[record for manifest in manifests for record in manifest.inputs],
+        counts=counts,
+        files=[file for manifest in manifests for file in manifest.files],
+        shards=len(manifests),
+    )
+
+
+def write_set_manifest(prefix: str, shards: int, options: StoreOptions | None = None) -> TokenManifest | None:
+    """Write `PREFIX.manifest.json` for a set of shards once all are there; None while some are missing.
+
+    Several tasks may finish at once and all write it: the bytes are the same.
+    """
+    manifests: list[TokenManifest] = []
+    for shard in range(shards):
+        manifest = read_token_manifest(shard_name(prefix, shard, shards), options)
+        if manifest is None:
+            return None
+        manifests.append(manifest)
+    if len({orjson.dumps(manifest.spec, option=orjson.OPT_SORT_KEYS) for manifest in manifests}) > 1:
+        return None
+    if shards == 1:
+        return manifests[0]
+    combined = combine(manifests)
+    combined.write(prefix, options)
+    return combined

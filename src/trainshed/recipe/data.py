@@ -1,0 +1,271 @@
+"""`data`: what is read, in which proportions, and how text becomes tokens.
+
+Data order is a function of this section, the consumed samples and the skip list, and of nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, Tag, model_validator
+
+from trainshed.recipe.address import Addresses
+from trainshed.recipe.section import (
+    NotNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Problem,
+    Section,
+    Text,
+    as_list,
+    by_shape,
+    wrong,
+)
+
+KINDS = ("path", "tokens", "script")
+# Fractions are typed by hand; 1/3 written with four digits is still a third.
+SUM_TOLERANCE = 1e-3
+
+
+class SourceKeys(Section):
+    """Where documents come from: raw text, prepared tokens, or a program that writes text."""
+
+    path: Addresses | None = Field(
+        None,
+        description="Text: a path or glob, or a list (.jsonl, .jsonl.zst, .jsonl.gz, "
+        ".parquet, plain text), relative to the current directory",
+        examples=["s3://corpus/*.jsonl.zst"],
+    )
+    tokens: Addresses | None = Field(
+        None, description="Prepared tokens: a PREFIX of .bin/.idx files, or a list"
+    )
+    script: Text | None = Field(
+        None,
+        description="A program run as `SCRIPT --target-dir DIR ARGS…` that writes JSONL "
+        "into DIR; its path is relative to the recipe file",
+    )
+    args: Annotated[tuple[str, ...], Field(strict=False)] = Field(
+        (), description="Further arguments for `script`"
+    )
+    key: Text | None = Field(None, description="The field or column that holds the text; `text` if left out")
+    documents: Literal["file", "line", "blank_line"] | None = Field(
+        None, description="Plain text only: a document is a whole file (default), a line, or a paragraph"
+    )
+    name: Text | None = Field(None, description="How reports call this source")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill(cls, given: Any) -> Any:
+        if isinstance(given, dict) and (given.get("path") or given.get("script")):
+            filled = dict(given)
+            for key, default in (("key", "text"), ("documents", "file")):
+                if filled.get(key) is None:
+                    filled[key] = default
+            return filled
+        return given
+
+    @property
+    def kind(self) -> str | None:
+        """Return which of `path`, `tokens` and `script` is given."""
+        return next((kind for kind in KINDS if getattr(self, kind) is not None), None)
+
+    def problems(self) -> Iterator[Problem]:
+        """One origin, and only the keys that belong to it."""
+        kinds = [kind for kind in KINDS if getattr(self, kind) is not None]
+        if len(kinds) > 1:
+            yield Problem(
+                (kinds[1],), f"`{kinds[0]}` and `{kinds[1]}` in one source", "make them two sources"
+            )
+        if self.args and not self.script:
+            yield Problem(("args",), "is read with `script` only", "delete it")
+        if kinds == ["tokens"]:
+            for key in ("key", "documents"):
+                if getattr(self, key) is not None:
+                    yield Problem((key,), "is not read: these tokens are already prepared", "delete it")
+
+
+class Source(SourceKeys):
+    """One source of training documents."""
+
+    weight: PositiveFloat | None = Field(
+        None, description="Share of the samples; given for all sources or for none (then by number of tokens)"
+    )
+
+    def problems(self) -> Iterator[Problem]:
+        """A source needs an origin."""
+        yield from super().problems()
+        if self.kind is None:
+            yield Problem(
+                (),
+                "a source without `path`, `tokens` or `script`",
+                "write for example `path: corpus/*.jsonl`",
+            )
+
+
+class ValidationSource(SourceKeys):
+    """The documents the loss is measured on, and how often. Without an origin they come from `data.split`."""
+
+    every: PositiveInt = Field(500, description="Steps between two measurements")
+    batches: PositiveInt = Field(20, description="Global batches per measurement")
+
+
+class Split(Section):
+    """How the documents of the training sources are shared out."""
+
+    train: PositiveFloat = Field(description="Fraction of documents to train on", examples=[0.98])
+    validation: Annotated[float, Field(ge=0)] = Field(0.0, description="Fraction to measure the loss on")
+    test: Annotated[float, Field(ge=0)] = Field(0.0, description="Fraction kept apart from both")
+
+    def problems(self) -> Iterator[Problem]:
+        """Fractions are of one whole."""
+        total = self.train + self.validation + self.test
+        if abs(total - 1.0) > SUM_TOLERANCE:
+            yield Problem(
+                (),
+                f"the fractions sum to {total:g}",
+                "make them sum to 1, e.g. {train: 0.98, validation: 0.02}",
+            )
+
+
+SkipRange = Annotated[tuple[NotNegativeInt, PositiveInt], Field(strict=False)]
+
+
+class DataSection(Section):
+    """The data of a run."""
+
+    synthetic: bool = Field(
+        False, description="Random tokens in place of data, for benchmarks; `data: synthetic` for short"
+    )
+    sequence_length: PositiveInt | None = Field(
+        None,
+        description="Tokens per sample; only synthetic data may leave it out (then the model's longest)",
+        examples=[8192],
+    )
+    seed: NotNegativeInt = Field(1234, description="Seed of the data order")
+    train: Annotated[
+        tuple[Source, ...],
+        Field(strict=False),
+        BeforeValidator(as_list, json_schema_input_type=Source | list[Source]),
+    ] = Field((), description="One source or a list of them")
+    validation: ValidationSource | None = Field(
+        None, description="Measure the loss on other documents during the run"
+    )
+    split: Split | None = Field(
+        None, description="Share the documents of `train` out, where one corpus feeds both"
+    )
+    skip: Annotated[tuple[SkipRange, ...], Field(strict=False)] = Field(
+        (), description="Sample ranges [start, stop) that are left out; may grow while a run goes on"
+    )
+    stage: Literal["direct", "nvme", "shm"] = Field(
+        "direct", description="Where ranks read tokens: the store itself, a copy on local disk, or in memory"
+    )
+    shards: PositiveInt = Field(1, description="Number of .bin/.idx pairs that prepared text is written to")
+    eod: Annotated[Annotated[bool, Tag("(true or false)")] | Annotated[Text, Tag("(text)")], by_shape] = (
+        Field(
+            True,
+            description="End-of-document token after each document: the tokenizer's, none, or this one",
+        )
+    )
+    bos: bool = Field(False, description="Begin-of-sequence token before each document")
+    on_bad_line: Literal["stop", "skip"] = Field(
+        "stop", description="A line that holds no document: stop, or count it"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill(cls, given: Any) -> Any:
+        if (
+            isinstance(given, dict)
+            and isinstance(given.get("split"), dict)
+            and given.get("validation") is None
+        ):
+            share = given["split"].get("validation")
+            if isinstance(share, int | float) and share > 0:
+                return given | {"validation": {}}
+        return given
+
+    def weights(self) -> tuple[float, ...] | None:
+        """Return the sources' shares scaled to sum to 1, or None where they follow the number of tokens."""
+        given = [source.weight for source in self.train if source.weight is not None]
+        total = sum(given)
+        return tuple(weight / total for weight in given) if given else None
+
+    def problems(self) -> Iterator[Problem]:
+        """Sources, weights, split and skip ranges against each other."""
+        if self.synthetic:
+            for key in ("train", "validation", "split", "skip"):
+                if getattr(self, key):
+                    yield Problem((key,), "is not read with synthetic data", "delete it, or `synthetic`")
+        else:
+            if not self.train:
+                yield Problem(
+                    ("train",), "is missing", "train: [{path: corpus/*.jsonl}], or `data: synthetic`"
+                )
+            if self.sequence_length is None:
+                yield Problem(("sequence_length",), "is missing", "sequence_length: 8192")
+        yield from self._weight_problems()
+        yield from self._validation_problems()
+        yield from self._skip_problems()
+
+    def _weight_problems(self) -> Iterator[Problem]:
+        without = [index for index, source in enumerate(self.train) if source.weight is None]
+        if without and len(without) < len(self.train):
+            yield Problem(
+                ("train", without[0], "weight"),
+                "is missing: other sources have a weight",
+                "give every source a weight, or none (then shares follow the number of tokens)",
+            )
+        names = [source.name for source in self.train if source.name]
+        for index, source in enumerate(self.train):
+            if source.name and names.count(source.name) > 1:
+                yield Problem(
+                    ("train", index, "name"), f"two sources are called `{source.name}`", "rename one"
+                )
+                break
+
+    def _validation_problems(self) -> Iterator[Problem]:
+        if self.validation is None:
+            return
+        if self.split is None and self.validation.kind is None:
+            yield Problem(
+                ("validation",),
+                "has no documents",
+                "write `path: …` there, or `split: {train: 0.98, validation: 0.02}` under `data`",
+            )
+        if self.split is not None and self.validation.kind is not None:
+            yield Problem(
+                ("split",), "`validation` already has its own documents", "delete `split`, or the source"
+            )
+        if self.split is not None and self.validation.kind is None and not self.split.validation:
+            yield Problem(
+                ("split", "validation"),
+                "is 0, but the loss is to be measured",
+                "split: {train: 0.98, validation: 0.02}",
+            )
+
+    def _skip_problems(self) -> Iterator[Problem]:
+        end = 0
+        for index, (start, stop) in enumerate(self.skip):
+            if start >= stop:
+                yield Problem(
+                    ("skip", index), f"[{start}, {stop}] is empty", "write [start, stop] with start < stop"
+                )
+            elif start < end:
+                yield Problem(
+                    ("skip", index),
+                    f"[{start}, {stop}] begins before the range above it ends",
+                    "sort the ranges and join those that overlap",
+                )
+            end = max(end, stop)
+
+
+def expand_data(value: Any) -> Any:
+    """Let `data: synthetic` stand for `data: {synthetic: true}`."""
+    if value == "synthetic":
+        return {"synthetic": True}
+    if isinstance(value, str):
+        raise wrong(
+            f"`{value}` is not a data section", "write `data: {sequence_length: …, train: [{path: …}]}`"
+        )
+    return value

@@ -1,0 +1,75 @@
+"""How a run is executed and kept: `engine`, `checkpoint`, `observe`, `resources`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from trainshed.recipe.section import NotNegativeInt, PositiveInt, Problem, Section, Text
+
+EngineArgument = None | bool | int | float | str | list[bool | int | float | str]
+
+
+class Engine(Section):
+    """What steps the model."""
+
+    name: Literal["torch", "megatron", "nemo", "torchtune"] = Field("torch", description="The engine")
+    image: Text | None = Field(
+        None, description="Container image, by digest", examples=["nvcr.io/…@sha256:…"]
+    )
+    args: dict[str, EngineArgument] = Field(
+        default_factory=dict,
+        description="Arguments handed to a foreign engine as they are (checked against its list)",
+    )
+
+    def problems(self) -> Iterator[Problem]:
+        """Our own engine takes no arguments."""
+        if self.name == "torch" and self.args:
+            yield Problem(
+                ("args",), "the torch engine takes no `args`: its options are keys of the recipe", "delete it"
+            )
+
+
+class Checkpoint(Section):
+    """When the state is saved, how many are kept, what a start does with those that are there."""
+
+    every: PositiveInt | None = Field(500, description="Steps between two checkpoints; null: only at the end")
+    keep: PositiveInt | None = Field(3, description="Number of checkpoints kept; null: all")
+    async_: bool = Field(True, alias="async", description="Go on training while a checkpoint is written")
+    resume: Literal["auto", "must", "fresh"] = Field(
+        "auto",
+        description="auto: go on where there is a checkpoint; must: fail without one; fresh: fail with one",
+    )
+
+
+class Profile(Section):
+    """A profile of some steps."""
+
+    start: NotNegativeInt = Field(10, description="First step that is profiled")
+    steps: PositiveInt = Field(3, description="Number of steps")
+    ranks: Annotated[tuple[NotNegativeInt, ...], Field(strict=False, min_length=1)] = Field(
+        (0,), description="Ranks that are profiled"
+    )
+
+
+class Observe(Section):
+    """What is written besides the run's events."""
+
+    tensorboard: bool = Field(True, description="TensorBoard files in the run's folder")
+    dllogger: bool = Field(True, description="DLLogger JSON in the run's folder")
+    profile: Profile | None = Field(None, description="Profile some steps")
+
+
+class Resources(Section):
+    """What the run asks of the cluster."""
+
+    nodes: PositiveInt | None = Field(
+        None, description="Number of nodes; `--nodes` wins over it, it wins over the cluster's default"
+    )
+
+
+def expand_engine(value: Any) -> Any:
+    """Let `engine: torch` stand for `engine: {name: torch}`."""
+    return {"name": value} if isinstance(value, str) else value

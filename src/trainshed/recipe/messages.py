@@ -1,0 +1,208 @@
+"""Turns what pydantic found into sentences: what is wrong, at which line, what to write instead."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from trainshed.errors import RecipeError
+from trainshed.recipe import scalars
+from trainshed.recipe.keys import find_key, nearest_key, siblings
+from trainshed.recipe.places import Document, KeyPath, Places
+from trainshed.recipe.schema import LONGEST_NAME, RESERVED, Recipe
+from trainshed.recipe.section import PROBLEMS, Problem
+
+Kind = TypeVar("Kind", bound=BaseModel)
+
+_WANTED = {
+    "string_type": "text",
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "list_type": "a list",
+    "tuple_type": "a list",
+    "dict_type": "a mapping",
+    "model_type": "a mapping",
+    "model_attributes_type": "a mapping",
+}
+_BOUNDS = {
+    "greater_than": ("gt", "must be more than {}"),
+    "greater_than_equal": ("ge", "must be at least {}"),
+    "less_than": ("lt", "must be less than {}"),
+    "less_than_equal": ("le", "must be at most {}"),
+}
+
+
+def validate(kind: type[Kind], document: Document) -> Kind:
+    """Build a recipe or cluster file from a parsed document, or raise one error with all that is wrong."""
+    try:
+        return kind.model_validate(document.value)
+    except ValidationError as error:
+        problems = [
+            problem for found in error.errors() for problem in _explain(kind, dict(found), document.value)
+        ]
+    raise as_recipe_error(problems, document.places)
+
+
+def as_recipe_error(problems: list[Problem], places: Places) -> RecipeError:
+    """Make one error of one or more problems whose paths begin at the root."""
+    if len(problems) == 1:
+        only = problems[0]
+        return RecipeError(only.what, where=places.where(only.path), hint=only.hint)
+    lines = [f"  {places.where(problem.path)}: {_one_line(problem)}" for problem in problems]
+    return RecipeError("\n".join([f"{len(problems)} problems", *lines]), where=places.source)
+
+
+def _one_line(problem: Problem) -> str:
+    return f"{problem.what}; {problem.hint}" if problem.hint else problem.what
+
+
+def _explain(kind: type[BaseModel], found: dict[str, Any], root: Any) -> Iterator[Problem]:
+    path = _written_path(found["loc"], root)
+    if found["type"] == PROBLEMS:
+        for problem in found["ctx"]["problems"]:
+            yield Problem(_written_path((*found["loc"], *problem.path), root), problem.what, problem.hint)
+    elif found["type"] == "extra_forbidden":
+        yield _unknown_key(kind, path)
+    elif found["type"] == "missing":
+        yield _missing(kind, path)
+    else:
+        what, hint = _value_message(found)
+        yield Problem(path, what, hint)
+
+
+def _written_path(loc: tuple[str | int, ...], root: Any) -> KeyPath:
+    """Drop from pydantic's path what nobody wrote: names of shapes, the 0 of a list written as one value."""
+    path: list[str | int] = []
+    value = root
+    for step in loc:
+        if isinstance(step, str) and step.startswith("("):
+            continue
+        if isinstance(step, int) and not isinstance(value, list | tuple):
+            continue
+        path.append(step)
+        if isinstance(value, dict):
+            value = value.get(step)
+        elif isinstance(value, list) and isinstance(step, int):
+            value = value[step] if step < len(value) else None
+        elif not isinstance(value, dict) and value is not None:
+            path.pop()  # `engine: torhc` is complained about as engine.name
+    return tuple(path)
+
+
+def _unknown_key(kind: type[BaseModel], path: KeyPath) -> Problem:
+    name = path[-1]
+    if kind is Recipe and len(path) == 1 and name in RESERVED:
+        return Problem(
+            path, f"`{name}` is reserved and not supported by this version of Trainshed", "delete it"
+        )
+    near = nearest_key(kind, path)
+    if near:
+        return Problem(path, f"unknown key `{name}`", f"did you mean {near}?")
+    here = siblings(kind, path[:-1])
+    return Problem(path, f"unknown key `{name}`", f"known here: {', '.join(here)}" if here else "delete it")
+
+
+def _missing(kind: type[BaseModel], path: KeyPath) -> Problem:
+    key = find_key(kind, path)
+    example = (key.field.examples or [None])[0] if key else None
+    if example is None:
+        return Problem(path, "is missing", key.field.description if key else None)
+    return Problem(path, "is missing", f"write for example `{path[-1]}: {example}`")
+
+
+def _value_message(found: dict[str, Any]) -> tuple[str, str | None]:
+    kind, value, context = found["type"], found["input"], found.get("ctx") or {}
+    if kind in _WANTED:
+        return _wrong_type(_WANTED[kind], value)
+    if kind in _BOUNDS:
+        name, sentence = _BOUNDS[kind]
+        return f"{sentence.format(_plain(context[name]))}, and is {shown(value)}", None
+    if kind == "literal_error":
+        return _wrong_choice(re.findall(r"'([^']*)'", context["expected"]), value)
+    if kind == "union_tag_invalid":
+        return _wrong_type(" or ".join(re.findall(r"\(([^)]*)\)", context["expected_tags"])), value)
+    if kind == "finite_number":
+        return f"must be a finite number, and is {shown(value)}", None
+    if kind == "string_pattern_mismatch":
+        return (
+            f"`{value}` cannot name objects on a cluster",
+            "use lower-case letters, digits and dashes; begin with a letter",
+        )
+    if kind == "string_too_long":
+        return (
+            f"is longer than {LONGEST_NAME} characters",
+            "names of objects on a cluster have 63, id and suffix included",
+        )
+    if kind == "string_too_short":
+        return "is empty", "write a value or delete the line"
+    if kind in ("too_short", "too_long"):
+        return _wrong_length(kind, context)
+    return found["msg"], None
+
+
+def _wrong_length(kind: str, context: dict[str, Any]) -> tuple[str, str | None]:
+    wanted = context["min_length"] if kind == "too_short" else context["max_length"]
+    side = "at least" if kind == "too_short" else "at most"
+    return (
+        f"must have {side} {wanted} element{'s' if wanted != 1 else ''}, and has {context['actual_length']}",
+        None,
+    )
+
+
+def _wrong_choice(choices: list[str], value: Any) -> tuple[str, str | None]:
+    near = difflib.get_close_matches(str(value).lower(), choices, n=1, cutoff=0.6)
+    what = (
+        f"{shown(value)} is not one of {', '.join(choices)}" if len(choices) > 1 else f"must be {choices[0]}"
+    )
+    if isinstance(value, bool) or value is None:
+        return what, None
+    return what, f"did you mean {near[0]}?" if near else None
+
+
+def _wrong_type(wanted: str, value: Any) -> tuple[str, str | None]:
+    what = f"expected {wanted}, got {shown(value)}"
+    if value is None:
+        return what, "write a value or delete the line"
+    if isinstance(value, str):
+        return what, _what_text_meant(wanted, value)
+    if "text" in wanted and isinstance(value, bool | int | float):
+        return what, f'write it in quotes: "{_plain(value)}"'
+    return what, None
+
+
+def _what_text_meant(wanted: str, text: str) -> str | None:
+    if "true or false" in wanted:
+        return "write true or false" if scalars.YAML11_BOOL.match(text) else None
+    if "number" not in wanted:
+        return None
+    if scalars.LEADING_ZERO.match(text):
+        return f"a leading zero: write {int(text.replace('_', ''))}"
+    if re.match(r"^[0-9]+(:[0-5]?[0-9])+$", text):
+        return "a time of day is not a number here"
+    meant = scalars.read_plain(text)
+    if isinstance(meant, int | float) and not isinstance(meant, bool):
+        return f"write it without quotes: {text}"
+    return "write the number out" if re.match(r"^[0-9.]+\s*[kKmMbBgGtT]$", text) else None
+
+
+def shown(value: Any) -> str:
+    """Show a value in a sentence, shortened where it is long."""
+    if isinstance(value, str):
+        return f"`{value if len(value) <= 60 else value[:59] + '…'}`"
+    if isinstance(value, dict):
+        return "a mapping"
+    if isinstance(value, list | tuple):
+        return "a list"
+    return "nothing" if value is None else _plain(value)
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,145 @@
+"""`key.sub=value` on the command line, typed by the rules of the file.
+
+An override is written into the parsed file before it is checked, so an unknown key, a wrong type and a
+contradiction get the same messages, with the command line as their place.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from trainshed.errors import RecipeError
+from trainshed.recipe import scalars
+from trainshed.recipe.places import Document, KeyPath, Place, Step, dotted_key
+from trainshed.recipe.yaml_source import parse
+
+CLUSTER = "cluster"
+_STEP = re.compile(r'"([^"]*)"|([^.="\s]+)')
+
+
+def split_overrides(overrides: Iterable[str]) -> tuple[list[str], list[str]]:
+    """Separate `cluster.k=v` (returned without `cluster.`) from what overrides the recipe."""
+    recipe: list[str] = []
+    cluster: list[str] = []
+    for text in overrides:
+        if text.startswith(f"{CLUSTER}."):
+            cluster.append(text.removeprefix(f"{CLUSTER}."))
+        else:
+            recipe.append(text)
+    return recipe, cluster
+
+
+def apply_overrides(document: Document, overrides: Iterable[str], *, prefix: str = "") -> None:
+    """Write each override into the document; `prefix` is what errors show before the key (`cluster.`)."""
+    for text in overrides:
+        path, value_text = _split(text, prefix)
+        origin = f"command line: {prefix}{text}"
+        _set(document, path, _read_value(value_text, origin), origin)
+
+
+def _split(text: str, prefix: str) -> tuple[KeyPath, str]:
+    steps: list[Step] = []
+    position = 0
+    while True:
+        found = _STEP.match(text, position)
+        if not found:
+            break
+        name = found[1] if found[1] is not None else found[2]
+        steps.append(int(name) if found[1] is None and name.isdigit() else name)
+        position = found.end()
+        if text[position : position + 1] == "=":
+            return tuple(steps), text[position + 1 :].strip()
+        if text[position : position + 1] != ".":
+            break
+        position += 1
+    raise RecipeError(
+        f"`{prefix}{text}` is not an override",
+        where="command line",
+        hint="write key.sub=value, e.g. train.steps=100",
+    )
+
+
+def _read_value(text: str, origin: str) -> Any:
+    """Read `[…]`, `{…}` and quotes as YAML, all else as one word (so `*` and `#` mean themselves)."""
+    if text[:1] not in ("[", "{", '"', "'"):
+        if any("\ud800" <= letter <= "\udfff" for letter in text):
+            raise RecipeError("the value is not UTF-8 text", where=origin.encode("utf-8", "replace").decode())
+        return scalars.read_plain(text)
+    try:
+        return parse(f"value: {text}\n", origin).value["value"]
+    except RecipeError as error:
+        raise RecipeError(error.what, where=origin, hint=error.hint) from None
+
+
+def _set(document: Document, path: KeyPath, value: Any, origin: str) -> None:
+    target = document.value
+    for length in range(1, len(path)):
+        target = _descend(document, target, path[:length], path[length], origin)
+    last = path[-1]
+    if isinstance(target, list):
+        _set_element(target, path, value, origin)
+    else:
+        target[last] = value
+    document.places.forget_below(path)
+    document.places.keys[path] = Place(origin)
+
+
+def _descend(document: Document, parent: Any, path: KeyPath, following: Step, origin: str) -> Any:
+    """Return the mapping or list at `path`, made where the file had none or a shorter form."""
+    step = path[-1]
+    if isinstance(parent, list):
+        if not isinstance(step, int) or step >= len(parent):
+            raise _no_element(parent, path, origin)
+        child = parent[step]
+    else:
+        child = parent.get(step)
+    if isinstance(child, dict) and isinstance(following, int) and _may_be_list(path):
+        child = [child]
+        document.places.insert_step(path, 0)
+    elif isinstance(child, dict | list):
+        child = child.copy()  # an alias may share it with another key
+    else:
+        child = [] if isinstance(following, int) else _long_form(path, child)
+        document.places.forget_below(path)
+        document.places.keys[path] = Place(origin)
+    if isinstance(child, list) and not isinstance(following, int):
+        raise RecipeError(
+            f"{dotted_key(path)} is a list of {len(child)}",
+            where=origin,
+            hint=f"say which element: {dotted_key((*path, 0, following))}=…",
+        )
+    parent[step] = child
+    return child
+
+
+def _may_be_list(path: KeyPath) -> bool:
+    return path == ("data", "train")
+
+
+def _long_form(path: KeyPath, value: Any) -> dict[str, Any]:
+    """Return the mapping that a word stood for; words that stand for no mapping (`layout: auto`) give way."""
+    if path == ("engine",) and isinstance(value, str):
+        return {"name": value}
+    if path == ("data",) and value == "synthetic":
+        return {"synthetic": True}
+    return {}
+
+
+def _set_element(target: list[Any], path: KeyPath, value: Any, origin: str) -> None:
+    step = path[-1]
+    if not isinstance(step, int) or step > len(target):
+        raise _no_element(target, path, origin)
+    if step == len(target):
+        target.append(value)
+    else:
+        target[step] = value
+
+
+def _no_element(target: list[Any], path: KeyPath, origin: str) -> RecipeError:
+    return RecipeError(
+        f"{dotted_key(path[:-1])} has {len(target)} element{'s' if len(target) != 1 else ''}, counted from 0",
+        where=origin,
+        hint=f"{dotted_key((*path[:-1], len(target)))}=… would add one",
+    )

@@ -1,0 +1,100 @@
+"""The reference pages of the documentation, written from the schema so that they cannot fall behind it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from trainshed.recipe.cluster import Cluster
+from trainshed.recipe.keys import ELEMENT, Key, known_keys
+from trainshed.recipe.resolved import to_plain
+from trainshed.recipe.schema import RESERVED, Recipe
+
+_HEADER = "<!-- Written by docs/write_reference.py from the schema; edit the descriptions there. -->\n"
+
+
+def recipe_reference() -> str:
+    """Return the page that lists every key of a recipe."""
+    reserved = ", ".join(f"`{key}`" for key in RESERVED)
+    return (
+        f"{_HEADER}# Every key of a recipe\n\n{_tables(Recipe)}\n"
+        f"Reserved for later versions, and an error today: {reserved}.\n"
+    )
+
+
+def cluster_reference() -> str:
+    """Return the page that lists every key of a cluster file."""
+    return f"{_HEADER}# Every key of a cluster file\n\n{_tables(Cluster)}"
+
+
+def _tables(kind: type[BaseModel]) -> str:
+    groups: dict[str, list[Key]] = {}
+    for key in known_keys(kind).values():
+        if (
+            key.path[:2] == ("data", "validation")
+            and len(key.path) > 2
+            and key.path[2] not in ("every", "batches")
+        ):
+            continue  # the keys of a source, listed under data.train
+        groups.setdefault(_written(key.path[:-1]), []).append(key)
+    return "\n".join(_table(name, keys) for name, keys in groups.items())
+
+
+def _table(name: str, keys: list[Key]) -> str:
+    title = f"## `{name}`" if name else "## Top level"
+    note = "\nAlso takes the keys of `data.train[]`.\n" if name == "data.validation" else ""
+    rows = [
+        f"| `{key.path[-1]}` | {_type(key.field)} | {_default(key.field)} | {_cell(key)} |" for key in keys
+    ]
+    return "\n".join([title, note, "| key | takes | default | meaning |", "|---|---|---|---|", *rows, ""])
+
+
+def _cell(key: Key) -> str:
+    return (key.field.description or "").replace("|", "\\|")
+
+
+def _written(path: tuple[str | int, ...]) -> str:
+    return ".".join(str(step) for step in path).replace(f".{ELEMENT}", "[]")
+
+
+def _type(field: FieldInfo) -> str:
+    names = list(dict.fromkeys(_type_names(field.annotation)))
+    return " \\| ".join(names)
+
+
+def _type_names(annotation: Any) -> Iterator[str]:
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        yield from _type_names(get_args(annotation)[0])
+    elif origin in (Union, UnionType):
+        for choice in get_args(annotation):
+            yield from _type_names(choice)
+    elif origin is Literal:
+        yield from (f"`{choice}`" for choice in get_args(annotation))
+    elif origin in (tuple, list):
+        inner = " \\| ".join(dict.fromkeys(_type_names(get_args(annotation)[0])))
+        yield f"list of {inner}"
+    elif origin is dict:
+        yield "names to " + " \\| ".join(dict.fromkeys(_type_names(get_args(annotation)[1])))
+    elif isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield "mapping"
+    else:
+        words = {int: "whole number", float: "number", str: "text", bool: "true or false", NoneType: "null"}
+        yield words[annotation]
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "**required**"
+    default = field.get_default(call_default_factory=True, validated_data={})
+    if isinstance(default, BaseModel):
+        default = to_plain(default)
+    if default in ({}, ()) or default is None:
+        return ""
+    text = {True: "true", False: "false"}[default] if isinstance(default, bool) else str(default)
+    return "see below" if isinstance(default, dict) else f"`{re.sub(r'^[(](.*?),?[)]$', r'[\1]', text)}`"

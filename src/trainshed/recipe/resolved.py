@@ -1,0 +1,88 @@
+"""The recipe as it was understood: every key with its value, written back as YAML; and the id of its run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+import yaml
+from pydantic import BaseModel
+
+from trainshed.recipe import scalars
+from trainshed.recipe.schema import Recipe
+
+# Keys whose change continues the same run. The length may grow; a skip list may grow while the run goes on;
+# `stage` says where tokens are read, never which.
+NOT_IN_ID = {"train": ("steps", "tokens", "epochs"), "data": ("skip", "stage")}
+
+
+class _Dumper(yaml.SafeDumper):
+    """PyYAML's dumper, which also quotes the words that only our reader takes for numbers (`1e-4`)."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+for _tag, _pattern in (
+    ("null", scalars.NULL),
+    ("bool", scalars.BOOL),
+    ("int", scalars.INT),
+    ("float", scalars.FLOAT),
+):
+    _Dumper.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", _pattern, None)
+
+
+def to_yaml(recipe: BaseModel) -> str:
+    """Write a recipe (or cluster) in full, defaults included; loading it gives an equal one."""
+    return yaml.dump(
+        to_plain(recipe),
+        Dumper=_Dumper,
+        sort_keys=False,
+        allow_unicode=True,
+        width=110,
+        default_flow_style=None,
+    )
+
+
+def to_plain(section: BaseModel, *, defaults: bool = True) -> dict[str, Any]:
+    """Return a section as plain values in the order of the schema.
+
+    A key that is null by default and null here says nothing (`steps` beside `tokens`) and is left out; with
+    `defaults=False` so is every key that has its default.
+    """
+    plain: dict[str, Any] = {}
+    for name, field in type(section).model_fields.items():
+        value = getattr(section, name)
+        usual = field.get_default(call_default_factory=True, validated_data={})
+        if value == usual and (value is None or not defaults) and not field.is_required():
+            continue
+        plain[field.alias or name] = _plain(value, defaults)
+    return plain
+
+
+def _plain(value: Any, defaults: bool) -> Any:
+    if isinstance(value, BaseModel):
+        return to_plain(value, defaults=defaults)
+    if isinstance(value, tuple | list):
+        return [_plain(item, defaults) for item in value]
+    if isinstance(value, dict):
+        return {key: _plain(item, defaults) for key, item in value.items()}
+    return value
+
+
+def run_id(recipe: Recipe) -> str:
+    """Return 8 hex digits of what makes this training this training, so that a rerun finds its run.
+
+    Model, tokenizer, data, train and seed count, except the length of the run, `data.skip` and `data.stage`.
+    Layout, engine, checkpoint, observe, resources and store do not: a run may go on elsewhere. Files behind
+    an address do not either (their artefacts have hashes of their own): pin revisions to tell them apart.
+    """
+    # Without defaults, so that a key which a later version adds does not rename the runs of today. In
+    # exchange no default of these sections may ever change.
+    plain = to_plain(recipe, defaults=False)
+    said = {key: plain.get(key) for key in ("model", "tokenizer", "data", "train", "seed")}
+    for section, keys in NOT_IN_ID.items():
+        said[section] = {key: value for key, value in plain[section].items() if key not in keys}
+    canonical = json.dumps(said, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return hashlib.sha256(canonical.encode()).hexdigest()[:8]

@@ -1,0 +1,159 @@
+"""The recipe as a whole, and what its sections ask of each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field, PrivateAttr
+
+from trainshed.recipe.address import Address
+from trainshed.recipe.architecture import ModelConfig
+from trainshed.recipe.data import DataSection, expand_data
+from trainshed.recipe.execution import Checkpoint, Engine, Observe, Resources, expand_engine
+from trainshed.recipe.layout import LayoutSection
+from trainshed.recipe.model import ModelSection, TokenizerSection, TrainedTokenizer
+from trainshed.recipe.places import Places
+from trainshed.recipe.section import NotNegativeInt, Problem, Section
+from trainshed.recipe.train import TrainSection
+
+FORMAT = 1
+RESERVED = ("elastic", "export", "eval", "serve", "budgets", "engine_options")
+"""Top-level keys that later versions will read; writing one today is an error, not a silence."""
+
+# Names of objects are name + id + suffix, 63 characters at most; a service's name begins with a letter.
+LONGEST_NAME = 40
+NAME_PATTERN = r"^[a-z]([-a-z0-9]*[a-z0-9])?$"
+
+
+class Recipe(Section):
+    """What to train: one file that carries a model from text to weights."""
+
+    trainshed: Annotated[int, Field(ge=1, le=FORMAT)] = Field(
+        FORMAT, description="Version of the recipe format"
+    )
+    name: Annotated[str, Field(pattern=NAME_PATTERN, max_length=LONGEST_NAME)] = Field(
+        description="Name of the run: lower-case letters, digits and dashes", examples=["llama3-8b-tech"]
+    )
+    model: ModelSection = Field(
+        description="Architecture and starting weights", examples=["{preset: tiny, init: random}"]
+    )
+    tokenizer: TokenizerSection | None = Field(
+        None,
+        description="Address of the tokenizer, or `{train: {vocab_size: 8192}}` to learn one",
+        examples=["hf://meta-llama/Llama-3.1-8B"],
+    )
+    data: Annotated[
+        DataSection, BeforeValidator(expand_data, json_schema_input_type=DataSection | Literal["synthetic"])
+    ] = Field(
+        description="What is read", examples=["{sequence_length: 8192, train: [{path: corpus/*.jsonl}]}"]
+    )
+    train: TrainSection = Field(
+        description="The training", examples=["{steps: 1000, global_batch: 64, optimizer: {lr: 3.0e-4}}"]
+    )
+    layout: LayoutSection = Field("auto", description="`auto`: the planner chooses; or written out")
+    engine: Annotated[
+        Engine,
+        BeforeValidator(
+            expand_engine, json_schema_input_type=Engine | Literal["torch", "megatron", "nemo", "torchtune"]
+        ),
+    ] = Field(default_factory=Engine, description="What steps the model: a name, or name, image and args")
+    checkpoint: Checkpoint = Field(default_factory=Checkpoint, description="Saving and resuming")
+    observe: Observe = Field(default_factory=Observe, description="What is written besides the run's events")
+    resources: Resources = Field(default_factory=Resources, description="What the run asks of the cluster")
+    store: Address | None = Field(
+        None, description="Where artefacts and runs are kept; left out: the cluster's store"
+    )
+    seed: NotNegativeInt = Field(
+        1234, description="Seed of fresh weights and dropout (`data.seed` orders the data)"
+    )
+
+    _places: Places = PrivateAttr(default_factory=Places)
+
+    def where(self, key: str) -> str:
+        """Return the place of a key for an error: `recipe.yaml:12 (data.train.0.path)`."""
+        steps = (int(step) if step.isdigit() else step for step in key.split("."))
+        return self._places.where(tuple(steps))
+
+    @property
+    def places(self) -> Places:
+        """Return where each key was written."""
+        return self._places
+
+    @property
+    def folder(self) -> Path:
+        """Return the folder of the recipe file; `script` paths are relative to it."""
+        return self._places.folder
+
+    def problems(self) -> Iterator[Problem]:
+        """What only the whole recipe can tell."""
+        yield from self._weights_problems()
+        yield from self._tokenizer_problems()
+        if self.data.synthetic and self.train.mode == "finetune":
+            yield Problem(
+                ("data",), "synthetic data has no answers to fine-tune on", "write `train.mode: pretrain`"
+            )
+        if self.data.synthetic and self.train.epochs is not None:
+            yield Problem(
+                ("train", "epochs"), "synthetic data has no end to pass", "write `steps` or `tokens`"
+            )
+        if self.model.config is not None:
+            yield from fit_problems(self, self.model.config)
+
+    def _weights_problems(self) -> Iterator[Problem]:
+        if self.model.from_:
+            return
+        if self.train.mode == "finetune":
+            yield Problem(
+                ("model", "from"), "is missing: there is nothing to fine-tune", "from: hf://org/name"
+            )
+        if self.train.lora is not None:
+            yield Problem(
+                ("model", "from"), "is missing: adapters need weights to sit on", "from: hf://org/name"
+            )
+
+    def _tokenizer_problems(self) -> Iterator[Problem]:
+        sources = [*self.data.train, *([self.data.validation] if self.data.validation else [])]
+        reads_text = any(source.kind in ("path", "script") for source in sources)
+        trained = isinstance(self.tokenizer, TrainedTokenizer)
+        if self.tokenizer is None and (reads_text or self.train.mode == "finetune"):
+            like = self.model.from_ or "hf://org/name"
+            yield Problem(
+                ("tokenizer",),
+                "is missing: text must become tokens",
+                f"tokenizer: {like}, or {{train: {{vocab_size: 8192}}}}",
+            )
+        if trained and self.model.from_:
+            yield Problem(
+                ("tokenizer",),
+                "a new tokenizer does not fit weights that know another",
+                f"tokenizer: {self.model.from_}",
+            )
+        if trained and not any(source.kind in ("path", "script") for source in self.data.train):
+            yield Problem(
+                ("tokenizer",), "there is no text to learn a tokenizer from", "write the address of one"
+            )
+
+
+def fit_problems(recipe: Recipe, config: ModelConfig) -> Iterator[Problem]:
+    """Yield where an architecture is too small for the recipe; the catalog asks this for presets."""
+    length = recipe.data.sequence_length
+    if config.positions == "learned" and length is not None and length > config.max_positions:
+        yield Problem(
+            ("data", "sequence_length"),
+            f"{length} is more than the {config.max_positions} positions the model learns",
+            f"write {config.max_positions} or less",
+        )
+    if isinstance(recipe.tokenizer, TrainedTokenizer):
+        wanted = recipe.tokenizer.train.vocab_size
+        if wanted > config.vocab_size:
+            yield Problem(
+                ("tokenizer", "train", "vocab_size"),
+                f"{wanted} is more than the {config.vocab_size} rows of the model's embedding",
+                f"write {config.vocab_size} or less",
+            )
+    if recipe.train.moe is not None and config.moe is None:
+        yield Problem(("train", "moe"), "the model has no experts", "delete it")
+    if config.moe is None and not isinstance(recipe.layout, str) and recipe.layout.ep > 1:
+        yield Problem(("layout", "ep"), "the model has no experts to spread", "delete it")

@@ -1,0 +1,125 @@
+"""What every part of a recipe or cluster file is built from: strict, closed, and checked as a whole.
+
+A `Section` yields its cross-key checks from `problems()`, beside the keys they are about. They run whenever
+the section is built, all of them, and `messages` turns them into one error with file and line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from decimal import Decimal, InvalidOperation
+from typing import Annotated, Any, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from trainshed.recipe.places import KeyPath
+
+PROBLEMS = "recipe_problems"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong: at which key (relative to the section), what, and what to write instead."""
+
+    path: KeyPath
+    what: str
+    hint: str | None = None
+
+
+def as_error(problems: list[Problem]) -> PydanticCustomError:
+    """Wrap problems so that pydantic carries them, with the section's own path."""
+    text = "; ".join(problem.what for problem in problems)
+    return PydanticCustomError(PROBLEMS, "{text}", {"text": text, "problems": problems})
+
+
+def wrong(what: str, hint: str | None = None) -> PydanticCustomError:
+    """Return the error of a single value."""
+    return as_error([Problem((), what, hint)])
+
+
+class Section(BaseModel):
+    """A mapping of a recipe or cluster file."""
+
+    model_config = ConfigDict(
+        strict=True, extra="forbid", frozen=True, use_attribute_docstrings=False, allow_inf_nan=False
+    )
+
+    def problems(self) -> Iterator[Problem]:
+        """Yield what is wrong although each key by itself is right."""
+        return iter(())
+
+    @model_validator(mode="after")
+    def _check_together(self) -> Self:
+        found = list(self.problems())
+        if found:
+            raise as_error(found)
+        return self
+
+
+def shape_of(value: Any) -> str:
+    """Name the shape of a value; keys that take several shapes choose by it.
+
+    The names are in parentheses so that they cannot be mistaken for a key in an error's path.
+    """
+    if isinstance(value, dict | BaseModel):
+        return "(a mapping)"
+    if isinstance(value, list | tuple):
+        return "(a list)"
+    if isinstance(value, bool):
+        return "(true or false)"
+    if isinstance(value, int | float):
+        return "(a number)"
+    return "(text)" if isinstance(value, str) else "(nothing)"
+
+
+by_shape = Discriminator(shape_of)
+
+PositiveInt = Annotated[int, Field(ge=1)]
+NotNegativeInt = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+NotNegativeFloat = Annotated[float, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+Text = Annotated[str, Field(min_length=1)]
+
+_SUFFIXES = {"k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
+
+
+def read_count(value: Any) -> Any:
+    """Read `20B`, `1.5T`, `20e9` or a plain number as a whole number."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if not isinstance(value, str):
+        return value
+    number, factor = value.strip(), 1
+    if number and number[-1].lower() in _SUFFIXES:
+        number, factor = number[:-1].rstrip(), _SUFFIXES[number[-1].lower()]
+    try:
+        amount = Decimal(number) * factor
+    except InvalidOperation:
+        raise wrong(
+            f"`{value}` is not a count", "write a whole number, or one with k, M, B or T: 20B"
+        ) from None
+    if not amount.is_finite() or amount != amount.to_integral_value():
+        raise wrong(
+            f"`{value}` is not a whole number", "write for example 1500M instead of 1.5B, or round it"
+        )
+    return int(amount)
+
+
+Count = Annotated[
+    int,
+    Field(ge=1),
+    BeforeValidator(
+        read_count,
+        json_schema_input_type=Annotated[int, Field(ge=1)]
+        | Annotated[str, Field(pattern=r"^[0-9]+(\.[0-9]+)?[kKmMbBgGtT]$")],
+    ),
+]
+"""A whole number that may be written with a suffix: `20B`."""
+
+
+def as_list(value: Any) -> Any:
+    """Let one value stand for a list of one."""
+    return [value] if isinstance(value, str | dict | BaseModel) else value

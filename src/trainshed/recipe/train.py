@@ -1,0 +1,166 @@
+"""`train`: how long, how large a batch, which optimiser, in which precision."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from trainshed.recipe.section import (
+    Count,
+    Fraction,
+    NotNegativeFloat,
+    NotNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Problem,
+    Section,
+)
+
+LENGTHS = ("steps", "tokens", "epochs")
+LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+class BatchRamp(Section):
+    """A batch that grows in equal steps at the start of the run, as Megatron's `--rampup-batch-size` does."""
+
+    start: PositiveInt = Field(description="Global batch of the first step", examples=[32])
+    increment: PositiveInt = Field(description="Sequences added each time", examples=[32])
+    samples: Count = Field(
+        description="Samples over which the batch grows to `global_batch`", examples=[1000000]
+    )
+
+
+class Optimizer(Section):
+    """What turns gradients into updates."""
+
+    name: Literal["adamw"] = Field("adamw", description="The optimiser")
+    lr: PositiveFloat = Field(description="Peak learning rate", examples=[3e-4])
+    betas: Annotated[tuple[Fraction, Fraction], Field(strict=False)] = Field(
+        (0.9, 0.95), description="Adam's averages"
+    )
+    eps: PositiveFloat = Field(1e-8, description="Adam's epsilon")
+    weight_decay: NotNegativeFloat = Field(0.1, description="Decay of matrices (not of norms and biases)")
+    clip: PositiveFloat | None = Field(1.0, description="Largest gradient norm; null: no clipping")
+
+
+class Schedule(Section):
+    """How the learning rate changes."""
+
+    name: Literal["cosine", "linear", "wsd", "constant"] = Field(
+        "constant", description="Shape after the warm-up"
+    )
+    warmup: NotNegativeInt = Field(0, description="Steps of linear warm-up")
+    decay: PositiveInt | None = Field(
+        None,
+        description="cosine, linear: the step at which `min_lr` is reached (default: the end of the run); "
+        "wsd: how many steps the final decay takes",
+    )
+    min_lr: NotNegativeFloat = Field(0.0, description="Learning rate at the end of the decay")
+
+    def problems(self) -> Iterator[Problem]:
+        """`decay` and `min_lr` belong to schedules that decay."""
+        if self.name == "constant":
+            if self.decay is not None:
+                yield Problem(
+                    ("decay",), "a constant schedule has no decay", "delete it, or write `name: cosine`"
+                )
+            if self.min_lr:
+                yield Problem(
+                    ("min_lr",), "a constant schedule has no decay", "delete it, or write `name: cosine`"
+                )
+        if self.name == "wsd" and self.decay is None:
+            yield Problem(("decay",), "is missing: wsd needs the length of its final decay", "decay: 1000")
+        if self.name in ("cosine", "linear") and self.decay is not None and self.decay <= self.warmup:
+            yield Problem(
+                ("decay",),
+                f"the decay ends at step {self.decay}, before the warm-up of {self.warmup} steps",
+                "write the step at which `min_lr` is reached",
+            )
+
+
+class Lora(Section):
+    """Train small adapters and leave the weights alone."""
+
+    rank: PositiveInt = Field(description="Rank of the adapters", examples=[16])
+    alpha: PositiveFloat = Field(description="Adapters are scaled by alpha / rank", examples=[32])
+    dropout: Fraction = Field(0.0, description="Dropout before the adapters")
+    targets: Annotated[tuple[LoraTarget, ...], Field(strict=False, min_length=1)] = Field(
+        ("q_proj", "k_proj", "v_proj", "o_proj"), description="Projections that get an adapter"
+    )
+
+
+class MoeLosses(Section):
+    """Losses that keep a router healthy."""
+
+    balance_loss: NotNegativeFloat = Field(
+        0.001, description="Factor of the load-balance loss (per sequence)"
+    )
+    z_loss: NotNegativeFloat = Field(0.0, description="Factor of the router's z-loss")
+
+
+class TrainSection(Section):
+    """The training itself."""
+
+    mode: Literal["pretrain", "finetune"] = Field(
+        "pretrain", description="`finetune`: chat data, loss on the answers only; needs `model.from`"
+    )
+    steps: PositiveInt | None = Field(None, description="Length of the run in steps", examples=[1000])
+    tokens: Count | None = Field(None, description="Length of the run in tokens", examples=["20B"])
+    epochs: PositiveFloat | None = Field(
+        None, description="Length of the run in passes over the data", examples=[1]
+    )
+    global_batch: PositiveInt = Field(description="Sequences per step, over all ranks", examples=[1024])
+    batch_ramp: BatchRamp | None = Field(None, description="Start with a smaller batch")
+    precision: Literal["fp64", "fp32", "bf16", "fp8"] = Field(
+        "bf16",
+        description="Precision of the matrix products (weights of record: fp32 or more); fp64 is for proofs",
+    )
+    optimizer: Optimizer = Field(description="What turns gradients into updates", examples=["{lr: 3.0e-4}"])
+    schedule: Schedule = Field(default_factory=Schedule, description="How the learning rate changes")
+    z_loss: NotNegativeFloat = Field(0.0, description="Factor of the z-loss on the logits")
+    moe: MoeLosses | None = Field(None, description="Losses of the router, for models with experts")
+    dropout: Fraction = Field(0.0, description="Dropout in attention and residual")
+    non_finite: Literal["stop", "skip"] = Field(
+        "stop", description="At a non-finite loss or gradient: stop, or skip the step"
+    )
+    deterministic: bool = Field(False, description="Bitwise repeatable on GPUs, at a cost")
+    lora: Lora | None = Field(None, description="Train adapters only; needs `model.from`")
+
+    def problems(self) -> Iterator[Problem]:
+        """One length; a ramp that arrives; a schedule that goes down."""
+        given = [key for key in LENGTHS if getattr(self, key) is not None]
+        if not given:
+            yield Problem(
+                (),
+                "says nothing about the length of the run",
+                "write `steps: 1000`, `tokens: 20B` or `epochs: 1`",
+            )
+        if len(given) > 1:
+            yield Problem(
+                (given[1],),
+                f"`{given[0]}` and `{given[1]}` both say how long to train",
+                f"keep one of them; on the command line: train.{given[0]}=null",
+            )
+        if self.schedule.min_lr > self.optimizer.lr:
+            yield Problem(
+                ("schedule", "min_lr"),
+                f"{self.schedule.min_lr:g} is above the peak `optimizer.lr` of {self.optimizer.lr:g}",
+                "write a smaller one",
+            )
+        ramp = self.batch_ramp
+        if ramp is None:
+            return
+        if ramp.start >= self.global_batch:
+            yield Problem(
+                ("batch_ramp", "start"),
+                f"{ramp.start} is not below `global_batch: {self.global_batch}`",
+                "write a smaller one, or delete `batch_ramp`",
+            )
+        elif (self.global_batch - ramp.start) % ramp.increment:
+            yield Problem(
+                ("batch_ramp", "increment"),
+                f"steps of {ramp.increment} from {ramp.start} never meet {self.global_batch}",
+                f"write a divisor of {self.global_batch - ramp.start}",
+            )

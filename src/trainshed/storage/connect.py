@@ -1,0 +1,160 @@
+"""How a bucket's client is configured: endpoint, region, credentials and patience.
+
+Endpoints of S3 are looked for in this order: the options (a cluster file's `stores:`), AWS_ENDPOINT_URL_S3,
+AWS_ENDPOINT_URL, BUCKET_STORAGE_HOST (with BUCKET_STORAGE_ACCESS_KEY and BUCKET_STORAGE_SECRET_KEY), the profile of
+the AWS configuration, and at last AWS itself. Google and Azure follow obstore's own chain.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+from urllib.parse import urlsplit
+
+from trainshed.errors import AccessDenied
+from trainshed.storage.address import Address
+from trainshed.storage.aws_profile import read_profile
+from trainshed.storage.options import Endpoint
+from trainshed.storage.retry import Retry
+
+# A hung connection is noticed after a minute without a byte; a slow one may take as long as it takes.
+_STALL = timedelta(seconds=60)
+_WHOLE_REQUEST = timedelta(hours=2)
+_INSTANCE_VARIABLES = (
+    "AWS_WEB_IDENTITY_TOKEN_FILE",
+    "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
+    "AWS_CONTAINER_CREDENTIALS_FULL_URI",
+)
+
+
+def connect(address: Address, options: Endpoint, retry: Retry) -> Any:
+    """Return the obstore client of a bucket; nothing is sent yet."""
+    from obstore import store
+
+    if address.scheme == "s3":
+        config, provider = s3_config(address.root, options, os.environ)
+        client = client_options(config.get("endpoint"))
+        return store.S3Store(
+            address.root,
+            config=config,
+            client_options=client,
+            retry_config=retry_config(retry),
+            credential_provider=provider,
+        )
+    if address.scheme == "gs":
+        config = gs_config(options, os.environ)
+        client = client_options(config.get("base_url"))
+        return store.GCSStore(
+            address.root, config=config, client_options=client, retry_config=retry_config(retry)
+        )
+    account, container = address.root.split("/")
+    config = az_config(account, options)
+    client = client_options(config.get("endpoint"))
+    return store.AzureStore(container, config=config, client_options=client, retry_config=retry_config(retry))
+
+
+def s3_config(bucket: str, options: Endpoint, environ: Mapping[str, str]) -> tuple[Any, Any]:
+    """The S3 configuration and, for profiles that need one, a credential provider."""
+    endpoint, keys = _s3_endpoint(options, environ)
+    profile = read_profile(environ) if keys is None and not options.anonymous else None
+    endpoint = endpoint or (profile.endpoint if profile else None)
+    config: dict[str, Any] = {"disable_bulk_delete": True}  # one path at a time is all we ask for
+    region = options.region or environ.get("AWS_REGION") or environ.get("AWS_DEFAULT_REGION")
+    config["region"] = region or (profile.region if profile else None) or "us-east-1"
+    if endpoint:
+        virtual = options.addressing == "virtual"
+        if virtual:
+            parts = urlsplit(endpoint)
+            endpoint = f"{parts.scheme}://{bucket}.{parts.netloc}{parts.path}"
+        # Both: obstore reads the variables itself, and AWS_ENDPOINT_URL_S3 would win over `endpoint`.
+        config |= {
+            "endpoint": endpoint,
+            "aws_endpoint_url_s3": endpoint,
+            "virtual_hosted_style_request": virtual,
+        }
+    elif options.addressing is not None:
+        config["virtual_hosted_style_request"] = options.addressing == "virtual"
+    if options.anonymous:
+        config["skip_signature"] = True
+        return config, None
+    keys = keys or (profile.keys if profile else None)
+    if keys:
+        config |= keys
+    provider = profile.provider if profile and not keys else None
+    if endpoint and not keys and provider is None and not _has_own_credentials(environ):
+        raise AccessDenied(
+            "no credentials for this endpoint",
+            where=endpoint,
+            hint="set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or write stores: {s3: {anonymous: true}}",
+        )
+    return config, provider
+
+
+def _s3_endpoint(options: Endpoint, environ: Mapping[str, str]) -> tuple[str | None, dict[str, str] | None]:
+    """The endpoint and, when they belong to it, its keys."""
+    host = environ.get("BUCKET_STORAGE_HOST")
+    if host and "://" not in host:
+        host = f"http://{host}"  # as MinIO's own client reads it inside a cluster
+    chosen = options.endpoint or environ.get("AWS_ENDPOINT_URL_S3") or environ.get("AWS_ENDPOINT_URL") or host
+    keys = None
+    access, secret = environ.get("BUCKET_STORAGE_ACCESS_KEY"), environ.get("BUCKET_STORAGE_SECRET_KEY")
+    if host and chosen and access and secret and chosen.rstrip("/") == host.rstrip("/"):
+        keys = {"access_key_id": access, "secret_access_key": secret}
+    elif environ.get("AWS_ACCESS_KEY_ID") and environ.get("AWS_SECRET_ACCESS_KEY"):
+        keys = {
+            "access_key_id": environ["AWS_ACCESS_KEY_ID"],
+            "secret_access_key": environ["AWS_SECRET_ACCESS_KEY"],
+        }
+        if environ.get("AWS_SESSION_TOKEN"):
+            keys["session_token"] = environ["AWS_SESSION_TOKEN"]
+    return (chosen.rstrip("/") if chosen else None), keys
+
+
+def _has_own_credentials(environ: Mapping[str, str]) -> bool:
+    return any(environ.get(name) for name in _INSTANCE_VARIABLES)
+
+
+def gs_config(options: Endpoint, environ: Mapping[str, str]) -> Any:
+    """The Google configuration; credentials are obstore's own chain (application default, workload identity)."""
+    config: dict[str, Any] = {}
+    endpoint = options.endpoint or environ.get("STORAGE_EMULATOR_HOST")
+    if endpoint:
+        config["base_url"] = endpoint.rstrip("/") if "://" in endpoint else f"http://{endpoint}"
+    if options.anonymous:
+        config["skip_signature"] = True
+    return config
+
+
+def az_config(account: str, options: Endpoint) -> Any:
+    """The Azure configuration; credentials are obstore's own chain (key, SAS, workload or managed identity)."""
+    config: dict[str, Any] = {"account_name": account}
+    if options.endpoint:
+        config["endpoint"] = options.endpoint.rstrip("/")
+    if options.anonymous:
+        config["skip_signature"] = True
+    return config
+
+
+def client_options(endpoint: str | None) -> Any:
+    """Timeouts; plain HTTP only where the endpoint itself says http."""
+    return {
+        "allow_http": bool(endpoint and endpoint.startswith("http://")),
+        "timeout": _WHOLE_REQUEST,
+        "read_timeout": _STALL,
+        "connect_timeout": timedelta(seconds=10),
+    }
+
+
+def retry_config(retry: Retry) -> Any:
+    """Our patience in obstore's words."""
+    return {
+        "max_retries": retry.attempts - 1,
+        "retry_timeout": timedelta(minutes=4),  # signatures are not renewed while it retries
+        "backoff": {
+            "init_backoff": timedelta(seconds=retry.first_seconds),
+            "max_backoff": timedelta(seconds=retry.max_seconds),
+            "base": 2,
+        },
+    }

@@ -1,0 +1,252 @@
+"""A bucket as a store: S3 and everything that speaks it, Google Cloud Storage, Azure Blob Storage."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import obstore
+from obstore.exceptions import BaseError, PreconditionError
+
+from trainshed.errors import Conflict, NotFound, StorageError
+from trainshed.storage.address import join
+from trainshed.storage.faults import explained, status_of
+from trainshed.storage.retry import Retry
+from trainshed.storage.store import ABSENT, CHUNK_BYTES, ObjectInfo
+
+PART_BYTES = 8 * 1024 * 1024
+PARALLEL_PARTS = 4
+# S3 takes 10,000 parts per object, Azure 50,000; a little air for rounding.
+MAX_PARTS = 9_000
+# How much of a part is kept when its connection breaks in the middle.
+_PROGRESS_BYTES = 1024 * 1024
+
+
+class ObjectStore:
+    """All objects of one bucket. Open it anew in a forked process: its connections do not survive a fork."""
+
+    def __init__(self, client: Any, url: str, scheme: str, retry: Retry) -> None:
+        self._client = client
+        self._url = url
+        self._scheme = scheme
+        self._retry = retry
+
+    def __repr__(self) -> str:
+        return f"ObjectStore({self._url!r})"
+
+    @property
+    def url(self) -> str:
+        """The bucket's address."""
+        return self._url
+
+    def head(self, path: str) -> ObjectInfo | None:
+        """Describe one object, or None if there is none."""
+        try:
+            with self._explained(path):
+                return _info(obstore.head(self._client, path))
+        except NotFound as error:
+            if "bucket" in error.what:  # its absence is no statement about the object
+                raise
+            return None
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        """All objects below a folder, sorted by path."""
+        prefix = prefix.strip("/")
+        with self._explained(prefix):
+            pages = obstore.list(self._client, prefix or None, chunk_size=1000)
+            found = [_info(meta) for page in pages for meta in page]
+        found.sort(key=lambda info: info.path)
+        for index, info in enumerate(found):
+            # Consoles mark a folder by an empty object 'folder/', which obstore shows without its slash.
+            following = found[index + 1].path if index + 1 < len(found) else ""
+            if info.size == 0 and (info.path == prefix or following.startswith(info.path + "/")):
+                continue
+            yield info
+
+    def read(self, path: str, start: int = 0, end: int | None = None) -> bytes:
+        """Read the bytes [start, end) of an object, several ranges at a time where it is large."""
+        if end is not None and end <= start:
+            return b""
+        parts = list(self._parts(path, start, end, PART_BYTES))
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def stream(self, path: str, start: int = 0, chunk_bytes: int = CHUNK_BYTES) -> Iterator[bytes]:
+        """Read an object from `start` to its end in chunks, fetching a few ranges ahead."""
+        for part in self._parts(path, start, None, max(chunk_bytes, PART_BYTES)):
+            for offset in range(0, len(part), chunk_bytes):
+                yield part if len(part) <= chunk_bytes else part[offset : offset + chunk_bytes]
+
+    def put(self, path: str, data: bytes, *, expect: str | None = None) -> ObjectInfo:
+        """Write a small object in one request, where asked only over what is expected."""
+        if expect is None or expect == ABSENT:
+            mode: Any = "overwrite" if expect is None else "create"
+            with self._explained(path):
+                answer = obstore.put(self._client, path, data, mode=mode, use_multipart=False)
+        else:
+            answer = self._put_over(path, data, expect)
+        return ObjectInfo(path, len(data), answer["e_tag"] or "")
+
+    @contextmanager
+    def writer(self, path: str, *, size: int | None = None) -> Iterator[_PartWriter]:
+        """Open a large object for writing: one request if it stays small, else parts in parallel."""
+        part_bytes = max(2 * PART_BYTES, -(-(size or 0) // MAX_PARTS))
+        writer = _PartWriter(self, path, part_bytes)
+        try:
+            yield writer
+        except BaseException:
+            writer.abort()
+            raise
+        writer.finish()
+
+    def delete(self, path: str) -> None:
+        """Remove an object; removing what is not there is no error."""
+        try:
+            with self._explained(path):
+                obstore.delete(self._client, path)
+        except NotFound as error:
+            if "bucket" in error.what:
+                raise
+
+    def _explained(self, path: str) -> Any:
+        return explained(join(self._url, path), self._scheme)
+
+    def _put_over(self, path: str, data: bytes, expect: str) -> Any:
+        tag: dict[str, str | None] = {"e_tag": expect}
+        if self._scheme == "gs":
+            # Google compares generations, which its listings do not tell; the ETag is checked here, the rest there.
+            with self._explained(path):
+                meta = obstore.head(self._client, path)
+            if meta["e_tag"] != expect:
+                raise Conflict("another writer changed it first", where=join(self._url, path))
+            tag["version"] = meta["version"]
+        with self._explained(path):
+            try:
+                return obstore.put(self._client, path, data, mode=tag, use_multipart=False)  # type: ignore[arg-type]
+            except PreconditionError:
+                if self._scheme != "s3" or obstore.head(self._client, path)["e_tag"] != expect:
+                    raise
+                # Ceph's gateway compares If-Match with the quotes on; the bare tag is just as conditional.
+                bare: Any = {"e_tag": expect.strip('"')}
+                return obstore.put(self._client, path, data, mode=bare, use_multipart=False)
+
+    def _parts(self, path: str, start: int, end: int | None, part_bytes: int) -> Iterator[bytes]:
+        """The bytes [start, end) in parts, all of one version."""
+        first_end = start + part_bytes if end is None else min(end, start + part_bytes)
+        info, first = self._fetch(path, start, first_end, None)
+        if first:
+            yield first
+        end = info.size if end is None else min(end, info.size)
+        offsets = range(start + part_bytes, end, part_bytes)
+        if not offsets:
+            return
+        pool = ThreadPoolExecutor(min(PARALLEL_PARTS, len(offsets)), thread_name_prefix="trainshed-get")
+        try:
+            ahead: deque[Future[tuple[ObjectInfo, bytes]]] = deque()
+            for offset in offsets:
+                ahead.append(
+                    pool.submit(self._fetch, path, offset, min(end, offset + part_bytes), info.version)
+                )
+                if len(ahead) >= PARALLEL_PARTS:
+                    yield ahead.popleft().result()[1]
+            while ahead:
+                yield ahead.popleft().result()[1]
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+    def _fetch(self, path: str, start: int, end: int, version: str | None) -> tuple[ObjectInfo, bytes]:
+        """One range; when its connection breaks, the rest of it follows from the same version of the object."""
+        parts: list[bytes] = []
+        done = start
+        for attempt in range(self._retry.attempts):
+            options: dict[str, Any] = {"range": (done, end)}
+            if version:
+                options["if_match"] = version
+            with self._explained(path):
+                try:
+                    answer = obstore.get(self._client, path, options=options)  # type: ignore[arg-type]
+                except PreconditionError:
+                    raise StorageError(
+                        "it was replaced while it was being read",
+                        where=join(self._url, path),
+                        hint="run it again once nobody writes there",
+                    ) from None
+                except BaseError as error:
+                    if status_of(error) != 416:
+                        raise
+                    return self._past_the_end(path, start), b""
+            info = _info(answer.meta)
+            version, end = info.version or version, min(end, info.size)
+            try:
+                for chunk in answer.stream(min_chunk_size=_PROGRESS_BYTES):
+                    parts.append(bytes(chunk))
+                    done += len(chunk)
+            except BaseError:
+                pass  # what has arrived counts; the length below tells whether it was all
+            if done >= end:
+                return info, parts[0] if len(parts) == 1 else b"".join(parts)
+            self._retry.pause(attempt)
+        raise StorageError(
+            f"the connection broke {self._retry.attempts} times",
+            where=join(self._url, path),
+            hint="run the same command again: it goes on where it stopped",
+        )
+
+    def _past_the_end(self, path: str, start: int) -> ObjectInfo:
+        info = self.head(path)
+        if info is None:
+            raise NotFound("nothing at this address", where=join(self._url, path), hint="check the path")
+        if info.size > start:
+            raise StorageError("the store refused a range inside the object", where=join(self._url, path))
+        return info
+
+
+class _PartWriter:
+    """Keeps the first part in memory: an object that ends there costs one request instead of three."""
+
+    def __init__(self, store: ObjectStore, path: str, part_bytes: int) -> None:
+        self._store = store
+        self._path = path
+        self._part_bytes = part_bytes
+        self._first = bytearray()
+        self._upload: Any = None
+        self.info: ObjectInfo | None = None
+
+    def write(self, data: bytes | memoryview) -> None:
+        if self._upload is None:
+            self._first += data
+            if len(self._first) <= self._part_bytes:
+                return
+            data, self._first = bytes(self._first), bytearray()
+            with self._store._explained(self._path):
+                self._upload = obstore.open_writer(
+                    self._store._client,
+                    self._path,
+                    buffer_size=self._part_bytes,
+                    max_concurrency=PARALLEL_PARTS,
+                ).__enter__()
+        with self._store._explained(self._path):
+            self._upload.write(data)
+
+    def finish(self) -> None:
+        if self._upload is None:
+            self.info = self._store.put(self._path, bytes(self._first))
+            return
+        with self._store._explained(self._path):
+            self._upload.__exit__(None, None, None)
+        self.info = self._store.head(self._path)
+
+    def abort(self) -> None:
+        if self._upload is not None:
+            upload, self._upload = self._upload, None
+            try:
+                # Leaving with an error makes obstore abort the upload, so that no parts stay behind to be paid for.
+                upload.__exit__(RuntimeError, RuntimeError("aborted"), None)
+            except Exception:
+                pass
+
+
+def _info(meta: Any) -> ObjectInfo:
+    return ObjectInfo(meta["path"], meta["size"], meta["e_tag"] or "")

@@ -1,0 +1,115 @@
+"""From an address to a store; clients are imported only when an address needs them."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+
+from trainshed.storage import address as addresses
+from trainshed.storage.address import Address, join
+from trainshed.storage.local import LocalStore
+from trainshed.storage.options import StoreOptions
+from trainshed.storage.store import CHUNK_BYTES, ObjectInfo, Store, Writer
+
+_ENVIRONMENT = ("AWS_", "BUCKET_STORAGE_", "GOOGLE_", "STORAGE_EMULATOR", "AZURE_", "HF_", "HUGGING_FACE")
+_opened: dict[str, Store] = {}
+_lock = threading.Lock()
+
+
+def open_store(address: str | Address, options: StoreOptions | None = None) -> tuple[Store, str]:
+    """Return the store an address lies in, and the path inside it.
+
+    A remote store is opened once per process and set of credentials, so its connections are shared.
+    """
+    parsed = address if isinstance(address, Address) else addresses.parse(address)
+    if parsed.scheme == "file":
+        return LocalStore(parsed.root), parsed.path
+    options = options or StoreOptions()
+    key = _key(parsed, options)
+    with _lock:
+        if key not in _opened:
+            _opened[key] = _open(parsed, options)
+        return _opened[key], parsed.path
+
+
+def open_folder(address: str | Address, options: StoreOptions | None = None) -> Store:
+    """Return a store whose root is the folder at an address."""
+    store, path = open_store(address, options)
+    return Folder(store, path) if path else store
+
+
+class Folder:
+    """One folder of a store, as a store."""
+
+    def __init__(self, store: Store, folder: str) -> None:
+        self._store = store
+        self._folder = folder.strip("/")
+
+    def __repr__(self) -> str:
+        return f"Folder({self._store!r}, {self._folder!r})"
+
+    @property
+    def url(self) -> str:
+        """The folder's address."""
+        return join(self._store.url, self._folder)
+
+    def head(self, path: str) -> ObjectInfo | None:
+        """As the store's."""
+        info = self._store.head(self._inside(path))
+        return None if info is None else self._outside(info)
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        """As the store's."""
+        return (self._outside(info) for info in self._store.list(self._inside(prefix)))
+
+    def read(self, path: str, start: int = 0, end: int | None = None) -> bytes:
+        """As the store's."""
+        return self._store.read(self._inside(path), start, end)
+
+    def stream(self, path: str, start: int = 0, chunk_bytes: int = CHUNK_BYTES) -> Iterator[bytes]:
+        """As the store's."""
+        return self._store.stream(self._inside(path), start, chunk_bytes)
+
+    def put(self, path: str, data: bytes, *, expect: str | None = None) -> ObjectInfo:
+        """As the store's."""
+        return self._outside(self._store.put(self._inside(path), data, expect=expect))
+
+    def writer(self, path: str, *, size: int | None = None) -> AbstractContextManager[Writer]:
+        """As the store's; the writer's info names the path in the store below."""
+        return self._store.writer(self._inside(path), size=size)
+
+    def delete(self, path: str) -> None:
+        """As the store's."""
+        self._store.delete(self._inside(path))
+
+    def _inside(self, path: str) -> str:
+        return f"{self._folder}/{path}" if path else self._folder
+
+    def _outside(self, info: ObjectInfo) -> ObjectInfo:
+        return ObjectInfo(info.path[len(self._folder) + 1 :], info.size, info.version, info.sha256)
+
+
+def _open(address: Address, options: StoreOptions) -> Store:
+    endpoint = options.endpoint_for(address)
+    if address.scheme in ("http", "https"):
+        from trainshed.storage.http import HttpStore
+
+        return HttpStore(address, options.retry)
+    if address.scheme == "hf":
+        from trainshed.storage.hub import HubStore
+
+        return HubStore(address, endpoint, options.retry)
+    from trainshed.storage.connect import connect
+    from trainshed.storage.objects import ObjectStore
+
+    return ObjectStore(connect(address, endpoint, options.retry), address.url, address.scheme, options.retry)
+
+
+def _key(address: Address, options: StoreOptions) -> str:
+    # The process is part of it: connections do not survive a fork. Hashed: the environment holds secrets.
+    relevant = sorted((name, value) for name, value in os.environ.items() if name.startswith(_ENVIRONMENT))
+    parts = (os.getpid(), address.url, options.endpoint_for(address), options.retry, relevant)
+    return hashlib.sha256(repr(parts).encode()).hexdigest()

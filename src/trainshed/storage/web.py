@@ -1,0 +1,254 @@
+"""Reading over HTTP: one GET that goes on where it broke, waits when told to, and never mixes two versions."""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from typing import Any
+
+from trainshed.errors import AccessDenied, NotFound, StorageError, TrainshedError
+from trainshed.storage.retry import Retry
+
+_TRANSIENT = frozenset({408, 425, 429, 500, 502, 503, 504, 520, 522, 524})
+_RATE_LIMIT = re.compile(r"\bt\s*=\s*(\d+)")  # the Hub's `ratelimit: "resolvers";r=0;t=55`
+_CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)")
+
+Explain = Callable[[int, Mapping[str, str], str], TrainshedError | None]
+
+
+@dataclass(frozen=True)
+class Remote:
+    """What a server says about a URL; `version` is empty where it says nothing that could change."""
+
+    size: int | None
+    version: str
+
+
+class Web:
+    """One pool of connections with our patience and our error words.
+
+    `headers` is asked for each request (a token may be refreshed meanwhile); a redirect to another host does not get
+    them. `explain` may turn a refusal into a better error than the plain ones here.
+    """
+
+    def __init__(
+        self,
+        retry: Retry,
+        headers: Callable[[], Mapping[str, str]] = dict,
+        explain: Explain = lambda status, headers, where: None,
+    ) -> None:
+        self._retry = retry
+        self._headers = headers
+        self._explain = explain
+        self._lock = threading.Lock()
+        self._shared: Any = None
+
+    def inspect(self, url: str, where: str) -> Remote:
+        """Ask what is at a URL without reading it."""
+        with self._request("HEAD", url, {}, where, tolerate=(403, 405, 501)) as answer:
+            if answer.status_code < 400:
+                return _remote(answer)
+        # Some servers refuse HEAD, or sign their URLs for GET alone: ask for one byte.
+        with self._request("GET", url, {"Range": "bytes=0-0"}, where, tolerate=(416,)) as answer:
+            if answer.status_code == 416:
+                return Remote(0, _remote(answer).version)
+            return _remote(answer)
+
+    def stream(
+        self, url: str, where: str, start: int = 0, end: int | None = None, chunk_bytes: int = 1 << 20
+    ) -> Iterator[bytes]:
+        """The bytes [start, end) of what is at a URL, in chunks."""
+        if end is not None and end <= start:
+            return
+        done, first, failures = start, None, 0
+        while True:
+            before = done
+            wanted = f"bytes={done}-{'' if end is None else end - 1}"
+            headers = {"Range": wanted} if done or end is not None else {}
+            with self._request("GET", url, headers, where, tolerate=(416,)) as answer:
+                if answer.status_code == 416:
+                    return  # nothing there: an empty file, or a start past its end
+                remote = _remote(answer)
+                first = first or remote
+                _same_version(first, remote, where)
+                skip = done if answer.status_code == 200 else done - _range_start(answer, done)
+                stop = (
+                    min(end, remote.size)
+                    if end is not None and remote.size is not None
+                    else end or remote.size
+                )
+                for chunk, whole in _chunks(answer, skip, chunk_bytes):
+                    if stop is not None:
+                        chunk = chunk[: stop - done]
+                    if chunk:
+                        done += len(chunk)
+                        yield chunk
+                    if stop is not None and done >= stop:
+                        return
+                    if whole and stop is None:
+                        return
+            failures = 0 if done > before else failures + 1
+            if failures >= self._retry.attempts:
+                raise StorageError(
+                    f"the connection broke {failures} times in a row",
+                    where=where,
+                    hint="run the same command again: it goes on where it stopped",
+                )
+            self._retry.pause(failures)
+
+    def _request(
+        self, method: str, url: str, headers: dict[str, str], where: str, tolerate: tuple[int, ...] = ()
+    ) -> Any:
+        """Send until there is an answer that is no passing trouble; the caller closes it."""
+        import httpx2
+
+        for attempt in range(self._retry.attempts):
+            last, asked = attempt + 1 == self._retry.attempts, None
+            # Without this a server may send gzip, and byte positions would mean something else.
+            sent = {"Accept-Encoding": "identity", **self._headers(), **headers}
+            client = self._client()
+            try:
+                answer = client.send(client.build_request(method, url, headers=sent), stream=True)
+            except (httpx2.InvalidURL, httpx2.UnsupportedProtocol):
+                raise StorageError("not a URL that can be read", where=where) from None
+            except httpx2.HTTPError as error:
+                if last:
+                    raise StorageError(
+                        f"the server cannot be reached ({type(error).__name__})",
+                        where=where,
+                        hint="check the network and the address, then run it again",
+                    ) from None
+            else:
+                status = answer.status_code
+                if status < 400 or status in tolerate:
+                    return _closing(answer)
+                asked = _asked_seconds(answer)
+                answer.close()
+                if status not in _TRANSIENT or last:
+                    raise self._explain(status, answer.headers, where) or _plain(status, where)
+            self._retry.pause(attempt, asked)
+        raise AssertionError("unreachable: the last attempt returns or raises")
+
+    def _client(self) -> Any:
+        with self._lock:
+            if self._shared is None:
+                import httpx2
+
+                _quiet_queries()
+                self._shared = httpx2.Client(
+                    follow_redirects=True,
+                    timeout=httpx2.Timeout(60, connect=15, pool=None),
+                    limits=httpx2.Limits(max_connections=None, max_keepalive_connections=64),
+                )
+            return self._shared
+
+
+class _closing:
+    def __init__(self, answer: Any) -> None:
+        self._answer = answer
+
+    def __enter__(self) -> Any:
+        return self._answer
+
+    def __exit__(self, *_: object) -> None:
+        self._answer.close()
+
+
+def _chunks(answer: Any, skip: int, chunk_bytes: int) -> Iterator[tuple[bytes, bool]]:
+    """Chunks of a body, the last one marked with whether the body ended as it should."""
+    import httpx2
+
+    held, length, whole = [], 0, True
+    pieces = answer.iter_raw()
+    while True:
+        try:
+            piece = next(pieces, None)
+        except httpx2.HTTPError:
+            piece, whole = None, False
+        if piece is None:
+            yield b"".join(held), whole
+            return
+        if skip:
+            skip, piece = max(0, skip - len(piece)), piece[skip:]
+        held.append(piece)
+        length += len(piece)
+        if length >= chunk_bytes:
+            data = b"".join(held)
+            held, length = [], 0
+            yield data, False
+
+
+def _remote(answer: Any) -> Remote:
+    headers = answer.headers
+    total = headers.get("content-length")
+    found = _CONTENT_RANGE.match(headers.get("content-range", ""))
+    if found:
+        total = None if found[3] == "*" else found[3]
+    elif answer.status_code == 206:
+        total = None
+    version = headers.get("etag", "").removeprefix("W/") or headers.get("last-modified", "")
+    return Remote(int(total) if total and total.isdigit() else None, version)
+
+
+def _range_start(answer: Any, expected: int) -> int:
+    found = _CONTENT_RANGE.match(answer.headers.get("content-range", ""))
+    return int(found[1]) if found else expected
+
+
+def _same_version(first: Remote, now: Remote, where: str) -> None:
+    differs = first.version != now.version or (None not in (first.size, now.size) and first.size != now.size)
+    if differs:
+        raise StorageError(
+            "it was replaced while it was being read",
+            where=where,
+            hint="run it again once nobody writes there",
+        )
+
+
+def _asked_seconds(answer: Any) -> float | None:
+    """How long the server asks us to wait: Retry-After in seconds or as a date, or the Hub's own header."""
+    text = answer.headers.get("retry-after", "").strip()
+    if text.isdigit():
+        return float(text)
+    if text:
+        with suppress(ValueError, TypeError):
+            return max(0.0, (parsedate_to_datetime(text) - datetime.now(UTC)).total_seconds())
+    limit = _RATE_LIMIT.search(answer.headers.get("ratelimit", "")) if answer.status_code == 429 else None
+    return float(limit[1]) if limit else None
+
+
+def _plain(status: int, where: str) -> TrainshedError:
+    if status in (404, 410):
+        return NotFound("nothing at this address", where=where, hint="check the address")
+    if status in (401, 403, 407):
+        return AccessDenied(
+            f"the server refused ({status})", where=where, hint="check the address and who may read it"
+        )
+    if status == 429:
+        return StorageError(
+            "the server keeps limiting us (429)", where=where, hint="use fewer --workers or wait a while"
+        )
+    return StorageError(f"the server answered {status}", where=where)
+
+
+class _WithoutQueries(logging.Filter):
+    """httpx logs each URL it asks for; redirects to a CDN carry a signature in their query."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if isinstance(record.args, tuple):
+            record.args = tuple(
+                re.sub(r"\?\S+", "?…", str(each)) if "://" in str(each) else each for each in record.args
+            )
+        return True
+
+
+def _quiet_queries() -> None:
+    logger = logging.getLogger("httpx2")
+    if not any(isinstance(each, _WithoutQueries) for each in logger.filters):
+        logger.addFilter(_WithoutQueries())

@@ -1,0 +1,47 @@
+"""What several tests of the data room share: the oracle, and small token files."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from trainshed.data.indexed import write_index
+
+
+@pytest.fixture(scope="session")
+def megatron() -> SimpleNamespace:
+    """megatron-core's own dataset classes; importing them costs seconds, so once for all tests."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import torch
+        from megatron.core.datasets import helpers, indexed_dataset
+        from megatron.core.num_microbatches_calculator import RampupBatchsizeNumMicroBatchesCalculator
+    return SimpleNamespace(
+        torch=torch,
+        indexed=indexed_dataset,
+        helpers=helpers,
+        ramp_up=RampupBatchsizeNumMicroBatchesCalculator,
+    )
+
+
+WriteTokens = Callable[..., str]
+
+
+@pytest.fixture
+def write_tokens(tmp_path: Path) -> WriteTokens:
+    """Write documents as `tmp_path/NAME.bin/.idx` with our writer and return the prefix."""
+
+    def write(name: str, documents: Sequence[Sequence[int] | np.ndarray], dtype: str = "<u2") -> str:
+        prefix = str(tmp_path / name)
+        arrays = [np.asarray(document, dtype) for document in documents]
+        Path(prefix + ".bin").write_bytes(b"".join(array.tobytes() for array in arrays))
+        lengths = np.array([len(array) for array in arrays], "<i4")
+        write_index(prefix + ".idx", np.dtype(dtype), lambda: [lengths[:3], lengths[3:]])
+        return prefix
+
+    return write
