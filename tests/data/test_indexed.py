@@ -71,7 +71,8 @@ def test_we_read_what_megatron_writes(megatron, tmp_path, corpus):
         assert [reader.document(number).tolist() for number in range(reader.documents)] == documents
         assert reader.sequences == sum(1 for document in documents if document)
         assert reader.tokens == sum(map(len, documents))
-        assert np.concatenate([*reader.token_chunks(3), []]).tolist() == sum(documents, [])
+        flat = [token for document in documents for token in document]
+        assert [token for chunk in reader.token_chunks(3) for token in chunk.tolist()] == flat
 
 
 @SHARED

@@ -25,9 +25,7 @@ def print_report(data: dict[str, Any], output: Output, text: str) -> None:
     if output == "json":
         import orjson
 
-        sys.stdout.write(
-            orjson.dumps(data, option=orjson.OPT_INDENT_2 | orjson.OPT_SERIALIZE_NUMPY).decode() + "\n"
-        )
+        sys.stdout.write(orjson.dumps(data, option=orjson.OPT_INDENT_2 | orjson.OPT_SERIALIZE_NUMPY).decode() + "\n")
     else:
         sys.stdout.write(text.rstrip("\n") + "\n")
     sys.stdout.flush()

@@ -53,9 +53,7 @@ def copy(
 
     written = copy_shipped_recipe(name, destination)
     text = "\n".join([*(f"wrote {file}" for file in written), f"run it: trainshed run {written[0]}"])
-    print_report(
-        {"schema": "trainshed.recipes.copy/1", "files": [str(file) for file in written]}, output, text
-    )
+    print_report({"schema": "trainshed.recipes.copy/1", "files": [str(file) for file in written]}, output, text)
 
 
 def _first_comment(file: Path) -> str:

@@ -46,9 +46,7 @@ def partial_file(path: Path) -> Iterator[BinaryIO]:
                 raise
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise NoSpace(
-                "the disk is full", where=str(path), hint="free some space, then run it again"
-            ) from error
+            raise NoSpace("the disk is full", where=str(path), hint="free some space, then run it again") from error
         raise
 
 

@@ -49,9 +49,7 @@ class Blend:
         tokens: Sequence[int | None] | None = None,
     ) -> None:
         if not names:
-            raise InputError(
-                "there is no source to draw from", where="data.train", hint="name one source or more"
-            )
+            raise InputError("there is no source to draw from", where="data.train", hint="name one source or more")
         self.names = list(names)
         shares = _shares(self.names, weights, tokens)
         total = sum(shares)

@@ -96,7 +96,5 @@ def _order(
     for source in files:
         shards = [shard for prefix in source.prefixes for shard in shard_prefixes(prefix)]
         spec = IndexSpec(source.content or content_of(shards), source.label, seed, source.split)
-        sources.append(
-            TokenSource(opened(indexes / spec.key, spec, shards), shards, sequence_length, source.name)
-        )
+        sources.append(TokenSource(opened(indexes / spec.key, spec, shards), shards, sequence_length, source.name))
     return DataOrder(sources, schedule, weights=[source.weight for source in files], skip=skip)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from trainshed.data.formats import Kind, TextDocuments, format_of
@@ -63,7 +64,7 @@ def assign_shards(pieces: list[Piece], shards: int, options: StoreOptions | None
             hint=f"write --shards {len(pieces)} or less: compressed files and whole-file documents cannot be cut",
         )
     cuts = [len(pieces) * i // shards for i in range(shards + 1)]
-    return [pieces[a:b] for a, b in zip(cuts, cuts[1:], strict=False)]
+    return [pieces[a:b] for a, b in pairwise(cuts)]
 
 
 def _split_to(pieces: list[Piece], shards: int, options: StoreOptions | None) -> list[Piece]:

@@ -93,9 +93,7 @@ class BlockTokenizer:
         return out.tobytes(), lengths.astype("<i4").tobytes()
 
 
-def extract(
-    block: Block, key: str, where: str, on_bad_line: OnBadLine
-) -> tuple[list[str], list[tuple[int, str]]]:
+def extract(block: Block, key: str, where: str, on_bad_line: OnBadLine) -> tuple[list[str], list[tuple[int, str]]]:
     """Return a block's documents, and its bad lines as (number, what is wrong) when they are to be skipped."""
     payload = block.payload
     if isinstance(payload, bytes) and block.first == 1 and payload.startswith(_BOM):
@@ -179,9 +177,7 @@ def _text_documents(kind: str, payload: bytes) -> Iterator[str | _Bad | None]:
             yield text if text else None
         return
     text = _utf8(payload)
-    if not isinstance(text, str):
-        yield text
-    elif kind == "file":
+    if kind == "file" or not isinstance(text, str):
         yield text
     else:
         yield from (part for part in _BLANK_LINE.split(text) if part.strip())
@@ -192,13 +188,11 @@ def _utf8(data: bytes) -> str | _Bad:
         return data.decode()
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start)
-        return _Bad(
-            f"invalid UTF-8 ({line} lines further on)" if line else "invalid UTF-8", "write the file as UTF-8"
-        )
+        return _Bad(f"invalid UTF-8 ({line} lines further on)" if line else "invalid UTF-8", "write the file as UTF-8")
 
 
 def _json_name(value: object) -> str:
-    names = {dict: "object", list: "array", str: "string", bool: "boolean", type(None): "null"}
+    names: dict[type, str] = {dict: "object", list: "array", str: "string", bool: "boolean", type(None): "null"}
     return names.get(type(value), "number")
 
 

@@ -130,9 +130,7 @@ def build_index(
     fresh = not (folder / MANIFEST).exists()
     manifest = _build_starts(folder, spec, shards) if fresh else load_manifest(folder)
     if spec != _spec(manifest):
-        raise CorruptData(
-            "is the index of something else", where=str(folder), hint=f"remove it and {REBUILD}"
-        )
+        raise CorruptData("is the index of something else", where=str(folder), hint=f"remove it and {REBUILD}")
     have: int = manifest["epochs"]
     if have < epochs:
         starts = open_array(folder, "starts.npy", manifest)
@@ -140,9 +138,7 @@ def build_index(
         with reporter.task(f"index {spec.label}", total=epochs - have, unit="epochs") as task:
             for epoch in range(have, epochs):
                 name = _epoch_name(epoch)
-                manifest["files"][name] = save_array(
-                    folder / name, blocks + 1, _epoch_table(spec, starts, epoch)
-                )
+                manifest["files"][name] = save_array(folder / name, blocks + 1, _epoch_table(spec, starts, epoch))
                 task.advance(1)
         manifest["epochs"] = epochs
     if fresh or have < epochs:
@@ -181,9 +177,7 @@ def _build_starts(folder: Path, spec: IndexSpec, shards: Sequence[str]) -> dict[
     }
 
 
-def _lengths_between(
-    readers: Sequence[IndexedReader], first: int, last: int
-) -> Iterator[tuple[int, np.ndarray]]:
+def _lengths_between(readers: Sequence[IndexedReader], first: int, last: int) -> Iterator[tuple[int, np.ndarray]]:
     """The lengths of sequences [first, last) of all files in chunks, each with its first token's offset."""
     sequence = token = 0
     for reader in readers:

@@ -24,9 +24,7 @@ def save_array(path: Path, length: int, pieces: Iterator[np.ndarray]) -> dict[st
     digest = hashlib.sha256()
     written = 0
     with replace_file(path) as file:
-        np.lib.format.write_array_header_1_0(
-            file, {"descr": "<i8", "fortran_order": False, "shape": (length,)}
-        )
+        np.lib.format.write_array_header_1_0(file, {"descr": "<i8", "fortran_order": False, "shape": (length,)})
         for piece in pieces:
             data = piece.astype("<i8", copy=False).tobytes()
             digest.update(data)

@@ -85,9 +85,7 @@ class IndexHeader:
         if code not in DTYPES:
             raise CorruptData(f"has token type code {code}; 1 to 8 are known", where=where, hint=REPREPARE)
         if document_indices < 1:
-            raise CorruptData(
-                "has no document indices (even no document needs one)", where=where, hint=REPREPARE
-            )
+            raise CorruptData("has no document indices (even no document needs one)", where=where, hint=REPREPARE)
         return cls(np.dtype(DTYPES[code]), sequences, document_indices - 1)
 
 
@@ -101,9 +99,7 @@ def lengths_from_file(path: str | os.PathLike[str], chunk_items: int = SCAN_ITEM
         with open(path, "rb") as file:
             while data := file.read(4 * chunk_items):
                 if len(data) % 4:
-                    raise CorruptData(
-                        "ends in the middle of a length", where=os.fspath(path), hint="write it again"
-                    )
+                    raise CorruptData("ends in the middle of a length", where=os.fspath(path), hint="write it again")
                 yield np.frombuffer(data, "<i4")
 
     return chunks
@@ -116,9 +112,7 @@ def index_bytes(dtype: np.dtype, document_lengths: LengthChunks) -> Iterator[byt
     each time: a billion documents take no more memory than a chunk.
     """
     if dtype not in CODES:
-        raise InputError(
-            f"tokens cannot be stored as {dtype}", hint="use uint16 or int32 (see `token_dtype`)"
-        )
+        raise InputError(f"tokens cannot be stored as {dtype}", hint="use uint16 or int32 (see `token_dtype`)")
     documents = sequences = 0
     for chunk in document_lengths():
         documents += len(chunk)

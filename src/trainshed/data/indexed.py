@@ -52,9 +52,7 @@ class IndexedReader:
         self.bin_path = Path(self.prefix + ".bin")
         for path in (self.index_path, self.bin_path):
             if not path.is_file():
-                raise NotFound(
-                    "no such token file", where=str(path), hint="give a prefix that has both .bin and .idx"
-                )
+                raise NotFound("no such token file", where=str(path), hint="give a prefix that has both .bin and .idx")
         with self.index_path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             header = IndexHeader.unpack(file.read(HEADER.size), str(self.index_path))
@@ -73,9 +71,7 @@ class IndexedReader:
         self.lengths = np.frombuffer(data, "<i4", header.sequences, lengths_at)
         self.pointers = np.frombuffer(data, "<i8", header.sequences, pointers_at)
         self.document_indices = np.frombuffer(data, "<i8", header.documents + 1, documents_at)
-        self.modes = (
-            np.frombuffer(data, "<i1", header.sequences, header.index_bytes) if self.has_modes else None
-        )
+        self.modes = np.frombuffer(data, "<i1", header.sequences, header.index_bytes) if self.has_modes else None
         self.bin_bytes = self.bin_path.stat().st_size
         self._check_ends()
         self._descriptor = os.open(self.bin_path, os.O_RDONLY | os.O_CLOEXEC)
@@ -187,7 +183,5 @@ def read_exactly(descriptor: int, out: np.ndarray, offset: int, path: Path) -> N
     while view:
         got = os.preadv(descriptor, [view], offset)
         if got == 0:
-            raise CorruptData(
-                f"ends at byte {offset} in the middle of a read", where=str(path), hint=REPREPARE
-            )
+            raise CorruptData(f"ends at byte {offset} in the middle of a read", where=str(path), hint=REPREPARE)
         view, offset = view[got:], offset + got

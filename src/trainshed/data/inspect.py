@@ -110,9 +110,7 @@ def inspect(
     return result
 
 
-def _special(
-    role: str, recorded: dict[str, object] | None, tokenizer: Tokenizer | None
-) -> dict[str, object] | None:
+def _special(role: str, recorded: dict[str, object] | None, tokenizer: Tokenizer | None) -> dict[str, object] | None:
     """The special token a manifest records, else the one the tokenizer names."""
     if recorded or tokenizer is None:
         return recorded

@@ -22,18 +22,14 @@ from trainshed.reporting import SILENT, Reporter, Task
 COPY_BYTES = 64 * 1024 * 1024
 
 
-def merge(
-    prefixes: Sequence[str], output: str, *, overwrite: bool = False, reporter: Reporter = SILENT
-) -> IndexHeader:
+def merge(prefixes: Sequence[str], output: str, *, overwrite: bool = False, reporter: Reporter = SILENT) -> IndexHeader:
     """Concatenate token files in the given order; a prefix may stand for its shards."""
     inputs = [shard for prefix in prefixes for shard in shard_prefixes(prefix)]
     bin_path, index_path = Path(output + ".bin"), Path(output + ".idx")
     if any(os.path.abspath(name) == os.path.abspath(output) for name in inputs):
         raise InputError("the output is also an input", where=output, hint="give another --output")
     if index_path.exists() and not overwrite:
-        raise InputError(
-            "the output exists already", where=output, hint="give another --output, or --overwrite"
-        )
+        raise InputError("the output exists already", where=output, hint="give another --output, or --overwrite")
     readers = [IndexedReader(name) for name in inputs]
     try:
         header = _joint_header(readers)
@@ -102,9 +98,7 @@ def _append(path: Path, size: int, target: BinaryIO, task: Task) -> None:
         while left:
             copied = _copy_some(source, target, min(left, COPY_BYTES))
             if copied == 0:
-                raise InputError(
-                    "shrank while it was copied", where=str(path), hint="merge finished files only"
-                )
+                raise InputError("shrank while it was copied", where=str(path), hint="merge finished files only")
             left -= copied
             task.advance(copied)
 

@@ -49,15 +49,12 @@ class DataOrder:
             [source.name for source in self.sources], weights, [source.tokens for source in self.sources]
         )
         if len({source.label for source in self.sources}) < len(self.sources):
-            raise InputError(
-                "two sources would be shuffled alike", where="data.train", hint="label each apart"
-            )
+            raise InputError("two sources would be shuffled alike", where="data.train", hint="label each apart")
         self.sequence_length = self.sources[0].sequence_length
         for source in self.sources:
             if source.sequence_length != self.sequence_length:
                 raise InputError(
-                    f"source '{source.name}' is cut to {source.sequence_length}, others to "
-                    f"{self.sequence_length}",
+                    f"source '{source.name}' is cut to {source.sequence_length}, others to {self.sequence_length}",
                     where="data.sequence_length",
                 )
 

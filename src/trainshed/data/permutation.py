@@ -128,9 +128,7 @@ def _hash(half: np.ndarray, keys: RoundKeys, modulus: np.uint64, out: np.ndarray
     np.right_shift(out, SHIFT, out=out)
 
 
-def _add_hash(
-    target: np.ndarray, half: np.ndarray, keys: RoundKeys, modulus: np.uint64, spare: np.ndarray
-) -> None:
+def _add_hash(target: np.ndarray, half: np.ndarray, keys: RoundKeys, modulus: np.uint64, spare: np.ndarray) -> None:
     hashed = np.empty_like(target)
     _hash(half, keys, modulus, hashed, spare)
     np.add(target, hashed, out=target)

@@ -128,9 +128,7 @@ def _still_true(
             where=job.prefix,
             hint="write another --output, or --overwrite to make it anew",
         )
-    if [record.place for record in found.inputs] != [
-        PieceRecord.of(piece, None).place for piece in job.pieces
-    ]:
+    if [record.place for record in found.inputs] != [PieceRecord.of(piece, None).place for piece in job.pieces]:
         reporter.note(f"{job.prefix}: made of other files than before, made anew")
         return False
     for record, piece in zip(found.inputs, job.pieces, strict=True):
@@ -247,9 +245,7 @@ class _Preparation:
             tokens=int(lengths.sum(dtype=np.int64)),
             text_bytes=tokens.text_bytes,
             bad_lines=len(tokens.bad_lines),
-            bad_line_examples=tuple(
-                f"{piece.address}:{n}: {what}" for n, what in tokens.bad_lines[:BAD_LINES_KEPT]
-            ),
+            bad_line_examples=tuple(f"{piece.address}:{n}: {what}" for n, what in tokens.bad_lines[:BAD_LINES_KEPT]),
         )
         self._pieces_done(at.shard, at.piece)
         self._writers[at.shard].append(tokens, counts, at.position)
@@ -264,9 +260,7 @@ class _Preparation:
         job, writer = self._jobs[shard], self._writers[shard]
         self._pieces_done(shard, len(job.pieces))
         files = writer.finish(np.dtype(self._how.dtype))
-        inputs = [
-            PieceRecord.of(p, sha) for p, sha in zip(job.pieces, writer.progress.piece_hashes, strict=True)
-        ]
+        inputs = [PieceRecord.of(p, sha) for p, sha in zip(job.pieces, writer.progress.piece_hashes, strict=True)]
         manifest = TokenManifest(
             spec=self._how.spec(),
             tokenizer=self._how.tokenizer.address,

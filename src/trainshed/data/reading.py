@@ -7,13 +7,12 @@ written to disk. What a block holds is parsed elsewhere (`documents.py`), in the
 from __future__ import annotations
 
 import hashlib
-import io
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
 from trainshed.data.formats import Format, TextDocuments, decompress
-from trainshed.errors import InputError, MissingExtra, StorageError
 
 if TYPE_CHECKING:
     from trainshed.storage import Store
@@ -115,44 +114,17 @@ class PieceReader:
             yield chunk
 
     def _parquet_blocks(self, after: int) -> Iterator[Block]:
-        piece = self.piece
-        parquet = open_parquet(self._store, self._path, piece.address)
-        column = _text_column(parquet, piece)
-        groups = range(piece.start, parquet.num_row_groups if piece.end is None else piece.end)
-        position = 0
-        for group in groups:
-            meta = parquet.metadata.row_group(group)
-            text_bytes = max(meta.column(column).total_uncompressed_size, 1)
-            share = piece.size // max(parquet.num_row_groups, 1)
-            rows = max(64, min(65536, BLOCK_BYTES * max(meta.num_rows, 1) // text_bytes))
-            for batch in parquet.iter_batches(batch_size=rows, row_groups=[group], columns=[piece.key]):
-                first, position = position + 1, position + batch.num_rows
-                texts = batch.column(0)
-                self._hash_texts(texts)
-                if position > after:
-                    read = share * batch.num_rows // max(meta.num_rows, 1)
-                    yield Block("strings", self._texts(texts, first), first, position, read)
+        from trainshed.data.parquet import text_batches
 
-    def _hash_texts(self, texts: Any) -> None:
-        """Hash the column's texts: the file holds other columns too, and its bytes do not arrive in order."""
-        import pyarrow as pa
-        import pyarrow.compute as pc
-
-        plain = texts.cast(pa.large_binary())
-        self._digest.update(pc.fill_null(pc.binary_length(plain), -1).cast(pa.int64()).buffers()[1])
-        offsets = plain.buffers()[1]
-        first, last = (
-            int.from_bytes(offsets[8 * i : 8 * i + 8], "little")
-            for i in (plain.offset, plain.offset + len(plain))
-        )
-        self._digest.update(memoryview(plain.buffers()[2] or b"")[first:last])
-
-    def _texts(self, texts: Any, first: int) -> list[str | None]:
-        try:
-            return texts.to_pylist()
-        except UnicodeDecodeError:
-            # Find the row; to_pylist does not say which one it was.
-            return [_text_or_none(value) for value in texts]
+        piece, first, reported = self.piece, 1, 0
+        for batch in text_batches(self._store, self._path, piece.address, piece.key, piece.start, piece.end):
+            self._digest.update(batch.fingerprint)
+            position = first - 1 + len(batch.texts)
+            self._bytes_read = int(piece.size * batch.share_done) - reported
+            if position > after:
+                reported += self._bytes_read
+                yield Block("strings", batch.texts, first, position, self._bytes_read)
+            first += len(batch.texts)
 
 
 def _boundary(kind: BlockKind) -> Callable[[bytes], int] | None:
@@ -167,7 +139,7 @@ def _boundary(kind: BlockKind) -> Callable[[bytes], int] | None:
 
 
 def _cut(chunks: Iterable[bytes], boundary: Callable[[bytes], int] | None) -> Iterator[bytes]:
-    """Gather chunks into blocks that end at a document boundary; a document larger than a block makes a larger block."""
+    """Gather chunks into blocks that end at a document boundary; a document larger than a block makes it larger."""
     parts: list[bytes] = []
     size = 0
     for chunk in chunks:
@@ -211,77 +183,14 @@ def _lines_between(store: Store, path: str, piece: Piece) -> Iterator[bytes]:
         at += len(chunk)
 
 
-def open_parquet(store: Store, path: str, address: str) -> Any:
-    """Open a parquet file of any store for reading row groups."""
-    try:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-    except ImportError:
-        raise MissingExtra.named("data", "reading parquet files") from None
-    try:
-        return pq.ParquetFile(_StoreFile(store, path))
-    except pa.ArrowInvalid as error:
-        raise InputError(f"this is not a readable parquet file: {error}", where=address) from None
-
-
-def _text_column(parquet: Any, piece: Piece) -> int:
-    import pyarrow as pa
-
-    schema = parquet.schema_arrow
-    if piece.key not in schema.names:
-        raise InputError(
-            f"there is no column {piece.key!r}",
-            where=piece.address,
-            hint=f"write --key with one of its columns: {', '.join(schema.names)}",
-        )
-    kind = schema.field(piece.key).type
-    value = kind.value_type if pa.types.is_dictionary(kind) else kind
-    if not (pa.types.is_string(value) or pa.types.is_large_string(value) or pa.types.is_string_view(value)):
-        raise InputError(
-            f"the column {piece.key!r} holds {kind}, not text",
-            where=piece.address,
-            hint="write --key with a text column",
-        )
-    paths = [parquet.metadata.schema.column(i).path for i in range(parquet.metadata.num_columns)]
-    return paths.index(piece.key)
-
-
-class _StoreFile(io.RawIOBase):
-    """A stored object as the seekable file that parquet needs; every read is one ranged get."""
-
-    def __init__(self, store: Store, path: str) -> None:
-        info = store.head(path)
-        if info is None:
-            raise StorageError("the file is gone", where=f"{store.url}/{path}")
-        self._store, self._path, self._size, self._at = store, path, info.size, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
-        self._at = base + offset
-        return self._at
-
-    def read(self, size: int = -1) -> bytes:
-        end = self._size if size < 0 else min(self._at + size, self._size)
-        data = self._store.read(self._path, self._at, end) if end > self._at else b""
-        self._at += len(data)
-        return data
-
-
 def split_piece(piece: Piece, parts: int, store: Store, path: str) -> list[Piece]:
     """Cut a file into at most `parts` pieces of about the same size."""
     if piece.format.kind == "parquet":
-        total = open_parquet(store, path, piece.address).num_row_groups
+        from trainshed.data.parquet import row_groups
+
+        total = row_groups(store, path, piece.address)
     else:
         total = piece.size
     parts = max(1, min(parts, total))
     cuts = [total * i // parts for i in range(parts + 1)]
-    return [replace(piece, start=a, end=b) for a, b in zip(cuts, cuts[1:], strict=False)]
+    return [replace(piece, start=a, end=b) for a, b in pairwise(cuts)]

@@ -32,9 +32,7 @@ class BatchSchedule:
 
     def __init__(self, global_batch: int, ramp_up: RampUp | None = None) -> None:
         if global_batch < 1:
-            raise InputError(
-                f"a batch of {global_batch} samples", where="train.global_batch", hint="1 or more"
-            )
+            raise InputError(f"a batch of {global_batch} samples", where="train.global_batch", hint="1 or more")
         self.global_batch = global_batch
         # Stages of constant batch size: the step and the consumed samples each begins with.
         self._steps, self._consumed, self._sizes = [0], [0], [global_batch]

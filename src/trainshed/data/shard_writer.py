@@ -28,6 +28,7 @@ from trainshed.errors import Conflict, NoSpace
 
 if TYPE_CHECKING:
     import numpy as np
+
     from trainshed.storage import Store
 
 MARK_SECONDS = 1.0
@@ -103,9 +104,9 @@ class ShardWriter(Protocol):
 class LocalShardWriter:
     """A shard on a local or mounted disk.
 
-    The journal is a list of marks, only ever appended to: the pieces finished since the last mark with their hashes, the
-    position in the next piece, and the sizes and hashes of both files at that moment. A rerun takes the last mark up to
-    which every piece is still the same, so that mending one input does not cost the work done before it.
+    The journal is a list of marks, only ever appended to: the pieces finished since the last mark with their hashes,
+    the position in the next piece, and the sizes and hashes of both files at that moment. A rerun takes the last mark
+    up to which every piece is still the same, so that mending one input does not cost the work done before it.
     """
 
     def __init__(self, prefix: str, key: str, piece_ids: Sequence[str], stack: ExitStack) -> None:
@@ -174,9 +175,7 @@ class LocalShardWriter:
             else:
                 done = [piece_id for piece_id, _ in entry["done"]]
                 expected = list(self._piece_ids[len(hashes) : len(hashes) + len(done) + 1])
-                if done != expected[: len(done)] or (
-                    entry["position"] and entry["piece"] not in expected[len(done) :]
-                ):
+                if done != expected[: len(done)] or (entry["position"] and entry["piece"] not in expected[len(done) :]):
                     break
                 hashes += [sha256 for _, sha256 in entry["done"]]
                 counts = entry["counts"] | {"bad_line_examples": tuple(entry["counts"]["bad_line_examples"])}
@@ -256,9 +255,7 @@ class RemoteShardWriter:
         # Its own stack, so that `finish` can complete the upload while an error anywhere still aborts it.
         self._upload = stack.enter_context(ExitStack())
         self._writer = self._upload.enter_context(store.writer(f"{path}.bin"))
-        self._lengths: IO[bytes] = stack.enter_context(
-            tempfile.NamedTemporaryFile(prefix="trainshed-lengths-")
-        )
+        self._lengths: IO[bytes] = stack.enter_context(tempfile.NamedTemporaryFile(prefix="trainshed-lengths-"))
         self._digest = hashlib.sha256()
         self._size = 0
 

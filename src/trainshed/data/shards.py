@@ -43,9 +43,7 @@ def shard_prefixes(prefix: str | os.PathLike[str]) -> list[str]:
             hint=f"expected {name}.idx or {name}-00000-of-….idx",
         )
     (total,) = totals
-    missing = [
-        shard_name(name, shard, total) + ".idx" for shard in range(total) if (total, shard) not in found
-    ]
+    missing = [shard_name(name, shard, total) + ".idx" for shard in range(total) if (total, shard) not in found]
     if missing:
         shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
         raise NotFound(

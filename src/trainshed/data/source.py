@@ -104,8 +104,7 @@ class TokenSource:
         """Map the k-th sample drawn from this source to (epoch, window)."""
         if not self.epoch_samples:
             raise InputError(
-                f"source '{self.name}' has {self.tokens} tokens, fewer than one sample of "
-                f"{self.sequence_length + 1}",
+                f"source '{self.name}' has {self.tokens} tokens, fewer than one sample of {self.sequence_length + 1}",
                 hint="give it more text, or a smaller data.sequence_length",
             )
         epoch, position = np.divmod(draws, self.epoch_samples)
@@ -213,9 +212,7 @@ class TokenSource:
             try:
                 size = path.stat().st_size
             except FileNotFoundError:
-                raise NotFound(
-                    "no such token file", where=str(path), hint="copy it here or prepare again"
-                ) from None
+                raise NotFound("no such token file", where=str(path), hint="copy it here or prepare again") from None
             if size != facts["tokens"] * self._dtype.itemsize:
                 raise CorruptData(
                     f"has {size} bytes, its index says {facts['tokens']} tokens of {self._dtype}",

@@ -15,6 +15,7 @@ from trainshed.errors import MissingExtra, NotFound, TokenizerError
 
 if TYPE_CHECKING:
     import tokenizers
+
     from trainshed.storage import StoreOptions
 
 TOKENIZER_FILES = (
@@ -74,9 +75,7 @@ class Tokenizer:
 
     def beginning_of_document(self) -> SpecialToken:
         """Find the token that starts a document (`bos_token`)."""
-        return self._special(
-            "bos_token", None, ("<|begin_of_text|>", "<s>", "<bos>"), flag="--bos", without="no --bos"
-        )
+        return self._special("bos_token", None, ("<|begin_of_text|>", "<s>", "<bos>"), flag="--bos", without="no --bos")
 
     def _special(
         self, role: str, wanted: str | None, common: tuple[str, ...], *, flag: str, without: str
@@ -101,11 +100,7 @@ class Tokenizer:
         candidates = [token for text in common if (token := self.token(text))]
         if len(candidates) == 1:
             return candidates[0]
-        found_text = (
-            f"several could be it ({', '.join(t.text for t in candidates)})"
-            if candidates
-            else "none is there"
-        )
+        found_text = f"several could be it ({', '.join(t.text for t in candidates)})" if candidates else "none is there"
         raise TokenizerError(
             f"this tokenizer names no {role}, and of the usual tokens {found_text}",
             where=self.address,
@@ -140,9 +135,7 @@ def tokenizer_from_files(address: str, files: dict[str, bytes]) -> Tokenizer:
 
 def _spell_out(address: str) -> str:
     """`org/name` is the Hub's, unless such a path exists here."""
-    looks_like_hub = (
-        address.count("/") == 1 and "://" not in address and not address.startswith((".", "/", "~"))
-    )
+    looks_like_hub = address.count("/") == 1 and "://" not in address and not address.startswith((".", "/", "~"))
     if looks_like_hub and not Path(address).exists() and not address.endswith(".json"):
         return f"hf://{address}"
     return address
@@ -203,9 +196,7 @@ def _byte_level_bpe(vocab: bytes, merges: bytes, address: str) -> bytes:
         ]
         model = tokenizers.models.BPE(vocab=orjson.loads(vocab), merges=pairs)
     except Exception as error:  # the Rust side raises a bare Exception
-        raise TokenizerError(
-            f"vocab.json and merges.txt do not fit together: {error}", where=address
-        ) from None
+        raise TokenizerError(f"vocab.json and merges.txt do not fit together: {error}", where=address) from None
     tokenizer = tokenizers.Tokenizer(model)
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()

@@ -35,9 +35,7 @@ class ShardVerdict:
         return not self.problems
 
 
-def verify(
-    prefix: str, *, tokenizer: Tokenizer | None = None, reporter: Reporter = SILENT
-) -> list[ShardVerdict]:
+def verify(prefix: str, *, tokenizer: Tokenizer | None = None, reporter: Reporter = SILENT) -> list[ShardVerdict]:
     """Verify every shard behind a prefix; problems are collected, not raised."""
     shards = shard_prefixes(prefix)
     total = sum(Path(f"{shard}.bin").stat().st_size for shard in shards if Path(f"{shard}.bin").exists())
@@ -70,9 +68,7 @@ def _verify_shard(prefix: str, tokenizer: Tokenizer | None, task: Task) -> Shard
     return verdict
 
 
-def _against_manifest(
-    prefix: str, manifest: TokenManifest, verdict: ShardVerdict, bin_sha256: str | None
-) -> list[str]:
+def _against_manifest(prefix: str, manifest: TokenManifest, verdict: ShardVerdict, bin_sha256: str | None) -> list[str]:
     problems: list[str] = []
     for file in manifest.files:
         path = Path(prefix).parent / file.path
@@ -102,12 +98,10 @@ def _sha256(path: Path) -> str:
 class _Scan:
     """One pass over the tokens of a shard: their hash, their range, and how documents end."""
 
-    def __init__(
-        self, reader: IndexedReader, manifest: TokenManifest | None, tokenizer: Tokenizer | None
-    ) -> None:
+    def __init__(self, reader: IndexedReader, manifest: TokenManifest | None, tokenizer: Tokenizer | None) -> None:
         self._reader = reader
         spec: dict[str, Any] = manifest.spec if manifest else {}
-        self._vocab_size = tokenizer.vocab_size if tokenizer else spec.get("vocab_size")
+        self._vocab_size: int | None = tokenizer.vocab_size if tokenizer else spec.get("vocab_size")
         self._eod = (spec.get("eod") or {}).get("id")
         self.checked: list[str] = []
         self.problems: list[str] = []
@@ -123,7 +117,7 @@ class _Scan:
             digest.update(tokens.view(np.uint8).data)
             task.advance(tokens.nbytes)
             if self._vocab_size is not None and len(outside) < EXAMPLES:
-                outside += self._outside(tokens, number * SCAN_ITEMS)
+                outside += _outside(tokens, self._vocab_size, number * SCAN_ITEMS)
         self.bin_sha256 = f"sha256:{digest.hexdigest()}"
         if self._vocab_size is not None:
             self.checked.append(f"token range below {self._vocab_size:,}")
@@ -133,12 +127,6 @@ class _Scan:
             ]
         if self._eod is not None:
             self._documents_end()
-
-    def _outside(self, tokens: np.ndarray, first: int) -> list[int]:
-        if len(tokens) == 0 or (int(tokens.max()) < self._vocab_size and int(tokens.min()) >= 0):
-            return []
-        wrong = np.flatnonzero((tokens >= self._vocab_size) | (tokens < 0))[:EXAMPLES]
-        return [first + int(at) for at in wrong]
 
     def _documents_end(self) -> None:
         """Every sequence must end with the end-of-document token that the manifest names."""
@@ -152,6 +140,13 @@ class _Scan:
             wrong += [first + int(i) for i in np.flatnonzero(tokens != self._eod)[:EXAMPLES]]
         self.checked.append("end-of-document tokens")
         self.problems += [f"sequence {i:,} does not end with the token {self._eod}" for i in wrong[:EXAMPLES]]
+
+
+def _outside(tokens: np.ndarray, vocab_size: int, first: int) -> list[int]:
+    """Positions of the first few tokens that no vocabulary of that size has."""
+    if len(tokens) == 0 or (int(tokens.max()) < vocab_size and int(tokens.min()) >= 0):
+        return []
+    return [first + int(at) for at in np.flatnonzero((tokens >= vocab_size) | (tokens < 0))[:EXAMPLES]]
 
 
 def _gather(reader: IndexedReader, positions: np.ndarray) -> np.ndarray:

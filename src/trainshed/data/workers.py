@@ -14,7 +14,7 @@ import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from trainshed.data.documents import BlockTokenizer, TokenizeOptions, Tokens
 from trainshed.errors import TrainshedError
@@ -196,7 +196,7 @@ def _send(process: multiprocessing.process.BaseProcess, connection: Connection, 
         raise _died(process) from None
 
 
-def _receive(process: multiprocessing.process.BaseProcess, connection: Connection) -> object:
+def _receive(process: multiprocessing.process.BaseProcess, connection: Connection) -> Any:
     try:
         return connection.recv()
     except (EOFError, ConnectionResetError):
@@ -207,7 +207,7 @@ def _died(process: multiprocessing.process.BaseProcess) -> TrainshedError:
     process.join(timeout=5)
     return TrainshedError(
         f"a tokenising worker died (exit code {process.exitcode})",
-        hint="-9 usually means the machine ran out of memory: write fewer --workers. A rerun goes on where this stopped",
+        hint="-9 usually means out of memory: write fewer --workers. A rerun goes on where this stopped",
     )
 
 
@@ -227,11 +227,7 @@ def _work(connection: Connection, options: TokenizeOptions) -> None:
         try:
             answer: object = tokenizer.tokens(block, key, where, compare=compare)
         except Exception as error:
-            answer = (
-                error
-                if isinstance(error, TrainshedError)
-                else RuntimeError(f"{type(error).__name__}: {error}")
-            )
+            answer = error if isinstance(error, TrainshedError) else RuntimeError(f"{type(error).__name__}: {error}")
         try:
             connection.send(answer)
         except (BrokenPipeError, ConnectionResetError):

@@ -46,9 +46,7 @@ def check_address(text: str) -> str:
     if scheme in _MISTAKEN:
         raise wrong(f"`{scheme}://` is not known here", f"write {_FORMS[_MISTAKEN[scheme]]}")
     if scheme not in SCHEMES:
-        raise wrong(
-            f"`{scheme}://` is not known", f"write one of {', '.join(s + '://' for s in SCHEMES)}, or a path"
-        )
+        raise wrong(f"`{scheme}://` is not known", f"write one of {', '.join(s + '://' for s in SCHEMES)}, or a path")
     # Not shown in the message: what stands there is a password.
     if scheme != "hf" and "@" in rest.split("/", 1)[0]:
         raise wrong(

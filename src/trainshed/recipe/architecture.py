@@ -51,6 +51,12 @@ DEFAULT_BY_FAMILY: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"norm_eps": 1e-6, "activation": "silu", "tied_embeddings": False},
     "gpt2": {"norm_eps": 1e-5, "activation": "gelu_tanh", "tied_embeddings": True},
 }
+FILLED_IN = {
+    "kv_heads": "`heads`",
+    "head_dim": "hidden / heads",
+    **dict.fromkeys((*_ROPE_DECODER, "norm_eps", "activation", "tied_embeddings"), "the family's"),
+}
+"""Keys that need not be written, and what fills them in."""
 _EXPERT_FAMILIES = ("mixtral", "qwen3_moe")
 
 
@@ -61,15 +67,9 @@ class RopeScaling(Section):
         description="`llama3` as Llama 3.1 does it, `linear` for all frequencies alike"
     )
     factor: PositiveFloat = Field(description="How many times longer the context becomes")
-    low_frequency_factor: PositiveFloat | None = Field(
-        None, description="llama3: below this many turns, scale in full"
-    )
-    high_frequency_factor: PositiveFloat | None = Field(
-        None, description="llama3: above this many turns, leave alone"
-    )
-    original_positions: PositiveInt | None = Field(
-        None, description="llama3: context length before the stretch"
-    )
+    low_frequency_factor: PositiveFloat | None = Field(None, description="llama3: below this many turns, scale in full")
+    high_frequency_factor: PositiveFloat | None = Field(None, description="llama3: above this many turns, leave alone")
+    original_positions: PositiveInt | None = Field(None, description="llama3: context length before the stretch")
 
     def problems(self) -> Iterator[Problem]:
         """The three llama3 keys belong to llama3, all of them."""
@@ -79,8 +79,7 @@ class RopeScaling(Section):
                 yield Problem(
                     (key,),
                     "is missing",
-                    "Llama 3.1 has low_frequency_factor: 1.0, high_frequency_factor: "
-                    "4.0, original_positions: 8192",
+                    "Llama 3.1 has low_frequency_factor: 1.0, high_frequency_factor: 4.0, original_positions: 8192",
                 )
             elif self.kind == "linear" and written:
                 yield Problem((key,), "is not read with `kind: linear`", "delete it, or write `kind: llama3`")
@@ -100,9 +99,7 @@ class Moe(Section):
     top_k: PositiveInt = Field(description="Experts that each token visits", examples=[2])
     ffn: PositiveInt = Field(description="Inner width of one expert", examples=[14336])
     shared_ffn: NotNegativeInt = Field(0, description="Inner width of the expert every token visits; 0: none")
-    normalize_top_k: bool = Field(
-        True, description="Scale the weights of a token's experts so that they sum to 1"
-    )
+    normalize_top_k: bool = Field(True, description="Scale the weights of a token's experts so that they sum to 1")
 
     def problems(self) -> Iterator[Problem]:
         """A token cannot visit more experts than there are."""
@@ -117,29 +114,23 @@ class ModelConfig(Section):
     layers: PositiveInt = Field(description="Number of layers", examples=[32])
     hidden: PositiveInt = Field(description="Width of the residual stream", examples=[4096])
     heads: PositiveInt = Field(description="Query heads", examples=[32])
-    kv_heads: PositiveInt = Field(
-        description="Key and value heads; left out: as many as `heads`", examples=[8]
-    )
-    head_dim: PositiveInt = Field(description="Width of one head; left out: hidden / heads", examples=[128])
-    ffn: PositiveInt | None = Field(
-        None, description="Inner width of the feed-forward block (not with `moe`)"
-    )
+    kv_heads: PositiveInt = Field(description="Key and value heads", examples=[8])
+    head_dim: PositiveInt = Field(description="Width of one head", examples=[128])
+    ffn: PositiveInt | None = Field(None, description="Inner width of the feed-forward block (not with `moe`)")
     vocab_size: PositiveInt = Field(description="Rows of the embedding", examples=[128256])
     max_positions: PositiveInt = Field(description="Longest sequence the model is made for", examples=[8192])
-    norm: Literal["rms", "layer"] = Field(description="Normalisation; fixed by the family")
-    norm_eps: PositiveFloat = Field(description="Epsilon of the normalisation; the family has a default")
-    activation: Literal["silu", "gelu", "gelu_tanh", "relu"] = Field(description="The family has a default")
-    gated: bool = Field(description="Gate and up projections (SwiGLU); fixed by the family")
-    positions: Literal["rope", "learned"] = Field(description="Kind of positions; fixed by the family")
+    norm: Literal["rms", "layer"] = Field(description="Normalisation")
+    norm_eps: PositiveFloat = Field(description="Epsilon of the normalisation")
+    activation: Literal["silu", "gelu", "gelu_tanh", "relu"] = Field(description="Activation of the feed-forward block")
+    gated: bool = Field(description="Gate and up projections (SwiGLU)")
+    positions: Literal["rope", "learned"] = Field(description="Kind of positions")
     rope: Rope | None = Field(None, description="Rotary positions; needed where the family uses them")
-    sliding_window: PositiveInt | None = Field(
-        None, description="Attend to this many tokens back only; null: to all"
-    )
-    tied_embeddings: bool = Field(description="Input and output embedding are one; the family has a default")
-    qkv_bias: bool = Field(description="Biases on the query, key and value projections; fixed by the family")
-    output_bias: bool = Field(description="Bias on the attention's output projection; fixed by the family")
-    mlp_bias: bool = Field(description="Biases in the feed-forward block; fixed by the family")
-    qk_norm: bool = Field(description="Normalise each query and key head; fixed by the family")
+    sliding_window: PositiveInt | None = Field(None, description="Attend to this many tokens back only; null: to all")
+    tied_embeddings: bool = Field(description="Input and output embedding are one")
+    qkv_bias: bool = Field(description="Biases on the query, key and value projections")
+    output_bias: bool = Field(description="Bias on the attention's output projection")
+    mlp_bias: bool = Field(description="Biases in the feed-forward block")
+    qk_norm: bool = Field(description="Normalise each query and key head")
     moe: Moe | None = Field(None, description="A mixture of experts in place of the feed-forward block")
     init_std: PositiveFloat = Field(0.02, description="Standard deviation of fresh weights")
 
@@ -171,9 +162,7 @@ class ModelConfig(Section):
                 "rope: {base: 10000.0}",
             )
         if self.positions == "rope" and self.head_dim % 2:
-            yield Problem(
-                ("head_dim",), f"{self.head_dim} is odd; rotary positions turn pairs", "write an even number"
-            )
+            yield Problem(("head_dim",), f"{self.head_dim} is odd; rotary positions turn pairs", "write an even number")
         if self.positions == "learned" and self.rope is not None:
             yield Problem(("rope",), f"the family {self.family} has learned positions", "delete `rope`")
         yield from self._feed_forward_problems()
@@ -192,6 +181,4 @@ class ModelConfig(Section):
         elif self.moe is None and self.ffn is None:
             yield Problem(("ffn",), "is missing", f"ffn: {4 * self.hidden}")
         elif self.moe is not None and self.ffn is not None:
-            yield Problem(
-                ("ffn",), "is not read where every layer has experts", "write the width as `moe.ffn`"
-            )
+            yield Problem(("ffn",), "is not read where every layer has experts", "write the width as `moe.ffn`")

@@ -30,9 +30,7 @@ _STORE_KEY = re.compile(r"^(s3|gs|az|hf|https?)(://[^/]+(/[^/]+)*)?$")
 class StoreEndpoint(Section):
     """How to reach a store that is not where its scheme says."""
 
-    endpoint: Text | None = Field(
-        None, description="URL of the server", examples=["http://minio.default.svc:9000"]
-    )
+    endpoint: Text | None = Field(None, description="URL of the server", examples=["http://minio.default.svc:9000"])
     region: Text | None = Field(None, description="Region the server expects")
     anonymous: bool = Field(False, description="Read without credentials")
     addressing: Literal["path", "virtual"] | None = Field(
@@ -51,14 +49,14 @@ class SecretReference(Section):
 
     env: Text | None = Field(None, description="Name of an environment variable")
     file: Text | None = Field(None, description="Path of a file that holds it")
-    k8s: Annotated[str, Field(pattern=r"^[^/]+/[^/]+$")] | None = Field(
-        None, description="A Kubernetes secret, as name/key"
-    )
+    k8s: Text | None = Field(None, description="A Kubernetes secret, as name/key")
 
     def problems(self) -> Iterator[Problem]:
         """One reference."""
         if sum(value is not None for value in (self.env, self.file, self.k8s)) != 1:
             yield Problem((), "needs exactly one of env, file and k8s", "write for example {env: HF_TOKEN}")
+        if self.k8s is not None and not re.match(r"^[^/]+/[^/]+$", self.k8s):
+            yield Problem(("k8s",), "names no key of a secret", "write name/key")
 
 
 def _refuse_literal(value: Any) -> Any:
@@ -93,9 +91,7 @@ class Cluster(Section):
     target: Literal["local"] = Field(
         description="What schedules the work; this version runs on `local` only", examples=["local"]
     )
-    store: Address | None = Field(
-        None, description="Root of artefacts and runs; left out on `local`: ./store"
-    )
+    store: Address | None = Field(None, description="Root of artefacts and runs; left out on `local`: ./store")
     stores: dict[str, StoreEndpoint] = Field(
         default_factory=dict, description="Endpoints, by scheme (`s3`) or by bucket (`s3://bucket`)"
     )
@@ -116,14 +112,10 @@ class Cluster(Section):
         """Endpoints are for stores that exist."""
         for key in self.stores:
             if not _STORE_KEY.match(key):
-                yield Problem(
-                    ("stores", key), f"`{key}` is neither a scheme nor a bucket", "write s3, or s3://bucket"
-                )
+                yield Problem(("stores", key), f"`{key}` is neither a scheme nor a bucket", "write s3, or s3://bucket")
 
 
-def load_cluster(
-    name_or_path: str | os.PathLike[str] = DEFAULT_CLUSTER, overrides: Iterable[str] = ()
-) -> Cluster:
+def load_cluster(name_or_path: str | os.PathLike[str] = DEFAULT_CLUSTER, overrides: Iterable[str] = ()) -> Cluster:
     """Load a cluster file by path, or by name from the project, the user's own folder or the shipped ones."""
     file = find_cluster(name_or_path)
     try:

@@ -37,17 +37,13 @@ class SourceKeys(Section):
         ".parquet, plain text), relative to the current directory",
         examples=["s3://corpus/*.jsonl.zst"],
     )
-    tokens: Addresses | None = Field(
-        None, description="Prepared tokens: a PREFIX of .bin/.idx files, or a list"
-    )
+    tokens: Addresses | None = Field(None, description="Prepared tokens: a PREFIX of .bin/.idx files, or a list")
     script: Text | None = Field(
         None,
         description="A program run as `SCRIPT --target-dir DIR ARGS…` that writes JSONL "
         "into DIR; its path is relative to the recipe file",
     )
-    args: Annotated[tuple[str, ...], Field(strict=False)] = Field(
-        (), description="Further arguments for `script`"
-    )
+    args: Annotated[tuple[str, ...], Field(strict=False)] = Field((), description="Further arguments for `script`")
     key: Text | None = Field(None, description="The field or column that holds the text; `text` if left out")
     documents: Literal["file", "line", "blank_line"] | None = Field(
         None, description="Plain text only: a document is a whole file (default), a line, or a paragraph"
@@ -74,9 +70,7 @@ class SourceKeys(Section):
         """One origin, and only the keys that belong to it."""
         kinds = [kind for kind in KINDS if getattr(self, kind) is not None]
         if len(kinds) > 1:
-            yield Problem(
-                (kinds[1],), f"`{kinds[0]}` and `{kinds[1]}` in one source", "make them two sources"
-            )
+            yield Problem((kinds[1],), f"`{kinds[0]}` and `{kinds[1]}` in one source", "make them two sources")
         if self.args and not self.script:
             yield Problem(("args",), "is read with `script` only", "delete it")
         if kinds == ["tokens"]:
@@ -148,12 +142,8 @@ class DataSection(Section):
         Field(strict=False),
         BeforeValidator(as_list, json_schema_input_type=Source | list[Source]),
     ] = Field((), description="One source or a list of them")
-    validation: ValidationSource | None = Field(
-        None, description="Measure the loss on other documents during the run"
-    )
-    split: Split | None = Field(
-        None, description="Share the documents of `train` out, where one corpus feeds both"
-    )
+    validation: ValidationSource | None = Field(None, description="Measure the loss on other documents during the run")
+    split: Split | None = Field(None, description="Share the documents of `train` out, where one corpus feeds both")
     skip: Annotated[tuple[SkipRange, ...], Field(strict=False)] = Field(
         (), description="Sample ranges [start, stop) that are left out; may grow while a run goes on"
     )
@@ -161,25 +151,17 @@ class DataSection(Section):
         "direct", description="Where ranks read tokens: the store itself, a copy on local disk, or in memory"
     )
     shards: PositiveInt = Field(1, description="Number of .bin/.idx pairs that prepared text is written to")
-    eod: Annotated[Annotated[bool, Tag("(true or false)")] | Annotated[Text, Tag("(text)")], by_shape] = (
-        Field(
-            True,
-            description="End-of-document token after each document: the tokenizer's, none, or this one",
-        )
+    eod: Annotated[Annotated[bool, Tag("(true or false)")] | Annotated[Text, Tag("(text)")], by_shape] = Field(
+        True,
+        description="End-of-document token after each document: the tokenizer's, none, or this one",
     )
     bos: bool = Field(False, description="Begin-of-sequence token before each document")
-    on_bad_line: Literal["stop", "skip"] = Field(
-        "stop", description="A line that holds no document: stop, or count it"
-    )
+    on_bad_line: Literal["stop", "skip"] = Field("stop", description="A line that holds no document: stop, or count it")
 
     @model_validator(mode="before")
     @classmethod
     def _fill(cls, given: Any) -> Any:
-        if (
-            isinstance(given, dict)
-            and isinstance(given.get("split"), dict)
-            and given.get("validation") is None
-        ):
+        if isinstance(given, dict) and isinstance(given.get("split"), dict) and given.get("validation") is None:
             share = given["split"].get("validation")
             if isinstance(share, int | float) and share > 0:
                 return given | {"validation": {}}
@@ -199,9 +181,7 @@ class DataSection(Section):
                     yield Problem((key,), "is not read with synthetic data", "delete it, or `synthetic`")
         else:
             if not self.train:
-                yield Problem(
-                    ("train",), "is missing", "train: [{path: corpus/*.jsonl}], or `data: synthetic`"
-                )
+                yield Problem(("train",), "is missing", "train: [{path: corpus/*.jsonl}], or `data: synthetic`")
             if self.sequence_length is None:
                 yield Problem(("sequence_length",), "is missing", "sequence_length: 8192")
         yield from self._weight_problems()
@@ -219,9 +199,7 @@ class DataSection(Section):
         names = [source.name for source in self.train if source.name]
         for index, source in enumerate(self.train):
             if source.name and names.count(source.name) > 1:
-                yield Problem(
-                    ("train", index, "name"), f"two sources are called `{source.name}`", "rename one"
-                )
+                yield Problem(("train", index, "name"), f"two sources are called `{source.name}`", "rename one")
                 break
 
     def _validation_problems(self) -> Iterator[Problem]:
@@ -234,9 +212,7 @@ class DataSection(Section):
                 "write `path: …` there, or `split: {train: 0.98, validation: 0.02}` under `data`",
             )
         if self.split is not None and self.validation.kind is not None:
-            yield Problem(
-                ("split",), "`validation` already has its own documents", "delete `split`, or the source"
-            )
+            yield Problem(("split",), "`validation` already has its own documents", "delete `split`, or the source")
         if self.split is not None and self.validation.kind is None and not self.split.validation:
             yield Problem(
                 ("split", "validation"),
@@ -248,9 +224,7 @@ class DataSection(Section):
         end = 0
         for index, (start, stop) in enumerate(self.skip):
             if start >= stop:
-                yield Problem(
-                    ("skip", index), f"[{start}, {stop}] is empty", "write [start, stop] with start < stop"
-                )
+                yield Problem(("skip", index), f"[{start}, {stop}] is empty", "write [start, stop] with start < stop")
             elif start < end:
                 yield Problem(
                     ("skip", index),
@@ -265,7 +239,5 @@ def expand_data(value: Any) -> Any:
     if value == "synthetic":
         return {"synthetic": True}
     if isinstance(value, str):
-        raise wrong(
-            f"`{value}` is not a data section", "write `data: {sequence_length: …, train: [{path: …}]}`"
-        )
+        raise wrong(f"`{value}` is not a data section", "write `data: {sequence_length: …, train: [{path: …}]}`")
     return value

@@ -5,20 +5,28 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, Tag
 
-from trainshed.recipe.section import NotNegativeInt, PositiveInt, Problem, Section, Text
+from trainshed.recipe.section import NotNegativeInt, PositiveInt, Problem, Section, Text, by_shape
 
-EngineArgument = None | bool | int | float | str | list[bool | int | float | str]
+Flag = Annotated[bool, Tag("(true or false)")]
+Number = Annotated[int | float, Tag("(a number)")]
+Word = Annotated[str, Tag("(text)")]
+EngineArgument = Annotated[
+    Flag
+    | Number
+    | Word
+    | Annotated[list[Annotated[Flag | Number | Word, by_shape]], Tag("(a list)")]
+    | Annotated[None, Tag("(nothing)")],
+    by_shape,
+]
 
 
 class Engine(Section):
     """What steps the model."""
 
     name: Literal["torch", "megatron", "nemo", "torchtune"] = Field("torch", description="The engine")
-    image: Text | None = Field(
-        None, description="Container image, by digest", examples=["nvcr.io/…@sha256:…"]
-    )
+    image: Text | None = Field(None, description="Container image, by digest", examples=["nvcr.io/…@sha256:…"])
     args: dict[str, EngineArgument] = Field(
         default_factory=dict,
         description="Arguments handed to a foreign engine as they are (checked against its list)",

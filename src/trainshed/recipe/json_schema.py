@@ -8,27 +8,10 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.json_schema import GenerateJsonSchema
 
+from trainshed.recipe.architecture import FILLED_IN
 from trainshed.recipe.cluster import Cluster
 from trainshed.recipe.keys import known_keys
 from trainshed.recipe.schema import FORMAT, Recipe
-
-# Keys that the family of a model fills in, so an editor must not ask for them.
-_FILLED_IN = {
-    "ModelConfig": (
-        "kv_heads",
-        "head_dim",
-        "norm",
-        "norm_eps",
-        "activation",
-        "gated",
-        "positions",
-        "tied_embeddings",
-        "qkv_bias",
-        "output_bias",
-        "mlp_bias",
-        "qk_norm",
-    )
-}
 
 
 def recipe_json_schema(presets: Sequence[str] = ()) -> dict[str, Any]:
@@ -54,10 +37,9 @@ def key_list(kind: type[BaseModel]) -> list[str]:
 
 def _schema(kind: type[BaseModel], name: str) -> dict[str, Any]:
     schema = kind.model_json_schema(mode="validation", by_alias=True)
-    for title, filled in _FILLED_IN.items():
-        section = schema["$defs"].get(title)
-        if section:
-            section["required"] = [key for key in section["required"] if key not in filled]
+    if model := schema["$defs"].get("ModelConfig"):
+        # The family fills these in, so an editor must not ask for them.
+        model["required"] = [key for key in model["required"] if key not in FILLED_IN]
     header = {
         "$schema": GenerateJsonSchema.schema_dialect,
         "$id": f"urn:trainshed:{name}:{FORMAT}",

@@ -98,9 +98,7 @@ def find_key(kind: type[BaseModel], path: KeyPath) -> Key | None:
     known = known_keys(kind)
     generic: KeyPath = ()
     for step in path:
-        generic = next(
-            (option for option in ((*generic, step), (*generic, ELEMENT)) if _leads(option, known)), ()
-        )
+        generic = next((option for option in ((*generic, step), (*generic, ELEMENT)) if _leads(option, known)), ())
         if not generic:
             return None
     return known.get(generic)
@@ -126,9 +124,7 @@ def nearest_key(kind: type[BaseModel], path: KeyPath) -> str | None:
     name, parent = str(path[-1]), path[:-1]
     wanted = name.lower().replace("-", "_")
     here = siblings(kind, parent)
-    everywhere = [
-        known for known in known_keys(kind) if ELEMENT not in known or known[: len(parent)] == parent
-    ]
+    everywhere = [known for known in known_keys(kind) if ELEMENT not in known or known[: len(parent)] == parent]
     close = difflib.get_close_matches(wanted, here, n=1, cutoff=0.8)
     if close:
         return _written((*parent, close[0]))

@@ -22,9 +22,7 @@ class Layout(Section):
     cp: PositiveInt = Field(1, description="Context parallel")
     ep: PositiveInt = Field(1, description="Expert parallel, inside dp · cp · tp")
     etp: PositiveInt = Field(1, description="Tensor parallel within experts")
-    dp: PositiveInt | None = Field(
-        None, description="Data parallel; left out: what the other keys leave of the ranks"
-    )
+    dp: PositiveInt | None = Field(None, description="Data parallel; left out: what the other keys leave of the ranks")
     replicate: PositiveInt = Field(1, description="Hybrid sharding: copies of the model among the dp ranks")
     shard: Literal["none", "zero1", "zero2", "full"] = Field(
         "zero1", description="What dp ranks share out: nothing, optimiser states, gradients too, weights too"
@@ -51,13 +49,9 @@ class Layout(Section):
                 "write pp: 2 or more, or delete vp",
             )
         if self.schedule is not None and self.pp == 1:
-            yield Problem(
-                ("schedule",), "is not read without a pipeline", "write pp: 2 or more, or delete it"
-            )
+            yield Problem(("schedule",), "is not read without a pipeline", "write pp: 2 or more, or delete it")
         elif self.schedule == "interleaved" and self.vp == 1:
-            yield Problem(
-                ("schedule",), "interleaved needs vp of 2 or more", "write vp: 2, or `schedule: 1f1b`"
-            )
+            yield Problem(("schedule",), "interleaved needs vp of 2 or more", "write vp: 2, or `schedule: 1f1b`")
         elif self.schedule in ("1f1b", "gpipe") and self.vp > 1:
             yield Problem(
                 ("schedule",),

@@ -59,9 +59,7 @@ def find_recipe(path: str | os.PathLike[str]) -> Path:
     if file.is_file():
         return file
     if file.is_dir():
-        raise RecipeError(
-            "is a folder, not a recipe", where=str(path), hint=f"write the file: {file}/recipe.yaml"
-        )
+        raise RecipeError("is a folder, not a recipe", where=str(path), hint=f"write the file: {file}/recipe.yaml")
     shipped = shipped_recipes()
     name = os.fspath(path)
     if name in shipped:

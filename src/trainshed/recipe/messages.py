@@ -43,9 +43,7 @@ def validate(kind: type[Kind], document: Document) -> Kind:
     try:
         return kind.model_validate(document.value)
     except ValidationError as error:
-        problems = [
-            problem for found in error.errors() for problem in _explain(kind, dict(found), document.value)
-        ]
+        problems = [problem for found in error.errors() for problem in _explain(kind, dict(found), document.value)]
     raise as_recipe_error(problems, document.places)
 
 
@@ -98,9 +96,7 @@ def _written_path(loc: tuple[str | int, ...], root: Any) -> KeyPath:
 def _unknown_key(kind: type[BaseModel], path: KeyPath) -> Problem:
     name = path[-1]
     if kind is Recipe and len(path) == 1 and name in RESERVED:
-        return Problem(
-            path, f"`{name}` is reserved and not supported by this version of Trainshed", "delete it"
-        )
+        return Problem(path, f"`{name}` is reserved and not supported by this version of Trainshed", "delete it")
     near = nearest_key(kind, path)
     if near:
         return Problem(path, f"unknown key `{name}`", f"did you mean {near}?")
@@ -157,9 +153,9 @@ def _wrong_length(kind: str, context: dict[str, Any]) -> tuple[str, str | None]:
 
 def _wrong_choice(choices: list[str], value: Any) -> tuple[str, str | None]:
     near = difflib.get_close_matches(str(value).lower(), choices, n=1, cutoff=0.6)
-    what = (
-        f"{shown(value)} is not one of {', '.join(choices)}" if len(choices) > 1 else f"must be {choices[0]}"
-    )
+    if len(choices) == 1:
+        return f"{shown(value)} is not known", f"this version knows {choices[0]}"
+    what = f"{shown(value)} is not one of {', '.join(choices)}"
     if isinstance(value, bool) or value is None:
         return what, None
     return what, f"did you mean {near[0]}?" if near else None

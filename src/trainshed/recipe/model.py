@@ -18,9 +18,7 @@ SMALLEST_VOCABULARY = 257
 class ModelSection(Section):
     """The model: an architecture, and weights to start from or the word `random`."""
 
-    preset: Text | None = Field(
-        None, description="Architecture by name from the catalog", examples=["llama3.1-8b"]
-    )
+    preset: Text | None = Field(None, description="Architecture by name from the catalog", examples=["llama3.1-8b"])
     config: ModelConfig | None = Field(None, description="Architecture written out, in place of `preset`")
     from_: Address | None = Field(
         None,
@@ -37,9 +35,7 @@ class ModelSection(Section):
         if self.preset and self.config:
             yield Problem(("config",), "`preset` and `config` both name the architecture", "keep one of them")
         if not self.preset and not self.config and not self.from_:
-            yield Problem(
-                (), "names no architecture", "write `preset: llama3.1-8b`, `config: {…}` or `from: hf://…`"
-            )
+            yield Problem((), "names no architecture", "write `preset: llama3.1-8b`, `config: {…}` or `from: hf://…`")
         if not self.from_ and not self.init:
             yield Problem(
                 ("init",),

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
 
+from trainshed.recipe.architecture import FILLED_IN
 from trainshed.recipe.cluster import Cluster
 from trainshed.recipe.keys import ELEMENT, Key, known_keys
 from trainshed.recipe.resolved import to_plain
@@ -35,11 +36,7 @@ def cluster_reference() -> str:
 def _tables(kind: type[BaseModel]) -> str:
     groups: dict[str, list[Key]] = {}
     for key in known_keys(kind).values():
-        if (
-            key.path[:2] == ("data", "validation")
-            and len(key.path) > 2
-            and key.path[2] not in ("every", "batches")
-        ):
+        if key.path[:2] == ("data", "validation") and len(key.path) > 2 and key.path[2] not in ("every", "batches"):
             continue  # the keys of a source, listed under data.train
         groups.setdefault(_written(key.path[:-1]), []).append(key)
     return "\n".join(_table(name, keys) for name, keys in groups.items())
@@ -48,9 +45,7 @@ def _tables(kind: type[BaseModel]) -> str:
 def _table(name: str, keys: list[Key]) -> str:
     title = f"## `{name}`" if name else "## Top level"
     note = "\nAlso takes the keys of `data.train[]`.\n" if name == "data.validation" else ""
-    rows = [
-        f"| `{key.path[-1]}` | {_type(key.field)} | {_default(key.field)} | {_cell(key)} |" for key in keys
-    ]
+    rows = [f"| `{key.path[-1]}` | {_type(key.field)} | {_default(key)} | {_cell(key)} |" for key in keys]
     return "\n".join([title, note, "| key | takes | default | meaning |", "|---|---|---|---|", *rows, ""])
 
 
@@ -63,14 +58,28 @@ def _written(path: tuple[str | int, ...]) -> str:
 
 
 def _type(field: FieldInfo) -> str:
-    names = list(dict.fromkeys(_type_names(field.annotation)))
+    annotation: Any = field.annotation
+    for extra in field.metadata:
+        annotation = _as_written(extra, annotation)
+    names = list(dict.fromkeys(_type_names(annotation)))
+    if field.default is None and not field.is_required():
+        names.remove("null")  # a key that is null by default is simply left out
     return " \\| ".join(names)
+
+
+def _as_written(extra: Any, annotation: Any) -> Any:
+    """Return what a person may write where a validator accepts more than the value's own type."""
+    written = getattr(extra, "json_schema_input_type", PydanticUndefined)
+    return annotation if written is PydanticUndefined else written
 
 
 def _type_names(annotation: Any) -> Iterator[str]:
     origin = get_origin(annotation)
     if origin is Annotated:
-        yield from _type_names(get_args(annotation)[0])
+        inner, *extras = get_args(annotation)
+        for extra in extras:
+            inner = _as_written(extra, inner)
+        yield from _type_names(inner)
     elif origin in (Union, UnionType):
         for choice in get_args(annotation):
             yield from _type_names(choice)
@@ -88,7 +97,10 @@ def _type_names(annotation: Any) -> Iterator[str]:
         yield words[annotation]
 
 
-def _default(field: FieldInfo) -> str:
+def _default(key: Key) -> str:
+    field = key.field
+    if key.path[:2] == ("model", "config") and len(key.path) == 3 and key.path[2] in FILLED_IN:
+        return FILLED_IN[str(key.path[2])]
     if field.is_required():
         return "**required**"
     default = field.get_default(call_default_factory=True, validated_data={})
@@ -96,5 +108,9 @@ def _default(field: FieldInfo) -> str:
         default = to_plain(default)
     if default in ({}, ()) or default is None:
         return ""
-    text = {True: "true", False: "false"}[default] if isinstance(default, bool) else str(default)
-    return "see below" if isinstance(default, dict) else f"`{re.sub(r'^[(](.*?),?[)]$', r'[\1]', text)}`"
+    if isinstance(default, dict):
+        return "see below"
+    if isinstance(default, tuple):
+        return f"`[{', '.join(str(item) for item in default)}]`"
+    text = str(default).lower() if isinstance(default, bool) else str(default)
+    return f"`{text}`".replace("|", "\\|")

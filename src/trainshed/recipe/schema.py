@@ -30,9 +30,7 @@ NAME_PATTERN = r"^[a-z]([-a-z0-9]*[a-z0-9])?$"
 class Recipe(Section):
     """What to train: one file that carries a model from text to weights."""
 
-    trainshed: Annotated[int, Field(ge=1, le=FORMAT)] = Field(
-        FORMAT, description="Version of the recipe format"
-    )
+    trainshed: Annotated[int, Field(ge=1, le=FORMAT)] = Field(FORMAT, description="Version of the recipe format")
     name: Annotated[str, Field(pattern=NAME_PATTERN, max_length=LONGEST_NAME)] = Field(
         description="Name of the run: lower-case letters, digits and dashes", examples=["llama3-8b-tech"]
     )
@@ -46,9 +44,7 @@ class Recipe(Section):
     )
     data: Annotated[
         DataSection, BeforeValidator(expand_data, json_schema_input_type=DataSection | Literal["synthetic"])
-    ] = Field(
-        description="What is read", examples=["{sequence_length: 8192, train: [{path: corpus/*.jsonl}]}"]
-    )
+    ] = Field(description="What is read", examples=["{sequence_length: 8192, train: [{path: corpus/*.jsonl}]}"])
     train: TrainSection = Field(
         description="The training", examples=["{steps: 1000, global_batch: 64, optimizer: {lr: 3.0e-4}}"]
     )
@@ -62,12 +58,8 @@ class Recipe(Section):
     checkpoint: Checkpoint = Field(default_factory=Checkpoint, description="Saving and resuming")
     observe: Observe = Field(default_factory=Observe, description="What is written besides the run's events")
     resources: Resources = Field(default_factory=Resources, description="What the run asks of the cluster")
-    store: Address | None = Field(
-        None, description="Where artefacts and runs are kept; left out: the cluster's store"
-    )
-    seed: NotNegativeInt = Field(
-        1234, description="Seed of fresh weights and dropout (`data.seed` orders the data)"
-    )
+    store: Address | None = Field(None, description="Where artefacts and runs are kept; left out: the cluster's store")
+    seed: NotNegativeInt = Field(1234, description="Seed of fresh weights and dropout (`data.seed` orders the data)")
 
     _places: Places = PrivateAttr(default_factory=Places)
 
@@ -91,13 +83,9 @@ class Recipe(Section):
         yield from self._weights_problems()
         yield from self._tokenizer_problems()
         if self.data.synthetic and self.train.mode == "finetune":
-            yield Problem(
-                ("data",), "synthetic data has no answers to fine-tune on", "write `train.mode: pretrain`"
-            )
+            yield Problem(("data",), "synthetic data has no answers to fine-tune on", "write `train.mode: pretrain`")
         if self.data.synthetic and self.train.epochs is not None:
-            yield Problem(
-                ("train", "epochs"), "synthetic data has no end to pass", "write `steps` or `tokens`"
-            )
+            yield Problem(("train", "epochs"), "synthetic data has no end to pass", "write `steps` or `tokens`")
         if self.model.config is not None:
             yield from fit_problems(self, self.model.config)
 
@@ -105,13 +93,9 @@ class Recipe(Section):
         if self.model.from_:
             return
         if self.train.mode == "finetune":
-            yield Problem(
-                ("model", "from"), "is missing: there is nothing to fine-tune", "from: hf://org/name"
-            )
+            yield Problem(("model", "from"), "is missing: there is nothing to fine-tune", "from: hf://org/name")
         if self.train.lora is not None:
-            yield Problem(
-                ("model", "from"), "is missing: adapters need weights to sit on", "from: hf://org/name"
-            )
+            yield Problem(("model", "from"), "is missing: adapters need weights to sit on", "from: hf://org/name")
 
     def _tokenizer_problems(self) -> Iterator[Problem]:
         sources = [*self.data.train, *([self.data.validation] if self.data.validation else [])]
@@ -131,9 +115,7 @@ class Recipe(Section):
                 f"tokenizer: {self.model.from_}",
             )
         if trained and not any(source.kind in ("path", "script") for source in self.data.train):
-            yield Problem(
-                ("tokenizer",), "there is no text to learn a tokenizer from", "write the address of one"
-            )
+            yield Problem(("tokenizer",), "there is no text to learn a tokenizer from", "write the address of one")
 
 
 def fit_problems(recipe: Recipe, config: ModelConfig) -> Iterator[Problem]:

@@ -98,13 +98,9 @@ def read_count(value: Any) -> Any:
     try:
         amount = Decimal(number) * factor
     except InvalidOperation:
-        raise wrong(
-            f"`{value}` is not a count", "write a whole number, or one with k, M, B or T: 20B"
-        ) from None
+        raise wrong(f"`{value}` is not a count", "write a whole number, or one with k, M, B or T: 20B") from None
     if not amount.is_finite() or amount != amount.to_integral_value():
-        raise wrong(
-            f"`{value}` is not a whole number", "write for example 1500M instead of 1.5B, or round it"
-        )
+        raise wrong(f"`{value}` is not a whole number", "write for example 1500M instead of 1.5B, or round it")
     return int(amount)
 
 

@@ -27,9 +27,7 @@ class BatchRamp(Section):
 
     start: PositiveInt = Field(description="Global batch of the first step", examples=[32])
     increment: PositiveInt = Field(description="Sequences added each time", examples=[32])
-    samples: Count = Field(
-        description="Samples over which the batch grows to `global_batch`", examples=[1000000]
-    )
+    samples: Count = Field(description="Samples over which the batch grows to `global_batch`", examples=[1000000])
 
 
 class Optimizer(Section):
@@ -37,9 +35,7 @@ class Optimizer(Section):
 
     name: Literal["adamw"] = Field("adamw", description="The optimiser")
     lr: PositiveFloat = Field(description="Peak learning rate", examples=[3e-4])
-    betas: Annotated[tuple[Fraction, Fraction], Field(strict=False)] = Field(
-        (0.9, 0.95), description="Adam's averages"
-    )
+    betas: Annotated[tuple[Fraction, Fraction], Field(strict=False)] = Field((0.9, 0.95), description="Adam's averages")
     eps: PositiveFloat = Field(1e-8, description="Adam's epsilon")
     weight_decay: NotNegativeFloat = Field(0.1, description="Decay of matrices (not of norms and biases)")
     clip: PositiveFloat | None = Field(1.0, description="Largest gradient norm; null: no clipping")
@@ -48,9 +44,7 @@ class Optimizer(Section):
 class Schedule(Section):
     """How the learning rate changes."""
 
-    name: Literal["cosine", "linear", "wsd", "constant"] = Field(
-        "constant", description="Shape after the warm-up"
-    )
+    name: Literal["cosine", "linear", "wsd", "constant"] = Field("constant", description="Shape after the warm-up")
     warmup: NotNegativeInt = Field(0, description="Steps of linear warm-up")
     decay: PositiveInt | None = Field(
         None,
@@ -63,13 +57,9 @@ class Schedule(Section):
         """`decay` and `min_lr` belong to schedules that decay."""
         if self.name == "constant":
             if self.decay is not None:
-                yield Problem(
-                    ("decay",), "a constant schedule has no decay", "delete it, or write `name: cosine`"
-                )
+                yield Problem(("decay",), "a constant schedule has no decay", "delete it, or write `name: cosine`")
             if self.min_lr:
-                yield Problem(
-                    ("min_lr",), "a constant schedule has no decay", "delete it, or write `name: cosine`"
-                )
+                yield Problem(("min_lr",), "a constant schedule has no decay", "delete it, or write `name: cosine`")
         if self.name == "wsd" and self.decay is None:
             yield Problem(("decay",), "is missing: wsd needs the length of its final decay", "decay: 1000")
         if self.name in ("cosine", "linear") and self.decay is not None and self.decay <= self.warmup:
@@ -94,9 +84,7 @@ class Lora(Section):
 class MoeLosses(Section):
     """Losses that keep a router healthy."""
 
-    balance_loss: NotNegativeFloat = Field(
-        0.001, description="Factor of the load-balance loss (per sequence)"
-    )
+    balance_loss: NotNegativeFloat = Field(0.001, description="Factor of the load-balance loss (per sequence)")
     z_loss: NotNegativeFloat = Field(0.0, description="Factor of the router's z-loss")
 
 
@@ -108,9 +96,7 @@ class TrainSection(Section):
     )
     steps: PositiveInt | None = Field(None, description="Length of the run in steps", examples=[1000])
     tokens: Count | None = Field(None, description="Length of the run in tokens", examples=["20B"])
-    epochs: PositiveFloat | None = Field(
-        None, description="Length of the run in passes over the data", examples=[1]
-    )
+    epochs: PositiveFloat | None = Field(None, description="Length of the run in passes over the data", examples=[1])
     global_batch: PositiveInt = Field(description="Sequences per step, over all ranks", examples=[1024])
     batch_ramp: BatchRamp | None = Field(None, description="Start with a smaller batch")
     precision: Literal["fp64", "fp32", "bf16", "fp8"] = Field(

@@ -52,9 +52,7 @@ def parse(text: str, source: str, *, loader: Any = FAST_LOADER) -> Document:
     except yaml.YAMLError as error:
         raise _explain(error, text, source) from None
     if root is None:
-        raise RecipeError(
-            "the file is empty", where=source, hint="`trainshed recipes` lists files to start from"
-        )
+        raise RecipeError("the file is empty", where=source, hint="`trainshed recipes` lists files to start from")
     reader = _Reader(source)
     value = reader.read(root, ())
     if not isinstance(value, dict):
@@ -85,9 +83,7 @@ class _Reader:
         if id(node) in self.open_nodes:
             raise self._error(node, "an alias refers to the value it stands in", "write the value out")
         self.open_nodes.add(id(node))
-        value = (
-            self._mapping(node, path) if isinstance(node, yaml.MappingNode) else self._sequence(node, path)
-        )
+        value = self._mapping(node, path) if isinstance(node, yaml.MappingNode) else self._sequence(node, path)
         self.open_nodes.discard(id(node))
         return value
 
@@ -95,9 +91,7 @@ class _Reader:
         kind, text = node.tag.removeprefix(_TAG), node.value
         if kind == "str":
             if any("\ud800" <= letter <= "\udfff" for letter in text):
-                raise self._error(
-                    node, "half a Unicode character (a lone surrogate)", "write the whole character"
-                )
+                raise self._error(node, "half a Unicode character (a lone surrogate)", "write the whole character")
             return text
         patterns = {
             "null": scalars.NULL,
@@ -141,9 +135,7 @@ class _Reader:
                 "write the keys out; an alias (*name) for a whole value is fine",
             )
         if node.tag != _TAG + "str":
-            raise self._error(
-                node, f"the key `{node.value}` is not a word", f'write it in quotes: "{node.value}"'
-            )
+            raise self._error(node, f"the key `{node.value}` is not a word", f'write it in quotes: "{node.value}"')
         return node.value
 
     def _place(self, node: Any) -> Place:
@@ -154,9 +146,7 @@ class _Reader:
 
     def _tagged(self, node: Any) -> RecipeError:
         shown = node.tag.replace(_TAG, "!!")
-        return self._error(
-            node, f"the tag `{shown}` does not fit here", "recipes hold plain values: delete the tag"
-        )
+        return self._error(node, f"the tag `{shown}` does not fit here", "recipes hold plain values: delete the tag")
 
 
 def _kind(node: Any) -> str:
@@ -188,9 +178,7 @@ def _explain(error: yaml.YAMLError, text: str, source: str) -> RecipeError:
                 hint="replace the tab by spaces",
             )
     if "expected a single document" in (getattr(error, "context", None) or ""):
-        return RecipeError(
-            "a second document begins here (`---`)", where=where, hint="keep one document in the file"
-        )
+        return RecipeError("a second document begins here (`---`)", where=where, hint="keep one document in the file")
     context = getattr(error, "context_mark", None)
     since = f" (in what begins at line {context.line + 1})" if context and context.line != mark.line else ""
     return RecipeError(

@@ -136,11 +136,7 @@ def prepare(
         f"{output}: {total.counts.documents:,} documents, {total.counts.tokens:,} tokens "
         f"from {human(total.counts.text_bytes, 'B')} of text"
         + (f", {total.counts.bad_lines:,} bad lines skipped" if total.counts.bad_lines else "")
-        + (
-            f"; {done.made} of {shards} shards made, {done.reused} already there"
-            if shards > 1 or done.reused
-            else ""
-        )
+        + (f"; {done.made} of {shards} shards made, {done.reused} already there" if shards > 1 or done.reused else "")
         + ("" if whole else "; other tasks have shards to make")
     )
     print_report(data, output_format, text)

@@ -1,0 +1,255 @@
+"""Copying a tree from any store to any other, so that it can be killed and run again at any time.
+
+Each object appears whole or not at all, checksummed on the way. What has arrived is noted in a journal, a rerun moves
+only what is missing or differs, and a manifest at the very end says that the tree is complete.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import islice
+
+from trainshed.errors import InputError, NotFound, StorageError, TrainshedError
+from trainshed.reporting import SILENT, Reporter, Task
+from trainshed.storage.address import join
+from trainshed.storage.globs import MARKS
+from trainshed.storage.journal import Journal, Record
+from trainshed.storage.manifest import FileEntry, Manifest
+from trainshed.storage.opening import open_folder
+from trainshed.storage.options import StoreOptions
+from trainshed.storage.sources import Item, Source, choose, find_source, pinned_size
+from trainshed.storage.store import ObjectInfo, Store
+from trainshed.storage.transfer import Absent, Outcome, Refused, Stopped, Transfer
+
+MANIFEST = f"{MARKS}/manifest.json"
+TASKS = f"{MARKS}/tasks"
+KIND = "copy"
+# So many failures with nothing arriving in between mean that the next thousand would fail as well.
+_GIVE_UP_AFTER = 20
+_NAMED = 10
+
+
+@dataclass(frozen=True)
+class CopyResult:
+    """What a copy did; `manifest` is the address of what it wrote last."""
+
+    source: str
+    destination: str
+    files: int
+    bytes: int
+    copied_files: int
+    copied_bytes: int
+    manifest: str
+    complete: bool
+
+
+def copy_tree(
+    src: str,
+    dst: str,
+    *,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    limit: int | None = None,
+    task: tuple[int, int] | None = None,
+    workers: int = 16,
+    reporter: Reporter = SILENT,
+    options: StoreOptions | None = None,
+    journal_seconds: float = 5.0,
+) -> CopyResult:
+    """Copy everything `src` means into the folder `dst`.
+
+    `task=(i, n)` copies every n-th file; the task that finishes last turns the n markers into the one manifest.
+    Files that are gone or refused are reported once, the rest is copied, and the copy ends with an error that names
+    them and without a manifest.
+    """
+    if task is not None and not 0 <= task[0] < task[1]:
+        raise InputError(f"task {task[0]} of {task[1]}", hint="tasks are counted from 0 to N-1")
+    if workers < 1:
+        raise InputError(f"{workers} workers", hint="write at least 1")
+    destination = open_folder(dst, options)
+    source = find_source(src, options, reporter)
+    spec = {
+        "from": source.address,
+        "source": source.pinned,
+        "include": sorted(include),
+        "exclude": sorted(exclude),
+        "limit": limit,
+    }
+    copy = _Copy(source, destination, spec, task, reporter, options or StoreOptions(), journal_seconds)
+    return copy.run(choose(source, include, exclude, limit, task), workers)
+
+
+class _Copy:
+    def __init__(
+        self,
+        source: Source,
+        destination: Store,
+        spec: dict[str, object],
+        task: tuple[int, int] | None,
+        reporter: Reporter,
+        options: StoreOptions,
+        journal_seconds: float,
+    ) -> None:
+        self._source = source
+        self._destination = destination
+        self._spec = spec
+        self._task = task
+        self._reporter = reporter
+        self._retry = options.retry
+        number, count = task or (0, 1)
+        self._name = f"{number:05d}-of-{count:05d}"
+        self._mark = f"{TASKS}/{self._name}.json" if task else MANIFEST
+        self._journal = Journal(destination, self._name, every_seconds=journal_seconds, reporter=reporter)
+
+    def run(self, items: list[Item], workers: int) -> CopyResult:
+        listing = list(self._destination.list())
+        there = {info.path: info for info in listing}
+        self._refuse_another_source(there)
+        records = self._journal.load(listing)
+        transfer = Transfer(self._destination, there, records, self._retry, self._reporter)
+        proven = [item for item in items if transfer.is_proven(item)]
+        waiting = [item for item in items if not transfer.is_proven(item)]
+        if proven and waiting:
+            self._reporter.note(f"{len(proven)} of {len(items)} files are there already")
+        if waiting:
+            self._unmark(there)
+        outcomes = [transfer.proven(item) for item in proven]
+        outcomes += self._move(transfer, waiting, workers)
+        files = [FileEntry(o.record.path, o.record.size, o.record.sha256) for o in outcomes if o.record]
+        manifest = Manifest.of(KIND, self._spec, files)
+        self._write_mark(manifest, there)
+        complete = self._merge() if self._task else True
+        return CopyResult(
+            source=self._source.pinned,
+            destination=self._destination.url,
+            files=len(files),
+            bytes=manifest.total_bytes,
+            copied_files=sum(outcome.moved for outcome in outcomes),
+            copied_bytes=sum(outcome.record.size for outcome in outcomes if outcome.moved and outcome.record),
+            manifest=join(self._destination.url, self._mark),
+            complete=complete,
+        )
+
+    def _move(self, transfer: Transfer, items: list[Item], workers: int) -> list[Outcome]:
+        outcomes: list[Outcome] = []
+        failed: list[tuple[Item, TrainshedError]] = []
+        gone: list[Item] = []
+        in_a_row = 0
+        with (
+            self._reporter.task("copying", total=pinned_size(items), unit="B") as task,
+            ThreadPoolExecutor(workers, thread_name_prefix="trainshed-copy") as pool,
+        ):
+            try:
+                for item, future in _in_flight(pool, transfer, items, task, workers):
+                    try:
+                        outcome = future.result()
+                    except Absent:
+                        gone.append(item)
+                        self._reporter.warn(f"{item.path}: the source does not have it")
+                        continue
+                    except Refused as refused:
+                        if not self._source.separate:
+                            raise refused.error from None
+                        failed.append((item, refused.error))
+                        self._reporter.warn(f"{item.path}: {refused.error.what}")
+                    except transfer.PASSING as error:
+                        failed.append((item, error))
+                        self._reporter.warn(f"{item.path}: {error.what}")
+                    else:
+                        in_a_row = 0
+                        outcomes.append(outcome)
+                        if outcome.record:
+                            self._journal.add(outcome.record)
+                        task.describe(f"{len(outcomes)} of {len(items)} files")
+                        continue
+                    in_a_row += 1
+                    if in_a_row >= _GIVE_UP_AFTER:
+                        raise failed[-1][1]
+            except BaseException:
+                transfer.stop()
+                pool.shutdown(wait=True, cancel_futures=True)
+                with suppress(StorageError):  # the first error is the one to tell
+                    self._journal.close()
+                raise
+        self._journal.close()
+        if gone or failed:
+            raise _incomplete(self._destination, outcomes, gone, failed)
+        return outcomes
+
+    def _refuse_another_source(self, there: dict[str, ObjectInfo]) -> None:
+        if MANIFEST not in there:
+            return
+        earlier = Manifest.read(self._destination, MANIFEST).spec.get("from")
+        if earlier != self._spec["from"]:
+            raise InputError(
+                f"this folder already holds a copy of {earlier}",
+                where=self._destination.url,
+                hint="choose another folder, for example one below it",
+            )
+
+    def _unmark(self, there: dict[str, ObjectInfo]) -> None:
+        """From here on the tree is not complete, whatever an earlier run said."""
+        for path in {self._mark, MANIFEST}:
+            if there.pop(path, None) is not None:
+                self._destination.delete(path)
+
+    def _write_mark(self, manifest: Manifest, there: dict[str, ObjectInfo]) -> None:
+        if self._mark in there and self._destination.read(self._mark) == manifest.to_bytes():
+            return
+        manifest.write(self._destination, self._mark)
+
+    def _merge(self) -> bool:
+        """Write the manifest of the whole once every task has its marker; it does not matter who does it."""
+        assert self._task is not None
+        count = self._task[1]
+        marks = [f"{TASKS}/{number:05d}-of-{count:05d}.json" for number in range(count)]
+        present = {info.path for info in self._destination.list(TASKS)}
+        if not present.issuperset(marks):
+            return False
+        parts = [Manifest.read(self._destination, mark) for mark in marks]
+        for mark, part in zip(marks, parts, strict=True):
+            if part.spec != self._spec:
+                raise InputError(
+                    f"its tasks did not copy the same thing: {part.spec} and {self._spec}",
+                    where=join(self._destination.url, mark),
+                    hint="give every task the same arguments, and for the Hub a commit (@0123abc…), then run them again",
+                )
+        whole = Manifest.of(KIND, self._spec, [entry for part in parts for entry in part.files])
+        whole.write(self._destination, MANIFEST)
+        return True
+
+
+def _in_flight(
+    pool: ThreadPoolExecutor, transfer: Transfer, items: list[Item], task: Task, workers: int
+) -> Iterator[tuple[Item, Future[Outcome]]]:
+    """Hand out work a little ahead of the workers, so that a million files do not become a million futures."""
+    rest = iter(items)
+    running = {pool.submit(transfer.run, item, task): item for item in islice(rest, 2 * workers)}
+    while running:
+        done, _ = wait(running, return_when=FIRST_COMPLETED)
+        for future in done:
+            item = running.pop(future)
+            for following in islice(rest, 1):
+                running[pool.submit(transfer.run, following, task)] = following
+            yield item, future
+
+
+def _incomplete(
+    destination: Store, outcomes: list[Outcome], gone: list[Item], failed: list[tuple[Item, TrainshedError]]
+) -> StorageError:
+    lines = [f"{item.path}: the source does not have it" for item in gone]
+    lines += [f"{item.path}: {error.what}" for item, error in failed]
+    shown = "\n".join(f"  {line}" for line in lines[:_NAMED])
+    more = f"\n  and {len(lines) - _NAMED} more" if len(lines) > _NAMED else ""
+    kind = StorageError if failed else NotFound
+    return kind(
+        f"{len(lines)} of {len(lines) + len(outcomes)} files could not be copied:\n{shown}{more}",
+        where=destination.url,
+        hint="the others are there; run the same command again, or leave these out with --exclude",
+    )
+
+
+__all__ = ["KIND", "MANIFEST", "TASKS", "CopyResult", "Stopped", "copy_tree"]

@@ -1,0 +1,170 @@
+"""The manifest of an artefact: what it holds, with checksums, and the spec that made it.
+
+It is written last and in one step; an artefact without one does not exist. The same artefact gives the same bytes:
+keys are sorted and no clock, host or user is in it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import trainshed
+from trainshed.errors import CorruptData, NotFound
+from trainshed.reporting import SILENT, Reporter
+from trainshed.storage.address import join
+from trainshed.storage.hashing import Hasher, is_sha256, sha256_of
+from trainshed.storage.store import ObjectInfo, Store
+
+FORMAT = 1
+_NAMED = 5  # how many files an error names before it only counts
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """One file of an artefact; the path is relative to the artefact."""
+
+    path: str
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """`spec` is what was asked for, `facts` what was found out on the way (counts, versions of tools)."""
+
+    kind: str
+    spec: Mapping[str, Any]
+    files: tuple[FileEntry, ...]
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    made_by: str = f"trainshed {trainshed.__version__}"
+    format: int = FORMAT
+
+    @classmethod
+    def of(
+        cls, kind: str, spec: Mapping[str, Any], files: Iterable[FileEntry], facts: Mapping[str, Any] | None = None
+    ) -> Manifest:
+        """A manifest with its files in order."""
+        return cls(kind, dict(spec), tuple(sorted(files, key=lambda each: each.path)), dict(facts or {}))
+
+    @property
+    def total_bytes(self) -> int:
+        """The size of all files together."""
+        return sum(entry.size for entry in self.files)
+
+    @property
+    def sha256(self) -> str:
+        """The checksum of the manifest itself: one short name for everything in it."""
+        return sha256_of(self.to_bytes())
+
+    def to_bytes(self) -> bytes:
+        """The manifest as it is stored."""
+        document = {
+            "format": self.format,
+            "kind": self.kind,
+            "made_by": self.made_by,
+            "spec": self.spec,
+            "facts": self.facts,
+            "files": [{"path": f.path, "size": f.size, "sha256": f.sha256} for f in self.files],
+            "totals": {"files": len(self.files), "bytes": self.total_bytes},
+        }
+        text = json.dumps(document, sort_keys=True, indent=1, ensure_ascii=False, allow_nan=False)
+        return text.encode() + b"\n"
+
+    @classmethod
+    def from_bytes(cls, data: bytes, where: str | None = None) -> Manifest:
+        """Read a manifest, or say what is wrong with it."""
+        try:
+            document = json.loads(data)
+        except (UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise _broken(f"not JSON ({error})", where) from None
+        if not isinstance(document, dict) or not isinstance(document.get("format"), int):
+            raise _broken("it has no format number", where)
+        if document["format"] > FORMAT:
+            raise CorruptData(
+                f"the manifest has format {document['format']}, this Trainshed reads up to {FORMAT}",
+                where=where,
+                hint="upgrade Trainshed",
+            )
+        for key, kind in {"kind": str, "made_by": str, "spec": dict, "facts": dict, "files": list}.items():
+            if not isinstance(document.get(key), kind):
+                raise _broken(f"'{key}' is missing or of the wrong kind", where)
+        files = tuple(_entry(each, where) for each in document["files"])
+        if len({entry.path for entry in files}) != len(files):
+            raise _broken("a file stands in it twice", where)
+        manifest = cls(
+            document["kind"], document["spec"], files, document["facts"], document["made_by"], document["format"]
+        )
+        if document.get("totals") != {"files": len(files), "bytes": manifest.total_bytes}:
+            raise _broken("its totals do not fit its files", where)
+        return manifest
+
+    def write(self, store: Store, path: str, *, expect: str | None = None) -> ObjectInfo:
+        """Store the manifest in one step, last of all; `expect` as for `Store.put`."""
+        return store.put(path, self.to_bytes(), expect=expect)
+
+    @classmethod
+    def read(cls, store: Store, path: str) -> Manifest:
+        """Read a stored manifest; `NotFound` means that the artefact does not exist (yet)."""
+        where = join(store.url, path)
+        try:
+            data = store.read(path)
+        except NotFound:
+            raise NotFound(
+                "there is no manifest", where=where, hint="whatever should have written it has not finished"
+            ) from None
+        return cls.from_bytes(data, where)
+
+    def verify_files(
+        self, store: Store, folder: str = "", *, workers: int = 8, deep: bool = True, reporter: Reporter = SILENT
+    ) -> None:
+        """Compare every file below `folder` with this manifest; `deep` reads all bytes, else sizes alone."""
+        folder = folder.strip("/")
+        there = {info.path: info for info in store.list(folder)}
+        wanted = {f"{folder}/{entry.path}" if folder else entry.path: entry for entry in self.files}
+        missing = [entry.path for path, entry in wanted.items() if path not in there]
+        if missing:
+            raise _differs("missing", missing, join(store.url, folder))
+        resized = [e.path for path, e in wanted.items() if there[path].size != e.size]
+        if resized:
+            raise _differs("of another size than their manifest says", resized, join(store.url, folder))
+        if not deep:
+            return
+        with (
+            reporter.task("verifying", total=self.total_bytes, unit="B") as task,
+            ThreadPoolExecutor(workers) as pool,
+        ):
+
+            def check(path: str) -> bool:
+                hasher = Hasher()
+                for chunk in store.stream(path):
+                    hasher.update(chunk)
+                    task.advance(len(chunk))
+                return hasher.sha256 == wanted[path].sha256
+
+            good = list(pool.map(check, wanted))
+        changed = [wanted[path].path for path, same in zip(wanted, good, strict=True) if not same]
+        if changed:
+            raise _differs("not what their manifest says", changed, join(store.url, folder))
+
+
+def _entry(each: Any, where: str | None) -> FileEntry:
+    path, size, sha256 = (each.get(key) if isinstance(each, dict) else None for key in ("path", "size", "sha256"))
+    if not isinstance(path, str) or not path or any(part in ("", ".", "..") for part in path.split("/")):
+        raise _broken(f"a file with the path {path!r}", where)
+    if not isinstance(size, int) or isinstance(size, bool) or size < 0 or not is_sha256(sha256):
+        raise _broken(f"'{path}' has no size or no sha256", where)
+    return FileEntry(path, size, str(sha256))
+
+
+def _broken(why: str, where: str | None) -> CorruptData:
+    return CorruptData(f"a manifest that cannot be read: {why}", where=where, hint="make the artefact again")
+
+
+def _differs(how: str, paths: list[str], where: str) -> CorruptData:
+    named = ", ".join(paths[:_NAMED]) + (f" and {len(paths) - _NAMED} more" if len(paths) > _NAMED else "")
+    files = "1 file is" if len(paths) == 1 else f"{len(paths)} files are"
+    return CorruptData(f"{files} {how}: {named}", where=where, hint="copy or make the artefact again")
