@@ -242,7 +242,9 @@ def _sign(server: S3Server, method: str, path: str, query: str) -> dict[str, str
     now = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%SZ")
     host, empty = urllib.parse.urlsplit(server.endpoint).netloc, hashlib.sha256(b"").hexdigest()
     signed = "host;x-amz-content-sha256;x-amz-date"
-    canonical = f"{method}\n{path}\n{query}\nhost:{host}\nx-amz-content-sha256:{empty}\nx-amz-date:{now}\n\n{signed}\n{empty}"
+    canonical = (
+        f"{method}\n{path}\n{query}\nhost:{host}\nx-amz-content-sha256:{empty}\nx-amz-date:{now}\n\n{signed}\n{empty}"
+    )
     scope = f"{now[:8]}/us-east-1/s3/aws4_request"
     to_sign = f"AWS4-HMAC-SHA256\n{now}\n{scope}\n{hashlib.sha256(canonical.encode()).hexdigest()}"
     key = f"AWS4{server.secret_key}".encode()

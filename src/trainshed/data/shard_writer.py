@@ -25,6 +25,7 @@ import orjson
 
 from trainshed.data.documents import Tokens
 from trainshed.errors import Conflict, NoSpace
+from trainshed.storage.manifest import FileEntry
 
 if TYPE_CHECKING:
     import numpy as np
@@ -69,15 +70,6 @@ class Progress:
     counts: Counts = field(default_factory=Counts)
 
 
-@dataclass(frozen=True)
-class WrittenFile:
-    """A finished file, as its manifest lists it."""
-
-    path: str
-    size: int
-    sha256: str
-
-
 class ShardWriter(Protocol):
     """Takes the tokens of one shard, in order."""
 
@@ -92,7 +84,7 @@ class ShardWriter(Protocol):
         """Note that a piece was read to its end."""
         ...
 
-    def finish(self, dtype: np.dtype) -> list[WrittenFile]:
+    def finish(self, dtype: np.dtype) -> list[FileEntry]:
         """Make `.bin` and `.idx` complete and visible."""
         ...
 
@@ -217,7 +209,7 @@ class LocalShardWriter:
         _write_all(self._journal, orjson.dumps(mark) + b"\n")
         self._marked_pieces, self._marked_at = len(hashes), time.monotonic()
 
-    def finish(self, dtype: np.dtype) -> list[WrittenFile]:
+    def finish(self, dtype: np.dtype) -> list[FileEntry]:
         """Write the index, flush everything to disk, then give both files their names."""
         from trainshed.data.indexed import index_bytes, lengths_from_file
 
@@ -236,8 +228,8 @@ class LocalShardWriter:
         self._tokens_path.replace(self._bin)
         index_partial.replace(self._index)
         return [
-            WrittenFile(self._bin.name, size, f"sha256:{self._digest.hexdigest()}"),
-            WrittenFile(self._index.name, index_size, f"sha256:{index_digest.hexdigest()}"),
+            FileEntry(self._bin.name, size, f"sha256:{self._digest.hexdigest()}"),
+            FileEntry(self._index.name, index_size, f"sha256:{index_digest.hexdigest()}"),
         ]
 
     def clean_up(self) -> None:
@@ -273,7 +265,7 @@ class RemoteShardWriter:
         """Note that a piece was read to its end."""
         self.progress.piece_hashes.append(sha256)
 
-    def finish(self, dtype: np.dtype) -> list[WrittenFile]:
+    def finish(self, dtype: np.dtype) -> list[FileEntry]:
         """Complete the upload, then write the index."""
         from trainshed.data.indexed import index_bytes, lengths_from_file
 
@@ -287,8 +279,8 @@ class RemoteShardWriter:
                 size += len(data)
         name = self._path.rsplit("/", 1)[-1]
         return [
-            WrittenFile(f"{name}.bin", self._size, f"sha256:{self._digest.hexdigest()}"),
-            WrittenFile(f"{name}.idx", size, f"sha256:{digest.hexdigest()}"),
+            FileEntry(f"{name}.bin", self._size, f"sha256:{self._digest.hexdigest()}"),
+            FileEntry(f"{name}.idx", size, f"sha256:{digest.hexdigest()}"),
         ]
 
     def clean_up(self) -> None:

@@ -8,18 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from trainshed import __version__
 from trainshed.data.reading import Piece
-from trainshed.data.shard_writer import Counts, WrittenFile
+from trainshed.data.shard_writer import Counts
 from trainshed.data.shards import shard_name
-from trainshed.errors import CorruptData
+from trainshed.errors import CorruptData, NotFound
 from trainshed.storage import open_store
+from trainshed.storage.manifest import FileEntry, Manifest
 
 if TYPE_CHECKING:
     from trainshed.storage import StoreOptions
 
-FORMAT = 1
-"""Version of the manifest's layout; readers read all older ones."""
+KIND = "tokens"
 
 
 @dataclass(frozen=True)
@@ -57,64 +56,63 @@ class PieceRecord:
 
 @dataclass(frozen=True)
 class TokenManifest:
-    """The proof of one shard, or of a whole set of shards (then `shards` says how many)."""
+    """The proof of one shard, or of a whole set of shards (then `shards` says how many).
+
+    `spec` is all that decides the bytes besides the inputs; `tokenizer` is where the tokenizer was found.
+    """
 
     spec: dict[str, Any]
     tokenizer: str
     encoder: str
     inputs: list[PieceRecord]
     counts: Counts
-    files: list[WrittenFile]
+    files: list[FileEntry]
     shards: int = 1
-    made_by: str = __version__
 
-    def to_json(self) -> bytes:
-        """The file's bytes: a function of the content alone, with no clock in it."""
-        body = {"manifest": FORMAT, "kind": "tokens", **asdict(self)}
-        body["trainshed"] = body.pop("made_by")
-        return orjson.dumps(body, option=orjson.OPT_INDENT_2 | orjson.OPT_SORT_KEYS) + b"\n"
+    def manifest(self) -> Manifest:
+        """As every artefact's manifest is written."""
+        facts = {
+            "tokenizer": self.tokenizer,
+            "encoder": self.encoder,
+            "inputs": [asdict(record) for record in self.inputs],
+            "counts": asdict(self.counts),
+            "shards": self.shards,
+        }
+        return Manifest.of(KIND, self.spec, self.files, facts)
 
     @classmethod
-    def from_json(cls, data: bytes, where: str) -> TokenManifest:
-        """Read a manifest; `where` names it in errors."""
+    def of(cls, manifest: Manifest, where: str) -> TokenManifest:
+        """Read what is special about tokens; `where` names the file in errors."""
+        if manifest.kind != KIND:
+            raise CorruptData(f"this is the manifest of {manifest.kind}, not of tokens", where=where)
+        facts = manifest.facts
         try:
-            body = orjson.loads(data)
-            if body["kind"] != "tokens":
-                raise CorruptData(f"this is the manifest of {body['kind']}, not of tokens", where=where)
-            if body["manifest"] > FORMAT:
-                raise CorruptData(
-                    f"this manifest has format {body['manifest']}, newer than this version of Trainshed reads",
-                    where=where,
-                    hint="pip install --upgrade trainshed",
-                )
-            counts = body["counts"] | {"bad_line_examples": tuple(body["counts"]["bad_line_examples"])}
+            counts = facts["counts"] | {"bad_line_examples": tuple(facts["counts"]["bad_line_examples"])}
             return cls(
-                spec=body["spec"],
-                tokenizer=body["tokenizer"],
-                encoder=body["encoder"],
-                inputs=[PieceRecord(**record) for record in body["inputs"]],
+                spec=dict(manifest.spec),
+                tokenizer=facts["tokenizer"],
+                encoder=facts["encoder"],
+                inputs=[PieceRecord(**record) for record in facts["inputs"]],
                 counts=Counts(**counts),
-                files=[WrittenFile(**file) for file in body["files"]],
-                shards=body["shards"],
-                made_by=body["trainshed"],
+                files=list(manifest.files),
+                shards=facts["shards"],
             )
-        except (orjson.JSONDecodeError, KeyError, TypeError) as error:
+        except (KeyError, TypeError) as error:
             raise CorruptData(
                 f"this manifest is damaged ({type(error).__name__}: {error})",
                 where=where,
-                hint="prepare the data again: without its manifest an artefact does not exist",
+                hint="prepare the data again",
             ) from None
 
     def write(self, prefix: str, options: StoreOptions | None = None) -> None:
         """Write it beside the files it proves, in one step."""
-        store, path = open_store(f"{prefix}.manifest.json", options)
-        store.put(path, self.to_json())
+        self.manifest().write(*open_store(f"{prefix}.manifest.json", options))
 
     def files_are_there(self, prefix: str, options: StoreOptions | None = None) -> bool:
         """Whether the files it lists exist with the right sizes; `verify` looks inside them."""
         folder = prefix.rpartition("/")[0]
         for file in self.files:
-            store, path = open_store(f"{folder}/{file.path}" if folder else file.path, options)
+            store, path = open_store(f"{folder}/{file.path}" if "/" in prefix else file.path, options)
             found = store.head(path)
             if found is None or found.size != file.size:
                 return False
@@ -124,8 +122,11 @@ class TokenManifest:
 def read_token_manifest(prefix: str, options: StoreOptions | None = None) -> TokenManifest | None:
     """Read the manifest of a prefix, or None if there is none."""
     address = f"{prefix}.manifest.json"
-    store, path = open_store(address, options)
-    return TokenManifest.from_json(store.read(path), address) if store.head(path) else None
+    try:
+        manifest = Manifest.read(*open_store(address, options))
+    except NotFound:
+        return None
+    return TokenManifest.of(manifest, address)
 
 
 def combine(manifests: Sequence[TokenManifest]) -> TokenManifest:

@@ -119,31 +119,31 @@ def siblings(kind: type[BaseModel], parent: KeyPath) -> list[str]:
     return found
 
 
-def nearest_key(kind: type[BaseModel], path: KeyPath) -> str | None:
-    """Return the known key that was probably meant, as it would be written from the root."""
+def nearest_key(kind: type[BaseModel], path: KeyPath) -> KeyPath | None:
+    """Return the path of the known key that was probably meant."""
     name, parent = str(path[-1]), path[:-1]
     wanted = name.lower().replace("-", "_")
     here = siblings(kind, parent)
     everywhere = [known for known in known_keys(kind) if ELEMENT not in known or known[: len(parent)] == parent]
     close = difflib.get_close_matches(wanted, here, n=1, cutoff=0.8)
     if close:
-        return _written((*parent, close[0]))
+        return (*parent, close[0])
     foreign = FOREIGN_NAMES.get(wanted)
     if foreign and find_key(kind, _steps(foreign)):
-        return foreign
+        return _steps(foreign)
     same = [known for known in everywhere if known[-1] == wanted]
     if same:
-        return _written(same[0])
+        return _first(same[0])
     close = difflib.get_close_matches(wanted, here, n=1, cutoff=0.6)
     if close:
-        return _written((*parent, close[0]))
+        return (*parent, close[0])
     elsewhere = {str(known[-1]): known for known in reversed(everywhere)}
     far = difflib.get_close_matches(wanted, elsewhere, n=1, cutoff=0.8)
-    return _written(elsewhere[far[0]]) if far else None
+    return _first(elsewhere[far[0]]) if far else None
 
 
-def _written(path: KeyPath) -> str:
-    return ".".join("0" if step == ELEMENT else str(step) for step in path)
+def _first(path: KeyPath) -> KeyPath:
+    return tuple(0 if step == ELEMENT else step for step in path)
 
 
 def _steps(dotted: str) -> KeyPath:

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 from trainshed.errors import RecipeError
 from trainshed.recipe import scalars
 from trainshed.recipe.keys import find_key, nearest_key, siblings
-from trainshed.recipe.places import Document, KeyPath, Places
+from trainshed.recipe.places import Document, KeyPath, Places, dotted_key
 from trainshed.recipe.schema import LONGEST_NAME, RESERVED, Recipe
 from trainshed.recipe.section import PROBLEMS, Problem
 
@@ -44,7 +44,14 @@ def validate(kind: type[Kind], document: Document) -> Kind:
         return kind.model_validate(document.value)
     except ValidationError as error:
         problems = [problem for found in error.errors() for problem in _explain(kind, dict(found), document.value)]
-    raise as_recipe_error(problems, document.places)
+    # A misspelt key is also missing: say it once.
+    meant = {problem.hint for problem in problems}
+    said_once = [
+        problem
+        for problem in problems
+        if problem.what != "is missing" or _did_you_mean(problem.path) not in meant
+    ]
+    raise as_recipe_error(said_once, document.places)
 
 
 def as_recipe_error(problems: list[Problem], places: Places) -> RecipeError:
@@ -66,7 +73,7 @@ def _explain(kind: type[BaseModel], found: dict[str, Any], root: Any) -> Iterato
         for problem in found["ctx"]["problems"]:
             yield Problem(_written_path((*found["loc"], *problem.path), root), problem.what, problem.hint)
     elif found["type"] == "extra_forbidden":
-        yield _unknown_key(kind, path)
+        yield _unknown_key(kind, path, _schema_path(found["loc"]))
     elif found["type"] == "missing":
         yield _missing(kind, path)
     else:
@@ -93,14 +100,24 @@ def _written_path(loc: tuple[str | int, ...], root: Any) -> KeyPath:
     return tuple(path)
 
 
-def _unknown_key(kind: type[BaseModel], path: KeyPath) -> Problem:
+def _did_you_mean(path: KeyPath) -> str:
+    return f"did you mean {dotted_key(path)}?"
+
+
+def _schema_path(loc: tuple[str | int, ...]) -> KeyPath:
+    return tuple(step for step in loc if not (isinstance(step, str) and step.startswith("(")))
+
+
+def _unknown_key(kind: type[BaseModel], path: KeyPath, schema_path: KeyPath) -> Problem:
     name = path[-1]
     if kind is Recipe and len(path) == 1 and name in RESERVED:
         return Problem(path, f"`{name}` is reserved and not supported by this version of Trainshed", "delete it")
-    near = nearest_key(kind, path)
+    near = nearest_key(kind, schema_path)
     if near:
-        return Problem(path, f"unknown key `{name}`", f"did you mean {near}?")
-    here = siblings(kind, path[:-1])
+        beside = near[:-1] == schema_path[:-1]
+        meant = (*path[:-1], near[-1]) if beside else near
+        return Problem(path, f"unknown key `{name}`", _did_you_mean(meant))
+    here = siblings(kind, schema_path[:-1])
     return Problem(path, f"unknown key `{name}`", f"known here: {', '.join(here)}" if here else "delete it")
 
 

@@ -128,7 +128,7 @@ class _Reader:
     def _key(self, node: Any) -> str:
         if not isinstance(node, yaml.ScalarNode):
             raise self._error(node, "a key must be a word", "write `key: value`")
-        if node.value == "<<" and node.style is None:
+        if node.value == "<<" and not node.style:
             raise self._error(
                 node,
                 "merge keys (`<<`) are not supported: each key of a recipe stands where it is read",

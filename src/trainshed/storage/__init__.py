@@ -6,9 +6,11 @@ Importing this costs nothing: obstore, httpx2 and huggingface_hub are imported w
 from __future__ import annotations
 
 from trainshed.storage.address import Address, join, parse
+from trainshed.storage.copy import CopyResult, copy_tree
 from trainshed.storage.globs import Found, expand
 from trainshed.storage.hashing import Hasher, hashing, sha256_of
 from trainshed.storage.local import LocalStore
+from trainshed.storage.manifest import FileEntry, Manifest
 from trainshed.storage.opening import Folder, open_folder, open_store
 from trainshed.storage.options import Endpoint, StoreOptions
 from trainshed.storage.retry import Retry
@@ -18,16 +20,20 @@ __all__ = [
     "ABSENT",
     "CHUNK_BYTES",
     "Address",
+    "CopyResult",
     "Endpoint",
+    "FileEntry",
     "Folder",
     "Found",
     "Hasher",
     "LocalStore",
+    "Manifest",
     "ObjectInfo",
     "Retry",
     "Store",
     "StoreOptions",
     "Writer",
+    "copy_tree",
     "expand",
     "hashing",
     "join",

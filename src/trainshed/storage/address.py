@@ -63,6 +63,9 @@ def parse(text: str) -> Address:
         raise AddressError("an address with a control character", where=repr(text), hint="remove it")
     match = _SCHEME.match(text)
     if match is None:
+        scheme, colon, rest = text.partition(":")
+        if colon and scheme.lower() in SCHEMES:
+            raise AddressError(f"'{scheme}:' should be '{scheme}://'", where=text, hint=f"write {scheme}://{rest}")
         return _local(text)
     scheme = match[1].lower()
     if scheme not in SCHEMES:
@@ -77,9 +80,7 @@ def parse(text: str) -> Address:
     if scheme == "file":
         return _file_url(text, rest, slashes)
     if slashes != 2:
-        raise AddressError(
-            f"'{match[0]}' should be '{scheme}://'", where=text, hint=f"write {scheme}://{rest}"
-        )
+        raise AddressError(f"'{match[0]}' should be '{scheme}://'", where=text, hint=f"write {scheme}://{rest}")
     if scheme in ("http", "https"):
         return _web(text, scheme, rest)
     if scheme == "hf":

@@ -74,9 +74,7 @@ def _read(path: str | Path) -> configparser.ConfigParser:
     try:
         parser.read(path)
     except configparser.Error:
-        raise AccessDenied(
-            "not a readable AWS configuration", where=str(path), hint="run `aws configure`"
-        ) from None
+        raise AccessDenied("not a readable AWS configuration", where=str(path), hint="run `aws configure`") from None
     return parser
 
 

@@ -46,9 +46,7 @@ def connect(address: Address, options: Endpoint, retry: Retry) -> Any:
     if address.scheme == "gs":
         config = gs_config(options, os.environ)
         client = client_options(config.get("base_url"))
-        return store.GCSStore(
-            address.root, config=config, client_options=client, retry_config=retry_config(retry)
-        )
+        return store.GCSStore(address.root, config=config, client_options=client, retry_config=retry_config(retry))
     account, container = address.root.split("/")
     config = az_config(account, options)
     client = client_options(config.get("endpoint"))

@@ -6,23 +6,34 @@ only what is missing or differs, and a manifest at the very end says that the tr
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import islice
 
-from trainshed.errors import InputError, NotFound, StorageError, TrainshedError
+from trainshed.errors import (
+    AccessDenied,
+    Conflict,
+    CorruptData,
+    InputError,
+    NoSpace,
+    NotFound,
+    StorageError,
+    TrainshedError,
+)
 from trainshed.reporting import SILENT, Reporter, Task
+from trainshed.storage import address as addresses
 from trainshed.storage.address import join
-from trainshed.storage.globs import MARKS
-from trainshed.storage.journal import Journal, Record
+from trainshed.storage.globs import MARKS, has_pattern, literal_folder
+from trainshed.storage.journal import Journal
 from trainshed.storage.manifest import FileEntry, Manifest
 from trainshed.storage.opening import open_folder
 from trainshed.storage.options import StoreOptions
-from trainshed.storage.sources import Item, Source, choose, find_source, pinned_size
+from trainshed.storage.sources import Item, Source, choose, find_source, known_size
 from trainshed.storage.store import ObjectInfo, Store
-from trainshed.storage.transfer import Absent, Outcome, Refused, Stopped, Transfer
+from trainshed.storage.transfer import Absent, Outcome, Refused, Transfer
 
 MANIFEST = f"{MARKS}/manifest.json"
 TASKS = f"{MARKS}/tasks"
@@ -44,6 +55,10 @@ class CopyResult:
     copied_bytes: int
     manifest: str
     complete: bool
+
+    def as_dict(self) -> dict[str, object]:
+        """The result for a report."""
+        return asdict(self)
 
 
 def copy_tree(
@@ -71,7 +86,8 @@ def copy_tree(
         raise InputError(f"{workers} workers", hint="write at least 1")
     destination = open_folder(dst, options)
     source = find_source(src, options, reporter)
-    spec = {
+    _refuse_into_itself(src, dst)
+    spec: dict[str, object] = {
         "from": source.address,
         "source": source.pinned,
         "include": sorted(include),
@@ -139,11 +155,11 @@ class _Copy:
         gone: list[Item] = []
         in_a_row = 0
         with (
-            self._reporter.task("copying", total=pinned_size(items), unit="B") as task,
+            self._reporter.task("copying", total=known_size(items), unit="B") as task,
             ThreadPoolExecutor(workers, thread_name_prefix="trainshed-copy") as pool,
         ):
             try:
-                for item, future in _in_flight(pool, transfer, items, task, workers):
+                for item, future in _in_flight(pool, transfer, items, task, workers, self._journal.tick):
                     try:
                         outcome = future.result()
                     except Absent:
@@ -155,7 +171,9 @@ class _Copy:
                             raise refused.error from None
                         failed.append((item, refused.error))
                         self._reporter.warn(f"{item.path}: {refused.error.what}")
-                    except transfer.PASSING as error:
+                    except (NoSpace, AccessDenied, Conflict):
+                        raise  # the destination's: the next file would meet it too
+                    except (StorageError, CorruptData) as error:
                         failed.append((item, error))
                         self._reporter.warn(f"{item.path}: {error.what}")
                     else:
@@ -215,7 +233,7 @@ class _Copy:
                 raise InputError(
                     f"its tasks did not copy the same thing: {part.spec} and {self._spec}",
                     where=join(self._destination.url, mark),
-                    hint="give every task the same arguments, and for the Hub a commit (@0123abc…), then run them again",
+                    hint="give every task the same arguments, and the Hub a commit (@0123abc…), then run them again",
                 )
         whole = Manifest.of(KIND, self._spec, [entry for part in parts for entry in part.files])
         whole.write(self._destination, MANIFEST)
@@ -223,18 +241,38 @@ class _Copy:
 
 
 def _in_flight(
-    pool: ThreadPoolExecutor, transfer: Transfer, items: list[Item], task: Task, workers: int
+    pool: ThreadPoolExecutor,
+    transfer: Transfer,
+    items: list[Item],
+    task: Task,
+    workers: int,
+    idle: Callable[[], None],
 ) -> Iterator[tuple[Item, Future[Outcome]]]:
     """Hand out work a little ahead of the workers, so that a million files do not become a million futures."""
     rest = iter(items)
     running = {pool.submit(transfer.run, item, task): item for item in islice(rest, 2 * workers)}
     while running:
-        done, _ = wait(running, return_when=FIRST_COMPLETED)
+        done, _ = wait(running, timeout=1.0, return_when=FIRST_COMPLETED)
+        idle()  # a file that takes an hour must not keep the journal of the others waiting
         for future in done:
             item = running.pop(future)
             for following in islice(rest, 1):
                 running[pool.submit(transfer.run, following, task)] = following
             yield item, future
+
+
+def _refuse_into_itself(src: str, dst: str) -> None:
+    if src.startswith("@"):
+        return
+    inner, outer = addresses.parse(dst), addresses.parse(src)
+    folder = literal_folder(outer.path) if has_pattern(outer.path) else outer.path
+    inner_path, outer_path = (join(a.url, p) for a, p in ((inner, inner.path), (outer, folder)))
+    if inner.scheme == outer.scheme == "file":
+        inner_path, outer_path = os.path.abspath(inner_path), os.path.abspath(outer_path)
+    if f"{inner_path}/".startswith(outer_path.rstrip("/") + "/"):
+        raise InputError(
+            "the destination lies inside the source", where=dst, hint="choose a folder outside of " + outer_path
+        )
 
 
 def _incomplete(
@@ -252,4 +290,4 @@ def _incomplete(
     )
 
 
-__all__ = ["KIND", "MANIFEST", "TASKS", "CopyResult", "Stopped", "copy_tree"]
+__all__ = ["KIND", "MANIFEST", "TASKS", "CopyResult", "copy_tree"]

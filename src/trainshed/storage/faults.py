@@ -58,9 +58,7 @@ def translated(error: BaseException, where: str, scheme: str) -> TrainshedError:
         401,
         403,
     ):
-        return AccessDenied(
-            f"the store refused the credentials{reason}", where=where, hint=_refused(code, scheme)
-        )
+        return AccessDenied(f"the store refused the credentials{reason}", where=where, hint=_refused(code, scheme))
     if isinstance(error, FileNotFoundError) or status == 404:
         return NotFound("nothing at this address", where=where, hint="check the path")
     if isinstance(error, ValueError | exceptions.InvalidPathError):

@@ -29,7 +29,7 @@ class Found:
 def expand(address: str, options: StoreOptions | None = None) -> list[Found]:
     """All objects that an address means, sorted by path: a file, all files below a folder, or a pattern's matches."""
     parsed = addresses.parse(address)
-    store, path = open_store(parsed, options)
+    store, _ = open_store(parsed, options)
     infos = matches(store, parsed)
     if not infos:
         raise NotFound("nothing found", where=_shown(parsed), hint=_missing_hint(parsed))
@@ -115,9 +115,7 @@ def compiled(pattern: str) -> re.Pattern[str]:
     try:
         return re.compile("".join(out), re.DOTALL)
     except re.error:
-        raise AddressError(
-            "a pattern nobody can read", where=pattern, hint="check what is in its brackets"
-        ) from None
+        raise AddressError("a pattern nobody can read", where=pattern, hint="check what is in its brackets") from None
 
 
 def _is_mark(path: str, asked: str) -> bool:

@@ -149,18 +149,10 @@ class HubStore:
             headers = error.response.headers if error.response is not None else {}
             raise self._explain(status, headers, where) or _unexplained(status, where) from None
         except errors.HFValidationError:
-            raise NotFound(
-                "not a name the Hub can have", where=where, hint="check organisation and name"
-            ) from None
+            raise NotFound("not a name the Hub can have", where=where, hint="check organisation and name") from None
         except (httpx2.HTTPError, OSError) as error:
-            hint = (
-                "unset HF_HUB_OFFLINE"
-                if os.environ.get("HF_HUB_OFFLINE")
-                else "check the network and HF_ENDPOINT"
-            )
-            raise StorageError(
-                f"the Hub cannot be reached ({type(error).__name__})", where=where, hint=hint
-            ) from None
+            hint = "unset HF_HUB_OFFLINE" if os.environ.get("HF_HUB_OFFLINE") else "check the network and HF_ENDPOINT"
+            raise StorageError(f"the Hub cannot be reached ({type(error).__name__})", where=where, hint=hint) from None
 
     def _explain(self, status: int, headers: Mapping[str, str], where: str) -> TrainshedError | None:
         code, message = headers.get("x-error-code", ""), headers.get("x-error-message", "")
@@ -176,21 +168,15 @@ class HubStore:
         if code == "EntryNotFound":
             return _NoEntry("the repository has no such file", where=where, hint=f"look at {page}/tree/main")
         if status == 401 and signed_in and ("Invalid" in message or code not in ("RepoNotFound", "")):
-            return AccessDenied(
-                "the Hub does not accept the token", where=where, hint="set HF_TOKEN to a valid token"
-            )
+            return AccessDenied("the Hub does not accept the token", where=where, hint="set HF_TOKEN to a valid token")
         if code == "RepoNotFound" or status == 401:
             other = "hf://datasets/…" if self._type == "model" else "hf://org/name without datasets/"
             hint = f"check the name, or write {other}; a private one needs " + (
                 "a token with access" if signed_in else "HF_TOKEN"
             )
-            return NotFound(
-                "the Hub has no such repository, or does not show it to you", where=where, hint=hint
-            )
+            return NotFound("the Hub has no such repository, or does not show it to you", where=where, hint=hint)
         if status == 403:
-            return AccessDenied(
-                "the token may not read this", where=where, hint=f"check its permissions for {page}"
-            )
+            return AccessDenied("the token may not read this", where=where, hint=f"check its permissions for {page}")
         return None
 
     def _refuse(self, path: str) -> NoReturn:

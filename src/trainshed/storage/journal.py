@@ -73,8 +73,12 @@ class Journal:
         with self._lock:
             self._fresh.append(record)
             self._own[record.path] = record
-            if len(self._fresh) >= _MAX_RECORDS or time.monotonic() - self._written >= self._every:
-                self._flush()
+            self._flush_if_due()
+
+    def tick(self) -> None:
+        """Store what has waited long enough."""
+        with self._lock:
+            self._flush_if_due()
 
     def close(self) -> None:
         """Store what is left, as one segment in place of many."""
@@ -83,6 +87,10 @@ class Journal:
                 self._compact()
             else:
                 self._flush()
+
+    def _flush_if_due(self) -> None:
+        if len(self._fresh) >= _MAX_RECORDS or time.monotonic() - self._written >= self._every:
+            self._flush()
 
     def _flush(self) -> None:
         if not self._fresh:

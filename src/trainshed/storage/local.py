@@ -267,10 +267,8 @@ def _translated(error: OSError, where: str) -> StorageError | AddressError:
             errno.EDQUOT: "the disk quota is used up",
             errno.EFBIG: "the file is larger than is allowed here",
         }
-        what = reason.get(error.errno, "the disk is full")
-        return NoSpace(
-            what, where=where, hint="free some space or write elsewhere, then run the same command again"
-        )
+        what = reason.get(error.errno or 0, "the disk is full")
+        return NoSpace(what, where=where, hint="free some space or write elsewhere, then run the same command again")
     if isinstance(error, FileNotFoundError):
         return NotFound("no such file", where=where, hint="check the path")
     if isinstance(error, IsADirectoryError | NotADirectoryError | FileExistsError):
@@ -278,11 +276,7 @@ def _translated(error: OSError, where: str) -> StorageError | AddressError:
             f"{(error.strerror or 'not a file').lower()}", where=where, hint="name a file here, not a folder"
         )
     if isinstance(error, PermissionError) or error.errno == errno.EROFS:
-        return AccessDenied(
-            (error.strerror or "permission denied").lower(), where=where, hint="check who owns it"
-        )
+        return AccessDenied((error.strerror or "permission denied").lower(), where=where, hint="check who owns it")
     if error.errno == errno.ENAMETOOLONG:
-        return AddressError(
-            "the name is too long for this filesystem", where=where, hint="write a shorter path"
-        )
+        return AddressError("the name is too long for this filesystem", where=where, hint="write a shorter path")
     return StorageError((error.strerror or str(error)).lower(), where=where)

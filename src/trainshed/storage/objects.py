@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import obstore
@@ -146,9 +146,7 @@ class ObjectStore:
         try:
             ahead: deque[Future[tuple[ObjectInfo, bytes]]] = deque()
             for offset in offsets:
-                ahead.append(
-                    pool.submit(self._fetch, path, offset, min(end, offset + part_bytes), info.version)
-                )
+                ahead.append(pool.submit(self._fetch, path, offset, min(end, offset + part_bytes), info.version))
                 if len(ahead) >= PARALLEL_PARTS:
                     yield ahead.popleft().result()[1]
             while ahead:
@@ -241,11 +239,9 @@ class _PartWriter:
     def abort(self) -> None:
         if self._upload is not None:
             upload, self._upload = self._upload, None
-            try:
+            with suppress(Exception):  # the error that led here is the one to tell
                 # Leaving with an error makes obstore abort the upload, so that no parts stay behind to be paid for.
                 upload.__exit__(RuntimeError, RuntimeError("aborted"), None)
-            except Exception:
-                pass
 
 
 def _info(meta: Any) -> ObjectInfo:

@@ -6,7 +6,7 @@ import hashlib
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 
 from trainshed.storage import address as addresses
 from trainshed.storage.address import Address, join
@@ -77,9 +77,12 @@ class Folder:
         """As the store's."""
         return self._outside(self._store.put(self._inside(path), data, expect=expect))
 
-    def writer(self, path: str, *, size: int | None = None) -> AbstractContextManager[Writer]:
-        """As the store's; the writer's info names the path in the store below."""
-        return self._store.writer(self._inside(path), size=size)
+    @contextmanager
+    def writer(self, path: str, *, size: int | None = None) -> Iterator[Writer]:
+        """As the store's."""
+        with self._store.writer(self._inside(path), size=size) as writer:
+            yield writer
+        writer.info = None if writer.info is None else self._outside(writer.info)
 
     def delete(self, path: str) -> None:
         """As the store's."""

@@ -17,15 +17,11 @@ class Endpoint:
     endpoint: str | None = None
     region: str | None = None
     anonymous: bool = False
-    addressing: str | None = (
-        None  # path | virtual; path where an endpoint is named, else the store's own habit
-    )
+    addressing: str | None = None  # path | virtual; path where an endpoint is named, else the store's own habit
 
     def __post_init__(self) -> None:
         if self.addressing not in (None, "path", "virtual"):
-            raise InputError(
-                f"addressing '{self.addressing}'", hint="write addressing: path or addressing: virtual"
-            )
+            raise InputError(f"addressing '{self.addressing}'", hint="write addressing: path or addressing: virtual")
         if self.endpoint is not None and not self.endpoint.startswith(("http://", "https://")):
             raise InputError(
                 f"endpoint '{self.endpoint}' has no scheme",
@@ -41,9 +37,7 @@ class StoreOptions:
     retry: Retry = field(default_factory=Retry)
 
     @classmethod
-    def from_mapping(
-        cls, stores: Mapping[str, Mapping[str, object]], *, where: str | None = None
-    ) -> StoreOptions:
+    def from_mapping(cls, stores: Mapping[str, Mapping[str, object]], *, where: str | None = None) -> StoreOptions:
         """Read `{s3: {endpoint: …}, "s3://bucket": {anonymous: true}}`."""
         known = {each.name for each in fields(Endpoint)}
         endpoints = {}

@@ -157,10 +157,7 @@ def _lines(data: bytes) -> list[str]:
     return [line.strip() for line in data.decode("utf-8", "replace").splitlines()]
 
 
-def pinned_size(items: Sequence[Item]) -> int | None:
+def known_size(items: Sequence[Item]) -> int | None:
     """The bytes of all items, or None if a size is not known."""
     sizes = [item.size for item in items]
     return None if None in sizes else sum(size for size in sizes if size is not None)
-
-
-__all__ = ["Address", "Item", "Source", "choose", "find_source", "pinned_size"]

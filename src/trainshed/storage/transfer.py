@@ -13,7 +13,6 @@ from trainshed.errors import (
     NoSpace,
     NotFound,
     StorageError,
-    TrainshedError,
 )
 from trainshed.reporting import Reporter, Task
 from trainshed.storage.address import join
@@ -53,8 +52,6 @@ class Outcome:
 
 class Transfer:
     """All that the workers of one copy share."""
-
-    PASSING = (StorageError, CorruptData)
 
     def __init__(
         self,
@@ -102,21 +99,94 @@ class Transfer:
             self._advance(task, found.size)
             return Outcome(found, moved=False)
         for attempt in range(_ATTEMPTS):
-            moved = 0
+            hasher = Hasher()
             try:
-                for moved, record in self._transfer(item, task):
-                    if record is not None:
-                        return Outcome(record, moved=True)
+                return Outcome(self._move(item, hasher, task), moved=True)
             except Absent:
                 if item.size == 0:  # how some stores show the marker of an empty folder
                     return Outcome(None, moved=False)
                 raise
             except (NoSpace, AccessDenied, Conflict):
-                raise _Fatal.of_destination()
-            except self.PASSING as error:
+                raise
+            except (StorageError, CorruptData) as error:
                 if attempt + 1 == _ATTEMPTS:
                     raise
-                self._advance(task, -moved)
-                self._warn(f"{item.path}: {error.what}; trying again")
+                self._advance(task, -hasher.size)
+                with self._telling:
+                    self._reporter.warn(f"{item.path}: {error.what}; trying again")
                 self._retry.pause(attempt)
         raise AssertionError("unreachable: the last attempt returns or raises")
+
+    def _move(self, item: Item, hasher: Hasher, task: Task) -> Record:
+        with self._destination.writer(item.path, size=item.size) as writer:
+            for chunk in self._chunks(item):
+                hasher.update(chunk)
+                writer.write(chunk)
+                self._advance(task, len(chunk))
+            # Inside the block: what is wrong never becomes visible.
+            self._check(item, hasher)
+        assert writer.info is not None
+        return self._record(item, hasher.size, hasher.sha256, writer.info)
+
+    def _chunks(self, item: Item) -> Iterator[bytes]:
+        try:
+            for chunk in item.store.stream(item.source_path):
+                if self._stop.is_set():
+                    raise Stopped
+                yield chunk
+        except NotFound as error:
+            raise Absent from error
+        except AccessDenied as error:
+            raise Refused(error) from None
+
+    def _check(self, item: Item, hasher: Hasher) -> None:
+        where = join(item.store.url, item.source_path)
+        if item.size is not None and hasher.size != item.size:
+            raise CorruptData(
+                f"{hasher.size} bytes arrived, {item.size} were listed", where=where, hint="run the copy again"
+            )
+        if item.sha256 is not None and hasher.sha256 != item.sha256:
+            raise CorruptData(
+                f"what arrived has {hasher.sha256}, the source states {item.sha256}",
+                where=where,
+                hint="run the copy again; if it stays so, the source is broken",
+            )
+
+    def _asked_about(self, item: Item) -> Item:
+        """Ask what is at a URL: no listing told, and its version is what a rerun compares."""
+        if item.info is not None:
+            return item
+        try:
+            info = item.store.head(item.source_path)
+        except AccessDenied as error:
+            raise Refused(error) from None
+        if info is None:
+            raise Absent
+        return replace(item, info=info)
+
+    def _found_in_place(self, item: Item) -> Record | None:
+        """Hash what is at the destination where that can show that it need not be fetched again.
+
+        This is how files count that arrived just before a kill, or whose folder was moved by hand.
+        """
+        record, there = self._records.get(item.path), self._there.get(item.path)
+        expected = record.sha256 if record and _same_source(item, record) else item.sha256
+        if there is None or expected is None or item.size not in (None, there.size):
+            return None
+        if sha256_of(self._destination.stream(item.path)) != expected:
+            return None
+        return self._record(item, there.size, expected, there)
+
+    def _record(self, item: Item, size: int, sha256: str, written: ObjectInfo) -> Record:
+        source = item.info.version if item.info is not None else ""
+        return Record(item.path, size, sha256, source, written.version)
+
+    def _advance(self, task: Task, amount: int) -> None:
+        with self._telling:
+            task.advance(amount)
+
+
+def _same_source(item: Item, record: Record) -> bool:
+    if item.sha256 is not None:
+        return item.sha256 == record.sha256
+    return bool(item.info and item.info.version and item.info.version == record.source)

@@ -78,11 +78,7 @@ class Web:
                 first = first or remote
                 _same_version(first, remote, where)
                 skip = done if answer.status_code == 200 else done - _range_start(answer, done)
-                stop = (
-                    min(end, remote.size)
-                    if end is not None and remote.size is not None
-                    else end or remote.size
-                )
+                stop = min(end, remote.size) if end is not None and remote.size is not None else end or remote.size
                 for chunk, whole in _chunks(answer, skip, chunk_bytes):
                     if stop is not None:
                         chunk = chunk[: stop - done]
@@ -227,9 +223,7 @@ def _plain(status: int, where: str) -> TrainshedError:
     if status in (404, 410):
         return NotFound("nothing at this address", where=where, hint="check the address")
     if status in (401, 403, 407):
-        return AccessDenied(
-            f"the server refused ({status})", where=where, hint="check the address and who may read it"
-        )
+        return AccessDenied(f"the server refused ({status})", where=where, hint="check the address and who may read it")
     if status == 429:
         return StorageError(
             "the server keeps limiting us (429)", where=where, hint="use fewer --workers or wait a while"

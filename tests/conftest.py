@@ -1,0 +1,50 @@
+"""Real parts that several rooms' tests need: an S3 server, started once for the whole session."""
+
+from __future__ import annotations
+
+import os
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from s3_server import S3Server, missing_binaries, shared_server
+
+_STORE_VARIABLES = ("AWS_", "BUCKET_STORAGE_", "GOOGLE_", "STORAGE_EMULATOR", "AZURE_", "HF_", "HUGGING_FACE")
+
+
+@pytest.fixture(scope="session")
+def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    """A Ceph RADOS gateway; `radosgw ceph-mon ceph-osd ceph-mgr` from apt."""
+    missing = missing_binaries()
+    if missing:
+        message = f"no S3 server: {', '.join(missing)} not installed (apt-get install radosgw ceph-mon ceph-osd ceph-mgr)"
+        if os.environ.get("TRAINSHED_REQUIRE_ALL") == "1":
+            pytest.fail(message)
+        pytest.skip(message)
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    with shared_server(shared / "s3") as server:
+        yield server
+
+
+@pytest.fixture
+def no_cloud(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """None of the credentials or endpoints of whoever runs the tests."""
+    for name in list(os.environ):
+        if name.startswith(_STORE_VARIABLES):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+
+
+@pytest.fixture
+def s3_bucket(s3_server: S3Server, no_cloud: None, monkeypatch: pytest.MonkeyPatch) -> str:
+    """An empty bucket, with the variables set that let our store reach it."""
+    for name, value in s3_server.environment().items():
+        monkeypatch.setenv(name, value)
+    return s3_server.make_bucket(f"bucket-{uuid.uuid4().hex[:12]}")
