@@ -58,8 +58,8 @@ CASES: dict[str, tuple[tuple[str, ...], str, str, str | None]] = {
     "heads do not divide": (
         (NO_PRESET, CONFIG, "model.config.heads=3"),
         "model.config.head_dim",
-        "is missing: 64 is not a multiple of the 3 heads",
-        "write `head_dim`",
+        "is missing",
+        "write for example `head_dim: 128`",
     ),
     "rope missing": (
         (NO_PRESET, CONFIG, "model.config.rope=null"),
@@ -439,7 +439,16 @@ def test_credentials_in_an_address_are_refused_and_not_repeated(error: Callable[
 
 @pytest.mark.parametrize(
     "address",
-    ["corpus/*.jsonl", "/data/x", "./C:odd", "a:b", "s3://b/x", "gs://b", "az://account/container", "hf://datasets/a/b@c/d"],
+    [
+        "corpus/*.jsonl",
+        "/data/x",
+        "./C:odd",
+        "a:b",
+        "s3://b/x",
+        "gs://b",
+        "az://account/container",
+        "hf://datasets/a/b@c/d",
+    ],
 )
 def test_addresses_that_a_store_can_read_pass(recipe: Callable[..., Recipe], address: str) -> None:
     assert recipe(f"data.train.0.path={address}").data.train[0].path == (address,)

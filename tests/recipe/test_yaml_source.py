@@ -130,7 +130,11 @@ def test_an_empty_file_is_said_to_be_empty(load: Any, text: str) -> None:
 
 @pytest.mark.parametrize(("text", "kind"), [("- a\n- b\n", "a list"), ("word\n", "a single value"), ("~\n", "nothing")])
 def test_a_file_that_is_no_mapping_is_refused(load: Any, text: str, kind: str) -> None:
-    assert refusal(load, text) == ("r.yaml:1", f"the file holds {kind}, not keys and values", "write lines like `name: my-run`")
+    assert refusal(load, text) == (
+        "r.yaml:1",
+        f"the file holds {kind}, not keys and values",
+        "write lines like `name: my-run`",
+    )
 
 
 def test_a_second_document_is_refused(load: Any) -> None:
@@ -141,7 +145,9 @@ def test_a_second_document_is_refused(load: Any) -> None:
     )
 
 
-@pytest.mark.parametrize("text", ["a: !!python/object:os.system x\n", "a: !thing x\n", "a: !!set {x}\n", "a: !!int x\n"])
+@pytest.mark.parametrize(
+    "text", ["a: !!python/object:os.system x\n", "a: !thing x\n", "a: !!set {x}\n", "a: !!int x\n"]
+)
 def test_tags_are_refused(load: Any, text: str) -> None:
     where, what, hint = refusal(load, text)
     assert where == "r.yaml:1"

@@ -143,7 +143,7 @@ class ModelConfig(Section):
         heads, hidden = filled.get("heads"), filled.get("hidden")
         if isinstance(heads, int) and heads > 0:
             filled.setdefault("kv_heads", heads)
-            if isinstance(hidden, int) and hidden >= heads:
+            if isinstance(hidden, int) and hidden % heads == 0:
                 filled.setdefault("head_dim", hidden // heads)
         return filled
 
@@ -154,7 +154,11 @@ class ModelConfig(Section):
                 shown = str(fixed).lower()
                 yield Problem((key,), f"the family {self.family} has `{key}: {shown}`", "delete the line")
         if self.heads % self.kv_heads:
-            yield Problem(("kv_heads",), f"{self.kv_heads} does not divide the {self.heads} heads", None)
+            yield Problem(
+                ("kv_heads",),
+                f"{self.kv_heads} does not divide the {self.heads} heads",
+                f"write a divisor of {self.heads}",
+            )
         if self.positions == "rope" and self.rope is None:
             yield Problem(
                 ("rope",),

@@ -65,7 +65,9 @@ class Layout(Section):
                 "write the layers of every chunk",
             )
         if self.dp is not None and self.dp % self.replicate:
-            yield Problem(("replicate",), f"{self.replicate} does not divide dp: {self.dp}", None)
+            yield Problem(
+                ("replicate",), f"{self.replicate} does not divide dp: {self.dp}", f"write a divisor of {self.dp}"
+            )
 
 
 LayoutSection = Annotated[

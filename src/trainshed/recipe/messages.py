@@ -47,9 +47,7 @@ def validate(kind: type[Kind], document: Document) -> Kind:
     # A misspelt key is also missing: say it once.
     meant = {problem.hint for problem in problems}
     said_once = [
-        problem
-        for problem in problems
-        if problem.what != "is missing" or _did_you_mean(problem.path) not in meant
+        problem for problem in problems if problem.what != "is missing" or _did_you_mean(problem.path) not in meant
     ]
     raise as_recipe_error(said_once, document.places)
 

@@ -35,7 +35,8 @@ def apply_overrides(document: Document, overrides: Iterable[str], *, prefix: str
     """Write each override into the document; `prefix` is what errors show before the key (`cluster.`)."""
     for text in overrides:
         path, value_text = _split(text, prefix)
-        origin = f"command line: {prefix}{text}"
+        # The value stays out of it: it may be long, or a secret in the wrong place.
+        origin = f"command line: {prefix}{dotted_key(path)}=…"
         _set(document, path, _read_value(value_text, origin), origin)
 
 
@@ -65,7 +66,7 @@ def _read_value(text: str, origin: str) -> Any:
     """Read `[…]`, `{…}` and quotes as YAML, all else as one word (so `*` and `#` mean themselves)."""
     if text[:1] not in ("[", "{", '"', "'"):
         if any("\ud800" <= letter <= "\udfff" for letter in text):
-            raise RecipeError("the value is not UTF-8 text", where=origin.encode("utf-8", "replace").decode())
+            raise RecipeError("the value is not UTF-8 text", where=origin)
         return scalars.read_plain(text)
     try:
         return parse(f"value: {text}\n", origin).value["value"]

@@ -1,0 +1,146 @@
+"""The cluster file: found in order, strict, and never the home of a secret."""
+
+from pathlib import Path
+
+import pytest
+
+from trainshed.errors import RecipeError
+from trainshed.recipe import StoreEndpoint, known_clusters, load_cluster, to_yaml
+
+MINIO = """\
+trainshed: 1
+name: minio
+target: local
+store: s3://bucket/trainshed
+stores:
+  s3: {endpoint: "http://minio:9000", region: us-east-1, addressing: path}
+  s3://public.data: {anonymous: true}
+secrets:
+  HF_TOKEN: {env: HF_TOKEN}
+  KEY: {file: /run/secrets/key}
+  OTHER: {k8s: hf-token/hf-token}
+nodes: {default: 2, max: 4}
+machine: laptop
+"""
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    (tmp_path / "clusters").mkdir()
+    (tmp_path / "config" / "trainshed" / "clusters").mkdir(parents=True)
+    return tmp_path
+
+
+def failure(project: Path, text: str) -> RecipeError:
+    (project / "clusters" / "bad.yaml").write_text(text)
+    with pytest.raises(RecipeError) as caught:
+        load_cluster("bad")
+    return caught.value
+
+
+@pytest.mark.parametrize("name", known_clusters())
+def test_every_shipped_cluster_loads(name: str) -> None:
+    assert load_cluster(name).name == name
+
+
+def test_local_is_the_default_and_keeps_its_store_here() -> None:
+    cluster = load_cluster()
+    assert (cluster.name, cluster.target, cluster.store_root) == ("local", "local", "./store")
+
+
+def test_a_full_cluster_file_loads_and_loads_back_equal(project: Path) -> None:
+    (project / "clusters" / "minio.yaml").write_text(MINIO)
+    cluster = load_cluster("minio")
+    assert cluster.stores["s3://public.data"] == StoreEndpoint(anonymous=True)
+    assert cluster.secrets["OTHER"].k8s == "hf-token/hf-token"
+    (project / "clusters" / "again.yaml").write_text(to_yaml(cluster))
+    assert load_cluster("again") == cluster
+
+
+def test_the_project_wins_over_the_user_and_the_user_over_the_shipped(project: Path) -> None:
+    assert load_cluster("local").machine is None
+    user = project / "config" / "trainshed" / "clusters" / "local.yaml"
+    user.write_text("name: local\ntarget: local\nmachine: users\n")
+    assert load_cluster("local").machine == "users"
+    (project / "clusters" / "local.yaml").write_text("name: local\ntarget: local\nmachine: projects\n")
+    assert load_cluster("local").machine == "projects"
+    assert load_cluster(user).machine == "users"
+
+
+def test_overrides_are_written_over_the_file(project: Path) -> None:
+    (project / "clusters" / "minio.yaml").write_text(MINIO)
+    cluster = load_cluster("minio", ['stores."s3://public.data".region=eu', "nodes.max=null"])
+    assert cluster.stores["s3://public.data"].region == "eu"
+    assert cluster.nodes.max is None
+
+
+def test_a_misspelt_cluster_gets_the_nearest(project: Path) -> None:
+    with pytest.raises(RecipeError) as caught:
+        load_cluster("locl")
+    assert (caught.value.what, caught.value.hint) == ("there is no such cluster file", "did you mean local?")
+    with pytest.raises(RecipeError) as caught:
+        load_cluster("nowhere/else.yaml")
+    assert caught.value.hint is not None
+    assert caught.value.hint.startswith("known clusters: ")
+
+
+@pytest.mark.parametrize(
+    ("line", "where", "what", "hint"),
+    [
+        ("target: slurm", "(target)", "`slurm` is not known", "this version knows local"),
+        ("target: local\nqueue: x", "(queue)", "unknown key `queue`", None),
+        (
+            "target: local\nstores: {ftp: {}}",
+            "(stores.ftp)",
+            "`ftp` is neither a scheme nor a bucket",
+            "write s3, or s3://bucket",
+        ),
+        (
+            "target: local\nstores: {s3: {endpoint: minio}}",
+            "(stores.s3.endpoint)",
+            "`minio` has no scheme",
+            "write https://minio",
+        ),
+        (
+            "target: local\nstores: {s3: {endpont: x}}",
+            "(stores.s3.endpont)",
+            "unknown key `endpont`",
+            "did you mean stores.s3.endpoint?",
+        ),
+        (
+            "target: local\nsecrets: {A: {env: x, file: y}}",
+            "(secrets.A)",
+            "needs exactly one of env, file and k8s",
+            "write for example {env: HF_TOKEN}",
+        ),
+        ("target: local\nsecrets: {A: {k8s: name}}", "(secrets.A.k8s)", "names no key of a secret", "write name/key"),
+        (
+            "target: local\nnodes: {default: 3, max: 2}",
+            "(nodes.default)",
+            "3 is more than max: 2",
+            "write a smaller one",
+        ),
+    ],
+)
+def test_each_message(project: Path, line: str, where: str, what: str, hint: str | None) -> None:
+    found = failure(project, f"name: bad\n{line}\n")
+    assert found.where is not None
+    assert found.where.startswith("clusters/bad.yaml:")
+    assert found.where.endswith(where)
+    assert found.what == what
+    if hint:
+        assert found.hint == hint
+
+
+def test_a_secret_written_out_is_refused_and_not_repeated(project: Path) -> None:
+    found = failure(project, "name: bad\ntarget: local\nsecrets:\n  HF_TOKEN: hf_hunter2\n")
+    assert found.where == "clusters/bad.yaml:4 (secrets.HF_TOKEN)"
+    assert found.what == "a secret is never written into a file: cluster files are shared and kept with every run"
+    assert found.hint == "write where to find it: {env: NAME}, {file: PATH} or {k8s: name/key}"
+    assert "hunter2" not in str(found)
+
+
+def test_a_newer_format_is_refused(project: Path) -> None:
+    assert failure(project, "trainshed: 9\nnew: 1\n").what == "the file has format 9, and this Trainshed reads up to 1"
