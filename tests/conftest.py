@@ -22,7 +22,9 @@ def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     """A Ceph RADOS gateway; `radosgw ceph-mon ceph-osd ceph-mgr` from apt."""
     missing = missing_binaries()
     if missing:
-        message = f"no S3 server: {', '.join(missing)} not installed (apt-get install radosgw ceph-mon ceph-osd ceph-mgr)"
+        message = (
+            f"no S3 server: {', '.join(missing)} not installed (apt-get install radosgw ceph-mon ceph-osd ceph-mgr)"
+        )
         if os.environ.get("TRAINSHED_REQUIRE_ALL") == "1":
             pytest.fail(message)
         pytest.skip(message)

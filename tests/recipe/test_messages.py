@@ -152,6 +152,10 @@ def test_a_misspelt_key_is_not_also_called_missing(base: str) -> None:
     assert str(caught.value) == ("r.yaml:13 (train.optimiser): unknown key `optimiser`\ndid you mean train.optimizer?")
 
 
+def test_a_list_of_wrong_elements_is_not_also_called_too_short(error: Callable[..., RecipeError]) -> None:
+    assert error("train.lora={rank: 1, alpha: 2, targets: [q]}").what.startswith("`q` is not one of q_proj")
+
+
 def test_a_long_value_is_shortened(error: Callable[..., RecipeError]) -> None:
     assert error(f"train.steps={'x' * 100}").what == f"expected a whole number, got `{'x' * 59}…`"
 

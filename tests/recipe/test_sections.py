@@ -7,7 +7,10 @@ import pytest
 from trainshed.errors import RecipeError
 from trainshed.recipe import Recipe, parse_recipe
 
-CONFIG = "model.config={family: llama, layers: 2, hidden: 64, heads: 4, ffn: 128, vocab_size: 1000, max_positions: 128, rope: {base: 1e4}}"
+CONFIG = (
+    "model.config={family: llama, layers: 2, hidden: 64, heads: 4, ffn: 128, vocab_size: 1000, max_positions: 128, "
+    "rope: {base: 1e4}}"
+)
 GPT2 = "model.config={family: gpt2, layers: 2, hidden: 64, heads: 4, ffn: 128, vocab_size: 1000, max_positions: 128}"
 MIXTRAL = (
     "model.config={family: mixtral, layers: 2, hidden: 64, heads: 4, vocab_size: 1000, max_positions: 128, "
@@ -132,6 +135,18 @@ CASES: dict[str, tuple[tuple[str, ...], str, str, str | None]] = {
         "data.train.0",
         "a source without `path`, `tokens` or `script`",
         "write for example `path: corpus/*.jsonl`",
+    ),
+    "a source that is a word": (
+        ("data.train=corpus.jsonl",),
+        "data.train",
+        "`corpus.jsonl` is not a source",
+        "write {path: corpus.jsonl}",
+    ),
+    "a source among sources that is a word": (
+        ("data.train=[{path: a}, b]",),
+        "data.train.1",
+        "`b` is not a source",
+        "write {path: b}",
     ),
     "args without script": (
         ("data.train.0.args=[x]",),

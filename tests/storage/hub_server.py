@@ -186,6 +186,7 @@ def _handler(hub: HubServer, *, cdn: bool) -> type[BaseHTTPRequestHandler]:
             self.send_response(status)
             if status == 206:
                 self.send_header("Content-Range", f"bytes {start}-{end - 1}/{len(data)}")
+            self.send_header("Last-Modified", "Sun, 01 Nov 2026 00:00:00 GMT")
             if hub.etags:
                 self.send_header("ETag", f'"{hashlib.md5(data).hexdigest()}"')
             self.send_header("Content-Length", str(end - start))

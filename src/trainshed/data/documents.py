@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import orjson
 
-from trainshed.data.encoders import Encoder, EncoderName, choose_encoder, require_equal
+from trainshed.data.encoders import Encoded, Encoder, EncoderName, choose_encoder, require_equal
 from trainshed.data.tokenizer import Tokenizer
 from trainshed.errors import BadDocument
 
@@ -63,16 +63,15 @@ class BlockTokenizer:
         documents, bad_lines = extract(block, key, where, self._options.on_bad_line)
         if compare and self._options.encoder != "tokenizers":
             require_equal(self._options.tokenizer, self.encoder, _sample(documents), where)
-        data, lengths = self._lay_out(documents)
+        data, lengths = self.lay_out(self.encoder.encode(documents))
         # Asking whether a string is ASCII costs nothing, and most are: then characters are bytes.
         text_bytes = sum(len(text) if text.isascii() else len(text.encode()) for text in documents)
         return Tokens(data, lengths, len(documents), text_bytes, bad_lines)
 
-    def _lay_out(self, documents: list[str]) -> tuple[bytes, bytes]:
-        """Encode documents and put BOS before and EOD behind each that is not empty."""
+    def lay_out(self, encoded: Encoded) -> tuple[bytes, bytes]:
+        """Put BOS before and EOD behind each document that is not empty, in the file's dtype."""
         import numpy as np
 
-        encoded = self.encoder.encode(documents)
         dtype = np.dtype(self._options.dtype)
         extra = (self._options.bos is not None) + (self._options.eod is not None)
         if not extra:

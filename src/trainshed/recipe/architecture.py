@@ -139,13 +139,11 @@ class ModelConfig(Section):
     def _fill_from_family(cls, given: Any) -> Any:
         if not isinstance(given, dict) or given.get("family") not in get_args(Family):
             return given
-        filled = FIXED_BY_FAMILY[given["family"]] | DEFAULT_BY_FAMILY[given["family"]] | given
-        heads, hidden = filled.get("heads"), filled.get("hidden")
-        if isinstance(heads, int) and heads > 0:
-            filled.setdefault("kv_heads", heads)
-            if isinstance(hidden, int) and hidden % heads == 0:
-                filled.setdefault("head_dim", hidden // heads)
-        return filled
+        return _filling(given["family"], given.get("heads"), given.get("hidden")) | given
+
+    def filled_in(self) -> dict[str, Any]:
+        """Return what family and sizes fill in."""
+        return _filling(self.family, self.heads, self.hidden)
 
     def problems(self) -> Iterator[Problem]:
         """What the family and the sizes ask of each other."""
@@ -186,3 +184,12 @@ class ModelConfig(Section):
             yield Problem(("ffn",), "is missing", f"ffn: {4 * self.hidden}")
         elif self.moe is not None and self.ffn is not None:
             yield Problem(("ffn",), "is not read where every layer has experts", "write the width as `moe.ffn`")
+
+
+def _filling(family: str, heads: Any, hidden: Any) -> dict[str, Any]:
+    filling = FIXED_BY_FAMILY[family] | DEFAULT_BY_FAMILY[family]
+    if isinstance(heads, int) and heads > 0:
+        filling["kv_heads"] = heads
+        if isinstance(hidden, int) and hidden % heads == 0:
+            filling["head_dim"] = hidden // heads
+    return filling

@@ -24,6 +24,7 @@ from trainshed.recipe.section import (
 )
 
 KINDS = ("path", "tokens", "script")
+TEXT_DEFAULTS = {"key": "text", "documents": "file"}
 # Fractions are typed by hand; 1/3 written with four digits is still a third.
 SUM_TOLERANCE = 1e-3
 
@@ -53,13 +54,15 @@ class SourceKeys(Section):
     @model_validator(mode="before")
     @classmethod
     def _fill(cls, given: Any) -> Any:
-        if isinstance(given, dict) and (given.get("path") or given.get("script")):
-            filled = dict(given)
-            for key, default in (("key", "text"), ("documents", "file")):
-                if filled.get(key) is None:
-                    filled[key] = default
-            return filled
-        return given
+        if isinstance(given, str):
+            raise wrong(f"`{given}` is not a source", f"write {{path: {given}}}")
+        if not isinstance(given, dict) or not (given.get("path") or given.get("script")):
+            return given
+        return given | {key: value for key, value in TEXT_DEFAULTS.items() if given.get(key) is None}
+
+    def filled_in(self) -> dict[str, Any]:
+        """Return the defaults of a source of text."""
+        return TEXT_DEFAULTS if self.path or self.script else {}
 
     @property
     def kind(self) -> str | None:

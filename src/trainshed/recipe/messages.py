@@ -44,12 +44,19 @@ def validate(kind: type[Kind], document: Document) -> Kind:
         return kind.model_validate(document.value)
     except ValidationError as error:
         problems = [problem for found in error.errors() for problem in _explain(kind, dict(found), document.value)]
-    # A misspelt key is also missing: say it once.
+    raise as_recipe_error(_without_echoes(problems), document.places)
+
+
+def _without_echoes(problems: list[Problem]) -> list[Problem]:
+    """Say once what pydantic says twice: a misspelt key is also missing, a list of wrong elements also too short."""
     meant = {problem.hint for problem in problems}
-    said_once = [
-        problem for problem in problems if problem.what != "is missing" or _did_you_mean(problem.path) not in meant
+    inner = {problem.path[:-1] for problem in problems if problem.path}
+    return [
+        problem
+        for problem in problems
+        if not (problem.what == "is missing" and _did_you_mean(problem.path) in meant)
+        and not (problem.what.startswith("must have at least") and problem.path in inner)
     ]
-    raise as_recipe_error(said_once, document.places)
 
 
 def as_recipe_error(problems: list[Problem], places: Places) -> RecipeError:

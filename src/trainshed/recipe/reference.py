@@ -15,6 +15,7 @@ from trainshed.recipe.cluster import Cluster
 from trainshed.recipe.keys import ELEMENT, Key, known_keys
 from trainshed.recipe.resolved import to_plain
 from trainshed.recipe.schema import RESERVED, Recipe
+from trainshed.recipe.section import Section
 
 _HEADER = "<!-- Written by docs/write_reference.py from the schema; edit the descriptions there. -->\n"
 
@@ -104,7 +105,7 @@ def _default(key: Key) -> str:
     if field.is_required():
         return "**required**"
     default = field.get_default(call_default_factory=True, validated_data={})
-    if isinstance(default, BaseModel):
+    if isinstance(default, Section):
         default = to_plain(default)
     if default in ({}, ()) or default is None:
         return ""

@@ -7,10 +7,10 @@ import json
 from typing import Any
 
 import yaml
-from pydantic import BaseModel
 
 from trainshed.recipe import scalars
 from trainshed.recipe.schema import Recipe
+from trainshed.recipe.section import Section
 
 # Keys whose change continues the same run. The length may grow; a skip list may grow while the run goes on;
 # `stage` says where tokens are read, never which.
@@ -33,7 +33,7 @@ for _tag, _pattern in (
     _Dumper.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", _pattern, None)
 
 
-def to_yaml(recipe: BaseModel) -> str:
+def to_yaml(recipe: Section) -> str:
     """Write a recipe (or cluster) in full, defaults included; loading it gives an equal one."""
     return yaml.dump(
         to_plain(recipe),
@@ -45,24 +45,27 @@ def to_yaml(recipe: BaseModel) -> str:
     )
 
 
-def to_plain(section: BaseModel, *, defaults: bool = True) -> dict[str, Any]:
+def to_plain(section: Section, *, defaults: bool = True) -> dict[str, Any]:
     """Return a section as plain values in the order of the schema.
 
     A key that is null by default and null here says nothing (`steps` beside `tokens`) and is left out; with
     `defaults=False` so is every key that has its default.
     """
     plain: dict[str, Any] = {}
+    filled_in = section.filled_in()
     for name, field in type(section).model_fields.items():
         value = getattr(section, name)
         usual = field.get_default(call_default_factory=True, validated_data={})
         if value == usual and (value is None or not defaults) and not field.is_required():
+            continue
+        if not defaults and name in filled_in and filled_in[name] == value:
             continue
         plain[field.alias or name] = _plain(value, defaults)
     return plain
 
 
 def _plain(value: Any, defaults: bool) -> Any:
-    if isinstance(value, BaseModel):
+    if isinstance(value, Section):
         return to_plain(value, defaults=defaults)
     if isinstance(value, tuple | list):
         return [_plain(item, defaults) for item in value]

@@ -1,0 +1,68 @@
+"""Running a command and measuring it from outside: wall time, CPU time and peak memory of its whole process tree."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass
+
+import psutil
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One run of a command."""
+
+    seconds: float
+    cpu_seconds: float
+    peak_mib: float
+    output: str
+
+
+def measure(command: list[str], *, timeout: float = 3600) -> Measured:
+    """Run a command; stop the benchmark if it fails."""
+    started = time.perf_counter()
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    peak, stop = [0.0], threading.Event()
+
+    def watch() -> None:
+        while not stop.wait(0.05):
+            peak[0] = max(peak[0], _tree_mib(process.pid))
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    output, _ = process.communicate(timeout=timeout)
+    seconds = time.perf_counter() - started
+    stop.set()
+    thread.join()
+    if process.returncode != 0:
+        sys.exit(f"{' '.join(command)}\nexit code {process.returncode}\n{output[-2000:]}")
+    return Measured(seconds, 0.0, peak[0], output)
+
+
+def _tree_mib(pid: int) -> float:
+    """Memory of a process and all its children; pages they share are counted once (PSS)."""
+    total = 0
+    try:
+        parent = psutil.Process(pid)
+        for process in [parent, *parent.children(recursive=True)]:
+            try:
+                total += process.memory_full_info().pss
+            except (psutil.NoSuchProcess, psutil.AccessDenied, AttributeError):
+                continue
+    except psutil.NoSuchProcess:
+        pass
+    return total / 2**20
+
+
+def table(title: str, columns: list[str], rows: list[list[str]]) -> None:
+    """Print rows in aligned columns."""
+    widths = [max(len(row[i]) for row in [columns, *rows]) for i in range(len(columns))]
+    print(f"\n{title}")
+    for row in [columns, ["-" * width for width in widths], *rows]:
+        cells = [
+            cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+        ]
+        print("  " + "  ".join(cells))

@@ -1,0 +1,175 @@
+"""Every preset has the sizes that were published: its weights are counted and compared, to the last one."""
+
+import difflib
+
+import pytest
+
+from trainshed.catalog import architecture, model_entry, model_preset, preset_names
+from trainshed.errors import InputError, RecipeError
+from trainshed.recipe import ModelConfig, load_recipe
+
+ONE_PER_FAMILY = [
+    "tiny",
+    "tiny-moe",
+    "gpt2",
+    "gpt-175b",
+    "llama3.1-405b",
+    "llama3.2-1b",
+    "mistral-7b",
+    "mixtral-8x22b",
+    "qwen2.5-0.5b",
+    "qwen3-0.6b",
+    "qwen3-235b-a22b",
+]
+PROMISED = {
+    "gpt": ("125m", "375m", "857m", "1.3b", "13b", "30b", "175b"),
+    "gpt2": ("medium", "large", "xl"),
+    "llama2": ("7b", "13b", "70b"),
+    "llama3": ("8b", "70b"),
+    "llama3.1": ("8b", "70b", "405b"),
+    "llama3.2": ("1b", "3b"),
+    "llama3.3": ("70b",),
+    "mistral": ("7b",),
+    "mixtral": ("8x7b", "8x22b"),
+    "qwen2.5": ("0.5b", "1.5b", "3b", "7b", "14b", "32b", "72b"),
+    "qwen3": ("0.6b", "1.7b", "4b", "8b", "14b", "32b", "30b-a3b", "235b-a22b"),
+}
+
+
+def count_weights(config: ModelConfig) -> int:
+    query, key = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    attention = config.hidden * (query + 2 * key) + query * config.hidden
+    attention += config.qkv_bias * (query + 2 * key) + config.output_bias * config.hidden
+    attention += config.qk_norm * 2 * config.head_dim
+    norm = config.hidden * (2 if config.norm == "layer" else 1)
+    inputs = 2 if config.gated else 1
+    if config.moe is not None:
+        width = config.moe.experts * config.moe.ffn + config.moe.shared_ffn
+        block = (inputs + 1) * config.hidden * width + config.hidden * config.moe.experts
+    else:
+        assert config.ffn is not None
+        block = (inputs + 1) * config.hidden * config.ffn
+        block += config.mlp_bias * (inputs * config.ffn + config.hidden)
+    embedding = config.vocab_size * config.hidden * (1 if config.tied_embeddings else 2)
+    if config.positions == "learned":
+        embedding += config.max_positions * config.hidden
+    return embedding + config.layers * (attention + block + 2 * norm) + norm
+
+
+def hugging_face_config(config: ModelConfig) -> object:
+    """The same architecture in transformers' words: an oracle that shares no code with ours."""
+    import transformers as hf
+
+    if config.family == "gpt2":
+        return hf.GPT2Config(
+            n_layer=config.layers, n_embd=config.hidden, n_head=config.heads, n_inner=config.ffn,
+            vocab_size=config.vocab_size, n_positions=config.max_positions, tie_word_embeddings=config.tied_embeddings,
+        )  # fmt: skip
+    common = {
+        "num_hidden_layers": config.layers, "hidden_size": config.hidden, "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads, "head_dim": config.head_dim, "vocab_size": config.vocab_size,
+        "max_position_embeddings": config.max_positions, "tie_word_embeddings": config.tied_embeddings,
+    }  # fmt: skip
+    if config.moe is None:
+        common["intermediate_size"] = config.ffn
+    match config.family:
+        case "llama":
+            return hf.LlamaConfig(**common)
+        case "mistral":
+            return hf.MistralConfig(**common)
+        case "qwen2":
+            return hf.Qwen2Config(**{key: value for key, value in common.items() if key != "head_dim"})
+        case "qwen3":
+            return hf.Qwen3Config(**common)
+    assert config.moe is not None
+    experts = {"num_experts_per_tok": config.moe.top_k}
+    if config.family == "mixtral":
+        return hf.MixtralConfig(
+            **common, **experts, intermediate_size=config.moe.ffn, num_local_experts=config.moe.experts
+        )
+    return hf.Qwen3MoeConfig(**common, **experts, moe_intermediate_size=config.moe.ffn, num_experts=config.moe.experts)
+
+
+def test_the_catalog_has_every_size_we_promised() -> None:
+    wanted = {"tiny", "gpt2", *(f"{family}-{size}" for family, sizes in PROMISED.items() for size in sizes)}
+    assert wanted - set(preset_names()) == set()
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_a_preset_has_exactly_the_published_number_of_weights(name: str) -> None:
+    entry = model_entry(name)
+    assert count_weights(entry.config) == entry.parameters
+    assert entry.source
+
+
+@pytest.mark.parametrize("name", ONE_PER_FAMILY)
+def test_transformers_counts_the_same_weights(name: str) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(hugging_face_config(model_preset(name)))
+    assert sum(weight.numel() for weight in model.parameters()) == model_entry(name).parameters
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("gpt-125m", 0.125),
+        ("gpt-375m", 0.064),
+        ("gpt-857m", 0.36),
+        ("gpt-1.3b", 1.3),
+        ("gpt-13b", 12.8),
+        ("gpt-30b", 30.0),
+        ("gpt-175b", 174.6),
+    ],
+)
+def test_the_sizes_of_the_azure_recipe_are_what_they_are_and_not_what_they_are_called(
+    name: str, billions: float
+) -> None:
+    assert model_entry(name).parameters / 1e9 == pytest.approx(billions, rel=0.013)
+
+
+def test_llama_31_stretches_its_positions() -> None:
+    config = model_preset("llama3.1-8b")
+    assert config.rope is not None
+    assert config.rope.scaling is not None
+    assert (config.rope.base, config.rope.scaling.kind, config.rope.scaling.factor) == (500000.0, "llama3", 8.0)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "near"), [("llama-3.1-8b", "llama3.1-8b"), ("Qwen3_8B", "qwen3-8b"), ("gpt2-xxl", "gpt2-xl")]
+)
+def test_a_misspelt_preset_gets_the_nearest(wrong: str, near: str) -> None:
+    with pytest.raises(InputError) as caught:
+        model_preset(wrong)
+    assert caught.value.what == f"there is no model preset `{wrong}`"
+    assert caught.value.hint is not None
+    assert near in caught.value.hint
+
+
+def test_a_preset_like_nothing_known_lists_them_all() -> None:
+    assert not difflib.get_close_matches("zzzzzz", preset_names(), cutoff=0.5)
+    with pytest.raises(InputError, match="known presets: tiny"):
+        model_preset("zzzzzz")
+
+
+def test_a_recipes_preset_becomes_its_architecture() -> None:
+    assert architecture(load_recipe("quickstart")) == model_preset("tiny")
+    written_out = load_recipe("quickstart", ["model={from: hf://org/name}", "tokenizer=hf://org/name"])
+    assert architecture(written_out) is None
+
+
+def test_an_unknown_preset_is_named_with_its_line() -> None:
+    with pytest.raises(RecipeError) as caught:
+        architecture(load_recipe("quickstart", ["model.preset=tinny"]))
+    assert caught.value.where == "command line: model.preset=…"
+    assert caught.value.hint is not None
+    assert caught.value.hint.startswith("did you mean tiny")
+
+
+def test_a_preset_too_small_for_its_recipe_is_refused_with_the_line() -> None:
+    with pytest.raises(RecipeError) as caught:
+        architecture(load_recipe("quickstart", ["tokenizer.train.vocab_size=9000"]))
+    assert caught.value.what == "9000 is more than the 8192 rows of the model's embedding"
+    assert caught.value.where == "command line: tokenizer.train.vocab_size=…"
