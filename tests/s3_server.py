@@ -16,12 +16,13 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 import urllib.parse
 import urllib.request
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -131,6 +132,8 @@ def shared_server(meeting_point: Path) -> Iterator[S3Server]:
             folder = Path(os.environ.get("TMPDIR", "/tmp")) / f"ts3-{uuid.uuid4().hex[:8]}"
             server = _start(folder)
             state.write_text(json.dumps({"server": asdict(server), "folder": str(folder)}))
+            # Whoever kills a test run must not leave four daemons behind.
+            subprocess.Popen([sys.executable, __file__, str(meeting_point)], start_new_session=True)
     try:
         yield server
     finally:
@@ -139,6 +142,18 @@ def shared_server(meeting_point: Path) -> Iterator[S3Server]:
             if not any(_alive(user) for user in meeting_point.glob("user-*")):
                 _stop(Path(json.loads(state.read_text())["folder"]))
                 state.unlink()
+
+
+def watch(meeting_point: Path) -> None:
+    """Stop the server when all who used it are gone without having stopped it."""
+    state = meeting_point / "state.json"
+    folder = Path(json.loads(state.read_text())["folder"])
+    while folder.exists():
+        time.sleep(2)
+        with _locked(meeting_point / "lock") if meeting_point.exists() else nullcontext():
+            if not any(_alive(user) for user in meeting_point.glob("user-*")):
+                _stop(folder)
+                state.unlink(missing_ok=True)
 
 
 def _start(folder: Path) -> S3Server:
@@ -257,3 +272,7 @@ def _sign(server: S3Server, method: str, path: str, query: str) -> dict[str, str
         "x-amz-content-sha256": empty,
         "Authorization": f"AWS4-HMAC-SHA256 {credential}",
     }
+
+
+if __name__ == "__main__":
+    watch(Path(sys.argv[1]))

@@ -10,13 +10,13 @@ import json
 import multiprocessing
 import warnings
 
-TOKENIZER = None
+from tokenizers import Tokenizer
+
+TOKENIZER: Tokenizer
 
 
 def start(path: str) -> None:
     global TOKENIZER
-    from tokenizers import Tokenizer
-
     TOKENIZER = Tokenizer.from_file(path)
 
 

@@ -5,8 +5,9 @@ So far: fetch (scripts), tokenizer, prepare (tokens, verified), index. Training 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 from trainshed.catalog.models import architecture
 from trainshed.data.artefacts import DataArtefacts, PreparedSource
@@ -18,8 +19,11 @@ from trainshed.data.synthetic import SyntheticSource
 from trainshed.data.tokenizer import Tokenizer
 from trainshed.errors import InputError
 from trainshed.recipe import Cluster, Recipe, load_cluster, run_id, to_yaml
+from trainshed.recipe.data import SourceKeys
 from trainshed.reporting import SILENT, Reporter
 from trainshed.storage import LocalStore, StoreOptions, join, open_store, parse
+
+AnySource = TypeVar("AnySource", bound=SourceKeys)
 
 
 @dataclass(frozen=True)
@@ -45,14 +49,16 @@ def resolve(recipe: Recipe, options: StoreOptions | None = None) -> Recipe:
     if model.from_:
         model = model.model_copy(update={"from_": _pinned(model.from_, options)})
     tokenizer = _pinned(recipe.tokenizer, options) if isinstance(recipe.tokenizer, str) else recipe.tokenizer
-    train = tuple(
-        source.model_copy(update={"path": tuple(_pinned(path, options) for path in source.path)})
-        if source.path
-        else source
-        for source in recipe.data.train
-    )
-    data = recipe.data.model_copy(update={"train": train})
+    train = tuple(_pinned_source(source, options) for source in recipe.data.train)
+    validation = recipe.data.validation and _pinned_source(recipe.data.validation, options)
+    data = recipe.data.model_copy(update={"train": train, "validation": validation})
     return recipe.model_copy(update={"model": model, "tokenizer": tokenizer, "data": data})
+
+
+def _pinned_source(source: AnySource, options: StoreOptions | None) -> AnySource:
+    if not source.path:
+        return source
+    return source.model_copy(update={"path": tuple(_pinned(path, options) for path in source.path)})
 
 
 def _pinned(address: str, options: StoreOptions | None) -> str:
@@ -79,8 +85,18 @@ def run_line(
     name = id or run_id(resolved)
     artefacts = DataArtefacts(resolved, store, workers=workers, options=options, reporter=reporter)
     folder = store / "runs" / resolved.name / name
-    LocalStore(folder).put("recipe.yaml", to_yaml(resolved).encode())
+    _keep_recipe(resolved, folder)
     return _prepared(resolved, name, folder, artefacts, build=True, reporter=reporter)
+
+
+def _keep_recipe(recipe: Recipe, folder: Path) -> None:
+    """Save the resolved recipe with its run, and beside it the scripts it names by relative paths."""
+    store = LocalStore(folder)
+    store.put("recipe.yaml", to_yaml(recipe).encode())
+    sources = [*recipe.data.train, *([recipe.data.validation] if recipe.data.validation else [])]
+    for script in {source.script for source in sources if source.script}:
+        if not Path(script).is_absolute() and ".." not in Path(script).parts and (recipe.folder / script).is_file():
+            store.put(script, (recipe.folder / script).read_bytes())
 
 
 def open_run(recipe: Recipe, cluster: Cluster | None = None) -> PreparedRun:
@@ -147,6 +163,7 @@ def _prepared(
             measured, share = sources, (train_share, train_share + data.split.validation)
         plain = BatchSchedule(train.global_batch)
         batches = data.validation.batches
+        measured = [replace(source, name=f"{source.name} (validation)") for source in measured]
         validation = _order(measured, share, artefacts, recipe, plain, batches, SkipList(), build, reporter)
     return PreparedRun(recipe, name, folder, sources, steps, order, validation, artefacts.tokenizer())
 

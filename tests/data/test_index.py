@@ -201,10 +201,15 @@ def test_the_shares_of_a_split_hold_different_documents(write_tokens, tmp_path):
 
 def test_a_token_leads_back_to_its_file_and_document(write_tokens, tmp_path):
     source = source_of(write_tokens, tmp_path, [[3, 0, 2], [4]], 4)
-    assert source.document_at(4) == (source.shards[0], 2)
-    assert source.document_at(5) == (source.shards[1], 0)
-    with IndexedReader(source.shards[0]) as reader:
-        assert reader.document(2).tolist() == [3, 4]
+    rows = np.empty((2, 5), np.int32)
+    source.read(np.arange(2), rows)
+    for row in range(2):
+        tokens = []
+        for piece in source.pieces(0, int(source.place(np.array([row]))[1][0])):
+            assert piece.column == len(tokens)
+            with IndexedReader(piece.file) as reader:
+                tokens += reader.document(piece.document)[piece.offset :][: piece.tokens].tolist()
+        assert tokens == rows[row].tolist()
 
 
 def test_too_little_text_for_one_sample_is_an_error(write_tokens, tmp_path):

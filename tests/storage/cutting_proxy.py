@@ -46,6 +46,8 @@ class CuttingProxy:
                 sink.sendall(data)
                 passed += len(data)
                 if answers and self._cut_now(passed):
+                    for end in (source, sink):  # closing alone would wait for the other direction's recv
+                        end.shutdown(socket.SHUT_RDWR)
                     return
             with suppress(OSError):
                 sink.shutdown(socket.SHUT_WR)

@@ -91,7 +91,7 @@ def test_profiles(tmp_path: Path) -> None:
     identity = {**environ, "AWS_WEB_IDENTITY_TOKEN_FILE": "/token"}
     config, _ = s3_config("bucket", Endpoint(), identity)
     assert "access_key_id" not in config, "a pod's identity comes before a file in its image"
-    with pytest.raises(AccessDenied, match="'nope', which ~/.aws does not have"):
+    with pytest.raises(AccessDenied, match=r"'nope', which ~/\.aws does not have"):
         s3_config("bucket", Endpoint(), {**environ, "AWS_PROFILE": "nope"})
     with pytest.raises(AccessDenied, match="pip install boto3"):
         s3_config("bucket", Endpoint(), {**environ, "AWS_PROFILE": "sso"})

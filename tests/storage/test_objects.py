@@ -13,8 +13,8 @@ import traceback
 
 import pytest
 from cutting_proxy import cutting
-from s3_server import S3Server
 
+from s3_server import S3Server
 from trainshed.errors import AccessDenied, AddressError, Conflict, NotFound, StorageError, TrainshedError
 from trainshed.storage import ABSENT, Endpoint, Retry, Store, StoreOptions, expand, open_store
 from trainshed.storage.objects import MAX_PARTS, PART_BYTES

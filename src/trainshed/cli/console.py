@@ -37,10 +37,8 @@ def print_error(error: TrainshedError) -> None:
     from rich.text import Text
 
     console = Console(stderr=True, highlight=False, soft_wrap=True)
-    line = Text("error: ", style="bold red")
-    if error.where:
-        line.append(f"{error.where}: ", style="bold")
-    console.print(line.append(error.what))
+    place = (f"{error.where}: ", "bold") if error.where else ""
+    console.print(Text.assemble(("error: ", "bold red"), place, error.what))
     if error.hint:
         console.print(Text(f"       {error.hint}", style="cyan"))
 
@@ -62,9 +60,20 @@ def human(amount: float, unit: str) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Write seconds as h:mm:ss."""
+    """Write seconds as h:mm:ss, a short time with a decimal."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
     whole = round(seconds)
     return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"
+
+
+def figures(amount: float, total: float | None, unit: str, seconds: float, *, done: bool) -> str:
+    """Write where a task stands: `43%  1.2 of 2.8 GB  112 MB/s  ETA 0:00:14`, and when done how long it took."""
+    rate = amount / max(seconds, 1e-9)
+    if done or not total:
+        return f"{human(amount, unit):>10}  {human(rate, unit)}/s  in {duration(seconds)}"
+    left = duration((total - amount) / rate) if amount else "?"
+    return f"{amount / total:4.0%}  {human(amount, unit)} of {human(total, unit)}  {human(rate, unit)}/s  ETA {left}"
 
 
 class _PlainTask:
@@ -83,23 +92,8 @@ class _PlainTask:
         self.text = text
 
     def show(self, *, final: bool = False) -> None:
-        seconds = max(time.monotonic() - self.started, 1e-9)
-        rate = self.done / seconds
-        parts = [f"{self.label:<10}"]
-        if self.total and not final:
-            parts.append(
-                f"{self.done / self.total:4.0%}  {human(self.done, self.unit)} of {human(self.total, self.unit)}"
-            )
-        else:
-            parts.append(human(self.done, self.unit))
-        parts.append(f"{human(rate, self.unit)}/s")
-        if final:
-            parts.append(f"in {duration(seconds)}")
-        elif self.total and rate:
-            parts.append(f"ETA {duration(max(self.total - self.done, 0) / rate)}")
-        if self.text:
-            parts.append(self.text)
-        print("  ".join(parts), file=sys.stderr, flush=True)  # noqa: T201 - this is the plain progress line
+        shown = figures(self.done, self.total, self.unit, time.monotonic() - self.started, done=final)
+        print(f"{self.label:<18} {shown}  {self.text}".rstrip(), file=sys.stderr, flush=True)  # noqa: T201
 
 
 class PlainReporter:
@@ -151,28 +145,20 @@ class TerminalReporter:
     @contextmanager
     def task(self, label: str, *, total: float | None, unit: str) -> Iterator[Task]:
         """Show a bar for as long as the task runs."""
-        from rich.progress import (
-            BarColumn,
-            DownloadColumn,
-            MofNCompleteColumn,
-            Progress,
-            TaskProgressColumn,
-            TextColumn,
-            TimeElapsedColumn,
-            TimeRemainingColumn,
-            TransferSpeedColumn,
-        )
+        from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn
+        from rich.progress import Task as RichTask
+        from rich.text import Text
 
-        in_bytes = unit == "B"
+        class Figures(ProgressColumn):
+            """Share, amount, rate and the time left; the time taken once it is done."""
+
+            def render(self, task: RichTask) -> Text:
+                return Text(figures(task.completed, task.total, unit, task.elapsed or 0.0, done=task.finished))
+
         progress = Progress(
-            TextColumn("{task.description:<10}"),
-            BarColumn(bar_width=30),
-            TaskProgressColumn(show_speed=not in_bytes),
-            DownloadColumn() if in_bytes else MofNCompleteColumn(),
-            *([TransferSpeedColumn()] if in_bytes else []),
-            TimeElapsedColumn(),
-            TextColumn("ETA"),
-            TimeRemainingColumn(),
+            TextColumn("{task.description:<18}"),
+            BarColumn(bar_width=24),
+            Figures(),
             TextColumn("{task.fields[text]}", style="dim"),
             console=self._console,
         )

@@ -168,8 +168,9 @@ class _Preparation:
         reporter: Reporter,
     ) -> None:
         self._jobs, self._how, self._options, self._reporter = jobs, how, options, reporter
-        self._bytes = sum(piece.bytes for job in jobs for piece in job.pieces)
-        self._workers = workers or (1 if self._bytes < INLINE_BYTES else _cores())
+        pieces = [piece for job in jobs for piece in job.pieces]
+        self._bytes = sum(piece.bytes for piece in pieces)
+        self._workers = workers or default_workers(pieces)
         self._writers: dict[int, ShardWriter] = {}
         self._stacks: dict[int, ExitStack] = {}
         self._hashes: dict[tuple[int, int], str | None] = {}
@@ -284,5 +285,7 @@ def local_path(address: str) -> str | None:
     return f"/{parsed.path}" if parsed.root == "/" else parsed.path
 
 
-def _cores() -> int:
-    return len(os.sched_getaffinity(0))
+def default_workers(pieces: Sequence[Piece]) -> int:
+    """One worker per core that we may use; for a few megabytes, the work is done in this process."""
+    small = sum(piece.bytes for piece in pieces) < INLINE_BYTES
+    return 1 if small else len(os.sched_getaffinity(0))

@@ -23,6 +23,17 @@ from trainshed.errors import CorruptData, InputError, NotFound, StorageError
 TOKEN_TYPES = {"<u1", "<i1", "<i2", "<u2", "<i4"}
 
 
+@dataclass(frozen=True)
+class Piece:
+    """A part of a window: `tokens` tokens of a document of `file` (a prefix), from its token `offset` on."""
+
+    file: str
+    document: int
+    offset: int
+    column: int
+    tokens: int
+
+
 class Source(Protocol):
     """What an order needs to know of a source."""
 
@@ -57,6 +68,10 @@ class Source(Protocol):
 
     def read(self, draws: np.ndarray, out: np.ndarray) -> None:
         """Write the tokens of the k-th samples into `out`: int32 [R, L + 1]."""
+        ...
+
+    def pieces(self, epoch: int, window: int) -> list[Piece]:
+        """Tell which documents make up a window; none for a source without documents."""
         ...
 
 
@@ -157,13 +172,19 @@ class TokenSource:
         low, high, lower, row = low[kept], high[kept], lower[kept], row[kept]
         return Segments(row, low - begin[row], unit[kept], start[kept] + low - lower, high - low)
 
-    def document_at(self, token: int) -> tuple[str, int]:
-        """Return the token file, and the number of the document in it, that hold a token of the source."""
-        shard = int(np.searchsorted(self._shard_starts, token, "right")) - 1
-        with IndexedReader(self.shards[shard]) as reader:
-            byte = (token - int(self._shard_starts[shard])) * reader.dtype.itemsize
-            sequence = int(np.searchsorted(reader.pointers, byte, "right")) - 1
-            return reader.prefix, int(np.searchsorted(reader.document_indices, sequence, "right")) - 1
+    def pieces(self, epoch: int, window: int) -> list[Piece]:
+        """Tell which documents make up a window (for people: it reads the token files' own index)."""
+        segments = self.segments(epoch, np.array([window]))
+        found: list[Piece] = []
+        for start, column, count in zip(segments.start, segments.column, segments.count, strict=True):
+            shard = int(np.searchsorted(self._shard_starts, start, "right")) - 1
+            with IndexedReader(self.shards[shard]) as reader:
+                token = int(start - self._shard_starts[shard])
+                sequence = int(np.searchsorted(reader.pointers, token * reader.dtype.itemsize, "right")) - 1
+                document = int(np.searchsorted(reader.document_indices, sequence, "right")) - 1
+                first = int(reader.pointers[reader.document_indices[document]]) // reader.dtype.itemsize
+                found.append(Piece(reader.prefix, document, token - first, int(column), int(count)))
+        return found
 
     def _read_segments(self, segments: Segments, targets: np.ndarray, flat: np.ndarray) -> None:
         start, count = segments.start, segments.count

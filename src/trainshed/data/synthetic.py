@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from trainshed.data.permutation import derive_words
+from trainshed.data.source import Piece
 
 SHIFT = np.uint64(32)
 
@@ -37,6 +38,10 @@ class SyntheticSource:
             state = _mixed(np.full(1, draw, np.uint64) * self._row_keys[0] + self._row_keys[1])
             word = _mixed((column + state) * self._column_keys[1])
             out[row] = ((word >> SHIFT) * np.uint64(self.vocab_size)) >> SHIFT
+
+    def pieces(self, epoch: int, window: int) -> list[Piece]:
+        """There are no documents."""
+        return []
 
 
 def _mixed(word: np.ndarray) -> np.ndarray:

@@ -8,6 +8,7 @@ blocks, so the number of workers cannot be seen in the output. What is in flight
 from __future__ import annotations
 
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import queue
 import threading
@@ -39,6 +40,18 @@ class Job(Generic[Tag]):
     tag: Tag
 
 
+def start_fork_server() -> multiprocessing.context.ForkServerContext:
+    """Start the process that workers are forked from; called early, its imports overlap with ours.
+
+    It imports the encoder once and forks workers that share it; unlike fork from this process it is safe beside our
+    threads, and the workers inherit no pipe, so that each one sees it when we are killed.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["trainshed.data.worker_imports"])
+    multiprocessing.forkserver.ensure_running()
+    return context
+
+
 class WorkerPool:
     """A fixed set of workers for one preparation."""
 
@@ -54,10 +67,7 @@ class WorkerPool:
             self._inline = BlockTokenizer(self._options)
             self.encoder_name, self.encoder_reason = self._inline.encoder.name, self._inline.reason
             return self
-        # A fork server imports the encoder once and forks workers that share it; unlike fork from this process it
-        # is safe beside our threads, and the workers inherit no pipe, so that each one sees it when we are killed.
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["trainshed.data.worker_imports"])
+        context = start_fork_server()
         for _ in range(self.workers):
             ours, theirs = context.Pipe()
             process = context.Process(target=_work, args=(theirs, self._options), daemon=True)

@@ -71,11 +71,12 @@ def prepare(
     from trainshed.cli.console import human, print_report, reporter
     from trainshed.cli.parsing import parse_task
     from trainshed.data.corpus import assign_shards, find_pieces
-    from trainshed.data.prepare import ShardJob, Tokenizing
+    from trainshed.data.prepare import ShardJob, Tokenizing, default_workers
     from trainshed.data.prepare import prepare as prepare_shards
     from trainshed.data.shards import refuse_other_shards, shard_name
     from trainshed.data.token_manifest import combine, write_set_manifest
     from trainshed.data.tokenizer import load_tokenizer
+    from trainshed.data.workers import start_fork_server
     from trainshed.errors import InputError
 
     if eod is not None and no_eod:
@@ -88,6 +89,12 @@ def prepare(
             f"{part[1] if part else shards} tasks cannot share {shards} shards",
             hint="write --shards with at least as many shards as tasks",
         )
+    pieces = find_pieces(
+        inputs, key=key, kind=format, documents="blank_line" if documents == "blank-line" else documents
+    )
+    workers = workers or default_workers(pieces)
+    if workers > 1:
+        start_fork_server()
     loaded = load_tokenizer(tokenizer)
     how = Tokenizing(
         tokenizer=loaded,
@@ -100,9 +107,6 @@ def prepare(
         f"tokenizer: {loaded.address}, {loaded.vocab_size:,} tokens stored as {how.dtype}; "
         + (f"documents end with {how.eod.text} ({how.eod.id})" if how.eod else "documents end with no token")
         + (f" and begin with {how.bos.text} ({how.bos.id})" if how.bos else "")
-    )
-    pieces = find_pieces(
-        inputs, key=key, kind=format, documents="blank_line" if documents == "blank-line" else documents
     )
     refuse_other_shards(output, shards)
     jobs = [

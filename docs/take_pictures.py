@@ -1,0 +1,105 @@
+"""Take the pictures of the documentation from the real commands: run them in a terminal, keep the screen as SVG.
+
+pip install 'trainshed[docs]' && python docs/take_pictures.py
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import struct
+import subprocess
+import sys
+import tempfile
+import termios
+from itertools import groupby
+from pathlib import Path
+
+import pyte
+from rich.console import Console
+from rich.style import Style
+from rich.text import Text
+
+COLUMNS, LINES = 118, 60
+IMAGES = Path(__file__).parent / "images"
+COLOURS = {"default": None, "brown": "yellow", "brightbrown": "bright_yellow"}
+
+
+def screen_of(commands: list[list[str]], folder: str) -> list[Text]:
+    """Run commands one after another in one terminal; return its lines."""
+    screen = pyte.Screen(COLUMNS, LINES)
+    stream = pyte.ByteStream(screen)
+    for command in commands:
+        shown = " ".join(["trainshed", *command])
+        stream.feed(f"\x1b[1m$ {shown}\x1b[0m\r\n".encode())
+        _run([sys.executable, "-m", "trainshed", *command], folder, stream)
+    rows = [_line(screen, y) for y in range(LINES)]
+    while rows and not rows[-1].plain.strip():
+        rows.pop()
+    return rows
+
+
+def _run(command: list[str], folder: str, stream: pyte.ByteStream) -> None:
+    parent, child = pty.openpty()
+    fcntl.ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", LINES, COLUMNS, 0, 0))
+    environment = os.environ | {"TERM": "xterm-256color", "COLUMNS": str(COLUMNS), "LINES": str(LINES)}
+    process = subprocess.Popen(command, cwd=folder, stdin=child, stdout=child, stderr=child, env=environment)
+    os.close(child)
+    while True:
+        try:
+            data = os.read(parent, 65536)
+        except OSError:
+            break
+        if not data:
+            break
+        stream.feed(data)
+    process.wait()
+    os.close(parent)
+
+
+def _line(screen: pyte.Screen, y: int) -> Text:
+    cells = [screen.buffer[y][x] for x in range(COLUMNS)]
+    text = Text()
+    for (colour, bold), run in groupby(cells, key=lambda cell: (cell.fg, cell.bold)):
+        text.append("".join(cell.data for cell in run), Style(color=_colour(colour), bold=bold))
+    text.rstrip()
+    return text
+
+
+def _colour(name: str) -> str | None:
+    if len(name) == 6 and all(digit in "0123456789abcdef" for digit in name):
+        return f"#{name}"
+    return COLOURS.get(name, name)
+
+
+def take(name: str, title: str, commands: list[list[str]], folder: str) -> None:
+    """Save one picture."""
+    lines = screen_of(commands, folder)
+    console = Console(record=True, width=COLUMNS, file=open(os.devnull, "w"), force_terminal=True)
+    for line in lines:
+        console.print(line, soft_wrap=True)
+    IMAGES.mkdir(exist_ok=True)
+    console.save_svg(str(IMAGES / f"{name}.svg"), title=title)
+    print(f"{name}.svg: {len(lines)} lines")
+
+
+def main() -> None:
+    """Take them all."""
+    with tempfile.TemporaryDirectory() as folder:
+        take("demo", "make demo", [["run", "quickstart"]], folder)
+        # A short name for the picture; the real one has a hash in it.
+        Path(folder, "demo").symlink_to(next(Path(folder, "store/artefacts/tokens").iterdir()))
+        inspect = [["data", "inspect", "demo/tokens"], ["data", "verify", "demo/tokens"]]
+        take("inspect", "a look inside", inspect, folder)
+        recipe = Path(folder, "recipe.yaml")
+        recipe.write_text(
+            "name: my-run\nmodel: {preset: llama3.1-8b, init: random}\ntokenizer: hf://org/name\n"
+            "data:\n  sequence_lenght: 8192\n  train: [{path: corpus/*.jsonl}]\n"
+            "train: {steps: 1e3, global_batch: no, optimizer: {lr: 3e-4}}\n"
+        )
+        take("errors", "what, where, and what to write instead", [["run", "recipe.yaml"]], folder)
+
+
+if __name__ == "__main__":
+    main()
