@@ -157,7 +157,7 @@ def profile(compressed: Path, tokenizer: Path) -> None:
             times.append(time.perf_counter())
             if block is None:
                 break
-            documents, _ = extract(block, "text", piece.address, "stop")
+            documents, _ = extract(block, "text")
             times.append(time.perf_counter())
             encoded = worker.encoder.encode(documents)
             times.append(time.perf_counter())

@@ -22,7 +22,7 @@ import urllib.parse
 import urllib.request
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -133,7 +133,10 @@ def shared_server(meeting_point: Path) -> Iterator[S3Server]:
             server = _start(folder)
             state.write_text(json.dumps({"server": asdict(server), "folder": str(folder)}))
             # Whoever kills a test run must not leave four daemons behind.
-            subprocess.Popen([sys.executable, __file__, str(meeting_point)], start_new_session=True)
+            watcher = [sys.executable, __file__, str(meeting_point)]
+            subprocess.run(
+                watcher, check=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            )
     try:
         yield server
     finally:
@@ -188,16 +191,20 @@ def _start(folder: Path) -> S3Server:
 
 
 def _stop(folder: Path) -> None:
-    for pid_file in folder.glob("*.pid"):
-        pid = int(pid_file.read_text())
-        try:
+    pids = [int(pid_file.read_text()) for pid_file in folder.glob("*.pid")]
+    for pid in pids:
+        with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)  # nothing of it is kept
-            while True:
-                os.kill(pid, 0)
-                time.sleep(0.02)
-        except ProcessLookupError:
-            continue
+    while any(_running(pid) for pid in pids):
+        time.sleep(0.02)
     shutil.rmtree(folder, ignore_errors=True)
+
+
+def _running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def _run(folder: Path, *command: str) -> None:
@@ -245,11 +252,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _alive(user: Path) -> bool:
-    try:
-        os.kill(int(user.name.removeprefix("user-")), 0)
-    except ProcessLookupError:
-        return False
-    return True
+    return _running(int(user.name.removeprefix("user-")))
 
 
 def _sign(server: S3Server, method: str, path: str, query: str) -> dict[str, str]:
@@ -275,4 +278,7 @@ def _sign(server: S3Server, method: str, path: str, query: str) -> dict[str, str
 
 
 if __name__ == "__main__":
+    if os.fork():
+        os._exit(0)
+    os.setsid()
     watch(Path(sys.argv[1]))

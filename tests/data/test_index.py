@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from trainshed.data import index as index_module
 from trainshed.data.index import IndexSpec, SourceIndex, build_index, content_of, split_range, unit_order
 from trainshed.data.indexed import IndexedReader, shard_name
-from trainshed.data.source import TokenSource
+from trainshed.data.token_source import TokenSource
 from trainshed.errors import CorruptData, InputError, NotFound
 
 SHARED = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -110,7 +110,8 @@ def test_more_epochs_only_add_files(write_tokens, tmp_path):
 def test_small_chunks_and_large_ones_build_the_same_index(write_tokens, tmp_path, monkeypatch):
     lengths = [int(length) for length in np.arange(2000) * 41 % 17]
     large = source_of(write_tokens, tmp_path / "large", [lengths, lengths], 8)
-    monkeypatch.setattr(index_module, "CHUNK_UNITS", 128)
+    monkeypatch.setattr(index_module, "CHUNK_UNITS", 100)
+    monkeypatch.setattr(index_module, "CHUNK_POSITIONS", 128)
     small = source_of(write_tokens, tmp_path / "small", [lengths, lengths], 8)
     for name in ("starts.npy", "epoch-00000.npy", "epoch-00001.npy", "manifest.json"):
         assert (large.index.folder / name).read_bytes() == (small.index.folder / name).read_bytes()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import multiprocessing
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -101,6 +102,15 @@ def test_worker_processes_read_the_same_batches(order, start):
     expected = [order.batch_hash(step) for step in steps]
     with multiprocessing.get_context(start).Pool(2) as pool:
         assert pool.map_async(order.batch_hash, steps, chunksize=1).get(timeout=60) == expected
+
+
+def test_threads_share_one_order(corpus, order):
+    fresh = order_of(corpus)
+    with ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(fresh.batch_hash, range(40))) == [order.batch_hash(step) for step in range(40)]
+    for source in fresh.sources:
+        source.close()
+    assert fresh.batch_hash(3) == order.batch_hash(3)
 
 
 def test_a_new_process_that_opens_midway_continues_the_same_order(corpus, order):
@@ -211,7 +221,7 @@ def test_weights_left_out_make_many_files_one_proportional_blend(corpus):
 def test_what_was_not_prepared_is_named(corpus, tmp_path, order):
     files, _ = corpus
     options = {"sequence_length": SEQUENCE_LENGTH, "schedule": BatchSchedule(BATCH), "seed": 1}
-    with pytest.raises(NotFound, match=r"source '0' has no index\nrun `trainshed data prepare` first"):
+    with pytest.raises(NotFound, match=r"source 'long' has no index\nrun `trainshed run RECIPE` first"):
         open_order(files, indexes=tmp_path, **options)
     with pytest.raises(InputError, match="is not in its index"):
         order.batch(10**6)

@@ -138,7 +138,7 @@ def _handler(hub: HubServer, *, cdn: bool) -> type[BaseHTTPRequestHandler]:
                 return self.json({"id": f"{org}/{repo}", "sha": COMMIT, "siblings": []})
             files = hub.repos[name]
             if what == "paths-info":
-                wanted = json.loads(body)["paths"]
+                wanted = parse_qs(body.decode())["paths"]
                 return self.json([self.entry(each, files[each]) for each in wanted if each in files])
             folder = "/".join(rest[2:])
             names = sorted(each for each in files if not folder or each.startswith(folder + "/"))

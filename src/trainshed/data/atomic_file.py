@@ -13,11 +13,17 @@ from typing import BinaryIO
 from trainshed.errors import Conflict, NoSpace
 
 
-def commit(file: BinaryIO, path: Path) -> None:
-    """Flush a file of `partial_file` to disk and give it its name."""
+def commit(file: BinaryIO, path: Path, *, last: bool = True) -> None:
+    """Flush a file of `partial_file` to disk and give it its name.
+
+    With `last=False` the name itself may be lost in a power cut; a later commit in the same folder makes it
+    safe.
+    """
     file.flush()
     os.fsync(file.fileno())
     _partial(path).replace(path)
+    if not last:
+        return
     folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(folder)
@@ -51,11 +57,11 @@ def partial_file(path: Path) -> Iterator[BinaryIO]:
 
 
 @contextmanager
-def replace_file(path: Path) -> Iterator[BinaryIO]:
+def replace_file(path: Path, *, last: bool = True) -> Iterator[BinaryIO]:
     """Yield a file that takes the name `path` when the block ends without an error."""
     with partial_file(path) as file:
         yield file
-        commit(file, path)
+        commit(file, path, last=last)
 
 
 def _partial(path: Path) -> Path:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from trainshed.data.index import IndexSpec, SourceIndex, build_index, content_of
 from trainshed.data.indexed import shard_prefixes
 from trainshed.data.order import DataOrder
 from trainshed.data.schedule import BatchSchedule, SkipList
-from trainshed.data.source import TokenSource
+from trainshed.data.token_source import TokenSource
 from trainshed.errors import NotFound
 from trainshed.reporting import SILENT, Reporter
 
@@ -45,18 +45,18 @@ def build_order(
 ) -> DataOrder:
     """Open the order, first making what `steps` steps need and `indexes/<key>/` does not hold yet."""
 
-    def bare(folder: Path, spec: IndexSpec, shards: list[str]) -> SourceIndex:
-        return build_index(folder, spec, shards, epochs=0, reporter=reporter)
+    specs = _specs(files, seed)
 
-    order = _order(files, indexes, seed, sequence_length, schedule, skip, bare)
+    def opened(epochs: list[int]) -> DataOrder:
+        made = [
+            build_index(indexes / spec.key, spec, shards, epochs=count, reporter=reporter)
+            for (spec, shards), count in zip(specs, epochs, strict=True)
+        ]
+        return _order(files, specs, made, sequence_length, schedule, skip)
+
     # How many epochs a source needs follows from the blend, which may need to know how large the sources are.
-    budgets = zip(order.sources, order.budget(steps), strict=True)
-    epochs = {source.label: math.ceil(budget.epochs or 0) for source, budget in budgets}
-
-    def full(folder: Path, spec: IndexSpec, shards: list[str]) -> SourceIndex:
-        return build_index(folder, spec, shards, epochs=epochs[spec.label], reporter=reporter)
-
-    return _order(files, indexes, seed, sequence_length, schedule, skip, full)
+    budgets = opened([0] * len(files)).budget(steps)
+    return opened([math.ceil(budget.epochs or 0) for budget in budgets])
 
 
 def open_order(
@@ -70,31 +70,39 @@ def open_order(
 ) -> DataOrder:
     """Open an order whose indexes exist; nothing is built."""
 
-    def existing(folder: Path, spec: IndexSpec, shards: list[str]) -> SourceIndex:
+    specs = _specs(files, seed)
+    found: list[SourceIndex] = []
+    for (spec, _), source in zip(specs, files, strict=True):
         try:
-            return SourceIndex(folder)
+            found.append(SourceIndex(indexes / spec.key))
         except NotFound:
             raise NotFound(
-                f"source '{spec.label}' has no index",
-                where=str(folder),
-                hint="run `trainshed data prepare` first",
+                f"source '{source.name or source.label}' has no index",
+                where=str(indexes / spec.key),
+                hint="run `trainshed run RECIPE` first",
             ) from None
+    return _order(files, specs, found, sequence_length, schedule, skip)
 
-    return _order(files, indexes, seed, sequence_length, schedule, skip, existing)
+
+def _specs(files: Sequence[TokenFiles], seed: int) -> list[tuple[IndexSpec, list[str]]]:
+    """What each source's index is a function of, and its token files."""
+    specs: list[tuple[IndexSpec, list[str]]] = []
+    for source in files:
+        shards = [shard for prefix in source.prefixes for shard in shard_prefixes(prefix)]
+        specs.append((IndexSpec(source.content or content_of(shards), source.label, seed, source.split), shards))
+    return specs
 
 
 def _order(
     files: Sequence[TokenFiles],
-    indexes: Path,
-    seed: int,
+    specs: Sequence[tuple[IndexSpec, list[str]]],
+    indexes: Sequence[SourceIndex],
     sequence_length: int,
     schedule: BatchSchedule,
     skip: SkipList | None,
-    opened: Callable[[Path, IndexSpec, list[str]], SourceIndex],
 ) -> DataOrder:
-    sources: list[TokenSource] = []
-    for source in files:
-        shards = [shard for prefix in source.prefixes for shard in shard_prefixes(prefix)]
-        spec = IndexSpec(source.content or content_of(shards), source.label, seed, source.split)
-        sources.append(TokenSource(opened(indexes / spec.key, spec, shards), shards, sequence_length, source.name))
+    sources = [
+        TokenSource(index, shards, sequence_length, source.name)
+        for source, (_, shards), index in zip(files, specs, indexes, strict=True)
+    ]
     return DataOrder(sources, schedule, weights=[source.weight for source in files], skip=skip)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -11,7 +11,6 @@ import orjson
 
 from trainshed.data.encoders import Encoded, Encoder, EncoderName, choose_encoder, require_equal
 from trainshed.data.tokenizer import Tokenizer
-from trainshed.errors import BadDocument
 
 if TYPE_CHECKING:
     from trainshed.data.reading import Block
@@ -22,7 +21,8 @@ SAMPLE_BYTES = 256 * 1024
 """How much of a shard is encoded by both encoders: enough to meet most kinds of text, a blink for the slow one."""
 
 _BOM = b"\xef\xbb\xbf"
-_BLANK_LINE = re.compile(r"\n[ \t\r]*\n[\s]*")
+_BLANK_LINES = re.compile(rb"\n(?:[ \t\r]*\n)+")
+_LEADING_BLANK_LINES = re.compile(rb"(?:[ \t\r]*\n)*")
 
 # Shapes:  N documents in a block, T tokens of the block with BOS and EOD.
 
@@ -35,8 +35,16 @@ class TokenizeOptions:
     eod: int | None
     bos: int | None
     dtype: str
-    on_bad_line: OnBadLine = "stop"
     encoder: EncoderName = "auto"
+
+
+@dataclass(frozen=True)
+class BadLine:
+    """A line or row without a document: its number, counted from 1 at the start of the piece, and what to do."""
+
+    number: int
+    what: str
+    hint: str
 
 
 @dataclass(frozen=True)
@@ -47,7 +55,7 @@ class Tokens:
     lengths: bytes
     documents: int
     text_bytes: int
-    bad_lines: list[tuple[int, str]] = field(default_factory=list)
+    bad_lines: list[BadLine] = field(default_factory=list)
 
 
 class BlockTokenizer:
@@ -60,7 +68,7 @@ class BlockTokenizer:
 
     def tokens(self, block: Block, key: str, where: str, *, compare: bool) -> Tokens:
         """Parse, encode and lay out one block; `compare` proves a sample of it against the reference first."""
-        documents, bad_lines = extract(block, key, where, self._options.on_bad_line)
+        documents, bad_lines = extract(block, key)
         if compare and self._options.encoder != "tokenizers":
             require_equal(self._options.tokenizer, self.encoder, _sample(documents), where)
         data, lengths = self.lay_out(self.encoder.encode(documents))
@@ -92,12 +100,14 @@ class BlockTokenizer:
         return out.tobytes(), lengths.astype("<i4").tobytes()
 
 
-def extract(block: Block, key: str, where: str, on_bad_line: OnBadLine) -> tuple[list[str], list[tuple[int, str]]]:
-    """Return a block's documents, and its bad lines as (number, what is wrong) when they are to be skipped."""
+def extract(block: Block, key: str) -> tuple[list[str], list[BadLine]]:
+    """Return a block's documents, and the lines that hold none though they are not blank."""
     payload = block.payload
     if isinstance(payload, bytes) and block.first == 1 and payload.startswith(_BOM):
         payload = payload[len(_BOM) :]
-    if block.kind == "jsonl" and isinstance(payload, bytes):
+    if block.kind == "strings" or not isinstance(payload, bytes):
+        found: Iterable[tuple[int, _Found]] = enumerate(_cell(value, key) for value in payload)
+    elif block.kind == "jsonl":
         lines = payload.split(b"\n")
         loads = orjson.loads
         try:
@@ -107,25 +117,19 @@ def extract(block: Block, key: str, where: str, on_bad_line: OnBadLine) -> tuple
         except (orjson.JSONDecodeError, KeyError, TypeError, IndexError):
             pass
         # Something is wrong: go through it again line by line to say what and where.
-        found = (_json_document(line, key) for line in lines)
-    elif block.kind == "strings":
-        found = (_cell(value, key) for value in payload)
-    elif isinstance(payload, bytes):
-        found = _text_documents(block.kind, payload)
+        found = enumerate(_json_document(line, key) for line in lines)
+    elif block.kind == "line":
+        found = enumerate(_utf8(line.rstrip(b"\r"))[1] for line in payload.split(b"\n"))
+    elif block.kind == "blank_line":
+        found = _paragraphs(payload)
     else:
-        raise AssertionError(block.kind)
+        found = [_utf8(payload)]
     documents, bad_lines = [], []
-    for number, document in enumerate(found, start=block.first):
+    for offset, document in found:
         if isinstance(document, str):
             documents.append(document)
         elif document is not None:
-            if on_bad_line == "stop":
-                raise BadDocument(
-                    document.what,
-                    where=f"{where}:{number}" if block.kind != "strings" else f"{where}, row {number}",
-                    hint=f"{document.hint}, or write --on-bad-line skip to leave such lines out and count them",
-                )
-            bad_lines.append((number, document.what))
+            bad_lines.append(BadLine(block.first + offset, document.what, document.hint))
     return documents, bad_lines
 
 
@@ -135,7 +139,11 @@ class _Bad:
     hint: str
 
 
-def _json_document(line: bytes, key: str) -> str | _Bad | None:
+_Found = str | _Bad | None
+"""What a line holds: a document, something wrong, or nothing."""
+
+
+def _json_document(line: bytes, key: str) -> _Found:
     """The document of a JSONL line; None for a blank line."""
     if not line.strip():
         return None
@@ -168,26 +176,28 @@ def _cell(value: object, key: str) -> str | _Bad:
     return value
 
 
-def _text_documents(kind: str, payload: bytes) -> Iterator[str | _Bad | None]:
-    """Documents of plain text. For blank-line documents the number counts documents' first lines only roughly."""
-    if kind == "line":
-        for line in payload.split(b"\n"):
-            text = _utf8(line.rstrip(b"\r"))
-            yield text if text else None
-        return
-    text = _utf8(payload)
-    if kind == "file" or not isinstance(text, str):
-        yield text
-    else:
-        yield from (part for part in _BLANK_LINE.split(text) if part.strip())
+def _paragraphs(payload: bytes) -> Iterator[tuple[int, _Found]]:
+    """Documents between blank lines. Blocks end inside such a gap, so each one is trimmed of what is left of it."""
+    start, line = 0, 0
+    for end in (*(gap.start() for gap in _BLANK_LINES.finditer(payload)), len(payload)):
+        begin = min(_LEADING_BLANK_LINES.match(payload, start).end(), end)  # type: ignore[union-attr]
+        line += payload.count(b"\n", start, begin)
+        text = payload[begin:end].rstrip(b"\r\n")
+        if text.strip():
+            offset, document = _utf8(text)
+            yield line + offset, document
+        line += payload.count(b"\n", begin, end)
+        start = end
 
 
-def _utf8(data: bytes) -> str | _Bad:
+def _utf8(data: bytes) -> tuple[int, _Found]:
+    """The text, or the line (counted from 0) at which it is broken; None for no text."""
     try:
-        return data.decode()
+        return 0, data.decode() or None
     except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start)
-        return _Bad(f"invalid UTF-8 ({line} lines further on)" if line else "invalid UTF-8", "write the file as UTF-8")
+        line_start = data.rfind(b"\n", 0, error.start) + 1
+        what = f"invalid UTF-8 at byte {error.start - line_start}"
+        return data.count(b"\n", 0, error.start), _Bad(what, "write the file as UTF-8")
 
 
 def _json_name(value: object) -> str:

@@ -16,14 +16,14 @@ from trainshed.errors import CorruptData, NotFound
 INDEX_FORMAT = 1
 ORDER_VERSION = 1
 MANIFEST = "manifest.json"
-REBUILD = "run `trainshed data prepare` again"
+REBUILD = "run `trainshed run RECIPE`, which makes what is missing; remove the folder first if it is damaged"
 
 
 def save_array(path: Path, length: int, pieces: Iterator[np.ndarray]) -> dict[str, Any]:
     """Write an int64 array piece by piece (never by a map: a full disk would be a SIGBUS)."""
     digest = hashlib.sha256()
     written = 0
-    with replace_file(path) as file:
+    with replace_file(path, last=False) as file:
         np.lib.format.write_array_header_1_0(file, {"descr": "<i8", "fortran_order": False, "shape": (length,)})
         for piece in pieces:
             data = piece.astype("<i8", copy=False).tobytes()

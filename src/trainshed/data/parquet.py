@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from trainshed.errors import InputError, MissingExtra, StorageError
+from trainshed.errors import BadDocument, InputError, MissingExtra, StorageError
 
 if TYPE_CHECKING:
     from trainshed.storage import Store
@@ -34,6 +34,12 @@ def row_groups(store: Store, path: str, address: str) -> int:
     return _open(store, path, address).num_row_groups
 
 
+def rows_before(store: Store, path: str, address: str, group: int) -> int:
+    """How many rows come before a row group."""
+    metadata = _open(store, path, address).metadata
+    return sum(metadata.row_group(number).num_rows for number in range(group))
+
+
 def text_batches(
     store: Store, path: str, address: str, column: str, first: int = 0, last: int | None = None
 ) -> Iterator[TextBatch]:
@@ -47,7 +53,7 @@ def text_batches(
         rows = parquet.metadata.row_group(group).num_rows
         text_bytes = max(parquet.metadata.row_group(group).column(at).total_uncompressed_size, 1)
         batch_rows = max(64, min(65536, BATCH_BYTES * rows // text_bytes))
-        for batch in parquet.iter_batches(batch_size=batch_rows, row_groups=[group], columns=[column]):
+        for batch in _explained(parquet.iter_batches(batch_rows, [group], [column]), address):
             done += batch.num_rows
             yield TextBatch(_texts(batch.column(0)), _fingerprint(batch.column(0)), done / max(total, 1))
 
@@ -62,6 +68,18 @@ def _open(store: Store, path: str, address: str) -> Any:
         return pq.ParquetFile(_StoreFile(store, path))
     except pa.ArrowInvalid as error:
         raise InputError(f"this is not a readable parquet file: {error}", where=address) from None
+
+
+def _explained(batches: Iterator[Any], address: str) -> Iterator[Any]:
+    """Damaged pages are found only when they are read; pyarrow then raises all kinds of errors."""
+    import pyarrow as pa
+
+    try:
+        yield from batches
+    except (pa.ArrowException, OSError) as error:
+        raise BadDocument(
+            f"this parquet file is damaged: {str(error).splitlines()[0]}", where=address, hint="fetch it again"
+        ) from None
 
 
 def _text_column(parquet: Any, column: str, address: str) -> int:

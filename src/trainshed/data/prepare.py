@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,10 +13,10 @@ import numpy as np
 import orjson
 
 from trainshed import __version__
-from trainshed.data.documents import OnBadLine, TokenizeOptions, Tokens
+from trainshed.data.documents import BadLine, OnBadLine, TokenizeOptions, Tokens
 from trainshed.data.encoders import EncoderName
 from trainshed.data.indexed import token_dtype
-from trainshed.data.reading import Piece, PieceReader
+from trainshed.data.reading import Piece, PieceReader, lines_before
 from trainshed.data.shard_writer import (
     BAD_LINES_KEPT,
     Counts,
@@ -27,7 +27,7 @@ from trainshed.data.shard_writer import (
 from trainshed.data.token_manifest import PieceRecord, TokenManifest, read_token_manifest
 from trainshed.data.tokenizer import SpecialToken, Tokenizer
 from trainshed.data.workers import Job, WorkerPool
-from trainshed.errors import InputError
+from trainshed.errors import BadDocument, InputError
 from trainshed.reporting import SILENT, Reporter
 from trainshed.storage import open_store, parse
 
@@ -174,6 +174,7 @@ class _Preparation:
         self._writers: dict[int, ShardWriter] = {}
         self._stacks: dict[int, ExitStack] = {}
         self._hashes: dict[tuple[int, int], str | None] = {}
+        self._lines_before: dict[Piece, int] = {}
 
     def run(self) -> list[TokenManifest]:
         """Return a manifest per shard, in order, each already written."""
@@ -182,7 +183,6 @@ class _Preparation:
             self._how.eod.id if self._how.eod else None,
             self._how.bos.id if self._how.bos else None,
             self._how.dtype,
-            self._how.on_bad_line,
             self._how.encoder,
         )
         manifests: list[TokenManifest] = []
@@ -190,8 +190,12 @@ class _Preparation:
         with ExitStack() as stack, WorkerPool(worker_options, self._workers) as pool:
             stack.callback(lambda: [each.close() for each in self._stacks.values()])
             self._reporter.note(f"encoder: {pool.encoder_reason}")
-            with self._reporter.task("tokenise", total=self._bytes, unit="B") as task:
-                for at, tokens in pool.map(self._blocks()):
+            with (
+                self._reporter.task("tokenise", total=self._bytes, unit="B") as task,
+                # Closed on the way out of an error: its threads must not open another shard after that.
+                closing(pool.map(self._blocks())) as results,
+            ):
+                for at, tokens in results:
                     while len(manifests) < at.shard:
                         manifests.append(self._finish(len(manifests), pool.encoder_name))
                     total = total.plus(self._append(at, tokens))
@@ -226,7 +230,7 @@ class _Preparation:
         local = local_path(job.prefix)
         if local is not None:
             key = hashlib.sha256(orjson.dumps([__version__, self._how.spec()])).hexdigest()
-            identities = [f"{p.address} {p.version} {p.key} {p.start} {p.end}" for p in job.pieces]
+            identities = [f"{p.version} {PieceRecord.of(p, None).place}" for p in job.pieces]
             writer: ShardWriter = LocalShardWriter(local, key, identities, stack)
             if writer.progress.counts.documents:
                 self._reporter.note(
@@ -238,7 +242,6 @@ class _Preparation:
         return writer
 
     def _append(self, at: _At, tokens: Tokens) -> Counts:
-        piece = self._jobs[at.shard].pieces[at.piece]
         lengths = np.frombuffer(tokens.lengths, "<i4")
         counts = Counts(
             documents=tokens.documents,
@@ -246,11 +249,31 @@ class _Preparation:
             tokens=int(lengths.sum(dtype=np.int64)),
             text_bytes=tokens.text_bytes,
             bad_lines=len(tokens.bad_lines),
-            bad_line_examples=tuple(f"{piece.address}:{n}: {what}" for n, what in tokens.bad_lines[:BAD_LINES_KEPT]),
+            bad_line_examples=self._examples(at, tokens.bad_lines),
         )
         self._pieces_done(at.shard, at.piece)
         self._writers[at.shard].append(tokens, counts, at.position)
         return counts
+
+    def _examples(self, at: _At, bad_lines: list[BadLine]) -> tuple[str, ...]:
+        """The bad lines that the manifest quotes; where they are not to be skipped, the first one ends the work."""
+        if bad_lines and self._how.on_bad_line == "stop":
+            first = bad_lines[0]
+            raise BadDocument(
+                first.what,
+                where=self._place(at, first.number),
+                hint=f"{first.hint}, or write --on-bad-line skip to leave such lines out and count them",
+            )
+        room = BAD_LINES_KEPT - len(self._writers[at.shard].progress.counts.bad_line_examples)
+        return tuple(f"{self._place(at, bad.number)}: {bad.what}" for bad in bad_lines[:room])
+
+    def _place(self, at: _At, number: int) -> str:
+        """File and line, counted from the start of the file also where the shard reads a part of it."""
+        piece = self._jobs[at.shard].pieces[at.piece]
+        if piece not in self._lines_before:
+            self._lines_before[piece] = lines_before(piece, *open_store(piece.address, self._options))
+        number += self._lines_before[piece]
+        return f"{piece.address}, row {number}" if piece.format.kind == "parquet" else f"{piece.address}:{number}"
 
     def _pieces_done(self, shard: int, until: int) -> None:
         writer = self._writers[shard]

@@ -100,11 +100,12 @@ class PieceReader:
         plain = decompress(raw, self.piece.format.compression, self.piece.address)
         position, line = 0, 1
         for data in _cut(plain, _boundary(kind)):
-            lines = data.count(b"\n")
-            position += len(data)
+            lines, start, position = data.count(b"\n"), position, position + len(data)
             if position > after:
+                # A store may cut its chunks, and so our blocks, differently than the time before.
+                skip = max(after - start, 0)
                 read, self._bytes_read = self._bytes_read, 0
-                yield Block(kind, data, line, position, read)
+                yield Block(kind, data[skip:], line + data.count(b"\n", 0, skip), position, read)
             line += lines
 
     def _counted(self, chunks: Iterable[bytes]) -> Iterator[bytes]:
@@ -123,7 +124,8 @@ class PieceReader:
             self._bytes_read = int(piece.size * batch.share_done) - reported
             if position > after:
                 reported += self._bytes_read
-                yield Block("strings", batch.texts, first, position, self._bytes_read)
+                skip = max(after - (first - 1), 0)
+                yield Block("strings", batch.texts[skip:], first + skip, position, self._bytes_read)
             first += len(batch.texts)
 
 
@@ -181,6 +183,23 @@ def _lines_between(store: Store, path: str, piece: Piece) -> Iterator[bytes]:
                     return
             yield chunk[local:]
         at += len(chunk)
+
+
+def lines_before(piece: Piece, store: Store, path: str) -> int:
+    """How many lines (or rows) of its file come before a piece. It reads them all: to say where an error is."""
+    if piece.start == 0:
+        return 0
+    if piece.format.kind == "parquet":
+        from trainshed.data.parquet import rows_before
+
+        return rows_before(store, path, piece.address, piece.start)
+    lines, left = 1, piece.start - 1
+    for chunk in store.stream(path, chunk_bytes=READ_BYTES):
+        lines += chunk.count(b"\n", 0, left)
+        left -= len(chunk)
+        if left <= 0:
+            break
+    return lines
 
 
 def split_piece(piece: Piece, parts: int, store: Store, path: str) -> list[Piece]:

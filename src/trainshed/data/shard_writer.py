@@ -16,7 +16,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Protocol
@@ -24,7 +24,7 @@ from typing import IO, TYPE_CHECKING, Any, Protocol
 import orjson
 
 from trainshed.data.documents import Tokens
-from trainshed.errors import Conflict, NoSpace
+from trainshed.errors import AccessDenied, Conflict, NoSpace, StorageError
 from trainshed.storage.manifest import FileEntry
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 MARK_SECONDS = 1.0
 JOURNAL_FORMAT = 1
+CHECKSUM_BYTES = 8
 BAD_LINES_KEPT = 20
 """How many bad lines the manifest quotes; it counts them all."""
 
@@ -107,25 +108,34 @@ class LocalShardWriter:
         self._tokens_path = Path(f"{prefix}.bin.partial")
         self._lengths_path = Path(f"{prefix}.lengths.partial")
         self._journal_path = Path(f"{prefix}.journal.partial")
-        self._tokens_path.parent.mkdir(parents=True, exist_ok=True)
-        self._tokens = stack.enter_context(open(self._tokens_path, "ab+", buffering=0))
-        self._lock(prefix)
-        self._lengths = stack.enter_context(open(self._lengths_path, "ab+", buffering=0))
-        self._journal = stack.enter_context(open(self._journal_path, "ab+", buffering=0))
-        self._digest, self._lengths_digest = hashlib.sha256(), hashlib.sha256()
-        self.progress = self._resume()
+        self._manifest_path = Path(f"{prefix}.manifest.json")
+        with _explained(prefix):
+            self._journal_path.parent.mkdir(parents=True, exist_ok=True)
+            # Opened first and removed last: whoever holds it has the shard, until its manifest is written.
+            self._journal = stack.enter_context(open(self._journal_path, "ab+", buffering=0))
+            self._lock(prefix)
+            self._tokens = stack.enter_context(open(self._tokens_path, "ab+", buffering=0))
+            self._lengths = stack.enter_context(open(self._lengths_path, "ab+", buffering=0))
+            self._digest, self._lengths_digest = hashlib.sha256(), hashlib.sha256()
+            self.progress = self._resume()
         self._marked_pieces = len(self.progress.piece_hashes)
         self._marked_at = time.monotonic()
 
     def _lock(self, prefix: str) -> None:
+        taken = False
         try:
-            fcntl.flock(self._tokens, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
+            taken = True
+        except OSError:
+            pass  # some network mounts know no locks
+        # Without a name: whoever had it finished, and removed it, after we opened it.
+        if taken or os.fstat(self._journal.fileno()).st_nlink == 0:
             raise Conflict(
                 "another process is preparing this shard",
                 where=prefix,
                 hint="wait for it, or write another --output",
-            ) from None
+            )
 
     def _resume(self) -> Progress:
         """Cut the files back to the last good mark; without one, start again."""
@@ -147,7 +157,7 @@ class LocalShardWriter:
         self._digest, self._lengths_digest = hashlib.sha256(), hashlib.sha256()
         for file in (self._tokens, self._lengths, self._journal):
             file.truncate(0)
-        _write_all(self._journal, orjson.dumps({"format": JOURNAL_FORMAT, "key": self._key}) + b"\n")
+        self._note({"format": JOURNAL_FORMAT, "key": self._key})
         return Progress()
 
     def _last_good_mark(self) -> tuple[Progress, dict[str, Any] | None, int]:
@@ -155,12 +165,10 @@ class LocalShardWriter:
         lines = self._journal.read().splitlines(keepends=True)
         progress, good, hashes, at = Progress(), None, [], 0
         for number, line in enumerate(lines):
-            try:
-                entry = orjson.loads(line) if line.endswith(b"\n") else None
-            except orjson.JSONDecodeError:
-                entry = None
-            if entry is None:
+            data = line[2 * CHECKSUM_BYTES :]
+            if line != _checked(data):
                 break
+            entry = orjson.loads(data)
             if number == 0:
                 if entry != {"format": JOURNAL_FORMAT, "key": self._key}:
                     break
@@ -177,7 +185,7 @@ class LocalShardWriter:
 
     def append(self, tokens: Tokens, counts: Counts, position: int) -> None:
         """Append a block; set a mark every second or so."""
-        with _disk_full(str(self._bin)):
+        with _explained(str(self._bin)):
             for file, digest, data in (
                 (self._tokens, self._digest, tokens.data),
                 (self._lengths, self._lengths_digest, tokens.lengths),
@@ -206,36 +214,41 @@ class LocalShardWriter:
             "tokens": (_size(self._tokens), self._digest.hexdigest()),
             "lengths": (_size(self._lengths), self._lengths_digest.hexdigest()),
         }
-        _write_all(self._journal, orjson.dumps(mark) + b"\n")
+        self._note(mark)
         self._marked_pieces, self._marked_at = len(hashes), time.monotonic()
+
+    def _note(self, entry: dict[str, Any]) -> None:
+        _write_all(self._journal, _checked(orjson.dumps(entry) + b"\n"))
 
     def finish(self, dtype: np.dtype) -> list[FileEntry]:
         """Write the index, flush everything to disk, then give both files their names."""
         from trainshed.data.indexed import index_bytes, lengths_from_file
 
         index_digest, index_partial = hashlib.sha256(), Path(f"{self._index}.partial")
-        with _disk_full(str(self._index)), index_partial.open("wb") as file:
+        with _explained(str(self._index)), index_partial.open("wb") as file:
             for data in index_bytes(dtype, lengths_from_file(self._lengths_path)):
                 file.write(data)
                 index_digest.update(data)
             file.flush()
             os.fsync(file.fileno())
             index_size = file.tell()
-        os.fsync(self._tokens.fileno())
         size = _size(self._tokens)
-        # The old index goes first and the new one comes last: a pair is never of two preparations.
-        self._index.unlink(missing_ok=True)
-        self._tokens_path.replace(self._bin)
-        index_partial.replace(self._index)
+        with _explained(str(self._bin)):
+            os.fsync(self._tokens.fileno())
+            # What proves and describes older tokens goes first and comes last: no two preparations are ever mixed.
+            self._manifest_path.unlink(missing_ok=True)
+            self._index.unlink(missing_ok=True)
+            self._tokens_path.replace(self._bin)
+            index_partial.replace(self._index)
         return [
             FileEntry(self._bin.name, size, f"sha256:{self._digest.hexdigest()}"),
             FileEntry(self._index.name, index_size, f"sha256:{index_digest.hexdigest()}"),
         ]
 
     def clean_up(self) -> None:
-        """Remove the journal and the lengths, once the manifest is written."""
-        self._journal_path.unlink(missing_ok=True)
+        """Remove the lengths and the journal, once the manifest is written."""
         self._lengths_path.unlink(missing_ok=True)
+        self._journal_path.unlink(missing_ok=True)
 
 
 class RemoteShardWriter:
@@ -244,8 +257,9 @@ class RemoteShardWriter:
     def __init__(self, store: Store, path: str, stack: ExitStack) -> None:
         self._store, self._path = store, path
         self.progress = Progress()
-        # Its own stack, so that `finish` can complete the upload while an error anywhere still aborts it.
-        self._upload = stack.enter_context(ExitStack())
+        # Its own stack, so that `finish` can complete the upload while leaving early in any way aborts it.
+        self._upload = ExitStack()
+        stack.callback(self._abort)
         self._writer = self._upload.enter_context(store.writer(f"{path}.bin"))
         self._lengths: IO[bytes] = stack.enter_context(tempfile.NamedTemporaryFile(prefix="trainshed-lengths-"))
         self._digest = hashlib.sha256()
@@ -256,7 +270,7 @@ class RemoteShardWriter:
         self._writer.write(tokens.data)
         self._digest.update(tokens.data)
         self._size += len(tokens.data)
-        with _disk_full(self._lengths.name):
+        with _explained(self._lengths.name):
             self._lengths.write(tokens.lengths)
         self.progress.counts = self.progress.counts.plus(counts)
         self.progress.position = position
@@ -269,7 +283,10 @@ class RemoteShardWriter:
         """Complete the upload, then write the index."""
         from trainshed.data.indexed import index_bytes, lengths_from_file
 
-        self._lengths.flush()
+        with _explained(self._lengths.name):
+            self._lengths.flush()
+        for ending in ("manifest.json", "idx"):  # of older tokens: see LocalShardWriter.finish
+            self._store.delete(f"{self._path}.{ending}")
         self._upload.close()
         digest, size = hashlib.sha256(), 0
         with self._store.writer(f"{self._path}.idx") as writer:
@@ -285,6 +302,20 @@ class RemoteShardWriter:
 
     def clean_up(self) -> None:
         """Nothing is left behind."""
+
+    def _abort(self) -> None:
+        """Leave the upload as an error would, so that nobody ever sees a part of a shard; a finished one is closed."""
+        with suppress(_Unfinished), self._upload:
+            raise _Unfinished
+
+
+class _Unfinished(Exception):
+    pass
+
+
+def _checked(line: bytes) -> bytes:
+    """A line of the journal with its checksum in front."""
+    return hashlib.blake2b(line, digest_size=CHECKSUM_BYTES).hexdigest().encode() + line
 
 
 def _write_all(file: IO[bytes], data: bytes) -> None:
@@ -304,7 +335,7 @@ def _hash_into(digest: Any, file: IO[bytes]) -> None:
 
 
 @contextmanager
-def _disk_full(where: str) -> Iterator[None]:
+def _explained(where: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -315,4 +346,5 @@ def _disk_full(where: str) -> Iterator[None]:
                 where=where,
                 hint="free some space and run it again: it goes on where it stopped",
             ) from None
-        raise
+        kind = AccessDenied if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS) else StorageError
+        raise kind(f"cannot be written: {(error.strerror or str(error)).lower()}", where=where) from error

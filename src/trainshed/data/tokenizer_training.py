@@ -66,7 +66,7 @@ def _texts(pieces: Sequence[Piece], options: StoreOptions | None, advance: objec
     room = SAMPLE_BYTES
     for piece in pieces:
         for block in PieceReader(piece, *open_store(piece.address, options)).blocks():
-            documents, _ = extract(block, piece.key, piece.address, "skip")
+            documents, _ = extract(block, piece.key)
             yield documents
             advance(block.bytes_read)  # type: ignore[operator]
             room -= sum(map(len, documents))

@@ -12,7 +12,7 @@ import multiprocessing.forkserver
 import os
 import queue
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -91,7 +91,7 @@ class WorkerPool:
                 process.join()
         self._processes.clear()
 
-    def map(self, jobs: Iterable[Job[Tag]]) -> Iterator[tuple[Tag, Tokens]]:
+    def map(self, jobs: Iterable[Job[Tag]]) -> Generator[tuple[Tag, Tokens]]:
         """Tokenise jobs; results come in the order of the jobs, the first error ends it."""
         if self._inline is not None:
             for job in jobs:
@@ -121,7 +121,7 @@ class _Dealer(Generic[Tag]):
         self._total: int | None = None
         self._stopping = False
 
-    def results(self) -> Iterator[tuple[Tag, Tokens]]:
+    def results(self) -> Generator[tuple[Tag, Tokens]]:
         threads = [threading.Thread(target=self._read, daemon=True)]
         threads += [
             threading.Thread(target=self._serve, args=(process, connection), daemon=True)

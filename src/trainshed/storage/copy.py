@@ -84,9 +84,9 @@ def copy_tree(
         raise InputError(f"task {task[0]} of {task[1]}", hint="tasks are counted from 0 to N-1")
     if workers < 1:
         raise InputError(f"{workers} workers", hint="write at least 1")
+    _refuse_into_itself(src, dst)
     destination = open_folder(dst, options)
     source = find_source(src, options, reporter)
-    _refuse_into_itself(src, dst)
     spec: dict[str, object] = {
         "from": source.address,
         "source": source.pinned,
@@ -125,7 +125,7 @@ class _Copy:
         there = {info.path: info for info in listing}
         self._refuse_another_source(there)
         records = self._journal.load(listing)
-        transfer = Transfer(self._destination, there, records, self._retry, self._reporter)
+        transfer = Transfer(self._destination, there, records, self._journal, self._retry, self._reporter)
         proven = [item for item in items if transfer.is_proven(item)]
         waiting = [item for item in items if not transfer.is_proven(item)]
         if proven and waiting:
@@ -179,8 +179,6 @@ class _Copy:
                     else:
                         in_a_row = 0
                         outcomes.append(outcome)
-                        if outcome.record:
-                            self._journal.add(outcome.record)
                         task.describe(f"{len(outcomes)} of {len(items)} files")
                         continue
                     in_a_row += 1
@@ -265,6 +263,8 @@ def _refuse_into_itself(src: str, dst: str) -> None:
     if src.startswith("@"):
         return
     inner, outer = addresses.parse(dst), addresses.parse(src)
+    if has_pattern(outer.path) and "**" not in outer.path:
+        return  # `*.jsonl` into a folder beside them is fine
     folder = literal_folder(outer.path) if has_pattern(outer.path) else outer.path
     inner_path, outer_path = (join(a.url, p) for a, p in ((inner, inner.path), (outer, folder)))
     if inner.scheme == outer.scheme == "file":

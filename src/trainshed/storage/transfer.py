@@ -17,7 +17,7 @@ from trainshed.errors import (
 from trainshed.reporting import Reporter, Task
 from trainshed.storage.address import join
 from trainshed.storage.hashing import Hasher, sha256_of
-from trainshed.storage.journal import Record
+from trainshed.storage.journal import Journal, Record
 from trainshed.storage.retry import Retry
 from trainshed.storage.sources import Item
 from trainshed.storage.store import ObjectInfo, Store
@@ -58,12 +58,14 @@ class Transfer:
         destination: Store,
         there: dict[str, ObjectInfo],
         records: dict[str, Record],
+        journal: Journal,
         retry: Retry,
         reporter: Reporter,
     ) -> None:
         self._destination = destination
         self._there = there
         self._records = records
+        self._journal = journal
         self._retry = retry
         self._reporter = reporter
         self._stop = threading.Event()
@@ -90,7 +92,12 @@ class Transfer:
 
     def run(self, item: Item, task: Task) -> Outcome:
         """Copy one object unless it turns out to be there."""
-        item = self._asked_about(item)
+        outcome = self._place(self._asked_about(item), task)
+        if outcome.record is not None and outcome.record != self._records.get(item.path):
+            self._journal.add(outcome.record)  # here, not where results are gathered: a kill loses less
+        return outcome
+
+    def _place(self, item: Item, task: Task) -> Outcome:
         if self.is_proven(item):
             self._advance(task, item.size or 0)
             return self.proven(item)
