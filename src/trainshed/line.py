@@ -143,10 +143,7 @@ def _prepared(
         order = DataOrder([_synthetic(recipe)], schedule)
         steps = _steps(recipe, schedule, order.sequence_length, 0)
         return PreparedRun(recipe, name, folder, [], steps, order, None, artefacts.tokenizer())
-    sources = [
-        artefacts.source(source, source.name or f"source-{number}", source.weight)
-        for number, source in enumerate(data.train)
-    ]
+    sources = [artefacts.source(source, f"source-{number}", source.weight) for number, source in enumerate(data.train)]
     length = data.sequence_length
     assert length is not None, "the schema asks for it wherever data is not synthetic"
     train_share = data.split.train if data.split else 1.0
@@ -157,7 +154,7 @@ def _prepared(
     validation = None
     if data.validation is not None:
         if data.validation.kind is not None:
-            measured, share = [artefacts.source(data.validation, data.validation.name or "validation")], (0.0, 1.0)
+            measured, share = [artefacts.source(data.validation, "validation")], (0.0, 1.0)
         else:
             assert data.split is not None, "the schema asks for a split or a source"
             measured, share = sources, (train_share, train_share + data.split.validation)
@@ -180,7 +177,14 @@ def _order(
     reporter: Reporter,
 ) -> DataOrder:
     files = [
-        TokenFiles(source.label, source.prefixes, source.weight, (share[0], min(share[1], 1.0)), name=source.name)
+        TokenFiles(
+            source.label,
+            source.prefixes,
+            source.weight,
+            (share[0], min(share[1], 1.0)),
+            content=source.content,
+            name=source.name,
+        )
         for source in sources
     ]
     length = recipe.data.sequence_length or 0

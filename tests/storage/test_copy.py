@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import subprocess
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
@@ -281,7 +282,23 @@ def test_many_small_segments_become_one(tree: Path, tmp_path: Path) -> None:
     assert moved(copy_tree(str(tree), f"{tmp_path}/copy")) == (0, 12)
 
 
-def test_a_full_disk_stops_the_copy_at_once_and_a_rerun_goes_on(
+def test_a_copy_onto_a_disk_that_fills_up_goes_on_once_there_is_space(tmp_path: Path, tiny_disk: Path) -> None:
+    source = tmp_path / "large"
+    source.mkdir()
+    for number in range(20):
+        (source / f"{number:02d}").write_bytes(bytes([number]) * 100_000)
+    with pytest.raises(NoSpace, match="the disk is full"):
+        copy_tree(str(source), f"{tiny_disk}/copy", workers=2)
+    there = content(tiny_disk / "copy")
+    assert 0 < len(there) < 20
+    assert {len(data) for data in there.values()} == {100_000}
+    assert not (tiny_disk / "copy" / MANIFEST).exists()
+    subprocess.run(["mount", "-o", "remount,size=8m", str(tiny_disk)], check=True)
+    assert copy_tree(str(source), f"{tiny_disk}/copy").files == 20
+    assert content(tiny_disk / "copy") == content(source)
+
+
+def test_a_full_disk_stops_the_copy_at_once_and_loses_no_record(
     tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written, original = 0, LocalStore.writer

@@ -70,8 +70,10 @@ def check_rerun(source: Path, destination: str) -> int:
     return there
 
 
-@pytest.mark.parametrize("writes", [0, 1, random.Random().randrange(2, FILES - 1), FILES - 1])
-def test_a_copy_to_disk_killed_anywhere_is_finished_by_a_rerun(tree: Path, tmp_path: Path, writes: int) -> None:
+@pytest.mark.parametrize("when", ["at once", "after one", "somewhere", "before the last"])
+def test_a_copy_to_disk_killed_anywhere_is_finished_by_a_rerun(tree: Path, tmp_path: Path, when: str) -> None:
+    somewhere = random.Random().randrange(2, FILES - 1)
+    writes = {"at once": 0, "after one": 1, "somewhere": somewhere, "before the last": FILES - 1}[when]
     kill_after(tree, f"{tmp_path}/copy", writes)
     assert check_rerun(tree, f"{tmp_path}/copy") <= writes
 

@@ -59,7 +59,7 @@ def test_small_objects(store: Store) -> None:
 def test_a_large_object_goes_up_in_parts_and_comes_down_in_ranges(
     store: Store, s3_bucket: str, s3_server: S3Server
 ) -> None:
-    data = noise(5 * PART_BYTES + 12345)
+    data = noise(5 * PART_BYTES + 12345)  # in parts of 8 MiB: three
     with store.writer("big.bin", size=len(data)) as writer:
         writer.write(data[:1000])
         assert store.head("big.bin") is None
@@ -94,7 +94,7 @@ def test_a_reader_that_leaves_early_leaves_no_thread(store: Store) -> None:
 
 def test_a_failed_upload_leaves_nothing_visible_and_no_parts(store: Store, s3_bucket: str, s3_server: S3Server) -> None:
     with pytest.raises(RuntimeError):
-        write(store, "big.bin", noise(5 * PART_BYTES), then=RuntimeError())
+        write(store, "big.bin", noise(9 * PART_BYTES), then=RuntimeError())
     assert store.head("big.bin") is None
     assert s3_server.open_uploads(s3_bucket) == 0
 
@@ -167,7 +167,7 @@ def test_what_is_missing_is_named(store: Store, s3_bucket: str) -> None:
 
 
 def test_a_broken_connection_goes_on_at_the_byte_where_it_broke(s3_bucket: str, s3_server: S3Server) -> None:
-    data = noise(2 * PART_BYTES + 99)
+    data = noise(4 * PART_BYTES + 99)
     write(open_store(f"s3://{s3_bucket}")[0], "big.bin", data)
     with cutting(s3_server.endpoint) as proxy:
         options = StoreOptions({"s3": Endpoint(endpoint=proxy.url)}, Retry(4, 0.01, 0.02))
@@ -188,10 +188,10 @@ def test_a_connection_that_never_holds_is_given_up(s3_bucket: str, s3_server: S3
 
 
 def test_two_versions_are_never_mixed(store: Store) -> None:
-    write(store, "big.bin", noise(8 * PART_BYTES, seed=1))
+    write(store, "big.bin", noise(16 * PART_BYTES, seed=1))
     stream = store.stream("big.bin")
     next(stream)
-    write(store, "big.bin", noise(8 * PART_BYTES, seed=2))
+    write(store, "big.bin", noise(16 * PART_BYTES, seed=2))
     with pytest.raises(StorageError, match="it was replaced while it was being read"):
         list(stream)
 
@@ -218,7 +218,7 @@ def test_wrong_keys_are_refused_in_words_that_hold_no_secret(
         lambda: store.read("x"),
         lambda: store.put("x", b""),
         lambda: list(store.list()),
-        lambda: write(store, "big", noise(3 * PART_BYTES)),
+        lambda: write(store, "big", noise(5 * PART_BYTES)),
     ):
         with pytest.raises(AccessDenied) as caught:
             call()
@@ -287,6 +287,28 @@ def test_an_uploader_killed_in_the_middle_leaves_nothing_and_a_rerun_completes(s
     assert list(store.list()) == []
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     assert store.read("big.bin") == random.Random(0).randbytes(60_000_000)
+
+
+FORKED = """
+import os, sys
+from trainshed.errors import StorageError
+from trainshed.storage import open_store
+store, path = open_store(sys.argv[1])
+store.put(path, b"")
+if os.fork() == 0:
+    try:
+        open_store(sys.argv[1])[0].read(path)
+    except StorageError as error:
+        print(error, flush=True)
+    os._exit(0)
+os.wait()
+"""
+
+
+def test_a_forked_process_is_told_so_instead_of_hanging(s3_bucket: str) -> None:
+    command = [sys.executable, "-c", FORKED, f"s3://{s3_bucket}/x"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert "'forkserver' or 'spawn'" in done.stdout
 
 
 def test_an_unreachable_store_says_so(no_cloud: None, monkeypatch: pytest.MonkeyPatch) -> None:

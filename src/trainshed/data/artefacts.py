@@ -39,12 +39,17 @@ VERDICT_SCHEMA = "trainshed.verdict/1"
 
 @dataclass(frozen=True)
 class PreparedSource:
-    """A source whose tokens are there and proven."""
+    """A source whose tokens are there and proven.
+
+    `name` is for reports, `label` for the shuffle: renaming a source must not change the order. `content` identifies
+    the lengths of its documents where a manifest tells it; None: they must be read.
+    """
 
     name: str
     label: str
     weight: float | None
     prefixes: tuple[str, ...]
+    content: str | None
     documents: int
     tokens: int
     reused: bool
@@ -84,10 +89,11 @@ class DataArtefacts:
                 self._tokenizer = load_tokenizer(self._recipe.tokenizer, self._options)
         return self._tokenizer
 
-    def source(self, source: SourceKeys, name: str, weight: float | None = None) -> PreparedSource:
-        """Make or find the tokens of one source; `name` is its name in reports and its label in the shuffle."""
+    def source(self, source: SourceKeys, label: str, weight: float | None = None) -> PreparedSource:
+        """Make or find the tokens of one source; `label` is its part of the shuffle's key."""
+        name = source.name or label
         if source.tokens is not None:
-            return self._given_tokens(source.tokens, name, weight)
+            return self._given_tokens(source.tokens, name, label, weight)
         how = self._tokenizing()
         jobs = [
             ShardJob(str(self._folder("tokens", _shard_spec(pieces, how)) / "tokens"), tuple(pieces))
@@ -104,9 +110,10 @@ class DataArtefacts:
             self._prove(job.prefix, manifest)
         return PreparedSource(
             name=name,
-            label=name,
+            label=label,
             weight=weight,
             prefixes=tuple(job.prefix for job in jobs),
+            content=_content(found),
             documents=sum(manifest.counts.documents for manifest in found),
             tokens=sum(manifest.counts.tokens for manifest in found),
             reused=reused,
@@ -172,7 +179,7 @@ class DataArtefacts:
             _publish(partial, folder, "tokenizer", spec)
         return folder / "files"
 
-    def _given_tokens(self, prefixes: Sequence[str], name: str, weight: float | None) -> PreparedSource:
+    def _given_tokens(self, prefixes: Sequence[str], name: str, label: str, weight: float | None) -> PreparedSource:
         from trainshed.data.indexed import IndexedReader
 
         documents = tokens = 0
@@ -191,7 +198,7 @@ class DataArtefacts:
                 with IndexedReader(shard) as reader:
                     documents += reader.documents
                     tokens += reader.tokens
-        return PreparedSource(name, name, weight, tuple(prefixes), documents, tokens, reused=True)
+        return PreparedSource(name, label, weight, tuple(prefixes), None, documents, tokens, reused=True)
 
     def _prove(self, prefix: str, manifest: TokenManifest) -> None:
         """Read new tokens back once and store the verdict beside them."""
@@ -226,6 +233,12 @@ def _identity(piece: Piece) -> dict[str, Any]:
 
 def _shard_spec(pieces: Sequence[Piece], how: Tokenizing) -> dict[str, Any]:
     return {"how": how.spec(), "inputs": [_identity(piece) for piece in pieces]}
+
+
+def _content(manifests: Sequence[TokenManifest]) -> str:
+    """The hashes of the `.idx` files: they hold the token type and every length, all that an index depends on."""
+    digests = [file.sha256 for manifest in manifests for file in manifest.files if file.path.endswith(".idx")]
+    return hashlib.sha256(" ".join(digests).encode()).hexdigest()
 
 
 def _manifest(folder: Path) -> Manifest | None:

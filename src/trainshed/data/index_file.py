@@ -29,6 +29,7 @@ from pathlib import Path
 import numpy as np
 
 from trainshed.data.atomic_file import replace_file
+from trainshed.data.token_file import REPREPARE
 from trainshed.errors import CorruptData, InputError
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -37,7 +38,6 @@ HEADER = struct.Struct("<9sQBQQ")
 DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
 CODES = {np.dtype(name): code for code, name in DTYPES.items()}
 SCAN_ITEMS = 1 << 20
-REPREPARE = "copy the file again from where it was made, or run `trainshed data prepare` again"
 
 
 def token_dtype(vocab_size: int) -> np.dtype:

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import mmap
 import os
-import weakref
 from collections.abc import Iterator
-from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 
 from trainshed.data.index_file import (
     HEADER,
-    REPREPARE,
     SCAN_ITEMS,
     IndexHeader,
     LengthChunks,
@@ -23,7 +20,11 @@ from trainshed.data.index_file import (
     write_index,
 )
 from trainshed.data.shards import shard_name, shard_prefixes
-from trainshed.errors import CorruptData, NotFound
+from trainshed.data.token_file import REPREPARE, local_copy, open_token_file
+from trainshed.errors import CorruptData
+
+if TYPE_CHECKING:
+    from trainshed.storage import StoreOptions
 
 __all__ = [
     "IndexHeader",
@@ -31,7 +32,6 @@ __all__ = [
     "LengthChunks",
     "index_bytes",
     "lengths_from_file",
-    "read_exactly",
     "shard_name",
     "shard_prefixes",
     "token_dtype",
@@ -40,22 +40,20 @@ __all__ = [
 
 
 class IndexedReader:
-    """Random access to the tokens of one `.bin/.idx` pair on a local (or mounted) disk.
+    """Random access to the tokens of one `.bin/.idx` pair, on a disk or in a store.
 
-    The index is memory-mapped; tokens are read with pread, because a page fault on a network mount stalls the
-    whole process and reads 4 KiB at a time. Opening costs a few small reads; `check()` scans everything.
+    The index is memory-mapped (a store's is copied here first); tokens are read with pread or ranged gets. Opening
+    costs a few small reads; `check()` scans everything.
     """
 
-    def __init__(self, prefix: str | os.PathLike[str]) -> None:
+    def __init__(self, prefix: str | os.PathLike[str], options: StoreOptions | None = None) -> None:
         self.prefix = os.fspath(prefix)
-        self.index_path = Path(self.prefix + ".idx")
-        self.bin_path = Path(self.prefix + ".bin")
-        for path in (self.index_path, self.bin_path):
-            if not path.is_file():
-                raise NotFound("no such token file", where=str(path), hint="give a prefix that has both .bin and .idx")
-        with self.index_path.open("rb") as file:
+        self._options = options
+        self.index_address = self.prefix + ".idx"
+        self.bin_address = self.prefix + ".bin"
+        with local_copy(self.index_address, options) as file:
             size = os.fstat(file.fileno()).st_size
-            header = IndexHeader.unpack(file.read(HEADER.size), str(self.index_path))
+            header = IndexHeader.unpack(file.read(HEADER.size), self.index_address)
             if size not in (header.index_bytes, header.index_bytes + header.sequences):
                 self._corrupt(
                     f"is {size} bytes, but {header.sequences} sequences and {header.documents} documents"
@@ -72,13 +70,12 @@ class IndexedReader:
         self.pointers = np.frombuffer(data, "<i8", header.sequences, pointers_at)
         self.document_indices = np.frombuffer(data, "<i8", header.documents + 1, documents_at)
         self.modes = np.frombuffer(data, "<i1", header.sequences, header.index_bytes) if self.has_modes else None
-        self.bin_bytes = self.bin_path.stat().st_size
+        self._file = open_token_file(self.bin_address, options)
+        self.bin_bytes = self._file.size
         self._check_ends()
-        self._descriptor = os.open(self.bin_path, os.O_RDONLY | os.O_CLOEXEC)
-        self._closer = weakref.finalize(self, os.close, self._descriptor)
 
-    def __reduce__(self) -> tuple[type[IndexedReader], tuple[str]]:
-        return (IndexedReader, (self.prefix,))
+    def __reduce__(self) -> tuple[type[IndexedReader], tuple[str, StoreOptions | None]]:
+        return (IndexedReader, (self.prefix, self._options))
 
     def __enter__(self) -> IndexedReader:
         return self
@@ -88,7 +85,7 @@ class IndexedReader:
 
     def close(self) -> None:
         """Close the `.bin`; arrays already handed out stay valid."""
-        self._closer()
+        self._file.close()
 
     @property
     def dtype(self) -> np.dtype:
@@ -126,7 +123,8 @@ class IndexedReader:
     def read(self, start: int, count: int) -> np.ndarray:
         """Return `count` tokens from token `start` of the file, read-only."""
         out = np.empty(count, self.dtype)
-        read_exactly(self._descriptor, out, start * self.dtype.itemsize, self.bin_path)
+        if count:
+            self._file.read_into(out.view(np.uint8).data, start * self.dtype.itemsize)
         out.flags.writeable = False
         return out
 
@@ -169,19 +167,9 @@ class IndexedReader:
             cut = "is cut short" if self.bin_bytes < end else "is too long"
             raise CorruptData(
                 f"{cut}: {self.bin_bytes} bytes, the index describes {end}",
-                where=str(self.bin_path),
+                where=self.bin_address,
                 hint=REPREPARE,
             )
 
     def _corrupt(self, what: str) -> NoReturn:
-        raise CorruptData(what, where=str(self.index_path), hint=REPREPARE)
-
-
-def read_exactly(descriptor: int, out: np.ndarray, offset: int, path: Path) -> None:
-    """Fill the contiguous array `out` from byte `offset` of an open file."""
-    view = out.view(np.uint8).data if out.size else memoryview(b"")
-    while view:
-        got = os.preadv(descriptor, [view], offset)
-        if got == 0:
-            raise CorruptData(f"ends at byte {offset} in the middle of a read", where=str(path), hint=REPREPARE)
-        view, offset = view[got:], offset + got
+        raise CorruptData(what, where=self.index_address, hint=REPREPARE)

@@ -7,8 +7,10 @@ with its `.idx`, which is renamed last; killed at any point, a merge leaves no `
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO
 
@@ -16,14 +18,22 @@ import numpy as np
 
 from trainshed.data.atomic_file import commit, partial_file
 from trainshed.data.indexed import SCAN_ITEMS, IndexedReader, IndexHeader, shard_prefixes
+from trainshed.data.token_file import local_path
+from trainshed.data.token_manifest import combine, read_token_manifest
 from trainshed.errors import InputError
 from trainshed.reporting import SILENT, Reporter, Task
+from trainshed.storage.manifest import FileEntry
 
 COPY_BYTES = 64 * 1024 * 1024
 
 
 def merge(prefixes: Sequence[str], output: str, *, overwrite: bool = False, reporter: Reporter = SILENT) -> IndexHeader:
     """Concatenate token files in the given order; a prefix may stand for its shards."""
+    for prefix in (*prefixes, output):
+        if local_path(prefix) is None:
+            raise InputError(
+                "merge reads and writes disks", where=prefix, hint="fetch the shards first: trainshed data fetch"
+            )
     inputs = [shard for prefix in prefixes for shard in shard_prefixes(prefix)]
     bin_path, index_path = Path(output + ".bin"), Path(output + ".idx")
     if any(os.path.abspath(name) == os.path.abspath(output) for name in inputs):
@@ -41,18 +51,33 @@ def merge(prefixes: Sequence[str], output: str, *, overwrite: bool = False, repo
         ):
             for reader in readers:
                 reader.check()
-                _append(reader.bin_path, reader.bin_bytes, tokens, task)
+                _append(Path(reader.bin_address), reader.bin_bytes, tokens, task)
             for piece in _index_pieces(header, readers):
                 index.write(piece)
                 task.advance(len(piece))
-            # An old index must never stand beside new tokens.
+            # An old index or manifest must never stand beside new tokens.
+            Path(f"{output}.manifest.json").unlink(missing_ok=True)
             index_path.unlink(missing_ok=True)
             commit(tokens, bin_path)
             commit(index, index_path)
     finally:
         for reader in readers:
             reader.close()
+    _write_manifest(inputs, output)
     return header
+
+
+def _write_manifest(inputs: Sequence[str], output: str) -> None:
+    """Prove the result as its parts were proven; parts without a manifest, or made differently, give none."""
+    manifests = [manifest for name in inputs if (manifest := read_token_manifest(name))]
+    if len(manifests) < len(inputs) or any(manifest.spec != manifests[0].spec for manifest in manifests):
+        return
+    files = []
+    for path in (Path(f"{output}.bin"), Path(f"{output}.idx")):
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        files.append(FileEntry(path.name, path.stat().st_size, f"sha256:{digest}"))
+    replace(combine(manifests), files=files, shards=1).write(output)
 
 
 def _joint_header(readers: Sequence[IndexedReader]) -> IndexHeader:

@@ -24,12 +24,13 @@ from trainshed.data.shard_writer import (
     RemoteShardWriter,
     ShardWriter,
 )
+from trainshed.data.token_file import local_path
 from trainshed.data.token_manifest import PieceRecord, TokenManifest, read_token_manifest
 from trainshed.data.tokenizer import SpecialToken, Tokenizer
 from trainshed.data.workers import Job, WorkerPool
 from trainshed.errors import BadDocument, InputError
 from trainshed.reporting import SILENT, Reporter
-from trainshed.storage import open_store, parse
+from trainshed.storage import open_store
 
 if TYPE_CHECKING:
     from trainshed.storage import StoreOptions
@@ -298,14 +299,6 @@ class _Preparation:
         self._stacks[shard].close()
         del self._writers[shard]
         return manifest
-
-
-def local_path(address: str) -> str | None:
-    """Return an address on this machine's disks as a path, or None for a store's."""
-    parsed = parse(address)
-    if parsed.scheme != "file":
-        return None
-    return f"/{parsed.path}" if parsed.root == "/" else parsed.path
 
 
 def default_workers(pieces: Sequence[Piece]) -> int:

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+from typing import TYPE_CHECKING
 
+from trainshed.data.token_file import local_path
 from trainshed.errors import InputError, NotFound
+from trainshed.storage import open_store
+
+if TYPE_CHECKING:
+    from trainshed.storage import StoreOptions
 
 
 def shard_name(prefix: str, shard: int, shards: int) -> str:
@@ -13,15 +19,13 @@ def shard_name(prefix: str, shard: int, shards: int) -> str:
     return prefix if shards == 1 else f"{prefix}-{shard:05d}-of-{shards:05d}"
 
 
-def shard_prefixes(prefix: str | os.PathLike[str]) -> list[str]:
+def shard_prefixes(prefix: str | os.PathLike[str], options: StoreOptions | None = None) -> list[str]:
     """Return the prefixes a PREFIX stands for: itself, or all its `-00000-of-000NN` shards in order."""
     prefix = os.fspath(prefix)
-    folder, name = os.path.split(prefix)
-    pattern = re.compile(re.escape(name) + r"-(\d{5})-of-(\d{5})\.idx")
-    entries = os.listdir(folder or ".") if os.path.isdir(folder or ".") else []
-    found = {(int(m[2]), int(m[1])) for entry in entries if (m := pattern.fullmatch(entry))}
-    totals = sorted({total for total, _ in found})
-    whole = os.path.exists(prefix + ".idx")
+    name = prefix.rpartition("/")[2]
+    found = _indexes(prefix, options)
+    whole = (1, None) in found
+    totals = sorted({total for total, shard in found if shard is not None})
     if whole and totals:
         raise InputError(
             "there is both a whole file and a sharded one",
@@ -54,17 +58,26 @@ def shard_prefixes(prefix: str | os.PathLike[str]) -> list[str]:
     return [f"{prefix}-{shard:05d}-of-{total:05d}" for shard in range(total)]
 
 
-def refuse_other_shards(prefix: str, shards: int) -> None:
+def refuse_other_shards(prefix: str, shards: int, options: StoreOptions | None = None) -> None:
     """Stop before writing beside token files that another number of shards left at the same PREFIX."""
-    folder, name = os.path.split(prefix)
-    if "://" in prefix or not os.path.isdir(folder or "."):
-        return
-    pattern = re.compile(re.escape(name) + r"(?:-\d{5}-of-(\d{5}))?\.idx")
-    counts = {int(m[1] or 1) for entry in os.listdir(folder or ".") if (m := pattern.fullmatch(entry))}
-    others = sorted(counts - {shards})
+    others = sorted({total for total, _ in _indexes(prefix, options)} - {shards})
     if others:
         raise InputError(
             f"there are token files in {others[0]} shards with this prefix already; {shards} are asked for",
             where=prefix,
             hint=f"write --shards {others[0]}, another --output, or remove the old files",
         )
+
+
+def _indexes(prefix: str, options: StoreOptions | None) -> set[tuple[int, int | None]]:
+    """The `.idx` files of a prefix as (number of shards, shard); of a whole file (1, None)."""
+    folder, slash, name = prefix.rpartition("/")
+    pattern = re.compile(re.escape(name) + r"(?:-(\d{5})-of-(\d{5}))?\.idx")
+    local = local_path(folder + slash or ".")
+    if local is not None:
+        names = os.listdir(local or ".") if os.path.isdir(local or ".") else []
+    else:
+        store, path = open_store(folder, options)
+        names = [info.path.removeprefix(f"{path}/") for info in store.list(path)]
+    matches = (pattern.fullmatch(each) for each in names)
+    return {(int(m[2]), int(m[1])) if m[1] else (1, None) for m in matches if m}

@@ -5,9 +5,6 @@ Shapes: R rows asked for, L sequence_length, S segments (a piece of one unit ins
 
 from __future__ import annotations
 
-import errno
-import os
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +13,12 @@ import numpy as np
 
 from trainshed.data.index import STRIDE, SourceIndex
 from trainshed.data.index_artefact import REBUILD
-from trainshed.data.indexed import IndexedReader, read_exactly
+from trainshed.data.indexed import IndexedReader
 from trainshed.data.permutation import Permutation
 from trainshed.data.source import Piece
-from trainshed.errors import CorruptData, InputError, NotFound, StorageError
+from trainshed.data.token_file import TokenFile, open_token_file
+from trainshed.errors import CorruptData, InputError, NotFound
+from trainshed.storage import open_store
 
 TOKEN_TYPES = {"<u1", "<i1", "<i2", "<u2", "<i4"}
 
@@ -53,8 +52,7 @@ class TokenSource:
         ends = np.cumsum([shard["tokens"] for shard in index.shards], dtype=np.int64)
         self._shard_starts = np.concatenate(([0], ends))
         self._visits: dict[int, Permutation] = {}
-        self._descriptors: dict[int, int] = {}
-        weakref.finalize(self, _close_all, self._descriptors)
+        self._files: dict[int, TokenFile] = {}
 
     def __reduce__(self) -> tuple[object, ...]:
         # Worker processes map and open the files themselves.
@@ -62,7 +60,8 @@ class TokenSource:
 
     def close(self) -> None:
         """Close the token files; reading opens them again."""
-        _close_all(self._descriptors)
+        while self._files:
+            self._files.popitem()[1].close()
 
     def place(self, draws: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Map the k-th sample drawn from this source to (epoch, window)."""
@@ -149,12 +148,10 @@ class TokenSource:
         view = flat.view(np.uint8).data
         reads = zip(shard[heads].tolist(), offsets.tolist(), lows.tolist(), highs.tolist(), strict=True)
         for number, offset, low, high in reads:
-            descriptor = self._descriptors.get(number)
-            if descriptor is None:
-                descriptor = self._open(number)
-            if os.preadv(descriptor, [view[low:high]], offset) != high - low:
-                rest = flat.view(np.uint8)[low:high]
-                read_exactly(descriptor, rest, offset, Path(self.shards[number] + ".bin"))
+            file = self._files.get(number)
+            if file is None:
+                file = self._files.setdefault(number, open_token_file(self.shards[number] + ".bin"))
+            file.read_into(view[low:high], offset)
 
     def _visit(self, epoch: int) -> Permutation:
         """The order in which an epoch's windows are visited."""
@@ -178,41 +175,18 @@ class TokenSource:
                 hint="prepare it again with `trainshed data prepare`",
             )
         for shard, facts in zip(self.shards, self.index.shards, strict=True):
-            path = Path(shard + ".bin")
-            try:
-                size = path.stat().st_size
-            except FileNotFoundError:
-                raise NotFound("no such token file", where=str(path), hint="copy it here or prepare again") from None
-            if size != facts["tokens"] * self._dtype.itemsize:
+            address = shard + ".bin"
+            store, path = open_store(address)
+            found = store.head(path)
+            if found is None:
+                raise NotFound("no such token file", where=address, hint="copy it here or prepare again")
+            if found.size != facts["tokens"] * self._dtype.itemsize:
                 raise CorruptData(
-                    f"has {size} bytes, its index says {facts['tokens']} tokens of {self._dtype}",
-                    where=str(path),
+                    f"has {found.size} bytes, its index says {facts['tokens']} tokens of {self._dtype}",
+                    where=address,
                     hint=REBUILD,
                 )
-
-    def _open(self, shard: int) -> int:
-        path = self.shards[shard] + ".bin"
-        try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
-            if error.errno != errno.EMFILE:
-                raise
-            raise StorageError(
-                "too many open files",
-                where=path,
-                hint="raise the limit (`ulimit -n 65536`) or merge the shards",
-            ) from error
-        # Another thread may have been faster.
-        kept = self._descriptors.setdefault(shard, descriptor)
-        if kept != descriptor:
-            os.close(descriptor)
-        return kept
 
 
 def _reopen(folder: Path, shards: Sequence[str], sequence_length: int, name: str) -> TokenSource:
     return TokenSource(SourceIndex(folder), shards, sequence_length, name)
-
-
-def _close_all(descriptors: dict[int, int]) -> None:
-    while descriptors:
-        os.close(descriptors.popitem()[1])

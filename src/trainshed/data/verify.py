@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from trainshed.data.indexed import SCAN_ITEMS, IndexedReader, shard_prefixes
+from trainshed.data.indexed import IndexedReader, shard_prefixes
 from trainshed.data.token_manifest import TokenManifest, read_token_manifest
 from trainshed.data.tokenizer import Tokenizer
 from trainshed.errors import CorruptData, NotFound
 from trainshed.reporting import SILENT, Reporter, Task
+from trainshed.storage import ObjectInfo, open_store, sha256_of
 
 EXAMPLES = 3
 """How many places of one problem are named."""
@@ -38,8 +38,8 @@ class ShardVerdict:
 def verify(prefix: str, *, tokenizer: Tokenizer | None = None, reporter: Reporter = SILENT) -> list[ShardVerdict]:
     """Verify every shard behind a prefix; problems are collected, not raised."""
     shards = shard_prefixes(prefix)
-    total = sum(Path(f"{shard}.bin").stat().st_size for shard in shards if Path(f"{shard}.bin").exists())
-    with reporter.task("verify", total=total, unit="B") as task:
+    sizes = [_head(f"{shard}.bin") for shard in shards]
+    with reporter.task("verify", total=sum(info.size for info in sizes if info), unit="B") as task:
         return [_verify_shard(shard, tokenizer, task) for shard in shards]
 
 
@@ -70,19 +70,20 @@ def _verify_shard(prefix: str, tokenizer: Tokenizer | None, task: Task) -> Shard
 
 def _against_manifest(prefix: str, manifest: TokenManifest, verdict: ShardVerdict, bin_sha256: str | None) -> list[str]:
     problems: list[str] = []
+    folder = prefix.rpartition("/")[0]
     for file in manifest.files:
-        path = Path(prefix).parent / file.path
-        if not path.exists():
-            problems.append(f"{path}: missing")
-            continue
-        if path.stat().st_size != file.size:
-            problems.append(f"{path}: {path.stat().st_size} bytes, its manifest says {file.size}")
-            continue
-        found = bin_sha256 if path.suffix == ".bin" and bin_sha256 else _sha256(path)
-        if found != file.sha256:
-            problems.append(
-                f"{path}: its bytes have changed since it was made ({found}, its manifest says {file.sha256})"
-            )
+        address = f"{folder}/{file.path}" if "/" in prefix else file.path
+        found = _head(address)
+        if found is None:
+            problems.append(f"{address}: missing")
+        elif found.size != file.size:
+            problems.append(f"{address}: {found.size} bytes, its manifest says {file.size}")
+        else:
+            sha256 = bin_sha256 if address.endswith(".bin") and bin_sha256 else _sha256(address)
+            if sha256 != file.sha256:
+                problems.append(
+                    f"{address}: its bytes have changed since it was made ({sha256}, its manifest says {file.sha256})"
+                )
     if verdict.documents and verdict.documents != manifest.counts.documents:
         problems.append(f"{verdict.documents:,} documents, its manifest says {manifest.counts.documents:,}")
     if verdict.tokens and verdict.tokens != manifest.counts.tokens:
@@ -90,9 +91,14 @@ def _against_manifest(prefix: str, manifest: TokenManifest, verdict: ShardVerdic
     return problems
 
 
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"
+def _head(address: str) -> ObjectInfo | None:
+    store, path = open_store(address)
+    return store.head(path)
+
+
+def _sha256(address: str) -> str:
+    store, path = open_store(address)
+    return sha256_of(store.stream(path))
 
 
 class _Scan:
@@ -113,11 +119,16 @@ class _Scan:
         """Read everything once."""
         digest = hashlib.sha256()
         outside: list[int] = []
-        for number, tokens in enumerate(self._reader.token_chunks()):
+        unended: list[int] = []
+        sequence = start = 0
+        for tokens in self._reader.token_chunks():
             digest.update(tokens.view(np.uint8).data)
             task.advance(tokens.nbytes)
             if self._vocab_size is not None and len(outside) < EXAMPLES:
-                outside += _outside(tokens, self._vocab_size, number * SCAN_ITEMS)
+                outside += _outside(tokens, self._vocab_size, start)
+            if self._eod is not None:
+                sequence = self._check_ends(tokens, start, sequence, unended)
+            start += len(tokens)
         self.bin_sha256 = f"sha256:{digest.hexdigest()}"
         if self._vocab_size is not None:
             self.checked.append(f"token range below {self._vocab_size:,}")
@@ -126,20 +137,21 @@ class _Scan:
                 for at in outside[:EXAMPLES]
             ]
         if self._eod is not None:
-            self._documents_end()
+            self.checked.append("end-of-document tokens")
+            self.problems += [f"sequence {i:,} does not end with the token {self._eod}" for i in unended[:EXAMPLES]]
 
-    def _documents_end(self) -> None:
-        """Every sequence must end with the end-of-document token that the manifest names."""
+    def _check_ends(self, tokens: np.ndarray, start: int, sequence: int, unended: list[int]) -> int:
+        """Check the sequences from `sequence` on that end within these tokens; return the first that does not."""
         reader = self._reader
-        wrong: list[int] = []
-        for first in range(0, reader.sequences, SCAN_ITEMS):
-            lengths = reader.lengths[first : first + SCAN_ITEMS]
-            pointers = reader.pointers[first : first + SCAN_ITEMS] // reader.dtype.itemsize
-            lasts = pointers + lengths - 1
-            tokens = _gather(reader, lasts)
-            wrong += [first + int(i) for i in np.flatnonzero(tokens != self._eod)[:EXAMPLES]]
-        self.checked.append("end-of-document tokens")
-        self.problems += [f"sequence {i:,} does not end with the token {self._eod}" for i in wrong[:EXAMPLES]]
+        end = start + len(tokens)
+        begun = int(np.searchsorted(reader.pointers, end * reader.dtype.itemsize, "left"))
+        lasts = reader.pointers[sequence:begun] // reader.dtype.itemsize + reader.lengths[sequence:begun] - 1
+        ended = int(np.searchsorted(lasts, end, "left"))
+        lasts, filled = lasts[:ended], reader.lengths[sequence : sequence + ended] > 0
+        if len(unended) < EXAMPLES and len(lasts):
+            wrong = filled & (tokens[np.maximum(lasts - start, 0)] != self._eod)
+            unended += [sequence + int(i) for i in np.flatnonzero(wrong)[:EXAMPLES]]
+        return sequence + ended
 
 
 def _outside(tokens: np.ndarray, vocab_size: int, first: int) -> list[int]:
@@ -147,16 +159,3 @@ def _outside(tokens: np.ndarray, vocab_size: int, first: int) -> list[int]:
     if len(tokens) == 0 or (int(tokens.max()) < vocab_size and int(tokens.min()) >= 0):
         return []
     return [first + int(at) for at in np.flatnonzero((tokens >= vocab_size) | (tokens < 0))[:EXAMPLES]]
-
-
-def _gather(reader: IndexedReader, positions: np.ndarray) -> np.ndarray:
-    """Tokens at ascending positions, read in runs of at most a few megabytes."""
-    out = np.empty(len(positions), reader.dtype)
-    at = 0
-    while at < len(positions):
-        until = int(np.searchsorted(positions, positions[at] + 4 * SCAN_ITEMS, side="left"))
-        start = int(positions[at])
-        run = reader.read(start, int(positions[until - 1]) - start + 1)
-        out[at:until] = run[positions[at:until] - start]
-        at = until
-    return out

@@ -24,6 +24,7 @@ from trainshed.storage.store import ObjectInfo, Store
 
 # Streams already go on by themselves where they broke; this is for what breaks a whole object.
 _ATTEMPTS = 3
+_CHUNK_BYTES = 4 * 1024 * 1024
 
 
 class Absent(Exception):
@@ -137,7 +138,7 @@ class Transfer:
 
     def _chunks(self, item: Item) -> Iterator[bytes]:
         try:
-            for chunk in item.store.stream(item.source_path):
+            for chunk in item.store.stream(item.source_path, chunk_bytes=_CHUNK_BYTES):
                 if self._stop.is_set():
                     raise Stopped
                 yield chunk

@@ -61,8 +61,9 @@ def fetch(
     )
     data = {"schema": "trainshed.data.fetch/1", **result.as_dict()}
     moved = f"{result.copied_files} copied ({human(result.copied_bytes, 'B')})"
+    kept = result.files - result.copied_files
     lines = [
-        f"{result.files} files, {human(result.bytes, 'B')}: {moved}, {result.files - result.copied_files} already there",
+        f"{result.files} files, {human(result.bytes, 'B')}: {moved}, {kept} already there",
         f"from      {result.source}",
         f"to        {result.destination}",
         f"manifest  {result.manifest}",
