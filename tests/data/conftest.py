@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import made_tokenizers
 
 from trainshed.data.indexed import write_index
 
@@ -45,3 +51,18 @@ def write_tokens(tmp_path: Path) -> WriteTokens:
         return prefix
 
     return write
+
+
+TokenizerFolder = Callable[[str], Path]
+
+
+@pytest.fixture(scope="session")
+def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> TokenizerFolder:
+    """The folder of a made tokenizer by the name of its kind, each made when first asked for."""
+
+    @cache
+    def folder(kind: str) -> Path:
+        made = made_tokenizers.KINDS[kind]()
+        return made_tokenizers.save(made, made_tokenizers.CONFIGS[kind], tmp_path_factory.mktemp("tokenizer") / kind)
+
+    return folder

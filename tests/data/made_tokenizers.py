@@ -10,6 +10,8 @@ import ast
 import json
 import sysconfig
 from collections.abc import Callable, Iterator
+from functools import cache
+from itertools import islice
 from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
@@ -19,22 +21,16 @@ INT32_VOCAB = 65_500
 """Megatron stores ids as int32 from this vocabulary size on."""
 
 # The split patterns as their models' tokenizer.json files have them.
-LLAMA3_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+LLAMA3_PATTERN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 QWEN2_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
 
-def docstrings(wanted: int = 1500) -> list[str]:
+@cache
+def docstrings() -> tuple[str, ...]:
     """Real English with code, tables and quotes in it, the same on every machine with this Python."""
-    found: list[str] = []
-    for text in _docstrings():
-        found.append(text)
-        if len(found) == wanted:
-            break
-    return found
+    return tuple(islice(_docstrings(), 1500))
 
 
 def _docstrings() -> Iterator[str]:
@@ -69,7 +65,9 @@ def llama3() -> Tokenizer:
         [
             processors.ByteLevel(trim_offsets=True),
             processors.TemplateProcessing(
-                single=f"{begin} $A", pair=f"{begin} $A {begin} $B", special_tokens=[(begin, tokenizer.token_to_id(begin))]
+                single=f"{begin} $A",
+                pair=f"{begin} $A {begin} $B",
+                special_tokens=[(begin, tokenizer.token_to_id(begin))],
             ),
         ]
     )

@@ -14,6 +14,7 @@ from trainshed.recipe import parse_recipe
         # types
         ("train.steps=ten", "expected a whole number, got `ten`", None),
         ("train.steps=1.5", "expected a whole number, got 1.5", None),
+        ("train.steps=1e3", "expected a whole number, got 1000.0", "write 1000"),
         ("train.steps=true", "expected a whole number, got true", None),
         ("train.steps='100'", "expected a whole number, got `100`", "write it without quotes: 100"),
         ("train.steps=010", "expected a whole number, got `010`", "a leading zero: write 10"),

@@ -12,6 +12,9 @@ from trainshed.data.tokenizer import Tokenizer
 ADDED_TOKENS = 64
 """How many added tokens are tried; a tokenizer with thousands has them in series that are all alike."""
 
+YOUNG = "\u1c89\u0897\u1acf\u20c1\U0001fac8\U00011b60\U0001cc00\U0001e6ff\U000323b0"
+"""Letters, marks, numbers and signs added in Unicode 15 to 17: tables of different years class them differently."""
+
 TEXTS = (
     "",
     " ",
@@ -26,11 +29,7 @@ TEXTS = (
     "https://example.org/a?b=c&d=%20#e user@example.org C:\\Temp\\file.txt",
     "=" * 300 + "\n" * 70 + "ab" * 500,
     "▁ ▁▁word Ġ Ċ Ã© <0x0A> </w> ## [UNK] <unk> <pad>",
-    # Added in Unicode 15 to 17, a letter, a mark, a number, a sign each: tables of different years class them apart.
-    *(
-        f"{c}'s x{c}.s 1{c}2 {c}{c}"
-        for c in "\u1c89\u0897\u1acf\u20c1\U0001fac8\U00011b60\U0001cc00\U0001e6ff\U000323b0"
-    ),
+    *(f"{c}'s x{c}.s 1{c}2 {c}{c}" for c in YOUNG),
 )
 """Odd spaces, scripts, contractions, numbers, unnormalised letters, controls, long runs, other tokenizers' marks."""
 

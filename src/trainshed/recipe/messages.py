@@ -189,6 +189,9 @@ def _wrong_type(wanted: str, value: Any) -> tuple[str, str | None]:
         return what, "write a value or delete the line"
     if isinstance(value, str):
         return what, _what_text_meant(wanted, value)
+    if isinstance(value, float) and "whole" in wanted:
+        # Shown with its point: `1e3` is a decimal number, and 1000 would look like what is wanted.
+        return f"expected {wanted}, got {value!r}", f"write {int(value)}" if value.is_integer() else None
     if "text" in wanted and isinstance(value, bool | int | float):
         return what, f'write it in quotes: "{_plain(value)}"'
     return what, None
