@@ -35,5 +35,5 @@ def test_what_is_wrong_is_said_in_one_line_and_a_hint(tmp_path, capsys):
     assert shown.out == ""
     assert "holds int32 tokens" in shown.err
     assert "same tokenizer" in shown.err
-    assert run_cli(["data", "merge", str(tmp_path / "gone"), "--output", str(tmp_path / "o")]) == 1
+    assert run_cli(["data", "merge", str(tmp_path / "gone"), "--output", str(tmp_path / "o")]) == 2
     assert "no token files with this prefix" in capsys.readouterr().err

@@ -60,14 +60,14 @@ def llama3() -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     specials = ["<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>"]
     _learned(tokenizer, specials, byte_level=True)
-    begin = specials[0]
+    begin, begin_id = specials[0], tokenizer.token_to_id(specials[0])
     tokenizer.post_processor = processors.Sequence(
         [
             processors.ByteLevel(trim_offsets=True),
             processors.TemplateProcessing(
                 single=f"{begin} $A",
                 pair=f"{begin} $A {begin} $B",
-                special_tokens=[(begin, tokenizer.token_to_id(begin))],
+                special_tokens=[(begin, begin_id)],
             ),
         ]
     )

@@ -20,7 +20,7 @@ from trainshed.data.indexed import (
     token_dtype,
     write_index,
 )
-from trainshed.errors import CorruptData, InputError, NotFound
+from trainshed.errors import AddressError, CorruptData, InputError, NotFound
 
 DTYPES = {"<u2": 65535, "<i4": 2**31 - 1}
 SHARED = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -213,7 +213,7 @@ def test_a_prefix_stands_for_its_shards(write_tokens, tmp_path):
 
 
 def test_missing_and_ambiguous_shards_are_named(write_tokens, tmp_path):
-    with pytest.raises(NotFound, match="no token files with this prefix"):
+    with pytest.raises(AddressError, match="no token files with this prefix"):
         shard_prefixes(tmp_path / "c")
     write_tokens("c-00001-of-00003", [[1]])
     with pytest.raises(NotFound, match=r"2 of 3 shards are missing: c-00000-of-00003\.idx, c-00002"):

@@ -40,6 +40,7 @@ class HubServer:
     ranges: bool = True
     heads: bool = True
     etags: bool = True
+    lengths: bool = True
     url: str = ""
     cdn_url: str = ""
     requests: Counter[str] = field(default_factory=Counter)
@@ -196,11 +197,15 @@ def _handler(hub: HubServer, *, cdn: bool) -> type[BaseHTTPRequestHandler]:
             self.send_header("Last-Modified", "Sun, 01 Nov 2026 00:00:00 GMT")
             if hub.etags:
                 self.send_header("ETag", f'"{hashlib.md5(data).hexdigest()}"')
-            self.send_header("Content-Length", str(end - start))
+            body = data[start:end]
+            if hub.lengths:
+                self.send_header("Content-Length", str(len(body)))
+            else:
+                self.send_header("Transfer-Encoding", "chunked")
+                body = b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
             self.end_headers()
             if self.command == "HEAD":
                 return
-            body = data[start:end]
             if fault is not None and fault.break_after is not None:
                 self.wfile.write(body[: fault.break_after])
                 self.wfile.flush()

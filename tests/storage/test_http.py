@@ -39,6 +39,16 @@ def test_a_server_without_ranges_still_goes_on_after_a_break(hub: HubServer, sto
     assert store.read("a/x.bin", 100, 200) == DATA[100:200]
 
 
+def test_a_server_that_tells_no_length_and_no_version(hub: HubServer, store: Store) -> None:
+    hub.lengths = hub.etags = hub.ranges = False
+    info = store.head("a/x.bin")
+    assert info is not None
+    assert info.size == -1
+    hub.faults["/a/x.bin"] = Fault(2, break_after=700_000)
+    assert b"".join(store.stream("a/x.bin")) == DATA
+    assert store.read("a/x.bin", 7, 19) == DATA[7:19]
+
+
 def test_a_server_that_refuses_head_is_asked_for_one_byte(hub: HubServer, store: Store) -> None:
     hub.heads = False
     info = store.head("a/x.bin")

@@ -84,6 +84,17 @@ def test_parts_grow_so_that_any_size_fits_into_their_number() -> None:
         writer.finish = lambda: None  # type: ignore[method-assign]
 
 
+def test_an_object_that_outgrows_its_parts_is_refused_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    from trainshed.storage import objects
+
+    monkeypatch.setattr(objects, "UNKNOWN_SIZE_PART_BYTES", 10)
+    with (
+        pytest.raises(StorageError, match="pass size= to writer"),
+        objects.ObjectStore(None, "s3://b", "s3", Retry()).writer("x") as writer,
+    ):
+        writer.write(bytes(100_001))
+
+
 def test_a_reader_that_leaves_early_leaves_no_thread(store: Store) -> None:
     write(store, "big.bin", noise(4 * PART_BYTES))
     stream = store.stream("big.bin")

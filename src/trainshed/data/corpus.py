@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 from trainshed.data.formats import Kind, TextDocuments, format_of
 from trainshed.data.reading import Piece, split_piece
-from trainshed.errors import InputError
+from trainshed.errors import AddressError, InputError, NotFound
 from trainshed.storage import expand, open_store
 
 if TYPE_CHECKING:
-    from trainshed.storage import StoreOptions
+    from trainshed.storage import Found, StoreOptions
 
 
 def find_pieces(
@@ -30,7 +30,7 @@ def find_pieces(
     pieces: list[Piece] = []
     seen: set[str] = set()
     for pattern in patterns:
-        for found in expand(pattern, options):
+        for found in _expanded(pattern, options):
             if found.address in seen:
                 raise InputError(
                     "this file is named by two inputs",
@@ -49,6 +49,14 @@ def find_pieces(
                 )
             )
     return pieces
+
+
+def _expanded(pattern: str, options: StoreOptions | None) -> list[Found]:
+    try:
+        return expand(pattern, options)
+    except NotFound as error:
+        # What a person wrote matches nothing: that is wrong input, not a store that failed.
+        raise AddressError(error.what, where=error.where, hint=error.hint) from None
 
 
 def assign_shards(pieces: list[Piece], shards: int, options: StoreOptions | None = None) -> list[list[Piece]]:

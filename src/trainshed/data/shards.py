@@ -7,7 +7,7 @@ import re
 from typing import TYPE_CHECKING
 
 from trainshed.data.token_file import local_path
-from trainshed.errors import InputError, NotFound
+from trainshed.errors import AddressError, InputError, NotFound
 from trainshed.storage import open_store
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def shard_prefixes(prefix: str | os.PathLike[str], options: StoreOptions | None 
             hint="remove the stale ones",
         )
     if not totals:
-        raise NotFound(
+        raise AddressError(
             "no token files with this prefix",
             where=prefix,
             hint=f"expected {name}.idx or {name}-00000-of-….idx",

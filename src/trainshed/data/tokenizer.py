@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainshed.errors import MissingExtra, NotFound, TokenizerError
+from trainshed.errors import MissingExtra, TokenizerError
 
 if TYPE_CHECKING:
     import tokenizers
@@ -120,7 +120,7 @@ def load_tokenizer(address: str, options: StoreOptions | None = None) -> Tokeniz
     address = _spell_out(address)
     files = _read_files(address, options)
     if not files:
-        raise NotFound(
+        raise TokenizerError(
             "there is no tokenizer here",
             where=address,
             hint=f"a tokenizer is a tokenizer.json, or a folder with one of: {', '.join(TOKENIZER_FILES)}",

@@ -218,9 +218,17 @@ class _PartWriter:
         self._part_bytes = part_bytes
         self._first = bytearray()
         self._upload: Any = None
+        self._room = 10_000 * part_bytes
         self.info: ObjectInfo | None = None
 
     def write(self, data: bytes | memoryview) -> None:
+        self._room -= len(data)
+        if self._room < 0:
+            raise StorageError(
+                f"more than {10_000 * self._part_bytes // 10**9} GB in one object, the most without knowing its size",
+                where=join(self._store.url, self._path),
+                hint="pass size= to writer(), or write several objects",
+            )
         if self._upload is None:
             self._first += data
             if len(self._first) <= self._part_bytes:
