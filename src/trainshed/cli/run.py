@@ -37,9 +37,12 @@ def run(
         Report as text or json.
     """
     from trainshed.cli.console import human, print_report, reporter
+    from trainshed.errors import InputError
     from trainshed.line import run_line
     from trainshed.recipe import load_cluster, load_recipe, split_overrides
 
+    if workers is not None and workers < 1:
+        raise InputError(f"--workers {workers} is less than one", hint="write --workers 1 or more, or leave it out")
     for_recipe, for_cluster = split_overrides(overrides)
     cluster = load_cluster(on, for_cluster)
     prepared = run_line(load_recipe(recipe, for_recipe), cluster, id=id, workers=workers, reporter=reporter())

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from trainshed.data.formats import Kind, TextDocuments, format_of
-from trainshed.data.reading import Piece, split_piece
+from trainshed.data.reading import Piece, most_parts, split_piece
 from trainshed.errors import AddressError, InputError, NotFound
 from trainshed.storage import expand, open_store
 
@@ -76,12 +77,21 @@ def assign_shards(pieces: list[Piece], shards: int, options: StoreOptions | None
 
 
 def _split_to(pieces: list[Piece], shards: int, options: StoreOptions | None) -> list[Piece]:
-    """Cut the files that can be cut, in proportion to their size, until there are enough pieces."""
-    total = sum(piece.size for piece in pieces if piece.splittable) or 1
-    missing = shards - sum(not piece.splittable for piece in pieces)
-    cut: list[Piece] = []
-    for piece in pieces:
-        parts = -(-missing * piece.size // total) if piece.splittable else 1
-        store, path = open_store(piece.address, options)
-        cut += split_piece(piece, parts, store, path) if parts > 1 else [piece]
-    return cut
+    """Cut the files that can be cut, always the one with the largest parts, until there are enough pieces."""
+    places = [open_store(piece.address, options) for piece in pieces]
+    parts = [1] * len(pieces)
+    room = [most_parts(piece, *place) for piece, place in zip(pieces, places, strict=True)]
+    largest = [(-piece.size, number) for number, piece in enumerate(pieces) if room[number] > 1]
+    heapq.heapify(largest)
+    for _ in range(shards - len(pieces)):
+        if not largest:
+            break
+        _, number = heapq.heappop(largest)
+        parts[number] += 1
+        if parts[number] < room[number]:
+            heapq.heappush(largest, (-pieces[number].size / parts[number], number))
+    return [
+        part
+        for piece, count, place in zip(pieces, parts, places, strict=True)
+        for part in (split_piece(piece, count, *place) if count > 1 else [piece])
+    ]

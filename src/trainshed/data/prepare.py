@@ -25,7 +25,7 @@ from trainshed.data.shard_writer import (
     ShardWriter,
 )
 from trainshed.data.token_file import local_path
-from trainshed.data.token_manifest import PieceRecord, TokenManifest, read_token_manifest
+from trainshed.data.token_manifest import PieceRecord, TokenManifest, forget_set, read_token_manifest
 from trainshed.data.tokenizer import SpecialToken, Tokenizer
 from trainshed.data.workers import Job, WorkerPool
 from trainshed.errors import BadDocument, InputError
@@ -284,6 +284,7 @@ class _Preparation:
     def _finish(self, shard: int, encoder: str) -> TokenManifest:
         job, writer = self._jobs[shard], self._writers[shard]
         self._pieces_done(shard, len(job.pieces))
+        forget_set(job.prefix, self._options)
         files = writer.finish(np.dtype(self._how.dtype))
         inputs = [PieceRecord.of(p, sha) for p, sha in zip(job.pieces, writer.progress.piece_hashes, strict=True)]
         manifest = TokenManifest(

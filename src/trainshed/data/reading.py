@@ -202,14 +202,20 @@ def lines_before(piece: Piece, store: Store, path: str) -> int:
     return lines
 
 
-def split_piece(piece: Piece, parts: int, store: Store, path: str) -> list[Piece]:
-    """Cut a file into at most `parts` pieces of about the same size."""
+def most_parts(piece: Piece, store: Store, path: str) -> int:
+    """Into how many pieces a file can be cut."""
+    if not piece.splittable:
+        return 1
     if piece.format.kind == "parquet":
         from trainshed.data.parquet import row_groups
 
-        total = row_groups(store, path, piece.address)
-    else:
-        total = piece.size
+        return row_groups(store, path, piece.address)
+    return piece.size
+
+
+def split_piece(piece: Piece, parts: int, store: Store, path: str) -> list[Piece]:
+    """Cut a file into at most `parts` pieces of about the same size."""
+    total = most_parts(piece, store, path)
     parts = max(1, min(parts, total))
     cuts = [total * i // parts for i in range(parts + 1)]
     return [replace(piece, start=a, end=b) for a, b in pairwise(cuts)]

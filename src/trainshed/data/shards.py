@@ -19,6 +19,12 @@ def shard_name(prefix: str, shard: int, shards: int) -> str:
     return prefix if shards == 1 else f"{prefix}-{shard:05d}-of-{shards:05d}"
 
 
+def set_prefix(shard: str) -> str | None:
+    """Return the PREFIX of the set that a shard belongs to; None for one that stands alone."""
+    match = re.fullmatch(r"(.*)-\d{5}-of-\d{5}", shard, re.DOTALL)
+    return match[1] if match else None
+
+
 def shard_prefixes(prefix: str | os.PathLike[str], options: StoreOptions | None = None) -> list[str]:
     """Return the prefixes a PREFIX stands for: itself, or all its `-00000-of-000NN` shards in order."""
     prefix = os.fspath(prefix)

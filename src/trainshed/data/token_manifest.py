@@ -10,7 +10,7 @@ import orjson
 
 from trainshed.data.reading import Piece
 from trainshed.data.shard_writer import Counts
-from trainshed.data.shards import shard_name
+from trainshed.data.shards import set_prefix, shard_name
 from trainshed.errors import CorruptData, NotFound
 from trainshed.storage import open_store
 from trainshed.storage.manifest import FileEntry, Manifest
@@ -144,6 +144,18 @@ def combine(manifests: Sequence[TokenManifest]) -> TokenManifest:
         files=[file for manifest in manifests for file in manifest.files],
         shards=len(manifests),
     )
+
+
+def forget_set(prefix: str, options: StoreOptions | None = None) -> None:
+    """Remove the manifest of the set that a shard belongs to, before the shard is made anew.
+
+    Every task does so before it writes the manifest of its shard and looks for the others' only after that, so
+    whoever is last finds them all, and nobody removes what that one writes.
+    """
+    whole = set_prefix(prefix)
+    if whole is not None:
+        store, path = open_store(f"{whole}.manifest.json", options)
+        store.delete(path)
 
 
 def write_set_manifest(prefix: str, shards: int, options: StoreOptions | None = None) -> TokenManifest | None:

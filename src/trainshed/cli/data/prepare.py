@@ -83,10 +83,13 @@ def prepare(
         raise InputError("--eod and --no-eod contradict each other", hint="write one of them")
     report = reporter()
     part = parse_task(task) if task else None
+    for flag, number in (("--shards", shards), ("--workers", workers)):
+        if number is not None and number < 1:
+            raise InputError(f"{flag} {number} is less than one", hint=f"write {flag} 1 or more, or leave it out")
     shards = shards or (part[1] if part else 1)
-    if shards < 1 or (part and part[1] > shards):
+    if part and part[1] > shards:
         raise InputError(
-            f"{part[1] if part else shards} tasks cannot share {shards} shards",
+            f"--task {task}: {part[1]} tasks cannot share {shards} shards",
             hint="write --shards with at least as many shards as tasks",
         )
     pieces = find_pieces(
