@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 OnBadLine = Literal["stop", "skip"]
 
-SAMPLE_BYTES = 256 * 1024
+SAMPLE_BYTES = 64 * 1024
 """How much of a shard is encoded by both encoders: enough to meet most kinds of text, a blink for the slow one."""
 
 _BOM = b"\xef\xbb\xbf"

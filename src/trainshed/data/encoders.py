@@ -97,8 +97,8 @@ class FastEncoder:
 
     def encode(self, documents: Sequence[str]) -> Encoded:
         """Encode a batch."""
-        young = with_young_letters(documents)
         encoded = self._encode(documents)
+        young = with_young_letters(documents)
         if not young:
             return encoded
         rows = encoded.rows()

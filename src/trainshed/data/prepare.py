@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
@@ -27,16 +26,13 @@ from trainshed.data.shard_writer import (
 from trainshed.data.token_file import local_path
 from trainshed.data.token_manifest import PieceRecord, TokenManifest, forget_set, read_token_manifest
 from trainshed.data.tokenizer import SpecialToken, Tokenizer
-from trainshed.data.workers import Job, WorkerPool
+from trainshed.data.workers import Job, WorkerPool, default_workers
 from trainshed.errors import BadDocument, InputError
 from trainshed.reporting import SILENT, Reporter
 from trainshed.storage import open_store
 
 if TYPE_CHECKING:
     from trainshed.storage import StoreOptions
-
-INLINE_BYTES = 16 * 1024 * 1024
-"""Below this, starting worker processes takes longer than the work."""
 
 
 @dataclass(frozen=True)
@@ -300,9 +296,3 @@ class _Preparation:
         self._stacks[shard].close()
         del self._writers[shard]
         return manifest
-
-
-def default_workers(pieces: Sequence[Piece]) -> int:
-    """One worker per core that we may use; for a few megabytes, the work is done in this process."""
-    small = sum(piece.bytes for piece in pieces) < INLINE_BYTES
-    return 1 if small else len(os.sched_getaffinity(0))

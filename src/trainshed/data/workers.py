@@ -21,7 +21,10 @@ from trainshed.data.documents import BlockTokenizer, TokenizeOptions, Tokens
 from trainshed.errors import TrainshedError
 
 if TYPE_CHECKING:
-    from trainshed.data.reading import Block
+    from trainshed.data.reading import Block, Piece
+
+INLINE_BYTES = 16 * 1024 * 1024
+"""Below this, starting worker processes takes longer than the work."""
 
 BLOCKS_AHEAD = 2
 """Blocks a worker is given at a time: one to work on, one waiting, so that it never idles for its pipe."""
@@ -38,6 +41,12 @@ class Job(Generic[Tag]):
     where: str
     compare: bool
     tag: Tag
+
+
+def default_workers(pieces: Sequence[Piece]) -> int:
+    """One worker per core that we may use; for a few megabytes, the work is done in this process."""
+    small = sum(piece.bytes for piece in pieces) < INLINE_BYTES
+    return 1 if small else len(os.sched_getaffinity(0))
 
 
 def start_fork_server() -> multiprocessing.context.ForkServerContext:

@@ -71,12 +71,7 @@ def prepare(
     from trainshed.cli.console import human, print_report, reporter
     from trainshed.cli.parsing import parse_task
     from trainshed.data.corpus import assign_shards, find_pieces
-    from trainshed.data.prepare import ShardJob, Tokenizing, default_workers
-    from trainshed.data.prepare import prepare as prepare_shards
-    from trainshed.data.shards import refuse_other_shards, shard_name
-    from trainshed.data.token_manifest import combine, write_set_manifest
-    from trainshed.data.tokenizer import load_tokenizer
-    from trainshed.data.workers import start_fork_server
+    from trainshed.data.workers import default_workers, start_fork_server
     from trainshed.errors import InputError
 
     if eod is not None and no_eod:
@@ -97,7 +92,14 @@ def prepare(
     )
     workers = workers or default_workers(pieces)
     if workers > 1:
+        # First of all that takes time: its imports then run beside ours.
         start_fork_server()
+    from trainshed.data.prepare import ShardJob, Tokenizing
+    from trainshed.data.prepare import prepare as prepare_shards
+    from trainshed.data.shards import refuse_other_shards, shard_name
+    from trainshed.data.token_manifest import combine, write_set_manifest
+    from trainshed.data.tokenizer import load_tokenizer
+
     loaded = load_tokenizer(tokenizer)
     how = Tokenizing(
         tokenizer=loaded,

@@ -1,0 +1,40 @@
+"""Run by the kill tests: prepares a corpus in small blocks with a mark behind each, and says who its workers are."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import preparing
+
+from trainshed.data import reading, shard_writer, workers
+from trainshed.data.tokenizer import load_tokenizer
+
+
+class Loud(preparing.Notes):
+    """Tells what it hears at once: the test reads it."""
+
+    def note(self, text: str) -> None:
+        sys.stdout.write(f"note {text}\n")
+        sys.stdout.flush()
+
+
+class Pool(workers.WorkerPool):
+    """Tells the process ids of its workers."""
+
+    def __enter__(self) -> workers.WorkerPool:
+        pool = super().__enter__()
+        pids = [str(process.pid) for process, _ in self._processes]
+        sys.stdout.write(f"workers {' '.join(pids)}\n")
+        sys.stdout.flush()
+        return pool
+
+
+if __name__ == "__main__":
+    corpus, tokenizer, output, shards = sys.argv[1:]
+    shard_writer.MARK_SECONDS = 0
+    reading.BLOCK_BYTES = reading.READ_BYTES = 20_000
+    preparing.prepare.__globals__["WorkerPool"] = Pool
+    preparing.prepare_text(corpus, load_tokenizer(tokenizer), output, shards=int(shards), workers=2, reporter=Loud())
