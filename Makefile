@@ -30,8 +30,10 @@ lint: setup
 	$(BIN)/pyrefly check
 
 bench: setup
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
 	$(BIN)/python benchmarks/data_prepare.py
 	$(BIN)/python benchmarks/data_order.py
+	$(BIN)/python benchmarks/data_fetch.py
 
 clean:
 	rm -rf $(VENV) store dist build

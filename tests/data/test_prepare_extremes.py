@@ -20,7 +20,7 @@ from trainshed.data import reading, shard_writer
 from trainshed.data.indexed import IndexedReader
 from trainshed.data.tokenizer import Tokenizer, load_tokenizer
 from trainshed.data.verify import verify
-from trainshed.errors import BadDocument, InputError, NoSpace, NotFound
+from trainshed.errors import AddressError, BadDocument, InputError, NoSpace
 
 
 @pytest.fixture(scope="session")
@@ -76,7 +76,7 @@ def test_only_empty_documents(megatron, tmp_path, tokenizer):
 
 
 def test_an_input_that_is_not_there(tmp_path, tokenizer):
-    with pytest.raises(NotFound, match="nothing found"):
+    with pytest.raises(AddressError, match="nothing found"):
         prepare_text(tmp_path / "*.jsonl", tokenizer, tmp_path / "out")
 
 
