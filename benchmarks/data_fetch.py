@@ -110,16 +110,12 @@ def _fetch(source: object, target: object) -> list[str]:
 
 
 def _pair(name, arguments, ours, peer, clean) -> list[str]:
-    best: list[Measured | None] = [None, None]
+    runs: tuple[list[Measured], list[Measured]] = ([], [])
     for round_number in range(arguments.repeat):
         clean()
-        for side, command in enumerate((ours, peer)):
-            measured = measure(command(round_number))
-            if best[side] is None or measured.seconds < best[side].seconds:
-                best[side] = measured
-    one, other = best
-    assert one is not None
-    assert other is not None
+        for done, command in zip(runs, (ours, peer), strict=True):
+            done.append(measure(command(round_number)))
+    one, other = (min(done, key=lambda each: each.seconds) for done in runs)
     rate = [f"{arguments.megabytes / each.seconds:.0f}" for each in (one, other)]
     return [
         name,

@@ -7,10 +7,12 @@ input costs its shard and nothing else.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -141,19 +143,18 @@ class DataArtefacts:
         script = self._recipe.folder / str(source.script)
         spec = script_spec(script, source.args)
         folder = self._folder("text", spec)
-        if _manifest(folder) is None:
-            self._must_make(f"the text that {source.script} writes")
-            self._reporter.note(f"running {source.script}")
-            partial = _emptied(folder)
-            run_script(script, source.args, partial)
-            (partial / "script.log").unlink()
-            if not any(partial.iterdir()):
-                raise InputError(
-                    "the script has written nothing",
-                    where=str(script),
-                    hint="it is run with --target-dir DIR and must leave .jsonl files there",
-                )
-            _publish(partial, folder, "text", spec)
+        with self._making(folder, f"the text that {source.script} writes") as partial:
+            if partial is not None:
+                self._reporter.note(f"running {source.script}")
+                run_script(script, source.args, partial)
+                (partial / "script.log").unlink()
+                if not any(partial.iterdir()):
+                    raise InputError(
+                        "the script has written nothing",
+                        where=str(script),
+                        hint="it is run with --target-dir DIR and must leave .jsonl files there",
+                    )
+                _publish(partial, folder, "text", spec)
         # Named one by one, so that the manifest beside them is not read as text.
         return folder / "files"
 
@@ -163,20 +164,19 @@ class DataArtefacts:
         ]
         spec = {"training": section.train.model_dump(), "inputs": [_identity(piece) for piece in pieces]}
         folder = self._folder("tokenizer", spec)
-        if _manifest(folder) is None:
-            self._must_make("the recipe's tokenizer")
-            files = train_tokenizer(
-                pieces,
-                vocab_size=section.train.vocab_size,
-                min_frequency=section.train.min_frequency,
-                eod=section.train.eod,
-                options=self._options,
-                reporter=self._reporter,
-            )
-            partial = _emptied(folder)
-            for name, data in files.items():
-                (partial / name).write_bytes(data)
-            _publish(partial, folder, "tokenizer", spec)
+        with self._making(folder, "the recipe's tokenizer") as partial:
+            if partial is not None:
+                files = train_tokenizer(
+                    pieces,
+                    vocab_size=section.train.vocab_size,
+                    min_frequency=section.train.min_frequency,
+                    eod=section.train.eod,
+                    options=self._options,
+                    reporter=self._reporter,
+                )
+                for name, data in files.items():
+                    (partial / name).write_bytes(data)
+                _publish(partial, folder, "tokenizer", spec)
         return folder / "files"
 
     def _given_tokens(self, prefixes: Sequence[str], name: str, label: str, weight: float | None) -> PreparedSource:
@@ -220,6 +220,21 @@ class DataArtefacts:
         canonical = orjson.dumps(spec, option=orjson.OPT_SORT_KEYS)
         return self._root / kind / hashlib.sha256(canonical).hexdigest()[:16]
 
+    @contextmanager
+    def _making(self, folder: Path, what: str) -> Iterator[Path | None]:
+        """Yield an empty folder to make an artefact in, or None if it is already there.
+
+        Of two runs that want the same artefact at once, one makes it and the other waits and finds it.
+        """
+        if _is_there(folder):
+            yield None
+            return
+        self._must_make(what)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with open(folder.with_name(f"{folder.name}.lock"), "wb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield None if _is_there(folder) else _emptied(folder)
+
     def _must_make(self, what: str) -> None:
         if not self._make:
             raise NotFound(f"{what} is not made yet", where=str(self._root), hint="run `trainshed run RECIPE` first")
@@ -241,13 +256,15 @@ def _content(manifests: Sequence[TokenManifest]) -> str:
     return hashlib.sha256(" ".join(digests).encode()).hexdigest()
 
 
-def _manifest(folder: Path) -> Manifest | None:
+def _is_there(folder: Path) -> bool:
+    """Whether an artefact has its manifest; one whose files have changed since is an error, not an absence."""
+    store = LocalStore(folder)
     try:
-        manifest = Manifest.read(LocalStore(folder), MANIFEST)
+        manifest = Manifest.read(store, MANIFEST)
     except NotFound:
-        return None
-    manifest.verify_files(LocalStore(folder), "files", deep=False)
-    return manifest
+        return False
+    manifest.verify_files(store, "files", deep=False)
+    return True
 
 
 def _emptied(folder: Path) -> Path:

@@ -81,7 +81,9 @@ def _split_to(pieces: list[Piece], shards: int, options: StoreOptions | None) ->
     places = [open_store(piece.address, options) for piece in pieces]
     parts = [1] * len(pieces)
     room = [most_parts(piece, *place) for piece, place in zip(pieces, places, strict=True)]
-    largest = [(-piece.size, number) for number, piece in enumerate(pieces) if room[number] > 1]
+    largest: list[tuple[float, int]] = [
+        (-piece.size, number) for number, piece in enumerate(pieces) if room[number] > 1
+    ]
     heapq.heapify(largest)
     for _ in range(shards - len(pieces)):
         if not largest:
