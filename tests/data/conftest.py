@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import made_tokenizers
 
 from trainshed.data.indexed import write_index
+from trainshed.data.tokenizer import Tokenizer, load_tokenizer
 
 
 @pytest.fixture(scope="session")
@@ -66,3 +67,23 @@ def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> TokenizerFolde
         return made_tokenizers.save(made, made_tokenizers.CONFIGS[kind], tmp_path_factory.mktemp("tokenizer") / kind)
 
     return folder
+
+
+MadeTokenizer = Callable[[str], Tokenizer]
+
+
+@pytest.fixture(scope="session")
+def made_tokenizer(tokenizer_folder: TokenizerFolder) -> MadeTokenizer:
+    """A made tokenizer by the name of its kind, read once."""
+
+    @cache
+    def made(kind: str) -> Tokenizer:
+        return load_tokenizer(str(tokenizer_folder(kind)))
+
+    return made
+
+
+@pytest.fixture(scope="session")
+def tokenizer(made_tokenizer: MadeTokenizer) -> Tokenizer:
+    """The made tokenizer for tests that are not about tokenizers."""
+    return made_tokenizer("gpt2")

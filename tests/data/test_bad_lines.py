@@ -15,7 +15,6 @@ from preparing import contents, documents, jsonl, megatron_bytes, prepare_text
 from trainshed.cli import run_cli
 from trainshed.data import reading
 from trainshed.data.shard_writer import BAD_LINES_KEPT
-from trainshed.data.tokenizer import Tokenizer, load_tokenizer
 from trainshed.errors import BadDocument, InputError
 
 BAD = {
@@ -38,11 +37,6 @@ BAD = {
     b'{"text": "\\ud800"}': ("broken JSON", "one JSON object"),
     b'{"text": "\\udc00\\ud800"}': ("broken JSON", "one JSON object"),
 }
-
-
-@pytest.fixture(scope="session")
-def tokenizer(tokenizer_folder) -> Tokenizer:
-    return load_tokenizer(str(tokenizer_folder("gpt2")))
 
 
 @pytest.mark.parametrize("line", list(BAD), ids=lambda line: line.decode(errors="replace"))

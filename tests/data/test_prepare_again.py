@@ -15,13 +15,7 @@ from preparing import Notes, contents, documents, jsonl, left_behind, prepare_te
 
 from trainshed.data.documents import Tokens
 from trainshed.data.shard_writer import Counts, LocalShardWriter
-from trainshed.data.tokenizer import Tokenizer, load_tokenizer
 from trainshed.errors import Conflict, InputError, StorageError
-
-
-@pytest.fixture(scope="session")
-def tokenizer(tokenizer_folder) -> Tokenizer:
-    return load_tokenizer(str(tokenizer_folder("gpt2")))
 
 
 @pytest.fixture
@@ -103,10 +97,10 @@ def test_a_lost_or_cut_file_is_made_again(tmp_path, corpus, tokenizer, lost):
 
 
 def test_another_tokenizer_or_option_is_refused_until_overwriting_is_asked_for(
-    tmp_path, corpus, tokenizer, tokenizer_folder
+    tmp_path, corpus, tokenizer, made_tokenizer
 ):
     prepare_text(corpus, tokenizer, tmp_path / "out")
-    other = load_tokenizer(str(tokenizer_folder("qwen")))
+    other = made_tokenizer("qwen")
     before = contents(tmp_path / "out")
     with pytest.raises(InputError, match=r"made differently \(.*tokenizer") as error:
         prepare_text(corpus, other, tmp_path / "out")

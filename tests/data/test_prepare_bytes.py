@@ -13,17 +13,11 @@ from preparing import contents, documents, jsonl, left_behind, megatron_bytes, p
 
 from trainshed.data import reading
 from trainshed.data.token_manifest import read_token_manifest
-from trainshed.data.tokenizer import Tokenizer, load_tokenizer
-
-
-@pytest.fixture(scope="session")
-def tokenizer(tokenizer_folder) -> Tokenizer:
-    return load_tokenizer(str(tokenizer_folder("gpt2")))
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama3", "llama2", "qwen", "large"])
-def test_the_bytes_are_those_of_megatron_core(megatron, tmp_path, tokenizer_folder, kind):
-    tokenizer = load_tokenizer(str(tokenizer_folder(kind)))
+def test_the_bytes_are_those_of_megatron_core(megatron, tmp_path, made_tokenizer, kind):
+    tokenizer = made_tokenizer(kind)
     texts = documents()
     (tmp_path / "corpus.jsonl").write_bytes(jsonl(texts))
     prepared = prepare_text(tmp_path / "corpus.jsonl", tokenizer, tmp_path / "ours")
@@ -38,16 +32,16 @@ def test_the_bytes_are_those_of_megatron_core(megatron, tmp_path, tokenizer_fold
 
 
 @pytest.mark.parametrize(("eod", "bos"), [(False, False), (True, True), (False, True)])
-def test_with_and_without_special_tokens_it_is_still_megatrons(megatron, tmp_path, tokenizer_folder, eod, bos):
-    tokenizer = load_tokenizer(str(tokenizer_folder("llama3")))
+def test_with_and_without_special_tokens_it_is_still_megatrons(megatron, tmp_path, made_tokenizer, eod, bos):
+    tokenizer = made_tokenizer("llama3")
     texts = documents(50)
     (tmp_path / "corpus.jsonl").write_bytes(jsonl(texts))
     prepare_text(tmp_path / "corpus.jsonl", tokenizer, tmp_path / "ours", eod=eod, bos=bos)
     assert contents(tmp_path / "ours") == megatron_bytes(megatron, tmp_path, tokenizer, texts, eod=eod, bos=bos)
 
 
-def test_a_tokenizer_the_fast_encoder_does_not_know_gives_the_references_ids(megatron, tmp_path, tokenizer_folder):
-    tokenizer = load_tokenizer(str(tokenizer_folder("bert")))
+def test_a_tokenizer_the_fast_encoder_does_not_know_gives_the_references_ids(megatron, tmp_path, made_tokenizer):
+    tokenizer = made_tokenizer("bert")
     texts = documents(40)
     (tmp_path / "corpus.jsonl").write_bytes(jsonl(texts))
     prepared = prepare_text(tmp_path / "corpus.jsonl", tokenizer, tmp_path / "ours", eod=False)

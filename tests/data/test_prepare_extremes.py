@@ -18,14 +18,8 @@ from preparing import Notes, contents, documents, jsonl, left_behind, megatron_b
 from trainshed.cli import run_cli
 from trainshed.data import reading, shard_writer
 from trainshed.data.indexed import IndexedReader
-from trainshed.data.tokenizer import Tokenizer, load_tokenizer
 from trainshed.data.verify import verify
 from trainshed.errors import AddressError, BadDocument, InputError, NoSpace
-
-
-@pytest.fixture(scope="session")
-def tokenizer(tokenizer_folder) -> Tokenizer:
-    return load_tokenizer(str(tokenizer_folder("gpt2")))
 
 
 @pytest.mark.parametrize("workers", [1, 2])

@@ -13,7 +13,7 @@ import pytest
 from preparing import Notes, contents, documents, jsonl, left_behind, prepare_text
 
 from trainshed.data import reading, shard_writer
-from trainshed.data.tokenizer import Tokenizer, load_tokenizer
+from trainshed.data.tokenizer import Tokenizer
 from trainshed.data.verify import verify
 from trainshed.errors import BadDocument, NoSpace, StorageError
 from trainshed.storage import LocalStore
@@ -21,11 +21,6 @@ from trainshed.storage import LocalStore
 
 class Crash(Exception):
     """The power is gone."""
-
-
-@pytest.fixture(scope="session")
-def tokenizer(tokenizer_folder) -> Tokenizer:
-    return load_tokenizer(str(tokenizer_folder("gpt2")))
 
 
 @pytest.fixture(autouse=True)

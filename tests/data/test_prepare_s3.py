@@ -13,16 +13,10 @@ from preparing import Notes, contents, documents, jsonl, prepare_text
 from trainshed.data import shard_writer
 from trainshed.data.prepare import _Preparation
 from trainshed.data.token_manifest import read_token_manifest
-from trainshed.data.tokenizer import Tokenizer, load_tokenizer
 from trainshed.errors import BadDocument
 from trainshed.storage import objects, open_store
 
 pytestmark = pytest.mark.s3
-
-
-@pytest.fixture(scope="session")
-def tokenizer(tokenizer_folder) -> Tokenizer:
-    return load_tokenizer(str(tokenizer_folder("gpt2")))
 
 
 @pytest.fixture

@@ -22,15 +22,9 @@ from trainshed.data.merge import merge
 from trainshed.data.reading import Piece, PieceReader, lines_before, split_piece
 from trainshed.data.shards import shard_prefixes
 from trainshed.data.token_manifest import read_token_manifest
-from trainshed.data.tokenizer import Tokenizer, load_tokenizer
 from trainshed.data.verify import verify
 from trainshed.errors import InputError
 from trainshed.storage import LocalStore
-
-
-@pytest.fixture(scope="session")
-def tokenizer(tokenizer_folder) -> Tokenizer:
-    return load_tokenizer(str(tokenizer_folder("gpt2")))
 
 
 def merged(folder: Path, shards: str | Path, name: str = "merged") -> tuple[bytes, bytes]:

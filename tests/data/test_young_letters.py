@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainshed.data.encoders import FastEncoder, ReferenceEncoder
-from trainshed.data.tokenizer import load_tokenizer
+from trainshed.data.tokenizer import Tokenizer
 from trainshed.data.young_letters import RANGES, with_young_letters
 
 YOUNG = re.compile("[" + "".join(f"{chr(first)}-{chr(last)}" for first, last in RANGES) + "]")
-COMPANY = ["{}.s", "a{}b", "1{}2", " {} {}{}\n", "{}'s", "x{}\n\n y", "  {}"]
+COMPANY = "{0}.s a{0}b 1{0}2 {0} {0}{0}\n{0}'s x{0}\n\n y  {0}"
 """What a letter must stand beside for its class to show."""
 
 EDGES = [point for first, last in RANGES for point in (first - 1, first, last, last + 1)]
@@ -38,29 +38,24 @@ def test_every_one_of_them_is_found_and_its_neighbours_are_not():
     assert with_young_letters([chr(point) for point in points]) == list(range(len(points)))
 
 
-def differing(kind_folder, points: list[int]) -> list[str]:
-    tokenizer = load_tokenizer(str(kind_folder))
-    fast, reference = FastEncoder(tokenizer), ReferenceEncoder(tokenizer)
-    found: set[int] = set()
-    for company in COMPANY:
-        texts = [company.format(*[chr(point)] * 3) for point in points]
-        one, other = reference.encode(texts), fast.encode(texts)
-        if not (np.array_equal(one.ids, other.ids) and np.array_equal(one.lengths, other.lengths)):
-            rows = zip(points, one.rows(), other.rows(), strict=True)
-            found |= {point for point, a, b in rows if not np.array_equal(a, b)}
-    return [f"U+{point:04X}" for point in sorted(found)]
+def differing(tokenizer: Tokenizer, points: list[int]) -> list[str]:
+    texts = [COMPANY.format(chr(point)) for point in points]
+    one, other = ReferenceEncoder(tokenizer).encode(texts), FastEncoder(tokenizer).encode(texts)
+    rows = zip(points, one.rows(), other.rows(), strict=True)
+    return [f"U+{point:04X}" for point, a, b in rows if not np.array_equal(a, b)]
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama3", "qwen", "llama2"])
-def test_the_encoders_agree_at_the_edges_of_the_ranges_and_on_every_block(tokenizer_folder, kind):
+def test_the_encoders_agree_at_the_edges_of_the_ranges_and_on_every_block(made_tokenizer, kind):
     points = sorted({*EDGES, *range(0x250), *(p for p in range(0x250, 0x110000, 211) if not 0xD800 <= p < 0xE000)})
-    assert differing(tokenizer_folder(kind), points) == []
+    assert differing(made_tokenizer(kind), points) == []
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("kind", ["gpt2", "llama3", "qwen", "llama2"])
-def test_the_encoders_agree_on_every_character(tokenizer_folder, kind):
+def test_the_encoders_agree_on_every_character(made_tokenizer, kind):
     """If a new version of either library fails here, RANGES wants what it names."""
-    for start in range(0, 0x110000, 0x8000):
+    # Planes 4 to 13 are empty, 15 and 16 for private use.
+    for start in [*range(0, 0x40000, 0x8000), 0xE0000]:
         points = [point for point in range(start, start + 0x8000) if not 0xD800 <= point < 0xE000]
-        assert differing(tokenizer_folder(kind), points) == []
+        assert differing(made_tokenizer(kind), points) == []

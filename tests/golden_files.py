@@ -1,0 +1,18 @@
+"""Golden files: what we render, kept beside the tests; `UPDATE_GOLDEN=1 pytest` writes them anew."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+def check_golden(name: str, text: str) -> None:
+    """Compare text with tests/golden/NAME."""
+    path = GOLDEN / name
+    if os.environ.get("UPDATE_GOLDEN") == "1":
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    assert path.exists(), f"no {path}: UPDATE_GOLDEN=1 pytest writes it"
+    assert text == path.read_text(encoding="utf-8")
