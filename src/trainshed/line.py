@@ -5,6 +5,7 @@ So far: fetch (scripts), tokenizer, prepare (tokens, verified), index. Training 
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
@@ -97,6 +98,7 @@ def _keep_recipe(recipe: Recipe, folder: Path) -> None:
     for script in {source.script for source in sources if source.script}:
         if not Path(script).is_absolute() and ".." not in Path(script).parts and (recipe.folder / script).is_file():
             store.put(script, (recipe.folder / script).read_bytes())
+            shutil.copymode(recipe.folder / script, folder / script)
 
 
 def open_run(recipe: Recipe, cluster: Cluster | None = None) -> PreparedRun:

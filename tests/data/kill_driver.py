@@ -26,7 +26,7 @@ class Pool(workers.WorkerPool):
 
     def __enter__(self) -> workers.WorkerPool:
         pool = super().__enter__()
-        pids = [str(process.pid) for process, _ in self._processes]
+        pids = [str(worker.process.pid) for worker in self.processes]
         sys.stdout.write(f"workers {' '.join(pids)}\n")
         sys.stdout.flush()
         return pool
@@ -35,6 +35,7 @@ class Pool(workers.WorkerPool):
 if __name__ == "__main__":
     corpus, tokenizer, output, shards = sys.argv[1:]
     shard_writer.MARK_SECONDS = 0
+    workers.THREADS_UP_TO = 1  # two workers are threads by default; here it is processes that are killed
     reading.BLOCK_BYTES = reading.READ_BYTES = 20_000
     preparing.prepare.__globals__["WorkerPool"] = Pool
     preparing.prepare_text(corpus, load_tokenizer(tokenizer), output, shards=int(shards), workers=2, reporter=Loud())

@@ -187,7 +187,7 @@ def test_a_sample_of_every_shard_is_compared(tmp_path, made_tokenizer, monkeypat
     texts = ["a line of text"] * 30
     texts[-3] = "its colour"
     (tmp_path / "a.txt").write_text("\n".join(texts))
-    monkeypatch.setattr("trainshed.data.documents.choose_encoder", lambda tokenizer, _: (Wrong(tokenizer), "a test"))
+    monkeypatch.setattr("trainshed.data.documents.choose_encoder", lambda tokenizer, *_, **__: (Wrong(tokenizer), ""))
     with pytest.raises(TokenizerError, match="'its colour'") as error:
         prepare_text(tmp_path / "a.txt", tokenizer, tmp_path / "out", split="line", shards=shards)
     assert error.value.where == str(tmp_path / "a.txt")

@@ -13,6 +13,7 @@ from preparing import contents, documents, jsonl, left_behind, megatron_bytes, p
 
 from trainshed.data import reading
 from trainshed.data.token_manifest import read_token_manifest
+from trainshed.data.workers import THREADS_UP_TO
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama3", "llama2", "qwen", "large"])
@@ -131,7 +132,7 @@ def test_paragraphs_do_not_depend_on_where_blocks_end(megatron, tmp_path, tokeni
     assert contents(tmp_path / "ours") == expected
 
 
-@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("workers", [2, 3, THREADS_UP_TO + 1])
 def test_the_number_of_workers_cannot_be_seen_in_the_output(tmp_path, tokenizer, monkeypatch, workers):
     monkeypatch.setattr(reading, "READ_BYTES", 1500)
     monkeypatch.setattr(reading, "BLOCK_BYTES", 3000)

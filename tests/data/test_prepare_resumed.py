@@ -13,6 +13,7 @@ import pytest
 from preparing import Notes, contents, documents, jsonl, left_behind, prepare_text
 
 from trainshed.data import reading, shard_writer
+from trainshed.data.token_manifest import write_set_manifest
 from trainshed.data.tokenizer import Tokenizer
 from trainshed.data.verify import verify
 from trainshed.errors import BadDocument, NoSpace, StorageError
@@ -184,6 +185,33 @@ def test_a_store_that_cuts_its_chunks_differently_the_next_time_changes_nothing(
     prepare_text(corpus, tokenizer, prefix, reporter=notes)
     assert contents(prefix) == expected
     assert resumed(notes)
+
+
+def test_skipping_the_bad_line_that_stopped_the_work_keeps_what_was_done(tmp_path, corpus, tokenizer):
+    part = corpus / "part-2.jsonl"
+    part.write_bytes(part.read_bytes() + b"not json\n" + jsonl(documents(40)))
+    prepare_text(corpus, tokenizer, tmp_path / "fresh", on_bad_line="skip", shards=2)
+    with pytest.raises(BadDocument):
+        prepare_text(corpus, tokenizer, tmp_path / "tokens", shards=2)
+    notes = Notes()
+    again = prepare_text(corpus, tokenizer, tmp_path / "tokens", shards=2, on_bad_line="skip", reporter=notes)
+    assert (again.made, again.reused) == (1, 1)
+    assert resumed(notes)
+    for shard in ("00000-of-00002", "00001-of-00002"):
+        assert contents(tmp_path / f"tokens-{shard}") == contents(tmp_path / f"fresh-{shard}")
+    assert write_set_manifest(str(tmp_path / "tokens"), 2) is not None
+
+
+def test_lines_that_were_skipped_are_found_again_when_they_are_to_stop_the_work(tmp_path, corpus, tokenizer):
+    part = corpus / "part-1.jsonl"
+    part.write_bytes(b"not json\n" + part.read_bytes())
+    prepare_text(corpus, tokenizer, tmp_path / "whole", on_bad_line="skip")
+    half = half_done(tmp_path, corpus, tokenizer, blocks=9, on_bad_line="skip")
+    for prefix in (tmp_path / "whole", half):
+        notes = Notes()
+        with pytest.raises(BadDocument, match=r"part-1\.jsonl:1: broken JSON"):
+            prepare_text(corpus, tokenizer, prefix, reporter=notes)
+        assert resumed(notes) == (prefix == half)
 
 
 def test_mending_a_bad_line_in_a_later_file_keeps_the_work_on_earlier_ones(tmp_path, corpus, tokenizer, expected):

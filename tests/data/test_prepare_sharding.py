@@ -139,19 +139,19 @@ def test_tasks_in_separate_processes_make_a_set_that_the_last_one_completes(tmp_
         base = [sys.executable, "-m", "trainshed", "data", "prepare", "--input", str(tmp_path / "a.jsonl")]
         return [*base, "--tokenizer", str(tokenizer_folder("gpt2")), "--shards", "5", "-o", "json", *more]
 
-    reports = []
-    for task in (2, 0):
-        done = subprocess.run(
-            command("--output", str(output), "--task", f"{task}/3"), capture_output=True, text=True, check=True
-        )
-        reports.append(json.loads(done.stdout))
-    assert [report["made"] for report in reports] == [1, 2]
-    assert not any(report["complete"] for report in reports)
+    def start(*more: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(command(*more), stdout=subprocess.PIPE, text=True)
+
+    def report(process: subprocess.Popen[str]) -> dict[str, object]:
+        return json.loads(process.communicate()[0])
+
+    first = report(start("--output", str(output), "--task", "2/3"))
+    assert (first["made"], first["complete"]) == (1, False)
     assert read_token_manifest(str(output)) is None
-    last = subprocess.Popen(command("--output", str(output), "--task", "1/3"), stdout=subprocess.PIPE, text=True)
-    whole = subprocess.Popen(command("--output", str(tmp_path / "whole")), stdout=subprocess.PIPE, text=True)
-    assert json.loads(last.communicate()[0])["complete"]
-    assert json.loads(whole.communicate()[0])["complete"]
+    together = [report(task) for task in [start("--output", str(output), "--task", f"{i}/3") for i in (0, 1)]]
+    assert [task["made"] for task in together] == [2, 2]
+    assert any(task["complete"] for task in together)
+    assert report(start("--output", str(tmp_path / "whole")))["complete"]
     assert merged(tmp_path, output) == merged(tmp_path, tmp_path / "whole", "merged-whole")
     tasks, alone = read_token_manifest(str(output)), read_token_manifest(str(tmp_path / "whole"))
     assert tasks is not None

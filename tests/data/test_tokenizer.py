@@ -75,10 +75,10 @@ def test_a_sentencepiece_model_alone_is_refused_with_the_way_to_convert_it(tmp_p
 
 def test_a_folder_without_a_tokenizer_says_what_one_is(tmp_path):
     (tmp_path / "vocab.json").write_text("{}")
-    with pytest.raises(NotFound, match="there is no tokenizer here") as error:
+    with pytest.raises(TokenizerError, match="there is no tokenizer here") as error:
         load_tokenizer(str(tmp_path))
     assert "tokenizer.json" in (error.value.hint or "")
-    with pytest.raises(NotFound):
+    with pytest.raises(TokenizerError, match="there is no tokenizer here"):
         load_tokenizer(str(tmp_path / "missing.json"))
 
 

@@ -88,7 +88,7 @@ def test_a_missing_file_is_found(copy):
     (copy / "one.bin").unlink()
     assert "one.bin: missing" in problems(copy / "one")
     (copy / "set-00001-of-00003.idx").unlink()
-    with pytest.raises(NotFound, match="1 of 3 shards are missing: set-00001-of-00003.idx"):
+    with pytest.raises(NotFound, match=r"1 of 3 shards are missing: set-00001-of-00003\.idx"):
         verify(str(copy / "set"))
 
 

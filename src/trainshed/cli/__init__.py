@@ -6,6 +6,8 @@ their functions.
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Sequence
 
 from cyclopts import App, CycloptsError
@@ -37,6 +39,7 @@ def build_app() -> App:
         version=__version__,
         version_flags=["--version"],
         result_action="return_value",
+        suppress_keyboard_interrupt=False,
     )
     data = App(name="data", help="Text to tokens, and a look inside.")
     for name, (target, summary) in VERBS.items():
@@ -54,24 +57,44 @@ def run_cli(arguments: Sequence[str]) -> int:
     try:
         result = build_app()(tokens, exit_on_error=False, print_error=False)
     except TrainshedError as error:
-        if debug:
-            raise
-        return _fail(error)
+        return _fail(error, debug)
     except CycloptsError as error:
         from trainshed.errors import InputError
 
         command = " ".join(["trainshed", *(error.command_chain or ())])
-        return _fail(InputError(str(error), hint=f"{command} --help shows what it takes"))
+        return _fail(InputError(str(error), hint=f"{command} --help shows what it takes"), debug)
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:
-        # The reader of our report (head, less) has left: that is not our failure.
-        return 0
+    except Exception as error:
+        if isinstance(error, BrokenPipeError) and _reader_left():
+            return 0
+        hint = "this is a fault of Trainshed: run it again with --debug and report what it prints"
+        return _fail(TrainshedError(f"{type(error).__name__}: {error}", hint=hint), debug)
     return result if isinstance(result, int) else 0
 
 
-def _fail(error: TrainshedError) -> int:
+def _reader_left() -> bool:
+    """Whether the reader of our report (head, less) has gone: that is not our failure."""
+    import select
+
+    try:
+        output = sys.stdout.fileno()
+    except OSError:  # not a file at all
+        return False
+    poll = select.poll()
+    poll.register(output, select.POLLOUT)
+    left = any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
+    if left:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), output)  # Python writes what is buffered once more when it ends
+    return left
+
+
+def _fail(error: TrainshedError, debug: bool) -> int:
     from trainshed.cli.console import print_error
 
+    if debug:
+        import traceback
+
+        traceback.print_exc()
     print_error(error)
     return error.exit_code

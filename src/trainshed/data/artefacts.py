@@ -247,7 +247,7 @@ def _identity(piece: Piece) -> dict[str, Any]:
 
 
 def _shard_spec(pieces: Sequence[Piece], how: Tokenizing) -> dict[str, Any]:
-    return {"how": how.spec(), "inputs": [_identity(piece) for piece in pieces]}
+    return {"how": how.spec(), "on_bad_line": how.on_bad_line, "inputs": [_identity(piece) for piece in pieces]}
 
 
 def _content(manifests: Sequence[TokenManifest]) -> str:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import orjson
 
@@ -58,23 +58,55 @@ class Tokens:
     bad_lines: list[BadLine] = field(default_factory=list)
 
 
-class BlockTokenizer:
-    """Turns blocks into tokens; one per worker."""
+class BlockToTokenize(Protocol):
+    """What is known of a block: see `dealing.Job`."""
 
-    def __init__(self, options: TokenizeOptions) -> None:
+    @property
+    def block(self) -> Block:
+        """The text."""
+        ...
+
+    @property
+    def key(self) -> str:
+        """The JSON key of the text."""
+        ...
+
+    @property
+    def where(self) -> str:
+        """The file, for errors."""
+        ...
+
+    @property
+    def compare(self) -> bool:
+        """Whether to prove a sample of it against the reference first."""
+        ...
+
+
+class BlockTokenizer:
+    """Turns blocks into tokens; `parallel` lets the encoder use several cores by itself."""
+
+    def __init__(self, options: TokenizeOptions, *, parallel: bool = False) -> None:
         self._options = options
         self.encoder: Encoder
-        self.encoder, self.reason = choose_encoder(options.tokenizer, options.encoder)
+        self.encoder, self.reason = choose_encoder(options.tokenizer, options.encoder, parallel=parallel)
 
-    def tokens(self, block: Block, key: str, where: str, *, compare: bool) -> Tokens:
-        """Parse, encode and lay out one block; `compare` proves a sample of it against the reference first."""
-        documents, bad_lines = extract(block, key)
-        if compare and self._options.encoder != "tokenizers":
-            require_equal(self._options.tokenizer, self.encoder, _sample(documents), where)
-        data, lengths = self.lay_out(self.encoder.encode(documents))
-        # Asking whether a string is ASCII costs nothing, and most are: then characters are bytes.
-        text_bytes = sum(len(text) if text.isascii() else len(text.encode()) for text in documents)
-        return Tokens(data, lengths, len(documents), text_bytes, bad_lines)
+    def tokens(self, job: BlockToTokenize) -> Tokens:
+        """Parse, encode and lay out one block."""
+        (tokens,) = self.tokens_together([job])
+        return tokens
+
+    def tokens_together(self, jobs: Sequence[BlockToTokenize]) -> list[Tokens]:
+        """Tokenise several blocks with one call of the encoder."""
+        extracted = [extract(job.block, job.key) for job in jobs]
+        for job, (documents, _) in zip(jobs, extracted, strict=True):
+            if job.compare and self._options.encoder != "tokenizers":
+                require_equal(self._options.tokenizer, self.encoder, _sample(documents), job.where)
+        encoded = self.encoder.encode([document for documents, _ in extracted for document in documents])
+        parts = encoded.split([len(documents) for documents, _ in extracted])
+        return [
+            Tokens(*self.lay_out(part), len(documents), _utf8_bytes(documents), bad_lines)
+            for part, (documents, bad_lines) in zip(parts, extracted, strict=True)
+        ]
 
     def lay_out(self, encoded: Encoded) -> tuple[bytes, bytes]:
         """Put BOS before and EOD behind each document that is not empty, in the file's dtype."""
@@ -98,6 +130,11 @@ class BlockTokenizer:
             text[starts] = False
         out[text] = encoded.ids
         return out.tobytes(), lengths.astype("<i4").tobytes()
+
+
+def _utf8_bytes(documents: list[str]) -> int:
+    # Asking whether a string is ASCII costs nothing, and most are: then characters are bytes.
+    return sum(len(text) if text.isascii() else len(text.encode()) for text in documents)
 
 
 def extract(block: Block, key: str) -> tuple[list[str], list[BadLine]]:

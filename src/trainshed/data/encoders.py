@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from trainshed.data.awkward_texts import awkward_texts
@@ -44,6 +45,14 @@ class Encoded:
             ids[at : at + len(row)] = row
             at += len(row)
         return cls(ids, lengths)
+
+    def split(self, counts: Sequence[int]) -> list[Encoded]:
+        """Cut the batch into batches of so many documents each."""
+        import numpy as np
+
+        ends = np.concatenate(([0], np.cumsum(self.lengths)))
+        cuts = np.concatenate(([0], np.cumsum(counts, dtype=np.int64)))
+        return [Encoded(self.ids[ends[a] : ends[b]], self.lengths[a:b]) for a, b in pairwise(cuts.tolist())]
 
     def rows(self) -> list[NDArray[np.uint32]]:
         """The ids of each document."""
@@ -81,15 +90,17 @@ class ReferenceEncoder:
 
 
 class FastEncoder:
-    """`gigatoken`, single-threaded: parallelism comes from worker processes.
+    """`gigatoken`; `parallel` lets it use several cores, otherwise parallelism comes from worker processes.
 
     The few documents with letters that its Unicode tables class differently are left to the reference.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, parallel: bool = False) -> None:
         from importlib.metadata import version
 
         import gigatoken
+
+        self._parallel = parallel
 
         self._backend: Any = gigatoken.Tokenizer.from_json(tokenizer.json).backend
         self._reference = ReferenceEncoder(tokenizer)
@@ -112,18 +123,20 @@ class FastEncoder:
 
         if not documents:
             return Encoded.of([])
-        layout = self._backend.encode_batch(list(documents), parallel=False).layout
+        layout = self._backend.encode_batch(list(documents), parallel=self._parallel).layout
         offsets = np.asarray(layout.offsets.data)
         ids = np.asarray(layout.content.data)[int(offsets[0]) : int(offsets[-1])]
         return Encoded(ids, np.diff(offsets))
 
 
-def choose_encoder(tokenizer: Tokenizer, wanted: EncoderName = "auto") -> tuple[Encoder, str]:
+def choose_encoder(
+    tokenizer: Tokenizer, wanted: EncoderName = "auto", *, parallel: bool = False
+) -> tuple[Encoder, str]:
     """Return the encoder to use and the reason for it in a sentence."""
     if wanted == "tokenizers":
         return ReferenceEncoder(tokenizer), "tokenizers, as asked"
     try:
-        fast: Encoder = FastEncoder(tokenizer)
+        fast: Encoder = FastEncoder(tokenizer, parallel=parallel)
     except ImportError:
         reason = "gigatoken is not installed"
     except Exception as error:  # its loader raises ValueError for what it does not support, and more

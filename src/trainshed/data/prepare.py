@@ -12,6 +12,7 @@ import numpy as np
 import orjson
 
 from trainshed import __version__
+from trainshed.data.dealing import Job
 from trainshed.data.documents import BadLine, OnBadLine, TokenizeOptions, Tokens
 from trainshed.data.encoders import EncoderName
 from trainshed.data.indexed import token_dtype
@@ -26,7 +27,7 @@ from trainshed.data.shard_writer import (
 from trainshed.data.token_file import local_path
 from trainshed.data.token_manifest import PieceRecord, TokenManifest, forget_set, read_token_manifest
 from trainshed.data.tokenizer import SpecialToken, Tokenizer
-from trainshed.data.workers import Job, WorkerPool, default_workers
+from trainshed.data.workers import WorkerPool, default_workers
 from trainshed.errors import BadDocument, InputError
 from trainshed.reporting import SILENT, Reporter
 from trainshed.storage import open_store
@@ -51,14 +52,16 @@ class Tokenizing:
         return token_dtype(self.tokenizer.vocab_size).name
 
     def spec(self) -> dict[str, object]:
-        """What goes into the manifest, and into the key that says whether work is already done."""
+        """What goes into the manifest, and into the key that says whether work is already done.
+
+        `on_bad_line` is not in it: without bad lines both give the same bytes, and the manifest counts them.
+        """
         return {
             "tokenizer": self.tokenizer.sha256,
             "vocab_size": self.tokenizer.vocab_size,
             "eod": self.eod and {"text": self.eod.text, "id": self.eod.id},
             "bos": self.bos and {"text": self.bos.text, "id": self.bos.id},
             "dtype": self.dtype,
-            "on_bad_line": self.on_bad_line,
         }
 
 
@@ -125,6 +128,9 @@ def _still_true(
             where=job.prefix,
             hint="write another --output, or --overwrite to make it anew",
         )
+    if found.counts.bad_lines and how.on_bad_line == "stop":
+        reporter.note(f"{job.prefix}: made with {found.counts.bad_lines:,} bad lines left out, made anew")
+        return False
     if [record.place for record in found.inputs] != [PieceRecord.of(piece, None).place for piece in job.pieces]:
         reporter.note(f"{job.prefix}: made of other files than before, made anew")
         return False
@@ -228,7 +234,8 @@ class _Preparation:
         if local is not None:
             key = hashlib.sha256(orjson.dumps([__version__, self._how.spec()])).hexdigest()
             identities = [f"{p.version} {PieceRecord.of(p, None).place}" for p in job.pieces]
-            writer: ShardWriter = LocalShardWriter(local, key, identities, stack)
+            bad_lines = self._how.on_bad_line == "skip"
+            writer: ShardWriter = LocalShardWriter(local, key, identities, stack, bad_lines=bad_lines)
             if writer.progress.counts.documents:
                 self._reporter.note(
                     f"{job.prefix}: going on behind {writer.progress.counts.documents:,} documents done earlier"

@@ -99,11 +99,14 @@ class LocalShardWriter:
 
     The journal is a list of marks, only ever appended to: the pieces finished since the last mark with their hashes,
     the position in the next piece, and the sizes and hashes of both files at that moment. A rerun takes the last mark
-    up to which every piece is still the same, so that mending one input does not cost the work done before it.
+    up to which every piece is still the same, so that mending one input does not cost the work done before it; with
+    `bad_lines=False` also the last one before a bad line was left out.
     """
 
-    def __init__(self, prefix: str, key: str, piece_ids: Sequence[str], stack: ExitStack) -> None:
-        self._key, self._piece_ids = key, piece_ids
+    def __init__(
+        self, prefix: str, key: str, piece_ids: Sequence[str], stack: ExitStack, *, bad_lines: bool = True
+    ) -> None:
+        self._key, self._piece_ids, self._bad_lines = key, piece_ids, bad_lines
         self._bin, self._index = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
         self._tokens_path = Path(f"{prefix}.bin.partial")
         self._lengths_path = Path(f"{prefix}.lengths.partial")
@@ -176,6 +179,8 @@ class LocalShardWriter:
                 done = [piece_id for piece_id, _ in entry["done"]]
                 expected = list(self._piece_ids[len(hashes) : len(hashes) + len(done) + 1])
                 if done != expected[: len(done)] or (entry["position"] and entry["piece"] not in expected[len(done) :]):
+                    break
+                if entry["counts"]["bad_lines"] and not self._bad_lines:
                     break
                 hashes += [sha256 for _, sha256 in entry["done"]]
                 counts = entry["counts"] | {"bad_line_examples": tuple(entry["counts"]["bad_line_examples"])}

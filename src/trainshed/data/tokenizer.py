@@ -174,7 +174,9 @@ def _assemble(address: str, files: dict[str, bytes]) -> Tokenizer:
                 config |= {k: v for k, v in orjson.loads(files[name]).items() if v is not None}
             except (orjson.JSONDecodeError, AttributeError) as error:
                 raise TokenizerError(f"{name} is not a JSON object: {error}", where=address) from None
-    data = files.get("tokenizer.json") or _byte_level_bpe(files["vocab.json"], files["merges.txt"], address)
+    data = files.get("tokenizer.json")
+    if data is None:
+        data = _byte_level_bpe(files["vocab.json"], files["merges.txt"], address)
     digest = hashlib.sha256()
     for name in sorted(files):
         digest.update(f"{name}\0{len(files[name])}\0".encode())

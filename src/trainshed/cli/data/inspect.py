@@ -52,7 +52,9 @@ def inspect(
         except TrainshedError as error:
             report.warn(f"cannot decode: {error.what} ({manifest.tokenizer}); write --tokenizer")
     found = inspect_files(prefix, tokenizer=loaded, samples=samples, reporter=report)
-    print_report({"schema": "trainshed.data.inspect/1", **asdict(found)}, output, _text(found))
+    data = {"schema": "trainshed.data.inspect/1", **asdict(found)}
+    data["histogram"] = {str(bucket): count for bucket, count in found.histogram.items()}
+    print_report(data, output, _text(found))
     return 0
 
 
@@ -97,5 +99,5 @@ def _histogram(histogram: dict[int, int]) -> list[str]:
         bar = "█" * (eighths // 8) + (" ▏▎▍▌▋▊▉"[eighths % 8] if eighths % 8 else "")
         if count and not bar:
             bar = "▏"
-        lines.append(f"    {2**bucket:>10,} – {2 ** (bucket + 1) - 1:<10,} {count:>12,}  {bar}")
+        lines.append(f"    {2**bucket:>10,} – {2 ** (bucket + 1) - 1:<10,} {count:>12,}  {bar}".rstrip())
     return lines

@@ -71,7 +71,7 @@ def prepare(
     from trainshed.cli.console import human, print_report, reporter
     from trainshed.cli.parsing import parse_task
     from trainshed.data.corpus import assign_shards, find_pieces
-    from trainshed.data.workers import default_workers, start_fork_server
+    from trainshed.data.workers import default_workers, prepare_to_start
     from trainshed.errors import InputError
 
     if eod is not None and no_eod:
@@ -91,9 +91,7 @@ def prepare(
         inputs, key=key, kind=format, documents="blank_line" if documents == "blank-line" else documents
     )
     workers = workers or default_workers(pieces)
-    if workers > 1:
-        # First of all that takes time: its imports then run beside ours.
-        start_fork_server()
+    prepare_to_start(workers)
     from trainshed.data.prepare import ShardJob, Tokenizing
     from trainshed.data.prepare import prepare as prepare_shards
     from trainshed.data.shards import refuse_other_shards, shard_name

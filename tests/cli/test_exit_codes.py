@@ -1,0 +1,133 @@
+"""How every command ends: its exit code, what it says, and when there is a traceback."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trainshed import __version__
+from trainshed.cli import run_cli
+from trainshed.errors import TrainshedError
+
+
+def trainshed(*arguments: str, **options) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "trainshed", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, **options)
+
+
+def test_python_m_trainshed_is_trainshed(tmp_path):
+    done = trainshed("recipes", cwd=tmp_path)
+    assert done.returncode == 0
+    assert "quickstart" in done.stdout
+    script = Path(sys.executable).with_name("trainshed")
+    if script.exists():
+        same = subprocess.run([str(script), "recipes"], capture_output=True, text=True, check=True, cwd=tmp_path)
+        assert same.stdout == done.stdout
+    assert trainshed("--version").stdout.strip() == __version__
+
+
+def test_wrong_input_is_2_failed_work_is_1_and_neither_shows_a_traceback(tmp_path):
+    wrong = trainshed("run", str(tmp_path / "none.yaml"))
+    for ending in ("bin", "idx"):
+        (tmp_path / f"cut.{ending}").write_bytes(b"MMID")
+    failed = trainshed("data", "inspect", str(tmp_path / "cut"))
+    assert (wrong.returncode, failed.returncode) == (2, 1)
+    for done in (wrong, failed):
+        assert done.stdout == ""
+        assert done.stderr.startswith("error: ")
+        assert "Traceback" not in done.stderr
+    assert "there is no such recipe" in wrong.stderr
+    assert "cut.idx: 4 bytes are too few" in failed.stderr
+
+
+@pytest.mark.parametrize("place", [0, 1, 3])
+def test_debug_adds_the_traceback_and_keeps_the_exit_code(tmp_path, place):
+    arguments = ["run", str(tmp_path / "none.yaml"), "-o", "json"]
+    done = trainshed(*arguments[:place], "--debug", *arguments[place:])
+    assert done.returncode == 2
+    assert done.stderr.startswith("Traceback (most recent call last):")
+    assert "error: " in done.stderr.splitlines()[-2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["nonsense"], 'Unknown command "nonsense". Available commands: run,'),
+        (["recipe"], 'Did you mean "recipes"?'),
+        (["data", "prepair"], 'Did you mean "prepare"?'),
+        (["data", "verify", "x", "-o", "yaml"], 'Choose from: "text", "json"'),
+        (["data", "verify", "x", "--tokeniser", "y"], "Did you mean --tokenizer?"),
+        (["data", "verify"], "--prefix"),
+        (["schema", "--cluster=perhaps"], "perhaps"),
+        (["data", "prepare"], "--input"),
+        (["data", "prepare", "--input", "x", "--tokenizer", "t", "--output", "o", "--task", "3/3"], "--task 0/3"),
+        (["data", "prepare", "--input", "x", "--tokenizer", "t", "--output", "o", "--task", "half"], "is not i/N"),
+        (["run", "quickstart", "--workers", "0"], "--workers 0 is less than one"),
+        (["run", "quickstart", "trian.steps=4"], "train"),
+    ],
+)
+def test_what_nobody_understands_is_2_with_what_to_write(arguments, said, capsys):
+    assert run_cli(arguments) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.startswith("error: ")
+    assert said in shown.err
+
+
+def test_nothing_at_all_shows_the_help(capsys):
+    assert run_cli([]) == 0
+    assert "Usage: trainshed COMMAND" in capsys.readouterr().out
+
+
+def test_a_fault_of_ours_is_1_with_a_way_to_tell_us(monkeypatch, capsys):
+    def broken(*_: object, **__: object) -> None:
+        raise ZeroDivisionError("division by zero")
+
+    monkeypatch.setattr("trainshed.recipe.shipped_recipes", broken)
+    assert run_cli(["recipes"]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("error: ZeroDivisionError: division by zero\n")
+    assert "run it again with --debug" in said
+    assert "Traceback" not in said
+    assert run_cli(["recipes", "--debug"]) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_broken_pipe_that_is_not_our_readers_is_a_failure(monkeypatch, capsys):
+    def broken(*_: object, **__: object) -> None:
+        raise BrokenPipeError(32, "Broken pipe")
+
+    monkeypatch.setattr("trainshed.recipe.shipped_recipes", broken)
+    assert run_cli(["recipes"]) == 1
+    assert "BrokenPipeError" in capsys.readouterr().err
+
+
+def test_a_reader_that_leaves_early_is_no_failure():
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        done = subprocess.run([sys.executable, "-m", "trainshed", "schema"], stdout=writing, stderr=subprocess.PIPE)
+    finally:
+        os.close(writing)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_interrupting_is_130(monkeypatch):
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("trainshed.recipe.shipped_recipes", interrupted)
+    assert run_cli(["recipes"]) == 130
+
+
+def test_an_error_is_printed_as_where_what_and_what_to_write(monkeypatch, capsys):
+    def failing(*_: object, **__: object) -> None:
+        raise TrainshedError("[bold]it[/bold] failed", where="file.yaml:3", hint="write [x] instead")
+
+    monkeypatch.setattr("trainshed.recipe.shipped_recipes", failing)
+    assert run_cli(["recipes"]) == 1
+    assert capsys.readouterr().err == "error: file.yaml:3: [bold]it[/bold] failed\n       write [x] instead\n"

@@ -1,0 +1,248 @@
+"""The line: a recipe carried to proven, indexed data; run again, nothing is made twice."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from trainshed.cli import run_cli
+from trainshed.data.indexed import write_index
+from trainshed.errors import CorruptData, InputError, NotFound, TrainshedError
+from trainshed.line import open_run, run_line
+from trainshed.recipe import load_recipe, run_id
+
+RECIPES = Path(__file__).parents[1] / "recipes"
+
+RECIPE = """
+trainshed: 1
+name: small
+model: {{preset: tiny, init: random}}
+tokenizer: {tokenizer}
+data:
+  sequence_length: 32
+  train:
+{sources}
+train: {{steps: 3, global_batch: 2, optimizer: {{lr: 1.0e-3}}}}
+"""
+SCRIPT = """
+import json, pathlib, sys
+target = pathlib.Path(sys.argv[sys.argv.index("--target-dir") + 1])
+words = "one two three four five six seven eight nine ten".split()
+with open(target / "numbers.jsonl", "w") as file:
+    for i in range(300):
+        file.write(json.dumps({"text": " ".join(words[(i * k) % 10] for k in range(1, 40))}) + "\\n")
+print("wrote", len(sys.argv), "arguments")
+"""
+LEARNED = "{train: {vocab_size: 280}}"
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Work in a folder of the test's own: the store is made there."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def write_recipe(folder: Path, *sources: str, tokenizer: str = LEARNED) -> Path:
+    (folder / "recipe.yaml").write_text(
+        RECIPE.format(tokenizer=tokenizer, sources="\n".join(f"    - {source}" for source in sources))
+    )
+    return folder / "recipe.yaml"
+
+
+def write_script(folder: Path, text: str = SCRIPT, name: str = "numbers.py") -> Path:
+    (folder / name).write_text(text)
+    return folder / name
+
+
+def everything(folder: Path) -> dict[str, tuple[int, bytes]]:
+    """All files of the artefacts, with when they were written."""
+    paths = [path for path in (folder / "store" / "artefacts").rglob("*") if path.is_file()]
+    return {str(path.relative_to(folder)): (path.stat().st_mtime_ns, path.read_bytes()) for path in sorted(paths)}
+
+
+def test_the_quickstart_runs_and_a_second_run_makes_nothing(tmp_path):
+    command = [sys.executable, "-m", "trainshed", "run", str(RECIPES / "quickstart.yaml")]
+    first = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert first.stdout.startswith("run quickstart/")
+    assert "proven; " in first.stdout
+    made = everything(tmp_path)
+    assert any(path.endswith("tokens.verdict.json") for path in made)
+    assert any("/index/" in path for path in made)
+    again = subprocess.run([*command, "-o", "json"], capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert everything(tmp_path) == made
+    report = json.loads(again.stdout)
+    assert list(report) == ["schema", "name", "id", "folder", "steps", "tokenizer", "sources", "epochs", "ends_with"]
+    (source,) = report["sources"]
+    assert list(source) == ["name", "prefixes", "documents", "tokens", "reused"]
+    assert source["reused"]
+    assert report["id"] in first.stdout
+    assert f"{source['documents']:,} documents, {source['tokens']:,} tokens" in first.stdout
+    verdicts = subprocess.run(
+        [*command[:3], "data", "verify", source["prefixes"][0]],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        check=True,
+    )
+    assert verdicts.stdout.startswith("proven")
+
+
+def test_two_fresh_runs_give_the_same_tokens(tmp_path):
+    write_script(tmp_path)
+    recipe = load_recipe(str(write_recipe(tmp_path, "{script: numbers.py}")))
+    one = run_line(recipe)
+    tokens = Path(f"{one.sources[0].prefixes[0]}.bin").read_bytes()
+    (tmp_path / "store").rename(tmp_path / "old")
+    other = run_line(recipe)
+    assert Path(f"{other.sources[0].prefixes[0]}.bin").read_bytes() == tokens
+    assert not other.sources[0].reused
+
+
+def test_the_resolved_recipe_is_saved_and_is_the_same_run_when_loaded(tmp_path):
+    script = "#!/bin/sh\nprintf '{\"text\": \"%s\"}\\n' 'some text that is long enough' 'more' >$2/a.jsonl\n"
+    write_script(tmp_path, script, "data.sh").chmod(0o755)
+    prepared = run_line(
+        load_recipe(str(write_recipe(tmp_path, "{script: data.sh}", tokenizer="{train: {vocab_size: 257}}")))
+    )
+    saved = load_recipe(str(prepared.folder / "recipe.yaml"))
+    assert run_id(saved) == prepared.id
+    assert saved.model.config is not None
+    assert saved.model.preset is None
+    assert os.access(saved.folder / "data.sh", os.X_OK)
+    again = run_line(saved)
+    assert (again.id, again.folder) == (prepared.id, prepared.folder)
+    assert again.sources[0].reused
+
+
+def test_a_changed_script_is_run_again_and_an_unchanged_one_is_not(tmp_path):
+    script = write_script(tmp_path)
+    recipe = load_recipe(str(write_recipe(tmp_path, "{script: numbers.py}")))
+    first = run_line(recipe)
+    script.write_text(SCRIPT.replace("range(300)", "range(310)"))
+    second = run_line(recipe)
+    assert (first.sources[0].documents, second.sources[0].documents) == (300, 310)
+    assert second.id == first.id
+    arguments = load_recipe(str(write_recipe(tmp_path, "{script: numbers.py, args: [--fast]}")))
+    assert run_line(arguments).sources[0].prefixes != second.sources[0].prefixes
+    script.write_text(SCRIPT)
+    assert run_line(recipe).sources[0].prefixes == first.sources[0].prefixes
+
+
+def test_a_script_that_fails_shows_its_last_words_and_leaves_nothing(tmp_path, capsys):
+    failing = "import sys\nfor i in range(50): print('line', i)\nsys.exit('no such table')\n"
+    script = write_script(tmp_path, failing)
+    recipe = write_recipe(tmp_path, "{script: numbers.py, args: [--table, words]}")
+    assert run_cli(["run", str(recipe)]) == 1
+    said = capsys.readouterr().err
+    assert "numbers.py: the script ended with exit code 1" in said
+    assert "  | no such table" in said
+    assert "  | line 49" in said
+    assert "  | line 5\n" not in said
+    assert "--target-dir DIR --table words" in said
+    script.write_text(SCRIPT)
+    assert run_cli(["run", str(recipe)]) == 0
+    assert len(list((tmp_path / "store" / "artefacts" / "text").glob("*/manifest.json"))) == 1
+
+
+def test_a_script_that_writes_nothing_is_told_what_it_should_do(tmp_path, capsys):
+    write_script(tmp_path, "print('done')\n")
+    assert run_cli(["run", str(write_recipe(tmp_path, "{script: numbers.py}"))]) == 2
+    assert "the script has written nothing" in (said := capsys.readouterr().err)
+    assert "it is run with --target-dir DIR and must leave .jsonl files there" in said
+
+
+def test_a_script_that_is_not_there_or_cannot_be_run(tmp_path):
+    recipe = load_recipe(str(write_recipe(tmp_path, "{script: missing.py}")))
+    with pytest.raises(InputError, match="there is no such script"):
+        run_line(recipe)
+    write_script(tmp_path, "not executable", "tool")
+    recipe = load_recipe(str(write_recipe(tmp_path, "{script: tool}")))
+    with pytest.raises(InputError, match="cannot be run: Permission denied"):
+        run_line(recipe)
+
+
+def test_synthetic_data_needs_no_files_and_no_tokenizer(tmp_path, capsys):
+    (tmp_path / "recipe.yaml").write_text(
+        "trainshed: 1\nname: bench\nmodel: {preset: tiny, init: random}\ndata: synthetic\n"
+        "train: {steps: 5, global_batch: 2, optimizer: {lr: 1.0e-3}}\n"
+    )
+    assert run_cli(["run", "recipe.yaml", "-o", "json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["steps"], report["sources"], report["tokenizer"]) == (5, [], None)
+    one, other = run_line(load_recipe("recipe.yaml")), open_run(load_recipe("recipe.yaml"))
+    batch = one.order.batch(3)
+    assert np.array_equal(batch, other.order.batch(3))
+    assert batch.shape[0] == 2
+    assert not (tmp_path / "store" / "artefacts").exists()
+
+
+def test_prepared_tokens_of_another_tokenizer_are_refused(tmp_path):
+    write_script(tmp_path)
+    first = run_line(load_recipe(str(write_recipe(tmp_path, "{script: numbers.py}"))))
+    prefix, learned = first.sources[0].prefixes[0], first.tokenizer.address if first.tokenizer else ""
+    good = load_recipe(str(write_recipe(tmp_path, f"{{tokens: {prefix}}}", tokenizer=learned)))
+    assert run_line(good).sources[0].tokens == first.sources[0].tokens
+    (tmp_path / "other").mkdir()
+    for path in Path(learned).iterdir():
+        (tmp_path / "other" / path.name).write_bytes(path.read_bytes() + b"\n")
+    bad = load_recipe(str(write_recipe(tmp_path, f"{{tokens: {prefix}}}", tokenizer="./other")))
+    with pytest.raises(InputError, match="these tokens were made with another tokenizer") as error:
+        run_line(bad)
+    assert error.value.where == prefix
+
+
+def test_tokens_of_others_are_taken_as_they_are_and_that_is_said(tmp_path, capsys):
+    np.arange(2000, dtype="<u2").tofile(tmp_path / "theirs.bin")
+    lengths = np.full(20, 100, "<i4")
+    write_index(tmp_path / "theirs.idx", np.dtype("<u2"), lambda: [lengths])
+    recipe = write_recipe(tmp_path, "{tokens: theirs}", tokenizer="null")
+    assert run_cli(["run", str(recipe)]) == 0
+    assert "theirs: no manifest (not made by Trainshed); taken as it is" in capsys.readouterr().err
+
+
+def test_nothing_is_opened_that_was_not_made_and_nothing_is_made_by_opening(tmp_path):
+    write_script(tmp_path)
+    recipe = load_recipe(str(write_recipe(tmp_path, "{script: numbers.py}")))
+    with pytest.raises(NotFound, match="is not made yet") as error:
+        open_run(recipe)
+    assert error.value.hint == "run `trainshed run RECIPE` first"
+    assert not (tmp_path / "store").exists()
+    made = run_line(recipe)
+    before = everything(tmp_path)
+    opened = open_run(recipe)
+    assert everything(tmp_path) == before
+    assert np.array_equal(opened.order.batch(2), made.order.batch(2))
+
+
+def test_tokens_that_do_not_read_back_are_not_proven(tmp_path):
+    write_script(tmp_path)
+    recipe = load_recipe(str(write_recipe(tmp_path, "{script: numbers.py}")))
+    prefix = run_line(recipe).sources[0].prefixes[0]
+    Path(f"{prefix}.verdict.json").unlink()
+    tokens = bytearray(Path(f"{prefix}.bin").read_bytes())
+    tokens[100] ^= 1
+    Path(f"{prefix}.bin").write_bytes(tokens)
+    with pytest.raises(CorruptData, match=r"tokens just written do not read back: .*its bytes have changed"):
+        run_line(recipe)
+
+
+def test_a_store_that_is_no_folder_is_refused(tmp_path):
+    write_script(tmp_path)
+    recipe = load_recipe(str(write_recipe(tmp_path, "{script: numbers.py}")), ["store=s3://bucket/store"])
+    with pytest.raises(InputError, match="keeps its store on a local or mounted disk"):
+        run_line(recipe)
+
+
+def test_a_tokenizer_larger_than_the_text_can_give_says_how_large_it_may_be(tmp_path):
+    write_script(tmp_path)
+    recipe = load_recipe(str(write_recipe(tmp_path, "{script: numbers.py}", tokenizer="{train: {vocab_size: 5000}}")))
+    with pytest.raises(TrainshedError, match=r"gives a vocabulary of \d+ tokens, 5,000 are asked for") as error:
+        run_line(recipe)
+    assert "or less, or give it more text" in (error.value.hint or "")
