@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -110,9 +111,10 @@ def test_added_tokens_are_honoured_or_the_fast_encoder_is_not_used(tmp_path, kin
     assert compare(tokenizer, encoder, texts) is None, reason
 
 
-def test_the_battery_finds_that_the_fast_encoder_ignores_single_word(tmp_path):
+@pytest.mark.parametrize("kind", ["gpt2", "llama3", "llama2", "qwen"])
+def test_the_battery_finds_that_the_fast_encoder_ignores_single_word(tmp_path, kind):
     """A finding about gigatoken 0.10; if this fails, it has learned it, and the test above still holds."""
-    tokenizer = with_added(tmp_path, "llama2", AddedToken("ADDED", single_word=True))
+    tokenizer = with_added(tmp_path, kind, AddedToken("ADDED", single_word=True, normalized=False))
     encoder, reason = choose_encoder(tokenizer)
     assert isinstance(encoder, ReferenceEncoder)
     assert reason.startswith("tokenizers 0.")
@@ -151,6 +153,13 @@ def test_asking_for_the_fast_encoder_where_it_cannot_be_used_is_refused(
     assert run_cli(command) == 2
     assert run_cli([*command, "--workers", "2"]) == 2
     assert "cannot be used" in capsys.readouterr().err
+
+
+def test_without_the_fast_encoder_installed_the_reference_is_used_and_that_is_said(made_tokenizer, monkeypatch):
+    monkeypatch.setitem(sys.modules, "gigatoken", None)
+    encoder, reason = choose_encoder(made_tokenizer("gpt2"))
+    assert isinstance(encoder, ReferenceEncoder)
+    assert reason.endswith("(slow): gigatoken is not installed")
 
 
 def test_asking_for_the_reference_gets_it(made_tokenizer):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import os
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from trainshed.cli import run_cli
 from trainshed.data import reading, shard_writer
 from trainshed.data.indexed import IndexedReader
 from trainshed.data.verify import verify
-from trainshed.errors import AddressError, BadDocument, InputError, NoSpace
+from trainshed.errors import AddressError, BadDocument, InputError, MissingExtra, NoSpace
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -151,6 +152,18 @@ def test_a_tokenizer_without_an_end_of_document_token_is_refused_until_told(tmp_
     assert run_cli([*command, "--no-eod", "--overwrite"]) == 0
     with IndexedReader(tmp_path / "out") as reader:
         assert 2 not in reader.read(0, reader.tokens)
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "needed_for"),
+    [("zstandard", "a.jsonl.zst", "reading .zst files"), ("pyarrow", "a.parquet", "reading parquet files")],
+)
+def test_what_is_not_installed_is_named_with_the_pip_line(tmp_path, tokenizer, monkeypatch, module, name, needed_for):
+    (tmp_path / name).write_bytes(PACKED["zst"])
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(MissingExtra, match=f"{needed_for} needs the extra 'data'") as error:
+        prepare_text(tmp_path / name, tokenizer, tmp_path / "out")
+    assert error.value.hint == "pip install 'trainshed[data]'"
 
 
 @pytest.fixture

@@ -35,7 +35,9 @@ class Attempt:
 
     def __init__(self, corpus: Path, tokenizer: Path, output: Path, shards: int) -> None:
         command = [sys.executable, str(DRIVER), str(corpus), str(tokenizer), str(output), str(shards)]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        )
         assert self.process.stdout is not None
         self.lines: list[str] = []
         self.workers: list[int] = []
@@ -70,6 +72,14 @@ def gone(pids: list[int], seconds: float = 20) -> bool:
     return False
 
 
+def wait_for_marks(journal: Path, seconds: float = 30) -> None:
+    """Wait until there is something to go on from: a head and a mark."""
+    end = time.monotonic() + seconds
+    while not journal.exists() or journal.read_bytes().count(b"\n") < 2:
+        assert time.monotonic() < end, "no mark was set"
+        time.sleep(0.005)
+
+
 @pytest.fixture(scope="module")
 def undisturbed(corpus, tokenizer_folder, tmp_path_factory) -> tuple[Path, float]:
     """The result to compare with, and how many seconds the work behind it takes."""
@@ -93,8 +103,10 @@ def test_kill_9_at_random_points_and_rerun_gives_the_same_bytes(corpus, tokenize
     expected, seconds = undisturbed
     chance = random.Random(seed)
     output, said = tmp_path / "tokens", ""
-    for _ in range(4):
+    for number in range(4):
         attempt = Attempt(corpus, tokenizer_folder("gpt2"), output, 2)
+        if number == 0:
+            wait_for_marks(tmp_path / "tokens-00000-of-00002.journal.partial")
         time.sleep(chance.uniform(0.05, 0.35) * seconds)
         said += attempt.kill(group=chance.random() < 0.7)
         assert gone(attempt.workers), "workers must end with the process that started them"
@@ -120,7 +132,7 @@ def test_a_worker_that_is_killed_stops_the_work_with_its_exit_code_and_the_rerun
     expected, _ = undisturbed
     attempt = Attempt(corpus, tokenizer_folder("gpt2"), tmp_path / "tokens", 2)
     os.kill(attempt.workers[0], signal.SIGKILL)
-    attempt.finish()
+    assert "a tokenising worker died (exit code -9)" in attempt.finish()
     assert attempt.process.returncode == 1
     again = Attempt(corpus, tokenizer_folder("gpt2"), tmp_path / "tokens", 2)
     again.finish()

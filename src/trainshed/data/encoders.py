@@ -7,6 +7,8 @@ all, and a sample of every shard is encoded by both (`require_equal`); a differe
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -22,6 +24,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 EncoderName = Literal["auto", "gigatoken", "tokenizers"]
+
+WORDS_BYTES = 256 * 1024 * 1024
+"""How much the memory of this process may grow before the fast encoder has to forget the words it has met."""
 
 # Shapes:  N documents in a batch, T tokens of the batch.
 
@@ -92,28 +97,46 @@ class ReferenceEncoder:
 class FastEncoder:
     """`gigatoken`; `parallel` lets it use several cores, otherwise parallelism comes from worker processes.
 
-    The few documents with letters that its Unicode tables class differently are left to the reference.
+    The few documents with letters that its Unicode tables class differently are left to the reference. It remembers
+    every word it has met and never forgets one, so it is made anew when that takes too much memory.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, parallel: bool = False) -> None:
         from importlib.metadata import version
 
+        self._tokenizer, self._parallel = tokenizer, parallel
+        self._backend = self._fresh()
+        self.name = f"gigatoken {version('gigatoken')}"
+        self._floor: int | None = None
+        self._renewing = threading.Lock()
+
+    def _fresh(self) -> Any:
         import gigatoken
 
-        self._parallel = parallel
+        return gigatoken.Tokenizer.from_json(self._tokenizer.json).backend
 
-        self._backend: Any = gigatoken.Tokenizer.from_json(tokenizer.json).backend
-        self._reference = ReferenceEncoder(tokenizer)
-        self.name = f"gigatoken {version('gigatoken')}"
+    def _bound_memory(self) -> None:
+        """Measure growth from the first batch on, when blocks in flight have their place; renew when it is too much."""
+        if not self._renewing.acquire(blocking=False):
+            return
+        try:
+            resident = resident_bytes()
+            if self._floor is None:
+                self._floor = resident
+            elif resident - self._floor > WORDS_BYTES:
+                self._backend, self._floor = self._fresh(), None
+        finally:
+            self._renewing.release()
 
     def encode(self, documents: Sequence[str]) -> Encoded:
         """Encode a batch."""
         encoded = self._encode(documents)
+        self._bound_memory()
         young = with_young_letters(documents)
         if not young:
             return encoded
         rows = encoded.rows()
-        reference = self._reference.encode([documents[number] for number in young])
+        reference = ReferenceEncoder(self._tokenizer).encode([documents[number] for number in young])
         for number, row in zip(young, reference.rows(), strict=True):
             rows[number] = row
         return Encoded.of(rows)
@@ -127,6 +150,12 @@ class FastEncoder:
         offsets = np.asarray(layout.offsets.data)
         ids = np.asarray(layout.content.data)[int(offsets[0]) : int(offsets[-1])]
         return Encoded(ids, np.diff(offsets))
+
+
+def resident_bytes() -> int:
+    """Memory of this process that is in RAM."""
+    with open("/proc/self/statm", "rb") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def choose_encoder(
