@@ -67,7 +67,7 @@ def everything(folder: Path) -> dict[str, tuple[int, bytes]]:
     return {str(path.relative_to(folder)): (path.stat().st_mtime_ns, path.read_bytes()) for path in sorted(paths)}
 
 
-def test_the_quickstart_runs_and_a_second_run_makes_nothing(tmp_path):
+def test_the_quickstart_runs_and_a_second_run_makes_nothing(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "trainshed", "run", str(RECIPES / "quickstart.yaml")]
     first = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
     assert first.stdout.startswith("run quickstart/")
@@ -94,7 +94,7 @@ def test_the_quickstart_runs_and_a_second_run_makes_nothing(tmp_path):
     assert verdicts.stdout.startswith("proven")
 
 
-def test_two_fresh_runs_give_the_same_tokens(tmp_path):
+def test_two_fresh_runs_give_the_same_tokens(tmp_path: Path) -> None:
     write_script(tmp_path)
     recipe = load_recipe(str(write_recipe(tmp_path, "{script: numbers.py}")))
     one = run_line(recipe)
@@ -105,7 +105,7 @@ def test_two_fresh_runs_give_the_same_tokens(tmp_path):
     assert not other.sources[0].reused
 
 
-def test_the_resolved_recipe_is_saved_and_is_the_same_run_when_loaded(tmp_path):
+def test_the_resolved_recipe_is_saved_and_is_the_same_run_when_loaded(tmp_path: Path) -> None:
     script = "#!/bin/sh\nprintf '{\"text\": \"%s\"}\\n' 'some text that is long enough' 'more' >$2/a.jsonl\n"
     write_script(tmp_path, script, "data.sh").chmod(0o755)
     prepared = run_line(
@@ -121,7 +121,7 @@ def test_the_resolved_recipe_is_saved_and_is_the_same_run_when_loaded(tmp_path):
     assert again.sources[0].reused
 
 
-def test_a_changed_script_is_run_again_and_an_unchanged_one_is_not(tmp_path):
+def test_a_changed_script_is_run_again_and_an_unchanged_one_is_not(tmp_path: Path) -> None:
     script = write_script(tmp_path)
     recipe = load_recipe(str(write_recipe(tmp_path, "{script: numbers.py}")))
     first = run_line(recipe)
@@ -135,7 +135,9 @@ def test_a_changed_script_is_run_again_and_an_unchanged_one_is_not(tmp_path):
     assert run_line(recipe).sources[0].prefixes == first.sources[0].prefixes
 
 
-def test_a_script_that_fails_shows_its_last_words_and_leaves_nothing(tmp_path, capsys):
+def test_a_script_that_fails_shows_its_last_words_and_leaves_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     failing = "import sys\nfor i in range(50): print('line', i)\nsys.exit('no such table')\n"
     script = write_script(tmp_path, failing)
     recipe = write_recipe(tmp_path, "{script: numbers.py, args: [--table, words]}")
@@ -151,14 +153,16 @@ def test_a_script_that_fails_shows_its_last_words_and_leaves_nothing(tmp_path, c
     assert len(list((tmp_path / "store" / "artefacts" / "text").glob("*/manifest.json"))) == 1
 
 
-def test_a_script_that_writes_nothing_is_told_what_it_should_do(tmp_path, capsys):
+def test_a_script_that_writes_nothing_is_told_what_it_should_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_script(tmp_path, "print('done')\n")
     assert run_cli(["run", str(write_recipe(tmp_path, "{script: numbers.py}"))]) == 2
     assert "the script has written nothing" in (said := capsys.readouterr().err)
     assert "it is run with --target-dir DIR and must leave .jsonl files there" in said
 
 
-def test_a_script_that_is_not_there_or_cannot_be_run(tmp_path):
+def test_a_script_that_is_not_there_or_cannot_be_run(tmp_path: Path) -> None:
     recipe = load_recipe(str(write_recipe(tmp_path, "{script: missing.py}")))
     with pytest.raises(InputError, match="there is no such script"):
         run_line(recipe)
@@ -168,7 +172,7 @@ def test_a_script_that_is_not_there_or_cannot_be_run(tmp_path):
         run_line(recipe)
 
 
-def test_synthetic_data_needs_no_files_and_no_tokenizer(tmp_path, capsys):
+def test_synthetic_data_needs_no_files_and_no_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "recipe.yaml").write_text(
         "trainshed: 1\nname: bench\nmodel: {preset: tiny, init: random}\ndata: synthetic\n"
         "train: {steps: 5, global_batch: 2, optimizer: {lr: 1.0e-3}}\n"
@@ -183,7 +187,7 @@ def test_synthetic_data_needs_no_files_and_no_tokenizer(tmp_path, capsys):
     assert not (tmp_path / "store" / "artefacts").exists()
 
 
-def test_prepared_tokens_of_another_tokenizer_are_refused(tmp_path):
+def test_prepared_tokens_of_another_tokenizer_are_refused(tmp_path: Path) -> None:
     write_script(tmp_path)
     first = run_line(load_recipe(str(write_recipe(tmp_path, "{script: numbers.py}"))))
     prefix, learned = first.sources[0].prefixes[0], first.tokenizer.address if first.tokenizer else ""
@@ -198,7 +202,9 @@ def test_prepared_tokens_of_another_tokenizer_are_refused(tmp_path):
     assert error.value.where == prefix
 
 
-def test_tokens_of_others_are_taken_as_they_are_and_that_is_said(tmp_path, capsys):
+def test_tokens_of_others_are_taken_as_they_are_and_that_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     np.arange(2000, dtype="<u2").tofile(tmp_path / "theirs.bin")
     lengths = np.full(20, 100, "<i4")
     write_index(tmp_path / "theirs.idx", np.dtype("<u2"), lambda: [lengths])
@@ -207,7 +213,7 @@ def test_tokens_of_others_are_taken_as_they_are_and_that_is_said(tmp_path, capsy
     assert "theirs: no manifest (not made by Trainshed); taken as it is" in capsys.readouterr().err
 
 
-def test_nothing_is_opened_that_was_not_made_and_nothing_is_made_by_opening(tmp_path):
+def test_nothing_is_opened_that_was_not_made_and_nothing_is_made_by_opening(tmp_path: Path) -> None:
     write_script(tmp_path)
     recipe = load_recipe(str(write_recipe(tmp_path, "{script: numbers.py}")))
     with pytest.raises(NotFound, match="is not made yet") as error:
@@ -221,7 +227,7 @@ def test_nothing_is_opened_that_was_not_made_and_nothing_is_made_by_opening(tmp_
     assert np.array_equal(opened.order.batch(2), made.order.batch(2))
 
 
-def test_tokens_that_do_not_read_back_are_not_proven(tmp_path):
+def test_tokens_that_do_not_read_back_are_not_proven(tmp_path: Path) -> None:
     write_script(tmp_path)
     recipe = load_recipe(str(write_recipe(tmp_path, "{script: numbers.py}")))
     prefix = run_line(recipe).sources[0].prefixes[0]
@@ -233,14 +239,14 @@ def test_tokens_that_do_not_read_back_are_not_proven(tmp_path):
         run_line(recipe)
 
 
-def test_a_store_that_is_no_folder_is_refused(tmp_path):
+def test_a_store_that_is_no_folder_is_refused(tmp_path: Path) -> None:
     write_script(tmp_path)
     recipe = load_recipe(str(write_recipe(tmp_path, "{script: numbers.py}")), ["store=s3://bucket/store"])
     with pytest.raises(InputError, match="keeps its store on a local or mounted disk"):
         run_line(recipe)
 
 
-def test_a_tokenizer_larger_than_the_text_can_give_says_how_large_it_may_be(tmp_path):
+def test_a_tokenizer_larger_than_the_text_can_give_says_how_large_it_may_be(tmp_path: Path) -> None:
     write_script(tmp_path)
     recipe = load_recipe(str(write_recipe(tmp_path, "{script: numbers.py}", tokenizer="{train: {vocab_size: 5000}}")))
     with pytest.raises(TrainshedError, match=r"gives a vocabulary of \d+ tokens, 5,000 are asked for") as error:

@@ -16,7 +16,7 @@ from trainshed.errors import MissingExtra, TrainshedError
 ROOMS = ["trainshed", "trainshed.storage", "trainshed.recipe", "trainshed.catalog"]
 
 
-def test_the_exported_names_are_pinned():
+def test_the_exported_names_are_pinned() -> None:
     lines = []
     for room in ROOMS:
         module = importlib.import_module(room)
@@ -37,18 +37,18 @@ def tree(kind: type[TrainshedError], before: str = "", joint: str = "") -> list[
     return found
 
 
-def test_the_tree_of_errors_is_the_one_drawn_in_its_docstring():
+def test_the_tree_of_errors_is_the_one_drawn_in_its_docstring() -> None:
     drawn = re.findall(r"^    ([│├└─ ]*)(\w+) +(\d)  \S", errors.__doc__ or "", re.MULTILINE)
     assert [(lines, name, int(code)) for lines, name, code in drawn] == tree(TrainshedError)
 
 
-def test_every_error_is_in_the_tree():
+def test_every_error_is_in_the_tree() -> None:
     kinds = [value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, BaseException)]
     assert {kind.__name__ for kind in kinds} == {name for _, name, _ in tree(TrainshedError)}
 
 
 @pytest.mark.parametrize("name", [name for _, name, _ in tree(TrainshedError)])
-def test_errors_keep_all_three_parts_across_processes(name):
+def test_errors_keep_all_three_parts_across_processes(name: str) -> None:
     error = getattr(errors, name)("it broke", where="file:3", hint="mend it")
     again = pickle.loads(pickle.dumps(error))
     assert type(again) is type(error)
@@ -57,11 +57,11 @@ def test_errors_keep_all_three_parts_across_processes(name):
     assert str(getattr(errors, name)("it broke")) == "it broke"
 
 
-def test_a_missing_extra_says_the_pip_line():
+def test_a_missing_extra_says_the_pip_line() -> None:
     error = MissingExtra.named("data", "reading parquet files")
     assert str(error) == "reading parquet files needs the extra 'data'\npip install 'trainshed[data]'"
     assert error.exit_code == 2
 
 
-def test_the_version_is_one():
+def test_the_version_is_one() -> None:
     assert re.fullmatch(r"\d+\.\d+\.\d+", trainshed.__version__)

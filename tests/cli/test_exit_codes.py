@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,12 +15,12 @@ from trainshed.cli import run_cli
 from trainshed.errors import TrainshedError
 
 
-def trainshed(*arguments: str, **options) -> subprocess.CompletedProcess[str]:
+def trainshed(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "trainshed", *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=False, **options)
 
 
-def test_python_m_trainshed_is_trainshed(tmp_path):
+def test_python_m_trainshed_is_trainshed(tmp_path: Path) -> None:
     done = trainshed("recipes", cwd=tmp_path)
     assert done.returncode == 0
     assert "quickstart" in done.stdout
@@ -30,7 +31,7 @@ def test_python_m_trainshed_is_trainshed(tmp_path):
     assert trainshed("--version").stdout.strip() == __version__
 
 
-def test_wrong_input_is_2_failed_work_is_1_and_neither_shows_a_traceback(tmp_path):
+def test_wrong_input_is_2_failed_work_is_1_and_neither_shows_a_traceback(tmp_path: Path) -> None:
     wrong = trainshed("run", str(tmp_path / "none.yaml"))
     for ending in ("bin", "idx"):
         (tmp_path / f"cut.{ending}").write_bytes(b"MMID")
@@ -45,7 +46,7 @@ def test_wrong_input_is_2_failed_work_is_1_and_neither_shows_a_traceback(tmp_pat
 
 
 @pytest.mark.parametrize("place", [0, 1, 3])
-def test_debug_adds_the_traceback_and_keeps_the_exit_code(tmp_path, place):
+def test_debug_adds_the_traceback_and_keeps_the_exit_code(tmp_path: Path, place: int) -> None:
     arguments = ["run", str(tmp_path / "none.yaml"), "-o", "json"]
     done = trainshed(*arguments[:place], "--debug", *arguments[place:])
     assert done.returncode == 2
@@ -70,7 +71,9 @@ def test_debug_adds_the_traceback_and_keeps_the_exit_code(tmp_path, place):
         (["run", "quickstart", "trian.steps=4"], "train"),
     ],
 )
-def test_what_nobody_understands_is_2_with_what_to_write(arguments, said, capsys):
+def test_what_nobody_understands_is_2_with_what_to_write(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run_cli(arguments) == 2
     shown = capsys.readouterr()
     assert shown.out == ""
@@ -78,12 +81,14 @@ def test_what_nobody_understands_is_2_with_what_to_write(arguments, said, capsys
     assert said in shown.err
 
 
-def test_nothing_at_all_shows_the_help(capsys):
+def test_nothing_at_all_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_cli([]) == 0
     assert "Usage: trainshed COMMAND" in capsys.readouterr().out
 
 
-def test_a_fault_of_ours_is_1_with_a_way_to_tell_us(monkeypatch, capsys):
+def test_a_fault_of_ours_is_1_with_a_way_to_tell_us(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def broken(*_: object, **__: object) -> None:
         raise ZeroDivisionError("division by zero")
 
@@ -97,7 +102,9 @@ def test_a_fault_of_ours_is_1_with_a_way_to_tell_us(monkeypatch, capsys):
     assert "Traceback" in capsys.readouterr().err
 
 
-def test_a_broken_pipe_that_is_not_our_readers_is_a_failure(monkeypatch, capsys):
+def test_a_broken_pipe_that_is_not_our_readers_is_a_failure(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def broken(*_: object, **__: object) -> None:
         raise BrokenPipeError(32, "Broken pipe")
 
@@ -106,7 +113,7 @@ def test_a_broken_pipe_that_is_not_our_readers_is_a_failure(monkeypatch, capsys)
     assert "BrokenPipeError" in capsys.readouterr().err
 
 
-def test_a_reader_that_leaves_early_is_no_failure():
+def test_a_reader_that_leaves_early_is_no_failure() -> None:
     reading, writing = os.pipe()
     os.close(reading)
     try:
@@ -116,7 +123,7 @@ def test_a_reader_that_leaves_early_is_no_failure():
     assert (done.returncode, done.stderr) == (0, b"")
 
 
-def test_interrupting_is_130(monkeypatch):
+def test_interrupting_is_130(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
@@ -124,7 +131,9 @@ def test_interrupting_is_130(monkeypatch):
     assert run_cli(["recipes"]) == 130
 
 
-def test_an_error_is_printed_as_where_what_and_what_to_write(monkeypatch, capsys):
+def test_an_error_is_printed_as_where_what_and_what_to_write(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def failing(*_: object, **__: object) -> None:
         raise TrainshedError("[bold]it[/bold] failed", where="file.yaml:3", hint="write [x] instead")
 

@@ -39,18 +39,18 @@ def commands() -> list[str]:
     return walk(build_app(), "")
 
 
-def test_the_walk_finds_every_verb():
+def test_the_walk_finds_every_verb() -> None:
     assert set(commands()) >= {"", *VERBS, *(f"data {verb}" for verb in DATA_VERBS), "recipes copy"}
 
 
-def test_no_help_imports_what_only_the_work_needs():
+def test_no_help_imports_what_only_the_work_needs() -> None:
     code = WALK.format(commands=commands(), heavy=HEAVY)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("command", commands())
-def test_every_parameter_of_every_verb_is_explained(command):
+def test_every_parameter_of_every_verb_is_explained(command: str) -> None:
     app = build_app()
     for name in command.split():
         app = app[name]
@@ -60,7 +60,7 @@ def test_every_parameter_of_every_verb_is_explained(command):
         assert described == list(inspect.signature(app.default_command).parameters)
 
 
-def test_help_lists_the_verbs_with_their_summaries(capsys):
+def test_help_lists_the_verbs_with_their_summaries(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_cli(["--help"]) == 0
     shown = capsys.readouterr().out
     for name, (_, summary) in VERBS.items():

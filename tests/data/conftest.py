@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +15,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 import made_tokenizers
+from preparing import MadeTokenizer, TokenizerFolder, WriteTokens
 
 from trainshed.data.indexed import write_index
 from trainshed.data.tokenizer import Tokenizer, load_tokenizer
@@ -36,9 +37,6 @@ def megatron() -> SimpleNamespace:
     )
 
 
-WriteTokens = Callable[..., str]
-
-
 @pytest.fixture
 def write_tokens(tmp_path: Path) -> WriteTokens:
     """Write documents as `tmp_path/NAME.bin/.idx` with our writer and return the prefix."""
@@ -54,9 +52,6 @@ def write_tokens(tmp_path: Path) -> WriteTokens:
     return write
 
 
-TokenizerFolder = Callable[[str], Path]
-
-
 @pytest.fixture(scope="session")
 def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> TokenizerFolder:
     """The folder of a made tokenizer by the name of its kind, each made when first asked for."""
@@ -67,9 +62,6 @@ def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> TokenizerFolde
         return made_tokenizers.save(made, made_tokenizers.CONFIGS[kind], tmp_path_factory.mktemp("tokenizer") / kind)
 
     return folder
-
-
-MadeTokenizer = Callable[[str], Tokenizer]
 
 
 @pytest.fixture(scope="session")

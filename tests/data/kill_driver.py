@@ -1,8 +1,12 @@
-"""Run by the kill tests: prepares a corpus in small blocks with a mark behind each, and says who its workers are."""
+"""Run by the kill tests: prepares a corpus in small blocks with a mark behind each, and says who its workers are.
+
+With a number of blocks as its last argument it stops behind them, says so, and waits to be killed.
+"""
 
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -16,9 +20,18 @@ from trainshed.data.tokenizer import load_tokenizer
 class Loud(preparing.Notes):
     """Tells what it hears at once: the test reads it."""
 
+    blocks = 0
+    stall_after = 0
+
     def note(self, text: str) -> None:
         sys.stdout.write(f"note {text}\n")
         sys.stdout.flush()
+
+    def describe(self, text: str) -> None:
+        self.blocks += 1
+        if self.blocks == self.stall_after:
+            self.note("waiting")
+            time.sleep(600)
 
 
 class Pool(workers.WorkerPool):
@@ -33,7 +46,8 @@ class Pool(workers.WorkerPool):
 
 
 if __name__ == "__main__":
-    corpus, tokenizer, output, shards = sys.argv[1:]
+    corpus, tokenizer, output, shards, stall_after = sys.argv[1:]
+    Loud.stall_after = int(stall_after)
     shard_writer.MARK_SECONDS = 0
     workers.THREADS_UP_TO = 1  # two workers are threads by default; here it is processes that are killed
     reading.BLOCK_BYTES = reading.READ_BYTES = 20_000

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +20,11 @@ from trainshed.data.prepare import Prepared, ShardJob, Tokenizing, prepare
 from trainshed.data.shards import shard_name
 from trainshed.data.tokenizer import Tokenizer
 from trainshed.reporting import Task
+
+TokenizerFolder = Callable[[str], Path]
+MadeTokenizer = Callable[[str], Tokenizer]
+WriteTokens = Callable[..., str]
+"""What the fixtures of these names are."""
 
 ODD_TEXTS = [
     "",

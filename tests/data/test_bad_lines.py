@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from preparing import contents, documents, jsonl, megatron_bytes, prepare_text
+from preparing import TokenizerFolder, contents, documents, jsonl, megatron_bytes, prepare_text
 
 from trainshed.cli import run_cli
 from trainshed.data import reading
+from trainshed.data.formats import TextDocuments
 from trainshed.data.shard_writer import BAD_LINES_KEPT
+from trainshed.data.tokenizer import Tokenizer
 from trainshed.errors import BadDocument, InputError
 
 BAD = {
@@ -40,7 +43,9 @@ BAD = {
 
 
 @pytest.mark.parametrize("line", list(BAD), ids=lambda line: line.decode(errors="replace"))
-def test_each_kind_of_bad_line_stops_with_its_place_and_what_to_write(tmp_path, tokenizer, line):
+def test_each_kind_of_bad_line_stops_with_its_place_and_what_to_write(
+    tmp_path: Path, tokenizer: Tokenizer, line: bytes
+) -> None:
     good = jsonl(documents(5, odd=False)).splitlines()
     (tmp_path / "a.jsonl").write_bytes(b"\n".join([*good[:3], b"", line, *good[3:]]))
     with pytest.raises(BadDocument) as error:
@@ -53,7 +58,9 @@ def test_each_kind_of_bad_line_stops_with_its_place_and_what_to_write(tmp_path, 
     assert not (tmp_path / "out.idx").exists()
 
 
-def test_the_command_exits_with_2_and_says_file_and_line(tmp_path, tokenizer_folder, capsys):
+def test_the_command_exits_with_2_and_says_file_and_line(
+    tmp_path: Path, tokenizer_folder: TokenizerFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "good"}\n{"txt": "bad"}\n')
     command = ["data", "prepare", "--input", str(tmp_path / "a.jsonl"), "--output", str(tmp_path / "out")]
     command += ["--tokenizer", str(tokenizer_folder("gpt2"))]
@@ -70,8 +77,8 @@ def test_the_command_exits_with_2_and_says_file_and_line(tmp_path, tokenizer_fol
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_skipped_lines_are_counted_quoted_and_leave_the_rest_as_it_is(
-    megatron, tmp_path, tokenizer, monkeypatch, workers
-):
+    megatron: SimpleNamespace, tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
     monkeypatch.setattr(reading, "READ_BYTES", 500)
     monkeypatch.setattr(reading, "BLOCK_BYTES", 500)
     texts = documents(40)
@@ -91,7 +98,9 @@ def test_skipped_lines_are_counted_quoted_and_leave_the_rest_as_it_is(
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
-def test_the_first_bad_line_of_the_corpus_is_the_one_told(tmp_path, tokenizer, monkeypatch, workers):
+def test_the_first_bad_line_of_the_corpus_is_the_one_told(
+    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
     monkeypatch.setattr(reading, "READ_BYTES", 300)
     monkeypatch.setattr(reading, "BLOCK_BYTES", 300)
     lines = jsonl(documents(200, odd=False)).splitlines()
@@ -108,8 +117,14 @@ def test_the_first_bad_line_of_the_corpus_is_the_one_told(tmp_path, tokenizer, m
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(bad=st.integers(1, 60), shards=st.integers(2, 7), block=st.integers(50, 2000), longest=st.integers(0, 300))
 def test_the_line_is_that_of_the_file_also_in_later_blocks_and_shards(
-    tmp_path, tokenizer, monkeypatch, bad, shards, block, longest
-):
+    tmp_path: Path,
+    tokenizer: Tokenizer,
+    monkeypatch: pytest.MonkeyPatch,
+    bad: int,
+    shards: int,
+    block: int,
+    longest: int,
+) -> None:
     monkeypatch.setattr(reading, "READ_BYTES", block)
     monkeypatch.setattr(reading, "BLOCK_BYTES", block)
     lines = [json.dumps({"text": "x" * (number * 37 % (longest + 1))}).encode() for number in range(1, 61)]
@@ -122,7 +137,7 @@ def test_the_line_is_that_of_the_file_also_in_later_blocks_and_shards(
     assert error.value.where == f"{tmp_path}/a.jsonl:{bad}"
 
 
-def test_skipped_lines_of_a_cut_file_are_quoted_with_their_true_lines(tmp_path, tokenizer):
+def test_skipped_lines_of_a_cut_file_are_quoted_with_their_true_lines(tmp_path: Path, tokenizer: Tokenizer) -> None:
     lines = jsonl(documents(60, odd=False)).splitlines()
     for number in (10, 35, 59):
         lines[number] = b"{}"
@@ -134,7 +149,9 @@ def test_skipped_lines_of_a_cut_file_are_quoted_with_their_true_lines(tmp_path, 
 
 @pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.dictionary(pa.int8(), pa.string())])
 @pytest.mark.parametrize("shards", [1, 2])
-def test_a_null_cell_is_a_bad_row(megatron, tmp_path, tokenizer, kind, shards):
+def test_a_null_cell_is_a_bad_row(
+    megatron: SimpleNamespace, tmp_path: Path, tokenizer: Tokenizer, kind: pa.DataType, shards: int
+) -> None:
     column = pa.array(["one", "two", "", None, "five", None], pa.string()).cast(kind)
     pq.write_table(pa.table({"text": column}), tmp_path / "a.parquet", row_group_size=3)
     with pytest.raises(BadDocument, match="no text: 'text' is null") as error:
@@ -146,7 +163,7 @@ def test_a_null_cell_is_a_bad_row(megatron, tmp_path, tokenizer, kind, shards):
     assert contents(tmp_path / "skip") == expected
 
 
-def test_bytes_that_are_no_text_in_a_text_column_are_a_bad_row(tmp_path, tokenizer):
+def test_bytes_that_are_no_text_in_a_text_column_are_a_bad_row(tmp_path: Path, tokenizer: Tokenizer) -> None:
     raw = pa.array([b"good", b"\xff\xfe", b"fine"], pa.binary())
     column = pa.Array.from_buffers(pa.string(), 3, raw.buffers())
     pq.write_table(pa.table({"text": column}), tmp_path / "a.parquet")
@@ -158,7 +175,9 @@ def test_bytes_that_are_no_text_in_a_text_column_are_a_bad_row(tmp_path, tokeniz
 
 
 @pytest.mark.parametrize("split", ["file", "line", "blank_line"])
-def test_plain_text_that_is_not_utf8_is_told_with_its_line(tmp_path, tokenizer, split):
+def test_plain_text_that_is_not_utf8_is_told_with_its_line(
+    tmp_path: Path, tokenizer: Tokenizer, split: TextDocuments
+) -> None:
     (tmp_path / "a.txt").write_bytes(b"one\n\ntwo\nthree\n\nca\xe9fe\n\nfour\n")
     with pytest.raises(BadDocument, match="invalid UTF-8 at byte 2") as error:
         prepare_text(tmp_path / "a.txt", tokenizer, tmp_path / "out", split=split)
@@ -171,7 +190,9 @@ def test_plain_text_that_is_not_utf8_is_told_with_its_line(tmp_path, tokenizer, 
 @pytest.mark.parametrize(
     ("column", "what"), [("txt", "there is no column 'txt'"), ("id", "the column 'id' holds int64")]
 )
-def test_a_wrong_column_is_told_with_those_there_are(tmp_path: Path, tokenizer, column, what):
+def test_a_wrong_column_is_told_with_those_there_are(
+    tmp_path: Path, tokenizer: Tokenizer, column: str, what: str
+) -> None:
     pq.write_table(pa.table({"id": [1], "body": ["text"]}), tmp_path / "a.parquet")
     with pytest.raises(InputError, match=what) as error:
         prepare_text(tmp_path / "a.parquet", tokenizer, tmp_path / "out", key=column)

@@ -11,7 +11,7 @@ import made_tokenizers
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from preparing import ODD_TEXTS, documents, jsonl, prepare_text
+from preparing import ODD_TEXTS, MadeTokenizer, TokenizerFolder, documents, jsonl, prepare_text
 from tokenizers import AddedToken
 
 from trainshed.cli import run_cli
@@ -45,7 +45,7 @@ TEXTS = st.lists(PIECES, max_size=6).map("".join)
 
 
 @pytest.fixture(scope="session")
-def fast_encoder(made_tokenizer) -> Callable[[str], FastEncoder]:
+def fast_encoder(made_tokenizer: MadeTokenizer) -> Callable[[str], FastEncoder]:
     return cache(lambda kind: FastEncoder(made_tokenizer(kind)))
 
 
@@ -57,7 +57,9 @@ def with_added(folder: Path, kind: str, *tokens: AddedToken) -> Tokenizer:
 
 
 @pytest.mark.parametrize("kind", SUPPORTED)
-def test_the_fast_encoder_is_chosen_for_the_usual_kinds_and_says_on_what_grounds(made_tokenizer, kind):
+def test_the_fast_encoder_is_chosen_for_the_usual_kinds_and_says_on_what_grounds(
+    made_tokenizer: MadeTokenizer, kind: str
+) -> None:
     encoder, reason = choose_encoder(made_tokenizer(kind))
     assert isinstance(encoder, FastEncoder)
     assert encoder.name.startswith("gigatoken 0.")
@@ -65,7 +67,7 @@ def test_the_fast_encoder_is_chosen_for_the_usual_kinds_and_says_on_what_grounds
 
 
 @pytest.mark.parametrize("kind", SUPPORTED)
-def test_both_encoders_agree_on_documents_and_awkward_texts(made_tokenizer, kind):
+def test_both_encoders_agree_on_documents_and_awkward_texts(made_tokenizer: MadeTokenizer, kind: str) -> None:
     tokenizer = made_tokenizer(kind)
     assert compare(tokenizer, FastEncoder(tokenizer), documents(1500)) is None
     assert compare(tokenizer, FastEncoder(tokenizer), awkward_texts(tokenizer)) is None
@@ -75,12 +77,14 @@ def test_both_encoders_agree_on_documents_and_awkward_texts(made_tokenizer, kind
 @SHARED
 @given(texts=st.lists(TEXTS, min_size=1, max_size=8))
 @example(texts=["a", "", "𲨷.s", "b", "\u088f's"])
-def test_both_encoders_agree_on_anything(made_tokenizer, fast_encoder, kind, texts):
+def test_both_encoders_agree_on_anything(
+    made_tokenizer: MadeTokenizer, fast_encoder: Callable[[str], FastEncoder], kind: str, texts: list[str]
+) -> None:
     require_equal(made_tokenizer(kind), fast_encoder(kind), texts, "here")
 
 
 @pytest.mark.parametrize("kind", [*SUPPORTED, "bert"])
-def test_no_encoder_adds_a_token_at_the_beginning_or_end(made_tokenizer, kind):
+def test_no_encoder_adds_a_token_at_the_beginning_or_end(made_tokenizer: MadeTokenizer, kind: str) -> None:
     tokenizer = made_tokenizer(kind)
     adding = tokenizer.backend.encode("Some text.").ids
     plain = tokenizer.backend.encode("Some text.", add_special_tokens=False).ids
@@ -91,7 +95,9 @@ def test_no_encoder_adds_a_token_at_the_beginning_or_end(made_tokenizer, kind):
     assert encoded.lengths.tolist() == [len(plain), 0, len(plain)]
 
 
-def test_special_token_strings_inside_documents_become_those_tokens_as_the_reference_has_it(made_tokenizer):
+def test_special_token_strings_inside_documents_become_those_tokens_as_the_reference_has_it(
+    made_tokenizer: MadeTokenizer,
+) -> None:
     tokenizer = made_tokenizer("llama3")
     encoder, _ = choose_encoder(tokenizer)
     end = tokenizer.end_of_document()
@@ -100,7 +106,7 @@ def test_special_token_strings_inside_documents_become_those_tokens_as_the_refer
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama3", "llama2", "qwen"])
 @pytest.mark.parametrize("flag", ["single_word", "lstrip", "rstrip", "normalized", "special", "none"])
-def test_added_tokens_are_honoured_or_the_fast_encoder_is_not_used(tmp_path, kind, flag):
+def test_added_tokens_are_honoured_or_the_fast_encoder_is_not_used(tmp_path: Path, kind: str, flag: str) -> None:
     flags = {} if flag == "none" else {flag: True}
     words = ["<mask>", "foo bar", "ADDED", "cafe\u0301", "日本"]
     tokenizer = with_added(tmp_path, kind, *(AddedToken(word, **{"normalized": False, **flags}) for word in words))
@@ -112,7 +118,7 @@ def test_added_tokens_are_honoured_or_the_fast_encoder_is_not_used(tmp_path, kin
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama3", "llama2", "qwen"])
-def test_the_battery_finds_that_the_fast_encoder_ignores_single_word(tmp_path, kind):
+def test_the_battery_finds_that_the_fast_encoder_ignores_single_word(tmp_path: Path, kind: str) -> None:
     """A finding about gigatoken 0.10; if this fails, it has learned it, and the test above still holds."""
     tokenizer = with_added(tmp_path, kind, AddedToken("ADDED", single_word=True, normalized=False))
     encoder, reason = choose_encoder(tokenizer)
@@ -121,7 +127,7 @@ def test_the_battery_finds_that_the_fast_encoder_ignores_single_word(tmp_path, k
     assert "(slow): gigatoken gives other ids for this tokenizer (text " in reason
 
 
-def test_the_battery_finds_that_overlapping_added_tokens_are_matched_differently(tmp_path):
+def test_the_battery_finds_that_overlapping_added_tokens_are_matched_differently(tmp_path: Path) -> None:
     words = [
         AddedToken("foo", normalized=True),
         AddedToken("foo bar", normalized=True),
@@ -133,7 +139,7 @@ def test_the_battery_finds_that_overlapping_added_tokens_are_matched_differently
     assert compare(tokenizer, encoder, texts) is None
 
 
-def test_what_it_does_not_support_falls_back_with_the_reason(made_tokenizer):
+def test_what_it_does_not_support_falls_back_with_the_reason(made_tokenizer: MadeTokenizer) -> None:
     tokenizer = made_tokenizer("bert")
     encoder, reason = choose_encoder(tokenizer)
     assert isinstance(encoder, ReferenceEncoder)
@@ -142,8 +148,8 @@ def test_what_it_does_not_support_falls_back_with_the_reason(made_tokenizer):
 
 
 def test_asking_for_the_fast_encoder_where_it_cannot_be_used_is_refused(
-    tmp_path, tokenizer_folder, made_tokenizer, capsys
-):
+    tmp_path: Path, tokenizer_folder: TokenizerFolder, made_tokenizer: MadeTokenizer, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(InputError, match="--encoder gigatoken cannot be used: gigatoken does not support") as error:
         choose_encoder(made_tokenizer("bert"), "gigatoken")
     assert error.value.hint == "write --encoder tokenizers, or leave it out"
@@ -155,14 +161,16 @@ def test_asking_for_the_fast_encoder_where_it_cannot_be_used_is_refused(
     assert "cannot be used" in capsys.readouterr().err
 
 
-def test_without_the_fast_encoder_installed_the_reference_is_used_and_that_is_said(made_tokenizer, monkeypatch):
+def test_without_the_fast_encoder_installed_the_reference_is_used_and_that_is_said(
+    made_tokenizer: MadeTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "gigatoken", None)
     encoder, reason = choose_encoder(made_tokenizer("gpt2"))
     assert isinstance(encoder, ReferenceEncoder)
     assert reason.endswith("(slow): gigatoken is not installed")
 
 
-def test_asking_for_the_reference_gets_it(made_tokenizer):
+def test_asking_for_the_reference_gets_it(made_tokenizer: MadeTokenizer) -> None:
     encoder, reason = choose_encoder(made_tokenizer("gpt2"), "tokenizers")
     assert isinstance(encoder, ReferenceEncoder)
     assert reason == "tokenizers, as asked"
@@ -180,7 +188,7 @@ class Wrong:
         return self._reference.encode([text.replace("colour", "color") for text in texts])
 
 
-def test_a_wrong_encoder_is_stopped_with_the_text_that_differs(made_tokenizer):
+def test_a_wrong_encoder_is_stopped_with_the_text_that_differs(made_tokenizer: MadeTokenizer) -> None:
     tokenizer = made_tokenizer("gpt2")
     require_equal(tokenizer, Wrong(tokenizer), ["the color of money"], "shard 3")
     with pytest.raises(TokenizerError) as error:
@@ -191,7 +199,9 @@ def test_a_wrong_encoder_is_stopped_with_the_text_that_differs(made_tokenizer):
 
 
 @pytest.mark.parametrize("shards", [1, 3])
-def test_a_sample_of_every_shard_is_compared(tmp_path, made_tokenizer, monkeypatch, shards):
+def test_a_sample_of_every_shard_is_compared(
+    tmp_path: Path, made_tokenizer: MadeTokenizer, monkeypatch: pytest.MonkeyPatch, shards: int
+) -> None:
     tokenizer = made_tokenizer("gpt2")
     texts = ["a line of text"] * 30
     texts[-3] = "its colour"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from preparing import documents, jsonl, prepare_text
+from preparing import MadeTokenizer, TokenizerFolder, WriteTokens, documents, jsonl, prepare_text
 
 from golden_files import check_golden
 from trainshed.cli import run_cli
@@ -27,7 +27,7 @@ def encoded(texts: list[str], tokenizer: Tokenizer) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("shards", [1, 3])
-def test_the_numbers_are_those_of_a_plain_recount(tmp_path, tokenizer, shards):
+def test_the_numbers_are_those_of_a_plain_recount(tmp_path: Path, tokenizer: Tokenizer, shards: int) -> None:
     texts = documents(200)
     (tmp_path / "a.jsonl").write_bytes(jsonl(texts))
     prepare_text(tmp_path / "a.jsonl", tokenizer, tmp_path / "out", shards=shards)
@@ -52,7 +52,7 @@ def test_the_numbers_are_those_of_a_plain_recount(tmp_path, tokenizer, shards):
         assert sample.text == tokenizer.decode(sample.ids)
 
 
-def test_beginning_tokens_are_counted(tmp_path, made_tokenizer):
+def test_beginning_tokens_are_counted(tmp_path: Path, made_tokenizer: MadeTokenizer) -> None:
     tokenizer = made_tokenizer("llama3")
     (tmp_path / "a.jsonl").write_bytes(jsonl(["one", "", "two <|begin_of_text|>"]))
     prepare_text(tmp_path / "a.jsonl", tokenizer, tmp_path / "out", bos=True)
@@ -61,7 +61,9 @@ def test_beginning_tokens_are_counted(tmp_path, made_tokenizer):
     assert (found.bos_count, found.eod_count, found.eod_inside_documents) == (3, 2, 0)
 
 
-def test_files_of_others_are_shown_without_what_only_a_manifest_knows(write_tokens, tokenizer):
+def test_files_of_others_are_shown_without_what_only_a_manifest_knows(
+    write_tokens: WriteTokens, tokenizer: Tokenizer
+) -> None:
     prefix = write_tokens("theirs", [[5, 6, 0], [7, 0], [], [8]])
     plain = inspect(prefix)
     assert (plain.documents, plain.empty_documents, plain.tokens) == (4, 1, 6)
@@ -71,7 +73,7 @@ def test_files_of_others_are_shown_without_what_only_a_manifest_knows(write_toke
     assert (told.eod_count, told.eod_inside_documents) == (2, None)
 
 
-def test_the_drawing(write_tokens, capsys, tmp_path):
+def test_the_drawing(write_tokens: WriteTokens, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     lengths = [1] * 3 + [2, 3] * 40 + [4, 7] + [70] * 500 + [64] + [1000] * 7 + [0] * 2
     prefix = write_tokens("drawn", [[9, *range(length - 1)] if length else [] for length in lengths])
     assert run_cli(["data", "inspect", prefix, "--samples", "2"]) == 0
@@ -80,7 +82,7 @@ def test_the_drawing(write_tokens, capsys, tmp_path):
 
 @settings(max_examples=200)
 @given(st.dictionaries(st.integers(0, 30), st.integers(1, 10**9), max_size=12))
-def test_every_bar_can_be_seen_and_none_is_longer_than_the_longest(histogram):
+def test_every_bar_can_be_seen_and_none_is_longer_than_the_longest(histogram: dict[int, int]) -> None:
     lines = _histogram(histogram)
     if not histogram:
         assert lines == ["    (none)"]
@@ -95,7 +97,9 @@ def test_every_bar_can_be_seen_and_none_is_longer_than_the_longest(histogram):
         assert len(bar) <= 40
 
 
-def test_json_carries_everything(tmp_path, tokenizer_folder, tokenizer, capsys):
+def test_json_carries_everything(
+    tmp_path: Path, tokenizer_folder: TokenizerFolder, tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "a.jsonl").write_bytes(jsonl(documents(20)))
     prepare_text(tmp_path / "a.jsonl", tokenizer, tmp_path / "out")
     assert run_cli(["data", "inspect", str(tmp_path / "out"), "-o", "json"]) == 0
@@ -106,7 +110,9 @@ def test_json_carries_everything(tmp_path, tokenizer_folder, tokenizer, capsys):
     assert report["samples"][1]["text"]
 
 
-def test_a_tokenizer_that_has_moved_is_told_and_the_rest_is_shown(tmp_path, tokenizer_folder, capsys):
+def test_a_tokenizer_that_has_moved_is_told_and_the_rest_is_shown(
+    tmp_path: Path, tokenizer_folder: TokenizerFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
     here = tmp_path / "tokenizer"
     here.mkdir()
     for path in tokenizer_folder("gpt2").iterdir():
@@ -124,6 +130,6 @@ def test_a_tokenizer_that_has_moved_is_told_and_the_rest_is_shown(tmp_path, toke
     assert "some text<|endoftext|>" in capsys.readouterr().out
 
 
-def test_a_prefix_without_files_is_told(tmp_path: Path, capsys):
+def test_a_prefix_without_files_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_cli(["data", "inspect", str(tmp_path / "nothing")]) in (1, 2)
     assert "no token files with this prefix" in capsys.readouterr().err

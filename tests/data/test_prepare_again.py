@@ -11,15 +11,16 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from preparing import Notes, contents, documents, jsonl, left_behind, prepare_text
+from preparing import MadeTokenizer, Notes, contents, documents, jsonl, left_behind, prepare_text
 
 from trainshed.data.documents import Tokens
 from trainshed.data.shard_writer import Counts, LocalShardWriter
+from trainshed.data.tokenizer import Tokenizer
 from trainshed.errors import Conflict, InputError, StorageError
 
 
 @pytest.fixture
-def corpus(tmp_path) -> Path:
+def corpus(tmp_path: Path) -> Path:
     folder = tmp_path / "corpus"
     folder.mkdir()
     for number in range(3):
@@ -31,7 +32,7 @@ def stamps(folder: Path) -> dict[str, int]:
     return {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
 
 
-def test_a_rerun_makes_nothing(tmp_path, corpus, tokenizer):
+def test_a_rerun_makes_nothing(tmp_path: Path, corpus: Path, tokenizer: Tokenizer) -> None:
     out = tmp_path / "out"
     first = prepare_text(corpus, tokenizer, out / "tokens", shards=3)
     before = stamps(out)
@@ -41,7 +42,9 @@ def test_a_rerun_makes_nothing(tmp_path, corpus, tokenizer):
     assert stamps(out) == before
 
 
-def test_touched_or_copied_files_with_the_same_bytes_are_not_done_again(tmp_path, corpus, tokenizer):
+def test_touched_or_copied_files_with_the_same_bytes_are_not_done_again(
+    tmp_path: Path, corpus: Path, tokenizer: Tokenizer
+) -> None:
     pq.write_table(pa.table({"text": ["one", "two"]}), corpus / "table.parquet")
     prepare_text(corpus, tokenizer, tmp_path / "out", shards=4)
     for path in corpus.iterdir():
@@ -51,7 +54,9 @@ def test_touched_or_copied_files_with_the_same_bytes_are_not_done_again(tmp_path
 
 
 @pytest.mark.parametrize("changed", [0, 1, 2])
-def test_a_changed_input_redoes_its_shard_and_no_other(tmp_path, corpus, tokenizer, changed):
+def test_a_changed_input_redoes_its_shard_and_no_other(
+    tmp_path: Path, corpus: Path, tokenizer: Tokenizer, changed: int
+) -> None:
     out = tmp_path / "out"
     prepare_text(corpus, tokenizer, out / "tokens", shards=3)
     before = stamps(out)
@@ -69,7 +74,7 @@ def test_a_changed_input_redoes_its_shard_and_no_other(tmp_path, corpus, tokeniz
         assert contents(f"{out}/tokens{name}") == contents(f"{tmp_path}/fresh{name}")
 
 
-def test_a_new_file_changes_what_a_shard_is_made_of(tmp_path, corpus, tokenizer):
+def test_a_new_file_changes_what_a_shard_is_made_of(tmp_path: Path, corpus: Path, tokenizer: Tokenizer) -> None:
     prepare_text(corpus, tokenizer, tmp_path / "out")
     (corpus / "part-3.jsonl").write_bytes(jsonl(["another file"]))
     notes = Notes()
@@ -77,7 +82,7 @@ def test_a_new_file_changes_what_a_shard_is_made_of(tmp_path, corpus, tokenizer)
     assert any("made of other files than before" in note for note in notes.notes)
 
 
-def test_another_key_or_cut_of_the_same_files_is_other_text(tmp_path, tokenizer):
+def test_another_key_or_cut_of_the_same_files_is_other_text(tmp_path: Path, tokenizer: Tokenizer) -> None:
     (tmp_path / "a.txt").write_text("one\ntwo\n\nthree")
     for split, expected in (("file", 1), ("line", 3), ("blank_line", 2)):
         prepared = prepare_text(tmp_path / "a.txt", tokenizer, tmp_path / "out", split=split)
@@ -85,7 +90,7 @@ def test_another_key_or_cut_of_the_same_files_is_other_text(tmp_path, tokenizer)
 
 
 @pytest.mark.parametrize("lost", ["bin", "idx", "manifest.json"])
-def test_a_lost_or_cut_file_is_made_again(tmp_path, corpus, tokenizer, lost):
+def test_a_lost_or_cut_file_is_made_again(tmp_path: Path, corpus: Path, tokenizer: Tokenizer, lost: str) -> None:
     prepare_text(corpus, tokenizer, tmp_path / "out")
     expected = contents(tmp_path / "out")
     (tmp_path / f"out.{lost}").unlink()
@@ -97,8 +102,8 @@ def test_a_lost_or_cut_file_is_made_again(tmp_path, corpus, tokenizer, lost):
 
 
 def test_another_tokenizer_or_option_is_refused_until_overwriting_is_asked_for(
-    tmp_path, corpus, tokenizer, made_tokenizer
-):
+    tmp_path: Path, corpus: Path, tokenizer: Tokenizer, made_tokenizer: MadeTokenizer
+) -> None:
     prepare_text(corpus, tokenizer, tmp_path / "out")
     other = made_tokenizer("qwen")
     before = contents(tmp_path / "out")
@@ -113,7 +118,7 @@ def test_another_tokenizer_or_option_is_refused_until_overwriting_is_asked_for(
     assert prepare_text(corpus, other, tmp_path / "out", overwrite=True).made == 0
 
 
-def test_two_processes_cannot_write_the_same_shard(tmp_path, corpus, tokenizer):
+def test_two_processes_cannot_write_the_same_shard(tmp_path: Path, corpus: Path, tokenizer: Tokenizer) -> None:
     with ExitStack() as stack:
         LocalShardWriter(str(tmp_path / "out"), "key", ["piece"], stack)
         for workers in (1, 2):
@@ -123,22 +128,37 @@ def test_two_processes_cannot_write_the_same_shard(tmp_path, corpus, tokenizer):
     assert left_behind(tmp_path) == []
 
 
-def test_a_shard_stays_locked_until_its_manifest_is_written(tmp_path):
+def test_a_shard_stays_locked_until_its_files_have_their_names(tmp_path: Path) -> None:
     with ExitStack() as stack:
         writer = LocalShardWriter(str(tmp_path / "out"), "key", ["piece"], stack)
         writer.append(Tokens(b"\x01\x00", b"\x01\x00\x00\x00", 1, 1), Counts(1, 0, 1, 1), 1)
-        writer.finish(np.dtype("<u2"))
         with ExitStack() as other, pytest.raises(Conflict):
             LocalShardWriter(str(tmp_path / "out"), "key", ["piece"], other)
-        writer.clean_up()
+        writer.finish(np.dtype("<u2"))
+        assert left_behind(tmp_path) == []
 
 
-def test_an_output_that_cannot_be_written_is_explained(tmp_path, corpus, tokenizer):
+def test_a_lock_on_a_journal_that_was_removed_meanwhile_is_no_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other process finished between our opening the journal and our locking it."""
+    lock = LocalShardWriter._lock
+
+    def removed_before(self: LocalShardWriter, prefix: str) -> None:
+        self._journal_path.unlink()
+        lock(self, prefix)
+
+    monkeypatch.setattr(LocalShardWriter, "_lock", removed_before)
+    with ExitStack() as stack, pytest.raises(Conflict):
+        LocalShardWriter(str(tmp_path / "out"), "key", ["piece"], stack)
+
+
+def test_an_output_that_cannot_be_written_is_explained(tmp_path: Path, corpus: Path, tokenizer: Tokenizer) -> None:
     (tmp_path / "file").write_text("not a folder")
     with pytest.raises(StorageError, match=r"cannot be written: (not a directory|file exists)"):
         prepare_text(corpus, tokenizer, tmp_path / "file" / "out")
 
 
-def test_one_file_named_twice_is_refused(tmp_path, corpus, tokenizer):
+def test_one_file_named_twice_is_refused(tmp_path: Path, corpus: Path, tokenizer: Tokenizer) -> None:
     with pytest.raises(InputError, match="named by two inputs"):
         prepare_text([corpus, corpus / "part-1.jsonl"], tokenizer, tmp_path / "out")

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import gzip
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
-from preparing import contents, documents, jsonl, left_behind, megatron_bytes, prepare_text
+from preparing import MadeTokenizer, contents, documents, jsonl, left_behind, megatron_bytes, prepare_text
 
 from trainshed.data import reading
 from trainshed.data.token_manifest import read_token_manifest
+from trainshed.data.tokenizer import Tokenizer
 from trainshed.data.workers import THREADS_UP_TO
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama3", "llama2", "qwen", "large"])
-def test_the_bytes_are_those_of_megatron_core(megatron, tmp_path, made_tokenizer, kind):
+def test_the_bytes_are_those_of_megatron_core(
+    megatron: SimpleNamespace, tmp_path: Path, made_tokenizer: MadeTokenizer, kind: str
+) -> None:
     tokenizer = made_tokenizer(kind)
     texts = documents()
     (tmp_path / "corpus.jsonl").write_bytes(jsonl(texts))
@@ -33,7 +37,9 @@ def test_the_bytes_are_those_of_megatron_core(megatron, tmp_path, made_tokenizer
 
 
 @pytest.mark.parametrize(("eod", "bos"), [(False, False), (True, True), (False, True)])
-def test_with_and_without_special_tokens_it_is_still_megatrons(megatron, tmp_path, made_tokenizer, eod, bos):
+def test_with_and_without_special_tokens_it_is_still_megatrons(
+    megatron: SimpleNamespace, tmp_path: Path, made_tokenizer: MadeTokenizer, eod: bool, bos: bool
+) -> None:
     tokenizer = made_tokenizer("llama3")
     texts = documents(50)
     (tmp_path / "corpus.jsonl").write_bytes(jsonl(texts))
@@ -41,7 +47,9 @@ def test_with_and_without_special_tokens_it_is_still_megatrons(megatron, tmp_pat
     assert contents(tmp_path / "ours") == megatron_bytes(megatron, tmp_path, tokenizer, texts, eod=eod, bos=bos)
 
 
-def test_a_tokenizer_the_fast_encoder_does_not_know_gives_the_references_ids(megatron, tmp_path, made_tokenizer):
+def test_a_tokenizer_the_fast_encoder_does_not_know_gives_the_references_ids(
+    megatron: SimpleNamespace, tmp_path: Path, made_tokenizer: MadeTokenizer
+) -> None:
     tokenizer = made_tokenizer("bert")
     texts = documents(40)
     (tmp_path / "corpus.jsonl").write_bytes(jsonl(texts))
@@ -69,7 +77,7 @@ def _parquet(path: Path, texts: list[str], kind: pa.DataType) -> None:
     pq.write_table(pa.table({"id": range(len(texts)), "text": column}), path, row_group_size=70)
 
 
-def test_every_format_of_the_same_documents_gives_the_same_bytes(tmp_path, tokenizer):
+def test_every_format_of_the_same_documents_gives_the_same_bytes(tmp_path: Path, tokenizer: Tokenizer) -> None:
     texts = [text.replace("\n", " ").replace("\r", " ") for text in documents() if text]
     plain = jsonl(texts)
     files = {
@@ -98,7 +106,7 @@ def test_every_format_of_the_same_documents_gives_the_same_bytes(tmp_path, token
     assert [name for name, data in found.items() if data != found["a.jsonl"]] == []
 
 
-def test_line_endings_blank_lines_and_a_byte_order_mark_change_nothing(tmp_path, tokenizer):
+def test_line_endings_blank_lines_and_a_byte_order_mark_change_nothing(tmp_path: Path, tokenizer: Tokenizer) -> None:
     texts = documents(40)
     lines = jsonl(texts).splitlines()
     variants = {
@@ -114,7 +122,9 @@ def test_line_endings_blank_lines_and_a_byte_order_mark_change_nothing(tmp_path,
     assert {name for name in variants if contents(tmp_path / name) != contents(tmp_path / "plain")} == set()
 
 
-def test_a_line_of_text_keeps_its_spaces_and_loses_its_line_ending(megatron, tmp_path, tokenizer):
+def test_a_line_of_text_keeps_its_spaces_and_loses_its_line_ending(
+    megatron: SimpleNamespace, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbf  first \r\n\r\nsecond\x0bline\n\nlast")
     prepare_text(tmp_path / "a.txt", tokenizer, tmp_path / "ours", split="line")
     expected = megatron_bytes(megatron, tmp_path, tokenizer, ["  first ", "second\x0bline", "last"])
@@ -122,7 +132,9 @@ def test_a_line_of_text_keeps_its_spaces_and_loses_its_line_ending(megatron, tmp
 
 
 @pytest.mark.parametrize("block_bytes", [1, 7, 64, 4096])
-def test_paragraphs_do_not_depend_on_where_blocks_end(megatron, tmp_path, tokenizer, monkeypatch, block_bytes):
+def test_paragraphs_do_not_depend_on_where_blocks_end(
+    megatron: SimpleNamespace, tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, block_bytes: int
+) -> None:
     monkeypatch.setattr(reading, "BLOCK_BYTES", block_bytes)
     monkeypatch.setattr(reading, "READ_BYTES", block_bytes)
     text = "\n\n  \n  indented\n  twice\n\n\n\nsecond\r\n\r\n \t\nthird\n \n\t\n fourth \n"
@@ -133,7 +145,9 @@ def test_paragraphs_do_not_depend_on_where_blocks_end(megatron, tmp_path, tokeni
 
 
 @pytest.mark.parametrize("workers", [2, 3, THREADS_UP_TO + 1])
-def test_the_number_of_workers_cannot_be_seen_in_the_output(tmp_path, tokenizer, monkeypatch, workers):
+def test_the_number_of_workers_cannot_be_seen_in_the_output(
+    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
     monkeypatch.setattr(reading, "READ_BYTES", 1500)
     monkeypatch.setattr(reading, "BLOCK_BYTES", 3000)
     texts = documents(500)

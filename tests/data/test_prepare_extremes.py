@@ -8,23 +8,25 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
-from preparing import Notes, contents, documents, jsonl, left_behind, megatron_bytes, prepare_text
+from preparing import Notes, TokenizerFolder, contents, documents, jsonl, left_behind, megatron_bytes, prepare_text
 
 from trainshed.cli import run_cli
 from trainshed.data import reading, shard_writer
 from trainshed.data.indexed import IndexedReader
+from trainshed.data.tokenizer import Tokenizer
 from trainshed.data.verify import verify
 from trainshed.errors import AddressError, BadDocument, InputError, MissingExtra, NoSpace
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_document_of_100_megabytes(tmp_path, tokenizer, workers):
+def test_a_document_of_100_megabytes(tmp_path: Path, tokenizer: Tokenizer, workers: int) -> None:
     """Many times a block, a pipe's buffer and the sample that both encoders encode."""
     unit = "The quick brown fox — jumps over 12 lazy dogs.\n"
     text = unit * (100_000_000 // len(unit.encode()) + 1)
@@ -42,8 +44,12 @@ def test_a_document_of_100_megabytes(tmp_path, tokenizer, workers):
 
 
 def test_no_documents_at_all_is_a_valid_result_that_is_said_aloud(
-    megatron, tmp_path, tokenizer, tokenizer_folder, capsys
-):
+    megatron: SimpleNamespace,
+    tmp_path: Path,
+    tokenizer: Tokenizer,
+    tokenizer_folder: TokenizerFolder,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     files = {
         "a.jsonl": b"",
         "b.jsonl": b"\n\r\n  \n",
@@ -64,18 +70,18 @@ def test_no_documents_at_all_is_a_valid_result_that_is_said_aloud(
     assert "documents                 0" in capsys.readouterr().out
 
 
-def test_only_empty_documents(megatron, tmp_path, tokenizer):
+def test_only_empty_documents(megatron: SimpleNamespace, tmp_path: Path, tokenizer: Tokenizer) -> None:
     (tmp_path / "a.jsonl").write_bytes(jsonl(["", "", ""]))
     prepare_text(tmp_path / "a.jsonl", tokenizer, tmp_path / "out", bos=True)
     assert contents(tmp_path / "out") == megatron_bytes(megatron, tmp_path, tokenizer, ["", "", ""])
 
 
-def test_an_input_that_is_not_there(tmp_path, tokenizer):
+def test_an_input_that_is_not_there(tmp_path: Path, tokenizer: Tokenizer) -> None:
     with pytest.raises(AddressError, match="nothing found"):
         prepare_text(tmp_path / "*.jsonl", tokenizer, tmp_path / "out")
 
 
-def test_a_file_whose_name_tells_nothing_needs_a_format(tmp_path, tokenizer):
+def test_a_file_whose_name_tells_nothing_needs_a_format(tmp_path: Path, tokenizer: Tokenizer) -> None:
     (tmp_path / "corpus.data").write_bytes(jsonl(["a document"]))
     with pytest.raises(InputError, match="cannot tell from its name") as error:
         prepare_text(tmp_path / "corpus.data", tokenizer, tmp_path / "out")
@@ -90,7 +96,7 @@ PACKED = {"gz": gzip.compress(PLAIN), "zst": zstandard.ZstdCompressor(write_chec
 
 @pytest.mark.parametrize("ending", ["gz", "zst"])
 @pytest.mark.parametrize("damage", ["cut", "cut in its last bytes", "flipped", "not packed at all", "junk behind it"])
-def test_a_damaged_archive_stops_the_work(tmp_path, tokenizer, ending, damage):
+def test_a_damaged_archive_stops_the_work(tmp_path: Path, tokenizer: Tokenizer, ending: str, damage: str) -> None:
     data = PACKED[ending]
     flipped = data[: len(data) // 2] + bytes([data[len(data) // 2] ^ 1]) + data[len(data) // 2 + 1 :]
     broken = {
@@ -109,14 +115,14 @@ def test_a_damaged_archive_stops_the_work(tmp_path, tokenizer, ending, damage):
     assert not (tmp_path / "out.idx").exists()
 
 
-def test_a_file_that_is_no_parquet(tmp_path, tokenizer):
+def test_a_file_that_is_no_parquet(tmp_path: Path, tokenizer: Tokenizer) -> None:
     (tmp_path / "a.parquet").write_bytes(PLAIN)
     with pytest.raises(InputError, match="not a readable parquet file") as error:
         prepare_text(tmp_path / "a.parquet", tokenizer, tmp_path / "out")
     assert error.value.where == f"{tmp_path}/a.parquet"
 
 
-def test_parquet_with_damaged_pages_stops_the_work(tmp_path, tokenizer):
+def test_parquet_with_damaged_pages_stops_the_work(tmp_path: Path, tokenizer: Tokenizer) -> None:
     table = pa.table({"text": documents(400)})
     pq.write_table(table, tmp_path / "a.parquet", compression="zstd", write_page_checksum=True)
     data = bytearray((tmp_path / "a.parquet").read_bytes())
@@ -126,13 +132,15 @@ def test_parquet_with_damaged_pages_stops_the_work(tmp_path, tokenizer):
         prepare_text(tmp_path / "a.parquet", tokenizer, tmp_path / "out")
 
 
-def test_compressed_parquet_is_refused(tmp_path, tokenizer):
+def test_compressed_parquet_is_refused(tmp_path: Path, tokenizer: Tokenizer) -> None:
     (tmp_path / "a.parquet.gz").write_bytes(b"")
     with pytest.raises(InputError, match="cannot be read in pieces"):
         prepare_text(tmp_path / "a.parquet.gz", tokenizer, tmp_path / "out")
 
 
-def test_a_tokenizer_without_an_end_of_document_token_is_refused_until_told(tmp_path, tokenizer_folder, capsys):
+def test_a_tokenizer_without_an_end_of_document_token_is_refused_until_told(
+    tmp_path: Path, tokenizer_folder: TokenizerFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "a.jsonl").write_bytes(jsonl(["some text", "more"]))
     command = ["data", "prepare", "--input", str(tmp_path / "a.jsonl"), "--output", str(tmp_path / "out")]
     command += ["--tokenizer", str(tokenizer_folder("bert"))]
@@ -158,7 +166,9 @@ def test_a_tokenizer_without_an_end_of_document_token_is_refused_until_told(tmp_
     ("module", "name", "needed_for"),
     [("zstandard", "a.jsonl.zst", "reading .zst files"), ("pyarrow", "a.parquet", "reading parquet files")],
 )
-def test_what_is_not_installed_is_named_with_the_pip_line(tmp_path, tokenizer, monkeypatch, module, name, needed_for):
+def test_what_is_not_installed_is_named_with_the_pip_line(
+    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, module: str, name: str, needed_for: str
+) -> None:
     (tmp_path / name).write_bytes(PACKED["zst"])
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(MissingExtra, match=f"{needed_for} needs the extra 'data'") as error:
@@ -167,7 +177,7 @@ def test_what_is_not_installed_is_named_with_the_pip_line(tmp_path, tokenizer, m
 
 
 @pytest.fixture
-def small_disk(tmp_path) -> Iterator[Path]:
+def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A real filesystem of a few megabytes."""
     folder = tmp_path / "disk"
     folder.mkdir()
@@ -189,8 +199,8 @@ def small_disk(tmp_path) -> Iterator[Path]:
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("fill", [1_000_000, 900_000, 700_000])
 def test_a_full_disk_is_told_and_once_there_is_room_the_rerun_completes(
-    tmp_path, tokenizer, small_disk, monkeypatch, workers, fill
-):
+    tmp_path: Path, tokenizer: Tokenizer, small_disk: Path, monkeypatch: pytest.MonkeyPatch, workers: int, fill: int
+) -> None:
     monkeypatch.setattr(shard_writer, "MARK_SECONDS", 0)
     monkeypatch.setattr(reading, "READ_BYTES", 20_000)
     monkeypatch.setattr(reading, "BLOCK_BYTES", 20_000)

@@ -6,6 +6,7 @@ import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -32,7 +33,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def corpus(tmp_path) -> Path:
+def corpus(tmp_path: Path) -> Path:
     folder = tmp_path / "corpus"
     folder.mkdir()
     texts = documents(180)
@@ -42,7 +43,7 @@ def corpus(tmp_path) -> Path:
 
 
 @pytest.fixture
-def expected(tmp_path, corpus, tokenizer) -> tuple[bytes, bytes]:
+def expected(tmp_path: Path, corpus: Path, tokenizer: Tokenizer) -> tuple[bytes, bytes]:
     prepare_text(corpus, tokenizer, tmp_path / "expected" / "tokens")
     return contents(tmp_path / "expected" / "tokens")
 
@@ -63,7 +64,7 @@ def crash_after(monkeypatch: pytest.MonkeyPatch, blocks: int) -> None:
     monkeypatch.setattr(shard_writer.LocalShardWriter, "append", failing)
 
 
-def half_done(tmp_path: Path, corpus: Path, tokenizer: Tokenizer, *, blocks: int = 5, **options) -> Path:
+def half_done(tmp_path: Path, corpus: Path, tokenizer: Tokenizer, *, blocks: int = 5, **options: Any) -> Path:
     """Leave a preparation that crashed in the middle of its first file, and return its prefix."""
     with pytest.MonkeyPatch.context() as patch:
         crash_after(patch, blocks)
@@ -74,7 +75,9 @@ def half_done(tmp_path: Path, corpus: Path, tokenizer: Tokenizer, *, blocks: int
 
 @pytest.mark.parametrize("blocks", [1, 5, 9, 12])
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_crash_between_blocks_costs_nothing_that_was_marked(tmp_path, corpus, tokenizer, expected, blocks, workers):
+def test_a_crash_between_blocks_costs_nothing_that_was_marked(
+    tmp_path: Path, corpus: Path, tokenizer: Tokenizer, expected: tuple[bytes, bytes], blocks: int, workers: int
+) -> None:
     prefix = half_done(tmp_path, corpus, tokenizer, blocks=blocks, workers=workers)
     assert not Path(f"{prefix}.bin").exists()
     notes = Notes()
@@ -85,7 +88,9 @@ def test_a_crash_between_blocks_costs_nothing_that_was_marked(tmp_path, corpus, 
     assert left_behind(tmp_path) == []
 
 
-def test_parquet_is_resumed_in_the_middle_of_a_row_group(tmp_path, tokenizer, monkeypatch):
+def test_parquet_is_resumed_in_the_middle_of_a_row_group(
+    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from trainshed.data import parquet
 
     monkeypatch.setattr(parquet, "BATCH_BYTES", 1)
@@ -102,8 +107,8 @@ def test_parquet_is_resumed_in_the_middle_of_a_row_group(tmp_path, tokenizer, mo
 @pytest.mark.parametrize("step", [1, 2, 3])
 @pytest.mark.parametrize("older", [False, True])
 def test_a_crash_while_files_get_their_names_never_mixes_two_preparations(
-    tmp_path, corpus, tokenizer, expected, step, older
-):
+    tmp_path: Path, corpus: Path, tokenizer: Tokenizer, expected: tuple[bytes, bytes], step: int, older: bool
+) -> None:
     """Step 1: before `.bin` is named; 2: between `.bin` and `.idx`; 3: before the manifest."""
     prefix = tmp_path / "tokens"
     if older:
@@ -155,7 +160,9 @@ def damages(prefix: Path) -> Iterator[tuple[str, str, bytes]]:
         yield "something was appended", file, data + b"\1\0\0\0"
 
 
-def test_damaged_remains_are_found_out(tmp_path, corpus, tokenizer, expected):
+def test_damaged_remains_are_found_out(
+    tmp_path: Path, corpus: Path, tokenizer: Tokenizer, expected: tuple[bytes, bytes]
+) -> None:
     prefix = half_done(tmp_path, corpus, tokenizer)
     remains = {path: path.read_bytes() for path in tmp_path.glob("tokens.*")}
     for what, file, data in list(damages(prefix)):
@@ -168,7 +175,7 @@ def test_damaged_remains_are_found_out(tmp_path, corpus, tokenizer, expected):
         assert contents(prefix) == expected, f"{file}: {what}"
 
 
-def test_remains_of_another_way_of_reading_the_same_file_are_not_used(tmp_path, tokenizer):
+def test_remains_of_another_way_of_reading_the_same_file_are_not_used(tmp_path: Path, tokenizer: Tokenizer) -> None:
     (tmp_path / "a.txt").write_text("\n".join(documents(200)))
     prepare_text(tmp_path / "a.txt", tokenizer, tmp_path / "expected", split="blank_line")
     prefix = half_done(tmp_path, tmp_path / "a.txt", tokenizer, split="line")
@@ -177,8 +184,8 @@ def test_remains_of_another_way_of_reading_the_same_file_are_not_used(tmp_path, 
 
 
 def test_a_store_that_cuts_its_chunks_differently_the_next_time_changes_nothing(
-    tmp_path, corpus, tokenizer, expected, monkeypatch
-):
+    tmp_path: Path, corpus: Path, tokenizer: Tokenizer, expected: tuple[bytes, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
     prefix = half_done(tmp_path, corpus, tokenizer)
     monkeypatch.setattr(reading, "READ_BYTES", 777)
     monkeypatch.setattr(reading, "BLOCK_BYTES", 5_000)
@@ -188,7 +195,9 @@ def test_a_store_that_cuts_its_chunks_differently_the_next_time_changes_nothing(
     assert resumed(notes)
 
 
-def test_skipping_the_bad_line_that_stopped_the_work_keeps_what_was_done(tmp_path, corpus, tokenizer):
+def test_skipping_the_bad_line_that_stopped_the_work_keeps_what_was_done(
+    tmp_path: Path, corpus: Path, tokenizer: Tokenizer
+) -> None:
     part = corpus / "part-2.jsonl"
     part.write_bytes(part.read_bytes() + b"not json\n" + jsonl(documents(40)))
     prepare_text(corpus, tokenizer, tmp_path / "fresh", on_bad_line="skip", shards=2)
@@ -203,7 +212,9 @@ def test_skipping_the_bad_line_that_stopped_the_work_keeps_what_was_done(tmp_pat
     assert write_set_manifest(str(tmp_path / "tokens"), 2) is not None
 
 
-def test_lines_that_were_skipped_are_found_again_when_they_are_to_stop_the_work(tmp_path, corpus, tokenizer):
+def test_lines_that_were_skipped_are_found_again_when_they_are_to_stop_the_work(
+    tmp_path: Path, corpus: Path, tokenizer: Tokenizer
+) -> None:
     part = corpus / "part-1.jsonl"
     part.write_bytes(b"not json\n" + part.read_bytes())
     prepare_text(corpus, tokenizer, tmp_path / "whole", on_bad_line="skip")
@@ -215,7 +226,9 @@ def test_lines_that_were_skipped_are_found_again_when_they_are_to_stop_the_work(
         assert resumed(notes) == (prefix == half)
 
 
-def test_mending_a_bad_line_in_a_later_file_keeps_the_work_on_earlier_ones(tmp_path, corpus, tokenizer, expected):
+def test_mending_a_bad_line_in_a_later_file_keeps_the_work_on_earlier_ones(
+    tmp_path: Path, corpus: Path, tokenizer: Tokenizer, expected: tuple[bytes, bytes]
+) -> None:
     good = (corpus / "part-2.jsonl").read_bytes()
     (corpus / "part-2.jsonl").write_bytes(good[:2500] + b"\nnot json\n" + good[2500:])
     with pytest.raises(BadDocument, match=r"part-2\.jsonl:"):
@@ -233,8 +246,14 @@ def test_mending_a_bad_line_in_a_later_file_keeps_the_work_on_earlier_ones(tmp_p
     ("code", "kind"), [(errno.ENOSPC, NoSpace), (errno.EDQUOT, NoSpace), (errno.EIO, StorageError)]
 )
 def test_a_write_that_fails_is_told_and_the_rerun_goes_on(
-    tmp_path, corpus, tokenizer, expected, monkeypatch, code, kind
-):
+    tmp_path: Path,
+    corpus: Path,
+    tokenizer: Tokenizer,
+    expected: tuple[bytes, bytes],
+    monkeypatch: pytest.MonkeyPatch,
+    code: int,
+    kind: type[StorageError],
+) -> None:
     write_all, left = shard_writer._write_all, iter(range(20))
 
     def failing(file, data: bytes) -> None:

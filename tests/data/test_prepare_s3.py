@@ -10,9 +10,11 @@ import pyarrow.parquet as pq
 import pytest
 from preparing import Notes, contents, documents, jsonl, prepare_text
 
+from s3_server import S3Server
 from trainshed.data import shard_writer
 from trainshed.data.prepare import _Preparation
 from trainshed.data.token_manifest import read_token_manifest
+from trainshed.data.tokenizer import Tokenizer
 from trainshed.errors import BadDocument
 from trainshed.storage import objects, open_store
 
@@ -20,7 +22,7 @@ pytestmark = pytest.mark.s3
 
 
 @pytest.fixture
-def corpus(tmp_path) -> Path:
+def corpus(tmp_path: Path) -> Path:
     folder = tmp_path / "corpus"
     folder.mkdir()
     texts = documents(300)
@@ -45,7 +47,9 @@ def names(bucket: str) -> set[str]:
     return {info.path for info in open_store(f"s3://{bucket}/x")[0].list()}
 
 
-def test_a_bucket_in_and_out_gives_the_bytes_of_the_local_disk(tmp_path, corpus, tokenizer, s3_bucket):
+def test_a_bucket_in_and_out_gives_the_bytes_of_the_local_disk(
+    tmp_path: Path, corpus: Path, tokenizer: Tokenizer, s3_bucket: str
+) -> None:
     prepare_text(corpus, tokenizer, tmp_path / "local")
     upload(corpus, f"s3://{s3_bucket}/corpus")
     prepare_text(f"s3://{s3_bucket}/corpus/*", tokenizer, tmp_path / "down")
@@ -61,7 +65,9 @@ def test_a_bucket_in_and_out_gives_the_bytes_of_the_local_disk(tmp_path, corpus,
     assert [file.sha256 for file in remote.files] == [file.sha256 for file in local.files]
 
 
-def test_shards_in_a_bucket_are_found_again_and_one_changed_object_redoes_one(corpus, tokenizer, s3_bucket):
+def test_shards_in_a_bucket_are_found_again_and_one_changed_object_redoes_one(
+    corpus: Path, tokenizer: Tokenizer, s3_bucket: str
+) -> None:
     upload(corpus, f"s3://{s3_bucket}/corpus")
     inputs, output = f"s3://{s3_bucket}/corpus", f"s3://{s3_bucket}/tokens/set"
     assert prepare_text(inputs, tokenizer, output, shards=3).made == 3
@@ -75,7 +81,9 @@ def test_shards_in_a_bucket_are_found_again_and_one_changed_object_redoes_one(co
     assert any("a.jsonl has changed" in note for note in notes.notes)
 
 
-def test_an_error_leaves_nothing_of_the_shard_in_the_bucket(tmp_path, tokenizer, s3_bucket, s3_server, monkeypatch):
+def test_an_error_leaves_nothing_of_the_shard_in_the_bucket(
+    tmp_path: Path, tokenizer: Tokenizer, s3_bucket: str, s3_server: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(objects, "PART_BYTES", 5 * 1024 * 1024)  # the least a part may have
     lines = jsonl(documents(1500)) * 40
     (tmp_path / "a.jsonl").write_bytes(lines + b"not json\n")
@@ -92,8 +100,8 @@ class Crash(Exception):
 
 @pytest.mark.parametrize("step", ["before the index", "before the manifest"])
 def test_a_crash_while_shards_are_completed_never_mixes_two_preparations(
-    corpus, tokenizer, s3_bucket, monkeypatch, step
-):
+    corpus: Path, tokenizer: Tokenizer, s3_bucket: str, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
     output = f"s3://{s3_bucket}/out/tokens"
     prepare_text(corpus, tokenizer, output, eod=False)
     before = names(s3_bucket)
@@ -118,8 +126,8 @@ def test_a_crash_while_shards_are_completed_never_mixes_two_preparations(
 
 
 def test_a_rerun_with_bucket_input_goes_on_where_the_local_output_stopped(
-    tmp_path, corpus, tokenizer, s3_bucket, monkeypatch
-):
+    tmp_path: Path, corpus: Path, tokenizer: Tokenizer, s3_bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     upload(corpus, f"s3://{s3_bucket}/corpus")
     prepare_text(corpus, tokenizer, tmp_path / "expected")
     monkeypatch.setattr(shard_writer, "MARK_SECONDS", 0)

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from preparing import contents, documents, jsonl, prepare_text
+from preparing import TokenizerFolder, contents, documents, jsonl, prepare_text
 
 from trainshed.cli import run_cli
 from trainshed.data import reading
@@ -22,6 +22,7 @@ from trainshed.data.merge import merge
 from trainshed.data.reading import Piece, PieceReader, lines_before, split_piece
 from trainshed.data.shards import shard_prefixes
 from trainshed.data.token_manifest import read_token_manifest
+from trainshed.data.tokenizer import Tokenizer
 from trainshed.data.verify import verify
 from trainshed.errors import InputError
 from trainshed.storage import LocalStore
@@ -33,7 +34,9 @@ def merged(folder: Path, shards: str | Path, name: str = "merged") -> tuple[byte
 
 
 @pytest.mark.parametrize("shards", [2, 3, 7])
-def test_shards_of_one_file_merge_into_what_one_preparation_writes(tmp_path, tokenizer, shards):
+def test_shards_of_one_file_merge_into_what_one_preparation_writes(
+    tmp_path: Path, tokenizer: Tokenizer, shards: int
+) -> None:
     (tmp_path / "a.jsonl").write_bytes(jsonl(documents(120)))
     prepare_text(tmp_path / "a.jsonl", tokenizer, tmp_path / "whole")
     prepare_text(tmp_path / "a.jsonl", tokenizer, tmp_path / "cut", shards=shards)
@@ -42,7 +45,7 @@ def test_shards_of_one_file_merge_into_what_one_preparation_writes(tmp_path, tok
     assert all(Path(f"{prefix}.bin").stat().st_size for prefix in shard_prefixes(tmp_path / "cut"))
 
 
-def test_files_of_all_formats_are_dealt_out_in_order(tmp_path, tokenizer):
+def test_files_of_all_formats_are_dealt_out_in_order(tmp_path: Path, tokenizer: Tokenizer) -> None:
     texts = documents(160)
     for number in range(4):
         (tmp_path / f"part-{number}.jsonl").write_bytes(jsonl(texts[number * 20 : number * 20 + 20]))
@@ -54,7 +57,7 @@ def test_files_of_all_formats_are_dealt_out_in_order(tmp_path, tokenizer):
         assert merged(tmp_path, tmp_path / f"cut{shards}", f"merged{shards}") == contents(tmp_path / "whole")
 
 
-def test_parquet_is_cut_between_row_groups(tmp_path):
+def test_parquet_is_cut_between_row_groups(tmp_path: Path) -> None:
     pq.write_table(pa.table({"text": list("abcdefghij")}), tmp_path / "a.parquet", row_group_size=3)
     (piece,) = find_pieces([str(tmp_path / "a.parquet")])
     store = LocalStore(tmp_path)
@@ -75,8 +78,8 @@ def test_parquet_is_cut_between_row_groups(tmp_path):
     read_bytes=st.integers(1, 12),
 )
 def test_a_file_cut_anywhere_gives_every_line_to_exactly_one_shard(
-    tmp_path, monkeypatch, lines, final_newline, shards, read_bytes
-):
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: list[int], final_newline: bool, shards: int, read_bytes: int
+) -> None:
     monkeypatch.setattr(reading, "READ_BYTES", read_bytes)
     data = b"\n".join(bytes([65 + number]) * length for number, length in enumerate(lines))
     data += b"\n" * final_newline
@@ -93,7 +96,7 @@ def test_a_file_cut_anywhere_gives_every_line_to_exactly_one_shard(
             assert lines_before(part, store, "a.txt") == before.count(b"\n")
 
 
-def test_more_shards_than_can_be_cut_is_refused_with_the_number_that_can(tmp_path, tokenizer):
+def test_more_shards_than_can_be_cut_is_refused_with_the_number_that_can(tmp_path: Path, tokenizer: Tokenizer) -> None:
     (tmp_path / "a.jsonl.gz").write_bytes(b"")
     (tmp_path / "b.txt").write_text("one document")
     with pytest.raises(InputError, match="3 shards are asked for, but the input can be cut into 2") as error:
@@ -101,7 +104,7 @@ def test_more_shards_than_can_be_cut_is_refused_with_the_number_that_can(tmp_pat
     assert "--shards 2" in (error.value.hint or "")
 
 
-def test_small_files_with_many_row_groups_are_cut_where_large_ones_cannot_be(tmp_path):
+def test_small_files_with_many_row_groups_are_cut_where_large_ones_cannot_be(tmp_path: Path) -> None:
     pq.write_table(pa.table({"text": ["x" * 10_000] * 10}), tmp_path / "a.parquet", row_group_size=10)
     pq.write_table(pa.table({"text": ["y"] * 10}), tmp_path / "b.parquet", row_group_size=1)
     pieces = find_pieces([str(tmp_path / "*.parquet")])
@@ -110,7 +113,9 @@ def test_small_files_with_many_row_groups_are_cut_where_large_ones_cannot_be(tmp
         assign_shards(pieces, 12)
 
 
-def test_another_number_of_shards_beside_the_old_ones_is_refused(tmp_path, tokenizer_folder, capsys):
+def test_another_number_of_shards_beside_the_old_ones_is_refused(
+    tmp_path: Path, tokenizer_folder: TokenizerFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "a.jsonl").write_bytes(jsonl(documents(20)))
     command = ["data", "prepare", "--input", str(tmp_path / "a.jsonl"), "--tokenizer", str(tokenizer_folder("gpt2"))]
     command += ["--output", str(tmp_path / "out")]
@@ -123,7 +128,9 @@ def test_another_number_of_shards_beside_the_old_ones_is_refused(tmp_path, token
 @pytest.mark.parametrize(
     "wrong", [["--shards", "0"], ["--shards", "-1"], ["--workers", "0"], ["--task", "1/3", "--shards", "2"]]
 )
-def test_numbers_that_make_no_sense_are_refused(tmp_path, tokenizer_folder, capsys, wrong):
+def test_numbers_that_make_no_sense_are_refused(
+    tmp_path: Path, tokenizer_folder: TokenizerFolder, capsys: pytest.CaptureFixture[str], wrong: list[str]
+) -> None:
     (tmp_path / "a.jsonl").write_bytes(jsonl(documents(20)))
     command = ["data", "prepare", "--input", str(tmp_path / "a.jsonl"), "--tokenizer", str(tokenizer_folder("gpt2"))]
     assert run_cli([*command, "--output", str(tmp_path / "out"), *wrong]) == 2
@@ -131,7 +138,9 @@ def test_numbers_that_make_no_sense_are_refused(tmp_path, tokenizer_folder, caps
     assert not list(tmp_path.glob("out*"))
 
 
-def test_tasks_in_separate_processes_make_a_set_that_the_last_one_completes(tmp_path, tokenizer_folder):
+def test_tasks_in_separate_processes_make_a_set_that_the_last_one_completes(
+    tmp_path: Path, tokenizer_folder: TokenizerFolder
+) -> None:
     (tmp_path / "a.jsonl").write_bytes(jsonl(documents(90)))
     output = tmp_path / "out" / "corpus"
 
@@ -160,7 +169,9 @@ def test_tasks_in_separate_processes_make_a_set_that_the_last_one_completes(tmp_
     assert all(verdict.passed for verdict in verify(str(output)))
 
 
-def test_a_set_whose_shards_are_being_made_anew_has_no_manifest(tmp_path, tokenizer_folder):
+def test_a_set_whose_shards_are_being_made_anew_has_no_manifest(
+    tmp_path: Path, tokenizer_folder: TokenizerFolder
+) -> None:
     (tmp_path / "a.jsonl").write_bytes(jsonl(documents(30)))
     out = tmp_path / "out"
     command = ["data", "prepare", "--input", str(tmp_path / "a.jsonl"), "--tokenizer", str(tokenizer_folder("gpt2"))]

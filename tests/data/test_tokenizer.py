@@ -8,6 +8,7 @@ from pathlib import Path
 
 import made_tokenizers
 import pytest
+from preparing import MadeTokenizer, TokenizerFolder
 from tokenizers import Tokenizer as Backend
 
 from trainshed.data.tokenizer import load_tokenizer, tokenizer_from_files
@@ -27,7 +28,7 @@ def bare(specials: list[str]) -> Backend:
     return backend
 
 
-def test_a_folder_and_its_tokenizer_json_alone_give_the_same_ids(tokenizer_folder):
+def test_a_folder_and_its_tokenizer_json_alone_give_the_same_ids(tokenizer_folder: TokenizerFolder) -> None:
     folder = tokenizer_folder("llama3")
     whole, alone = load_tokenizer(str(folder)), load_tokenizer(str(folder / "tokenizer.json"))
     assert whole.backend.encode("Some text.").ids == alone.backend.encode("Some text.").ids
@@ -37,7 +38,9 @@ def test_a_folder_and_its_tokenizer_json_alone_give_the_same_ids(tokenizer_folde
     assert whole.sha256 != alone.sha256
 
 
-def test_the_hash_is_of_every_file_that_decides_and_of_nothing_else(tmp_path, tokenizer_folder):
+def test_the_hash_is_of_every_file_that_decides_and_of_nothing_else(
+    tmp_path: Path, tokenizer_folder: TokenizerFolder
+) -> None:
     source = tokenizer_folder("gpt2")
     copy = tmp_path / "copy"
     copy.mkdir()
@@ -50,7 +53,7 @@ def test_the_hash_is_of_every_file_that_decides_and_of_nothing_else(tmp_path, to
     assert load_tokenizer(str(copy)).sha256 != before
 
 
-def test_gpt2s_two_files_are_enough(tmp_path, made_tokenizer):
+def test_gpt2s_two_files_are_enough(tmp_path: Path, made_tokenizer: MadeTokenizer) -> None:
     original = made_tokenizer("gpt2").backend
     model = json.loads(original.to_str())["model"]
     merges = "\n".join(["#version: 0.2", *(" ".join(pair) for pair in model["merges"])])
@@ -66,14 +69,14 @@ def test_gpt2s_two_files_are_enough(tmp_path, made_tokenizer):
         load_tokenizer(str(tmp_path))
 
 
-def test_a_sentencepiece_model_alone_is_refused_with_the_way_to_convert_it(tmp_path):
+def test_a_sentencepiece_model_alone_is_refused_with_the_way_to_convert_it(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>")
     with pytest.raises(TokenizerError, match="sentencepiece model") as error:
         load_tokenizer(str(tmp_path))
     assert "save_pretrained" in (error.value.hint or "")
 
 
-def test_a_folder_without_a_tokenizer_says_what_one_is(tmp_path):
+def test_a_folder_without_a_tokenizer_says_what_one_is(tmp_path: Path) -> None:
     (tmp_path / "vocab.json").write_text("{}")
     with pytest.raises(TokenizerError, match="there is no tokenizer here") as error:
         load_tokenizer(str(tmp_path))
@@ -83,21 +86,23 @@ def test_a_folder_without_a_tokenizer_says_what_one_is(tmp_path):
 
 
 @pytest.mark.parametrize("data", [b"", b"{}", b"[1]", b'{"model": {"type": "Nope"}}', b"\xff\xfe"])
-def test_a_broken_tokenizer_json_is_told_as_such(tmp_path, data):
+def test_a_broken_tokenizer_json_is_told_as_such(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "tokenizer.json").write_bytes(data)
     with pytest.raises(TokenizerError, match=r"its tokenizer\.json cannot be read"):
         _ = load_tokenizer(str(tmp_path)).backend
 
 
 @pytest.mark.parametrize("data", [b"{", b"[]", b"17"])
-def test_a_broken_configuration_is_named(tmp_path, tokenizer_folder, data):
+def test_a_broken_configuration_is_named(tmp_path: Path, tokenizer_folder: TokenizerFolder, data: bytes) -> None:
     (tmp_path / "tokenizer.json").write_bytes((tokenizer_folder("gpt2") / "tokenizer.json").read_bytes())
     (tmp_path / "tokenizer_config.json").write_bytes(data)
     with pytest.raises(TokenizerError, match=r"tokenizer_config\.json is not a JSON object"):
         load_tokenizer(str(tmp_path))
 
 
-def test_org_slash_name_is_the_hubs_unless_such_a_folder_is_here(tmp_path, monkeypatch, tokenizer_folder):
+def test_org_slash_name_is_the_hubs_unless_such_a_folder_is_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer_folder: TokenizerFolder
+) -> None:
     monkeypatch.chdir(tmp_path)
     asked: list[str] = []
 
@@ -128,14 +133,14 @@ def test_org_slash_name_is_the_hubs_unless_such_a_folder_is_here(tmp_path, monke
     ],
 )
 def test_the_end_of_a_document_is_what_the_configuration_names_else_the_one_usual_token(
-    tmp_path, config, specials, expected
-):
+    tmp_path: Path, config: dict[str, object], specials: list[str], expected: str
+) -> None:
     tokenizer = load_tokenizer(write_folder(tmp_path, bare(specials), **config))
     assert tokenizer.end_of_document() == tokenizer.token(expected)
     assert tokenizer.end_of_document("a").id == 0
 
 
-def test_an_end_of_document_is_never_guessed(tmp_path):
+def test_an_end_of_document_is_never_guessed(tmp_path: Path) -> None:
     none = load_tokenizer(write_folder(tmp_path / "none", bare(["[SEP]"])))
     with pytest.raises(TokenizerError, match="names no eos_token, and of the usual tokens none is there") as error:
         none.end_of_document()
@@ -155,13 +160,15 @@ def test_an_end_of_document_is_never_guessed(tmp_path):
     assert "it has none" in (error.value.hint or "")
 
 
-def test_the_special_tokens_map_counts_where_the_configuration_is_silent(tmp_path):
+def test_the_special_tokens_map_counts_where_the_configuration_is_silent(tmp_path: Path) -> None:
     write_folder(tmp_path, bare(["</s>", "<eos>"]), eos_token=None)
     (tmp_path / "special_tokens_map.json").write_text(json.dumps({"eos_token": {"content": "<eos>"}}))
     assert load_tokenizer(str(tmp_path)).end_of_document().text == "<eos>"
 
 
-def test_truncation_and_padding_that_somebody_saved_do_not_touch_documents(tmp_path, tokenizer_folder):
+def test_truncation_and_padding_that_somebody_saved_do_not_touch_documents(
+    tmp_path: Path, tokenizer_folder: TokenizerFolder
+) -> None:
     backend = Backend.from_file(str(tokenizer_folder("gpt2") / "tokenizer.json"))
     backend.enable_truncation(max_length=4)
     backend.enable_padding(length=16)
@@ -170,7 +177,7 @@ def test_truncation_and_padding_that_somebody_saved_do_not_touch_documents(tmp_p
     assert len(tokenizer.backend.encode("a").ids) == 1
 
 
-def test_the_vocabulary_is_as_large_as_its_largest_id_needs(tmp_path, made_tokenizer):
+def test_the_vocabulary_is_as_large_as_its_largest_id_needs(tmp_path: Path, made_tokenizer: MadeTokenizer) -> None:
     backend = bare(["</s>"])
     plain = json.loads(backend.to_str())
     plain["added_tokens"][0]["id"] = 70_000
@@ -179,7 +186,7 @@ def test_the_vocabulary_is_as_large_as_its_largest_id_needs(tmp_path, made_token
     assert made_tokenizer("large").vocab_size == made_tokenizers.INT32_VOCAB
 
 
-def test_it_travels_to_worker_processes(made_tokenizer):
+def test_it_travels_to_worker_processes(made_tokenizer: MadeTokenizer) -> None:
     tokenizer = made_tokenizer("qwen")
     again = pickle.loads(pickle.dumps(tokenizer))
     assert again == tokenizer

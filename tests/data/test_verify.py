@@ -6,21 +6,23 @@ import json
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from preparing import documents, jsonl, prepare_text
+from preparing import MadeTokenizer, WriteTokens, documents, jsonl, prepare_text
 
 from trainshed.cli import run_cli
 from trainshed.data.indexed import write_index
+from trainshed.data.tokenizer import Tokenizer
 from trainshed.data.verify import verify
 from trainshed.errors import NotFound
 
 
 @pytest.fixture(scope="module")
-def good(tmp_path_factory, made_tokenizer) -> Path:
+def good(tmp_path_factory: pytest.TempPathFactory, made_tokenizer: MadeTokenizer) -> Path:
     """Three prepared shards, never changed: tests work on copies."""
     folder = tmp_path_factory.mktemp("good")
     (folder / "a.jsonl").write_bytes(jsonl(documents(60)))
@@ -30,16 +32,16 @@ def good(tmp_path_factory, made_tokenizer) -> Path:
 
 
 @pytest.fixture
-def copy(good, tmp_path) -> Path:
+def copy(good: Path, tmp_path: Path) -> Path:
     shutil.copytree(good, tmp_path / "tokens")
     return tmp_path / "tokens"
 
 
-def problems(prefix: Path, **options) -> str:
+def problems(prefix: Path, **options: Any) -> str:
     return "\n".join(problem for verdict in verify(str(prefix), **options) for problem in verdict.problems)
 
 
-def test_good_files_are_proven_in_every_respect(good, tokenizer):
+def test_good_files_are_proven_in_every_respect(good: Path, tokenizer: Tokenizer) -> None:
     (one,) = verify(str(good / "one"), tokenizer=tokenizer)
     assert one.passed
     assert one.checked == ["structure", "token range below 2,000", "end-of-document tokens", "manifest"]
@@ -51,7 +53,7 @@ def test_good_files_are_proven_in_every_respect(good, tokenizer):
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(ending=st.sampled_from(["bin", "idx"]), place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
-def test_a_single_flipped_bit_is_always_found(copy, good, ending, place, bit):
+def test_a_single_flipped_bit_is_always_found(copy: Path, good: Path, ending: str, place: float, bit: int) -> None:
     data = bytearray((good / f"one.{ending}").read_bytes())
     data[int(place * len(data))] ^= 1 << bit
     (copy / f"one.{ending}").write_bytes(data)
@@ -63,7 +65,7 @@ def test_a_single_flipped_bit_is_always_found(copy, good, ending, place, bit):
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_a_bit_flipped_in_the_header_never_breaks_the_check_itself(copy, good, data):
+def test_a_bit_flipped_in_the_header_never_breaks_the_check_itself(copy: Path, good: Path, data: st.DataObject) -> None:
     """Without a manifest only the structure can tell: it may pass, it must not crash."""
     (copy / "one.manifest.json").unlink(missing_ok=True)
     index = bytearray((good / "one.idx").read_bytes())
@@ -75,7 +77,7 @@ def test_a_bit_flipped_in_the_header_never_breaks_the_check_itself(copy, good, d
 
 @pytest.mark.parametrize("ending", ["bin", "idx"])
 @pytest.mark.parametrize("keep", [0.0, 0.001, 0.5, 0.999])
-def test_a_cut_file_is_found(copy, ending, keep):
+def test_a_cut_file_is_found(copy: Path, ending: str, keep: float) -> None:
     path = copy / f"one.{ending}"
     size = path.stat().st_size
     os.truncate(path, min(int(size * keep), size - 1))
@@ -84,7 +86,7 @@ def test_a_cut_file_is_found(copy, ending, keep):
     assert f"one.{ending}" in problems(copy / "one"), "the structure tells it, too"
 
 
-def test_a_missing_file_is_found(copy):
+def test_a_missing_file_is_found(copy: Path) -> None:
     (copy / "one.bin").unlink()
     assert "one.bin: missing" in problems(copy / "one")
     (copy / "set-00001-of-00003.idx").unlink()
@@ -92,7 +94,7 @@ def test_a_missing_file_is_found(copy):
         verify(str(copy / "set"))
 
 
-def test_a_token_that_no_vocabulary_has_is_found(copy, made_tokenizer):
+def test_a_token_that_no_vocabulary_has_is_found(copy: Path, made_tokenizer: MadeTokenizer) -> None:
     tokens = np.fromfile(copy / "one.bin", "<u2")
     tokens[[5, 100]] = 2000, 65535
     tokens.tofile(copy / "one.bin")
@@ -104,12 +106,12 @@ def test_a_token_that_no_vocabulary_has_is_found(copy, made_tokenizer):
     assert "token 5 is 2000" in problems(copy / "one", tokenizer=made_tokenizer("qwen"))
 
 
-def test_negative_tokens_are_found(write_tokens, made_tokenizer):
+def test_negative_tokens_are_found(write_tokens: WriteTokens, made_tokenizer: MadeTokenizer) -> None:
     prefix = write_tokens("negative", [[1, 2, 3], [4, -5]], "<i4")
     assert "token 4 is -5, outside the vocabulary" in problems(Path(prefix), tokenizer=made_tokenizer("large"))
 
 
-def test_documents_that_do_not_end_with_their_token_are_found(copy):
+def test_documents_that_do_not_end_with_their_token_are_found(copy: Path) -> None:
     tokens = np.fromfile(copy / "one.bin", "<u2")
     ends = np.flatnonzero(tokens == 0)
     tokens[ends[-1]] = 7
@@ -117,7 +119,7 @@ def test_documents_that_do_not_end_with_their_token_are_found(copy):
     assert "does not end with the token 0" in problems(copy / "one")
 
 
-def test_documents_cut_elsewhere_are_found_though_every_token_is_right(copy):
+def test_documents_cut_elsewhere_are_found_though_every_token_is_right(copy: Path) -> None:
     """The same tokens in documents of other lengths: structure and range are fine."""
     total = len(np.fromfile(copy / "one.bin", "<u2"))
     lengths = np.array([total - 5, 5], "<i4")
@@ -127,19 +129,19 @@ def test_documents_cut_elsewhere_are_found_though_every_token_is_right(copy):
     assert "2 documents, its manifest says 67" in said
 
 
-def test_another_tokenizer_is_told(copy, made_tokenizer):
+def test_another_tokenizer_is_told(copy: Path, made_tokenizer: MadeTokenizer) -> None:
     assert "made with another tokenizer than" in problems(copy / "one", tokenizer=made_tokenizer("llama3"))
 
 
 @pytest.mark.parametrize("damage", [b"", b"{}", b"[]", b'{"format": 99}'])
-def test_a_damaged_manifest_is_a_problem_and_not_a_missing_one(copy, damage):
+def test_a_damaged_manifest_is_a_problem_and_not_a_missing_one(copy: Path, damage: bytes) -> None:
     (copy / "one.manifest.json").write_bytes(damage)
     (verdict,) = verify(str(copy / "one"))
     assert not verdict.passed
     assert "manifest" in verdict.problems[0]
 
 
-def test_the_command_tells_people_and_programs(copy, capsys):
+def test_the_command_tells_people_and_programs(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_cli(["data", "verify", str(copy / "one")]) == 0
     said = capsys.readouterr().out
     assert said.startswith(f"proven  {copy}/one: 67 documents, ")

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from preparing import MadeTokenizer
 
 from trainshed.data.encoders import FastEncoder, ReferenceEncoder
 from trainshed.data.tokenizer import Tokenizer
@@ -26,11 +27,11 @@ EDGES = [point for first, last in RANGES for point in (first - 1, first, last, l
         st.lists(st.one_of(st.text(max_size=5), st.sampled_from(EDGES).map(chr)), max_size=4).map("".join), max_size=6
     )
 )
-def test_the_glance_finds_what_a_regular_expression_finds(texts):
+def test_the_glance_finds_what_a_regular_expression_finds(texts: list[str]) -> None:
     assert with_young_letters(texts) == [number for number, text in enumerate(texts) if YOUNG.search(text)]
 
 
-def test_every_one_of_them_is_found_and_its_neighbours_are_not():
+def test_every_one_of_them_is_found_and_its_neighbours_are_not() -> None:
     assert with_young_letters([chr(point) for point in EDGES]) == [
         number for number, point in enumerate(EDGES) if any(first <= point <= last for first, last in RANGES)
     ]
@@ -46,14 +47,16 @@ def differing(tokenizer: Tokenizer, points: list[int]) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama3", "qwen", "llama2"])
-def test_the_encoders_agree_at_the_edges_of_the_ranges_and_on_every_block(made_tokenizer, kind):
+def test_the_encoders_agree_at_the_edges_of_the_ranges_and_on_every_block(
+    made_tokenizer: MadeTokenizer, kind: str
+) -> None:
     points = sorted({*EDGES, *range(0x250), *(p for p in range(0x250, 0x110000, 211) if not 0xD800 <= p < 0xE000)})
     assert differing(made_tokenizer(kind), points) == []
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("kind", ["gpt2", "llama3", "qwen", "llama2"])
-def test_the_encoders_agree_on_every_character(made_tokenizer, kind):
+def test_the_encoders_agree_on_every_character(made_tokenizer: MadeTokenizer, kind: str) -> None:
     """If a new version of either library fails here, RANGES wants what it names."""
     # Planes 4 to 13 are empty, 15 and 16 for private use.
     for start in [*range(0, 0x40000, 0x8000), 0xE0000]:

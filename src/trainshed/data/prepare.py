@@ -299,7 +299,6 @@ class _Preparation:
             files=files,
         )
         manifest.write(job.prefix, self._options)
-        writer.clean_up()
         self._stacks[shard].close()
         del self._writers[shard]
         return manifest

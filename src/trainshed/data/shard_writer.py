@@ -89,10 +89,6 @@ class ShardWriter(Protocol):
         """Make `.bin` and `.idx` complete and visible."""
         ...
 
-    def clean_up(self) -> None:
-        """Remove what only a resume would need, once the manifest is written."""
-        ...
-
 
 class LocalShardWriter:
     """A shard on a local or mounted disk.
@@ -114,7 +110,7 @@ class LocalShardWriter:
         self._manifest_path = Path(f"{prefix}.manifest.json")
         with _explained(prefix):
             self._journal_path.parent.mkdir(parents=True, exist_ok=True)
-            # Opened first and removed last: whoever holds it has the shard, until its manifest is written.
+            # Opened first and removed last: whoever holds it has the shard.
             self._journal = stack.enter_context(open(self._journal_path, "ab+", buffering=0))
             self._lock(prefix)
             self._tokens = stack.enter_context(open(self._tokens_path, "ab+", buffering=0))
@@ -245,15 +241,13 @@ class LocalShardWriter:
             self._index.unlink(missing_ok=True)
             self._tokens_path.replace(self._bin)
             index_partial.replace(self._index)
+            # Of no use from here on: before the manifest, so that being killed after it leaves nothing behind.
+            self._lengths_path.unlink()
+            self._journal_path.unlink()
         return [
             FileEntry(self._bin.name, size, f"sha256:{self._digest.hexdigest()}"),
             FileEntry(self._index.name, index_size, f"sha256:{index_digest.hexdigest()}"),
         ]
-
-    def clean_up(self) -> None:
-        """Remove the lengths and the journal, once the manifest is written."""
-        self._lengths_path.unlink(missing_ok=True)
-        self._journal_path.unlink(missing_ok=True)
 
 
 class RemoteShardWriter:
@@ -304,9 +298,6 @@ class RemoteShardWriter:
             FileEntry(f"{name}.bin", self._size, f"sha256:{self._digest.hexdigest()}"),
             FileEntry(f"{name}.idx", size, f"sha256:{digest.hexdigest()}"),
         ]
-
-    def clean_up(self) -> None:
-        """Nothing is left behind."""
 
     def _abort(self) -> None:
         """Leave the upload as an error would, so that nobody ever sees a part of a shard; a finished one is closed."""
