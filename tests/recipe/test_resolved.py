@@ -33,6 +33,13 @@ def test_plain_yaml_readers_see_the_same_numbers(recipe: Callable[..., Recipe]) 
     assert plain["train"]["optimizer"]["lr"] == 1e-22
 
 
+@pytest.mark.parametrize("mark", ["\x85", "\u2028", "\u2029", "\ufeff", "\x7f", "\t", "\n", "#", ": "])
+def test_odd_characters_in_a_path_survive(recipe: Callable[..., Recipe], mark: str) -> None:
+    first = recipe(f'data.train.0.path="a{mark.encode("unicode_escape").decode()}b"')
+    assert first.data.train[0].path == (f"a{mark}b",)
+    assert parse_recipe(to_yaml(first)) == first
+
+
 def test_null_is_kept_where_it_says_something(recipe: Callable[..., Recipe]) -> None:
     text = to_yaml(recipe("checkpoint.keep=null", "train.optimizer.clip=null"))
     assert "keep: null" in text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -78,7 +79,8 @@ def test_an_endpoint_without_credentials_is_an_error_before_any_request(tmp_path
         s3_config("bucket", Endpoint(endpoint="http://minio"), {"HOME": str(tmp_path)})
 
 
-def test_profiles(tmp_path: Path) -> None:
+def test_profiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "boto3", None)  # as where it is not installed
     folder = tmp_path / ".aws"
     folder.mkdir()
     (folder / "credentials").write_text("[default]\naws_access_key_id=D\naws_secret_access_key=d-secret\n")

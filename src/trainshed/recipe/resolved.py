@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from typing import Any
 
 import yaml
@@ -24,6 +25,16 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
+# Line breaks to a YAML reader, though not to most people: only double quotes keep them.
+_OTHER_BREAKS = re.compile("[\x85\u2028\u2029]")
+
+
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
+    style = '"' if _OTHER_BREAKS.search(text) else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _represent_text)
 for _tag, _pattern in (
     ("null", scalars.NULL),
     ("bool", scalars.BOOL),
