@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from trainshed.cli import run_cli
-from trainshed.data.indexed import write_index
+from trainshed.data.tokens.indexed import write_index
 from trainshed.errors import CorruptData, InputError, NotFound, TrainshedError
 from trainshed.line import open_run, run_line
 from trainshed.recipe import load_recipe, run_id

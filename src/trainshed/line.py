@@ -12,12 +12,12 @@ from typing import TypeVar
 
 from trainshed.catalog.models import architecture
 from trainshed.data.artefacts import DataArtefacts, PreparedSource
-from trainshed.data.build_order import TokenFiles, build_order
-from trainshed.data.build_order import open_order as open_built_order
+from trainshed.data.encode.tokenizer import Tokenizer
 from trainshed.data.order import DataOrder
-from trainshed.data.schedule import BatchSchedule, RampUp, SkipList
-from trainshed.data.synthetic import SyntheticSource
-from trainshed.data.tokenizer import Tokenizer
+from trainshed.data.sampling.build_order import TokenFiles, build_order
+from trainshed.data.sampling.build_order import open_order as open_built_order
+from trainshed.data.sampling.schedule import BatchSchedule, RampUp, SkipList
+from trainshed.data.sampling.synthetic import SyntheticSource
 from trainshed.errors import InputError
 from trainshed.recipe import Cluster, Recipe, load_cluster, run_id, to_yaml
 from trainshed.recipe.data import SourceKeys

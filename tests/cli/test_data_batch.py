@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from trainshed.cli import run_cli
-from trainshed.data.indexed import IndexedReader, write_index
+from trainshed.data.tokens.indexed import IndexedReader, write_index
 
 RECIPE = """
 trainshed: 1

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from trainshed.cli import run_cli
-from trainshed.data.indexed import IndexedReader, shard_name, write_index
+from trainshed.data.tokens.indexed import IndexedReader, shard_name, write_index
 
 
 def write(prefix: Path, lengths: list[int], dtype: str = "<u2") -> None:
@@ -22,7 +22,7 @@ def test_shards_become_one_file(tmp_path, capsys):
         write(tmp_path / shard_name("c", shard, 2), [2, 0, 3])
     assert run_cli(["data", "merge", str(tmp_path / "c"), "--output", str(tmp_path / "all"), "-o", "json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert (report["schema"], report["documents"], report["sequences"]) == ("trainshed.data.merge/1", 6, 4)
+    assert (report["schema"], report["documents"], report["sequences"]) == ("trainshed.data.tokens.merge/1", 6, 4)
     with IndexedReader(tmp_path / "all") as reader:
         assert reader.document(5).tolist() == [2, 3, 4]
 

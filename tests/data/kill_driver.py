@@ -13,8 +13,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import preparing
 
-from trainshed.data import reading, shard_writer, workers
-from trainshed.data.tokenizer import load_tokenizer
+from trainshed.data.encode.tokenizer import load_tokenizer
+from trainshed.data.text import reading
+from trainshed.data.tokens import shard_writer
+from trainshed.data.workers import pool as workers
 
 
 class Loud(preparing.Notes):

@@ -13,12 +13,12 @@ from typing import Any, Literal
 import made_tokenizers
 import numpy as np
 
-from trainshed.data.corpus import assign_shards, find_pieces
-from trainshed.data.formats import Kind, TextDocuments
-from trainshed.data.indexed import token_dtype
+from trainshed.data.encode.tokenizer import Tokenizer
 from trainshed.data.prepare import Prepared, ShardJob, Tokenizing, prepare
-from trainshed.data.shards import shard_name
-from trainshed.data.tokenizer import Tokenizer
+from trainshed.data.text.corpus import assign_shards, find_pieces
+from trainshed.data.text.formats import Kind, TextDocuments
+from trainshed.data.tokens.indexed import token_dtype
+from trainshed.data.tokens.shards import shard_name
 from trainshed.reporting import Task
 
 TokenizerFolder = Callable[[str], Path]

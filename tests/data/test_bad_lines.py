@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from preparing import TokenizerFolder, contents, documents, jsonl, megatron_bytes, prepare_text
 
 from trainshed.cli import run_cli
-from trainshed.data import reading
-from trainshed.data.formats import TextDocuments
-from trainshed.data.shard_writer import BAD_LINES_KEPT
-from trainshed.data.tokenizer import Tokenizer
+from trainshed.data.encode.tokenizer import Tokenizer
+from trainshed.data.text import reading
+from trainshed.data.text.formats import TextDocuments
+from trainshed.data.tokens.shard_writer import BAD_LINES_KEPT
 from trainshed.errors import BadDocument, InputError
 
 BAD = {

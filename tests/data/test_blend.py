@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainshed.data.blend import Blend
+from trainshed.data.sampling.blend import Blend
 from trainshed.errors import InputError
 
 weights = st.lists(st.floats(1e-2, 1e2), min_size=1, max_size=12)

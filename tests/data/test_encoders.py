@@ -15,8 +15,8 @@ from preparing import ODD_TEXTS, MadeTokenizer, TokenizerFolder, documents, json
 from tokenizers import AddedToken
 
 from trainshed.cli import run_cli
-from trainshed.data.awkward_texts import awkward_texts
-from trainshed.data.encoders import (
+from trainshed.data.encode.awkward_texts import awkward_texts
+from trainshed.data.encode.encoders import (
     Encoded,
     FastEncoder,
     ReferenceEncoder,
@@ -24,7 +24,7 @@ from trainshed.data.encoders import (
     compare,
     require_equal,
 )
-from trainshed.data.tokenizer import Tokenizer, load_tokenizer
+from trainshed.data.encode.tokenizer import Tokenizer, load_tokenizer
 from trainshed.errors import InputError, TokenizerError
 
 SUPPORTED = ["gpt2", "llama3", "llama2", "qwen", "large"]
@@ -206,7 +206,9 @@ def test_a_sample_of_every_shard_is_compared(
     texts = ["a line of text"] * 30
     texts[-3] = "its colour"
     (tmp_path / "a.txt").write_text("\n".join(texts))
-    monkeypatch.setattr("trainshed.data.documents.choose_encoder", lambda tokenizer, *_, **__: (Wrong(tokenizer), ""))
+    monkeypatch.setattr(
+        "trainshed.data.text.documents.choose_encoder", lambda tokenizer, *_, **__: (Wrong(tokenizer), "")
+    )
     with pytest.raises(TokenizerError, match="'its colour'") as error:
         prepare_text(tmp_path / "a.txt", tokenizer, tmp_path / "out", split="line", shards=shards)
     assert error.value.where == str(tmp_path / "a.txt")

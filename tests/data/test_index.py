@@ -9,10 +9,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from trainshed.data import index as index_module
-from trainshed.data.index import IndexSpec, SourceIndex, build_index, content_of, split_range, unit_order
-from trainshed.data.indexed import IndexedReader, shard_name
-from trainshed.data.token_source import TokenSource
+from trainshed.data.sampling import index as index_module
+from trainshed.data.sampling.index import IndexSpec, SourceIndex, build_index, content_of, split_range, unit_order
+from trainshed.data.sampling.token_source import TokenSource
+from trainshed.data.tokens.indexed import IndexedReader, shard_name
 from trainshed.errors import CorruptData, InputError, NotFound
 
 SHARED = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from trainshed.data.indexed import (
+from trainshed.data.tokens.indexed import (
     IndexedReader,
     index_bytes,
     lengths_from_file,

@@ -16,8 +16,8 @@ from preparing import MadeTokenizer, TokenizerFolder, WriteTokens, documents, js
 from golden_files import check_golden
 from trainshed.cli import run_cli
 from trainshed.cli.data.inspect import _histogram
-from trainshed.data.inspect import inspect
-from trainshed.data.tokenizer import Tokenizer
+from trainshed.data.encode.tokenizer import Tokenizer
+from trainshed.data.tokens.inspect import inspect
 
 
 def encoded(texts: list[str], tokenizer: Tokenizer) -> list[list[int]]:
@@ -104,7 +104,7 @@ def test_json_carries_everything(
     prepare_text(tmp_path / "a.jsonl", tokenizer, tmp_path / "out")
     assert run_cli(["data", "inspect", str(tmp_path / "out"), "-o", "json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert report["schema"] == "trainshed.data.inspect/1"
+    assert report["schema"] == "trainshed.data.tokens.inspect/1"
     assert report["documents"] == 27
     assert sum(report["histogram"].values()) == 26
     assert report["samples"][1]["text"]

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from trainshed.data import merge as merging
-from trainshed.data.indexed import IndexedReader, shard_name, write_index
-from trainshed.data.merge import merge
+from trainshed.data.tokens import merge as merging
+from trainshed.data.tokens.indexed import IndexedReader, shard_name, write_index
+from trainshed.data.tokens.merge import merge
 from trainshed.errors import Conflict, CorruptData, InputError, NoSpace
 
 documents = st.lists(st.lists(st.integers(0, 65535), max_size=5), max_size=8)
@@ -135,7 +135,7 @@ def test_a_merge_killed_anywhere_can_be_run_again(tmp_path):
         write_index(prefixes[-1] + ".idx", np.dtype("<u2"), lambda: [lengths])
     out = tmp_path / "out"
     program = (
-        "import sys; from trainshed.data.merge import merge; print('go', flush=True);"
+        "import sys; from trainshed.data.tokens.merge import merge; print('go', flush=True);"
         "merge(sys.argv[2:], sys.argv[1], overwrite=True); print('done', flush=True)"
     )
     command = [sys.executable, "-c", program, str(out), *prefixes]

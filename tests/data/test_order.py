@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainshed.data.build_order import TokenFiles, build_order, open_order
-from trainshed.data.indexed import shard_name, write_index
 from trainshed.data.order import DataOrder, hash_tokens
-from trainshed.data.schedule import BatchSchedule, RampUp, SkipList
+from trainshed.data.sampling.build_order import TokenFiles, build_order, open_order
+from trainshed.data.sampling.schedule import BatchSchedule, RampUp, SkipList
+from trainshed.data.tokens.indexed import shard_name, write_index
 from trainshed.errors import InputError, NotFound
 
 SEQUENCE_LENGTH = 32

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainshed.data import permutation
-from trainshed.data.permutation import Permutation, derive_words
+from trainshed.data.sampling import permutation
+from trainshed.data.sampling.permutation import Permutation, derive_words
 
 # Order algorithm 1. If one of these changes, runs that resume see other data: add a version 2 instead.
 GOLDEN = {

@@ -13,9 +13,9 @@ import pyarrow.parquet as pq
 import pytest
 from preparing import MadeTokenizer, Notes, contents, documents, jsonl, left_behind, prepare_text
 
-from trainshed.data.documents import Tokens
-from trainshed.data.shard_writer import Counts, LocalShardWriter
-from trainshed.data.tokenizer import Tokenizer
+from trainshed.data.encode.tokenizer import Tokenizer
+from trainshed.data.text.documents import Tokens
+from trainshed.data.tokens.shard_writer import Counts, LocalShardWriter
 from trainshed.errors import Conflict, InputError, StorageError
 
 

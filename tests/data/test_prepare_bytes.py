@@ -12,10 +12,10 @@ import pytest
 import zstandard
 from preparing import MadeTokenizer, contents, documents, jsonl, left_behind, megatron_bytes, prepare_text
 
-from trainshed.data import reading
-from trainshed.data.token_manifest import read_token_manifest
-from trainshed.data.tokenizer import Tokenizer
-from trainshed.data.workers import THREADS_UP_TO
+from trainshed.data.encode.tokenizer import Tokenizer
+from trainshed.data.text import reading
+from trainshed.data.tokens.manifest import read_token_manifest
+from trainshed.data.workers.pool import THREADS_UP_TO
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama3", "llama2", "qwen", "large"])

@@ -18,10 +18,11 @@ import zstandard
 from preparing import Notes, TokenizerFolder, contents, documents, jsonl, left_behind, megatron_bytes, prepare_text
 
 from trainshed.cli import run_cli
-from trainshed.data import reading, shard_writer
-from trainshed.data.indexed import IndexedReader
-from trainshed.data.tokenizer import Tokenizer
-from trainshed.data.verify import verify
+from trainshed.data.encode.tokenizer import Tokenizer
+from trainshed.data.text import reading
+from trainshed.data.tokens import shard_writer
+from trainshed.data.tokens.indexed import IndexedReader
+from trainshed.data.tokens.verify import verify
 from trainshed.errors import AddressError, BadDocument, InputError, MissingExtra, NoSpace
 
 

@@ -14,8 +14,8 @@ import psutil
 import pytest
 from preparing import TokenizerFolder, contents, documents, jsonl
 
-from trainshed.data.token_manifest import read_token_manifest
-from trainshed.data.verify import verify
+from trainshed.data.tokens.manifest import read_token_manifest
+from trainshed.data.tokens.verify import verify
 
 DRIVER = Path(__file__).parent / "kill_driver.py"
 

@@ -13,10 +13,11 @@ import pyarrow.parquet as pq
 import pytest
 from preparing import Notes, contents, documents, jsonl, left_behind, prepare_text
 
-from trainshed.data import reading, shard_writer
-from trainshed.data.token_manifest import write_set_manifest
-from trainshed.data.tokenizer import Tokenizer
-from trainshed.data.verify import verify
+from trainshed.data.encode.tokenizer import Tokenizer
+from trainshed.data.text import reading
+from trainshed.data.tokens import shard_writer
+from trainshed.data.tokens.manifest import write_set_manifest
+from trainshed.data.tokens.verify import verify
 from trainshed.errors import BadDocument, NoSpace, StorageError
 from trainshed.storage import LocalStore
 
@@ -91,7 +92,7 @@ def test_a_crash_between_blocks_costs_nothing_that_was_marked(
 def test_parquet_is_resumed_in_the_middle_of_a_row_group(
     tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from trainshed.data import parquet
+    from trainshed.data.text import parquet
 
     monkeypatch.setattr(parquet, "BATCH_BYTES", 1)
     pq.write_table(pa.table({"text": documents(500)}), tmp_path / "a.parquet", row_group_size=200)

@@ -11,10 +11,10 @@ import pytest
 from preparing import Notes, contents, documents, jsonl, prepare_text
 
 from s3_server import S3Server
-from trainshed.data import shard_writer
+from trainshed.data.encode.tokenizer import Tokenizer
 from trainshed.data.prepare import _Preparation
-from trainshed.data.token_manifest import read_token_manifest
-from trainshed.data.tokenizer import Tokenizer
+from trainshed.data.tokens import shard_writer
+from trainshed.data.tokens.manifest import read_token_manifest
 from trainshed.errors import BadDocument
 from trainshed.storage import objects, open_store
 
@@ -111,9 +111,9 @@ def test_a_crash_while_shards_are_completed_never_mixes_two_preparations(
 
     with monkeypatch.context() as patch:
         if step == "before the index":
-            patch.setattr("trainshed.data.indexed.index_bytes", crash)
+            patch.setattr("trainshed.data.tokens.indexed.index_bytes", crash)
         else:
-            patch.setattr("trainshed.data.token_manifest.TokenManifest.write", crash)
+            patch.setattr("trainshed.data.tokens.manifest.TokenManifest.write", crash)
         with pytest.raises(Crash):
             prepare_text(corpus, tokenizer, output, overwrite=True)
     assert names(s3_bucket) == before - {"out/tokens.manifest.json"} - (

@@ -15,15 +15,15 @@ from hypothesis import strategies as st
 from preparing import TokenizerFolder, contents, documents, jsonl, prepare_text
 
 from trainshed.cli import run_cli
-from trainshed.data import reading
-from trainshed.data.corpus import assign_shards, find_pieces
-from trainshed.data.formats import Format
-from trainshed.data.merge import merge
-from trainshed.data.reading import Piece, PieceReader, lines_before, split_piece
-from trainshed.data.shards import shard_prefixes
-from trainshed.data.token_manifest import read_token_manifest
-from trainshed.data.tokenizer import Tokenizer
-from trainshed.data.verify import verify
+from trainshed.data.encode.tokenizer import Tokenizer
+from trainshed.data.text import reading
+from trainshed.data.text.corpus import assign_shards, find_pieces
+from trainshed.data.text.formats import Format
+from trainshed.data.text.reading import Piece, PieceReader, lines_before, split_piece
+from trainshed.data.tokens.manifest import read_token_manifest
+from trainshed.data.tokens.merge import merge
+from trainshed.data.tokens.shards import shard_prefixes
+from trainshed.data.tokens.verify import verify
 from trainshed.errors import InputError
 from trainshed.storage import LocalStore
 

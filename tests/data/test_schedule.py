@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainshed.data.schedule import BatchSchedule, RampUp, SkipList
+from trainshed.data.sampling.schedule import BatchSchedule, RampUp, SkipList
 from trainshed.errors import InputError
 
 

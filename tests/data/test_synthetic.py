@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from trainshed.data.order import DataOrder, hash_tokens
-from trainshed.data.schedule import BatchSchedule
-from trainshed.data.synthetic import SyntheticSource
+from trainshed.data.sampling.schedule import BatchSchedule
+from trainshed.data.sampling.synthetic import SyntheticSource
 
 
 def rows_of(draws, **changed) -> np.ndarray:

@@ -11,7 +11,7 @@ import pytest
 from preparing import MadeTokenizer, TokenizerFolder
 from tokenizers import Tokenizer as Backend
 
-from trainshed.data.tokenizer import load_tokenizer, tokenizer_from_files
+from trainshed.data.encode.tokenizer import load_tokenizer, tokenizer_from_files
 from trainshed.errors import NotFound, TokenizerError
 
 

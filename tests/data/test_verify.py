@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from preparing import MadeTokenizer, WriteTokens, documents, jsonl, prepare_text
 
 from trainshed.cli import run_cli
-from trainshed.data.indexed import write_index
-from trainshed.data.tokenizer import Tokenizer
-from trainshed.data.verify import verify
+from trainshed.data.encode.tokenizer import Tokenizer
+from trainshed.data.tokens.indexed import write_index
+from trainshed.data.tokens.verify import verify
 from trainshed.errors import NotFound
 
 
@@ -153,7 +153,7 @@ def test_the_command_tells_people_and_programs(copy: Path, capsys: pytest.Captur
     assert f"WRONG  {copy}/set-00001-of-00003" in capsys.readouterr().out
     assert run_cli(["data", "verify", str(copy / "set"), "-o", "json"]) == 1
     report = json.loads(capsys.readouterr().out)
-    assert report["schema"] == "trainshed.data.verify/1"
+    assert report["schema"] == "trainshed.data.tokens.verify/1"
     assert not report["passed"]
     assert [shard["passed"] for shard in report["shards"]] == [True, False, True]
     assert run_cli(["data", "verify", str(copy / "nothing")]) in (1, 2)

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from preparing import MadeTokenizer
 
-from trainshed.data.encoders import FastEncoder, ReferenceEncoder
-from trainshed.data.tokenizer import Tokenizer
-from trainshed.data.young_letters import RANGES, with_young_letters
+from trainshed.data.encode.encoders import FastEncoder, ReferenceEncoder
+from trainshed.data.encode.tokenizer import Tokenizer
+from trainshed.data.encode.young_letters import RANGES, with_young_letters
 
 YOUNG = re.compile("[" + "".join(f"{chr(first)}-{chr(last)}" for first, last in RANGES) + "]")
 COMPANY = "{0}.s a{0}b 1{0}2 {0} {0}{0}\n{0}'s x{0}\n\n y  {0}"

@@ -1,11 +1,11 @@
 """Text to tokens, and tokens to batches.
 
-corpus -> reading -> documents -> encoders      files to blocks to texts to ids (formats, parquet)
-prepare -> workers, shard_writer                the whole of it, in parallel and safe to kill
-indexed, index_file, shards, merge              the .bin/.idx format
-token_manifest, verify, inspect                 proofs, and a look inside
-permutation, blend, schedule, index, source     the order of samples, part by part
-order, build_order                              which tokens a step sees
-tokenizer, tokenizer_training, script,          what else a recipe's data section names
-synthetic, artefacts
+prepare.py     text to token files: plans shards, skips what is proven, tokenises the rest
+  text/        files to blocks of whole documents
+  encode/      documents to ids
+  workers/     the two above in parallel, in order
+  tokens/      the .bin/.idx files: writing, reading, proving, merging
+order.py       which tokens a step sees
+  sampling/    its parts: permutation, blend, schedule, index, sources
+artefacts.py   everything a recipe's data section names, made once and found by hash
 """

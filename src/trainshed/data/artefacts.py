@@ -19,15 +19,15 @@ from typing import Any
 
 import orjson
 
-from trainshed.data.corpus import assign_shards, find_pieces
+from trainshed.data.encode.tokenizer import Tokenizer, load_tokenizer
+from trainshed.data.encode.training import train_tokenizer
 from trainshed.data.prepare import ShardJob, Tokenizing, prepare
-from trainshed.data.reading import Piece
-from trainshed.data.script import run_script, script_spec
-from trainshed.data.shards import shard_prefixes
-from trainshed.data.token_manifest import TokenManifest, read_token_manifest
-from trainshed.data.tokenizer import Tokenizer, load_tokenizer
-from trainshed.data.tokenizer_training import train_tokenizer
-from trainshed.data.verify import verify
+from trainshed.data.text.corpus import assign_shards, find_pieces
+from trainshed.data.text.reading import Piece
+from trainshed.data.text.script import run_script, script_spec
+from trainshed.data.tokens.manifest import TokenManifest, read_token_manifest
+from trainshed.data.tokens.shards import shard_prefixes
+from trainshed.data.tokens.verify import verify
 from trainshed.errors import CorruptData, InputError, NotFound
 from trainshed.recipe import Recipe, TrainedTokenizer
 from trainshed.recipe.data import SourceKeys
@@ -180,7 +180,7 @@ class DataArtefacts:
         return folder / "files"
 
     def _given_tokens(self, prefixes: Sequence[str], name: str, label: str, weight: float | None) -> PreparedSource:
-        from trainshed.data.indexed import IndexedReader
+        from trainshed.data.tokens.indexed import IndexedReader
 
         documents = tokens = 0
         tokenizer = self.tokenizer()

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trainshed.data.blend import Blend, Budget
-from trainshed.data.schedule import BatchSchedule, SkipList
-from trainshed.data.source import Source
+from trainshed.data.sampling.blend import Blend, Budget
+from trainshed.data.sampling.schedule import BatchSchedule, SkipList
+from trainshed.data.sampling.source import Source
 from trainshed.errors import InputError
 
 

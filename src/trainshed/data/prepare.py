@@ -12,22 +12,22 @@ import numpy as np
 import orjson
 
 from trainshed import __version__
-from trainshed.data.dealing import Job
-from trainshed.data.documents import BadLine, OnBadLine, TokenizeOptions, Tokens
-from trainshed.data.encoders import EncoderName
-from trainshed.data.indexed import token_dtype
-from trainshed.data.reading import Piece, PieceReader, lines_before
-from trainshed.data.shard_writer import (
+from trainshed.data.encode.encoders import EncoderName
+from trainshed.data.encode.tokenizer import SpecialToken, Tokenizer
+from trainshed.data.text.documents import BadLine, OnBadLine, TokenizeOptions, Tokens
+from trainshed.data.text.reading import Piece, PieceReader, lines_before
+from trainshed.data.tokens.indexed import token_dtype
+from trainshed.data.tokens.manifest import PieceRecord, TokenManifest, forget_set, read_token_manifest
+from trainshed.data.tokens.shard_writer import (
     BAD_LINES_KEPT,
     Counts,
     LocalShardWriter,
     RemoteShardWriter,
     ShardWriter,
 )
-from trainshed.data.token_file import local_path
-from trainshed.data.token_manifest import PieceRecord, TokenManifest, forget_set, read_token_manifest
-from trainshed.data.tokenizer import SpecialToken, Tokenizer
-from trainshed.data.workers import WorkerPool, default_workers
+from trainshed.data.tokens.token_file import local_path
+from trainshed.data.workers.dealing import Job
+from trainshed.data.workers.pool import WorkerPool, default_workers
 from trainshed.errors import BadDocument, InputError
 from trainshed.reporting import SILENT, Reporter
 from trainshed.storage import open_store

@@ -10,8 +10,8 @@ from cyclopts import Parameter
 from trainshed.cli.console import Output
 
 if TYPE_CHECKING:
+    from trainshed.data.encode.tokenizer import Tokenizer
     from trainshed.data.order import DataOrder
-    from trainshed.data.tokenizer import Tokenizer
 
 
 def batch(

@@ -43,7 +43,7 @@ def blend(
     budgets = run.order.budget(run.steps)
     sizes = [source.tokens for source in run.order.sources]
     data = {
-        "schema": "trainshed.data.blend/1",
+        "schema": "trainshed.data.sampling.blend/1",
         "steps": run.steps,
         "samples": sum(budget.samples for budget in budgets),
         "sequence_length": run.order.sequence_length,

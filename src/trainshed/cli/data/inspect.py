@@ -10,7 +10,7 @@ from cyclopts import Parameter
 from trainshed.cli.console import Output
 
 if TYPE_CHECKING:
-    from trainshed.data.inspect import Inspection
+    from trainshed.data.tokens.inspect import Inspection
 
 BAR = 40
 
@@ -36,10 +36,10 @@ def inspect(
         Report as text or json.
     """
     from trainshed.cli.console import print_report, reporter
-    from trainshed.data.inspect import inspect as inspect_files
-    from trainshed.data.shards import shard_prefixes
-    from trainshed.data.token_manifest import read_token_manifest
-    from trainshed.data.tokenizer import Tokenizer, load_tokenizer
+    from trainshed.data.encode.tokenizer import Tokenizer, load_tokenizer
+    from trainshed.data.tokens.inspect import inspect as inspect_files
+    from trainshed.data.tokens.manifest import read_token_manifest
+    from trainshed.data.tokens.shards import shard_prefixes
     from trainshed.errors import TrainshedError
 
     report = reporter()
@@ -52,7 +52,7 @@ def inspect(
         except TrainshedError as error:
             report.warn(f"cannot decode: {error.what} ({manifest.tokenizer}); write --tokenizer")
     found = inspect_files(prefix, tokenizer=loaded, samples=samples, reporter=report)
-    data = {"schema": "trainshed.data.inspect/1", **asdict(found)}
+    data = {"schema": "trainshed.data.tokens.inspect/1", **asdict(found)}
     data["histogram"] = {str(bucket): count for bucket, count in found.histogram.items()}
     print_report(data, output, _text(found))
     return 0

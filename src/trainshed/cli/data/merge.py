@@ -32,11 +32,11 @@ def merge(
         Report as text or json.
     """
     from trainshed.cli.console import print_report, reporter
-    from trainshed.data.merge import merge as merge_files
+    from trainshed.data.tokens.merge import merge as merge_files
 
     header = merge_files(prefixes, output, overwrite=overwrite, reporter=reporter())
     data = {
-        "schema": "trainshed.data.merge/1",
+        "schema": "trainshed.data.tokens.merge/1",
         "prefix": output,
         "inputs": list(prefixes),
         "documents": header.documents,

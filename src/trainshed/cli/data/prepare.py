@@ -70,8 +70,8 @@ def prepare(
     """
     from trainshed.cli.console import human, print_report, reporter
     from trainshed.cli.parsing import parse_task
-    from trainshed.data.corpus import assign_shards, find_pieces
-    from trainshed.data.workers import default_workers, prepare_to_start
+    from trainshed.data.text.corpus import assign_shards, find_pieces
+    from trainshed.data.workers.pool import default_workers, prepare_to_start
     from trainshed.errors import InputError
 
     if eod is not None and no_eod:
@@ -92,11 +92,11 @@ def prepare(
     )
     workers = workers or default_workers(pieces)
     prepare_to_start(workers)
+    from trainshed.data.encode.tokenizer import load_tokenizer
     from trainshed.data.prepare import ShardJob, Tokenizing
     from trainshed.data.prepare import prepare as prepare_shards
-    from trainshed.data.shards import refuse_other_shards, shard_name
-    from trainshed.data.token_manifest import combine, write_set_manifest
-    from trainshed.data.tokenizer import load_tokenizer
+    from trainshed.data.tokens.manifest import combine, write_set_manifest
+    from trainshed.data.tokens.shards import refuse_other_shards, shard_name
 
     loaded = load_tokenizer(tokenizer)
     how = Tokenizing(

@@ -26,13 +26,13 @@ def verify(
         Report as text or json.
     """
     from trainshed.cli.console import print_report, reporter
-    from trainshed.data.tokenizer import load_tokenizer
-    from trainshed.data.verify import verify as verify_files
+    from trainshed.data.encode.tokenizer import load_tokenizer
+    from trainshed.data.tokens.verify import verify as verify_files
 
     verdicts = verify_files(prefix, tokenizer=load_tokenizer(tokenizer) if tokenizer else None, reporter=reporter())
     passed = all(verdict.passed for verdict in verdicts)
     data = {
-        "schema": "trainshed.data.verify/1",
+        "schema": "trainshed.data.tokens.verify/1",
         "prefix": prefix,
         "passed": passed,
         "shards": [

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from trainshed.data.awkward_texts import awkward_texts
-from trainshed.data.tokenizer import Tokenizer
-from trainshed.data.young_letters import with_young_letters
+from trainshed.data.encode.awkward_texts import awkward_texts
+from trainshed.data.encode.tokenizer import Tokenizer
+from trainshed.data.encode.young_letters import with_young_letters
 from trainshed.errors import InputError, TokenizerError
 
 if TYPE_CHECKING:

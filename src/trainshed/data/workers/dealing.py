@@ -13,10 +13,10 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from trainshed.data.documents import Tokens
+from trainshed.data.text.documents import Tokens
 
 if TYPE_CHECKING:
-    from trainshed.data.reading import Block
+    from trainshed.data.text.reading import Block
 
 Tag = TypeVar("Tag")
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 
-from trainshed.data.index_file import (
+from trainshed.data.tokens.index_file import (
     HEADER,
     SCAN_ITEMS,
     IndexHeader,
@@ -19,8 +19,8 @@ from trainshed.data.index_file import (
     token_dtype,
     write_index,
 )
-from trainshed.data.shards import shard_name, shard_prefixes
-from trainshed.data.token_file import REPREPARE, local_copy, open_token_file
+from trainshed.data.tokens.shards import shard_name, shard_prefixes
+from trainshed.data.tokens.token_file import REPREPARE, local_copy, open_token_file
 from trainshed.errors import CorruptData
 
 if TYPE_CHECKING:

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import numpy as np
 
-from trainshed.data.index import STRIDE, SourceIndex
-from trainshed.data.index_artefact import REBUILD
-from trainshed.data.indexed import IndexedReader
-from trainshed.data.permutation import Permutation
-from trainshed.data.source import Piece
-from trainshed.data.token_file import TokenFile, open_token_file
+from trainshed.data.sampling.index import STRIDE, SourceIndex
+from trainshed.data.sampling.index_artefact import REBUILD
+from trainshed.data.sampling.permutation import Permutation
+from trainshed.data.sampling.source import Piece
+from trainshed.data.tokens.indexed import IndexedReader
+from trainshed.data.tokens.token_file import TokenFile, open_token_file
 from trainshed.errors import CorruptData, InputError, NotFound
 from trainshed.storage import open_store
 

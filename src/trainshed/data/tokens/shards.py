@@ -6,7 +6,7 @@ import os
 import re
 from typing import TYPE_CHECKING
 
-from trainshed.data.token_file import local_path
+from trainshed.data.tokens.token_file import local_path
 from trainshed.errors import AddressError, InputError, NotFound
 from trainshed.storage import open_store
 

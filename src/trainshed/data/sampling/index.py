@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from trainshed.data.index_artefact import (
+from trainshed.data.sampling.index_artefact import (
     INDEX_FORMAT,
     MANIFEST,
     ORDER_VERSION,
@@ -37,8 +37,8 @@ from trainshed.data.index_artefact import (
     save_array,
     save_manifest,
 )
-from trainshed.data.indexed import SCAN_ITEMS, IndexedReader
-from trainshed.data.permutation import Permutation
+from trainshed.data.sampling.permutation import Permutation
+from trainshed.data.tokens.indexed import SCAN_ITEMS, IndexedReader
 from trainshed.errors import CorruptData, InputError
 from trainshed.reporting import SILENT, Reporter
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from trainshed.data.permutation import derive_words
-from trainshed.data.source import Piece
+from trainshed.data.sampling.permutation import derive_words
+from trainshed.data.sampling.source import Piece
 
 SHIFT = np.uint64(32)
 

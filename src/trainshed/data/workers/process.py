@@ -11,11 +11,11 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
-from trainshed.data.documents import BlockTokenizer, TokenizeOptions
+from trainshed.data.text.documents import BlockTokenizer, TokenizeOptions
 from trainshed.errors import TrainshedError
 
 if TYPE_CHECKING:
-    from trainshed.data.dealing import Dealer, Numbered
+    from trainshed.data.workers.dealing import Dealer, Numbered
 
 BLOCKS_AHEAD = 2
 """Blocks a worker is given at a time: one to work on, one waiting, so that it never idles for its pipe."""
@@ -28,7 +28,7 @@ def start_fork_server() -> multiprocessing.context.ForkServerContext:
     threads, and the workers inherit no pipe, so that each one sees it when we are killed.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["trainshed.data.worker_imports"])
+    context.set_forkserver_preload(["trainshed.data.workers.imports"])
     multiprocessing.forkserver.ensure_running()
     return context
 

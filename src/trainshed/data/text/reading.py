@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
-from trainshed.data.formats import Format, TextDocuments, decompress
+from trainshed.data.text.formats import Format, TextDocuments, decompress
 
 if TYPE_CHECKING:
     from trainshed.storage import Store
@@ -115,7 +115,7 @@ class PieceReader:
             yield chunk
 
     def _parquet_blocks(self, after: int) -> Iterator[Block]:
-        from trainshed.data.parquet import text_batches
+        from trainshed.data.text.parquet import text_batches
 
         piece, first, reported = self.piece, 1, 0
         for batch in text_batches(self._store, self._path, piece.address, piece.key, piece.start, piece.end):
@@ -190,7 +190,7 @@ def lines_before(piece: Piece, store: Store, path: str) -> int:
     if piece.start == 0:
         return 0
     if piece.format.kind == "parquet":
-        from trainshed.data.parquet import rows_before
+        from trainshed.data.text.parquet import rows_before
 
         return rows_before(store, path, piece.address, piece.start)
     lines, left = 1, piece.start - 1
@@ -207,7 +207,7 @@ def most_parts(piece: Piece, store: Store, path: str) -> int:
     if not piece.splittable:
         return 1
     if piece.format.kind == "parquet":
-        from trainshed.data.parquet import row_groups
+        from trainshed.data.text.parquet import row_groups
 
         return row_groups(store, path, piece.address)
     return piece.size

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from trainshed.data.indexed import IndexedReader, shard_prefixes
-from trainshed.data.token_manifest import TokenManifest, read_token_manifest
-from trainshed.data.tokenizer import Tokenizer
+from trainshed.data.encode.tokenizer import Tokenizer
+from trainshed.data.tokens.indexed import IndexedReader, shard_prefixes
+from trainshed.data.tokens.manifest import TokenManifest, read_token_manifest
 from trainshed.errors import CorruptData, NotFound
 from trainshed.reporting import SILENT, Reporter, Task
 from trainshed.storage import ObjectInfo, open_store, sha256_of

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainshed.data.index import IndexSpec, SourceIndex, build_index, content_of
-from trainshed.data.indexed import shard_prefixes
 from trainshed.data.order import DataOrder
-from trainshed.data.schedule import BatchSchedule, SkipList
-from trainshed.data.token_source import TokenSource
+from trainshed.data.sampling.index import IndexSpec, SourceIndex, build_index, content_of
+from trainshed.data.sampling.schedule import BatchSchedule, SkipList
+from trainshed.data.sampling.token_source import TokenSource
+from trainshed.data.tokens.indexed import shard_prefixes
 from trainshed.errors import NotFound
 from trainshed.reporting import SILENT, Reporter
 

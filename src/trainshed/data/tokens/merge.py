@@ -16,10 +16,10 @@ from typing import BinaryIO
 
 import numpy as np
 
-from trainshed.data.atomic_file import commit, partial_file
-from trainshed.data.indexed import SCAN_ITEMS, IndexedReader, IndexHeader, shard_prefixes
-from trainshed.data.token_file import local_path
-from trainshed.data.token_manifest import combine, read_token_manifest
+from trainshed.data.tokens.atomic_file import commit, partial_file
+from trainshed.data.tokens.indexed import SCAN_ITEMS, IndexedReader, IndexHeader, shard_prefixes
+from trainshed.data.tokens.manifest import combine, read_token_manifest
+from trainshed.data.tokens.token_file import local_path
 from trainshed.errors import InputError
 from trainshed.reporting import SILENT, Reporter, Task
 from trainshed.storage.manifest import FileEntry

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import orjson
 
-from trainshed.data.documents import extract
-from trainshed.data.reading import Piece, PieceReader
+from trainshed.data.text.documents import extract
+from trainshed.data.text.reading import Piece, PieceReader
 from trainshed.errors import InputError, MissingExtra
 from trainshed.reporting import SILENT, Reporter
 from trainshed.storage import open_store

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from trainshed.data.reading import Piece
-from trainshed.data.shard_writer import Counts
-from trainshed.data.shards import set_prefix, shard_name
+from trainshed.data.text.reading import Piece
+from trainshed.data.tokens.shard_writer import Counts
+from trainshed.data.tokens.shards import set_prefix, shard_name
 from trainshed.errors import CorruptData, NotFound
 from trainshed.storage import open_store
 from trainshed.storage.manifest import FileEntry, Manifest

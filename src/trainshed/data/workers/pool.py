@@ -13,12 +13,12 @@ import queue
 from collections.abc import Generator, Iterable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
-from trainshed.data.dealing import Dealer, Job, Numbered
-from trainshed.data.documents import BlockTokenizer, TokenizeOptions, Tokens
-from trainshed.data.worker_process import BLOCKS_AHEAD, WorkerProcess, start_fork_server
+from trainshed.data.text.documents import BlockTokenizer, TokenizeOptions, Tokens
+from trainshed.data.workers.dealing import Dealer, Job, Numbered
+from trainshed.data.workers.process import BLOCKS_AHEAD, WorkerProcess, start_fork_server
 
 if TYPE_CHECKING:
-    from trainshed.data.reading import Piece
+    from trainshed.data.text.reading import Piece
 
 INLINE_BYTES = 16 * 1024 * 1024
 """Below this, starting workers takes longer than the work."""

@@ -2,7 +2,7 @@
 
 from contextlib import suppress
 
-import trainshed.data.workers  # noqa: F401
+import trainshed.data.workers.pool  # noqa: F401
 
 with suppress(ImportError):
     import awkward  # noqa: F401 - gigatoken's result type, by far its slowest import

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trainshed.data.indexed import SCAN_ITEMS, IndexedReader, shard_prefixes
-from trainshed.data.token_manifest import combine, read_token_manifest
-from trainshed.data.tokenizer import Tokenizer
+from trainshed.data.encode.tokenizer import Tokenizer
+from trainshed.data.tokens.indexed import SCAN_ITEMS, IndexedReader, shard_prefixes
+from trainshed.data.tokens.manifest import combine, read_token_manifest
 from trainshed.reporting import SILENT, Reporter
 
 SAMPLE_TOKENS = 60

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from trainshed.data.atomic_file import replace_file
+from trainshed.data.tokens.atomic_file import replace_file
 from trainshed.errors import CorruptData, NotFound
 
 INDEX_FORMAT = 1

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
-from trainshed.data.tokenizer import Tokenizer
+from trainshed.data.encode.tokenizer import Tokenizer
 
 ADDED_TOKENS = 64
 """How many added tokens are tried; a tokenizer with thousands has them in series that are all alike."""

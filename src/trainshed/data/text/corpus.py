@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from trainshed.data.formats import Kind, TextDocuments, format_of
-from trainshed.data.reading import Piece, most_parts, split_piece
+from trainshed.data.text.formats import Kind, TextDocuments, format_of
+from trainshed.data.text.reading import Piece, most_parts, split_piece
 from trainshed.errors import AddressError, InputError, NotFound
 from trainshed.storage import expand, open_store
 

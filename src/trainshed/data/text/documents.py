@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import orjson
 
-from trainshed.data.encoders import Encoded, Encoder, EncoderName, choose_encoder, require_equal
-from trainshed.data.tokenizer import Tokenizer
+from trainshed.data.encode.encoders import Encoded, Encoder, EncoderName, choose_encoder, require_equal
+from trainshed.data.encode.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from trainshed.data.reading import Block
+    from trainshed.data.text.reading import Block
 
 OnBadLine = Literal["stop", "skip"]
 

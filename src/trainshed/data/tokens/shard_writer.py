@@ -23,7 +23,7 @@ from typing import IO, TYPE_CHECKING, Any, Protocol
 
 import orjson
 
-from trainshed.data.documents import Tokens
+from trainshed.data.text.documents import Tokens
 from trainshed.errors import AccessDenied, Conflict, NoSpace, StorageError
 from trainshed.storage.manifest import FileEntry
 
@@ -223,7 +223,7 @@ class LocalShardWriter:
 
     def finish(self, dtype: np.dtype) -> list[FileEntry]:
         """Write the index, flush everything to disk, then give both files their names."""
-        from trainshed.data.indexed import index_bytes, lengths_from_file
+        from trainshed.data.tokens.indexed import index_bytes, lengths_from_file
 
         index_digest, index_partial = hashlib.sha256(), Path(f"{self._index}.partial")
         with _explained(str(self._index)), index_partial.open("wb") as file:
@@ -280,7 +280,7 @@ class RemoteShardWriter:
 
     def finish(self, dtype: np.dtype) -> list[FileEntry]:
         """Complete the upload, then write the index."""
-        from trainshed.data.indexed import index_bytes, lengths_from_file
+        from trainshed.data.tokens.indexed import index_bytes, lengths_from_file
 
         with _explained(self._lengths.name):
             self._lengths.flush()

@@ -28,8 +28,8 @@ from pathlib import Path
 
 import numpy as np
 
-from trainshed.data.atomic_file import replace_file
-from trainshed.data.token_file import REPREPARE
+from trainshed.data.tokens.atomic_file import replace_file
+from trainshed.data.tokens.token_file import REPREPARE
 from trainshed.errors import CorruptData, InputError
 
 MAGIC = b"MMIDIDX\x00\x00"

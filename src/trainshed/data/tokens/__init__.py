@@ -1,0 +1,1 @@
+"""Token files: the .bin/.idx format, writing shards that survive being killed, manifests, merging, proofs."""

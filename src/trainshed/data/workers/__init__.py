@@ -1,0 +1,1 @@
+"""Tokenising blocks in parallel, in order: in threads or in processes."""
