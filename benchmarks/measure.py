@@ -28,7 +28,7 @@ def measure(command: list[str], *, timeout: float = 3600) -> Measured:
     peak, stop = [0.0], threading.Event()
 
     def watch() -> None:
-        while not stop.wait(0.05):
+        while not stop.wait(0.2):
             peak[0] = max(peak[0], _tree_mib(process.pid))
 
     thread = threading.Thread(target=watch, daemon=True)
@@ -43,7 +43,7 @@ def measure(command: list[str], *, timeout: float = 3600) -> Measured:
 
 
 def _tree_mib(pid: int) -> float:
-    """Memory of a process and all its children; pages they share are counted once (PSS)."""
+    """Memory of a process and all its children; pages they share are counted once (PSS, which is slow to ask for)."""
     total = 0
     try:
         parent = psutil.Process(pid)

@@ -28,6 +28,9 @@ EncoderName = Literal["auto", "gigatoken", "tokenizers"]
 WORDS_BYTES = 256 * 1024 * 1024
 """How much the memory of this process may grow before the fast encoder has to forget the words it has met."""
 
+BATCHES_BETWEEN = 16
+"""Batches it may learn from before it has to forget again, should something else be what takes the memory."""
+
 # Shapes:  N documents in a batch, T tokens of the batch.
 
 
@@ -108,6 +111,7 @@ class FastEncoder:
         self._backend = self._fresh()
         self.name = f"gigatoken {version('gigatoken')}"
         self._floor: int | None = None
+        self._batches = 0
         self._renewing = threading.Lock()
 
     def _fresh(self) -> Any:
@@ -120,11 +124,12 @@ class FastEncoder:
         if not self._renewing.acquire(blocking=False):
             return
         try:
+            self._batches += 1
             resident = resident_bytes()
             if self._floor is None:
                 self._floor = resident
-            elif resident - self._floor > WORDS_BYTES:
-                self._backend, self._floor = self._fresh(), None
+            elif resident - self._floor > WORDS_BYTES and self._batches >= BATCHES_BETWEEN:
+                self._backend, self._batches = self._fresh(), 0
         finally:
             self._renewing.release()
 
