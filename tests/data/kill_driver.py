@@ -15,7 +15,7 @@ import preparing
 
 from trainshed.data.encode.tokenizer import load_tokenizer
 from trainshed.data.text import reading
-from trainshed.data.tokens import shard_writer
+from trainshed.data.tokens import local_shard
 from trainshed.data.workers import pool as workers
 
 
@@ -50,7 +50,7 @@ class Pool(workers.WorkerPool):
 if __name__ == "__main__":
     corpus, tokenizer, output, shards, stall_after = sys.argv[1:]
     Loud.stall_after = int(stall_after)
-    shard_writer.MARK_SECONDS = 0
+    local_shard.MARK_SECONDS = 0
     workers.THREADS_UP_TO = 1  # two workers are threads by default; here it is processes that are killed
     reading.BLOCK_BYTES = reading.READ_BYTES = 20_000
     preparing.prepare.__globals__["WorkerPool"] = Pool

@@ -15,7 +15,8 @@ from preparing import MadeTokenizer, Notes, contents, documents, jsonl, left_beh
 
 from trainshed.data.encode.tokenizer import Tokenizer
 from trainshed.data.text.documents import Tokens
-from trainshed.data.tokens.shard_writer import Counts, LocalShardWriter
+from trainshed.data.tokens.local_shard import LocalShardWriter
+from trainshed.data.tokens.shard_writer import Counts
 from trainshed.errors import Conflict, InputError, StorageError
 
 

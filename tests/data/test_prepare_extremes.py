@@ -20,7 +20,7 @@ from preparing import Notes, TokenizerFolder, contents, documents, jsonl, left_b
 from trainshed.cli import run_cli
 from trainshed.data.encode.tokenizer import Tokenizer
 from trainshed.data.text import reading
-from trainshed.data.tokens import shard_writer
+from trainshed.data.tokens import local_shard
 from trainshed.data.tokens.indexed import IndexedReader
 from trainshed.data.tokens.verify import verify
 from trainshed.errors import AddressError, BadDocument, InputError, MissingExtra, NoSpace
@@ -202,7 +202,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_full_disk_is_told_and_once_there_is_room_the_rerun_completes(
     tmp_path: Path, tokenizer: Tokenizer, small_disk: Path, monkeypatch: pytest.MonkeyPatch, workers: int, fill: int
 ) -> None:
-    monkeypatch.setattr(shard_writer, "MARK_SECONDS", 0)
+    monkeypatch.setattr(local_shard, "MARK_SECONDS", 0)
     monkeypatch.setattr(reading, "READ_BYTES", 20_000)
     monkeypatch.setattr(reading, "BLOCK_BYTES", 20_000)
     (tmp_path / "a.jsonl").write_bytes(jsonl(documents(1500) * 2))

@@ -15,7 +15,7 @@ from preparing import Notes, contents, documents, jsonl, left_behind, prepare_te
 
 from trainshed.data.encode.tokenizer import Tokenizer
 from trainshed.data.text import reading
-from trainshed.data.tokens import shard_writer
+from trainshed.data.tokens import local_shard
 from trainshed.data.tokens.manifest import write_set_manifest
 from trainshed.data.tokens.verify import verify
 from trainshed.errors import BadDocument, NoSpace, StorageError
@@ -28,7 +28,7 @@ class Crash(Exception):
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shard_writer, "MARK_SECONDS", 0)
+    monkeypatch.setattr(local_shard, "MARK_SECONDS", 0)
     monkeypatch.setattr(reading, "READ_BYTES", 2_000)
     monkeypatch.setattr(reading, "BLOCK_BYTES", 2_000)
 
@@ -55,14 +55,14 @@ def resumed(notes: Notes) -> bool:
 
 def crash_after(monkeypatch: pytest.MonkeyPatch, blocks: int) -> None:
     """Let the writer fail when it has taken some blocks."""
-    append, taken = shard_writer.LocalShardWriter.append, iter(range(blocks))
+    append, taken = local_shard.LocalShardWriter.append, iter(range(blocks))
 
     def failing(*arguments) -> None:
         if next(taken, None) is None:
             raise Crash
         append(*arguments)
 
-    monkeypatch.setattr(shard_writer.LocalShardWriter, "append", failing)
+    monkeypatch.setattr(local_shard.LocalShardWriter, "append", failing)
 
 
 def half_done(tmp_path: Path, corpus: Path, tokenizer: Tokenizer, *, blocks: int = 5, **options: Any) -> Path:
@@ -255,7 +255,7 @@ def test_a_write_that_fails_is_told_and_the_rerun_goes_on(
     code: int,
     kind: type[StorageError],
 ) -> None:
-    write_all, left = shard_writer._write_all, iter(range(20))
+    write_all, left = local_shard._write_all, iter(range(20))
 
     def failing(file, data: bytes) -> None:
         if next(left, None) is None:
@@ -264,7 +264,7 @@ def test_a_write_that_fails_is_told_and_the_rerun_goes_on(
         write_all(file, data)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shard_writer, "_write_all", failing)
+        patch.setattr(local_shard, "_write_all", failing)
         with pytest.raises(kind) as error:
             prepare_text(corpus, tokenizer, tmp_path / "tokens")
     assert error.value.where == f"{tmp_path}/tokens.bin"

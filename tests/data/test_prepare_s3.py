@@ -13,7 +13,7 @@ from preparing import Notes, contents, documents, jsonl, prepare_text
 from s3_server import S3Server
 from trainshed.data.encode.tokenizer import Tokenizer
 from trainshed.data.prepare import _Preparation
-from trainshed.data.tokens import shard_writer
+from trainshed.data.tokens import local_shard
 from trainshed.data.tokens.manifest import read_token_manifest
 from trainshed.errors import BadDocument
 from trainshed.storage import objects, open_store
@@ -130,7 +130,7 @@ def test_a_rerun_with_bucket_input_goes_on_where_the_local_output_stopped(
 ) -> None:
     upload(corpus, f"s3://{s3_bucket}/corpus")
     prepare_text(corpus, tokenizer, tmp_path / "expected")
-    monkeypatch.setattr(shard_writer, "MARK_SECONDS", 0)
+    monkeypatch.setattr(local_shard, "MARK_SECONDS", 0)
     append, blocks = _Preparation._append, iter(range(2))
 
     def failing(*arguments):

@@ -17,14 +17,10 @@ from trainshed.data.encode.tokenizer import SpecialToken, Tokenizer
 from trainshed.data.text.documents import BadLine, OnBadLine, TokenizeOptions, Tokens
 from trainshed.data.text.reading import Piece, PieceReader, lines_before
 from trainshed.data.tokens.indexed import token_dtype
+from trainshed.data.tokens.local_shard import LocalShardWriter
 from trainshed.data.tokens.manifest import PieceRecord, TokenManifest, forget_set, read_token_manifest
-from trainshed.data.tokens.shard_writer import (
-    BAD_LINES_KEPT,
-    Counts,
-    LocalShardWriter,
-    RemoteShardWriter,
-    ShardWriter,
-)
+from trainshed.data.tokens.remote_shard import RemoteShardWriter
+from trainshed.data.tokens.shard_writer import BAD_LINES_KEPT, Counts, ShardWriter
 from trainshed.data.tokens.token_file import local_path
 from trainshed.data.workers.dealing import Job
 from trainshed.data.workers.pool import WorkerPool, default_workers
