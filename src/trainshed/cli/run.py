@@ -32,7 +32,7 @@ def run(
     id
         Start another run of the same recipe under this id.
     workers
-        Worker processes for tokenising (default: one per core).
+        How many cores to tokenise on (default: all).
     output
         Report as text or json.
     """

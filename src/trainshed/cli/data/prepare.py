@@ -48,7 +48,7 @@ def prepare(
     task
         Do only the shards of task i of N (i from 0): for Slurm arrays and Kubernetes indexed jobs.
     workers
-        Worker processes (default: one per core; none for a few megabytes).
+        How many cores to use (default: all; for a few megabytes one). Up to four are threads, more are processes.
     eod
         The token that ends a document (default: the tokenizer's end-of-sequence token).
     no_eod
