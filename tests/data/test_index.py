@@ -154,8 +154,9 @@ def test_damage_is_found(write_tokens, tmp_path):
     with pytest.raises(CorruptData, match=r"starts\.npy: cannot be read"):
         SourceIndex(folder)
     manifest = json.loads((folder / "manifest.json").read_text())
-    (folder / "manifest.json").write_text(json.dumps(manifest | {"order": 2}))
-    with pytest.raises(CorruptData, match=r"with order 2; this version reads trainshed\.index/1 with order 1"):
+    manifest["facts"]["order"] = 2
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(CorruptData, match="with order 2; this version reads 'index' with order 1"):
         SourceIndex(folder)
 
 

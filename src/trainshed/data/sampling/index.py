@@ -41,10 +41,12 @@ from trainshed.data.sampling.permutation import Permutation
 from trainshed.data.tokens.indexed import SCAN_ITEMS, IndexedReader
 from trainshed.errors import CorruptData, InputError
 from trainshed.reporting import SILENT, Reporter
+from trainshed.storage import FileEntry, Manifest
 
 # A window's place is found by walking at most one stride on either side; 64 keeps the table at 1/8 byte a
 # unit and the walk at about 100 evaluations of the permutation (some microseconds).
 STRIDE = 64
+STARTS = "starts.npy"
 CHUNK_UNITS = 1 << 18
 CHUNK_POSITIONS = 1 << 16
 
@@ -93,13 +95,13 @@ class SourceIndex:
         self.folder = folder
         manifest = load_manifest(folder)
         self.spec = _spec(manifest)
-        self.epochs: int = manifest["epochs"]
-        self.shards: list[dict[str, Any]] = manifest["shards"]
-        self.starts = open_array(folder, "starts.npy", manifest)
+        self.epochs: int = manifest.facts["epochs"]
+        self.shards: list[dict[str, Any]] = manifest.facts["shards"]
+        self._files = {entry.path: entry for entry in manifest.files}
+        self.starts = open_array(folder, self._files[STARTS])
         self.units = len(self.starts) - 1
         self.first_token = int(self.starts[0])
         self.tokens = int(self.starts[-1]) - self.first_token
-        self._manifest = manifest
         self._orders: dict[int, tuple[Permutation, np.ndarray]] = {}
 
     def epoch(self, number: int) -> tuple[Permutation, np.ndarray]:
@@ -111,14 +113,14 @@ class SourceIndex:
                     where=str(self.folder),
                     hint="run `trainshed run RECIPE` with these steps first: it adds the missing epochs",
                 )
-            table = open_array(self.folder, _epoch_name(number), self._manifest)
+            table = open_array(self.folder, self._files[_epoch_name(number)])
             self._orders[number] = (unit_order(self.spec, self.units, number), table)
         return self._orders[number]
 
     def check(self) -> None:
         """Compare every file with its hash."""
-        for name in self._manifest["files"]:
-            check_array(self.folder, name, self._manifest)
+        for entry in self._files.values():
+            check_array(self.folder, entry)
 
 
 def unit_order(spec: IndexSpec, units: int, epoch: int) -> Permutation:
@@ -131,25 +133,28 @@ def build_index(
 ) -> SourceIndex:
     """Make the index in `folder`, or add to it what it lacks. An index that has all of it is only opened."""
     fresh = not (folder / MANIFEST).exists()
-    manifest = _build_starts(folder, spec, shards) if fresh else load_manifest(folder)
-    if spec != _spec(manifest):
-        raise CorruptData("is the index of something else", where=str(folder), hint=REBUILD)
-    have: int = manifest["epochs"]
+    if fresh:
+        files, facts = _build_starts(folder, spec, shards)
+    else:
+        manifest = load_manifest(folder)
+        if spec != _spec(manifest):
+            raise CorruptData("is the index of something else", where=str(folder), hint=REBUILD)
+        files, facts = list(manifest.files), dict(manifest.facts)
+    have: int = facts["epochs"]
     if have < epochs:
-        starts = open_array(folder, "starts.npy", manifest)
+        starts = open_array(folder, next(entry for entry in files if entry.path == STARTS))
         blocks = -(-(len(starts) - 1) // STRIDE)
         with reporter.task(f"index {spec.label}", total=epochs - have, unit="epochs") as task:
             for epoch, table in _epoch_tables(spec, starts, range(have, epochs)):
-                name = _epoch_name(epoch)
-                manifest["files"][name] = save_array(folder / name, blocks + 1, table)
+                files.append(save_array(folder / _epoch_name(epoch), blocks + 1, table))
                 task.advance(1)
-        manifest["epochs"] = epochs
+        facts["epochs"] = epochs
     if fresh or have < epochs:
-        save_manifest(folder, manifest)
+        save_manifest(folder, asdict(spec), facts, files)
     return SourceIndex(folder)
 
 
-def _build_starts(folder: Path, spec: IndexSpec, shards: Sequence[str]) -> dict[str, Any]:
+def _build_starts(folder: Path, spec: IndexSpec, shards: Sequence[str]) -> tuple[list[FileEntry], dict[str, Any]]:
     readers = [IndexedReader(shard) for shard in shards]
     try:
         for reader in readers:
@@ -165,19 +170,11 @@ def _build_starts(folder: Path, spec: IndexSpec, shards: Sequence[str]) -> dict[
             {"name": os.path.basename(reader.prefix), "tokens": reader.tokens, "dtype": reader.dtype.str}
             for reader in readers
         ]
-        saved = save_array(folder / "starts.npy", units + 1, _starts(readers, first, last))
+        saved = save_array(folder / STARTS, units + 1, _starts(readers, first, last))
     finally:
         for reader in readers:
             reader.close()
-    return {
-        "schema": f"trainshed.index/{INDEX_FORMAT}",
-        "order": ORDER_VERSION,
-        "spec": asdict(spec),
-        "shards": facts,
-        "units": units,
-        "epochs": 0,
-        "files": {"starts.npy": saved},
-    }
+    return [saved], {"shards": facts, "units": units, "epochs": 0}
 
 
 def _lengths_between(readers: Sequence[IndexedReader], first: int, last: int) -> Iterator[tuple[int, np.ndarray]]:
@@ -228,8 +225,8 @@ def _epoch_tables(spec: IndexSpec, starts: np.ndarray, epochs: range) -> Iterato
             yield epoch, table(epoch)
 
 
-def _spec(manifest: dict[str, Any]) -> IndexSpec:
-    spec = manifest["spec"]
+def _spec(manifest: Manifest) -> IndexSpec:
+    spec = manifest.spec
     return IndexSpec(spec["content"], spec["label"], spec["seed"], (spec["split"][0], spec["split"][1]))
 
 
