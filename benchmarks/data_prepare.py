@@ -138,9 +138,10 @@ def profile(compressed: Path, tokenizer: Path) -> None:
     """Where the CPU time of the work goes, phase by phase on one core."""
     import hashlib
 
+    from trainshed.data.encode.block_tokenizer import BlockTokenizer, TokenizeOptions
     from trainshed.data.encode.tokenizer import load_tokenizer
     from trainshed.data.text.corpus import find_pieces
-    from trainshed.data.text.documents import BlockTokenizer, TokenizeOptions, extract
+    from trainshed.data.text.documents import extract
     from trainshed.data.text.reading import PieceReader
     from trainshed.storage import open_store
 

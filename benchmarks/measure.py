@@ -1,4 +1,4 @@
-"""Running a command and measuring it from outside: wall time, CPU time and peak memory of its whole process tree."""
+"""Running a command and measuring it from outside: wall time and peak memory of its whole process tree."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ class Measured:
     """One run of a command."""
 
     seconds: float
-    cpu_seconds: float
     peak_mib: float
     output: str
 
@@ -39,7 +38,7 @@ def measure(command: list[str], *, timeout: float = 3600) -> Measured:
     thread.join()
     if process.returncode != 0:
         sys.exit(f"{' '.join(command)}\nexit code {process.returncode}\n{output[-2000:]}")
-    return Measured(seconds, 0.0, peak[0], output)
+    return Measured(seconds, peak[0], output)
 
 
 def _tree_mib(pid: int) -> float:

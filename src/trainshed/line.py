@@ -14,8 +14,7 @@ from trainshed.catalog.models import architecture
 from trainshed.data.artefacts import DataArtefacts, PreparedSource
 from trainshed.data.encode.tokenizer import Tokenizer
 from trainshed.data.order import DataOrder
-from trainshed.data.sampling.build_order import TokenFiles, build_order
-from trainshed.data.sampling.build_order import open_order as open_built_order
+from trainshed.data.sampling.build_order import TokenFiles, build_order, open_order
 from trainshed.data.sampling.schedule import BatchSchedule, RampUp, SkipList
 from trainshed.data.sampling.synthetic import SyntheticSource
 from trainshed.errors import InputError
@@ -112,11 +111,6 @@ def open_run(recipe: Recipe, cluster: Cluster | None = None) -> PreparedRun:
     return _prepared(resolved, name, store / "runs" / resolved.name / name, artefacts, build=False, reporter=SILENT)
 
 
-def open_order(recipe: Recipe, cluster: Cluster | None = None) -> DataOrder:
-    """Open the training order of a recipe whose data is prepared."""
-    return open_run(recipe, cluster).order
-
-
 def store_options(cluster: Cluster) -> StoreOptions:
     """What a cluster file says about reaching stores, as the storage room wants it."""
     return StoreOptions.from_mapping({key: endpoint.model_dump() for key, endpoint in cluster.stores.items()})
@@ -192,7 +186,7 @@ def _order(
     length = recipe.data.sequence_length or 0
     seed = recipe.data.seed
     if not build:
-        return open_built_order(
+        return open_order(
             files, indexes=artefacts.indexes, seed=seed, sequence_length=length, schedule=schedule, skip=skip
         )
     return build_order(

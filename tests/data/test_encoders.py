@@ -207,7 +207,7 @@ def test_a_sample_of_every_shard_is_compared(
     texts[-3] = "its colour"
     (tmp_path / "a.txt").write_text("\n".join(texts))
     monkeypatch.setattr(
-        "trainshed.data.text.documents.choose_encoder", lambda tokenizer, *_, **__: (Wrong(tokenizer), "")
+        "trainshed.data.encode.block_tokenizer.choose_encoder", lambda tokenizer, *_, **__: (Wrong(tokenizer), "")
     )
     with pytest.raises(TokenizerError, match="'its colour'") as error:
         prepare_text(tmp_path / "a.txt", tokenizer, tmp_path / "out", split="line", shards=shards)

@@ -13,8 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 from preparing import MadeTokenizer, Notes, contents, documents, jsonl, left_behind, prepare_text
 
+from trainshed.data.encode.block_tokenizer import Tokens
 from trainshed.data.encode.tokenizer import Tokenizer
-from trainshed.data.text.documents import Tokens
 from trainshed.data.tokens.local_shard import LocalShardWriter
 from trainshed.data.tokens.shard_writer import Counts
 from trainshed.errors import Conflict, InputError, StorageError

@@ -12,9 +12,10 @@ import numpy as np
 import orjson
 
 from trainshed import __version__
+from trainshed.data.encode.block_tokenizer import TokenizeOptions, Tokens
 from trainshed.data.encode.encoders import EncoderName
 from trainshed.data.encode.tokenizer import SpecialToken, Tokenizer
-from trainshed.data.text.documents import BadLine, OnBadLine, TokenizeOptions, Tokens
+from trainshed.data.text.documents import BadLine, OnBadLine
 from trainshed.data.text.reading import Piece, PieceReader, lines_before
 from trainshed.data.tokens.indexed import token_dtype
 from trainshed.data.tokens.local_shard import LocalShardWriter
@@ -74,7 +75,6 @@ class Prepared:
     """The outcome of a preparation, shard by shard in order."""
 
     manifests: list[TokenManifest]
-    prefixes: list[str]
     made: int
     reused: int
 
@@ -103,7 +103,7 @@ def prepare(
         made = _Preparation(todo, how, workers, options, reporter).run()
         manifests |= {job.prefix: manifest for job, manifest in zip(todo, made, strict=True)}
     ordered = [manifests[job.prefix] for job in jobs]
-    return Prepared(ordered, [job.prefix for job in jobs], made=len(todo), reused=len(jobs) - len(todo))
+    return Prepared(ordered, made=len(todo), reused=len(jobs) - len(todo))
 
 
 def _still_true(

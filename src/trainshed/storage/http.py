@@ -6,19 +6,19 @@ Not through obstore: its HTTP client refuses answers without a Content-Length an
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from typing import NoReturn
 
 from trainshed.errors import AddressError, NotFound, StorageError
 from trainshed.storage.address import Address, without_secrets
+from trainshed.storage.read_only import ReadOnly
 from trainshed.storage.retry import Retry
-from trainshed.storage.store import CHUNK_BYTES, ObjectInfo, Writer
+from trainshed.storage.store import CHUNK_BYTES, ObjectInfo
 from trainshed.storage.web import Web
 
 UNKNOWN_SIZE = -1
 
 
-class HttpStore:
+class HttpStore(ReadOnly):
     """All files of one web server."""
 
     def __init__(self, address: Address, retry: Retry) -> None:
@@ -56,18 +56,6 @@ class HttpStore:
     def stream(self, path: str, start: int = 0, chunk_bytes: int = CHUNK_BYTES) -> Iterator[bytes]:
         """Read a file from `start` to its end in chunks."""
         return self._web.stream(self._url(path), self._shown(path), start, None, chunk_bytes)
-
-    def put(self, path: str, data: bytes, *, expect: str | None = None) -> ObjectInfo:
-        """Refuse: read-only."""
-        self._refuse(path)
-
-    def writer(self, path: str, *, size: int | None = None) -> AbstractContextManager[Writer]:
-        """Refuse: read-only."""
-        self._refuse(path)
-
-    def delete(self, path: str) -> None:
-        """Refuse: read-only."""
-        self._refuse(path)
 
     def _url(self, path: str) -> str:
         return f"{self._root}/{path}"

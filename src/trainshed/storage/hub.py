@@ -10,22 +10,23 @@ import os
 import re
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any, NoReturn
 from urllib.parse import quote, unquote
 
 from trainshed.errors import AccessDenied, MissingExtra, NotFound, StorageError, TrainshedError
 from trainshed.storage.address import Address, join
 from trainshed.storage.options import Endpoint
+from trainshed.storage.read_only import ReadOnly
 from trainshed.storage.retry import Retry
-from trainshed.storage.store import CHUNK_BYTES, ObjectInfo, Writer
+from trainshed.storage.store import CHUNK_BYTES, ObjectInfo
 from trainshed.storage.web import Web
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _TYPES = {"datasets": "dataset", "spaces": "space"}
 
 
-class HubStore:
+class HubStore(ReadOnly):
     """All files of one model, dataset or space at one commit."""
 
     def __init__(self, address: Address, options: Endpoint, retry: Retry) -> None:
@@ -102,18 +103,6 @@ class HubStore:
     def stream(self, path: str, start: int = 0, chunk_bytes: int = CHUNK_BYTES) -> Iterator[bytes]:
         """Read a file from `start` to its end in chunks."""
         return self._web.stream(self._resolve(path), self._shown(path), start, None, chunk_bytes)
-
-    def put(self, path: str, data: bytes, *, expect: str | None = None) -> ObjectInfo:
-        """Refuse: read-only."""
-        self._refuse(path)
-
-    def writer(self, path: str, *, size: int | None = None) -> AbstractContextManager[Writer]:
-        """Refuse: read-only."""
-        self._refuse(path)
-
-    def delete(self, path: str) -> None:
-        """Refuse: read-only."""
-        self._refuse(path)
 
     @property
     def _written(self) -> str:

@@ -125,12 +125,7 @@ def load_tokenizer(address: str, options: StoreOptions | None = None) -> Tokeniz
             where=address,
             hint=f"a tokenizer is a tokenizer.json, or a folder with one of: {', '.join(TOKENIZER_FILES)}",
         )
-    return _assemble(address, files)
-
-
-def tokenizer_from_files(address: str, files: dict[str, bytes]) -> Tokenizer:
-    """Make a tokenizer from file contents already in hand."""
-    return _assemble(address, files)
+    return tokenizer_from_files(address, files)
 
 
 def _spell_out(address: str) -> str:
@@ -164,7 +159,8 @@ def _read_files(address: str, options: StoreOptions | None) -> dict[str, bytes]:
     return files
 
 
-def _assemble(address: str, files: dict[str, bytes]) -> Tokenizer:
+def tokenizer_from_files(address: str, files: dict[str, bytes]) -> Tokenizer:
+    """Make a tokenizer from the contents of its files."""
     import orjson
 
     config: dict[str, Any] = {}

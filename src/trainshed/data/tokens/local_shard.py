@@ -19,7 +19,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import orjson
 
-from trainshed.data.text.documents import Tokens
+from trainshed.data.encode.block_tokenizer import Tokens
 from trainshed.data.tokens.shard_writer import Counts, Progress, explained
 from trainshed.errors import Conflict
 from trainshed.storage.manifest import FileEntry

@@ -7,7 +7,7 @@ import tempfile
 from contextlib import ExitStack, suppress
 from typing import IO, TYPE_CHECKING
 
-from trainshed.data.text.documents import Tokens
+from trainshed.data.encode.block_tokenizer import Tokens
 from trainshed.data.tokens.shard_writer import Counts, Progress, explained
 from trainshed.storage.manifest import FileEntry
 

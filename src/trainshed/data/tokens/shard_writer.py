@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from trainshed.data.text.documents import Tokens
+from trainshed.data.encode.block_tokenizer import Tokens
 from trainshed.errors import AccessDenied, NoSpace, StorageError
 from trainshed.storage.manifest import FileEntry
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from trainshed.data.text.documents import Tokens
+from trainshed.data.encode.block_tokenizer import Tokens
 
 if TYPE_CHECKING:
     from trainshed.data.text.reading import Block

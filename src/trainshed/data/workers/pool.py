@@ -13,7 +13,7 @@ import queue
 from collections.abc import Generator, Iterable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
-from trainshed.data.text.documents import BlockTokenizer, TokenizeOptions, Tokens
+from trainshed.data.encode.block_tokenizer import BlockTokenizer, TokenizeOptions, Tokens
 from trainshed.data.workers.dealing import Dealer, Job, Numbered
 from trainshed.data.workers.process import BLOCKS_AHEAD, WorkerProcess, start_fork_server
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
-from trainshed.data.text.documents import BlockTokenizer, TokenizeOptions
+from trainshed.data.encode.block_tokenizer import BlockTokenizer, TokenizeOptions
 from trainshed.errors import TrainshedError
 
 if TYPE_CHECKING:
