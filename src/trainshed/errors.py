@@ -11,6 +11,7 @@
     │   ├── NotFound          1  nothing at that address
     │   ├── AccessDenied      1  the store refused the credentials
     │   ├── Conflict          1  a conditional write lost: somebody else wrote first
+    │   ├── Fenced            1  a later attempt of the run has taken over
     │   └── NoSpace           1  the disk is full
     └── CorruptData           1  bytes that are not what their manifest says
 
@@ -94,6 +95,10 @@ class AccessDenied(StorageError):
 
 class Conflict(StorageError):
     """A conditional write lost to another writer."""
+
+
+class Fenced(StorageError):
+    """A later attempt of the run has taken over: nothing this one writes counts any more."""
 
 
 class NoSpace(StorageError):

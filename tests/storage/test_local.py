@@ -237,7 +237,7 @@ def test_a_killed_writer_leaves_nothing_that_is_listed(
         expand(f"{tmp_path}/**")
     store.put("folder/x", b"")
     assert len(hidden(tmp_path)) == 1, "young enough to belong to a writer on another node"
-    monkeypatch.setattr(local_module, "_ABANDONED_SECONDS", -1.0)
+    monkeypatch.setattr(local_module, "ABANDONED_SECONDS", -1.0)
     LocalStore(tmp_path).put("folder/x", b"")
     assert hidden(tmp_path) == []
 
@@ -245,11 +245,32 @@ def test_a_killed_writer_leaves_nothing_that_is_listed(
 def test_the_temporary_file_of_a_living_writer_is_not_swept(
     store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local_module, "_ABANDONED_SECONDS", -1.0)
+    monkeypatch.setattr(local_module, "ABANDONED_SECONDS", -1.0)
     with store.writer("big") as writer:
         writer.write(b"x")
         LocalStore(tmp_path).put("other", b"")
     assert store.read("big") == b"x"
+
+
+def test_sweeping_removes_what_the_killed_left_and_empty_folders_and_nothing_else(
+    store: LocalStore, tmp_path: Path
+) -> None:
+    subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)])
+    folder = Folder(store, "run")
+    folder.put("kept/file", b"x")
+    folder.put("emptied/deep/file", b"x")
+    folder.put("emptied/deep/file", b"y", expect=folder.head("emptied/deep/file").version)  # type: ignore[union-attr]
+    folder.delete("emptied/deep/file")
+    folder.sweep()
+    assert len(hidden(tmp_path)) == 1, "it is not below the folder that was swept"
+    store.sweep()
+    assert len(hidden(tmp_path)) == 1, "young enough to belong to a writer on another node"
+    with folder.writer("busy/big") as writer:
+        store.sweep(older_than_seconds=-1)
+        assert hidden(tmp_path / "folder") == []
+        writer.write(b"x")
+    assert [info.path for info in folder.list()] == ["busy/big", "kept/file"]
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["busy", "kept"]
 
 
 def test_a_users_own_part_file_is_not_hidden(store: LocalStore) -> None:

@@ -14,6 +14,7 @@ import stat
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
+from io import FileIO
 from pathlib import Path
 from typing import BinaryIO
 
@@ -27,12 +28,10 @@ from trainshed.errors import (
     TrainshedError,
 )
 from trainshed.storage.address import join
-from trainshed.storage.store import ABSENT, CHUNK_BYTES, ObjectInfo
+from trainshed.storage.store import ABANDONED_SECONDS, ABSENT, CHUNK_BYTES, ObjectInfo
 
 _TEMPORARY = re.compile(r"\.trainshed-[0-9a-f]{16}\.part")
 _LOCK = ".trainshed.lock"
-# A writer that is alive holds a lock on its temporary file; an hour covers mounts that cannot lock.
-_ABANDONED_SECONDS = 3600.0
 
 _Explained = Callable[[str], AbstractContextManager[None]]
 
@@ -125,6 +124,19 @@ class LocalStore:
         with self._explained(path), suppress(FileNotFoundError, NotADirectoryError):
             self._file(path).unlink()
 
+    def sweep(self, prefix: str = "", *, older_than_seconds: float = ABANDONED_SECONDS) -> None:
+        """Remove what killed writers have left below a folder, and folders that hold nothing any more."""
+        top = self._file(prefix)
+        with self._explained(prefix):
+            for folder, _, _ in os.walk(top, topdown=False):
+                with suppress(FileNotFoundError):
+                    _remove_abandoned(Path(folder), older_than_seconds)
+                    if Path(folder) != top and os.listdir(folder) == [_LOCK]:
+                        os.unlink(Path(folder) / _LOCK)
+                if Path(folder) != top:
+                    with suppress(OSError):  # not empty
+                        os.rmdir(folder)
+
     def _file(self, path: str) -> Path:
         return self._root / path.lstrip("/") if path else self._root
 
@@ -133,11 +145,9 @@ class LocalStore:
         temporary = target.parent / f".trainshed-{os.urandom(8).hex()}.part"
         # Explained here and not around the caller's block: an error of whatever it reads meanwhile is not ours.
         with self._explained(path):
-            target.parent.mkdir(parents=True, exist_ok=True)
-            self._sweep(target.parent)
-            opened = temporary.open("xb", buffering=0)
+            opened = self._opened(temporary)
         with opened as handle:
-            with suppress(OSError):  # some network mounts know no locks; see _ABANDONED_SECONDS
+            with suppress(OSError):  # some network mounts know no locks; see ABANDONED_SECONDS
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             try:
                 yield handle  # type: ignore[misc]
@@ -166,19 +176,19 @@ class LocalStore:
         _sync_folder(target.parent)
         return _info(path, os.fstat(handle.fileno()))
 
-    def _sweep(self, folder: Path) -> None:
-        """Remove what writers that were killed have left in a folder, once per folder."""
-        if folder in self._swept:
-            return
-        self._swept.add(folder)
-        with os.scandir(folder) as entries:
-            for entry in entries:
-                if not _TEMPORARY.fullmatch(entry.name):
-                    continue
-                with suppress(OSError), open(entry.path, "rb") as handle:
-                    if time.time() - os.fstat(handle.fileno()).st_mtime > _ABANDONED_SECONDS:
-                        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                        os.unlink(entry.path)
+    def _opened(self, temporary: Path) -> FileIO:
+        folder = temporary.parent
+        for last in (False, False, True):
+            folder.mkdir(parents=True, exist_ok=True)
+            try:
+                if folder not in self._swept:  # once is enough
+                    self._swept.add(folder)
+                    _remove_abandoned(folder, ABANDONED_SECONDS)
+                return temporary.open("xb", buffering=0)
+            except FileNotFoundError:  # a `sweep` has just removed the folder because it was empty
+                if last:
+                    raise
+        raise AssertionError("unreachable: the last attempt returns or raises")
 
     @contextmanager
     def _explained(self, path: str) -> Iterator[None]:
@@ -200,6 +210,17 @@ class _LocalWriter:
     def write(self, data: bytes | memoryview) -> None:
         with self._explained(self._path):
             _write_all(self._handle, data)
+
+
+def _remove_abandoned(folder: Path, older_than_seconds: float) -> None:
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if not _TEMPORARY.fullmatch(entry.name):
+                continue
+            with suppress(OSError), open(entry.path, "rb") as handle:
+                if time.time() - os.fstat(handle.fileno()).st_mtime > older_than_seconds:
+                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    os.unlink(entry.path)
 
 
 def _write_all(handle: BinaryIO, data: bytes | memoryview) -> None:

@@ -16,7 +16,7 @@ from trainshed.errors import Conflict, NotFound, StorageError
 from trainshed.storage.address import join
 from trainshed.storage.faults import explained, status_of
 from trainshed.storage.retry import Retry
-from trainshed.storage.store import ABSENT, CHUNK_BYTES, ObjectInfo
+from trainshed.storage.store import ABANDONED_SECONDS, ABSENT, CHUNK_BYTES, ObjectInfo
 
 # Four ranges of 4 MiB in flight fill a 10 Gbit/s link at 10 ms, and sixteen files at a time still fit into a laptop.
 PART_BYTES = 4 * 1024 * 1024
@@ -115,6 +115,9 @@ class ObjectStore:
         except NotFound as error:
             if "bucket" in error.what:
                 raise
+
+    def sweep(self, prefix: str = "", *, older_than_seconds: float = ABANDONED_SECONDS) -> None:
+        """Nothing to do: uploads that were never finished are for the bucket's lifecycle rule."""
 
     def _explained(self, path: str) -> Any:
         where = join(self._url, path)

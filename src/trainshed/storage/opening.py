@@ -12,7 +12,7 @@ from trainshed.storage import address as addresses
 from trainshed.storage.address import Address, join
 from trainshed.storage.local import LocalStore
 from trainshed.storage.options import StoreOptions
-from trainshed.storage.store import CHUNK_BYTES, ObjectInfo, Store, Writer
+from trainshed.storage.store import ABANDONED_SECONDS, CHUNK_BYTES, ObjectInfo, Store, Writer
 
 _ENVIRONMENT = ("AWS_", "BUCKET_STORAGE_", "GOOGLE_", "STORAGE_EMULATOR", "AZURE_", "HF_", "HUGGING_FACE")
 _opened: dict[str, Store] = {}
@@ -87,6 +87,10 @@ class Folder:
     def delete(self, path: str) -> None:
         """As the store's."""
         self._store.delete(self._inside(path))
+
+    def sweep(self, prefix: str = "", *, older_than_seconds: float = ABANDONED_SECONDS) -> None:
+        """As the store's."""
+        self._store.sweep(self._inside(prefix), older_than_seconds=older_than_seconds)
 
     def _inside(self, path: str) -> str:
         return f"{self._folder}/{path}" if path else self._folder

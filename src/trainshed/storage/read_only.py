@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager
 from typing import NoReturn
 
-from trainshed.storage.store import ObjectInfo, Writer
+from trainshed.storage.store import ABANDONED_SECONDS, ObjectInfo, Writer
 
 
 class ReadOnly(ABC):
@@ -27,3 +27,7 @@ class ReadOnly(ABC):
     def delete(self, path: str) -> None:
         """Refuse: read-only."""
         self._refuse(path)
+
+    def sweep(self, prefix: str = "", *, older_than_seconds: float = ABANDONED_SECONDS) -> None:
+        """Refuse: read-only."""
+        self._refuse(prefix)

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 CHUNK_BYTES = 8 * 1024 * 1024
+# A living writer holds a lock on its temporary file; an hour covers mounts where others do not see that lock.
+ABANDONED_SECONDS = 3600.0
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class Writer(Protocol):
 
 
 class Store(Protocol):
-    """Eight methods over one root."""
+    """Nine methods over one root."""
 
     @property
     def url(self) -> str:
@@ -82,6 +84,10 @@ class Store(Protocol):
 
     def delete(self, path: str) -> None:
         """Remove an object; removing what is not there is no error."""
+        ...
+
+    def sweep(self, prefix: str = "", *, older_than_seconds: float = ABANDONED_SECONDS) -> None:
+        """Remove what killed writers have left below a folder and no listing shows (buckets: nothing)."""
         ...
 
 

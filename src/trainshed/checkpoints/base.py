@@ -1,0 +1,223 @@
+"""The base weights of a run as an artefact: fetched once, hashed, opened and held against their config.
+
+`<artefacts>/weights/<hash>/` holds the manifest, the probe and, for an address elsewhere, the `files`. A local folder
+is used where it lies; its manifest says what was in it, and a file that has changed since is an error.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainshed.checkpoints.hf import HfWeights
+from trainshed.checkpoints.probe import MANIFEST
+from trainshed.data.encode.tokenizer import TOKENIZER_FILES
+from trainshed.errors import AddressError, CorruptData, NotFound
+from trainshed.recipe import ModelConfig
+from trainshed.reporting import SILENT, Reporter
+from trainshed.storage import (
+    FileEntry,
+    Hasher,
+    LocalStore,
+    Manifest,
+    ObjectInfo,
+    StoreOptions,
+    copy_tree,
+    join,
+    open_folder,
+    open_store,
+    parse,
+)
+from trainshed.storage.copy import MANIFEST as COPY_MANIFEST
+from trainshed.storage.globs import selected
+
+KIND = "weights"
+SEEN = "seen.json"
+INCLUDE = (
+    "config.json",
+    "generation_config.json",
+    "*.safetensors",
+    "*.safetensors.index.json",
+    *TOKENIZER_FILES,
+    "tokenizer.model",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+# Below the folder lie other formats (`original/`, `onnx/`); Mistral keeps all its weights a second time as
+# `consolidated*.safetensors`.
+EXCLUDE = ("*/**", "consolidated*")
+
+
+@dataclass(frozen=True)
+class BaseWeights:
+    """Weights that are there: `folder` is the artefact (manifest, probe), `files` where config and weights lie."""
+
+    folder: Path
+    files: Path
+    manifest: Manifest
+
+    @classmethod
+    def at(cls, folder: Path) -> BaseWeights:
+        """The weights of an artefact's folder, by its manifest and the sizes of its files alone.
+
+        What ranks call: asking for an address again would cost each of them a listing of the bucket.
+        """
+        manifest = Manifest.read(LocalStore(folder), MANIFEST)
+        files = Path(manifest.spec["from"]) if manifest.spec.get("in_place") else folder / "files"
+        manifest.verify_files(LocalStore(files), deep=False)
+        return cls(folder, files, manifest)
+
+    def open(self, config: ModelConfig | None = None) -> HfWeights:
+        """Open the weights, as their own config describes them or as `config` does."""
+        return HfWeights(self.files, config)
+
+
+def fetch_base(
+    address: str,
+    artefacts_root: Path,
+    *,
+    config: ModelConfig | None = None,
+    options: StoreOptions | None = None,
+    reporter: Reporter = SILENT,
+) -> BaseWeights:
+    """Make the artefact of base weights, or find it: everything that must be done before GPUs are held.
+
+    `address` is a folder in any store. With `config` the architecture is that one and config.json is not asked.
+    """
+    base = _Base(address, artefacts_root, options)
+    with base.locked():
+        if base.is_there():
+            base.check(reporter)
+        elif base.in_place:
+            base.hash_in_place(config, reporter)
+        else:
+            base.copy(config, options, reporter)
+    return BaseWeights.at(base.folder)
+
+
+def find_base(address: str, artefacts_root: Path, *, options: StoreOptions | None = None) -> BaseWeights:
+    """Return base weights that `fetch_base` has made; nothing is made here."""
+    base = _Base(address, artefacts_root, options)
+    if not base.is_there():
+        raise NotFound(
+            f"the base weights {address} are not fetched yet",
+            where=str(artefacts_root),
+            hint="run `trainshed run RECIPE`, which makes what is missing",
+        )
+    return BaseWeights.at(base.folder)
+
+
+class _Base:
+    def __init__(self, address: str, root: Path, options: StoreOptions | None) -> None:
+        parsed = parse(address)
+        if parsed.scheme in ("http", "https"):
+            raise AddressError(
+                "weights are a folder, and a web server lists none",
+                where=address,
+                hint="write hf://org/name, a bucket or a path",
+            )
+        self.in_place = parsed.scheme == "file"
+        self.spec = _spec_in_place(address) if self.in_place else _spec_elsewhere(address, options)
+        digest = hashlib.sha256(json.dumps(self.spec, sort_keys=True).encode()).hexdigest()[:16]
+        self.folder = root / KIND / digest
+        self.files = Path(self.spec["from"]) if self.in_place else self.folder / "files"
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Of two runs that want the same weights at once, one fetches them and the other waits and finds them."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with open(self.folder.with_name(f"{self.folder.name}.lock"), "wb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
+    def is_there(self) -> bool:
+        return (self.folder / MANIFEST).exists()
+
+    def check(self, reporter: Reporter) -> None:
+        """Hash again what has been touched since; nobody but us writes into an artefact's own folder."""
+        if not self.in_place:
+            return
+        manifest, store = BaseWeights.at(self.folder).manifest, LocalStore(self.files)
+        infos = {entry.path: store.head(entry.path) for entry in manifest.files}
+        seen = self._seen()
+        touched = [info for path, info in infos.items() if info is not None and seen.get(path) != info.version]
+        hashes = {entry.path: entry.sha256 for entry in manifest.files}
+        changed = [entry.path for entry in _hashed(store, touched, reporter) if entry.sha256 != hashes[entry.path]]
+        if changed:
+            raise CorruptData(
+                f"the base weights have changed since they were first used: {', '.join(changed)}",
+                where=str(self.files),
+                hint=f"put the old files back, or remove {self.folder} to start from the new ones",
+            )
+        self._remember([info for info in infos.values() if info is not None])
+
+    def copy(self, config: ModelConfig | None, options: StoreOptions | None, reporter: Reporter) -> None:
+        copy_tree(
+            self.spec["from"], str(self.files), include=INCLUDE, exclude=EXCLUDE, options=options, reporter=reporter
+        )
+        self._publish(Manifest.read(LocalStore(self.files), COPY_MANIFEST).files, config)
+
+    def hash_in_place(self, config: ModelConfig | None, reporter: Reporter) -> None:
+        if not self.files.is_dir():
+            raise NotFound("there is no such folder", where=str(self.files), hint="name the folder of a model")
+        store = LocalStore(self.files)
+        infos = [info for info in store.list() if selected(info.path, INCLUDE, EXCLUDE)]
+        HfWeights(self.files, config)  # before hashing for an hour what cannot be used
+        entries = _hashed(store, infos, reporter)
+        self._remember(infos)
+        self._publish(entries, config)
+
+    def _publish(self, entries: Iterable[FileEntry], config: ModelConfig | None) -> None:
+        """Prove that the weights can be used, then write the manifest: from here on the artefact exists."""
+        with HfWeights(self.files, config) as weights:
+            weights.check_tied_head()
+            facts = {"family": weights.config.family, "parameters": weights.parameters, "dtypes": weights.dtypes}
+        Manifest.of(KIND, self.spec, entries, facts).write(LocalStore(self.folder), MANIFEST)
+
+    def _seen(self) -> dict[str, str]:
+        try:
+            return json.loads(LocalStore(self.folder).read(SEEN))
+        except (NotFound, ValueError):
+            return {}
+
+    def _remember(self, infos: list[ObjectInfo]) -> None:
+        """Note the versions of files whose hash is known; apart from the manifest, which holds no times."""
+        versions = {info.path: info.version for info in infos}
+        if versions != self._seen():
+            LocalStore(self.folder).put(SEEN, json.dumps(versions, indent=1, sort_keys=True).encode() + b"\n")
+
+
+def _spec_in_place(address: str) -> dict[str, Any]:
+    return {"from": os.path.abspath(str(parse(address))), "in_place": True}
+
+
+def _spec_elsewhere(address: str, options: StoreOptions | None) -> dict[str, Any]:
+    """What makes two fetches the same: on the Hub a commit, in a bucket the versions of the files."""
+    store, path = open_store(address, options)
+    spec: dict[str, Any] = {"from": join(store.url, path), "include": INCLUDE, "exclude": EXCLUDE}
+    if parse(address).scheme != "hf":
+        infos = (info for info in open_folder(address, options).list() if selected(info.path, INCLUDE, EXCLUDE))
+        spec["files"] = [[info.path, info.size, info.version] for info in infos]
+        if not spec["files"]:
+            raise NotFound("there are no weights", where=address, hint="check the address")
+    return spec
+
+
+def _hashed(store: LocalStore, infos: list[ObjectInfo], reporter: Reporter) -> tuple[FileEntry, ...]:
+    entries = []
+    with reporter.task("hashing the base weights", total=sum(info.size for info in infos), unit="B") as task:
+        for info in infos:
+            hasher = Hasher()
+            for chunk in store.stream(info.path):
+                hasher.update(chunk)
+                task.advance(len(chunk))
+            entries.append(FileEntry(info.path, hasher.size, hasher.sha256))
+    return tuple(entries)

@@ -1,0 +1,75 @@
+"""AdamW over a rank's boxes, with clipping and skipping inside the update so that the host never waits.
+
+PyTorch's fused kernel does the work. The clip arrives as its gradient scale and a non-finite step as its `found_inf`:
+one pass over memory, and no value travels to the host to decide anything. In float64, which is for proofs, the scale
+is applied apart, as the kernel takes it in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from trainshed.checkpoints.pieces import Piece
+from trainshed.engines.torch.weights import Weight
+from trainshed.recipe.train import Optimizer
+
+
+class AdamW:
+    """Decoupled weight decay on matrices, none on norms and biases."""
+
+    def __init__(self, weights: list[Weight], options: Optimizer, device: torch.device) -> None:
+        self.weights, self.options = weights, options
+        self.average = [torch.zeros_like(weight.local) for weight in weights]
+        self.square = [torch.zeros_like(weight.local) for weight in weights]
+        self.updates = torch.zeros((), dtype=torch.float32, device=device)
+        """Updates made so far; a skipped step is none."""
+
+    @torch.no_grad()
+    def step(self, lr: float, norm: torch.Tensor, bad: torch.Tensor) -> None:
+        """Update with the gradients at hand; `norm` is their global norm, `bad` 1.0 where the step is skipped."""
+        clip = self.options.clip
+        # max(1, norm / clip): gradients are divided by it.
+        scale = (norm / clip).clamp(min=1.0) if clip is not None else torch.ones_like(norm)
+        scale = torch.where(bad > 0, torch.ones_like(scale), scale)
+        bad32 = bad.to(torch.float32)
+        self.updates += 1.0 - bad32
+        for decays in (True, False):
+            numbers = [i for i, weight in enumerate(self.weights) if weight.parameter.decays == decays]
+            self._update([i for i in numbers if self.weights[i].gradient is not None], lr, decays, scale, bad32)
+
+    def _update(self, numbers: list[int], lr: float, decays: bool, scale: torch.Tensor, bad: torch.Tensor) -> None:
+        numbers = [i for i in numbers if self.weights[i].local.numel()]
+        if not numbers:
+            return
+        gradients = [self.weights[i].gradient for i in numbers]
+        apart = gradients[0].dtype == torch.float64
+        if apart:
+            gradients = torch._foreach_div(gradients, scale.to(torch.float64))
+        torch._fused_adamw_(
+            [self.weights[i].local for i in numbers],
+            gradients,
+            [self.average[i] for i in numbers],
+            [self.square[i] for i in numbers],
+            [],
+            [self.updates] * len(numbers),
+            lr=lr,
+            beta1=self.options.betas[0],
+            beta2=self.options.betas[1],
+            weight_decay=self.options.weight_decay if decays else 0.0,
+            eps=self.options.eps,
+            amsgrad=False,
+            maximize=False,
+            grad_scale=None if apart else scale.to(torch.float32),
+            found_inf=bad,
+        )
+
+    def pieces(self) -> Mapping[str, Piece]:
+        """The state for a checkpoint, under the names of the weights."""
+        pieces = {}
+        for weight, average, square in zip(self.weights, self.average, self.square, strict=True):
+            for kind, tensor in (("exp_avg", average), ("exp_avg_sq", square)):
+                name = f"optimizer.{kind}.{weight.name}"
+                pieces[name] = Piece(weight.parameter.shape, weight.offset, tensor, weight.owner)
+        return pieces

@@ -1,0 +1,286 @@
+"""The ranks of one node as child processes, seen through to their end.
+
+Whoever starts them is told to stop (TERM, INT, USR1): the ranks are told once and have a grace to agree on a step,
+write their checkpoint and exit with 128 + the signal. A rank fails: the others may be waiting for it in a collective,
+so they are not told anything but have a short grace to notice and to write down where they stood. Whoever is left
+then is killed. Whoever started them is killed itself: the kernel kills them too.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+"""A run that gets one of these writes a checkpoint and exits with 128 + its number."""
+
+_LOG_TAIL_BYTES = 4096
+# 1 is PR_SET_PDEATHSIG in linux/prctl.h. The parent may have died before it was asked for.
+_DIE_WITH_PARENT = """
+import ctypes, os, sys
+ctypes.CDLL(None).prctl(1, 9)
+os.getppid() == int(sys.argv[1]) or os._exit(1)
+os.execvp(sys.argv[2], sys.argv[2:])
+"""
+
+
+@dataclass(frozen=True)
+class RankFailure:
+    """A rank that did not end as it should; `killed` where we had to end it."""
+
+    rank: int
+    exit_code: int | None
+    signal: str | None
+    log_tail: str
+    killed: bool = False
+
+    @property
+    def how(self) -> str:
+        """How it ended, for a sentence that begins with the rank."""
+        if self.killed:
+            return "did not end and was killed"
+        return f"was killed by {self.signal}" if self.signal else f"exited with {self.exit_code}"
+
+
+@dataclass(frozen=True)
+class RanksResult:
+    """How the ranks of a node ended; failures in the order of time."""
+
+    exit_code: int
+    failed: list[RankFailure]
+
+
+def run_ranks(
+    command: Sequence[str],
+    *,
+    ranks: int,
+    logs: Path,
+    world_size: int | None = None,
+    first_rank: int = 0,
+    master: tuple[str, int] | None = None,
+    environment: Mapping[str, str] | None = None,
+    grace_seconds: float = 60.0,
+    failure_grace_seconds: float = 20.0,
+    on_poll: Callable[[], None] | None = None,
+    poll_seconds: float = 0.1,
+) -> RanksResult:
+    """Start `ranks` processes of one command and wait for them all.
+
+    `environment` is added to our own. `master` is where rank 0 of the whole world listens; it is found here when the
+    world is this node. `on_poll` is called every `poll_seconds`; if it raises, the ranks are killed.
+    """
+    if master is None:
+        if world_size not in (None, ranks):
+            raise ValueError("ranks on several nodes need to be told their master")
+        master = ("127.0.0.1", free_port())
+    group = Ranks(grace_seconds=grace_seconds, failure_grace_seconds=failure_grace_seconds)
+    with ExitStack() as stack:
+        stack.enter_context(_forwarding(group))
+        stack.callback(group.close)
+        for local in range(ranks):
+            place = rank_environment(
+                first_rank + local, local, ranks=ranks, world_size=world_size or ranks, master=master
+            )
+            group.start(command, first_rank + local, logs, _shared(environment, ranks) | place)
+        while group.wait(poll_seconds):
+            if on_poll is not None:
+                on_poll()
+    return group.result()
+
+
+class Ranks:
+    """The processes of one node's ranks: start them, `wait` until it says no, then ask for the `result`."""
+
+    def __init__(self, *, grace_seconds: float, failure_grace_seconds: float) -> None:
+        self._grace_seconds, self._failure_grace_seconds = grace_seconds, failure_grace_seconds
+        self._running: dict[int, subprocess.Popen[bytes]] = {}
+        self._logs: dict[int, Path] = {}
+        self._ended: list[tuple[int, int]] = []  # rank and return code, in the order of time
+        self._killed: set[int] = set()
+        self._asked: list[int] = []  # signals to pass on, filled by a signal handler
+        self._told: int | None = None
+        self._deadline = float("inf")
+        self._watched = selectors.DefaultSelector()
+        self._pidfds: dict[int, int] = {}
+
+    def start(self, command: Sequence[str], rank: int, logs: Path, environment: Mapping[str, str]) -> None:
+        """Start one rank; what it prints goes to `rank-00000.log` in `logs`."""
+        logs.mkdir(parents=True, exist_ok=True)
+        self._logs[rank] = logs / f"rank-{rank:05d}.log"
+        with self._logs[rank].open("ab") as log:
+            process = subprocess.Popen(
+                _dying_with_us(command),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=dict(environment),
+                process_group=0,
+            )
+        self._running[rank] = process
+        with suppress(OSError, AttributeError):  # where there are none, deaths are seen at the next poll
+            self._pidfds[rank] = os.pidfd_open(process.pid)
+            self._watched.register(self._pidfds[rank], selectors.EVENT_READ)
+
+    def ask_to_stop(self, signum: int) -> None:
+        """Pass a signal on to the ranks at the next poll; may be called from a signal handler."""
+        self._asked.append(signum)
+
+    def wait(self, seconds: float) -> bool:
+        """Wait until a rank ends, at most so long; then do what is due. Whether any rank is still running."""
+        if self._pidfds:
+            self._watched.select(seconds)
+        elif self._running:
+            time.sleep(seconds)
+        self._collect()
+        self._pass_on()
+        if self._running and time.monotonic() >= self._deadline:
+            self.kill()
+        return bool(self._running)
+
+    def kill(self) -> None:
+        """Kill whoever is left, with all their children."""
+        for rank, process in self._running.items():
+            self._killed.add(rank)
+            _kill_group(process.pid)
+        while self._running:
+            self._collect()
+            time.sleep(0.001)
+
+    def close(self) -> None:
+        """Leave nobody behind."""
+        self.kill()
+        self._watched.close()
+
+    def result(self) -> RanksResult:
+        """How it ended, once nobody is left."""
+        codes = [_exit_code(code) for _, code in self._ended if code != 0]
+        if not self._killed and set(codes) <= _REQUESTED:
+            told = 128 + (self._told or 0)
+            return RanksResult(0 if not codes else told if told in codes else codes[0], [])
+        failed = [self._failure(rank, code) for rank, code in self._ended if code != 0]
+        # Ranks that reported a stop as they should are no failures beside one that did not.
+        failed = [each for each in failed if each.exit_code not in _REQUESTED] or failed
+        return RanksResult(_exit_code(next(code for rank, code in self._ended if rank == failed[0].rank)), failed)
+
+    def _failure(self, rank: int, code: int) -> RankFailure:
+        name = signal.Signals(-code).name if code < 0 else None
+        return RankFailure(rank, code if code >= 0 else None, name, _tail(self._logs[rank]), rank in self._killed)
+
+    def _collect(self) -> None:
+        """Take leave of the ranks that have ended."""
+        ended = []
+        for rank, process in list(self._running.items()):
+            if os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                continue
+            _kill_group(process.pid)  # its children, while its number still belongs to it
+            ended.append((rank, process.wait()))
+            del self._running[rank]
+            if (pidfd := self._pidfds.pop(rank, None)) is not None:
+                self._watched.unregister(pidfd)
+                os.close(pidfd)
+        # Within one look the order of time is not known; one that was killed did not fall over another.
+        ended.sort(key=lambda each: (each[1] >= 0, each[0]))
+        self._ended += ended
+        for _, code in ended:
+            if code in _REQUESTED or (code < 0 and -code == self._told):
+                self._end_within(self._grace_seconds)
+            elif code != 0:
+                self._end_within(self._failure_grace_seconds)
+
+    def _pass_on(self) -> None:
+        while self._asked:
+            signum = self._asked.pop(0)
+            if self._told == signum == signal.SIGINT:  # somebody at a terminal who will not wait
+                self._deadline = time.monotonic()
+            if self._told is not None:
+                continue
+            self._told = signum
+            self._end_within(self._grace_seconds)
+            for process in self._running.values():
+                # To the rank alone: workers that read its data are needed until its last step.
+                process.send_signal(signum)
+
+    def _end_within(self, seconds: float) -> None:
+        self._deadline = min(self._deadline, time.monotonic() + seconds)
+
+
+def rank_environment(
+    rank: int, local_rank: int, *, ranks: int, world_size: int, master: tuple[str, int]
+) -> dict[str, str]:
+    """What every engine reads to find its place in the world."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(local_rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": master[0],
+        "MASTER_PORT": str(master[1]),
+    }
+
+
+def _shared(added: Mapping[str, str] | None, ranks: int) -> dict[str, str]:
+    environment = {**os.environ, **(added or {})}
+    # Left to itself every rank would start a thread for each core of the node.
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
+    environment.setdefault("PYTHONUNBUFFERED", "1")  # a rank that is killed takes no line with it
+    return environment
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens on just now."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+_REQUESTED = frozenset(128 + number for number in STOP_SIGNALS)
+
+
+@contextmanager
+def _forwarding(group: Ranks) -> Generator[None]:
+    """Have the signals that ask us to stop passed on; only a main thread may, others have no say in signals."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {each: signal.signal(each, lambda number, _: group.ask_to_stop(number)) for each in STOP_SIGNALS}
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+
+
+def _dying_with_us(command: Sequence[str]) -> list[str]:
+    """The command behind a few lines that ask the kernel to kill it when we die, and then become it.
+
+    Not done between fork and exec: Python code there may hang in a parent that has threads.
+    """
+    if sys.platform != "linux":
+        return list(command)
+    return [sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid()), *command]
+
+
+def _kill_group(process: int) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process, signal.SIGKILL)
+
+
+def _exit_code(code: int) -> int:
+    """A return code as a shell would tell it."""
+    return 128 - code if code < 0 else code
+
+
+def _tail(log: Path) -> str:
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - _LOG_TAIL_BYTES))
+        return file.read().decode(errors="replace")

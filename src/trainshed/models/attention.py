@@ -1,0 +1,114 @@
+"""Causal attention over the whole sequence: heads cut over tp, queries cut over cp.
+
+Shapes: S tokens of this context-parallel rank, L whole sequence, B sequences, G key/value groups of this
+tensor-parallel rank, r query heads per group, D head_dim, H hidden.
+
+Context parallel gathers keys and values of all ranks (their gradients are reduce-scattered back) and computes this
+rank's queries. A rank holds two parts of the sequence, one early and one late, so that causal work is even.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from trainshed.models.collectives import Axes, gather
+from trainshed.models.layers import Matrix, Norm, PartialMatrix
+from trainshed.models.positions import local_positions, rotate
+from trainshed.recipe import ModelConfig
+
+# cuDNN's kernel is about twice as fast as the flash one on Hopper; the rest are there for shapes it does not take.
+BACKENDS = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
+
+
+class Attention(nn.Module):
+    """Self-attention with grouped queries."""
+
+    def __init__(self, config: ModelConfig, axes: Axes) -> None:
+        super().__init__()
+        self.config, self.axes = config, axes
+        self.groups = config.kv_heads // axes.tp.size
+        self.ratio = config.heads // config.kv_heads
+        rows = self.groups * (self.ratio + 2) * config.head_dim
+        self.norm = Norm(config.hidden, config)
+        self.qkv = Matrix(config.hidden, rows, bias=config.qkv_bias)
+        if config.qk_norm:
+            self.query_norm = Norm(config.head_dim, config, kind="rms")
+            self.key_norm = Norm(config.head_dim, config, kind="rms")
+        heads = self.groups * self.ratio * config.head_dim
+        self.out = PartialMatrix(heads, config.hidden, axes.tp, bias=config.output_bias)
+
+    def forward(self, x: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor] | None) -> torch.Tensor:
+        """Attend from this rank's tokens [s, B, H]; `rotary` are cosines and sines [S, 1, 1, D]."""
+        projected = self.qkv(gather(self.norm(x), self.axes.tp))
+        length, batch = projected.shape[:2]
+        heads = projected.view(length, batch, self.groups, self.ratio + 2, self.config.head_dim)
+        query, key, value = heads.split([self.ratio, 1, 1], dim=3)
+        query, key, value = query.flatten(2, 3), key.squeeze(3), value.squeeze(3)
+        if self.config.qk_norm:
+            query, key = self.query_norm(query), self.key_norm(key)
+        if rotary is not None:
+            query = rotate(query, *rotary).to(x.dtype)
+            key = rotate(key, *rotary).to(x.dtype)
+        out = self._attend(query, key, value)
+        return self.out(out.reshape(length, batch, -1))
+
+    def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """[S, B, heads, D] each to [S, B, heads, D]."""
+        cp, window = self.axes.cp, self.config.sliding_window
+        if cp.size == 1:
+            return attend(query, key, value, first_query=0, window=window)
+        both = in_order(gather(torch.cat([key, value], dim=2), cp), cp.size)
+        key, value = both.split(self.groups, dim=2)
+        part = query.shape[0] // 2
+        halves = []
+        for number, queries in zip((cp.rank, 2 * cp.size - 1 - cp.rank), query.split(part), strict=True):
+            end = (number + 1) * part
+            halves.append(attend(queries, key[:end], value[:end], first_query=number * part, window=window))
+        return torch.cat(halves)
+
+
+def in_order(gathered: torch.Tensor, cp_size: int) -> torch.Tensor:
+    """Put what was gathered over cp (each rank's early and late part) into the order of the sequence, on dim 0."""
+    length = gathered.shape[0]
+    parts = gathered.split(length // (2 * cp_size))
+    early, late = parts[0::2], parts[1::2]
+    return torch.cat([*early, *reversed(late)])
+
+
+def attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, first_query: int, window: int | None
+) -> torch.Tensor:
+    """Attend causally; queries stand at positions first_query…, keys at 0…: [S, B, heads, D] throughout."""
+    queries, keys = query.shape[0], key.shape[0]
+    query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+    mask = None
+    if first_query > 0 or keys != queries or (window is not None and window < keys):
+        at = torch.arange(first_query, first_query + queries, device=query.device)[:, None]
+        other = torch.arange(keys, device=query.device)[None, :]
+        mask = other <= at
+        if window is not None:
+            mask = mask & (other > at - window)
+    if query.is_cuda:
+        with sdpa_kernel(BACKENDS, set_priority=True):
+            out = F.scaled_dot_product_attention(query, key, value, mask, is_causal=mask is None, enable_gqa=True)
+    else:
+        ratio = query.shape[1] // key.shape[1]
+        if ratio > 1:
+            key, value = key.repeat_interleave(ratio, dim=1), value.repeat_interleave(ratio, dim=1)
+        out = F.scaled_dot_product_attention(query, key, value, mask, is_causal=mask is None)
+    return out.permute(2, 0, 1, 3)
+
+
+def cut_for_context(tokens: torch.Tensor, cp_size: int, cp_rank: int) -> torch.Tensor:
+    """Keep the columns of [B, L] that a context-parallel rank holds: [B, S]."""
+    if cp_size == 1:
+        return tokens
+    return tokens[:, local_positions(tokens.shape[1], cp_size, cp_rank).to(tokens.device)]

@@ -1,0 +1,128 @@
+"""Where every row of our tensors lies in Hugging Face's, and the other way round.
+
+A native tensor is woven from strips: a strip is a block of consecutive rows of one Hugging Face tensor, laid into the
+native tensor in runs at a fixed distance. That is all it takes for key/value groups, for alternating gate and up rows,
+for stacked experts and for GPT-2's fused, transposed matrices. Since a strip keeps the order of its rows, any cut of a
+native tensor needs one consecutive block of each strip, and is read without touching more.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from trainshed.errors import InputError
+from trainshed.models.families import HF_FAMILIES
+from trainshed.models.parameters import Parameter, parameters
+from trainshed.recipe import ModelConfig
+
+
+@dataclass(frozen=True)
+class Strip:
+    """Rows [hf_start, hf_start + rows) of a Hugging Face tensor, and where they lie in a native one.
+
+    Row `hf_start + i` is native row `start + (i // run) · period + i % run`. Rows of a `transposed` tensor are its
+    dim 1. `expert` is the index on dim 0 of a native tensor of stacked experts, whose rows are its dim 1.
+    """
+
+    hf_name: str
+    native_name: str
+    hf_start: int
+    rows: int
+    start: int
+    run: int
+    period: int
+    transposed: bool = False
+    expert: int | None = None
+
+    def within(self, first: int, last: int) -> tuple[int, int]:
+        """Return which rows of the strip, [from, to), lie in native rows [first, last)."""
+        return self._rows_before(first), self._rows_before(last)
+
+    def native_rows(self, first: int, last: int) -> slice | np.ndarray:
+        """Return the native rows of the strip's rows [first, last), as something that indexes a dim."""
+        if first >= last:
+            return slice(0, 0)
+        if self.run == 1:
+            begin = self.start + first * self.period
+            return slice(begin, begin + (last - first - 1) * self.period + 1, self.period)
+        if first // self.run == (last - 1) // self.run:
+            begin = self.start + first // self.run * self.period + first % self.run
+            return slice(begin, begin + last - first)
+        row = np.arange(first, last)
+        return self.start + row // self.run * self.period + row % self.run
+
+    def _rows_before(self, native_row: int) -> int:
+        runs, rest = divmod(max(native_row - self.start, 0), self.period)
+        return min(runs * self.run + min(rest, self.run), self.rows)
+
+
+@dataclass(frozen=True)
+class HfTensor:
+    """One tensor as transformers saves it; `strips` covers its rows, first to last."""
+
+    name: str
+    shape: tuple[int, ...]
+    strips: tuple[Strip, ...]
+
+
+def sources(config: ModelConfig, parameter: Parameter) -> tuple[Strip, ...]:
+    """Return the strips a native tensor is woven from; together they cover it."""
+    names = HF_FAMILIES[config.family].names
+    prefix, local = "", parameter.name
+    if parameter.layer is not None:
+        prefix, local = names.layer.format(layer=parameter.layer), local.removeprefix(f"layers.{parameter.layer}.")
+    ours, ending = (local, "weight") if parameter.expert else local.rsplit(".", 1)
+    if ours not in names.tensors:
+        raise InputError(
+            f"Hugging Face's {config.family} has no tensor for `{parameter.name}`",
+            hint="choose another family, or keep it native",
+        )
+    transposed = ours in names.transposed and ending == "weight"
+    woven = _weave(config, ours, parameter.shape[1 if parameter.expert else 0])
+    strips = []
+    for expert in range(parameter.shape[0]) if parameter.expert else (None,):
+        hf_start = 0
+        for number, (rows, start, run, period) in enumerate(woven):
+            fused = len(names.tensors[ours]) < len(woven)
+            hf_name = prefix + names.tensors[ours][0 if fused else number].format(expert=expert) + f".{ending}"
+            strips.append(
+                Strip(hf_name, parameter.name, hf_start, rows, start, run, period, transposed, expert),
+            )
+            hf_start += rows if fused else 0
+    return tuple(strips)
+
+
+def hf_tensors(config: ModelConfig) -> Iterator[HfTensor]:
+    """Yield every tensor that transformers saves for an architecture, in our order."""
+    for parameter in parameters(config):
+        by_name: dict[str, list[Strip]] = defaultdict(list)
+        for strip in sources(config, parameter):
+            by_name[strip.hf_name].append(strip)
+        columns = parameter.shape[2 if parameter.expert else 1 :]
+        for name, strips in by_name.items():
+            shape = (sum(strip.rows for strip in strips), *columns)
+            yield HfTensor(name, shape[::-1] if strips[0].transposed else shape, tuple(strips))
+
+
+def hf_names(config: ModelConfig) -> set[str]:
+    """Return the names of all tensors that transformers saves for an architecture."""
+    return {tensor.name for tensor in hf_tensors(config)}
+
+
+def _weave(config: ModelConfig, ours: str, rows: int) -> list[tuple[int, int, int, int]]:
+    """Return (rows, start, run, period) of each part of a native tensor."""
+    if ours == "attention.qkv":
+        query, head = config.heads // config.kv_heads * config.head_dim, config.head_dim
+        group = query + 2 * head
+        return [
+            (config.kv_heads * query, 0, query, group),
+            (config.kv_heads * head, query, head, group),
+            (config.kv_heads * head, query + head, head, group),
+        ]
+    if ours.endswith("gate_up"):
+        return [(rows // 2, 0, 1, 2), (rows // 2, 1, 1, 2)]
+    return [(rows, 0, rows, rows)]

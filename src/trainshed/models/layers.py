@@ -1,0 +1,129 @@
+"""The parts every layer is made of: matrices, norms, the feed-forward block, dropout.
+
+Shapes: s tokens of the sequence this rank holds (cut over cp, then tp), S the same after gathering over tp, B
+sequences of the micro-batch, H hidden, F ffn (this rank's columns). Weights are kept in full precision and cast to
+the activations' dtype where they are used; under FSDP they arrive already cast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from trainshed.models.collectives import Axes, Group, gather, sum_and_cut
+from trainshed.models.counter_random import keep_mask, key_of
+from trainshed.recipe import ModelConfig
+
+
+Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""How a projection multiplies: (input [..., columns], weight [rows, columns]) to [..., rows]."""
+
+
+class Matrix(nn.Module):
+    """A projection."""
+
+    def __init__(self, columns: int, rows: int, *, bias: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(rows, columns))
+        self.bias = nn.Parameter(torch.empty(rows)) if bias else None
+        self.product: Product = F.linear
+        """Replaced by a float8 product where the recipe says so."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Project in the input's dtype."""
+        out = self.product(x, self.weight.to(x.dtype))
+        return out if self.bias is None else out + self.bias.to(x.dtype)
+
+
+class PartialMatrix(Matrix):
+    """A projection of which each tensor-parallel rank holds some columns: results are summed, then the bias added."""
+
+    def __init__(self, columns: int, rows: int, group: Group, *, bias: bool) -> None:
+        super().__init__(columns, rows, bias=bias)
+        self.group = group
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Project [S, B, columns] to this rank's tokens [s, B, rows]."""
+        out = sum_and_cut(self.product(x, self.weight.to(x.dtype)), self.group)
+        return out if self.bias is None else out + self.bias.to(x.dtype)
+
+
+class Norm(nn.Module):
+    """RMS or layer normalisation over the last dim."""
+
+    def __init__(self, width: int, config: ModelConfig, *, kind: str | None = None) -> None:
+        super().__init__()
+        self.kind, self.eps = kind or config.norm, config.norm_eps
+        self.weight = nn.Parameter(torch.empty(width))
+        self.bias = nn.Parameter(torch.empty(width)) if self.kind == "layer" else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalise in the input's dtype (reductions in float32 or better)."""
+        weight = self.weight.to(x.dtype)
+        if self.bias is not None:
+            return F.layer_norm(x, weight.shape, weight, self.bias.to(x.dtype), self.eps)
+        return F.rms_norm(x, weight.shape, weight, self.eps)
+
+
+def activation(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return the activation of a feed-forward block."""
+    return {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": _gelu_tanh, "relu": F.relu}[name]
+
+
+def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+def activate(x: torch.Tensor, config: ModelConfig) -> torch.Tensor:
+    """Apply activation and gate to an up projection whose columns alternate gate, up: [..., 2F] to [..., F]."""
+    function = activation(config.activation)
+    if not config.gated:
+        return function(x)
+    gate, up = x.unflatten(-1, (-1, 2)).unbind(-1)
+    return function(gate) * up
+
+
+class Mlp(nn.Module):
+    """The feed-forward block with its norm, its inner width cut over tp; a shared expert's input is normed already."""
+
+    def __init__(self, config: ModelConfig, ffn: int, axes: Axes, *, normed: bool = False) -> None:
+        super().__init__()
+        self.config, self.axes = config, axes
+        self.norm = nn.Identity() if normed else Norm(config.hidden, config)
+        width = ffn // axes.tp.size
+        up = Matrix(config.hidden, 2 * width if config.gated else width, bias=config.mlp_bias)
+        if config.gated:
+            self.gate_up = up
+        else:
+            self.up = up
+        self.down = PartialMatrix(width, config.hidden, axes.tp, bias=config.mlp_bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Transform this rank's tokens [s, B, H]."""
+        up = self.gate_up if self.config.gated else self.up
+        return self.down(activate(up(gather(self.norm(x), self.axes.tp)), self.config))
+
+
+@dataclass(frozen=True)
+class DropoutSite:
+    """Where in the model a dropout stands: masks depend on it, the sample and the position, never on the layout."""
+
+    layer: int
+    branch: str
+    probability: float
+    seed: int
+
+    def __call__(self, x: torch.Tensor, samples: torch.Tensor | None, positions: torch.Tensor) -> torch.Tensor:
+        """Drop elements of [s, B, H]; `samples` are the run's sample numbers [B], `positions` [s]."""
+        if self.probability == 0.0 or samples is None:
+            return x
+        key = key_of("dropout", self.seed, self.layer, self.branch)
+        # One counter per (sample, position, channel): 2^20 positions and 2^16 channels at most, 2^27 samples apart.
+        token = (samples[None, :] << 36) + (positions[:, None] << 16)
+        index = token[..., None] + torch.arange(x.shape[-1], device=x.device)
+        keep = keep_mask(index, key, self.probability)
+        return torch.where(keep, x / (1.0 - self.probability), torch.zeros((), dtype=x.dtype, device=x.device))

@@ -1,0 +1,120 @@
+"""Cross-entropy over a vocabulary cut over tp, a slice of tokens at a time: the logits never exist whole.
+
+The gradient is made in the same pass, as the logits of a slice are at hand only then; backward has nothing left to
+compute. The loss is the sum over the labelled tokens times `scale` (1 / their count in the global batch), so it does
+not depend on how the batch is cut into micro-batches.
+
+Shapes: T tokens, C tokens of a slice, H hidden, V rows of the vocabulary on this rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from trainshed.models.collectives import ALONE, Group, largest, summed
+
+IGNORED = -100
+"""The label of a token that carries no loss."""
+# Slices of logits this large (elements) keep the matrix units busy and memory small: 2048 tokens of 128k words.
+SLICE_ELEMENTS = 1 << 28
+
+
+def _slice_loss(
+    logits: torch.Tensor, labels: torch.Tensor, scale: torch.Tensor, z_loss: float, group: Group, first_row: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return (cross-entropy sum, z sum, gradient of the logits) of a slice; both sums are scaled."""
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    scores = logits.to(wide)
+    peak = largest(scores.amax(-1), group)
+    mine = (labels >= first_row) & (labels < first_row + scores.shape[-1])
+    column = torch.where(mine, labels - first_row, 0)[:, None]
+    total = (scores - peak[:, None]).exp().sum(-1)
+    hit = torch.where(mine, scores.gather(-1, column)[:, 0], 0.0)
+    total, hit = summed(torch.stack([total, hit]), group).unbind()
+    log_total = peak + total.log()
+    counted = (labels != IGNORED).to(wide)
+    weight = counted * scale.to(wide)
+    entropy = ((log_total - hit) * weight).sum()
+    z = z_loss * (log_total.square() * weight).sum()
+    slope = weight * (1.0 + 2.0 * z_loss * log_total)
+    gradient = (scores - log_total[:, None]).exp() * slope[:, None]
+    columns = torch.arange(scores.shape[-1], device=scores.device)
+    is_hit = (columns[None, :] == column) & mine[:, None]
+    gradient = torch.where(is_hit, gradient - weight[:, None], gradient)
+    return entropy, z, gradient.to(logits.dtype)
+
+
+_compiled_slice_loss = torch.compile(_slice_loss, dynamic=False)
+
+
+class _SlicedLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        labels: torch.Tensor,
+        scale: torch.Tensor,
+        z_loss: float,
+        group: Group,
+        first_row: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        slice_loss = _compiled_slice_loss if hidden.is_cuda and group.size == 1 else _slice_loss
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        wants_grad = any(ctx.needs_input_grad)
+        entropy = torch.zeros((), dtype=wide, device=hidden.device)
+        z = torch.zeros_like(entropy)
+        tokens = max(1, SLICE_ELEMENTS // (weight.shape[0] * group.size))
+        slices = -(-hidden.shape[0] // tokens)
+        tokens = -(-hidden.shape[0] // slices)  # equal slices: one shape to compile
+        grad_hidden = torch.empty_like(hidden) if wants_grad else None
+        grad_weight: torch.Tensor | None = None
+        for start in range(0, hidden.shape[0], tokens):
+            part = hidden[start : start + tokens]
+            logits = part @ weight.t()
+            more, more_z, gradient = slice_loss(logits, labels[start : start + tokens], scale, z_loss, group, first_row)
+            entropy, z = entropy + more, z + more_z
+            if grad_hidden is None:
+                continue
+            torch.mm(gradient, weight, out=grad_hidden[start : start + tokens])
+            product = gradient.t() @ part
+            if slices == 1:
+                grad_weight = product
+            elif grad_weight is None:
+                grad_weight = product.to(wide)
+            else:
+                grad_weight.add_(product)
+        ctx.save_for_backward(grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype))
+        ctx.mark_non_differentiable(z)
+        return entropy + z, z
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        grad_hidden, grad_weight = ctx.saved_tensors
+        factor = grads[0]
+        return (
+            grad_hidden * factor.to(grad_hidden.dtype),
+            grad_weight * factor.to(grad_weight.dtype),
+            *(None,) * 5,
+        )
+
+
+def sliced_cross_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    scale: torch.Tensor,
+    *,
+    z_loss: float = 0.0,
+    group: Group = ALONE,
+    first_row: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (loss, the z-loss part of it) of hidden states [T, H] against labels [T].
+
+    `weight` [V, H] is this rank's part of the vocabulary, from `first_row` on; the result is the same on all ranks of
+    the group, and the gradient of `hidden` is this rank's part of a sum.
+    """
+    loss, z = _SlicedLoss.apply(hidden, weight, labels, scale, z_loss, group, first_row)
+    return loss, z.detach()

@@ -1,0 +1,287 @@
+"""The events of a run: the truth that every exporter, the terminal view and the page read.
+
+One event is one line of JSON: `{v, time, attempt, rank, kind, step, …}` with the keys of its kind, which are defined
+here and nowhere else. `time` is in seconds since 1970; a rank of null is the launcher. JSON knows no NaN: a loss that
+is not finite is null, and a `non_finite` event says what it was.
+
+Rank 0 writes into the store as it goes; the others keep their last events in a ring that they `dump` when they fail.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields
+from functools import cache
+from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
+
+import orjson
+
+from trainshed.observe.segments import VERSION, Segments, events_folder, open_segments, ring_file
+from trainshed.storage import Store
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """What all kinds share; a field with a default is left out of the line where it is None."""
+
+    kind: ClassVar[str]
+    needs_step: ClassVar[bool] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start(Event):
+    """An attempt begins: what runs, and on what."""
+
+    kind = "start"
+    run: str
+    layout: str
+    world_size: int
+    versions: Mapping[str, str]
+    device: str
+    parameters: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase(Event):
+    """One part of getting started is done."""
+
+    kind = "phase"
+    name: Literal["rendezvous", "load", "compile", "first_step"]
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step(Event):
+    """One optimizer step. `tokens` is what the run has consumed so far; MFU is a fraction, null where not known."""
+
+    kind = "step"
+    needs_step = True
+    loss: float | None
+    grad_norm: float | None
+    lr: float
+    tokens: int
+    step_seconds: float
+    tokens_per_second_per_gpu: float
+    mfu: float | None
+    mfu_full_attention: float | None
+    batch_hash: str
+    skipped: bool
+    moe_balance: float | None = None
+    moe_z: float | None = None
+    z_loss: float | None = None
+    memory_gib: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Validation(Event):
+    """The loss on the validation batches after a step."""
+
+    kind = "validation"
+    needs_step = True
+    loss: float | None
+    batches: int
+    seconds: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint(Event):
+    """A checkpoint on its way; `stall_seconds` is how long training stood still for it."""
+
+    kind = "checkpoint"
+    needs_step = True
+    phase: Literal["staged", "committed", "failed", "pruned"]
+    seconds: float | None = None
+    bytes: int | None = None
+    stall_seconds: float | None = None
+    path: str | None = None
+    what: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resume(Event):
+    """Training goes on behind `step` from a checkpoint."""
+
+    kind = "resume"
+    needs_step = True
+    from_attempt: int | None
+    checkpoint: str
+    seconds: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Probe(Event):
+    """The loss of the base weights on a fixed batch, against what it was when they were converted."""
+
+    kind = "probe"
+    loss: float | None
+    expected: float
+    bound: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class NonFinite(Event):
+    """A loss or gradient that is no number, and what was done about it."""
+
+    kind = "non_finite"
+    needs_step = True
+    policy: Literal["stop", "skip"]
+    what: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Signal(Event):
+    """Somebody asked the run to stop."""
+
+    kind = "signal"
+    name: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stall(Event):
+    """Ranks that do not come on, and the collective the others wait for them in."""
+
+    kind = "stall"
+    ranks: list[int]
+    collective: str | None
+    what: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure(Event):
+    """Ranks that failed, and the collective the others were in."""
+
+    kind = "failure"
+    ranks: list[int]
+    collective: str | None
+    what: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Note(Event):
+    """A choice that was made, and why."""
+
+    kind = "note"
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Warn(Event):
+    """Something legal and probably not wanted."""
+
+    kind = "warning"
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class End(Event):
+    """The attempt is over."""
+
+    kind = "end"
+    reason: Literal["finished", "signal", "failed"]
+    exit_code: int
+
+
+KINDS: dict[str, type[Event]] = {kind.kind: kind for kind in Event.__subclasses__()}
+"""Every kind by its name in the line."""
+
+
+class EventWriter:
+    """Writes the events of one attempt, from one process.
+
+    `folder` is the run's folder inside the store. Rank 0, and the launcher (rank None), write segments: on a disk each
+    event is in the file when `emit` returns, in a bucket within `segment_seconds`, put by a thread. `emit` raises for
+    an event that is not in the schema and never for a store in trouble; `flush` and `close` do. May be used from
+    several threads.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        folder: str,
+        *,
+        attempt: int,
+        rank: int | None,
+        segment_seconds: float = 30.0,
+        ring: int = 256,
+    ) -> None:
+        self._store, self._run = store, folder
+        self.attempt, self.rank = attempt, rank
+        self._ring: deque[bytes] = deque(maxlen=ring)
+        self._lock = threading.RLock()  # a signal handler may emit in the middle of an emit
+        self._segments: Segments | None = None
+        if not rank:
+            self._segments = open_segments(store, events_folder(folder, attempt), segment_seconds, self._recovered)
+
+    def __enter__(self) -> EventWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def emit(self, kind: str, step: int | None = None, **values: Any) -> None:
+        """Write one event; a kind, key or value that the schema does not know is a ValueError."""
+        with self._lock:
+            line = encode(kind, step, values, attempt=self.attempt, rank=self.rank)
+            if self._segments is None:
+                self._ring.append(line)
+            else:
+                self._segments.append(line)
+
+    def flush(self, timeout_seconds: float | None = None) -> None:
+        """Wait until everything emitted so far is stored; a rank with a ring has nothing to store."""
+        if self._segments is not None:
+            self._segments.flush(timeout_seconds)
+
+    def dump(self, timeout_seconds: float | None = None) -> None:
+        """Store what there is because something has failed: the ring as `rank-00003.jsonl`, or the open segment."""
+        if self._segments is not None or self.rank is None:
+            self.flush(timeout_seconds)
+            return
+        with self._lock:
+            lines = b"".join(self._ring)
+        self._store.put(ring_file(self._run, self.attempt, self.rank), lines)
+
+    def close(self) -> None:
+        """Store everything and end; raises if something could not be stored."""
+        if self._segments is not None:
+            self._segments.close()
+
+    def _recovered(self, text: str) -> None:
+        self.emit("warning", text=text)
+
+
+def encode(kind: str, step: int | None, values: Mapping[str, Any], *, attempt: int, rank: int | None) -> bytes:
+    """One event as its line, checked against the schema."""
+    schema = KINDS.get(kind)
+    if schema is None:
+        raise ValueError(f"there is no kind of event named '{kind}'; there are {', '.join(sorted(KINDS))}")
+    required, optional, choices = _keys(schema)
+    if unknown := values.keys() - required - optional:
+        raise ValueError(f"'{kind}' events have no key '{min(unknown)}'")
+    if missing := required - values.keys():
+        raise ValueError(f"a '{kind}' event needs the key '{min(missing)}'")
+    if schema.needs_step and step is None:
+        raise ValueError(f"a '{kind}' event needs its step")
+    for key, allowed in choices.items():
+        if values[key] not in allowed:
+            raise ValueError(f"{key} of a '{kind}' event is one of {', '.join(allowed)}, not {values[key]!r}")
+    event: dict[str, Any] = {"v": VERSION, "time": time.time(), "attempt": attempt, "rank": rank}
+    event |= {"kind": kind, "step": step}
+    event |= {key: value for key, value in values.items() if value is not None or key in required}
+    try:
+        return orjson.dumps(event, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE)
+    except TypeError as error:
+        raise ValueError(f"a value of a '{kind}' event cannot be written: {error}") from error
+
+
+@cache
+def _keys(schema: type[Event]) -> tuple[frozenset[str], frozenset[str], dict[str, tuple[str, ...]]]:
+    """The keys an event must have, those it may have, and the values of those that are one of a few words."""
+    own = fields(schema)
+    required = frozenset(field.name for field in own if field.default is MISSING)
+    hints = get_type_hints(schema)
+    choices = {field.name: get_args(hints[field.name]) for field in own if get_origin(hints[field.name]) is Literal}
+    return required, frozenset(field.name for field in own) - required, choices

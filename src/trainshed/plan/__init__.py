@@ -1,0 +1,1 @@
+"""Arithmetic before any GPU is held: layouts, FLOPs (later memory, time, search, cost)."""

@@ -1,0 +1,240 @@
+"""The arithmetic of layouts: which rank does what. The engine, the planner, `verify` and the launcher all ask here.
+
+Two meshes lie over the same ranks, the last axis fastest:
+
+    dense   pp, dp_replicate, dp_shard, cp, tp      attention, dense feed-forward, embeddings
+    expert  pp, edp, ep, etp                        experts; edp · ep · etp = dp · cp · tp
+
+What a layout may not do is in `plan/legality.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from trainshed.errors import InputError
+from trainshed.recipe import Layout, ModelConfig, Recipe, scalars
+from trainshed.recipe.keys import nearest_key, siblings
+from trainshed.recipe.places import dotted_key
+
+Shard = Literal["none", "zero1", "zero2", "full"]
+Recompute = Literal["none", "selective", "full"]
+PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
+
+DENSE_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+EXPERT_AXES = ("pp", "edp", "ep", "etp")
+_SHOWN = ("tp", "pp", "vp", "cp", "ep", "etp", "dp", "replicate")
+
+
+@dataclass(frozen=True)
+class Coordinates:
+    """Where a rank stands in both meshes; `dp` counts its copy and its shard as one data-parallel index."""
+
+    pp: int
+    replicate: int
+    shard: int
+    cp: int
+    tp: int
+    edp: int
+    ep: int
+    etp: int
+    dp: int
+
+
+@dataclass(frozen=True)
+class RankLayout:
+    """A layout with every key filled in, for one model and one number of ranks.
+
+    `schedule` is None without a pipeline; `stages` are the layers of each of the pp · vp chunks.
+    """
+
+    tp: int
+    pp: int
+    vp: int
+    cp: int
+    ep: int
+    etp: int
+    dp: int
+    replicate: int
+    shard: Shard
+    micro_batch: int
+    recompute: Recompute
+    schedule: PipelineSchedule | None
+    stages: tuple[int, ...]
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.pp * self.stage_ranks
+
+    @property
+    def stage_ranks(self) -> int:
+        """Ranks of one pipeline stage: both meshes divide these."""
+        return self.dp * self.cp * self.tp
+
+    @property
+    def edp(self) -> int:
+        """How many ranks hold the same experts: the data-parallel axis of the expert mesh."""
+        return self.stage_ranks // (self.ep * self.etp)
+
+    @property
+    def copies(self) -> int:
+        """How many full copies of the model's states the dp ranks hold."""
+        return self.dp if self.shard == "none" else self.replicate
+
+    @property
+    def dp_shard(self) -> int:
+        """Among how many dp ranks one copy is shared out."""
+        return self.dp // self.copies
+
+    @property
+    def dense_shape(self) -> tuple[int, ...]:
+        """Lengths of `DENSE_AXES`."""
+        return (self.pp, self.copies, self.dp_shard, self.cp, self.tp)
+
+    @property
+    def expert_shape(self) -> tuple[int, ...]:
+        """Lengths of `EXPERT_AXES`."""
+        return (self.pp, self.edp, self.ep, self.etp)
+
+    def coordinates(self, rank: int) -> Coordinates:
+        """Return where a rank stands."""
+        pp, replicate, shard, cp, tp = _unravel(rank, self.dense_shape)
+        _, edp, ep, etp = _unravel(rank, self.expert_shape)
+        return Coordinates(pp, replicate, shard, cp, tp, edp, ep, etp, dp=replicate * self.dp_shard + shard)
+
+    def rank_of(self, pp: int = 0, replicate: int = 0, shard: int = 0, cp: int = 0, tp: int = 0) -> int:
+        """Return the rank that stands at a place of the dense mesh."""
+        return (((pp * self.copies + replicate) * self.dp_shard + shard) * self.cp + cp) * self.tp + tp
+
+    def chunks(self, pp_rank: int) -> tuple[int, ...]:
+        """Return the model chunks of a pipeline rank, first to last: chunk i sits on rank i % pp."""
+        return tuple(range(pp_rank, self.pp * self.vp, self.pp))
+
+    def chunk_layers(self, chunk: int) -> range:
+        """Return the layers of a chunk."""
+        start = sum(self.stages[:chunk])
+        return range(start, start + self.stages[chunk])
+
+    def micro_batches(self, global_batch: int) -> int:
+        """Return how many forward passes each rank makes per step."""
+        return global_batch // (self.dp * self.micro_batch)
+
+    def rows(self, global_batch: int, dp_index: int) -> range:
+        """Return which consecutive rows of the global batch a data-parallel index reads."""
+        rows_per_rank = global_batch // self.dp
+        return range(dp_index * rows_per_rank, (dp_index + 1) * rows_per_rank)
+
+    def __str__(self) -> str:
+        if self.world_size == 1:
+            return "one process"
+        parts = [f"{key}{value}" for key in _SHOWN if (value := getattr(self, key)) != 1]
+        return " ".join([*parts, self.shard] if self.dp > 1 else parts)
+
+
+def _unravel(rank: int, shape: Sequence[int]) -> tuple[int, ...]:
+    places: list[int] = []
+    for length in reversed(shape):
+        rank, place = divmod(rank, length)
+        places.append(place)
+    return tuple(reversed(places))
+
+
+def parse_layout(text: str) -> dict[str, object]:
+    """Read `tp=2,pp=2,shard=full,stages=3+5` as values for the recipe's `layout`, which checks them."""
+    values: dict[str, object] = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        key, sign, written = (piece.strip() for piece in part.partition("="))
+        if not (key and sign and written):
+            raise InputError(
+                f"`{part}` is not a key of a layout with its value",
+                where="--layout",
+                hint="write for example tp=2,pp=2",
+            )
+        if key not in Layout.model_fields:
+            raise InputError(f"unknown key `{key}`", where="--layout", hint=_meant(key))
+        if key in values:
+            raise InputError(f"`{key}` is there twice", where="--layout", hint="keep one of them")
+        values[key] = (
+            [scalars.read_plain(piece) for piece in written.split("+")]
+            if key == "stages"
+            else (scalars.read_plain(written))
+        )
+    return values
+
+
+def _meant(key: str) -> str:
+    near = nearest_key(Recipe, ("layout", key))
+    if near is None:
+        return f"known here: {', '.join(siblings(Recipe, ('layout',)))}"
+    return f"did you mean {near[-1] if near[0] == 'layout' else dotted_key(near)}?"
+
+
+def resolve_layout(layout: Layout, config: ModelConfig, *, world_size: int | None = None) -> RankLayout:
+    """Fill in every key that was left out.
+
+    `dp` becomes what `world_size` leaves, or 1. Raises `InputError` where the ranks do not come out even; what the
+    model and the batch ask is in `layout_problems`.
+    """
+    dp = _data_parallel(layout, world_size)
+    if dp % layout.replicate:
+        raise InputError(
+            f"replicate: {layout.replicate} does not divide the dp of {dp}",
+            where="layout.replicate",
+            hint=f"write a divisor of {dp}",
+        )
+    schedule: PipelineSchedule | None = None
+    if layout.pp > 1:
+        schedule = layout.schedule or ("interleaved" if layout.vp > 1 else "1f1b")
+    return RankLayout(
+        tp=layout.tp,
+        pp=layout.pp,
+        vp=layout.vp,
+        cp=layout.cp,
+        ep=layout.ep,
+        etp=layout.etp,
+        dp=dp,
+        replicate=layout.replicate,
+        shard=layout.shard,
+        micro_batch=layout.micro_batch,
+        recompute=layout.recompute,
+        schedule=schedule,
+        stages=layout.stages or even_stages(config.layers, layout.pp * layout.vp),
+    )
+
+
+def _data_parallel(layout: Layout, world_size: int | None) -> int:
+    ranks = layout.tp * layout.pp * layout.cp
+    product = f"tp {layout.tp} · pp {layout.pp} · cp {layout.cp}"
+    if world_size is None:
+        return layout.dp or 1
+    if layout.dp is None:
+        if world_size % ranks:
+            raise InputError(
+                f"{world_size} ranks are no multiple of {product} = {ranks}",
+                where="layout",
+                hint=f"start {-(-world_size // ranks) * ranks} ranks, or write a smaller layout",
+            )
+        return world_size // ranks
+    if ranks * layout.dp != world_size:
+        raise InputError(
+            f"{product} · dp {layout.dp} = {ranks * layout.dp}, and there are {world_size} ranks",
+            where="layout.dp",
+            hint="delete dp: it takes the ranks that are left"
+            if world_size % ranks == 0
+            else f"start {ranks * layout.dp} ranks, or write a layout of {world_size}",
+        )
+    return layout.dp
+
+
+def even_stages(layers: int, chunks: int) -> tuple[int, ...]:
+    """Cut layers into chunks as evenly as possible.
+
+    Extra layers go to the late chunks, never to the last: that one has the head's product and the loss besides, and
+    the early ranks of a pipeline keep the most activations.
+    """
+    each, extra = divmod(layers, chunks)
+    last = chunks - 1
+    return tuple(each + (last - extra <= chunk < last) for chunk in range(chunks))

@@ -1,0 +1,168 @@
+"""Tiny models of every Hugging Face family: their architecture by hand, and random weights as transformers saves them.
+
+Nothing here uses our own reading or writing of configs and weights: it is what those are held against.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from trainshed.recipe import ModelConfig
+
+_SIZES: dict[str, Any] = {
+    "layers": 2,
+    "hidden": 32,
+    "heads": 4,
+    "kv_heads": 2,
+    "head_dim": 8,
+    "ffn": 48,
+    "vocab_size": 96,
+    "max_positions": 64,
+}
+_EXPERTS: dict[str, Any] = {key: value for key, value in _SIZES.items() if key != "ffn"}
+_LLAMA3 = {
+    "kind": "llama3",
+    "factor": 8.0,
+    "low_frequency_factor": 1.0,
+    "high_frequency_factor": 4.0,
+    "original_positions": 32,
+}
+_TINY: dict[str, dict[str, Any]] = {
+    "llama": {"family": "llama", **_SIZES, "rope": {"base": 10000.0}},
+    # As Llama 3.1 and 3.2: stretched frequencies (some of each kind at these sizes), one embedding.
+    "llama3": {"family": "llama", **_SIZES, "rope": {"base": 100.0, "scaling": _LLAMA3}, "tied_embeddings": True},
+    "llama-linear": {"family": "llama", **_SIZES, "rope": {"base": 1e4, "scaling": {"kind": "linear", "factor": 4.0}}},
+    "mistral": {"family": "mistral", **_SIZES, "rope": {"base": 10000.0}, "sliding_window": 8},
+    "qwen2": {"family": "qwen2", **_SIZES, "rope": {"base": 1e6}, "tied_embeddings": True},
+    # A head wider than hidden / heads, and three query heads to a key head.
+    "qwen3": {"family": "qwen3", **_SIZES, "heads": 6, "hidden": 48, "head_dim": 16, "rope": {"base": 1e6}},
+    "mixtral": {
+        "family": "mixtral",
+        **_EXPERTS,
+        "rope": {"base": 1e6},
+        "moe": {"experts": 4, "top_k": 2, "ffn": 24},
+    },
+    "qwen3_moe": {
+        "family": "qwen3_moe",
+        **_EXPERTS,
+        "layers": 3,
+        "head_dim": 16,
+        "rope": {"base": 1e6},
+        "moe": {"experts": 4, "top_k": 2, "ffn": 24, "normalize_top_k": False},
+    },
+    "gpt2": {"family": "gpt2", **_SIZES, "kv_heads": 4, "ffn": 128},
+    "gpt2-untied": {"family": "gpt2", **_SIZES, "kv_heads": 4, "ffn": 96, "tied_embeddings": False, "norm_eps": 1e-3},
+}
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "gpt2")
+"""One tiny model of each family."""
+VARIANTS = tuple(_TINY)
+"""All tiny models: the families, and what a family can be besides."""
+
+
+def tiny_config(family: str, **changes: Any) -> ModelConfig:
+    """Return the architecture of a tiny model (one of VARIANTS), with some keys changed."""
+    return ModelConfig.model_validate(_TINY[family] | changes)
+
+
+def save_tiny_hf(
+    family: str, folder: Path, seed: int = 0, *, shard_bytes: int | None = None, **changes: Any
+) -> ModelConfig:
+    """Save a tiny random model as transformers does and return its architecture."""
+    config = tiny_config(family, **changes)
+    model = random_hf_model(config, seed)
+    model.save_pretrained(folder, max_shard_size=shard_bytes or "50GB")
+    return config
+
+
+def hf_model(folder: Path) -> Any:
+    """Load a saved model with transformers, in fp32, for evaluation."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+def random_hf_model(config: ModelConfig, seed: int) -> Any:
+    """Make a transformers model in which no weight is 0 or 1: norms and biases are random too."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(transformers_config(config))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            noise = torch.randn(weight.shape, generator=generator)
+            if weight.dim() > 1:
+                # Activations stay near 1, so that a difference in the maths is seen in the logits.
+                weight.copy_(noise * config.hidden**-0.5)
+            else:
+                weight.copy_(0.3 * noise + (0.0 if name.endswith("bias") else 1.0))
+    return model
+
+
+def transformers_config(config: ModelConfig) -> Any:
+    """Say an architecture in transformers' words."""
+    import transformers as hf
+
+    if config.family == "gpt2":
+        return hf.GPT2Config(
+            n_layer=config.layers,
+            n_embd=config.hidden,
+            n_head=config.heads,
+            n_inner=config.ffn,
+            vocab_size=config.vocab_size,
+            n_positions=config.max_positions,
+            layer_norm_epsilon=config.norm_eps,
+            tie_word_embeddings=config.tied_embeddings,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            bos_token_id=0,
+            eos_token_id=0,
+        )
+    keys: dict[str, Any] = {
+        "num_hidden_layers": config.layers,
+        "hidden_size": config.hidden,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads,
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": config.max_positions,
+        "rms_norm_eps": config.norm_eps,
+        "tie_word_embeddings": config.tied_embeddings,
+        "rope_parameters": _rope_parameters(config),
+    }
+    if config.ffn is not None:
+        keys["intermediate_size"] = config.ffn
+    if config.family != "qwen2":
+        keys["head_dim"] = config.head_dim
+    match config.family:
+        case "llama":
+            return hf.LlamaConfig(**keys)
+        case "mistral":
+            return hf.MistralConfig(**keys, sliding_window=config.sliding_window)
+        case "qwen2":
+            return hf.Qwen2Config(**keys)
+        case "qwen3":
+            return hf.Qwen3Config(**keys)
+    moe = config.moe
+    assert moe is not None
+    keys["num_experts_per_tok"] = moe.top_k
+    if config.family == "mixtral":
+        return hf.MixtralConfig(**keys, intermediate_size=moe.ffn, num_local_experts=moe.experts)
+    return hf.Qwen3MoeConfig(
+        **keys, moe_intermediate_size=moe.ffn, num_experts=moe.experts, norm_topk_prob=moe.normalize_top_k
+    )
+
+
+def _rope_parameters(config: ModelConfig) -> dict[str, Any]:
+    assert config.rope is not None
+    found: dict[str, Any] = {"rope_theta": config.rope.base, "rope_type": "default"}
+    scaling = config.rope.scaling
+    if scaling is not None:
+        found |= {"rope_type": scaling.kind, "factor": scaling.factor}
+    if scaling is not None and scaling.kind == "llama3":
+        found["low_freq_factor"] = scaling.low_frequency_factor
+        found["high_freq_factor"] = scaling.high_frequency_factor
+        found["original_max_position_embeddings"] = scaling.original_positions
+    return found
