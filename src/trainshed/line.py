@@ -1,43 +1,65 @@
 """The line: a recipe's stages in order, each skipped when its artefact is already proven.
 
-So far: fetch (scripts), tokenizer, prepare (tokens, verified), index. Training and what follows join here.
+fetch (scripts, base weights), tokenizer, prepare (tokens, verified), index, train. What follows will join here.
 """
 
 from __future__ import annotations
 
 import shutil
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
+
+import orjson
 
 from trainshed.catalog.models import architecture
+from trainshed.checkpoints.base import BaseWeights, fetch_base, find_base
+from trainshed.checkpoints.hf import read_config
 from trainshed.data.artefacts import DataArtefacts, PreparedSource
 from trainshed.data.encode.tokenizer import Tokenizer
 from trainshed.data.order import DataOrder
-from trainshed.data.sampling.build_order import TokenFiles, build_order, open_order
-from trainshed.data.sampling.schedule import BatchSchedule, RampUp, SkipList
-from trainshed.data.sampling.synthetic import SyntheticSource
-from trainshed.errors import InputError
-from trainshed.recipe import Cluster, Recipe, load_cluster, run_id, to_yaml
+from trainshed.data.run_orders import PreparedData, run_orders
+from trainshed.errors import InputError, NotFound
+from trainshed.plan import RankLayout, layout_problems, layout_warnings, resolve_layout
+from trainshed.recipe import Cluster, Layout, ModelConfig, Recipe, load_cluster, load_recipe, run_id, to_yaml
 from trainshed.recipe.data import SourceKeys
+from trainshed.recipe.messages import as_recipe_error, validate
+from trainshed.recipe.places import Document, Places
 from trainshed.reporting import SILENT, Reporter
 from trainshed.storage import LocalStore, StoreOptions, join, open_store, parse
 
+if TYPE_CHECKING:
+    from trainshed.engines.torch.job import TrainJob
+
 AnySource = TypeVar("AnySource", bound=SourceKeys)
+PREPARED = "prepared.json"
+PREPARED_SCHEMA = "trainshed.prepared/1"
 
 
 @dataclass(frozen=True)
 class PreparedRun:
-    """A run whose data stands ready: what `trainshed run` reports, and what training starts from."""
+    """A run whose data and base weights stand ready: what training starts from."""
 
     recipe: Recipe
     id: str
     folder: Path
-    sources: list[PreparedSource]
+    data: PreparedData
     steps: int
     order: DataOrder
     validation: DataOrder | None
     tokenizer: Tokenizer | None
+    base: BaseWeights | None
+
+    @property
+    def sources(self) -> tuple[PreparedSource, ...]:
+        """The sources of training."""
+        return self.data.sources
+
+    @property
+    def config(self) -> ModelConfig:
+        """The architecture."""
+        assert self.recipe.model.config is not None, "the line writes it out"
+        return self.recipe.model.config
 
 
 def resolve(recipe: Recipe, options: StoreOptions | None = None) -> Recipe:
@@ -77,16 +99,43 @@ def run_line(
     workers: int | None = None,
     reporter: Reporter = SILENT,
 ) -> PreparedRun:
-    """Carry a recipe as far as the line goes, making what is missing."""
+    """Make everything a recipe's training needs and does not have yet; no GPU is held meanwhile."""
     cluster = cluster or load_cluster()
     options = store_options(cluster)
     store = _store_root(recipe, cluster)
     resolved = resolve(recipe, options)
     name = id or run_id(resolved)
+    base = None
+    if resolved.model.from_:
+        config = resolved.model.config
+        base = fetch_base(resolved.model.from_, store / "artefacts", config=config, options=options, reporter=reporter)
+        resolved = _with_architecture(resolved, base)
+        _measure_base(base, resolved, reporter)
     artefacts = DataArtefacts(resolved, store, workers=workers, options=options, reporter=reporter)
     folder = store / "runs" / resolved.name / name
     _keep_recipe(resolved, folder)
-    return _prepared(resolved, name, folder, artefacts, build=True, reporter=reporter)
+    run = _prepared(resolved, name, folder, artefacts, base, build=True, reporter=reporter)
+    _keep_prepared(run)
+    return run
+
+
+def _with_architecture(recipe: Recipe, base: BaseWeights) -> Recipe:
+    """Write out the architecture that base weights bring, where the recipe leaves it to them."""
+    if recipe.model.config is not None:
+        return recipe
+    model = recipe.model.model_copy(update={"config": read_config(base.files)})
+    return recipe.model_copy(update={"model": model})
+
+
+def _measure_base(base: BaseWeights, recipe: Recipe, reporter: Reporter) -> None:
+    """Measure the loss of base weights on the probe batch once; every run compares itself with it before step 0."""
+    from trainshed.checkpoints.probe import read_probe
+
+    if read_probe(base.folder) is None:
+        from trainshed.engines.torch.probing import probe_base
+
+        assert recipe.model.config is not None
+        probe_base(base, recipe.model.config, reporter)
 
 
 def _keep_recipe(recipe: Recipe, folder: Path) -> None:
@@ -100,15 +149,49 @@ def _keep_recipe(recipe: Recipe, folder: Path) -> None:
             shutil.copymode(recipe.folder / script, folder / script)
 
 
-def open_run(recipe: Recipe, cluster: Cluster | None = None) -> PreparedRun:
-    """Open what `run_line` made; nothing is made or changed."""
+def _keep_prepared(run: PreparedRun) -> None:
+    """Save where the run's artefacts are: a thousand ranks must not each look for them again."""
+    body = {
+        "schema": PREPARED_SCHEMA,
+        "data": run.data.to_plain(),
+        "base": None if run.base is None else str(run.base.folder.absolute()),
+    }
+    LocalStore(run.folder).put(PREPARED, orjson.dumps(body, option=orjson.OPT_INDENT_2) + b"\n")
+
+
+def open_run(recipe: Recipe, cluster: Cluster | None = None, *, id: str | None = None) -> PreparedRun:
+    """Open what `run_line` made; no artefact is made or changed."""
     cluster = cluster or load_cluster()
     options = store_options(cluster)
     store = _store_root(recipe, cluster)
     resolved = resolve(recipe, options)
-    name = run_id(resolved)
+    name = id or run_id(resolved)
+    base = None
+    if resolved.model.from_:
+        base = find_base(resolved.model.from_, store / "artefacts", options=options)
+        resolved = _with_architecture(resolved, base)
     artefacts = DataArtefacts(resolved, store, make=False, options=options)
-    return _prepared(resolved, name, store / "runs" / resolved.name / name, artefacts, build=False, reporter=SILENT)
+    folder = store / "runs" / resolved.name / name
+    return _prepared(resolved, name, folder, artefacts, base, build=False, reporter=SILENT)
+
+
+def open_run_folder(folder: Path) -> PreparedRun:
+    """Open a run by its folder alone, as its ranks do: nothing is looked for, nothing made."""
+    path = folder / PREPARED
+    if not path.is_file():
+        raise NotFound("this run is not prepared", where=str(folder), hint="run `trainshed run RECIPE` first")
+    body = orjson.loads(path.read_bytes())
+    recipe = load_recipe(str(folder / "recipe.yaml"))
+    data = PreparedData.from_plain(body["data"])
+    base = BaseWeights.at(Path(body["base"])) if body["base"] else None
+    orders = run_orders(recipe, data, folder.parents[2] / "artefacts" / "index", build=False)
+    return PreparedRun(recipe, folder.name, folder, data, orders.steps, orders.train, orders.validation, None, base)
+
+
+def keep_run(run: PreparedRun) -> None:
+    """Save a run's recipe and where its artefacts are, for its ranks; `train` may have changed its length."""
+    _keep_recipe(run.recipe, run.folder)
+    _keep_prepared(run)
 
 
 def store_options(cluster: Cluster) -> StoreOptions:
@@ -128,95 +211,82 @@ def _store_root(recipe: Recipe, cluster: Cluster) -> Path:
 
 
 def _prepared(
-    recipe: Recipe, name: str, folder: Path, artefacts: DataArtefacts, *, build: bool, reporter: Reporter
-) -> PreparedRun:
-    data, train = recipe.data, recipe.train
-    ramp = train.batch_ramp
-    schedule = BatchSchedule(
-        train.global_batch, RampUp(ramp.start, ramp.increment, ramp.samples) if ramp is not None else None
-    )
-    if data.synthetic:
-        order = DataOrder([_synthetic(recipe)], schedule)
-        steps = _steps(recipe, schedule, order.sequence_length, 0)
-        return PreparedRun(recipe, name, folder, [], steps, order, None, artefacts.tokenizer())
-    sources = [artefacts.source(source, f"source-{number}", source.weight) for number, source in enumerate(data.train)]
-    length = data.sequence_length
-    assert length is not None, "the schema asks for it wherever data is not synthetic"
-    train_share = data.split.train if data.split else 1.0
-    steps = _steps(recipe, schedule, length, int(sum(source.tokens for source in sources) * train_share))
-    order = _order(
-        sources, (0.0, train_share), artefacts, recipe, schedule, steps, SkipList(data.skip), build, reporter
-    )
-    validation = None
-    if data.validation is not None:
-        if data.validation.kind is not None:
-            measured, share = [artefacts.source(data.validation, "validation")], (0.0, 1.0)
-        else:
-            assert data.split is not None, "the schema asks for a split or a source"
-            measured, share = sources, (train_share, train_share + data.split.validation)
-        plain = BatchSchedule(train.global_batch)
-        batches = data.validation.batches
-        measured = [replace(source, name=f"{source.name} (validation)") for source in measured]
-        validation = _order(measured, share, artefacts, recipe, plain, batches, SkipList(), build, reporter)
-    return PreparedRun(recipe, name, folder, sources, steps, order, validation, artefacts.tokenizer())
-
-
-def _order(
-    sources: list[PreparedSource],
-    share: tuple[float, float],
-    artefacts: DataArtefacts,
     recipe: Recipe,
-    schedule: BatchSchedule,
-    steps: int,
-    skip: SkipList,
+    name: str,
+    folder: Path,
+    artefacts: DataArtefacts,
+    base: BaseWeights | None,
+    *,
     build: bool,
     reporter: Reporter,
-) -> DataOrder:
-    files = [
-        TokenFiles(
-            source.label,
-            source.prefixes,
-            source.weight,
-            (share[0], min(share[1], 1.0)),
-            content=source.content,
-            name=source.name,
-        )
-        for source in sources
-    ]
-    length = recipe.data.sequence_length or 0
-    seed = recipe.data.seed
-    if not build:
-        return open_order(
-            files, indexes=artefacts.indexes, seed=seed, sequence_length=length, schedule=schedule, skip=skip
-        )
-    return build_order(
-        files,
-        indexes=artefacts.indexes,
-        seed=seed,
-        sequence_length=length,
-        schedule=schedule,
-        steps=steps,
-        skip=skip,
-        reporter=reporter,
-    )
+) -> PreparedRun:
+    section = recipe.data
+    data = PreparedData(())
+    if not section.synthetic:
+        sources = [
+            artefacts.source(source, f"source-{number}", source.weight) for number, source in enumerate(section.train)
+        ]
+        own = section.validation if section.validation is not None and section.validation.kind is not None else None
+        data = PreparedData(tuple(sources), artefacts.source(own, "validation") if own is not None else None)
+    orders = run_orders(recipe, data, artefacts.indexes, build=build, reporter=reporter)
+    tokenizer = artefacts.tokenizer()
+    return PreparedRun(recipe, name, folder, data, orders.steps, orders.train, orders.validation, tokenizer, base)
 
 
-def _synthetic(recipe: Recipe) -> SyntheticSource:
-    config = recipe.model.config
-    if config is None:
+def check_trainable(recipe: Recipe, *, chosen: bool = False) -> None:
+    """Refuse what no preparation can make trainable; `chosen` says that the command line gives a layout."""
+    if recipe.engine.name != "torch":
         raise InputError(
-            "synthetic data needs the model's vocabulary",
-            where=recipe.where("model"),
-            hint="write `preset` or `config` under `model`",
+            f"the engine {recipe.engine.name} is not built yet",
+            where=recipe.where("engine"),
+            hint="write engine: torch",
         )
-    length = recipe.data.sequence_length or config.max_positions
-    return SyntheticSource(vocab_size=config.vocab_size, sequence_length=length, seed=recipe.data.seed)
+    if recipe.train.mode == "finetune" or recipe.train.lora is not None:
+        key = "train.lora" if recipe.train.lora is not None else "train.mode"
+        raise InputError("fine-tuning is not built yet", where=recipe.where(key), hint="write `mode: pretrain`")
+    if isinstance(recipe.layout, str) and not chosen:
+        raise InputError(
+            "`layout: auto` needs the planner, which is not built yet",
+            where=recipe.where("layout"),
+            hint="write `layout: {dp: 1}` in the recipe, or --layout dp=1",
+        )
 
 
-def _steps(recipe: Recipe, schedule: BatchSchedule, sequence_length: int, epoch_tokens: int) -> int:
-    """The length of the run in steps, whichever way the recipe says it."""
-    train = recipe.train
-    if train.steps is not None:
-        return train.steps
-    tokens = train.tokens if train.tokens is not None else int((train.epochs or 0) * epoch_tokens)
-    return schedule.steps_for(-(-tokens // sequence_length))
+def run_layout(
+    run: PreparedRun,
+    *,
+    keys: dict[str, object] | None = None,
+    world_size: int | None = None,
+    reporter: Reporter = SILENT,
+) -> RankLayout:
+    """Return the layout a run trains on: the recipe's with `keys` over it, filled in and checked."""
+    check_trainable(run.recipe, chosen=bool(keys))
+    recipe, written = run.recipe, run.recipe.layout
+    plain = {} if isinstance(written, str) else written.model_dump(exclude_unset=True)
+    wanted = validate(Layout, Document(plain | (keys or {}), Places("--layout")))
+    layout = resolve_layout(wanted, run.config, world_size=world_size)
+    asked = {"sequence_length": run.order.sequence_length, "batch_sizes": run.order.schedule.sizes}
+    problems = layout_problems(layout, run.config, **asked)
+    if problems:
+        raise as_recipe_error(problems, recipe.places)
+    for warning in layout_warnings(layout, run.config, **asked):
+        reporter.warn(warning)
+    return layout
+
+
+def train_job(run: PreparedRun, layout: RankLayout) -> TrainJob:
+    """Return what a rank of this run is asked to train."""
+    from trainshed.engines.torch.job import TrainJob
+
+    return TrainJob(
+        recipe=run.recipe,
+        config=run.config,
+        layout=layout,
+        name=run.id,
+        steps=run.steps,
+        order=run.order,
+        validation=run.validation,
+        store=LocalStore(run.folder),
+        folder="",
+        base=run.base,
+    )

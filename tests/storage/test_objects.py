@@ -110,6 +110,16 @@ def test_a_failed_upload_leaves_nothing_visible_and_no_parts(store: Store, s3_bu
     assert s3_server.open_uploads(s3_bucket) == 0
 
 
+def test_memory_that_was_written_may_be_used_again_at_once(store: Store) -> None:
+    memory = bytearray(12 * 1024 * 1024)
+    with store.writer("reused", size=3 * len(memory)) as writer:
+        for number in range(3):
+            memory[:] = bytes([number]) * len(memory)
+            writer.write(memoryview(memory))
+    assert set(store.read("reused", 0, len(memory))) == {0}
+    assert set(store.read("reused", 2 * len(memory))) == {2}
+
+
 def test_conditional_puts(store: Store) -> None:
     first = store.put("latest", b"1", expect=ABSENT)
     with pytest.raises(Conflict, match="latest: it is there already"):

@@ -17,6 +17,9 @@ from trainshed.errors import TrainshedError
 
 VERBS = {
     "run": ("trainshed.cli.run:run", "The whole line of a recipe; skips what is already proven."),
+    "train": ("trainshed.cli.train:train", "The train stage alone, here."),
+    "verify": ("trainshed.cli.verify:verify", "A layout against one process, on a shrunk model."),
+    "checkpoints": ("trainshed.cli.checkpoints:checkpoints", "List, verify and prune the checkpoints of a run."),
     "schema": ("trainshed.cli.schema:schema", "The JSON schema of recipes, for editors."),
     "recipes": ("trainshed.cli.recipes:app", "List the shipped recipes and copy one."),
 }
@@ -47,6 +50,7 @@ def build_app() -> App:
     for name, (target, summary) in DATA_VERBS.items():
         data.command(target, name=name, help=summary)
     app.command(data)
+    app.command("trainshed.cli.worker:worker", name="worker", show=False)
     return app
 
 

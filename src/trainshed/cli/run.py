@@ -14,12 +14,13 @@ def run(
     *overrides: str,
     on: str = "local",
     id: str | None = None,
+    layout: str | None = None,
     workers: int | None = None,
     output: Annotated[Output, Parameter(name=["-o", "--output"])] = "text",
 ) -> int:
     """Carry a recipe through every stage; what is already made and proven is not made again.
 
-    In this version the line ends with prepared, verified and indexed data: training is not part of it yet.
+    Fetches and proves base weights, prepares, verifies and indexes the data, and trains; a rerun goes on where it was.
 
     Parameters
     ----------
@@ -31,21 +32,26 @@ def run(
         The cluster file that says where to run.
     id
         Start another run of the same recipe under this id.
+    layout
+        Keys of the layout to change, as tp=2,pp=2,dp=2.
     workers
         How many cores to tokenise on (default: all).
     output
         Report as text or json.
     """
     from trainshed.cli.console import human, print_report, reporter
+    from trainshed.cli.train import exit_code, train_stage, training_text
     from trainshed.errors import InputError
-    from trainshed.line import run_line
+    from trainshed.line import check_trainable, run_line
     from trainshed.recipe import load_cluster, load_recipe, split_overrides
 
     if workers is not None and workers < 1:
         raise InputError(f"--workers {workers} is less than one", hint="write --workers 1 or more, or leave it out")
     for_recipe, for_cluster = split_overrides(overrides)
     cluster = load_cluster(on, for_cluster)
-    prepared = run_line(load_recipe(recipe, for_recipe), cluster, id=id, workers=workers, reporter=reporter())
+    loaded = load_recipe(recipe, for_recipe)
+    check_trainable(loaded, chosen=layout is not None)
+    prepared = run_line(loaded, cluster, id=id, workers=workers, reporter=reporter())
     budget = prepared.order.budget(prepared.steps)
     data = {
         "schema": "trainshed.run/1",
@@ -65,7 +71,6 @@ def run(
             for source in prepared.sources
         ],
         "epochs": {each.name: each.epochs for each in budget},
-        "ends_with": "prepared data",
     }
     lines = [f"run {prepared.recipe.name}/{prepared.id} in {prepared.folder}"]
     for source, share in zip(prepared.sources, budget, strict=False):
@@ -82,6 +87,6 @@ def run(
         lines.append(
             f"  order: ready for {prepared.steps:,} steps ({human(size, 'tokens')}), independent of any layout"
         )
-    lines.append("  the line ends here for now: the training stage is not built yet")
-    print_report(data, output, "\n".join(lines))
-    return 0
+    data["training"] = training = train_stage(prepared, layout)
+    print_report(data, output, "\n".join([*lines, training_text(training)]))
+    return exit_code(training)

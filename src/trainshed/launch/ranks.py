@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import selectors
+import shutil
 import signal
 import socket
 import subprocess
@@ -21,10 +22,13 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from trainshed.errors import InputError
+
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 """A run that gets one of these writes a checkpoint and exits with 128 + its number."""
 
 _LOG_TAIL_BYTES = 4096
+_KILL_SECONDS = 30.0  # a process that waits for a dead mount does not even die
 # 1 is PR_SET_PDEATHSIG in linux/prctl.h. The parent may have died before it was asked for.
 _DIE_WITH_PARENT = """
 import ctypes, os, sys
@@ -59,6 +63,11 @@ class RanksResult:
     exit_code: int
     failed: list[RankFailure]
 
+    @property
+    def ends(self) -> dict[int, str]:
+        """How the ranks that ended by themselves did, for `flight.diagnose`: those we killed may have been waiting."""
+        return {failure.rank: failure.how for failure in self.failed if not failure.killed}
+
 
 def run_ranks(
     command: Sequence[str],
@@ -79,6 +88,8 @@ def run_ranks(
     `environment` is added to our own. `master` is where rank 0 of the whole world listens; it is found here when the
     world is this node. `on_poll` is called every `poll_seconds`; if it raises, the ranks are killed.
     """
+    if shutil.which(command[0]) is None:
+        raise InputError(f"there is no program '{command[0]}' to start the ranks with")
     if master is None:
         if world_size not in (None, ranks):
             raise ValueError("ranks on several nodes need to be told their master")
@@ -152,9 +163,12 @@ class Ranks:
         for rank, process in self._running.items():
             self._killed.add(rank)
             _kill_group(process.pid)
-        while self._running:
+        deadline = time.monotonic() + _KILL_SECONDS
+        while self._running and time.monotonic() < deadline:
             self._collect()
             time.sleep(0.001)
+        self._ended += [(rank, -signal.SIGKILL) for rank in self._running]
+        self._running.clear()
 
     def close(self) -> None:
         """Leave nobody behind."""

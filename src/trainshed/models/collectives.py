@@ -21,6 +21,12 @@ class Group:
     rank: int = 0
     process_group: dist.ProcessGroup | None = None
 
+    @property
+    def ranks(self) -> dist.ProcessGroup:
+        """The process group; only asked for where there is more than one rank."""
+        assert self.process_group is not None, "a group of several ranks has a process group"
+        return self.process_group
+
     def bounds(self, length: int) -> tuple[int, int]:
         """Return this rank's share [start, stop) of a length; the first ranks take one more where it is uneven."""
         each, extra = divmod(length, self.size)
@@ -47,35 +53,35 @@ def gather(x: torch.Tensor, group: Group) -> torch.Tensor:
     """Put the parts of all ranks together on dim 0; the gradient of each part is summed over the ranks."""
     if group.size == 1:
         return x
-    return _wait(funcol.all_gather_tensor_autograd(x.contiguous(), 0, group.process_group))
+    return _wait(funcol.all_gather_tensor_autograd(x.contiguous(), 0, group.ranks))
 
 
 def sum_and_cut(x: torch.Tensor, group: Group) -> torch.Tensor:
     """Sum over the ranks and keep this rank's part of dim 0."""
     if group.size == 1:
         return x
-    return _wait(funcol.reduce_scatter_tensor_autograd(x.contiguous(), "sum", 0, group.process_group))
+    return _wait(funcol.reduce_scatter_tensor_autograd(x.contiguous(), "sum", 0, group.ranks))
 
 
 def exchange(x: torch.Tensor, receive: list[int], send: list[int], group: Group) -> torch.Tensor:
     """Send `send[i]` rows to rank i and receive `receive[i]` rows from it."""
     if group.size == 1:
         return x
-    return _wait(funcol.all_to_all_single_autograd(x.contiguous(), receive, send, group.process_group))
+    return _wait(funcol.all_to_all_single_autograd(x.contiguous(), receive, send, group.ranks))
 
 
 def summed(x: torch.Tensor, group: Group) -> torch.Tensor:
     """Sum over the ranks; for numbers that carry no gradient."""
     if group.size == 1:
         return x
-    return _wait(funcol.all_reduce(x.detach(), "sum", group.process_group))
+    return _wait(funcol.all_reduce(x.detach(), "sum", group.ranks))
 
 
 def largest(x: torch.Tensor, group: Group) -> torch.Tensor:
     """Take the maximum over the ranks; for numbers that carry no gradient."""
     if group.size == 1:
         return x
-    return _wait(funcol.all_reduce(x.detach(), "max", group.process_group))
+    return _wait(funcol.all_reduce(x.detach(), "max", group.ranks))
 
 
 def _wait(x: torch.Tensor) -> torch.Tensor:

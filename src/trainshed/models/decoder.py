@@ -103,9 +103,7 @@ class Block(nn.Module):
         if self.recompute == "none" or not torch.is_grad_enabled():
             return self._forward(x, rotary, scale, samples, positions)
         context = keep_products if self.recompute == "selective" else noop_context_fn
-        return checkpoint(
-            self._forward, x, rotary, scale, samples, positions, use_reentrant=False, context_fn=context
-        )
+        return checkpoint(self._forward, x, rotary, scale, samples, positions, use_reentrant=False, context_fn=context)
 
     def _forward(
         self,
@@ -118,6 +116,7 @@ class Block(nn.Module):
         x = x + self.after_attention(self.attention(x, rotary), samples, positions)
         if isinstance(self.mlp, ExpertMlp):
             out, losses = self.mlp(x, scale)
+            out, losses = _WithLosses.apply(out, losses), losses.detach()
         else:
             out, losses = self.mlp(x), None
         return x + self.after_mlp(out, samples, positions), losses
@@ -183,8 +182,7 @@ class Chunk(nn.Module):
         for block in self.layers.values():
             x, losses = block(x, self.rotary, self.scale.sequences, samples, self.own_positions)
             if losses is not None:
-                self.router_losses += losses.detach()
-                x = _WithLosses.apply(x, losses)
+                self.router_losses += losses
         if not self.spec.last:
             return x
         hidden = gather(self.norm(x), self.axes.tp)

@@ -90,11 +90,7 @@ class ExpertMlp(nn.Module):
         rows = permute_rows(copies, by_expert)
         counts = torch.zeros(self.moe.experts, dtype=torch.int64, device=tokens.device)
         counts = counts.scatter_add_(0, chosen.flatten(), torch.ones_like(chosen.flatten()))
-        ep = self.axes.ep
-        if ep.size == 1:
-            out = self.experts(rows, counts)
-        else:
-            out = self._exchanged(rows, counts)
+        out = self.experts(rows, counts) if self.axes.ep.size == 1 else self._exchanged(rows, counts)
         out = permute_rows(out, invert(by_expert)).view(*chosen.shape, -1)
         return (out * weights[..., None].to(out.dtype)).sum(1)
 

@@ -18,7 +18,6 @@ from trainshed.models.collectives import Axes, Group, gather, sum_and_cut
 from trainshed.models.counter_random import keep_mask, key_of
 from trainshed.recipe import ModelConfig
 
-
 Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """How a projection multiplies: (input [..., columns], weight [rows, columns]) to [..., rows]."""
 

@@ -32,7 +32,9 @@ def inverse_frequencies(config: ModelConfig) -> torch.Tensor:
     if scaling.kind == "linear":
         return frequencies / scaling.factor
     low, high, original = scaling.low_frequency_factor, scaling.high_frequency_factor, scaling.original_positions
-    assert low is not None and high is not None and original is not None, "the schema asks for all three"
+    assert low is not None, "the schema asks for all three"
+    assert high is not None, "the schema asks for all three"
+    assert original is not None, "the schema asks for all three"
     wavelength = 2 * math.pi / frequencies
     smooth = (original / wavelength - low) / (high - low)
     blended = (1 - smooth) * frequencies / scaling.factor + smooth * frequencies

@@ -9,8 +9,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
-from trainshed.observe.flight_record import Collective, FlightRecord, Group
+from trainshed.errors import CorruptData
+from trainshed.observe.flight_record import NCCL_DUMP, Collective, FlightRecord, Group
+from trainshed.observe.torch_trace import read_pickle
 
 _ONE_SIZE = frozenset({"all_reduce", "allreduce", "broadcast", "reduce"})
 """Collectives whose tensors must have one size on all ranks; those of others may be uneven."""
@@ -38,8 +41,8 @@ class _Wait:
     astray: tuple[int, ...]
 
     @property
-    def place(self) -> tuple[str, int, int | None]:
-        return self.group.name, self.what.seq, self.what.peer
+    def place(self) -> tuple[str, str, int, int | None]:
+        return self.what.backend, self.group.name, self.what.seq, self.what.peer
 
     def __str__(self) -> str:
         size = " and ".join("×".join(map(str, each)) or "scalar" for each in self.what.sizes[:2])
@@ -76,6 +79,30 @@ def diagnose(
     return Diagnosis([], None, f"no rank stands out among the flight records of {named(records)}")
 
 
+def read_records(folder: Path) -> dict[int, FlightRecord]:
+    """The flight records in a folder (`health/attempt-0001`), by rank.
+
+    For a rank that NCCL's watchdog ended before it could write its own, what PyTorch dumped.
+    """
+    found: dict[int, FlightRecord] = {}
+    for path in sorted(folder.glob("rank-*.json")):
+        record = FlightRecord.from_json(path.read_bytes())
+        found[record.rank] = record
+    for path in sorted(folder.glob(f"{NCCL_DUMP}*")):
+        number = path.name.removeprefix(NCCL_DUMP)
+        if not number.isdecimal() or int(number) in found:
+            continue
+        reason = "NCCL's watchdog ended it"
+        try:
+            operations, groups = read_pickle(path.read_bytes(), str(path))
+        except CorruptData:  # its writer was ended in the middle of it
+            continue
+        found[int(number)] = FlightRecord(
+            int(number), path.stat().st_mtime, reason, waiting="collective", groups=groups, collectives=operations
+        )
+    return found
+
+
 def named(ranks: Iterable[int]) -> str:
     """Ranks as a person writes them: `rank 3`, `ranks 0-7, 9`."""
     ranges: list[list[int]] = []
@@ -106,10 +133,10 @@ def _waits(record: FlightRecord, records: Mapping[int, FlightRecord], world_size
 
 
 def _unfinished(record: FlightRecord) -> list[Collective]:
-    first: dict[str, Collective] = {}
+    first: dict[tuple[str, str], Collective] = {}
     for each in record.collectives:
         if each.state != "done":
-            first.setdefault(each.group, each)
+            first.setdefault((each.backend, each.group), each)
     if first or record.error is None or not record.error.collective or record.waiting == "point-to-point":
         return list(first.values())
     # gloo counts a collective that has failed as done: it is the last one that was begun.
@@ -120,10 +147,12 @@ def _is_absent(what: Collective, waiting: FlightRecord, other: FlightRecord | No
     """Whether a rank had not come to a collective while another waited there."""
     if other is None:
         return True
-    theirs = [each for each in other.collectives if each.group == what.group and each.peer is None]
-    if not theirs or max(each.seq for each in theirs) < what.seq:
+    if other.missing is not None:
+        return False
+    theirs = _same_counter(what, other)
+    if not theirs or max(theirs) < what.seq:
         return True
-    same = next((each for each in theirs if each.seq == what.seq), None)
+    same = theirs.get(what.seq)
     if same is None:
         return False
     came_too_late = same.created > waiting.time
@@ -132,10 +161,17 @@ def _is_absent(what: Collective, waiting: FlightRecord, other: FlightRecord | No
 
 
 def _is_astray(what: Collective, other: FlightRecord) -> bool:
-    for each in other.collectives:
-        if (each.group, each.seq, each.peer) == (what.group, what.seq, None):
-            return each.op != what.op or (what.op in _ONE_SIZE and each.sizes != what.sizes)
-    return False
+    theirs = _same_counter(what, other).get(what.seq)
+    return theirs is not None and (theirs.op != what.op or (what.op in _ONE_SIZE and theirs.sizes != what.sizes))
+
+
+def _same_counter(what: Collective, other: FlightRecord) -> dict[int, Collective]:
+    """Another rank's collectives by number, of the group and backend that count them together with this one."""
+    return {
+        each.seq: each
+        for each in other.collectives
+        if (each.backend, each.group) == (what.backend, what.group) and each.peer is None
+    }
 
 
 def _answers(peer: FlightRecord | None, rank: int) -> bool:
@@ -144,7 +180,7 @@ def _answers(peer: FlightRecord | None, rank: int) -> bool:
 
 def _ends_of_chains(waits: list[_Wait], silent: list[int], ends: Mapping[int, str]) -> list[int]:
     """Those who are waited for and wait for nobody."""
-    waiting = {wait.rank for wait in waits if wait.absent}
+    waiting = {wait.rank for wait in waits if wait.absent or wait.astray}
     absent = {rank for wait in waits for rank in wait.absent} - waiting
     # Of those that wrote nothing, some were ended by whoever started them: they may have been waiting too.
     return _ended_first([rank for rank in absent if rank in silent], ends) or list(absent)
@@ -163,10 +199,12 @@ def _blaming(
     held = [wait for wait in waits if set(wait.absent) & set(ranks)]
     collective = None
     if held:
-        place = Counter(wait.place for wait in held).most_common(1)[0][0]
-        there = [wait for wait in held if wait.place == place]
-        collective = str(there[0])
-        did += f"; {named(wait.rank for wait in there)} waited in {collective}"
+        # Where most wait comes first; of several such places, the one that was reached first.
+        held.sort(key=lambda wait: wait.what.created)
+        places = [place for place, _ in Counter(wait.place for wait in held).most_common(3)]
+        there = [[wait for wait in held if wait.place == place] for place in places]
+        collective = str(there[0][0])
+        did += "; " + ", ".join(f"{named(wait.rank for wait in same)} waited in {same[0]}" for same in there)
     elif others := [rank for rank, record in records.items() if record.waiting and rank not in ranks]:
         kinds = Counter(records[rank].waiting for rank in others)
         collective = f"{kinds.most_common(1)[0][0]} communication"
@@ -198,9 +236,8 @@ def _disagreeing(waits: list[_Wait], records: Mapping[int, FlightRecord]) -> Dia
     there = [each for each in waits if each.place == wait.place]
     texts = {each.rank: str(each) for each in there}
     for rank in wait.astray:
-        for each in records[rank].collectives:
-            if (each.group, each.seq) == (wait.what.group, wait.what.seq):
-                texts[rank] = str(_Wait(rank, each, wait.group, (), ()))
+        other = _same_counter(wait.what, records[rank])[wait.what.seq]
+        texts[rank] = str(_Wait(rank, other, wait.group, (), ()))
     sides = _grouped(texts)
     fewest = min(len(same) for same in sides.values())
     ranks = sorted(rank for same in sides.values() if len(same) == fewest for rank in same)

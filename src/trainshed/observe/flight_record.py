@@ -1,12 +1,11 @@
 """What one rank writes down when it fails or stands still: `health/attempt-0001/rank-00003.json`.
 
-The engine makes it, from PyTorch's flight recorder and its Python stacks; `flight.diagnose` compares those of all ranks.
+The engine makes it from PyTorch's flight recorder and its Python stacks; `flight.diagnose` compares those of all ranks.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 import orjson
@@ -14,15 +13,19 @@ import orjson
 STALLED_EXIT_CODE = 75
 """A rank whose watchdog saw no progress exits with this (EX_TEMPFAIL of sysexits.h: try again)."""
 
+NCCL_DUMP = "nccl-rank-"
+"""What PyTorch names the dump of NCCL's watchdog, before the rank's number."""
+
 
 @dataclass(frozen=True)
 class Collective:
     """One collective or point-to-point operation that a rank began.
 
-    `seq` counts the collectives of a group; `created` is in seconds since 1970. `peer` is the other rank of a
-    point-to-point operation.
+    `seq` counts the collectives of a group on one backend (a group may have gloo and NCCL). `created` is in seconds
+    since 1970, `peer` the other rank of a point-to-point operation.
     """
 
+    backend: str
     group: str
     seq: int
     op: str
@@ -91,15 +94,3 @@ class FlightRecord:
 def record_file(rank: int) -> str:
     """The name of a rank's flight record."""
     return f"rank-{rank:05d}.json"
-
-
-def read_records(folder: Path) -> dict[int, FlightRecord]:
-    """The flight records in a folder, by rank; one cut short by the end of its writer counts as not written."""
-    found = {}
-    for path in sorted(folder.glob("rank-*.json")):
-        try:
-            record = FlightRecord.from_json(path.read_bytes())
-        except (orjson.JSONDecodeError, TypeError):
-            continue
-        found[record.rank] = record
-    return found

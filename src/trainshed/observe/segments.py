@@ -223,7 +223,8 @@ class BucketSegments:
                 return
 
     def _ready(self) -> bool:
-        return bool(self._waiting) and (self._wanted > self._stored or time.monotonic() >= self._due)
+        due = self._wanted > self._stored or time.monotonic() >= self._due
+        return bool(self._waiting) and (due or (self._closing and self._trouble is None))
 
     def _put_until_stored(self, segment: bytes) -> bool:
         """Put one segment, again and again where the store fails: order is kept by not going on without it."""

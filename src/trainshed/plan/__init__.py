@@ -1,1 +1,18 @@
-"""Arithmetic before any GPU is held: layouts, FLOPs (later memory, time, search, cost)."""
+"""Arithmetic before any GPU is held: which rank does what, what is legal, what a token costs."""
+
+from trainshed.plan.flops import TokenFlops, token_flops, training_flops_per_token
+from trainshed.plan.layout import Coordinates, RankLayout, parse_layout, resolve_layout
+from trainshed.plan.legality import layout_problems, layout_warnings, pipeline_bubble
+
+__all__ = [
+    "Coordinates",
+    "RankLayout",
+    "TokenFlops",
+    "layout_problems",
+    "layout_warnings",
+    "parse_layout",
+    "pipeline_bubble",
+    "resolve_layout",
+    "token_flops",
+    "training_flops_per_token",
+]

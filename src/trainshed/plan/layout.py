@@ -23,8 +23,6 @@ Shard = Literal["none", "zero1", "zero2", "full"]
 Recompute = Literal["none", "selective", "full"]
 PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
 
-DENSE_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-EXPERT_AXES = ("pp", "edp", "ep", "etp")
 _SHOWN = ("tp", "pp", "vp", "cp", "ep", "etp", "dp", "replicate")
 
 
@@ -91,12 +89,12 @@ class RankLayout:
 
     @property
     def dense_shape(self) -> tuple[int, ...]:
-        """Lengths of `DENSE_AXES`."""
+        """Lengths of the dense mesh: pp, dp_replicate, dp_shard, cp, tp."""
         return (self.pp, self.copies, self.dp_shard, self.cp, self.tp)
 
     @property
     def expert_shape(self) -> tuple[int, ...]:
-        """Lengths of `EXPERT_AXES`."""
+        """Lengths of the expert mesh: pp, edp, ep, etp."""
         return (self.pp, self.edp, self.ep, self.etp)
 
     def coordinates(self, rank: int) -> Coordinates:

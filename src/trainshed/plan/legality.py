@@ -7,6 +7,7 @@ clash and what to write. It is *unwise* where it merely costs; costs that hang o
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from math import gcd
 
 from trainshed.errors import InputError
 from trainshed.plan.layout import RankLayout, even_stages
@@ -65,7 +66,9 @@ def pipeline_bubble(layout: RankLayout, micro_batches: int) -> float:
 
 def _tensor_problems(layout: RankLayout, config: ModelConfig) -> Iterator[Problem]:
     moe = config.moe
-    cuts = [("heads", config.heads), ("key/value heads", config.kv_heads), ("feed-forward rows", config.ffn or 0)]
+    # Query heads are a multiple of the key/value heads, so that these decide.
+    heads = "heads" if config.kv_heads == config.heads else "key/value heads"
+    cuts = [(heads, config.kv_heads), ("feed-forward rows", config.ffn or 0)]
     if moe is not None:
         cuts.append(("rows of the shared expert", moe.shared_ffn))
     for things, count in cuts:
@@ -95,17 +98,18 @@ def _expert_problems(layout: RankLayout, config: ModelConfig) -> Iterator[Proble
             f"ep: {layout.ep} does not divide the {moe.experts} experts",
             f"write {_one_of('ep', _divisors(moe.experts), limit=layout.ep)}",
         )
+    legal_etp = f"write {_one_of('etp', _divisors(gcd(moe.ffn, layout.tp)))}"
     if moe.ffn % layout.etp:
         yield _problem(
             "etp",
             f"etp: {layout.etp} does not divide the {moe.ffn} rows of an expert",
-            f"write {_one_of('etp', _divisors(moe.ffn), limit=layout.etp)}",
+            legal_etp,
         )
     if layout.tp % layout.etp:
         yield _problem(
             "etp",
             f"etp: {layout.etp} does not divide tp: {layout.tp}, whose ranks share an expert's tokens",
-            f"write {_one_of('etp', _divisors(layout.tp))}",
+            legal_etp,
         )
     # With `shard: none` every dp rank is a copy for the dense weights, and experts may still lie across all of them.
     dp = layout.dp if layout.shard == "none" else layout.dp_shard

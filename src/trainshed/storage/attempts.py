@@ -43,12 +43,15 @@ class Attempt:
             )
 
     def put(self, path: str, data: bytes) -> ObjectInfo:
-        """Write a small object unless a later attempt has begun.
+        """Write a small object unless a later attempt has begun."""
+        return self.put_over(self.store.head(path), path, data)
 
-        The version is looked up before the check. If no later attempt had begun at the check, then none had written
-        before the look-up either; and if one writes after it, the version is no longer the expected one.
+    def put_over(self, before: ObjectInfo | None, path: str, data: bytes) -> ObjectInfo:
+        """Write a small object over what was seen there `before`, unless a later attempt has begun.
+
+        Whoever looks first and is checked after cannot undo a later attempt's work: if none had begun at the check,
+        none had written before the look; and if one writes after it, the version is no longer the one seen.
         """
-        before = self.store.head(path)
         self.check()
         try:
             return self.store.put(path, data, expect=ABSENT if before is None else before.version)

@@ -245,7 +245,8 @@ class _PartWriter:
                     max_concurrency=PARALLEL_PARTS,
                 ).__enter__()
         with self._store._explained(self._path):
-            self._upload.write(data)
+            # obstore uploads from the memory it is given, later; whoever passes a view may use that memory again.
+            self._upload.write(data if isinstance(data, bytes) else bytes(data))
 
     def finish(self) -> None:
         if self._upload is None:

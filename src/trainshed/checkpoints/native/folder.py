@@ -1,4 +1,4 @@
-"""The checkpoints folder of a run: how files are named, what is complete, where to resume.
+"""The checkpoints folder of a run: how files are named and what is complete.
 
     checkpoints/latest                          the newest checkpoint, written last of all
     checkpoints/step-00000100/manifest.json     its commit: a folder without one is no checkpoint
@@ -21,8 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from trainshed.errors import Conflict, CorruptData, NotFound
-from trainshed.reporting import SILENT, Reporter
+from trainshed.errors import CorruptData, NotFound
 from trainshed.storage import Manifest, ObjectInfo, Store, join
 from trainshed.storage.attempts import Attempt
 
@@ -31,6 +30,11 @@ KIND = "checkpoint"
 METADATA, MANIFEST, LATEST = ".metadata", "manifest.json", "latest"
 _STEP = re.compile(r"step-(\d{8,})")
 _OF_ATTEMPT = re.compile(r"__\d+_(\d+)\.distcp|pieces-(\d+)\.json")
+
+
+def checkpoints_folder(run_folder: str) -> str:
+    """The checkpoints folder of a run."""
+    return f"{run_folder.strip('/')}/checkpoints" if run_folder.strip("/") else "checkpoints"
 
 
 def step_folder(folder: str, step: int) -> str:
@@ -88,6 +92,11 @@ class Latest:
     attempt: int | None
     written_by: int
 
+    @classmethod
+    def to(cls, found: Found | None, attempt: Attempt) -> Latest:
+        """A pointer that an attempt writes to a checkpoint, or to none."""
+        return cls(None, None, attempt.number) if found is None else cls(found.step, found.attempt, attempt.number)
+
     def to_bytes(self) -> bytes:
         """The pointer as it is stored."""
         document = {"format": FORMAT, "step": self.step, "attempt": self.attempt, "written_by": self.written_by}
@@ -119,11 +128,15 @@ def listing(store: Store, folder: str) -> Listing:
             files.setdefault(int(step[1]), {})[name] = info
         elif top == LATEST:
             latest = _read_latest(store, folder)
-    complete, incomplete = [], []
+    complete: list[Found] = []
+    incomplete: list[Incomplete] = []
     for step, there in files.items():
         found = _judged(store, step_folder(folder, step), step, there)
-        (complete if isinstance(found, Found) else incomplete).append(found)
-    complete.sort(key=lambda found: (found.attempt, found.step), reverse=True)
+        if isinstance(found, Found):
+            complete.append(found)
+        else:
+            incomplete.append(found)
+    complete.sort(key=recency, reverse=True)
     incomplete.sort(key=lambda found: found.step, reverse=True)
     return Listing(tuple(complete), tuple(incomplete), latest, files)
 
@@ -139,43 +152,56 @@ def open_checkpoint(store: Store, path: str) -> Found:
     return _found(path, manifest, join(store.url, path))
 
 
-def latest_complete(
-    store: Store, folder: str, *, attempt: Attempt | None = None, reporter: Reporter = SILENT
-) -> Found | None:
-    """Return the checkpoint to go on from: what `latest` names, or the newest complete one.
+def recency(found: Found) -> tuple[int, int]:
+    """Orders checkpoints by when they were committed: see `Listing`."""
+    return found.attempt, found.step
 
-    With `attempt` the answer is also settled: `latest` is written anew in its name, so that an earlier attempt which
-    is in the middle of its own commit can no longer move it. Ask so before training, and without `attempt` to look.
-    """
-    while True:
-        before = store.head(f"{folder}/{LATEST}")
-        found = _resume_point(listing(store, folder), store, reporter if attempt is None else SILENT)
-        if attempt is None:
-            return found
-        claim = Latest(found and found.step, found and found.attempt, attempt.number)
-        try:
-            attempt.put(f"{folder}/{LATEST}", claim.to_bytes(), before=before)
-        except Conflict:  # an earlier attempt's commit came first: look again
-            continue
-        _resume_point(listing(store, folder), store, reporter)
+
+def _read_latest(store: Store, folder: str) -> Latest | None:
+    path = f"{folder}/{LATEST}"
+    try:
+        document = json.loads(store.read(path))
+        if document["format"] > FORMAT:
+            raise CorruptData(
+                f"`latest` has format {document['format']}, this Trainshed reads up to {FORMAT}",
+                where=join(store.url, path),
+                hint="upgrade Trainshed",
+            )
+        return Latest(document["step"], document["attempt"], document["written_by"])
+    except NotFound:
+        return None
+    except (ValueError, KeyError, TypeError):
+        raise CorruptData(
+            "`latest` cannot be read", where=join(store.url, path), hint="remove it: the newest complete one is used"
+        ) from None
+
+
+def _judged(store: Store, path: str, step: int, there: Mapping[str, ObjectInfo]) -> Found | Incomplete:
+    """A folder with what was listed in it: complete if its manifest and every file the manifest names are there."""
+    try:
+        if MANIFEST not in there:
+            raise NotFound("it has no manifest")
+        found = _found(path, Manifest.read(store, f"{path}/{MANIFEST}"), path)
+        for entry in found.manifest.files:
+            if entry.path not in there:
+                raise CorruptData(f"{entry.path} is missing")
+            if there[entry.path].size != entry.size:
+                raise CorruptData(f"{entry.path} has {there[entry.path].size} bytes instead of {entry.size}")
         return found
+    except (NotFound, CorruptData) as error:
+        attempts = [number for number in map(attempt_of, there) if number is not None]
+        size = sum(info.size for info in there.values())
+        return Incomplete(step, path, max(attempts, default=None), size, error.what)
 
 
-def _resume_point(there: Listing, store: Store, reporter: Reporter) -> Found | None:
-    pointer = there.latest
-    if pointer is None or pointer.step is None:
-        return there.complete[0] if there.complete else None
-    named = next((found for found in there.complete if found.step == pointer.step), None)
-    # Committed by whoever owned the run, and stopped before `latest`; what an earlier attempt commits later is not.
-    beyond = [found for found in there.complete if found.attempt >= pointer.written_by and found != named]
-    newest = max([*beyond, *([named] if named else [])], key=lambda each: (each.attempt, each.step), default=None)
-    if named is None:
-        newest = newest or next(iter(there.complete), None)
-        why = next((each.why for each in there.incomplete if each.step == pointer.step), "it is not there")
-        instead = f"going on from step {newest.step}" if newest else "there is no other to go on from"
-        reporter.warn(f"`latest` names step {pointer.step}, which is not complete ({why}); {instead}")
-    elif newest is not None and newest != named:
-        reporter.note(
-            f"step {newest.step} is complete and `latest` still names step {named.step}: going on from {newest.step}"
+def _found(path: str, manifest: Manifest, where: str) -> Found:
+    facts = manifest.facts
+    if manifest.kind != KIND or not isinstance(facts.get("step"), int) or not isinstance(facts.get("attempt"), int):
+        raise CorruptData(f"a manifest of kind '{manifest.kind}' that is no checkpoint's", where=where)
+    if facts.get("format", 0) > FORMAT:
+        raise CorruptData(
+            f"the checkpoint has format {facts['format']}, this Trainshed reads up to {FORMAT}",
+            where=where,
+            hint="upgrade Trainshed",
         )
-    return newest
+    return Found(facts["step"], path, facts["attempt"], manifest)

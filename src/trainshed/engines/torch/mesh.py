@@ -82,9 +82,7 @@ class _Axes:
         return Group(group.size(), group.rank(), group)
 
 
-def _state_meshes(
-    layout: RankLayout, device: torch.device, ranks: torch.Tensor
-) -> tuple[DeviceMesh, DeviceMesh]:
+def _state_meshes(layout: RankLayout, device: torch.device, ranks: torch.Tensor) -> tuple[DeviceMesh, DeviceMesh]:
     """(replicate, shard) for dense and for expert tensors: who holds copies, who shares out one copy."""
     pp, copies, shard, cp, tp = layout.dense_shape
     dense = ranks.permute(0, 4, 1, 2, 3).reshape(pp * tp, copies, shard * cp)

@@ -37,16 +37,17 @@ class AdamW:
         self.updates += 1.0 - bad32
         for decays in (True, False):
             numbers = [i for i, weight in enumerate(self.weights) if weight.parameter.decays == decays]
-            self._update([i for i in numbers if self.weights[i].gradient is not None], lr, decays, scale, bad32)
+            self._update(numbers, lr, decays, scale, bad32)
 
     def _update(self, numbers: list[int], lr: float, decays: bool, scale: torch.Tensor, bad: torch.Tensor) -> None:
-        numbers = [i for i in numbers if self.weights[i].local.numel()]
-        if not numbers:
+        pairs = [(i, gradient) for i in numbers if (gradient := self.weights[i].gradient) is not None]
+        pairs = [(i, gradient) for i, gradient in pairs if gradient.numel()]
+        if not pairs:
             return
-        gradients = [self.weights[i].gradient for i in numbers]
+        numbers, gradients = [i for i, _ in pairs], [gradient for _, gradient in pairs]
         apart = gradients[0].dtype == torch.float64
         if apart:
-            gradients = torch._foreach_div(gradients, scale.to(torch.float64))
+            gradients = list(torch._foreach_div(gradients, scale.to(torch.float64)))
         torch._fused_adamw_(
             [self.weights[i].local for i in numbers],
             gradients,

@@ -62,7 +62,8 @@ class Passes:
 
     def _loop(self, batch: LocalBatch, count: int, *, backward: bool) -> torch.Tensor:
         (chunk,) = self.model.chunks
-        assert batch.tokens is not None and batch.labels is not None
+        assert batch.tokens is not None
+        assert batch.labels is not None
         samples = [None] * count if batch.samples is None else batch.samples.chunk(count)
         total = self._nothing.clone()
         for number, (tokens, labels, rows) in enumerate(
@@ -114,9 +115,9 @@ class Passes:
 
             def keep(out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
                 outcomes.append(out.detach())
-                return out[0]
+                return out[0].clone()  # not a view: zero-bubble schedules detach it in place
 
-            stages = [self._stage(number) for number in range(len(self.model.chunks))]
+            stages: list[Any] = [self._stage(number) for number in range(len(self.model.chunks))]
             kind = self.model.mesh.layout.schedule
             several = {"interleaved": ScheduleInterleaved1F1B, "zero_bubble": ScheduleInterleavedZeroBubble}
             if kind in several:
@@ -148,5 +149,3 @@ class Passes:
     def _nothing(self) -> torch.Tensor:
         wide = torch.promote_types(self.model.dtype, torch.float32)
         return torch.zeros(2, dtype=wide, device=self.model.mesh.device)
-
-

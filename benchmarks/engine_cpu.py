@@ -1,0 +1,203 @@
+"""One training step on a CPU: the torch engine beside plain transformers, same shapes, weights and tokens, in one run.
+
+    python benchmarks/engine_cpu.py [--model tiny] [--precision fp32] [--repeat 9] [--steps 3] [--profile]
+
+A step is forward, backward, clipping and AdamW (fused on both sides); transformers runs LlamaForCausalLM with sdpa.
+Both sides start from the same weights and see the same tokens; the losses printed after training show that they do the
+same work. Rounds alternate between the sides and the best round of each counts, as another process on the machine
+only ever makes a round slower.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from measure import table
+from tiny_models import transformers_config
+from trainshed.catalog import model_preset
+from trainshed.engines.torch.build import RankModel, build_model, fill_model
+from trainshed.engines.torch.feed import FedBatch
+from trainshed.engines.torch.mesh import alone
+from trainshed.engines.torch.optimizer import AdamW
+from trainshed.engines.torch.passes import LocalBatch
+from trainshed.engines.torch.step import Stepper
+from trainshed.engines.torch.signals import WATCHED
+from trainshed.models.decoder import Losses
+from trainshed.models.hf_tensors import hf_tensors
+from trainshed.plan.layout import resolve_layout
+from trainshed.recipe import Layout, ModelConfig
+from trainshed.recipe.train import Optimizer
+
+OPTIONS = Optimizer(lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, clip=1.0)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What is trained: an architecture, and the tokens of a step."""
+
+    config: ModelConfig
+    length: int
+    batch: int
+
+
+def shapes() -> dict[str, Shape]:
+    """The models to compare on: the smallest preset, and one whose matrices are large enough to be the work."""
+    sizes = {"layers": 8, "hidden": 512, "heads": 8, "kv_heads": 4, "ffn": 1408}
+    small = {"family": "llama", **sizes, "vocab_size": 8192, "max_positions": 1024, "rope": {"base": 10000.0}}
+    return {
+        "tiny": Shape(model_preset("tiny"), length=256, batch=8),
+        "small": Shape(ModelConfig.model_validate(small), length=512, batch=4),
+    }
+
+
+class Ours:
+    """Trainshed's engine."""
+
+    name = "trainshed"
+
+    def __init__(self, shape: Shape, precision: str) -> None:
+        layout = resolve_layout(Layout.model_validate({"micro_batch": shape.batch}), shape.config)
+        device = torch.device("cpu")
+        self.model = build_model(
+            shape.config, alone(layout, device), sequence_length=shape.length, precision=precision, losses=Losses()
+        )
+        fill_model(self.model, seed=0)
+        self.stepper = Stepper(self.model, AdamW(self.model.weights, OPTIONS, device))
+
+    def step(self, rows: torch.Tensor) -> float:
+        inputs, labels = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+        fed = FedBatch(LocalBatch(len(rows), inputs, labels, None), (0, 0))
+        return self.stepper.step(fed, len(rows), OPTIONS.lr, [0.0] * len(WATCHED)).read().loss
+
+
+class Transformers:
+    """LlamaForCausalLM and torch.optim.AdamW, written as its users write it."""
+
+    name = "transformers"
+
+    def __init__(self, shape: Shape, precision: str, like: RankModel) -> None:
+        from transformers import AutoModelForCausalLM
+
+        config = transformers_config(shape.config)
+        self.model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.float32)
+        self.model.train()
+        self.autocast = precision == "bf16"
+        copy_weights(like, self.model)
+        matrices = [weight for weight in self.model.parameters() if weight.dim() > 1]
+        others = [weight for weight in self.model.parameters() if weight.dim() == 1]
+        self.optimizer = torch.optim.AdamW(
+            [{"params": matrices, "weight_decay": OPTIONS.weight_decay}, {"params": others, "weight_decay": 0.0}],
+            lr=OPTIONS.lr,
+            betas=OPTIONS.betas,
+            eps=OPTIONS.eps,
+            fused=True,
+        )
+
+    def step(self, rows: torch.Tensor) -> float:
+        inputs, labels = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
+            loss = self.model(input_ids=inputs, labels=labels, shift_labels=labels, use_cache=False).loss
+        loss.backward()
+        assert OPTIONS.clip is not None
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), OPTIONS.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss.item()
+
+
+@torch.no_grad()
+def copy_weights(ours: RankModel, theirs: torch.nn.Module) -> None:
+    """Give a transformers model the weights of ours."""
+    native = {weight.name: weight.local for weight in ours.weights}
+    named = dict(theirs.named_parameters())
+    for tensor in hf_tensors(ours.config):
+        for strip in tensor.strips:
+            rows = strip.native_rows(0, strip.rows)
+            named[tensor.name][strip.hf_start : strip.hf_start + strip.rows] = native[strip.native_name][rows]
+
+
+def compare(shape: Shape, precision: str, repeat: int, steps: int) -> list[list[str]]:
+    """Time both sides in turn; returns the rows of a table."""
+    ours = Ours(shape, precision)
+    sides = [ours, Transformers(shape, precision, ours.model)]
+    generator = torch.Generator().manual_seed(0)
+    batches = [
+        torch.randint(shape.config.vocab_size, (shape.batch, shape.length + 1), generator=generator)
+        for _ in range(steps)
+    ]
+    seconds: dict[str, list[float]] = defaultdict(list)
+    losses: dict[str, float] = {}
+    for number in range(repeat + 1):
+        for side in sides if number % 2 else sides[::-1]:
+            began = time.perf_counter()
+            for rows in batches:
+                losses[side.name] = side.step(rows)
+            if number:  # the first round warms up
+                seconds[side.name].append((time.perf_counter() - began) / steps)
+    tokens = shape.batch * shape.length
+    best = {name: tokens / min(found) for name, found in seconds.items()}
+    middle = {name: tokens / statistics.median(found) for name, found in seconds.items()}
+    return [
+        [
+            side.name,
+            f"{best[side.name]:,.0f}",
+            f"{middle[side.name]:,.0f}",
+            f"{best[side.name] / best[Transformers.name]:.2f}x",
+            f"{losses[side.name]:.4f}",
+        ]
+        for side in sides
+    ]
+
+
+def profile(name: str, step: Callable[[], object], steps: int) -> None:
+    """Print where a side's time goes, by kernel."""
+    from torch.profiler import ProfilerActivity
+
+    step()
+    with torch.profiler.profile(activities=[ProfilerActivity.CPU]) as found:
+        for _ in range(steps):
+            step()
+    averages = sorted(found.key_averages(), key=lambda each: -each.self_cpu_time_total)
+    total = sum(each.self_cpu_time_total for each in averages)
+    rows = [
+        [each.key, f"{each.count / steps:.0f}", f"{each.self_cpu_time_total / steps / 1000:.2f}",
+         f"{each.self_cpu_time_total / total:.1%}"]
+        for each in averages[:18]
+    ]  # fmt: skip
+    table(f"{name}: {total / steps / 1000:.1f} ms a step, by operation", ["operation", "calls", "ms", "share"], rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=[*shapes(), "all"], default="all")
+    parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
+    parser.add_argument("--repeat", type=int, default=9)
+    parser.add_argument("--steps", type=int, default=3, help="steps of a round")
+    parser.add_argument("--profile", action="store_true", help="show where the time of both sides goes")
+    arguments = parser.parse_args()
+    for name, shape in shapes().items():
+        if arguments.model not in (name, "all"):
+            continue
+        config = shape.config
+        title = (
+            f"{name}: {config.layers} layers of {config.hidden}, ffn {config.ffn}, vocabulary {config.vocab_size}, "
+            f"{shape.batch} x {shape.length} tokens, {arguments.precision}, {torch.get_num_threads()} threads"
+        )
+        columns = ["side", "tokens/s best", "median", "ratio", "loss"]
+        table(title, columns, compare(shape, arguments.precision, arguments.repeat, arguments.steps))
+        if arguments.profile:
+            rows = torch.randint(config.vocab_size, (shape.batch, shape.length + 1))
+            ours = Ours(shape, arguments.precision)
+            for side in (ours, Transformers(shape, arguments.precision, ours.model)):
+                profile(side.name, lambda side=side: side.step(rows), arguments.steps)
+
+
+if __name__ == "__main__":
+    main()

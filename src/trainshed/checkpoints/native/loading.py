@@ -1,0 +1,161 @@
+"""Loading a checkpoint onto any layout: the items that overlap a rank's pieces, each checked against its checksum."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+import torch
+
+from trainshed.checkpoints.native import pieces_file
+from trainshed.checkpoints.native.folder import Found, find
+from trainshed.checkpoints.native.pieces_file import StoredItem, StoredTensor
+from trainshed.checkpoints.native.plan import check_bounds, dtype_name
+from trainshed.checkpoints.pieces import Piece
+from trainshed.errors import CorruptData, InputError, NotFound
+from trainshed.storage import Store, join, sha256_of
+
+# Neighbours in a file are read in one request, up to this much at a time.
+_READ_BYTES = 64 * 1024 * 1024
+_WORKERS = 4
+_NAMED = 5  # how many tensors an error names before it only counts
+
+
+@dataclass
+class _Wanted:
+    """One item, and the parts of it that go into pieces: (inside the item, inside the piece, the piece)."""
+
+    name: str
+    item: StoredItem
+    copies: list[tuple[tuple[slice, ...], tuple[slice, ...], torch.Tensor]] = field(default_factory=list)
+
+
+def load(
+    store: Store, found: Found, tensors: Mapping[str, Piece], *, strict: bool = True, workers: int = _WORKERS
+) -> Mapping[str, Any]:
+    """Fill the pieces in place from a checkpoint, whatever layout wrote it; return the facts stored with it.
+
+    A tensor that the checkpoint does not hold is an error, or with `strict=False` left as it is. Nothing is converted:
+    shapes and dtypes must be those that were written.
+    """
+    stored = read_pieces(store, found)
+    _check_fit(found, stored, tensors, strict, join(store.url, found.path))
+    wanted: dict[tuple[str, int], _Wanted] = {}
+    for name, piece in tensors.items():
+        if name in stored:
+            _want(name, stored[name], piece, wanted)
+    ordered = sorted(wanted.values(), key=lambda each: (each.item.file, each.item.start))
+    with ThreadPoolExecutor(workers, thread_name_prefix="trainshed-load") as pool:
+        for _ in pool.map(lambda run: _load_run(store, found, run), _runs(ordered)):
+            pass
+    return found.facts
+
+
+def read_pieces(store: Store, found: Found) -> dict[str, StoredTensor]:
+    """Read a checkpoint's table of contents, checked against the manifest."""
+    name = found.facts["pieces"]
+    entry = next((each for each in found.manifest.files if each.path == name), None)
+    where = join(store.url, f"{found.path}/{name}")
+    data = store.read(f"{found.path}/{name}")
+    if entry is None or sha256_of(data) != entry.sha256:
+        raise _corrupt(store, found, "the table of pieces is not what the manifest says", where)
+    return pieces_file.from_bytes(data, where)
+
+
+def _check_fit(
+    found: Found, stored: Mapping[str, StoredTensor], tensors: Mapping[str, Piece], strict: bool, where: str
+) -> None:
+    missing = [name for name in tensors if name not in stored]
+    if missing and strict:
+        named = ", ".join(missing[:_NAMED]) + (f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else "")
+        raise InputError(
+            f"the checkpoint of step {found.step} does not hold {named}",
+            where=where,
+            hint="load it into the model that wrote it",
+        )
+    for name, piece in tensors.items():
+        check_bounds(name, piece)
+        if name not in stored:
+            continue
+        there, here = stored[name], (tuple(piece.shape), dtype_name(piece.tensor.dtype))
+        if (there.shape, there.dtype) != here:
+            raise InputError(
+                f"{name} is {there.dtype} {list(there.shape)} in the checkpoint and {here[1]} {list(here[0])} here",
+                where=where,
+                hint="load it into a model of the same shape and precision: nothing is converted on the way",
+            )
+
+
+def _want(name: str, stored: StoredTensor, piece: Piece, wanted: dict[tuple[str, int], _Wanted]) -> None:
+    """Note every item that overlaps a piece."""
+    target = piece.tensor.detach()
+    box = tuple(target.shape)
+    filled = 0
+    for item in stored.items:
+        starts = [max(a, b) for a, b in zip(item.offset, piece.offset, strict=True)]
+        ends = [min(a + n, b + m) for a, n, b, m in zip(item.offset, item.box, piece.offset, box, strict=True)]
+        if any(end <= start for start, end in zip(starts, ends, strict=True)):
+            continue
+        inside_item = _slices(starts, ends, item.offset)
+        inside_piece = _slices(starts, ends, piece.offset)
+        each = wanted.setdefault((item.file, item.start), _Wanted(name, item))
+        each.copies.append((inside_item, inside_piece, target))
+        filled += math.prod(end - start for start, end in zip(starts, ends, strict=True))
+    assert filled == target.numel(), f"{name}: the items of a committed checkpoint cover every element"
+
+
+def _slices(starts: list[int], ends: list[int], offset: Iterable[int]) -> tuple[slice, ...]:
+    return tuple(slice(start - zero, end - zero) for start, end, zero in zip(starts, ends, offset, strict=True))
+
+
+def _runs(ordered: list[_Wanted]) -> list[list[_Wanted]]:
+    """Items that lie side by side in one file, as many as are read at once."""
+    runs: list[list[_Wanted]] = []
+    for _, in_file in groupby(ordered, key=lambda each: each.item.file):
+        run: list[_Wanted] = []
+        for each in in_file:
+            if run:
+                end, first = run[-1].item.start + run[-1].item.length, run[0].item.start
+                if each.item.start == end and each.item.start + each.item.length - first <= _READ_BYTES:
+                    run.append(each)
+                    continue
+                runs.append(run)
+            run = [each]
+        runs.append(run)
+    return runs
+
+
+def _load_run(store: Store, found: Found, run: list[_Wanted]) -> None:
+    path = f"{found.path}/{run[0].item.file}"
+    first, last = run[0].item, run[-1].item
+    try:
+        data = memoryview(store.read(path, first.start, last.start + last.length))
+    except NotFound:
+        raise _corrupt(store, found, f"{first.file} is missing", join(store.url, path)) from None
+    for each in run:
+        item = each.item
+        saved = bytes(data[item.start - first.start : item.start - first.start + item.length])
+        if sha256_of(saved) != item.sha256:
+            raise _corrupt(
+                store, found, f"the bytes of {each.name} in {item.file} are not those written", join(store.url, path)
+            )
+        tensor = torch.load(io.BytesIO(saved), map_location="cpu", weights_only=True)
+        for inside_item, inside_piece, target in each.copies:
+            target[inside_piece].copy_(tensor[inside_item])
+
+
+def _corrupt(store: Store, found: Found, what: str, where: str) -> CorruptData:
+    """The error for a broken checkpoint, with the way to the one before it."""
+    folder = found.path.rpartition("/")[0]
+    before = next((each for each in find(store, folder) if each.step < found.step), None)
+    run = join(store.url, folder.rpartition("/")[0])
+    remove = f"`trainshed checkpoints {run} --verify --prune` removes it"
+    if before is None:
+        return CorruptData(what, where=where, hint=f"{remove}; there is no earlier checkpoint to go on from")
+    earlier = join(store.url, before.path)
+    return CorruptData(what, where=where, hint=f"{remove}, and the run goes on from step {before.step} ({earlier})")

@@ -1,0 +1,181 @@
+"""`trainshed checkpoints`: list, verify and prune the checkpoints of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
+
+from trainshed.cli.console import Output
+
+if TYPE_CHECKING:
+    from trainshed.checkpoints.native.folder import Listing
+    from trainshed.storage import Store
+
+
+def checkpoints(
+    run: str,
+    *overrides: str,
+    verify: bool = False,
+    prune: bool = False,
+    keep: int | None = None,
+    on: str = "local",
+    id: str | None = None,
+    output: Annotated[Output, Parameter(name=["-o", "--output"])] = "text",
+) -> int:
+    """List the checkpoints of a run; prove them; remove old and broken ones.
+
+    Exit code 1 if `--verify` finds a broken one and `--prune` does not remove it.
+
+    Parameters
+    ----------
+    run
+        The run's folder (a path or a URL), or the recipe it was started from.
+    overrides
+        Keys of the recipe that the run was started with (key.sub=value), where a recipe is given.
+    verify
+        Read every byte and compare it with the manifests.
+    prune
+        Remove what earlier attempts left unfinished; with --keep old checkpoints, with --verify broken ones.
+    keep
+        With --prune: how many complete checkpoints to keep, the newest ones.
+    on
+        The cluster file that says where the recipe's store is.
+    id
+        The run's id, where a recipe is given and its run was started with --id.
+    output
+        Report as text or json.
+    """
+    from trainshed.checkpoints.native.folder import checkpoints_folder, listing
+    from trainshed.cli.console import print_report
+    from trainshed.errors import InputError, NotFound
+    from trainshed.storage import join
+
+    if keep is not None and not prune:
+        raise InputError("--keep says what --prune leaves", hint=f"write --prune --keep {keep}")
+    store, run_folder = _run_folder(run, overrides, on, id)
+    folder = checkpoints_folder(run_folder)
+    there = listing(store, folder)
+    if not there.files:
+        raise NotFound("this run has no checkpoints", where=join(store.url, folder), hint="check the run's folder")
+    broken = _broken(store, there) if verify else {}
+    removed = _prune(store, run_folder, there, broken, keep) if prune else []
+    if prune:
+        there = listing(store, folder)
+    rows = _rows(there, broken, verified=verify)
+    data = {
+        "schema": "trainshed.checkpoints/1",
+        "run": join(store.url, run_folder),
+        "latest": there.latest and there.latest.step,
+        "checkpoints": rows,
+        "removed": removed,
+    }
+    print_report(data, output, _text(data, rows, removed))
+    return 1 if broken.keys() - set(removed) else 0
+
+
+def _run_folder(run: str, overrides: Sequence[str], on: str, id: str | None) -> tuple[Store, str]:
+    """The store and folder of a run, given as an address or by its recipe."""
+    from pathlib import Path
+
+    from trainshed.errors import InputError
+    from trainshed.storage import join, open_store, parse
+
+    if "://" in run or Path(run).expanduser().is_dir():
+        if overrides or id:
+            what = f"'{overrides[0]}'" if overrides else f"--id {id}"
+            raise InputError(f"{what} belongs to a recipe, and {run} is a run", hint="leave it out")
+        store, path = open_store(parse(run))
+        return store, "" if path == "checkpoints" else path.removesuffix("/checkpoints")
+    from trainshed.line import resolve, store_options
+    from trainshed.recipe import load_cluster, load_recipe, run_id, split_overrides
+
+    for_recipe, for_cluster = split_overrides(overrides)
+    cluster = load_cluster(on, for_cluster)
+    options = store_options(cluster)
+    recipe = resolve(load_recipe(run, for_recipe), options)
+    root = recipe.store or cluster.store_root
+    return open_store(parse(join(root, f"runs/{recipe.name}/{id or run_id(recipe)}")), options)
+
+
+def _broken(store: Store, there: Listing) -> dict[int, str]:
+    """Each committed checkpoint that is not what its manifest says, by step."""
+    from trainshed.checkpoints.native.folder import MANIFEST
+    from trainshed.cli.console import reporter
+    from trainshed.errors import CorruptData
+
+    broken = {each.step: each.why for each in there.incomplete if MANIFEST in there.files[each.step]}
+    for found in there.complete:
+        try:
+            found.manifest.verify_files(store, found.path, reporter=reporter())
+        except CorruptData as error:
+            broken[found.step] = error.what
+    return broken
+
+
+def _prune(store: Store, run_folder: str, there: Listing, broken: dict[int, str], keep: int | None) -> list[int]:
+    from trainshed.checkpoints.native.folder import checkpoints_folder
+    from trainshed.checkpoints.native.retention import keep_newest, remove_checkpoint, remove_leftovers
+    from trainshed.storage.attempts import newest_attempt
+
+    folder = checkpoints_folder(run_folder)
+    removed = set(broken)
+    for step in broken:
+        remove_checkpoint(store, folder, step, there)
+    # No attempt is taken for this: it would fence the one that may be running. What that one writes is left alone.
+    newest = newest_attempt(store, run_folder)
+    removed |= set(keep_newest(store, folder, keep, check=lambda: None))
+    removed |= set(remove_leftovers(store, folder, newest, committed=None, check=lambda: None))
+    store.sweep(folder)
+    return sorted(removed)
+
+
+def _rows(there: Listing, broken: dict[int, str], *, verified: bool) -> list[dict[str, Any]]:
+    latest = there.latest and there.latest.step
+    rows: list[dict[str, Any]] = [
+        {
+            "step": found.step,
+            "path": found.path,
+            "attempt": found.attempt,
+            "bytes": found.manifest.total_bytes,
+            "complete": True,
+            "latest": found.step == latest,
+            "verified": found.step not in broken if verified else None,
+            "problem": broken.get(found.step),
+        }
+        for found in there.complete
+    ]
+    rows += [
+        {
+            "step": each.step,
+            "path": each.path,
+            "attempt": each.attempt,
+            "bytes": each.size,
+            "complete": False,
+            "latest": each.step == latest,
+            "verified": False if verified and each.step in broken else None,
+            "problem": each.why,
+        }
+        for each in there.incomplete
+    ]
+    return sorted(rows, key=lambda row: row["step"], reverse=True)
+
+
+def _text(data: dict[str, Any], rows: list[dict[str, Any]], removed: list[int]) -> str:
+    from trainshed.cli.console import human
+
+    complete = [row for row in rows if row["complete"]]
+    count = f"{len(complete)} checkpoint{'' if len(complete) == 1 else 's'}"
+    lines = [f"{data['run']}: {count}, {human(sum(row['bytes'] for row in complete), 'B')}"]
+    for row in rows:
+        state = "complete" if row["complete"] else "incomplete"
+        if row["verified"] is not None:
+            state = "proven" if row["verified"] else "BROKEN"
+        state += f": {row['problem']}" if row["problem"] else ""
+        attempt = "?" if row["attempt"] is None else row["attempt"]
+        mark = "  <- latest" if row["latest"] else ""
+        lines.append(f"  step {row['step']:>9,}  attempt {attempt:>3}  {human(row['bytes'], 'B'):>9}  {state}{mark}")
+    if removed:
+        lines.append(f"  removed: step {', '.join(f'{step:,}' for step in removed)}")
+    return "\n".join(lines)

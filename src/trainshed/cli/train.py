@@ -1,0 +1,141 @@
+"""`trainshed train`: the train stage of a recipe, on this machine."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
+
+from trainshed.cli.console import Output
+
+if TYPE_CHECKING:
+    from trainshed.line import PreparedRun
+
+
+def train(
+    recipe: str,
+    *overrides: str,
+    layout: str | None = None,
+    on: str = "local",
+    id: str | None = None,
+    output: Annotated[Output, Parameter(name=["-o", "--output"])] = "text",
+) -> int:
+    """Train a recipe whose data is prepared; goes on from the last checkpoint where there is one.
+
+    Starts one process per rank of the layout. Under torchrun, or wherever RANK and WORLD_SIZE are set, this process is
+    one rank.
+
+    Parameters
+    ----------
+    recipe
+        A recipe file, or the name of a shipped one (`trainshed recipes`).
+    overrides
+        Keys to change, as key.sub=value (train.steps=100, cluster.store=/data).
+    layout
+        Keys of the layout to change, as tp=2,pp=2,dp=2.
+    on
+        The cluster file that says where to run.
+    id
+        The id of the run, where it is not the recipe's own.
+    output
+        Report as text or json.
+    """
+    from trainshed.cli.console import print_report
+    from trainshed.line import open_run
+    from trainshed.recipe import load_cluster, load_recipe, split_overrides
+
+    for_recipe, for_cluster = split_overrides(overrides)
+    run = open_run(load_recipe(recipe, for_recipe), load_cluster(on, for_cluster), id=id)
+    if is_a_rank():
+        return train_as_rank(run, layout)
+    data = train_stage(run, layout)
+    print_report(data, output, training_text(data))
+    return exit_code(data)
+
+
+def is_a_rank() -> bool:
+    """Whether somebody (torchrun, a scheduler) has started this process as one rank of many."""
+    return "RANK" in os.environ or "WORLD_SIZE" in os.environ
+
+
+def train_as_rank(run: PreparedRun, layout_text: str | None) -> int:
+    """Train as the rank that the environment says."""
+    from trainshed.cli.progress import training_progress
+    from trainshed.engines.torch.rank import Place, train_rank
+    from trainshed.line import keep_run, run_layout, train_job
+    from trainshed.plan import parse_layout
+
+    place = Place.from_environment()
+    keys = parse_layout(layout_text) if layout_text else None
+    layout = run_layout(run, keys=keys, world_size=place.world_size)
+    if place.rank == 0:
+        keep_run(run)
+    with training_progress(run.steps) as on_event:
+        return train_rank(train_job(run, layout), run_folder=run.folder, listener=on_event)
+
+
+def train_stage(run: PreparedRun, layout_text: str | None) -> dict[str, Any]:
+    """Train a prepared run with all its ranks here, show it, and return its report."""
+    from trainshed.cli.console import reporter
+    from trainshed.cli.progress import training_progress
+    from trainshed.launch.here import train_here
+    from trainshed.line import keep_run, run_layout
+    from trainshed.plan import parse_layout
+
+    keys = parse_layout(layout_text) if layout_text else None
+    layout = run_layout(run, keys=keys, reporter=reporter())
+    keep_run(run)
+    with training_progress(run.steps) as on_event:
+        trained = train_here(run.folder, layout, precision=run.recipe.train.precision, on_event=on_event)
+    return _report(run, str(layout), trained.attempt, trained.exit_code)
+
+
+def exit_code(data: dict[str, Any]) -> int:
+    """0, or 128 + the signal that asked for a stop."""
+    return 128 + data["stopped_by_signal"] if data["stopped_by_signal"] else 0
+
+
+def _report(run: PreparedRun, layout: str, attempt: int, code: int) -> dict[str, Any]:
+    from trainshed.checkpoints.native.folder import checkpoints_folder, listing
+    from trainshed.observe.reading import read_events, steps
+    from trainshed.storage import LocalStore
+
+    store = LocalStore(run.folder)
+    done = steps(store, "")
+    measured = [event for event in read_events(store, "") if event["kind"] == "validation"]
+    latest = listing(store, checkpoints_folder("")).latest
+    last = done[-1] if done else None
+    return {
+        "schema": "trainshed.train/1",
+        "name": run.recipe.name,
+        "id": run.id,
+        "folder": str(run.folder),
+        "layout": layout,
+        "attempt": attempt,
+        "steps": run.steps,
+        "step": last["step"] + 1 if last else 0,
+        "loss": last and last["loss"],
+        "grad_norm": last and last["grad_norm"],
+        "validation_loss": measured[-1]["loss"] if measured else None,
+        "tokens": last["tokens"] if last else 0,
+        "tokens_per_second_per_gpu": last and last["tokens_per_second_per_gpu"],
+        "mfu": last and last["mfu"],
+        "checkpoint": latest.step if latest else None,
+        "stopped_by_signal": code - 128 if code > 128 else None,
+    }
+
+
+def training_text(data: dict[str, Any]) -> str:
+    """Write a training's report for people."""
+    ended = "trained" if data["step"] == data["steps"] else "stopped"
+    lines = [
+        f"{ended} {data['name']}/{data['id']} on {data['layout']}: step {data['step']:,} of {data['steps']:,}, "
+        f"{data['tokens']:,} tokens"
+    ]
+    if data["loss"] is not None:
+        measured = f", validation loss {data['validation_loss']:.4f}" if data["validation_loss"] is not None else ""
+        lines.append(f"  loss {data['loss']:.4f}{measured}")
+    if data["checkpoint"] is not None:
+        lines.append(f"  checkpoint: {data['folder']}/checkpoints/step-{data['checkpoint']:08d}")
+    return "\n".join(lines)

@@ -1,0 +1,73 @@
+"""Tokens for this rank: its rows of each step, read one step ahead, cut for context parallel, put on the device."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from trainshed.data.order import DataOrder, hash_rows
+from trainshed.engines.torch.mesh import Mesh
+from trainshed.engines.torch.passes import LocalBatch
+from trainshed.models.attention import cut_for_context
+
+
+@dataclass(frozen=True)
+class FedBatch:
+    """A step's rows for this rank, and the sums of their hashes (zero on ranks that another one speaks for)."""
+
+    batch: LocalBatch
+    hashes: tuple[int, int]
+
+
+class Feed:
+    """Reads a run's batches for one rank; only ranks whose chunks need tokens read any."""
+
+    def __init__(self, order: DataOrder, mesh: Mesh, *, numbered: bool) -> None:
+        self.order, self.mesh, self.numbered = order, mesh, numbered
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="feed")
+        self._next: tuple[int, Future[tuple[np.ndarray | None, tuple[int, int]]]] | None = None
+
+    def batch(self, step: int, *, ahead: bool = True) -> FedBatch:
+        """Return this rank's rows of a step; `ahead` starts reading the next step's."""
+        if self._next is not None and self._next[0] == step:
+            rows, hashes = self._next[1].result()
+        else:
+            rows, hashes = self._read(step)
+        self._next = (step + 1, self._reader.submit(self._read, step + 1)) if ahead else None
+        mine = self._rows(step)
+        samples = None
+        if self.numbered:
+            first = self.order.consumed(step)
+            samples = torch.arange(first + mine.start, first + mine.stop, device=self.mesh.device)
+        if rows is None:
+            return FedBatch(LocalBatch(len(mine), None, None, samples), hashes)
+        return FedBatch(self.on_device(rows, samples), hashes)
+
+    def on_device(self, rows: np.ndarray, samples: torch.Tensor | None = None) -> LocalBatch:
+        """Turn token rows [R, L + 1] into inputs and labels on the device."""
+        inputs, labels = (self.placed(part, self.mesh) for part in (rows[:, :-1], rows[:, 1:]))
+        return LocalBatch(len(rows), inputs, labels, samples)
+
+    @staticmethod
+    def placed(columns: np.ndarray, mesh: Mesh) -> torch.Tensor:
+        """Put this rank's part of columns [R, L] on the device: int64 [R, S]."""
+        part = cut_for_context(torch.from_numpy(columns.astype(np.int64)), mesh.layout.cp, mesh.at.cp).contiguous()
+        return part.pin_memory().to(mesh.device, non_blocking=True) if mesh.device.type == "cuda" else part
+
+    def close(self) -> None:
+        """Stop reading ahead."""
+        self._reader.shutdown(wait=False, cancel_futures=True)
+
+    def _rows(self, step: int) -> range:
+        return self.mesh.layout.rows(self.order.batch_size(step), self.mesh.at.dp)
+
+    def _read(self, step: int) -> tuple[np.ndarray | None, tuple[int, int]]:
+        if not self.mesh.reads_tokens:
+            return None, (0, 0)
+        mine, at = self._rows(step), self.mesh.at
+        rows = self.order.rows(step, mine.start, mine.stop)
+        speaks = at.pp == 0 and at.cp == 0 and at.tp == 0
+        return rows, hash_rows(rows, mine.start) if speaks else (0, 0)

@@ -1,0 +1,46 @@
+"""What a rank is asked to train, and what it says while it does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from trainshed.checkpoints.base import BaseWeights
+from trainshed.data.order import DataOrder
+from trainshed.observe.events import EventWriter
+from trainshed.plan.layout import RankLayout
+from trainshed.recipe import ModelConfig, Recipe
+from trainshed.storage import Store
+
+
+@dataclass(frozen=True)
+class TrainJob:
+    """A run whose data stands ready, on one layout.
+
+    `store` and `folder` are where the run is kept; `base` are the weights it starts from, None for fresh ones.
+    """
+
+    recipe: Recipe
+    config: ModelConfig
+    layout: RankLayout
+    name: str
+    steps: int
+    order: DataOrder
+    validation: DataOrder | None
+    store: Store
+    folder: str
+    base: BaseWeights | None = None
+
+
+class Voice:
+    """Where a rank's events go: into the run's store, and to whoever listens in this process."""
+
+    def __init__(self, writer: EventWriter, listener: Callable[[dict[str, Any]], None] | None = None) -> None:
+        self.writer, self.listener = writer, listener
+
+    def __call__(self, kind: str, step: int | None = None, **values: Any) -> None:
+        """Emit one event."""
+        self.writer.emit(kind, step, **values)
+        if self.listener is not None:
+            self.listener({"kind": kind, "step": step, **values})

@@ -1,0 +1,211 @@
+"""The loop: step, settle what earlier steps gave, validate, checkpoint, until the end or until somebody asks."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+
+from trainshed.catalog import gpu_by_device_name
+from trainshed.checkpoints.native.writer import CheckpointWriter
+from trainshed.engines.torch.feed import Feed
+from trainshed.engines.torch.job import TrainJob, Voice
+from trainshed.engines.torch.learning_rate import learning_rate
+from trainshed.engines.torch.signals import StopRequests
+from trainshed.engines.torch.starting import Start
+from trainshed.engines.torch.state import state_facts, state_pieces
+from trainshed.engines.torch.step import Arriving, StepOutcome, Stepper
+from trainshed.engines.torch.watchdog import Watchdog
+from trainshed.errors import TrainshedError
+from trainshed.observe.mfu import measure_mfu
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How the loop ended: after which step, and by which signal if somebody asked."""
+
+    step: int
+    signal: int | None
+
+
+class Trainer:
+    """One rank's training loop. Every rank takes the same decisions, as all read the same summed figures."""
+
+    def __init__(
+        self,
+        job: TrainJob,
+        stepper: Stepper,
+        writer: CheckpointWriter,
+        voice: Voice,
+        watchdog: Watchdog,
+        requests: StopRequests,
+        start: Start,
+    ) -> None:
+        self.job, self.stepper, self.writer, self.voice = job, stepper, writer, voice
+        self.watchdog, self.requests = watchdog, requests
+        self.step, self.skipped = start.step, start.skipped
+        self.saved = start.step or None
+        mesh = stepper.model.mesh
+        self.device = mesh.device
+        self.feed = Feed(job.order, mesh, numbered=job.recipe.train.dropout > 0)
+        self._arriving: deque[tuple[int, float, Arriving]] = deque()
+        self._stop: int | None = None
+        self._clock = time.monotonic()
+        self._gpu_name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "this CPU"
+        self._mfu_trouble = False
+
+    def run(self) -> Ending:
+        """Train to the end of the run, or to a step boundary after a request to stop."""
+        # On a GPU the host stays one step ahead, so that the device never waits for it.
+        behind = 1 if self.device.type == "cuda" else 0
+        first = self.step
+        self._clock = time.monotonic()
+        try:
+            while self.step < self.job.steps and self._stop is None:
+                self.watchdog.beat(self.step, "first_step" if self.step == first else "step")
+                self._queue_step()
+                self.step += 1
+                self._settle(0 if self._pause_due() or self.step == first + 1 else behind)
+                if self.step == first + 1:
+                    self.voice("phase", name="first_step", seconds=time.monotonic() - self._clock_started)
+                if self._stop is None:
+                    self._pause()
+            self._settle(0)
+        finally:
+            self.feed.close()
+        if self.saved != self.step and self.step > first:
+            self._save(blocking=True)
+        self.watchdog.beat(self.step, "checkpoint")
+        self.writer.wait()
+        return Ending(self.step, self._stop)
+
+    def _queue_step(self) -> None:
+        train, step = self.job.recipe.train, self.step
+        self._clock_started = time.monotonic()
+        fed = self.feed.batch(step, ahead=step + 1 < self.job.steps)
+        lr = learning_rate(step, self.job.steps, train.optimizer.lr, train.schedule)
+        arriving = self.stepper.step(fed, self.job.order.batch_size(step), lr, self.requests.votes())
+        self._arriving.append((step, lr, arriving))
+
+    def _settle(self, keep: int) -> None:
+        """Read the figures of all queued steps but the newest `keep`."""
+        while len(self._arriving) > keep:
+            step, lr, arriving = self._arriving.popleft()
+            outcome = arriving.read()
+            now = time.monotonic()
+            seconds, self._clock = now - self._clock, now
+            self._report(step, lr, outcome, seconds)
+            if outcome.bad:
+                self._bad_step(step, outcome)
+            self._stop = self._stop or outcome.stop
+
+    def _report(self, step: int, lr: float, outcome: StepOutcome, seconds: float) -> None:
+        job, train = self.job, self.job.recipe.train
+        length, batch = job.order.sequence_length, job.order.batch_size(step)
+        rate = batch * length / seconds / job.layout.world_size
+        moe = job.config.moe is not None
+        mfu, mfu_full = self._mfu(rate)
+        self.voice(
+            "step",
+            step,
+            loss=_number(outcome.loss),
+            grad_norm=_number(outcome.grad_norm),
+            lr=lr,
+            tokens=job.order.consumed(step + 1) * length,
+            step_seconds=seconds,
+            tokens_per_second_per_gpu=rate,
+            mfu=mfu,
+            mfu_full_attention=mfu_full,
+            batch_hash=outcome.batch_hash,
+            skipped=outcome.bad,
+            z_loss=_number(outcome.z_loss) if train.z_loss else None,
+            moe_balance=_number(outcome.moe_balance) if moe else None,
+            moe_z=_number(outcome.moe_z) if moe else None,
+            memory_gib=torch.cuda.max_memory_allocated(self.device) / 2**30 if self.device.type == "cuda" else None,
+        )
+
+    def _mfu(self, rate: float) -> tuple[float | None, float | None]:
+        gpu = gpu_by_device_name(self._gpu_name)
+        if gpu is None or self._mfu_trouble:
+            return None, None
+        try:
+            measured = measure_mfu(
+                rate,
+                self.job.config,
+                self.job.order.sequence_length,
+                precision=self.job.recipe.train.precision,
+                gpu=gpu,
+                device_name=self._gpu_name,
+            )
+        except TrainshedError as error:
+            # A wrong figure is said once and then left out; it is no reason to lose a run.
+            self._mfu_trouble = True
+            self.voice("warning", text=str(error))
+            return None, None
+        return measured.mfu, measured.mfu_full_attention
+
+    def _bad_step(self, step: int, outcome: StepOutcome) -> None:
+        policy = self.job.recipe.train.non_finite
+        what = f"loss {outcome.loss}, gradient norm {outcome.grad_norm}"
+        self.voice("non_finite", step, policy=policy, what=what)
+        self.skipped += 1
+        if policy == "skip":
+            return
+        self.writer.wait()
+        kept = f"the checkpoint of step {self.saved} is kept" if self.saved else "there is no checkpoint before it"
+        consumed = self.job.order.consumed(step)
+        raise TrainshedError(
+            f"step {step} has a {what}; nothing was updated, {kept}",
+            hint="write `train.non_finite: skip` to pass over such steps, or leave its samples out with "
+            f"`data.skip: [[{consumed}, {self.job.order.consumed(step + 1)}]]`",
+        )
+
+    def _pause_due(self) -> bool:
+        return self._checkpoint_due() or self._validation_due()
+
+    def _checkpoint_due(self) -> bool:
+        every = self.job.recipe.checkpoint.every
+        return every is not None and self.step % every == 0 and self.step < self.job.steps
+
+    def _validation_due(self) -> bool:
+        wanted = self.job.recipe.data.validation
+        if wanted is None or self.job.validation is None:
+            return False
+        return self.step % wanted.every == 0 or self.step == self.job.steps
+
+    def _pause(self) -> None:
+        """What happens between steps: validation, checkpoints. Their time is not the next step's."""
+        if self._validation_due():
+            self._validate()
+        if self._checkpoint_due():
+            self._save(blocking=not self.job.recipe.checkpoint.async_)
+        self._clock = time.monotonic()
+
+    def _validate(self) -> None:
+        order, wanted = self.job.validation, self.job.recipe.data.validation
+        assert order is not None
+        assert wanted is not None
+        self.watchdog.beat(self.step, "validation")
+        began = time.monotonic()
+        feed = Feed(order, self.stepper.model.mesh, numbered=False)
+        total = 0.0
+        for number in range(wanted.batches):
+            fed = feed.batch(number, ahead=number + 1 < wanted.batches)
+            total += self.stepper.evaluate(fed, order.batch_size(number))
+        feed.close()
+        loss = _number(total / wanted.batches)
+        self.voice("validation", self.step, loss=loss, batches=wanted.batches, seconds=time.monotonic() - began)
+
+    def _save(self, *, blocking: bool) -> None:
+        self.watchdog.beat(self.step, "checkpoint")
+        facts = state_facts(self.job.order, self.step, self.skipped)
+        pieces = state_pieces(self.stepper.model, self.stepper.optimizer)
+        self.writer.save(self.step, pieces, facts, blocking=blocking)
+        self.saved = self.step
+
+
+def _number(value: float) -> float | None:
+    """JSON knows no NaN; a `non_finite` event says what it was."""
+    return value if value - value == 0 else None

@@ -1,0 +1,128 @@
+"""Train on this machine: take an attempt, start its ranks, follow their events, say who failed and why."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from trainshed.errors import TrainshedError
+from trainshed.launch.ranks import RanksResult, run_ranks
+from trainshed.observe.events import EventWriter
+from trainshed.observe.flight import diagnose, read_records
+from trainshed.observe.rank_error import read_error
+from trainshed.observe.reading import EventFollower
+from trainshed.plan import RankLayout
+from trainshed.storage import LocalStore
+from trainshed.storage.attempts import take_attempt
+
+PLAN_SCHEMA = "trainshed.plan/1"
+# CPUs that say they have matrix tiles (AMX) while the hypervisor forbids them kill bf16 products with SIGILL.
+WITHOUT_TILES = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}
+
+
+@dataclass(frozen=True)
+class Trained:
+    """How an attempt ended; 0 is finished, 128 + signal a requested stop."""
+
+    attempt: int
+    exit_code: int
+
+
+def train_here(
+    run_folder: Path,
+    layout: RankLayout,
+    *,
+    precision: str,
+    on_event: Callable[[dict[str, Any]], None] = lambda _: None,
+    environment: dict[str, str] | None = None,
+    grace_seconds: float = 600.0,
+) -> Trained:
+    """Train a prepared run with all its ranks on this machine; raises what ended it, unless somebody asked it to stop.
+
+    `grace_seconds` is how long ranks may take for their last checkpoint after a request to stop.
+    """
+    store = LocalStore(run_folder)
+    attempt = take_attempt(store, "").number
+    write_plan(store, attempt, layout)
+    follower = EventFollower(run_folder)
+    # What earlier attempts wrote is no news.
+    follower.poll()
+
+    def follow() -> None:
+        for event in follower.poll():
+            on_event(event)
+
+    worker = [sys.executable, "-m", "trainshed", "worker", "train"]
+    command = [*worker, "--run", str(run_folder), "--attempt", str(attempt)]
+    result = run_ranks(
+        command,
+        ranks=layout.world_size,
+        logs=run_folder / "logs" / f"attempt-{attempt:04d}",
+        environment=(environment or {}) | rank_environment(precision),
+        grace_seconds=grace_seconds,
+        on_poll=follow,
+    )
+    follow()
+    if result.exit_code and not _asked_to_stop(result):
+        _explain(run_folder, attempt, layout.world_size, result)
+    return Trained(attempt, result.exit_code)
+
+
+def rank_environment(precision: str) -> dict[str, str]:
+    """What ranks on this machine need in their environment besides their place."""
+    needed = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    if precision == "bf16" and "ONEDNN_MAX_CPU_ISA" not in os.environ and _tiles_are_forbidden():
+        needed |= WITHOUT_TILES
+    return {name: value for name, value in needed.items() if name not in os.environ}
+
+
+def _tiles_are_forbidden() -> bool:
+    """Whether a bf16 product dies on this CPU; only one that claims to have tiles is tried."""
+    facts = Path("/proc/cpuinfo")
+    if not facts.exists() or "amx_bf16" not in facts.read_text():
+        return False
+    tried = "import torch; x = torch.ones(64, 64, dtype=torch.bfloat16); torch.nn.functional.linear(x, x)"
+    return subprocess.run([sys.executable, "-c", tried], capture_output=True).returncode == -signal.SIGILL
+
+
+def write_plan(store: LocalStore, attempt: int, layout: RankLayout) -> None:
+    """Keep what an attempt's ranks are to run."""
+    body = {"schema": PLAN_SCHEMA, "attempt": attempt, "layout": asdict(layout)}
+    store.put(f"plans/attempt-{attempt:04d}.json", orjson.dumps(body, option=orjson.OPT_INDENT_2) + b"\n")
+
+
+def read_plan(run_folder: Path, attempt: int) -> RankLayout:
+    """Return the layout of an attempt."""
+    body = orjson.loads(LocalStore(run_folder).read(f"plans/attempt-{attempt:04d}.json"))
+    return RankLayout(**body["layout"] | {"stages": tuple(body["layout"]["stages"])})
+
+
+def _asked_to_stop(result: RanksResult) -> bool:
+    return result.exit_code > 128 and not result.failed
+
+
+def _explain(run_folder: Path, attempt: int, world_size: int, result: RanksResult) -> None:
+    """Compare what the ranks left behind, keep the verdict as an event, raise it."""
+    health = run_folder / "health" / f"attempt-{attempt:04d}"
+    records = read_records(health)
+    diagnosis = diagnose(records, world_size, ends=result.ends)
+    error = read_error(health)
+    what = diagnosis.sentence if error is None else error.what
+    with EventWriter(LocalStore(run_folder), "", attempt=attempt, rank=None) as events:
+        events.emit("failure", ranks=diagnosis.ranks, collective=diagnosis.collective, what=what)
+    if error is not None:
+        raise error
+    first = diagnosis.ranks[0] if diagnosis.ranks else (result.failed[0].rank if result.failed else 0)
+    raise TrainshedError(
+        diagnosis.sentence,
+        where=str(run_folder / "logs" / f"attempt-{attempt:04d}" / f"rank-{first:05d}.log"),
+        hint="the same command goes on from the last checkpoint",
+    )

@@ -1,0 +1,86 @@
+"""Model FLOPs utilisation: what share of a GPU's peak went into the model's own arithmetic.
+
+A fraction from 0 to 1, with its formula and the source of its peak. An unknown GPU has no MFU, and one above 1 is an
+error: some figure in it is wrong.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trainshed.catalog import Gpu
+from trainshed.errors import TrainshedError
+from trainshed.plan.flops import training_flops_per_token
+from trainshed.recipe import ModelConfig
+
+FORMULA = (
+    "MFU = tokens/s/GPU · FLOPs per token / dense peak of the products' dtype; FLOPs per token = 3 · forward, 2 per "
+    "weight a token meets + attention over the keys it may see (full attention: all keys); recomputation not counted"
+)
+
+
+@dataclass(frozen=True)
+class Mfu:
+    """One measurement; what is not known is None, and `unknown` says why.
+
+    `mfu` counts causal attention, `mfu_full_attention` every key for every token (it may pass 1 on long sequences).
+    `mfu_of_bf16_peak` is there where the products are narrower than bf16, for comparison (it may pass 1 too).
+    """
+
+    model_tflops: float
+    """What the model's arithmetic took per second and GPU, causal attention."""
+    mfu: float | None = None
+    mfu_full_attention: float | None = None
+    mfu_of_bf16_peak: float | None = None
+    peak_tflops: float | None = None
+    peak_dtype: str | None = None
+    source: str | None = None
+    """Where the peak is published."""
+    unknown: str | None = None
+    formula: str = FORMULA
+
+
+def measure_mfu(
+    tokens_per_second_per_gpu: float,
+    config: ModelConfig,
+    sequence_length: int,
+    *,
+    precision: str,
+    gpu: Gpu | None,
+    device_name: str | None = None,
+) -> Mfu:
+    """Return the utilisation of a training that trains all weights.
+
+    `precision` is the dtype of the products' inputs: a `train.precision`, or `tf32` where fp32 inputs may be rounded.
+    `gpu` is None where the catalog does not know the device.
+    """
+    per_token = training_flops_per_token(config, sequence_length)
+    per_token_full = training_flops_per_token(config, sequence_length, causal=False)
+    model_tflops = tokens_per_second_per_gpu * per_token / 1e12
+    peak = gpu.dense_tflops.peak(precision) if gpu is not None else None
+    if gpu is None or peak is None:
+        return Mfu(model_tflops, unknown=_why_unknown(gpu, precision, device_name))
+    mfu = model_tflops / peak
+    if mfu > 1:
+        raise TrainshedError(
+            f"an MFU of {mfu:.0%} is not possible: {model_tflops:.1f} TFLOP/s of a {precision} peak of {peak:g}",
+            where=device_name,
+            hint=f"one of its figures is wrong: {tokens_per_second_per_gpu:g} tokens/s/GPU, {per_token:.4g} FLOPs per "
+            f"token at sequence length {sequence_length}, or the peak ({gpu.source})",
+        )
+    narrow = precision in ("fp8", "fp4")
+    return Mfu(
+        model_tflops,
+        mfu=mfu,
+        mfu_full_attention=mfu * per_token_full / per_token,
+        mfu_of_bf16_peak=model_tflops / gpu.dense_tflops.bf16 if narrow else None,
+        peak_tflops=peak,
+        peak_dtype=precision,
+        source=gpu.source,
+    )
+
+
+def _why_unknown(gpu: Gpu | None, precision: str, device_name: str | None) -> str:
+    if gpu is None:
+        return f"the catalog knows no peak of {device_name or 'this device'}"
+    return f"no {precision} peak is published for {device_name or gpu.device_names[0]}"

@@ -1,0 +1,94 @@
+"""How many floating-point operations a token costs, from the shapes of the model's own tensors.
+
+A product of a token with a weight is 2 FLOPs: one multiplication, one addition. Counted are matrix products alone:
+norms, activations, softmax, rotary turns, biases and the embedding's look-up are not, nor is what recomputation
+repeats. Training costs three times the forward pass (once more for the gradients of inputs, once for those of
+weights).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trainshed.models.parameters import layer_parameters
+from trainshed.recipe import ModelConfig
+
+TRAINING_PER_FORWARD = 3
+
+
+@dataclass(frozen=True)
+class TokenFlops:
+    """What the forward pass of one token costs, all layers together, by the part of the model that costs it."""
+
+    projections: int
+    """Query, key, value and output projections."""
+    attention: float
+    """Queries against keys, and the weighted sum of values."""
+    feed_forward: int
+    """Dense blocks; with experts, those a token visits and the shared one."""
+    router: int
+    head: int
+    """The logits, tied to the embedding or not."""
+
+    @property
+    def matmul(self) -> int:
+        """Products with weights."""
+        return self.projections + self.feed_forward + self.router + self.head
+
+    @property
+    def forward(self) -> float:
+        """The forward pass."""
+        return self.matmul + self.attention
+
+    @property
+    def training(self) -> float:
+        """Forward and backward."""
+        return TRAINING_PER_FORWARD * self.forward
+
+
+def token_flops(config: ModelConfig, sequence_length: int, *, causal: bool = True) -> TokenFlops:
+    """Count the FLOPs of one token, on average over a sequence."""
+    parts = {"attention": 0, "router": 0, "mlp": 0}
+    for parameter in layer_parameters(config, 0):
+        if len(parameter.shape) == 1:
+            continue
+        used = parameter.size
+        if parameter.expert:
+            assert config.moe is not None, "only experts have expert tensors"
+            used = parameter.size // config.moe.experts * config.moe.top_k
+        block, part = parameter.name.split(".")[2:4]
+        parts["router" if part == "router" else block] += 2 * used * config.layers
+    return TokenFlops(
+        projections=parts["attention"],
+        attention=attention_flops(config, sequence_length, causal=causal),
+        feed_forward=parts["mlp"],
+        router=parts["router"],
+        head=2 * config.hidden * config.vocab_size,
+    )
+
+
+def matmul_flops(config: ModelConfig) -> int:
+    """Return the forward FLOPs of one token in products with weights."""
+    return token_flops(config, 1).matmul
+
+
+def attention_flops(config: ModelConfig, sequence_length: int, *, causal: bool) -> float:
+    """Return the forward FLOPs of one token in attention itself, on average over a sequence.
+
+    With `causal`, token i looks at the i + 1 keys up to itself, or at as many of them as the sliding window holds: the
+    work that must be done. Without, every token looks at the whole sequence, as many papers and frameworks count.
+    """
+    keys = mean_keys(config, sequence_length) if causal else sequence_length
+    return config.layers * 4 * config.heads * config.head_dim * keys
+
+
+def mean_keys(config: ModelConfig, sequence_length: int) -> float:
+    """Return how many keys a token looks at, on average over a sequence with causal attention."""
+    window = min(config.sliding_window or sequence_length, sequence_length)
+    growing = window * (window + 1) / 2
+    return (growing + (sequence_length - window) * window) / sequence_length
+
+
+def training_flops_per_token(config: ModelConfig, sequence_length: int, *, causal: bool = True) -> float:
+    """Return what training costs per token: forward and backward, without recomputation."""
+    return token_flops(config, sequence_length, causal=causal).training

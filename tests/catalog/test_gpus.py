@@ -1,0 +1,87 @@
+"""GPUs have the dense peaks of their datasheets, and a GPU nobody described is not guessed at."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from trainshed.catalog import Gpu, gpu, gpu_by_device_name, gpu_names
+from trainshed.errors import InputError
+from trainshed.recipe.yaml_source import parse
+
+PROMISED = ["a10g", "l40s", "a100-40gb", "a100-80gb", "h100-sxm", "h100-pcie", "h200", "b200", "gb200", "b300", "gb300"]
+PROMISED += ["mi300x", "mi325x", "mi355x"]
+WIDEST_FIRST = ("fp4", "fp8", "bf16", "tf32", "fp32")
+
+
+def test_the_catalog_has_every_gpu_we_promised() -> None:
+    assert gpu_names() == PROMISED
+
+
+@pytest.mark.parametrize("name", PROMISED)
+def test_a_gpu_has_dense_peaks_that_fit_together(name: str) -> None:
+    found = gpu(name)
+    peaks = [peak for dtype in WIDEST_FIRST if (peak := found.dense_tflops.peak(dtype)) is not None]
+    assert peaks == sorted(peaks, reverse=True), "narrower products are never slower"
+    assert found.dense_tflops.fp16 == found.dense_tflops.bf16
+    # Matrix units double their rate as the inputs' width halves; a sparse figure among them would stand out.
+    for narrow, wide in (("fp8", "bf16"), ("bf16", "tf32")):
+        rates = found.dense_tflops.peak(narrow), found.dense_tflops.peak(wide)
+        if rates[0] is not None and rates[1] is not None:
+            assert rates[0] / rates[1] == pytest.approx(2, rel=0.03)
+
+
+@pytest.mark.parametrize("name", PROMISED)
+def test_a_gpu_names_its_source_and_says_that_its_peaks_are_dense(name: str) -> None:
+    assert "datasheet" in gpu(name).source or "whitepaper" in gpu(name).source
+    assert re.search(r"dense|halved|without sparsity", gpu(name).source)
+
+
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA H100 80GB HBM3", "h100-sxm"),
+        ("NVIDIA H100 PCIe", "h100-pcie"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
+        ("NVIDIA A100-SXM4-80GB", "a100-80gb"),
+        ("NVIDIA B300 SXM6 AC", "b300"),
+        ("NVIDIA GB300", "gb300"),
+        ("nvidia  gb200 ", "gb200"),
+        ("AMD Instinct MI300X VF", "mi300x"),
+    ],
+)
+def test_a_gpu_is_found_by_what_its_driver_calls_it(device: str, name: str) -> None:
+    assert gpu_by_device_name(device) is gpu(name)
+
+
+@pytest.mark.parametrize(
+    "device", ["NVIDIA H200 NVL", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA GeForce RTX 4090", "B200", ""]
+)
+def test_a_gpu_that_only_looks_like_a_known_one_is_unknown(device: str) -> None:
+    assert gpu_by_device_name(device) is None
+
+
+def test_no_two_gpus_share_a_device_name() -> None:
+    names = [device.casefold() for name in gpu_names() for device in gpu(name).device_names]
+    assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "near"), [("h100", "h100-sxm or h100-pcie"), ("A100_80GB", "a100-80gb"), ("mi350x", "mi355x")]
+)
+def test_a_misspelt_gpu_gets_the_nearest(wrong: str, near: str) -> None:
+    with pytest.raises(InputError) as caught:
+        gpu(wrong)
+    assert caught.value.what == f"there is no GPU `{wrong}` in the catalog"
+    assert (caught.value.hint or "").startswith(f"did you mean {near}")
+
+
+def test_an_unknown_gpu_is_told_how_to_describe_one() -> None:
+    with pytest.raises(InputError) as caught:
+        gpu("zzzzzz")
+    known, describing = (caught.value.hint or "").split("\n")
+    assert known == f"known GPUs: {', '.join(PROMISED)}"
+    entry = parse(describing[describing.index("NAME:") :], "hint").value["NAME"]
+    assert Gpu.model_validate(entry).dense_tflops.bf16 == 300.0
