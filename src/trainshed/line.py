@@ -26,7 +26,7 @@ from trainshed.recipe.data import SourceKeys
 from trainshed.recipe.messages import as_recipe_error, validate
 from trainshed.recipe.places import Document, Places
 from trainshed.reporting import SILENT, Reporter
-from trainshed.storage import LocalStore, StoreOptions, join, open_store, parse
+from trainshed.storage import LocalStore, Store, StoreOptions, join, open_store, parse
 
 if TYPE_CHECKING:
     from trainshed.engines.torch.job import TrainJob
@@ -274,7 +274,15 @@ def run_layout(
     return layout
 
 
-def train_job(run: PreparedRun, layout: RankLayout) -> TrainJob:
+def checkpoint_home(run: PreparedRun, options: StoreOptions | None = None) -> tuple[Store, str] | None:
+    """Return where the run's checkpoints are kept apart from it, as store and folder; None: in its own folder."""
+    if run.recipe.checkpoint.to is None:
+        return None
+    store, path = open_store(parse(run.recipe.checkpoint.to), options)
+    return store, f"{path}/{run.recipe.name}/{run.id}".lstrip("/")
+
+
+def train_job(run: PreparedRun, layout: RankLayout, options: StoreOptions | None = None) -> TrainJob:
     """Return what a rank of this run is asked to train."""
     from trainshed.engines.torch.job import TrainJob
 
@@ -289,4 +297,5 @@ def train_job(run: PreparedRun, layout: RankLayout) -> TrainJob:
         store=LocalStore(run.folder),
         folder="",
         base=run.base,
+        checkpoint_home=checkpoint_home(run, options),
     )

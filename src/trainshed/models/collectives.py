@@ -12,6 +12,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives as funcol
 
+# Renamed in PyTorch 2.13, where the old names warn.
+_all_gather = getattr(funcol, "all_gather_single_autograd", None) or funcol.all_gather_tensor_autograd
+_reduce_scatter = getattr(funcol, "reduce_scatter_single_autograd", None) or funcol.reduce_scatter_tensor_autograd
+
 
 @dataclass(frozen=True)
 class Group:
@@ -53,14 +57,14 @@ def gather(x: torch.Tensor, group: Group) -> torch.Tensor:
     """Put the parts of all ranks together on dim 0; the gradient of each part is summed over the ranks."""
     if group.size == 1:
         return x
-    return _wait(funcol.all_gather_tensor_autograd(x.contiguous(), 0, group.ranks))
+    return _wait(_all_gather(x.contiguous(), 0, group.ranks))
 
 
 def sum_and_cut(x: torch.Tensor, group: Group) -> torch.Tensor:
     """Sum over the ranks and keep this rank's part of dim 0."""
     if group.size == 1:
         return x
-    return _wait(funcol.reduce_scatter_tensor_autograd(x.contiguous(), "sum", 0, group.ranks))
+    return _wait(_reduce_scatter(x.contiguous(), "sum", 0, group.ranks))
 
 
 def exchange(x: torch.Tensor, receive: list[int], send: list[int], group: Group) -> torch.Tensor:

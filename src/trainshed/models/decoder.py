@@ -190,7 +190,7 @@ class Chunk(nn.Module):
             return hidden
         loss, z = sliced_cross_entropy(
             hidden.flatten(0, 1),
-            self._head().to(hidden.dtype),
+            self._head(),
             labels.t().flatten(),
             self.scale.tokens,
             z_loss=self.losses.z_loss,

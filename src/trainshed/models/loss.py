@@ -49,6 +49,19 @@ def _slice_loss(
 _compiled_slice_loss = torch.compile(_slice_loss, dynamic=False)
 
 
+def _add_product(
+    total: torch.Tensor | None, left: torch.Tensor, right: torch.Tensor, wide: torch.dtype
+) -> torch.Tensor:
+    """Add left @ right to a total kept in `wide`; on a GPU the product itself adds, without a pass of its own."""
+    if left.is_cuda and left.dtype != wide:
+        if total is None:
+            return torch.mm(left, right, out_dtype=wide)
+        return torch.addmm(total, left, right, out_dtype=wide, out=total)
+    if total is None:
+        return (left @ right).to(wide)
+    return total.addmm_(left, right) if left.dtype == wide else total.add_(left @ right)
+
+
 class _SlicedLoss(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -71,21 +84,16 @@ class _SlicedLoss(torch.autograd.Function):
         tokens = -(-hidden.shape[0] // slices)  # equal slices: one shape to compile
         grad_hidden = torch.empty_like(hidden) if wants_grad else None
         grad_weight: torch.Tensor | None = None
+        used = weight.to(hidden.dtype)
         for start in range(0, hidden.shape[0], tokens):
             part = hidden[start : start + tokens]
-            logits = part @ weight.t()
+            logits = part @ used.t()
             more, more_z, gradient = slice_loss(logits, labels[start : start + tokens], scale, z_loss, group, first_row)
             entropy, z = entropy + more, z + more_z
             if grad_hidden is None:
                 continue
-            torch.mm(gradient, weight, out=grad_hidden[start : start + tokens])
-            product = gradient.t() @ part
-            if slices == 1:
-                grad_weight = product
-            elif grad_weight is None:
-                grad_weight = product.to(wide)
-            else:
-                grad_weight.add_(product)
+            torch.mm(gradient, used, out=grad_hidden[start : start + tokens])
+            grad_weight = _add_product(grad_weight, gradient.t(), part, wide)
         ctx.save_for_backward(grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype))
         ctx.mark_non_differentiable(z)
         return entropy + z, z
@@ -113,8 +121,8 @@ def sliced_cross_entropy(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (loss, the z-loss part of it) of hidden states [T, H] against labels [T].
 
-    `weight` [V, H] is this rank's part of the vocabulary, from `first_row` on; the result is the same on all ranks of
-    the group, and the gradient of `hidden` is this rank's part of a sum.
+    `weight` [V, H] is this rank's part of the vocabulary, from `first_row` on, in any precision; products are in that of
+    `hidden`. The result is the same on all ranks of the group, and the gradient of `hidden` this rank's part of a sum.
     """
     loss, z = _SlicedLoss.apply(hidden, weight, labels, scale, z_loss, group, first_row)
     return loss, z.detach()

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, Tag
 
+from trainshed.recipe.address import Address
 from trainshed.recipe.section import NotNegativeInt, PositiveInt, Problem, Section, Text, by_shape
 
 Flag = Annotated[bool, Tag("(true or false)")]
@@ -45,6 +46,11 @@ class Checkpoint(Section):
 
     every: PositiveInt | None = Field(500, description="Steps between two checkpoints; null: only at the end")
     keep: PositiveInt | None = Field(3, description="Number of checkpoints kept; null: all")
+    to: Address | None = Field(
+        None,
+        description="Where checkpoints are kept, under the run's name and id; left out: in the run's folder",
+        examples=["s3://bucket/checkpoints"],
+    )
     async_: bool = Field(True, alias="async", description="Go on training while a checkpoint is written")
     resume: Literal["auto", "must", "fresh"] = Field(
         "auto",

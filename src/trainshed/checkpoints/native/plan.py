@@ -16,7 +16,7 @@ import torch
 from trainshed.checkpoints.pieces import Piece
 
 # A reader needs an item whole, to check it: small enough to hold several, large enough that requests do not count.
-ITEM_BYTES = 256 * 1024 * 1024
+ITEM_BYTES = 128 * 1024 * 1024
 _ALIGNMENT_BYTES = 64
 
 DTYPES: dict[str, torch.dtype] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -113,7 +114,7 @@ def _shard(chunk: Chunk, mesh: Mesh, dtype: torch.dtype, kept: torch.dtype) -> N
             module.set_force_sum_reduction_for_comms(True)
 
 
-def _expert_placement(ranks: int) -> object:
+def _expert_placement(ranks: int) -> Callable[[nn.Parameter], Shard | None]:
     """Cut stacked experts by expert where that comes out even, else within each expert."""
 
     def place(parameter: nn.Parameter) -> Shard | None:

@@ -31,6 +31,8 @@ class TrainJob:
     store: Store
     folder: str
     base: BaseWeights | None = None
+    checkpoint_home: tuple[Store, str] | None = None
+    """Store and folder that hold this run's checkpoints where they are kept apart from the run."""
 
 
 class Voice:

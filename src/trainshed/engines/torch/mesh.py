@@ -103,6 +103,6 @@ def _tied(layout: RankLayout, ranks: torch.Tensor, rank: int) -> Group:
     mine = ALONE
     for pair in ranks[[0, -1]].flatten(1).t().tolist():
         group = dist.new_group(pair)
-        if rank in pair:
+        if rank in pair and isinstance(group, dist.ProcessGroup):
             mine = Group(2, pair.index(rank), group)
     return mine

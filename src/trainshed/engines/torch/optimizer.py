@@ -1,8 +1,8 @@
 """AdamW over a rank's boxes, with clipping and skipping inside the update so that the host never waits.
 
-PyTorch's fused kernel does the work. The clip arrives as its gradient scale and a non-finite step as its `found_inf`:
-one pass over memory, and no value travels to the host to decide anything. In float64, which is for proofs, the scale
-is applied apart, as the kernel takes it in float32.
+The clip and the decision to skip are read on the device within the one pass over memory that updates. On a CPU that is
+PyTorch's fused kernel (in float64, which is for proofs, the scale is applied apart, as the kernel takes it in float32);
+on a GPU a compiled one per tensor, which reaches the memory's bandwidth where the fused multi-tensor one does not.
 """
 
 from __future__ import annotations
@@ -45,6 +45,9 @@ class AdamW:
         if not pairs:
             return
         numbers, gradients = [i for i, _ in pairs], [gradient for _, gradient in pairs]
+        if gradients[0].is_cuda and gradients[0].dtype == torch.float32:
+            self._update_compiled(numbers, gradients, lr, decays, scale, bad)
+            return
         apart = gradients[0].dtype == torch.float64
         if apart:
             gradients = list(torch._foreach_div(gradients, scale.to(torch.float64)))
@@ -66,6 +69,31 @@ class AdamW:
             found_inf=bad,
         )
 
+    def _update_compiled(
+        self,
+        numbers: list[int],
+        gradients: list[torch.Tensor],
+        lr: float,
+        decays: bool,
+        scale: torch.Tensor,
+        bad: torch.Tensor,
+    ) -> None:
+        beta1, beta2 = self.options.betas
+        # What changes from step to step comes as tensors, so that nothing is compiled again.
+        corrections = torch.stack([1 - beta1**self.updates, (1 - beta2**self.updates).sqrt(), scale.float(), bad])
+        rate = torch.tensor(lr)
+        for i, gradient in zip(numbers, gradients, strict=True):
+            parts = [self.weights[i].local, gradient, self.average[i], self.square[i]]
+            _compiled_update(
+                *(part.view(-1) for part in parts),
+                corrections,
+                rate,
+                beta1,
+                beta2,
+                self.options.eps,
+                self.options.weight_decay if decays else 0.0,
+            )
+
     def pieces(self) -> Mapping[str, Piece]:
         """The state for a checkpoint, under the names of the weights."""
         pieces = {}
@@ -74,3 +102,30 @@ class AdamW:
                 name = f"optimizer.{kind}.{weight.name}"
                 pieces[name] = Piece(weight.parameter.shape, weight.offset, tensor, weight.owner)
         return pieces
+
+
+def _update_one(
+    weight: torch.Tensor,
+    gradient: torch.Tensor,
+    average: torch.Tensor,
+    square: torch.Tensor,
+    corrections: torch.Tensor,
+    rate: torch.Tensor,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+) -> None:
+    """AdamW on one flat tensor; `corrections` are [1 - beta1^t, sqrt(1 - beta2^t), gradient scale, skip]."""
+    first, second, scale, bad = corrections.unbind()
+    skip = bad > 0
+    gradient = gradient / scale
+    moved = average + (1 - beta1) * (gradient - average)
+    squared = square * beta2 + (1 - beta2) * gradient * gradient
+    updated = weight * (1 - rate * weight_decay) - rate / first * moved / (squared.sqrt() / second + eps)
+    weight.copy_(torch.where(skip, weight, updated))
+    average.copy_(torch.where(skip, average, moved))
+    square.copy_(torch.where(skip, square, squared))
+
+
+_compiled_update = torch.compile(_update_one, dynamic=True)

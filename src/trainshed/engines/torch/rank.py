@@ -128,8 +128,9 @@ def _train(
     model = _model(job, mesh)
     optimizer = AdamW(model.weights, job.recipe.train.optimizer, device)
     stepper = Stepper(model, optimizer)
-    attempt = Attempt(job.store, job.folder, number)
-    start = start_weights(job, stepper, voice, find_resume_point(job, attempt, place.rank, store, voice))
+    attempt = _checkpoint_attempt(job, place, store, number)
+    found = find_resume_point(job, attempt, place.rank, store, voice)
+    start = start_weights(job, stepper, voice, attempt.store, found)
     voice("phase", name="load", seconds=time.monotonic() - began)
     with CheckpointWriter(
         attempt,
@@ -223,6 +224,18 @@ def _attempt_number(job: TrainJob, place: Place, store: dist.Store | None, given
     if place.rank == 0:
         store.set(key, str(take_attempt(job.store, job.folder).number))
     return int(store.get(key))
+
+
+def _checkpoint_attempt(job: TrainJob, place: Place, store: dist.Store | None, number: int) -> Attempt:
+    """The attempt that fences checkpoints: the run's own, or one taken where they are kept apart from it."""
+    if job.checkpoint_home is None:
+        return Attempt(job.store, job.folder, number)
+    home, folder = job.checkpoint_home
+    if store is None:
+        return take_attempt(home, folder)
+    if place.rank == 0:
+        store.set("checkpoint-attempt", str(take_attempt(home, folder).number))
+    return Attempt(home, folder, int(store.get("checkpoint-attempt")))
 
 
 def _init_groups(place: Place, device: torch.device, store: dist.Store | None, health: Path) -> None:

@@ -24,6 +24,7 @@ from trainshed.engines.torch.step import Stepper
 from trainshed.errors import InputError
 from trainshed.models.loss import IGNORED
 from trainshed.reporting import SILENT, Task
+from trainshed.storage import Store
 from trainshed.storage.attempts import Attempt
 
 # Against a probe measured in fp32 on one process: rounding of the products is what may differ.
@@ -45,12 +46,13 @@ def find_resume_point(
     """Return the checkpoint to go on from; rank 0 looks and settles it, the others are told."""
     found = None
     if rank == 0:
-        found = latest_complete(job.store, checkpoints_folder(job.folder), attempt=attempt, reporter=_Telling(voice))
+        folder = checkpoints_folder(attempt.run_folder)
+        found = latest_complete(attempt.store, folder, attempt=attempt, reporter=_Telling(voice))
         _check_wish(job, found)
         if store is not None:
             store.set("resume", "" if found is None else found.path)
     elif store is not None and (path := store.get("resume").decode()):
-        found = open_checkpoint(job.store, path)
+        found = open_checkpoint(attempt.store, path)
     return found
 
 
@@ -70,12 +72,12 @@ def _check_wish(job: TrainJob, found: Found | None) -> None:
         )
 
 
-def start_weights(job: TrainJob, stepper: Stepper, voice: Voice, found: Found | None) -> Start:
-    """Fill the model and the optimiser from a checkpoint, base weights or fresh."""
+def start_weights(job: TrainJob, stepper: Stepper, voice: Voice, store: Store, found: Found | None) -> Start:
+    """Fill the model and the optimiser from a checkpoint found in `store`, from base weights, or fresh."""
     if found is not None:
         began = time.monotonic()
         check_facts(found.facts, job.order)
-        facts = load(job.store, found, state_pieces(stepper.model, stepper.optimizer))
+        facts = load(store, found, state_pieces(stepper.model, stepper.optimizer))
         voice(
             "resume",
             facts["step"],

@@ -1,0 +1,198 @@
+"""Training steps on one GPU: the torch engine beside transformers, Llama-3-8B's layer shapes, in one run.
+
+    python benchmarks/engine_gpu.py [--layers 16] [--micro-batch 1 2] [--precision bf16] [--peer] [--profile]
+
+Sequence 8192, bf16 products, fp32 master weights and Adam states, clipping, AdamW (fused on both sides). The peer is
+LlamaForCausalLM under autocast with every layer compiled and cuDNN attention. Prints tokens/s, MFU, memory and where
+the device's time goes by kind of kernel; asserts nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import time
+from collections import defaultdict
+from collections.abc import Callable
+
+import torch
+
+from measure import table
+from trainshed.catalog import gpu_by_device_name, model_preset
+from trainshed.engines.torch.build import build_model, fill_model
+from trainshed.engines.torch.feed import FedBatch
+from trainshed.engines.torch.mesh import alone
+from trainshed.engines.torch.optimizer import AdamW
+from trainshed.engines.torch.passes import LocalBatch
+from trainshed.engines.torch.signals import WATCHED
+from trainshed.engines.torch.step import Stepper
+from trainshed.models.decoder import Losses
+from trainshed.models.parameters import parameter_count
+from trainshed.observe.mfu import measure_mfu
+from trainshed.plan.layout import resolve_layout
+from trainshed.recipe import Layout, ModelConfig
+from trainshed.recipe.train import Optimizer
+
+LENGTH = 8192
+OPTIONS = Optimizer(lr=1e-4)
+DEVICE = torch.device("cuda", 0)
+KINDS = {
+    "attention": ("flash", "fmha", "attention", "cudnn_generated", "sdpa"),
+    "products": ("gemm", "nvjet", "cutlass", "wgmma", "cublas", "xmma"),
+    "optimizer": ("adam", "rsub_sqrt"),
+    "gradient norm": ("multi_tensor", "lpnorm", "norm_reduce"),
+    "compiled": ("triton",),
+    "copies": ("memcpy", "memset", "copy"),
+}
+"""Kernels by what their names hold; the first that fits counts."""
+
+
+def ours(config: ModelConfig, micro_batch: int, precision: str) -> Callable[[], object]:
+    """A function that makes one step with our engine and returns its loss."""
+    layout = resolve_layout(Layout.model_validate({"micro_batch": micro_batch}), config)
+    model = build_model(
+        config,
+        alone(layout, DEVICE),
+        sequence_length=LENGTH,
+        precision=precision,
+        losses=Losses(),
+        compile_blocks=True,
+    )
+    fill_model(model, seed=0)
+    stepper = Stepper(model, AdamW(model.weights, OPTIONS, DEVICE))
+    rows = tokens(config, micro_batch)
+    fed = FedBatch(LocalBatch(micro_batch, rows[:, :-1].contiguous(), rows[:, 1:].contiguous(), None), (0, 0))
+    votes = [0.0] * len(WATCHED)
+    return lambda: stepper.step(fed, micro_batch, OPTIONS.lr, votes)
+
+
+def transformers(config: ModelConfig, micro_batch: int, precision: str) -> Callable[[], object]:
+    """The same with LlamaForCausalLM."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    with torch.device(DEVICE):
+        model = LlamaForCausalLM(
+            LlamaConfig(
+                hidden_size=config.hidden,
+                intermediate_size=config.ffn,
+                num_hidden_layers=config.layers,
+                num_attention_heads=config.heads,
+                num_key_value_heads=config.kv_heads,
+                vocab_size=config.vocab_size,
+                max_position_embeddings=LENGTH,
+                rope_theta=500000.0,
+                attn_implementation="sdpa",
+            )
+        )
+    for layer in model.model.layers:
+        layer.compile()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=OPTIONS.lr, betas=OPTIONS.betas, weight_decay=0.1, fused=True)
+    rows = tokens(config, micro_batch)
+    inputs, labels = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+
+    def step() -> torch.Tensor:
+        with torch.autocast("cuda", torch.bfloat16), sdpa_kernel([SDPBackend.CUDNN_ATTENTION]):
+            loss = model(input_ids=inputs, labels=labels, shift_labels=labels, use_cache=False).loss
+            loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    return step
+
+
+def tokens(config: ModelConfig, micro_batch: int) -> torch.Tensor:
+    """Random token ids [micro_batch, LENGTH + 1]."""
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    return torch.randint(0, config.vocab_size, (micro_batch, LENGTH + 1), generator=generator, device=DEVICE)
+
+
+def measured(step: Callable[[], object], steps: int) -> tuple[float, float, object]:
+    """Seconds per step (median of steps by device events, after warming up), seconds to warm up, the last result."""
+    began = time.perf_counter()
+    for _ in range(3):
+        step()
+    torch.cuda.synchronize()
+    warm = time.perf_counter() - began
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
+    events[0].record()
+    last: object = None
+    for event in events[1:]:
+        last = step()
+        event.record()
+    torch.cuda.synchronize()
+    times = sorted(before.elapsed_time(after) for before, after in itertools.pairwise(events))
+    return times[len(times) // 2] / 1000, warm, last
+
+
+def kernel_times(step: Callable[[], object]) -> tuple[dict[str, float], list[tuple[str, float, int]]]:
+    """Milliseconds of device time of one step by kind of kernel, and the longest kernels."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        step()
+        torch.cuda.synchronize()
+    kinds: dict[str, float] = defaultdict(float)
+    longest = []
+    for event in profiler.key_averages():
+        name, milliseconds = event.key.lower(), event.device_time_total / 1000
+        kind = next((kind for kind, parts in KINDS.items() if any(part in name for part in parts)), "other")
+        kinds[kind] += milliseconds
+        longest.append((event.key, milliseconds, event.count))
+    return dict(kinds), sorted(longest, key=lambda each: -each[1])[:20]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--micro-batch", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--precision", nargs="+", default=["bf16"], choices=["bf16", "fp8"])
+    parser.add_argument("--peer", action="store_true", help="also transformers, in the same run")
+    parser.add_argument("--profile", action="store_true", help="also kernels by kind")
+    arguments = parser.parse_args()
+    config = model_preset("llama3-8b").model_copy(update={"layers": arguments.layers})
+    name = torch.cuda.get_device_name(DEVICE)
+    print(f"{name}, torch {torch.__version__}, {parameter_count(config) / 1e9:.2f}B parameters, sequence {LENGTH}")
+    rows: list[list[str]] = []
+    for micro_batch in arguments.micro_batch:
+        sides = [("trainshed", precision, ours) for precision in arguments.precision]
+        if arguments.peer:
+            sides.append(("transformers", "bf16", transformers))
+        for side, precision, build in sides:
+            torch.cuda.reset_peak_memory_stats()
+            step = build(config, micro_batch, precision)
+            seconds, warm, last = measured(step, arguments.steps)
+            rate = micro_batch * LENGTH / seconds
+            mfu = measure_mfu(rate, config, LENGTH, precision=precision, gpu=gpu_by_device_name(name), device_name=name)
+            memory = torch.cuda.max_memory_allocated() / 2**30
+            loss = last.read().loss if hasattr(last, "read") else float(last)  # pyrefly: ignore
+            rows.append(
+                [
+                    f"{side} {precision}",
+                    str(micro_batch),
+                    f"{rate:,.0f}",
+                    f"{seconds * 1000:.1f} ms",
+                    f"{mfu.mfu:.1%}" if mfu.mfu else "-",
+                    f"{memory:.1f} GiB",
+                    f"{warm:.0f} s",
+                    f"{loss:.4f}",
+                ]
+            )
+            print(rows[-1], flush=True)
+            if arguments.profile:
+                kinds, longest = kernel_times(step)
+                print("  ".join(f"{kind} {time:.1f} ms" for kind, time in sorted(kinds.items(), key=lambda x: -x[1])))
+                for kernel, milliseconds, count in longest:
+                    print(f"   {milliseconds:8.2f} ms {count:5d}x  {kernel[:110]}", flush=True)
+            del step, last
+            torch.compiler.reset()
+            gc.collect()
+            torch.cuda.empty_cache()
+    columns = ["side", "micro-batch", "tokens/s", "step", "MFU", "memory", "warm-up", "loss"]
+    table(f"{config.layers} layers of llama3-8b, sequence {LENGTH}", columns, rows)
+
+
+if __name__ == "__main__":
+    main()

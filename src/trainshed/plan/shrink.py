@@ -1,0 +1,138 @@
+"""A model, a batch and a sequence made small, with everything kept that makes a layout hard.
+
+What divides stays divisible and what comes out uneven stays uneven: heads and rows over tp, experts over ep, layers
+over the chunks of a pipeline, micro-batches over its stages, every tensor over the ranks that share it out. The family
+and all that is no size (norms, biases, tied embeddings, rotary scaling, routing) are left alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from trainshed.errors import InputError
+from trainshed.plan.layout import RankLayout
+from trainshed.plan.legality import layout_problems
+from trainshed.recipe import ModelConfig
+
+# Small enough for a CPU to step in milliseconds, large enough that no rank's part is a single row.
+_HIDDEN, _HEAD_DIM, _FFN, _EXPERT_FFN, _VOCABULARY, _TOKENS = 32, 8, 32, 16, 96, 32
+_LAYERS = 2
+"""Layers of a model without a pipeline; with one, a chunk has one layer, or up to two more where chunks differ."""
+_MICRO_BATCH = 2
+
+
+@dataclass(frozen=True)
+class Shrunk:
+    """What a check runs in place of the real thing; `batch_sizes` are two where the batch grows, else one."""
+
+    config: ModelConfig
+    layout: RankLayout
+    sequence_length: int
+    batch_sizes: tuple[int, ...]
+
+
+def shrink(
+    config: ModelConfig,
+    layout: RankLayout,
+    *,
+    sequence_length: int,
+    batch_sizes: Sequence[int],
+    most_ranks: int | None = None,
+) -> Shrunk:
+    """Shrink what a legal layout trains, so that it stays legal.
+
+    The layout keeps its ranks unless they are more than `most_ranks`: then data parallel is cut down to what fits.
+    """
+    counts = [layout.micro_batches(size) for size in sorted({min(batch_sizes), max(batch_sizes)})]
+    layout = _fewer_copies(layout, config, sequence_length, most_ranks or layout.world_size)
+    stages = _stages(layout)
+    small = replace(layout, stages=stages, micro_batch=min(layout.micro_batch, _MICRO_BATCH))
+    length = _like(sequence_length, max(_TOKENS, 2 * layout.cp * layout.tp), 2, 2 * layout.cp, layout.cp * layout.tp)
+    model = _model(config, layout, sequence_length, length) | {"layers": sum(stages)}
+    shrunk = ModelConfig.model_validate(config.model_dump(exclude_none=True) | model)
+    sizes: list[int] = []
+    for count in counts:
+        sizes.append(_batch(count, shrunk, small, length, more_than=sizes[-1] if sizes else 0))
+    return Shrunk(shrunk, small, length, tuple(sizes))
+
+
+def _fewer_copies(layout: RankLayout, config: ModelConfig, sequence_length: int, most_ranks: int) -> RankLayout:
+    """Cut data parallel down to what fits: what was replicated stays so, what was shared out stays so."""
+    if layout.world_size <= most_ranks:
+        return layout
+    for dp in range(most_ranks * layout.dp // layout.world_size, 1, -1):
+        for copies in (size for size in range(1, dp + 1) if dp % size == 0):
+            if (copies > 1, dp // copies > 1) != (layout.copies > 1, layout.dp_shard > 1):
+                continue
+            # With `shard: none` every dp rank is a copy, whether `replicate` says so or not.
+            fewer = replace(layout, dp=dp, replicate=1 if layout.shard == "none" else copies)
+            batch = dp * layout.micro_batch * layout.pp
+            if not layout_problems(fewer, config, sequence_length=sequence_length, batch_sizes=[batch]):
+                return fewer
+    raise InputError(
+        f"{layout} is {layout.world_size} ranks, there is room for {most_ranks} here, and fewer dp ranks do not help",
+        where="layout",
+        hint="check its dimensions by themselves, for example --layout tp=2,pp=2, or run where there is more room",
+    )
+
+
+def _model(config: ModelConfig, layout: RankLayout, sequence_length: int, length: int) -> dict[str, Any]:
+    """Every size of the model but its layers."""
+    tp = layout.tp
+    shares = 1 if layout.shard == "none" else layout.dp_shard * layout.cp
+    kv_heads = _like(config.kv_heads, 2 * tp, tp)
+    sizes: dict[str, Any] = {
+        "hidden": _like(config.hidden, _HIDDEN, 2, shares),
+        "heads": kv_heads * _like(config.heads // config.kv_heads, 2, 2),
+        "kv_heads": kv_heads,
+        "head_dim": min(config.head_dim, _HEAD_DIM),
+        "vocab_size": _like(config.vocab_size, max(_VOCABULARY, 2 * tp), 2, tp, tp * shares),
+        "max_positions": _like(config.max_positions, length, 2, shares),
+    }
+    if config.ffn is not None:
+        sizes["ffn"] = _like(config.ffn, max(_FFN, 2 * tp), 2, tp, tp * shares)
+    if config.sliding_window is not None:
+        # A window that cuts still cuts, at the same fraction of the sequence; one that does not still does not.
+        sizes["sliding_window"] = max(1, config.sliding_window * length // sequence_length)
+    if config.moe is not None:
+        moe = config.moe
+        expert_shares = 1 if layout.shard == "none" else layout.edp // layout.copies
+        fewest = max(2 * layout.ep, moe.top_k + (moe.top_k < moe.experts))
+        sizes["moe"] = moe.model_dump() | {
+            "experts": _like(moe.experts, fewest, layout.ep, layout.ep * expert_shares),
+            "ffn": _like(moe.ffn, max(_EXPERT_FFN, 2 * layout.etp), 2, layout.etp, layout.etp * expert_shares),
+            "shared_ffn": _like(moe.shared_ffn, max(_EXPERT_FFN, 2 * tp), 2, tp, tp * shares),
+        }
+    return sizes
+
+
+def _stages(layout: RankLayout) -> tuple[int, ...]:
+    """The layers of each chunk: uneven where they are uneven."""
+    if len(layout.stages) == 1:
+        return (min(layout.stages[0], _LAYERS),)
+    fewest = min(layout.stages)
+    return tuple(min(1 + layers - fewest, 3) for layers in layout.stages)
+
+
+def _batch(count: int, config: ModelConfig, layout: RankLayout, length: int, *, more_than: int) -> int:
+    """The smallest global batch whose micro-batches fill the pipeline as `count` of them do."""
+    pp, step = layout.pp, layout.dp * layout.micro_batch
+
+    def kind(number: int) -> tuple[bool, ...]:
+        return number == 1, number < pp, number == pp, number % pp == 0
+
+    for number in range(more_than // step + 1, count):
+        alike = kind(number) == kind(count)
+        if alike and not layout_problems(layout, config, sequence_length=length, batch_sizes=[number * step]):
+            return number * step
+    return count * step
+
+
+def _like(value: int, floor: int, *divisors: int) -> int:
+    """The smallest number from `floor` on that each divisor divides exactly where it divides `value`."""
+    for number in range(min(floor, value), value):
+        if all((number % divisor == 0) == (value % divisor == 0) for divisor in divisors):
+            return number
+    return value
