@@ -95,8 +95,9 @@ def _run_folder(run: str, overrides: Sequence[str], on: str, id: str | None) -> 
     cluster = load_cluster(on, for_cluster)
     options = store_options(cluster)
     recipe = resolve(load_recipe(run, for_recipe), options)
-    root = recipe.store or cluster.store_root
-    return open_store(parse(join(root, f"runs/{recipe.name}/{id or run_id(recipe)}")), options)
+    # Where `checkpoint.to` keeps them apart, they lie under the run's name and id all the same.
+    root = recipe.checkpoint.to or join(recipe.store or cluster.store_root, "runs")
+    return open_store(parse(join(root, f"{recipe.name}/{id or run_id(recipe)}")), options)
 
 
 def _broken(store: Store, there: Listing) -> dict[int, str]:

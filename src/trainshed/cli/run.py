@@ -87,6 +87,8 @@ def run(
         lines.append(
             f"  order: ready for {prepared.steps:,} steps ({human(size, 'tokens')}), independent of any layout"
         )
-    data["training"] = training = train_stage(prepared, layout)
+    data["training"] = training = train_stage(
+        prepared, layout, ["--on", on, *(f"cluster.{each}" for each in for_cluster)]
+    )
     print_report(data, output, "\n".join([*lines, training_text(training)]))
     return exit_code(training)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
@@ -11,6 +12,7 @@ from trainshed.cli.console import Output
 
 if TYPE_CHECKING:
     from trainshed.line import PreparedRun
+    from trainshed.recipe import Cluster
 
 
 def train(
@@ -46,10 +48,11 @@ def train(
     from trainshed.recipe import load_cluster, load_recipe, split_overrides
 
     for_recipe, for_cluster = split_overrides(overrides)
-    run = open_run(load_recipe(recipe, for_recipe), load_cluster(on, for_cluster), id=id)
+    cluster = load_cluster(on, for_cluster)
+    run = open_run(load_recipe(recipe, for_recipe), cluster, id=id)
     if is_a_rank():
-        return train_as_rank(run, layout)
-    data = train_stage(run, layout)
+        return train_as_rank(run, layout, cluster)
+    data = train_stage(run, layout, ["--on", on, *(f"cluster.{each}" for each in for_cluster)])
     print_report(data, output, training_text(data))
     return exit_code(data)
 
@@ -59,11 +62,11 @@ def is_a_rank() -> bool:
     return "RANK" in os.environ or "WORLD_SIZE" in os.environ
 
 
-def train_as_rank(run: PreparedRun, layout_text: str | None) -> int:
+def train_as_rank(run: PreparedRun, layout_text: str | None, cluster: Cluster) -> int:
     """Train as the rank that the environment says."""
     from trainshed.cli.progress import training_progress
     from trainshed.engines.torch.rank import Place, train_rank
-    from trainshed.line import keep_run, run_layout, train_job
+    from trainshed.line import keep_run, run_layout, store_options, train_job
     from trainshed.plan import parse_layout
 
     place = Place.from_environment()
@@ -72,11 +75,15 @@ def train_as_rank(run: PreparedRun, layout_text: str | None) -> int:
     if place.rank == 0:
         keep_run(run)
     with training_progress(run.steps) as on_event:
-        return train_rank(train_job(run, layout), run_folder=run.folder, listener=on_event)
+        job = train_job(run, layout, store_options(cluster))
+        return train_rank(job, run_folder=run.folder, listener=on_event)
 
 
-def train_stage(run: PreparedRun, layout_text: str | None) -> dict[str, Any]:
-    """Train a prepared run with all its ranks here, show it, and return its report."""
+def train_stage(run: PreparedRun, layout_text: str | None, worker_arguments: Sequence[str]) -> dict[str, Any]:
+    """Train a prepared run with all its ranks here, show it, and return its report.
+
+    `worker_arguments` say to each rank which cluster it is on.
+    """
     from trainshed.cli.console import reporter
     from trainshed.cli.progress import training_progress
     from trainshed.launch.here import train_here
@@ -87,7 +94,13 @@ def train_stage(run: PreparedRun, layout_text: str | None) -> dict[str, Any]:
     layout = run_layout(run, keys=keys, reporter=reporter())
     keep_run(run)
     with training_progress(run.steps) as on_event:
-        trained = train_here(run.folder, layout, precision=run.recipe.train.precision, on_event=on_event)
+        trained = train_here(
+            run.folder,
+            layout,
+            precision=run.recipe.train.precision,
+            worker_arguments=worker_arguments,
+            on_event=on_event,
+        )
     return _report(run, str(layout), trained.attempt, trained.exit_code)
 
 
@@ -97,14 +110,14 @@ def exit_code(data: dict[str, Any]) -> int:
 
 
 def _report(run: PreparedRun, layout: str, attempt: int, code: int) -> dict[str, Any]:
-    from trainshed.checkpoints.native.folder import checkpoints_folder, listing
     from trainshed.observe.reading import read_events, steps
     from trainshed.storage import LocalStore
 
     store = LocalStore(run.folder)
     done = steps(store, "")
-    measured = [event for event in read_events(store, "") if event["kind"] == "validation"]
-    latest = listing(store, checkpoints_folder("")).latest
+    events = list(read_events(store, ""))
+    measured = [event for event in events if event["kind"] == "validation"]
+    saved = [event for event in events if event["kind"] == "checkpoint" and event["phase"] == "committed"]
     last = done[-1] if done else None
     return {
         "schema": "trainshed.train/1",
@@ -121,7 +134,7 @@ def _report(run: PreparedRun, layout: str, attempt: int, code: int) -> dict[str,
         "tokens": last["tokens"] if last else 0,
         "tokens_per_second_per_gpu": last and last["tokens_per_second_per_gpu"],
         "mfu": last and last["mfu"],
-        "checkpoint": latest.step if latest else None,
+        "checkpoint": saved[-1]["path"] if saved else None,
         "stopped_by_signal": code - 128 if code > 128 else None,
     }
 
@@ -137,5 +150,5 @@ def training_text(data: dict[str, Any]) -> str:
         measured = f", validation loss {data['validation_loss']:.4f}" if data["validation_loss"] is not None else ""
         lines.append(f"  loss {data['loss']:.4f}{measured}")
     if data["checkpoint"] is not None:
-        lines.append(f"  checkpoint: {data['folder']}/checkpoints/step-{data['checkpoint']:08d}")
+        lines.append(f"  checkpoint: {data['checkpoint']}")
     return "\n".join(lines)

@@ -6,21 +6,27 @@ from pathlib import Path
 from typing import Literal
 
 
-def worker(stage: Literal["train"], *, run: Path, attempt: int) -> int:
+def worker(stage: Literal["train"], *overrides: str, run: Path, attempt: int, on: str = "local") -> int:
     """Run one stage as one rank of an attempt.
 
     Parameters
     ----------
     stage
         The stage.
+    overrides
+        Keys of the cluster file to change, as cluster.key=value.
     run
         The run's folder.
     attempt
         The attempt that whoever started this rank has taken.
+    on
+        The cluster file that says where it runs.
     """
     from trainshed.engines.torch.rank import train_rank
     from trainshed.launch.here import read_plan
-    from trainshed.line import open_run_folder, train_job
+    from trainshed.line import open_run_folder, store_options, train_job
+    from trainshed.recipe import load_cluster, split_overrides
 
-    job = train_job(open_run_folder(run), read_plan(run, attempt))
+    options = store_options(load_cluster(on, split_overrides(overrides)[1]))
+    job = train_job(open_run_folder(run), read_plan(run, attempt), options)
     return train_rank(job, run_folder=run, attempt=attempt)

@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -41,13 +41,15 @@ def train_here(
     layout: RankLayout,
     *,
     precision: str,
+    worker_arguments: Sequence[str] = (),
     on_event: Callable[[dict[str, Any]], None] = lambda _: None,
     environment: dict[str, str] | None = None,
     grace_seconds: float = 600.0,
 ) -> Trained:
     """Train a prepared run with all its ranks on this machine; raises what ended it, unless somebody asked it to stop.
 
-    `grace_seconds` is how long ranks may take for their last checkpoint after a request to stop.
+    `worker_arguments` tell each rank which cluster it is on. `grace_seconds` is how long ranks may take for their last
+    checkpoint after a request to stop.
     """
     store = LocalStore(run_folder)
     attempt = take_attempt(store, "").number
@@ -61,7 +63,7 @@ def train_here(
             on_event(event)
 
     worker = [sys.executable, "-m", "trainshed", "worker", "train"]
-    command = [*worker, "--run", str(run_folder), "--attempt", str(attempt)]
+    command = [*worker, "--run", str(run_folder), "--attempt", str(attempt), *worker_arguments]
     result = run_ranks(
         command,
         ranks=layout.world_size,

@@ -17,7 +17,7 @@ from trainshed.checkpoints.native.part import Part, write_part
 from trainshed.checkpoints.native.plan import Item, WritePlan
 from trainshed.checkpoints.native.retention import keep_newest, remove_leftovers
 from trainshed.errors import TrainshedError
-from trainshed.storage import Manifest
+from trainshed.storage import Manifest, join
 from trainshed.storage.attempts import Attempt
 
 
@@ -104,7 +104,7 @@ class Saving:
         return part if part.items is not None else replace(part, items=self._known_items[part.plan])
 
     def _tell_committed(self, step: int, manifest: Manifest, seconds: float) -> None:
-        path = step_folder(self._folder, step)
+        path = join(self._attempt.store.url, step_folder(self._folder, step))
         size = manifest.total_bytes
         self._on_event("checkpoint", step=step, phase="committed", seconds=seconds, bytes=size, path=path)
 

@@ -24,7 +24,7 @@ from trainshed.engines.torch.step import Stepper
 from trainshed.errors import InputError
 from trainshed.models.loss import IGNORED
 from trainshed.reporting import SILENT, Task
-from trainshed.storage import Store
+from trainshed.storage import Store, join
 from trainshed.storage.attempts import Attempt
 
 # Against a probe measured in fp32 on one process: rounding of the products is what may differ.
@@ -82,7 +82,7 @@ def start_weights(job: TrainJob, stepper: Stepper, voice: Voice, store: Store, f
             "resume",
             facts["step"],
             from_attempt=found.attempt,
-            checkpoint=found.path,
+            checkpoint=join(store.url, found.path),
             seconds=time.monotonic() - began,
         )
         return Start(int(facts["step"]), int(facts["skipped_steps"]))
