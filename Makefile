@@ -18,10 +18,10 @@ demo: setup
 	$(BIN)/trainshed run recipes/quickstart.yaml
 
 test: setup lint
-	$(BIN)/pytest -n 2 -m "not full"
+	$(BIN)/pytest -n 2 -m "not full and not gpu"
 
 test-all: setup lint
-	$(BIN)/pytest -n 2
+	$(BIN)/pytest -n 2 -m "not gpu"
 
 lint: setup
 	$(BIN)/ruff check .

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from rank_server import Job, RankEnd
-
 from trainshed.launch.here import rank_environment
 from trainshed.launch.ranks import free_port
 

@@ -1,18 +1,26 @@
-"""Small runs of the torch engine for the rank pool: their recipes, what a rank of them does, and what they leave."""
+"""Small runs of the torch engine on the rank pool: their recipes, what their ranks do, and what they leave behind."""
 
 from __future__ import annotations
 
+import math
+import os
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 
+from rank_pool import RankPool
+from trainshed.checkpoints.native.folder import Found, checkpoints_folder, find
+from trainshed.checkpoints.native.loading import load, read_pieces
+from trainshed.checkpoints.native.plan import DTYPES
+from trainshed.checkpoints.pieces import Piece
 from trainshed.data.run_orders import PreparedData, run_orders
 from trainshed.engines.torch.job import TrainJob
 from trainshed.engines.torch.rank import train_rank
-from trainshed.line import resolve
-from trainshed.observe.reading import steps
+from trainshed.observe.reading import read_events, steps
 from trainshed.plan import layout_problems, parse_layout, resolve_layout
 from trainshed.recipe import Layout, Recipe, parse_recipe
 from trainshed.storage import LocalStore
@@ -20,7 +28,7 @@ from trainshed.storage import LocalStore
 _SIZES = {"layers": 2, "hidden": 16, "heads": 4, "kv_heads": 2, "head_dim": 4, "vocab_size": 61, "max_positions": 32}
 MODELS: dict[str, dict[str, Any]] = {
     "dense": {"family": "llama", **_SIZES, "ffn": 24, "rope": {"base": 10000.0}},
-    # One embedding at both ends, learned positions, biases, norms with a bias.
+    # One embedding at both ends, learned positions, biases everywhere.
     "tied": {"family": "gpt2", **_SIZES, "kv_heads": 4, "ffn": 24},
     "moe": {
         "family": "qwen3_moe",
@@ -29,27 +37,36 @@ MODELS: dict[str, dict[str, Any]] = {
         "moe": {"experts": 4, "top_k": 2, "ffn": 8, "shared_ffn": 12},
     },
 }
+ALONE = "micro_batch=2"
+"""The layout that others are held against: one process."""
 
 
-def small_recipe(model: str, *overrides: str) -> Recipe:
-    """A recipe of a few steps on synthetic data in float64."""
+def recipe_text(model: str) -> str:
+    """A recipe of 20 steps on synthetic data, in float64; its vocabulary is odd, so that no tp divides it."""
+    train: dict[str, Any] = {
+        "steps": 20,
+        "global_batch": 8,
+        "precision": "fp64",
+        "optimizer": {"lr": 1e-2},
+        # Not to the end of the run: a run that is made longer must not change its past.
+        "schedule": {"name": "cosine", "warmup": 3, "decay": 40, "min_lr": 1e-3},
+    }
+    if "moe" in MODELS[model]:
+        train["moe"] = {"balance_loss": 0.01, "z_loss": 1e-3}
     body = {
         "trainshed": 1,
         "name": "proof",
         "model": {"config": MODELS[model], "init": "random"},
         "data": {"synthetic": True, "sequence_length": 16},
-        "train": {
-            "steps": 20,
-            "global_batch": 8,
-            "precision": "fp64",
-            "optimizer": {"lr": 1e-2},
-            "schedule": {"name": "cosine", "warmup": 3, "min_lr": 1e-3},
-        },
+        "train": train,
         "checkpoint": {"every": None},
     }
-    if "moe" in MODELS[model]:
-        body["train"] |= {"moe": {"balance_loss": 0.01, "z_loss": 1e-3}}
-    return parse_recipe(yaml.safe_dump(body), overrides)
+    return yaml.safe_dump(body, sort_keys=False)
+
+
+def small_recipe(model: str, overrides: Sequence[str] = ()) -> Recipe:
+    """The recipe with some keys changed."""
+    return parse_recipe(recipe_text(model), overrides)
 
 
 def small_job(folder: Path, recipe: Recipe, layout: str) -> TrainJob:
@@ -74,6 +91,83 @@ def small_job(folder: Path, recipe: Recipe, layout: str) -> TrainJob:
     )
 
 
-def train(folder: Path, model: str, layout: str, overrides: Sequence[str] = ()) -> int:
-    """Train as one rank of a small run; returns the exit code."""
-    return train_rank(small_job(folder, small_recipe(model, *overrides), layout), run_folder=folder)
+def train_small(folder: Path, model: str, layout: str, overrides: Sequence[str]) -> int:
+    """Train as one rank; returns the exit code."""
+    return train_rank(small_job(folder, small_recipe(model, overrides), layout), run_folder=folder)
+
+
+def train_until_killed(folder: Path, model: str, layout: str, overrides: Sequence[str], step: int) -> int:
+    """Train as one rank; rank 0 kills itself after this step, or after a later one if no checkpoint is stored yet."""
+    stored = False
+
+    def listen(event: dict[str, Any]) -> None:
+        nonlocal stored
+        stored = stored or (event["kind"] == "checkpoint" and event["phase"] == "committed")
+        if stored and event["kind"] == "step" and event["step"] >= step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return train_rank(small_job(folder, small_recipe(model, overrides), layout), run_folder=folder, listener=listen)
+
+
+class SmallRuns:
+    """Runs small recipes and remembers what one process gave."""
+
+    def __init__(self, pool: RankPool, folder: Path) -> None:
+        self.pool, self.folder = pool, folder
+        self._made = 0
+        self._alone: dict[tuple[str, tuple[str, ...]], list[dict[str, Any]]] = {}
+
+    def new_folder(self) -> Path:
+        """A folder for another run."""
+        self._made += 1
+        made = self.folder / f"run-{self._made}"
+        made.mkdir()
+        return made
+
+    def train(self, folder: Path, model: str, layout: str, *overrides: str) -> list[dict[str, Any]]:
+        """Train a run, or train on; returns the step events of the whole run so far."""
+        codes = self.pool.run(train_small, folder, model, layout, overrides, ranks=world_size(layout))
+        assert set(codes) == {0}
+        return steps(LocalStore(folder), "")
+
+    def fresh(self, model: str, layout: str, *overrides: str) -> list[dict[str, Any]]:
+        """Train a new run; returns its step events."""
+        return self.train(self.new_folder(), model, layout, *overrides)
+
+    def alone(self, model: str, *overrides: str) -> list[dict[str, Any]]:
+        """The step events of one process, trained once."""
+        key = (model, overrides)
+        if key not in self._alone:
+            self._alone[key] = self.fresh(model, ALONE, *overrides)
+        return self._alone[key]
+
+
+def events(folder: Path, kind: str) -> list[dict[str, Any]]:
+    """The events of one kind that all attempts of a run have written."""
+    return [event for event in read_events(LocalStore(folder), "") if event["kind"] == kind]
+
+
+def checkpoint(folder: Path, step: int) -> Found:
+    """The complete checkpoint of a step."""
+    return next(found for found in find(LocalStore(folder), checkpoints_folder("")) if found.step == step)
+
+
+def state(folder: Path, step: int) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint, put together."""
+    store, found = LocalStore(folder), checkpoint(folder, step)
+    stored = read_pieces(store, found)
+    whole = {name: torch.empty(each.shape, dtype=DTYPES[each.dtype]) for name, each in stored.items()}
+    load(store, found, {name: Piece(each.shape, (0,) * each.dim(), each) for name, each in whole.items()})
+    return whole
+
+
+def world_size(layout: str) -> int:
+    """How many ranks a layout is."""
+    keys = parse_layout(layout)
+    return math.prod(int(str(keys.get(key, 1))) for key in ("tp", "pp", "cp", "dp"))
+
+
+def difference(one: Sequence[dict[str, Any]], other: Sequence[dict[str, Any]], figure: str) -> float:
+    """The largest relative difference of a figure between the steps of two runs."""
+    pairs = [(a[figure], b[figure]) for a, b in zip(one, other, strict=True)]
+    return max(abs(a - b) / max(abs(a), abs(b)) for a, b in pairs)

@@ -116,9 +116,11 @@ def verify(
     cluster = cluster or load_cluster()
     whole = _whole(recipe, store_options(cluster))
     asked = run_layout(whole, keys=layout_keys)
+    if asked.world_size == 1:
+        reporter.note("the layout is one process: its micro-batches, its recomputation and its resuming are checked")
     small, on_gpus = _made_to_fit(whole, asked, reporter)
     precision: Precision = "fp64"
-    trials = _Trials(cluster, steps, {} if on_gpus else {"CUDA_VISIBLE_DEVICES": ""}, reporter)
+    trials = _Trials(steps, {} if on_gpus else {"CUDA_VISIBLE_DEVICES": ""}, reporter)
     alone = Layout(dp=1, micro_batch=gcd(*small.batch_sizes))
     spread = Layout.model_validate(asdict(small.layout))
     one, run = (
@@ -212,19 +214,20 @@ def _back_at(run: PreparedRun, step: int) -> PreparedRun:
         if found.step > step:
             remove_checkpoint(store, folder, found.step, there)
     checkpoint = run.recipe.checkpoint.model_copy(update={"resume": "must"})
-    return replace(run, recipe=run.recipe.model_copy(update={"checkpoint": checkpoint}))
+    run = replace(run, recipe=run.recipe.model_copy(update={"checkpoint": checkpoint}))
+    keep_run(run)
+    return run
 
 
 class _Trials:
     """Trains the runs of a check one after the other, and remembers on what."""
 
-    def __init__(self, cluster: Cluster, steps: int, environment: dict[str, str], reporter: Reporter) -> None:
+    def __init__(self, steps: int, environment: dict[str, str], reporter: Reporter) -> None:
         self.steps, self.environment, self.reporter = steps, environment, reporter
         self.device = ""
 
     def train(self, run: PreparedRun, label: str, *, after: int = 0) -> StepEvents:
         """Train a run and return its step events; `after` is the step it goes on from."""
-        keep_run(run)
         with self.reporter.task(label, total=self.steps - after, unit="steps") as task:
 
             def show(event: dict[str, Any]) -> None:

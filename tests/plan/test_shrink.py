@@ -18,7 +18,7 @@ from trainshed.recipe import Layout, ModelConfig
 
 NO_SIZE = (
     "family", "norm", "norm_eps", "activation", "gated", "positions", "rope", "tied_embeddings", "qkv_bias",
-    "output_bias", "mlp_bias", "qk_norm", "init_std",
+    "output_bias", "mlp_bias", "qk_norm",
 )  # fmt: skip
 
 
@@ -82,6 +82,8 @@ def test_a_shrunk_model_is_legal_on_its_layout_and_keeps_all_that_is_no_size(
         whole, part = getattr(config, name), getattr(small.config, name)
         assert (whole is None) == (part is None)
         assert whole is None or (whole % layout.tp == 0) == (part % layout.tp == 0)
+    gain, small_gain = (each.init_std * each.hidden**0.5 for each in (config, small.config))
+    assert small_gain == pytest.approx(gain)
     assert (small.config.heads > small.config.kv_heads) == (config.heads > config.kv_heads)
     if config.moe is not None and small.config.moe is not None:
         assert small.config.moe.top_k == config.moe.top_k

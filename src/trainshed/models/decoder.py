@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from trainshed.models.attention import Attention
 from trainshed.models.collectives import Axes, gather, sum_and_cut
@@ -102,8 +102,8 @@ class Block(nn.Module):
         """Return the residual stream [s, B, H] and the router's losses, if there is a router."""
         if self.recompute == "none" or not torch.is_grad_enabled():
             return self._forward(x, rotary, scale, samples, positions)
-        context = keep_products if self.recompute == "selective" else noop_context_fn
-        return checkpoint(self._forward, x, rotary, scale, samples, positions, use_reentrant=False, context_fn=context)
+        keep = {"context_fn": keep_products} if self.recompute == "selective" else {}
+        return checkpoint(self._forward, x, rotary, scale, samples, positions, use_reentrant=False, **keep)
 
     def _forward(
         self,

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from trainshed.models.collectives import Axes, exchange, gather, sum_and_cut, summed
-from trainshed.models.layers import Matrix, Mlp, Norm, activate
+from trainshed.models.layers import Matrix, Mlp, Norm, activate, halves_first
 from trainshed.recipe import ModelConfig
 
 
@@ -35,7 +35,7 @@ class Experts(nn.Module):
 
     def forward(self, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """Send rows, sorted by expert, through their experts: [rows, H] to [rows, H]; counts: int64 [e]."""
-        up = (self.gate_up if self.config.gated else self.up).to(x.dtype)
+        up = (halves_first(self.gate_up, 1) if self.config.gated else self.up).to(x.dtype)
         down = self.down.to(x.dtype)
         if x.is_cuda and x.dtype == torch.bfloat16:
             ends = counts.cumsum(0).to(torch.int32)

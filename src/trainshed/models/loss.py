@@ -9,6 +9,8 @@ Shapes: T tokens, C tokens of a slice, H hidden, V rows of the vocabulary on thi
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -46,7 +48,10 @@ def _slice_loss(
     return entropy, z, gradient.to(logits.dtype)
 
 
-_compiled_slice_loss = torch.compile(_slice_loss, dynamic=False)
+@cache
+def _compiled_slice_loss() -> Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Compiled where it is first used: loading the compiler costs seconds, and a CPU never asks for it."""
+    return torch.compile(_slice_loss, dynamic=False)
 
 
 def _add_product(
@@ -74,7 +79,7 @@ class _SlicedLoss(torch.autograd.Function):
         group: Group,
         first_row: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        slice_loss = _compiled_slice_loss if hidden.is_cuda and group.size == 1 else _slice_loss
+        slice_loss = _compiled_slice_loss() if hidden.is_cuda and group.size == 1 else _slice_loss
         wide = torch.promote_types(hidden.dtype, torch.float32)
         wants_grad = any(ctx.needs_input_grad)
         entropy = torch.zeros((), dtype=wide, device=hidden.device)
@@ -121,8 +126,8 @@ def sliced_cross_entropy(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (loss, the z-loss part of it) of hidden states [T, H] against labels [T].
 
-    `weight` [V, H] is this rank's part of the vocabulary, from `first_row` on, in any precision; products are in that of
-    `hidden`. The result is the same on all ranks of the group, and the gradient of `hidden` this rank's part of a sum.
+    `weight` [V, H] is this rank's part of the vocabulary, from `first_row` on, in any precision; products are in that
+    of `hidden`. The result is the same on all ranks of the group, the gradient of `hidden` this rank's part of a sum.
     """
     loss, z = _SlicedLoss.apply(hidden, weight, labels, scale, z_loss, group, first_row)
     return loss, z.detach()

@@ -2,7 +2,8 @@
 
 What divides stays divisible and what comes out uneven stays uneven: heads and rows over tp, experts over ep, layers
 over the chunks of a pipeline, micro-batches over its stages, every tensor over the ranks that share it out. The family
-and all that is no size (norms, biases, tied embeddings, rotary scaling, routing) are left alone.
+and all that is no size (norms, biases, tied embeddings, rotary scaling, routing) are left alone; fresh weights grow as
+the width shrinks, so that every layer moves the loss as much as it did.
 """
 
 from __future__ import annotations
@@ -83,8 +84,10 @@ def _model(config: ModelConfig, layout: RankLayout, sequence_length: int, length
     tp = layout.tp
     shares = 1 if layout.shard == "none" else layout.dp_shard * layout.cp
     kv_heads = _like(config.kv_heads, 2 * tp, tp)
+    hidden = _like(config.hidden, _HIDDEN, 2, shares)
     sizes: dict[str, Any] = {
-        "hidden": _like(config.hidden, _HIDDEN, 2, shares),
+        "hidden": hidden,
+        "init_std": config.init_std * (config.hidden / hidden) ** 0.5,
         "heads": kv_heads * _like(config.heads // config.kv_heads, 2, 2),
         "kv_heads": kv_heads,
         "head_dim": min(config.head_dim, _HEAD_DIM),

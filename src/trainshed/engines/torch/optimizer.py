@@ -7,7 +7,8 @@ on a GPU a compiled one per tensor, which reaches the memory's bandwidth where t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import cache
 
 import torch
 
@@ -82,9 +83,10 @@ class AdamW:
         # What changes from step to step comes as tensors, so that nothing is compiled again.
         corrections = torch.stack([1 - beta1**self.updates, (1 - beta2**self.updates).sqrt(), scale.float(), bad])
         rate = torch.tensor(lr)
+        update = _compiled_update()
         for i, gradient in zip(numbers, gradients, strict=True):
             parts = [self.weights[i].local, gradient, self.average[i], self.square[i]]
-            _compiled_update(
+            update(
                 *(part.view(-1) for part in parts),
                 corrections,
                 rate,
@@ -128,4 +130,7 @@ def _update_one(
     square.copy_(torch.where(skip, square, squared))
 
 
-_compiled_update = torch.compile(_update_one, dynamic=True)
+@cache
+def _compiled_update() -> Callable[..., None]:
+    """Compiled where it is first used: loading the compiler costs seconds, and a CPU never asks for it."""
+    return torch.compile(_update_one, dynamic=True)

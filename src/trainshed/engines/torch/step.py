@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from trainshed.data.order import hash_text
 from trainshed.engines.torch.build import RankModel
+from trainshed.engines.torch.clock import Mark
 from trainshed.engines.torch.feed import FedBatch
 from trainshed.engines.torch.gradients import finish_sums, squared_norm
 from trainshed.engines.torch.optimizer import AdamW
@@ -43,19 +44,15 @@ class Arriving:
     """A step's figures on their way to the host."""
 
     def __init__(self, summed: torch.Tensor) -> None:
-        self._event: torch.cuda.Event | None = None
+        self._host = summed
         if summed.is_cuda:
             self._host = torch.empty(summed.shape, dtype=summed.dtype, pin_memory=True)
             self._host.copy_(summed, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
-        else:
-            self._host = summed
+        self.mark = Mark(summed.device)
 
     def read(self) -> StepOutcome:
         """Wait for the figures and return them."""
-        if self._event is not None:
-            self._event.synchronize()
+        self.mark.wait()
         values = self._host.tolist()
         figures = dict(zip(_FIGURES, values, strict=False))
         norm = figures["squared_norm"] ** 0.5 if figures["squared_norm"] >= 0 else float("nan")

@@ -10,6 +10,7 @@ import torch
 
 from trainshed.catalog import gpu_by_device_name
 from trainshed.checkpoints.native.writer import CheckpointWriter
+from trainshed.engines.torch.clock import Mark
 from trainshed.engines.torch.feed import Feed
 from trainshed.engines.torch.job import TrainJob, Voice
 from trainshed.engines.torch.learning_rate import learning_rate
@@ -52,7 +53,7 @@ class Trainer:
         self.feed = Feed(job.order, mesh, numbered=job.recipe.train.dropout > 0)
         self._arriving: deque[tuple[int, float, Arriving]] = deque()
         self._stop: int | None = None
-        self._clock = time.monotonic()
+        self._mark = Mark(self.device)
         self._gpu_name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "this CPU"
         self._mfu_trouble = False
 
@@ -60,8 +61,8 @@ class Trainer:
         """Train to the end of the run, or to a step boundary after a request to stop."""
         # On a GPU the host stays one step ahead, so that the device never waits for it.
         behind = 1 if self.device.type == "cuda" else 0
-        first = self.step
-        self._clock = time.monotonic()
+        first, began = self.step, time.monotonic()
+        self._mark = Mark(self.device)
         try:
             while self.step < self.job.steps and self._stop is None:
                 self.watchdog.beat(self.step, "first_step" if self.step == first else "step")
@@ -69,7 +70,7 @@ class Trainer:
                 self.step += 1
                 self._settle(0 if self._pause_due() or self.step == first + 1 else behind)
                 if self.step == first + 1:
-                    self.voice("phase", name="first_step", seconds=time.monotonic() - self._clock_started)
+                    self.voice("phase", name="first_step", seconds=time.monotonic() - began)
                 if self._stop is None:
                     self._pause()
             self._settle(0)
@@ -83,7 +84,6 @@ class Trainer:
 
     def _queue_step(self) -> None:
         train, step = self.job.recipe.train, self.step
-        self._clock_started = time.monotonic()
         fed = self.feed.batch(step, ahead=step + 1 < self.job.steps)
         lr = learning_rate(step, self.job.steps, train.optimizer.lr, train.schedule)
         arriving = self.stepper.step(fed, self.job.order.batch_size(step), lr, self.requests.votes())
@@ -94,9 +94,8 @@ class Trainer:
         while len(self._arriving) > keep:
             step, lr, arriving = self._arriving.popleft()
             outcome = arriving.read()
-            now = time.monotonic()
-            seconds, self._clock = now - self._clock, now
-            self._report(step, lr, outcome, seconds)
+            self._report(step, lr, outcome, arriving.mark.seconds_since(self._mark))
+            self._mark = arriving.mark
             if outcome.bad:
                 self._bad_step(step, outcome)
             self._stop = self._stop or outcome.stop
@@ -181,7 +180,8 @@ class Trainer:
             self._validate()
         if self._checkpoint_due():
             self._save(blocking=not self.job.recipe.checkpoint.async_)
-        self._clock = time.monotonic()
+        if self._pause_due():
+            self._mark = Mark(self.device)
 
     def _validate(self) -> None:
         order, wanted = self.job.validation, self.job.recipe.data.validation

@@ -1,0 +1,147 @@
+"""`trainshed verify`: a layout against one process, on a shrunk model."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+
+from trainshed.cli.console import Output
+
+if TYPE_CHECKING:
+    from trainshed.observe.comparison import Comparison
+    from trainshed.verify import Verification
+
+_PRECISIONS = {"fp64": "float64", "fp32": "float32"}
+
+
+def verify(
+    recipe: str,
+    *overrides: str,
+    layout: str | None = None,
+    steps: int = 10,
+    on: str = "local",
+    output: Annotated[Output, Parameter(name=["-o", "--output"])] = "text",
+) -> int:
+    """Train a shrunk model on one process and on the layout, and compare every step; then resume in the middle.
+
+    Needs no prepared data and no weights, runs here, and leaves nothing behind where all is equal. Exit code 1 if
+    losses or gradient norms differ by more than the bound.
+
+    Parameters
+    ----------
+    recipe
+        A recipe file, or the name of a shipped one (`trainshed recipes`).
+    overrides
+        Keys to change, as key.sub=value (train.global_batch=64, model.preset=tiny).
+    layout
+        Keys of the layout to change, as tp=2,pp=2,dp=2.
+    steps
+        How many steps to compare.
+    on
+        The cluster file that says how to reach stores.
+    output
+        Report as text or json.
+    """
+    import shutil
+    import tempfile
+    from pathlib import Path
+
+    from trainshed.cli.console import print_report, reporter
+    from trainshed.errors import InputError
+    from trainshed.plan import parse_layout
+    from trainshed.recipe import load_cluster, load_recipe, split_overrides
+    from trainshed.verify import verify
+
+    for_recipe, for_cluster = split_overrides(overrides)
+    cluster, loaded = load_cluster(on, for_cluster), load_recipe(recipe, for_recipe)
+    keys = parse_layout(layout) if layout else None
+    folder = Path(tempfile.mkdtemp(prefix="trainshed-verify-"))
+    shown = reporter()
+    done = False
+    try:
+        found = verify(loaded, folder, layout_keys=keys, steps=steps, cluster=cluster, reporter=shown)
+        done = found.equal
+    except InputError:
+        done = True
+        raise
+    finally:
+        # What went wrong is explained by the runs' logs and events.
+        if done:
+            shutil.rmtree(folder)
+        else:
+            shown.note(f"the runs of this check are kept in {folder}")
+    print_report(found.to_plain(), output, verification_text(found))
+    return 0 if found.equal else 1
+
+
+def verification_text(found: Verification) -> str:
+    """Write what a check found for people."""
+    from trainshed.models.parameters import parameter_count
+
+    small, config = found.small, found.small.config
+    batches = " then ".join(f"{size:,}" for size in small.batch_sizes)
+    ranks = small.layout.world_size
+    lines = [
+        f"{found.name} on {small.layout}, {ranks} process{'es' if ranks > 1 else ''} against one: "
+        f"{_PRECISIONS[found.precision]} on {found.device}",
+        f"  shrunk to a {config.family} of {config.layers} layers, hidden {config.hidden}, {config.heads} heads "
+        f"({config.kv_heads} for keys and values), vocabulary {config.vocab_size}: "
+        f"{parameter_count(config):,} parameters",
+        f"  synthetic data, batches of {batches} × {small.sequence_length} tokens",
+        "",
+        *_table(found.straight, "one process", str(small.layout)),
+        "",
+        f"  against one process: {_distance(found.straight)}",
+        f"  resumed after step {found.resumed_after}: {_distance(found.resumed)}",
+    ]
+    return "\n".join([*lines, _verdict(found)])
+
+
+def _table(compared: Comparison, one: str, other: str) -> list[str]:
+    width = max(17, len(one), len(other))
+    heads = [f"{each:>{width}}" for each in (one, other)]
+    lines = [
+        f"  {'':>5}  {'loss':>{width}}  {'':>{width}}  {'':>10}  {'grad norm':>{width}}",
+        f"  {'step':>5}  {heads[0]}  {heads[1]}  {'difference':>10}  {heads[0]}  {heads[1]}  {'difference':>10}",
+    ]
+    for step in compared.steps:
+        pairs = (
+            (step.loss, step.other_loss, step.loss_difference),
+            (step.grad_norm, step.other_grad_norm, step.grad_norm_difference),
+        )
+        figures = [f"{_figure(a):>{width}}  {_figure(b):>{width}}  {_share(d):>10}" for a, b, d in pairs]
+        mark = "" if step.same_batch else "  other tokens"
+        lines.append(f"  {step.step:>5}  {'  '.join(figures)}{mark}")
+    return lines
+
+
+def _figure(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.13f}"
+
+
+def _share(difference: float) -> str:
+    return f"{difference:.1e}" if difference else "0"
+
+
+def _distance(compared: Comparison) -> str:
+    """How far apart two trainings are, beside how far they may be."""
+    bound = compared.bound
+    if compared.loss_difference == compared.grad_norm_difference == 0 and compared.same_batches:
+        return "bitwise equal"
+    tokens = "" if compared.same_batches else "; the batches are not the same"
+    return (
+        f"losses differ by {_share(compared.loss_difference)} at most (allowed: {_share(bound.loss)}), "
+        f"gradient norms by {_share(compared.grad_norm_difference)} (allowed: {_share(bound.grad_norm)}){tokens}"
+    )
+
+
+def _verdict(found: Verification) -> str:
+    if found.equal:
+        return f"equal: {found.small.layout} trains as one process does, and resumes as if it had not stopped"
+    wrong = []
+    if not found.straight.equal:
+        wrong.append(f"{found.small.layout} does not train as one process does")
+    if not found.resumed.equal:
+        wrong.append("a resumed run is not the straight one")
+    return f"DIFFERENT: {', and '.join(wrong)}"

@@ -1,0 +1,126 @@
+"""What only a GPU can show: run by hand with `pytest -m gpu tests/engines/test_gpu.py`; CI has none."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from trainshed.engines.torch.build import RankModel, build_model, fill_model
+from trainshed.engines.torch.feed import FedBatch
+from trainshed.engines.torch.mesh import alone
+from trainshed.engines.torch.optimizer import AdamW
+from trainshed.engines.torch.passes import LocalBatch
+from trainshed.engines.torch.signals import WATCHED
+from trainshed.engines.torch.step import StepOutcome, Stepper
+from trainshed.models.collectives import Axes
+from trainshed.models.decoder import Losses
+from trainshed.models.experts import Experts
+from trainshed.plan.layout import resolve_layout
+from trainshed.recipe import Layout, ModelConfig
+from trainshed.recipe.train import Optimizer
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+DENSE = ModelConfig.model_validate(
+    {
+        "family": "llama",
+        "layers": 4,
+        "hidden": 256,
+        "heads": 4,
+        "kv_heads": 2,
+        "ffn": 512,
+        "vocab_size": 1024,
+        "max_positions": 512,
+        "rope": {"base": 10000.0},
+    }
+)
+EXPERTS = ModelConfig.model_validate(
+    {
+        "family": "qwen3_moe",
+        "layers": 3,
+        "hidden": 256,
+        "heads": 4,
+        "kv_heads": 2,
+        "vocab_size": 1024,
+        "max_positions": 512,
+        "rope": {"base": 10000.0},
+        "moe": {"experts": 8, "top_k": 2, "ffn": 128, "shared_ffn": 128},
+    }
+)
+LENGTH, BATCH = 256, 4
+
+
+def outcomes(
+    config: ModelConfig, device: str, precision: str, steps: int = 6, *, recompute: str = "none"
+) -> list[StepOutcome]:
+    layout = resolve_layout(Layout.model_validate({"micro_batch": 2, "recompute": recompute}), config)
+    place = torch.device(device)
+    model: RankModel = build_model(
+        config,
+        alone(layout, place),
+        sequence_length=LENGTH,
+        precision=precision,
+        losses=Losses(z_loss=1e-4, moe_balance=0.01, moe_z=1e-3),
+        compile_blocks=place.type == "cuda",
+    )
+    fill_model(model, seed=1)
+    stepper = Stepper(model, AdamW(model.weights, Optimizer(lr=1e-3), place))
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for _ in range(steps):
+        rows = torch.randint(0, config.vocab_size, (BATCH, LENGTH + 1), generator=generator)
+        batch = LocalBatch(BATCH, rows[:, :-1].contiguous().to(place), rows[:, 1:].contiguous().to(place), None)
+        found.append(stepper.step(FedBatch(batch, (0, 0)), BATCH, 1e-3, [0.0] * len(WATCHED)).read())
+    torch.compiler.reset()
+    return found
+
+
+@pytest.mark.parametrize("config", [DENSE, EXPERTS], ids=["dense", "experts"])
+@pytest.mark.parametrize(("precision", "bound"), [("fp32", 2e-3), ("bf16", 3e-2)])
+def test_a_gpu_computes_what_a_cpu_computes(config: ModelConfig, precision: str, bound: float) -> None:
+    # fp32 products may be rounded to TF32 by nobody here; bf16 is held against the CPU's fp32.
+    there, here = outcomes(config, "cuda", precision), outcomes(config, "cpu", "fp32")
+    for gpu, cpu in zip(there, here, strict=True):
+        assert gpu.loss == pytest.approx(cpu.loss, rel=bound)
+        assert gpu.grad_norm == pytest.approx(cpu.grad_norm, rel=5 * bound)
+        assert gpu.moe_balance == pytest.approx(cpu.moe_balance, rel=bound, abs=1e-9)
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+@pytest.mark.parametrize("config", [DENSE, EXPERTS], ids=["dense", "experts"])
+def test_recomputing_changes_nothing_that_matters(config: ModelConfig, recompute: str) -> None:
+    plain, again = (outcomes(config, "cuda", "bf16", 4, recompute=each) for each in ("none", recompute))
+    for one, other in zip(plain, again, strict=True):
+        assert other.loss == pytest.approx(one.loss, rel=2e-3)
+
+
+def test_fp8_follows_bf16() -> None:
+    pytest.importorskip("torchao")
+    wide, narrow = outcomes(DENSE, "cuda", "bf16"), outcomes(DENSE, "cuda", "fp8")
+    assert [each.loss for each in narrow] == pytest.approx([each.loss for each in wide], rel=3e-2)
+    assert [each.loss for each in narrow] != [each.loss for each in wide], "the products were not in fp8"
+
+
+def test_grouped_products_equal_products_one_by_one() -> None:
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        experts = Experts(EXPERTS, Axes())
+    for parameter in experts.parameters():
+        torch.nn.init.normal_(parameter, std=0.05)
+    counts = torch.tensor([5, 0, 17, 1, 64, 33, 0, 80], device="cuda")
+    rows = torch.randn(200, EXPERTS.hidden, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    wide = rows.detach().float().requires_grad_()
+    together, apart = experts(rows, counts), None
+    together.float().square().sum().backward()
+    grads = [parameter.grad.clone() for parameter in experts.parameters()]
+    for parameter in experts.parameters():
+        parameter.grad = None
+    apart = experts(wide, counts)
+    apart.square().sum().backward()
+    torch.testing.assert_close(together.float(), apart, rtol=3e-2, atol=3e-2)
+    torch.testing.assert_close(rows.grad.float(), wide.grad, rtol=5e-2, atol=5e-2)
+    for grouped, parameter in zip(grads, experts.parameters(), strict=True):
+        scale = parameter.grad.abs().max().item()
+        torch.testing.assert_close(grouped, parameter.grad, rtol=5e-2, atol=2e-2 * scale)

@@ -1,0 +1,195 @@
+"""Every layout trains like one process: real gloo ranks, real runs, 20 steps, the figures of their events compared."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from small_runs import SmallRuns, difference
+
+FOUR_LAYERS, FOUR_GROUPS = "model.config.layers=4", "model.config.kv_heads=4"
+# The second expert mesh, dp4 with ep2, is spread over copies of the model.
+HYBRID = "dp=4,replicate=2,shard=full,micro_batch=2"
+NAMED = [
+    "tp=2,micro_batch=4",
+    "pp=2,micro_batch=2",
+    "dp=2,micro_batch=2",
+    "dp=2,shard=full,micro_batch=2",
+    "cp=2,micro_batch=4",
+    "tp=2,pp=2,micro_batch=4",
+    "tp=2,dp=2,micro_batch=4",
+]
+"""Layouts that are proven for every model in every `make test`."""
+MORE = [
+    "dp=2,shard=none,micro_batch=2",
+    "dp=2,shard=zero2,micro_batch=2",
+    HYBRID,
+    "cp=2,tp=2,micro_batch=4",
+    "cp=2,dp=2,shard=full,micro_batch=4",
+    "pp=2,dp=2,shard=full,micro_batch=2",
+    "pp=2,dp=2,shard=zero2,micro_batch=2",
+    "pp=2,cp=2,micro_batch=4",
+    "pp=2,schedule=gpipe,micro_batch=2",
+    "pp=2,schedule=zero_bubble,micro_batch=2",
+    "pp=2,schedule=zero_bubble,tp=2,micro_batch=4",
+    "tp=2,recompute=full,micro_batch=4",
+    "tp=2,recompute=selective,micro_batch=4",
+    "dp=2,shard=full,recompute=selective,micro_batch=2",
+    "pp=2,recompute=full,micro_batch=2",
+    "tp=4,micro_batch=8",
+    "tp=2,pp=2,dp=2,micro_batch=2",
+    "tp=2,cp=2,dp=2,shard=full,micro_batch=4",
+]
+CHUNKED = [
+    "pp=2,vp=2,micro_batch=2",
+    "pp=2,vp=2,schedule=zero_bubble,micro_batch=2",
+    "pp=2,stages=1+3,micro_batch=2",
+    "pp=4,micro_batch=2",
+    "pp=2,vp=2,dp=2,micro_batch=2",
+    "pp=2,vp=2,tp=2,stages=1+1+1+1,micro_batch=4",
+]
+"""Layouts that need four layers."""
+EXPERTS = [
+    "dp=2,ep=2,micro_batch=4",
+    "tp=2,ep=2,micro_batch=4",
+    "tp=2,etp=2,micro_batch=4",
+    "cp=2,ep=2,micro_batch=4",
+    "dp=2,ep=2,shard=none,micro_batch=4",
+    "dp=4,ep=2,shard=full,micro_batch=2",
+    f"{HYBRID},ep=2",
+    "dp=4,ep=4,shard=none,micro_batch=2",
+    "tp=2,dp=2,ep=4,micro_batch=4",
+    "tp=2,dp=2,ep=2,etp=2,micro_batch=4",
+    "tp=2,dp=2,ep=2,shard=full,micro_batch=4",
+    "tp=2,ep=2,recompute=selective,micro_batch=4",
+    "pp=2,dp=2,ep=2,schedule=zero_bubble,micro_batch=2",
+]
+"""Layouts of models with experts."""
+SAMPLED = {
+    ("dense", each)
+    for each in [
+        "dp=2,shard=none,micro_batch=2",
+        "dp=2,shard=zero2,micro_batch=2",
+        HYBRID,
+        "cp=2,tp=2,micro_batch=4",
+        "pp=2,schedule=gpipe,micro_batch=2",
+        "pp=2,schedule=zero_bubble,micro_batch=2",
+        "tp=2,recompute=full,micro_batch=4",
+        "tp=2,recompute=selective,micro_batch=4",
+        "pp=2,vp=2,micro_batch=2",
+        "pp=2,vp=2,schedule=zero_bubble,micro_batch=2",
+        "pp=2,stages=1+3,micro_batch=2",
+    ]
+} | {("moe", each) for each in ["pp=2,vp=2,micro_batch=2", *EXPERTS[:4]]}
+"""What `make test` proves besides; the rest is in `make test-all`."""
+
+
+def cases() -> list[Any]:
+    """All pairs of a model and a layout, with the overrides that the layout needs."""
+    found = []
+    for model in ("dense", "tied", "moe"):
+        for layout in [*NAMED, *MORE, *CHUNKED, *(EXPERTS if model == "moe" else [])]:
+            if model == "moe" and "tp=4" in layout:
+                continue
+            overrides = (
+                (FOUR_LAYERS,) if layout in CHUNKED else ("model.config.kv_heads=4",) if "tp=4" in layout else ()
+            )
+            sampled = (model, layout) in SAMPLED or (layout in NAMED and (model != "tied" or "pp" in layout))
+            marks = () if sampled else (pytest.mark.full,)
+            found.append(pytest.param(model, layout, overrides, id=f"{model}-{layout}", marks=marks))
+    return found
+
+
+def assert_same_curve(
+    expected: list[dict[str, Any]], got: list[dict[str, Any]], *, loss: float, grad_norm: float
+) -> None:
+    """Every figure of every step within its bound, and the same batches."""
+    assert len({event["loss"] for event in expected}) == len(expected), "a run that learns nothing proves nothing"
+    for figure in ("batch_hash", "lr", "tokens", "skipped"):
+        assert [event[figure] for event in got] == [event[figure] for event in expected]
+    bounds = {"loss": loss, "grad_norm": grad_norm, "z_loss": grad_norm, "moe_balance": grad_norm, "moe_z": grad_norm}
+    for figure, bound in bounds.items():
+        if figure in expected[0]:
+            assert difference(expected, got, figure) <= bound, figure
+
+
+@pytest.mark.parametrize(("model", "layout", "overrides"), cases())
+def test_a_layout_gives_the_losses_and_gradient_norms_of_one_process(
+    small_runs: SmallRuns, model: str, layout: str, overrides: tuple[str, ...]
+) -> None:
+    expected, got = small_runs.alone(model, *overrides), small_runs.fresh(model, layout, *overrides)
+    assert_same_curve(expected, got, loss=1e-9, grad_norm=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        ("dense", "tp=2,pp=2,cp=2,micro_batch=4"),
+        ("moe", "tp=2,pp=2,dp=2,ep=4,micro_batch=2"),
+        pytest.param("tied", "tp=2,pp=2,dp=2,shard=full,micro_batch=2", marks=pytest.mark.full),
+        pytest.param("moe", "tp=2,cp=2,dp=2,ep=4,etp=2,shard=full,micro_batch=4", marks=pytest.mark.full),
+    ],
+)
+def test_eight_ranks_that_mix_everything_train_like_one(small_runs: SmallRuns, model: str, layout: str) -> None:
+    assert_same_curve(small_runs.alone(model), small_runs.fresh(model, layout), loss=1e-9, grad_norm=1e-9)
+
+
+SINGLE = [
+    ("dense", "tp=2,micro_batch=4"),
+    ("moe", "dp=2,ep=2,micro_batch=4"),
+    ("dense", "pp=2,micro_batch=2"),
+    ("dense", "dp=2,shard=full,micro_batch=2"),
+    ("dense", "cp=2,micro_batch=4"),
+    ("moe", "tp=2,ep=2,micro_batch=4"),
+    ("moe", "cp=2,micro_batch=4"),
+    ("tied", "tp=2,pp=2,micro_batch=4"),
+    ("dense", "tp=2,pp=2,cp=2,micro_batch=4"),
+]
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"), [*SINGLE[:2], *(pytest.param(*case, marks=pytest.mark.full) for case in SINGLE[2:])]
+)
+def test_in_single_precision_layouts_differ_by_rounding_alone(small_runs: SmallRuns, model: str, layout: str) -> None:
+    precision = "train.precision=fp32"
+    expected, got = small_runs.alone(model, precision), small_runs.fresh(model, layout, precision)
+    assert_same_curve(expected, got, loss=1e-5, grad_norm=1e-4)
+
+
+@pytest.mark.parametrize("layout", ["dp=2,micro_batch=2", pytest.param("tp=2,micro_batch=4", marks=pytest.mark.full)])
+def test_with_bf16_products_layouts_stay_close(small_runs: SmallRuns, layout: str) -> None:
+    """8 bits of mantissa: each product is off by up to 0.4%, and 20 steps carry that along."""
+    precision = "train.precision=bf16"
+    expected, got = small_runs.alone("dense", precision), small_runs.fresh("dense", layout, precision)
+    assert_same_curve(expected, got, loss=2e-3, grad_norm=5e-2)
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "override"),
+    [
+        ("dense", "tp=2,pp=2,micro_batch=2", "train.batch_ramp={start: 4, increment: 2, samples: 24}"),
+        ("dense", "tp=2,micro_batch=4", "train.z_loss=0.001"),
+        ("dense", "cp=2,tp=2,micro_batch=4", "train.dropout=0.1"),
+        pytest.param("moe", "dp=2,ep=2,micro_batch=1", "train.batch_ramp={start: 4, increment: 2, samples: 24}"),
+        pytest.param("moe", "pp=2,micro_batch=2", "train.dropout=0.1", marks=pytest.mark.full),
+        pytest.param("dense", "dp=2,shard=full,micro_batch=1", "train.dropout=0.1", marks=pytest.mark.full),
+        pytest.param("tied", "tp=2,pp=2,micro_batch=4", "train.dropout=0.1", marks=pytest.mark.full),
+        pytest.param("dense", "pp=2,micro_batch=2", "train.z_loss=0.001", marks=pytest.mark.full),
+        pytest.param("dense", "tp=2,micro_batch=4", "train.optimizer.clip=0.01", marks=pytest.mark.full),
+        pytest.param("dense", "cp=2,micro_batch=4", "model.config.sliding_window=5", marks=pytest.mark.full),
+    ],
+)
+def test_what_a_recipe_adds_to_training_does_not_depend_on_the_layout(
+    small_runs: SmallRuns, model: str, layout: str, override: str
+) -> None:
+    expected, got = small_runs.alone(model, override), small_runs.fresh(model, layout, override)
+    assert_same_curve(expected, got, loss=1e-9, grad_norm=1e-9)
+    plain = small_runs.alone(model)
+    assert [event["loss"] for event in plain] != [event["loss"] for event in expected], f"{override} does nothing"
+
+
+def test_whatever_it_is_cut_into_one_process_gives_one_curve(small_runs: SmallRuns) -> None:
+    for layout in ("micro_batch=1", "micro_batch=8", "micro_batch=4,recompute=full"):
+        got = small_runs.fresh("moe", layout)
+        assert_same_curve(small_runs.alone("moe"), got, loss=1e-9, grad_norm=1e-9)

@@ -1,0 +1,149 @@
+"""A run that was stopped, killed, moved to another layout or made longer is the run that never was."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rank_pool import RankPool
+from small_runs import (
+    ALONE,
+    SmallRuns,
+    checkpoint,
+    difference,
+    events,
+    small_job,
+    small_recipe,
+    state,
+    train_until_killed,
+    world_size,
+)
+
+STEPS = 12
+OFTEN = ("train.steps=12", "checkpoint.every=4", "checkpoint.keep=null")
+
+
+def assert_bitwise(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    changed = [name for name in one if not torch.equal(one[name], other[name])]
+    assert not changed
+
+
+def figures(steps: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
+    """What a step gave, without its times."""
+    names = ("step", "loss", "grad_norm", "lr", "batch_hash", "tokens", "skipped", "moe_balance", "moe_z", "z_loss")
+    return [tuple(event.get(name) for name in names) for event in steps]
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        ("dense", ALONE),
+        ("moe", "tp=2,dp=2,shard=full,micro_batch=4"),
+        pytest.param("dense", "dp=2,shard=full,micro_batch=2", marks=pytest.mark.full),
+        pytest.param("moe", "dp=2,ep=2,micro_batch=2", marks=pytest.mark.full),
+        pytest.param("tied", "pp=2,micro_batch=2", marks=pytest.mark.full),
+        pytest.param("dense", "cp=2,micro_batch=4", marks=pytest.mark.full),
+    ],
+)
+def test_killed_and_resumed_is_bitwise_never_stopped(
+    small_runs: SmallRuns, rank_pool: RankPool, model: str, layout: str
+) -> None:
+    straight, broken = small_runs.new_folder(), small_runs.new_folder()
+    expected = small_runs.train(straight, model, layout, *OFTEN)
+    ends = rank_pool.ends(train_until_killed, broken, model, layout, OFTEN, 5, ranks=world_size(layout))
+    assert ends[0].signal == "SIGKILL"
+    assert all(end.error for end in ends[1:]), "a rank went on without rank 0"
+    got = small_runs.train(broken, model, layout, *OFTEN, "checkpoint.resume=must")
+    (resumed,) = events(broken, "resume")
+    assert resumed["step"] in (4, 8)
+    again = [event["step"] for event in events(broken, "step") if event["attempt"] == 2]
+    assert again == list(range(resumed["step"], STEPS))
+    assert figures(got) == figures(expected)
+    for step in (8, STEPS):
+        assert_bitwise(state(straight, step), state(broken, step))
+
+
+JOURNEYS = {
+    "dense": [
+        ALONE,
+        "tp=2,micro_batch=4",
+        "pp=2,micro_batch=2",
+        "dp=2,shard=full,micro_batch=2",
+        "cp=2,micro_batch=4",
+        "dp=2,micro_batch=2",
+        "tp=2,pp=2,micro_batch=4",
+        "dp=4,shard=zero2,micro_batch=2",
+        ALONE,
+    ],
+    "moe": [
+        "dp=2,ep=2,micro_batch=4",
+        "tp=2,ep=2,micro_batch=4",
+        "pp=2,micro_batch=2",
+        "tp=2,etp=2,micro_batch=4",
+        "dp=4,ep=2,shard=full,replicate=2,micro_batch=2",
+        ALONE,
+        "cp=2,ep=2,micro_batch=4",
+        "tp=2,dp=2,ep=4,shard=none,micro_batch=4",
+    ],
+    "tied": [
+        "pp=2,micro_batch=2",
+        "tp=2,micro_batch=4",
+        "pp=2,dp=2,shard=full,schedule=zero_bubble,micro_batch=2",
+        "cp=2,tp=2,micro_batch=4",
+        ALONE,
+        "tp=2,pp=2,dp=2,micro_batch=2",
+    ],
+}
+LEG = 2
+
+
+@pytest.mark.parametrize("model", ["dense", "moe", pytest.param("tied", marks=pytest.mark.full)])
+def test_a_run_that_moves_to_another_layout_every_other_step_keeps_its_curve(small_runs: SmallRuns, model: str) -> None:
+    straight, moved = small_runs.new_folder(), small_runs.new_folder()
+    legs = JOURNEYS[model]
+    expected = small_runs.train(straight, model, ALONE, f"train.steps={LEG * len(legs)}")
+    got: list[dict[str, Any]] = []
+    for number, layout in enumerate(legs, start=1):
+        got = small_runs.train(moved, model, layout, f"train.steps={LEG * number}")
+    assert [event["step"] for event in events(moved, "resume")] == [LEG * number for number in range(1, len(legs))]
+    assert [event["batch_hash"] for event in got] == [event["batch_hash"] for event in expected]
+    assert difference(expected, got, "loss") <= 1e-9
+    assert difference(expected, got, "grad_norm") <= 1e-9
+    there, here = state(straight, LEG * len(legs)), state(moved, LEG * len(legs))
+    assert there.keys() == here.keys()
+    for name, tensor in there.items():
+        torch.testing.assert_close(here[name], tensor, rtol=1e-9, atol=1e-12, msg=lambda text, n=name: f"{n}: {text}")
+
+
+def test_a_longer_run_has_the_same_past(small_runs: SmallRuns) -> None:
+    straight, extended = small_runs.new_folder(), small_runs.new_folder()
+    expected = small_runs.train(straight, "moe", ALONE, "train.steps=8")
+    small_runs.train(extended, "moe", ALONE, "train.steps=3")
+    assert figures(small_runs.train(extended, "moe", ALONE, "train.steps=8")) == figures(expected)
+    assert_bitwise(state(straight, 8), state(extended, 8))
+
+
+def test_every_step_says_which_tokens_it_has_seen(small_runs: SmallRuns) -> None:
+    ramp = "train.batch_ramp={start: 4, increment: 2, samples: 24}"
+    folder = small_runs.new_folder()
+    small_runs.train(folder, "dense", "dp=2,micro_batch=1", "train.steps=3", ramp)
+    got = small_runs.train(folder, "dense", "cp=2,micro_batch=2", "train.steps=8", ramp)
+    order = small_job(folder, small_recipe("dense", [ramp]), ALONE).order
+    assert [event["batch_hash"] for event in got] == [order.batch_hash(step) for step in range(8)]
+    assert [event["tokens"] for event in got] == [order.consumed(step + 1) * 16 for step in range(8)]
+    facts = checkpoint(folder, 8).facts
+    assert facts["step"] == 8
+    assert facts["consumed_samples"] == order.consumed(8) == 4 * 3 + 6 * 2 + 8 * 3
+    assert (facts["skipped_steps"], facts["data_skip"], facts["sequence_length"]) == (0, [], 16)
+
+
+def refusal(rank_pool: RankPool, folder: Path, layout: str, *overrides: str) -> str:
+    """What a run that must not start says; all its ranks end."""
+    ends = rank_pool.ends(train_small, folder, "dense", layout, overrides, ranks=world_size(layout))
+    assert all(end.error for end in ends)
+    assert "errors.InputError" in (ends[0].error or "")
+    return ends[0].error or ""
