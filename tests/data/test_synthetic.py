@@ -18,7 +18,7 @@ def rows_of(draws, **changed) -> np.ndarray:
 
 def test_tokens_are_frozen():
     assert rows_of([0, 10**12])[:, :4].tolist() == [[15377, 11886, 11396, 7343], [31841, 5889, 36897, 10107]]
-    assert hash_tokens(rows_of(range(8))) == "800f34f0b993b408"
+    assert hash_tokens(rows_of(range(8))) == "5811db4210a812d4"
 
 
 def test_a_sample_does_not_depend_on_its_batch():

@@ -81,7 +81,7 @@ SAMPLED = {
         "pp=2,vp=2,schedule=zero_bubble,micro_batch=2",
         "pp=2,stages=1+3,micro_batch=2",
     ]
-} | {("moe", each) for each in ["pp=2,vp=2,micro_batch=2", *EXPERTS[:4]]}
+} | {("moe", each) for each in ["pp=2,vp=2,micro_batch=2", "tp=2,recompute=selective,micro_batch=4", *EXPERTS[:4]]}
 """What `make test` proves besides; the rest is in `make test-all`."""
 
 

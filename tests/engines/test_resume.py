@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,12 +14,19 @@ from small_runs import (
     checkpoint,
     difference,
     events,
+    figures,
     small_job,
     small_recipe,
     state,
+    train_skipping,
+    train_small,
     train_until_killed,
     world_size,
 )
+from trainshed.data.order import DataOrder
+from trainshed.data.sampling.schedule import SkipList
+from trainshed.observe.reading import steps
+from trainshed.storage import LocalStore
 
 STEPS = 12
 OFTEN = ("train.steps=12", "checkpoint.every=4", "checkpoint.keep=null")
@@ -30,12 +36,6 @@ def assert_bitwise(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor])
     assert one.keys() == other.keys()
     changed = [name for name in one if not torch.equal(one[name], other[name])]
     assert not changed
-
-
-def figures(steps: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
-    """What a step gave, without its times."""
-    names = ("step", "loss", "grad_norm", "lr", "batch_hash", "tokens", "skipped", "moe_balance", "moe_z", "z_loss")
-    return [tuple(event.get(name) for name in names) for event in steps]
 
 
 @pytest.mark.parametrize(
@@ -141,9 +141,54 @@ def test_every_step_says_which_tokens_it_has_seen(small_runs: SmallRuns) -> None
     assert (facts["skipped_steps"], facts["data_skip"], facts["sequence_length"]) == (0, [], 16)
 
 
-def refusal(rank_pool: RankPool, folder: Path, layout: str, *overrides: str) -> str:
-    """What a run that must not start says; all its ranks end."""
-    ends = rank_pool.ends(train_small, folder, "dense", layout, overrides, ranks=world_size(layout))
-    assert all(end.error for end in ends)
-    assert "errors.InputError" in (ends[0].error or "")
-    return ends[0].error or ""
+def test_fresh_and_must_say_what_they_did_not_find(small_runs: SmallRuns, rank_pool: RankPool) -> None:
+    folder = small_runs.new_folder()
+
+    def refused(layout: str, wish: str) -> str:
+        overrides = ("train.steps=2", f"checkpoint.resume={wish}")
+        ends = rank_pool.ends(train_small, folder, "dense", layout, overrides, ranks=world_size(layout))
+        assert all(end.error for end in ends), "all ranks end where one refuses"
+        return ends[0].error or ""
+
+    said = refused("dp=2,micro_batch=2", "must")
+    assert "InputError: command line: checkpoint.resume=…: `resume: must`, and this run has no complete" in said
+    assert "write `resume: auto` to start" in said
+    small_runs.train(folder, "dense", ALONE, "train.steps=2", "checkpoint.resume=fresh")
+    said = refused(ALONE, "fresh")
+    assert "`resume: fresh`, and there is a checkpoint of step 2" in said
+    assert "write `resume: auto` to go on from it, or start another run with --id" in said
+
+
+def test_samples_may_be_skipped_as_long_as_the_run_has_not_passed_them(
+    small_runs: SmallRuns, rank_pool: RankPool
+) -> None:
+    folder = small_runs.new_folder()
+    before = small_runs.train(folder, "dense", ALONE, "train.steps=3")
+    longer = (folder, "dense", ALONE, ("train.steps=6",))
+    (end,) = rank_pool.ends(train_skipping, *longer, [(23, 30)])
+    assert "InputError: data.skip: `data.skip` says something else about the first 24 samples" in (end.error or "")
+    assert "skip samples from 24 on" in (end.error or "")
+    assert rank_pool.run(train_skipping, *longer, [(24, 30), (41, 43)]) == [0]
+    (end,) = rank_pool.ends(train_small, *longer[:3], ("train.steps=8",))
+    assert "says something else about the first 56 samples" in (end.error or ""), "a skip that is taken back"
+    source = small_job(folder, small_recipe("dense"), ALONE).order
+    skipping = DataOrder(source.sources, source.schedule, skip=SkipList([(24, 30), (41, 43)]))
+    got = steps(LocalStore(folder), "")
+    assert figures(got[:3]) == figures(before)
+    assert [event["batch_hash"] for event in got] == [skipping.batch_hash(step) for step in range(6)]
+    assert checkpoint(folder, 6).facts["data_skip"] == [[24, 30], [41, 43]]
+
+
+def test_a_recipe_whose_past_would_be_another_is_refused(small_runs: SmallRuns, rank_pool: RankPool) -> None:
+    folder = small_runs.new_folder()
+    small_runs.train(folder, "dense", ALONE, "train.steps=2")
+    refusals = {
+        "train.global_batch=16": "the checkpoint of step 2 has consumed 16 samples, the recipe says 32",
+        "data.sequence_length=8": "was trained on sequences of 16 tokens, the recipe says 8",
+        "train.precision=fp32": "is float64 [61, 16] in the checkpoint and float32 [61, 16] here",
+        "model.config.layers=3": "does not hold model.layers.2.attention.norm.weight",
+    }
+    for change, sentence in refusals.items():
+        (end,) = rank_pool.ends(train_small, folder, "dense", ALONE, ("train.steps=3", change))
+        assert sentence in (end.error or ""), change
+    assert [event["step"] for event in events(folder, "step")] == [0, 1]

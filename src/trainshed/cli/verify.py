@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from trainshed.observe.comparison import Comparison
     from trainshed.verify import Verification
 
-_PRECISIONS = {"fp64": "float64", "fp32": "float32"}
-
 
 def verify(
     recipe: str,
@@ -79,23 +77,27 @@ def verification_text(found: Verification) -> str:
     """Write what a check found for people."""
     from trainshed.models.parameters import parameter_count
 
-    small, config = found.small, found.small.config
+    small, config, ranks = found.small, found.small.config, found.small.layout.world_size
     batches = " then ".join(f"{size:,}" for size in small.batch_sizes)
-    ranks = small.layout.world_size
+    against = f", {ranks} processes against one" if ranks > 1 else ""
     lines = [
-        f"{found.name} on {small.layout}, {ranks} process{'es' if ranks > 1 else ''} against one: "
-        f"{_PRECISIONS[found.precision]} on {found.device}",
+        f"{found.name} on {small.layout}{against}: float64 on {found.device}",
         f"  shrunk to a {config.family} of {config.layers} layers, hidden {config.hidden}, {config.heads} heads "
         f"({config.kv_heads} for keys and values), vocabulary {config.vocab_size}: "
         f"{parameter_count(config):,} parameters",
         f"  synthetic data, batches of {batches} × {small.sequence_length} tokens",
         "",
-        *_table(found.straight, "one process", str(small.layout)),
+        *_table(found.straight, "one process", _name(found)),
         "",
         f"  against one process: {_distance(found.straight)}",
         f"  resumed after step {found.resumed_after}: {_distance(found.resumed)}",
     ]
     return "\n".join([*lines, _verdict(found)])
+
+
+def _name(found: Verification) -> str:
+    layout = found.small.layout
+    return str(layout) if layout.world_size > 1 else "the layout"
 
 
 def _table(compared: Comparison, one: str, other: str) -> list[str]:
@@ -138,10 +140,10 @@ def _distance(compared: Comparison) -> str:
 
 def _verdict(found: Verification) -> str:
     if found.equal:
-        return f"equal: {found.small.layout} trains as one process does, and resumes as if it had not stopped"
+        return f"equal: {_name(found)} trains as one process does, and resumes as if it had not stopped"
     wrong = []
     if not found.straight.equal:
-        wrong.append(f"{found.small.layout} does not train as one process does")
+        wrong.append(f"{_name(found)} does not train as one process does")
     if not found.resumed.equal:
         wrong.append("a resumed run is not the straight one")
     return f"DIFFERENT: {', and '.join(wrong)}"

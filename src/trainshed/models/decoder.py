@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from trainshed.models.attention import Attention
@@ -82,6 +83,7 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig, axes: Axes, losses: Losses, layer: int, recompute: Recompute) -> None:
         super().__init__()
         self.recompute = recompute
+        self.keeping = keep_products if config.moe is None else keep_products_beside_hooks
         self.attention = Attention(config, axes)
         if config.moe is None:
             assert config.ffn is not None, "the schema asks for it wherever there are no experts"
@@ -102,7 +104,7 @@ class Block(nn.Module):
         """Return the residual stream [s, B, H] and the router's losses, if there is a router."""
         if self.recompute == "none" or not torch.is_grad_enabled():
             return self._forward(x, rotary, scale, samples, positions)
-        keep = {"context_fn": keep_products} if self.recompute == "selective" else {}
+        keep = {"context_fn": self.keeping} if self.recompute == "selective" else {}
         return checkpoint(self._forward, x, rotary, scale, samples, positions, use_reentrant=False, **keep)
 
     def _forward(
@@ -238,3 +240,21 @@ class _WithLosses(torch.autograd.Function):
 def keep_products() -> Any:
     """Selective recompute: keep what matrix products, attention and other ranks gave; compute the rest again."""
     return create_selective_checkpoint_contexts(list(_KEPT))
+
+
+def keep_products_beside_hooks() -> Any:
+    """The same where FSDP gathers experts within a block: what its hooks do is not the same the second time."""
+    return tuple(_OnlyKept(mode) for mode in keep_products())
+
+
+class _OnlyKept(TorchDispatchMode):
+    """Shows a selective checkpoint only what it is to keep: it counts operations, and refuses any other number."""
+
+    def __init__(self, counting: Any) -> None:
+        super().__init__()
+        self.counting = counting
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _KEPT:
+            return self.counting.__torch_dispatch__(func, types, args, kwargs or {})
+        return func(*args, **(kwargs or {}))

@@ -98,6 +98,21 @@ def activate(x: torch.Tensor, config: ModelConfig) -> torch.Tensor:
     return function(gate) * up
 
 
+def project_and_activate(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, config: ModelConfig
+) -> torch.Tensor:
+    """Project up and activate where putting rows in order costs a copy, as on a CPU: [..., H] to [..., F].
+
+    A product reads every other row of a weight as fast as all of them, so gates and ups are two products.
+    """
+    if not config.gated:
+        return activate(F.linear(x, weight, bias), config)
+    rows = weight.unflatten(0, (-1, 2)).unbind(1)
+    biases = (None, None) if bias is None else bias.unflatten(0, (-1, 2)).unbind(1)
+    gate, up = (F.linear(x, each, own) for each, own in zip(rows, biases, strict=True))
+    return activation(config.activation)(gate) * up
+
+
 class Mlp(nn.Module):
     """The feed-forward block with its norm, its inner width cut over tp; a shared expert's input is normed already."""
 
@@ -116,7 +131,11 @@ class Mlp(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Transform this rank's tokens [s, B, H]."""
         up = self.gate_up if self.config.gated else self.up
-        return self.down(activate(up(gather(self.norm(x), self.axes.tp)), self.config))
+        x = gather(self.norm(x), self.axes.tp)
+        if x.is_cuda:
+            return self.down(activate(up(x), self.config))
+        bias = None if up.bias is None else up.bias.to(x.dtype)
+        return self.down(project_and_activate(x, up.weight.to(x.dtype), bias, self.config))
 
 
 @dataclass(frozen=True)

@@ -26,26 +26,42 @@ SLICE_ELEMENTS = 1 << 28
 def _slice_loss(
     logits: torch.Tensor, labels: torch.Tensor, scale: torch.Tensor, z_loss: float, group: Group, first_row: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return (cross-entropy sum, z sum, gradient of the logits) of a slice; both sums are scaled."""
+    """Return (cross-entropy sum, z sum, gradient of the logits) of a slice; both sums are scaled.
+
+    Logits may be overwritten: without a compiler, each pass over a fresh tensor of their size costs.
+    """
     wide = torch.promote_types(logits.dtype, torch.float32)
     scores = logits.to(wide)
     peak = largest(scores.amax(-1), group)
     mine = (labels >= first_row) & (labels < first_row + scores.shape[-1])
     column = torch.where(mine, labels - first_row, 0)[:, None]
-    total = (scores - peak[:, None]).exp().sum(-1)
     hit = torch.where(mine, scores.gather(-1, column)[:, 0], 0.0)
-    total, hit = summed(torch.stack([total, hit]), group).unbind()
+    powers = _powers(scores, peak[:, None])
+    total, hit = summed(torch.stack([powers.sum(-1), hit]), group).unbind()
     log_total = peak + total.log()
-    counted = (labels != IGNORED).to(wide)
-    weight = counted * scale.to(wide)
+    weight = (labels != IGNORED).to(wide) * scale.to(wide)
     entropy = ((log_total - hit) * weight).sum()
     z = z_loss * (log_total.square() * weight).sum()
-    slope = weight * (1.0 + 2.0 * z_loss * log_total)
-    gradient = (scores - log_total[:, None]).exp() * slope[:, None]
-    columns = torch.arange(scores.shape[-1], device=scores.device)
-    is_hit = (columns[None, :] == column) & mine[:, None]
-    gradient = torch.where(is_hit, gradient - weight[:, None], gradient)
+    slope = weight * (1.0 + 2.0 * z_loss * log_total) / total
+    gradient = _times_less(powers, slope[:, None], column, torch.where(mine, weight, 0.0)[:, None])
     return entropy, z, gradient.to(logits.dtype)
+
+
+def _powers(scores: torch.Tensor, peak: torch.Tensor) -> torch.Tensor:
+    """exp(scores - peak)."""
+    if torch.compiler.is_compiling():
+        return (scores - peak).exp()
+    return scores.sub_(peak).exp_()
+
+
+def _times_less(x: torch.Tensor, factor: torch.Tensor, column: torch.Tensor, less: torch.Tensor) -> torch.Tensor:
+    """x · factor, and `less` less in one column of each row."""
+    if torch.compiler.is_compiling():
+        # A scatter would end the fused kernel; a comparison costs it nothing.
+        columns = torch.arange(x.shape[-1], device=x.device)
+        return torch.where(columns[None, :] == column, x * factor - less, x * factor)
+    x.mul_(factor)
+    return x.scatter_(1, column, x.gather(1, column) - less)
 
 
 @cache

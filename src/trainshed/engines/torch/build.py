@@ -12,6 +12,7 @@ from torch.distributed.tensor import Shard
 
 from trainshed.engines.torch.mesh import Mesh
 from trainshed.engines.torch.weights import Weight, collect_weights
+from trainshed.errors import MissingExtra
 from trainshed.models.decoder import Chunk, ChunkSpec, Losses, StepScale
 from trainshed.models.experts import ExpertMlp
 from trainshed.models.init import fill_fresh
@@ -127,10 +128,12 @@ def _expert_placement(ranks: int) -> Callable[[nn.Parameter], Shard | None]:
 
 def _to_float8(chunk: Chunk) -> None:
     """Let projections multiply in float8 with dynamic scales (torchao); the router and the head do not."""
-    from torchao.float8 import Float8LinearConfig
-    from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
-    from torchao.float8.float8_training_tensor import LinearMMConfig, ScaledMMConfig
-
+    try:
+        from torchao.float8 import Float8LinearConfig
+        from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
+        from torchao.float8.float8_training_tensor import LinearMMConfig, ScaledMMConfig
+    except ImportError:
+        raise MissingExtra.named("train", "`precision: fp8`") from None
     config = Float8LinearConfig()
     fast, exact = ScaledMMConfig(use_fast_accum=True), ScaledMMConfig(use_fast_accum=False)
     products = LinearMMConfig(output=fast, grad_input=exact, grad_weight=exact)
