@@ -36,7 +36,9 @@ class RankPool:
         """Call a function on every rank and say how each ended."""
         environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         self._connection.send(Job(function, arguments, ranks, timeout_seconds, environment))
-        return self._connection.recv()
+        ends = self._connection.recv()
+        assert not isinstance(ends, str), f"the ranks could not be asked:\n{ends}"
+        return ends
 
     def run(
         self, function: Callable[..., Any], *arguments: Any, ranks: int = 1, timeout_seconds: float = 120.0

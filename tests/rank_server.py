@@ -132,6 +132,9 @@ def main(handle: int) -> None:
                 job = connection.recv()
             except EOFError:
                 return
+            except Exception:  # a function that this process does not find
+                connection.send(traceback.format_exc())
+                continue
             connection.send(run_job(job))
 
 

@@ -5,15 +5,19 @@ from __future__ import annotations
 import math
 import os
 import signal
+import threading
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import yaml
 
+from checkpoint_parts import HookedStore
 from rank_pool import RankPool
+from trainshed.checkpoints.base import BaseWeights
 from trainshed.checkpoints.native.folder import Found, checkpoints_folder, find
 from trainshed.checkpoints.native.loading import load, read_pieces
 from trainshed.checkpoints.native.plan import DTYPES
@@ -23,10 +27,11 @@ from trainshed.data.run_orders import PreparedData, run_orders
 from trainshed.data.sampling.schedule import SkipList
 from trainshed.engines.torch.job import TrainJob
 from trainshed.engines.torch.rank import train_rank
-from trainshed.observe.reading import read_events, steps
+from trainshed.line import open_run_folder, run_layout, train_job
+from trainshed.observe.reading import EventFollower, read_events, steps
 from trainshed.plan import layout_problems, parse_layout, resolve_layout
 from trainshed.recipe import Layout, Recipe, parse_recipe
-from trainshed.storage import LocalStore
+from trainshed.storage import LocalStore, Store
 
 _SIZES = {"layers": 2, "hidden": 16, "heads": 4, "kv_heads": 2, "head_dim": 4, "vocab_size": 61, "max_positions": 32}
 MODELS: dict[str, dict[str, Any]] = {
@@ -119,6 +124,53 @@ def train_until_killed(folder: Path, model: str, layout: str, overrides: Sequenc
             os.kill(os.getpid(), signal.SIGKILL)
 
     return train_rank(small_job(folder, small_recipe(model, overrides), layout), run_folder=folder, listener=listen)
+
+
+def train_until_asked(folder: Path, model: str, layout: str, overrides: Sequence[str], rank: int, number: int) -> int:
+    """Train as one rank; one of them, and no other, gets a signal after the third step."""
+
+    def ask() -> None:
+        follower = EventFollower(folder)
+        while not any(event["kind"] == "step" and event["step"] >= 2 for event in follower.poll()):
+            time.sleep(0.01)
+        os.kill(os.getpid(), number)
+
+    if int(os.environ.get("RANK", 0)) == rank:
+        threading.Thread(target=ask, daemon=True).start()
+    return train_small(folder, model, layout, overrides)
+
+
+def train_keeping_apart(
+    folder: Path, model: str, layout: str, overrides: Sequence[str], killed_before: tuple[str, str] | None
+) -> int:
+    """Train as one rank with the checkpoints in a folder of their own; may be killed before a change there.
+
+    `killed_before` is what changes (see `HookedStore`) and how its path ends.
+    """
+
+    def before(what: str, path: str) -> None:
+        if killed_before is not None and what == killed_before[0] and path.endswith(killed_before[1]):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    job = small_job(folder, small_recipe(model, overrides), layout)
+    home = HookedStore(LocalStore(folder / "apart"), before)
+    return train_rank(replace(job, checkpoint_home=(cast(Store, home), "")), run_folder=folder)
+
+
+def train_from(
+    folder: Path, layout: str, overrides: Sequence[str], base: Path, ranges: Sequence[tuple[int, int]] = ()
+) -> int:
+    """Train as one rank from base weights, with samples left out."""
+    job = small_job(folder, small_recipe("dense", overrides), layout)
+    order = DataOrder(job.order.sources, job.order.schedule, skip=SkipList(ranges))
+    return train_rank(replace(job, base=BaseWeights.at(base), order=order), run_folder=folder)
+
+
+def train_prepared(folder: Path, layout: str, with_base: bool = True) -> int:
+    """Train as one rank of a run that the line has prepared; it may have lost its base weights."""
+    run = open_run_folder(folder)
+    job = train_job(run, run_layout(run, keys=parse_layout(layout)))
+    return train_rank(job if with_base else replace(job, base=None), run_folder=folder)
 
 
 class SmallRuns:

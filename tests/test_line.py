@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from trainshed.cli import run_cli
+from trainshed.cli.console import PlainReporter
 from trainshed.data.tokens.indexed import write_index
 from trainshed.errors import CorruptData, InputError, NotFound, TrainshedError
 from trainshed.line import open_run, run_line
@@ -28,7 +29,8 @@ data:
   sequence_length: 32
   train:
 {sources}
-train: {{steps: 3, global_batch: 2, optimizer: {{lr: 1.0e-3}}}}
+train: {{steps: 3, global_batch: 2, precision: fp32, optimizer: {{lr: 1.0e-3}}}}
+layout: {{dp: 1}}
 """
 SCRIPT = """
 import json, pathlib, sys
@@ -68,7 +70,7 @@ def everything(folder: Path) -> dict[str, tuple[int, bytes]]:
 
 
 def test_the_quickstart_runs_and_a_second_run_makes_nothing(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "trainshed", "run", str(RECIPES / "quickstart.yaml")]
+    command = [sys.executable, "-m", "trainshed", "run", str(RECIPES / "quickstart.yaml"), "train.steps=3"]
     first = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
     assert first.stdout.startswith("run quickstart/")
     assert "proven; " in first.stdout
@@ -78,7 +80,11 @@ def test_the_quickstart_runs_and_a_second_run_makes_nothing(tmp_path: Path) -> N
     again = subprocess.run([*command, "-o", "json"], capture_output=True, text=True, check=True, cwd=tmp_path)
     assert everything(tmp_path) == made
     report = json.loads(again.stdout)
-    assert list(report) == ["schema", "name", "id", "folder", "steps", "tokenizer", "sources", "epochs", "ends_with"]
+    assert list(report) == ["schema", "name", "id", "folder", "steps", "tokenizer", "sources", "epochs", "training"]
+    trained = report["training"]
+    assert (trained["step"], trained["attempt"], trained["layout"]) == (3, 2, "one process")
+    assert f"loss {trained['loss']:.4f}, validation loss {trained['validation_loss']:.4f}" in first.stdout
+    assert Path(trained["checkpoint"]).name == "step-00000003"
     (source,) = report["sources"]
     assert list(source) == ["name", "prefixes", "documents", "tokens", "reused"]
     assert source["reused"]
@@ -149,7 +155,7 @@ def test_a_script_that_fails_shows_its_last_words_and_leaves_nothing(
     assert "  | line 5\n" not in said
     assert "--target-dir DIR --table words" in said
     script.write_text(SCRIPT)
-    assert run_cli(["run", str(recipe)]) == 0
+    run_line(load_recipe(str(recipe)))
     assert len(list((tmp_path / "store" / "artefacts" / "text").glob("*/manifest.json"))) == 1
 
 
@@ -172,15 +178,13 @@ def test_a_script_that_is_not_there_or_cannot_be_run(tmp_path: Path) -> None:
         run_line(recipe)
 
 
-def test_synthetic_data_needs_no_files_and_no_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_synthetic_data_needs_no_files_and_no_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text(
         "trainshed: 1\nname: bench\nmodel: {preset: tiny, init: random}\ndata: synthetic\n"
         "train: {steps: 5, global_batch: 2, optimizer: {lr: 1.0e-3}}\n"
     )
-    assert run_cli(["run", "recipe.yaml", "-o", "json"]) == 0
-    report = json.loads(capsys.readouterr().out)
-    assert (report["steps"], report["sources"], report["tokenizer"]) == (5, [], None)
     one, other = run_line(load_recipe("recipe.yaml")), open_run(load_recipe("recipe.yaml"))
+    assert (one.steps, one.sources, one.tokenizer) == (5, (), None)
     batch = one.order.batch(3)
     assert np.array_equal(batch, other.order.batch(3))
     assert batch.shape[0] == 2
@@ -209,7 +213,7 @@ def test_tokens_of_others_are_taken_as_they_are_and_that_is_said(
     lengths = np.full(20, 100, "<i4")
     write_index(tmp_path / "theirs.idx", np.dtype("<u2"), lambda: [lengths])
     recipe = write_recipe(tmp_path, "{tokens: theirs}", tokenizer="null")
-    assert run_cli(["run", str(recipe)]) == 0
+    run_line(load_recipe(str(recipe)), reporter=PlainReporter())
     assert "theirs: no manifest (not made by Trainshed); taken as it is" in capsys.readouterr().err
 
 
@@ -252,3 +256,19 @@ def test_a_tokenizer_larger_than_the_text_can_give_says_how_large_it_may_be(tmp_
     with pytest.raises(TrainshedError, match=r"gives a vocabulary of \d+ tokens, 5,000 are asked for") as error:
         run_line(recipe)
     assert "or less, or give it more text" in (error.value.hint or "")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["layout=auto"], "`layout: auto` needs the planner, which is not built yet"),
+        (["engine=megatron"], "the engine megatron is not built yet"),
+        (["layout.tp=4"], "tp: 4"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], overrides: list[str], said: str
+) -> None:
+    write_script(tmp_path)
+    assert run_cli(["run", str(write_recipe(tmp_path, "{script: numbers.py}")), *overrides]) == 2
+    assert said in capsys.readouterr().err

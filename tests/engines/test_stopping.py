@@ -1,4 +1,4 @@
-"""Runs that are stopped, killed, stuck or poisoned: each says so, ends in bounded time, and goes on as if never stopped."""
+"""Runs that are stopped, killed or stuck: they say so, end in bounded time, and go on as if never stopped."""
 
 from __future__ import annotations
 
@@ -15,8 +15,25 @@ from typing import Any
 import psutil
 import pytest
 
-from small_runs import SmallRuns, events, figures, recipe_text, state
-from trainshed.observe.reading import EventFollower, read_events, steps
+from rank_pool import RankPool
+from small_runs import (
+    ALONE,
+    SmallRuns,
+    events,
+    figures,
+    recipe_text,
+    state,
+    train_keeping_apart,
+    train_until_asked,
+    world_size,
+)
+from trainshed.errors import TrainshedError
+from trainshed.launch.here import train_here
+from trainshed.launch.ranks import free_port
+from trainshed.line import run_layout, run_line
+from trainshed.observe.reading import EventFollower, steps
+from trainshed.plan import parse_layout
+from trainshed.recipe import parse_recipe
 from trainshed.storage import LocalStore
 
 LAYOUT = "dp=2,micro_batch=2"
@@ -25,40 +42,46 @@ WAIT_SECONDS = 120.0
 
 
 class Training:
-    """`trainshed train` as a process of its own, with its events as they come."""
+    """A `trainshed train` of its own process, with its events as they come."""
 
-    def __init__(self, folder: Path, *arguments: str, launcher: tuple[str, ...] = ()) -> None:
-        (folder / "recipe.yaml").write_text(recipe_text("dense"))
-        command = [sys.executable, *launcher, "-m", "trainshed", "train", "recipe.yaml", *arguments, "--id", "it"]
+    def __init__(self, folder: Path, process: subprocess.Popen[str]) -> None:
         self.run = folder / "store" / "runs" / "proof" / "it"
+        self.process = process
         self._follower = EventFollower(self.run)
-        self._follower.poll()
-        self.process = subprocess.Popen(
-            command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-        )
 
-    def wait_for(self, wanted: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-        """Wait until an event of this attempt is as wanted."""
+    def wait_for(self, wanted: Callable[[dict[str, Any]], bool]) -> None:
+        """Wait until an event is as wanted."""
         deadline = time.monotonic() + WAIT_SECONDS
-        while time.monotonic() < deadline:
-            for event in self._follower.poll():
-                if wanted(event):
-                    return event
-            if self.process.poll() is not None:
-                break
+        while not any(wanted(event) for event in self._follower.poll()):
+            assert self.process.poll() is None, self.process.communicate()
+            assert time.monotonic() < deadline, "it did not come to that"
             time.sleep(0.02)
-        self.process.kill()
-        raise AssertionError(f"it did not come to that: {self.process.communicate()}")
-
-    def ranks(self) -> dict[int, psutil.Process]:
-        """The ranks that are running."""
-        found = psutil.Process(self.process.pid).children(recursive=True)
-        return {int(each.environ()["RANK"]): each for each in found if "worker" in each.cmdline()}
 
     def end(self) -> tuple[int, str]:
-        """Wait for the end; returns the exit code and what was said on stderr."""
-        said = self.process.communicate(timeout=WAIT_SECONDS)
-        return self.process.returncode, said[1]
+        """Wait for the end; returns the exit code and what was said on the way."""
+        said = "".join(self.process.communicate(timeout=WAIT_SECONDS))
+        return self.process.returncode, said
+
+
+@contextmanager
+def training(folder: Path, *arguments: str, launcher: tuple[str, ...] = ()) -> Iterator[Training]:
+    """Start `trainshed train` on the small dense recipe; nothing of it stays."""
+    (folder / "recipe.yaml").write_text(recipe_text("dense"))
+    command = [sys.executable, *launcher, "-m", "trainshed", "train", "recipe.yaml", "--id", "it", *arguments]
+    with subprocess.Popen(
+        command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        try:
+            yield Training(folder, process)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def ranks_below(process: int) -> dict[int, psutil.Process]:
+    """The ranks that a process has started."""
+    found = psutil.Process(process).children(recursive=True)
+    return {int(each.environ()["RANK"]): each for each in found if "worker" in each.cmdline()}
 
 
 def after_checkpoint(step: int) -> Callable[[dict[str, Any]], bool]:
@@ -73,65 +96,132 @@ def after_checkpoint(step: int) -> Callable[[dict[str, Any]], bool]:
     return wanted
 
 
-def of_kind(kind: str) -> Callable[[dict[str, Any]], bool]:
-    return lambda event: event["kind"] == kind
-
-
-def assert_as_if_never_stopped(small_runs: SmallRuns, run: Path, layout: str) -> None:
+def assert_as_if_never_stopped(small_runs: SmallRuns, run: Path, layout: str, checkpoints: Path | None = None) -> None:
     """Every step, and the state at the end, bitwise those of a straight run."""
     got = steps(LocalStore(run), "")
     straight = small_runs.new_folder()
     expected = small_runs.train(straight, "dense", layout, f"train.steps={len(got)}")
     assert figures(got) == figures(expected)
-    there, here = state(straight, len(got)), state(run, len(got))
+    there, here = state(straight, len(got)), state(checkpoints or run, len(got))
+    assert there.keys() == here.keys()
     assert [name for name in there if not there[name].equal(here[name])] == []
 
 
-def test_a_run_asked_to_stop_stores_its_state_and_goes_on_as_if_nobody_had_asked(
+def test_a_run_asked_to_stop_stores_its_state_and_the_same_command_goes_on(
     small_runs: SmallRuns, tmp_path: Path
 ) -> None:
-    first = Training(tmp_path, ENDLESS, "--layout", LAYOUT)
-    first.wait_for(lambda event: event["kind"] == "step" and event["step"] >= 2)
-    first.process.send_signal(signal.SIGTERM)
-    code, said = first.end()
+    with training(tmp_path, ENDLESS, "--layout", LAYOUT) as first:
+        first.wait_for(lambda event: event["kind"] == "step" and event["step"] >= 2)
+        first.process.send_signal(signal.SIGTERM)
+        code, said = first.end()
     assert code == 128 + signal.SIGTERM, said
     (asked,) = events(first.run, "signal")
     assert asked["name"] == "SIGTERM"
-    assert events(first.run, "end")[-1]["reason"] == "signal"
-    assert events(first.run, "end")[-1]["exit_code"] == 143
-    stopped = asked["step"]
-    assert [each["step"] for each in events(first.run, "checkpoint") if each["phase"] == "committed"] == [stopped]
-    second = Training(tmp_path, f"train.steps={stopped + 3}", "checkpoint.resume=must", "--layout", LAYOUT)
-    code, said = second.end()
+    (end,) = events(first.run, "end")
+    assert (end["reason"], end["exit_code"]) == ("signal", 143)
+    assert [each["step"] for each in events(first.run, "checkpoint") if each["phase"] == "committed"] == [asked["step"]]
+    with training(tmp_path, f"train.steps={asked['step'] + 3}", "--layout", LAYOUT) as second:
+        code, said = second.end()
     assert code == 0, said
-    assert [each["step"] for each in events(first.run, "resume")] == [stopped]
+    assert [each["step"] for each in events(first.run, "resume")] == [asked["step"]]
     assert_as_if_never_stopped(small_runs, first.run, LAYOUT)
 
 
+@pytest.mark.parametrize(
+    ("layout", "rank", "number"),
+    [
+        ("pp=2,micro_batch=2", 1, signal.SIGUSR1),
+        pytest.param("tp=2,micro_batch=4", 1, signal.SIGTERM, marks=pytest.mark.full),
+        pytest.param(ALONE, 0, signal.SIGUSR1, marks=pytest.mark.full),
+    ],
+)
+def test_a_signal_to_one_rank_stops_all_at_the_same_step(
+    small_runs: SmallRuns, rank_pool: RankPool, layout: str, rank: int, number: signal.Signals
+) -> None:
+    folder, ranks = small_runs.new_folder(), world_size(layout)
+    codes = rank_pool.run(train_until_asked, folder, "dense", layout, (ENDLESS,), rank, number, ranks=ranks)
+    assert codes == [128 + number] * ranks
+    (asked,) = events(folder, "signal")
+    assert asked["name"] == number.name
+    small_runs.train(folder, "dense", layout, f"train.steps={asked['step'] + 2}", "checkpoint.resume=must")
+    assert_as_if_never_stopped(small_runs, folder, layout)
+
+
 def test_a_rank_that_is_killed_is_named_and_nobody_is_left_behind(small_runs: SmallRuns, tmp_path: Path) -> None:
-    first = Training(tmp_path, ENDLESS, "checkpoint.every=3", "--layout", LAYOUT)
-    first.wait_for(after_checkpoint(4))
-    ranks = first.ranks()
-    ranks[1].kill()
-    code, said = first.end()
-    assert code == 1
+    often = "checkpoint.every=3"
+    with training(tmp_path, ENDLESS, often, "--layout", LAYOUT) as first:
+        first.wait_for(after_checkpoint(4))
+        ranks = ranks_below(first.process.pid)
+        ranks[1].kill()
+        code, said = first.end()
+    assert code == 1, said
     assert "rank 1 was killed by SIGKILL" in said
     assert "the same command goes on from the last checkpoint" in said
     assert not any(rank.is_running() for rank in ranks.values())
     (failure,) = events(first.run, "failure")
     assert failure["ranks"] == [1]
-    assert "all_reduce" in failure["collective"] or "all_gather" in failure["collective"], failure
     done = len(steps(LocalStore(first.run), ""))
-    second = Training(tmp_path, f"train.steps={done + 2}", "checkpoint.every=3", "--layout", LAYOUT)
-    assert second.end()[0] == 0
-    assert len(events(first.run, "resume")) == 1
+    small_runs.train(first.run, "dense", LAYOUT, f"train.steps={done + 2}", often, "checkpoint.resume=must")
     assert_as_if_never_stopped(small_runs, first.run, LAYOUT)
 
 
+def test_a_rank_that_is_stuck_is_named_with_the_collective_the_others_wait_in(tmp_path: Path) -> None:
+    recipe = parse_recipe(recipe_text("dense"), [ENDLESS, f"store={tmp_path}"])
+    run = run_line(recipe, id="it")
+    layout = run_layout(run, keys=parse_layout(LAYOUT))
+    stopped: list[psutil.Process] = []
+
+    def stop_a_rank(event: dict[str, Any]) -> None:
+        if event["kind"] == "step" and event["step"] >= 2 and not stopped:
+            stopped.append(ranks_below(os.getpid())[1])
+            stopped[0].suspend()
+
+    with pytest.raises(TrainshedError) as error:
+        train_here(
+            run.folder,
+            layout,
+            precision="fp64",
+            worker_arguments=["--collective-seconds", "5"],
+            on_event=stop_a_rank,
+            failure_grace_seconds=1.0,
+        )
+    assert error.value.exit_code == 1
+    assert not stopped[0].is_running()
+    (failure,) = events(run.folder, "failure")
+    assert failure["ranks"] == [1]
+    assert failure["collective"] is not None
+    assert "(ranks 0-1; " in failure["collective"]
+    assert f"rank 0 waited in {failure['collective']}" in error.value.what
+
+
+@pytest.mark.parametrize(
+    ("killed_before", "goes_on_from"),
+    [
+        (("put", "step-00000008/manifest.json"), 4),
+        pytest.param(("put", "step-00000008/.metadata"), 4, marks=pytest.mark.full),
+        pytest.param(("write", "step-00000008/__0_1.distcp"), 4, marks=pytest.mark.full),
+        pytest.param(("delete", "step-00000004/manifest.json"), 8, marks=pytest.mark.full),
+    ],
+)
+def test_killed_while_it_saves_a_run_goes_on_from_a_whole_checkpoint(
+    small_runs: SmallRuns, rank_pool: RankPool, killed_before: tuple[str, str], goes_on_from: int
+) -> None:
+    folder, layout = small_runs.new_folder(), "dp=2,shard=full,micro_batch=2"
+    run = (folder, "dense", layout, ("train.steps=12", "checkpoint.every=4", "checkpoint.keep=1"))
+    ends = rank_pool.ends(train_keeping_apart, *run, killed_before, ranks=2)
+    assert ends[0].signal == "SIGKILL"
+    assert ends[1].error is not None
+    assert rank_pool.run(train_keeping_apart, *run, None, ranks=2) == [0, 0]
+    assert [event["step"] for event in events(folder, "resume")] == [goes_on_from]
+    assert_as_if_never_stopped(small_runs, folder, layout, folder / "apart")
+
+
 def test_torchrun_starts_the_same_ranks(small_runs: SmallRuns, tmp_path: Path) -> None:
-    launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0")
-    training = Training(tmp_path, "train.steps=4", "--layout", "tp=2,micro_batch=4", launcher=launcher)
-    code, said = training.end()
+    launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port()))
+    layout = "tp=2,micro_batch=4"
+    with training(tmp_path, "train.steps=4", "--layout", layout, launcher=launcher) as under_torchrun:
+        code, said = under_torchrun.end()
     assert code == 0, said
-    assert "4 of 4" in said or "step 4" in said, said
-    assert_as_if_never_stopped(small_runs, training.run, "tp=2,micro_batch=4")
+    (start,) = events(under_torchrun.run, "start")
+    assert (start["layout"], start["world_size"]) == ("tp2", 2)
+    assert_as_if_never_stopped(small_runs, under_torchrun.run, layout)

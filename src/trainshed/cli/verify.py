@@ -46,7 +46,7 @@ def verify(
     from pathlib import Path
 
     from trainshed.cli.console import print_report, reporter
-    from trainshed.errors import InputError
+    from trainshed.errors import TrainshedError
     from trainshed.plan import parse_layout
     from trainshed.recipe import load_cluster, load_recipe, split_overrides
     from trainshed.verify import verify
@@ -60,11 +60,11 @@ def verify(
     try:
         found = verify(loaded, folder, layout_keys=keys, steps=steps, cluster=cluster, reporter=shown)
         done = found.equal
-    except InputError:
-        done = True
+    except TrainshedError as error:
+        done = error.exit_code != TrainshedError.exit_code  # wrong input, or somebody asked to stop
         raise
     finally:
-        # What went wrong is explained by the runs' logs and events.
+        # What failed is explained by the runs' logs and events.
         if done:
             shutil.rmtree(folder)
         else:
@@ -79,9 +79,10 @@ def verification_text(found: Verification) -> str:
 
     small, config, ranks = found.small, found.small.config, found.small.layout.world_size
     batches = " then ".join(f"{size:,}" for size in small.batch_sizes)
+    asked = f" in place of {found.asked}" if found.asked.world_size != ranks else ""
     against = f", {ranks} processes against one" if ranks > 1 else ""
     lines = [
-        f"{found.name} on {small.layout}{against}: float64 on {found.device}",
+        f"{found.name} on {small.layout}{asked}{against}: float64 on {found.device}",
         f"  shrunk to a {config.family} of {config.layers} layers, hidden {config.hidden}, {config.heads} heads "
         f"({config.kv_heads} for keys and values), vocabulary {config.vocab_size}: "
         f"{parameter_count(config):,} parameters",

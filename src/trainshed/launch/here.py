@@ -45,11 +45,12 @@ def train_here(
     on_event: Callable[[dict[str, Any]], None] = lambda _: None,
     environment: dict[str, str] | None = None,
     grace_seconds: float = 600.0,
+    failure_grace_seconds: float = 20.0,
 ) -> Trained:
     """Train a prepared run with all its ranks on this machine; raises what ended it, unless somebody asked it to stop.
 
     `worker_arguments` tell each rank which cluster it is on. `grace_seconds` is how long ranks may take for their last
-    checkpoint after a request to stop.
+    checkpoint after a request to stop, `failure_grace_seconds` how long to write down where they stood when one fails.
     """
     store = LocalStore(run_folder)
     attempt = take_attempt(store, "").number
@@ -70,6 +71,7 @@ def train_here(
         logs=run_folder / "logs" / f"attempt-{attempt:04d}",
         environment=(environment or {}) | rank_environment(precision),
         grace_seconds=grace_seconds,
+        failure_grace_seconds=failure_grace_seconds,
         on_poll=follow,
     )
     follow()

@@ -104,7 +104,7 @@ class Block(nn.Module):
         """Return the residual stream [s, B, H] and the router's losses, if there is a router."""
         if self.recompute == "none" or not torch.is_grad_enabled():
             return self._forward(x, rotary, scale, samples, positions)
-        keep = {"context_fn": self.keeping} if self.recompute == "selective" else {}
+        keep: dict[str, Any] = {"context_fn": self.keeping} if self.recompute == "selective" else {}
         return checkpoint(self._forward, x, rotary, scale, samples, positions, use_reentrant=False, **keep)
 
     def _forward(

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from trainshed.models.collectives import Axes, exchange, gather, sum_and_cut, summed
-from trainshed.models.layers import Matrix, Mlp, Norm, activate, halves_first, project_and_activate
+from trainshed.models.layers import Matrix, Mlp, Norm, activate, halves_first
 from trainshed.recipe import ModelConfig
 
 
@@ -35,15 +35,15 @@ class Experts(nn.Module):
 
     def forward(self, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """Send rows, sorted by expert, through their experts: [rows, H] to [rows, H]; counts: int64 [e]."""
-        up, down = self.gate_up if self.config.gated else self.up, self.down.to(x.dtype)
+        up = (halves_first(self.gate_up, 1) if self.config.gated else self.up).to(x.dtype)
+        down = self.down.to(x.dtype)
         if x.is_cuda and x.dtype == torch.bfloat16:
-            up = (halves_first(up, 1) if self.config.gated else up).to(x.dtype)
             ends = counts.cumsum(0).to(torch.int32)
             hidden = activate(torch._grouped_mm(x, up.transpose(1, 2), offs=ends), self.config)
             return torch._grouped_mm(hidden, down.transpose(1, 2), offs=ends)
-        parts, up = x.split(counts.tolist()), up.to(x.dtype)
+        parts = x.split(counts.tolist())
         return torch.cat(
-            [F.linear(project_and_activate(part, up[i], None, self.config), down[i]) for i, part in enumerate(parts)]
+            [F.linear(activate(F.linear(part, up[i]), self.config), down[i]) for i, part in enumerate(parts)]
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
@@ -26,7 +26,7 @@ from trainshed.engines.torch.signals import StopRequests
 from trainshed.engines.torch.starting import find_resume_point, start_weights
 from trainshed.engines.torch.step import Stepper
 from trainshed.engines.torch.trainer import Trainer
-from trainshed.engines.torch.watchdog import Watchdog
+from trainshed.engines.torch.watchdog import BUDGET_SECONDS, Watchdog
 from trainshed.errors import InputError, TrainshedError
 from trainshed.models.decoder import Losses
 from trainshed.models.parameters import parameter_count
@@ -71,10 +71,13 @@ def train_rank(
     attempt: int | None = None,
     listener: Callable[[dict[str, Any]], None] | None = None,
     collective_seconds: float = COLLECTIVE_SECONDS,
+    budget_seconds: Mapping[str, float] = BUDGET_SECONDS,
 ) -> int:
     """Train as one rank of `job.layout`; returns the exit code: 0, or 128 + signal after a requested stop.
 
-    `attempt` is the number that whoever started the ranks has taken; without it rank 0 takes the next one.
+    `attempt` is the number that whoever started the ranks has taken; without it rank 0 takes the next one. A rank that
+    waits for others longer than `collective_seconds`, or shows no sign of life for longer than the phase it is in may
+    take, ends with an account of where it stood.
     """
     place = Place.from_environment()
     device = _device(place, job)
@@ -84,7 +87,9 @@ def train_rank(
         health = run_folder / "health" / f"attempt-{number:04d}"
         writer = stack.enter_context(EventWriter(job.store, job.folder, attempt=number, rank=place.rank))
         voice = Voice(writer, listener if place.rank == 0 else None)
-        watchdog = stack.enter_context(Watchdog(health, place.rank, on_stall=lambda _: writer.dump(10)))
+        watchdog = stack.enter_context(
+            Watchdog(health, place.rank, budget_seconds=budget_seconds, on_stall=lambda _: writer.dump(10))
+        )
         requests = stack.enter_context(StopRequests())
         try:
             code = _train(job, place, device, store, number, voice, watchdog, requests, health, collective_seconds)

@@ -10,6 +10,7 @@ import torch
 
 from trainshed.catalog import gpu_by_device_name
 from trainshed.checkpoints.native.writer import CheckpointWriter
+from trainshed.data.sampling.schedule import SkipList
 from trainshed.engines.torch.clock import Mark
 from trainshed.engines.torch.feed import Feed
 from trainshed.engines.torch.job import TrainJob, Voice
@@ -152,13 +153,15 @@ class Trainer:
         self.skipped += 1
         if policy == "skip":
             return
-        self.writer.wait()
+        self.writer.close()  # all ranks end here: each sees the last save through before one of them is gone
         kept = f"the checkpoint of step {self.saved} is kept" if self.saved else "there is no checkpoint before it"
-        consumed = self.job.order.consumed(step)
+        order = self.job.order
+        samples = order.sample_indices(step)
+        without = SkipList([*order.skip.ranges, (int(samples[0]), int(samples[-1]) + 1)])
         raise TrainshedError(
             f"step {step} has a {what}; nothing was updated, {kept}",
-            hint="write `train.non_finite: skip` to pass over such steps, or leave its samples out with "
-            f"`data.skip: [[{consumed}, {self.job.order.consumed(step + 1)}]]`",
+            hint=f"pass over such steps with `train.non_finite=skip --id {self.job.name}`, or leave its samples out "
+            f"with `data.skip: {[list(each) for each in without.ranges]}`",
         )
 
     def _pause_due(self) -> bool:
