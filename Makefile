@@ -34,6 +34,8 @@ bench: setup
 	$(BIN)/python benchmarks/data_prepare.py
 	$(BIN)/python benchmarks/data_order.py
 	$(BIN)/python benchmarks/data_fetch.py
+	$(BIN)/python benchmarks/engine_cpu.py
+	$(BIN)/python benchmarks/checkpoints.py
 
 clean:
 	rm -rf $(VENV) store dist build

@@ -24,13 +24,15 @@ from trainshed.checkpoints.native.plan import DTYPES
 from trainshed.checkpoints.pieces import Piece
 from trainshed.data.order import DataOrder
 from trainshed.data.run_orders import PreparedData, run_orders
-from trainshed.data.sampling.schedule import SkipList
+from trainshed.data.sampling.schedule import BatchSchedule, SkipList
+from trainshed.data.sampling.synthetic import SyntheticSource
 from trainshed.engines.torch.job import TrainJob
 from trainshed.engines.torch.rank import train_rank
 from trainshed.line import open_run_folder, run_layout, train_job
 from trainshed.observe.reading import EventFollower, read_events, steps
 from trainshed.plan import layout_problems, parse_layout, resolve_layout
 from trainshed.recipe import Layout, Recipe, parse_recipe
+from trainshed.recipe.data import ValidationSource
 from trainshed.storage import LocalStore, Store
 
 _SIZES = {"layers": 2, "hidden": 16, "heads": 4, "kv_heads": 2, "head_dim": 4, "vocab_size": 61, "max_positions": 32}
@@ -111,6 +113,16 @@ def train_skipping(
     job = small_job(folder, small_recipe(model, overrides), layout)
     order = DataOrder(job.order.sources, job.order.schedule, skip=SkipList(ranges))
     return train_rank(replace(job, order=order), run_folder=folder)
+
+
+def train_validating(folder: Path, model: str, layout: str, overrides: Sequence[str]) -> int:
+    """Train as one rank and measure the loss on other samples in between; the schema has that for real data only."""
+    job = small_job(folder, small_recipe(model, overrides), layout)
+    measured = job.recipe.data.model_copy(update={"validation": ValidationSource(every=3, batches=2)})
+    other = SyntheticSource(vocab_size=job.config.vocab_size, sequence_length=job.order.sequence_length, seed=99)
+    order = DataOrder([other], BatchSchedule(job.order.batch_size(0)))
+    recipe = job.recipe.model_copy(update={"data": measured})
+    return train_rank(replace(job, recipe=recipe, validation=order), run_folder=folder)
 
 
 def train_until_killed(folder: Path, model: str, layout: str, overrides: Sequence[str], step: int) -> int:

@@ -244,6 +244,12 @@ def check_trainable(recipe: Recipe, *, chosen: bool = False) -> None:
     if recipe.train.mode == "finetune" or recipe.train.lora is not None:
         key = "train.lora" if recipe.train.lora is not None else "train.mode"
         raise InputError("fine-tuning is not built yet", where=recipe.where(key), hint="write `mode: pretrain`")
+    if recipe.data.stage != "direct":
+        raise InputError(
+            f"staging tokens on {recipe.data.stage} is not built yet",
+            where=recipe.where("data.stage"),
+            hint="write `stage: direct`",
+        )
     if isinstance(recipe.layout, str) and not chosen:
         raise InputError(
             "`layout: auto` needs the planner, which is not built yet",

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from small_runs import SmallRuns, difference
+from rank_pool import RankPool
+from small_runs import ALONE, SmallRuns, difference, events, figures, train_validating, world_size
 
 FOUR_LAYERS, FOUR_GROUPS = "model.config.layers=4", "model.config.kv_heads=4"
 # The second expert mesh, dp4 with ep2, is spread over copies of the model.
@@ -193,3 +194,28 @@ def test_whatever_it_is_cut_into_one_process_gives_one_curve(small_runs: SmallRu
     for layout in ("micro_batch=1", "micro_batch=8", "micro_batch=4,recompute=full"):
         got = small_runs.fresh("moe", layout)
         assert_same_curve(small_runs.alone("moe"), got, loss=1e-9, grad_norm=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        ("dense", "pp=2,micro_batch=2"),
+        ("moe", "dp=2,ep=2,shard=full,micro_batch=2"),
+        pytest.param("tied", "tp=2,pp=2,micro_batch=2", marks=pytest.mark.full),
+        pytest.param("dense", "cp=2,tp=2,micro_batch=4", marks=pytest.mark.full),
+        pytest.param("dense", "pp=2,schedule=zero_bubble,dp=2,micro_batch=2", marks=pytest.mark.full),
+        pytest.param("moe", "tp=2,etp=2,recompute=full,micro_batch=4", marks=pytest.mark.full),
+    ],
+)
+def test_measuring_the_loss_on_other_samples_is_the_same_everywhere_and_changes_nothing(
+    small_runs: SmallRuns, rank_pool: RankPool, model: str, layout: str
+) -> None:
+    alone, spread = small_runs.new_folder(), small_runs.new_folder()
+    short = ("train.steps=7",)
+    for folder, each in ((alone, ALONE), (spread, layout)):
+        assert set(rank_pool.run(train_validating, folder, model, each, short, ranks=world_size(each))) == {0}
+    expected, got = events(alone, "validation"), events(spread, "validation")
+    assert [event["step"] for event in got] == [event["step"] for event in expected] == [3, 6, 7]
+    assert difference(expected, got, "loss") <= 1e-9
+    assert figures(events(alone, "step")) == figures(small_runs.alone(model, *short))
+    assert_same_curve(small_runs.alone(model, *short), events(spread, "step"), loss=1e-9, grad_norm=1e-9)

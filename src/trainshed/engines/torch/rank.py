@@ -22,6 +22,7 @@ from trainshed.engines.torch.build import RankModel, build_model
 from trainshed.engines.torch.job import TrainJob, Voice
 from trainshed.engines.torch.mesh import Mesh, build_mesh
 from trainshed.engines.torch.optimizer import AdamW
+from trainshed.engines.torch.profiling import StepProfiler
 from trainshed.engines.torch.signals import StopRequests
 from trainshed.engines.torch.starting import find_resume_point, start_weights
 from trainshed.engines.torch.step import Stepper
@@ -147,7 +148,9 @@ def _train(
         resumed_step=start.step or None,
         on_event=voice,
     ) as checkpoints:
-        ending = Trainer(job, stepper, checkpoints, voice, watchdog, requests, start).run()
+        traces = health.parents[1] / "profile" / health.name
+        profiler = StepProfiler(job.recipe.observe.profile, place.rank, start.step, traces)
+        ending = Trainer(job, stepper, checkpoints, voice, watchdog, requests, profiler, start).run()
     if ending.signal is None:
         return 0
     voice("signal", ending.step, name=signal.Signals(ending.signal).name)

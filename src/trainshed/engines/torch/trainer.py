@@ -15,6 +15,7 @@ from trainshed.engines.torch.clock import Mark
 from trainshed.engines.torch.feed import Feed
 from trainshed.engines.torch.job import TrainJob, Voice
 from trainshed.engines.torch.learning_rate import learning_rate
+from trainshed.engines.torch.profiling import StepProfiler
 from trainshed.engines.torch.signals import StopRequests
 from trainshed.engines.torch.starting import Start
 from trainshed.engines.torch.state import state_facts, state_pieces
@@ -43,10 +44,11 @@ class Trainer:
         voice: Voice,
         watchdog: Watchdog,
         requests: StopRequests,
+        profiler: StepProfiler,
         start: Start,
     ) -> None:
         self.job, self.stepper, self.writer, self.voice = job, stepper, writer, voice
-        self.watchdog, self.requests = watchdog, requests
+        self.watchdog, self.requests, self.profiler = watchdog, requests, profiler
         self.step, self.skipped = start.step, start.skipped
         self.saved = start.step or None
         mesh = stepper.model.mesh
@@ -67,11 +69,13 @@ class Trainer:
         try:
             while self.step < self.job.steps and self._stop is None:
                 self.watchdog.beat(self.step, "first_step" if self.step == first else "step")
+                self.profiler.before(self.step)
                 self._queue_step()
                 self.step += 1
                 self._settle(0 if self._pause_due() or self.step == first + 1 else behind)
                 if self.step == first + 1:
                     self.voice("phase", name="first_step", seconds=time.monotonic() - began)
+                self._end_profile()
                 if self._stop is None:
                     self._pause()
             self._settle(0)
@@ -82,6 +86,11 @@ class Trainer:
         self.watchdog.beat(self.step, "checkpoint")
         self.writer.wait()
         return Ending(self.step, self._stop)
+
+    def _end_profile(self) -> None:
+        over = self.step == self.job.steps or self._stop is not None
+        if (path := self.profiler.after(self.step - 1, last=over)) is not None:
+            self.voice("note", text=f"profile: {path}")
 
     def _queue_step(self) -> None:
         train, step = self.job.recipe.train, self.step
