@@ -73,19 +73,18 @@ def transformers(config: ModelConfig, micro_batch: int, precision: str) -> Calla
     from transformers import LlamaConfig, LlamaForCausalLM
 
     with torch.device(DEVICE):
-        model = LlamaForCausalLM(
-            LlamaConfig(
-                hidden_size=config.hidden,
-                intermediate_size=config.ffn,
-                num_hidden_layers=config.layers,
-                num_attention_heads=config.heads,
-                num_key_value_heads=config.kv_heads,
-                vocab_size=config.vocab_size,
-                max_position_embeddings=LENGTH,
-                rope_theta=500000.0,
-                attn_implementation="sdpa",
-            )
-        )
+        shape: dict[str, object] = {
+            "hidden_size": config.hidden,
+            "intermediate_size": config.ffn,
+            "num_hidden_layers": config.layers,
+            "num_attention_heads": config.heads,
+            "num_key_value_heads": config.kv_heads,
+            "vocab_size": config.vocab_size,
+            "max_position_embeddings": LENGTH,
+            "rope_theta": 500000.0,
+            "attn_implementation": "sdpa",
+        }
+        model = LlamaForCausalLM(LlamaConfig(**shape))  # pyrefly: ignore
     for layer in model.model.layers:
         layer.compile()
     optimizer = torch.optim.AdamW(model.parameters(), lr=OPTIONS.lr, betas=OPTIONS.betas, weight_decay=0.1, fused=True)

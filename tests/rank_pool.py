@@ -14,6 +14,8 @@ from rank_server import Job, RankEnd
 from trainshed.launch.here import rank_environment
 from trainshed.launch.ranks import free_port
 
+NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
+"""These are proofs on gloo, also where there is a GPU."""
 _SERVER = Path(__file__).with_name("rank_server.py")
 
 
@@ -23,8 +25,8 @@ class RankPool:
     def __init__(self) -> None:
         self._connection, theirs = Pipe()
         with theirs:
-            # Ranks on two cores: a thread each. bf16 products must not use matrix tiles that the machine forbids.
-            environment = {**os.environ, "OMP_NUM_THREADS": "1", **rank_environment("bf16")}
+            # Ranks share a core or two. bf16 products must not use matrix tiles that the machine forbids.
+            environment = {**os.environ, **NO_GPU, "OMP_NUM_THREADS": "1", **rank_environment("bf16")}
             environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
             self._server = subprocess.Popen(
                 [sys.executable, str(_SERVER), str(theirs.fileno())], pass_fds=[theirs.fileno()], env=environment

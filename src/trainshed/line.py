@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -19,7 +20,7 @@ from trainshed.data.artefacts import DataArtefacts, PreparedSource
 from trainshed.data.encode.tokenizer import Tokenizer
 from trainshed.data.order import DataOrder
 from trainshed.data.run_orders import PreparedData, run_orders
-from trainshed.errors import InputError, NotFound
+from trainshed.errors import InputError, MissingExtra, NotFound
 from trainshed.plan import RankLayout, layout_problems, layout_warnings, resolve_layout
 from trainshed.recipe import Cluster, Layout, ModelConfig, Recipe, load_cluster, load_recipe, run_id, to_yaml
 from trainshed.recipe.data import SourceKeys
@@ -235,6 +236,8 @@ def _prepared(
 
 def check_trainable(recipe: Recipe, *, chosen: bool = False) -> None:
     """Refuse what no preparation can make trainable; `chosen` says that the command line gives a layout."""
+    if find_spec("torch") is None:
+        raise MissingExtra.named("train", "training")
     if recipe.engine.name != "torch":
         raise InputError(
             f"the engine {recipe.engine.name} is not built yet",

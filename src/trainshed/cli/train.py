@@ -65,7 +65,8 @@ def is_a_rank() -> bool:
 def train_as_rank(run: PreparedRun, layout_text: str | None, cluster: Cluster) -> int:
     """Train as the rank that the environment says."""
     from trainshed.cli.progress import training_progress
-    from trainshed.engines.torch.rank import Place, train_rank
+    from trainshed.engines.torch.place import Place
+    from trainshed.engines.torch.rank import train_rank
     from trainshed.line import keep_run, run_layout, store_options, train_job
     from trainshed.plan import parse_layout
 
