@@ -12,6 +12,7 @@ from trainshed.engines.torch.optimizer import AdamW
 from trainshed.engines.torch.passes import LocalBatch
 from trainshed.engines.torch.signals import WATCHED
 from trainshed.engines.torch.step import StepOutcome, Stepper
+from trainshed.models.attention import attend
 from trainshed.models.collectives import Axes
 from trainshed.models.decoder import Losses
 from trainshed.models.experts import Experts
@@ -124,3 +125,25 @@ def test_grouped_products_equal_products_one_by_one() -> None:
     for grouped, parameter in zip(grads, experts.parameters(), strict=True):
         scale = parameter.grad.abs().max().item()
         torch.testing.assert_close(grouped, parameter.grad, rtol=5e-2, atol=2e-2 * scale)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("window", [None, 48])
+def test_queries_in_the_middle_of_a_sequence_see_what_is_before_them(compiled: bool, window: int | None) -> None:
+    torch.manual_seed(0)
+    heads, groups, width, queries, keys = 8, 2, 64, 128, 512
+    shapes = [(queries, 2, heads, width), (keys, 2, groups, width), (keys, 2, groups, width)]
+    here = [torch.randn(shape, requires_grad=True) for shape in shapes]
+    there = [x.detach().to("cuda", torch.bfloat16).requires_grad_() for x in here]
+
+    def run(inputs: list[torch.Tensor]) -> torch.Tensor:
+        return attend(*inputs, window)
+
+    found = torch.compile(run, fullgraph=True)(there) if compiled else run(there)
+    expected = run(here)
+    expected.square().sum().backward()
+    found.float().square().sum().backward()
+    torch.testing.assert_close(found.float().cpu(), expected, rtol=3e-2, atol=3e-2)
+    for x, y in zip(there, here, strict=True):
+        scale = y.grad.abs().max().item()
+        torch.testing.assert_close(x.grad.float().cpu(), y.grad, rtol=5e-2, atol=2e-2 * scale)

@@ -64,14 +64,14 @@ class Attention(nn.Module):
         """[S, B, heads, D] each to [S, B, heads, D]."""
         cp, window = self.axes.cp, self.config.sliding_window
         if cp.size == 1:
-            return attend(query, key, value, first_query=0, window=window)
+            return attend(query, key, value, window)
         both = in_order(gather(torch.cat([key, value], dim=2), cp), cp.size)
         key, value = both.split(self.groups, dim=2)
         part = query.shape[0] // 2
         halves = []
         for number, queries in zip((cp.rank, 2 * cp.size - 1 - cp.rank), query.split(part), strict=True):
             end = (number + 1) * part
-            halves.append(attend(queries, key[:end], value[:end], first_query=number * part, window=window))
+            halves.append(attend(queries, key[:end], value[:end], window))
         return torch.cat(halves)
 
 
@@ -83,15 +83,19 @@ def in_order(gathered: torch.Tensor, cp_size: int) -> torch.Tensor:
     return torch.cat([*early, *reversed(late)])
 
 
-def attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, first_query: int, window: int | None
-) -> torch.Tensor:
-    """Attend causally; queries stand at positions first_query…, keys at 0…: [S, B, heads, D] throughout."""
+def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int | None) -> torch.Tensor:
+    """Attend causally: [S, B, heads, D] throughout; the last query stands at the last key."""
     queries, keys = query.shape[0], key.shape[0]
     query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+    windowed = window is not None and window < keys
+    if query.is_cuda and not windowed and keys > queries and query.dtype == torch.bfloat16 and query.shape[-1] % 8 == 0:
+        # Flash attention puts the last query at the last key where there are fewer queries: no mask of S · L is needed.
+        # `scaled_dot_product_attention` cannot say that; PyTorch's own `causal_lower_right` calls this operator too.
+        out = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, True)[0]
+        return out.permute(2, 0, 1, 3)
     mask = None
-    if first_query > 0 or keys != queries or (window is not None and window < keys):
-        at = torch.arange(first_query, first_query + queries, device=query.device)[:, None]
+    if keys != queries or windowed:
+        at = torch.arange(keys - queries, keys, device=query.device)[:, None]
         other = torch.arange(keys, device=query.device)[None, :]
         mask = other <= at
         if window is not None:
