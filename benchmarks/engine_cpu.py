@@ -1,11 +1,11 @@
 """One training step on a CPU: the torch engine beside plain transformers, same shapes, weights and tokens, in one run.
 
-    python benchmarks/engine_cpu.py [--model tiny] [--precision fp32] [--repeat 9] [--steps 3] [--profile]
+    python benchmarks/engine_cpu.py [--model tiny] [--precision fp32] [--steps 12] [--threads 1] [--profile]
 
 A step is forward, backward, clipping and AdamW (fused on both sides); transformers runs LlamaForCausalLM with sdpa.
 Both sides start from the same weights and see the same tokens; the losses printed after training show that they do the
-same work. Rounds alternate between the sides and the best round of each counts, as another process on the machine
-only ever makes a round slower.
+same work. The sides take turns at every step, and the best step of each counts: other processes on the machine only
+ever make a step slower. On a busy machine `--threads 1` is steadier, as threads then wait for each other.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from measure import table
-from tiny_models import transformers_config
 from trainshed.catalog import model_preset
 from trainshed.engines.torch.build import RankModel, build_model, fill_model
 from trainshed.engines.torch.feed import FedBatch
 from trainshed.engines.torch.mesh import alone
 from trainshed.engines.torch.optimizer import AdamW
 from trainshed.engines.torch.passes import LocalBatch
-from trainshed.engines.torch.step import Stepper
 from trainshed.engines.torch.signals import WATCHED
+from trainshed.engines.torch.step import Stepper
 from trainshed.models.decoder import Losses
 from trainshed.models.hf_tensors import hf_tensors
 from trainshed.plan.layout import resolve_layout
@@ -83,10 +83,11 @@ class Transformers:
     name = "transformers"
 
     def __init__(self, shape: Shape, precision: str, like: RankModel) -> None:
-        from transformers import AutoModelForCausalLM
+        from transformers import LlamaForCausalLM
 
-        config = transformers_config(shape.config)
-        self.model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.float32)
+        self.model = LlamaForCausalLM._from_config(
+            llama_config(shape.config), attn_implementation="sdpa", dtype=torch.float32
+        )
         self.model.train()
         self.autocast = precision == "bf16"
         copy_weights(like, self.model)
@@ -112,6 +113,26 @@ class Transformers:
         return loss.item()
 
 
+def llama_config(config: ModelConfig) -> Any:
+    """Say a Llama's sizes in transformers' words."""
+    from transformers import LlamaConfig
+
+    assert config.rope is not None
+    return LlamaConfig(
+        num_hidden_layers=config.layers,
+        hidden_size=config.hidden,
+        num_attention_heads=config.heads,
+        num_key_value_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        intermediate_size=config.ffn,
+        vocab_size=config.vocab_size,
+        max_position_embeddings=config.max_positions,
+        rms_norm_eps=config.norm_eps,
+        tie_word_embeddings=config.tied_embeddings,
+        rope_parameters={"rope_type": "default", "rope_theta": config.rope.base},
+    )
+
+
 @torch.no_grad()
 def copy_weights(ours: RankModel, theirs: torch.nn.Module) -> None:
     """Give a transformers model the weights of ours."""
@@ -123,24 +144,20 @@ def copy_weights(ours: RankModel, theirs: torch.nn.Module) -> None:
             named[tensor.name][strip.hf_start : strip.hf_start + strip.rows] = native[strip.native_name][rows]
 
 
-def compare(shape: Shape, precision: str, repeat: int, steps: int) -> list[list[str]]:
+def compare(shape: Shape, precision: str, steps: int) -> list[list[str]]:
     """Time both sides in turn; returns the rows of a table."""
     ours = Ours(shape, precision)
     sides = [ours, Transformers(shape, precision, ours.model)]
     generator = torch.Generator().manual_seed(0)
-    batches = [
-        torch.randint(shape.config.vocab_size, (shape.batch, shape.length + 1), generator=generator)
-        for _ in range(steps)
-    ]
     seconds: dict[str, list[float]] = defaultdict(list)
     losses: dict[str, float] = {}
-    for number in range(repeat + 1):
+    for number in range(steps + 1):
+        rows = torch.randint(shape.config.vocab_size, (shape.batch, shape.length + 1), generator=generator)
         for side in sides if number % 2 else sides[::-1]:
             began = time.perf_counter()
-            for rows in batches:
-                losses[side.name] = side.step(rows)
-            if number:  # the first round warms up
-                seconds[side.name].append((time.perf_counter() - began) / steps)
+            losses[side.name] = side.step(rows)
+            if number:  # the first step warms up
+                seconds[side.name].append(time.perf_counter() - began)
     tokens = shape.batch * shape.length
     best = {name: tokens / min(found) for name, found in seconds.items()}
     middle = {name: tokens / statistics.median(found) for name, found in seconds.items()}
@@ -178,10 +195,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=[*shapes(), "all"], default="all")
     parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
-    parser.add_argument("--repeat", type=int, default=9)
-    parser.add_argument("--steps", type=int, default=3, help="steps of a round")
+    parser.add_argument("--steps", type=int, default=12, help="measured steps of each side")
+    parser.add_argument("--threads", type=int, help="threads of both sides (default: one for each core)")
     parser.add_argument("--profile", action="store_true", help="show where the time of both sides goes")
     arguments = parser.parse_args()
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
     for name, shape in shapes().items():
         if arguments.model not in (name, "all"):
             continue
@@ -191,12 +210,12 @@ def main() -> None:
             f"{shape.batch} x {shape.length} tokens, {arguments.precision}, {torch.get_num_threads()} threads"
         )
         columns = ["side", "tokens/s best", "median", "ratio", "loss"]
-        table(title, columns, compare(shape, arguments.precision, arguments.repeat, arguments.steps))
+        table(title, columns, compare(shape, arguments.precision, arguments.steps))
         if arguments.profile:
             rows = torch.randint(config.vocab_size, (shape.batch, shape.length + 1))
             ours = Ours(shape, arguments.precision)
             for side in (ours, Transformers(shape, arguments.precision, ours.model)):
-                profile(side.name, lambda side=side: side.step(rows), arguments.steps)
+                profile(side.name, lambda side=side: side.step(rows), steps=3)
 
 
 if __name__ == "__main__":

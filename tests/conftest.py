@@ -11,6 +11,9 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
+# Tiny tensors need no threads: on busy cores, several of them wait for each other longer than they compute. Set before
+# PyTorch is loaded, and for the processes that tests start.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from s3_server import S3Server, missing_binaries, shared_server
 

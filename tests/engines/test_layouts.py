@@ -10,7 +10,6 @@ from rank_pool import RankPool
 from small_runs import ALONE, SmallRuns, difference, events, figures, train_validating, world_size
 
 FOUR_LAYERS, FOUR_GROUPS = "model.config.layers=4", "model.config.kv_heads=4"
-# The second expert mesh, dp4 with ep2, is spread over copies of the model.
 HYBRID = "dp=4,replicate=2,shard=full,micro_batch=2"
 NAMED = [
     "tp=2,micro_batch=4",
@@ -34,6 +33,8 @@ MORE = [
     "pp=2,schedule=gpipe,micro_batch=2",
     "pp=2,schedule=zero_bubble,micro_batch=2",
     "pp=2,schedule=zero_bubble,tp=2,micro_batch=4",
+    "pp=2,schedule=zero_bubble,dp=2,shard=full,micro_batch=2",
+    "pp=2,schedule=zero_bubble,dp=2,shard=zero2,micro_batch=2",
     "tp=2,recompute=full,micro_batch=4",
     "tp=2,recompute=selective,micro_batch=4",
     "dp=2,shard=full,recompute=selective,micro_batch=2",
@@ -48,6 +49,7 @@ CHUNKED = [
     "pp=2,stages=1+3,micro_batch=2",
     "pp=4,micro_batch=2",
     "pp=2,vp=2,dp=2,micro_batch=2",
+    "pp=2,vp=2,schedule=zero_bubble,dp=2,shard=full,micro_batch=2",
     "pp=2,vp=2,tp=2,stages=1+1+1+1,micro_batch=4",
 ]
 """Layouts that need four layers."""
@@ -65,6 +67,8 @@ EXPERTS = [
     "tp=2,dp=2,ep=2,shard=full,micro_batch=4",
     "tp=2,ep=2,recompute=selective,micro_batch=4",
     "pp=2,dp=2,ep=2,schedule=zero_bubble,micro_batch=2",
+    # More ranks than some tensors have rows.
+    "dp=8,ep=2,shard=full,micro_batch=1",
 ]
 """Layouts of models with experts."""
 SAMPLED = {
@@ -76,6 +80,7 @@ SAMPLED = {
         "cp=2,tp=2,micro_batch=4",
         "pp=2,schedule=gpipe,micro_batch=2",
         "pp=2,schedule=zero_bubble,micro_batch=2",
+        "pp=2,schedule=zero_bubble,dp=2,shard=full,micro_batch=2",
         "tp=2,recompute=full,micro_batch=4",
         "tp=2,recompute=selective,micro_batch=4",
         "pp=2,vp=2,micro_batch=2",
@@ -93,9 +98,7 @@ def cases() -> list[Any]:
         for layout in [*NAMED, *MORE, *CHUNKED, *(EXPERTS if model == "moe" else [])]:
             if model == "moe" and "tp=4" in layout:
                 continue
-            overrides = (
-                (FOUR_LAYERS,) if layout in CHUNKED else ("model.config.kv_heads=4",) if "tp=4" in layout else ()
-            )
+            overrides = (FOUR_LAYERS,) if layout in CHUNKED else (FOUR_GROUPS,) if "tp=4" in layout else ()
             sampled = (model, layout) in SAMPLED or (layout in NAMED and (model != "tied" or "pp" in layout))
             marks = () if sampled else (pytest.mark.full,)
             found.append(pytest.param(model, layout, overrides, id=f"{model}-{layout}", marks=marks))

@@ -69,7 +69,9 @@ def test_gradients_of_all_tensors_are_those_of_transformers(variant: str, tmp_pa
     assert list(found) == list(expected)
     for name, gradient in expected.items():
         assert gradient.norm() > 0, name
-        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=2e-6, msg=lambda text, at=name: f"{at}: {text}")
+        torch.testing.assert_close(
+            found[name], gradient, rtol=1e-4, atol=2e-6, msg=lambda text, at=name: f"{at}: {text}"
+        )
 
 
 def as_native(theirs: Any, config: ModelConfig, folder: Path) -> dict[str, torch.Tensor]:

@@ -96,7 +96,9 @@ def _shard(chunk: Chunk, mesh: Mesh, dtype: torch.dtype, kept: torch.dtype) -> N
     if mesh.weights is None or mesh.experts is None:
         return
     policy = MixedPrecisionPolicy(param_dtype=None if dtype == kept else dtype, reduce_dtype=kept)
-    free = mesh.layout.shard == "full"
+    # A zero-bubble schedule asks a stage for its weights when it begins a backward, and would find the cut ones: their
+    # gradients would be lost without a word. There, weights stay whole for the step.
+    free = mesh.layout.shard == "full" and mesh.layout.schedule != "zero_bubble"
     for block in chunk.layers.values():
         if isinstance(block.mlp, ExpertMlp):
             fully_shard(
@@ -133,7 +135,7 @@ def _to_float8(chunk: Chunk) -> None:
         from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
         from torchao.float8.float8_training_tensor import LinearMMConfig, ScaledMMConfig
     except ImportError:
-        raise MissingExtra.named("train", "`precision: fp8`") from None
+        raise MissingExtra.named("fp8", "`precision: fp8`") from None
     config = Float8LinearConfig()
     fast, exact = ScaledMMConfig(use_fast_accum=True), ScaledMMConfig(use_fast_accum=False)
     products = LinearMMConfig(output=fast, grad_input=exact, grad_weight=exact)
