@@ -92,6 +92,12 @@ def main() -> None:
         Path(folder, "demo").symlink_to(next(Path(folder, "store/artefacts/tokens").iterdir()))
         inspect = [["data", "inspect", "demo/tokens"], ["data", "verify", "demo/tokens"]]
         take("inspect", "a look inside", inspect, folder)
+        take(
+            "verify",
+            "a layout against one process",
+            [["verify", "quickstart", "--layout", "tp=2", "--steps", "6"]],
+            folder,
+        )
         recipe = Path(folder, "recipe.yaml")
         recipe.write_text(
             "name: my-run\nmodel: {preset: llama3.1-8b, init: random}\ntokenizer: hf://org/name\n"

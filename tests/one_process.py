@@ -1,4 +1,4 @@
-"""A model of the torch engine on one process: built on the CPU, with fresh weights or those of a Hugging Face folder."""
+"""A model of the torch engine on one process: on the CPU, with fresh weights or those of a Hugging Face folder."""
 
 from __future__ import annotations
 

@@ -49,6 +49,17 @@ def test_loss_and_gradients_are_those_of_the_plain_cross_entropy(
     torch.testing.assert_close(torch.autograd.grad(found, [hidden, weight]), wanted)
 
 
+def test_what_a_compiler_sees_is_the_same_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    # On a GPU nothing is overwritten, so that all of it fuses; the formula is another way to write the same.
+    hidden, weight, labels, scale = batch(torch.float64)
+    eager, z = sliced_cross_entropy(hidden, weight, labels, scale, z_loss=Z_LOSS)
+    wanted = torch.autograd.grad(eager, [hidden, weight])
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    compiled, compiled_z = sliced_cross_entropy(hidden, weight, labels, scale, z_loss=Z_LOSS)
+    torch.testing.assert_close((compiled, compiled_z), (eager, z))
+    torch.testing.assert_close(torch.autograd.grad(compiled, [hidden, weight]), wanted)
+
+
 def test_gradients_are_those_of_small_differences(monkeypatch: pytest.MonkeyPatch) -> None:
     in_slices(monkeypatch, 3)
     hidden, weight, labels, scale = batch(torch.float64)

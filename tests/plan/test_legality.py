@@ -179,6 +179,13 @@ def test_batches_that_do_not_fit_are_said_with_what_would(
     assert problems(keys, batches=batches) == [Problem(("layout", key), what, hint)]
 
 
+def test_a_zero_bubble_pipeline_cannot_recompute_selectively() -> None:
+    keys = {"pp": 2, "schedule": "zero_bubble", "recompute": "selective"}
+    assert [(problem.path, problem.what[:39]) for problem in problems(keys)] == [
+        (("layout", "recompute"), "selective keeps activations for one bac")
+    ]
+
+
 def test_all_problems_come_at_once() -> None:
     keys = {"tp": 8, "cp": 3, "pp": 2, "stages": [1, 1], "dp": 5, "ep": 2}
     assert [problem.path for problem in problems(keys)] == [

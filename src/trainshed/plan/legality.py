@@ -37,6 +37,7 @@ def layout_problems(
         *_expert_problems(layout, config),
         *_sequence_problems(layout, sequence_length),
         *_stage_problems(layout, config),
+        *_recompute_problems(layout),
         *_copy_problems(layout),
         *_batch_problems(layout, sorted(set(batch_sizes))),
     ]
@@ -155,6 +156,16 @@ def _stage_problems(layout: RankLayout, config: ModelConfig) -> Iterator[Problem
             "stages",
             f"{' + '.join(map(str, layout.stages))} = {sum(layout.stages)} layers, and the model has {config.layers}",
             f"write stages: [{even}], or delete it",
+        )
+
+
+def _recompute_problems(layout: RankLayout) -> Iterator[Problem]:
+    if layout.recompute == "selective" and layout.schedule == "zero_bubble":
+        # torch.utils.checkpoint: a selectively kept region may be passed backward once, and this schedule does it twice.
+        yield _problem(
+            "recompute",
+            "selective keeps activations for one backward, and zero_bubble makes two: inputs first, weights later",
+            "write recompute: full or none, or schedule: 1f1b",
         )
 
 

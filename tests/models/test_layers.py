@@ -1,0 +1,86 @@
+"""The parts of a layer: a norm with fewer passes, rows that alternate, dropout that knows only sample and position."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tiny_models import tiny_config
+from trainshed.models.layers import DropoutSite, Matrix, Norm, activate
+
+CONFIG = tiny_config("llama", norm_eps=0.1)
+HIDDEN = CONFIG.hidden
+
+
+def norm_and_input(dtype: torch.dtype) -> tuple[Norm, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    norm = Norm(HIDDEN, CONFIG).to(dtype)
+    with torch.no_grad():
+        norm.weight.copy_(torch.randn(HIDDEN, generator=generator))
+    return norm, torch.randn(3, 2, HIDDEN, generator=generator).to(dtype).requires_grad_()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_the_norm_of_a_cpu_is_that_of_pytorch(dtype: torch.dtype) -> None:
+    norm, x = norm_and_input(dtype)
+    direction = torch.randn(x.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    found, expected = norm(x), F.rms_norm(x, (HIDDEN,), norm.weight, CONFIG.norm_eps)
+    torch.testing.assert_close(found, expected)
+    inputs = [x, norm.weight]
+    torch.testing.assert_close(
+        torch.autograd.grad(found, inputs, direction), torch.autograd.grad(expected, inputs, direction)
+    )
+
+
+def test_gradients_of_the_norm_are_those_of_small_differences() -> None:
+    norm, x = norm_and_input(torch.float64)
+
+    def normed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(norm, {"weight": weight}, (x,))
+
+    assert torch.autograd.gradcheck(normed, (x, norm.weight), fast_mode=True)
+
+
+def test_an_input_of_zeros_has_a_finite_norm_and_gradient() -> None:
+    norm, x = norm_and_input(torch.float32)
+    nothing = torch.zeros_like(x, requires_grad=True)
+    norm(nothing).sum().backward()
+    assert nothing.grad is not None
+    torch.testing.assert_close(nothing.grad, (norm.weight / CONFIG.norm_eps**0.5).expand_as(x).detach())
+
+
+def test_gates_and_ups_alternate_in_the_weight_and_not_in_the_output() -> None:
+    matrix = Matrix(HIDDEN, 6, bias=True, paired=True)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for each in matrix.parameters():
+            each.copy_(torch.randn(each.shape, generator=generator))
+    x = torch.randn(4, HIDDEN, generator=generator)
+    assert matrix.bias is not None
+    gate, up = (F.linear(x, matrix.weight[odd::2], matrix.bias[odd::2]) for odd in (0, 1))
+    torch.testing.assert_close(matrix(x), torch.cat([gate, up], dim=-1))
+    torch.testing.assert_close(activate(matrix(x), CONFIG), F.silu(gate) * up)
+
+
+def test_dropout_keeps_the_mean_and_depends_on_layer_branch_and_seed() -> None:
+    x = torch.ones(16, 4, 64)
+    samples, positions = torch.arange(4), torch.arange(16)
+    site = DropoutSite(layer=1, branch="mlp", probability=0.25, seed=7)
+    dropped = site(x, samples, positions)
+    assert set(dropped.flatten().tolist()) == {0.0, torch.tensor(1 / 0.75).item()}
+    assert abs(dropped.mean() - 1) < 5 * (0.25 / 0.75 / x.numel()) ** 0.5
+    others = (
+        DropoutSite(2, "mlp", 0.25, 7),
+        DropoutSite(1, "attention", 0.25, 7),
+        DropoutSite(1, "mlp", 0.25, 8),
+    )
+    assert not any(torch.equal(dropped, other(x, samples, positions)) for other in others)
+    # A late part of the sequence, for one of the samples: what a rank with other parts of the batch drops.
+    torch.testing.assert_close(site(x[8:, 2:3], samples[2:3], positions[8:]), dropped[8:, 2:3], rtol=0, atol=0)
+
+
+def test_nothing_is_dropped_without_a_probability_or_without_samples() -> None:
+    x = torch.ones(2, 2, 4)
+    assert DropoutSite(0, "mlp", 0.0, 1)(x, torch.arange(2), torch.arange(2)) is x
+    assert DropoutSite(0, "mlp", 0.5, 1)(x, None, torch.arange(2)) is x
