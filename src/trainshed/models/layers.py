@@ -79,7 +79,7 @@ class Norm(nn.Module):
 
 
 class _RmsNorm(torch.autograd.Function):
-    """RMS normalisation where PyTorch has no kernel of its own: a third of the passes over memory that F.rms_norm makes.
+    """RMS normalisation where PyTorch has no kernel of its own: a third of the passes over memory of F.rms_norm.
 
     y = x · w / r with r² = mean(x²) + eps, so dx = g · w / r - x · mean(g · w · x) / r³.
     """

@@ -161,7 +161,7 @@ def _stage_problems(layout: RankLayout, config: ModelConfig) -> Iterator[Problem
 
 def _recompute_problems(layout: RankLayout) -> Iterator[Problem]:
     if layout.recompute == "selective" and layout.schedule == "zero_bubble":
-        # torch.utils.checkpoint: a selectively kept region may be passed backward once, and this schedule does it twice.
+        # torch.utils.checkpoint: what is kept selectively may be passed backward once; this schedule does it twice.
         yield _problem(
             "recompute",
             "selective keeps activations for one backward, and zero_bubble makes two: inputs first, weights later",
