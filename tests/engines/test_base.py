@@ -10,7 +10,9 @@ import pytest
 import yaml
 
 from rank_pool import RankPool
-from small_runs import events, train_prepared, world_size
+from small_ranks import train_prepared
+from small_recipes import world_size
+from small_runs import events
 from tiny_models import save_tiny_hf
 from trainshed.checkpoints.probe import PROBE
 from trainshed.errors import NotFound

@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 
 from rank_pool import RankPool
-from small_runs import ALONE, SmallRuns, difference, events, figures, train_validating, world_size
+from small_ranks import train_compiled, train_validating
+from small_recipes import ALONE, world_size
+from small_runs import SmallRuns, difference, events, figures
 
 FOUR_LAYERS, FOUR_GROUPS = "model.config.layers=4", "model.config.kv_heads=4"
 HYBRID = "dp=4,replicate=2,shard=full,micro_batch=2"
@@ -191,6 +193,28 @@ def test_what_a_recipe_adds_to_training_does_not_depend_on_the_layout(
     assert_same_curve(expected, got, loss=1e-9, grad_norm=1e-9)
     plain = small_runs.alone(model)
     assert [event["loss"] for event in plain] != [event["loss"] for event in expected], f"{override} does nothing"
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        ("dense", "tp=2,recompute=selective,micro_batch=4"),
+        pytest.param("dense", "tp=2,pp=2,micro_batch=4", marks=pytest.mark.full),
+        pytest.param("moe", "dp=2,shard=full,micro_batch=4", marks=pytest.mark.full),
+        pytest.param("dense", "pp=2,schedule=zero_bubble,micro_batch=2", marks=pytest.mark.full),
+        pytest.param("dense", "dp=2,shard=full,recompute=full,micro_batch=2", marks=pytest.mark.full),
+        pytest.param("dense", "cp=2,micro_batch=4", marks=pytest.mark.full),
+        pytest.param("tied", "tp=2,pp=2,dp=2,micro_batch=2", marks=pytest.mark.full),
+        pytest.param("moe", "dp=2,ep=2,micro_batch=4", marks=pytest.mark.full),
+        pytest.param("moe", "tp=2,etp=2,recompute=selective,micro_batch=4", marks=pytest.mark.full),
+    ],
+)
+def test_blocks_captured_as_for_a_gpu_give_the_same_on_every_layout(
+    small_runs: SmallRuns, rank_pool: RankPool, model: str, layout: str
+) -> None:
+    folder, short = small_runs.new_folder(), ("train.steps=5",)
+    assert set(rank_pool.run(train_compiled, folder, model, layout, short, ranks=world_size(layout))) == {0}
+    assert_same_curve(small_runs.alone(model, *short), events(folder, "step"), loss=1e-9, grad_norm=1e-9)
 
 
 def test_whatever_it_is_cut_into_one_process_gives_one_curve(small_runs: SmallRuns) -> None:

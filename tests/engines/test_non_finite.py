@@ -14,17 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rank_pool import RankPool
-from small_runs import (
-    SmallRuns,
-    checkpoint,
-    events,
-    small_job,
-    small_recipe,
-    state,
-    train_from,
-    train_small,
-    world_size,
-)
+from small_ranks import train_from, train_small
+from small_recipes import small_job, small_recipe, world_size
+from small_runs import SmallRuns, checkpoint, events, state
 from tiny_models import random_hf_model
 from trainshed.checkpoints.base import fetch_base
 from trainshed.observe.reading import steps

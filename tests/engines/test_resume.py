@@ -8,21 +8,9 @@ import pytest
 import torch
 
 from rank_pool import RankPool
-from small_runs import (
-    ALONE,
-    SmallRuns,
-    checkpoint,
-    difference,
-    events,
-    figures,
-    small_job,
-    small_recipe,
-    state,
-    train_skipping,
-    train_small,
-    train_until_killed,
-    world_size,
-)
+from small_ranks import train_skipping, train_small, train_until_killed
+from small_recipes import ALONE, small_job, small_recipe, world_size
+from small_runs import SmallRuns, checkpoint, difference, events, figures, state
 from trainshed.data.order import DataOrder
 from trainshed.data.sampling.schedule import SkipList
 from trainshed.observe.reading import steps

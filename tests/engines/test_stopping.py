@@ -16,17 +16,9 @@ import psutil
 import pytest
 
 from rank_pool import NO_GPU, RankPool
-from small_runs import (
-    ALONE,
-    SmallRuns,
-    events,
-    figures,
-    recipe_text,
-    state,
-    train_keeping_apart,
-    train_until_asked,
-    world_size,
-)
+from small_ranks import train_keeping_apart, train_until_asked
+from small_recipes import ALONE, recipe_text, world_size
+from small_runs import SmallRuns, events, figures, state
 from trainshed.errors import TrainshedError
 from trainshed.launch.here import train_here
 from trainshed.launch.ranks import free_port

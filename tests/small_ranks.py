@@ -1,0 +1,132 @@
+"""What the ranks of small runs do: train, and on the way be killed, asked to stop, poisoned or captured."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+
+from checkpoint_parts import HookedStore
+from small_recipes import small_job, small_recipe
+from trainshed.checkpoints.base import BaseWeights
+from trainshed.data.order import DataOrder
+from trainshed.data.sampling.schedule import BatchSchedule, SkipList
+from trainshed.data.sampling.synthetic import SyntheticSource
+from trainshed.engines.torch import rank
+from trainshed.engines.torch.build import RankModel, build_model
+from trainshed.engines.torch.rank import train_rank
+from trainshed.line import open_run_folder, run_layout, train_job
+from trainshed.models.decoder import Block
+from trainshed.observe.reading import EventFollower
+from trainshed.plan import parse_layout
+from trainshed.recipe.data import ValidationSource
+from trainshed.storage import LocalStore, Store
+
+
+def train_small(folder: Path, model: str, layout: str, overrides: Sequence[str]) -> int:
+    """Train as one rank; returns the exit code."""
+    return train_rank(small_job(folder, small_recipe(model, overrides), layout), run_folder=folder)
+
+
+def train_skipping(
+    folder: Path, model: str, layout: str, overrides: Sequence[str], ranges: Sequence[tuple[int, int]]
+) -> int:
+    """Train as one rank with samples left out; the schema has `data.skip` for real data only."""
+    job = small_job(folder, small_recipe(model, overrides), layout)
+    order = DataOrder(job.order.sources, job.order.schedule, skip=SkipList(ranges))
+    return train_rank(replace(job, order=order), run_folder=folder)
+
+
+def train_validating(folder: Path, model: str, layout: str, overrides: Sequence[str]) -> int:
+    """Train as one rank and measure the loss on other samples in between; the schema has that for real data only."""
+    job = small_job(folder, small_recipe(model, overrides), layout)
+    measured = job.recipe.data.model_copy(update={"validation": ValidationSource(every=3, batches=2)})
+    other = SyntheticSource(vocab_size=job.config.vocab_size, sequence_length=job.order.sequence_length, seed=99)
+    order = DataOrder([other], BatchSchedule(job.order.batch_size(0)))
+    recipe = job.recipe.model_copy(update={"data": measured})
+    return train_rank(replace(job, recipe=recipe, validation=order), run_folder=folder)
+
+
+def train_compiled(folder: Path, model: str, layout: str, overrides: Sequence[str]) -> int:
+    """Train as one rank with its blocks captured as for a GPU, their graphs then run operation by operation."""
+    warnings.simplefilter("ignore")  # of PyTorch's own, when it loads its compiler
+
+    def build_compiled(*arguments: Any, **options: Any) -> RankModel:
+        return build_model(*arguments, **options | {"compile_blocks": True})
+
+    def compile_block(block: Block, **options: Any) -> None:
+        torch.nn.Module.compile(block, backend="aot_eager", **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rank, "build_model", build_compiled)
+        patch.setattr(Block, "compile", compile_block)
+        return train_small(folder, model, layout, overrides)
+
+
+def train_until_killed(folder: Path, model: str, layout: str, overrides: Sequence[str], step: int) -> int:
+    """Train as one rank; rank 0 kills itself after this step, or after a later one if no checkpoint is stored yet."""
+    stored = False
+
+    def listen(event: dict[str, Any]) -> None:
+        nonlocal stored
+        stored = stored or (event["kind"] == "checkpoint" and event["phase"] == "committed")
+        if stored and event["kind"] == "step" and event["step"] >= step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return train_rank(small_job(folder, small_recipe(model, overrides), layout), run_folder=folder, listener=listen)
+
+
+def train_until_asked(folder: Path, model: str, layout: str, overrides: Sequence[str], asked: int, number: int) -> int:
+    """Train as one rank; one of them, and no other, gets a signal after the third step."""
+
+    def ask() -> None:
+        follower = EventFollower(folder)
+        while not any(event["kind"] == "step" and event["step"] >= 2 for event in follower.poll()):
+            time.sleep(0.01)
+        os.kill(os.getpid(), number)
+
+    if int(os.environ.get("RANK", 0)) == asked:
+        threading.Thread(target=ask, daemon=True).start()
+    return train_small(folder, model, layout, overrides)
+
+
+def train_keeping_apart(
+    folder: Path, model: str, layout: str, overrides: Sequence[str], killed_before: tuple[str, str] | None
+) -> int:
+    """Train as one rank with the checkpoints in a folder of their own; may be killed before a change there.
+
+    `killed_before` is what changes (see `HookedStore`) and how its path ends.
+    """
+
+    def before(what: str, path: str) -> None:
+        if killed_before is not None and what == killed_before[0] and path.endswith(killed_before[1]):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    job = small_job(folder, small_recipe(model, overrides), layout)
+    home = HookedStore(LocalStore(folder / "apart"), before)
+    return train_rank(replace(job, checkpoint_home=(cast(Store, home), "")), run_folder=folder)
+
+
+def train_from(
+    folder: Path, layout: str, overrides: Sequence[str], base: Path, ranges: Sequence[tuple[int, int]] = ()
+) -> int:
+    """Train as one rank from base weights, with samples left out."""
+    job = small_job(folder, small_recipe("dense", overrides), layout)
+    order = DataOrder(job.order.sources, job.order.schedule, skip=SkipList(ranges))
+    return train_rank(replace(job, base=BaseWeights.at(base), order=order), run_folder=folder)
+
+
+def train_prepared(folder: Path, layout: str, with_base: bool = True) -> int:
+    """Train as one rank of a run that the line has prepared; it may have lost its base weights."""
+    run = open_run_folder(folder)
+    job = train_job(run, run_layout(run, keys=parse_layout(layout)))
+    return train_rank(job if with_base else replace(job, base=None), run_folder=folder)

@@ -1,0 +1,87 @@
+"""Recipes of small runs on synthetic data: a dense, a tied and an expert model, and what a rank is asked to train."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from trainshed.data.run_orders import PreparedData, run_orders
+from trainshed.engines.torch.job import TrainJob
+from trainshed.plan import layout_problems, parse_layout, resolve_layout
+from trainshed.recipe import Layout, Recipe, parse_recipe
+from trainshed.storage import LocalStore
+
+_SIZES = {"layers": 2, "hidden": 16, "heads": 4, "kv_heads": 2, "head_dim": 4, "vocab_size": 61, "max_positions": 32}
+MODELS: dict[str, dict[str, Any]] = {
+    "dense": {"family": "llama", **_SIZES, "ffn": 24, "rope": {"base": 10000.0}},
+    # One embedding at both ends, learned positions, biases everywhere.
+    "tied": {"family": "gpt2", **_SIZES, "kv_heads": 4, "ffn": 24},
+    "moe": {
+        "family": "qwen3_moe",
+        **_SIZES,
+        "rope": {"base": 10000.0},
+        "moe": {"experts": 4, "top_k": 2, "ffn": 8, "shared_ffn": 12},
+    },
+}
+ALONE = "micro_batch=2"
+"""The layout that others are held against: one process."""
+
+
+def recipe_text(model: str) -> str:
+    """A recipe of 20 steps on synthetic data, in float64; its vocabulary is odd, so that no tp divides it."""
+    train: dict[str, Any] = {
+        "steps": 20,
+        "global_batch": 8,
+        "precision": "fp64",
+        "optimizer": {"lr": 3e-3},  # with 1e-2 a step now and then multiplies rounding by a million
+        # Not to the end of the run: a run that is made longer must not change its past.
+        "schedule": {"name": "cosine", "warmup": 3, "decay": 40, "min_lr": 1e-3},
+    }
+    if "moe" in MODELS[model]:
+        train["moe"] = {"balance_loss": 0.01, "z_loss": 1e-3}
+    body = {
+        "trainshed": 1,
+        "name": "proof",
+        "model": {"config": MODELS[model], "init": "random"},
+        "data": {"synthetic": True, "sequence_length": 16},
+        "train": train,
+        "checkpoint": {"every": None},
+    }
+    return yaml.safe_dump(body, sort_keys=False)
+
+
+def small_recipe(model: str, overrides: Sequence[str] = ()) -> Recipe:
+    """The recipe with some keys changed."""
+    return parse_recipe(recipe_text(model), overrides)
+
+
+def small_job(folder: Path, recipe: Recipe, layout: str) -> TrainJob:
+    """What a rank of a small run is asked to train."""
+    config = recipe.model.config
+    assert config is not None
+    orders = run_orders(recipe, PreparedData(()), folder, build=False)
+    placed = resolve_layout(Layout.model_validate(parse_layout(layout)), config)
+    asked = {"sequence_length": orders.train.sequence_length, "batch_sizes": orders.train.schedule.sizes}
+    problems = layout_problems(placed, config, **asked)
+    assert not problems, problems
+    return TrainJob(
+        recipe=recipe,
+        config=config,
+        layout=placed,
+        name=folder.name,
+        steps=orders.steps,
+        order=orders.train,
+        validation=orders.validation,
+        store=LocalStore(folder),
+        folder="",
+    )
+
+
+def world_size(layout: str) -> int:
+    """How many ranks a layout is."""
+    keys = parse_layout(layout)
+    return math.prod(int(str(keys.get(key, 1))) for key in ("tp", "pp", "cp", "dp"))
