@@ -234,7 +234,11 @@ def _bubble_warnings(layout: RankLayout, micro_batches: int) -> Iterator[str]:
 
 
 def _sharding_warnings(layout: RankLayout, micro_batches: int) -> Iterator[str]:
-    if layout.shard == "full" and layout.dp_shard > 1 and layout.pp > 1 and micro_batches > 1:
+    if layout.shard != "full" or layout.dp_shard == 1 or layout.pp == 1:
+        return
+    if layout.schedule == "zero_bubble":
+        yield "zero_bubble keeps a stage's weights whole for the step: shard: full saves no more memory than zero2"
+    elif micro_batches > 1:
         yield (
             f"shard: full gathers every stage's weights again for each of the {micro_batches} micro-batches; "
             "with a pipeline, zero1 is usually faster"
