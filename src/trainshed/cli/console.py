@@ -132,15 +132,15 @@ class TerminalReporter:
     def __init__(self) -> None:
         from rich.console import Console
 
-        self._console = Console(stderr=True, highlight=False)
+        self.console = Console(stderr=True, highlight=False)
 
     def note(self, text: str) -> None:
         """Print a note above the bars."""
-        self._console.print(text, style="dim", markup=False)
+        self.console.print(text, style="dim", markup=False)
 
     def warn(self, text: str) -> None:
         """Print a warning above the bars."""
-        self._console.print(f"warning: {text}", style="yellow", markup=False)
+        self.console.print(f"warning: {text}", style="yellow", markup=False)
 
     @contextmanager
     def task(self, label: str, *, total: float | None, unit: str) -> Iterator[Task]:
@@ -160,7 +160,7 @@ class TerminalReporter:
             BarColumn(bar_width=24),
             Figures(),
             TextColumn("{task.fields[text]}", style="dim"),
-            console=self._console,
+            console=self.console,
         )
         with progress:
             yield _BarTask(progress, progress.add_task(label, total=total, text=""))

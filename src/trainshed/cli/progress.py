@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from trainshed.cli.console import duration, reporter
-from trainshed.reporting import Reporter, Task
+from trainshed.cli.console import TerminalReporter, duration, reporter
+from trainshed.reporting import Reporter
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 _RECENT_STEPS = 20  # what the ETA is drawn from
 
@@ -18,11 +20,15 @@ _RECENT_STEPS = 20  # what the ETA is drawn from
 def training_progress(steps: int) -> Iterator[Callable[[dict[str, Any]], None]]:
     """Yield what to call with every event of a training."""
     shown = reporter()
-    if not sys.stderr.isatty():
+    if not isinstance(shown, TerminalReporter):
         yield _Lines(shown, steps)
         return
-    with shown.task("training", total=steps, unit="steps") as task:
-        yield _Bar(shown, steps, task)
+    from rich.progress import BarColumn, Progress, TextColumn
+
+    # A step's line says share, time left and rate itself: the bar needs nothing beside it.
+    columns = (BarColumn(bar_width=16), TextColumn("{task.description}"))
+    with Progress(*columns, console=shown.console) as bar:
+        yield _Bar(shown, steps, bar)
 
 
 class _Lines:
@@ -86,23 +92,17 @@ class _Lines:
 class _Bar(_Lines):
     """Moves a bar with the steps and says everything else above it."""
 
-    def __init__(self, shown: Reporter, steps: int, task: Task) -> None:
+    def __init__(self, shown: Reporter, steps: int, bar: Progress) -> None:
         super().__init__(shown, steps)
-        self.task, self.at = task, 0
+        self.bar, self.task = bar, bar.add_task("starting", total=steps)
 
     def __call__(self, event: dict[str, Any]) -> None:
-        if event["kind"] == "resume":
-            self._move(event["step"])
-        if event["kind"] != "step":
-            super().__call__(event)
+        if event["kind"] == "step":
+            self.bar.update(self.task, completed=event["step"] + 1, description=self.step_text(event))
             return
-        self.task.describe(self.step_text(event))
-        self._move(event["step"] + 1)
-
-    def _move(self, step: int) -> None:
-        if step > self.at:
-            self.task.advance(step - self.at)
-            self.at = step
+        if event["kind"] == "resume":
+            self.bar.update(self.task, completed=event["step"])
+        super().__call__(event)
 
 
 _POLICIES = {"stop": "stopping", "skip": "nothing was updated, going on"}
