@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import uuid
 from collections.abc import Iterator
@@ -53,3 +54,17 @@ def s3_bucket(s3_server: S3Server, no_cloud: None, monkeypatch: pytest.MonkeyPat
     for name, value in s3_server.environment().items():
         monkeypatch.setenv(name, value)
     return s3_server.make_bucket(f"bucket-{uuid.uuid4().hex[:12]}")
+
+
+@pytest.fixture
+def tiny_disk(tmp_path: Path) -> Iterator[Path]:
+    """One megabyte of tmpfs."""
+    folder = tmp_path / "tiny"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)], capture_output=True)
+    if mounted.returncode != 0:
+        pytest.skip("only root may mount a tmpfs; what can be tested without one is")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rank_server import Job, RankEnd
-from trainshed.launch.here import rank_environment
+from trainshed.launch.here import machine_environment
 from trainshed.launch.ranks import free_port
 
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
@@ -26,7 +26,7 @@ class RankPool:
         self._connection, theirs = Pipe()
         with theirs:
             # Ranks share a core or two. bf16 products must not use matrix tiles that the machine forbids.
-            environment = {**os.environ, **NO_GPU, "OMP_NUM_THREADS": "1", **rank_environment("bf16")}
+            environment = {**os.environ, **NO_GPU, "OMP_NUM_THREADS": "1", **machine_environment("bf16")}
             environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
             self._server = subprocess.Popen(
                 [sys.executable, str(_SERVER), str(theirs.fileno())], pass_fds=[theirs.fileno()], env=environment

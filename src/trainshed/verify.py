@@ -186,7 +186,7 @@ def _architecture_of_weights(recipe: Recipe, options: StoreOptions) -> ModelConf
 
 def _made_to_fit(whole: PreparedRun, layout: RankLayout, reporter: Reporter) -> tuple[Shrunk, bool]:
     """Shrink for the GPUs of this machine, else for its CPU; whether it is the GPUs."""
-    from trainshed.engines.torch.devices import gpu_count
+    from trainshed.engines.torch.place import gpu_count
 
     asked = {"sequence_length": whole.order.sequence_length, "batch_sizes": whole.order.schedule.sizes}
     gpus = gpu_count()

@@ -6,12 +6,9 @@ is used where it lies; its manifest says what was in it, and a file that has cha
 
 from __future__ import annotations
 
-import fcntl
-import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +32,7 @@ from trainshed.storage import (
     open_store,
     parse,
 )
+from trainshed.storage.artefact_folder import artefact_folder, only_maker
 from trainshed.storage.copy import MANIFEST as COPY_MANIFEST
 from trainshed.storage.globs import selected
 
@@ -93,7 +91,7 @@ def fetch_base(
     `address` is a folder in any store. With `config` the architecture is that one and config.json is not asked.
     """
     base = _Base(address, artefacts_root, options)
-    with base.locked():
+    with only_maker(base.folder):
         if base.is_there():
             base.check(reporter)
         elif base.in_place:
@@ -126,17 +124,8 @@ class _Base:
             )
         self.in_place = parsed.scheme == "file"
         self.spec = _spec_in_place(address) if self.in_place else _spec_elsewhere(address, options)
-        digest = hashlib.sha256(json.dumps(self.spec, sort_keys=True).encode()).hexdigest()[:16]
-        self.folder = root / KIND / digest
+        self.folder = artefact_folder(root, KIND, self.spec)
         self.files = Path(self.spec["from"]) if self.in_place else self.folder / "files"
-
-    @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Of two runs that want the same weights at once, one fetches them and the other waits and finds them."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with open(self.folder.with_name(f"{self.folder.name}.lock"), "wb") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            yield
 
     def is_there(self) -> bool:
         return (self.folder / MANIFEST).exists()

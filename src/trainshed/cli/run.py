@@ -40,7 +40,7 @@ def run(
         Report as text or json.
     """
     from trainshed.cli.console import human, print_report, reporter
-    from trainshed.cli.train import exit_code, train_stage, training_text
+    from trainshed.cli.train import exit_code, train_stage, training_text, worker_arguments
     from trainshed.errors import InputError
     from trainshed.line import check_trainable, run_line
     from trainshed.recipe import load_cluster, load_recipe, split_overrides
@@ -87,8 +87,6 @@ def run(
         lines.append(
             f"  order: ready for {prepared.steps:,} steps ({human(size, 'tokens')}), independent of any layout"
         )
-    data["training"] = training = train_stage(
-        prepared, layout, ["--on", on, *(f"cluster.{each}" for each in for_cluster)]
-    )
+    data["training"] = training = train_stage(prepared, layout, worker_arguments(on, for_cluster))
     print_report(data, output, "\n".join([*lines, training_text(training)]))
     return exit_code(training)

@@ -52,7 +52,7 @@ def train(
     run = open_run(load_recipe(recipe, for_recipe), cluster, id=id)
     if is_a_rank():
         return train_as_rank(run, layout, cluster)
-    data = train_stage(run, layout, ["--on", on, *(f"cluster.{each}" for each in for_cluster)])
+    data = train_stage(run, layout, worker_arguments(on, for_cluster))
     print_report(data, output, training_text(data))
     return exit_code(data)
 
@@ -60,6 +60,11 @@ def train(
 def is_a_rank() -> bool:
     """Whether somebody (torchrun, a scheduler) has started this process as one rank of many."""
     return "RANK" in os.environ or "WORLD_SIZE" in os.environ
+
+
+def worker_arguments(on: str, for_cluster: Sequence[str]) -> list[str]:
+    """What tells each rank which cluster it is on."""
+    return ["--on", on, *(f"cluster.{each}" for each in for_cluster)]
 
 
 def train_as_rank(run: PreparedRun, layout_text: str | None, cluster: Cluster) -> int:
@@ -80,11 +85,8 @@ def train_as_rank(run: PreparedRun, layout_text: str | None, cluster: Cluster) -
         return train_rank(job, run_folder=run.folder, listener=on_event)
 
 
-def train_stage(run: PreparedRun, layout_text: str | None, worker_arguments: Sequence[str]) -> dict[str, Any]:
-    """Train a prepared run with all its ranks here, show it, and return its report.
-
-    `worker_arguments` say to each rank which cluster it is on.
-    """
+def train_stage(run: PreparedRun, layout_text: str | None, for_ranks: Sequence[str]) -> dict[str, Any]:
+    """Train a prepared run with all its ranks here, show it, and return its report."""
     from trainshed.cli.console import reporter
     from trainshed.cli.progress import training_progress
     from trainshed.launch.here import train_here
@@ -99,7 +101,7 @@ def train_stage(run: PreparedRun, layout_text: str | None, worker_arguments: Seq
             run.folder,
             layout,
             precision=run.recipe.train.precision,
-            worker_arguments=worker_arguments,
+            worker_arguments=for_ranks,
             on_event=on_event,
         )
     return _report(run, str(layout), trained.attempt, trained.exit_code)

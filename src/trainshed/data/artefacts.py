@@ -7,7 +7,6 @@ input costs its shard and nothing else.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import shutil
@@ -33,6 +32,7 @@ from trainshed.recipe import Recipe, TrainedTokenizer
 from trainshed.recipe.data import SourceKeys
 from trainshed.reporting import SILENT, Reporter
 from trainshed.storage import LocalStore, StoreOptions, sha256_of
+from trainshed.storage.artefact_folder import artefact_folder, only_maker
 from trainshed.storage.manifest import FileEntry, Manifest
 
 MANIFEST = "manifest.json"
@@ -217,22 +217,16 @@ class DataArtefacts:
         LocalStore(path.parent).put(path.name, orjson.dumps(body, option=orjson.OPT_INDENT_2) + b"\n")
 
     def _folder(self, kind: str, spec: dict[str, Any]) -> Path:
-        canonical = orjson.dumps(spec, option=orjson.OPT_SORT_KEYS)
-        return self._root / kind / hashlib.sha256(canonical).hexdigest()[:16]
+        return artefact_folder(self._root, kind, spec)
 
     @contextmanager
     def _making(self, folder: Path, what: str) -> Iterator[Path | None]:
-        """Yield an empty folder to make an artefact in, or None if it is already there.
-
-        Of two runs that want the same artefact at once, one makes it and the other waits and finds it.
-        """
+        """Yield an empty folder to make an artefact in, or None if it is already there."""
         if _is_there(folder):
             yield None
             return
         self._must_make(what)
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with open(folder.with_name(f"{folder.name}.lock"), "wb") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with only_maker(folder):
             yield None if _is_there(folder) else _emptied(folder)
 
     def _must_make(self, what: str) -> None:

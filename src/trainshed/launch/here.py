@@ -69,7 +69,7 @@ def train_here(
         command,
         ranks=layout.world_size,
         logs=run_folder / "logs" / f"attempt-{attempt:04d}",
-        environment=(environment or {}) | rank_environment(precision),
+        environment=(environment or {}) | machine_environment(precision),
         grace_seconds=grace_seconds,
         failure_grace_seconds=failure_grace_seconds,
         on_poll=follow,
@@ -80,7 +80,7 @@ def train_here(
     return Trained(attempt, result.exit_code)
 
 
-def rank_environment(precision: str) -> dict[str, str]:
+def machine_environment(precision: str) -> dict[str, str]:
     """What ranks on this machine need in their environment besides their place."""
     needed = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     if precision == "bf16" and "ONEDNN_MAX_CPU_ISA" not in os.environ and _tiles_are_forbidden():

@@ -9,7 +9,7 @@ Shapes: L whole sequence, S tokens of this context-parallel rank, s = S / tp, B 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,7 @@ from trainshed.models.layers import DropoutSite, Mlp, Norm
 from trainshed.models.loss import sliced_cross_entropy
 from trainshed.models.positions import local_positions, rotary_table
 from trainshed.recipe import ModelConfig
+from trainshed.recipe.layout import Recompute
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,6 @@ class StepScale:
     sequences: torch.Tensor
 
 
-Recompute = Literal["none", "selective", "full"]
 _aten, _comm = torch.ops.aten, torch.ops._c10d_functional
 _KEPT = (
     _aten.mm.default,

@@ -12,16 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from trainshed.errors import InputError
 from trainshed.recipe import Layout, ModelConfig, Recipe, scalars
 from trainshed.recipe.keys import nearest_key, siblings
+from trainshed.recipe.layout import PipelineSchedule, Recompute, Shard
 from trainshed.recipe.places import dotted_key
-
-Shard = Literal["none", "zero1", "zero2", "full"]
-Recompute = Literal["none", "selective", "full"]
-PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
 
 _SHOWN = ("tp", "pp", "vp", "cp", "ep", "etp", "dp", "replicate")
 

@@ -12,6 +12,10 @@ from pydantic import Field, Tag
 
 from trainshed.recipe.section import PositiveInt, Problem, Section, by_shape
 
+Shard = Literal["none", "zero1", "zero2", "full"]
+Recompute = Literal["none", "selective", "full"]
+PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
+
 
 class Layout(Section):
     """A layout written out. Every key left out is 1, except `dp`: it takes the ranks that are left."""
@@ -24,14 +28,12 @@ class Layout(Section):
     etp: PositiveInt = Field(1, description="Tensor parallel within experts")
     dp: PositiveInt | None = Field(None, description="Data parallel; left out: what the other keys leave of the ranks")
     replicate: PositiveInt = Field(1, description="Hybrid sharding: copies of the model among the dp ranks")
-    shard: Literal["none", "zero1", "zero2", "full"] = Field(
+    shard: Shard = Field(
         "zero1", description="What dp ranks share out: nothing, optimiser states, gradients too, weights too"
     )
     micro_batch: PositiveInt = Field(1, description="Sequences per forward pass on one rank")
-    recompute: Literal["none", "selective", "full"] = Field(
-        "none", description="Activations computed again in backward"
-    )
-    schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] | None = Field(
+    recompute: Recompute = Field("none", description="Activations computed again in backward")
+    schedule: PipelineSchedule | None = Field(
         None, description="Pipeline schedule; left out: 1f1b, or interleaved where vp > 1"
     )
     stages: Annotated[tuple[PositiveInt, ...], Field(strict=False)] | None = Field(

@@ -47,9 +47,9 @@ def build_mesh(layout: RankLayout, device: torch.device) -> Mesh:
     rank = dist.get_rank()
     ranks = torch.arange(layout.world_size).view(layout.dense_shape)
     pp, copies, shard, cp, tp = layout.dense_shape
-    dense = _Axes(device, ranks, ("pp", "replicate", "shard", "cp", "tp"))
-    sequence = _Axes(device, ranks.reshape(pp, copies, shard, cp * tp), ("pp", "replicate", "shard", "sequence"))
-    expert = _Axes(device, ranks.view(layout.expert_shape), ("pp", "edp", "ep", "etp"))
+    dense = _GroupsAlong(device, ranks, ("pp", "replicate", "shard", "cp", "tp"))
+    sequence = _GroupsAlong(device, ranks.reshape(pp, copies, shard, cp * tp), ("pp", "replicate", "shard", "sequence"))
+    expert = _GroupsAlong(device, ranks.view(layout.expert_shape), ("pp", "edp", "ep", "etp"))
     axes = Axes(
         tp=dense.group("tp"),
         cp=dense.group("cp"),
@@ -65,7 +65,7 @@ def build_mesh(layout: RankLayout, device: torch.device) -> Mesh:
     )
 
 
-class _Axes:
+class _GroupsAlong:
     """Groups along the axes of one arrangement of the ranks; axes of length 1 get none."""
 
     def __init__(self, device: torch.device, ranks: torch.Tensor, names: tuple[str, ...]) -> None:

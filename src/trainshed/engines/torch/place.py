@@ -43,13 +43,17 @@ class Place:
         return cls(rank, int(found[1] or 0) if found[1] is not None else rank, world_size)
 
 
+def gpu_count() -> int:
+    """Return how many GPUs ranks on this machine would find."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
 def device_of(place: Place, job: TrainJob) -> torch.device:
     """Return the GPU of this rank, or the CPU where there is none."""
-    if torch.cuda.is_available():
-        if place.local_rank >= torch.cuda.device_count():
+    if gpus := gpu_count():
+        if place.local_rank >= gpus:
             raise InputError(
-                f"rank {place.rank} is the {place.local_rank + 1}th of its node, which has "
-                f"{torch.cuda.device_count()} GPUs",
+                f"rank {place.rank} is the {place.local_rank + 1}th of its node, which has {gpus} GPUs",
                 where="layout",
                 hint="write a smaller layout, or start fewer ranks per node",
             )
