@@ -264,6 +264,7 @@ def test_a_tokenizer_larger_than_the_text_can_give_says_how_large_it_may_be(tmp_
         (["layout=auto"], "`layout: auto` needs the planner, which is not built yet"),
         (["engine=megatron"], "the engine megatron is not built yet"),
         (["layout.tp=4"], "tp: 4"),
+        (["train.precision=fp8"], "fp8 products need a GPU"),
     ],
 )
 def test_what_cannot_be_trained_is_refused(

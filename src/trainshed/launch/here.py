@@ -17,7 +17,7 @@ from trainshed.errors import TrainshedError
 from trainshed.launch.ranks import RanksResult, run_ranks
 from trainshed.observe.events import EventWriter
 from trainshed.observe.flight import diagnose, read_records
-from trainshed.observe.rank_error import read_error
+from trainshed.observe.rank_error import health_folder, read_error
 from trainshed.observe.reading import EventFollower
 from trainshed.plan import RankLayout
 from trainshed.storage import LocalStore
@@ -115,7 +115,7 @@ def _asked_to_stop(result: RanksResult) -> bool:
 
 def _explain(run_folder: Path, attempt: int, world_size: int, result: RanksResult) -> None:
     """Compare what the ranks left behind, keep the verdict as an event, raise it."""
-    health = run_folder / "health" / f"attempt-{attempt:04d}"
+    health = health_folder(run_folder, attempt)
     records = read_records(health)
     diagnosis = diagnose(records, world_size, ends=result.ends)
     error = read_error(health)

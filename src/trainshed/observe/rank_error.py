@@ -9,6 +9,11 @@ import orjson
 from trainshed.errors import InputError, TrainshedError
 
 
+def health_folder(run_folder: Path, attempt: int) -> Path:
+    """Where the ranks of an attempt leave what explains their end."""
+    return run_folder / "health" / f"attempt-{attempt:04d}"
+
+
 def write_error(folder: Path, rank: int, error: TrainshedError) -> None:
     """Keep the error that ended a rank in `health/attempt-0001`."""
     folder.mkdir(parents=True, exist_ok=True)

@@ -31,7 +31,7 @@ from trainshed.errors import TrainshedError
 from trainshed.models.decoder import Losses
 from trainshed.models.parameters import parameter_count
 from trainshed.observe.events import EventWriter
-from trainshed.observe.rank_error import write_error
+from trainshed.observe.rank_error import health_folder, write_error
 from trainshed.recipe.train import MoeLosses
 from trainshed.storage.attempts import Attempt, take_attempt
 
@@ -69,11 +69,16 @@ def train_rank(
     take, ends with an account of where it stood.
     """
     place = Place.from_environment()
-    device = device_of(place, job)
-    with ExitStack() as stack:
+    try:
+        device = device_of(place, job)
         store = meet(place, job)
+    except TrainshedError as error:
+        if attempt is not None:
+            write_error(health_folder(run_folder, attempt), place.rank, error)
+        raise
+    with ExitStack() as stack:
         number = _attempt_number(job, place, store, attempt)
-        health = run_folder / "health" / f"attempt-{number:04d}"
+        health = health_folder(run_folder, number)
         writer = stack.enter_context(EventWriter(job.store, job.folder, attempt=number, rank=place.rank))
         voice = Voice(writer, listener if place.rank == 0 else None)
         watchdog = stack.enter_context(
