@@ -63,7 +63,8 @@ def train_here(
         for event in follower.poll():
             on_event(event)
 
-    worker = [sys.executable, "-m", "trainshed", "worker", "train"]
+    # -P: a file of the user's named like one of Python's modules must not be taken for it.
+    worker = [sys.executable, "-P", "-m", "trainshed", "worker", "train"]
     command = [*worker, "--run", str(run_folder), "--attempt", str(attempt), *worker_arguments]
     result = run_ranks(
         command,
