@@ -102,6 +102,7 @@ def run_line(
 ) -> PreparedRun:
     """Make everything a recipe's training needs and does not have yet; no GPU is held meanwhile."""
     cluster = cluster or load_cluster()
+    cluster.check_runs_here()
     options = store_options(cluster)
     store = _store_root(recipe, cluster)
     resolved = resolve(recipe, options)
@@ -163,6 +164,7 @@ def _keep_prepared(run: PreparedRun) -> None:
 def open_run(recipe: Recipe, cluster: Cluster | None = None, *, id: str | None = None) -> PreparedRun:
     """Open what `run_line` made; no artefact is made or changed."""
     cluster = cluster or load_cluster()
+    cluster.check_runs_here()
     options = store_options(cluster)
     store = _store_root(recipe, cluster)
     resolved = resolve(recipe, options)

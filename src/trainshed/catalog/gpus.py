@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import difflib
-from functools import cache
+import os
 from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field
 
-from trainshed.errors import InputError
-from trainshed.recipe.messages import validate
-from trainshed.recipe.places import Document, Places
+from trainshed.catalog.table import Entry, Table
 from trainshed.recipe.section import PositiveFloat, Section, Text
-from trainshed.recipe.yaml_source import parse
 
-_FILE = Path(__file__).with_name("gpus.yaml")
 HOW_TO_DESCRIBE = (
-    "describe another as an entry of catalog/gpus.yaml: NAME: {source: its datasheet, device_names: [what "
-    "torch.cuda.get_device_name says], memory_gib: 80.0, memory_gb_per_s: 2000.0, link_gb_per_s: null, "
-    "dense_tflops: {bf16: 300.0}}"
+    "describe another in a file and give its path (--gpu ./mygpu.yaml): NAME: {source: its datasheet, device_names: "
+    "[what torch.cuda.get_device_name says], memory_gib: 80.0, memory_gb_per_s: 2000.0, link_gb_per_s: null, "
+    "dense_tflops: {bf16: 300.0}, machine: dgx-h100}"
 )
 
 
@@ -39,10 +34,11 @@ class DenseTflops(Section):
         return getattr(self, dtype) if dtype in type(self).model_fields else None
 
 
-class Gpu(Section):
+class Gpu(Entry):
     """One GPU as it is sold."""
 
     source: Text = Field(description="Where the figures are published, and how they were made dense")
+    aliases: Annotated[tuple[Text, ...], Field(strict=False)] = Field((), description="What people call it besides")
     device_names: Annotated[tuple[Text, ...], Field(strict=False, min_length=1)] = Field(
         description="What torch.cuda.get_device_name returns"
     )
@@ -51,30 +47,36 @@ class Gpu(Section):
     link_gb_per_s: PositiveFloat | None = Field(
         description="NVLink or xGMI, both directions together, 10^9 bytes a second; null: PCIe only"
     )
+    host_gb_per_s: PositiveFloat = Field(
+        32.0, description="To the host's memory, one direction; left out: PCIe 4.0 with 16 lanes"
+    )
     dense_tflops: DenseTflops = Field(description="Peaks without sparsity")
+    machine: Text | None = Field(
+        None, description="The machine that is meant where only the GPU is named: a name in machines.yaml, or a file"
+    )
 
 
-@cache
-def _document() -> Document:
-    return parse(_FILE.read_text(encoding="utf-8"), _FILE.name)
+_TABLE = Table(Path(__file__).with_name("gpus.yaml"), Gpu, "GPU", HOW_TO_DESCRIBE, other_names="aliases")
 
 
 def gpu_names() -> list[str]:
     """Return the names of all GPUs, in the order of the catalog."""
-    return list(_document().value)
+    return _TABLE.names()
 
 
-@cache
 def gpu(name: str) -> Gpu:
-    """Return a GPU by its name in the catalog."""
-    names = gpu_names()
-    if name not in names:
-        wanted = name.lower().replace("_", "-")
-        variants = [known for known in names if known.startswith(wanted)]
-        near = variants or difflib.get_close_matches(wanted, names, n=3, cutoff=0.6)
-        hint = f"did you mean {' or '.join(near)}?" if near else f"known GPUs: {', '.join(names)}"
-        raise InputError(f"there is no GPU `{name}` in the catalog", hint=f"{hint}\n{HOW_TO_DESCRIBE}")
-    return validate(Gpu, Document(_document().value[name], Places(f"{_FILE.name}, {name}")))
+    """Return a GPU by its name in the catalog, or by one of its aliases (`h100`)."""
+    return _TABLE.entry(name)
+
+
+def gpu_from_file(path: str | os.PathLike[str]) -> Gpu:
+    """Return the GPU that a file describes."""
+    return _TABLE.from_file(path)
+
+
+def find_gpu(name_or_path: str | os.PathLike[str]) -> Gpu:
+    """Return a GPU by name, or from the file that describes it."""
+    return _TABLE.find(name_or_path)
 
 
 def gpu_by_device_name(text: str) -> Gpu | None:

@@ -6,6 +6,7 @@
 from trainshed.recipe.architecture import ModelConfig, Moe, Rope, RopeScaling
 from trainshed.recipe.cluster import (
     Cluster,
+    ClusterStorage,
     Nodes,
     SecretReference,
     StoreEndpoint,
@@ -27,6 +28,7 @@ __all__ = [
     "BatchRamp",
     "Checkpoint",
     "Cluster",
+    "ClusterStorage",
     "DataSection",
     "Engine",
     "Layout",

@@ -18,12 +18,13 @@ from trainshed.recipe.messages import validate
 from trainshed.recipe.overrides import apply_overrides
 from trainshed.recipe.places import Places
 from trainshed.recipe.schema import FORMAT, LONGEST_NAME, NAME_PATTERN
-from trainshed.recipe.section import PositiveInt, Problem, Section, Text, wrong
+from trainshed.recipe.section import PositiveFloat, PositiveInt, Problem, Section, Text, wrong
 from trainshed.recipe.yaml_source import decode, parse
 from trainshed.shipped import shipped_folder
 
 DEFAULT_CLUSTER = "local"
 LOCAL_STORE = "./store"
+Target = Literal["local", "slurm", "kubernetes", "ray"]
 _STORE_KEY = re.compile(r"^(s3|gs|az|hf|https?)(://[^/]+(/[^/]+)*)?$")
 
 
@@ -81,6 +82,14 @@ class Nodes(Section):
             yield Problem(("default",), f"{self.default} is more than max: {self.max}", "write a smaller one")
 
 
+class ClusterStorage(Section):
+    """The storage that checkpoints and tokens lie on, as the planner must know it."""
+
+    tier: Text = Field(description="Kind of storage, by its name in the catalog", examples=["amlfs-250"])
+    size_tib: PositiveFloat | None = Field(None, description="How much of it there is, where its speed depends on that")
+    servers: PositiveInt | None = Field(None, description="How many servers it stands on, where that decides its speed")
+
+
 class Cluster(Section):
     """Where to run."""
 
@@ -88,8 +97,8 @@ class Cluster(Section):
     name: Annotated[str, Field(pattern=NAME_PATTERN, max_length=LONGEST_NAME)] = Field(
         description="Name of the cluster", examples=["local"]
     )
-    target: Literal["local"] = Field(
-        description="What schedules the work; this version runs on `local` only", examples=["local"]
+    target: Target = Field(
+        description="What schedules the work; this version runs on `local` only and plans for all", examples=["local"]
     )
     store: Address | None = Field(None, description="Root of artefacts and runs; left out on `local`: ./store")
     stores: dict[str, StoreEndpoint] = Field(
@@ -99,7 +108,15 @@ class Cluster(Section):
         default_factory=dict, description="Secrets by reference: {HF_TOKEN: {env: HF_TOKEN}}"
     )
     nodes: Nodes = Field(default_factory=Nodes, description="How many nodes a run gets")
-    machine: Text | None = Field(None, description="Kind of machine, by its name in the catalog")
+    machine: Text | None = Field(
+        None, description="Kind of machine: a name in the catalog, an instance type, or a file that describes it"
+    )
+    storage: ClusterStorage | None = Field(None, description="Where checkpoints and tokens lie, for the plan")
+    calibration: Text | None = Field(None, description="A file that `trainshed plan calibrate` wrote here")
+    price_per_gpu_hour: PositiveFloat | None = Field(None, description="US dollars; left out: the list price")
+    mtbf_hours: PositiveFloat | None = Field(
+        None, description="Mean time between failures of one node; left out: Llama 3's, by its GPUs"
+    )
 
     _places: Places = PrivateAttr(default_factory=Places)
 
@@ -107,6 +124,15 @@ class Cluster(Section):
     def store_root(self) -> str:
         """Return the root of artefacts and runs."""
         return self.store or LOCAL_STORE
+
+    def check_runs_here(self) -> None:
+        """Refuse to run where this version cannot; a plan can be made for every cluster."""
+        if self.target != "local":
+            raise RecipeError(
+                f"this version cannot run on {self.target} yet: it runs on `local` only",
+                where=self._places.where(("target",)),
+                hint=f"`trainshed plan RECIPE --on {self.name}` plans for it; leave --on out to run on this machine",
+            )
 
     def problems(self) -> Iterator[Problem]:
         """Endpoints are for stores that exist."""

@@ -1,0 +1,275 @@
+"""From what a person wrote (a recipe and a cluster, or flags) to a question the planner can answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trainshed.catalog.machines import find_machine, machine_of_gpu
+from trainshed.catalog.gpus import find_gpu
+from trainshed.catalog.models import architecture, model_preset
+from trainshed.cli.plan.flags import Flags, flag
+from trainshed.data.sampling.schedule import BatchSchedule, RampUp
+from trainshed.errors import InputError, RecipeError, TrainshedError
+from trainshed.plan.anatomy import anatomy_of
+from trainshed.plan.hardware import Hardware, hardware_of
+from trainshed.plan.layout import parse_layout
+from trainshed.plan.prediction import Job
+from trainshed.plan.question import Question, check_precision
+from trainshed.plan.stacks import stack
+from trainshed.recipe import Cluster, Layout, ModelConfig, Recipe, load_cluster, load_recipe, split_overrides
+from trainshed.recipe.cluster import DEFAULT_CLUSTER
+from trainshed.recipe.messages import validate
+from trainshed.recipe.places import Document, Places
+from trainshed.recipe.section import read_count
+
+DEFAULT_PRECISION = "bf16"
+DEFAULT_ENGINE = "torch"
+
+
+@dataclass(frozen=True)
+class _Model:
+    """What is trained, whether a recipe says it or flags do."""
+
+    name: str
+    config: ModelConfig
+    preset: str
+    sequence_length: int
+    schedule: BatchSchedule
+    precision: str
+    engine: str
+    layout: Layout | None
+    steps: int | None
+    notes: tuple[str, ...] = ()
+
+
+def ask(flags: Flags) -> Question:
+    """Put a question together; raises `InputError` where it contradicts itself or leaves something open."""
+    flags.check()
+    for_recipe, for_cluster = split_overrides(flags.overrides)
+    cluster = load_cluster(flags.on or DEFAULT_CLUSTER, for_cluster)
+    recipe = None
+    if flags.recipe is not None:
+        recipe = load_recipe(flags.recipe, for_recipe)
+        model = _from_recipe(recipe, cluster)
+    else:
+        model = _from_flags(flags)
+    model_layout = _layout(flags, model.layout)
+    hardware = _hardware(flags, cluster)
+    check_precision(model.precision, hardware)
+    counts = _gpu_counts(flags, cluster, recipe, hardware, model_layout)
+    job = Job(
+        model=anatomy_of(model.config, model.preset),
+        sequence_length=model.sequence_length,
+        global_batch=model.schedule.global_batch,
+        precision=model.precision,
+        hardware=hardware,
+        gpus=counts[-1],
+        stack=stack(model.engine),
+    )
+    return Question(
+        name=model.name,
+        job=job,
+        config=model.config,
+        engine=model.engine,
+        layout=model_layout,
+        batch_sizes=tuple(model.schedule.sizes),
+        steps=model.steps,
+        gpu_counts=counts if len(counts) > 1 else (),
+        price_per_gpu_hour=flags.price or cluster.price_per_gpu_hour,
+        checkpoint_every=recipe.checkpoint.every if recipe else None,
+        asynchronous_checkpoints=recipe.checkpoint.async_ if recipe else True,
+        mtbf_hours=cluster.mtbf_hours,
+        storage_tier=cluster.storage.tier if cluster.storage else None,
+        storage_size_tib=cluster.storage.size_tib if cluster.storage else None,
+        notes=model.notes,
+    )
+
+
+def _from_flags(flags: Flags) -> _Model:
+    assert flags.model is not None and flags.seq is not None and flags.global_batch is not None, "checked"
+    config = _preset(flags.model)
+    schedule = BatchSchedule(flags.global_batch)
+    notes = []
+    if config.positions == "learned" and flags.seq > config.max_positions:
+        raise InputError(
+            f"{flags.seq} is more than the {config.max_positions} positions {flags.model} learns",
+            where="--seq",
+            hint=f"write {config.max_positions} or less",
+        )
+    steps = flags.steps
+    if flags.tokens is not None:
+        steps = schedule.steps_for(-(-_count(flags.tokens) // flags.seq))
+    if flags.precision is None:
+        notes.append(f"products in {DEFAULT_PRECISION}: no --precision was given")
+    if flags.engine is None:
+        notes.append(f"planned for the engine {DEFAULT_ENGINE}: no --engine was given")
+    return _Model(
+        name=flags.model,
+        config=config,
+        preset=flags.model,
+        sequence_length=flags.seq,
+        schedule=schedule,
+        precision=flags.precision or DEFAULT_PRECISION,
+        engine=flags.engine or DEFAULT_ENGINE,
+        layout=None,
+        steps=steps,
+        notes=tuple(notes),
+    )
+
+
+def _preset(name: str) -> ModelConfig:
+    try:
+        return model_preset(name)
+    except InputError as error:
+        raise InputError(error.what, where="--model", hint=error.hint) from None
+
+
+def _count(text: str) -> int:
+    try:
+        count = read_count(text)
+    except ValueError:
+        count = None
+    if not isinstance(count, int) or count < 1:
+        count = int(text) if text.isdecimal() and int(text) else None
+    if count is None:
+        raise InputError(f"`{text}` is not a number of tokens", where="--tokens", hint="write for example 15T")
+    return count
+
+
+def _from_recipe(recipe: Recipe, cluster: Cluster) -> _Model:
+    config = architecture(recipe) or _of_the_weights(recipe, cluster)
+    train, ramp = recipe.train, recipe.train.batch_ramp
+    schedule = BatchSchedule(
+        train.global_batch, RampUp(ramp.start, ramp.increment, ramp.samples) if ramp is not None else None
+    )
+    length = recipe.data.sequence_length or config.max_positions
+    notes = []
+    steps = train.steps
+    if train.tokens is not None:
+        steps = schedule.steps_for(-(-train.tokens // length))
+    if train.epochs is not None:
+        notes.append("hours and cost are left out: `epochs` has a length only once the data is prepared")
+    if ramp is not None:
+        notes.append(f"planned for the full batch of {train.global_batch:,}: steps of the ramp are shorter")
+    if train.lora is not None:
+        notes.append("planned as if all weights were trained: adapters (`train.lora`) take less memory and time")
+    layout = None if isinstance(recipe.layout, str) else recipe.layout
+    preset = recipe.model.preset or recipe.model.from_ or config.family
+    return _Model(
+        recipe.name,
+        config,
+        preset,
+        length,
+        schedule,
+        train.precision,
+        recipe.engine.name,
+        layout,
+        steps,
+        tuple(notes),
+    )
+
+
+def _of_the_weights(recipe: Recipe, cluster: Cluster) -> ModelConfig:
+    """The architecture that base weights bring: their config.json is read, not they."""
+    import orjson
+
+    from trainshed.line import store_options
+    from trainshed.models.hf_config import read_hf_config
+    from trainshed.storage import join, open_store, parse
+
+    address = recipe.model.from_
+    assert address is not None, "a model without an architecture has weights"
+    try:
+        store, path = open_store(parse(address), store_options(cluster))
+        body = orjson.loads(store.get(join(path, "config.json")))
+        return read_hf_config(body, f"{address}/config.json")
+    except (TrainshedError, ValueError) as error:
+        what = error.what if isinstance(error, TrainshedError) else "its config.json is not JSON"
+        raise RecipeError(
+            f"the architecture is that of {address}, which cannot be read: {what}",
+            where=recipe.where("model.from"),
+            hint="name it besides: model.preset=NAME",
+        ) from None
+
+
+def _layout(flags: Flags, written: Layout | None) -> Layout | None:
+    """The layout to judge: the recipe's with `--layout` over it; None: search."""
+    if flags.layout is None:
+        return written
+    plain = {} if written is None else written.model_dump(exclude_unset=True)
+    return validate(Layout, Document(plain | parse_layout(flags.layout), Places("--layout")))
+
+
+def _hardware(flags: Flags, cluster: Cluster) -> Hardware:
+    """The machine of the flags, or of the cluster."""
+    if flags.machine is not None:
+        machine = _named(flags, "machine", find_machine)
+        if flags.gpu is not None:
+            wanted, has = _named(flags, "gpu", find_gpu).name, find_gpu(machine.gpu).name
+            if wanted != has:
+                raise InputError(
+                    f"--machine {flags.machine} has {has}, and --gpu says {wanted}",
+                    where="--gpu",
+                    hint="leave --gpu out: the machine says it",
+                )
+        return hardware_of(machine)
+    if flags.gpu is not None:
+        return hardware_of(machine_of_gpu(_named(flags, "gpu", find_gpu)))
+    if cluster.machine is None:
+        raise InputError(
+            f"the cluster {cluster.name} does not say what machines it has",
+            where="--on" if flags.on else None,
+            hint="write --gpu h100, --machine a3-mega, or --on CLUSTER with a `machine:` in its file",
+        )
+    try:
+        return hardware_of(find_machine(cluster.machine))
+    except InputError as error:
+        where = cluster.places.where(("machine",))
+        raise RecipeError(error.what, where=where, hint=error.hint) from None
+
+
+def _named(flags: Flags, name: str, find):  # noqa: ANN001, ANN202
+    try:
+        return find(getattr(flags, name))
+    except InputError as error:
+        raise InputError(error.what, where=error.where or flag(name), hint=error.hint) from None
+
+
+def _gpu_counts(
+    flags: Flags, cluster: Cluster, recipe: Recipe | None, hardware: Hardware, layout: Layout | None
+) -> tuple[int, ...]:
+    """How many GPUs, smallest first: flags win over the recipe, the recipe over the cluster."""
+    counts, where = flags.gpu_counts(), "--gpus"
+    if not counts:
+        nodes, where = _nodes(flags, cluster, recipe)
+        if nodes is not None:
+            counts = (nodes * hardware.gpus_per_node,)
+        elif layout is not None:
+            counts, where = (layout.tp * layout.pp * layout.cp * (layout.dp or 1),), "layout"
+        else:
+            raise InputError("on how many GPUs?", hint="write --gpus 128, --nodes 16, or --gpus 8..4096 for a curve")
+    per_node, most = hardware.gpus_per_node, cluster.nodes.max
+    for count in counts:
+        if count > per_node and count % per_node:
+            machine = hardware.machine or hardware.gpu_name
+            raise InputError(
+                f"{count} GPUs are no whole number of {machine} machines with {per_node} each",
+                where=where,
+                hint=f"write {count // per_node * per_node} or {-(-count // per_node) * per_node}",
+            )
+        if flags.on is not None and most is not None and count > most * per_node:
+            raise InputError(
+                f"{count} GPUs are {-(-count // per_node)} nodes, and the cluster {cluster.name} has {most} at most",
+                where=where,
+                hint=f"write {most * per_node} or less, or leave --on out",
+            )
+    return counts
+
+
+def _nodes(flags: Flags, cluster: Cluster, recipe: Recipe | None) -> tuple[int | None, str]:
+    if flags.nodes is not None:
+        return flags.nodes, "--nodes"
+    if recipe is not None and recipe.resources.nodes is not None:
+        return recipe.resources.nodes, recipe.where("resources.nodes")
+    # On this machine the world size is the product of the layout.
+    return (None, "") if cluster.target == "local" else (cluster.nodes.default, "--on")

@@ -1,0 +1,107 @@
+"""Measure all-reduces among the GPUs of this machine, or between two processes on its CPU.
+
+Every rank is a process of its own, `python -m trainshed.engines.torch.collective_probe RANK RANKS KIND FOLDER`: a GPU
+belongs to one process, and whatever NCCL or gloo keep goes away with theirs.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import orjson
+import torch
+import torch.distributed as dist
+
+from trainshed.errors import TrainshedError
+from trainshed.plan.machine_measurements import AllReduce
+
+_GPU_MESSAGES_MIB = (1, 16, 256, 1024)
+_CPU_MESSAGES_MIB = (0.25, 4, 32)
+_CPU_RANKS = 2
+_ROUNDS, _CALLS = 3, 5
+_LONGEST_SECONDS = 180
+"""A fabric that does not come up waits for ever; starting takes seconds, the sizes below a second each."""
+
+
+def measure_all_reduce(kind: str) -> tuple[AllReduce, ...]:
+    """Measure every message size; nothing where there is one GPU only."""
+    ranks = torch.cuda.device_count() if kind == "cuda" else _CPU_RANKS
+    if ranks < 2:
+        return ()
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "trainshed.engines.torch.collective_probe"]
+        started = [
+            subprocess.Popen(
+                [*command, str(rank), str(ranks), kind, folder], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+            )
+            for rank in range(ranks)
+        ]
+        _see_through(started)
+        found = orjson.loads((Path(folder) / "found.json").read_bytes())
+    return tuple(AllReduce(**one) for one in found)
+
+
+def _see_through(started: list[subprocess.Popen[bytes]]) -> None:
+    until = time.monotonic() + _LONGEST_SECONDS
+    try:
+        for process in started:
+            _, said = process.communicate(timeout=max(until - time.monotonic(), 1))
+            if process.returncode:
+                last = said.decode(errors="replace").strip().rpartition("\n")[2]
+                raise TrainshedError(f"measuring all-reduces failed: {last}", hint="is every GPU of the machine free?")
+    except subprocess.TimeoutExpired:
+        raise TrainshedError(
+            f"all-reduces did not end within {_LONGEST_SECONDS} s",
+            hint="NCCL_DEBUG=INFO shows what it waits for",
+        ) from None
+    finally:
+        for process in started:
+            if process.poll() is None:
+                process.kill()
+                process.communicate()
+
+
+def _measure_rank(rank: int, ranks: int, kind: str, folder: str) -> None:
+    device = torch.device("cuda", rank) if kind == "cuda" else torch.device("cpu")
+    if kind == "cuda":
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(1)
+    dist.init_process_group(
+        "nccl" if kind == "cuda" else "gloo",
+        init_method=f"file://{folder}/rendezvous",
+        rank=rank,
+        world_size=ranks,
+        device_id=device if kind == "cuda" else None,
+    )
+    found: list[dict[str, float]] = []
+    for mebibytes in _GPU_MESSAGES_MIB if kind == "cuda" else _CPU_MESSAGES_MIB:
+        size = int(mebibytes * 2**20)
+        message = torch.zeros(size // 4, device=device)
+        _seconds(message, device)
+        seconds = min(_seconds(message, device) for _ in range(_ROUNDS))
+        bus = 2 * (ranks - 1) / ranks * size / seconds / 1e9
+        found.append({"ranks": ranks, "mebibytes": mebibytes, "seconds": seconds, "bus_gb_per_s": bus})
+    if rank == 0:
+        (Path(folder) / "found.json").write_bytes(orjson.dumps(found))
+    dist.destroy_process_group()
+
+
+def _seconds(message: torch.Tensor, device: torch.device) -> float:
+    """Seconds of one call; the number of calls is fixed, as all ranks must make the same."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    started = time.perf_counter()
+    for _ in range(_CALLS):
+        dist.all_reduce(message)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return (time.perf_counter() - started) / _CALLS
+
+
+if __name__ == "__main__":
+    _measure_rank(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4])

@@ -1,0 +1,224 @@
+"""What the planner has to know of a model: the products each layer makes with a token, and the weights behind them.
+
+A `ModelConfig` is what our own engine can train; published measurements are also of models it cannot (latent
+attention, dense first layers, every second layer windowed), so the planner's arithmetic is over this wider
+description. `anatomy_of` turns the one into the other, and a test holds both to the same counts of weights and FLOPs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from trainshed.recipe import ModelConfig
+
+Cut = Literal["out", "in", "none"]
+"""What tensor parallel ranks share of a weight: its outputs, its inputs, nothing."""
+
+
+@dataclass(frozen=True)
+class Product:
+    """One weight matrix that every token is multiplied with."""
+
+    name: str
+    inputs: int
+    outputs: int
+    cut: Cut
+    bias: bool = False
+
+    @property
+    def weights(self) -> int:
+        """Number of elements, the bias too."""
+        return self.inputs * self.outputs + (self.outputs if self.bias else 0)
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Multi-head latent attention (DeepSeek-V2): queries, keys and values through narrow waists."""
+
+    query_rank: int
+    """0: queries are projected at once."""
+    value_rank: int
+    rope_dim: int
+    """The part of a key that carries the position, shared by all heads."""
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A mixture of experts in place of a feed-forward block."""
+
+    count: int
+    top_k: int
+    ffn: int
+    shared_ffn: int = 0
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """A decoder-only transformer, as far as its costs go."""
+
+    name: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    """Width of a query and key head."""
+    value_dim: int
+    """Width of a value head."""
+    ffn: int
+    """Inner width of the dense feed-forward blocks; 0 where every layer has experts."""
+    vocab_size: int
+    gated: bool = True
+    tied: bool = False
+    positions: int = 0
+    """Rows of learned positions; 0: rotary or none."""
+    norm_vectors: int = 1
+    """Vectors of one norm: 1 (RMS) or 2 (with a bias)."""
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    window: int | None = None
+    """How far back windowed layers look."""
+    windowed_every: int = 1
+    """Every how many layers one is windowed."""
+    experts: Experts | None = None
+    dense_first: int = 0
+    """Layers without experts at the front of a model that has them."""
+    experts_every: int = 1
+    """Every how many layers one has experts."""
+    latent: Latent | None = None
+    extra_heads: int = 0
+    """Multi-token prediction: extra layers after the last, each with a pass through the head."""
+
+    @cached_property
+    def attention_products(self) -> tuple[Product, ...]:
+        """The projections around attention, in order."""
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        out = Product("out", self.heads * self.value_dim, self.hidden, "in", self.output_bias)
+        if self.latent is None:
+            rows = queries + keys + self.kv_heads * self.value_dim
+            return (Product("qkv", self.hidden, rows, "out", self.qkv_bias), out)
+        latent, plain = self.latent, self.head_dim - self.latent.rope_dim
+        up = self.heads * (plain + self.value_dim)
+        return (
+            *self._latent_queries(latent, queries),
+            Product("kv_down", self.hidden, latent.value_rank + latent.rope_dim, "none"),
+            Product("kv_up", latent.value_rank, up, "out"),
+            out,
+        )
+
+    def _latent_queries(self, latent: Latent, queries: int) -> Iterator[Product]:
+        if not latent.query_rank:
+            yield Product("q", self.hidden, queries, "out")
+            return
+        yield Product("q_down", self.hidden, latent.query_rank, "none")
+        yield Product("q_up", latent.query_rank, queries, "out")
+
+    def feed_forward(self, ffn: int) -> tuple[Product, ...]:
+        """A dense block of this inner width; none where it is 0."""
+        if not ffn:
+            return ()
+        rows = 2 * ffn if self.gated else ffn
+        return (
+            Product("up", self.hidden, rows, "out", self.mlp_bias),
+            Product("down", ffn, self.hidden, "in", self.mlp_bias),
+        )
+
+    @cached_property
+    def expert_products(self) -> tuple[Product, ...]:
+        """One routed expert."""
+        return () if self.experts is None else self.feed_forward(self.experts.ffn)
+
+    @property
+    def expert_layers(self) -> int:
+        """Layers with experts."""
+        return sum(map(self.has_experts, range(self.layers)))
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer has experts."""
+        if self.experts is None or layer < self.dense_first:
+            return False
+        return (layer - self.dense_first) % self.experts_every == self.experts_every - 1
+
+    def is_windowed(self, layer: int) -> bool:
+        """Whether a layer looks back through the window only."""
+        return self.window is not None and layer % self.windowed_every == 0
+
+    def mean_keys(self, sequence_length: int, *, windowed: bool) -> float:
+        """Return how many keys a token looks at, on average over a sequence with causal attention."""
+        window = min((self.window if windowed else None) or sequence_length, sequence_length)
+        growing = window * (window + 1) / 2
+        return (growing + (sequence_length - window) * window) / sequence_length
+
+    @cached_property
+    def layer_vectors(self) -> int:
+        """Elements of a layer that every tensor-parallel rank holds whole: norms."""
+        latent = self.latent.query_rank + self.latent.value_rank if self.latent else 0
+        return 2 * self.norm_vectors * self.hidden + (2 * self.head_dim if self.qk_norm else 0) + latent
+
+    @property
+    def head_weights(self) -> int:
+        """Elements of the head, or of the embedding: they are of one size."""
+        return self.vocab_size * self.hidden
+
+    @cached_property
+    def weights(self) -> int:
+        """Elements of the model, tied ones once."""
+        dense = sum(product.weights for product in (*self.attention_products,)) + self.layer_vectors
+        total = self.layers * dense + self.norm_vectors * self.hidden + self.positions * self.hidden
+        total += self.head_weights * (1 if self.tied else 2)
+        with_experts = self.expert_layers
+        total += (self.layers - with_experts) * sum(product.weights for product in self.feed_forward(self.ffn))
+        if self.experts is not None:
+            each = sum(product.weights for product in self.expert_products) * self.experts.count
+            shared = sum(product.weights for product in self.feed_forward(self.experts.shared_ffn))
+            total += with_experts * (each + shared + self.experts.count * self.hidden)
+        return total
+
+    def token_flops(self, sequence_length: int, *, causal: bool = True) -> float:
+        """Return the forward FLOPs of one token, on average over a sequence; as `plan/flops.py` counts them."""
+        products = sum(product.inputs * product.outputs for product in self.attention_products)
+        total = 2.0 * self.layers * products + 2 * self.head_weights * (1 + self.extra_heads)
+        dense, per_key = self.layers - self.expert_layers, 2 * self.heads * (self.head_dim + self.value_dim)
+        total += 2 * dense * sum(product.inputs * product.outputs for product in self.feed_forward(self.ffn))
+        if self.experts is not None:
+            active = self.experts.top_k * sum(p.inputs * p.outputs for p in self.expert_products)
+            active += sum(p.inputs * p.outputs for p in self.feed_forward(self.experts.shared_ffn))
+            total += 2 * self.expert_layers * (active + self.experts.count * self.hidden)
+        for layer in range(self.layers):
+            windowed = self.is_windowed(layer)
+            keys = self.mean_keys(sequence_length, windowed=windowed) if causal else sequence_length
+            total += per_key * keys
+        if self.extra_heads:
+            total *= 1 + self.extra_heads / self.layers
+        return total
+
+
+def anatomy_of(config: ModelConfig, name: str = "") -> Anatomy:
+    """Describe a model that our engine can train."""
+    moe = config.moe
+    return Anatomy(
+        name=name or config.family,
+        layers=config.layers,
+        hidden=config.hidden,
+        heads=config.heads,
+        kv_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        value_dim=config.head_dim,
+        ffn=config.ffn or 0,
+        vocab_size=config.vocab_size,
+        gated=config.gated,
+        tied=config.tied_embeddings,
+        positions=config.max_positions if config.positions == "learned" else 0,
+        norm_vectors=2 if config.norm == "layer" else 1,
+        qkv_bias=config.qkv_bias,
+        output_bias=config.output_bias,
+        mlp_bias=config.mlp_bias,
+        qk_norm=config.qk_norm,
+        window=config.sliding_window,
+        experts=None if moe is None else Experts(moe.experts, moe.top_k, moe.ffn, moe.shared_ffn),
+    )

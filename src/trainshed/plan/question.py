@@ -1,0 +1,74 @@
+"""What is asked of the planner: a job, the layout it must have if any, how long it runs, and where it is kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from trainshed.errors import InputError
+from trainshed.plan.hardware import Hardware
+from trainshed.plan.prediction import Job
+from trainshed.recipe import Layout, ModelConfig
+
+PRECISIONS = ("fp32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4")
+"""The dtypes of matrix products that a plan can be asked for; fp64 is for proofs, on one process."""
+_PEAKS = {"fp32": ("tf32", "fp32"), "mxfp8": ("fp8",), "nvfp4": ("fp4",)}
+
+
+@dataclass(frozen=True)
+class Question:
+    """A job and all that bears on the answer."""
+
+    name: str
+    """Of the recipe, or of the model where there is none."""
+    job: Job
+    config: ModelConfig
+    engine: str
+    layout: Layout | None = None
+    """The layout to judge; None: search."""
+    batch_sizes: tuple[int, ...] = ()
+    """Every global batch the run passes; empty: that of the job alone."""
+    steps: int | None = None
+    gpu_counts: tuple[int, ...] = ()
+    """For a scaling curve: every number of GPUs that is asked about."""
+    price_per_gpu_hour: float | None = None
+    """In dollars; None: the list price of the machine, where the catalog has one."""
+    checkpoint_every: int | None = None
+    """Steps; None where nobody said."""
+    asynchronous_checkpoints: bool = True
+    mtbf_hours: float | None = None
+    """Hours between failures of one node; None: the published figure."""
+    storage_tier: str | None = None
+    storage_size_tib: float | None = None
+    notes: tuple[str, ...] = field(default=())
+    """What was chosen on the way from what a person wrote to this, and why."""
+
+    @property
+    def batches(self) -> tuple[int, ...]:
+        """Every global batch the run passes."""
+        return self.batch_sizes or (self.job.global_batch,)
+
+
+def check_precision(precision: str, hardware: Hardware) -> None:
+    """Refuse a dtype that no plan is made for, and one that the GPU has no published peak for."""
+    if precision not in PRECISIONS:
+        hint = "fp64 is for proofs: write --precision bf16" if precision == "fp64" else f"one of {_either(PRECISIONS)}"
+        raise InputError(f"there is no plan for products in `{precision}`", where="--precision", hint=hint)
+    if not _has_peak(precision, hardware):
+        able = [each for each in PRECISIONS if _has_peak(each, hardware)]
+        raise InputError(
+            f"{hardware.gpu_name} has no published peak for products in {precision}",
+            where="--precision",
+            hint=f"write {_either(able)}",
+        )
+
+
+def _has_peak(precision: str, hardware: Hardware) -> bool:
+    peaks = hardware.gpu.dense_tflops
+    if precision == "mxfp8" and peaks.peak("fp4") is None:
+        # Block scales are the work of the same matrix units that have fp4: Blackwell, CDNA 4.
+        return False
+    return any(peaks.peak(dtype) is not None for dtype in _PEAKS.get(precision, (precision,)))
+
+
+def _either(words: tuple[str, ...] | list[str]) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"

@@ -1,0 +1,146 @@
+"""`--report FILE`: a plan as one HTML page or one SVG, with nothing outside the file."""
+
+from __future__ import annotations
+
+from html import escape
+from pathlib import Path
+
+from trainshed.errors import InputError
+from trainshed.plan.report.answer import Answer, layout_words
+from trainshed.plan.report.charts import layouts_chart, memory_chart, step_chart, timeline_chart
+from trainshed.plan.report.drawing import STYLE, WIDTH, Drawing
+from trainshed.plan.report.explain import seconds
+from trainshed.plan.report.timeline import timeline
+
+_MARGIN = 28
+_PAGE_STYLE = """
+body { margin: 0; background: var(--paper); color: var(--ink); font: 15px/1.5 ui-sans-serif, system-ui, -apple-system,
+  "Segoe UI", Roboto, sans-serif; }
+main { max-width: 960px; margin: 0 auto; padding: 32px 24px 64px; }
+h1 { font-size: 26px; margin: 0; } h2 { font-size: 17px; margin: 36px 0 12px; } p.asked { color: var(--soft); margin: 4px 0 20px; }
+.figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); gap: 12px; }
+.figure { background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: 10px 14px; }
+.figure b { display: block; font-size: 20px; font-variant-numeric: tabular-nums; } .figure span { color: var(--soft); font-size: 13px; }
+.bad b { color: var(--bad); } svg { width: 100%; height: auto; overflow: visible; } code { font-size: 14px; }
+li { margin: 4px 0; } table { border-collapse: collapse; width: 100%; font-size: 14px; } td { border-top: 1px solid var(--line); padding: 6px 12px 6px 0; vertical-align: top; }
+"""
+
+
+def write_report(answer: Answer, path: Path, *, top: int) -> None:
+    """Write the page or the picture, whichever the file's name asks for."""
+    check_report_path(path)
+    text = html_page(answer, top=top) if path.suffix == ".html" else svg_sheet(answer, top=top)
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"cannot be written: {error.strerror}", where=str(path)) from None
+
+
+def check_report_path(path: Path) -> None:
+    """Refuse a file of a kind that is not written, before any work is done."""
+    if path.suffix not in (".html", ".svg"):
+        raise InputError(
+            f"a report is a page or a picture, and `{path.name}` is neither",
+            where="--report",
+            hint=f"write {path.stem}.html or {path.stem}.svg",
+        )
+
+
+def charts(answer: Answer, *, top: int) -> list[tuple[str, Drawing]]:
+    """Return the pictures of an answer with their titles, top to bottom."""
+    chosen = answer.chosen
+    drawn = timeline(chosen, answer.question.job.global_batch)
+    count = f"{drawn.micro_batches:,} micro-batches"
+    if not drawn.is_whole:
+        count = f"{drawn.shown} of {count} drawn: the middle repeats"
+    found = [
+        ("Memory by pipeline stage", memory_chart(chosen)),
+        (f"One step: {seconds(chosen.step_seconds)}", step_chart(chosen)),
+        (f"The step in time, {count}", timeline_chart(drawn)),
+    ]
+    if answer.runners_up:
+        found.append(("The best layouts side by side", layouts_chart([chosen, *answer.runners_up][:top])))
+    return found
+
+
+def svg_sheet(answer: Answer, *, top: int) -> str:
+    """Draw everything on one sheet."""
+    sheet = Drawing(width=WIDTH + 2 * _MARGIN)
+    title, asked = headline(answer)
+    y = float(_MARGIN)
+    body = Drawing()
+    body.text(0, 20, title, "head")
+    body.text(0, 42, asked, "soft")
+    body.text(0, 68, layout_words(answer.chosen.layout), "accent")
+    body.text(0, 90, " · ".join(f"{figure} {word}" for figure, word, _ in figures(answer)))
+    sheet.place(body, _MARGIN, y)
+    y += 128
+    for words, chart in charts(answer, top=top):
+        name = Drawing()
+        name.text(0, 0, words, "title")
+        sheet.place(name, _MARGIN, y)
+        sheet.place(chart, _MARGIN, y + 18)
+        y += 18 + chart.height + 36
+    sheet.height = y
+    paper = Drawing()
+    paper.rect(0, 0, sheet.width, sheet.height, css="paper")
+    sheet.elements = [*paper.elements, *sheet.elements]
+    return sheet.svg(style=STYLE, label=title)
+
+
+def html_page(answer: Answer, *, top: int) -> str:
+    """Write a page that needs nothing but itself."""
+    title, asked = headline(answer)
+    boxes = "".join(
+        f'<div class="figure{" bad" if bad else ""}"><b>{escape(figure)}</b><span>{escape(word)}</span></div>'
+        for figure, word, bad in figures(answer)
+    )
+    drawn = "".join(
+        f"<section><h2>{escape(words)}</h2>\n{chart.svg(label=words)}</section>\n" for words, chart in charts(answer, top=top)
+    )
+    rejected = "".join(
+        f"<tr><td><code>{escape(layout_words(layout, short=True))}</code></td><td>{escape(reason)}</td></tr>"
+        for layout, reason in answer.rejected
+    )
+    return (
+        f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{escape(title)}</title>\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        '<meta name="color-scheme" content="light dark">\n'
+        f"<style>\n{STYLE}{_PAGE_STYLE}</style>\n</head>\n<body>\n<main>\n"
+        f'<h1>{escape(title)}</h1>\n<p class="asked">{escape(asked)}</p>\n'
+        f"<p><code>{escape(layout_words(answer.chosen.layout))}</code></p>\n"
+        f'<div class="figures">{boxes}</div>\n{drawn}'
+        f"{_list('Why this layout', answer.explanation)}{_list('Notes', answer.notes)}"
+        + (f"<section><h2>Rejected</h2>\n<table>{rejected}</table></section>\n" if rejected else "")
+        + "</main>\n</body>\n</html>\n"
+    )
+
+
+def headline(answer: Answer) -> tuple[str, str]:
+    """What was asked: a title, and a line below it."""
+    job = answer.question.job
+    machine = f" ({job.hardware.machine})" if job.hardware.machine else ""
+    return (
+        f"{answer.question.name} on {job.gpus:,} × {job.hardware.gpu_name}{machine}",
+        f"{job.sequence_length:,} tokens × {job.global_batch:,} sequences a step, {job.precision}, "
+        f"{answer.question.engine}",
+    )
+
+
+def figures(answer: Answer) -> list[tuple[str, str, bool]]:
+    """Return the figures that matter most, each with its word and whether it is bad news."""
+    chosen, memory = answer.chosen, answer.chosen.memory
+    return [
+        (seconds(chosen.step_seconds), "a step", False),
+        (f"{chosen.mfu:.1%}", "MFU", False),
+        (f"{chosen.tokens_per_second_per_gpu:,.0f}", "tokens/s/GPU", False),
+        (f"{chosen.tflops_per_gpu:,.0f}", "TFLOP/s/GPU", False),
+        (f"{memory.total:.1f}", f"of {memory.capacity:.1f} GiB" + ("" if chosen.fits else ": too much"), not chosen.fits),
+    ]
+
+
+def _list(title: str, sentences: tuple[str, ...]) -> str:
+    if not sentences:
+        return ""
+    items = "".join(f"<li>{escape(each)}</li>" for each in sentences)
+    return f"<section><h2>{title}</h2>\n<ul>{items}</ul></section>\n"

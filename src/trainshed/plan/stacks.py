@@ -1,0 +1,140 @@
+"""What is known of the software that steps the model: its habits, and constants fitted to its measurements.
+
+The constants are in `stacks.yaml`, each with the measurements behind it; `benchmarks/fit_planner.py` fits them anew.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from trainshed.errors import InputError
+from trainshed.recipe.yaml_source import parse
+
+_FILE = Path(__file__).with_name("stacks.yaml")
+
+
+@dataclass(frozen=True)
+class Habits:
+    """What one run does otherwise than the usual of its engine."""
+
+    sequence_parallel: bool = True
+    head_chunk: int | None = None
+    """The chunk that holds the head where it is not the last."""
+    selective: str = "core_attn"
+    """What `recompute: selective` computes again, joined by +."""
+    ep_overlap: bool = False
+    """Expert all-to-alls run under the other half of a split micro-batch."""
+    graphs: float = 0.0
+    """Share of the launches that CUDA graphs save."""
+    trained_share: float = 1.0
+    """Share of the weights that are trained: 0 stands for adapters."""
+    power: float = 1.0
+    """Clock under a lower power limit, as a share of the usual one."""
+
+
+@dataclass(frozen=True)
+class Stack:
+    """One engine as the planner sees it. Times are of one GPU; the defaults are those of a tidy PyTorch engine."""
+
+    name: str
+    source: str = ""
+    # Products and kernels.
+    gemm: float = 1.0
+    """Speed of matrix products against the GPU's reach alone on the card: power limits and neighbours take some."""
+    gemm_fp8: float = 1.0
+    """The same for fp8 and fp4, casts and scales included."""
+    attention: float = 0.55
+    """Share of the dense peak that attention reaches on long sequences with heads of 128."""
+    elementwise: float = 1.0
+    """Bytes moved by norms, activations, rotary turns and residuals, against fused kernels."""
+    loss_passes: float = 4.0
+    """Times the logits are read or written by the loss, in fp32."""
+    # Launches.
+    host_layer_us: float = 300.0
+    """What the host needs to launch a layer forward and backward; the GPU waits where it is quicker."""
+    host_collective_us: float = 0.0
+    """More of it with tensor parallel: collectives are waited for on other streams."""
+    host_expert_us: float = 300.0
+    """More of it where a layer has experts: routing is read back by the host."""
+    host_micro_batch_us: float = 500.0
+    """What every micro-batch costs the host besides its layers."""
+    step_ms: float = 10.0
+    """What every step costs whatever its size: data, clipping, logging."""
+    # Tensor, context, expert, pipeline communication.
+    tp_hidden: float = 0.0
+    """Share of the tensor-parallel communication that runs under products."""
+    cp_hidden: float = 0.5
+    ep_hidden: float = 0.0
+    ep_bandwidth: float = 0.6
+    """Of the link's speed, what an all-to-all reaches."""
+    pp_hidden: float = 0.0
+    pipeline_hop_us: float = 0.0
+    """What each tensor-parallel neighbour adds to a layer once a pipeline crosses nodes."""
+    pipeline_layer_us: float = 0.0
+    # Data parallel.
+    dp_hidden: float = 0.8
+    """Share of the last backward pass under which gradients may be reduced."""
+    gather_hidden: float = 0.0
+    """Share of the first forward pass under which weights may be gathered."""
+    network: float = 0.8
+    """Of the line rate between nodes, what large collectives reach."""
+    link: float = 0.75
+    """Of the rate inside a node, what large collectives reach."""
+    hop_us: float = 20.0
+    """Latency of one step of a ring between nodes; inside one it is an eighth."""
+    reduce_bytes: float = 4.0
+    """Bytes of a gradient on the wire."""
+    optimizer: float = 1.0
+    """Time of the optimiser against its bytes at the speed of memory."""
+    fsdp_slowdown: float = 0.0
+    """Share of hidden weight gathering that slows the kernels above it."""
+    imbalance: float = 1.0
+    """How much longer the slowest rank of a micro-batch takes than the mean: jitter, routing."""
+    # Memory.
+    weight_bytes: float = 2.0
+    gradient_bytes: float = 4.0
+    """Bytes of a kept gradient, per weight."""
+    optimizer_bytes: float = 12.0
+    """Master weights and moments."""
+    hidden_bytes: float = 8.0
+    """Kept for backward per token and unit of the residual stream's width in a layer: two norms in and out."""
+    head_bytes: float = 4.0
+    """Kept per token and unit of the width of queries, keys and values."""
+    inner_bytes: float = 6.0
+    """Kept per token and unit of a gated block's inner width; two thirds of it where there is no gate."""
+    logit_bytes: float = 10.0
+    """Per logit of a micro-batch at the peak of the loss."""
+    work_bytes: float = 8.0
+    """Of backward through one layer, per token and unit of the inner width."""
+    step_bytes: float = 0.0
+    """What the optimiser's step makes besides, per weight of the rank."""
+    buffer_gib: float = 0.3
+    """Workspaces and communication buffers inside the allocator."""
+    context_gib: float = 1.5
+    """What the driver and the communication library hold outside it."""
+    reserve: float = 0.04
+    """What the allocator holds beyond what is allocated."""
+
+
+@cache
+def _document() -> dict[str, dict[str, Any]]:
+    return dict(parse(_FILE.read_text(encoding="utf-8"), _FILE.name).value)
+
+
+def stack_names() -> list[str]:
+    """Return the names of all stacks."""
+    return list(_document())
+
+
+@cache
+def stack(name: str) -> Stack:
+    """Return a stack by name."""
+    known = _document()
+    if name not in known:
+        raise InputError(f"the engine `{name}` has no constants in the planner", hint=f"known: {', '.join(known)}")
+    names = {field.name for field in fields(Stack)}
+    values = {key: value for key, value in known[name].items() if key in names}
+    return Stack(name=name, **values)
