@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.style import Style
 from rich.text import Text
 
-COLUMNS, LINES = 118, 60
+COLUMNS, LINES = 118, 90
 IMAGES = Path(__file__).parent / "images"
 COLOURS = {"default": None, "brown": "yellow", "brightbrown": "bright_yellow"}
 
@@ -60,10 +60,12 @@ def _run(command: list[str], folder: str, stream: pyte.ByteStream) -> None:
 
 def _line(screen: pyte.Screen, y: int) -> Text:
     cells = [screen.buffer[y][x] for x in range(COLUMNS)]
+    while cells and cells[-1].data == " " and cells[-1].bg == "default":
+        cells.pop()
     text = Text()
-    for (colour, bold), run in groupby(cells, key=lambda cell: (cell.fg, cell.bold)):
-        text.append("".join(cell.data for cell in run), Style(color=_colour(colour), bold=bold))
-    text.rstrip()
+    for (colour, behind, bold), run in groupby(cells, key=lambda cell: (cell.fg, cell.bg, cell.bold)):
+        style = Style(color=_colour(colour), bgcolor=_colour(behind), bold=bold)
+        text.append("".join(cell.data for cell in run), style)
     return text
 
 
@@ -104,6 +106,8 @@ def main() -> None:
             "data:\n  sequence_lenght: 8192\n  train: [{path: corpus/*.jsonl}]\n"
             "train: {steps: 1e3, global_batch: no, optimizer: {lr: 3e-4}}\n"
         )
+        asked = "--model llama3-70b --on gke-a3-mega --gpus 128 --seq 8192 --global-batch 1024 --precision fp8"
+        take("plan", "a plan", [["plan", *asked.split(), *"--engine megatron --tokens 1T --top 4".split()]], folder)
         take("errors", "what, where, and what to write instead", [["run", "recipe.yaml"]], folder)
 
 

@@ -250,6 +250,17 @@ def test_a_store_that_is_no_folder_is_refused(tmp_path: Path) -> None:
         run_line(recipe)
 
 
+@pytest.mark.parametrize(
+    ("verb", "cluster", "target"), [("run", "slurm-h100", "slurm"), ("train", "gke-a3-mega", "kubernetes")]
+)
+def test_a_cluster_that_this_version_cannot_run_on_is_refused_by_name(
+    verb: str, cluster: str, target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_cli([verb, str(write_recipe(tmp_path, "{script: numbers.py}")), "--on", cluster]) == 2
+    assert f"this version cannot run on {target} yet" in capsys.readouterr().err
+    assert not (tmp_path / "store").exists()
+
+
 def test_a_tokenizer_larger_than_the_text_can_give_says_how_large_it_may_be(tmp_path: Path) -> None:
     write_script(tmp_path)
     recipe = load_recipe(str(write_recipe(tmp_path, "{script: numbers.py}", tokenizer="{train: {vocab_size: 5000}}")))

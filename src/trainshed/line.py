@@ -22,6 +22,8 @@ from trainshed.data.order import DataOrder
 from trainshed.data.run_orders import PreparedData, run_orders
 from trainshed.errors import InputError, MissingExtra, NotFound
 from trainshed.plan import RankLayout, layout_problems, layout_warnings, resolve_layout
+from trainshed.plan.automatic import Chosen, RunSizes, choose_for_cpu, choose_for_gpus, local_hardware
+from trainshed.plan.hardware import Hardware
 from trainshed.recipe import Cluster, Layout, ModelConfig, Recipe, load_cluster, load_recipe, run_id, to_yaml
 from trainshed.recipe.data import SourceKeys
 from trainshed.recipe.messages import as_recipe_error, validate
@@ -102,7 +104,6 @@ def run_line(
 ) -> PreparedRun:
     """Make everything a recipe's training needs and does not have yet; no GPU is held meanwhile."""
     cluster = cluster or load_cluster()
-    cluster.check_runs_here()
     options = store_options(cluster)
     store = _store_root(recipe, cluster)
     resolved = resolve(recipe, options)
@@ -164,7 +165,6 @@ def _keep_prepared(run: PreparedRun) -> None:
 def open_run(recipe: Recipe, cluster: Cluster | None = None, *, id: str | None = None) -> PreparedRun:
     """Open what `run_line` made; no artefact is made or changed."""
     cluster = cluster or load_cluster()
-    cluster.check_runs_here()
     options = store_options(cluster)
     store = _store_root(recipe, cluster)
     resolved = resolve(recipe, options)
@@ -203,6 +203,8 @@ def store_options(cluster: Cluster) -> StoreOptions:
 
 
 def _store_root(recipe: Recipe, cluster: Cluster) -> Path:
+    """Where the line keeps what it makes; every stage asks, so this is also where other targets are refused."""
+    cluster.check_runs_here()
     root = parse(recipe.store or cluster.store_root)
     if root.scheme != "file":
         raise InputError(
@@ -256,11 +258,30 @@ def check_trainable(recipe: Recipe, *, chosen: bool = False) -> None:
             hint="write `stage: direct`",
         )
     if isinstance(recipe.layout, str) and not chosen:
-        raise InputError(
-            "`layout: auto` needs the planner, which is not built yet",
-            where=recipe.where("layout"),
-            hint="write `layout: {dp: 1}` in the recipe, or --layout dp=1",
-        )
+        _local_hardware()
+
+
+def _local_hardware() -> Hardware | None:
+    """The GPUs that `layout: auto` would plan for, None without any; those that are not in the catalog are an error."""
+    from trainshed.engines.torch.place import gpu_count, gpu_device_name
+
+    gpus = gpu_count()
+    return local_hardware(gpu_device_name(), gpus) if gpus else None
+
+
+def automatic_layout(run: PreparedRun, *, world_size: int | None = None) -> Chosen:
+    """Choose the layout of a run on this machine: on all its GPUs, or on one CPU process; or on `world_size` ranks."""
+    sizes = RunSizes(
+        run.config,
+        run.order.sequence_length,
+        tuple(run.order.schedule.sizes),
+        run.recipe.train.precision,
+        run.recipe.engine.name,
+    )
+    hardware = _local_hardware()
+    if hardware is None:
+        return choose_for_cpu(sizes, world_size or 1)
+    return choose_for_gpus(sizes, hardware, world_size or hardware.gpus_per_node)
 
 
 def run_layout(
@@ -270,19 +291,35 @@ def run_layout(
     world_size: int | None = None,
     reporter: Reporter = SILENT,
 ) -> RankLayout:
-    """Return the layout a run trains on: the recipe's with `keys` over it, filled in and checked."""
+    """Return the layout a run trains on, filled in and checked: the recipe's with `keys` over it, or the planner's."""
+    return planned_layout(run, keys=keys, world_size=world_size, reporter=reporter).layout
+
+
+def planned_layout(
+    run: PreparedRun,
+    *,
+    keys: dict[str, object] | None = None,
+    world_size: int | None = None,
+    reporter: Reporter = SILENT,
+) -> Chosen:
+    """Return the layout a run trains on, as `run_layout` does, with the planner's reasons where it chose."""
     check_trainable(run.recipe, chosen=bool(keys))
-    recipe, written = run.recipe, run.recipe.layout
-    plain = {} if isinstance(written, str) else written.model_dump(exclude_unset=True)
-    wanted = validate(Layout, Document(plain | (keys or {}), Places("--layout")))
-    layout = resolve_layout(wanted, run.config, world_size=world_size)
+    written = run.recipe.layout
+    if isinstance(written, str) and not keys:
+        chosen = automatic_layout(run, world_size=world_size)
+    else:
+        plain = {} if isinstance(written, str) else written.model_dump(exclude_unset=True)
+        wanted = validate(Layout, Document(plain | (keys or {}), Places("--layout")))
+        chosen = Chosen(resolve_layout(wanted, run.config, world_size=world_size))
+    for reason in chosen.reasons:
+        reporter.note(reason)
     asked = {"sequence_length": run.order.sequence_length, "batch_sizes": run.order.schedule.sizes}
-    problems = layout_problems(layout, run.config, **asked)
+    problems = layout_problems(chosen.layout, run.config, **asked)
     if problems:
-        raise as_recipe_error(problems, recipe.places)
-    for warning in layout_warnings(layout, run.config, **asked):
+        raise as_recipe_error(problems, run.recipe.places)
+    for warning in layout_warnings(chosen.layout, run.config, **asked):
         reporter.warn(warning)
-    return layout
+    return chosen
 
 
 def checkpoint_home(run: PreparedRun, options: StoreOptions | None = None) -> tuple[Store, str] | None:

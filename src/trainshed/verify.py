@@ -28,7 +28,7 @@ from trainshed.checkpoints.native.retention import remove_checkpoint
 from trainshed.data.run_orders import PreparedData, run_orders
 from trainshed.errors import InputError, TrainshedError
 from trainshed.launch.here import train_here
-from trainshed.line import PreparedRun, check_trainable, keep_run, run_layout, run_line, store_options
+from trainshed.line import PreparedRun, check_trainable, keep_run, planned_layout, run_layout, run_line, store_options
 from trainshed.models.hf_config import read_hf_config
 from trainshed.models.parameters import parameter_count
 from trainshed.observe.comparison import BITWISE, FLOAT64, Comparison, compare
@@ -117,7 +117,10 @@ def verify(
     check_trainable(recipe, chosen=bool(layout_keys))
     cluster = cluster or load_cluster()
     whole = _whole(recipe, store_options(cluster))
-    asked = run_layout(whole, keys=layout_keys)
+    chosen = planned_layout(whole, keys=layout_keys)
+    for reason in chosen.reasons:
+        reporter.note(reason)
+    asked = chosen.layout
     if asked.world_size == 1:
         reporter.note("the layout is one process: its micro-batches, its recomputation and its resuming are checked")
     small, on_gpus = _made_to_fit(whole, asked, reporter)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
-from trainshed.catalog import Gpu, gpu, gpu_by_device_name, gpu_names
-from trainshed.errors import InputError
-from trainshed.recipe.yaml_source import parse
+from trainshed.catalog import Gpu, find_gpu, gpu, gpu_by_device_name, gpu_from_file, gpu_names
+from trainshed.errors import InputError, RecipeError
 
 PROMISED = ["a10g", "l40s", "a100-40gb", "a100-80gb", "h100-sxm", "h100-pcie", "h200", "b200", "gb200", "b300", "gb300"]
 PROMISED += ["mi300x", "mi325x", "mi355x"]
@@ -69,19 +69,59 @@ def test_no_two_gpus_share_a_device_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "near"), [("h100", "h100-sxm or h100-pcie"), ("A100_80GB", "a100-80gb"), ("mi350x", "mi355x")]
+    ("typed", "name"),
+    [("h100", "h100-sxm"), ("H100", "h100-sxm"), ("A100_80GB", "a100-80gb"), ("gb200", "gb200"), ("mi300", "mi300x")],
 )
-def test_a_misspelt_gpu_gets_the_nearest(wrong: str, near: str) -> None:
+def test_what_people_type_is_understood(typed: str, name: str) -> None:
+    assert gpu(typed) is gpu(name)
+    assert gpu(typed).name == name
+
+
+def test_no_two_gpus_share_an_alias() -> None:
+    names = [*gpu_names(), *(alias for name in gpu_names() for alias in gpu(name).aliases)]
+    assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "near"), [("a100", "a100-40gb or a100-80gb"), ("mi350x", "mi355x"), ("h100-nvl", "h100-sxm?")]
+)
+def test_a_misspelt_or_ambiguous_gpu_gets_the_nearest(wrong: str, near: str) -> None:
     with pytest.raises(InputError) as caught:
         gpu(wrong)
     assert caught.value.what == f"there is no GPU `{wrong}` in the catalog"
     assert (caught.value.hint or "").startswith(f"did you mean {near}")
 
 
-def test_an_unknown_gpu_is_told_how_to_describe_one() -> None:
+def test_an_unknown_gpu_is_told_how_to_describe_one_and_that_description_works(tmp_path: Path) -> None:
     with pytest.raises(InputError) as caught:
         gpu("zzzzzz")
     known, describing = (caught.value.hint or "").split("\n")
     assert known == f"known GPUs: {', '.join(PROMISED)}"
-    entry = parse(describing[describing.index("NAME:") :], "hint").value["NAME"]
-    assert Gpu.model_validate(entry).dense_tflops.bf16 == 300.0
+    assert "--gpu ./mygpu.yaml" in describing
+    file = tmp_path / "mygpu.yaml"
+    file.write_text(describing[describing.index("NAME:") :])
+    found = find_gpu(str(file))
+    assert isinstance(found, Gpu)
+    assert (found.name, found.dense_tflops.bf16, found.machine) == ("NAME", 300.0, "dgx-h100")
+
+
+def test_a_described_gpu_is_checked_with_its_line(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("mine:\n  source: me\n  device_names: [X]\n  memory_gb: 80.0\n")
+    with pytest.raises(RecipeError) as caught:
+        gpu_from_file(file)
+    assert f"{file}:4 (memory_gb): unknown key `memory_gb`; did you mean memory_gib?" in caught.value.what
+
+
+@pytest.mark.parametrize("text", ["a: {source: x}\nb: {source: y}\n", "a: 3\n"])
+def test_a_file_describes_one_gpu(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "two.yaml"
+    file.write_text(text)
+    with pytest.raises(RecipeError, match="the file must describe one GPU under its name"):
+        gpu_from_file(file)
+
+
+def test_a_file_that_is_not_there_is_named() -> None:
+    with pytest.raises(InputError) as caught:
+        find_gpu("nowhere/mine.yaml")
+    assert (caught.value.what, caught.value.where) == ("cannot be read: No such file or directory", "nowhere/mine.yaml")

@@ -195,8 +195,8 @@ def test_all_problems_come_at_once() -> None:
 
 def test_an_engine_whose_rules_are_not_here_is_not_waved_through() -> None:
     layout = resolve_layout(Layout(), DENSE)
-    with pytest.raises(InputError, match="what the engine megatron can run is not known here"):
-        layout_problems(layout, DENSE, sequence_length=64, batch_sizes=[8], engine="megatron")
+    with pytest.raises(InputError, match="what the engine maxtext can run is not known here"):
+        layout_problems(layout, DENSE, sequence_length=64, batch_sizes=[8], engine="maxtext")
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,10 @@ secrets:
   OTHER: {k8s: hf-token/hf-token}
 nodes: {default: 2, max: 4}
 machine: laptop
+storage: {tier: minio-nvme, size_tib: 16, servers: 4}
+calibration: calibrations/minio.yaml
+price_per_gpu_hour: 2.5
+mtbf_hours: 6000
 """
 
 
@@ -59,6 +63,20 @@ def test_a_full_cluster_file_loads_and_loads_back_equal(project: Path) -> None:
     assert load_cluster("again") == cluster
 
 
+def test_other_targets_are_planned_for_and_refused_by_name_where_they_would_run(project: Path) -> None:
+    file = project / "clusters" / "mine.yaml"
+    file.write_text("name: mine\ntarget: slurm\n")
+    with pytest.raises(RecipeError) as caught:
+        load_cluster("mine").check_runs_here()
+    assert caught.value.exit_code == 2
+    assert caught.value.where == "clusters/mine.yaml:2 (target)"
+    assert caught.value.what == "this version cannot run on slurm yet: it runs on `local` only"
+    assert caught.value.hint == (
+        "`trainshed plan RECIPE --on mine` plans for it; leave --on out to run on this machine"
+    )
+    load_cluster("local").check_runs_here()
+
+
 def test_the_project_wins_over_the_user_and_the_user_over_the_shipped(project: Path) -> None:
     assert load_cluster("local").machine is None
     user = project / "config" / "trainshed" / "clusters" / "local.yaml"
@@ -89,7 +107,14 @@ def test_a_misspelt_cluster_gets_the_nearest(project: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "where", "what", "hint"),
     [
-        ("target: slurm", "(target)", "`slurm` is not known", "this version knows local"),
+        ("target: slum", "(target)", "`slum` is not one of local, slurm, kubernetes, ray", "did you mean slurm?"),
+        (
+            "target: local\nstorage: {size_tib: 4}",
+            "(storage.tier)",
+            "is missing",
+            "write for example `tier: amlfs-250`",
+        ),
+        ("target: local\nmtbf_hours: 0", "(mtbf_hours)", "must be more than 0, and is 0", None),
         ("target: local\nqueue: x", "(queue)", "unknown key `queue`", None),
         (
             "target: local\nstores: {ftp: {}}",

@@ -102,7 +102,8 @@ class Table(Generic[Kind]):
     def _hint(self, name: str) -> str:
         wanted = _plain(name)
         beginning = [known for known in self._values if known.startswith(wanted)]
-        near = beginning or difflib.get_close_matches(wanted, self._known, n=3, cutoff=0.6)
+        alike = difflib.get_close_matches(wanted, self._known, n=3, cutoff=0.6)
+        near = beginning or list(dict.fromkeys(self._known[each] for each in alike))
         hint = f"did you mean {' or '.join(near)}?" if near else f"known {self.noun}s: {', '.join(self._values)}"
         return f"{hint}\n{self.how_to_describe}" if self.how_to_describe else hint
 

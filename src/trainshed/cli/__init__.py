@@ -17,6 +17,7 @@ from trainshed.errors import TrainshedError
 
 VERBS = {
     "run": ("trainshed.cli.run:run", "The whole line of a recipe; skips what is already proven."),
+    "plan": ("trainshed.cli.plan:app", "The layout of a training: chosen, predicted, explained."),
     "train": ("trainshed.cli.train:train", "The train stage alone, here."),
     "verify": ("trainshed.cli.verify:verify", "A layout against one process, on a shrunk model."),
     "checkpoints": ("trainshed.cli.checkpoints:checkpoints", "List, verify and prune the checkpoints of a run."),

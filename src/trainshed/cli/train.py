@@ -90,21 +90,22 @@ def train_stage(run: PreparedRun, layout_text: str | None, for_ranks: Sequence[s
     from trainshed.cli.console import reporter
     from trainshed.cli.progress import training_progress
     from trainshed.launch.here import train_here
-    from trainshed.line import keep_run, run_layout
+    from trainshed.line import keep_run, planned_layout
     from trainshed.plan import parse_layout
 
     keys = parse_layout(layout_text) if layout_text else None
-    layout = run_layout(run, keys=keys, reporter=reporter())
+    chosen = planned_layout(run, keys=keys, reporter=reporter())
     keep_run(run)
     with training_progress(run.steps) as on_event:
         trained = train_here(
             run.folder,
-            layout,
+            chosen.layout,
             precision=run.recipe.train.precision,
+            reasons=chosen.reasons,
             worker_arguments=for_ranks,
             on_event=on_event,
         )
-    return _report(run, str(layout), trained.attempt, trained.exit_code)
+    return _report(run, str(chosen.layout), trained.attempt, trained.exit_code)
 
 
 def exit_code(data: dict[str, Any]) -> int:

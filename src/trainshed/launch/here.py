@@ -41,6 +41,7 @@ def train_here(
     layout: RankLayout,
     *,
     precision: str,
+    reasons: Sequence[str] = (),
     worker_arguments: Sequence[str] = (),
     on_event: Callable[[dict[str, Any]], None] = lambda _: None,
     environment: dict[str, str] | None = None,
@@ -49,12 +50,13 @@ def train_here(
 ) -> Trained:
     """Train a prepared run with all its ranks on this machine; raises what ended it, unless somebody asked it to stop.
 
-    `worker_arguments` tell each rank which cluster it is on. `grace_seconds` is how long ranks may take for their last
-    checkpoint after a request to stop, `failure_grace_seconds` how long to write down where they stood when one fails.
+    `reasons` say why the planner chose the layout, for the plan that is kept. `worker_arguments` tell each rank which
+    cluster it is on. `grace_seconds` is how long ranks may take for their last checkpoint after a request to stop,
+    `failure_grace_seconds` how long to write down where they stood when one fails.
     """
     store = LocalStore(run_folder)
     attempt = take_attempt(store, "").number
-    write_plan(store, attempt, layout)
+    write_plan(store, attempt, layout, reasons)
     follower = EventFollower(run_folder)
     # What earlier attempts wrote is no news.
     follower.poll()
@@ -98,9 +100,9 @@ def _tiles_are_forbidden() -> bool:
     return subprocess.run([sys.executable, "-c", tried], capture_output=True).returncode == -signal.SIGILL
 
 
-def write_plan(store: LocalStore, attempt: int, layout: RankLayout) -> None:
-    """Keep what an attempt's ranks are to run."""
-    body = {"schema": PLAN_SCHEMA, "attempt": attempt, "layout": asdict(layout)}
+def write_plan(store: LocalStore, attempt: int, layout: RankLayout, reasons: Sequence[str] = ()) -> None:
+    """Keep what an attempt's ranks are to run, and why the planner chose it; no reasons where a person did."""
+    body = {"schema": PLAN_SCHEMA, "attempt": attempt, "layout": asdict(layout), "reasons": list(reasons)}
     store.put(f"plans/attempt-{attempt:04d}.json", orjson.dumps(body, option=orjson.OPT_INDENT_2) + b"\n")
 
 

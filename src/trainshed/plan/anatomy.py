@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from trainshed.recipe import ModelConfig
 
@@ -32,6 +32,13 @@ class Product:
     def weights(self) -> int:
         """Number of elements, the bias too."""
         return self.inputs * self.outputs + (self.outputs if self.bias else 0)
+
+
+class LayerKind(NamedTuple):
+    """What tells the layers of a model apart."""
+
+    experts: bool
+    windowed: bool
 
 
 @dataclass(frozen=True)
@@ -147,6 +154,16 @@ class Anatomy:
     def is_windowed(self, layer: int) -> bool:
         """Whether a layer looks back through the window only."""
         return self.window is not None and layer % self.windowed_every == 0
+
+    def kinds(self, layers: range) -> dict[LayerKind, int]:
+        """Return how many of these layers are of each kind."""
+        if self.experts is None and self.window is None:
+            return {LayerKind(False, False): len(layers)} if layers else {}
+        found: dict[LayerKind, int] = {}
+        for layer in layers:
+            kind = LayerKind(self.has_experts(layer), self.is_windowed(layer))
+            found[kind] = found.get(kind, 0) + 1
+        return found
 
     def mean_keys(self, sequence_length: int, *, windowed: bool) -> float:
         """Return how many keys a token looks at, on average over a sequence with causal attention."""

@@ -5,14 +5,10 @@ from __future__ import annotations
 from math import inf
 
 from trainshed.plan.layout import RankLayout
-from trainshed.plan.prediction import Job, Prediction
 from trainshed.plan.predict import predict
+from trainshed.plan.prediction import Job, Prediction
 
 _GIB = 2**30
-_LEAST_BYTES = {"fp32": (4, 4), "fp8": (1, 2), "mxfp8": (1, 2), "nvfp4": (1, 2)}
-"""Bytes of a weight and of its gradient, the least that any engine keeps; two and two where not listed."""
-_OPTIMIZER_BYTES = 6
-"""The least that Adam keeps: moments in bf16 and a master copy of two bytes more than the weight."""
 _SLACK = 0.98
 """For what differs between layouts of one shape and is no part of the bound's argument: rounding, uneven chunks."""
 
@@ -25,7 +21,9 @@ class StateBound:
         each = sum(product.weights for product in model.expert_products)
         self._experts = 0 if found is None else model.expert_layers * found.count * each
         self._dense = model.weights - self._experts
-        self._weight_bytes, self._gradient_bytes = _LEAST_BYTES.get(job.precision, (2, 2))
+        stack, trained = job.stack, job.habits.trained_share
+        self._weight, self._gradient = stack.weight_bytes, stack.gradient_bytes * trained
+        self._optimizer = stack.optimizer_bytes * trained
 
     def __call__(self, layout: RankLayout) -> float:
         """Return the average over the pipeline's stages: the fullest has no less."""
@@ -38,9 +36,9 @@ class StateBound:
     def _bytes(self, layout: RankLayout, ranks: int) -> float:
         if layout.shard == "none":
             ranks = 1
-        weights = self._weight_bytes / (ranks if layout.shard == "full" else 1)
-        gradients = self._gradient_bytes / (ranks if layout.shard in ("zero2", "full") else 1)
-        return weights + gradients + _OPTIMIZER_BYTES / ranks
+        weights = self._weight / (ranks if layout.shard == "full" else 1)
+        gradients = self._gradient / (ranks if layout.shard in ("zero2", "full") else 1)
+        return weights + gradients + self._optimizer / ranks
 
 
 class TimeBound:

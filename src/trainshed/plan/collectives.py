@@ -46,7 +46,17 @@ def group_of(size: int, stride: int, hardware: Hardware, stack: Stack) -> Group:
     network = hardware.network_gb_per_s * stack.network
     # Inside a domain wider than a node (a rack of NVLink) members still bring their own network share.
     hops = (nodes - 1) * stack.hop_us + (near - 1) * stack.hop_us / _NEAR
-    return Group(size, near, min(link, near * network), hops)
+    return Group(size, near, min(link, (1 + (near - 1) * stack.rails) * network), hops)
+
+
+def tensor_group(size: int, hardware: Hardware, stack: Stack) -> Group:
+    """Return a tensor-parallel group: neighbours, and where it leaves the node, with latencies and rails of its own."""
+    group = group_of(size, 1, hardware, stack)
+    if group.near == size:
+        return group
+    nodes = -(-size // group.near)
+    speed = min(group.gb_per_s, group.near * hardware.network_gb_per_s * stack.network * stack.far_rails)
+    return Group(size, group.near, speed, (nodes - 1) * stack.far_tp_us)
 
 
 def all_to_all_seconds(volume: float, group: Group, hardware: Hardware, stack: Stack, *, copies: float = 1.0) -> float:

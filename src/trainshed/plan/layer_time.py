@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trainshed.plan.anatomy import Product
-from trainshed.plan.collectives import all_to_all_seconds, group_of
+from trainshed.plan.anatomy import LayerKind, Product
+from trainshed.plan.collectives import all_to_all_seconds, group_of, tensor_group
 from trainshed.plan.layout import RankLayout
 from trainshed.plan.prediction import Job
 from trainshed.plan.reach import Reach, reach_of
@@ -85,20 +85,33 @@ class Kernels:
     def attention(self, batch: float, queries: float, mean_keys: float, heads: float) -> tuple[float, float]:
         """Return forward and backward seconds of attention proper; backward has 2.5 times the products."""
         model, reach = self.job.model, self.reach
+        if self.job.stack.score_passes:
+            return self._written_attention(batch, queries, heads)
         flops = 2 * batch * queries * mean_keys * heads * (model.head_dim + model.value_dim)
         width = min(1.0, (model.head_dim + model.value_dim) / 256) ** 0.4
         speed = self.half_peak * reach.attention * self.job.stack.attention * width
         forward = flops / speed * (1 + reach.attention_length / mean_keys)
         return forward + self.start, 2.5 * forward / reach.attention_backward + self.start
 
+    def _written_attention(self, batch: float, queries: float, heads: float) -> tuple[float, float]:
+        """Attention before FlashAttention: two products over the whole square, and softmax through memory."""
+        scores = batch * heads * queries * self.job.sequence_length
+        flops = 2 * scores * (self.job.model.head_dim + self.job.model.value_dim)
+        # One of the two products has the width of a head as its depth.
+        depth = 1 + self.reach.depth / self.job.model.head_dim / 2
+        products = flops / (self.half_peak * self.job.stack.gemm * self.reach.forward) * depth
+        softmax = self.moved(2 * scores * self.job.stack.score_passes)
+        return products + softmax, 2 * products + softmax
+
     def moved(self, volume: float) -> float:
         """Return the seconds of reading and writing this many bytes."""
         return volume / self.bytes_per_second
 
 
-def layer_times(job: Job, layout: RankLayout, kernels: Kernels, *, experts: bool, windowed: bool) -> LayerTimes:
+def layer_times(job: Job, layout: RankLayout, kernels: Kernels, kind: LayerKind) -> LayerTimes:
     """Predict one layer."""
     stack, model = job.stack, job.model
+    experts, windowed = kind
     tokens = layout.micro_batch * job.sequence_length / layout.cp
     forward, backward = _attention_block(job, layout, kernels, tokens, windowed=windowed)
     tp_forward, tp_backward = _tensor_parallel(job, layout, tokens, experts=experts)
@@ -214,7 +227,7 @@ def _tensor_parallel(job: Job, layout: RankLayout, tokens: float, *, experts: bo
     """Seconds forward and backward: gather and scatter around each block, or an all-reduce after it."""
     if layout.tp == 1:
         return 0.0, 0.0
-    group = group_of(layout.tp, 1, job.hardware, job.stack)
+    group = tensor_group(layout.tp, job.hardware, job.stack)
     ring = group.ring_seconds(2 * tokens * job.model.hidden)
     # Experts take the tokens each rank has: no gather and no scatter around their block, unless they are cut too.
     blocks = 1 if experts and layout.etp == 1 else 2

@@ -62,6 +62,10 @@ class MachineMeasurements:
     """Between two of the smallest kernels, one behind the other."""
     all_reduces: tuple[AllReduce, ...]
     """Empty with one GPU."""
+    fabric: str | None = None
+    """The network cards that were found, by the fabric's name in the catalog; nothing was sent over them."""
+    network_gbps: float | None = None
+    """Line rate of those cards together, 10^9 bits a second."""
 
     def best_tflops(self, dtype: str) -> float | None:
         """Return the fastest product of a dtype, None where it was not measured."""

@@ -54,9 +54,9 @@ def rank_weights(job: Job, layout: RankLayout, rank: int) -> tuple[float, float,
     dense = expert = 0.0
     unit = 0.0
     for chunk in layout.chunks(rank):
-        for layer in layout.chunk_layers(chunk):
-            one_dense, one_expert = layer_weights(model, layout, layer)
-            dense, expert = dense + one_dense, expert + one_expert
+        for kind, count in model.kinds(layout.chunk_layers(chunk)).items():
+            one_dense, one_expert = layer_weights(model, layout, experts=kind.experts)
+            dense, expert = dense + count * one_dense, expert + count * one_expert
             unit = max(unit, one_dense + one_expert)
     ends = model.head_weights / layout.tp
     first, last = rank == 0, rank == head_rank(job, layout)
@@ -67,23 +67,23 @@ def rank_weights(job: Job, layout: RankLayout, rank: int) -> tuple[float, float,
         if not (model.tied and first):
             dense += ends
         for _ in range(model.extra_heads):
-            one_dense, one_expert = layer_weights(model, layout, model.layers - 1)
+            one_dense, one_expert = layer_weights(model, layout, experts=model.has_experts(model.layers - 1))
             dense, expert = dense + one_dense + 2 * model.hidden**2, expert + one_expert
     return dense, expert, max(unit, ends if first or last else 0.0)
 
 
-def layer_weights(model: Anatomy, layout: RankLayout, layer: int) -> tuple[float, float]:
+def layer_weights(model: Anatomy, layout: RankLayout, *, experts: bool) -> tuple[float, float]:
     """Return how many dense and expert weights of a layer one rank computes with."""
     split = sum(product.weights / (1 if product.cut == "none" else layout.tp) for product in model.attention_products)
     dense = split + model.layer_vectors
-    if not model.has_experts(layer):
+    if not experts:
         return dense + sum(product.weights for product in model.feed_forward(model.ffn)) / layout.tp, 0.0
-    experts = model.experts
-    assert experts is not None, "a layer with experts"
-    dense += experts.count * model.hidden
-    dense += sum(product.weights for product in model.feed_forward(experts.shared_ffn)) / layout.tp
+    routed = model.experts
+    assert routed is not None, "a layer with experts"
+    dense += routed.count * model.hidden
+    dense += sum(product.weights for product in model.feed_forward(routed.shared_ffn)) / layout.tp
     each = sum(product.weights for product in model.expert_products)
-    return dense, experts.count * each / (layout.ep * layout.etp)
+    return dense, routed.count * each / (layout.ep * layout.etp)
 
 
 def _states(
@@ -123,9 +123,9 @@ def _activations(job: Job, layout: RankLayout, rank: int) -> tuple[float, float]
     flying = in_flight(layout, rank, max(1, layout.micro_batches(job.global_batch)))
     kept = working = 0.0
     for chunk in layout.chunks(rank):
-        for layer in layout.chunk_layers(chunk):
-            one, peak = layer_bytes(job, layout, experts=job.model.has_experts(layer))
-            kept, working = kept + one, max(working, peak)
+        for kind, count in job.model.kinds(layout.chunk_layers(chunk)).items():
+            one, peak = layer_bytes(job, layout, experts=kind.experts)
+            kept, working = kept + count * one, max(working, peak)
     if rank == 0:
         kept += 2 * _local_tokens(job, layout) * job.model.hidden / (layout.tp if job.habits.sequence_parallel else 1)
     return kept * flying, working

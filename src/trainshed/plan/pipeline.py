@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-_ROUNDS = 3
+_ROUNDS = 1
 """Rounds of pp micro-batches that are simulated beyond the first before the rest is extrapolated."""
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from trainshed.plan.anatomy import Product
+from trainshed.plan.anatomy import LayerKind, Product
 from trainshed.plan.collectives import group_of
 from trainshed.plan.flops import TRAINING_PER_FORWARD
 from trainshed.plan.layer_time import LOW_PRECISIONS, Kernels, LayerTimes, PassTimes, layer_times
@@ -26,6 +26,8 @@ class _Chunk:
     forward: PassTimes
     backward: PassTimes
     host: float
+    handover: float
+    """What handing over costs the rank in each pass."""
 
     @property
     def waiting(self) -> float:
@@ -35,12 +37,12 @@ class _Chunk:
     @property
     def forward_seconds(self) -> float:
         """Forward, its share of the waiting included."""
-        return self.forward.total + self.waiting / 3
+        return self.forward.total + self.waiting / 3 + self.handover
 
     @property
     def backward_seconds(self) -> float:
         """Backward, its share of the waiting included."""
-        return self.backward.total + self.waiting * 2 / 3
+        return self.backward.total + self.waiting * 2 / 3 + self.handover
 
 
 def predict(job: Job, layout: RankLayout) -> Prediction:
@@ -87,34 +89,35 @@ def _kernels(job: Job) -> Kernels:
 
 def _chunks(job: Job, layout: RankLayout) -> list[_Chunk]:
     kernels = _kernels(job)
-    kinds: dict[tuple[bool, bool], LayerTimes] = {}
+    kinds: dict[LayerKind, LayerTimes] = {}
     model = job.model
     head = layout.pp * layout.vp - 1 if job.habits.head_chunk is None else job.habits.head_chunk
     chunks = []
     crossing = layout.tp > 1 and layout.pp > 1 and job.gpus > job.hardware.gpus_per_node
     stack = job.stack
+    handover = _transfer_seconds(job, layout) * stack.pp_busy + stack.handover_us * 1e-6 if layout.pp > 1 else 0.0
     slow = (stack.pipeline_layer_us + stack.pipeline_hop_us * (layout.tp - 1)) * 1e-6 if crossing else 0.0
     for index in range(layout.pp * layout.vp):
         forward, backward, host = PassTimes(), PassTimes(), stack.host_micro_batch_us * 1e-6 / layout.vp
-        for layer in layout.chunk_layers(index):
-            kind = (model.has_experts(layer), model.is_windowed(layer))
+        for kind, count in model.kinds(layout.chunk_layers(index)).items():
             if kind not in kinds:
-                kinds[kind] = layer_times(job, layout, kernels, experts=kind[0], windowed=kind[1])
+                kinds[kind] = layer_times(job, layout, kernels, kind)
             one = kinds[kind]
-            forward, backward, host = forward + one.forward, backward + one.backward, host + one.host + slow
+            forward, backward = forward + one.forward.times(count), backward + one.backward.times(count)
+            host += count * (one.host + slow)
         if index == 0:
             backward += PassTimes(_embedding_seconds(job, layout, kernels))
         if index == head:
             extra = _head(job, layout, kernels)
             forward, backward = forward + extra[0], backward + extra[1]
             for _ in range(model.extra_heads):
-                kind = (model.has_experts(model.layers - 1), False)
-                one = kinds.get(kind) or layer_times(job, layout, kernels, experts=kind[0], windowed=False)
+                kind = LayerKind(model.has_experts(model.layers - 1), False)
+                one = kinds.get(kind) or layer_times(job, layout, kernels, kind)
                 forward, backward = forward + one.forward + extra[0], backward + one.backward + extra[1]
         trained = job.habits.trained_share
         if trained < 1:
             backward = backward.times((1 + trained) / 2)
-        chunks.append(_Chunk(forward, backward, host))
+        chunks.append(_Chunk(forward, backward, host, handover))
     return chunks
 
 
@@ -133,14 +136,19 @@ def _head(job: Job, layout: RankLayout, kernels: Kernels) -> tuple[PassTimes, Pa
 
 
 def _hop_seconds(job: Job, layout: RankLayout) -> float:
-    """What handing activations to the next stage costs."""
+    """How much later the next stage can begin."""
     if layout.pp == 1:
         return 0.0
+    return _transfer_seconds(job, layout) * (1 - job.stack.pp_hidden) + job.stack.hop_us * 1e-6
+
+
+def _transfer_seconds(job: Job, layout: RankLayout) -> float:
+    """What handing the activations of a micro-batch to the next stage takes."""
     shared = layout.tp if job.habits.sequence_parallel else 1
     volume = 2 * layout.micro_batch * job.sequence_length / layout.cp * job.model.hidden / shared
     far = layout.stage_ranks >= job.hardware.link_domain
     speed = job.hardware.network_gb_per_s * job.stack.network if far else job.hardware.link_gb_per_s * job.stack.link
-    return volume / (speed * 1e9) * (1 - job.stack.pp_hidden) + job.stack.hop_us * 1e-6
+    return volume / (speed * 1e9)
 
 
 def _step_times(job: Job, layout: RankLayout, chunks: list[_Chunk], micro: int, passes: float) -> StepTimes:
@@ -153,7 +161,7 @@ def _step_times(job: Job, layout: RankLayout, chunks: list[_Chunk], micro: int, 
     for chunk in own:
         spent = spent + chunk.forward + chunk.backward
     waiting = sum(chunk.waiting for chunk in own) * factor
-    bubble = max(0.0, passes - work[worst] * factor)
+    bubble = max(0.0, passes - work[worst] * factor) + 2 * sum(chunk.handover for chunk in own) * factor
     exposed = _data_parallel(job, layout, worst, own, micro)
     dense, expert, _ = rank_weights(job, layout, worst)
     return StepTimes(
@@ -183,6 +191,8 @@ def _data_parallel(job: Job, layout: RankLayout, rank: int, own: list[_Chunk], m
     gather = 0.0
     if layout.shard != "none":
         gather = group.ring_seconds(2 * dense) + among.ring_seconds(2 * expert)
+        layers = sum(layout.stages[index] for index in layout.chunks(rank))
+        gather += 2 * layers * stack.shard_messages * group.hops_us * 1e-6
     reduce, gather = reduce * trained, gather * trained
     return max(0.0, reduce - stack.dp_hidden * one_backward) + max(0.0, gather - stack.gather_hidden * one_forward)
 

@@ -191,12 +191,14 @@ class Row:
 def read_rows(path: str | Path) -> list[Row]:
     """Read a CSV with the columns of the published tables."""
     try:
-        with open(path, encoding="utf-8", newline="") as file:
+        with open(path, encoding="utf-8-sig", errors="replace", newline="") as file:
             reader = csv.DictReader(file)
             rows = [Row(dict(fields), number) for number, fields in enumerate(reader, start=2)]
             known = set(reader.fieldnames or ())
     except OSError as error:
         raise InputError(f"cannot be read: {error.strerror}", where=str(path)) from None
+    except csv.Error as error:
+        raise InputError(f"is no table of comma-separated values: {error}", where=str(path)) from None
     missing = {"model", "layers", "gpu", "num_gpus", "tp", "pp"} - known
     if missing:
         raise InputError(

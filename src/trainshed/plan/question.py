@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from trainshed.errors import InputError
+from trainshed.plan.budget import Terms
+from trainshed.plan.calibration import Calibrations
 from trainshed.plan.hardware import Hardware
 from trainshed.plan.prediction import Job
 from trainshed.recipe import Layout, ModelConfig
+from trainshed.recipe.places import Places
 
 PRECISIONS = ("fp32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4")
 """The dtypes of matrix products that a plan can be asked for; fp64 is for proofs, on one process."""
@@ -25,20 +28,15 @@ class Question:
     engine: str
     layout: Layout | None = None
     """The layout to judge; None: search."""
+    places: Places | None = None
+    """Where in a recipe the layout is written; None: on the command line."""
+    calibrations: Calibrations | None = None
     batch_sizes: tuple[int, ...] = ()
     """Every global batch the run passes; empty: that of the job alone."""
-    steps: int | None = None
     gpu_counts: tuple[int, ...] = ()
     """For a scaling curve: every number of GPUs that is asked about."""
-    price_per_gpu_hour: float | None = None
-    """In dollars; None: the list price of the machine, where the catalog has one."""
-    checkpoint_every: int | None = None
-    """Steps; None where nobody said."""
-    asynchronous_checkpoints: bool = True
-    mtbf_hours: float | None = None
-    """Hours between failures of one node; None: the published figure."""
-    storage_tier: str | None = None
-    storage_size_tib: float | None = None
+    terms: Terms = field(default_factory=Terms)
+    """How long it runs, how it is saved, what it costs."""
     notes: tuple[str, ...] = field(default=())
     """What was chosen on the way from what a person wrote to this, and why."""
 

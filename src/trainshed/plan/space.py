@@ -1,15 +1,16 @@
 """The layouts a search looks at: every axis in its sensible sizes, cut by the engine's rules as early as they can say.
 
-Sensible means: tp divides the GPUs that fast links join; context parallel leaves a rank 1,024 tokens; a micro-batch
-has up to 65,536 tokens on a rank, from where a GPU gains nothing more; chunks of a pipeline differ in layers so little
-that 15% of the work is lost at most; hybrid sharding keeps a copy within the fast links. A key that is fixed has that
-value, sensible or not.
+Sensible means: tp divides the GPUs that fast links join; context parallel leaves a rank 2,048 tokens of a
+sequence and tensor parallel within experts 1,024 rows of one; a micro-batch has up to 65,536 tokens on a rank, from
+where a GPU gains nothing more; chunks of a pipeline differ in layers so little that 15% of the work is lost at most, 5%
+where they are interleaved; hybrid sharding keeps a copy within the fast links. A key that is fixed has that value,
+sensible or not.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from math import gcd
 from typing import Any
@@ -22,9 +23,11 @@ from trainshed.plan.prediction import Job
 from trainshed.recipe.layout import PipelineSchedule, Recompute, Shard
 from trainshed.recipe.section import Problem
 
-_LEAST_CP_TOKENS = 1024
+_LEAST_CP_TOKENS = 2048
+_LEAST_EXPERT_ROWS = 1024
 _MOST_TOKENS = 65536
-_MOST_UNEVEN = 1.15
+_MOST_UNEVEN = (1.15, 1.05)
+"""Without and with interleaving, which is there to shorten a wait."""
 _RELIEF: dict[str, tuple[Recompute, ...]] = {"torchtune": ("none", "full")}
 """Ways to recompute, from the fastest to the leanest, where an engine has not all three."""
 
@@ -68,7 +71,7 @@ class Space:
         recompute = ways[ways.index(layout.recompute) + 1]
         if recompute == "selective" and layout.schedule == "zero_bubble":
             recompute = "full"
-        return RankLayout(**{**vars(layout), "recompute": recompute})
+        return replace(layout, recompute=recompute)
 
     def leanest(self, layout: RankLayout) -> RankLayout:
         """Return the layout with the leanest way to recompute."""
@@ -95,7 +98,7 @@ class Space:
                     if not self._legal(self._layout(tp, cp, pp, 1, dp), on_illegal):
                         continue
                     for vp in self._sizes("vp", self._chunk_counts(pp)):
-                        if self._even_enough(pp * vp):
+                        if self._even_enough(pp, vp):
                             yield self._layout(tp, cp, pp, vp, dp)
 
     def _legal(self, layout: RankLayout, on_illegal: OnIllegal) -> bool:
@@ -118,10 +121,9 @@ class Space:
         micro_batch: int = 1,
     ) -> RankLayout:
         # Without a shard this is a probe of the outer axes: it must break no rule that inner ones may mend.
-        probe = shard is None
         schedule: PipelineSchedule | None = None
-        if pp > 1:
-            schedule = self.fixed.get("schedule") or self._schedule(pp, vp, dp * micro_batch, probe=probe)
+        if pp > 1 and shard is not None:
+            schedule = self.fixed.get("schedule") or self._schedule(pp, vp, dp * micro_batch)
         return RankLayout(
             tp=tp,
             pp=pp,
@@ -138,8 +140,8 @@ class Space:
             stages=tuple(self.fixed.get("stages") or ()) or _stages(self.job.model.layers, pp * vp),
         )
 
-    def _schedule(self, pp: int, vp: int, step: int, *, probe: bool) -> PipelineSchedule:
-        if vp > 1 and not probe:
+    def _schedule(self, pp: int, vp: int, step: int) -> PipelineSchedule:
+        if vp > 1:
             return "interleaved"
         if self.engine == "torch" and self.asked.batch_sizes[0] < pp * step:
             return "gpipe"
@@ -160,15 +162,18 @@ class Space:
     def _chunk_counts(self, pp: int) -> list[int]:
         return [1] if pp == 1 else list(range(1, self.job.model.layers // pp + 1))
 
-    def _even_enough(self, chunks: int) -> bool:
-        layers = self.job.model.layers
-        if "stages" in self.fixed:
+    def _even_enough(self, pp: int, vp: int) -> bool:
+        layers, chunks = self.job.model.layers, pp * vp
+        if self.fixed.get("stages"):
             return len(self.fixed["stages"]) == chunks
-        return chunks <= layers and -(-layers // chunks) * chunks <= _MOST_UNEVEN * layers
+        if "pp" in self.fixed and ("vp" in self.fixed or vp == 1):
+            return True
+        return -(-layers // chunks) * chunks <= _MOST_UNEVEN[vp > 1] * layers
 
     def _expert_sizes(self, tp: int, stage_ranks: int) -> Iterator[tuple[int, int]]:
         found = self.job.model.experts
-        for etp in self._sizes("etp", [1] if found is None else sorted({1, tp})):
+        whole = found is None or found.ffn < tp * _LEAST_EXPERT_ROWS
+        for etp in self._sizes("etp", [1] if whole else sorted({1, tp})):
             shared = 1 if found is None else gcd(found.count, stage_ranks // etp)
             for ep in self._sizes("ep", _divisors(shared)):
                 yield ep, etp

@@ -48,6 +48,8 @@ class Stack:
     """The same for fp8 and fp4, casts and scales included."""
     attention: float = 0.55
     """Share of the dense peak that attention reaches on long sequences with heads of 128."""
+    score_passes: float = 0.0
+    """Times the scores of attention are read or written in 16 bits; 0 with kernels that never write them."""
     elementwise: float = 1.0
     """Bytes moved by norms, activations, rotary turns and residuals, against fused kernels."""
     loss_passes: float = 4.0
@@ -70,13 +72,26 @@ class Stack:
     ep_hidden: float = 0.0
     ep_bandwidth: float = 0.6
     """Of the link's speed, what an all-to-all reaches."""
+    rails: float = 1.0
+    """Of the network shares that a group's further members on a node bring, what its rings use."""
     pp_hidden: float = 0.0
+    """Share of a hand-over to the next stage that runs under other work."""
+    pp_busy: float = 0.0
+    """Share of a hand-over during which the stage can do nothing else: blocking sends."""
+    handover_us: float = 0.0
+    """What the stage loses besides at each hand-over."""
+    far_rails: float = 1.0
+    """Of the network shares of a tensor-parallel group's members on a node, what its collectives use together."""
+    far_tp_us: float = 20.0
+    """Latency of a tensor-parallel collective per further node."""
     pipeline_hop_us: float = 0.0
     """What each tensor-parallel neighbour adds to a layer once a pipeline crosses nodes."""
     pipeline_layer_us: float = 0.0
     # Data parallel.
     dp_hidden: float = 0.8
     """Share of the last backward pass under which gradients may be reduced."""
+    shard_messages: float = 1.0
+    """Collectives per layer for reducing and gathering sharded states: few with buckets, one per tensor without."""
     gather_hidden: float = 0.0
     """Share of the first forward pass under which weights may be gathered."""
     network: float = 0.8

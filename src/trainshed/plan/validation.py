@@ -185,6 +185,8 @@ def validate(rows: Iterable[Row]) -> Validation:
 
 def _judge(row: Row) -> Judged:
     case = row.case()
+    if min(*case.layout.dense_shape, *case.layout.expert_shape, case.layout.micro_batch, case.job.tokens_per_step) < 1:
+        raise Skip("one of its sizes is not above 0")
     judged = Judged(row, case, predict(case.job, case.layout), _amount(row.step_seconds), _amount(row.memory_gib))
     if not _says_whether_it_fits(judged):
         raise Skip("the row has no step time and no memory, and did not run out of it")

@@ -125,12 +125,21 @@ class Cluster(Section):
         """Return the root of artefacts and runs."""
         return self.store or LOCAL_STORE
 
+    @property
+    def places(self) -> Places:
+        """Return where each key was written."""
+        return self._places
+
+    def where(self, key: str) -> str:
+        """Return the place of a key for an error: `cluster.yaml:12 (nodes.max)`."""
+        return self._places.where(tuple(key.split(".")))
+
     def check_runs_here(self) -> None:
         """Refuse to run where this version cannot; a plan can be made for every cluster."""
         if self.target != "local":
             raise RecipeError(
                 f"this version cannot run on {self.target} yet: it runs on `local` only",
-                where=self._places.where(("target",)),
+                where=self.where("target"),
                 hint=f"`trainshed plan RECIPE --on {self.name}` plans for it; leave --on out to run on this machine",
             )
 

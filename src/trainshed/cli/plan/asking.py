@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
-from trainshed.catalog.machines import find_machine, machine_of_gpu
+from pydantic import TypeAdapter, ValidationError
+
 from trainshed.catalog.gpus import find_gpu
+from trainshed.catalog.machines import Machine, find_machine, machine_of_gpu
 from trainshed.catalog.models import architecture, model_preset
-from trainshed.cli.plan.flags import Flags, flag
+from trainshed.cli.plan.flags import Flags
 from trainshed.data.sampling.schedule import BatchSchedule, RampUp
 from trainshed.errors import InputError, RecipeError, TrainshedError
 from trainshed.plan.anatomy import anatomy_of
-from trainshed.plan.hardware import Hardware, hardware_of
+from trainshed.plan.budget import Terms
+from trainshed.plan.calibration import Calibrations, read_calibrations
+from trainshed.plan.hardware import Hardware, hardware_of, hardware_of_gpu
 from trainshed.plan.layout import parse_layout
+from trainshed.plan.planned_storage import storage_of
 from trainshed.plan.prediction import Job
 from trainshed.plan.question import Question, check_precision
 from trainshed.plan.stacks import stack
@@ -20,8 +27,9 @@ from trainshed.recipe import Cluster, Layout, ModelConfig, Recipe, load_cluster,
 from trainshed.recipe.cluster import DEFAULT_CLUSTER
 from trainshed.recipe.messages import validate
 from trainshed.recipe.places import Document, Places
-from trainshed.recipe.section import read_count
+from trainshed.recipe.section import Count
 
+Found = TypeVar("Found")
 DEFAULT_PRECISION = "bf16"
 DEFAULT_ENGINE = "torch"
 
@@ -54,7 +62,7 @@ def ask(flags: Flags) -> Question:
     else:
         model = _from_flags(flags)
     model_layout = _layout(flags, model.layout)
-    hardware = _hardware(flags, cluster)
+    machine, hardware = _machine(flags, cluster)
     check_precision(model.precision, hardware)
     counts = _gpu_counts(flags, cluster, recipe, hardware, model_layout)
     job = Job(
@@ -72,22 +80,30 @@ def ask(flags: Flags) -> Question:
         config=model.config,
         engine=model.engine,
         layout=model_layout,
+        places=recipe.places if recipe is not None and flags.layout is None else None,
+        calibrations=_calibrations(flags, cluster),
         batch_sizes=tuple(model.schedule.sizes),
-        steps=model.steps,
         gpu_counts=counts if len(counts) > 1 else (),
-        price_per_gpu_hour=flags.price or cluster.price_per_gpu_hour,
-        checkpoint_every=recipe.checkpoint.every if recipe else None,
-        asynchronous_checkpoints=recipe.checkpoint.async_ if recipe else True,
-        mtbf_hours=cluster.mtbf_hours,
-        storage_tier=cluster.storage.tier if cluster.storage else None,
-        storage_size_tib=cluster.storage.size_tib if cluster.storage else None,
+        terms=Terms(
+            engine=model.engine,
+            machine=machine,
+            storage=storage_of(cluster),
+            steps=model.steps,
+            checkpoint_every=recipe.checkpoint.every if recipe is not None else None,
+            keep=recipe.checkpoint.keep if recipe is not None else 3,
+            asynchronous=recipe.checkpoint.async_ if recipe is not None else True,
+            mtbf_hours=cluster.mtbf_hours,
+            price_per_gpu_hour=flags.price or cluster.price_per_gpu_hour,
+        ),
         notes=model.notes,
     )
 
 
 def _from_flags(flags: Flags) -> _Model:
-    assert flags.model is not None and flags.seq is not None and flags.global_batch is not None, "checked"
-    config = _preset(flags.model)
+    assert flags.model is not None, "`Flags.check` asks for it"
+    assert flags.seq is not None, "likewise"
+    assert flags.global_batch is not None, "likewise"
+    config = _named("--model", model_preset, flags.model)
     schedule = BatchSchedule(flags.global_batch)
     notes = []
     if config.positions == "learned" and flags.seq > config.max_positions:
@@ -117,23 +133,13 @@ def _from_flags(flags: Flags) -> _Model:
     )
 
 
-def _preset(name: str) -> ModelConfig:
-    try:
-        return model_preset(name)
-    except InputError as error:
-        raise InputError(error.what, where="--model", hint=error.hint) from None
-
-
 def _count(text: str) -> int:
     try:
-        count = read_count(text)
-    except ValueError:
-        count = None
-    if not isinstance(count, int) or count < 1:
-        count = int(text) if text.isdecimal() and int(text) else None
-    if count is None:
-        raise InputError(f"`{text}` is not a number of tokens", where="--tokens", hint="write for example 15T")
-    return count
+        return TypeAdapter(Count).validate_python(int(text) if text.isdecimal() else text)
+    except ValidationError:
+        raise InputError(
+            f"`{text}` is not a number of tokens", where="--tokens", hint="write for example 15T"
+        ) from None
 
 
 def _from_recipe(recipe: Recipe, cluster: Cluster) -> _Model:
@@ -181,7 +187,7 @@ def _of_the_weights(recipe: Recipe, cluster: Cluster) -> ModelConfig:
     assert address is not None, "a model without an architecture has weights"
     try:
         store, path = open_store(parse(address), store_options(cluster))
-        body = orjson.loads(store.get(join(path, "config.json")))
+        body = orjson.loads(store.read(join(path, "config.json")))
         return read_hf_config(body, f"{address}/config.json")
     except (TrainshedError, ValueError) as error:
         what = error.what if isinstance(error, TrainshedError) else "its config.json is not JSON"
@@ -200,39 +206,44 @@ def _layout(flags: Flags, written: Layout | None) -> Layout | None:
     return validate(Layout, Document(plain | parse_layout(flags.layout), Places("--layout")))
 
 
-def _hardware(flags: Flags, cluster: Cluster) -> Hardware:
-    """The machine of the flags, or of the cluster."""
+def _machine(flags: Flags, cluster: Cluster) -> tuple[Machine, Hardware]:
+    """The machine of the flags, or of the cluster; for a GPU alone the one its entry names."""
     if flags.machine is not None:
-        machine = _named(flags, "machine", find_machine)
+        machine = _named("--machine", find_machine, flags.machine)
         if flags.gpu is not None:
-            wanted, has = _named(flags, "gpu", find_gpu).name, find_gpu(machine.gpu).name
+            wanted, has = _named("--gpu", find_gpu, flags.gpu).name, find_gpu(machine.gpu).name
             if wanted != has:
                 raise InputError(
                     f"--machine {flags.machine} has {has}, and --gpu says {wanted}",
                     where="--gpu",
                     hint="leave --gpu out: the machine says it",
                 )
-        return hardware_of(machine)
+        return machine, hardware_of(machine)
     if flags.gpu is not None:
-        return hardware_of(machine_of_gpu(_named(flags, "gpu", find_gpu)))
+        machine = _named("--gpu", machine_of_gpu, flags.gpu)
+        return machine, hardware_of_gpu(flags.gpu)
     if cluster.machine is None:
         raise InputError(
             f"the cluster {cluster.name} does not say what machines it has",
             where="--on" if flags.on else None,
             hint="write --gpu h100, --machine a3-mega, or --on CLUSTER with a `machine:` in its file",
         )
-    try:
-        return hardware_of(find_machine(cluster.machine))
-    except InputError as error:
-        where = cluster.places.where(("machine",))
-        raise RecipeError(error.what, where=where, hint=error.hint) from None
+    machine = _named(cluster.where("machine"), find_machine, cluster.machine)
+    return machine, hardware_of(machine)
 
 
-def _named(flags: Flags, name: str, find):  # noqa: ANN001, ANN202
+def _named(where: str, find: Callable[[str], Found], name: str) -> Found:
+    """Find something of the catalog; an error says who asked for it."""
     try:
-        return find(getattr(flags, name))
+        return find(name)
     except InputError as error:
-        raise InputError(error.what, where=error.where or flag(name), hint=error.hint) from None
+        raise InputError(error.what, where=error.where or where, hint=error.hint) from None
+
+
+def _calibrations(flags: Flags, cluster: Cluster) -> Calibrations | None:
+    """The file of `--calibration`, or the one the cluster names; nothing is calibrated by itself."""
+    path = flags.calibration or cluster.calibration
+    return None if path is None else read_calibrations(path)
 
 
 def _gpu_counts(

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass, fields
 
 from trainshed.errors import InputError
+from trainshed.plan.scaling import doubling
 
 _OF_THE_RECIPE = {
     "model": "model.preset",
@@ -17,6 +18,7 @@ _OF_THE_RECIPE = {
     "tokens": "train.tokens",
 }
 """Flags that stand in for keys of a recipe: with a recipe there, its keys are changed instead."""
+ENGINES = ("torch", "megatron", "nemo", "torchtune")
 _RANGE = re.compile(r"^(\d+)\.\.(\d+)$")
 
 
@@ -51,6 +53,9 @@ class Flags:
             value = getattr(self, field.name)
             if isinstance(value, int | float) and value <= 0:
                 raise InputError(f"{value:g} is not more than 0", where=flag(field.name))
+        if self.engine is not None and self.engine not in ENGINES:
+            hint = f"write {', '.join(ENGINES[:-1])} or {ENGINES[-1]}"
+            raise InputError(f"there is no engine `{self.engine}`", where="--engine", hint=hint)
         if self.recipe is None:
             self._check_without_recipe()
             return
@@ -84,16 +89,13 @@ class Flags:
         if text.isdecimal() and int(text) > 0:
             return (int(text),)
         match = _RANGE.match(text)
-        if match is None or not 0 < int(match[1]) < int(match[2]):
+        if match is None:
             raise InputError(
                 f"`{text}` is neither a number of GPUs nor a range",
                 where="--gpus",
                 hint="write --gpus 128, or --gpus 8..4096 for a scaling curve",
             )
-        counts, last = [int(match[1])], int(match[2])
-        while counts[-1] * 2 < last:
-            counts.append(counts[-1] * 2)
-        return (*counts, last)
+        return tuple(doubling(int(match[1]), int(match[2])))
 
 
 def flag(name: str) -> str:

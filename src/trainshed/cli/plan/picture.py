@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import textwrap
 from typing import TYPE_CHECKING
 
 from rich.text import Text
 
 from trainshed.cli.plan.bars import memory_bars, time_bar, timeline_rows
+from trainshed.cli.plan.curve import scaling_rows
 from trainshed.plan.report.answer import layout_words
 from trainshed.plan.report.explain import differences, seconds
+from trainshed.plan.report.run_words import run_words
 from trainshed.plan.report.timeline import timeline
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from trainshed.plan.budget import Budget
     from trainshed.plan.prediction import Prediction
     from trainshed.plan.report.answer import Answer
 
-NARROW = 100
-"""Columns below which a layout's reason gets a line of its own."""
 WIDEST = 128
 
 
@@ -38,7 +40,11 @@ def picture(answer: Answer, console: Console, *, top: int) -> str:
         [_title(_timeline_title(drawn.shown, drawn.micro_batches)), *timeline_rows(drawn, width, colours=colours)],
     ]
     if answer.runners_up:
-        blocks.append([_title("the best layouts"), *_table(answer, width, top)])
+        blocks.append([_title(f"the best of {answer.considered:,} layouts"), *_table(answer, width, top)])
+    if answer.budget is not None:
+        blocks.append([_title("the run"), *_run(answer.budget, width)])
+    if answer.scaling is not None:
+        blocks.append([_title("scaling: the best layout at each number of GPUs"), *scaling_rows(answer.scaling, width)])
     for name, lines in (("rejected", _rejected(answer, top)), ("why", answer.explanation), ("notes", answer.notes)):
         if lines:
             blocks.append([_title(name), *(line for text in lines for line in _wrapped(text, width))])
@@ -61,9 +67,8 @@ def _headline(answer: Answer) -> list[Text]:
     where = f"{job.gpus:,} × {hardware.gpu_name}" + (f" ({hardware.machine})" if hardware.machine else "")
     asked = (
         f"{job.sequence_length:,} tokens × {job.global_batch:,} sequences a step, "
-        f"{job.precision}, {answer.question.engine}"
+        f"{job.precision}, {answer.question.engine}" + ("" if answer.searched else ", layout as given")
     )
-    how = f"best of {answer.considered:,}" if answer.searched else "as given"
     memory = chosen.memory
     fits = Text(f"fits: {memory.total:.1f} of {memory.capacity:.1f} GiB", style="green")
     if not chosen.fits:
@@ -71,7 +76,7 @@ def _headline(answer: Answer) -> list[Text]:
     return [
         Text.assemble((answer.question.name, "bold"), f" on {where}"),
         Text(f"  {asked}", style="dim"),
-        Text.assemble("  layout  ", (layout_words(chosen.layout), "bold cyan"), (f"  ({how})", "dim")),
+        Text.assemble("  layout  ", (layout_words(chosen.layout), "bold cyan")),
         Text.assemble(
             "  step    ",
             (seconds(chosen.step_seconds), "bold"),
@@ -92,23 +97,21 @@ def _table(answer: Answer, width: int, top: int) -> list[Text]:
     shown = [answer.chosen, *answer.runners_up[: max(0, top - 1)]]
     layouts = [str(each.layout) for each in shown]
     room = max(len("layout"), *map(len, layouts))
-    recompute = max(len("recompute"), 9)
-    head = f"{'layout':<{room}}  {'micro':>5}  {'recompute':<{recompute}}  {'step':>7}  {'MFU':>5}  {'GiB':>5}"
-    lines = [Text(f"    {head}", style="dim")]
-    for place, each in enumerate(shown):
+    head = f"{'layout':<{room}}  {'micro':>5}  {'recompute':<9}  {'step':>7}  {'MFU':>5}  {'GiB':>5}"
+    rows = []
+    for each in shown:
         layout = each.layout
         figures = (
-            f"{str(layout):<{room}}  {layout.micro_batch:>5}  {layout.recompute:<{recompute}}  "
+            f"{layout!s:<{room}}  {layout.micro_batch:>5}  {layout.recompute:<9}  "
             f"{seconds(each.step_seconds):>7}  {each.mfu:>5.1%}  {each.memory.total:>5.1f}"
         )
-        if not place:
-            lines.append(Text(f"  ▸ {figures}", style="bold cyan"))
-            continue
-        line, loses = Text(f"    {figures}"), _loses(each, answer.chosen)
-        if width >= NARROW and line.cell_len + len(loses) + 2 <= width:
-            lines.append(line.append(f"  {loses}", style="dim"))
-        else:
-            lines += [line, Text(f"      {loses}", style="dim")]
+        rows.append((figures, _loses(each, answer.chosen)))
+    # All reasons beside their layouts, or all below them.
+    beside = all(len(figures) + len(loses) + 6 <= width for figures, loses in rows[1:])
+    lines = [Text(f"    {head}", style="dim"), Text(f"  ▸ {rows[0][0]}", style="bold cyan")]
+    for figures, loses in rows[1:]:
+        line = Text(f"    {figures}")
+        lines += [line.append(f"  {loses}", style="dim")] if beside else [line, Text(f"      {loses}", style="dim")]
     return lines
 
 
@@ -118,12 +121,22 @@ def _loses(other: Prediction, chosen: Prediction) -> str:
     return f"{change:+.1%}".replace("-", "−") + (f": {why}" if why else "")
 
 
+def _run(found: Budget, width: int) -> list[Text]:
+    lines = []
+    for label, words in run_words(found):
+        wrapped = textwrap.wrap(words, width - 17, break_long_words=False)
+        lines += [Text(f"    {label if not number else '':<12} {line}") for number, line in enumerate(wrapped)]
+    return lines
+
+
 def _rejected(answer: Answer, top: int) -> list[str]:
-    return [f"{layout_words(layout, short=True)}: {reason}" for layout, reason in answer.rejected[:top]]
+    lines = []
+    for each in answer.rejected[:top]:
+        alike = f" ({each.alike:,} such layouts)" if each.alike > 1 else ""
+        lines.append(f"{each.layout}: {each.reason}{alike}")
+    return lines
 
 
 def _wrapped(text: str, width: int) -> list[Text]:
-    import textwrap
-
     lines = textwrap.wrap(text, width - 4, break_long_words=False, break_on_hyphens=False)
     return [Text(f"  {'· ' if not number else '  '}{line}") for number, line in enumerate(lines)]

@@ -33,36 +33,39 @@ def measure_all_reduce(kind: str) -> tuple[AllReduce, ...]:
     if ranks < 2:
         return ()
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "trainshed.engines.torch.collective_probe"]
-        started = [
-            subprocess.Popen(
-                [*command, str(rank), str(ranks), kind, folder], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
-            )
-            for rank in range(ranks)
-        ]
-        _see_through(started)
+        command = [sys.executable, "-P", "-m", "trainshed.engines.torch.collective_probe"]
+        started: list[subprocess.Popen[bytes]] = []
+        for rank in range(ranks):
+            with open(Path(folder) / f"rank-{rank}.log", "wb") as log:
+                arguments = [str(rank), str(ranks), kind, folder]
+                started.append(subprocess.Popen([*command, *arguments], stdout=log, stderr=log))
+        _see_through(started, Path(folder))
         found = orjson.loads((Path(folder) / "found.json").read_bytes())
     return tuple(AllReduce(**one) for one in found)
 
 
-def _see_through(started: list[subprocess.Popen[bytes]]) -> None:
+def _see_through(started: list[subprocess.Popen[bytes]], folder: Path) -> None:
+    """Wait for all ranks; one that fails ends the others, which would wait for it."""
     until = time.monotonic() + _LONGEST_SECONDS
     try:
-        for process in started:
-            _, said = process.communicate(timeout=max(until - time.monotonic(), 1))
-            if process.returncode:
-                last = said.decode(errors="replace").strip().rpartition("\n")[2]
-                raise TrainshedError(f"measuring all-reduces failed: {last}", hint="is every GPU of the machine free?")
-    except subprocess.TimeoutExpired:
-        raise TrainshedError(
-            f"all-reduces did not end within {_LONGEST_SECONDS} s",
-            hint="NCCL_DEBUG=INFO shows what it waits for",
-        ) from None
+        while running := [process for process in started if process.poll() is None]:
+            if time.monotonic() > until or any(process.returncode for process in started):
+                break
+            time.sleep(0.02)
     finally:
         for process in started:
             if process.poll() is None:
                 process.kill()
-                process.communicate()
+                process.wait()
+    failed = [rank for rank, process in enumerate(started) if process.returncode and process not in running]
+    if failed:
+        said = (folder / f"rank-{failed[0]}.log").read_text(encoding="utf-8", errors="replace").strip()
+        last = said.rpartition("\n")[2]
+        raise TrainshedError(f"measuring all-reduces failed: {last}", hint="is every GPU of the machine free?")
+    if running:
+        raise TrainshedError(
+            f"all-reduces did not end within {_LONGEST_SECONDS} s", hint="NCCL_DEBUG=INFO shows what they wait for"
+        )
 
 
 def _measure_rank(rank: int, ranks: int, kind: str, folder: str) -> None:

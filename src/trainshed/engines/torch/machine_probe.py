@@ -16,6 +16,7 @@ import torch
 from torch.nn import functional
 
 from trainshed.engines.torch.collective_probe import measure_all_reduce
+from trainshed.engines.torch.network_cards import find_network
 from trainshed.plan.machine_measurements import AttentionRate, Gemm, MachineMeasurements
 from trainshed.reporting import SILENT, Reporter
 
@@ -50,6 +51,7 @@ def measure_machine(reporter: Reporter = SILENT) -> MachineMeasurements:
     with reporter.task("all-reduce", total=None, unit="sizes") as task:
         all_reduces = measure_all_reduce(device.type)
         task.advance(len(all_reduces))
+    fabric, network_gbps = find_network()
     on_gpu = device.type == "cuda"
     host_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / _GIB
     return MachineMeasurements(
@@ -65,6 +67,8 @@ def measure_machine(reporter: Reporter = SILENT) -> MachineMeasurements:
         copy_gb_per_s=copy,
         launch_us=launch,
         all_reduces=all_reduces,
+        fabric=fabric,
+        network_gbps=network_gbps,
     )
 
 

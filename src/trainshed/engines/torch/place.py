@@ -48,6 +48,18 @@ def gpu_count() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
+def gpu_device_name() -> str:
+    """Return what the driver calls this machine's GPUs; mixed kinds are an error, for no layout suits both."""
+    names = {torch.cuda.get_device_name(index) for index in range(gpu_count())}
+    if len(names) > 1:
+        raise InputError(
+            f"this machine has GPUs of {len(names)} kinds: {', '.join(sorted(names))}",
+            where="layout",
+            hint="name those of one kind in CUDA_VISIBLE_DEVICES, or write a layout",
+        )
+    return names.pop()
+
+
 def device_of(place: Place, job: TrainJob) -> torch.device:
     """Return the GPU of this rank, or the CPU where there is none."""
     if gpus := gpu_count():

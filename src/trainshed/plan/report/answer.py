@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any
 
+from trainshed.plan.budget import Budget
 from trainshed.plan.layout import RankLayout
 from trainshed.plan.prediction import Memory, Prediction, StagePrediction
 from trainshed.plan.question import Question
+from trainshed.plan.rejections import Rejected
 from trainshed.plan.report.parts import MEMORY_PARTS
+from trainshed.plan.scaling import ScalingCurve, ScalingPoint
 
 SCHEMA = "trainshed.plan-report/1"
-
-
-class Plain(Protocol):
-    """Anything that can say itself in plain values."""
-
-    def to_plain(self) -> dict[str, Any]:
-        """Return it as JSON would have it."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -29,25 +23,22 @@ class Answer:
     question: Question
     chosen: Prediction
     runners_up: tuple[Prediction, ...] = ()
-    rejected: tuple[tuple[RankLayout, str], ...] = ()
-    """Layouts that were refused, each with its reason in a sentence."""
+    rejected: tuple[Rejected, ...] = ()
     searched: bool = True
     """Whether the layout was chosen among others; False: it was given."""
     considered: int = 1
     notes: tuple[str, ...] = ()
     explanation: tuple[str, ...] = ()
-    calibration: Plain | None = None
-    run: Plain | None = None
-    """Hours, money and energy; None where nobody said how long the run is."""
-    checkpoint: Plain | None = None
-    goodput: Plain | None = None
-    data: Plain | None = None
-    host_memory: Plain | None = None
-    scaling: Plain | None = None
+    calibration: dict[str, Any] | None = None
+    """The file, its hash and the entry that was used; None where no file was given."""
+    budget: Budget | None = None
+    """Hours, money, checkpoints, failures, the hosts and the data."""
+    scaling: ScalingCurve | None = None
 
     def to_plain(self) -> dict[str, Any]:
         """Return the report as JSON has it; the keys are stable."""
-        run = _plain(self.run) or {}
+        beyond = {} if self.budget is None else self.budget.to_plain()
+        run = beyond.get("run") or {}
         return {
             "schema": SCHEMA,
             "job": self._job(),
@@ -55,18 +46,22 @@ class Answer:
             | {"stages": [_stage(stage) for stage in self.chosen.stages]}
             | {"hours": run.get("hours"), "cost": run.get("cost")},
             "runners_up": [prediction_plain(each) for each in self.runners_up],
-            "rejected": [{"layout": layout_plain(layout), "reason": reason} for layout, reason in self.rejected],
+            "rejected": [
+                {"layout": layout_plain(each.layout), "reason": each.reason, "alike": each.alike}
+                for each in self.rejected
+            ],
             "notes": list(self.notes),
             "explanation": list(self.explanation),
             "searched": self.searched,
             "considered": self.considered,
-            "calibration": _plain(self.calibration),
-            "checkpoint": _plain(self.checkpoint),
-            "goodput": _plain(self.goodput),
-            "data": _plain(self.data),
-            "host_memory": _plain(self.host_memory),
+            "calibration": self.calibration,
+            "checkpoint": beyond.get("checkpoint"),
+            "goodput": beyond.get("goodput"),
+            "data": beyond.get("data"),
+            "host_memory": beyond.get("host_memory"),
+            "run": run or None,
             "energy_kwh": run.get("energy_kwh"),
-            "scaling": _plain(self.scaling),
+            "scaling": None if self.scaling is None else scaling_plain(self.scaling),
         }
 
     def _job(self) -> dict[str, Any]:
@@ -82,7 +77,7 @@ class Answer:
             "precision": job.precision,
             "engine": question.engine,
             "gpus": job.gpus,
-            "steps": question.steps,
+            "steps": question.terms.steps,
             "hardware": {
                 "gpu": hardware.gpu_name,
                 "machine": hardware.machine,
@@ -123,11 +118,9 @@ def memory_plain(memory: Memory) -> dict[str, float]:
     return parts | {"total": memory.total, "capacity": memory.capacity}
 
 
-def layout_words(layout: RankLayout, *, short: bool = False) -> str:
+def layout_words(layout: RankLayout) -> str:
     """Write a layout with its micro-batch and recomputation: `tp4 pp4 dp8 zero1, micro_batch 1`."""
-    parts = [str(layout), f"micro_batch {layout.micro_batch}"]
-    if layout.recompute != "none" or not short:
-        parts.append(f"recompute {layout.recompute}")
+    parts = [str(layout), f"micro_batch {layout.micro_batch}", f"recompute {layout.recompute}"]
     if layout.schedule not in (None, "1f1b", "interleaved"):
         parts.append(f"schedule {layout.schedule}")
     return ", ".join(parts)
@@ -143,10 +136,24 @@ def _stage(stage: StagePrediction) -> dict[str, Any]:
     }
 
 
-def _plain(part: Plain | None) -> dict[str, Any] | None:
-    return None if part is None else part.to_plain()
+def scaling_plain(curve: ScalingCurve) -> dict[str, Any]:
+    """Return a scaling curve."""
+    return {
+        "points": [_point(point) for point in curve.points],
+        "breaks_at": curve.breaks_at,
+        "reason": curve.reason,
+    }
 
 
-def best_first(chosen: Prediction, runners_up: Sequence[Prediction], count: int) -> list[Prediction]:
-    """Return the layouts a table shows: the chosen, then the others as they came."""
-    return [chosen, *runners_up][:count]
+def _point(point: ScalingPoint) -> dict[str, Any]:
+    best = point.prediction
+    return {
+        "gpus": point.gpus,
+        "layout": best and layout_plain(best.layout),
+        "step_seconds": best and best.step_seconds,
+        "tokens_per_second": point.tokens_per_second,
+        "tokens_per_second_per_gpu": best and best.tokens_per_second_per_gpu,
+        "mfu": best and best.mfu,
+        "efficiency": point.efficiency,
+        "reason": point.reason,
+    }

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from math import log2
+
 from trainshed.plan.prediction import Prediction, StepTimes
 from trainshed.plan.report.answer import layout_words
 from trainshed.plan.report.drawing import Drawing
 from trainshed.plan.report.explain import differences, seconds
 from trainshed.plan.report.parts import MEMORY_PARTS, TIME_PARTS, Part, amounts
 from trainshed.plan.report.timeline import Kind, Timeline
+from trainshed.plan.scaling import BREAKS_BELOW, ScalingCurve
 
 _LABEL = 64.0
 """Room for a stage's name, left of its bar."""
@@ -136,3 +139,47 @@ def layouts_chart(shown: list[Prediction]) -> Drawing:
 
 def _lost(times: StepTimes, other: StepTimes) -> str:
     return differences(times, other, most=3, word="word")
+
+
+def scaling_chart(curve: ScalingCurve) -> Drawing:
+    """Efficiency over the number of GPUs, which doubles from left to right."""
+    drawing = Drawing()
+    left, right, top, bottom = 48.0, drawing.width - 30, 24.0, 204.0
+    first, last = curve.points[0].gpus, curve.points[-1].gpus
+    span = log2(last / first) or 1.0
+    # More than the smallest number reaches is possible: a larger one may not need to recompute.
+    highest = max(1.0, *(point.efficiency or 0.0 for point in curve.points))
+
+    def at(gpus: int, share: float) -> tuple[float, float]:
+        return left + 40 + log2(gpus / first) / span * (right - left - 40), bottom - share / highest * (bottom - top)
+
+    for share in (0.0, 0.5, 1.0):
+        y = at(first, share)[1]
+        drawing.path([(left, y), (right, y)])
+        drawing.text(left - 8, y + 4, f"{share:.0%}", "small", "end")
+    y = at(first, BREAKS_BELOW)[1]
+    drawing.path([(left, y), (right, y)], "broken")
+    drawing.text(left - 8, y + 4, f"{BREAKS_BELOW:.0%}", "small", "end")
+    drawing.path([at(point.gpus, point.efficiency) for point in curve.points if point.efficiency is not None], "curve")
+    for point in curve.points:
+        x, y = at(point.gpus, point.efficiency or 0.0)
+        drawing.text(x, bottom + 20, f"{point.gpus:,}", "bold", "middle")
+        if point.prediction is None or point.efficiency is None or point.tokens_per_second is None:
+            drawing.text(x, bottom - 8, "no layout", "bad", "middle")
+            continue
+        drawing.dot(x, y, f"{point.gpus:,} GPUs: {layout_words(point.prediction.layout)}")
+        drawing.text(x, y - 10, f"{point.efficiency:.0%}", "bold" if point.gpus != curve.breaks_at else "bad", "middle")
+        drawing.text(x, bottom + 36, f"{_thousands(point.tokens_per_second)} tok/s", "small", "middle")
+        drawing.text(x, bottom + 51, f"{point.prediction.mfu:.1%} MFU", "small", "middle")
+    drawing.height = bottom + 64
+    if curve.breaks_at is not None:
+        drawing.text(left, bottom + 78, f"Efficiency breaks at {curve.breaks_at:,} GPUs: {curve.reason}.", "soft")
+        drawing.height += 24
+    return drawing
+
+
+def _thousands(amount: float) -> str:
+    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if amount >= size:
+            return f"{amount / size:.3g}{letter}"
+    return f"{amount:.0f}"

@@ -4,36 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from html import escape
+from pathlib import Path
 
 WIDTH = 960
 """Width of every chart, in pixels."""
 _CHARACTER = 6.9
 """Mean width of a character at 13 pixels, rounded up: text is measured by the browser, legends are laid out here."""
 
-STYLE = """
-:root { --ink: #1b1e23; --soft: #5d6672; --line: #d5dae1; --paper: #ffffff; --card: #f5f7f9; --accent: #2f5bd0; --bad: #c8321f; }
-@media (prefers-color-scheme: dark) {
-  :root { --ink: #e9ebee; --soft: #9ba5b1; --line: #3a4049; --paper: #14171b; --card: #1c2026; --accent: #8fb0ff; --bad: #ff8a78; }
-}
-svg text { font: 13px ui-sans-serif, system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; fill: var(--ink); font-variant-numeric: tabular-nums; }
-svg text.soft { fill: var(--soft); }
-svg text.small { font-size: 11px; fill: var(--soft); }
-svg text.title { font-weight: 650; font-size: 15px; }
-svg text.head { font-weight: 700; font-size: 20px; }
-svg text.bold { font-weight: 650; }
-svg text.bad { fill: var(--bad); font-weight: 650; }
-svg text.accent { fill: var(--accent); font-weight: 650; }
-svg text.number { font-size: 10px; fill: #10131a; }
-svg .paper { fill: var(--paper); }
-svg .track { fill: var(--card); stroke: var(--line); }
-svg .line { stroke: var(--line); fill: none; }
-svg .edge { stroke: var(--ink); fill: none; }
-svg .broken { stroke: var(--bad); stroke-dasharray: 4 4; fill: none; }
-svg .curve { stroke: var(--accent); stroke-width: 2.5; fill: none; }
-svg .dot { fill: var(--accent); stroke: var(--paper); stroke-width: 1.5; }
-"""
-# Long lines read better in a stylesheet than in Python, but they stay out of the line limit's way here.
-STYLE = "\n".join(line.rstrip() for line in STYLE.strip().splitlines())
+STYLE = Path(__file__).with_name("drawing.css").read_text(encoding="utf-8")
+"""Colours follow the reader's choice of light or dark."""
 
 
 def number(value: float) -> str:

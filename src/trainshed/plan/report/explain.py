@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import Any
 
 from trainshed.plan.layout import RankLayout, even_stages
 from trainshed.plan.predict import predict
 from trainshed.plan.prediction import Job, Prediction, StepTimes
 from trainshed.plan.report.parts import MEMORY_PARTS, TIME_PARTS, amounts
 from trainshed.recipe.layout import Recompute, Shard
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 _SIZES = ("tp", "pp", "vp", "cp", "ep", "micro_batch")
 _RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
@@ -22,9 +19,6 @@ _ALIKE = 0.005
 """Step times closer than this are called equal: the prediction does not know them better."""
 _WORTH_SAYING = 0.02
 """Share of a step from which a loss, or a gain, is worth a sentence."""
-
-Complaint = "Callable[[RankLayout], str | None]"
-"""Says why a layout is illegal for the job at hand; None where it is not."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +35,10 @@ class Variant:
 
 
 def explain(job: Job, chosen: Prediction, complaint: Callable[[RankLayout], str | None]) -> list[str]:
-    """Say why this layout, what limits it, what its neighbours would cost, and what would help."""
+    """Say why this layout, what limits it, what its neighbours would cost, and what would help.
+
+    `complaint` says why a layout is illegal for the job; None where it is not.
+    """
     tried = variants(job, chosen.layout, complaint)
     return [
         _verdict(chosen),
@@ -68,7 +65,7 @@ def variants(job: Job, layout: RankLayout, complaint: Callable[[RankLayout], str
 def _changes(layout: RankLayout, job: Job) -> Iterator[tuple[str, int | str]]:
     for key in _SIZES:
         size = getattr(layout, key)
-        if key == "ep" and job.model.experts is None or key == "vp" and layout.pp == 1:
+        if (key == "ep" and job.model.experts is None) or (key == "vp" and layout.pp == 1):
             continue
         if size > 1:
             yield key, size // 2
@@ -80,7 +77,8 @@ def _changes(layout: RankLayout, job: Job) -> Iterator[tuple[str, int | str]]:
 
 def _changed(job: Job, layout: RankLayout, key: str, value: int | str) -> RankLayout | None:
     """The layout with one key changed and what follows from it: dp, the cut of the layers, the schedule."""
-    other = replace(layout, **{key: value})
+    change: dict[str, Any] = {key: value}
+    other = replace(layout, **change)
     ranks = other.tp * other.pp * other.cp
     if job.gpus % ranks:
         return None
@@ -140,9 +138,9 @@ def compared(variant: Variant, chosen: Prediction) -> str:
     room = f", and {'frees' if freed > 0 else 'needs'} {abs(freed):.1f} GiB" if abs(freed) >= 1 else ""
     if abs(change) < _ALIKE:
         return f"{named} would take as long ({seconds(other.step_seconds)}){room}."
-    verb = "cost" if change > 0 else "save"
+    size = f"cost {percent(change)} more" if change > 0 else f"save {percent(change)}"
     why = differences(chosen.times, other.times)
-    return f"{named} would {verb} {percent(change)} ({seconds(other.step_seconds)}): {why}{room}."
+    return f"{named} would {size} ({seconds(other.step_seconds)}): {why}{room}."
 
 
 def differences(times: StepTimes, other: StepTimes, *, most: int = 2, word: str = "phrase") -> str:
@@ -151,7 +149,9 @@ def differences(times: StepTimes, other: StepTimes, *, most: int = 2, word: str 
     largest = sorted(changes, key=lambda each: -abs(each[1]))[:most]
     threshold = 0.15 * abs(largest[0][1])
     named = [(part, change) for part, change in largest if change and abs(change) >= threshold]
-    return ", ".join(f"{getattr(part, word)} {'+' if change > 0 else '−'}{seconds(abs(change))}" for part, change in named)
+    return ", ".join(
+        f"{getattr(part, word)} {'+' if change > 0 else '−'}{seconds(abs(change))}" for part, change in named
+    )
 
 
 def _largest_growth(chosen: Prediction, other: Prediction) -> str:

@@ -7,23 +7,14 @@ from pathlib import Path
 
 from trainshed.errors import InputError
 from trainshed.plan.report.answer import Answer, layout_words
-from trainshed.plan.report.charts import layouts_chart, memory_chart, step_chart, timeline_chart
+from trainshed.plan.report.charts import layouts_chart, memory_chart, scaling_chart, step_chart, timeline_chart
 from trainshed.plan.report.drawing import STYLE, WIDTH, Drawing
 from trainshed.plan.report.explain import seconds
+from trainshed.plan.report.run_words import run_words
 from trainshed.plan.report.timeline import timeline
 
 _MARGIN = 28
-_PAGE_STYLE = """
-body { margin: 0; background: var(--paper); color: var(--ink); font: 15px/1.5 ui-sans-serif, system-ui, -apple-system,
-  "Segoe UI", Roboto, sans-serif; }
-main { max-width: 960px; margin: 0 auto; padding: 32px 24px 64px; }
-h1 { font-size: 26px; margin: 0; } h2 { font-size: 17px; margin: 36px 0 12px; } p.asked { color: var(--soft); margin: 4px 0 20px; }
-.figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); gap: 12px; }
-.figure { background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: 10px 14px; }
-.figure b { display: block; font-size: 20px; font-variant-numeric: tabular-nums; } .figure span { color: var(--soft); font-size: 13px; }
-.bad b { color: var(--bad); } svg { width: 100%; height: auto; overflow: visible; } code { font-size: 14px; }
-li { margin: 4px 0; } table { border-collapse: collapse; width: 100%; font-size: 14px; } td { border-top: 1px solid var(--line); padding: 6px 12px 6px 0; vertical-align: top; }
-"""
+_PAGE_STYLE = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
 
 
 def write_report(answer: Answer, path: Path, *, top: int) -> None:
@@ -50,16 +41,18 @@ def charts(answer: Answer, *, top: int) -> list[tuple[str, Drawing]]:
     """Return the pictures of an answer with their titles, top to bottom."""
     chosen = answer.chosen
     drawn = timeline(chosen, answer.question.job.global_batch)
-    count = f"{drawn.micro_batches:,} micro-batches"
+    count = f"{drawn.micro_batches:,} micro-batch" + ("es" if drawn.micro_batches > 1 else "")
     if not drawn.is_whole:
         count = f"{drawn.shown} of {count} drawn: the middle repeats"
     found = [
-        ("Memory by pipeline stage", memory_chart(chosen)),
+        ("Memory by pipeline stage" if len(chosen.stages) > 1 else "Memory", memory_chart(chosen)),
         (f"One step: {seconds(chosen.step_seconds)}", step_chart(chosen)),
         (f"The step in time, {count}", timeline_chart(drawn)),
     ]
     if answer.runners_up:
         found.append(("The best layouts side by side", layouts_chart([chosen, *answer.runners_up][:top])))
+    if answer.scaling is not None:
+        found.append(("Scaling: the best layout at each number of GPUs", scaling_chart(answer.scaling)))
     return found
 
 
@@ -96,11 +89,13 @@ def html_page(answer: Answer, *, top: int) -> str:
         for figure, word, bad in figures(answer)
     )
     drawn = "".join(
-        f"<section><h2>{escape(words)}</h2>\n{chart.svg(label=words)}</section>\n" for words, chart in charts(answer, top=top)
+        f"<section><h2>{escape(words)}</h2>\n{chart.svg(label=words)}</section>\n"
+        for words, chart in charts(answer, top=top)
     )
     rejected = "".join(
-        f"<tr><td><code>{escape(layout_words(layout, short=True))}</code></td><td>{escape(reason)}</td></tr>"
-        for layout, reason in answer.rejected
+        f"<tr><td><code>{escape(str(each.layout))}</code></td><td>{escape(each.reason)}</td>"
+        f"<td>{each.alike:,}</td></tr>"
+        for each in answer.rejected
     )
     return (
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{escape(title)}</title>\n'
@@ -108,10 +103,14 @@ def html_page(answer: Answer, *, top: int) -> str:
         '<meta name="color-scheme" content="light dark">\n'
         f"<style>\n{STYLE}{_PAGE_STYLE}</style>\n</head>\n<body>\n<main>\n"
         f'<h1>{escape(title)}</h1>\n<p class="asked">{escape(asked)}</p>\n'
-        f"<p><code>{escape(layout_words(answer.chosen.layout))}</code></p>\n"
+        f'<p class="layout">{escape(layout_words(answer.chosen.layout))}</p>\n'
         f'<div class="figures">{boxes}</div>\n{drawn}'
-        f"{_list('Why this layout', answer.explanation)}{_list('Notes', answer.notes)}"
-        + (f"<section><h2>Rejected</h2>\n<table>{rejected}</table></section>\n" if rejected else "")
+        f"{_run(answer)}{_list('Why this layout', answer.explanation)}{_list('Notes', answer.notes)}"
+        + (
+            f"<section><h2>Rejected</h2>\n<table><tr><th>layout<th>reason<th>alike</tr>{rejected}</table></section>\n"
+            if rejected
+            else ""
+        )
         + "</main>\n</body>\n</html>\n"
     )
 
@@ -135,7 +134,11 @@ def figures(answer: Answer) -> list[tuple[str, str, bool]]:
         (f"{chosen.mfu:.1%}", "MFU", False),
         (f"{chosen.tokens_per_second_per_gpu:,.0f}", "tokens/s/GPU", False),
         (f"{chosen.tflops_per_gpu:,.0f}", "TFLOP/s/GPU", False),
-        (f"{memory.total:.1f}", f"of {memory.capacity:.1f} GiB" + ("" if chosen.fits else ": too much"), not chosen.fits),
+        (
+            f"{memory.total:.1f}",
+            f"of {memory.capacity:.1f} GiB" + ("" if chosen.fits else ": too much"),
+            not chosen.fits,
+        ),
     ]
 
 
@@ -144,3 +147,11 @@ def _list(title: str, sentences: tuple[str, ...]) -> str:
         return ""
     items = "".join(f"<li>{escape(each)}</li>" for each in sentences)
     return f"<section><h2>{title}</h2>\n<ul>{items}</ul></section>\n"
+
+
+def _run(answer: Answer) -> str:
+    if answer.budget is None:
+        return ""
+    lines = run_words(answer.budget)
+    rows = "".join(f"<tr><td>{escape(label)}</td><td>{escape(words)}</td></tr>" for label, words in lines)
+    return f'<section><h2>The run</h2>\n<table class="run">{rows}</table></section>\n'

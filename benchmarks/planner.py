@@ -1,0 +1,245 @@
+"""The planner beside its peers on the same published measurements, and how fast it searches.
+
+    python benchmarks/planner.py [CSV ...] [--llm-analysis PYTHON] [--folder store/bench]
+
+- llm-analysis runs in a Python of its own (it wants an old transformers): `--llm-analysis PYTHON` names one that has
+  it, else a virtual environment is made and it is installed from PyPI. It takes the share of the peak that products
+  reach as an input; it is shown at 100%, its lower bound, and with the one factor per source, GPU and precision that
+  makes its median error zero: the best anybody could have told it, from the very rows it is judged on.
+- SimuMax is not on PyPI; its own predictions for its own B200 runs, which it publishes beside the measurements, are
+  compared with ours on those rows.
+- The null model is a constant TFLOP/s per GPU: the median of the same source, GPU and precision.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import time
+import venv
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from measure import table
+from trainshed.catalog import model_preset
+from trainshed.plan.anatomy import anatomy_of
+from trainshed.plan.hardware import hardware_of_gpu
+from trainshed.plan.prediction import Job
+from trainshed.plan.published_rows import all_rows, shipped_tables
+from trainshed.plan.scores import error_scores
+from trainshed.plan.search import search
+from trainshed.plan.stacks import stack
+from trainshed.plan.validation import SLOW_MFU, Judged, step_time_scores, validate
+from trainshed.plan.validation_plot import short_source
+
+PEER = Path(__file__).parent / "peers" / "llm_analysis_rows.py"
+SIMUMAX = re.compile(r"SimuMax predicted ([\d.]+) ms / ([\d.]+) GiB")
+SWEEP = "HF ultra-scale playbook"
+"""Every layout was tried, slow ones too: of those it takes more than FLOPs to know what held them up."""
+ZERO = {"none": 0, "zero1": 1, "zero2": 2, "full": 3}
+RECOMPUTE = {"none": 0, "selective": 1, "full": 2}
+SEARCHES = (("llama3-8b", 64, 8192, 512), ("llama3-70b", 512, 8192, 1024), ("llama3.1-405b", 16384, 8192, 2048))
+
+
+@dataclass(frozen=True)
+class Peer:
+    """What a peer predicted for a row."""
+
+    one: Judged
+    seconds: float
+    gib: float
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("tables", nargs="*", help="CSVs of measurements (default: the shipped ones)")
+    parser.add_argument("--llm-analysis", type=Path, help="a Python that has llm-analysis")
+    parser.add_argument("--folder", type=Path, default=Path("store/bench"), help="where its environment is made")
+    arguments = parser.parse_args()
+    started = time.perf_counter()
+    validation = validate(all_rows(arguments.tables or shipped_tables()))
+    seconds = time.perf_counter() - started
+    print(f"{len(validation.judged):,} rows predicted in {seconds:.1f} s ({len(validation.skipped)} skipped)")
+    timed = [one for one in validation.judged if one.step_seconds]
+    llm_analysis(timed, arguments.llm_analysis, arguments.folder)
+    simumax(timed)
+    searches()
+
+
+def llm_analysis(timed: Sequence[Judged], python: Path | None, folder: Path) -> None:
+    """Compare on every row that it can predict at all."""
+    command = python or _installed(folder)
+    if command is None:
+        return
+    dense = [one for one in timed if one.case.job.model.experts is None and one.case.layout.cp == 1]
+    found = _asked(command, dense)
+    if not found:
+        return
+    groups: defaultdict[str, list[int]] = defaultdict(list)
+    for index, peer in enumerate(found):
+        name = short_source(peer.one.row.source)
+        groups[name].append(index)
+        if name == SWEEP and peer.one.mfu > SLOW_MFU:
+            groups[f"{name}, above 10% MFU"].append(index)
+    chosen = [(name, rows) for name, rows in groups.items() if len(rows) >= 5] + [("all of them", range(len(found)))]
+    rows = []
+    for name, indices in chosen:
+        ones = [found[index].one for index in indices]
+        ours, null = step_time_scores(ones), step_time_scores(ones).null_mape
+        theirs = error_scores((found[index].seconds, _measured(found[index].one)) for index in indices)
+        told = error_scores(_without_bias([found[index] for index in indices]))
+        rows.append([name, str(len(ones)), *map(_percent, (ours.mape, null, told.mape, theirs.mape))])
+    columns = ["step time, mean error", "rows", "trainshed", "null model", "llm-analysis, told", "llm-analysis"]
+    table("llm-analysis: dense models without context parallel", columns, rows)
+    memory = [peer for peer in found if peer.one.memory_gib]
+    pairs = [(peer.one.predicted_gib, peer.one.memory_gib or 1.0) for peer in memory]
+    theirs = [(peer.gib, peer.one.memory_gib or 1.0) for peer in memory]
+    line = ["peak memory", str(len(memory)), _percent(error_scores(pairs).mape), _percent(error_scores(theirs).mape)]
+    table("", ["mean error", "rows", "trainshed", "llm-analysis"], [line])
+
+
+def _installed(folder: Path) -> Path | None:
+    """A Python with llm-analysis, made where there is none; None with the reason printed."""
+    home = folder / "llm-analysis"
+    python = home / "bin" / "python"
+    if not python.exists():
+        home.mkdir(parents=True, exist_ok=True)
+        venv.create(home, with_pip=True)
+    done = subprocess.run(
+        [python, "-m", "pip", "install", "--quiet", "llm-analysis"], capture_output=True, text=True, timeout=600
+    )
+    if done.returncode:
+        print(f"\nllm-analysis could not be installed: {done.stderr.strip().rpartition(chr(10))[2]}")
+        return None
+    return python
+
+
+def _asked(python: Path, ones: Sequence[Judged]) -> list[Peer]:
+    cases = "".join(json.dumps(_case(number, one)) + "\n" for number, one in enumerate(ones))
+    started = time.perf_counter()
+    done = subprocess.run([python, PEER], input=cases, capture_output=True, text=True, timeout=1800)
+    if done.returncode:
+        print(f"\nllm-analysis failed: {done.stderr.strip().rpartition(chr(10))[2]}")
+        return []
+    answers = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    found = [Peer(ones[each["number"]], each["seconds"], each["gib"]) for each in answers if each.get("seconds")]
+    print(f"\nllm-analysis predicted {len(found)} of {len(ones)} rows in {time.perf_counter() - started:.1f} s")
+    return found
+
+
+def _case(number: int, one: Judged) -> dict[str, Any]:
+    job, layout = one.case.job, one.case.layout
+    model, hardware = job.model, job.hardware
+    peak = one.prediction.peak_tflops
+    return {
+        "number": number,
+        "hidden": model.hidden,
+        "model": {
+            "name": model.name,
+            "num_layers": model.layers,
+            "n_head": model.heads,
+            "hidden_dim": model.hidden,
+            "vocab_size": model.vocab_size,
+            "max_seq_len": job.sequence_length,
+            "num_key_value_heads": model.kv_heads,
+            "ffn_embed_dim": model.ffn,
+        },
+        "gpu": {
+            "name": hardware.gpu_name,
+            "mem_per_GPU_in_GB": 10_000,  # it refuses what does not fit, and these runs did
+            "hbm_bandwidth_in_GB_per_sec": hardware.gpu.memory_gb_per_s,
+            "intra_node_bandwidth_in_GB_per_sec": hardware.link_gb_per_s,
+            "intra_node_min_message_latency": 8e-6,
+            "peak_fp16_TFLOPS": peak,
+            "inter_node_bandwidth_in_GB_per_sec": hardware.network_gb_per_s,
+        },
+        "parallelism": {"tp_size": layout.tp, "pp_size": layout.pp, "dp_size": layout.dp},
+        "micro_batch": layout.micro_batch,
+        "micro_batches": layout.micro_batches(job.global_batch),
+        "sequence_length": job.sequence_length,
+        "recompute": RECOMPUTE[layout.recompute],
+        "zero": ZERO[layout.shard],
+        "gated": model.gated,
+    }
+
+
+def _without_bias(found: Sequence[Peer]) -> list[tuple[float, float]]:
+    """Its seconds times the factor of their source, GPU and precision that makes the median right, and the measured."""
+    factors: defaultdict[tuple[str, str, str], list[float]] = defaultdict(list)
+    for peer in found:
+        factors[_group(peer.one)].append(_measured(peer.one) / peer.seconds)
+    return [(peer.seconds * median(factors[_group(peer.one)]), _measured(peer.one)) for peer in found]
+
+
+def _group(one: Judged) -> tuple[str, str, str]:
+    return (one.row.source, one.case.job.hardware.gpu_name, one.case.job.precision)
+
+
+def simumax(timed: Iterable[Judged]) -> None:
+    """Compare on the rows that SimuMax publishes its own predictions for."""
+    found = [
+        Peer(one, float(match[1]) / 1000, float(match[2]))
+        for one in timed
+        if (match := SIMUMAX.search(one.row.text("notes")))
+    ]
+    if not found:
+        print("\nSimuMax: none of these rows carries its prediction")
+        return
+    ones = [peer.one for peer in found]
+    ours = step_time_scores(ones)
+    rows = [
+        ["step time", str(len(found)), _percent(ours.mape), _percent(ours.null_mape), _mean(found, "seconds")],
+        ["peak memory", str(len(found)), _percent(_memory_error(ones)), "", _mean(found, "gib")],
+    ]
+    columns = ["mean error", "rows", "trainshed", "null model", "SimuMax"]
+    table("SimuMax: its own runs on 8 B200, by tables measured on that machine", columns, rows)
+
+
+def _mean(found: Sequence[Peer], what: str) -> str:
+    measured = [_measured(peer.one) if what == "seconds" else peer.one.memory_gib or 1.0 for peer in found]
+    return _percent(error_scores(zip((getattr(peer, what) for peer in found), measured, strict=True)).mape)
+
+
+def _memory_error(ones: Sequence[Judged]) -> float | None:
+    return error_scores((one.predicted_gib, one.memory_gib) for one in ones if one.memory_gib).mape
+
+
+def searches() -> None:
+    """Time whole searches, each with cold caches: a process of its own would only add the import."""
+    rows = []
+    for name, gpus, length, batch in SEARCHES:
+        job = Job(
+            model=anatomy_of(model_preset(name), name),
+            sequence_length=length,
+            global_batch=batch,
+            precision="bf16",
+            hardware=hardware_of_gpu("h100"),
+            gpus=gpus,
+            stack=stack("megatron"),
+        )
+        started = time.perf_counter()
+        found = search(job, engine="megatron")
+        seconds = time.perf_counter() - started
+        chosen = f"{found.chosen.layout}, {found.chosen.step_seconds:.2f} s"
+        rows.append([f"{name} on {gpus:,} H100", f"{seconds:.2f}", f"{found.considered:,}", chosen])
+    table("search, megatron, bf16", ["job", "seconds", "layouts", "chosen"], rows)
+
+
+def _measured(one: Judged) -> float:
+    assert one.step_seconds is not None, "only rows with a step time are asked about"
+    return one.step_seconds
+
+
+def _percent(value: float | None) -> str:
+    return "" if value is None else f"{value:.1%}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

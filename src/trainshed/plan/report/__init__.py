@@ -1,0 +1,1 @@
+"""The planner's answer for people and programs: JSON, words, pictures."""
