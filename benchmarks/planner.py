@@ -29,6 +29,7 @@ from typing import Any
 
 from measure import table
 from trainshed.catalog import model_preset
+from trainshed.errors import TrainshedError
 from trainshed.plan.anatomy import anatomy_of
 from trainshed.plan.hardware import hardware_of_gpu
 from trainshed.plan.prediction import Job
@@ -225,7 +226,11 @@ def searches() -> None:
             stack=stack("megatron"),
         )
         started = time.perf_counter()
-        found = search(job, engine="megatron")
+        try:
+            found = search(job, engine="megatron")
+        except TrainshedError as error:
+            rows.append([f"{name} on {gpus:,} H100", "", "", error.what])
+            continue
         seconds = time.perf_counter() - started
         chosen = f"{found.chosen.layout}, {found.chosen.step_seconds:.2f} s"
         rows.append([f"{name} on {gpus:,} H100", f"{seconds:.2f}", f"{found.considered:,}", chosen])

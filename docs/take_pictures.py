@@ -106,8 +106,11 @@ def main() -> None:
             "data:\n  sequence_lenght: 8192\n  train: [{path: corpus/*.jsonl}]\n"
             "train: {steps: 1e3, global_batch: no, optimizer: {lr: 3e-4}}\n"
         )
-        asked = "--model llama3-70b --on gke-a3-mega --gpus 128 --seq 8192 --global-batch 1024 --precision fp8"
-        take("plan", "a plan", [["plan", *asked.split(), *"--engine megatron --tokens 1T --top 4".split()]], folder)
+        asked = (
+            "--model llama3-70b --on gke-a3-mega --gpus 128 --engine megatron --precision fp8 --seq 8192 "
+            "--global-batch 1024 --tokens 1T --top 4"
+        )
+        take("plan", "a plan", [["plan", *asked.split()]], folder)
         take("errors", "what, where, and what to write instead", [["run", "recipe.yaml"]], folder)
 
 

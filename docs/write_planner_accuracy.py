@@ -16,6 +16,7 @@ from trainshed.plan.validation_plot import accuracy_svg, short_source
 PAGE = Path(__file__).with_name("planner.md")
 PICTURE = Path(__file__).parent / "images" / "planner-accuracy.svg"
 BEGIN, END = "<!-- figures: python docs/write_planner_accuracy.py -->", "<!-- end of figures -->"
+HEADING = "## How accurate"
 FEWEST_ROWS = 5
 
 
@@ -33,7 +34,8 @@ def figures(validation: Validation) -> str:
         BEGIN,
         f"{everything.rows:,} published rows, {everything.skipped:,} skipped (each with its reason: "
         "`trainshed plan validate`). Errors are |predicted / measured − 1|, averaged; *null* is a constant TFLOP/s per "
-        "GPU, the median of the same rows.",
+        "GPU, the median of the same rows. These are the rows that come with Trainshed, among them those that its "
+        "constants were fitted to.",
         "",
         "| source | rows | step time | median | bias | null | memory rows | memory | bias |",
         "|---|--:|--:|--:|--:|--:|--:|--:|--:|",
@@ -54,11 +56,15 @@ def figures(validation: Validation) -> str:
 
 
 def placed(page: str, block: str) -> str:
-    """Return the page with the figures in place of the old ones, or in a section at its end."""
+    """Return the page with the figures in place of the old ones, else at the end of their section."""
     if BEGIN in page and END in page:
         before, _, rest = page.partition(BEGIN)
         return before + block + rest.partition(END)[2]
-    return f"{page.rstrip()}\n\n## How accurate\n\n{block}\n"
+    if HEADING not in page:
+        return f"{page.rstrip()}\n\n{HEADING}\n\n{block}\n"
+    before, _, rest = page.partition(HEADING)
+    section, mark, after = rest.partition("\n## ")
+    return f"{before}{HEADING}{section.rstrip()}\n\n{block}\n{mark}{after}"
 
 
 def _line(name: str, scores: Scores) -> str:

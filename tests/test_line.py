@@ -71,8 +71,14 @@ def everything(folder: Path) -> dict[str, tuple[int, bytes]]:
 
 def test_the_quickstart_runs_and_a_second_run_makes_nothing(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "trainshed", "run", str(RECIPES / "quickstart.yaml"), "train.steps=3"]
-    first = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
+    # The first on the layout that the planner chooses here, the second on the recipe's own.
+    first = subprocess.run([*command, "layout=auto"], capture_output=True, text=True, check=True, cwd=tmp_path)
     assert first.stdout.startswith("run quickstart/")
+    (plan,) = (json.loads(path.read_bytes()) for path in tmp_path.glob("store/runs/*/*/plans/attempt-0001.json"))
+    (why,) = plan["reasons"]
+    assert why.startswith("layout: auto found no GPU here and chose one process with micro_batch 8: ")
+    assert why in first.stderr
+    assert plan["layout"]["micro_batch"] == 8
     assert "proven; " in first.stdout
     made = everything(tmp_path)
     assert any(path.endswith("tokens.verdict.json") for path in made)
@@ -272,7 +278,6 @@ def test_a_tokenizer_larger_than_the_text_can_give_says_how_large_it_may_be(tmp_
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["layout=auto"], "`layout: auto` needs the planner, which is not built yet"),
         (["engine=megatron"], "the engine megatron is not built yet"),
         (["layout.tp=4"], "tp: 4"),
         (["train.precision=fp8"], "fp8 products need a GPU"),

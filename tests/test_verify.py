@@ -102,6 +102,14 @@ def test_experts_spread_over_ranks_train_as_on_one_process(tmp_path: Path, capsy
     assert report["resumed"]["equal"]
 
 
+@pytest.mark.full
+def test_the_layout_that_the_planner_chooses_can_be_checked(capsys: pytest.CaptureFixture[str]) -> None:
+    code, report, said = checked(capsys, QUICKSTART, "layout=auto", "--steps", "2")
+    assert code == 0, said
+    assert report["verdict"] == "equal"
+    assert "layout: auto found no GPU here and chose one process with micro_batch 8" in said
+
+
 def test_a_fault_of_the_engine_is_found_and_its_runs_are_kept(
     tmp_path: Path, runs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -124,7 +132,6 @@ def test_a_fault_of_the_engine_is_found_and_its_runs_are_kept(
         (["--layout", "tp=4"], "tp: 4 does not divide the 2 key/value heads"),
         (["--layout", "pp=8"], "8 chunks, and the model has 4 layers"),
         (["--layout", "tpp=2"], "unknown key `tpp`"),
-        (["layout=auto"], "`layout: auto` needs the planner"),
         (["train.global_batch=6", "--layout", "dp=4"], "does not divide the global batch of 6"),
         (["--steps", "1"], "1 steps have no middle to resume in"),
         (["engine=megatron"], "the engine megatron is not built yet"),

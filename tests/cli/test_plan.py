@@ -154,6 +154,7 @@ def test_a_calibration_is_used_and_named(tmp_path: Path, capsys: pytest.CaptureF
         (f"{SMALL} --layout tp=3", "8 ranks are no multiple of tp 3"),
         (f"{SMALL} --layout tp=16", "8 ranks are no multiple of tp 16"),
         (f"{SMALL} --layout zp=1", "--layout: unknown key `zp`"),
+        (f"{SMALL} --top 0", "--top: 0 layouts cannot be shown write 1 or more"),
         (f"{SMALL} --report plan.pdf", "--report: a report is a page or a picture, and `plan.pdf` is neither"),
         (f"{SMALL} --calibration none.yaml", "none.yaml: cannot be read: No such file or directory"),
         (f"{SMALL} --engine jax", "--engine: there is no engine `jax` write torch, megatron, nemo or torchtune"),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import orjson
@@ -9,19 +12,27 @@ import pytest
 
 from trainshed.catalog.machines import find_machine
 from trainshed.cli.plan.probe import probe
-from trainshed.engines.torch import machine_probe
 from trainshed.engines.torch.network_cards import find_network
+from trainshed.launch.here import machine_environment
 from trainshed.plan.hardware import hardware_of
 
+SMALL = """
+import sys
+from trainshed.engines.torch import machine_probe
+machine_probe._CPU_SHAPES = ((64, 64, 64),)
+machine_probe._CPU_ATTENTION = ((64, 2, 32),)
+from trainshed.cli import run_cli
+sys.exit(run_cli(["plan", "probe", *sys.argv[1:]]))
+"""
+"""The command with one small shape each: a process of its own, as the environment must be there before PyTorch is."""
 
-def test_a_machine_is_measured_and_its_file_is_one_that_plans_take(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    monkeypatch.setattr(machine_probe, "_CPU_SHAPES", ((64, 64, 64),))
-    monkeypatch.setattr(machine_probe, "_CPU_ATTENTION", ((64, 2, 32),))
+
+def test_a_machine_is_measured_and_its_file_is_one_that_plans_take(tmp_path: Path):
     file = tmp_path / "node.yaml"
-    assert probe(to=file, output="json") == 0
-    report = orjson.loads(capsys.readouterr().out)
+    command = [sys.executable, "-c", SMALL, "--to", str(file), "-o", "json"]
+    done = subprocess.run(command, capture_output=True, env={**os.environ, **machine_environment("bf16")})
+    assert done.returncode == 0, done.stderr.decode()
+    report = orjson.loads(done.stdout)
     assert report["schema"] == "trainshed.plan.probe/1"
     assert {gemm["dtype"] for gemm in report["gemms"]} >= {"bf16"}
     assert all(gemm["tflops"] > 0 for gemm in report["gemms"])

@@ -155,10 +155,16 @@ class Anatomy:
         """Whether a layer looks back through the window only."""
         return self.window is not None and layer % self.windowed_every == 0
 
+    @cached_property
+    def _one_kind(self) -> LayerKind | None:
+        """The kind of every layer where all are alike, as in most models; a search asks very often."""
+        found = {LayerKind(self.has_experts(layer), self.is_windowed(layer)) for layer in range(self.layers)}
+        return found.pop() if len(found) == 1 else None
+
     def kinds(self, layers: range) -> dict[LayerKind, int]:
         """Return how many of these layers are of each kind."""
-        if self.experts is None and self.window is None:
-            return {LayerKind(False, False): len(layers)} if layers else {}
+        if self._one_kind is not None:
+            return {self._one_kind: len(layers)} if layers else {}
         found: dict[LayerKind, int] = {}
         for layer in layers:
             kind = LayerKind(self.has_experts(layer), self.is_windowed(layer))

@@ -23,7 +23,7 @@ from trainshed.recipe.yaml_source import decode, parse
 from trainshed.storage import LocalStore
 
 _HEAD = """\
-# Measured by divided by predicted, per run: `trainshed plan calibrate RUN --to THIS_FILE` adds to it. A plan takes the
+# Measured divided by predicted, per run: `trainshed plan calibrate RUN --to THIS_FILE` adds to it. A plan takes the
 # last entry of its GPU and engine (and version, where it is asked for one).
 """
 

@@ -69,8 +69,8 @@ def all_to_all_seconds(volume: float, group: Group, hardware: Hardware, stack: S
         return 0.0
     far = 1 - group.near / group.size
     near = (group.near - 1) / group.size
-    seconds = near * volume / (hardware.link_gb_per_s * stack.ep_bandwidth * 1e9)
+    seconds = near * volume / (hardware.link_gb_per_s * stack.ep_link * 1e9)
     if far:
-        across = far * volume / copies / (hardware.network_gb_per_s * stack.network * stack.ep_bandwidth * 1e9)
+        across = far * volume / copies / (hardware.network_gb_per_s * stack.ep_network * 1e9)
         seconds = max(seconds, across)
     return seconds + stack.hop_us * 1e-6 * (1 if far else 0.5)

@@ -14,6 +14,14 @@ LOW_PRECISIONS = {"fp8": "fp8", "mxfp8": "fp8", "nvfp4": "fp4"}
 """Precisions whose products are narrower than 16 bits, and the peak they run at."""
 
 
+_DEPTH_TILE, _WIDTH_TILE = 64, 128
+"""What kernels round K and N up to: the tiles of cuBLAS on Ampere and later."""
+
+
+def _whole(length: float, tile: int) -> float:
+    return -(-length // tile) * tile
+
+
 @dataclass(frozen=True)
 class PassTimes:
     """Seconds of a forward or a backward pass, by what they are spent on; communication as far as it is not hidden."""
@@ -69,9 +77,13 @@ class Kernels:
         inputs = product.inputs / tp if product.cut == "in" else product.inputs
         outputs = product.outputs / tp if product.cut == "out" else product.outputs
         reach, stack = self.reach, self.job.stack
-        flops = 2 * tokens * inputs * outputs
+        # Odd widths are computed as the next whole tile.
+        flops = 2 * tokens * _whole(inputs, _DEPTH_TILE) * _whole(outputs, _WIDTH_TILE)
+        cast = 0.0
         if low and self.low_peak is not None:
-            peak = self.low_peak * 1e12 * self.job.habits.power * reach.low * stack.gemm_fp8
+            cast = self.moved(stack.cast_bytes * tokens * inputs)
+            share = reach.low * (reach.fp4 if self.job.precision == "nvfp4" else 1.0)
+            peak = self.low_peak * 1e12 * self.job.habits.power * share * stack.gemm_fp8
         else:
             peak = self.half_peak * stack.gemm
         narrow = 1 + reach.narrow * groups / tokens if groups > 1 else 1.0
@@ -80,7 +92,7 @@ class Kernels:
         forward = max(ideal / reach.forward * (1 + reach.depth / inputs), moved)
         input_gradient = max(ideal / reach.input_gradient * (1 + reach.depth / outputs), moved)
         weight_gradient = max(ideal / reach.weight_gradient * (1 + reach.depth * groups / tokens), moved)
-        return forward + self.start, input_gradient + weight_gradient + 2 * self.start
+        return forward + cast + self.start, input_gradient + weight_gradient + cast + 2 * self.start
 
     def attention(self, batch: float, queries: float, mean_keys: float, heads: float) -> tuple[float, float]:
         """Return forward and backward seconds of attention proper; backward has 2.5 times the products."""
@@ -88,7 +100,7 @@ class Kernels:
         if self.job.stack.score_passes:
             return self._written_attention(batch, queries, heads)
         flops = 2 * batch * queries * mean_keys * heads * (model.head_dim + model.value_dim)
-        width = min(1.0, (model.head_dim + model.value_dim) / 256) ** 0.4
+        width = min(1.0, (model.head_dim + model.value_dim) / 256) ** reach.attention_width
         speed = self.half_peak * reach.attention * self.job.stack.attention * width
         forward = flops / speed * (1 + reach.attention_length / mean_keys)
         return forward + self.start, 2.5 * forward / reach.attention_backward + self.start
@@ -120,7 +132,7 @@ def layer_times(job: Job, layout: RankLayout, kernels: Kernels, kind: LayerKind)
     if experts:
         block = _expert_block(job, layout, kernels, tokens)
         ep_each = _expert_parallel(job, layout, tokens)
-        host += stack.host_expert_us
+        host += stack.host_expert_us * (0.3 if job.habits.fixed_routing else 1.0)
     else:
         block = _dense_block(job, layout, kernels, tokens, model.ffn)
     forward, backward = forward + block[0], backward + block[1]
@@ -133,12 +145,13 @@ def layer_times(job: Job, layout: RankLayout, kernels: Kernels, kind: LayerKind)
         host += stack.host_collective_us
     if layout.recompute == "full":
         host *= 4 / 3
+    seen = 1 - stack.tp_hidden if job.habits.overlap else 1.0
     hidden = 1 - stack.ep_hidden if not job.habits.ep_overlap else 0.15
     ep_backward = ep_each * (2 if layout.recompute == "full" else 1)
     return LayerTimes(
-        PassTimes(forward, tp_forward * (1 - stack.tp_hidden), cp_forward * (1 - stack.cp_hidden), ep_each * hidden),
+        PassTimes(forward, tp_forward * seen, cp_forward * (1 - stack.cp_hidden), ep_each * hidden),
         PassTimes(
-            backward, tp_backward * (1 - stack.tp_hidden), cp_backward * (1 - stack.cp_hidden), ep_backward * hidden
+            backward, tp_backward * seen, cp_backward * (1 - stack.cp_hidden), ep_backward * hidden
         ),
         host * 1e-6 * (1 - job.habits.graphs),
     )
@@ -193,8 +206,11 @@ def _expert_block(job: Job, layout: RankLayout, kernels: Kernels, tokens: float)
     shared = _dense_block(job, layout, kernels, tokens, experts.shared_ffn) if experts.shared_ffn else (0.0, 0.0)
     router = kernels.product(tokens / layout.tp, Product("router", job.model.hidden, experts.count, "none"), 1, low=False)
     inner = (3 if job.model.gated else 2) * experts.ffn / layout.etp
+    if job.model.mlp_bias:
+        # Grouped products take no bias: it is added by a pass of its own over what they made.
+        inner += 2 * ((2 if job.model.gated else 1) * experts.ffn / layout.etp + job.model.hidden)
     # Permuted out and back, each a read and a write, besides the inner activation.
-    moved = kernels.moved(2 * routed * (6 * job.model.hidden + inner)) * job.stack.elementwise
+    moved = kernels.moved(2 * routed * (6 * job.model.hidden + inner)) * job.stack.expert_elementwise
     return forward + shared[0] + router[0] + moved, backward + shared[1] + router[1] + 2 * moved
 
 

@@ -8,7 +8,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Gemm:
-    """One shape of matrix product: `rows` tokens, times a weight of `inputs` x `outputs`."""
+    """One shape of matrix product: `rows` tokens, times a weight of `inputs` x `outputs`.
+
+    Called from Python, one behind the other, as an engine does without graphs: of small shapes the host is the limit.
+    """
 
     rows: int
     inputs: int

@@ -157,6 +157,8 @@ def layer_bytes(job: Job, layout: RankLayout, *, experts: bool) -> tuple[float, 
         inner = stack.inner_bytes * gate * model.ffn / layout.tp
         width = model.ffn / layout.tp
     hidden = stack.hidden_bytes * model.hidden / shared
+    if layout.tp > 1 and layout.pp == 1:
+        hidden += stack.gathered_bytes * model.hidden
     every = tokens * (hidden + attention + inner)
     working = tokens * stack.work_bytes * width
     if layout.recompute == "full":

@@ -186,14 +186,18 @@ def _data_parallel(job: Job, layout: RankLayout, rank: int, own: list[_Chunk], m
     one_backward = sum(chunk.backward_seconds for chunk in own)
     if layout.shard == "full":
         return _fully_sharded(job, layout, dense, expert, one_forward, one_backward, micro)
-    rings = 1 if layout.shard in ("zero1", "zero2") else 2
+    # Hybrid: states are sharded among some ranks, and all copies still add up their gradients.
+    rings = 2 if layout.copies > 1 else 1
+    among_shards = group_of(layout.dp * layout.cp // layout.copies, layout.tp, job.hardware, stack)
     reduce = rings * (group.ring_seconds(stack.reduce_bytes * dense) + among.ring_seconds(stack.reduce_bytes * expert))
     gather = 0.0
     if layout.shard != "none":
-        gather = group.ring_seconds(2 * dense) + among.ring_seconds(2 * expert)
+        gather = among_shards.ring_seconds(2 * dense) + among.ring_seconds(2 * expert)
         layers = sum(layout.stages[index] for index in layout.chunks(rank))
-        gather += 2 * layers * stack.shard_messages * group.hops_us * 1e-6
+        gather += 2 * layers * stack.shard_messages * among_shards.hops_us * 1e-6
     reduce, gather = reduce * trained, gather * trained
+    if not job.habits.overlap:
+        return reduce + gather
     return max(0.0, reduce - stack.dp_hidden * one_backward) + max(0.0, gather - stack.gather_hidden * one_forward)
 
 

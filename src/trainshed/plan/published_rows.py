@@ -213,7 +213,18 @@ def _engine(row: Row) -> str:
     engine = row.text("engine")
     if engine not in _ENGINES:
         raise Skip(f"the engine `{engine}` is not known here")
-    return _ENGINES[engine]
+    known = _ENGINES[engine]
+    if known == "megatron" and (_version(row) >= (26, 6) or "verification card" in row.notes):
+        return "megatron-26.06"
+    if known == "megatron-deepspeed" and row.text("dp_shard") == "none":
+        return "megatron-deepspeed-ddp"
+    return known
+
+
+def _version(row: Row) -> tuple[int, ...]:
+    """The container of NVIDIA's framework that a row was measured with: (26, 6)."""
+    found = re.search(r"(?:nemo|bridge) (\d\d)\.(\d\d)", row.notes)
+    return (int(found[1]), int(found[2])) if found else (0, 0)
 
 
 def _precision(row: Row) -> str:
@@ -304,7 +315,10 @@ def _with_experts(row: Row, base: Anatomy, count: int) -> Anatomy:
     if "qwen3" in name:
         return replace(base, head_dim=128, value_dim=128, qk_norm=True, experts=experts, ffn=0)
     if "gpt-oss" in name:
-        return replace(base, head_dim=64, value_dim=64, experts=experts, ffn=0, window=128, windowed_every=2)
+        biases = {"qkv_bias": True, "output_bias": True, "mlp_bias": True}
+        return replace(
+            base, head_dim=64, value_dim=64, experts=experts, ffn=0, window=128, windowed_every=2, **biases
+        )
     if "deepseek" in name:
         shared = experts.ffn * (2 if "v2" in name else 1)
         return replace(
@@ -392,6 +406,12 @@ def _stages(row: Row, model: Anatomy, pp: int, vp: int) -> tuple[int, ...]:
     chunks = pp * vp
     if chunks > model.layers + 2:
         raise Skip(f"{chunks} chunks for {model.layers} layers")
+    if model.extra_heads and chunks > 1:
+        # Megatron-Bridge's layouts of models that predict further tokens: full chunks, and a short last one that
+        # has those layers and both passes through the head besides.
+        each = -(-(model.layers + model.extra_heads + 2) // chunks)
+        if 0 <= model.layers - each * (chunks - 1) <= each:
+            return (*[each] * (chunks - 1), model.layers - each * (chunks - 1))
     if model.layers % chunks and (model.layers + 2) % chunks == 0:
         # Megatron's account-for-embedding-in-pipeline-split (and -loss-): both count as a layer.
         each = (model.layers + 2) // chunks
@@ -439,12 +459,19 @@ def _habits(row: Row, model: Anatomy, layout: RankLayout) -> Habits:
     written = row.text("recompute").lower().removeprefix("selective:")
     if layout.recompute == "selective":
         chosen["selective"] = written or "core_attn"
-    if "a2a_overlap" in row.notes or "ep overlap on" in row.notes:
+    if any(word in row.notes for word in ("a2a_overlap", "ep overlap on", "a2a overlap")):
         chosen["ep_overlap"] = True
     if "full_iteration" in row.notes:
         chosen["graphs"] = 1.0
-    elif "cudagraph" in row.notes:
-        chosen["graphs"] = 0.5
+    elif "cudagraph" in row.notes or "cuda_graph" in row.notes:
+        chosen["graphs"] = 0.3
+    elif _engine(row) == "megatron-26.06" and row.text("precision") == "mxfp8" and row.text("gpu").startswith("GB"):
+        # Megatron-Bridge's recipes for NVL72 racks capture whole iterations since 26.06.
+        chosen["graphs"] = 1.0
+    if "no comm overlap" in row.notes:
+        chosen["overlap"] = False
+    if "tokendrop" in row.notes:
+        chosen["fixed_routing"] = True
     if "; lora" in row.notes:
         chosen["trained_share"] = 0.0
     if "500w" in row.text("gpu").lower():

@@ -26,6 +26,8 @@ class Reach:
     """fp8 and fp4 products, as a share of their own peak, of what bf16 ones reach of theirs."""
     attention: float
     """Attention on long sequences with heads of 128, as a share of the bf16 peak, with the best kernel there is."""
+    fp4: float = 0.7
+    """fp4 products, as a share of their peak, of what fp8 ones reach of theirs."""
     depth: float = 100.0
     """K at which a product reaches half its speed."""
     narrow: float = 60.0
@@ -34,6 +36,8 @@ class Reach:
     """Keys at which attention reaches half its speed."""
     attention_backward: float = 0.85
     """Speed of attention's backward pass against its forward."""
+    attention_width: float = 0.3
+    """How attention's speed falls with narrower heads: (width / 128) to this power."""
     memory: float = 0.85
     """Of the bandwidth of memory, what copies and element-wise kernels reach."""
     start_us: float = 4.0

@@ -30,6 +30,7 @@ SIMPLER_WITHIN = 0.01
 """How much slower than the fastest a simpler layout may be and still be chosen: less than any prediction is off."""
 _MOST_GPUS = 2**17
 """Where looking for a number of GPUs that would do ends."""
+_CLOSEST_LOOKED_AT = 32
 _RECOMPUTE_ORDER = ("none", "selective", "full")
 _SHARD_ORDER = ("none", "zero1", "zero2", "full")
 
@@ -213,10 +214,12 @@ class _Hunt:
                 hopeless.append((held - capacity, layout))
             else:
                 queue.append((self.bound(layout), len(queue), layout))
-        if not queue and hopeless:
-            _, closest = min(hopeless, key=lambda each: each[0])
-            closest = self.space.leanest(closest)
-            self._note_miss(closest, max(each.total - each.capacity for each in predict_memory(self.job, closest)))
+        if not queue:
+            # The bound leaves out activations: the closest is among those with the least state.
+            hopeless.sort(key=lambda each: (each[0], each[1].micro_batch))
+            for _, layout in hopeless[:_CLOSEST_LOOKED_AT]:
+                leanest = self.space.leanest(layout)
+                self._note_miss(leanest, max(each.total - each.capacity for each in predict_memory(self.job, leanest)))
         heapq.heapify(queue)
         return queue
 

@@ -25,8 +25,12 @@ class Habits:
     """The chunk that holds the head where it is not the last."""
     selective: str = "core_attn"
     """What `recompute: selective` computes again, joined by +."""
+    overlap: bool = True
+    """Whether communication is hidden as the engine usually does."""
     ep_overlap: bool = False
     """Expert all-to-alls run under the other half of a split micro-batch."""
+    fixed_routing: bool = False
+    """Tokens over capacity are dropped, so that no count is read back by the host."""
     graphs: float = 0.0
     """Share of the launches that CUDA graphs save."""
     trained_share: float = 1.0
@@ -52,6 +56,10 @@ class Stack:
     """Times the scores of attention are read or written in 16 bits; 0 with kernels that never write them."""
     elementwise: float = 1.0
     """Bytes moved by norms, activations, rotary turns and residuals, against fused kernels."""
+    expert_elementwise: float = 1.0
+    """The same for permuting, routing and activating tokens of experts."""
+    cast_bytes: float = 4.0
+    """Bytes moved per element to cast the input of an fp8 or fp4 product."""
     loss_passes: float = 4.0
     """Times the logits are read or written by the loss, in fp32."""
     # Launches.
@@ -70,8 +78,10 @@ class Stack:
     """Share of the tensor-parallel communication that runs under products."""
     cp_hidden: float = 0.5
     ep_hidden: float = 0.0
-    ep_bandwidth: float = 0.6
-    """Of the link's speed, what an all-to-all reaches."""
+    ep_link: float = 0.5
+    """Of the speed inside a node or rack, what an all-to-all reaches."""
+    ep_network: float = 0.8
+    """Of the speed between nodes, the same."""
     rails: float = 1.0
     """Of the network shares that a group's further members on a node bring, what its rings use."""
     pp_hidden: float = 0.0
@@ -120,6 +130,8 @@ class Stack:
     """Kept per token and unit of the width of queries, keys and values."""
     inner_bytes: float = 6.0
     """Kept per token and unit of a gated block's inner width; two thirds of it where there is no gate."""
+    gathered_bytes: float = 0.0
+    """Kept per token and unit of width of what tensor-parallel ranks gathered, without a pipeline."""
     logit_bytes: float = 10.0
     """Per logit of a micro-batch at the peak of the loss."""
     work_bytes: float = 8.0

@@ -3,8 +3,8 @@
 What is compared with what:
 
 - Step time: predicted seconds / measured seconds - 1. Beside it the null model, which knows no layouts: a constant
-  TFLOP/s per GPU, the median of the rows of the same source, GPU and precision (so it has seen the answers; we have
-  not). `above_10_percent_mfu` leaves out rows so slow that what held them up is hardly the model's arithmetic.
+  TFLOP/s per GPU, the median of the very rows of the same source, GPU and precision. `above_10_percent_mfu` leaves out
+  rows so slow that what held them up is hardly the model's arithmetic.
 - Memory: the figure that the source means, on the rank it means: what tensors fill for `allocated`, `active` and where
   nothing is said, with the reserve for `reserved` and `nvidia-smi`.
 - Out of memory: rows that ran out against rows that ran; predicted to run out is what does not fit its card.

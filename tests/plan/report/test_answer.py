@@ -9,13 +9,15 @@ import orjson
 import pytest
 
 from golden_files import check_golden
-from small_plans import JOB, answer, layout, prediction
+from small_plans import CONFIG, GPUS, JOB, answer, layout, prediction
 from trainshed.catalog.machines import machine
 from trainshed.plan.budget import Terms, budget
+from trainshed.plan.layout import parse_layout, resolve_layout
 from trainshed.plan.planned_storage import planned_storage
-from trainshed.plan.report.answer import Answer, layout_words
+from trainshed.plan.report.answer import Answer, layout_flag, layout_words
 from trainshed.plan.report.run_words import hours, run_words
 from trainshed.plan.scaling import ScalingCurve, ScalingPoint
+from trainshed.recipe import Layout
 
 
 def whole() -> Answer:
@@ -84,3 +86,20 @@ def test_a_layout_is_said_with_what_its_name_leaves_out() -> None:
     assert layout_words(layout(tp=8)) == "tp8 dp16 zero1, micro_batch 1, recompute none"
     zero = prediction(layout(tp=8, pp=4, schedule="zero_bubble", recompute="full")).layout
     assert layout_words(zero) == ("tp8 pp4 dp4 zero1, micro_batch 1, recompute full, schedule zero_bubble")
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {},
+        {"tp": 8, "shard": "full", "replicate": 2, "recompute": "selective"},
+        {"tp": 4, "pp": 4, "vp": 5, "cp": 2, "micro_batch": 2},
+        {"tp": 8, "pp": 4, "schedule": "zero_bubble", "shard": "none"},
+        {"tp": 4, "pp": 4, "stages": [19, 21, 21, 19]},
+    ],
+    ids=str,
+)
+def test_the_flag_of_a_layout_gives_it_again(keys: dict[str, Any]) -> None:
+    wanted = layout(**keys)
+    again = Layout.model_validate(parse_layout(layout_flag(wanted)))
+    assert resolve_layout(again, CONFIG, world_size=GPUS) == wanted

@@ -7,14 +7,15 @@ from dataclasses import replace
 from small_plans import JOB, MEMORY, TIMES, layout, prediction
 from trainshed.plan.layout import RankLayout
 from trainshed.plan.predict import predict
+from trainshed.plan.prediction import Memory, StepTimes
 from trainshed.plan.report.explain import Variant, compared, differences, explain, seconds, variants
 
 CHOSEN = prediction(layout(tp=4, pp=4, vp=5, cp=2))
 
 
-def sentence(key: str, value: int, was: int, **keys: object) -> str:
+def sentence(key: str, value: int, was: int, *, times: StepTimes = TIMES, memory: Memory = MEMORY) -> str:
     other = layout(**{"tp": 4, "pp": 4, "vp": 5, "cp": 2, key: value})
-    return compared(Variant(key, value, was, other, prediction(other, **keys)), CHOSEN)
+    return compared(Variant(key, value, was, other, prediction(other, times, memory)), CHOSEN)
 
 
 def test_a_slower_neighbour_says_how_much_and_where() -> None:
@@ -38,6 +39,14 @@ def test_a_neighbour_that_does_not_fit_says_where_and_by_how_much() -> None:
 def test_a_neighbour_as_fast_is_called_so_and_says_what_memory_it_frees() -> None:
     assert sentence("cp", 4, 2, memory=replace(MEMORY, activations=20.0)) == (
         "cp 4 instead of 2 would take as long (42.8 s), and frees 8.8 GiB."
+    )
+
+
+def test_beside_a_layout_that_does_not_fit_a_neighbour_says_that_it_would() -> None:
+    full = prediction(CHOSEN.layout, memory=replace(MEMORY, weights=30.0))
+    leaner = prediction(layout(tp=8, pp=4, vp=5, cp=2), TIMES.scaled(1.1))
+    assert compared(Variant("tp", 8, 4, leaner.layout, leaner), full) == (
+        "tp 8 instead of 4 would fit, with 73.3 GiB, in 47.1 s a step (10% slower)."
     )
 
 
@@ -78,10 +87,11 @@ def test_an_explanation_begins_with_the_verdict() -> None:
 
 
 def test_seconds_have_three_figures() -> None:
-    assert [seconds(each) for each in (236.4, 45.81, 3.904, 0.3124, 0.0043)] == [
+    assert [seconds(each) for each in (236.4, 45.81, 3.904, 0.3124, 0.0043, 2e-5)] == [
         "236 s",
         "45.8 s",
         "3.90 s",
         "312 ms",
         "4.3 ms",
+        "20 µs",
     ]

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from trainshed.catalog.gpus import find_gpu
-from trainshed.catalog.machines import Machine, find_machine, machine_of_gpu
 from trainshed.catalog.models import architecture, model_preset
 from trainshed.cli.plan.flags import Flags
+from trainshed.cli.plan.place import asked_gpu_counts, asked_machine, named
 from trainshed.data.sampling.schedule import BatchSchedule, RampUp
 from trainshed.errors import InputError, RecipeError, TrainshedError
 from trainshed.plan.anatomy import anatomy_of
 from trainshed.plan.budget import Terms
 from trainshed.plan.calibration import Calibrations, read_calibrations
-from trainshed.plan.hardware import Hardware, hardware_of, hardware_of_gpu
 from trainshed.plan.layout import parse_layout
 from trainshed.plan.planned_storage import storage_of
 from trainshed.plan.prediction import Job
@@ -29,7 +25,6 @@ from trainshed.recipe.messages import validate
 from trainshed.recipe.places import Document, Places
 from trainshed.recipe.section import Count
 
-Found = TypeVar("Found")
 DEFAULT_PRECISION = "bf16"
 DEFAULT_ENGINE = "torch"
 
@@ -62,9 +57,9 @@ def ask(flags: Flags) -> Question:
     else:
         model = _from_flags(flags)
     model_layout = _layout(flags, model.layout)
-    machine, hardware = _machine(flags, cluster)
+    machine, hardware = asked_machine(flags, cluster)
     check_precision(model.precision, hardware)
-    counts = _gpu_counts(flags, cluster, recipe, hardware, model_layout)
+    counts = asked_gpu_counts(flags, cluster, recipe, hardware, model_layout)
     job = Job(
         model=anatomy_of(model.config, model.preset),
         sequence_length=model.sequence_length,
@@ -103,7 +98,7 @@ def _from_flags(flags: Flags) -> _Model:
     assert flags.model is not None, "`Flags.check` asks for it"
     assert flags.seq is not None, "likewise"
     assert flags.global_batch is not None, "likewise"
-    config = _named("--model", model_preset, flags.model)
+    config = named("--model", model_preset, flags.model)
     schedule = BatchSchedule(flags.global_batch)
     notes = []
     if config.positions == "learned" and flags.seq > config.max_positions:
@@ -206,81 +201,7 @@ def _layout(flags: Flags, written: Layout | None) -> Layout | None:
     return validate(Layout, Document(plain | parse_layout(flags.layout), Places("--layout")))
 
 
-def _machine(flags: Flags, cluster: Cluster) -> tuple[Machine, Hardware]:
-    """The machine of the flags, or of the cluster; for a GPU alone the one its entry names."""
-    if flags.machine is not None:
-        machine = _named("--machine", find_machine, flags.machine)
-        if flags.gpu is not None:
-            wanted, has = _named("--gpu", find_gpu, flags.gpu).name, find_gpu(machine.gpu).name
-            if wanted != has:
-                raise InputError(
-                    f"--machine {flags.machine} has {has}, and --gpu says {wanted}",
-                    where="--gpu",
-                    hint="leave --gpu out: the machine says it",
-                )
-        return machine, hardware_of(machine)
-    if flags.gpu is not None:
-        machine = _named("--gpu", machine_of_gpu, flags.gpu)
-        return machine, hardware_of_gpu(flags.gpu)
-    if cluster.machine is None:
-        raise InputError(
-            f"the cluster {cluster.name} does not say what machines it has",
-            where="--on" if flags.on else None,
-            hint="write --gpu h100, --machine a3-mega, or --on CLUSTER with a `machine:` in its file",
-        )
-    machine = _named(cluster.where("machine"), find_machine, cluster.machine)
-    return machine, hardware_of(machine)
-
-
-def _named(where: str, find: Callable[[str], Found], name: str) -> Found:
-    """Find something of the catalog; an error says who asked for it."""
-    try:
-        return find(name)
-    except InputError as error:
-        raise InputError(error.what, where=error.where or where, hint=error.hint) from None
-
-
 def _calibrations(flags: Flags, cluster: Cluster) -> Calibrations | None:
     """The file of `--calibration`, or the one the cluster names; nothing is calibrated by itself."""
     path = flags.calibration or cluster.calibration
     return None if path is None else read_calibrations(path)
-
-
-def _gpu_counts(
-    flags: Flags, cluster: Cluster, recipe: Recipe | None, hardware: Hardware, layout: Layout | None
-) -> tuple[int, ...]:
-    """How many GPUs, smallest first: flags win over the recipe, the recipe over the cluster."""
-    counts, where = flags.gpu_counts(), "--gpus"
-    if not counts:
-        nodes, where = _nodes(flags, cluster, recipe)
-        if nodes is not None:
-            counts = (nodes * hardware.gpus_per_node,)
-        elif layout is not None:
-            counts, where = (layout.tp * layout.pp * layout.cp * (layout.dp or 1),), "layout"
-        else:
-            raise InputError("on how many GPUs?", hint="write --gpus 128, --nodes 16, or --gpus 8..4096 for a curve")
-    per_node, most = hardware.gpus_per_node, cluster.nodes.max
-    for count in counts:
-        if count > per_node and count % per_node:
-            machine = hardware.machine or hardware.gpu_name
-            raise InputError(
-                f"{count} GPUs are no whole number of {machine} machines with {per_node} each",
-                where=where,
-                hint=f"write {count // per_node * per_node} or {-(-count // per_node) * per_node}",
-            )
-        if flags.on is not None and most is not None and count > most * per_node:
-            raise InputError(
-                f"{count} GPUs are {-(-count // per_node)} nodes, and the cluster {cluster.name} has {most} at most",
-                where=where,
-                hint=f"write {most * per_node} or less, or leave --on out",
-            )
-    return counts
-
-
-def _nodes(flags: Flags, cluster: Cluster, recipe: Recipe | None) -> tuple[int | None, str]:
-    if flags.nodes is not None:
-        return flags.nodes, "--nodes"
-    if recipe is not None and recipe.resources.nodes is not None:
-        return recipe.resources.nodes, recipe.where("resources.nodes")
-    # On this machine the world size is the product of the layout.
-    return (None, "") if cluster.target == "local" else (cluster.nodes.default, "--on")

@@ -8,7 +8,7 @@ from rich.style import Style
 from rich.text import Text
 
 from trainshed.plan.prediction import Memory, Prediction, StagePrediction
-from trainshed.plan.report.explain import seconds
+from trainshed.plan.report.explain import seconds, share
 from trainshed.plan.report.parts import MEMORY_PARTS, TIME_PARTS, Part, amounts, shared_out
 from trainshed.plan.report.timeline import Box, Timeline
 
@@ -69,7 +69,7 @@ def time_bar(prediction: Prediction, width: int, *, colours: bool) -> list[Text]
         bar.append_text(_cells(part, cells, colours=colours))
     total = prediction.times.total
     entries = [
-        (_swatch(part, colours=colours), f"{part.word} {seconds(each)} {each / total:.0%}") for part, each in parts
+        (_swatch(part, colours=colours), f"{part.word} {seconds(each)} {share(each / total)}") for part, each in parts
     ]
     return [bar, *legend(entries, width)]
 

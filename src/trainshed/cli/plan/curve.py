@@ -10,9 +10,9 @@ from trainshed.plan.report.explain import seconds
 from trainshed.plan.scaling import BREAKS_BELOW, ScalingCurve, ScalingPoint
 
 _BAR, _LEAST_BAR = 20, 8
-_FIGURES = 44
+_FIGURES = 45
 """Cells that everything but the layout and the bar takes."""
-_LINE = "{gpus:>7}  {layout:<{room}}  {step:>7}  {mfu:>5}  {rate:>9}  "
+_LINE = "{gpus:>7}  {layout:<{room}}  {step:>7}  {mfu:>5}  {rate:>10}  "
 
 
 def scaling_rows(curve: ScalingCurve, width: int) -> list[Text]:

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from trainshed.cli.plan.bars import memory_bars, time_bar, timeline_rows
 from trainshed.cli.plan.curve import scaling_rows
-from trainshed.plan.report.answer import layout_words
+from trainshed.plan.report.answer import layout_flag, layout_words
 from trainshed.plan.report.explain import differences, seconds
 from trainshed.plan.report.run_words import run_words
 from trainshed.plan.report.timeline import timeline
@@ -48,6 +48,8 @@ def picture(answer: Answer, console: Console, *, top: int) -> str:
     for name, lines in (("rejected", _rejected(answer, top)), ("why", answer.explanation), ("notes", answer.notes)):
         if lines:
             blocks.append([_title(name), *(line for text in lines for line in _wrapped(text, width))])
+    if answer.searched:
+        blocks.append([Text.assemble(("use it  ", "bold"), f"--layout {layout_flag(chosen.layout)}")])
     with console.capture() as captured:
         for number, block in enumerate(blocks):
             if number:

@@ -89,6 +89,7 @@ def plan(
     from trainshed.cli.console import print_report
     from trainshed.cli.plan.asking import ask
     from trainshed.cli.plan.flags import Flags
+    from trainshed.errors import InputError
     from trainshed.plan.report.answering import answer
     from trainshed.plan.report.page import check_report_path, write_report
 
@@ -111,6 +112,8 @@ def plan(
         price,
         calibration,
     )
+    if top < 1:
+        raise InputError(f"{top} layouts cannot be shown", where="--top", hint="write 1 or more")
     if report is not None:
         check_report_path(report)
     found = answer(ask(flags), top=top, explained=explain)

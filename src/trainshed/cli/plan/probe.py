@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -41,6 +42,10 @@ def probe(
     if to is not None and not to.absolute().parent.is_dir():
         raise InputError("there is no such folder", where=str(to.parent), hint="make it first")
 
+    from trainshed.launch.here import machine_environment
+
+    # What ranks here would run with; it must be there before PyTorch is loaded.
+    os.environ.update(machine_environment("bf16"))
     from trainshed.engines.torch.machine_probe import measure_machine
     from trainshed.plan.machine_file import shares, write_machine
 
@@ -73,6 +78,8 @@ def _text(measured: MachineMeasurements, reached: dict[str, float], written: lis
     for dtype in ("fp32", "bf16", "fp8"):
         if (best := measured.best_tflops(dtype)) is not None:
             lines.append(f"    {'best':<22} {dtype:<5} {best:>8.4g}{share(dtype)}")
+    if measured.kind == "cuda":
+        lines.append("    called one behind the other from Python: small shapes wait for the host")
     lines.append("  attention, causal             forward  backward")
     lines += [
         f"    {f'{one.sequence_length} tokens, {one.heads} x {one.head_dim}':<22} {one.dtype:<5} "

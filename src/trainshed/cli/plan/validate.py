@@ -52,7 +52,7 @@ def validate(
     data = {"schema": "trainshed.plan.validation/1", "tables": [Path(file).name for file in files], **found.to_plain()}
     if worst:
         data["worst"] = [one.to_plain() for one in found.worst(worst)]
-    print_report(data, output, _text(found, worst))
+    print_report(data, output, _text(found, worst, shipped=not tables))
     return 0
 
 
@@ -67,7 +67,7 @@ def _draw(found: Validation, plot: Path) -> None:
     plot.write_text(accuracy_svg(found), encoding="utf-8")
 
 
-def _text(found: Validation, worst: int) -> str:
+def _text(found: Validation, worst: int, *, shipped: bool) -> str:
     from trainshed.plan.validation_plot import short_source
 
     everything = found.scores()
@@ -86,6 +86,8 @@ def _text(found: Validation, worst: int) -> str:
     if len(by_source) > len(shown):
         lines.append(f"{f'({len(by_source) - len(shown)} more: -o json)':<{width}}")
     lines += [_line("everything", everything, width), "", *_words(everything)]
+    if shipped:
+        lines.append("these rows come with Trainshed: its constants were fitted to some of them")
     if everything.skipped:
         lines += ["", "skipped"]
         lines += [f"  {count:>5}  {reason}" for reason, count in found.reasons().items()]

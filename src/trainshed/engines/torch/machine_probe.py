@@ -41,10 +41,16 @@ _BACKWARD_PER_FORWARD = 2.5
 def measure_machine(reporter: Reporter = SILENT) -> MachineMeasurements:
     """Measure this machine; its GPUs must be idle for the figures to mean anything."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    gemms: list[Gemm] = []
     with reporter.task("products", total=None, unit="shapes") as task:
-        gemms = tuple(_counted(_gemms(device), task.advance))
+        for gemm in _gemms(device):
+            gemms.append(gemm)
+            task.advance(1)
+    attention: list[AttentionRate] = []
     with reporter.task("attention", total=None, unit="shapes") as task:
-        attention = tuple(_counted(_attention(device), task.advance))
+        for rate in _attention(device):
+            attention.append(rate)
+            task.advance(1)
     with reporter.task("memory", total=None, unit="measurements") as task:
         copy, launch = _copy_gb_per_s(device), _launch_us(device)
         task.advance(2)
@@ -62,20 +68,14 @@ def measure_machine(reporter: Reporter = SILENT) -> MachineMeasurements:
         host_memory_gib=host_gib,
         cpus=os.cpu_count() or 1,
         torch=torch.__version__,
-        gemms=gemms,
-        attention=attention,
+        gemms=tuple(gemms),
+        attention=tuple(attention),
         copy_gb_per_s=copy,
         launch_us=launch,
         all_reduces=all_reduces,
         fabric=fabric,
         network_gbps=network_gbps,
     )
-
-
-def _counted(found: Iterator[Gemm] | Iterator[AttentionRate], advance: Callable[[float], None]) -> Iterator:
-    for one in found:
-        advance(1)
-        yield one
 
 
 def _seconds(work: Callable[[], object], device: torch.device, at_least: float = 0.05) -> float:

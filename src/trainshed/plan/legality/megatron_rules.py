@@ -72,9 +72,8 @@ def equal_chunks(layout: RankLayout, model: Anatomy, asked: Asked) -> Iterator[P
         return
     even = even_stages(model.layers, chunks)
     if layout.stages == even:
-        key, product = (
-            ("vp", f"pp {layout.pp} · vp {layout.vp} = {chunks}") if layout.vp > 1 else ("pp", f"pp {chunks}")
-        )
+        key = "vp" if layout.vp > 1 else "pp"
+        product = f"pp {layout.pp} · vp {layout.vp} = {chunks}" if layout.vp > 1 else f"pp: {chunks}"
         yield problem(
             key,
             f"{product} does not divide the {model.layers} layers",

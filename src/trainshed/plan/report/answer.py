@@ -12,6 +12,7 @@ from trainshed.plan.question import Question
 from trainshed.plan.rejections import Rejected
 from trainshed.plan.report.parts import MEMORY_PARTS
 from trainshed.plan.scaling import ScalingCurve, ScalingPoint
+from trainshed.recipe import Layout
 
 SCHEMA = "trainshed.plan-report/1"
 
@@ -45,6 +46,7 @@ class Answer:
             "chosen": prediction_plain(self.chosen)
             | {"stages": [_stage(stage) for stage in self.chosen.stages]}
             | {"hours": run.get("hours"), "cost": run.get("cost")},
+            "layout_flag": layout_flag(self.chosen.layout),
             "runners_up": [prediction_plain(each) for each in self.runners_up],
             "rejected": [
                 {"layout": layout_plain(each.layout), "reason": each.reason, "alike": each.alike}
@@ -124,6 +126,22 @@ def layout_words(layout: RankLayout) -> str:
     if layout.schedule not in (None, "1f1b", "interleaved"):
         parts.append(f"schedule {layout.schedule}")
     return ", ".join(parts)
+
+
+def layout_flag(layout: RankLayout) -> str:
+    """Write a layout so that `--layout` gives it again: `tp=4,pp=4,micro_batch=2`, without keys at their default.
+
+    Unequal chunks are written out: Megatron asks for it.
+    """
+    keys = Layout.model_fields
+    names = ("tp", "pp", "vp", "cp", "ep", "etp", "replicate", "shard", "micro_batch", "recompute")
+    parts = [f"{name}={getattr(layout, name)}" for name in names if getattr(layout, name) != keys[name].default]
+    if layout.schedule not in (None, "interleaved" if layout.vp > 1 else "1f1b"):
+        parts.append(f"schedule={layout.schedule}")
+    if len(set(layout.stages)) > 1:
+        parts.append(f"stages={'+'.join(map(str, layout.stages))}")
+    # At least one key: an empty text would be no layout, and be searched.
+    return ",".join(parts or [f"tp={layout.tp}"])
 
 
 def _stage(stage: StagePrediction) -> dict[str, Any]:

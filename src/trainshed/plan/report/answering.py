@@ -32,7 +32,7 @@ def answer(question: Question, *, top: int = 5, explained: bool = False) -> Answ
         rejected=found.rejected,
         searched=question.layout is None,
         considered=found.considered,
-        notes=(*beyond.warnings, *question.notes, *notes, *found.notes, *beyond.notes),
+        notes=(*beyond.warnings, *found.notes, *question.notes, *notes, *beyond.notes),
         explanation=tuple(_explanation(question, found.chosen)) if explained else (),
         calibration=_used(question),
         budget=beyond,
@@ -102,6 +102,7 @@ def _explanation(question: Question, chosen: Prediction) -> list[str]:
             sequence_length=asked.sequence_length,
             batch_sizes=question.batches,
             engine=question.engine,
+            stages_written=True,
         )
         return problems[0].what if problems else None
 

@@ -7,7 +7,7 @@ from math import log2
 from trainshed.plan.prediction import Prediction, StepTimes
 from trainshed.plan.report.answer import layout_words
 from trainshed.plan.report.drawing import Drawing
-from trainshed.plan.report.explain import differences, seconds
+from trainshed.plan.report.explain import differences, seconds, share
 from trainshed.plan.report.parts import MEMORY_PARTS, TIME_PARTS, Part, amounts
 from trainshed.plan.report.timeline import Kind, Timeline
 from trainshed.plan.scaling import BREAKS_BELOW, ScalingCurve
@@ -79,7 +79,7 @@ def step_chart(prediction: Prediction) -> Drawing:
     parts = amounts(prediction.times, TIME_PARTS)
     total = prediction.times.total
     _stacked(drawing, 0, 0, 30, drawing.width / total, parts, "s")
-    words = [(part.colour, f"{part.word} {seconds(amount)} ({amount / total:.0%})") for part, amount in parts]
+    words = [(part.colour, f"{part.word} {seconds(amount)} ({share(amount / total)})") for part, amount in parts]
     drawing.height = drawing.legend(52, words)
     return drawing
 
@@ -150,13 +150,14 @@ def scaling_chart(curve: ScalingCurve) -> Drawing:
     # More than the smallest number reaches is possible: a larger one may not need to recompute.
     highest = max(1.0, *(point.efficiency or 0.0 for point in curve.points))
 
-    def at(gpus: int, share: float) -> tuple[float, float]:
-        return left + 40 + log2(gpus / first) / span * (right - left - 40), bottom - share / highest * (bottom - top)
+    def at(gpus: int, reached: float) -> tuple[float, float]:
+        x = left + 40 + log2(gpus / first) / span * (right - left - 40)
+        return x, bottom - reached / highest * (bottom - top)
 
-    for share in (0.0, 0.5, 1.0):
-        y = at(first, share)[1]
+    for level in (0.0, 0.5, 1.0):
+        y = at(first, level)[1]
         drawing.path([(left, y), (right, y)])
-        drawing.text(left - 8, y + 4, f"{share:.0%}", "small", "end")
+        drawing.text(left - 8, y + 4, f"{level:.0%}", "small", "end")
     y = at(first, BREAKS_BELOW)[1]
     drawing.path([(left, y), (right, y)], "broken")
     drawing.text(left - 8, y + 4, f"{BREAKS_BELOW:.0%}", "small", "end")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 WIDTH = 960
 """Width of every chart, in pixels."""
-_CHARACTER = 6.9
+_CHARACTER = 7.5
 """Mean width of a character at 13 pixels, rounded up: text is measured by the browser, legends are laid out here."""
 
 STYLE = Path(__file__).with_name("drawing.css").read_text(encoding="utf-8")

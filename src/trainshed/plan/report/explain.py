@@ -134,6 +134,9 @@ def compared(variant: Variant, chosen: Prediction) -> str:
         place = f" on stage {stage.stage}" if len(other.stages) > 1 else ""
         return f"{named} does not fit: {memory.total - memory.capacity:.1f} GiB too much{place}{grown}."
     change = other.step_seconds / chosen.step_seconds - 1
+    if not chosen.fits:
+        slower = f"{percent(change)} {'slower' if change > 0 else 'faster'}"
+        return f"{named} would fit, with {memory.total:.1f} GiB, in {seconds(other.step_seconds)} a step ({slower})."
     freed = chosen.memory.total - memory.total
     room = f", and {'frees' if freed > 0 else 'needs'} {abs(freed):.1f} GiB" if abs(freed) >= 1 else ""
     if abs(change) < _ALIKE:
@@ -184,12 +187,17 @@ def _remedies(job: Job, chosen: Prediction, complaint: Callable[[RankLayout], st
     ):
         gain = predict(replace(job, hardware=faster), chosen.layout).tokens_per_second_per_gpu / rate - 1
         if gain >= _WORTH_SAYING:
-            yield f"Twice the {words} would give {gain:.0%} more."
+            yield f"Twice the {words} would give {gain:.0%} more tokens a second."
 
 
 def percent(change: float) -> str:
     """Write a share of a step: `9%`, a small one with a decimal."""
     return f"{abs(change):.1%}" if abs(change) < 0.02 else f"{abs(change):.0%}"
+
+
+def share(part: float) -> str:
+    """Write a part of a whole: `71%`, and `<1%` for what is there and rounds to nothing."""
+    return f"{part:.0%}" if part >= 0.005 else "<1%"
 
 
 def seconds(amount: float) -> str:
@@ -198,7 +206,9 @@ def seconds(amount: float) -> str:
         return f"{amount:,.0f} s"
     if amount >= 1:
         return f"{amount:.1f} s" if amount >= 10 else f"{amount:.2f} s"
-    return f"{amount * 1e3:.0f} ms" if amount >= 0.01 else f"{amount * 1e3:.1f} ms"
+    if amount >= 0.01:
+        return f"{amount * 1e3:.0f} ms"
+    return f"{amount * 1e3:.1f} ms" if amount >= 1e-4 else f"{amount * 1e6:.0f} µs"
 
 
 def _listed(words: list[str]) -> str:

@@ -6,7 +6,7 @@ from html import escape
 from pathlib import Path
 
 from trainshed.errors import InputError
-from trainshed.plan.report.answer import Answer, layout_words
+from trainshed.plan.report.answer import Answer, layout_flag, layout_words
 from trainshed.plan.report.charts import layouts_chart, memory_chart, scaling_chart, step_chart, timeline_chart
 from trainshed.plan.report.drawing import STYLE, WIDTH, Drawing
 from trainshed.plan.report.explain import seconds
@@ -104,6 +104,7 @@ def html_page(answer: Answer, *, top: int) -> str:
         f"<style>\n{STYLE}{_PAGE_STYLE}</style>\n</head>\n<body>\n<main>\n"
         f'<h1>{escape(title)}</h1>\n<p class="asked">{escape(asked)}</p>\n'
         f'<p class="layout">{escape(layout_words(answer.chosen.layout))}</p>\n'
+        f"<p><code>--layout {escape(layout_flag(answer.chosen.layout))}</code></p>\n"
         f'<div class="figures">{boxes}</div>\n{drawn}'
         f"{_run(answer)}{_list('Why this layout', answer.explanation)}{_list('Notes', answer.notes)}"
         + (

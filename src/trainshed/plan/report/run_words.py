@@ -18,11 +18,11 @@ def run_words(found: Budget) -> list[tuple[str, str]]:
 def _length(run: RunCost | None) -> Iterator[tuple[str, str]]:
     if run is None:
         return
-    yield "length", f"{hours(run.hours)} for {run.steps:,} steps: {run.gpu_hours:,.0f} GPU hours{_slower(run)}"
+    yield "length", f"{hours(run.hours)} for {run.steps:,} steps: {_few(run.gpu_hours)} GPU hours{_slower(run)}"
     if run.cost is not None and run.price_per_gpu_hour is not None:
-        yield "cost", f"${run.cost:,.0f} at ${run.price_per_gpu_hour:.2f} per GPU and hour ({run.price_source})"
+        yield "cost", f"${_few(run.cost)} at ${run.price_per_gpu_hour:.2f} per GPU and hour ({run.price_source})"
     if run.energy_kwh is not None:
-        yield "energy", f"{run.energy_kwh:,.0f} kWh at most: the machines' rated power, without cooling"
+        yield "energy", f"{_few(run.energy_kwh)} kWh at most: the machines' rated power, without cooling"
 
 
 def _slower(run: RunCost) -> str:
@@ -32,8 +32,7 @@ def _slower(run: RunCost) -> str:
 
 def _saving(found: Budget) -> Iterator[tuple[str, str]]:
     cost, expected = found.checkpoint, found.goodput
-    size = f"{cost.bytes / 1e12:.2f} TB" if cost.bytes >= 1e12 else f"{cost.bytes / 1e9:.1f} GB"
-    words = f"{size}, copied to the hosts in {seconds(cost.stage_seconds)}"
+    words = f"{_size(cost.bytes)}, copied to the hosts in {seconds(cost.stage_seconds)}"
     if cost.write_seconds is not None:
         words += f", written in {spoken_seconds(cost.write_seconds)} to {cost.storage}"
     yield "checkpoint", words
@@ -60,10 +59,18 @@ def _around(found: Budget) -> Iterator[tuple[str, str]]:
 
 def hours(amount: float) -> str:
     """Write hours, or days of them."""
-    return (
-        f"{amount / 24:,.1f} days"
-        if amount >= 72
-        else f"{amount:,.1f} hours"
-        if amount >= 1
-        else f"{60 * amount:.1f} minutes"
-    )
+    if amount >= 72:
+        return f"{amount / 24:,.1f} days"
+    return f"{amount:,.1f} hours" if amount >= 1.5 else spoken_seconds(3600 * amount)
+
+
+def _few(amount: float) -> str:
+    """Write a large number whole, a small one with its figures."""
+    return f"{amount:,.0f}" if amount >= 100 else f"{amount:.3g}"
+
+
+def _size(amount: int) -> str:
+    for size, unit in ((1e12, "TB"), (1e9, "GB")):
+        if amount >= size:
+            return f"{amount / size:.3g} {unit}"
+    return f"{amount / 1e6:.3g} MB"

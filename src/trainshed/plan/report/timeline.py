@@ -16,8 +16,7 @@ from trainshed.plan.prediction import Prediction
 Kind = Literal["forward", "backward", "weights", "reduce", "optimizer"]
 """`weights`: the weight gradients that a zero-bubble pipeline puts off; `reduce`: exposed data-parallel traffic."""
 _SHOWN_AT_LEAST = 6
-_SHOWN_ROUNDS = 2
-"""Of an interleaved pipeline: with one round alone it would only fill and drain."""
+_MOST_BOXES = 3000
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,10 @@ def timeline(prediction: Prediction, global_batch: int) -> Timeline:
 
 def _shown(layout: RankLayout, count: int) -> int:
     if layout.vp > 1:
-        return min(count, _SHOWN_ROUNDS * _round_size(layout, count))
+        size = _round_size(layout, count)
+        # With one round a pipeline only fills and drains; of a very deep one two would be too many boxes to see.
+        rounds = 2 if 2 * size * 2 * layout.pp * layout.vp <= _MOST_BOXES else 1
+        return min(count, rounds * size)
     return min(count, max(_SHOWN_AT_LEAST, 2 * layout.pp))
 
 

@@ -1,0 +1,77 @@
+"""Weights in any format, seen alike: boxes of native tensors are read, files of a target are written one by one.
+
+Every reader answers in native names and shapes (`models/parameters.py`), whatever lies on disk; every writer pulls the
+boxes it needs from a reader. So each format is written once, against this module, and any pair of them converts. A
+target is cut into units (files), each made whole or not at all: that is what a killed conversion goes on from, what
+runs in parallel, and what bounds memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, Self
+
+from trainshed.models.parameters import Parameter
+from trainshed.recipe import ModelConfig
+from trainshed.storage import FileEntry
+
+if TYPE_CHECKING:
+    import torch
+
+Advance = Callable[[int], None]
+"""Told how many bytes were written, for a progress bar."""
+
+
+class Weights(Protocol):
+    """The weights of a model in some format, opened and held against their config."""
+
+    config: ModelConfig
+
+    @property
+    def dtypes(self) -> list[str]:
+        """The dtypes of the stored tensors, in torch's words."""
+        ...
+
+    def read(
+        self, parameter: Parameter, offset: Sequence[int], shape: Sequence[int], dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Return the box [offset, offset + shape) of a native tensor, on the CPU; safe to call from several threads."""
+        ...
+
+    def close(self) -> None:
+        """Let go of the files."""
+        ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One file of a target: made whole or not at all."""
+
+    path: str
+    """Relative to the target."""
+    bytes: int
+    """About how large it becomes."""
+
+
+class WeightsWriter(Protocol):
+    """A target format for one model: which files it has, and how each is made from a source."""
+
+    config: ModelConfig
+
+    def units(self) -> list[Unit]:
+        """Return the files that hold weights, in a fixed order; the same for the same model and options."""
+        ...
+
+    def write(self, unit: Unit, source: Weights, file: Path, advance: Advance) -> None:
+        """Write one unit to a local file, in memory bounded by one tensor; safe to call from several threads."""
+        ...
+
+    def finish(self, folder: Path, entries: Sequence[FileEntry]) -> None:
+        """Write what is not weights (index, metadata, config, tokenizer files) once all units are there."""
+        ...
