@@ -16,6 +16,7 @@ import orjson
 from trainshed.catalog.models import architecture
 from trainshed.checkpoints.base import BaseWeights, fetch_base, find_base
 from trainshed.checkpoints.hf import read_config
+from trainshed.checkpoints.verdict import read_verdict, refuse_failed
 from trainshed.data.artefacts import DataArtefacts, PreparedSource
 from trainshed.data.encode.tokenizer import Tokenizer
 from trainshed.data.order import DataOrder
@@ -112,6 +113,7 @@ def run_line(
     if resolved.model.from_:
         config = resolved.model.config
         base = fetch_base(resolved.model.from_, store / "artefacts", config=config, options=options, reporter=reporter)
+        _heed_verdict(base, resolved, reporter)
         resolved = _with_architecture(resolved, base)
         _measure_base(base, resolved, reporter)
     artefacts = DataArtefacts(resolved, store, workers=workers, options=options, reporter=reporter)
@@ -131,14 +133,38 @@ def _with_architecture(recipe: Recipe, base: BaseWeights) -> Recipe:
 
 
 def _measure_base(base: BaseWeights, recipe: Recipe, reporter: Reporter) -> None:
-    """Measure the loss of base weights on the probe batch once; every run compares itself with it before step 0."""
-    from trainshed.checkpoints.probe import read_probe
+    """See that the loss of base weights on the probe batch is known; every run compares itself with it before step 0.
 
-    if read_probe(base.folder) is None:
-        from trainshed.engines.torch.probing import probe_base
+    What a conversion measured counts, so that it and the run are held against each other.
+    """
+    from trainshed.checkpoints.probe import read_probe, write_probe
 
-        assert recipe.model.config is not None
-        probe_base(base, recipe.model.config, reporter)
+    if read_probe(base.folder) is not None:
+        return
+    config = recipe.model.config
+    assert config is not None
+    verdict = read_verdict(base.files)
+    probe = verdict.probe if verdict is not None else None
+    if probe is None or not probe.is_of_today(config.vocab_size):
+        from trainshed.checkpoints.streamed import measured_probe
+
+        with base.open(config) as weights:
+            probe = measured_probe(weights, reporter)
+    if probe is None:
+        reporter.warn(f"the loss of the base weights was not measured: they know only {config.max_positions} positions")
+        return
+    write_probe(base.folder, probe)
+    reporter.note(f"base weights: loss {probe.loss:.4f} on the probe batch")
+
+
+def _heed_verdict(base: BaseWeights, recipe: Recipe, reporter: Reporter) -> None:
+    """Refuse base weights whose conversion was not proven, unless the recipe says to go on."""
+    try:
+        refuse_failed(base.files, where=recipe.where("model.from"))
+    except InputError as error:
+        if recipe.model.verdict != "ignore":
+            raise
+        reporter.warn(f"{error.what}; the recipe says `model.verdict: ignore`")
 
 
 def _keep_recipe(recipe: Recipe, folder: Path) -> None:
@@ -172,6 +198,7 @@ def open_run(recipe: Recipe, cluster: Cluster | None = None, *, id: str | None =
     base = None
     if resolved.model.from_:
         base = find_base(resolved.model.from_, store / "artefacts", options=options)
+        _heed_verdict(base, resolved, SILENT)
         resolved = _with_architecture(resolved, base)
     artefacts = DataArtefacts(resolved, store, make=False, options=options)
     folder = store / "runs" / resolved.name / name

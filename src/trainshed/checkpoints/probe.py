@@ -22,7 +22,8 @@ PROBE = "probe.json"
 MANIFEST = "manifest.json"
 BATCH_VERSION = 1
 """Of the batch; a stored probe of another version is computed again."""
-ROWS = 2
+ROWS, TOKENS = 2, 64
+"""Of the batch that is computed today: sequences, and the tokens of each that carry a loss."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,11 @@ class Probe:
         """The probe of a loss on today's batch."""
         tokens = sha256_of(probe_batch(vocab_size, sequence_length).tobytes())
         return cls(loss, tokens, vocab_size, sequence_length, precision)
+
+    def is_of_today(self, vocab_size: int) -> bool:
+        """Whether it was computed on the batch that a run with this vocabulary computes today."""
+        today = (BATCH_VERSION, vocab_size, TOKENS)
+        return (self.batch_version, self.vocab_size, self.sequence_length) == today
 
 
 def probe_batch(vocab_size: int, sequence_length: int) -> np.ndarray:

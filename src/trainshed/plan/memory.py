@@ -8,6 +8,7 @@ recomputation drops is not.
 from __future__ import annotations
 
 from trainshed.plan.anatomy import Anatomy
+from trainshed.plan.layer_time import LOW_PRECISIONS
 from trainshed.plan.layout import RankLayout
 from trainshed.plan.prediction import Job, Memory
 
@@ -98,7 +99,8 @@ def _states(
     whole = dense + expert
     shard = layout.shard
     weights = stack.weight_bytes * (in_shards if shard == "full" else whole)
-    gradients = stack.gradient_bytes * (in_shards if shard in ("full", "zero2") else whole) * trained
+    each = 2.0 if job.habits.half_gradients else stack.gradient_bytes
+    gradients = each * (in_shards if shard in ("full", "zero2") else whole) * trained
     optimizer = stack.optimizer_bytes * (whole if shard == "none" else in_shards) * trained
     # Two units at a time: the one in use and the one fetched ahead; backward holds the gradients of one besides.
     gathered = 2 * 2 * largest + 2 * largest * trained if shard == "full" and dense_shard > 1 else 0.0
@@ -159,6 +161,8 @@ def layer_bytes(job: Job, layout: RankLayout, *, experts: bool) -> tuple[float, 
     hidden = stack.hidden_bytes * model.hidden / shared
     if layout.tp > 1 and layout.pp == 1:
         hidden += stack.gathered_bytes * model.hidden
+    if job.precision in LOW_PRECISIONS:
+        hidden, attention, inner = (kept * stack.low_kept for kept in (hidden, attention, inner))
     every = tokens * (hidden + attention + inner)
     working = tokens * stack.work_bytes * width
     if layout.recompute == "full":

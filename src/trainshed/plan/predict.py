@@ -7,7 +7,6 @@ as it is not hidden, then the optimiser. Everything a layer costs is in `layer_t
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 from trainshed.plan.anatomy import LayerKind, Product
 from trainshed.plan.collectives import group_of
@@ -48,13 +47,7 @@ class _Chunk:
 def predict(job: Job, layout: RankLayout) -> Prediction:
     """Predict what a layout would do; the layout must be legal."""
     chunks = _chunks(job, layout)
-    micro = max(1, layout.micro_batches(job.global_batch))
-    hop = _hop_seconds(job, layout)
-    forward = [chunk.forward_seconds * job.stack.imbalance for chunk in chunks]
-    backward = [chunk.backward_seconds * job.stack.imbalance for chunk in chunks]
-    passes = pipeline_seconds(forward, backward, layout.pp, micro, hop=hop, fill_first=layout.schedule == "gpipe")
-    times = _step_times(job, layout, chunks, micro, passes)
-    times = times.scaled(job.calibration)
+    times = _times(job, layout, chunks)
     stages = tuple(_stage(job, layout, chunks, rank) for rank in range(layout.pp))
     peak = peak_tflops(job)
     flops = TRAINING_PER_FORWARD * job.model.token_flops(job.sequence_length) * job.tokens_per_step
@@ -71,9 +64,23 @@ def predict(job: Job, layout: RankLayout) -> Prediction:
     )
 
 
+def predict_seconds(job: Job, layout: RankLayout) -> float:
+    """Predict the seconds of a step alone."""
+    return _times(job, layout, _chunks(job, layout)).total
+
+
 def predict_memory(job: Job, layout: RankLayout) -> tuple[Memory, ...]:
     """Predict the peak memory of every pipeline rank, first to last."""
     return tuple(rank_memory(job, layout, rank) for rank in range(layout.pp))
+
+
+def _times(job: Job, layout: RankLayout, chunks: list[_Chunk]) -> StepTimes:
+    micro = max(1, layout.micro_batches(job.global_batch))
+    hop = _hop_seconds(job, layout)
+    forward = [chunk.forward_seconds * job.stack.imbalance for chunk in chunks]
+    backward = [chunk.backward_seconds * job.stack.imbalance for chunk in chunks]
+    passes = pipeline_seconds(forward, backward, layout.pp, micro, hop=hop, fill_first=layout.schedule == "gpipe")
+    return _step_times(job, layout, chunks, micro, passes).scaled(job.calibration)
 
 
 def peak_tflops(job: Job) -> float:
@@ -82,20 +89,19 @@ def peak_tflops(job: Job) -> float:
     return peaks.peak(LOW_PRECISIONS.get(job.precision, job.precision)) or peaks.bf16
 
 
-@lru_cache(maxsize=8)
-def _kernels(job: Job) -> Kernels:
-    return Kernels(job)
-
-
 def _chunks(job: Job, layout: RankLayout) -> list[_Chunk]:
-    kernels = _kernels(job)
+    kernels = Kernels(job)
     kinds: dict[LayerKind, LayerTimes] = {}
     model = job.model
     head = layout.pp * layout.vp - 1 if job.habits.head_chunk is None else job.habits.head_chunk
     chunks = []
     crossing = layout.tp > 1 and layout.pp > 1 and job.gpus > job.hardware.gpus_per_node
     stack = job.stack
-    handover = _transfer_seconds(job, layout) * stack.pp_busy + stack.handover_us * 1e-6 if layout.pp > 1 else 0.0
+    nodes = -(-job.gpus // job.hardware.gpus_per_node)
+    handover = 0.0
+    if layout.pp > 1:
+        waits = stack.handover_us + stack.pipeline_node_us * (nodes - 1)
+        handover = _transfer_seconds(job, layout) * stack.pp_busy + waits * 1e-6
     slow = (stack.pipeline_layer_us + stack.pipeline_hop_us * (layout.tp - 1)) * 1e-6 if crossing else 0.0
     for index in range(layout.pp * layout.vp):
         forward, backward, host = PassTimes(), PassTimes(), stack.host_micro_batch_us * 1e-6 / layout.vp
@@ -163,6 +169,7 @@ def _step_times(job: Job, layout: RankLayout, chunks: list[_Chunk], micro: int, 
     waiting = sum(chunk.waiting for chunk in own) * factor
     bubble = max(0.0, passes - work[worst] * factor) + 2 * sum(chunk.handover for chunk in own) * factor
     exposed = _data_parallel(job, layout, worst, own, micro)
+    nodes = -(-job.gpus // job.hardware.gpus_per_node)
     dense, expert, _ = rank_weights(job, layout, worst)
     return StepTimes(
         compute=spent.compute * factor,
@@ -172,7 +179,7 @@ def _step_times(job: Job, layout: RankLayout, chunks: list[_Chunk], micro: int, 
         pp_bubble=bubble,
         dp_exposed=exposed,
         optimizer=_optimizer(job, layout, dense, expert),
-        other=waiting + job.stack.step_ms * 1e-3,
+        other=waiting + (job.stack.step_ms + job.stack.node_ms * (nodes - 1)) * 1e-3,
     )
 
 
@@ -188,8 +195,9 @@ def _data_parallel(job: Job, layout: RankLayout, rank: int, own: list[_Chunk], m
         return _fully_sharded(job, layout, dense, expert, one_forward, one_backward, micro)
     # Hybrid: states are sharded among some ranks, and all copies still add up their gradients.
     rings = 2 if layout.copies > 1 else 1
+    wire = 2.0 if job.habits.half_gradients else stack.reduce_bytes
     among_shards = group_of(layout.dp * layout.cp // layout.copies, layout.tp, job.hardware, stack)
-    reduce = rings * (group.ring_seconds(stack.reduce_bytes * dense) + among.ring_seconds(stack.reduce_bytes * expert))
+    reduce = rings * (group.ring_seconds(wire * dense) + among.ring_seconds(wire * expert))
     gather = 0.0
     if layout.shard != "none":
         gather = among_shards.ring_seconds(2 * dense) + among.ring_seconds(2 * expert)
@@ -223,7 +231,7 @@ def _uncovered(communication: float, compute: float, slowdown: float) -> float:
 
 def _optimizer(job: Job, layout: RankLayout, dense: float, expert: float) -> float:
     """Read and write the states once: 16 bytes of them, gradients and weights besides."""
-    kernels, shard = _kernels(job), layout.dp * layout.cp / layout.copies if layout.shard != "none" else 1
+    kernels, shard = Kernels(job), layout.dp * layout.cp / layout.copies if layout.shard != "none" else 1
     expert_shard = max(1.0, layout.edp / layout.copies) if layout.shard != "none" else 1
     mine = (dense / shard + expert / expert_shard) * job.habits.trained_share
     norm = kernels.moved(job.stack.gradient_bytes * mine)

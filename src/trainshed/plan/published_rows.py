@@ -74,6 +74,8 @@ class Case:
 
     job: Job
     layout: RankLayout
+    cannot_run: str | None = None
+    """Why its engine cannot run the layout, whatever the memory; published failures do not tell the two apart."""
 
 
 @dataclass(frozen=True)
@@ -185,7 +187,7 @@ class Row:
             stack=stack(_engine(self)),
             habits=_habits(self, model, layout),
         )
-        return Case(job, layout)
+        return Case(job, layout, _cannot_run(self, model, layout))
 
 
 def read_rows(path: str | Path) -> list[Row]:
@@ -449,6 +451,15 @@ def nanotron_stages(model: Anatomy, pp: int) -> tuple[tuple[int, ...], int]:
     return tuple(layers), head
 
 
+def _cannot_run(row: Row, model: Anatomy, layout: RankLayout) -> str | None:
+    if row.text("engine") != "nanotron" or layout.pp == 1:
+        return None
+    head = nanotron_stages(model, layout.pp)[1]
+    # The stage after the head's computes the loss; one further on gets no block at all.
+    idle = layout.pp - head - 2
+    return f"{idle} of {layout.pp} stages get no block" if idle > 1 else None
+
+
 def _habits(row: Row, model: Anatomy, layout: RankLayout) -> Habits:
     """What this run did otherwise than its engine's usual."""
     chosen: dict[str, object] = {}
@@ -472,6 +483,9 @@ def _habits(row: Row, model: Anatomy, layout: RankLayout) -> Habits:
         chosen["overlap"] = False
     if "tokendrop" in row.notes:
         chosen["fixed_routing"] = True
+    if _engine(row).startswith("megatron") and re.search(r"nemo|bridge|dgxc", row.notes + row.source.lower()):
+        # NVIDIA's performance recipes: grad_reduce_in_fp32 is off.
+        chosen["half_gradients"] = True
     if "; lora" in row.notes:
         chosen["trained_share"] = 0.0
     if "500w" in row.text("gpu").lower():

@@ -9,9 +9,11 @@ published measurements (`benchmarks/fit_planner.py`).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
-from trainshed.errors import InputError
+from trainshed.recipe.yaml_source import parse
 
 
 @dataclass(frozen=True)
@@ -44,30 +46,27 @@ class Reach:
     """What a kernel costs before its first byte."""
 
 
-_REACH = {
-    "a100": Reach(0.83, 0.80, 0.79, low=1.0, attention=0.60, memory=0.80),
-    "h100": Reach(0.78, 0.75, 0.74, low=0.85, attention=0.60),
-    "h200": Reach(0.78, 0.75, 0.74, low=0.85, attention=0.60),
-    "b200": Reach(0.75, 0.72, 0.72, low=0.80, attention=0.50),
-    "b300": Reach(0.75, 0.72, 0.72, low=0.80, attention=0.50),
-    "gb200": Reach(0.75, 0.72, 0.72, low=0.80, attention=0.50),
-    "gb300": Reach(0.75, 0.72, 0.72, low=0.80, attention=0.50),
-    "mi": Reach(0.55, 0.52, 0.50, low=0.80, attention=0.35, memory=0.75),
-}
-_ANY = Reach(0.70, 0.67, 0.66, low=0.85, attention=0.45, memory=0.80)
+_FILE = Path(__file__).with_name("reach.yaml")
+_UNKNOWN = "any"
+"""The entry for GPUs that nobody has measured: the cautious middle of the others."""
+_used: dict[str, Reach] = {}
+
+
+def all_reaches() -> dict[str, Reach]:
+    """Return what is known, by the beginning of a GPU's name in the catalog."""
+    if not _used:
+        use_reaches({name: Reach(**values) for name, values in parse(_FILE.read_text("utf-8"), _FILE.name).value.items()})
+    return _used
+
+
+def use_reaches(reaches: Mapping[str, Reach]) -> None:
+    """Predict with other constants from now on: what fitting them needs."""
+    found = dict(reaches)
+    _used.clear()
+    _used.update(found)
 
 
 def reach_of(gpu_name: str) -> Reach:
-    """Return what a GPU reaches; one nobody has measured gets the cautious middle of the others."""
-    for prefix, reach in _REACH.items():
-        if gpu_name.startswith(prefix):
-            return reach
-    return _ANY
-
-
-def product_peak_flops(dense_tflops: object, dtype: str) -> float:
-    """Return the dense peak of a dtype in FLOP a second."""
-    peak = getattr(dense_tflops, "peak")(dtype)
-    if peak is None:
-        raise InputError(f"the GPU has no peak for {dtype}", hint="choose another precision")
-    return peak * 1e12
+    """Return what a GPU reaches; one that nobody has measured gets the cautious middle of the others."""
+    reaches = all_reaches()
+    return next((reach for prefix, reach in reaches.items() if gpu_name.startswith(prefix)), reaches[_UNKNOWN])

@@ -35,6 +35,8 @@ class Habits:
     """Share of the launches that CUDA graphs save."""
     trained_share: float = 1.0
     """Share of the weights that are trained: 0 stands for adapters."""
+    half_gradients: bool = False
+    """Gradients are kept and reduced in 16 bits."""
     power: float = 1.0
     """Clock under a lower power limit, as a share of the usual one."""
 
@@ -97,6 +99,11 @@ class Stack:
     pipeline_hop_us: float = 0.0
     """What each tensor-parallel neighbour adds to a layer once a pipeline crosses nodes."""
     pipeline_layer_us: float = 0.0
+    """What a layer costs besides, once tensor parallel meets a pipeline that crosses nodes."""
+    pipeline_node_us: float = 0.0
+    """What every node adds to each hand-over of a pipeline: it waits for the slowest."""
+    node_ms: float = 0.0
+    """What every node adds to a step: its end waits for the slowest."""
     # Data parallel.
     dp_hidden: float = 0.8
     """Share of the last backward pass under which gradients may be reduced."""
@@ -132,6 +139,8 @@ class Stack:
     """Kept per token and unit of a gated block's inner width; two thirds of it where there is no gate."""
     gathered_bytes: float = 0.0
     """Kept per token and unit of width of what tensor-parallel ranks gathered, without a pipeline."""
+    low_kept: float = 0.8
+    """With fp8 and fp4 products, the share of those bytes that is still kept: inputs are kept as they were cast."""
     logit_bytes: float = 10.0
     """Per logit of a micro-batch at the peak of the loss."""
     work_bytes: float = 8.0

@@ -7,7 +7,8 @@ What is compared with what:
   rows so slow that what held them up is hardly the model's arithmetic.
 - Memory: the figure that the source means, on the rank it means: what tensors fill for `allocated`, `active` and where
   nothing is said, with the reserve for `reserved` and `nvidia-smi`.
-- Out of memory: rows that ran out against rows that ran; predicted to run out is what does not fit its card.
+- Out of memory: rows that ran out against rows that ran; predicted to run out is what does not fit its card. The sweep
+  does not tell memory from other crashes, so a layout that its engine cannot build counts as predicted too.
 - Regret: among the measured layouts of one source, model, engine, GPU, number of GPUs, sequence length, global batch
   and precision, three or more of them, how much slower the one we would choose is than the best. A layout that was
   measured several times counts once, with its median.
@@ -72,6 +73,11 @@ class Judged:
             stages = [stages[0 if whose == "first" else -1]]
         with_reserve = self.row.memory_metric in ("reserved", "nvidia-smi")
         return max(memory.total if with_reserve else memory.allocated for memory in stages)
+
+    @property
+    def fails(self) -> bool:
+        """Whether the planner says that it cannot run: of memory, or because its engine has no such layout."""
+        return not self.prediction.fits or self.case.cannot_run is not None
 
     @property
     def words(self) -> str:
@@ -160,7 +166,7 @@ class Validation:
             above_10_percent_mfu=step_time_scores([one for one in timed if one.mfu > SLOW_MFU]),
             memory=error_scores((one.predicted_gib, one.memory_gib) for one in judged if one.memory_gib is not None),
             out_of_memory=fit_scores(
-                (not one.prediction.fits, one.row.out_of_memory) for one in judged if _says_whether_it_fits(one)
+                (one.fails, one.row.out_of_memory) for one in judged if _says_whether_it_fits(one)
             ),
             regret=regret_scores(_choices(timed)),
         )

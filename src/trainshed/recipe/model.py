@@ -29,6 +29,9 @@ class ModelSection(Section):
     init: Literal["random"] | None = Field(
         None, description="`random`: train from nothing. Must be said where there is no `from`"
     )
+    verdict: Literal["ignore"] | None = Field(
+        None, description="`ignore`: train on converted weights although the proof of their conversion failed"
+    )
 
     def problems(self) -> Iterator[Problem]:
         """One architecture, one origin of the weights."""
@@ -44,6 +47,8 @@ class ModelSection(Section):
             )
         if self.from_ and self.init:
             yield Problem(("init",), "`from` and `init: random` contradict each other", "keep one of them")
+        if self.verdict == "ignore" and not self.from_:
+            yield Problem(("verdict",), "there are no weights with a verdict", "delete the line")
 
 
 class TokenizerTraining(Section):

@@ -14,8 +14,8 @@ from trainshed.recipe.schema import Recipe
 from trainshed.recipe.section import Section
 
 # Keys whose change continues the same run. The length may grow; a skip list may grow while the run goes on;
-# `stage` says where tokens are read, never which.
-NOT_IN_ID = {"train": ("steps", "tokens", "epochs"), "data": ("skip", "stage")}
+# `stage` says where tokens are read, never which; `verdict` whether weights are taken, never which.
+NOT_IN_ID = {"model": ("verdict",), "train": ("steps", "tokens", "epochs"), "data": ("skip", "stage")}
 
 
 class _Dumper(yaml.SafeDumper):
@@ -88,7 +88,8 @@ def _plain(value: Any, defaults: bool) -> Any:
 def run_id(recipe: Recipe) -> str:
     """Return 8 hex digits of what makes this training this training, so that a rerun finds its run.
 
-    Model, tokenizer, data, train and seed count, except the length of the run, `data.skip` and `data.stage`.
+    Model, tokenizer, data, train and seed count, except the length of the run, `data.skip`, `data.stage` and
+    `model.verdict`.
     Layout, engine, checkpoint, observe, resources and store do not: a run may go on elsewhere. Files behind
     an address do not either (their artefacts have hashes of their own): pin revisions to tell them apart.
     """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -97,20 +97,33 @@ def _want(name: str, stored: StoredTensor, piece: Piece, wanted: dict[tuple[str,
     box = tuple(target.shape)
     filled = 0
     for item in stored.items:
-        starts = [max(a, b) for a, b in zip(item.offset, piece.offset, strict=True)]
-        ends = [min(a + n, b + m) for a, n, b, m in zip(item.offset, item.box, piece.offset, box, strict=True)]
-        if any(end <= start for start, end in zip(starts, ends, strict=True)):
+        shared = overlap(item, piece.offset, box)
+        if shared is None:
             continue
-        inside_item = _slices(starts, ends, item.offset)
-        inside_piece = _slices(starts, ends, piece.offset)
         each = wanted.setdefault((item.file, item.start), _Wanted(name, item))
-        each.copies.append((inside_item, inside_piece, target))
-        filled += math.prod(end - start for start, end in zip(starts, ends, strict=True))
+        each.copies.append((*shared, target))
+        filled += math.prod(part.stop - part.start for part in shared[0])
     assert filled == target.numel(), f"{name}: the items of a committed checkpoint cover every element"
+
+
+def overlap(
+    item: StoredItem, offset: Sequence[int], box: Sequence[int]
+) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
+    """Where an item and the box at `offset` meet: inside the item and inside the box, or None if they do not."""
+    starts = [max(a, b) for a, b in zip(item.offset, offset, strict=True)]
+    ends = [min(a + n, b + m) for a, n, b, m in zip(item.offset, item.box, offset, box, strict=True)]
+    if any(end <= start for start, end in zip(starts, ends, strict=True)):
+        return None
+    return _slices(starts, ends, item.offset), _slices(starts, ends, offset)
 
 
 def _slices(starts: list[int], ends: list[int], offset: Iterable[int]) -> tuple[slice, ...]:
     return tuple(slice(start - zero, end - zero) for start, end, zero in zip(starts, ends, offset, strict=True))
+
+
+def read_item(store: Store, found: Found, name: str, item: StoredItem) -> torch.Tensor:
+    """Read one item of the tensor `name`, checked against its checksum."""
+    return _load_items(store, found, [_Wanted(name, item)])[0]
 
 
 def _runs(ordered: list[_Wanted]) -> list[list[_Wanted]]:
@@ -131,12 +144,19 @@ def _runs(ordered: list[_Wanted]) -> list[list[_Wanted]]:
 
 
 def _load_run(store: Store, found: Found, run: list[_Wanted]) -> None:
+    for each, tensor in zip(run, _load_items(store, found, run), strict=True):
+        for inside_item, inside_piece, target in each.copies:
+            target[inside_piece].copy_(tensor[inside_item])
+
+
+def _load_items(store: Store, found: Found, run: list[_Wanted]) -> list[torch.Tensor]:
     path = f"{found.path}/{run[0].item.file}"
     first, last = run[0].item, run[-1].item
     try:
         data = store.read(path, first.start, last.start + last.length)
     except NotFound:
         raise _corrupt(store, found, f"{first.file} is missing", join(store.url, path)) from None
+    tensors = []
     for each in run:
         item = each.item
         # A large item is a run of its own, and a slice of the whole is no copy.
@@ -145,9 +165,8 @@ def _load_run(store: Store, found: Found, run: list[_Wanted]) -> None:
             raise _corrupt(
                 store, found, f"the bytes of {each.name} in {item.file} are not those written", join(store.url, path)
             )
-        tensor = torch.load(io.BytesIO(saved), map_location="cpu", weights_only=True)
-        for inside_item, inside_piece, target in each.copies:
-            target[inside_piece].copy_(tensor[inside_item])
+        tensors.append(torch.load(io.BytesIO(saved), map_location="cpu", weights_only=True))
+    return tensors
 
 
 def _corrupt(store: Store, found: Found, what: str, where: str) -> CorruptData:

@@ -7,10 +7,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trainshed.checkpoints.native.folder import LATEST, Found, Latest, Listing, listing, recency
-from trainshed.errors import Conflict
+from trainshed.checkpoints.native.folder import (
+    LATEST,
+    MANIFEST,
+    Found,
+    Latest,
+    Listing,
+    checkpoints_folder,
+    listing,
+    open_checkpoint,
+    recency,
+)
+from trainshed.errors import Conflict, NotFound
 from trainshed.reporting import SILENT, Reporter
-from trainshed.storage import Store
+from trainshed.storage import Store, join
 from trainshed.storage.attempts import Attempt
 
 
@@ -39,6 +49,22 @@ def latest_complete(
     if choice.note:
         reporter.note(choice.note)
     return choice.found
+
+
+def locate(store: Store, path: str, reporter: Reporter = SILENT) -> Found:
+    """Find the checkpoint an address means: a step's folder, or of a run (or its checkpoints folder) the latest."""
+    path = path.strip("/")
+    if path.rpartition("/")[2].startswith("step-") and store.head(f"{path}/{MANIFEST}") is not None:
+        return open_checkpoint(store, path)
+    for folder in (checkpoints_folder(path), path):
+        found = latest_complete(store, folder, reporter=reporter) if folder else None
+        if found is not None:
+            return found
+    raise NotFound(
+        "there is no complete checkpoint",
+        where=join(store.url, path),
+        hint="name a run's folder or one of its checkpoints/step-… folders; `trainshed checkpoints RUN` lists them",
+    )
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,8 @@ from trainshed.checkpoints.base import BaseWeights
 from trainshed.checkpoints.native.folder import Found, checkpoints_folder, open_checkpoint
 from trainshed.checkpoints.native.loading import load
 from trainshed.checkpoints.native.resuming import latest_complete
+from trainshed.checkpoints.probe import ROWS as PROBE_ROWS
+from trainshed.checkpoints.probe import TOKENS as PROBE_TOKENS
 from trainshed.checkpoints.probe import check_probe, probe_batch, read_probe
 from trainshed.engines.torch.build import RankModel, fill_model
 from trainshed.engines.torch.feed import FedBatch, Feed
@@ -29,7 +31,6 @@ from trainshed.storage.attempts import Attempt
 
 # Against a probe measured in fp32 on one process: rounding of the products is what may differ.
 PROBE_BOUNDS = {"fp64": 1e-3, "fp32": 1e-3, "bf16": 0.05, "fp8": 0.2}
-PROBE_TOKENS, PROBE_ROWS = 64, 2
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,485 @@
+"""Fit the planner's constants to published measurements: `python benchmarks/fit_planner.py [STACK ...]`.
+
+Rewrites `plan/reach.yaml` (what GPUs reach of their datasheets) and `plan/stacks.yaml` (the habits of engines). Every
+constant is physical and starts from what it is known or believed to be; the fit pulls it towards the measurements and
+a prior pulls it back, so that what a table cannot tell stays where it was. Errors are logarithms, with outliers damped.
+`--held-out` fits without one model at a time and prints how well that one is then predicted. Needs scipy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+
+import numpy as np
+import yaml
+
+import trainshed.plan.reach as reach_module
+from trainshed.plan.memory import rank_memory
+from trainshed.plan.predict import predict_seconds
+from trainshed.plan.published_rows import Case, Row, Skip, all_rows, shipped_tables
+from trainshed.plan.reach import Reach
+from trainshed.plan.stacks import Stack, stack, stack_names
+
+PLAN = Path(reach_module.__file__).parent
+DAMPED_FROM = 0.1
+"""Errors beyond this count in proportion, not squared."""
+Bounds = Mapping[str, tuple[float, float, float]]
+"""Constant → what it starts from, its lowest and its highest; `b200.low` is a constant of a GPU."""
+SAME_CHIP = {"h100": ("h100", "h200"), "b200": ("b200", "gb200"), "b300": ("b300", "gb300")}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A row that can be predicted."""
+
+    row: Row
+    case: Case
+    seconds: float | None
+    gib: float | None
+
+
+@dataclass(frozen=True)
+class Fit:
+    """One engine's constants: the rows they are fitted to, and where each may lie."""
+
+    stack: str
+    source: str
+    time: Bounds
+    memory: Bounds = field(default_factory=dict)
+    fixed: Mapping[str, float] = field(default_factory=dict)
+    newer: Bounds = field(default_factory=dict)
+    """Constants that a later release of the engine has otherwise, fitted together with the rest."""
+    newer_stack: str | None = None
+    rows: Callable[[Row], bool] = lambda row: True
+    weight: Callable[[Measured], float] = lambda one: 1.0
+
+
+_COMPUTE: Bounds = {
+    "gemm": (0.92, 0.5, 1.2),
+    "attention": (0.6, 0.2, 1.1),
+    "elementwise": (1.6, 1.0, 6.0),
+    "loss_passes": (6.0, 2.0, 20.0),
+    "host_layer_us": (800.0, 50.0, 8000.0),
+    "step_ms": (30.0, 0.0, 300.0),
+    "network": (0.7, 0.15, 1.0),
+    "link": (0.7, 0.15, 1.0),
+    "hop_us": (20.0, 2.0, 100.0),
+    "optimizer": (1.5, 0.5, 6.0),
+}
+_PIPELINE: Bounds = {"handover_us": (300.0, 0.0, 20000.0), "pp_hidden": (0.3, 0.0, 1.0)}
+_DP: Bounds = {"dp_hidden": (0.5, 0.0, 1.0), "gather_hidden": (0.4, 0.0, 1.0), "rails": (0.7, 0.0, 1.0)}
+_FAR_TP: Bounds = {"far_rails": (0.7, 0.05, 1.0), "far_tp_us": (100.0, 10.0, 1500.0)}
+_ACTIVATIONS: Bounds = {
+    "hidden_bytes": (8.0, 2.0, 60.0),
+    "head_bytes": (4.0, 2.0, 12.0),
+    "inner_bytes": (6.0, 2.0, 20.0),
+    "logit_bytes": (10.0, 4.0, 24.0),
+    "work_bytes": (4.0, 0.0, 30.0),
+    "buffer_gib": (0.3, 0.0, 2.0),
+}
+_LOW: Bounds = {"low_kept": (0.8, 0.4, 1.0)}
+_RESERVE: Bounds = {"reserve": (0.04, 0.0, 0.2), "context_gib": (1.5, 0.5, 4.0)}
+
+
+def _less_if_stalled(one: Measured) -> float:
+    """The sweep's slowest layouts stalled on something else than arithmetic: they count for a third."""
+    return 1.0 if (one.row.mfu or 1.0) > 0.1 else 0.3
+
+
+FITS: tuple[Fit, ...] = (
+    Fit(
+        "llm-foundry",
+        "93 rows of MosaicML's table (Composer, FSDP; A100 40 and 80 GB, H100; 125M to 70B)",
+        {
+            **_COMPUTE,
+            "host_micro_batch_us": (1000.0, 0.0, 40000.0),
+            "rails": (0.5, 0.0, 1.0),
+            "fsdp_slowdown": (0.2, 0.0, 1.0),
+            "a100.scale": (1.0, 0.8, 1.2),
+            "a100.attention": (0.6, 0.3, 1.2),
+            "a100.attention_width": (0.3, 0.0, 0.8),
+        },
+        {**_ACTIVATIONS},
+        fixed={"reduce_bytes": 2.0, "gradient_bytes": 2.0, "reserve": 0.03, "context_gib": 1.0},
+    ),
+    Fit(
+        "nanotron",
+        "1,093 rows of the ultra-scale playbook's sweep (1.3B, 8.9B and 80B on 8 to 512 H100, EFA)",
+        {
+            **_COMPUTE,
+            **_FAR_TP,
+            "host_layer_us": (4000.0, 1000.0, 8000.0),
+            "host_collective_us": (500.0, 0.0, 5000.0),
+            "host_micro_batch_us": (1000.0, 0.0, 20000.0),
+            "pipeline_hop_us": (2000.0, 0.0, 6000.0),
+            "pipeline_layer_us": (3000.0, 0.0, 20000.0),
+            "pipeline_node_us": (100.0, 0.0, 20000.0),
+            "node_ms": (1.0, 0.0, 50.0),
+            "dp_hidden": (0.1, 0.0, 1.0),
+            "pp_hidden": (0.2, 0.0, 1.0),
+            "far_tp_us": (400.0, 10.0, 1500.0),
+            "shard_messages": (3.0, 0.0, 15.0),
+        },
+        {
+            "gradient_bytes": (6.0, 4.0, 9.0),
+            "optimizer_bytes": (12.0, 11.0, 13.0),
+            "hidden_bytes": (30.0, 4.0, 60.0),
+            "inner_bytes": (5.0, 2.0, 20.0),
+            "gathered_bytes": (2.0, 0.0, 6.0),
+            "logit_bytes": (12.0, 4.0, 24.0),
+            "step_bytes": (6.0, 0.0, 20.0),
+            "buffer_gib": (0.3, 0.0, 1.0),
+        },
+        fixed={"work_bytes": 0.0, "reserve": 0.07, "context_gib": 2.5},
+        weight=_less_if_stalled,
+    ),
+    Fit(
+        "megatron-deepspeed",
+        "54 rows of BLOOM's chronicles (176B to 205B, ZeRO-1, A100 80 GB, Omni-Path), memory by nvidia-smi",
+        {**_COMPUTE, **_PIPELINE, **_DP, "score_passes": (8.0, 2.0, 20.0), "imbalance": (1.02, 1.0, 1.3)},
+        {**_ACTIVATIONS, "context_gib": (3.0, 0.5, 8.0), "gradient_bytes": (2.0, 2.0, 6.0)},
+        fixed={"reduce_bytes": 2.0, "score_passes": 8.0},
+    ),
+    Fit(
+        "megatron-deepspeed-ddp",
+        "60 rows of vTrain's ground truth (3.6B to 175B, no ZeRO, up to 512 A100)",
+        {
+            **_COMPUTE,
+            **_PIPELINE,
+            **_DP,
+            **_FAR_TP,
+            "score_passes": (8.0, 2.0, 20.0),
+            "pp_busy": (0.2, 0.0, 1.0),
+        },
+        fixed={"reduce_bytes": 2.0, "score_passes": 8.0},
+    ),
+    Fit(
+        "internevo",
+        "54 rows of InternEvo's table (7B on 8 to 1,024 A100, 400 Gbit RoCE)",
+        {**_COMPUTE, **_DP, "shard_messages": (2.0, 0.0, 15.0)},
+        {**_ACTIVATIONS, "gradient_bytes": (2.0, 2.0, 4.0)},
+        fixed={"reduce_bytes": 2.0, "reserve": 0.03, "context_gib": 1.0},
+    ),
+    Fit(
+        "torchtitan",
+        "28 rows of torchtitan's and fms-fsdp's reports (FSDP2, compiled; A100, H100 of 500 W, H200)",
+        {
+            **_COMPUTE,
+            "gemm_fp8": (1.0, 0.5, 1.3),
+            "tp_hidden": (0.3, 0.0, 1.0),
+            "fsdp_slowdown": (0.2, 0.0, 1.0),
+            "rails": (0.7, 0.0, 1.0),
+        },
+        {**_ACTIVATIONS, **_RESERVE},
+        fixed={"gradient_bytes": 4.0, "optimizer_bytes": 8.0, "weight_bytes": 4.0, "reduce_bytes": 4.0},
+    ),
+    Fit(
+        "torchtune",
+        "10 rows of torchtune's README (Llama-3.2-3B on one A100)",
+        {"gemm": (0.9, 0.4, 1.2), "elementwise": (2.0, 1.0, 8.0), "host_layer_us": (800.0, 50.0, 8000.0)},
+        {**_ACTIVATIONS},
+        fixed={"gradient_bytes": 2.0, "optimizer_bytes": 4.0},
+    ),
+    Fit(
+        "jax",
+        "17 rows of MaxText and PaxML (70B and 175B on H100)",
+        {**_COMPUTE, "gemm_fp8": (1.0, 0.5, 1.3), "fsdp_slowdown": (0.3, 0.0, 1.0), "tp_hidden": (0.3, 0.0, 1.0)},
+    ),
+    Fit(
+        "megatron",
+        "about 400 rows of NVIDIA's own tables (NeMo 24.07 to Megatron-Bridge 26.08, dgxc-benchmarking), SimuMax's "
+        "runs on B200, Korthikanti et al. 2022, and the Megatron-MoE model zoo",
+        {
+            **_COMPUTE,
+            "gemm_fp8": (1.1, 0.5, 1.4),
+            "attention": (0.85, 0.3, 1.1),
+            "expert_elementwise": (1.5, 0.5, 8.0),
+            "cast_bytes": (2.0, 0.0, 20.0),
+            "host_layer_us": (1500.0, 50.0, 6000.0),
+            "host_expert_us": (6000.0, 0.0, 12000.0),
+            "tp_hidden": (0.6, 0.0, 1.0),
+            "cp_hidden": (0.5, 0.0, 1.0),
+            "ep_hidden": (0.2, 0.0, 1.0),
+            "ep_link": (0.5, 0.1, 1.0),
+            "ep_network": (0.8, 0.3, 1.2),
+            "dp_hidden": (0.7, 0.0, 1.0),
+            "gather_hidden": (0.5, 0.0, 1.0),
+            "imbalance": (1.02, 1.0, 1.2),
+            "optimizer": (1.0, 0.5, 4.0),
+            "handover_us": (300.0, 0.0, 4000.0),
+            "b200.scale": (0.8, 0.6, 1.4),
+            "b300.scale": (0.8, 0.6, 1.4),
+            "b200.low": (0.85, 0.4, 1.4),
+            "b300.low": (0.9, 0.4, 1.4),
+            "h100.low": (0.75, 0.5, 1.2),
+            "b200.fp4": (0.8, 0.4, 1.2),
+            "b300.fp4": (0.6, 0.3, 1.2),
+            "b200.attention": (0.5, 0.2, 0.9),
+            "b300.attention": (0.6, 0.2, 0.9),
+            "h100.narrow": (100.0, 0.0, 600.0),
+            "b200.narrow": (100.0, 0.0, 800.0),
+            "b300.narrow": (100.0, 0.0, 800.0),
+        },
+        {**_ACTIVATIONS, **_LOW},
+        newer={
+            "expert_elementwise": (1.0, 0.2, 6.0),
+            "ep_hidden": (0.7, 0.0, 1.0),
+            "cast_bytes": (1.0, 0.0, 20.0),
+        },
+        newer_stack="megatron-26.06",
+        rows=lambda row: "functional recipe" not in row.notes,
+    ),
+    Fit(
+        "megatron-fsdp",
+        "12 rows of Megatron-Bridge's tables (FSDP); all else as megatron",
+        {"fsdp_slowdown": (0.2, 0.0, 1.0), "gemm": (0.94, 0.7, 1.2), "gemm_fp8": (1.2, 0.7, 1.4)},
+    ),
+)
+LIKE = {"nemo": "megatron", "megatron-fsdp": "megatron"}
+"""Stacks that take the constants of another where they have none of their own."""
+
+
+class Constants:
+    """All constants as they stand while fitting."""
+
+    def __init__(self) -> None:
+        self.reach = dict(reach_module.all_reaches())
+        self.stacks: dict[str, Stack] = {}
+        self.measured = dict(self.reach)
+
+    def with_values(self, base: Stack, values: Mapping[str, float]) -> Stack:
+        """Apply values to a stack, and those of GPUs to what the predictor looks up."""
+        changed = dict(self.reach)
+        for key, value in values.items():
+            if "." in key:
+                chip, name = key.split(".")
+                for gpu in SAME_CHIP.get(chip, tuple(known for known in changed if known.startswith(chip))):
+                    changed[gpu] = _changed(changed[gpu], self.measured[gpu], name, value)
+        reach_module.use_reaches(changed)
+        return replace(base, **{key: value for key, value in values.items() if "." not in key})
+
+    def keep(self, stack: Stack, values: Mapping[str, float]) -> None:
+        """Keep what a fit found."""
+        self.stacks[stack.name] = self.with_values(stack, values)
+        self.reach = dict(reach_module.all_reaches())
+
+
+def _changed(reach: Reach, measured: Reach, name: str, value: float) -> Reach:
+    if name != "scale":
+        return replace(reach, **{name: value})
+    return replace(
+        reach,
+        forward=measured.forward * value,
+        input_gradient=measured.input_gradient * value,
+        weight_gradient=measured.weight_gradient * value,
+    )
+
+
+def measured_rows() -> dict[str, list[Measured]]:
+    """Read the shipped tables, by stack."""
+    found: dict[str, list[Measured]] = defaultdict(list)
+    for row in all_rows(shipped_tables()):
+        try:
+            case = row.case()
+        except Skip:
+            continue
+        seconds = None if row.out_of_memory else row.step_seconds
+        found[case.job.stack.name].append(Measured(row, case, seconds, row.memory_gib))
+    return found
+
+
+def seconds_error(one: Measured, stack: Stack) -> float:
+    """Logarithm of predicted over measured seconds."""
+    assert one.seconds is not None
+    return float(np.log(predict_seconds(replace(one.case.job, stack=stack), one.case.layout) / one.seconds))
+
+
+def memory_error(one: Measured, stack: Stack) -> float:
+    """Relative error of the peak that the row means."""
+    assert one.gib is not None
+    job, layout = replace(one.case.job, stack=stack), one.case.layout
+    ranks = {"first": [0], "last": [layout.pp - 1]}.get(one.row.memory_stage, range(layout.pp))
+    whole = one.row.memory_metric in ("reserved", "nvidia-smi")
+    peaks = (rank_memory(job, layout, rank) for rank in ranks)
+    return max(memory.total if whole else memory.allocated for memory in peaks) / one.gib - 1
+
+
+def capacity_error(one: Measured, stack: Stack) -> float:
+    """By how much a row that ran is predicted not to fit, or one that ran out of memory to fit; 0 where that is right."""
+    job, layout = replace(one.case.job, stack=stack), one.case.layout
+    peaks = [rank_memory(job, layout, rank) for rank in range(layout.pp)]
+    over = max(memory.total / memory.capacity for memory in peaks) - 1
+    return min(0.0, over) if one.row.out_of_memory else max(0.0, over)
+
+
+def _memory_errors(stack: Stack, weighed: Sequence[Measured], ran: Sequence[Measured]) -> np.ndarray:
+    """Errors of measured peaks, and of the question whether a row fits."""
+    errors = [memory_error(one, stack) for one in weighed]
+    return np.array(errors + [0.5 * max(-0.3, min(0.3, capacity_error(one, stack))) for one in ran])
+
+
+def damped(errors: np.ndarray, scale: float) -> np.ndarray:
+    """Return residuals whose squares grow in proportion beyond the scale (soft L1)."""
+    return np.sign(errors) * np.sqrt(2 * scale**2 * (np.sqrt(1 + (errors / scale) ** 2) - 1))
+
+
+def solve(
+    bounds: Bounds, errors: Callable[[dict[str, float]], np.ndarray], scale: float, prior: float, rounds: int
+) -> dict[str, float]:
+    """Find the values that make the errors small without leaving their starts for nothing."""
+    from scipy.optimize import least_squares
+
+    names = list(bounds)
+    start, low, high = (np.array([bounds[name][index] for name in names]) for index in range(3))
+
+    def values(place: np.ndarray) -> dict[str, float]:
+        return dict(zip(names, (low + place * (high - low)).tolist(), strict=True))
+
+    origin = np.clip((start - low) / (high - low), 1e-4, 1 - 1e-4)
+
+    def residuals(place: np.ndarray) -> np.ndarray:
+        return np.concatenate([damped(errors(values(place)), scale), prior * (place - origin)])
+
+    found = least_squares(residuals, origin, bounds=(0, 1), diff_step=1e-3, max_nfev=rounds)
+    return values(found.x)
+
+
+def fit_time(fit: Fit, rows: Sequence[Measured], base: Stack, constants: Constants, rounds: int) -> dict[str, float]:
+    """Fit the constants of time; those of a newer release are named `x@newer`."""
+    newer = {f"{name}@newer": bounds for name, bounds in fit.newer.items()}
+    weights = np.array([fit.weight(one) for one in rows])
+
+    def errors(values: dict[str, float]) -> np.ndarray:
+        stack, later = both(fit, base, values, constants)
+        return weights * np.array(
+            [seconds_error(one, later if one.case.job.stack.name == fit.newer_stack else stack) for one in rows]
+        )
+
+    return solve({**fit.time, **newer}, errors, DAMPED_FROM, 0.3, rounds)
+
+
+def both(fit: Fit, base: Stack, values: Mapping[str, float], constants: Constants) -> tuple[Stack, Stack]:
+    """Return the stack and its newer release."""
+    plain = {name: value for name, value in values.items() if "@" not in name}
+    stack = constants.with_values(base, plain)
+    later = {name.removesuffix("@newer"): value for name, value in values.items() if "@" in name}
+    return stack, replace(stack, name=fit.newer_stack or stack.name, **later)
+
+
+def run_fit(fit: Fit, measured: Mapping[str, list[Measured]], constants: Constants, rounds: int) -> None:
+    """Fit one stack and keep it."""
+    everything = [*measured[fit.stack], *measured.get(fit.newer_stack or "", [])]
+    timed = [one for one in everything if one.seconds is not None and fit.rows(one.row)]
+    base = constants.stacks.get(LIKE.get(fit.stack, ""), Stack(fit.stack))
+    base = replace(base, name=fit.stack, source=fit.source, **fit.fixed)
+    found = fit_time(fit, timed, base, constants, rounds)
+    stack, later = both(fit, base, found, constants)
+    weighed = [one for one in everything if one.gib is not None]
+    ran = [one for one in everything if one.case.cannot_run is None]
+    if fit.memory:
+        memory = solve(fit.memory, lambda values: _memory_errors(replace(stack, **values), weighed, ran), 0.05, 0.1, rounds)
+        stack, later = replace(stack, **memory), replace(later, **memory)
+    constants.keep(stack, {name: value for name, value in found.items() if "." in name and "@" not in name})
+    if fit.newer_stack:
+        constants.stacks[fit.newer_stack] = later
+    print(f"{fit.stack:24} {_summary([seconds_error(one, _of(one, stack, later, fit)) for one in timed])}", end="")
+    errors = [memory_error(one, stack) for one in weighed]
+    print(f"  memory {len(errors)} rows {np.mean(np.abs(errors)):.1%}" if errors else "")
+
+
+def _of(one: Measured, stack: Stack, later: Stack, fit: Fit) -> Stack:
+    return later if one.case.job.stack.name == fit.newer_stack else stack
+
+
+def _summary(errors: Sequence[float]) -> str:
+    ratios = np.exp(np.array(errors)) - 1
+    sizes = np.abs(ratios)
+    return f"{len(ratios):5} rows  mean {sizes.mean():.1%}  median {np.median(sizes):.1%}  bias {ratios.mean():+.1%}"
+
+
+def held_out(fit: Fit, measured: Mapping[str, list[Measured]], constants: Constants, rounds: int) -> None:
+    """Fit without one model at a time, and predict that one."""
+    everything = [*measured[fit.stack], *measured.get(fit.newer_stack or "", [])]
+    timed = [one for one in everything if one.seconds is not None and fit.rows(one.row) and fit.weight(one) == 1.0]
+    base = constants.stacks.get(LIKE.get(fit.stack, ""), Stack(fit.stack))
+    base = replace(base, name=fit.stack, **fit.fixed)
+    errors: list[float] = []
+    for model in sorted({one.row.model for one in timed}):
+        rest = [one for one in timed if one.row.model != model]
+        if not rest:
+            continue
+        stack, later = both(fit, base, fit_time(fit, rest, base, constants, rounds), constants)
+        here = [seconds_error(one, _of(one, stack, later, fit)) for one in timed if one.row.model == model]
+        print(f"    without {model:32} {_summary(here)}")
+        errors += here
+    if errors:
+        print(f"{fit.stack:24} {_summary(errors)}  (each model predicted by a fit that never saw it)")
+
+
+def write(constants: Constants) -> None:
+    """Write both files of constants."""
+    reach = {name: _plain(found) for name, found in constants.reach.items()}
+    _write_yaml(PLAN / "reach.yaml", _REACH_HEAD, reach)
+    default = _plain(Stack(""))
+    stacks = {}
+    for name, found in constants.stacks.items():
+        plain = _plain(found)
+        stacks[name] = {key: value for key, value in plain.items() if key != "name" and value != default.get(key)}
+    _write_yaml(PLAN / "stacks.yaml", _STACKS_HEAD, stacks)
+
+
+def _plain(found: object) -> dict[str, object]:
+    plain = {each.name: getattr(found, each.name) for each in fields(found)}  # type: ignore[arg-type]
+    return {name: float(f"{value:.3g}") if isinstance(value, float) else value for name, value in plain.items()}
+
+
+_REACH_HEAD = """\
+# What GPUs reach of their datasheets (plan/reach.py says what each figure is). h100 and h200 are measured; the rest is
+# fitted to published measurements. Written by benchmarks/fit_planner.py.
+"""
+_STACKS_HEAD = """\
+# The habits of engines (plan/stacks.py says what each figure is, and what it is where it is left out). Fitted to
+# published measurements, named under `source`. Written by benchmarks/fit_planner.py.
+"""
+
+
+def _write_yaml(path: Path, head: str, found: Mapping[str, object]) -> None:
+    text = yaml.safe_dump(dict(found), sort_keys=False, allow_unicode=True, width=116)
+    path.write_text(head + "\n" + text, encoding="utf-8")
+
+
+def chosen_fits(names: Sequence[str]) -> Iterator[Fit]:
+    """Yield the fits that were asked for, or all."""
+    for fit in FITS:
+        if not names or fit.stack in names:
+            yield fit
+
+
+def main() -> None:
+    """Fit, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("stacks", nargs="*", help="fit these only; the others keep what they have")
+    parser.add_argument("--held-out", action="store_true", help="predict each model by a fit that never saw it")
+    parser.add_argument("--rounds", type=int, default=15, help="evaluations of the Jacobian at most")
+    arguments = parser.parse_args()
+    constants, measured = Constants(), measured_rows()
+    constants.stacks = {name: stack(name) for name in stack_names()}
+    for fit in chosen_fits(arguments.stacks):
+        if arguments.held_out:
+            held_out(fit, measured, constants, arguments.rounds)
+        else:
+            run_fit(fit, measured, constants, arguments.rounds)
+    if not arguments.held_out:
+        for name, other in LIKE.items():
+            if name not in {fit.stack for fit in FITS}:
+                constants.stacks[name] = replace(constants.stacks[other], name=name)
+        write(constants)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

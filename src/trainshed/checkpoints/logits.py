@@ -1,0 +1,228 @@
+"""The same tokens through two models: how far their logits are apart, and after which layer they part.
+
+Tensors can be equal while a lost key of the config (RoPE scaling, an epsilon) makes another model of them. Hugging
+Face weights are asked through transformers, the oracle, where it is installed and the model fits in memory; everything
+else through our decoder, layer by layer. All in float32 on the CPU.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainshed.checkpoints.hf import HfWeights
+from trainshed.checkpoints.probe import TOKENS, probe_batch
+from trainshed.checkpoints.streamed import LOGITS, State, state_count, streamed_states
+from trainshed.checkpoints.weights import Weights
+from trainshed.errors import InputError
+from trainshed.models.parameters import parameter_count
+from trainshed.reporting import SILENT, Reporter
+
+# Of the largest value: float32 rounding differs between implementations (fused attention, order of sums).
+BOUND = 1e-4
+# A router may send a token to another expert over a rounding; that token's logits then differ, and rightly so.
+TOKENS_WITHIN, TOKENS_WITHIN_WITH_EXPERTS = 1.0, 0.99
+OURS = "Trainshed's decoder, layer by layer"
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Token ids [B, S], padded at the end; `lengths` says how many of each row count. Causal models never see a pad."""
+
+    ids: torch.Tensor
+    lengths: tuple[int, ...]
+
+    @classmethod
+    def of(cls, rows: Sequence[Sequence[int]], vocab_size: int) -> Prompts:
+        """Prompts of several lengths."""
+        if not rows or not all(rows):
+            raise InputError("there is a prompt without tokens", hint="write one prompt a line")
+        largest = max(max(row) for row in rows)
+        if largest >= vocab_size:
+            raise InputError(
+                f"the prompts have a token {largest}, and the model has {vocab_size}",
+                hint="name the tokenizer that belongs to the model with --tokenizer",
+            )
+        ids = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.int64)
+        for number, row in enumerate(rows):
+            ids[number, : len(row)] = torch.tensor(row)
+        return cls(ids, tuple(map(len, rows)))
+
+    @classmethod
+    def probe(cls, vocab_size: int) -> Prompts:
+        """The inputs of the probe batch."""
+        ids = torch.from_numpy(probe_batch(vocab_size, TOKENS)[:, :-1]).long()
+        return cls(ids, (ids.shape[1],) * ids.shape[0])
+
+    def counted(self, values: torch.Tensor) -> torch.Tensor:
+        """Keep of [B, S, …] what is no padding: [tokens, …]."""
+        return torch.cat([row[:length] for row, length in zip(values, self.lengths, strict=True)])
+
+
+@dataclass(frozen=True)
+class NotRun:
+    """Logits that nobody computed, and why."""
+
+    reason: str
+    passed: bool = True
+
+    def to_plain(self) -> dict[str, Any]:
+        """As plain values, for JSON."""
+        return {"ran": False, "reason": self.reason}
+
+
+@dataclass(frozen=True)
+class LogitsComparison:
+    """How two models answer the same tokens.
+
+    `cosine` is the lowest of all tokens, `max_error` the largest difference of two logits, `bound` what it may be;
+    numbers are None where a logit is none. `greedy_equal` counts the tokens after which both would say the same next.
+    """
+
+    passed: bool
+    cosine: float | None
+    max_error: float | None
+    bound: float | None
+    tokens: int
+    tokens_within: int
+    greedy_equal: int
+    first_diverging: str | None
+    computed_by: tuple[str, str]
+
+    def to_plain(self) -> dict[str, Any]:
+        """As plain values, for JSON."""
+        return {"ran": True, **asdict(self), "computed_by": list(self.computed_by)}
+
+
+@dataclass(frozen=True)
+class Answers:
+    """A comparison and the logits [B, S, V] of the second model behind it."""
+
+    comparison: LogitsComparison
+    logits: torch.Tensor
+
+
+def compare_logits(
+    a: Weights, b: Weights, prompts: Prompts, *, dtype: torch.dtype | None = None, reporter: Reporter = SILENT
+) -> Answers | NotRun:
+    """Ask both models the same; with `dtype` the weights of the first are rounded to it beforehand."""
+    for key in ("layers", "hidden", "vocab_size"):
+        one, two = getattr(a.config, key), getattr(b.config, key)
+        if one != two:
+            return NotRun(f"the models are not of one shape: `{key}` is {one} in the first, {two} in the second")
+    if a.config.positions == "learned" and prompts.ids.shape[1] > min(a.config.max_positions, b.config.max_positions):
+        return NotRun(f"the model has learned fewer positions than {prompts.ids.shape[1]}")
+    one, by_one = _asked(a, prompts, dtype)
+    two, by_two = _asked(b, prompts, None)
+    diverging: str | None = None
+    left = right = State("", torch.empty(0))
+    with reporter.task("running layers", total=state_count(a), unit="parts") as task:
+        for left, right in zip(one, two, strict=True):
+            task.advance(1)
+            if diverging is None and left.name != LOGITS:
+                first, second = prompts.counted(left.values), prompts.counted(right.values)
+                if _within(_errors(first, second), _bound(first)) < _wanted(a):
+                    diverging = right.name
+    return Answers(_judged(a, prompts, left, right, diverging, (by_one, by_two)), right.values)
+
+
+def _asked(weights: Weights, prompts: Prompts, dtype: torch.dtype | None) -> tuple[Iterator[State], str]:
+    """The states of a model, and who computes them."""
+    by = OURS
+    if isinstance(weights, HfWeights):
+        needed = int(parameter_count(weights.config) * 4 * 1.2)
+        free = free_memory_bytes()
+        if find_spec("transformers") is None:
+            by += " (transformers is not installed)"
+        elif free is not None and needed > free:
+            by += f" (transformers would take {needed / 2**30:.0f} GiB of memory, {free / 2**30:.0f} are free)"
+        else:
+            by = f"transformers {version('transformers')}"
+            return _transformers_states(weights.folder, prompts.ids, dtype), by
+    return streamed_states(weights, prompts.ids, dtype=dtype), by
+
+
+@torch.no_grad()
+def _transformers_states(folder: Path, tokens: torch.Tensor, dtype: torch.dtype | None) -> Iterator[State]:
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager", local_files_only=True
+        ).eval()
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+    if dtype is not None:
+        for parameter in model.parameters():
+            parameter.copy_(parameter.to(dtype))
+    out = model(tokens, output_hidden_states=True, use_cache=False)
+    # transformers gives the stream out after the embedding and each layer, the last one normed.
+    names = ["embedding", *(f"layer {layer}" for layer in range(len(out.hidden_states) - 1))]
+    for name, values in zip(names, out.hidden_states, strict=True):
+        yield State(name, values)
+    yield State(LOGITS, out.logits)
+
+
+def _judged(
+    a: Weights, prompts: Prompts, left: State, right: State, diverging: str | None, by: tuple[str, str]
+) -> LogitsComparison:
+    one, two = prompts.counted(left.values), prompts.counted(right.values)
+    errors, bound = _errors(one, two), _bound(one)
+    within = _within(errors, bound)
+    # Written so that something which is no number fails.
+    passed = within >= _wanted(a)
+    if not passed and diverging is None:
+        diverging = "head"
+    return LogitsComparison(
+        passed=passed,
+        cosine=_number(torch.nn.functional.cosine_similarity(one.double(), two.double(), dim=-1).min()),
+        max_error=_number(errors.max()),
+        bound=_number(torch.tensor(bound)),
+        tokens=one.shape[0],
+        tokens_within=round(within * one.shape[0]),
+        greedy_equal=int((one.argmax(-1) == two.argmax(-1)).sum()),
+        first_diverging=None if passed else diverging,
+        computed_by=by,
+    )
+
+
+def _errors(one: torch.Tensor, two: torch.Tensor) -> torch.Tensor:
+    """The largest difference at each token: [tokens]."""
+    return (one - two).abs().amax(-1)
+
+
+def _bound(values: torch.Tensor) -> float:
+    return BOUND * max(1.0, float(values.abs().max()))
+
+
+def _within(errors: torch.Tensor, bound: float) -> float:
+    """The share of tokens whose error is in bounds."""
+    return float((errors <= bound).double().mean())
+
+
+def _wanted(weights: Weights) -> float:
+    return TOKENS_WITHIN if weights.config.moe is None else TOKENS_WITHIN_WITH_EXPERTS
+
+
+def _number(value: torch.Tensor) -> float | None:
+    return float(value) if math.isfinite(float(value)) else None
+
+
+def free_memory_bytes() -> int | None:
+    """Memory that can be had without swapping, where the system tells."""
+    facts = Path("/proc/meminfo")
+    if not facts.exists():
+        return None
+    found = next((line for line in facts.read_text().splitlines() if line.startswith("MemAvailable:")), None)
+    return int(found.split()[1]) * 1024 if found else None

@@ -1,0 +1,127 @@
+"""Weights alone as one of our checkpoints: step 0 of a folder laid out as a run's, without an optimiser's state.
+
+Whatever reads checkpoints reads it: `trainshed checkpoints`, the engine's base weights, PyTorch's own DCP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from trainshed.checkpoints.native import pieces_file
+from trainshed.checkpoints.native.commit import assembled, dcp_metadata
+from trainshed.checkpoints.native.folder import (
+    FORMAT,
+    KIND,
+    LATEST,
+    MANIFEST,
+    METADATA,
+    Latest,
+    checkpoints_folder,
+    part_name,
+    pieces_name,
+    step_folder,
+)
+from trainshed.checkpoints.native.part import Part, write_part
+from trainshed.checkpoints.native.plan import DTYPES, WritePlan, write_plan
+from trainshed.checkpoints.native.weights import PREFIX
+from trainshed.checkpoints.pieces import Piece
+from trainshed.checkpoints.weights import Advance, Unit, Weights
+from trainshed.errors import InputError
+from trainshed.models.parameters import Parameter, parameters
+from trainshed.recipe import ModelConfig
+from trainshed.storage import FileEntry, LocalStore, Manifest, sha256_of
+
+UNIT_BYTES = 1_000_000_000
+"""How much goes into one file: enough that requests do not count, little enough that threads share the work."""
+STEP, ATTEMPT = 0, 1
+_TOLD = ".part.json"  # beside a unit: what is in it, for the tables that are written once all are there
+
+
+class NativeWriter:
+    """A checkpoint of weights in one dtype."""
+
+    def __init__(self, config: ModelConfig, *, dtype: torch.dtype, unit_bytes: int = UNIT_BYTES) -> None:
+        if dtype not in DTYPES.values() or not dtype.is_floating_point:
+            raise InputError(f"weights are not stored as {dtype}", hint="write bf16, fp16, fp32 or fp64")
+        self.config = config
+        self._dtype = dtype
+        self._folder = step_folder(checkpoints_folder(""), STEP)
+        self._parameters = {
+            f"{self._folder}/{part_name(number, ATTEMPT)}": group
+            for number, group in enumerate(_groups(config, dtype, unit_bytes))
+        }
+
+    def units(self) -> list[Unit]:
+        """Return the files of items."""
+        return [Unit(path, self._plan(group).size) for path, group in self._parameters.items()]
+
+    def write(self, unit: Unit, source: Weights, file: Path, advance: Advance) -> None:
+        """Write one file of items, and beside it what is in it."""
+        group = {PREFIX + parameter.name: parameter for parameter in self._parameters[unit.path]}
+        plan = self._plan(self._parameters[unit.path])
+
+        def boxes() -> Iterator[torch.Tensor]:
+            for item in plan.items:
+                box = source.read(group[item.name], item.offset, item.box, self._dtype)
+                # `torch.save` writes a tensor's whole storage: of a view that would be more than the item.
+                yield box if box.untyped_storage().nbytes() == box.nbytes else box.clone()
+                advance(item.size)
+
+        part = write_part(LocalStore(file.parent), "", file.name, plan, boxes())
+        named = replace(part, file=replace(part.file, path=Path(unit.path).name))
+        LocalStore(file.parent).put(file.name + _TOLD, named.to_bytes())
+
+    def finish(self, folder: Path, entries: Sequence[FileEntry]) -> None:
+        """Write the tables of contents and the checkpoint's manifest, then `latest`."""
+        store = LocalStore(folder)
+        told = [f"{path}{_TOLD}" for path in self._parameters]
+        # The manifest is there once all tables are; a finish that was killed after it only tidies up.
+        if store.head(f"{self._folder}/{MANIFEST}") is None:
+            self._write_tables(store, [Part.from_bytes(store.read(path)) for path in told])
+        store.put(f"{checkpoints_folder('')}/{LATEST}", Latest(STEP, ATTEMPT, ATTEMPT).to_bytes())
+        for path in told:
+            store.delete(path)
+
+    def _write_tables(self, store: LocalStore, parts: list[Part]) -> None:
+        tensors = assembled(parts)
+        table = pieces_name(ATTEMPT)
+        written = {table: pieces_file.to_bytes(tensors), METADATA: dcp_metadata(tensors)}
+        for name, data in written.items():
+            store.put(f"{self._folder}/{name}", data)
+        files = [part.file for part in parts]
+        files += [FileEntry(name, len(data), sha256_of(data)) for name, data in written.items()]
+        facts = {
+            "format": FORMAT,
+            "step": STEP,
+            "attempt": ATTEMPT,
+            "pieces": table,
+            "tensors": {name: {"shape": list(each.shape), "dtype": each.dtype} for name, each in tensors.items()},
+        }
+        spec = {"model": self.config.model_dump(mode="json", by_alias=True, exclude_none=True)}
+        Manifest.of(KIND, spec, files, facts).write(store, f"{self._folder}/{MANIFEST}")
+
+    def _plan(self, group: Sequence[Parameter]) -> WritePlan:
+        whole = {
+            PREFIX + each.name: Piece(
+                each.shape, (0,) * len(each.shape), torch.empty(each.shape, dtype=self._dtype, device="meta")
+            )
+            for each in group
+        }
+        return write_plan(whole)
+
+
+def _groups(config: ModelConfig, dtype: torch.dtype, unit_bytes: int) -> list[list[Parameter]]:
+    groups: list[list[Parameter]] = [[]]
+    filled = 0
+    for parameter in parameters(config):
+        size = parameter.size * dtype.itemsize
+        if groups[-1] and filled + size > unit_bytes:
+            groups.append([])
+            filled = 0
+        groups[-1].append(parameter)
+        filled += size
+    return groups
