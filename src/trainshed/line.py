@@ -15,7 +15,6 @@ import orjson
 
 from trainshed.catalog.models import architecture
 from trainshed.checkpoints.base import BaseWeights, fetch_base, find_base
-from trainshed.checkpoints.hf import read_config
 from trainshed.checkpoints.verdict import read_verdict, refuse_failed
 from trainshed.data.artefacts import DataArtefacts, PreparedSource
 from trainshed.data.encode.tokenizer import Tokenizer
@@ -128,7 +127,8 @@ def _with_architecture(recipe: Recipe, base: BaseWeights) -> Recipe:
     """Write out the architecture that base weights bring, where the recipe leaves it to them."""
     if recipe.model.config is not None:
         return recipe
-    model = recipe.model.model_copy(update={"config": read_config(base.files)})
+    with base.open() as weights:
+        model = recipe.model.model_copy(update={"config": weights.config})
     return recipe.model_copy(update={"model": model})
 
 

@@ -128,7 +128,7 @@ def test_a_local_file_that_has_changed_is_an_error_that_names_it(
     [
         ("https://host/model", AddressError, "a web server lists none"),
         ("nowhere/at/all", NotFound, "there is no such folder"),
-        (".", NotFound, "there is no config.json"),
+        (".", NotFound, "there are no weights that anyone here can read"),
     ],
 )
 def test_addresses_without_weights(

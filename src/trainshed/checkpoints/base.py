@@ -13,10 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trainshed.checkpoints.formats import MEGATRON_POINTER, detect, open_weights
 from trainshed.checkpoints.hf import HfWeights
+from trainshed.checkpoints.native.resuming import locate
 from trainshed.checkpoints.probe import MANIFEST
+from trainshed.checkpoints.verdict import VERDICT
+from trainshed.checkpoints.weights import Weights
 from trainshed.data.encode.tokenizer import TOKENIZER_FILES
 from trainshed.errors import AddressError, CorruptData, NotFound
+from trainshed.models.parameters import parameter_count
 from trainshed.recipe import ModelConfig
 from trainshed.reporting import SILENT, Reporter
 from trainshed.storage import (
@@ -48,7 +53,9 @@ INCLUDE = (
     "added_tokens.json",
     "chat_template.jinja",
     "chat_template.json",
+    VERDICT,
 )
+"""What is taken of a folder for transformers."""
 # Below the folder lie other formats (`original/`, `onnx/`); Mistral keeps all its weights a second time as
 # `consolidated*.safetensors`.
 EXCLUDE = ("*/**", "consolidated*")
@@ -73,9 +80,9 @@ class BaseWeights:
         manifest.verify_files(LocalStore(files), deep=False)
         return cls(folder, files, manifest)
 
-    def open(self, config: ModelConfig | None = None) -> HfWeights:
-        """Open the weights, as their own config describes them or as `config` does."""
-        return HfWeights(self.files, config)
+    def open(self, config: ModelConfig | None = None) -> Weights:
+        """Open the weights, as their own files describe them or as `config` does."""
+        return open_weights(self.files, config=config)
 
 
 def fetch_base(
@@ -88,7 +95,8 @@ def fetch_base(
 ) -> BaseWeights:
     """Make the artefact of base weights, or find it: everything that must be done before GPUs are held.
 
-    `address` is a folder in any store. With `config` the architecture is that one and config.json is not asked.
+    `address` is a folder in any store, in any format. With `config` the architecture is that one, and config.json is
+    not asked.
     """
     base = _Base(address, artefacts_root, options)
     with only_maker(base.folder):
@@ -149,8 +157,9 @@ class _Base:
         self._remember([info for info in infos.values() if info is not None])
 
     def copy(self, config: ModelConfig | None, options: StoreOptions | None, reporter: Reporter) -> None:
+        include, exclude = self.spec["include"], self.spec["exclude"]
         copy_tree(
-            self.spec["from"], str(self.files), include=INCLUDE, exclude=EXCLUDE, options=options, reporter=reporter
+            self.spec["from"], str(self.files), include=include, exclude=exclude, options=options, reporter=reporter
         )
         self._publish(Manifest.read(LocalStore(self.files), COPY_MANIFEST).files, config)
 
@@ -158,17 +167,20 @@ class _Base:
         if not self.files.is_dir():
             raise NotFound("there is no such folder", where=str(self.files), hint="name the folder of a model")
         store = LocalStore(self.files)
-        infos = [info for info in store.list() if selected(info.path, INCLUDE, EXCLUDE)]
-        HfWeights(self.files, config)  # before hashing for an hour what cannot be used
+        taken = _taken(str(self.files), None)
+        infos = [info for info in store.list() if selected(info.path, *taken)]
+        open_weights(self.files, config=config).close()  # before hashing for an hour what cannot be used
         entries = _hashed(store, infos, reporter)
         self._remember(infos)
         self._publish(entries, config)
 
     def _publish(self, entries: Iterable[FileEntry], config: ModelConfig | None) -> None:
         """Prove that the weights can be used, then write the manifest: from here on the artefact exists."""
-        with HfWeights(self.files, config) as weights:
-            weights.check_tied_head()
-            facts = {"family": weights.config.family, "parameters": weights.parameters, "dtypes": weights.dtypes}
+        with open_weights(self.files, config=config) as weights:
+            if isinstance(weights, HfWeights):
+                weights.check_tied_head()
+            found = weights.config
+            facts = {"family": found.family, "parameters": parameter_count(found), "dtypes": weights.dtypes}
         Manifest.of(KIND, self.spec, entries, facts).write(LocalStore(self.folder), MANIFEST)
 
     def _seen(self) -> dict[str, str]:
@@ -191,13 +203,34 @@ def _spec_in_place(address: str) -> dict[str, Any]:
 def _spec_elsewhere(address: str, options: StoreOptions | None) -> dict[str, Any]:
     """What makes two fetches the same: on the Hub a commit, in a bucket the versions of the files."""
     store, path = open_store(address, options)
-    spec: dict[str, Any] = {"from": join(store.url, path), "include": INCLUDE, "exclude": EXCLUDE}
-    if parse(address).scheme != "hf":
-        infos = (info for info in open_folder(address, options).list() if selected(info.path, INCLUDE, EXCLUDE))
+    on_hub = parse(address).scheme == "hf"  # whose models are transformers'; asking would cost a request each time
+    include, exclude = (INCLUDE, EXCLUDE) if on_hub else _taken(address, options)
+    spec: dict[str, Any] = {"from": join(store.url, path), "include": include, "exclude": exclude}
+    if not on_hub:
+        infos = (info for info in open_folder(address, options).list() if selected(info.path, include, exclude))
         spec["files"] = [[info.path, info.size, info.version] for info in infos]
-        if not spec["files"]:
-            raise NotFound("there are no weights", where=address, hint="check the address")
     return spec
+
+
+def _taken(address: str, options: StoreOptions | None) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """What of a folder belongs to its weights, as globs to take and to leave.
+
+    Of a run's checkpoints or Megatron's that is the latest and what points to it: a run that goes on changes the
+    pointer, and its newer weights are then not taken for these.
+    """
+    format = detect(address, options)
+    if format == "hf":
+        return INCLUDE, EXCLUDE
+    beside = (VERDICT, "tokenizer/*")
+    if format == "native":
+        store, path = open_store(address, options)
+        step = locate(store, path).path.removeprefix(path.strip("/")).strip("/")
+        return ((f"{step}/*", "checkpoints/latest", "latest", *beside) if step else ("*",)), ()
+    place = open_folder(address, options)
+    if place.head(MEGATRON_POINTER) is None:
+        return ("**",), ()
+    named = place.read(MEGATRON_POINTER).decode().strip()
+    return (MEGATRON_POINTER, f"{f'iter_{int(named):07d}' if named.isdigit() else named}/**", *beside), ()
 
 
 def _hashed(store: LocalStore, infos: list[ObjectInfo], reporter: Reporter) -> tuple[FileEntry, ...]:

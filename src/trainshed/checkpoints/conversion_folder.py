@@ -49,7 +49,11 @@ class ConversionFolder:
                     where=str(self.place),
                     hint="wait for it, or choose another target",
                 ) from None
-            yield
+            try:
+                yield
+            finally:
+                if not (self.place / SPEC).exists() and not any(self.place.glob("source-*")):
+                    self.remove()  # nothing was begun: leave nothing
 
     def begin(self, spec: Mapping[str, Any]) -> bool:
         """Make ready for a spec; whether there is something of it already. What another spec left is removed."""
@@ -114,7 +118,7 @@ class ConversionFolder:
         self.remove()
 
     def remove(self) -> None:
-        """Remove the working place."""
+        """Remove the working place, and with it the mark that something was begun."""
         shutil.rmtree(self.place, ignore_errors=True)
 
 

@@ -1,20 +1,24 @@
 """A model's weights as transformers saves them: checked against its config, read box by box.
 
 Opening reads the config and the headers alone and needs no torch; `read` touches the bytes a box needs and no others,
-so that every rank of any layout reads its own part from the same files.
+so that every rank of any layout reads its own part from the same files. Nothing is mapped: memory holds what was asked
+for, whatever the size of a file.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import re
-from collections.abc import Sequence
+import threading
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from trainshed.checkpoints.safetensors_file import StoredTensor, read_header, same_bytes
-from trainshed.errors import CorruptData, InputError, MissingExtra, NotFound
+from trainshed.errors import CorruptData, InputError, NotFound
 from trainshed.models.families import HF_FAMILIES
 from trainshed.models.hf_config import read_hf_config
 from trainshed.models.hf_tensors import HfTensor, Strip, hf_tensors, sources
@@ -32,6 +36,8 @@ DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat1
 HEAD = "lm_head.weight"
 # What older versions of transformers saved although it can be computed: rotary frequencies, GPT-2's causal masks.
 _BUFFERS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|attn\.(bias|masked_bias))$")
+# Small enough to stay in a processor's cache between reading and laying out, large enough that reads do not count.
+_BUFFER_BYTES = 2 * 1024 * 1024
 _NAMED = 5  # how many tensors an error names before it only counts
 
 
@@ -48,7 +54,9 @@ class HfWeights:
         stored = _stored_tensors(folder)
         self._tied_head = stored.pop(HEAD, None) if self.config.tied_embeddings else None
         self._tensors = _matched(self.config, stored, folder)
-        self._open_files: dict[Path, Any] = {}
+        self._open_files: dict[Path, int] = {}
+        self._lock, self._mine = threading.Lock(), threading.local()
+        weakref.finalize(self, _close, self._open_files)
 
     def __enter__(self) -> Self:
         return self
@@ -58,12 +66,18 @@ class HfWeights:
 
     def close(self) -> None:
         """Let go of the files."""
-        self._open_files.clear()
+        with self._lock:
+            _close(self._open_files)
 
     @property
     def dtypes(self) -> list[str]:
         """The dtypes of the stored tensors, in torch's words."""
         return sorted({DTYPES[tensor.dtype] for tensor in self._tensors.values()})
+
+    @property
+    def stored(self) -> Mapping[str, StoredTensor]:
+        """Where each tensor lies, by the name that transformers saves it under today."""
+        return self._tensors
 
     @property
     def parameters(self) -> int:
@@ -87,16 +101,13 @@ class HfWeights:
         for strip in sources(self.config, parameter):
             if strip.expert is not None and not offset[0] <= strip.expert < ends[0]:
                 continue
-            first, last = strip.within(offset[dim], ends[dim])
-            if first == last:
-                continue
             target = box if strip.expert is None else box[strip.expert - offset[0]]
-            block = self._rows(strip, first, last, columns)
-            rows = strip.native_rows(first, last)
-            if isinstance(rows, slice):
-                target[rows.start - offset[dim] : rows.stop - offset[dim] : rows.step] = block
-            else:
-                target[torch.from_numpy(rows - offset[dim])] = block.to(dtype)
+            for first, last, block in self._blocks(strip, *strip.within(offset[dim], ends[dim]), columns):
+                rows = strip.native_rows(first, last)
+                if isinstance(rows, slice):
+                    target[rows.start - offset[dim] : rows.stop - offset[dim] : rows.step] = block
+                else:
+                    target[torch.from_numpy(rows - offset[dim])] = block.to(dtype)
         return box
 
     def check_tied_head(self) -> None:
@@ -109,25 +120,68 @@ class HfWeights:
                 hint="if the head was trained by itself, its config.json should say `tie_word_embeddings: false`",
             )
 
-    def _rows(self, strip: Strip, first: int, last: int, columns: slice | None) -> torch.Tensor:
+    def _blocks(
+        self, strip: Strip, first: int, last: int, columns: slice | None
+    ) -> Iterator[tuple[int, int, torch.Tensor]]:
+        """Yield the rows [first, last) of a strip, some at a time: (from, to, rows); each is gone with the next."""
+        if first == last:
+            return
         stored = self._tensors[strip.hf_name]
-        piece = self._open(stored.file).get_slice(stored.name)
-        rows = slice(strip.hf_start + first, strip.hf_start + last)
-        if columns is None:
-            return piece[rows]
-        return piece[columns, rows].T if strip.transposed else piece[rows, columns]
+        if not strip.transposed:
+            for start, stop, rows in self._stored_rows(stored, strip.hf_start + first, strip.hf_start + last):
+                block = rows if columns is None else rows[:, columns]
+                yield start - strip.hf_start, stop - strip.hf_start, block
+            return
+        import torch
 
-    def _open(self, file: Path) -> Any:
-        if file not in self._open_files:
-            try:
-                from safetensors import SafetensorError, safe_open
-            except ImportError:
-                raise MissingExtra.named("train", "reading safetensors") from None
-            try:
-                self._open_files[file] = safe_open(file, framework="pt")
-            except SafetensorError as error:
-                raise CorruptData(f"cannot be read: {error}", where=str(file), hint="fetch the file again") from None
-        return self._open_files[file]
+        # There our columns are the rows, and our rows a range of its columns: such models are small.
+        assert columns is not None
+        part = slice(strip.hf_start + first, strip.hf_start + last)
+        parts = [rows[:, part].clone() for _, _, rows in self._stored_rows(stored, columns.start, columns.stop)]
+        if parts:
+            yield first, last, torch.cat(parts).T
+
+    def _stored_rows(self, stored: StoredTensor, first: int, last: int) -> Iterator[tuple[int, int, torch.Tensor]]:
+        """Read rows of a stored tensor into a buffer that is used again: what is mapped would count as memory."""
+        import torch
+
+        dtype = getattr(torch, DTYPES[stored.dtype])
+        width = stored.shape[1:]
+        row_bytes = math.prod(width) * dtype.itemsize
+        count = max(1, _BUFFER_BYTES // row_bytes)
+        for start in range(first, last, count):
+            stop = min(start + count, last)
+            buffer = self._buffer(stored, stored.start + start * row_bytes, (stop - start) * row_bytes)
+            yield start, stop, torch.frombuffer(buffer, dtype=dtype, count=(stop - start) * math.prod(width)).view(
+                stop - start, *width
+            )
+
+    def _buffer(self, stored: StoredTensor, start: int, length: int) -> bytearray:
+        """The bytes [start, start + length) of a file, in this thread's buffer."""
+        buffer = getattr(self._mine, "buffer", None)
+        if buffer is None or len(buffer) < length:
+            # A new one rather than a longer one: the last may still be looked at.
+            buffer = self._mine.buffer = bytearray(max(length, _BUFFER_BYTES))
+        view, done = memoryview(buffer)[:length], 0
+        while done < length:
+            read = os.preadv(self._descriptor(stored.file), [view[done:]], start + done)
+            if not read:
+                raise CorruptData(
+                    f"ends before `{stored.name}` does", where=str(stored.file), hint="fetch the file again"
+                )
+            done += read
+        return buffer
+
+    def _descriptor(self, file: Path) -> int:
+        with self._lock:
+            if file not in self._open_files:
+                self._open_files[file] = os.open(file, os.O_RDONLY)
+            return self._open_files[file]
+
+
+def _close(files: dict[Path, int]) -> None:
+    while files:
+        os.close(files.popitem()[1])
 
 
 def read_config(folder: Path) -> ModelConfig:

@@ -8,7 +8,7 @@ their loss on the probe batch, which a run computes again before step 0. `train`
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -121,12 +121,24 @@ def write_verdict(folder: Path, verdict: Verdict) -> None:
 
 
 def read_verdict(folder: Path) -> Verdict | None:
-    """Return the verdict beside weights, None where there is none: they come from elsewhere."""
-    try:
-        data = LocalStore(folder).read(VERDICT)
-    except NotFound:
-        return None
-    return Verdict.from_bytes(data, str(folder / VERDICT))
+    """Return the verdict beside weights, None where there is none: they come from elsewhere.
+
+    One step of a checkpoint is judged with the whole, whose folder holds the verdict.
+    """
+    for home in _homes(folder.absolute()):
+        try:
+            return Verdict.from_bytes(LocalStore(home).read(VERDICT), str(home / VERDICT))
+        except NotFound:
+            continue
+    return None
+
+
+def _homes(folder: Path) -> Iterator[Path]:
+    yield folder
+    if folder.name.startswith("step-"):
+        yield from folder.parents[1:2]
+    elif folder.name == "release" or folder.name.startswith("iter_"):
+        yield folder.parent
 
 
 def refuse_failed(folder: Path, *, where: str | None = None) -> None:
@@ -138,7 +150,7 @@ def refuse_failed(folder: Path, *, where: str | None = None) -> None:
     if not verdict.logits.get("passed", True):
         why.append(f"logits {logits_words(verdict.logits)}")
     raise InputError(
-        f"the base weights failed the proof of their conversion: {'; '.join(why)} ({folder / VERDICT})",
+        f"the base weights failed the proof of their conversion: {'; '.join(why)} ({VERDICT} in {folder})",
         where=where,
         hint="convert them again, or write `verdict: ignore` under `model` to train on them all the same",
     )

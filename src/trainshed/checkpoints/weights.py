@@ -68,8 +68,11 @@ class WeightsWriter(Protocol):
         """Return the files that hold weights, in a fixed order; the same for the same model and options."""
         ...
 
-    def write(self, unit: Unit, source: Weights, file: Path, advance: Advance) -> None:
-        """Write one unit to a local file, in memory bounded by one tensor; safe to call from several threads."""
+    def write(self, unit: Unit, source: Weights, file: Path, advance: Advance) -> str | None:
+        """Write one unit to a local file, in memory bounded by one tensor; safe to call from several threads.
+
+        Return the file's checksum where it was made on the way, else None: then it is read once more.
+        """
         ...
 
     def finish(self, folder: Path, entries: Sequence[FileEntry]) -> None:

@@ -33,6 +33,13 @@ DATA_VERBS = {
     "blend": ("trainshed.cli.data.blend:blend", "Show how much of each source a recipe's run will see."),
     "batch": ("trainshed.cli.data.batch:batch", "Show what one training step will see."),
 }
+MODEL_VERBS = {
+    "fetch": ("trainshed.cli.model.fetch:fetch", "Copy a model from the Hub or any store to a store."),
+    "convert": ("trainshed.cli.model.convert:convert", "Weights between hf, megatron and native, with a proof."),
+    "compare": ("trainshed.cli.model.compare:compare", "Two models: tensors, architecture, logits."),
+    "inspect": ("trainshed.cli.model.inspect:inspect", "Show what weights are, and what was proven of them."),
+    "merge": ("trainshed.cli.model.merge:merge", "A LoRA adapter into the weights it was trained on."),
+}
 
 
 def build_app() -> App:
@@ -51,6 +58,10 @@ def build_app() -> App:
     for name, (target, summary) in DATA_VERBS.items():
         data.command(target, name=name, help=summary)
     app.command(data)
+    model = App(name="model", help="Weights in and out: fetched, converted, proven.")
+    for name, (target, summary) in MODEL_VERBS.items():
+        model.command(target, name=name, help=summary)
+    app.command(model)
     app.command("trainshed.cli.worker:worker", name="worker", show=False)
     return app
 

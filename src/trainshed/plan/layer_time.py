@@ -145,7 +145,7 @@ def layer_times(job: Job, layout: RankLayout, kernels: Kernels, kind: LayerKind)
         host += stack.host_collective_us
     if layout.recompute == "full":
         host *= 4 / 3
-    seen = 1 - stack.tp_hidden if job.habits.overlap else 1.0
+    seen = 1 - stack.tp_hidden if job.habits.tp_overlap else 1.0
     hidden = 1 - stack.ep_hidden if not job.habits.ep_overlap else 0.15
     ep_backward = ep_each * (2 if layout.recompute == "full" else 1)
     return LayerTimes(

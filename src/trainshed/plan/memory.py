@@ -23,6 +23,9 @@ def rank_memory(job: Job, layout: RankLayout, rank: int) -> Memory:
     weights, gradients, optimizer, gathered = _states(job, layout, dense, expert, largest)
     activations, working = _activations(job, layout, rank)
     logits = _logits(job, layout) if rank == head_rank(job, layout) else 0.0
+    if stack.gradients_freed and layout.micro_batches(job.global_batch) == 1:
+        # Backward makes gradients as it lets go of activations.
+        gradients = max(0.0, gradients - activations - max(logits, working))
     in_backward = activations + max(logits, working) + gathered
     at_step = stack.step_bytes * whole
     if at_step > in_backward:

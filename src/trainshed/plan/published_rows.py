@@ -47,6 +47,7 @@ _RACK = 72
 _NOT_GATED = ("gpt", "bloom", "mpt", "mt-nlg", "nemotron3-8b", "nemotron4", "megatron-ci:gpt3")
 _NOT_TRANSFORMERS = ("nemotron-3", "nemotron3_", "nemotron3-s", "qwen3-next", "deepseek-v4", "qwen3.", "glm5", "mamba")
 _ENGINES = {
+    "torch": "torch",
     "nanotron": "nanotron",
     "megatron": "megatron",
     "nemo": "megatron",
@@ -174,6 +175,9 @@ class Row:
 
     def case(self) -> Case:
         """Return the job and the layout of this row, or raise `Skip`."""
+        for word in ("qlora", "8bit", "offload", "optimizer-in-bwd"):
+            if f"technique: {word}" in self.notes.replace("+", "").replace("activation ", ""):
+                raise Skip(f"it is of a technique that no key here names: {word}")
         model = _anatomy(self)
         hardware = _hardware(self)
         layout = _layout(self, model)
@@ -219,7 +223,9 @@ def _engine(row: Row) -> str:
     if known == "megatron" and (_version(row) >= (26, 6) or "verification card" in row.notes):
         return "megatron-26.06"
     if known == "megatron-deepspeed" and row.text("dp_shard") == "none":
-        return "megatron-deepspeed-ddp"
+        return "megatron-2021"
+    if known == "megatron" and row.text("precision") == "fp16" and row.text("gpu").startswith("A100"):
+        return "megatron-2021"
     return known
 
 
@@ -481,12 +487,14 @@ def _habits(row: Row, model: Anatomy, layout: RankLayout) -> Habits:
         chosen["graphs"] = 1.0
     if "no comm overlap" in row.notes:
         chosen["overlap"] = False
+    else:
+        chosen["tp_overlap"] = True
     if "tokendrop" in row.notes:
         chosen["fixed_routing"] = True
     if _engine(row).startswith("megatron") and re.search(r"nemo|bridge|dgxc", row.notes + row.source.lower()):
         # NVIDIA's performance recipes: grad_reduce_in_fp32 is off.
         chosen["half_gradients"] = True
-    if "; lora" in row.notes:
+    if re.search(r"; lora|technique: lora", row.notes):
         chosen["trained_share"] = 0.0
     if "500w" in row.text("gpu").lower():
         chosen["power"] = 0.85

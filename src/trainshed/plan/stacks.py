@@ -26,7 +26,9 @@ class Habits:
     selective: str = "core_attn"
     """What `recompute: selective` computes again, joined by +."""
     overlap: bool = True
-    """Whether communication is hidden as the engine usually does."""
+    """Whether gradients are reduced and weights gathered under other work."""
+    tp_overlap: bool = False
+    """Whether tensor-parallel communication runs under products: Megatron's --tp-comm-overlap, off unless asked for."""
     ep_overlap: bool = False
     """Expert all-to-alls run under the other half of a split micro-batch."""
     fixed_routing: bool = False
@@ -77,7 +79,7 @@ class Stack:
     """What every step costs whatever its size: data, clipping, logging."""
     # Tensor, context, expert, pipeline communication.
     tp_hidden: float = 0.0
-    """Share of the tensor-parallel communication that runs under products."""
+    """Share of the tensor-parallel communication that runs under products where that is asked for."""
     cp_hidden: float = 0.5
     ep_hidden: float = 0.0
     ep_link: float = 0.5
@@ -100,8 +102,9 @@ class Stack:
     """What each tensor-parallel neighbour adds to a layer once a pipeline crosses nodes."""
     pipeline_layer_us: float = 0.0
     """What a layer costs besides, once tensor parallel meets a pipeline that crosses nodes."""
-    pipeline_node_us: float = 0.0
-    """What every node adds to each hand-over of a pipeline: it waits for the slowest."""
+    pipeline_jitter: float = 0.0
+    """How much longer a pipeline takes on 32 nodes because each hand-over waits for the slowest; grows with the square
+    of the nodes."""
     node_ms: float = 0.0
     """What every node adds to a step: its end waits for the slowest."""
     # Data parallel.
@@ -123,12 +126,16 @@ class Stack:
     """Time of the optimiser against its bytes at the speed of memory."""
     fsdp_slowdown: float = 0.0
     """Share of hidden weight gathering that slows the kernels above it."""
+    squeeze: float = 0.0
+    """How much longer a step takes on a card that is full: the allocator gives back and asks again."""
     imbalance: float = 1.0
     """How much longer the slowest rank of a micro-batch takes than the mean: jitter, routing."""
     # Memory.
     weight_bytes: float = 2.0
     gradient_bytes: float = 4.0
     """Bytes of a kept gradient, per weight."""
+    gradients_freed: bool = False
+    """Gradients are freed after every step, so that with one micro-batch they never meet all activations."""
     optimizer_bytes: float = 12.0
     """Master weights and moments."""
     hidden_bytes: float = 8.0

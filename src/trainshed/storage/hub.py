@@ -148,7 +148,8 @@ class HubStore(ReadOnly):
         signed_in = bool(self._token())
         page = f"{self._endpoint}/{self._name}"
         if code == "GatedRepo":
-            hint = f"ask for access at {page}" + ("" if signed_in else ", then set HF_TOKEN")
+            who = "as the account of your token" if signed_in else "then set HF_TOKEN to a token of that account"
+            hint = f"accept its licence or ask for access at {page}, {who}"
             return AccessDenied("this repository is gated", where=where, hint=hint)
         if code == "RevisionNotFound":
             return NotFound(

@@ -79,7 +79,7 @@ def plan_key(tensors: Mapping[str, Piece]) -> tuple[Any, ...]:
     )
 
 
-def write_plan(tensors: Mapping[str, Piece]) -> WritePlan:
+def write_plan(tensors: Mapping[str, Piece], item_bytes: int = ITEM_BYTES) -> WritePlan:
     """Plan the writing of all pieces that this rank owns."""
     items: list[Item] = []
     starts: dict[str, int] = {}
@@ -89,20 +89,20 @@ def write_plan(tensors: Mapping[str, Piece]) -> WritePlan:
             continue
         check_bounds(name, piece)
         starts[name] = -(-end // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-        items += _cut(name, piece, starts[name])
+        items += _cut(name, piece, starts[name], item_bytes)
         end = starts[name] + piece.tensor.nbytes
     told = [(item.name, item.shape, item.dtype, item.offset, item.box) for item in items]
     return WritePlan(plan_key(tensors), tuple(items), starts, end, hashlib.sha256(orjson.dumps(told)).hexdigest())
 
 
-def _cut(name: str, piece: Piece, start: int) -> list[Item]:
+def _cut(name: str, piece: Piece, start: int, item_bytes: int) -> list[Item]:
     """Cut a piece along its first dim, so that each item is one stretch of its memory."""
     shape, offset, box = tuple(piece.shape), tuple(piece.offset), tuple(piece.tensor.shape)
     dtype, size = dtype_name(piece.tensor.dtype), piece.tensor.nbytes
-    if size <= ITEM_BYTES or box[0] == 1:
+    if size <= item_bytes or box[0] == 1:
         return [Item(name, shape, dtype, offset, box, start, size)]
     row_bytes = size // box[0]
-    rows = max(1, ITEM_BYTES // row_bytes)
+    rows = max(1, item_bytes // row_bytes)
     items = []
     for first in range(0, box[0], rows):
         count = min(rows, box[0] - first)

@@ -45,7 +45,8 @@ def fetch(
     output
         Report as text or json.
     """
-    from trainshed.cli.console import human, print_report, reporter
+    from trainshed.cli.console import reporter
+    from trainshed.cli.copying import report_copy
     from trainshed.cli.parsing import parse_task
     from trainshed.storage import copy_tree
 
@@ -59,16 +60,5 @@ def fetch(
         workers=workers,
         reporter=reporter(),
     )
-    data = {"schema": "trainshed.data.fetch/1", **result.as_dict()}
-    moved = f"{result.copied_files} copied ({human(result.copied_bytes, 'B')})"
-    kept = result.files - result.copied_files
-    lines = [
-        f"{result.files} files, {human(result.bytes, 'B')}: {moved}, {kept} already there",
-        f"from      {result.source}",
-        f"to        {result.destination}",
-        f"manifest  {result.manifest}",
-    ]
-    if not result.complete:
-        lines.append("other tasks have not finished yet; the last one writes the manifest of the whole")
-    print_report(data, output, "\n".join(lines))
+    report_copy(result, "trainshed.data.fetch/1", output)
     return 0

@@ -1,0 +1,214 @@
+"""Weights put together from patches: rectangles of stored tensors, each with its place in one of Megatron's.
+
+Both formats come down to this. Opening finds every patch and touches no tensor's bytes; `read` then takes from each
+patch the rows that a box needs.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import torch
+
+from trainshed.checkpoints.megatron.args import Layout
+from trainshed.checkpoints.megatron.pickled import DTYPE_BYTES
+from trainshed.errors import CorruptData, InputError, NotFound
+from trainshed.models.megatron_tensors import is_norm_weight, strips
+from trainshed.models.parameters import Parameter
+from trainshed.recipe import ModelConfig
+
+LATEST = "latest_checkpointed_iteration.txt"
+RELEASE = "release"
+READ_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+}
+_BLOCK_BYTES = 16 * 1024 * 1024
+_NAMED = 5  # how many tensors an error names before it only counts
+
+
+@dataclass(frozen=True)
+class Located:
+    """A matrix in a file, row by row; a vector is a matrix of one column."""
+
+    file: Path
+    start: int
+    """Bytes of the file before it."""
+    dtype: str
+    rows: int
+    columns: int
+
+
+@dataclass(frozen=True)
+class Patch:
+    """A stored matrix, and its place in one of Megatron's uncut ones: rows [row, row + rows) and such columns.
+
+    `locate` finds it in a file, where it may lie `transposed`; `skip` of its rows belong to another patch.
+    """
+
+    locate: Callable[[], Located]
+    row: int
+    column: int
+    rows: int
+    columns: int
+    skip: int = 0
+    transposed: bool = False
+
+
+Whole = tuple[str, int | None]
+"""Megatron's uncut tensor: the native tensor's name, and the expert."""
+
+
+class PatchedWeights:
+    """Weights of Megatron's, opened: see `MegatronDistWeights` and `MegatronLegacyWeights`.
+
+    `padded_vocab_size` is the number of rows that the embedding has in the files, `layout` how they are cut.
+    """
+
+    config: ModelConfig
+    layout: Layout
+    padded_vocab_size: int
+
+    def __init__(
+        self, config: ModelConfig, patches: Mapping[Whole, Sequence[Patch]], dtypes: Sequence[str], less_one: bool
+    ) -> None:
+        self.config = config
+        self._patches = patches
+        self._dtypes = sorted(set(dtypes))
+        self._less_one = less_one
+        self._files: dict[Path, int] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def dtypes(self) -> list[str]:
+        """The dtypes of the stored tensors, in torch's words."""
+        return self._dtypes
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the files."""
+        with self._lock:
+            for descriptor in self._files.values():
+                os.close(descriptor)
+            self._files.clear()
+
+    def read(
+        self, parameter: Parameter, offset: Sequence[int], shape: Sequence[int], dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Return the box [offset, offset + shape) of a native tensor, on the CPU; safe to call from several threads."""
+        ends = [start + length for start, length in zip(offset, shape, strict=True)]
+        if any(not 0 <= a <= b <= whole for a, b, whole in zip(offset, ends, parameter.shape, strict=True)):
+            raise ValueError(f"{parameter.name} of shape {parameter.shape} has no box {shape} at {offset}")
+        box = torch.empty(tuple(shape), dtype=dtype)
+        if not box.numel():
+            return box
+        dim = 1 if parameter.expert else 0
+        rows = offset[dim], ends[dim]
+        columns = (offset[dim + 1], ends[dim + 1]) if len(shape) > dim + 1 else (0, 1)
+        for expert in range(offset[0], ends[0]) if parameter.expert else (None,):
+            target = box if expert is None else box[expert - offset[0]]
+            self._fill(target if target.dim() > 1 else target[:, None], parameter, expert, rows, columns)
+        return box
+
+    def _fill(
+        self,
+        target: torch.Tensor,
+        parameter: Parameter,
+        expert: int | None,
+        rows: tuple[int, int],
+        columns: tuple[int, int],
+    ) -> None:
+        for strip in strips(parameter):
+            first, last = (strip.hf_start + row for row in strip.within(*rows))
+            for patch in self._patches[parameter.name, expert]:
+                top, bottom = max(first, patch.row), min(last, patch.row + patch.rows)
+                left, right = max(columns[0], patch.column), min(columns[1], patch.column + patch.columns)
+                if top >= bottom or left >= right:
+                    continue
+                block = self._block(patch, (top, bottom), (left, right))
+                if self._less_one and is_norm_weight(parameter):
+                    block = block.float() + 1
+                into = strip.native_rows(top - strip.hf_start, bottom - strip.hf_start)
+                assert isinstance(into, slice), "Megatron's rows are ours, or every second of them"
+                into = slice(into.start - rows[0], into.stop - rows[0], into.step)
+                target[into, left - columns[0] : right - columns[0]] = block.to(target.dtype)
+
+    def _block(self, patch: Patch, rows: tuple[int, int], columns: tuple[int, int]) -> torch.Tensor:
+        located = patch.locate()
+        down = rows[0] - patch.row + patch.skip, rows[1] - patch.row + patch.skip
+        across = columns[0] - patch.column, columns[1] - patch.column
+        if patch.transposed:
+            return self._matrix(located, across, down).T
+        return self._matrix(located, down, across)
+
+    def _matrix(self, located: Located, rows: tuple[int, int], columns: tuple[int, int]) -> torch.Tensor:
+        """Read whole rows, in blocks, and keep the columns."""
+        dtype, width = READ_DTYPES[located.dtype], located.columns * DTYPE_BYTES[located.dtype]
+        found = torch.empty((rows[1] - rows[0], columns[1] - columns[0]), dtype=dtype)
+        at_once = max(1, _BLOCK_BYTES // width)
+        for first in range(rows[0], rows[1], at_once):
+            count = min(at_once, rows[1] - first)
+            raw = bytearray(count * width)
+            self._pread(located.file, raw, located.start + first * width)
+            block = torch.frombuffer(raw, dtype=dtype).view(count, located.columns)
+            found[first - rows[0] : first - rows[0] + count] = block[:, columns[0] : columns[1]]
+        return found
+
+    def _pread(self, file: Path, buffer: bytearray, start: int) -> None:
+        with self._lock:
+            if file not in self._files:
+                try:
+                    self._files[file] = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+                except FileNotFoundError:
+                    raise missing_file(file) from None
+            descriptor = self._files[file]
+        view, done = memoryview(buffer), 0
+        while done < len(view):
+            count = os.preadv(descriptor, [view[done:]], start + done)
+            if not count:
+                raise CorruptData("is cut short", where=str(file), hint="fetch the file again")
+            done += count
+
+
+def iteration_folder(folder: Path) -> Path:
+    """Return the folder of one iteration, given it or the root that names the latest."""
+    latest = folder / LATEST
+    if not latest.is_file():
+        return folder
+    said = latest.read_text().strip()
+    if said != RELEASE and not said.isdecimal():
+        raise CorruptData(f"names `{said}`, which is no iteration", where=str(latest), hint="name one of its folders")
+    found = folder / (said if said == RELEASE else f"iter_{int(said):07d}")
+    if not found.is_dir():
+        raise NotFound(f"there is no {found.name}", where=str(folder), hint=f"{LATEST} names it: fetch it too")
+    return found
+
+
+def missing_file(file: Path) -> NotFound:
+    """The error for a file that the checkpoint should have."""
+    return NotFound(f"there is no {file.name}", where=str(file.parent), hint="fetch the checkpoint again")
+
+
+def refuse_misfits(missing: Sequence[str], extra: Sequence[str], wrong: Sequence[str], where: str) -> None:
+    """Say which tensors are not those that the arguments describe."""
+    told = [f"{_listed(names)} {how}" for names, how in ((missing, "missing"), (extra, "left over")) if names]
+    told += [_listed(wrong)] if wrong else []
+    if told:
+        raise InputError(
+            f"the tensors are not those of its args: {'; '.join(told)}",
+            where=where,
+            hint="one that is left over would have been lost in silence",
+        )
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")

@@ -1,0 +1,170 @@
+"""The files of torch.save, written without holding them in memory.
+
+Such a file is a zip, nothing compressed: `data.pkl` (the pickle, in which tensors name storages), `data/0`, `data/1`, …
+(the storages) and two small records. All lengths follow from the pickle and the sizes, so where a tensor will lie is
+known before the first byte is written.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+import struct
+import zlib
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import IO, Any
+
+import torch
+from torch._utils import _rebuild_tensor_v2
+
+_LOCAL, _CENTRAL, _END = 0x04034B50, 0x02014B50, 0x06054B50
+_END_64, _LOCATOR_64 = 0x06064B50, 0x07064B50
+_FULL = 0xFFFFFFFF
+_VERSION = 45  # of the zip format: the first with 64-bit sizes
+_DATE = 0x21  # 1980-01-01: the same weights give the same bytes
+_ALIGNMENT = 64  # of storages, as torch.save aligns them, so that they can be mapped
+_STORAGES = {
+    torch.float64: torch.DoubleStorage,
+    torch.float32: torch.FloatStorage,
+    torch.float16: torch.HalfStorage,
+    torch.bfloat16: torch.BFloat16Storage,
+}
+
+
+@dataclass(frozen=True)
+class Stub:
+    """Stands in a document for a tensor whose bytes come later."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of its storage."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class _Place:
+    name: bytes
+    size: int
+    start: int
+    extra: bytes
+
+
+class PtFrame:
+    """Everything of a file but its tensors' bytes: a document in which `Stub`s stand for tensors."""
+
+    def __init__(self, document: Any, root: str = "archive") -> None:
+        self._pickle, self.stubs = _pickled(document)
+        small = {"data.pkl": self._pickle, "version": b"3\n", "byteorder": b"little"}
+        self._small = list(small.values())
+        sizes = [(name, len(data)) for name, data in small.items()]
+        sizes += [(f"data/{number}", stub.bytes) for number, stub in enumerate(self.stubs)]
+        self._places: list[_Place] = []
+        end = 0
+        for name, size in sizes:
+            full = f"{root}/{name}".encode()
+            place = _Place(full, size, end, _local_extra(end, full, size))
+            self._places.append(place)
+            end += 30 + len(full) + len(place.extra) + size
+        self._directory = end
+        self.length = end + len(self._central([0] * len(self._places)))
+
+    def write(self, file: IO[bytes], storages: Iterable[Iterable[memoryview]]) -> None:
+        """Write to where a file stands: the bytes of each stub in turn, in blocks."""
+        base, sums = file.tell(), []
+        small = ([memoryview(data)] for data in self._small)
+        for place, content in zip(self._places, chain(small, storages), strict=True):
+            file.write(_local_header(place) + place.name + place.extra)
+            checksum = written = 0
+            for block in content:
+                checksum = zlib.crc32(block, checksum)
+                written += len(block)
+                file.write(block)
+            assert written == place.size, f"{place.name!r}: {written} bytes for {place.size}"
+            sums.append(checksum)
+        file.write(self._central(sums))
+        end = file.tell()
+        for place, checksum in zip(self._places, sums, strict=True):
+            file.seek(base + place.start + 14)
+            file.write(struct.pack("<I", checksum))
+        file.seek(end)
+
+    def to_bytes(self) -> bytes:
+        """The file of a document without tensors."""
+        assert not self.stubs
+        file = io.BytesIO()
+        self.write(file, [])
+        return file.getvalue()
+
+    def _central(self, sums: Sequence[int]) -> bytes:
+        """The directory at the end, with the checksum of every record."""
+        found = bytearray()
+        for place, checksum in zip(self._places, sums, strict=True):
+            wide = [value for value in (place.size, place.size, place.start) if value >= _FULL]
+            extra = struct.pack("<HH", 1, 8 * len(wide)) + b"".join(struct.pack("<Q", v) for v in wide) if wide else b""
+            size, start = min(place.size, _FULL), min(place.start, _FULL)
+            fields = (_CENTRAL, _VERSION, _VERSION, 0, 0, 0, _DATE, checksum, size, size)
+            found += struct.pack("<IHHHHHHIII", *fields)
+            found += struct.pack("<HHHHHII", len(place.name), len(extra), 0, 0, 0, 0, start) + place.name + extra
+        count, start, length = len(self._places), self._directory, len(found)
+        end = b""
+        if start >= _FULL or count >= 0xFFFF:
+            end = struct.pack("<IQHHIIQQQQ", _END_64, 44, _VERSION, _VERSION, 0, 0, count, count, length, start)
+            end += struct.pack("<IIQI", _LOCATOR_64, 0, start + length, 1)
+        few = min(count, 0xFFFF)
+        return bytes(found) + end + struct.pack("<IHHHHIIH", _END, 0, 0, few, few, length, min(start, _FULL), 0)
+
+
+class _Storage:
+    """What a pickle names as a tensor's storage."""
+
+    def __init__(self, stub: Stub, key: int) -> None:
+        self.stub, self.key = stub, key
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=2)
+        self.stubs: list[Stub] = []
+
+    def persistent_id(self, obj: Any) -> Any:
+        if not isinstance(obj, _Storage):
+            return None
+        return "storage", _STORAGES[obj.stub.dtype], str(obj.key), "cpu", math.prod(obj.stub.shape)
+
+    def reducer_override(self, obj: Any) -> Any:
+        if not isinstance(obj, Stub):
+            return NotImplemented
+        storage = _Storage(obj, len(self.stubs))
+        self.stubs.append(obj)
+        strides, step = [], 1
+        for length in reversed(obj.shape):
+            strides.append(step)
+            step *= length
+        return _rebuild_tensor_v2, (storage, 0, obj.shape, tuple(reversed(strides)), False, OrderedDict())
+
+
+def _pickled(document: Any) -> tuple[bytes, list[Stub]]:
+    file = io.BytesIO()
+    pickler = _Pickler(file)
+    pickler.dump(document)
+    return file.getvalue(), pickler.stubs
+
+
+def _local_extra(start: int, name: bytes, size: int) -> bytes:
+    """What stands between a record's name and its bytes: a size that 32 bits cannot hold, and the alignment."""
+    wide = struct.pack("<HHQQ", 1, 16, size, size) if size >= _FULL else b""
+    padding = -(start + 30 + len(name) + len(wide) + 4) % _ALIGNMENT
+    return wide + struct.pack("<HH", 0x4246, padding) + bytes(padding)
+
+
+def _local_header(place: _Place) -> bytes:
+    size = min(place.size, _FULL)
+    fields = (_LOCAL, _VERSION, 0, 0, 0, _DATE, 0, size, size, len(place.name), len(place.extra))
+    return struct.pack("<IHHHHHIIIHH", *fields)

@@ -1,0 +1,217 @@
+"""What Megatron calls our tensors, which rows of ours become theirs, and which of them a rank of a layout holds.
+
+Megatron's tensors are ours but for two things: `linear_fc1` of a gated block has all gate rows first and then all up
+rows where ours alternate, and experts stand one by one. Since ours alternate, the share of a tensor-parallel rank is a
+plain cut of ours whose rows are then put apart (gate, up), which is how Megatron cuts it too.
+
+Two specs build the same model under different names: `te` (TransformerEngine, which fuses norms into the linear layer
+behind them) and `local`. Stacked `torch_dist` keys are spelled as `te` by both, but for the norm before experts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from trainshed.errors import InputError
+from trainshed.models.hf_tensors import Strip
+from trainshed.models.parameters import Parameter, parameters
+from trainshed.recipe import ModelConfig
+
+Spec = Literal["te", "local"]
+Experts = Literal["sequential", "grouped"]
+"""How a rank's files name experts: one module each, or one grouped module (`--moe-grouped-gemm`)."""
+LAYERS = "decoder.layers."
+EMBEDDING = "embedding.word_embeddings.weight"
+HEAD = "output_layer.weight"
+
+_OUTSIDE = {
+    "embedding.weight": EMBEDDING,
+    "positions.weight": "embedding.position_embeddings.weight",
+    "norm.weight": "decoder.final_layernorm.weight",
+    "norm.bias": "decoder.final_layernorm.bias",
+    "head.weight": HEAD,
+}
+_MODULES = {
+    "attention.qkv": "self_attention.linear_qkv",
+    "attention.query_norm": "self_attention.q_layernorm",
+    "attention.key_norm": "self_attention.k_layernorm",
+    "attention.out": "self_attention.linear_proj",
+    "mlp.gate_up": "mlp.linear_fc1",
+    "mlp.up": "mlp.linear_fc1",
+    "mlp.down": "mlp.linear_fc2",
+    "mlp.router": "mlp.router",
+    "mlp.shared.gate_up": "mlp.shared_experts.linear_fc1",
+    "mlp.shared.up": "mlp.shared_experts.linear_fc1",
+    "mlp.shared.down": "mlp.shared_experts.linear_fc2",
+}
+# A norm by itself, and fused into the linear layer behind it.
+_NORMS = {
+    "attention.norm": ("input_layernorm.", "self_attention.linear_qkv.layer_norm_"),
+    "mlp.norm": ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"),
+}
+
+
+@dataclass(frozen=True)
+class MegatronTensor:
+    """One tensor that Megatron holds: a box of a native one, its rows put apart where it is `gated`.
+
+    `rows` and `columns` are the native box, [from, to); a vector has no columns. `padding` rows of zeros follow (the
+    vocabulary is padded), `expert` is the index on dim 0 of stacked experts.
+    """
+
+    name: str
+    parameter: Parameter
+    rows: tuple[int, int]
+    columns: tuple[int, int] | None
+    gated: bool = False
+    expert: int | None = None
+    padding: int = 0
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """As Megatron sees it."""
+        rows = self.rows[1] - self.rows[0] + self.padding
+        return (rows,) if self.columns is None else (rows, self.columns[1] - self.columns[0])
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
+def whole_tensors(config: ModelConfig, parameter: Parameter, padded_vocab_size: int) -> Iterator[MegatronTensor]:
+    """Yield what a native tensor is in Megatron, uncut and unnamed: itself, or its experts."""
+    padding = padded_vocab_size - config.vocab_size if _in_vocabulary(parameter) else 0
+    rows, *columns = parameter.shape[1 if parameter.expert else 0 :]
+    for expert in range(parameter.shape[0]) if parameter.expert else (None,):
+        yield MegatronTensor(
+            "", parameter, (0, rows), (0, columns[0]) if columns else None, _gated(parameter), expert, padding
+        )
+
+
+def shard(whole: MegatronTensor, name: str, ranks: int, rank: int) -> MegatronTensor:
+    """Return the share of one of so many (expert-)tensor-parallel ranks, under a name."""
+    split = whole.parameter.split
+    rows, columns, padding = whole.rows, whole.columns, whole.padding
+    if split is not None and split == (2 if whole.expert is not None else 1):
+        assert columns is not None, "only a matrix is cut by columns"
+        columns = _share(columns[1], ranks, rank, whole.parameter)
+    elif split is not None:
+        first, last = _share(rows[1] + padding, ranks, rank, whole.parameter)
+        real = rows[1]
+        rows = (min(first, real), min(last, real))
+        padding = last - first - (rows[1] - rows[0])
+        if whole.gated and (last - first) % 2:
+            raise _uneven(whole.parameter, ranks)
+    return MegatronTensor(name, whole.parameter, rows, columns, whole.gated, whole.expert, padding)
+
+
+def strips(parameter: Parameter) -> tuple[Strip, ...]:
+    """Return where the rows of Megatron's uncut tensor lie in the native one."""
+    rows = parameter.shape[1 if parameter.expert else 0]
+    if not _gated(parameter):
+        return (Strip("", parameter.name, 0, rows, 0, rows, rows),)
+    half = rows // 2
+    return Strip("", parameter.name, 0, half, 0, 1, 2), Strip("", parameter.name, half, half, 1, 1, 2)
+
+
+def local_name(parameter: Parameter) -> str:
+    """The name of a layer's tensor without the layer."""
+    return parameter.name.removeprefix(f"layers.{parameter.layer}.")
+
+
+def outside_name(parameter: Parameter) -> str:
+    """The name of a tensor that belongs to no layer: the same in all specs and formats."""
+    return _OUTSIDE[parameter.name]
+
+
+def layer_name(config: ModelConfig, parameter: Parameter, spec: Spec, *, stacked: bool) -> str:
+    """The name of a layer's tensor behind `decoder.layers.{i}.`; not that of an expert."""
+    module, ending = local_name(parameter).rsplit(".", 1)
+    if module in _NORMS:
+        alone, fused = _NORMS[module]
+        before_experts = module == "mlp.norm" and config.moe is not None
+        if spec == "te":
+            return (alone if before_experts else fused) + ending
+        return (fused if stacked else alone) + ending
+    return f"{_MODULES[module]}.{ending}"
+
+
+def layer_spellings(parameter: Parameter) -> tuple[str, ...]:
+    """All names a layer's tensor may have behind `decoder.layers.{i}.`; not those of an expert."""
+    module, ending = local_name(parameter).rsplit(".", 1)
+    if module in _NORMS:
+        return tuple(prefix + ending for prefix in _NORMS[module])
+    return (f"{_MODULES[module]}.{ending}",)
+
+
+def expert_linear(parameter: Parameter) -> Literal["linear_fc1", "linear_fc2"]:
+    """Which of an expert's two layers a native tensor of stacked experts holds."""
+    return "linear_fc2" if parameter.name.endswith(".down") else "linear_fc1"
+
+
+def expert_name(parameter: Parameter, local_expert: int, experts: Experts) -> str:
+    """The name of one expert's tensor in a rank's file, behind `decoder.layers.{i}.`."""
+    linear = expert_linear(parameter)
+    if experts == "grouped":
+        return f"mlp.experts.{linear}.weight{local_expert}"
+    return f"mlp.experts.local_experts.{local_expert}.{linear}.weight"
+
+
+def is_norm_weight(parameter: Parameter) -> bool:
+    """Whether `--apply-layernorm-1p` stores this tensor less one."""
+    return parameter.name.endswith("norm.weight")
+
+
+def padded_vocab_size(vocab_size: int, divisible_by: int, tp: int) -> int:
+    """The rows of the embedding: Megatron's `_vocab_size_with_padding`."""
+    multiple = divisible_by * tp
+    return -(-vocab_size // multiple) * multiple
+
+
+def extra_state_modules(config: ModelConfig, spec: Spec) -> list[str]:
+    """The modules of a layer, experts apart, that keep an `_extra_state` (empty but for fp8) in `torch_dist`."""
+    found = ["self_attention.linear_qkv", "self_attention.linear_proj"]
+    if config.moe is None:
+        found += ["mlp.linear_fc1", "mlp.linear_fc2"]
+    elif config.moe.shared_ffn:
+        found += ["mlp.shared_experts.linear_fc1", "mlp.shared_experts.linear_fc2"]
+    if spec == "te":
+        # What TransformerEngine adds; names that a version of it does not ask for are not read.
+        found += ["self_attention.core_attention"]
+        found += ["self_attention.q_layernorm", "self_attention.k_layernorm"] if config.qk_norm else []
+        found += ["pre_mlp_layernorm"] if config.moe is not None else []
+    return found
+
+
+def layer_groups(config: ModelConfig) -> dict[int | None, list[Parameter]]:
+    """All tensors by layer; None holds those outside."""
+    found: dict[int | None, list[Parameter]] = {}
+    for parameter in parameters(config):
+        found.setdefault(parameter.layer, []).append(parameter)
+    return found
+
+
+def _gated(parameter: Parameter) -> bool:
+    return ".gate_up" in parameter.name
+
+
+def _in_vocabulary(parameter: Parameter) -> bool:
+    return parameter.name in ("embedding.weight", "head.weight")
+
+
+def _share(length: int, ranks: int, rank: int, parameter: Parameter) -> tuple[int, int]:
+    if length % ranks:
+        raise _uneven(parameter, ranks)
+    each = length // ranks
+    return rank * each, (rank + 1) * each
+
+
+def _uneven(parameter: Parameter, ranks: int) -> InputError:
+    return InputError(
+        f"`{parameter.name}` of shape {list(parameter.shape)} cannot be cut for {ranks} ranks",
+        hint="choose a tp (for experts: an etp) that divides heads and widths",
+    )

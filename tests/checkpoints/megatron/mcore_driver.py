@@ -1,0 +1,160 @@
+"""Megatron-core on a CPU: loads what we wrote into its own GPTModel, and writes a checkpoint of its own.
+
+    python mcore_driver.py FOLDER CASE…
+
+Each case has `dist/` and `legacy/` (ours, local spec, one rank) and gets `dist.pt`, `legacy.pt` (logits) and `saved/`.
+Models are built from the arguments in our checkpoints and from nothing else: what is lost on the way is seen in the
+logits. Megatron asks for a GPU in a few places; the patches that let it run without one live here, in a process of
+their own.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+
+def without_gpu() -> None:
+    cpu = torch.device("cpu")
+    patches: dict[str, Any] = {
+        "current_device": lambda: cpu,
+        "get_rng_state": lambda *_, **__: torch.get_rng_state(),
+        "set_rng_state": lambda *_, **__: None,
+        "_lazy_call": lambda *_, **__: None,
+        "manual_seed": torch.manual_seed,
+        "synchronize": lambda *_: None,
+    }
+    for name, patch in patches.items():
+        setattr(torch.cuda, name, patch)
+        setattr(torch.cuda.random, name, patch)
+    from megatron.core.fusions import fused_softmax
+    from megatron.core.transformer import utils
+    from megatron.core.transformer.moe import moe_utils
+
+    def causal(rows: int) -> torch.Tensor:
+        return torch.triu(torch.ones(rows, rows), diagonal=1).bool()
+
+    def windowed(rows: int, columns: int, window: tuple[int, int]) -> torch.Tensor:
+        # Megatron's get_sliding_window_causal_mask, but for its device.
+        seen = torch.triu(torch.ones(rows, columns, dtype=torch.bool), diagonal=columns - rows - window[0])
+        return ~torch.tril(seen, diagonal=columns - rows + window[1])
+
+    for module in (fused_softmax, utils):
+        module.get_default_causal_mask = causal
+        module.get_sliding_window_causal_mask = windowed
+    # 0.16.1 forgets to define it where TransformerEngine is missing.
+    moe_utils.te_general_gemm = None
+
+
+def built_from(args: Any) -> Any:
+    """As Megatron-LM's core_transformer_config_from_args and gpt_builder do."""
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer import TransformerConfig
+
+    keys: dict[str, Any] = {}
+    if args.num_experts:
+        keys = {
+            "num_moe_experts": args.num_experts,
+            "moe_ffn_hidden_size": args.moe_ffn_hidden_size,
+            "moe_router_topk": args.moe_router_topk,
+            "moe_router_pre_softmax": args.moe_router_pre_softmax,
+            "moe_shared_expert_intermediate_size": args.moe_shared_expert_intermediate_size,
+            "moe_router_load_balancing_type": "none",
+        }
+    config = TransformerConfig(
+        num_layers=args.num_layers,
+        hidden_size=args.hidden_size,
+        ffn_hidden_size=args.ffn_hidden_size,
+        num_attention_heads=args.num_attention_heads,
+        num_query_groups=args.num_query_groups if args.group_query_attention else None,
+        kv_channels=args.kv_channels,
+        normalization=args.normalization,
+        layernorm_epsilon=args.norm_epsilon,
+        add_bias_linear=args.add_bias_linear,
+        add_qkv_bias=args.add_qkv_bias,
+        qk_layernorm=args.qk_layernorm,
+        gated_linear_unit=args.swiglu,
+        activation_func=F.silu if args.swiglu else F.gelu,
+        bias_activation_fusion=args.bias_gelu_fusion and not args.swiglu,
+        window_size=args.window_size,
+        hidden_dropout=args.hidden_dropout,
+        attention_dropout=args.attention_dropout,
+        use_cpu_initialization=True,
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+        apply_rope_fusion=False,
+        **keys,
+    )
+    spec = get_gpt_layer_local_spec(
+        num_experts=args.num_experts, qk_layernorm=args.qk_layernorm, normalization=args.normalization
+    )
+    return GPTModel(
+        config,
+        spec,
+        vocab_size=args.padded_vocab_size,
+        max_sequence_length=args.max_position_embeddings,
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        position_embedding_type=args.position_embedding_type,
+        rotary_percent=args.rotary_percent,
+        rotary_base=args.rotary_base,
+        rope_scaling=args.use_rope_scaling,
+        rope_scaling_factor=args.rope_scaling_factor,
+        seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
+    ).eval()
+
+
+@torch.no_grad()
+def logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+    return model(tokens, positions, None).float()
+
+
+def run(folder: Path, tokens: torch.Tensor) -> None:
+    from megatron.core import dist_checkpointing
+
+    iteration = folder / "dist" / "release"
+    # As Megatron-LM: the arguments first, the model by them, then the weights.
+    args = dist_checkpointing.load_common_state_dict(str(iteration))["args"]
+    model = built_from(args)
+    loaded = dist_checkpointing.load({"model": model.sharded_state_dict()}, str(iteration))
+    model.load_state_dict(loaded["model"])
+    torch.save(logits(model, tokens), folder / "dist.pt")
+
+    rank = torch.load(folder / "legacy" / "release" / "mp_rank_00" / "model_optim_rng.pt", weights_only=False)
+    other = built_from(rank["args"])
+    other.load_state_dict(rank["model"])
+    torch.save(logits(other, tokens), folder / "legacy.pt")
+
+    saved = folder / "saved" / "iter_0000007"
+    saved.mkdir(parents=True)
+    state = {"model": model.sharded_state_dict(), "args": args, "iteration": 7, "checkpoint_version": 3.0}
+    dist_checkpointing.save(state, str(saved))
+    (saved.parent / "latest_checkpointed_iteration.txt").write_text("7")
+
+
+def main() -> None:
+    folder, cases = Path(sys.argv[1]), sys.argv[2:]
+    warnings.simplefilter("ignore")
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1"}
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder / 'meeting'}", rank=0, world_size=1)
+    from megatron.core import parallel_state
+
+    without_gpu()
+    parallel_state.initialize_model_parallel()
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    model_parallel_cuda_manual_seed(1)
+    tokens = torch.load(folder / "tokens.pt")
+    for case in cases:
+        run(folder / case, tokens)
+
+
+if __name__ == "__main__":
+    main()
