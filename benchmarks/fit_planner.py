@@ -151,6 +151,7 @@ FITS: tuple[Fit, ...] = (
             "hidden_bytes": (30.0, 4.0, 60.0),
             "inner_bytes": (5.0, 2.0, 20.0),
             "gathered_bytes": (2.0, 0.0, 6.0),
+            "scattered_bytes": (4.0, 0.0, 16.0),
             "logit_bytes": (12.0, 4.0, 24.0),
             "step_bytes": (6.0, 0.0, 20.0),
             "buffer_gib": (0.3, 0.0, 1.0),
@@ -261,8 +262,8 @@ FITS: tuple[Fit, ...] = (
         {"fsdp_slowdown": (0.2, 0.0, 1.0), "gemm": (0.94, 0.7, 1.2), "gemm_fp8": (1.2, 0.7, 1.4)},
     ),
 )
-LIKE = {"nemo": "megatron", "megatron-fsdp": "megatron"}
-"""Stacks that take the constants of another where they have none of their own."""
+LIKE = {"megatron-fsdp": "megatron"}
+"""Stacks that start from the constants of another."""
 
 
 class Constants:
@@ -436,7 +437,7 @@ def run_fit(fit: Fit, measured: Mapping[str, list[Measured]], constants: Constan
     ran = [one for one in everything if one.case.cannot_run is None]
     if fit.memory:
         # Before time: a card that is nearly full is slow.
-        memory = solve(fit.memory, lambda values: _memory_errors(replace(base, **values), weighed, ran), 0.05, 0.1, rounds)
+        memory = solve(fit.memory, lambda values: _memory_errors(replace(base, **values), weighed, ran), 0.02, 0.02, 2 * rounds)
         base = replace(base, **memory)
     found = fit_time(fit, timed, base, constants, rounds)
     stack, later = both(fit, base, found, constants)
@@ -509,6 +510,14 @@ def _write_yaml(path: Path, head: str, found: Mapping[str, object]) -> None:
     path.write_text(head + "\n" + text, encoding="utf-8")
 
 
+def share_constants(constants: Constants) -> None:
+    """Give engines that share code what was measured of one of them."""
+    slowdown = constants.stacks["megatron-fsdp"].fsdp_slowdown
+    for name in ("megatron", "megatron-26.06"):
+        constants.stacks[name] = replace(constants.stacks[name], fsdp_slowdown=slowdown)
+    constants.stacks["nemo"] = replace(constants.stacks["megatron"], name="nemo")
+
+
 def chosen_fits(names: Sequence[str]) -> Iterator[Fit]:
     """Yield the fits that were asked for, or all."""
     for fit in FITS:
@@ -531,9 +540,7 @@ def main() -> None:
         else:
             run_fit(fit, measured, constants, arguments.rounds)
     if not arguments.held_out:
-        for name, other in LIKE.items():
-            if name not in {fit.stack for fit in FITS}:
-                constants.stacks[name] = replace(constants.stacks[other], name=name)
+        share_constants(constants)
         write(constants)
 
 

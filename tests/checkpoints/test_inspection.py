@@ -52,6 +52,17 @@ def test_a_native_checkpoint_is_told_by_its_manifest_and_neither_needs_torch(tmp
     assert done.stdout.split() == ["hf", "native"], done.stderr
 
 
+def test_megatrons_legacy_files_tell_their_layout_and_their_padding(tmp_path: Path) -> None:
+    config = save_tiny_hf("llama", tmp_path / "hf", seed=1)
+    convert(str(tmp_path / "hf"), str(tmp_path / "legacy"), Target("megatron", "torch", tp=2, pp=2), logits=False)
+    found = inspect_weights(str(tmp_path / "legacy"))
+    assert (found.format, found.config) == ("megatron-torch", config)
+    assert found.layout == {"tp": 2, "pp": 2, "vp": 1, "ep": 1, "etp": 1}
+    assert (found.config.vocab_size, found.padded_vocab_size) == (96, 256)
+    convert(str(tmp_path / "hf"), str(tmp_path / "dist"), Target("megatron"), logits=False)
+    assert inspect_weights(str(tmp_path / "dist")).layout is None
+
+
 def test_a_folder_without_weights_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(NotFound, match="there are no weights"):
         inspect_weights(str(tmp_path))

@@ -12,6 +12,7 @@ from tiny_models import VARIANTS, hf_model, save_tiny_hf
 from trainshed.checkpoints import logits as logits_module
 from trainshed.checkpoints.hf import HfWeights
 from trainshed.checkpoints.logits import Answers, LogitsComparison, NotRun, Prompts, compare_logits
+from trainshed.checkpoints.oracle import Oracle
 from trainshed.checkpoints.streamed import measured_probe, streamed_states
 from trainshed.errors import InputError
 
@@ -42,9 +43,12 @@ def test_the_streamed_decoder_agrees_with_transformers_after_every_layer(variant
     tokens = Prompts.probe(96).ids
     with torch.no_grad():
         theirs = hf_model(tmp_path)(tokens, output_hidden_states=True)
-    states = list(streamed_states(HfWeights(tmp_path), tokens))
-    for state, expected in zip(states, (*theirs.hidden_states, theirs.logits), strict=True):
-        torch.testing.assert_close(state.values, expected, rtol=0, atol=2e-5, msg=state.name)
+    weights = HfWeights(tmp_path)
+    states = zip(streamed_states(weights, tokens), Oracle(weights).states(tokens), strict=True)
+    for (ours, oracle), expected in zip(states, (*theirs.hidden_states, theirs.logits), strict=True):
+        assert ours.name == oracle.name
+        assert torch.equal(oracle.values, expected), "layer by layer transformers computes what it does with all of it"
+        torch.testing.assert_close(ours.values, expected, rtol=0, atol=2e-5, msg=ours.name)
     found = compared(tmp_path, tmp_path)
     assert found.passed
     assert found.greedy_equal == found.tokens == 128
@@ -87,14 +91,13 @@ def test_a_conversion_that_rounds_is_compared_with_what_was_rounded(tmp_path: Pa
     assert not compared(tmp_path / "a", tmp_path / "b").passed
 
 
-def test_a_model_too_large_for_transformers_is_streamed_and_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_transformers_our_decoder_answers_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_tiny_hf("llama", tmp_path, seed=1)
-    monkeypatch.setattr(logits_module, "free_memory_bytes", lambda: 1000)
+    monkeypatch.setattr(logits_module, "oracle_name", lambda: None)
     found = compared(tmp_path, tmp_path)
     assert found.passed
-    assert "layer by layer (transformers would take 0 GiB of memory, 0 are free)" in found.computed_by[0]
+    assert found.max_error == 0.0
+    assert found.computed_by[0] == "Trainshed's decoder, layer by layer (transformers is not installed)"
 
 
 def test_prompts_of_several_lengths_are_asked_at_once_and_their_padding_does_not_count(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from trainshed.checkpoints.convert import convert
 from trainshed.checkpoints.formats import Target
 from trainshed.checkpoints.hf import HfWeights
 from trainshed.checkpoints.probe import read_probe
+from trainshed.checkpoints.streamed import measured_probe
 from trainshed.checkpoints.verdict import VERDICT, Verdict, prove, read_verdict, write_verdict
 from trainshed.errors import CorruptData, InputError
 from trainshed.line import open_run, run_line
@@ -96,25 +98,39 @@ def test_weights_whose_verdict_failed_are_refused_unless_the_recipe_says_to_take
     assert run.id == open_run(recipe_from(bad, "model.verdict=ignore")).id == first.id, "it is the same run"
 
 
-def test_a_run_on_converted_weights_takes_the_loss_that_the_conversion_measured(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "target",
+    [Target("native"), Target("megatron"), Target("megatron", "torch", tp=2)],
+    ids=["native", "torch_dist", "torch"],
+)
+def test_a_run_on_converted_weights_takes_the_loss_that_the_conversion_measured(target: Target, tmp_path: Path) -> None:
     save_tiny_hf("llama", tmp_path / "hf", seed=1)
-    made = convert(str(tmp_path / "hf"), str(tmp_path / "native"), Target("native"))
+    made = convert(str(tmp_path / "hf"), str(tmp_path / "made"), target)
     assert made.verdict.passed
-    run = run_line(recipe_from(tmp_path / "native"))
+    assert made.verdict.tensors.dtype is None, "nothing was cast"
+    run = run_line(recipe_from(tmp_path / "made"))
     assert run.base is not None
     assert run.config == HfWeights(tmp_path / "hf").config
-    assert read_probe(run.base.folder) == made.verdict.probe
-    plain = run_line(recipe_from(tmp_path / "hf"))
-    assert plain.base is not None
-    measured, stored = read_probe(plain.base.folder), made.verdict.probe
+    assert VERDICT in {entry.path for entry in run.base.manifest.files}
+    stored = read_probe(run.base.folder)
+    assert stored == made.verdict.probe
+    with run.base.open() as weights:
+        measured = measured_probe(weights)
     assert measured is not None
     assert stored is not None
     assert measured.loss == pytest.approx(stored.loss, abs=1e-5)
-    step = next((tmp_path / "native" / "checkpoints").glob("step-*"))
-    body = json.loads((tmp_path / "native" / VERDICT).read_text())
-    (tmp_path / "native" / VERDICT).write_text(json.dumps(body | {"passed": False}))
+
+
+@pytest.mark.parametrize(("target", "step"), [("native", "checkpoints/step-00000000"), ("megatron", "release")])
+def test_one_step_of_a_checkpoint_is_judged_with_the_whole(
+    target: Literal["native", "megatron"], step: str, tmp_path: Path
+) -> None:
+    save_tiny_hf("llama", tmp_path / "hf", seed=1)
+    convert(str(tmp_path / "hf"), str(tmp_path / "made"), Target(target), logits=False)
+    body = json.loads((tmp_path / "made" / VERDICT).read_text())
+    (tmp_path / "made" / VERDICT).write_text(json.dumps(body | {"passed": False}))
     with pytest.raises(InputError, match="failed the proof"):
-        run_line(recipe_from(step))
+        run_line(recipe_from(tmp_path / "made" / step))
 
 
 @pytest.mark.parametrize("body", [b"[]", b"{}", b"not json", b'{"schema": "another/1", "passed": true}'])

@@ -14,6 +14,8 @@ from small_ranks import train_prepared
 from small_recipes import world_size
 from small_runs import events
 from tiny_models import save_tiny_hf
+from trainshed.checkpoints.convert import convert
+from trainshed.checkpoints.formats import Target
 from trainshed.checkpoints.probe import PROBE
 from trainshed.errors import NotFound
 from trainshed.line import PreparedRun, open_run, run_line
@@ -73,6 +75,19 @@ def test_base_weights_have_the_same_loss_on_every_layout(
     assert probe["expected"] == json.loads((run.base.folder / PROBE).read_text())["loss"] if run.base else None
     assert abs(probe["loss"] - probe["expected"]) <= 1e-5
     assert [event["step"] for event in events(run.folder, "step")] == [0, 1]
+
+
+def test_a_run_starts_from_a_megatron_checkpoint_on_another_layout_than_its_files(
+    rank_pool: RankPool, tmp_path: Path
+) -> None:
+    save_tiny_hf("llama", tmp_path / "hf")
+    made = convert(str(tmp_path / "hf"), str(tmp_path / "megatron"), Target("megatron", "torch", tp=2, pp=2))
+    run = run_line(recipe_from(tmp_path / "megatron", tmp_path / "store"))
+    assert rank_pool.run(train_prepared, run.folder, LAYOUT, ranks=world_size(LAYOUT)) == [0, 0]
+    (probe,) = events(run.folder, "probe")
+    assert made.verdict.probe is not None
+    assert probe["expected"] == made.verdict.probe.loss, "measured when it was converted"
+    assert abs(probe["loss"] - probe["expected"]) <= 1e-5
 
 
 def test_going_on_reads_the_checkpoint_and_not_the_base_again(rank_pool: RankPool, prepared: PreparedRun) -> None:

@@ -45,6 +45,12 @@ CASES: dict[str, tuple[tuple[str, ...], str, str, str | None]] = {
         "`from` and `init: random` contradict each other",
         "keep one of them",
     ),
+    "a verdict of nothing": (
+        ("model.verdict=ignore",),
+        "model.verdict",
+        "there are no weights with a verdict",
+        "delete the line",
+    ),
     # architecture
     "fixed by the family": (
         (NO_PRESET, CONFIG, "model.config.norm=layer"),

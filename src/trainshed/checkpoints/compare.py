@@ -21,7 +21,8 @@ from trainshed.recipe import ModelConfig
 from trainshed.reporting import SILENT, Reporter
 
 BOX_ELEMENTS = 1 << 22
-"""Elements of a box: 16 MB of float32 on each side, and about as much again for what is computed from them."""
+"""Elements of a box: at most 16 MB of float32 on each side, and as much again for what is computed from them."""
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """(offset, shape) within a native tensor."""
 
@@ -96,7 +97,7 @@ def compare(
     theirs = {each.name: each for each in parameters(b.config)}
     both = [each for name, each in ours.items() if name in theirs]
     alike = [each for each in both if each.shape == theirs[each.name].shape]
-    pair = _Pair(a, b, dtype, _widest(a, b))
+    pair = _Pair(a, b, dtype, _common(a, b, dtype))
     found: list[TensorDifference] = []
     total = sum(each.size for each in alike)
     with (
@@ -143,20 +144,21 @@ class _Pair:
     a: Weights
     b: Weights
     cast: torch.dtype | None
-    wide: torch.dtype
+    common: torch.dtype
 
     @torch.no_grad()
     def differences(self, parameter: Parameter, box: Box) -> TensorDifference:
         """Compare one box; places are those of the whole tensor."""
         offset, shape = box
-        one = self.a.read(parameter, offset, shape, self.cast or self.wide).to(self.wide)
-        two = self.b.read(parameter, offset, shape, self.wide)
-        bits = torch.int64 if self.wide == torch.float64 else torch.int32
+        one = self.a.read(parameter, offset, shape, self.cast or self.common).to(self.common)
+        two = self.b.read(parameter, offset, shape, self.common)
+        bits = _BITS[self.common.itemsize]
         differ = one.view(bits) != two.view(bits)
         count = int(differ.sum())
         if not count:
             return TensorDifference(parameter.name, one.numel(), 0, 0.0, 0.0, offset)
-        one, two = one[differ], two[differ]
+        wide = torch.promote_types(self.common, torch.float32)
+        one, two = one[differ].to(wide), two[differ].to(wide)
         apart = (one - two).abs()
         largest = torch.maximum(one.abs(), two.abs())
         relative = torch.where(apart == 0, apart, apart / largest)
@@ -193,9 +195,12 @@ def _finite(values: torch.Tensor) -> float | None:
     return largest if math.isfinite(largest) else None
 
 
-def _widest(a: Weights, b: Weights) -> torch.dtype:
-    """float32 holds all that is stored, unless something is float64."""
-    return torch.float64 if "float64" in (*a.dtypes, *b.dtypes) else torch.float32
+def _common(a: Weights, b: Weights, cast: torch.dtype | None) -> torch.dtype:
+    """The dtype to compare in: the one that both have, else one that holds both exactly."""
+    names = {*([str(cast).removeprefix("torch.")] if cast else a.dtypes), *b.dtypes}
+    if len(names) == 1:
+        return getattr(torch, names.pop())
+    return torch.float64 if "float64" in names else torch.float32
 
 
 def _config_words(a: ModelConfig, b: ModelConfig) -> Iterator[str]:

@@ -6,11 +6,13 @@ Megatron's hold their facts in pickles, which only torch opens.
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from trainshed.checkpoints.base import EXCLUDE, INCLUDE
+from trainshed.checkpoints.companions import FOLDER as COMPANIONS_FOLDER
 from trainshed.checkpoints.formats import Format, detect, local_folder, open_weights
 from trainshed.checkpoints.hf import HfWeights
 from trainshed.checkpoints.native.resuming import locate
@@ -21,7 +23,7 @@ from trainshed.models.parameters import Parameter, parameters
 from trainshed.recipe import ModelConfig
 from trainshed.recipe.messages import validate
 from trainshed.recipe.places import Document, Places
-from trainshed.storage import StoreOptions, join, open_folder, open_store
+from trainshed.storage import StoreOptions, join, open_folder, open_store, parse
 from trainshed.storage.globs import selected
 
 PARTS = ("embedding", "positions", "attention", "router", "experts", "mlp", "norms", "head")
@@ -87,6 +89,7 @@ def inspect_weights(address: str, options: StoreOptions | None = None) -> Inspec
         config, dtypes, step, files = _native(address, options)
     else:
         config, dtypes, padded, layout = _megatron(address, options)
+        layout = layout if format == "megatron-torch" else None  # only there it is baked into the files
         files = _listed(address, options)
     return Inspection(
         address=address,
@@ -157,11 +160,16 @@ def _listed(
     return tuple(WeightsFile(info.path, info.size) for info in infos if selected(info.path, include, exclude))
 
 
+def tokenizer_address(address: str, format: Format) -> str:
+    """Where the tokenizer of weights lies, if they have one; a path in full, or it would be taken for the Hub's."""
+    here = os.path.abspath(str(parse(address))) if parse(address).scheme == "file" else address
+    return here if format == "hf" else join(here, COMPANIONS_FOLDER)
+
+
 def _tokens(address: str, format: Format, options: StoreOptions | None) -> int | None:
     """How many tokens the tokenizer beside weights knows; it is only asked where it can be."""
-    folder = address if format == "hf" else join(address, "tokenizer")
     try:
-        return load_tokenizer(folder, options).vocab_size
+        return load_tokenizer(tokenizer_address(address, format), options).vocab_size
     except (TrainshedError, ImportError):
         return None
 

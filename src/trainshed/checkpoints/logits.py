@@ -1,8 +1,8 @@
 """The same tokens through two models: how far their logits are apart, and after which layer they part.
 
 Tensors can be equal while a lost key of the config (RoPE scaling, an epsilon) makes another model of them. Hugging
-Face weights are asked through transformers, the oracle, where it is installed and the model fits in memory; everything
-else through our decoder, layer by layer. All in float32 on the CPU.
+Face weights are asked through transformers, the oracle, where it is installed; everything else through our decoder.
+Both go layer by layer, in float32 on the CPU: memory is that of one layer.
 """
 
 from __future__ import annotations
@@ -10,19 +10,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from trainshed.checkpoints.hf import HfWeights
+from trainshed.checkpoints.oracle import OLDEST, Oracle, is_understood, oracle_name
 from trainshed.checkpoints.probe import TOKENS, probe_batch
-from trainshed.checkpoints.streamed import LOGITS, State, state_count, streamed_states
-from trainshed.checkpoints.weights import Weights
+from trainshed.checkpoints.streamed import LOGITS, State, streamed_states
+from trainshed.checkpoints.weights import Advance, Weights
 from trainshed.errors import InputError
-from trainshed.models.parameters import parameter_count
 from trainshed.reporting import SILENT, Reporter
 
 # Of the largest value: float32 rounding differs between implementations (fused attention, order of sums).
@@ -119,13 +116,12 @@ def compare_logits(
             return NotRun(f"the models are not of one shape: `{key}` is {one} in the first, {two} in the second")
     if a.config.positions == "learned" and prompts.ids.shape[1] > min(a.config.max_positions, b.config.max_positions):
         return NotRun(f"the model has learned fewer positions than {prompts.ids.shape[1]}")
-    one, by_one = _asked(a, prompts, dtype)
-    two, by_two = _asked(b, prompts, None)
     diverging: str | None = None
     left = right = State("", torch.empty(0))
-    with reporter.task("running layers", total=state_count(a), unit="parts") as task:
+    with reporter.task("running layers", total=2 * a.config.layers, unit="layers") as task:
+        one, by_one = _asked(a, prompts, dtype, task.advance)
+        two, by_two = _asked(b, prompts, None, task.advance)
         for left, right in zip(one, two, strict=True):
-            task.advance(1)
             if diverging is None and left.name != LOGITS:
                 first, second = prompts.counted(left.values), prompts.counted(right.values)
                 if _within(_errors(first, second), _bound(first)) < _wanted(a):
@@ -133,45 +129,23 @@ def compare_logits(
     return Answers(_judged(a, prompts, left, right, diverging, (by_one, by_two)), right.values)
 
 
-def _asked(weights: Weights, prompts: Prompts, dtype: torch.dtype | None) -> tuple[Iterator[State], str]:
+def _asked(
+    weights: Weights, prompts: Prompts, dtype: torch.dtype | None, advance: Advance
+) -> tuple[Iterator[State], str]:
     """The states of a model, and who computes them."""
     by = OURS
     if isinstance(weights, HfWeights):
-        needed = int(parameter_count(weights.config) * 4 * 1.2)
-        free = free_memory_bytes()
-        if find_spec("transformers") is None:
+        name = oracle_name()
+        if name is None:
             by += " (transformers is not installed)"
-        elif free is not None and needed > free:
-            by += f" (transformers would take {needed / 2**30:.0f} GiB of memory, {free / 2**30:.0f} are free)"
+        elif not is_understood():
+            by += f" ({name} is older than {OLDEST})"
         else:
-            by = f"transformers {version('transformers')}"
-            return _transformers_states(weights.folder, prompts.ids, dtype), by
-    return streamed_states(weights, prompts.ids, dtype=dtype), by
-
-
-@torch.no_grad()
-def _transformers_states(folder: Path, tokens: torch.Tensor, dtype: torch.dtype | None) -> Iterator[State]:
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, attn_implementation="eager", local_files_only=True
-        ).eval()
-    finally:
-        if shown:
-            logging.enable_progress_bar()
-    if dtype is not None:
-        for parameter in model.parameters():
-            parameter.copy_(parameter.to(dtype))
-    out = model(tokens, output_hidden_states=True, use_cache=False)
-    # transformers gives the stream out after the embedding and each layer, the last one normed.
-    names = ["embedding", *(f"layer {layer}" for layer in range(len(out.hidden_states) - 1))]
-    for name, values in zip(names, out.hidden_states, strict=True):
-        yield State(name, values)
-    yield State(LOGITS, out.logits)
+            oracle = Oracle(weights, dtype)
+            if not oracle.unknown:
+                return oracle.states(prompts.ids, advance), name
+            by += f" ({name} has `{oracle.unknown[0]}`, which nobody here knows where to find)"
+    return streamed_states(weights, prompts.ids, dtype=dtype, advance=advance), by
 
 
 def _judged(
@@ -217,12 +191,3 @@ def _wanted(weights: Weights) -> float:
 
 def _number(value: torch.Tensor) -> float | None:
     return float(value) if math.isfinite(float(value)) else None
-
-
-def free_memory_bytes() -> int | None:
-    """Memory that can be had without swapping, where the system tells."""
-    facts = Path("/proc/meminfo")
-    if not facts.exists():
-        return None
-    found = next((line for line in facts.read_text().splitlines() if line.startswith("MemAvailable:")), None)
-    return int(found.split()[1]) * 1024 if found else None

@@ -8,7 +8,7 @@ Shapes: S tokens, B sequences, H hidden, V vocabulary; the decoder works S-first
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -39,11 +39,17 @@ class State:
 
 
 @torch.no_grad()
-def streamed_states(weights: Weights, tokens: torch.Tensor, *, dtype: torch.dtype | None = None) -> Iterator[State]:
+def streamed_states(
+    weights: Weights,
+    tokens: torch.Tensor,
+    *,
+    dtype: torch.dtype | None = None,
+    advance: Callable[[int], None] = lambda _: None,
+) -> Iterator[State]:
     """Carry token ids [B, S] through a model: after the embedding, each layer, the last norm; then the logits.
 
     With `dtype` the weights are rounded to it first. What follows the last layer is given out normed, as transformers
-    does.
+    does. `advance` is called after each layer.
     """
     config, length = weights.config, tokens.shape[1]
     if config.positions == "learned" and length > config.max_positions:
@@ -67,6 +73,7 @@ def streamed_states(weights: Weights, tokens: torch.Tensor, *, dtype: torch.dtyp
             block = Block(config, Axes(), Losses(), layer, "none")
         reading.fill(block, f"layers.{layer}.", {each.name: each for each in layer_parameters(config, layer)})
         x, _ = block(x, rotary, None, None, positions)
+        advance(1)
         if layer < config.layers - 1:
             yield State(f"layer {layer}", x.transpose(0, 1))
     with torch.device("meta"):
@@ -91,16 +98,10 @@ def measured_probe(weights: Weights, reporter: Reporter = SILENT) -> Probe | Non
     vocab_size = weights.config.vocab_size
     tokens = torch.from_numpy(probe_batch(vocab_size, TOKENS)[:, :-1]).long()
     values = tokens
-    with reporter.task("running layers", total=state_count(weights), unit="parts") as task:
-        for state in streamed_states(weights, tokens):
+    with reporter.task("running layers", total=weights.config.layers, unit="layers") as task:
+        for state in streamed_states(weights, tokens, advance=task.advance):
             values = state.values
-            task.advance(1)
     return as_probe(probe_loss(values, vocab_size), vocab_size)
-
-
-def state_count(weights: Weights) -> int:
-    """How many states a model gives out: embedding, layers, logits."""
-    return weights.config.layers + 2
 
 
 def as_probe(loss: float, vocab_size: int) -> Probe:

@@ -40,7 +40,7 @@ class TensorProof:
     equal: int
     first_difference: str | None
     dtype: str | None
-    """What the source was cast to first; None: to nothing."""
+    """What the source was cast to first; None: it was that already."""
 
 
 @dataclass(frozen=True)
@@ -108,11 +108,13 @@ def prove(
     answers = NotRun(NOT_ASKED)
     if logits:
         answers = compare_logits(source, target, Prompts.probe(vocab_size), dtype=dtype, reporter=reporter)
+    cast = str(dtype).removeprefix("torch.") if dtype is not None else None
+    cast = None if [cast] == source.dtypes else cast
     if isinstance(answers, NotRun):
-        return _verdict(found, answers, None, dtype)
+        return _verdict(found, answers, None, cast)
     loss = probe_loss(answers.logits, vocab_size)
     probe = as_probe(loss, vocab_size) if loss - loss == 0 else None  # a loss that is no number is no probe
-    return _verdict(found, answers.comparison, probe, dtype)
+    return _verdict(found, answers.comparison, probe, cast)
 
 
 def write_verdict(folder: Path, verdict: Verdict) -> None:
@@ -172,14 +174,12 @@ def logits_words(logits: Mapping[str, Any]) -> str:
     )
 
 
-def _verdict(
-    found: Comparison, logits: LogitsComparison | NotRun, probe: Probe | None, dtype: torch.dtype | None
-) -> Verdict:
+def _verdict(found: Comparison, logits: LogitsComparison | NotRun, probe: Probe | None, cast: str | None) -> Verdict:
     tensors = TensorProof(
         compared=found.compared,
         equal=found.compared - len(found.differences),
         first_difference=found.first_difference,
-        dtype=None if dtype is None else str(dtype).removeprefix("torch."),
+        dtype=cast,
     )
     return Verdict(found.equal and logits.passed, tensors, logits.to_plain(), probe, _versions())
 

@@ -162,8 +162,10 @@ def layer_bytes(job: Job, layout: RankLayout, *, experts: bool) -> tuple[float, 
         inner = stack.inner_bytes * gate * model.ffn / layout.tp
         width = model.ffn / layout.tp
     hidden = stack.hidden_bytes * model.hidden / shared
-    if layout.tp > 1 and layout.pp == 1:
-        hidden += stack.gathered_bytes * model.hidden
+    if layout.tp > 1:
+        hidden += stack.scattered_bytes * model.hidden / shared
+        if layout.pp == 1:
+            hidden += stack.gathered_bytes * model.hidden
     if job.precision in LOW_PRECISIONS:
         hidden, attention, inner = (kept * stack.low_kept for kept in (hidden, attention, inner))
     every = tokens * (hidden + attention + inner)

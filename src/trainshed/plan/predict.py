@@ -98,8 +98,8 @@ def _nodes(job: Job) -> int:
 
 
 def _fullness(job: Job, layout: RankLayout) -> float:
-    """How surely the fullest rank fills its card, 0 to 1."""
-    filled = max(memory.total / memory.capacity for memory in predict_memory(job, layout))
+    """How surely the activations of the fullest rank fill its card, 0 to 1; the optimiser's step is one moment only."""
+    filled = max(memory.total / memory.capacity if memory.activations else 0 for memory in predict_memory(job, layout))
     return min(1.0, max(0.0, (filled - _NEARLY_FULL) / (_OVERFULL - _NEARLY_FULL)))
 
 

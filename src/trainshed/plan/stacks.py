@@ -144,6 +144,8 @@ class Stack:
     """Kept per token and unit of the width of queries, keys and values."""
     inner_bytes: float = 6.0
     """Kept per token and unit of a gated block's inner width; two thirds of it where there is no gate."""
+    scattered_bytes: float = 0.0
+    """Kept besides, per token and unit of width, of what tensor-parallel ranks scattered."""
     gathered_bytes: float = 0.0
     """Kept per token and unit of width of what tensor-parallel ranks gathered, without a pipeline."""
     low_kept: float = 0.8

@@ -1,8 +1,9 @@
 """Megatron-core on a CPU: loads what we wrote into its own GPTModel, and writes a checkpoint of its own.
 
-    python mcore_driver.py FOLDER CASE…
+    python mcore_driver.py FOLDER TP PP EP CASE…
 
 Each case has `dist/` and `legacy/` (ours, local spec, one rank) and gets `dist.pt`, `legacy.pt` (logits) and `saved/`.
+On several ranks it has `dist/` and gets `rank0.pt`, `rank1.pt`, …: what each holds when it has loaded its part.
 Models are built from the arguments in our checkpoints and from nothing else: what is lost on the way is seen in the
 logits. Megatron asks for a GPU in a few places; the patches that let it run without one live here, in a process of
 their own.
@@ -33,17 +34,18 @@ def without_gpu() -> None:
     for name, patch in patches.items():
         setattr(torch.cuda, name, patch)
         setattr(torch.cuda.random, name, patch)
+    torch.Tensor.cuda = lambda self, *_, **__: self
     from megatron.core.fusions import fused_softmax
     from megatron.core.transformer import utils
     from megatron.core.transformer.moe import moe_utils
 
-    def causal(rows: int) -> torch.Tensor:
-        return torch.triu(torch.ones(rows, rows), diagonal=1).bool()
+    def causal(sq: int) -> torch.Tensor:
+        return torch.triu(torch.ones(sq, sq), diagonal=1).bool()
 
-    def windowed(rows: int, columns: int, window: tuple[int, int]) -> torch.Tensor:
-        # Megatron's get_sliding_window_causal_mask, but for its device.
-        seen = torch.triu(torch.ones(rows, columns, dtype=torch.bool), diagonal=columns - rows - window[0])
-        return ~torch.tril(seen, diagonal=columns - rows + window[1])
+    def windowed(sq: int, skv: int, window_size: tuple[int, int]) -> torch.Tensor:
+        # Megatron's own, but for its device.
+        seen = torch.triu(torch.ones(sq, skv, dtype=torch.bool), diagonal=skv - sq - window_size[0])
+        return ~torch.tril(seen, diagonal=skv - sq + window_size[1])
 
     for module in (fused_softmax, utils):
         module.get_default_causal_mask = causal
@@ -54,6 +56,7 @@ def without_gpu() -> None:
 
 def built_from(args: Any) -> Any:
     """As Megatron-LM's core_transformer_config_from_args and gpt_builder do."""
+    from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer import TransformerConfig
@@ -90,6 +93,10 @@ def built_from(args: Any) -> Any:
         masked_softmax_fusion=False,
         persist_layer_norm=False,
         apply_rope_fusion=False,
+        pipeline_dtype=torch.float32,
+        tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
+        pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
+        expert_model_parallel_size=parallel_state.get_expert_model_parallel_world_size(),
         **keys,
     )
     spec = get_gpt_layer_local_spec(
@@ -99,6 +106,8 @@ def built_from(args: Any) -> Any:
         config,
         spec,
         vocab_size=args.padded_vocab_size,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
         max_sequence_length=args.max_position_embeddings,
         share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
         position_embedding_type=args.position_embedding_type,
@@ -123,8 +132,11 @@ def run(folder: Path, tokens: torch.Tensor) -> None:
     # As Megatron-LM: the arguments first, the model by them, then the weights.
     args = dist_checkpointing.load_common_state_dict(str(iteration))["args"]
     model = built_from(args)
-    loaded = dist_checkpointing.load({"model": model.sharded_state_dict()}, str(iteration))
+    loaded: Any = dist_checkpointing.load({"model": model.sharded_state_dict()}, str(iteration))
     model.load_state_dict(loaded["model"])
+    if torch.distributed.get_world_size() > 1:
+        torch.save(model.state_dict(), folder / f"rank{torch.distributed.get_rank()}.pt")
+        return
     torch.save(logits(model, tokens), folder / "dist.pt")
 
     rank = torch.load(folder / "legacy" / "release" / "mp_rank_00" / "model_optim_rng.pt", weights_only=False)
@@ -140,18 +152,19 @@ def run(folder: Path, tokens: torch.Tensor) -> None:
 
 
 def main() -> None:
-    folder, cases = Path(sys.argv[1]), sys.argv[2:]
+    folder, (tp, pp, ep), cases = Path(sys.argv[1]), map(int, sys.argv[2:5]), sys.argv[5:]
     warnings.simplefilter("ignore")
-    os.environ |= {"RANK": "0", "WORLD_SIZE": "1"}
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder / 'meeting'}", rank=0, world_size=1)
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    meeting = f"file://{folder / 'meeting'}"
+    torch.distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=world_size)
     from megatron.core import parallel_state
 
     without_gpu()
-    parallel_state.initialize_model_parallel()
+    parallel_state.initialize_model_parallel(tp, pp, expert_model_parallel_size=ep)
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
     model_parallel_cuda_manual_seed(1)
-    tokens = torch.load(folder / "tokens.pt")
+    tokens = torch.load(folder / "tokens.pt") if world_size == 1 else torch.empty(0)
     for case in cases:
         run(folder / case, tokens)
 

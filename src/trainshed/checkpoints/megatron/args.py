@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from trainshed.checkpoints.megatron.sayable import LLAMA3, refuse_unknown, refuse_unsayable
 from trainshed.errors import InputError
 from trainshed.models.megatron_tensors import Experts, Spec
 from trainshed.recipe import ModelConfig
@@ -24,40 +25,6 @@ if TYPE_CHECKING:
 
 FAMILY = "trainshed_family"
 """The one argument that is ours: Megatron has no word for a family."""
-# `--use-rope-scaling` knows the factor; the rest stands in rotary_pos_embedding.py, RotaryEmbedding._apply_scaling.
-_LLAMA3 = {"low_frequency_factor": 1.0, "high_frequency_factor": 4.0, "original_positions": 8192}
-# Arguments that change what is computed, with the only values that the decoder here has something for. One that a
-# version does not have is as if left out.
-_ONLY: dict[str, tuple[Any, ...]] = {
-    "rotary_percent": (1.0,),
-    "rotary_interleaved": (False,),
-    "no_rope_freq": (None,),
-    "squared_relu": (False,),
-    "quick_geglu": (False,),
-    "glu_linear_offset": (0.0,),
-    "activation_func_clamp_value": (None,),
-    "moe_mlp_glu_interleave_size": (None,),
-    "multi_latent_attention": (False,),
-    "qk_l2_norm": (False,),
-    "softmax_type": ("vanilla",),
-    "attention_output_gate": (False,),
-    "experimental_attention_variant": (None,),
-    "linear_attention_freq": (None,),
-    "window_attn_skip_freq": (None,),
-    "apply_residual_connection_post_layernorm": (False,),
-    "mtp_num_layers": (None, 0),
-    "heterogeneous_layers_config_path": (None,),
-    "heterogeneous_layers_config_encoded_json": (None,),
-    "hybrid_layer_pattern": (None,),
-    "hybrid_override_pattern": (None,),
-    "moe_router_score_function": ("softmax",),
-    "moe_router_enable_expert_bias": (False,),
-    "moe_router_topk_scaling_factor": (None, 1.0),
-    "moe_router_group_topk": (None,),
-    "moe_shared_expert_gate": (False,),
-    "moe_latent_size": (None,),
-    "moe_apply_probs_on_input": (False,),
-}
 _MISSING = object()
 
 
@@ -84,7 +51,7 @@ def to_args(
     checkpoint_format: str,
 ) -> Namespace:
     """Return the arguments that describe an architecture, or say what Megatron cannot be told."""
-    _refuse_unsayable(config)
+    refuse_unsayable(config)
     rope, scaling, moe = config.rope, config.rope.scaling if config.rope else None, config.moe
     llama3 = scaling is not None and scaling.kind == "llama3"
     written: dict[str, Any] = {
@@ -172,7 +139,7 @@ def read_layout(args: Namespace) -> Layout:
 def read_args(args: Namespace, where: str, vocab_size: int | None = None) -> ModelConfig:
     """Return the architecture that a checkpoint's arguments describe; `vocab_size` is the true one, where given."""
     taken = _Taken(args, where)
-    _refuse_unknown(args, where)
+    refuse_unknown(args, where)
     found: dict[str, Any] = {
         "layers": taken("num_layers"),
         "hidden": taken("hidden_size"),
@@ -249,7 +216,7 @@ def _rope_scaling(taken: _Taken) -> dict[str, Any] | None:
     if taken("use_rope_scaling", False):
         if factor is not None:
             raise taken.error("its positions are scaled twice", "only one kind of scaling is read")
-        return {"kind": "llama3", "factor": float(taken("rope_scaling_factor", 8.0)), **_LLAMA3}
+        return {"kind": "llama3", "factor": float(taken("rope_scaling_factor", 8.0)), **LLAMA3}
     return None if factor is None else {"kind": "linear", "factor": float(factor)}
 
 
@@ -284,50 +251,6 @@ def _family(found: Mapping[str, Any], taken: _Taken) -> str:
 
 def _has_experts(family: str) -> bool:
     return family in ("mixtral", "qwen3_moe")
-
-
-def _refuse_unsayable(config: ModelConfig) -> None:
-    scaling = config.rope.scaling if config.rope else None
-    said = "`{}` has no argument of Megatron's"
-    if config.gated and config.activation != "silu":
-        raise _unsayable(said.format(f"activation: {config.activation}, gated: true"), "only SwiGLU is gated there")
-    if not config.gated and config.activation not in ("gelu", "gelu_tanh"):
-        raise _unsayable(said.format(f"activation: {config.activation}"), "there is gelu and squared relu")
-    if config.output_bias != config.mlp_bias or (config.output_bias and not config.qkv_bias):
-        raise _unsayable("biases on some linear layers and not on others", "all have one, or only qkv, or none")
-    if config.activation == "gelu_tanh" and not config.mlp_bias:
-        raise _unsayable(said.format("activation: gelu_tanh"), "without biases its gelu is the exact one")
-    if config.rope and not config.rope.base.is_integer():
-        raise _unsayable(said.format(f"rope.base: {config.rope.base}"), "--rotary-base is a whole number")
-    if scaling is not None and scaling.kind == "linear" and not scaling.factor.is_integer():
-        raise _unsayable(
-            said.format(f"rope.scaling.factor: {scaling.factor}"),
-            "--rotary-seq-len-interpolation-factor is a whole number",
-        )
-    if scaling is not None and scaling.kind == "llama3":
-        for key, fixed in _LLAMA3.items():
-            if getattr(scaling, key) != fixed:
-                raise _unsayable(said.format(f"rope.scaling.{key}: {getattr(scaling, key)}"), f"it is {fixed} there")
-    if config.moe is not None and config.moe.top_k == 1 and config.moe.normalize_top_k:
-        raise _unsayable(
-            said.format("moe.top_k: 1, normalize_top_k: true"), "its router refuses one expert of weight 1"
-        )
-
-
-def _unsayable(what: str, hint: str) -> InputError:
-    return InputError(f"Megatron cannot be told: {what}", hint=f"{hint}; keep the model native, or as hf")
-
-
-def _refuse_unknown(args: Namespace, where: str) -> None:
-    refused = [
-        f"`{name}: {getattr(args, name)}`"
-        for name, allowed in _ONLY.items()
-        if getattr(args, name, allowed[0]) not in allowed
-    ]
-    if refused:
-        raise InputError(
-            f"the decoder here has nothing for {', '.join(refused)}", where=where, hint="no argument is ignored"
-        )
 
 
 def _positive(args: Namespace, name: str) -> int:

@@ -46,7 +46,7 @@ def read_rows(tensor: MegatronTensor, source: Weights, first: int, last: int, dt
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """A tensor's bytes, as a file stores them."""
+    """A tensor's bytes, as a file stores them; its own memory, where it lies in one piece."""
     raw: Any = tensor.contiguous().flatten().view(torch.uint8).numpy()  # numpy's stubs do not know it for a buffer
     return memoryview(raw)
 

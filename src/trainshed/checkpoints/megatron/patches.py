@@ -16,6 +16,7 @@ from typing import Self
 import torch
 
 from trainshed.checkpoints.megatron.args import Layout
+from trainshed.checkpoints.megatron.blocks import bytes_of
 from trainshed.checkpoints.megatron.pickled import DTYPE_BYTES
 from trainshed.errors import CorruptData, InputError, NotFound
 from trainshed.models.megatron_tensors import is_norm_weight, strips
@@ -151,19 +152,20 @@ class PatchedWeights:
         return self._matrix(located, down, across)
 
     def _matrix(self, located: Located, rows: tuple[int, int], columns: tuple[int, int]) -> torch.Tensor:
-        """Read whole rows, in blocks, and keep the columns."""
+        """Read whole rows, straight to their place or, where only some columns are wanted, through a buffer."""
         dtype, width = READ_DTYPES[located.dtype], located.columns * DTYPE_BYTES[located.dtype]
         found = torch.empty((rows[1] - rows[0], columns[1] - columns[0]), dtype=dtype)
-        at_once = max(1, _BLOCK_BYTES // width)
-        for first in range(rows[0], rows[1], at_once):
-            count = min(at_once, rows[1] - first)
-            raw = bytearray(count * width)
-            self._pread(located.file, raw, located.start + first * width)
-            block = torch.frombuffer(raw, dtype=dtype).view(count, located.columns)
-            found[first - rows[0] : first - rows[0] + count] = block[:, columns[0] : columns[1]]
+        if columns == (0, located.columns):
+            self._pread(located.file, bytes_of(found), located.start + rows[0] * width)
+            return found
+        buffer = torch.empty((min(max(1, _BLOCK_BYTES // width), len(found)), located.columns), dtype=dtype)
+        for first in range(0, len(found), len(buffer)):
+            part = buffer[: len(found) - first]
+            self._pread(located.file, bytes_of(part), located.start + (rows[0] + first) * width)
+            found[first : first + len(part)] = part[:, columns[0] : columns[1]]
         return found
 
-    def _pread(self, file: Path, buffer: bytearray, start: int) -> None:
+    def _pread(self, file: Path, view: memoryview, start: int) -> None:
         with self._lock:
             if file not in self._files:
                 try:
@@ -171,7 +173,7 @@ class PatchedWeights:
                 except FileNotFoundError:
                     raise missing_file(file) from None
             descriptor = self._files[file]
-        view, done = memoryview(buffer), 0
+        done = 0
         while done < len(view):
             count = os.preadv(descriptor, [view[done:]], start + done)
             if not count:

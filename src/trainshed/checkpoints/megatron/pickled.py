@@ -40,6 +40,8 @@ _NAMES = frozenset(
     | {("functools", "partial"), ("datetime", "timedelta"), ("enum", "Enum"), ("copyreg", "_reconstructor")}
 )
 
+_OLD_NAMES = {"__builtin__": "builtins", "copy_reg": "copyreg"}  # as protocol 2, which torch.save uses, has them
+
 
 @dataclass(frozen=True)
 class PickledTensor:
@@ -97,6 +99,7 @@ class _Unpickler(pickle.Unpickler):
         self._where = where
 
     def find_class(self, module: str, name: str) -> Any:
+        module = _OLD_NAMES.get(module, module)
         found = _PLAIN.get((module, name))
         if found is not None:
             return found

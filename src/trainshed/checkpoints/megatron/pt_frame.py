@@ -24,6 +24,7 @@ from torch._utils import _rebuild_tensor_v2
 _LOCAL, _CENTRAL, _END = 0x04034B50, 0x02014B50, 0x06054B50
 _END_64, _LOCATOR_64 = 0x06064B50, 0x07064B50
 _FULL = 0xFFFFFFFF
+_WIDE_FROM = _FULL  # a number from here on stands in a field of 64 bits, and 32 set bits where it should be
 _VERSION = 45  # of the zip format: the first with 64-bit sizes
 _DATE = 0x21  # 1980-01-01: the same weights give the same bytes
 _ALIGNMENT = 64  # of storages, as torch.save aligns them, so that they can be mapped
@@ -106,19 +107,19 @@ class PtFrame:
         """The directory at the end, with the checksum of every record."""
         found = bytearray()
         for place, checksum in zip(self._places, sums, strict=True):
-            wide = [value for value in (place.size, place.size, place.start) if value >= _FULL]
+            wide = [value for value in (place.size, place.size, place.start) if value >= _WIDE_FROM]
             extra = struct.pack("<HH", 1, 8 * len(wide)) + b"".join(struct.pack("<Q", v) for v in wide) if wide else b""
-            size, start = min(place.size, _FULL), min(place.start, _FULL)
+            size, start = _narrow(place.size), _narrow(place.start)
             fields = (_CENTRAL, _VERSION, _VERSION, 0, 0, 0, _DATE, checksum, size, size)
             found += struct.pack("<IHHHHHHIII", *fields)
             found += struct.pack("<HHHHHII", len(place.name), len(extra), 0, 0, 0, 0, start) + place.name + extra
         count, start, length = len(self._places), self._directory, len(found)
         end = b""
-        if start >= _FULL or count >= 0xFFFF:
+        if start >= _WIDE_FROM or count >= 0xFFFF:
             end = struct.pack("<IQHHIIQQQQ", _END_64, 44, _VERSION, _VERSION, 0, 0, count, count, length, start)
             end += struct.pack("<IIQI", _LOCATOR_64, 0, start + length, 1)
         few = min(count, 0xFFFF)
-        return bytes(found) + end + struct.pack("<IHHHHIIH", _END, 0, 0, few, few, length, min(start, _FULL), 0)
+        return bytes(found) + end + struct.pack("<IHHHHIIH", _END, 0, 0, few, few, length, _narrow(start), 0)
 
 
 class _Storage:
@@ -159,12 +160,16 @@ def _pickled(document: Any) -> tuple[bytes, list[Stub]]:
 
 def _local_extra(start: int, name: bytes, size: int) -> bytes:
     """What stands between a record's name and its bytes: a size that 32 bits cannot hold, and the alignment."""
-    wide = struct.pack("<HHQQ", 1, 16, size, size) if size >= _FULL else b""
+    wide = struct.pack("<HHQQ", 1, 16, size, size) if size >= _WIDE_FROM else b""
     padding = -(start + 30 + len(name) + len(wide) + 4) % _ALIGNMENT
     return wide + struct.pack("<HH", 0x4246, padding) + bytes(padding)
 
 
 def _local_header(place: _Place) -> bytes:
-    size = min(place.size, _FULL)
+    size = _narrow(place.size)
     fields = (_LOCAL, _VERSION, 0, 0, 0, _DATE, 0, size, size, len(place.name), len(place.extra))
     return struct.pack("<IHHHHHIIIHH", *fields)
+
+
+def _narrow(value: int) -> int:
+    return value if value < _WIDE_FROM else _FULL

@@ -121,9 +121,9 @@ def _slices(starts: list[int], ends: list[int], offset: Iterable[int]) -> tuple[
     return tuple(slice(start - zero, end - zero) for start, end, zero in zip(starts, ends, offset, strict=True))
 
 
-def read_item(store: Store, found: Found, name: str, item: StoredItem) -> torch.Tensor:
-    """Read one item of the tensor `name`, checked against its checksum."""
-    return _load_items(store, found, [_Wanted(name, item)])[0]
+def read_saved(store: Store, found: Found, name: str, item: StoredItem) -> bytes:
+    """Read one item of the tensor `name` as `torch.save` wrote it, checked against its checksum."""
+    return _read_run(store, found, [_Wanted(name, item)])[0]
 
 
 def _runs(ordered: list[_Wanted]) -> list[list[_Wanted]]:
@@ -144,29 +144,27 @@ def _runs(ordered: list[_Wanted]) -> list[list[_Wanted]]:
 
 
 def _load_run(store: Store, found: Found, run: list[_Wanted]) -> None:
-    for each, tensor in zip(run, _load_items(store, found, run), strict=True):
+    for each, saved in zip(run, _read_run(store, found, run), strict=True):
+        tensor = torch.load(io.BytesIO(saved), map_location="cpu", weights_only=True)
         for inside_item, inside_piece, target in each.copies:
             target[inside_piece].copy_(tensor[inside_item])
 
 
-def _load_items(store: Store, found: Found, run: list[_Wanted]) -> list[torch.Tensor]:
+def _read_run(store: Store, found: Found, run: list[_Wanted]) -> list[bytes]:
     path = f"{found.path}/{run[0].item.file}"
     first, last = run[0].item, run[-1].item
     try:
         data = store.read(path, first.start, last.start + last.length)
     except NotFound:
         raise _corrupt(store, found, f"{first.file} is missing", join(store.url, path)) from None
-    tensors = []
-    for each in run:
-        item = each.item
-        # A large item is a run of its own, and a slice of the whole is no copy.
-        saved = data[item.start - first.start : item.start - first.start + item.length]
-        if sha256_of(saved) != item.sha256:
-            raise _corrupt(
-                store, found, f"the bytes of {each.name} in {item.file} are not those written", join(store.url, path)
-            )
-        tensors.append(torch.load(io.BytesIO(saved), map_location="cpu", weights_only=True))
-    return tensors
+    # A large item is a run of its own, and a slice of the whole is no copy.
+    starts = [each.item.start - first.start for each in run]
+    each_saved = [data[start : start + each.item.length] for start, each in zip(starts, run, strict=True)]
+    for each, saved in zip(run, each_saved, strict=True):
+        if sha256_of(saved) != each.item.sha256:
+            what = f"the bytes of {each.name} in {each.item.file} are not those written"
+            raise _corrupt(store, found, what, join(store.url, path))
+    return each_saved
 
 
 def _corrupt(store: Store, found: Found, what: str, where: str) -> CorruptData:

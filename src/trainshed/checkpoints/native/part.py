@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import struct
+import zipfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -78,6 +81,16 @@ def write_part(store: Store, folder: str, name: str, plan: WritePlan, staged: Se
             stream.flush_small()
         entry = FileEntry(name, stream.file.size, stream.file.sha256)
     return Part(plan.digest, plan.items, tuple(spans), entry)
+
+
+def tensor_bytes(saved: bytes) -> memoryview:
+    """The bytes of the one tensor that `torch.save` wrote, as they lie in memory: an item is saved contiguous."""
+    with zipfile.ZipFile(io.BytesIO(saved)) as archive:
+        (record,) = (each for each in archive.infolist() if each.filename.endswith("/data/0"))
+    # The local header is followed by the name and by padding of its own length.
+    name, padding = struct.unpack_from("<HH", saved, record.header_offset + 26)
+    start = record.header_offset + 30 + name + padding
+    return memoryview(saved)[start : start + record.file_size]
 
 
 class _HashingStream:

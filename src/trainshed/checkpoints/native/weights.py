@@ -6,15 +6,17 @@ boxes asks for the same item again and again.
 
 from __future__ import annotations
 
+import math
 import threading
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Self
 
 import torch
 
 from trainshed.checkpoints.native.folder import Found
-from trainshed.checkpoints.native.loading import overlap, read_item, read_pieces
+from trainshed.checkpoints.native.loading import overlap, read_pieces, read_saved
+from trainshed.checkpoints.native.part import tensor_bytes
 from trainshed.checkpoints.native.pieces_file import StoredItem, StoredTensor
 from trainshed.checkpoints.native.plan import DTYPES
 from trainshed.checkpoints.native.resuming import locate
@@ -28,7 +30,7 @@ from trainshed.storage import Store, join
 
 PREFIX = "model."
 """Of the names of weights in a checkpoint; whatever else is there is the optimiser's."""
-_KEPT_BYTES = 512 * 1024 * 1024
+_SLOTS = 4  # items kept; more only while more threads read
 _NAMED = 5  # how many tensors an error names before it only counts
 
 
@@ -80,7 +82,8 @@ class NativeWeights:
             shared = overlap(item, offset, shape)
             if shared is not None:
                 inside_item, inside_box = shared
-                box[inside_box] = self._items.get(parameter.name, item)[inside_item].to(dtype)
+                with self._items.held(parameter.name, item, stored.dtype) as tensor:
+                    box[inside_box] = tensor[inside_item]
         return box
 
 
@@ -93,35 +96,66 @@ def read_config(store: Store, found: Found) -> ModelConfig:
     return validate(ModelConfig, Document(model, Places(where)))
 
 
+class _Slot:
+    """One item in memory, laid into a buffer that the next item uses again."""
+
+    def __init__(self) -> None:
+        self.key: tuple[str, int] | None = None
+        self.users = 0
+        self.filling = threading.Lock()
+        self.tensor: torch.Tensor | None = None
+        self._buffer = bytearray()
+
+    def fill(self, saved: bytes, item: StoredItem, dtype: torch.dtype) -> None:
+        data = tensor_bytes(saved)
+        if len(self._buffer) < len(data):
+            self._buffer = bytearray(len(data))
+        self._buffer[: len(data)] = data
+        count = math.prod(item.box)
+        self.tensor = torch.frombuffer(self._buffer, dtype=dtype, count=count).view(item.box)
+
+
 class _Items:
-    """The last items read, a few hundred megabytes of them; each is read by one thread while others wait for it."""
+    """The last items read. Buffers are kept rather than made: the heap would grow by many times what is in use."""
 
     def __init__(self, store: Store, found: Found) -> None:
         self._store, self._found = store, found
         self._lock = threading.Lock()
-        self._reading: dict[tuple[str, int], threading.Lock] = {}
-        self._kept: OrderedDict[tuple[str, int], torch.Tensor] = OrderedDict()
+        self._slots: list[_Slot] = []
 
-    def get(self, name: str, item: StoredItem) -> torch.Tensor:
-        key = (item.file, item.start)
-        with self._lock:
-            reading = self._reading.setdefault(key, threading.Lock())
-        with reading:
+    @contextmanager
+    def held(self, name: str, item: StoredItem, dtype: str) -> Iterator[torch.Tensor]:
+        """Give out an item, for as long as the block runs; of two who want it one reads and the other waits."""
+        slot = self._taken((item.file, item.start))
+        try:
+            with slot.filling:
+                if slot.tensor is None:
+                    slot.fill(read_saved(self._store, self._found, name, item), item, DTYPES[dtype])
+            assert slot.tensor is not None
+            yield slot.tensor
+        finally:
             with self._lock:
-                kept = self._kept.get(key)
-                if kept is not None:
-                    self._kept.move_to_end(key)
-                    return kept
-            tensor = read_item(self._store, self._found, name, item)
-            with self._lock:
-                self._kept[key] = tensor
-                while len(self._kept) > 1 and sum(each.nbytes for each in self._kept.values()) > _KEPT_BYTES:
-                    self._kept.popitem(last=False)
-        return tensor
+                slot.users -= 1
+                if slot.tensor is None:  # it could not be read
+                    slot.key = None
 
     def clear(self) -> None:
         with self._lock:
-            self._kept.clear()
+            self._slots.clear()
+
+    def _taken(self, key: tuple[str, int]) -> _Slot:
+        with self._lock:
+            slot = next((each for each in self._slots if each.key == key), None)
+            if slot is None:
+                slot = next((each for each in self._slots if not each.users), None)
+                if slot is None or len(self._slots) < _SLOTS:
+                    slot = _Slot()
+                slot.key, slot.tensor = key, None
+            if slot in self._slots:
+                self._slots.remove(slot)
+            self._slots.append(slot)  # the one used last is the last to be taken for another
+            slot.users += 1
+            return slot
 
 
 def _matched(config: ModelConfig, stored: dict[str, StoredTensor], where: str) -> dict[str, StoredTensor]:

@@ -97,6 +97,8 @@ def _answered(one: Weights, two: Weights, asked: Prompts | None, report: Any) ->
 
 def _prompts(file: Path, tokenizer: str | None, sides: tuple[str, str], one: Weights, two: Weights) -> Prompts:
     """The prompts of a file as token ids."""
+    from trainshed.checkpoints.formats import detect
+    from trainshed.checkpoints.inspection import tokenizer_address
     from trainshed.checkpoints.logits import Prompts
     from trainshed.data.encode.tokenizer import load_tokenizer
     from trainshed.errors import InputError, NotFound, TokenizerError
@@ -107,8 +109,7 @@ def _prompts(file: Path, tokenizer: str | None, sides: tuple[str, str], one: Wei
         raise NotFound("there is no such file", where=str(file)) from None
     if not lines:
         raise InputError("there are no prompts", where=str(file), hint="write one a line")
-    # Formats other than Hugging Face's keep a tokenizer in a folder of its own.
-    places = [tokenizer] if tokenizer else [place for side in sides for place in (side, f"{side}/tokenizer")]
+    places = [tokenizer] if tokenizer else [tokenizer_address(side, detect(side)) for side in sides]
     for place in places:
         try:
             backend = load_tokenizer(place).backend

@@ -1,0 +1,94 @@
+"""The arguments that travel with the weights: an architecture comes back as it went, or is refused by name."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_folders import LLAMA3
+from tiny_models import VARIANTS, tiny_config
+from trainshed.checkpoints.megatron.args import FAMILY, Layout, read_args, read_layout, to_args
+from trainshed.errors import InputError
+from trainshed.recipe import ModelConfig
+
+
+def args_of(config: ModelConfig, layout: Layout = Layout()) -> Namespace:  # noqa: B008 (it is frozen)
+    return to_args(
+        config,
+        layout=layout,
+        spec="te",
+        experts="grouped",
+        dtype=torch.bfloat16,
+        padded_vocab_size=128,
+        vocab_divisible_by=128,
+        checkpoint_format="torch_dist",
+    )
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_an_architecture_comes_back_as_it_went(variant: str) -> None:
+    config = tiny_config(variant, init_std=0.01, **(LLAMA3 if variant == "llama3" else {}))
+    args = args_of(config, Layout(4, 2, 1, 2, 1))
+    assert read_args(args, "here") == config
+    assert read_layout(args) == Layout(4, 2, 1, 2, 1)
+    # Of a checkpoint that others wrote, the family is seen in how it is put together.
+    delattr(args, FAMILY)
+    assert read_args(args, "here") == config
+
+
+def test_the_switches_of_llama_3_1_are_megatrons_own() -> None:
+    args = args_of(tiny_config("llama3", **LLAMA3))
+    assert args.use_rope_scaling
+    assert args.rope_scaling_factor == 8.0
+    assert (args.rotary_base, type(args.rotary_base)) == (500000, int)
+    assert not args.untie_embeddings_and_output_weights
+    assert args.params_dtype == torch.bfloat16
+
+
+def test_a_window_of_megatron_does_not_count_the_token_itself() -> None:
+    assert args_of(tiny_config("mistral")).window_size == (7, 0)
+
+
+@pytest.mark.parametrize(
+    ("variant", "changes", "match"),
+    [
+        ("llama3", {}, "`rope.scaling.original_positions: 32` has no argument"),
+        ("llama", {"rope": {"base": 10000.5}}, "`rope.base: 10000.5` has no argument"),
+        ("llama", {"activation": "gelu"}, "`activation: gelu, gated: true` has no argument"),
+        ("gpt2", {"activation": "relu"}, "`activation: relu` has no argument"),
+        ("mixtral", {"moe": {"experts": 4, "top_k": 1, "ffn": 8}}, "top_k: 1, normalize_top_k: true"),
+    ],
+)
+def test_what_megatron_cannot_be_told_is_named(variant: str, changes: dict[str, Any], match: str) -> None:
+    with pytest.raises(InputError, match=match):
+        args_of(tiny_config(variant, **changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"multi_latent_attention": True, "rotary_percent": 0.5}, "nothing for `rotary_percent: 0.5`, `multi_latent"),
+        ({"moe_router_score_function": "sigmoid"}, "nothing for `moe_router_score_function: sigmoid`"),
+        ({"num_experts": 4, "moe_router_topk": 2, "moe_layer_freq": [0, 1]}, "gives some layers no experts"),
+        ({"position_embedding_type": "none"}, "`position_embedding_type: none` is not known"),
+        (
+            {"normalization": "LayerNorm", "trainshed_family": None},
+            "no family here is put together like this: norm: layer",
+        ),
+        ({"num_layers": None}, "its args have no `num_layers`"),
+        ({"window_size": (8, 8)}, "looks ahead"),
+    ],
+)
+def test_arguments_that_the_decoder_has_nothing_for_are_named(changes: dict[str, Any], match: str) -> None:
+    args = Namespace(**(vars(args_of(tiny_config("llama"))) | changes))
+    with pytest.raises(InputError, match=match):
+        read_args(args, "here")
+
+
+def test_the_tokenizer_that_counts_its_last_token_apart() -> None:
+    args = args_of(tiny_config("llama"))
+    args.tokenizer_type = "NullTokenizer"
+    assert read_args(args, "here").vocab_size == 97
