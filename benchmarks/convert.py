@@ -139,8 +139,8 @@ def main() -> None:
         sides = {
             "hf → native": ("hf", "native", ["--to", "native"]),
             "native → hf": ("native", "back", ["--to", "hf"]),
-            #             "hf → megatron torch_dist": ("hf", "dist", ["--to", "megatron"]),
-            #             "hf → megatron torch, tp 2": ("hf", "legacy", ["--to", "megatron", "--format", "torch", "--tp", "2"]),
+            "hf → megatron torch_dist": ("hf", "dist", ["--to", "megatron"]),
+            "hf → megatron torch, tp 2": ("hf", "legacy", ["--to", "megatron", "--format", "torch", "--tp", "2"]),
         }
         for name, (source, target, options) in sides.items():
             shared = ["--no-logits", "--workers", str(arguments.workers)]

@@ -437,7 +437,9 @@ def run_fit(fit: Fit, measured: Mapping[str, list[Measured]], constants: Constan
     ran = [one for one in everything if one.case.cannot_run is None]
     if fit.memory:
         # Before time: a card that is nearly full is slow.
-        memory = solve(fit.memory, lambda values: _memory_errors(replace(base, **values), weighed, ran), 0.02, 0.02, 2 * rounds)
+        memory = solve(
+            fit.memory, lambda values: _memory_errors(replace(base, **values), weighed, ran), 0.02, 0.02, 2 * rounds
+        )
         base = replace(base, **memory)
     found = fit_time(fit, timed, base, constants, rounds)
     stack, later = both(fit, base, found, constants)

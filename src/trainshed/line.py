@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -110,9 +111,14 @@ def run_line(
     name = id or run_id(resolved)
     base = None
     if resolved.model.from_:
-        config = resolved.model.config
-        base = fetch_base(resolved.model.from_, store / "artefacts", config=config, options=options, reporter=reporter)
-        _heed_verdict(base, resolved, reporter)
+        base = fetch_base(
+            resolved.model.from_,
+            store / "artefacts",
+            config=resolved.model.config,
+            options=options,
+            reporter=reporter,
+            accept=partial(_heed_verdict, resolved, reporter),
+        )
         resolved = _with_architecture(resolved, base)
         _measure_base(base, resolved, reporter)
     artefacts = DataArtefacts(resolved, store, workers=workers, options=options, reporter=reporter)
@@ -157,10 +163,10 @@ def _measure_base(base: BaseWeights, recipe: Recipe, reporter: Reporter) -> None
     reporter.note(f"base weights: loss {probe.loss:.4f} on the probe batch")
 
 
-def _heed_verdict(base: BaseWeights, recipe: Recipe, reporter: Reporter) -> None:
+def _heed_verdict(recipe: Recipe, reporter: Reporter, files: Path) -> None:
     """Refuse base weights whose conversion was not proven, unless the recipe says to go on."""
     try:
-        refuse_failed(base.files, where=recipe.where("model.from"))
+        refuse_failed(files, where=recipe.where("model.from"))
     except InputError as error:
         if recipe.model.verdict != "ignore":
             raise
@@ -198,7 +204,7 @@ def open_run(recipe: Recipe, cluster: Cluster | None = None, *, id: str | None =
     base = None
     if resolved.model.from_:
         base = find_base(resolved.model.from_, store / "artefacts", options=options)
-        _heed_verdict(base, resolved, SILENT)
+        _heed_verdict(resolved, SILENT, base.files)
         resolved = _with_architecture(resolved, base)
     artefacts = DataArtefacts(resolved, store, make=False, options=options)
     folder = store / "runs" / resolved.name / name

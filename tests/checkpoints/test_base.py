@@ -12,6 +12,8 @@ import pytest
 
 from tiny_models import save_tiny_hf
 from trainshed.checkpoints.base import BaseWeights, fetch_base, find_base
+from trainshed.checkpoints.convert import convert
+from trainshed.checkpoints.formats import Target
 from trainshed.errors import AddressError, CorruptData, InputError, NotFound
 from trainshed.models.parameters import parameter_count
 from trainshed.recipe import ModelConfig
@@ -74,6 +76,20 @@ def test_weights_that_do_not_fit_their_config_never_become_an_artefact(hub: HubS
         fetch_base("hf://org/name", tmp_path / "artefacts")
     with pytest.raises(NotFound, match="are not fetched yet"):
         find_base("hf://org/name", tmp_path / "artefacts")
+
+
+def test_weights_that_are_not_accepted_never_become_an_artefact(hub: HubServer, tmp_path: Path) -> None:
+    hub.repos["org/name"]["verdict.json"] = b"failed"
+
+    def refuse(files: Path) -> None:
+        raise InputError((files / "verdict.json").read_text())
+
+    for _ in range(2):
+        with pytest.raises(InputError, match="failed"):
+            fetch_base("hf://org/name", tmp_path / "artefacts", accept=refuse)
+    with pytest.raises(NotFound, match="are not fetched yet"):
+        find_base("hf://org/name", tmp_path / "artefacts")
+    assert {entry.path for entry in fetch_base("hf://org/name", tmp_path / "artefacts").manifest.files} > WANTED
 
 
 def test_an_artefact_that_lost_a_file_is_an_error_and_not_an_absence(hub: HubServer, tmp_path: Path) -> None:
@@ -155,3 +171,21 @@ def test_weights_in_a_bucket_are_known_by_the_versions_of_their_files(
     assert fetch_base(address, tmp_path / "artefacts").folder != base.folder
     with pytest.raises(NotFound, match="there are no weights"):
         fetch_base(f"s3://{s3_bucket}/nothing", tmp_path / "artefacts")
+
+
+@pytest.mark.s3
+@pytest.mark.parametrize("target", [Target("native"), Target("megatron", "torch", tp=2)], ids=["native", "megatron"])
+def test_weights_of_other_formats_come_from_a_bucket_with_what_points_to_them(
+    model: tuple[Path, ModelConfig], target: Target, s3_bucket: str, tmp_path: Path
+) -> None:
+    (model[0] / "tokenizer.json").unlink()
+    convert(str(model[0]), str(tmp_path / "made"), target, logits=False)
+    LocalStore(tmp_path / "made").put("health/notes.txt", b"beside the weights, and none of them")
+    copy_tree(str(tmp_path / "made"), f"s3://{s3_bucket}/made")
+    base = fetch_base(f"s3://{s3_bucket}/made", tmp_path / "artefacts")
+    names = {entry.path for entry in base.manifest.files}
+    assert "verdict.json" in names
+    assert not {name for name in names if name.startswith("health/")}
+    with base.open() as weights:
+        assert weights.config == model[1]
+    assert find_base(f"s3://{s3_bucket}/made", tmp_path / "artefacts") == base

@@ -19,7 +19,7 @@ from trainshed.plan.layout import RankLayout, resolve_layout
 from trainshed.plan.legality import layout_problems
 from trainshed.plan.predict import predict
 from trainshed.plan.prediction import Job, Prediction
-from trainshed.plan.search import SIMPLER_WITHIN, Search, complexity, evaluate, search
+from trainshed.plan.search import SIMPLER_WITHIN, Search, complexity, evaluate, is_tight, search
 from trainshed.plan.space import Space
 from trainshed.plan.stacks import stack
 from trainshed.recipe import Layout
@@ -40,7 +40,7 @@ SMALL = {
 
 
 def brute_force(space: Space) -> list[Prediction]:
-    """Predict every layout with the least recomputation with which it fits, fastest first."""
+    """Predict every layout with the least recomputation with which it fits with room to spare, fastest first."""
     fitting: list[Prediction] = []
     for first in space.layouts(lambda layout, broken: None):
         layout: RankLayout | None = first
@@ -48,7 +48,8 @@ def brute_force(space: Space) -> list[Prediction]:
             found = predict(space.job, layout)
             if found.fits:
                 fitting.append(found)
-                break
+                if not is_tight(found):
+                    break
             layout = space.relieved(layout)
     return sorted(fitting, key=lambda each: each.step_seconds)
 
@@ -84,7 +85,10 @@ def test_no_layout_is_better_than_its_bounds(name: str) -> None:
         assert bound <= found.step_seconds * (1 + 1e-9), first
         assert states(first) <= found.memory.total, first
         leaner = space.relieved(first)
-        assert leaner is None or predict(job, leaner).step_seconds >= found.step_seconds * (1 - 1e-9), first
+        # What is computed again can hide a little more of what is said between ranks.
+        assert leaner is None or is_tight(found) or predict(job, leaner).step_seconds >= found.step_seconds * 0.98, (
+            first
+        )
 
 
 @settings(max_examples=25, deadline=None)

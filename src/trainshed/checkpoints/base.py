@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -92,20 +92,23 @@ def fetch_base(
     config: ModelConfig | None = None,
     options: StoreOptions | None = None,
     reporter: Reporter = SILENT,
+    accept: Callable[[Path], None] = lambda _: None,
 ) -> BaseWeights:
     """Make the artefact of base weights, or find it: everything that must be done before GPUs are held.
 
     `address` is a folder in any store, in any format. With `config` the architecture is that one, and config.json is
-    not asked.
+    not asked. `accept` sees the folder of the files before they become an artefact, and refuses them by raising.
     """
     base = _Base(address, artefacts_root, options)
     with only_maker(base.folder):
+        if base.in_place or base.is_there():
+            accept(base.files)
         if base.is_there():
             base.check(reporter)
         elif base.in_place:
             base.hash_in_place(config, reporter)
         else:
-            base.copy(config, options, reporter)
+            base.copy(config, options, reporter, accept)
     return BaseWeights.at(base.folder)
 
 
@@ -156,11 +159,18 @@ class _Base:
             )
         self._remember([info for info in infos.values() if info is not None])
 
-    def copy(self, config: ModelConfig | None, options: StoreOptions | None, reporter: Reporter) -> None:
+    def copy(
+        self,
+        config: ModelConfig | None,
+        options: StoreOptions | None,
+        reporter: Reporter,
+        accept: Callable[[Path], None],
+    ) -> None:
         include, exclude = self.spec["include"], self.spec["exclude"]
         copy_tree(
             self.spec["from"], str(self.files), include=include, exclude=exclude, options=options, reporter=reporter
         )
+        accept(self.files)
         self._publish(Manifest.read(LocalStore(self.files), COPY_MANIFEST).files, config)
 
     def hash_in_place(self, config: ModelConfig | None, reporter: Reporter) -> None:
@@ -168,7 +178,8 @@ class _Base:
             raise NotFound("there is no such folder", where=str(self.files), hint="name the folder of a model")
         store = LocalStore(self.files)
         taken = _taken(str(self.files), None)
-        infos = [info for info in store.list() if selected(info.path, *taken)]
+        # A verdict is asked anew each time: weights that are proven again are the same weights.
+        infos = [info for info in store.list() if selected(info.path, *taken) and info.path != VERDICT]
         open_weights(self.files, config=config).close()  # before hashing for an hour what cannot be used
         entries = _hashed(store, infos, reporter)
         self._remember(infos)

@@ -20,8 +20,8 @@ from trainshed.storage import LocalStore, StoreOptions, copy_tree, join, open_fo
 class ConversionSource:
     """Weights at an address; `pinned` names them for ever where their store can (the Hub's commit)."""
 
-    def __init__(self, address: str, options: StoreOptions | None) -> None:
-        self._asked, self._options = address, options
+    def __init__(self, address: str, options: StoreOptions | None, vocab_size: int | None = None) -> None:
+        self._asked, self._options, self._vocab_size = address, options, vocab_size
         self.format: Format = detect(address, options)
         self._is_local = parse(address).scheme == "file"
         store, path = open_store(address, options)
@@ -51,7 +51,9 @@ class ConversionSource:
                 reporter=reporter,
                 options=self._options,
             )
-        with open_weights(self.address, options=self._options, reporter=reporter) as weights:
+        with open_weights(
+            self.address, vocab_size=self._vocab_size, options=self._options, reporter=reporter
+        ) as weights:
             yield weights
 
     def fingerprint(self) -> list[object]:

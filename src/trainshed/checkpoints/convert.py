@@ -63,6 +63,7 @@ def convert(
     *,
     dtype: Dtype | None = None,
     tokenizer: str | None = None,
+    vocab_size: int | None = None,
     logits: bool = True,
     workers: int = DEFAULT_WORKERS,
     scratch: Path | None = None,
@@ -71,15 +72,15 @@ def convert(
 ) -> Conversion:
     """Convert the weights at `source` into the folder `target`, both addresses in any store, and prove them.
 
-    `tokenizer` names a folder whose tokenizer goes with the target in place of the source's own. A target in a bucket
-    is made on this machine's disk first, below `scratch`, and uploaded as its files are done. A verdict that failed is
-    stored like one that passed, and returned: whoever asked decides.
+    `tokenizer` names a folder whose tokenizer goes with the target in place of the source's own; `vocab_size` is as
+    for `open_weights`. A target in a bucket is made on this machine's disk first, below `scratch`, and uploaded as its
+    files are done. A verdict that failed is stored like one that passed, and returned: whoever asked decides.
     """
     if workers < 1:
         raise InputError(f"{workers} workers", hint="write at least 1")
     place = ConversionTarget(target, scratch, options)
     earlier = place.finished()
-    origin = ConversionSource(source, options)
+    origin = ConversionSource(source, options, vocab_size)
     with place.folder.held(), origin.opened(place.folder.place, reporter) as weights:
         companions = read_companions(origin.address, origin.format, tokenizer=tokenizer, options=options)
         work = _Work(weights, place, to, _chosen(dtype, weights, reporter), companions, workers, reporter)

@@ -11,7 +11,7 @@ Looking at a folder needs no torch; reading tensors does.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -19,7 +19,6 @@ from trainshed.checkpoints.hf import CONFIG, INDEX, WEIGHTS, HfWeights
 from trainshed.checkpoints.native.folder import LATEST, MANIFEST
 from trainshed.checkpoints.weights import Weights, WeightsWriter
 from trainshed.errors import InputError, NotFound
-from trainshed.models.hf_config import config_differences
 from trainshed.recipe import ModelConfig
 from trainshed.reporting import SILENT, Reporter
 from trainshed.storage import Store, StoreOptions, open_folder, open_store, parse
@@ -29,11 +28,17 @@ if TYPE_CHECKING:
 
 Format = Literal["hf", "native", "megatron-torch_dist", "megatron-torch"]
 MEGATRON_POINTER = "latest_checkpointed_iteration.txt"
+_LAYOUT = ("tp", "pp", "vp", "ep", "etp")
 
 
 @dataclass(frozen=True)
 class Target:
-    """What weights are converted to; the layout is only for Megatron's legacy files, which have it baked in."""
+    """What weights are converted to.
+
+    The layout is only for Megatron's legacy files, which have it baked in (`etp` is `tp` unless said, as Megatron has
+    it). `spec` is who will load what is written for Megatron: Transformer Engine's layers or its own (`local`). The
+    vocabulary there is padded to a multiple of `vocab_divisible_by` · tp.
+    """
 
     to: Literal["hf", "native", "megatron"]
     format: Literal["torch", "torch_dist"] | None = None
@@ -41,16 +46,21 @@ class Target:
     pp: int = 1
     vp: int = 1
     ep: int = 1
-    etp: int = 1
+    etp: int | None = None
+    spec: Literal["te", "local"] | None = None
+    vocab_divisible_by: int | None = None
 
     def __post_init__(self) -> None:
-        layout = {key: size for key, size in asdict(self).items() if key in ("tp", "pp", "vp", "ep", "etp")}
-        wrong = [f"--{key} {size}" for key, size in layout.items() if size < 1]
+        given = {key: getattr(self, key) for key in (*_LAYOUT, "format", "spec", "vocab_divisible_by")}
+        sizes = {key: value for key, value in given.items() if isinstance(value, int)}
+        wrong = [f"--{_flag(key)} {size}" for key, size in sizes.items() if size < 1]
         if wrong:
-            raise InputError(f"{', '.join(wrong)}: no such layout", hint="write whole numbers from 1 up")
-        if self.format is not None and self.to != "megatron":
-            raise InputError(f"--format {self.format} is Megatron's", hint="write --to megatron, or leave it out")
-        cut = [f"--{key} {size}" for key, size in layout.items() if size > 1]
+            raise InputError(f"{', '.join(wrong)} is no size", hint="write whole numbers from 1 up")
+        foreign = [key for key in ("format", "spec", "vocab_divisible_by") if given[key] is not None]
+        if foreign and self.to != "megatron":
+            shown = ", ".join(f"--{_flag(key)} {given[key]}" for key in foreign)
+            raise InputError(f"{shown}: that is Megatron's", hint="write --to megatron, or leave it out")
+        cut = [f"--{key} {given[key]}" for key in _LAYOUT if (given[key] or 1) > 1]
         if cut and self.name != "megatron-torch":
             raise InputError(
                 f"{self.name} has no layout in its files, so there is nothing for {', '.join(cut)}",
@@ -66,8 +76,14 @@ class Target:
 
     def to_plain(self) -> dict[str, Any]:
         """What a manifest says of it."""
-        layout = {key: value for key, value in asdict(self).items() if key not in ("to", "format")}
-        return {"to": self.name, **(layout if self.name == "megatron-torch" else {})}
+        if self.to != "megatron":
+            return {"to": self.name}
+        layout = {key: getattr(self, key) for key in _LAYOUT} if self.name == "megatron-torch" else {}
+        return {"to": self.name, **layout, **self._megatron}
+
+    @property
+    def _megatron(self) -> dict[str, Any]:
+        return {"spec": self.spec or "te", "vocab_divisible_by": self.vocab_divisible_by or 128}
 
     def writer(self, config: ModelConfig, dtype: torch.dtype, companions: Mapping[str, bytes]) -> WeightsWriter:
         """Return the writer of this format for one model."""
@@ -82,12 +98,11 @@ class Target:
         if self.name == "megatron-torch_dist":
             from trainshed.checkpoints.megatron.dist import MegatronDistWriter
 
-            return MegatronDistWriter(config, dtype=dtype)
+            return MegatronDistWriter(config, dtype=dtype, **self._megatron)
         from trainshed.checkpoints.megatron.legacy import MegatronLegacyWriter
 
-        return MegatronLegacyWriter(
-            config, dtype=dtype, tp=self.tp, pp=self.pp, vp=self.vp, ep=self.ep, etp=self.etp
-        )
+        layout = {key: getattr(self, key) for key in _LAYOUT}
+        return MegatronLegacyWriter(config, dtype=dtype, **layout, **self._megatron)
 
 
 def detect(address: str | Path, options: StoreOptions | None = None) -> Format:
@@ -113,14 +128,18 @@ def open_weights(
     address: str | Path,
     *,
     config: ModelConfig | None = None,
+    vocab_size: int | None = None,
     options: StoreOptions | None = None,
     reporter: Reporter = SILENT,
 ) -> Weights:
-    """Open weights in any format; with `config` they are held against that architecture.
+    """Open weights in any format; with `config` they are held against that architecture instead of their own.
 
-    Our own checkpoints are read in any store, the other formats on a disk.
+    `vocab_size` is the true one, for Megatron's where their args do not say it. Our own checkpoints are read in any
+    store, the other formats on a disk.
     """
     format = detect(address, options)
+    if vocab_size is not None and not format.startswith("megatron"):
+        raise InputError(f"weights in {format} say their vocabulary themselves", hint="leave --vocab-size out")
     if format == "native":
         from trainshed.checkpoints.native.weights import NativeWeights
 
@@ -132,20 +151,10 @@ def open_weights(
     if format == "megatron-torch_dist":
         from trainshed.checkpoints.megatron.dist import MegatronDistWeights
 
-        weights: Weights = MegatronDistWeights(folder)
-    else:
-        from trainshed.checkpoints.megatron.legacy import MegatronLegacyWeights
+        return MegatronDistWeights(folder, config=config, vocab_size=vocab_size)
+    from trainshed.checkpoints.megatron.legacy import MegatronLegacyWeights
 
-        weights = MegatronLegacyWeights(folder)
-    differences = [] if config is None else config_differences(config, weights.config)
-    if differences:
-        weights.close()
-        raise InputError(
-            f"these weights are of another architecture: {'; '.join(differences)}",
-            where=str(address),
-            hint="name the weights that belong to it",
-        )
-    return weights
+    return MegatronLegacyWeights(folder, config=config, vocab_size=vocab_size)
 
 
 def local_folder(address: str | Path) -> Path:
@@ -178,3 +187,7 @@ def _megatron(place: Store) -> Format | None:
 def _is_iteration(place: Store) -> bool:
     name = place.url.rstrip("/").rpartition("/")[2]
     return name == "release" or name.startswith("iter_")
+
+
+def _flag(key: str) -> str:
+    return key.replace("_", "-")

@@ -59,13 +59,13 @@ class HfWriter:
         *,
         dtype: torch.dtype,
         companions: Mapping[str, bytes] | None = None,
-        shard_bytes: int = SHARD_BYTES,
+        shard_bytes: int | None = None,
     ) -> None:
         self.config = config
         self._dtype = dtype
         self._companions = dict(companions or {})
         self._config_json = _config_json(config, dtype, self._companions)
-        self._shards = _shards(config, dtype, shard_bytes)
+        self._shards = _shards(config, dtype, shard_bytes or SHARD_BYTES)
 
     def units(self) -> list[Unit]:
         """Return the shards."""

@@ -22,7 +22,9 @@ class StateBound:
         self._experts = 0 if found is None else model.expert_layers * found.count * each
         self._dense = model.weights - self._experts
         stack, trained = job.stack, job.habits.trained_share
-        self._weight, self._gradient = stack.weight_bytes, stack.gradient_bytes * trained
+        self._job = job
+        self._weight = stack.weight_bytes
+        self._gradient = (2.0 if job.habits.half_gradients else stack.gradient_bytes) * trained
         self._optimizer = stack.optimizer_bytes * trained
 
     def __call__(self, layout: RankLayout) -> float:
@@ -38,6 +40,8 @@ class StateBound:
             ranks = 1
         weights = self._weight / (ranks if layout.shard == "full" else 1)
         gradients = self._gradient / (ranks if layout.shard in ("zero2", "full") else 1)
+        if self._job.stack.gradients_freed and layout.micro_batches(self._job.global_batch) == 1:
+            gradients = 0.0
         return weights + gradients + self._optimizer / ranks
 
 

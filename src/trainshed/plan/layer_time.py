@@ -37,9 +37,7 @@ class PassTimes:
         return self.compute + self.tp + self.cp + self.ep
 
     def __add__(self, other: PassTimes) -> PassTimes:
-        return PassTimes(
-            self.compute + other.compute, self.tp + other.tp, self.cp + other.cp, self.ep + other.ep
-        )
+        return PassTimes(self.compute + other.compute, self.tp + other.tp, self.cp + other.cp, self.ep + other.ep)
 
     def times(self, factor: float) -> PassTimes:
         """Return it several times over."""
@@ -72,7 +70,9 @@ class Kernels:
         self.bytes_per_second = job.hardware.gpu.memory_gb_per_s * 1e9 * self.reach.memory
         self.start = self.reach.start_us * 1e-6
 
-    def product(self, tokens: float, product: Product, tp: int, *, low: bool = True, groups: int = 1) -> tuple[float, float]:
+    def product(
+        self, tokens: float, product: Product, tp: int, *, low: bool = True, groups: int = 1
+    ) -> tuple[float, float]:
         """Return forward and backward seconds of a product; `groups` experts share the tokens evenly."""
         inputs = product.inputs / tp if product.cut == "in" else product.inputs
         outputs = product.outputs / tp if product.cut == "out" else product.outputs
@@ -150,9 +150,7 @@ def layer_times(job: Job, layout: RankLayout, kernels: Kernels, kind: LayerKind)
     ep_backward = ep_each * (2 if layout.recompute == "full" else 1)
     return LayerTimes(
         PassTimes(forward, tp_forward * seen, cp_forward * (1 - stack.cp_hidden), ep_each * hidden),
-        PassTimes(
-            backward, tp_backward * seen, cp_backward * (1 - stack.cp_hidden), ep_backward * hidden
-        ),
+        PassTimes(backward, tp_backward * seen, cp_backward * (1 - stack.cp_hidden), ep_backward * hidden),
         host * 1e-6 * (1 - job.habits.graphs),
     )
 
@@ -175,14 +173,10 @@ def _attention_block(
 
 def _core_attention(job: Job, layout: RankLayout, kernels: Kernels, *, windowed: bool) -> tuple[float, float]:
     keys = job.model.mean_keys(job.sequence_length, windowed=windowed)
-    return kernels.attention(
-        layout.micro_batch, job.sequence_length / layout.cp, keys, job.model.heads / layout.tp
-    )
+    return kernels.attention(layout.micro_batch, job.sequence_length / layout.cp, keys, job.model.heads / layout.tp)
 
 
-def _dense_block(
-    job: Job, layout: RankLayout, kernels: Kernels, tokens: float, ffn: int
-) -> tuple[float, float]:
+def _dense_block(job: Job, layout: RankLayout, kernels: Kernels, tokens: float, ffn: int) -> tuple[float, float]:
     forward = backward = 0.0
     for product in job.model.feed_forward(ffn):
         times = kernels.product(tokens, product, layout.tp)
@@ -204,7 +198,9 @@ def _expert_block(job: Job, layout: RankLayout, kernels: Kernels, tokens: float)
         times = kernels.product(routed, product, layout.etp, groups=local)
         forward, backward = forward + times[0], backward + times[1]
     shared = _dense_block(job, layout, kernels, tokens, experts.shared_ffn) if experts.shared_ffn else (0.0, 0.0)
-    router = kernels.product(tokens / layout.tp, Product("router", job.model.hidden, experts.count, "none"), 1, low=False)
+    router = kernels.product(
+        tokens / layout.tp, Product("router", job.model.hidden, experts.count, "none"), 1, low=False
+    )
     inner = (3 if job.model.gated else 2) * experts.ffn / layout.etp
     if job.model.mlp_bias:
         # Grouped products take no bias: it is added by a pass of its own over what they made.

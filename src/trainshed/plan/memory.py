@@ -152,8 +152,8 @@ def layer_bytes(job: Job, layout: RankLayout, *, experts: bool) -> tuple[float, 
     gate = 1.0 if model.gated else 2 / 3
     if experts and model.experts is not None:
         routed = model.experts.top_k * layout.etp / layout.tp
-        inner = stack.inner_bytes * gate * (
-            routed * model.experts.ffn / layout.etp + model.experts.shared_ffn / layout.tp
+        inner = (
+            stack.inner_bytes * gate * (routed * model.experts.ffn / layout.etp + model.experts.shared_ffn / layout.tp)
         )
         # Tokens as they went to the experts, and as they came back.
         inner += 4 * routed * model.hidden

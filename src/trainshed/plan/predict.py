@@ -18,7 +18,7 @@ from trainshed.plan.pipeline import pipeline_seconds
 from trainshed.plan.prediction import Job, Memory, Prediction, StagePrediction, StepTimes
 
 _JITTER_NODES = 32
-_NEARLY_FULL, _OVERFULL = 0.96, 1.06
+NEARLY_FULL, _OVERFULL = 0.96, 1.06
 """Of the card, from where the allocator begins to give back and ask again, and to where predictions may err: in the
 ultra-scale sweep all ten runs that filled more than 69 of 80 GiB with tensors took three to eight times as long."""
 
@@ -100,7 +100,7 @@ def _nodes(job: Job) -> int:
 def _fullness(job: Job, layout: RankLayout) -> float:
     """How surely the activations of the fullest rank fill its card, 0 to 1; the optimiser's step is one moment only."""
     filled = max(memory.total / memory.capacity if memory.activations else 0 for memory in predict_memory(job, layout))
-    return min(1.0, max(0.0, (filled - _NEARLY_FULL) / (_OVERFULL - _NEARLY_FULL)))
+    return min(1.0, max(0.0, (filled - NEARLY_FULL) / (_OVERFULL - NEARLY_FULL)))
 
 
 def peak_tflops(job: Job) -> float:
@@ -234,7 +234,9 @@ def _fully_sharded(
     gather = group.ring_seconds(2 * (dense + expert))
     scatter = group.ring_seconds(stack.reduce_bytes * (dense + expert)) * job.habits.trained_share
     # Weights are gathered for every pass, gradients scattered after every backward.
-    each = _uncovered(gather, forward, stack.fsdp_slowdown) + _uncovered(gather + scatter, backward, stack.fsdp_slowdown)
+    each = _uncovered(gather, forward, stack.fsdp_slowdown) + _uncovered(
+        gather + scatter, backward, stack.fsdp_slowdown
+    )
     last = 2 * copies.ring_seconds(stack.reduce_bytes * (dense + expert) / shard)
     return micro * each + last
 

@@ -55,7 +55,9 @@ _used: dict[str, Reach] = {}
 def all_reaches() -> dict[str, Reach]:
     """Return what is known, by the beginning of a GPU's name in the catalog."""
     if not _used:
-        use_reaches({name: Reach(**values) for name, values in parse(_FILE.read_text("utf-8"), _FILE.name).value.items()})
+        use_reaches(
+            {name: Reach(**values) for name, values in parse(_FILE.read_text("utf-8"), _FILE.name).value.items()}
+        )
     return _used
 
 

@@ -19,7 +19,7 @@ from trainshed.plan.bounds import StateBound, TimeBound
 from trainshed.plan.layout import RankLayout
 from trainshed.plan.legality import layout_notes, layout_problems, layout_warnings
 from trainshed.plan.memory import rank_memory
-from trainshed.plan.predict import predict, predict_memory
+from trainshed.plan.predict import NEARLY_FULL, predict, predict_memory
 from trainshed.plan.prediction import Job, Memory, Prediction
 from trainshed.plan.rejections import Rejected, Rejections
 from trainshed.plan.space import Space
@@ -161,6 +161,11 @@ def first_overfull(job: Job, layout: RankLayout) -> tuple[int, Memory] | None:
     return None
 
 
+def is_tight(prediction: Prediction) -> bool:
+    """Whether a layout fits so barely that one which recomputes more may be faster."""
+    return prediction.memory.total > NEARLY_FULL * prediction.memory.capacity
+
+
 @dataclass
 class _Found:
     rejections: Rejections
@@ -191,15 +196,18 @@ class _Hunt:
             self.found.considered += 1
             overfull = first_overfull(self.job, layout)
             if overfull is None:
-                self._keep(self.bound.predict(layout))
-                continue
-            self.found.rejections.unfit(layout, *overfull)
-            leaner = self.space.relieved(layout)
-            if leaner is None:
-                self._note_miss(layout, overfull[1].total - overfull[1].capacity)
+                prediction = self.bound.predict(layout)
+                self._keep(prediction)
+                if not is_tight(prediction):
+                    continue
             else:
+                self.found.rejections.unfit(layout, *overfull)
+            leaner = self.space.relieved(layout)
+            if leaner is not None:
                 number += 1
                 heapq.heappush(queue, (max(seconds, self.bound(leaner)), number, leaner))
+            elif overfull is not None:
+                self._note_miss(layout, overfull[1].total - overfull[1].capacity)
         return self.found
 
     def _queue(self) -> list[tuple[float, int, RankLayout]]:

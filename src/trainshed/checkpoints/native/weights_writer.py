@@ -46,7 +46,7 @@ _TOLD = ".part.json"  # beside a unit: what is in it, for the tables that are wr
 class NativeWriter:
     """A checkpoint of weights in one dtype."""
 
-    def __init__(self, config: ModelConfig, *, dtype: torch.dtype, unit_bytes: int = UNIT_BYTES) -> None:
+    def __init__(self, config: ModelConfig, *, dtype: torch.dtype, unit_bytes: int | None = None) -> None:
         if dtype not in DTYPES.values() or not dtype.is_floating_point:
             raise InputError(f"weights are not stored as {dtype}", hint="write bf16, fp16, fp32 or fp64")
         self.config = config
@@ -54,7 +54,7 @@ class NativeWriter:
         self._folder = step_folder(checkpoints_folder(""), STEP)
         self._parameters = {
             f"{self._folder}/{part_name(number, ATTEMPT)}": group
-            for number, group in enumerate(_groups(config, dtype, unit_bytes))
+            for number, group in enumerate(_groups(config, dtype, unit_bytes or UNIT_BYTES))
         }
 
     def units(self) -> list[Unit]:

@@ -23,7 +23,10 @@ def convert(
     pp: int = 1,
     vp: int = 1,
     ep: int = 1,
-    etp: int = 1,
+    etp: int | None = None,
+    spec: Literal["te", "local"] | None = None,
+    vocab_divisible_by: int | None = None,
+    vocab_size: int | None = None,
     dtype: Literal["bf16", "fp32"] | None = None,
     tokenizer: str | None = None,
     logits: bool = True,
@@ -57,7 +60,13 @@ def convert(
     ep
         Expert-parallel size of Megatron's legacy files.
     etp
-        Expert-tensor-parallel size of Megatron's legacy files.
+        Expert-tensor-parallel size of Megatron's legacy files (default: tp, as Megatron has it).
+    spec
+        Which layers of Megatron's will load it: te (Transformer Engine, the default) or local.
+    vocab_divisible_by
+        Megatron's --make-vocab-size-divisible-by: what its vocabulary is padded to (default: 128).
+    vocab_size
+        The true vocabulary of a Megatron source whose args do not say it.
     dtype
         Cast the weights (default: as they are stored).
     tokenizer
@@ -75,7 +84,7 @@ def convert(
     from trainshed.cli.console import print_report, reporter
     from trainshed.errors import MissingExtra
 
-    target = Target(to, format, tp, pp, vp, ep, etp)
+    target = Target(to, format, tp, pp, vp, ep, etp, spec, vocab_divisible_by)
     try:
         from trainshed.checkpoints.convert import convert as convert_weights
     except ImportError as error:
@@ -88,6 +97,7 @@ def convert(
         target,
         dtype=dtype,
         tokenizer=tokenizer,
+        vocab_size=vocab_size,
         logits=logits,
         workers=workers,
         scratch=scratch,
