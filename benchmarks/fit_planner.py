@@ -1,8 +1,9 @@
 """Fit the planner's constants to published measurements: `python benchmarks/fit_planner.py [STACK ...]`.
 
-Rewrites `plan/reach.yaml` (what GPUs reach of their datasheets) and `plan/stacks.yaml` (the habits of engines). Every
-constant is physical and starts from what it is known or believed to be; the fit pulls it towards the measurements and
-a prior pulls it back, so that what a table cannot tell stays where it was. Errors are logarithms, with outliers damped.
+Rewrites `reach.yaml` (what GPUs reach of their datasheets) and `stacks.yaml` (the habits of engines) in
+`plan/performance`. Every constant is physical and starts from what it is known or believed to be; the fit pulls it
+towards the measurements and a prior pulls it back, so that what a table cannot tell stays where it was. Errors are
+logarithms, with outliers damped.
 `--held-out` fits without one model at a time and prints how well that one is then predicted. Needs scipy.
 """
 
@@ -14,16 +15,17 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import yaml
 
-import trainshed.plan.reach as reach_module
-from trainshed.plan.memory import rank_memory
-from trainshed.plan.predict import predict_seconds
-from trainshed.plan.published_rows import Case, Row, Skip, all_rows, shipped_tables
-from trainshed.plan.reach import Reach
-from trainshed.plan.stacks import Stack, stack, stack_names
+import trainshed.plan.performance.reach as reach_module
+from trainshed.plan.performance.memory import rank_memory
+from trainshed.plan.performance.predict import predict_seconds
+from trainshed.plan.performance.reach import Reach
+from trainshed.plan.performance.stacks import Stack, stack, stack_names
+from trainshed.plan.published.rows import Case, Row, Skip, all_rows, shipped_tables
 
 PLAN = Path(reach_module.__file__).parent
 DAMPED_FROM = 0.1
@@ -283,7 +285,7 @@ class Constants:
                 for gpu in SAME_CHIP.get(chip, tuple(known for known in changed if known.startswith(chip))):
                     changed[gpu] = _changed(changed[gpu], self.measured[gpu], name, value)
         reach_module.use_reaches(changed)
-        return replace(base, **{key: value for key, value in values.items() if "." not in key})
+        return with_constants(base, {key: value for key, value in values.items() if "." not in key})
 
     def keep(self, stack: Stack, values: Mapping[str, float]) -> None:
         """Keep what a fit found."""
@@ -291,9 +293,14 @@ class Constants:
         self.reach = dict(reach_module.all_reaches())
 
 
+def with_constants(stack: Stack, values: Mapping[str, Any]) -> Stack:
+    """Return a stack with other constants."""
+    return replace(stack, **values)
+
+
 def _changed(reach: Reach, measured: Reach, name: str, value: float) -> Reach:
     if name != "scale":
-        return replace(reach, **{name: value})
+        return replace(reach, **dict[str, Any]({name: value}))
     return replace(
         reach,
         forward=measured.forward * value,
@@ -366,7 +373,7 @@ def memory_error(one: Measured, stack: Stack) -> float:
 
 
 def capacity_error(one: Measured, stack: Stack) -> float:
-    """By how much a row that ran is predicted not to fit, or one that ran out of memory to fit; 0 where that is right."""
+    """By how much a row that ran is predicted not to fit, or one that ran out to fit; 0 where that is right."""
     job, layout = replace(one.case.job, stack=stack), one.case.layout
     peaks = [rank_memory(job, layout, rank) for rank in range(layout.pp)]
     over = max(memory.total / memory.capacity for memory in peaks) - 1
@@ -424,7 +431,7 @@ def both(fit: Fit, base: Stack, values: Mapping[str, float], constants: Constant
     plain = {name: value for name, value in values.items() if "@" not in name}
     stack = constants.with_values(base, plain)
     later = {name.removesuffix("@newer"): value for name, value in values.items() if "@" in name}
-    return stack, replace(stack, name=fit.newer_stack or stack.name, **later)
+    return stack, with_constants(replace(stack, name=fit.newer_stack or stack.name), later)
 
 
 def run_fit(fit: Fit, measured: Mapping[str, list[Measured]], constants: Constants, rounds: int) -> None:
@@ -432,15 +439,19 @@ def run_fit(fit: Fit, measured: Mapping[str, list[Measured]], constants: Constan
     everything = [*measured[fit.stack], *measured.get(fit.newer_stack or "", [])]
     timed = [one for one in everything if one.seconds is not None and fit.rows(one.row)]
     base = constants.stacks.get(LIKE.get(fit.stack, ""), Stack(fit.stack))
-    base = replace(base, name=fit.stack, source=fit.source, **fit.fixed)
+    base = with_constants(replace(base, name=fit.stack, source=fit.source), fit.fixed)
     weighed = [one for one in everything if one.gib is not None]
     ran = [one for one in everything if one.case.cannot_run is None]
     if fit.memory:
         # Before time: a card that is nearly full is slow.
         memory = solve(
-            fit.memory, lambda values: _memory_errors(replace(base, **values), weighed, ran), 0.02, 0.02, 2 * rounds
+            fit.memory,
+            lambda values: _memory_errors(with_constants(base, values), weighed, ran),
+            0.02,
+            0.02,
+            2 * rounds,
         )
-        base = replace(base, **memory)
+        base = with_constants(base, memory)
     found = fit_time(fit, timed, base, constants, rounds)
     stack, later = both(fit, base, found, constants)
     constants.keep(stack, {name: value for name, value in found.items() if "." in name and "@" not in name})
@@ -466,7 +477,7 @@ def held_out(fit: Fit, measured: Mapping[str, list[Measured]], constants: Consta
     everything = [*measured[fit.stack], *measured.get(fit.newer_stack or "", [])]
     timed = [one for one in everything if one.seconds is not None and fit.rows(one.row) and fit.weight(one) == 1.0]
     base = constants.stacks.get(LIKE.get(fit.stack, ""), Stack(fit.stack))
-    base = replace(base, name=fit.stack, **fit.fixed)
+    base = with_constants(replace(base, name=fit.stack), fit.fixed)
     errors: list[float] = []
     for model in sorted({one.row.model for one in timed}):
         rest = [one for one in timed if one.row.model != model]
@@ -492,18 +503,18 @@ def write(constants: Constants) -> None:
     _write_yaml(PLAN / "stacks.yaml", _STACKS_HEAD, stacks)
 
 
-def _plain(found: object) -> dict[str, object]:
-    plain = {each.name: getattr(found, each.name) for each in fields(found)}  # type: ignore[arg-type]
+def _plain(found: Stack | Reach) -> dict[str, object]:
+    plain = {each.name: getattr(found, each.name) for each in fields(found)}
     return {name: float(f"{value:.3g}") if isinstance(value, float) else value for name, value in plain.items()}
 
 
 _REACH_HEAD = """\
-# What GPUs reach of their datasheets (plan/reach.py says what each figure is). h100 and h200 are measured; the rest is
+# What GPUs reach of their datasheets (reach.py says what each figure is). h100 and h200 are measured; the rest is
 # fitted to published measurements. Written by benchmarks/fit_planner.py.
 """
 _STACKS_HEAD = """\
-# The habits of engines (plan/stacks.py says what each figure is, and what it is where it is left out). Fitted to
-# published measurements, named under `source`. Written by benchmarks/fit_planner.py.
+# The habits of engines (stacks.py says what each figure is, and what it is where it is left out). Fitted to published
+# measurements, named under `source`. Written by benchmarks/fit_planner.py.
 """
 
 

@@ -30,15 +30,15 @@ from typing import Any
 from measure import table
 from trainshed.catalog import model_preset
 from trainshed.errors import TrainshedError
-from trainshed.plan.anatomy import anatomy_of
-from trainshed.plan.hardware import hardware_of_gpu
-from trainshed.plan.prediction import Job
-from trainshed.plan.published_rows import all_rows, shipped_tables
-from trainshed.plan.scores import error_scores
-from trainshed.plan.search import search
-from trainshed.plan.stacks import stack
-from trainshed.plan.validation import SLOW_MFU, Judged, step_time_scores, validate
-from trainshed.plan.validation_plot import short_source
+from trainshed.plan.performance.anatomy import anatomy_of
+from trainshed.plan.performance.hardware import hardware_of_gpu
+from trainshed.plan.performance.prediction import Job
+from trainshed.plan.performance.stacks import stack
+from trainshed.plan.published.plot import short_source
+from trainshed.plan.published.rows import all_rows, shipped_tables
+from trainshed.plan.published.scores import error_scores
+from trainshed.plan.published.validation import SLOW_MFU, Judged, step_time_scores, validate
+from trainshed.plan.searching.search import search
 
 PEER = Path(__file__).parent / "peers" / "llm_analysis_rows.py"
 SIMUMAX = re.compile(r"SimuMax predicted ([\d.]+) ms / ([\d.]+) GiB")

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from trainshed.plan.published_rows import all_rows, shipped_tables
-from trainshed.plan.validation import Scores, Validation, validate
-from trainshed.plan.validation_plot import accuracy_svg, short_source
+from trainshed.plan.published.plot import accuracy_svg, short_source
+from trainshed.plan.published.rows import all_rows, shipped_tables
+from trainshed.plan.published.validation import Scores, Validation, validate
 
 PAGE = Path(__file__).with_name("planner.md")
 PICTURE = Path(__file__).parent / "images" / "planner-accuracy.svg"

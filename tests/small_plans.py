@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from trainshed.catalog import gpu, model_preset
-from trainshed.plan.anatomy import anatomy_of
-from trainshed.plan.hardware import Hardware
 from trainshed.plan.layout import RankLayout, resolve_layout
-from trainshed.plan.prediction import Job, Memory, Prediction, StagePrediction, StepTimes
+from trainshed.plan.performance.anatomy import anatomy_of
+from trainshed.plan.performance.hardware import Hardware
+from trainshed.plan.performance.prediction import Job, Memory, Prediction, StagePrediction, StepTimes
+from trainshed.plan.performance.stacks import stack
 from trainshed.plan.question import Question
-from trainshed.plan.rejections import Rejected
 from trainshed.plan.report.answer import Answer
-from trainshed.plan.stacks import stack
+from trainshed.plan.searching.rejections import Rejected
 from trainshed.recipe import Layout
 
 GPUS = 128

@@ -23,8 +23,8 @@ from trainshed.data.order import DataOrder
 from trainshed.data.run_orders import PreparedData, run_orders
 from trainshed.errors import InputError, MissingExtra, NotFound
 from trainshed.plan import RankLayout, layout_problems, layout_warnings, resolve_layout
-from trainshed.plan.automatic import Chosen, RunSizes, choose_for_cpu, choose_for_gpus, local_hardware
-from trainshed.plan.hardware import Hardware
+from trainshed.plan.performance.hardware import Hardware
+from trainshed.plan.searching.automatic import Chosen, RunSizes, choose_for_cpu, choose_for_gpus, local_hardware
 from trainshed.recipe import Cluster, Layout, ModelConfig, Recipe, load_cluster, load_recipe, run_id, to_yaml
 from trainshed.recipe.data import SourceKeys
 from trainshed.recipe.messages import as_recipe_error, validate

@@ -25,7 +25,7 @@ from trainshed.catalog import (
 )
 from trainshed.catalog.storage_tiers import check_size
 from trainshed.errors import InputError, RecipeError
-from trainshed.plan.hardware import hardware_of, hardware_of_gpu
+from trainshed.plan.performance.hardware import hardware_of, hardware_of_gpu
 
 PROMISED = [
     *["a2-highgpu-8g", "a2-ultragpu-8g", "a3-highgpu-8g", "a3-megagpu-8g", "a3-ultragpu-8g", "a4-highgpu-8g"],

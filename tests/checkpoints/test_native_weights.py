@@ -35,6 +35,7 @@ def written(source: HfWeights, folder: Path, unit_bytes: int = 20_000) -> Native
     return writer
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_weights_alone_are_a_checkpoint_that_anyone_reads(variant: str, tmp_path: Path) -> None:
     config = save_tiny_hf(variant, tmp_path / "hf", seed=1)

@@ -11,7 +11,7 @@ from golden_files import check_golden
 from small_plans import MEMORY, answer, layout, prediction
 from trainshed.cli.plan.picture import picture
 from trainshed.plan.report.answer import Answer
-from trainshed.plan.scaling import ScalingCurve, ScalingPoint
+from trainshed.plan.searching.scaling import ScalingCurve, ScalingPoint
 
 CURVE = ScalingCurve(
     (

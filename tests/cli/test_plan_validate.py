@@ -9,7 +9,7 @@ import orjson
 import pytest
 
 from trainshed.cli import run_cli
-from trainshed.plan.published_rows import shipped_tables
+from trainshed.plan.published.rows import shipped_tables
 
 
 def some_rows(table: Path, to: Path, count: int) -> Path:

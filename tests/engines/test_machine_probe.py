@@ -14,7 +14,7 @@ from trainshed.catalog.machines import find_machine
 from trainshed.cli.plan.probe import probe
 from trainshed.engines.torch.network_cards import find_network
 from trainshed.launch.here import machine_environment
-from trainshed.plan.hardware import hardware_of
+from trainshed.plan.performance.hardware import hardware_of
 
 SMALL = """
 import sys

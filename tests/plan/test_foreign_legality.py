@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from tiny_models import tiny_config
-from trainshed.plan.anatomy import Anatomy, anatomy_of
 from trainshed.plan.layout import resolve_layout
 from trainshed.plan.legality import layout_notes, layout_problems, layout_warnings
+from trainshed.plan.performance.anatomy import Anatomy, anatomy_of
 from trainshed.recipe import Layout, ModelConfig
 from trainshed.recipe.section import Problem
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from trainshed.errors import InputError
-from trainshed.plan.budget import Terms
-from trainshed.plan.calibration import Calibrations
-from trainshed.plan.hardware import Hardware
-from trainshed.plan.prediction import Job
+from trainshed.plan.budget.budget import Terms
+from trainshed.plan.measured.calibration import Calibrations
+from trainshed.plan.performance.hardware import Hardware
+from trainshed.plan.performance.prediction import Job
 from trainshed.recipe import Layout, ModelConfig
 from trainshed.recipe.places import Places
 

@@ -11,12 +11,12 @@ import pytest
 from golden_files import check_golden
 from small_plans import CONFIG, GPUS, JOB, answer, layout, prediction
 from trainshed.catalog.machines import machine
-from trainshed.plan.budget import Terms, budget
+from trainshed.plan.budget.budget import Terms, budget
+from trainshed.plan.budget.planned_storage import planned_storage
 from trainshed.plan.layout import parse_layout, resolve_layout
-from trainshed.plan.planned_storage import planned_storage
 from trainshed.plan.report.answer import Answer, layout_flag, layout_words
 from trainshed.plan.report.run_words import hours, run_words
-from trainshed.plan.scaling import ScalingCurve, ScalingPoint
+from trainshed.plan.searching.scaling import ScalingCurve, ScalingPoint
 from trainshed.recipe import Layout
 
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from small_plans import JOB, MEMORY, TIMES, layout, prediction
 from trainshed.plan.layout import RankLayout
-from trainshed.plan.predict import predict
-from trainshed.plan.prediction import Memory, StepTimes
+from trainshed.plan.performance.predict import predict
+from trainshed.plan.performance.prediction import Memory, StepTimes
 from trainshed.plan.report.explain import Variant, compared, differences, explain, seconds, variants
 
 CHOSEN = prediction(layout(tp=4, pp=4, vp=5, cp=2))

@@ -7,7 +7,7 @@ from dataclasses import fields
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainshed.plan.prediction import Memory, StepTimes
+from trainshed.plan.performance.prediction import Memory, StepTimes
 from trainshed.plan.report.parts import MEMORY_PARTS, TIME_PARTS, shared_out
 
 

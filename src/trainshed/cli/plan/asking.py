@@ -11,14 +11,14 @@ from trainshed.cli.plan.flags import Flags
 from trainshed.cli.plan.place import asked_gpu_counts, asked_machine, named
 from trainshed.data.sampling.schedule import BatchSchedule, RampUp
 from trainshed.errors import InputError, RecipeError, TrainshedError
-from trainshed.plan.anatomy import anatomy_of
-from trainshed.plan.budget import Terms
-from trainshed.plan.calibration import Calibrations, read_calibrations
+from trainshed.plan.budget.budget import Terms
+from trainshed.plan.budget.planned_storage import storage_of
 from trainshed.plan.layout import parse_layout
-from trainshed.plan.planned_storage import storage_of
-from trainshed.plan.prediction import Job
+from trainshed.plan.measured.calibration import Calibrations, read_calibrations
+from trainshed.plan.performance.anatomy import anatomy_of
+from trainshed.plan.performance.prediction import Job
+from trainshed.plan.performance.stacks import stack
 from trainshed.plan.question import Question, check_precision
-from trainshed.plan.stacks import stack
 from trainshed.recipe import Cluster, Layout, ModelConfig, Recipe, load_cluster, load_recipe, split_overrides
 from trainshed.recipe.cluster import DEFAULT_CLUSTER
 from trainshed.recipe.messages import validate

@@ -7,7 +7,7 @@ from bisect import bisect_right
 from rich.style import Style
 from rich.text import Text
 
-from trainshed.plan.prediction import Memory, Prediction, StagePrediction
+from trainshed.plan.performance.prediction import Memory, Prediction, StagePrediction
 from trainshed.plan.report.explain import seconds, share
 from trainshed.plan.report.parts import MEMORY_PARTS, TIME_PARTS, Part, amounts, shared_out
 from trainshed.plan.report.timeline import Box, Timeline

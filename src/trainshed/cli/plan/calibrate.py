@@ -13,9 +13,9 @@ from trainshed.cli.console import Output
 if TYPE_CHECKING:
     from trainshed.cli.plan.flags import Flags
     from trainshed.observe.measured_run import MeasuredRun
-    from trainshed.plan.calibration import Calibration
     from trainshed.plan.layout import RankLayout
-    from trainshed.plan.prediction import Job, Prediction
+    from trainshed.plan.measured.calibration import Calibration
+    from trainshed.plan.performance.prediction import Job, Prediction
 
 _PLAUSIBLE = (0.5, 2.0)
 """Outside of this it is more likely that the log and the job do not belong together."""
@@ -87,7 +87,7 @@ def calibrate(
     """
     from trainshed.cli.console import print_report, reporter
     from trainshed.cli.plan.flags import Flags
-    from trainshed.plan.calibration import store_calibration
+    from trainshed.plan.measured.calibration import store_calibration
 
     flags = Flags(
         recipe=like,
@@ -108,7 +108,12 @@ def calibrate(
     if not _PLAUSIBLE[0] <= factor <= _PLAUSIBLE[1]:
         reporter().warn(f"a factor of {factor:g} is a lot: does the measured run belong to this job and layout?")
     stored = store_calibration(to, learnt.calibration)
-    data = {"schema": "trainshed.plan.calibration/1", "file": str(to), "sha256": stored.digest, **_plain(learnt)}
+    data = {
+        "schema": "trainshed.plan.calibration/1",
+        "file": str(to),
+        "sha256": stored.digest,
+        **_plain(learnt),
+    }
     print_report(data, output, _text(learnt, to))
     return 0
 
@@ -117,9 +122,9 @@ def _from_run(folder: Path, flags: Flags) -> _Learnt:
     from trainshed.errors import InputError
     from trainshed.launch.here import read_plan
     from trainshed.observe.measured_run import measure_run
-    from trainshed.plan.anatomy import anatomy_of
-    from trainshed.plan.prediction import Job
-    from trainshed.plan.stacks import stack
+    from trainshed.plan.performance.anatomy import anatomy_of
+    from trainshed.plan.performance.prediction import Job
+    from trainshed.plan.performance.stacks import stack
     from trainshed.recipe import load_recipe
     from trainshed.storage import LocalStore
 
@@ -160,7 +165,7 @@ def _where_it_ran(measured: MeasuredRun, flags: Flags) -> Any:
     from trainshed.catalog.gpus import gpu_by_device_name
     from trainshed.catalog.machines import find_machine
     from trainshed.errors import InputError
-    from trainshed.plan.hardware import hardware_of, hardware_of_gpu
+    from trainshed.plan.performance.hardware import hardware_of, hardware_of_gpu
     from trainshed.recipe import load_cluster
 
     machine = flags.machine or (load_cluster(flags.on).machine if flags.on else None)
@@ -209,8 +214,8 @@ def _from_log(path: Path, flags: Flags, version: str | None) -> _Learnt:
 def _learn(
     measured: MeasuredRun, job: Job, layout: RankLayout, engine: str, version: str | None, learnt_from: str
 ) -> _Learnt:
-    from trainshed.plan.calibration import Calibration, day_of, rounded
-    from trainshed.plan.predict import predict
+    from trainshed.plan.measured.calibration import Calibration, day_of, rounded
+    from trainshed.plan.performance.predict import predict
 
     prediction = predict(job, layout)
     # Our events are rank 0's, of the first stage; a foreign log's peak is the largest it prints.

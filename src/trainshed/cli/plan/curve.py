@@ -7,7 +7,7 @@ import textwrap
 from rich.text import Text
 
 from trainshed.plan.report.explain import seconds
-from trainshed.plan.scaling import BREAKS_BELOW, ScalingCurve, ScalingPoint
+from trainshed.plan.searching.scaling import BREAKS_BELOW, ScalingCurve, ScalingPoint
 
 _BAR, _LEAST_BAR = 20, 8
 _FIGURES = 45

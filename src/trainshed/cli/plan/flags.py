@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, fields
 
 from trainshed.errors import InputError
-from trainshed.plan.scaling import doubling
+from trainshed.plan.searching.scaling import doubling
 
 _OF_THE_RECIPE = {
     "model": "model.preset",

@@ -17,8 +17,8 @@ from trainshed.plan.report.timeline import timeline
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from trainshed.plan.budget import Budget
-    from trainshed.plan.prediction import Prediction
+    from trainshed.plan.budget.budget import Budget
+    from trainshed.plan.performance.prediction import Prediction
     from trainshed.plan.report.answer import Answer
 
 WIDEST = 128

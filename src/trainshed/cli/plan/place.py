@@ -9,7 +9,7 @@ from trainshed.catalog.gpus import find_gpu
 from trainshed.catalog.machines import Machine, find_machine, machine_of_gpu
 from trainshed.cli.plan.flags import Flags
 from trainshed.errors import InputError
-from trainshed.plan.hardware import Hardware, hardware_of, hardware_of_gpu
+from trainshed.plan.performance.hardware import Hardware, hardware_of, hardware_of_gpu
 from trainshed.recipe import Cluster, Layout, Recipe
 
 Found = TypeVar("Found")

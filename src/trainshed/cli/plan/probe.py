@@ -12,7 +12,7 @@ from cyclopts import Parameter
 from trainshed.cli.console import Output
 
 if TYPE_CHECKING:
-    from trainshed.plan.machine_measurements import MachineMeasurements
+    from trainshed.plan.measured.machine_measurements import MachineMeasurements
 
 _SLOW_SHARE = 0.6
 """Of its published peak, what the best product of a healthy GPU reaches and more."""
@@ -47,7 +47,7 @@ def probe(
     # What ranks here would run with; it must be there before PyTorch is loaded.
     os.environ.update(machine_environment("bf16"))
     from trainshed.engines.torch.machine_probe import measure_machine
-    from trainshed.plan.machine_file import shares, write_machine
+    from trainshed.plan.measured.machine_file import shares, write_machine
 
     report = reporter()
     measured = measure_machine(report)

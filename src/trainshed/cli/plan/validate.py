@@ -10,7 +10,7 @@ from cyclopts import Parameter
 from trainshed.cli.console import Output
 
 if TYPE_CHECKING:
-    from trainshed.plan.validation import Scores, Validation
+    from trainshed.plan.published.validation import Scores, Validation
 
 _MOST_SOURCES = 14
 
@@ -38,8 +38,8 @@ def validate(
         Report as text or json.
     """
     from trainshed.cli.console import print_report
-    from trainshed.plan.published_rows import all_rows, column_names, shipped_tables
-    from trainshed.plan.validation import validate as validate_rows
+    from trainshed.plan.published.rows import all_rows, column_names, shipped_tables
+    from trainshed.plan.published.validation import validate as validate_rows
 
     if columns:
         names = column_names()
@@ -49,7 +49,11 @@ def validate(
     found = validate_rows(all_rows(files))
     if plot is not None:
         _draw(found, plot)
-    data = {"schema": "trainshed.plan.validation/1", "tables": [Path(file).name for file in files], **found.to_plain()}
+    data = {
+        "schema": "trainshed.plan.validation/1",
+        "tables": [Path(file).name for file in files],
+        **found.to_plain(),
+    }
     if worst:
         data["worst"] = [one.to_plain() for one in found.worst(worst)]
     print_report(data, output, _text(found, worst, shipped=not tables))
@@ -58,7 +62,7 @@ def validate(
 
 def _draw(found: Validation, plot: Path) -> None:
     from trainshed.errors import InputError
-    from trainshed.plan.validation_plot import accuracy_svg
+    from trainshed.plan.published.plot import accuracy_svg
 
     if plot.suffix.lower() != ".svg":
         raise InputError("plots are drawn as SVG", where=str(plot), hint=f"write --plot {plot.with_suffix('.svg')}")
@@ -68,7 +72,7 @@ def _draw(found: Validation, plot: Path) -> None:
 
 
 def _text(found: Validation, worst: int, *, shipped: bool) -> str:
-    from trainshed.plan.validation_plot import short_source
+    from trainshed.plan.published.plot import short_source
 
     everything = found.scores()
     by_source = found.scores_by(lambda row: short_source(row.source))

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from trainshed.errors import TrainshedError
-from trainshed.plan.machine_measurements import AllReduce
+from trainshed.plan.measured.machine_measurements import AllReduce
 
 _GPU_MESSAGES_MIB = (1, 16, 256, 1024)
 _CPU_MESSAGES_MIB = (0.25, 4, 32)

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from trainshed.engines.torch.collective_probe import measure_all_reduce
 from trainshed.engines.torch.network_cards import find_network
-from trainshed.plan.machine_measurements import AttentionRate, Gemm, MachineMeasurements
+from trainshed.plan.measured.machine_measurements import AttentionRate, Gemm, MachineMeasurements
 from trainshed.reporting import SILENT, Reporter
 
 _GIB = 2**30

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from trainshed.plan.anatomy import Anatomy
 from trainshed.plan.layout import RankLayout
+from trainshed.plan.performance.anatomy import Anatomy
 from trainshed.recipe.section import Problem
 
 

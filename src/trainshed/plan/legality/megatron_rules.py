@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trainshed.plan.anatomy import Anatomy
 from trainshed.plan.layout import RankLayout, even_stages
 from trainshed.plan.legality.asked import Asked
 from trainshed.plan.legality.model_rules import feed_forward_cuts
 from trainshed.plan.legality.wording import divisors, one_of, problem, round_up
+from trainshed.plan.performance.anatomy import Anatomy
 from trainshed.recipe.section import Problem
 
 SCHEDULES = (None, "1f1b", "interleaved")

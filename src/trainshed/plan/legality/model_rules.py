@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import gcd
 
-from trainshed.plan.anatomy import Anatomy
 from trainshed.plan.layout import RankLayout, even_stages
 from trainshed.plan.legality.asked import Asked
 from trainshed.plan.legality.wording import divisors, one_of, problem, round_up
+from trainshed.plan.performance.anatomy import Anatomy
 from trainshed.recipe.section import Problem
 
 

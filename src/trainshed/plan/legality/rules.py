@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from trainshed.errors import InputError
-from trainshed.plan.anatomy import Anatomy, anatomy_of
 from trainshed.plan.layout import RankLayout
 from trainshed.plan.legality import batch_rules, megatron_rules, model_rules, torchtune_rules
 from trainshed.plan.legality.asked import Asked, Rule
+from trainshed.plan.performance.anatomy import Anatomy, anatomy_of
 from trainshed.recipe import ModelConfig
 from trainshed.recipe.section import Problem
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trainshed.plan.anatomy import Anatomy
 from trainshed.plan.layout import RankLayout
 from trainshed.plan.legality.asked import Asked
 from trainshed.plan.legality.wording import problem
+from trainshed.plan.performance.anatomy import Anatomy
 from trainshed.recipe.section import Problem
 
 _ABSENT = {

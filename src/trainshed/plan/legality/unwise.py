@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from trainshed.plan.anatomy import Anatomy, anatomy_of
 from trainshed.plan.layout import RankLayout
 from trainshed.plan.legality.wording import round_up
+from trainshed.plan.performance.anatomy import Anatomy, anatomy_of
 from trainshed.recipe import ModelConfig
 
 _WORST_BUBBLE = 0.25

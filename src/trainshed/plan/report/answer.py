@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from trainshed.plan.budget import Budget
+from trainshed.plan.budget.budget import Budget
 from trainshed.plan.layout import RankLayout
-from trainshed.plan.prediction import Memory, Prediction, StagePrediction
+from trainshed.plan.performance.prediction import Memory, Prediction, StagePrediction
 from trainshed.plan.question import Question
-from trainshed.plan.rejections import Rejected
 from trainshed.plan.report.parts import MEMORY_PARTS
-from trainshed.plan.scaling import ScalingCurve, ScalingPoint
+from trainshed.plan.searching.rejections import Rejected
+from trainshed.plan.searching.scaling import ScalingCurve, ScalingPoint
 from trainshed.recipe import Layout
 
 SCHEMA = "trainshed.plan-report/1"

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 from trainshed.errors import InputError
-from trainshed.plan.budget import budget
+from trainshed.plan.budget.budget import budget
 from trainshed.plan.layout import RankLayout, resolve_layout
 from trainshed.plan.legality import layout_problems
-from trainshed.plan.prediction import Job, Prediction
+from trainshed.plan.performance.prediction import Job, Prediction
 from trainshed.plan.question import Question
 from trainshed.plan.report.answer import Answer
 from trainshed.plan.report.explain import explain, percent, seconds
-from trainshed.plan.scaling import ScalingCurve, scaling_curve
-from trainshed.plan.search import Search, evaluate, search
+from trainshed.plan.searching.scaling import ScalingCurve, scaling_curve
+from trainshed.plan.searching.search import Search, evaluate, search
 
 
 def answer(question: Question, *, top: int = 5, explained: bool = False) -> Answer:

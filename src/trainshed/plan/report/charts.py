@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from math import log2
 
-from trainshed.plan.prediction import Prediction, StepTimes
+from trainshed.plan.performance.prediction import Prediction, StepTimes
 from trainshed.plan.report.answer import layout_words
 from trainshed.plan.report.drawing import Drawing
 from trainshed.plan.report.explain import differences, seconds, share
 from trainshed.plan.report.parts import MEMORY_PARTS, TIME_PARTS, Part, amounts
 from trainshed.plan.report.timeline import Kind, Timeline
-from trainshed.plan.scaling import BREAKS_BELOW, ScalingCurve
+from trainshed.plan.searching.scaling import BREAKS_BELOW, ScalingCurve
 
 _LABEL = 64.0
 """Room for a stage's name, left of its bar."""

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from trainshed.plan.layout import RankLayout, even_stages
-from trainshed.plan.predict import predict
-from trainshed.plan.prediction import Job, Prediction, StepTimes
+from trainshed.plan.performance.predict import predict
+from trainshed.plan.performance.prediction import Job, Prediction, StepTimes
 from trainshed.plan.report.parts import MEMORY_PARTS, TIME_PARTS, amounts
 from trainshed.recipe.layout import Recompute, Shard
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trainshed.plan.prediction import Memory, StepTimes
+from trainshed.plan.performance.prediction import Memory, StepTimes
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trainshed.plan.budget import Budget
-from trainshed.plan.checkpoint_cost import spoken_seconds
+from trainshed.plan.budget.budget import Budget
+from trainshed.plan.budget.checkpoint_cost import spoken_seconds
+from trainshed.plan.budget.run_cost import RunCost
 from trainshed.plan.report.explain import seconds
-from trainshed.plan.run_cost import RunCost
 
 
 def run_words(found: Budget) -> list[tuple[str, str]]:

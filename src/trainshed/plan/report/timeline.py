@@ -1,7 +1,7 @@
 """The step as boxes in time: what each pipeline rank does when, from its forward and backward seconds.
 
-This draws; the prediction's own seconds come from `plan/predict.py`. A long step repeats itself in the middle, so a
-picture is of fewer micro-batches than the step has: enough to fill the pipeline and to drain it.
+This draws; the prediction's own seconds come from `performance/predict.py`. A long step repeats itself in the middle,
+so a picture is of fewer micro-batches than the step has: enough to fill the pipeline and to drain it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from trainshed.plan.layout import RankLayout
-from trainshed.plan.prediction import Prediction
+from trainshed.plan.performance.prediction import Prediction
 
 Kind = Literal["forward", "backward", "weights", "reduce", "optimizer"]
 """`weights`: the weight gradients that a zero-bubble pipeline puts off; `reduce`: exposed data-parallel traffic."""

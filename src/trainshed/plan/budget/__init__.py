@@ -1,0 +1,1 @@
+"""Beyond layouts: checkpoints, failures, data, host memory, hours, energy and money."""

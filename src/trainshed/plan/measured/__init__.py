@@ -1,0 +1,1 @@
+"""What was measured here: calibrations from runs, machine files from probes."""

@@ -1,0 +1,1 @@
+"""How fast and how full: one layout of one job, predicted operation by operation."""

@@ -1,0 +1,199 @@
+"""Peak memory of every pipeline rank: what stays all along, and what each moment of a step adds.
+
+Two moments can be the fullest: inside backward, with the activations of all micro-batches in flight, and at the
+optimiser's step. Activations are counted tensor by tensor as the kernels keep them (attention keeps no scores), what
+recomputation drops is not.
+"""
+
+from __future__ import annotations
+
+from trainshed.plan.layout import RankLayout
+from trainshed.plan.performance.anatomy import Anatomy
+from trainshed.plan.performance.layer_time import LOW_PRECISIONS
+from trainshed.plan.performance.prediction import Job, Memory
+
+_GIB = 2.0**30
+
+
+def rank_memory(job: Job, layout: RankLayout, rank: int) -> Memory:
+    """Predict the peak of one pipeline rank."""
+    stack = job.stack
+    dense, expert, largest = rank_weights(job, layout, rank)
+    whole = dense + expert
+    weights, gradients, optimizer, gathered = _states(job, layout, dense, expert, largest)
+    activations, working = _activations(job, layout, rank)
+    logits = _logits(job, layout) if rank == head_rank(job, layout) else 0.0
+    if stack.gradients_freed and layout.micro_batches(job.global_batch) == 1:
+        # Backward makes gradients as it lets go of activations.
+        gradients = max(0.0, gradients - activations - max(logits, working))
+    in_backward = activations + max(logits, working) + gathered
+    at_step = stack.step_bytes * whole
+    if at_step > in_backward:
+        activations, logits, buffers = 0.0, 0.0, at_step
+    else:
+        logits = max(logits, 0.0)
+        buffers = gathered + max(0.0, working - logits)
+    allocated = weights + gradients + optimizer + activations + logits + buffers
+    return Memory(
+        weights=weights / _GIB,
+        gradients=gradients / _GIB,
+        optimizer=optimizer / _GIB,
+        activations=activations / _GIB,
+        logits=logits / _GIB,
+        buffers=buffers / _GIB + stack.buffer_gib,
+        reserve=stack.reserve * allocated / _GIB + stack.context_gib,
+        capacity=job.hardware.memory_gib,
+    )
+
+
+def head_rank(job: Job, layout: RankLayout) -> int:
+    """Return the pipeline rank that computes the logits."""
+    chunk = job.habits.head_chunk
+    return (layout.pp * layout.vp - 1 if chunk is None else chunk) % layout.pp
+
+
+def rank_weights(job: Job, layout: RankLayout, rank: int) -> tuple[float, float, float]:
+    """Return how many weights a rank computes with: dense ones, expert ones, and those of its largest unit."""
+    model = job.model
+    dense = expert = 0.0
+    unit = 0.0
+    for chunk in layout.chunks(rank):
+        for kind, count in model.kinds(layout.chunk_layers(chunk)).items():
+            one_dense, one_expert = layer_weights(model, layout, experts=kind.experts)
+            dense, expert = dense + count * one_dense, expert + count * one_expert
+            unit = max(unit, one_dense + one_expert)
+    ends = model.head_weights / layout.tp
+    first, last = rank == 0, rank == head_rank(job, layout)
+    if first:
+        dense += ends + model.positions * model.hidden
+    if last:
+        dense += model.norm_vectors * model.hidden
+        if not (model.tied and first):
+            dense += ends
+        for _ in range(model.extra_heads):
+            one_dense, one_expert = layer_weights(model, layout, experts=model.has_experts(model.layers - 1))
+            dense, expert = dense + one_dense + 2 * model.hidden**2, expert + one_expert
+    return dense, expert, max(unit, ends if first or last else 0.0)
+
+
+def layer_weights(model: Anatomy, layout: RankLayout, *, experts: bool) -> tuple[float, float]:
+    """Return how many dense and expert weights of a layer one rank computes with."""
+    split = sum(product.weights / (1 if product.cut == "none" else layout.tp) for product in model.attention_products)
+    dense = split + model.layer_vectors
+    if not experts:
+        return dense + sum(product.weights for product in model.feed_forward(model.ffn)) / layout.tp, 0.0
+    routed = model.experts
+    assert routed is not None, "a layer with experts"
+    dense += routed.count * model.hidden
+    dense += sum(product.weights for product in model.feed_forward(routed.shared_ffn)) / layout.tp
+    each = sum(product.weights for product in model.expert_products)
+    return dense, routed.count * each / (layout.ep * layout.etp)
+
+
+def _states(
+    job: Job, layout: RankLayout, dense: float, expert: float, largest: float
+) -> tuple[float, float, float, float]:
+    """Bytes of weights, gradients and optimiser states, and of weights gathered for use."""
+    stack, trained = job.stack, job.habits.trained_share
+    copies = layout.copies
+    dense_shard = layout.dp * layout.cp / copies if layout.shard != "none" else 1
+    expert_shard = max(1.0, layout.edp / copies) if layout.shard != "none" else 1
+    in_shards = dense / dense_shard + expert / expert_shard
+    whole = dense + expert
+    shard = layout.shard
+    weights = stack.weight_bytes * (in_shards if shard == "full" else whole)
+    each = 2.0 if job.habits.half_gradients else stack.gradient_bytes
+    gradients = each * (in_shards if shard in ("full", "zero2") else whole) * trained
+    optimizer = stack.optimizer_bytes * (whole if shard == "none" else in_shards) * trained
+    # Two units at a time: the one in use and the one fetched ahead; backward holds the gradients of one besides.
+    gathered = 2 * 2 * largest + 2 * largest * trained if shard == "full" and dense_shard > 1 else 0.0
+    return weights, gradients, optimizer, gathered
+
+
+def in_flight(layout: RankLayout, rank: int, micro_batches: int) -> float:
+    """Return how many micro-batches' activations a rank holds at once, in passes through all its chunks."""
+    if layout.pp == 1:
+        return 1.0
+    if layout.schedule == "gpipe":
+        return float(micro_batches)
+    if layout.vp == 1:
+        return float(min(micro_batches, layout.pp - rank))
+    passes = micro_batches * layout.vp
+    warm = passes if micro_batches == layout.pp else (layout.pp - rank - 1) * 2 + (layout.vp - 1) * layout.pp
+    return min(passes, warm + 1) / layout.vp
+
+
+def _activations(job: Job, layout: RankLayout, rank: int) -> tuple[float, float]:
+    """Bytes kept by all micro-batches in flight, and what backward through one layer makes besides."""
+    flying = in_flight(layout, rank, max(1, layout.micro_batches(job.global_batch)))
+    kept = working = 0.0
+    for chunk in layout.chunks(rank):
+        for kind, count in job.model.kinds(layout.chunk_layers(chunk)).items():
+            one, peak = layer_bytes(job, layout, experts=kind.experts)
+            kept, working = kept + count * one, max(working, peak)
+    if rank == 0:
+        kept += 2 * _local_tokens(job, layout) * job.model.hidden / (layout.tp if job.habits.sequence_parallel else 1)
+    return kept * flying, working
+
+
+def _local_tokens(job: Job, layout: RankLayout) -> float:
+    return layout.micro_batch * job.sequence_length / layout.cp
+
+
+def layer_bytes(job: Job, layout: RankLayout, *, experts: bool) -> tuple[float, float]:
+    """Return the bytes a layer keeps for backward, and those that backward through it makes besides."""
+    stack, model = job.stack, job.model
+    tokens = _local_tokens(job, layout)
+    shared = layout.tp if job.habits.sequence_parallel else 1
+    heads = model.heads * (model.head_dim + model.value_dim) + model.kv_heads * (model.head_dim + model.value_dim)
+    if model.latent is not None:
+        heads += 2 * (model.latent.query_rank + model.latent.value_rank) * layout.tp
+    attention = stack.head_bytes * heads / 2 / layout.tp
+    gate = 1.0 if model.gated else 2 / 3
+    if experts and model.experts is not None:
+        routed = model.experts.top_k * layout.etp / layout.tp
+        inner = (
+            stack.inner_bytes * gate * (routed * model.experts.ffn / layout.etp + model.experts.shared_ffn / layout.tp)
+        )
+        # Tokens as they went to the experts, and as they came back.
+        inner += 4 * routed * model.hidden
+        width = routed * (model.experts.ffn / layout.etp + model.hidden)
+    else:
+        inner = stack.inner_bytes * gate * model.ffn / layout.tp
+        width = model.ffn / layout.tp
+    hidden = stack.hidden_bytes * model.hidden / shared
+    if layout.tp > 1:
+        hidden += stack.scattered_bytes * model.hidden / shared
+        if layout.pp == 1:
+            hidden += stack.gathered_bytes * model.hidden
+    if job.precision in LOW_PRECISIONS:
+        hidden, attention, inner = (kept * stack.low_kept for kept in (hidden, attention, inner))
+    every = tokens * (hidden + attention + inner)
+    working = tokens * stack.work_bytes * width
+    if layout.recompute == "full":
+        return tokens * 2 * model.hidden / shared, every + working
+    if layout.recompute == "selective":
+        return max(tokens * 2 * model.hidden / shared, every - _dropped(job, layout, tokens, shared, inner)), working
+    return every, working
+
+
+def _dropped(job: Job, layout: RankLayout, tokens: float, shared: int, inner: float) -> float:
+    what, model = job.habits.selective, job.model
+    dropped = 0.0
+    if "layernorm" in what:
+        dropped += tokens * job.stack.hidden_bytes / 2 * model.hidden / shared
+    if "op-sac" in what:
+        dropped += tokens * (job.stack.hidden_bytes / 2 * model.hidden / shared + inner / 3)
+    if "every-2nd" in what or "ac layers" in what:
+        dropped += tokens * (job.stack.hidden_bytes * model.hidden / shared + inner) / 2
+    if "moe" in what.replace("moe_act", "").replace("moe activation", ""):
+        dropped += tokens * inner
+    elif "act" in what:
+        dropped += tokens * inner / 3
+    if "mla_up" in what:
+        dropped += tokens * job.stack.head_bytes * model.heads * model.head_dim / layout.tp
+    return dropped
+
+
+def _logits(job: Job, layout: RankLayout) -> float:
+    return _local_tokens(job, layout) * job.model.vocab_size / layout.tp * job.stack.logit_bytes

@@ -1,0 +1,266 @@
+"""The prediction of one layout: memory of every pipeline rank, then the seconds of a step.
+
+A step is the pipeline of micro-batches, simulated chunk by chunk, then what data-parallel ranks say to each other as
+far as it is not hidden, then the optimiser. Everything a layer costs is in `layer_time.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from trainshed.plan.flops import TRAINING_PER_FORWARD
+from trainshed.plan.layout import RankLayout
+from trainshed.plan.performance.anatomy import LayerKind, Product
+from trainshed.plan.performance.collectives import group_of
+from trainshed.plan.performance.layer_time import LOW_PRECISIONS, Kernels, LayerTimes, PassTimes, layer_times
+from trainshed.plan.performance.memory import rank_memory, rank_weights
+from trainshed.plan.performance.pipeline import pipeline_seconds
+from trainshed.plan.performance.prediction import Job, Memory, Prediction, StagePrediction, StepTimes
+
+_JITTER_NODES = 32
+NEARLY_FULL, _OVERFULL = 0.96, 1.06
+"""Of the card, from where the allocator begins to give back and ask again, and to where predictions may err: in the
+ultra-scale sweep all ten runs that filled more than 69 of 80 GiB with tensors took three to eight times as long."""
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """One chunk of the model for one micro-batch, on the GPU and on the host that feeds it."""
+
+    forward: PassTimes
+    backward: PassTimes
+    host: float
+    handover: float
+    """What handing over costs the rank in each pass."""
+
+    @property
+    def waiting(self) -> float:
+        """What the GPU waits for the host."""
+        return max(0.0, self.host - self.forward.total - self.backward.total)
+
+    @property
+    def forward_seconds(self) -> float:
+        """Forward, its share of the waiting included."""
+        return self.forward.total + self.waiting / 3 + self.handover
+
+    @property
+    def backward_seconds(self) -> float:
+        """Backward, its share of the waiting included."""
+        return self.backward.total + self.waiting * 2 / 3 + self.handover
+
+
+def predict(job: Job, layout: RankLayout) -> Prediction:
+    """Predict what a layout would do; the layout must be legal."""
+    chunks = _chunks(job, layout)
+    times = _times(job, layout, chunks)
+    stages = tuple(_stage(job, layout, chunks, rank) for rank in range(layout.pp))
+    peak = peak_tflops(job)
+    flops = TRAINING_PER_FORWARD * job.model.token_flops(job.sequence_length) * job.tokens_per_step
+    tflops = flops / times.total / job.gpus / 1e12
+    return Prediction(
+        layout=layout,
+        step_seconds=times.total,
+        times=times,
+        stages=stages,
+        tokens_per_second_per_gpu=job.tokens_per_step / times.total / job.gpus,
+        tflops_per_gpu=tflops,
+        mfu=tflops / peak,
+        peak_tflops=peak,
+    )
+
+
+def predict_seconds(job: Job, layout: RankLayout) -> float:
+    """Predict the seconds of a step alone."""
+    return _times(job, layout, _chunks(job, layout)).total
+
+
+def predict_memory(job: Job, layout: RankLayout) -> tuple[Memory, ...]:
+    """Predict the peak memory of every pipeline rank, first to last."""
+    return tuple(rank_memory(job, layout, rank) for rank in range(layout.pp))
+
+
+def _times(job: Job, layout: RankLayout, chunks: list[_Chunk]) -> StepTimes:
+    micro = max(1, layout.micro_batches(job.global_batch))
+    hop = _hop_seconds(job, layout)
+    forward = [chunk.forward_seconds * job.stack.imbalance for chunk in chunks]
+    backward = [chunk.backward_seconds * job.stack.imbalance for chunk in chunks]
+    passes = pipeline_seconds(forward, backward, layout.pp, micro, hop=hop, fill_first=layout.schedule == "gpipe")
+    if layout.pp > 1 and job.stack.pipeline_jitter:
+        passes *= 1 + job.stack.pipeline_jitter * ((_nodes(job) - 1) / _JITTER_NODES) ** 2
+    times = _step_times(job, layout, chunks, micro, passes)
+    if job.stack.squeeze:
+        times = replace(times, other=times.other + times.total * job.stack.squeeze * _fullness(job, layout))
+    return times.scaled(job.calibration)
+
+
+def _nodes(job: Job) -> int:
+    return -(-job.gpus // job.hardware.gpus_per_node)
+
+
+def _fullness(job: Job, layout: RankLayout) -> float:
+    """How surely the activations of the fullest rank fill its card, 0 to 1; the optimiser's step is one moment only."""
+    filled = max(memory.total / memory.capacity if memory.activations else 0 for memory in predict_memory(job, layout))
+    return min(1.0, max(0.0, (filled - NEARLY_FULL) / (_OVERFULL - NEARLY_FULL)))
+
+
+def peak_tflops(job: Job) -> float:
+    """Return the dense peak that MFU is measured against: that of the dtype of the products."""
+    peaks = job.hardware.gpu.dense_tflops
+    return peaks.peak(LOW_PRECISIONS.get(job.precision, job.precision)) or peaks.bf16
+
+
+def _chunks(job: Job, layout: RankLayout) -> list[_Chunk]:
+    kernels = Kernels(job)
+    kinds: dict[LayerKind, LayerTimes] = {}
+    model = job.model
+    head = layout.pp * layout.vp - 1 if job.habits.head_chunk is None else job.habits.head_chunk
+    chunks = []
+    crossing = layout.tp > 1 and layout.pp > 1 and job.gpus > job.hardware.gpus_per_node
+    stack = job.stack
+    handover = _transfer_seconds(job, layout) * stack.pp_busy + stack.handover_us * 1e-6 if layout.pp > 1 else 0.0
+    slow = (stack.pipeline_layer_us + stack.pipeline_hop_us * (layout.tp - 1)) * 1e-6 if crossing else 0.0
+    for index in range(layout.pp * layout.vp):
+        forward, backward, host = PassTimes(), PassTimes(), stack.host_micro_batch_us * 1e-6 / layout.vp
+        for kind, count in model.kinds(layout.chunk_layers(index)).items():
+            if kind not in kinds:
+                kinds[kind] = layer_times(job, layout, kernels, kind)
+            one = kinds[kind]
+            forward, backward = forward + one.forward.times(count), backward + one.backward.times(count)
+            host += count * (one.host + slow)
+        if index == 0:
+            backward += PassTimes(_embedding_seconds(job, layout, kernels))
+        if index == head:
+            extra = _head(job, layout, kernels)
+            forward, backward = forward + extra[0], backward + extra[1]
+            for _ in range(model.extra_heads):
+                kind = LayerKind(model.has_experts(model.layers - 1), False)
+                one = kinds.get(kind) or layer_times(job, layout, kernels, kind)
+                forward, backward = forward + one.forward + extra[0], backward + one.backward + extra[1]
+        trained = job.habits.trained_share
+        if trained < 1:
+            backward = backward.times((1 + trained) / 2)
+        chunks.append(_Chunk(forward, backward, host, handover))
+    return chunks
+
+
+def _embedding_seconds(job: Job, layout: RankLayout, kernels: Kernels) -> float:
+    tokens = layout.micro_batch * job.sequence_length / layout.cp
+    return kernels.moved(6 * tokens * job.model.hidden)
+
+
+def _head(job: Job, layout: RankLayout, kernels: Kernels) -> tuple[PassTimes, PassTimes]:
+    model = job.model
+    tokens = layout.micro_batch * job.sequence_length / layout.cp
+    product = Product("head", model.hidden, model.vocab_size, "out")
+    forward, backward = kernels.product(tokens, product, layout.tp, low=False)
+    loss = kernels.moved(4 * tokens * model.vocab_size / layout.tp * job.stack.loss_passes)
+    return PassTimes(forward + loss / 2), PassTimes(backward + loss / 2)
+
+
+def _hop_seconds(job: Job, layout: RankLayout) -> float:
+    """How much later the next stage can begin."""
+    if layout.pp == 1:
+        return 0.0
+    return _transfer_seconds(job, layout) * (1 - job.stack.pp_hidden) + job.stack.hop_us * 1e-6
+
+
+def _transfer_seconds(job: Job, layout: RankLayout) -> float:
+    """What handing the activations of a micro-batch to the next stage takes."""
+    shared = layout.tp if job.habits.sequence_parallel else 1
+    volume = 2 * layout.micro_batch * job.sequence_length / layout.cp * job.model.hidden / shared
+    far = layout.stage_ranks >= job.hardware.link_domain
+    speed = job.hardware.network_gb_per_s * job.stack.network if far else job.hardware.link_gb_per_s * job.stack.link
+    return volume / (speed * 1e9)
+
+
+def _step_times(job: Job, layout: RankLayout, chunks: list[_Chunk], micro: int, passes: float) -> StepTimes:
+    """Share the step out over its parts, seen from the rank with the most work."""
+    busy = [[chunks[index] for index in layout.chunks(rank)] for rank in range(layout.pp)]
+    work = [sum(chunk.forward_seconds + chunk.backward_seconds for chunk in own) for own in busy]
+    worst = max(range(layout.pp), key=lambda rank: work[rank])
+    own, factor = busy[worst], micro * job.stack.imbalance
+    spent = PassTimes()
+    for chunk in own:
+        spent = spent + chunk.forward + chunk.backward
+    waiting = sum(chunk.waiting for chunk in own) * factor
+    bubble = max(0.0, passes - work[worst] * factor) + 2 * sum(chunk.handover for chunk in own) * factor
+    exposed = _data_parallel(job, layout, worst, own, micro)
+    dense, expert, _ = rank_weights(job, layout, worst)
+    return StepTimes(
+        compute=spent.compute * factor,
+        tp=spent.tp * factor,
+        cp=spent.cp * factor,
+        ep=spent.ep * factor,
+        pp_bubble=bubble,
+        dp_exposed=exposed,
+        optimizer=_optimizer(job, layout, dense, expert),
+        other=waiting + (job.stack.step_ms + job.stack.node_ms * (_nodes(job) - 1)) * 1e-3,
+    )
+
+
+def _data_parallel(job: Job, layout: RankLayout, rank: int, own: list[_Chunk], micro: int) -> float:
+    """Seconds of gradient reduction and weight gathering that nothing hides."""
+    dense, expert, _ = rank_weights(job, layout, rank)
+    stack, trained = job.stack, job.habits.trained_share
+    group = group_of(layout.dp * layout.cp, layout.tp, job.hardware, stack)
+    among = group_of(layout.edp, layout.ep * layout.etp, job.hardware, stack)
+    one_forward = sum(chunk.forward_seconds for chunk in own)
+    one_backward = sum(chunk.backward_seconds for chunk in own)
+    if layout.shard == "full":
+        return _fully_sharded(job, layout, dense, expert, one_forward, one_backward, micro)
+    # Hybrid: states are sharded among some ranks, and all copies still add up their gradients.
+    rings = 2 if layout.copies > 1 else 1
+    wire = 2.0 if job.habits.half_gradients else stack.reduce_bytes
+    among_shards = group_of(layout.dp * layout.cp // layout.copies, layout.tp, job.hardware, stack)
+    reduce = rings * (group.ring_seconds(wire * dense) + among.ring_seconds(wire * expert))
+    gather = 0.0
+    if layout.shard != "none":
+        gather = among_shards.ring_seconds(2 * dense) + among.ring_seconds(2 * expert)
+        layers = sum(layout.stages[index] for index in layout.chunks(rank))
+        gather += 2 * layers * stack.shard_messages * among_shards.hops_us * 1e-6
+    reduce, gather = reduce * trained, gather * trained
+    if not job.habits.overlap:
+        return reduce + gather
+    return max(0.0, reduce - stack.dp_hidden * one_backward) + max(0.0, gather - stack.gather_hidden * one_forward)
+
+
+def _fully_sharded(
+    job: Job, layout: RankLayout, dense: float, expert: float, forward: float, backward: float, micro: int
+) -> float:
+    stack = job.stack
+    shard = layout.dp * layout.cp // layout.copies
+    group = group_of(shard, layout.tp, job.hardware, stack)
+    copies = group_of(layout.copies, layout.tp * shard, job.hardware, stack)
+    gather = group.ring_seconds(2 * (dense + expert))
+    scatter = group.ring_seconds(stack.reduce_bytes * (dense + expert)) * job.habits.trained_share
+    # Weights are gathered for every pass, gradients scattered after every backward.
+    each = _uncovered(gather, forward, stack.fsdp_slowdown) + _uncovered(
+        gather + scatter, backward, stack.fsdp_slowdown
+    )
+    last = 2 * copies.ring_seconds(stack.reduce_bytes * (dense + expert) / shard)
+    return micro * each + last
+
+
+def _uncovered(communication: float, compute: float, slowdown: float) -> float:
+    """What communication adds to the compute it runs under: what sticks out, and kernels slowed by sharing the GPU."""
+    return max(communication - compute, 0.0) + slowdown * min(communication, compute)
+
+
+def _optimizer(job: Job, layout: RankLayout, dense: float, expert: float) -> float:
+    """Read and write the states once: 16 bytes of them, gradients and weights besides."""
+    kernels, shard = Kernels(job), layout.dp * layout.cp / layout.copies if layout.shard != "none" else 1
+    expert_shard = max(1.0, layout.edp / layout.copies) if layout.shard != "none" else 1
+    mine = (dense / shard + expert / expert_shard) * job.habits.trained_share
+    norm = kernels.moved(job.stack.gradient_bytes * mine)
+    return kernels.moved(30 * mine) * job.stack.optimizer + norm
+
+
+def _stage(job: Job, layout: RankLayout, chunks: list[_Chunk], rank: int) -> StagePrediction:
+    own = [chunks[index] for index in layout.chunks(rank)]
+    return StagePrediction(
+        stage=rank,
+        layers=sum(layout.stages[index] for index in layout.chunks(rank)),
+        forward_seconds=sum(chunk.forward_seconds for chunk in own),
+        backward_seconds=sum(chunk.backward_seconds for chunk in own),
+        memory=rank_memory(job, layout, rank),
+    )

@@ -1,0 +1,1 @@
+"""The layouts there are for a job, and the fastest that fit."""

@@ -1,0 +1,130 @@
+"""`layout: auto` on this machine: the planner's best on its GPUs, a plain rule where it has none."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from math import gcd
+from pathlib import Path
+
+from trainshed.catalog.gpus import HOW_TO_DESCRIBE, gpu_by_device_name
+from trainshed.errors import InputError
+from trainshed.plan.layout import RankLayout, resolve_layout
+from trainshed.plan.legality.wording import divisors
+from trainshed.plan.performance.anatomy import Anatomy, anatomy_of
+from trainshed.plan.performance.hardware import Hardware, hardware_of_gpu
+from trainshed.plan.performance.prediction import Job
+from trainshed.plan.performance.stacks import stack
+from trainshed.plan.searching.search import search
+from trainshed.recipe import Layout, ModelConfig
+
+_GIB = 2**30
+_CPU_SHARE = 0.5
+"""Of a machine's memory, what training on its CPU may take: a laptop has other things to do."""
+_PLANNED = {"fp64": "fp32"}
+"""Dtypes that are for proofs are planned as the nearest one that is for training."""
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A layout, and why the planner chose it, in sentences; none where a person did."""
+
+    layout: RankLayout
+    reasons: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class RunSizes:
+    """What a run asks of a layout; `batch_sizes` are all its global batches."""
+
+    config: ModelConfig
+    sequence_length: int
+    batch_sizes: tuple[int, ...]
+    precision: str
+    engine: str = "torch"
+
+
+def local_hardware(device_name: str, gpus: int) -> Hardware:
+    """Describe the GPUs of one kind that this machine has, from the catalog; one that is not there is an error."""
+    found = gpu_by_device_name(device_name)
+    if found is None:
+        raise InputError(
+            f"`layout: auto` needs the figures of this machine's GPU, and `{device_name}` is not in the catalog",
+            where="layout",
+            hint=f"write a layout, for example {{dp: {gpus}}}; or {HOW_TO_DESCRIBE}",
+        )
+    hardware = hardware_of_gpu(found.name)
+    return replace(hardware, gpus_per_node=gpus, link_domain=min(gpus, hardware.link_domain))
+
+
+def choose_for_gpus(run: RunSizes, hardware: Hardware, gpus: int) -> Chosen:
+    """Search the layout of all GPUs."""
+    precision = _PLANNED.get(run.precision, run.precision)
+    batch = max(run.batch_sizes)
+    job = Job(anatomy_of(run.config), run.sequence_length, batch, precision, hardware, gpus, stack(run.engine))
+    found = search(job, engine=run.engine, batch_sizes=run.batch_sizes, top=2)
+    chosen = found.chosen
+    reasons = [
+        f"layout: auto chose {chosen.layout}, micro_batch {chosen.layout.micro_batch}, recompute "
+        f"{chosen.layout.recompute} for {gpus} {hardware.gpu_name}: of {found.considered:,} layouts the fastest that "
+        f"fits, {chosen.step_seconds:.3g} s a step and {chosen.memory.total:.1f} of {hardware.memory_gib:.1f} GiB "
+        "predicted"
+    ]
+    if found.runners_up:
+        second = found.runners_up[0]
+        slower = second.step_seconds / chosen.step_seconds - 1
+        reasons.append(
+            f"the next is {second.layout}, micro_batch {second.layout.micro_batch}, recompute "
+            f"{second.layout.recompute}: {abs(slower):.1%} {'slower' if slower >= 0 else 'faster'}"
+        )
+    if precision != run.precision:
+        reasons.append(f"{run.precision} was planned as {precision}")
+    return Chosen(chosen.layout, tuple(reasons))
+
+
+def choose_for_cpu(run: RunSizes, ranks: int = 1, memory_gib: float | None = None) -> Chosen:
+    """Data parallel over `ranks` processes, and the largest micro-batch whose activations fit half the memory."""
+    memory = machine_memory_gib() if memory_gib is None else memory_gib
+    model = anatomy_of(run.config)
+    each = _cpu_gib(model, run)
+    room = _CPU_SHARE * memory / ranks - _states_gib(model)
+    share = gcd(*run.batch_sizes) // ranks or 1
+    fitting = [size for size in divisors(share) if size * each <= room]
+    micro_batch = max(fitting, default=1)
+    layout = resolve_layout(Layout(dp=ranks, micro_batch=micro_batch), run.config)
+    processes = "one process" if ranks == 1 else f"{ranks} processes"
+    reason = f"layout: auto found no GPU here and chose {processes} with micro_batch {micro_batch}: "
+    if not fitting:
+        least = each + _states_gib(model)
+        reason += f"even one sequence is some {least:.1f} GiB, more than half of the {memory:.1f} GiB here"
+    elif micro_batch == share:
+        reason += f"all that a rank has of a batch, some {micro_batch * each:.1f} GiB"
+    else:
+        reason += (
+            f"some {micro_batch * each:.1f} GiB; a larger one would take more than half of the {memory:.1f} GiB here"
+        )
+    return Chosen(layout, (reason,))
+
+
+def machine_memory_gib() -> float:
+    """Return the memory of this machine, or of the container that this process is in."""
+    whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit = Path("/sys/fs/cgroup/memory.max")
+    written = limit.read_text().strip() if limit.is_file() else "max"
+    return (min(whole, int(written)) if written.isdigit() else whole) / _GIB
+
+
+def _cpu_gib(model: Anatomy, run: RunSizes) -> float:
+    """Activations of one sequence, roughly: every product's input and output in fp32, and the logits three times."""
+    products = (*model.attention_products, *model.feed_forward(model.ffn))
+    per_layer = sum(product.inputs + product.outputs for product in products) + 4 * model.hidden
+    if model.experts is not None:
+        routed = sum(product.inputs + product.outputs for product in model.expert_products)
+        per_layer += model.experts.top_k * routed
+    elements = model.layers * per_layer + 3 * model.vocab_size
+    return 4 * elements * run.sequence_length / _GIB
+
+
+def _states_gib(model: Anatomy) -> float:
+    """Weights, gradients and moments in fp32."""
+    return 16 * model.weights / _GIB

@@ -1,0 +1,46 @@
+"""The scaling curve: the best layout at each number of GPUs, and where adding more stops paying."""
+
+from __future__ import annotations
+
+import pytest
+
+from trainshed.catalog import model_preset
+from trainshed.errors import InputError
+from trainshed.plan.performance.anatomy import anatomy_of
+from trainshed.plan.performance.hardware import hardware_of_gpu
+from trainshed.plan.performance.prediction import Job
+from trainshed.plan.performance.stacks import stack
+from trainshed.plan.searching.scaling import BREAKS_BELOW, doubling, scaling_curve
+
+
+@pytest.fixture(scope="module")
+def job() -> Job:
+    model = anatomy_of(model_preset("llama3-8b"), "llama3-8b")
+    return Job(model, 8192, 64, "bf16", hardware_of_gpu("h100"), 8, stack("megatron"))
+
+
+def test_efficiency_is_measured_against_the_smallest_that_fits_and_breaks_for_a_reason(job: Job) -> None:
+    curve = scaling_curve(job, [1, 8, 64, 512, 2048], engine="megatron")
+    one, first, *_ = curve.points
+    assert one.prediction is None
+    assert (one.reason or "").startswith("llama3-8b does not fit on 1 h100-sxm")
+    assert first.efficiency == 1.0
+    assert first.prediction is not None
+    assert first.tokens_per_second == pytest.approx(8 * first.prediction.tokens_per_second_per_gpu)
+    below = [point.gpus for point in curve.points if point.efficiency is not None and point.efficiency < BREAKS_BELOW]
+    assert curve.breaks_at == below[0]
+    assert curve.reason is not None
+    assert "% of a step on 8 GPUs and takes " in curve.reason
+
+
+def test_a_curve_that_holds_has_no_break(job: Job) -> None:
+    curve = scaling_curve(job, [8, 16], engine="megatron")
+    assert (curve.breaks_at, curve.reason) == (None, None)
+
+
+def test_counts_double_and_end_where_they_are_told() -> None:
+    assert doubling(8, 64) == [8, 16, 32, 64]
+    assert doubling(8, 48) == [8, 16, 32, 48]
+    assert doubling(6, 6) == [6]
+    with pytest.raises(InputError, match=r"16\.\.8 is no range"):
+        doubling(16, 8)
