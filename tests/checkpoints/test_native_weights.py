@@ -1,4 +1,4 @@
-"""The weights of our own checkpoints, in training or alone: any box of them, in any store, or what is wrong with them."""
+"""The weights of our own checkpoints, in training or alone: any box of them, or what is wrong with them."""
 
 from __future__ import annotations
 

@@ -66,6 +66,8 @@ class ConversionFolder:
             (self.place / SPEC).unlink(missing_ok=True)
             shutil.rmtree(self.place / "done", ignore_errors=True)
             shutil.rmtree(self.target, ignore_errors=True)
+        # Nobody else writes here, so whatever is unfinished was killed; left there, it would become part of the target.
+        self._store.sweep(older_than_seconds=0.0)
         self.target.mkdir(exist_ok=True)
         self._store.put(SPEC, wanted)
         return same

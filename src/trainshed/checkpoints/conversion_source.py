@@ -29,6 +29,11 @@ class ConversionSource:
         self._folder: Path | None = None
 
     @property
+    def is_at_hand(self) -> bool:
+        """Whether it is read where it is; anything else is fetched first."""
+        return self._is_local or self.format == "native"
+
+    @property
     def address(self) -> str:
         """Where the weights are read: the address itself, or the copy of it."""
         return self._asked if self._folder is None else str(self._folder)
@@ -36,7 +41,7 @@ class ConversionSource:
     @contextmanager
     def opened(self, place: Path, reporter: Reporter) -> Iterator[Weights]:
         """Open the weights; formats that are read from a disk are fetched below `place` first, if need be."""
-        if not self._is_local and self.format != "native":
+        if not self.is_at_hand:
             name = f"source-{hashlib.sha256(self.pinned.encode()).hexdigest()[:16]}"
             for other in place.glob("source-*"):
                 if other.name != name:

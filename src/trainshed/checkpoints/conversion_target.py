@@ -1,4 +1,4 @@
-"""Where a conversion puts what it has made: a folder that appears by a rename, or a bucket whose manifest comes last."""
+"""Where a conversion puts what it has made: a folder that appears by a rename, or a bucket; the manifest comes last."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from trainshed.checkpoints.conversion_folder import ConversionFolder
+from trainshed.checkpoints.verdict import VERDICT, Verdict
 from trainshed.errors import CorruptData, InputError, NoSpace, NotFound, TrainshedError
 from trainshed.storage import LocalStore, Manifest, StoreOptions, join, open_folder, parse
 from trainshed.storage.artefact_folder import artefact_folder
@@ -48,6 +49,10 @@ class ConversionTarget:
             return None
         except CorruptData:
             raise self.occupied("something whose manifest nobody can read") from None
+
+    def verdict(self) -> Verdict:
+        """Return the verdict of what is there."""
+        return Verdict.from_bytes(self._store.read(VERDICT), join(self.address, VERDICT))
 
     def occupied(self, what: str) -> InputError:
         """The error for a target that is not free."""

@@ -24,7 +24,7 @@ from trainshed.checkpoints.conversion_folder import hashed
 from trainshed.checkpoints.conversion_source import ConversionSource
 from trainshed.checkpoints.conversion_target import MANIFEST, ConversionTarget, explained
 from trainshed.checkpoints.formats import Target, open_weights
-from trainshed.checkpoints.verdict import Verdict, prove, read_verdict, write_verdict
+from trainshed.checkpoints.verdict import Verdict, prove, write_verdict
 from trainshed.checkpoints.weights import Unit, Weights, WeightsWriter
 from trainshed.errors import InputError, NoSpace, TrainshedError
 from trainshed.models.parameters import parameter_count
@@ -81,36 +81,46 @@ def convert(
     place = ConversionTarget(target, scratch, options)
     earlier = place.finished()
     origin = ConversionSource(source, options, vocab_size)
+    asked = {"from": origin.pinned, "format": origin.format, "tokenizer": tokenizer, **to.to_plain()}
+    if dtype is not None:
+        asked["dtype"] = _name(_DTYPES[dtype])
+    if earlier is not None:
+        _refuse_another(earlier, asked, place)
+        if not (place.is_local and origin.is_at_hand):
+            reporter.note("this conversion is done already; it was not compared once more, as it is not on this disk")
+            return _conversion(origin, target, earlier, place.verdict(), made_now=0)
     with place.folder.held(), origin.opened(place.folder.place, reporter) as weights:
         companions = read_companions(origin.address, origin.format, tokenizer=tokenizer, options=options)
         work = _Work(weights, place, to, _chosen(dtype, weights, reporter), companions, workers, reporter)
-        spec = {
-            "from": origin.pinned,
-            "format": origin.format,
-            "dtype": _name(work.dtype),
-            "tokenizer": tokenizer,
-            **to.to_plain(),
-        }
         if earlier is not None:
-            manifest, units, kept, verdict = work.found_again(earlier, spec)
-        else:
-            manifest, units, kept, verdict = work.run(spec, origin.fingerprint(), logits=logits)
+            work.prove_again(earlier)
+            return _conversion(origin, target, earlier, place.verdict(), made_now=0)
+        manifest, kept, verdict = work.run({**asked, "dtype": _name(work.dtype)}, origin.fingerprint(), logits=logits)
+    return _conversion(origin, target, manifest, verdict, made_now=manifest.facts["units"] - kept)
+
+
+def _refuse_another(earlier: Manifest, asked: Mapping[str, Any], place: ConversionTarget) -> None:
+    """A target is never written over: whatever else is there stays."""
+    if earlier.kind != KIND or any(earlier.spec.get(key) != value for key, value in asked.items()):
+        raise place.occupied(f"the conversion of {earlier.spec.get('from', 'something else')}")
+
+
+def _conversion(
+    origin: ConversionSource, target: str, manifest: Manifest, verdict: Verdict, *, made_now: int
+) -> Conversion:
     return Conversion(
         source=origin.pinned,
         source_format=origin.format,
         target=target,
-        format=to.name,
-        dtype=spec["dtype"],
-        family=weights.config.family,
-        parameters=parameter_count(weights.config),
-        units=units,
-        kept=kept,
+        format=manifest.spec["to"],
+        dtype=manifest.spec["dtype"],
+        family=manifest.facts["family"],
+        parameters=manifest.facts["parameters"],
+        units=manifest.facts["units"],
+        kept=manifest.facts["units"] - made_now,
         bytes=manifest.total_bytes,
         verdict=verdict,
     )
-
-
-_Made = tuple[Manifest, int, int, Verdict]
 
 
 class _Work:
@@ -130,21 +140,16 @@ class _Work:
         self._folder, self._made = place.folder, place.folder.target
         self._writer: WeightsWriter = to.writer(weights.config, dtype, companions)
 
-    def found_again(self, earlier: Manifest, spec: Mapping[str, Any]) -> _Made:
-        """What an earlier conversion made, if it is this one: the tensors are held against the source once more."""
-        if earlier.kind != KIND or earlier.spec != spec or not self._place.is_local:
-            raise self._place.occupied(f"the conversion of {earlier.spec.get('from', 'something else')}")
+    def prove_again(self, earlier: Manifest) -> None:
+        """Hold what an earlier conversion made against the source once more, tensor by tensor."""
         earlier.verify_files(LocalStore(self._place.path), deep=False)
-        verdict = self._proven(self._place.path, logits=False)
-        if not verdict.passed:
-            raise self._place.occupied(f"a conversion of what was once at {spec['from']}")
+        if not self._proven(self._place.path, logits=False).passed:
+            raise self._place.occupied(f"a conversion of what was once at {earlier.spec['from']}")
         self._reporter.note("this conversion is done already; its tensors were compared once more")
         self._folder.remove()  # it may have been killed between the last two things it does
-        units = len(self._writer.units())
-        return earlier, units, units, read_verdict(self._place.path) or verdict
 
-    def run(self, spec: Mapping[str, Any], fingerprint: list[object], *, logits: bool) -> _Made:
-        """Make the target."""
+    def run(self, spec: Mapping[str, Any], fingerprint: list[object], *, logits: bool) -> tuple[Manifest, int, Verdict]:
+        """Make the target; return what it is, how many units were there already, and what was proven."""
         if self._to.name == "hf" and not has_tokenizer(self._companions):
             self._reporter.warn("the export has no tokenizer: the source brings none, and --tokenizer names none")
         config = self._weights.config
@@ -161,7 +166,7 @@ class _Work:
         write_verdict(self._made, verdict)
         manifest = self._manifest(spec, entries)
         self._place.publish(manifest, {entry.path for entry in entries})
-        return manifest, len(units), len(whole), verdict
+        return manifest, len(whole), verdict
 
     def _written(self, units: list[Unit], whole: Mapping[str, FileEntry]) -> list[FileEntry]:
         """Write all units that are not there yet; the first error stops the others."""
@@ -222,7 +227,12 @@ class _Work:
         paths = [info.path for info in LocalStore(self._made).list() if info.path != MANIFEST]
         files = [known.get(path) or hashed(self._made, path) for path in paths]
         config = self._weights.config
-        facts = {"family": config.family, "parameters": parameter_count(config), "dtypes": [spec["dtype"]]}
+        facts = {
+            "family": config.family,
+            "parameters": parameter_count(config),
+            "dtypes": [spec["dtype"]],
+            "units": len(entries),
+        }
         return Manifest.of(KIND, spec, files, facts)
 
 

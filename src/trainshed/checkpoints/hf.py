@@ -152,8 +152,12 @@ class HfWeights:
         for start in range(first, last, count):
             stop = min(start + count, last)
             buffer = self._buffer(stored, stored.start + start * row_bytes, (stop - start) * row_bytes)
-            yield start, stop, torch.frombuffer(buffer, dtype=dtype, count=(stop - start) * math.prod(width)).view(
-                stop - start, *width
+            yield (
+                start,
+                stop,
+                torch.frombuffer(buffer, dtype=dtype, count=(stop - start) * math.prod(width)).view(
+                    stop - start, *width
+                ),
             )
 
     def _buffer(self, stored: StoredTensor, start: int, length: int) -> bytearray:

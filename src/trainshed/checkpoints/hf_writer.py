@@ -221,7 +221,7 @@ def _config_json(config: ModelConfig, dtype: torch.dtype, companions: Mapping[st
 
 def _bytes(block: torch.Tensor) -> memoryview:
     flat = block.contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
+    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
 
 def _write_at(descriptor: int, data: bytes | memoryview, start: int) -> None:

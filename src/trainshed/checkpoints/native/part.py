@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import struct
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -64,8 +64,8 @@ class Part:
         return replace(self, items=None)
 
 
-def write_part(store: Store, folder: str, name: str, plan: WritePlan, staged: Sequence[torch.Tensor]) -> Part:
-    """Stream the staged items into one file of a checkpoint's folder."""
+def write_part(store: Store, folder: str, name: str, plan: WritePlan, staged: Iterable[torch.Tensor]) -> Part:
+    """Stream the staged items into one file of a checkpoint's folder; each is asked for when its turn comes."""
     spans = []
     bound = plan.size + len(plan.items) * _ITEM_OVERHEAD_BYTES
     with ThreadPoolExecutor(2, thread_name_prefix="trainshed-hash") as pool:

@@ -40,9 +40,7 @@ class NativeWeights:
     `config` is the one its manifest holds, unless it is given.
     """
 
-    def __init__(
-        self, store: Store, path: str, config: ModelConfig | None = None, reporter: Reporter = SILENT
-    ) -> None:
+    def __init__(self, store: Store, path: str, config: ModelConfig | None = None, reporter: Reporter = SILENT) -> None:
         self.found: Found = locate(store, path, reporter)
         self._store = store
         self.config = read_config(store, self.found) if config is None else config

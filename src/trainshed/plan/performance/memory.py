@@ -164,7 +164,7 @@ def layer_bytes(job: Job, layout: RankLayout, *, experts: bool) -> tuple[float, 
     hidden = stack.hidden_bytes * model.hidden / shared
     if layout.tp > 1:
         hidden += stack.scattered_bytes * model.hidden / shared
-        if layout.pp == 1:
+        if layout.pp == 1 and layout.tp <= job.hardware.gpus_per_node:
             hidden += stack.gathered_bytes * model.hidden
     if job.precision in LOW_PRECISIONS:
         hidden, attention, inner = (kept * stack.low_kept for kept in (hidden, attention, inner))

@@ -147,7 +147,7 @@ class Stack:
     scattered_bytes: float = 0.0
     """Kept besides, per token and unit of width, of what tensor-parallel ranks scattered."""
     gathered_bytes: float = 0.0
-    """Kept per token and unit of width of what tensor-parallel ranks gathered, without a pipeline."""
+    """Kept per token and unit of width of what tensor-parallel ranks of a node gathered, without a pipeline."""
     low_kept: float = 0.8
     """With fp8 and fp4 products, the share of those bytes that is still kept: inputs are kept as they were cast."""
     logit_bytes: float = 10.0

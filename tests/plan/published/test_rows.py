@@ -1,0 +1,108 @@
+"""Published rows as jobs: what they say is taken, what they leave open is filled in by rules or skipped."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from trainshed.catalog.models import model_preset
+from trainshed.errors import InputError
+from trainshed.plan.performance.anatomy import anatomy_of
+from trainshed.plan.published.rows import Row, Skip, all_rows, nanotron_stages, read_rows, shipped_tables
+
+ROW = {
+    "source": "a table",
+    "model": "Llama3-8B",
+    "params_b": "8.03",
+    "layers": "32",
+    "hidden": "4096",
+    "heads": "32",
+    "kv_heads": "8",
+    "ffn": "14336",
+    "vocab": "128256",
+    "seq_len": "8192",
+    "gpu": "H100-SXM-80GB",
+    "gpus_per_node": "8",
+    "num_gpus": "64",
+    "precision": "bf16",
+    "engine": "megatron",
+    "tp": "2",
+    "sp": "1",
+    "pp": "4",
+    "vp": "2",
+    "cp": "1",
+    "dp_shard": "zero1",
+    "micro_batch": "1",
+    "global_batch": "128",
+    "recompute": "none",
+    "step_time_s": "1.0",
+}
+
+
+def row(**changes: str) -> Row:
+    return Row({**ROW, **changes}, 2)
+
+
+def test_a_row_is_the_job_and_the_layout_it_describes() -> None:
+    case = row().case()
+    assert case.job.model.weights == anatomy_of(model_preset("llama3-8b")).weights
+    assert (case.layout.tp, case.layout.pp, case.layout.vp, case.layout.dp) == (2, 4, 2, 8)
+    assert case.job.hardware.network_gb_per_s == 50.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"layers": ""}, "does not say its layers"),
+        ({"gpu": "TPU v5"}, "not in the catalog"),
+        ({"engine": "homemade"}, "is not known here"),
+        ({"precision": ""}, "does not say its precision"),
+        ({"num_gpus": "60"}, "does not divide the 60 GPUs"),
+        ({"model": "Nemotron-3-Nano"}, "not a plain transformer"),
+        ({"global_batch": "4"}, "more than the global batch"),
+        ({"pp": "32", "vp": "4", "num_gpus": "64"}, "128 chunks for 32 layers"),
+    ],
+)
+def test_what_a_row_does_not_say_is_never_guessed(changes: dict[str, str], reason: str) -> None:
+    with pytest.raises(Skip, match=reason):
+        row(**changes).case()
+
+
+def test_tied_embeddings_are_told_by_the_number_of_weights() -> None:
+    sizes = {"layers": "16", "hidden": "2048", "heads": "32", "kv_heads": "32", "ffn": "8192", "vocab": "131072"}
+    assert row(**sizes, params_b="1.342").case().job.model.tied
+    assert not row(**sizes, params_b="1.610").case().job.model.tied
+
+
+def test_megatrons_written_pipeline_is_read() -> None:
+    case = row(layers="61", pp="2", vp="8", num_gpus="32", tp="1", notes="pp_layout=Et*4|(t*4|)*14tmL").case()
+    assert case.layout.stages == (4,) * 15 + (1,)
+
+
+def test_chunks_that_count_the_embedding_and_the_loss_as_layers() -> None:
+    case = row(layers="126", pp="8", vp="8", num_gpus="64", tp="1").case()
+    assert case.layout.stages == (1, *[2] * 62, 1)
+
+
+def test_nanotron_cuts_by_the_cost_of_blocks() -> None:
+    """Worked by hand: 16 layers of cost 1 and a head of cost 4, on 8 stages of 2.5 each."""
+    sizes = {"layers": "16", "hidden": "2048", "heads": "32", "kv_heads": "32", "ffn": "8192", "vocab": "131072"}
+    model = row(**sizes, params_b="1.342").case().job.model
+    assert nanotron_stages(model, 8) == ((3, 3, 2, 3, 2, 3, 0, 0), 6)
+
+
+def test_a_pipeline_with_idle_stages_cannot_run() -> None:
+    sizes = {"layers": "16", "hidden": "2048", "heads": "32", "kv_heads": "32", "ffn": "8192", "vocab": "131072"}
+    case = row(**sizes, params_b="1.342", engine="nanotron", pp="16", vp="1", num_gpus="32").case()
+    assert case.cannot_run == "2 of 16 stages get no block"
+
+
+def test_a_file_without_the_columns_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "x.csv").write_text("a,b\n1,2\n")
+    with pytest.raises(InputError, match="has no column"):
+        read_rows(tmp_path / "x.csv")
+
+
+def test_the_shipped_tables_are_whole() -> None:
+    assert len(all_rows(shipped_tables())) == 3004
