@@ -25,7 +25,7 @@ from trainshed.plan.performance.memory import rank_memory
 from trainshed.plan.performance.predict import predict_seconds
 from trainshed.plan.performance.reach import Reach
 from trainshed.plan.performance.stacks import Stack, stack, stack_names
-from trainshed.plan.published.rows import Case, Row, Skip, all_rows, shipped_tables
+from trainshed.plan.published.rows import Case, Row, Skip, all_rows, own_table, shipped_tables
 
 PLAN = Path(reach_module.__file__).parent
 DAMPED_FROM = 0.1
@@ -96,17 +96,28 @@ def _less_if_stalled(one: Measured) -> float:
 FITS: tuple[Fit, ...] = (
     Fit(
         "torch",
-        "our own engine: Llama-3-8B of 16 layers on one H200 (docs/performance.md); between GPUs as torchtitan",
-        {"gemm": (0.95, 0.7, 1.1), "gemm_fp8": (1.0, 0.5, 1.3), "attention": (0.9, 0.5, 1.1)},
-        {"hidden_bytes": (8.0, 2.0, 16.0), "logit_bytes": (6.0, 2.0, 16.0)},
-        fixed={
-            "gradients_freed": True,
-            "elementwise": 1.2,
-            "host_layer_us": 400.0,
-            "squeeze": 1.0,
-            "fsdp_slowdown": 0.2,
-            "tp_hidden": 0.0,
+        "13 runs of our own engine on one H200 (benchmarks/planner_gpu.py); between GPUs as the defaults say",
+        {
+            "gemm": (0.95, 0.7, 1.1),
+            "gemm_fp8": (1.0, 0.5, 1.3),
+            "attention": (0.9, 0.5, 1.1),
+            "elementwise": (1.2, 0.5, 3.0),
+            "expert_elementwise": (1.0, 0.3, 4.0),
+            "loss_passes": (4.0, 1.0, 12.0),
+            "cast_bytes": (3.0, 0.0, 8.0),
         },
+        {
+            "hidden_bytes": (7.0, 2.0, 16.0),
+            "head_bytes": (4.0, 2.0, 8.0),
+            "inner_bytes": (6.0, 3.0, 9.0),
+            "logit_bytes": (4.0, 2.0, 16.0),
+            "work_bytes": (2.0, 0.0, 12.0),
+            "gradient_bytes": (4.0, 2.0, 4.0),
+            "low_kept": (0.7, 0.4, 1.0),
+            "selective_kept": (0.4, 0.2, 1.0),
+            "buffer_gib": (0.3, 0.0, 2.0),
+        },
+        fixed={"gradients_freed": True, "host_layer_us": 400.0, "squeeze": 1.0, "fsdp_slowdown": 0.2},
     ),
     Fit(
         "llm-foundry",
@@ -312,48 +323,14 @@ def _changed(reach: Reach, measured: Reach, name: str, value: float) -> Reach:
 def measured_rows() -> dict[str, list[Measured]]:
     """Read the shipped tables, by stack."""
     found: dict[str, list[Measured]] = defaultdict(list)
-    for row in all_rows(shipped_tables()):
+    for row in all_rows([*shipped_tables(), own_table()]):
         try:
             case = row.case()
         except Skip:
             continue
         seconds = None if row.out_of_memory else row.step_seconds
         found[case.job.stack.name].append(Measured(row, case, seconds, row.memory_gib))
-    found["torch"] = list(own_runs())
     return found
-
-
-def own_runs() -> Iterator[Measured]:
-    """Our engine's own measurements, as rows of the published tables."""
-    shared = {
-        "source": "docs/performance.md",
-        "model": "Llama3-8B-16L",
-        "layers": "16",
-        "hidden": "4096",
-        "heads": "32",
-        "kv_heads": "8",
-        "ffn": "14336",
-        "vocab": "128256",
-        "seq_len": "8192",
-        "gpu": "H200",
-        "gpus_per_node": "8",
-        "num_gpus": "1",
-        "engine": "torch",
-        "tp": "1",
-        "pp": "1",
-        "dp_shard": "none",
-        "recompute": "none",
-        "memory_metric": "allocated",
-    }
-    for precision, batch, seconds, gib in (
-        ("bf16", 1, 0.430, 80.2),
-        ("bf16", 2, 0.8088, 98.6),
-        ("fp8", 2, 0.6527, None),
-    ):
-        measured = {"step_time_s": str(seconds), "peak_mem_gib": str(gib or "")}
-        batches = {"micro_batch": str(batch), "global_batch": str(batch), "precision": precision}
-        row = Row({**shared, **batches, **measured}, 0)
-        yield Measured(row, row.case(), seconds, gib)
 
 
 def seconds_error(one: Measured, stack: Stack) -> float:

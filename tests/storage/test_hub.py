@@ -86,7 +86,9 @@ def test_the_token_is_sent_to_the_hub_and_not_to_its_cdn(
 
 def test_a_gated_repository(hub: HubServer, impatient: StoreOptions, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.gated.add(NAME)
-    with pytest.raises(AccessDenied, match=r"is gated\naccept its licence or ask for access at .*org/corpus, then set HF_TOKEN"):
+    with pytest.raises(
+        AccessDenied, match=r"is gated\naccept its licence or ask for access at .*org/corpus, then set HF_TOKEN"
+    ):
         list(open_hub(f"hf://{NAME}", impatient).list())
     with pytest.raises(AccessDenied, match="is gated"):
         open_hub(f"hf://{NAME}@{COMMIT}", impatient).read("README.md")

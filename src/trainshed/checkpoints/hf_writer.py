@@ -11,7 +11,9 @@ import math
 import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,7 @@ SHARD_BYTES = 5_000_000_000
 GENERATION = "generation_config.json"
 # Below what malloc maps anew each time: memory that was touched before is twice as fast.
 _BOX_BYTES = 4 * 1024 * 1024
+_THREADS = 2  # in one shard, so that a model of one file does not wait for its reading
 _ALIGNMENT_BYTES = 8  # of a header's length, as the safetensors library pads it
 
 
@@ -80,22 +83,28 @@ class HfWriter:
                 strips[strip.native_name].append(strip)
         with file.open("wb", buffering=0) as handle, FollowingHash(file) as following:
             handle.truncate(shard.size)
-            descriptor = handle.fileno()
-            _write_at(descriptor, shard.header, 0)
+            _write_at(handle.fileno(), shard.header, 0)
             advance(len(shard.header))
-            for parameter in parameters(self.config):
-                if parameter.name not in strips:
-                    continue
-                mine = strips[parameter.name]
-                write = _transposed if mine[0].transposed else _rows
-                end = 0
-                for start, block in write(parameter, mine, shard.starts, source, self._dtype):
+
+            def lay(parameter: Parameter) -> int:
+                """Write all that one native tensor becomes here; return where that ends."""
+                mine, end = strips[parameter.name], 0
+                cut = _transposed if mine[0].transposed else _rows
+                for start, block in cut(parameter, mine, shard.starts, source, self._dtype):
                     data = _bytes(block)
-                    _write_at(descriptor, data, start)
+                    _write_at(handle.fileno(), data, start)
                     advance(len(data))
                     end = max(end, start + len(data))
-                # The tensors of one of ours lie side by side, so all before their end is written.
-                following.final_until(end)
+                return end
+
+            wanted = [parameter for parameter in parameters(self.config) if parameter.name in strips]
+            pool = ThreadPoolExecutor(_THREADS, "trainshed-shard", initializer=partial(torch.set_num_threads, 1))
+            try:
+                # What comes of one native tensor lies side by side, so everything before its end is written.
+                for end in pool.map(lay, wanted):
+                    following.final_until(end)
+            finally:
+                pool.shutdown(wait=True, cancel_futures=True)
             return following.sha256()
 
     def finish(self, folder: Path, entries: Sequence[FileEntry]) -> None:

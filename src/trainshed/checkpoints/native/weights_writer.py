@@ -38,7 +38,7 @@ from trainshed.storage import FileEntry, LocalStore, Manifest, sha256_of
 UNIT_BYTES = 1_000_000_000
 """How much goes into one file: enough that requests do not count, little enough that threads share the work."""
 # Below what malloc maps anew each time: memory that was touched before is twice as fast.
-_ITEM_BYTES = 16 * 1024 * 1024
+_ITEM_BYTES = 8 * 1024 * 1024
 STEP, ATTEMPT = 0, 1
 _TOLD = ".part.json"  # beside a unit: what is in it, for the tables that are written once all are there
 

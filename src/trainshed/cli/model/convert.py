@@ -80,11 +80,15 @@ def convert(
     output
         Report as text or json.
     """
+    import os
+
     from trainshed.checkpoints.formats import Target
     from trainshed.cli.console import print_report, reporter
     from trainshed.errors import MissingExtra
 
     target = Target(to, format, tp, pp, vp, ep, etp, spec, vocab_divisible_by)
+    # PyTorch reads it when it is loaded: large tensors in huge pages, without which half the time goes to page faults.
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     try:
         from trainshed.checkpoints.convert import convert as convert_weights
     except ImportError as error:

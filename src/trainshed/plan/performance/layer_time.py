@@ -219,7 +219,7 @@ def _recomputed(
         return forward
     what, model = job.habits.selective, job.model
     again = 0.0
-    if any(word in what for word in ("attn", "op-sac", "selective")) or what == "core_attn":
+    if not what or "attn" in what or "op-sac" in what:
         again += _core_attention(job, layout, kernels, windowed=windowed)[0]
     if "every-2nd" in what or "ac layers" in what:
         again += forward / 2

@@ -172,6 +172,8 @@ def layer_bytes(job: Job, layout: RankLayout, *, experts: bool) -> tuple[float, 
     working = tokens * stack.work_bytes * width
     if layout.recompute == "full":
         return tokens * 2 * model.hidden / shared, every + working
+    if layout.recompute == "selective" and not job.habits.selective:
+        return every * stack.selective_kept, working
     if layout.recompute == "selective":
         return max(tokens * 2 * model.hidden / shared, every - _dropped(job, layout, tokens, shared, inner)), working
     return every, working

@@ -23,8 +23,8 @@ class Habits:
     sequence_parallel: bool = True
     head_chunk: int | None = None
     """The chunk that holds the head where it is not the last."""
-    selective: str = "core_attn"
-    """What `recompute: selective` computes again, joined by +."""
+    selective: str = ""
+    """What `recompute: selective` computes again, joined by +; empty: what the engine's own choice is."""
     overlap: bool = True
     """Whether gradients are reduced and weights gathered under other work."""
     tp_overlap: bool = False
@@ -148,6 +148,9 @@ class Stack:
     """Kept besides, per token and unit of width, of what tensor-parallel ranks scattered."""
     gathered_bytes: float = 0.0
     """Kept per token and unit of width of what tensor-parallel ranks of a node gathered, without a pipeline."""
+    selective_kept: float = 1.0
+    """Share of a layer's bytes that the engine's own `recompute: selective` keeps: Megatron's drops the scores of
+    attention, which kernels of today never write."""
     low_kept: float = 0.8
     """With fp8 and fp4 products, the share of those bytes that is still kept: inputs are kept as they were cast."""
     logit_bytes: float = 10.0

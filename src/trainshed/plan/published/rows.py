@@ -474,7 +474,7 @@ def _habits(row: Row, model: Anatomy, layout: RankLayout) -> Habits:
         chosen["head_chunk"] = nanotron_stages(model, layout.pp)[1]
     written = row.text("recompute").lower().removeprefix("selective:")
     if layout.recompute == "selective":
-        chosen["selective"] = written or "core_attn"
+        chosen["selective"] = "" if written == "selective" else written
     if any(word in row.notes for word in ("a2a_overlap", "ep overlap on", "a2a overlap")):
         chosen["ep_overlap"] = True
     if "full_iteration" in row.notes:
@@ -510,6 +510,11 @@ def column_names() -> list[str]:
     """Return the columns of the tables."""
     with open(next(shipped_tables()), encoding="utf-8", newline="") as file:
         return next(csv.reader(file))
+
+
+def own_table() -> Path:
+    """Return what our own engine did on one GPU, in the same columns."""
+    return Path(__file__).with_name("own_engine.csv")
 
 
 def all_rows(paths: Iterable[str | Path]) -> list[Row]:
