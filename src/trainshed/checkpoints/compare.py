@@ -20,8 +20,8 @@ from trainshed.models.parameters import Parameter, parameters
 from trainshed.recipe import ModelConfig
 from trainshed.reporting import SILENT, Reporter
 
-BOX_ELEMENTS = 1 << 22
-"""Elements of a box: at most 16 MB of float32 on each side, and as much again for what is computed from them."""
+BOX_ELEMENTS = 1 << 19
+"""Elements of a box: 2 MB of float32 on each side, which stay in the caches and in memory that is used again."""
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """(offset, shape) within a native tensor."""
