@@ -9,133 +9,178 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Literal
 
+from trainshed.recipe.layout import PipelineSchedule
+
+Kind = Literal["forward", "backward", "weights"]
+"""`weights`: the gradients of weights, where a zero-bubble schedule puts them off into what would be waiting."""
 _ROUNDS = 1
-"""Rounds of pp micro-batches that are simulated beyond the first before the rest is extrapolated."""
+"""Rounds that are simulated beyond the first before the rest is extrapolated."""
+_FORWARD, _BACKWARD = 0, 1
 
 
 @dataclass(frozen=True)
 class Slot:
-    """One pass of one micro-batch through one chunk."""
+    """One pass of one micro-batch through one chunk of the model."""
 
     rank: int
     chunk: int
+    """Of the whole model: chunk i sits on rank i % pp."""
     micro_batch: int
-    backward: bool
+    kind: Kind
     start: float
     end: float
 
 
-def pipeline_seconds(
-    forward: Sequence[float], backward: Sequence[float], pp: int, micro_batches: int, *, hop: float, fill_first: bool
-) -> float:
-    """Return when the last rank is done; `forward` and `backward` are the seconds of each of the pp · vp chunks.
+@dataclass(frozen=True)
+class Passes:
+    """What has to be scheduled: seconds of each of the pp · vp chunks, and what handing over to another rank costs."""
 
-    `hop` is what handing over to another rank costs; `fill_first` is GPipe: all forward passes before any backward.
-    """
-    chunks = len(forward)
-    if pp == 1:
-        return micro_batches * (sum(forward) + sum(backward))
-    vp = chunks // pp
-    round_length = pp
-    enough = (1 + _ROUNDS) * round_length
-    if fill_first or micro_batches <= enough + round_length:
-        return _makespan(tuple(forward), tuple(backward), pp, micro_batches, hop, fill_first)
-    rest = micro_batches - enough
-    rounds, odd = divmod(rest, round_length)
-    base = enough + odd if vp == 1 else enough
-    first = _makespan(tuple(forward), tuple(backward), pp, base, hop, fill_first)
-    second = _makespan(tuple(forward), tuple(backward), pp, base + round_length, hop, fill_first)
-    return first + (second - first) * (rounds if vp == 1 else rest / round_length)
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    pp: int
+    hop: float
+    schedule: PipelineSchedule | None
+
+    @classmethod
+    def of(
+        cls,
+        forward: Sequence[float],
+        backward: Sequence[float],
+        pp: int,
+        *,
+        hop: float = 0.0,
+        schedule: PipelineSchedule | None = None,
+    ) -> Passes:
+        """Take times as they come."""
+        return cls(tuple(forward), tuple(backward), pp, hop, schedule)
+
+    @property
+    def vp(self) -> int:
+        """Chunks of a rank."""
+        return len(self.forward) // self.pp
 
 
-def timeline(
-    forward: Sequence[float], backward: Sequence[float], pp: int, micro_batches: int, *, hop: float, fill_first: bool
-) -> list[Slot]:
-    """Return every pass with its start and end, rank by rank."""
+def round_size(pp: int, micro_batches: int) -> int:
+    """Micro-batches that one chunk takes before the next chunk of its rank has its turn: pp, or a few more."""
+    return max(1, micro_batches // max(1, micro_batches // pp))
+
+
+def pipeline_seconds(passes: Passes, micro_batches: int) -> float:
+    """Return when the last rank is done."""
+    if passes.pp == 1:
+        return micro_batches * (sum(passes.forward) + sum(passes.backward))
+    size = round_size(passes.pp, micro_batches)
+    if passes.vp > 1 and micro_batches % size:
+        # No schedule has such rounds; a published row may still say so.
+        whole = micro_batches - micro_batches % size
+        return pipeline_seconds(passes, whole) * micro_batches / whole
+    enough = (1 + _ROUNDS) * size
+    if passes.schedule == "gpipe" or micro_batches <= enough + size:
+        return _makespan(passes, micro_batches, size)
+    rounds, odd = divmod(micro_batches - enough, size)
+    first, second = _makespan(passes, enough + odd, size), _makespan(passes, enough + odd + size, size)
+    return first + (second - first) * rounds
+
+
+def timeline(passes: Passes, micro_batches: int) -> list[Slot]:
+    """Return every pass with its start and end."""
     slots: list[Slot] = []
-    _run(tuple(forward), tuple(backward), pp, micro_batches, hop, fill_first, slots)
+    _run(passes, micro_batches, round_size(passes.pp, micro_batches), slots)
     return slots
 
 
 @lru_cache(maxsize=4096)
-def _makespan(
-    forward: tuple[float, ...], backward: tuple[float, ...], pp: int, micro_batches: int, hop: float, fill_first: bool
-) -> float:
-    return _run(forward, backward, pp, micro_batches, hop, fill_first, None)
+def _makespan(passes: Passes, micro_batches: int, size: int) -> float:
+    return _run(passes, micro_batches, size, None)
 
 
 @lru_cache(maxsize=1024)
-def _orders(pp: int, vp: int, micro_batches: int, fill_first: bool) -> tuple[tuple[tuple[int, int, bool], ...], ...]:
-    return tuple(_order(rank, pp, vp, micro_batches, fill_first) for rank in range(pp))
+def _orders(
+    pp: int, vp: int, micro_batches: int, size: int, fill_first: bool
+) -> tuple[tuple[tuple[int, int, int], ...], ...]:
+    return tuple(_order(rank, pp, vp, micro_batches, size, fill_first) for rank in range(pp))
 
 
-def _order(rank: int, pp: int, vp: int, micro_batches: int, fill_first: bool) -> tuple[tuple[int, int, bool], ...]:
-    """Return what a rank does, in order: (chunk, micro-batch, backward?)."""
-    passes = micro_batches * vp
-    forwards = [_place(index, rank, pp, vp, micro_batches, backward=False) for index in range(passes)]
-    backwards = [_place(index, rank, pp, vp, micro_batches, backward=True) for index in range(passes)]
+def _order(
+    rank: int, pp: int, vp: int, micro_batches: int, size: int, fill_first: bool
+) -> tuple[tuple[int, int, int], ...]:
+    """Return what a rank does, in order, as (chunk, micro-batch, forward or backward).
+
+    Some forward passes fill the pipeline, then one forward and one backward pass take turns (Narayanan et al. 2021,
+    figure 4); with several chunks a rank fills 2 · (pp - rank - 1) + (vp - 1) rounds, as Megatron does.
+    """
+    count = micro_batches * vp
+    forwards = [_place(index, rank, pp, vp, size, _FORWARD) for index in range(count)]
+    backwards = [_place(index, rank, pp, vp, size, _BACKWARD) for index in range(count)]
     if fill_first:
-        warm = passes
+        filling = count
     elif vp == 1:
-        warm = min(passes, pp - rank - 1)
+        filling = min(count, pp - rank - 1)
     else:
-        # Megatron's interleaved 1F1B: (pp - rank - 1) · 2 + (vp - 1) · pp.
-        warm = passes if micro_batches == pp else min(passes, (pp - rank - 1) * 2 + (vp - 1) * pp)
-    order = forwards[:warm]
-    for index in range(warm, passes):
-        order += [forwards[index], backwards[index - warm]]
-    return tuple(order + backwards[passes - warm :])
+        filling = min(count, 2 * (pp - rank - 1) + (vp - 1) * size)
+    order = forwards[:filling]
+    for index in range(filling, count):
+        order += [forwards[index], backwards[index - filling]]
+    return tuple(order + backwards[count - filling :])
 
 
-def _place(index: int, rank: int, pp: int, vp: int, micro_batches: int, *, backward: bool) -> tuple[int, int, bool]:
+def _place(index: int, rank: int, pp: int, vp: int, size: int, way: int) -> tuple[int, int, int]:
     if vp == 1:
-        return rank, index, backward
-    group, within = divmod(index, pp * vp)
-    size = min(pp, micro_batches - group * pp)
-    turn, place = divmod(within, size) if size < pp else divmod(within, pp)
-    turn = min(turn, vp - 1)
-    chunk = (vp - 1 - turn if backward else turn) * pp + rank
-    return chunk, group * pp + place, backward
+        return rank, index, way
+    whole, within = divmod(index, size * vp)
+    turn, place = divmod(within, size)
+    chunk = vp - 1 - turn if way == _BACKWARD else turn
+    return chunk * pp + rank, whole * size + place, way
 
 
-def _run(
-    forward: tuple[float, ...],
-    backward: tuple[float, ...],
-    pp: int,
-    micro_batches: int,
-    hop: float,
-    fill_first: bool,
-    slots: list[Slot] | None,
-) -> float:
-    chunks = len(forward)
-    orders = _orders(pp, chunks // pp, micro_batches, fill_first)
-    done_forward = [[-1.0] * micro_batches for _ in range(chunks)]
-    done_backward = [[-1.0] * micro_batches for _ in range(chunks)]
-    at, clock = [0] * pp, [0.0] * pp
-    left = sum(map(len, orders))
-    last = chunks - 1
+def _run(passes: Passes, micro_batches: int, size: int, slots: list[Slot] | None) -> float:
+    """Let every rank work through its passes as soon as what they need is there; return when the last is done."""
+    pp, chunks, hop = passes.pp, len(passes.forward), passes.hop
+    orders = _orders(pp, chunks // pp, micro_batches, size, passes.schedule == "gpipe")
+    # Of a zero-bubble schedule the second half of backward waits until a rank would have to.
+    halved = passes.schedule == "zero_bubble"
+    seconds = (passes.forward, [each / 2 for each in passes.backward] if halved else passes.backward)
+    ended = ([[-1.0] * micro_batches for _ in range(chunks)], [[-1.0] * micro_batches for _ in range(chunks)])
+    at, clock, left, last = [0] * pp, [0.0] * pp, sum(map(len, orders)), chunks - 1
+    put_off: list[list[tuple[int, int]]] = [[] for _ in range(pp)]
+
+    def note(rank: int, chunk: int, micro: int, kind: Kind, start: float, end: float) -> None:
+        if slots is not None:
+            slots.append(Slot(rank, chunk, micro, kind, start, end))
+
     while left:
         before = left
         for rank in range(pp):
-            order, position, now = orders[rank], at[rank], clock[rank]
+            order, position, now, waiting = orders[rank], at[rank], clock[rank], put_off[rank]
             while position < len(order):
-                chunk, micro, is_backward = order[position]
-                if is_backward:
-                    ready = done_forward[chunk][micro] if chunk == last else done_backward[chunk + 1][micro]
+                chunk, micro, way = order[position]
+                if way == _FORWARD:
+                    ready = 0.0 if chunk == 0 else ended[_FORWARD][chunk - 1][micro]
+                    handed = chunk > 0
                 else:
-                    ready = 0.0 if chunk == 0 else done_forward[chunk - 1][micro]
+                    ready = ended[_FORWARD][chunk][micro] if chunk == last else ended[_BACKWARD][chunk + 1][micro]
+                    handed = chunk < last
                 if ready < 0:
                     break
-                if (is_backward and chunk != last) or (not is_backward and chunk):
-                    ready += hop
-                start = ready if ready > now else now
-                now = start + (backward[chunk] if is_backward else forward[chunk])
-                (done_backward if is_backward else done_forward)[chunk][micro] = now
-                if slots is not None:
-                    slots.append(Slot(rank, chunk, micro, is_backward, start, now))
+                ready += hop if handed else 0.0
+                while waiting and ready >= now + seconds[_BACKWARD][waiting[0][0]]:
+                    done, of = waiting.pop(0)
+                    note(rank, done, of, "weights", now, now + seconds[_BACKWARD][done])
+                    now += seconds[_BACKWARD][done]
+                start = max(ready, now)
+                now = start + seconds[way][chunk]
+                ended[way][chunk][micro] = now
+                note(rank, chunk, micro, "backward" if way else "forward", start, now)
+                if halved and way == _BACKWARD:
+                    waiting.append((chunk, micro))
                 position += 1
                 left -= 1
             at[rank], clock[rank] = position, now
         assert left < before, "the schedule waits for itself"
+    for rank, waiting in enumerate(put_off):
+        for chunk, micro in waiting:
+            note(rank, chunk, micro, "weights", clock[rank], clock[rank] + seconds[_BACKWARD][chunk])
+            clock[rank] += seconds[_BACKWARD][chunk]
     return max(clock)

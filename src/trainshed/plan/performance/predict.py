@@ -14,7 +14,7 @@ from trainshed.plan.performance.anatomy import LayerKind, Product
 from trainshed.plan.performance.collectives import group_of
 from trainshed.plan.performance.layer_time import LOW_PRECISIONS, Kernels, LayerTimes, PassTimes, layer_times
 from trainshed.plan.performance.memory import rank_memory, rank_weights
-from trainshed.plan.performance.pipeline import pipeline_seconds
+from trainshed.plan.performance.pipeline import Passes, pipeline_seconds
 from trainshed.plan.performance.prediction import Job, Memory, Prediction, StagePrediction, StepTimes
 
 _JITTER_NODES = 32
@@ -84,7 +84,7 @@ def _times(job: Job, layout: RankLayout, chunks: list[_Chunk]) -> StepTimes:
     hop = _hop_seconds(job, layout)
     forward = [chunk.forward_seconds * job.stack.imbalance for chunk in chunks]
     backward = [chunk.backward_seconds * job.stack.imbalance for chunk in chunks]
-    passes = pipeline_seconds(forward, backward, layout.pp, micro, hop=hop, fill_first=layout.schedule == "gpipe")
+    passes = pipeline_seconds(Passes.of(forward, backward, layout.pp, hop=hop, schedule=layout.schedule), micro)
     if layout.pp > 1 and job.stack.pipeline_jitter:
         passes *= 1 + job.stack.pipeline_jitter * ((_nodes(job) - 1) / _JITTER_NODES) ** 2
     times = _step_times(job, layout, chunks, micro, passes)
