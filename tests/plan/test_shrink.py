@@ -74,7 +74,9 @@ def test_a_shrunk_model_is_legal_on_its_layout_and_keeps_all_that_is_no_size(
     assert small.layout.dense_shape == layout.dense_shape
     assert small.layout.expert_shape == layout.expert_shape
     assert {key: getattr(small.config, key) for key in NO_SIZE} == {key: getattr(config, key) for key in NO_SIZE}
-    assert parameter_count(small.config) <= min(parameter_count(config), 4_000_000)
+    assert parameter_count(small.config) <= min(
+        parameter_count(config), 8_000_000
+    )  # 64 experts of 12 layers are the most there is
     assert small.sequence_length <= min(length, small.config.max_positions)
     assert len(small.batch_sizes) == min(len(batches), 2)
     assert list(small.batch_sizes) == sorted(set(small.batch_sizes))
