@@ -11,6 +11,7 @@ has. Peaks are of the whole process, page cache that it maps included.
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shutil
 import subprocess
@@ -92,7 +93,8 @@ def save(config: ModelConfig, folder: Path) -> None:
 
 
 def copying_seconds(source: Path, target: Path) -> float:
-    """`cp`, into the page cache as it is everybody's first."""
+    """`cp`, into the page cache as it is everybody's first; nothing of before is left to be written."""
+    os.sync()
     began = time.perf_counter()
     subprocess.run(["cp", "-r", str(source), str(target)], check=True)
     seconds = time.perf_counter() - began
@@ -139,11 +141,13 @@ def main() -> None:
         }
         for name, (source, target, options) in sides.items():
             shared = ["--no-logits", "--workers", str(arguments.workers)]
-            done = measure([*command, str(place / source), str(place / target), *options, *shared])
+            os.sync()
+            done = measure([*command, str(place / source), str(place / target), *options, *shared], alone=True)
             add(name, writing_seconds(done.output), done, ours=True)
             if target != "native":
                 shutil.rmtree(place / target)
-        done = measure([sys.executable, "-c", THEIRS, str(place / "hf"), str(place / "theirs")])
+        os.sync()
+        done = measure([sys.executable, "-c", THEIRS, str(place / "hf"), str(place / "theirs")], alone=True)
         add("transformers, load and save", done.seconds, done, ours=False)
         middle = sorted(copies)[len(copies) // 2]
         rows.insert(0, ["cp, the middle one", f"{middle:.2f} s", f"{size / middle / 1e6:,.0f}", "", "", ""])
