@@ -58,7 +58,9 @@ def timeline(prediction: Prediction, global_batch: int) -> Timeline:
     shown = _shown(layout, count)
     boxes = _pipeline(prediction, shown)
     end = max(box.end for box in boxes)
-    for kind, seconds in (("reduce", prediction.times.dp_exposed), ("optimizer", prediction.times.optimizer)):
+    # What ends the step is drawn as large beside the passes as it is beside all of them.
+    tail = (("reduce", prediction.times.dp_exposed), ("optimizer", prediction.times.optimizer))
+    for kind, seconds in ((kind, seconds * shown / count) for kind, seconds in tail):
         if seconds > 0:
             boxes += [Box(rank, kind, end, end + seconds) for rank in range(layout.pp)]
             end += seconds
