@@ -25,7 +25,8 @@ from trainshed.plan.performance.memory import rank_memory
 from trainshed.plan.performance.predict import predict_seconds
 from trainshed.plan.performance.reach import Reach
 from trainshed.plan.performance.stacks import Stack, stack, stack_names
-from trainshed.plan.published.rows import Case, Row, Skip, all_rows, own_table, shipped_tables
+from trainshed.plan.published.cases import Case, case_of
+from trainshed.plan.published.rows import Row, Skip, all_rows, own_table, shipped_tables
 
 PLAN = Path(reach_module.__file__).parent
 DAMPED_FROM = 0.1
@@ -325,7 +326,7 @@ def measured_rows() -> dict[str, list[Measured]]:
     found: dict[str, list[Measured]] = defaultdict(list)
     for row in all_rows([*shipped_tables(), own_table()]):
         try:
-            case = row.case()
+            case = case_of(row)
         except Skip:
             continue
         seconds = None if row.out_of_memory else row.step_seconds

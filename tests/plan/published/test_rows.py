@@ -9,7 +9,9 @@ import pytest
 from trainshed.catalog.models import model_preset
 from trainshed.errors import InputError
 from trainshed.plan.performance.anatomy import anatomy_of
-from trainshed.plan.published.rows import Row, Skip, all_rows, nanotron_stages, read_rows, shipped_tables
+from trainshed.plan.published.cases import Case, case_of
+from trainshed.plan.published.row_layout import nanotron_stages
+from trainshed.plan.published.rows import Row, Skip, all_rows, read_rows, shipped_tables
 
 ROW = {
     "source": "a table",
@@ -40,15 +42,15 @@ ROW = {
 }
 
 
-def row(**changes: str) -> Row:
-    return Row({**ROW, **changes}, 2)
+def case(**changes: str) -> Case:
+    return case_of(Row({**ROW, **changes}, 2))
 
 
 def test_a_row_is_the_job_and_the_layout_it_describes() -> None:
-    case = row().case()
-    assert case.job.model.weights == anatomy_of(model_preset("llama3-8b")).weights
-    assert (case.layout.tp, case.layout.pp, case.layout.vp, case.layout.dp) == (2, 4, 2, 8)
-    assert case.job.hardware.network_gb_per_s == 50.0
+    found = case()
+    assert found.job.model.weights == anatomy_of(model_preset("llama3-8b")).weights
+    assert (found.layout.tp, found.layout.pp, found.layout.vp, found.layout.dp) == (2, 4, 2, 8)
+    assert found.job.hardware.network_gb_per_s == 50.0
 
 
 @pytest.mark.parametrize(
@@ -66,36 +68,36 @@ def test_a_row_is_the_job_and_the_layout_it_describes() -> None:
 )
 def test_what_a_row_does_not_say_is_never_guessed(changes: dict[str, str], reason: str) -> None:
     with pytest.raises(Skip, match=reason):
-        row(**changes).case()
+        case(**changes)
 
 
 def test_tied_embeddings_are_told_by_the_number_of_weights() -> None:
     sizes = {"layers": "16", "hidden": "2048", "heads": "32", "kv_heads": "32", "ffn": "8192", "vocab": "131072"}
-    assert row(**sizes, params_b="1.342").case().job.model.tied
-    assert not row(**sizes, params_b="1.610").case().job.model.tied
+    assert case(**sizes, params_b="1.342").job.model.tied
+    assert not case(**sizes, params_b="1.610").job.model.tied
 
 
 def test_megatrons_written_pipeline_is_read() -> None:
-    case = row(layers="61", pp="2", vp="8", num_gpus="32", tp="1", notes="pp_layout=Et*4|(t*4|)*14tmL").case()
-    assert case.layout.stages == (4,) * 15 + (1,)
+    found = case(layers="61", pp="2", vp="8", num_gpus="32", tp="1", notes="pp_layout=Et*4|(t*4|)*14tmL")
+    assert found.layout.stages == (4,) * 15 + (1,)
 
 
 def test_chunks_that_count_the_embedding_and_the_loss_as_layers() -> None:
-    case = row(layers="126", pp="8", vp="8", num_gpus="64", tp="1").case()
-    assert case.layout.stages == (1, *[2] * 62, 1)
+    found = case(layers="126", pp="8", vp="8", num_gpus="64", tp="1")
+    assert found.layout.stages == (1, *[2] * 62, 1)
 
 
 def test_nanotron_cuts_by_the_cost_of_blocks() -> None:
     """Worked by hand: 16 layers of cost 1 and a head of cost 4, on 8 stages of 2.5 each."""
     sizes = {"layers": "16", "hidden": "2048", "heads": "32", "kv_heads": "32", "ffn": "8192", "vocab": "131072"}
-    model = row(**sizes, params_b="1.342").case().job.model
+    model = case(**sizes, params_b="1.342").job.model
     assert nanotron_stages(model, 8) == ((3, 3, 2, 3, 2, 3, 0, 0), 6)
 
 
 def test_a_pipeline_with_idle_stages_cannot_run() -> None:
     sizes = {"layers": "16", "hidden": "2048", "heads": "32", "kv_heads": "32", "ffn": "8192", "vocab": "131072"}
-    case = row(**sizes, params_b="1.342", engine="nanotron", pp="16", vp="1", num_gpus="32").case()
-    assert case.cannot_run == "2 of 16 stages get no block"
+    found = case(**sizes, params_b="1.342", engine="nanotron", pp="16", vp="1", num_gpus="32")
+    assert found.cannot_run == "2 of 16 stages get no block"
 
 
 def test_a_file_without_the_columns_is_refused(tmp_path: Path) -> None:

@@ -27,7 +27,8 @@ from typing import Any
 from trainshed.errors import TrainshedError
 from trainshed.plan.performance.predict import predict
 from trainshed.plan.performance.prediction import Prediction
-from trainshed.plan.published.rows import Case, Row, Skip
+from trainshed.plan.published.cases import Case, case_of
+from trainshed.plan.published.rows import Row, Skip
 from trainshed.plan.published.scores import (
     ErrorScores,
     FitScores,
@@ -190,7 +191,7 @@ def validate(rows: Iterable[Row]) -> Validation:
 
 
 def _judge(row: Row) -> Judged:
-    case = row.case()
+    case = case_of(row)
     if min(*case.layout.dense_shape, *case.layout.expert_shape, case.layout.micro_batch, case.job.tokens_per_step) < 1:
         raise Skip("one of its sizes is not above 0")
     judged = Judged(row, case, predict(case.job, case.layout), _amount(row.step_seconds), _amount(row.memory_gib))
