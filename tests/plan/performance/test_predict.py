@@ -96,7 +96,9 @@ def test_a_ring_through_a_node_uses_all_its_network_shares() -> None:
 
 
 def test_a_calibration_scales_the_step() -> None:
-    assert predicted(job_of(calibration=1.2)).step_seconds == pytest.approx(1.2 * predicted(job_of()).step_seconds)
+    plain, scaled = predicted(job_of()), predicted(job_of(calibration=1.2, memory_calibration=0.9))
+    assert scaled.step_seconds == pytest.approx(1.2 * plain.step_seconds)
+    assert scaled.memory.allocated == pytest.approx(0.9 * plain.memory.allocated)
 
 
 def test_a_nearly_full_card_is_slow() -> None:

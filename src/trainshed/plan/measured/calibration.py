@@ -47,7 +47,9 @@ class Calibration(Section):
         """How a plan names it."""
         version = f" {self.version}" if self.version else ""
         when = f" of {self.date}" if self.date else ""
-        return f"steps times {self.factor:.3f} for {self.engine}{version} on {self.gpu}, from {self.learnt_from}{when}"
+        memory = f", memory times {self.memory_factor:.3f}" if self.memory_factor else ""
+        where = f"for {self.engine}{version} on {self.gpu}, from {self.learnt_from}{when}"
+        return f"steps times {self.factor:.3f}{memory} {where}"
 
     @property
     def key(self) -> tuple[str | None, ...]:

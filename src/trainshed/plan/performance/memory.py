@@ -33,15 +33,16 @@ def rank_memory(job: Job, layout: RankLayout, rank: int) -> Memory:
     else:
         logits = max(logits, 0.0)
         buffers = gathered + max(0.0, working - logits)
+    scale = job.memory_calibration / _GIB
     allocated = weights + gradients + optimizer + activations + logits + buffers
     return Memory(
-        weights=weights / _GIB,
-        gradients=gradients / _GIB,
-        optimizer=optimizer / _GIB,
-        activations=activations / _GIB,
-        logits=logits / _GIB,
-        buffers=buffers / _GIB + stack.buffer_gib,
-        reserve=stack.reserve * allocated / _GIB + stack.context_gib,
+        weights=weights * scale,
+        gradients=gradients * scale,
+        optimizer=optimizer * scale,
+        activations=activations * scale,
+        logits=logits * scale,
+        buffers=buffers * scale + stack.buffer_gib * job.memory_calibration,
+        reserve=stack.reserve * allocated * scale + stack.context_gib,
         capacity=job.hardware.memory_gib,
     )
 

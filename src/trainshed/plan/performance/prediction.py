@@ -28,6 +28,8 @@ class Job:
     """What this run does otherwise than the usual of its engine."""
     calibration: float = 1.0
     """Measured step seconds divided by predicted ones, from runs like this one."""
+    memory_calibration: float = 1.0
+    """The same for what tensors fill."""
 
     @property
     def tokens_per_step(self) -> int:

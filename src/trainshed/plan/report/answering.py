@@ -48,7 +48,8 @@ def _calibrated(question: Question) -> tuple[Question, list[str]]:
     entry = known.entry_for(job.hardware.gpu_name, question.engine)
     if entry is None:
         return question, [known.why_none(job.hardware.gpu_name, question.engine)]
-    return replace(question, job=replace(job, calibration=entry.factor)), [f"calibrated: {entry.words}"]
+    learnt = replace(job, calibration=entry.factor, memory_calibration=entry.memory_factor or 1.0)
+    return replace(question, job=learnt), [f"calibrated: {entry.words}"]
 
 
 def _used(question: Question) -> dict[str, object] | None:

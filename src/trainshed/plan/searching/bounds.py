@@ -33,7 +33,7 @@ class StateBound:
         dense = self._bytes(layout, ranks) * self._dense / layout.tp
         expert_ranks = 1 if layout.shard == "none" else max(1, layout.edp // layout.copies)
         experts = self._bytes(layout, expert_ranks) * self._experts / (layout.ep * layout.etp)
-        return (dense + experts) / layout.pp / _GIB
+        return (dense + experts) / layout.pp / _GIB * self._job.memory_calibration
 
     def _bytes(self, layout: RankLayout, ranks: int) -> float:
         if layout.shard == "none":
