@@ -237,8 +237,9 @@ def _fully_sharded(
     each = _uncovered(gather, forward, stack.fsdp_slowdown) + _uncovered(
         gather + scatter, backward, stack.fsdp_slowdown
     )
+    # Copies add up their gradients layer by layer, under what is left of the last backward pass.
     last = 2 * copies.ring_seconds(stack.reduce_bytes * (dense + expert) / shard)
-    return micro * each + last
+    return micro * each + max(0.0, last - stack.dp_hidden * backward)
 
 
 def _uncovered(communication: float, compute: float, slowdown: float) -> float:
