@@ -217,7 +217,7 @@ def test_a_full_disk_is_seen_before_and_nothing_is_written(source: Path, tiny_di
     ("keys", "match"),
     [
         ({"to": "hf", "tp": 2}, "hf has no layout in its files, so there is nothing for --tp 2"),
-        ({"to": "megatron", "pp": 2}, "megatron-torch_dist has no layout"),
+        ({"to": "native", "pp": 2}, "native has no layout"),
         ({"to": "native", "format": "torch"}, "--format torch: that is Megatron's"),
         ({"to": "megatron", "format": "torch", "tp": 0}, "--tp 0 is no size"),
     ],
@@ -225,6 +225,14 @@ def test_a_full_disk_is_seen_before_and_nothing_is_written(source: Path, tiny_di
 def test_options_that_would_do_nothing_are_refused(keys: dict[str, Any], match: str) -> None:
     with pytest.raises(InputError, match=match):
         Target(**keys)
+
+
+def test_a_layout_for_torch_dist_is_told_to_change_nothing() -> None:
+    remark = Target("megatron", tp=8, pp=2).remark
+    assert remark is not None
+    assert remark.startswith("torch_dist has no layout in its files: --tp 8, --pp 2 changes nothing")
+    assert Target("megatron").remark is None
+    assert Target("megatron", format="torch", tp=8).remark is None
 
 
 def test_places_nobody_can_write_or_read_are_refused(source: Path, tmp_path: Path) -> None:

@@ -78,6 +78,8 @@ def convert(
     """
     if workers < 1:
         raise InputError(f"{workers} workers", hint="write at least 1")
+    if to.remark is not None:
+        reporter.note(to.remark)
     place = ConversionTarget(target, scratch, options)
     earlier = place.finished()
     origin = ConversionSource(source, options, vocab_size)

@@ -60,12 +60,25 @@ class Target:
         if foreign and self.to != "megatron":
             shown = ", ".join(f"--{_flag(key)} {given[key]}" for key in foreign)
             raise InputError(f"{shown}: that is Megatron's", hint="write --to megatron, or leave it out")
-        cut = [f"--{key} {given[key]}" for key in _LAYOUT if (given[key] or 1) > 1]
-        if cut and self.name != "megatron-torch":
+        if self._cut and self.to != "megatron":
             raise InputError(
-                f"{self.name} has no layout in its files, so there is nothing for {', '.join(cut)}",
+                f"{self.name} has no layout in its files, so there is nothing for {', '.join(self._cut)}",
                 hint="leave it out: every layout reads the same files (only --to megatron --format torch is cut)",
             )
+
+    @property
+    def _cut(self) -> list[str]:
+        return [f"--{key} {size}" for key in _LAYOUT if (size := getattr(self, key) or 1) > 1]
+
+    @property
+    def remark(self) -> str | None:
+        """What to tell somebody who gives a layout to a format that every layout reads."""
+        if self.name != "megatron-torch_dist" or not self._cut:
+            return None
+        return (
+            f"torch_dist has no layout in its files: {', '.join(self._cut)} changes nothing, any layout loads them "
+            "(--format torch is the one that is cut)"
+        )
 
     @property
     def name(self) -> Format:
