@@ -71,6 +71,11 @@ def test_what_a_row_does_not_say_is_never_guessed(changes: dict[str, str], reaso
         case(**changes)
 
 
+def test_a_gpu_by_its_name_in_the_catalog() -> None:
+    assert case(gpu="L40S").job.hardware.network_gb_per_s == 100 / 8 / 8
+    assert case(gpu="h200").job.hardware.gpu_name == "h200"
+
+
 def test_tied_embeddings_are_told_by_the_number_of_weights() -> None:
     sizes = {"layers": "16", "hidden": "2048", "heads": "32", "kv_heads": "32", "ffn": "8192", "vocab": "131072"}
     assert case(**sizes, params_b="1.342").job.model.tied

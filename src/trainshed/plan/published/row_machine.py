@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from trainshed.catalog.gpus import gpu
+from trainshed.errors import InputError
 from trainshed.plan.performance.hardware import Hardware
 from trainshed.plan.published.rows import Row, Skip
 
@@ -29,6 +30,7 @@ _GPUS = {
 # What nodes of these GPUs usually have, in Gbit a second per GPU: HDR or 1,600 Gbit RoCE for A100, NDR for Hopper,
 # NDR for B200, XDR-class 800G for B300 and the NVL72 racks of GB300.
 _NETWORK_GBPS = {"a100": 200, "h100": 400, "h200": 400, "b200": 400, "gb200": 400, "b300": 800, "gb300": 800, "mi": 400}
+_PLAIN_NETWORK_GBPS = 100  # of a node without a fabric for its GPUs
 _RACK = 72
 _ENGINES = {
     "torch": "torch",
@@ -83,14 +85,17 @@ def precision_of(row: Row) -> str:
 
 def hardware_of_row(row: Row) -> Hardware:
     """Return its GPUs and their network: what the row says of it, else what such nodes usually have."""
-    name = _GPUS.get(row.text("gpu"))
-    if name is None:
-        raise Skip(f"the GPU `{row.text('gpu')}` is not in the catalog")
-    found = gpu(name)
+    written = row.text("gpu")
+    try:
+        found = gpu(_GPUS.get(written, written.lower()))
+    except InputError:
+        raise Skip(f"the GPU `{written}` is not in the catalog") from None
+    name = found.name
     per_node = row.count("gpus_per_node", 8)
     gbps = _stated_network(row, per_node)
     if gbps is None:
-        gbps = next(value for prefix, value in _NETWORK_GBPS.items() if name.startswith(prefix))
+        known = (value for prefix, value in _NETWORK_GBPS.items() if name.startswith(prefix))
+        gbps = next(known, _PLAIN_NETWORK_GBPS / per_node)
     link = (found.link_gb_per_s or 64.0) / 2
     if row.text("gpu") == "A800-80GB":
         link = 200.0
