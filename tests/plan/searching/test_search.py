@@ -191,3 +191,14 @@ def test_a_given_layout_that_is_illegal_says_all_that_is_wrong() -> None:
     layout = resolve_layout(Layout(tp=4), model_preset("llama3-8b"))
     with pytest.raises(InputError, match="the layout tp4 is 4 GPUs, and there are 8"):
         evaluate(job_of("llama3-8b", "h100", 8, 8192, 16, "torch"), layout, engine="torch")
+
+
+def test_a_layout_that_barely_fits_says_so() -> None:
+    job = next(iter(SMALL.values()))
+    found = search(job, engine=job.stack.name)
+    needed = found.chosen.memory.total
+    tight = job.hardware.gpu.model_copy(update={"memory_gib": needed / 0.99})
+    layout = found.chosen.layout
+    squeezed = evaluate(replace(job, hardware=replace(job.hardware, gpu=tight)), layout, engine=job.stack.name)
+    assert any(note.startswith("it fills 99% of the card") for note in squeezed.notes)
+    assert not any("of the card" in note for note in evaluate(job, layout, engine=job.stack.name).notes)

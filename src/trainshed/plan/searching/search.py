@@ -274,7 +274,18 @@ def _notes(job: Job, engine: str, chosen: Prediction, batch_sizes: Iterable[int]
         engine=engine,
         link_domain=job.hardware.link_domain,
     )
-    return [*layout_notes(chosen.layout, job.model, engine=engine), *warnings]
+    return [*layout_notes(chosen.layout, job.model, engine=engine), *warnings, *_room(chosen)]
+
+
+def _room(chosen: Prediction) -> list[str]:
+    """Say so where a prediction of memory that is a little off would mean that it does not fit."""
+    if not chosen.fits or not is_tight(chosen):
+        return []
+    memory = chosen.memory
+    return [
+        f"it fills {memory.total / memory.capacity:.0%} of the card, and predictions of memory are off by 3 to 10%: "
+        "try it for a few steps first"
+    ]
 
 
 def _why(chosen: Prediction, others: list[Prediction]) -> list[str]:
