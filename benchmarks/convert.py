@@ -25,7 +25,7 @@ from typing import Self
 import torch
 
 from measure import Measured, measure, table
-from trainshed.checkpoints.hf_writer import HfWriter
+from trainshed.checkpoints.hf.writer import HfWriter
 from trainshed.models.parameters import Parameter, parameter_count
 from trainshed.recipe import ModelConfig
 

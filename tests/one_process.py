@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from trainshed.checkpoints.hf import HfWeights
+from trainshed.checkpoints.hf.weights import HfWeights
 from trainshed.engines.torch.build import RankModel, build_model, fill_model
 from trainshed.engines.torch.mesh import alone
 from trainshed.engines.torch.weights import Weight

@@ -16,7 +16,7 @@ import orjson
 
 from trainshed.catalog.models import architecture
 from trainshed.checkpoints.base import BaseWeights, fetch_base, find_base
-from trainshed.checkpoints.verdict import read_verdict, refuse_failed
+from trainshed.checkpoints.proving.verdict import read_verdict, refuse_failed
 from trainshed.data.artefacts import DataArtefacts, PreparedSource
 from trainshed.data.encode.tokenizer import Tokenizer
 from trainshed.data.order import DataOrder
@@ -143,7 +143,7 @@ def _measure_base(base: BaseWeights, recipe: Recipe, reporter: Reporter) -> None
 
     What a conversion measured counts, so that it and the run are held against each other.
     """
-    from trainshed.checkpoints.probe import read_probe, write_probe
+    from trainshed.checkpoints.proving.probe import read_probe, write_probe
 
     if read_probe(base.folder) is not None:
         return
@@ -152,7 +152,7 @@ def _measure_base(base: BaseWeights, recipe: Recipe, reporter: Reporter) -> None
     verdict = read_verdict(base.files)
     probe = verdict.probe if verdict is not None else None
     if probe is None or not probe.is_of_today(config.vocab_size):
-        from trainshed.checkpoints.streamed import measured_probe
+        from trainshed.checkpoints.proving.streamed import measured_probe
 
         with base.open(config) as weights:
             probe = measured_probe(weights, reporter)

@@ -12,7 +12,7 @@ import pytest
 
 from tiny_models import save_tiny_hf
 from trainshed.checkpoints.base import BaseWeights, fetch_base, find_base
-from trainshed.checkpoints.convert import convert
+from trainshed.checkpoints.converting.convert import convert
 from trainshed.checkpoints.formats import Target
 from trainshed.errors import AddressError, CorruptData, InputError, NotFound
 from trainshed.models.parameters import parameter_count

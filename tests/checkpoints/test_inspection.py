@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tiny_models import VARIANTS, save_tiny_hf, tiny_config
-from trainshed.checkpoints.convert import convert
+from trainshed.checkpoints.converting.convert import convert
 from trainshed.checkpoints.formats import Target
 from trainshed.checkpoints.inspection import PARTS, inspect_weights, part_of
 from trainshed.errors import NotFound

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tiny_models import save_tiny_hf
-from trainshed.checkpoints.convert import convert
+from trainshed.checkpoints.converting.convert import convert
 from trainshed.checkpoints.formats import Target
 from trainshed.cli import run_cli
 

@@ -14,9 +14,9 @@ from small_ranks import train_prepared
 from small_recipes import world_size
 from small_runs import events
 from tiny_models import save_tiny_hf
-from trainshed.checkpoints.convert import convert
+from trainshed.checkpoints.converting.convert import convert
 from trainshed.checkpoints.formats import Target
-from trainshed.checkpoints.probe import PROBE
+from trainshed.checkpoints.proving.probe import PROBE
 from trainshed.errors import NotFound
 from trainshed.line import PreparedRun, open_run, run_line
 from trainshed.recipe import Recipe, parse_recipe

@@ -31,7 +31,7 @@ def test_the_tensors_of_a_family_are_called_as_they_always_were(family: str) -> 
 
 @pytest.mark.parametrize("variant", DENSE)
 def test_a_dense_model_of_transformers_has_the_same_tensors(variant: str) -> None:
-    # Experts are fused in its memory and separate in its files: tests/checkpoints/test_hf.py reads those.
+    # Experts are fused in its memory and separate in its files: tests/checkpoints/hf/test_weights.py reads those.
     config = tiny_config(variant)
     state = {name: tuple(weight.shape) for name, weight in random_hf_model(config, 0).named_parameters()}
     assert {tensor.name: tensor.shape for tensor in hf_tensors(config)} == state

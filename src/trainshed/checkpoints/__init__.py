@@ -1,1 +1,1 @@
-"""Weights on disk: native checkpoints, Hugging Face's safetensors, the base weights of a run and their proof."""
+"""Weights on disk: native checkpoints, Hugging Face's and Megatron's, converted and proven; what a run starts from."""

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from trainshed.checkpoints.formats import MEGATRON_POINTER, detect, open_weights
-from trainshed.checkpoints.hf import HfWeights
+from trainshed.checkpoints.hf.weights import HfWeights
 from trainshed.checkpoints.native.resuming import locate
-from trainshed.checkpoints.probe import MANIFEST
-from trainshed.checkpoints.verdict import VERDICT
+from trainshed.checkpoints.proving.probe import MANIFEST
+from trainshed.checkpoints.proving.verdict import VERDICT
 from trainshed.checkpoints.weights import Weights
 from trainshed.data.encode.tokenizer import TOKENIZER_FILES
 from trainshed.errors import AddressError, CorruptData, NotFound

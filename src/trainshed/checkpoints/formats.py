@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from trainshed.checkpoints.hf import CONFIG, INDEX, WEIGHTS, HfWeights
+from trainshed.checkpoints.hf.weights import CONFIG, INDEX, WEIGHTS, HfWeights
 from trainshed.checkpoints.native.folder import LATEST, MANIFEST
 from trainshed.checkpoints.weights import Weights, WeightsWriter
 from trainshed.errors import InputError, NotFound
@@ -101,7 +101,7 @@ class Target:
     def writer(self, config: ModelConfig, dtype: torch.dtype, companions: Mapping[str, bytes]) -> WeightsWriter:
         """Return the writer of this format for one model."""
         if self.name == "hf":
-            from trainshed.checkpoints.hf_writer import HfWriter
+            from trainshed.checkpoints.hf.writer import HfWriter
 
             return HfWriter(config, dtype=dtype, companions=companions)
         if self.name == "native":

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from trainshed.checkpoints.base import EXCLUDE, INCLUDE
-from trainshed.checkpoints.companions import FOLDER as COMPANIONS_FOLDER
+from trainshed.checkpoints.converting.companions import FOLDER as COMPANIONS_FOLDER
 from trainshed.checkpoints.formats import Format, detect, local_folder, open_weights
-from trainshed.checkpoints.hf import HfWeights
+from trainshed.checkpoints.hf.weights import HfWeights
 from trainshed.checkpoints.native.resuming import locate
-from trainshed.checkpoints.verdict import VERDICT, Verdict
+from trainshed.checkpoints.proving.verdict import VERDICT, Verdict
 from trainshed.data.encode.tokenizer import load_tokenizer
 from trainshed.errors import InputError, MissingExtra, NotFound, TrainshedError
 from trainshed.models.parameters import Parameter, parameters

@@ -12,7 +12,7 @@ import torch
 
 from megatron_folders import LLAMA3, assert_equal, written
 from tiny_models import VARIANTS, hf_model, save_tiny_hf
-from trainshed.checkpoints.hf import HfWeights
+from trainshed.checkpoints.hf.weights import HfWeights
 from trainshed.checkpoints.megatron.dist import MegatronDistWeights, MegatronDistWriter
 from trainshed.checkpoints.megatron.legacy import MegatronLegacyWriter
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from megatron_folders import LLAMA3, MadeWeights, assert_equal, written
 from tiny_models import FAMILIES, VARIANTS, save_tiny_hf, tiny_config
-from trainshed.checkpoints.hf import HfWeights
+from trainshed.checkpoints.hf.weights import HfWeights
 from trainshed.checkpoints.megatron import blocks
 from trainshed.checkpoints.megatron.args import Layout
 from trainshed.checkpoints.megatron.dist import MegatronDistWeights, MegatronDistWriter

@@ -10,8 +10,8 @@ from cyclopts import Parameter
 from trainshed.cli.console import Output
 
 if TYPE_CHECKING:
-    from trainshed.checkpoints.compare import Comparison
-    from trainshed.checkpoints.logits import Prompts
+    from trainshed.checkpoints.proving.compare import Comparison
+    from trainshed.checkpoints.proving.logits import Prompts
     from trainshed.checkpoints.weights import Weights
 
 SHOWN_DIFFERENCES = 20
@@ -63,7 +63,7 @@ def compare(
     if workers < 1:
         raise InputError(f"--workers {workers} is less than one", hint="write --workers 1 or more")
     try:
-        from trainshed.checkpoints.compare import compare as compare_weights
+        from trainshed.checkpoints.proving.compare import compare as compare_weights
     except ImportError as error:
         if error.name != "torch":
             raise
@@ -89,7 +89,7 @@ def compare(
 
 
 def _answered(one: Weights, two: Weights, asked: Prompts | None, report: Any) -> dict[str, Any]:
-    from trainshed.checkpoints.logits import NotRun, Prompts, compare_logits
+    from trainshed.checkpoints.proving.logits import NotRun, Prompts, compare_logits
 
     answers = compare_logits(one, two, asked or Prompts.probe(one.config.vocab_size), reporter=report)
     return answers.to_plain() if isinstance(answers, NotRun) else answers.comparison.to_plain()
@@ -99,7 +99,7 @@ def _prompts(file: Path, tokenizer: str | None, sides: tuple[str, str], one: Wei
     """The prompts of a file as token ids."""
     from trainshed.checkpoints.formats import detect
     from trainshed.checkpoints.inspection import tokenizer_address
-    from trainshed.checkpoints.logits import Prompts
+    from trainshed.checkpoints.proving.logits import Prompts
     from trainshed.data.encode.tokenizer import load_tokenizer
     from trainshed.errors import InputError, NotFound, TokenizerError
 
@@ -123,7 +123,7 @@ def _prompts(file: Path, tokenizer: str | None, sides: tuple[str, str], one: Wei
 
 
 def _text(found: Comparison, answered: dict[str, Any] | None, notes: list[str], *, equal: bool) -> str:
-    from trainshed.checkpoints.verdict import logits_words
+    from trainshed.checkpoints.proving.verdict import logits_words
 
     same = found.compared - len(found.differences)
     lines = [

@@ -10,7 +10,7 @@ from cyclopts import Parameter
 from trainshed.cli.console import Output
 
 if TYPE_CHECKING:
-    from trainshed.checkpoints.convert import Conversion
+    from trainshed.checkpoints.converting.convert import Conversion
 
 
 def convert(
@@ -90,7 +90,7 @@ def convert(
     # PyTorch reads it when it is loaded: large tensors in huge pages, without which half the time goes to page faults.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     try:
-        from trainshed.checkpoints.convert import convert as convert_weights
+        from trainshed.checkpoints.converting.convert import convert as convert_weights
     except ImportError as error:
         if error.name != "torch":
             raise

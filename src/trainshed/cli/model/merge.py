@@ -37,7 +37,7 @@ def merge(
     from trainshed.errors import MissingExtra
 
     try:
-        from trainshed.checkpoints.merge import merge as merge_adapter
+        from trainshed.checkpoints.lora.merge import merge as merge_adapter
     except ImportError as error:
         if error.name not in ("torch", "safetensors"):
             raise

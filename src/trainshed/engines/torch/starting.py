@@ -14,9 +14,9 @@ from trainshed.checkpoints.base import BaseWeights
 from trainshed.checkpoints.native.folder import Found, checkpoints_folder, open_checkpoint
 from trainshed.checkpoints.native.loading import load
 from trainshed.checkpoints.native.resuming import latest_complete
-from trainshed.checkpoints.probe import ROWS as PROBE_ROWS
-from trainshed.checkpoints.probe import TOKENS as PROBE_TOKENS
-from trainshed.checkpoints.probe import check_probe, probe_batch, read_probe
+from trainshed.checkpoints.proving.probe import ROWS as PROBE_ROWS
+from trainshed.checkpoints.proving.probe import TOKENS as PROBE_TOKENS
+from trainshed.checkpoints.proving.probe import check_probe, probe_batch, read_probe
 from trainshed.engines.torch.build import RankModel, fill_model
 from trainshed.engines.torch.feed import FedBatch, Feed
 from trainshed.engines.torch.job import TrainJob, Voice

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from tiny_models import VARIANTS, hf_model, save_tiny_hf
-from trainshed.checkpoints.hf import HfWeights
-from trainshed.checkpoints.hf_writer import HfWriter
+from trainshed.checkpoints.hf.weights import HfWeights
+from trainshed.checkpoints.hf.writer import HfWriter
 from trainshed.errors import InputError
 from trainshed.storage import sha256_of
 

@@ -12,12 +12,12 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from tiny_models import save_tiny_hf
-from trainshed.checkpoints.convert import convert
+from trainshed.checkpoints.converting.convert import convert
 from trainshed.checkpoints.formats import Target
-from trainshed.checkpoints.hf import HfWeights
-from trainshed.checkpoints.probe import read_probe
-from trainshed.checkpoints.streamed import measured_probe
-from trainshed.checkpoints.verdict import VERDICT, Verdict, prove, read_verdict, write_verdict
+from trainshed.checkpoints.hf.weights import HfWeights
+from trainshed.checkpoints.proving.probe import read_probe
+from trainshed.checkpoints.proving.streamed import measured_probe
+from trainshed.checkpoints.proving.verdict import VERDICT, Verdict, prove, read_verdict, write_verdict
 from trainshed.errors import CorruptData, InputError
 from trainshed.line import open_run, run_line
 from trainshed.recipe import Recipe, parse_recipe

@@ -18,13 +18,13 @@ from typing import Any, Literal
 
 import torch
 
-from trainshed.checkpoints.companions import FOLDER as COMPANIONS_FOLDER
-from trainshed.checkpoints.companions import has_tokenizer, read_companions
-from trainshed.checkpoints.conversion_folder import hashed
-from trainshed.checkpoints.conversion_source import ConversionSource
-from trainshed.checkpoints.conversion_target import MANIFEST, ConversionTarget, explained
+from trainshed.checkpoints.converting.companions import FOLDER as COMPANIONS_FOLDER
+from trainshed.checkpoints.converting.companions import has_tokenizer, read_companions
+from trainshed.checkpoints.converting.folder import hashed
+from trainshed.checkpoints.converting.source import ConversionSource
+from trainshed.checkpoints.converting.target import MANIFEST, ConversionTarget, explained
 from trainshed.checkpoints.formats import Target, open_weights
-from trainshed.checkpoints.verdict import Verdict, prove, write_verdict
+from trainshed.checkpoints.proving.verdict import Verdict, prove, write_verdict
 from trainshed.checkpoints.weights import Unit, Weights, WeightsWriter
 from trainshed.errors import InputError, NoSpace, TrainshedError
 from trainshed.models.parameters import parameter_count

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from trainshed.checkpoints.adapters import CONFIG, PREFIX, WEIGHTS
+from trainshed.checkpoints.lora.adapter import CONFIG, PREFIX, WEIGHTS
 from trainshed.errors import InputError
 from trainshed.models.hf_tensors import hf_names, sources
 from trainshed.models.parameters import Parameter, parameters

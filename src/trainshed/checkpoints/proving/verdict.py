@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import trainshed
-from trainshed.checkpoints.probe import Probe
+from trainshed.checkpoints.proving.probe import Probe
 from trainshed.checkpoints.weights import Weights
 from trainshed.errors import CorruptData, InputError, NotFound
 from trainshed.reporting import SILENT, Reporter
@@ -24,8 +24,8 @@ from trainshed.storage import LocalStore
 if TYPE_CHECKING:
     import torch
 
-    from trainshed.checkpoints.compare import Comparison
-    from trainshed.checkpoints.logits import LogitsComparison, NotRun
+    from trainshed.checkpoints.proving.compare import Comparison
+    from trainshed.checkpoints.proving.logits import LogitsComparison, NotRun
 
 SCHEMA = "trainshed.verdict/1"
 VERDICT = "verdict.json"
@@ -99,9 +99,9 @@ def prove(
 
     Both are read with their own readers, so whatever the target's files do not say is found missing.
     """
-    from trainshed.checkpoints.compare import compare
-    from trainshed.checkpoints.logits import NotRun, Prompts, compare_logits
-    from trainshed.checkpoints.streamed import as_probe, probe_loss
+    from trainshed.checkpoints.proving.compare import compare
+    from trainshed.checkpoints.proving.logits import NotRun, Prompts, compare_logits
+    from trainshed.checkpoints.proving.streamed import as_probe, probe_loss
 
     found = compare(source, target, dtype=dtype, workers=workers, reporter=reporter)
     vocab_size = target.config.vocab_size

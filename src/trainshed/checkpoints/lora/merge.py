@@ -15,15 +15,15 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from trainshed.checkpoints.adapters import CONFIG as ADAPTER_CONFIG
-from trainshed.checkpoints.adapters import WEIGHTS as ADAPTER_WEIGHTS
-from trainshed.checkpoints.adapters import Adapter
 from trainshed.checkpoints.base import EXCLUDE, INCLUDE, KIND
-from trainshed.checkpoints.conversion_folder import ConversionFolder, hashed
-from trainshed.checkpoints.hf import HfWeights
-from trainshed.checkpoints.probe import MANIFEST
-from trainshed.checkpoints.safetensors_file import StoredTensor
-from trainshed.checkpoints.verdict import VERDICT
+from trainshed.checkpoints.converting.folder import ConversionFolder, hashed
+from trainshed.checkpoints.hf.safetensors_file import StoredTensor
+from trainshed.checkpoints.hf.weights import HfWeights
+from trainshed.checkpoints.lora.adapter import CONFIG as ADAPTER_CONFIG
+from trainshed.checkpoints.lora.adapter import WEIGHTS as ADAPTER_WEIGHTS
+from trainshed.checkpoints.lora.adapter import Adapter
+from trainshed.checkpoints.proving.probe import MANIFEST
+from trainshed.checkpoints.proving.verdict import VERDICT
 from trainshed.checkpoints.weights import Unit
 from trainshed.errors import InputError, NoSpace
 from trainshed.models.families import HF_FAMILIES

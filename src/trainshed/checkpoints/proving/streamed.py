@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from trainshed.checkpoints.compare import boxes
-from trainshed.checkpoints.probe import TOKENS, Probe, probe_batch
+from trainshed.checkpoints.proving.compare import boxes
+from trainshed.checkpoints.proving.probe import TOKENS, Probe, probe_batch
 from trainshed.checkpoints.weights import Weights
 from trainshed.errors import InputError
 from trainshed.models.collectives import Axes

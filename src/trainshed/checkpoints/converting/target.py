@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from trainshed.checkpoints.conversion_folder import ConversionFolder
-from trainshed.checkpoints.verdict import VERDICT, Verdict
+from trainshed.checkpoints.converting.folder import ConversionFolder
+from trainshed.checkpoints.proving.verdict import VERDICT, Verdict
 from trainshed.errors import CorruptData, InputError, NoSpace, NotFound, TrainshedError
 from trainshed.storage import LocalStore, Manifest, StoreOptions, join, open_folder, parse
 from trainshed.storage.artefact_folder import artefact_folder

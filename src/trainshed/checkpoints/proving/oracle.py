@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainshed.checkpoints.hf import DTYPES, HfWeights
-from trainshed.checkpoints.streamed import LOGITS, State
+from trainshed.checkpoints.hf.weights import DTYPES, HfWeights
+from trainshed.checkpoints.proving.streamed import LOGITS, State
 from trainshed.errors import CorruptData
 from trainshed.models.families import HF_FAMILIES
 

@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tiny_models import hf_model, save_tiny_hf, tiny_config
-from trainshed.checkpoints.adapter_writer import Factors, write_adapter
-from trainshed.checkpoints.hf import HfWeights
-from trainshed.checkpoints.merge import merge
+from trainshed.checkpoints.hf.weights import HfWeights
+from trainshed.checkpoints.lora.adapter_writer import Factors, write_adapter
+from trainshed.checkpoints.lora.merge import merge
 from trainshed.errors import InputError, NotFound, TrainshedError
 from trainshed.models.parameters import parameters
 from trainshed.storage import LocalStore, Manifest
@@ -80,7 +80,7 @@ def test_only_the_adapted_tensors_change_and_the_folder_stays_what_it_was(llama:
 def test_a_merge_that_was_killed_goes_on_with_the_shards_that_are_missing(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from trainshed.checkpoints import merge as module
+    from trainshed.checkpoints.lora import merge as module
 
     adapter = write(tmp_path / "adapter", factors(QUERY, 32, 32))
     merge(llama, adapter, tmp_path / "whole")

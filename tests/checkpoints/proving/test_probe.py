@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from trainshed.checkpoints.probe import PROBE, Probe, check_probe, probe_batch, read_probe, write_probe
+from trainshed.checkpoints.proving.probe import PROBE, Probe, check_probe, probe_batch, read_probe, write_probe
 from trainshed.errors import CorruptData
 from trainshed.storage import FileEntry, LocalStore, Manifest, sha256_of
 

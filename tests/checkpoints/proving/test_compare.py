@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from tiny_models import save_tiny_hf
-from trainshed.checkpoints.compare import boxes, compare
-from trainshed.checkpoints.hf import HfWeights
+from trainshed.checkpoints.hf.weights import HfWeights
+from trainshed.checkpoints.proving.compare import boxes, compare
 
 VALUE = "model.layers.1.self_attn.v_proj.weight"
 

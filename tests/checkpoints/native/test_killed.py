@@ -53,7 +53,7 @@ for number, place in enumerate(sorted(set(os.fdopen(reading).read().splitlines()
 def places(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, str]:
     """A store for each place where a save of step 200 was killed, after step 100 had been committed."""
     folder = tmp_path_factory.mktemp("killed")
-    command = [sys.executable, "-c", DRIVER, str(folder), str(Path(__file__).parents[1])]
+    command = [sys.executable, "-c", DRIVER, str(folder), str(Path(__file__).parents[2])]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     told = [line.split(" ", 1) for line in done.stdout.splitlines()]
     return {folder / number: place for number, place in told}

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from trainshed.checkpoints.safetensors_file import StoredTensor, read_header, same_bytes
+from trainshed.checkpoints.hf.safetensors_file import StoredTensor, read_header, same_bytes
 from trainshed.errors import CorruptData, InputError, NotFound
 from trainshed.models.families import HF_FAMILIES
 from trainshed.models.hf_config import read_hf_config

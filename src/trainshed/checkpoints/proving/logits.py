@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from trainshed.checkpoints.hf import HfWeights
-from trainshed.checkpoints.oracle import OLDEST, Oracle, is_understood, oracle_name
-from trainshed.checkpoints.probe import TOKENS, probe_batch
-from trainshed.checkpoints.streamed import LOGITS, State, streamed_states
+from trainshed.checkpoints.hf.weights import HfWeights
+from trainshed.checkpoints.proving.oracle import OLDEST, Oracle, is_understood, oracle_name
+from trainshed.checkpoints.proving.probe import TOKENS, probe_batch
+from trainshed.checkpoints.proving.streamed import LOGITS, State, streamed_states
 from trainshed.checkpoints.weights import Advance, Weights
 from trainshed.errors import InputError
 from trainshed.reporting import SILENT, Reporter

@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 
 from checkpoint_parts import RUN, Ranks, by_rows
 from tiny_models import VARIANTS, save_tiny_hf
-from trainshed.checkpoints.hf import HfWeights
+from trainshed.checkpoints.hf.weights import HfWeights
 from trainshed.checkpoints.native.folder import checkpoints_folder, find
 from trainshed.checkpoints.native.weights import NativeWeights
 from trainshed.checkpoints.native.weights_writer import NativeWriter

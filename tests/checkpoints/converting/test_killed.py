@@ -15,11 +15,11 @@ from tiny_models import save_tiny_hf
 DRIVER = """
 import json, os, signal, sys
 from pathlib import Path
-from trainshed.checkpoints import hf_writer
-from trainshed.checkpoints.conversion_folder import ConversionFolder
-from trainshed.checkpoints.convert import convert
+from trainshed.checkpoints.hf import writer as hf_writer
+from trainshed.checkpoints.converting.folder import ConversionFolder
+from trainshed.checkpoints.converting.convert import convert
 from trainshed.checkpoints.formats import Target
-from trainshed.checkpoints.hf_writer import HfWriter
+from trainshed.checkpoints.hf.writer import HfWriter
 from trainshed.checkpoints.native import weights_writer
 from trainshed.checkpoints.native.weights_writer import NativeWriter
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from trainshed.checkpoints.safetensors_file import read_header
+from trainshed.checkpoints.hf.safetensors_file import read_header
 from trainshed.errors import CorruptData, InputError, NotFound
 from trainshed.models.hf_tensors import HfTensor
 

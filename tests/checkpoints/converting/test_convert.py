@@ -13,11 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tiny_models import hf_model, save_tiny_hf
-from trainshed.checkpoints import hf_writer
-from trainshed.checkpoints.convert import Conversion, convert
+from trainshed.checkpoints.converting.convert import Conversion, convert
 from trainshed.checkpoints.formats import Target, detect, open_weights
-from trainshed.checkpoints.hf import HfWeights
-from trainshed.checkpoints.verdict import read_verdict
+from trainshed.checkpoints.hf import writer as hf_writer
+from trainshed.checkpoints.hf.weights import HfWeights
+from trainshed.checkpoints.proving.verdict import read_verdict
 from trainshed.errors import CorruptData, InputError, NoSpace, NotFound, TokenizerError, TrainshedError
 from trainshed.storage import LocalStore, Manifest
 

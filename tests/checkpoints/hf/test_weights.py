@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from tiny_models import VARIANTS, save_tiny_hf
-from trainshed.checkpoints.hf import HfWeights
+from trainshed.checkpoints.hf.weights import HfWeights
 from trainshed.errors import CorruptData, InputError, NotFound, TrainshedError
 from trainshed.models.parameters import Parameter, parameter_count, parameters
 from trainshed.recipe import ModelConfig
@@ -203,7 +203,7 @@ def test_opening_and_checking_needs_no_torch(llama: Path) -> None:
     code = f"""
 import sys
 from pathlib import Path
-from trainshed.checkpoints.hf import HfWeights
+from trainshed.checkpoints.hf.weights import HfWeights
 HfWeights(Path({str(llama)!r})).check_tied_head()
 assert not {{'torch', 'safetensors', 'transformers'}} & set(sys.modules)
 """

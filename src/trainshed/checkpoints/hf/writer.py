@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
-from trainshed.checkpoints.companions import COMPANIONS, token_ids
-from trainshed.checkpoints.following_hash import FollowingHash
-from trainshed.checkpoints.hf import CONFIG, DTYPES, INDEX, WEIGHTS
+from trainshed.checkpoints.converting.companions import COMPANIONS, token_ids
+from trainshed.checkpoints.converting.following_hash import FollowingHash
+from trainshed.checkpoints.hf.weights import CONFIG, DTYPES, INDEX, WEIGHTS
 from trainshed.checkpoints.weights import Advance, Unit, Weights
 from trainshed.errors import InputError
 from trainshed.models.hf_config import config_differences, read_hf_config, to_hf_config

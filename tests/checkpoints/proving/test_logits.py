@@ -9,11 +9,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tiny_models import VARIANTS, hf_model, save_tiny_hf
-from trainshed.checkpoints import logits as logits_module
-from trainshed.checkpoints.hf import HfWeights
-from trainshed.checkpoints.logits import Answers, LogitsComparison, NotRun, Prompts, compare_logits
-from trainshed.checkpoints.oracle import Oracle
-from trainshed.checkpoints.streamed import measured_probe, streamed_states
+from trainshed.checkpoints.hf.weights import HfWeights
+from trainshed.checkpoints.proving import logits as logits_module
+from trainshed.checkpoints.proving.logits import Answers, LogitsComparison, NotRun, Prompts, compare_logits
+from trainshed.checkpoints.proving.oracle import Oracle
+from trainshed.checkpoints.proving.streamed import measured_probe, streamed_states
 from trainshed.errors import InputError
 
 SAMPLE = ("llama3", "gpt2", "qwen3_moe")

@@ -1,0 +1,1 @@
+"""LoRA adapters as peft has them: read, merged, written."""
