@@ -49,6 +49,14 @@ class Weights(Protocol):
     def __exit__(self, *_: object) -> None: ...
 
 
+def box_ends(parameter: Parameter, offset: Sequence[int], shape: Sequence[int]) -> list[int]:
+    """Return where a box of a native tensor ends in each dim; one that reaches out of it is an error of the caller."""
+    ends = [start + length for start, length in zip(offset, shape, strict=True)]
+    if any(not 0 <= a <= b <= whole for a, b, whole in zip(offset, ends, parameter.shape, strict=True)):
+        raise ValueError(f"{parameter.name} of shape {parameter.shape} has no box {shape} at {offset}")
+    return ends
+
+
 @dataclass(frozen=True)
 class Unit:
     """One file of a target: made whole or not at all."""

@@ -84,9 +84,14 @@ def attention_flops(config: ModelConfig, sequence_length: int, *, causal: bool) 
 
 def mean_keys(config: ModelConfig, sequence_length: int) -> float:
     """Return how many keys a token looks at, on average over a sequence with causal attention."""
-    window = min(config.sliding_window or sequence_length, sequence_length)
-    growing = window * (window + 1) / 2
-    return (growing + (sequence_length - window) * window) / sequence_length
+    return causal_keys(config.sliding_window, sequence_length)
+
+
+def causal_keys(window: int | None, sequence_length: int) -> float:
+    """Return the same for one layer, which looks back through a window or at everything."""
+    seen = min(window or sequence_length, sequence_length)
+    growing = seen * (seen + 1) / 2
+    return (growing + (sequence_length - seen) * seen) / sequence_length
 
 
 def training_flops_per_token(config: ModelConfig, sequence_length: int, *, causal: bool = True) -> float:

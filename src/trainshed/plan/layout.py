@@ -84,6 +84,16 @@ class RankLayout:
         return self.dp // self.copies
 
     @property
+    def dense_shards(self) -> int:
+        """Among how many ranks the states of one dense weight are shared out."""
+        return 1 if self.shard == "none" else self.dp_shard * self.cp
+
+    @property
+    def expert_shards(self) -> int:
+        """The same for a weight of an expert."""
+        return 1 if self.shard == "none" else max(1, self.edp // self.copies)
+
+    @property
     def dense_shape(self) -> tuple[int, ...]:
         """Lengths of the dense mesh: pp, dp_replicate, dp_shard, cp, tp."""
         return (self.pp, self.copies, self.dp_shard, self.cp, self.tp)

@@ -82,7 +82,7 @@ def _fewer_copies(layout: RankLayout, config: ModelConfig, sequence_length: int,
 def _model(config: ModelConfig, layout: RankLayout, sequence_length: int, length: int) -> dict[str, Any]:
     """Every size of the model but its layers."""
     tp = layout.tp
-    shares = 1 if layout.shard == "none" else layout.dp_shard * layout.cp
+    shares = layout.dense_shards
     kv_heads = _like(config.kv_heads, 2 * tp, tp)
     hidden = _like(config.hidden, _HIDDEN, 2, shares)
     sizes: dict[str, Any] = {
@@ -101,7 +101,7 @@ def _model(config: ModelConfig, layout: RankLayout, sequence_length: int, length
         sizes["sliding_window"] = max(1, config.sliding_window * length // sequence_length)
     if config.moe is not None:
         moe = config.moe
-        expert_shares = 1 if layout.shard == "none" else layout.edp // layout.copies
+        expert_shares = layout.expert_shards
         fewest = max(2 * layout.ep, moe.top_k + (moe.top_k < moe.experts))
         sizes["moe"] = moe.model_dump() | {
             "experts": _like(moe.experts, fewest, layout.ep, layout.ep * expert_shares),

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from trainshed.checkpoints.hf.safetensors_file import StoredTensor, read_header, same_bytes
+from trainshed.checkpoints.weights import box_ends
 from trainshed.errors import CorruptData, InputError, NotFound
 from trainshed.models.families import HF_FAMILIES
 from trainshed.models.hf_config import read_hf_config
@@ -90,9 +91,7 @@ class HfWeights:
         """Return the box [offset, offset + shape) of a native tensor, on the CPU."""
         import torch
 
-        ends = [start + length for start, length in zip(offset, shape, strict=True)]
-        if any(not 0 <= a <= b <= whole for a, b, whole in zip(offset, ends, parameter.shape, strict=True)):
-            raise ValueError(f"{parameter.name} of shape {parameter.shape} has no box {shape} at {offset}")
+        ends = box_ends(parameter, offset, shape)
         box = torch.empty(tuple(shape), dtype=dtype)
         if not box.numel():
             return box

@@ -18,6 +18,7 @@ import torch
 from trainshed.checkpoints.megatron.args import Layout
 from trainshed.checkpoints.megatron.blocks import bytes_of
 from trainshed.checkpoints.megatron.pickled import DTYPE_BYTES
+from trainshed.checkpoints.weights import box_ends
 from trainshed.errors import CorruptData, InputError, NotFound
 from trainshed.models.megatron_tensors import is_norm_weight, strips
 from trainshed.models.parameters import Parameter
@@ -106,9 +107,7 @@ class PatchedWeights:
         self, parameter: Parameter, offset: Sequence[int], shape: Sequence[int], dtype: torch.dtype
     ) -> torch.Tensor:
         """Return the box [offset, offset + shape) of a native tensor, on the CPU; safe to call from several threads."""
-        ends = [start + length for start, length in zip(offset, shape, strict=True)]
-        if any(not 0 <= a <= b <= whole for a, b, whole in zip(offset, ends, parameter.shape, strict=True)):
-            raise ValueError(f"{parameter.name} of shape {parameter.shape} has no box {shape} at {offset}")
+        ends = box_ends(parameter, offset, shape)
         box = torch.empty(tuple(shape), dtype=dtype)
         if not box.numel():
             return box

@@ -20,6 +20,7 @@ from trainshed.checkpoints.native.part import tensor_bytes
 from trainshed.checkpoints.native.pieces_file import StoredItem, StoredTensor
 from trainshed.checkpoints.native.plan import DTYPES
 from trainshed.checkpoints.native.resuming import locate
+from trainshed.checkpoints.weights import box_ends
 from trainshed.errors import InputError
 from trainshed.models.parameters import Parameter, parameters
 from trainshed.recipe import ModelConfig
@@ -72,9 +73,7 @@ class NativeWeights:
     ) -> torch.Tensor:
         """Return the box [offset, offset + shape) of a tensor, on the CPU."""
         stored = self._tensors[parameter.name]
-        ends = [start + length for start, length in zip(offset, shape, strict=True)]
-        if any(not 0 <= a <= b <= whole for a, b, whole in zip(offset, ends, parameter.shape, strict=True)):
-            raise ValueError(f"{parameter.name} of shape {parameter.shape} has no box {shape} at {offset}")
+        box_ends(parameter, offset, shape)
         box = torch.empty(tuple(shape), dtype=dtype)
         for item in stored.items:
             shared = overlap(item, offset, shape)

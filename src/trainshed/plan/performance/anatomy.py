@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
 
+from trainshed.plan.flops import causal_keys
 from trainshed.recipe import ModelConfig
 
 Cut = Literal["out", "in", "none"]
@@ -173,9 +174,7 @@ class Anatomy:
 
     def mean_keys(self, sequence_length: int, *, windowed: bool) -> float:
         """Return how many keys a token looks at, on average over a sequence with causal attention."""
-        window = min((self.window if windowed else None) or sequence_length, sequence_length)
-        growing = window * (window + 1) / 2
-        return (growing + (sequence_length - window) * window) / sequence_length
+        return causal_keys(self.window if windowed else None, sequence_length)
 
     @cached_property
     def layer_vectors(self) -> int:

@@ -124,7 +124,7 @@ def layer_times(job: Job, layout: RankLayout, kernels: Kernels, kind: LayerKind)
     """Predict one layer."""
     stack, model = job.stack, job.model
     experts, windowed = kind
-    tokens = layout.micro_batch * job.sequence_length / layout.cp
+    tokens = job.rank_tokens(layout)
     forward, backward = _attention_block(job, layout, kernels, tokens, windowed=windowed)
     tp_forward, tp_backward = _tensor_parallel(job, layout, tokens, experts=experts)
     cp_forward, cp_backward = _context_parallel(job, layout, tokens)
@@ -165,7 +165,7 @@ def _attention_block(
         forward, backward = forward + times[0], backward + times[1]
     core = _core_attention(job, layout, kernels, windowed=windowed)
     # Norm and residual: both in and out, on the tokens of this rank; queries and keys are turned in place.
-    shared = layout.tp if job.habits.sequence_parallel else 1
+    shared = job.stream_shards(layout)
     width = (model.heads * model.head_dim + 2 * model.kv_heads * model.head_dim) / layout.tp
     moved = kernels.moved(2 * tokens * (4 * model.hidden / shared + 3 * width)) * job.stack.elementwise
     return forward + core[0] + moved, backward + core[1] + 2 * moved
@@ -181,7 +181,7 @@ def _dense_block(job: Job, layout: RankLayout, kernels: Kernels, tokens: float, 
     for product in job.model.feed_forward(ffn):
         times = kernels.product(tokens, product, layout.tp)
         forward, backward = forward + times[0], backward + times[1]
-    shared = layout.tp if job.habits.sequence_parallel else 1
+    shared = job.stream_shards(layout)
     inner = (3 if job.model.gated else 2) * ffn / layout.tp
     moved = kernels.moved(2 * tokens * (4 * job.model.hidden / shared + inner)) * job.stack.elementwise
     return forward + moved, backward + 2 * moved

@@ -31,7 +31,6 @@ def rank_memory(job: Job, layout: RankLayout, rank: int) -> Memory:
     if at_step > in_backward:
         activations, logits, buffers = 0.0, 0.0, at_step
     else:
-        logits = max(logits, 0.0)
         buffers = gathered + max(0.0, working - logits)
     scale = job.memory_calibration / _GIB
     allocated = weights + gradients + optimizer + activations + logits + buffers
@@ -49,8 +48,12 @@ def rank_memory(job: Job, layout: RankLayout, rank: int) -> Memory:
 
 def head_rank(job: Job, layout: RankLayout) -> int:
     """Return the pipeline rank that computes the logits."""
-    chunk = job.habits.head_chunk
-    return (layout.pp * layout.vp - 1 if chunk is None else chunk) % layout.pp
+    return head_chunk(job, layout) % layout.pp
+
+
+def head_chunk(job: Job, layout: RankLayout) -> int:
+    """Return the chunk that holds the head."""
+    return layout.pp * layout.vp - 1 if job.habits.head_chunk is None else job.habits.head_chunk
 
 
 def rank_weights(job: Job, layout: RankLayout, rank: int) -> tuple[float, float, float]:
@@ -96,10 +99,7 @@ def _states(
 ) -> tuple[float, float, float, float]:
     """Bytes of weights, gradients and optimiser states, and of weights gathered for use."""
     stack, trained = job.stack, job.habits.trained_share
-    copies = layout.copies
-    dense_shard = layout.dp * layout.cp / copies if layout.shard != "none" else 1
-    expert_shard = max(1.0, layout.edp / copies) if layout.shard != "none" else 1
-    in_shards = dense / dense_shard + expert / expert_shard
+    in_shards = dense / layout.dense_shards + expert / layout.expert_shards
     whole = dense + expert
     shard = layout.shard
     weights = stack.weight_bytes * (in_shards if shard == "full" else whole)
@@ -107,7 +107,7 @@ def _states(
     gradients = each * (in_shards if shard in ("full", "zero2") else whole) * trained
     optimizer = stack.optimizer_bytes * (whole if shard == "none" else in_shards) * trained
     # Two units at a time: the one in use and the one fetched ahead; backward holds the gradients of one besides.
-    gathered = 2 * 2 * largest + 2 * largest * trained if shard == "full" and dense_shard > 1 else 0.0
+    gathered = 2 * 2 * largest + 2 * largest * trained if shard == "full" and layout.dense_shards > 1 else 0.0
     return weights, gradients, optimizer, gathered
 
 
@@ -133,19 +133,15 @@ def _activations(job: Job, layout: RankLayout, rank: int) -> tuple[float, float]
             one, peak = layer_bytes(job, layout, experts=kind.experts)
             kept, working = kept + count * one, max(working, peak)
     if rank == 0:
-        kept += 2 * _local_tokens(job, layout) * job.model.hidden / (layout.tp if job.habits.sequence_parallel else 1)
+        kept += 2 * job.rank_tokens(layout) * job.model.hidden / job.stream_shards(layout)
     return kept * flying, working
-
-
-def _local_tokens(job: Job, layout: RankLayout) -> float:
-    return layout.micro_batch * job.sequence_length / layout.cp
 
 
 def layer_bytes(job: Job, layout: RankLayout, *, experts: bool) -> tuple[float, float]:
     """Return the bytes a layer keeps for backward, and those that backward through it makes besides."""
     stack, model = job.stack, job.model
-    tokens = _local_tokens(job, layout)
-    shared = layout.tp if job.habits.sequence_parallel else 1
+    tokens = job.rank_tokens(layout)
+    shared = job.stream_shards(layout)
     heads = model.heads * (model.head_dim + model.value_dim) + model.kv_heads * (model.head_dim + model.value_dim)
     if model.latent is not None:
         heads += 2 * (model.latent.query_rank + model.latent.value_rank) * layout.tp
@@ -199,4 +195,4 @@ def _dropped(job: Job, layout: RankLayout, tokens: float, shared: int, inner: fl
 
 
 def _logits(job: Job, layout: RankLayout) -> float:
-    return _local_tokens(job, layout) * job.model.vocab_size / layout.tp * job.stack.logit_bytes
+    return job.rank_tokens(layout) * job.model.vocab_size / layout.tp * job.stack.logit_bytes

@@ -13,7 +13,7 @@ from trainshed.plan.layout import RankLayout
 from trainshed.plan.performance.anatomy import LayerKind, Product
 from trainshed.plan.performance.collectives import group_of
 from trainshed.plan.performance.layer_time import LOW_PRECISIONS, Kernels, LayerTimes, PassTimes, layer_times
-from trainshed.plan.performance.memory import rank_memory, rank_weights
+from trainshed.plan.performance.memory import head_chunk, rank_memory, rank_weights
 from trainshed.plan.performance.pipeline import Passes, pipeline_seconds
 from trainshed.plan.performance.prediction import Job, Memory, Prediction, StagePrediction, StepTimes
 
@@ -113,7 +113,7 @@ def _chunks(job: Job, layout: RankLayout) -> list[_Chunk]:
     kernels = Kernels(job)
     kinds: dict[LayerKind, LayerTimes] = {}
     model = job.model
-    head = layout.pp * layout.vp - 1 if job.habits.head_chunk is None else job.habits.head_chunk
+    head = head_chunk(job, layout)
     chunks = []
     crossing = layout.tp > 1 and layout.pp > 1 and job.gpus > job.hardware.gpus_per_node
     stack = job.stack
@@ -144,13 +144,12 @@ def _chunks(job: Job, layout: RankLayout) -> list[_Chunk]:
 
 
 def _embedding_seconds(job: Job, layout: RankLayout, kernels: Kernels) -> float:
-    tokens = layout.micro_batch * job.sequence_length / layout.cp
-    return kernels.moved(6 * tokens * job.model.hidden)
+    return kernels.moved(6 * job.rank_tokens(layout) * job.model.hidden)
 
 
 def _head(job: Job, layout: RankLayout, kernels: Kernels) -> tuple[PassTimes, PassTimes]:
     model = job.model
-    tokens = layout.micro_batch * job.sequence_length / layout.cp
+    tokens = job.rank_tokens(layout)
     product = Product("head", model.hidden, model.vocab_size, "out")
     forward, backward = kernels.product(tokens, product, layout.tp, low=False)
     loss = kernels.moved(4 * tokens * model.vocab_size / layout.tp * job.stack.loss_passes)
@@ -166,8 +165,7 @@ def _hop_seconds(job: Job, layout: RankLayout) -> float:
 
 def _transfer_seconds(job: Job, layout: RankLayout) -> float:
     """What handing the activations of a micro-batch to the next stage takes."""
-    shared = layout.tp if job.habits.sequence_parallel else 1
-    volume = 2 * layout.micro_batch * job.sequence_length / layout.cp * job.model.hidden / shared
+    volume = 2 * job.rank_tokens(layout) * job.model.hidden / job.stream_shards(layout)
     far = layout.stage_ranks >= job.hardware.link_domain
     speed = job.hardware.network_gb_per_s * job.stack.network if far else job.hardware.link_gb_per_s * job.stack.link
     return volume / (speed * 1e9)
@@ -211,7 +209,7 @@ def _data_parallel(job: Job, layout: RankLayout, rank: int, own: list[_Chunk], m
     # Hybrid: states are sharded among some ranks, and all copies still add up their gradients.
     rings = 2 if layout.copies > 1 else 1
     wire = 2.0 if job.habits.half_gradients else stack.reduce_bytes
-    among_shards = group_of(layout.dp * layout.cp // layout.copies, layout.tp, job.hardware, stack)
+    among_shards = group_of(layout.dense_shards, layout.tp, job.hardware, stack)
     reduce = rings * (group.ring_seconds(wire * dense) + among.ring_seconds(wire * expert))
     gather = 0.0
     if layout.shard != "none":
@@ -228,7 +226,7 @@ def _fully_sharded(
     job: Job, layout: RankLayout, dense: float, expert: float, forward: float, backward: float, micro: int
 ) -> float:
     stack = job.stack
-    shard = layout.dp * layout.cp // layout.copies
+    shard = layout.dense_shards
     group = group_of(shard, layout.tp, job.hardware, stack)
     copies = group_of(layout.copies, layout.tp * shard, job.hardware, stack)
     gather = group.ring_seconds(2 * (dense + expert))
@@ -249,9 +247,8 @@ def _uncovered(communication: float, compute: float, slowdown: float) -> float:
 
 def _optimizer(job: Job, layout: RankLayout, dense: float, expert: float) -> float:
     """Read and write the states once: 16 bytes of them, gradients and weights besides."""
-    kernels, shard = Kernels(job), layout.dp * layout.cp / layout.copies if layout.shard != "none" else 1
-    expert_shard = max(1.0, layout.edp / layout.copies) if layout.shard != "none" else 1
-    mine = (dense / shard + expert / expert_shard) * job.habits.trained_share
+    kernels = Kernels(job)
+    mine = (dense / layout.dense_shards + expert / layout.expert_shards) * job.habits.trained_share
     norm = kernels.moved(job.stack.gradient_bytes * mine)
     return kernels.moved(30 * mine) * job.stack.optimizer + norm
 

@@ -36,6 +36,14 @@ class Job:
         """Tokens of one global batch."""
         return self.global_batch * self.sequence_length
 
+    def rank_tokens(self, layout: RankLayout) -> float:
+        """Tokens of a micro-batch that one rank computes with: a context-parallel rank has its part of each."""
+        return layout.micro_batch * self.sequence_length / layout.cp
+
+    def stream_shards(self, layout: RankLayout) -> int:
+        """Among how many ranks the residual stream of those tokens is shared out."""
+        return layout.tp if self.habits.sequence_parallel else 1
+
 
 @dataclass(frozen=True)
 class Memory:

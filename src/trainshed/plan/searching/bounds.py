@@ -29,15 +29,11 @@ class StateBound:
 
     def __call__(self, layout: RankLayout) -> float:
         """Return the average over the pipeline's stages: the fullest has no less."""
-        ranks = layout.dp_shard * layout.cp
-        dense = self._bytes(layout, ranks) * self._dense / layout.tp
-        expert_ranks = 1 if layout.shard == "none" else max(1, layout.edp // layout.copies)
-        experts = self._bytes(layout, expert_ranks) * self._experts / (layout.ep * layout.etp)
+        dense = self._bytes(layout, layout.dense_shards) * self._dense / layout.tp
+        experts = self._bytes(layout, layout.expert_shards) * self._experts / (layout.ep * layout.etp)
         return (dense + experts) / layout.pp / _GIB * self._job.memory_calibration
 
     def _bytes(self, layout: RankLayout, ranks: int) -> float:
-        if layout.shard == "none":
-            ranks = 1
         weights = self._weight / (ranks if layout.shard == "full" else 1)
         gradients = self._gradient / (ranks if layout.shard in ("zero2", "full") else 1)
         if self._job.stack.gradients_freed and layout.micro_batches(self._job.global_batch) == 1:
