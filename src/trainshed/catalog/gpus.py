@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -54,6 +54,11 @@ class Gpu(Entry):
     machine: Text | None = Field(
         None, description="The machine that is meant where only the GPU is named: a name in machines.yaml, or a file"
     )
+
+    @property
+    def vendor(self) -> Literal["nvidia", "amd"]:
+        """Who makes it, by what its driver calls it."""
+        return "amd" if any(name.startswith("AMD") for name in self.device_names) else "nvidia"
 
 
 _TABLE = Table(Path(__file__).with_name("gpus.yaml"), Gpu, "GPU", HOW_TO_DESCRIBE, other_names="aliases")

@@ -97,10 +97,7 @@ class DataArtefacts:
         if source.tokens is not None:
             return self._given_tokens(source.tokens, name, label, weight)
         how = self._tokenizing()
-        jobs = [
-            ShardJob(str(self._folder("tokens", _shard_spec(pieces, how)) / "tokens"), tuple(pieces))
-            for pieces in assign_shards(self._pieces(source), self._recipe.data.shards, self._options)
-        ]
+        jobs = self._shard_jobs(source, how)
         manifests = [read_token_manifest(job.prefix) for job in jobs]
         reused = all(m is not None and m.files_are_there(j.prefix) for m, j in zip(manifests, jobs, strict=True))
         if not reused:
@@ -120,6 +117,23 @@ class DataArtefacts:
             tokens=sum(manifest.counts.tokens for manifest in found),
             reused=reused,
         )
+
+    def make_part(self, source: SourceKeys, part: int, parts: int) -> int:
+        """Make every `parts`-th shard of a source, beginning with `part`; returns how many shards were tokenised."""
+        if source.tokens is not None:
+            return 0
+        how = self._tokenizing()
+        jobs = self._shard_jobs(source, how)[part::parts]
+        prepared = prepare(jobs, how, workers=self._workers, options=self._options, reporter=self._reporter)
+        for job, manifest in zip(jobs, prepared.manifests, strict=True):
+            self._prove(job.prefix, manifest)
+        return prepared.made
+
+    def _shard_jobs(self, source: SourceKeys, how: Tokenizing) -> list[ShardJob]:
+        return [
+            ShardJob(str(self._folder("tokens", _shard_spec(pieces, how)) / "tokens"), tuple(pieces))
+            for pieces in assign_shards(self._pieces(source), self._recipe.data.shards, self._options)
+        ]
 
     def _pieces(self, source: SourceKeys) -> list[Piece]:
         patterns = list(source.path) if source.path is not None else [str(self._script_output(source))]

@@ -1,6 +1,6 @@
-"""The line: a recipe's stages in order, each skipped when its artefact is already proven.
+"""Everything a recipe's training needs, made or found: base weights, tokenizer, tokens (verified), index.
 
-fetch (scripts, base weights), tokenizer, prepare (tokens, verified), index, train. What follows will join here.
+Each is skipped when its artefact is already proven; no GPU is held meanwhile.
 """
 
 from __future__ import annotations
@@ -8,9 +8,8 @@ from __future__ import annotations
 import shutil
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import orjson
 
@@ -21,19 +20,11 @@ from trainshed.data.artefacts import DataArtefacts, PreparedSource
 from trainshed.data.encode.tokenizer import Tokenizer
 from trainshed.data.order import DataOrder
 from trainshed.data.run_orders import PreparedData, run_orders
-from trainshed.errors import InputError, MissingExtra, NotFound
-from trainshed.plan import RankLayout, layout_problems, layout_warnings, resolve_layout
-from trainshed.plan.performance.hardware import Hardware
-from trainshed.plan.searching.automatic import Chosen, RunSizes, choose_for_cpu, choose_for_gpus, local_hardware
-from trainshed.recipe import Cluster, Layout, ModelConfig, Recipe, load_cluster, load_recipe, run_id, to_yaml
+from trainshed.errors import InputError, NotFound
+from trainshed.recipe import Cluster, ModelConfig, Recipe, load_cluster, load_recipe, run_id, to_yaml
 from trainshed.recipe.data import SourceKeys
-from trainshed.recipe.messages import as_recipe_error, validate
-from trainshed.recipe.places import Document, Places
 from trainshed.reporting import SILENT, Reporter
-from trainshed.storage import LocalStore, Store, StoreOptions, join, open_store, parse
-
-if TYPE_CHECKING:
-    from trainshed.engines.torch.job import TrainJob
+from trainshed.storage import LocalStore, StoreOptions, join, open_store, parse
 
 AnySource = TypeVar("AnySource", bound=SourceKeys)
 PREPARED = "prepared.json"
@@ -106,27 +97,43 @@ def run_line(
     """Make everything a recipe's training needs and does not have yet; no GPU is held meanwhile."""
     cluster = cluster or load_cluster()
     options = store_options(cluster)
-    store = _store_root(recipe, cluster)
+    store = store_root(recipe, cluster)
     resolved = resolve(recipe, options)
     name = id or run_id(resolved)
-    base = None
-    if resolved.model.from_:
-        base = fetch_base(
-            resolved.model.from_,
-            store / "artefacts",
-            config=resolved.model.config,
-            options=options,
-            reporter=reporter,
-            accept=partial(_heed_verdict, resolved, reporter),
-        )
-        resolved = _with_architecture(resolved, base)
-        _measure_base(base, resolved, reporter)
+    base = fetch_weights(resolved, store, options, reporter)
+    resolved = _with_architecture(resolved, base) if base is not None else resolved
     artefacts = DataArtefacts(resolved, store, workers=workers, options=options, reporter=reporter)
     folder = store / "runs" / resolved.name / name
     _keep_recipe(resolved, folder)
     run = _prepared(resolved, name, folder, artefacts, base, build=True, reporter=reporter)
     _keep_prepared(run)
     return run
+
+
+def fetch_weights(recipe: Recipe, store: Path, options: StoreOptions, reporter: Reporter) -> BaseWeights | None:
+    """Fetch and prove the base weights of a resolved recipe, and measure their loss; None where it has none."""
+    if not recipe.model.from_:
+        return None
+    base = fetch_base(
+        recipe.model.from_,
+        store / "artefacts",
+        config=recipe.model.config,
+        options=options,
+        reporter=reporter,
+        accept=partial(_heed_verdict, recipe, reporter),
+    )
+    _measure_base(base, _with_architecture(recipe, base), reporter)
+    return base
+
+
+def tokenise_part(recipe: Recipe, cluster: Cluster, part: int, parts: int, reporter: Reporter = SILENT) -> int:
+    """Tokenise one part of a recipe's shards, so that many machines share the work; returns how many it made."""
+    store, options = store_root(recipe, cluster), store_options(cluster)
+    resolved = resolve(recipe, options)
+    artefacts = DataArtefacts(resolved, store, options=options, reporter=reporter)
+    validation = resolved.data.validation
+    own = [validation] if validation is not None and validation.kind is not None else []
+    return sum(artefacts.make_part(source, part, parts) for source in (*resolved.data.train, *own))
 
 
 def _with_architecture(recipe: Recipe, base: BaseWeights) -> Recipe:
@@ -198,7 +205,7 @@ def open_run(recipe: Recipe, cluster: Cluster | None = None, *, id: str | None =
     """Open what `run_line` made; no artefact is made or changed."""
     cluster = cluster or load_cluster()
     options = store_options(cluster)
-    store = _store_root(recipe, cluster)
+    store = store_root(recipe, cluster)
     resolved = resolve(recipe, options)
     name = id or run_id(resolved)
     base = None
@@ -235,8 +242,8 @@ def store_options(cluster: Cluster) -> StoreOptions:
     return StoreOptions.from_mapping({key: endpoint.model_dump() for key, endpoint in cluster.stores.items()})
 
 
-def _store_root(recipe: Recipe, cluster: Cluster) -> Path:
-    """Where the line keeps what it makes; every stage asks, so this is also where other targets are refused."""
+def store_root(recipe: Recipe, cluster: Cluster) -> Path:
+    """Return where the line keeps what it makes; every stage asks, so this is also where other targets are refused."""
     cluster.check_runs_here()
     root = parse(recipe.store or cluster.store_root)
     if root.scheme != "file":
@@ -269,114 +276,3 @@ def _prepared(
     orders = run_orders(recipe, data, artefacts.indexes, build=build, reporter=reporter)
     tokenizer = artefacts.tokenizer()
     return PreparedRun(recipe, name, folder, data, orders.steps, orders.train, orders.validation, tokenizer, base)
-
-
-def check_trainable(recipe: Recipe, *, chosen: bool = False) -> None:
-    """Refuse what no preparation can make trainable; `chosen` says that the command line gives a layout."""
-    if find_spec("torch") is None:
-        raise MissingExtra.named("train", "training")
-    if recipe.engine.name != "torch":
-        raise InputError(
-            f"the engine {recipe.engine.name} is not built yet",
-            where=recipe.where("engine"),
-            hint="write engine: torch",
-        )
-    if recipe.train.mode == "finetune" or recipe.train.lora is not None:
-        key = "train.lora" if recipe.train.lora is not None else "train.mode"
-        raise InputError("fine-tuning is not built yet", where=recipe.where(key), hint="write `mode: pretrain`")
-    if recipe.data.stage != "direct":
-        raise InputError(
-            f"staging tokens on {recipe.data.stage} is not built yet",
-            where=recipe.where("data.stage"),
-            hint="write `stage: direct`",
-        )
-    if isinstance(recipe.layout, str) and not chosen:
-        _local_hardware()
-
-
-def _local_hardware() -> Hardware | None:
-    """The GPUs that `layout: auto` would plan for, None without any; those that are not in the catalog are an error."""
-    from trainshed.engines.torch.place import gpu_count, gpu_device_name
-
-    gpus = gpu_count()
-    return local_hardware(gpu_device_name(), gpus) if gpus else None
-
-
-def automatic_layout(run: PreparedRun, *, world_size: int | None = None) -> Chosen:
-    """Choose the layout of a run on this machine: on all its GPUs, or on one CPU process; or on `world_size` ranks."""
-    sizes = RunSizes(
-        run.config,
-        run.order.sequence_length,
-        tuple(run.order.schedule.sizes),
-        run.recipe.train.precision,
-        run.recipe.engine.name,
-    )
-    hardware = _local_hardware()
-    if hardware is None:
-        return choose_for_cpu(sizes, world_size or 1)
-    return choose_for_gpus(sizes, hardware, world_size or hardware.gpus_per_node)
-
-
-def run_layout(
-    run: PreparedRun,
-    *,
-    keys: dict[str, object] | None = None,
-    world_size: int | None = None,
-    reporter: Reporter = SILENT,
-) -> RankLayout:
-    """Return the layout a run trains on, filled in and checked: the recipe's with `keys` over it, or the planner's."""
-    return planned_layout(run, keys=keys, world_size=world_size, reporter=reporter).layout
-
-
-def planned_layout(
-    run: PreparedRun,
-    *,
-    keys: dict[str, object] | None = None,
-    world_size: int | None = None,
-    reporter: Reporter = SILENT,
-) -> Chosen:
-    """Return the layout a run trains on, as `run_layout` does, with the planner's reasons where it chose."""
-    check_trainable(run.recipe, chosen=bool(keys))
-    written = run.recipe.layout
-    if isinstance(written, str) and not keys:
-        chosen = automatic_layout(run, world_size=world_size)
-    else:
-        plain = {} if isinstance(written, str) else written.model_dump(exclude_unset=True)
-        wanted = validate(Layout, Document(plain | (keys or {}), Places("--layout")))
-        chosen = Chosen(resolve_layout(wanted, run.config, world_size=world_size))
-    for reason in chosen.reasons:
-        reporter.note(reason)
-    asked = {"sequence_length": run.order.sequence_length, "batch_sizes": run.order.schedule.sizes}
-    problems = layout_problems(chosen.layout, run.config, **asked)
-    if problems:
-        raise as_recipe_error(problems, run.recipe.places)
-    for warning in layout_warnings(chosen.layout, run.config, **asked):
-        reporter.warn(warning)
-    return chosen
-
-
-def checkpoint_home(run: PreparedRun, options: StoreOptions | None = None) -> tuple[Store, str] | None:
-    """Return where the run's checkpoints are kept apart from it, as store and folder; None: in its own folder."""
-    if run.recipe.checkpoint.to is None:
-        return None
-    store, path = open_store(parse(run.recipe.checkpoint.to), options)
-    return store, f"{path}/{run.recipe.name}/{run.id}".lstrip("/")
-
-
-def train_job(run: PreparedRun, layout: RankLayout, options: StoreOptions | None = None) -> TrainJob:
-    """Return what a rank of this run is asked to train."""
-    from trainshed.engines.torch.job import TrainJob
-
-    return TrainJob(
-        recipe=run.recipe,
-        config=run.config,
-        layout=layout,
-        name=run.id,
-        steps=run.steps,
-        order=run.order,
-        validation=run.validation,
-        store=LocalStore(run.folder),
-        folder="",
-        base=run.base,
-        checkpoint_home=checkpoint_home(run, options),
-    )

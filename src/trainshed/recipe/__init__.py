@@ -14,7 +14,7 @@ from trainshed.recipe.cluster import (
     load_cluster,
 )
 from trainshed.recipe.data import DataSection, Source, Split, ValidationSource
-from trainshed.recipe.execution import Checkpoint, Engine, Observe, Profile, Resources
+from trainshed.recipe.execution import Checkpoint, Elastic, Engine, Export, Observe, Profile, Resources
 from trainshed.recipe.json_schema import cluster_json_schema, recipe_json_schema
 from trainshed.recipe.layout import Layout
 from trainshed.recipe.load import find_recipe, load_recipe, parse_recipe, shipped_recipes
@@ -30,7 +30,9 @@ __all__ = [
     "Cluster",
     "ClusterStorage",
     "DataSection",
+    "Elastic",
     "Engine",
+    "Export",
     "Layout",
     "Lora",
     "ModelConfig",

@@ -28,17 +28,24 @@ class Engine(Section):
 
     name: Literal["torch", "megatron", "nemo", "torchtune"] = Field("torch", description="The engine")
     image: Text | None = Field(None, description="Container image, by digest", examples=["nvcr.io/…@sha256:…"])
+    version: Text | None = Field(
+        None,
+        description="A foreign engine's version, whose arguments are written; left out: the newest that is known here",
+        examples=["0.16.1"],
+    )
     args: dict[str, EngineArgument] = Field(
         default_factory=dict,
         description="Arguments handed to a foreign engine as they are (checked against its list)",
     )
 
     def problems(self) -> Iterator[Problem]:
-        """Our own engine takes no arguments."""
+        """Our own engine takes no arguments and has no version but that of Trainshed."""
         if self.name == "torch" and self.args:
             yield Problem(
                 ("args",), "the torch engine takes no `args`: its options are keys of the recipe", "delete it"
             )
+        if self.name == "torch" and self.version is not None:
+            yield Problem(("version",), "the torch engine has no version of its own", "delete it")
 
 
 class Checkpoint(Section):
@@ -82,6 +89,21 @@ class Resources(Section):
     nodes: PositiveInt | None = Field(
         None, description="Number of nodes; `--nodes` wins over it, it wins over the cluster's default"
     )
+
+
+class Elastic(Section):
+    """What becomes of a run that loses nodes."""
+
+    min_nodes: PositiveInt = Field(description="Fewer nodes than this do not train: the run waits")
+    spares: NotNegativeInt = Field(0, description="Nodes held in the allocation to stand in for bad ones")
+
+
+class Export(Section):
+    """What becomes of the trained weights."""
+
+    format: Literal["hf", "megatron"] = Field("hf", description="Format of the exported weights")
+    dtype: Literal["bf16", "fp32"] = Field("bf16", description="Their dtype")
+    to: Address | None = Field(None, description="Where they go; left out: `export` in the run's folder")
 
 
 def expand_engine(value: Any) -> Any:

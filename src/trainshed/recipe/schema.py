@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field, PrivateAttr
 from trainshed.recipe.address import Address
 from trainshed.recipe.architecture import ModelConfig
 from trainshed.recipe.data import DataSection, expand_data
-from trainshed.recipe.execution import Checkpoint, Engine, Observe, Resources, expand_engine
+from trainshed.recipe.execution import Checkpoint, Elastic, Engine, Export, Observe, Resources, expand_engine
 from trainshed.recipe.layout import LayoutSection
 from trainshed.recipe.model import ModelSection, TokenizerSection, TrainedTokenizer
 from trainshed.recipe.places import Places
@@ -19,7 +19,7 @@ from trainshed.recipe.section import NotNegativeInt, Problem, Section
 from trainshed.recipe.train import TrainSection
 
 FORMAT = 1
-RESERVED = ("elastic", "export", "eval", "serve", "budgets", "engine_options")
+RESERVED = ("eval", "serve", "budgets", "engine_options")
 """Top-level keys that later versions will read; writing one today is an error, not a silence."""
 
 # Names of objects are name + id + suffix, 63 characters at most; a service's name begins with a letter.
@@ -58,6 +58,10 @@ class Recipe(Section):
     checkpoint: Checkpoint = Field(default_factory=Checkpoint, description="Saving and resuming")
     observe: Observe = Field(default_factory=Observe, description="What is written besides the run's events")
     resources: Resources = Field(default_factory=Resources, description="What the run asks of the cluster")
+    elastic: Elastic | None = Field(
+        None, description="Spare nodes, and with how few to go on; left out: all or nothing"
+    )
+    export: Export | None = Field(None, description="Weights to write when training has ended; left out: none")
     store: Address | None = Field(None, description="Where artefacts and runs are kept; left out: the cluster's store")
     seed: NotNegativeInt = Field(1234, description="Seed of fresh weights and dropout (`data.seed` orders the data)")
 
@@ -82,6 +86,12 @@ class Recipe(Section):
         """What only the whole recipe can tell."""
         yield from self._weights_problems()
         yield from self._tokenizer_problems()
+        if self.train.precision == "fp16" and self.engine.name == "torch":
+            yield Problem(
+                ("train", "precision"),
+                "the torch engine has no loss scale, and fp16 needs one",
+                "write `precision: bf16`, or `engine: megatron`",
+            )
         if self.data.synthetic and self.train.mode == "finetune":
             yield Problem(("data",), "synthetic data has no answers to fine-tune on", "write `train.mode: pretrain`")
         if self.data.synthetic and self.train.epochs is not None:

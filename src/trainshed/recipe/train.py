@@ -99,9 +99,10 @@ class TrainSection(Section):
     epochs: PositiveFloat | None = Field(None, description="Length of the run in passes over the data", examples=[1])
     global_batch: PositiveInt = Field(description="Sequences per step, over all ranks", examples=[1024])
     batch_ramp: BatchRamp | None = Field(None, description="Start with a smaller batch")
-    precision: Literal["fp64", "fp32", "bf16", "fp8"] = Field(
+    precision: Literal["fp64", "fp32", "bf16", "fp16", "fp8"] = Field(
         "bf16",
-        description="Precision of the matrix products (weights of record: fp32 or more); fp64 is for proofs",
+        description="Precision of the matrix products (weights of record: fp32 or more); fp64 is for proofs, "
+        "fp16 (with a loss scale) for engines that are not ours",
     )
     optimizer: Optimizer = Field(description="What turns gradients into updates", examples=["{lr: 3.0e-4}"])
     schedule: Schedule = Field(default_factory=Schedule, description="How the learning rate changes")

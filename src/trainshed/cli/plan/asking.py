@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from pydantic import TypeAdapter, ValidationError
 
-from trainshed.catalog.models import architecture, model_preset
+from trainshed.catalog.models import model_preset
 from trainshed.cli.plan.flags import Flags
 from trainshed.cli.plan.place import asked_gpu_counts, asked_machine, named
-from trainshed.data.sampling.schedule import BatchSchedule, RampUp
-from trainshed.errors import InputError, RecipeError, TrainshedError
-from trainshed.plan.budget.budget import Terms
-from trainshed.plan.budget.planned_storage import storage_of
+from trainshed.data.sampling.schedule import BatchSchedule
+from trainshed.errors import InputError
+from trainshed.line.planning import PlannedModel, planned_model, planning_terms
 from trainshed.plan.layout import parse_layout
 from trainshed.plan.measured.calibration import Calibrations, read_calibrations
 from trainshed.plan.performance.anatomy import anatomy_of
 from trainshed.plan.performance.prediction import Job
 from trainshed.plan.performance.stacks import stack
 from trainshed.plan.question import Question, check_precision
-from trainshed.recipe import Cluster, Layout, ModelConfig, Recipe, load_cluster, load_recipe, split_overrides
+from trainshed.recipe import Cluster, Layout, load_cluster, load_recipe, split_overrides
 from trainshed.recipe.cluster import DEFAULT_CLUSTER
 from trainshed.recipe.messages import validate
 from trainshed.recipe.places import Document, Places
@@ -27,22 +24,6 @@ from trainshed.recipe.section import Count
 
 DEFAULT_PRECISION = "bf16"
 DEFAULT_ENGINE = "torch"
-
-
-@dataclass(frozen=True)
-class _Model:
-    """What is trained, whether a recipe says it or flags do."""
-
-    name: str
-    config: ModelConfig
-    preset: str
-    sequence_length: int
-    schedule: BatchSchedule
-    precision: str
-    engine: str
-    layout: Layout | None
-    steps: int | None
-    notes: tuple[str, ...] = ()
 
 
 def ask(flags: Flags) -> Question:
@@ -53,7 +34,7 @@ def ask(flags: Flags) -> Question:
     recipe = None
     if flags.recipe is not None:
         recipe = load_recipe(flags.recipe, for_recipe)
-        model = _from_recipe(recipe, cluster)
+        model = planned_model(recipe, cluster)
     else:
         model = _from_flags(flags)
     model_layout = _layout(flags, model.layout)
@@ -79,22 +60,12 @@ def ask(flags: Flags) -> Question:
         calibrations=_calibrations(flags, cluster),
         batch_sizes=tuple(model.schedule.sizes),
         gpu_counts=counts if len(counts) > 1 else (),
-        terms=Terms(
-            engine=model.engine,
-            machine=machine,
-            storage=storage_of(cluster),
-            steps=model.steps,
-            checkpoint_every=recipe.checkpoint.every if recipe is not None else None,
-            keep=recipe.checkpoint.keep if recipe is not None else 3,
-            asynchronous=recipe.checkpoint.async_ if recipe is not None else True,
-            mtbf_hours=cluster.mtbf_hours,
-            price_per_gpu_hour=flags.price or cluster.price_per_gpu_hour,
-        ),
+        terms=planning_terms(model, recipe, cluster, machine, price=flags.price),
         notes=model.notes,
     )
 
 
-def _from_flags(flags: Flags) -> _Model:
+def _from_flags(flags: Flags) -> PlannedModel:
     assert flags.model is not None, "`Flags.check` asks for it"
     assert flags.seq is not None, "likewise"
     assert flags.global_batch is not None, "likewise"
@@ -114,7 +85,7 @@ def _from_flags(flags: Flags) -> _Model:
         notes.append(f"products in {DEFAULT_PRECISION}: no --precision was given")
     if flags.engine is None:
         notes.append(f"planned for the engine {DEFAULT_ENGINE}: no --engine was given")
-    return _Model(
+    return PlannedModel(
         name=flags.model,
         config=config,
         preset=flags.model,
@@ -134,62 +105,6 @@ def _count(text: str) -> int:
     except ValidationError:
         raise InputError(
             f"`{text}` is not a number of tokens", where="--tokens", hint="write for example 15T"
-        ) from None
-
-
-def _from_recipe(recipe: Recipe, cluster: Cluster) -> _Model:
-    config = architecture(recipe) or _of_the_weights(recipe, cluster)
-    train, ramp = recipe.train, recipe.train.batch_ramp
-    schedule = BatchSchedule(
-        train.global_batch, RampUp(ramp.start, ramp.increment, ramp.samples) if ramp is not None else None
-    )
-    length = recipe.data.sequence_length or config.max_positions
-    notes = []
-    steps = train.steps
-    if train.tokens is not None:
-        steps = schedule.steps_for(-(-train.tokens // length))
-    if train.epochs is not None:
-        notes.append("hours and cost are left out: `epochs` has a length only once the data is prepared")
-    if ramp is not None:
-        notes.append(f"planned for the full batch of {train.global_batch:,}: steps of the ramp are shorter")
-    if train.lora is not None:
-        notes.append("planned as if all weights were trained: adapters (`train.lora`) take less memory and time")
-    layout = None if isinstance(recipe.layout, str) else recipe.layout
-    preset = recipe.model.preset or recipe.model.from_ or config.family
-    return _Model(
-        recipe.name,
-        config,
-        preset,
-        length,
-        schedule,
-        train.precision,
-        recipe.engine.name,
-        layout,
-        steps,
-        tuple(notes),
-    )
-
-
-def _of_the_weights(recipe: Recipe, cluster: Cluster) -> ModelConfig:
-    """The architecture that base weights bring: their config.json is read, not they."""
-    import orjson
-
-    from trainshed.line import store_options
-    from trainshed.models.hf_config import read_hf_config
-    from trainshed.storage import join, open_store, parse
-
-    address = recipe.model.from_
-    assert address is not None, "a model without an architecture has weights"
-    try:
-        store, path = open_store(parse(address), store_options(cluster))
-        body = orjson.loads(store.read(join(path, "config.json")))
-        return read_hf_config(body, f"{address}/config.json")
-    except (TrainshedError, ValueError) as error:
-        what = error.what if isinstance(error, TrainshedError) else "its config.json is not JSON"
-        raise RecipeError(
-            f"the architecture is that of {address}, which cannot be read: {what}",
-            where=recipe.where("model.from"),
-            hint="name it besides: model.preset=NAME",
         ) from None
 
 

@@ -2,72 +2,43 @@
 
 from __future__ import annotations
 
-import difflib
-import os
 import re
-from collections.abc import Iterable, Iterator
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, PrivateAttr
 
 from trainshed.errors import RecipeError
 from trainshed.recipe.address import Address
-from trainshed.recipe.load import SUFFIXES, check_format
-from trainshed.recipe.messages import validate
-from trainshed.recipe.overrides import apply_overrides
+from trainshed.recipe.cluster.places import (
+    ClusterStorage,
+    SecretReference,
+    StoreEndpoint,
+    Volume,
+    refuse_literal,
+)
+from trainshed.recipe.cluster.targets import Capacity, JobLimits, Kubernetes, Ray, Slurm
 from trainshed.recipe.places import Places
 from trainshed.recipe.schema import FORMAT, LONGEST_NAME, NAME_PATTERN
-from trainshed.recipe.section import PositiveFloat, PositiveInt, Problem, Section, Text, wrong
-from trainshed.recipe.yaml_source import decode, parse
-from trainshed.shipped import shipped_folder
+from trainshed.recipe.section import PositiveFloat, PositiveInt, Problem, Section, Text
 
-DEFAULT_CLUSTER = "local"
 LOCAL_STORE = "./store"
 Target = Literal["local", "slurm", "kubernetes", "ray"]
+EnvironmentName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+EnvironmentValue = Annotated[str, Field(pattern=r"^[^\x00]*$")]
+Lockable = Literal[
+    "image",
+    "store",
+    "service_account",
+    "slurm.account",
+    "slurm.partition",
+    "slurm.qos",
+    "kubernetes.queue",
+    "kubernetes.namespace",
+    "kubernetes.priority",
+    "kubernetes.context",
+]
 _STORE_KEY = re.compile(r"^(s3|gs|az|hf|https?)(://[^/]+(/[^/]+)*)?$")
-
-
-class StoreEndpoint(Section):
-    """How to reach a store that is not where its scheme says."""
-
-    endpoint: Text | None = Field(None, description="URL of the server", examples=["http://minio.default.svc:9000"])
-    region: Text | None = Field(None, description="Region the server expects")
-    anonymous: bool = Field(False, description="Read without credentials")
-    addressing: Literal["path", "virtual"] | None = Field(
-        None,
-        description="Where the bucket's name stands in the URL; left out: path where an endpoint is given",
-    )
-
-    def problems(self) -> Iterator[Problem]:
-        """An endpoint is a URL."""
-        if self.endpoint is not None and not self.endpoint.startswith(("http://", "https://")):
-            yield Problem(("endpoint",), f"`{self.endpoint}` has no scheme", f"write https://{self.endpoint}")
-
-
-class SecretReference(Section):
-    """Where a secret is found when it is needed: exactly one of the keys."""
-
-    env: Text | None = Field(None, description="Name of an environment variable")
-    file: Text | None = Field(None, description="Path of a file that holds it")
-    k8s: Text | None = Field(None, description="A Kubernetes secret, as name/key")
-
-    def problems(self) -> Iterator[Problem]:
-        """One reference."""
-        if sum(value is not None for value in (self.env, self.file, self.k8s)) != 1:
-            yield Problem((), "needs exactly one of env, file and k8s", "write for example {env: HF_TOKEN}")
-        if self.k8s is not None and not re.match(r"^[^/]+/[^/]+$", self.k8s):
-            yield Problem(("k8s",), "names no key of a secret", "write name/key")
-
-
-def _refuse_literal(value: Any) -> Any:
-    # The value itself is not repeated: it may be the secret.
-    if not isinstance(value, dict | SecretReference):
-        raise wrong(
-            "a secret is never written into a file: cluster files are shared and kept with every run",
-            "write where to find it: {env: NAME}, {file: PATH} or {k8s: name/key}",
-        )
-    return value
 
 
 class Nodes(Section):
@@ -82,14 +53,6 @@ class Nodes(Section):
             yield Problem(("default",), f"{self.default} is more than max: {self.max}", "write a smaller one")
 
 
-class ClusterStorage(Section):
-    """The storage that checkpoints and tokens lie on, as the planner must know it."""
-
-    tier: Text = Field(description="Kind of storage, by its name in the catalog", examples=["amlfs-250"])
-    size_tib: PositiveFloat | None = Field(None, description="How much of it there is, where its speed depends on that")
-    servers: PositiveInt | None = Field(None, description="How many servers it stands on, where that decides its speed")
-
-
 class Cluster(Section):
     """Where to run."""
 
@@ -98,13 +61,14 @@ class Cluster(Section):
         description="Name of the cluster", examples=["local"]
     )
     target: Target = Field(
-        description="What schedules the work; this version runs on `local` only and plans for all", examples=["local"]
+        description="What schedules the work: this machine, Slurm, Kubernetes, or a running Ray cluster",
+        examples=["local"],
     )
     store: Address | None = Field(None, description="Root of artefacts and runs; left out on `local`: ./store")
     stores: dict[str, StoreEndpoint] = Field(
         default_factory=dict, description="Endpoints, by scheme (`s3`) or by bucket (`s3://bucket`)"
     )
-    secrets: dict[str, Annotated[SecretReference, BeforeValidator(_refuse_literal)]] = Field(
+    secrets: dict[str, Annotated[SecretReference, BeforeValidator(refuse_literal)]] = Field(
         default_factory=dict, description="Secrets by reference: {HF_TOKEN: {env: HF_TOKEN}}"
     )
     nodes: Nodes = Field(default_factory=Nodes, description="How many nodes a run gets")
@@ -117,6 +81,29 @@ class Cluster(Section):
     mtbf_hours: PositiveFloat | None = Field(
         None, description="Mean time between failures of one node; left out: Llama 3's, by its GPUs"
     )
+
+    image: Text | None = Field(
+        None, description="Container image jobs run in, best by digest", examples=["registry/trainshed@sha256:…"]
+    )
+    python: Text = Field("python3", description="Python inside the image, or on the nodes where there is no `venv`")
+    fabric: Text | None = Field(None, description="Network between nodes; left out: the machine's")
+    sharp: bool = Field(False, description="InfiniBand: let the switches sum (SHARP); proven before step 0")
+    preflight: bool = Field(True, description="Prove GPUs, fabric and storage before training starts")
+    environment: dict[EnvironmentName, EnvironmentValue] = Field(
+        default_factory=dict, description="Variables of every job; those that do not belong to the fabric are refused"
+    )
+    volumes: Annotated[tuple[Volume, ...], Field(strict=False)] = Field((), description="Storage mounted into jobs")
+    limits: JobLimits = Field(default_factory=JobLimits, description="What jobs may take")
+    capacity: Capacity = Field(default_factory=Capacity, description="Under which terms nodes are taken")
+    service_account: Text | None = Field(
+        None, description="Identity of jobs (Workload Identity, IRSA); left out: the namespace's own"
+    )
+    locked: Annotated[tuple[Lockable, ...], Field(strict=False)] = Field(
+        (), description="Keys that neither a recipe nor the command line may change"
+    )
+    slurm: Slurm | None = Field(None, description="How jobs are given to Slurm")
+    kubernetes: Kubernetes | None = Field(None, description="How jobs are given to Kubernetes")
+    ray: Ray | None = Field(None, description="How jobs are given to a running Ray cluster")
 
     _places: Places = PrivateAttr(default_factory=Places)
 
@@ -135,60 +122,44 @@ class Cluster(Section):
         return self._places.where(tuple(key.split(".")))
 
     def check_runs_here(self) -> None:
-        """Refuse to run where this version cannot; a plan can be made for every cluster."""
+        """Refuse to work on this machine for a cluster that is elsewhere."""
         if self.target != "local":
             raise RecipeError(
-                f"this version cannot run on {self.target} yet: it runs on `local` only",
+                f"{self.name} is a {self.target} cluster: its jobs do not run on this machine",
                 where=self.where("target"),
-                hint=f"`trainshed plan RECIPE --on {self.name}` plans for it; leave --on out to run on this machine",
+                hint=f"`trainshed submit RECIPE --on {self.name}` sends them there; leave --on out to run here",
             )
 
+    def inside(self) -> Cluster:
+        """Return the cluster as its own jobs see it: whatever runs on a node is local there."""
+        seen = self.model_copy(update={"target": "local", "slurm": None, "kubernetes": None, "ray": None})
+        seen._places = self._places
+        return seen
+
+    @property
+    def on_slurm(self) -> Slurm:
+        """Return the Slurm section, with its defaults where nothing is written."""
+        return self.slurm or Slurm()
+
+    @property
+    def on_kubernetes(self) -> Kubernetes:
+        """Return the Kubernetes section, with its defaults where nothing is written."""
+        return self.kubernetes or Kubernetes()
+
     def problems(self) -> Iterator[Problem]:
-        """Endpoints are for stores that exist."""
+        """Endpoints are for stores that exist, sections for the target that reads them."""
         for key in self.stores:
             if not _STORE_KEY.match(key):
                 yield Problem(("stores", key), f"`{key}` is neither a scheme nor a bucket", "write s3, or s3://bucket")
-
-
-def load_cluster(name_or_path: str | os.PathLike[str] = DEFAULT_CLUSTER, overrides: Iterable[str] = ()) -> Cluster:
-    """Load a cluster file by path, or by name from the project, the user's own folder or the shipped ones."""
-    file = find_cluster(name_or_path)
-    try:
-        data = file.read_bytes()
-    except OSError as error:
-        raise RecipeError(f"cannot be read: {error.strerror}", where=str(file)) from None
-    document = parse(decode(data, str(file)), str(file))
-    apply_overrides(document, overrides, prefix="cluster.")
-    check_format(document)
-    cluster = validate(Cluster, document)
-    cluster._places = document.places
-    return cluster
-
-
-def cluster_folders() -> list[Path]:
-    """Return where cluster files are looked for: the project, the user's configuration, the shipped ones."""
-    configuration = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
-    return [Path("clusters"), Path(configuration) / "trainshed" / "clusters", shipped_folder("clusters")]
-
-
-def known_clusters() -> dict[str, Path]:
-    """Return every cluster file that a name would find."""
-    found: dict[str, Path] = {}
-    for folder in cluster_folders():
-        for file in sorted(folder.iterdir()) if folder.is_dir() else []:
-            if file.suffix in SUFFIXES:
-                found.setdefault(file.stem, file)
-    return found
-
-
-def find_cluster(name_or_path: str | os.PathLike[str]) -> Path:
-    """Return the file of a cluster."""
-    text = os.fspath(name_or_path)
-    known = known_clusters()
-    if text in known:
-        return known[text]
-    if ("/" in text or Path(text).suffix in SUFFIXES) and Path(text).is_file():
-        return Path(text)
-    near = difflib.get_close_matches(text, known, n=1, cutoff=0.6)
-    hint = f"did you mean {near[0]}?" if near else f"known clusters: {', '.join(known)}"
-    raise RecipeError("there is no such cluster file", where=text, hint=hint)
+        for section in ("slurm", "kubernetes", "ray"):
+            if getattr(self, section) is not None and self.target != section:
+                yield Problem((section,), f"is not read: the target is {self.target}", f"write `target: {section}`")
+        if self.target == "ray" and self.ray is None:
+            yield Problem(("ray",), "is missing: which cluster takes the jobs?", "ray: {address: http://head:8265}")
+        for number, volume in enumerate(self.volumes):
+            if self.target == "slurm" and volume.path is None:
+                yield Problem(("volumes", number), "Slurm's nodes mount disks themselves", "write {mount: …, path: …}")
+            if self.target == "kubernetes" and volume.path is not None:
+                yield Problem(("volumes", number, "path"), "is for Slurm", "write pvc, bucket or host")
+        if self.sharp and self.fabric is not None and not self.fabric.startswith("infiniband"):
+            yield Problem(("sharp",), f"{self.fabric} has no switches that sum", "delete it")

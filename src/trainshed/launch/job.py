@@ -1,0 +1,135 @@
+"""A job: one recipe on one cluster as stages, decided in full before anything is rendered.
+
+A target renders a job into a `Request` (`target.py`) and decides nothing itself. The files of a job travel inside the
+request (a heredoc, a ConfigMap) and lie in one folder on every node; `job.json` is the job as the node agent reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from trainshed.errors import TrainshedError
+from trainshed.recipe import Cluster
+
+JOB_SCHEMA = "trainshed.job/1"
+JOB_FILE = "job.json"
+MOUNTED_JOB = "/etc/trainshed/job"
+"""Where pods find the files of their job."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One step of the line as the scheduler sees it. Stages run in order, each when the one before has succeeded."""
+
+    name: str
+    nodes: int = 1
+    gpus_per_node: int = 0
+    """0: a stage on CPUs; no GPU is asked for."""
+    ranks_per_node: int = 1
+    parts: int = 1
+    """Independent tasks the stage is cut into (an array, an indexed job); only stages of one node have parts."""
+    script: str | None = None
+    """A file of the job that each node runs with bash in place of the node agent: a foreign engine's launcher."""
+    image: str | None = None
+    """None: the cluster's."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    restarts: int = 0
+    spares: int = 0
+    """Further nodes held in the allocation to stand in for bad ones."""
+    preflight: bool = False
+    cpus: int | None = None
+    memory: str | None = None
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.nodes * self.ranks_per_node
+
+
+@dataclass(frozen=True)
+class Code:
+    """Our own code as it travels: a `.tar.xz` of the package, named by its content.
+
+    A node unpacks it with `python3 -m tarfile -e FILE DIR` (its Python needs no package for that) and puts DIR on
+    PYTHONPATH; what the package depends on is in the image or environment.
+    """
+
+    name: str
+    """File name: `trainshed-0.1.0-0123456789ab.tar.xz`."""
+    sha256: str
+    data: bytes = field(repr=False)
+    version: str = ""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A recipe's stages on a cluster."""
+
+    name: str
+    """Of its objects: run and id, `quickstart-1a2b3c4d`; at most 49 characters, so that suffixes fit into 63."""
+    run: str
+    """The run's folder, as its nodes see it."""
+    cluster: Cluster
+    stages: tuple[Stage, ...]
+    files: Mapping[str, str]
+    """Text files by their name in the job's folder: recipe.yaml, cluster.yaml, plan.json, job.json, scripts."""
+    code: Code | None
+    """None: the image or environment has this version installed."""
+    grace_seconds: int = 600
+    notes: tuple[str, ...] = ()
+    """What a person should know before this is submitted."""
+
+    def stage(self, name: str) -> Stage:
+        """Return a stage by its name."""
+        return next(stage for stage in self.stages if stage.name == name)
+
+
+@dataclass(frozen=True)
+class JobFile:
+    """`job.json`: what the node agent must know; everything else is in the recipe, the plan and the environment."""
+
+    name: str
+    run: str
+    stages: tuple[Stage, ...]
+    grace_seconds: int
+    precision: str
+    version: str
+    """Of Trainshed; another one on a node is an error before any work starts."""
+    wanted: tuple[str, ...] = ()
+    """What the stages before training leave for a foreign engine (`engines/foreign.py`)."""
+    min_nodes: int | None = None
+    """With fewer nodes the run waits; None: all or nothing."""
+    schema: str = JOB_SCHEMA
+
+    def stage(self, name: str) -> Stage:
+        """Return a stage by its name."""
+        return next(stage for stage in self.stages if stage.name == name)
+
+    def to_text(self) -> str:
+        """Write it; the same job gives the same bytes."""
+        return orjson.dumps(asdict(self), option=orjson.OPT_INDENT_2 | orjson.OPT_SORT_KEYS).decode() + "\n"
+
+    @classmethod
+    def read(cls, folder: Path) -> JobFile:
+        """Read it from the job's folder on a node."""
+        body: dict[str, Any] = orjson.loads((folder / JOB_FILE).read_bytes())
+        if body.get("schema") != JOB_SCHEMA:
+            raise TrainshedError(
+                f"this job was written as {body.get('schema')}, and this Trainshed reads {JOB_SCHEMA}",
+                where=str(folder / JOB_FILE),
+                hint="submit it again with the version that its nodes have",
+            )
+        known = {each.name for each in fields(cls)}
+        stages = tuple(Stage(**stage) for stage in body["stages"])
+        found = {key: value for key, value in body.items() if key in known}
+        return cls(**found | {"stages": stages, "wanted": tuple(found.get("wanted", ()))})
+
+
+def job_folder(run: str) -> str:
+    """Return where the files of a run's job lie on targets that keep them in the store."""
+    return f"{run}/job"

@@ -1,0 +1,37 @@
+"""The line: a recipe's stages in order, each skipped when its artefact is already proven."""
+
+from trainshed.line.preparing import (
+    PREPARED,
+    PreparedRun,
+    keep_run,
+    open_run,
+    open_run_folder,
+    resolve,
+    run_line,
+    store_options,
+)
+from trainshed.line.training import (
+    automatic_layout,
+    check_trainable,
+    checkpoint_home,
+    planned_layout,
+    run_layout,
+    train_job,
+)
+
+__all__ = [
+    "PREPARED",
+    "PreparedRun",
+    "automatic_layout",
+    "check_trainable",
+    "checkpoint_home",
+    "keep_run",
+    "open_run",
+    "open_run_folder",
+    "planned_layout",
+    "resolve",
+    "run_layout",
+    "run_line",
+    "store_options",
+    "train_job",
+]

@@ -1,0 +1,102 @@
+"""From a recipe and a cluster to what the planner is asked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import orjson
+
+from trainshed.catalog.machines import Machine
+from trainshed.catalog.models import architecture
+from trainshed.data.sampling.schedule import BatchSchedule, RampUp
+from trainshed.errors import RecipeError, TrainshedError
+from trainshed.line.preparing import store_options
+from trainshed.models.hf_config import read_hf_config
+from trainshed.plan.budget.budget import Terms
+from trainshed.plan.budget.planned_storage import storage_of
+from trainshed.recipe import Cluster, Layout, ModelConfig, Recipe
+from trainshed.storage import join, open_store, parse
+
+
+@dataclass(frozen=True)
+class PlannedModel:
+    """What is trained, whether a recipe says it or flags do."""
+
+    name: str
+    config: ModelConfig
+    preset: str
+    sequence_length: int
+    schedule: BatchSchedule
+    precision: str
+    engine: str
+    layout: Layout | None
+    steps: int | None
+    notes: tuple[str, ...] = ()
+
+
+def planned_model(recipe: Recipe, cluster: Cluster) -> PlannedModel:
+    """Read what a plan must know out of a recipe; the architecture may be that of its base weights."""
+    config = architecture(recipe) or weights_architecture(recipe, cluster)
+    train, ramp = recipe.train, recipe.train.batch_ramp
+    schedule = BatchSchedule(
+        train.global_batch, RampUp(ramp.start, ramp.increment, ramp.samples) if ramp is not None else None
+    )
+    length = recipe.data.sequence_length or config.max_positions
+    notes = []
+    steps = train.steps
+    if train.tokens is not None:
+        steps = schedule.steps_for(-(-train.tokens // length))
+    if train.epochs is not None:
+        notes.append("hours and cost are left out: `epochs` has a length only once the data is prepared")
+    if ramp is not None:
+        notes.append(f"planned for the full batch of {train.global_batch:,}: steps of the ramp are shorter")
+    if train.lora is not None:
+        notes.append("planned as if all weights were trained: adapters (`train.lora`) take less memory and time")
+    layout = None if isinstance(recipe.layout, str) else recipe.layout
+    preset = recipe.model.preset or recipe.model.from_ or config.family
+    return PlannedModel(
+        recipe.name,
+        config,
+        preset,
+        length,
+        schedule,
+        train.precision,
+        recipe.engine.name,
+        layout,
+        steps,
+        tuple(notes),
+    )
+
+
+def weights_architecture(recipe: Recipe, cluster: Cluster) -> ModelConfig:
+    """Return the architecture that base weights bring: their config.json is read, not they."""
+    address = recipe.model.from_
+    assert address is not None, "a model without an architecture has weights"
+    try:
+        store, path = open_store(parse(address), store_options(cluster))
+        body = orjson.loads(store.read(join(path, "config.json")))
+        return read_hf_config(body, f"{address}/config.json")
+    except (TrainshedError, ValueError) as error:
+        what = error.what if isinstance(error, TrainshedError) else "its config.json is not JSON"
+        raise RecipeError(
+            f"the architecture is that of {address}, which cannot be read: {what}",
+            where=recipe.where("model.from"),
+            hint="name it besides: model.preset=NAME",
+        ) from None
+
+
+def planning_terms(
+    model: PlannedModel, recipe: Recipe | None, cluster: Cluster, machine: Machine | None, *, price: float | None = None
+) -> Terms:
+    """Return what bears on a run beside its job and layout."""
+    return Terms(
+        engine=model.engine,
+        machine=machine,
+        storage=storage_of(cluster),
+        steps=model.steps,
+        checkpoint_every=recipe.checkpoint.every if recipe is not None else None,
+        keep=recipe.checkpoint.keep if recipe is not None else 3,
+        asynchronous=recipe.checkpoint.async_ if recipe is not None else True,
+        mtbf_hours=cluster.mtbf_hours,
+        price_per_gpu_hour=price or cluster.price_per_gpu_hour,
+    )

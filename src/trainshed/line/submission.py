@@ -1,0 +1,260 @@
+"""A recipe on a cluster as a job: everything is decided here, before any target renders a line.
+
+The planner checks the layout, the memory and the batch; what it predicts travels with the job (`plan.json`) and sets
+how long a stopped run may take to save. What a person should know before nodes are paid for is in `Job.notes`.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import shlex
+from dataclasses import asdict
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+import trainshed
+from trainshed.catalog.gpus import find_gpu
+from trainshed.engines.adapters import launch_of
+from trainshed.engines.foreign import EngineLaunch, EnginePlace, EngineTask
+from trainshed.engines.torchrun import launcher_script
+from trainshed.errors import RecipeError
+from trainshed.launch.here import PLAN_SCHEMA
+from trainshed.launch.job import JOB_FILE, MOUNTED_JOB, Code, Job, JobFile, Stage, job_folder
+from trainshed.launch.shipping import pack_code, provenance
+from trainshed.line.placing import PlannedRun, plan_on_cluster
+from trainshed.line.planning import PlannedModel, planned_model
+from trainshed.line.preparing import resolve, store_options
+from trainshed.recipe import Cluster, Recipe, run_id, to_yaml
+
+UNKNOWN_SAVE_SECONDS = 270
+"""Where no storage is named, how long a save is taken to last: twice this and a minute make ten minutes of grace."""
+
+
+def build_job(
+    recipe: Recipe,
+    cluster: Cluster,
+    *,
+    id: str | None = None,
+    nodes: int | None = None,
+    gpus: int | None = None,
+    despite_memory: bool = False,
+    code: Code | None = None,
+) -> Job:
+    """Decide everything about a recipe's job on a cluster; raises `InputError` for whatever would fail there.
+
+    `nodes` or `gpus` win over the recipe's `resources`, and these over the cluster's default.
+    """
+    store = _store(recipe, cluster)
+    _check_reachable(recipe)
+    _heed_locks(recipe, cluster)
+    resolved = resolve(recipe, store_options(cluster))
+    model = planned_model(resolved, cluster)
+    planned = plan_on_cluster(resolved, cluster, model, nodes, gpus, despite_memory)
+    name = id or run_id(resolved)
+    run = f"{store}/runs/{resolved.name}/{name}"
+    job_name = f"{resolved.name}-{name}"
+    engine = _foreign(resolved, cluster, model, planned, run)
+    stages = _stages(resolved, cluster, planned, engine)
+    grace = cluster.limits.grace_seconds or ceil(2 * (planned.save_seconds or UNKNOWN_SAVE_SECONDS) + 60)
+    job_file = JobFile(
+        name=job_name,
+        run=run,
+        stages=stages,
+        grace_seconds=grace,
+        precision=resolved.train.precision,
+        version=trainshed.__version__,
+        wanted=engine.wanted if engine else (),
+        min_nodes=resolved.elastic.min_nodes if resolved.elastic else None,
+    )
+    files = {
+        "recipe.yaml": to_yaml(resolved),
+        "cluster.yaml": to_yaml(cluster),
+        "plan.json": _plan_text(planned),
+        "provenance.json": _json(provenance(recipe.folder)),
+        JOB_FILE: job_file.to_text(),
+        **_scripts(resolved),
+    }
+    if engine is not None:
+        place = _engine_place(resolved, cluster, planned, run)
+        files |= dict(engine.files) | {"train.sh": launcher_script(engine, place)}
+        files |= {f"{stage.name}.sh": _command_script(stage.argv) for stage in engine.before}
+    return Job(
+        name=job_name,
+        run=run,
+        cluster=cluster,
+        stages=stages,
+        files=files,
+        code=code or pack_code(),
+        grace_seconds=grace,
+        notes=(*planned.notes, *(engine.notes if engine else ())),
+    )
+
+
+def _store(recipe: Recipe, cluster: Cluster) -> str:
+    """The root of artefacts and runs as nodes see it: a path that every node mounts."""
+    where = recipe.where("store") if recipe.store else cluster.where("store")
+    root = recipe.store or cluster.store
+    if recipe.store and "store" in cluster.locked:
+        raise RecipeError("`store` is locked by whoever runs this cluster", where=where, hint="delete it")
+    if root is None:
+        raise RecipeError(
+            f"where do the jobs of {cluster.name} keep artefacts and runs?",
+            where=where,
+            hint="write `store: /data`, a path that every node mounts",
+        )
+    if "://" in root or not root.startswith("/"):
+        raise RecipeError(
+            f"{root} is no path that every node mounts",
+            where=where,
+            hint="write an absolute path on a shared disk or volume; `checkpoint.to` may be a bucket",
+        )
+    root = posixpath.normpath(root)
+    mounts = [posixpath.normpath(volume.mount) for volume in cluster.volumes if not volume.read_only]
+    if cluster.target == "kubernetes" and not any(_inside(root, mount) for mount in mounts):
+        raise RecipeError(
+            f"{root} lies on no volume that pods mount, so that it would be gone with them",
+            where=where,
+            hint=f"write `volumes: [{{mount: {root}, pvc: NAME}}]`",
+        )
+    return root
+
+
+def _inside(path: str, mount: str) -> bool:
+    return path == mount or path.startswith(mount.rstrip("/") + "/")
+
+
+def _check_reachable(recipe: Recipe) -> None:
+    """Refuse addresses that mean something else on another machine."""
+    named = [(f"data.train.{number}.path", source.path) for number, source in enumerate(recipe.data.train)]
+    named += [(f"data.train.{number}.tokens", source.tokens) for number, source in enumerate(recipe.data.train)]
+    if recipe.data.validation is not None:
+        named.append(("data.validation.path", recipe.data.validation.path))
+    named.append(("model.from", (recipe.model.from_,) if recipe.model.from_ else None))
+    named.append(("tokenizer", (recipe.tokenizer,) if isinstance(recipe.tokenizer, str) else None))
+    for key, addresses in named:
+        for address in addresses or ():
+            if "://" not in address and not address.startswith("/"):
+                raise RecipeError(
+                    f"`{address}` is relative to this machine's folder, which the cluster's nodes do not have",
+                    where=recipe.where(key),
+                    hint="write an absolute path that they mount, or an address in a store (s3://, gs://, az://, hf://)",
+                )
+
+
+def _heed_locks(recipe: Recipe, cluster: Cluster) -> None:
+    if recipe.engine.image is not None and "image" in cluster.locked:
+        raise RecipeError(
+            "`image` is locked by whoever runs this cluster", where=recipe.where("engine.image"), hint="delete it"
+        )
+
+
+def _plan_text(planned: PlannedRun) -> str:
+    body = {
+        "schema": PLAN_SCHEMA,
+        "layout": asdict(planned.layout),
+        "reasons": list(planned.reasons),
+        "predicted": planned.predicted,
+    }
+    return _json(body)
+
+
+def _json(body: Any) -> str:
+    return orjson.dumps(body, option=orjson.OPT_INDENT_2 | orjson.OPT_SORT_KEYS).decode() + "\n"
+
+
+def _scripts(recipe: Recipe) -> dict[str, str]:
+    """The scripts that a recipe names, which lie beside it here and beside its copy on the nodes."""
+    sources = [*recipe.data.train, *([recipe.data.validation] if recipe.data.validation else [])]
+    found = {}
+    for number, source in enumerate(sources):
+        if source.script is None:
+            continue
+        path = Path(source.script)
+        if path.is_absolute() or ".." in path.parts:
+            raise RecipeError(
+                f"`{path}` does not lie beside the recipe, so that it cannot travel with it",
+                where=recipe.where(f"data.train.{number}.script"),
+                hint="put the script into the recipe's folder and write its path from there",
+            )
+        try:
+            found[path.as_posix()] = (recipe.folder / path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise RecipeError(f"cannot be read: {error}", where=str(recipe.folder / path)) from None
+    return found
+
+
+def _foreign(
+    recipe: Recipe, cluster: Cluster, model: PlannedModel, planned: PlannedRun, run: str
+) -> EngineLaunch | None:
+    if recipe.engine.name == "torch":
+        return None
+    if model.steps is None:
+        raise RecipeError(
+            f"the engine {recipe.engine.name} must be told how many steps, and `epochs` has a length only once the "
+            "data is prepared",
+            where=recipe.where("train.epochs"),
+            hint="write `steps` or `tokens`",
+        )
+    if recipe.engine.image is None and cluster.image is None and cluster.target == "kubernetes":
+        raise RecipeError(
+            f"in which image is {recipe.engine.name}?",
+            where=recipe.where("engine"),
+            hint=f"write `engine: {{name: {recipe.engine.name}, image: …@sha256:…}}`",
+        )
+    place = _engine_place(recipe, cluster, planned, run)
+    return launch_of(EngineTask(recipe, model.config, planned.layout, model.steps, place))
+
+
+def _engine_place(recipe: Recipe, cluster: Cluster, planned: PlannedRun, run: str) -> EnginePlace:
+    machine = planned.placement.machine
+    return EnginePlace(
+        run=run,
+        job=MOUNTED_JOB if cluster.target == "kubernetes" else job_folder(run),
+        nodes=planned.placement.nodes,
+        gpus_per_node=planned.placement.ranks_per_node,
+        image=recipe.engine.image or cluster.image,
+        sharp=cluster.sharp,
+        vendor=find_gpu(machine.gpu).vendor if machine is not None else "nvidia",
+    )
+
+
+def _stages(recipe: Recipe, cluster: Cluster, planned: PlannedRun, engine: EngineLaunch | None) -> tuple[Stage, ...]:
+    limits, placement = cluster.limits, planned.placement
+    on_cpus = {"cpus": limits.cpu_stage_cpus, "memory": limits.cpu_stage_memory}
+    stages = []
+    if recipe.model.from_:
+        stages.append(Stage("fetch", **on_cpus))
+    if engine is not None and {"base-megatron", "base-hf"} & set(engine.wanted):
+        stages.append(Stage("convert", **on_cpus))
+    if limits.prepare_parts > 1 and not recipe.data.synthetic:
+        stages.append(Stage("tokenise", parts=limits.prepare_parts, **on_cpus))
+    stages.append(Stage("prepare", **on_cpus))
+    image = recipe.engine.image
+    stages += [
+        Stage(stage.name, script=f"{stage.name}.sh", image=image, **on_cpus)
+        for stage in (engine.before if engine else ())
+    ]
+    stages.append(
+        Stage(
+            "train",
+            nodes=placement.nodes,
+            gpus_per_node=placement.gpus_per_node,
+            ranks_per_node=placement.ranks_per_node,
+            script="train.sh" if engine else None,
+            image=image,
+            environment=dict(engine.environment) if engine else {},
+            restarts=limits.restarts,
+            spares=recipe.elastic.spares if recipe.elastic else 0,
+            preflight=cluster.preflight,
+        )
+    )
+    if recipe.export is not None:
+        stages.append(Stage("export", **on_cpus))
+    return tuple(stages)
+
+
+def _command_script(argv: tuple[str, ...]) -> str:
+    return f"#!/usr/bin/env bash\nset -euo pipefail\nexec {shlex.join(argv)}\n"
