@@ -18,6 +18,12 @@ from trainshed.errors import TrainshedError
 VERBS = {
     "run": ("trainshed.cli.run:run", "The whole line of a recipe; skips what is already proven."),
     "plan": ("trainshed.cli.plan:app", "The layout of a training: chosen, predicted, explained."),
+    "submit": ("trainshed.cli.launch.submit:submit", "Send a recipe's job to a cluster."),
+    "render": ("trainshed.cli.launch.submit:render", "Print what `submit` would send, byte for byte."),
+    "status": ("trainshed.cli.launch.status:status", "How a submitted run stands, and why."),
+    "logs": ("trainshed.cli.launch.logs:logs", "The log of a submitted run."),
+    "cancel": ("trainshed.cli.launch.logs:cancel", "End a submitted run; what it has stored stays."),
+    "ls": ("trainshed.cli.launch.status:ls", "The runs submitted from this machine."),
     "train": ("trainshed.cli.train:train", "The train stage alone, here."),
     "verify": ("trainshed.cli.verify:verify", "A layout against one process, on a shrunk model."),
     "checkpoints": ("trainshed.cli.checkpoints:checkpoints", "List, verify and prune the checkpoints of a run."),

@@ -1,4 +1,4 @@
-"""`trainshed worker`: what a rank runs, on every target. People use `train` and `run`."""
+"""`trainshed worker`: what a process of a job runs, on every target. People use `train`, `run` and `submit`."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ from typing import Literal
 
 
 def worker(
-    stage: Literal["train"],
+    stage: Literal["train", "fetch", "convert", "tokenise", "prepare", "export"],
     *overrides: str,
-    run: Path,
-    attempt: int,
+    run: Path | None = None,
+    attempt: int | None = None,
+    job: Path | None = None,
+    part: str = "0/1",
     on: str = "local",
     collective_seconds: float | None = None,
     step_seconds: float | None = None,
 ) -> int:
-    """Run one stage as one rank of an attempt.
+    """Run one stage: training as one rank of an attempt, anything else as the only process.
 
     Parameters
     ----------
@@ -24,9 +26,13 @@ def worker(
     overrides
         Keys of the cluster file to change, as cluster.key=value.
     run
-        The run's folder.
+        Training: the run's folder.
     attempt
-        The attempt that whoever started this rank has taken.
+        Training: the attempt that whoever started this rank has taken.
+    job
+        Other stages: the folder of the job's files.
+    part
+        Which part of a stage that is cut into several, as 0/4.
     on
         The cluster file that says where it runs.
     collective_seconds
@@ -34,6 +40,14 @@ def worker(
     step_seconds
         How long a step may take before it counts as stuck.
     """
+    from trainshed.errors import InputError
+
+    if stage != "train":
+        if job is None:
+            raise InputError(f"the stage {stage} is told by --job DIR what to do")
+        return _on_cpus(stage, job, part)
+    if run is None or attempt is None:
+        raise InputError("a rank is told by --run and --attempt what to train")
     from trainshed.engines.torch.rank import COLLECTIVE_SECONDS, train_rank
     from trainshed.engines.torch.watchdog import BUDGET_SECONDS
     from trainshed.launch.here import read_plan
@@ -41,11 +55,22 @@ def worker(
     from trainshed.recipe import load_cluster, split_overrides
 
     options = store_options(load_cluster(on, split_overrides(overrides)[1]))
-    job = train_job(open_run_folder(run), read_plan(run, attempt), options)
     return train_rank(
-        job,
+        train_job(open_run_folder(run), read_plan(run, attempt), options),
         run_folder=run,
         attempt=attempt,
         collective_seconds=collective_seconds or COLLECTIVE_SECONDS,
         budget_seconds={**BUDGET_SECONDS, "step": step_seconds or BUDGET_SECONDS["step"]},
     )
+
+
+def _on_cpus(stage: str, job: Path, part: str) -> int:
+    from trainshed.cli.console import reporter
+    from trainshed.errors import InputError
+    from trainshed.line.stages import run_stage
+
+    number, _, parts = part.partition("/")
+    if not (number.isdecimal() and parts.isdecimal() and int(number) < int(parts)):
+        raise InputError(f"`{part}` is no part of a stage", where="--part", hint="write for example --part 0/4")
+    run_stage(stage, job, part=int(number), parts=int(parts), reporter=reporter())
+    return 0

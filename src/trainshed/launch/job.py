@@ -80,6 +80,8 @@ class Job:
     """Text files by their name in the job's folder: recipe.yaml, cluster.yaml, plan.json, job.json, scripts."""
     code: Code | None
     """None: the image or environment has this version installed."""
+    steps: int | None = None
+    """None: only known once the data is prepared."""
     grace_seconds: int = 600
     notes: tuple[str, ...] = ()
     """What a person should know before this is submitted."""

@@ -9,6 +9,7 @@ from typing import Any
 from trainshed.catalog.machines import Machine, find_machine
 from trainshed.errors import InputError, RecipeError
 from trainshed.line.planning import PlannedModel, planning_terms
+from trainshed.plan.budget.budget import Budget
 from trainshed.plan.layout import RankLayout, resolve_layout
 from trainshed.plan.legality import layout_problems
 from trainshed.plan.performance.anatomy import anatomy_of
@@ -88,13 +89,14 @@ def plan_on_cluster(
         )
     )
     _refuse_too_large(recipe, found, despite_memory)
+    assert found.budget is not None, "`answer` always makes one"
     return PlannedRun(
         layout=found.chosen.layout,
         placement=placement,
         save_seconds=found.budget.checkpoint.write_seconds,
         reasons=tuple(_reasons(found)),
-        notes=(_headline(found), *found.notes),
-        predicted=_predicted(found),
+        notes=(_headline(found, found.budget), *found.notes),
+        predicted=_predicted(found, found.budget),
     )
 
 
@@ -174,11 +176,11 @@ def _on_processors(recipe: Recipe, cluster: Cluster, model: PlannedModel, nodes:
     return PlannedRun(layout, Placement(count, layout.world_size // count, None), None, reasons, notes)
 
 
-def _headline(found: Answer) -> str:
+def _headline(found: Answer, budget: Budget) -> str:
     chosen, job = found.chosen, found.question.job
-    saving = found.budget.checkpoint.write_seconds
+    saving = budget.checkpoint.write_seconds
     saved = f", a checkpoint in {saving:.0f} s" if saving is not None else ""
-    run = found.budget.run
+    run = budget.run
     hours = f", {run.hours:.1f} hours" if run is not None else ""
     cost = f" and {run.cost:,.0f} dollars" if run is not None and run.cost is not None else ""
     return (
@@ -193,11 +195,11 @@ def _reasons(found: Answer) -> list[str]:
     return [f"layout: auto chose {found.chosen.layout} among {found.considered:,} layouts"]
 
 
-def _predicted(found: Answer) -> dict[str, Any]:
+def _predicted(found: Answer, budget: Budget) -> dict[str, Any]:
     chosen = found.chosen
     return {
         "step_seconds": chosen.step_seconds,
         "mfu": chosen.mfu,
         "memory_gib": chosen.memory.total,
-        "checkpoint": found.budget.checkpoint.to_plain(),
+        "checkpoint": budget.checkpoint.to_plain(),
     }

@@ -88,6 +88,7 @@ def build_job(
         stages=stages,
         files=files,
         code=code or pack_code(),
+        steps=model.steps,
         grace_seconds=grace,
         notes=(*planned.notes, *(engine.notes if engine else ())),
     )

@@ -1,0 +1,209 @@
+"""`trainshed submit` and `trainshed render`: a recipe's job on a cluster, printed or sent byte for byte alike."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from cyclopts import Parameter
+
+from trainshed.cli.console import Output
+
+if TYPE_CHECKING:
+    from trainshed.launch.job import Job
+    from trainshed.launch.target import Request
+
+
+def render(
+    recipe: str,
+    *overrides: str,
+    on: str,
+    id: str | None = None,
+    nodes: int | None = None,
+    gpus: int | None = None,
+    as_: Annotated[Literal["scripts", "helm"], Parameter(name="--as")] = "scripts",
+    out: Path | None = None,
+    despite_memory: bool = False,
+) -> int:
+    """Print what `submit` would send: scripts or manifests that run with plain sbatch or kubectl.
+
+    Parameters
+    ----------
+    recipe
+        A recipe file, or the name of a shipped one (`trainshed recipes`).
+    overrides
+        Keys to change, as key.sub=value (train.steps=100, cluster.store=/data).
+    on
+        The cluster file that says where to run.
+    id
+        The id of the run, where it is not the recipe's own.
+    nodes
+        How many nodes (default: the recipe's, or the cluster's).
+    gpus
+        How many GPUs, in place of --nodes.
+    as_
+        scripts: what is submitted; helm: a chart, written into --out.
+    out
+        A folder to write the parts into, with the packed code beside them, in place of printing them.
+    despite_memory
+        Render a layout that the planner says does not fit.
+    """
+    import sys
+
+    from trainshed.cli.console import reporter
+    from trainshed.errors import InputError
+
+    job, request = _rendered(recipe, overrides, on, id, nodes, gpus, despite_memory)
+    for note in (*job.notes, *request.notes):
+        reporter().note(note)
+    if as_ == "helm":
+        if out is None or job.cluster.target != "kubernetes":
+            what = "a chart is a folder" if out is None else f"a chart is for Kubernetes, not {job.cluster.target}"
+            raise InputError(what, where="--as helm", hint="write --out DIR, and a Kubernetes cluster after --on")
+        from trainshed.launch.kubernetes.helm import write_chart
+
+        write_chart(job, request, out)
+        reporter().note(f"chart written to {out}: helm install {job.name} {out}")
+    elif out is not None:
+        _write(request, out)
+        reporter().note(f"{len(request.parts)} parts written to {out}")
+    else:
+        sys.stdout.write(request.text())
+    return 0
+
+
+def submit(
+    recipe: str,
+    *overrides: str,
+    on: str,
+    id: str | None = None,
+    nodes: int | None = None,
+    gpus: int | None = None,
+    dry_run: bool = False,
+    yes: Annotated[bool, Parameter(name=["-y", "--yes"], negative="")] = False,
+    despite_memory: bool = False,
+    output: Annotated[Output, Parameter(name=["-o", "--output"])] = "text",
+) -> int:
+    """Send a recipe's job to a cluster: planned and checked first, then exactly what --dry-run prints.
+
+    Parameters
+    ----------
+    recipe
+        A recipe file, or the name of a shipped one (`trainshed recipes`).
+    overrides
+        Keys to change, as key.sub=value (train.steps=100, cluster.store=/data).
+    on
+        The cluster file that says where to run.
+    id
+        Start another run of the same recipe under this id.
+    nodes
+        How many nodes (default: the recipe's, or the cluster's); the layout is planned for them.
+    gpus
+        How many GPUs, in place of --nodes.
+    dry_run
+        Print what would be sent, and send nothing.
+    yes
+        Do not ask before sending.
+    despite_memory
+        Send a layout that the planner says does not fit.
+    output
+        Report as text or json.
+    """
+    from trainshed.cli.console import print_report
+
+    if dry_run:
+        return render(recipe, *overrides, on=on, id=id, nodes=nodes, gpus=gpus, despite_memory=despite_memory)
+    data = send(recipe, overrides, on, id, nodes, gpus, despite_memory=despite_memory, ask=not yes)
+    if data is None:
+        return 1
+    lines = [f"submitted {data['run']} to {data['cluster']}"]
+    lines += [f"  {stage:<10} {number}" for stage, number in data["ids"].items()]
+    lines.append(f"  trainshed status {data['run']}   trainshed logs {data['run']} -f")
+    print_report(data, output, "\n".join(lines))
+    return 0
+
+
+def send(
+    recipe: str,
+    overrides: tuple[str, ...],
+    on: str,
+    id: str | None,
+    nodes: int | None,
+    gpus: int | None,
+    *,
+    despite_memory: bool = False,
+    ask: bool = False,
+) -> dict[str, object] | None:
+    """Plan, check and submit; returns what a report says of it, None where the person asked said no."""
+    from trainshed.cli.console import reporter
+    from trainshed.errors import InputError
+    from trainshed.launch.submissions import remember
+    from trainshed.launch.targets import target_of
+    from trainshed.recipe import to_yaml
+
+    job, request = _rendered(recipe, overrides, on, id, nodes, gpus, despite_memory)
+    target = target_of(job.cluster)
+    for note in (*job.notes, *request.notes):
+        reporter().note(note)
+    refusals = target.check(job)
+    if refusals:
+        raise InputError("; ".join(refusals), where=job.cluster.where("name"), hint="nothing was submitted")
+    if ask and not _agreed(job):
+        return None
+    submitted = target.submit(request, job)
+    name, run_id = job.run.rsplit("/", 2)[1:]
+    remember(name, run_id, job.steps, submitted, to_yaml(job.cluster))
+    return {
+        "schema": "trainshed.submit/1",
+        "run": f"{name}/{run_id}",
+        "folder": job.run,
+        "cluster": job.cluster.name,
+        "target": job.cluster.target,
+        "ids": dict(submitted.ids),
+        "notes": list(job.notes),
+    }
+
+
+def _rendered(
+    recipe: str,
+    overrides: tuple[str, ...],
+    on: str,
+    id: str | None,
+    nodes: int | None,
+    gpus: int | None,
+    despite_memory: bool,
+) -> tuple[Job, Request]:
+    from trainshed.launch.targets import target_of
+    from trainshed.line.submission import build_job
+    from trainshed.recipe import load_cluster, load_recipe, split_overrides
+
+    for_recipe, for_cluster = split_overrides(overrides)
+    cluster = load_cluster(on, for_cluster)
+    target = target_of(cluster)
+    job = build_job(
+        load_recipe(recipe, for_recipe), cluster, id=id, nodes=nodes, gpus=gpus, despite_memory=despite_memory
+    )
+    return job, target.render(job)
+
+
+def _write(request: Request, folder: Path) -> None:
+    """Write every part into a folder; `uploads` keep their place in the store below it."""
+    for part in request.parts:
+        path = folder / part.name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(part.text, encoding="utf-8")
+    for name, content in request.uploads.items():
+        path = folder / "store" / name.lstrip("/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+
+
+def _agreed(job: Job) -> bool:
+    """Ask a person at a terminal; nobody else."""
+    import sys
+
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        return True
+    sys.stderr.write(f"submit {job.name} to {job.cluster.name}? [Y/n] ")
+    sys.stderr.flush()
+    return sys.stdin.readline().strip().lower() in ("", "y", "yes")

@@ -1,0 +1,90 @@
+"""What was submitted from this machine, so that `status`, `logs` and `cancel` find a run by its name.
+
+One small file per run under the user's state folder. It names things (ids, folders, the cluster file as it was); the
+scheduler and the run's own folder hold the truth.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from trainshed.errors import InputError, NotFound
+from trainshed.launch.target import Submitted
+from trainshed.recipe import Cluster, load_cluster
+from trainshed.storage import LocalStore
+
+SCHEMA = "trainshed.submitted/1"
+
+
+@dataclass(frozen=True)
+class Submission:
+    """A run that was submitted from here."""
+
+    name: str
+    id: str
+    steps: int | None
+    submitted: Submitted
+    cluster: Cluster
+
+    @property
+    def run(self) -> str:
+        """Name and id, as people write them."""
+        return f"{self.name}/{self.id}"
+
+
+def state_folder() -> Path:
+    """Return where submissions are remembered."""
+    root = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(root) / "trainshed" / "runs"
+
+
+def remember(name: str, id: str, steps: int | None, submitted: Submitted, cluster_text: str) -> None:
+    """Keep what a scheduler took; a run that is submitted again replaces its record."""
+    store = LocalStore(state_folder() / submitted.job)
+    store.put("cluster.yaml", cluster_text.encode())
+    body = {"schema": SCHEMA, "name": name, "id": id, "steps": steps, "submitted": asdict(submitted)}
+    store.put("submitted.json", orjson.dumps(body, option=orjson.OPT_INDENT_2) + b"\n")
+
+
+def submissions() -> list[Submission]:
+    """Return everything that was submitted from here, newest first."""
+    files = [file for file in state_folder().glob("*/submitted.json") if (file.parent / "cluster.yaml").is_file()]
+    return [_read(file) for file in sorted(files, key=lambda file: file.stat().st_mtime, reverse=True)]
+
+
+def find_submission(text: str) -> Submission:
+    """Return a run by `name`, `name/id` or `name-id`; of several with one name, the newest."""
+    wanted = text.strip().rstrip("/")
+    known = submissions()
+    for found in known:
+        if wanted in (found.run, found.submitted.job, found.name, found.submitted.run):
+            return found
+    names = ", ".join(found.run for found in known[:5]) or "none yet"
+    raise NotFound(
+        "no such run was submitted from this machine", where=text, hint=f"submitted from here: {names} (`trainshed ls`)"
+    )
+
+
+def forget(found: Submission) -> None:
+    """Drop the record of a run; its folder in the store stays."""
+    folder = state_folder() / found.submitted.job
+    for name in ("submitted.json", "cluster.yaml"):
+        (folder / name).unlink(missing_ok=True)
+
+
+def _read(file: Path) -> Submission:
+    body: dict[str, Any] = orjson.loads(file.read_bytes())
+    if body.get("schema") != SCHEMA:
+        raise InputError(f"this record is {body.get('schema')}, and this version reads {SCHEMA}", where=str(file))
+    return Submission(
+        name=body["name"],
+        id=body["id"],
+        steps=body["steps"],
+        submitted=Submitted(**body["submitted"]),
+        cluster=load_cluster(file.parent / "cluster.yaml"),
+    )

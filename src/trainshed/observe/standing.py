@@ -1,0 +1,97 @@
+"""How a run stands by its own account: the step, what is left, and the last thing that went wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from trainshed.observe.reading import read_events
+from trainshed.storage import Store
+
+_RECENT_STEPS = 20  # what the time left is drawn from
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Where a run is; None where nothing was said yet."""
+
+    attempt: int | None = None
+    step: int | None = None
+    """Steps that are done."""
+    steps: int | None = None
+    eta_seconds: float | None = None
+    loss: float | None = None
+    mfu: float | None = None
+    tokens_per_second_per_gpu: float | None = None
+    phase: str | None = None
+    last_error: str | None = None
+    ended: str | None = None
+
+    def to_plain(self) -> dict[str, Any]:
+        """The values, for JSON."""
+        return asdict(self)
+
+    def words(self) -> str:
+        """One line for people; empty before anything has happened."""
+        if self.step is None:
+            return f"in {self.phase}" if self.phase else ""
+        of = f" of {self.steps:,}" if self.steps else ""
+        said = [f"step {self.step:,}{of}"]
+        if self.eta_seconds:
+            said.append(f"{_duration(self.eta_seconds)} left")
+        if self.loss is not None:
+            said.append(f"loss {self.loss:.4f}")
+        if self.tokens_per_second_per_gpu is not None:
+            said.append(f"{self.tokens_per_second_per_gpu:,.0f} tokens/s/GPU")
+        if self.mfu is not None:
+            said.append(f"MFU {self.mfu:.1%}")
+        return ", ".join(said)
+
+
+def standing(store: Store, folder: str, steps: int | None = None) -> Standing:
+    """Read how the run in `folder` of a store stands."""
+    return standing_of(read_events(store, folder), steps)
+
+
+def standing_of(events: Iterable[dict[str, Any]], steps: int | None = None) -> Standing:
+    """Return how a run stands by its events, in the order they were written."""
+    done: dict[int, dict[str, Any]] = {}
+    attempt = phase = error = ended = None
+    for event in events:
+        attempt = max(attempt or 0, event["attempt"])
+        kind = event["kind"]
+        if kind == "step":
+            done[event["step"]] = event
+            phase = None
+        elif kind == "start":
+            ended = None
+        elif kind == "phase":
+            phase = event["name"]
+        elif kind == "failure":
+            error = event["what"]
+        elif kind == "end" and event.get("rank") in (0, None):
+            ended = event["reason"]
+            error = error if ended == "failed" else None
+    if not done:
+        return Standing(attempt=attempt, steps=steps, phase=phase, last_error=error, ended=ended)
+    last = done[max(done)]
+    recent = [done[step]["step_seconds"] for step in sorted(done)[-_RECENT_STEPS:]]
+    left = steps - last["step"] - 1 if steps else None
+    return Standing(
+        attempt=attempt,
+        step=last["step"] + 1,
+        steps=steps,
+        eta_seconds=left * sum(recent) / len(recent) if left and ended is None else None,
+        loss=last["loss"],
+        mfu=last["mfu"],
+        tokens_per_second_per_gpu=last["tokens_per_second_per_gpu"],
+        phase=phase,
+        last_error=error,
+        ended=ended,
+    )
+
+
+def _duration(seconds: float) -> str:
+    whole = round(seconds)
+    return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"
