@@ -16,11 +16,13 @@ def run(
     id: str | None = None,
     layout: str | None = None,
     workers: int | None = None,
+    nodes: int | None = None,
     output: Annotated[Output, Parameter(name=["-o", "--output"])] = "text",
 ) -> int:
     """Carry a recipe through every stage; what is already made and proven is not made again.
 
-    Fetches and proves base weights, prepares, verifies and indexes the data, and trains; a rerun goes on where it was.
+    Fetches and proves base weights, prepares, verifies and indexes the data, trains, and exports; a rerun goes on where
+    it was. On another cluster it submits the same stages and follows them to their end.
 
     Parameters
     ----------
@@ -36,6 +38,8 @@ def run(
         Keys of the layout to change, as tp=2,pp=2,dp=2.
     workers
         How many cores to tokenise on (default: all).
+    nodes
+        How many nodes of another cluster (default: the recipe's, or the cluster's).
     output
         Report as text or json.
     """
@@ -49,6 +53,14 @@ def run(
         raise InputError(f"--workers {workers} is less than one", hint="write --workers 1 or more, or leave it out")
     for_recipe, for_cluster = split_overrides(overrides)
     cluster = load_cluster(on, for_cluster)
+    if cluster.target != "local":
+        from trainshed.cli.launch.follow import run_elsewhere
+
+        if layout is not None or workers is not None:
+            raise InputError("--layout and --workers are for this machine", hint="write layout.tp=2 …, or `--on local`")
+        return run_elsewhere(recipe, overrides, on, id, nodes, output)
+    if nodes is not None:
+        raise InputError("--nodes is for other clusters: here the layout says how many ranks", hint="write --layout")
     loaded = load_recipe(recipe, for_recipe)
     check_trainable(loaded, chosen=layout is not None)
     prepared = run_line(loaded, cluster, id=id, workers=workers, reporter=reporter())
@@ -88,5 +100,11 @@ def run(
             f"  order: ready for {prepared.steps:,} steps ({human(size, 'tokens')}), independent of any layout"
         )
     data["training"] = training = train_stage(prepared, layout, worker_arguments(on, for_cluster))
-    print_report(data, output, "\n".join([*lines, training_text(training)]))
+    lines.append(training_text(training))
+    if prepared.recipe.export is not None and training["step"] == training["steps"]:
+        from trainshed.line.stages import export_run
+
+        data["export"] = export_run(prepared.recipe, prepared.folder, reporter())
+        lines.append(f"  exported and proven: {data['export']}")
+    print_report(data, output, "\n".join(lines))
     return exit_code(training)

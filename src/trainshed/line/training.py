@@ -26,9 +26,15 @@ def check_trainable(recipe: Recipe, *, chosen: bool = False) -> None:
         raise MissingExtra.named("train", "training")
     if recipe.engine.name != "torch":
         raise InputError(
-            f"the engine {recipe.engine.name} is not built yet",
+            f"the engine {recipe.engine.name} is not ours, and runs in its own image on a cluster",
             where=recipe.where("engine"),
-            hint="write engine: torch",
+            hint="`trainshed submit RECIPE --on CLUSTER` sends it there; write `engine: torch` to train here",
+        )
+    if recipe.train.precision == "fp16":
+        raise InputError(
+            "our own engine does not train in fp16: it has no loss scale",
+            where=recipe.where("train.precision"),
+            hint="write `precision: bf16`",
         )
     if recipe.train.mode == "finetune" or recipe.train.lora is not None:
         key = "train.lora" if recipe.train.lora is not None else "train.mode"
