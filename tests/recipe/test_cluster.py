@@ -63,18 +63,48 @@ def test_a_full_cluster_file_loads_and_loads_back_equal(project: Path) -> None:
     assert load_cluster("again") == cluster
 
 
-def test_other_targets_are_planned_for_and_refused_by_name_where_they_would_run(project: Path) -> None:
+def test_what_would_run_here_refuses_a_cluster_that_is_elsewhere_and_says_how_to_send_it(project: Path) -> None:
     file = project / "clusters" / "mine.yaml"
     file.write_text("name: mine\ntarget: slurm\n")
     with pytest.raises(RecipeError) as caught:
         load_cluster("mine").check_runs_here()
     assert caught.value.exit_code == 2
     assert caught.value.where == "clusters/mine.yaml:2 (target)"
-    assert caught.value.what == "this version cannot run on slurm yet: it runs on `local` only"
-    assert caught.value.hint == (
-        "`trainshed plan RECIPE --on mine` plans for it; leave --on out to run on this machine"
-    )
+    assert caught.value.what == "mine is a slurm cluster: its jobs do not run on this machine"
+    assert caught.value.hint == "`trainshed submit RECIPE --on mine` sends them there; leave --on out to run here"
     load_cluster("local").check_runs_here()
+    load_cluster("mine").inside().check_runs_here()
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("target: slurm\nkubernetes: {namespace: x}\n", "is not read: the target is slurm"),
+        ("target: ray\n", "is missing: which cluster takes the jobs?"),
+        ("target: slurm\nvolumes: [{mount: /data, pvc: x}]\n", "Slurm's nodes mount disks themselves"),
+        ("target: kubernetes\nvolumes: [{mount: /data, path: /data}]\n", "is for Slurm"),
+        ("target: kubernetes\nvolumes: [{mount: /data}]\n", "needs exactly one of pvc, bucket, host and path"),
+        ("target: kubernetes\nvolumes: [{mount: /d, host: /d, create: {kind: fsx, size: 1Ti}}]\n", "names none"),
+        ("target: kubernetes\nkubernetes: {topology: {level: block}}\n", "is Kueue's work, and there is no queue"),
+        ("target: slurm\ncapacity: {spot: true, reservation: r}\n", "these contradict each other"),
+        ("target: slurm\nsharp: true\nfabric: efa-v2\n", "efa-v2 has no switches that sum"),
+        ("target: slurm\nenvironment: {A B: x}\n", "A B"),
+    ],
+)
+def test_launch_keys_that_contradict_each_other_are_named(project: Path, text: str, what: str) -> None:
+    assert what in failure(project, "name: bad\n" + text).what
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["image=other", "kubernetes.queue=fast", 'kubernetes."queue"=fast', "kubernetes={queue: fast}", "locked=[]"],
+)
+def test_what_an_administrator_locks_cannot_be_overridden(project: Path, override: str) -> None:
+    file = project / "clusters" / "shared.yaml"
+    file.write_text("name: shared\ntarget: kubernetes\nimage: approved\nlocked: [image, kubernetes.queue]\n")
+    with pytest.raises(RecipeError, match="is locked by whoever runs this cluster"):
+        load_cluster("shared", [override])
+    assert load_cluster("shared", ["kubernetes.labels={team: x}"]).image == "approved"
 
 
 def test_the_project_wins_over_the_user_and_the_user_over_the_shipped(project: Path) -> None:

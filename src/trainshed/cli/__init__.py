@@ -24,6 +24,10 @@ VERBS = {
     "logs": ("trainshed.cli.launch.logs:logs", "The log of a submitted run."),
     "cancel": ("trainshed.cli.launch.logs:cancel", "End a submitted run; what it has stored stays."),
     "ls": ("trainshed.cli.launch.status:ls", "The runs submitted from this machine."),
+    "open": ("trainshed.cli.launch.reach:open_service", "A tunnel to a running job."),
+    "exec": ("trainshed.cli.launch.reach:exec_in", "A shell beside a rank of a running job."),
+    "storage": ("trainshed.cli.storage:app", "The volume that a cluster's jobs share."),
+    "image": ("trainshed.cli.image:app", "What jobs run in: an image, or an environment."),
     "train": ("trainshed.cli.train:train", "The train stage alone, here."),
     "verify": ("trainshed.cli.verify:verify", "A layout against one process, on a shrunk model."),
     "checkpoints": ("trainshed.cli.checkpoints:checkpoints", "List, verify and prune the checkpoints of a run."),
@@ -69,6 +73,8 @@ def build_app() -> App:
         model.command(target, name=name, help=summary)
     app.command(model)
     app.command("trainshed.cli.worker:worker", name="worker", show=False)
+    app.command("trainshed.cli.agent:agent", name="agent", show=False)
+    app.command("trainshed.cli.ray_driver:ray_driver", name="ray-driver", show=False)
     return app
 
 

@@ -50,6 +50,8 @@ class Submitted:
     target: str
     ids: Mapping[str, str]
     """Stage → the scheduler's id for it."""
+    ranks_per_node: int = 1
+    """Of training."""
 
 
 @dataclass(frozen=True)

@@ -135,6 +135,8 @@ def send(
     ask: bool = False,
 ) -> dict[str, object] | None:
     """Plan, check and submit; returns what a report says of it, None where the person asked said no."""
+    from dataclasses import replace
+
     from trainshed.cli.console import reporter
     from trainshed.errors import InputError
     from trainshed.launch.submissions import remember
@@ -150,7 +152,7 @@ def send(
         raise InputError("; ".join(refusals), where=job.cluster.where("name"), hint="nothing was submitted")
     if ask and not _agreed(job):
         return None
-    submitted = target.submit(request, job)
+    submitted = replace(target.submit(request, job), ranks_per_node=job.stage("train").ranks_per_node)
     name, run_id = job.run.rsplit("/", 2)[1:]
     remember(name, run_id, job.steps, submitted, to_yaml(job.cluster))
     return {

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from text_recipes import SCRIPT, write_recipe, write_script
 from trainshed.cli import run_cli
 from trainshed.cli.console import PlainReporter
 from trainshed.data.tokens.indexed import write_index
@@ -18,30 +19,7 @@ from trainshed.errors import CorruptData, InputError, NotFound, TrainshedError
 from trainshed.line import open_run, run_line
 from trainshed.recipe import load_recipe, run_id
 
-RECIPES = Path(__file__).parents[1] / "recipes"
-
-RECIPE = """
-trainshed: 1
-name: small
-model: {{preset: tiny, init: random}}
-tokenizer: {tokenizer}
-data:
-  sequence_length: 32
-  train:
-{sources}
-train: {{steps: 3, global_batch: 2, precision: fp32, optimizer: {{lr: 1.0e-3}}}}
-layout: {{dp: 1}}
-"""
-SCRIPT = """
-import json, pathlib, sys
-target = pathlib.Path(sys.argv[sys.argv.index("--target-dir") + 1])
-words = "one two three four five six seven eight nine ten".split()
-with open(target / "numbers.jsonl", "w") as file:
-    for i in range(300):
-        file.write(json.dumps({"text": " ".join(words[(i * k) % 10] for k in range(1, 40))}) + "\\n")
-print("wrote", len(sys.argv), "arguments")
-"""
-LEARNED = "{train: {vocab_size: 280}}"
+RECIPES = Path(__file__).parents[2] / "recipes"
 
 
 @pytest.fixture(autouse=True)
@@ -49,18 +27,6 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Work in a folder of the test's own: the store is made there."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-def write_recipe(folder: Path, *sources: str, tokenizer: str = LEARNED) -> Path:
-    (folder / "recipe.yaml").write_text(
-        RECIPE.format(tokenizer=tokenizer, sources="\n".join(f"    - {source}" for source in sources))
-    )
-    return folder / "recipe.yaml"
-
-
-def write_script(folder: Path, text: str = SCRIPT, name: str = "numbers.py") -> Path:
-    (folder / name).write_text(text)
-    return folder / name
 
 
 def everything(folder: Path) -> dict[str, tuple[int, bytes]]:
@@ -256,14 +222,13 @@ def test_a_store_that_is_no_folder_is_refused(tmp_path: Path) -> None:
         run_line(recipe)
 
 
-@pytest.mark.parametrize(
-    ("verb", "cluster", "target"), [("run", "slurm-h100", "slurm"), ("train", "gke-a3-mega", "kubernetes")]
-)
-def test_a_cluster_that_this_version_cannot_run_on_is_refused_by_name(
-    verb: str, cluster: str, target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_training_here_for_a_cluster_elsewhere_is_refused_and_says_how_to_send_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run_cli([verb, str(write_recipe(tmp_path, "{script: numbers.py}")), "--on", cluster]) == 2
-    assert f"this version cannot run on {target} yet" in capsys.readouterr().err
+    assert run_cli(["train", str(write_recipe(tmp_path, "{script: numbers.py}")), "--on", "gke-a3-mega"]) == 2
+    said = capsys.readouterr().err
+    assert "gke-a3-mega is a kubernetes cluster: its jobs do not run on this machine" in said
+    assert "trainshed submit RECIPE --on gke-a3-mega" in said
     assert not (tmp_path / "store").exists()
 
 
@@ -278,7 +243,7 @@ def test_a_tokenizer_larger_than_the_text_can_give_says_how_large_it_may_be(tmp_
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["engine=megatron"], "the engine megatron is not built yet"),
+        (["engine=megatron"], "the engine megatron is not ours, and runs in its own image on a cluster"),
         (["layout.tp=4"], "tp: 4"),
         (["train.precision=fp8"], "fp8 products need a GPU"),
     ],

@@ -1,0 +1,81 @@
+"""`trainshed open` and `trainshed exec`: a tunnel to a running job, a shell beside one of its ranks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from trainshed.launch.submissions import Submission
+    from trainshed.launch.target import StageState
+    from trainshed.launch.tunnels import Way
+
+
+def open_service(
+    run: str, service: Literal["tensorboard", "dash", "serve"], *, port: int | None = None, dry_run: bool = False
+) -> int:
+    """Bring a service of a running job to a port of this machine, by ssh or kubectl; ends with Ctrl-C.
+
+    Parameters
+    ----------
+    run
+        A run that was submitted from here: its name, or name/id (`trainshed ls`).
+    service
+        What is to be seen.
+    port
+        The port here (default: the service's own).
+    dry_run
+        Print the command and do nothing.
+    """
+    from trainshed.launch.tunnels import tunnel
+
+    found, state = _training(run)
+    return _go(tunnel(found.cluster, found.submitted, state, service, port), dry_run)
+
+
+def exec_in(run: str, *command: str, rank: int = 0, dry_run: bool = False) -> int:
+    """Run a command on the node of a rank, inside its job; without one, a shell.
+
+    Parameters
+    ----------
+    run
+        A run that was submitted from here: its name, or name/id (`trainshed ls`).
+    command
+        What to run there (default: bash); after `--` where it has dashes of its own.
+    rank
+        Beside which rank.
+    dry_run
+        Print the command and do nothing.
+    """
+    from trainshed.launch.tunnels import shell
+
+    found, state = _training(run)
+    return _go(shell(found.cluster, found.submitted, state, rank, command or ("bash",)), dry_run)
+
+
+def _training(run: str) -> tuple[Submission, StageState]:
+    from trainshed.errors import InputError
+    from trainshed.launch.submissions import find_submission
+    from trainshed.launch.targets import target_of
+
+    found = find_submission(run)
+    for state in target_of(found.cluster).status(found.submitted):
+        if state.stage == "train":
+            return found, state
+    raise InputError("this run has no training", where=run)
+
+
+def _go(way: Way, dry_run: bool) -> int:
+    import shutil
+    import subprocess
+    import sys
+
+    from trainshed.cli.console import reporter
+    from trainshed.errors import InputError
+
+    if dry_run:
+        sys.stdout.write(way.text() + "\n")
+        return 0
+    if shutil.which(way.command[0]) is None:
+        raise InputError(f"there is no `{way.command[0]}` on this machine", hint=f"run it elsewhere: {way.text()}")
+    reporter().note(f"{way.words}\n  {way.text()}")
+    return subprocess.run(way.command, check=False).returncode

@@ -1,0 +1,58 @@
+"""Ways into a job are commands of the user's own ssh, srun and kubectl."""
+
+from __future__ import annotations
+
+import pytest
+
+from trainshed.errors import InputError
+from trainshed.launch.target import StageState, Submitted
+from trainshed.launch.tunnels import shell, tunnel
+from trainshed.recipe import Cluster
+
+SUBMITTED = Submitted("r-1", "/s/runs/r/1", "slurm", {"train": "7"}, ranks_per_node=8)
+RUNNING = StageState("train", "running", "", id="7", nodes=("n1", "n2"))
+
+
+def cluster(**keys: object) -> Cluster:
+    return Cluster.model_validate({"name": "c", "target": "slurm", **keys})
+
+
+def test_a_tunnel_goes_through_the_login_node_to_the_first_node() -> None:
+    way = tunnel(cluster(slurm={"login": "me@login"}), SUBMITTED, RUNNING, "tensorboard", 7007)
+    assert way.command == ("ssh", "-N", "-L", "7007:n1:6006", "--", "me@login")
+    assert way.words == "tensorboard at http://localhost:7007"
+
+
+def test_a_shell_opens_on_the_node_of_the_rank_inside_its_job() -> None:
+    way = shell(cluster(), SUBMITTED, RUNNING, 12)
+    assert way.command[:3] == ("srun", "--jobid=7", "--overlap")
+    assert "--nodelist=n2" in way.command
+    assert way.command[-1] == "bash"
+
+
+def test_words_with_spaces_reach_the_login_node_as_one_word() -> None:
+    way = shell(cluster(slurm={"login": "login"}), SUBMITTED, RUNNING, 0, ("echo", "a b; rm -rf /"))
+    assert way.command[:4] == ("ssh", "-t", "--", "login")
+    assert way.command[4].endswith("echo 'a b; rm -rf /'")
+
+
+def test_on_kubernetes_both_name_the_pod_context_and_namespace() -> None:
+    place = cluster(target="kubernetes", kubernetes={"context": "prod", "namespace": "team"})
+    pods = StageState("train", "running", "", nodes=("pod-0", "pod-1"))
+    assert tunnel(place, SUBMITTED, pods, "serve").command == (
+        *("kubectl", "--context", "prod", "--namespace", "team"),
+        *("port-forward", "pod/pod-0", "8000:8000"),
+    )
+    assert shell(place, SUBMITTED, pods, 9, ("nvidia-smi",)).command[-4:] == ("-it", "pod-1", "--", "nvidia-smi")
+
+
+@pytest.mark.parametrize(
+    ("state", "rank", "what"),
+    [
+        (StageState("train", "waiting", "it waits for two nodes"), 0, "train is not running: it waits for two nodes"),
+        (RUNNING, 16, "train runs on 2 nodes"),
+    ],
+)
+def test_there_is_no_way_to_what_does_not_run(state: StageState, rank: int, what: str) -> None:
+    with pytest.raises(InputError, match=what):
+        shell(cluster(), SUBMITTED, state, rank)

@@ -1,0 +1,85 @@
+"""The stages on CPUs, done from a job's files alone, leave what training and foreign engines find."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from text_recipes import write_recipe, write_script
+from trainshed.data.tokens.indexed import IndexedReader
+from trainshed.errors import InputError
+from trainshed.launch.shipping import Code
+from trainshed.line import open_run_folder
+from trainshed.line.stages import leave_for_engine, run_stage
+from trainshed.line.submission import build_job
+from trainshed.recipe import load_cluster, load_recipe
+
+CODE = Code("trainshed-0-0.tar.xz", "0" * 64, b"")
+
+
+def job_folder(tmp_path: Path, *overrides: str, parts: int = 1) -> tuple[Path, Path]:
+    """The folder of a job's files as a node has it, and the run's folder."""
+    write_script(tmp_path)
+    recipe = load_recipe(str(write_recipe(tmp_path, "{script: numbers.py}")), ["layout={dp: 2}", *overrides])
+    cluster = tmp_path / "cluster.yaml"
+    cluster.write_text(
+        f"name: c\ntarget: slurm\nstore: {tmp_path}/shared\nnodes: {{default: 1}}\nlimits: {{prepare_parts: {parts}}}\n"
+    )
+    job = build_job(recipe, load_cluster(cluster), code=CODE)
+    folder = tmp_path / "job"
+    for name, text in job.files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return folder, Path(job.run)
+
+
+def test_preparing_from_a_jobs_files_makes_the_run_that_its_ranks_open(tmp_path: Path) -> None:
+    folder, run = job_folder(tmp_path)
+    run_stage("prepare", folder)
+    opened = open_run_folder(run)
+    assert opened.id == run.name
+    assert opened.sources[0].tokens > 0
+
+
+def test_parts_share_the_shards_and_preparing_finds_them_all(tmp_path: Path) -> None:
+    folder, run = job_folder(tmp_path, "data.shards=3", parts=2)
+    for part in (1, 0):
+        run_stage("tokenise", folder, part=part, parts=2)
+    made = {path: path.stat().st_mtime_ns for path in (tmp_path / "shared").rglob("tokens.bin")}
+    assert len(made) == 3
+    run_stage("prepare", folder)
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "shared").rglob("tokens.bin")} == made
+    assert len(open_run_folder(run).sources[0].prefixes) == 3
+
+
+def test_a_foreign_engine_finds_tokens_and_tokenizer_under_fixed_names(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    from trainshed.line import run_line
+
+    folder, run = job_folder(tmp_path, "data.shards=2")
+    cluster = load_cluster(folder / "cluster.yaml").inside()
+    prepared = run_line(load_recipe(str(folder / "recipe.yaml")), cluster, id=run.name)
+    leave_for_engine(prepared, ("data-args", "tokenizer"))
+    splits = json.loads((run / "engine" / "data.json").read_text())
+    weights, prefixes = splits["train"][0::2], splits["train"][1::2]
+    assert [float(weight) for weight in weights] == [0.5, 0.5]
+    assert sum(_tokens(prefix) for prefix in prefixes) == prepared.sources[0].tokens
+    tokenizer = AutoTokenizer.from_pretrained(run / "engine" / "tokenizer")
+    assert prepared.tokenizer is not None
+    assert tokenizer("one two")["input_ids"] == prepared.tokenizer.backend.encode("one two").ids
+    hydra = (run / "engine" / "data_prefix.txt").read_text()
+    assert hydra.startswith("{train:['0.5','")
+
+
+def _tokens(prefix: str) -> int:
+    with IndexedReader(prefix) as reader:
+        return reader.tokens
+
+
+def test_a_stage_that_is_none_is_refused_by_name(tmp_path: Path) -> None:
+    folder, _ = job_folder(tmp_path)
+    with pytest.raises(InputError, match="there is no stage `serve` on CPUs"):
+        run_stage("serve", folder)

@@ -1,0 +1,43 @@
+"""How a run stands by its own events."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trainshed.observe.standing import Standing, standing_of
+
+
+def step(number: int, attempt: int = 1, seconds: float = 2.0) -> dict[str, Any]:
+    return {
+        "kind": "step",
+        "attempt": attempt,
+        "step": number,
+        "loss": 3.0 - number / 10,
+        "mfu": 0.41,
+        "tokens_per_second_per_gpu": 1234.0,
+        "step_seconds": seconds,
+    }
+
+
+def event(kind: str, attempt: int = 1, **values: Any) -> dict[str, Any]:
+    return {"kind": kind, "attempt": attempt, "rank": 0, **values}
+
+
+def test_a_run_in_the_middle_says_how_far_and_how_long_still() -> None:
+    found = standing_of([event("start"), *map(step, range(10))], steps=40)
+    assert (found.step, found.eta_seconds) == (10, 60.0)
+    assert found.words() == "step 10 of 40, 0:01:00 left, loss 2.1000, 1,234 tokens/s/GPU, MFU 41.0%"
+
+
+def test_before_the_first_step_it_says_which_phase_it_is_in() -> None:
+    assert standing_of([event("start"), event("phase", name="load")]).words() == "in load"
+    assert Standing().words() == ""
+
+
+def test_a_failure_is_told_until_a_later_attempt_ends_well() -> None:
+    failed = [event("start"), step(0), event("failure", what="rank 1 died"), event("end", reason="failed")]
+    assert standing_of(failed).last_error == "rank 1 died"
+    again = [*failed, event("start", 2), step(0, 2), step(1, 2), event("end", 2, reason="finished")]
+    found = standing_of(again, steps=2)
+    assert (found.attempt, found.step, found.last_error, found.ended) == (2, 2, None, "finished")
+    assert found.eta_seconds is None
