@@ -12,7 +12,8 @@ from trainshed.data.tokens.indexed import IndexedReader
 from trainshed.errors import InputError
 from trainshed.launch.shipping import Code
 from trainshed.line import open_run_folder
-from trainshed.line.stages import leave_for_engine, run_stage
+from trainshed.line.engine_files import leave_data, leave_tokenizer
+from trainshed.line.stages import run_stage
 from trainshed.line.submission import build_job
 from trainshed.recipe import load_cluster, load_recipe
 
@@ -62,16 +63,17 @@ def test_a_foreign_engine_finds_tokens_and_tokenizer_under_fixed_names(tmp_path:
     folder, run = job_folder(tmp_path, "data.shards=2")
     cluster = load_cluster(folder / "cluster.yaml").inside()
     prepared = run_line(load_recipe(str(folder / "recipe.yaml")), cluster, id=run.name)
-    leave_for_engine(prepared, ("data-args", "tokenizer"))
+    leave_data(prepared)
+    assert prepared.tokenizer is not None
+    leave_tokenizer(prepared.tokenizer, run)
     splits = json.loads((run / "engine" / "data.json").read_text())
     weights, prefixes = splits["train"][0::2], splits["train"][1::2]
     assert [float(weight) for weight in weights] == [0.5, 0.5]
     assert sum(_tokens(prefix) for prefix in prefixes) == prepared.sources[0].tokens
     tokenizer = AutoTokenizer.from_pretrained(run / "engine" / "tokenizer")
-    assert prepared.tokenizer is not None
     assert tokenizer("one two")["input_ids"] == prepared.tokenizer.backend.encode("one two").ids
     hydra = (run / "engine" / "data_prefix.txt").read_text()
-    assert hydra.startswith("{train:['0.5','")
+    assert hydra.startswith("['0.5','")
 
 
 def _tokens(prefix: str) -> int:

@@ -88,7 +88,7 @@ def test_what_is_not_in_the_schema_is_refused(store: LocalStore) -> None:
                 events.emit(kind, step, **values)
     assert list(read_events(store, RUN)) == []
     assert " ".join(KINDS) == (
-        "start phase step validation checkpoint resume probe non_finite signal stall failure note warning end"
+        "start phase step validation checkpoint resume probe non_finite signal stall failure preflight note warning end"
     )
 
 

@@ -8,7 +8,7 @@ from typing import Annotated
 from pydantic import Field
 
 from trainshed.catalog.table import Entry, Table
-from trainshed.recipe.section import PositiveFloat
+from trainshed.recipe.section import PositiveFloat, Text
 
 
 class Fabric(Entry):
@@ -19,6 +19,7 @@ class Fabric(Entry):
         description="Part of the line rate that large all-reduces keep between many nodes"
     )
     rdma: bool = Field(description="Whether NICs write into GPU memory without the host's help")
+    setup: Text = Field(description="What jobs need to use it: the name of a file in fabric_setups/")
 
 
 _TABLE = Table(Path(__file__).with_name("fabrics.yaml"), Fabric, "fabric")

@@ -31,6 +31,9 @@ class Machine(Entry):
     )
     fabric: Text = Field(description="The network between GPUs of different nodes, a name in fabrics.yaml")
     network_gbps: PositiveFloat = Field(description="That network per node and direction, 10^9 bits a second")
+    nics: PositiveInt | None = Field(
+        None, description="Cards of that network (InfiniBand or RoCE cards, EFA devices); null: unknown"
+    )
     frontend_gbps: PositiveFloat | None = Field(
         None, description="The network that storage is reached over, 10^9 bits a second; null: the same one"
     )

@@ -19,7 +19,7 @@ VERBS = {
     "run": ("trainshed.cli.run:run", "The whole line of a recipe; skips what is already proven."),
     "plan": ("trainshed.cli.plan:app", "The layout of a training: chosen, predicted, explained."),
     "submit": ("trainshed.cli.launch.submit:submit", "Send a recipe's job to a cluster."),
-    "render": ("trainshed.cli.launch.submit:render", "Print what `submit` would send, byte for byte."),
+    "render": ("trainshed.cli.launch.submit:render", "Print what submit would send, byte for byte."),
     "status": ("trainshed.cli.launch.status:status", "How a submitted run stands, and why."),
     "logs": ("trainshed.cli.launch.logs:logs", "The log of a submitted run."),
     "cancel": ("trainshed.cli.launch.logs:cancel", "End a submitted run; what it has stored stays."),
@@ -31,6 +31,8 @@ VERBS = {
     "train": ("trainshed.cli.train:train", "The train stage alone, here."),
     "verify": ("trainshed.cli.verify:verify", "A layout against one process, on a shrunk model."),
     "checkpoints": ("trainshed.cli.checkpoints:checkpoints", "List, verify and prune the checkpoints of a run."),
+    "import": ("trainshed.cli.importing:import_file", "A NeMo, torchtune or Megatron-LM file turned into a recipe."),
+    "doctor": ("trainshed.cli.doctor:doctor", "What this machine or a cluster has, lacks and gets wrong."),
     "schema": ("trainshed.cli.schema:schema", "The JSON schema of recipes, for editors."),
     "recipes": ("trainshed.cli.recipes:app", "List the shipped recipes and copy one."),
 }
@@ -75,6 +77,7 @@ def build_app() -> App:
     app.command("trainshed.cli.worker:worker", name="worker", show=False)
     app.command("trainshed.cli.agent:agent", name="agent", show=False)
     app.command("trainshed.cli.ray_driver:ray_driver", name="ray-driver", show=False)
+    app.command("trainshed.cli.kubernetes:app", name="kubernetes", show=False)
     return app
 
 

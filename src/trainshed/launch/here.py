@@ -13,11 +13,8 @@ from typing import Any
 
 import orjson
 
-from trainshed.errors import TrainshedError
+from trainshed.launch.explaining import explain
 from trainshed.launch.ranks import RanksResult, run_ranks
-from trainshed.observe.events import EventWriter
-from trainshed.observe.flight import diagnose, read_records
-from trainshed.observe.rank_error import health_folder, read_error
 from trainshed.observe.reading import EventFollower
 from trainshed.plan import RankLayout
 from trainshed.storage import LocalStore
@@ -65,13 +62,10 @@ def train_here(
         for event in follower.poll():
             on_event(event)
 
-    # -P: a file of the user's named like one of Python's modules must not be taken for it.
-    worker = [sys.executable, "-P", "-m", "trainshed", "worker", "train"]
-    command = [*worker, "--run", str(run_folder), "--attempt", str(attempt), *worker_arguments]
     result = run_ranks(
-        command,
+        rank_command(run_folder, attempt, worker_arguments),
         ranks=layout.world_size,
-        logs=run_folder / "logs" / f"attempt-{attempt:04d}",
+        logs=logs_folder(run_folder, attempt),
         environment=(environment or {}) | machine_environment(precision),
         grace_seconds=grace_seconds,
         failure_grace_seconds=failure_grace_seconds,
@@ -79,8 +73,25 @@ def train_here(
     )
     follow()
     if result.exit_code and not _asked_to_stop(result):
-        _explain(run_folder, attempt, layout.world_size, result)
+        failed = [failure.rank for failure in result.failed]
+        raise explain(run_folder, attempt, layout.world_size, ends=result.ends, failed=failed)
     return Trained(attempt, result.exit_code)
+
+
+def worker_command(*arguments: str) -> list[str]:
+    """Return how this Python starts `trainshed worker`."""
+    # -P: a file of the user's named like one of Python's modules must not be taken for it.
+    return [sys.executable, "-P", "-m", "trainshed", "worker", *arguments]
+
+
+def rank_command(run_folder: Path, attempt: int, arguments: Sequence[str] = ()) -> list[str]:
+    """Return what every rank of an attempt runs."""
+    return worker_command("train", "--run", str(run_folder), "--attempt", str(attempt), *arguments)
+
+
+def logs_folder(run_folder: Path, attempt: int) -> Path:
+    """Return where the ranks of an attempt write what they print."""
+    return run_folder / "logs" / f"attempt-{attempt:04d}"
 
 
 def machine_environment(precision: str) -> dict[str, str]:
@@ -114,22 +125,3 @@ def read_plan(run_folder: Path, attempt: int) -> RankLayout:
 
 def _asked_to_stop(result: RanksResult) -> bool:
     return result.exit_code > 128 and not result.failed
-
-
-def _explain(run_folder: Path, attempt: int, world_size: int, result: RanksResult) -> None:
-    """Compare what the ranks left behind, keep the verdict as an event, raise it."""
-    health = health_folder(run_folder, attempt)
-    records = read_records(health)
-    diagnosis = diagnose(records, world_size, ends=result.ends)
-    error = read_error(health)
-    what = diagnosis.sentence if error is None else error.what
-    with EventWriter(LocalStore(run_folder), "", attempt=attempt, rank=None) as events:
-        events.emit("failure", ranks=diagnosis.ranks, collective=diagnosis.collective, what=what)
-    if error is not None:
-        raise error
-    first = diagnosis.ranks[0] if diagnosis.ranks else (result.failed[0].rank if result.failed else 0)
-    raise TrainshedError(
-        diagnosis.sentence,
-        where=str(run_folder / "logs" / f"attempt-{attempt:04d}" / f"rank-{first:05d}.log"),
-        hint="the same command goes on from the last checkpoint",
-    )

@@ -81,12 +81,16 @@ def run_ranks(
     grace_seconds: float = 60.0,
     failure_grace_seconds: float = 20.0,
     on_poll: Callable[[], None] | None = None,
+    on_failure: Callable[[], None] | None = None,
+    others_failed: Callable[[], bool] | None = None,
     poll_seconds: float = 0.1,
 ) -> RanksResult:
     """Start `ranks` processes of one command and wait for them all.
 
     `environment` is added to our own. `master` is where rank 0 of the whole world listens; it is found here when the
-    world is this node. `on_poll` is called every `poll_seconds`; if it raises, the ranks are killed.
+    world is this node. `on_poll` is called every `poll_seconds`; if it raises, the ranks are killed. `on_failure`
+    is called once when a rank has failed. `others_failed` is asked with every poll whether a rank of another node has:
+    those here then have the same short grace.
     """
     if shutil.which(command[0]) is None:
         raise InputError(f"there is no program '{command[0]}' to start the ranks with")
@@ -96,7 +100,7 @@ def run_ranks(
         master = ("127.0.0.1", free_port())
     group = Ranks(grace_seconds=grace_seconds, failure_grace_seconds=failure_grace_seconds)
     with ExitStack() as stack:
-        stack.enter_context(_forwarding(group))
+        stack.enter_context(forwarding(group))
         stack.callback(group.close)
         for local in range(ranks):
             place = rank_environment(
@@ -106,6 +110,11 @@ def run_ranks(
         while group.wait(poll_seconds):
             if on_poll is not None:
                 on_poll()
+            if on_failure is not None and group.failing:
+                on_failure()
+                on_failure = None
+            if others_failed is not None and others_failed():
+                group.end_soon()
     return group.result()
 
 
@@ -124,15 +133,17 @@ class Ranks:
         self._watched = selectors.DefaultSelector()
         self._pidfds: dict[int, int] = {}
 
-    def start(self, command: Sequence[str], rank: int, logs: Path, environment: Mapping[str, str]) -> None:
-        """Start one rank; what it prints goes to `rank-00000.log` in `logs`."""
+    def start(
+        self, command: Sequence[str], rank: int, logs: Path, environment: Mapping[str, str], *, log: str | None = None
+    ) -> None:
+        """Start one rank; what it prints goes to `rank-00000.log` in `logs`, or to the file named `log` there."""
         logs.mkdir(parents=True, exist_ok=True)
-        self._logs[rank] = logs / f"rank-{rank:05d}.log"
-        with self._logs[rank].open("ab") as log:
+        self._logs[rank] = logs / (log or f"rank-{rank:05d}.log")
+        with self._logs[rank].open("ab") as printed:
             process = subprocess.Popen(
                 _dying_with_us(command),
                 stdin=subprocess.DEVNULL,
-                stdout=log,
+                stdout=printed,
                 stderr=subprocess.STDOUT,
                 env=dict(environment),
                 process_group=0,
@@ -145,6 +156,15 @@ class Ranks:
     def ask_to_stop(self, signum: int) -> None:
         """Pass a signal on to the ranks at the next poll; may be called from a signal handler."""
         self._asked.append(signum)
+
+    @property
+    def failing(self) -> bool:
+        """Whether a rank has ended that nobody had asked to."""
+        return any(code != 0 and _exit_code(code) not in _REQUESTED for _, code in self._ended)
+
+    def end_soon(self) -> None:
+        """A rank on another node has failed: these may be waiting for it, and have the grace of a failure."""
+        self._end_within(self._failure_grace_seconds)
 
     def wait(self, seconds: float) -> bool:
         """Wait until a rank ends, at most so long; then do what is due. Whether any rank is still running."""
@@ -261,7 +281,7 @@ _REQUESTED = frozenset(128 + number for number in STOP_SIGNALS)
 
 
 @contextmanager
-def _forwarding(group: Ranks) -> Generator[None]:
+def forwarding(group: Ranks) -> Generator[None]:
     """Have the signals that ask us to stop passed on; only a main thread may, others have no say in signals."""
     if threading.current_thread() is not threading.main_thread():
         yield

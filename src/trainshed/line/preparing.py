@@ -57,12 +57,17 @@ class PreparedRun:
         return self.recipe.model.config
 
 
-def resolve(recipe: Recipe, options: StoreOptions | None = None) -> Recipe:
-    """Write out what the recipe names: the preset's architecture, and the commit behind every Hub address."""
+def resolve(recipe: Recipe, options: StoreOptions | None = None, *, pin: bool = True) -> Recipe:
+    """Write out what the recipe names: the preset's architecture, and the commit behind every Hub address.
+
+    With `pin=False` the Hub is not asked and its addresses stay as they are.
+    """
     config = architecture(recipe)
     model = recipe.model
     if config is not None:
         model = model.model_copy(update={"config": config, "preset": None})
+    if not pin:
+        return recipe.model_copy(update={"model": model})
     if model.from_:
         model = model.model_copy(update={"from_": _pinned(model.from_, options)})
     tokenizer = _pinned(recipe.tokenizer, options) if isinstance(recipe.tokenizer, str) else recipe.tokenizer
@@ -104,7 +109,7 @@ def run_line(
     resolved = _with_architecture(resolved, base) if base is not None else resolved
     artefacts = DataArtefacts(resolved, store, workers=workers, options=options, reporter=reporter)
     folder = store / "runs" / resolved.name / name
-    _keep_recipe(resolved, folder)
+    keep_recipe(resolved, folder)
     run = _prepared(resolved, name, folder, artefacts, base, build=True, reporter=reporter)
     _keep_prepared(run)
     return run
@@ -180,7 +185,7 @@ def _heed_verdict(recipe: Recipe, reporter: Reporter, files: Path) -> None:
         reporter.warn(f"{error.what}; the recipe says `model.verdict: ignore`")
 
 
-def _keep_recipe(recipe: Recipe, folder: Path) -> None:
+def keep_recipe(recipe: Recipe, folder: Path) -> None:
     """Save the resolved recipe with its run, and beside it the scripts it names by relative paths."""
     store = LocalStore(folder)
     store.put("recipe.yaml", to_yaml(recipe).encode())
@@ -233,7 +238,7 @@ def open_run_folder(folder: Path) -> PreparedRun:
 
 def keep_run(run: PreparedRun) -> None:
     """Save a run's recipe and where its artefacts are, for its ranks; `train` may have changed its length."""
-    _keep_recipe(run.recipe, run.folder)
+    keep_recipe(run.recipe, run.folder)
     _keep_prepared(run)
 
 

@@ -41,16 +41,18 @@ def build_job(
     nodes: int | None = None,
     gpus: int | None = None,
     despite_memory: bool = False,
+    offline: bool = False,
     code: Code | None = None,
 ) -> Job:
     """Decide everything about a recipe's job on a cluster; raises `InputError` for whatever would fail there.
 
-    `nodes` or `gpus` win over the recipe's `resources`, and these over the cluster's default.
+    `nodes` or `gpus` win over the recipe's `resources`, and these over the cluster's default. With `offline` addresses
+    on the Hub are pinned by the first node that fetches them, not here.
     """
     store = _store(recipe, cluster)
     _check_reachable(recipe)
     _heed_locks(recipe, cluster)
-    resolved = resolve(recipe, store_options(cluster))
+    resolved = resolve(recipe, store_options(cluster), pin=not offline)
     model = planned_model(resolved, cluster)
     planned = plan_on_cluster(resolved, cluster, model, nodes, gpus, despite_memory)
     name = id or run_id(resolved)
@@ -206,7 +208,9 @@ def _foreign(
             hint=f"write `engine: {{name: {recipe.engine.name}, image: …@sha256:…}}`",
         )
     place = _engine_place(recipe, cluster, planned, run)
-    return launch_of(EngineTask(recipe, model.config, planned.layout, model.steps, place))
+    machine = planned.placement.machine
+    gpu = find_gpu(machine.gpu) if machine is not None else None
+    return launch_of(EngineTask(recipe, model.config, planned.layout, model.steps, place), gpu=gpu)
 
 
 def _engine_place(recipe: Recipe, cluster: Cluster, planned: PlannedRun, run: str) -> EnginePlace:

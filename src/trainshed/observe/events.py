@@ -46,10 +46,10 @@ class Start(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Phase(Event):
-    """One part of getting started is done."""
+    """One part of getting started is done: up to `preflight` the node agent's, from then on rank 0's."""
 
     kind = "phase"
-    name: Literal["rendezvous", "load", "compile", "first_step"]
+    name: Literal["install", "image", "meeting", "preflight", "rendezvous", "load", "compile", "first_step"]
     seconds: float
 
 
@@ -157,6 +157,19 @@ class Failure(Event):
     ranks: list[int]
     collective: str | None
     what: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preflight(Event):
+    """What was found before the ranks started; `nodes` are those to replace."""
+
+    kind = "preflight"
+    verdict: Literal["pass", "warn", "replace", "fail"]
+    nodes: list[int]
+    what: str
+    seconds: float
+    fabric: str | None = None
+    bus_gb_per_s: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -48,6 +48,22 @@ def test_the_switches_of_llama_3_1_are_megatrons_own() -> None:
     assert args.params_dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("other", ["norm_epsilon", "layernorm_epsilon"])
+def test_the_epsilon_is_read_by_the_name_that_a_version_has_for_it(other: str) -> None:
+    config = tiny_config("llama", norm_eps=3e-6)
+    args = args_of(config)
+    delattr(args, other)  # Megatron has one of them: until 0.16 the first, then the second
+    assert read_args(args, "here").norm_eps == 3e-6
+
+
+def test_a_null_tokenizer_counts_its_end_of_document_until_0_18() -> None:
+    args = args_of(tiny_config("llama"))
+    args.tokenizer_type = "NullTokenizer"
+    assert read_args(args, "here").vocab_size == args.vocab_size + 1
+    args.null_tokenizer_eod_id = None
+    assert read_args(args, "here").vocab_size == args.vocab_size
+
+
 def test_a_window_of_megatron_does_not_count_the_token_itself() -> None:
     assert args_of(tiny_config("mistral")).window_size == (7, 0)
 

@@ -101,17 +101,18 @@ def test_an_uneven_pipeline_is_seen_in_its_files(tmp_path: Path) -> None:
         assert_equal(source, weights)
 
 
-def test_norms_stored_less_one_get_it_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["apply_layernorm_1p", "layernorm_zero_centered_gamma"])
+def test_norms_stored_less_one_get_it_back(tmp_path: Path, name: str) -> None:
     source = MadeWeights(tiny_config("qwen3"))
-    for name, tensor in source.tensors.items():
-        if name.endswith("norm.weight"):
+    for key, tensor in source.tensors.items():
+        if key.endswith("norm.weight"):
             tensor.mul_(256).round_().div_(256)  # so that nothing is lost to rounding
     release = legacy(source, tmp_path)
 
     def less_one(document: dict[str, Any]) -> None:
-        document["args"].apply_layernorm_1p = True
-        for name, tensor in document["model"].items():
-            if "norm" in name:
+        setattr(document["args"], name, True)
+        for key, tensor in document["model"].items():
+            if "norm" in key:
                 tensor.sub_(1)
 
     rewrite(file_of(release), less_one)

@@ -50,46 +50,20 @@ def to_args(
     vocab_divisible_by: int,
     checkpoint_format: str,
 ) -> Namespace:
-    """Return the arguments that describe an architecture, or say what Megatron cannot be told."""
-    refuse_unsayable(config)
-    rope, scaling, moe = config.rope, config.rope.scaling if config.rope else None, config.moe
-    llama3 = scaling is not None and scaling.kind == "llama3"
+    """Return the arguments of a checkpoint, or say what Megatron cannot be told."""
     written: dict[str, Any] = {
         FAMILY: config.family,
-        "num_layers": config.layers,
-        "hidden_size": config.hidden,
-        "ffn_hidden_size": config.ffn if moe is None else moe.ffn,
-        "num_attention_heads": config.heads,
-        "group_query_attention": config.kv_heads != config.heads,
-        "num_query_groups": config.kv_heads,
-        "kv_channels": config.head_dim,
-        "seq_length": config.max_positions,
-        "max_position_embeddings": config.max_positions,
-        "position_embedding_type": "rope" if rope else "learned_absolute",
-        "add_position_embedding": True,
-        "use_rotary_position_embeddings": rope is not None,
-        "rotary_base": int(rope.base) if rope else 10000,
-        "rotary_percent": 1.0,
-        "rotary_interleaved": False,
-        "rotary_seq_len_interpolation_factor": int(scaling.factor) if scaling and not llama3 else None,
-        "use_rope_scaling": llama3,
-        "rope_scaling_factor": scaling.factor if scaling and llama3 else 8.0,
-        "window_size": (config.sliding_window - 1, 0) if config.sliding_window else None,
-        "normalization": "RMSNorm" if config.norm == "rms" else "LayerNorm",
+        **architecture_args(config),
+        # As versions before 0.16 call what is above, and what they have besides.
         "norm_epsilon": config.norm_eps,
         "apply_layernorm_1p": False,
-        "qk_layernorm": config.qk_norm,
-        "add_bias_linear": config.output_bias,
         "disable_bias_linear": not config.output_bias,
-        "add_qkv_bias": config.qkv_bias,
-        "swiglu": config.gated,
-        "squared_relu": False,
-        "bias_gelu_fusion": config.activation == "gelu_tanh",
-        "untie_embeddings_and_output_weights": not config.tied_embeddings,
+        "add_position_embedding": True,
+        "use_rotary_position_embeddings": config.rope is not None,
+        "seq_length": config.max_positions,
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
         "apply_query_key_layer_scaling": False,
-        "init_method_std": config.init_std,
         "vocab_size": config.vocab_size,
         "padded_vocab_size": padded_vocab_size,
         "make_vocab_size_divisible_by": vocab_divisible_by,
@@ -107,6 +81,49 @@ def to_args(
         "context_parallel_size": 1,
         "expert_model_parallel_size": layout.ep,
         "expert_tensor_parallel_size": layout.etp,
+    }
+    if config.moe is not None:
+        written["moe_grouped_gemm"] = experts == "grouped"
+    return Namespace(**written)
+
+
+def architecture_args(config: ModelConfig) -> dict[str, Any]:
+    """Return what tells Megatron an architecture, by the names of its arguments in version 0.16 and later.
+
+    The one home of this mapping: checkpoints carry it, `engines/megatron` writes it on the command line, and
+    `read_args` is its inverse. Raises `InputError` for what Megatron cannot be told.
+    """
+    refuse_unsayable(config)
+    rope, scaling, moe = config.rope, config.rope.scaling if config.rope else None, config.moe
+    llama3 = scaling is not None and scaling.kind == "llama3"
+    written: dict[str, Any] = {
+        "num_layers": config.layers,
+        "hidden_size": config.hidden,
+        "ffn_hidden_size": config.ffn if moe is None else moe.ffn,
+        "num_attention_heads": config.heads,
+        "group_query_attention": config.kv_heads != config.heads,
+        "num_query_groups": config.kv_heads,
+        "kv_channels": config.head_dim,
+        "max_position_embeddings": config.max_positions,
+        "position_embedding_type": "rope" if rope else "learned_absolute",
+        "rotary_base": int(rope.base) if rope else 10000,
+        "rotary_percent": 1.0,
+        "rotary_interleaved": False,
+        "rotary_seq_len_interpolation_factor": int(scaling.factor) if scaling and not llama3 else None,
+        "use_rope_scaling": llama3,
+        "rope_scaling_factor": scaling.factor if scaling and llama3 else 8.0,
+        "window_size": (config.sliding_window - 1, 0) if config.sliding_window else None,
+        "normalization": "RMSNorm" if config.norm == "rms" else "LayerNorm",
+        "layernorm_epsilon": config.norm_eps,
+        "layernorm_zero_centered_gamma": False,
+        "qk_layernorm": config.qk_norm,
+        "add_bias_linear": config.output_bias,
+        "add_qkv_bias": config.qkv_bias,
+        "swiglu": config.gated,
+        "squared_relu": False,
+        "bias_gelu_fusion": config.activation == "gelu_tanh",
+        "untie_embeddings_and_output_weights": not config.tied_embeddings,
+        "init_method_std": config.init_std,
         "num_experts": moe.experts if moe else None,
     }
     if moe is not None:
@@ -117,10 +134,14 @@ def to_args(
             # The weights of the chosen sum to 1 if the softmax comes after the choice.
             "moe_router_pre_softmax": not moe.normalize_top_k,
             "moe_router_score_function": "softmax",
-            "moe_grouped_gemm": experts == "grouped",
             "moe_shared_expert_intermediate_size": moe.shared_ffn or None,
         }
-    return Namespace(**written)
+    return written
+
+
+def norm_weights_less_one(args: Namespace | None) -> bool:
+    """Tell whether a checkpoint's norms are stored as gamma - 1, under either name that versions have for it."""
+    return any(bool(getattr(args, name, False)) for name in ("apply_layernorm_1p", "layernorm_zero_centered_gamma"))
 
 
 def read_layout(args: Namespace) -> Layout:
@@ -147,7 +168,8 @@ def read_args(args: Namespace, where: str, vocab_size: int | None = None) -> Mod
         "head_dim": taken("kv_channels", None) or taken("hidden_size") // taken("num_attention_heads"),
         "max_positions": taken("max_position_embeddings"),
         "norm": {"RMSNorm": "rms", "LayerNorm": "layer"}.get(taken("normalization", "LayerNorm")),
-        "norm_eps": taken("norm_epsilon"),
+        # Called `layernorm_epsilon` since 0.16.
+        "norm_eps": taken("layernorm_epsilon", None) or taken("norm_epsilon"),
         "gated": bool(taken("swiglu", False)),
         "tied_embeddings": not taken("untie_embeddings_and_output_weights", False),
         "qk_norm": bool(taken("qk_layernorm", False)),
@@ -207,8 +229,9 @@ def _true_vocab_size(taken: _Taken) -> int:
             f"its args do not say how many of the {padded} rows of the embedding are tokens",
             "say the tokenizer's true size: vocab_size",
         )
-    # NullTokenizer counts its end-of-document token besides.
-    return found + 1 if taken("tokenizer_type", None) == "NullTokenizer" else found
+    # NullTokenizer counted its end-of-document token besides, until 0.18 gave that an argument of its own.
+    besides = taken("tokenizer_type", None) == "NullTokenizer" and taken("null_tokenizer_eod_id", "none") == "none"
+    return found + 1 if besides else found
 
 
 def _rope_scaling(taken: _Taken) -> dict[str, Any] | None:

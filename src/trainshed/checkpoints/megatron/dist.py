@@ -17,7 +17,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from trainshed.checkpoints.megatron.args import Layout, read_args
+from trainshed.checkpoints.megatron.args import Layout, norm_weights_less_one, read_args
 from trainshed.checkpoints.megatron.dist_writer import MegatronDistWriter as MegatronDistWriter
 from trainshed.checkpoints.megatron.patches import (
     READ_DTYPES,
@@ -94,7 +94,7 @@ class MegatronDistWeights(PatchedWeights):
         patches = _matched(config, entries, where)
         self.padded_vocab_size = entries[EMBEDDING].shape[0]
         dtypes = [entry.dtype for key, entry in entries.items() if not _OPTIMIZER.search(key)]
-        super().__init__(config, patches, dtypes, bool(getattr(args, "apply_layernorm_1p", False)))
+        super().__init__(config, patches, dtypes, norm_weights_less_one(args))
 
 
 def _read_metadata(folder: Path) -> tuple[dict[str, _Entry], dict[str, _Item]]:

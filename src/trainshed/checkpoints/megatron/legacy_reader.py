@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from trainshed.checkpoints.megatron.args import Layout, read_args, read_layout
+from trainshed.checkpoints.megatron.args import Layout, norm_weights_less_one, read_args, read_layout
 from trainshed.checkpoints.megatron.patches import (
     READ_DTYPES,
     Located,
@@ -70,7 +70,7 @@ class MegatronLegacyWeights(PatchedWeights):
         matching = _Matching(config, self.layout, files)
         matching.run(where)
         self.padded_vocab_size = matching.padded_vocab_size
-        less_one = bool(getattr(self.args, "apply_layernorm_1p", False))
+        less_one = norm_weights_less_one(self.args)
         super().__init__(config, matching.patches, list(matching.dtypes), less_one)
 
     def _open(self, found: list[str], first: PtFile) -> dict[Rank, PtFile]:

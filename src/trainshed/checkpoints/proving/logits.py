@@ -1,20 +1,23 @@
 """The same tokens through two models: how far their logits are apart, and after which layer they part.
 
-Tensors can be equal while a lost key of the config (RoPE scaling, an epsilon) makes another model of them. Hugging
-Face weights are asked through transformers, the oracle, where it is installed; everything else through our decoder.
-Both go layer by layer, in float32 on the CPU: memory is that of one layer.
+Tensors can be equal while a lost key of the config (RoPE scaling, an epsilon) makes another model of them. So each
+side is asked through an oracle where one is installed: transformers for Hugging Face's weights, megatron-core for
+Megatron's; everything else through our decoder. All go layer by layer, in float32 on the CPU: memory is that of one
+layer.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
 from trainshed.checkpoints.hf.weights import HfWeights
+from trainshed.checkpoints.proving.megatron_oracle import MegatronOracle, MegatronWeights
 from trainshed.checkpoints.proving.oracle import OLDEST, Oracle, is_understood, oracle_name
 from trainshed.checkpoints.proving.probe import TOKENS, probe_batch
 from trainshed.checkpoints.proving.streamed import LOGITS, State, streamed_states
@@ -118,9 +121,9 @@ def compare_logits(
         return NotRun(f"the model has learned fewer positions than {prompts.ids.shape[1]}")
     diverging: str | None = None
     left = right = State("", torch.empty(0))
-    with reporter.task("running layers", total=2 * a.config.layers, unit="layers") as task:
-        one, by_one = _asked(a, prompts, dtype, task.advance)
-        two, by_two = _asked(b, prompts, None, task.advance)
+    with ExitStack() as open_oracles, reporter.task("running layers", total=2 * a.config.layers, unit="layers") as task:
+        one, by_one = _asked(a, prompts, dtype, task.advance, open_oracles)
+        two, by_two = _asked(b, prompts, None, task.advance, open_oracles)
         for left, right in zip(one, two, strict=True):
             if diverging is None and left.name != LOGITS:
                 first, second = prompts.counted(left.values), prompts.counted(right.values)
@@ -130,7 +133,7 @@ def compare_logits(
 
 
 def _asked(
-    weights: Weights, prompts: Prompts, dtype: torch.dtype | None, advance: Advance
+    weights: Weights, prompts: Prompts, dtype: torch.dtype | None, advance: Advance, open_oracles: ExitStack
 ) -> tuple[Iterator[State], str]:
     """The states of a model, and who computes them."""
     by = OURS
@@ -145,6 +148,12 @@ def _asked(
             if not oracle.unknown:
                 return oracle.states(prompts.ids, advance), name
             by += f" ({name} has `{oracle.unknown[0]}`, which nobody here knows where to find)"
+    elif isinstance(weights, MegatronWeights):
+        megatron = MegatronOracle(weights, prompts.ids, dtype)
+        open_oracles.callback(megatron.close)
+        if megatron.refusal is None:
+            return megatron.states(advance), megatron.name
+        by += f" ({megatron.name} {megatron.refusal})"
     return streamed_states(weights, prompts.ids, dtype=dtype, advance=advance), by
 
 

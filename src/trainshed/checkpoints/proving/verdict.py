@@ -186,7 +186,7 @@ def _verdict(found: Comparison, logits: LogitsComparison | NotRun, probe: Probe 
 
 def _versions() -> dict[str, str]:
     found = {"trainshed": trainshed.__version__}
-    for name in ("torch", "transformers"):
+    for name in ("torch", "transformers", "megatron-core"):
         try:
             found[name] = version(name)
         except PackageNotFoundError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
@@ -24,6 +24,7 @@ def render(
     as_: Annotated[Literal["scripts", "helm"], Parameter(name="--as")] = "scripts",
     out: Path | None = None,
     despite_memory: bool = False,
+    offline: bool = False,
 ) -> int:
     """Print what `submit` would send: scripts or manifests that run with plain sbatch or kubectl.
 
@@ -47,13 +48,15 @@ def render(
         A folder to write the parts into, with the packed code beside them, in place of printing them.
     despite_memory
         Render a layout that the planner says does not fit.
+    offline
+        Do not ask the Hub for commits: the first node that fetches pins them.
     """
     import sys
 
     from trainshed.cli.console import reporter
     from trainshed.errors import InputError
 
-    job, request = _rendered(recipe, overrides, on, id, nodes, gpus, despite_memory)
+    job, request = _rendered(recipe, overrides, on, id, nodes, gpus, despite_memory, offline)
     for note in (*job.notes, *request.notes):
         reporter().note(note)
     if as_ == "helm":
@@ -82,6 +85,7 @@ def submit(
     dry_run: bool = False,
     yes: Annotated[bool, Parameter(name=["-y", "--yes"], negative="")] = False,
     despite_memory: bool = False,
+    offline: bool = False,
     output: Annotated[Output, Parameter(name=["-o", "--output"])] = "text",
 ) -> int:
     """Send a recipe's job to a cluster: planned and checked first, then exactly what --dry-run prints.
@@ -106,14 +110,18 @@ def submit(
         Do not ask before sending.
     despite_memory
         Send a layout that the planner says does not fit.
+    offline
+        Do not ask the Hub for commits: the first node that fetches pins them.
     output
         Report as text or json.
     """
     from trainshed.cli.console import print_report
 
     if dry_run:
-        return render(recipe, *overrides, on=on, id=id, nodes=nodes, gpus=gpus, despite_memory=despite_memory)
-    data = send(recipe, overrides, on, id, nodes, gpus, despite_memory=despite_memory, ask=not yes)
+        asked = {"on": on, "id": id, "nodes": nodes, "gpus": gpus}
+        return render(recipe, *overrides, **asked, despite_memory=despite_memory, offline=offline)
+    how = {"despite_memory": despite_memory, "offline": offline}
+    data = send(recipe, overrides, on, id, nodes, gpus, **how, ask=not yes)
     if data is None:
         return 1
     lines = [f"submitted {data['run']} to {data['cluster']}"]
@@ -132,8 +140,9 @@ def send(
     gpus: int | None,
     *,
     despite_memory: bool = False,
+    offline: bool = False,
     ask: bool = False,
-) -> dict[str, object] | None:
+) -> dict[str, Any] | None:
     """Plan, check and submit; returns what a report says of it, None where the person asked said no."""
     from dataclasses import replace
 
@@ -143,7 +152,7 @@ def send(
     from trainshed.launch.targets import target_of
     from trainshed.recipe import to_yaml
 
-    job, request = _rendered(recipe, overrides, on, id, nodes, gpus, despite_memory)
+    job, request = _rendered(recipe, overrides, on, id, nodes, gpus, despite_memory, offline)
     target = target_of(job.cluster)
     for note in (*job.notes, *request.notes):
         reporter().note(note)
@@ -174,6 +183,7 @@ def _rendered(
     nodes: int | None,
     gpus: int | None,
     despite_memory: bool,
+    offline: bool,
 ) -> tuple[Job, Request]:
     from trainshed.launch.targets import target_of
     from trainshed.line.submission import build_job
@@ -182,9 +192,9 @@ def _rendered(
     for_recipe, for_cluster = split_overrides(overrides)
     cluster = load_cluster(on, for_cluster)
     target = target_of(cluster)
-    job = build_job(
-        load_recipe(recipe, for_recipe), cluster, id=id, nodes=nodes, gpus=gpus, despite_memory=despite_memory
-    )
+    loaded = load_recipe(recipe, for_recipe)
+    how = {"despite_memory": despite_memory, "offline": offline}
+    job = build_job(loaded, cluster, id=id, nodes=nodes, gpus=gpus, **how)
     return job, target.render(job)
 
 

@@ -15,10 +15,6 @@ if TYPE_CHECKING:
     from trainshed.checkpoints.weights import Weights
 
 SHOWN_DIFFERENCES = 20
-MEGATRON_CORE = (
-    "megatron-core itself was not asked: its model wants parallel groups and CUDA. Its files were read with our "
-    "reader, and our decoder answered"
-)
 
 
 def compare(
@@ -33,8 +29,9 @@ def compare(
 ) -> int:
     """Compare two models, each in any format: tensors and shapes, dtypes, architecture, every value.
 
-    With --logits both also answer the same tokens: Hugging Face weights through transformers where it is installed,
-    all others through our decoder, layer by layer. Exit code 0 if they are equal, 1 if they differ.
+    With --logits both also answer the same tokens: Hugging Face weights through transformers and Megatron's through
+    megatron-core, where these are installed, all others through our decoder, layer by layer. The report says who
+    answered for each side. Exit code 0 if they are equal, 1 if they differ.
 
     Parameters
     ----------
@@ -54,7 +51,7 @@ def compare(
     output
         Report as text or json.
     """
-    from trainshed.checkpoints.formats import detect, open_weights
+    from trainshed.checkpoints.formats import open_weights
     from trainshed.cli.console import print_report, reporter
     from trainshed.errors import InputError, MissingExtra
 
@@ -73,7 +70,6 @@ def compare(
         asked = _prompts(prompts, tokenizer, (a, b), one, two) if prompts is not None else None
         found = compare_weights(one, two, workers=workers, reporter=report)
         answered = _answered(one, two, asked, report) if logits else None
-    notes = [MEGATRON_CORE] if logits and any(detect(each).startswith("megatron") for each in (a, b)) else []
     equal = found.equal and (answered is None or answered.get("passed", False))
     data = {
         "schema": "trainshed.model.compare/1",
@@ -82,9 +78,8 @@ def compare(
         "equal": equal,
         "tensors": found.to_plain(),
         "logits": answered,
-        "notes": notes,
     }
-    print_report(data, output, _text(found, answered, notes, equal=equal))
+    print_report(data, output, _text(found, answered, equal=equal))
     return 0 if equal else 1
 
 
@@ -122,7 +117,7 @@ def _prompts(file: Path, tokenizer: str | None, sides: tuple[str, str], one: Wei
     raise AssertionError("unreachable")
 
 
-def _text(found: Comparison, answered: dict[str, Any] | None, notes: list[str], *, equal: bool) -> str:
+def _text(found: Comparison, answered: dict[str, Any] | None, *, equal: bool) -> str:
     from trainshed.checkpoints.proving.verdict import logits_words
 
     same = found.compared - len(found.differences)
@@ -137,4 +132,4 @@ def _text(found: Comparison, answered: dict[str, Any] | None, notes: list[str], 
         lines.append(f"  and {len(words) - SHOWN_DIFFERENCES} more (-o json lists all)")
     if answered is not None:
         lines.append(f"  logits  {logits_words(answered)}")
-    return "\n".join([*lines, *(f"  {note}" for note in notes)])
+    return "\n".join(lines)

@@ -85,25 +85,30 @@ def _measure_rank(rank: int, ranks: int, kind: str, folder: str) -> None:
     for mebibytes in _GPU_MESSAGES_MIB if kind == "cuda" else _CPU_MESSAGES_MIB:
         size = int(mebibytes * 2**20)
         message = torch.zeros(size // 4, device=device)
-        _seconds(message, device)
-        seconds = min(_seconds(message, device) for _ in range(_ROUNDS))
-        bus = 2 * (ranks - 1) / ranks * size / seconds / 1e9
+        seconds_of_calls(message, device, _CALLS)
+        seconds = min(seconds_of_calls(message, device, _CALLS) for _ in range(_ROUNDS))
+        bus = bus_gb_per_s(ranks, size, seconds)
         found.append({"ranks": ranks, "mebibytes": mebibytes, "seconds": seconds, "bus_gb_per_s": bus})
     if rank == 0:
         (Path(folder) / "found.json").write_bytes(orjson.dumps(found))
     dist.destroy_process_group()
 
 
-def _seconds(message: torch.Tensor, device: torch.device) -> float:
-    """Seconds of one call; the number of calls is fixed, as all ranks must make the same."""
+def bus_gb_per_s(ranks: int, message_bytes: int, seconds: float) -> float:
+    """Return the bus bandwidth of an all-reduce, 10^9 bytes a second, as nccl-tests count it."""
+    return 2 * (ranks - 1) / ranks * message_bytes / seconds / 1e9
+
+
+def seconds_of_calls(message: torch.Tensor, device: torch.device, calls: int) -> float:
+    """Return the seconds of one all-reduce out of some; all ranks must make the same number of calls."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     started = time.perf_counter()
-    for _ in range(_CALLS):
+    for _ in range(calls):
         dist.all_reduce(message)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return (time.perf_counter() - started) / _CALLS
+    return (time.perf_counter() - started) / calls
 
 
 if __name__ == "__main__":

@@ -1,0 +1,1 @@
+"""Argument lists and shell scripts for Megatron-LM, read as a recipe."""

@@ -1,0 +1,159 @@
+"""What agents leave beside an attempt, so that it is explained without the cluster.
+
+<run>/health/attempt-0001/hosts.json        which host had which ranks
+<run>/health/attempt-0001/node-00001.json   how the ranks of a node ended
+<run>/health/attempt-0001/failed.json       the first failure: its file tells all other nodes to end
+<run>/health/attempt-0001/gpus-00001.jsonl  samples of a node's GPUs
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import orjson
+
+from trainshed.errors import Conflict, NotFound
+from trainshed.launch.agent.meeting import Joined, Order
+from trainshed.launch.ranks import RanksResult
+from trainshed.observe.rank_error import health_folder
+from trainshed.storage import ABSENT, LocalStore
+
+Ended = Literal["finished", "stopped", "failed", "peer", "lost"]
+"""How a node's part of an attempt ended: `peer` where another node's failure ended it, `lost` where it fell silent."""
+
+
+@dataclass(frozen=True)
+class FailedRank:
+    """A rank that did not end as it should."""
+
+    rank: int
+    how: str
+    exit_code: int | None = None
+    signal: str | None = None
+    killed: bool = False
+    """Ended by its agent: it may only have been waiting for others."""
+
+
+@dataclass(frozen=True)
+class NodeRecord:
+    """How the ranks of one node ended."""
+
+    node: int
+    slot: int
+    host: str
+    ended: Ended
+    exit_code: int
+    failed: tuple[FailedRank, ...] = ()
+    bad_node: str | None = None
+    """Why the node itself is to blame, where it seems to be."""
+    what: str = ""
+    """What ended it before its ranks started."""
+    log_tail: str = field(default="", repr=False)
+
+    @classmethod
+    def of(cls, result: RanksResult, *, node: int, slot: int, host: str, peer_failed: bool) -> NodeRecord:
+        """Put down how the ranks of a node ended."""
+        failed = tuple(
+            FailedRank(each.rank, each.how, each.exit_code, each.signal, each.killed) for each in result.failed
+        )
+        tail = next((each.log_tail for each in result.failed if not each.killed), "")
+        ended: Ended
+        if result.exit_code == 0:
+            ended = "finished"
+        elif not failed:
+            ended = "stopped"
+        elif peer_failed:
+            ended = "peer"
+        else:
+            ended = "failed"
+        return cls(node, slot, host, ended, result.exit_code, failed, bad_node_reason(result), log_tail=tail)
+
+
+# Of the machine, not of the program: what CUDA, NCCL and the driver print when hardware fails.
+_BAD_NODE_WORDS = (
+    "uncorrectable ECC error",
+    "GPU is lost",
+    "fallen off the bus",
+    "CUDA_ERROR_ECC_UNCORRECTABLE",
+    "all CUDA-capable devices are busy or unavailable",
+    "hardware error",
+    "NVLink error",
+)
+_BAD_NODE_SIGNALS = ("SIGKILL", "SIGBUS")
+"""Nobody asked for these: the kernel ran out of memory, or a page of it is broken."""
+
+
+def bad_node_reason(result: RanksResult) -> str | None:
+    """Say why a node itself is to blame for a failure; None where its program may be."""
+    for failure in result.failed:
+        if failure.killed:
+            continue
+        if failure.signal in _BAD_NODE_SIGNALS:
+            return f"rank {failure.rank} {failure.how} from outside"
+        words = next((each for each in _BAD_NODE_WORDS if each in failure.log_tail), None)
+        if words is not None:
+            return f"rank {failure.rank} reported '{words}'"
+    return None
+
+
+class AttemptRecords:
+    """The files that agents leave beside one attempt."""
+
+    def __init__(self, run_folder: Path, attempt: int) -> None:
+        self.folder = health_folder(run_folder, attempt)
+        self._store = LocalStore(self.folder)
+
+    def keep_hosts(
+        self, start: str, order: Order, joined: Mapping[int, Joined], bad: Collection[int], ranks_per_node: int
+    ) -> list[str]:
+        """Keep which host has which ranks; returns it as lines for people."""
+        nodes = [
+            {
+                "node": node,
+                "slot": slot,
+                "host": joined[slot].host,
+                "ranks": list(range(node * ranks_per_node, (node + 1) * ranks_per_node)),
+            }
+            for node, slot in enumerate(order.slots)
+        ]
+        free = [slot for slot in sorted(joined) if slot not in order.slots and slot not in bad]
+        spares = [{"slot": slot, "host": joined[slot].host} for slot in free]
+        body = {"start": start, "master": list(order.master), "nodes": nodes, "spares": spares}
+        self._put("hosts.json", body)
+        lines = [f"node {each['node']}: {each['host']}, ranks {_span(each['ranks'])}" for each in nodes]
+        return lines + [f"spare: {each['host']}" for each in spares]
+
+    def keep(self, record: NodeRecord) -> None:
+        """Keep how a node's ranks ended."""
+        self._put(f"node-{record.node:05d}.json", asdict(record))
+
+    def record(self, node: int) -> NodeRecord | None:
+        """Return how a node's ranks ended; None while they run."""
+        try:
+            body: dict[str, Any] = orjson.loads(self._store.read(f"node-{node:05d}.json"))
+        except NotFound:
+            return None
+        return NodeRecord(**body | {"failed": tuple(FailedRank(**each) for each in body["failed"])})
+
+    def say_failed(self, host: str, what: str) -> None:
+        """Tell all nodes that the attempt has failed; only the first to say so is kept."""
+        try:
+            body = orjson.dumps({"host": host, "what": what}, option=orjson.OPT_INDENT_2) + b"\n"
+            self._store.put("failed.json", body, expect=ABSENT)
+        except Conflict:
+            pass
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether some node has failed."""
+        return (self.folder / "failed.json").exists()
+
+    def _put(self, name: str, body: dict[str, Any]) -> None:
+        self._store.put(name, orjson.dumps(body, option=orjson.OPT_INDENT_2) + b"\n")
+
+
+def _span(ranks: list[int]) -> str:
+    return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"

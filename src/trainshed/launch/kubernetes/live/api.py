@@ -1,0 +1,169 @@
+"""The few requests we make of an API server, over plain HTTPS.
+
+The same client serves a person's machine (credentials of kubeconfig, by lightkube) and the driver in a pod
+(credentials of its service account). Objects are sent as the very text that `render` prints: server-side apply takes
+YAML.
+"""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Generator, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import httpx2
+
+from trainshed.errors import InputError, TrainshedError
+from trainshed.launch.kubernetes.kinds import Kind, Object, kind_of
+from trainshed.launch.kubernetes.manifests.yaml_text import read_documents
+
+FIELD_MANAGER = "trainshed"
+SERVICE_ACCOUNT_FOLDER = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+TIMEOUT_SECONDS = 30.0
+_LIST_AT_ONCE = 500
+
+
+class Api:
+    """An API server, and the namespace of a job."""
+
+    def __init__(self, client: httpx2.Client, namespace: str) -> None:
+        self.namespace = namespace
+        self._client = client
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._client.close()
+
+    def apply(self, text: str) -> str:
+        """Apply one object, sent byte for byte; returns what it is, as Kind/name."""
+        (found,) = read_documents(text)
+        kind, name = kind_of(found), found["metadata"]["name"]
+        namespace = found["metadata"].get("namespace", self.namespace)
+        response = self._send(
+            "PATCH",
+            kind.path(namespace, name),
+            params={"fieldManager": FIELD_MANAGER, "force": "true", "fieldValidation": "Strict"},
+            headers={"Content-Type": "application/apply-patch+yaml"},
+            content=text.encode(),
+        )
+        if response.status_code == 404:
+            raise InputError(
+                f"the cluster has no {kind.name} ({kind.api_version}), or no namespace {namespace}",
+                where=str(self._client.base_url),
+                hint=f"install what serves {kind.group or 'it'}; `trainshed doctor --on CLUSTER` says what is missing",
+            )
+        self._check(response, f"{kind.name}/{name}")
+        return f"{kind.name}/{name}"
+
+    def get(self, kind: Kind, name: str) -> Object | None:
+        """Return an object, None where there is none or its kind is not known here."""
+        response = self._send("GET", kind.path(self.namespace, name))
+        return None if response.status_code == 404 else self._check(response, f"{kind.name}/{name}").json()
+
+    def list(self, kind: Kind, selector: str = "") -> list[Object]:
+        """Return all objects of a kind that a label selector selects; none where the kind is not known here."""
+        found: list[Object] = []
+        params = {"limit": str(_LIST_AT_ONCE)} | ({"labelSelector": selector} if selector else {})
+        while True:
+            response = self._send("GET", kind.path(self.namespace), params=params)
+            if response.status_code == 404:
+                return []
+            body = self._check(response, kind.plural).json()
+            # Items of a list do not say what they are.
+            found += [{"apiVersion": kind.api_version, "kind": kind.name} | item for item in body["items"]]
+            token = body.get("metadata", {}).get("continue")
+            if not token:
+                return found
+            params["continue"] = token
+
+    def delete(self, kind: Kind, name: str) -> None:
+        """Delete an object and what it owns; one that is gone already is fine."""
+        response = self._send("DELETE", kind.path(self.namespace, name), params={"propagationPolicy": "Background"})
+        if response.status_code != 404:
+            self._check(response, f"{kind.name}/{name}")
+
+    def resources(self, kind: Kind) -> set[str]:
+        """Return the kinds that a group and version serve; none where it is not installed."""
+        response = self._send("GET", kind.base)
+        if response.status_code == 404:
+            return set()
+        return {each["kind"] for each in self._check(response, kind.base).json().get("resources", [])}
+
+    def log(self, pod: str, container: str, *, follow: bool = False, previous: bool = False) -> Iterator[str]:
+        """Yield the lines of a container's log."""
+        params = {"container": container}
+        params |= {"follow": "true"} if follow else {}
+        params |= {"previous": "true"} if previous else {}
+        path = f"/api/v1/namespaces/{self.namespace}/pods/{pod}/log"
+        timeout = httpx2.Timeout(TIMEOUT_SECONDS, read=None) if follow else httpx2.Timeout(TIMEOUT_SECONDS)
+        try:
+            with self._client.stream("GET", path, params=params, timeout=timeout) as response:
+                if response.status_code >= 400:
+                    response.read()
+                    self._check(response, f"the log of {pod}")
+                for line in response.iter_lines():
+                    yield f"{line}\n"
+        except httpx2.HTTPError as error:
+            raise self._unreachable(error) from None
+
+    def _send(self, method: str, path: str, **request: Any) -> httpx2.Response:
+        try:
+            return self._client.request(method, path, **request)
+        except httpx2.HTTPError as error:
+            raise self._unreachable(error) from None
+
+    def _unreachable(self, error: Exception) -> TrainshedError:
+        return TrainshedError(
+            f"the API server does not answer: {error or type(error).__name__}", where=str(self._client.base_url)
+        )
+
+    def _check(self, response: httpx2.Response, what: str) -> httpx2.Response:
+        if response.status_code < 400:
+            return response
+        try:
+            message = response.json().get("message", response.text)
+        except ValueError:
+            message = response.text
+        if response.status_code in (401, 403):
+            raise Forbidden(f"{what}: {message}", where=str(self._client.base_url), hint="ask for the right to do that")
+        if response.status_code in (400, 422):
+            raise InputError(f"the API server refuses {what}: {message}", where=str(self._client.base_url))
+        raise ApiFailure(f"{what}: {message} (HTTP {response.status_code})", where=str(self._client.base_url))
+
+
+class Forbidden(TrainshedError):
+    """The API server refused the credentials."""
+
+
+class ApiFailure(TrainshedError):
+    """The API server failed; another try may succeed."""
+
+
+class _RotatedToken(httpx2.Auth):
+    """The token of a service account, read anew for each request: the kubelet replaces it every hour."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    def auth_flow(self, request: httpx2.Request) -> Generator[httpx2.Request, httpx2.Response]:
+        request.headers["Authorization"] = f"Bearer {self._file.read_text().strip()}"
+        yield request
+
+
+def connect_in_cluster(host: str, port: str, folder: Path = SERVICE_ACCOUNT_FOLDER) -> Api:
+    """Connect from inside a pod, as its service account."""
+    name = f"[{host}]" if ":" in host else host
+    client = httpx2.Client(
+        base_url=f"https://{name}:{port}",
+        auth=_RotatedToken(folder / "token"),
+        verify=ssl.create_default_context(cafile=folder / "ca.crt"),
+        timeout=TIMEOUT_SECONDS,
+        trust_env=False,
+    )
+    return Api(client, (folder / "namespace").read_text().strip())

@@ -1,0 +1,78 @@
+"""How the object of a stage stands, whatever its kind: each says it in other words."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from trainshed.launch.kubernetes.kinds import Object
+
+Phase = Literal["suspended", "active", "done", "failed"]
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What the controller of an object says about it."""
+
+    phase: Phase
+    message: str = ""
+    restarts: int = 0
+
+
+def standing(found: Object) -> Standing:
+    """Return how an object stands."""
+    status = found.get("status") or {}
+    if found["kind"] == "RayJob":
+        return _ray(found, status)
+    conditions = {each["type"]: each for each in status.get("conditions", ()) if each.get("status") == "True"}
+    restarts = int(status.get("restarts") or 0)
+    if found["kind"] == "PyTorchJob" and "Restarting" in conditions:
+        restarts = max(restarts, 1)
+    for name in ("Complete", "Completed", "Succeeded", "SuccessCriteriaMet"):
+        if name in conditions:
+            return Standing("done", restarts=restarts)
+    for name in ("Failed", "FailureTarget"):
+        if name in conditions:
+            return Standing("failed", _message(conditions[name]), restarts)
+    if "Suspended" in conditions or _suspended(found):
+        return Standing("suspended", _message(conditions.get("Suspended", {})), restarts)
+    return Standing("active", restarts=restarts)
+
+
+def wanted_pods(found: Object) -> int:
+    """Return how many pods an object is to have."""
+    spec = found.get("spec", {})
+    if found["kind"] == "Job":
+        return int(spec.get("parallelism") or 1)
+    if found["kind"] == "JobSet":
+        return sum(
+            int(job.get("replicas", 1)) * int(job["template"]["spec"].get("parallelism") or 1)
+            for job in spec["replicatedJobs"]
+        )
+    if found["kind"] == "PyTorchJob":
+        return sum(int(each.get("replicas") or 1) for each in spec["pytorchReplicaSpecs"].values())
+    if found["kind"] == "TrainJob":
+        return int(spec["trainer"]["numNodes"])
+    return 1 + sum(int(group["replicas"]) for group in spec["rayClusterSpec"].get("workerGroupSpecs", ()))
+
+
+def _suspended(found: Object) -> bool:
+    spec = found.get("spec", {})
+    return bool(spec.get("suspend") or spec.get("runPolicy", {}).get("suspend"))
+
+
+def _ray(found: Object, status: Object) -> Standing:
+    deployment, job = status.get("jobDeploymentStatus", ""), status.get("jobStatus", "")
+    restarts = int(status.get("failed") or 0)
+    message = " ".join((status.get("message") or "").split())
+    if job == "SUCCEEDED":
+        return Standing("done", restarts=restarts)
+    if deployment in ("Failed", "ValidationFailed") or job in ("FAILED", "STOPPED"):
+        return Standing("failed", message or status.get("reason", ""), restarts)
+    if deployment in ("Suspended", "Suspending") or (not deployment and _suspended(found)):
+        return Standing("suspended", message, restarts)
+    return Standing("active", message, restarts)
+
+
+def _message(condition: Object) -> str:
+    return (condition.get("message") or condition.get("reason") or "").strip().rstrip(".")

@@ -1,0 +1,1 @@
+"""A job as Kubernetes objects: plain dicts built by small functions, and their YAML."""

@@ -1,0 +1,50 @@
+"""May we do in a namespace what a job needs? The API server itself is asked, right by right."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import httpx2
+from lightkube import ApiError, Client, KubeConfig
+from lightkube.core.exceptions import ConfigError
+from lightkube.models.authorization_v1 import ResourceAttributes, SelfSubjectAccessReviewSpec
+from lightkube.resources.authorization_v1 import SelfSubjectAccessReview
+
+from trainshed.launch.kubernetes.kinds import CONFIG_MAP, JOB, POD, TRAINING, Kind
+from trainshed.launch.preflight.checks import Check
+from trainshed.recipe import Cluster
+
+
+def check_rights(cluster: Cluster) -> Check:
+    """Ask for each right that submitting, following and cancelling a job takes."""
+    kubernetes = cluster.on_kubernetes
+    training = TRAINING[kubernetes.kind]
+    wanted = [(verb, kind, "") for kind in (training, JOB, CONFIG_MAP) for verb in ("create", "patch", "delete")]
+    wanted += [("list", POD, ""), ("get", POD, "log")]
+    file = Path(os.environ.get("KUBECONFIG") or Path.home() / ".kube" / "config").expanduser()
+    try:
+        configuration = KubeConfig.from_file(file) if file.is_file() else KubeConfig.from_env()
+        client = Client(config=configuration.get(kubernetes.context), namespace=kubernetes.namespace)
+        denied = [
+            f"{verb} {kind.plural}{f'/{part}' if part else ''}"
+            for verb, kind, part in wanted
+            if not _may(client, kubernetes.namespace, verb, kind, part)
+        ]
+    except (ConfigError, ApiError, httpx2.HTTPError, OSError) as error:
+        return Check("rights", "skipped", f"cannot be asked: {error}")
+    if denied:
+        what = f"you may not {', '.join(denied)} in namespace {kubernetes.namespace}"
+        return Check("rights", "fail", what, "ask whoever runs the cluster for a role that allows it")
+    return Check("rights", "pass", f"you may submit, follow and cancel jobs in namespace {kubernetes.namespace}")
+
+
+def _may(client: Client, namespace: str, verb: str, kind: Kind, part: str) -> bool:
+    asked = ResourceAttributes(
+        group=kind.group, namespace=namespace, resource=kind.plural, subresource=part or None, verb=verb
+    )
+    spec = SelfSubjectAccessReviewSpec(resourceAttributes=asked)
+    review = client.create(
+        SelfSubjectAccessReview(apiVersion="authorization.k8s.io/v1", kind="SelfSubjectAccessReview", spec=spec)
+    )
+    return bool(review.status and review.status.allowed)

@@ -1,0 +1,142 @@
+"""Measure one group of nodes: every measurement is a world of its own, so that a node that hangs stops only its group.
+
+Each node of the group starts its probes (`engines/torch/fabric_probe.py`) and reads what its first one wrote. The first
+node of the group tells the others on the board where its probes listen.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from trainshed.engines.probe_request import ProbeRequest
+from trainshed.errors import TrainshedError
+from trainshed.launch.fabric import FabricSetup
+from trainshed.launch.here import machine_environment
+from trainshed.launch.preflight.board import Board
+from trainshed.launch.preflight.nccl_log import check_fabric, first_line, log_environment, read_logs
+from trainshed.launch.ranks import free_port, run_ranks
+
+# -P: a file of the user's named like one of Python's modules must not be taken for it.
+PROBE = (sys.executable, "-P", "-m", "trainshed.engines.torch.fabric_probe")
+_PORT_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class World:
+    """A group of nodes and what they measure together."""
+
+    name: str
+    nodes: tuple[int, ...]
+    request: ProbeRequest
+    proves_fabric: bool = False
+    """Hold NCCL's log against the setup."""
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return it as the board has it."""
+        request = self.request.to_text()
+        return {"name": self.name, "nodes": self.nodes, "request": request, "proves_fabric": self.proves_fabric}
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> World:
+        """Read it back."""
+        request = ProbeRequest.from_text(plain["request"])
+        return cls(plain["name"], tuple(plain["nodes"]), request, plain["proves_fabric"])
+
+
+@dataclass(frozen=True)
+class Found:
+    """What one node found in a world: figures, or why there are none."""
+
+    figures: Mapping[str, Any] = field(default_factory=dict)
+    error: str | None = None
+    fabric: Mapping[str, Any] | None = None
+    """The check of NCCL's log, where it was asked for."""
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return it as the board has it."""
+        return {"figures": dict(self.figures), "error": self.error, "fabric": self.fabric}
+
+    def rate(self, *, median: bool) -> float | None:
+        """Return the bus bandwidth of the largest message, None where it was not measured."""
+        measured: Sequence[Mapping[str, float]] = self.figures.get("all_reduces", ())
+        return measured[-1]["median_gb_per_s" if median else "best_gb_per_s"] if measured else None
+
+
+@dataclass(frozen=True)
+class Worlds:
+    """How this node takes part in measurements."""
+
+    node: int
+    host: str
+    """Where other nodes reach it."""
+    ranks: int
+    """Probes of each node: one a GPU, or one where there is none."""
+    board: Board
+    setup: FabricSetup
+    scratch: Path
+    probe: Sequence[str] = PROBE
+
+    def measure(self, world: World, seconds: float) -> Found:
+        """Start this node's probes of a world and wait for them, at most so long."""
+        folder = self.scratch / world.name
+        folder.mkdir(parents=True, exist_ok=True)
+        out = folder / "found.json"
+        on_gpu = world.request.kind == "cuda"
+        until = time.monotonic() + seconds
+
+        def heed_time() -> None:
+            if time.monotonic() > until:
+                raise TrainshedError(f"the all-reduce did not end within {seconds:.0f} s")
+
+        try:
+            done = run_ranks(
+                [*self.probe, world.request.to_text(), str(out)],
+                ranks=self.ranks,
+                logs=folder,
+                world_size=self.ranks * len(world.nodes),
+                first_rank=self.ranks * world.nodes.index(self.node),
+                master=self._master(world),
+                environment=self._environment() | (log_environment(folder) if on_gpu else {}),
+                grace_seconds=5.0,
+                failure_grace_seconds=5.0,
+                on_poll=heed_time,
+            )
+            error = None if not done.failed else _reason(done.failed[0].log_tail, done.failed[0].how)
+        except TrainshedError as raised:
+            error = raised.what
+        log = read_logs(folder) if on_gpu else ""
+        fabric = check_fabric(self.setup, log).to_plain() if on_gpu and world.proves_fabric else None
+        if error is not None and (said := first_line(log, ("NCCL WARN",))):
+            error = f"{error}; NCCL says `{said}`"
+        if error is not None or not out.exists():
+            return Found(error=error or "its probes ended without a result", fabric=fabric)
+        return Found(orjson.loads(out.read_bytes()), fabric=fabric)
+
+    def _master(self, world: World) -> tuple[str, int]:
+        if len(world.nodes) == 1:
+            return ("127.0.0.1", free_port())
+        key = f"port/{world.name}"
+        if world.nodes[0] == self.node:
+            self.board.put(key, [self.host, free_port()])
+        found = self.board.get([key], _PORT_SECONDS)
+        if key not in found:
+            raise TrainshedError(f"node {world.nodes[0]} did not come")
+        return (found[key][0], found[key][1])
+
+    def _environment(self) -> dict[str, str]:
+        return dict(self.setup.environment) | machine_environment("bf16")
+
+
+def _reason(log: str, how: str) -> str:
+    """The line of a probe's log that says why, for a sentence about it."""
+    lines = [line.strip() for line in log.splitlines() if line.strip() and not line.startswith((" ", "\t", "[W", "[I"))]
+    telling = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)] or lines
+    return f"a probe {how}" + (f": {telling[-1][:300]}" if telling else "")

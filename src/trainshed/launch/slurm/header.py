@@ -1,0 +1,138 @@
+"""The #SBATCH lines of a stage: what Slurm is asked for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from trainshed.errors import RecipeError
+from trainshed.launch.job import Job, Stage
+from trainshed.launch.slurm.secrets import exported_names
+from trainshed.launch.slurm.shell import file_pattern, option
+from trainshed.recipe import Cluster
+
+_ENVIRONMENT = ("HOME", "USER", "LOGNAME", "PATH", "LANG")
+"""Of whoever submits; anything else a job needs is in the cluster file, so that it runs the same for everybody."""
+
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)([kKMGTP]i?)?")
+_BYTES = {None: 1, "k": 1e3, "Ki": 2**10, "M": 1e6, "Mi": 2**20, "G": 1e9, "Gi": 2**30}
+_BYTES |= {"T": 1e12, "Ti": 2**40, "P": 1e15, "Pi": 2**50}
+
+_SHORT = {
+    "-A": "--account",
+    "-a": "--array",
+    "-C": "--constraint",
+    "-c": "--cpus-per-task",
+    "-D": "--chdir",
+    "-d": "--dependency",
+    "-e": "--error",
+    "-i": "--input",
+    "-J": "--job-name",
+    "-k": "--no-kill",
+    "-N": "--nodes",
+    "-n": "--ntasks",
+    "-o": "--output",
+    "-p": "--partition",
+    "-q": "--qos",
+    "-t": "--time",
+}
+_KEYS = {
+    "--account": "slurm.account",
+    "--constraint": "slurm.constraint",
+    "--cpus-per-task": "limits.cpu_stage_cpus",
+    "--exclusive": "slurm.exclusive",
+    "--gres": "slurm.gpus",
+    "--gpus-per-node": "slurm.gpus",
+    "--mem": "limits.cpu_stage_memory",
+    "--nodes": "nodes.default",
+    "--partition": "slurm.partition",
+    "--qos": "slurm.qos",
+    "--reservation": "capacity.reservation",
+    "--time": "limits.hours",
+}
+_OURS = {*_KEYS, "--array", "--chdir", "--dependency", "--error", "--export", "--input", "--job-name", "--no-kill"}
+_OURS |= {"--kill-on-invalid-dep", "--no-requeue", "--ntasks", "--ntasks-per-node", "--open-mode", "--output"}
+_OURS |= {"--requeue", "--signal", "--wrap"}
+
+
+def header(job: Job, stage: Stage, before: str | None, *, elastic: bool) -> list[str]:
+    """Return the #SBATCH lines of a stage; `before` is the stage it waits for."""
+    cluster = job.cluster
+    slurm = cluster.on_slurm
+    trains = stage.name == "train"
+    task = "%A_%a" if stage.parts > 1 else "%j"
+    lines = [
+        option("--job-name", f"{job.name}-{stage.name}"),
+        # The folder must be there before: Slurm ends a job without a word when it cannot write its output.
+        option("--output", file_pattern(logs_folder(job.run)) + f"/{stage.name}-{task}.log", where="store"),
+        option("--open-mode", "append"),
+        option("--requeue"),
+        option("--export", ",".join((*_ENVIRONMENT, *exported_names(cluster)))),
+        option("--nodes", stage.nodes + stage.spares),
+        option("--ntasks-per-node", 1),
+    ]
+    if before is not None:
+        lines += [dependency_line(f"<id of {before}>"), option("--kill-on-invalid-dep", "yes")]
+    if stage.parts > 1:
+        lines.append(option("--array", f"0-{stage.parts - 1}"))
+    partition = slurm.partition if stage.gpus_per_node or trains else slurm.cpu_partition or slurm.partition
+    named = {"partition": partition, "account": slurm.account, "qos": slurm.qos}
+    if stage.gpus_per_node or trains:
+        named |= {"constraint": slurm.constraint, "reservation": cluster.capacity.reservation}
+    for name, value in named.items():
+        if value is not None:
+            lines.append(option(f"--{name}", value, where=cluster.where(f"slurm.{name}")))
+    if stage.gpus_per_node and slurm.gpus is not None:
+        lines.append(option("--gres", f"{slurm.gpus}:{stage.gpus_per_node}", where=cluster.where("slurm.gpus")))
+    if trains:
+        lines += _of_training(job, cluster, elastic)
+    if stage.cpus is not None:
+        lines.append(option("--cpus-per-task", stage.cpus))
+    if stage.memory is not None:
+        lines.append(option("--mem", f"{_mebibytes(stage.memory)}M"))
+    return [*lines, *_further(cluster)]
+
+
+def dependency_line(id: str) -> str:
+    """Return the line that makes a stage wait for another; the id is filled in when that one is submitted."""
+    return f"#SBATCH --dependency=afterok:{id}"
+
+
+def logs_folder(run: str) -> str:
+    """Return where Slurm writes what the scripts of a run print."""
+    return f"{run}/logs/slurm"
+
+
+def _of_training(job: Job, cluster: Cluster, elastic: bool) -> list[str]:
+    # Without `B:` the signal goes to the agents, not to the script: they have the ranks save and end.
+    lines = [option("--signal", f"USR1@{min(job.grace_seconds, 65535)}")]
+    if cluster.on_slurm.exclusive:
+        lines.append(option("--exclusive"))
+    if cluster.limits.hours is not None:
+        seconds = round(cluster.limits.hours * 3600)
+        lines.append(option("--time", f"{seconds // 3600}:{seconds // 60 % 60:02d}:{seconds % 60:02d}"))
+    if elastic:
+        # A node that is lost costs its ranks, not the allocation: a spare steps in.
+        lines.append(option("--no-kill"))
+    return lines
+
+
+def _further(cluster: Cluster) -> Iterator[str]:
+    for number, written in enumerate(cluster.on_slurm.options):
+        where = cluster.where(f"slurm.options.{number}")
+        if not written.startswith("-"):
+            raise RecipeError(f"`{written}` is no option of sbatch", where=where, hint="write for example --comment=x")
+        name = re.split(r"[=\s]", written, maxsplit=1)[0]
+        name = _SHORT.get(name[:2], name) if not name.startswith("--") else name
+        if name in _OURS:
+            key = _KEYS.get(name)
+            hint = f"write `{key}` in place of it" if key else "delete it"
+            raise RecipeError(f"`{name}` is set by Trainshed", where=where, hint=hint)
+        yield option(written, where=where)
+
+
+def _mebibytes(size: str) -> int:
+    found = _SIZE.fullmatch(size)
+    if found is None:
+        raise RecipeError(f"`{size}` is no amount of memory", hint="write for example 32Gi")
+    return max(1, int(float(found[1]) * _BYTES[found[2]] / 2**20))

@@ -1,0 +1,237 @@
+"""A job as sbatch scripts, one per stage, each complete in itself: it runs with plain `sbatch` and without us.
+
+A script first writes the job's files into `<run>/jobs/<hash>/` (whatever a person wrote in them cannot end the text
+they are quoted in), then starts one task per node with srun, keeps its exit code, and has itself queued again where a
+new start is worth it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import posixpath
+from collections.abc import Mapping
+from shlex import quote
+
+import orjson
+
+from trainshed.errors import RecipeError
+from trainshed.launch.fabric import FabricSetup, fabric_setup
+from trainshed.launch.job import JOB_FILE, Job, Stage, job_folder
+from trainshed.launch.slurm.header import header, logs_folder
+from trainshed.launch.slurm.node import in_container, node_file, node_script
+from trainshed.launch.slurm.shell import write_file
+from trainshed.launch.target import Part, Request
+
+FIRST_COMMAND = "set -euo pipefail"
+"""Where a script's options end and its body begins."""
+_FIRST_PORT, _PORTS = 20000, 12000
+"""Below 32768, where Linux begins to hand out ports by itself."""
+
+
+def render(job: Job) -> Request:
+    """Return the scripts of a job, and what must lie in the store before they run."""
+    _check(job)
+    store = posixpath.dirname(posixpath.dirname(posixpath.dirname(job.run)))
+    setups = {stage.name: _setup(job, stage) for stage in job.stages}
+    files = dict(job.files) | {
+        node_file(stage): node_script(job, stage, store, setups[stage.name]) for stage in job.stages
+    }
+    parts = []
+    for number, stage in enumerate(job.stages):
+        before = job.stages[number - 1].name if number else None
+        text = _script(job, stage, before, files, store, setups[stage.name])
+        parts.append(Part(f"{stage.name}.sbatch", stage.name, text))
+    uploads = {f"code/{job.code.sha256}/{job.code.name}": job.code.data} if job.code is not None else {}
+    notes = [note for setup in setups.values() if setup is not None for note in setup.notes]
+    return Request("slurm", job.name, tuple(parts), uploads, tuple(dict.fromkeys(notes)))
+
+
+def _check(job: Job) -> None:
+    cluster = job.cluster
+    if not job.run.startswith("/"):
+        raise RecipeError(
+            f"the run's folder {job.run} is no path that every node mounts",
+            where=cluster.where("store"),
+            hint="write `store: /shared/trainshed`, a folder of the shared disk",
+        )
+    if cluster.capacity.flex_start_hours is not None:
+        raise RecipeError(
+            "flex-start is Google's, and this is Slurm",
+            where=cluster.where("capacity.flex_start_hours"),
+            hint="write `reservation: NAME`, or delete it",
+        )
+    for stage in job.stages:
+        if in_container(job, stage) and (stage.image or cluster.image) is None:
+            raise RecipeError(
+                f"in which image does {stage.name} run?",
+                where=cluster.where("slurm.container"),
+                hint="write `image: registry/name@sha256:…`, or `container: none` and a `venv`",
+            )
+        if stage.image is not None and not in_container(job, stage) and stage.script is None:
+            raise RecipeError(
+                f"{stage.name} asks for the image {stage.image}, and this cluster has no containers",
+                where=cluster.where("slurm.container"),
+                hint="write `container: pyxis`",
+            )
+
+
+def _setup(job: Job, stage: Stage) -> FabricSetup | None:
+    return fabric_setup(job.cluster, nodes=stage.nodes) if stage.name == "train" else None
+
+
+def _script(
+    job: Job, stage: Stage, before: str | None, files: Mapping[str, str], store: str, setup: FabricSetup | None
+) -> str:
+    elastic = _is_elastic(job, stage)
+    lines = [
+        "#!/bin/bash",
+        *header(job, stage, before, elastic=elastic),
+        "#",
+        f"# The stage {stage.name} of {job.name}, written by Trainshed. With plain sbatch, first:",
+        f"#   mkdir -p {quote(logs_folder(job.run))}",
+        *_by_hand(job, before),
+        FIRST_COMMAND,
+        f"run={quote(job.run)}",
+        'TRAINSHED_BEGAN="$(date +%s)"',
+        "export TRAINSHED_BEGAN",
+        *_written(files),
+        *_meeting_point(job, stage),
+        "code=0",
+        f'srun {_srun(job, stage, store, setup, elastic)} bash "$files"/{quote(node_file(stage))} || code=$?',
+        *_ending(stage),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _is_elastic(job: Job, stage: Stage) -> bool:
+    """Whether the agents of a stage go on in the same allocation when a node is lost."""
+    if stage.name != "train" or stage.script is not None:
+        return False
+    return stage.spares > 0 or orjson.loads(job.files.get(JOB_FILE, "{}")).get("min_nodes") is not None
+
+
+def _by_hand(job: Job, before: str | None) -> list[str]:
+    """What a person does who submits the script without us."""
+    lines = []
+    if job.code is not None:
+        lines.append(f"#   and {job.code.name} in code/{job.code.sha256[:12]}… of the store (`render --out DIR`)")
+    if before is not None:
+        lines.append(f"#   and the job id of {before} in the --dependency line")
+    return lines
+
+
+def _written(files: Mapping[str, str]) -> list[str]:
+    """The job's files, complete or not there at all; `<run>/job` is where foreign engines look for them."""
+    lines = [
+        f'files="$run/jobs/{files_hash(files)}"',
+        'mkdir -p "$run/jobs" "$run/starts"',
+        'if [ ! -e "$files" ]; then',
+        'new="$(mktemp -d "$run/jobs/.new-XXXXXXXX")"',
+    ]
+    for name in sorted(files):
+        lines += write_file("new", name, files[name])
+    return [
+        *lines,
+        'chmod 755 "$new"',
+        'mv -T "$new" "$files" 2>/dev/null || rm -rf "$new" # another stage was faster',
+        "fi",
+        'link="$(mktemp -u "$run/jobs/.link-XXXXXXXX")"',
+        'ln -s "$files" "$link"',
+        f'mv -T "$link" "$run/{posixpath.basename(job_folder("x"))}"',
+    ]
+
+
+def files_hash(files: Mapping[str, str]) -> str:
+    """Return the name of a set of files: 16 hex of their names and texts."""
+    digest = hashlib.sha256()
+    for name in sorted(files):
+        for text in (name, files[name]):
+            data = text.encode()
+            digest.update(len(data).to_bytes(8, "big") + data)
+    return digest.hexdigest()[:16]
+
+
+def _meeting_point(job: Job, stage: Stage) -> list[str]:
+    """Which start this is, and where the first node is reached."""
+    task = "${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}"
+    port = job.cluster.on_slurm.port
+    lines = [f'export TRAINSHED_START="slurm-{task}-${{SLURM_RESTART_COUNT:-0}}-$TRAINSHED_BEGAN"']
+    if stage.nodes + stage.spares > 1:
+        lines += [
+            'mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")',
+            'export MASTER_ADDR="${hosts[0]}"',
+            f"export MASTER_PORT={port if port is not None else f'$(({_FIRST_PORT} + SLURM_JOB_ID % {_PORTS}))'}",
+            'echo "trainshed: $TRAINSHED_START on ${hosts[*]}" >&2',
+        ]
+    elif stage.script is not None:
+        lines += ["export MASTER_ADDR=127.0.0.1", f"export MASTER_PORT={port or 29500}"]
+    return lines
+
+
+def _srun(job: Job, stage: Stage, store: str, setup: FabricSetup | None, elastic: bool) -> str:
+    # The job's own environment is a short list (--export), and srun would otherwise pass on no more than that.
+    options = ["--export=ALL", f"--nodes={stage.nodes + stage.spares}", "--ntasks-per-node=1", "--cpu-bind=none"]
+    options += ["--kill-on-bad-exit=0", "--no-kill"] if elastic else ["--kill-on-bad-exit=1"]
+    if stage.nodes + stage.spares > 1:
+        options.append("--label")
+    if stage.cpus is not None:
+        options.append(f"--cpus-per-task={stage.cpus}")
+    if in_container(job, stage):
+        options += [
+            f"--container-image={_pyxis_image(stage.image or job.cluster.image or '')}",
+            f"--container-mounts={','.join(_mounts(job, store, setup))}",
+            "--no-container-mount-home",
+        ]
+    return " ".join(quote(each) for each in options)
+
+
+def _pyxis_image(image: str) -> str:
+    """An image as pyxis names it: a `#` behind the registry, where there is one; a file as it is."""
+    registry, slash, name = image.partition("/")
+    if image.startswith(("/", "./")) or not slash or not ("." in registry or ":" in registry):
+        return image
+    return f"{registry}#{name}"
+
+
+def _mounts(job: Job, store: str, setup: FabricSetup | None) -> list[str]:
+    mounts = [f"{store}:{store}"]
+    for volume in job.cluster.volumes:
+        mounts.append(f"{volume.path}:{volume.mount}" + (":ro" if volume.read_only else ""))
+    mounts += setup.slurm.mounts if setup is not None else ()
+    for mount in mounts:
+        if "," in mount:
+            raise RecipeError(f"{mount} has a comma, which pyxis takes for the next mount", hint="use another folder")
+    return list(dict.fromkeys(mounts))
+
+
+def _ending(stage: Stage) -> list[str]:
+    """Keep the exit code, or have the job queued again where a new start is worth it."""
+    if stage.name != "train":
+        return ['exit "$code"']
+    verdict = [
+        # The word of the first agent goes before srun's: a node that was lost and replaced has not failed the job.
+        'verdict="$run/starts/$TRAINSHED_START/exit-code"',
+        'if [ -s "$verdict" ]; then code="$(cat "$verdict")"; fi',
+    ]
+    return [
+        *(verdict if stage.script is None else []),
+        "again() {",
+        '  echo "trainshed: $1; queued again" >&2',
+        '  if scontrol requeue "$SLURM_JOB_ID"; then exit 0; fi',
+        '  echo "trainshed: Slurm refused to queue it again" >&2',
+        "}",
+        'failures="$run/starts/slurm-$SLURM_JOB_ID.failures"',
+        'case "$code" in',
+        # 2: the input is wrong, a new start changes nothing. TERM and INT: somebody wanted it to end.
+        "0 | 2 | 130 | 143) ;;",
+        '138) again "saved before the time limit" ;;',
+        "*)",
+        '  echo "$TRAINSHED_START $code" >>"$failures"',
+        '  failed="$(wc -l <"$failures")"',
+        f'  if [ "$failed" -le {stage.restarts} ]; then',
+        f'    again "failed with exit code $code ($failed of {stage.restarts} restarts)"',
+        "  fi",
+        "  ;;",
+        "esac",
+        'exit "$code"',
+    ]

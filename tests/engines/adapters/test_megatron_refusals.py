@@ -1,0 +1,178 @@
+"""What Megatron-LM cannot do is refused before it would, by the recipe's own keys; `engine.args` is checked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megatron_tasks import RUN, megatron_recipe, megatron_task, task_of
+from trainshed.catalog import model_preset
+from trainshed.engines.megatron import megatron_launch
+from trainshed.errors import InputError, RecipeError
+from trainshed.recipe import parse_recipe
+
+
+def refusal(*overrides: str, preset: str = "llama3-8b", **options: Any) -> RecipeError:
+    with pytest.raises(RecipeError) as raised:
+        megatron_launch(megatron_task(preset, *overrides, **options))
+    return raised.value
+
+
+BASE = ("model.from=hf://org/base", "model.init=null")
+CHAT = ("train.mode=finetune", *BASE)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "options", "where", "what"),
+    [
+        (CHAT, {}, "train.mode", "no chat data"),
+        (("train.lora={rank: 8, alpha: 16}", *BASE), {}, "train.lora", "no adapters"),
+        (("train.precision=fp64",), {}, "train.precision", "no fp64"),
+        (("train.z_loss=0.1",), {}, "train.z_loss", "no z-loss"),
+        (("train.non_finite=skip",), {}, "train.non_finite", "fp16's loss scale"),
+        (("data.seed=7",), {}, "data.seed", "one seed"),
+        (("data.skip=[[0, 5]]",), {}, "data.skip", "cannot leave out"),
+        (("data.stage=nvme",), {}, "data.stage", "where they lie"),
+        (("checkpoint.to=s3://b/c",), {}, "checkpoint.to", "a folder of the run"),
+        (BASE, {"layout": {"shard": "full"}}, "layout.shard", "its own format only|of its own format"),
+        ((), {"layout": {"shard": "full", "pp": 2}}, "layout.shard", "no pipeline"),
+        ((), {"layout": {"tp": 3, "pp": 1}, "gpus_per_node": 3}, "layout.tp", "neither a divisor"),
+        ((), {"layout": {"pp": 3}, "gpus_per_node": 3}, "layout.pp", "does not divide the 32 layers"),
+        ((), {"layout": {"pp": 2, "schedule": "zero_bubble"}}, "layout.schedule", "no zero_bubble"),
+        ((), {"layout": {"ep": 2}}, "layout.ep", "the model has none"),
+        (("data.sequence_length=2047",), {"layout": {"cp": 2}}, "layout.cp", "2047"),
+        (("train.precision=fp8", "data.sequence_length=1000"), {}, "train.precision", "multiples of 16"),
+        (("train.global_batch=500",), {}, "layout.dp", "does not divide"),
+    ],
+)
+def test_what_megatron_cannot_do_is_refused_by_name(
+    overrides: tuple[str, ...], options: dict[str, Any], where: str, what: str
+) -> None:
+    with pytest.raises(InputError, match=what) as raised:
+        megatron_launch(megatron_task("llama3-8b", *overrides, **options))
+    assert where in str(raised.value)
+
+
+def test_experts_that_the_ranks_do_not_divide_are_refused() -> None:
+    error = refusal(preset="mixtral-8x7b", layout={"ep": 3}, gpus_per_node=3)
+    assert "8 experts" in str(error)
+
+
+def test_a_layout_for_other_gpus_than_there_are_is_refused() -> None:
+    task = megatron_task("llama3-8b", layout={"tp": 2, "dp": 4})
+    from dataclasses import replace
+
+    with pytest.raises(RecipeError, match="2 nodes of 8 = 16"):
+        megatron_launch(replace(task, place=replace(task.place, nodes=2)))
+
+
+def test_a_model_that_megatron_cannot_be_told_is_refused() -> None:
+    config = model_preset("llama3.1-8b")
+    assert config.rope is not None
+    assert config.rope.scaling is not None
+    scaling = config.rope.scaling.model_copy(update={"original_positions": 4096})
+    other = config.model_copy(update={"rope": config.rope.model_copy(update={"scaling": scaling})})
+    with pytest.raises(InputError, match="original_positions") as raised:
+        megatron_launch(task_of(megatron_recipe("llama3.1-8b"), other))
+    assert "model" in str(raised.value.where)
+
+
+def test_an_unknown_version_names_those_that_are_known() -> None:
+    with pytest.raises(InputError, match=r"0\.99.*not known") as raised:
+        megatron_launch(megatron_task("llama3-8b", "engine.version=0.99.0"))
+    assert "0.16.1" in str(raised.value.hint)
+    assert "engine.version" in str(raised.value.where)
+
+
+def words(*args: str, **options: Any) -> tuple[str, ...]:
+    return megatron_launch(megatron_task("llama3-8b", *args, **options)).arguments
+
+
+def test_arguments_of_the_escape_hatch_are_handed_on() -> None:
+    said = words("engine.args={tp_comm_overlap: true, --num-workers: 4, recompute-modules: [core_attn, mlp]}",
+                 layout={"tp": 2, "recompute": "selective"})  # fmt: skip
+    assert "--tp-comm-overlap" in said
+    assert said[said.index("--num-workers") + 1] == "4"
+    place = said.index("--recompute-modules")
+    assert said[place + 1 : place + 3] == ("core_attn", "mlp")
+    # What was only chosen may be chosen otherwise, and nothing is said twice.
+    assert said.count("--recompute-modules") == 1
+    assert "--overlap-grad-reduce" in words()
+    assert words("engine.args={log-interval: 10}").count("--log-interval") == 1
+
+
+def test_an_argument_that_agrees_with_the_recipe_is_no_contradiction() -> None:
+    assert words("engine.args={bf16: true, lr: 0.0003, no-save-optim: false}") == words()
+
+
+@pytest.mark.parametrize(
+    ("args", "what", "hint"),
+    [
+        ("{nmu-workers: 4}", "has no argument `--nmu-workers`", "num-workers"),
+        ("{num-workers: many}", "`many` is not what --num-workers takes", "a whole number"),
+        ("{num-workers: true}", "`True` is not what --num-workers takes", "a whole number"),
+        ("{recompute-modules: mlp}", "is not what --recompute-modules takes", "a list"),
+        ("{attention-backend: flashy}", "is not what --attention-backend takes", "flash"),
+        ("{tp-comm-overlap: 1}", "is not what --tp-comm-overlap takes", "true or false"),
+        ("{lr: 0.1}", "contradicts `train.optimizer.lr`", "train.optimizer.lr"),
+        ("{tensor-model-parallel-size: 4}", "contradicts `layout.tp`", "layout.tp"),
+        ("{no-save-optim: true}", "contradicts `checkpoint`", "checkpoint"),
+        ("{mock-data: true}", "contradicts `data.synthetic`", "data.synthetic"),
+        ("{finetune: true}", "contradicts `model.from`", "model.from"),
+        ("{data-path: [a]}", "contradicts `data.train`", "data.train"),
+        ("{trust-remote-code: true}", "contradicts `tokenizer`", "tokenizer"),
+        ("{use-mcore-models: true}", "takes it and ignores it", "delete"),
+        ("{batch-size: 4}", "stops with an error", "delete"),
+        ("{legacy-tokenizer: true}", "have it no more", "delete"),
+        ("{tp-comm-overlap: true}", "without layout.tp of 2 or more", "delete"),
+        ("{fp8-param-gather: true}", "without train.precision: fp8", "delete"),
+        ("{optimizer-cpu-offload: true}", "--use-precision-aware-optimizer", "delete"),
+        ("{save-retain-interval: 700}", "a multiple of checkpoint.every", "delete"),
+        ("{overlap-moe-expert-parallel-comm: true}", "layout.ep of 2 or more", "delete"),
+    ],
+)
+def test_an_argument_that_is_unknown_mistyped_or_against_the_recipe_is_refused(args: str, what: str, hint: str) -> None:
+    error = refusal(f"engine.args={args}")
+    assert what in error.what
+    assert hint in f"{error.hint} {error.what}"
+    assert "engine.args" in str(error.where)
+
+
+def test_gathering_weights_early_needs_a_shared_out_optimizer() -> None:
+    error = refusal("engine.args={overlap-param-gather: true}", layout={"shard": "none"})
+    assert "layout.shard: zero1" in error.what
+
+
+def test_deterministic_runs_refuse_what_is_not() -> None:
+    error = refusal("train.deterministic=true", "engine.args={cross-entropy-loss-fusion: true}")
+    assert "train.deterministic: false" in error.what
+
+
+def test_all_problems_are_told_at_once() -> None:
+    error = refusal("engine.args={nmu-workers: 4, lr: 0.1}")
+    assert error.what.startswith("2 problems")
+
+
+def test_half_precision_is_for_engines_with_a_loss_scale() -> None:
+    text = """
+        name: half
+        model: {preset: tiny, init: random}
+        data: synthetic
+        train: {steps: 1, global_batch: 1, precision: fp16, optimizer: {lr: 1.0e-3}}
+    """
+    with pytest.raises(RecipeError, match="no loss scale") as raised:
+        parse_recipe(text)
+    assert "engine: megatron" in str(raised.value.hint)
+    assert parse_recipe(text, ["engine=megatron"]).train.precision == "fp16"
+
+
+def test_our_own_engine_has_no_version() -> None:
+    with pytest.raises(RecipeError, match="no version of its own"):
+        megatron_recipe("llama3-8b", ["engine={name: torch, version: 0.16.1}"])
+
+
+def test_nothing_of_the_run_lies_outside_its_folder() -> None:
+    paths = [word for word in words() if word.startswith("/")]
+    assert paths
+    assert all(path.startswith(RUN) for path in paths)

@@ -1,0 +1,64 @@
+"""Tasks for engines that are not ours: a recipe on a layout, at a place that is no machine's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from trainshed.catalog import architecture
+from trainshed.engines.foreign import EngineLaunch, EnginePlace, EngineTask
+from trainshed.engines.imported import Imported
+from trainshed.engines.imported_recipe import recipe_text
+from trainshed.plan import resolve_layout
+from trainshed.recipe import Layout, ModelConfig, Recipe, parse_recipe
+
+FILES = Path(__file__).parent / "engines" / "adapters" / "files"
+PLACE = EnginePlace(
+    run="/store/runs/r/1", job="/store/runs/r/1/job", nodes=16, gpus_per_node=8, image="registry/img@sha256:0"
+)
+
+
+def task_of(
+    recipe: Recipe, *, nodes: int, steps: int = 50, config: ModelConfig | None = None, **place: Any
+) -> EngineTask:
+    """Return the task of a recipe whose layout is written out."""
+    config = config or architecture(recipe)
+    assert config is not None
+    layout = recipe.layout if isinstance(recipe.layout, Layout) else Layout.model_validate({})
+    where = replace(PLACE, nodes=nodes, **place)
+    return EngineTask(
+        recipe=recipe,
+        config=config,
+        layout=resolve_layout(layout, config, world_size=nodes * where.gpus_per_node),
+        steps=steps,
+        place=where,
+    )
+
+
+def written(text: str, overrides: Iterable[str] = ()) -> Recipe:
+    """Return the recipe of a text with some keys changed."""
+    return parse_recipe(text, overrides)
+
+
+def loaded(imported: Imported, overrides: Iterable[str] = ()) -> Recipe:
+    """Return the recipe that an imported file became, as its text is read."""
+    return parse_recipe(recipe_text(imported, "imported.yaml"), overrides)
+
+
+def shown(launch: EngineLaunch) -> str:
+    """Return all of a launch as text, for golden files."""
+    plain = {
+        "program": launch.program,
+        "arguments": list(launch.arguments),
+        "late_arguments": dict(launch.late_arguments),
+        "environment": dict(launch.environment),
+        "wanted": list(launch.wanted),
+        "notes": list(launch.notes),
+    }
+    parts = [yaml.safe_dump(plain, sort_keys=False, width=1000)]
+    parts += [f"=== {name}\n{text}" for name, text in launch.files.items()]
+    return "\n".join(parts)

@@ -1,0 +1,215 @@
+"""An HTTP server that speaks as much of Kubernetes' API as we use; no package ships a real one of today.
+
+Objects are kept by their path. Applying creates or replaces, lists obey label selectors and come in pages, logs are
+what a test has put there. Controllers there are none: tests write the status that one would have written.
+"""
+
+from __future__ import annotations
+
+import json
+import ssl
+import threading
+import urllib.parse
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+TOKEN = "token-of-the-tests"
+PAGE = 2
+"""Objects in one answer to a list, so that every list of three comes in pages."""
+KINDS = {
+    "/api/v1": ["ConfigMap", "Pod", "ServiceAccount", "Secret", "PersistentVolumeClaim", "PersistentVolume"],
+    "/apis/batch/v1": ["Job"],
+    "/apis/apps/v1": ["DaemonSet"],
+    "/apis/rbac.authorization.k8s.io/v1": ["Role", "RoleBinding"],
+    "/apis/storage.k8s.io/v1": ["StorageClass"],
+    "/apis/jobset.x-k8s.io/v1alpha2": ["JobSet"],
+    "/apis/kueue.x-k8s.io/v1beta1": ["LocalQueue", "ClusterQueue", "WorkloadPriorityClass", "Workload"],
+}
+
+
+@dataclass
+class KubernetesServer:
+    """What the server holds, by path (`/api/v1/namespaces/ml/pods/x`), and what it was asked."""
+
+    url: str = ""
+    objects: dict[str, dict[str, Any]] = field(default_factory=dict)
+    kinds: dict[str, list[str]] = field(default_factory=lambda: {path: list(names) for path, names in KINDS.items()})
+    namespaces: set[str] = field(default_factory=lambda: {"default", "ml"})
+    logs: dict[tuple[str, str], list[str]] = field(default_factory=dict)
+    """By pod and container."""
+    forbidden: set[str] = field(default_factory=set)
+    """Words in a path that may not be touched."""
+    failures: list[int] = field(default_factory=list)
+    """Codes with which the next requests fail."""
+    bodies: list[bytes] = field(default_factory=list)
+    """What was applied, byte for byte."""
+    requests: list[str] = field(default_factory=list)
+
+    def put(self, path: str, found: dict[str, Any]) -> dict[str, Any]:
+        """Put an object there as a controller or a person would."""
+        name, namespace = path.rsplit("/", 1)[1], path.split("/namespaces/")[-1].split("/")[0]
+        found.setdefault("metadata", {}).setdefault("uid", str(uuid.uuid4()))
+        found["metadata"] |= {"name": name} | ({"namespace": namespace} if "/namespaces/" in path else {})
+        self.objects[path] = found
+        return found
+
+    def paths(self, word: str) -> list[str]:
+        """The objects whose path has a word."""
+        return [path for path in self.objects if word in path]
+
+
+@contextmanager
+def kubernetes_server(context: ssl.SSLContext | None = None) -> Iterator[KubernetesServer]:
+    """A server on a free port of this machine."""
+    state = KubernetesServer()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(state))
+    server.daemon_threads = True
+    if context is not None:
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+    state.url = f"{'https' if context else 'http'}://127.0.0.1:{server.server_address[1]}"
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    try:
+        yield state
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def write_kubeconfig(server: KubernetesServer, file: Path) -> Path:
+    """A kubeconfig with two contexts: `here`, and one that nobody answers."""
+    user = {"name": "me", "user": {"token": TOKEN}}
+    clusters = [("here", server.url), ("gone", "http://127.0.0.1:9")]
+    body = {
+        "current-context": "here",
+        "clusters": [{"name": name, "cluster": {"server": url}} for name, url in clusters],
+        "contexts": [{"name": name, "context": {"cluster": name, "user": "me"}} for name, _ in clusters],
+        "users": [user],
+    }
+    file.write_text(yaml.safe_dump(body))
+    return file
+
+
+def _handler(state: KubernetesServer) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+        wbufsize = -1  # head and body in one packet: two would wait for each other's acknowledgement
+
+        def log_message(self, format: str, *arguments: Any) -> None:
+            """Say nothing."""
+
+        def _answer(self, code: int, body: Any) -> None:
+            data = body if isinstance(body, bytes) else json.dumps(body).encode()
+            self.send_response(code)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def _status(self, code: int, message: str) -> None:
+            self._answer(code, {"kind": "Status", "code": code, "message": message})
+
+        def _start(self) -> tuple[str, dict[str, str], bytes] | None:
+            """Path, parameters and body; None where the request is refused already."""
+            parsed = urllib.parse.urlsplit(self.path)
+            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            state.requests.append(f"{self.command} {parsed.path}")
+            if self.headers.get("Authorization") != f"Bearer {TOKEN}":
+                return self._status(401, "Unauthorized")
+            if state.failures:
+                return self._status(state.failures.pop(0), "the server is not itself today")
+            if any(word in parsed.path for word in state.forbidden):
+                return self._status(403, f"{parsed.path} is forbidden")
+            return parsed.path, dict(urllib.parse.parse_qsl(parsed.query)), body
+
+        def _served(self, path: str) -> bool:
+            base = "/".join(path.split("/")[: 3 if path.startswith("/api/") else 4])
+            return base in state.kinds
+
+        def do_PATCH(self) -> None:
+            asked = self._start()
+            if asked is None:
+                return
+            path, params, body = asked
+            namespace = path.split("/namespaces/")[1].split("/")[0] if "/namespaces/" in path else None
+            if not self._served(path) or (namespace is not None and namespace not in state.namespaces):
+                return self._status(404, "the server could not find the requested resource")
+            applied = self.headers["Content-Type"] == "application/apply-patch+yaml"
+            if not applied or params.get("fieldManager") != "trainshed" or params.get("fieldValidation") != "Strict":
+                return self._status(400, "this server takes server-side apply only")
+            (found,) = [each for each in yaml.safe_load_all(body) if each]
+            if found["metadata"]["name"] != path.rsplit("/", 1)[1]:
+                return self._status(400, "the name in the object does not match the path")
+            if "nonsense" in found.get("spec", {}):
+                return self._status(422, 'unknown field "spec.nonsense"')
+            state.bodies.append(body)
+            before = state.objects.get(path)
+            if before is not None:
+                found["metadata"]["uid"], found["status"] = before["metadata"]["uid"], before.get("status", {})
+            self._answer(201 if before is None else 200, state.put(path, found))
+
+        def do_GET(self) -> None:
+            asked = self._start()
+            if asked is None:
+                return
+            path, params, _ = asked
+            if path.endswith("/log"):
+                return self._log(path, params)
+            if path.startswith("/api/v1/namespaces/") and path.count("/") == 4:
+                there = path.rsplit("/", 1)[1] in state.namespaces
+                return self._answer(200, {}) if there else self._status(404, "not found")
+            if path in state.kinds:
+                return self._answer(200, {"resources": [{"kind": kind} for kind in state.kinds[path]]})
+            if path in state.objects:
+                return self._answer(200, state.objects[path])
+            if not self._served(path) or path.rsplit("/", 1)[0] in _folders(state):
+                return self._status(404, "not found")
+            self._list(path, params)
+
+        def _list(self, path: str, params: dict[str, str]) -> None:
+            wanted = dict(each.split("=") for each in params.get("labelSelector", "").split(",") if each)
+            found = [
+                each
+                for name, each in sorted(state.objects.items())
+                if name.rsplit("/", 1)[0] == path and wanted.items() <= each["metadata"].get("labels", {}).items()
+            ]
+            start = int(params.get("continue", 0))
+            page = found[start : start + min(PAGE, int(params["limit"]))]
+            more = {"continue": str(start + PAGE)} if start + PAGE < len(found) else {}
+            items = [{key: value for key, value in each.items() if key not in ("kind", "apiVersion")} for each in page]
+            self._answer(200, {"kind": "List", "metadata": more, "items": items})
+
+        def _log(self, path: str, params: dict[str, str]) -> None:
+            lines = state.logs.get((path.split("/")[-2], params["container"]))
+            if lines is None:
+                return self._status(400, f"container {params['container']} is waiting to start")
+            self._answer(200, "".join(f"{line}\n" for line in lines).encode())
+
+        def do_DELETE(self) -> None:
+            asked = self._start()
+            if asked is None:
+                return
+            path, _, _ = asked
+            if state.objects.pop(path, None) is None:
+                return self._status(404, "not found")
+            self._answer(200, {"kind": "Status", "status": "Success"})
+
+    return Handler
+
+
+def _folders(state: KubernetesServer) -> set[str]:
+    """Paths of lists: what lies one below is an object that is not there."""
+    return {
+        f"{base}{inside}/{kind.lower()}s"
+        for base, kinds in state.kinds.items()
+        for kind in [*kinds, "WorkloadPriorityClasse"]
+        for inside in ("", *(f"/namespaces/{name}" for name in state.namespaces))
+    }

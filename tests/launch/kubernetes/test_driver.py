@@ -1,0 +1,186 @@
+"""The driver creates stages in order, and may be killed and started again."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from kubernetes_jobs import NAME, cluster_of, job_of, stages_of
+from kubernetes_schemas import read_documents
+from kubernetes_server import TOKEN, KubernetesServer, kubernetes_server
+from trainshed.errors import InputError, TrainshedError
+from trainshed.launch.kubernetes.driver import drive
+from trainshed.launch.kubernetes.live.api import Api
+from trainshed.launch.kubernetes.render import render
+from trainshed.reporting import SILENT
+
+STAGES = [f"jobs/{NAME}-fetch", f"jobs/{NAME}-tokenise", f"jobsets/{NAME}"]
+DONE = {"jobs": "Complete", "jobsets": "Completed"}
+
+
+@pytest.fixture
+def server() -> Iterator[KubernetesServer]:
+    with kubernetes_server() as found:
+        yield found
+
+
+@pytest.fixture
+def manifests(tmp_path: Path) -> Path:
+    """The files that the driver's ConfigMap holds."""
+    cluster = cluster_of({"kubernetes": {"namespace": "ml"}})
+    objects = read_documents(render(job_of(cluster, stages=stages_of(cluster, nodes=2))).text())
+    (texts,) = [each["data"] for each in objects if "-stages-" in each["metadata"]["name"]]
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+class Notes:
+    """What was reported, and a hook for each."""
+
+    def __init__(self, on_note: Callable[[str], None] = lambda _: None) -> None:
+        self.texts: list[str] = []
+        self._on_note = on_note
+
+    def note(self, text: str) -> None:
+        self.texts.append(text)
+        self._on_note(text)
+
+    warn = note
+    task = SILENT.task
+
+
+def api_of(server: KubernetesServer) -> Api:
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    return Api(httpx2.Client(base_url=server.url, headers=headers, trust_env=False), "ml")
+
+
+def end(server: KubernetesServer, stage: str, condition: str | None = None, **status: Any) -> None:
+    """Write what the stage's controller would."""
+    plural = stage.partition("/")[0]
+    (path,) = [path for path in server.objects if path.endswith(stage)]
+    listed = [{"type": condition or DONE[plural], "status": "True", "message": status.pop("message", "")}]
+    server.objects[path]["status"] = {"conditions": listed} | status
+
+
+def run(server: KubernetesServer, manifests: Path, notes: Notes, patience_seconds: float = 5.0) -> None:
+    with api_of(server) as api:
+        drive(api, manifests, reporter=notes, poll_seconds=0.02, patience_seconds=patience_seconds)
+
+
+def created(server: KubernetesServer) -> list[str]:
+    return [stage for stage in STAGES if any(path.endswith(stage) for path in server.objects)]
+
+
+def test_each_stage_is_created_when_the_one_before_has_succeeded(server: KubernetesServer, manifests: Path) -> None:
+    seen: list[list[str]] = []
+
+    def controller(text: str) -> None:
+        if "is created" in text:
+            seen.append(created(server))
+            end(server, seen[-1][-1])
+
+    notes = Notes(controller)
+    run(server, manifests, notes)
+    assert seen == [STAGES[:1], STAGES[:2], STAGES]
+    assert notes.texts == [
+        f"fetch: Job/{NAME}-fetch is created",
+        "fetch: done",
+        f"tokenise: Job/{NAME}-tokenise is created",
+        "tokenise: done",
+        f"train: JobSet/{NAME} is created",
+        "train: done",
+    ]
+    assert b"".join(server.bodies).decode() == "".join(file.read_text() for file in sorted(manifests.iterdir()))
+
+
+def test_a_stage_that_fails_ends_the_line_and_later_ones_are_never_created(
+    server: KubernetesServer, manifests: Path
+) -> None:
+    def controller(text: str) -> None:
+        if "fetch" in text and "is created" in text:
+            end(server, STAGES[0], "Failed", message="Job has reached the specified backoff limit")
+
+    with pytest.raises(TrainshedError) as caught:
+        run(server, manifests, Notes(controller))
+    assert caught.value.what == "fetch failed: Job has reached the specified backoff limit."
+    assert caught.value.exit_code == 1
+    assert created(server) == STAGES[:1]
+
+
+def test_a_driver_that_was_killed_goes_on_where_it_was(server: KubernetesServer, manifests: Path) -> None:
+    killed = Notes(lambda text: end(server, STAGES[0]) if "fetch" in text and "created" in text else None)
+
+    class Killed(Exception):
+        pass
+
+    def kill(text: str) -> None:
+        killed._on_note = lambda _: None
+        if text.startswith("tokenise"):
+            raise Killed
+
+    first = Notes(lambda text: end(server, STAGES[0]) if text.endswith("fetch is created") else kill(text))
+    with pytest.raises(Killed):
+        run(server, manifests, first)
+    uids = {path: each["metadata"]["uid"] for path, each in server.objects.items()}
+
+    def controller(text: str) -> None:
+        if "tokenise is created" in text:
+            end(server, STAGES[1])
+        if "JobSet" in text:
+            end(server, STAGES[2])
+
+    second = Notes(controller)
+    run(server, manifests, second)
+    assert second.texts[1] == "fetch: done"
+    assert all(server.objects[path]["metadata"]["uid"] == uid for path, uid in uids.items())
+    assert created(server) == STAGES
+
+
+def test_an_api_server_that_is_away_for_a_while_is_waited_for(server: KubernetesServer, manifests: Path) -> None:
+    def controller(text: str) -> None:
+        if "is created" in text:
+            server.failures += [503, 500]
+            end(server, created(server)[-1])
+
+    notes = Notes(controller)
+    run(server, manifests, notes)
+    assert created(server) == STAGES
+    assert any("asking again" in text for text in notes.texts)
+
+
+def test_what_is_refused_is_not_tried_again(server: KubernetesServer, manifests: Path) -> None:
+    server.forbidden.add("jobsets")
+
+    def controller(text: str) -> None:
+        if "Job/" in text:
+            end(server, created(server)[-1])
+
+    with pytest.raises(TrainshedError, match="is forbidden"):
+        run(server, manifests, Notes(controller))
+    assert server.requests.count(f"PATCH /apis/jobset.x-k8s.io/v1alpha2/namespaces/ml/jobsets/{NAME}") == 1
+    del server.kinds["/apis/batch/v1"]
+    with pytest.raises(InputError, match=r"the cluster has no Job \(batch/v1\)"):
+        run(server, manifests, Notes())
+
+
+def test_a_stage_that_somebody_deletes_ends_the_driver(server: KubernetesServer, manifests: Path) -> None:
+    with pytest.raises(TrainshedError, match=f"fetch: Job/{NAME}-fetch was deleted before its end"):
+        run(server, manifests, Notes(lambda _: server.objects.clear()))
+
+
+def test_what_a_stage_waits_for_is_told_once(server: KubernetesServer, manifests: Path) -> None:
+    def controller(text: str) -> None:
+        if text.startswith("fetch: None of 1 pods"):
+            threading.Timer(0.2, end, (server, STAGES[0])).start()
+        elif "is created" in text and "fetch" not in text:
+            end(server, created(server)[-1])
+
+    notes = Notes(controller)
+    run(server, manifests, notes)
+    assert notes.texts.count("fetch: None of 1 pods has a node yet.") == 1

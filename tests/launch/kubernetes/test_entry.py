@@ -1,0 +1,127 @@
+"""The script that every container starts with, really run."""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from kubernetes_jobs import cluster_of, train_alone
+from trainshed.launch.fabric import FabricSetup
+from trainshed.launch.kubernetes.manifests.content import PIECE_BYTES, entry_script
+from trainshed.launch.kubernetes.manifests.environment import fabric_script
+from trainshed.launch.kubernetes.manifests.naming import CODE_FOLDER, LOCAL_FOLDER
+
+SHOWN = 'printf "%s\\n" "$TRAINSHED_NODE_RANK" "$NODE_RANK" "${RANK-unset}" "${TRAINSHED_HOST-}"'
+
+
+def enter(folder: Path, *command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    script = folder / "entry.sh"
+    script.write_text(entry_script())
+    own = {"PATH": os.environ["PATH"], "TRAINSHED_PYTHON": sys.executable, "TRAINSHED_DNS_SECONDS": "0"}
+    return subprocess.run(
+        ["bash", str(script), *command], env=own | environment, capture_output=True, text=True, timeout=60
+    )
+
+
+def test_the_paths_in_the_script_are_those_in_the_manifests() -> None:
+    assert f":-{CODE_FOLDER}}}" in entry_script()
+    assert f":-{LOCAL_FOLDER}}}" in entry_script()
+
+
+def test_our_code_is_put_together_and_comes_first(tmp_path: Path) -> None:
+    data = io.BytesIO()
+    with tarfile.open(fileobj=data, mode="w:xz") as archive:
+        body = b"WHERE = 'shipped'\n" + b"#" * 200_000 + os.urandom(400_000).hex().encode()
+        entry = tarfile.TarInfo("shipped_module.py")
+        entry.size = len(body)
+        archive.addfile(entry, io.BytesIO(body))
+    pieces = tmp_path / "code"
+    pieces.mkdir()
+    packed = data.getvalue()
+    assert len(packed) > PIECE_BYTES
+    for number, start in enumerate(range(0, len(packed), PIECE_BYTES)):
+        (pieces / f"piece-{number:03d}").write_bytes(packed[start : start + PIECE_BYTES])
+    (tmp_path / "image").mkdir()
+    (tmp_path / "image" / "shipped_module.py").write_text("WHERE = 'image'\n")
+    (tmp_path / "local").mkdir()
+    folders = {
+        "TRAINSHED_CODE": "code.tar.xz",
+        "TRAINSHED_CODE_FOLDER": str(pieces),
+        "TRAINSHED_LOCAL_FOLDER": str(tmp_path / "local"),
+        "PYTHONPATH": str(tmp_path / "image"),
+    }
+    ask = [sys.executable, "-c", "import shipped_module; print(shipped_module.WHERE)"]
+    for _ in range(2):  # a container that starts again finds it there
+        done = enter(tmp_path, *ask, **folders)
+        assert done.stdout == "shipped\n", done.stderr
+        shutil.rmtree(pieces, ignore_errors=True)
+
+
+@pytest.mark.parametrize(
+    ("given", "rank", "host"),
+    [
+        ({"JOB_COMPLETION_INDEX": "0", "MASTER_ADDR": "run-train-0-0.run"}, "0", "run-train-0-0.run"),
+        ({"JOB_COMPLETION_INDEX": "7", "MASTER_ADDR": "localhost"}, "7", "localhost-7"),
+        ({"RANK": "0", "MASTER_ADDR": "run-master-0"}, "0", "run-master-0"),
+        ({}, "0", ""),
+    ],
+)
+def test_a_pod_knows_which_node_it_is_and_how_others_call_it(
+    tmp_path: Path, given: dict[str, str], rank: str, host: str
+) -> None:
+    done = enter(tmp_path, "bash", "-c", SHOWN, **given)
+    assert done.stdout.splitlines() == [rank, rank, "unset", host], done.stderr
+
+
+@pytest.mark.parametrize(
+    ("master", "rank", "host"),
+    [("run-train-0-0.run", "11", "run-train-0-11.run"), ("run-master-0", "3", "run-worker-2")],
+)
+def test_names_of_other_pods_follow_from_the_first(tmp_path: Path, master: str, rank: str, host: str) -> None:
+    # Where nobody answers for node 0 the script ends; what it would have exported is shown by a fabric's script.
+    shown = tmp_path / "show.sh"
+    shown.write_text('printf "%s\\n" "$TRAINSHED_HOST"\n')
+    done = enter(tmp_path, "true", MASTER_ADDR=master, JOB_COMPLETION_INDEX=rank, TRAINSHED_FABRIC=str(shown))
+    assert done.stdout == f"{host}\n"
+    assert done.returncode == 1
+    assert f"node 0 ({master}) has no address after 0 s: is its pod placed?" in done.stderr
+
+
+@pytest.mark.parametrize("code", [0, 1, 2, 143])
+def test_the_exit_code_is_the_commands_own(tmp_path: Path, code: int) -> None:
+    assert enter(tmp_path, "bash", "-c", f"exit {code}").returncode == code
+
+
+def test_arguments_reach_the_command_as_they_are(tmp_path: Path) -> None:
+    odd = ["$(touch broken)", 'a "b" c', "x\ny", "`id`", "'; exit 3 #"]
+    done = enter(tmp_path, sys.executable, "-c", "import sys; print(sys.argv[1:])", *odd)
+    assert done.stdout == f"{odd}\n"
+
+
+def test_what_the_cluster_file_says_holds_behind_the_vendors_script(tmp_path: Path) -> None:
+    vendor = tmp_path / "vendor profile.sh"
+    vendor.write_text('export NCCL_TUNER="$UNSET_BY_VENDOR" NCCL_DEBUG=WARN NCCL_ALGO=Ring\nfalse\n')
+    setup = FabricSetup("tcpxo", "tcpxo", "v1", environment={"NCCL_NET": "FasTrak"}, profile_script=str(vendor))
+    odd = "it's $(touch broken)"
+    cluster = cluster_of({"environment": {"NCCL_DEBUG": "INFO", "ODD": odd}})
+    script = fabric_script(setup, cluster, train_alone()[0])
+    assert script is not None
+    (tmp_path / "fabric.sh").write_text(script)
+    shown = 'printf "%s\\n" "$NCCL_NET" "$NCCL_DEBUG" "$NCCL_ALGO" "$ODD"'
+    done = enter(tmp_path, "bash", "-c", shown, TRAINSHED_FABRIC=str(tmp_path / "fabric.sh"))
+    assert done.stdout.splitlines() == ["FasTrak", "INFO", "Ring", odd], done.stderr
+    vendor.unlink()
+    gone = enter(tmp_path, "true", TRAINSHED_FABRIC=str(tmp_path / "fabric.sh"))
+    assert gone.returncode == 1
+    assert "the fabric's script failed: was its plugin installed?" in gone.stderr
+
+
+def test_a_fabric_that_asks_for_nothing_has_no_script() -> None:
+    assert fabric_script(FabricSetup("ethernet", "ethernet", ""), cluster_of({}), train_alone()[0]) is None
