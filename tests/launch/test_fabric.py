@@ -177,7 +177,8 @@ def test_what_cannot_be_set_up_is_said_at_its_line(tmp_path: Path, text: str, wh
 
 def test_a_described_machine_may_say_its_cards(tmp_path: Path) -> None:
     (tmp_path / "node.yaml").write_text(
-        "node: {source: me, gpu: h100, gpus: 8, fabric: efa-v2, network_gbps: 3200.0, nics: 16, cpus: 8, memory_gib: 9.0}\n"
+        "node: {source: me, gpu: h100, gpus: 8, fabric: efa-v2, network_gbps: 3200.0, nics: 16, cpus: 8,\n"
+        "       memory_gib: 9.0}\n"
     )
     found = fabric_setup(written(tmp_path, f"machine: {tmp_path / 'node.yaml'}\n"), nodes=2)
     assert dict(found.kubernetes.resources) == {"vpc.amazonaws.com/efa": 16}

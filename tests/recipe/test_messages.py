@@ -46,9 +46,9 @@ from trainshed.recipe import parse_recipe
         ("train.optimizer.betas=[0.9,0.9,0.9]", "must have at most 2 elements, and has 3", None),
         ("data.train.0.path=[]", "must have at least 1 element, and has 0", None),
         # choices
-        ("train.precision=bf-16", "`bf-16` is not one of fp64, fp32, bf16, fp8", "did you mean bf16?"),
-        ("train.precision=int4", "`int4` is not one of fp64, fp32, bf16, fp8", None),
-        ("train.precision=16", "16 is not one of fp64, fp32, bf16, fp8", "did you mean bf16?"),
+        ("train.precision=bf-16", "`bf-16` is not one of fp64, fp32, bf16, fp16, fp8", "did you mean bf16?"),
+        ("train.precision=int4", "`int4` is not one of fp64, fp32, bf16, fp16, fp8", None),
+        ("train.precision=16", "16 is not one of fp64, fp32, bf16, fp16, fp8", "did you mean fp16?"),
         ("checkpoint.resume=null", "nothing is not one of auto, must, fresh", None),
         ("train.optimizer.name=lion", "`lion` is not known", "this version knows adamw"),
         ("engine=torhc", "`torhc` is not one of torch, megatron, nemo, torchtune", "did you mean torch?"),

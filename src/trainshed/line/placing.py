@@ -140,7 +140,8 @@ def _refuse_too_many(cluster: Cluster, nodes: int, where: str) -> None:
 
 def _refuse_too_large(recipe: Recipe, found: Answer, despite_memory: bool) -> None:
     chosen = found.chosen
-    if chosen.fits or despite_memory:
+    # Adapters are planned as if all weights were trained, which takes far more.
+    if chosen.fits or despite_memory or recipe.train.lora is not None:
         return
     capacity = found.question.job.hardware.memory_gib
     raise RecipeError(

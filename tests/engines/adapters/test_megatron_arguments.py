@@ -269,6 +269,21 @@ def test_one_connection_is_asked_for_where_megatron_stops_without() -> None:
     assert "CUDA_DEVICE_MAX_CONNECTIONS" not in megatron_launch(megatron_task("llama3-8b")).environment
 
 
+@pytest.mark.parametrize(
+    ("image", "program"),
+    [
+        ("nvcr.io/nvidia/nemo:25.09@sha256:0123", "/opt/megatron-lm/pretrain_gpt.py"),
+        ("ghcr.io/azure/ai-infrastructure-on-azure/megatron-lm:latest", "/megatron-lm/pretrain_gpt.py"),
+        ("rocm/megatron-lm:v25.4", "pretrain_gpt.py"),
+        ("rocm/megatron-lm-of-mine", "/opt/megatron-lm/pretrain_gpt.py"),
+    ],
+)
+def test_the_program_is_where_the_image_has_it(image: str, program: str) -> None:
+    launch = megatron_launch(megatron_task("llama3-8b", f"engine.image={image}"))
+    assert launch.program == program
+    assert f'"program": "{program}"' in launch.files["index.json"]
+
+
 def test_bitwise_repeats_set_what_megatron_asks_for() -> None:
     launch = megatron_launch(megatron_task("llama3-8b", "train.deterministic=true"))
     assert values(launch)["deterministic_mode"]

@@ -232,9 +232,9 @@ def test_later_stages_wait_for_earlier_ones() -> None:
 def test_stages_behind_a_failed_one_never_start() -> None:
     failed = pod(0, stage="fetch", phase="Failed", containerStatuses=ended(2, message="hf://x: nothing there\n"))
     states = line_states(cpu_job("Failed"), cpu_job(), failed)
-    assert [state.state for state in states] == ["failed", "cancelled", "waiting"]
+    assert [state.state for state in states] == ["failed", "cancelled", "cancelled"]
     assert states[0].reason.endswith("exited with 2. Last line: hf://x: nothing there")
-    assert states[1].reason == "It never starts: fetch failed."
+    assert states[1].reason == states[2].reason == "It never starts: fetch failed."
 
 
 def test_a_driver_that_failed_says_why_nothing_starts() -> None:

@@ -220,7 +220,7 @@ def test_an_object_that_the_server_refuses_is_quoted(server: KubernetesServer) -
     request = target.render(job)
     part = request.parts[-1]
     broken = replace(part, text=part.text.replace("\nspec:\n", "\nspec:\n  nonsense: 1\n", 1))
-    with pytest.raises(InputError, match='refuses JobSet/llama-1a2b3c4d: unknown field "spec.nonsense"'):
+    with pytest.raises(InputError, match=r'refuses JobSet/llama-1a2b3c4d: unknown field "spec\.nonsense"'):
         target.submit(replace(request, parts=(*request.parts[:-1], broken)), job)
 
 

@@ -31,7 +31,10 @@ def test_every_shipped_cluster_file_is_sane(name: str) -> None:
     assert wrong == []
 
 
-SANE = "target: kubernetes\nmachine: p5\nimage: registry/x@sha256:0123\nstore: s3://bucket/x\nnodes: {default: 2, max: 4}\n"
+SANE = (
+    "target: kubernetes\nmachine: p5\nimage: registry/x@sha256:0123\nstore: s3://bucket/x\n"
+    "nodes: {default: 2, max: 4}\n"
+)
 
 
 def test_a_sane_file_passes(tmp_path: Path) -> None:

@@ -1,42 +1,55 @@
-"""Preflight for real: nodes are processes of this machine, their collectives gloo's."""
+"""Preflight for real: nodes are threads, their probes processes of this machine, the collectives gloo's."""
 
 from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from trainshed.launch.fabric import SINGLE_NODE, FabricSetup
-from trainshed.launch.preflight import PreflightJob, run_preflight
+from trainshed.launch.fabric import SINGLE_NODE, UNKNOWN, FabricSetup
+from trainshed.launch.preflight import Limits, PreflightJob, PreflightVerdict, run_preflight
+from trainshed.launch.preflight.worlds import PROBE
 from trainshed.launch.ranks import free_port
 from trainshed.observe.reading import read_events
 from trainshed.storage import LocalStore
 
 
-def start(nodes: int, folder: Path, kinds: dict[int, str], come: list[int] | None = None) -> list[str]:
-    """Run the nodes that come; return what each said."""
-    port = str(free_port())
-    script = str(Path(__file__).with_name("node_process.py"))
-    processes = [
-        subprocess.Popen(
-            [sys.executable, script, str(node), str(nodes), port, str(folder), kinds.get(node, "well")],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for node in come or range(nodes)
-    ]
-    try:
-        return [process.communicate(timeout=300)[0].strip() for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+# Each starts the real probe behind a change that stands for a fault of the node.
+FAULTS = {
+    "slow": "real = dist.all_reduce\ndist.all_reduce = lambda *a, **k: (time.sleep(0.3), real(*a, **k))[1]",
+    "broken": "raise RuntimeError('the card is gone')",
+}
+FAULTY_PROBE = """
+import sys, time
+from pathlib import Path
+import torch.distributed as dist
+{fault}
+from trainshed.engines.torch import fabric_probe
+fabric_probe.probe(fabric_probe.ProbeRequest.from_text(sys.argv[1]), Path(sys.argv[2]))
+"""
+
+
+def start(
+    nodes: int, folder: Path, faults: dict[int, str], *, come: int | None = None, report_seconds: float = 60.0
+) -> list[PreflightVerdict]:
+    """Run the first nodes of a job as threads, their probes as processes; return what each was told."""
+    limits = Limits(reports=report_seconds, world=120.0, measuring=0.1)
+    setup = FabricSetup(UNKNOWN, None, "")
+    job = PreflightJob(LocalStore(folder), "", 1, nodes, 0, setup, storage_bytes=2**20, limits=limits)
+    port = free_port()
+
+    def node(rank: int) -> PreflightVerdict:
+        fault = FAULTS.get(faults.get(rank, ""))
+        probe = PROBE if fault is None else (sys.executable, "-c", FAULTY_PROBE.format(fault=fault))
+        return run_preflight(job, node_rank=rank, board=("127.0.0.1", port), host=f"host-{rank}", probe=probe)
+
+    with ThreadPoolExecutor(nodes) as threads:
+        return list(threads.map(node, range(come or nodes)))
 
 
 def kept(folder: Path, name: str) -> dict[str, Any]:
@@ -45,25 +58,27 @@ def kept(folder: Path, name: str) -> dict[str, Any]:
 
 def test_the_slow_one_of_four_nodes_is_found_and_named_on_all_of_them(tmp_path: Path) -> None:
     told = start(4, tmp_path, {2: "slow"})
-    assert len(set(told)) == 1
+    assert len({each.sentence for each in told}) == 1
+    assert told[3].replace == (2,)
     pattern = (
-        r"replace: one node is to be replaced, of 4: node 2 \(host-2\): "
-        r"all-reduces with it reach \S+ GB/s, others \S+ \(9\d% less\)"
+        r"one node is to be replaced, of 4: node 2 \(host-2\): "
+        r"all-reduces with it reach \S+ GB/s, others \S+ \(\d\d% less\)"
     )
-    assert re.fullmatch(pattern, told[0]), told[0]
+    assert re.fullmatch(pattern, told[0].sentence), told[0].sentence
     verdict = kept(tmp_path, "verdict.json")
     assert (verdict["schema"], verdict["verdict"], verdict["replace"]) == ("trainshed.preflight/1", "replace", [2])
     assert verdict["hosts"]["3"] == "host-3"
     pairs = [check for check in kept(tmp_path, "node-00002.json")["checks"] if check["name"] == "pairs"]
-    assert pairs[0]["measured"]["best_gb_per_s"] < pairs[0]["measured"]["others_gb_per_s"] / 10
+    assert pairs[0]["measured"]["best_gb_per_s"] < pairs[0]["measured"]["others_gb_per_s"] / 5
     (event,) = [event for event in read_events(LocalStore(tmp_path), "") if event["kind"] == "preflight"]
     assert (event["verdict"], event["nodes"], event["rank"]) == ("replace", [2], None)
 
 
 def test_two_healthy_nodes_are_measured_together_and_ready(tmp_path: Path) -> None:
     told = start(2, tmp_path, {})
-    pattern = r"(pass: 2 nodes are ready: all-reduce of 4 MiB reaches \S+ GB/s; measured, nothing .*|warn: .*)"
-    assert re.fullmatch(pattern, told[0]), told[0]
+    assert told[0].outcome in ("pass", "warn")
+    assert told[0].checks[-1].what.startswith("all-reduce of 4 MiB reaches ")
+    assert told[0].checks[-1].what.endswith(" GB/s; measured, nothing to compare with")
     verdict = kept(tmp_path, "verdict.json")
     assert verdict["bus_gb_per_s"] > 0
     assert [check["name"] for check in verdict["checks"]] == ["versions", "all-reduce"]
@@ -81,8 +96,9 @@ def test_a_node_whose_collectives_fail_is_named_with_what_it_said(tmp_path: Path
 
 
 def test_a_node_that_does_not_come_is_named(tmp_path: Path) -> None:
-    (told,) = start(3, tmp_path, {0: "alone"}, come=[0])
-    assert told == "fail: 2 of 3 nodes cannot train: did not report within 0 s"
+    (told,) = start(2, tmp_path, {}, come=1, report_seconds=0.5)
+    assert (told.outcome, told.replace) == ("replace", (1,))
+    assert told.sentence == "one node is to be replaced, of 2: node 1 (unknown host): did not report within 0 s"
 
 
 def test_one_node_is_checked_by_itself(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "multi_latent_attention": (False,),
     "qk_l2_norm": (False,),
     "softmax_type": ("vanilla",),
+    "softmax_scale": (None,),
     "attention_output_gate": (False,),
     "experimental_attention_variant": (None,),
     "linear_attention_freq": (None,),
@@ -40,6 +41,7 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "moe_router_group_topk": (None,),
     "moe_shared_expert_gate": (False,),
     "moe_latent_size": (None,),
+    "moe_expert_capacity_factor": (None,),
     "moe_apply_probs_on_input": (False,),
 }
 

