@@ -45,7 +45,8 @@ class SlurmRuns:
         named = [(replace(stage, script=f"{stage.name}.sh"), text) for stage, text in stages]
         files = {f"{stage.name}.sh": text for stage, text in named}
         run = str(self.folder / "store" / "runs" / "scripts" / "1")
-        return Job("scripts-1", run, self.cluster(**changed), tuple(stage for stage, _ in named), files, None, 60)
+        made = tuple(stage for stage, _ in named)
+        return Job("scripts-1", run, self.cluster(**changed), made, files, None, grace_seconds=60)
 
     def submit(self, job: Job) -> SlurmRun:
         target = SlurmTarget(job.cluster)

@@ -47,7 +47,8 @@ def meet() -> int:
     if rank:
         start = take_start(os.environ["MASTER_ADDR"], port, rank)
     else:
-        start = next_start(Path(LOCAL_FOLDER), os.environ["POD_UID"])
+        folder = Path(os.environ.get("TRAINSHED_LOCAL_FOLDER", LOCAL_FOLDER))
+        start = next_start(folder, os.environ["POD_UID"])
         give_start(port, pods, start)
     sys.stdout.write(start)
     return 0

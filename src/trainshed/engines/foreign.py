@@ -19,8 +19,7 @@ from trainshed.recipe import ModelConfig, Recipe
 Wanted = Literal["data-args", "data-prefix", "tokenizer", "base-megatron", "base-hf"]
 """What a CPU stage leaves under `<run>/engine/` for the engine:
 
-data-args       data.json: Megatron's --per-split-data-args-path, {"train": [w, prefix, …], "valid": …, "test": …};
-                without validation data of its own also data-args.txt: its --data-args-path
+data-args       data.json: Megatron's --per-split-data-args-path, {"train": [w, prefix, …], "valid": …, "test": …}
 data-prefix     data_prefix.txt: NeMo's `model.data.data_prefix` as one Hydra value
 tokenizer       tokenizer/: the tokenizer's files
 base-megatron   base/: the base weights as a Megatron `torch_dist` checkpoint, with their verdict

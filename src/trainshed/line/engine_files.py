@@ -14,7 +14,7 @@ from trainshed.checkpoints.base import BaseWeights
 from trainshed.checkpoints.formats import Target, detect
 from trainshed.data.artefacts import PreparedSource
 from trainshed.data.encode.tokenizer import TOKENIZER_FILES, Tokenizer
-from trainshed.errors import InputError, NotFound, TrainshedError
+from trainshed.errors import NotFound, TrainshedError
 from trainshed.line.preparing import PreparedRun
 from trainshed.reporting import SILENT, Reporter
 from trainshed.storage import LocalStore, StoreOptions, copy_tree, open_folder, parse
@@ -46,7 +46,6 @@ def leave_data(run: PreparedRun, options: StoreOptions | None = None, reporter: 
     if own is None:
         # One corpus that the engine itself shares out, or training alone.
         store.put("data.json", _json({"train": train, "valid": train, "test": train}))
-        store.put("data-args.txt", _data_args(train).encode())
         store.put("data_prefix.txt", f"[{_words(train)}]".encode())
         return
     validation = _weighted(own, folder, options, reporter)
@@ -100,16 +99,6 @@ def _fetched(prefix: str, target: Path, options: StoreOptions | None, reporter: 
     include = (f"{name}.bin", f"{name}.idx")
     copy_tree(parent, str(target), include=include, options=options, reporter=reporter)
     return str(target / name)
-
-
-def _data_args(words: Sequence[str]) -> str:
-    """Megatron's --data-args-path, which is cut at every blank."""
-    for word in words:
-        if any(letter.isspace() for letter in word):
-            raise InputError(
-                f"Megatron cuts `{word}` at its blanks", where=word, hint="keep the store in a folder without blanks"
-            )
-    return " ".join(words) + "\n"
 
 
 def _link(link: Path, target: Path) -> None:

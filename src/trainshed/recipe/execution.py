@@ -33,6 +33,11 @@ class Engine(Section):
         description="A foreign engine's version, whose arguments are written; left out: the newest that is known here",
         examples=["0.16.1"],
     )
+    program: Text | None = Field(
+        None,
+        description="Path of a foreign engine's program in its image; left out: where images of that name have it",
+        examples=["/opt/megatron-lm/pretrain_gpt.py"],
+    )
     args: dict[str, EngineArgument] = Field(
         default_factory=dict,
         description="Arguments handed to a foreign engine as they are (checked against its list)",
@@ -46,6 +51,8 @@ class Engine(Section):
             )
         if self.name == "torch" and self.version is not None:
             yield Problem(("version",), "the torch engine has no version of its own", "delete it")
+        if self.program is not None and self.name != "megatron":
+            yield Problem(("program",), f"{self.name} is started by its own name", "delete it")
 
 
 class Checkpoint(Section):

@@ -61,7 +61,8 @@ def prepared(folder: Path, *overrides: str, program: bool = True) -> EngineLaunc
     )
     (folder / "job").mkdir()
     task = replace(task, place=replace(task.place, run=str(run), job=str(folder / "job")))
-    launch = megatron_launch(task, program=str(folder / "pretrain_gpt.py"))
+    engine = task.recipe.engine.model_copy(update={"program": str(folder / "pretrain_gpt.py")})
+    launch = megatron_launch(replace(task, recipe=task.recipe.model_copy(update={"engine": engine})))
     for name, text in launch.files.items():
         (folder / "job" / name).write_text(text)
     return launch

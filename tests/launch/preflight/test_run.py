@@ -18,7 +18,6 @@ from trainshed.launch.ranks import free_port
 from trainshed.observe.reading import read_events
 from trainshed.storage import LocalStore
 
-
 # Each starts the real probe behind a change that stands for a fault of the node.
 FAULTS = {
     "slow": "real = dist.all_reduce\ndist.all_reduce = lambda *a, **k: (time.sleep(0.3), real(*a, **k))[1]",
@@ -88,9 +87,11 @@ def test_two_healthy_nodes_are_measured_together_and_ready(tmp_path: Path) -> No
 @pytest.mark.full
 def test_a_node_whose_collectives_fail_is_named_with_what_it_said(tmp_path: Path) -> None:
     told = start(3, tmp_path, {1: "broken"})
-    assert told[0].startswith(
-        "replace: one node is to be replaced, of 3: node 1 (host-1): no all-reduce with it ends: "
+    assert told[0].replace == (1,)
+    assert told[0].sentence.startswith(
+        "one node is to be replaced, of 3: node 1 (host-1): no all-reduce with it ends: "
     )
+    assert "the card is gone" in told[0].sentence
     log = (tmp_path / "health/attempt-0001/preflight/node-00001.log").read_text()
     assert "the card is gone" in log
 

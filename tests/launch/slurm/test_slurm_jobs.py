@@ -15,7 +15,7 @@ from trainshed.launch.slurm.target import SlurmTarget
 
 pytestmark = pytest.mark.slurm
 
-ODD = "it's \"odd\" $(touch /tmp/never) `id` \\ # %j; é\t<id of first>"
+ODD = 'it\'s "odd" $(touch /tmp/never) `id` \\ # %j; é\t<id of first>'
 
 
 def test_the_exit_code_is_kept_and_what_comes_behind_never_runs(slurm_runs: SlurmRuns) -> None:
@@ -124,7 +124,9 @@ def test_what_could_never_run_is_refused_before_it_is_submitted(slurm_runs: Slur
 
 def test_a_stage_that_slurm_refuses_leaves_nothing_in_the_queue(slurm_runs: SlurmRuns) -> None:
     job = slurm_runs.script_job(
-        (Stage("first"), "sleep 600\n"), (Stage("train"), "true\n"), slurm={"partition": "nowhere", "cpu_partition": "main"}
+        (Stage("first"), "sleep 600\n"),
+        (Stage("train"), "true\n"),
+        slurm={"partition": "nowhere", "cpu_partition": "main"},
     )
     with pytest.raises(TrainshedError, match=r"train was refused: sbatch: .*partition") as raised:
         slurm_runs.submit(job)
@@ -136,7 +138,9 @@ def test_the_same_works_through_ssh(slurm_runs: SlurmRuns, monkeypatch: pytest.M
     """Ssh joins its arguments with spaces and gives them to a shell on the other side; this one stays here."""
     stub = tmp_path / "bin" / "ssh"
     stub.parent.mkdir()
-    stub.write_text('#!/bin/sh\nwhile [ "$1" != -- ]; do shift; done\n[ "$2" = user@login ] || exit 255\nshift 2\nexec sh -c "$*"\n')
+    stub.write_text(
+        '#!/bin/sh\nwhile [ "$1" != -- ]; do shift; done\n[ "$2" = user@login ] || exit 255\nshift 2\nexec sh -c "$*"\n'
+    )
     stub.chmod(stub.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", f"{stub.parent}:{os.environ['PATH']}")
     job = slurm_runs.script_job((Stage("first"), "echo 'far away'\n"), slurm={"login": "user@login"})

@@ -44,13 +44,13 @@ _DETERMINISTIC = {
 }
 
 
-def megatron_launch(task: EngineTask, *, program: str | None = None) -> EngineLaunch:
+def megatron_launch(task: EngineTask) -> EngineLaunch:
     """Return how Megatron-LM trains a task; raise `InputError` for what it cannot do.
 
-    The arguments are those of `engine.version`, the newest known where the recipe does not say. `program` is
-    pretrain_gpt.py as the image has it; None: where images of its name have it.
+    The arguments are those of `engine.version`, the newest known where the recipe does not say; pretrain_gpt.py is
+    `engine.program`, or where images of that name have it.
     """
-    program = program or program_in(task.recipe.engine.image or task.place.image)
+    program = task.recipe.engine.program or program_in(task.recipe.engine.image or task.place.image)
     try:
         known = known_arguments(task.recipe.engine.version or NEWEST)
     except InputError as error:

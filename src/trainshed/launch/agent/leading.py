@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,10 +17,13 @@ from trainshed.launch.explaining import explain
 from trainshed.launch.here import write_plan
 from trainshed.launch.job import JobFile, Stage
 from trainshed.observe.events import EventWriter
+from trainshed.observe.reading import read_events
 from trainshed.plan import RankLayout
 from trainshed.reporting import Reporter
 from trainshed.storage import LocalStore
 from trainshed.storage.attempts import take_attempt
+
+_NEAR_TIME_LIMIT = 128 + signal.SIGUSR1
 
 
 class Leader:
@@ -91,7 +95,7 @@ class Leader:
         if not any(node.ended in ("failed", "lost") for node in nodes):
             stopped = [node.exit_code for node in nodes if node.ended == "stopped"]
             if stopped:
-                return self._over(max(stopped), "asked to stop")
+                return self._stopped(order.attempt, max(stopped))
         error = self._explain(order.attempt, nodes)
         self._bad |= {node.slot: f"{node.host}: {node.bad_node}" for node in nodes if node.bad_node is not None}
         if self._elastic and any(node.bad_node is not None for node in nodes) and error.exit_code != 2:
@@ -101,6 +105,14 @@ class Leader:
     def fail(self, error: TrainshedError) -> Order:
         """End it for a reason of the leader's own."""
         return self._fail(error)
+
+    def _stopped(self, attempt: int, exit_code: int) -> Order:
+        events = read_events(LocalStore(self._run), "", attempt=attempt)
+        if exit_code == _NEAR_TIME_LIMIT and not any(event["kind"] == "step" for event in events):
+            # Queued again after each time limit, it would never end.
+            what = "the time limit came before the first step was done"
+            return self._fail(TrainshedError(what, hint="raise limits.hours in the cluster file"))
+        return self._over(exit_code, "asked to stop")
 
     def _go_on(self, training: tuple[int, ...], error: TrainshedError) -> Order:
         """Begin again without the bad nodes, or give up."""

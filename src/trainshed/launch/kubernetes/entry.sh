@@ -3,6 +3,8 @@
 # by name, and then the command that follows. Values come from the environment, never from this text.
 set -euo pipefail
 
+TRAINSHED_BEGAN="$(date +%s.%N)"
+
 say() { printf 'trainshed: %s\n' "$*" >&2; }
 
 python="${TRAINSHED_PYTHON:-python3}"
@@ -20,6 +22,9 @@ if [ -n "${TRAINSHED_CODE:-}" ]; then
     fi
     export PYTHONPATH="$unpacked${PYTHONPATH:+:$PYTHONPATH}"
 fi
+
+TRAINSHED_INSTALLED="$(date +%s.%N)"
+export TRAINSHED_BEGAN TRAINSHED_INSTALLED # the agent's record of how long starting took
 
 # A PyTorchJob says RANK and means the pod; those of the processes are the agent's to set.
 export TRAINSHED_NODE_RANK="${TRAINSHED_NODE_RANK:-${JOB_COMPLETION_INDEX:-${RANK:-0}}}"
