@@ -166,6 +166,9 @@ def _handler(state: KubernetesServer) -> type[BaseHTTPRequestHandler]:
             if path.startswith("/api/v1/namespaces/") and path.count("/") == 4:
                 there = path.rsplit("/", 1)[1] in state.namespaces
                 return self._answer(200, {}) if there else self._status(404, "not found")
+            versions = [base.removeprefix("/apis/") for base in state.kinds if base.rsplit("/", 1)[0] == path]
+            if versions:
+                return self._answer(200, {"versions": [{"groupVersion": each} for each in versions]})
             if path in state.kinds:
                 return self._answer(200, {"resources": [{"kind": kind} for kind in state.kinds[path]]})
             if path in state.objects:

@@ -52,7 +52,7 @@ def test_only_training_asks_for_gpus_in_every_seed() -> None:
 
 def test_the_gke_seed_trains_what_its_recipe_says() -> None:
     job = seed_job("gke-llama3-70b")
-    config = yaml.safe_load(next(text for name, text in job.files.items() if name.endswith(".yaml") and "model:" in text and "trainer:" in text))
+    config = yaml.safe_load(job.files["nemo.yaml"])
     assert config["trainer"]["max_steps"] == 50
     model = config["model"]
     assert (model["tensor_model_parallel_size"], model["pipeline_model_parallel_size"]) == (4, 4)

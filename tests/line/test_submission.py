@@ -172,6 +172,14 @@ def test_a_layout_that_does_not_fit_is_refused_unless_one_insists(tmp_path: Path
     assert build_job(recipe, cluster, code=CODE, despite_memory=True).stage("train").world_size == 16
 
 
+def test_variables_that_do_not_belong_to_the_fabric_are_refused_with_the_reason(tmp_path: Path) -> None:
+    recipe = recipe_file(tmp_path, "train.precision=bf16")
+    cluster = load_cluster("eks-p5", ["image=registry/x", "environment={NCCL_SOCKET_IFNAME: eth0}"])
+    with pytest.raises(InputError, match="NCCL_SOCKET_IFNAME") as caught:
+        build_job(recipe, cluster, code=CODE)
+    assert "environment" in (caught.value.where or "")
+
+
 def test_a_path_of_this_machine_is_refused_with_the_key_that_names_it(tmp_path: Path) -> None:
     text = recipe_text("dense").replace("init: random", "from: models/tiny")
     with pytest.raises(RecipeError, match="relative to this machine's folder") as caught:

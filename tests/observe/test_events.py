@@ -81,7 +81,7 @@ def test_what_is_not_in_the_schema_is_refused(store: LocalStore) -> None:
             ("step", 1, {**STEP, "los": 1.0}, "'step' events have no key 'los'"),
             ("note", None, {}, "a 'note' event needs the key 'text'"),
             ("step", None, STEP, "a 'step' event needs its step"),
-            ("phase", None, {"name": "lod", "seconds": 1.0}, "name of a 'phase' event is one of rendezvous, load, "),
+            ("phase", None, {"name": "lod", "seconds": 1.0}, "name of a 'phase' event is one of install, image, "),
             ("note", None, {"text": object()}, "a value of a 'note' event cannot be written"),
         ]:
             with pytest.raises(ValueError, match=message):

@@ -7,15 +7,19 @@ diff) is written down beside it. The same files give the same bytes.
 from __future__ import annotations
 
 import hashlib
+import os
 import subprocess
 import tarfile
+from contextlib import suppress
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import trainshed
+from trainshed.errors import TrainshedError
 from trainshed.launch.job import Code
 from trainshed.shipped import shipped_folder
+from trainshed.storage import LocalStore
 
 _SKIPPED = ("__pycache__", ".pyc", ".pyo")
 _MOST_DIFF_BYTES = 128 * 1024
@@ -34,7 +38,7 @@ def pack_code() -> Code:
             for path in sorted(folder.rglob("*"))
             if path.is_file() and not any(part.endswith(_SKIPPED) for part in path.parts)
         }
-    data = _archived(files)
+    data = _packed(files)
     sha256 = hashlib.sha256(data).hexdigest()
     version = trainshed.__version__
     return Code(f"trainshed-{version}-{sha256[:12]}.tar.xz", sha256, data, version)
@@ -60,10 +64,27 @@ def _package_files(folder: Path) -> dict[str, bytes]:
     }
 
 
+def _packed(files: dict[str, bytes]) -> bytes:
+    """Pack files once and keep the archive in the user's cache: to compress takes a second, to look takes none."""
+    digest = hashlib.sha256()
+    for name in sorted(files):
+        digest.update(f"{name}\0{len(files[name])}\0".encode() + files[name])
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trainshed" / "code"
+    name = f"{digest.hexdigest()}.tar.xz"
+    try:
+        return LocalStore(cache).read(name)
+    except TrainshedError:
+        pass
+    data = _archived(files)
+    with suppress(TrainshedError, OSError):  # a home that cannot be written is no reason not to submit
+        LocalStore(cache).put(name, data)
+    return data
+
+
 def _archived(files: dict[str, bytes]) -> bytes:
     buffer = BytesIO()
     # No owners, no times: only names and content count.
-    with tarfile.open(fileobj=buffer, mode="w:xz", preset=9, format=tarfile.PAX_FORMAT) as archive:
+    with tarfile.open(fileobj=buffer, mode="w:xz", preset=6, format=tarfile.PAX_FORMAT) as archive:
         for name in sorted(files):
             entry = tarfile.TarInfo(name)
             entry.size, entry.mode = len(files[name]), 0o644

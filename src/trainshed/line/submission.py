@@ -21,6 +21,8 @@ from trainshed.engines.adapters import launch_of
 from trainshed.engines.foreign import EngineLaunch, EnginePlace, EngineTask
 from trainshed.engines.torchrun import launcher_script
 from trainshed.errors import RecipeError
+from trainshed.launch.fabric import fabric_setup
+from trainshed.launch.fabric_lint import lint_environment
 from trainshed.launch.here import PLAN_SCHEMA
 from trainshed.launch.job import JOB_FILE, MOUNTED_JOB, Code, Job, JobFile, Stage, job_folder
 from trainshed.launch.shipping import pack_code, provenance
@@ -55,6 +57,8 @@ def build_job(
     resolved = resolve(recipe, store_options(cluster), pin=not offline)
     model = planned_model(resolved, cluster)
     planned = plan_on_cluster(resolved, cluster, model, nodes, gpus, despite_memory)
+    setup = fabric_setup(cluster, nodes=planned.placement.nodes)
+    warnings = lint_environment(setup, cluster.environment, cluster.where)
     name = id or run_id(resolved)
     run = f"{store}/runs/{resolved.name}/{name}"
     job_name = f"{resolved.name}-{name}"
@@ -92,7 +96,7 @@ def build_job(
         code=code or pack_code(),
         steps=model.steps,
         grace_seconds=grace,
-        notes=(*planned.notes, *(engine.notes if engine else ())),
+        notes=(*planned.notes, *warnings, *(engine.notes if engine else ())),
     )
 
 

@@ -8,15 +8,18 @@ import shutil
 import subprocess
 import sys
 import tarfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+import trainshed
 from kubernetes_jobs import cluster_of, train_alone
 from trainshed.launch.fabric import FabricSetup
 from trainshed.launch.kubernetes.manifests.content import PIECE_BYTES, entry_script
 from trainshed.launch.kubernetes.manifests.environment import fabric_script
 from trainshed.launch.kubernetes.manifests.naming import CODE_FOLDER, LOCAL_FOLDER
+from trainshed.launch.ranks import free_port
 
 SHOWN = 'printf "%s\\n" "$TRAINSHED_NODE_RANK" "$NODE_RANK" "${RANK-unset}" "${TRAINSHED_HOST-}"'
 
@@ -125,3 +128,14 @@ def test_what_the_cluster_file_says_holds_behind_the_vendors_script(tmp_path: Pa
 
 def test_a_fabric_that_asks_for_nothing_has_no_script() -> None:
     assert fabric_script(FabricSetup("ethernet", "ethernet", ""), cluster_of({}), train_alone()[0]) is None
+
+
+def test_pods_of_a_pytorchjob_name_their_start_together(tmp_path: Path) -> None:
+    # What the operator sets, in two pods of one host.
+    given = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "TRAINSHED_MEET": "2", "POD_UID": "uid-of-0"}
+    given |= {"TRAINSHED_LOCAL_FOLDER": str(tmp_path), "PYTHONPATH": str(Path(trainshed.__file__).parents[1])}
+    show = ["bash", "-c", 'printf "%s" "$TRAINSHED_START"']
+    with ThreadPoolExecutor(2) as pool:
+        pods = [pool.submit(enter, tmp_path, *show, RANK=str(rank), **given) for rank in (0, 1)]
+        done = [pod.result() for pod in pods]
+    assert [each.stdout for each in done] == ["uid-of-0-0", "uid-of-0-0"], [each.stderr for each in done]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ssl
 import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 
 from kubernetes_jobs import NAME, RUN, cluster_of, job_of, stages_of, train_alone
 from kubernetes_server import TOKEN, KubernetesServer, kubernetes_server, write_kubeconfig
-from trainshed.errors import InputError, NotFound, TrainshedError
+from trainshed.errors import InputError, MissingExtra, NotFound, TrainshedError
 from trainshed.launch.job import Job
 from trainshed.launch.kubernetes.kinds import POD
 from trainshed.launch.kubernetes.live.api import connect_in_cluster
@@ -195,6 +196,20 @@ def test_more_gpus_than_the_queue_can_ever_have_are_refused(server: KubernetesSe
     quota["nominalQuota"] = "0"
     queue["spec"]["cohort"] = "everyone"  # others lend
     assert target.check(job) == []
+
+
+def test_kueue_is_asked_in_the_version_that_the_cluster_serves(server: KubernetesServer) -> None:
+    server.kinds["/apis/kueue.x-k8s.io/v1beta2"] = server.kinds.pop("/apis/kueue.x-k8s.io/v1beta1")
+    job = make_job(kubernetes={"namespace": "ml", "queue": "gpus"})
+    server.put("/apis/kueue.x-k8s.io/v1beta2/namespaces/ml/localqueues/gpus", {"spec": {"clusterQueue": "all"}})
+    assert KubernetesTarget(job.cluster).check(job) == []
+
+
+def test_without_the_client_library_the_pip_line_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "lightkube.config.client_adapter", None)
+    with pytest.raises(MissingExtra) as caught:
+        KubernetesTarget(make_job().cluster).check(make_job())
+    assert caught.value.hint == "pip install 'trainshed[k8s]'"
 
 
 def test_a_secret_without_the_key_is_found(server: KubernetesServer) -> None:

@@ -31,7 +31,7 @@ def test_nccl_says_that_it_uses_sockets_where_they_are_asked_for(tmp_path: Path)
     assert (found.fabric["verdict"], found.fabric["what"]) == ("pass", "NCCL uses Socket")
 
 
-@pytest.mark.parametrize("fabric", ["efa-v2", "gib", "tcpxo", "tcpx", "slingshot"])
+@pytest.mark.parametrize("fabric", ["efa-v2", "gib", "tcpxo", "tcpx"])
 def test_a_plugin_that_is_missing_ends_the_job_instead_of_leaving_it_on_sockets(fabric: str, tmp_path: Path) -> None:
     found = tried(fabric, tmp_path)
     assert found.error is not None

@@ -69,7 +69,7 @@ def test_locked_memory_that_is_limited_fails_without_the_capability(monkeypatch:
 
 def test_variables_of_the_image_are_seen_and_those_of_the_setup_are_not() -> None:
     wanted = setup("efa-v2")
-    environment = {**wanted.environment, "RANK": "0", "CUDA_VISIBLE_DEVICES": "0", "HOME": "/root"}
+    environment = {**wanted.environment, "RANK": "0", "CUDA_VISIBLE_DEVICES": "0", "UCX_HOME": "/opt"}
     assert [check.verdict for check in check_environment(wanted, environment)] == ["pass"]
     (found,) = check_environment(wanted, environment | {"NCCL_PROTO": "Simple"})
     assert found.verdict == "warn"

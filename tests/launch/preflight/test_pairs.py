@@ -79,6 +79,12 @@ def test_of_two_nodes_neither_can_be_blamed() -> None:
     assert rounds == [[(0, 1)]]
 
 
+def test_where_nobody_gets_through_it_is_given_up_soon() -> None:
+    verdicts, rounds = find(list(range(8)), lambda a, b: None)
+    assert set(verdicts.values()) == {"undecided"}
+    assert len(rounds) == 2
+
+
 def test_numbers_of_nodes_need_not_follow_each_other() -> None:
     verdicts, _ = find([3, 8, 11, 40, 41], network([40], None))
     assert said(verdicts, "replace") == {40}

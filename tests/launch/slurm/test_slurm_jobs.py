@@ -17,6 +17,13 @@ pytestmark = pytest.mark.slurm
 
 ODD = 'it\'s "odd" $(touch /tmp/never) `id` \\ # %j; é\t<id of first>'
 
+SSH = """#!/bin/sh
+while [ "$1" != -- ]; do shift; done
+[ "$2" = user@login ] || exit 255
+shift 2
+exec sh -c "$*"
+"""
+
 
 def test_the_exit_code_is_kept_and_what_comes_behind_never_runs(slurm_runs: SlurmRuns) -> None:
     job = slurm_runs.script_job((Stage("first"), "echo the last words; exit 7\n"), (Stage("second"), "touch ran\n"))

@@ -29,7 +29,7 @@ def line(slurm_daemons: SlurmCluster, tmp_path_factory: pytest.TempPathFactory) 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SLURM_CONF", slurm_daemons.conf)
         runs = SlurmRuns(slurm_daemons, tmp_path_factory.mktemp("line"))
-        yield runs.submit(runs.job(*SHORT, "export={}", code=True))
+        yield runs.submit(runs.job(*SHORT, "export={}", code=True, preflight=True))
         runs.end()
 
 
@@ -70,7 +70,10 @@ def test_the_whole_line_runs_as_jobs_that_wait_for_each_other(line: SlurmRun, sl
     # The code that ran is the one that travelled.
     assert list(line.folder.parents[2].glob("code/*/unpacked/trainshed/__init__.py"))
     phases = [event["name"] for event in read_events(LocalStore(line.folder), "") if event["kind"] == "phase"]
-    assert phases == ["install", "image", "meeting", "rendezvous", "load", "first_step"]
+    assert phases == ["install", "image", "meeting", "preflight", "rendezvous", "load", "first_step"]
+    verdict = orjson.loads((line.folder / "health/attempt-0001/preflight/verdict.json").read_bytes())
+    assert verdict["verdict"] in ("pass", "warn")
+    assert verdict["hosts"] == {"0": "n1", "1": "n2"}
 
 
 def test_a_run_that_is_asked_to_save_and_then_loses_a_node_ends_as_if_nothing_had_happened(

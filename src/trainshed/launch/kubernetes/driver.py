@@ -53,6 +53,7 @@ def _wait(
     """Wait for the end of a stage, and tell what it waits for whenever that changes."""
     kind, _, name = written.partition("/")
     told = ""
+    pause = min(1.0, poll_seconds)  # a stage that skips everything is over in seconds, others take hours
     while True:
         found = patient.try_to(api.get, kind_named(kind), name)
         if found is None:
@@ -71,7 +72,8 @@ def _wait(
         if state.reason and state.reason != told:
             told = state.reason
             reporter.note(f"{stage}: {told}")
-        time.sleep(poll_seconds)
+        time.sleep(pause)
+        pause = min(pause * 1.5, poll_seconds)
 
 
 class _Patience:

@@ -53,10 +53,11 @@ PYTORCH_JOB = Kind("kubeflow.org/v1", "PyTorchJob", "pytorchjobs")
 TRAIN_JOB = Kind("trainer.kubeflow.org/v1alpha1", "TrainJob", "trainjobs")
 RAY_JOB = Kind("ray.io/v1", "RayJob", "rayjobs")
 COMPUTE_DOMAIN = Kind("resource.nvidia.com/v1beta1", "ComputeDomain", "computedomains")
-LOCAL_QUEUE = Kind("kueue.x-k8s.io/v1beta1", "LocalQueue", "localqueues")
-CLUSTER_QUEUE = Kind("kueue.x-k8s.io/v1beta1", "ClusterQueue", "clusterqueues", namespaced=False)
-PRIORITY_CLASS = Kind("kueue.x-k8s.io/v1beta1", "WorkloadPriorityClass", "workloadpriorityclasses", namespaced=False)
-WORKLOAD = Kind("kueue.x-k8s.io/v1beta1", "Workload", "workloads")
+KUEUE = "kueue.x-k8s.io"
+LOCAL_QUEUE = Kind(f"{KUEUE}/v1beta1", "LocalQueue", "localqueues")
+CLUSTER_QUEUE = Kind(f"{KUEUE}/v1beta1", "ClusterQueue", "clusterqueues", namespaced=False)
+PRIORITY_CLASS = Kind(f"{KUEUE}/v1beta1", "WorkloadPriorityClass", "workloadpriorityclasses", namespaced=False)
+WORKLOAD = Kind(f"{KUEUE}/v1beta1", "Workload", "workloads")
 
 TRAINING = {"jobset": JOB_SET, "pytorchjob": PYTORCH_JOB, "trainjob": TRAIN_JOB, "rayjob": RAY_JOB}
 """What training becomes, by the word in the cluster file."""

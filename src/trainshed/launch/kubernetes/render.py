@@ -16,7 +16,7 @@ from trainshed.launch.kubernetes.manifests.jobset import jobset
 from trainshed.launch.kubernetes.manifests.naming import is_training
 from trainshed.launch.kubernetes.manifests.pod import Planned, fabric_file, planned
 from trainshed.launch.kubernetes.manifests.pre_pull import pre_pull
-from trainshed.launch.kubernetes.manifests.pytorchjob import pytorchjob
+from trainshed.launch.kubernetes.manifests.pytorchjob import pytorchjob, pytorchjob_notes
 from trainshed.launch.kubernetes.manifests.rayjob import rayjob
 from trainshed.launch.kubernetes.manifests.trainjob import trainjob, trainjob_notes
 from trainshed.launch.kubernetes.manifests.yaml_text import to_documents
@@ -28,6 +28,7 @@ _TRAINING: dict[str, Callable[[Planned], Object]] = {
     "trainjob": trainjob,
     "rayjob": rayjob,
 }
+_NOTES: dict[str, Callable[[Planned], tuple[str, ...]]] = {"pytorchjob": pytorchjob_notes, "trainjob": trainjob_notes}
 
 
 def render(job: Job) -> Request:
@@ -47,9 +48,12 @@ def render(job: Job) -> Request:
     else:
         parts.append(Part(f"{DRIVER}.yaml", None, to_documents(driver_objects(job, plans[0].content, stages))))
     notes = [note for plan in gangs for note in plan.fabric.notes]
-    if kubernetes.kind == "trainjob":
-        notes += [note for plan in gangs for note in trainjob_notes(plan)]
+    notes += [note for plan in gangs for note in _NOTES.get(kubernetes.kind, _no_notes)(plan)]
     return Request("kubernetes", job.name, tuple(parts), notes=tuple(dict.fromkeys(notes)))
+
+
+def _no_notes(plan: Planned) -> tuple[str, ...]:
+    return ()
 
 
 def stage_objects(plan: Planned) -> list[Object]:

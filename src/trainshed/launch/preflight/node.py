@@ -25,6 +25,8 @@ GIB = 2**30
 _SHARED_MEMORY_FAIL, _SHARED_MEMORY_WARN_PER_GPU = 0.5 * GIB, 1 * GIB
 _DISK_FAIL, _DISK_WARN = 2 * GIB, 20 * GIB
 _NOT_OURS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
+# Images set these for MPI; they take no fabric away from NCCL.
+_HARMLESS = ("UCX_", "SHARP_")
 _GIVEN = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "NCCL_NET")
 
 
@@ -127,7 +129,7 @@ def check_environment(setup: FabricSetup, environment: Mapping[str, str]) -> Ite
 
 def _expected(setup: FabricSetup, name: str, value: str) -> bool:
     """Whether a variable is what the setup, its script or the scheduler has put there."""
-    if name in (*_NOT_OURS, *_GIVEN) or setup.environment.get(name) == value:
+    if name in (*_NOT_OURS, *_GIVEN) or name.startswith(_HARMLESS) or setup.environment.get(name) == value:
         return True
     return setup.profile_script is not None and any(
         name == pattern or (pattern.endswith("*") and name.startswith(pattern[:-1])) for pattern in setup.profile_sets

@@ -6,6 +6,7 @@ the run's own folder, where the node agents have written down how each start end
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 import orjson
@@ -74,6 +75,9 @@ _FAILED = {
     "PREEMPTED": "was preempted by another job",
 }
 
+# As the script names a start: the job or the part of an array, its restarts, the time it began.
+_START = re.compile(r"/slurm-(?P<task>[0-9_]+)-(?P<restart>[0-9]+)-[0-9]+(-part-[0-9]+)?/order\.json$")
+
 
 @dataclass(frozen=True)
 class Account:
@@ -99,7 +103,7 @@ def stage_state(client: SlurmClient, run: str, stage: str, id: str) -> StageStat
     if len(found) > 1:
         count = sum(_state(each) == state for each in found)
         why = f"{count} of {len(found)} parts {why}" if why else f"{count} of {len(found)} parts"
-    last = next((each.reason for each in reversed(own) if each.reason), "")
+    last = next((each.reason for each in own if each.reason), "")
     if state == "failed" and last:
         why = f"{why}: {last}" if why else last
     elif state == "waiting" and worst.restarts and last:
@@ -188,27 +192,28 @@ def _from_sacct(client: SlurmClient, id: str) -> list[Account]:
 
 
 def _from_the_run(client: SlurmClient, run: str, id: str) -> list[Account]:
-    """How the starts of a job ended by the word of their agents, in order."""
-    found = []
-    for path in client.files(f"{run}/starts", f"slurm-{id}[-_]*/order.json"):
-        data = client.read(path)
+    """How the last start of a job, or of each of its parts, ended by the word of the agents."""
+    starts = {path: _START.search(path) for path in client.files(f"{run}/starts", f"slurm-{id}[-_]*/order.json")}
+    known = [(found["task"], int(found["restart"]), path) for path, found in starts.items() if found]
+    last: dict[str, Account] = {}
+    for task, restart, path in sorted(known):
         try:
-            order = orjson.loads(data or b"")
+            order = orjson.loads(client.read(path) or b"")
         except orjson.JSONDecodeError:
             continue
         if order.get("exit_code") is not None:
             code = int(order["exit_code"])
-            found.append(Account("COMPLETED" if code == 0 else "FAILED", str(order.get("what", "")), code))
-    return found
+            last[task] = Account("FAILED" if code else "COMPLETED", str(order["what"]), code, restarts=restart)
+    return list(last.values())
 
 
 def _by_own_account(stage: str, id: str, own: list[Account]) -> StageState:
     if not own:
         return StageState(stage, "unknown", "Slurm no longer knows it, and it left no account of its end", id)
-    last = next((each for each in own if each.exit_code), own[-1])
-    state: State = "done" if not last.exit_code else "failed"
-    why = last.reason or ("" if state == "done" else f"exit code {last.exit_code}")
-    return StageState(stage, state, why, id, exit_code=last.exit_code)
+    worst = next((each for each in own if each.exit_code), own[-1])
+    state: State = "failed" if worst.exit_code else "done"
+    why = worst.reason or (f"exit code {worst.exit_code}" if worst.exit_code else "")
+    return StageState(stage, state, why, id, restarts=worst.restarts, exit_code=worst.exit_code)
 
 
 def _hosts(client: SlurmClient, nodes: str) -> tuple[str, ...]:

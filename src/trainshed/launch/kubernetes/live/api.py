@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ssl
 from collections.abc import Generator, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -16,7 +17,7 @@ from typing import Any, Self
 import httpx2
 
 from trainshed.errors import InputError, TrainshedError
-from trainshed.launch.kubernetes.kinds import Kind, Object, kind_of
+from trainshed.launch.kubernetes.kinds import KUEUE, Kind, Object, kind_of
 from trainshed.launch.kubernetes.manifests.yaml_text import read_documents
 
 FIELD_MANAGER = "trainshed"
@@ -31,6 +32,7 @@ class Api:
     def __init__(self, client: httpx2.Client, namespace: str) -> None:
         self.namespace = namespace
         self._client = client
+        self._versions: dict[str, list[str]] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -63,7 +65,7 @@ class Api:
 
     def get(self, kind: Kind, name: str) -> Object | None:
         """Return an object, None where there is none or its kind is not known here."""
-        response = self._send("GET", kind.path(self.namespace, name))
+        response = self._send("GET", self._as_served(kind).path(self.namespace, name))
         return None if response.status_code == 404 else self._check(response, f"{kind.name}/{name}").json()
 
     def list(self, kind: Kind, selector: str = "") -> list[Object]:
@@ -71,7 +73,7 @@ class Api:
         found: list[Object] = []
         params = {"limit": str(_LIST_AT_ONCE)} | ({"labelSelector": selector} if selector else {})
         while True:
-            response = self._send("GET", kind.path(self.namespace), params=params)
+            response = self._send("GET", self._as_served(kind).path(self.namespace), params=params)
             if response.status_code == 404:
                 return []
             body = self._check(response, kind.plural).json()
@@ -111,6 +113,17 @@ class Api:
                     yield f"{line}\n"
         except httpx2.HTTPError as error:
             raise self._unreachable(error) from None
+
+    def _as_served(self, kind: Kind) -> Kind:
+        """Kueue's kinds in a version that this cluster serves: clusters have it old and new."""
+        if kind.group != KUEUE:
+            return kind
+        if kind.group not in self._versions:
+            response = self._send("GET", f"/apis/{kind.group}")
+            found = [] if response.status_code >= 400 else response.json().get("versions", [])
+            self._versions[kind.group] = [each["groupVersion"] for each in found]
+        served = self._versions[kind.group]
+        return kind if not served or kind.api_version in served else replace(kind, api_version=served[0])
 
     def _send(self, method: str, path: str, **request: Any) -> httpx2.Response:
         try:

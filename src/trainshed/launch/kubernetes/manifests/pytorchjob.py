@@ -34,6 +34,13 @@ def pytorchjob(plan: Planned) -> Object:
     return new_object(PYTORCH_JOB, plan.metadata, spec=spec)
 
 
+def pytorchjob_notes(plan: Planned) -> tuple[str, ...]:
+    """Say what a PyTorchJob does otherwise."""
+    if not plan.stage.restarts:
+        return ()
+    return ("a PyTorchJob is started again whatever ended it, wrong input too; a JobSet tells these apart",)
+
+
 def _replicas(plan: Planned, count: int) -> Object:
     restart_policy = "OnFailure" if plan.stage.restarts else "Never"
     # The operator sets MASTER_ADDR and MASTER_PORT; no two starts of pods that it makes have a name in common.

@@ -1,0 +1,234 @@
+"""Runs the pods of Jobs and JobSets that lie in a test's API server, as processes on this machine.
+
+The parts of a kubelet and of two controllers that our manifests count on: volumes at their paths (in a mount namespace
+of each pod), variables with their references, names of pods in DNS (/etc/hosts), completion indexes, the rules of
+podFailurePolicy and failurePolicy, a new uid for a job that is made anew. Needs root, for `unshare --mount`.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kubernetes_server import KubernetesServer
+
+# Each pod sees its own /etc (with its files and the names of its peers), /run, /var/tmp and /mnt.
+_INSIDE = """
+set -e
+mount --make-rprivate /
+for place in etc run var/tmp mnt; do mount --bind "$POD_ROOT/$place" "/$place"; done
+while read -r source target; do mkdir -p "$target"; mount --bind "$source" "$target"; done <"$POD_ROOT/mounts"
+hostname "$POD_HOSTNAME"
+unset POD_ROOT POD_HOSTNAME
+exec "$@"
+"""
+
+
+@dataclass
+class Pod:
+    """A pod under way."""
+
+    name: str
+    path: str
+    process: subprocess.Popen[bytes]
+    log: Path
+
+
+@dataclass
+class Gang:
+    """The pods of one job, and what its object says about failures."""
+
+    path: str
+    pods: list[Pod]
+    restarts: int = 0
+
+
+@dataclass
+class PodRunner:
+    """Everything that runs for a server."""
+
+    server: KubernetesServer
+    folder: Path
+    namespace: str
+    shared: Path
+    """What every claim is."""
+    service_account: Path
+    gangs: dict[str, Gang] = field(default_factory=dict)
+
+    def until(self, ask: Callable[[], Any], what: str, seconds: float = 150.0) -> Any:
+        """Run whatever is there until something is true."""
+        end = time.monotonic() + seconds
+        while not (found := ask()):
+            assert time.monotonic() < end, f"waited for {what}\n{self.logs()}"
+            self._step()
+            time.sleep(0.05)
+        return found
+
+    def close(self) -> None:
+        """End what still runs."""
+        for gang in self.gangs.values():
+            self._kill(gang)
+
+    def logs(self) -> str:
+        return "\n".join(f"== {log.name}\n{log.read_text()[-3000:]}" for log in sorted(self.folder.glob("*.log")))
+
+    def _step(self) -> None:
+        for path in [*self.server.paths("/jobs/"), *self.server.paths("/jobsets/")]:
+            if path not in self.gangs:
+                self.gangs[path] = self._start(path)
+        for gang in self.gangs.values():
+            if gang.path in self.server.objects and gang.pods:
+                self._look(gang)
+
+    def _start(self, path: str, restarts: int = 0) -> Gang:
+        found = self.server.objects[path]
+        is_set = found["kind"] == "JobSet"
+        job = found["spec"]["replicatedJobs"][0]["template"]["spec"] if is_set else found["spec"]
+        name = found["metadata"]["name"]
+        base = f"{name}-{found['spec']['replicatedJobs'][0]['name']}-0" if is_set else name
+        peers = [f"{base}-{index}" for index in range(job["completions"])]
+        uid = str(uuid.uuid4())
+        pods = [self._pod(job["template"], index, peers, name, uid, restarts) for index in range(job["completions"])]
+        return Gang(path, pods, restarts)
+
+    def _pod(
+        self, template: dict[str, Any], index: int, peers: list[str], service: str, uid: str, restarts: int
+    ) -> Pod:
+        name = f"{peers[index]}-{restarts}"
+        root = Path(tempfile.mkdtemp(prefix="pod-", dir=self.folder))
+        labels = template["metadata"]["labels"] | {
+            "batch.kubernetes.io/controller-uid": uid,
+            "batch.kubernetes.io/job-completion-index": str(index),
+        }
+        spec = template["spec"]
+        (container,) = spec["containers"]
+        shutil.copytree("/etc", root / "etc", symlinks=True, ignore_dangling_symlinks=True)
+        hosts = "".join(f"127.0.0.1 {peer}.{service} {peer}\n" for peer in peers)
+        (root / "etc/hosts").write_text(f"127.0.0.1 localhost\n{hosts}")
+        for place in ("run", "var/tmp", "mnt"):
+            (root / place).mkdir(parents=True)
+        account = root / "run/secrets/kubernetes.io/serviceaccount"
+        if spec.get("automountServiceAccountToken", True):
+            shutil.copytree(self.service_account, account)
+        volumes = {volume["name"]: self._volume(volume, root) for volume in spec["volumes"]}
+        mounts = [(volumes[each["name"]], each["mountPath"]) for each in container["volumeMounts"]]
+        (root / "mounts").write_text("".join(f"{source} {target}\n" for source, target in mounts if source))
+        values = {"PATH": os.environ["PATH"], "HOME": "/root", "POD_ROOT": str(root), "POD_HOSTNAME": peers[index]}
+        values |= {"JOB_COMPLETION_INDEX": str(index)}
+        host, port = self.server.url.removeprefix("https://").split(":")
+        values |= {"KUBERNETES_SERVICE_HOST": host, "KUBERNETES_SERVICE_PORT": port}
+        values |= {each["name"]: _value(each, labels) for each in container["env"]}
+        log = self.folder / f"{name}.log"
+        with log.open("wb") as opened:
+            process = subprocess.Popen(
+                [
+                    "unshare",
+                    "--mount",
+                    "--uts",
+                    "bash",
+                    "-c",
+                    _INSIDE,
+                    "pod",
+                    *container["command"],
+                    *container["args"],
+                ],
+                env=values,
+                stdout=opened,
+                stderr=subprocess.STDOUT,
+                cwd="/",
+                start_new_session=True,
+            )
+        path = f"/api/v1/namespaces/{self.namespace}/pods/{name}"
+        body = {"metadata": {"labels": labels}, "spec": {"nodeName": f"node-{index}", "containers": [container]}}
+        self.server.put(path, body | {"status": {"phase": "Running"}})
+        return Pod(name, path, process, log)
+
+    def _volume(self, volume: dict[str, Any], root: Path) -> Path | None:
+        """A folder with what a volume holds; shared memory is this machine's own."""
+        if "persistentVolumeClaim" in volume:
+            return self.shared
+        if volume.get("emptyDir", {}).get("medium") == "Memory":
+            return None
+        folder = root / "volumes" / volume["name"]
+        folder.mkdir(parents=True)
+        sources = volume.get("projected", {}).get("sources", [])
+        sources = [each["configMap"] for each in sources] + ([volume["configMap"]] if "configMap" in volume else [])
+        for source in sources:
+            found = self.server.objects[f"/api/v1/namespaces/{self.namespace}/configmaps/{source['name']}"]
+            content = {key: text.encode() for key, text in found.get("data", {}).items()}
+            content |= {key: base64.b64decode(text) for key, text in found.get("binaryData", {}).items()}
+            paths = {item["key"]: item["path"] for item in source.get("items", [])} or {key: key for key in content}
+            for key, path in paths.items():
+                (folder / path).parent.mkdir(parents=True, exist_ok=True)
+                (folder / path).write_bytes(content[key])
+        return folder
+
+    def _look(self, gang: Gang) -> None:
+        codes = [pod.process.poll() for pod in gang.pods]
+        for pod, code in zip(gang.pods, codes, strict=True):
+            if code is not None:
+                self._write_end(pod, code)
+        bad = [code for code in codes if code]
+        if bad:
+            self._fail(gang, [128 - code if code < 0 else code for code in bad])
+        elif all(code == 0 for code in codes):
+            is_set = self.server.objects[gang.path]["kind"] == "JobSet"
+            self._conclude(gang, "Completed" if is_set else "Complete")
+
+    def _fail(self, gang: Gang, codes: list[int]) -> None:
+        """What the rules of the object say about a failure: of the whole at once, or another start."""
+        found = self.server.objects[gang.path]
+        if found["kind"] != "JobSet":
+            return self._conclude(gang, "Failed")
+        policy = found["spec"]["failurePolicy"]
+        (rule,) = found["spec"]["replicatedJobs"][0]["template"]["spec"]["podFailurePolicy"]["rules"]
+        reason = "PodFailurePolicy" if set(codes) & set(rule["onExitCodes"]["values"]) else "BackoffLimitExceeded"
+        action = next(
+            (each["action"] for each in policy["rules"] if reason in each["onJobFailureReasons"]), "RestartJobSet"
+        )
+        if action == "FailJobSet" or gang.restarts >= policy["maxRestarts"]:
+            return self._conclude(gang, "Failed")
+        self._kill(gang)
+        for pod in gang.pods:
+            del self.server.objects[pod.path]
+        again = self._start(gang.path, gang.restarts + 1)
+        gang.pods, gang.restarts = again.pods, again.restarts
+        found["status"] = {"restarts": gang.restarts}
+
+    def _conclude(self, gang: Gang, condition: str) -> None:
+        self._kill(gang)
+        status = self.server.objects[gang.path].setdefault("status", {})
+        status["conditions"] = [{"type": condition, "status": "True", "message": f"the job has {condition.lower()}"}]
+        gang.pods = []
+
+    def _write_end(self, pod: Pod, code: int) -> None:
+        code = 128 - code if code < 0 else code
+        message = pod.log.read_text()[-2000:]
+        ended = {"exitCode": code, "reason": "Error" if code else "Completed", "message": message if code else ""}
+        status = {"phase": "Failed" if code else "Succeeded", "containerStatuses": [{"state": {"terminated": ended}}]}
+        self.server.objects[pod.path]["status"] = status
+
+    def _kill(self, gang: Gang) -> None:
+        for pod in gang.pods:
+            if pod.process.poll() is None:
+                pod.process.kill()
+            pod.process.wait()
+
+
+def _value(variable: dict[str, Any], labels: dict[str, str]) -> str:
+    if "value" in variable:
+        return variable["value"].replace("$$", "$")
+    field_path = variable["valueFrom"]["fieldRef"]["fieldPath"]
+    label = re.fullmatch(r"metadata\.labels\['(.*)'\]", field_path)
+    assert label is not None, field_path
+    return labels[label[1]]
