@@ -52,9 +52,9 @@ def kill_agent(run: SlurmRun, node: str) -> None:
         os.kill(process, signal.SIGKILL)
 
 
-def hosts(run: SlurmRun, attempt: int) -> list[str]:
+def hosts(run: SlurmRun, attempt: int, kind: str = "nodes") -> list[str]:
     found = orjson.loads((run.folder / f"health/attempt-{attempt:04d}/hosts.json").read_bytes())
-    return [node["host"] for node in found["nodes"]]
+    return [node["host"] for node in found[kind]]
 
 
 def test_the_whole_line_runs_as_jobs_that_wait_for_each_other(line: SlurmRun, slurm: SlurmCluster) -> None:
@@ -73,7 +73,7 @@ def test_the_whole_line_runs_as_jobs_that_wait_for_each_other(line: SlurmRun, sl
     assert phases == ["install", "image", "meeting", "preflight", "rendezvous", "load", "first_step"]
     verdict = orjson.loads((line.folder / "health/attempt-0001/preflight/verdict.json").read_bytes())
     assert verdict["verdict"] in ("pass", "warn")
-    assert verdict["hosts"] == {"0": "n1", "1": "n2"}
+    assert list(verdict["hosts"].values()) == hosts(line, 1)
 
 
 def test_a_run_that_is_asked_to_save_and_then_loses_a_node_ends_as_if_nothing_had_happened(
@@ -88,20 +88,21 @@ def test_a_run_that_is_asked_to_save_and_then_loses_a_node_ends_as_if_nothing_ha
     stopped = len(trained(run.folder))
     assert 10 <= stopped < 40
     run.until(lambda: len(trained(run.folder)) > stopped, "another step")
-    kill_agent(run, "n2")
+    second = hosts(run, 2)[1]
+    kill_agent(run, second)
     state = run.wait()
     assert (state.state, state.restarts, state.exit_code) == ("done", 2, 0), run.all_logs()
     assert figures(trained(run.folder)) == figures(undisturbed)
 
     # Every attempt has left its own account and its own logs.
     for attempt in (1, 2, 3):
-        assert hosts(run, attempt) == ["n1", "n2"]
+        assert len(hosts(run, attempt)) == 2
         assert len(list((run.folder / f"logs/attempt-{attempt:04d}").glob("rank-*.log"))) == 2
     lost = orjson.loads((run.folder / "health/attempt-0002/node-00001.json").read_bytes())
-    assert (lost["ended"], lost["host"]) == ("lost", "n2")
+    assert (lost["ended"], lost["host"]) == ("lost", second)
     printed = "".join(run.target.logs(run.submitted, "train", follow=True))
     assert "saved before the time limit; queued again" in printed
-    assert "rank 1 was on n2, which shows no sign of life" in printed
+    assert f"rank 1 was on {second}, which shows no sign of life" in printed
     assert "(1 of 2 restarts); queued again" in printed
     failed = "".join(run.target.logs(run.submitted, "train", rank=0, attempt=2))
     assert "Connection" in failed
@@ -112,11 +113,12 @@ def test_a_spare_node_steps_in_for_one_that_dies_without_the_job_being_queued_ag
 ) -> None:
     run = slurm_runs.submit(slurm_runs.job(*SHORT, "elastic={min_nodes: 2, spares: 1}"))
     run.until_saved()
-    kill_agent(run, "n2")
+    first, second = hosts(run, 1)
+    (spare,) = hosts(run, 1, "spares")
+    kill_agent(run, second)
     state = run.wait()
     assert (state.state, state.restarts) == ("done", 0), run.all_logs()
-    assert hosts(run, 1) == ["n1", "n2"]
-    assert hosts(run, 2) == ["n1", "n3"]
+    assert hosts(run, 2) == [first, spare]
     assert figures(trained(run.folder)) == figures(undisturbed)
 
 
@@ -126,11 +128,12 @@ def test_with_no_spare_left_the_run_is_planned_anew_for_the_nodes_that_remain(
 ) -> None:
     run = slurm_runs.submit(slurm_runs.job(*SHORT, "elastic={min_nodes: 1}"))
     run.until_saved()
-    kill_agent(run, "n2")
+    first, second = hosts(run, 1)
+    kill_agent(run, second)
     state = run.wait()
     assert (state.state, state.restarts) == ("done", 0), run.all_logs()
     assert (read_plan(run.folder, 1).dp, read_plan(run.folder, 2).dp) == (2, 1)
-    assert hosts(run, 2) == ["n1"]
+    assert hosts(run, 2) == [first]
     found = trained(run.folder)
     assert [step["batch_hash"] for step in found] == [step["batch_hash"] for step in undisturbed]
     assert difference(found, undisturbed, "loss") < 1e-9
@@ -143,7 +146,7 @@ def test_a_node_that_is_set_down_has_the_job_queued_again_by_slurm_itself(
     run = slurm_runs.submit(slurm_runs.job(*SHORT))
     run.until_saved()
     # It registers anew and is given back by itself.
-    run.slurm.run("scontrol", "update", "nodename=n2", "state=down", "reason=test")
+    run.slurm.run("scontrol", "update", f"nodename={hosts(run, 1)[1]}", "state=down", "reason=test")
     state = run.wait()
     assert (state.state, state.restarts) == ("done", 1), run.all_logs()
     assert figures(trained(run.folder)) == figures(undisturbed)

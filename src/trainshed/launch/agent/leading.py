@@ -60,13 +60,15 @@ class Leader:
         began = time.monotonic()
         slots = range(self._place.slots)
         while True:
+            # Asked first: a node that refuses says why before it ends, and its end is what asks the others to stop.
+            asked = self._requests.exit_code
             self._joined = self._meeting.joined()
             late = [slot for slot in slots if slot not in self._joined]
-            if self._requests.exit_code is not None:
-                return self._over(self._requests.exit_code, "asked to stop before training began")
             problem = next((each.problem for each in self._joined.values() if each.problem), None)
             if problem is not None:
                 return self._fail(InputError(problem))
+            if asked is not None:
+                return self._over(asked, "asked to stop before training began")
             if not late or time.monotonic() - began >= self._times.meet_seconds:
                 break
             time.sleep(min(0.2, self._times.look_seconds))
