@@ -22,6 +22,8 @@ from trainshed.shipped import shipped_folder
 from trainshed.storage import LocalStore
 
 _SKIPPED = ("__pycache__", ".pyc", ".pyo")
+# The world's measurements judge the planner, which no node asks: a fifth of the archive.
+_LEFT_HERE = "plan/published/*.csv"
 _MOST_DIFF_BYTES = 128 * 1024
 
 
@@ -60,7 +62,9 @@ def _package_files(folder: Path) -> dict[str, bytes]:
     return {
         f"trainshed/{path.relative_to(folder).as_posix()}": path.read_bytes()
         for path in sorted(folder.rglob("*"))
-        if path.is_file() and not any(part.endswith(_SKIPPED) for part in path.relative_to(folder).parts)
+        if path.is_file()
+        and not any(part.endswith(_SKIPPED) for part in path.relative_to(folder).parts)
+        and not path.relative_to(folder).match(_LEFT_HERE)
     }
 
 

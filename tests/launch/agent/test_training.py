@@ -97,11 +97,14 @@ def test_a_time_limit_before_the_first_step_is_a_failure_and_not_tried_for_ever(
     assert "the time limit came before the first step was done" in printed
 
 
-def test_a_stop_before_all_nodes_are_there_is_a_stop(agents: Start) -> None:
+def test_an_end_while_a_node_is_missing_is_no_requested_stop(agents: Start) -> None:
     job = agents(WAIT, 0)
     job.until("starts/start-1/beat-00000")
+    # What srun does when the agent of another node could not even start.
     job.agents[0].send_signal(signal.SIGTERM)
-    assert job.ends()[0] == [143]
+    codes, printed = job.ends()
+    assert codes == [1]
+    assert "asked to stop while node 1 had not started" in printed
     assert not (job.run / "attempts").exists()
 
 

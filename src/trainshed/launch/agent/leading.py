@@ -24,6 +24,7 @@ from trainshed.storage import LocalStore
 from trainshed.storage.attempts import take_attempt
 
 _NEAR_TIME_LIMIT = 128 + signal.SIGUSR1
+_FEW_NODES = 16
 
 
 class Leader:
@@ -52,6 +53,8 @@ class Leader:
         self._signs = SignsOfLife(meeting)
         self._orders = 0
         self._watched = time.monotonic()
+        # Every look opens a file of each node.
+        self._pause = times.look_seconds if place.slots > _FEW_NODES else min(0.2, times.look_seconds)
         self.error: TrainshedError | None = None
         """What ended it, once it is over and was no success."""
 
@@ -66,15 +69,18 @@ class Leader:
             late = [slot for slot in slots if slot not in self._joined]
             problem = next((each.problem for each in self._joined.values() if each.problem), None)
             if problem is not None:
-                return self._fail(InputError(problem))
+                return self.fail(InputError(problem))
+            if asked is not None and late:
+                # Most likely because one of them could not even start its agent, and the scheduler ends the rest.
+                return self.fail(TrainshedError(f"asked to stop while {_counted(late)} had not started"))
             if asked is not None:
                 return self._over(asked, "asked to stop before training began")
             if not late or time.monotonic() - began >= self._times.meet_seconds:
                 break
-            time.sleep(min(0.2, self._times.look_seconds))
+            time.sleep(self._pause)
         self._bad = {slot: f"node {slot} did not start within {self._times.meet_seconds:.0f} s" for slot in late}
         if late and not self._elastic:
-            return self._fail(TrainshedError(", ".join(self._bad.values()), hint="look at the scheduler's own log"))
+            return self.fail(TrainshedError(", ".join(self._bad.values()), hint="look at the scheduler's own log"))
         training = first_roles(self._stage)
         if not late:
             return self._begin(training, phases_before() | {"meeting": time.monotonic() - began})
@@ -102,18 +108,14 @@ class Leader:
         self._bad |= {node.slot: f"{node.host}: {node.bad_node}" for node in nodes if node.bad_node is not None}
         if self._elastic and any(node.bad_node is not None for node in nodes) and error.exit_code != 2:
             return self._go_on(order.slots, error)
-        return self._fail(error)
-
-    def fail(self, error: TrainshedError) -> Order:
-        """End it for a reason of the leader's own."""
-        return self._fail(error)
+        return self.fail(error)
 
     def _stopped(self, attempt: int, exit_code: int) -> Order:
         events = read_events(LocalStore(self._run), "", attempt=attempt)
         if exit_code == _NEAR_TIME_LIMIT and not any(event["kind"] == "step" for event in events):
             # Queued again after each time limit, it would never end.
             what = "the time limit came before the first step was done"
-            return self._fail(TrainshedError(what, hint="raise limits.hours in the cluster file"))
+            return self.fail(TrainshedError(what, hint="raise limits.hours in the cluster file"))
         return self._over(exit_code, "asked to stop")
 
     def _go_on(self, training: tuple[int, ...], error: TrainshedError) -> Order:
@@ -125,7 +127,7 @@ class Leader:
             return self._begin(found, {})
         smaller = fewer_nodes(self._job, self._stage, self._folder, self._planned, self._bad)
         if isinstance(smaller, str):
-            return self._fail(TrainshedError(f"{error.what}; {smaller}", where=error.where, hint=error.hint))
+            return self.fail(TrainshedError(f"{error.what}; {smaller}", where=error.where, hint=error.hint))
         found, self._layout = smaller
         self._reasons = (f"planned anew as {self._layout} for {len(found)} nodes: {bad}",)
         self._reporter.warn(self._reasons[0])
@@ -174,7 +176,7 @@ class Leader:
                 return [found[node] for node in sorted(found)]
             for slot in self._signs.silent(tuple(missing), patience):
                 found[missing[slot]] = self._lost(missing[slot], slot, records)
-            time.sleep(min(0.2, self._times.look_seconds))
+            time.sleep(self._pause)
 
     def _lost(self, node: int, slot: int, records: AttemptRecords) -> NodeRecord:
         host, per_node = self._joined[slot].host, self._stage.ranks_per_node
@@ -206,7 +208,8 @@ class Leader:
         self._reporter.warn(f"attempt {attempt} failed on {', '.join(hosts.values()) or 'no node in particular'}")
         return found
 
-    def _fail(self, error: TrainshedError) -> Order:
+    def fail(self, error: TrainshedError) -> Order:
+        """End it, everywhere."""
         self.error = error
         return self._over(error.exit_code, error.what)
 
@@ -215,6 +218,10 @@ class Leader:
         order = Order(self._orders, exit_code=exit_code, what=what)
         self._meeting.give(order)
         return order
+
+
+def _counted(slots: list[int]) -> str:
+    return f"node {slots[0]}" if len(slots) == 1 else f"{len(slots)} nodes (first of all node {slots[0]})"
 
 
 class SignsOfLife:

@@ -107,7 +107,8 @@ def _of_training(job: Job, cluster: Cluster, elastic: bool) -> list[str]:
     # Without `B:` the signal goes to the agents, not to the script: they have the ranks save and end.
     lines = [option("--signal", f"USR1@{min(job.grace_seconds, 65535)}")]
     if cluster.on_slurm.exclusive:
-        lines.append(option("--exclusive"))
+        # 0 is all of a node's memory; without it many clusters give a job a few gibibytes per CPU.
+        lines += [option("--exclusive"), option("--mem", 0)]
     if cluster.limits.hours is not None:
         seconds = round(cluster.limits.hours * 3600)
         lines.append(option("--time", f"{seconds // 3600}:{seconds // 60 % 60:02d}:{seconds % 60:02d}"))

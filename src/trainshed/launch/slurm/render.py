@@ -43,6 +43,8 @@ def render(job: Job) -> Request:
         parts.append(Part(f"{stage.name}.sbatch", stage.name, text))
     uploads = {f"code/{job.code.sha256}/{job.code.name}": job.code.data} if job.code is not None else {}
     notes = [note for setup in setups.values() if setup is not None for note in setup.notes]
+    if not job.cluster.on_slurm.exclusive:
+        notes.append("slurm.exclusive is false: training has the CPUs and the memory that the cluster gives any job")
     return Request("slurm", job.name, tuple(parts), uploads, tuple(dict.fromkeys(notes)))
 
 
