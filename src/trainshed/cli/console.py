@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 from trainshed.errors import TrainshedError
+from trainshed.observe.training_words import duration
 from trainshed.reporting import Reporter, Task
 
 if TYPE_CHECKING:
@@ -57,14 +58,6 @@ def human(amount: float, unit: str) -> str:
             return f"{amount:.0f} {step}" if step == "B" else f"{amount:.1f} {step}"
         amount /= 1000
     raise AssertionError("unreachable")
-
-
-def duration(seconds: float) -> str:
-    """Write seconds as h:mm:ss, a short time with a decimal."""
-    if seconds < 10:
-        return f"{seconds:.1f} s"
-    whole = round(seconds)
-    return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"
 
 
 def figures(amount: float, total: float | None, unit: str, seconds: float, *, done: bool) -> str:

@@ -48,6 +48,7 @@ def worker(
         return _on_cpus(stage, job, part)
     if run is None or attempt is None:
         raise InputError("a rank is told by --run and --attempt what to train")
+    from trainshed.cli.progress import training_progress
     from trainshed.engines.torch.rank import COLLECTIVE_SECONDS, train_rank
     from trainshed.engines.torch.watchdog import BUDGET_SECONDS
     from trainshed.launch.here import read_plan
@@ -55,13 +56,17 @@ def worker(
     from trainshed.recipe import load_cluster, split_overrides
 
     options = store_options(load_cluster(on, split_overrides(overrides)[1]))
-    return train_rank(
-        train_job(open_run_folder(run), read_plan(run, attempt), options),
-        run_folder=run,
-        attempt=attempt,
-        collective_seconds=collective_seconds or COLLECTIVE_SECONDS,
-        budget_seconds={**BUDGET_SECONDS, "step": step_seconds or BUDGET_SECONDS["step"]},
-    )
+    opened = open_run_folder(run)
+    # Its own log says how it goes: `trainshed logs` shows that of rank 0.
+    with training_progress(opened.steps) as on_event:
+        return train_rank(
+            train_job(opened, read_plan(run, attempt), options),
+            run_folder=run,
+            attempt=attempt,
+            listener=on_event,
+            collective_seconds=collective_seconds or COLLECTIVE_SECONDS,
+            budget_seconds={**BUDGET_SECONDS, "step": step_seconds or BUDGET_SECONDS["step"]},
+        )
 
 
 def _on_cpus(stage: str, job: Path, part: str) -> int:

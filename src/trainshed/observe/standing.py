@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from trainshed.observe.reading import read_events
+from trainshed.observe.training_words import duration
 from trainshed.storage import Store
 
 _RECENT_STEPS = 20  # what the time left is drawn from
@@ -39,7 +40,7 @@ class Standing:
         of = f" of {self.steps:,}" if self.steps else ""
         said = [f"step {self.step:,}{of}"]
         if self.eta_seconds:
-            said.append(f"{_duration(self.eta_seconds)} left")
+            said.append(f"{duration(self.eta_seconds)} left")
         if self.loss is not None:
             said.append(f"loss {self.loss:.4f}")
         if self.tokens_per_second_per_gpu is not None:
@@ -90,8 +91,3 @@ def standing_of(events: Iterable[dict[str, Any]], steps: int | None = None) -> S
         last_error=error,
         ended=ended,
     )
-
-
-def _duration(seconds: float) -> str:
-    whole = round(seconds)
-    return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"

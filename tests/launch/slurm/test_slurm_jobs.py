@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 from pathlib import Path
 
 import pytest
 
-from slurm_runs import SlurmRuns
+from slurm_runs import SlurmRuns, write_cluster
+from small_recipes import recipe_text
+from trainshed.cli import run_cli
 from trainshed.errors import TrainshedError
 from trainshed.launch.job import Stage
 from trainshed.launch.slurm.target import SlurmTarget
 
 pytestmark = pytest.mark.slurm
 
-ODD = 'it\'s "odd" $(touch /tmp/never) `id` \\ # %j; é\t<id of first>'
+ODD = 'it\'s "odd" $(touch never) `id` \\ # %j; é\t<id of first>'
 
 SSH = """#!/bin/sh
 while [ "$1" != -- ]; do shift; done
@@ -83,6 +86,7 @@ def test_odd_text_and_secrets_arrive_as_they_were_written(
     assert "NOT_NAMED" not in variables
     assert "s3cret" not in run.all_logs()
     assert ODD.replace("\t", " ") in run.slurm.run("scontrol", "show", "job", run.id("first"))
+    assert not list(tmp_path.rglob("never"))
 
 
 def test_a_job_that_waits_says_why_and_one_that_is_cancelled_ends(slurm_runs: SlurmRuns) -> None:
@@ -155,3 +159,28 @@ def test_the_same_works_through_ssh(slurm_runs: SlurmRuns, monkeypatch: pytest.M
     run = slurm_runs.submit(job)
     assert run.wait("first").state == "done"
     assert "far away\n" in list(run.target.logs(run.submitted, "first"))
+
+
+def test_a_person_submits_looks_and_cancels(
+    slurm_runs: SlurmRuns, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    (tmp_path / "recipe.yaml").write_text(recipe_text("dense"))
+    cluster = write_cluster(tmp_path, slurm={"options": ["--hold"]})
+    asked = [str(tmp_path / "recipe.yaml"), "layout.dp=2", "--on", str(cluster)]
+    assert run_cli(["render", *asked]) == 0
+    rendered = capsys.readouterr().out
+    assert run_cli(["submit", *asked, "--yes", "-o", "json"]) == 0
+    sent = json.loads(capsys.readouterr().out)
+    assert list(sent["ids"]) == ["prepare", "train"]
+    kept = slurm_runs.slurm.run("scontrol", "write", "batch_script", sent["ids"]["train"], "-")
+    assert kept.replace(f"afterok:{sent['ids']['prepare']}", "afterok:<id of prepare>", 1).strip() in rendered
+    assert run_cli(["status", "proof"]) == 0
+    shown = capsys.readouterr().out
+    assert "is held by its owner" in shown
+    assert run_cli(["submit", *asked, "--nodes", "9", "layout.dp=9", "train.global_batch=9", "--yes"]) == 2
+    assert "train asks for 9 nodes, and the partition main has 4" in capsys.readouterr().err
+    assert run_cli(["cancel", "proof"]) == 0
+    assert "prepare, train" in capsys.readouterr().out
+    assert run_cli(["status", "proof", "-o", "json"]) == 0
+    assert json.loads(capsys.readouterr().out)["state"] == "cancelled"

@@ -1,0 +1,72 @@
+"""The events of a training in words: what a terminal, a log and a scheduler's own log say of it."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+_RECENT_STEPS = 20  # what the time left is drawn from
+
+
+class TrainingWords:
+    """Says the events of one training of so many steps."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+        self.recent: deque[float] = deque(maxlen=_RECENT_STEPS)
+
+    def text(self, event: dict[str, Any]) -> str | None:
+        """An event in words; None for those nobody waits for."""
+        kind = event["kind"]
+        if kind == "step":
+            return self.step_text(event)
+        if kind in ("note", "warning"):
+            return event["text"]
+        if kind == "start":
+            return (
+                f"training {event['run']}: {event['parameters']:,} parameters on {event['device']}, {event['layout']}"
+            )
+        if kind == "resume":
+            return f"going on after step {event['step']} from {event['checkpoint']}"
+        if kind == "probe":
+            return f"base weights: loss {event['loss']:.4f} on the probe batch, {event['expected']:.4f} when fetched"
+        if kind == "validation":
+            return f"validation after step {event['step']}: loss {_figure(event['loss'], '.4f')}"
+        if kind == "non_finite":
+            return f"step {event['step']}: {event['what']}; {_POLICIES[event['policy']]}"
+        if kind == "checkpoint" and event["phase"] in ("committed", "failed"):
+            what = event.get("what") or event.get("path") or ""
+            return f"checkpoint of step {event['step']} {event['phase']}  {what}".rstrip()
+        if kind == "signal":
+            return f"asked to stop by {event['name']}: stopped after step {event['step']}"
+        return None
+
+    def step_text(self, event: dict[str, Any]) -> str:
+        """One step: how far, how long still, how well, how fast."""
+        self.recent.append(event["step_seconds"])
+        done = event["step"] + 1
+        left = (self.steps - done) * sum(self.recent) / len(self.recent)
+        parts = [
+            f"step {done}/{self.steps}  {done / self.steps:4.0%}  ETA {duration(left)}",
+            f"loss {_figure(event['loss'], '.4f')}",
+            f"grad norm {_figure(event['grad_norm'], '.3f')}",
+            f"{event['tokens_per_second_per_gpu']:,.0f} tokens/s/GPU",
+        ]
+        if event.get("mfu") is not None:
+            parts.append(f"MFU {event['mfu']:.1%}")
+        return "  ".join(parts)
+
+
+_POLICIES = {"stop": "stopping", "skip": "nothing was updated, going on"}
+
+
+def _figure(value: float | None, form: str) -> str:
+    return "not finite" if value is None else format(value, form)
+
+
+def duration(seconds: float) -> str:
+    """Write seconds as h:mm:ss, a short time with a decimal."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"
