@@ -42,6 +42,11 @@ class Stage:
     spares: int = 0
     """Further nodes held in the allocation to stand in for bad ones."""
     preflight: bool = False
+    """Prove nodes, fabric and storage before ranks start."""
+    full_preflight: bool = False
+    """Measure for a minute."""
+    only_preflight: bool = False
+    """Start no ranks: `trainshed doctor`."""
     cpus: int | None = None
     memory: str | None = None
 

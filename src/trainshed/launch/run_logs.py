@@ -15,6 +15,7 @@ from trainshed.errors import NotFound
 
 _ATTEMPT = re.compile(r"attempt-(\d{4,})")
 _POLL_SECONDS = 0.5
+_MOST_AT_ONCE = 1 << 20
 
 
 def log_file(run: Path, stage: str, *, rank: int | None = None, attempt: int | None = None) -> Path | None:
@@ -57,3 +58,28 @@ def read_lines(file: Path, goes_on: Callable[[], bool] | None = None) -> Iterato
             time.sleep(_POLL_SECONDS)
         if kept:
             yield kept
+
+
+class LogEcho:
+    """Says the lines that are added to a log, each once, so that a scheduler's own log shows them too."""
+
+    def __init__(self, file: Path, say: Callable[[str], None], every_seconds: float = 1.0) -> None:
+        self._file, self._say, self._every_seconds = file, say, every_seconds
+        self._read = file.stat().st_size if file.is_file() else 0
+        self._looked = 0.0
+
+    def poll(self, *, at_once: bool = False) -> None:
+        """Say what is new and complete; asked more often than `every_seconds`, it does not look."""
+        if not at_once and time.monotonic() - self._looked < self._every_seconds:
+            return
+        self._looked = time.monotonic()
+        try:
+            with self._file.open("rb") as opened:
+                opened.seek(self._read)
+                data = opened.read(_MOST_AT_ONCE)
+        except FileNotFoundError:
+            return
+        complete = data[: data.rfind(b"\n") + 1]
+        self._read += len(complete)
+        for line in complete.decode(errors="replace").splitlines():
+            self._say(line)

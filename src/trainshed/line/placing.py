@@ -115,7 +115,7 @@ def _placement(recipe: Recipe, cluster: Cluster, machine: Machine, nodes: int | 
     else:
         nodes, where = _node_count(recipe, cluster, nodes)
         per_node = machine.gpus
-    _refuse_too_many(cluster, nodes, where)
+    refuse_too_many(cluster, nodes, where)
     return Placement(nodes, per_node, machine)
 
 
@@ -127,7 +127,8 @@ def _node_count(recipe: Recipe, cluster: Cluster, nodes: int | None) -> tuple[in
     return cluster.nodes.default, cluster.where("nodes.default")
 
 
-def _refuse_too_many(cluster: Cluster, nodes: int, where: str) -> None:
+def refuse_too_many(cluster: Cluster, nodes: int, where: str) -> None:
+    """Raise where a cluster does not have so many nodes; `where` says who asked."""
     if nodes < 1:
         raise InputError(f"{nodes} nodes", where=where, hint="write 1 or more")
     if cluster.nodes.max is not None and nodes > cluster.nodes.max:
@@ -154,7 +155,7 @@ def _refuse_too_large(recipe: Recipe, found: Answer, despite_memory: bool) -> No
 def _on_processors(recipe: Recipe, cluster: Cluster, model: PlannedModel, nodes: int | None) -> PlannedRun:
     """A cluster without GPUs: the layout is written out, or data parallel with one rank a node."""
     count, where = _node_count(recipe, cluster, nodes)
-    _refuse_too_many(cluster, count, where)
+    refuse_too_many(cluster, count, where)
     sizes = tuple(model.schedule.sizes)
     reasons: tuple[str, ...] = ()
     if model.layout is None:

@@ -51,7 +51,7 @@ def build_job(
     `nodes` or `gpus` win over the recipe's `resources`, and these over the cluster's default. With `offline` addresses
     on the Hub are pinned by the first node that fetches them, not here.
     """
-    store = _store(recipe, cluster)
+    store = store_on(cluster, recipe)
     _check_reachable(recipe)
     _heed_locks(recipe, cluster)
     resolved = resolve(recipe, store_options(cluster), pin=not offline)
@@ -100,11 +100,12 @@ def build_job(
     )
 
 
-def _store(recipe: Recipe, cluster: Cluster) -> str:
-    """The root of artefacts and runs as nodes see it: a path that every node mounts."""
-    where = recipe.where("store") if recipe.store else cluster.where("store")
-    root = recipe.store or cluster.store
-    if recipe.store and "store" in cluster.locked:
+def store_on(cluster: Cluster, recipe: Recipe | None = None) -> str:
+    """Return the root of artefacts and runs as nodes see it: a path that every node mounts."""
+    own = recipe.store if recipe is not None else None
+    where = recipe.where("store") if recipe is not None and own else cluster.where("store")
+    root = own or cluster.store
+    if own and "store" in cluster.locked:
         raise RecipeError("`store` is locked by whoever runs this cluster", where=where, hint="delete it")
     if root is None:
         raise RecipeError(

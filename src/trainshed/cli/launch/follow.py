@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainshed.cli.console import Output
+
+if TYPE_CHECKING:
+    from trainshed.launch.job import Job
+    from trainshed.launch.target import Target
 
 _SECONDS_BETWEEN_LOOKS = 5.0
 
@@ -25,6 +29,13 @@ def run_elsewhere(
     data = _followed(str(sent["run"]))
     print_report(data, output, report_text(data))
     return 0 if data["state"] == "done" else 1
+
+
+def submit_and_follow(job: Job, target: Target) -> dict[str, Any]:
+    """Submit a job that is already built, and follow it to its end."""
+    from trainshed.cli.launch.submit import keep_submission
+
+    return _followed(keep_submission(job, target.submit(target.render(job), job)))
 
 
 def _followed(run: str) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from trainshed.cli.console import Output
 
 if TYPE_CHECKING:
     from trainshed.launch.job import Job
-    from trainshed.launch.target import Request
+    from trainshed.launch.target import Request, Submitted
 
 
 def render(
@@ -144,13 +144,9 @@ def send(
     ask: bool = False,
 ) -> dict[str, Any] | None:
     """Plan, check and submit; returns what a report says of it, None where the person asked said no."""
-    from dataclasses import replace
-
     from trainshed.cli.console import reporter
     from trainshed.errors import InputError
-    from trainshed.launch.submissions import remember
     from trainshed.launch.targets import target_of
-    from trainshed.recipe import to_yaml
 
     job, request = _rendered(recipe, overrides, on, id, nodes, gpus, despite_memory, offline)
     target = target_of(job.cluster)
@@ -161,18 +157,30 @@ def send(
         raise InputError("; ".join(refusals), where=job.cluster.where("name"), hint="nothing was submitted")
     if ask and not _agreed(job):
         return None
-    submitted = replace(target.submit(request, job), ranks_per_node=job.stage("train").ranks_per_node)
-    name, run_id = job.run.rsplit("/", 2)[1:]
-    remember(name, run_id, job.steps, submitted, to_yaml(job.cluster))
+    submitted = target.submit(request, job)
+    run = keep_submission(job, submitted)
     return {
         "schema": "trainshed.submit/1",
-        "run": f"{name}/{run_id}",
+        "run": run,
         "folder": job.run,
         "cluster": job.cluster.name,
         "target": job.cluster.target,
         "ids": dict(submitted.ids),
         "notes": list(job.notes),
     }
+
+
+def keep_submission(job: Job, submitted: Submitted) -> str:
+    """Remember what a scheduler took, and return the run's name as people write it."""
+    from dataclasses import replace
+
+    from trainshed.launch.submissions import remember
+    from trainshed.recipe import to_yaml
+
+    name, id = job.run.rsplit("/", 2)[1:]
+    kept = replace(submitted, ranks_per_node=job.stage("train").ranks_per_node)
+    remember(name, id, job.steps, kept, to_yaml(job.cluster))
+    return f"{name}/{id}"
 
 
 def _rendered(

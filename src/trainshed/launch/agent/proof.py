@@ -8,9 +8,8 @@ from trainshed.errors import TrainshedError
 from trainshed.launch.agent.meeting import Order
 from trainshed.launch.agent.place import NodePlace
 from trainshed.launch.agent.records import NodeRecord
-from trainshed.launch.fabric import fabric_setup, machine_of
 from trainshed.launch.job import Stage
-from trainshed.launch.preflight import PreflightJob, run_preflight
+from trainshed.launch.preflight import preflight_job, run_preflight
 from trainshed.recipe import load_cluster
 from trainshed.reporting import Reporter
 from trainshed.storage import LocalStore
@@ -25,9 +24,14 @@ def prove_node(
     """Take part in the checks of all nodes of an attempt; returns how that ended for this node, None: it trains."""
     assert order.attempt is not None
     cluster = load_cluster(folder / "cluster.yaml")
-    setup = fabric_setup(cluster, nodes=len(order.slots))
-    checks = PreflightJob(
-        LocalStore(run), "", order.attempt, len(order.slots), stage.gpus_per_node, setup, machine_of(cluster)
+    checks = preflight_job(
+        cluster,
+        store=LocalStore(run),
+        run_folder="",
+        attempt=order.attempt,
+        nodes=len(order.slots),
+        gpus=stage.gpus_per_node,
+        full=stage.full_preflight,
     )
     board = (order.master[0], order.master[1] + _BOARD_PORT)
     try:

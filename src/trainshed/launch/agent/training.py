@@ -20,6 +20,7 @@ from trainshed.launch.agent.requests import StopRequests
 from trainshed.launch.here import PLAN_SCHEMA, logs_folder, machine_environment, rank_command
 from trainshed.launch.job import JobFile, Stage
 from trainshed.launch.ranks import run_ranks
+from trainshed.launch.run_logs import LogEcho
 from trainshed.observe.events import EventWriter
 from trainshed.plan import RankLayout
 from trainshed.reporting import Reporter
@@ -119,7 +120,9 @@ class NodeTraining:
         node = order.slots.index(self._place.slot)
         records = AttemptRecords(self._run, order.attempt)
         record = self._refusal(node, order, records)
-        if record is None:
+        if record is None and self._stage.only_preflight:
+            record = NodeRecord(node, self._place.slot, self._place.host, "finished", 0)
+        elif record is None:
             record = self._run_ranks(node, order, records, leader)
         if record.ended == "failed":
             records.say_failed(record.host, record.what or _how(record))
@@ -158,22 +161,34 @@ class NodeTraining:
                 own_failure = True
                 records.say_failed(place.host, "a rank failed")
 
+        logs = logs_folder(self._run, order.attempt)
+        # What rank 0 says is what a person wants to see in the scheduler's own log.
+        echo = LogEcho(logs / f"rank-{0:05d}.log", self._reporter.note) if node == 0 else None
+
+        def poll() -> None:
+            if echo is not None:
+                echo.poll()
+            if leader is not None:
+                leader.watch(order, records)
+
         peer_failed = _slowly(self._times.look_seconds, lambda: self._overtaken(order) or records.has_failed)
         with gpu_samples(records.folder / f"gpus-{node:05d}.jsonl", self._times.beat_seconds):
             result = run_ranks(
                 rank_command(self._run, order.attempt, ("--on", str(self._folder / "cluster.yaml"))),
                 ranks=per_node,
-                logs=logs_folder(self._run, order.attempt),
+                logs=logs,
                 world_size=len(order.slots) * per_node,
                 first_rank=node * per_node,
                 master=order.master,
                 environment={"TRAINSHED_ATTEMPT": str(order.attempt)} | machine_environment(self._job.precision),
                 grace_seconds=self._job.grace_seconds,
                 failure_grace_seconds=self._times.failure_grace_seconds,
-                on_poll=(lambda: leader.watch(order, records)) if leader is not None else None,
+                on_poll=poll,
                 on_failure=say_failed,
                 others_failed=peer_failed,
             )
+        if echo is not None:
+            echo.poll(at_once=True)
         fell_to_peer = not own_failure and records.has_failed
         return NodeRecord.of(result, node=node, slot=place.slot, host=place.host, peer_failed=fell_to_peer)
 

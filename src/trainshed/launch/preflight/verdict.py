@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
+
+import orjson
 
 from trainshed.errors import TrainshedError
 from trainshed.launch.preflight.checks import Check, failures, worst
@@ -95,6 +98,12 @@ class PreflightVerdict:
             hints = [check.hint for report in self.nodes for check in failures(report.checks) if check.hint]
             hints += [check.hint for check in failures(self.checks) if check.hint]
             raise TrainshedError(self.sentence, where=where, hint=hints[0] if hints else None)
+
+
+def newest_verdict(run: Path) -> PreflightVerdict | None:
+    """Return the verdict of a run's newest attempt; None where its folder is not here, or holds none."""
+    files = sorted((run / "health").glob("attempt-*/preflight/verdict.json"))
+    return PreflightVerdict.from_plain(orjson.loads(files[-1].read_bytes())) if files else None
 
 
 def conclude(
