@@ -60,6 +60,8 @@ class Fit:
     newer_stack: str | None = None
     rows: Callable[[Row], bool] = lambda row: True
     weight: Callable[[Measured], float] = lambda one: 1.0
+    judged: Callable[[Measured], bool] = lambda one: True
+    """Which rows the fit is judged on where a model is held out."""
 
 
 _COMPUTE: Bounds = {
@@ -89,9 +91,19 @@ _LOW: Bounds = {"low_kept": (0.8, 0.4, 1.0)}
 _RESERVE: Bounds = {"reserve": (0.04, 0.0, 0.2), "context_gib": (1.5, 0.5, 4.0)}
 
 
-def _less_if_stalled(one: Measured) -> float:
-    """The sweep's slowest layouts stalled on something else than arithmetic: they count for a third."""
-    return 1.0 if (one.row.mfu or 1.0) > 0.1 else 0.3
+STALLED_FROM = 1.6
+"""Runs of the sweep that took so many times what they should were held up (`plan/performance/stalling.py`)."""
+
+
+def _above_10_percent_mfu(one: Measured) -> bool:
+    return (one.row.mfu or 1.0) > 0.1
+
+
+def _nothing_if_stalled(one: Measured) -> float:
+    """Runs that were held up say nothing of arithmetic, and the sweep's slow layouts little: they count for a third."""
+    if seconds_error(one, stack("nanotron")) < -np.log(STALLED_FROM):
+        return 0.0
+    return 1.0 if _above_10_percent_mfu(one) else 0.3
 
 
 FITS: tuple[Fit, ...] = (
@@ -153,9 +165,9 @@ FITS: tuple[Fit, ...] = (
             "host_micro_batch_us": (1000.0, 0.0, 20000.0),
             "pipeline_hop_us": (2000.0, 0.0, 6000.0),
             "pipeline_layer_us": (3000.0, 0.0, 20000.0),
-            "pipeline_jitter": (0.2, 0.0, 0.3),
-            "node_ms": (1.0, 0.0, 50.0),
-            "dp_hidden": (0.1, 0.0, 1.0),
+            "stall_ms": (280.0, 0.0, 600.0),
+            "node_ms": (0.3, 0.0, 50.0),
+            "dp_hidden": (0.5, 0.0, 1.0),
             "pp_hidden": (0.2, 0.0, 1.0),
             "far_tp_us": (400.0, 10.0, 1500.0),
             "shard_messages": (3.0, 0.0, 15.0),
@@ -165,19 +177,27 @@ FITS: tuple[Fit, ...] = (
             "optimizer_bytes": (12.0, 11.0, 13.0),
             "hidden_bytes": (30.0, 4.0, 60.0),
             "inner_bytes": (5.0, 2.0, 20.0),
-            "gathered_bytes": (2.0, 0.0, 6.0),
+            "pending_bytes": (100.0, 0.0, 200.0),
             "scattered_bytes": (4.0, 0.0, 16.0),
             "logit_bytes": (12.0, 4.0, 24.0),
             "step_bytes": (6.0, 0.0, 20.0),
             "buffer_gib": (0.3, 0.0, 1.0),
         },
-        fixed={"work_bytes": 0.0, "reserve": 0.07, "context_gib": 2.5, "squeeze": 2.0},
-        weight=_less_if_stalled,
+        fixed={"work_bytes": 0.0, "reserve": 0.07, "context_gib": 2.5, "squeeze": 2.0, "reduces_whole": True},
+        weight=_nothing_if_stalled,
+        judged=_above_10_percent_mfu,
     ),
     Fit(
         "megatron-deepspeed",
         "54 rows of BLOOM's chronicles (176B to 205B, ZeRO-1, A100 80 GB, Omni-Path), memory by nvidia-smi",
-        {**_COMPUTE, **_PIPELINE, **_DP, "score_passes": (8.0, 2.0, 20.0), "imbalance": (1.02, 1.0, 1.3)},
+        {
+            **_COMPUTE,
+            **_PIPELINE,
+            **_DP,
+            "score_passes": (8.0, 2.0, 20.0),
+            "imbalance": (1.02, 1.0, 1.3),
+            "handover_us": (20000.0, 0.0, 200000.0),
+        },
         {**_ACTIVATIONS, "context_gib": (3.0, 0.5, 8.0), "gradient_bytes": (2.0, 2.0, 6.0)},
         fixed={"reduce_bytes": 2.0, "score_passes": 8.0},
     ),
@@ -455,7 +475,7 @@ def _summary(errors: Sequence[float]) -> str:
 def held_out(fit: Fit, measured: Mapping[str, list[Measured]], constants: Constants, rounds: int) -> None:
     """Fit without one model at a time, and predict that one."""
     everything = [*measured[fit.stack], *measured.get(fit.newer_stack or "", [])]
-    timed = [one for one in everything if one.seconds is not None and fit.rows(one.row) and fit.weight(one) == 1.0]
+    timed = [one for one in everything if one.seconds is not None and fit.rows(one.row) and fit.judged(one)]
     base = constants.stacks.get(LIKE.get(fit.stack, ""), Stack(fit.stack))
     base = with_constants(replace(base, name=fit.stack), fit.fixed)
     errors: list[float] = []

@@ -134,7 +134,7 @@ def test_a_fault_of_the_engine_is_found_and_its_runs_are_kept(
         (["--layout", "tpp=2"], "unknown key `tpp`"),
         (["train.global_batch=6", "--layout", "dp=4"], "does not divide the global batch of 6"),
         (["--steps", "1"], "1 steps have no middle to resume in"),
-        (["engine=megatron"], "the engine megatron is not built yet"),
+        (["engine=megatron"], "the engine megatron is not ours"),
     ],
 )
 def test_what_cannot_be_checked_is_2_before_anything_runs(

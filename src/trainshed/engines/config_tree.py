@@ -12,6 +12,8 @@ from typing import Any
 
 import yaml
 
+from trainshed.recipe.yaml_text import PlainDumper
+
 _REFERENCE = re.compile(r"\$\{([A-Za-z_.][\w.]*)\}")
 _PRODUCT = re.compile(r"^\$\{multiply:\s*([^{}]*)\}$")
 # A reference may lead to another; a file that needs more steps than this refers to itself.
@@ -49,11 +51,8 @@ def to_yaml(flat: Mapping[str, Any], heading: str) -> str:
     return comment + body
 
 
-class _Dumper(yaml.SafeDumper):
+class _Dumper(PlainDumper):
     """Lists on one line; numbers as YAML 1.1 reads them too (`1.0e-05`: OmegaConf and PyYAML disagree on `1e-05`)."""
-
-    def ignore_aliases(self, data: Any) -> bool:
-        return True
 
 
 def _represent_list(dumper: yaml.SafeDumper, data: Any) -> yaml.Node:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import re
 from typing import Any
 
-import yaml
-
 from trainshed.engines.imported import Imported
 from trainshed.errors import InputError
 from trainshed.recipe import parse_recipe
 from trainshed.recipe.schema import Recipe
+from trainshed.recipe.yaml_text import dump
 
 _SECTIONS = "|".join(field.alias or name for name, field in Recipe.model_fields.items())
 _KEY = re.compile(rf"(?<![\w.])({_SECTIONS})(?:\.[\w.]+|:)")
@@ -63,14 +62,5 @@ def _comments(questions: list[str]) -> list[str]:
 
 def _dump(value: dict[str, Any]) -> str:
     # One key to a line at the top; below it, mappings of plain values stay on one.
-    parts = (
-        yaml.safe_dump(
-            {key: item},
-            sort_keys=False,
-            allow_unicode=True,
-            width=_WIDTH,
-            default_flow_style=None if isinstance(item, dict | list) else False,
-        )
-        for key, item in value.items()
-    )
+    parts = (dump({key: item}) for key, item in value.items())
     return "".join(parts).rstrip("\n")

@@ -4,56 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from typing import Any
 
-import yaml
-
-from trainshed.recipe import scalars
 from trainshed.recipe.schema import Recipe
 from trainshed.recipe.section import Section
+from trainshed.recipe.yaml_text import dump
 
 # Keys whose change continues the same run. The length may grow; a skip list may grow while the run goes on;
 # `stage` says where tokens are read, never which; `verdict` whether weights are taken, never which.
 NOT_IN_ID = {"model": ("verdict",), "train": ("steps", "tokens", "epochs"), "data": ("skip", "stage")}
 
 
-class _Dumper(yaml.SafeDumper):
-    """PyYAML's dumper, which also quotes the words that only our reader takes for numbers (`1e-4`)."""
-
-    def ignore_aliases(self, data: Any) -> bool:
-        return True
-
-
-# Line breaks to a YAML reader, though not to most people: only double quotes keep them.
-_OTHER_BREAKS = re.compile("[\x85\u2028\u2029]")
-
-
-def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
-    style = '"' if _OTHER_BREAKS.search(text) else None
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
-
-
-_Dumper.add_representer(str, _represent_text)
-for _tag, _pattern in (
-    ("null", scalars.NULL),
-    ("bool", scalars.BOOL),
-    ("int", scalars.INT),
-    ("float", scalars.FLOAT),
-):
-    _Dumper.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", _pattern, None)
-
-
 def to_yaml(recipe: Section) -> str:
     """Write a recipe (or cluster) in full, defaults included; loading it gives an equal one."""
-    return yaml.dump(
-        to_plain(recipe),
-        Dumper=_Dumper,
-        sort_keys=False,
-        allow_unicode=True,
-        width=110,
-        default_flow_style=None,
-    )
+    return dump(to_plain(recipe))
 
 
 def to_plain(section: Section, *, defaults: bool = True) -> dict[str, Any]:

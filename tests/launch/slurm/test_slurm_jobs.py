@@ -20,13 +20,6 @@ pytestmark = pytest.mark.slurm
 
 ODD = 'it\'s "odd" $(touch never) `id` \\ # %j; é\t<id of first>'
 
-SSH = """#!/bin/sh
-while [ "$1" != -- ]; do shift; done
-[ "$2" = user@login ] || exit 255
-shift 2
-exec sh -c "$*"
-"""
-
 
 def test_the_exit_code_is_kept_and_what_comes_behind_never_runs(slurm_runs: SlurmRuns) -> None:
     job = slurm_runs.script_job((Stage("first"), "echo the last words; exit 7\n"), (Stage("second"), "touch ran\n"))
@@ -184,3 +177,15 @@ def test_a_person_submits_looks_and_cancels(
     assert "prepare, train" in capsys.readouterr().out
     assert run_cli(["status", "proof", "-o", "json"]) == 0
     assert json.loads(capsys.readouterr().out)["state"] == "cancelled"
+
+
+@pytest.mark.full
+def test_doctor_takes_nodes_and_says_whether_they_are_ready(
+    slurm_runs: SlurmRuns, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    assert run_cli(["doctor", "--on", str(write_cluster(tmp_path)), "--nodes", "2", "-o", "json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    verdict = found["groups"]["preflight"][-1]
+    assert verdict["verdict"] == "pass"
+    assert verdict["what"].startswith("2 nodes are ready: all-reduce of")

@@ -7,43 +7,90 @@ recomputation drops is not.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from trainshed.plan.layout import RankLayout
 from trainshed.plan.performance.anatomy import Anatomy
 from trainshed.plan.performance.layer_time import LOW_PRECISIONS
 from trainshed.plan.performance.prediction import Job, Memory
+from trainshed.plan.performance.stalling import pending_gathered_bytes
 
 _GIB = 2.0**30
+_FULL = 0.85
+"""Of the card, what tensors fill when the allocator begins to take back what is only pending."""
+
+
+class _Demand(NamedTuple):
+    """Bytes that a rank has all along, and those that it asks for at the moments that can be the fullest."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    logits: float
+    working: float
+    gathered: float
+    pending: float
+    at_step: float
+
+    @property
+    def states(self) -> float:
+        return self.weights + self.gradients + self.optimizer
+
+    @property
+    def in_backward(self) -> float:
+        """Without what is only pending."""
+        return self.activations + max(self.logits, self.working) + self.gathered
 
 
 def rank_memory(job: Job, layout: RankLayout, rank: int) -> Memory:
     """Predict the peak of one pipeline rank."""
-    stack = job.stack
-    dense, expert, largest = rank_weights(job, layout, rank)
-    whole = dense + expert
-    weights, gradients, optimizer, gathered = _states(job, layout, dense, expert, largest)
-    activations, working = _activations(job, layout, rank)
-    logits = _logits(job, layout) if rank == head_rank(job, layout) else 0.0
-    if stack.gradients_freed and layout.micro_batches(job.global_batch) == 1:
-        # Backward makes gradients as it lets go of activations.
-        gradients = max(0.0, gradients - activations - max(logits, working))
-    in_backward = activations + max(logits, working) + gathered
-    at_step = stack.step_bytes * whole
-    if at_step > in_backward:
-        activations, logits, buffers = 0.0, 0.0, at_step
-    else:
-        buffers = gathered + max(0.0, working - logits)
+    stack, asked = job.stack, _demand(job, layout, rank)
     scale = job.memory_calibration / _GIB
-    allocated = weights + gradients + optimizer + activations + logits + buffers
+    activations, logits = asked.activations, asked.logits
+    buffers = asked.gathered + max(0.0, asked.working - logits)
+    if asked.pending:
+        # Before it runs out the allocator takes back what is only pending.
+        full = (_FULL * job.hardware.memory_gib - stack.buffer_gib) / scale
+        activations += min(asked.pending, max(0.0, full - asked.states - asked.in_backward))
+    if asked.at_step > activations + logits + buffers:
+        activations, logits, buffers = 0.0, 0.0, asked.at_step
+    allocated = asked.states + activations + logits + buffers
     return Memory(
-        weights=weights * scale,
-        gradients=gradients * scale,
-        optimizer=optimizer * scale,
+        weights=asked.weights * scale,
+        gradients=asked.gradients * scale,
+        optimizer=asked.optimizer * scale,
         activations=activations * scale,
         logits=logits * scale,
         buffers=buffers * scale + stack.buffer_gib * job.memory_calibration,
         reserve=stack.reserve * allocated * scale + stack.context_gib,
         capacity=job.hardware.memory_gib,
     )
+
+
+def backward_share(job: Job, layout: RankLayout, rank: int) -> float:
+    """Return the share of its card that a rank asks for in backward, with all that is pending.
+
+    Where that is more than there is the run goes on all the same, but the allocator waits for the GPU, gives back and
+    asks again.
+    """
+    stack, asked = job.stack, _demand(job, layout, rank)
+    allocated = (asked.states + asked.in_backward + asked.pending) / _GIB + stack.buffer_gib
+    return ((1 + stack.reserve) * allocated * job.memory_calibration + stack.context_gib) / job.hardware.memory_gib
+
+
+def _demand(job: Job, layout: RankLayout, rank: int) -> _Demand:
+    stack = job.stack
+    dense, expert, largest = rank_weights(job, layout, rank)
+    weights, gradients, optimizer, gathered = _states(job, layout, dense, expert, largest)
+    activations, working = _activations(job, layout, rank)
+    logits = _logits(job, layout) if rank == head_rank(job, layout) else 0.0
+    if stack.gradients_freed and layout.micro_batches(job.global_batch) == 1:
+        # Backward makes gradients as it lets go of activations.
+        gradients = max(0.0, gradients - activations - max(logits, working))
+    pending = pending_gathered_bytes(job, layout, rank)
+    at_step = stack.step_bytes * (dense + expert)
+    return _Demand(weights, gradients, optimizer, activations, logits, working, gathered, pending, at_step)
 
 
 def head_rank(job: Job, layout: RankLayout) -> int:
@@ -161,8 +208,6 @@ def layer_bytes(job: Job, layout: RankLayout, *, experts: bool) -> tuple[float, 
     hidden = stack.hidden_bytes * model.hidden / shared
     if layout.tp > 1:
         hidden += stack.scattered_bytes * model.hidden / shared
-        if layout.pp == 1 and layout.tp <= job.hardware.gpus_per_node:
-            hidden += stack.gathered_bytes * model.hidden
     if job.precision in LOW_PRECISIONS:
         hidden, attention, inner = (kept * stack.low_kept for kept in (hidden, attention, inner))
     every = tokens * (hidden + attention + inner)

@@ -13,14 +13,16 @@ from trainshed.plan.layout import RankLayout
 from trainshed.plan.performance.anatomy import LayerKind, Product
 from trainshed.plan.performance.collectives import group_of
 from trainshed.plan.performance.layer_time import LOW_PRECISIONS, Kernels, LayerTimes, PassTimes, layer_times
-from trainshed.plan.performance.memory import head_chunk, rank_memory, rank_weights
+from trainshed.plan.performance.memory import backward_share, head_chunk, rank_memory, rank_weights
 from trainshed.plan.performance.pipeline import Passes, pipeline_seconds
 from trainshed.plan.performance.prediction import Job, Memory, Prediction, StagePrediction, StepTimes
+from trainshed.plan.performance.stalling import stall_risk_seconds, transfer_stall_seconds
 
-_JITTER_NODES = 32
-NEARLY_FULL, _OVERFULL = 0.94, 1.06
-"""Of the card, from where the allocator begins to give back and ask again, and to where predictions may err: in the
-ultra-scale sweep all ten runs that filled more than 69 of 80 GiB with tensors took three to eight times as long."""
+NEARLY_FULL = 0.94
+"""Of the card, from where a prediction that is a little off would mean that a layout does not fit."""
+_SQUEEZED, _OVERFULL = 0.96, 1.02
+"""Of the card, what a rank asks for in backward where the allocator begins to give back and ask again, and where it
+surely does: of 27 runs of the ultra-scale sweep beyond 0.97 all but five took two to eight times as long."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,7 @@ def predict(job: Job, layout: RankLayout) -> Prediction:
         tflops_per_gpu=tflops,
         mfu=tflops / peak,
         peak_tflops=peak,
+        risk_seconds=stall_risk_seconds(job, layout) * job.calibration,
     )
 
 
@@ -85,8 +88,6 @@ def _times(job: Job, layout: RankLayout, chunks: list[_Chunk]) -> StepTimes:
     forward = [chunk.forward_seconds * job.stack.imbalance for chunk in chunks]
     backward = [chunk.backward_seconds * job.stack.imbalance for chunk in chunks]
     passes = pipeline_seconds(Passes.of(forward, backward, layout.pp, hop=hop, schedule=layout.schedule), micro)
-    if layout.pp > 1 and job.stack.pipeline_jitter:
-        passes *= 1 + job.stack.pipeline_jitter * ((_nodes(job) - 1) / _JITTER_NODES) ** 2
     times = _step_times(job, layout, chunks, micro, passes)
     if job.stack.squeeze:
         times = replace(times, other=times.other + times.total * job.stack.squeeze * _fullness(job, layout))
@@ -98,9 +99,9 @@ def _nodes(job: Job) -> int:
 
 
 def _fullness(job: Job, layout: RankLayout) -> float:
-    """How surely the activations of the fullest rank fill its card, 0 to 1; the optimiser's step is one moment only."""
-    filled = max(memory.total / memory.capacity if memory.activations else 0 for memory in predict_memory(job, layout))
-    return min(1.0, max(0.0, (filled - NEARLY_FULL) / (_OVERFULL - NEARLY_FULL)))
+    """How surely backward asks the fullest rank for more than its card has, 0 to 1."""
+    asked = max(backward_share(job, layout, rank) for rank in range(layout.pp))
+    return min(1.0, max(0.0, (asked - _SQUEEZED) / (_OVERFULL - _SQUEEZED)))
 
 
 def peak_tflops(job: Job) -> float:
@@ -139,7 +140,7 @@ def _chunks(job: Job, layout: RankLayout) -> list[_Chunk]:
         trained = job.habits.trained_share
         if trained < 1:
             backward = backward.times((1 + trained) / 2)
-        chunks.append(_Chunk(forward, backward, host, handover))
+        chunks.append(_Chunk(forward, backward, host, handover + transfer_stall_seconds(job, layout, index)))
     return chunks
 
 
@@ -207,7 +208,7 @@ def _data_parallel(job: Job, layout: RankLayout, rank: int, own: list[_Chunk], m
     if layout.shard == "full":
         return _fully_sharded(job, layout, dense, expert, one_forward, one_backward, micro)
     # Hybrid: states are sharded among some ranks, and all copies still add up their gradients.
-    rings = 2 if layout.copies > 1 else 1
+    rings = 2 if layout.copies > 1 or stack.reduces_whole else 1
     wire = 2.0 if job.habits.half_gradients else stack.reduce_bytes
     among_shards = group_of(layout.dense_shards, layout.tp, job.hardware, stack)
     reduce = rings * (group.ring_seconds(wire * dense) + among.ring_seconds(wire * expert))

@@ -129,6 +129,13 @@ class Prediction:
     mfu: float
     """Against the dense peak of the dtype of the products."""
     peak_tflops: float
+    risk_seconds: float = 0.0
+    """What stalls that come and go add on average; not in the step, and what choices are made with."""
+
+    @property
+    def ranking_seconds(self) -> float:
+        """What layouts are chosen by."""
+        return self.step_seconds + self.risk_seconds
 
     @property
     def memory(self) -> Memory:

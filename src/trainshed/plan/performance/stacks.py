@@ -102,9 +102,8 @@ class Stack:
     """What each tensor-parallel neighbour adds to a layer once a pipeline crosses nodes."""
     pipeline_layer_us: float = 0.0
     """What a layer costs besides, once tensor parallel meets a pipeline that crosses nodes."""
-    pipeline_jitter: float = 0.0
-    """How much longer a pipeline takes on 32 nodes because each hand-over waits for the slowest; grows with the square
-    of the nodes."""
+    stall_ms: float = 0.0
+    """What each transfer between stages takes besides where pipelines stall (`stalling.py`)."""
     node_ms: float = 0.0
     """What every node adds to a step: its end waits for the slowest."""
     # Data parallel.
@@ -120,6 +119,8 @@ class Stack:
     """Of the rate inside a node, what large collectives reach."""
     hop_us: float = 20.0
     """Latency of one step of a ring between nodes; inside one it is an eighth."""
+    reduces_whole: bool = False
+    """Gradients are all-reduced also where their optimiser states are sharded."""
     reduce_bytes: float = 4.0
     """Bytes of a gradient on the wire."""
     optimizer: float = 1.0
@@ -146,8 +147,9 @@ class Stack:
     """Kept per token and unit of a gated block's inner width; two thirds of it where there is no gate."""
     scattered_bytes: float = 0.0
     """Kept besides, per token and unit of width, of what tensor-parallel ranks scattered."""
-    gathered_bytes: float = 0.0
-    """Kept per token and unit of width of what tensor-parallel ranks of a node gathered, without a pipeline."""
+    pending_bytes: float = 0.0
+    """Held per token and unit of width of what tensor-parallel ranks gathered, until another stream has let go of it:
+    as many layers as the host is ahead of the GPU, so it does not grow with the model's depth."""
     selective_kept: float = 1.0
     """Share of a layer's bytes that the engine's own `recompute: selective` keeps: Megatron's drops the scores of
     attention, which kernels of today never write."""

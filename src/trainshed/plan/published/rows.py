@@ -95,6 +95,9 @@ class Row:
     @property
     def memory_stage(self) -> str:
         """Whose peak it is: `last` (Megatron's golden files log the last rank), `first` or `worst`."""
+        if self.text("engine") == "nanotron":
+            # The table of a benchmark is written by rank 0 (nanotron's helpers.py, log_throughput).
+            return "first"
         if stated := self.text("memory_stage"):
             return stated
         return "last" if "last global rank" in self.notes else "worst"

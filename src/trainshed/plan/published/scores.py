@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
+from typing import NamedTuple
 
 
 @dataclass(frozen=True)
@@ -75,12 +76,21 @@ class RegretScores:
     top3_worst: float | None = None
 
 
-def regret_scores(groups: Iterable[Sequence[tuple[float, float]]]) -> RegretScores:
-    """Score groups of (predicted, measured) seconds of layouts that could have been chosen."""
+class Choice(NamedTuple):
+    """A measured layout that could have been chosen."""
+
+    rank: tuple[bool, float]
+    """Where we would have put it, lowest first: whether it is predicted not to fit, and the predicted seconds."""
+    seconds: float
+    """Measured."""
+
+
+def regret_scores(groups: Iterable[Sequence[Choice]]) -> RegretScores:
+    """Score groups of layouts that could have been chosen."""
     first: list[float] = []
     three: list[float] = []
     for group in groups:
-        ranked = [measured for _, measured in sorted(group)]
+        ranked = [choice.seconds for choice in sorted(group, key=lambda choice: choice.rank)]
         best = min(ranked)
         first.append(ranked[0] / best - 1)
         three.append(min(ranked[:3]) / best - 1)

@@ -10,8 +10,9 @@ What is compared with what:
 - Out of memory: rows that ran out against rows that ran; predicted to run out is what does not fit its card. The sweep
   does not tell memory from other crashes, so a layout that its engine cannot build counts as predicted too.
 - Regret: among the measured layouts of one source, model, engine, GPU, number of GPUs, sequence length, global batch
-  and precision, three or more of them, how much slower the one we would choose is than the best. A layout that was
-  measured several times counts once, with its median.
+  and precision, three or more of them, how much slower the one we would choose is than the best. We choose as the
+  search does: what fits first, then by seconds with the risk of stalls. A layout that was measured several times counts
+  once, with its median.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from trainshed.plan.performance.prediction import Prediction
 from trainshed.plan.published.cases import Case, case_of
 from trainshed.plan.published.rows import Row, Skip
 from trainshed.plan.published.scores import (
+    Choice,
     ErrorScores,
     FitScores,
     RegretScores,
@@ -224,19 +226,21 @@ def _null_pairs(timed: Sequence[Judged]) -> list[tuple[float, float]]:
     return pairs
 
 
-def _choices(timed: Sequence[Judged]) -> list[list[tuple[float, float]]]:
-    """Groups of layouts that one could have chosen from, as (predicted, measured) seconds."""
-    choices: list[list[tuple[float, float]]] = []
+def _choices(timed: Sequence[Judged]) -> list[list[Choice]]:
+    """Groups of layouts that one could have chosen from."""
+    choices: list[list[Choice]] = []
     for group in _grouped(timed, lambda one: one.row.group):
         layouts = _grouped(group, lambda one: (one.case.job, one.case.layout))
         if len(layouts) >= _LAYOUTS_TO_CHOOSE_FROM:
-            choices.append([_predicted_and_measured(same) for same in layouts])
+            choices.append([_choice(same) for same in layouts])
     return choices
 
 
-def _predicted_and_measured(same: Sequence[Judged]) -> tuple[float, float]:
-    predicted = median(one.prediction.step_seconds for one in same)
-    return predicted, median(one.step_seconds or inf for one in same)
+def _choice(same: Sequence[Judged]) -> Choice:
+    """One layout: its predictions are all the same."""
+    prediction = same[0].prediction
+    rank = (not prediction.fits, prediction.ranking_seconds)
+    return Choice(rank, median(one.step_seconds or inf for one in same))
 
 
 def _grouped(rows: Iterable[Judged], key: Callable[[Judged], Hashable]) -> list[list[Judged]]:

@@ -244,7 +244,7 @@ class _Hunt:
     def _keep(self, prediction: Prediction) -> None:
         self.found.fitting.append(prediction)
         self.found.rejections.fit(prediction.layout)
-        self._best.append(prediction.step_seconds)
+        self._best.append(prediction.ranking_seconds)
         self._best.sort()
         del self._best[self.top :]
 
@@ -259,8 +259,8 @@ def _given(fixed: Mapping[str, Any] | None) -> dict[str, Any]:
 
 def _ranked(fitting: list[Prediction]) -> tuple[Prediction, list[Prediction]]:
     """The one to take and the others by time; ties go to the simpler."""
-    by_time = sorted(fitting, key=lambda each: (each.step_seconds, complexity(each.layout)))
-    close = [each for each in by_time if each.step_seconds <= (1 + SIMPLER_WITHIN) * by_time[0].step_seconds]
+    by_time = sorted(fitting, key=lambda each: (each.ranking_seconds, complexity(each.layout)))
+    close = [each for each in by_time if each.ranking_seconds <= (1 + SIMPLER_WITHIN) * by_time[0].ranking_seconds]
     chosen = min(close, key=lambda each: complexity(each.layout))
     return chosen, [each for each in by_time if each is not chosen]
 

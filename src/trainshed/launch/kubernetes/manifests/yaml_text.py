@@ -8,29 +8,26 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import Any
 
 import yaml
 
 from trainshed.launch.kubernetes.kinds import Object
+from trainshed.recipe.yaml_text import OTHER_BREAKS, PlainDumper
 
 WORD = re.compile(r"[A-Za-z_/][A-Za-z0-9_./-]*")
 NOT_TEXT = frozenset(["null", "true", "false", "yes", "no", "on", "off", "y", "n"])
 _NEVER_FOLD = 1 << 30
 
 
-class _Dumper(yaml.SafeDumper):
-    """PyYAML's dumper without aliases, which other readers may refuse."""
-
-    def ignore_aliases(self, data: Any) -> bool:
-        return True
+class _Dumper(PlainDumper):
+    """Quotes everything but plain words."""
 
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
     style: str | None = '"'
     if WORD.fullmatch(text) and text.lower() not in NOT_TEXT:
         style = None
-    elif "\n" in text and not re.search("[\x85\u2028\u2029]", text):
+    elif "\n" in text and not OTHER_BREAKS.search(text):
         style = "|"  # where a block cannot hold it (tabs, spaces before a line's end) PyYAML quotes it after all
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 

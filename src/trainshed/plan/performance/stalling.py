@@ -1,0 +1,67 @@
+"""Two ways a run can go that no arithmetic tells apart: the host ahead of its GPU, or held up at every message.
+
+The ultra-scale sweep has both, often for the same layout measured twice. Ahead, the host has queued the collectives of
+many layers, and what they gathered stays allocated until the GPU is through with it. Held up, every transfer between
+stages takes 0.3 s whatever its size, and nothing is allocated ahead: the two go together in 9 of 10 rows, and no column
+tells them apart. What can be told from a layout is here.
+"""
+
+from __future__ import annotations
+
+from trainshed.plan.layout import RankLayout
+from trainshed.plan.performance.prediction import Job
+
+_STALLING_NODES = 64
+"""From here on all but one of the sweep's 146 pipelines were held up; on 32 nodes half of them, below one in six."""
+_RISKY_NODES, _RISK = 32, 0.5
+"""Nodes from which so large a share of pipelines was held up that none is chosen without need."""
+_STALLING_TP_NODES = 4
+"""Nodes of a tensor-parallel group from which pipelines were held up at any size of the cluster."""
+_LAYERS_AHEAD = 32
+"""Layers that a host is ahead of its GPU at most: about what fits into the queue of 1,024 launches."""
+_PASSES_AHEAD, _PIPELINED_LAYERS_AHEAD = 3, 20
+"""Forward passes that a stage must start in a row, and layers in them, for its host to get ahead at all."""
+_PIPELINE_SHARE = 0.7
+"""Of what is pending without a pipeline, what the passes of one stage add up to."""
+
+
+def transfer_stall_seconds(job: Job, layout: RankLayout, chunk: int) -> float:
+    """Return what a pass through a chunk loses at its transfers where pipelines stall."""
+    return _stall_seconds(job, layout, chunk) if _held_up(job, layout) else 0.0
+
+
+def stall_risk_seconds(job: Job, layout: RankLayout) -> float:
+    """Return what a step loses on average where some pipelines stall and others do not."""
+    if _held_up(job, layout) or job.gpus < _RISKY_NODES * job.hardware.gpus_per_node:
+        return 0.0
+    worst = max(_stall_seconds(job, layout, chunk) for chunk in range(layout.pp))
+    return _RISK * 2 * worst * layout.vp * layout.micro_batches(job.global_batch)
+
+
+def _stall_seconds(job: Job, layout: RankLayout, chunk: int) -> float:
+    """Seconds of the transfers of one pass: one at the ends of the pipeline, two between."""
+    if layout.pp == 1:
+        return 0.0
+    at_end = chunk in (0, layout.pp * layout.vp - 1)
+    return job.stack.stall_ms * 1e-3 * (1 if at_end else 2)
+
+
+def pending_gathered_bytes(job: Job, layout: RankLayout, rank: int) -> float:
+    """Return what tensor-parallel ranks gathered and other streams have not let go of yet."""
+    if layout.tp == 1 or not job.stack.pending_bytes or _held_up(job, layout):
+        return 0.0
+    whole = job.stack.pending_bytes * job.rank_tokens(layout) * job.model.hidden
+    if layout.pp == 1:
+        return whole * min(1.0, layout.micro_batches(job.global_batch) * job.model.layers / _LAYERS_AHEAD)
+    passes = layout.pp - rank - 1
+    layers = sum(layout.stages[chunk] for chunk in layout.chunks(rank))
+    ahead = passes >= _PASSES_AHEAD and passes * layers >= _PIPELINED_LAYERS_AHEAD
+    return whole * _PIPELINE_SHARE if ahead else 0.0
+
+
+def _held_up(job: Job, layout: RankLayout) -> bool:
+    per_node = job.hardware.gpus_per_node
+    far = layout.tp >= _STALLING_TP_NODES * per_node
+    if layout.pp == 1 and far:
+        return False
+    return far or job.gpus >= _STALLING_NODES * per_node
