@@ -166,6 +166,7 @@ FITS: tuple[Fit, ...] = (
             "pipeline_hop_us": (2000.0, 0.0, 6000.0),
             "pipeline_layer_us": (3000.0, 0.0, 20000.0),
             "stall_ms": (280.0, 0.0, 600.0),
+            "tp_hidden": (0.3, 0.0, 1.0),
             "node_ms": (0.3, 0.0, 50.0),
             "dp_hidden": (0.5, 0.0, 1.0),
             "pp_hidden": (0.2, 0.0, 1.0),
@@ -412,6 +413,19 @@ def solve(
     return values(found.x)
 
 
+def fit_memory(fit: Fit, rows: Sequence[Measured], base: Stack, rounds: int) -> Stack:
+    """Fit the constants of memory to measured peaks, and to what ran and what ran out."""
+    if not fit.memory:
+        return base
+    weighed = [one for one in rows if one.gib is not None]
+    ran = [one for one in rows if one.case.cannot_run is None]
+
+    def errors(values: dict[str, float]) -> np.ndarray:
+        return _memory_errors(with_constants(base, values), weighed, ran)
+
+    return with_constants(base, solve(fit.memory, errors, 0.02, 0.02, 2 * rounds))
+
+
 def fit_time(fit: Fit, rows: Sequence[Measured], base: Stack, constants: Constants, rounds: int) -> dict[str, float]:
     """Fit the constants of time; those of a newer release are named `x@newer`."""
     newer = {f"{name}@newer": bounds for name, bounds in fit.newer.items()}
@@ -441,17 +455,8 @@ def run_fit(fit: Fit, measured: Mapping[str, list[Measured]], constants: Constan
     base = constants.stacks.get(LIKE.get(fit.stack, ""), Stack(fit.stack))
     base = with_constants(replace(base, name=fit.stack, source=fit.source), fit.fixed)
     weighed = [one for one in everything if one.gib is not None]
-    ran = [one for one in everything if one.case.cannot_run is None]
-    if fit.memory:
-        # Before time: a card that is nearly full is slow.
-        memory = solve(
-            fit.memory,
-            lambda values: _memory_errors(with_constants(base, values), weighed, ran),
-            0.02,
-            0.02,
-            2 * rounds,
-        )
-        base = with_constants(base, memory)
+    # Before time: a card that is nearly full is slow.
+    base = fit_memory(fit, everything, base, rounds)
     found = fit_time(fit, timed, base, constants, rounds)
     stack, later = both(fit, base, found, constants)
     constants.keep(stack, {name: value for name, value in found.items() if "." in name and "@" not in name})
@@ -475,20 +480,27 @@ def _summary(errors: Sequence[float]) -> str:
 def held_out(fit: Fit, measured: Mapping[str, list[Measured]], constants: Constants, rounds: int) -> None:
     """Fit without one model at a time, and predict that one."""
     everything = [*measured[fit.stack], *measured.get(fit.newer_stack or "", [])]
-    timed = [one for one in everything if one.seconds is not None and fit.rows(one.row) and fit.judged(one)]
+    timed = [one for one in everything if one.seconds is not None and fit.rows(one.row)]
     base = constants.stacks.get(LIKE.get(fit.stack, ""), Stack(fit.stack))
     base = with_constants(replace(base, name=fit.stack), fit.fixed)
     errors: list[float] = []
+    memory_errors: list[float] = []
     for model in sorted({one.row.model for one in timed}):
         rest = [one for one in timed if one.row.model != model]
         if not rest:
             continue
-        stack, later = both(fit, base, fit_time(fit, rest, base, constants, rounds), constants)
-        here = [seconds_error(one, _of(one, stack, later, fit)) for one in timed if one.row.model == model]
-        print(f"    without {model:32} {_summary(here)}")
+        start = fit_memory(fit, [one for one in everything if one.row.model != model], base, rounds)
+        stack, later = both(fit, start, fit_time(fit, rest, start, constants, rounds), constants)
+        judged = [one for one in timed if one.row.model == model and fit.judged(one)]
+        here = [seconds_error(one, _of(one, stack, later, fit)) for one in judged]
+        print(f"    without {model:32} {_summary(here)}", flush=True)
         errors += here
+        left_out = [one for one in everything if one.row.model == model and one.gib is not None]
+        memory_errors += [memory_error(one, stack) for one in left_out]
     if errors:
         print(f"{fit.stack:24} {_summary(errors)}  (each model predicted by a fit that never saw it)")
+    if memory_errors:
+        print(f"{'memory':24} {len(memory_errors):5} rows  mean {np.mean(np.abs(memory_errors)):.1%}")
 
 
 def write(constants: Constants) -> None:

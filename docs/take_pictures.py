@@ -1,6 +1,6 @@
 """Take the pictures of the documentation from the real commands: run them in a terminal, keep the screen as SVG.
 
-pip install 'trainshed[docs]' && python docs/take_pictures.py
+pip install 'trainshed[docs]' && python docs/take_pictures.py [launch]
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import termios
+import time
 from itertools import groupby
 from pathlib import Path
 
@@ -26,11 +27,12 @@ IMAGES = Path(__file__).parent / "images"
 COLOURS = {"default": None, "brown": "yellow", "brightbrown": "bright_yellow"}
 
 
-def screen_of(commands: list[list[str]], folder: str) -> list[Text]:
-    """Run commands one after another in one terminal; return its lines."""
+def screen_of(commands: list[list[str]], folder: str, pause_seconds: float = 0.0) -> list[Text]:
+    """Run commands one after another in one terminal, with a pause between them; return its lines."""
     screen = pyte.Screen(COLUMNS, LINES)
     stream = pyte.ByteStream(screen)
-    for command in commands:
+    for number, command in enumerate(commands):
+        time.sleep(pause_seconds if number else 0.0)
         shown = " ".join(["trainshed", *command])
         stream.feed(f"\x1b[1m$ {shown}\x1b[0m\r\n".encode())
         _run([sys.executable, "-m", "trainshed", *command], folder, stream)
@@ -75,9 +77,9 @@ def _colour(name: str) -> str | None:
     return COLOURS.get(name, name)
 
 
-def take(name: str, title: str, commands: list[list[str]], folder: str) -> None:
+def take(name: str, title: str, commands: list[list[str]], folder: str, pause_seconds: float = 0.0) -> None:
     """Save one picture."""
-    lines = screen_of(commands, folder)
+    lines = screen_of(commands, folder, pause_seconds)
     console = Console(record=True, width=COLUMNS, file=open(os.devnull, "w"), force_terminal=True)
     for line in lines:
         console.print(line, soft_wrap=True)
@@ -86,8 +88,39 @@ def take(name: str, title: str, commands: list[list[str]], folder: str) -> None:
     print(f"{name}.svg: {len(lines)} lines")
 
 
+def take_launch(folder: str) -> None:
+    """A job on a real Slurm of four virtual nodes, as the tests start it (root, `slurm-wlm munge`)."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+    from slurm_cluster import shared_cluster
+
+    Path(folder, "cluster.yaml").write_text(
+        f"name: virtual\ntarget: slurm\nstore: {folder}/store\nnodes: {{default: 2, max: 4}}\n"
+        "limits: {cpu_stage_cpus: 2, cpu_stage_memory: 2Gi}\n"
+        f"slurm: {{partition: main, venv: {sys.prefix}, gpus: null}}\n"
+    )
+    asked = ["quickstart", "--on", "cluster.yaml", "layout={dp: 2, tp: 2}", "export={format: hf}", "--yes"]
+    with shared_cluster(Path(folder, "slurm")) as cluster:
+        os.environ |= {"SLURM_CONF": cluster.conf, "XDG_STATE_HOME": f"{folder}/state"}
+        subprocess.run(
+            [sys.executable, "-m", "trainshed", "run", "quickstart", "train.steps=1"], cwd=folder, check=True
+        )
+        commands = [
+            ["submit", *asked, "--nodes", "9"],
+            ["submit", *asked],
+            ["status", "quickstart"],
+            ["logs", "quickstart", "--grep", "step [123]/"],
+            ["status", "quickstart"],
+        ]
+        take("launch", "a job on Slurm", commands, folder, pause_seconds=22)
+        subprocess.run([sys.executable, "-m", "trainshed", "cancel", "quickstart"], cwd=folder, check=True)
+
+
 def main() -> None:
-    """Take them all."""
+    """Take them all, or those that are named."""
+    with tempfile.TemporaryDirectory() as folder:
+        if sys.argv[1:] == ["launch"]:
+            take_launch(folder)
+            return
     with tempfile.TemporaryDirectory() as folder:
         take("demo", "make demo", [["run", "quickstart"]], folder)
         # A short name for the picture; the real one has a hash in it.
@@ -112,6 +145,8 @@ def main() -> None:
         )
         take("plan", "a plan", [["plan", *asked.split()]], folder)
         take("errors", "what, where, and what to write instead", [["run", "recipe.yaml"]], folder)
+    with tempfile.TemporaryDirectory() as folder:
+        take_launch(folder)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from trainshed.observe.standing import Standing, standing_of
+from trainshed.observe.standing import Standing, standing_in_log, standing_of
+from trainshed.observe.training_words import TrainingWords
 
 
 def step(number: int, attempt: int = 1, seconds: float = 2.0) -> dict[str, Any]:
@@ -41,3 +42,21 @@ def test_a_failure_is_told_until_a_later_attempt_ends_well() -> None:
     found = standing_of(again, steps=2)
     assert (found.attempt, found.step, found.last_error, found.ended) == (2, 2, None, "finished")
     assert found.eta_seconds is None
+
+
+def test_where_events_are_out_of_reach_the_log_tells_the_same() -> None:
+    words = TrainingWords(40)
+    done = [step(number) | {"grad_norm": 0.5} for number in range(10)]
+    lines = [
+        "0: node 0: n1, ranks 0-1",
+        *(f"0: {words.text(each)}" for each in done),
+        "checkpoint of step 10 committed",
+    ]
+    found, told = standing_in_log(lines), standing_of(done, steps=40)
+    assert found.words() == told.words()
+    assert standing_in_log(["nothing yet"], 40) == Standing(steps=40)
+
+
+def test_a_loss_that_is_no_number_does_not_hide_the_step() -> None:
+    text = TrainingWords(4).text(step(1) | {"loss": None, "grad_norm": None, "mfu": None})
+    assert standing_in_log([text or ""]).step == 2

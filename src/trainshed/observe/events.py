@@ -49,7 +49,17 @@ class Phase(Event):
     """One part of getting started is done: up to `preflight` the node agent's, from then on rank 0's."""
 
     kind = "phase"
-    name: Literal["install", "image", "meeting", "preflight", "rendezvous", "load", "compile", "first_step"]
+    name: Literal[
+        "install",
+        "image",
+        "meeting",
+        "preflight",
+        "rendezvous",
+        "process_groups",
+        "load",
+        "compile",
+        "first_step",
+    ]
     seconds: float
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -11,6 +12,10 @@ from trainshed.observe.training_words import duration
 from trainshed.storage import Store
 
 _RECENT_STEPS = 20  # what the time left is drawn from
+_STEP_LINE = re.compile(
+    r"step (?P<step>\d+)/(?P<steps>\d+) .*ETA (?P<eta>[\d.]+ s|\d+:\d\d:\d\d)  loss (?:(?P<loss>[\d.]+)|not finite)"
+    r".*  (?P<rate>[\d,]+) tokens/s/GPU(?:  MFU (?P<mfu>[\d.]+)%)?"
+)
 
 
 @dataclass(frozen=True)
@@ -91,3 +96,32 @@ def standing_of(events: Iterable[dict[str, Any]], steps: int | None = None) -> S
         last_error=error,
         ended=ended,
     )
+
+
+def standing_in_log(lines: Iterable[str], steps: int | None = None) -> Standing:
+    """Return how a run stands by the lines it has written (`training_words.py`), where its events are out of reach."""
+    last: re.Match[str] | None = None
+    for line in lines:
+        last = _STEP_LINE.search(line) or last
+    if last is None:
+        return Standing(steps=steps)
+
+    def figure(name: str) -> float | None:
+        return float(last[name].replace(",", "")) if last[name] else None
+
+    mfu = figure("mfu")
+    return Standing(
+        step=int(last["step"]),
+        steps=int(last["steps"]),
+        eta_seconds=_seconds(last["eta"]),
+        loss=figure("loss"),
+        mfu=None if mfu is None else mfu / 100,
+        tokens_per_second_per_gpu=figure("rate"),
+    )
+
+
+def _seconds(text: str) -> float:
+    if text.endswith(" s"):
+        return float(text.removesuffix(" s"))
+    hours, minutes, seconds = map(int, text.split(":"))
+    return 3600.0 * hours + 60 * minutes + seconds

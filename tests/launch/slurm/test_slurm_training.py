@@ -70,7 +70,8 @@ def test_the_whole_line_runs_as_jobs_that_wait_for_each_other(line: SlurmRun, sl
     # The code that ran is the one that travelled.
     assert list(line.folder.parents[2].glob("code/*/unpacked/trainshed/__init__.py"))
     phases = [event["name"] for event in read_events(LocalStore(line.folder), "") if event["kind"] == "phase"]
-    assert phases == ["install", "image", "meeting", "preflight", "rendezvous", "load", "first_step"]
+    before = ["install", "image", "meeting", "preflight"]
+    assert phases == [*before, "rendezvous", "process_groups", "load", "first_step"]
     verdict = orjson.loads((line.folder / "health/attempt-0001/preflight/verdict.json").read_bytes())
     assert verdict["verdict"] in ("pass", "warn")
     assert list(verdict["hosts"].values()) == hosts(line, 1)

@@ -20,7 +20,8 @@ from trainshed.plan.performance.predict import predict
 from trainshed.plan.performance.prediction import Job, Prediction
 from trainshed.plan.performance.stacks import stack
 from trainshed.plan.searching.bounds import StateBound, TimeBound
-from trainshed.plan.searching.search import SIMPLER_WITHIN, Search, complexity, evaluate, is_tight, search
+from trainshed.plan.searching.choosing import SIMPLER_WITHIN, complexity
+from trainshed.plan.searching.search import Search, evaluate, is_tight, search
 from trainshed.plan.searching.space import Space
 from trainshed.recipe import Layout
 

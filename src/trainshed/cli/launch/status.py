@@ -68,7 +68,7 @@ def report(found: Submission, states: tuple[StageState, ...]) -> dict[str, Any]:
     from dataclasses import asdict
 
     current = _current(states)
-    progress = own_account(found)
+    progress = own_account(found, states)
     why = " ".join(filter(None, [current.reason if current else "", _progress_words(progress)]))
     return {
         "schema": "trainshed.status/1",
@@ -99,13 +99,22 @@ def report_text(data: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def own_account(found: Submission) -> dict[str, Any] | None:
-    """Return how the run stands by its own events; None where its folder is not reachable from here."""
-    from trainshed.observe.standing import standing
+def own_account(found: Submission, states: tuple[StageState, ...]) -> dict[str, Any] | None:
+    """Return how the run stands by its events, or by its log where its folder is not mounted here; None: neither."""
+    from trainshed.errors import TrainshedError
+    from trainshed.launch.targets import target_of
+    from trainshed.observe.standing import standing, standing_in_log
     from trainshed.storage import LocalStore
 
     folder = Path(found.submitted.run)
-    return standing(LocalStore(folder), "", found.steps).to_plain() if folder.is_dir() else None
+    if folder.is_dir():
+        return standing(LocalStore(folder), "", found.steps).to_plain()
+    if not any(state.stage == "train" and state.state == "running" for state in states):
+        return None
+    try:
+        return standing_in_log(target_of(found.cluster).logs(found.submitted, "train"), found.steps).to_plain()
+    except TrainshedError:
+        return None  # the scheduler's own account was given above; its log may not be there yet
 
 
 def _progress_words(progress: dict[str, Any] | None) -> str:

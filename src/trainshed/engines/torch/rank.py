@@ -51,6 +51,8 @@ class Session:
     voice: Voice
     watchdog: Watchdog
     requests: StopRequests
+    met_seconds: float
+    """How long it took to meet the other ranks."""
 
 
 def train_rank(
@@ -69,6 +71,7 @@ def train_rank(
     take, ends with an account of where it stood.
     """
     place = Place.from_environment()
+    began = time.monotonic()
     try:
         device = device_of(place, job)
         store = meet(place, job)
@@ -85,7 +88,8 @@ def train_rank(
             Watchdog(health, place.rank, budget_seconds=budget_seconds, on_stall=lambda _: writer.dump(10))
         )
         requests = stack.enter_context(StopRequests())
-        session = Session(place, device, store, number, health, voice, watchdog, requests)
+        met_seconds = time.monotonic() - began
+        session = Session(place, device, store, number, health, voice, watchdog, requests, met_seconds)
         try:
             code = _train(job, session, collective_seconds)
         except BaseException as error:
@@ -108,11 +112,12 @@ def _train(job: TrainJob, session: Session, collective_seconds: float) -> int:
     began = time.monotonic()
     watchdog.beat(None, "rendezvous")
     _describe(job, session.device, voice)
+    voice("phase", name="rendezvous", seconds=session.met_seconds)
     init_groups(place, session.device, session.store, session.health)
     mesh = build_mesh(job.layout, session.device)
     if place.world_size > 1:
         flight.limit_waits(collective_seconds)
-    voice("phase", name="rendezvous", seconds=time.monotonic() - began)
+    voice("phase", name="process_groups", seconds=time.monotonic() - began)
     began = time.monotonic()
     watchdog.beat(None, "load")
     model = _model(job, mesh)

@@ -68,14 +68,13 @@ def rank_memory(job: Job, layout: RankLayout, rank: int) -> Memory:
     )
 
 
-def backward_share(job: Job, layout: RankLayout, rank: int) -> float:
-    """Return the share of its card that a rank asks for in backward, with all that is pending.
+def backward_share(job: Job, layout: RankLayout, rank: int, *, pending: bool) -> float:
+    """Return the share of its card that a rank asks for in backward, with or without what is only pending.
 
-    Where that is more than there is the run goes on all the same, but the allocator waits for the GPU, gives back and
-    asks again.
+    With it the share may be more than there is: the allocator then waits for the GPU, gives back and asks again.
     """
     stack, asked = job.stack, _demand(job, layout, rank)
-    allocated = (asked.states + asked.in_backward + asked.pending) / _GIB + stack.buffer_gib
+    allocated = (asked.states + asked.in_backward + (asked.pending if pending else 0.0)) / _GIB + stack.buffer_gib
     return ((1 + stack.reserve) * allocated * job.memory_calibration + stack.context_gib) / job.hardware.memory_gib
 
 

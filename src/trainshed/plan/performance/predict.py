@@ -23,6 +23,8 @@ NEARLY_FULL = 0.94
 _SQUEEZED, _OVERFULL = 0.96, 1.02
 """Of the card, what a rank asks for in backward where the allocator begins to give back and ask again, and where it
 surely does: of 27 runs of the ultra-scale sweep beyond 0.97 all but five took two to eight times as long."""
+_MEMORY_OFF_BY = 0.045
+"""The median error of the sweep's memory."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ def predict(job: Job, layout: RankLayout) -> Prediction:
         tflops_per_gpu=tflops,
         mfu=tflops / peak,
         peak_tflops=peak,
-        risk_seconds=stall_risk_seconds(job, layout) * job.calibration,
+        risk_seconds=_risk_seconds(job, layout, times.total),
     )
 
 
@@ -89,8 +91,7 @@ def _times(job: Job, layout: RankLayout, chunks: list[_Chunk]) -> StepTimes:
     backward = [chunk.backward_seconds * job.stack.imbalance for chunk in chunks]
     passes = pipeline_seconds(Passes.of(forward, backward, layout.pp, hop=hop, schedule=layout.schedule), micro)
     times = _step_times(job, layout, chunks, micro, passes)
-    if job.stack.squeeze:
-        times = replace(times, other=times.other + times.total * job.stack.squeeze * _fullness(job, layout))
+    times = replace(times, other=times.other + times.total * _squeezed(job, layout, pending=False))
     return times.scaled(job.calibration)
 
 
@@ -98,10 +99,22 @@ def _nodes(job: Job) -> int:
     return -(-job.gpus // job.hardware.gpus_per_node)
 
 
-def _fullness(job: Job, layout: RankLayout) -> float:
-    """How surely backward asks the fullest rank for more than its card has, 0 to 1."""
-    asked = max(backward_share(job, layout, rank) for rank in range(layout.pp))
-    return min(1.0, max(0.0, (asked - _SQUEEZED) / (_OVERFULL - _SQUEEZED)))
+def _squeezed(job: Job, layout: RankLayout, *, pending: bool, off_by: float = 0.0) -> float:
+    """How much longer a step takes because backward asks the fullest rank for more than its card has."""
+    if not job.stack.squeeze:
+        return 0.0
+    asked = max(backward_share(job, layout, rank, pending=pending) for rank in range(layout.pp)) * (1 + off_by)
+    return job.stack.squeeze * min(1.0, max(0.0, (asked - _SQUEEZED) / (_OVERFULL - _SQUEEZED)))
+
+
+def _risk_seconds(job: Job, layout: RankLayout, step_seconds: float) -> float:
+    """What a step loses on average to what comes and goes: stalls, and an allocator that has to take back."""
+    risk = stall_risk_seconds(job, layout) * job.calibration
+    if job.stack.pending_bytes:
+        cases = (-_MEMORY_OFF_BY, 0.0, _MEMORY_OFF_BY)
+        longer = sum(1 + _squeezed(job, layout, pending=True, off_by=case) for case in cases) / len(cases)
+        risk += step_seconds * max(0.0, longer / (1 + _squeezed(job, layout, pending=False)) - 1)
+    return risk
 
 
 def peak_tflops(job: Job) -> float:

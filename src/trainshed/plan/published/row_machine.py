@@ -59,7 +59,8 @@ def engine_of(row: Row) -> str:
     known = _ENGINES[engine]
     if known == "megatron" and (_version(row) >= (26, 6) or "verification card" in row.notes):
         return "megatron-26.06"
-    if known == "megatron-deepspeed" and row.text("dp_shard") == "none":
+    if known == "megatron-deepspeed" and row.text("dp_shard") == "none" and "opa100" not in row.notes:
+        # Without ZeRO it is Megatron of its time; on BLOOM's Omni-Path the network says more than ZeRO does.
         return "megatron-2021"
     if known == "megatron" and row.text("precision") == "fp16" and row.text("gpu").startswith("A100"):
         return "megatron-2021"

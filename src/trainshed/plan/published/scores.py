@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
-from typing import NamedTuple
 
 
 @dataclass(frozen=True)
@@ -76,24 +75,14 @@ class RegretScores:
     top3_worst: float | None = None
 
 
-class Choice(NamedTuple):
-    """A measured layout that could have been chosen."""
-
-    rank: tuple[bool, float]
-    """Where we would have put it, lowest first: whether it is predicted not to fit, and the predicted seconds."""
-    seconds: float
-    """Measured."""
-
-
-def regret_scores(groups: Iterable[Sequence[Choice]]) -> RegretScores:
-    """Score groups of layouts that could have been chosen."""
+def regret_scores(groups: Iterable[Sequence[float]]) -> RegretScores:
+    """Score groups of layouts that could have been chosen: their measured seconds, in the order we would choose."""
     first: list[float] = []
     three: list[float] = []
-    for group in groups:
-        ranked = [choice.seconds for choice in sorted(group, key=lambda choice: choice.rank)]
-        best = min(ranked)
-        first.append(ranked[0] / best - 1)
-        three.append(min(ranked[:3]) / best - 1)
+    for measured in groups:
+        best = min(measured)
+        first.append(measured[0] / best - 1)
+        three.append(min(measured[:3]) / best - 1)
     if not first:
         return RegretScores()
     return RegretScores(len(first), fmean(first), max(first), fmean(three), max(three))

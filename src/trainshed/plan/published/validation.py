@@ -11,8 +11,8 @@ What is compared with what:
   does not tell memory from other crashes, so a layout that its engine cannot build counts as predicted too.
 - Regret: among the measured layouts of one source, model, engine, GPU, number of GPUs, sequence length, global batch
   and precision, three or more of them, how much slower the one we would choose is than the best. We choose as the
-  search does: what fits first, then by seconds with the risk of stalls. A layout that was measured several times counts
-  once, with its median.
+  search does: by seconds with the risk of stalls, within 1% the simplest. A layout that was measured several times
+  counts once, with its median.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from trainshed.plan.performance.prediction import Prediction
 from trainshed.plan.published.cases import Case, case_of
 from trainshed.plan.published.rows import Row, Skip
 from trainshed.plan.published.scores import (
-    Choice,
     ErrorScores,
     FitScores,
     RegretScores,
@@ -39,6 +38,7 @@ from trainshed.plan.published.scores import (
     fit_scores,
     regret_scores,
 )
+from trainshed.plan.searching.choosing import in_order_of_choice
 
 SLOW_MFU = 0.1
 _LAYOUTS_TO_CHOOSE_FROM = 3
@@ -226,21 +226,17 @@ def _null_pairs(timed: Sequence[Judged]) -> list[tuple[float, float]]:
     return pairs
 
 
-def _choices(timed: Sequence[Judged]) -> list[list[Choice]]:
-    """Groups of layouts that one could have chosen from."""
-    choices: list[list[Choice]] = []
+def _choices(timed: Sequence[Judged]) -> list[list[float]]:
+    """Groups of layouts that one could have chosen from: measured seconds, in the order of our choice."""
+    choices: list[list[float]] = []
     for group in _grouped(timed, lambda one: one.row.group):
         layouts = _grouped(group, lambda one: (one.case.job, one.case.layout))
         if len(layouts) >= _LAYOUTS_TO_CHOOSE_FROM:
-            choices.append([_choice(same) for same in layouts])
+            # Rows of one layout are predicted alike: any of them stands for all.
+            measured = {id(same[0].prediction): median(one.step_seconds or inf for one in same) for same in layouts}
+            order = in_order_of_choice(same[0].prediction for same in layouts)
+            choices.append([measured[id(prediction)] for prediction in order])
     return choices
-
-
-def _choice(same: Sequence[Judged]) -> Choice:
-    """One layout: its predictions are all the same."""
-    prediction = same[0].prediction
-    rank = (not prediction.fits, prediction.ranking_seconds)
-    return Choice(rank, median(one.step_seconds or inf for one in same))
 
 
 def _grouped(rows: Iterable[Judged], key: Callable[[Judged], Hashable]) -> list[list[Judged]]:

@@ -21,18 +21,15 @@ from trainshed.plan.performance.memory import rank_memory
 from trainshed.plan.performance.predict import NEARLY_FULL, predict, predict_memory
 from trainshed.plan.performance.prediction import Job, Memory, Prediction
 from trainshed.plan.searching.bounds import StateBound, TimeBound
+from trainshed.plan.searching.choosing import SIMPLER_WITHIN, in_order_of_choice
 from trainshed.plan.searching.rejections import Rejected, Rejections
 from trainshed.plan.searching.space import Space
 from trainshed.recipe.messages import as_recipe_error
 from trainshed.recipe.places import Places
 
-SIMPLER_WITHIN = 0.01
-"""How much slower than the fastest a simpler layout may be and still be chosen: less than any prediction is off."""
 _MOST_GPUS = 2**17
 """Where looking for a number of GPUs that would do ends."""
 _CLOSEST_LOOKED_AT = 32
-_RECOMPUTE_ORDER = ("none", "selective", "full")
-_SHARD_ORDER = ("none", "zero1", "zero2", "full")
 
 
 @dataclass(frozen=True)
@@ -69,7 +66,7 @@ def search(
     found = _Hunt(space, max(1, top)).run()
     if not found.fitting:
         raise _nothing(space, found)
-    chosen, others = _ranked(found.fitting)
+    chosen, *others = in_order_of_choice(found.fitting)
     notes = [*_notes(job, engine, chosen, space.asked.batch_sizes), *_why(chosen, others)]
     return Search(
         job, engine, chosen, tuple(others[: top - 1]), found.rejections.telling(), found.considered, tuple(notes)
@@ -113,22 +110,6 @@ def evaluate(
         fullest = max(chosen.stages, key=lambda stage: stage.memory.total)
         notes.insert(0, f"it does not fit: {Rejections(job).too_full(layout, fullest.stage, fullest.memory)}")
     return Search(job, engine, chosen, (), (), 1, tuple(notes))
-
-
-def complexity(layout: RankLayout) -> tuple[int, ...]:
-    """Return how complicated a layout is, to compare: axes in use first, then their sizes."""
-    axes = (layout.tp, layout.pp, layout.cp, layout.ep)
-    return (
-        sum(size > 1 for size in axes),
-        layout.tp * layout.pp * layout.cp * layout.ep,
-        layout.vp,
-        layout.etp,
-        _RECOMPUTE_ORDER.index(layout.recompute),
-        layout.replicate,
-        _SHARD_ORDER.index(layout.shard),
-        -layout.micro_batch,
-        *axes,
-    )
 
 
 def smallest_that_fits(space: Space) -> int | None:
@@ -257,14 +238,6 @@ def _given(fixed: Mapping[str, Any] | None) -> dict[str, Any]:
     return {key: value for key, value in (fixed or {}).items() if value is not None}
 
 
-def _ranked(fitting: list[Prediction]) -> tuple[Prediction, list[Prediction]]:
-    """The one to take and the others by time; ties go to the simpler."""
-    by_time = sorted(fitting, key=lambda each: (each.ranking_seconds, complexity(each.layout)))
-    close = [each for each in by_time if each.ranking_seconds <= (1 + SIMPLER_WITHIN) * by_time[0].ranking_seconds]
-    chosen = min(close, key=lambda each: complexity(each.layout))
-    return chosen, [each for each in by_time if each is not chosen]
-
-
 def _notes(job: Job, engine: str, chosen: Prediction, batch_sizes: Iterable[int]) -> list[str]:
     warnings = layout_warnings(
         chosen.layout,
@@ -291,11 +264,10 @@ def _room(chosen: Prediction) -> list[str]:
 def _why(chosen: Prediction, others: list[Prediction]) -> list[str]:
     if not others or others[0].step_seconds >= chosen.step_seconds:
         return []
-    faster = 1 - others[0].step_seconds / chosen.step_seconds
-    return [
-        f"{others[0].layout} is predicted {faster:.1%} faster, less than a prediction is off by: "
-        f"{chosen.layout} is simpler"
-    ]
+    faster = f"{others[0].layout} is predicted {1 - others[0].step_seconds / chosen.step_seconds:.1%} faster"
+    if others[0].risk_seconds > chosen.risk_seconds:
+        return [f"{faster}, but runs like it have been held up, by {others[0].risk_seconds:.3g} s a step on average"]
+    return [f"{faster}, less than a prediction is off by: {chosen.layout} is simpler"]
 
 
 def _nothing(space: Space, found: _Found) -> InputError:
