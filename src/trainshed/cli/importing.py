@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from textwrap import wrap
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
@@ -11,7 +13,7 @@ from cyclopts import Parameter
 from trainshed.cli.console import Output, print_report
 
 if TYPE_CHECKING:
-    from trainshed.engines.imported import Imported
+    from trainshed.engines.imported import Imported, Mapped
 
 
 def import_file(
@@ -88,9 +90,8 @@ def _account(imported: Imported, source: str, out: Path | None, problem: str | N
         f"{len(imported.dropped)} dropped, {len(imported.mistakes)} mistakes"
     ]
     if shown:
-        width = min(60, max(len(each.theirs) for each in shown))
         lines += ["", f"mapped (and {same} that Trainshed writes in any case)" if same else "mapped"]
-        lines += [f"  {each.theirs:<{width}}  {each.ours}" for each in shown]
+        lines += _mapped(shown)
     if imported.dropped:
         width = min(60, max(len(each.theirs) for each in imported.dropped))
         lines += ["", "dropped", *(f"  {each.theirs:<{width}}  {each.why}" for each in imported.dropped)]
@@ -105,3 +106,19 @@ def _account(imported: Imported, source: str, out: Path | None, problem: str | N
     if out is not None:
         lines += ["", f"wrote {out}"]
     return "\n".join(lines)
+
+
+def _mapped(shown: Sequence[Mapped]) -> list[str]:
+    """A line for each setting; several that became one key stand together above it."""
+    together: dict[str, list[str]] = {}
+    for each in shown:
+        together.setdefault(each.ours, []).append(each.theirs)
+    single = [theirs[0] for theirs in together.values() if len(theirs) == 1]
+    width = min(60, max(map(len, single), default=0))
+    lines = []
+    for ours, theirs in together.items():
+        if len(theirs) == 1:
+            lines.append(f"  {theirs[0]:<{width}}  {ours}")
+        else:
+            lines += [*(f"  {line}" for line in wrap(", ".join(theirs), 110, break_on_hyphens=False)), f"      {ours}"]
+    return lines

@@ -288,6 +288,11 @@ def test_a_megatron_script_is_read_too(tmp_path: Path, capsys: pytest.CaptureFix
     told = json.loads(capsys.readouterr().out)
     assert told["kind"] == "megatron"
     assert told["recipe"]["train"]["global_batch"] == 64
+    assert run_cli(["import", str(script), "--out", str(tmp_path / "recipe.yaml")]) == 0
+    said = capsys.readouterr().out
+    assert "--num-layers 12, --hidden-size 768" in said
+    assert "does not load" not in said
+    assert load_recipe(str(tmp_path / "recipe.yaml")).train.steps == 100
 
 
 def test_a_missing_file_is_the_users_mistake(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

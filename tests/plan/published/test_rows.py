@@ -113,3 +113,14 @@ def test_a_file_without_the_columns_is_refused(tmp_path: Path) -> None:
 
 def test_the_shipped_tables_are_whole() -> None:
     assert len(all_rows(shipped_tables())) == 3004
+
+
+def test_a_nanotron_row_has_the_memory_of_rank_0_whatever_its_table_says() -> None:
+    assert Row({**ROW, "engine": "nanotron", "memory_stage": "worst"}, 2).memory_stage == "first"
+    assert Row({**ROW, "memory_stage": "worst"}, 2).memory_stage == "worst"
+
+
+def test_megatron_deepspeed_without_zero_is_megatron_of_its_time_except_on_omni_path() -> None:
+    plain = {"engine": "megatron-deepspeed", "dp_shard": "none", "vp": "1"}
+    assert case(**plain).job.stack.name == "megatron-2021"
+    assert case(**plain, notes="Jean Zay A100 4xOPA100").job.stack.name == "megatron-deepspeed"

@@ -24,7 +24,7 @@ _EXTRAS = (
     ("data", "tokenizers", "tokenising text and reading from the Hub"),
     ("train", "torch", "training, converting and comparing weights"),
     ("k8s", "lightkube", "submitting to Kubernetes"),
-    ("ray", "ray", "submitting to a running Ray cluster"),
+    ("ray", "ray", "being a node of a Ray cluster (to submit to one, nothing is needed)"),
 )
 _PROGRAMS = (
     ("git", "the state of the code is not kept with a run"),

@@ -22,7 +22,7 @@ NEARLY_FULL = 0.94
 """Of the card, from where a prediction that is a little off would mean that a layout does not fit."""
 _SQUEEZED, _OVERFULL = 0.96, 1.02
 """Of the card, what a rank asks for in backward where the allocator begins to give back and ask again, and where it
-surely does: of 27 runs of the ultra-scale sweep beyond 0.97 all but five took two to eight times as long."""
+surely does: of 30 runs of the ultra-scale sweep beyond 0.97 all but seven took 1.6 to 8 times as long."""
 _MEMORY_OFF_BY = 0.045
 """The median error of the sweep's memory."""
 

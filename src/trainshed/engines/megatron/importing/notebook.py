@@ -11,7 +11,7 @@ from trainshed.engines.megatron.importing.parsed import Parsed
 from trainshed.engines.megatron.importing.words import Found
 from trainshed.recipe.schema import LONGEST_NAME
 
-_ORDER = ("trainshed", "name", "model", "tokenizer", "data", "train", "layout", "engine", "checkpoint", "observe")
+_ORDER = ("name", "model", "tokenizer", "data", "train", "layout", "engine", "checkpoint", "observe")
 
 
 class Notebook:
@@ -19,7 +19,7 @@ class Notebook:
 
     def __init__(self, parsed: Parsed, found: Found, name: str) -> None:
         self.parsed, self.found, self.name = parsed, found, name
-        self.recipe: dict[str, Any] = {"trainshed": 1, "name": _run_name(name)}
+        self.recipe: dict[str, Any] = {"name": _run_name(name)}
         self.cluster: dict[str, Any] = {}
         self.questions: list[str] = []
         self._mapped: list[Mapped] = []
