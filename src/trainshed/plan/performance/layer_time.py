@@ -205,6 +205,10 @@ def _expert_block(job: Job, layout: RankLayout, kernels: Kernels, tokens: float)
     if job.model.mlp_bias:
         # Grouped products take no bias: it is added by a pass of its own over what they made.
         inner += 2 * ((2 if job.model.gated else 1) * experts.ffn / layout.etp + job.model.hidden)
+        if job.model.gated:
+            # The one family of experts with biases (GPT-OSS) clamps both halves of the gate and joins them again before
+            # the fused activation: Megatron's fused_bias_geglu.py, weighted_bias_quick_geglu_impl.
+            inner += 8 * experts.ffn / layout.etp
     # Permuted out and back, each a read and a write, besides the inner activation.
     moved = kernels.moved(2 * routed * (6 * job.model.hidden + inner)) * job.stack.expert_elementwise
     return forward + shared[0] + router[0] + moved, backward + shared[1] + router[1] + 2 * moved
