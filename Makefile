@@ -36,6 +36,7 @@ bench: setup
 	$(BIN)/python benchmarks/data_fetch.py
 	$(BIN)/python benchmarks/engine_cpu.py
 	$(BIN)/python benchmarks/checkpoints.py
+	$(BIN)/python benchmarks/launch.py
 
 clean:
 	rm -rf $(VENV) store dist build
