@@ -2,7 +2,8 @@
 
     python benchmarks/launch.py [--ranks 4] [--rounds 5]
 
-Both sides start the same processes on this machine, in turn; ratios are of medians. torchx: the extra `bench`.
+Both sides start the same processes on this machine, in turn; ratios are of medians. torchx is taken
+from PATH: its own pins do not go with ours, so it needs an environment of its own.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ def main() -> None:
         print(f"  ratio {theirs / mine:.2f} (above 1: ours is faster)")
         program = shutil.which("torchx", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}")
         if program is None:
-            print("render for Slurm: torchx is not installed (pip install -e '.[bench]')")
+            print("render for Slurm: there is no torchx on PATH (pip install torchx, in an environment of its own)")
             return
         pairs = [(seconds(our_render), seconds(lambda: torchx_render(program, folder))) for _ in range(asked.rounds)]
         mine, theirs = (statistics.median(each) for each in zip(*pairs, strict=True))
