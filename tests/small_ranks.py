@@ -37,6 +37,11 @@ def train_small(folder: Path, model: str, layout: str, overrides: Sequence[str])
     return train_rank(small_job(folder, small_recipe(model, overrides), layout), run_folder=folder)
 
 
+def train_uneven(folder: Path, model: str, layout: str, overrides: Sequence[str]) -> int:
+    """Train as one rank of a layout whose dp ranks have different numbers of rows."""
+    return train_rank(small_job(folder, small_recipe(model, overrides), layout, uneven=True), run_folder=folder)
+
+
 def train_skipping(
     folder: Path, model: str, layout: str, overrides: Sequence[str], ranges: Sequence[tuple[int, int]]
 ) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -59,12 +60,12 @@ def small_recipe(model: str, overrides: Sequence[str] = ()) -> Recipe:
     return parse_recipe(recipe_text(model), overrides)
 
 
-def small_job(folder: Path, recipe: Recipe, layout: str) -> TrainJob:
-    """What a rank of a small run is asked to train."""
+def small_job(folder: Path, recipe: Recipe, layout: str, *, uneven: bool = False) -> TrainJob:
+    """What a rank of a small run is asked to train; `uneven` is how an elastic run goes on that has lost nodes."""
     config = recipe.model.config
     assert config is not None
     orders = run_orders(recipe, PreparedData(()), folder, build=False)
-    placed = resolve_layout(Layout.model_validate(parse_layout(layout)), config)
+    placed = replace(resolve_layout(Layout.model_validate(parse_layout(layout)), config), uneven=uneven)
     asked = {"sequence_length": orders.train.sequence_length, "batch_sizes": orders.train.schedule.sizes}
     problems = layout_problems(placed, config, **asked)
     assert not problems, problems

@@ -105,6 +105,20 @@ def test_each_data_parallel_index_reads_its_own_consecutive_rows() -> None:
     layout = resolved(dp=4, micro_batch=2)
     assert [list(layout.rows(16, index)) for index in (0, 3)] == [[0, 1, 2, 3], [12, 13, 14, 15]]
     assert layout.micro_batches(16) == 2
+    assert layout.padding(16, 3) == 0
+
+
+@given(batch=st.integers(1, 60), dp=st.integers(1, 9), micro_batch=st.integers(1, 5))
+def test_uneven_shares_cover_the_batch_once_and_are_made_up_to_equal_micro_batches(
+    batch: int, dp: int, micro_batch: int
+) -> None:
+    layout = replace(resolved(dp=dp, micro_batch=micro_batch), uneven=True)
+    shares = [layout.rows(batch, index) for index in range(dp)]
+    assert [row for share in shares for row in share] == list(range(batch))
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+    whole = {len(share) + layout.padding(batch, index) for index, share in enumerate(shares)}
+    assert whole == {layout.micro_batches(batch) * micro_batch}
+    assert min(layout.padding(batch, index) for index in range(dp)) < micro_batch
 
 
 @pytest.mark.parametrize(

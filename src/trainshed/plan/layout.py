@@ -57,6 +57,8 @@ class RankLayout:
     recompute: Recompute
     schedule: PipelineSchedule | None
     stages: tuple[int, ...]
+    uneven: bool = False
+    """dp ranks may have a row more or less than others, made up for by rows without a loss: a run that lost nodes."""
 
     @property
     def world_size(self) -> int:
@@ -124,18 +126,25 @@ class RankLayout:
 
     def micro_batches(self, global_batch: int) -> int:
         """Return how many forward passes each rank makes per step."""
-        return global_batch // (self.dp * self.micro_batch)
+        whole = self.dp * self.micro_batch
+        return -(-global_batch // whole) if self.uneven else global_batch // whole
 
     def rows(self, global_batch: int, dp_index: int) -> range:
         """Return which consecutive rows of the global batch a data-parallel index reads."""
-        rows_per_rank = global_batch // self.dp
-        return range(dp_index * rows_per_rank, (dp_index + 1) * rows_per_rank)
+        each, over = divmod(global_batch, self.dp) if self.uneven else (global_batch // self.dp, 0)
+        start = dp_index * each + min(dp_index, over)
+        return range(start, start + each + (dp_index < over))
+
+    def padding(self, global_batch: int, dp_index: int) -> int:
+        """Return how many rows without a loss make this index's rows up to those of all others."""
+        return self.micro_batches(global_batch) * self.micro_batch - len(self.rows(global_batch, dp_index))
 
     def __str__(self) -> str:
         if self.world_size == 1:
             return "one process"
         parts = [f"{key}{value}" for key in _SHOWN if (value := getattr(self, key)) != 1]
-        return " ".join([*parts, self.shard] if self.dp > 1 else parts)
+        shared = [*parts, self.shard] if self.dp > 1 else parts
+        return " ".join([*shared, "uneven"] if self.uneven else shared)
 
 
 def _unravel(rank: int, shape: Sequence[int]) -> tuple[int, ...]:

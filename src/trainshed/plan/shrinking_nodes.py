@@ -1,7 +1,7 @@
 """A layout for fewer nodes than planned: whole replicas of the model are given up, everything else stays.
 
 The global batch and the order of the data do not change, so the run goes on with the same samples: each of the replicas
-that are left takes more of them.
+that are left takes more of them, and where they do not come out even, some take one more than others.
 """
 
 from __future__ import annotations
@@ -45,7 +45,11 @@ def layout_for_nodes(
 
 
 def _with_replicas(layout: RankLayout, dp: int) -> list[RankLayout]:
-    """The layout with another dp, first with the micro-batch it has, then with smaller ones."""
+    """The layout with another dp: equal shares first, then uneven ones; each with the micro-batch it has, then smaller.
+
+    An uneven share costs at most one micro-batch a step, giving up a replica always more.
+    """
     replicate = layout.replicate if dp % layout.replicate == 0 else 1
     sizes = [size for size in range(layout.micro_batch, 0, -1) if layout.micro_batch % size == 0]
-    return [replace(layout, dp=dp, replicate=replicate, micro_batch=size) for size in sizes]
+    fewer = replace(layout, dp=dp, replicate=replicate)
+    return [replace(fewer, micro_batch=size, uneven=uneven) for uneven in (False, True) for size in sizes]

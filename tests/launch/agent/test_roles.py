@@ -37,9 +37,21 @@ def test_spares_take_the_places_of_bad_nodes_and_nobody_else_moves() -> None:
 
 def test_with_fewer_nodes_whole_replicas_are_given_up(tmp_path: Path) -> None:
     stage = Stage("train", nodes=4, ranks_per_node=2)
-    found = fewer_nodes(job(tmp_path, stage, 1), stage, tmp_path, layout(tp=2, dp=4), {3})
-    # Three replicas do not divide a batch of 8: two nodes train, the third waits as a spare.
+    found = fewer_nodes(job(tmp_path, stage, 1), stage, tmp_path, layout(tp=2, dp=4), {2, 3})
     assert found == ((0, 1), layout(tp=2, dp=2))
+
+
+def test_replicas_that_do_not_divide_the_batch_share_it_unevenly(tmp_path: Path) -> None:
+    stage = Stage("train", nodes=4, ranks_per_node=2)
+    found = fewer_nodes(job(tmp_path, stage, 1), stage, tmp_path, layout(tp=2, dp=4), {1})
+    assert found == ((0, 2, 3), replace(layout(tp=2, dp=3), uneven=True))
+
+
+def test_routers_would_count_rows_without_a_loss_so_experts_go_on_with_fewer_replicas(tmp_path: Path) -> None:
+    stage = Stage("train", nodes=4)
+    wanted = job(tmp_path, stage, 1)
+    (tmp_path / "recipe.yaml").write_text(recipe_text("moe"))
+    assert fewer_nodes(wanted, stage, tmp_path, layout(dp=4), {3}) == ((0, 1), layout(dp=2))
 
 
 def test_the_micro_batch_shrinks_where_it_must(tmp_path: Path) -> None:
@@ -57,7 +69,6 @@ def test_the_micro_batch_shrinks_where_it_must(tmp_path: Path) -> None:
     [
         (None, {1}, "3 of 4 nodes are left, and 4 are needed"),
         (3, {1, 2}, "2 of 4 nodes are left, and elastic.min_nodes asks for 3"),
-        (3, {1}, "3 of 4 nodes are left, and no layout of 3 to 3 nodes is legal: dp 3"),
     ],
 )
 def test_where_nobody_can_train_the_reason_is_said(

@@ -12,6 +12,7 @@ from trainshed.data.order import DataOrder, hash_rows
 from trainshed.engines.torch.mesh import Mesh
 from trainshed.engines.torch.passes import LocalBatch
 from trainshed.models.attention import cut_for_context
+from trainshed.models.loss import IGNORED
 
 
 @dataclass(frozen=True)
@@ -38,18 +39,23 @@ class Feed:
             rows, hashes = self._read(step)
         self._next = (step + 1, self._reader.submit(self._read, step + 1)) if ahead else None
         mine = self._rows(step)
+        padding = self.mesh.layout.padding(self.order.batch_size(step), self.mesh.at.dp)
         samples = None
         if self.numbered:
             first = self.order.consumed(step)
-            samples = torch.arange(first + mine.start, first + mine.stop, device=self.mesh.device)
+            # Rows that only make up the number have no sample; what dropout does to them does not matter.
+            samples = torch.arange(first + mine.start, first + mine.stop + padding, device=self.mesh.device)
         if rows is None:
-            return FedBatch(LocalBatch(len(mine), None, None, samples), hashes)
-        return FedBatch(self.on_device(rows, samples), hashes)
+            return FedBatch(LocalBatch(len(mine) + padding, None, None, samples), hashes)
+        return FedBatch(self.on_device(rows, samples, padding), hashes)
 
-    def on_device(self, rows: np.ndarray, samples: torch.Tensor | None = None) -> LocalBatch:
-        """Turn token rows [R, L + 1] into inputs and labels on the device."""
-        inputs, labels = (self.placed(part, self.mesh) for part in (rows[:, :-1], rows[:, 1:]))
-        return LocalBatch(len(rows), inputs, labels, samples)
+    def on_device(self, rows: np.ndarray, samples: torch.Tensor | None = None, padding: int = 0) -> LocalBatch:
+        """Turn token rows [R, L + 1] into inputs and labels on the device, with rows behind them that carry no loss."""
+        inputs, labels = rows[:, :-1], rows[:, 1:]
+        if padding:
+            behind = ((0, padding), (0, 0))
+            inputs, labels = np.pad(inputs, behind), np.pad(labels.astype(np.int64), behind, constant_values=IGNORED)
+        return LocalBatch(len(inputs), self.placed(inputs, self.mesh), self.placed(labels, self.mesh), samples)
 
     @staticmethod
     def placed(columns: np.ndarray, mesh: Mesh) -> torch.Tensor:

@@ -123,10 +123,13 @@ def measure_probe(stepper: Stepper, sequence_length: int, global_batch: int) -> 
     tokens[:PROBE_ROWS, : PROBE_TOKENS + 1] = probe
     labelled[:PROBE_ROWS, :PROBE_TOKENS] = probe[:, 1:]
     mine = mesh.layout.rows(global_batch, mesh.at.dp)
-    batch = LocalBatch(len(mine), None, None, None)
+    padding = ((0, mesh.layout.padding(global_batch, mesh.at.dp)), (0, 0))
+    count = len(mine) + padding[0][1]
+    batch = LocalBatch(count, None, None, None)
     if mesh.reads_tokens:
-        inputs, labels = (Feed.placed(part[mine.start : mine.stop], mesh) for part in (tokens[:, :-1], labelled))
-        batch = LocalBatch(len(mine), inputs, labels, None)
+        inputs = np.pad(tokens[mine.start : mine.stop, :-1], padding)
+        labels = np.pad(labelled[mine.start : mine.stop], padding, constant_values=IGNORED)
+        batch = LocalBatch(count, Feed.placed(inputs, mesh), Feed.placed(labels, mesh), None)
     return stepper.evaluate(FedBatch(batch, (0, 0)), global_batch, labelled=PROBE_ROWS * PROBE_TOKENS)
 
 

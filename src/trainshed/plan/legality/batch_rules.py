@@ -13,6 +13,8 @@ from trainshed.recipe.section import Problem
 
 def equal_shares(layout: RankLayout, model: Anatomy, asked: Asked) -> Iterator[Problem]:
     """Every rank makes the same whole number of micro-batches."""
+    if layout.uneven and model.experts is None:
+        return  # rows without a loss make them equal; a router would count those
     step = layout.dp * layout.micro_batch
     uneven = [size for size in asked.batch_sizes if size % step]
     if uneven:
@@ -27,7 +29,7 @@ def equal_shares(layout: RankLayout, model: Anatomy, asked: Asked) -> Iterator[P
 
 def torch_schedule(layout: RankLayout, model: Anatomy, asked: Asked) -> Iterator[Problem]:
     """Micro-batches as `torch.distributed.pipelining` wants them."""
-    if any(size % (layout.dp * layout.micro_batch) for size in asked.batch_sizes):
+    if not layout.uneven and any(size % (layout.dp * layout.micro_batch) for size in asked.batch_sizes):
         return
     if layout.schedule == "1f1b":
         yield from _too_few_for_1f1b(layout, asked.batch_sizes)
