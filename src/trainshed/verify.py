@@ -14,7 +14,7 @@ float32 passes for rounding.
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from math import gcd
 from pathlib import Path
 from typing import Any
@@ -86,7 +86,7 @@ class Verification:
             "name": self.name,
             "verdict": "equal" if self.equal else "different",
             "asked": str(self.asked),
-            "layout": asdict(small.layout) | {"ranks": small.layout.world_size},
+            "layout": small.layout.recipe_keys() | {"ranks": small.layout.world_size},
             "device": self.device,
             "precision": PRECISION,
             "model": to_plain(small.config),
@@ -126,7 +126,7 @@ def verify(
     small, on_gpus = _made_to_fit(whole, asked, reporter)
     trials = _Trials(steps, {} if on_gpus else {"CUDA_VISIBLE_DEVICES": ""}, reporter)
     alone = Layout(dp=1, micro_batch=gcd(*small.batch_sizes))
-    spread = Layout.model_validate(asdict(small.layout))
+    spread = Layout.model_validate(small.layout.recipe_keys())
     one, run = (
         run_line(small_recipe(whole.recipe, small, each, folder, steps=steps), cluster, id=id)
         for each, id in ((alone, "one-process"), (spread, "layout"))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from trainshed.errors import InputError
 from trainshed.recipe import Layout, ModelConfig, Recipe, scalars
@@ -138,6 +139,10 @@ class RankLayout:
     def padding(self, global_batch: int, dp_index: int) -> int:
         """Return how many rows without a loss make this index's rows up to those of all others."""
         return self.micro_batches(global_batch) * self.micro_batch - len(self.rows(global_batch, dp_index))
+
+    def recipe_keys(self) -> dict[str, Any]:
+        """Return it as a recipe writes it out, every key of `layout` with its value."""
+        return {key: getattr(self, key) for key in Layout.model_fields}
 
     def __str__(self) -> str:
         if self.world_size == 1:

@@ -111,7 +111,7 @@ def prediction_plain(prediction: Prediction) -> dict[str, Any]:
 
 def layout_plain(layout: RankLayout) -> dict[str, Any]:
     """Return every key of a layout."""
-    return asdict(layout) | {"stages": list(layout.stages)}
+    return layout.recipe_keys() | {"stages": list(layout.stages)}
 
 
 def memory_plain(memory: Memory) -> dict[str, float]:
