@@ -1,19 +1,15 @@
 """A real S3 server for the tests: one small Ceph cluster with its RADOS gateway, on free loopback ports.
 
-It starts once per test session and is shared by all pytest-xdist workers: they meet in a folder guarded by a file
-lock, the first one starts the daemons, the last one stops them by pid.
+It starts once per test session (`shared_daemons.py`).
 """
 
 from __future__ import annotations
 
 import datetime
-import fcntl
 import hashlib
 import hmac
-import json
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -22,9 +18,11 @@ import urllib.parse
 import urllib.request
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import asdict, dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+
+from shared_daemons import Daemons, free_ports, kill_all, pids_in, running, shared, watch_in_background
 
 BINARIES = ("ceph-mon", "ceph-mgr", "ceph-osd", "radosgw", "radosgw-admin", "ceph", "ceph-authtool", "monmaptool")
 ACCESS_KEY = "TESTACCESSKEY"
@@ -121,48 +119,14 @@ def missing_binaries() -> list[str]:
 @contextmanager
 def shared_server(meeting_point: Path) -> Iterator[S3Server]:
     """Start the server, or join the one another worker started, and stop it with the last user."""
-    meeting_point.mkdir(parents=True, exist_ok=True)
-    state, me = meeting_point / "state.json", meeting_point / f"user-{os.getpid()}"
-    with _locked(meeting_point / "lock"):
-        me.touch()
-        if state.exists():
-            server = S3Server(**json.loads(state.read_text())["server"])
-        else:
-            # Short and outside pytest's folder: a unix socket's path may have 107 characters.
-            folder = Path(os.environ.get("TMPDIR", "/tmp")) / f"ts3-{uuid.uuid4().hex[:8]}"
-            server = _start(folder)
-            state.write_text(json.dumps({"server": asdict(server), "folder": str(folder)}))
-            # Whoever kills a test run must not leave four daemons behind.
-            watcher = [sys.executable, __file__, str(meeting_point)]
-            subprocess.run(
-                watcher, check=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-            )
-    try:
-        yield server
-    finally:
-        with _locked(meeting_point / "lock"):
-            me.unlink()
-            if not any(_alive(user) for user in meeting_point.glob("user-*")):
-                _stop(Path(json.loads(state.read_text())["folder"]))
-                state.unlink()
-
-
-def watch(meeting_point: Path) -> None:
-    """Stop the server when all who used it are gone without having stopped it."""
-    state = meeting_point / "state.json"
-    folder = Path(json.loads(state.read_text())["folder"])
-    while folder.exists():
-        time.sleep(2)
-        with _locked(meeting_point / "lock") if meeting_point.exists() else nullcontext():
-            if not any(_alive(user) for user in meeting_point.glob("user-*")):
-                _stop(folder)
-                state.unlink(missing_ok=True)
+    with shared(DAEMONS, meeting_point) as place:
+        yield S3Server(**place)
 
 
 def _start(folder: Path) -> S3Server:
     for name in ("mon", "osd0", "mgr", "rgw"):
         (folder / name).mkdir(parents=True)
-    mon_v2, mon_v1, port = _free_ports(3)
+    mon_v2, mon_v1, port = free_ports(3, 20000, 32000)
     fsid, conf = str(uuid.uuid4()), folder / "ceph.conf"
     conf.write_text(CONFIG.format(fsid=fsid, folder=folder, mon_v2=mon_v2, mon_v1=mon_v1, port=port))
     everything = {"mon": "allow *", "osd": "allow *", "mgr": "allow *"}
@@ -191,20 +155,11 @@ def _start(folder: Path) -> S3Server:
 
 
 def _stop(folder: Path) -> None:
-    pids = [int(pid_file.read_text()) for pid_file in folder.glob("*.pid")]
-    for pid in pids:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)  # nothing of it is kept
-    while any(_running(pid) for pid in pids):
+    pids = pids_in(folder)
+    kill_all(pids)  # nothing of it is kept
+    while any(running(pid) for pid in pids):
         time.sleep(0.02)
     shutil.rmtree(folder, ignore_errors=True)
-
-
-def _running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 def _run(folder: Path, *command: str) -> None:
@@ -221,19 +176,6 @@ def _keyring(folder: Path, name: str, caps: dict[str, str], *, create: bool = Fa
     _run(folder, "ceph-authtool", *flags, str(folder / "keyring"), "-n", name, "--gen-key", *grants)
 
 
-def _free_ports(count: int) -> list[int]:
-    # Below 32768, so that no outgoing connection takes one between here and the daemon's bind.
-    found: list[int] = []
-    start = 20000 + os.getpid() % 5000
-    for port in range(start, 32000):
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) != 0:
-                found.append(port)
-        if len(found) == count:
-            return found
-    raise AssertionError("no free port for the S3 server")
-
-
 def _wait_for(port: int, seconds: float = 90) -> None:
     end = time.monotonic() + seconds
     while time.monotonic() < end:
@@ -242,17 +184,6 @@ def _wait_for(port: int, seconds: float = 90) -> None:
                 return
         time.sleep(0.1)
     raise AssertionError(f"the RADOS gateway did not listen within {seconds} s")
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    with path.open("w") as handle:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-
-
-def _alive(user: Path) -> bool:
-    return _running(int(user.name.removeprefix("user-")))
 
 
 def _sign(server: S3Server, method: str, path: str, query: str) -> dict[str, str]:
@@ -277,8 +208,7 @@ def _sign(server: S3Server, method: str, path: str, query: str) -> dict[str, str
     }
 
 
+DAEMONS = Daemons("ts3", _start, _stop, __file__)
+
 if __name__ == "__main__":
-    if os.fork():
-        os._exit(0)
-    os.setsid()
-    watch(Path(sys.argv[1]))
+    watch_in_background(DAEMONS, Path(sys.argv[1]))

@@ -1,26 +1,23 @@
 """A real Slurm for the tests: four virtual nodes on this machine, on free loopback ports, without accounting.
 
 Each slurmd has a host name and a hosts file of its own (namespaces), so that nothing of the machine's is changed. It
-starts once per test session and is shared by all pytest-xdist workers: they meet in a folder guarded by a file lock,
-the first one starts the daemons, the last one stops them by pid.
+starts once per test session (`shared_daemons.py`).
 """
 
 from __future__ import annotations
 
-import fcntl
-import json
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
 import time
-import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import asdict, dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
+
+from shared_daemons import Daemons, free_ports, kill_all, pids_in, running, shared, watch_in_background
 
 BINARIES = ("slurmctld", "slurmd", "munged", "mungekey", "sbatch", "srun", "scontrol", "squeue", "sinfo", "unshare")
 NODES = 4
@@ -119,41 +116,8 @@ def missing_parts() -> list[str]:
 @contextmanager
 def shared_cluster(meeting_point: Path) -> Iterator[SlurmCluster]:
     """Start the cluster, or join the one another worker started, and stop it with the last user."""
-    meeting_point.mkdir(parents=True, exist_ok=True)
-    state, me = meeting_point / "state.json", meeting_point / f"user-{os.getpid()}"
-    with _locked(meeting_point / "lock"):
-        me.touch()
-        if state.exists():
-            cluster = SlurmCluster(**json.loads(state.read_text()))
-        else:
-            # Short and outside pytest's folder: a unix socket's path may have 107 characters.
-            folder = Path(os.environ.get("TMPDIR", "/tmp")) / f"tsl-{uuid.uuid4().hex[:8]}"
-            cluster = _start(folder)
-            state.write_text(json.dumps(asdict(cluster)))
-            # Whoever kills a test run must not leave six daemons behind.
-            watcher = [sys.executable, __file__, str(meeting_point)]
-            subprocess.run(
-                watcher, check=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-            )
-    try:
-        yield cluster
-    finally:
-        with _locked(meeting_point / "lock"):
-            me.unlink()
-            if not any(_alive(user) for user in meeting_point.glob("user-*")):
-                _stop(Path(cluster.folder))
-                state.unlink(missing_ok=True)
-
-
-def watch(meeting_point: Path) -> None:
-    """Stop the cluster when all who used it are gone without having stopped it."""
-    folder = Path(json.loads((meeting_point / "state.json").read_text())["folder"])
-    while folder.exists():
-        time.sleep(2)
-        with _locked(meeting_point / "lock") if meeting_point.exists() else nullcontext():
-            if not any(_alive(user) for user in meeting_point.glob("user-*")):
-                _stop(folder)
-                (meeting_point / "state.json").unlink(missing_ok=True)
+    with shared(DAEMONS, meeting_point) as place:
+        yield SlurmCluster(**place)
 
 
 def _start(folder: Path) -> SlurmCluster:
@@ -162,7 +126,7 @@ def _start(folder: Path) -> SlurmCluster:
     (folder / "state").mkdir()
     for number in range(1, NODES + 1):
         (folder / "spool" / f"n{number}").mkdir(parents=True)
-    control, *nodes = _free_ports(1 + NODES)
+    control, *nodes = free_ports(1 + NODES, 10000, 20000)  # below 20000, where jobs' own ports begin
     conf = folder / "slurm.conf"
     conf.write_text(
         CONFIG.format(
@@ -210,14 +174,9 @@ _MUNGE_FILES = {
 
 
 def _stop(folder: Path) -> None:
-    pids = [int(text) for file in folder.glob("*.pid") if (text := file.read_text().strip())]
-    for pid in pids + _members(folder):
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)  # nothing of it is kept
-    while left := [pid for pid in pids if _running(pid)] + _members(folder):
-        for pid in left:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+    pids = pids_in(folder)
+    while left := [pid for pid in pids if running(pid)] + _members(folder):
+        kill_all(left)  # nothing of it is kept
         time.sleep(0.05)
     shutil.rmtree(folder, ignore_errors=True)
 
@@ -229,43 +188,12 @@ def _members(folder: Path) -> list[int]:
     for process in Path("/proc").iterdir():
         if process.name.isdecimal() and int(process.name) != os.getpid():
             with suppress(OSError):
-                if mark in (process / "environ").read_bytes().split(b"\0") and _running(int(process.name)):
+                if mark in (process / "environ").read_bytes().split(b"\0") and running(int(process.name)):
                     found.append(int(process.name))
     return found
 
 
-def _free_ports(count: int) -> list[int]:
-    # Below 20000, where jobs' own ports begin, and below 32768, where outgoing connections do.
-    found: list[int] = []
-    for port in range(10000 + os.getpid() % 5000, 20000):
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) != 0:
-                found.append(port)
-        if len(found) == count:
-            return found
-    raise AssertionError("no free port for Slurm")
-
-
-def _running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-def _alive(user: Path) -> bool:
-    return _running(int(user.name.removeprefix("user-")))
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    with path.open("w") as handle:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-
+DAEMONS = Daemons("tsl", _start, _stop, __file__)
 
 if __name__ == "__main__":
-    if os.fork():
-        os._exit(0)
-    os.setsid()
-    watch(Path(sys.argv[1]))
+    watch_in_background(DAEMONS, Path(sys.argv[1]))

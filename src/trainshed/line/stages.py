@@ -9,6 +9,7 @@ from pathlib import Path
 
 from trainshed.checkpoints.base import BaseWeights
 from trainshed.data.artefacts import DataArtefacts
+from trainshed.engines.megatron.keeping import CHECKPOINTS
 from trainshed.errors import InputError
 from trainshed.launch.job import JobFile
 from trainshed.line.engine_files import leave_base, leave_data, leave_tokenizer, refuse_unproven
@@ -23,9 +24,6 @@ from trainshed.line.preparing import (
 )
 from trainshed.recipe import Cluster, Export, Recipe, load_cluster, load_recipe
 from trainshed.reporting import SILENT, Reporter
-
-MEGATRON_CHECKPOINTS = "checkpoints-megatron"
-"""Where Megatron's engine keeps its checkpoints in the run's folder."""
 
 
 def run_stage(stage: str, job_folder: Path, *, part: int = 0, parts: int = 1, reporter: Reporter = SILENT) -> None:
@@ -79,7 +77,7 @@ def export_run(recipe: Recipe, run: Path, reporter: Reporter = SILENT) -> str:
     from trainshed.checkpoints.formats import Target
 
     wanted = recipe.export or Export()
-    source = run / MEGATRON_CHECKPOINTS if recipe.engine.name in ("megatron", "nemo") else run
+    source = run / CHECKPOINTS if recipe.engine.name in ("megatron", "nemo") else run
     target = f"{wanted.to.rstrip('/')}/{recipe.name}/{run.name}" if wanted.to else str(run / "export")
     made = convert(str(source), target, Target(wanted.format), dtype=wanted.dtype, reporter=reporter)
     refuse_unproven(made.verdict.passed, target)

@@ -5,8 +5,7 @@
 Each case has `dist/` and `legacy/` (ours, local spec, one rank) and gets `dist.pt`, `legacy.pt` (logits) and `saved/`.
 On several ranks it has `dist/` and gets `rank0.pt`, `rank1.pt`, …: what each holds when it has loaded its part.
 Models are built from the arguments in our checkpoints and from nothing else: what is lost on the way is seen in the
-logits. Megatron asks for a GPU in a few places; the patches that let it run without one live here, in a process of
-their own.
+logits. The patches that let Megatron run without a GPU want a process of their own.
 """
 
 from __future__ import annotations
@@ -20,38 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-
-def without_gpu() -> None:
-    cpu = torch.device("cpu")
-    patches: dict[str, Any] = {
-        "current_device": lambda: cpu,
-        "get_rng_state": lambda *_, **__: torch.get_rng_state(),
-        "set_rng_state": lambda *_, **__: None,
-        "_lazy_call": lambda *_, **__: None,
-        "manual_seed": torch.manual_seed,
-        "synchronize": lambda *_: None,
-    }
-    for name, patch in patches.items():
-        setattr(torch.cuda, name, patch)
-        setattr(torch.cuda.random, name, patch)
-    torch.Tensor.cuda = lambda self, *_, **__: self
-    from megatron.core.fusions import fused_softmax
-    from megatron.core.transformer import utils
-    from megatron.core.transformer.moe import moe_utils
-
-    def causal(sq: int) -> torch.Tensor:
-        return torch.triu(torch.ones(sq, sq), diagonal=1).bool()
-
-    def windowed(sq: int, skv: int, window_size: tuple[int, int]) -> torch.Tensor:
-        # Megatron's own, but for its device.
-        seen = torch.triu(torch.ones(sq, skv, dtype=torch.bool), diagonal=skv - sq - window_size[0])
-        return ~torch.tril(seen, diagonal=skv - sq + window_size[1])
-
-    for module in (fused_softmax, utils):
-        module.get_default_causal_mask = causal
-        module.get_sliding_window_causal_mask = windowed
-    # 0.16.1 forgets to define it where TransformerEngine is missing.
-    moe_utils.te_general_gemm = None
+from trainshed.checkpoints.proving.megatron_model import without_gpu
 
 
 def built_from(args: Any) -> Any:
@@ -160,6 +128,7 @@ def main() -> None:
     from megatron.core import parallel_state
 
     without_gpu()
+    torch.Tensor.cuda = lambda self, *_, **__: self  # its own loaders move what they have read
     parallel_state.initialize_model_parallel(tp, pp, expert_model_parallel_size=ep)
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 

@@ -20,9 +20,9 @@ def run_elsewhere(
     """Submit a recipe's stages and say how they go until the last has ended; leaving does not end them."""
     from trainshed.cli.console import print_report, reporter
     from trainshed.cli.launch.status import report_text
-    from trainshed.cli.launch.submit import send
+    from trainshed.cli.launch.submit import Asked, send
 
-    sent = send(recipe, overrides, on, id, nodes, None, ask=True)
+    sent = send(Asked(recipe, overrides, on, id, nodes), ask=True)
     if sent is None:
         return 1
     reporter().note(f"submitted {sent['run']}; it goes on without this terminal: `trainshed status {sent['run']}`")

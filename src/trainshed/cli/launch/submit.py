@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -12,6 +13,40 @@ from trainshed.cli.console import Output
 if TYPE_CHECKING:
     from trainshed.launch.job import Job
     from trainshed.launch.target import Request, Submitted
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a person asks to be sent where, as both verbs take it."""
+
+    recipe: str
+    overrides: tuple[str, ...]
+    on: str
+    id: str | None = None
+    nodes: int | None = None
+    gpus: int | None = None
+    despite_memory: bool = False
+    offline: bool = False
+
+    def rendered(self) -> tuple[Job, Request]:
+        """Decide the job, and render it; the scheduler is not asked yet."""
+        from trainshed.launch.targets import target_of
+        from trainshed.line.submission import build_job
+        from trainshed.recipe import load_cluster, load_recipe, split_overrides
+
+        for_recipe, for_cluster = split_overrides(self.overrides)
+        cluster = load_cluster(self.on, for_cluster)
+        target = target_of(cluster)
+        job = build_job(
+            load_recipe(self.recipe, for_recipe),
+            cluster,
+            id=self.id,
+            nodes=self.nodes,
+            gpus=self.gpus,
+            despite_memory=self.despite_memory,
+            offline=self.offline,
+        )
+        return job, target.render(job)
 
 
 def render(
@@ -51,12 +86,16 @@ def render(
     offline
         Do not ask the Hub for commits: the first node that fetches pins them.
     """
+    return _show(Asked(recipe, overrides, on, id, nodes, gpus, despite_memory, offline), as_, out)
+
+
+def _show(asked: Asked, as_: str = "scripts", out: Path | None = None) -> int:
     import sys
 
     from trainshed.cli.console import reporter
     from trainshed.errors import InputError
 
-    job, request = _rendered(recipe, overrides, on, id, nodes, gpus, despite_memory, offline)
+    job, request = asked.rendered()
     for note in (*job.notes, *request.notes):
         reporter().note(note)
     if as_ == "helm":
@@ -117,11 +156,10 @@ def submit(
     """
     from trainshed.cli.console import print_report
 
+    asked = Asked(recipe, overrides, on, id, nodes, gpus, despite_memory, offline)
     if dry_run:
-        asked = {"on": on, "id": id, "nodes": nodes, "gpus": gpus}
-        return render(recipe, *overrides, **asked, despite_memory=despite_memory, offline=offline)
-    how = {"despite_memory": despite_memory, "offline": offline}
-    data = send(recipe, overrides, on, id, nodes, gpus, **how, ask=not yes)
+        return _show(asked)
+    data = send(asked, ask=not yes)
     if data is None:
         return 1
     lines = [f"submitted {data['run']} to {data['cluster']}"]
@@ -131,24 +169,13 @@ def submit(
     return 0
 
 
-def send(
-    recipe: str,
-    overrides: tuple[str, ...],
-    on: str,
-    id: str | None,
-    nodes: int | None,
-    gpus: int | None,
-    *,
-    despite_memory: bool = False,
-    offline: bool = False,
-    ask: bool = False,
-) -> dict[str, Any] | None:
+def send(asked: Asked, *, ask: bool = False) -> dict[str, Any] | None:
     """Plan, check and submit; returns what a report says of it, None where the person asked said no."""
     from trainshed.cli.console import reporter
     from trainshed.errors import InputError
     from trainshed.launch.targets import target_of
 
-    job, request = _rendered(recipe, overrides, on, id, nodes, gpus, despite_memory, offline)
+    job, request = asked.rendered()
     target = target_of(job.cluster)
     for note in (*job.notes, *request.notes):
         reporter().note(note)
@@ -181,29 +208,6 @@ def keep_submission(job: Job, submitted: Submitted) -> str:
     kept = replace(submitted, ranks_per_node=job.stage("train").ranks_per_node)
     remember(name, id, job.steps, kept, to_yaml(job.cluster))
     return f"{name}/{id}"
-
-
-def _rendered(
-    recipe: str,
-    overrides: tuple[str, ...],
-    on: str,
-    id: str | None,
-    nodes: int | None,
-    gpus: int | None,
-    despite_memory: bool,
-    offline: bool,
-) -> tuple[Job, Request]:
-    from trainshed.launch.targets import target_of
-    from trainshed.line.submission import build_job
-    from trainshed.recipe import load_cluster, load_recipe, split_overrides
-
-    for_recipe, for_cluster = split_overrides(overrides)
-    cluster = load_cluster(on, for_cluster)
-    target = target_of(cluster)
-    loaded = load_recipe(recipe, for_recipe)
-    how = {"despite_memory": despite_memory, "offline": offline}
-    job = build_job(loaded, cluster, id=id, nodes=nodes, gpus=gpus, **how)
-    return job, target.render(job)
 
 
 def _write(request: Request, folder: Path) -> None:

@@ -14,9 +14,13 @@ from trainshed.engines.megatron.settings import Settings
 TIMEOUT_MINUTES = 30
 
 
+CHECKPOINTS = "checkpoints-megatron"
+"""Where checkpoints are kept in the run's folder: apart from our own, whose names they share."""
+
+
 def checkpoint_folder(place: EnginePlace) -> str:
     """Where Megatron keeps its checkpoints."""
-    return f"{place.run}/checkpoints-megatron"
+    return f"{place.run}/{CHECKPOINTS}"
 
 
 def index_folder(place: EnginePlace) -> str:
