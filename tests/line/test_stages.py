@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
+from megatron_folders import assert_equal
 from text_recipes import write_recipe, write_script
+from tiny_models import save_tiny_hf
+from trainshed.checkpoints.formats import open_weights
 from trainshed.data.tokens.indexed import IndexedReader
+from trainshed.engines.megatron.keeping import CHECKPOINTS
 from trainshed.errors import InputError
 from trainshed.launch.shipping import Code
 from trainshed.line import open_run_folder
 from trainshed.line.engine_files import leave_data, leave_tokenizer
 from trainshed.line.stages import run_stage
 from trainshed.line.submission import build_job
-from trainshed.recipe import load_cluster, load_recipe
+from trainshed.recipe import Recipe, load_cluster, load_recipe
 
 CODE = Code("trainshed-0-0.tar.xz", "0" * 64, b"")
 
@@ -24,6 +29,10 @@ def job_folder(tmp_path: Path, *overrides: str, parts: int = 1) -> tuple[Path, P
     """The folder of a job's files as a node has it, and the run's folder."""
     write_script(tmp_path)
     recipe = load_recipe(str(write_recipe(tmp_path, "{script: numbers.py}")), ["layout={dp: 2}", *overrides])
+    return written_job(tmp_path, recipe, parts)
+
+
+def written_job(tmp_path: Path, recipe: Recipe, parts: int = 1) -> tuple[Path, Path]:
     cluster = tmp_path / "cluster.yaml"
     cluster.write_text(
         f"name: c\ntarget: slurm\nstore: {tmp_path}/shared\nnodes: {{default: 1}}\nlimits: {{prepare_parts: {parts}}}\n"
@@ -85,3 +94,32 @@ def test_a_stage_that_is_none_is_refused_by_name(tmp_path: Path) -> None:
     folder, _ = job_folder(tmp_path)
     with pytest.raises(InputError, match="there is no stage `serve` on CPUs"):
         run_stage("serve", folder)
+
+
+def test_base_weights_go_to_megatron_and_what_it_trained_comes_back_as_transformers_reads_it(tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    save_tiny_hf("llama", base)
+    text = f"""
+name: there-and-back
+model: {{from: {base}}}
+data: {{synthetic: true, sequence_length: 16}}
+train: {{steps: 2, global_batch: 4, precision: bf16, optimizer: {{lr: 1.0e-3}}}}
+layout: {{dp: 2}}
+engine: megatron
+export: {{dtype: fp32}}
+"""
+    folder, run = written_job(tmp_path, recipe_file(tmp_path, text))
+    for stage in ("fetch", "convert"):
+        run_stage(stage, folder)
+    verdict = json.loads((run / "engine" / "base" / "verdict.json").read_text())
+    assert verdict["passed"] is True
+    # Megatron itself would train from here; its checkpoint has the same form.
+    shutil.copytree(run / "engine" / "base", run / CHECKPOINTS)
+    run_stage("export", folder)
+    with open_weights(run / "export") as exported, open_weights(base) as source:
+        assert_equal(exported, source)
+
+
+def recipe_file(folder: Path, text: str) -> Recipe:
+    (folder / "recipe.yaml").write_text(text)
+    return load_recipe(str(folder / "recipe.yaml"))

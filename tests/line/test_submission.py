@@ -193,6 +193,21 @@ def test_pods_need_a_volume_under_the_store(tmp_path: Path) -> None:
         job_of(tmp_path, "layout={dp: 1}", cluster=cluster)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "what"),
+    [
+        (["engine=nemo"], "checkpoints of nemo are not converted here"),
+        (["engine=torchtune", "layout.shard=full"], "checkpoints of torchtune are not converted here"),
+        (["engine=megatron", "layout.shard=full"], r"Megatron's FSDP \(shard: full\)"),
+    ],
+)
+def test_an_export_that_would_fail_after_the_training_is_refused_before_it(
+    overrides: list[str], what: str, tmp_path: Path
+) -> None:
+    with pytest.raises(RecipeError, match=what):
+        job_of(tmp_path, "layout={dp: 2}", "export={}", *overrides)
+
+
 def test_a_recipe_cannot_bring_its_own_image_where_the_image_is_locked(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="`image` is locked"):
         job_of(

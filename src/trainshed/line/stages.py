@@ -77,7 +77,7 @@ def export_run(recipe: Recipe, run: Path, reporter: Reporter = SILENT) -> str:
     from trainshed.checkpoints.formats import Target
 
     wanted = recipe.export or Export()
-    source = run / CHECKPOINTS if recipe.engine.name in ("megatron", "nemo") else run
+    source = run / CHECKPOINTS if recipe.engine.name == "megatron" else run
     target = f"{wanted.to.rstrip('/')}/{recipe.name}/{run.name}" if wanted.to else str(run / "export")
     made = convert(str(source), target, Target(wanted.format), dtype=wanted.dtype, reporter=reporter)
     refuse_unproven(made.verdict.passed, target)

@@ -19,6 +19,7 @@ import trainshed
 from trainshed.catalog.gpus import find_gpu
 from trainshed.engines.adapters import launch_of
 from trainshed.engines.foreign import EngineLaunch, EnginePlace, EngineTask
+from trainshed.engines.megatron.parallel import uses_fsdp
 from trainshed.engines.torchrun import launcher_script
 from trainshed.errors import RecipeError
 from trainshed.launch.fabric import fabric_setup
@@ -29,6 +30,7 @@ from trainshed.launch.shipping import pack_code, provenance
 from trainshed.line.placing import PlannedRun, plan_on_cluster
 from trainshed.line.planning import PlannedModel, planned_model
 from trainshed.line.preparing import resolve, store_options
+from trainshed.plan.layout import RankLayout
 from trainshed.recipe import Cluster, Recipe, run_id, to_yaml
 
 UNKNOWN_SAVE_SECONDS = 270
@@ -57,6 +59,7 @@ def build_job(
     resolved = resolve(recipe, store_options(cluster), pin=not offline)
     model = planned_model(resolved, cluster)
     planned = plan_on_cluster(resolved, cluster, model, nodes, gpus, despite_memory)
+    _check_export(resolved, planned.layout)
     setup = fabric_setup(cluster, nodes=planned.placement.nodes)
     warnings = lint_environment(setup, cluster.environment, cluster.where)
     name = id or run_id(resolved)
@@ -150,6 +153,24 @@ def _check_reachable(recipe: Recipe) -> None:
                     where=recipe.where(key),
                     hint="write an absolute path that they mount, or an address in a store (s3://, gs://, az://, hf://)",
                 )
+
+
+def _check_export(recipe: Recipe, layout: RankLayout) -> None:
+    """Refuse an export that would fail when the GPUs are done: of checkpoints that are not read here."""
+    if recipe.export is None:
+        return
+    if recipe.engine.name in ("nemo", "torchtune"):
+        raise RecipeError(
+            f"checkpoints of {recipe.engine.name} are not converted here",
+            where=recipe.where("export"),
+            hint="delete it, or write `engine: torch` or `megatron`",
+        )
+    if recipe.engine.name == "megatron" and uses_fsdp(layout):
+        raise RecipeError(
+            f"checkpoints of Megatron's FSDP (shard: {layout.shard}) are not converted here",
+            where=recipe.where("export"),
+            hint="write `layout.shard: zero1`, or delete `export`",
+        )
 
 
 def _heed_locks(recipe: Recipe, cluster: Cluster) -> None:

@@ -104,8 +104,9 @@ def _show(asked: Asked, as_: str = "scripts", out: Path | None = None) -> int:
             raise InputError(what, where="--as helm", hint="write --out DIR, and a Kubernetes cluster after --on")
         from trainshed.launch.kubernetes.helm import write_chart
 
-        write_chart(job, request, out)
-        reporter().note(f"chart written to {out}: helm install {job.name} {out}")
+        warnings = write_chart(job, request, out)
+        said = warnings or (f"helm install {job.name} {out}",)
+        reporter().note("\n".join((f"chart written to {out}", *said)))
     elif out is not None:
         _write(request, out)
         reporter().note(f"{len(request.parts)} parts written to {out}")
