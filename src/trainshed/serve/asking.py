@@ -1,0 +1,125 @@
+"""What is asked of a model and what comes back: the words that the generator and every API share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+Reason = Literal["stop", "length", "cancelled"]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen, and when to stop."""
+
+    max_tokens: int | None = None
+    """None: until the model's length is full."""
+    temperature: float = 1.0
+    """0: always the likeliest token."""
+    top_k: int = 0
+    """0: no bound."""
+    top_p: float = 1.0
+    seed: int | None = None
+    """The same seed, prompt and sampling give the same answer, whoever else is being answered."""
+    stop: tuple[str, ...] = ()
+    """Texts that end the answer; they are not part of it."""
+    ignore_end: bool = False
+    """Go on after the model's own end token."""
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logprobs: int | None = None
+    """How many alternatives are told with each token; None: no log-probabilities at all."""
+    prompt_logprobs: bool = False
+    """Tell the log-probability of each token of the prompt, too."""
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """A token that could have stood there."""
+
+    token: int
+    logprob: float
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One token of an answer."""
+
+    token: int
+    text: str
+    """What it adds to the text: nothing while a character is half there or a stop text may be beginning."""
+    logprob: float | None = None
+    """Of the model itself, before temperature and bounds."""
+    alternatives: tuple[Alternative, ...] = ()
+
+
+@dataclass(frozen=True)
+class PromptRead:
+    """The prompt has been read; log-probabilities of its tokens from the second on, where they were asked for."""
+
+    logprobs: tuple[Piece, ...] = ()
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The answer is whole. `text` is what was held back and is part of it after all."""
+
+    reason: Reason
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The model could not go on; the sentence says why."""
+
+    why: str
+
+
+Event = PromptRead | Piece | Ended | Failed
+
+
+@dataclass(frozen=True)
+class Load:
+    """How busy a generator is."""
+
+    running: int
+    waiting: int
+    cached_tokens: int
+    cache_tokens: int
+    """Room for tokens, in all."""
+    prompt_tokens_total: int
+    generated_tokens_total: int
+
+
+class Ticket(Protocol):
+    """A question that is being answered."""
+
+    def cancel(self) -> None:
+        """Stop answering; an `Ended("cancelled")` follows unless the answer was whole already."""
+        ...
+
+
+class Generator(Protocol):
+    """Answers many questions at once. Its events come from a thread of its own, in order for each question."""
+
+    @property
+    def max_length(self) -> int:
+        """Prompt and answer together, in tokens."""
+        ...
+
+    def submit(self, prompt: Sequence[int], sampling: Sampling, tell: Callable[[Event], None]) -> Ticket:
+        """Take a question; raises `InputError` for a prompt that is empty, too long or of unknown tokens."""
+        ...
+
+    def load(self) -> Load:
+        """Say how busy it is."""
+        ...
+
+    def failure(self) -> str | None:
+        """Say why it can answer nothing any more; None while all is well."""
+        ...
+
+    def close(self) -> None:
+        """Answer nothing more: running questions end as cancelled."""
+        ...
