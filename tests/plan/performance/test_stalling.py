@@ -18,7 +18,7 @@ from trainshed.plan.performance.stacks import stack
 from trainshed.plan.performance.stalling import pending_gathered_bytes
 from trainshed.recipe import Layout
 
-CONFIG = model_preset("llama3-8b")
+CONFIG = model_preset("llama3-8b").model_copy(update={"kv_heads": 32})
 NANOTRON = stack("nanotron")
 
 
@@ -48,6 +48,15 @@ def test_on_32_nodes_a_stall_is_a_risk_that_is_not_in_the_step() -> None:
     assert risky.risk_seconds > free.risk_seconds
     assert predicted(job_on(256), tp=2).risk_seconds == predicted(job_on(256, stall_ms=0.0), tp=2).risk_seconds
     assert predicted(job_on(128), tp=2, pp=2).risk_seconds == free.risk_seconds
+
+
+def test_on_64_nodes_tensor_parallel_may_stall_without_a_pipeline_and_least_where_its_groups_are_far() -> None:
+    within, whole, far = (predicted(job_on(512), tp=tp) for tp in (4, 8, 32))
+    assert whole.stall_likelihood > within.stall_likelihood > far.stall_likelihood > 0
+    free = predicted(job_on(512, stall_ms=0.0), tp=8)
+    assert whole.step_seconds == free.step_seconds
+    assert whole.risk_seconds > free.risk_seconds
+    assert predicted(job_on(512), tp=1).stall_likelihood == predicted(job_on(256), tp=8).stall_likelihood == 0
 
 
 def test_what_is_pending_grows_with_tokens_and_width_but_not_with_depth() -> None:

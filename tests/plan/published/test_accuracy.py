@@ -55,8 +55,8 @@ def test_memory_of_the_sweep(found: Validation) -> None:
 def test_what_a_wrong_choice_costs(found: Validation) -> None:
     regret = found.scores().regret
     assert (regret.top1_mean or 1) <= 0.06
-    # Without the one group on 64 nodes in which nearly every run stalled it is 0.3%.
-    assert (regret.top3_mean or 1) <= 0.04
+    # Without the one group on 64 nodes in which nearly every run stalled it is 0.1%.
+    assert (regret.top3_mean or 1) <= 0.03
 
 
 def test_what_runs_out_of_memory_is_told_from_what_fits(found: Validation) -> None:

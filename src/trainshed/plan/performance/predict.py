@@ -16,7 +16,7 @@ from trainshed.plan.performance.layer_time import LOW_PRECISIONS, Kernels, Layer
 from trainshed.plan.performance.memory import backward_share, head_chunk, rank_memory, rank_weights
 from trainshed.plan.performance.pipeline import Passes, pipeline_seconds
 from trainshed.plan.performance.prediction import Job, Memory, Prediction, StagePrediction, StepTimes
-from trainshed.plan.performance.stalling import stall_risk_seconds, transfer_stall_seconds
+from trainshed.plan.performance.stalling import stall_likelihood, stall_risk_seconds, transfer_stall_seconds
 
 NEARLY_FULL = 0.94
 """Of the card, from where a prediction that is a little off would mean that a layout does not fit."""
@@ -71,6 +71,7 @@ def predict(job: Job, layout: RankLayout) -> Prediction:
         mfu=tflops / peak,
         peak_tflops=peak,
         risk_seconds=_risk_seconds(job, layout, times.total),
+        stall_likelihood=stall_likelihood(job, layout),
     )
 
 
@@ -109,7 +110,7 @@ def _squeezed(job: Job, layout: RankLayout, *, pending: bool, off_by: float = 0.
 
 def _risk_seconds(job: Job, layout: RankLayout, step_seconds: float) -> float:
     """What a step loses on average to what comes and goes: stalls, and an allocator that has to take back."""
-    risk = stall_risk_seconds(job, layout) * job.calibration
+    risk = stall_risk_seconds(job, layout, step_seconds / job.calibration) * job.calibration
     if job.stack.pending_bytes:
         cases = (-_MEMORY_OFF_BY, 0.0, _MEMORY_OFF_BY)
         longer = sum(1 + _squeezed(job, layout, pending=True, off_by=case) for case in cases) / len(cases)

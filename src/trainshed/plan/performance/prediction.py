@@ -131,6 +131,8 @@ class Prediction:
     peak_tflops: float
     risk_seconds: float = 0.0
     """What stalls that come and go add on average; not in the step, and what choices are made with."""
+    stall_likelihood: float = 0.0
+    """How likely a run of its kind is held up."""
 
     @property
     def ranking_seconds(self) -> float:

@@ -4,7 +4,7 @@ The ultra-scale sweep (nanotron) has both, often for the same layout measured tw
 collectives of many layers, and what they gathered stays allocated until the GPU is through with it. Held up, every
 transfer between stages takes 0.27 s whatever its size, and nothing is allocated ahead (in 48 of 49 runs whose memory
 tells). No column says why. What a layout can tell is here; what it cannot is a risk, which is not in the predicted step
-but counts where layouts are chosen.
+but counts where layouts are chosen, and says what to try if the chosen one is held up.
 """
 
 from __future__ import annotations
@@ -16,6 +16,12 @@ _STALLING_NODES = 64
 """All 146 pipelines of the sweep on so many nodes were held up."""
 _RISKY_NODES, _RISK = 32, 0.5
 """On 32 nodes 65 of 126 pipelines were held up; on fewer, one in six at most."""
+_SMALL_TP_RISK, _TP_RISK, _FAR_TP_RISK = 0.5, 0.75, 0.25
+"""Without a pipeline, on as many nodes as hold up every pipeline, these were held up, in each layer: 3 of
+6 runs whose tensor-parallel group is smaller than a node, 13 of 17 whose group fills one or two, 6 of 25 of four."""
+_LAYER_STALL_SECONDS, _TAKEN = 0.045, 0.45
+"""What such a layer loses (the middle of 16 runs), and how much of the likelihood counts in a choice: as the mean of
+logarithms, and less than half of it, since a layout that is never tried cannot turn out the fastest."""
 _STALLING_TP_NODES = 4
 """Nodes of a tensor-parallel group from which pipelines were held up on any number of nodes: all 100 of them."""
 _LAYERS_AHEAD = 32
@@ -31,12 +37,30 @@ def transfer_stall_seconds(job: Job, layout: RankLayout, chunk: int) -> float:
     return _stall_seconds(job, layout, chunk) if _held_up(job, layout) else 0.0
 
 
-def stall_risk_seconds(job: Job, layout: RankLayout) -> float:
-    """Return what a step loses on average where some pipelines stall and others do not."""
-    if _held_up(job, layout) or job.gpus < _RISKY_NODES * job.hardware.gpus_per_node:
+def stall_likelihood(job: Job, layout: RankLayout) -> float:
+    """Return how likely a run is held up where some are and others are not; 0 also where all of them are."""
+    per_node = job.hardware.gpus_per_node
+    if not job.stack.stall_ms:
         return 0.0
-    worst = max(_stall_seconds(job, layout, chunk) for chunk in range(layout.pp))
-    return _RISK * 2 * worst * layout.vp * layout.micro_batches(job.global_batch)
+    if layout.pp > 1:
+        return _RISK if job.gpus >= _RISKY_NODES * per_node and not _held_up(job, layout) else 0.0
+    if layout.tp == 1 or job.gpus < _STALLING_NODES * per_node:
+        return 0.0
+    if layout.tp >= _STALLING_TP_NODES * per_node:
+        return _FAR_TP_RISK
+    return _SMALL_TP_RISK if layout.tp < per_node else _TP_RISK
+
+
+def stall_risk_seconds(job: Job, layout: RankLayout, step_seconds: float) -> float:
+    """Return what a step loses on average where some runs are held up and others are not."""
+    likely, micro_batches = stall_likelihood(job, layout), layout.micro_batches(job.global_batch)
+    if not likely:
+        return 0.0
+    if layout.pp > 1:
+        worst = max(_stall_seconds(job, layout, chunk) for chunk in range(layout.pp))
+        return likely * 2 * worst * layout.vp * micro_batches
+    lost = _LAYER_STALL_SECONDS * job.model.layers * micro_batches
+    return step_seconds * ((1 + lost / step_seconds) ** (_TAKEN * likely) - 1)
 
 
 def _stall_seconds(job: Job, layout: RankLayout, chunk: int) -> float:
