@@ -172,6 +172,15 @@ def test_a_layout_that_does_not_fit_is_refused_unless_one_insists(tmp_path: Path
     assert build_job(recipe, cluster, code=CODE, despite_memory=True).stage("train").world_size == 16
 
 
+def test_adapters_are_planned_as_what_they_train_and_refused_where_even_that_does_not_fit() -> None:
+    name, cluster = "soperator-llama3-3-70b-lora", load_cluster("soperator-h100")
+    job = build_job(load_recipe(name), cluster, code=CODE, offline=True)
+    assert any("0.28% of the weights are trained" in note for note in job.notes)
+    too_much = ["layout.recompute=none", "layout.micro_batch=64", "train.global_batch=1024"]
+    with pytest.raises(RecipeError, match="GiB on its fullest GPU"):
+        build_job(load_recipe(name, too_much), cluster, code=CODE, offline=True)
+
+
 def test_variables_that_do_not_belong_to_the_fabric_are_refused_with_the_reason(tmp_path: Path) -> None:
     recipe = recipe_file(tmp_path, "train.precision=bf16")
     cluster = load_cluster("eks-p5", ["image=registry/x", "environment={NCCL_SOCKET_IFNAME: eth0}"])

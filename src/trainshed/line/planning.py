@@ -11,6 +11,7 @@ from trainshed.catalog.models import architecture
 from trainshed.data.sampling.schedule import BatchSchedule, RampUp
 from trainshed.errors import RecipeError, TrainshedError
 from trainshed.line.preparing import store_options
+from trainshed.models.adapters import trained_share
 from trainshed.models.hf_config import read_hf_config
 from trainshed.plan.budget.budget import Terms
 from trainshed.plan.budget.planned_storage import storage_of
@@ -32,6 +33,8 @@ class PlannedModel:
     layout: Layout | None
     steps: int | None
     notes: tuple[str, ...] = ()
+    trained_share: float = 1.0
+    """Which part of the weights is trained: less than all with adapters."""
 
 
 def planned_model(recipe: Recipe, cluster: Cluster) -> PlannedModel:
@@ -50,8 +53,9 @@ def planned_model(recipe: Recipe, cluster: Cluster) -> PlannedModel:
         notes.append("hours and cost are left out: `epochs` has a length only once the data is prepared")
     if ramp is not None:
         notes.append(f"planned for the full batch of {train.global_batch:,}: steps of the ramp are shorter")
+    share = trained_share(config, train.lora)
     if train.lora is not None:
-        notes.append("planned as if all weights were trained: adapters (`train.lora`) take less memory and time")
+        notes.append(f"planned for adapters: {share:.2%} of the weights are trained and saved, the rest are read only")
     layout = None if isinstance(recipe.layout, str) else recipe.layout
     preset = recipe.model.preset or recipe.model.from_ or config.family
     return PlannedModel(
@@ -65,6 +69,7 @@ def planned_model(recipe: Recipe, cluster: Cluster) -> PlannedModel:
         layout,
         steps,
         tuple(notes),
+        share,
     )
 
 

@@ -65,7 +65,8 @@ def budget(job: Job, prediction: Prediction, terms: Terms) -> Budget:
     """Return what a predicted layout costs to save, to feed and to run."""
     layout, hardware, step = prediction.layout, job.hardware, prediction.step_seconds
     kept = {"storage": terms.storage, "machine": terms.machine, "engine": terms.engine}
-    checkpoint = checkpoint_cost(job.model.weights, layout, hardware, **kept)
+    saved = ceil(job.model.weights * job.habits.trained_share)
+    checkpoint = checkpoint_cost(saved, layout, hardware, **kept)
     mtbf, mtbf_source = node_mtbf_hours(hardware.gpus_per_node, terms.mtbf_hours)
     expected = goodput(
         checkpoint,

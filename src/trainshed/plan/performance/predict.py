@@ -59,7 +59,9 @@ def predict(job: Job, layout: RankLayout) -> Prediction:
     times = _times(job, layout, chunks)
     stages = tuple(_stage(job, layout, chunks, rank) for rank in range(layout.pp))
     peak = peak_tflops(job)
-    flops = TRAINING_PER_FORWARD * job.model.token_flops(job.sequence_length) * job.tokens_per_step
+    # Weights that are not trained have no gradient: their backward pass is one product instead of two.
+    passes = TRAINING_PER_FORWARD - (1 - job.habits.trained_share)
+    flops = passes * job.model.token_flops(job.sequence_length) * job.tokens_per_step
     tflops = flops / times.total / job.gpus / 1e12
     return Prediction(
         layout=layout,

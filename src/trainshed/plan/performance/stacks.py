@@ -36,11 +36,16 @@ class Habits:
     graphs: float = 0.0
     """Share of the launches that CUDA graphs save."""
     trained_share: float = 1.0
-    """Share of the weights that are trained: 0 stands for adapters."""
+    """Share of the weights that are trained: next to nothing with adapters."""
     half_gradients: bool = False
     """Gradients are kept and reduced in 16 bits."""
     power: float = 1.0
     """Clock under a lower power limit, as a share of the usual one."""
+
+    @property
+    def adapters(self) -> bool:
+        """Whether only adapters are trained."""
+        return self.trained_share < 1
 
 
 @dataclass(frozen=True)

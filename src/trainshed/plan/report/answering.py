@@ -103,6 +103,7 @@ def _explanation(question: Question, chosen: Prediction) -> list[str]:
             sequence_length=asked.sequence_length,
             batch_sizes=question.batches,
             engine=question.engine,
+            lora=asked.habits.adapters,
             stages_written=True,
         )
         return problems[0].what if problems else None

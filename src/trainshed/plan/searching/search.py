@@ -100,6 +100,7 @@ def evaluate(
         sequence_length=job.sequence_length,
         batch_sizes=sizes,
         engine=engine,
+        lora=job.habits.adapters,
         stages_written=stages_written,
     )
     if problems:

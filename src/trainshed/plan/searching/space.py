@@ -49,7 +49,7 @@ class Space:
         engine_rules(engine)
         sizes = tuple(sorted({job.global_batch, *batch_sizes}))
         # What a search chooses is written out in full, uneven chunks too.
-        return cls(job, engine, fixed, Asked(job.sequence_length, sizes, stages_written=True))
+        return cls(job, engine, fixed, Asked(job.sequence_length, sizes, job.habits.adapters, stages_written=True))
 
     def layouts(self, on_illegal: OnIllegal) -> Iterator[RankLayout]:
         """Yield every legal layout that recomputes as little as may be; tells the others to `on_illegal`."""
