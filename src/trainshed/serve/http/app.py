@@ -1,0 +1,143 @@
+"""The routes of the server, and what all of them share: keys, errors, counting."""
+
+from __future__ import annotations
+
+import hmac
+import traceback
+from collections.abc import Awaitable, Callable
+from importlib.resources import files
+from typing import Literal
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response
+from starlette.routing import Route
+
+from trainshed.reporting import SILENT, Reporter
+from trainshed.serve.http import metrics
+from trainshed.serve.http.condition import Condition
+from trainshed.serve.http.megatron_requests import MegatronRefusal
+from trainshed.serve.http.megatron_routes import Megatron, refusal_response
+from trainshed.serve.http.openai_routes import OpenAi, json_response
+from trainshed.serve.http.refusal import Refusal
+
+Handler = Callable[[Request], Awaitable[Response]]
+Dialect = Literal["openai", "megatron"]
+
+_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS"})
+# The page brings all it needs, and talks to nobody but this server.
+_PAGE_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
+
+
+def build_app(condition: Condition, *, api_key: str | None = None, reporter: Reporter = SILENT) -> Starlette:
+    """Assemble the server; with an `api_key`, all routes that ask the model want it as a bearer token."""
+    openai, megatron = OpenAi(condition), Megatron(condition)
+    shared = _Shared(condition, api_key, reporter)
+    probes = _Probes(condition)
+    return Starlette(
+        routes=[
+            shared.open("GET", "/", probes.page),
+            shared.open("GET", "/health", probes.health),
+            shared.open("GET", "/ready", probes.ready),
+            shared.open("GET", "/metrics", probes.metrics),
+            shared.guarded("GET", "/v1/models", openai.models, "openai"),
+            shared.guarded("GET", "/v1/models/{name:path}", openai.model, "openai"),
+            shared.guarded("POST", "/v1/completions", openai.completions, "openai"),
+            shared.guarded("POST", "/v1/chat/completions", openai.chat, "openai"),
+            shared.guarded("PUT", "/api", megatron.generate, "megatron"),
+            shared.guarded("POST", "/completions", megatron.completions, "megatron"),
+        ],
+        exception_handlers={HTTPException: shared.no_such_route},
+    )
+
+
+class _Probes:
+    """What is asked about the server itself."""
+
+    def __init__(self, condition: Condition) -> None:
+        self._condition = condition
+        self._page = files("trainshed.serve.http").joinpath("page.html").read_text(encoding="utf-8")
+
+    async def page(self, request: Request) -> Response:
+        headers = {"content-security-policy": _PAGE_POLICY, "cache-control": "no-cache"}
+        return HTMLResponse(self._page, headers=headers)
+
+    async def health(self, request: Request) -> Response:
+        status, report = self._condition.health()
+        return json_response(report, status)
+
+    async def ready(self, request: Request) -> Response:
+        status, report = self._condition.readiness()
+        return json_response(report, status)
+
+    async def metrics(self, request: Request) -> Response:
+        model = self._condition.model
+        load = model.generator.load() if model else None
+        text = self._condition.metrics.text(ready=self._condition.is_ready, load=load)
+        return Response(text, headers={"content-type": metrics.CONTENT_TYPE})
+
+
+class _Shared:
+    """Wraps handlers in what all of them share."""
+
+    def __init__(self, condition: Condition, api_key: str | None, reporter: Reporter) -> None:
+        self._condition, self._reporter = condition, reporter
+        self._api_key = api_key.encode() if api_key else None
+
+    def open(self, method: str, path: str, handler: Handler) -> Route:
+        """Return a route that anybody may ask."""
+        return self._route(method, path, handler, "openai")
+
+    def guarded(self, method: str, path: str, handler: Handler, dialect: Dialect) -> Route:
+        """Return a route that wants the key; its errors are in its dialect."""
+
+        async def with_key(request: Request) -> Response:
+            self._check_key(request)
+            return await handler(request)
+
+        return self._route(method, path, with_key, dialect)
+
+    async def no_such_route(self, request: Request, error: Exception) -> Response:
+        """Answer what no route answers; counted under one name, so that clients cannot make up new ones."""
+        status = error.status_code if isinstance(error, HTTPException) else 500
+        if status == 405:
+            sentence = f"{request.url.path} is not for {request.method}"
+        else:
+            sentence = f"there is nothing at {request.method} {request.url.path}"
+        method = request.method if request.method in _METHODS else "(other)"
+        self._condition.metrics.count_request(method, "(none)", status)
+        response = Refusal(status, sentence).response()
+        if isinstance(error, HTTPException) and error.headers:
+            response.headers.update(error.headers)
+        return response
+
+    def _route(self, method: str, path: str, handler: Handler, dialect: Dialect) -> Route:
+        async def endpoint(request: Request) -> Response:
+            try:
+                response = await handler(request)
+            except (Refusal, MegatronRefusal) as refusal:
+                response = _refused(refusal, dialect)
+            except Exception as error:
+                self._reporter.warn(f"{method} {path} failed:\n{traceback.format_exc().rstrip()}")
+                response = _refused(Refusal(500, f"a fault of Trainshed: {type(error).__name__}"), dialect)
+            self._condition.metrics.count_request(request.method, path, response.status_code)
+            if self._condition.draining:
+                response.headers["connection"] = "close"  # the next request finds a server that stays
+            return response
+
+        return Route(path, endpoint, methods=[method])
+
+    def _check_key(self, request: Request) -> None:
+        if self._api_key is None:
+            return
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not hmac.compare_digest(key.strip().encode(), self._api_key):
+            sentence = "this server wants its API key: send the header `Authorization: Bearer KEY`"
+            raise Refusal(401, sentence, code="invalid_api_key")
+
+
+def _refused(refusal: Refusal | MegatronRefusal, dialect: Dialect) -> Response:
+    if dialect == "megatron" or isinstance(refusal, MegatronRefusal):
+        return refusal_response(refusal)
+    return refusal.response()

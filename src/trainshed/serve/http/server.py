@@ -1,0 +1,193 @@
+"""The life of the server: bind, load, serve, drain.
+
+uvicorn runs in a thread of its own. So the port answers probes while the main thread loads, signals are ours (uvicorn
+takes them in the main thread only), and an error of loading ends the process with its own exit code.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from trainshed.errors import InputError, TrainshedError
+from trainshed.reporting import Reporter
+from trainshed.serve.http.app import build_app
+from trainshed.serve.http.condition import Condition, LoadProgress
+from trainshed.serve.http.model import ServedModel
+
+LINGER_SECONDS = 5.0
+"""How long new questions are still taken after SIGTERM: a load balancer hears late that a server is not ready."""
+_KEEP_ALIVE_SECONDS = 75
+"""Longer than the 60 s of usual load balancers: they, not we, end a connection that both could use."""
+_CLOSING_SECONDS = 5
+_UNLOADING_SECONDS = 5.0
+"""How long loading may take to be undone after a signal; reads under way cannot be interrupted."""
+_POLL_SECONDS = 0.05
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """How a model is served."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    grace_seconds: float = 30.0
+    """How long answers may still take after a signal."""
+    max_questions: int = 256
+    """Running and waiting together; more are refused with 429."""
+    api_key: str | None = None
+
+
+def serve_http(load: Callable[[Reporter], ServedModel], settings: ServerSettings, reporter: Reporter) -> int:
+    """Serve what `load` returns until SIGTERM or SIGINT; the port is bound before it is called."""
+    condition = Condition(max_questions=settings.max_questions)
+    app = build_app(condition, api_key=settings.api_key, reporter=reporter)
+    with _Signals() as signals, bound(settings.host, settings.port) as listener, listening(app, listener) as answers:
+        where = address_of(listener)
+        reporter.note(f"listening at {where}; /ready says when the model is loaded")
+        try:
+            with signals.raised():
+                model = load(LoadProgress(reporter, condition))
+        except _Stopped:
+            reporter.note("stopped while the model was being loaded")
+            return 0
+        try:
+            condition.loaded(model)
+            reporter.note(f"serving {model.name} at {where}")
+            number = signals.wait(answers.is_alive)
+            _drain(condition, settings.grace_seconds, number, reporter)
+        finally:
+            model.generator.close()
+    return 0
+
+
+def _drain(condition: Condition, grace_seconds: float, number: int, reporter: Reporter) -> None:
+    """Stop being ready, finish what runs, cut short what takes longer than the grace."""
+    condition.draining = True
+    ends = time.monotonic() + grace_seconds
+    reporter.note(f"{signal.Signals(number).name}: finishing running answers, for at most {grace_seconds:g} s")
+    if number == signal.SIGTERM:
+        # Nobody balances load over a server in a terminal: Ctrl-C need not wait.
+        time.sleep(min(LINGER_SECONDS, grace_seconds / 2))
+    condition.closed = True
+    while condition.busy and time.monotonic() < ends:
+        time.sleep(_POLL_SECONDS)
+    if condition.busy:
+        reporter.warn(f"answers were cut short: they took longer than {grace_seconds:g} s after the signal")
+        condition.cancel_all()
+
+
+@contextmanager
+def bound(host: str, port: int) -> Iterator[socket.socket]:
+    """Yield a socket that listens; nobody is answered yet, and nobody is turned away."""
+    if not 0 <= port <= 65535:
+        raise InputError(f"--port {port} is no port", hint="write a number from 0 (any that is free) to 65535")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        listener = socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as error:
+        hint = "write another --port, or --port 0 for any that is free" if port else None
+        why = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
+        raise InputError(f"cannot listen at {host}, port {port}: {why}", hint=hint) from None
+    with listener:
+        yield listener
+
+
+def address_of(listener: socket.socket) -> str:
+    """Return the URL of a socket that listens."""
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+@contextmanager
+def listening(app: ASGIApp, listener: socket.socket) -> Iterator[threading.Thread]:
+    """Answer requests for as long as this is entered, in the thread that is yielded."""
+    config = uvicorn.Config(
+        app,
+        http="h11",
+        loop="asyncio",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+        timeout_graceful_shutdown=_CLOSING_SECONDS,
+    )
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="http", daemon=True)
+    thread.start()
+    try:
+        yield thread
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+class _Stopped(BaseException):
+    """A signal came while the model was being loaded; no `except Exception` on the way may swallow it."""
+
+
+class _Signals:
+    """SIGTERM and SIGINT, while entered: the first asks to stop, the second ends the process at once."""
+
+    def __init__(self) -> None:
+        # Unlike an Event, a SimpleQueue may be filled by a handler that interrupts its own reader.
+        self._came: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._first: int | None = None
+        self._raises = False
+        self._before: dict[int, Any] = {}
+        self._impatient = threading.Timer(_UNLOADING_SECONDS, os._exit, (0,))
+        self._impatient.daemon = True
+
+    def __enter__(self) -> _Signals:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._before[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._impatient.cancel()
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def wait(self, is_well: Callable[[], bool]) -> int:
+        """Wait for the first signal and return its number, as long as all is well."""
+        while is_well():
+            with suppress(queue.Empty):
+                return self._came.get(timeout=1)
+        raise TrainshedError("the HTTP server ended by itself", hint="this is a fault of Trainshed: please report it")
+
+    @contextmanager
+    def raised(self) -> Iterator[None]:
+        """Let a signal raise `_Stopped` in here."""
+        self._raises = True
+        try:
+            if self._first is not None:
+                raise _Stopped
+            yield
+        finally:
+            self._raises = False
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self._first is not None:
+            sys.stderr.flush()
+            os._exit(128 + number)
+        self._first = number
+        self._came.put(number)
+        if self._raises:
+            self._impatient.start()
+            raise _Stopped

@@ -1,0 +1,164 @@
+"""Choosing tokens: each row of a batch by its own settings and its own random numbers.
+
+A row's choice is a function of its scores, its settings, its seed and how many tokens it has chosen; never of the rows
+beside it. So rows are only put together in one operation where that cannot change any of them.
+
+Shapes: B rows, R those of them that are drawn, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from trainshed.errors import InputError
+from trainshed.serve.asking import Alternative, Sampling
+
+MAX_ALTERNATIVES = 100
+"""More are refused: they are for people, and each costs a row of text."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A token that was chosen, and its log-probability where it was asked for."""
+
+    token: int
+    logprob: float | None = None
+    alternatives: tuple[Alternative, ...] = ()
+
+
+def check_sampling(sampling: Sampling) -> None:
+    """Refuse settings that mean nothing."""
+    wrong = {
+        "max_tokens": sampling.max_tokens is not None and sampling.max_tokens < 0,
+        "temperature": not 0.0 <= sampling.temperature < math.inf,
+        "top_k": sampling.top_k < 0,
+        "top_p": not 0.0 < sampling.top_p <= 1.0,
+        "frequency_penalty": not math.isfinite(sampling.frequency_penalty),
+        "presence_penalty": not math.isfinite(sampling.presence_penalty),
+        "logprobs": sampling.logprobs is not None and not 0 <= sampling.logprobs <= MAX_ALTERNATIVES,
+        "stop": "" in sampling.stop,
+    }
+    hints = {
+        "max_tokens": "write a whole number from 0 up",
+        "temperature": "write 0 for the likeliest token, 1 for the model's own probabilities",
+        "top_k": "write how many of the likeliest tokens may be chosen; 0 for all",
+        "top_p": "write a share over 0 and up to 1",
+        "logprobs": f"write how many alternatives to tell, 0 to {MAX_ALTERNATIVES}",
+        "stop": "write a text that is not empty",
+    }
+    for name, is_wrong in wrong.items():
+        if is_wrong:
+            raise InputError(
+                f"`{name}: {getattr(sampling, name)}` means nothing", hint=hints.get(name, "write a finite number")
+            )
+
+
+class Chooser:
+    """What one answer remembers of its choices: its random numbers, and which tokens it has used how often."""
+
+    def __init__(self, sampling: Sampling) -> None:
+        self.sampling = sampling
+        seed = sampling.seed if sampling.seed is not None else random.SystemRandom().getrandbits(64)
+        # Python's generator is the same on every platform and in every version; a text as a seed keeps its sign.
+        self._random = random.Random(str(seed))
+        self._used: dict[int, int] = {}
+
+    @property
+    def is_penalised(self) -> bool:
+        """Whether tokens that were used count for less."""
+        return bool(self._used) and bool(self.sampling.frequency_penalty or self.sampling.presence_penalty)
+
+    def uniform(self) -> float:
+        """Return the next of its random numbers, in [0, 1)."""
+        return self._random.random()
+
+    def penalties(self, scores: torch.Tensor) -> torch.Tensor:
+        """Take what used tokens lose off a row of scores [V]."""
+        sampling = self.sampling
+        tokens = torch.tensor(list(self._used), device=scores.device)
+        losses = [sampling.frequency_penalty * count + sampling.presence_penalty for count in self._used.values()]
+        return scores.index_add(0, tokens, -torch.tensor(losses, dtype=scores.dtype, device=scores.device))
+
+    def use(self, token: int) -> None:
+        """Remember a choice."""
+        if self.sampling.frequency_penalty or self.sampling.presence_penalty:
+            self._used[token] = self._used.get(token, 0) + 1
+
+
+def choose(logits: torch.Tensor, choosers: Sequence[Chooser]) -> list[Choice]:
+    """Choose a token for each row of scores: float32 [B, V]."""
+    scores = logits
+    penalised = [row for row, chooser in enumerate(choosers) if chooser.is_penalised]
+    if penalised:
+        scores = logits.clone()
+        for row in penalised:
+            scores[row] = choosers[row].penalties(logits[row])
+    chosen = scores.argmax(-1)
+    for bounded in (False, True):
+        rows = [row for row, chooser in enumerate(choosers) if _is_drawn(chooser, bounded=bounded)]
+        if rows:
+            at = torch.tensor(rows, device=logits.device)
+            chosen[at] = _draw(scores[at], [choosers[row] for row in rows], bounded=bounded)
+    tokens = chosen.tolist()
+    for chooser, token in zip(choosers, tokens, strict=True):
+        chooser.use(token)
+    choices = [Choice(token) for token in tokens]
+    told = [row for row, chooser in enumerate(choosers) if chooser.sampling.logprobs is not None]
+    if told:
+        at = torch.tensor(told, device=logits.device)
+        most = max(choosers[row].sampling.logprobs or 0 for row in told)
+        found = logprobs_of(logits[at], chosen[at], most)
+        for row, choice in zip(told, found, strict=True):
+            count = choosers[row].sampling.logprobs
+            choices[row] = Choice(choice.token, choice.logprob, choice.alternatives[:count])
+    return choices
+
+
+def logprobs_of(logits: torch.Tensor, tokens: torch.Tensor, alternatives: int) -> list[Choice]:
+    """Tell the log-probability of a token in each row of scores [B, V], and those of the likeliest tokens."""
+    logprobs = logits.log_softmax(-1)
+    own = logprobs.gather(1, tokens[:, None])[:, 0].tolist()
+    best = logprobs.topk(min(alternatives, logprobs.shape[1]), dim=-1)
+    rows = zip(tokens.tolist(), own, best.indices.tolist(), best.values.tolist(), strict=True)
+    return [
+        Choice(token, logprob, tuple(Alternative(*each) for each in zip(others, values, strict=True)))
+        for token, logprob, others, values in rows
+    ]
+
+
+def _is_drawn(chooser: Chooser, *, bounded: bool) -> bool:
+    sampling = chooser.sampling
+    return sampling.temperature > 0 and (sampling.top_k > 0 or sampling.top_p < 1.0) == bounded
+
+
+def _draw(scores: torch.Tensor, choosers: Sequence[Chooser], *, bounded: bool) -> torch.Tensor:
+    """Draw a token for each row of scores [R, V] by its temperature, and within its bounds: int64 [R]."""
+    settings = [
+        (each.sampling.temperature, each.uniform(), each.sampling.top_p, each.sampling.top_k) for each in choosers
+    ]
+    table = torch.tensor(settings, dtype=torch.float64, device=scores.device)
+    temperature, uniform, top_p, top_k = (column[:, None] for column in table.unbind(1))
+    # The likeliest becomes 0 before the division, so that no temperature is too small for it.
+    scores = (scores - scores.amax(-1, keepdim=True)).double() / temperature
+    if not bounded:
+        return _drawn(scores.softmax(-1), uniform)
+    scores, order = scores.sort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(scores.shape[-1], device=scores.device)
+    scores = scores.masked_fill((top_k > 0) & (rank >= top_k), -math.inf)
+    probabilities = scores.softmax(-1)
+    # Tokens up to and including the one that fills the share: what stands before each is less than the share.
+    before = probabilities.cumsum(-1) - probabilities
+    probabilities = probabilities.masked_fill((before >= top_p) & (rank > 0), 0.0)
+    return order.gather(1, _drawn(probabilities, uniform)[:, None])[:, 0]
+
+
+def _drawn(probabilities: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """Find where the uniform number falls among probabilities [R, V], which need not sum to 1: int64 [R]."""
+    ends = probabilities.cumsum(-1)
+    found = torch.searchsorted(ends, uniform * ends[:, -1:], right=True)
+    return found.clamp_(max=probabilities.shape[-1] - 1)[:, 0]

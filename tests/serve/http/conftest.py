@@ -1,0 +1,27 @@
+"""A served model of letters."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from served_letters import Served, serve_letters
+
+
+@pytest.fixture(scope="session")
+def letters_server() -> Iterator[Served]:
+    """One server for all tests that do not end it."""
+    with serve_letters() as found:
+        yield found
+
+
+@pytest.fixture
+def served(letters_server: Served) -> Served:
+    """The model of letters, never asked before."""
+    letters_server.begin_anew()
+    return letters_server

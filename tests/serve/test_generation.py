@@ -1,0 +1,112 @@
+"""What is generated is what the model says: the tokens and log-probabilities of transformers, for every family."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from one_process import token_rows
+from small_generators import Answered, ask, begin, generating
+from tiny_models import VARIANTS, hf_model, save_tiny_hf
+from trainshed.recipe import ModelConfig
+from trainshed.serve.asking import Ended
+from trainshed.serve.cache import Room
+
+LENGTHS = (3, 17, 1, 40)
+"""Prompts of different lengths, one longer than the window of the model that has one, one of a single token."""
+GREEDY = {"max_tokens": 16, "temperature": 0.0, "ignore_end": True, "logprobs": 3}
+
+
+def prompts(config: ModelConfig) -> list[list[int]]:
+    return [token_rows(config, 1, length, seed=length)[0].tolist() for length in LENGTHS]
+
+
+def check_against(theirs: Any, prompt: list[int], answer: Answered) -> None:
+    """Tokens as transformers generates them, log-probabilities as one pass over the whole text gives them."""
+    theirs.generation_config.eos_token_id = None
+    with torch.no_grad():
+        expected = theirs.generate(torch.tensor([prompt]), max_new_tokens=16, do_sample=False, pad_token_id=0)
+        whole = theirs(torch.tensor([prompt + answer.tokens])).logits[0].log_softmax(-1)
+    assert answer.tokens == expected[0, len(prompt) :].tolist()
+    assert answer.end == Ended("length")
+    for piece, logprobs in zip(answer.pieces, whole[len(prompt) - 1 :], strict=False):
+        assert piece.logprob == pytest.approx(float(logprobs[piece.token]), abs=2e-5)
+        best = logprobs.topk(3)
+        assert [each.token for each in piece.alternatives] == best.indices.tolist()
+        assert [each.logprob for each in piece.alternatives] == pytest.approx(best.values.tolist(), abs=2e-5)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_many_answers_at_once_are_those_of_transformers(variant: str, tmp_path: Path) -> None:
+    config = save_tiny_hf(variant, tmp_path, seed=2)
+    theirs = hf_model(tmp_path)
+    with generating(tmp_path) as generator:
+        asked = [(prompt, begin(generator, prompt, **GREEDY)) for prompt in prompts(config)]
+        for prompt, answer in asked:
+            check_against(theirs, prompt, answer.wait())
+
+
+@pytest.mark.parametrize("variant", ["llama", "mixtral", "gpt2", "mistral"])
+def test_an_answer_is_the_same_to_the_bit_alone_and_among_others(variant: str, tmp_path: Path) -> None:
+    config = save_tiny_hf(variant, tmp_path, seed=3)
+    drawn = {"max_tokens": 12, "temperature": 0.9, "seed": 5, "logprobs": 2, "ignore_end": True}
+    with generating(tmp_path) as generator:
+        alone = [ask(generator, prompt, **drawn) for prompt in prompts(config)]
+        among = [begin(generator, prompt, **drawn) for prompt in prompts(config)]
+        for one, other in zip(alone, among, strict=True):
+            assert other.wait().events == one.events
+
+
+def test_a_prompt_read_in_chunks_is_the_prompt_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = save_tiny_hf("mistral", tmp_path, seed=4)
+    prompt = prompts(config)[-1]
+    answers = []
+    for chunk_tokens in (64, 7, 1):
+        monkeypatch.setattr("trainshed.serve.stepping.CHUNK_TOKENS", {"cpu": chunk_tokens})
+        with generating(tmp_path) as generator:
+            answers.append(ask(generator, prompt, **GREEDY, prompt_logprobs=True))
+    for answer in answers[1:]:
+        assert answer.tokens == answers[0].tokens
+        for told in ("pieces", "prompt_pieces"):
+            found = [piece.logprob for piece in getattr(answer, told)]
+            assert found == pytest.approx([piece.logprob for piece in getattr(answers[0], told)], abs=1e-5)
+
+
+def test_the_prompt_is_told_token_by_token(tmp_path: Path) -> None:
+    config = save_tiny_hf("qwen3", tmp_path, seed=5)
+    prompt = prompts(config)[1]
+    with torch.no_grad():
+        whole = hf_model(tmp_path)(torch.tensor([prompt])).logits[0].log_softmax(-1)
+    with generating(tmp_path) as generator:
+        answer = ask(generator, prompt, max_tokens=0, prompt_logprobs=True, logprobs=2)
+    assert [piece.token for piece in answer.prompt_pieces] == prompt[1:]
+    expected = [float(whole[at, token]) for at, token in enumerate(prompt[1:])]
+    assert [piece.logprob for piece in answer.prompt_pieces] == pytest.approx(expected, abs=2e-5)
+    best = whole[0].topk(2).indices.tolist()
+    assert [each.token for each in answer.prompt_pieces[0].alternatives] == best
+    assert answer.events[-1] == Ended("length")
+    assert answer.pieces == []
+
+
+def test_an_answer_ends_where_the_model_is_full(tmp_path: Path) -> None:
+    config = save_tiny_hf("gpt2", tmp_path, seed=2)
+    prompt = token_rows(config, 1, config.max_positions - 3)[0].tolist()
+    with generating(tmp_path) as generator:
+        for most in (None, 50):
+            answer = ask(generator, prompt, max_tokens=most, temperature=0.0)
+            assert (len(answer.tokens), answer.end) == (3, Ended("length"))
+
+
+def test_more_answers_than_rows_and_than_cache_are_all_given(tmp_path: Path) -> None:
+    config = save_tiny_hf("llama", tmp_path, seed=6)
+    asked = [token_rows(config, 1, 1 + number % 9, seed=number)[0].tolist() for number in range(12)]
+    with generating(tmp_path, room=Room(4, 64, 256)) as roomy, generating(tmp_path, room=Room(4, 64, 64)) as cramped:
+        answers = [[begin(each, prompt, **GREEDY) for prompt in asked] for each in (roomy, cramped)]
+        for one, other in zip(*answers, strict=True):
+            assert one.wait().events == other.wait().events
+        assert cramped.load().cached_tokens == 0
+        assert cramped.load().generated_tokens_total == 12 * 16
+        assert cramped.load().prompt_tokens_total == sum(map(len, asked))
