@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from trainshed.launch.job import Code, Job, JobFile, Stage
+from trainshed.launch.job import Code, Job, JobFile, Serving, Stage
 from trainshed.recipe import Cluster, load_cluster
 from trainshed.recipe.messages import validate
 from trainshed.recipe.yaml_source import parse
@@ -60,9 +60,18 @@ def job_of(
     steps = tuple(stages_of(found) if stages is None else stages)
     described = JobFile(name, RUN, steps, 300, "bf16", "0.1.0").to_text()
     given = {"recipe.yaml": RECIPE, "job.json": described} if files is None else files
-    if any(stage.script for stage in steps):
-        given = given | {"train.sh": MEGATRON_SCRIPT}
+    given |= {stage.script: MEGATRON_SCRIPT for stage in steps if stage.script is not None}
     return Job(name, RUN, found, steps, given, code, steps=1000, grace_seconds=300)
+
+
+def served(cluster: Cluster, *, script: bool = False, **serving: Any) -> tuple[Stage, ...]:
+    """A line that ends with a server: ours on one GPU, or one that a script starts on eight."""
+    words = ("serve", f"{RUN}/export", "--host", "0.0.0.0", "--name", "llama", "--grace", "120")
+    foreign = {"script": "serve.sh", "image": "vllm/vllm-openai:v0.27.1", "gpus_per_node": 8} if script else {}
+    asked = {"ready": "/health"} if script else {"words": words}
+    gpus = 1 if cluster.machine is not None else 0
+    serve = Stage("serve", **{"gpus_per_node": gpus, "restarts": 3} | foreign, serving=Serving(**asked | serving))
+    return (Stage("export", cpus=8, memory="32Gi"), serve)
 
 
 def train_alone(**keys: Any) -> tuple[Stage, ...]:

@@ -25,7 +25,7 @@ _RAY_JOB_KEYS = {
     "submissionMode", "submitterPodTemplate", "suspend", "ttlSecondsAfterFinished",
 }  # fmt: skip
 _CORE = ("ConfigMap", "ServiceAccount", "Role", "RoleBinding", "Job", "DaemonSet", "StorageClass",
-         "PersistentVolumeClaim", "PersistentVolume")  # fmt: skip
+         "PersistentVolumeClaim", "PersistentVolume", "Service", "Deployment")  # fmt: skip
 
 
 def all_objects(request: Request) -> list[dict[str, Any]]:
@@ -98,6 +98,11 @@ def _check_model(found: dict[str, Any]) -> None:
         name = "JobsetV1alpha2JobSet" if found["kind"] == "JobSet" else "TrainerV1alpha1TrainJob"
         model = getattr(models, name).from_dict(found)
         assert model.to_dict() == found, "its typed model loses a key"
+    if found["kind"] in ("Service", "Deployment"):
+        from lightkube.models import apps_v1, core_v1
+
+        model = core_v1.Service if found["kind"] == "Service" else apps_v1.Deployment
+        assert model.from_dict(found, lazy=False).to_dict() == found, "its typed model loses a key"
     if found["kind"] == "PyTorchJob":
         from kubeflow.training import KubeflowOrgV1PyTorchJob
 

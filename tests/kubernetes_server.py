@@ -23,15 +23,19 @@ import yaml
 TOKEN = "token-of-the-tests"
 PAGE = 2
 """Objects in one answer to a list, so that every list of three comes in pages."""
+# fmt: off
 KINDS = {
-    "/api/v1": ["ConfigMap", "Pod", "ServiceAccount", "Secret", "PersistentVolumeClaim", "PersistentVolume"],
+    "/api/v1": [
+        "ConfigMap", "Event", "Pod", "PersistentVolume", "PersistentVolumeClaim", "Secret", "Service", "ServiceAccount",
+    ],
     "/apis/batch/v1": ["Job"],
-    "/apis/apps/v1": ["DaemonSet"],
+    "/apis/apps/v1": ["DaemonSet", "Deployment"],
     "/apis/rbac.authorization.k8s.io/v1": ["Role", "RoleBinding"],
     "/apis/storage.k8s.io/v1": ["StorageClass"],
     "/apis/jobset.x-k8s.io/v1alpha2": ["JobSet"],
     "/apis/kueue.x-k8s.io/v1beta1": ["LocalQueue", "ClusterQueue", "WorkloadPriorityClass", "Workload"],
 }
+# fmt: on
 
 
 @dataclass
@@ -179,10 +183,13 @@ def _handler(state: KubernetesServer) -> type[BaseHTTPRequestHandler]:
 
         def _list(self, path: str, params: dict[str, str]) -> None:
             wanted = dict(each.split("=") for each in params.get("labelSelector", "").split(",") if each)
+            fields = dict(each.split("=") for each in params.get("fieldSelector", "").split(",") if each)
             found = [
                 each
                 for name, each in sorted(state.objects.items())
-                if name.rsplit("/", 1)[0] == path and wanted.items() <= each["metadata"].get("labels", {}).items()
+                if name.rsplit("/", 1)[0] == path
+                and wanted.items() <= each["metadata"].get("labels", {}).items()
+                and all(_field(each, key) == value for key, value in fields.items())
             ]
             start = int(params.get("continue", 0))
             page = found[start : start + min(PAGE, int(params["limit"]))]
@@ -206,6 +213,12 @@ def _handler(state: KubernetesServer) -> type[BaseHTTPRequestHandler]:
             self._answer(200, {"kind": "Status", "status": "Success"})
 
     return Handler
+
+
+def _field(found: dict[str, Any], key: str) -> Any:
+    for step in key.split("."):
+        found = found.get(step, {})
+    return found
 
 
 def _folders(state: KubernetesServer) -> set[str]:

@@ -1,8 +1,9 @@
-"""Runs the pods of Jobs and JobSets that lie in a test's API server, as processes on this machine.
+"""Runs the pods of Jobs, JobSets and Deployments that lie in a test's API server, as processes on this machine.
 
 The parts of a kubelet and of two controllers that our manifests count on: volumes at their paths (in a mount namespace
 of each pod), variables with their references, names of pods in DNS (/etc/hosts), completion indexes, the rules of
-podFailurePolicy and failurePolicy, a new uid for a job that is made anew. Needs root, for `unshare --mount`.
+podFailurePolicy and failurePolicy, a new uid for a job that is made anew; of a server its probes (`pod_probes.py`).
+Needs root, for `unshare --mount`.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from kubernetes_server import KubernetesServer
+from pod_probes import ProbedPod
 
 # Each pod sees its own /etc (with its files and the names of its peers), /run, /var/tmp and /mnt.
 _INSIDE = """
@@ -42,6 +44,12 @@ class Pod:
     path: str
     process: subprocess.Popen[bytes]
     log: Path
+    command: list[str]
+    values: dict[str, str]
+
+    def start_again(self) -> None:
+        """What a kubelet does with a container that ended: the same once more, in the same pod."""
+        self.process = _started(self.command, self.values, self.log)
 
 
 @dataclass
@@ -64,6 +72,8 @@ class PodRunner:
     """What every claim is."""
     service_account: Path
     gangs: dict[str, Gang] = field(default_factory=dict)
+    servers: dict[str, ProbedPod] = field(default_factory=dict)
+    """By the path of their Deployment; each has one replica."""
 
     def until(self, ask: Callable[[], Any], what: str, seconds: float = 150.0) -> Any:
         """Run whatever is there until something is true."""
@@ -78,6 +88,9 @@ class PodRunner:
         """End what still runs."""
         for gang in self.gangs.values():
             self._kill(gang)
+        for served in self.servers.values():
+            served.pod.process.kill()
+            served.pod.process.wait()
 
     def logs(self) -> str:
         return "\n".join(f"== {log.name}\n{log.read_text()[-3000:]}" for log in sorted(self.folder.glob("*.log")))
@@ -89,6 +102,21 @@ class PodRunner:
         for gang in self.gangs.values():
             if gang.path in self.server.objects and gang.pods:
                 self._look(gang)
+        for path in self.server.paths("/deployments/"):
+            if path not in self.servers:
+                self.servers[path] = self._serve(path)
+        for path, served in list(self.servers.items()):
+            if path in self.server.objects:
+                served.look(self.server, path)
+            else:
+                served.end()
+                del self.server.objects[served.pod.path], self.servers[path]
+
+    def _serve(self, path: str) -> ProbedPod:
+        found = self.server.objects[path]
+        assert found["spec"]["replicas"] == 1, "all pods share this machine's ports"
+        template = found["spec"]["template"]
+        return ProbedPod(self._pod(template, 0, [found["metadata"]["name"]], "none", str(uuid.uuid4()), 0), template)
 
     def _start(self, path: str, restarts: int = 0) -> Gang:
         found = self.server.objects[path]
@@ -129,29 +157,13 @@ class PodRunner:
         values |= {"KUBERNETES_SERVICE_HOST": host, "KUBERNETES_SERVICE_PORT": port}
         values |= {each["name"]: _value(each, labels) for each in container["env"]}
         log = self.folder / f"{name}.log"
-        with log.open("wb") as opened:
-            process = subprocess.Popen(
-                [
-                    "unshare",
-                    "--mount",
-                    "--uts",
-                    "bash",
-                    "-c",
-                    _INSIDE,
-                    "pod",
-                    *container["command"],
-                    *container["args"],
-                ],
-                env=values,
-                stdout=opened,
-                stderr=subprocess.STDOUT,
-                cwd="/",
-                start_new_session=True,
-            )
+        inside = ["unshare", "--mount", "--uts", "bash", "-c", _INSIDE, "pod"]
+        command = [*inside, *container["command"], *container["args"]]
+        process = _started(command, values, log)
         path = f"/api/v1/namespaces/{self.namespace}/pods/{name}"
         body = {"metadata": {"labels": labels}, "spec": {"nodeName": f"node-{index}", "containers": [container]}}
         self.server.put(path, body | {"status": {"phase": "Running"}})
-        return Pod(name, path, process, log)
+        return Pod(name, path, process, log, command, values)
 
     def _volume(self, volume: dict[str, Any], root: Path) -> Path | None:
         """A folder with what a volume holds; shared memory is this machine's own."""
@@ -223,6 +235,13 @@ class PodRunner:
             if pod.process.poll() is None:
                 pod.process.kill()
             pod.process.wait()
+
+
+def _started(command: list[str], values: dict[str, str], log: Path) -> subprocess.Popen[bytes]:
+    with log.open("ab") as opened:
+        return subprocess.Popen(
+            command, env=values, stdout=opened, stderr=subprocess.STDOUT, cwd="/", start_new_session=True
+        )
 
 
 def _value(variable: dict[str, Any], labels: dict[str, str]) -> str:

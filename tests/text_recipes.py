@@ -40,3 +40,13 @@ def write_script(folder: Path, text: str = SCRIPT, name: str = "numbers.py") -> 
     """Write the script that makes the text."""
     (folder / name).write_text(text)
     return folder / name
+
+
+def write_small_recipe(folder: Path, *, name: str = "small") -> Path:
+    """Write a recipe of two small layers over the script's text: what comes behind training is seen in seconds."""
+    sizes = "layers: 2, hidden: 16, heads: 4, kv_heads: 2, head_dim: 4, ffn: 24, vocab_size: 280, max_positions: 32"
+    model = f"{{config: {{family: llama, {sizes}, rope: {{base: 10000.0}}}}, init: random}}"
+    text = RECIPE.format(tokenizer=LEARNED, sources="    - {script: numbers.py}")
+    text = text.replace("{preset: tiny, init: random}", model).replace("name: small", f"name: {name}")
+    (folder / "recipe.yaml").write_text(text)
+    return folder / "recipe.yaml"

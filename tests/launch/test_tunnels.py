@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from trainshed.errors import InputError
@@ -39,11 +41,23 @@ def test_words_with_spaces_reach_the_login_node_as_one_word() -> None:
 def test_on_kubernetes_both_name_the_pod_context_and_namespace() -> None:
     place = cluster(target="kubernetes", kubernetes={"context": "prod", "namespace": "team"})
     pods = StageState("train", "running", "", nodes=("pod-0", "pod-1"))
-    assert tunnel(place, SUBMITTED, pods, "serve").command == (
+    assert tunnel(place, SUBMITTED, pods, "tensorboard").command == (
         *("kubectl", "--context", "prod", "--namespace", "team"),
-        *("port-forward", "pod/pod-0", "8000:8000"),
+        *("port-forward", "pod/pod-0", "6006:6006"),
     )
     assert shell(place, SUBMITTED, pods, 9, ("nvidia-smi",)).command[-4:] == ("-it", "pod-1", "--", "nvidia-smi")
+
+
+def test_a_server_is_reached_by_its_service_or_on_the_port_of_its_node() -> None:
+    place = cluster(target="kubernetes", kubernetes={"namespace": "team"})
+    pods = StageState("serve", "serving", "", id="Deployment/r-1-serve", nodes=("pod-0", "pod-1"))
+    assert tunnel(place, SUBMITTED, pods, "serve").command[-3:] == ("port-forward", "service/r-1-serve", "8000:80")
+    assert shell(place, SUBMITTED, pods, 1).command[-4:] == ("-it", "pod-1", "--", "bash")
+    on_slurm = replace(SUBMITTED, serve_port=20123)
+    node = StageState("serve", "serving", "", id="9", nodes=("n3",))
+    way = tunnel(cluster(slurm={"login": "login"}), on_slurm, node, "serve", 9000)
+    assert way.command == ("ssh", "-N", "-L", "9000:n3:20123", "--", "login")
+    assert way.words == "serve at http://localhost:9000"
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ def run(
     from trainshed.cli.console import human, print_report, reporter
     from trainshed.cli.train import exit_code, train_stage, training_text, worker_arguments
     from trainshed.errors import InputError
-    from trainshed.line import check_trainable, run_line
+    from trainshed.line import check_trainable, run_line, store_options
     from trainshed.recipe import load_cluster, load_recipe, split_overrides
 
     if workers is not None and workers < 1:
@@ -104,7 +104,18 @@ def run(
     if prepared.recipe.export is not None and training["step"] == training["steps"]:
         from trainshed.line.stages import export_run
 
-        data["export"] = export_run(prepared.recipe, prepared.folder, reporter())
+        data["export"] = export_run(
+            prepared.recipe,
+            prepared.folder,
+            reporter(),
+            tokenizer=prepared.tokenizer,
+            options=store_options(cluster),
+        )
         lines.append(f"  exported and proven: {data['export']}")
+        if prepared.recipe.serve is not None:
+            from trainshed.line.serving import local_command
+
+            data["serve"] = local_command(prepared.recipe, data["export"])
+            lines.append(f"  serve it here with: {data['serve']}")
     print_report(data, output, "\n".join(lines))
     return exit_code(training)

@@ -12,8 +12,8 @@ from importlib.metadata import requires
 
 from trainshed.errors import InputError
 
-EXTRAS = ("data", "train")
-"""What a node needs besides the core: to tokenise, and to train."""
+EXTRAS = ("data", "train", "serve")
+"""What a node needs besides the core: to tokenise, to train, and to serve."""
 DEFAULT_BASE = "pytorch/pytorch:2.11.0-cuda12.8-cudnn9-runtime"
 # An image reference: registry, name, tag or digest; nothing a shell or a Dockerfile would read otherwise.
 _REFERENCE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]*")

@@ -22,6 +22,31 @@ MOUNTED_JOB = "/etc/trainshed/job"
 """Where pods find the files of their job."""
 
 
+DEFAULT_PORT = 8000
+"""Of a server that has its own address: a pod."""
+SERVICE_PORT = 80
+"""Of the one address that all replicas of a server share (Kubernetes)."""
+
+
+@dataclass(frozen=True)
+class Serving:
+    """What a stage that serves runs, and how it is asked whether it does. Such a stage never ends by itself."""
+
+    words: tuple[str, ...] = ()
+    """What follows `trainshed` in place of the agent, without the port; empty: the stage's script starts the server."""
+    port: int | None = None
+    """None: `DEFAULT_PORT`, or on Slurm one that follows from the job's id."""
+    replicas: int = 1
+    live: str = "/health"
+    """Answers as long as the server can go on."""
+    ready: str = "/ready"
+    """Answers once the weights are loaded, and no more while it drains."""
+    startup_seconds: int = 120
+    """How long it may take until `live` answers for the first time."""
+    drain_seconds: int = 120
+    """How long answers that are under way may take to end after TERM."""
+
+
 @dataclass(frozen=True)
 class Stage:
     """One step of the line as the scheduler sees it. Stages run in order, each when the one before has succeeded."""
@@ -49,6 +74,8 @@ class Stage:
     """Start no ranks: `trainshed doctor`."""
     cpus: int | None = None
     memory: str | None = None
+    serving: Serving | None = None
+    """None: a stage that ends."""
 
     @property
     def world_size(self) -> int:
@@ -119,7 +146,11 @@ class JobFile:
 
     def to_text(self) -> str:
         """Write it; the same job gives the same bytes."""
-        return orjson.dumps(asdict(self), option=orjson.OPT_INDENT_2 | orjson.OPT_SORT_KEYS).decode() + "\n"
+        body = asdict(self)
+        for stage in body["stages"]:
+            if stage["serving"] is None:
+                del stage["serving"]
+        return orjson.dumps(body, option=orjson.OPT_INDENT_2 | orjson.OPT_SORT_KEYS).decode() + "\n"
 
     @classmethod
     def read(cls, folder: Path) -> JobFile:
@@ -132,9 +163,16 @@ class JobFile:
                 hint="submit it again with the version that its nodes have",
             )
         known = {each.name for each in fields(cls)}
-        stages = tuple(Stage(**stage) for stage in body["stages"])
+        stages = tuple(_stage(stage) for stage in body["stages"])
         found = {key: value for key, value in body.items() if key in known}
         return cls(**found | {"stages": stages, "wanted": tuple(found.get("wanted", ()))})
+
+
+def _stage(body: dict[str, Any]) -> Stage:
+    serving = body.get("serving")
+    if serving is not None:
+        serving = Serving(**serving | {"words": tuple(serving["words"])})
+    return Stage(**body | {"serving": serving})
 
 
 def job_folder(run: str) -> str:

@@ -12,7 +12,8 @@ from typing import Literal, Protocol
 
 from trainshed.launch.job import Job
 
-State = Literal["waiting", "running", "done", "failed", "cancelled", "unknown"]
+State = Literal["waiting", "running", "serving", "done", "failed", "cancelled", "unknown"]
+"""serving: a server answers; it goes on until somebody ends it."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,10 @@ class Submitted:
     """Stage → the scheduler's id for it."""
     ranks_per_node: int = 1
     """Of training."""
+    serve_port: int | None = None
+    """Of the stage that serves, on its node; None where it is reached by name (a Service), or there is none."""
+    serve_ready: str = "/ready"
+    """What that stage answers once it serves."""
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from trainshed.errors import InputError
+from trainshed.launch.job import DEFAULT_PORT, SERVICE_PORT
 from trainshed.launch.target import StageState, Submitted
 from trainshed.recipe import Cluster
 
 Service = Literal["tensorboard", "dash", "serve"]
-PORTS: dict[Service, int] = {"tensorboard": 6006, "dash": 8700, "serve": 8000}
+PORTS: dict[Service, int] = {"tensorboard": 6006, "dash": 8700, "serve": DEFAULT_PORT}
 
 
 @dataclass(frozen=True)
@@ -33,11 +34,17 @@ def tunnel(cluster: Cluster, submitted: Submitted, state: StageState, service: S
     """Return the command that brings a service of the first node to a port of this machine."""
     there = PORTS[service]
     here = port or there
+    if service == "serve":
+        there = submitted.serve_port or there
     words = f"{service} at http://localhost:{here}"
     if cluster.target == "ray":
         assert cluster.ray is not None
         return Way(("true",), f"Ray's own page: {cluster.ray.address}")
     node = node_of(state, 0)
+    if cluster.target == "kubernetes" and service == "serve":
+        # To the Service: whichever replica is ready answers.
+        name = state.id.partition("/")[2]
+        return Way((*_kubectl(cluster), "port-forward", f"service/{name}", f"{here}:{SERVICE_PORT}"), words)
     if cluster.target == "kubernetes":
         return Way((*_kubectl(cluster), "port-forward", f"pod/{node}", f"{here}:{there}"), words)
     login = cluster.on_slurm.login
@@ -50,8 +57,9 @@ def shell(
     cluster: Cluster, submitted: Submitted, state: StageState, rank: int, command: tuple[str, ...] = ("bash",)
 ) -> Way:
     """Return the command that runs something on the node of a rank, inside its job."""
-    node = node_of(state, rank // submitted.ranks_per_node)
-    words = f"on {node}, beside rank {rank}"
+    serves = state.stage == "serve"
+    node = node_of(state, rank if serves else rank // submitted.ranks_per_node)
+    words = f"on {node}, beside {'its server' if serves else f'rank {rank}'}"
     if cluster.target == "kubernetes":
         return Way((*_kubectl(cluster), "exec", "-it", node, "--", *command), words)
     if cluster.target == "ray":
@@ -69,7 +77,7 @@ def shell(
 
 def node_of(state: StageState, index: int) -> str:
     """Return the node (on Kubernetes the pod) at a place of a running stage."""
-    if state.state != "running" or not state.nodes:
+    if state.state not in ("running", "serving") or not state.nodes:
         raise InputError(f"{state.stage} is not running: {state.reason or state.state}", hint="`trainshed status RUN`")
     if index >= len(state.nodes):
         raise InputError(

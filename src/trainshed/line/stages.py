@@ -5,10 +5,12 @@ Each stage leaves its artefact behind and finds it there when it is run again.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from trainshed.checkpoints.base import BaseWeights
 from trainshed.data.artefacts import DataArtefacts
+from trainshed.data.encode.tokenizer import Tokenizer
 from trainshed.engines.megatron.keeping import CHECKPOINTS
 from trainshed.errors import InputError
 from trainshed.launch.job import JobFile
@@ -22,8 +24,10 @@ from trainshed.line.preparing import (
     store_root,
     tokenise_part,
 )
+from trainshed.line.serving import export_place
 from trainshed.recipe import Cluster, Export, Recipe, load_cluster, load_recipe
 from trainshed.reporting import SILENT, Reporter
+from trainshed.storage import StoreOptions, parse
 
 
 def run_stage(stage: str, job_folder: Path, *, part: int = 0, parts: int = 1, reporter: Reporter = SILENT) -> None:
@@ -45,7 +49,9 @@ def run_stage(stage: str, job_folder: Path, *, part: int = 0, parts: int = 1, re
     elif stage == "prepare":
         _prepare(recipe, cluster, run, job.wanted, reporter)
     elif stage == "export":
-        export_run(recipe, run, reporter)
+        options = store_options(cluster)
+        artefacts = DataArtefacts(resolve(recipe, options), store_root(recipe, cluster), make=False, options=options)
+        export_run(recipe, run, reporter, tokenizer=artefacts.tokenizer(), options=options)
     else:
         raise InputError(f"there is no stage `{stage}` on CPUs", hint="fetch, convert, tokenise, prepare or export")
 
@@ -71,14 +77,43 @@ def _prepare(recipe: Recipe, cluster: Cluster, run: Path, wanted: tuple[str, ...
         leave_tokenizer(tokenizer, run, options)
 
 
-def export_run(recipe: Recipe, run: Path, reporter: Reporter = SILENT) -> str:
-    """Write the trained weights as the recipe's `export` says, prove them, and return where they are."""
+def tokenizer_folder(tokenizer: Tokenizer) -> str | None:
+    """Return the folder that a tokenizer lies in; None where it is a single file of another name."""
+    found = parse(tokenizer.address)
+    address = os.path.abspath(str(found)) if found.scheme == "file" else tokenizer.address
+    if not address.endswith(".json"):
+        return address
+    folder, _, name = address.rpartition("/")
+    return folder if name == "tokenizer.json" else None
+
+
+def export_run(
+    recipe: Recipe,
+    run: Path,
+    reporter: Reporter = SILENT,
+    *,
+    tokenizer: Tokenizer | None = None,
+    options: StoreOptions | None = None,
+) -> str:
+    """Write the trained weights as the recipe's `export` says, prove them, and return where they are.
+
+    The run's tokenizer goes with them: whoever serves them (vLLM) looks for it there.
+    """
     from trainshed.checkpoints.converting.convert import convert
     from trainshed.checkpoints.formats import Target
 
     wanted = recipe.export or Export()
     source = run / CHECKPOINTS if recipe.engine.name == "megatron" else run
-    target = f"{wanted.to.rstrip('/')}/{recipe.name}/{run.name}" if wanted.to else str(run / "export")
-    made = convert(str(source), target, Target(wanted.format), dtype=wanted.dtype, reporter=reporter)
+    target = export_place(recipe, str(run))
+    words = tokenizer_folder(tokenizer) if tokenizer is not None else None
+    made = convert(
+        str(source),
+        target,
+        Target(wanted.format),
+        dtype=wanted.dtype,
+        tokenizer=words,
+        options=options,
+        reporter=reporter,
+    )
     refuse_unproven(made.verdict.passed, target)
     return target

@@ -30,6 +30,8 @@ from trainshed.launch.shipping import pack_code, provenance
 from trainshed.line.placing import PlannedRun, plan_on_cluster
 from trainshed.line.planning import PlannedModel, planned_model
 from trainshed.line.preparing import resolve, store_options
+from trainshed.line.serving import SCRIPT as SERVE_SCRIPT
+from trainshed.line.serving import serve_notes, serve_script, serve_stage
 from trainshed.plan.layout import RankLayout
 from trainshed.recipe import Cluster, Recipe, run_id, to_yaml
 
@@ -67,6 +69,10 @@ def build_job(
     job_name = f"{resolved.name}-{name}"
     engine = _foreign(resolved, cluster, model, planned, run)
     stages = _stages(resolved, cluster, planned, engine)
+    serving: tuple[str, ...] = ()
+    if resolved.serve is not None:
+        stages += (serve_stage(resolved, cluster, model, planned.placement.machine, run),)
+        serving = serve_notes(resolved, cluster, model, stages[-1])
     grace = cluster.limits.grace_seconds or ceil(2 * (planned.save_seconds or UNKNOWN_SAVE_SECONDS) + 60)
     job_file = JobFile(
         name=job_name,
@@ -86,6 +92,8 @@ def build_job(
         JOB_FILE: job_file.to_text(),
         **_scripts(resolved),
     }
+    if any(stage.script == SERVE_SCRIPT for stage in stages):
+        files[SERVE_SCRIPT] = serve_script(resolved, run)
     if engine is not None:
         place = _engine_place(resolved, cluster, planned, run)
         files |= dict(engine.files) | {"train.sh": launcher_script(engine, place)}
@@ -99,7 +107,7 @@ def build_job(
         code=code or pack_code(),
         steps=model.steps,
         grace_seconds=grace,
-        notes=(*planned.notes, *warnings, *(engine.notes if engine else ())),
+        notes=(*planned.notes, *warnings, *(engine.notes if engine else ()), *serving),
     )
 
 

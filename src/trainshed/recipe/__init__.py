@@ -22,6 +22,7 @@ from trainshed.recipe.model import ModelSection, TokenizerTraining, TrainedToken
 from trainshed.recipe.overrides import split_overrides
 from trainshed.recipe.resolved import run_id, to_plain, to_yaml
 from trainshed.recipe.schema import Recipe, fit_problems
+from trainshed.recipe.serving import Serve
 from trainshed.recipe.train import BatchRamp, Lora, MoeLosses, Optimizer, Schedule, TrainSection
 
 __all__ = [
@@ -49,6 +50,7 @@ __all__ = [
     "RopeScaling",
     "Schedule",
     "SecretReference",
+    "Serve",
     "Source",
     "Split",
     "StoreEndpoint",

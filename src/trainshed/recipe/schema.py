@@ -16,10 +16,11 @@ from trainshed.recipe.layout import LayoutSection
 from trainshed.recipe.model import ModelSection, TokenizerSection, TrainedTokenizer
 from trainshed.recipe.places import Places
 from trainshed.recipe.section import NotNegativeInt, Problem, Section
+from trainshed.recipe.serving import Serve
 from trainshed.recipe.train import TrainSection
 
 FORMAT = 1
-RESERVED = ("eval", "serve", "budgets", "engine_options")
+RESERVED = ("eval", "budgets", "engine_options")
 """Top-level keys that later versions will read; writing one today is an error, not a silence."""
 
 # Names of objects are name + id + suffix, 63 characters at most; a service's name begins with a letter.
@@ -62,6 +63,7 @@ class Recipe(Section):
         None, description="Spare nodes, and with how few to go on; left out: all or nothing"
     )
     export: Export | None = Field(None, description="Weights to write when training has ended; left out: none")
+    serve: Serve | None = Field(None, description="How the exported weights are served; left out: they are not")
     store: Address | None = Field(None, description="Where artefacts and runs are kept; left out: the cluster's store")
     seed: NotNegativeInt = Field(1234, description="Seed of fresh weights and dropout (`data.seed` orders the data)")
 
@@ -96,6 +98,8 @@ class Recipe(Section):
             yield Problem(("data",), "synthetic data has no answers to fine-tune on", "write `train.mode: pretrain`")
         if self.data.synthetic and self.train.epochs is not None:
             yield Problem(("train", "epochs"), "synthetic data has no end to pass", "write `steps` or `tokens`")
+        if self.serve is not None:
+            yield from self._serving_problems()
         if self.model.config is not None:
             yield from fit_problems(self, self.model.config)
 
@@ -106,6 +110,14 @@ class Recipe(Section):
             yield Problem(("model", "from"), "is missing: there is nothing to fine-tune", "from: hf://org/name")
         if self.train.lora is not None:
             yield Problem(("model", "from"), "is missing: adapters need weights to sit on", "from: hf://org/name")
+
+    def _serving_problems(self) -> Iterator[Problem]:
+        if self.export is None or self.export.format != "hf":
+            found = "the recipe exports no weights" if self.export is None else "Megatron's format is not served"
+            yield Problem(("serve",), f"there is nothing to serve: {found}", "write `export: {format: hf}`")
+        if self.tokenizer is None:
+            like = self.model.from_ or "hf://org/name"
+            yield Problem(("tokenizer",), "is missing: a server must know the model's words", f"tokenizer: {like}")
 
     def _tokenizer_problems(self) -> Iterator[Problem]:
         sources = [*self.data.train, *([self.data.validation] if self.data.validation else [])]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from helm_program import in_order, templated
-from kubernetes_jobs import cluster_of, job_of, stages_of, train_alone
+from kubernetes_jobs import cluster_of, job_of, served, stages_of, train_alone
+from trainshed.launch.job import Serving
 from trainshed.launch.kubernetes.helm import write_chart
 from trainshed.launch.kubernetes.manifests.environment import literal
 from trainshed.launch.kubernetes.manifests.yaml_text import documents, read_documents, to_documents, to_yaml
@@ -92,7 +94,10 @@ def test_odd_values_change_themselves_and_nothing_else(program: str, value: str)
         cluster = cluster_of({}).model_copy(update={"python": python, "environment": {"ODD": environment}})
         kubernetes = cluster.on_kubernetes.model_copy(update={"annotations": {"note": note}, "queue": "q"})
         cluster = cluster.model_copy(update={"kubernetes": kubernetes})
-        job = job_of(cluster, stages=stages_of(cluster, nodes=1), files={"recipe.yaml": f"x: {environment}"})
+        server = served(cluster)[-1]
+        server = replace(server, serving=Serving(words=("serve", environment)))
+        stages = (*stages_of(cluster, nodes=1), server)
+        job = job_of(cluster, stages=stages, files={"recipe.yaml": f"x: {environment}"})
         return stage_leaves(render(job).text())
 
     plain, odd = rendered("PROGRAM", "VALUE", "VALUE"), rendered(program, value, value)

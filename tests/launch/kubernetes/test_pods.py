@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
 import ssl
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from data.made_tokenizers import CONFIGS, KINDS, save
 from kubernetes_server import TOKEN, KubernetesServer, kubernetes_server
 from pod_runner import PodRunner
+from shared_daemons import free_ports
 from small_recipes import recipe_text
+from text_recipes import write_script, write_small_recipe
+from tiny_models import save_tiny_hf
 from trainshed.launch.job import Job
 from trainshed.launch.kubernetes.target import KubernetesTarget
 from trainshed.launch.target import StageState, Submitted
 from trainshed.line.submission import build_job
 from trainshed.observe.reading import read_events, steps
-from trainshed.recipe import load_cluster, load_recipe
+from trainshed.recipe import Cluster, load_cluster, load_recipe
 from trainshed.storage import LocalStore
 
 
@@ -73,7 +80,7 @@ def _kubeconfig(server: KubernetesServer, authority: Path, file: Path) -> Path:
     return file
 
 
-def make_job(folder: Path, *overrides: str, **changed: Any) -> Job:
+def written_cluster(folder: Path, **changed: Any) -> Cluster:
     body: dict[str, Any] = {
         "name": "pods",
         "target": "kubernetes",
@@ -93,9 +100,13 @@ def make_job(folder: Path, *overrides: str, **changed: Any) -> Job:
         "kubernetes": {"namespace": "ml"},
     }
     (folder / "cluster.yaml").write_text(yaml.safe_dump(body | changed))
+    return load_cluster(folder / "cluster.yaml")
+
+
+def make_job(folder: Path, *overrides: str) -> Job:
     (folder / "recipe.yaml").write_text(recipe_text("dense"))
     recipe = load_recipe(str(folder / "recipe.yaml"), ["layout.dp=2", "checkpoint.every=5", *overrides])
-    return build_job(recipe, load_cluster(folder / "cluster.yaml"))
+    return build_job(recipe, written_cluster(folder))
 
 
 def submit(job: Job) -> Submitted:
@@ -131,6 +142,64 @@ def test_the_whole_line_runs_and_a_gang_that_loses_a_pod_starts_again_and_ends(
     driver = next(path for path in runner.gangs if path.endswith("-driver"))
     runner.until(lambda: runner.server.objects[driver].get("status"), "the driver to end")
     assert runner.server.objects[driver]["status"]["conditions"][0]["type"] == "Complete", runner.logs()
+
+
+def serving_job(folder: Path) -> tuple[Job, int]:
+    write_script(folder)
+    (port,) = free_ports(1, 10000, 20000)
+    recipe = load_recipe(str(write_small_recipe(folder)), ["export={}", f"serve={{gpus: 0, port: {port}}}"])
+    return build_job(recipe, written_cluster(folder, nodes={"default": 1})), port
+
+
+def answered_tokens(port: int) -> int:
+    """Ask a server for three tokens; how many it says it gave."""
+    body = json.dumps({"model": "small", "prompt": "one two", "max_tokens": 3, "ignore_eos": True}).encode()
+    url = f"http://127.0.0.1:{port}/v1/completions"
+    asked = urllib.request.Request(url, body, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(asked, timeout=60) as answer:
+        return json.load(answer)["usage"]["completion_tokens"]
+
+
+def test_a_server_is_started_again_when_it_dies_or_hangs_and_drains_when_it_is_cancelled(
+    runner: PodRunner, tmp_path: Path
+) -> None:
+    line, port = serving_job(tmp_path)
+    job = replace(line, stages=line.stages[-1:])
+    export = runner.shared / Path(job.run).relative_to("/mnt/data") / "export"
+    save_tiny_hf("llama", export, layers=2, vocab_size=2000)
+    save(KINDS["qwen"](), CONFIGS["qwen"], export)
+    submitted = submit(job)
+
+    def stands(state: str, restarts: int) -> bool:
+        found = states(job, submitted)["serve"]
+        return (found.state, found.restarts) == (state, restarts)
+
+    runner.until(lambda: stands("serving", 0), "the server to be ready")
+    assert states(job, submitted)["serve"].reason == "Serving, 1 of 1 ready."
+    assert answered_tokens(port) == 3
+    (served,) = runner.servers.values()
+    served.pod.process.kill()
+    runner.until(lambda: stands("waiting", 1), "the server to be missed")
+    assert "was ended by signal 9" in states(job, submitted)["serve"].reason
+    runner.until(lambda: stands("serving", 1), "the server to be ready again")
+    served.pod.process.send_signal(signal.SIGSTOP)  # it lives, and answers no more
+    runner.until(lambda: stands("serving", 2), "the server that hung to be replaced")
+
+    KubernetesTarget(job.cluster).cancel(submitted)
+    runner.until(lambda: not runner.servers, "the server to end")
+    assert "SIGTERM: finishing running answers" in served.pod.log.read_text()
+    assert not runner.server.paths("/deployments/") + runner.server.paths("/services/")
+
+
+@pytest.mark.full
+def test_a_line_from_text_ends_in_a_server_and_its_driver_is_done(runner: PodRunner, tmp_path: Path) -> None:
+    job, port = serving_job(tmp_path)
+    submitted = submit(job)
+    runner.until(lambda: states(job, submitted)["serve"].state == "serving", "the server to be ready")
+    driver = next(path for path in runner.gangs if path.endswith("-driver"))
+    runner.until(lambda: runner.server.objects[driver].get("status"), "the driver to end")
+    assert runner.server.objects[driver]["status"]["conditions"][0]["type"] == "Complete", runner.logs()
+    assert answered_tokens(port) == 3
 
 
 @pytest.mark.full

@@ -32,7 +32,7 @@ def seed_job(recipe: str, cluster: str) -> Job:
 
 
 @pytest.mark.parametrize(("recipe", "cluster"), SEEDS)
-def test_every_object_of_a_seed_is_valid_and_only_training_holds_gpus(recipe: str, cluster: str) -> None:
+def test_every_object_of_a_seed_is_valid_and_no_stage_on_cpus_holds_gpus(recipe: str, cluster: str) -> None:
     job = seed_job(recipe, cluster)
     objects = all_objects(render(job))
     for found in objects:

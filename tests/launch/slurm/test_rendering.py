@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from golden_files import check_golden
 from trainshed.errors import InputError, RecipeError
-from trainshed.launch.job import Code, Job, JobFile, Stage
+from trainshed.launch.job import Code, Job, JobFile, Serving, Stage
 from trainshed.launch.slurm.render import render
 from trainshed.launch.slurm.shell import option
 from trainshed.launch.slurm.target import with_ids
@@ -83,6 +83,22 @@ def test_a_foreign_engine(tmp_path: Path) -> None:
     job = job_of(cluster_of(tmp_path, body), stage, code=None)
     job = replace(job, files={**job.files, "train.sh": "exec torchrun\n", "conf/model.yaml": "a: 1"})
     check_golden("slurm/foreign.sbatch", render(job).text())
+
+
+def test_a_server_is_queued_again_when_its_time_is_up_or_it_fails(tmp_path: Path) -> None:
+    words = ("serve", "/shared/store/it's/export", "--host", "0.0.0.0", "--name", "small", "--grace", "120")
+    export = Stage("export", cpus=8, memory="32Gi")
+    ours = Stage("serve", gpus_per_node=1, restarts=2, serving=Serving(words=words))
+    body = PLAIN | {
+        "limits": {"hours": 24},
+        "slurm": {"venv": "/shared/venv", "partition": "gpu", "cpu_partition": "c"},
+    }
+    text = render(job_of(cluster_of(tmp_path, body), export, ours)).parts[-1].text
+    foreign = replace(ours, gpus_per_node=8, script="serve.sh", image="vllm/vllm-openai:1", serving=Serving(port=9000))
+    body = PLAIN | {"machine": "dgx-h100", "image": "a/b", "slurm": {"container": "pyxis"}}
+    job = job_of(cluster_of(tmp_path, body), foreign)
+    job = replace(job, files={**job.files, "serve.sh": 'exec vllm serve /x --port "$TRAINSHED_PORT"\n'})
+    check_golden("slurm/serve.sbatch", text + render(job).text())
 
 
 def test_only_the_ids_of_earlier_stages_are_filled_in(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ _SECONDS_BETWEEN_LOOKS = 5.0
 def run_elsewhere(
     recipe: str, overrides: tuple[str, ...], on: str, id: str | None, nodes: int | None, output: Output
 ) -> int:
-    """Submit a recipe's stages and say how they go until the last has ended; leaving does not end them."""
+    """Submit a recipe's stages and say how they go until the last has ended or serves; leaving does not end them."""
     from trainshed.cli.console import print_report, reporter
     from trainshed.cli.launch.status import report_text
     from trainshed.cli.launch.submit import Asked, send
@@ -28,7 +28,7 @@ def run_elsewhere(
     reporter().note(f"submitted {sent['run']}; it goes on without this terminal: `trainshed status {sent['run']}`")
     data = _followed(str(sent["run"]))
     print_report(data, output, report_text(data))
-    return 0 if data["state"] == "done" else 1
+    return 0 if data["state"] in ("done", "serving") else 1
 
 
 def submit_and_follow(job: Job, target: Target) -> dict[str, Any]:
@@ -54,6 +54,6 @@ def _followed(run: str) -> dict[str, Any]:
             if said.get(stage["stage"]) != line:
                 said[stage["stage"]] = line
                 shown.note(line)
-        if data["state"] in ("done", "failed", "cancelled"):
+        if data["state"] in ("done", "serving", "failed", "cancelled"):
             return data
         time.sleep(_SECONDS_BETWEEN_LOOKS)

@@ -71,7 +71,7 @@ def _lines(found: Submission, stage: str, rank: int | None, attempt: int | None,
 
             def goes_on() -> bool:
                 states = {state.stage: state.state for state in target.status(found.submitted)}
-                return states.get(stage) in ("waiting", "running")
+                return states.get(stage) in ("waiting", "running", "serving")
 
             return read_lines(file, goes_on if follow else None)
     return target.logs(found.submitted, stage, rank=rank, attempt=attempt, follow=follow)

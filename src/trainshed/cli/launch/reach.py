@@ -28,11 +28,13 @@ def open_service(
     """
     from trainshed.launch.tunnels import tunnel
 
-    found, state = _training(run)
+    found, state = _stage(run, "serve" if service == "serve" else "train")
     return _go(tunnel(found.cluster, found.submitted, state, service, port), dry_run)
 
 
-def exec_in(run: str, *command: str, rank: int = 0, dry_run: bool = False) -> int:
+def exec_in(
+    run: str, *command: str, rank: int = 0, stage: Literal["train", "serve"] = "train", dry_run: bool = False
+) -> int:
     """Run a command on the node of a rank, inside its job; without one, a shell.
 
     Parameters
@@ -42,26 +44,30 @@ def exec_in(run: str, *command: str, rank: int = 0, dry_run: bool = False) -> in
     command
         What to run there (default: bash); after `--` where it has dashes of its own.
     rank
-        Beside which rank.
+        Beside which rank; of a server, in which replica.
+    stage
+        The training, or the server.
     dry_run
         Print the command and do nothing.
     """
     from trainshed.launch.tunnels import shell
 
-    found, state = _training(run)
+    found, state = _stage(run, stage)
     return _go(shell(found.cluster, found.submitted, state, rank, command or ("bash",)), dry_run)
 
 
-def _training(run: str) -> tuple[Submission, StageState]:
+def _stage(run: str, stage: str) -> tuple[Submission, StageState]:
     from trainshed.errors import InputError
     from trainshed.launch.submissions import find_submission
     from trainshed.launch.targets import target_of
 
     found = find_submission(run)
     for state in target_of(found.cluster).status(found.submitted):
-        if state.stage == "train":
+        if state.stage == stage:
             return found, state
-    raise InputError("this run has no training", where=run)
+    what = "is not served" if stage == "serve" else "has no training"
+    hint = "write `serve: {}` into its recipe and submit it again" if stage == "serve" else None
+    raise InputError(f"this run {what}", where=run, hint=hint)
 
 
 def _go(way: Way, dry_run: bool) -> int:

@@ -125,7 +125,7 @@ def _progress_words(progress: dict[str, Any] | None) -> str:
 
 def _overall(states: tuple[StageState, ...]) -> str:
     kinds = [state.state for state in states]
-    for kind in ("failed", "cancelled", "running"):
+    for kind in ("failed", "cancelled", "running", "serving"):
         if kind in kinds:
             return kind
     if kinds and all(kind == "done" for kind in kinds):
@@ -135,7 +135,7 @@ def _overall(states: tuple[StageState, ...]) -> str:
 
 def _current(states: tuple[StageState, ...]) -> StageState | None:
     """The stage a person asks about: the one that failed, runs or is next."""
-    for kind in ("failed", "cancelled", "running", "waiting"):
+    for kind in ("failed", "cancelled", "running", "serving", "waiting"):
         for state in states:
             if state.state == kind:
                 return state

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import TypeVar
 
 from trainshed.errors import InputError, TrainshedError
-from trainshed.launch.kubernetes.kinds import kind_named
+from trainshed.launch.kubernetes.kinds import DEPLOYMENT, kind_named
 from trainshed.launch.kubernetes.live.api import Api, Forbidden
 from trainshed.launch.kubernetes.live.listing import list_job
+from trainshed.launch.kubernetes.live.serving import is_placed
 from trainshed.launch.kubernetes.live.standing import standing
 from trainshed.launch.kubernetes.live.status import stage_states
 from trainshed.launch.kubernetes.manifests.naming import INSTANCE
@@ -44,31 +45,41 @@ def drive(
         job = read_documents(text)[-1]["metadata"]["labels"][INSTANCE]
         reporter.note(f"{stage}: {written[-1]} is created")
         _wait(api, job, stage, written[-1], patient, reporter, poll_seconds)
-        reporter.note(f"{stage}: done")
+        reporter.note(f"{stage}: {'serves' if written[-1].startswith(DEPLOYMENT.name) else 'done'}")
 
 
 def _wait(
     api: Api, job: str, stage: str, written: str, patient: _Patience, reporter: Reporter, poll_seconds: float
 ) -> None:
-    """Wait for the end of a stage, and tell what it waits for whenever that changes."""
+    """Wait for the end of a stage, or until a server answers, and tell what it waits for whenever that changes."""
     kind, _, name = written.partition("/")
-    told = ""
+    told, placed_since = "", None
     pause = min(1.0, poll_seconds)  # a stage that skips everything is over in seconds, others take hours
     while True:
         found = patient.try_to(api.get, kind_named(kind), name)
         if found is None:
             raise TrainshedError(f"{stage}: {written} was deleted before its end", where=f"namespace {api.namespace}")
-        phase = standing(found).phase
-        if phase == "done":
+        if standing(found).phase in ("done", "serving"):
             return
         ids = {stage: written}
-        (state,) = stage_states(ids, patient.try_to(list_job, api, job, ids))
-        if phase == "failed":
+        listing = patient.try_to(list_job, api, job, ids)
+        (state,) = stage_states(ids, listing)
+        where = f"namespace {api.namespace}, {written}"
+        if state.state == "failed":
             raise TrainshedError(
                 f"{stage} failed: {state.reason}",
-                where=f"namespace {api.namespace}, {written}",
+                where=where,
                 hint="later stages are not created; the same `trainshed submit` goes on from what is done",
             )
+        if found["kind"] == DEPLOYMENT.name and is_placed(stage, found, listing):
+            # Counted from here: the controller's own clock also runs while Kueue or the scheduler has no node for it.
+            placed_since = placed_since or time.monotonic()
+            if time.monotonic() - placed_since > found["spec"]["progressDeadlineSeconds"]:
+                raise TrainshedError(
+                    f"{stage} was not ready within {found['spec']['progressDeadlineSeconds']} s: {state.reason}",
+                    where=where,
+                    hint="it goes on trying: `trainshed status` says how it stands, `trainshed cancel` ends it",
+                )
         if state.reason and state.reason != told:
             told = state.reason
             reporter.note(f"{stage}: {told}")

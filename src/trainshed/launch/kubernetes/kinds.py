@@ -39,12 +39,15 @@ class Kind:
 
 CONFIG_MAP = Kind("v1", "ConfigMap", "configmaps")
 POD = Kind("v1", "Pod", "pods")
+SERVICE = Kind("v1", "Service", "services")
+EVENT = Kind("v1", "Event", "events")
 NAMESPACE = Kind("v1", "Namespace", "namespaces", namespaced=False)
 SERVICE_ACCOUNT = Kind("v1", "ServiceAccount", "serviceaccounts")
 CLAIM = Kind("v1", "PersistentVolumeClaim", "persistentvolumeclaims")
 VOLUME = Kind("v1", "PersistentVolume", "persistentvolumes", namespaced=False)
 JOB = Kind("batch/v1", "Job", "jobs")
 DAEMON_SET = Kind("apps/v1", "DaemonSet", "daemonsets")
+DEPLOYMENT = Kind("apps/v1", "Deployment", "deployments")
 ROLE = Kind("rbac.authorization.k8s.io/v1", "Role", "roles")
 ROLE_BINDING = Kind("rbac.authorization.k8s.io/v1", "RoleBinding", "rolebindings")
 STORAGE_CLASS = Kind("storage.k8s.io/v1", "StorageClass", "storageclasses", namespaced=False)
@@ -63,7 +66,7 @@ TRAINING = {"jobset": JOB_SET, "pytorchjob": PYTORCH_JOB, "trainjob": TRAIN_JOB,
 """What training becomes, by the word in the cluster file."""
 CREATED = (
     CONFIG_MAP, SERVICE_ACCOUNT, ROLE, ROLE_BINDING, DAEMON_SET, COMPUTE_DOMAIN, JOB, *TRAINING.values(),
-    CLAIM, VOLUME, STORAGE_CLASS,
+    SERVICE, DEPLOYMENT, CLAIM, VOLUME, STORAGE_CLASS,
 )  # fmt: skip
 _BY_NAME = {(kind.api_version, kind.name): kind for kind in CREATED}
 

@@ -10,6 +10,7 @@ from trainshed.launch.job import Job, Stage
 from trainshed.launch.kubernetes.kinds import Object, kind_of
 from trainshed.launch.kubernetes.manifests.content import content
 from trainshed.launch.kubernetes.manifests.cpu_job import cpu_job
+from trainshed.launch.kubernetes.manifests.deployment import deployment, service
 from trainshed.launch.kubernetes.manifests.driver_objects import DRIVER, driver_objects
 from trainshed.launch.kubernetes.manifests.environment import fabric_script
 from trainshed.launch.kubernetes.manifests.jobset import jobset
@@ -58,6 +59,8 @@ def _no_notes(plan: Planned) -> tuple[str, ...]:
 
 def stage_objects(plan: Planned) -> list[Object]:
     """Return the objects of a stage; its own is the last, and stands for it."""
+    if plan.stage.serving is not None:
+        return [service(plan), deployment(plan)]
     make = _TRAINING[plan.job.cluster.on_kubernetes.kind] if is_training(plan.stage) else cpu_job
     beside = [
         {**found, "metadata": {**plan.metadata, **found["metadata"], "labels": plan.labels}}

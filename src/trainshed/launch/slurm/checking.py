@@ -71,7 +71,7 @@ def _too_much(job: Job, stage: Stage, partition: Partition) -> Iterator[str]:
             f"{stage.name} asks for {asked} nodes{spare}, and the partition {partition.name} gives a job "
             f"{partition.max_nodes} at most"
         )
-    hours = job.cluster.limits.hours if stage.name == "train" else None
+    hours = job.cluster.limits.hours if stage.name == "train" or stage.serving is not None else None
     if hours is not None and partition.max_seconds is not None and hours * 3600 > partition.max_seconds:
         yield (
             f"{stage.name} asks for {hours:g} hours, and the partition {partition.name} gives "

@@ -14,6 +14,8 @@ from trainshed.recipe import Cluster
 _ENVIRONMENT = ("HOME", "USER", "LOGNAME", "PATH", "LANG")
 """Of whoever submits; anything else a job needs is in the cluster file, so that it runs the same for everybody."""
 
+_END_SECONDS = 60
+"""Besides the time to drain: Slurm looks at its clock once a minute."""
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)([kKMGTP]i?)?")
 _BYTES = {None: 1, "k": 1e3, "Ki": 2**10, "M": 1e6, "Mi": 2**20, "G": 1e9, "Gi": 2**30}
 _BYTES |= {"T": 1e12, "Ti": 2**40, "P": 1e15, "Pi": 2**50}
@@ -86,6 +88,10 @@ def header(job: Job, stage: Stage, before: str | None, *, elastic: bool) -> list
         lines.append(option("--gres", f"{slurm.gpus}:{stage.gpus_per_node}", where=cluster.where("slurm.gpus")))
     if trains:
         lines += _of_training(job, cluster, elastic)
+    if stage.serving is not None:
+        # To the script alone (`B:`): it has the server drain, and knows that it was the time limit.
+        lines.append(option("--signal", f"B:USR1@{stage.serving.drain_seconds + _END_SECONDS}"))
+        lines += _time_limit(cluster)
     if stage.cpus is not None:
         lines.append(option("--cpus-per-task", stage.cpus))
     if stage.memory is not None:
@@ -109,13 +115,18 @@ def _of_training(job: Job, cluster: Cluster, elastic: bool) -> list[str]:
     if cluster.on_slurm.exclusive:
         # 0 is all of a node's memory; without it many clusters give a job a few gibibytes per CPU.
         lines += [option("--exclusive"), option("--mem", 0)]
-    if cluster.limits.hours is not None:
-        seconds = round(cluster.limits.hours * 3600)
-        lines.append(option("--time", f"{seconds // 3600}:{seconds // 60 % 60:02d}:{seconds % 60:02d}"))
+    lines += _time_limit(cluster)
     if elastic:
         # A node that is lost costs its ranks, not the allocation: a spare steps in.
         lines.append(option("--no-kill"))
     return lines
+
+
+def _time_limit(cluster: Cluster) -> list[str]:
+    if cluster.limits.hours is None:
+        return []
+    seconds = round(cluster.limits.hours * 3600)
+    return [option("--time", f"{seconds // 3600}:{seconds // 60 % 60:02d}:{seconds % 60:02d}")]
 
 
 def _further(cluster: Cluster) -> Iterator[str]:

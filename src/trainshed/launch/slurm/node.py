@@ -8,7 +8,7 @@ from __future__ import annotations
 from shlex import quote
 
 from trainshed.launch.fabric import FabricSetup
-from trainshed.launch.job import Code, Job, Stage
+from trainshed.launch.job import Code, Job, Serving, Stage
 from trainshed.launch.slurm.secrets import secret_lines
 from trainshed.launch.slurm.shell import assign, check_file_name, refuse_nul
 
@@ -44,7 +44,9 @@ def node_script(job: Job, stage: Stage, store: str, setup: FabricSetup | None) -
         'TRAINSHED_INSTALLED="$(date +%s)"',
         "export TRAINSHED_INSTALLED",
     ]
-    if stage.script is not None:
+    if stage.serving is not None:
+        lines += _server(stage, stage.serving)
+    elif stage.script is not None:
         check_file_name(stage.script)
         lines += [
             f'export NODE_RANK="$TRAINSHED_NODE_RANK" NNODES={stage.nodes}',
@@ -54,6 +56,17 @@ def node_script(job: Job, stage: Stage, store: str, setup: FabricSetup | None) -
         part = f' --part "$SLURM_ARRAY_TASK_ID/{stage.parts}"' if stage.parts > 1 else ""
         lines.append(f'exec "$python" -P -m trainshed agent {quote(stage.name)} --job "$files"{part}')
     return "\n".join(lines) + "\n"
+
+
+def _server(stage: Stage, serving: Serving) -> list[str]:
+    """What serves; the stage's own script has said the port."""
+    if stage.script is not None:
+        check_file_name(stage.script)
+        return [f'exec bash "$files"/{quote(stage.script)}']
+    for word in serving.words:
+        refuse_nul(word, "serve")
+    words = " ".join(quote(word) for word in serving.words)
+    return [f'exec "$python" -P -m trainshed {words} --port "$TRAINSHED_PORT"']
 
 
 def _python(job: Job, stage: Stage) -> list[str]:

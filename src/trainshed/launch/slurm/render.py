@@ -16,7 +16,7 @@ import orjson
 
 from trainshed.errors import RecipeError
 from trainshed.launch.fabric import FabricSetup, fabric_setup
-from trainshed.launch.job import JOB_FILE, Job, Stage, job_folder
+from trainshed.launch.job import JOB_FILE, Job, Serving, Stage, job_folder
 from trainshed.launch.slurm.header import header, logs_folder
 from trainshed.launch.slurm.node import in_container, node_file, node_script
 from trainshed.launch.slurm.shell import write_file
@@ -24,8 +24,11 @@ from trainshed.launch.target import Part, Request
 
 FIRST_COMMAND = "set -euo pipefail"
 """Where a script's options end and its body begins."""
-_FIRST_PORT, _PORTS = 20000, 12000
+FIRST_PORT, PORTS = 20000, 12000
 """Below 32768, where Linux begins to hand out ports by itself."""
+_TASK = "${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}"
+_START = f'"slurm-{_TASK}-${{SLURM_RESTART_COUNT:-0}}-$TRAINSHED_BEGAN"'
+"""Names one start of a job or of a part of it."""
 
 
 def render(job: Job) -> Request:
@@ -98,8 +101,7 @@ def _script(
         "export TRAINSHED_BEGAN",
         *_written(files),
         *_meeting_point(job, stage),
-        "code=0",
-        f'srun {_srun(job, stage, store, setup, elastic)} bash "$files"/{quote(node_file(stage))} || code=$?',
+        *_started(stage, f'srun {_srun(job, stage, store, setup, elastic)} bash "$files"/{quote(node_file(stage))}'),
         *_ending(stage),
     ]
     return "\n".join(lines) + "\n"
@@ -155,14 +157,17 @@ def files_hash(files: Mapping[str, str]) -> str:
 
 def _meeting_point(job: Job, stage: Stage) -> list[str]:
     """Which start this is, and where the first node is reached."""
-    task = "${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}"
+    if stage.serving is not None:
+        own = stage.serving.port
+        said = own if own is not None else f"$(({FIRST_PORT} + SLURM_JOB_ID % {PORTS}))"
+        return [f"export TRAINSHED_START={_START}", f"export TRAINSHED_PORT={said}"]
     port = job.cluster.on_slurm.port
-    lines = [f'export TRAINSHED_START="slurm-{task}-${{SLURM_RESTART_COUNT:-0}}-$TRAINSHED_BEGAN"']
+    lines = [f"export TRAINSHED_START={_START}"]
     if stage.nodes + stage.spares > 1:
         lines += [
             'mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")',
             'export MASTER_ADDR="${hosts[0]}"',
-            f"export MASTER_PORT={port if port is not None else f'$(({_FIRST_PORT} + SLURM_JOB_ID % {_PORTS}))'}",
+            f"export MASTER_PORT={port if port is not None else f'$(({FIRST_PORT} + SLURM_JOB_ID % {PORTS}))'}",
             'echo "trainshed: $TRAINSHED_START on ${hosts[*]}" >&2',
         ]
     elif stage.script is not None:
@@ -206,9 +211,32 @@ def _mounts(job: Job, store: str, setup: FabricSetup | None) -> list[str]:
     return list(dict.fromkeys(mounts))
 
 
+def port_of(serving: Serving, id: str) -> int:
+    """Return the port of a server, as its script computes it."""
+    return serving.port if serving.port is not None else FIRST_PORT + int(id) % PORTS
+
+
+def _started(stage: Stage, command: str) -> list[str]:
+    """Start a stage and wait for it; a server is told to drain when its time is nearly up."""
+    if stage.serving is None:
+        return ["code=0", f"{command} || code=$?"]
+    return [
+        f"{command} &",
+        "server=$! late=",
+        # bash obeys a signal only once what it waits for has ended, unless that is `wait` itself. By scancel and its
+        # step, as srun kills what it has started when it gets TERM itself.
+        "trap 'late=1; scancel --signal=TERM \"$SLURM_JOB_ID.0\" || true' USR1",
+        "while :; do",
+        "  code=0",
+        '  wait "$server" || code=$?',
+        '  kill -0 "$server" 2>/dev/null || break',
+        "done",
+    ]
+
+
 def _ending(stage: Stage) -> list[str]:
     """Keep the exit code, or have the job queued again where a new start is worth it."""
-    if stage.name != "train":
+    if stage.name != "train" and stage.serving is None:
         return ['exit "$code"']
     verdict = [
         # The word of the first agent goes before srun's: a node that was lost and replaced has not failed the job.
@@ -216,17 +244,18 @@ def _ending(stage: Stage) -> list[str]:
         'if [ -s "$verdict" ]; then code="$(cat "$verdict")"; fi',
     ]
     return [
-        *(verdict if stage.script is None else []),
+        *(verdict if stage.script is None and stage.serving is None else []),
         "again() {",
         '  echo "trainshed: $1; queued again" >&2',
         '  if scontrol requeue "$SLURM_JOB_ID"; then exit 0; fi',
         '  echo "trainshed: Slurm refused to queue it again" >&2',
         "}",
+        *(['[ -z "$late" ] || again "drained before the time limit"'] if stage.serving is not None else []),
         'failures="$run/starts/slurm-$SLURM_JOB_ID.failures"',
         'case "$code" in',
         # 2: the input is wrong, a new start changes nothing. TERM and INT: somebody wanted it to end.
         "0 | 2 | 130 | 143) ;;",
-        '138) again "saved before the time limit" ;;',
+        *(['138) again "saved before the time limit" ;;'] if stage.serving is None else []),
         "*)",
         '  echo "$TRAINSHED_START $code" >>"$failures"',
         '  failed="$(wc -l <"$failures")"',

@@ -12,7 +12,8 @@ from trainshed.launch.job import Job
 from trainshed.launch.slurm.checking import refusals
 from trainshed.launch.slurm.client import SlurmClient
 from trainshed.launch.slurm.header import dependency_line, logs_folder
-from trainshed.launch.slurm.render import FIRST_COMMAND, render
+from trainshed.launch.slurm.render import FIRST_COMMAND, port_of, render
+from trainshed.launch.slurm.serving import serving_state
 from trainshed.launch.slurm.status import stage_state
 from trainshed.launch.target import Request, StageState, Submitted
 from trainshed.recipe import Cluster
@@ -50,7 +51,11 @@ class SlurmTarget:
                     self._client.attempt("scancel", id)
                 hint = "nothing is left in the queue" if ids else "nothing was submitted"
                 raise TrainshedError(f"{part.stage} was refused: {error.what}", where=error.where, hint=hint) from None
-        return Submitted(request.job, job.run, "slurm", ids)
+        served = next((stage.serving for stage in job.stages if stage.serving is not None), None)
+        if served is None:
+            return Submitted(request.job, job.run, "slurm", ids)
+        port = port_of(served, ids["serve"])
+        return Submitted(request.job, job.run, "slurm", ids, serve_port=port, serve_ready=served.ready)
 
     def _sbatch(self, script: str) -> str:
         printed = self._client.run("sbatch", "--parsable", input=script.encode()).strip()
@@ -61,7 +66,13 @@ class SlurmTarget:
 
     def status(self, submitted: Submitted) -> tuple[StageState, ...]:
         """Say how each stage stands and why."""
-        return tuple(stage_state(self._client, submitted.run, stage, id) for stage, id in submitted.ids.items())
+        states = (stage_state(self._client, submitted.run, stage, id) for stage, id in submitted.ids.items())
+        return tuple(
+            serving_state(self._client, state, submitted.serve_port, submitted.serve_ready)
+            if state.stage == "serve" and submitted.serve_port is not None
+            else state
+            for state in states
+        )
 
     def logs(
         self,
@@ -93,7 +104,7 @@ class SlurmTarget:
     def cancel(self, submitted: Submitted) -> tuple[str, ...]:
         """End every stage that has not ended."""
         states = self.status(submitted)
-        ended = [state.stage for state in states if state.state in ("waiting", "running")]
+        ended = [state.stage for state in states if state.state in ("waiting", "running", "serving")]
         # The last first: a stage that is told to end must not set the next one free.
         for stage in reversed(ended):
             self._client.run("scancel", submitted.ids[stage])

@@ -8,10 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from trainshed.recipe.section import PositiveFloat, PositiveInt, Problem, Section, Text, wrong
+from trainshed.recipe.section import PositiveFloat, PositiveInt, Problem, Quantity, Section, Text, wrong
 
-Quantity = Annotated[str, Field(pattern=r"^[0-9]+(\.[0-9]+)?(Ki|Mi|Gi|Ti|Pi|k|M|G|T|P)?$")]
-"""A size as Kubernetes writes it: `250Gi`."""
 MountPath = Annotated[str, Field(pattern=r"^/[^\x00-\x1f\x7f:]*$")]
 """An absolute path inside a job."""
 

@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from trainshed.recipe.cluster.places import MountPath, Quantity
-from trainshed.recipe.section import PositiveInt, Problem, Section, Text
+from trainshed.recipe.cluster.places import MountPath
+from trainshed.recipe.section import PositiveInt, Problem, Quantity, Section, Text
 
 Words = Annotated[tuple[Text, ...], Field(strict=False)]
 

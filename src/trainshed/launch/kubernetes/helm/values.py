@@ -128,7 +128,7 @@ def _steps(job: Job, stem: _Stem) -> tuple[Job, _Stem]:
     """The length of a training by our own engine; others have it in their arguments."""
     recipe = job.files.get("recipe.yaml", "")
     found = _STEPS.findall(recipe)
-    ours = all(stage.script is None for stage in job.stages)
+    ours = all(stage.script is None or stage.serving is not None for stage in job.stages)
     if not ours or job.steps is None or found != [str(job.steps)]:
         return job, stem
     schema = {"type": "integer", "minimum": 1, "description": "Steps of the training; extending it keeps its past"}

@@ -68,10 +68,11 @@ class Api:
         response = self._send("GET", self._as_served(kind).path(self.namespace, name))
         return None if response.status_code == 404 else self._check(response, f"{kind.name}/{name}").json()
 
-    def list(self, kind: Kind, selector: str = "") -> list[Object]:
-        """Return all objects of a kind that a label selector selects; none where the kind is not known here."""
+    def list(self, kind: Kind, selector: str = "", *, fields: str = "") -> list[Object]:
+        """Return all objects of a kind that selectors of labels and fields select; none where it is not known here."""
         found: list[Object] = []
         params = {"limit": str(_LIST_AT_ONCE)} | ({"labelSelector": selector} if selector else {})
+        params |= {"fieldSelector": fields} if fields else {}
         while True:
             response = self._send("GET", self._as_served(kind).path(self.namespace), params=params)
             if response.status_code == 404:

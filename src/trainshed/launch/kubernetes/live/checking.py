@@ -8,10 +8,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 
-from trainshed.launch.job import Job
+from trainshed.launch.job import Job, Stage
 from trainshed.launch.kubernetes.kinds import (
     CLAIM,
     CLUSTER_QUEUE,
+    DEPLOYMENT,
     JOB,
     LOCAL_QUEUE,
     NAMESPACE,
@@ -47,7 +48,10 @@ def _namespace(api: Api, job: Job) -> Iterator[str]:
 
 
 def _kinds(api: Api, job: Job) -> Iterator[str]:
-    kinds = {TRAINING[job.cluster.on_kubernetes.kind] if is_training(stage) else JOB for stage in job.stages}
+    training = TRAINING[job.cluster.on_kubernetes.kind]
+    kinds = {
+        DEPLOYMENT if stage.serving is not None else training if is_training(stage) else JOB for stage in job.stages
+    }
     for kind in sorted(kinds, key=lambda each: each.name):
         if kind.name not in api.resources(kind):
             yield f"the cluster does not know {kind.name} ({kind.api_version}): its controller is not installed"
@@ -70,7 +74,7 @@ def _queue(api: Api, job: Job) -> Iterator[str]:
 def _quota(api: Api, job: Job, name: str, queue: Object) -> Iterator[str]:
     """Compare GPUs with what the queue may ever have; what others use now is a matter of waiting."""
     found = api.get(CLUSTER_QUEUE, queue["spec"]["clusterQueue"])
-    wanted = max((stage.gpus_per_node * (stage.nodes + stage.spares) for stage in job.stages), default=0)
+    wanted = max((stage.gpus_per_node * _nodes(stage) for stage in job.stages), default=0)
     if found is None or not wanted or found["spec"].get("cohort") or found["spec"].get("cohortName"):
         return  # a cohort lends
     resource = gpu_resource(job.cluster)
@@ -83,6 +87,10 @@ def _quota(api: Api, job: Job, name: str, queue: Object) -> Iterator[str]:
     ]
     if sum(offered) < wanted:
         yield f"the queue {name} may have {sum(offered):g} {resource} at most, and the job needs {wanted}"
+
+
+def _nodes(stage: Stage) -> int:
+    return stage.serving.replicas if stage.serving is not None else stage.nodes + stage.spares
 
 
 def _places(api: Api, job: Job) -> Iterator[str]:

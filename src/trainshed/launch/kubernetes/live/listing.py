@@ -5,10 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from trainshed.launch.kubernetes.kinds import JOB, POD, WORKLOAD, Object, kind_named
+from trainshed.launch.kubernetes.kinds import DEPLOYMENT, EVENT, JOB, POD, WORKLOAD, Kind, Object, kind_named
 from trainshed.launch.kubernetes.live.api import Api, Forbidden
+from trainshed.launch.kubernetes.live.queueing import is_gated
+from trainshed.launch.kubernetes.live.reasons import condition
+from trainshed.launch.kubernetes.live.standing import standing
 from trainshed.launch.kubernetes.manifests.driver_objects import driver_name
 from trainshed.launch.kubernetes.manifests.naming import COMPONENT, INSTANCE
+
+_MOST_ASKED = 3
+"""Of many pods that are not ready the first few say why."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +29,8 @@ class Listing:
     driver: Object | None = None
     has_driver: bool = field(default=False)
     """Whether a driver creates the stages."""
+    probe_failures: tuple[Object, ...] = ()
+    """Events of servers that are not ready."""
 
     def pods_of(self, stage: str) -> list[Object]:
         """Return a stage's pods in the order of their ranks."""
@@ -67,5 +75,36 @@ def list_job(api: Api, job: str, ids: Mapping[str, str]) -> Listing:
                 workloads += api.list(WORKLOAD, f"kueue.x-k8s.io/job-uid={found['metadata'].get('uid')}")
             except Forbidden:
                 break
+    unready = _unready(stages, pods)
+    for pod in filter(is_gated, unready[:_MOST_ASKED]):
+        workloads += _tolerant(api, WORKLOAD, f"kueue.x-k8s.io/job-uid={pod['metadata'].get('uid')}")
+    failures = [
+        event
+        for pod in unready[:_MOST_ASKED]
+        for event in _tolerant(api, EVENT, fields=f"involvedObject.name={pod['metadata']['name']},reason=Unhealthy")
+    ]
     driver = api.get(JOB, driver_name(job)) if len(ids) > 1 else None
-    return Listing(stages, tuple(pods), tuple(workloads), driver, has_driver=len(ids) > 1)
+    has_driver = len(ids) > 1
+    return Listing(stages, tuple(pods), tuple(workloads), driver, has_driver, tuple(failures))
+
+
+def _unready(stages: Mapping[str, Object | None], pods: list[Object]) -> list[Object]:
+    """The pods of servers that are not all ready."""
+    waiting = {
+        stage
+        for stage, found in stages.items()
+        if found is not None and found["kind"] == DEPLOYMENT.name and standing(found).phase != "serving"
+    }
+    return [
+        pod
+        for pod in pods
+        if pod["metadata"].get("labels", {}).get(COMPONENT) in waiting
+        and condition(pod, "Ready").get("status") != "True"
+    ]
+
+
+def _tolerant(api: Api, kind: Kind, selector: str = "", *, fields: str = "") -> list[Object]:
+    try:
+        return api.list(kind, selector, fields=fields)
+    except Forbidden:
+        return []

@@ -59,7 +59,7 @@ def unplaced(pods: Sequence[Object], wanted: int) -> Reason | None:
     if not waiting and len(pods) >= wanted:
         return None
     placed = len(pods) - len(waiting)
-    why = next((_condition(pod, "PodScheduled").get("message") for pod in waiting), None)
+    why = next((condition(pod, "PodScheduled").get("message") for pod in waiting), None)
     said = f": {_first_line(why)}" if why else ""
     if placed:
         return Reason(f"only {placed} of {wanted} pods have a node, which wait for the others{said}", False)
@@ -78,7 +78,7 @@ def last_line(pods: Sequence[Object]) -> str:
 def _failures(pods: Sequence[Object]) -> Iterator[tuple[str, Reason]]:
     for pod in pods:
         status = pod.get("status", {})
-        disruption = _condition(pod, "DisruptionTarget")
+        disruption = condition(pod, "DisruptionTarget")
         if disruption.get("status") == "True":
             what = _DISRUPTIONS.get(disruption.get("reason", ""), _first_line(disruption.get("message", "was ended")))
             yield disruption.get("lastTransitionTime", ""), Reason(f"{_name(pod)} {what}", True)
@@ -116,8 +116,15 @@ def _statuses(pod: Object) -> list[Object]:
     return [*status.get("initContainerStatuses", ()), *status.get("containerStatuses", ())]
 
 
-def _condition(pod: Object, kind: str) -> Object:
-    return next((each for each in pod.get("status", {}).get("conditions", ()) if each["type"] == kind), {})
+def condition(found: Object, kind: str) -> Object:
+    """Return a condition of an object; nothing where it has none such."""
+    return next((each for each in (found.get("status") or {}).get("conditions", ()) if each["type"] == kind), {})
+
+
+def sentence(text: str) -> str:
+    """Write a text as a sentence."""
+    text = text.strip()
+    return text[:1].upper() + text[1:] + ("" if text.endswith((".", "?", "!")) else ".")
 
 
 def _when(pod: Object) -> str:

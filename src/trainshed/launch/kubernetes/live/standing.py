@@ -7,7 +7,7 @@ from typing import Literal
 
 from trainshed.launch.kubernetes.kinds import Object
 
-Phase = Literal["suspended", "active", "done", "failed"]
+Phase = Literal["suspended", "active", "serving", "done", "failed"]
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,8 @@ def standing(found: Object) -> Standing:
     status = found.get("status") or {}
     if found["kind"] == "RayJob":
         return _ray(found, status)
+    if found["kind"] == "Deployment":
+        return _deployment(found, status)
     conditions = {each["type"]: each for each in status.get("conditions", ()) if each.get("status") == "True"}
     restarts = int(status.get("restarts") or 0)
     if found["kind"] == "PyTorchJob" and "Restarting" in conditions:
@@ -42,6 +44,8 @@ def standing(found: Object) -> Standing:
 def wanted_pods(found: Object) -> int:
     """Return how many pods an object is to have."""
     spec = found.get("spec", {})
+    if found["kind"] == "Deployment":
+        return int(spec["replicas"])
     if found["kind"] == "Job":
         return int(spec.get("parallelism") or 1)
     if found["kind"] == "JobSet":
@@ -54,6 +58,25 @@ def wanted_pods(found: Object) -> int:
     if found["kind"] == "TrainJob":
         return int(spec["trainer"]["numNodes"])
     return 1 + sum(int(group["replicas"]) for group in spec["rayClusterSpec"].get("workerGroupSpecs", ()))
+
+
+def ready_replicas(found: Object) -> int:
+    """Return how many replicas of a Deployment answer; none while its controller has not seen the newest version."""
+    status = found.get("status") or {}
+    if int(status.get("observedGeneration") or 0) < int(found["metadata"].get("generation") or 0):
+        return 0
+    return min(int(status.get("readyReplicas") or 0), int(status.get("updatedReplicas") or 0))
+
+
+def _deployment(found: Object, status: Object) -> Standing:
+    """A server is never done; it has failed when it was not ready in the time that it was given."""
+    if ready_replicas(found) >= wanted_pods(found):
+        return Standing("serving")
+    conditions = {each["type"]: each for each in status.get("conditions", ())}
+    progressing = conditions.get("Progressing", {})
+    if progressing.get("status") == "False" and progressing.get("reason") == "ProgressDeadlineExceeded":
+        return Standing("failed", _message(progressing))
+    return Standing("active")
 
 
 def _suspended(found: Object) -> bool:

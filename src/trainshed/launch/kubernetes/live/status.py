@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from trainshed.launch.kubernetes.kinds import Object
+from trainshed.launch.kubernetes.kinds import DEPLOYMENT, Object
 from trainshed.launch.kubernetes.live.listing import Listing
-from trainshed.launch.kubernetes.live.reasons import failure_of, last_line, trouble_of, unplaced
+from trainshed.launch.kubernetes.live.queueing import QUEUE, why_queued
+from trainshed.launch.kubernetes.live.reasons import failure_of, last_line, sentence, trouble_of, unplaced
+from trainshed.launch.kubernetes.live.serving import serving_state
 from trainshed.launch.kubernetes.live.standing import Standing, standing, wanted_pods
 from trainshed.launch.target import StageState
 
@@ -24,6 +26,8 @@ def stage_states(ids: Mapping[str, str], listing: Listing) -> tuple[StageState, 
 
 
 def _state(stage: str, written: str, found: Object, listing: Listing) -> StageState:
+    if found["kind"] == DEPLOYMENT.name:
+        return serving_state(stage, written, found, listing)
     stands = standing(found)
     pods = listing.pods_of(stage)
     names = tuple(pod["metadata"]["name"] for pod in pods)
@@ -37,14 +41,14 @@ def _state(stage: str, written: str, found: Object, listing: Listing) -> StageSt
     trouble = trouble_of(pods)
     if trouble is not None:
         state = "waiting" if trouble.failed else "running"
-        return StageState(stage, state, _sentence(trouble.sentence), written, names, stands.restarts, trouble.exit_code)
+        return StageState(stage, state, sentence(trouble.sentence), written, names, stands.restarts, trouble.exit_code)
     missing = unplaced(pods, wanted_pods(found))
     if missing is not None and not _has_ended(pods):
-        return StageState(stage, "waiting", _sentence(missing.sentence), written, names, stands.restarts)
+        return StageState(stage, "waiting", sentence(missing.sentence), written, names, stands.restarts)
     if not all(_is_up(pod) for pod in pods):
         up = sum(map(_is_up, pods))
         reason = f"{up} of {len(pods)} pods run; the others pull their image or install the fabric's plugin"
-        return StageState(stage, "waiting", _sentence(reason), written, names, stands.restarts)
+        return StageState(stage, "waiting", sentence(reason), written, names, stands.restarts)
     return StageState(stage, "running", _restarted(stands, pods), written, names, stands.restarts)
 
 
@@ -68,7 +72,7 @@ def _absent(stage: str, written: str, before: StageState | None, listing: Listin
     pods = listing.pods_of("driver")
     trouble = trouble_of(pods) or unplaced(pods, 1)
     why = f": {trouble.sentence}" if trouble is not None else ""
-    return StageState(stage, "waiting", _sentence(f"the driver is about to create it{why}"), written)
+    return StageState(stage, "waiting", sentence(f"the driver is about to create it{why}"), written)
 
 
 def _why_failed(stands: Standing, pods: list[Object]) -> tuple[str, int | None]:
@@ -77,34 +81,16 @@ def _why_failed(stands: Standing, pods: list[Object]) -> tuple[str, int | None]:
     said = [reason.sentence if reason is not None else stands.message or "it failed"]
     if reason is not None and stands.restarts:
         said.append(f"after {stands.restarts} restarts")
-    sentence = _sentence(" ".join(said))
-    return (f"{sentence} Last line: {line}" if line else sentence), (reason.exit_code if reason is not None else None)
+    whole = sentence(" ".join(said))
+    return (f"{whole} Last line: {line}" if line else whole), (reason.exit_code if reason is not None else None)
 
 
 def _why_suspended(found: Object, listing: Listing) -> str:
     """What Kueue says; it suspends what it has not admitted."""
-    queue = found["metadata"].get("labels", {}).get("kueue.x-k8s.io/queue-name")
+    queue = found["metadata"].get("labels", {}).get(QUEUE)
     if queue is None:
         return "It is suspended, and no queue will start it: somebody has done that by hand."
-    workload = listing.workload_of(found)
-    if workload is None:
-        return f"Kueue has not looked at it yet: is there a queue {queue}?"
-    conditions = {each["type"]: each for each in (workload.get("status") or {}).get("conditions", ())}
-    evicted = conditions.get("Evicted", {})
-    reserved = conditions.get("QuotaReserved", {})
-    if conditions.get("Admitted", {}).get("status") == "True":
-        return "Kueue has admitted it; its pods are about to be made."
-    if reserved.get("status") == "True":
-        checks = [
-            f"{check['name']} is {check['state']}" + (f" ({check['message']})" if check.get("message") else "")
-            for check in (workload.get("status") or {}).get("admissionChecks", ())
-            if check.get("state") != "Ready"
-        ]
-        return _sentence(f"it has quota in {queue} and waits for nodes: {', '.join(checks) or 'being admitted'}")
-    if evicted.get("status") == "True":
-        return _sentence(f"Kueue has taken its nodes ({evicted.get('reason')}): {evicted.get('message', '')}")
-    message = (reserved.get("message") or "it is its turn later").strip()
-    return _sentence(f"it waits for quota in {queue}: {message}")
+    return why_queued(queue, listing.workload_of(found))
 
 
 def _restarted(stands: Standing, pods: list[Object]) -> str:
@@ -121,8 +107,3 @@ def _is_up(pod: Object) -> bool:
 def _has_ended(pods: list[Object]) -> bool:
     """Whether some pods have ended already: those that are missing then are not waited for."""
     return any(pod.get("status", {}).get("phase") in ("Succeeded", "Failed") for pod in pods)
-
-
-def _sentence(text: str) -> str:
-    text = text.strip()
-    return text[:1].upper() + text[1:] + ("" if text.endswith((".", "?", "!")) else ".")

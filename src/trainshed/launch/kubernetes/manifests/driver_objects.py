@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from trainshed.launch.job import Job
 from trainshed.launch.kubernetes.kinds import (
     CONFIG_MAP,
+    DEPLOYMENT,
+    EVENT,
     JOB,
     POD,
     ROLE,
@@ -77,6 +79,8 @@ def _rules(job: Job, kinds: Sequence[Kind]) -> list[Object]:
     """Create what it was given and look at it; nothing else."""
     rules = [_rule(kind, "get", "create", "patch") for kind in kinds]
     rules.append(_rule(POD, "list"))
+    if DEPLOYMENT in kinds:
+        rules.append(_rule(EVENT, "list"))  # a probe that fails is told there and nowhere else
     if job.cluster.on_kubernetes.queue is not None or job.cluster.on_kubernetes.cpu_queue is not None:
         rules.append(_rule(WORKLOAD, "list"))
     return rules

@@ -38,8 +38,8 @@ def stage_name(job: str, stage: str, *, training: bool) -> str:
 
 
 def is_training(stage: Stage) -> bool:
-    """Whether a stage is a gang of nodes rather than a CPU job."""
-    return stage.name == "train" or stage.gpus_per_node > 0 or stage.nodes > 1
+    """Whether a stage is a gang of nodes rather than a CPU job or a server."""
+    return stage.serving is None and (stage.name == "train" or stage.gpus_per_node > 0 or stage.nodes > 1)
 
 
 def labels(job: Job, component: str) -> dict[str, str]:

@@ -45,7 +45,8 @@ def placement(cluster: Cluster, stage: Stage) -> Placement:
     """Return where a stage runs."""
     kubernetes = cluster.on_kubernetes
     gang = is_training(stage)
-    queue = kubernetes.queue if gang else kubernetes.cpu_queue
+    among_gpus = gang or stage.gpus_per_node > 0
+    queue = kubernetes.queue if among_gpus else kubernetes.cpu_queue
     labels: dict[str, str] = {}
     if queue is not None:
         labels[QUEUE] = queue
@@ -53,7 +54,7 @@ def placement(cluster: Cluster, stage: Stage) -> Placement:
             labels[PRIORITY] = kubernetes.priority
     annotations: dict[str, str] = {}
     pod_annotations: dict[str, str] = {}
-    selector = dict(kubernetes.node_selector if gang else kubernetes.cpu_node_selector)
+    selector = dict(kubernetes.node_selector if among_gpus else kubernetes.cpu_node_selector)
     tolerations = [each.model_dump(exclude_none=True) for each in kubernetes.tolerations]
     if gang:
         # An autoscaler that tidies up must not take a node from under a training.
@@ -62,6 +63,7 @@ def placement(cluster: Cluster, stage: Stage) -> Placement:
             need = "required" if kubernetes.topology.required else "preferred"
             pod_annotations[f"kueue.x-k8s.io/podset-{need}-topology"] = kubernetes.topology.level
         annotations |= _flex_start(cluster)
+    if among_gpus:
         key, taint = _terms(cluster)
         selector |= key
         tolerations = [*_gpu_tolerations(cluster, stage), *taint, *tolerations]
@@ -100,7 +102,7 @@ def _gpu_tolerations(cluster: Cluster, stage: Stage) -> list[Object]:
     if not stage.gpus_per_node:
         return []
     tolerations: list[Object] = [{"key": gpu_resource(cluster), "operator": "Exists"}]
-    if cloud_of(cluster) == "google":
+    if cloud_of(cluster) == "google" and stage.serving is None:
         # GKE marks a node before it takes it down; a training saves and leaves by itself.
         tolerations.append({"key": "cloud.google.com/impending-node-termination", "operator": "Exists"})
     return tolerations

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from trainshed.errors import InputError
 from trainshed.launch.fabric import FabricSetup, PodNeeds
-from trainshed.launch.job import Job, Stage
+from trainshed.launch.job import DEFAULT_PORT, Job, Serving, Stage
 from trainshed.launch.kubernetes.kinds import Object
 from trainshed.launch.kubernetes.manifests.content import Content
 from trainshed.launch.kubernetes.manifests.environment import literal, secret_variables, variables
@@ -25,6 +25,8 @@ MASTER_PORT = 29500
 KEPT_SECONDS = 3 * 24 * 3600
 """How long a finished object stays for `status` and `logs`: over a weekend."""
 _CPU_GRACE_SECONDS = 60
+_EXIT_SECONDS = 30
+"""Besides the time to drain: for a hook before it and the end of the process."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,9 @@ class Planned:
 
     @property
     def pods(self) -> int:
-        """How many there are: a gang's nodes with its spares, or the parts of a CPU stage."""
+        """How many there are: replicas of a server, a gang's nodes with its spares, or the parts of a CPU stage."""
+        if self.stage.serving is not None:
+            return self.stage.serving.replicas
         return self.stage.nodes + self.stage.spares if is_training(self.stage) else self.stage.parts
 
     @property
@@ -89,10 +93,25 @@ def planned(job: Job, stage: Stage, content: Content, fabric: FabricSetup, *, ha
 
 
 def stage_command(job: Job, stage: Stage) -> list[str]:
-    """Return what a node of a stage runs: the agent, or a foreign engine's script."""
+    """Return what a node of a stage runs: the agent, our server, or the script of a foreign engine or server."""
     if stage.script is not None:
         return ["bash", f"{JOB_FOLDER}/{stage.script}"]
+    if stage.serving is not None:
+        port = ["--port", str(serving_port(stage.serving))]
+        return [job.cluster.python, "-P", "-m", "trainshed", *stage.serving.words, *port]
     return [job.cluster.python, "-P", "-m", "trainshed", "agent", stage.name, "--job", JOB_FOLDER]
+
+
+def serving_port(serving: Serving) -> int:
+    """Return the port of a server in its pod."""
+    return serving.port or DEFAULT_PORT
+
+
+def grace_seconds(job: Job, stage: Stage) -> int:
+    """Return how long a pod may take to end after TERM."""
+    if stage.serving is not None:
+        return stage.serving.drain_seconds + _EXIT_SECONDS
+    return job.grace_seconds if is_training(stage) else _CPU_GRACE_SECONDS
 
 
 def image_of(job: Job, stage: Stage | None = None) -> str:
@@ -118,10 +137,9 @@ def pod_template(plan: Planned, container: Container, *, restart_policy: str = "
     metadata: Object = {"labels": labels(plan.job, plan.stage.name)}
     if annotations:
         metadata["annotations"] = annotations
-    gang = is_training(plan.stage)
     spec: Object = {
         "restartPolicy": restart_policy,
-        "terminationGracePeriodSeconds": plan.job.grace_seconds if gang else _CPU_GRACE_SECONDS,
+        "terminationGracePeriodSeconds": grace_seconds(plan.job, plan.stage),
         # Nothing in the pods asks the API for anything.
         "automountServiceAccountToken": False,
     }
@@ -134,7 +152,8 @@ def pod_template(plan: Planned, container: Container, *, restart_policy: str = "
     spec |= plan.where.pod
     if needs.tolerations:
         spec["tolerations"] = [*spec.get("tolerations", ()), *needs.tolerations]
-    if cluster.on_kubernetes.host_network or needs.host_network:
+    # A server speaks to no other node, and two on one node would want the same port.
+    if (cluster.on_kubernetes.host_network or needs.host_network) and plan.stage.serving is None:
         spec |= {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
     if needs.resource_claims:
         spec["resourceClaims"] = list(needs.resource_claims)
@@ -174,6 +193,8 @@ def environment(plan: Planned, container: Container) -> list[Object]:
         own["TRAINSHED_CODE"] = plan.job.code.name
     if is_training(stage):
         own |= {"NNODES": str(stage.nodes), "MASTER_PORT": str(MASTER_PORT)}
+    if stage.serving is not None and stage.script is not None:
+        own["TRAINSHED_PORT"] = str(serving_port(stage.serving))
     if plan.has_fabric_script:
         own["TRAINSHED_FABRIC"] = f"{JOB_FOLDER}/{fabric_file(stage)}"
     values = own | dict(container.extra) | cluster.environment | dict(stage.environment)
@@ -186,9 +207,9 @@ def resources(plan: Planned) -> Object:
     limits = cluster.limits
     devices: Object = {gpu_resource(cluster): str(stage.gpus_per_node)} if stage.gpus_per_node else {}
     devices |= {name: str(count) for name, count in plan.needs.resources.items()}
-    gang = is_training(stage)
-    cpus = stage.cpus or (None if gang else limits.cpu_stage_cpus)
-    memory = stage.memory or (None if gang else limits.cpu_stage_memory)
+    among_gpus = is_training(stage) or stage.gpus_per_node > 0
+    cpus = stage.cpus or (None if among_gpus else limits.cpu_stage_cpus)
+    memory = stage.memory or (None if among_gpus else limits.cpu_stage_memory)
     bounded: Object = devices | ({"memory": memory} if memory is not None else {})
     requests: Object = ({"cpu": str(cpus)} if cpus is not None else {}) | bounded
     found: Object = {"requests": requests, "limits": bounded} if requests else {}

@@ -1,0 +1,232 @@
+"""The last stage of a line: what serves the exported weights, and whether the cluster could run it at all."""
+
+from __future__ import annotations
+
+import shlex
+from math import ceil
+from pathlib import Path
+
+from trainshed.catalog.gpus import find_gpu
+from trainshed.catalog.machines import Machine, find_machine
+from trainshed.errors import RecipeError
+from trainshed.launch.job import DEFAULT_PORT, Serving, Stage
+from trainshed.launch.serving.vllm import vllm_command
+from trainshed.line.planning import PlannedModel
+from trainshed.plan.budget.planned_storage import PlannedStorage, storage_of
+from trainshed.plan.performance.anatomy import anatomy_of
+from trainshed.recipe import Cluster, Recipe, Serve
+
+SCRIPT = "serve.sh"
+"""The file that starts a server which is not ours."""
+DRAIN_SECONDS = 120
+"""An answer of some thousand tokens takes minutes at most; a pod's own default would cut it off after 30 s."""
+LEAST_STARTUP_SECONDS = 120
+# Python, torch and CUDA are loaded from the same slow disks as the weights; an estimate on the safe side.
+_IMPORT_SECONDS = 60
+# vLLM compiles and captures its graphs before it answers: minutes for a large model.
+_VLLM_COMPILE_SECONDS = 600
+_UNKNOWN_READ_GB_PER_S = 0.2
+"""Where no storage is named: a network disk that is busy."""
+_WEIGHT_BYTES = {"bf16": 2, "fp32": 4}
+# What weights may take of a GPU's memory; the rest is for keys and values, activations and the runtime.
+_MOST_OF_MEMORY = 0.9
+
+
+def export_place(recipe: Recipe, run: str) -> str:
+    """Return where a run's export goes."""
+    to = recipe.export.to if recipe.export is not None else None
+    return f"{to.rstrip('/')}/{recipe.name}/{run.rsplit('/', 1)[-1]}" if to else f"{run}/export"
+
+
+def serve_stage(recipe: Recipe, cluster: Cluster, model: PlannedModel, machine: Machine | None, run: str) -> Stage:
+    """Return the stage that serves; raises `RecipeError` for whatever would not serve there."""
+    serve = recipe.serve
+    assert serve is not None
+    _check_place(recipe, cluster, serve)
+    _check_size(recipe, cluster, serve, model, machine)
+    limits = cluster.limits
+    on_processors = serve.gpus == 0
+    ours = serve.engine == "torch"
+    bytes_to_read = export_bytes(recipe, model)
+    return Stage(
+        "serve",
+        gpus_per_node=serve.gpus,
+        script=None if ours else SCRIPT,
+        image=serve.image,
+        restarts=limits.restarts,
+        cpus=serve.cpus or (limits.cpu_stage_cpus if on_processors else None),
+        memory=serve.memory or (limits.cpu_stage_memory if on_processors else None),
+        serving=Serving(
+            words=torch_words(recipe, export_place(recipe, run)) if ours else (),
+            port=serve.port,
+            replicas=serve.replicas,
+            ready="/ready" if ours else "/health",  # vLLM answers anything only when it has loaded
+            startup_seconds=startup_seconds(serve, bytes_to_read, storage_of(cluster), machine),
+            drain_seconds=DRAIN_SECONDS,
+        ),
+    )
+
+
+def torch_words(recipe: Recipe, folder: str) -> tuple[str, ...]:
+    """Return what follows `trainshed` for our own server, without its port."""
+    words = ["serve", folder, "--host", "0.0.0.0", *_options(recipe), "--grace", str(DRAIN_SECONDS)]
+    return tuple(words)
+
+
+def serve_script(recipe: Recipe, run: str) -> str:
+    """Return the script of a server that is not ours; the target says the port."""
+    command = shlex.join(vllm_command(recipe, export_place(recipe, run), drain_seconds=DRAIN_SECONDS))
+    return f'#!/usr/bin/env bash\nset -euo pipefail\nexec {command} --port "${{TRAINSHED_PORT:-{DEFAULT_PORT}}}"\n'
+
+
+def local_command(recipe: Recipe, folder: str) -> str:
+    """Return the command by which a person serves an export on this machine."""
+    serve = recipe.serve or Serve()
+    if serve.engine == "vllm":
+        words = vllm_command(recipe, folder, drain_seconds=DRAIN_SECONDS)
+    else:
+        words = ["trainshed", "serve", folder, *_options(recipe)]
+    return shlex.join(words + (["--port", str(serve.port)] if serve.port is not None else []))
+
+
+def _options(recipe: Recipe) -> list[str]:
+    serve = recipe.serve or Serve()
+    words = ["--name", recipe.name]
+    if serve.max_length is not None:
+        words += ["--max-length", str(serve.max_length)]
+    if serve.max_sequences is not None:
+        words += ["--max-sequences", str(serve.max_sequences)]
+    return words
+
+
+def export_bytes(recipe: Recipe, model: PlannedModel) -> int:
+    """Return the size of the exported weights."""
+    dtype = recipe.export.dtype if recipe.export is not None else "bf16"
+    return anatomy_of(model.config, model.preset).weights * _WEIGHT_BYTES[dtype]
+
+
+def startup_seconds(
+    serve: Serve, bytes_to_read: int, storage: PlannedStorage | None, machine: Machine | None = None
+) -> int:
+    """Return how long a server may take to start: twice the time to read the weights, and what else it does."""
+    seconds = 2 * bytes_to_read / (_read_gb_per_s(serve, storage, machine) * 1e9) + _IMPORT_SECONDS
+    if serve.engine == "vllm":
+        seconds += _VLLM_COMPILE_SECONDS
+    return max(LEAST_STARTUP_SECONDS, ceil(seconds))
+
+
+def serve_notes(recipe: Recipe, cluster: Cluster, model: PlannedModel, stage: Stage) -> tuple[str, ...]:
+    """Say what was decided about a server, and why."""
+    serve, serving = recipe.serve, stage.serving
+    assert serve is not None
+    assert serving is not None
+    size, storage = export_bytes(recipe, model), storage_of(cluster)
+    rate = _read_gb_per_s(serve, storage, find_machine(cluster.machine) if cluster.machine else None)
+    source = str(storage) if storage is not None else "assumed, as the cluster file names no `storage`"
+    notes = [
+        f"serve: {size / 2**30:.3g} GiB of weights are read in {size / rate / 1e9:.0f} s at {rate:.3g} GB/s "
+        f"({source}); a server that is not up after {serving.startup_seconds} s is started again"
+    ]
+    if serve.image is not None and "@sha256:" not in serve.image and not serve.image.startswith(("/", ".")):
+        notes.append(f"serve.image is a tag, which may be another image tomorrow: write {serve.image}@sha256:…")
+    return tuple(notes)
+
+
+def _read_gb_per_s(serve: Serve, storage: PlannedStorage | None, machine: Machine | None) -> float:
+    """What one replica reads when all of them do at once."""
+    if storage is None:
+        return _UNKNOWN_READ_GB_PER_S
+    return storage.read_gb_per_s(serve.replicas, machine) / serve.replicas
+
+
+def _check_place(recipe: Recipe, cluster: Cluster, serve: Serve) -> None:
+    if cluster.target == "ray":
+        raise RecipeError(
+            "a running Ray cluster takes jobs that end, and a server does not",
+            where=recipe.where("serve"),
+            hint="delete `serve` and serve the export elsewhere, or use a Kubernetes or Slurm cluster",
+        )
+    if serve.image is not None and "image" in cluster.locked:
+        raise RecipeError(
+            "`image` is locked by whoever runs this cluster", where=recipe.where("serve.image"), hint="delete it"
+        )
+    if serve.engine == "vllm" and serve.image is None and _in_images(cluster):
+        raise RecipeError(
+            "in which image is vLLM?",
+            where=recipe.where("serve"),
+            hint="write `image: vllm/vllm-openai@sha256:…` below `serve`",
+        )
+    if cluster.target == "slurm" and serve.image is not None and not _in_images(cluster):
+        raise RecipeError(
+            f"serve asks for the image {serve.image}, and this cluster has no containers",
+            where=recipe.where("serve.image"),
+            hint=f"write `container: pyxis` ({cluster.where('slurm.container')}), or delete it: `slurm.venv` serves",
+        )
+    if cluster.target == "slurm" and serve.replicas > 1:
+        raise RecipeError(
+            "Slurm has nothing that shares requests among replicas",
+            where=recipe.where("serve.replicas"),
+            hint="write `replicas: 1`",
+        )
+    to = recipe.export.to if recipe.export is not None else None
+    if to is not None and ("://" in to or not Path(to).is_absolute()):
+        raise RecipeError(
+            f"a server reads its weights from a path that its node mounts, and the export goes to {to}",
+            where=recipe.where("export.to"),
+            hint="delete it, and the export lies in the run's folder; or write an absolute path that nodes mount",
+        )
+
+
+def _in_images(cluster: Cluster) -> bool:
+    return cluster.target == "kubernetes" or cluster.on_slurm.container == "pyxis"
+
+
+def _check_size(recipe: Recipe, cluster: Cluster, serve: Serve, model: PlannedModel, machine: Machine | None) -> None:
+    config = model.config
+    if serve.max_length is not None and serve.max_length > config.max_positions:
+        raise RecipeError(
+            f"{serve.max_length} tokens are more than the {config.max_positions} positions of the model",
+            where=recipe.where("serve.max_length"),
+            hint=f"write {config.max_positions} or less",
+        )
+    if serve.gpus == 0:
+        return
+    where = recipe.where("serve.gpus")
+    if machine is None:
+        raise RecipeError(
+            f"the cluster {cluster.name} names no machine, so that it has no GPUs",
+            where=where,
+            hint="write `gpus: 0` to serve on processors, or `machine: NAME` in the cluster file",
+        )
+    if serve.gpus > machine.gpus:
+        raise RecipeError(
+            f"a replica stands on one node, and {machine.name} has {machine.gpus} GPUs",
+            where=where,
+            hint=f"write `gpus: {machine.gpus}` or less",
+        )
+    if config.heads % serve.gpus:
+        raise RecipeError(
+            f"the {config.heads} heads of the model cannot be shared by {serve.gpus} GPUs",
+            where=where,
+            hint=f"write a number that divides {config.heads}",
+        )
+    _check_memory(recipe, serve, model, machine)
+
+
+def _check_memory(recipe: Recipe, serve: Serve, model: PlannedModel, machine: Machine) -> None:
+    gpu = find_gpu(machine.gpu)
+    share_gib = export_bytes(recipe, model) / serve.gpus / 2**30
+    if share_gib <= gpu.memory_gib * _MOST_OF_MEMORY:
+        return
+    fitting = [
+        count
+        for count in range(serve.gpus + 1, machine.gpus + 1)
+        if model.config.heads % count == 0 and share_gib * serve.gpus / count <= gpu.memory_gib * _MOST_OF_MEMORY
+    ]
+    more = "engine: vllm, " if serve.engine == "torch" else ""
+    hint = f"write `serve: {{{more}gpus: {fitting[0]}, …}}`" if fitting else "serve it on machines with more memory"
+    raise RecipeError(
+        f"the exported weights take {share_gib:.0f} GiB of each GPU, and {machine.gpu} has {gpu.memory_gib:.0f}",
+        where=recipe.where("serve.gpus"),
+        hint=hint,
+    )

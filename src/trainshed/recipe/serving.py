@@ -1,0 +1,64 @@
+"""How the exported weights are served once training has ended: `serve`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from trainshed.recipe.execution import EngineArgument
+from trainshed.recipe.section import NotNegativeInt, PositiveInt, Problem, Quantity, Section, Text
+
+Port = Annotated[int, Field(ge=1, le=65535)]
+
+
+class Serve(Section):
+    """A server of the exported weights, started by the cluster after `export`."""
+
+    engine: Literal["torch", "vllm"] = Field("torch", description="What answers: our own server, or vLLM in its image")
+    gpus: NotNegativeInt = Field(1, description="GPUs of one replica, all on one node; 0: processors")
+    replicas: PositiveInt = Field(1, description="How many servers share the requests (Kubernetes)")
+    port: Port | None = Field(
+        None,
+        description="Port of the server; left out: 8000, and on Slurm, where jobs share nodes, one that follows from "
+        "the job's id",
+    )
+    max_length: PositiveInt | None = Field(
+        None, description="Tokens of prompt and answer together; left out: the model's own length"
+    )
+    max_sequences: PositiveInt | None = Field(
+        None, description="How many questions are answered at once; left out: what the server's memory holds"
+    )
+    image: Text | None = Field(
+        None,
+        description="Container image of the server, best by digest; left out: the cluster's",
+        examples=["vllm/vllm-openai@sha256:…"],
+    )
+    args: dict[str, EngineArgument] = Field(
+        default_factory=dict, description="Flags handed to vLLM as they are (checked against its list)"
+    )
+    cpus: PositiveInt | None = Field(
+        None, description="CPUs of one replica; left out: the cluster's `limits.cpu_stage_cpus` on processors"
+    )
+    memory: Quantity | None = Field(
+        None,
+        description="Memory of one replica; left out: the cluster's `limits.cpu_stage_memory` on processors",
+        examples=["64Gi"],
+    )
+
+    def problems(self) -> Iterator[Problem]:
+        """Our own server is one process on at most one GPU; flags are vLLM's."""
+        if self.engine == "torch":
+            if self.gpus > 1:
+                yield Problem(
+                    ("gpus",),
+                    f"the torch server is one process on one GPU, and {self.gpus} are asked for",
+                    "write `engine: vllm` to spread a model over several, or `gpus: 1`",
+                )
+            if self.args:
+                yield Problem(
+                    ("args",), "the torch server takes no `args`: its options are keys of the recipe", "delete it"
+                )
+        elif self.gpus == 0:
+            yield Problem(("gpus",), "vLLM serves on GPUs here", "write `gpus: 1` or more, or `engine: torch`")

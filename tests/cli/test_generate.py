@@ -1,0 +1,167 @@
+"""`trainshed generate`: a checkpoint tried at once, whatever it is called by."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data.made_tokenizers import CONFIGS, KINDS, save
+from text_recipes import write_recipe, write_script
+from tiny_models import save_tiny_hf
+from trainshed.cli import run_cli
+from trainshed.cli.checkpoint_address import checkpoint_address
+from trainshed.errors import NotFound
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    save_tiny_hf("llama", folder, seed=1, vocab_size=2000)
+    template = "{% for message in messages %}<|im_start|>{{ message.role }}: {{ message.content }}{% endfor %}"
+    save(KINDS["qwen"](), CONFIGS["qwen"] | {"chat_template": template}, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which a recipe was run, with a tokenizer learned on the way."""
+    folder = tmp_path_factory.mktemp("work")
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        write_script(folder)
+        write_recipe(folder, "{script: numbers.py}")
+        assert run_cli(["run", "recipe.yaml", "model.preset=null", f"model.config={json.dumps(SMALL)}"]) == 0
+    finally:
+        os.chdir(before)
+    return folder
+
+
+SMALL = {
+    "family": "llama",
+    "layers": 1,
+    "hidden": 16,
+    "heads": 2,
+    "ffn": 24,
+    "vocab_size": 280,
+    "max_positions": 64,
+    "rope": {"base": 1e4},
+}
+
+
+def report(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, Any]:
+    capsys.readouterr()
+    assert run_cli(["generate", *map(str, arguments), "-o", "json", "--device", "cpu"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_text_streams_to_stdout_and_the_rest_to_stderr(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = report(capsys, model, "--prompt", "Return the value", "--max-tokens", 5)
+    assert run_cli(["generate", str(model), "--prompt", "Return the value", "--max-tokens", "5", "--device=cpu"]) == 0
+    shown = capsys.readouterr()
+    assert shown.out == data["text"] + "\n"
+    assert "5 tokens, " in shown.err
+    assert "weights in fp32 on cpu" in shown.err
+    assert data["schema"] == "trainshed.generate/1"
+    assert (data["tokens"], data["finish_reason"], data["prompt"]) == (5, "length", "Return the value")
+    assert data["tokens_per_second"] > 0
+
+
+def test_the_prompt_comes_from_a_file_or_from_stdin(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "prompt.txt").write_text("Return the value")
+    monkeypatch.setattr("sys.stdin", io.StringIO("Return the value"))
+    told = [
+        report(capsys, model, "--max-tokens", 5, *given)
+        for given in (["--prompt", "Return the value"], ["--file", tmp_path / "prompt.txt"], [])
+    ]
+    assert told[0]["text"] == told[1]["text"] == told[2]["text"]
+
+
+def test_a_seed_gives_the_same_answer_again(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = [model, "--prompt", "Return", "--temperature", 1, "--max-tokens", 12]
+    told = [report(capsys, *asked, "--seed", seed)["text"] for seed in (1, 1, 2)]
+    assert told[0] == told[1] != told[2]
+
+
+def test_a_stop_text_ends_the_answer(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = report(capsys, model, "--prompt", "Return", "--max-tokens", 12)["text"]
+    stop = whole[len(whole) // 2 :][:3]
+    data = report(capsys, model, "--prompt", "Return", "--max-tokens", 12, "--stop", "never", "--stop", stop)
+    assert (data["text"], data["finish_reason"]) == (whole[: whole.index(stop)], "stop")
+
+
+def test_a_chat_is_written_by_the_template(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plain = report(capsys, model, "--prompt", "<|im_start|>user: Why?", "--max-tokens", 5)
+    assert report(capsys, model, "--chat", "--prompt", "Why?", "--max-tokens", 5)["text"] == plain["text"]
+
+
+def test_a_run_is_called_by_its_name_its_folder_or_one_of_its_steps(
+    trained: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(trained)
+    (run,) = (trained / "store" / "runs" / "small").iterdir()
+    (step,) = (run / "checkpoints").glob("step-*")
+    told = [
+        report(capsys, called, "--prompt", "one two", "--max-tokens", 6)
+        for called in ("small", f"small/{run.name}", f"store/runs/small/{run.name}", run, step)
+    ]
+    assert told[0]["prompt_tokens"] > 0
+    assert len({each["text"] for each in told}) == 1
+    monkeypatch.chdir("/")
+    assert report(capsys, run, "--prompt", "one two", "--max-tokens", 6)["text"] == told[0]["text"]
+
+
+def test_the_export_of_a_run_has_the_words_of_the_run(
+    trained: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(trained)
+    (run,) = (trained / "store" / "runs" / "small").iterdir()
+    assert run_cli(["model", "convert", str(run), str(run / "export"), "--to", "hf", "--no-logits"]) == 0
+    told = [report(capsys, each, "--prompt", "one two", "--max-tokens", 6) for each in (run, run / "export")]
+    assert told[0]["text"] == told[1]["text"]
+
+
+def test_a_name_that_nobody_knows_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    with pytest.raises(NotFound, match="there is no such folder, and no such run"):
+        checkpoint_address("nothing")
+    run = tmp_path / "store" / "runs" / "new" / "1"
+    run.mkdir(parents=True)
+    (run / "recipe.yaml").write_text("")
+    with pytest.raises(NotFound, match="this run has no checkpoint and no export yet"):
+        checkpoint_address("new")
+    assert checkpoint_address("hf://org/name") == "hf://org/name"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--prompt", ""], "the prompt is empty"),
+        (["--prompt", "a", "--file", "b"], "both say the prompt"),
+        (["--prompt", "a", "--top-p", "2"], "`top_p: 2.0` means nothing"),
+        (["--prompt", "a", "--max-tokens", "-1"], "`max_tokens: -1` means nothing"),
+        (["--prompt", "word " * 80], "tokens, and prompt and answer have room for 64"),
+        (["--file", "none.txt"], "there is no such file"),
+    ],
+)
+def test_wrong_input_says_what_to_write(
+    model: Path, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_cli(["generate", str(model), *arguments, "--device", "cpu"]) in (1, 2)
+    assert said in capsys.readouterr().err
+
+
+def test_weights_without_a_tokenizer_ask_for_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_tiny_hf("llama", tmp_path)
+    assert run_cli(["generate", str(tmp_path), "--prompt", "a", "--device", "cpu"]) == 2
+    assert "write --tokenizer FOLDER" in capsys.readouterr().err
