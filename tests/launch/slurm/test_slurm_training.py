@@ -105,6 +105,9 @@ def test_a_run_that_is_asked_to_save_and_then_loses_a_node_ends_as_if_nothing_ha
     assert "saved before the time limit; queued again" in printed
     assert f"rank 1 was on {second}, which shows no sign of life" in printed
     assert "(1 of 2 restarts); queued again" in printed
+    # The node that was lost is there again, and avoided all the same.
+    assert f"the next start avoids {second}" in printed
+    assert second not in hosts(run, 3)
     failed = "".join(run.target.logs(run.submitted, "train", rank=0, attempt=2))
     assert f"going on after step {stopped} from" in failed
 

@@ -215,6 +215,7 @@ class Leader:
 
     def _over(self, exit_code: int, what: str) -> Order:
         self._orders += 1
+        self._meeting.blame([self._joined[slot].host for slot in sorted(self._bad) if slot in self._joined])
         order = Order(self._orders, exit_code=exit_code, what=what)
         self._meeting.give(order)
         return order

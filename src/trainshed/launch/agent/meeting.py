@@ -4,6 +4,7 @@
     <run>/starts/<start>/beat-00001         its signs of life, counted: clocks of different machines never compared
     <run>/starts/<start>/order.json         what the first agent has decided (`Order`): an attempt, or the end
     <run>/starts/<start>/exit-code          how it ends, for the target's script: a node that was lost does not decide
+    <run>/starts/<start>/bad-nodes          hosts that were to blame, for the target's script: a new start avoids them
     <run>/starts/<start>/roll-call          there while ranks are ending: agents beat with every look
 
 A start is one placement by the scheduler (job id and restart count). Several attempts may lie within one: where a spare
@@ -12,6 +13,7 @@ node steps in, the ranks start anew without a new placement.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -95,6 +97,11 @@ class Meeting:
         if order.exit_code is not None:
             self._store.put("exit-code", f"{order.exit_code}\n".encode())
         self._put("order.json", asdict(order))
+
+    def blame(self, hosts: Sequence[str]) -> None:
+        """Say which hosts were to blame for the end."""
+        if hosts:
+            self._store.put("bad-nodes", "".join(f"{host}\n" for host in hosts).encode())
 
     def order(self) -> Order | None:
         """Return what the first agent has decided last."""

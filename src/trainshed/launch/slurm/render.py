@@ -238,18 +238,22 @@ def _ending(stage: Stage) -> list[str]:
     """Keep the exit code, or have the job queued again where a new start is worth it."""
     if stage.name != "train" and stage.serving is None:
         return ['exit "$code"']
+    ours = stage.script is None and stage.serving is None
     verdict = [
         # The word of the first agent goes before srun's: a node that was lost and replaced has not failed the job.
         'verdict="$run/starts/$TRAINSHED_START/exit-code"',
         'if [ -s "$verdict" ]; then code="$(cat "$verdict")"; fi',
     ]
     return [
-        *(verdict if stage.script is None and stage.serving is None else []),
+        *(verdict if ours else []),
         "again() {",
         '  echo "trainshed: $1; queued again" >&2',
-        '  if scontrol requeue "$SLURM_JOB_ID"; then exit 0; fi',
+        # Slurm sends TERM with it, and some seconds later KILL.
+        *(["  trap '' TERM"] if ours else []),
+        f'  if scontrol requeue "$SLURM_JOB_ID"; then {"avoid || true; " if ours else ""}exit 0; fi',
         '  echo "trainshed: Slurm refused to queue it again" >&2',
         "}",
+        *(_avoiding(stage) if ours else []),
         *(['[ -z "$late" ] || again "drained before the time limit"'] if stage.serving is not None else []),
         'failures="$run/starts/slurm-$SLURM_JOB_ID.failures"',
         'case "$code" in',
@@ -265,4 +269,25 @@ def _ending(stage: Stage) -> list[str]:
         "  ;;",
         "esac",
         'exit "$code"',
+    ]
+
+
+def _avoiding(stage: Stage) -> list[str]:
+    """Keep a new start off the nodes that were to blame, where enough others are left; only a waiting job takes it."""
+    others = 'sinfo -h -N -p "$SLURM_JOB_PARTITION" -t idle,alloc,mix,comp -o %N | sort -u | grep -vcxF -f "$bad"'
+    return [
+        "avoid() {",
+        '  local bad="$run/starts/$TRAINSHED_START/bad-nodes" before all left',
+        '  [ -s "$bad" ] || return 0',
+        f'  left="$({others})" || true',
+        f'  if [ "${{left:-0}}" -lt {stage.nodes + stage.spares} ]; then',
+        '    echo "trainshed: too few nodes are left to avoid $(paste -sd, "$bad")" >&2',
+        "    return 0",
+        "  fi",
+        '  before="$(scontrol show job -o "$SLURM_JOB_ID" | sed -n "s/.* ExcNodeList=\\([^ ]*\\).*/\\1/p")"',
+        '  all="$(paste -sd, "$bad")"',
+        '  if [ -n "$before" ] && [ "$before" != "(null)" ]; then all="$before,$all"; fi',
+        '  scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="$all"',
+        '  echo "trainshed: the next start avoids $all" >&2',
+        "}",
     ]
