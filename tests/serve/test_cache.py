@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -86,5 +88,16 @@ def test_room_that_there_is_not_is_refused(asked: dict[str, int], said: str, mon
     assert said in refused.value.what
 
 
-def test_this_machine_has_some_memory() -> None:
-    assert cache._free_bytes(CPU) > 1e6
+def test_a_share_of_what_the_machine_or_its_container_has_left_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert cache._free_bytes(CPU) > 1e6, "this machine"
+    (tmp_path / "meminfo").write_text("MemTotal: 32000 kB\nMemFree: 100 kB\nMemAvailable:    8000 kB\n")
+    monkeypatch.setattr(cache, "_MEMORY", tmp_path / "meminfo")
+    monkeypatch.setattr(cache, "_CONTAINER", tmp_path)
+    assert cache._free_bytes(CPU) == 2000 * 1024
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "memory.current").write_text("1000\n")
+    assert cache._free_bytes(CPU) == 2000 * 1024
+    (tmp_path / "memory.max").write_text("5000\n")
+    assert cache._free_bytes(CPU) == 1000

@@ -13,7 +13,7 @@ from small_generators import PATIENCE_SECONDS, Answered, ask, begin, fresh_chunk
 from tiny_models import tiny_config
 from trainshed.errors import InputError, TrainshedError
 from trainshed.models.decoder import Chunk
-from trainshed.serve.asking import Ended, Event, Failed, Piece, Sampling
+from trainshed.serve.asking import Ended, Event, Failed, Piece, PromptRead, Sampling
 from trainshed.serve.cache import Room
 from trainshed.serve.generator import ModelGenerator
 
@@ -27,7 +27,8 @@ def chunk() -> Chunk:
 
 
 @pytest.fixture
-def generator(chunk: Chunk) -> Iterator[ModelGenerator]:
+def generator(chunk: Chunk, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModelGenerator]:
+    monkeypatch.setattr("trainshed.serve.stepping.CHUNK_TOKENS", {"cpu": 64})
     with generating(chunk, room=Room(2, 512, 1024)) as made:
         yield made
 
@@ -106,10 +107,32 @@ def test_a_long_prompt_does_not_stop_the_others(generator: ModelGenerator) -> No
     long = begin(generator, [1] * 500, max_tokens=1, temperature=0.0)
     held.go_on.set()
     held.wait()
-    # Five tokens came beside at most five chunks of the eight.
+    # Its last four tokens came beside at most four chunks of the eight.
     assert not long.pieces
     long.wait()
     assert generator.load().prompt_tokens_total == 501
+
+
+def test_prompts_are_read_in_turn_so_that_a_short_one_passes_a_long_one(chunk: Chunk) -> None:
+    order: list[str] = []
+
+    def note(name: str, event: Event) -> None:
+        if isinstance(event, PromptRead):
+            order.append(name)
+
+    with generating(chunk, room=Room(3, 512, 2000)) as generator:
+        held = hold(generator, max_tokens=2, temperature=0.0)
+        over = Answered()
+
+        def tell(event: Event) -> None:
+            note("long", event)
+            over.tell(event)
+
+        generator.submit([1] * 500, Sampling(max_tokens=1), tell)
+        generator.submit([2] * 50, Sampling(max_tokens=1), lambda event: note("short", event))
+        held.go_on.set()
+        over.wait()
+    assert order == ["short", "long"]
 
 
 def test_a_failure_is_told_to_everybody_and_stays(generator: ModelGenerator, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,6 +150,18 @@ def test_a_failure_is_told_to_everybody_and_stays(generator: ModelGenerator, mon
     with pytest.raises(TrainshedError, match="nothing is answered any more: RuntimeError: the device is gone"):
         begin(generator, [1])
     assert generator.load().running == 0
+
+
+def test_weights_that_are_no_numbers_are_told_and_not_answered() -> None:
+    chunk = fresh_chunk(CONFIG)
+    # One word is broken: whoever uses it fails, and nobody else does.
+    chunk.embedding.weight.data[7] = torch.nan
+    with generating(chunk) as generator:
+        broken, sound = begin(generator, [1, 7], max_tokens=4), begin(generator, [1, 2], max_tokens=4, top_k=1)
+        assert isinstance(failed := broken.wait().end, Failed)
+        assert "are no numbers" in failed.why
+        assert sound.wait().end == Ended("length")
+        assert generator.failure() is None
 
 
 def test_closing_ends_what_runs_and_what_waits(chunk: Chunk) -> None:

@@ -147,3 +147,10 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_pointed_out(tmp_path: Pa
     notes = Notes()
     load_model(str(tmp_path), device="cpu", reporter=notes)
     assert any("2,000 tokens" in said and "96" in said for said in notes.said)
+
+
+@pytest.mark.parametrize("device", ["tpu", "cuda:99", "meta"])
+def test_a_device_that_is_not_there_is_refused(device: str, hf: Path) -> None:
+    with pytest.raises(InputError, match=f"there is no device `{device}` here") as refused:
+        load_model(str(hf), device=device)
+    assert "cpu" in (refused.value.hint or "")

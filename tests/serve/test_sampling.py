@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from trainshed.serve.asking import Sampling
-from trainshed.serve.sampling import Chooser, choose
+from trainshed.serve.sampling import Choice, Chooser, choose
 
 SCORES = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -2.0, 1.5, -0.5])
 DRAWS = 4000
@@ -19,7 +19,14 @@ DRAWS = 4000
 def counted(scores: torch.Tensor = SCORES, draws: int = DRAWS, **sampling: Any) -> Counter[int]:
     """How often each token is chosen, in an answer of so many tokens."""
     chooser = Chooser(Sampling(seed=7, **sampling))
-    return Counter(choose(scores[None], [chooser])[0].token for _ in range(draws))
+    return Counter(one(scores, chooser).token for _ in range(draws))
+
+
+def one(scores: torch.Tensor, chooser: Chooser) -> Choice:
+    """What is chosen of one row."""
+    (choice,) = choose(scores[None], [chooser])
+    assert choice is not None
+    return choice
 
 
 def check_distribution(found: Counter[int], expected: torch.Tensor) -> None:
@@ -80,7 +87,7 @@ def test_random_numbers_are_ones_own() -> None:
     others = [Sampling(temperature=0.0), Sampling(seed=3, top_k=4), Sampling(seed=4, logprobs=2, top_p=0.5)]
     rows = torch.randn(30, 8, generator=torch.Generator().manual_seed(0))
     alone = Chooser(wanted)
-    expected = [choose(row[None], [alone])[0].token for row in rows]
+    expected = [one(row, alone).token for row in rows]
     among, beside = Chooser(wanted), [Chooser(each) for each in others]
     found = []
     for number, row in enumerate(rows):
@@ -88,40 +95,42 @@ def test_random_numbers_are_ones_own() -> None:
         batch.insert(place, among)
         scores = torch.randn(4, 8, generator=torch.Generator().manual_seed(number))
         scores[place] = row
-        found.append(choose(scores, batch)[place].token)
+        choice = choose(scores, batch)[place]
+        assert choice is not None
+        found.append(choice.token)
     assert found == expected
     assert len(set(expected)) > 3
 
 
 def test_without_a_seed_answers_differ() -> None:
-    scores = torch.zeros(1, 1000)
-    drawn = {tuple(choose(scores, [chooser])[0].token for _ in range(4)) for chooser in [Chooser(Sampling())] * 2}
-    drawn |= {tuple(choose(scores, [Chooser(Sampling())])[0].token for _ in range(4))}
+    scores = torch.zeros(1000)
+    drawn = {tuple(one(scores, chooser).token for _ in range(4)) for chooser in [Chooser(Sampling())] * 2}
+    drawn |= {tuple(one(scores, Chooser(Sampling())).token for _ in range(4))}
     assert len(drawn) > 1
 
 
 def test_seeds_that_differ_in_sign_or_size_are_different_seeds() -> None:
-    scores = torch.zeros(1, 10_000)
-    first = {choose(scores, [Chooser(Sampling(seed=seed))])[0].token for seed in (0, 1, -1, 2**64, 2**64 + 1)}
+    scores = torch.zeros(10_000)
+    first = {one(scores, Chooser(Sampling(seed=seed))).token for seed in (0, 1, -1, 2**64, 2**64 + 1)}
     assert len(first) == 5
 
 
 def test_penalties_count_what_was_chosen_before() -> None:
-    scores = torch.tensor([[1.0, 0.9, 0.2]])
+    scores = torch.tensor([1.0, 0.9, 0.2])
     # 1.0, then 0.9; then 1.0 - 0.5, 0.9 - 0.5 and 0.2; then 0.0, 0.4 and 0.2.
     frequency = Chooser(Sampling(temperature=0.0, frequency_penalty=0.5))
-    assert [choose(scores, [frequency])[0].token for _ in range(5)] == [0, 1, 0, 1, 2]
+    assert [one(scores, frequency).token for _ in range(5)] == [0, 1, 0, 1, 2]
     presence = Chooser(Sampling(temperature=0.0, presence_penalty=0.5))
-    assert [choose(scores, [presence])[0].token for _ in range(4)] == [0, 1, 0, 0]
+    assert [one(scores, presence).token for _ in range(4)] == [0, 1, 0, 0]
     thanks = Chooser(Sampling(temperature=0.0, frequency_penalty=-1.0))
-    assert [choose(scores, [thanks])[0].token for _ in range(3)] == [0, 0, 0]
+    assert [one(scores, thanks).token for _ in range(3)] == [0, 0, 0]
 
 
 def test_logprobs_are_the_models_own_whatever_was_done_to_the_scores() -> None:
     chooser = Chooser(Sampling(temperature=0.2, top_k=2, presence_penalty=1.0, seed=1, logprobs=3))
     expected = SCORES.log_softmax(-1)
     for _ in range(4):
-        (choice,) = choose(SCORES[None], [chooser])
+        choice = one(SCORES, chooser)
         assert choice.logprob == pytest.approx(float(expected[choice.token]))
         assert [each.token for each in choice.alternatives] == [0, 6, 1]
         assert [each.logprob for each in choice.alternatives] == pytest.approx(expected[[0, 6, 1]].tolist())
@@ -130,5 +139,15 @@ def test_logprobs_are_the_models_own_whatever_was_done_to_the_scores() -> None:
 def test_each_row_is_told_as_many_alternatives_as_it_asked_for() -> None:
     counts = [None, 0, 2, 20]
     choices = choose(SCORES.repeat(4, 1), [Chooser(Sampling(temperature=0.0, logprobs=count)) for count in counts])
-    assert [len(choice.alternatives) for choice in choices] == [0, 0, 2, 8]
-    assert [choice.logprob is None for choice in choices] == [True, False, False, False]
+    assert [len(choice.alternatives) for choice in choices if choice] == [0, 0, 2, 8]
+    assert [choice.logprob is None for choice in choices if choice] == [True, False, False, False]
+
+
+@pytest.mark.parametrize("broken", [[math.nan, 1.0], [math.inf, 1.0], [-math.inf, -math.inf]], ids=str)
+@pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"top_k": 1}, {"logprobs": 1}], ids=str)
+def test_scores_that_are_no_numbers_choose_nothing_and_harm_nobody(
+    broken: list[float], sampling: dict[str, Any]
+) -> None:
+    rows = torch.tensor([[0.0, 9.0], broken, [0.0, 9.0]])
+    choices = choose(rows, [Chooser(Sampling(seed=1, **sampling)) for _ in rows])
+    assert [choice and choice.token for choice in choices] == [1, None, 1]

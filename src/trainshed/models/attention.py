@@ -47,6 +47,14 @@ class Attention(nn.Module):
 
     def forward(self, x: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor] | None) -> torch.Tensor:
         """Attend from this rank's tokens [s, B, H]; `rotary` are cosines and sines [S, 1, 1, D]."""
+        query, key, value = self.project(x, rotary)
+        out = self._attend(query, key, value)
+        return self.out(out.reshape(*out.shape[:2], -1))
+
+    def project(
+        self, x: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor] | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Make queries [S, B, G · r, D], keys and values [S, B, G, D] of this rank's tokens, turned by position."""
         projected = self.qkv(gather(self.norm(x), self.axes.tp))
         length, batch = projected.shape[:2]
         heads = projected.view(length, batch, self.groups, self.ratio + 2, self.config.head_dim)
@@ -57,8 +65,7 @@ class Attention(nn.Module):
         if rotary is not None:
             query = rotate(query, *rotary).to(x.dtype)
             key = rotate(key, *rotary).to(x.dtype)
-        out = self._attend(query, key, value)
-        return self.out(out.reshape(length, batch, -1))
+        return query, key, value
 
     def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """[S, B, heads, D] each to [S, B, heads, D]."""

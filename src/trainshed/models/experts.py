@@ -25,6 +25,8 @@ class Experts(nn.Module):
         super().__init__()
         assert config.moe is not None, "only models with experts have them"
         self.config = config
+        self.paired = config.gated
+        """Whether rows of the up projection alternate gate and up, as for `Matrix`."""
         count, width = config.moe.experts // axes.ep.size, config.moe.ffn // axes.etp.size
         up = nn.Parameter(torch.empty(count, 2 * width if config.gated else width, config.hidden))
         if config.gated:
@@ -35,7 +37,8 @@ class Experts(nn.Module):
 
     def forward(self, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """Send rows, sorted by expert, through their experts: [rows, H] to [rows, H]; counts: int64 [e]."""
-        up = (halves_first(self.gate_up, 1) if self.config.gated else self.up).to(x.dtype)
+        up = self.gate_up if self.config.gated else self.up
+        up = (halves_first(up, 1) if self.paired else up).to(x.dtype)
         down = self.down.to(x.dtype)
         if x.is_cuda and x.dtype == torch.bfloat16:
             ends = counts.cumsum(0).to(torch.int32)

@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+from trainshed.errors import InputError
 from trainshed.serve.asking import Ended, Event, Piece, Reason, Sampling
 from trainshed.serve.detokenise import Decode, StopTexts, TextStream
 from trainshed.serve.sampling import Choice, Chooser
 from trainshed.serve.stepping import Part
+
+
+def check_prompt(tokens: Sequence[int], sampling: Sampling, *, vocab_size: int, max_length: int) -> None:
+    """Refuse a prompt that a model cannot read, or after which it has no room for a token that is wanted."""
+    if not tokens:
+        raise InputError("the prompt is empty", hint="write at least one token")
+    unknown = [token for token in tokens if not 0 <= token < vocab_size]
+    if unknown:
+        raise InputError(
+            f"the prompt holds the token {unknown[0]}, and the model knows 0 to {vocab_size - 1}",
+            hint="use the model's own tokenizer",
+        )
+    if len(tokens) + (sampling.max_tokens != 0) > max_length:
+        raise InputError(
+            f"the prompt has {len(tokens)} tokens, and prompt and answer have room for {max_length}",
+            hint="write a shorter prompt",
+        )
 
 
 class Answer:

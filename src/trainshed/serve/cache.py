@@ -6,8 +6,10 @@ begin again for lack of room. Who does not fit waits.
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -18,6 +20,7 @@ from trainshed.reporting import SILENT, Reporter
 # What steps need besides weights and cache: activations of a chunk of prompts, scores of the vocabulary, graphs.
 _KEPT_FREE_SHARE_GPU = 0.12
 _SHARE_OF_HOST_MEMORY = 0.25
+_MEMORY, _CONTAINER = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 _SEQUENCES = {"cpu": 8, "cuda": 64}
 
 
@@ -114,12 +117,21 @@ def _free_bytes(device: torch.device) -> float:
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return free - _KEPT_FREE_SHARE_GPU * total
+    return min(_available_bytes(), _container_bytes()) * _SHARE_OF_HOST_MEMORY
+
+
+def _available_bytes() -> float:
+    """What this machine can still give; where only its whole memory is known, that."""
+    if _MEMORY.exists():
+        lines = dict(line.split(":") for line in _MEMORY.read_text().splitlines())
+        return int(lines["MemAvailable"].split()[0]) * 1024
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _container_bytes() -> float:
+    """What the container we run in can still give: a pod is killed at its own limit, not at the machine's."""
     try:
-        available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        with open("/proc/meminfo") as file:
-            available = max(
-                [available, *(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))]
-            )
-    except (OSError, ValueError):
-        available = 8e9
-    return available * _SHARE_OF_HOST_MEMORY
+        limit, used = (int((_CONTAINER / name).read_text()) for name in ("memory.max", "memory.current"))
+    except (OSError, ValueError):  # none, or one without a limit (`max`)
+        return math.inf
+    return limit - used

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 import torch
 
-from trainshed.errors import InputError, TrainshedError
+from trainshed.errors import TrainshedError
 from trainshed.models.decoder import Chunk
 from trainshed.reporting import SILENT, Reporter
-from trainshed.serve.answer import Answer
+from trainshed.serve.answer import Answer, check_prompt
 from trainshed.serve.asking import Ended, Event, Failed, Load, Piece, PromptRead, Sampling
 from trainshed.serve.cache import Places, Room
 from trainshed.serve.detokenise import Decode
@@ -26,6 +26,10 @@ from trainshed.serve.stepping import Part, Stepper
 
 # Scores of a prompt's tokens are made so many at a time: each is a row of the vocabulary.
 _SCORED_TOGETHER = 128
+_NOT_NUMBERS = (
+    "the scores of the model are no numbers: its weights are broken, or too large for its dtype "
+    "(try --dtype bf16 or fp32)"
+)
 Chosen = list[tuple[Answer, Choice]]
 
 
@@ -78,7 +82,7 @@ class ModelGenerator:
         """
         tokens = [int(token) for token in prompt]
         check_sampling(sampling)
-        self._check_prompt(tokens, sampling)
+        check_prompt(tokens, sampling, vocab_size=self._vocab_size, max_length=self.max_length)
         space = self.max_length - len(tokens)
         limit = space if sampling.max_tokens is None else min(sampling.max_tokens, space)
         answer = Answer(tokens, sampling, limit, tell, decode=self._decode, wake=self._wake)
@@ -113,21 +117,6 @@ class ModelGenerator:
             self._changed.notify()
         if threading.current_thread() is not self._thread:
             self._thread.join()
-
-    def _check_prompt(self, tokens: list[int], sampling: Sampling) -> None:
-        if not tokens:
-            raise InputError("the prompt is empty", hint="write at least one token")
-        unknown = [token for token in tokens if not 0 <= token < self._vocab_size]
-        if unknown:
-            raise InputError(
-                f"the prompt holds the token {unknown[0]}, and the model knows 0 to {self._vocab_size - 1}",
-                hint="use the model's own tokenizer",
-            )
-        if len(tokens) + (sampling.max_tokens != 0) > self.max_length:
-            raise InputError(
-                f"the prompt has {len(tokens)} tokens, and prompt and answer have room for {self.max_length}",
-                hint="write a shorter prompt",
-            )
 
     def _wake(self) -> None:
         with self._changed:
@@ -181,11 +170,17 @@ class ModelGenerator:
         step, self._step = self._step, None
         if step is None:
             return []
-        choices = choose(step.logits, [answer.chooser for answer in step.answers])
-        # Some may have ended by their text since the step began.
-        came = [pair for pair in zip(step.answers, choices, strict=True) if not pair[0].ended]
-        for answer, choice in came:
-            answer.take(choice, self._ends)
+        return self._chosen(step.answers, step.logits)
+
+    def _chosen(self, answers: Sequence[Answer], logits: torch.Tensor) -> Chosen:
+        """Choose a token for each answer; some may have ended by their text since the step began."""
+        came: Chosen = []
+        for answer, choice in zip(answers, choose(logits, [each.chooser for each in answers]), strict=True):
+            if choice is None:
+                self._end(answer, Failed(_NOT_NUMBERS))
+            elif not answer.ended:
+                answer.take(choice, self._ends)
+                came.append((answer, choice))
         return came
 
     def _read_prompts(self) -> Chosen:
@@ -216,21 +211,22 @@ class ModelGenerator:
                 self._end(answer, Ended("length"))
         if not through:
             return []
-        logits = self._stepper.logits(hidden[torch.tensor(rows, device=hidden.device)])
-        came = list(zip(through, choose(logits, [answer.chooser for answer in through]), strict=True))
-        for answer, choice in came:
-            answer.take(choice, self._ends)
-        return came
+        return self._chosen(through, self._stepper.first_logits(hidden, rows))
 
     def _next_parts(self) -> list[tuple[Answer, Part]]:
-        """Choose what is read now: on a GPU of several prompts together; whoever has had a turn comes last."""
+        """Choose what is read now, about one chunk in all; whoever has had a turn comes last.
+
+        On a CPU how a prompt is cut depends on nobody else, on a GPU the chunk is filled up.
+        """
         turn: list[tuple[Answer, Part]] = []
-        left = self._stepper.chunk_tokens
+        chunk = left = self._stepper.chunk_tokens
         with self._changed:
             for answer in self._reading:
-                if left and (self._stepper.on_gpu or not turn):
-                    turn.append((answer, answer.next_prompt(left)))
-                    left -= len(turn[-1][1].tokens)
+                part = answer.next_prompt(left if self._stepper.on_gpu else chunk)
+                if not part.tokens or len(part.tokens) > left:
+                    break
+                turn.append((answer, part))
+                left -= len(part.tokens)
             self._reading.rotate(-len(turn))
         return turn
 

@@ -92,7 +92,7 @@ def load_model(
     address: str,
     *,
     dtype: Dtype | None = None,
-    device: torch.device | str | None = None,
+    device: str | None = None,
     tokenizer: str | None = None,
     base: str | None = None,
     vocab_size: int | None = None,
@@ -105,7 +105,7 @@ def load_model(
     `dtype`: as stored on a GPU, fp32 on a CPU, unless it is said. `tokenizer` names another than the one beside the
     weights, `base` the weights that a LoRA adapter belongs to. Weights whose conversion was not proven are refused.
     """
-    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    place = _device(device)
     is_adapter = open_folder(address, options).head(ADAPTER_CONFIG) is not None
     if base is not None and not is_adapter:
         raise InputError(
@@ -191,6 +191,15 @@ def _refuse_failed(address: str, options: StoreOptions | None) -> None:
             where=address,
             hint="convert them again, or write --ignore-verdict to try them all the same",
         )
+
+
+def _device(wanted: str | None) -> torch.device:
+    """The device that is asked for; otherwise a GPU if there is one."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    known = ["cpu", *(["cuda"] if gpus else []), *(f"cuda:{number}" for number in range(gpus))]
+    if wanted is not None and wanted not in known:
+        raise InputError(f"there is no device `{wanted}` here", hint=f"write one of {', '.join(known)}")
+    return torch.device(wanted or ("cuda" if gpus else "cpu"))
 
 
 def _heed_no_verdict(address: str, options: StoreOptions | None) -> None:

@@ -90,8 +90,8 @@ class Chooser:
             self._used[token] = self._used.get(token, 0) + 1
 
 
-def choose(logits: torch.Tensor, choosers: Sequence[Chooser]) -> list[Choice]:
-    """Choose a token for each row of scores: float32 [B, V]."""
+def choose(logits: torch.Tensor, choosers: Sequence[Chooser]) -> list[Choice | None]:
+    """Choose a token for each row of scores: float32 [B, V]; None where the scores are no numbers."""
     scores = logits
     penalised = [row for row, chooser in enumerate(choosers) if chooser.is_penalised]
     if penalised:
@@ -104,10 +104,11 @@ def choose(logits: torch.Tensor, choosers: Sequence[Chooser]) -> list[Choice]:
         if rows:
             at = torch.tensor(rows, device=logits.device)
             chosen[at] = _draw(scores[at], [choosers[row] for row in rows], bounded=bounded)
-    tokens = chosen.tolist()
+    # A row that holds something else than numbers, or nothing that could be chosen, shows it in its largest.
+    tokens, sound = torch.stack([chosen, logits.amax(-1).isfinite().long()]).tolist()
     for chooser, token in zip(choosers, tokens, strict=True):
         chooser.use(token)
-    choices = [Choice(token) for token in tokens]
+    choices = [Choice(token) if is_sound else None for token, is_sound in zip(tokens, sound, strict=True)]
     told = [row for row, chooser in enumerate(choosers) if chooser.sampling.logprobs is not None]
     if told:
         at = torch.tensor(told, device=logits.device)
@@ -115,7 +116,8 @@ def choose(logits: torch.Tensor, choosers: Sequence[Chooser]) -> list[Choice]:
         found = logprobs_of(logits[at], chosen[at], most)
         for row, choice in zip(told, found, strict=True):
             count = choosers[row].sampling.logprobs
-            choices[row] = Choice(choice.token, choice.logprob, choice.alternatives[:count])
+            if sound[row]:
+                choices[row] = Choice(choice.token, choice.logprob, choice.alternatives[:count])
     return choices
 
 

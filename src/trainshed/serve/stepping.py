@@ -18,7 +18,7 @@ from trainshed.models.decoder import Chunk
 from trainshed.reporting import SILENT, Reporter
 from trainshed.serve.cache import Room
 
-CHUNK_TOKENS = {"cpu": 64, "cuda": 2048}
+CHUNK_TOKENS = {"cpu": 128, "cuda": 2048}
 """How much of prompts is read between two tokens of the answers under way."""
 
 
@@ -46,14 +46,17 @@ class Stepper:
         # Experts in another dtype than bfloat16 ask the host how many tokens each one has.
         self.uses_graphs = self._flash and not eager and (self.config.moe is None or chunk.spec.dtype == torch.bfloat16)
         if self.on_gpu and not eager and not self.uses_graphs:
+            dtype = str(chunk.spec.dtype).removeprefix("torch.")
             reporter.note(
-                f"answers come step by step, not as CUDA graphs: these need bfloat16 or float16 and heads in steps "
-                f"of 8, and the model is {str(chunk.spec.dtype).removeprefix('torch.')} with heads of "
-                f"{self.config.head_dim} (try --dtype bf16)"
+                "answers come kernel by kernel, not as CUDA graphs: these need an NVIDIA GPU, bfloat16 (or float16 "
+                "where there are no experts) and heads in steps of 8; "
+                f"the model is {dtype} with heads of {self.config.head_dim} (try --dtype bf16)"
             )
 
     def read(self, parts: Sequence[Part]) -> torch.Tensor:
         """Read new tokens of prompts: states [T, H], one part after the other."""
+        if len(parts) > 1 and not self.on_gpu:
+            return torch.cat([self.read([part]) for part in parts])
         tokens = [token for part in parts for token in part.tokens]
         positions = [part.position + i for part in parts for i in range(len(part.tokens))]
         places = [part.place + part.position + i for part in parts for i in range(len(part.tokens))]
@@ -61,8 +64,13 @@ class Stepper:
         return self._decoder.hidden(new, at, kept, self._attending(parts))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Scores for states [T, H]: float32 [T, V]."""
+        """Scores for states [T, H] of one sequence: float32 [T, V]."""
         return self._decoder.logits(hidden)
+
+    def first_logits(self, hidden: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+        """Scores for some rows of states [T, H], each of another sequence: float32 [B, V]."""
+        wanted = hidden[torch.tensor(rows, device=self.device)]
+        return self.logits(wanted) if self.on_gpu else torch.cat([self.logits(row) for row in wanted.split(1)])
 
     def advance(self, parts: Sequence[Part]) -> torch.Tensor:
         """Read the last token of every answer and score the next: float32 [B, V]; on a GPU it may still be at it."""
@@ -74,7 +82,7 @@ class Stepper:
         tokens, positions, places, _ = torch.tensor(rows, device=self.device).unbind(1)
         apart = len(parts) if self.config.moe is not None and not self.on_gpu else 0
         hidden = self._decoder.hidden(tokens, positions, places, self._attending(parts), apart=apart)
-        return self.logits(hidden)[: len(parts)]
+        return self._decoder.logits(hidden)[: len(parts)]
 
     def _attending(self, parts: Sequence[Part]) -> Attending:
         window = self.config.sliding_window
@@ -108,12 +116,13 @@ class _Graph:
         self._idle = (0, 0, nowhere, nowhere)
         self._width = width
         self._inputs = torch.tensor([self._idle] * width, device=device).t().contiguous()
-        starts = torch.arange(width + 1, dtype=torch.int32, device=device)
+        # Kept, as the graph goes on reading where they lie.
+        self._starts = torch.arange(width + 1, dtype=torch.int32, device=device)
 
         def step() -> torch.Tensor:
             tokens, positions, places, begins = self._inputs.unbind(0)
             lengths = (positions + 1).int()
-            ragged = Ragged(starts, torch.cat([begins, begins[:1]]).int(), lengths, 1, room.max_length)
+            ragged = Ragged(self._starts, torch.cat([begins, begins[:1]]).int(), lengths, 1, room.max_length)
             hidden = decoder.hidden(tokens, positions, places, flashed(ragged, decoder.config.sliding_window))
             return decoder.logits(hidden)
 

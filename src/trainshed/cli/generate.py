@@ -1,0 +1,211 @@
+"""`trainshed generate`: try a checkpoint at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from cyclopts import Parameter
+
+from trainshed.cli.console import Output
+
+if TYPE_CHECKING:
+    from trainshed.serve.asking import Sampling
+    from trainshed.serve.loading import LoadedModel
+    from trainshed.serve.words import Words
+
+
+def generate(
+    checkpoint: str,
+    *,
+    prompt: str | None = None,
+    file: Path | None = None,
+    chat: Annotated[bool, Parameter(negative="")] = False,
+    max_tokens: int = 64,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    seed: int | None = None,
+    stop: tuple[str, ...] = (),
+    ignore_end: Annotated[bool, Parameter(negative="")] = False,
+    tokenizer: str | None = None,
+    base: str | None = None,
+    dtype: Literal["fp32", "bf16", "fp16"] | None = None,
+    device: str | None = None,
+    vocab_size: int | None = None,
+    eager: Annotated[bool, Parameter(negative="")] = False,
+    ignore_verdict: Annotated[bool, Parameter(negative="")] = False,
+    output: Annotated[Output, Parameter(name=["-o", "--output"])] = "text",
+) -> int:
+    """Let a model go on with a text, or answer in a chat: on a GPU where there is one, else on the CPU.
+
+    The text appears as it comes. Without --prompt and --file, the prompt is read from stdin.
+
+    Parameters
+    ----------
+    checkpoint
+        A folder for transformers, a run (its folder, name or name/id: the newest checkpoint), one of its checkpoints,
+        a Megatron checkpoint, a LoRA adapter; a path, or an address in any store (hf://org/name[@revision], s3://…).
+    prompt
+        The text to go on with.
+    file
+        A file with it.
+    chat
+        Take the prompt as what a user says in a chat, written as the tokenizer's chat template has it.
+    max_tokens
+        The longest answer, in tokens.
+    temperature
+        0 (the default) always takes the likeliest token; 1 draws by the model's own probabilities.
+    top_p
+        Draw only from the likeliest tokens that together have this share.
+    top_k
+        Draw only from this many of the likeliest tokens; 0: from all.
+    seed
+        The same seed gives the same answer (default: another one each time).
+    stop
+        A text that ends the answer; may be written several times.
+    ignore_end
+        Go on after the model's own end token.
+    tokenizer
+        A folder with the tokenizer (default: the one beside the weights, else that of their run).
+    base
+        The weights that a LoRA adapter belongs to (default: what the adapter says).
+    dtype
+        What to compute in (default: as stored on a GPU, fp32 on a CPU).
+    device
+        cpu, cuda or cuda:N (default: a GPU if there is one).
+    vocab_size
+        The true vocabulary of a Megatron checkpoint whose args do not say it.
+    eager
+        On a GPU, make each step kernel by kernel rather than as a CUDA graph.
+    ignore_verdict
+        Try weights although the proof of their conversion failed.
+    output
+        Report as text or json.
+    """
+    from trainshed.cli.checkpoint_address import checkpoint_address
+    from trainshed.cli.console import print_report, reporter
+    from trainshed.errors import MissingExtra
+
+    text = _prompt(prompt, file)
+    address = checkpoint_address(checkpoint)
+    try:
+        from trainshed.serve.asking import Sampling
+        from trainshed.serve.loading import load_model
+        from trainshed.serve.sampling import check_sampling
+    except ImportError as error:
+        if error.name not in ("torch", "safetensors"):
+            raise
+        raise MissingExtra.named("serve", "generating text") from None
+    sampling = Sampling(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        seed=seed,
+        stop=stop,
+        ignore_end=ignore_end,
+    )
+    check_sampling(sampling)
+    report = reporter()
+    model = load_model(
+        address,
+        dtype=dtype,
+        device=device,
+        tokenizer=tokenizer,
+        base=base,
+        vocab_size=vocab_size,
+        ignore_verdict=ignore_verdict,
+        reporter=report,
+    )
+    words = _words(model)
+    tokens = words.chat([{"role": "user", "content": text}]) if chat else words.encode(text)
+    data = _answered(model, tokens, sampling, eager=eager, streams=output == "text", report=report)
+    data = {"schema": "trainshed.generate/1", "model": address, "prompt": text, **data}
+    if output == "json":
+        print_report(data, output, "")
+    else:
+        report.note(
+            f"{data['tokens']} tokens, {data['tokens_per_second']:.1f} a second; ended by {data['finish_reason']}"
+        )
+    return 0
+
+
+def _prompt(prompt: str | None, file: Path | None) -> str:
+    import sys
+
+    from trainshed.errors import InputError, NotFound
+
+    if prompt is not None and file is not None:
+        raise InputError("--prompt and --file both say the prompt", hint="keep one of them")
+    if prompt is None and file is None and sys.stdin.isatty():
+        raise InputError("there is no prompt", hint="write --prompt TEXT, --file FILE, or pipe a text in")
+    try:
+        text = prompt if prompt is not None else file.read_text() if file is not None else sys.stdin.read()
+    except FileNotFoundError:
+        raise NotFound("there is no such file", where=str(file), hint="name a file with the prompt") from None
+    except UnicodeDecodeError:
+        raise InputError("the prompt is not UTF-8", where=str(file or "stdin"), hint="save it as UTF-8") from None
+    if not text:
+        raise InputError("the prompt is empty", where=None if file is None else str(file), hint="write --prompt TEXT")
+    return text
+
+
+def _words(model: LoadedModel) -> Words:
+    from trainshed.errors import TokenizerError
+
+    if model.words is None:
+        raise TokenizerError(
+            "there is no tokenizer beside these weights",
+            where=model.address,
+            hint="write --tokenizer FOLDER (or hf://org/name)",
+        )
+    return model.words
+
+
+def _answered(
+    model: LoadedModel, tokens: list[int], sampling: Sampling, *, eager: bool, streams: bool, report: Any
+) -> dict[str, Any]:
+    """Ask the model and gather its answer, writing it to stdout as it comes if it `streams`."""
+    import queue
+    import sys
+    import time
+
+    from trainshed.errors import TrainshedError
+    from trainshed.serve.asking import Ended, Event, Failed, Piece, PromptRead
+
+    # Of the cache only what this one answer can need is taken.
+    length = min(model.config.max_positions, len(tokens) + max(sampling.max_tokens or 0, 1))
+    generator = model.generator(max_sequences=1, max_length=length, eager=eager)
+    events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    pieces: list[Piece] = []
+    text, began = "", time.perf_counter()
+    try:
+        generator.submit(tokens, sampling, events.put)
+        while True:
+            event = events.get()
+            if isinstance(event, Failed):
+                raise TrainshedError(f"the model could not go on: {event.why}")
+            if isinstance(event, PromptRead):
+                began = time.perf_counter()
+                continue
+            text += event.text
+            if streams:
+                sys.stdout.write(event.text)
+                sys.stdout.flush()
+            if isinstance(event, Ended):
+                break
+            pieces.append(event)
+        seconds = time.perf_counter() - began
+    finally:
+        generator.close()
+    if streams:
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+    return {
+        "text": text,
+        "tokens": len(pieces),
+        "prompt_tokens": len(tokens),
+        "finish_reason": event.reason,
+        "tokens_per_second": len(pieces) / max(seconds, 1e-9),
+    }

@@ -1,0 +1,109 @@
+"""Asking a generator and waiting for its answers; small generators over tiny models."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainshed.models.decoder import Chunk
+from trainshed.models.init import fill_fresh
+from trainshed.models.parameters import parameters
+from trainshed.recipe import ModelConfig
+from trainshed.reporting import SILENT
+from trainshed.serve.asking import Ended, Event, Failed, Generator, Piece, PromptRead, Sampling, Ticket
+from trainshed.serve.cache import Room
+from trainshed.serve.generator import ModelGenerator
+from trainshed.serve.loading import build_chunk, load_model
+
+PATIENCE_SECONDS = 60
+CPU = torch.device("cpu")
+
+
+class Notes:
+    """A reporter that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.said.append(text)
+
+    warn, task = note, SILENT.task
+
+
+@dataclass
+class Answered:
+    """An answer as its events come."""
+
+    events: list[Event] = field(default_factory=list)
+    over: threading.Event = field(default_factory=threading.Event)
+    ticket: Ticket | None = None
+
+    def tell(self, event: Event) -> None:
+        self.events.append(event)
+        if isinstance(event, Ended | Failed):
+            self.over.set()
+
+    def wait(self) -> Answered:
+        assert self.over.wait(PATIENCE_SECONDS), "no end came"
+        return self
+
+    @property
+    def end(self) -> Event:
+        return self.events[-1]
+
+    @property
+    def pieces(self) -> list[Piece]:
+        return [event for event in self.events if isinstance(event, Piece)]
+
+    @property
+    def tokens(self) -> list[int]:
+        return [piece.token for piece in self.pieces]
+
+    @property
+    def text(self) -> str:
+        return "".join(event.text for event in self.events if isinstance(event, Piece | Ended))
+
+    @property
+    def prompt_pieces(self) -> tuple[Piece, ...]:
+        return next(event.logprobs for event in self.events if isinstance(event, PromptRead))
+
+
+def begin(generator: Generator, prompt: Sequence[int], **sampling: Any) -> Answered:
+    """Ask, without waiting for the answer."""
+    answer = Answered()
+    answer.ticket = generator.submit(prompt, Sampling(**sampling), answer.tell)
+    return answer
+
+
+def ask(generator: Generator, prompt: Sequence[int], **sampling: Any) -> Answered:
+    """Ask and wait for the whole answer."""
+    return begin(generator, prompt, **sampling).wait()
+
+
+def fresh_chunk(config: ModelConfig, seed: int = 0, device: torch.device = CPU, dtype: Any = torch.float32) -> Chunk:
+    """A whole decoder with fresh weights, wide enough that tokens differ in their scores."""
+    chunk = build_chunk(config.model_copy(update={"init_std": config.hidden**-0.5}), dtype, device)
+    chunk.to_empty(device=device)
+    held = dict(chunk.named_parameters())
+    for parameter in parameters(config):
+        fill_fresh(held[parameter.name].data, parameter, (0,) * len(parameter.shape), chunk.config, seed)
+    return chunk
+
+
+@contextmanager
+def generating(folder: Path | Chunk, *, room: Room | None = None, **options: Any) -> Iterator[ModelGenerator]:
+    """A generator over the weights in a folder, or over a decoder."""
+    chunk = folder if isinstance(folder, Chunk) else load_model(str(folder), device="cpu").chunk
+    length = chunk.config.max_positions
+    generator = ModelGenerator(chunk, room or Room(4, length, 4 * length), **options)
+    try:
+        yield generator
+    finally:
+        generator.close()
