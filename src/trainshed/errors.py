@@ -9,6 +9,7 @@
     │   └── MissingExtra      2  a part of Trainshed that is not installed, with the pip line
     ├── StorageError          1  reading or writing bytes failed
     │   ├── NotFound          1  nothing at that address
+    │   │   └── NoSuchName    2  what a person named (a run, weights) is not there
     │   ├── AccessDenied      1  the store refused the credentials
     │   ├── Conflict          1  a conditional write lost: somebody else wrote first
     │   ├── Fenced            1  a later attempt of the run has taken over
@@ -87,6 +88,12 @@ class StorageError(TrainshedError):
 
 class NotFound(StorageError):
     """Nothing at that address."""
+
+
+class NoSuchName(NotFound):
+    """Nothing of the name that a person wrote."""
+
+    exit_code = 2
 
 
 class AccessDenied(StorageError):

@@ -15,7 +15,8 @@ from text_recipes import write_recipe, write_script
 from tiny_models import save_tiny_hf
 from trainshed.cli import run_cli
 from trainshed.cli.checkpoint_address import checkpoint_address
-from trainshed.errors import NotFound
+from trainshed.errors import NoSuchName, NotFound
+from trainshed.serve.belongings import name_of
 
 
 @pytest.fixture(scope="module")
@@ -126,6 +127,8 @@ def test_the_export_of_a_run_has_the_words_of_the_run(
     assert run_cli(["model", "convert", str(run), str(run / "export"), "--to", "hf", "--no-logits"]) == 0
     told = [report(capsys, each, "--prompt", "one two", "--max-tokens", 6) for each in (run, run / "export")]
     assert told[0]["text"] == told[1]["text"]
+    # Both are called as the run, not by its id or by the folder's name.
+    assert {name_of(str(each)) for each in (run, run / "export")} == {"small"}
 
 
 def test_a_name_that_nobody_knows_is_an_error(
@@ -133,8 +136,10 @@ def test_a_name_that_nobody_knows_is_an_error(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    with pytest.raises(NotFound, match="there is no such folder, and no such run"):
+    with pytest.raises(NoSuchName, match="there is no such folder, and no such run"):
         checkpoint_address("nothing")
+    assert run_cli(["generate", "nothing", "--prompt", "x"]) == 2
+    assert "no such run" in capsys.readouterr().err
     run = tmp_path / "store" / "runs" / "new" / "1"
     run.mkdir(parents=True)
     (run / "recipe.yaml").write_text("")

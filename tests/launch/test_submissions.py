@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from trainshed.errors import NotFound
+from trainshed.errors import NoSuchName
 from trainshed.launch.submissions import find_submission, forget, remember, submissions
 from trainshed.launch.target import Submitted
 
@@ -45,7 +45,7 @@ def test_of_several_runs_of_one_name_the_newest_is_meant(state: Path) -> None:
 
 def test_a_run_that_was_never_submitted_here_is_an_error_that_names_those_that_were(state: Path) -> None:
     submit("night", "00000001", state)
-    with pytest.raises(NotFound, match="no such run was submitted") as caught:
+    with pytest.raises(NoSuchName, match="no such run was submitted") as caught:
         find_submission("day")
     assert "night/00000001" in (caught.value.hint or "")
 

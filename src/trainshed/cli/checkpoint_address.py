@@ -20,7 +20,7 @@ def checkpoint_address(text: str) -> str:
 
 
 def _named_run(text: str) -> Path:
-    from trainshed.errors import NotFound
+    from trainshed.errors import NoSuchName
     from trainshed.launch.submissions import find_submission
     from trainshed.recipe import load_cluster
 
@@ -33,15 +33,15 @@ def _named_run(text: str) -> Path:
             return found[-1]
     try:
         submitted = find_submission(text)
-    except NotFound:
-        raise NotFound(
+    except NoSuchName:
+        raise NoSuchName(
             "there is no such folder, and no such run in the store here or among those submitted from here",
             where=text,
             hint="name a folder with weights, hf://org/name, s3://…, or a run (`trainshed ls`)",
         ) from None
     folder = Path(submitted.submitted.run)
     if not folder.is_dir():
-        raise NotFound(
+        raise NoSuchName(
             f"the run {submitted.run} is on {submitted.cluster.name}, and its folder is not mounted here",
             where=str(folder),
             hint="fetch its export or a checkpoint, or run this command there",

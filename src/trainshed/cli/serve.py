@@ -47,7 +47,7 @@ def serve(
     port
         The port to listen at; 0 for any that is free.
     name
-        What requests call the model (default: the last part of where its weights are).
+        What requests call the model (default: the name of its run, else of its folder).
     max_length
         The most tokens of a prompt and its answer together (default: the model's own length).
     max_sequences

@@ -13,7 +13,7 @@ from typing import Any
 
 import orjson
 
-from trainshed.errors import InputError, NotFound
+from trainshed.errors import InputError, NoSuchName
 from trainshed.launch.target import Submitted
 from trainshed.recipe import Cluster, load_cluster
 from trainshed.storage import LocalStore
@@ -65,7 +65,7 @@ def find_submission(text: str) -> Submission:
         if wanted in (found.run, found.submitted.job, found.name, found.submitted.run):
             return found
     names = ", ".join(found.run for found in known[:5]) or "none yet"
-    raise NotFound(
+    raise NoSuchName(
         "no such run was submitted from this machine", where=text, hint=f"submitted from here: {names} (`trainshed ls`)"
     )
 

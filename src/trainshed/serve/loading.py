@@ -29,10 +29,10 @@ from trainshed.models.decoder import Chunk, ChunkSpec, Losses, StepScale
 from trainshed.models.parameters import parameter_count, parameters
 from trainshed.recipe import ModelConfig
 from trainshed.reporting import SILENT, Reporter
+from trainshed.serve.belongings import name_of, words_of
 from trainshed.serve.cache import choose_room
 from trainshed.serve.generator import ModelGenerator
 from trainshed.serve.words import Words
-from trainshed.serve.words_of import words_of
 from trainshed.storage import StoreOptions, open_folder, parse
 
 Dtype = Literal["fp32", "bf16", "fp16"]
@@ -123,8 +123,7 @@ def load_model(
         words = words or words_of(origin.address, origin.format, tokenizer=tokenizer, options=options)
         _compare_vocabularies(words, weights.config, reporter)
         chunk = _filled(weights, chosen, place, reporter)
-    name = parse(address).path.rstrip("/").rpartition("/")[2] or address
-    return LoadedModel(name, address, origin.format, chunk, words)
+    return LoadedModel(name_of(address), address, origin.format, chunk, words)
 
 
 def build_chunk(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Chunk:

@@ -1,4 +1,4 @@
-"""Where the words of weights are: beside them, or with the run that trained them."""
+"""What belongs to weights: their words and their name, beside them or with the run that trained them."""
 
 from __future__ import annotations
 
@@ -32,6 +32,14 @@ def words_of(
     run = _run_of(address)
     tokenizer = None if run is None else _tokenizer_of_run(run)
     return None if tokenizer is None else _words(tokenizer, "hf", options)
+
+
+def name_of(address: str) -> str:
+    """Return what weights are called: as the run that trained them, else as the folder they lie in."""
+    run = _run_of(address)
+    if run is not None:
+        return load_recipe(str(run / _RECIPE)).name
+    return parse(address).path.rstrip("/").rpartition("/")[2] or address
 
 
 def _words(address: str, format: str, options: StoreOptions | None, *, must: bool = False) -> Words | None:
