@@ -118,3 +118,19 @@ def test_here_the_command_is_said(tmp_path: Path) -> None:
     assert local_command(recipe, "/my runs/export") == (
         "trainshed serve '/my runs/export' --name proof --max-length 8 --port 9000"
     )
+
+
+def test_a_key_is_a_secret_of_the_cluster_and_travels_by_name(tmp_path: Path) -> None:
+    with_key = LAPTOPS + "secrets: {SERVE_KEY: {env: MY_KEY}}\n"
+    ours = job_of(tmp_path, "serve={gpus: 0, api_key: SERVE_KEY}", cluster=with_key).stages[-1].serving
+    assert ours is not None
+    assert ours.words[-4:-2] == ("--api-key-env", "SERVE_KEY")
+    pods = ("gke-a3-mega", ("secrets={HF_TOKEN: {k8s: hf/token}, SERVE_KEY: {k8s: served/key}}",))
+    vllm = "serve={engine: vllm, gpus: 4, image: vllm/vllm-openai@sha256:0, api_key: SERVE_KEY}"
+    job = job_of(tmp_path, *LARGE, vllm, cluster=pods[0], on=pods[1])
+    assert 'export VLLM_API_KEY="${SERVE_KEY:?}"' in job.files["serve.sh"].splitlines()
+    with pytest.raises(RecipeError, match="has no secret `SERVE_KEY`") as caught:
+        job_of(tmp_path, "serve={gpus: 0, api_key: SERVE_KEY}")
+    assert "`SERVE_KEY: {env: SERVE_KEY}` below `secrets`" in (caught.value.hint or "")
+    with pytest.raises(RecipeError, match=r"serve\.api_key"):
+        job_of(tmp_path, "serve={gpus: 0, api_key: 'A;rm -rf /'}", cluster=with_key)

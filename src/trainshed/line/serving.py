@@ -76,7 +76,12 @@ def torch_words(recipe: Recipe, folder: str) -> tuple[str, ...]:
 def serve_script(recipe: Recipe, run: str) -> str:
     """Return the script of a server that is not ours; the target says the port."""
     command = shlex.join(vllm_command(recipe, export_place(recipe, run), drain_seconds=DRAIN_SECONDS))
-    return f'#!/usr/bin/env bash\nset -euo pipefail\nexec {command} --port "${{TRAINSHED_PORT:-{DEFAULT_PORT}}}"\n'
+    key = recipe.serve.api_key if recipe.serve is not None else None
+    lines = ["#!/usr/bin/env bash", "set -euo pipefail"]
+    if key is not None:
+        lines.append(f'export VLLM_API_KEY="${{{key}:?}}"')
+    lines.append(f'exec {command} --port "${{TRAINSHED_PORT:-{DEFAULT_PORT}}}"')
+    return "\n".join(lines) + "\n"
 
 
 def local_command(recipe: Recipe, folder: str) -> str:
@@ -86,7 +91,9 @@ def local_command(recipe: Recipe, folder: str) -> str:
         words = vllm_command(recipe, folder, drain_seconds=DRAIN_SECONDS)
     else:
         words = ["trainshed", "serve", folder, *_options(recipe)]
-    return shlex.join(words + (["--port", str(serve.port)] if serve.port is not None else []))
+    command = shlex.join(words + (["--port", str(serve.port)] if serve.port is not None else []))
+    wants_key = serve.engine == "vllm" and serve.api_key is not None
+    return f'VLLM_API_KEY="${serve.api_key}" {command}' if wants_key else command
 
 
 def _options(recipe: Recipe) -> list[str]:
@@ -96,6 +103,8 @@ def _options(recipe: Recipe) -> list[str]:
         words += ["--max-length", str(serve.max_length)]
     if serve.max_sequences is not None:
         words += ["--max-sequences", str(serve.max_sequences)]
+    if serve.api_key is not None:
+        words += ["--api-key-env", serve.api_key]
     return words
 
 
@@ -167,6 +176,12 @@ def _check_place(recipe: Recipe, cluster: Cluster, serve: Serve) -> None:
             "Slurm has nothing that shares requests among replicas",
             where=recipe.where("serve.replicas"),
             hint="write `replicas: 1`",
+        )
+    if serve.api_key is not None and serve.api_key not in cluster.secrets:
+        raise RecipeError(
+            f"the cluster {cluster.name} has no secret `{serve.api_key}`",
+            where=recipe.where("serve.api_key"),
+            hint=f"write `{serve.api_key}: {{env: {serve.api_key}}}` below `secrets` in the cluster file",
         )
     to = recipe.export.to if recipe.export is not None else None
     if to is not None and ("://" in to or not Path(to).is_absolute()):

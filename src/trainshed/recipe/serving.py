@@ -11,6 +11,7 @@ from trainshed.recipe.execution import EngineArgument
 from trainshed.recipe.section import NotNegativeInt, PositiveInt, Problem, Quantity, Section, Text
 
 Port = Annotated[int, Field(ge=1, le=65535)]
+VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 
 
 class Serve(Section):
@@ -34,6 +35,11 @@ class Serve(Section):
         None,
         description="Container image of the server, best by digest; left out: the cluster's",
         examples=["vllm/vllm-openai@sha256:…"],
+    )
+    api_key: VariableName | None = Field(
+        None,
+        description="Name of a secret of the cluster file which every question must bring; left out: none is asked for",
+        examples=["SERVE_KEY"],
     )
     args: dict[str, EngineArgument] = Field(
         default_factory=dict, description="Flags handed to vLLM as they are (checked against its list)"

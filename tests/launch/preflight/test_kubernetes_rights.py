@@ -71,6 +71,12 @@ def test_what_is_denied_is_named(denied: set[str]) -> None:
     assert (found.verdict, found.what) == ("fail", "you may not create jobsets, get pods/log in namespace team")
 
 
+def test_whoever_may_train_and_not_serve_is_warned(denied: set[str]) -> None:
+    denied.add("patch deployments")
+    found = check_rights(CLUSTER)
+    assert (found.verdict, found.what) == ("warn", "you may submit jobs in namespace team, and not patch deployments")
+
+
 def test_without_a_cluster_nothing_is_claimed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
     assert check_rights(CLUSTER).verdict == "skipped"

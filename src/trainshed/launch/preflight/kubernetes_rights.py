@@ -11,7 +11,7 @@ from lightkube.core.exceptions import ConfigError
 from lightkube.models.authorization_v1 import ResourceAttributes, SelfSubjectAccessReviewSpec
 from lightkube.resources.authorization_v1 import SelfSubjectAccessReview
 
-from trainshed.launch.kubernetes.kinds import CONFIG_MAP, JOB, POD, TRAINING, Kind
+from trainshed.launch.kubernetes.kinds import CONFIG_MAP, DEPLOYMENT, JOB, POD, SERVICE, TRAINING, Kind
 from trainshed.launch.preflight.checks import Check
 from trainshed.recipe import Cluster
 
@@ -22,20 +22,27 @@ def check_rights(cluster: Cluster) -> Check:
     training = TRAINING[kubernetes.kind]
     wanted = [(verb, kind, "") for kind in (training, JOB, CONFIG_MAP) for verb in ("create", "patch", "delete")]
     wanted += [("list", POD, ""), ("get", POD, "log")]
+    to_serve = [(verb, kind, "") for kind in (DEPLOYMENT, SERVICE) for verb in ("create", "patch", "delete")]
     file = Path(os.environ.get("KUBECONFIG") or Path.home() / ".kube" / "config").expanduser()
     try:
         configuration = KubeConfig.from_file(file) if file.is_file() else KubeConfig.from_env()
         client = Client(config=configuration.get(kubernetes.context), namespace=kubernetes.namespace)
-        denied = [
-            f"{verb} {kind.plural}{f'/{part}' if part else ''}"
-            for verb, kind, part in wanted
-            if not _may(client, kubernetes.namespace, verb, kind, part)
-        ]
+        denied, not_to_serve = (
+            [
+                f"{verb} {kind.plural}{f'/{part}' if part else ''}"
+                for verb, kind, part in rights
+                if not _may(client, kubernetes.namespace, verb, kind, part)
+            ]
+            for rights in (wanted, to_serve)
+        )
     except (ConfigError, ApiError, httpx2.HTTPError, OSError) as error:
         return Check("rights", "skipped", f"cannot be asked: {error}")
     if denied:
         what = f"you may not {', '.join(denied)} in namespace {kubernetes.namespace}"
         return Check("rights", "fail", what, "ask whoever runs the cluster for a role that allows it")
+    if not_to_serve:
+        what = f"you may submit jobs in namespace {kubernetes.namespace}, and not {', '.join(not_to_serve)}"
+        return Check("rights", "warn", what, "recipes with `serve` need a role that allows it")
     return Check("rights", "pass", f"you may submit, follow and cancel jobs in namespace {kubernetes.namespace}")
 
 
