@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
@@ -11,7 +12,7 @@ import torch
 from trainshed.checkpoints.weights import Weights, WeightsWriter
 from trainshed.models.parameters import Parameter, parameters
 from trainshed.recipe import ModelConfig
-from trainshed.storage import FileEntry
+from trainshed.storage import FileEntry, checksum_of
 
 # As Llama 3.1 has it, which is all that Megatron can be told; base and positions such that every kind of frequency is
 # there at a tiny width.
@@ -48,6 +49,12 @@ class MadeWeights:
         box = tuple(slice(start, start + length) for start, length in zip(offset, shape, strict=True))
         return self.tensors[parameter.name][box].to(dtype)
 
+    @contextmanager
+    def lent(
+        self, parameter: Parameter, offset: Sequence[int], shape: Sequence[int], dtype: torch.dtype
+    ) -> Iterator[torch.Tensor]:
+        yield self.read(parameter, offset, shape, dtype)
+
     def close(self) -> None:
         pass
 
@@ -65,10 +72,11 @@ def written(writer: WeightsWriter, source: Weights, folder: Path) -> Path:
         file = folder / unit.path
         file.parent.mkdir(parents=True, exist_ok=True)
         told: list[int] = []
-        writer.write(unit, source, file, told.append)
+        checksum = writer.write(unit, source, file, told.append, threads=2)
         assert file.stat().st_size == unit.bytes
+        assert checksum == checksum_of(file.read_bytes())
         assert 0 < sum(told) <= unit.bytes
-        entries.append(FileEntry(unit.path, unit.bytes, ""))
+        entries.append(FileEntry(unit.path, unit.bytes, checksum))
     writer.finish(folder, entries)
     return folder
 

@@ -22,7 +22,7 @@ from typing import Any
 import orjson
 
 from trainshed.catalog.models import architecture
-from trainshed.checkpoints.hf.weights import CONFIG
+from trainshed.checkpoints.hf.folder import CONFIG
 from trainshed.checkpoints.native.folder import checkpoints_folder, listing
 from trainshed.checkpoints.native.retention import remove_checkpoint
 from trainshed.data.run_orders import PreparedData, run_orders

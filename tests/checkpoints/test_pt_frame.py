@@ -9,11 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainshed.checkpoints.megatron import pt_frame
-from trainshed.checkpoints.megatron.blocks import bytes_of
+from trainshed.checkpoints import pt_frame
+from trainshed.checkpoints.framing import Framing
+from trainshed.checkpoints.hashed_file import HashedFile
 from trainshed.checkpoints.megatron.pickled import DTYPE_BYTES, PickledTensor
 from trainshed.checkpoints.megatron.pt_file import open_pt
-from trainshed.checkpoints.megatron.pt_frame import PtFrame, Stub
+from trainshed.checkpoints.pt_frame import PtFrame, Stub
+from trainshed.checkpoints.scratch import bytes_of
+from trainshed.storage import checksum_of
 
 TENSORS = {
     "wide": torch.randn(40, 30),
@@ -24,10 +27,17 @@ TENSORS = {
 
 def write(path: Path) -> None:
     frame = PtFrame({"model": {name: Stub(tuple(each.shape), each.dtype) for name, each in TENSORS.items()}, "step": 3})
-    with path.open("wb") as file:
-        file.write(b"before")  # an item among others
-        frame.write(file, ([bytes_of(each)] for each in TENSORS.values()))
-        assert file.tell() == 6 + frame.length
+    with HashedFile(path) as file:
+        file.write(0, b"before")  # an item among others
+        framing = Framing(frame, file, 6)
+        # Last to first, and each in two parts, the second before the first.
+        for number, data in reversed(list(enumerate(map(bytes_of, TENSORS.values())))):
+            middle = len(data) // 3
+            framing.write(number, middle, data[middle:])
+            if middle:
+                framing.write(number, 0, data[:middle])
+        assert path.stat().st_size == 6 + frame.length
+        assert file.checksum(6 + frame.length) == checksum_of(path.read_bytes())
 
 
 def check(path: Path) -> None:

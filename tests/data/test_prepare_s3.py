@@ -62,7 +62,7 @@ def test_a_bucket_in_and_out_gives_the_bytes_of_the_local_disk(
     assert local is not None
     assert remote is not None
     assert remote.counts == local.counts
-    assert [file.sha256 for file in remote.files] == [file.sha256 for file in local.files]
+    assert [file.checksum for file in remote.files] == [file.checksum for file in local.files]
 
 
 def test_shards_in_a_bucket_are_found_again_and_one_changed_object_redoes_one(

@@ -14,7 +14,7 @@ from hub_server import COMMIT, Fault, HubServer
 
 from trainshed.errors import AddressError, CorruptData, InputError, NoSpace, NotFound, StorageError
 from trainshed.reporting import SILENT, Task
-from trainshed.storage import CopyResult, LocalStore, Manifest, StoreOptions, copy_tree, expand, open_folder
+from trainshed.storage import CopyResult, LocalStore, Manifest, StoreOptions, copy_tree, expand, open_folder, sha256_of
 
 MANIFEST = ".trainshed/manifest.json"
 
@@ -265,11 +265,25 @@ def test_a_new_commit_moves_only_what_it_changed(hub: HubServer, impatient: Stor
     assert sum(hub.requests.values()) - requests <= 3, "revision, listing, the one file"
 
 
+def test_a_journal_of_before_is_read_and_its_checksums_are_kept(tree: Path, tmp_path: Path) -> None:
+    copy_tree(str(tree), f"{tmp_path}/copy")
+    (journal,) = (tmp_path / "copy" / ".trainshed" / "journal").rglob("*.jsonl")
+    records = [json.loads(line) for line in journal.read_text().splitlines()]
+    for record in records:
+        del record["checksum"]
+        record["sha256"] = sha256_of((tmp_path / "copy" / record["path"]).read_bytes())
+    journal.write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert moved(copy_tree(str(tree), f"{tmp_path}/copy")) == (0, 12)
+    manifest = Manifest.read(LocalStore(tmp_path / "copy"), MANIFEST)
+    assert {entry.checksum.partition(":")[0] for entry in manifest.files} == {"sha256"}
+    manifest.verify_files(LocalStore(tmp_path / "copy"))
+
+
 def test_a_broken_journal_costs_work_and_nothing_else(tree: Path, tmp_path: Path) -> None:
     copy_tree(str(tree), f"{tmp_path}/copy")
     (journal,) = (tmp_path / "copy" / ".trainshed" / "journal").rglob("*.jsonl")
     assert len(journal.read_text().splitlines()) == 12
-    assert set(json.loads(journal.read_text().splitlines()[0])) == {"path", "size", "sha256", "source", "version"}
+    assert set(json.loads(journal.read_text().splitlines()[0])) == {"path", "size", "checksum", "source", "version"}
     journal.write_bytes(b"torn")
     ears = Ears()
     assert moved(copy_tree(str(tree), f"{tmp_path}/copy", reporter=ears)) == (12, 12)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from trainshed.errors import CorruptData, NotFound
-from trainshed.storage import ABSENT, FileEntry, LocalStore, Manifest, sha256_of
+from trainshed.storage import ABSENT, FileEntry, LocalStore, Manifest, checksum_of, sha256_of
 
 
 @pytest.fixture
@@ -54,6 +54,39 @@ def test_files_are_proven_against_their_manifest(store: LocalStore, manifest: Ma
         manifest.verify_files(store, "art")
 
 
+def test_files_of_both_algorithms_are_proven_and_format_2_names_them(store: LocalStore) -> None:
+    files = [FileEntry("a.bin", 3, checksum_of(b"one")), FileEntry("b.bin", 3, sha256_of(b"two"))]
+    manifest = Manifest.of("tokens", {}, files)
+    document = json.loads(manifest.to_bytes())
+    assert document["format"] == 2
+    assert [entry["checksum"].partition(":")[0] for entry in document["files"]] == ["blake3", "sha256"]
+    again = Manifest.from_bytes(manifest.to_bytes())
+    assert again == manifest
+    again.verify_files(store, "art")
+    for name in ("a.bin", "b.bin"):
+        before = store.read(f"art/{name}")
+        store.put(f"art/{name}", b"bad")
+        with pytest.raises(CorruptData, match=f"not what their manifest says: {name}"):
+            again.verify_files(store, "art")
+        store.put(f"art/{name}", before)
+
+
+def test_a_manifest_of_before_keeps_its_bytes_and_its_own_hash(manifest: Manifest) -> None:
+    # As Trainshed wrote it before it knew BLAKE3, and as it names such manifests for ever.
+    assert json.loads(manifest.to_bytes())["files"][0] == {
+        "path": "a.bin",
+        "sha256": "sha256:7692c3ad3540bb803c020b3aee66cd8887123234ea0c6e7143c0add73ff431ed",
+        "size": 3,
+    }
+    assert Manifest.from_bytes(manifest.to_bytes()).sha256 == sha256_of(manifest.to_bytes())
+
+
+def test_a_checksum_names_its_algorithm() -> None:
+    # The first vector of BLAKE3's own test vectors: no bytes.
+    assert checksum_of(b"") == "blake3:af1349b9f5f9a1a6a0404dea36dcc9499bcb25c9adc112b7cc9a93cae41f3262"
+    assert checksum_of([b"o", b"ne"]) == checksum_of(b"one") != sha256_of(b"one")
+
+
 def test_an_artefact_without_a_manifest_does_not_exist(store: LocalStore) -> None:
     with pytest.raises(NotFound, match="has not finished"):
         Manifest.read(store, "art/manifest.json")
@@ -66,7 +99,9 @@ def change(manifest: Manifest, **keys: object) -> bytes:
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"format": 2}, "reads up to 1"),
+        ({"format": 3}, "reads up to 2"),
+        ({"format": 0}, "no format 0"),
+        ({"format": 2}, "no checksum"),
         ({"format": None}, "no format number"),
         ({"kind": 3}, "'kind' is missing"),
         ({"files": {}}, "'files' is missing"),

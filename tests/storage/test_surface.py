@@ -7,7 +7,8 @@ import trainshed.storage
 
 NAMES = """
     ABSENT CHUNK_BYTES Address CopyResult Endpoint FileEntry Folder Found Hasher LocalStore Manifest ObjectInfo Retry
-    Store StoreOptions Writer copy_tree expand hashing join open_folder open_store parse sha256_of
+    Store StoreOptions Writer algorithm_of checksum_of copy_tree expand hashing join open_folder open_store parse
+    read_into sha256_of
 """
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from trainshed.storage import (
     Manifest,
     ObjectInfo,
     StoreOptions,
+    algorithm_of,
     copy_tree,
     join,
     open_folder,
@@ -40,6 +41,7 @@ from trainshed.storage import (
 from trainshed.storage.artefact_folder import artefact_folder, only_maker
 from trainshed.storage.copy import MANIFEST as COPY_MANIFEST
 from trainshed.storage.globs import selected
+from trainshed.storage.hashing import DEFAULT, Algorithm
 
 KIND = "weights"
 SEEN = "seen.json"
@@ -149,8 +151,9 @@ class _Base:
         infos = {entry.path: store.head(entry.path) for entry in manifest.files}
         seen = self._seen()
         touched = [info for path, info in infos.items() if info is not None and seen.get(path) != info.version]
-        hashes = {entry.path: entry.sha256 for entry in manifest.files}
-        changed = [entry.path for entry in _hashed(store, touched, reporter) if entry.sha256 != hashes[entry.path]]
+        known = {entry.path: entry.checksum for entry in manifest.files}
+        hashed = _hashed(store, touched, reporter, {path: algorithm_of(each) for path, each in known.items()})
+        changed = [entry.path for entry in hashed if entry.checksum != known[entry.path]]
         if changed:
             raise CorruptData(
                 f"the base weights have changed since they were first used: {', '.join(changed)}",
@@ -244,13 +247,16 @@ def _taken(address: str, options: StoreOptions | None) -> tuple[tuple[str, ...],
     return (MEGATRON_POINTER, f"{f'iter_{int(named):07d}' if named.isdigit() else named}/**", *beside), ()
 
 
-def _hashed(store: LocalStore, infos: list[ObjectInfo], reporter: Reporter) -> tuple[FileEntry, ...]:
+def _hashed(
+    store: LocalStore, infos: list[ObjectInfo], reporter: Reporter, known: Mapping[str, Algorithm] | None = None
+) -> tuple[FileEntry, ...]:
+    """Hash files; `known` says with which algorithm each was hashed before."""
     entries = []
     with reporter.task("hashing the base weights", total=sum(info.size for info in infos), unit="B") as task:
         for info in infos:
-            hasher = Hasher()
+            hasher = Hasher((known or {}).get(info.path, DEFAULT))
             for chunk in store.stream(info.path):
                 hasher.update(chunk)
                 task.advance(len(chunk))
-            entries.append(FileEntry(info.path, hasher.size, hasher.sha256))
+            entries.append(FileEntry(info.path, hasher.size, hasher.checksum))
     return tuple(entries)

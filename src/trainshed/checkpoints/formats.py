@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from trainshed.checkpoints.hf.weights import CONFIG, INDEX, WEIGHTS, HfWeights
+from trainshed.checkpoints.hf.folder import CONFIG, INDEX, WEIGHTS
+from trainshed.checkpoints.hf.weights import HfWeights
 from trainshed.checkpoints.native.folder import LATEST, MANIFEST
 from trainshed.checkpoints.weights import Weights, WeightsWriter
 from trainshed.errors import InputError, NotFound

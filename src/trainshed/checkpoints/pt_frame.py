@@ -2,7 +2,7 @@
 
 Such a file is a zip, nothing compressed: `data.pkl` (the pickle, in which tensors name storages), `data/0`, `data/1`, …
 (the storages) and two small records. All lengths follow from the pickle and the sizes, so where a tensor will lie is
-known before the first byte is written.
+known before the first byte is written; what stands before it has its checksum and comes when it is known.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ import pickle
 import struct
 import zlib
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
-from typing import IO, Any
+from typing import Any
 
 import torch
 from torch._utils import _rebuild_tensor_v2
@@ -33,6 +32,10 @@ _STORAGES = {
     torch.float32: torch.FloatStorage,
     torch.float16: torch.HalfStorage,
     torch.bfloat16: torch.BFloat16Storage,
+    torch.int64: torch.LongStorage,
+    torch.int32: torch.IntStorage,
+    torch.uint8: torch.ByteStorage,
+    torch.bool: torch.BoolStorage,
 }
 
 
@@ -72,36 +75,38 @@ class PtFrame:
             full = f"{root}/{name}".encode()
             place = _Place(full, size, end, _local_extra(end, full, size))
             self._places.append(place)
-            end += 30 + len(full) + len(place.extra) + size
-        self._directory = end
-        self.length = end + len(self._central([0] * len(self._places)))
+            end = _data_start(place) + size
+        self._end = self._directory = end
+        # Files of ours hold frames side by side: the next one's tensors are aligned as well, which the kernel's copy
+        # into the page cache takes a fifth less time for.
+        self._directory += -(end + len(self._central([0] * len(self._places)))) % _ALIGNMENT
+        self.length = self._directory + len(self._central([0] * len(self._places)))
 
-    def write(self, file: IO[bytes], storages: Iterable[Iterable[memoryview]]) -> None:
-        """Write to where a file stands: the bytes of each stub in turn, in blocks."""
-        base, sums = file.tell(), []
-        small = ([memoryview(data)] for data in self._small)
-        for place, content in zip(self._places, chain(small, storages), strict=True):
-            file.write(_local_header(place) + place.name + place.extra)
-            checksum = written = 0
-            for block in content:
-                checksum = zlib.crc32(block, checksum)
-                written += len(block)
-                file.write(block)
-            assert written == place.size, f"{place.name!r}: {written} bytes for {place.size}"
-            sums.append(checksum)
-        file.write(self._central(sums))
-        end = file.tell()
-        for place, checksum in zip(self._places, sums, strict=True):
-            file.seek(base + place.start + 14)
-            file.write(struct.pack("<I", checksum))
-        file.seek(end)
+    @property
+    def starts(self) -> list[int]:
+        """Where the bytes of each stub begin."""
+        return [_data_start(place) for place in self._places[-len(self.stubs) :]] if self.stubs else []
+
+    def head(self, number: int, checksum: int) -> tuple[int, bytes]:
+        """Where the bytes before those of a stub begin, and these: its header, and before the first all else."""
+        place = self._places[len(self._small) + number]
+        before = self._records() if number == 0 else b""
+        return place.start - len(before), before + _local_header(place, checksum)
+
+    def tail(self, checksums: Sequence[int]) -> tuple[int, bytes]:
+        """Where the bytes after those of the last stub begin, and these: the directory."""
+        padding = bytes(self._directory - self._end)
+        return self._end, padding + self._central([*map(zlib.crc32, self._small), *checksums])
 
     def to_bytes(self) -> bytes:
         """The file of a document without tensors."""
         assert not self.stubs
-        file = io.BytesIO()
-        self.write(file, [])
-        return file.getvalue()
+        return self._records() + self.tail([])[1]
+
+    def _records(self) -> bytes:
+        """What is not tensors, each with its header."""
+        small = zip(self._places, self._small, strict=False)
+        return b"".join(_local_header(place, zlib.crc32(data)) + data for place, data in small)
 
     def _central(self, sums: Sequence[int]) -> bytes:
         """The directory at the end, with the checksum of every record."""
@@ -165,10 +170,14 @@ def _local_extra(start: int, name: bytes, size: int) -> bytes:
     return wide + struct.pack("<HH", 0x4246, padding) + bytes(padding)
 
 
-def _local_header(place: _Place) -> bytes:
+def _local_header(place: _Place, checksum: int) -> bytes:
     size = _narrow(place.size)
-    fields = (_LOCAL, _VERSION, 0, 0, 0, _DATE, 0, size, size, len(place.name), len(place.extra))
-    return struct.pack("<IHHHHHIIIHH", *fields)
+    fields = (_LOCAL, _VERSION, 0, 0, 0, _DATE, checksum, size, size, len(place.name), len(place.extra))
+    return struct.pack("<IHHHHHIIIHH", *fields) + place.name + place.extra
+
+
+def _data_start(place: _Place) -> int:
+    return place.start + 30 + len(place.name) + len(place.extra)
 
 
 def _narrow(value: int) -> int:

@@ -9,6 +9,7 @@ runs in parallel, and what bounds memory.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, Self
@@ -38,6 +39,12 @@ class Weights(Protocol):
         self, parameter: Parameter, offset: Sequence[int], shape: Sequence[int], dtype: torch.dtype
     ) -> torch.Tensor:
         """Return the box [offset, offset + shape) of a native tensor, on the CPU; safe to call from several threads."""
+        ...
+
+    def lent(
+        self, parameter: Parameter, offset: Sequence[int], shape: Sequence[int], dtype: torch.dtype
+    ) -> AbstractContextManager[torch.Tensor]:
+        """Lend such a box, to look at for as long as the block runs: its memory is used again for the next."""
         ...
 
     def close(self) -> None:
@@ -76,10 +83,10 @@ class WeightsWriter(Protocol):
         """Return the files that hold weights, in a fixed order; the same for the same model and options."""
         ...
 
-    def write(self, unit: Unit, source: Weights, file: Path, advance: Advance) -> str | None:
-        """Write one unit to a local file, in memory bounded by one tensor; safe to call from several threads.
+    def write(self, unit: Unit, source: Weights, file: Path, advance: Advance, threads: int = 1) -> str:
+        """Write one unit to a local file and return its checksum; safe to call from several threads.
 
-        Return the file's checksum where it was made on the way, else None: then it is read once more.
+        It takes memory for a few blocks, whatever the size of a tensor, and so many `threads` of its own.
         """
         ...
 

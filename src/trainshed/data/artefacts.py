@@ -260,7 +260,7 @@ def _shard_spec(pieces: Sequence[Piece], how: Tokenizing) -> dict[str, Any]:
 
 def _content(manifests: Sequence[TokenManifest]) -> str:
     """The hashes of the `.idx` files: they hold the token type and every length, all that an index depends on."""
-    digests = [file.sha256 for manifest in manifests for file in manifest.files if file.path.endswith(".idx")]
+    digests = [file.checksum for manifest in manifests for file in manifest.files if file.path.endswith(".idx")]
     return hashlib.sha256(" ".join(digests).encode()).hexdigest()
 
 

@@ -134,7 +134,7 @@ class _Copy:
             self._unmark(there)
         outcomes = [transfer.proven(item) for item in proven]
         outcomes += self._move(transfer, waiting, workers)
-        files = [FileEntry(o.record.path, o.record.size, o.record.sha256) for o in outcomes if o.record]
+        files = [FileEntry(o.record.path, o.record.size, o.record.checksum) for o in outcomes if o.record]
         manifest = Manifest.of(KIND, self._spec, files)
         self._write_mark(manifest, there)
         complete = self._merge() if self._task else True

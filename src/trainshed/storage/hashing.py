@@ -1,37 +1,57 @@
-"""One checksum everywhere: SHA-256, written `sha256:<hex>`."""
+"""Checksums of files, written with their algorithm in front: `blake3:<hex>`, `sha256:<hex>`.
+
+What we write ourselves gets BLAKE3, which is more than twice as fast as SHA-256 with instructions of its own and many
+times as fast without. SHA-256 stays where others state it (the Hub's LFS files, lists of URLs) and where a digest names
+something (specs, runs, orders, manifests): such names never change.
+"""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator
+from typing import Any, Literal, get_args
 
+Algorithm = Literal["blake3", "sha256"]
 PREFIX = "sha256:"
+DEFAULT: Algorithm = "blake3"
+_DIGITS = 64  # of either: both digests have 256 bits
 
 
 class Hasher:
     """A checksum that grows while bytes stream by."""
 
-    def __init__(self) -> None:
-        self._digest = hashlib.sha256()
+    def __init__(self, algorithm: Algorithm = DEFAULT) -> None:
+        self.algorithm = algorithm
+        self._digest = _digest(algorithm)
         self.size = 0
 
-    def update(self, data: bytes | memoryview) -> None:
+    @classmethod
+    def like(cls, checksum: str) -> Hasher:
+        """A hasher whose result can be held against a checksum."""
+        return cls(algorithm_of(checksum))
+
+    def update(self, data: bytes | bytearray | memoryview) -> None:
         """Add bytes."""
         self._digest.update(data)
         self.size += len(data)
 
     @property
-    def sha256(self) -> str:
+    def checksum(self) -> str:
         """The checksum of all bytes so far."""
-        return PREFIX + self._digest.hexdigest()
+        return f"{self.algorithm}:{self._digest.hexdigest()}"
+
+
+def checksum_of(data: bytes | bytearray | memoryview | Iterable[bytes], algorithm: Algorithm = DEFAULT) -> str:
+    """The checksum of bytes, or of a stream of them."""
+    hasher = Hasher(algorithm)
+    for chunk in (data,) if isinstance(data, bytes | bytearray | memoryview) else data:
+        hasher.update(chunk)
+    return hasher.checksum
 
 
 def sha256_of(data: bytes | Iterable[bytes]) -> str:
-    """The checksum of bytes, or of a stream of them."""
-    hasher = Hasher()
-    for chunk in (data,) if isinstance(data, bytes) else data:
-        hasher.update(chunk)
-    return hasher.sha256
+    """The SHA-256 of bytes, or of a stream of them: for what it names."""
+    return checksum_of(data, "sha256")
 
 
 def hashing(chunks: Iterable[bytes], hasher: Hasher) -> Iterator[bytes]:
@@ -41,9 +61,32 @@ def hashing(chunks: Iterable[bytes], hasher: Hasher) -> Iterator[bytes]:
         yield chunk
 
 
-def is_sha256(text: object) -> bool:
+def algorithm_of(checksum: str) -> Algorithm:
+    """Which algorithm made a checksum."""
+    name = checksum.partition(":")[0]
+    for known in get_args(Algorithm):
+        if name == known:
+            return known
+    raise ValueError(f"{checksum!r} is no checksum of ours")
+
+
+def is_checksum(text: object) -> bool:
     """Whether a value is a checksum as we write it."""
-    if not isinstance(text, str) or not text.startswith(PREFIX):
+    if not isinstance(text, str):
         return False
-    digits = text.removeprefix(PREFIX)
-    return len(digits) == 64 and all(digit in "0123456789abcdef" for digit in digits)
+    name, _, digits = text.partition(":")
+    known = name in get_args(Algorithm)
+    return known and len(digits) == _DIGITS and all(digit in "0123456789abcdef" for digit in digits)
+
+
+def is_sha256(text: object) -> bool:
+    """Whether a value is a SHA-256 as we write it."""
+    return is_checksum(text) and str(text).startswith(PREFIX)
+
+
+def _digest(algorithm: Algorithm) -> Any:
+    if algorithm == "sha256":
+        return hashlib.sha256()
+    from blake3 import blake3  # here: whoever only reads specs and lists needs none
+
+    return blake3()

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from trainshed.errors import NotFound
 from trainshed.reporting import Reporter
@@ -33,7 +34,7 @@ class Record:
 
     path: str
     size: int
-    sha256: str
+    checksum: str
     source: str
     version: str
 
@@ -120,9 +121,16 @@ class Journal:
     def _read(self, path: str) -> dict[str, Record]:
         try:
             lines = self._store.read(path).splitlines()
-            return {record.path: record for record in (Record(**json.loads(line)) for line in lines)}
+            return {record.path: record for record in (_record(json.loads(line)) for line in lines)}
         except NotFound:  # another task has just put many segments into one
             return {}
         except (ValueError, TypeError):
             self._reporter.warn(f"{path} cannot be read; what it lists is copied again")
             return {}
+
+
+def _record(document: dict[str, Any]) -> Record:
+    """One record; journals of before BLAKE3 call the checksum by its algorithm."""
+    if "sha256" in document:
+        document["checksum"] = document.pop("sha256")
+    return Record(**document)

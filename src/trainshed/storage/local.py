@@ -78,6 +78,15 @@ class LocalStore:
                 missing -= len(part)
             return parts[0] if len(parts) == 1 else b"".join(parts)
 
+    def read_into(self, path: str, start: int, memory: memoryview) -> int:
+        """Read as many bytes of a file as fit into memory that is there already; return how many there were."""
+        done = 0
+        with self._explained(path), self._file(path).open("rb", buffering=0) as handle:
+            handle.seek(start)
+            while done < len(memory) and (read := handle.readinto(memory[done:])):
+                done += read
+        return done
+
     def stream(self, path: str, start: int = 0, chunk_bytes: int = CHUNK_BYTES) -> Iterator[bytes]:
         """Read a file from `start` to its end in chunks."""
         with self._explained(path):

@@ -2,6 +2,9 @@
 
 It is written last and in one step; an artefact without one does not exist. The same artefact gives the same bytes:
 keys are sorted and no clock, host or user is in it.
+
+A file's checksum stands under `sha256` in format 1 and under `checksum` in format 2, which knows other algorithms as
+well. Where all are SHA-256 format 1 is written, as ever: whatever names a manifest by its own hash goes on to find it.
 """
 
 from __future__ import annotations
@@ -16,10 +19,11 @@ import trainshed
 from trainshed.errors import CorruptData, NotFound
 from trainshed.reporting import SILENT, Reporter
 from trainshed.storage.address import join
-from trainshed.storage.hashing import Hasher, is_sha256, sha256_of
+from trainshed.storage.hashing import Hasher, is_checksum, is_sha256, sha256_of
 from trainshed.storage.store import ObjectInfo, Store
 
-FORMAT = 1
+FORMAT = 2
+_CHECKSUM_KEYS = {1: "sha256", 2: "checksum"}
 _NAMED = 5  # how many files an error names before it only counts
 
 
@@ -29,7 +33,7 @@ class FileEntry:
 
     path: str
     size: int
-    sha256: str
+    checksum: str
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,9 @@ class Manifest:
         cls, kind: str, spec: Mapping[str, Any], files: Iterable[FileEntry], facts: Mapping[str, Any] | None = None
     ) -> Manifest:
         """A manifest with its files in order."""
-        return cls(kind, dict(spec), tuple(sorted(files, key=lambda each: each.path)), dict(facts or {}))
+        ordered = tuple(sorted(files, key=lambda each: each.path))
+        format = 1 if all(is_sha256(entry.checksum) for entry in ordered) else FORMAT
+        return cls(kind, dict(spec), ordered, dict(facts or {}), format=format)
 
     @property
     def total_bytes(self) -> int:
@@ -62,13 +68,14 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         """The manifest as it is stored."""
+        key = _CHECKSUM_KEYS[self.format]
         document = {
             "format": self.format,
             "kind": self.kind,
             "made_by": self.made_by,
             "spec": self.spec,
             "facts": self.facts,
-            "files": [{"path": f.path, "size": f.size, "sha256": f.sha256} for f in self.files],
+            "files": [{"path": f.path, "size": f.size, key: f.checksum} for f in self.files],
             "totals": {"files": len(self.files), "bytes": self.total_bytes},
         }
         text = json.dumps(document, sort_keys=True, indent=1, ensure_ascii=False, allow_nan=False)
@@ -83,6 +90,8 @@ class Manifest:
             raise _broken(f"not JSON ({error})", where) from None
         if not isinstance(document, dict) or not isinstance(document.get("format"), int):
             raise _broken("it has no format number", where)
+        if document["format"] < 1:
+            raise _broken(f"there is no format {document['format']}", where)
         if document["format"] > FORMAT:
             raise CorruptData(
                 f"the manifest has format {document['format']}, this Trainshed reads up to {FORMAT}",
@@ -92,7 +101,7 @@ class Manifest:
         for key, kind in {"kind": str, "made_by": str, "spec": dict, "facts": dict, "files": list}.items():
             if not isinstance(document.get(key), kind):
                 raise _broken(f"'{key}' is missing or of the wrong kind", where)
-        files = tuple(_entry(each, where) for each in document["files"])
+        files = tuple(_entry(each, document["format"], where) for each in document["files"])
         if len({entry.path for entry in files}) != len(files):
             raise _broken("a file stands in it twice", where)
         manifest = cls(
@@ -139,11 +148,11 @@ class Manifest:
         ):
 
             def check(path: str) -> bool:
-                hasher = Hasher()
+                hasher = Hasher.like(wanted[path].checksum)
                 for chunk in store.stream(path):
                     hasher.update(chunk)
                     task.advance(len(chunk))
-                return hasher.sha256 == wanted[path].sha256
+                return hasher.checksum == wanted[path].checksum
 
             good = list(pool.map(check, wanted))
         changed = [wanted[path].path for path, same in zip(wanted, good, strict=True) if not same]
@@ -151,13 +160,14 @@ class Manifest:
             raise _differs("not what their manifest says", changed, join(store.url, folder))
 
 
-def _entry(each: Any, where: str | None) -> FileEntry:
-    path, size, sha256 = (each.get(key) if isinstance(each, dict) else None for key in ("path", "size", "sha256"))
+def _entry(each: Any, format: int, where: str | None) -> FileEntry:
+    key = _CHECKSUM_KEYS[format]
+    path, size, checksum = (each.get(name) if isinstance(each, dict) else None for name in ("path", "size", key))
     if not isinstance(path, str) or not path or any(part in ("", ".", "..") for part in path.split("/")):
         raise _broken(f"a file with the path {path!r}", where)
-    if not isinstance(size, int) or isinstance(size, bool) or size < 0 or not is_sha256(sha256):
-        raise _broken(f"'{path}' has no size or no sha256", where)
-    return FileEntry(path, size, str(sha256))
+    if not isinstance(size, int) or isinstance(size, bool) or size < 0 or not is_checksum(checksum):
+        raise _broken(f"'{path}' has no size or no {key}", where)
+    return FileEntry(path, size, str(checksum))
 
 
 def _broken(why: str, where: str | None) -> CorruptData:

@@ -12,7 +12,7 @@ from trainshed.storage import address as addresses
 from trainshed.storage.address import Address, join
 from trainshed.storage.local import LocalStore
 from trainshed.storage.options import StoreOptions
-from trainshed.storage.store import ABANDONED_SECONDS, CHUNK_BYTES, ObjectInfo, Store, Writer
+from trainshed.storage.store import ABANDONED_SECONDS, CHUNK_BYTES, ObjectInfo, Store, Writer, read_into
 
 _ENVIRONMENT = ("AWS_", "BUCKET_STORAGE_", "GOOGLE_", "STORAGE_EMULATOR", "AZURE_", "HF_", "HUGGING_FACE")
 _opened: dict[str, Store] = {}
@@ -68,6 +68,10 @@ class Folder:
     def read(self, path: str, start: int = 0, end: int | None = None) -> bytes:
         """As the store's."""
         return self._store.read(self._inside(path), start, end)
+
+    def read_into(self, path: str, start: int, memory: memoryview) -> int:
+        """As the store's."""
+        return read_into(self._store, self._inside(path), start, memory)
 
     def stream(self, path: str, start: int = 0, chunk_bytes: int = CHUNK_BYTES) -> Iterator[bytes]:
         """As the store's."""

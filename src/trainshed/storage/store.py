@@ -91,5 +91,18 @@ class Store(Protocol):
         ...
 
 
+def read_into(store: Store, path: str, start: int, memory: memoryview) -> int:
+    """Read as many bytes as fit into memory that is there already; return how many there were.
+
+    A store that can do so without a buffer between has a method of this name.
+    """
+    straight = getattr(store, "read_into", None)
+    if straight is not None:
+        return straight(path, start, memory)
+    data = store.read(path, start, start + len(memory))
+    memory[: len(data)] = data
+    return len(data)
+
+
 ABSENT = "absent"
 """`put(expect=ABSENT)`: write only if nothing is there yet."""

@@ -16,7 +16,7 @@ from trainshed.errors import (
 )
 from trainshed.reporting import Reporter, Task
 from trainshed.storage.address import join
-from trainshed.storage.hashing import Hasher, sha256_of
+from trainshed.storage.hashing import Hasher, algorithm_of, checksum_of
 from trainshed.storage.journal import Journal, Record
 from trainshed.storage.retry import Retry
 from trainshed.storage.sources import Item
@@ -107,7 +107,7 @@ class Transfer:
             self._advance(task, found.size)
             return Outcome(found, moved=False)
         for attempt in range(_ATTEMPTS):
-            hasher = Hasher()
+            hasher = Hasher() if item.sha256 is None else Hasher.like(item.sha256)
             try:
                 return Outcome(self._move(item, hasher, task), moved=True)
             except Absent:
@@ -134,7 +134,7 @@ class Transfer:
             # Inside the block: what is wrong never becomes visible.
             self._check(item, hasher)
         assert writer.info is not None
-        return self._record(item, hasher.size, hasher.sha256, writer.info)
+        return self._record(item, hasher.size, hasher.checksum, writer.info)
 
     def _chunks(self, item: Item) -> Iterator[bytes]:
         try:
@@ -153,9 +153,9 @@ class Transfer:
             raise CorruptData(
                 f"{hasher.size} bytes arrived, {item.size} were listed", where=where, hint="run the copy again"
             )
-        if item.sha256 is not None and hasher.sha256 != item.sha256:
+        if item.sha256 is not None and hasher.checksum != item.sha256:
             raise CorruptData(
-                f"what arrived has {hasher.sha256}, the source states {item.sha256}",
+                f"what arrived has {hasher.checksum}, the source states {item.sha256}",
                 where=where,
                 hint="run the copy again; if it stays so, the source is broken",
             )
@@ -178,16 +178,16 @@ class Transfer:
         This is how files count that arrived just before a kill, or whose folder was moved by hand.
         """
         record, there = self._records.get(item.path), self._there.get(item.path)
-        expected = record.sha256 if record and _same_source(item, record) else item.sha256
+        expected = record.checksum if record and _same_source(item, record) else item.sha256
         if there is None or expected is None or item.size not in (None, there.size):
             return None
-        if sha256_of(self._destination.stream(item.path)) != expected:
+        if checksum_of(self._destination.stream(item.path), algorithm_of(expected)) != expected:
             return None
         return self._record(item, there.size, expected, there)
 
-    def _record(self, item: Item, size: int, sha256: str, written: ObjectInfo) -> Record:
+    def _record(self, item: Item, size: int, checksum: str, written: ObjectInfo) -> Record:
         source = item.info.version if item.info is not None else ""
-        return Record(item.path, size, sha256, source, written.version)
+        return Record(item.path, size, checksum, source, written.version)
 
     def _advance(self, task: Task, amount: int) -> None:
         with self._telling:
@@ -196,5 +196,5 @@ class Transfer:
 
 def _same_source(item: Item, record: Record) -> bool:
     if item.sha256 is not None:
-        return item.sha256 == record.sha256
+        return item.sha256 == record.checksum
     return bool(item.info and item.info.version and item.info.version == record.source)

@@ -48,7 +48,7 @@ def after(original):
 
 places = {
     "before the second marker": lambda: setattr(ConversionFolder, "mark", at(2, ConversionFolder.mark)),
-    "in the third file": lambda: setattr(os, "preadv", at(16, os.preadv)),
+    "in the third file": lambda: setattr(os, "preadv", at(24, os.preadv)),
     "after the tables": lambda: [setattr(each, "finish", after(each.finish)) for each in (HfWriter, NativeWriter)],
     "before the rename": lambda: setattr(ConversionFolder, "publish", at(1, ConversionFolder.publish)),
     "after the rename": lambda: setattr(ConversionFolder, "remove", at(1, ConversionFolder.remove)),

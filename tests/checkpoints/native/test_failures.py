@@ -223,6 +223,10 @@ def test_load_reads_only_what_a_piece_needs(store: LocalStore) -> None:
             read.append((path.rpartition("/")[2], start, end))
             return store.read(path, start, end)
 
+        def read_into(self, path: str, start: int, memory: memoryview) -> int:
+            read.append((path.rpartition("/")[2], start, start + len(memory)))
+            return store.read_into(path, start, memory)
+
     state = some_state()
     assert not any(Ranks(take_attempt(store, RUN), 3).save(1, by_rows(state, 3)))
     (found,) = find(store, FOLDER)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from trainshed.checkpoints.native.weights_writer import NativeWriter
 from trainshed.checkpoints.weights import Weights
 from trainshed.errors import CorruptData, InputError, NotFound
 from trainshed.models.parameters import Parameter, parameters
-from trainshed.storage import LocalStore
+from trainshed.storage import LocalStore, sha256_of
 from trainshed.storage.attempts import take_attempt
 
 
@@ -114,3 +115,55 @@ def test_another_model_is_refused_by_name(run: tuple[Path, HfWeights]) -> None:
     manifest.write_text(json.dumps(body))
     with pytest.raises(InputError, match="does not say what model it is of"):
         NativeWeights(store, RUN)
+
+
+def test_a_checkpoint_of_before_is_read_its_items_saved_by_torch_and_hashed_with_sha256(
+    run: tuple[Path, HfWeights],
+) -> None:
+    folder, source = run
+    step = folder / RUN / "checkpoints" / "step-00000002"
+    manifest = json.loads((step / "manifest.json").read_text())
+    table = step / manifest["facts"]["pieces"]
+    pieces = json.loads(table.read_bytes())
+    files = [bytearray() for _ in pieces["files"]]
+    for tensor in pieces["tensors"].values():
+        for item in tensor["items"]:
+            _, _, file, start, length, _ = item
+            saved, now = io.BytesIO(), (step / pieces["files"][file]).read_bytes()[start : start + length]
+            torch.save(torch.load(io.BytesIO(now)), saved)
+            item[3:] = [len(files[file]), len(saved.getvalue()), sha256_of(saved.getvalue())]
+            files[file] += saved.getvalue()
+    for name, data in zip(pieces["files"], files, strict=True):
+        (step / name).write_bytes(data)
+    table.write_text(json.dumps(pieces | {"format": 1}))
+    for entry in manifest["files"]:
+        data = (step / entry["path"]).read_bytes()
+        del entry["checksum"]
+        entry |= {"size": len(data), "sha256": sha256_of(data)}
+    manifest["totals"]["bytes"] = sum(entry["size"] for entry in manifest["files"])
+    (step / "manifest.json").write_text(json.dumps(manifest | {"format": 1}))
+    with NativeWeights(LocalStore(folder), RUN) as weights:
+        weights.found.manifest.verify_files(LocalStore(folder), weights.found.path)
+        for each in parameters(source.config):
+            assert torch.equal(whole(weights, each), 2 * whole(source, each))
+            with weights.lent(each, [0] * len(each.shape), each.shape, torch.float32) as box:
+                assert torch.equal(box, 2 * whole(source, each))
+
+
+def test_a_unit_whose_record_is_lost_is_told_from_its_bytes(tmp_path: Path) -> None:
+    save_tiny_hf("llama", tmp_path / "hf", seed=1)
+    source = HfWeights(tmp_path / "hf")
+    written(source, tmp_path / "whole")
+    writer = NativeWriter(source.config, dtype=torch.float32, unit_bytes=20_000)
+    for number, unit in enumerate(writer.units()):
+        file = tmp_path / "torn" / unit.path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        writer.write(unit, source, file, lambda _: None)
+        record = file.with_name(f"{file.name}.part.json")
+        record.unlink() if number else record.write_bytes(b"")
+    writer.finish(tmp_path / "torn", [])
+    made = {
+        name: {str(file.relative_to(tmp_path / name)): file.read_bytes() for file in (tmp_path / name).rglob("*.*")}
+        for name in ("whole", "torn")
+    }
+    assert made["torn"] == made["whole"]

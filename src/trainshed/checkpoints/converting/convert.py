@@ -37,6 +37,8 @@ _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 # Tables of contents, config, tokenizer files: what a target has besides its units.
 _OTHER_BYTES = 64 * 1024
 DEFAULT_WORKERS = 4
+UNITS_VERSION = 2
+"""Of the bytes of units: what an older version has begun is not gone on with."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +157,8 @@ class _Work:
         if self._to.name == "hf" and not has_tokenizer(self._companions):
             self._reporter.warn("the export has no tokenizer: the source brings none, and --tokenizer names none")
         config = self._weights.config
-        self._folder.begin({**spec, "source": fingerprint, "config": config.model_dump(mode="json")})
+        begun = {**spec, "source": fingerprint, "config": config.model_dump(mode="json"), "units": UNITS_VERSION}
+        self._folder.begin(begun)
         units = self._writer.units()
         whole = self._folder.whole_units(units, self._workers, self._reporter)
         if whole:
@@ -164,7 +167,8 @@ class _Work:
         with explained(self._made):
             self._writer.finish(self._made, entries)
             self._keep_companions()
-        verdict = self._proven(self._made, logits=logits)
+        with self._folder.reaching_the_disk(entry.path for entry in entries):
+            verdict = self._proven(self._made, logits=logits)
         write_verdict(self._made, verdict)
         manifest = self._manifest(spec, entries)
         self._place.publish(manifest, {entry.path for entry in entries})
@@ -181,16 +185,17 @@ class _Work:
             def make(number: int, unit: Unit) -> FileEntry:
                 file = self._folder.file(unit)
                 with explained(file):
-                    sha256 = self._writer.write(unit, self._weights, file, progress.advance)
-                    size = file.stat().st_size
-                entry = FileEntry(unit.path, size, sha256) if sha256 else hashed(self._made, unit.path)
+                    checksum = self._writer.write(unit, self._weights, file, progress.advance, threads)
+                    entry = FileEntry(unit.path, file.stat().st_size, checksum)
                 self._place.upload(unit.path)
                 self._folder.mark(number, entry)
                 return entry
 
-            # The work is shared out by files: threads of PyTorch's own below each of these would stand in their way.
+            # A thread to a file, more where files are few; PyTorch's own below these would stand in their way.
+            at_once = max(1, min(len(missing), self._workers))
+            threads = max(1, self._workers // at_once)
             one_each = partial(torch.set_num_threads, 1)
-            with ThreadPoolExecutor(self._workers, "trainshed-convert", initializer=one_each) as pool:
+            with ThreadPoolExecutor(at_once, "trainshed-convert", initializer=one_each) as pool:
                 futures = [pool.submit(make, number, unit) for number, unit in missing]
                 try:
                     wait(futures, return_when=FIRST_EXCEPTION)

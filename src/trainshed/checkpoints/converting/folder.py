@@ -14,7 +14,7 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -79,9 +79,17 @@ class ConversionFolder:
         return path
 
     def mark(self, number: int, entry: FileEntry) -> None:
-        """Note that a unit is whole."""
-        body = {"path": entry.path, "size": entry.size, "sha256": entry.sha256}
-        self._store.put(f"done/{number}.json", json.dumps(body).encode())
+        """Note that a unit is whole.
+
+        The note need not outlive the machine: it counts only as far as the unit has its checksum. Forcing it to the
+        disk would make the disk write everything before it, in the middle of the work.
+        """
+        body = {"path": entry.path, "size": entry.size, "checksum": entry.checksum}
+        note = self.place / "done" / f"{number}.json"
+        note.parent.mkdir(exist_ok=True)
+        fresh = note.with_suffix(".part")
+        fresh.write_text(json.dumps(body))
+        os.replace(fresh, note)
 
     def whole_units(self, units: list[Unit], workers: int, reporter: Reporter) -> dict[str, FileEntry]:
         """Return the units that are there: marked, and with the bytes that were marked."""
@@ -104,11 +112,24 @@ class ConversionFolder:
     def _marked(self, number: int, unit: Unit) -> FileEntry | None:
         try:
             body = json.loads(self._store.read(f"done/{number}.json"))
-            entry = FileEntry(body["path"], body["size"], body["sha256"])
+            entry = FileEntry(body["path"], body["size"], body["checksum"])
         except (NotFound, ValueError, KeyError, TypeError):
             return None
         info = LocalStore(self.target).head(unit.path)
         return entry if entry.path == unit.path and info is not None and info.size == entry.size else None
+
+    @contextmanager
+    def reaching_the_disk(self, paths: Iterable[str]) -> Iterator[None]:
+        """Let files of the target reach the disk while the block runs, which is when nobody waits for it."""
+        with ThreadPoolExecutor(1, thread_name_prefix="trainshed-sync") as pool:
+            syncing = [pool.submit(_sync, self.target / path) for path in paths]
+            try:
+                yield
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+            for each in syncing:
+                each.result()
 
     def publish(self, target: Path) -> None:
         """Let the target appear, whole and on the disk, and remove the working place."""
@@ -129,7 +150,7 @@ def hashed(folder: Path, path: str) -> FileEntry:
     hasher = Hasher()
     for chunk in LocalStore(folder).stream(path):
         hasher.update(chunk)
-    return FileEntry(path, hasher.size, hasher.sha256)
+    return FileEntry(path, hasher.size, hasher.checksum)
 
 
 def _sync(path: Path) -> None:

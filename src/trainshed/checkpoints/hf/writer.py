@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,8 +19,9 @@ from typing import Any
 import torch
 
 from trainshed.checkpoints.converting.companions import COMPANIONS, token_ids
-from trainshed.checkpoints.converting.following_hash import FollowingHash
-from trainshed.checkpoints.hf.weights import CONFIG, DTYPES, INDEX, WEIGHTS
+from trainshed.checkpoints.hashed_file import BLOCK_BYTES, HashedFile, in_threads
+from trainshed.checkpoints.hf.folder import CONFIG, DTYPES, INDEX, WEIGHTS
+from trainshed.checkpoints.scratch import Scratch, bytes_of
 from trainshed.checkpoints.weights import Advance, Unit, Weights
 from trainshed.errors import InputError
 from trainshed.models.hf_config import config_differences, read_hf_config, to_hf_config
@@ -33,9 +33,6 @@ from trainshed.storage import FileEntry
 SHARD_BYTES = 5_000_000_000
 """The largest shard, as transformers 4 cuts them; a single tensor may be larger."""
 GENERATION = "generation_config.json"
-# Below what malloc maps anew each time: memory that was touched before is twice as fast.
-_BOX_BYTES = 4 * 1024 * 1024
-_THREADS = 2  # in one shard, so that a model of one file does not wait for its reading
 _ALIGNMENT_BYTES = 8  # of a header's length, as the safetensors library pads it
 
 
@@ -69,43 +66,80 @@ class HfWriter:
         self._companions = dict(companions or {})
         self._config_json = _config_json(config, dtype, self._companions)
         self._shards = _shards(config, dtype, shard_bytes or SHARD_BYTES)
+        self._scratch = Scratch()
 
     def units(self) -> list[Unit]:
         """Return the shards."""
         return [Unit(name, shard.size) for name, shard in self._shards.items()]
 
-    def write(self, unit: Unit, source: Weights, file: Path, advance: Advance) -> str:
+    def write(self, unit: Unit, source: Weights, file: Path, advance: Advance, threads: int = 1) -> str:
         """Write one shard; return its checksum."""
         shard = self._shards[unit.path]
         strips: dict[str, list[Strip]] = defaultdict(list)
         for tensor in shard.tensors:
             for strip in tensor.strips:
                 strips[strip.native_name].append(strip)
-        with file.open("wb", buffering=0) as handle, FollowingHash(file) as following:
-            handle.truncate(shard.size)
-            _write_at(handle.fileno(), shard.header, 0)
+        with HashedFile(file) as made:
+            made.write(0, shard.header)
             advance(len(shard.header))
 
-            def lay(parameter: Parameter) -> int:
-                """Write all that one native tensor becomes here; return where that ends."""
-                mine, end = strips[parameter.name], 0
+            def lay(parameter: Parameter, first: int, last: int, expert: int | None) -> None:
+                """Write what a box of a native tensor becomes here."""
+                mine = strips[parameter.name]
                 cut = _transposed if mine[0].transposed else _rows
-                for start, block in cut(parameter, mine, shard.starts, source, self._dtype):
-                    data = _bytes(block)
-                    _write_at(handle.fileno(), data, start)
-                    advance(len(data))
-                    end = max(end, start + len(data))
-                return end
+                with self._box(source, parameter, first, last, expert, transposed=mine[0].transposed) as box:
+                    for start, block in cut(box, first, [each for each in mine if each.expert == expert], shard.starts):
+                        with self._in_one_piece(block) as data:
+                            made.write(start, data)
+                            advance(len(data))
 
-            wanted = [parameter for parameter in parameters(self.config) if parameter.name in strips]
-            pool = ThreadPoolExecutor(_THREADS, "trainshed-shard", initializer=partial(torch.set_num_threads, 1))
-            try:
-                # What comes of one native tensor lies side by side, so everything before its end is written.
-                for end in pool.map(lay, wanted):
-                    following.final_until(end)
-            finally:
-                pool.shutdown(wait=True, cancel_futures=True)
-            return following.sha256()
+            boxes = (
+                partial(lay, parameter, *box)
+                for parameter in parameters(self.config)
+                if parameter.name in strips
+                for box in self._boxes(parameter, strips[parameter.name])
+            )
+            in_threads(boxes, threads)
+            return made.checksum(shard.size)
+
+    def _boxes(self, parameter: Parameter, strips: list[Strip]) -> Iterator[tuple[int, int, int | None]]:
+        """Cut a native tensor into boxes read at once, (first row, last row, expert); a turned one by columns."""
+        dim = 1 if parameter.expert else 0
+        cut, others = (1, 0) if strips[0].transposed else (dim, dim + 1)
+        length, each = parameter.shape[cut], math.prod(parameter.shape[others : others + 1]) * self._dtype.itemsize
+        # Gate and up rows alternate: an even number keeps the boxes of one item of ours within it.
+        count = max(1, BLOCK_BYTES // each // 2 * 2)
+        for expert in dict.fromkeys(strip.expert for strip in strips):
+            mine = [strip for strip in strips if strip.expert == expert]
+            for first in range(0, length, count):
+                last = min(first + count, length)
+                if mine[0].transposed or any(a < b for a, b in (strip.within(first, last) for strip in mine)):
+                    yield first, last, expert
+
+    @contextmanager
+    def _box(
+        self, source: Weights, parameter: Parameter, first: int, last: int, expert: int | None, *, transposed: bool
+    ) -> Iterator[torch.Tensor]:
+        if transposed:
+            with source.lent(parameter, (0, first), (parameter.shape[0], last - first), self._dtype) as box:
+                yield box
+            return
+        columns = parameter.shape[2 if parameter.expert else 1 :]
+        offset, shape = (first, *(0 for _ in columns)), (last - first, *columns)
+        if expert is None:
+            with source.lent(parameter, offset, shape, self._dtype) as box:
+                yield box
+        else:
+            with source.lent(parameter, (expert, *offset), (1, *shape), self._dtype) as box:
+                yield box[0]
+
+    @contextmanager
+    def _in_one_piece(self, block: torch.Tensor) -> Iterator[memoryview]:
+        if block.is_contiguous():
+            yield bytes_of(block)
+            return
+        with self._scratch.lent(block.shape, block.dtype) as piece:
+            yield bytes_of(piece.copy_(block))
 
     def finish(self, folder: Path, entries: Sequence[FileEntry]) -> None:
         """Write the index, config.json, generation settings and the tokenizer's files."""
@@ -165,55 +199,35 @@ def _shard(tensors: list[HfTensor], dtype: torch.dtype) -> _Shard:
 
 
 def _rows(
-    parameter: Parameter, strips: list[Strip], starts: Mapping[str, int], source: Weights, dtype: torch.dtype
+    box: torch.Tensor, first: int, strips: list[Strip], starts: Mapping[str, int]
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield (place in the file, rows) of tensors that lie as ours do, row by row."""
-    dim = 1 if parameter.expert else 0
-    columns = parameter.shape[dim + 1 :]
-    row_bytes = math.prod(columns) * dtype.itemsize
-    rows = max(1, _BOX_BYTES // row_bytes)
-    for expert in dict.fromkeys(strip.expert for strip in strips):
-        mine = [strip for strip in strips if strip.expert == expert]
-        for first in range(0, parameter.shape[dim], rows):
-            last = min(first + rows, parameter.shape[dim])
-            if not any(begin < end for begin, end in (strip.within(first, last) for strip in mine)):
-                continue
-            offset, shape = (first, *(0 for _ in columns)), (last - first, *columns)
-            if expert is None:
-                box = source.read(parameter, offset, shape, dtype)
-            else:
-                box = source.read(parameter, (expert, *offset), (1, *shape), dtype)[0]
-            for strip in mine:
-                begin, end = strip.within(first, last)
-                if begin < end:
-                    there = strip.native_rows(begin, end)
-                    block = (
-                        box[there.start - first : there.stop - first : there.step]
-                        if isinstance(there, slice)
-                        else box[torch.from_numpy(there - first)]
-                    )
-                    yield starts[strip.hf_name] + (strip.hf_start + begin) * row_bytes, block
+    """Yield (place in the file, rows) of tensors that lie as ours do, row by row; the box begins at row `first`."""
+    row_bytes = math.prod(box.shape[1:]) * box.itemsize
+    for strip in strips:
+        begin, end = strip.within(first, first + len(box))
+        while begin < end:
+            stop = end if strip.run == 1 else min(end, (begin // strip.run + 1) * strip.run)
+            there = strip.native_rows(begin, stop)
+            assert isinstance(there, slice), "the rows of one run, or every so-manieth"
+            place = starts[strip.hf_name] + (strip.hf_start + begin) * row_bytes
+            yield place, box[there.start - first : there.stop - first : there.step]
+            begin = stop
 
 
 def _transposed(
-    parameter: Parameter, strips: list[Strip], starts: Mapping[str, int], source: Weights, dtype: torch.dtype
+    box: torch.Tensor, first: int, strips: list[Strip], starts: Mapping[str, int]
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield (place in the file, rows) of matrices that are [in, out] there: our columns are their rows."""
-    height, width = parameter.shape
-    columns = max(1, _BOX_BYTES // (height * dtype.itemsize))
+    """Yield (place in the file, rows) of matrices that are [in, out] there: our columns from `first` are their rows."""
     by_name: dict[str, list[Strip]] = defaultdict(list)
     for strip in strips:
         by_name[strip.hf_name].append(strip)
-    for first in range(0, width, columns):
-        last = min(first + columns, width)
-        box = source.read(parameter, (0, first), (height, last - first), dtype)
-        for name, mine in by_name.items():
-            block = torch.empty(last - first, sum(strip.rows for strip in mine), dtype=dtype)
-            for strip in mine:
-                there = strip.native_rows(0, strip.rows)
-                rows = box[there] if isinstance(there, slice) else box[torch.from_numpy(there)]
-                block[:, strip.hf_start : strip.hf_start + strip.rows] = rows.T
-            yield starts[name] + first * block.shape[1] * dtype.itemsize, block
+    for name, mine in by_name.items():
+        block = torch.empty(box.shape[1], sum(strip.rows for strip in mine), dtype=box.dtype)
+        for strip in mine:
+            there = strip.native_rows(0, strip.rows)
+            rows = box[there] if isinstance(there, slice) else box[torch.from_numpy(there)]
+            block[:, strip.hf_start : strip.hf_start + strip.rows] = rows.T
+        yield starts[name] + first * block.shape[1] * block.itemsize, block
 
 
 def _config_json(config: ModelConfig, dtype: torch.dtype, companions: Mapping[str, bytes]) -> dict[str, Any]:
@@ -226,18 +240,6 @@ def _config_json(config: ModelConfig, dtype: torch.dtype, companions: Mapping[st
     # Left out, transformers takes ids of the family's first models, which end no text of any other.
     written = to_hf_config(config) | {"bos_token_id": None, "eos_token_id": None}
     return written | token_ids(companions) | {"torch_dtype": str(dtype).removeprefix("torch.")}
-
-
-def _bytes(block: torch.Tensor) -> memoryview:
-    flat = block.contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
-
-
-def _write_at(descriptor: int, data: bytes | memoryview, start: int) -> None:
-    view = memoryview(data)
-    while view:
-        written = os.pwrite(descriptor, view, start)
-        view, start = view[written:], start + written
 
 
 def _write_json(path: Path, body: Mapping[str, Any]) -> None:

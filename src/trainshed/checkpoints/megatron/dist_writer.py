@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from trainshed.checkpoints.framing import Framing
+from trainshed.checkpoints.hashed_file import HashedFile, in_threads
 from trainshed.checkpoints.megatron.args import Layout, to_args
-from trainshed.checkpoints.megatron.blocks import bytes_of, read_rows, rows_at_once
+from trainshed.checkpoints.megatron.blocks import Laying, Share, rows_at_once
 from trainshed.checkpoints.megatron.patches import LATEST, RELEASE
-from trainshed.checkpoints.megatron.pt_frame import PtFrame, Stub
+from trainshed.checkpoints.pt_frame import PtFrame, Stub
 from trainshed.checkpoints.weights import Advance, Unit, Weights
 from trainshed.errors import CorruptData
 from trainshed.models.megatron_tensors import (
@@ -45,6 +47,8 @@ _BACKEND = {
     "common_backend": "torch",
     "common_backend_version": 1,
 }
+ITEM_BYTES = 64 * 1024 * 1024
+"""The most that lies in one item."""
 _DCP_VERSION = "1.0.0"  # torch/distributed/checkpoint/filesystem.py, CURRENT_DCP_VERSION
 
 
@@ -96,21 +100,30 @@ class MegatronDistWriter:
         """Return the files: what stands before the layers, each layer, what stands behind."""
         return [Unit(f"{RELEASE}/{name}", self._size(name)) for name in self._files]
 
-    def write(self, unit: Unit, source: Weights, file: Path, advance: Advance) -> None:
-        """Write one file."""
+    def write(self, unit: Unit, source: Weights, file: Path, advance: Advance, threads: int = 1) -> str:
+        """Write one file; return its checksum."""
         name = unit.path.rpartition("/")[2]
-        with file.open("wb") as into:
-            block = torch.empty(0)
-            for item in self._items(name):
-                if item.rows[0] == item.rows[1]:
-                    block = torch.zeros(item.box, dtype=self._dtype)
-                elif not item.part:  # up rows come with the gate rows before them
-                    block = read_rows(item.tensor, source, *item.rows, self._dtype)
-                data = bytes_of(block[item.part :: item.step])
-                _frame(item.box, self._dtype).write(into, [[data]])
-                advance(len(data))
-            for _ in self._objects(name):
-                into.write(_empty_state())
+        with HashedFile(file) as made:
+            in_threads(self._jobs(name, made, Laying(source, self._dtype, advance)), threads)
+            size = self._size(name)
+            states = b"".join(_empty_state() for _ in self._objects(name))
+            made.write(size - len(states), states)
+            return made.checksum(size)
+
+    def _jobs(self, name: str, made: HashedFile, laying: Laying) -> Iterator[Callable[[], None]]:
+        """The jobs that lay the items into a file; gate and up rows come together and go to an item each."""
+        base, shares = 0, []
+        for item in self._items(name):
+            frame = _frame(item.box, self._dtype)
+            put = partial(Framing(frame, made, base).write, 0)
+            base += frame.length
+            if item.rows[0] == item.rows[1]:
+                yield partial(laying.zeros, item.box, put)
+                continue
+            shares.append(Share(put, item.part, item.step))
+            if item.part + 1 == item.step:
+                yield from laying.rows(item.tensor, *item.rows, shares)
+                shares = []
 
     def finish(self, folder: Path, entries: Sequence[FileEntry]) -> None:
         """Write the table of contents, the arguments and what names the iteration."""
@@ -140,7 +153,7 @@ class MegatronDistWriter:
         """Cut a tensor into items: blocks of rows; of a gated one, a block of gate rows and one of up rows."""
         key, lengths, lead = self._place(tensor)
         shape, columns = (*lengths, *tensor.shape), tensor.shape[1:]
-        zeros, at_once, (_, real) = (0,) * len(columns), rows_at_once(tensor, self._dtype), tensor.rows
+        zeros, at_once, (_, real) = (0,) * len(columns), rows_at_once(tensor, self._dtype, ITEM_BYTES), tensor.rows
         step = 2 if tensor.gated else 1
         for first in range(0, real, at_once):
             last = min(first + at_once, real)

@@ -5,19 +5,23 @@ A file is written tensor by tensor: its pickle, in which tensors only name where
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from trainshed.checkpoints.framing import Framing
+from trainshed.checkpoints.hashed_file import HashedFile, in_threads
 from trainshed.checkpoints.megatron.args import Layout, to_args
-from trainshed.checkpoints.megatron.blocks import blocks
+from trainshed.checkpoints.megatron.blocks import Laying, Share
 from trainshed.checkpoints.megatron.legacy_reader import MegatronLegacyWeights as MegatronLegacyWeights
 from trainshed.checkpoints.megatron.patches import LATEST, RELEASE
-from trainshed.checkpoints.megatron.pt_frame import PtFrame, Stub
 from trainshed.checkpoints.megatron.ranks import FILE, Rank, check, chunk_name, folder_name, ranks
+from trainshed.checkpoints.pt_frame import PtFrame, Stub
 from trainshed.checkpoints.weights import Advance, Unit, Weights
 from trainshed.errors import InputError
 from trainshed.models.megatron_tensors import (
@@ -86,11 +90,13 @@ class MegatronLegacyWriter:
         """Return the ranks' files."""
         return [Unit(path, self._frame(rank)[0].length) for path, rank in self._ranks.items()]
 
-    def write(self, unit: Unit, source: Weights, file: Path, advance: Advance) -> None:
-        """Write the file of one rank."""
+    def write(self, unit: Unit, source: Weights, file: Path, advance: Advance, threads: int = 1) -> str:
+        """Write the file of one rank; return its checksum."""
         frame, tensors = self._frame(self._ranks[unit.path])
-        with file.open("wb") as into:
-            frame.write(into, (blocks(tensor, source, self._dtype, advance) for tensor in tensors))
+        with HashedFile(file) as made:
+            framing, laying = Framing(frame, made), Laying(source, self._dtype, advance)
+            in_threads((job for each in enumerate(tensors) for job in _jobs(*each, framing, laying)), threads)
+            return made.checksum(frame.length)
 
     def finish(self, folder: Path, entries: Sequence[FileEntry]) -> None:
         """Write what names the iteration."""
@@ -139,3 +145,21 @@ class MegatronLegacyWriter:
             place, local = divmod(whole.expert, parameter.shape[0] // layout.ep)
             if place == rank.ep:
                 yield shard(whole, prefix + expert_name(parameter, local, self._experts), layout.etp, rank.etp)
+
+
+def _jobs(number: int, tensor: MegatronTensor, framing: Framing, laying: Laying) -> Iterator[Callable[[], None]]:
+    """The jobs that lay one tensor into a file: its rows, those of a gated one put apart, then its padding."""
+    first, last = tensor.rows
+    row_bytes = math.prod(tensor.shape[1:]) * laying.dtype.itemsize
+
+    def put_behind(before: int, start: int, data: memoryview) -> None:
+        framing.write(number, before + start, data)
+
+    step = 2 if tensor.gated else 1
+    half = (last - first) // 2 * row_bytes
+    shares = [Share(partial(put_behind, part * half), part, step) for part in range(step)]
+    yield from laying.rows(tensor, first, last, shares)
+    real = last - first
+    if tensor.padding or not real:
+        shape = (tensor.padding, *tensor.shape[1:])
+        yield partial(laying.zeros, shape, partial(put_behind, real * row_bytes))

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -16,8 +17,8 @@ from typing import Self
 import torch
 
 from trainshed.checkpoints.megatron.args import Layout
-from trainshed.checkpoints.megatron.blocks import bytes_of
 from trainshed.checkpoints.megatron.pickled import DTYPE_BYTES
+from trainshed.checkpoints.scratch import Scratch, read_rows
 from trainshed.checkpoints.weights import box_ends
 from trainshed.errors import CorruptData, InputError, NotFound
 from trainshed.models.megatron_tensors import is_norm_weight, strips
@@ -29,7 +30,7 @@ RELEASE = "release"
 READ_DTYPES = {
     str(dtype).removeprefix("torch."): dtype for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 }
-_BLOCK_BYTES = 16 * 1024 * 1024
+_BLOCK_BYTES = 2 * 1024 * 1024
 _NAMED = 5  # how many tensors an error names before it only counts
 
 
@@ -84,6 +85,7 @@ class PatchedWeights:
         self._less_one = less_one
         self._files: dict[Path, int] = {}
         self._lock = threading.Lock()
+        self._scratch = Scratch()
 
     @property
     def dtypes(self) -> list[str]:
@@ -102,22 +104,35 @@ class PatchedWeights:
             for descriptor in self._files.values():
                 os.close(descriptor)
             self._files.clear()
+        self._scratch.clear()
 
     def read(
         self, parameter: Parameter, offset: Sequence[int], shape: Sequence[int], dtype: torch.dtype
     ) -> torch.Tensor:
         """Return the box [offset, offset + shape) of a native tensor, on the CPU; safe to call from several threads."""
-        ends = box_ends(parameter, offset, shape)
         box = torch.empty(tuple(shape), dtype=dtype)
+        self._fill_box(box, parameter, offset, shape)
+        return box
+
+    @contextmanager
+    def lent(
+        self, parameter: Parameter, offset: Sequence[int], shape: Sequence[int], dtype: torch.dtype
+    ) -> Iterator[torch.Tensor]:
+        """Lend such a box, to look at for as long as the block runs."""
+        with self._scratch.lent(shape, dtype) as box:
+            self._fill_box(box, parameter, offset, shape)
+            yield box
+
+    def _fill_box(self, box: torch.Tensor, parameter: Parameter, offset: Sequence[int], shape: Sequence[int]) -> None:
+        ends = box_ends(parameter, offset, shape)
         if not box.numel():
-            return box
+            return
         dim = 1 if parameter.expert else 0
         rows = offset[dim], ends[dim]
         columns = (offset[dim + 1], ends[dim + 1]) if len(shape) > dim + 1 else (0, 1)
         for expert in range(offset[0], ends[0]) if parameter.expert else (None,):
             target = box if expert is None else box[expert - offset[0]]
             self._fill(target if target.dim() > 1 else target[:, None], parameter, expert, rows, columns)
-        return box
 
     def _fill(
         self,
@@ -134,50 +149,51 @@ class PatchedWeights:
                 left, right = max(columns[0], patch.column), min(columns[1], patch.column + patch.columns)
                 if top >= bottom or left >= right:
                     continue
-                block = self._block(patch, (top, bottom), (left, right))
-                if self._less_one and is_norm_weight(parameter):
-                    block = block.float() + 1
                 into = strip.native_rows(top - strip.hf_start, bottom - strip.hf_start)
                 assert isinstance(into, slice), "Megatron's rows are ours, or every second of them"
                 into = slice(into.start - rows[0], into.stop - rows[0], into.step)
-                target[into, left - columns[0] : right - columns[0]] = block.to(target.dtype)
+                part = target[into, left - columns[0] : right - columns[0]]
+                self._fill_part(part, patch, (top, bottom), (left, right), self._less_one and is_norm_weight(parameter))
 
-    def _block(self, patch: Patch, rows: tuple[int, int], columns: tuple[int, int]) -> torch.Tensor:
+    def _fill_part(
+        self, part: torch.Tensor, patch: Patch, rows: tuple[int, int], columns: tuple[int, int], less_one: bool
+    ) -> None:
         located = patch.locate()
         down = rows[0] - patch.row + patch.skip, rows[1] - patch.row + patch.skip
         across = columns[0] - patch.column, columns[1] - patch.column
         if patch.transposed:
-            return self._matrix(located, across, down).T
-        return self._matrix(located, down, across)
+            self._fill_matrix(part.T, located, across, down, less_one)
+        else:
+            self._fill_matrix(part, located, down, across, less_one)
 
-    def _matrix(self, located: Located, rows: tuple[int, int], columns: tuple[int, int]) -> torch.Tensor:
-        """Read whole rows, straight to their place or, where only some columns are wanted, through a buffer."""
+    def _fill_matrix(
+        self, part: torch.Tensor, located: Located, rows: tuple[int, int], columns: tuple[int, int], less_one: bool
+    ) -> None:
+        """Read rows straight to their place or, where they are cast, turned or partly wanted, through a buffer."""
         dtype, width = READ_DTYPES[located.dtype], located.columns * DTYPE_BYTES[located.dtype]
-        found = torch.empty((rows[1] - rows[0], columns[1] - columns[0]), dtype=dtype)
-        if columns == (0, located.columns):
-            self._pread(located.file, bytes_of(found), located.start + rows[0] * width)
-            return found
-        buffer = torch.empty((min(max(1, _BLOCK_BYTES // width), len(found)), located.columns), dtype=dtype)
-        for first in range(0, len(found), len(buffer)):
-            part = buffer[: len(found) - first]
-            self._pread(located.file, bytes_of(part), located.start + (rows[0] + first) * width)
-            found[first : first + len(part)] = part[:, columns[0] : columns[1]]
-        return found
+        descriptor, start = self._descriptor(located.file), located.start + rows[0] * width
+        try:
+            if columns == (0, located.columns) and part.dtype == dtype and part[:1].is_contiguous() and not less_one:
+                read_rows(descriptor, start, part, self._scratch)
+                return
+            count = max(1, _BLOCK_BYTES // width)
+            for first in range(0, len(part), count):
+                some = part[first : first + count]
+                with self._scratch.lent((len(some), located.columns), dtype) as block:
+                    read_rows(descriptor, start + first * width, block, self._scratch)
+                    wanted = block[:, columns[0] : columns[1]]
+                    some.copy_(wanted.float() + 1 if less_one else wanted)
+        except EOFError:
+            raise CorruptData("is cut short", where=str(located.file), hint="fetch the file again") from None
 
-    def _pread(self, file: Path, view: memoryview, start: int) -> None:
+    def _descriptor(self, file: Path) -> int:
         with self._lock:
             if file not in self._files:
                 try:
                     self._files[file] = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
                 except FileNotFoundError:
                     raise missing_file(file) from None
-            descriptor = self._files[file]
-        done = 0
-        while done < len(view):
-            count = os.preadv(descriptor, [view[done:]], start + done)
-            if not count:
-                raise CorruptData("is cut short", where=str(file), hint="fetch the file again")
-            done += count
+            return self._files[file]
 
 
 def iteration_folder(folder: Path) -> Path:

@@ -24,7 +24,7 @@ from trainshed.checkpoints.native.part import Part
 from trainshed.checkpoints.native.pieces_file import StoredItem, StoredTensor
 from trainshed.checkpoints.native.plan import DTYPES
 from trainshed.errors import TrainshedError
-from trainshed.storage import FileEntry, Manifest, sha256_of
+from trainshed.storage import FileEntry, Manifest, checksum_of
 from trainshed.storage.attempts import Attempt
 
 _DCP_VERSION = "1.0.0"  # torch/distributed/checkpoint/filesystem.py, CURRENT_DCP_VERSION
@@ -42,7 +42,7 @@ def assembled(parts: Iterable[Part]) -> dict[str, StoredTensor]:
                 raise TrainshedError(f"{item.name}: ranks disagree about its shape or dtype")
             mine = items.setdefault(item.name, [])
             if span.length:
-                stored = StoredItem(item.offset, item.box, part.file.path, span.start, span.length, span.sha256)
+                stored = StoredItem(item.offset, item.box, part.file.path, span.start, span.length, span.checksum)
                 mine.append(stored)
     for name, (shape, _) in wholes.items():
         _check_cover(name, shape, items[name])
@@ -86,8 +86,8 @@ def write_tables(
     }
     files = [
         *(part.file for part in parts),
-        FileEntry(table, len(pieces), sha256_of(pieces)),
-        FileEntry(METADATA, len(metadata), sha256_of(metadata)),
+        FileEntry(table, len(pieces), checksum_of(pieces)),
+        FileEntry(METADATA, len(metadata), checksum_of(metadata)),
     ]
     manifest = Manifest.of(KIND, spec, files, {**facts, **own_facts})
     attempt.store.put(f"{path}/{table}", pieces)

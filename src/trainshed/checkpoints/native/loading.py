@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,11 +13,13 @@ import torch
 
 from trainshed.checkpoints.native import pieces_file
 from trainshed.checkpoints.native.folder import Found, find
+from trainshed.checkpoints.native.part import tensor_bytes
 from trainshed.checkpoints.native.pieces_file import StoredItem, StoredTensor
-from trainshed.checkpoints.native.plan import check_bounds, dtype_name
+from trainshed.checkpoints.native.plan import DTYPES, check_bounds, dtype_name
 from trainshed.checkpoints.pieces import Piece
+from trainshed.checkpoints.scratch import Scratch, bytes_of
 from trainshed.errors import CorruptData, InputError, NotFound
-from trainshed.storage import Store, join, sha256_of
+from trainshed.storage import Hasher, Store, algorithm_of, checksum_of, join, read_into
 
 # Neighbours in a file are read in one request, up to this much at a time.
 _READ_BYTES = 64 * 1024 * 1024
@@ -31,6 +32,7 @@ class _Wanted:
     """One item, and the parts of it that go into pieces: (inside the item, inside the piece, the piece)."""
 
     name: str
+    dtype: str
     item: StoredItem
     copies: list[tuple[tuple[slice, ...], tuple[slice, ...], torch.Tensor]] = field(default_factory=list)
 
@@ -50,8 +52,9 @@ def load(
         if name in stored:
             _want(name, stored[name], piece, wanted)
     ordered = sorted(wanted.values(), key=lambda each: (each.item.file, each.item.start))
+    scratch = Scratch()
     with ThreadPoolExecutor(workers, thread_name_prefix="trainshed-load") as pool:
-        for _ in pool.map(lambda run: _load_run(store, found, run), _runs(ordered)):
+        for _ in pool.map(lambda run: _load_run(store, found, run, scratch), _runs(ordered)):
             pass
     return found.facts
 
@@ -62,7 +65,7 @@ def read_pieces(store: Store, found: Found) -> dict[str, StoredTensor]:
     entry = next((each for each in found.manifest.files if each.path == name), None)
     where = join(store.url, f"{found.path}/{name}")
     data = store.read(f"{found.path}/{name}")
-    if entry is None or sha256_of(data) != entry.sha256:
+    if entry is None or checksum_of(data, algorithm_of(entry.checksum)) != entry.checksum:
         raise _corrupt(store, found, "the table of pieces is not what the manifest says", where)
     return pieces_file.from_bytes(data, where)
 
@@ -100,7 +103,7 @@ def _want(name: str, stored: StoredTensor, piece: Piece, wanted: dict[tuple[str,
         shared = overlap(item, piece.offset, box)
         if shared is None:
             continue
-        each = wanted.setdefault((item.file, item.start), _Wanted(name, item))
+        each = wanted.setdefault((item.file, item.start), _Wanted(name, stored.dtype, item))
         each.copies.append((*shared, target))
         filled += math.prod(part.stop - part.start for part in shared[0])
     assert filled == target.numel(), f"{name}: the items of a committed checkpoint cover every element"
@@ -121,9 +124,16 @@ def _slices(starts: list[int], ends: list[int], offset: Iterable[int]) -> tuple[
     return tuple(slice(start - zero, end - zero) for start, end, zero in zip(starts, ends, offset, strict=True))
 
 
-def read_saved(store: Store, found: Found, name: str, item: StoredItem) -> bytes:
-    """Read one item of the tensor `name` as `torch.save` wrote it, checked against its checksum."""
-    return _read_run(store, found, [_Wanted(name, item)])[0]
+def read_saved(
+    store: Store, found: Found, name: str, dtype: str, item: StoredItem, memory: torch.Tensor, *, check: bool
+) -> torch.Tensor:
+    """Read one item of the tensor `name` into bytes of memory, held against its checksum; return the box it is.
+
+    The box lies in that memory.
+    """
+    saved = bytes_of(memory[: item.length])
+    _read(store, found, [_Wanted(name, dtype, item)], saved, check=check)
+    return _box(saved, item, dtype)
 
 
 def _runs(ordered: list[_Wanted]) -> list[list[_Wanted]]:
@@ -143,28 +153,37 @@ def _runs(ordered: list[_Wanted]) -> list[list[_Wanted]]:
     return runs
 
 
-def _load_run(store: Store, found: Found, run: list[_Wanted]) -> None:
-    for each, saved in zip(run, _read_run(store, found, run), strict=True):
-        tensor = torch.load(io.BytesIO(saved), map_location="cpu", weights_only=True)
-        for inside_item, inside_piece, target in each.copies:
-            target[inside_piece].copy_(tensor[inside_item])
-
-
-def _read_run(store: Store, found: Found, run: list[_Wanted]) -> list[bytes]:
-    path = f"{found.path}/{run[0].item.file}"
+def _load_run(store: Store, found: Found, run: list[_Wanted], scratch: Scratch) -> None:
     first, last = run[0].item, run[-1].item
+    with scratch.lent((last.start + last.length - first.start,), torch.uint8) as memory:
+        saved = bytes_of(memory)
+        _read(store, found, run, saved, check=True)
+        for each in run:
+            start = each.item.start - first.start
+            box = _box(saved[start : start + each.item.length], each.item, each.dtype)
+            for inside_item, inside_piece, target in each.copies:
+                target[inside_piece].copy_(box[inside_item])
+
+
+def _box(saved: memoryview, item: StoredItem, dtype: str) -> torch.Tensor:
+    return torch.frombuffer(tensor_bytes(saved), dtype=DTYPES[dtype], count=math.prod(item.box)).view(item.box)
+
+
+def _read(store: Store, found: Found, run: list[_Wanted], memory: memoryview, *, check: bool) -> None:
+    """Read items that lie side by side, each held against its checksum."""
+    first = run[0].item
+    path = f"{found.path}/{first.file}"
+    where = join(store.url, path)
     try:
-        data = store.read(path, first.start, last.start + last.length)
+        read = read_into(store, path, first.start, memory)
     except NotFound:
-        raise _corrupt(store, found, f"{first.file} is missing", join(store.url, path)) from None
-    # A large item is a run of its own, and a slice of the whole is no copy.
-    starts = [each.item.start - first.start for each in run]
-    each_saved = [data[start : start + each.item.length] for start, each in zip(starts, run, strict=True)]
-    for each, saved in zip(run, each_saved, strict=True):
-        if sha256_of(saved) != each.item.sha256:
-            what = f"the bytes of {each.name} in {each.item.file} are not those written"
-            raise _corrupt(store, found, what, join(store.url, path))
-    return each_saved
+        raise _corrupt(store, found, f"{first.file} is missing", where) from None
+    for each in run if check or read < len(memory) else ():
+        start = each.item.start - first.start
+        hasher = Hasher.like(each.item.checksum)
+        hasher.update(memory[start : min(start + each.item.length, read)])
+        if hasher.checksum != each.item.checksum:
+            raise _corrupt(store, found, f"the bytes of {each.name} in {each.item.file} are not those written", where)
 
 
 def _corrupt(store: Store, found: Found, what: str, where: str) -> CorruptData:

@@ -1,6 +1,6 @@
 """The table of contents of a checkpoint: where the bytes of every part of every tensor are, and their checksums.
 
-It says what `.metadata` says, in a form that needs neither torch nor unpickling, and with a SHA-256 for each item.
+It says what `.metadata` says, in a form that needs neither torch nor unpickling, and with a checksum for each item.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import orjson
 
 from trainshed.errors import CorruptData
 
-FORMAT = 1
+FORMAT = 2
+"""Since 2 checksums are of any algorithm; in 1 all are SHA-256."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class StoredItem:
     file: str
     start: int
     length: int
-    sha256: str
+    checksum: str
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ def to_bytes(tensors: Mapping[str, StoredTensor]) -> bytes:
                 "shape": tensor.shape,
                 "dtype": tensor.dtype,
                 "items": [
-                    [item.offset, item.box, number[item.file], item.start, item.length, item.sha256]
+                    [item.offset, item.box, number[item.file], item.start, item.length, item.checksum]
                     for item in tensor.items
                 ],
             }
@@ -74,8 +75,8 @@ def from_bytes(data: bytes, where: str) -> dict[str, StoredTensor]:
             tuple(tensor["shape"]),
             tensor["dtype"],
             tuple(
-                StoredItem(tuple(offset), tuple(box), files[file], start, length, sha256)
-                for offset, box, file, start, length, sha256 in tensor["items"]
+                StoredItem(tuple(offset), tuple(box), files[file], start, length, checksum)
+                for offset, box, file, start, length, checksum in tensor["items"]
             ),
         )
         for name, tensor in document["tensors"].items()

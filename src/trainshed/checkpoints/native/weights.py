@@ -1,12 +1,11 @@
 """The weights in one of our checkpoints, read box by box: of a run in training, or of weights alone.
 
 Items are read whole, because their checksum covers them whole; the last ones are kept, since whoever reads a tensor in
-boxes asks for the same item again and again.
+boxes asks for the same item again and again. An item is held against its checksum when it is first read.
 """
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,10 +15,10 @@ import torch
 
 from trainshed.checkpoints.native.folder import Found
 from trainshed.checkpoints.native.loading import overlap, read_pieces, read_saved
-from trainshed.checkpoints.native.part import tensor_bytes
 from trainshed.checkpoints.native.pieces_file import StoredItem, StoredTensor
 from trainshed.checkpoints.native.plan import DTYPES
 from trainshed.checkpoints.native.resuming import locate
+from trainshed.checkpoints.scratch import Scratch
 from trainshed.checkpoints.weights import box_ends
 from trainshed.errors import InputError
 from trainshed.models.parameters import Parameter, parameters
@@ -47,6 +46,7 @@ class NativeWeights:
         self.config = read_config(store, self.found) if config is None else config
         self._tensors = _matched(self.config, read_pieces(store, self.found), join(store.url, self.found.path))
         self._items = _Items(store, self.found)
+        self._scratch = Scratch()
 
     def __enter__(self) -> Self:
         return self
@@ -57,6 +57,7 @@ class NativeWeights:
     def close(self) -> None:
         """Let go of what is kept in memory."""
         self._items.clear()
+        self._scratch.clear()
 
     @property
     def dtypes(self) -> list[str]:
@@ -72,16 +73,37 @@ class NativeWeights:
         self, parameter: Parameter, offset: Sequence[int], shape: Sequence[int], dtype: torch.dtype
     ) -> torch.Tensor:
         """Return the box [offset, offset + shape) of a tensor, on the CPU."""
-        stored = self._tensors[parameter.name]
         box_ends(parameter, offset, shape)
         box = torch.empty(tuple(shape), dtype=dtype)
+        self._fill(box, parameter, offset)
+        return box
+
+    @contextmanager
+    def lent(
+        self, parameter: Parameter, offset: Sequence[int], shape: Sequence[int], dtype: torch.dtype
+    ) -> Iterator[torch.Tensor]:
+        """Lend such a box, to look at for as long as the block runs: where it can be, a part of an item in memory."""
+        box_ends(parameter, offset, shape)
+        stored = self._tensors[parameter.name]
+        first = next(((item, shared) for item in stored.items if (shared := overlap(item, offset, shape))), None)
+        if first is not None and DTYPES[stored.dtype] == dtype:
+            item, (inside_item, inside_box) = first
+            if all(part == slice(0, length) for part, length in zip(inside_box, shape, strict=True)):
+                with self._items.held(parameter.name, stored.dtype, item) as tensor:
+                    yield tensor[inside_item]
+                return
+        with self._scratch.lent(shape, dtype) as box:
+            self._fill(box, parameter, offset)
+            yield box
+
+    def _fill(self, box: torch.Tensor, parameter: Parameter, offset: Sequence[int]) -> None:
+        stored = self._tensors[parameter.name]
         for item in stored.items:
-            shared = overlap(item, offset, shape)
+            shared = overlap(item, offset, box.shape)
             if shared is not None:
                 inside_item, inside_box = shared
-                with self._items.held(parameter.name, item, stored.dtype) as tensor:
+                with self._items.held(parameter.name, stored.dtype, item) as tensor:
                     box[inside_box] = tensor[inside_item]
-        return box
 
 
 def read_config(store: Store, found: Found) -> ModelConfig:
@@ -94,22 +116,20 @@ def read_config(store: Store, found: Found) -> ModelConfig:
 
 
 class _Slot:
-    """One item in memory, laid into a buffer that the next item uses again."""
+    """One item in memory, read into a buffer that the next item uses again."""
 
     def __init__(self) -> None:
         self.key: tuple[str, int] | None = None
         self.users = 0
         self.filling = threading.Lock()
         self.tensor: torch.Tensor | None = None
-        self._buffer = bytearray()
+        self._memory = torch.empty(0, dtype=torch.uint8)
 
-    def fill(self, saved: bytes, item: StoredItem, dtype: torch.dtype) -> None:
-        data = tensor_bytes(saved)
-        if len(self._buffer) < len(data):
-            self._buffer = bytearray(len(data))
-        self._buffer[: len(data)] = data
-        count = math.prod(item.box)
-        self.tensor = torch.frombuffer(self._buffer, dtype=dtype, count=count).view(item.box)
+    def memory(self, size: int) -> torch.Tensor:
+        """The buffer, large enough for an item."""
+        if len(self._memory) < size:
+            self._memory = torch.empty(size, dtype=torch.uint8)
+        return self._memory
 
 
 class _Items:
@@ -119,15 +139,19 @@ class _Items:
         self._store, self._found = store, found
         self._lock = threading.Lock()
         self._slots: list[_Slot] = []
+        self._checked: set[tuple[str, int]] = set()
 
     @contextmanager
-    def held(self, name: str, item: StoredItem, dtype: str) -> Iterator[torch.Tensor]:
+    def held(self, name: str, dtype: str, item: StoredItem) -> Iterator[torch.Tensor]:
         """Give out an item, for as long as the block runs; of two who want it one reads and the other waits."""
-        slot = self._taken((item.file, item.start))
+        key = item.file, item.start
+        slot = self._taken(key)
         try:
             with slot.filling:
                 if slot.tensor is None:
-                    slot.fill(read_saved(self._store, self._found, name, item), item, DTYPES[dtype])
+                    memory, check = slot.memory(item.length), key not in self._checked
+                    slot.tensor = read_saved(self._store, self._found, name, dtype, item, memory, check=check)
+                    self._checked.add(key)
             assert slot.tensor is not None
             yield slot.tensor
         finally:

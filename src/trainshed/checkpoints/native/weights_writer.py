@@ -5,12 +5,16 @@ Whatever reads checkpoints reads it: `trainshed checkpoints`, the engine's base 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+import zlib
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
+from itertools import accumulate
 from pathlib import Path
 
 import torch
 
+from trainshed.checkpoints.hashed_file import BLOCK_BYTES, HashedFile, in_threads
 from trainshed.checkpoints.native import pieces_file
 from trainshed.checkpoints.native.commit import assembled, dcp_metadata
 from trainshed.checkpoints.native.folder import (
@@ -25,20 +29,19 @@ from trainshed.checkpoints.native.folder import (
     pieces_name,
     step_folder,
 )
-from trainshed.checkpoints.native.part import Part, write_part
-from trainshed.checkpoints.native.plan import DTYPES, WritePlan, write_plan
+from trainshed.checkpoints.native.part import Part, Span, framed, item_bytes
+from trainshed.checkpoints.native.plan import DTYPES, Item, WritePlan, write_plan
 from trainshed.checkpoints.native.weights import PREFIX
 from trainshed.checkpoints.pieces import Piece
+from trainshed.checkpoints.scratch import bytes_of
 from trainshed.checkpoints.weights import Advance, Unit, Weights
 from trainshed.errors import InputError
 from trainshed.models.parameters import Parameter, parameters
 from trainshed.recipe import ModelConfig
-from trainshed.storage import FileEntry, LocalStore, Manifest, sha256_of
+from trainshed.storage import FileEntry, Hasher, LocalStore, Manifest, checksum_of
 
-UNIT_BYTES = 1_000_000_000
-"""How much goes into one file: enough that requests do not count, little enough that threads share the work."""
-# Below what malloc maps anew each time: memory that was touched before is twice as fast.
-_ITEM_BYTES = 8 * 1024 * 1024
+UNIT_BYTES = 256_000_000
+"""How much goes into one file: enough that requests do not count, and files enough for every thread."""
 STEP, ATTEMPT = 0, 1
 _TOLD = ".part.json"  # beside a unit: what is in it, for the tables that are written once all are there
 
@@ -61,33 +64,54 @@ class NativeWriter:
         """Return the files of items."""
         return [Unit(path, self._plan(group).size) for path, group in self._parameters.items()]
 
-    def write(self, unit: Unit, source: Weights, file: Path, advance: Advance) -> str:
+    def write(self, unit: Unit, source: Weights, file: Path, advance: Advance, threads: int = 1) -> str:
         """Write one file of items, and beside it what is in it; return its checksum."""
         group = {PREFIX + parameter.name: parameter for parameter in self._parameters[unit.path]}
         plan = self._plan(self._parameters[unit.path])
+        starts = [0, *accumulate(map(item_bytes, plan.items))]
+        spans: dict[int, Span] = {}
+        with HashedFile(file) as made:
 
-        def boxes() -> Iterator[torch.Tensor]:
-            for item in plan.items:
-                box = source.read(group[item.name], item.offset, item.box, self._dtype)
-                # `torch.save` writes a tensor's whole storage: of a view that would be more than the item.
-                yield box if box.untyped_storage().nbytes() == box.nbytes else box.clone()
+            def lay(number: int, item: Item) -> None:
+                with source.lent(group[item.name], item.offset, item.box, self._dtype) as box:
+                    data, hasher = bytes_of(box), Hasher()
+                    before, behind = framed(item, zlib.crc32(data))
+                    for part in (before, data, behind):
+                        hasher.update(part)
+                    made.write(starts[number], before, data, behind)
+                spans[number] = Span(starts[number], hasher.size, hasher.checksum)
                 advance(item.size)
 
-        part = write_part(LocalStore(file.parent), "", file.name, plan, boxes())
-        named = replace(part, file=replace(part.file, path=Path(unit.path).name))
-        LocalStore(file.parent).put(file.name + _TOLD, named.to_bytes())
-        return part.file.sha256
+            in_threads((partial(lay, *each) for each in enumerate(plan.items)), threads)
+            entry = FileEntry(Path(unit.path).name, starts[-1], made.checksum(starts[-1]))
+        part = Part(plan.digest, plan.items, tuple(spans[number] for number in range(len(plan.items))), entry)
+        file.with_name(file.name + _TOLD).write_bytes(part.to_bytes())
+        return entry.checksum
 
     def finish(self, folder: Path, entries: Sequence[FileEntry]) -> None:
         """Write the tables of contents and the checkpoint's manifest, then `latest`."""
         store = LocalStore(folder)
-        told = [f"{path}{_TOLD}" for path in self._parameters]
         # The manifest is there once all tables are; a finish that was killed after it only tidies up.
         if store.head(f"{self._folder}/{MANIFEST}") is None:
-            self._write_tables(store, [Part.from_bytes(store.read(path)) for path in told])
+            self._write_tables(store, [self._told(folder / path, group) for path, group in self._parameters.items()])
         store.put(f"{checkpoints_folder('')}/{LATEST}", Latest(STEP, ATTEMPT, ATTEMPT).to_bytes())
-        for path in told:
-            store.delete(path)
+        for path in self._parameters:
+            store.delete(f"{path}{_TOLD}")
+
+    def _told(self, file: Path, group: Sequence[Parameter]) -> Part:
+        """What is in a unit; where the record did not reach the disk before a machine died, read from the unit."""
+        plan = self._plan(group)
+        with suppress(FileNotFoundError, ValueError, KeyError, TypeError):
+            part = Part.from_bytes(file.with_name(file.name + _TOLD).read_bytes())
+            if part.plan == plan.digest:
+                return part
+        whole, spans = Hasher(), []
+        with file.open("rb") as handle:
+            for item in plan.items:
+                saved = handle.read(item_bytes(item))
+                spans.append(Span(whole.size, len(saved), checksum_of(saved)))
+                whole.update(saved)
+        return Part(plan.digest, plan.items, tuple(spans), FileEntry(file.name, whole.size, whole.checksum))
 
     def _write_tables(self, store: LocalStore, parts: list[Part]) -> None:
         tensors = assembled(parts)
@@ -96,7 +120,7 @@ class NativeWriter:
         for name, data in written.items():
             store.put(f"{self._folder}/{name}", data)
         files = [part.file for part in parts]
-        files += [FileEntry(name, len(data), sha256_of(data)) for name, data in written.items()]
+        files += [FileEntry(name, len(data), checksum_of(data)) for name, data in written.items()]
         facts = {
             "format": FORMAT,
             "step": STEP,
@@ -114,7 +138,7 @@ class NativeWriter:
             )
             for each in group
         }
-        return write_plan(whole, _ITEM_BYTES)
+        return write_plan(whole, BLOCK_BYTES)
 
 
 def _groups(config: ModelConfig, dtype: torch.dtype, unit_bytes: int) -> list[list[Parameter]]:

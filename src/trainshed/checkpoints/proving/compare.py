@@ -13,15 +13,17 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
+from trainshed.checkpoints.scratch import bytes_of
 from trainshed.checkpoints.weights import Weights
 from trainshed.models.parameters import Parameter, parameters
 from trainshed.recipe import ModelConfig
 from trainshed.reporting import SILENT, Reporter
 
-BOX_ELEMENTS = 1 << 19
-"""Elements of a box: 2 MB of float32 on each side, which stay in the caches and in memory that is used again."""
+BOX_ELEMENTS = 1 << 21
+"""Elements of a box: few enough to stay in the caches, as many as an item of ours holds in bf16."""
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """(offset, shape) within a native tensor."""
@@ -150,13 +152,21 @@ class _Pair:
     def differences(self, parameter: Parameter, box: Box) -> TensorDifference:
         """Compare one box; places are those of the whole tensor."""
         offset, shape = box
-        one = self.a.read(parameter, offset, shape, self.cast or self.common).to(self.common)
-        two = self.b.read(parameter, offset, shape, self.common)
+        with (
+            self.a.lent(parameter, offset, shape, self.cast or self.common) as first,
+            self.b.lent(parameter, offset, shape, self.common) as two,
+        ):
+            one = first.to(self.common)
+            if _same_bits(one, two):
+                return TensorDifference(parameter.name, one.numel(), 0, 0.0, 0.0, offset)
+            return self._told(parameter, offset, one, two)
+
+    def _told(
+        self, parameter: Parameter, offset: tuple[int, ...], one: torch.Tensor, two: torch.Tensor
+    ) -> TensorDifference:
         bits = _BITS[self.common.itemsize]
         differ = one.view(bits) != two.view(bits)
         count = int(differ.sum())
-        if not count:
-            return TensorDifference(parameter.name, one.numel(), 0, 0.0, 0.0, offset)
         wide = torch.promote_types(self.common, torch.float32)
         one, two = one[differ].to(wide), two[differ].to(wide)
         apart = (one - two).abs()
@@ -165,6 +175,14 @@ class _Pair:
         within = torch.unravel_index(differ.flatten().int().argmax(), differ.shape)
         first = tuple(start + int(index) for start, index in zip(offset, within, strict=True))
         return TensorDifference(parameter.name, differ.numel(), count, _finite(apart), _finite(relative), first)
+
+
+def _same_bits(one: torch.Tensor, two: torch.Tensor) -> bool:
+    """Whether two tensors are equal byte by byte: eight at a time, many times as fast as number by number."""
+    left, right = (np.frombuffer(bytes_of(each), dtype=np.uint8) for each in (one, two))
+    whole = len(left) // 8 * 8
+    same = np.array_equal(left[:whole].view(np.uint64), right[:whole].view(np.uint64))
+    return same and np.array_equal(left[whole:], right[whole:])
 
 
 def _arguments(parameter: Parameter) -> tuple[list[Parameter], list[Box]]:

@@ -18,11 +18,12 @@ from typing import IO, Any
 import torch
 from torch import nn
 
-from trainshed.checkpoints.megatron.blocks import bytes_of, read_rows
+from trainshed.checkpoints.megatron.blocks import lent_rows
 from trainshed.checkpoints.megatron.dist import MegatronDistWeights
 from trainshed.checkpoints.megatron.legacy_reader import MegatronLegacyWeights
 from trainshed.checkpoints.proving.megatron_model import Refused, alone, built_from, without_gpu
 from trainshed.checkpoints.proving.streamed import LOGITS
+from trainshed.checkpoints.scratch import bytes_of
 from trainshed.checkpoints.weights import Weights
 from trainshed.models.megatron_tensors import (
     LAYERS,
@@ -113,8 +114,9 @@ class Filling:
 
     def _read(self, name: str) -> torch.Tensor:
         tensor = self._tensors[name]
-        rows = read_rows(tensor, self._weights, *tensor.rows, self._dtype).float()
-        return torch.cat([rows[0::2], rows[1::2]]) if tensor.gated else rows
+        with lent_rows(tensor, self._weights, *tensor.rows, self._dtype) as rows:
+            parts = (rows[0::2], rows[1::2]) if tensor.gated else (rows,)
+            return torch.cat([part.float() for part in parts])
 
 
 def _named(config: ModelConfig) -> Iterator[tuple[str, MegatronTensor]]:

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainshed.checkpoints.hf.weights import DTYPES, HfWeights
+from trainshed.checkpoints.hf.folder import DTYPES
+from trainshed.checkpoints.hf.weights import HfWeights
 from trainshed.checkpoints.proving.streamed import LOGITS, State
 from trainshed.errors import CorruptData
 from trainshed.models.families import HF_FAMILIES

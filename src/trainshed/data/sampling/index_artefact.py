@@ -24,7 +24,7 @@ def save_array(path: Path, length: int, pieces: Iterator[np.ndarray]) -> FileEnt
     """Write an int64 array piece by piece (never by a map: a full disk would be a SIGBUS)."""
     header = io.BytesIO()
     np.lib.format.write_array_header_1_0(header, {"descr": "<i8", "fortran_order": False, "shape": (length,)})
-    hasher = Hasher()
+    hasher = Hasher("sha256")
     with replace_file(path, last=False) as file:
         hasher.update(header.getvalue())
         file.write(header.getvalue())
@@ -35,7 +35,7 @@ def save_array(path: Path, length: int, pieces: Iterator[np.ndarray]) -> FileEnt
     written = (hasher.size - len(header.getvalue())) // 8
     if written != length:
         raise CorruptData(f"{written} values where {length} were counted", where=str(path), hint=REBUILD)
-    return FileEntry(path.name, hasher.size, hasher.sha256)
+    return FileEntry(path.name, hasher.size, hasher.checksum)
 
 
 def save_manifest(folder: Path, spec: Mapping[str, Any], facts: Mapping[str, Any], files: Iterable[FileEntry]) -> None:
@@ -76,5 +76,5 @@ def open_array(folder: Path, entry: FileEntry) -> np.ndarray:
 
 def check_array(folder: Path, entry: FileEntry) -> None:
     """Compare an array with its hash."""
-    if sha256_of(LocalStore(folder).stream(entry.path)) != entry.sha256:
+    if sha256_of(LocalStore(folder).stream(entry.path)) != entry.checksum:
         raise CorruptData("is not what its manifest says", where=str(folder / entry.path), hint=REBUILD)

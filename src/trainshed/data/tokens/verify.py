@@ -80,9 +80,9 @@ def _against_manifest(prefix: str, manifest: TokenManifest, verdict: ShardVerdic
             problems.append(f"{address}: {found.size} bytes, its manifest says {file.size}")
         else:
             sha256 = bin_sha256 if address.endswith(".bin") and bin_sha256 else _sha256(address)
-            if sha256 != file.sha256:
+            if sha256 != file.checksum:
                 problems.append(
-                    f"{address}: its bytes have changed since it was made ({sha256}, its manifest says {file.sha256})"
+                    f"{address}: its bytes have changed since it was made ({sha256}, its manifest says {file.checksum})"
                 )
     if verdict.documents and verdict.documents != manifest.counts.documents:
         problems.append(f"{verdict.documents:,} documents, its manifest says {manifest.counts.documents:,}")
