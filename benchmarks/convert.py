@@ -1,6 +1,6 @@
 """Converting weights: our rate beside `cp` of the same bytes, our memory beside transformers', in one run.
 
-    python benchmarks/convert.py [--gigabytes 2] [--folder /some/disk]
+    python benchmarks/convert.py [--gigabytes 4] [--folder /some/disk]
 
 A synthetic model in bf16 lies on the disk. `cp` copies its folder; we convert it hf → native → hf and to Megatron; and
 transformers loads it and saves it again. `write` is our writing alone, every byte hashed; `whole` has starting Python,
@@ -153,7 +153,7 @@ def writing_seconds(output: str) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gigabytes", type=float, default=2.0)
+    parser.add_argument("--gigabytes", type=float, default=4.0)
     parser.add_argument("--folder", default=None)
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--repeat", type=int, default=3)
