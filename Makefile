@@ -36,6 +36,8 @@ bench: setup
 	$(BIN)/python benchmarks/data_fetch.py
 	$(BIN)/python benchmarks/engine_cpu.py
 	$(BIN)/python benchmarks/checkpoints.py
+	$(BIN)/python benchmarks/convert.py
+	$(BIN)/python benchmarks/serve.py
 	$(BIN)/python benchmarks/launch.py
 
 clean:
