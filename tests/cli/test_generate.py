@@ -14,7 +14,7 @@ from data.made_tokenizers import CONFIGS, KINDS, save
 from text_recipes import write_recipe, write_script
 from tiny_models import save_tiny_hf
 from trainshed.cli import run_cli
-from trainshed.cli.checkpoint_address import checkpoint_address
+from trainshed.cli.asked_model import checkpoint_address
 from trainshed.errors import NoSuchName, NotFound
 from trainshed.serve.belongings import name_of
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
+from trainshed.cli.asked_model import DEFAULTS, ModelOptions
 from trainshed.cli.console import Output
 
 if TYPE_CHECKING:
     from trainshed.serve.asking import Sampling
     from trainshed.serve.loading import LoadedModel
-    from trainshed.serve.words import Words
 
 
 def generate(
@@ -28,13 +28,7 @@ def generate(
     seed: int | None = None,
     stop: tuple[str, ...] = (),
     ignore_end: Annotated[bool, Parameter(negative="")] = False,
-    tokenizer: str | None = None,
-    base: str | None = None,
-    dtype: Literal["fp32", "bf16", "fp16"] | None = None,
-    device: str | None = None,
-    vocab_size: int | None = None,
-    eager: Annotated[bool, Parameter(negative="")] = False,
-    ignore_verdict: Annotated[bool, Parameter(negative="")] = False,
+    model: ModelOptions = DEFAULTS,
     output: Annotated[Output, Parameter(name=["-o", "--output"])] = "text",
 ) -> int:
     """Let a model go on with a text, or answer in a chat: on a GPU where there is one, else on the CPU.
@@ -66,37 +60,15 @@ def generate(
         A text that ends the answer; may be written several times.
     ignore_end
         Go on after the model's own end token.
-    tokenizer
-        A folder with the tokenizer (default: the one beside the weights, else that of their run).
-    base
-        The weights that a LoRA adapter belongs to (default: what the adapter says).
-    dtype
-        What to compute in (default: as stored on a GPU, fp32 on a CPU).
-    device
-        cpu, cuda or cuda:N (default: a GPU if there is one).
-    vocab_size
-        The true vocabulary of a Megatron checkpoint whose args do not say it.
-    eager
-        On a GPU, make each step kernel by kernel rather than as a CUDA graph.
-    ignore_verdict
-        Try weights although the proof of their conversion failed.
+    model
+        How it is loaded.
     output
         Report as text or json.
     """
-    from trainshed.cli.checkpoint_address import checkpoint_address
     from trainshed.cli.console import print_report, reporter
-    from trainshed.errors import MissingExtra
+    from trainshed.serve.asking import Sampling
 
     text = _prompt(prompt, file)
-    address = checkpoint_address(checkpoint)
-    try:
-        from trainshed.serve.asking import Sampling
-        from trainshed.serve.loading import load_model
-        from trainshed.serve.sampling import check_sampling
-    except ImportError as error:
-        if error.name not in ("torch", "safetensors"):
-            raise
-        raise MissingExtra.named("serve", "generating text") from None
     sampling = Sampling(
         max_tokens=max_tokens,
         temperature=temperature,
@@ -106,22 +78,12 @@ def generate(
         stop=stop,
         ignore_end=ignore_end,
     )
-    check_sampling(sampling)
+    sampling.check()
     report = reporter()
-    model = load_model(
-        address,
-        dtype=dtype,
-        device=device,
-        tokenizer=tokenizer,
-        base=base,
-        vocab_size=vocab_size,
-        ignore_verdict=ignore_verdict,
-        reporter=report,
-    )
-    words = _words(model)
+    loaded, words = model.load(checkpoint, report)
     tokens = words.chat([{"role": "user", "content": text}]) if chat else words.encode(text)
-    data = _answered(model, tokens, sampling, eager=eager, streams=output == "text", report=report)
-    data = {"schema": "trainshed.generate/1", "model": address, "prompt": text, **data}
+    data = _answered(loaded, tokens, sampling, eager=model.eager, streams=output == "text", report=report)
+    data = {"schema": "trainshed.generate/1", "model": loaded.address, "prompt": text, **data}
     if output == "json":
         print_report(data, output, "")
     else:
@@ -149,18 +111,6 @@ def _prompt(prompt: str | None, file: Path | None) -> str:
     if not text:
         raise InputError("the prompt is empty", where=None if file is None else str(file), hint="write --prompt TEXT")
     return text
-
-
-def _words(model: LoadedModel) -> Words:
-    from trainshed.errors import TokenizerError
-
-    if model.words is None:
-        raise TokenizerError(
-            "there is no tokenizer beside these weights",
-            where=model.address,
-            hint="write --tokenizer FOLDER (or hf://org/name)",
-        )
-    return model.words
 
 
 def _answered(

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING
 
-from cyclopts import Parameter
-
-from trainshed.errors import InputError, MissingExtra, TokenizerError
+from trainshed.cli.asked_model import DEFAULTS, ModelOptions
+from trainshed.errors import InputError, MissingExtra
 
 if TYPE_CHECKING:
     from trainshed.reporting import Reporter
@@ -23,13 +22,7 @@ def serve(
     max_length: int | None = None,
     max_sequences: int | None = None,
     max_questions: int = 256,
-    tokenizer: str | None = None,
-    base: str | None = None,
-    dtype: Literal["fp32", "bf16", "fp16"] | None = None,
-    device: str | None = None,
-    vocab_size: int | None = None,
-    eager: Annotated[bool, Parameter(negative="")] = False,
-    ignore_verdict: Annotated[bool, Parameter(negative="")] = False,
+    model: ModelOptions = DEFAULTS,
     grace: float = 30.0,
     api_key_env: str | None = None,
 ) -> int:
@@ -54,20 +47,8 @@ def serve(
         How many questions are answered side by side, others wait (default: what the memory has room for).
     max_questions
         How many questions may be answered or wait at once; more are refused.
-    tokenizer
-        A folder with the tokenizer (default: the one beside the weights, else that of their run).
-    base
-        The weights that a LoRA adapter belongs to (default: what the adapter says).
-    dtype
-        What to compute in (default: as stored on a GPU, fp32 on a CPU).
-    device
-        cpu, cuda or cuda:N (default: a GPU if there is one).
-    vocab_size
-        The true vocabulary of a Megatron checkpoint whose args do not say it.
-    eager
-        On a GPU, make each step kernel by kernel rather than as a CUDA graph.
-    ignore_verdict
-        Serve weights although the proof of their conversion failed.
+    model
+        How it is loaded.
     grace
         How many seconds running answers may still take after SIGTERM.
     api_key_env
@@ -87,35 +68,20 @@ def serve(
         shown.warn(f"everybody who can reach {host} may ask: --api-key-env wants a key of them")
 
     def load(progress: Reporter) -> ServedModel:
-        from trainshed.cli.checkpoint_address import checkpoint_address
+        # Here: PyTorch takes seconds to load, and the port must answer before.
         from trainshed.serve.http.model import ServedModel
 
-        try:
-            # Imported here: PyTorch takes seconds to load, and the port must answer before.
-            from trainshed.serve.loading import load_model
-        except ModuleNotFoundError as error:
-            raise _missing(error) from None
-        loaded = load_model(
-            checkpoint_address(checkpoint),
-            dtype=dtype,
-            device=device,
-            tokenizer=tokenizer,
-            base=base,
-            vocab_size=vocab_size,
-            ignore_verdict=ignore_verdict,
-            reporter=progress,
+        loaded, words = model.load(checkpoint, progress)
+        generator = loaded.generator(
+            max_sequences=max_sequences, max_length=max_length, eager=model.eager, reporter=progress
         )
-        if loaded.words is None:
-            hint = "write --tokenizer FOLDER (or hf://org/name)"
-            raise TokenizerError("there is no tokenizer beside these weights", where=loaded.address, hint=hint)
-        generator = loaded.generator(max_sequences=max_sequences, max_length=max_length, eager=eager, reporter=progress)
-        return ServedModel(name or loaded.name, generator, loaded.words)
+        return ServedModel(name or loaded.name, generator, words)
 
     return serve_http(load, settings, shown)
 
 
 def _missing(error: ModuleNotFoundError) -> Exception:
-    ours = (error.name or "").partition(".")[0] in ("starlette", "uvicorn", "torch", "safetensors")
+    ours = (error.name or "").partition(".")[0] in ("starlette", "uvicorn")
     return MissingExtra.named("serve", "`trainshed serve`") if ours else error
 
 

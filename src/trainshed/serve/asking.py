@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from trainshed.errors import InputError
+
 Reason = Literal["stop", "length", "cancelled"]
+MAX_ALTERNATIVES = 100
+"""More are refused: they are for people, and each costs a row of text."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +37,32 @@ class Sampling:
     """How many alternatives are told with each token; None: no log-probabilities at all."""
     prompt_logprobs: bool = False
     """Tell the log-probability of each token of the prompt, too."""
+
+    def check(self) -> None:
+        """Refuse settings that mean nothing."""
+        wrong = {
+            "max_tokens": self.max_tokens is not None and self.max_tokens < 0,
+            "temperature": not 0.0 <= self.temperature < math.inf,
+            "top_k": self.top_k < 0,
+            "top_p": not 0.0 < self.top_p <= 1.0,
+            "frequency_penalty": not math.isfinite(self.frequency_penalty),
+            "presence_penalty": not math.isfinite(self.presence_penalty),
+            "logprobs": self.logprobs is not None and not 0 <= self.logprobs <= MAX_ALTERNATIVES,
+            "stop": "" in self.stop,
+        }
+        hints = {
+            "max_tokens": "write a whole number from 0 up",
+            "temperature": "write 0 for the likeliest token, 1 for the model's own probabilities",
+            "top_k": "write how many of the likeliest tokens may be chosen; 0 for all",
+            "top_p": "write a share over 0 and up to 1",
+            "logprobs": f"write how many alternatives to tell, 0 to {MAX_ALTERNATIVES}",
+            "stop": "write a text that is not empty",
+        }
+        for name, is_wrong in wrong.items():
+            if is_wrong:
+                raise InputError(
+                    f"`{name}: {getattr(self, name)}` means nothing", hint=hints.get(name, "write a finite number")
+                )
 
 
 @dataclass(frozen=True)

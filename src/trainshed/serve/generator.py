@@ -21,7 +21,7 @@ from trainshed.serve.answer import Answer, check_prompt
 from trainshed.serve.asking import Ended, Event, Failed, Load, Piece, PromptRead, Sampling
 from trainshed.serve.cache import Places, Room
 from trainshed.serve.detokenise import Decode
-from trainshed.serve.sampling import Choice, check_sampling, choose, logprobs_of
+from trainshed.serve.sampling import Choice, choose, logprobs_of
 from trainshed.serve.stepping import Part, Stepper
 
 # Scores of a prompt's tokens are made so many at a time: each is a row of the vocabulary.
@@ -81,7 +81,7 @@ class ModelGenerator:
         An answer that reaches the model's length ends there, whatever `max_tokens` says.
         """
         tokens = [int(token) for token in prompt]
-        check_sampling(sampling)
+        sampling.check()
         check_prompt(tokens, sampling, vocab_size=self._vocab_size, max_length=self.max_length)
         space = self.max_length - len(tokens)
         limit = space if sampling.max_tokens is None else min(sampling.max_tokens, space)

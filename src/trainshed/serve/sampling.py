@@ -15,11 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from trainshed.errors import InputError
 from trainshed.serve.asking import Alternative, Sampling
-
-MAX_ALTERNATIVES = 100
-"""More are refused: they are for people, and each costs a row of text."""
 
 
 @dataclass(frozen=True)
@@ -29,33 +25,6 @@ class Choice:
     token: int
     logprob: float | None = None
     alternatives: tuple[Alternative, ...] = ()
-
-
-def check_sampling(sampling: Sampling) -> None:
-    """Refuse settings that mean nothing."""
-    wrong = {
-        "max_tokens": sampling.max_tokens is not None and sampling.max_tokens < 0,
-        "temperature": not 0.0 <= sampling.temperature < math.inf,
-        "top_k": sampling.top_k < 0,
-        "top_p": not 0.0 < sampling.top_p <= 1.0,
-        "frequency_penalty": not math.isfinite(sampling.frequency_penalty),
-        "presence_penalty": not math.isfinite(sampling.presence_penalty),
-        "logprobs": sampling.logprobs is not None and not 0 <= sampling.logprobs <= MAX_ALTERNATIVES,
-        "stop": "" in sampling.stop,
-    }
-    hints = {
-        "max_tokens": "write a whole number from 0 up",
-        "temperature": "write 0 for the likeliest token, 1 for the model's own probabilities",
-        "top_k": "write how many of the likeliest tokens may be chosen; 0 for all",
-        "top_p": "write a share over 0 and up to 1",
-        "logprobs": f"write how many alternatives to tell, 0 to {MAX_ALTERNATIVES}",
-        "stop": "write a text that is not empty",
-    }
-    for name, is_wrong in wrong.items():
-        if is_wrong:
-            raise InputError(
-                f"`{name}: {getattr(sampling, name)}` means nothing", hint=hints.get(name, "write a finite number")
-            )
 
 
 class Chooser:
