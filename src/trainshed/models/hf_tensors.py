@@ -55,6 +55,15 @@ class Strip:
         row = np.arange(first, last)
         return self.start + row // self.run * self.period + row % self.run
 
+    def runs(self, first: int, last: int) -> Iterator[tuple[int, slice]]:
+        """Cut the strip's rows [first, last) so that each part is one slice of native rows: (from, that slice)."""
+        while first < last:
+            stop = last if self.run == 1 else min(last, (first // self.run + 1) * self.run)
+            rows = self.native_rows(first, stop)
+            assert isinstance(rows, slice), "the rows of one run, or every so-manieth"
+            yield first, rows
+            first = stop
+
     def _rows_before(self, native_row: int) -> int:
         runs, rest = divmod(max(native_row - self.start, 0), self.period)
         return min(runs * self.run + min(rest, self.run), self.rows)

@@ -150,16 +150,12 @@ class HfWeights:
         stored = self._tensors[strip.hf_name]
         row_bytes = (stored.end - stored.start) // stored.shape[0]
         descriptor, scratch = self._descriptor(stored.file), self._scratch
-        while first < last:
-            stop = last if strip.run == 1 else min(last, (first // strip.run + 1) * strip.run)
-            rows = strip.native_rows(first, stop)
-            assert isinstance(rows, slice), "the rows of one run, or every so-manieth"
+        for start, rows in strip.runs(first, last):
             try:
                 into = target[rows.start - origin : rows.stop - origin : rows.step]
-                read_rows(descriptor, stored.start + (strip.hf_start + first) * row_bytes, into, scratch)
+                read_rows(descriptor, stored.start + (strip.hf_start + start) * row_bytes, into, scratch)
             except EOFError:
                 raise _cut_short(stored) from None
-            first = stop
 
     def _read_by_block(
         self, target: torch.Tensor, strip: Strip, first: int, last: int, columns: slice | None, origin: int

@@ -204,14 +204,9 @@ def _rows(
     """Yield (place in the file, rows) of tensors that lie as ours do, row by row; the box begins at row `first`."""
     row_bytes = math.prod(box.shape[1:]) * box.itemsize
     for strip in strips:
-        begin, end = strip.within(first, first + len(box))
-        while begin < end:
-            stop = end if strip.run == 1 else min(end, (begin // strip.run + 1) * strip.run)
-            there = strip.native_rows(begin, stop)
-            assert isinstance(there, slice), "the rows of one run, or every so-manieth"
+        for begin, there in strip.runs(*strip.within(first, first + len(box))):
             place = starts[strip.hf_name] + (strip.hf_start + begin) * row_bytes
             yield place, box[there.start - first : there.stop - first : there.step]
-            begin = stop
 
 
 def _transposed(
