@@ -20,7 +20,7 @@ from trainshed.plan.performance.predict import predict
 from trainshed.plan.performance.prediction import Job, Prediction
 from trainshed.plan.performance.stacks import stack
 from trainshed.plan.searching.bounds import StateBound, TimeBound
-from trainshed.plan.searching.choosing import SIMPLER_WITHIN, complexity
+from trainshed.plan.searching.choosing import CLOSE_WITHIN, preference
 from trainshed.plan.searching.search import Search, evaluate, is_tight, search
 from trainshed.plan.searching.space import Space
 from trainshed.recipe import Layout
@@ -68,8 +68,8 @@ def test_the_best_are_those_that_predicting_every_layout_gives(name: str) -> Non
     found = search(job, engine=engine, top=6)
     seconds = sorted(each.step_seconds for each in (found.chosen, *found.runners_up))
     assert seconds == pytest.approx([each.step_seconds for each in every[:6]])
-    close = [each for each in every if each.step_seconds <= (1 + SIMPLER_WITHIN) * every[0].step_seconds]
-    assert found.chosen.layout == min((each.layout for each in close), key=complexity)
+    close = [each for each in every if each.step_seconds <= (1 + CLOSE_WITHIN) * every[0].step_seconds]
+    assert found.chosen.layout == min(close, key=preference).layout
     assert found.considered >= len(every)
 
 

@@ -16,7 +16,12 @@ from trainshed.plan.performance.layer_time import LOW_PRECISIONS, Kernels, Layer
 from trainshed.plan.performance.memory import backward_share, head_chunk, rank_memory, rank_weights
 from trainshed.plan.performance.pipeline import Passes, pipeline_seconds
 from trainshed.plan.performance.prediction import Job, Memory, Prediction, StagePrediction, StepTimes
-from trainshed.plan.performance.stalling import stall_likelihood, stall_risk_seconds, transfer_stall_seconds
+from trainshed.plan.performance.stalling import (
+    held_up_seconds,
+    stall_likelihood,
+    stall_risk_seconds,
+    transfer_stall_seconds,
+)
 
 NEARLY_FULL = 0.94
 """Of the card, from where a prediction that is a little off would mean that a layout does not fit."""
@@ -74,6 +79,7 @@ def predict(job: Job, layout: RankLayout) -> Prediction:
         peak_tflops=peak,
         risk_seconds=_risk_seconds(job, layout, times.total),
         stall_likelihood=stall_likelihood(job, layout),
+        stall_seconds=held_up_seconds(job, layout) * job.calibration,
     )
 
 

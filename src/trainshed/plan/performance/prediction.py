@@ -133,6 +133,8 @@ class Prediction:
     """What stalls that come and go add on average; not in the step, and what choices are made with."""
     stall_likelihood: float = 0.0
     """How likely a run of its kind is held up."""
+    stall_seconds: float = 0.0
+    """What a step of it then takes besides."""
 
     @property
     def ranking_seconds(self) -> float:

@@ -51,15 +51,23 @@ def stall_likelihood(job: Job, layout: RankLayout) -> float:
     return _SMALL_TP_RISK if layout.tp < per_node else _TP_RISK
 
 
+def held_up_seconds(job: Job, layout: RankLayout) -> float:
+    """Return what a step takes besides if it is held up."""
+    micro_batches = layout.micro_batches(job.global_batch)
+    if layout.pp == 1:
+        return _LAYER_STALL_SECONDS * job.model.layers * micro_batches
+    worst = max(_stall_seconds(job, layout, chunk) for chunk in range(layout.pp))
+    return 2 * worst * layout.vp * micro_batches
+
+
 def stall_risk_seconds(job: Job, layout: RankLayout, step_seconds: float) -> float:
     """Return what a step loses on average where some runs are held up and others are not."""
-    likely, micro_batches = stall_likelihood(job, layout), layout.micro_batches(job.global_batch)
+    likely = stall_likelihood(job, layout)
     if not likely:
         return 0.0
+    lost = held_up_seconds(job, layout)
     if layout.pp > 1:
-        worst = max(_stall_seconds(job, layout, chunk) for chunk in range(layout.pp))
-        return likely * 2 * worst * layout.vp * micro_batches
-    lost = _LAYER_STALL_SECONDS * job.model.layers * micro_batches
+        return likely * lost
     return step_seconds * ((1 + lost / step_seconds) ** (_TAKEN * likely) - 1)
 
 

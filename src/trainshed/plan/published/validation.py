@@ -11,8 +11,7 @@ What is compared with what:
   does not tell memory from other crashes, so a layout that its engine cannot build counts as predicted too.
 - Regret: among the measured layouts of one source, model, engine, GPU, number of GPUs, sequence length, global batch
   and precision, three or more of them, how much slower the one we would choose is than the best. We choose as the
-  search does: by seconds with the risk of stalls, within 1% the simplest; beside what may stall, what does not. A
-  layout that was measured several times counts once, with its median.
+  search does (`searching/choosing.py`). A layout that was measured several times counts once, with its median.
 """
 
 from __future__ import annotations

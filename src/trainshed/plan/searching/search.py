@@ -3,7 +3,7 @@
 Layouts are taken in the order of what they cannot be faster than (`bounds.TimeBound`). Each is first held against the
 card (`predict_memory`); one that does not fit comes again with more recomputation, which never makes a step faster; one
 that fits is predicted. It ends when nothing left can be among the best asked for, so that the result is that of
-predicting every layout. Of layouts within 1% of the fastest the simplest wins: fewer axes, then smaller ones.
+predicting every layout. Of layouts within 1% of the fastest, one that leaves room on the card wins, then the simplest.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from trainshed.plan.performance.memory import rank_memory
 from trainshed.plan.performance.predict import NEARLY_FULL, predict, predict_memory
 from trainshed.plan.performance.prediction import Job, Memory, Prediction
 from trainshed.plan.searching.bounds import StateBound, TimeBound
-from trainshed.plan.searching.choosing import SIMPLER_WITHIN, in_order_of_choice
+from trainshed.plan.searching.choosing import CLOSE_WITHIN, in_order_of_choice, preference
 from trainshed.plan.searching.rejections import Rejected, Rejections
 from trainshed.plan.searching.space import Space
 from trainshed.recipe.messages import as_recipe_error
@@ -40,7 +40,7 @@ class Search:
     engine: str
     chosen: Prediction
     runners_up: tuple[Prediction, ...]
-    """By step time; one may be less than 1% faster than the chosen, which is simpler."""
+    """In the order they would be tried; one may be less than 1% faster than the chosen, which is safer or simpler."""
     rejected: tuple[Rejected, ...]
     """The most telling, each with its reason in a sentence."""
     considered: int
@@ -221,7 +221,7 @@ class _Hunt:
         """Seconds from which a layout is neither among the best nor close enough to the fastest to replace it."""
         if len(self._best) < self.top:
             return inf
-        return max(self._best[self.top - 1], (1 + SIMPLER_WITHIN) * self._best[0])
+        return max(self._best[self.top - 1], (1 + CLOSE_WITHIN) * self._best[0])
 
     def _keep(self, prediction: Prediction) -> None:
         self.found.fitting.append(prediction)
@@ -268,7 +268,9 @@ def _why(chosen: Prediction, others: list[Prediction]) -> list[str]:
     faster = f"{others[0].layout} is predicted {1 - others[0].step_seconds / chosen.step_seconds:.1%} faster"
     if others[0].risk_seconds > chosen.risk_seconds:
         return [f"{faster}, but runs like it have been held up, by {others[0].risk_seconds:.3g} s a step on average"]
-    return [f"{faster}, less than a prediction is off by: {chosen.layout} is simpler"]
+    emptier = preference(chosen)[0] < preference(others[0])[0]
+    better = "leaves more of the card free" if emptier else "is simpler"
+    return [f"{faster}, less than a prediction is off by: {chosen.layout} {better}"]
 
 
 def _nothing(space: Space, found: _Found) -> InputError:
