@@ -15,7 +15,7 @@ from trainshed.plan.legality import layout_problems
 from trainshed.plan.performance.anatomy import anatomy_of
 from trainshed.plan.performance.hardware import hardware_of
 from trainshed.plan.performance.prediction import Job as PlannedJob
-from trainshed.plan.performance.stacks import Habits, stack
+from trainshed.plan.performance.stacks import stack
 from trainshed.plan.question import Question, check_precision
 from trainshed.plan.report.answer import Answer
 from trainshed.plan.report.answering import answer
@@ -74,7 +74,7 @@ def plan_on_cluster(
         hardware=hardware,
         gpus=placement.world_size,
         stack=stack(model.engine),
-        habits=Habits(trained_share=model.trained_share),
+        habits=model.habits,
     )
     found = answer(
         Question(

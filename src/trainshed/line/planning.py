@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import orjson
 
 from trainshed.catalog.machines import Machine
 from trainshed.catalog.models import architecture
 from trainshed.data.sampling.schedule import BatchSchedule, RampUp
+from trainshed.engines.planned_habits import planned_habits
 from trainshed.errors import RecipeError, TrainshedError
 from trainshed.line.preparing import store_options
 from trainshed.models.adapters import trained_share
 from trainshed.models.hf_config import read_hf_config
 from trainshed.plan.budget.budget import Terms
 from trainshed.plan.budget.planned_storage import storage_of
+from trainshed.plan.performance.stacks import Habits
 from trainshed.recipe import Cluster, Layout, ModelConfig, Recipe
 from trainshed.storage import join, open_store, parse
 
@@ -33,8 +35,8 @@ class PlannedModel:
     layout: Layout | None
     steps: int | None
     notes: tuple[str, ...] = ()
-    trained_share: float = 1.0
-    """Which part of the weights is trained: less than all with adapters."""
+    habits: Habits = field(default_factory=Habits)
+    """What the run does otherwise than the usual of its engine: adapters, and what `engine.args` ask for."""
 
 
 def planned_model(recipe: Recipe, cluster: Cluster) -> PlannedModel:
@@ -56,6 +58,9 @@ def planned_model(recipe: Recipe, cluster: Cluster) -> PlannedModel:
     share = trained_share(config, train.lora)
     if train.lora is not None:
         notes.append(f"planned for adapters: {share:.2%} of the weights are trained and saved, the rest are read only")
+    habits, counted = planned_habits(recipe.engine.args, Habits(trained_share=share))
+    if counted:
+        notes.append(f"counted of engine.args: {', '.join(counted)}")
     layout = None if isinstance(recipe.layout, str) else recipe.layout
     preset = recipe.model.preset or recipe.model.from_ or config.family
     return PlannedModel(
@@ -69,7 +74,7 @@ def planned_model(recipe: Recipe, cluster: Cluster) -> PlannedModel:
         layout,
         steps,
         tuple(notes),
-        share,
+        habits,
     )
 
 

@@ -28,9 +28,7 @@ def filled(found: Prediction, share: float) -> Prediction:
     (stage,) = found.stages
     memory = stage.memory
     more = share * memory.capacity - memory.total
-    return replace(
-        found, stages=(replace(stage, memory=replace(memory, activations=memory.activations + more)),)
-    )
+    return replace(found, stages=(replace(stage, memory=replace(memory, activations=memory.activations + more)),))
 
 
 def test_the_fastest_is_taken_and_of_near_ties_the_simplest() -> None:

@@ -14,7 +14,7 @@ from trainshed.plan.layout import parse_layout
 from trainshed.plan.measured.calibration import Calibrations, read_calibrations
 from trainshed.plan.performance.anatomy import anatomy_of
 from trainshed.plan.performance.prediction import Job
-from trainshed.plan.performance.stacks import Habits, stack
+from trainshed.plan.performance.stacks import stack
 from trainshed.plan.question import Question, check_precision
 from trainshed.recipe import Cluster, Layout, load_cluster, load_recipe, split_overrides
 from trainshed.recipe.cluster import DEFAULT_CLUSTER
@@ -49,7 +49,7 @@ def ask(flags: Flags) -> Question:
         hardware=hardware,
         gpus=counts[-1],
         stack=stack(model.engine),
-        habits=Habits(trained_share=model.trained_share),
+        habits=model.habits,
     )
     return Question(
         name=model.name,

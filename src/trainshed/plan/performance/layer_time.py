@@ -146,7 +146,7 @@ def layer_times(job: Job, layout: RankLayout, kernels: Kernels, kind: LayerKind)
     if layout.recompute == "full":
         host *= 4 / 3
     seen = 1 - stack.tp_hidden if job.habits.tp_overlap else 1.0
-    hidden = 1 - stack.ep_hidden if not job.habits.ep_overlap else 0.15
+    hidden = stack.ep_overlapped if job.habits.ep_overlap else 1 - stack.ep_hidden
     ep_backward = ep_each * (2 if layout.recompute == "full" else 1)
     return LayerTimes(
         PassTimes(forward, tp_forward * seen, cp_forward * (1 - stack.cp_hidden), ep_each * hidden),
@@ -271,9 +271,13 @@ def _expert_parallel(job: Job, layout: RankLayout, tokens: float) -> float:
     group = group_of(layout.ep, layout.etp, job.hardware, job.stack)
     volume = 2 * tokens / layout.tp * experts.top_k * job.model.hidden
     nodes = group.size / group.near
-    # Of a token's top_k experts, how many lie on each node it goes to.
-    copies = experts.top_k / (nodes * (1 - (1 - 1 / nodes) ** experts.top_k)) if nodes > 1 else 1.0
+    copies, fused = 1.0, job.habits.fused_dispatch
+    if fused and nodes > 1:
+        # Of a token's top_k experts, how many lie on each node it goes to.
+        copies = experts.top_k / (nodes * (1 - (1 - 1 / nodes) ** experts.top_k))
     seconds = 2 * all_to_all_seconds(volume, group, job.hardware, job.stack, copies=copies)
+    if fused:
+        seconds *= job.stack.fused_exchange
     if layout.etp > 1:
         gather = group_of(layout.etp, 1, job.hardware, job.stack)
         seconds += 2 * gather.ring_seconds(volume * layout.etp)

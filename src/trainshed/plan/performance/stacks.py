@@ -31,6 +31,8 @@ class Habits:
     """Whether tensor-parallel communication runs under products: Megatron's --tp-comm-overlap, off unless asked for."""
     ep_overlap: bool = False
     """Expert all-to-alls run under the other half of a split micro-batch."""
+    fused_dispatch: bool = False
+    """Tokens are permuted inside the exchange itself (DeepEP, HybridEP): Megatron's `flex` dispatcher."""
     fixed_routing: bool = False
     """Tokens over capacity are dropped, so that no count is read back by the host."""
     graphs: float = 0.0
@@ -87,10 +89,15 @@ class Stack:
     """Share of the tensor-parallel communication that runs under products where that is asked for."""
     cp_hidden: float = 0.5
     ep_hidden: float = 0.0
+    """Share of the all-to-alls of experts that runs under other work anyway."""
+    ep_overlapped: float = 0.15
+    """Share that is left where they run under the other half of a split micro-batch."""
     ep_link: float = 0.5
     """Of the speed inside a node or rack, what an all-to-all reaches."""
     ep_network: float = 0.8
     """Of the speed between nodes, the same."""
+    fused_exchange: float = 0.6
+    """Of the seconds of an all-to-all, what a fused dispatcher takes."""
     rails: float = 1.0
     """Of the network shares that a group's further members on a node bring, what its rings use."""
     pp_hidden: float = 0.0

@@ -8,7 +8,7 @@ from typing import Any
 from trainshed.plan.layout import RankLayout, even_stages
 from trainshed.plan.performance.anatomy import Anatomy
 from trainshed.plan.performance.stacks import Habits
-from trainshed.plan.published.row_machine import engine_of
+from trainshed.plan.published.row_machine import engine_of, version_of
 from trainshed.plan.published.rows import Row, Skip
 from trainshed.recipe.layout import Recompute, Shard
 
@@ -161,6 +161,8 @@ def habits_of(row: Row, model: Anatomy, layout: RankLayout) -> Habits:
         chosen["overlap"] = False
     else:
         chosen["tp_overlap"] = True
+    if _fused_dispatch(row):
+        chosen["fused_dispatch"] = True
     if "tokendrop" in row.notes:
         chosen["fixed_routing"] = True
     if engine_of(row).startswith("megatron") and re.search(r"nemo|bridge|dgxc", row.notes + row.source.lower()):
@@ -171,3 +173,14 @@ def habits_of(row: Row, model: Anatomy, layout: RankLayout) -> Habits:
     if "500w" in row.text("gpu").lower():
         chosen["power"] = 0.85
     return Habits(**chosen)
+
+
+def _fused_dispatch(row: Row) -> bool:
+    """Whether tokens went through DeepEP or HybridEP: what the row says, else what recipes of its release do."""
+    if "hybridep" in row.notes or "deepep" in row.notes:
+        return True
+    # Megatron-Bridge's recipes have HybridEP for racks of GB200 and GB300 since 25.11 and for other Blackwell since
+    # 26.02.01; tables that do not name the recipe, and most of 26.06 and later, leave it out.
+    since = (25, 11) if row.text("gpu").startswith("GB") else (26, 2, 1) if row.text("gpu").startswith("B") else None
+    told = "recipe=" in row.notes and version_of(row) < (26, 6)
+    return since is not None and not told and (version_of(row) >= since or engine_of(row) == "megatron-26.06")

@@ -57,7 +57,7 @@ def engine_of(row: Row) -> str:
     if engine not in _ENGINES:
         raise Skip(f"the engine `{engine}` is not known here")
     known = _ENGINES[engine]
-    if known == "megatron" and (_version(row) >= (26, 6) or "verification card" in row.notes):
+    if known == "megatron" and (version_of(row) >= (26, 6) or "verification card" in row.notes):
         return "megatron-26.06"
     if known == "megatron-deepspeed" and row.text("dp_shard") == "none" and "opa100" not in row.notes:
         # Without ZeRO it is Megatron of its time; on BLOOM's Omni-Path the network says more than ZeRO does.
@@ -67,10 +67,10 @@ def engine_of(row: Row) -> str:
     return known
 
 
-def _version(row: Row) -> tuple[int, ...]:
-    """The container of NVIDIA's framework that a row was measured with: (26, 6)."""
-    found = re.search(r"(?:nemo|bridge) (\d\d)\.(\d\d)", row.notes)
-    return (int(found[1]), int(found[2])) if found else (0, 0)
+def version_of(row: Row) -> tuple[int, ...]:
+    """Return the container of NVIDIA's framework that a row was measured with: (26, 6, 1)."""
+    found = re.search(r"(?:nemo|bridge) (\d\d)\.(\d\d)(?:\.(\d\d))?", row.notes)
+    return tuple(int(part or 0) for part in found.groups()) if found else (0, 0, 0)
 
 
 def precision_of(row: Row) -> str:

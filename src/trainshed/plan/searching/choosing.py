@@ -1,4 +1,4 @@
-"""Which of several predicted layouts to take: the fastest, risk counted; of near ties an emptier card, then the simplest.
+"""Which of several predicted layouts to take: the fastest, risk counted; of near ties an emptier card, then simplicity.
 
 Where runs stall by chance, what to try beside the chosen one is what does best together with it: three layouts that are
 a little slower each but stall independently are a better bet than three that share their luck.
@@ -54,8 +54,7 @@ def _expected_log_seconds(tried: Sequence[Prediction]) -> float:
             for each, held in zip(tried, held_up, strict=True)
         )
         seconds = (
-            each.step_seconds + (each.stall_seconds if held else 0.0)
-            for each, held in zip(tried, held_up, strict=True)
+            each.step_seconds + (each.stall_seconds if held else 0.0) for each, held in zip(tried, held_up, strict=True)
         )
         expected += prod(chances) * log(min(seconds))
     return expected
