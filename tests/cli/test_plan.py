@@ -86,6 +86,17 @@ def test_a_recipe_says_what_is_trained_and_its_cluster_where(
     assert found["chosen"]["cost"] is None or found["chosen"]["cost"] > 0
 
 
+def test_arguments_of_the_engine_are_counted_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(f"{RECIPE}engine: {{name: megatron}}\nlayout: {{tp: 4}}\n")
+    asked = f"{recipe} --gpu h100 --gpus 8"
+    plain = report(asked, capsys)
+    hidden = report(f"{asked} engine.args.tp_comm_overlap=true", capsys)
+    assert hidden["chosen"]["time"]["tp"] < 0.5 * plain["chosen"]["time"]["tp"]
+    assert "counted of engine.args: tp_comm_overlap" in hidden["notes"]
+    assert not any("engine.args" in note for note in plain["notes"])
+
+
 def test_a_range_of_gpus_draws_the_curve(capsys: pytest.CaptureFixture[str]) -> None:
     found = report(SMALL.replace("--gpus 8", "--gpus 8..32"), capsys)
     assert [point["gpus"] for point in found["scaling"]["points"]] == [8, 16, 32]

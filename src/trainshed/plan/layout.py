@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 from trainshed.errors import InputError
@@ -122,8 +124,13 @@ class RankLayout:
 
     def chunk_layers(self, chunk: int) -> range:
         """Return the layers of a chunk."""
-        start = sum(self.stages[:chunk])
+        start = self._chunk_starts[chunk]
         return range(start, start + self.stages[chunk])
+
+    @cached_property
+    def _chunk_starts(self) -> tuple[int, ...]:
+        """The first layer of each chunk; a search asks very often."""
+        return (0, *accumulate(self.stages))
 
     def micro_batches(self, global_batch: int) -> int:
         """Return how many forward passes each rank makes per step."""

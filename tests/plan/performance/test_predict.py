@@ -62,6 +62,19 @@ def test_megatron_hides_tensor_parallel_only_where_it_is_asked_to() -> None:
     assert hidden.times.tp < plain.times.tp
 
 
+def test_a_fused_dispatcher_crosses_the_network_once_per_node_and_token() -> None:
+    config = model_preset("qwen3-30b-a3b")
+    job = replace(job_of(), model=anatomy_of(config), hardware=hardware_of_gpu("h100"))
+
+    def seconds(ep: int, *, fused: bool) -> float:
+        layout = resolve_layout(Layout(ep=ep), config, world_size=64)
+        return predict(replace(job, habits=Habits(fused_dispatch=fused)), layout).times.ep
+
+    inside = seconds(8, fused=True) / seconds(8, fused=False)
+    across = seconds(32, fused=True) / seconds(32, fused=False)
+    assert across < inside < 1
+
+
 def test_recomputation_trades_time_for_memory() -> None:
     job = job_of()
     none, full = predicted(job, micro_batch=2), predicted(job, micro_batch=2, recompute="full")

@@ -7,7 +7,7 @@ description. `anatomy_of` turns the one into the other, and a test holds both to
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
@@ -40,6 +40,21 @@ class LayerKind(NamedTuple):
 
     experts: bool
     windowed: bool
+
+
+class LayerSizes(NamedTuple):
+    """Elements of the weights of one layer, by how ranks share them."""
+
+    attention_cut: int
+    """Among tensor-parallel ranks."""
+    attention_whole: int
+    """On every rank."""
+    feed_forward: int
+    router: int
+    shared: int
+    """Of experts that every token goes through."""
+    experts: int
+    """Of all routed experts together."""
 
 
 @dataclass(frozen=True)
@@ -141,10 +156,16 @@ class Anatomy:
         """One routed expert."""
         return () if self.experts is None else self.feed_forward(self.experts.ffn)
 
-    @property
+    @cached_property
     def expert_layers(self) -> int:
         """Layers with experts."""
         return sum(map(self.has_experts, range(self.layers)))
+
+    def expert_layers_in(self, layers: range) -> int:
+        """Return how many of these layers have experts."""
+        if self._one_kind is not None:
+            return len(layers) if self._one_kind.experts else 0
+        return sum(map(self.has_experts, layers))
 
     def has_experts(self, layer: int) -> bool:
         """Whether a layer has experts."""
@@ -188,18 +209,27 @@ class Anatomy:
         return self.vocab_size * self.hidden
 
     @cached_property
+    def layer_sizes(self) -> LayerSizes:
+        """How large the weights of a layer are, whatever its kind."""
+        attention, experts = self.attention_products, self.experts or Experts(0, 0, 0)
+        return LayerSizes(
+            attention_cut=_elements(product for product in attention if product.cut != "none"),
+            attention_whole=_elements(product for product in attention if product.cut == "none"),
+            feed_forward=_elements(self.feed_forward(self.ffn)),
+            router=experts.count * self.hidden,
+            shared=_elements(self.feed_forward(experts.shared_ffn)),
+            experts=experts.count * _elements(self.expert_products),
+        )
+
+    @cached_property
     def weights(self) -> int:
         """Elements of the model, tied ones once."""
-        dense = sum(product.weights for product in (*self.attention_products,)) + self.layer_vectors
-        total = self.layers * dense + self.norm_vectors * self.hidden + self.positions * self.hidden
+        sizes, with_experts = self.layer_sizes, self.expert_layers
+        total = self.layers * (sizes.attention_cut + sizes.attention_whole + self.layer_vectors)
+        total += self.norm_vectors * self.hidden + self.positions * self.hidden
         total += self.head_weights * (1 if self.tied else 2)
-        with_experts = self.expert_layers
-        total += (self.layers - with_experts) * sum(product.weights for product in self.feed_forward(self.ffn))
-        if self.experts is not None:
-            each = sum(product.weights for product in self.expert_products) * self.experts.count
-            shared = sum(product.weights for product in self.feed_forward(self.experts.shared_ffn))
-            total += with_experts * (each + shared + self.experts.count * self.hidden)
-        return total
+        total += (self.layers - with_experts) * sizes.feed_forward
+        return total + with_experts * (sizes.router + sizes.shared + sizes.experts)
 
     def token_flops(self, sequence_length: int, *, causal: bool = True) -> float:
         """Return the forward FLOPs of one token, on average over a sequence; as `plan/flops.py` counts them."""
@@ -211,13 +241,16 @@ class Anatomy:
             active = self.experts.top_k * sum(p.inputs * p.outputs for p in self.expert_products)
             active += sum(p.inputs * p.outputs for p in self.feed_forward(self.experts.shared_ffn))
             total += 2 * self.expert_layers * (active + self.experts.count * self.hidden)
-        for layer in range(self.layers):
-            windowed = self.is_windowed(layer)
-            keys = self.mean_keys(sequence_length, windowed=windowed) if causal else sequence_length
-            total += per_key * keys
+        for kind, count in self.kinds(range(self.layers)).items():
+            keys = self.mean_keys(sequence_length, windowed=kind.windowed) if causal else sequence_length
+            total += count * per_key * keys
         if self.extra_heads:
             total *= 1 + self.extra_heads / self.layers
         return total
+
+
+def _elements(products: Iterable[Product]) -> int:
+    return sum(product.weights for product in products)
 
 
 def anatomy_of(config: ModelConfig, name: str = "") -> Anatomy:

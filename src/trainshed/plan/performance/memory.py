@@ -107,11 +107,10 @@ def rank_weights(job: Job, layout: RankLayout, rank: int) -> tuple[float, float,
     model = job.model
     dense = expert = 0.0
     unit = 0.0
-    for chunk in layout.chunks(rank):
-        for kind, count in model.kinds(layout.chunk_layers(chunk)).items():
-            one_dense, one_expert = layer_weights(model, layout, experts=kind.experts)
-            dense, expert = dense + count * one_dense, expert + count * one_expert
-            unit = max(unit, one_dense + one_expert)
+    for experts, count in _rank_layers(job, layout, rank):
+        one_dense, one_expert = layer_weights(model, layout, experts=experts)
+        dense, expert = dense + count * one_dense, expert + count * one_expert
+        unit = max(unit, one_dense + one_expert)
     ends = model.head_weights / layout.tp
     first, last = rank == 0, rank == head_rank(job, layout)
     if first:
@@ -126,18 +125,25 @@ def rank_weights(job: Job, layout: RankLayout, rank: int) -> tuple[float, float,
     return dense, expert, max(unit, ends if first or last else 0.0)
 
 
+def _rank_layers(job: Job, layout: RankLayout, rank: int) -> list[tuple[bool, int]]:
+    """How many layers a rank has with experts, and without."""
+    with_experts = without = 0
+    for chunk in layout.chunks(rank):
+        layers = layout.chunk_layers(chunk)
+        found = job.model.expert_layers_in(layers)
+        with_experts, without = with_experts + found, without + len(layers) - found
+    return [(experts, count) for experts, count in ((False, without), (True, with_experts)) if count]
+
+
 def layer_weights(model: Anatomy, layout: RankLayout, *, experts: bool) -> tuple[float, float]:
     """Return how many dense and expert weights of a layer one rank computes with."""
-    split = sum(product.weights / (1 if product.cut == "none" else layout.tp) for product in model.attention_products)
-    dense = split + model.layer_vectors
+    sizes = model.layer_sizes
+    dense = sizes.attention_cut / layout.tp + sizes.attention_whole + model.layer_vectors
     if not experts:
-        return dense + sum(product.weights for product in model.feed_forward(model.ffn)) / layout.tp, 0.0
-    routed = model.experts
-    assert routed is not None, "a layer with experts"
-    dense += routed.count * model.hidden
-    dense += sum(product.weights for product in model.feed_forward(routed.shared_ffn)) / layout.tp
-    each = sum(product.weights for product in model.expert_products)
-    return dense, routed.count * each / (layout.ep * layout.etp)
+        return dense + sizes.feed_forward / layout.tp, 0.0
+    assert model.experts is not None, "a layer with experts"
+    dense += sizes.router + sizes.shared / layout.tp
+    return dense, sizes.experts / (layout.ep * layout.etp)
 
 
 def _states(
@@ -174,10 +180,9 @@ def _activations(job: Job, layout: RankLayout, rank: int) -> tuple[float, float]
     """Bytes kept by all micro-batches in flight, and what backward through one layer makes besides."""
     flying = in_flight(layout, rank, max(1, layout.micro_batches(job.global_batch)))
     kept = working = 0.0
-    for chunk in layout.chunks(rank):
-        for kind, count in job.model.kinds(layout.chunk_layers(chunk)).items():
-            one, peak = layer_bytes(job, layout, experts=kind.experts)
-            kept, working = kept + count * one, max(working, peak)
+    for experts, count in _rank_layers(job, layout, rank):
+        one, peak = layer_bytes(job, layout, experts=experts)
+        kept, working = kept + count * one, max(working, peak)
     if rank == 0:
         kept += 2 * job.rank_tokens(layout) * job.model.hidden / job.stream_shards(layout)
     return kept * flying, working

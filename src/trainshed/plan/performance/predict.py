@@ -6,7 +6,9 @@ far as it is not hidden, then the optimiser. Everything a layer costs is in `lay
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from trainshed.plan.flops import TRAINING_PER_FORWARD
 from trainshed.plan.layout import RankLayout
@@ -42,17 +44,17 @@ class _Chunk:
     handover: float
     """What handing over costs the rank in each pass."""
 
-    @property
+    @cached_property
     def waiting(self) -> float:
         """What the GPU waits for the host."""
         return max(0.0, self.host - self.forward.total - self.backward.total)
 
-    @property
+    @cached_property
     def forward_seconds(self) -> float:
         """Forward, its share of the waiting included."""
         return self.forward.total + self.waiting / 3 + self.handover
 
-    @property
+    @cached_property
     def backward_seconds(self) -> float:
         """Backward, its share of the waiting included."""
         return self.backward.total + self.waiting * 2 / 3 + self.handover
@@ -133,37 +135,59 @@ def peak_tflops(job: Job) -> float:
 
 
 def _chunks(job: Job, layout: RankLayout) -> list[_Chunk]:
-    kernels = Kernels(job)
-    kinds: dict[LayerKind, LayerTimes] = {}
-    model = job.model
-    head = head_chunk(job, layout)
+    """All chunks; those between the first and the head that have the same layers are one and the same."""
+    kernels, kinds = Kernels(job), _Kinds(job, layout)
+    head, last = head_chunk(job, layout), layout.pp * layout.vp - 1
+    alike: dict[tuple[tuple[LayerKind, int], ...], _Chunk] = {}
     chunks = []
+    for index in range(last + 1):
+        layers = job.model.kinds(layout.chunk_layers(index))
+        if index in (0, head, last):
+            chunks.append(_chunk(job, layout, kernels, kinds, index, layers))
+            continue
+        key = tuple(layers.items())
+        if key not in alike:
+            alike[key] = _chunk(job, layout, kernels, kinds, index, layers)
+        chunks.append(alike[key])
+    return chunks
+
+
+class _Kinds(dict[LayerKind, LayerTimes]):
+    """The times of each kind of layer, found when first asked for."""
+
+    def __init__(self, job: Job, layout: RankLayout) -> None:
+        super().__init__()
+        self._asked = job, layout, Kernels(job)
+
+    def __missing__(self, kind: LayerKind) -> LayerTimes:
+        self[kind] = layer_times(*self._asked, kind)
+        return self[kind]
+
+
+def _chunk(
+    job: Job, layout: RankLayout, kernels: Kernels, kinds: _Kinds, index: int, layers: Mapping[LayerKind, int]
+) -> _Chunk:
+    model, stack = job.model, job.stack
     crossing = layout.tp > 1 and layout.pp > 1 and job.gpus > job.hardware.gpus_per_node
-    stack = job.stack
     handover = _transfer_seconds(job, layout) * stack.pp_busy + stack.handover_us * 1e-6 if layout.pp > 1 else 0.0
     slow = (stack.pipeline_layer_us + stack.pipeline_hop_us * (layout.tp - 1)) * 1e-6 if crossing else 0.0
-    for index in range(layout.pp * layout.vp):
-        forward, backward, host = PassTimes(), PassTimes(), stack.host_micro_batch_us * 1e-6 / layout.vp
-        for kind, count in model.kinds(layout.chunk_layers(index)).items():
-            if kind not in kinds:
-                kinds[kind] = layer_times(job, layout, kernels, kind)
-            one = kinds[kind]
-            forward, backward = forward + one.forward.times(count), backward + one.backward.times(count)
-            host += count * (one.host + slow)
-        if index == 0:
-            backward += PassTimes(_embedding_seconds(job, layout, kernels))
-        if index == head:
-            extra = _head(job, layout, kernels)
-            forward, backward = forward + extra[0], backward + extra[1]
-            for _ in range(model.extra_heads):
-                kind = LayerKind(model.has_experts(model.layers - 1), False)
-                one = kinds.get(kind) or layer_times(job, layout, kernels, kind)
-                forward, backward = forward + one.forward + extra[0], backward + one.backward + extra[1]
-        trained = job.habits.trained_share
-        if trained < 1:
-            backward = backward.times((1 + trained) / 2)
-        chunks.append(_Chunk(forward, backward, host, handover + transfer_stall_seconds(job, layout, index)))
-    return chunks
+    forward, backward, host = PassTimes(), PassTimes(), stack.host_micro_batch_us * 1e-6 / layout.vp
+    for kind, count in layers.items():
+        one = kinds[kind]
+        forward, backward = forward + one.forward.times(count), backward + one.backward.times(count)
+        host += count * (one.host + slow)
+    if index == 0:
+        backward += PassTimes(_embedding_seconds(job, layout, kernels))
+    if index == head_chunk(job, layout):
+        extra = _head(job, layout, kernels)
+        forward, backward = forward + extra[0], backward + extra[1]
+        for _ in range(model.extra_heads):
+            one = kinds[LayerKind(model.has_experts(model.layers - 1), False)]
+            forward, backward = forward + one.forward + extra[0], backward + one.backward + extra[1]
+    trained = job.habits.trained_share
+    if trained < 1:
+        backward = backward.times((1 + trained) / 2)
+    return _Chunk(forward, backward, host, handover + transfer_stall_seconds(job, layout, index))
 
 
 def _embedding_seconds(job: Job, layout: RankLayout, kernels: Kernels) -> float:
