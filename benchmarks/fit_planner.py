@@ -22,11 +22,14 @@ import yaml
 
 import trainshed.plan.performance.reach as reach_module
 from trainshed.plan.performance.memory import rank_memory
-from trainshed.plan.performance.predict import predict_seconds
+from trainshed.plan.performance.predict import predict, predict_seconds
+from trainshed.plan.performance.prediction import Prediction
 from trainshed.plan.performance.reach import Reach
 from trainshed.plan.performance.stacks import Stack, stack, stack_names
 from trainshed.plan.published.cases import Case, case_of
 from trainshed.plan.published.rows import Row, Skip, all_rows, own_table, shipped_tables
+from trainshed.plan.published.scores import regret_scores
+from trainshed.plan.published.validation import in_order_chosen
 
 PLAN = Path(reach_module.__file__).parent
 DAMPED_FROM = 0.1
@@ -119,6 +122,9 @@ FITS: tuple[Fit, ...] = (
             "expert_elementwise": (1.0, 0.3, 4.0),
             "loss_passes": (4.0, 1.0, 12.0),
             "cast_bytes": (3.0, 0.0, 8.0),
+            "host_layer_us": (1000.0, 200.0, 5000.0),
+            "host_micro_batch_us": (1000.0, 0.0, 20000.0),
+            "step_ms": (10.0, 0.0, 40.0),
         },
         {
             "hidden_bytes": (7.0, 2.0, 16.0),
@@ -131,7 +137,8 @@ FITS: tuple[Fit, ...] = (
             "selective_kept": (0.4, 0.2, 1.0),
             "buffer_gib": (0.3, 0.0, 2.0),
         },
-        fixed={"gradients_freed": True, "host_layer_us": 400.0, "squeeze": 1.0},
+        # Gradients are added in fp32: two reads and a write. The loss goes through 2^28 logits at a time.
+        fixed={"gradients_freed": True, "added_bytes": 12.0, "logit_slice": float(1 << 28), "squeeze": 1.0},
     ),
     Fit(
         "llm-foundry",
@@ -491,6 +498,7 @@ def held_out(fit: Fit, measured: Mapping[str, list[Measured]], constants: Consta
     base = with_constants(replace(base, name=fit.stack), fit.fixed)
     errors: list[float] = []
     memory_errors: list[float] = []
+    choices: list[list[float]] = []
     for model in sorted({one.row.model for one in timed}):
         rest = [one for one in timed if one.row.model != model]
         if not rest:
@@ -503,10 +511,29 @@ def held_out(fit: Fit, measured: Mapping[str, list[Measured]], constants: Consta
         errors += here
         left_out = [one for one in everything if one.row.model == model and one.gib is not None]
         memory_errors += [memory_error(one, stack) for one in left_out]
+        choices += in_order_chosen(
+            (one.row.group, one.case, _prediction(one, _of(one, stack, later, fit)), one.seconds or np.inf)
+            for one in timed
+            if one.row.model == model
+        )
     if errors:
         print(f"{fit.stack:24} {_summary(errors)}  (each model predicted by a fit that never saw it)")
+    if choices:
+        print(f"{'regret':24} {_regret(choices)}")
     if memory_errors:
         print(f"{'memory':24} {len(memory_errors):5} rows  mean {np.mean(np.abs(memory_errors)):.1%}")
+
+
+def _prediction(one: Measured, stack: Stack) -> Prediction:
+    return predict(replace(one.case.job, stack=stack), one.case.layout)
+
+
+def _regret(choices: Sequence[Sequence[float]]) -> str:
+    found = regret_scores(choices)
+    return (
+        f"{found.groups:5} groups  first {found.top1_mean:.1%} (worst {found.top1_worst:.0%})  "
+        f"best of three {found.top3_mean:.1%} (worst {found.top3_worst:.0%})"
+    )
 
 
 def write(constants: Constants) -> None:

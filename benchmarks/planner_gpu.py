@@ -82,6 +82,20 @@ CASES = {
     "70b": Case("llama3-70b", 5, 8192, 1),
     "moe": Case("qwen3-30b-a3b", 6, 4096, 2),
     "moe-x4": Case("qwen3-30b-a3b", 6, 4096, 4, 4),
+    "moe-full": Case("qwen3-30b-a3b", 6, 8192, 2, 2, recompute="full"),
+    "mixtral": Case("mixtral-8x7b", 2, 8192, 2, 2),
+    "qwen2.5-7b": Case("qwen2.5-7b", 14, 4096, 2, 2),
+    "qwen2.5-0.5b": Case("qwen2.5-0.5b", 24, 4096, 4),
+    "qwen3-8b": Case("qwen3-8b", 12, 8192, 1, 2),
+    "qwen3-8b-selective": Case("qwen3-8b", 12, 16384, 1, recompute="selective"),
+    "qwen3-14b-fp8": Case("qwen3-14b", 10, 4096, 2, 2, precision="fp8"),
+    "mistral": Case("mistral-7b-v0.1", 14, 16384, 1),
+    "gpt2-xl": Case("gpt2-xl", 48, 1024, 8),
+    "1b-2k": Case("llama3.2-1b", 16, 2048, 1, 8),
+    "1b-64k": Case("llama3.2-1b", 16, 65536, 1, recompute="full"),
+    "1b-fp8": Case("llama3.2-1b", 16, 8192, 4, precision="fp8"),
+    "70b-fp8": Case("llama3-70b", 5, 8192, 1, precision="fp8"),
+    "70b-full": Case("llama3-70b", 5, 8192, 2, 2, recompute="full"),
 }
 SMALL = {"tiny": Case("tiny", 2, 256, 1), "tiny-full": Case("tiny", 2, 256, 2, 2, recompute="full")}
 

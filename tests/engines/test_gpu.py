@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from trainshed.engines.torch import optimizer
 from trainshed.engines.torch.build import RankModel, build_model, fill_model
 from trainshed.engines.torch.feed import FedBatch
 from trainshed.engines.torch.mesh import alone
@@ -16,6 +17,7 @@ from trainshed.models.attention import attend
 from trainshed.models.collectives import Axes
 from trainshed.models.decoder import Losses
 from trainshed.models.experts import Experts
+from trainshed.models.loss import sliced_cross_entropy
 from trainshed.plan.layout import resolve_layout
 from trainshed.recipe import Layout, ModelConfig
 from trainshed.recipe.train import Optimizer
@@ -89,6 +91,15 @@ def test_a_gpu_computes_what_a_cpu_computes(config: ModelConfig, precision: str,
         assert gpu.moe_balance == pytest.approx(cpu.moe_balance, rel=bound, abs=1e-9)
 
 
+def test_tensors_are_updated_alike_together_and_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    together = outcomes(DENSE, "cuda", "fp32")
+    monkeypatch.setattr(optimizer, "SMALL", 0)
+    apart = outcomes(DENSE, "cuda", "fp32")
+    for one, other in zip(together, apart, strict=True):
+        assert other.loss == pytest.approx(one.loss, rel=1e-5)
+        assert other.grad_norm == pytest.approx(one.grad_norm, rel=1e-4)
+
+
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 @pytest.mark.parametrize("config", [DENSE, EXPERTS], ids=["dense", "experts"])
 def test_recomputing_changes_nothing_that_matters(config: ModelConfig, recompute: str) -> None:
@@ -127,11 +138,26 @@ def test_grouped_products_equal_products_one_by_one() -> None:
         torch.testing.assert_close(grouped, parameter.grad, rtol=5e-2, atol=2e-2 * scale)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("window", [None, 48])
-def test_queries_in_the_middle_of_a_sequence_see_what_is_before_them(compiled: bool, window: int | None) -> None:
+@pytest.mark.parametrize("words", [1000, 1003, 1024])
+def test_a_vocabulary_of_any_size_gives_the_loss_of_a_cpu(words: int) -> None:
     torch.manual_seed(0)
-    heads, groups, width, queries, keys = 8, 2, 64, 128, 512
+    here = [torch.randn(300, 64).requires_grad_(), (torch.randn(words, 64) / 8).requires_grad_()]
+    labels, scale = torch.randint(0, words, (300,)), torch.tensor(1 / 300)
+    there = [here[0].detach().to("cuda", torch.bfloat16).requires_grad_(), here[1].detach().cuda().requires_grad_()]
+    expected, _ = sliced_cross_entropy(*here, labels, scale, z_loss=1e-3)
+    found, _ = sliced_cross_entropy(*there, labels.cuda(), scale.cuda(), z_loss=1e-3)
+    expected.backward()
+    found.backward()
+    torch.testing.assert_close(found.cpu(), expected, rtol=1e-2, atol=0)
+    for x, y in zip(there, here, strict=True):
+        torch.testing.assert_close(x.grad.float().cpu(), y.grad, rtol=5e-2, atol=2e-2 * y.grad.abs().max().item())
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(("queries", "window"), [(128, None), (128, 48), (512, 48), (512, 511)])
+def test_queries_see_what_is_before_them_as_far_as_the_window(compiled: bool, queries: int, window: int | None) -> None:
+    torch.manual_seed(0)
+    heads, groups, width, keys = 8, 2, 64, 512
     shapes = [(queries, 2, heads, width), (keys, 2, groups, width), (keys, 2, groups, width)]
     here = [torch.randn(shape, requires_grad=True) for shape in shapes]
     there = [x.detach().to("cuda", torch.bfloat16).requires_grad_() for x in here]

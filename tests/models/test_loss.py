@@ -60,6 +60,17 @@ def test_what_a_compiler_sees_is_the_same_loss(monkeypatch: pytest.MonkeyPatch) 
     torch.testing.assert_close(torch.autograd.grad(compiled, [hidden, weight]), wanted)
 
 
+def test_rows_that_only_make_a_product_fast_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    in_slices(monkeypatch, 3)
+    hidden, weight, labels, scale = batch(torch.float64)
+    exact = sliced_cross_entropy(hidden, weight, labels, scale, z_loss=Z_LOSS)
+    wanted = torch.autograd.grad(exact[0], [hidden, weight])
+    monkeypatch.setattr(loss, "_rows_to_multiply", lambda rows: rows.shape[0] + 7)
+    found = sliced_cross_entropy(hidden, weight, labels, scale, z_loss=Z_LOSS)
+    torch.testing.assert_close(found, exact)
+    torch.testing.assert_close(torch.autograd.grad(found[0], [hidden, weight]), wanted)
+
+
 def test_gradients_are_those_of_small_differences(monkeypatch: pytest.MonkeyPatch) -> None:
     in_slices(monkeypatch, 3)
     hidden, weight, labels, scale = batch(torch.float64)

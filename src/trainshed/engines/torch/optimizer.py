@@ -2,7 +2,8 @@
 
 The clip and the decision to skip are read on the device within the one pass over memory that updates. On a CPU that is
 PyTorch's fused kernel (in float64, which is for proofs, the scale is applied apart, as the kernel takes it in float32);
-on a GPU a compiled one per tensor, which reaches the memory's bandwidth where the fused multi-tensor one does not.
+on a GPU a compiled one for each large tensor, which reaches the memory's bandwidth where the fused one does not, and
+the fused one for all small ones together, since launching each takes longer than updating it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ import torch
 from trainshed.checkpoints.pieces import Piece
 from trainshed.engines.torch.weights import Weight
 from trainshed.recipe.train import Optimizer
+
+SMALL = 1 << 22
+"""Elements up to which tensors are updated together on a GPU: about what is updated while one kernel is launched."""
 
 
 class AdamW:
@@ -45,10 +49,17 @@ class AdamW:
         pairs = [(i, gradient) for i, gradient in pairs if gradient.numel()]
         if not pairs:
             return
+        if pairs[0][1].is_cuda and pairs[0][1].dtype == torch.float32:
+            large = [(i, gradient) for i, gradient in pairs if gradient.numel() > SMALL]
+            self._update_compiled(large, lr, decays, scale, bad)
+            pairs = [(i, gradient) for i, gradient in pairs if gradient.numel() <= SMALL]
+        if pairs:
+            self._update_fused(pairs, lr, decays, scale, bad)
+
+    def _update_fused(
+        self, pairs: list[tuple[int, torch.Tensor]], lr: float, decays: bool, scale: torch.Tensor, bad: torch.Tensor
+    ) -> None:
         numbers, gradients = [i for i, _ in pairs], [gradient for _, gradient in pairs]
-        if gradients[0].is_cuda and gradients[0].dtype == torch.float32:
-            self._update_compiled(numbers, gradients, lr, decays, scale, bad)
-            return
         apart = gradients[0].dtype == torch.float64
         if apart:
             gradients = list(torch._foreach_div(gradients, scale.to(torch.float64)))
@@ -71,20 +82,14 @@ class AdamW:
         )
 
     def _update_compiled(
-        self,
-        numbers: list[int],
-        gradients: list[torch.Tensor],
-        lr: float,
-        decays: bool,
-        scale: torch.Tensor,
-        bad: torch.Tensor,
+        self, pairs: list[tuple[int, torch.Tensor]], lr: float, decays: bool, scale: torch.Tensor, bad: torch.Tensor
     ) -> None:
         beta1, beta2 = self.options.betas
         # What changes from step to step comes as tensors, so that nothing is compiled again.
         corrections = torch.stack([1 - beta1**self.updates, (1 - beta2**self.updates).sqrt(), scale.float(), bad])
         rate = torch.tensor(lr)
         update = _compiled_update()
-        for i, gradient in zip(numbers, gradients, strict=True):
+        for i, gradient in pairs:
             parts = [self.weights[i].local, gradient, self.average[i], self.square[i]]
             update(
                 *(part.view(-1) for part in parts),

@@ -238,7 +238,7 @@ def _step_times(job: Job, layout: RankLayout, chunks: list[_Chunk], micro: int, 
         ep=spent.ep * factor,
         pp_bubble=bubble,
         dp_exposed=exposed,
-        optimizer=_optimizer(job, layout, dense, expert),
+        optimizer=_optimizer(job, layout, dense, expert) + _adding(job, layout, dense, expert, micro),
         other=waiting + (job.stack.step_ms + job.stack.node_ms * (_nodes(job) - 1)) * 1e-3,
     )
 
@@ -298,6 +298,14 @@ def _optimizer(job: Job, layout: RankLayout, dense: float, expert: float) -> flo
     mine = (dense / layout.dense_shards + expert / layout.expert_shards) * job.habits.trained_share
     norm = kernels.moved(job.stack.gradient_bytes * mine)
     return kernels.moved(30 * mine) * job.stack.optimizer + norm
+
+
+def _adding(job: Job, layout: RankLayout, dense: float, expert: float, micro: int) -> float:
+    """Add the gradients of every micro-batch but the first to those before it."""
+    if layout.shard in ("full", "zero2"):
+        dense, expert = dense / layout.dense_shards, expert / layout.expert_shards
+    each = Kernels(job).moved(job.stack.added_bytes * (dense + expert) * job.habits.trained_share)
+    return (micro - 1) * each
 
 
 def _stage(job: Job, layout: RankLayout, chunks: list[_Chunk], rank: int) -> StagePrediction:

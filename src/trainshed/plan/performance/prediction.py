@@ -90,6 +90,7 @@ class StepTimes:
     dp_exposed: float
     """Reducing gradients and gathering weights, as far as nothing hides it."""
     optimizer: float
+    """The update, and adding up the gradients of micro-batches where that is a pass of its own."""
     other: float
     """Launches the GPU waits for, and what every step costs whatever its size."""
 

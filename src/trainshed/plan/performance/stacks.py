@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from functools import cache
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,8 @@ class Stack:
     """More of it where a layer has experts: routing is read back by the host."""
     host_micro_batch_us: float = 500.0
     """What every micro-batch costs the host besides its layers."""
+    added_bytes: float = 0.0
+    """Bytes moved per weight to add a micro-batch's gradients to those before; 0 where the products add them."""
     step_ms: float = 10.0
     """What every step costs whatever its size: data, clipping, logging."""
     # Tensor, context, expert, pipeline communication.
@@ -169,6 +172,8 @@ class Stack:
     """With fp8 and fp4 products, the share of those bytes that is still kept: inputs are kept as they were cast."""
     logit_bytes: float = 10.0
     """Per logit of a micro-batch at the peak of the loss."""
+    logit_slice: float = inf
+    """Logits that exist at once where the loss goes through a micro-batch slice by slice."""
     work_bytes: float = 8.0
     """Of backward through one layer, per token and unit of the inner width."""
     step_bytes: float = 0.0

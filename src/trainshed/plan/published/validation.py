@@ -226,14 +226,25 @@ def _null_pairs(timed: Sequence[Judged]) -> list[tuple[float, float]]:
 
 
 def _choices(timed: Sequence[Judged]) -> list[list[float]]:
-    """Groups of layouts that one could have chosen from: measured seconds, in the order of our choice."""
+    return in_order_chosen((one.row.group, one.case, one.prediction, one.step_seconds or inf) for one in timed)
+
+
+def in_order_chosen(timed: Iterable[tuple[Hashable, Case, Prediction, float]]) -> list[list[float]]:
+    """Return the layouts of each group that one could have chosen from: measured seconds, in the order of our choice.
+
+    What goes in is the group of a row, the row as a case, what is predicted of it, and its measured seconds.
+    """
+    groups: defaultdict[Hashable, defaultdict[Case, list[tuple[Prediction, float]]]] = defaultdict(
+        lambda: defaultdict(list)
+    )
+    for group, case, prediction, seconds in timed:
+        groups[group][case].append((prediction, seconds))
     choices: list[list[float]] = []
-    for group in _grouped(timed, lambda one: one.row.group):
-        layouts = _grouped(group, lambda one: (one.case.job, one.case.layout))
-        if len(layouts) >= _LAYOUTS_TO_CHOOSE_FROM:
-            # Rows of one layout are predicted alike: any of them stands for all.
-            measured = {id(same[0].prediction): median(one.step_seconds or inf for one in same) for same in layouts}
-            order = in_order_of_choice(same[0].prediction for same in layouts)
+    for cases in groups.values():
+        if len(cases) >= _LAYOUTS_TO_CHOOSE_FROM:
+            # Rows of one case are predicted alike: any of them stands for all.
+            measured = {id(same[0][0]): median(seconds for _, seconds in same) for same in cases.values()}
+            order = in_order_of_choice(same[0][0] for same in cases.values())
             choices.append([measured[id(prediction)] for prediction in order])
     return choices
 
