@@ -55,7 +55,9 @@ class Case:
     @property
     def config(self) -> ModelConfig:
         """The model."""
-        return model_preset(self.preset).model_copy(update={"layers": self.layers, "max_positions": 131072})
+        config = model_preset(self.preset)
+        positions = max(config.max_positions, self.length)
+        return config.model_copy(update={"layers": self.layers, "max_positions": positions})
 
     @property
     def words(self) -> str:

@@ -172,8 +172,12 @@ def _attention_block(
 
 
 def _core_attention(job: Job, layout: RankLayout, kernels: Kernels, *, windowed: bool) -> tuple[float, float]:
-    keys = job.model.mean_keys(job.sequence_length, windowed=windowed)
-    return kernels.attention(layout.micro_batch, job.sequence_length / layout.cp, keys, job.model.heads / layout.tp)
+    model, length = job.model, job.sequence_length
+    keys = model.mean_keys(length, windowed=windowed)
+    forward, backward = kernels.attention(layout.micro_batch, length / layout.cp, keys, model.heads / layout.tp)
+    if not windowed or model.window is None or model.window >= length:
+        return forward, backward
+    return forward / job.stack.windowed, backward / job.stack.windowed
 
 
 def _dense_block(job: Job, layout: RankLayout, kernels: Kernels, tokens: float, ffn: int) -> tuple[float, float]:

@@ -64,6 +64,8 @@ class Stack:
     """The same for fp8 and fp4, casts and scales included."""
     attention: float = 0.55
     """Share of the dense peak that attention reaches on long sequences with heads of 128."""
+    windowed: float = 1.0
+    """Speed of attention through a window, against attention over all that is before."""
     score_passes: float = 0.0
     """Times the scores of attention are read or written in 16 bits; 0 with kernels that never write them."""
     elementwise: float = 1.0

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from trainshed.plan.performance.anatomy import Anatomy, Experts, Latent
+from trainshed.catalog.models import model_preset, preset_names
+from trainshed.plan.performance.anatomy import Anatomy, Experts, Latent, anatomy_of
 from trainshed.plan.published.rows import Row, Skip
 
 _NOT_GATED = ("gpt", "bloom", "mpt", "mt-nlg", "nemotron3-8b", "nemotron4", "megatron-ci:gpt3")
@@ -17,6 +18,11 @@ def model_of(row: Row) -> Anatomy:
     if any(word in name for word in _NOT_TRANSFORMERS):
         raise Skip(f"{row.model} is not a plain transformer")
     layers, hidden, heads = (row.count(key) for key in ("layers", "hidden", "heads"))
+    if row.text("engine") == "torch" and name in preset_names():
+        # Our own engine was measured with our own presets, of as many layers as fitted.
+        config = model_preset(name)
+        positions = max(config.max_positions, row.count("seq_len"))
+        return anatomy_of(config.model_copy(update={"layers": layers, "max_positions": positions}), row.model)
     experts_count = row.count("num_experts", 0)
     base = Anatomy(
         name=row.model,
