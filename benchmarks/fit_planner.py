@@ -4,7 +4,8 @@ Rewrites `reach.yaml` (what GPUs reach of their datasheets) and `stacks.yaml` (t
 `plan/performance`. Every constant is physical and starts from what it is known or believed to be; the fit pulls it
 towards the measurements and a prior pulls it back, so that what a table cannot tell stays where it was. Errors are
 logarithms, with outliers damped.
-`--held-out` fits without one model at a time and prints how well that one is then predicted. Needs scipy.
+`--held-out` fits without one model at a time (or a share of them, or models on a number of GPUs) and prints how well
+that one is then predicted. Needs scipy.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -497,8 +498,28 @@ def _summary(errors: Sequence[float]) -> str:
     return f"{len(ratios):5} rows  mean {sizes.mean():.1%}  median {np.median(sizes):.1%}  bias {ratios.mean():+.1%}"
 
 
-def held_out(fit: Fit, measured: Mapping[str, list[Measured]], constants: Constants, rounds: int) -> None:
-    """Fit without one model at a time, and predict that one."""
+@dataclass(frozen=True)
+class Split:
+    """What is left out of a fit together, to be predicted by it."""
+
+    groups: bool = False
+    """Models on a number of GPUs, not models."""
+    folds: int | None = None
+    """Into how many parts they are dealt; None: each is a part."""
+
+    def key(self, one: Measured) -> str:
+        """Return what a row is left out with."""
+        return f"{one.row.model} on {one.case.job.gpus:4}" if self.groups else one.row.model
+
+    def parts(self, rows: Iterable[Measured]) -> list[set[str]]:
+        """Deal what there is into parts."""
+        keys = sorted({self.key(one) for one in rows})
+        folds = min(self.folds or len(keys), len(keys))
+        return [set(keys[number::folds]) for number in range(folds)]
+
+
+def held_out(fit: Fit, measured: Mapping[str, list[Measured]], constants: Constants, rounds: int, split: Split) -> None:
+    """Fit without one part at a time, and predict that one."""
     everything = [*measured[fit.stack], *measured.get(fit.newer_stack or "", [])]
     timed = [one for one in everything if one.seconds is not None and fit.rows(one.row)]
     base = constants.stacks.get(LIKE.get(fit.stack, ""), Stack(fit.stack))
@@ -506,29 +527,30 @@ def held_out(fit: Fit, measured: Mapping[str, list[Measured]], constants: Consta
     errors: list[float] = []
     memory_errors: list[float] = []
     choices: list[list[float]] = []
-    for model in sorted({one.row.model for one in timed}):
-        rest = [one for one in timed if one.row.model != model]
-        if not rest:
+    for part in split.parts(timed):
+        rest = [one for one in everything if split.key(one) not in part]
+        timed_rest = [one for one in timed if split.key(one) not in part]
+        if not timed_rest:
             continue
-        start = fit_memory(fit, [one for one in everything if one.row.model != model], base, rounds)
-        stack, later = both(fit, start, fit_time(fit, rest, start, constants, rounds), constants)
-        judged = [one for one in timed if one.row.model == model and fit.judged(one)]
-        here = [seconds_error(one, _of(one, stack, later, fit)) for one in judged]
-        print(f"    without {model:32} {_summary(here)}", flush=True)
+        start = fit_memory(fit, rest, base, rounds)
+        stack, later = both(fit, start, fit_time(fit, timed_rest, start, constants, rounds), constants)
+        left_out = [one for one in timed if split.key(one) in part]
+        here = [seconds_error(one, _of(one, stack, later, fit)) for one in left_out if fit.judged(one)]
+        if here:
+            print(f"    without {', '.join(sorted(part))[:60]:60} {_summary(here)}", flush=True)
         errors += here
-        left_out = [one for one in everything if one.row.model == model and one.gib is not None]
-        memory_errors += [memory_error(one, stack) for one in left_out]
+        weighed = (one for one in everything if split.key(one) in part and one.gib is not None)
+        memory_errors += [memory_error(one, stack) for one in weighed]
         choices += in_order_chosen(
             (one.row.group, one.case, _prediction(one, _of(one, stack, later, fit)), one.seconds or np.inf)
-            for one in timed
-            if one.row.model == model
+            for one in left_out
         )
     if errors:
-        print(f"{fit.stack:24} {_summary(errors)}  (each model predicted by a fit that never saw it)")
-    if choices:
-        print(f"{'regret':24} {_regret(choices)}")
+        print(f"{fit.stack:24} {_summary(errors)}  (each predicted by a fit that never saw it)")
     if memory_errors:
         print(f"{'memory':24} {len(memory_errors):5} rows  mean {np.mean(np.abs(memory_errors)):.1%}")
+    if choices:
+        print(f"{'regret':24} {_regret(choices)}")
 
 
 def _prediction(one: Measured, stack: Stack) -> Prediction:
@@ -600,13 +622,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("stacks", nargs="*", help="fit these only; the others keep what they have")
     parser.add_argument("--held-out", action="store_true", help="predict each model by a fit that never saw it")
+    parser.add_argument("--folds", type=int, help="leave out this share of the models at a time: 6 is a sixth")
+    parser.add_argument("--groups", action="store_true", help="leave out models on a number of GPUs, not whole models")
     parser.add_argument("--rounds", type=int, default=15, help="evaluations of the Jacobian at most")
     arguments = parser.parse_args()
     constants, measured = Constants(), measured_rows()
     constants.stacks = {name: stack(name) for name in stack_names()}
     for fit in chosen_fits(arguments.stacks):
         if arguments.held_out:
-            held_out(fit, measured, constants, arguments.rounds)
+            held_out(fit, measured, constants, arguments.rounds, Split(arguments.groups, arguments.folds))
         else:
             run_fit(fit, measured, constants, arguments.rounds)
     if not arguments.held_out:
