@@ -94,7 +94,7 @@ def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: 
     """Attend causally: [S, B, heads, D] throughout; the last query stands at the last key."""
     queries, keys = query.shape[0], key.shape[0]
     windowed = window is not None and window < keys
-    if query.is_cuda and (windowed or keys > queries) and query.dtype == torch.bfloat16 and query.shape[-1] % 8 == 0:
+    if (windowed or keys > queries) and _takes_flash(query):
         return _attend_without_mask(query, key, value, window if windowed else None)
     query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
     mask = None
@@ -113,6 +113,10 @@ def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: 
             key, value = key.repeat_interleave(ratio, dim=1), value.repeat_interleave(ratio, dim=1)
         out = F.scaled_dot_product_attention(query, key, value, mask, is_causal=mask is None)
     return out.permute(2, 0, 1, 3)
+
+
+def _takes_flash(query: torch.Tensor) -> bool:
+    return query.is_cuda and query.dtype == torch.bfloat16 and query.shape[-1] % 8 == 0 and query.shape[-1] <= 256
 
 
 def _attend_without_mask(

@@ -50,8 +50,8 @@ class AdamW:
         if not pairs:
             return
         if pairs[0][1].is_cuda and pairs[0][1].dtype == torch.float32:
-            large = [(i, gradient) for i, gradient in pairs if gradient.numel() > SMALL]
-            self._update_compiled(large, lr, decays, scale, bad)
+            if large := [(i, gradient) for i, gradient in pairs if gradient.numel() > SMALL]:
+                self._update_compiled(large, lr, decays, scale, bad)
             pairs = [(i, gradient) for i, gradient in pairs if gradient.numel() <= SMALL]
         if pairs:
             self._update_fused(pairs, lr, decays, scale, bad)

@@ -244,5 +244,5 @@ def _dropped(job: Job, layout: RankLayout, tokens: float, shared: int, inner: fl
 
 
 def _logits(job: Job, layout: RankLayout) -> float:
-    logits = job.rank_tokens(layout) * job.model.vocab_size / layout.tp
-    return min(logits, job.stack.logit_slice) * job.stack.logit_bytes
+    logits = min(job.rank_tokens(layout) * job.model.vocab_size, job.stack.logit_slice)
+    return logits / layout.tp * job.stack.logit_bytes

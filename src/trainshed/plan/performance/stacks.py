@@ -175,7 +175,8 @@ class Stack:
     logit_bytes: float = 10.0
     """Per logit of a micro-batch at the peak of the loss."""
     logit_slice: float = inf
-    """Logits that exist at once where the loss goes through a micro-batch slice by slice."""
+    """Logits that exist at once, on all tensor-parallel ranks together, where the loss goes through a micro-batch slice
+    by slice."""
     work_bytes: float = 8.0
     """Of backward through one layer, per token and unit of the inner width."""
     step_bytes: float = 0.0
