@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trainshed.plan.performance.hardware import Hardware
+from trainshed.plan.performance.reach import reach_of
 from trainshed.plan.performance.stacks import Stack
 
 _NEAR = 8.0
@@ -39,7 +40,7 @@ class Group:
 def group_of(size: int, stride: int, hardware: Hardware, stack: Stack) -> Group:
     """Return a group of ranks that stand `stride` apart."""
     near = min(size, max(1, hardware.link_domain // stride))
-    link = hardware.link_gb_per_s * stack.link
+    link = hardware.link_gb_per_s * stack.link * reach_of(hardware.gpu_name).link
     if near == size:
         return Group(size, near, link, (size - 1) * stack.hop_us / _NEAR)
     nodes = -(-size // near)

@@ -42,6 +42,8 @@ class Reach:
     """How attention's speed falls with narrower heads: (width / 128) to this power."""
     memory: float = 0.85
     """Of the bandwidth of memory, what copies and element-wise kernels reach."""
+    link: float = 1.0
+    """Of what collectives reach of the links between GPUs on Hopper, what they reach here of faster ones."""
     start_us: float = 4.0
     """What a kernel costs before its first byte."""
 
