@@ -12,7 +12,7 @@ from functools import cached_property
 
 from trainshed.plan.flops import TRAINING_PER_FORWARD
 from trainshed.plan.layout import RankLayout
-from trainshed.plan.performance.anatomy import LayerKind, Product
+from trainshed.plan.performance.anatomy import Anatomy, LayerKind, Product
 from trainshed.plan.performance.collectives import group_of
 from trainshed.plan.performance.layer_time import LOW_PRECISIONS, Kernels, LayerTimes, PassTimes, layer_times
 from trainshed.plan.performance.memory import backward_share, head_chunk, rank_memory, rank_weights
@@ -136,7 +136,8 @@ def peak_tflops(job: Job) -> float:
 
 def _chunks(job: Job, layout: RankLayout) -> list[_Chunk]:
     """All chunks; those between the first and the head that have the same layers are one and the same."""
-    kernels, kinds = Kernels(job), _Kinds(job, layout)
+    kernels = Kernels(job)
+    kinds = _layers(job, layout, kernels)
     head, last = head_chunk(job, layout), layout.pp * layout.vp - 1
     alike: dict[tuple[tuple[LayerKind, int], ...], _Chunk] = {}
     chunks = []
@@ -152,20 +153,23 @@ def _chunks(job: Job, layout: RankLayout) -> list[_Chunk]:
     return chunks
 
 
-class _Kinds(dict[LayerKind, LayerTimes]):
-    """The times of each kind of layer, found when first asked for."""
+def _layers(job: Job, layout: RankLayout, kernels: Kernels) -> dict[LayerKind, LayerTimes]:
+    """The times of each kind of layer that the model has, and of those that predict further tokens."""
+    kinds = {*job.model.kinds(range(job.model.layers)), *([_extra_kind(job.model)] if job.model.extra_heads else [])}
+    return {kind: layer_times(job, layout, kernels, kind) for kind in kinds}
 
-    def __init__(self, job: Job, layout: RankLayout) -> None:
-        super().__init__()
-        self._asked = job, layout, Kernels(job)
 
-    def __missing__(self, kind: LayerKind) -> LayerTimes:
-        self[kind] = layer_times(*self._asked, kind)
-        return self[kind]
+def _extra_kind(model: Anatomy) -> LayerKind:
+    return LayerKind(model.has_experts(model.layers - 1), False)
 
 
 def _chunk(
-    job: Job, layout: RankLayout, kernels: Kernels, kinds: _Kinds, index: int, layers: Mapping[LayerKind, int]
+    job: Job,
+    layout: RankLayout,
+    kernels: Kernels,
+    kinds: Mapping[LayerKind, LayerTimes],
+    index: int,
+    layers: Mapping[LayerKind, int],
 ) -> _Chunk:
     model, stack = job.model, job.stack
     crossing = layout.tp > 1 and layout.pp > 1 and job.gpus > job.hardware.gpus_per_node
@@ -182,7 +186,7 @@ def _chunk(
         extra = _head(job, layout, kernels)
         forward, backward = forward + extra[0], backward + extra[1]
         for _ in range(model.extra_heads):
-            one = kinds[LayerKind(model.has_experts(model.layers - 1), False)]
+            one = kinds[_extra_kind(model)]
             forward, backward = forward + one.forward + extra[0], backward + one.backward + extra[1]
     trained = job.habits.trained_share
     if trained < 1:

@@ -17,9 +17,8 @@ class StateBound:
     """GiB of weights, gradients and optimiser states that some rank of a layout holds at least."""
 
     def __init__(self, job: Job) -> None:
-        model, found = job.model, job.model.experts
-        each = sum(product.weights for product in model.expert_products)
-        self._experts = 0 if found is None else model.expert_layers * found.count * each
+        model = job.model
+        self._experts = model.expert_layers * model.layer_sizes.experts
         self._dense = model.weights - self._experts
         stack, trained = job.stack, job.habits.trained_share
         self._job = job
