@@ -7,7 +7,7 @@ from math import sqrt
 
 import pytest
 
-from trainshed.plan.budget.checkpoint_cost import CheckpointCost
+from trainshed.plan.budget.checkpoint_cost import CheckpointCost, checkpoint_warning
 from trainshed.plan.budget.goodput import best_interval_seconds, expected_goodput, goodput, node_mtbf_hours
 
 HOUR = 3600.0
@@ -67,7 +67,9 @@ def test_llama_3s_own_run_comes_out_above_the_90_percent_that_meta_states() -> N
 
 def test_an_async_save_is_never_started_before_the_last_is_written() -> None:
     found = goodput(cost(stage=0.01, write=600.0), step_seconds=7.0, nodes=64, mtbf_hours=1000.0, interval_steps=500)
-    assert found.best_interval_steps == 86
+    assert found.best_interval_steps == 172  # twice the write: what is advised is not what is then warned about
+    assert checkpoint_warning(cost(stage=0.01, write=600.0), 172 * 7.0) is None
+    assert checkpoint_warning(cost(stage=0.01, write=600.0), 171 * 7.0) is not None
     waiting = goodput(cost(stage=0.01, write=600.0), step_seconds=7.0, nodes=64, mtbf_hours=1000.0, interval_steps=10)
     assert waiting.stall_seconds == pytest.approx(530.01)
     assert waiting.goodput is not None

@@ -28,7 +28,7 @@ BYTES_PER_WEIGHT = {
 # What device-to-host copies keep of PCIe's rate when all GPUs of a node copy at once into page-locked memory: estimate.
 _COPY_REACHED = 0.7
 # Beyond these parts of the time between two saves the plan warns.
-_MOST_WRITING = 0.5
+MOST_WRITING = 0.5
 _MOST_STANDING = 0.05
 
 
@@ -116,7 +116,7 @@ def checkpoint_warning(cost: CheckpointCost, interval_seconds: float, *, asynchr
     if cost.write_seconds is None:
         return None
     busy = cost.write_seconds if asynchronous else cost.stall_seconds(interval_seconds, asynchronous=False)
-    most = _MOST_WRITING if asynchronous else _MOST_STANDING
+    most = MOST_WRITING if asynchronous else _MOST_STANDING
     if busy <= most * interval_seconds:
         return None
     effect = "training waits for it" if not asynchronous or busy > interval_seconds else "little more and it would wait"

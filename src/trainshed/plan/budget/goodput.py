@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from math import ceil, exp, expm1, sqrt
 from typing import Any
 
-from trainshed.plan.budget.checkpoint_cost import CheckpointCost
+from trainshed.plan.budget.checkpoint_cost import MOST_WRITING, CheckpointCost
 
 LLAMA3_GPU_HOURS_PER_FAILURE = 54 * 24 * 16384 / 419
 """Meta's Llama 3 405B: 419 unexpected interruptions in 54 days on 16,384 H100 (The Llama 3 Herd of Models, 3.3.4)."""
@@ -95,7 +95,8 @@ def goodput(
         stall = cost.stall_seconds(interval, asynchronous=asynchronous)
         return expected_goodput(interval, stall, lost, mtbf_seconds)
 
-    shortest = max(1, ceil(write / step_seconds)) if asynchronous else 1
+    # Shorter than this, `checkpoint_warning` says that saves come too often.
+    shortest = max(1, ceil(write / MOST_WRITING / step_seconds)) if asynchronous else 1
     save = cost.stall_seconds(shortest * step_seconds, asynchronous=asynchronous)
     best = max(shortest, round(best_interval_seconds(save, mtbf_seconds) / step_seconds))
     given = interval_steps * step_seconds if interval_steps is not None else 0.0
