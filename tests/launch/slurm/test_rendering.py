@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
@@ -20,6 +19,7 @@ from trainshed.launch.slurm.render import render
 from trainshed.launch.slurm.shell import option
 from trainshed.launch.slurm.target import with_ids
 from trainshed.recipe import Cluster, load_cluster
+from trainshed.recipe.yaml_text import dump
 
 CODE = Code("trainshed-0.1.0-0123456789ab.tar.xz", "0123456789abcdef" * 4, b"", "0.1.0")
 PLAIN = {"name": "plain", "target": "slurm", "slurm": {"venv": "/shared/venv", "gpus": None}}
@@ -27,7 +27,7 @@ PLAIN = {"name": "plain", "target": "slurm", "slurm": {"venv": "/shared/venv", "
 
 def cluster_of(folder: Path, body: dict[str, Any]) -> Cluster:
     file = folder / "cluster.yaml"
-    file.write_text(yaml.safe_dump(body, sort_keys=False, allow_unicode=True))
+    file.write_text(dump(body), encoding="utf-8")
     return load_cluster(file)
 
 
@@ -183,6 +183,7 @@ def stubs(tmp_path: Path) -> Path:
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(value=TEXT, text=TEXT, name=NAME, secret=NAME, folder=NAME)
 @example(value=HOSTILE, text=HOSTILE, name="$(touch canary)'\"", secret="a'b$(id)", folder="it's $(touch canary) %j")
+@example(value="\x85", text="\u2028", name="0", secret="0", folder="1")
 def test_nothing_that_a_person_writes_breaks_out_of_a_script(
     tmp_path: Path, stubs: Path, value: str, text: str, name: str, secret: str, folder: str
 ) -> None:
