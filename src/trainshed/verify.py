@@ -28,7 +28,7 @@ from trainshed.checkpoints.native.retention import remove_checkpoint
 from trainshed.data.run_orders import PreparedData, run_orders
 from trainshed.errors import InputError, TrainshedError
 from trainshed.launch.here import train_here
-from trainshed.line import PreparedRun, check_trainable, keep_run, planned_layout, run_layout, run_line, store_options
+from trainshed.line import PreparedRun, check_engine, keep_run, planned_layout, run_layout, run_line, store_options
 from trainshed.models.hf_config import read_hf_config
 from trainshed.models.parameters import parameter_count
 from trainshed.observe.comparison import BITWISE, FLOAT64, Comparison, compare
@@ -40,10 +40,13 @@ from trainshed.recipe import (
     Checkpoint,
     Cluster,
     DataSection,
+    Engine,
     Layout,
     ModelConfig,
     ModelSection,
+    Observe,
     Recipe,
+    Resources,
     load_cluster,
     parse_recipe,
     to_plain,
@@ -114,7 +117,7 @@ def verify(
     """
     if steps < 2:
         raise InputError(f"{steps} steps have no middle to resume in", where="--steps", hint="write --steps 2 or more")
-    check_trainable(recipe, chosen=bool(layout_keys))
+    check_engine(recipe)
     cluster = cluster or load_cluster()
     whole = _whole(recipe, store_options(cluster))
     chosen = planned_layout(whole, keys=layout_keys)
@@ -162,7 +165,13 @@ def small_recipe(recipe: Recipe, small: Shrunk, layout: Layout, store: Path, *, 
         "data": DataSection(synthetic=True, sequence_length=small.sequence_length, seed=recipe.data.seed),
         "train": recipe.train.model_copy(update=train | {"precision": PRECISION, "schedule": schedule}),
         "layout": layout,
+        "engine": Engine(),
         "checkpoint": Checkpoint(every=steps // 2, keep=None, **{"async": recipe.checkpoint.async_}),
+        "observe": Observe(tensorboard=False, dllogger=False),
+        "resources": Resources(),
+        "elastic": None,
+        "export": None,
+        "serve": None,
         "store": str(store.absolute()),
     }
     # Read back as the ranks will read it, and so checked.

@@ -62,7 +62,7 @@ def run(
     if nodes is not None:
         raise InputError("--nodes is for other clusters: here the layout says how many ranks", hint="write --layout")
     loaded = load_recipe(recipe, for_recipe)
-    check_trainable(loaded, chosen=layout is not None)
+    check_trainable(loaded, cluster, chosen=layout is not None)
     prepared = run_line(loaded, cluster, id=id, workers=workers, reporter=reporter())
     budget = prepared.order.budget(prepared.steps)
     data = {

@@ -44,12 +44,14 @@ def train(
         Report as text or json.
     """
     from trainshed.cli.console import print_report
-    from trainshed.line import open_run
+    from trainshed.line import check_trainable, open_run
     from trainshed.recipe import load_cluster, load_recipe, split_overrides
 
     for_recipe, for_cluster = split_overrides(overrides)
     cluster = load_cluster(on, for_cluster)
-    run = open_run(load_recipe(recipe, for_recipe), cluster, id=id)
+    loaded = load_recipe(recipe, for_recipe)
+    check_trainable(loaded, cluster, chosen=layout is not None)
+    run = open_run(loaded, cluster, id=id)
     if is_a_rank():
         return train_as_rank(run, layout, cluster)
     data = train_stage(run, layout, worker_arguments(on, for_cluster))

@@ -10,6 +10,7 @@ from trainshed.line.preparing import (
     run_line,
     store_options,
 )
+from trainshed.line.runnable import check_engine, check_runnable
 from trainshed.line.training import (
     automatic_layout,
     check_trainable,
@@ -23,6 +24,8 @@ __all__ = [
     "PREPARED",
     "PreparedRun",
     "automatic_layout",
+    "check_engine",
+    "check_runnable",
     "check_trainable",
     "checkpoint_home",
     "keep_run",

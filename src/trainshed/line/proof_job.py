@@ -13,7 +13,7 @@ from trainshed.launch.job import JOB_FILE, Code, Job, JobFile
 from trainshed.launch.preflight import preflight_stage
 from trainshed.launch.shipping import pack_code
 from trainshed.line.placing import refuse_too_many
-from trainshed.line.submission import store_on
+from trainshed.line.runnable import store_on
 from trainshed.plan import RankLayout
 from trainshed.recipe import Cluster, to_yaml
 

@@ -24,6 +24,7 @@ from trainshed.line.preparing import (
     store_root,
     tokenise_part,
 )
+from trainshed.line.runnable import check_runnable
 from trainshed.line.serving import export_place
 from trainshed.recipe import Cluster, Export, Recipe, load_cluster, load_recipe
 from trainshed.reporting import SILENT, Reporter
@@ -34,7 +35,9 @@ def run_stage(stage: str, job_folder: Path, *, part: int = 0, parts: int = 1, re
     """Do one stage of a job, from the files that travelled with it."""
     job = JobFile.read(job_folder)
     recipe = load_recipe(str(job_folder / "recipe.yaml"))
-    cluster = load_cluster(str(job_folder / "cluster.yaml")).inside()
+    written = load_cluster(str(job_folder / "cluster.yaml"))
+    check_runnable(recipe, written)
+    cluster = written.inside()
     run = Path(job.run)
     if stage == "fetch":
         _fetch(recipe, cluster, reporter)

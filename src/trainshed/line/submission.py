@@ -6,7 +6,6 @@ how long a stopped run may take to save. What a person should know before nodes 
 
 from __future__ import annotations
 
-import posixpath
 import shlex
 from dataclasses import asdict
 from math import ceil
@@ -30,6 +29,7 @@ from trainshed.launch.shipping import pack_code, provenance
 from trainshed.line.placing import PlannedRun, plan_on_cluster
 from trainshed.line.planning import PlannedModel, planned_model
 from trainshed.line.preparing import resolve, store_options
+from trainshed.line.runnable import check_runnable, store_on
 from trainshed.line.serving import SCRIPT as SERVE_SCRIPT
 from trainshed.line.serving import serve_notes, serve_script, serve_stage
 from trainshed.plan.layout import RankLayout
@@ -55,9 +55,8 @@ def build_job(
     `nodes` or `gpus` win over the recipe's `resources`, and these over the cluster's default. With `offline` addresses
     on the Hub are pinned by the first node that fetches them, not here.
     """
+    check_runnable(recipe, cluster)
     store = store_on(cluster, recipe)
-    _check_reachable(recipe)
-    _heed_locks(recipe, cluster)
     resolved = resolve(recipe, store_options(cluster), pin=not offline)
     model = planned_model(resolved, cluster)
     planned = plan_on_cluster(resolved, cluster, model, nodes, gpus, despite_memory)
@@ -111,58 +110,6 @@ def build_job(
     )
 
 
-def store_on(cluster: Cluster, recipe: Recipe | None = None) -> str:
-    """Return the root of artefacts and runs as nodes see it: a path that every node mounts."""
-    own = recipe.store if recipe is not None else None
-    where = recipe.where("store") if recipe is not None and own else cluster.where("store")
-    root = own or cluster.store
-    if own and "store" in cluster.locked:
-        raise RecipeError("`store` is locked by whoever runs this cluster", where=where, hint="delete it")
-    if root is None:
-        raise RecipeError(
-            f"where do the jobs of {cluster.name} keep artefacts and runs?",
-            where=where,
-            hint="write `store: /data`, a path that every node mounts",
-        )
-    if "://" in root or not root.startswith("/"):
-        raise RecipeError(
-            f"{root} is no path that every node mounts",
-            where=where,
-            hint="write an absolute path on a shared disk or volume; `checkpoint.to` may be a bucket",
-        )
-    root = posixpath.normpath(root)
-    mounts = [posixpath.normpath(volume.mount) for volume in cluster.volumes if not volume.read_only]
-    if cluster.target == "kubernetes" and not any(_inside(root, mount) for mount in mounts):
-        raise RecipeError(
-            f"{root} lies on no volume that pods mount, so that it would be gone with them",
-            where=where,
-            hint=f"write `volumes: [{{mount: {root}, pvc: NAME}}]`",
-        )
-    return root
-
-
-def _inside(path: str, mount: str) -> bool:
-    return path == mount or path.startswith(mount.rstrip("/") + "/")
-
-
-def _check_reachable(recipe: Recipe) -> None:
-    """Refuse addresses that mean something else on another machine."""
-    named = [(f"data.train.{number}.path", source.path) for number, source in enumerate(recipe.data.train)]
-    named += [(f"data.train.{number}.tokens", source.tokens) for number, source in enumerate(recipe.data.train)]
-    if recipe.data.validation is not None:
-        named.append(("data.validation.path", recipe.data.validation.path))
-    named.append(("model.from", (recipe.model.from_,) if recipe.model.from_ else None))
-    named.append(("tokenizer", (recipe.tokenizer,) if isinstance(recipe.tokenizer, str) else None))
-    for key, addresses in named:
-        for address in addresses or ():
-            if "://" not in address and not address.startswith("/"):
-                raise RecipeError(
-                    f"`{address}` is relative to this machine's folder, which the cluster's nodes do not have",
-                    where=recipe.where(key),
-                    hint="write an absolute path that they mount, or an address in a store (s3://, gs://, az://, hf://)",
-                )
-
-
 def _check_export(recipe: Recipe, layout: RankLayout) -> None:
     """Refuse an export that would fail when the GPUs are done: of checkpoints that are not read here."""
     if recipe.export is None:
@@ -178,13 +125,6 @@ def _check_export(recipe: Recipe, layout: RankLayout) -> None:
             f"checkpoints of Megatron's FSDP (shard: {layout.shard}) are not converted here",
             where=recipe.where("export"),
             hint="write `layout.shard: zero1`, or delete `export`",
-        )
-
-
-def _heed_locks(recipe: Recipe, cluster: Cluster) -> None:
-    if recipe.engine.image is not None and "image" in cluster.locked:
-        raise RecipeError(
-            "`image` is locked by whoever runs this cluster", where=recipe.where("engine.image"), hint="delete it"
         )
 
 

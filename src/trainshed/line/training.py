@@ -5,12 +5,13 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from trainshed.errors import InputError, MissingExtra
+from trainshed.errors import MissingExtra
 from trainshed.line.preparing import PreparedRun
+from trainshed.line.runnable import check_runnable
 from trainshed.plan import RankLayout, layout_problems, layout_warnings, resolve_layout
 from trainshed.plan.performance.hardware import Hardware
 from trainshed.plan.searching.automatic import Chosen, RunSizes, choose_for_cpu, choose_for_gpus, local_hardware
-from trainshed.recipe import Layout, Recipe
+from trainshed.recipe import Cluster, Layout, Recipe
 from trainshed.recipe.messages import as_recipe_error, validate
 from trainshed.recipe.places import Document, Places
 from trainshed.reporting import SILENT, Reporter
@@ -20,31 +21,11 @@ if TYPE_CHECKING:
     from trainshed.engines.torch.job import TrainJob
 
 
-def check_trainable(recipe: Recipe, *, chosen: bool = False) -> None:
-    """Refuse what no preparation can make trainable; `chosen` says that the command line gives a layout."""
+def check_trainable(recipe: Recipe, cluster: Cluster, *, chosen: bool = False) -> None:
+    """Refuse what no preparation can make trainable here; `chosen` says that the command line gives a layout."""
+    check_runnable(recipe, cluster)
     if find_spec("torch") is None:
         raise MissingExtra.named("train", "training")
-    if recipe.engine.name != "torch":
-        raise InputError(
-            f"the engine {recipe.engine.name} is not ours, and runs in its own image on a cluster",
-            where=recipe.where("engine"),
-            hint="`trainshed submit RECIPE --on CLUSTER` sends it there; write `engine: torch` to train here",
-        )
-    if recipe.train.precision == "fp16":
-        raise InputError(
-            "our own engine does not train in fp16: it has no loss scale",
-            where=recipe.where("train.precision"),
-            hint="write `precision: bf16`",
-        )
-    if recipe.train.mode == "finetune" or recipe.train.lora is not None:
-        key = "train.lora" if recipe.train.lora is not None else "train.mode"
-        raise InputError("fine-tuning is not built yet", where=recipe.where(key), hint="write `mode: pretrain`")
-    if recipe.data.stage != "direct":
-        raise InputError(
-            f"staging tokens on {recipe.data.stage} is not built yet",
-            where=recipe.where("data.stage"),
-            hint="write `stage: direct`",
-        )
     if isinstance(recipe.layout, str) and not chosen:
         _local_hardware()
 
@@ -91,7 +72,6 @@ def planned_layout(
     reporter: Reporter = SILENT,
 ) -> Chosen:
     """Return the layout a run trains on, as `run_layout` does, with the planner's reasons where it chose."""
-    check_trainable(run.recipe, chosen=bool(keys))
     written = run.recipe.layout
     if isinstance(written, str) and not keys:
         chosen = automatic_layout(run, world_size=world_size)

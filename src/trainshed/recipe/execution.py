@@ -59,7 +59,7 @@ class Checkpoint(Section):
     """When the state is saved, how many are kept, what a start does with those that are there."""
 
     every: PositiveInt | None = Field(500, description="Steps between two checkpoints; null: only at the end")
-    keep: PositiveInt | None = Field(3, description="Number of checkpoints kept; null: all")
+    keep: PositiveInt | None = Field(3, description="Number of checkpoints kept; null: all (Megatron: always all)")
     to: Address | None = Field(
         None,
         description="Where checkpoints are kept, under the run's name and id; left out: in the run's folder",
@@ -85,8 +85,12 @@ class Profile(Section):
 class Observe(Section):
     """What is written besides the run's events."""
 
-    tensorboard: bool = Field(True, description="TensorBoard files in the run's folder")
-    dllogger: bool = Field(True, description="DLLogger JSON in the run's folder")
+    tensorboard: bool | None = Field(
+        None, description="TensorBoard files in the run's folder; left out: where the engine writes them"
+    )
+    dllogger: bool | None = Field(
+        None, description="DLLogger JSON in the run's folder; left out: where the engine writes it"
+    )
     profile: Profile | None = Field(None, description="Profile some steps")
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, PrivateAttr
+from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
 
 from trainshed.recipe.address import Address
 from trainshed.recipe.architecture import ModelConfig
@@ -68,6 +68,17 @@ class Recipe(Section):
     seed: NotNegativeInt = Field(1234, description="Seed of fresh weights and dropout (`data.seed` orders the data)")
 
     _places: Places = PrivateAttr(default_factory=Places)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill(cls, given: Any) -> Any:
+        """Megatron-LM deletes no checkpoints, so that `keep` left out means all of them there."""
+        engine = given.get("engine") if isinstance(given, dict) else None
+        name = engine.get("name") if isinstance(engine, dict) else engine
+        saving = given.get("checkpoint", {}) if isinstance(given, dict) else None
+        if name == "megatron" and isinstance(saving, dict) and "keep" not in saving:
+            return given | {"checkpoint": saving | {"keep": None}}
+        return given
 
     def where(self, key: str) -> str:
         """Return the place of a key for an error: `recipe.yaml:12 (data.train.0.path)`."""

@@ -113,7 +113,7 @@ def put_logs(settings: Settings, task: EngineTask) -> None:
     settings.choose(attention_backend="auto")
     profile = observe.profile
     # The profiler writes its traces there, too.
-    tensorboard = observe.tensorboard or profile is not None
+    tensorboard = observe.tensorboard is not False or profile is not None
     settings.put("observe.tensorboard", tensorboard_dir=f"{task.place.run}/tensorboard" if tensorboard else None)
     if tensorboard:
         settings.choose(log_timers_to_tensorboard=True, log_memory_to_tensorboard=True)

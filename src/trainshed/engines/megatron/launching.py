@@ -116,12 +116,9 @@ def _notes(task: EngineTask, settings: Settings) -> Iterator[str]:
         yield "with a ramp Megatron counts warm-up and decay in samples, not in steps: the rate rises faster at first"
     if recipe.train.precision == "fp16":
         yield "fp16 trains with a dynamic loss scale: a step that overflows is skipped, whatever non_finite says"
-    if recipe.checkpoint.keep is not None:
-        yield f"Megatron deletes no checkpoints: `keep: {recipe.checkpoint.keep}` is left to `trainshed checkpoints`"
+    yield "Megatron deletes no checkpoints: all of them are kept"
     if recipe.checkpoint.resume == "must" and settings.known.version == "0.16.1":
         yield "without a checkpoint 0.16.1 ends with exit code 0; build_index.py looks for one before"
-    if recipe.observe.dllogger:
-        yield "Megatron writes no DLLogger file; `trainshed metrics` reads its log"
     if config.moe is not None and recipe.train.moe is None:
         yield "the router's losses are as the schema defaults them: train.moe"
     if task.place.sharp and layout.dp == 1:

@@ -91,6 +91,12 @@ def _checkpoints(task: EngineTask) -> Iterator[Problem]:
             "Megatron writes its checkpoints to a folder of the run that every node sees",
             "delete it; `store` says where runs lie",
         )
+    if recipe.checkpoint.keep is not None:
+        yield Problem(
+            ("checkpoint", "keep"), "Megatron deletes no checkpoints", "delete it, or write `keep: null`: all are kept"
+        )
+    if recipe.observe.dllogger:
+        yield Problem(("observe", "dllogger"), "Megatron writes no DLLogger file", "delete it: its log has the figures")
     if recipe.model.from_ is not None and uses_fsdp(task.layout):
         yield Problem(
             ("layout", "shard"),

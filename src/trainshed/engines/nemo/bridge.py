@@ -166,6 +166,4 @@ def _notes(task: EngineTask) -> list[str]:
         notes.append("the embedding has as many rows as the tokenizer has tokens, padded to a multiple of 128 · tp")
     if task.recipe.checkpoint.resume == "fresh":
         notes.append("Megatron-Bridge does not refuse to start where checkpoints already are: it writes beside them")
-    if task.recipe.observe.dllogger:
-        notes.append("Megatron-Bridge writes no DLLogger file; step times are in its log")
     return notes

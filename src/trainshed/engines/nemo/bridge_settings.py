@@ -186,7 +186,7 @@ def _keeping(task: EngineTask) -> Iterator[Setting]:
     yield Setting("checkpoint.fully_parallel_save", True, "checkpoint")
     yield Setting("logger.log_interval", 1, "observe")
     yield Setting("logger.log_throughput", True, "observe")
-    tensorboard = f"{run}/tensorboard" if task.recipe.observe.tensorboard else None
+    tensorboard = f"{run}/tensorboard" if task.recipe.observe.tensorboard is not False else None
     yield Setting("logger.tensorboard_dir", tensorboard, "observe.tensorboard")
 
 

@@ -102,6 +102,10 @@ def bridge_problems(task: EngineTask) -> Iterator[Problem]:
     """Yield what the Megatron-Bridge script does not do."""
     config, layout = task.config, task.layout
     yield from shared_problems(task)
+    if task.recipe.observe.dllogger:
+        yield Problem(
+            ("observe", "dllogger"), "Megatron-Bridge writes no DLLogger file", "delete it: its log has the figures"
+        )
     if layout.shard != "zero1" and layout.dp > 1:
         yield Problem(
             ("layout", "shard"),

@@ -52,7 +52,7 @@ def place_settings(task: EngineTask) -> list[Setting]:
         Setting("exp_manager.checkpoint_callback_params.dirpath", f"{place.run}/checkpoints", store),
         Setting("model.data.index_mapping_dir", f"{place.engine}/index", store),
     ]
-    if task.recipe.observe.dllogger:
+    if task.recipe.observe.dllogger is not False:
         log = f"{place.run}/dllogger/rank-0/dllogger.json"
         settings.append(Setting("exp_manager.dllogger_logger_kwargs.json_file", log, store))
     folder = f"{place.engine}/tokenizer"
@@ -89,8 +89,10 @@ def _trainer(task: EngineTask) -> Iterator[Setting]:
 def _experiment(task: EngineTask) -> Iterator[Setting]:
     recipe, saving = task.recipe, task.recipe.checkpoint
     callback = "exp_manager.checkpoint_callback_params"
-    yield Setting("exp_manager.create_tensorboard_logger", recipe.observe.tensorboard, "observe.tensorboard")
-    yield Setting("exp_manager.create_dllogger_logger", recipe.observe.dllogger, "observe.dllogger")
+    yield Setting(
+        "exp_manager.create_tensorboard_logger", recipe.observe.tensorboard is not False, "observe.tensorboard"
+    )
+    yield Setting("exp_manager.create_dllogger_logger", recipe.observe.dllogger is not False, "observe.dllogger")
     yield Setting("exp_manager.resume_if_exists", saving.resume != "fresh", "checkpoint.resume")
     yield Setting("exp_manager.resume_ignore_no_checkpoint", saving.resume != "must", "checkpoint.resume")
     yield Setting("exp_manager.create_checkpoint_callback", True, "checkpoint")

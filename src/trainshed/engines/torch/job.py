@@ -38,11 +38,11 @@ class TrainJob:
 class Voice:
     """Where a rank's events go: into the run's store, and to whoever listens in this process."""
 
-    def __init__(self, writer: EventWriter, listener: Callable[[dict[str, Any]], None] | None = None) -> None:
-        self.writer, self.listener = writer, listener
+    def __init__(self, writer: EventWriter, *listeners: Callable[[dict[str, Any]], None]) -> None:
+        self.writer, self.listeners = writer, list(listeners)
 
     def __call__(self, kind: str, step: int | None = None, **values: Any) -> None:
         """Emit one event."""
         self.writer.emit(kind, step, **values)
-        if self.listener is not None:
-            self.listener({"kind": kind, "step": step, **values})
+        for listener in self.listeners:
+            listener({"kind": kind, "step": step, **values})

@@ -31,6 +31,7 @@ from trainshed.errors import TrainshedError
 from trainshed.models.decoder import Losses
 from trainshed.models.parameters import parameter_count
 from trainshed.observe.events import EventWriter
+from trainshed.observe.exporters import EXPORTERS
 from trainshed.observe.rank_error import health_folder, write_error
 from trainshed.recipe.train import MoeLosses
 from trainshed.storage.attempts import Attempt, take_attempt
@@ -83,7 +84,9 @@ def train_rank(
         number = _attempt_number(job, place, store, attempt)
         health = health_folder(run_folder, number)
         writer = stack.enter_context(EventWriter(job.store, job.folder, attempt=number, rank=place.rank))
-        voice = Voice(writer, listener if place.rank == 0 else None)
+        voice = Voice(writer)
+        if place.rank == 0:
+            _add_listeners(voice, listener, job, run_folder, stack)
         watchdog = stack.enter_context(
             Watchdog(health, place.rank, budget_seconds=budget_seconds, on_stall=lambda _: writer.dump(10))
         )
@@ -105,6 +108,19 @@ def train_rank(
     if dist.is_initialized():
         dist.destroy_process_group()
     return code
+
+
+def _add_listeners(
+    voice: Voice, listener: Callable[[dict[str, Any]], None] | None, job: TrainJob, run_folder: Path, stack: ExitStack
+) -> None:
+    """Let whoever started rank 0, and the files that `observe` asks for, follow the events."""
+    if listener is not None:
+        voice.listeners.append(listener)
+    for exporter in EXPORTERS:
+        if getattr(job.recipe.observe, exporter.name) is not False:
+            length = job.order.sequence_length
+            made = exporter(run_folder, sequence_length=length, warn=lambda text: voice("warning", text=text))
+            voice.listeners.append(stack.enter_context(made))
 
 
 def _train(job: TrainJob, session: Session, collective_seconds: float) -> int:

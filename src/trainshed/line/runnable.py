@@ -1,0 +1,188 @@
+"""Whether a recipe can run on a cluster: the one check that every door asks before any work is done.
+
+`run`, `train`, `verify`, `render`, `submit` and the worker call `check_runnable`, so that what one of them refuses all
+refuse, in the same words. It needs neither torch nor the network. What only the architecture or the layout can tell is
+said by the planner's rules (`plan/legality`) and by the adapters of foreign engines (`engines/*`), which every job goes
+through as well. `tests/line/test_every_key.py` walks all keys of a recipe and finds each honoured or refused.
+"""
+
+from __future__ import annotations
+
+import posixpath
+from collections.abc import Iterator
+
+from trainshed.errors import RecipeError
+from trainshed.recipe import Cluster, Recipe
+from trainshed.recipe.messages import as_recipe_error
+from trainshed.recipe.places import KeyPath
+from trainshed.recipe.section import Problem
+
+
+def check_runnable(recipe: Recipe, cluster: Cluster) -> None:
+    """Raise one error with everything that the recipe asks for and its engine or this cluster cannot do."""
+    problems = [*_engine_problems(recipe), *_target_problems(recipe, cluster), *_address_problems(recipe, cluster)]
+    if problems:
+        raise as_recipe_error(problems, recipe.places)
+
+
+def check_engine(recipe: Recipe) -> None:
+    """Raise what our own engine cannot do of a recipe, wherever it would run."""
+    problems = [*_foreign_problems(recipe), *_engine_problems(recipe)]
+    if problems:
+        raise as_recipe_error(problems, recipe.places)
+
+
+def _foreign_problems(recipe: Recipe) -> Iterator[Problem]:
+    if recipe.engine.name != "torch":
+        yield Problem(
+            ("engine",),
+            f"the engine {recipe.engine.name} is not ours, and runs in its own image on a cluster",
+            "`trainshed submit RECIPE --on CLUSTER` sends it there; write `engine: torch` to train here",
+        )
+
+
+def _engine_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Yield what our own engine does not do on any target; the adapters say it of theirs."""
+    if recipe.engine.name != "torch":
+        return
+    train = recipe.train
+    if train.lora is not None:
+        yield Problem(("train", "lora"), "the torch engine trains no adapters yet", "delete it, or engine: torchtune")
+    if train.mode == "finetune":
+        yield Problem(
+            ("train", "mode"), "the torch engine does not fine-tune yet", "write `mode: pretrain`, or engine: torchtune"
+        )
+    if recipe.data.stage != "direct":
+        yield Problem(
+            ("data", "stage"), f"staging tokens on {recipe.data.stage} is not built yet", "write `stage: direct`"
+        )
+
+
+def _target_problems(recipe: Recipe, cluster: Cluster) -> Iterator[Problem]:
+    """Yield what the cluster's target cannot do for this recipe."""
+    if cluster.target == "local":
+        yield from _foreign_problems(recipe)
+        if (recipe.resources.nodes or 1) > 1:
+            yield Problem(
+                ("resources", "nodes"),
+                f"this machine is one node, and the recipe asks for {recipe.resources.nodes}",
+                "add resources.nodes=null to the command to train here, or --on CLUSTER to train there",
+            )
+    if recipe.engine.image is not None and "image" in cluster.locked:
+        yield Problem(("engine", "image"), "`image` is locked by whoever runs this cluster", "delete it")
+    elif recipe.engine.image is not None and (why := _no_image(cluster)) is not None:
+        yield Problem(("engine", "image"), f"is not read: {why}", "delete it")
+    if recipe.elastic is not None and (why := _not_elastic(recipe, cluster)) is not None:
+        yield Problem(("elastic",), why, "delete it: a lost node ends the attempt, and the run goes on with another")
+
+
+def _no_image(cluster: Cluster) -> str | None:
+    if cluster.target == "local":
+        return "ranks run in this machine's own environment"
+    if cluster.target == "ray":
+        return "the nodes of a running Ray cluster have their image already"
+    if cluster.target == "slurm" and cluster.on_slurm.container == "none":
+        return f"{cluster.name} has no containers (slurm.container)"
+    return None
+
+
+def _not_elastic(recipe: Recipe, cluster: Cluster) -> str | None:
+    """Say why a run cannot go on with other or fewer nodes there; None where its agents see to it."""
+    if recipe.engine.name != "torch":
+        return f"{recipe.engine.name} is started with a fixed number of nodes, and knows no spare ones"
+    if cluster.target == "local":
+        return "this machine is one node: none can be lost or stand in"
+    if cluster.target == "ray" or cluster.on_kubernetes.kind == "rayjob":
+        return "Ray places a training anew when a node is lost: it holds no spare ones and plans for no fewer"
+    return None
+
+
+def _address_problems(recipe: Recipe, cluster: Cluster) -> Iterator[Problem]:
+    """Yield addresses that mean something else, or nothing, on the nodes of another machine."""
+    if cluster.target == "local":
+        return
+    for path, address, written in _addresses(recipe):
+        if "://" in address:
+            continue
+        if not address.startswith("/"):
+            yield Problem(
+                path,
+                f"`{address}` is relative to this machine's folder, which the cluster's nodes do not have",
+                "write an absolute path that they mount, or an address in a store (s3://, gs://, az://, hf://)",
+            )
+        elif (mounts := _mounts(cluster, recipe, writable=written)) is not None and not _on_one(address, mounts):
+            what = "no volume that jobs may write to" if written else "no volume that jobs mount"
+            there = ", ".join(mounts) or "none"
+            yield Problem(
+                path,
+                f"{address} lies on {what} ({there})",
+                f"write a path on one of them, or add it to `volumes` of {cluster.where('volumes')}",
+            )
+
+
+def _addresses(recipe: Recipe) -> Iterator[tuple[KeyPath, str, bool]]:
+    """Yield every address that nodes open, at its key, and whether they write there."""
+    sources = [(("data", "train", number), source) for number, source in enumerate(recipe.data.train)]
+    for path, source in sources:
+        for key in ("path", "tokens"):
+            yield from (((*path, key), address, False) for address in getattr(source, key) or ())
+    if (validation := recipe.data.validation) is not None:
+        for key in ("path", "tokens"):
+            yield from ((("data", "validation", key), address, False) for address in getattr(validation, key) or ())
+    if recipe.model.from_ is not None:
+        yield ("model", "from"), recipe.model.from_, False
+    if isinstance(recipe.tokenizer, str):
+        yield ("tokenizer",), recipe.tokenizer, False
+    if recipe.checkpoint.to is not None:
+        yield ("checkpoint", "to"), recipe.checkpoint.to, True
+    if recipe.export is not None and recipe.export.to is not None:
+        yield ("export", "to"), recipe.export.to, True
+
+
+def _mounts(cluster: Cluster, recipe: Recipe, *, writable: bool) -> list[str] | None:
+    """Return the folders that jobs see besides their image; None where they see the node's own disks."""
+    if cluster.target == "ray" or (cluster.target == "slurm" and cluster.on_slurm.container == "none"):
+        return None
+    volumes = [volume.mount for volume in cluster.volumes if not (writable and volume.read_only)]
+    # Pyxis is told to mount the store besides.
+    store = [recipe.store or cluster.store or ""] if cluster.target == "slurm" else []
+    return [posixpath.normpath(mount) for mount in (*store, *volumes) if mount]
+
+
+def _on_one(path: str, mounts: list[str]) -> bool:
+    return any(is_inside(posixpath.normpath(path), mount) for mount in mounts)
+
+
+def is_inside(path: str, mount: str) -> bool:
+    """Whether a path lies in a folder, or is it."""
+    return path == mount or path.startswith(mount.rstrip("/") + "/")
+
+
+def store_on(cluster: Cluster, recipe: Recipe | None = None) -> str:
+    """Return the root of artefacts and runs as nodes see it: a path that every node mounts."""
+    own = recipe.store if recipe is not None else None
+    where = recipe.where("store") if recipe is not None and own else cluster.where("store")
+    root = own or cluster.store
+    if own and "store" in cluster.locked:
+        raise RecipeError("`store` is locked by whoever runs this cluster", where=where, hint="delete it")
+    if root is None:
+        raise RecipeError(
+            f"where do the jobs of {cluster.name} keep artefacts and runs?",
+            where=where,
+            hint="write `store: /data`, a path that every node mounts",
+        )
+    if "://" in root or not root.startswith("/"):
+        raise RecipeError(
+            f"{root} is no path that every node mounts",
+            where=where,
+            hint="write an absolute path on a shared disk or volume; `checkpoint.to` may be a bucket",
+        )
+    root = posixpath.normpath(root)
+    mounts = [posixpath.normpath(volume.mount) for volume in cluster.volumes if not volume.read_only]
+    if cluster.target == "kubernetes" and not _on_one(root, mounts):
+        raise RecipeError(
+            f"{root} lies on no volume that pods mount, so that it would be gone with them",
+            where=where,
+            hint=f"write `volumes: [{{mount: {root}, pvc: NAME}}]`",
+        )
+    return root
