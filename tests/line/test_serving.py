@@ -22,7 +22,7 @@ LAPTOPS = "name: laptops\ntarget: slurm\nstore: /shared\n"
 def job_of(folder: Path, *overrides: str, cluster: str = LAPTOPS, on: tuple[str, ...] = ()) -> Job:
     (folder / "recipe.yaml").write_text(recipe_text("dense"))
     (folder / "cluster.yaml").write_text(cluster)
-    recipe = load_recipe(str(folder / "recipe.yaml"), ["export={}", "tokenizer=/models/tiny", *overrides])
+    recipe = load_recipe(str(folder / "recipe.yaml"), ["export={}", "tokenizer=hf://org/tiny", *overrides])
     where = load_cluster(folder / "cluster.yaml" if "\n" in cluster else cluster, on)
     return build_job(recipe, where, code=CODE, offline=True)
 
@@ -109,7 +109,7 @@ def test_what_was_decided_about_a_server_is_said(tmp_path: Path) -> None:
     assert tag == "serve.image is a tag, which may be another image tomorrow: write vllm/vllm-openai:v1@sha256:…"
 
 
-EXPORTED = ["export={}", "tokenizer=/models/tiny", "serve={max_length: 8, port: 9000}"]
+EXPORTED = ["export={}", "tokenizer=hf://org/tiny", "serve={max_length: 8, port: 9000}"]
 
 
 def test_here_the_command_is_said(tmp_path: Path) -> None:

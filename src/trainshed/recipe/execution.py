@@ -65,7 +65,9 @@ class Checkpoint(Section):
         description="Where checkpoints are kept, under the run's name and id; left out: in the run's folder",
         examples=["s3://bucket/checkpoints"],
     )
-    async_: bool = Field(True, alias="async", description="Go on training while a checkpoint is written")
+    async_: bool = Field(
+        True, alias="async", description="Go on training while a checkpoint is written (torchtune: never)"
+    )
     resume: Literal["auto", "must", "fresh"] = Field(
         "auto",
         description="auto: go on where there is a checkpoint; must: fail without one; fresh: fail with one",

@@ -23,6 +23,9 @@ FORMAT = 1
 RESERVED = ("eval", "budgets", "engine_options")
 """Top-level keys that later versions will read; writing one today is an error, not a silence."""
 
+CHECKPOINT_DEFAULTS: dict[Any, dict[str, Any]] = {"megatron": {"keep": None}, "torchtune": {"async": False}}
+"""Megatron-LM deletes no checkpoints, torchtune writes them while training waits."""
+
 # Names of objects are name + id + suffix, 63 characters at most; a service's name begins with a letter.
 LONGEST_NAME = 40
 NAME_PATTERN = r"^[a-z]([-a-z0-9]*[a-z0-9])?$"
@@ -72,13 +75,14 @@ class Recipe(Section):
     @model_validator(mode="before")
     @classmethod
     def _fill(cls, given: Any) -> Any:
-        """Megatron-LM deletes no checkpoints, so that `keep` left out means all of them there."""
-        engine = given.get("engine") if isinstance(given, dict) else None
+        """Give keys that are left out the value which the engine has in any case."""
+        if not isinstance(given, dict):
+            return given
+        engine, saving = given.get("engine"), given.get("checkpoint", {})
         name = engine.get("name") if isinstance(engine, dict) else engine
-        saving = given.get("checkpoint", {}) if isinstance(given, dict) else None
-        if name == "megatron" and isinstance(saving, dict) and "keep" not in saving:
-            return given | {"checkpoint": saving | {"keep": None}}
-        return given
+        if name not in CHECKPOINT_DEFAULTS or not isinstance(saving, dict):
+            return given
+        return given | {"checkpoint": CHECKPOINT_DEFAULTS[name] | saving}
 
     def where(self, key: str) -> str:
         """Return the place of a key for an error: `recipe.yaml:12 (data.train.0.path)`."""

@@ -131,7 +131,7 @@ def test_arguments_become_fields() -> None:
         (("train.precision=fp32",), "bf16 and fp8"),
         (
             ("model={preset: llama3.1-8b, from: hf://org/base}", "train.lora={rank: 8, alpha: 16}"),
-            "pretraining only",
+            "training all weights",
         ),
     ],
 )

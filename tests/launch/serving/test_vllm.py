@@ -13,7 +13,7 @@ from trainshed.recipe import Recipe, parse_recipe
 
 
 def recipe_of(*overrides: str) -> Recipe:
-    served = ("serve={engine: vllm, gpus: 2}", "export={format: hf}", "tokenizer=/models/tiny")
+    served = ("serve={engine: vllm, gpus: 2}", "export={format: hf}", "tokenizer=hf://org/tiny")
     return parse_recipe(recipe_text("dense"), [*served, *overrides])
 
 

@@ -142,7 +142,9 @@ def _config_function(
         lines.append(f"        {name}={kind}(")
         lines += [f"            {key}={value!r}," for key, value in sections[name].items()]
         if name == "dataset" and not task.recipe.data.synthetic:
-            lines.append("            blend_per_split=blends,")
+            # One corpus that `split` shares out, or documents of its own for each.
+            shared_out = task.recipe.data.split is not None
+            lines.append(f"            {'blend=blends[0]' if shared_out else 'blend_per_split=blends'},")
         lines.append("        ),")
     precision = PRECISION[task.recipe.train.precision]
     lines += [f"        mixed_precision=get_mixed_precision_config({precision!r}),", "    )"]

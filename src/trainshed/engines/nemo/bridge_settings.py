@@ -8,6 +8,7 @@ from typing import Any
 
 from trainshed.engines.engine_arguments import KnownKeys, Setting
 from trainshed.engines.foreign import EngineTask
+from trainshed.engines.nemo.settings import split_text
 from trainshed.recipe import MoeLosses
 
 KNOWN = KnownKeys("Megatron-Bridge 0.5.0", Path(__file__).with_name("keys-bridge-0.5.0.yaml"))
@@ -168,6 +169,8 @@ def _data(task: EngineTask) -> Iterator[Setting]:
     for key in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss"):
         yield Setting(f"dataset.{key}", False, "data")
     yield Setting("dataset.dataloader_type", "single", "data")
+    if task.recipe.data.split is not None:
+        yield Setting("dataset.split", split_text(task.recipe), "data.split")
     yield Setting("dataset.path_to_cache", f"{task.place.engine}/index", "the cluster's store")
     yield Setting("tokenizer.tokenizer_type", "HuggingFaceTokenizer", "tokenizer")
     yield Setting("tokenizer.tokenizer_model", f"{task.place.engine}/tokenizer", "tokenizer")

@@ -72,6 +72,4 @@ def _notes(task: EngineTask) -> list[str]:
         notes.append("NeMo does not refuse to start where checkpoints already are: `resume: fresh` starts beside them")
     if task.recipe.observe.profile is not None:
         notes.append("NeMo marks the profiled steps; only a program started by `nsys profile` records them")
-    if task.recipe.data.stage != "direct":
-        notes.append(f"data.stage: {task.recipe.data.stage} is not NeMo's: it reads tokens where its prefixes point")
     return notes

@@ -92,9 +92,8 @@ def _original(settings: ForeignSettings, prefix: str) -> str:
     cache, local = settings.get(f"{_SECTION}.data_cache_gcs_dir"), settings.get(f"{_SECTION}.data_cache_local_dir")
     if not cache or not local or not prefix.startswith(f"{local.rstrip('/')}/"):
         return prefix
-    settings.write("data.stage", "nvme")
     settings.mapped(f"{_SECTION}.data_cache_gcs_dir", "data.train")
-    settings.mapped(f"{_SECTION}.data_cache_local_dir", "data.stage: nvme")
+    settings.drop(f"{_SECTION}.data_cache_local_dir", "no copy is made on local disks: tokens are read from the store")
     return f"{cache.rstrip('/')}/{prefix.removeprefix(local.rstrip('/')).lstrip('/')}"
 
 

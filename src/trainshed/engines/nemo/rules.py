@@ -21,8 +21,10 @@ def shared_problems(task: EngineTask) -> Iterator[Problem]:
     recipe, train = task.recipe, task.recipe.train
     if task.place.vendor != "nvidia":
         yield Problem(("engine",), "NeMo's images run on NVIDIA GPUs only", "write engine: torch or megatron")
-    if train.mode == "finetune" or train.lora is not None:
+    if train.mode == "finetune":
         yield Problem(("train", "mode"), "NeMo is rendered for pretraining only", "write engine: torchtune")
+    if train.lora is not None:
+        yield Problem(("train", "lora"), "NeMo is rendered for training all weights", "write engine: torchtune")
     if train.precision not in ("bf16", "fp8"):
         yield Problem(
             ("train", "precision"), f"NeMo is rendered for bf16 and fp8, not for {train.precision}", "precision: bf16"
@@ -35,6 +37,8 @@ def shared_problems(task: EngineTask) -> Iterator[Problem]:
         )
     if recipe.data.skip:
         yield Problem(("data", "skip"), "NeMo reads its samples in an order of its own", "delete it")
+    if recipe.data.stage != "direct":
+        yield Problem(("data", "stage"), "NeMo maps the token files where they lie in the store", "stage: direct")
     if recipe.checkpoint.to is not None:
         yield Problem(
             ("checkpoint", "to"), "NeMo writes its checkpoints into the run's folder", "delete it, or write store:"

@@ -180,7 +180,7 @@ def _data(task: EngineTask) -> Iterator[Setting]:
     yield Setting("model.encoder_seq_length", length, "data.sequence_length")
     yield Setting("model.data.seq_length", length, "data.sequence_length")
     yield Setting("model.data.data_impl", "mock" if data.synthetic else "mmap", "data.synthetic")
-    yield Setting("model.data.splits_string", _split(task.recipe), "data.split")
+    yield Setting("model.data.splits_string", split_text(task.recipe), "data.split")
     if data.synthetic:
         yield Setting("model.data.data_prefix", [], "data.synthetic")
     if is_gpt2(task.recipe):
@@ -193,7 +193,7 @@ def _data(task: EngineTask) -> Iterator[Setting]:
     yield Setting("model.tokenizer.delimiter", None, "tokenizer")
 
 
-def _split(recipe: Recipe) -> str | None:
+def split_text(recipe: Recipe) -> str | None:
     """Return the parts of one corpus; None where validation has documents of its own and prefixes are by split."""
     split = recipe.data.split
     if split is None:

@@ -8,7 +8,8 @@ from typing import Any
 
 from trainshed.engines.engine_arguments import Setting
 from trainshed.recipe import DataSection, Recipe
-from trainshed.recipe.data import SourceKeys
+from trainshed.recipe.data import TEXT_DEFAULTS, SourceKeys, ValidationSource
+from trainshed.recipe.places import KeyPath
 from trainshed.recipe.section import Problem
 
 _ROOM = "torchtune.datasets"
@@ -69,6 +70,7 @@ def dataset_problems(recipe: Recipe) -> Iterator[Problem]:
         sources.append((data.validation, ("data", "validation")))
     for source, path in sources:
         yield from _source_problems(source, path)
+    yield from _unread(data)
     if data.split is not None and any(100 * part % 1 > 1e-9 for part in (data.split.train, data.split.validation)):
         yield Problem(("data", "split"), "torchtune cuts data at whole percents", "{train: 0.95, validation: 0.05}")
     if form is None:
@@ -86,6 +88,25 @@ def dataset_problems(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(
             ("engine", "args", "dataset.conversation_style"), f"`{style}` is not a style", " or ".join(STYLES)
         )
+
+
+def _unread(data: DataSection) -> Iterator[Problem]:
+    """Yield the keys by which text becomes tokens: torchtune does that itself, in the form that `engine.args` says."""
+    usual = DataSection.model_fields
+    for key in ("shards", "eod", "bos", "on_bad_line"):
+        if getattr(data, key) != usual[key].default:
+            yield Problem(("data", key), "torchtune tokenises by itself, and does not read it", "delete it")
+    sources: list[tuple[KeyPath, SourceKeys]] = [(("data", "train", n), source) for n, source in enumerate(data.train)]
+    if data.validation is not None:
+        sources.append((("data", "validation"), data.validation))
+    for path, source in sources:
+        for key in ("key", "documents"):
+            if getattr(source, key) not in (None, TEXT_DEFAULTS[key]):
+                what = "torchtune finds its text by the form of the data, which `engine.args` says"
+                yield Problem((*path, key), what, "delete it")
+    if data.validation is not None and data.validation.batches != ValidationSource.model_fields["batches"].default:
+        what = "torchtune validates on all of the validation data, not on `batches` of it"
+        yield Problem(("data", "validation", "batches"), what, "delete it")
 
 
 def _source_problems(source: SourceKeys, path: tuple[str | int, ...]) -> Iterator[Problem]:

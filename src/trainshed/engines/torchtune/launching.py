@@ -98,11 +98,6 @@ def _notes(task: EngineTask, builder: Builder) -> list[str]:
         notes.append("torchtune keeps weights and optimiser states in bf16: `precision: fp32` keeps them in fp32")
     if train.epochs is None:
         notes.append(f"torchtune ends with its data: fewer than {task.steps} steps where one pass has fewer")
-    if task.recipe.checkpoint.async_:
-        notes.append(
-            "checkpoints are written while training waits: after a failed load of an asynchronous one "
-            "torchtune would start over in silence"
-        )
     if task.recipe.data.validation is not None:
         notes.append("torchtune validates on all of the validation data, not on `batches` of it")
     if builder.family.files == "tiktoken":

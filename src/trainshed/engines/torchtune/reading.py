@@ -199,6 +199,9 @@ def _read_keeping(settings: ForeignSettings) -> None:
 
 
 def _drop_places(settings: ForeignSettings) -> None:
+    if str(settings.get("metric_logger._component_", "")).endswith(".TensorBoardLogger"):
+        settings.take("metric_logger._component_", "observe.tensorboard", True)
+    settings.mapped("metric_logger._component_", "written by Trainshed in any case")
     for key in ("output_dir", "checkpointer.output_dir", "metric_logger.log_dir", "checkpointer.recipe_checkpoint"):
         settings.drop(key, _PLACES)
     written = [value for value in settings.written.values() if isinstance(value, str)]

@@ -9,7 +9,7 @@ from trainshed.engines.torchtune.builders import Builder, builder_of, known_pres
 from trainshed.engines.torchtune.datasets import dataset_problems
 from trainshed.engines.torchtune.settings import MLP
 from trainshed.plan import layout_problems
-from trainshed.recipe import TrainedTokenizer
+from trainshed.recipe import Profile, TrainedTokenizer
 from trainshed.recipe.section import Problem
 
 
@@ -93,6 +93,14 @@ def _training_problems(task: EngineTask) -> Iterator[Problem]:
             "LoRA in fp8",
         ),
         (train.precision not in ("fp32", "bf16", "fp8"), ("train", "precision"), train.precision),
+        (recipe.checkpoint.async_, ("checkpoint", "async"), "way to go on from a checkpoint written beside the steps"),
+        (recipe.data.stage != "direct", ("data", "stage"), "copy of the data on local disks or in memory"),
+        (bool(recipe.observe.dllogger), ("observe", "dllogger"), "DLLogger file"),
+        (
+            recipe.observe.profile is not None and recipe.observe.profile.ranks != Profile().ranks,
+            ("observe", "profile", "ranks"),
+            "choice of ranks to profile: it profiles all of them",
+        ),
     )
     for is_asked, path, what in absent:
         if is_asked:

@@ -18,6 +18,7 @@ MLP = ("gate_proj", "up_proj", "down_proj")
 ATTENTION = {"q_proj": "q_proj", "k_proj": "k_proj", "v_proj": "v_proj", "o_proj": "output_proj"}
 """Our names of the attention's projections to torchtune's."""
 COSINE = "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup"
+_LOGGERS = "torchtune.training.metric_logging"
 _WARMUP_OF_PROFILER = 3
 
 
@@ -30,7 +31,6 @@ def fixed_settings(*, lora: bool, tied: bool = False) -> dict[str, Any]:
         "device": "cuda",
         "enable_activation_offloading": False,
         "compile": not lora,
-        "metric_logger._component_": "torchtune.training.metric_logging.DiskLogger",
         "log_every_n_steps": 1,
         "log_peak_memory_stats": True,
         "log_level": "INFO",
@@ -88,7 +88,11 @@ def _places(task: EngineTask, builder: Builder) -> Iterator[Setting]:
     yield Setting("checkpointer.output_dir", f"{run}/checkpoints", store)
     yield Setting("checkpointer.keep_last_n_checkpoints", task.recipe.checkpoint.keep, "checkpoint.keep")
     yield Setting("save_every_n_steps", task.recipe.checkpoint.every, "checkpoint.every")
-    yield Setting("metric_logger.log_dir", f"{run}/torchtune", store)
+    # It has one logger. Its own text is what `trainshed` reads.
+    tensorboard = bool(task.recipe.observe.tensorboard)
+    logger = "TensorBoardLogger" if tensorboard else "DiskLogger"
+    yield Setting("metric_logger._component_", f"{_LOGGERS}.{logger}", "observe.tensorboard")
+    yield Setting("metric_logger.log_dir", f"{run}/{'tensorboard' if tensorboard else 'torchtune'}", store)
 
 
 def _training(task: EngineTask) -> Iterator[Setting]:

@@ -151,7 +151,9 @@ def read_checkpoints(book: Notebook) -> None:
     book.put("checkpoint.async", bool(parsed["async_save"] and parsed["use_persistent_ckpt_worker"]), "async_save")
     if parsed["exit_on_missing_checkpoint"] and "from" not in book.recipe["model"]:
         book.put("checkpoint.resume", "must", "exit_on_missing_checkpoint")
-    book.put("observe.tensorboard", parsed["tensorboard_dir"] is not None, "tensorboard_dir")
+    if parsed["tensorboard_dir"] is None:
+        book.put("observe.tensorboard", False)
+    book.note("observe.tensorboard, which Megatron writes where it is left out", "tensorboard_dir")
     if parsed["profile"]:
         start = parsed["profile_step_start"]
         profile = {
