@@ -52,13 +52,12 @@ def worker(
     from trainshed.engines.torch.rank import COLLECTIVE_SECONDS, train_rank
     from trainshed.engines.torch.watchdog import BUDGET_SECONDS
     from trainshed.launch.here import read_plan
-    from trainshed.line import check_runnable, open_run_folder, store_options, train_job
+    from trainshed.line import open_run_folder, store_options, train_job
     from trainshed.recipe import load_cluster, split_overrides
 
     cluster = load_cluster(on, split_overrides(overrides)[1])
     options = store_options(cluster)
-    opened = open_run_folder(run)
-    check_runnable(opened.recipe, cluster)
+    opened = open_run_folder(run, cluster)
     # Its own log says how it goes: `trainshed logs` shows that of rank 0.
     with training_progress(opened.steps) as on_event:
         return train_rank(

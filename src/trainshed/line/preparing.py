@@ -21,6 +21,7 @@ from trainshed.data.encode.tokenizer import Tokenizer
 from trainshed.data.order import DataOrder
 from trainshed.data.run_orders import PreparedData, run_orders
 from trainshed.errors import InputError, NotFound
+from trainshed.line.runnable import check_runnable
 from trainshed.recipe import Cluster, ModelConfig, Recipe, load_cluster, load_recipe, run_id, to_yaml
 from trainshed.recipe.data import SourceKeys
 from trainshed.reporting import SILENT, Reporter
@@ -223,13 +224,18 @@ def open_run(recipe: Recipe, cluster: Cluster | None = None, *, id: str | None =
     return _prepared(resolved, name, folder, artefacts, base, build=False, reporter=SILENT)
 
 
-def open_run_folder(folder: Path) -> PreparedRun:
-    """Open a run by its folder alone, as its ranks do: nothing is looked for, nothing made."""
+def open_run_folder(folder: Path, cluster: Cluster | None = None) -> PreparedRun:
+    """Open a run by its folder alone, as its ranks do: nothing is looked for, nothing made.
+
+    With the cluster that it runs on, what could not train there is refused.
+    """
     path = folder / PREPARED
     if not path.is_file():
         raise NotFound("this run is not prepared", where=str(folder), hint="run `trainshed run RECIPE` first")
     body = orjson.loads(path.read_bytes())
     recipe = load_recipe(str(folder / "recipe.yaml"))
+    if cluster is not None:
+        check_runnable(recipe, cluster)
     data = PreparedData.from_plain(body["data"])
     base = BaseWeights.at(Path(body["base"])) if body["base"] else None
     orders = run_orders(recipe, data, folder.parents[2] / "artefacts" / "index", build=False)

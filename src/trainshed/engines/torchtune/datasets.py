@@ -100,9 +100,9 @@ def _unread(data: DataSection) -> Iterator[Problem]:
     if data.validation is not None:
         sources.append((("data", "validation"), data.validation))
     for path, source in sources:
-        for key in ("key", "documents"):
-            if getattr(source, key) not in (None, TEXT_DEFAULTS[key]):
-                what = "torchtune finds its text by the form of the data, which `engine.args` says"
+        for key in ("key", "documents", "name"):
+            if getattr(source, key) not in (None, TEXT_DEFAULTS.get(key)):
+                what = "torchtune finds its data by the form that `engine.args` says, and does not read it"
                 yield Problem((*path, key), what, "delete it")
     if data.validation is not None and data.validation.batches != ValidationSource.model_fields["batches"].default:
         what = "torchtune validates on all of the validation data, not on `batches` of it"

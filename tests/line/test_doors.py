@@ -1,0 +1,138 @@
+"""What one door refuses all refuse, in the same words and before any work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from small_recipes import recipe_text
+from trainshed.cli import run_cli
+from trainshed.launch.shipping import Code
+from trainshed.line import run_line
+from trainshed.line.submission import build_job
+from trainshed.recipe import Recipe, load_cluster, load_recipe, to_yaml
+
+CODE = Code("trainshed-0-0.tar.xz", "0" * 64, b"")
+CLUSTER = """\
+name: elsewhere
+target: slurm
+machine: dgx-h100
+store: {store}
+nodes: {{default: 1, max: 2}}
+"""
+BASE = "model.from=/models/base"
+REFUSED = {
+    "train.lora": (
+        "the torch engine trains no adapters yet",
+        (BASE, "model.init=null", "train.lora={rank: 2, alpha: 4}"),
+    ),
+    "train.mode": (
+        "the torch engine does not fine-tune yet",
+        (
+            *(BASE, "model.init=null", "tokenizer=/models/base"),
+            *("train.mode=finetune", "data.synthetic=false", "data.train=[{path: /corpus/x.jsonl}]"),
+        ),
+    ),
+    "data.stage": ("staging tokens on nvme is not built yet", ("data.stage=nvme",)),
+}
+"""Keys that our engine cannot do anywhere."""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a recipe and a cluster file, and nothing else."""
+    (tmp_path / "recipe.yaml").write_text(recipe_text("dense"))
+    (tmp_path / "elsewhere.yaml").write_text(CLUSTER.format(store=tmp_path / "shared"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def changed(*overrides: str) -> Recipe:
+    return load_recipe("recipe.yaml", overrides)
+
+
+def said(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """What a command writes that refuses its input."""
+    capsys.readouterr()
+    assert run_cli(list(words)) == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize("key", REFUSED)
+def test_every_door_refuses_what_the_engine_cannot_do(key: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    what, overrides = REFUSED[key]
+    doors = {
+        "run": said(capsys, "run", "recipe.yaml", *overrides),
+        "train": said(capsys, "train", "recipe.yaml", *overrides),
+        "verify": said(capsys, "verify", "recipe.yaml", *overrides),
+        "render": said(capsys, "render", "recipe.yaml", *overrides, "--on", "./elsewhere.yaml", "--offline"),
+        "submit": said(capsys, "submit", "recipe.yaml", *overrides, "--on", "./elsewhere.yaml", "--offline"),
+        "run --on": said(capsys, "run", "recipe.yaml", *overrides, "--on", "./elsewhere.yaml"),
+    }
+    assert {door: what in text and key in text for door, text in doors.items()} == dict.fromkeys(doors, True)
+    assert sorted(path.name for path in here.iterdir()) == ["elsewhere.yaml", "recipe.yaml"], "work was done"
+
+
+@pytest.mark.parametrize("key", REFUSED)
+def test_the_worker_refuses_it_too_whoever_wrote_its_files(
+    key: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    what, overrides = REFUSED[key]
+    job = build_job(changed("train.precision=bf16"), load_cluster("elsewhere.yaml"), code=CODE, offline=True)
+    folder = here / "job"
+    folder.mkdir()
+    for name, text in job.files.items():
+        (folder / name).write_text(text)
+    (folder / "recipe.yaml").write_text(to_yaml(changed(*overrides)))
+    assert what in said(capsys, "worker", "prepare", "--job", str(folder))
+    assert not (here / "shared").exists(), "work was done"
+    run = run_line(changed(), load_cluster())
+    (run.folder / "recipe.yaml").write_text(to_yaml(changed(*overrides)))
+    assert what in said(capsys, "worker", "train", "--run", str(run.folder), "--attempt", "1")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "what"),
+    [
+        (("resources.nodes=2",), "resources.nodes", "this machine is one node, and the recipe asks for 2"),
+        (("elastic={min_nodes: 1}",), "elastic", "this machine is one node"),
+        (("engine.image=a/b@sha256:0",), "engine.image", "ranks run in this machine's own environment"),
+        (("engine=megatron",), "engine", "the engine megatron is not ours"),
+    ],
+)
+def test_what_this_machine_cannot_do_is_refused_here_and_not_ignored(
+    overrides: tuple[str, ...], key: str, what: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for door in ("run", "train"):
+        text = said(capsys, door, "recipe.yaml", *overrides)
+        assert key in text
+        assert what in text
+    assert not (here / "store").exists(), "work was done"
+
+
+SITES = {
+    "slurm without containers": ("slurm-h100", ()),
+    "slurm with containers": ("slurm-h100", ("slurm.container=pyxis", "image=a/b@sha256:0")),
+    "kubernetes": ("aks-nd-h100-v5", ("image=a/b@sha256:0",)),
+}
+
+
+@pytest.mark.parametrize(
+    ("site", "overrides", "key", "what"),
+    [
+        ("slurm without containers", ("engine.image=a/b",), "engine.image", "slurm-h100 has no containers"),
+        ("slurm with containers", ("export={to: /nowhere/x}",), "export.to", "/nowhere/x lies on no volume"),
+        ("kubernetes", ("tokenizer=/nowhere/x",), "tokenizer", "/nowhere/x lies on no volume that jobs mount (/data)"),
+        ("kubernetes", ("checkpoint.to=/nowhere/x",), "checkpoint.to", "on no volume that jobs may write to (/data)"),
+        ("kubernetes", ("tokenizer=models/x",), "tokenizer", "`models/x` is relative to this machine's folder"),
+        ("kubernetes", ("engine=megatron", "elastic={min_nodes: 1}"), "elastic", "knows no spare ones"),
+    ],
+)
+def test_what_a_site_cannot_do_is_refused_before_it_is_rendered(
+    site: str, overrides: tuple[str, ...], key: str, what: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cluster, changes = SITES[site]
+    text = said(capsys, "render", "recipe.yaml", *overrides, *(f"cluster.{each}" for each in changes), "--on", cluster)
+    assert key in text
+    assert what in text

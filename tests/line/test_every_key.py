@@ -1,0 +1,462 @@
+"""Every key of a recipe on every engine and target: it is honoured, or refused by its name. None is ignored.
+
+A key is *honoured* where a change of it changes what is sent (scripts, manifests, arguments, the layout), or where our
+own code reads it in a real run: preparing, training and exporting are traced. A key of the schema that has no row in
+`CHANGES` fails the first test, so that a new one cannot slip through.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from text_recipes import write_script
+from trainshed.engines.torch.rank import train_rank
+from trainshed.errors import InputError
+from trainshed.launch.job import Job
+from trainshed.launch.shipping import Code
+from trainshed.line import run_layout, run_line, train_job
+from trainshed.line.stages import export_run
+from trainshed.line.submission import build_job
+from trainshed.recipe import Cluster, Recipe, load_cluster, load_recipe, parse_recipe
+from trainshed.recipe.keys import known_keys
+from trainshed.recipe.section import Section
+
+CODE = Code("trainshed-0-0.tar.xz", "0" * 64, b"")
+
+PRETRAIN = """
+name: walk
+model: {preset: llama3-8b, init: random}
+tokenizer: hf://org/tokenizer
+data: {sequence_length: 2048, train: [{path: /shared/x.jsonl}]}
+train: {steps: 100, global_batch: 64, optimizer: {lr: 1.0e-4}, schedule: {name: cosine, warmup: 10}}
+layout: {tp: 8}
+"""
+ENGINES = {
+    "torch": PRETRAIN,
+    "megatron 0.16.1": PRETRAIN + 'engine: {name: megatron, version: "0.16.1"}\n',
+    "megatron head": PRETRAIN + "engine: {name: megatron, version: head}\n",
+    "nemo 24.07": PRETRAIN + 'engine: {name: nemo, version: "24.07"}\n',
+    "nemo 26.06": PRETRAIN + 'engine: {name: nemo, version: "26.06"}\n',
+    "torchtune": PRETRAIN.replace("init: random", "from: hf://org/base")
+    .replace("train: {steps", "train: {mode: finetune, steps")
+    .replace("layout: {tp: 8}", "layout: {tp: 8, shard: full}")
+    + "engine: {name: torchtune, args: {dataset._component_: torchtune.datasets.alpaca_dataset}}\n",
+}
+VOLUMES = "volumes=[{mount: /shared, path: /shared}]"
+CLAIM = "volumes=[{mount: /shared, pvc: data}]"
+IMAGE = "image=registry/image@sha256:0"
+RAY = """\
+name: running-ray
+target: ray
+machine: dgx-h100
+store: /shared/trainshed
+nodes: {default: 2}
+ray: {address: "http://head:8265"}
+"""
+TARGETS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "slurm with containers": ("slurm-h100", ("slurm.container=pyxis", IMAGE, VOLUMES)),
+    "slurm": ("slurm-h100", ()),
+    "kubernetes": ("aks-nd-h100-v5", (IMAGE, CLAIM, "store=/shared", "nodes.default=2")),
+    "kubernetes with ray": (
+        "aks-nd-h100-v5",
+        (IMAGE, CLAIM, "store=/shared", "nodes.default=2", "kubernetes.kind=rayjob"),
+    ),
+    "ray": (RAY, ()),
+}
+
+
+@dataclass(frozen=True)
+class Change:
+    """How a key is changed, from a recipe in which it can stand."""
+
+    to: str
+    given: str = ""
+
+
+BASE = "model={preset: llama3-8b, from: hf://org/base}"
+LEARNED = "tokenizer={train: {vocab_size: 300}}"
+EXPERTS = "model={preset: mixtral-8x7b, init: random} layout.etp=8"
+OWN = "data.validation={path: /shared/v.jsonl}"
+TEXT = "data.train=[{path: /shared/x.txt}]"
+SERVED = "export={} serve={}"
+SERVED_BY_VLLM = "export={} serve={engine: vllm, image: 'vllm@sha256:0'}"
+LORA = f"{BASE} train.mode=finetune layout.tp=1 train.lora={{rank: 4, alpha: 8}}"
+CHANGES = {
+    "name": Change("name=other"),
+    "model.preset": Change("model.preset=llama2-7b"),
+    "model.from": Change("model={preset: llama3-8b, from: hf://org/other}", BASE),
+    "model.init": Change("model={preset: llama3-8b, init: random}", BASE),
+    "model.verdict": Change("model.verdict=ignore", BASE),
+    "tokenizer.train.vocab_size": Change("tokenizer.train.vocab_size=400", LEARNED),
+    "tokenizer.train.min_frequency": Change("tokenizer.train.min_frequency=4", LEARNED),
+    "tokenizer.train.eod": Change("tokenizer.train.eod=<e>", LEARNED),
+    "data.synthetic": Change("data={synthetic: true, sequence_length: 2048}"),
+    "data.sequence_length": Change("data.sequence_length=1024"),
+    "data.seed": Change("data.seed=7"),
+    "data.train.*.path": Change("data.train=[{path: /shared/y.jsonl}]"),
+    "data.train.*.tokens": Change("data.train=[{tokens: /shared/t}]"),
+    "data.train.*.script": Change("data.train=[{script: numbers.py}]"),
+    "data.train.*.args": Change("data.train.0.args=[a]", "data.train=[{script: numbers.py}]"),
+    "data.train.*.key": Change("data.train.0.key=body"),
+    "data.train.*.documents": Change("data.train.0.documents=line", TEXT),
+    "data.train.*.name": Change("data.train.0.name=other"),
+    "data.train.*.weight": Change(
+        "data.train.0.weight=3", "data.train=[{path: /shared/x.jsonl, weight: 1}, {path: /shared/y.jsonl, weight: 1}]"
+    ),
+    "data.validation.path": Change(OWN),
+    "data.validation.tokens": Change("data.validation={tokens: /shared/v}"),
+    "data.validation.script": Change("data.validation={script: numbers.py}"),
+    "data.validation.args": Change("data.validation.args=[a]", "data.validation={script: numbers.py}"),
+    "data.validation.key": Change("data.validation.key=body", OWN),
+    "data.validation.documents": Change("data.validation.documents=line", "data.validation={path: /shared/v.txt}"),
+    "data.validation.name": Change("data.validation.name=other", OWN),
+    "data.validation.every": Change("data.validation.every=7", OWN),
+    "data.validation.batches": Change("data.validation.batches=7", OWN),
+    "data.split.train": Change("data.split={train: 0.9, validation: 0.1}", "data.split={train: 0.8, validation: 0.2}"),
+    "data.split.validation": Change("data.split={train: 0.9, validation: 0.1}"),
+    "data.split.test": Change(
+        "data.split={train: 0.8, validation: 0.1, test: 0.1}", "data.split={train: 0.9, validation: 0.1}"
+    ),
+    "data.skip": Change("data.skip=[[0, 4]]"),
+    "data.stage": Change("data.stage=nvme"),
+    "data.shards": Change("data.shards=4"),
+    "data.eod": Change("data.eod=false"),
+    "data.bos": Change("data.bos=true"),
+    "data.on_bad_line": Change("data.on_bad_line=skip"),
+    "train.mode": Change("train.mode=pretrain", f"{BASE} train.mode=finetune"),
+    "train.steps": Change("train.steps=50"),
+    "train.tokens": Change("train.tokens=20M train.steps=null"),
+    "train.epochs": Change("train.epochs=2 train.steps=null"),
+    "train.global_batch": Change("train.global_batch=128"),
+    "train.batch_ramp.start": Change(
+        "train.batch_ramp={start: 32, increment: 32, samples: 320}",
+        "train.batch_ramp={start: 16, increment: 16, samples: 320}",
+    ),
+    "train.batch_ramp.increment": Change(
+        "train.batch_ramp={start: 32, increment: 32, samples: 320}",
+        "train.batch_ramp={start: 32, increment: 16, samples: 320}",
+    ),
+    "train.batch_ramp.samples": Change(
+        "train.batch_ramp.samples=640", "train.batch_ramp={start: 32, increment: 32, samples: 320}"
+    ),
+    "train.precision": Change("train.precision=fp32"),
+    "train.optimizer.lr": Change("train.optimizer.lr=3e-4"),
+    "train.optimizer.betas": Change("train.optimizer.betas=[0.8, 0.9]"),
+    "train.optimizer.eps": Change("train.optimizer.eps=1e-6"),
+    "train.optimizer.weight_decay": Change("train.optimizer.weight_decay=0.3"),
+    "train.optimizer.clip": Change("train.optimizer.clip=0.5"),
+    "train.schedule.name": Change("train.schedule.name=linear"),
+    "train.schedule.warmup": Change("train.schedule.warmup=5"),
+    "train.schedule.decay": Change("train.schedule.decay=60"),
+    "train.schedule.min_lr": Change("train.schedule.min_lr=1e-5"),
+    "train.z_loss": Change("train.z_loss=1e-4"),
+    "train.moe.balance_loss": Change("train.moe={balance_loss: 0.5}", EXPERTS),
+    "train.moe.z_loss": Change("train.moe={z_loss: 0.5}", EXPERTS),
+    "train.dropout": Change("train.dropout=0.1"),
+    "train.non_finite": Change("train.non_finite=skip"),
+    "train.deterministic": Change("train.deterministic=true"),
+    "train.lora.rank": Change("train.lora.rank=8", LORA),
+    "train.lora.alpha": Change("train.lora.alpha=4", LORA),
+    "train.lora.dropout": Change("train.lora.dropout=0.1", LORA),
+    "train.lora.targets": Change("train.lora.targets=[q_proj]", LORA),
+    "layout.tp": Change("layout.tp=4"),
+    "layout.pp": Change("layout.pp=2"),
+    "layout.vp": Change("layout.vp=2", "layout.pp=2"),
+    "layout.cp": Change("layout.cp=2"),
+    "layout.ep": Change("layout.ep=2", EXPERTS),
+    "layout.etp": Change("layout.etp=1", EXPERTS),
+    "layout.dp": Change("layout.dp=1"),
+    "layout.replicate": Change("layout.replicate=2"),
+    "layout.shard": Change("layout.shard=none"),
+    "layout.micro_batch": Change("layout.micro_batch=2"),
+    "layout.recompute": Change("layout.recompute=full"),
+    "layout.schedule": Change("layout.schedule=gpipe", "layout.pp=2"),
+    "layout.stages": Change("layout.stages=[10, 22]", "layout.pp=2"),
+    "engine.name": Change("engine=megatron", "engine=torch"),
+    "engine.image": Change("engine.image=other@sha256:1"),
+    "engine.version": Change("engine.version=1.0"),
+    "engine.program": Change("engine.program=/elsewhere/pretrain_gpt.py"),
+    "engine.args": Change('engine.args."log_interval"=7'),
+    "checkpoint.every": Change("checkpoint.every=7"),
+    "checkpoint.keep": Change("checkpoint.keep=7"),
+    "checkpoint.to": Change("checkpoint.to=s3://bucket/checkpoints"),
+    "checkpoint.async": Change("checkpoint.async=false", "checkpoint.async=true"),
+    "checkpoint.resume": Change("checkpoint.resume=must"),
+    "observe.tensorboard": Change("observe.tensorboard=true", "observe.tensorboard=false"),
+    "observe.dllogger": Change("observe.dllogger=true", "observe.dllogger=false"),
+    "observe.profile.start": Change("observe.profile.start=4", "observe.profile={}"),
+    "observe.profile.steps": Change("observe.profile.steps=4", "observe.profile={}"),
+    "observe.profile.ranks": Change("observe.profile.ranks=[1]", "observe.profile={}"),
+    "resources.nodes": Change("resources.nodes=1"),
+    "elastic.min_nodes": Change("elastic={min_nodes: 1}"),
+    "elastic.spares": Change("elastic={min_nodes: 2, spares: 1}", "elastic={min_nodes: 2}"),
+    "export.format": Change("export.format=megatron", "export={}"),
+    "export.dtype": Change("export.dtype=fp32", "export={}"),
+    "export.to": Change("export.to=/shared/weights", "export={}"),
+    "serve.engine": Change(SERVED_BY_VLLM, SERVED),
+    "serve.gpus": Change("serve.gpus=2", SERVED_BY_VLLM),
+    "serve.replicas": Change("serve.replicas=2", SERVED),
+    "serve.port": Change("serve.port=9000", SERVED),
+    "serve.max_length": Change("serve.max_length=512", SERVED),
+    "serve.max_sequences": Change("serve.max_sequences=3", SERVED),
+    "serve.image": Change("serve.image=other@sha256:1", SERVED),
+    "serve.api_key": Change("serve.api_key=HF_TOKEN", SERVED),
+    "serve.args": Change("serve.args={seed: 3}", SERVED_BY_VLLM),
+    "serve.cpus": Change("serve.cpus=3", SERVED),
+    "serve.memory": Change("serve.memory=99Gi", SERVED),
+    "store": Change("store=/shared/other"),
+    "seed": Change("seed=7"),
+}
+NOT_WALKED = ("trainshed", "model.config", "train.optimizer.name")
+"""The format's version; facts of an architecture, which the tests of models and adapters hold against transformers;
+what has one value only."""
+
+
+def leaves() -> list[str]:
+    """The keys of a recipe that hold values, list elements as `*`."""
+    found = [".".join(map(str, path)) for path, key in known_keys(Recipe).items() if not key.sections]
+    return [key for key in found if not key.startswith(NOT_WALKED)]
+
+
+def test_the_walk_knows_every_key_of_a_recipe() -> None:
+    assert sorted(set(leaves()) - set(CHANGES)) == [], "say in CHANGES how each is changed"
+    assert sorted(set(CHANGES) - set(leaves())) == [], "these are no keys"
+
+
+@dataclass(frozen=True)
+class Read:
+    """Which keys our own code reads in a real run, by the stage that does; as (class, field)."""
+
+    prepare: frozenset[tuple[str, str]]
+    train: frozenset[tuple[str, str]]
+    export: frozenset[tuple[str, str]]
+
+
+NO_READERS = re.compile(
+    r"trainshed\.(recipe|plan|line\.(runnable|planning|placing)|engines\.planned_habits)\b|pydantic"
+)
+"""Who looks at keys without doing what they say: the schema, the check of this walk, the planner's estimates."""
+
+
+class Tracer:
+    """Notes which fields of a recipe's sections are read from outside of the recipe's own room."""
+
+    def __init__(self) -> None:
+        self.seen: set[tuple[str, str]] = set()
+
+    def install(self, patch: pytest.MonkeyPatch) -> None:
+        seen = self.seen
+
+        def read(section: Section, name: str) -> Any:
+            kind = object.__getattribute__(section, "__class__")
+            if name in kind.__pydantic_fields__:
+                reader = sys._getframe(1).f_globals.get("__name__", "")
+                if not NO_READERS.match(reader):
+                    seen.add((kind.__name__, name))
+            return object.__getattribute__(section, name)
+
+        patch.setattr(Section, "__getattribute__", read, raising=False)
+
+    def taken(self) -> frozenset[tuple[str, str]]:
+        found = frozenset(self.seen)
+        self.seen.clear()
+        return found
+
+
+SIZES = "layers: 2, hidden: 16, heads: 4, kv_heads: 2, head_dim: 4, vocab_size: 280, max_positions: 32"
+DENSE = f"{{family: llama, {SIZES}, ffn: 24, rope: {{base: 10000.0}}}}"
+SPARSE = f"{{family: qwen3_moe, {SIZES}, rope: {{base: 10000.0}}, moe: {{experts: 4, top_k: 2, ffn: 8}}}}"
+LOCAL = f"""
+name: traced
+model: {{config: {DENSE}, init: random}}
+tokenizer: {{train: {{vocab_size: 280}}}}
+data:
+  sequence_length: 32
+  train: [{{script: numbers.py, args: [a]}}]
+  split: {{train: 0.9, validation: 0.1}}
+  validation: {{every: 2, batches: 1}}
+train: {{steps: 3, global_batch: 4, precision: fp32, optimizer: {{lr: 1.0e-3}}, schedule: {{name: cosine}}}}
+layout: {{dp: 1, micro_batch: 2}}
+checkpoint: {{every: 2}}
+observe: {{profile: {{start: 1, steps: 1}}}}
+export: {{}}
+"""
+WITH_EXPERTS = (
+    "name=experts",
+    f"model.config={SPARSE}",
+    "train.moe={}",
+    "train.batch_ramp={start: 2, increment: 2, samples: 4}",
+)
+FROM_TEXT = (
+    "name=text",
+    "train={tokens: 384, global_batch: 4, precision: fp32, optimizer: {lr: 1.0e-3}}",
+    "data.split=null",
+    "data.train=[{path: text.txt, documents: line}]",
+    "data.validation={script: numbers.py, args: [a], every: 2, batches: 1}",
+)
+
+
+@pytest.fixture(scope="module")
+def read(tmp_path_factory: pytest.TempPathFactory) -> Read:
+    """What small runs read here: from a script, with experts, from text, from weights and tokens, with a bad step."""
+    folder = tmp_path_factory.mktemp("traced")
+    write_script(folder)
+    (folder / "recipe.yaml").write_text(LOCAL)
+    count = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
+    lines = (" ".join(count[(line * step) % 10] for step in range(1, 40)) for line in range(300))
+    (folder / "text.txt").write_text("\n".join(lines))
+    tracer, stages = Tracer(), (set(), set(), set())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        tracer.install(patch)
+        for overrides in ((), WITH_EXPERTS, FROM_TEXT):
+            _traced_run(overrides, tracer, stages)
+        exported = next(Path("store/runs/text").glob("*/export")).absolute()
+        # Weights whose conversion is said to have failed, which a recipe may take all the same.
+        verdict = exported / "verdict.json"
+        verdict.write_bytes(orjson.dumps(orjson.loads(verdict.read_bytes()) | {"passed": False}))
+        tokens = next(Path("store/artefacts").glob("tokens/*/*.bin")).with_suffix("")
+        based = (
+            "name=based",
+            f"model={{from: {exported}, verdict: ignore}}",
+            f"tokenizer={exported}",
+            "data.split=null",
+            f"data.train=[{{tokens: {tokens}}}]",
+            "data.validation={path: text.txt, documents: line, every: 2, batches: 1}",
+            "train={epochs: 0.01, global_batch: 4, precision: fp32, optimizer: {lr: 1.0e-3}}",
+        )
+        _traced_run(based, tracer, stages)
+        _traced_run(("name=bad", "train.optimizer.lr=1e38", "train.non_finite=skip", "export=null"), tracer, stages)
+    return Read(*(frozenset(found) for found in stages))
+
+
+def _traced_run(overrides: tuple[str, ...], tracer: Tracer, stages: tuple[set[Any], ...]) -> None:
+    recipe = load_recipe("recipe.yaml", overrides)
+    tracer.taken()
+    run = run_line(recipe, load_cluster())
+    stages[0].update(tracer.taken())
+    train_rank(train_job(run, run_layout(run)), run_folder=run.folder)
+    stages[1].update(tracer.taken())
+    if run.recipe.export is not None:
+        tracer.taken()
+        export_run(run.recipe, run.folder, tokenizer=run.tokenizer)
+        stages[2].update(tracer.taken())
+
+
+def owner(key: str) -> tuple[str, str]:
+    """The class and the field of a key."""
+    *parents, last = key.split(".")
+    parent = tuple(parents)
+    while parent and parent[-1] == "*":
+        parent = parent[:-1]
+    sections = known_keys(Recipe)[parent].sections if parent else (Recipe,)
+    for section in sections:
+        for name, field in section.model_fields.items():
+            if (field.alias or name) == last:
+                return section.__name__, name
+    raise AssertionError(f"{key} is in none of {sections}")
+
+
+READ_AS = {"data.split.test": "data.split.train"}
+"""The fractions sum to one: what is read of the others leaves the rest."""
+
+
+def ours_reads(engine: str, key: str, read: Read) -> bool:
+    """Whether our own stages read a key in a job of this engine."""
+    name, key = engine.split()[0], READ_AS.get(key, key)
+    stages = read.export | (read.prepare if name != "torchtune" else frozenset())
+    if name == "torch":
+        stages |= read.train
+    # torchtune reads its data itself; weights are fetched and held against their verdict by us.
+    fetched = key in ("model.from", "model.verdict")
+    return owner(key) in stages or (name == "torchtune" and fetched and owner(key) in read.prepare)
+
+
+def words(text: str) -> list[str]:
+    """Split overrides that stand in one text at the blanks before a key."""
+    return re.split(r" (?=[a-z_]+(?:\.[a-z_0-9]+)*=)", text) if text else []
+
+
+def facts(job: Job) -> Any:
+    """All that is sent of a job, less what only repeats the recipe."""
+    repeated = ("recipe.yaml", "cluster.yaml", "provenance.json", "plan.json")
+    files = {name: text for name, text in job.files.items() if name not in repeated}
+    return files, job.stages, job.run, job.name, orjson.loads(job.files["plan.json"])["layout"]
+
+
+@dataclass
+class Walk:
+    """One engine on one cluster."""
+
+    engine: str
+    cluster: Cluster
+    folder: Path
+
+    def job(self, *overrides: str) -> Job:
+        recipe = parse_recipe(ENGINES[self.engine], overrides)
+        recipe._places.folder = self.folder
+        return build_job(recipe, self.cluster, id="walk", code=CODE, offline=True, despite_memory=True)
+
+    def fate(self, key: str, read: Read) -> str:
+        change = CHANGES[key]
+        given, to = words(change.given), words(change.to)
+        try:
+            before = facts(self.job(*given))
+        except InputError as error:  # what the key stands in is refused already
+            return "refused" if _names(error, key, *given) else f"refused, but not by its name: {error}"
+        try:
+            after = facts(self.job(*given, *to))
+        except InputError as error:
+            return "refused" if _names(error, key, *to) else f"refused, but not by its name: {error}"
+        if before != after:
+            return "sent"
+        return "read" if ours_reads(self.engine, key, read) else "ignored"
+
+
+def _names(error: InputError, key: str, *overrides: str) -> bool:
+    """Whether an error names a key, or what was written on the command line to change it."""
+    written = (word.partition("=")[0] for word in overrides)
+    named = (re.escape(each).replace(r"\.\*", r"(\.\d+)?") for each in (key, *written))
+    return any(re.search(rf"\b{each}\b", str(error)) for each in named)
+
+
+def walk(engine: str, target: str, folder: Path, read: Read) -> dict[str, str]:
+    write_script(folder)
+    name, overrides = TARGETS[target]
+    if "\n" in name:
+        (folder / "cluster.yaml").write_text(name)
+        name = str(folder / "cluster.yaml")
+    steps = Walk(engine, load_cluster(name, overrides), folder)
+    return {key: fate for key in CHANGES if (fate := steps.fate(key, read)) not in ("sent", "read", "refused")}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_every_key_is_honoured_or_refused_by_every_engine(engine: str, read: Read, tmp_path: Path) -> None:
+    assert walk(engine, "slurm with containers", tmp_path, read) == {}
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "slurm",
+        "kubernetes",
+        pytest.param("kubernetes with ray", marks=pytest.mark.full),
+        pytest.param("ray", marks=pytest.mark.full),
+    ],
+)
+def test_every_key_is_honoured_or_refused_on_every_target(target: str, read: Read, tmp_path: Path) -> None:
+    assert walk("torch", target, tmp_path, read) == {}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("target", [target for target in TARGETS if target != "slurm with containers"])
+@pytest.mark.parametrize("engine", [engine for engine in ENGINES if engine != "torch"])
+def test_every_key_on_every_engine_and_target(engine: str, target: str, read: Read, tmp_path: Path) -> None:
+    assert walk(engine, target, tmp_path, read) == {}
