@@ -52,7 +52,7 @@ def train(
     run = open_run(load_recipe(recipe, for_recipe), cluster, id=id)
     if is_a_rank():
         return train_as_rank(run, layout, cluster)
-    data = train_stage(run, layout, worker_arguments(on, for_cluster))
+    data = train_stage(run, layout, worker_arguments(on, for_cluster), cluster)
     print_report(data, output, training_text(data))
     return exit_code(data)
 
@@ -77,7 +77,7 @@ def train_as_rank(run: PreparedRun, layout_text: str | None, cluster: Cluster) -
 
     place = Place.from_environment()
     keys = parse_layout(layout_text) if layout_text else None
-    layout = run_layout(run, keys=keys, world_size=place.world_size)
+    layout = run_layout(run, cluster, keys=keys, world_size=place.world_size)
     if place.rank == 0:
         keep_run(run)
     with training_progress(run.steps) as on_event:
@@ -85,7 +85,9 @@ def train_as_rank(run: PreparedRun, layout_text: str | None, cluster: Cluster) -
         return train_rank(job, run_folder=run.folder, listener=on_event)
 
 
-def train_stage(run: PreparedRun, layout_text: str | None, for_ranks: Sequence[str]) -> dict[str, Any]:
+def train_stage(
+    run: PreparedRun, layout_text: str | None, for_ranks: Sequence[str], cluster: Cluster
+) -> dict[str, Any]:
     """Train a prepared run with all its ranks here, show it, and return its report."""
     from trainshed.cli.console import reporter
     from trainshed.cli.progress import training_progress
@@ -94,7 +96,7 @@ def train_stage(run: PreparedRun, layout_text: str | None, for_ranks: Sequence[s
     from trainshed.plan import parse_layout
 
     keys = parse_layout(layout_text) if layout_text else None
-    chosen = planned_layout(run, keys=keys, reporter=reporter())
+    chosen = planned_layout(run, cluster, keys=keys, reporter=reporter())
     keep_run(run)
     with training_progress(run.steps) as on_event:
         trained = train_here(
@@ -102,6 +104,7 @@ def train_stage(run: PreparedRun, layout_text: str | None, for_ranks: Sequence[s
             chosen.layout,
             precision=run.recipe.train.precision,
             reasons=chosen.reasons,
+            calibration=chosen.calibration,
             worker_arguments=for_ranks,
             on_event=on_event,
         )

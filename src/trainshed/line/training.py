@@ -6,11 +6,18 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from trainshed.errors import InputError, MissingExtra
+from trainshed.line.planning import planned_model
 from trainshed.line.preparing import PreparedRun
 from trainshed.plan import RankLayout, layout_problems, layout_warnings, resolve_layout
 from trainshed.plan.performance.hardware import Hardware
-from trainshed.plan.searching.automatic import Chosen, RunSizes, choose_for_cpu, choose_for_gpus, local_hardware
-from trainshed.recipe import Layout, Recipe
+from trainshed.plan.searching.automatic import (
+    Chosen,
+    choose_for_cpu,
+    choose_for_gpus,
+    local_hardware,
+    machine_memory_gib,
+)
+from trainshed.recipe import Cluster, Layout, Recipe, load_cluster
 from trainshed.recipe.messages import as_recipe_error, validate
 from trainshed.recipe.places import Document, Places
 from trainshed.reporting import SILENT, Reporter
@@ -57,44 +64,44 @@ def _local_hardware() -> Hardware | None:
     return local_hardware(gpu_device_name(), gpus) if gpus else None
 
 
-def automatic_layout(run: PreparedRun, *, world_size: int | None = None) -> Chosen:
+def automatic_layout(run: PreparedRun, cluster: Cluster | None = None, *, world_size: int | None = None) -> Chosen:
     """Choose the layout of a run on this machine: on all its GPUs, or on one CPU process; or on `world_size` ranks."""
-    sizes = RunSizes(
-        run.config,
-        run.order.sequence_length,
-        tuple(run.order.schedule.sizes),
-        run.recipe.train.precision,
-        run.recipe.engine.name,
-    )
+    cluster = cluster or load_cluster()
+    model = planned_model(run.recipe, cluster)
     hardware = _local_hardware()
     if hardware is None:
-        return choose_for_cpu(sizes, world_size or 1)
-    return choose_for_gpus(sizes, hardware, world_size or hardware.gpus_per_node)
+        return choose_for_cpu(model, world_size or 1, machine_memory_gib())
+    return choose_for_gpus(model, hardware, world_size or hardware.gpus_per_node, cluster, run.recipe)
 
 
 def run_layout(
     run: PreparedRun,
+    cluster: Cluster | None = None,
     *,
     keys: dict[str, object] | None = None,
     world_size: int | None = None,
     reporter: Reporter = SILENT,
 ) -> RankLayout:
     """Return the layout a run trains on, filled in and checked: the recipe's with `keys` over it, or the planner's."""
-    return planned_layout(run, keys=keys, world_size=world_size, reporter=reporter).layout
+    return planned_layout(run, cluster, keys=keys, world_size=world_size, reporter=reporter).layout
 
 
 def planned_layout(
     run: PreparedRun,
+    cluster: Cluster | None = None,
     *,
     keys: dict[str, object] | None = None,
     world_size: int | None = None,
     reporter: Reporter = SILENT,
 ) -> Chosen:
-    """Return the layout a run trains on, as `run_layout` does, with the planner's reasons where it chose."""
+    """Return the layout a run trains on, as `run_layout` does, with the planner's reasons where it chose.
+
+    `cluster` is where the run is started, and may name a calibration; None: `local` as it is shipped.
+    """
     check_trainable(run.recipe, chosen=bool(keys))
     written = run.recipe.layout
     if isinstance(written, str) and not keys:
-        chosen = automatic_layout(run, world_size=world_size)
+        chosen = automatic_layout(run, cluster, world_size=world_size)
     else:
         plain = {} if isinstance(written, str) else written.model_dump(exclude_unset=True)
         wanted = validate(Layout, Document(plain | (keys or {}), Places("--layout")))

@@ -46,16 +46,16 @@ class Question:
         return self.batch_sizes or (self.job.global_batch,)
 
 
-def check_precision(precision: str, hardware: Hardware) -> None:
+def check_precision(precision: str, hardware: Hardware, *, where: str = "--precision") -> None:
     """Refuse a dtype that no plan is made for, and one that the GPU has no published peak for."""
     if precision not in PRECISIONS:
-        hint = "fp64 is for proofs: write --precision bf16" if precision == "fp64" else f"one of {_either(PRECISIONS)}"
-        raise InputError(f"there is no plan for products in `{precision}`", where="--precision", hint=hint)
+        hint = "fp64 is for proofs: write bf16" if precision == "fp64" else f"one of {_either(PRECISIONS)}"
+        raise InputError(f"there is no plan for products in `{precision}`", where=where, hint=hint)
     if not _has_peak(precision, hardware):
         able = [each for each in PRECISIONS if _has_peak(each, hardware)]
         raise InputError(
             f"{hardware.gpu_name} has no published peak for products in {precision}",
-            where="--precision",
+            where=where,
             hint=f"write {_either(able)}",
         )
 
