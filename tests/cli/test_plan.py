@@ -97,6 +97,18 @@ def test_arguments_of_the_engine_are_counted_and_named(tmp_path: Path, capsys: p
     assert not any("engine.args" in note for note in plain["notes"])
 
 
+def test_a_plan_has_a_range_and_says_what_was_never_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = "--model llama3-8b --gpu a100-80gb --gpus 8 --seq 4096 --global-batch 128"
+    found = report(asked, capsys)
+    held = found["evidence"]
+    assert held["step_seconds_low"] <= found["chosen"]["step_seconds"] <= held["step_seconds_high"]
+    assert found["chosen"]["mfu"] > held["best_measured_mfu"]
+    figures = (f"{found['chosen']['mfu']:.1%} MFU is more than was ever measured", f"{held['best_measured_mfu']:.1%}")
+    (note,) = [note for note in found["notes"] if figures[0] in note]
+    assert figures[1] in note
+    assert figures[0] in " ".join(plan(asked, capsys).split())
+
+
 def test_a_range_of_gpus_draws_the_curve(capsys: pytest.CaptureFixture[str]) -> None:
     found = report(SMALL.replace("--gpus 8", "--gpus 8..32"), capsys)
     assert [point["gpus"] for point in found["scaling"]["points"]] == [8, 16, 32]

@@ -177,4 +177,5 @@ def _predicted(found: Answer, budget: Budget) -> dict[str, Any]:
         "memory_gib": chosen.memory.total,
         "checkpoint": budget.checkpoint.to_plain(),
         "calibration": found.calibration,
+        "step_seconds_range": found.evidence.seconds if found.evidence is not None else None,
     }

@@ -17,6 +17,7 @@ from trainshed.plan.layout import RankLayout, resolve_layout
 from trainshed.plan.legality import layout_problems
 from trainshed.plan.measured.calibration import read_calibrations
 from trainshed.plan.performance.anatomy import anatomy_of
+from trainshed.plan.performance.evidence import evidence
 from trainshed.plan.performance.hardware import Hardware
 from trainshed.plan.performance.prediction import Job, Prediction
 from trainshed.plan.performance.stacks import Habits, stack
@@ -24,7 +25,7 @@ from trainshed.plan.question import Question, check_precision
 from trainshed.plan.report.answer import Answer
 from trainshed.plan.report.explain import explain, percent, seconds
 from trainshed.plan.searching.scaling import ScalingCurve, scaling_curve
-from trainshed.plan.searching.search import Search, evaluate, search
+from trainshed.plan.searching.search import Search, best_that_fits, evaluate, search
 from trainshed.recipe import Cluster, Layout, ModelConfig, Recipe
 
 
@@ -121,6 +122,10 @@ def answer(question: Question, *, top: int = 5, explained: bool = False) -> Answ
         notes += more
     found = _found(question, top)
     beyond = budget(question.job, found.chosen, question.terms)
+    calibration = _used(question)
+    held = evidence(
+        question.job, question.engine, found.chosen, calibrated=calibration is not None and bool(calibration["entry"])
+    )
     return Answer(
         question=question,
         chosen=found.chosen,
@@ -128,9 +133,10 @@ def answer(question: Question, *, top: int = 5, explained: bool = False) -> Answ
         rejected=found.rejected,
         searched=question.layout is None,
         considered=found.considered,
-        notes=(*beyond.warnings, *found.notes, *question.notes, *notes, *beyond.notes),
+        notes=(*beyond.warnings, *found.notes, *held.notes, *question.notes, *notes, *beyond.notes),
         explanation=tuple(_explanation(question, found.chosen)) if explained else (),
-        calibration=_used(question),
+        calibration=calibration,
+        evidence=held,
         budget=beyond,
         scaling=curve,
     )
@@ -192,7 +198,8 @@ def _at_the_end(question: Question, curve: ScalingCurve) -> tuple[Question, list
     shown = f"the layout shown is the one for {able[-1]:,} GPUs"
     if able[-1] != question.job.gpus:
         shown += f": {curve.points[-1].reason}"
-    return replace(question, job=replace(question.job, gpus=able[-1])), [shown]
+    above = [] if curve.above is None else [f"efficiency above 100%: {curve.above}"]
+    return replace(question, job=replace(question.job, gpus=able[-1])), [shown, *above]
 
 
 def _explanation(question: Question, chosen: Prediction) -> list[str]:
@@ -211,9 +218,12 @@ def _explanation(question: Question, chosen: Prediction) -> list[str]:
         )
         return problems[0].what if problems else None
 
-    said = explain(job, chosen, complaint)
+    def best_with(fixed: dict[str, int | str]) -> Prediction | None:
+        return best_that_fits(job, engine=question.engine, fixed=fixed, batch_sizes=question.batches)
+
     if question.layout is None:
-        return said
+        return explain(job, chosen, complaint, best_with)
+    said = explain(job, chosen, complaint)
     try:
         best = search(job, engine=question.engine, batch_sizes=question.batches, top=1).chosen
     except InputError as refused:

@@ -101,7 +101,8 @@ class Kernels:
             return self._written_attention(batch, queries, heads)
         flops = 2 * batch * queries * mean_keys * heads * (model.head_dim + model.value_dim)
         width = min(1.0, (model.head_dim + model.value_dim) / 256) ** reach.attention_width
-        speed = self.half_peak * reach.attention * self.job.stack.attention * width
+        share = min(reach.attention * self.job.stack.attention, reach.attention_most)
+        speed = self.half_peak * share * width
         forward = flops / speed * (1 + reach.attention_length / mean_keys)
         return forward + self.start, 2.5 * forward / reach.attention_backward + self.start
 

@@ -73,6 +73,14 @@ def search(
     )
 
 
+def best_that_fits(
+    job: Job, *, engine: str, fixed: Mapping[str, Any] | None = None, batch_sizes: Iterable[int] = ()
+) -> Prediction | None:
+    """Find the layout that `search` would choose; None where no layout is legal or none fits, without saying why."""
+    hunted = _Hunt(Space.of(job, engine, _given(fixed), batch_sizes), 1).run()
+    return in_order_of_choice(hunted.fitting)[0] if hunted.fitting else None
+
+
 def evaluate(
     job: Job,
     layout: RankLayout,
