@@ -67,7 +67,8 @@ def question(
     More than one number of GPUs, smallest first, ask for a scaling curve. `layout_flag` says that the layout is not
     the recipe's own. `calibration` is a file that wins over the one the cluster names; nothing else is calibrated by.
     """
-    check_precision(model.precision, hardware, where=recipe.where("train.precision") if recipe else "--precision")
+    where = recipe.where("train.precision") if recipe is not None else "--precision"
+    check_precision(model.precision, hardware, model.engine, where=where)
     file = calibration or cluster.calibration
     job = Job(
         model=anatomy_of(model.config, model.preset),

@@ -74,10 +74,10 @@ def test_more_than_any_measurement_has_shown_is_said_with_both_figures() -> None
 
 def test_a_gpu_that_nobody_measured_says_so() -> None:
     job, chosen = predicted("l40s", 8, "torch", shard="full")
-    assert any(
-        note.startswith("no measurement of l40s in bf16 with a dense model is known")
-        for note in evidence(job, "torch", chosen).notes
-    )
+    found = evidence(job, "torch", chosen)
+    assert any(note.startswith("no measurement of l40s in bf16 with a dense model is known") for note in found.notes)
+    assert found.seconds is None
+    assert found.notes[0] == "how far off the step may be is not known: there are no rows on l40s to tell by"
 
 
 def test_attention_is_never_planned_faster_than_a_kernel_was() -> None:

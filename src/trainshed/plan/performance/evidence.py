@@ -99,28 +99,26 @@ def evidence(job: Job, engine: str, chosen: Prediction, *, calibrated: bool = Fa
     own = [each for each in measured_kinds() if each.engine in _STACKS.get(engine, (engine,))]
     alone = job.gpus > 1 and all(each.most_gpus == 1 for each in own)
     like = _BETWEEN_GPUS.get(engine, engine) if alone else _STACKS.get(engine, (engine,))[0]
-    errors = held_out(like, kind)
+    gpu = job.hardware.gpu_name
+    known = any(each.gpu == gpu for each in measured_kinds())
+    errors = held_out(like, kind) if known else None
     seconds = None if errors is None else (errors.low * chosen.step_seconds, errors.high * chosen.step_seconds)
-    same = [
-        each
-        for each in measured_kinds()
-        if (each.gpu, each.precision, each.kind) == (job.hardware.gpu_name, job.precision, kind)
-    ]
+    same = [each for each in measured_kinds() if (each.gpu, each.precision, each.kind) == (gpu, job.precision, kind)]
     best = max(same, key=lambda each: each.best_mfu, default=None)
-    notes = [_range(errors, seconds, like, kind)]
+    notes = [_range(errors, seconds, f"of {like} with {_KINDS[kind]}" if known else f"on {gpu}")]
     if not calibrated:
         notes += _never_measured(job, engine, own, like if alone else None)
     notes += _above(job, kind, chosen, best, sum(each.rows for each in same))
     return Evidence(errors, seconds, best, tuple(notes))
 
 
-def _range(errors: HeldOut | None, seconds: tuple[float, float] | None, like: str, kind: str) -> str:
+def _range(errors: HeldOut | None, seconds: tuple[float, float] | None, like: str) -> str:
     if errors is None or seconds is None:
-        return f"how far off the step may be is not known: no model was left out of a fit of {like} with {_KINDS[kind]}"
+        return f"how far off the step may be is not known: there are no rows {like} to tell by"
     most = "8 in 10" if errors.rows >= 20 else "all"
     return (
-        f"expect {seconds[0]:.3g} to {seconds[1]:.3g} s a step: {most} of {errors.rows} rows of {like} with "
-        f"{_KINDS[kind]} that no constant was fitted to took {errors.low:.2f} to {errors.high:.2f} times the prediction"
+        f"expect {seconds[0]:.3g} to {seconds[1]:.3g} s a step: {most} of {errors.rows} rows {like} that no constant "
+        f"was fitted to took {errors.low:.2f} to {errors.high:.2f} times the prediction"
     )
 
 

@@ -62,7 +62,7 @@ class Kernels:
         self.job = job
         self.reach: Reach = reach_of(job.hardware.gpu_name)
         peaks, precision = job.hardware.gpu.dense_tflops, job.precision
-        self.half_peak = (peaks.peak("fp32") if precision == "fp32" else None) or peaks.bf16
+        self.half_peak = (peaks.peak(precision) if precision in ("fp32", "fp16") else None) or peaks.half
         self.low_peak = peaks.peak(LOW_PRECISIONS.get(precision, precision)) if precision in LOW_PRECISIONS else None
         if precision in LOW_PRECISIONS and self.low_peak is None:
             self.low_peak = peaks.peak("fp8") or self.half_peak
