@@ -5,7 +5,9 @@ Rewrites `reach.yaml` (what GPUs reach of their datasheets) and `stacks.yaml` (t
 towards the measurements and a prior pulls it back, so that what a table cannot tell stays where it was. Errors are
 logarithms, with outliers damped.
 `--held-out` fits without one model at a time (or a share of them, or models on a number of GPUs) and prints how well
-that one is then predicted. Needs scipy.
+that one is then predicted. `--evidence` fits nothing that is kept: it writes `evidence.yaml`, which says how far off
+predictions of left-out models are by engine, and which GPUs were measured and how well they were used; plans quote it.
+Needs scipy.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from trainshed.plan.performance.stacks import Stack, stack, stack_names
 from trainshed.plan.published.cases import Case, case_of
 from trainshed.plan.published.rows import Row, Skip, all_rows, own_table, shipped_tables
 from trainshed.plan.published.scores import regret_scores
-from trainshed.plan.published.validation import in_order_chosen
+from trainshed.plan.published.validation import Judged, in_order_chosen, validate
 
 PLAN = Path(reach_module.__file__).parent
 DAMPED_FROM = 0.1
@@ -520,13 +522,15 @@ class Split:
         return [set(keys[number::folds]) for number in range(folds)]
 
 
-def held_out(fit: Fit, measured: Mapping[str, list[Measured]], constants: Constants, rounds: int, split: Split) -> None:
-    """Fit without one part at a time, and predict that one."""
+def held_out(
+    fit: Fit, measured: Mapping[str, list[Measured]], constants: Constants, rounds: int, split: Split
+) -> list[tuple[Measured, float]]:
+    """Fit without one part at a time, and predict that one; return its rows with the logarithms of their errors."""
     everything = [*measured[fit.stack], *measured.get(fit.newer_stack or "", [])]
     timed = [one for one in everything if one.seconds is not None and fit.rows(one.row)]
     base = constants.stacks.get(LIKE.get(fit.stack, ""), Stack(fit.stack))
     base = with_constants(replace(base, name=fit.stack), fit.fixed)
-    errors: list[float] = []
+    judged: list[tuple[Measured, float]] = []
     memory_errors: list[float] = []
     choices: list[list[float]] = []
     for part in split.parts(timed):
@@ -537,22 +541,24 @@ def held_out(fit: Fit, measured: Mapping[str, list[Measured]], constants: Consta
         start = fit_memory(fit, rest, base, rounds)
         stack, later = both(fit, start, fit_time(fit, timed_rest, start, constants, rounds), constants)
         left_out = [one for one in timed if split.key(one) in part]
-        here = [seconds_error(one, _of(one, stack, later, fit)) for one in left_out if fit.judged(one)]
+        here = [(one, seconds_error(one, _of(one, stack, later, fit))) for one in left_out if fit.judged(one)]
         if here:
-            print(f"    without {', '.join(sorted(part))[:60]:60} {_summary(here)}", flush=True)
-        errors += here
+            print(f"    without {', '.join(sorted(part))[:60]:60} {_summary([error for _, error in here])}", flush=True)
+        judged += here
         weighed = (one for one in everything if split.key(one) in part and one.gib is not None)
         memory_errors += [memory_error(one, stack) for one in weighed]
         choices += in_order_chosen(
             (one.row.group, one.case, _prediction(one, _of(one, stack, later, fit)), one.seconds or np.inf)
             for one in left_out
         )
-    if errors:
-        print(f"{fit.stack:24} {_summary(errors)}  (each predicted by a fit that never saw it)")
+    if judged:
+        summary = _summary([error for _, error in judged])
+        print(f"{fit.stack:24} {summary}  (each predicted by a fit that never saw it)")
     if memory_errors:
         print(f"{'memory':24} {len(memory_errors):5} rows  mean {np.mean(np.abs(memory_errors)):.1%}")
     if choices:
         print(f"{'regret':24} {_regret(choices)}")
+    return judged
 
 
 def _prediction(one: Measured, stack: Stack) -> Prediction:
@@ -594,6 +600,66 @@ _STACKS_HEAD = """\
 """
 
 
+_EVIDENCE_HEAD = """\
+# What plans are held against (evidence.py). `held_out`: measured seconds divided by predicted ones, for models that
+# were left out of the fit, by engine and kind of model: between `low` and `high` lie eight of ten rows, all of them
+# where they are fewer than twenty. `measured`: every GPU, precision, engine and kind of model that there are rows of,
+# the most GPUs among them, and the best MFU, counted as a plan counts it.
+# Written by benchmarks/fit_planner.py --evidence.
+"""
+_OF_ENGINES = ("torch", "torchtitan", "torchtune", "megatron", "megatron-fsdp")
+"""Stacks that a plan can be made for, and torchtitan, which the torch engine's communication follows."""
+_ALL_BELOW = 20
+
+
+def evidence(measured: Mapping[str, list[Measured]], constants: Constants, rounds: int, folds: int) -> None:
+    """Write what is known of errors on rows that no constant saw, and of what was measured at all."""
+    errors: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for fit in FITS:
+        if fit.stack in _OF_ENGINES:
+            for one, error in held_out(fit, measured, constants, rounds, Split(folds=folds)):
+                errors[fit.stack.removesuffix("-fsdp")][_kind(one.case)].append(float(np.exp(-error)))
+    # Fits without some rows have left their constants behind.
+    reach_module.use_reaches(constants.measured)
+    held = {name: {kind: _interval(kinds[kind]) for kind in sorted(kinds)} for name, kinds in errors.items()}
+    plain = {"held_out": held, "measured": _measured_kinds()}
+    _write_yaml(PLAN / "evidence.yaml", _EVIDENCE_HEAD, plain)
+
+
+def _kind(case: Case) -> str:
+    return "dense" if case.job.model.experts is None else "experts"
+
+
+def _interval(ratios: Sequence[float]) -> dict[str, float | int]:
+    edges = (0.0, 1.0) if len(ratios) < _ALL_BELOW else (0.1, 0.9)
+    low, high = (float(f"{np.quantile(ratios, edge):.3g}") for edge in edges)
+    return {"rows": len(ratios), "low": low, "high": high}
+
+
+def _measured_kinds() -> list[dict[str, object]]:
+    groups: dict[tuple[str, str, str, str], list[Judged]] = defaultdict(list)
+    for one in validate(all_rows([*shipped_tables(), own_table()])).judged:
+        if one.step_seconds is not None:
+            job = one.case.job
+            groups[job.hardware.gpu_name, job.precision, job.stack.name, _kind(one.case)].append(one)
+    found: list[dict[str, object]] = []
+    for (gpu, precision, engine, kind), rows in sorted(groups.items()):
+        best = max(rows, key=lambda one: one.measured_tflops / one.prediction.peak_tflops)
+        found.append(
+            {
+                "gpu": gpu,
+                "precision": precision,
+                "engine": engine,
+                "kind": kind,
+                "rows": len(rows),
+                "most_gpus": max(one.case.job.gpus for one in rows),
+                "best_mfu": float(f"{best.measured_tflops / best.prediction.peak_tflops:.3g}"),
+                "best": f"{best.row.model}, {best.row.source.partition(':')[0]}",
+            }
+        )
+    return found
+
+
 def _write_yaml(path: Path, head: str, found: Mapping[str, object]) -> None:
     text = yaml.safe_dump(dict(found), sort_keys=False, allow_unicode=True, width=116)
     path.write_text(head + "\n" + text, encoding="utf-8")
@@ -627,9 +693,13 @@ def main() -> None:
     parser.add_argument("--folds", type=int, help="leave out this share of the models at a time: 6 is a sixth")
     parser.add_argument("--groups", action="store_true", help="leave out models on a number of GPUs, not whole models")
     parser.add_argument("--rounds", type=int, default=15, help="evaluations of the Jacobian at most")
+    parser.add_argument("--evidence", action="store_true", help="write what plans are held against, and fit nothing")
     arguments = parser.parse_args()
     constants, measured = Constants(), measured_rows()
     constants.stacks = {name: stack(name) for name in stack_names()}
+    if arguments.evidence:
+        evidence(measured, constants, arguments.rounds, arguments.folds or 6)
+        return
     for fit in chosen_fits(arguments.stacks):
         if arguments.held_out:
             held_out(fit, measured, constants, arguments.rounds, Split(arguments.groups, arguments.folds))

@@ -120,7 +120,7 @@ def verify(
     check_engine(recipe)
     cluster = cluster or load_cluster()
     whole = _whole(recipe, store_options(cluster))
-    chosen = planned_layout(whole, keys=layout_keys)
+    chosen = planned_layout(whole.recipe, cluster, keys=layout_keys)
     for reason in chosen.reasons:
         reporter.note(reason)
     asked = chosen.layout

@@ -10,8 +10,9 @@ import pytest
 from trainshed.catalog import Gpu, find_gpu, gpu, gpu_by_device_name, gpu_from_file, gpu_names
 from trainshed.errors import InputError, RecipeError
 
-PROMISED = ["a10g", "l40s", "a100-40gb", "a100-80gb", "h100-sxm", "h100-pcie", "h200", "b200", "gb200", "b300", "gb300"]
-PROMISED += ["mi300x", "mi325x", "mi355x"]
+PROMISED = ["v100-16gb", "v100-32gb", "rtx-3090", "rtx-a6000", "rtx-4090", "rtx-5090", "rtx-pro-6000", "l4"]
+PROMISED += ["a10g", "l40s", "a100-40gb", "a100-80gb", "h100-sxm", "h100-pcie", "h200", "h20"]
+PROMISED += ["b200", "gb200", "b300", "gb300", "mi300x", "mi325x", "mi350x", "mi355x"]
 WIDEST_FIRST = ("fp4", "fp8", "bf16", "tf32", "fp32")
 
 
@@ -24,7 +25,8 @@ def test_a_gpu_has_dense_peaks_that_fit_together(name: str) -> None:
     found = gpu(name)
     peaks = [peak for dtype in WIDEST_FIRST if (peak := found.dense_tflops.peak(dtype)) is not None]
     assert peaks == sorted(peaks, reverse=True), "narrower products are never slower"
-    assert found.dense_tflops.fp16 == found.dense_tflops.bf16
+    assert found.dense_tflops.fp16 == found.dense_tflops.half
+    assert (found.dense_tflops.bf16 is None) == name.startswith("v100"), "Volta is the one without bf16"
     # Matrix units double their rate as the inputs' width halves; a sparse figure among them would stand out.
     for narrow, wide in (("fp8", "bf16"), ("bf16", "tf32")):
         rates = found.dense_tflops.peak(narrow), found.dense_tflops.peak(wide)
@@ -50,6 +52,9 @@ def test_a_gpu_names_its_source_and_says_that_its_peaks_are_dense(name: str) -> 
         ("NVIDIA GB300", "gb300"),
         ("nvidia  gb200 ", "gb200"),
         ("AMD Instinct MI300X VF", "mi300x"),
+        ("NVIDIA GeForce RTX 4090", "rtx-4090"),
+        ("NVIDIA RTX A6000", "rtx-a6000"),
+        ("Tesla V100-SXM2-32GB", "v100-32gb"),
     ],
 )
 def test_a_gpu_is_found_by_what_its_driver_calls_it(device: str, name: str) -> None:
@@ -57,7 +62,7 @@ def test_a_gpu_is_found_by_what_its_driver_calls_it(device: str, name: str) -> N
 
 
 @pytest.mark.parametrize(
-    "device", ["NVIDIA H200 NVL", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA GeForce RTX 4090", "B200", ""]
+    "device", ["NVIDIA H200 NVL", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA GeForce RTX 4090 Laptop GPU", "B200", ""]
 )
 def test_a_gpu_that_only_looks_like_a_known_one_is_unknown(device: str) -> None:
     assert gpu_by_device_name(device) is None
@@ -70,7 +75,16 @@ def test_no_two_gpus_share_a_device_name() -> None:
 
 @pytest.mark.parametrize(
     ("typed", "name"),
-    [("h100", "h100-sxm"), ("H100", "h100-sxm"), ("A100_80GB", "a100-80gb"), ("gb200", "gb200"), ("mi300", "mi300x")],
+    [
+        ("h100", "h100-sxm"),
+        ("H100", "h100-sxm"),
+        ("A100_80GB", "a100-80gb"),
+        ("gb200", "gb200"),
+        ("mi300", "mi300x"),
+        ("4090", "rtx-4090"),
+        ("A6000", "rtx-a6000"),
+        ("h20", "h20"),
+    ],
 )
 def test_what_people_type_is_understood(typed: str, name: str) -> None:
     assert gpu(typed) is gpu(name)
@@ -83,7 +97,8 @@ def test_no_two_gpus_share_an_alias() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "near"), [("a100", "a100-40gb or a100-80gb"), ("mi350x", "mi355x"), ("h100-nvl", "h100-sxm?")]
+    ("wrong", "near"),
+    [("a100", "a100-40gb or a100-80gb"), ("v100", "v100-16gb or v100-32gb"), ("h100-nvl", "h100-sxm?")],
 )
 def test_a_misspelt_or_ambiguous_gpu_gets_the_nearest(wrong: str, near: str) -> None:
     with pytest.raises(InputError) as caught:

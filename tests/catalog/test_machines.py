@@ -47,11 +47,11 @@ def test_every_machine_has_a_gpu_and_a_fabric_of_the_catalog_and_sane_figures() 
         hardware = hardware_of(found)
         assert hardware.gpu is gpu(found.gpu)
         assert hardware.fabric == fabric(found.fabric).name
-        # A NIC of 12.5 to 800 Gbit/s for each GPU, and links inside that are faster than the network.
-        assert 1.5 <= hardware.network_gb_per_s <= 100
+        # A NIC of 12.5 to 800 Gbit/s for each GPU (a P3 has 25 for eight), and links that are faster than the network.
+        assert (0.3 if found.name == "p3.16xlarge" else 1.5) <= hardware.network_gb_per_s <= 100
         assert hardware.link_gb_per_s > hardware.network_gb_per_s
         assert found.watts is not None
-        assert 300 <= found.watts / found.gpus <= 2000
+        assert 200 <= found.watts / found.gpus <= 2000
 
 
 def test_no_two_machines_share_a_name() -> None:

@@ -97,6 +97,40 @@ def test_arguments_of_the_engine_are_counted_and_named(tmp_path: Path, capsys: p
     assert not any("engine.args" in note for note in plain["notes"])
 
 
+@pytest.mark.parametrize(
+    "gpu", ["3090", "4090", "5090", "a6000", "rtx-pro-6000", "l4", "l40s", "h20", "mi350x", "gb200", "b300"]
+)
+def test_gpus_that_people_own_are_planned_for_by_the_name_they_use(
+    gpu: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = report(f"--model llama3.2-1b --gpu {gpu} --gpus 2 --seq 4096 --global-batch 64", capsys)
+    assert found["chosen"]["fits"]
+    assert 0.1 < found["chosen"]["mfu"] < 1
+
+
+def test_a_gpu_without_bf16_says_what_it_has(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = "--model llama3.2-1b --gpu v100-32gb --gpus 2 --seq 1024 --global-batch 8"
+    assert "v100-32gb has no published peak for products in bf16 write fp32; fp16 with the engine megatron" in refusal(
+        asked, capsys
+    )
+    said = refusal(f"{asked} --precision fp16", capsys)
+    assert "the engine torch does not train in fp16: it has no loss scale write fp32, or another engine" in said
+    found = report(f"{asked} --precision fp16 --engine megatron", capsys)
+    assert found["job"]["hardware"]["peak_tflops"] == 125.0
+
+
+def test_a_plan_has_a_range_and_says_what_was_never_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = "--model llama3-8b --gpu a100-80gb --gpus 8 --seq 4096 --global-batch 128"
+    found = report(asked, capsys)
+    held = found["evidence"]
+    assert held["step_seconds_low"] <= found["chosen"]["step_seconds"] <= held["step_seconds_high"]
+    assert found["chosen"]["mfu"] > held["best_measured_mfu"]
+    figures = (f"{found['chosen']['mfu']:.1%} MFU is more than was ever measured", f"{held['best_measured_mfu']:.1%}")
+    (note,) = [note for note in found["notes"] if figures[0] in note]
+    assert figures[1] in note
+    assert figures[0] in " ".join(plan(asked, capsys).split())
+
+
 def test_a_range_of_gpus_draws_the_curve(capsys: pytest.CaptureFixture[str]) -> None:
     found = report(SMALL.replace("--gpus 8", "--gpus 8..32"), capsys)
     assert [point["gpus"] for point in found["scaling"]["points"]] == [8, 16, 32]

@@ -111,6 +111,15 @@ def test_what_this_machine_cannot_do_is_refused_here_and_not_ignored(
     assert not (here / "store").exists(), "work was done"
 
 
+def test_a_layout_that_cannot_be_is_refused_before_anything_is_prepared(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for door in ("run", "train"):
+        for words in (("layout={tp: 3}",), ("--layout", "tp=3")):
+            assert "tp: 3" in said(capsys, door, "recipe.yaml", *words)
+    assert not (here / "store").exists(), "work was done"
+
+
 SITES = {
     "slurm without containers": ("slurm-h100", ()),
     "slurm with containers": ("slurm-h100", ("slurm.container=pyxis", "image=a/b@sha256:0")),

@@ -153,7 +153,9 @@ def test_a_pipeline_gets_a_schedule(keys: dict[str, object], schedule: str | Non
     [
         ({}, "one process"),
         ({"tp": 2, "pp": 2, "vp": 2, "dp": 2}, "tp2 pp2 vp2 dp2 zero1"),
-        ({"cp": 2}, "cp2"),
+        ({"cp": 2}, "cp2 zero1"),
+        ({"cp": 2, "shard": "full"}, "cp2 full"),
+        ({"tp": 2}, "tp2"),
         ({"dp": 4, "replicate": 2, "shard": "full"}, "dp4 replicate2 full"),
         ({"tp": 2, "ep": 2, "etp": 1}, "tp2 ep2"),
     ],

@@ -31,7 +31,9 @@ def problems(
     ("keys", "config"),
     [
         ({}, DENSE),
-        ({"tp": 4, "pp": 2, "vp": 2, "cp": 2, "dp": 2, "shard": "full"}, DENSE),
+        ({"tp": 4, "pp": 2, "vp": 2, "cp": 2, "dp": 2}, DENSE),
+        ({"tp": 4, "cp": 2, "dp": 2, "shard": "full"}, DENSE),
+        ({"pp": 2, "shard": "full"}, DENSE),
         ({"pp": 3, "schedule": "zero_bubble", "dp": 2, "replicate": 2, "micro_batch": 2}, DENSE),
         ({"tp": 2, "etp": 2, "ep": 3, "dp": 6}, EXPERTS),
         ({"ep": 6, "cp": 2, "dp": 3}, EXPERTS),
@@ -240,13 +242,6 @@ def warnings(keys: dict[str, Any], config: ModelConfig = DENSE, batches: tuple[i
             "a larger global batch or a smaller pp shortens it",
         ),
         (
-            {"pp": 2, "dp": 2, "shard": "full"},
-            DENSE,
-            (32,),
-            "shard: full gathers every stage's weights again for each of the 16 micro-batches; "
-            "with a pipeline, zero1 is usually faster",
-        ),
-        (
             {"tp": 4},
             tiny_config("gpt2", vocab_size=97),
             (8,),
@@ -278,3 +273,17 @@ def test_interleaving_and_zero_bubble_shorten_the_wait() -> None:
     assert pipeline_bubble(plain, 9) == pytest.approx(3 / 12)
     assert pipeline_bubble(interleaved, 9) == pytest.approx(3 / 21)
     assert pipeline_bubble(zero, 9) == pytest.approx(1 / 10)
+
+
+@pytest.mark.parametrize("shard", ["zero2", "full"])
+@pytest.mark.parametrize(
+    ("keys", "config"), [({"dp": 2}, DENSE), ({"cp": 2}, DENSE), ({"dp": 2, "schedule": "zero_bubble"}, DENSE)]
+)
+def test_a_pipeline_of_our_own_engine_shares_out_optimiser_states_alone(
+    keys: dict[str, Any], config: ModelConfig, shard: str
+) -> None:
+    (found,) = problems({"pp": 2, "shard": shard, **keys}, config)
+    assert found.path == ("layout", "shard")
+    assert found.what.startswith(f"shard: {shard} with pp: 2 would leave ")
+    assert found.hint == "write shard: zero1, or pp: 1"
+    assert problems({"pp": 2, "shard": "zero1", **keys}, config) == []

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field
 
 from trainshed.catalog.table import Entry, Table
-from trainshed.recipe.section import PositiveFloat, Section, Text
+from trainshed.recipe.section import PositiveFloat, Problem, Section, Text
 
 HOW_TO_DESCRIBE = (
     "describe another in a file and give its path (--gpu ./mygpu.yaml): NAME: {source: its datasheet, device_names: "
@@ -23,11 +24,23 @@ class DenseTflops(Section):
 
     fp4: PositiveFloat | None = Field(None, description="NVFP4 or MXFP4")
     fp8: PositiveFloat | None = Field(None, description="E4M3 and E5M2")
-    bf16: PositiveFloat = Field(description="bfloat16")
+    bf16: PositiveFloat | None = Field(None, description="bfloat16; a Volta has none")
     fp16: PositiveFloat | None = Field(None, description="IEEE half")
     tf32: PositiveFloat | None = Field(None, description="fp32 inputs, rounded by the matrix units")
     fp32: PositiveFloat | None = Field(None, description="fp32 inputs, not rounded")
     fp64: PositiveFloat | None = Field(None, description="fp64, matrix units where they have it")
+
+    def problems(self) -> Iterator[Problem]:
+        """A GPU without 16-bit products trains nothing here."""
+        if self.bf16 is None and self.fp16 is None:
+            yield Problem(("bf16",), "neither bf16 nor fp16 has a peak", "write the dense one of its datasheet")
+
+    @property
+    def half(self) -> float:
+        """The peak of 16-bit products: of bf16, or of fp16 where there is no other."""
+        found = self.bf16 or self.fp16
+        assert found is not None, "`problems` asks for one of them"
+        return found
 
     def peak(self, dtype: str) -> float | None:
         """Return the peak of a dtype by name, None where it is not published."""

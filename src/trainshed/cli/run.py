@@ -47,6 +47,7 @@ def run(
     from trainshed.cli.train import exit_code, train_stage, training_text, worker_arguments
     from trainshed.errors import InputError
     from trainshed.line import check_trainable, run_line, store_options
+    from trainshed.plan import parse_layout
     from trainshed.recipe import load_cluster, load_recipe, split_overrides
 
     if workers is not None and workers < 1:
@@ -62,7 +63,7 @@ def run(
     if nodes is not None:
         raise InputError("--nodes is for other clusters: here the layout says how many ranks", hint="write --layout")
     loaded = load_recipe(recipe, for_recipe)
-    check_trainable(loaded, cluster, chosen=layout is not None)
+    check_trainable(loaded, cluster, keys=parse_layout(layout) if layout else None)
     prepared = run_line(loaded, cluster, id=id, workers=workers, reporter=reporter())
     budget = prepared.order.budget(prepared.steps)
     data = {
@@ -99,7 +100,7 @@ def run(
         lines.append(
             f"  order: ready for {prepared.steps:,} steps ({human(size, 'tokens')}), independent of any layout"
         )
-    data["training"] = training = train_stage(prepared, layout, worker_arguments(on, for_cluster))
+    data["training"] = training = train_stage(prepared, layout, worker_arguments(on, for_cluster), cluster)
     lines.append(training_text(training))
     if prepared.recipe.export is not None and training["step"] == training["steps"]:
         from trainshed.line.stages import export_run

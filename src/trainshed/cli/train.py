@@ -44,17 +44,21 @@ def train(
         Report as text or json.
     """
     from trainshed.cli.console import print_report
-    from trainshed.line import check_trainable, open_run
+    from trainshed.line import check_runnable, check_trainable, open_run
+    from trainshed.plan import parse_layout
     from trainshed.recipe import load_cluster, load_recipe, split_overrides
 
     for_recipe, for_cluster = split_overrides(overrides)
     cluster = load_cluster(on, for_cluster)
     loaded = load_recipe(recipe, for_recipe)
-    check_trainable(loaded, cluster, chosen=layout is not None)
+    if is_a_rank():
+        check_runnable(loaded, cluster)
+    else:
+        check_trainable(loaded, cluster, keys=parse_layout(layout) if layout else None)
     run = open_run(loaded, cluster, id=id)
     if is_a_rank():
         return train_as_rank(run, layout, cluster)
-    data = train_stage(run, layout, worker_arguments(on, for_cluster))
+    data = train_stage(run, layout, worker_arguments(on, for_cluster), cluster)
     print_report(data, output, training_text(data))
     return exit_code(data)
 
@@ -79,7 +83,7 @@ def train_as_rank(run: PreparedRun, layout_text: str | None, cluster: Cluster) -
 
     place = Place.from_environment()
     keys = parse_layout(layout_text) if layout_text else None
-    layout = run_layout(run, keys=keys, world_size=place.world_size)
+    layout = run_layout(run, cluster, keys=keys, world_size=place.world_size)
     if place.rank == 0:
         keep_run(run)
     with training_progress(run.steps) as on_event:
@@ -87,7 +91,9 @@ def train_as_rank(run: PreparedRun, layout_text: str | None, cluster: Cluster) -
         return train_rank(job, run_folder=run.folder, listener=on_event)
 
 
-def train_stage(run: PreparedRun, layout_text: str | None, for_ranks: Sequence[str]) -> dict[str, Any]:
+def train_stage(
+    run: PreparedRun, layout_text: str | None, for_ranks: Sequence[str], cluster: Cluster
+) -> dict[str, Any]:
     """Train a prepared run with all its ranks here, show it, and return its report."""
     from trainshed.cli.console import reporter
     from trainshed.cli.progress import training_progress
@@ -96,7 +102,7 @@ def train_stage(run: PreparedRun, layout_text: str | None, for_ranks: Sequence[s
     from trainshed.plan import parse_layout
 
     keys = parse_layout(layout_text) if layout_text else None
-    chosen = planned_layout(run, keys=keys, reporter=reporter())
+    chosen = planned_layout(run.recipe, cluster, keys=keys, reporter=reporter())
     keep_run(run)
     with training_progress(run.steps) as on_event:
         trained = train_here(
@@ -104,6 +110,7 @@ def train_stage(run: PreparedRun, layout_text: str | None, for_ranks: Sequence[s
             chosen.layout,
             precision=run.recipe.train.precision,
             reasons=chosen.reasons,
+            calibration=chosen.calibration,
             worker_arguments=for_ranks,
             on_event=on_event,
         )

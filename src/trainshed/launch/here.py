@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ def train_here(
     *,
     precision: str,
     reasons: Sequence[str] = (),
+    calibration: Mapping[str, Any] | None = None,
     worker_arguments: Sequence[str] = (),
     on_event: Callable[[dict[str, Any]], None] = lambda _: None,
     environment: dict[str, str] | None = None,
@@ -47,13 +48,14 @@ def train_here(
 ) -> Trained:
     """Train a prepared run with all its ranks on this machine; raises what ended it, unless somebody asked it to stop.
 
-    `reasons` say why the planner chose the layout, for the plan that is kept. `worker_arguments` tell each rank which
-    cluster it is on. `grace_seconds` is how long ranks may take for their last checkpoint after a request to stop,
-    `failure_grace_seconds` how long to write down where they stood when one fails.
+    `reasons` say why the planner chose the layout, and `calibration` by what it was calibrated, for the plan that is
+    kept. `worker_arguments` tell each rank which cluster it is on. `grace_seconds` is how long ranks may take for their
+    last checkpoint after a request to stop, `failure_grace_seconds` how long to write down where they stood when one
+    fails.
     """
     store = LocalStore(run_folder)
     attempt = take_attempt(store, "").number
-    write_plan(store, attempt, layout, reasons)
+    write_plan(store, attempt, layout, reasons, calibration)
     follower = EventFollower(run_folder)
     # What earlier attempts wrote is no news.
     follower.poll()
@@ -111,9 +113,22 @@ def _tiles_are_forbidden() -> bool:
     return subprocess.run([sys.executable, "-c", tried], capture_output=True).returncode == -signal.SIGILL
 
 
-def write_plan(store: LocalStore, attempt: int, layout: RankLayout, reasons: Sequence[str] = ()) -> None:
+def write_plan(
+    store: LocalStore,
+    attempt: int,
+    layout: RankLayout,
+    reasons: Sequence[str] = (),
+    calibration: Mapping[str, Any] | None = None,
+) -> None:
     """Keep what an attempt's ranks are to run, and why the planner chose it; no reasons where a person did."""
-    body = {"schema": PLAN_SCHEMA, "attempt": attempt, "layout": asdict(layout), "reasons": list(reasons)}
+    body: dict[str, Any] = {
+        "schema": PLAN_SCHEMA,
+        "attempt": attempt,
+        "layout": asdict(layout),
+        "reasons": list(reasons),
+    }
+    if calibration is not None:
+        body["calibration"] = calibration
     store.put(f"plans/attempt-{attempt:04d}.json", orjson.dumps(body, option=orjson.OPT_INDENT_2) + b"\n")
 
 

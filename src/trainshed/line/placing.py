@@ -8,18 +8,13 @@ from typing import Any
 
 from trainshed.catalog.machines import Machine, find_machine
 from trainshed.errors import InputError, RecipeError
-from trainshed.line.planning import PlannedModel, planning_terms
 from trainshed.plan.budget.budget import Budget
 from trainshed.plan.layout import RankLayout, resolve_layout
 from trainshed.plan.legality import layout_problems
-from trainshed.plan.performance.anatomy import anatomy_of
 from trainshed.plan.performance.hardware import hardware_of
-from trainshed.plan.performance.prediction import Job as PlannedJob
-from trainshed.plan.performance.stacks import stack
-from trainshed.plan.question import Question, check_precision
+from trainshed.plan.planner import PlannedModel, answer, question
 from trainshed.plan.report.answer import Answer
-from trainshed.plan.report.answering import answer
-from trainshed.plan.searching.automatic import RunSizes, choose_for_cpu
+from trainshed.plan.searching.automatic import choose_for_cpu_nodes
 from trainshed.recipe import Cluster, Recipe
 from trainshed.recipe.messages import as_recipe_error
 
@@ -64,31 +59,8 @@ def plan_on_cluster(
     if machine is None:
         return _on_processors(recipe, cluster, model, nodes)
     placement = _placement(recipe, cluster, machine, nodes, gpus)
-    hardware = hardware_of(machine)
-    check_precision(model.precision, hardware)
-    job = PlannedJob(
-        model=anatomy_of(model.config, model.preset),
-        sequence_length=model.sequence_length,
-        global_batch=model.schedule.global_batch,
-        precision=model.precision,
-        hardware=hardware,
-        gpus=placement.world_size,
-        stack=stack(model.engine),
-        habits=model.habits,
-    )
-    found = answer(
-        Question(
-            name=model.name,
-            job=job,
-            config=model.config,
-            engine=model.engine,
-            layout=model.layout,
-            places=recipe.places,
-            batch_sizes=tuple(model.schedule.sizes),
-            terms=planning_terms(model, recipe, cluster, machine),
-            notes=model.notes,
-        )
-    )
+    asked = question(model, hardware_of(machine), (placement.world_size,), cluster, machine=machine, recipe=recipe)
+    found = answer(asked)
     _refuse_too_large(recipe, found, despite_memory)
     assert found.budget is not None, "`answer` always makes one"
     return PlannedRun(
@@ -156,10 +128,10 @@ def _on_processors(recipe: Recipe, cluster: Cluster, model: PlannedModel, nodes:
     """A cluster without GPUs: the layout is written out, or data parallel with one rank a node."""
     count, where = _node_count(recipe, cluster, nodes)
     refuse_too_many(cluster, count, where)
-    sizes = tuple(model.schedule.sizes)
+    sizes = model.batch_sizes
     reasons: tuple[str, ...] = ()
     if model.layout is None:
-        chosen = choose_for_cpu(RunSizes(model.config, model.sequence_length, sizes, model.precision), count)
+        chosen = choose_for_cpu_nodes(model, count)
         layout, reasons = chosen.layout, chosen.reasons
     else:
         layout = resolve_layout(model.layout, model.config)
@@ -204,4 +176,6 @@ def _predicted(found: Answer, budget: Budget) -> dict[str, Any]:
         "mfu": chosen.mfu,
         "memory_gib": chosen.memory.total,
         "checkpoint": budget.checkpoint.to_plain(),
+        "calibration": found.calibration,
+        "step_seconds_range": found.evidence.seconds if found.evidence is not None else None,
     }

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import orjson
 
-from trainshed.catalog.machines import Machine
 from trainshed.catalog.models import architecture
 from trainshed.data.sampling.schedule import BatchSchedule, RampUp
 from trainshed.engines.planned_habits import planned_habits
@@ -14,29 +11,10 @@ from trainshed.errors import RecipeError, TrainshedError
 from trainshed.line.preparing import store_options
 from trainshed.models.adapters import trained_share
 from trainshed.models.hf_config import read_hf_config
-from trainshed.plan.budget.budget import Terms
-from trainshed.plan.budget.planned_storage import storage_of
 from trainshed.plan.performance.stacks import Habits
-from trainshed.recipe import Cluster, Layout, ModelConfig, Recipe
+from trainshed.plan.planner import PlannedModel
+from trainshed.recipe import Cluster, ModelConfig, Recipe
 from trainshed.storage import join, open_store, parse
-
-
-@dataclass(frozen=True)
-class PlannedModel:
-    """What is trained, whether a recipe says it or flags do."""
-
-    name: str
-    config: ModelConfig
-    preset: str
-    sequence_length: int
-    schedule: BatchSchedule
-    precision: str
-    engine: str
-    layout: Layout | None
-    steps: int | None
-    notes: tuple[str, ...] = ()
-    habits: Habits = field(default_factory=Habits)
-    """What the run does otherwise than the usual of its engine: adapters, and what `engine.args` ask for."""
 
 
 def planned_model(recipe: Recipe, cluster: Cluster) -> PlannedModel:
@@ -68,7 +46,7 @@ def planned_model(recipe: Recipe, cluster: Cluster) -> PlannedModel:
         config,
         preset,
         length,
-        schedule,
+        tuple(schedule.sizes),
         train.precision,
         recipe.engine.name,
         layout,
@@ -93,20 +71,3 @@ def weights_architecture(recipe: Recipe, cluster: Cluster) -> ModelConfig:
             where=recipe.where("model.from"),
             hint="name it besides: model.preset=NAME",
         ) from None
-
-
-def planning_terms(
-    model: PlannedModel, recipe: Recipe | None, cluster: Cluster, machine: Machine | None, *, price: float | None = None
-) -> Terms:
-    """Return what bears on a run beside its job and layout."""
-    return Terms(
-        engine=model.engine,
-        machine=machine,
-        storage=storage_of(cluster),
-        steps=model.steps,
-        checkpoint_every=recipe.checkpoint.every if recipe is not None else None,
-        keep=recipe.checkpoint.keep if recipe is not None else 3,
-        asynchronous=recipe.checkpoint.async_ if recipe is not None else True,
-        mtbf_hours=cluster.mtbf_hours,
-        price_per_gpu_hour=price or cluster.price_per_gpu_hour,
-    )

@@ -11,9 +11,9 @@ from trainshed.catalog.machines import Machine, find_machine
 from trainshed.errors import RecipeError
 from trainshed.launch.job import DEFAULT_PORT, Serving, Stage
 from trainshed.launch.serving.vllm import vllm_command
-from trainshed.line.planning import PlannedModel
 from trainshed.plan.budget.planned_storage import PlannedStorage, storage_of
 from trainshed.plan.performance.anatomy import anatomy_of
+from trainshed.plan.planner import PlannedModel
 from trainshed.recipe import Cluster, Recipe, Serve
 
 SCRIPT = "serve.sh"

@@ -27,12 +27,13 @@ from trainshed.launch.here import PLAN_SCHEMA
 from trainshed.launch.job import JOB_FILE, MOUNTED_JOB, Code, Job, JobFile, Stage, job_folder
 from trainshed.launch.shipping import pack_code, provenance
 from trainshed.line.placing import PlannedRun, plan_on_cluster
-from trainshed.line.planning import PlannedModel, planned_model
+from trainshed.line.planning import planned_model
 from trainshed.line.preparing import resolve, store_options
 from trainshed.line.runnable import check_runnable, store_on
 from trainshed.line.serving import SCRIPT as SERVE_SCRIPT
 from trainshed.line.serving import serve_notes, serve_script, serve_stage
 from trainshed.plan.layout import RankLayout
+from trainshed.plan.planner import PlannedModel
 from trainshed.recipe import Cluster, Recipe, run_id, to_yaml
 
 UNKNOWN_SAVE_SECONDS = 270

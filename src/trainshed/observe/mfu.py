@@ -73,7 +73,7 @@ def measure_mfu(
         model_tflops,
         mfu=mfu,
         mfu_full_attention=mfu * per_token_full / per_token,
-        mfu_of_bf16_peak=model_tflops / gpu.dense_tflops.bf16 if narrow else None,
+        mfu_of_bf16_peak=model_tflops / gpu.dense_tflops.half if narrow else None,
         peak_tflops=peak,
         peak_dtype=precision,
         source=gpu.source,

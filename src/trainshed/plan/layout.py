@@ -155,7 +155,8 @@ class RankLayout:
         if self.world_size == 1:
             return "one process"
         parts = [f"{key}{value}" for key in _SHOWN if (value := getattr(self, key)) != 1]
-        shared = [*parts, self.shard] if self.dp > 1 else parts
+        # Context-parallel ranks share the same states out among them as dp ranks do.
+        shared = [*parts, self.shard] if self.dp * self.cp > 1 else parts
         return " ".join([*shared, "uneven"] if self.uneven else shared)
 
 

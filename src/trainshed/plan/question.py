@@ -14,6 +14,8 @@ from trainshed.recipe.places import Places
 
 PRECISIONS = ("fp32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4")
 """The dtypes of matrix products that a plan can be asked for; fp64 is for proofs, on one process."""
+_OF_ENGINES = {"torch": ("fp32", "bf16", "fp8")}
+"""The dtypes that an engine trains in, where they are not all of them."""
 _PEAKS = {"fp32": ("tf32", "fp32"), "mxfp8": ("fp8",), "nvfp4": ("fp4",)}
 
 
@@ -46,17 +48,24 @@ class Question:
         return self.batch_sizes or (self.job.global_batch,)
 
 
-def check_precision(precision: str, hardware: Hardware) -> None:
-    """Refuse a dtype that no plan is made for, and one that the GPU has no published peak for."""
+def check_precision(precision: str, hardware: Hardware, engine: str, *, where: str = "--precision") -> None:
+    """Refuse a dtype that no plan is made for, one that the engine has not, and one that the GPU has no peak for."""
     if precision not in PRECISIONS:
-        hint = "fp64 is for proofs: write --precision bf16" if precision == "fp64" else f"one of {_either(PRECISIONS)}"
-        raise InputError(f"there is no plan for products in `{precision}`", where="--precision", hint=hint)
+        hint = "fp64 is for proofs: write bf16" if precision == "fp64" else f"one of {_either(PRECISIONS)}"
+        raise InputError(f"there is no plan for products in `{precision}`", where=where, hint=hint)
+    able = [each for each in PRECISIONS if _has_peak(each, hardware) and each in _OF_ENGINES.get(engine, PRECISIONS)]
+    if precision == "fp16" and precision not in _OF_ENGINES.get(engine, PRECISIONS):
+        raise InputError(
+            f"the engine {engine} does not train in fp16: it has no loss scale",
+            where=where,
+            hint=f"write {_either(able)}, or another engine: megatron",
+        )
     if not _has_peak(precision, hardware):
-        able = [each for each in PRECISIONS if _has_peak(each, hardware)]
+        other = "; fp16 with the engine megatron" if "fp16" not in able and _has_peak("fp16", hardware) else ""
         raise InputError(
             f"{hardware.gpu_name} has no published peak for products in {precision}",
-            where="--precision",
-            hint=f"write {_either(able)}",
+            where=where,
+            hint=f"write {_either(able)}{other}",
         )
 
 

@@ -29,7 +29,9 @@ class Layout(Section):
     dp: PositiveInt | None = Field(None, description="Data parallel; left out: what the other keys leave of the ranks")
     replicate: PositiveInt = Field(1, description="Hybrid sharding: copies of the model among the dp ranks")
     shard: Shard = Field(
-        "zero1", description="What dp ranks share out: nothing, optimiser states, gradients too, weights too"
+        "zero1",
+        description="What dp ranks share out: nothing, optimiser states, gradients too, weights too; "
+        "in a pipeline (pp above 1) of the engine torch the first two alone",
     )
     micro_batch: PositiveInt = Field(1, description="Sequences per forward pass on one rank")
     recompute: Recompute = Field("none", description="Activations computed again in backward")

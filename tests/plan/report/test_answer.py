@@ -14,6 +14,7 @@ from trainshed.catalog.machines import machine
 from trainshed.plan.budget.budget import Terms, budget
 from trainshed.plan.budget.planned_storage import planned_storage
 from trainshed.plan.layout import parse_layout, resolve_layout
+from trainshed.plan.performance.evidence import evidence
 from trainshed.plan.report.answer import Answer, layout_flag, layout_words
 from trainshed.plan.report.run_words import hours, run_words
 from trainshed.plan.searching.scaling import ScalingCurve, ScalingPoint
@@ -35,6 +36,7 @@ def whole() -> Answer:
         found,
         budget=budget(JOB, found.chosen, terms),
         calibration={"file": "calibration.yaml", "sha256": "0" * 64, "entry": None},
+        evidence=evidence(JOB, "megatron", found.chosen),
         scaling=ScalingCurve((ScalingPoint(128, found.chosen, 1.0),), None, None),
     )
 

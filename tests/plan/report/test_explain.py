@@ -5,11 +5,25 @@ from __future__ import annotations
 from dataclasses import replace
 
 from small_plans import JOB, MEMORY, TIMES, layout, prediction
+from trainshed.catalog import model_preset
 from trainshed.plan.layout import RankLayout
+from trainshed.plan.performance.anatomy import anatomy_of
+from trainshed.plan.performance.hardware import hardware_of_gpu
 from trainshed.plan.performance.predict import predict
-from trainshed.plan.performance.prediction import Memory, StepTimes
+from trainshed.plan.performance.prediction import Job, Memory, Prediction, StepTimes
+from trainshed.plan.performance.stacks import stack
 from trainshed.plan.report.explain import Variant, compared, differences, explain, seconds, variants
+from trainshed.plan.searching.search import best_that_fits, search
 
+FAIR = Job(
+    anatomy_of(model_preset("llama3-70b"), "llama3-70b"),
+    8192,
+    512,
+    "bf16",
+    hardware_of_gpu("h100"),
+    128,
+    stack("torch"),
+)
 CHOSEN = prediction(layout(tp=4, pp=4, vp=5, cp=2))
 
 
@@ -95,3 +109,24 @@ def test_seconds_have_three_figures() -> None:
         "4.3 ms",
         "20 µs",
     ]
+
+
+def test_a_neighbour_of_a_searched_layout_is_the_best_that_has_the_other_value() -> None:
+    """`cp 4 costs 71% more` stood below a table in which a layout with cp 4 costs 0.6% more."""
+    found = search(FAIR, engine="torch", top=12)
+
+    def best_with(fixed: dict[str, int | str]) -> Prediction | None:
+        return best_that_fits(FAIR, engine="torch", fixed=fixed)
+
+    tried = variants(FAIR, found.chosen.layout, lambda other: None, best_with)
+    compared_with = 0
+    for variant in tried:
+        same = [each for each in found.runners_up if getattr(each.layout, variant.key) == variant.value]
+        compared_with += len(same)
+        for each in same:
+            assert variant.prediction is not None
+            # A layout within 1% of the fastest may be taken for its simplicity.
+            assert variant.prediction.step_seconds <= 1.01 * each.step_seconds, (variant.key, variant.value)
+    assert compared_with >= 3
+    said = explain(FAIR, found.chosen, lambda other: None, best_with)
+    assert any(", at best with " in words for words in said)

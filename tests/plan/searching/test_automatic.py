@@ -11,26 +11,38 @@ from tiny_models import tiny_config
 from trainshed.catalog import model_preset
 from trainshed.errors import InputError
 from trainshed.plan.legality import layout_problems
+from trainshed.plan.planner import PlannedModel
 from trainshed.plan.searching.automatic import (
-    RunSizes,
     choose_for_cpu,
+    choose_for_cpu_nodes,
     choose_for_gpus,
     local_hardware,
     machine_memory_gib,
 )
+from trainshed.recipe import load_cluster
 
-TINY = RunSizes(tiny_config("llama", heads=4, kv_heads=2), 64, (6, 12), "fp32")
-LARGE = RunSizes(model_preset("llama3-8b"), 8192, (16,), "bf16")
+TINY = PlannedModel(
+    "tiny", tiny_config("llama", heads=4, kv_heads=2), "tiny", 64, (6, 12), "fp32", "torch", layout=None, steps=None
+)
+LARGE = replace(
+    TINY,
+    config=model_preset("llama3-8b"),
+    preset="llama3-8b",
+    sequence_length=8192,
+    batch_sizes=(16,),
+    precision="bf16",
+)
+LOCAL = load_cluster()
 
 
-def is_legal(run: RunSizes, layout: Any) -> bool:
+def is_legal(run: PlannedModel, layout: Any) -> bool:
     return not layout_problems(layout, run.config, sequence_length=run.sequence_length, batch_sizes=run.batch_sizes)
 
 
 def test_gpus_get_the_fastest_layout_that_fits_and_it_is_said() -> None:
     hardware = local_hardware("NVIDIA H100 80GB HBM3", 4)
     assert (hardware.gpus_per_node, hardware.link_domain) == (4, 4)
-    chosen = choose_for_gpus(LARGE, hardware, 4)
+    chosen = choose_for_gpus(LARGE, hardware, 4, LOCAL)
     assert chosen.layout.world_size == 4
     assert is_legal(LARGE, chosen.layout)
     assert chosen.reasons[0].startswith(f"layout: auto chose {chosen.layout}, micro_batch ")
@@ -45,7 +57,7 @@ def test_a_gpu_that_is_not_in_the_catalog_is_not_guessed() -> None:
 
 
 def test_proofs_in_float64_are_planned_as_float32_and_that_is_said() -> None:
-    chosen = choose_for_gpus(replace(TINY, precision="fp64"), local_hardware("NVIDIA H100 80GB HBM3", 2), 2)
+    chosen = choose_for_gpus(replace(TINY, precision="fp64"), local_hardware("NVIDIA H100 80GB HBM3", 2), 2, LOCAL)
     assert is_legal(TINY, chosen.layout)
     assert chosen.reasons[-1] == "fp64 was planned as fp32"
 
@@ -60,7 +72,7 @@ def test_proofs_in_float64_are_planned_as_float32_and_that_is_said() -> None:
     ],
 )
 def test_a_cpu_gets_one_process_and_the_largest_micro_batch_that_half_its_memory_takes(
-    run: RunSizes, ranks: int, memory_gib: float, micro_batch: int, why: str
+    run: PlannedModel, ranks: int, memory_gib: float, micro_batch: int, why: str
 ) -> None:
     chosen = choose_for_cpu(run, ranks, memory_gib)
     assert (chosen.layout.world_size, chosen.layout.dp, chosen.layout.micro_batch) == (ranks, ranks, micro_batch)
@@ -68,6 +80,14 @@ def test_a_cpu_gets_one_process_and_the_largest_micro_batch_that_half_its_memory
     (reason,) = chosen.reasons
     assert reason.startswith("layout: auto found no GPU here and ")
     assert why in reason
+
+
+def test_nodes_without_gpus_get_one_sequence_at_a_time_whatever_memory_this_machine_has() -> None:
+    chosen = choose_for_cpu_nodes(TINY, 2)
+    assert (chosen.layout.world_size, chosen.layout.dp, chosen.layout.micro_batch) == (2, 2, 1)
+    (reason,) = chosen.reasons
+    assert "what memory they have is not known here" in reason
+    assert f"{machine_memory_gib():.1f}" not in reason
 
 
 def test_this_machine_has_memory() -> None:

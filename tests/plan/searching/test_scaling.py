@@ -44,3 +44,16 @@ def test_counts_double_and_end_where_they_are_told() -> None:
     assert doubling(6, 6) == [6]
     with pytest.raises(InputError, match=r"16\.\.8 is no range"):
         doubling(16, 8)
+
+
+def test_more_than_100_percent_is_explained() -> None:
+    model = anatomy_of(model_preset("llama3-8b"), "llama3-8b")
+    job = Job(model, 8192, 64, "bf16", hardware_of_gpu("h100"), 8, stack("torch"))
+    curve = scaling_curve(job, [2, 8], engine="torch")
+    assert (curve.points[-1].efficiency or 0) > 1.05
+    assert curve.above is not None
+    assert curve.above.startswith(
+        "it is counted against 2 GPUs, the fewest asked about that fit, and memory holds them"
+    )
+    assert "recompute full on 2" in curve.above
+    assert scaling_curve(job, [8, 16], engine="torch").above is None

@@ -21,7 +21,7 @@ from trainshed.plan.performance.prediction import Job, Prediction
 from trainshed.plan.performance.stacks import stack
 from trainshed.plan.searching.bounds import StateBound, TimeBound
 from trainshed.plan.searching.choosing import CLOSE_WITHIN, preference
-from trainshed.plan.searching.search import Search, evaluate, is_tight, search
+from trainshed.plan.searching.search import Search, evaluate, is_tight, search, why_not_the_fastest
 from trainshed.plan.searching.space import Space
 from trainshed.recipe import Layout
 
@@ -203,3 +203,24 @@ def test_a_layout_that_barely_fits_says_so() -> None:
     squeezed = evaluate(replace(job, hardware=replace(job.hardware, gpu=tight)), layout, engine=job.stack.name)
     assert any(note.startswith("it fills 99% of the card") for note in squeezed.notes)
     assert not any("of the card" in note for note in evaluate(job, layout, engine=job.stack.name).notes)
+
+
+def test_a_pipeline_of_our_own_engine_is_never_proposed_with_more_than_its_optimiser_states_shared_out() -> None:
+    job = job_of("llama3-70b", "h100", 32, 8192, 64, "torch")
+    proposed = list(Space.of(job, "torch", {}).layouts(lambda layout, broken: None))
+    assert {layout.shard for layout in proposed if layout.pp > 1} == {"zero1"}
+    assert {layout.shard for layout in proposed if layout.pp == 1} == {"zero1", "zero2", "full"}
+
+
+def test_a_choice_between_near_ties_names_two_different_layouts() -> None:
+    job = job_of("llama3-8b", "h100", 16, 131072, 1, "torch")
+    chosen, *others = [
+        replace(predict(job, layout), step_seconds=seconds)
+        for layout, seconds in (
+            (resolve_layout(Layout(cp=16, shard="full", recompute="full"), model_preset("llama3-8b")), 10.0),
+            (resolve_layout(Layout(cp=16, shard="full", recompute="none"), model_preset("llama3-8b")), 9.95),
+        )
+    ]
+    (note,) = why_not_the_fastest(chosen, others)
+    assert note.startswith("cp16 full with recompute none is predicted 0.5% faster")
+    assert "cp16 full with recompute full leaves more of the card free" in note

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from pydantic import TypeAdapter, ValidationError
 
 from trainshed.catalog.models import model_preset
@@ -9,14 +11,11 @@ from trainshed.cli.plan.flags import Flags
 from trainshed.cli.plan.place import asked_gpu_counts, asked_machine, named
 from trainshed.data.sampling.schedule import BatchSchedule
 from trainshed.errors import InputError
-from trainshed.line.planning import PlannedModel, planned_model, planning_terms
+from trainshed.line.planning import planned_model
 from trainshed.plan.layout import parse_layout
-from trainshed.plan.measured.calibration import Calibrations, read_calibrations
-from trainshed.plan.performance.anatomy import anatomy_of
-from trainshed.plan.performance.prediction import Job
-from trainshed.plan.performance.stacks import stack
-from trainshed.plan.question import Question, check_precision
-from trainshed.recipe import Cluster, Layout, load_cluster, load_recipe, split_overrides
+from trainshed.plan.planner import PlannedModel, question
+from trainshed.plan.question import Question
+from trainshed.recipe import Layout, load_cluster, load_recipe, split_overrides
 from trainshed.recipe.cluster import DEFAULT_CLUSTER
 from trainshed.recipe.messages import validate
 from trainshed.recipe.places import Document, Places
@@ -39,30 +38,16 @@ def ask(flags: Flags) -> Question:
         model = _from_flags(flags)
     model_layout = _layout(flags, model.layout)
     machine, hardware = asked_machine(flags, cluster)
-    check_precision(model.precision, hardware)
-    counts = asked_gpu_counts(flags, cluster, recipe, hardware, model_layout)
-    job = Job(
-        model=anatomy_of(model.config, model.preset),
-        sequence_length=model.sequence_length,
-        global_batch=model.schedule.global_batch,
-        precision=model.precision,
-        hardware=hardware,
-        gpus=counts[-1],
-        stack=stack(model.engine),
-        habits=model.habits,
-    )
-    return Question(
-        name=model.name,
-        job=job,
-        config=model.config,
-        engine=model.engine,
-        layout=model_layout,
-        places=recipe.places if recipe is not None and flags.layout is None else None,
-        calibrations=_calibrations(flags, cluster),
-        batch_sizes=tuple(model.schedule.sizes),
-        gpu_counts=counts if len(counts) > 1 else (),
-        terms=planning_terms(model, recipe, cluster, machine, price=flags.price),
-        notes=model.notes,
+    return question(
+        replace(model, layout=model_layout),
+        hardware,
+        asked_gpu_counts(flags, cluster, recipe, hardware, model_layout),
+        cluster,
+        machine=machine,
+        recipe=recipe,
+        layout_flag=flags.layout is not None,
+        calibration=flags.calibration,
+        price=flags.price,
     )
 
 
@@ -91,7 +76,7 @@ def _from_flags(flags: Flags) -> PlannedModel:
         config=config,
         preset=flags.model,
         sequence_length=flags.seq,
-        schedule=schedule,
+        batch_sizes=tuple(schedule.sizes),
         precision=flags.precision or DEFAULT_PRECISION,
         engine=flags.engine or DEFAULT_ENGINE,
         layout=None,
@@ -115,9 +100,3 @@ def _layout(flags: Flags, written: Layout | None) -> Layout | None:
         return written
     plain = {} if written is None else written.model_dump(exclude_unset=True)
     return validate(Layout, Document(plain | parse_layout(flags.layout), Places("--layout")))
-
-
-def _calibrations(flags: Flags, cluster: Cluster) -> Calibrations | None:
-    """The file of `--calibration`, or the one the cluster names; nothing is calibrated by itself."""
-    path = flags.calibration or cluster.calibration
-    return None if path is None else read_calibrations(path)

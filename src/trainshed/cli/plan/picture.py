@@ -82,11 +82,18 @@ def _headline(answer: Answer) -> list[Text]:
         Text.assemble(
             "  step    ",
             (seconds(chosen.step_seconds), "bold"),
+            _range(answer),
             f"   {chosen.mfu:.1%} MFU   {chosen.tokens_per_second_per_gpu:,.0f} tokens/s/GPU   "
             f"{chosen.tflops_per_gpu:,.0f} TFLOP/s/GPU",
         ),
         Text("  memory  ").append_text(fits),
     ]
+
+
+def _range(answer: Answer) -> str:
+    """What the step may be, from errors on models that no constant was fitted to."""
+    between = answer.evidence.seconds if answer.evidence is not None else None
+    return f" ({seconds(between[0])} to {seconds(between[1])})" if between is not None else ""
 
 
 def _timeline_title(shown: int, count: int) -> str:

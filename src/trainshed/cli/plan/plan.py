@@ -90,7 +90,7 @@ def plan(
     from trainshed.cli.plan.asking import ask
     from trainshed.cli.plan.flags import Flags
     from trainshed.errors import InputError
-    from trainshed.plan.report.answering import answer
+    from trainshed.plan.planner import answer
     from trainshed.plan.report.page import check_report_path, write_report
 
     flags = Flags(

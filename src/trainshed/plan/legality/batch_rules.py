@@ -63,6 +63,18 @@ def _uneven_rounds(layout: RankLayout, batch_sizes: tuple[int, ...]) -> Iterator
             return
 
 
+def torch_sharding(layout: RankLayout, model: Anatomy, asked: Asked) -> Iterator[Problem]:
+    """A pipeline's micro-batches keep weights and gradients of a stage whole: only optimiser states are shared out."""
+    if layout.pp > 1 and layout.shard in ("zero2", "full") and max(layout.dense_shards, layout.expert_shards) > 1:
+        cut = "gradients" if layout.shard == "zero2" else "weights and gradients"
+        yield problem(
+            "shard",
+            f"shard: {layout.shard} with pp: {layout.pp} would leave {cut} whole on every rank, as zero1 does: our own "
+            "engine does not share them out in a pipeline yet",
+            "write shard: zero1, or pp: 1",
+        )
+
+
 def torch_recompute(layout: RankLayout, model: Anatomy, asked: Asked) -> Iterator[Problem]:
     """What is kept selectively may be passed backward once."""
     if layout.recompute == "selective" and layout.schedule == "zero_bubble":

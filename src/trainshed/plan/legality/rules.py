@@ -19,6 +19,7 @@ _TORCH: tuple[Rule, ...] = (
     model_rules.expert_mesh,
     model_rules.sequence_pieces,
     model_rules.stages,
+    batch_rules.torch_sharding,
     batch_rules.torch_recompute,
     model_rules.copies,
     batch_rules.equal_shares,

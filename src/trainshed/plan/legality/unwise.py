@@ -35,7 +35,6 @@ def layout_warnings(
     largest = layout.micro_batches(max(batch_sizes))
     return [
         *_bubble(layout, largest),
-        *_sharding(layout, largest),
         *_slices(layout, model, sequence_length, engine),
         *([] if link_domain is None else _hardware(layout, sequence_length, link_domain)),
     ]
@@ -78,18 +77,6 @@ def _bubble(layout: RankLayout, micro_batches: int) -> Iterator[str]:
         yield (
             f"{micro_batches} micro-batches for {layout.pp} pipeline stages: {bubble:.0%} of each step is spent "
             "waiting; a larger global batch or a smaller pp shortens it"
-        )
-
-
-def _sharding(layout: RankLayout, micro_batches: int) -> Iterator[str]:
-    if layout.shard != "full" or layout.dp_shard == 1 or layout.pp == 1:
-        return
-    if layout.schedule == "zero_bubble":
-        yield "zero_bubble keeps a stage's weights whole for the step: shard: full saves no more memory than zero2"
-    elif micro_batches > 1:
-        yield (
-            f"shard: full gathers every stage's weights again for each of the {micro_batches} micro-batches; "
-            "with a pipeline, zero1 is usually faster"
         )
 
 

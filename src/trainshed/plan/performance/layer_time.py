@@ -62,7 +62,7 @@ class Kernels:
         self.job = job
         self.reach: Reach = reach_of(job.hardware.gpu_name)
         peaks, precision = job.hardware.gpu.dense_tflops, job.precision
-        self.half_peak = (peaks.peak("fp32") if precision == "fp32" else None) or peaks.bf16
+        self.half_peak = (peaks.peak(precision) if precision in ("fp32", "fp16") else None) or peaks.half
         self.low_peak = peaks.peak(LOW_PRECISIONS.get(precision, precision)) if precision in LOW_PRECISIONS else None
         if precision in LOW_PRECISIONS and self.low_peak is None:
             self.low_peak = peaks.peak("fp8") or self.half_peak
@@ -101,7 +101,8 @@ class Kernels:
             return self._written_attention(batch, queries, heads)
         flops = 2 * batch * queries * mean_keys * heads * (model.head_dim + model.value_dim)
         width = min(1.0, (model.head_dim + model.value_dim) / 256) ** reach.attention_width
-        speed = self.half_peak * reach.attention * self.job.stack.attention * width
+        share = min(reach.attention * self.job.stack.attention, reach.attention_most)
+        speed = self.half_peak * share * width
         forward = flops / speed * (1 + reach.attention_length / mean_keys)
         return forward + self.start, 2.5 * forward / reach.attention_backward + self.start
 

@@ -131,7 +131,7 @@ def _risk_seconds(job: Job, layout: RankLayout, step_seconds: float) -> float:
 def peak_tflops(job: Job) -> float:
     """Return the dense peak that MFU is measured against: that of the dtype of the products."""
     peaks = job.hardware.gpu.dense_tflops
-    return peaks.peak(LOW_PRECISIONS.get(job.precision, job.precision)) or peaks.bf16
+    return peaks.peak(LOW_PRECISIONS.get(job.precision, job.precision)) or peaks.half
 
 
 def _chunks(job: Job, layout: RankLayout) -> list[_Chunk]:

@@ -38,6 +38,9 @@ class Reach:
     """Keys at which attention reaches half its speed."""
     attention_backward: float = 0.85
     """Speed of attention's backward pass against its forward."""
+    attention_most: float = 1.0
+    """Share of the bf16 peak that attention never exceeds, whatever is fitted: an engine that was measured on another
+    generation brings a share of its own. FlashAttention-2 reaches 0.73 of an A100 at best (Dao 2023)."""
     attention_width: float = 0.3
     """How attention's speed falls with narrower heads: (width / 128) to this power."""
     memory: float = 0.85

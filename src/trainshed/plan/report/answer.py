@@ -7,6 +7,7 @@ from typing import Any
 
 from trainshed.plan.budget.budget import Budget
 from trainshed.plan.layout import RankLayout
+from trainshed.plan.performance.evidence import Evidence
 from trainshed.plan.performance.prediction import Memory, Prediction, StagePrediction
 from trainshed.plan.question import Question
 from trainshed.plan.report.parts import MEMORY_PARTS
@@ -32,6 +33,8 @@ class Answer:
     explanation: tuple[str, ...] = ()
     calibration: dict[str, Any] | None = None
     """The file, its hash and the entry that was used; None where no file was given."""
+    evidence: Evidence | None = None
+    """How far off the step may be, and what was ever measured like it."""
     budget: Budget | None = None
     """Hours, money, checkpoints, failures, the hosts and the data."""
     scaling: ScalingCurve | None = None
@@ -57,6 +60,7 @@ class Answer:
             "searched": self.searched,
             "considered": self.considered,
             "calibration": self.calibration,
+            "evidence": None if self.evidence is None else self.evidence.to_plain(),
             "checkpoint": beyond.get("checkpoint"),
             "goodput": beyond.get("goodput"),
             "data": beyond.get("data"),
@@ -160,6 +164,7 @@ def scaling_plain(curve: ScalingCurve) -> dict[str, Any]:
         "points": [_point(point) for point in curve.points],
         "breaks_at": curve.breaks_at,
         "reason": curve.reason,
+        "above": curve.above,
     }
 
 

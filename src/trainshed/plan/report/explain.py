@@ -21,9 +21,15 @@ _WORTH_SAYING = 0.02
 """Share of a step from which a loss, or a gain, is worth a sentence."""
 
 
+Complaint = Callable[[RankLayout], str | None]
+"""Says why a layout is illegal for the job; None where it is not."""
+BestWith = Callable[[dict[str, int | str]], Prediction | None]
+"""Returns the best layout that has these keys, all others chosen anew; None where none fits."""
+
+
 @dataclass(frozen=True)
 class Variant:
-    """The chosen layout with one key changed."""
+    """A neighbour of the chosen layout: another value of one key."""
 
     key: str
     value: int | str
@@ -34,32 +40,38 @@ class Variant:
     problem: str | None = None
 
 
-def explain(job: Job, chosen: Prediction, complaint: Callable[[RankLayout], str | None]) -> list[str]:
+def explain(job: Job, chosen: Prediction, complaint: Complaint, best_with: BestWith | None = None) -> list[str]:
     """Say why this layout, what limits it, what its neighbours would cost, and what would help.
 
-    `complaint` says why a layout is illegal for the job; None where it is not.
+    With `best_with` a neighbour is the best layout that has another value of one key: what the key itself costs, and
+    not what the other keys would if they stayed. Without it all else stays as it is, for a layout that was given.
     """
-    tried = variants(job, chosen.layout, complaint)
+    tried = variants(job, chosen.layout, complaint, best_with)
     return [
         _verdict(chosen),
         *_limits(chosen),
         *(compared(variant, chosen) for variant in tried if variant.prediction is not None),
         *_illegal(tried),
-        *_remedies(job, chosen, complaint),
+        *_remedies(job, chosen),
     ]
 
 
-def variants(job: Job, layout: RankLayout, complaint: Callable[[RankLayout], str | None]) -> list[Variant]:
+def variants(job: Job, layout: RankLayout, complaint: Complaint, best_with: BestWith | None = None) -> list[Variant]:
     """Return the neighbours of a layout: sizes halved and doubled, other recomputation, other sharding."""
-    found = []
+    neighbours = []
     for key, value in _changes(layout, job):
+        was = getattr(layout, key)
+        # Chunks are those of a pipeline: without it, another number of them would be another question.
+        fixed = {key: value} | ({"pp": layout.pp} if key == "vp" else {})
+        best = best_with(fixed) if best_with is not None else None
         changed = _changed(job, layout, key, value)
-        if changed is None or changed == layout:
-            continue
-        problem = complaint(changed)
-        prediction = None if problem else predict(job, changed)
-        found.append(Variant(key, value, getattr(layout, key), changed, prediction, problem))
-    return found
+        problem = None if changed is None else complaint(changed)
+        alone = None if changed is None or problem or changed == layout else predict(job, changed)
+        if best is not None and (alone is None or not alone.fits or best.step_seconds <= alone.step_seconds):
+            neighbours.append(Variant(key, value, was, best.layout, best))
+        elif changed is not None and changed != layout:
+            neighbours.append(Variant(key, value, was, changed, alone, problem))
+    return neighbours
 
 
 def _changes(layout: RankLayout, job: Job) -> Iterator[tuple[str, int | str]]:
@@ -126,7 +138,7 @@ def compared(variant: Variant, chosen: Prediction) -> str:
     """Say what a neighbour would cost or gain, and where."""
     other = variant.prediction
     assert other is not None, "an illegal layout has no prediction to compare"
-    named = f"{variant.key} {variant.value} instead of {variant.was}"
+    named = f"{variant.key} {variant.value} instead of {variant.was}{_others(variant, chosen.layout)}"
     memory = other.memory
     if not other.fits:
         stage = max(other.stages, key=lambda each: each.memory.total)
@@ -144,6 +156,13 @@ def compared(variant: Variant, chosen: Prediction) -> str:
     size = f"cost {percent(change)} more" if change > 0 else f"save {percent(change)}"
     why = differences(chosen.times, other.times)
     return f"{named} would {size} ({seconds(other.step_seconds)}): {why}{room}."
+
+
+def _others(variant: Variant, layout: RankLayout) -> str:
+    """The keys that another value of one is best with, where they change too; what follows from sizes is left out."""
+    keys = [key for key in (*_SIZES, "replicate", "recompute", "shard") if key != variant.key]
+    changed = [f"{key} {value}" for key in keys if (value := getattr(variant.layout, key)) != getattr(layout, key)]
+    return f", at best with {_listed(changed)}," if changed else ""
 
 
 def differences(times: StepTimes, other: StepTimes, *, most: int = 2, word: str = "phrase") -> str:
@@ -169,7 +188,7 @@ def _illegal(tried: list[Variant]) -> Iterator[str]:
             yield f"{variant.key} {variant.value} is not possible: {variant.problem}."
 
 
-def _remedies(job: Job, chosen: Prediction, complaint: Callable[[RankLayout], str | None]) -> Iterator[str]:
+def _remedies(job: Job, chosen: Prediction) -> Iterator[str]:
     """What would help that no layout can give: a larger batch, a faster network."""
     total = chosen.times.total
     rate = chosen.tokens_per_second_per_gpu

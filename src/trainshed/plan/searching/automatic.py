@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import gcd
 from pathlib import Path
+from typing import Any
 
 from trainshed.catalog.gpus import HOW_TO_DESCRIBE, gpu_by_device_name
 from trainshed.errors import InputError
@@ -13,10 +15,8 @@ from trainshed.plan.layout import RankLayout, resolve_layout
 from trainshed.plan.legality.wording import divisors
 from trainshed.plan.performance.anatomy import Anatomy, anatomy_of
 from trainshed.plan.performance.hardware import Hardware, hardware_of_gpu
-from trainshed.plan.performance.prediction import Job
-from trainshed.plan.performance.stacks import stack
-from trainshed.plan.searching.search import search
-from trainshed.recipe import Layout, ModelConfig
+from trainshed.plan.planner import PlannedModel, answer, calibration_note, question
+from trainshed.recipe import Cluster, Layout, Recipe
 
 _GIB = 2**30
 _CPU_SHARE = 0.5
@@ -31,17 +31,8 @@ class Chosen:
 
     layout: RankLayout
     reasons: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class RunSizes:
-    """What a run asks of a layout; `batch_sizes` are all its global batches."""
-
-    config: ModelConfig
-    sequence_length: int
-    batch_sizes: tuple[int, ...]
-    precision: str
-    engine: str = "torch"
+    calibration: Mapping[str, Any] | None = None
+    """The file that the plan was calibrated by, its hash and the entry used; None where none was named."""
 
 
 def local_hardware(device_name: str, gpus: int) -> Hardware:
@@ -57,12 +48,14 @@ def local_hardware(device_name: str, gpus: int) -> Hardware:
     return replace(hardware, gpus_per_node=gpus, link_domain=min(gpus, hardware.link_domain))
 
 
-def choose_for_gpus(run: RunSizes, hardware: Hardware, gpus: int) -> Chosen:
-    """Search the layout of all GPUs."""
-    precision = _PLANNED.get(run.precision, run.precision)
-    batch = max(run.batch_sizes)
-    job = Job(anatomy_of(run.config), run.sequence_length, batch, precision, hardware, gpus, stack(run.engine))
-    found = search(job, engine=run.engine, batch_sizes=run.batch_sizes, top=2)
+def choose_for_gpus(
+    model: PlannedModel, hardware: Hardware, gpus: int, cluster: Cluster, recipe: Recipe | None = None
+) -> Chosen:
+    """Search the layout of all GPUs, as `trainshed plan` does."""
+    precision = _PLANNED.get(model.precision, model.precision)
+    wanted = replace(model, precision=precision, layout=None)
+    asked = question(wanted, hardware, (gpus,), cluster, recipe=recipe)
+    found = answer(asked, top=2)
     chosen = found.chosen
     reasons = [
         f"layout: auto chose {chosen.layout}, micro_batch {chosen.layout.micro_batch}, recompute "
@@ -77,15 +70,16 @@ def choose_for_gpus(run: RunSizes, hardware: Hardware, gpus: int) -> Chosen:
             f"the next is {second.layout}, micro_batch {second.layout.micro_batch}, recompute "
             f"{second.layout.recompute}: {abs(slower):.1%} {'slower' if slower >= 0 else 'faster'}"
         )
-    if precision != run.precision:
-        reasons.append(f"{run.precision} was planned as {precision}")
-    return Chosen(chosen.layout, tuple(reasons))
+    if (used := calibration_note(asked)) is not None:
+        reasons.append(used)
+    if precision != model.precision:
+        reasons.append(f"{model.precision} was planned as {precision}")
+    return Chosen(chosen.layout, tuple(reasons), found.calibration)
 
 
-def choose_for_cpu(run: RunSizes, ranks: int = 1, memory_gib: float | None = None) -> Chosen:
-    """Data parallel over `ranks` processes, and the largest micro-batch whose activations fit half the memory."""
-    memory = machine_memory_gib() if memory_gib is None else memory_gib
-    model = anatomy_of(run.config)
+def choose_for_cpu(run: PlannedModel, ranks: int, memory_gib: float) -> Chosen:
+    """Data parallel over `ranks` processes here, and the largest micro-batch whose activations fit half the memory."""
+    memory, model = memory_gib, anatomy_of(run.config)
     each = _cpu_gib(model, run)
     room = _CPU_SHARE * memory / ranks - _states_gib(model)
     share = gcd(*run.batch_sizes) // ranks or 1
@@ -106,6 +100,22 @@ def choose_for_cpu(run: RunSizes, ranks: int = 1, memory_gib: float | None = Non
     return Chosen(layout, (reason,))
 
 
+def choose_for_cpu_nodes(run: PlannedModel, nodes: int) -> Chosen:
+    """Data parallel, one process on each node of a cluster without GPUs.
+
+    What memory such a node has is not known here, and this machine's says nothing of it: one sequence at a time.
+    """
+    layout = resolve_layout(Layout(dp=nodes, micro_batch=1), run.config)
+    each = _cpu_gib(anatomy_of(run.config), run)
+    needed = _states_gib(anatomy_of(run.config)) + each
+    reason = (
+        f"layout: auto chose one process on each of {nodes} nodes without GPUs with micro_batch 1, some {needed:.1f} "
+        f"GiB a node: what memory they have is not known here; a larger layout.micro_batch takes {each:.1f} GiB more "
+        "for each sequence"
+    )
+    return Chosen(layout, (reason,))
+
+
 def machine_memory_gib() -> float:
     """Return the memory of this machine, or of the container that this process is in."""
     whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -114,7 +124,7 @@ def machine_memory_gib() -> float:
     return (min(whole, int(written)) if written.isdigit() else whole) / _GIB
 
 
-def _cpu_gib(model: Anatomy, run: RunSizes) -> float:
+def _cpu_gib(model: Anatomy, run: PlannedModel) -> float:
     """Activations of one sequence, roughly: every product's input and output in fp32, and the logits three times."""
     products = (*model.attention_products, *model.feed_forward(model.ffn))
     per_layer = sum(product.inputs + product.outputs for product in products) + 4 * model.hidden

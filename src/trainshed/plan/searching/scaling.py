@@ -7,11 +7,16 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from trainshed.errors import InputError
+from trainshed.plan.layout import RankLayout
+from trainshed.plan.performance.hardware import Hardware
 from trainshed.plan.performance.prediction import Job, Prediction
-from trainshed.plan.searching.search import search
+from trainshed.plan.searching.search import best_that_fits, search
 
 BREAKS_BELOW = 0.8
 """Efficiency under which a curve counts as broken: a fifth of the GPUs added bring nothing."""
+_ABOVE = 1.005
+"""Efficiency from which a point is said to be above 100%: what would be printed so."""
+_ENDLESS_GIB = 1e6
 _WHAT = {
     "compute": "kernels on smaller pieces",
     "tp": "exchanges of tensor parallel ranks",
@@ -42,11 +47,15 @@ class ScalingPoint:
 
 @dataclass(frozen=True)
 class ScalingCurve:
-    """Points by number of GPUs; `breaks_at` is the first whose efficiency is below 80%, `reason` what grew."""
+    """Points by number of GPUs; `breaks_at` is the first whose efficiency is below 80%, `reason` what grew.
+
+    `above` says why some number of GPUs has an efficiency above 100%; None where none has.
+    """
 
     points: tuple[ScalingPoint, ...]
     breaks_at: int | None
     reason: str | None
+    above: str | None = None
 
 
 def scaling_curve(
@@ -71,7 +80,13 @@ def scaling_curve(
     reason = None
     if broken is not None and broken.prediction is not None and base is not None:
         reason = _what_grew(base, broken.prediction, broken.gpus)
-    return ScalingCurve(tuple(points), broken and broken.gpus, reason)
+    best = max(points, key=lambda point: point.efficiency or 0.0, default=None)
+    above = None
+    if base is not None and best is not None and best.prediction is not None and (best.efficiency or 0) > _ABOVE:
+        roomy = replace(job, gpus=base.layout.world_size, hardware=_with_endless_memory(job.hardware))
+        free = best_that_fits(roomy, engine=engine, fixed=fixed, batch_sizes=sizes)
+        above = _why_above(base, best.prediction, best.gpus, free)
+    return ScalingCurve(tuple(points), broken and broken.gpus, reason, above)
 
 
 def doubling(first: int, last: int) -> list[int]:
@@ -96,6 +111,31 @@ def _what_grew(base: Prediction, broken: Prediction, gpus: int) -> str:
         f"{_WHAT[most]} ({most}) took {earlier:.0%} of a step on {base.layout.world_size} GPUs and takes {share:.0%} "
         f"on {gpus}"
     )
+
+
+def _with_endless_memory(hardware: Hardware) -> Hardware:
+    return replace(hardware, gpu=hardware.gpu.model_copy(update={"memory_gib": _ENDLESS_GIB}))
+
+
+def _why_above(base: Prediction, best: Prediction, gpus: int, free: Prediction | None) -> str:
+    """Say why GPUs do more each when there are more of them: what the fewest that fit are held back by."""
+    fewest = base.layout.world_size
+    gained = best.tokens_per_second_per_gpu / base.tokens_per_second_per_gpu - 1
+    held_back = 0.0 if free is None else free.tokens_per_second_per_gpu / base.tokens_per_second_per_gpu - 1
+    why = "; with more GPUs another layout is possible: "
+    if held_back >= gained / 2:
+        why = f", and memory holds them back by {held_back:.0%}; with more GPUs each holds less of the model: "
+    before, after = _gpu_seconds(base, fewest), _gpu_seconds(best, gpus)
+    most = max(after, key=lambda name: before[name] - after[name])
+    return (
+        f"it is counted against {fewest} GPUs, the fewest asked about that fit{why}{_named(base.layout)} on {fewest}, "
+        f"{_named(best.layout)} on {gpus}, where a token takes {gained / (1 + gained):.0%} less of a GPU's time, most "
+        f"of it saved in {most}"
+    )
+
+
+def _named(layout: RankLayout) -> str:
+    return f"{layout} with micro_batch {layout.micro_batch} and recompute {layout.recompute}"
 
 
 def _gpu_seconds(prediction: Prediction, gpus: int) -> dict[str, float]:

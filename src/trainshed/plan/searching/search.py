@@ -67,10 +67,18 @@ def search(
     if not found.fitting:
         raise _nothing(space, found)
     chosen, *others = in_order_of_choice(found.fitting)
-    notes = [*_notes(job, engine, chosen, space.asked.batch_sizes), *_why(chosen, others)]
+    notes = [*_notes(job, engine, chosen, space.asked.batch_sizes), *why_not_the_fastest(chosen, others)]
     return Search(
         job, engine, chosen, tuple(others[: top - 1]), found.rejections.telling(), found.considered, tuple(notes)
     )
+
+
+def best_that_fits(
+    job: Job, *, engine: str, fixed: Mapping[str, Any] | None = None, batch_sizes: Iterable[int] = ()
+) -> Prediction | None:
+    """Find the layout that `search` would choose; None where no layout is legal or none fits, without saying why."""
+    hunted = _Hunt(Space.of(job, engine, _given(fixed), batch_sizes), 1).run()
+    return in_order_of_choice(hunted.fitting)[0] if hunted.fitting else None
 
 
 def evaluate(
@@ -262,15 +270,27 @@ def _room(chosen: Prediction) -> list[str]:
     ]
 
 
-def _why(chosen: Prediction, others: list[Prediction]) -> list[str]:
+def why_not_the_fastest(chosen: Prediction, others: list[Prediction]) -> list[str]:
+    """Say why a layout is chosen though another is predicted a little faster; nothing where none is."""
     if not others or others[0].step_seconds >= chosen.step_seconds:
         return []
-    faster = f"{others[0].layout} is predicted {1 - others[0].step_seconds / chosen.step_seconds:.1%} faster"
+    name, other = _told_apart(chosen.layout, others[0].layout)
+    faster = f"{other} is predicted {1 - others[0].step_seconds / chosen.step_seconds:.1%} faster"
     if others[0].risk_seconds > chosen.risk_seconds:
         return [f"{faster}, but runs like it have been held up, by {others[0].risk_seconds:.3g} s a step on average"]
     emptier = preference(chosen)[0] < preference(others[0])[0]
     better = "leaves more of the card free" if emptier else "is simpler"
-    return [f"{faster}, less than a prediction is off by: {chosen.layout} {better}"]
+    return [f"{faster}, less than a prediction is off by: {name} {better}"]
+
+
+def _told_apart(*layouts: RankLayout) -> list[str]:
+    """Name layouts with as much as tells them apart: `cp16 full`, `cp16 full with micro_batch 2`."""
+    names = [str(layout) for layout in layouts]
+    for key in ("micro_batch", "recompute", "schedule"):
+        values = [getattr(layout, key) for layout in layouts]
+        if len(set(names)) < len(names) and len(set(values)) > 1:
+            names = [f"{name} with {key} {value}" for name, value in zip(names, values, strict=True)]
+    return names
 
 
 def _nothing(space: Space, found: _Found) -> InputError:

@@ -185,7 +185,7 @@ class Space:
             if self.engine == "torchtune":
                 sensible = ("full",)
             elif self.engine == "torch":
-                sensible = ("zero1", "zero2", "full") if outer.pp == 1 else ("zero1", "zero2")
+                sensible = ("zero1", "zero2", "full") if outer.pp == 1 else ("zero1",)
             elif outer.pp == 1:
                 sensible = ("zero1", "full")
         for shard in (self.fixed["shard"],) if "shard" in self.fixed else sensible:

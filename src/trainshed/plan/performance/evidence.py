@@ -1,0 +1,145 @@
+"""What a plan is held against: how far off predictions of unseen models were, and what was ever measured like it.
+
+The figures are in `evidence.yaml`, computed from the published tables and our own runs by
+`benchmarks/fit_planner.py --evidence`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from trainshed.plan.performance.prediction import Job, Prediction
+from trainshed.recipe.yaml_source import parse
+
+_FILE = Path(__file__).with_name("evidence.yaml")
+_MEGATRON = ("megatron", "megatron-fsdp", "megatron-26.06")
+_STACKS = {"megatron": _MEGATRON, "nemo": _MEGATRON}
+"""The stacks of the tables that are an engine of ours; those that are left out have its name."""
+_BETWEEN_GPUS = {"torch": "torchtitan"}
+"""Whose communication an engine is planned with, where its own was never measured on several GPUs."""
+_KINDS = {"dense": "a dense model", "experts": "a model with experts"}
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """How measured step times lie about predicted ones, for models that no constant was fitted to."""
+
+    engine: str
+    kind: str
+    rows: int
+    low: float
+    """Measured divided by predicted: eight of ten rows lie between these, all where there are fewer than 20."""
+    high: float
+
+
+@dataclass(frozen=True)
+class Measured:
+    """All rows of one GPU, precision, stack and kind of model."""
+
+    gpu: str
+    precision: str
+    engine: str
+    kind: str
+    rows: int
+    most_gpus: int
+    best_mfu: float
+    best: str
+    """The model and the source of the row with the best MFU."""
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What measurements say for a prediction, and against it."""
+
+    held_out: HeldOut | None
+    """None where no rows like it were ever left out of a fit."""
+    seconds: tuple[float, float] | None
+    """Between which a step is to be expected."""
+    best: Measured | None
+    """The best of the same GPU, precision and kind of model, on any engine; None where there is none."""
+    notes: tuple[str, ...]
+
+    def to_plain(self) -> dict[str, Any]:
+        """The values, for JSON."""
+        low, high = self.seconds or (None, None)
+        return {
+            "step_seconds_low": low,
+            "step_seconds_high": high,
+            "held_out_rows": None if self.held_out is None else self.held_out.rows,
+            "held_out_engine": None if self.held_out is None else self.held_out.engine,
+            "best_measured_mfu": None if self.best is None else self.best.best_mfu,
+            "best_measured": None if self.best is None else self.best.best,
+            "notes": list(self.notes),
+        }
+
+
+@cache
+def _document() -> dict[str, Any]:
+    return dict(parse(_FILE.read_text(encoding="utf-8"), _FILE.name).value)
+
+
+@cache
+def measured_kinds() -> tuple[Measured, ...]:
+    """Return all that was measured."""
+    return tuple(Measured(**entry) for entry in _document()["measured"])
+
+
+def held_out(engine: str, kind: str) -> HeldOut | None:
+    """Return the errors on rows of an engine that no constant was fitted to; None where there are none."""
+    found = _document()["held_out"].get(engine, {}).get(kind)
+    return None if found is None else HeldOut(engine, kind, **found)
+
+
+def evidence(job: Job, engine: str, chosen: Prediction, *, calibrated: bool = False) -> Evidence:
+    """Hold a prediction against what was measured; a calibrated one has a measured run of its own behind it."""
+    kind = "dense" if job.model.experts is None else "experts"
+    own = [each for each in measured_kinds() if each.engine in _STACKS.get(engine, (engine,))]
+    alone = job.gpus > 1 and all(each.most_gpus == 1 for each in own)
+    like = _BETWEEN_GPUS.get(engine, engine) if alone else _STACKS.get(engine, (engine,))[0]
+    gpu = job.hardware.gpu_name
+    known = any(each.gpu == gpu for each in measured_kinds())
+    errors = held_out(like, kind) if known else None
+    seconds = None if errors is None else (errors.low * chosen.step_seconds, errors.high * chosen.step_seconds)
+    same = [each for each in measured_kinds() if (each.gpu, each.precision, each.kind) == (gpu, job.precision, kind)]
+    best = max(same, key=lambda each: each.best_mfu, default=None)
+    notes = [_range(errors, seconds, f"of {like} with {_KINDS[kind]}" if known else f"on {gpu}")]
+    if not calibrated:
+        notes += _never_measured(job, engine, own, like if alone else None)
+    notes += _above(job, kind, chosen, best, sum(each.rows for each in same))
+    return Evidence(errors, seconds, best, tuple(notes))
+
+
+def _range(errors: HeldOut | None, seconds: tuple[float, float] | None, like: str) -> str:
+    if errors is None or seconds is None:
+        return f"how far off the step may be is not known: there are no rows {like} to tell by"
+    most = "8 in 10" if errors.rows >= 20 else "all"
+    return (
+        f"expect {seconds[0]:.3g} to {seconds[1]:.3g} s a step: {most} of {errors.rows} rows {like} that no constant "
+        f"was fitted to took {errors.low:.2f} to {errors.high:.2f} times the prediction"
+    )
+
+
+def _never_measured(job: Job, engine: str, own: list[Measured], stand_in: str | None) -> list[str]:
+    """Say where the engine itself was never measured: on this GPU, on several of them."""
+    gpus, wanted = sorted({each.gpu for each in own}), job.hardware.gpu_name
+    missing = []
+    if wanted not in gpus:
+        missing.append(f"on {wanted} (only on {', '.join(gpus)})")
+    if stand_in is not None:
+        missing.append(f"on more than one GPU (what it says between them is planned as {stand_in}'s)")
+    return [f"the engine {engine} was never measured {' nor '.join(missing)}"] if missing else []
+
+
+def _above(job: Job, kind: str, chosen: Prediction, best: Measured | None, rows: int) -> list[str]:
+    where = f"{job.hardware.gpu_name} in {job.precision} with {_KINDS[kind]}"
+    if best is None:
+        return [f"no measurement of {where} is known, on any engine: the MFU has nothing to be held against"]
+    if chosen.mfu <= best.best_mfu:
+        return []
+    return [
+        f"{chosen.mfu:.1%} MFU is more than was ever measured on {where}: the best of {rows} rows is "
+        f"{best.best_mfu:.1%} ({best.best}); expect no more than that"
+    ]
