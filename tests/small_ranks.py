@@ -25,6 +25,7 @@ from trainshed.engines.torch import rank
 from trainshed.engines.torch.build import RankModel, build_model
 from trainshed.engines.torch.rank import train_rank
 from trainshed.line import open_run_folder, run_layout, train_job
+from trainshed.models import loss
 from trainshed.models.decoder import Block
 from trainshed.observe.reading import EventFollower
 from trainshed.plan import parse_layout
@@ -40,6 +41,13 @@ def train_small(folder: Path, model: str, layout: str, overrides: Sequence[str])
 def train_uneven(folder: Path, model: str, layout: str, overrides: Sequence[str]) -> int:
     """Train as one rank of a layout whose dp ranks have different numbers of rows."""
     return train_rank(small_job(folder, small_recipe(model, overrides), layout, uneven=True), run_folder=folder)
+
+
+def train_in_slices(folder: Path, model: str, layout: str, overrides: Sequence[str], elements: int) -> int:
+    """Train as one rank with at most so many logits at a time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loss, "SLICE_ELEMENTS", elements)
+        return train_small(folder, model, layout, overrides)
 
 
 def train_skipping(

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rank_pool import RankPool
-from small_ranks import train_compiled, train_validating
+from small_ranks import train_compiled, train_in_slices, train_validating
 from small_recipes import ALONE, world_size
 from small_runs import SmallRuns, difference, events, figures
 
@@ -215,6 +215,15 @@ def test_blocks_captured_as_for_a_gpu_give_the_same_on_every_layout(
     folder, short = small_runs.new_folder(), ("train.steps=5",)
     assert set(rank_pool.run(train_compiled, folder, model, layout, short, ranks=world_size(layout))) == {0}
     assert_same_curve(small_runs.alone(model, *short), events(folder, "step"), loss=1e-9, grad_norm=1e-9)
+
+
+def test_ranks_with_uneven_parts_of_the_vocabulary_cut_the_loss_into_the_same_slices(
+    small_runs: SmallRuns, rank_pool: RankPool
+) -> None:
+    # 61 words are 31 and 30 on two ranks. By twice its own part each, one would cut 64 tokens into 5, the other into 4.
+    folder, short = small_runs.new_folder(), ("train.steps=3",)
+    assert rank_pool.run(train_in_slices, folder, "dense", "tp=2,micro_batch=4", short, 960, ranks=2) == [0, 0]
+    assert_same_curve(small_runs.alone("dense", *short), events(folder, "step"), loss=1e-9, grad_norm=1e-9)
 
 
 def test_whatever_it_is_cut_into_one_process_gives_one_curve(small_runs: SmallRuns) -> None:

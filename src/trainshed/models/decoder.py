@@ -198,6 +198,7 @@ class Chunk(nn.Module):
             z_loss=self.losses.z_loss,
             group=self.axes.tp,
             first_row=self.first_row,
+            vocab_size=self.config.vocab_size,
         )
         return torch.stack([loss, z])
 
