@@ -217,6 +217,22 @@ def test_blocks_captured_as_for_a_gpu_give_the_same_on_every_layout(
     assert_same_curve(small_runs.alone(model, *short), events(folder, "step"), loss=1e-9, grad_norm=1e-9)
 
 
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        # Ten blocks: more than a compiler makes versions of one function.
+        ("dense", "dp=2,recompute=selective,micro_batch=4"),
+        pytest.param("moe", "tp=2,ep=2,micro_batch=4", marks=pytest.mark.full),
+    ],
+)
+def test_captured_blocks_drop_what_others_drop(
+    small_runs: SmallRuns, rank_pool: RankPool, model: str, layout: str
+) -> None:
+    folder, dropping = small_runs.new_folder(), ("train.steps=3", "train.dropout=0.1", "model.config.layers=10")
+    assert set(rank_pool.run(train_compiled, folder, model, layout, dropping, ranks=world_size(layout))) == {0}
+    assert_same_curve(small_runs.alone(model, *dropping), events(folder, "step"), loss=1e-9, grad_norm=1e-9)
+
+
 def test_ranks_with_uneven_parts_of_the_vocabulary_cut_the_loss_into_the_same_slices(
     small_runs: SmallRuns, rank_pool: RankPool
 ) -> None:
