@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
@@ -14,6 +15,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from torch.distributed.pipelining import PipelineStage
 
 from checkpoint_parts import HookedStore
 from small_recipes import small_job, small_recipe
@@ -83,6 +85,18 @@ def train_compiled(folder: Path, model: str, layout: str, overrides: Sequence[st
         patch.setattr(rank, "build_model", build_compiled)
         patch.setattr(Block, "compile", compile_block)
         return train_small(folder, model, layout, overrides)
+
+
+def train_counting_stages(folder: Path, model: str, layout: str, overrides: Sequence[str]) -> list[int]:
+    """Train as one rank; returns how many pipeline stages, with their buffers, there were after each of its steps."""
+    counts: list[int] = []
+
+    def listen(event: dict[str, Any]) -> None:
+        if event["kind"] == "step":
+            counts.append(sum(isinstance(each, PipelineStage) for each in gc.get_objects()))
+
+    train_rank(small_job(folder, small_recipe(model, overrides), layout), run_folder=folder, listener=listen)
+    return counts
 
 
 def train_until_killed(folder: Path, model: str, layout: str, overrides: Sequence[str], step: int) -> int:

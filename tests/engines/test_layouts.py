@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rank_pool import RankPool
-from small_ranks import train_compiled, train_in_slices, train_validating
+from small_ranks import train_compiled, train_counting_stages, train_in_slices, train_validating
 from small_recipes import ALONE, world_size
 from small_runs import SmallRuns, difference, events, figures
 
@@ -240,6 +240,15 @@ def test_ranks_with_uneven_parts_of_the_vocabulary_cut_the_loss_into_the_same_sl
     folder, short = small_runs.new_folder(), ("train.steps=3",)
     assert rank_pool.run(train_in_slices, folder, "dense", "tp=2,micro_batch=4", short, 960, ranks=2) == [0, 0]
     assert_same_curve(small_runs.alone("dense", *short), events(folder, "step"), loss=1e-9, grad_norm=1e-9)
+
+
+def test_a_batch_that_grows_keeps_the_buffers_of_its_present_size_alone(
+    small_runs: SmallRuns, rank_pool: RankPool
+) -> None:
+    folder, ramp = small_runs.new_folder(), "train.batch_ramp={start: 4, increment: 2, samples: 24}"
+    growing = ("train.steps=6", ramp)
+    stages = rank_pool.run(train_counting_stages, folder, "dense", "pp=2,micro_batch=2", growing, ranks=2)
+    assert stages[0] == [1] * 6
 
 
 def test_whatever_it_is_cut_into_one_process_gives_one_curve(small_runs: SmallRuns) -> None:

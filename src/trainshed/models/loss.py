@@ -175,7 +175,8 @@ def sliced_cross_entropy(
     """Return (loss, the z-loss part of it) of hidden states [T, H] against labels [T].
 
     `weight` [V, H] is this rank's part of the vocabulary, from `first_row` on, in any precision; products are in that
-    of `hidden`. `vocab_size` is the whole vocabulary: a group of several ranks needs it. The result is the same on all ranks of the group, the gradient of `hidden` this rank's part of a sum.
+    of `hidden`. `vocab_size` is the whole vocabulary: a group of several ranks needs it. The result is the same on all
+    ranks of the group, the gradient of `hidden` this rank's part of a sum.
     """
     if vocab_size is None:
         if group.size > 1:
