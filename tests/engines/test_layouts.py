@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rank_pool import RankPool
-from small_ranks import train_compiled, train_counting_stages, train_in_slices, train_validating
+from small_ranks import train_compiled, train_counting_stages, train_in_slices, train_unchecked, train_validating
 from small_recipes import ALONE, world_size
 from small_runs import SmallRuns, difference, events, figures
 
@@ -29,14 +29,14 @@ MORE = [
     HYBRID,
     "cp=2,tp=2,micro_batch=4",
     "cp=2,dp=2,shard=full,micro_batch=4",
-    "pp=2,dp=2,shard=full,micro_batch=2",
-    "pp=2,dp=2,shard=zero2,micro_batch=2",
+    "pp=2,dp=2,micro_batch=2",
+    "pp=2,dp=2,shard=none,micro_batch=2",
     "pp=2,cp=2,micro_batch=4",
     "pp=2,schedule=gpipe,micro_batch=2",
     "pp=2,schedule=zero_bubble,micro_batch=2",
     "pp=2,schedule=zero_bubble,tp=2,micro_batch=4",
-    "pp=2,schedule=zero_bubble,dp=2,shard=full,micro_batch=2",
-    "pp=2,schedule=zero_bubble,dp=2,shard=zero2,micro_batch=2",
+    "pp=2,schedule=zero_bubble,dp=2,micro_batch=2",
+    "pp=2,schedule=zero_bubble,dp=2,shard=none,micro_batch=2",
     "tp=2,recompute=full,micro_batch=4",
     "tp=2,recompute=selective,micro_batch=4",
     "dp=2,shard=full,recompute=selective,micro_batch=2",
@@ -51,7 +51,7 @@ CHUNKED = [
     "pp=2,stages=1+3,micro_batch=2",
     "pp=4,micro_batch=2",
     "pp=2,vp=2,dp=2,micro_batch=2",
-    "pp=2,vp=2,schedule=zero_bubble,dp=2,shard=full,micro_batch=2",
+    "pp=2,vp=2,schedule=zero_bubble,dp=2,micro_batch=2",
     "pp=2,vp=2,tp=2,stages=1+1+1+1,micro_batch=4",
 ]
 """Layouts that need four layers."""
@@ -82,7 +82,7 @@ SAMPLED = {
         "cp=2,tp=2,micro_batch=4",
         "pp=2,schedule=gpipe,micro_batch=2",
         "pp=2,schedule=zero_bubble,micro_batch=2",
-        "pp=2,schedule=zero_bubble,dp=2,shard=full,micro_batch=2",
+        "pp=2,schedule=zero_bubble,dp=2,micro_batch=2",
         "tp=2,recompute=full,micro_batch=4",
         "tp=2,recompute=selective,micro_batch=4",
         "pp=2,vp=2,micro_batch=2",
@@ -133,7 +133,7 @@ def test_a_layout_gives_the_losses_and_gradient_norms_of_one_process(
     [
         ("dense", "tp=2,pp=2,cp=2,micro_batch=4"),
         ("moe", "tp=2,pp=2,dp=2,ep=4,micro_batch=2"),
-        pytest.param("tied", "tp=2,pp=2,dp=2,shard=full,micro_batch=2", marks=pytest.mark.full),
+        pytest.param("tied", "tp=2,pp=2,dp=2,micro_batch=2", marks=pytest.mark.full),
         pytest.param("moe", "tp=2,cp=2,dp=2,ep=4,etp=2,shard=full,micro_batch=4", marks=pytest.mark.full),
     ],
 )
@@ -240,6 +240,14 @@ def test_ranks_with_uneven_parts_of_the_vocabulary_cut_the_loss_into_the_same_sl
     folder, short = small_runs.new_folder(), ("train.steps=3",)
     assert rank_pool.run(train_in_slices, folder, "dense", "tp=2,micro_batch=4", short, 960, ranks=2) == [0, 0]
     assert_same_curve(small_runs.alone("dense", *short), events(folder, "step"), loss=1e-9, grad_norm=1e-9)
+
+
+@pytest.mark.parametrize("shard", ["zero2", "full"])
+def test_what_a_pipeline_cannot_shard_is_refused(small_runs: SmallRuns, rank_pool: RankPool, shard: str) -> None:
+    layout = f"pp=2,dp=2,shard={shard},micro_batch=2"
+    for end in rank_pool.ends(train_unchecked, small_runs.new_folder(), "dense", layout, (), ranks=4):
+        assert end.error is not None
+        assert f"shard: {shard} with pp: 2: with a pipeline our engine shards optimizer states only" in end.error
 
 
 def test_a_batch_that_grows_keeps_the_buffers_of_its_present_size_alone(

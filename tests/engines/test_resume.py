@@ -80,7 +80,7 @@ JOURNEYS = {
     "tied": [
         "pp=2,micro_batch=2",
         "tp=2,micro_batch=4",
-        "pp=2,dp=2,shard=full,schedule=zero_bubble,micro_batch=2",
+        "pp=2,dp=2,schedule=zero_bubble,micro_batch=2",
         "cp=2,tp=2,micro_batch=4",
         ALONE,
         "tp=2,pp=2,dp=2,micro_batch=2",

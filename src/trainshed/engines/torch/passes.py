@@ -111,8 +111,8 @@ class Passes:
     def _schedule(self, count: int) -> tuple[Any, list[torch.Tensor]]:
         """The pipeline schedule for this many micro-batches.
 
-        A schedule holds buffers for all its micro-batches, so only one is kept: a batch that grows, or a validation with
-        another batch, makes a new one in its place.
+        A schedule holds buffers for all its micro-batches, so only one is kept: a batch that grows, or a validation
+        with another batch, makes a new one in its place.
         """
         if self._schedule_now is None or self._schedule_now[0] != count:
             self._schedule_now = None
