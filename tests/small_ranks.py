@@ -26,6 +26,7 @@ from trainshed.data.sampling.synthetic import SyntheticSource
 from trainshed.engines.torch import rank
 from trainshed.engines.torch.build import RankModel, build_model
 from trainshed.engines.torch.rank import train_rank
+from trainshed.engines.torch.starting import Start, start_weights
 from trainshed.line import open_run_folder, run_layout, train_job
 from trainshed.models import loss
 from trainshed.models.decoder import Block
@@ -102,6 +103,22 @@ def train_counting_stages(folder: Path, model: str, layout: str, overrides: Sequ
 
     train_rank(small_job(folder, small_recipe(model, overrides), layout), run_folder=folder, listener=listen)
     return counts
+
+
+def train_loading_slowly(
+    folder: Path, model: str, layout: str, overrides: Sequence[str], late_seconds: float, collective_seconds: float
+) -> int:
+    """Train as one rank; the last one is that late with its weights, and nobody waits that long within a step."""
+
+    def load(*arguments: Any) -> Start:
+        if int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
+            time.sleep(late_seconds)
+        return start_weights(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rank, "start_weights", load)
+        job = small_job(folder, small_recipe(model, overrides), layout)
+        return train_rank(job, run_folder=folder, collective_seconds=collective_seconds)
 
 
 def train_until_killed(folder: Path, model: str, layout: str, overrides: Sequence[str], step: int) -> int:

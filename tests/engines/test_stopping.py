@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from rank_pool import NO_GPU, RankPool
-from small_ranks import train_keeping_apart, train_until_asked
+from small_ranks import train_keeping_apart, train_loading_slowly, train_until_asked
 from small_recipes import ALONE, recipe_text, world_size
 from small_runs import SmallRuns, events, figures, state
 from trainshed.errors import TrainshedError
@@ -198,6 +198,15 @@ def test_a_rank_that_is_stuck_is_named_with_the_collective_the_others_wait_in(
     assert failure["ranks"] == [1]
     assert collective in failure["collective"]
     assert f"rank 0 waited in {failure['collective']}" in error.value.what
+
+
+def test_loading_has_its_own_budget_and_others_wait_for_a_rank_that_is_slow_at_it(
+    small_runs: SmallRuns, rank_pool: RankPool
+) -> None:
+    folder = small_runs.new_folder()
+    late, within_a_step = 4.5, 3.0
+    run = (folder, "dense", LAYOUT, ("train.steps=2",))
+    assert rank_pool.run(train_loading_slowly, *run, late, within_a_step, ranks=2) == [0, 0]
 
 
 @pytest.mark.parametrize(
