@@ -99,7 +99,9 @@ def run(
         lines.append(
             f"  order: ready for {prepared.steps:,} steps ({human(size, 'tokens')}), independent of any layout"
         )
-    data["training"] = training = train_stage(prepared, layout, worker_arguments(on, for_cluster))
+    data["training"] = training = train_stage(
+        prepared, layout, worker_arguments(on, for_cluster), store_options(cluster)
+    )
     lines.append(training_text(training))
     if prepared.recipe.export is not None and training["step"] == training["steps"]:
         from trainshed.line.stages import export_run

@@ -13,6 +13,7 @@ from trainshed.cli.console import Output
 if TYPE_CHECKING:
     from trainshed.line import PreparedRun
     from trainshed.recipe import Cluster
+    from trainshed.storage import StoreOptions
 
 
 def train(
@@ -44,7 +45,7 @@ def train(
         Report as text or json.
     """
     from trainshed.cli.console import print_report
-    from trainshed.line import open_run
+    from trainshed.line import open_run, store_options
     from trainshed.recipe import load_cluster, load_recipe, split_overrides
 
     for_recipe, for_cluster = split_overrides(overrides)
@@ -52,7 +53,7 @@ def train(
     run = open_run(load_recipe(recipe, for_recipe), cluster, id=id)
     if is_a_rank():
         return train_as_rank(run, layout, cluster)
-    data = train_stage(run, layout, worker_arguments(on, for_cluster))
+    data = train_stage(run, layout, worker_arguments(on, for_cluster), store_options(cluster))
     print_report(data, output, training_text(data))
     return exit_code(data)
 
@@ -85,14 +86,17 @@ def train_as_rank(run: PreparedRun, layout_text: str | None, cluster: Cluster) -
         return train_rank(job, run_folder=run.folder, listener=on_event)
 
 
-def train_stage(run: PreparedRun, layout_text: str | None, for_ranks: Sequence[str]) -> dict[str, Any]:
+def train_stage(
+    run: PreparedRun, layout_text: str | None, for_ranks: Sequence[str], options: StoreOptions
+) -> dict[str, Any]:
     """Train a prepared run with all its ranks here, show it, and return its report."""
     from trainshed.cli.console import reporter
     from trainshed.cli.progress import training_progress
     from trainshed.launch.here import train_here
-    from trainshed.line import keep_run, planned_layout
+    from trainshed.line import check_goes_on, keep_run, planned_layout
     from trainshed.plan import parse_layout
 
+    check_goes_on(run, options)
     keys = parse_layout(layout_text) if layout_text else None
     chosen = planned_layout(run, keys=keys, reporter=reporter())
     keep_run(run)

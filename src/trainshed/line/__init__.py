@@ -12,6 +12,7 @@ from trainshed.line.preparing import (
 )
 from trainshed.line.training import (
     automatic_layout,
+    check_goes_on,
     check_trainable,
     checkpoint_home,
     planned_layout,
@@ -23,6 +24,7 @@ __all__ = [
     "PREPARED",
     "PreparedRun",
     "automatic_layout",
+    "check_goes_on",
     "check_trainable",
     "checkpoint_home",
     "keep_run",

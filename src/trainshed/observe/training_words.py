@@ -50,6 +50,7 @@ class TrainingWords:
             f"step {done}/{self.steps}  {done / self.steps:4.0%}  ETA {duration(left)}",
             f"loss {_figure(event['loss'], '.4f')}",
             f"grad norm {_figure(event['grad_norm'], '.3f')}",
+            f"lr {event['lr']:.2e}",
             f"{event['tokens_per_second_per_gpu']:,.0f} tokens/s/GPU",
         ]
         if event.get("mfu") is not None:

@@ -14,7 +14,7 @@ from trainshed.data.sampling.schedule import SkipList
 from trainshed.engines.torch.clock import Mark
 from trainshed.engines.torch.feed import Feed
 from trainshed.engines.torch.job import TrainJob, Voice
-from trainshed.engines.torch.learning_rate import learning_rate
+from trainshed.engines.torch.learning_rate import decay_span, learning_rate
 from trainshed.engines.torch.profiling import StepProfiler
 from trainshed.engines.torch.signals import StopRequests
 from trainshed.engines.torch.starting import Start
@@ -222,7 +222,8 @@ class Trainer:
 
     def _save(self, *, blocking: bool) -> None:
         self._beat_pause("checkpoint")
-        facts = state_facts(self.job.order, self.step, self.skipped)
+        decay = decay_span(self.job.steps, self.job.recipe.train.schedule)
+        facts = state_facts(self.job.order, self.step, self.skipped, decay)
         pieces = state_pieces(self.stepper.model, self.stepper.optimizer)
         self.writer.save(self.step, pieces, facts, blocking=blocking)
         self.saved = self.step
