@@ -32,7 +32,7 @@ STEP: dict[str, Any] = {
         ({"kind": "signal", "step": 9, "name": "SIGTERM"}, "asked to stop by SIGTERM: stopped after step 9\n"),
         (
             {"kind": "non_finite", "step": 4, "policy": "skip", "what": "loss nan"},
-            "warning: step 4: loss nan; nothing was updated, going on\n",
+            "warning: step 5: loss nan; nothing was updated, going on\n",
         ),
         ({"kind": "checkpoint", "step": 8, "phase": "staged"}, ""),
         (

@@ -33,7 +33,7 @@ class TrainingWords:
         if kind == "validation":
             return f"validation after step {event['step']}: loss {_figure(event['loss'], '.4f')}"
         if kind == "non_finite":
-            return f"step {event['step']}: {event['what']}; {_POLICIES[event['policy']]}"
+            return f"step {event['step'] + 1}: {event['what']}; {_POLICIES[event['policy']]}"
         if kind == "checkpoint" and event["phase"] in ("committed", "failed"):
             what = event.get("what") or event.get("path") or ""
             return f"checkpoint of step {event['step']} {event['phase']}  {what}".rstrip()

@@ -172,7 +172,7 @@ class Trainer:
         samples = order.sample_indices(step)
         without = SkipList([*order.skip.ranges, (int(samples[0]), int(samples[-1]) + 1)])
         raise TrainshedError(
-            f"step {step} has a {what}; nothing was updated, {kept}",
+            f"step {step + 1:,} has a {what}; nothing was updated, {kept}",
             hint=f"pass over such steps with `train.non_finite=skip --id {self.job.name}`, or leave its samples out "
             f"with `data.skip: {[list(each) for each in without.ranges]}`",
         )
