@@ -14,6 +14,7 @@ from rank_pool import RankPool
 from small_ranks import train_prepared, train_skipping, train_small, train_until_killed
 from small_recipes import ALONE, recipe_text, small_job, small_recipe, world_size
 from small_runs import SmallRuns, checkpoint, difference, events, figures, state
+from trainshed.cli import run_cli
 from trainshed.data.order import DataOrder
 from trainshed.data.sampling.schedule import SkipList
 from trainshed.engines.torch.learning_rate import learning_rate
@@ -147,6 +148,18 @@ def test_a_run_that_is_made_longer_asks_about_its_decay_and_never_jumps_in_silen
     assert stretched.returncode == 0, stretched.stderr
     assert "warning: the learning rate goes from 0.001 in step 8 to 0.00" in stretched.stderr
     assert "lr 1.00e-03" in kept.stderr
+
+
+def test_a_folder_in_the_place_of_latest_is_named_before_a_rank_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "recipe.yaml").write_text(recipe_text("dense"))
+    run = run_line(load_recipe(str(tmp_path / "recipe.yaml"), [f"store={tmp_path}"]), id="it")
+    (run.folder / "checkpoints" / "latest").mkdir(parents=True)
+    assert run_cli(["train", str(tmp_path / "recipe.yaml"), "--id", "it", f"store={tmp_path}"]) == 1
+    said = capsys.readouterr().err
+    assert "`latest` is a folder, and must be the file that names the newest checkpoint" in said
+    assert not events(run.folder, "start")
 
 
 def test_every_step_says_which_tokens_it_has_seen(small_runs: SmallRuns) -> None:

@@ -79,6 +79,8 @@ def diagnose(
     idle = [rank for rank, record in records.items() if record.waiting is None]
     if idle and len(idle) < world_size:
         return _blaming(sorted(idle), waits, records, ends)
+    if not records:
+        return Diagnosis([], None, "no rank has left a flight record")
     return Diagnosis([], None, f"no rank stands out among the flight records of {named(records)}")
 
 

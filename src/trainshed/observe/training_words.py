@@ -22,6 +22,8 @@ class TrainingWords:
             return self.step_text(event)
         if kind in ("note", "warning"):
             return event["text"]
+        if kind == "stall":
+            return event["what"]
         if kind == "start":
             return (
                 f"training {event['run']}: {event['parameters']:,} parameters on {event['device']}, {event['layout']}"
@@ -58,6 +60,20 @@ class TrainingWords:
         return "  ".join(parts)
 
 
+def stopping_text(asked: str, attempt: int, done: int | None, saved: int | None, *, again: bool) -> str:
+    """What is said at once when somebody asks a run to stop, and when the same person will not wait.
+
+    `done` and `saved` are the last step that is done and the last that is in a checkpoint, as far as is known.
+    """
+    if again:
+        lost = f"what came after the checkpoint of step {saved:,} is lost" if saved else "there is no checkpoint"
+        return f"{asked} again: attempt {attempt} is stopped at once and does not save; {lost}"
+    when = f"stops after step {done + 1:,}" if done is not None else "stops as soon as a step is done"
+    more = "; a second Ctrl-C stops it at once, without saving" if asked == CTRL_C else ""
+    return f"{asked}: attempt {attempt} {when} and saves a checkpoint{more}"
+
+
+CTRL_C = "Ctrl-C"
 _POLICIES = {"stop": "stopping", "skip": "nothing was updated, going on"}
 
 

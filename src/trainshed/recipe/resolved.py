@@ -63,11 +63,10 @@ def run_id(recipe: Recipe) -> str:
     # Without defaults, so that a key which a later version adds does not rename the runs of today. In
     # exchange no default of these sections may ever change.
     plain = to_plain(recipe, defaults=False)
+    if recipe.train.schedule.name in DECAY_NOT_IN_ID:
+        plain["train"]["schedule"].pop("decay", None)
     said = {key: plain.get(key) for key in ("model", "tokenizer", "data", "train", "seed")}
     for section, keys in NOT_IN_ID.items():
         said[section] = {key: value for key, value in plain[section].items() if key not in keys}
-    if recipe.train.schedule.name in DECAY_NOT_IN_ID:
-        schedule = said["train"]["schedule"]
-        said["train"]["schedule"] = {key: value for key, value in schedule.items() if key != "decay"}
     canonical = json.dumps(said, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return hashlib.sha256(canonical.encode()).hexdigest()[:8]
