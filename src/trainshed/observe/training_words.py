@@ -68,9 +68,10 @@ def stopping_text(asked: str, attempt: int, done: int | None, saved: int | None,
     if again:
         lost = f"what came after the checkpoint of step {saved:,} is lost" if saved else "there is no checkpoint"
         return f"{asked} again: attempt {attempt} is stopped at once and does not save; {lost}"
-    when = f"stops after step {done + 1:,}" if done is not None else "stops as soon as a step is done"
     more = "; a second Ctrl-C stops it at once, without saving" if asked == CTRL_C else ""
-    return f"{asked}: attempt {attempt} {when} and saves a checkpoint{more}"
+    if done is None:
+        return f"{asked}: attempt {attempt} has done no step yet, and stops as soon as it can{more}"
+    return f"{asked}: attempt {attempt}, in step {done + 1:,}, stops within a step or two and saves a checkpoint{more}"
 
 
 CTRL_C = "Ctrl-C"
