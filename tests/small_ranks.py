@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
@@ -14,6 +15,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from torch.distributed.pipelining import PipelineStage
 
 from checkpoint_parts import HookedStore
 from small_recipes import small_job, small_recipe
@@ -24,7 +26,9 @@ from trainshed.data.sampling.synthetic import SyntheticSource
 from trainshed.engines.torch import rank
 from trainshed.engines.torch.build import RankModel, build_model
 from trainshed.engines.torch.rank import train_rank
+from trainshed.engines.torch.starting import Start, start_weights
 from trainshed.line import open_run_folder, run_layout, train_job
+from trainshed.models import loss
 from trainshed.models.decoder import Block
 from trainshed.observe.reading import EventFollower
 from trainshed.plan import parse_layout
@@ -40,6 +44,18 @@ def train_small(folder: Path, model: str, layout: str, overrides: Sequence[str])
 def train_uneven(folder: Path, model: str, layout: str, overrides: Sequence[str]) -> int:
     """Train as one rank of a layout whose dp ranks have different numbers of rows."""
     return train_rank(small_job(folder, small_recipe(model, overrides), layout, uneven=True), run_folder=folder)
+
+
+def train_unchecked(folder: Path, model: str, layout: str, overrides: Sequence[str]) -> int:
+    """Train as one rank on a layout that nobody has checked."""
+    return train_rank(small_job(folder, small_recipe(model, overrides), layout, checked=False), run_folder=folder)
+
+
+def train_in_slices(folder: Path, model: str, layout: str, overrides: Sequence[str], elements: int) -> int:
+    """Train as one rank with at most so many logits at a time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loss, "SLICE_ELEMENTS", elements)
+        return train_small(folder, model, layout, overrides)
 
 
 def train_skipping(
@@ -75,6 +91,34 @@ def train_compiled(folder: Path, model: str, layout: str, overrides: Sequence[st
         patch.setattr(rank, "build_model", build_compiled)
         patch.setattr(Block, "compile", compile_block)
         return train_small(folder, model, layout, overrides)
+
+
+def train_counting_stages(folder: Path, model: str, layout: str, overrides: Sequence[str]) -> list[int]:
+    """Train as one rank; returns how many pipeline stages, with their buffers, there were after each of its steps."""
+    counts: list[int] = []
+
+    def listen(event: dict[str, Any]) -> None:
+        if event["kind"] == "step":
+            counts.append(sum(type(each) is PipelineStage for each in gc.get_objects()))
+
+    train_rank(small_job(folder, small_recipe(model, overrides), layout), run_folder=folder, listener=listen)
+    return counts
+
+
+def train_loading_slowly(
+    folder: Path, model: str, layout: str, overrides: Sequence[str], late_seconds: float, collective_seconds: float
+) -> int:
+    """Train as one rank; the last one is that late with its weights, and nobody waits that long within a step."""
+
+    def load(*arguments: Any) -> Start:
+        if int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
+            time.sleep(late_seconds)
+        return start_weights(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rank, "start_weights", load)
+        job = small_job(folder, small_recipe(model, overrides), layout)
+        return train_rank(job, run_folder=folder, collective_seconds=collective_seconds)
 
 
 def train_until_killed(folder: Path, model: str, layout: str, overrides: Sequence[str], step: int) -> int:

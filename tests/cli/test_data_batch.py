@@ -65,7 +65,7 @@ def test_blend_shows_the_budget_of_each_source(recipe, capsys):
 def test_batch_shows_where_each_row_comes_from(recipe, capsys):
     assert run_cli(["run", recipe]) == 0
     capsys.readouterr()
-    report = report_of(capsys, "batch", recipe, "--step", "5", "--rows", "8")
+    report = report_of(capsys, "batch", recipe, "--step", "6", "--rows", "8")
     assert (report["consumed"], report["batch"], len(report["rows"])) == (40, 8, 8)
     for row in report["rows"]:
         tokens: list[int] = []
@@ -74,9 +74,9 @@ def test_batch_shows_where_each_row_comes_from(recipe, capsys):
                 tokens += reader.document(piece["document"])[piece["offset"] :][: piece["tokens"]].tolist()
         assert tokens == row["tokens"]
     assert {row["source"] for row in report["rows"]} == {"prose", "code"}
-    assert run_cli(["data", "batch", recipe, "--step", "5", "--rows", "1"]) == 0
+    assert run_cli(["data", "batch", recipe, "--step", "6", "--rows", "1"]) == 0
     text = capsys.readouterr().out
-    assert text.startswith("step 5: 8 samples (40 to 47) of 17 tokens, hash " + report["hash"])
+    assert text.startswith("step 6: 8 samples (40 to 47) of 17 tokens, hash " + report["hash"])
     assert "row 0: sample 40 = " in text
     assert "row 1" not in text
 
@@ -84,7 +84,7 @@ def test_batch_shows_where_each_row_comes_from(recipe, capsys):
 def test_skips_move_later_samples_forward(recipe, capsys):
     assert run_cli(["run", recipe, "data.skip=[[40,44]]"]) == 0
     capsys.readouterr()
-    assert report_of(capsys, "batch", recipe, "data.skip=[[40,44]]", "--step", "5")["first_sample"] == 44
+    assert report_of(capsys, "batch", recipe, "data.skip=[[40,44]]", "--step", "6")["first_sample"] == 44
 
 
 def test_what_is_missing_is_named(recipe, capsys):
@@ -92,5 +92,8 @@ def test_what_is_missing_is_named(recipe, capsys):
     assert "source 'prose' has no index" in capsys.readouterr().err
     assert run_cli(["run", recipe]) == 0
     capsys.readouterr()
-    assert run_cli(["data", "batch", recipe, "--step", "12"]) == 2
-    assert "the run has 12 steps; step 12 is not one of them" in capsys.readouterr().err
+    assert run_cli(["data", "batch", recipe, "--step", "13"]) == 2
+    assert "the run has 12 steps; step 13 is not one of them" in capsys.readouterr().err
+    assert run_cli(["data", "batch", recipe, "--step", "0"]) == 2
+    assert "there is no step 0: steps count from 1" in capsys.readouterr().err
+    assert report_of(capsys, "batch", recipe, "--step", "12")["consumed"] == 88

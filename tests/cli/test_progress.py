@@ -13,6 +13,7 @@ STEP: dict[str, Any] = {
     "step": 36,
     "loss": 5.12345,
     "grad_norm": 0.9,
+    "lr": 0.00057512,
     "step_seconds": 2.0,
     "tokens_per_second_per_gpu": 12345.6,
     "mfu": None,
@@ -22,7 +23,7 @@ STEP: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("event", "said"),
     [
-        (STEP, "step 37/100   37%  ETA 0:02:06  loss 5.1235  grad norm 0.900  12,346 tokens/s/GPU\n"),
+        (STEP, "37%  ETA 0:02:06  loss 5.1235  grad norm 0.900  lr 5.75e-04  12,346 tokens/s/GPU\n"),
         (STEP | {"mfu": 0.412}, "12,346 tokens/s/GPU  MFU 41.2%\n"),
         (STEP | {"loss": None}, "loss not finite  grad norm 0.900"),
         ({"kind": "validation", "step": 50, "loss": 3.0}, "validation after step 50: loss 3.0000\n"),
@@ -31,7 +32,7 @@ STEP: dict[str, Any] = {
         ({"kind": "signal", "step": 9, "name": "SIGTERM"}, "asked to stop by SIGTERM: stopped after step 9\n"),
         (
             {"kind": "non_finite", "step": 4, "policy": "skip", "what": "loss nan"},
-            "warning: step 4: loss nan; nothing was updated, going on\n",
+            "warning: step 5: loss nan; nothing was updated, going on\n",
         ),
         ({"kind": "checkpoint", "step": 8, "phase": "staged"}, ""),
         (

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from trainshed.engines.torch import watchdog as watchdog_module
-from trainshed.engines.torch.flight import limit_waits, record, switch_on
+from trainshed.engines.torch.flight import record, switch_on
 from trainshed.engines.torch.watchdog import Watchdog
 
 RANKS = 4
@@ -36,7 +36,6 @@ class World:
         dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=RANKS)
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         self.rank, self.dp, self.tp = rank, mesh.get_group("dp"), mesh.get_group("tp")
-        limit_waits(TIMEOUT_SECONDS)
         for group in (None, self.dp, self.tp):
             dist.all_reduce(torch.ones(3), group=group)
 
@@ -100,7 +99,8 @@ def run_rank(scenario: Callable[[World], None], folder: Path, rank: int) -> None
     """One rank, as the engine runs it: a watchdog beside it, and a flight record of the error that ends it."""
     os.dup2(os.open(folder / f"rank-{rank:05d}.log", os.O_WRONLY | os.O_CREAT), 2)
     watchdog_module._LAST_WORDS_SECONDS = 1.0
-    with Watchdog(folder, rank, budget_seconds=BUDGETS, poll_seconds=0.1) as watchdog:
+    patience = {"budget_seconds": BUDGETS, "collective_seconds": TIMEOUT_SECONDS}
+    with Watchdog(folder, rank, **patience, poll_seconds=0.1) as watchdog:
         watchdog.beat(0, "first_step")
         world = World(folder, rank)
         watchdog.beat(1, "step")

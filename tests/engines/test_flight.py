@@ -51,7 +51,7 @@ def test_a_killed_rank_is_named_with_the_collective_the_others_were_in(worlds: P
 def test_a_rank_that_sleeps_is_named_with_the_line_it_sleeps_in(worlds: Path) -> None:
     found = diagnosis(worlds / "sleeping")
     assert found.ranks == [1]
-    assert "rank 1 did not arrive in step 1 and stood at " in found.sentence
+    assert "rank 1 did not arrive in step 2 and stood at " in found.sentence
     assert "in sleeping: time.sleep(600)" in found.sentence
     assert "rank 0 waited in all_reduce #2 of group mesh_tp (ranks 0-1; 2×5 Float)" in found.sentence
 
@@ -80,7 +80,7 @@ def test_a_stuck_pipeline_ends_though_gloo_knows_no_timeout_there(worlds: Path) 
 def test_a_rank_without_progress_ends_with_a_code_of_its_own(worlds: Path) -> None:
     assert exit_codes(worlds / "sleeping") == {0: 1, 1: STALLED_EXIT_CODE, 2: 1, 3: 1}
     record = read_records(worlds / "sleeping")[1]
-    assert record.reason == "rank 1 has shown no progress for 5 seconds in step 1"
+    assert record.reason == "rank 1 has shown no progress for 5 seconds in step 2"
     assert (record.step, record.phase, record.error) == (1, "step", None)
     assert "in sleeping" in record.threads
     assert "in _watch" in record.threads

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rank_pool import RankPool
-from small_ranks import train_compiled, train_validating
+from small_ranks import train_compiled, train_counting_stages, train_in_slices, train_unchecked, train_validating
 from small_recipes import ALONE, world_size
 from small_runs import SmallRuns, difference, events, figures
 
@@ -215,6 +215,48 @@ def test_blocks_captured_as_for_a_gpu_give_the_same_on_every_layout(
     folder, short = small_runs.new_folder(), ("train.steps=5",)
     assert set(rank_pool.run(train_compiled, folder, model, layout, short, ranks=world_size(layout))) == {0}
     assert_same_curve(small_runs.alone(model, *short), events(folder, "step"), loss=1e-9, grad_norm=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        # Ten blocks: more than a compiler makes versions of one function.
+        ("dense", "dp=2,recompute=selective,micro_batch=4"),
+        pytest.param("moe", "tp=2,ep=2,micro_batch=4", marks=pytest.mark.full),
+    ],
+)
+def test_captured_blocks_drop_what_others_drop(
+    small_runs: SmallRuns, rank_pool: RankPool, model: str, layout: str
+) -> None:
+    folder, dropping = small_runs.new_folder(), ("train.steps=3", "train.dropout=0.1", "model.config.layers=10")
+    assert set(rank_pool.run(train_compiled, folder, model, layout, dropping, ranks=world_size(layout))) == {0}
+    assert_same_curve(small_runs.alone(model, *dropping), events(folder, "step"), loss=1e-9, grad_norm=1e-9)
+
+
+def test_ranks_with_uneven_parts_of_the_vocabulary_cut_the_loss_into_the_same_slices(
+    small_runs: SmallRuns, rank_pool: RankPool
+) -> None:
+    # 61 words are 31 and 30 on two ranks. By twice its own part each, one would cut 64 tokens into 5, the other into 4.
+    folder, short = small_runs.new_folder(), ("train.steps=3",)
+    assert rank_pool.run(train_in_slices, folder, "dense", "tp=2,micro_batch=4", short, 960, ranks=2) == [0, 0]
+    assert_same_curve(small_runs.alone("dense", *short), events(folder, "step"), loss=1e-9, grad_norm=1e-9)
+
+
+@pytest.mark.parametrize("shard", ["zero2", "full"])
+def test_what_a_pipeline_cannot_shard_is_refused(small_runs: SmallRuns, rank_pool: RankPool, shard: str) -> None:
+    layout = f"pp=2,dp=2,shard={shard},micro_batch=2"
+    for end in rank_pool.ends(train_unchecked, small_runs.new_folder(), "dense", layout, (), ranks=4):
+        assert end.error is not None
+        assert f"shard: {shard} with pp: 2: with a pipeline our engine shards optimizer states only" in end.error
+
+
+def test_a_batch_that_grows_keeps_the_buffers_of_its_present_size_alone(
+    small_runs: SmallRuns, rank_pool: RankPool
+) -> None:
+    folder, ramp = small_runs.new_folder(), "train.batch_ramp={start: 4, increment: 2, samples: 24}"
+    growing = ("train.steps=6", ramp)
+    stages = rank_pool.run(train_counting_stages, folder, "dense", "pp=2,micro_batch=2", growing, ranks=2)
+    assert stages[0] == [1] * 6
 
 
 def test_whatever_it_is_cut_into_one_process_gives_one_curve(small_runs: SmallRuns) -> None:

@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainshed.engines.torch.learning_rate import learning_rate
+from small_recipes import small_recipe
+from trainshed.engines.torch.learning_rate import check_decay, decay_span, learning_rate
+from trainshed.errors import InputError
 from trainshed.recipe.train import Schedule
 
 PEAK, STEPS = 1.0, 100
@@ -76,3 +78,63 @@ def test_a_rate_lies_between_nothing_and_the_peak_and_only_falls_after_the_warm_
     now, then = (learning_rate(each, STEPS, PEAK, schedule) for each in (step, step + 1))
     assert 0 <= now <= PEAK
     assert now < then if step < warmup else now >= then
+
+
+def longer(done: int, steps: int, **schedule: object) -> str | None:
+    """What is said when a run of 100 steps, of which so many are done, goes on to another length."""
+    before = decay_span(
+        STEPS, Schedule.model_validate(schedule | {"decay": schedule.pop("was", schedule.get("decay"))})
+    )
+    written = [f"train.schedule.{key}={value}" for key, value in ({"decay": "null"} | schedule).items()]
+    peak = f"train.optimizer.lr={PEAK}"
+    return check_decay(small_recipe("dense", [f"train.steps={steps}", peak, *written]), steps, done, before)
+
+
+COSINE = {"name": "cosine", "warmup": 10, "min_lr": 0.1}
+
+
+def test_a_longer_run_asks_where_its_decay_ends() -> None:
+    with pytest.raises(InputError) as refused:
+        longer(STEPS, 200, **COSINE)
+    assert refused.value.what == (
+        "this run's learning rate decays until step 100; "
+        "with 200 steps it would go from 0.1 in step 100 to 0.587 in step 101"
+    )
+    assert refused.value.where == "command line: train.steps=…"
+    assert refused.value.hint == (
+        "write train.schedule.decay=100 to keep the curve and stay at min_lr after it, "
+        "or train.schedule.decay=200 to change it knowingly"
+    )
+    with pytest.raises(InputError, match=r"from 0\.62 in step 56 to 0\.101 in step 57"):
+        longer(56, 57, **COSINE, was=110)
+
+
+@pytest.mark.parametrize(
+    ("done", "steps", "schedule"),
+    [
+        pytest.param(STEPS, 200, {"name": "constant", "min_lr": 0.0}, id="no decay"),
+        pytest.param(STEPS, 200, COSINE | {"decay": 100}, id="the curve is kept"),
+        pytest.param(50, STEPS, COSINE, id="the same length"),
+        pytest.param(11, 200, COSINE, id="nothing has decayed yet"),
+        pytest.param(STEPS, 50, COSINE, id="nothing is left to train"),
+        pytest.param(81, 200, {"name": "wsd", "warmup": 10, "decay": 20}, id="the last decay has not begun"),
+    ],
+)
+def test_a_run_whose_past_stays_the_same_goes_on_without_a_question(
+    done: int, steps: int, schedule: dict[str, object]
+) -> None:
+    assert longer(done, steps, **schedule) is None
+
+
+def test_a_decay_that_is_stretched_on_purpose_is_said() -> None:
+    said = longer(STEPS, 200, **COSINE, decay=200, was=None)
+    assert said is not None
+    assert "goes from 0.1 in step 100 to 0.587 in step 101: it decays until step 200 now, not 100" in said
+    said = longer(STEPS, STEPS, **COSINE, decay=50, was=None)
+    assert said == "this run is trained, and its learning rate decayed until step 100, not 50; --id starts another"
+
+
+def test_a_last_decay_that_has_begun_is_not_taken_back() -> None:
+    with pytest.raises(InputError, match=r"decays until step 100; with 200 steps it would go from 0\.8") as refused:
+        longer(85, 200, name="wsd", warmup=10, decay=20)
+    assert "start another run with --id" in (refused.value.hint or "")

@@ -66,7 +66,7 @@ def test_a_bad_batch_stops_the_run_and_its_hint_leads_past_it(
     ends = rank_pool.ends(train_from, folder, layout, RUN, poisoned.base, ranks=ranks)
     for end in ends:
         said = end.error or ""
-        assert f"step {first} has a loss nan, gradient norm nan; nothing was updated" in said
+        assert f"step {first + 1} has a loss nan, gradient norm nan; nothing was updated" in said
         assert f"the checkpoint of step {first} is kept" in said
         assert f"`train.non_finite=skip --id {folder.name}`" in said
         assert f"`data.skip: [[{first}, {first + 1}]]`" in said

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from rank_pool import RankPool
-from small_ranks import train_skipping, train_small, train_until_killed
-from small_recipes import ALONE, small_job, small_recipe, world_size
+from small_ranks import train_prepared, train_skipping, train_small, train_until_killed
+from small_recipes import ALONE, recipe_text, small_job, small_recipe, world_size
 from small_runs import SmallRuns, checkpoint, difference, events, figures, state
+from trainshed.cli import run_cli
 from trainshed.data.order import DataOrder
 from trainshed.data.sampling.schedule import SkipList
+from trainshed.engines.torch.learning_rate import learning_rate
+from trainshed.line import run_line
 from trainshed.observe.reading import steps
+from trainshed.recipe import load_recipe
 from trainshed.storage import LocalStore
 
 STEPS = 12
@@ -113,6 +120,46 @@ def test_a_longer_run_has_the_same_past(small_runs: SmallRuns) -> None:
     small_runs.train(extended, "moe", ALONE, "train.steps=3")
     assert figures(small_runs.train(extended, "moe", ALONE, "train.steps=8")) == figures(expected)
     assert_bitwise(state(straight, 8), state(extended, 8))
+
+
+def test_a_run_that_is_made_longer_asks_about_its_decay_and_never_jumps_in_silence(
+    rank_pool: RankPool, tmp_path: Path
+) -> None:
+    (tmp_path / "recipe.yaml").write_text(recipe_text("dense"))
+    unsaid = "train.schedule.decay=null"
+    run = run_line(load_recipe(str(tmp_path / "recipe.yaml"), [unsaid, "train.steps=6", f"store={tmp_path}"]), id="it")
+    rank_pool.run(train_prepared, run.folder, ALONE)
+
+    def go_on(*overrides: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "trainshed", "train", "recipe.yaml", "--id", "it", *overrides]
+        return subprocess.run([*command, f"store={tmp_path}"], cwd=tmp_path, capture_output=True, text=True)
+
+    refused = go_on(unsaid, "train.steps=8")
+    assert refused.returncode == 2
+    assert "this run's learning rate decays until step 6; with 8 steps it would go from" in refused.stderr
+    assert "write train.schedule.decay=6 to keep the curve" in refused.stderr
+    assert len(events(run.folder, "start")) == 1, "no rank was started"
+    kept = go_on("train.schedule.decay=6", "train.steps=8")
+    assert kept.returncode == 0, kept.stderr
+    rates = [event["lr"] for event in steps(LocalStore(run.folder), "")]
+    assert rates == [learning_rate(step, 6, 3e-3, run.recipe.train.schedule) for step in range(8)]
+    assert rates[6:] == [1e-3, 1e-3]
+    stretched = go_on("train.schedule.decay=20", "train.steps=9")
+    assert stretched.returncode == 0, stretched.stderr
+    assert "warning: the learning rate goes from 0.001 in step 8 to 0.00" in stretched.stderr
+    assert "lr 1.00e-03" in kept.stderr
+
+
+def test_a_folder_in_the_place_of_latest_is_named_before_a_rank_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "recipe.yaml").write_text(recipe_text("dense"))
+    run = run_line(load_recipe(str(tmp_path / "recipe.yaml"), [f"store={tmp_path}"]), id="it")
+    (run.folder / "checkpoints" / "latest").mkdir(parents=True)
+    assert run_cli(["train", str(tmp_path / "recipe.yaml"), "--id", "it", f"store={tmp_path}"]) == 1
+    said = capsys.readouterr().err
+    assert "`latest` is a folder, and must be the file that names the newest checkpoint" in said
+    assert not events(run.folder, "start")
 
 
 def test_every_step_says_which_tokens_it_has_seen(small_runs: SmallRuns) -> None:

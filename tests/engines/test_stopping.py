@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from rank_pool import NO_GPU, RankPool
-from small_ranks import train_keeping_apart, train_until_asked
+from small_ranks import train_keeping_apart, train_loading_slowly, train_until_asked
 from small_recipes import ALONE, recipe_text, world_size
 from small_runs import SmallRuns, events, figures, state
 from trainshed.errors import TrainshedError
@@ -48,6 +48,13 @@ class Training:
             assert self.process.poll() is None, self.process.communicate()
             assert time.monotonic() < deadline, "it did not come to that"
             time.sleep(0.02)
+
+    def wait_for_line(self, wanted: str) -> str:
+        """Wait until a line on stderr holds some words; returns it."""
+        assert self.process.stderr is not None
+        line = next((line for line in self.process.stderr if wanted in line), None)
+        assert line is not None, f"it ended without a word of '{wanted}'"
+        return line
 
     def end(self) -> tuple[int, str]:
         """Wait for the end; returns the exit code and what was said on the way."""
@@ -113,6 +120,7 @@ def test_a_run_asked_to_stop_stores_its_state_and_the_same_command_goes_on(
         first.process.send_signal(signal.SIGTERM)
         code, said = first.end()
     assert code == 128 + signal.SIGTERM, said
+    assert "SIGTERM: attempt 1, in step " in said
     (asked,) = events(first.run, "signal")
     assert asked["name"] == "SIGTERM"
     (end,) = events(first.run, "end")
@@ -143,6 +151,36 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(
     assert asked["name"] == number.name
     small_runs.train(folder, "dense", layout, f"train.steps={asked['step'] + 2}", "checkpoint.resume=must")
     assert_as_if_never_stopped(small_runs, folder, layout)
+
+
+def test_ctrl_c_says_at_once_that_it_saves_and_a_second_one_that_it_does_not(tmp_path: Path) -> None:
+    with training(tmp_path, ENDLESS, "--layout", ALONE) as run:
+        run.wait_for(lambda event: event["kind"] == "step" and event["step"] >= 2)
+        (rank,) = ranks_below(run.process.pid).values()
+        rank.suspend()  # or it would have saved before a person can press a key twice
+        os.killpg(run.process.pid, signal.SIGINT)
+        said = run.wait_for_line("Ctrl-C: attempt 1, in step ")
+        assert (
+            "stops within a step or two and saves a checkpoint; a second Ctrl-C stops it at once, without saving"
+            in said
+        )
+        os.killpg(run.process.pid, signal.SIGINT)
+        code, said = run.end()
+    assert code == 128 + signal.SIGINT, said
+    assert "Ctrl-C again: attempt 1 is stopped at once and does not save; there is no checkpoint" in said
+    assert "flight record" not in said
+    (end,) = events(run.run, "end")
+    assert (end["reason"], end["exit_code"]) == ("signal", 130)
+
+
+def test_a_run_whose_folder_is_gone_says_so_and_ends(tmp_path: Path) -> None:
+    with training(tmp_path, ENDLESS, "--layout", ALONE) as run:
+        run.wait_for(lambda event: event["kind"] == "step" and event["step"] >= 2)
+        run.run.rename(tmp_path / "elsewhere")
+        code, said = run.end()
+    assert code == 1, said
+    assert "the folder of this run was removed or renamed while it trained" in said
+    assert "store/runs/proof/it" in said
 
 
 def test_a_rank_that_is_killed_is_named_and_nobody_is_left_behind(small_runs: SmallRuns, tmp_path: Path) -> None:
@@ -196,8 +234,18 @@ def test_a_rank_that_is_stuck_is_named_with_the_collective_the_others_wait_in(
     assert not stopped[0].is_running()
     (failure,) = events(run.folder, "failure")
     assert failure["ranks"] == [1]
+    assert failure["what"].startswith("rank 1 was stopped (SIGSTOP) and never went on; ")
     assert collective in failure["collective"]
     assert f"rank 0 waited in {failure['collective']}" in error.value.what
+
+
+def test_loading_has_its_own_budget_and_others_wait_for_a_rank_that_is_slow_at_it(
+    small_runs: SmallRuns, rank_pool: RankPool
+) -> None:
+    folder = small_runs.new_folder()
+    late, within_a_step = 4.5, 3.0
+    run = (folder, "dense", LAYOUT, ("train.steps=2",))
+    assert rank_pool.run(train_loading_slowly, *run, late, within_a_step, ranks=2) == [0, 0]
 
 
 @pytest.mark.parametrize(

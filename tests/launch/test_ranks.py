@@ -167,8 +167,40 @@ def test_whoever_interrupts_twice_does_not_wait() -> None:
     code = "signal.signal(signal.SIGINT, lambda *_: say('asked')); say('ready')\nwhile True: time.sleep(1)"
     first = once(["ready-0"], lambda: os.kill(os.getpid(), signal.SIGINT))
     second = once(["asked-0"], lambda: os.kill(os.getpid(), signal.SIGINT))
-    done = run(code, ranks=1, on_poll=lambda: (first(), second()), grace_seconds=600)
-    assert done.failed[0].killed
+    asked: list[tuple[int, bool]] = []
+    done = run(
+        code,
+        ranks=1,
+        on_poll=lambda: (first(), second()),
+        on_asked=lambda *each: asked.append(each),
+        grace_seconds=600,
+    )
+    assert done == RanksResult(128 + signal.SIGINT, [], given_up=True)
+    assert asked == [(signal.SIGINT, False), (signal.SIGINT, True)]
+
+
+def test_a_rank_that_somebody_stops_is_named_once_and_left_alone() -> None:
+    code = "say('ready')\nwhile not os.path.exists('named'): time.sleep(0.01)"
+    stopped: list[tuple[int, int]] = []
+
+    def named(rank: int, process: int) -> None:
+        stopped.append((rank, process))
+        Path("named").touch()
+        os.kill(process, signal.SIGCONT)
+
+    pid = lambda: int(Path("ready-1").read_text())  # noqa: E731
+    stop = once(["ready-0", "ready-1"], lambda: os.kill(pid(), signal.SIGSTOP))
+    assert run(code, on_poll=stop, on_stopped=named, stopped_seconds=0.2) == RanksResult(0, [])
+    assert stopped == [(1, pid())]
+
+
+def test_a_rank_that_stays_stopped_is_the_one_to_blame() -> None:
+    code = "say('ready')\nwhile not (rank == 0 and os.path.exists('named')): time.sleep(0.01)\nsys.exit(3)"
+    stop = once(["ready-0", "ready-1"], lambda: os.kill(int(Path("ready-1").read_text()), signal.SIGSTOP))
+    named = lambda *_: Path("named").touch()  # noqa: E731
+    done = run(code, on_poll=stop, on_stopped=named, stopped_seconds=0.2, failure_grace_seconds=0.1)
+    assert done.exit_code == 3
+    assert done.ends == {0: "exited with 3", 1: "was stopped (SIGSTOP) and never went on"}
 
 
 def test_a_rank_leaves_no_children() -> None:

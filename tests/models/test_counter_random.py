@@ -8,7 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainshed.models import counter_random
-from trainshed.models.counter_random import bits, box_indices, fill_normal, keep_mask, key_of
+from trainshed.models.counter_random import (
+    bits,
+    box_indices,
+    fill_normal,
+    keep_mask,
+    keep_mask_compiled,
+    key_of,
+    key_tensor,
+)
 
 SHAPE = (7, 6, 5)
 
@@ -43,6 +51,14 @@ def test_bits_are_two_rounds_of_murmurs_finaliser(index: int, key: int, stream: 
     x = finalise((x + (index >> 32) + high + 0x9E3779B9 * (2 * stream + 1)) % 2**32)
     expected = finalise(x ^ (low * 0x9E3779B1 + high) % 2**32)
     assert bits(torch.tensor(index), key, stream).item() == expected
+
+
+@given(first=st.integers(0, 2**62), key=st.integers(0, 2**62 - 1), probability=st.sampled_from([0.01, 0.1, 0.5, 0.9]))
+@settings(deadline=None, max_examples=50)
+def test_a_key_in_a_tensor_gives_the_same_mask(first: int, key: int, probability: float) -> None:
+    index = first + torch.arange(64)
+    expected = keep_mask(index, key, probability)
+    assert torch.equal(keep_mask_compiled(index, key_tensor(key, "cpu"), probability), expected)
 
 
 def finalise(x: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from tiny_models import tiny_config
 from trainshed.models.layers import DropoutSite, Matrix, Norm, activate
@@ -84,3 +85,19 @@ def test_nothing_is_dropped_without_a_probability_or_without_samples() -> None:
     x = torch.ones(2, 2, 4)
     assert DropoutSite(0, "mlp", 0.0, 1)(x, torch.arange(2), torch.arange(2)) is x
     assert DropoutSite(0, "mlp", 0.5, 1)(x, None, torch.arange(2)) is x
+
+
+def test_compiled_dropout_drops_the_same_and_all_layers_share_its_code() -> None:
+    torch.compiler.reset()
+    compiler = CompileCounterWithBackend("aot_eager")
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(16, 4, 64, generator=generator, requires_grad=True)
+    samples, positions = torch.arange(4) + 2**26, torch.arange(16)
+    sites = [DropoutSite(layer, branch, 0.25, 7) for layer in range(8) for branch in ("attention", "mlp")]
+    compiled = torch.compile(lambda site: site(x, samples, positions), backend=compiler, fullgraph=True)
+    for site in sites:
+        eager, captured = site(x, samples, positions), compiled(site)
+        assert torch.equal(captured, eager)
+        found, expected = (torch.autograd.grad(each.sum(), x)[0] for each in (captured, eager))
+        assert torch.equal(found, expected)
+    assert compiler.frame_count == 1

@@ -139,6 +139,7 @@ def test_without_a_sign_nobody_is_blamed() -> None:
     nothing = [FlightRecord(number, 1.0, "asked", waiting="collective") for number in range(3)]
     assert diagnose(by_rank(*nothing), 3).ranks == []
     assert diagnose({}, 3).ranks == []
+    assert diagnose({}, 3).sentence == "no rank has left a flight record"
     assert diagnose({}, 3, ends={1: "exited with 3"}).sentence == "rank 1 exited with 3"
 
 

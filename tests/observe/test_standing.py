@@ -46,7 +46,7 @@ def test_a_failure_is_told_until_a_later_attempt_ends_well() -> None:
 
 def test_where_events_are_out_of_reach_the_log_tells_the_same() -> None:
     words = TrainingWords(40)
-    done = [step(number) | {"grad_norm": 0.5} for number in range(10)]
+    done = [step(number) | {"grad_norm": 0.5, "lr": 1e-4} for number in range(10)]
     lines = [
         "0: node 0: n1, ranks 0-1",
         *(f"0: {words.text(each)}" for each in done),
@@ -58,5 +58,5 @@ def test_where_events_are_out_of_reach_the_log_tells_the_same() -> None:
 
 
 def test_a_loss_that_is_no_number_does_not_hide_the_step() -> None:
-    text = TrainingWords(4).text(step(1) | {"loss": None, "grad_norm": None, "mfu": None})
+    text = TrainingWords(4).text(step(1) | {"loss": None, "grad_norm": None, "lr": 1e-4, "mfu": None})
     assert standing_in_log([text or ""]).step == 2

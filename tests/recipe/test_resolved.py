@@ -91,6 +91,17 @@ def test_the_id_changes_with_what_is_trained(recipe: Callable[..., Recipe], chan
     assert len(run_id(recipe(change))) == 8
 
 
+def test_a_decay_that_is_stretched_keeps_the_id_and_one_that_is_a_length_does_not(
+    recipe: Callable[..., Recipe],
+) -> None:
+    for name in ("cosine", "linear"):
+        schedule = f"train.schedule.name={name}"
+        assert run_id(recipe(schedule)) == run_id(recipe(schedule, "train.schedule.decay=40"))
+        assert run_id(recipe(schedule)) != run_id(recipe())
+    lengths = {run_id(recipe("train.schedule.name=wsd", f"train.schedule.decay={length}")) for length in (3, 4)}
+    assert len(lengths) == 2
+
+
 def test_the_id_of_an_architecture_ignores_what_its_family_fills_in(recipe: Callable[..., Recipe]) -> None:
     sizes = "family: llama, layers: 2, hidden: 64, heads: 4, ffn: 9, vocab_size: 99, max_positions: 9, rope: {base: 1}"
     short = recipe(f"model={{init: random, config: {{{sizes}}}}}")

@@ -39,7 +39,7 @@ class _Lines:
         text = self.words.text(event)
         if text is None:
             return
-        if event["kind"] in ("warning", "non_finite"):
+        if event["kind"] in ("warning", "non_finite", "stall"):
             self.shown.warn(text)
         else:
             self.shown.note(text)

@@ -98,9 +98,10 @@ def train_stage(
     from trainshed.cli.console import reporter
     from trainshed.cli.progress import training_progress
     from trainshed.launch.here import train_here
-    from trainshed.line import keep_run, planned_layout
+    from trainshed.line import check_goes_on, keep_run, planned_layout, store_options
     from trainshed.plan import parse_layout
 
+    check_goes_on(run, store_options(cluster))
     keys = parse_layout(layout_text) if layout_text else None
     chosen = planned_layout(run.recipe, cluster, keys=keys, reporter=reporter())
     keep_run(run)

@@ -115,7 +115,7 @@ def _table(compared: Comparison, one: str, other: str) -> list[str]:
         )
         figures = [f"{_figure(a):>{width}}  {_figure(b):>{width}}  {_share(d):>10}" for a, b, d in pairs]
         mark = "" if step.same_batch else "  other tokens"
-        lines.append(f"  {step.step:>5}  {'  '.join(figures)}{mark}")
+        lines.append(f"  {step.step + 1:>5}  {'  '.join(figures)}{mark}")
     return lines
 
 

@@ -49,8 +49,8 @@ def worker(
     if run is None or attempt is None:
         raise InputError("a rank is told by --run and --attempt what to train")
     from trainshed.cli.progress import training_progress
-    from trainshed.engines.torch.rank import COLLECTIVE_SECONDS, train_rank
-    from trainshed.engines.torch.watchdog import BUDGET_SECONDS
+    from trainshed.engines.torch.rank import train_rank
+    from trainshed.engines.torch.watchdog import BUDGET_SECONDS, COLLECTIVE_SECONDS
     from trainshed.launch.here import read_plan
     from trainshed.line import open_run_folder, store_options, train_job
     from trainshed.recipe import load_cluster, split_overrides

@@ -6,16 +6,21 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import orjson
 
+from trainshed.errors import TrainshedError
 from trainshed.launch.explaining import explain
-from trainshed.launch.ranks import RanksResult, run_ranks
+from trainshed.launch.ranks import RanksResult, run_ranks, stopped_text
+from trainshed.observe.events import EventWriter
 from trainshed.observe.reading import EventFollower
+from trainshed.observe.training_words import CTRL_C, stopping_text
 from trainshed.plan import RankLayout
 from trainshed.storage import LocalStore
 from trainshed.storage.attempts import take_attempt
@@ -59,10 +64,26 @@ def train_here(
     follower = EventFollower(run_folder)
     # What earlier attempts wrote is no news.
     follower.poll()
+    watched = WatchedFolder(run_folder)
+    done = saved = None
 
     def follow() -> None:
+        nonlocal done, saved
+        watched.check()
         for event in follower.poll():
+            kind = event["kind"]
+            if kind == "step":
+                done = event["step"] + 1
+            elif kind == "resume":
+                done = saved = event["step"]
+            elif kind == "checkpoint" and event["phase"] == "committed":
+                saved = event["step"]
             on_event(event)
+
+    def say_stopping(signum: int, again: bool) -> None:
+        follow()
+        asked = CTRL_C if signum == signal.SIGINT else signal.Signals(signum).name
+        on_event({"kind": "note", "text": stopping_text(asked, attempt, done, saved, again=again)})
 
     result = run_ranks(
         rank_command(run_folder, attempt, worker_arguments),
@@ -72,12 +93,48 @@ def train_here(
         grace_seconds=grace_seconds,
         failure_grace_seconds=failure_grace_seconds,
         on_poll=follow,
+        on_asked=say_stopping,
+        on_stopped=partial(keep_stall, store, attempt),
     )
+    watched.check(at_once=True)
     follow()
+    if result.given_up:
+        # No rank was left the time to say it.
+        with EventWriter(store, "", attempt=attempt, rank=None) as events:
+            events.emit("end", reason="signal", exit_code=result.exit_code)
     if result.exit_code and not _asked_to_stop(result):
         failed = [failure.rank for failure in result.failed]
         raise explain(run_folder, attempt, layout.world_size, ends=result.ends, failed=failed)
     return Trained(attempt, result.exit_code)
+
+
+class WatchedFolder:
+    """Notices that a run's folder is gone: its ranks would train on for a while, and keep nothing."""
+
+    def __init__(self, folder: Path, *, seconds: float = 3.0) -> None:
+        self._folder, self._seconds = folder, seconds
+        self._there = self._looked = time.monotonic()
+
+    def check(self, *, at_once: bool = False) -> None:
+        """Raise if the folder has been gone for some time; a network disk may lose sight of it for a moment."""
+        now = time.monotonic()
+        if now - self._looked < self._seconds / 3 and not at_once:
+            return
+        self._looked = now
+        if self._folder.is_dir():
+            self._there = now
+        elif at_once or now - self._there >= self._seconds:
+            raise TrainshedError(
+                "the folder of this run was removed or renamed while it trained",
+                where=str(self._folder),
+                hint="put it back, and the same command goes on from its last checkpoint; without it a new run begins",
+            )
+
+
+def keep_stall(store: LocalStore, attempt: int, rank: int, process: int) -> None:
+    """Keep that a rank is stopped, for everybody who follows the run."""
+    with EventWriter(store, "", attempt=attempt, rank=None) as events:
+        events.emit("stall", ranks=[rank], collective=None, what=stopped_text(rank, process))
 
 
 def worker_command(*arguments: str) -> list[str]:

@@ -1,9 +1,9 @@
 """The ranks of one node as child processes, seen through to their end.
 
 Whoever starts them is told to stop (TERM, INT, USR1): the ranks are told once and have a grace to agree on a step,
-write their checkpoint and exit with 128 + the signal. A rank fails: the others may be waiting for it in a collective,
-so they are not told anything but have a short grace to notice and to write down where they stood. Whoever is left
-then is killed. Whoever started them is killed itself: the kernel kills them too.
+write their checkpoint and exit with 128 + the signal; a second INT kills them. A rank fails: the others may be waiting
+for it in a collective, so they are not told anything but have a short grace to notice and to write down where they
+stood. Whoever is left then is killed. Whoever started them is killed itself: the kernel kills them too.
 """
 
 from __future__ import annotations
@@ -27,6 +27,9 @@ from trainshed.errors import InputError
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 """A run that gets one of these writes a checkpoint and exits with 128 + its number."""
 
+STOPPED_SECONDS = 10.0
+"""A rank that has been stopped (SIGSTOP, a debugger) for so long is named."""
+
 _LOG_TAIL_BYTES = 4096
 _KILL_SECONDS = 30.0  # a process that waits for a dead mount does not even die
 # 1 is PR_SET_PDEATHSIG in linux/prctl.h. The parent may have died before it was asked for.
@@ -47,10 +50,14 @@ class RankFailure:
     signal: str | None
     log_tail: str
     killed: bool = False
+    stopped: bool = False
+    """Somebody had stopped it, and nobody let it go on: it is the one the others waited for."""
 
     @property
     def how(self) -> str:
         """How it ended, for a sentence that begins with the rank."""
+        if self.stopped:
+            return "was stopped (SIGSTOP) and never went on"
         if self.killed:
             return "did not end and was killed"
         return f"was killed by {self.signal}" if self.signal else f"exited with {self.exit_code}"
@@ -62,11 +69,13 @@ class RanksResult:
 
     exit_code: int
     failed: list[RankFailure]
+    given_up: bool = False
+    """Somebody interrupted twice: the ranks were killed and have saved nothing."""
 
     @property
     def ends(self) -> dict[int, str]:
-        """How the ranks that ended by themselves did, for `flight.diagnose`: those we killed may have been waiting."""
-        return {failure.rank: failure.how for failure in self.failed if not failure.killed}
+        """How ranks ended, for `flight.diagnose`, without those we killed that may only have been waiting."""
+        return {failure.rank: failure.how for failure in self.failed if failure.stopped or not failure.killed}
 
 
 def run_ranks(
@@ -83,14 +92,19 @@ def run_ranks(
     on_poll: Callable[[], None] | None = None,
     on_failure: Callable[[], None] | None = None,
     others_failed: Callable[[], bool] | None = None,
+    on_asked: Callable[[int, bool], None] | None = None,
+    on_stopped: Callable[[int, int], None] | None = None,
     poll_seconds: float = 0.1,
+    stopped_seconds: float = STOPPED_SECONDS,
 ) -> RanksResult:
     """Start `ranks` processes of one command and wait for them all.
 
     `environment` is added to our own. `master` is where rank 0 of the whole world listens; it is found here when the
     world is this node. `on_poll` is called every `poll_seconds`; if it raises, the ranks are killed. `on_failure`
     is called once when a rank has failed. `others_failed` is asked with every poll whether a rank of another node has:
-    those here then have the same short grace.
+    those here then have the same short grace. `on_asked` hears the signal that asks all to stop, and whether it is the
+    second one, after which nobody waits for them. `on_stopped` hears once of a rank, and its process, that has been
+    stopped for `stopped_seconds`; it is not killed for that.
     """
     if shutil.which(command[0]) is None:
         raise InputError(f"there is no program '{command[0]}' to start the ranks with")
@@ -98,7 +112,8 @@ def run_ranks(
         if world_size not in (None, ranks):
             raise ValueError("ranks on several nodes need to be told their master")
         master = ("127.0.0.1", free_port())
-    group = Ranks(grace_seconds=grace_seconds, failure_grace_seconds=failure_grace_seconds)
+    group = Ranks(grace_seconds=grace_seconds, failure_grace_seconds=failure_grace_seconds, on_asked=on_asked)
+    stops = StoppedRanks(group, stopped_seconds, on_stopped)
     with ExitStack() as stack:
         stack.enter_context(forwarding(group))
         stack.callback(group.close)
@@ -108,6 +123,7 @@ def run_ranks(
             )
             group.start(command, first_rank + local, logs, _shared(environment, ranks) | place)
         while group.wait(poll_seconds):
+            stops.look()
             if on_poll is not None:
                 on_poll()
             if on_failure is not None and group.failing:
@@ -121,7 +137,16 @@ def run_ranks(
 class Ranks:
     """The processes of one node's ranks: start them, `wait` until it says no, then ask for the `result`."""
 
-    def __init__(self, *, grace_seconds: float, failure_grace_seconds: float) -> None:
+    def __init__(
+        self,
+        *,
+        grace_seconds: float,
+        failure_grace_seconds: float,
+        on_asked: Callable[[int, bool], None] | None = None,
+    ) -> None:
+        self._on_asked = on_asked
+        self._given_up = False
+        self._stopped: set[int] = set()
         self._grace_seconds, self._failure_grace_seconds = grace_seconds, failure_grace_seconds
         self._running: dict[int, subprocess.Popen[bytes]] = {}
         self._logs: dict[int, Path] = {}
@@ -162,6 +187,10 @@ class Ranks:
         """Whether a rank has ended that nobody had asked to."""
         return any(code != 0 and _exit_code(code) not in _REQUESTED for _, code in self._ended)
 
+    def stopped(self) -> dict[int, int]:
+        """The ranks that somebody has stopped, with their processes; none where the machine has no /proc."""
+        return {rank: process.pid for rank, process in self._running.items() if _is_stopped(process.pid)}
+
     def end_soon(self) -> None:
         """A rank on another node has failed: these may be waiting for it, and have the grace of a failure."""
         self._end_within(self._failure_grace_seconds)
@@ -180,6 +209,7 @@ class Ranks:
 
     def kill(self) -> None:
         """Kill whoever is left, with all their children."""
+        self._stopped |= self.stopped().keys()
         for rank, process in self._running.items():
             self._killed.add(rank)
             _kill_group(process.pid)
@@ -197,6 +227,8 @@ class Ranks:
 
     def result(self) -> RanksResult:
         """How it ended, once nobody is left."""
+        if self._given_up:
+            return RanksResult(128 + signal.SIGINT, [], given_up=True)
         codes = [_exit_code(code) for _, code in self._ended if code != 0]
         if not self._killed and set(codes) <= _REQUESTED:
             told = 128 + (self._told or 0)
@@ -208,7 +240,8 @@ class Ranks:
 
     def _failure(self, rank: int, code: int) -> RankFailure:
         name = signal.Signals(-code).name if code < 0 else None
-        return RankFailure(rank, code if code >= 0 else None, name, _tail(self._logs[rank]), rank in self._killed)
+        tail, killed = _tail(self._logs[rank]), rank in self._killed
+        return RankFailure(rank, code if code >= 0 else None, name, tail, killed, killed and rank in self._stopped)
 
     def _collect(self) -> None:
         """Take leave of the ranks that have ended."""
@@ -234,8 +267,12 @@ class Ranks:
     def _pass_on(self) -> None:
         while self._asked:
             signum = self._asked.pop(0)
-            if self._told == signum == signal.SIGINT:  # somebody at a terminal who will not wait
+            again = self._told == signum == signal.SIGINT
+            if again:  # somebody at a terminal who will not wait
+                self._given_up = True
                 self._deadline = time.monotonic()
+            if self._on_asked is not None and (again or self._told is None):
+                self._on_asked(signum, again)
             if self._told is not None:
                 continue
             self._told = signum
@@ -246,6 +283,35 @@ class Ranks:
 
     def _end_within(self, seconds: float) -> None:
         self._deadline = min(self._deadline, time.monotonic() + seconds)
+
+
+class StoppedRanks:
+    """Looks now and then for ranks that somebody has stopped, and says so of each once."""
+
+    def __init__(self, group: Ranks, seconds: float, on_stopped: Callable[[int, int], None] | None) -> None:
+        self._group, self._seconds, self._on_stopped = group, seconds, on_stopped
+        self._since: dict[int, float] = {}
+        self._named: set[int] = set()
+        self._due = 0.0
+
+    def look(self) -> None:
+        """Look, if it is time to."""
+        now = time.monotonic()
+        if self._on_stopped is None or now < self._due:
+            return
+        self._due = now + self._seconds / 4
+        stopped = self._group.stopped()
+        self._since = {rank: self._since.get(rank, now) for rank in stopped}
+        self._named &= stopped.keys()  # one that went on and is stopped again is news
+        for rank, process in stopped.items():
+            if rank not in self._named and now - self._since[rank] >= self._seconds:
+                self._named.add(rank)
+                self._on_stopped(rank, process)
+
+
+def stopped_text(rank: int, process: int) -> str:
+    """What is said of a rank that somebody has stopped."""
+    return f"rank {rank} is stopped (SIGSTOP), and the others wait for it: `kill -CONT {process}` lets it go on"
 
 
 def rank_environment(
@@ -302,6 +368,14 @@ def _dying_with_us(command: Sequence[str]) -> list[str]:
     if sys.platform != "linux":
         return list(command)
     return [sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid()), *command]
+
+
+def _is_stopped(process: int) -> bool:
+    try:
+        facts = Path(f"/proc/{process}/stat").read_text()
+    except OSError:
+        return False
+    return facts.rpartition(")")[2].split()[:1] in (["T"], ["t"])  # the name before it may hold anything
 
 
 def _kill_group(process: int) -> None:

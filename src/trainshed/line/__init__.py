@@ -13,6 +13,7 @@ from trainshed.line.preparing import (
 from trainshed.line.runnable import check_engine, check_runnable
 from trainshed.line.training import (
     automatic_layout,
+    check_goes_on,
     check_trainable,
     checkpoint_home,
     planned_layout,
@@ -25,6 +26,7 @@ __all__ = [
     "PreparedRun",
     "automatic_layout",
     "check_engine",
+    "check_goes_on",
     "check_runnable",
     "check_trainable",
     "checkpoint_home",

@@ -75,3 +75,22 @@ def fill_normal(
 def keep_mask(index: torch.Tensor, key: int, probability: float) -> torch.Tensor:
     """Return which elements dropout keeps, each with `1 - probability`."""
     return bits(index, key, 2) >= int(probability * 2**32)
+
+
+def key_tensor(key: int, device: torch.device | str) -> torch.Tensor:
+    """Return a key as int64 [3], for `keep_mask_compiled`: its low and high half, and what the last round mixes in."""
+    low, high = key & _MASK, (key >> 32) & _MASK
+    return torch.tensor([low, high, (low * 0x9E3779B1 + high) & _MASK], dtype=torch.int64, device=device)
+
+
+def keep_mask_compiled(index: torch.Tensor, key: torch.Tensor, probability: float) -> torch.Tensor:
+    """Return the mask of `keep_mask` for a key from `key_tensor`.
+
+    A compiler takes a number for a constant: every key would be compiled anew. It takes a tensor as it comes.
+    """
+    low, high, last = key.unbind()
+    x = _mix((index & _MASK) ^ low)
+    # 2 is the stream of `keep_mask`, as `bits` counts it in.
+    x = x.add_((index >> 32) + high + 0x9E3779B9 * (2 * 2 + 1)).bitwise_and_(_MASK)
+    x = _mix(x)
+    return _mix(x.bitwise_xor_(last)) >= int(probability * 2**32)

@@ -80,7 +80,15 @@ class ChunkSpec:
 class Block(nn.Module):
     """One layer: attention and feed-forward, each on the residual stream."""
 
-    def __init__(self, config: ModelConfig, axes: Axes, losses: Losses, layer: int, recompute: Recompute) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        axes: Axes,
+        losses: Losses,
+        layer: int,
+        recompute: Recompute,
+        device: torch.device | str = "cpu",
+    ) -> None:
         super().__init__()
         self.recompute = recompute
         self.keeping = keep_products if config.moe is None else keep_products_beside_hooks
@@ -90,8 +98,8 @@ class Block(nn.Module):
             self.mlp: Mlp | ExpertMlp = Mlp(config, config.ffn, axes)
         else:
             self.mlp = ExpertMlp(config, axes, balance_loss=losses.moe_balance, z_loss=losses.moe_z)
-        self.after_attention = DropoutSite(layer, "attention", losses.dropout, losses.seed)
-        self.after_mlp = DropoutSite(layer, "mlp", losses.dropout, losses.seed)
+        self.after_attention = DropoutSite(layer, "attention", losses.dropout, losses.seed, device)
+        self.after_mlp = DropoutSite(layer, "mlp", losses.dropout, losses.seed, device)
 
     def forward(
         self,
@@ -145,13 +153,13 @@ class Chunk(nn.Module):
         if spec.first and config.positions == "learned":
             self.positions = Rows(config.max_positions, config.hidden)
         self.layers = nn.ModuleDict(
-            {str(layer): Block(config, axes, losses, layer, spec.recompute) for layer in spec.layers}
+            {str(layer): Block(config, axes, losses, layer, spec.recompute, spec.device) for layer in spec.layers}
         )
         if spec.last:
             self.norm = Norm(config.hidden, config)
             if not config.tied_embeddings:
                 self.head = Rows(vocabulary, config.hidden)
-        self.after_embedding = DropoutSite(-1, "embedding", losses.dropout, losses.seed)
+        self.after_embedding = DropoutSite(-1, "embedding", losses.dropout, losses.seed, spec.device)
         self._tables(spec)
 
     def _tables(self, spec: ChunkSpec) -> None:
@@ -198,6 +206,7 @@ class Chunk(nn.Module):
             z_loss=self.losses.z_loss,
             group=self.axes.tp,
             first_row=self.first_row,
+            vocab_size=self.config.vocab_size,
         )
         return torch.stack([loss, z])
 

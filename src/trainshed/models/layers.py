@@ -8,7 +8,7 @@ the activations' dtype where they are used; under FSDP they arrive already cast.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from trainshed.models.collectives import Axes, Group, gather, sum_and_cut
-from trainshed.models.counter_random import keep_mask, key_of
+from trainshed.models.counter_random import keep_mask_compiled, key_of, key_tensor
 from trainshed.recipe import ModelConfig
 
 Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -145,22 +145,30 @@ class Mlp(nn.Module):
         return self.down(activate(up(gather(self.norm(x), self.axes.tp)), self.config))
 
 
-@dataclass(frozen=True)
+@dataclass
 class DropoutSite:
-    """Where in the model a dropout stands: masks depend on it, the sample and the position, never on the layout."""
+    """Where in the model a dropout stands: masks depend on it, the sample and the position, never on the layout.
+
+    The key is a tensor on the device of the activations, so that all layers run the same compiled code.
+    """
 
     layer: int
     branch: str
     probability: float
     seed: int
+    device: torch.device | str = "cpu"
+    key: torch.Tensor | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        if self.probability > 0:
+            self.key = key_tensor(key_of("dropout", self.seed, self.layer, self.branch), self.device)
 
     def __call__(self, x: torch.Tensor, samples: torch.Tensor | None, positions: torch.Tensor) -> torch.Tensor:
         """Drop elements of [s, B, H]; `samples` are the run's sample numbers [B], `positions` [s]."""
-        if self.probability == 0.0 or samples is None:
+        if self.key is None or samples is None:
             return x
-        key = key_of("dropout", self.seed, self.layer, self.branch)
         # One counter per (sample, position, channel): 2^20 positions and 2^16 channels at most, 2^27 samples apart.
         token = (samples[None, :] << 36) + (positions[:, None] << 16)
         index = token[..., None] + torch.arange(x.shape[-1], device=x.device)
-        keep = keep_mask(index, key, self.probability)
+        keep = keep_mask_compiled(index, self.key, self.probability)
         return torch.where(keep, x / (1.0 - self.probability), torch.zeros((), dtype=x.dtype, device=x.device))

@@ -118,13 +118,15 @@ class _SlicedLoss(torch.autograd.Function):
         z_loss: float,
         group: Group,
         first_row: int,
+        vocab_size: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         slice_loss = _compiled_slice_loss() if hidden.is_cuda and group.size == 1 else _slice_loss
         wide = torch.promote_types(hidden.dtype, torch.float32)
         wants_grad = any(ctx.needs_input_grad)
         entropy = torch.zeros((), dtype=wide, device=hidden.device)
         z = torch.zeros_like(entropy)
-        tokens = max(1, SLICE_ELEMENTS // (weight.shape[0] * group.size))
+        # From the whole vocabulary: ranks may hold parts of different sizes, and must cut alike.
+        tokens = max(1, SLICE_ELEMENTS // vocab_size)
         slices = -(-hidden.shape[0] // tokens)
         tokens = -(-hidden.shape[0] // slices)  # equal slices: one shape to compile
         grad_hidden = torch.empty_like(hidden) if wants_grad else None
@@ -155,7 +157,7 @@ class _SlicedLoss(torch.autograd.Function):
         return (
             grad_hidden * factor.to(grad_hidden.dtype),
             grad_weight * factor.to(grad_weight.dtype),
-            *(None,) * 5,
+            *(None,) * 6,
         )
 
 
@@ -168,11 +170,17 @@ def sliced_cross_entropy(
     z_loss: float = 0.0,
     group: Group = ALONE,
     first_row: int = 0,
+    vocab_size: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (loss, the z-loss part of it) of hidden states [T, H] against labels [T].
 
     `weight` [V, H] is this rank's part of the vocabulary, from `first_row` on, in any precision; products are in that
-    of `hidden`. The result is the same on all ranks of the group, the gradient of `hidden` this rank's part of a sum.
+    of `hidden`. `vocab_size` is the whole vocabulary: a group of several ranks needs it. The result is the same on all
+    ranks of the group, the gradient of `hidden` this rank's part of a sum.
     """
-    loss, z = _SlicedLoss.apply(hidden, weight, labels, scale, z_loss, group, first_row)
+    if vocab_size is None:
+        if group.size > 1:
+            raise ValueError("ranks that share a vocabulary need to be told its size")
+        vocab_size = weight.shape[0]
+    loss, z = _SlicedLoss.apply(hidden, weight, labels, scale, z_loss, group, first_row, vocab_size)
     return loss, z.detach()

@@ -18,6 +18,9 @@ from trainshed.observe.torch_trace import read_pickle
 _ONE_SIZE = frozenset({"all_reduce", "allreduce", "broadcast", "reduce"})
 """Collectives whose tensors must have one size on all ranks; those of others may be uneven."""
 
+STEP_PHASES = (None, "step", "first_step")
+"""Phases in which a rank is within a step; in others it is between two."""
+
 _MAX_RANGES = 8
 
 
@@ -76,6 +79,8 @@ def diagnose(
     idle = [rank for rank, record in records.items() if record.waiting is None]
     if idle and len(idle) < world_size:
         return _blaming(sorted(idle), waits, records, ends)
+    if not records:
+        return Diagnosis([], None, "no rank has left a flight record")
     return Diagnosis([], None, f"no rank stands out among the flight records of {named(records)}")
 
 
@@ -219,8 +224,14 @@ def _did(rank: int, records: Mapping[int, FlightRecord], ends: Mapping[int, str]
     if record.error is not None and not record.error.collective:
         return f"failed with {record.error.kind}: {record.error.text}"
     at = f" and stood at {record.stack[-1]}" if record.stack else ""
-    step = "" if record.step is None else f" in step {record.step}"
-    return f"did not arrive{step}{at}"
+    return f"did not arrive{_where(record)}{at}"
+
+
+def _where(record: FlightRecord) -> str:
+    """The step a rank was in, counted from 1 as people do; `record.step` is how many were done."""
+    if record.step is None:
+        return ""
+    return f" in step {record.step + 1}" if record.phase in STEP_PHASES else f" after step {record.step}"
 
 
 def _grouped(texts: Mapping[int, str]) -> dict[str, list[int]]:

@@ -68,11 +68,14 @@ class EventFollower:
         for _, _, name in sorted(self._segments()):
             path = self._events / name
             start = self._read.get(name, 0)
-            if path.stat().st_size <= start:
+            try:
+                if path.stat().st_size <= start:
+                    continue
+                with path.open("rb") as file:
+                    file.seek(start)
+                    content = file.read()
+            except FileNotFoundError:  # somebody removes the run at this moment
                 continue
-            with path.open("rb") as file:
-                file.seek(start)
-                content = file.read()
             events += parse_lines(content, str(path))
             self._read[name] = start + content.rfind(b"\n") + 1
         return events
@@ -80,12 +83,12 @@ class EventFollower:
     def _segments(self) -> Iterator[tuple[int, int, str]]:
         try:
             attempts = [entry.name for entry in os.scandir(self._events) if entry.is_dir()]
+            names = [f"{attempt}/{name}" for attempt in attempts for name in os.listdir(self._events / attempt)]
         except FileNotFoundError:
             return
-        for attempt in attempts:
-            for name in os.listdir(self._events / attempt):
-                if (place := _place(f"{attempt}/{name}")) is not None:
-                    yield place
+        for name in names:
+            if (place := _place(name)) is not None:
+                yield place
 
 
 def parse_lines(content: bytes, where: str) -> list[dict[str, Any]]:

@@ -22,6 +22,8 @@ class TrainingWords:
             return self.step_text(event)
         if kind in ("note", "warning"):
             return event["text"]
+        if kind == "stall":
+            return event["what"]
         if kind == "start":
             return (
                 f"training {event['run']}: {event['parameters']:,} parameters on {event['device']}, {event['layout']}"
@@ -33,7 +35,7 @@ class TrainingWords:
         if kind == "validation":
             return f"validation after step {event['step']}: loss {_figure(event['loss'], '.4f')}"
         if kind == "non_finite":
-            return f"step {event['step']}: {event['what']}; {_POLICIES[event['policy']]}"
+            return f"step {event['step'] + 1}: {event['what']}; {_POLICIES[event['policy']]}"
         if kind == "checkpoint" and event["phase"] in ("committed", "failed"):
             what = event.get("what") or event.get("path") or ""
             return f"checkpoint of step {event['step']} {event['phase']}  {what}".rstrip()
@@ -50,6 +52,7 @@ class TrainingWords:
             f"step {done}/{self.steps}  {done / self.steps:4.0%}  ETA {duration(left)}",
             f"loss {_figure(event['loss'], '.4f')}",
             f"grad norm {_figure(event['grad_norm'], '.3f')}",
+            f"lr {event['lr']:.2e}",
             f"{event['tokens_per_second_per_gpu']:,.0f} tokens/s/GPU",
         ]
         if event.get("mfu") is not None:
@@ -57,6 +60,21 @@ class TrainingWords:
         return "  ".join(parts)
 
 
+def stopping_text(asked: str, attempt: int, done: int | None, saved: int | None, *, again: bool) -> str:
+    """What is said at once when somebody asks a run to stop, and when the same person will not wait.
+
+    `done` and `saved` are the last step that is done and the last that is in a checkpoint, as far as is known.
+    """
+    if again:
+        lost = f"what came after the checkpoint of step {saved:,} is lost" if saved else "there is no checkpoint"
+        return f"{asked} again: attempt {attempt} is stopped at once and does not save; {lost}"
+    more = "; a second Ctrl-C stops it at once, without saving" if asked == CTRL_C else ""
+    if done is None:
+        return f"{asked}: attempt {attempt} has done no step yet, and stops as soon as it can{more}"
+    return f"{asked}: attempt {attempt}, in step {done + 1:,}, stops within a step or two and saves a checkpoint{more}"
+
+
+CTRL_C = "Ctrl-C"
 _POLICIES = {"stop": "stopping", "skip": "nothing was updated, going on"}
 
 

@@ -77,11 +77,16 @@ class Checkpoint(Section):
 class Profile(Section):
     """A profile of some steps."""
 
-    start: NotNegativeInt = Field(10, description="First step that is profiled")
+    start: PositiveInt = Field(10, description="First step that is profiled, counted from 1 as everywhere")
     steps: PositiveInt = Field(3, description="Number of steps")
     ranks: Annotated[tuple[NotNegativeInt, ...], Field(strict=False, min_length=1)] = Field(
         (0,), description="Ranks that are profiled"
     )
+
+    @property
+    def steps_before(self) -> int:
+        """Steps of the run before the first that is profiled."""
+        return self.start - 1
 
 
 class Observe(Section):

@@ -13,6 +13,9 @@ from trainshed.recipe.yaml_text import dump
 # Keys whose change continues the same run. The length may grow; a skip list may grow while the run goes on;
 # `stage` says where tokens are read, never which; `verdict` whether weights are taken, never which.
 NOT_IN_ID = {"model": ("verdict",), "train": ("steps", "tokens", "epochs"), "data": ("skip", "stage")}
+# Schedules whose `decay` says to which step of the run it goes: whoever makes the run longer is asked for it. That of
+# wsd is a length, and stays as it is.
+DECAY_NOT_IN_ID = ("cosine", "linear")
 
 
 def to_yaml(recipe: Section) -> str:
@@ -52,14 +55,16 @@ def _plain(value: Any, defaults: bool) -> Any:
 def run_id(recipe: Recipe) -> str:
     """Return 8 hex digits of what makes this training this training, so that a rerun finds its run.
 
-    Model, tokenizer, data, train and seed count, except the length of the run, `data.skip`, `data.stage` and
-    `model.verdict`.
+    Model, tokenizer, data, train and seed count, except the length of the run and of its cosine or linear decay,
+    `data.skip`, `data.stage` and `model.verdict`.
     Layout, engine, checkpoint, observe, resources and store do not: a run may go on elsewhere. Files behind
     an address do not either (their artefacts have hashes of their own): pin revisions to tell them apart.
     """
     # Without defaults, so that a key which a later version adds does not rename the runs of today. In
     # exchange no default of these sections may ever change.
     plain = to_plain(recipe, defaults=False)
+    if recipe.train.schedule.name in DECAY_NOT_IN_ID:
+        plain["train"]["schedule"].pop("decay", None)
     said = {key: plain.get(key) for key in ("model", "tokenizer", "data", "train", "seed")}
     for section, keys in NOT_IN_ID.items():
         said[section] = {key: value for key, value in plain[section].items() if key not in keys}

@@ -48,8 +48,8 @@ class Schedule(Section):
     warmup: NotNegativeInt = Field(0, description="Steps of linear warm-up")
     decay: PositiveInt | None = Field(
         None,
-        description="cosine, linear: the step at which `min_lr` is reached (default: the end of the run); "
-        "wsd: how many steps the final decay takes",
+        description="cosine, linear: the step at which `min_lr` is reached (default: the end of the run; a run that "
+        "is made longer asks for it); wsd: how many steps the final decay takes",
     )
     min_lr: NotNegativeFloat = Field(0.0, description="Learning rate at the end of the decay")
 

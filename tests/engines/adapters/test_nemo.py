@@ -98,7 +98,10 @@ def test_schedules_are_named_as_nemo_names_them(overrides: tuple[str, ...], expe
             ("train.batch_ramp={start: 64, increment: 64, samples: 1000}",),
             {"model.rampup_batch_size": [64, 64, 1000]},
         ),
-        (("observe.profile={start: 10, steps: 3}",), {"model.nsys_profile.end_step": 12}),
+        (
+            ("observe.profile={start: 10, steps: 3}",),
+            {"model.nsys_profile.start_step": 9, "model.nsys_profile.end_step": 11},
+        ),
         (
             (MOE, "layout={tp: 1, pp: 4, ep: 4}", "train.moe={balance_loss: 0.02, z_loss: 0.001}"),
             {"model.num_moe_experts": 8, "model.moe_aux_loss_coeff": 0.02, "model.moe_z_loss_coeff": 0.001},

@@ -106,7 +106,7 @@ def test_chat_data_is_read_in_its_form(overrides: tuple[str, ...], expected: dic
         ((), {"epochs": 1, "max_steps_per_epoch": 200}),
         (("train.precision=fp8",), {"dtype": "bf16", "enable_fp8_training": True}),
         (("layout.recompute=full",), {"enable_activation_checkpointing": True}),
-        (("observe.profile={start: 10, steps: 3}",), {"profiler.wait_steps": 7, "profiler.active_steps": 3}),
+        (("observe.profile={start: 10, steps: 3}",), {"profiler.wait_steps": 6, "profiler.active_steps": 3}),
         (
             (*LORA, "train.lora.targets=[q_proj, o_proj, gate_proj, up_proj, down_proj]"),
             {"model.lora_attn_modules": ["q_proj", "output_proj"], "model.apply_lora_to_mlp": True},

@@ -19,10 +19,11 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from trainshed.errors import CorruptData, NotFound
-from trainshed.storage import Manifest, ObjectInfo, Store, join
+from trainshed.storage import Manifest, ObjectInfo, Store, join, parse
 from trainshed.storage.attempts import Attempt
 
 FORMAT = 1
@@ -121,6 +122,7 @@ def listing(store: Store, folder: str) -> Listing:
     """List a checkpoints folder: one listing, and one small read per checkpoint."""
     files: dict[int, dict[str, ObjectInfo]] = {}
     latest = None
+    _refuse_folder(store, f"{folder}/{LATEST}")
     for info in store.list(folder):
         top, _, name = info.path[len(folder) + 1 :].partition("/")
         step = _STEP.fullmatch(top)
@@ -174,6 +176,17 @@ def _read_latest(store: Store, folder: str) -> Latest | None:
         raise CorruptData(
             "`latest` cannot be read", where=join(store.url, path), hint="remove it: the newest complete one is used"
         ) from None
+
+
+def _refuse_folder(store: Store, pointer: str) -> None:
+    """Refuse a folder of the pointer's name: it can neither be read nor written over."""
+    address = parse(join(store.url, pointer))
+    if address.scheme == "file" and Path(str(address)).is_dir():
+        raise CorruptData(
+            f"`{LATEST}` is a folder, and must be the file that names the newest checkpoint",
+            where=str(address),
+            hint="remove or rename it: the newest complete checkpoint is used",
+        )
 
 
 def _judged(store: Store, path: str, step: int, there: Mapping[str, ObjectInfo]) -> Found | Incomplete:

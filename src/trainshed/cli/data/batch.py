@@ -33,7 +33,7 @@ def batch(
     overrides
         Keys to change, as key.sub=value (data.skip=[[4096,8192]]).
     step
-        The step, counted from 0.
+        The step, counted from 1 as on the screen.
     rows
         How many rows of the batch to show.
     on
@@ -46,25 +46,31 @@ def batch(
     from trainshed.line import open_run
     from trainshed.recipe import load_cluster, load_recipe, split_overrides
 
-    if step < 0 or rows < 0:
-        raise InputError(f"there is no step {step} with {rows} rows", hint="steps count from 0")
+    if step < 1:
+        raise InputError(
+            f"there is no step {step}: steps count from 1", where="--step", hint="write --step 1 for the first"
+        )
+    if rows < 0:
+        raise InputError(f"there are no {rows} rows", where="--rows", hint="write --rows 0 or more")
     for_recipe, for_cluster = split_overrides(overrides)
     run = open_run(load_recipe(recipe, for_recipe), load_cluster(on, for_cluster))
-    if step >= run.steps:
+    if step > run.steps:
         raise InputError(
             f"the run has {run.steps:,} steps; step {step} is not one of them",
-            hint=f"write --step {run.steps - 1} for the last",
+            where="--step",
+            hint=f"write --step {run.steps} for the last",
         )
-    samples = run.order.sample_indices(step)
-    shown = _rows(run.order, step, min(rows, len(samples)), run.tokenizer)
+    index = step - 1
+    samples = run.order.sample_indices(index)
+    shown = _rows(run.order, index, min(rows, len(samples)), run.tokenizer)
     data = {
         "schema": "trainshed.data.batch/1",
         "step": step,
-        "consumed": run.order.consumed(step),
+        "consumed": run.order.consumed(index),
         "batch": len(samples),
         "first_sample": int(samples[0]),
         "last_sample": int(samples[-1]),
-        "hash": run.order.batch_hash(step),
+        "hash": run.order.batch_hash(index),
         "rows": shown,
     }
     head = (
@@ -75,10 +81,10 @@ def batch(
     return 0
 
 
-def _rows(order: DataOrder, step: int, rows: int, tokenizer: Tokenizer | None) -> list[dict[str, Any]]:
-    samples = order.sample_indices(step, 0, rows)
+def _rows(order: DataOrder, index: int, rows: int, tokenizer: Tokenizer | None) -> list[dict[str, Any]]:
+    samples = order.sample_indices(index, 0, rows)
     place = order.locate(samples)
-    tokens = order.rows(step, 0, rows)
+    tokens = order.rows(index, 0, rows)
     found: list[dict[str, Any]] = []
     for row in range(rows):
         source = order.sources[place.source[row]]

@@ -122,8 +122,8 @@ def put_logs(settings: Settings, task: EngineTask) -> None:
         settings.put(
             "observe.profile",
             use_pytorch_profiler=True,
-            profile_step_start=profile.start,
-            profile_step_end=profile.start + profile.steps,
+            profile_step_start=profile.steps_before,
+            profile_step_end=profile.steps_before + profile.steps,
             profile_ranks=profile.ranks,
         )
     if task.place.vendor == "amd":

@@ -122,8 +122,8 @@ def _training(task: EngineTask) -> Iterator[Setting]:
     yield Setting("dist.use_sharp", task.place.sharp, "the cluster's sharp")
     if (profile := recipe.observe.profile) is not None:
         yield Setting("profiling.use_pytorch_profiler", True, "observe.profile")
-        yield Setting("profiling.profile_step_start", profile.start, "observe.profile.start")
-        yield Setting("profiling.profile_step_end", profile.start + profile.steps, "observe.profile.steps")
+        yield Setting("profiling.profile_step_start", profile.steps_before, "observe.profile.start")
+        yield Setting("profiling.profile_step_end", profile.steps_before + profile.steps, "observe.profile.steps")
         yield Setting("profiling.profile_ranks", list(profile.ranks), "observe.profile.ranks")
 
 

@@ -218,7 +218,7 @@ def _read_keeping(settings: ForeignSettings) -> None:
     if settings.get("exp_manager.resume_if_exists") is False:
         settings.mistake(
             "exp_manager.resume_if_exists",
-            "a restart begins at step 0 again, whatever checkpoints there are",
+            "a restart begins at the first step again, whatever checkpoints there are",
             "checkpoint.resume: auto, which the recipe has",
         )
     elif settings.get("exp_manager.resume_ignore_no_checkpoint") is False:
@@ -235,7 +235,7 @@ def _read_keeping(settings: ForeignSettings) -> None:
         settings.take(
             "model.nsys_profile.enabled",
             "observe.profile",
-            {"start": start, "steps": max(1, end - start + 1), "ranks": ranks},
+            {"start": start + 1, "steps": max(1, end - start + 1), "ranks": ranks},
         )
         for key in ("start_step", "end_step", "ranks"):
             settings.mapped(f"model.nsys_profile.{key}", "observe.profile")

@@ -143,8 +143,8 @@ def _losses(task: EngineTask) -> Iterator[Setting]:
         yield Setting("model.moe_token_dispatcher_type", "alltoall", "model")
     if (profile := task.recipe.observe.profile) is not None:
         yield Setting("model.nsys_profile.enabled", True, "observe.profile")
-        yield Setting("model.nsys_profile.start_step", profile.start, "observe.profile.start")
-        yield Setting("model.nsys_profile.end_step", profile.start + profile.steps - 1, "observe.profile.steps")
+        yield Setting("model.nsys_profile.start_step", profile.steps_before, "observe.profile.start")
+        yield Setting("model.nsys_profile.end_step", profile.steps_before + profile.steps - 1, "observe.profile.steps")
         yield Setting("model.nsys_profile.ranks", list(profile.ranks), "observe.profile.ranks")
 
 

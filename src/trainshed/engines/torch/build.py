@@ -12,7 +12,7 @@ from torch.distributed.tensor import Shard
 
 from trainshed.engines.torch.mesh import Mesh
 from trainshed.engines.torch.weights import Weight, collect_weights
-from trainshed.errors import MissingExtra
+from trainshed.errors import InputError, MissingExtra
 from trainshed.models.decoder import Chunk, ChunkSpec, Losses, StepScale
 from trainshed.models.experts import ExpertMlp
 from trainshed.models.init import fill_fresh
@@ -52,6 +52,7 @@ def build_model(
 ) -> RankModel:
     """Build this rank's chunks with memory but without values."""
     layout, device = mesh.layout, mesh.device
+    _check_sharding(mesh)
     dtype = COMPUTE_DTYPES[precision]
     kept = torch.float64 if precision == "fp64" else torch.float32
     scale = StepScale(torch.ones((), dtype=kept, device=device), torch.ones((), dtype=kept, device=device))
@@ -87,6 +88,20 @@ def fill_model(model: RankModel, seed: int) -> None:
         fill_fresh(weight.local, weight.parameter, weight.offset, model.config, seed)
 
 
+def _check_sharding(mesh: Mesh) -> None:
+    """Refuse what PyTorch's pipeline schedules do not do.
+
+    They keep gradients whole until a stage's last micro-batch, and weights whole from its first backward on.
+    """
+    layout = mesh.layout
+    if layout.pp > 1 and layout.shard in ("zero2", "full") and mesh.weights is not None:
+        raise InputError(
+            f"shard: {layout.shard} with pp: {layout.pp}: with a pipeline our engine shards optimizer states only",
+            where="layout.shard",
+            hint="write shard: zero1, or pp: 1",
+        )
+
+
 def _shard(chunk: Chunk, mesh: Mesh, dtype: torch.dtype, kept: torch.dtype) -> None:
     """Spread a chunk's tensors over the data-parallel ranks with FSDP2, layer by layer.
 
@@ -96,9 +111,7 @@ def _shard(chunk: Chunk, mesh: Mesh, dtype: torch.dtype, kept: torch.dtype) -> N
     if mesh.weights is None or mesh.experts is None:
         return
     policy = MixedPrecisionPolicy(param_dtype=None if dtype == kept else dtype, reduce_dtype=kept)
-    # A zero-bubble schedule asks a stage for its weights when it begins a backward, and would find the cut ones: their
-    # gradients would be lost without a word. There, weights stay whole for the step.
-    free = mesh.layout.shard == "full" and mesh.layout.schedule != "zero_bubble"
+    free = mesh.layout.shard == "full"
     for block in chunk.layers.values():
         if isinstance(block.mlp, ExpertMlp):
             fully_shard(

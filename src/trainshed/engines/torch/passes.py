@@ -43,7 +43,7 @@ class Passes:
 
     def __init__(self, model: RankModel) -> None:
         self.model = model
-        self._schedules: dict[int, tuple[Any, list[torch.Tensor]]] = {}
+        self._schedule_now: tuple[int, Any, list[torch.Tensor]] | None = None
 
     def train(self, batch: LocalBatch) -> torch.Tensor:
         """Forward and backward; returns this rank's part of [loss, z-loss part]."""
@@ -109,8 +109,13 @@ class Passes:
         return torch.stack(outcomes).sum(0) if outcomes else self._nothing.clone()
 
     def _schedule(self, count: int) -> tuple[Any, list[torch.Tensor]]:
-        """The pipeline schedule for this many micro-batches; a growing batch asks for several."""
-        if count not in self._schedules:
+        """The pipeline schedule for this many micro-batches.
+
+        A schedule holds buffers for all its micro-batches, so only one is kept: a batch that grows, or a validation
+        with another batch, makes a new one in its place.
+        """
+        if self._schedule_now is None or self._schedule_now[0] != count:
+            self._schedule_now = None
             outcomes: list[torch.Tensor] = []
 
             def keep(out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -125,8 +130,8 @@ class Passes:
             else:
                 single = ScheduleGPipe if kind == "gpipe" else Schedule1F1B
                 schedule = single(stages[0], count, loss_fn=keep, scale_grads=False)
-            self._schedules[count] = (schedule, outcomes)
-        return self._schedules[count]
+            self._schedule_now = (count, schedule, outcomes)
+        return self._schedule_now[1:]
 
     def _stage(self, number: int) -> PipelineStage:
         model, mesh = self.model, self.model.mesh

@@ -13,10 +13,10 @@ class StepProfiler:
     """Starts and stops PyTorch's profiler around the steps that were asked for; does nothing on other ranks."""
 
     def __init__(self, wanted: Profile | None, rank: int, first: int, folder: Path) -> None:
-        """`first` is the first step of this attempt: where the profile's steps are past, nothing is profiled."""
+        """`first` is how many steps were done before: where the profile's steps are past, nothing is profiled."""
         self._steps = range(0)
         if wanted is not None and rank in wanted.ranks:
-            self._steps = range(max(wanted.start, first), wanted.start + wanted.steps)
+            self._steps = range(max(wanted.steps_before, first), wanted.steps_before + wanted.steps)
         self._path = folder / f"rank-{rank:05d}.json"
         self._running: torch.profiler.profile | None = None
 

@@ -26,7 +26,7 @@ from trainshed.engines.torch.signals import StopRequests
 from trainshed.engines.torch.starting import find_resume_point, start_weights
 from trainshed.engines.torch.step import Stepper
 from trainshed.engines.torch.trainer import Trainer
-from trainshed.engines.torch.watchdog import BUDGET_SECONDS, Watchdog
+from trainshed.engines.torch.watchdog import BUDGET_SECONDS, COLLECTIVE_SECONDS, Watchdog
 from trainshed.errors import TrainshedError
 from trainshed.models.decoder import Losses
 from trainshed.models.parameters import parameter_count
@@ -35,9 +35,6 @@ from trainshed.observe.exporters import EXPORTERS
 from trainshed.observe.rank_error import health_folder, write_error
 from trainshed.recipe.train import MoeLosses
 from trainshed.storage.attempts import Attempt, take_attempt
-
-COLLECTIVE_SECONDS = 300
-"""How long a rank waits for the others in a collective of a step."""
 
 
 @dataclass(frozen=True)
@@ -67,9 +64,9 @@ def train_rank(
 ) -> int:
     """Train as one rank of `job.layout`; returns the exit code: 0, or 128 + signal after a requested stop.
 
-    `attempt` is the number that whoever started the ranks has taken; without it rank 0 takes the next one. A rank that
-    waits for others longer than `collective_seconds`, or shows no sign of life for longer than the phase it is in may
-    take, ends with an account of where it stood.
+    `attempt` is the number that whoever started the ranks has taken; without it rank 0 takes the next one. A rank ends
+    with an account of where it stood when it waits for others in a step longer than `collective_seconds`, or shows no
+    sign of life for longer than its phase may take.
     """
     place = Place.from_environment()
     began = time.monotonic()
@@ -88,13 +85,19 @@ def train_rank(
         if place.rank == 0:
             _add_listeners(voice, listener, job, run_folder, stack)
         watchdog = stack.enter_context(
-            Watchdog(health, place.rank, budget_seconds=budget_seconds, on_stall=lambda _: writer.dump(10))
+            Watchdog(
+                health,
+                place.rank,
+                budget_seconds=budget_seconds,
+                collective_seconds=collective_seconds,
+                on_stall=lambda _: writer.dump(10),
+            )
         )
         requests = stack.enter_context(StopRequests())
         met_seconds = time.monotonic() - began
         session = Session(place, device, store, number, health, voice, watchdog, requests, met_seconds)
         try:
-            code = _train(job, session, collective_seconds)
+            code = _train(job, session)
         except BaseException as error:
             if isinstance(error, TrainshedError):
                 write_error(health, place.rank, error)
@@ -123,7 +126,7 @@ def _add_listeners(
             voice.listeners.append(stack.enter_context(made))
 
 
-def _train(job: TrainJob, session: Session, collective_seconds: float) -> int:
+def _train(job: TrainJob, session: Session) -> int:
     place, voice, watchdog = session.place, session.voice, session.watchdog
     began = time.monotonic()
     watchdog.beat(None, "rendezvous")
@@ -131,8 +134,6 @@ def _train(job: TrainJob, session: Session, collective_seconds: float) -> int:
     voice("phase", name="rendezvous", seconds=session.met_seconds)
     init_groups(place, session.device, session.store, session.health)
     mesh = build_mesh(job.layout, session.device)
-    if place.world_size > 1:
-        flight.limit_waits(collective_seconds)
     voice("phase", name="process_groups", seconds=time.monotonic() - began)
     began = time.monotonic()
     watchdog.beat(None, "load")

@@ -20,6 +20,7 @@ from trainshed.checkpoints.proving.probe import check_probe, probe_batch, read_p
 from trainshed.engines.torch.build import RankModel, fill_model
 from trainshed.engines.torch.feed import FedBatch, Feed
 from trainshed.engines.torch.job import TrainJob, Voice
+from trainshed.engines.torch.learning_rate import check_resumed_decay
 from trainshed.engines.torch.passes import LocalBatch
 from trainshed.engines.torch.state import check_facts, state_pieces
 from trainshed.engines.torch.step import Stepper
@@ -50,6 +51,8 @@ def find_resume_point(
         folder = checkpoints_folder(attempt.run_folder)
         found = latest_complete(attempt.store, folder, attempt=attempt, reporter=_Telling(voice))
         _check_wish(job, found)
+        if found is not None and (said := check_resumed_decay(job.recipe, job.steps, found)):
+            voice("warning", text=said)
         if store is not None:
             store.set("resume", "" if found is None else found.path)
     elif store is not None and (path := store.get("resume").decode()):

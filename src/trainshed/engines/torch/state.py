@@ -9,6 +9,7 @@ from trainshed.checkpoints.pieces import Piece
 from trainshed.data.order import DataOrder
 from trainshed.data.sampling.schedule import SkipList
 from trainshed.engines.torch.build import RankModel
+from trainshed.engines.torch.learning_rate import DecaySpan
 from trainshed.engines.torch.optimizer import AdamW
 from trainshed.errors import InputError
 
@@ -24,14 +25,15 @@ def state_pieces(model: RankModel, optimizer: AdamW) -> dict[str, Piece]:
     return pieces | dict(optimizer.pieces()) | {"optimizer.updates": Piece((), (), optimizer.updates, speaks)}
 
 
-def state_facts(order: DataOrder, step: int, skipped: int) -> dict[str, Any]:
-    """What besides tensors a resumed run must know; `step` is the next one."""
+def state_facts(order: DataOrder, step: int, skipped: int, decay: DecaySpan | None) -> dict[str, Any]:
+    """What besides tensors a resumed run must know; `step` is the next one, `decay` where the learning rate decays."""
     return {
         "step": step,
         "consumed_samples": order.consumed(step),
         "skipped_steps": skipped,
         "data_skip": [list(each) for each in order.skip.ranges],
         "sequence_length": order.sequence_length,
+        "lr_decay": decay,
     }
 
 

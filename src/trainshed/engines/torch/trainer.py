@@ -14,7 +14,7 @@ from trainshed.data.sampling.schedule import SkipList
 from trainshed.engines.torch.clock import Mark
 from trainshed.engines.torch.feed import Feed
 from trainshed.engines.torch.job import TrainJob, Voice
-from trainshed.engines.torch.learning_rate import learning_rate
+from trainshed.engines.torch.learning_rate import decay_span, learning_rate
 from trainshed.engines.torch.profiling import StepProfiler
 from trainshed.engines.torch.signals import StopRequests
 from trainshed.engines.torch.starting import Start
@@ -56,6 +56,9 @@ class Trainer:
         self.feed = Feed(job.order, mesh, numbered=job.recipe.train.dropout > 0)
         self._arriving: deque[tuple[int, float, Arriving]] = deque()
         self._stop: int | None = None
+        self._unhurried = True
+        """Whether ranks may reach the next step at different times, as each loads, compiles or saves something new."""
+        self._paused_for: set[str] = set()
         self._mark = Mark(self.device)
         self._gpu_name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "this CPU"
         self._mfu_trouble = False
@@ -68,11 +71,12 @@ class Trainer:
         self._mark = Mark(self.device)
         try:
             while self.step < self.job.steps and self._stop is None:
-                self.watchdog.beat(self.step, "first_step" if self.step == first else "step")
+                self.watchdog.beat(self.step, "first_step" if self._unhurried else "step")
                 self.profiler.before(self.step)
                 self._queue_step()
                 self.step += 1
-                self._settle(0 if self._pause_due() or self.step == first + 1 else behind)
+                self._settle(0 if self._pause_due() or self._unhurried else behind)
+                self._unhurried = False
                 if self.step == first + 1:
                     self.voice("phase", name="first_step", seconds=time.monotonic() - began)
                 self._end_profile()
@@ -168,7 +172,7 @@ class Trainer:
         samples = order.sample_indices(step)
         without = SkipList([*order.skip.ranges, (int(samples[0]), int(samples[-1]) + 1)])
         raise TrainshedError(
-            f"step {step} has a {what}; nothing was updated, {kept}",
+            f"step {step + 1:,} has a {what}; nothing was updated, {kept}",
             hint=f"pass over such steps with `train.non_finite=skip --id {self.job.name}`, or leave its samples out "
             f"with `data.skip: {[list(each) for each in without.ranges]}`",
         )
@@ -195,11 +199,17 @@ class Trainer:
         if self._pause_due():
             self._mark = Mark(self.device)
 
+    def _beat_pause(self, phase: str) -> None:
+        """Say which pause begins; the first of its kind takes each rank as long as it takes, and the others wait."""
+        self.watchdog.beat(self.step, phase)
+        self._unhurried = self._unhurried or phase not in self._paused_for
+        self._paused_for.add(phase)
+
     def _validate(self) -> None:
         order, wanted = self.job.validation, self.job.recipe.data.validation
         assert order is not None
         assert wanted is not None
-        self.watchdog.beat(self.step, "validation")
+        self._beat_pause("validation")
         began = time.monotonic()
         feed = Feed(order, self.stepper.model.mesh, numbered=False)
         total = 0.0
@@ -211,8 +221,9 @@ class Trainer:
         self.voice("validation", self.step, loss=loss, batches=wanted.batches, seconds=time.monotonic() - began)
 
     def _save(self, *, blocking: bool) -> None:
-        self.watchdog.beat(self.step, "checkpoint")
-        facts = state_facts(self.job.order, self.step, self.skipped)
+        self._beat_pause("checkpoint")
+        decay = decay_span(self.job.steps, self.job.recipe.train.schedule)
+        facts = state_facts(self.job.order, self.step, self.skipped, decay)
         pieces = state_pieces(self.stepper.model, self.stepper.optimizer)
         self.writer.save(self.step, pieces, facts, blocking=blocking)
         self.saved = self.step

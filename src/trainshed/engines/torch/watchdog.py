@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from trainshed.engines.torch.flight import record
+from trainshed.engines.torch.flight import limit_waits, record
 from trainshed.observe.flight_record import STALLED_EXIT_CODE
 
 BUDGET_SECONDS: Mapping[str, float] = {
@@ -23,7 +23,13 @@ BUDGET_SECONDS: Mapping[str, float] = {
     "validation": 3600,
     "checkpoint": 3600,
 }
-"""How long a rank may be in each phase without a sign of life, where a recipe says nothing else."""
+"""How long a rank may be in each phase without a sign of life, and wait there for others."""
+
+COLLECTIVE_SECONDS = 300
+"""How long a rank waits for the others in a collective of a plain step, for which nobody loads or compiles."""
+
+_AT = {"step": "step {step}", "first_step": "step {step}", "checkpoint": "the checkpoint of step {done}"}
+"""Where a rank stands once `done` steps are done, for people."""
 
 _LAST_WORDS_SECONDS = 60.0
 """For the flight record and `on_stall`, before the process is ended without waiting for them."""
@@ -35,6 +41,8 @@ class Watchdog:
     It writes the flight record, calls `on_stall` with a sentence and exits with `STALLED_EXIT_CODE`: a rank that is
     stuck in Python, or in a collective that has no timeout, ends in bounded time. Between `with` and the first `beat`
     nothing is watched.
+
+    The phase also says how long collectives wait: as long as the phase may take, in a `step` for `collective_seconds`.
     """
 
     def __init__(
@@ -43,11 +51,12 @@ class Watchdog:
         rank: int,
         *,
         budget_seconds: Mapping[str, float] = BUDGET_SECONDS,
+        collective_seconds: float = COLLECTIVE_SECONDS,
         on_stall: Callable[[str], None] | None = None,
         poll_seconds: float = 1.0,
     ) -> None:
         self._folder, self._rank = folder, rank
-        self._budget_seconds = budget_seconds
+        self._budget_seconds, self._collective_seconds = budget_seconds, collective_seconds
         self._on_stall = on_stall
         self._poll_seconds = poll_seconds
         self._last: tuple[float, int | None, str] | None = None
@@ -71,6 +80,8 @@ class Watchdog:
             self._last = time.monotonic(), step, phase
             if changed:  # within a phase the thread does it
                 _end_anyway(self._budget_seconds[phase] + _LAST_WORDS_SECONDS)
+        if changed:
+            limit_waits(self._collective_seconds if phase == "step" else self._budget_seconds[phase])
 
     def stop(self) -> None:
         """Watch no longer."""
@@ -90,7 +101,7 @@ class Watchdog:
                 self._end(step, phase)
 
     def _end(self, step: int | None, phase: str) -> None:
-        at = phase if step is None else f"{phase} {step}" if phase == "step" else f"{phase} of step {step}"
+        at = phase if step is None else _AT.get(phase, f"{phase} after step {{done}}").format(done=step, step=step + 1)
         text = f"rank {self._rank} has shown no progress for {self._budget_seconds[phase]:g} seconds in {at}"
         try:
             record(self._folder, self._rank, reason=text, step=step, phase=phase)

@@ -185,7 +185,7 @@ def _read_keeping(settings: ForeignSettings) -> None:
     if not settings.get("resume_from_checkpoint"):
         settings.mistake(
             "resume_from_checkpoint",
-            "a restart begins at step 0 again, whatever checkpoints there are",
+            "a restart begins at the first step again, whatever checkpoints there are",
             "checkpoint.resume: auto, which the recipe has",
         )
     if settings.get("profiler.enabled"):

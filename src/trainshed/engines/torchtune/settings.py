@@ -140,9 +140,9 @@ def _profile(task: EngineTask) -> Iterator[Setting]:
     yield Setting("profiler.enabled", profile is not None, "observe.profile")
     if profile is None:
         return
-    warmup = min(_WARMUP_OF_PROFILER, profile.start)
+    warmup = min(_WARMUP_OF_PROFILER, profile.steps_before)
     yield Setting("profiler.output_dir", f"{task.place.run}/profiles", "the cluster's store")
-    yield Setting("profiler.wait_steps", profile.start - warmup, "observe.profile.start")
+    yield Setting("profiler.wait_steps", profile.steps_before - warmup, "observe.profile.start")
     yield Setting("profiler.warmup_steps", warmup, "observe.profile.start")
     yield Setting("profiler.active_steps", profile.steps, "observe.profile.steps")
     yield Setting("profiler.num_cycles", 1, "observe.profile")

@@ -57,7 +57,8 @@ class NodeRecord:
     def of(cls, result: RanksResult, *, node: int, slot: int, host: str, peer_failed: bool) -> NodeRecord:
         """Put down how the ranks of a node ended."""
         failed = tuple(
-            FailedRank(each.rank, each.how, each.exit_code, each.signal, each.killed) for each in result.failed
+            FailedRank(each.rank, each.how, each.exit_code, each.signal, each.killed and not each.stopped)
+            for each in result.failed
         )
         tail = next((each.log_tail for each in result.failed if not each.killed), "")
         ended: Ended

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import orjson
@@ -17,9 +19,16 @@ from trainshed.launch.agent.proof import prove_node
 from trainshed.launch.agent.pulse import gpu_samples, pulse
 from trainshed.launch.agent.records import AttemptRecords, NodeRecord
 from trainshed.launch.agent.requests import StopRequests
-from trainshed.launch.here import PLAN_SCHEMA, logs_folder, machine_environment, rank_command
+from trainshed.launch.here import (
+    PLAN_SCHEMA,
+    WatchedFolder,
+    keep_stall,
+    logs_folder,
+    machine_environment,
+    rank_command,
+)
 from trainshed.launch.job import JobFile, Stage
-from trainshed.launch.ranks import run_ranks
+from trainshed.launch.ranks import run_ranks, stopped_text
 from trainshed.launch.run_logs import LogEcho
 from trainshed.observe.events import EventWriter
 from trainshed.plan import RankLayout
@@ -165,7 +174,10 @@ class NodeTraining:
         # What rank 0 says is what a person wants to see in the scheduler's own log.
         echo = LogEcho(logs / f"rank-{0:05d}.log", self._reporter.note) if node == 0 else None
 
+        watched = WatchedFolder(self._run, seconds=3 * self._times.look_seconds)
+
         def poll() -> None:
+            watched.check()
             if echo is not None:
                 echo.poll()
             if leader is not None:
@@ -186,11 +198,22 @@ class NodeTraining:
                 on_poll=poll,
                 on_failure=say_failed,
                 others_failed=peer_failed,
+                on_asked=self._say_stopping,
+                on_stopped=partial(self._say_stopped, order.attempt),
             )
         if echo is not None:
             echo.poll(at_once=True)
         fell_to_peer = not own_failure and records.has_failed
         return NodeRecord.of(result, node=node, slot=place.slot, host=place.host, peer_failed=fell_to_peer)
+
+    def _say_stopping(self, signum: int, again: bool) -> None:
+        name = signal.Signals(signum).name
+        how = "are stopped at once and save nothing" if again else "stop after their step and save a checkpoint"
+        self._reporter.note(f"{name}{' again' if again else ''}: the ranks of {self._place.host} {how}")
+
+    def _say_stopped(self, attempt: int, rank: int, process: int) -> None:
+        self._reporter.warn(f"{self._place.host}: {stopped_text(rank, process)}")
+        keep_stall(LocalStore(self._run), attempt, rank, process)
 
     def _overtaken(self, order: Order) -> bool:
         """Whether all were given another order meanwhile: this node was taken for lost."""

@@ -87,7 +87,7 @@ class Cluster(Section):
     )
     python: Text = Field("python3", description="Python inside the image, or on the nodes where there is no `venv`")
     fabric: Text | None = Field(None, description="Network between nodes; left out: the machine's")
-    sharp: bool = Field(False, description="InfiniBand: let the switches sum (SHARP); proven before step 0")
+    sharp: bool = Field(False, description="InfiniBand: let the switches sum (SHARP); proven before the first step")
     preflight: bool = Field(True, description="Prove GPUs, fabric and storage before training starts")
     environment: dict[EnvironmentName, EnvironmentValue] = Field(
         default_factory=dict, description="Variables of every job; those that do not belong to the fabric are refused"

@@ -157,7 +157,7 @@ def read_checkpoints(book: Notebook) -> None:
     if parsed["profile"]:
         start = parsed["profile_step_start"]
         profile = {
-            "start": start,
+            "start": start + 1,
             "steps": max(1, parsed["profile_step_end"] - start),
             "ranks": parsed["profile_ranks"],
         }
