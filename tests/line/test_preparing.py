@@ -211,7 +211,7 @@ def test_tokens_that_do_not_read_back_are_not_proven(tmp_path: Path) -> None:
     tokens = bytearray(Path(f"{prefix}.bin").read_bytes())
     tokens[100] ^= 1
     Path(f"{prefix}.bin").write_bytes(tokens)
-    with pytest.raises(CorruptData, match=r"tokens just written do not read back: .*its bytes have changed"):
+    with pytest.raises(CorruptData, match=r"these tokens are not what their manifest says: .*its bytes have changed"):
         run_line(recipe)
 
 

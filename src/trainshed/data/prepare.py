@@ -131,13 +131,17 @@ def _still_true(
         reporter.note(f"{job.prefix}: made of other files than before, made anew")
         return False
     for record, piece in zip(found.inputs, job.pieces, strict=True):
-        if record.version != piece.version and record.sha256 != _content_hash(piece, options):
+        if record.version != piece.version and record.sha256 != content_hash(piece, options):
             reporter.note(f"{job.prefix}: {piece.address} has changed, made anew")
             return False
-    return found.files_are_there(job.prefix, options)
+    if not found.files_are_there(job.prefix, options):
+        reporter.note(f"{job.prefix}: its files are gone or of another size than its manifest says, made anew")
+        return False
+    return True
 
 
-def _content_hash(piece: Piece, options: StoreOptions | None) -> str | None:
+def content_hash(piece: Piece, options: StoreOptions | None) -> str | None:
+    """Read a piece for its hash alone, as the manifest records it."""
     store, path = open_store(piece.address, options)
     reader = PieceReader(piece, store, path)
     for _ in reader.blocks():

@@ -3,43 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from trainshed.data.artefacts import PreparedSource
 from trainshed.data.order import DataOrder
+from trainshed.data.prepared import PreparedData, PreparedSource
 from trainshed.data.sampling.build_order import TokenFiles, build_order, open_order
 from trainshed.data.sampling.schedule import BatchSchedule, RampUp, SkipList
 from trainshed.data.sampling.synthetic import SyntheticSource
 from trainshed.errors import InputError
 from trainshed.recipe import Recipe
 from trainshed.reporting import SILENT, Reporter
-
-
-@dataclass(frozen=True)
-class PreparedData:
-    """The prepared sources of a run; `validation` is its own source, None where it has none or shares the corpus."""
-
-    sources: tuple[PreparedSource, ...]
-    validation: PreparedSource | None = None
-
-    def to_plain(self) -> dict[str, Any]:
-        """As JSON takes it: kept with the run, so that ranks need not look for sources again."""
-        return {
-            "sources": [asdict(source) for source in self.sources],
-            "validation": self.validation and asdict(self.validation),
-        }
-
-    @classmethod
-    def from_plain(cls, plain: dict[str, Any]) -> PreparedData:
-        """Read what `to_plain` gave."""
-        validation = plain["validation"]
-        return cls(tuple(_source(each) for each in plain["sources"]), validation and _source(validation))
-
-
-def _source(plain: dict[str, Any]) -> PreparedSource:
-    return PreparedSource(**plain | {"prefixes": tuple(plain["prefixes"])})
 
 
 @dataclass(frozen=True)

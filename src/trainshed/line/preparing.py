@@ -16,19 +16,22 @@ import orjson
 from trainshed.catalog.models import architecture
 from trainshed.checkpoints.base import BaseWeights, fetch_base, find_base
 from trainshed.checkpoints.proving.verdict import read_verdict, refuse_failed
-from trainshed.data.artefacts import DataArtefacts, PreparedSource
+from trainshed.data.artefacts import DataArtefacts
 from trainshed.data.encode.tokenizer import Tokenizer
 from trainshed.data.order import DataOrder
-from trainshed.data.run_orders import PreparedData, run_orders
+from trainshed.data.prepared import BegunRun, PreparedData, PreparedSource, refuse_other_tokens
+from trainshed.data.run_orders import run_orders
 from trainshed.errors import InputError, NotFound
 from trainshed.recipe import Cluster, ModelConfig, Recipe, load_cluster, load_recipe, run_id, to_yaml
 from trainshed.recipe.data import SourceKeys
 from trainshed.reporting import SILENT, Reporter
 from trainshed.storage import LocalStore, StoreOptions, join, open_store, parse
+from trainshed.storage.attempts import newest_attempt
 
 AnySource = TypeVar("AnySource", bound=SourceKeys)
 PREPARED = "prepared.json"
-PREPARED_SCHEMA = "trainshed.prepared/1"
+PREPARED_SCHEMA = "trainshed.prepared/2"
+"""Since 2 the sources say what their token files were; older ones are read as well."""
 
 
 @dataclass(frozen=True)
@@ -107,10 +110,11 @@ def run_line(
     name = id or run_id(resolved)
     base = fetch_weights(resolved, store, options, reporter)
     resolved = _with_architecture(resolved, base) if base is not None else resolved
-    artefacts = DataArtefacts(resolved, store, workers=workers, options=options, reporter=reporter)
     folder = store / "runs" / resolved.name / name
+    began = begun_run(folder)
+    artefacts = DataArtefacts(resolved, store, workers=workers, options=options, began=began, reporter=reporter)
     keep_recipe(resolved, folder)
-    run = _prepared(resolved, name, folder, artefacts, base, build=True, reporter=reporter)
+    run = _prepared(resolved, name, folder, artefacts, base, began, build=True, reporter=reporter)
     _keep_prepared(run)
     return run
 
@@ -131,14 +135,31 @@ def fetch_weights(recipe: Recipe, store: Path, options: StoreOptions, reporter: 
     return base
 
 
-def tokenise_part(recipe: Recipe, cluster: Cluster, part: int, parts: int, reporter: Reporter = SILENT) -> int:
-    """Tokenise one part of a recipe's shards, so that many machines share the work; returns how many it made."""
+def begun_run(folder: Path) -> BegunRun | None:
+    """Return the data that the run of a folder began with; None where it has had no attempt yet."""
+    if not (folder / PREPARED).is_file() or not newest_attempt(LocalStore(folder), ""):
+        return None
+    body = orjson.loads((folder / PREPARED).read_bytes())
+    return BegunRun(f"{folder.parent.name}/{folder.name}", PreparedData.from_plain(body["data"]))
+
+
+def tokenise_part(
+    recipe: Recipe, cluster: Cluster, run: Path, part: int, parts: int, reporter: Reporter = SILENT
+) -> int:
+    """Tokenise one part of the shards of a run, so that many machines share the work; returns how many it made."""
     store, options = store_root(recipe, cluster), store_options(cluster)
     resolved = resolve(recipe, options)
-    artefacts = DataArtefacts(resolved, store, options=options, reporter=reporter)
-    validation = resolved.data.validation
-    own = [validation] if validation is not None and validation.kind is not None else []
-    return sum(artefacts.make_part(source, part, parts) for source in (*resolved.data.train, *own))
+    artefacts = DataArtefacts(resolved, store, options=options, began=begun_run(run), reporter=reporter)
+    sources = _named_sources(resolved)
+    artefacts.refuse_changed_text(sources)
+    return sum(artefacts.make_part(source, part, parts) for source in sources.values())
+
+
+def _named_sources(recipe: Recipe) -> dict[str, SourceKeys]:
+    """Every source that has documents of its own by its label: those of training first."""
+    named: dict[str, SourceKeys] = {f"source-{number}": source for number, source in enumerate(recipe.data.train)}
+    validation = recipe.data.validation
+    return named | {"validation": validation} if validation is not None and validation.kind is not None else named
 
 
 def _with_architecture(recipe: Recipe, base: BaseWeights) -> Recipe:
@@ -218,9 +239,10 @@ def open_run(recipe: Recipe, cluster: Cluster | None = None, *, id: str | None =
         base = find_base(resolved.model.from_, store / "artefacts", options=options)
         _heed_verdict(resolved, SILENT, base.files)
         resolved = _with_architecture(resolved, base)
-    artefacts = DataArtefacts(resolved, store, make=False, options=options)
     folder = store / "runs" / resolved.name / name
-    return _prepared(resolved, name, folder, artefacts, base, build=False, reporter=SILENT)
+    began = begun_run(folder)
+    artefacts = DataArtefacts(resolved, store, make=False, options=options, began=began)
+    return _prepared(resolved, name, folder, artefacts, base, began, build=False, reporter=SILENT)
 
 
 def open_run_folder(folder: Path) -> PreparedRun:
@@ -266,18 +288,20 @@ def _prepared(
     folder: Path,
     artefacts: DataArtefacts,
     base: BaseWeights | None,
+    began: BegunRun | None,
     *,
     build: bool,
     reporter: Reporter,
 ) -> PreparedRun:
-    section = recipe.data
     data = PreparedData(())
-    if not section.synthetic:
-        sources = [
-            artefacts.source(source, f"source-{number}", source.weight) for number, source in enumerate(section.train)
-        ]
-        own = section.validation if section.validation is not None and section.validation.kind is not None else None
-        data = PreparedData(tuple(sources), artefacts.source(own, "validation") if own is not None else None)
+    if not recipe.data.synthetic:
+        sources = _named_sources(recipe)
+        artefacts.refuse_changed_text(sources)
+        made = {label: artefacts.source(source, label) for label, source in sources.items()}
+        validation = made.pop("validation", None)
+        data = PreparedData(tuple(made.values()), validation)
+        if began is not None:
+            refuse_other_tokens(began, data)
     orders = run_orders(recipe, data, artefacts.indexes, build=build, reporter=reporter)
     tokenizer = artefacts.tokenizer()
     return PreparedRun(recipe, name, folder, data, orders.steps, orders.train, orders.validation, tokenizer, base)

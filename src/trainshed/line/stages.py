@@ -44,7 +44,7 @@ def run_stage(stage: str, job_folder: Path, *, part: int = 0, parts: int = 1, re
             raise InputError("there are no base weights to convert", where=recipe.where("model.from"))
         leave_base(base, run, job.wanted, reporter)
     elif stage == "tokenise":
-        made = tokenise_part(recipe, cluster, part, parts, reporter)
+        made = tokenise_part(recipe, cluster, run, part, parts, reporter)
         reporter.note(f"part {part + 1} of {parts}: {made} shards tokenised")
     elif stage == "prepare":
         _prepare(recipe, cluster, run, job.wanted, reporter)
