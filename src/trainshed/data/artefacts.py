@@ -54,6 +54,7 @@ class DataArtefacts:
         store: Path,
         *,
         make: bool = True,
+        tokenizer: Tokenizer | None = None,
         workers: int | None = None,
         options: StoreOptions | None = None,
         began: BegunRun | None = None,
@@ -61,7 +62,7 @@ class DataArtefacts:
     ) -> None:
         self._recipe, self._root, self._began = recipe, store / "artefacts", began
         self._make, self._workers, self._options, self._reporter = make, workers, options, reporter
-        self._tokenizer: Tokenizer | None = None
+        self._tokenizer = tokenizer
 
     @property
     def indexes(self) -> Path:
@@ -191,6 +192,7 @@ class DataArtefacts:
                     vocab_size=section.train.vocab_size,
                     min_frequency=section.train.min_frequency,
                     eod=section.train.eod,
+                    on_bad_line=self._recipe.data.on_bad_line,
                     options=self._options,
                     reporter=self._reporter,
                 )
@@ -216,6 +218,14 @@ class DataArtefacts:
                         f"these tokens were made with another tokenizer ({manifest.tokenizer})",
                         where=shard,
                         hint=f"prepare the text again with {tokenizer.address}, or name its tokenizer in the recipe",
+                    )
+                config = self._recipe.model.config
+                if manifest is not None and config is not None and manifest.spec["vocab_size"] > config.vocab_size:
+                    raise InputError(
+                        f"these tokens are of a vocabulary of {manifest.spec['vocab_size']:,} ({manifest.tokenizer}), "
+                        f"more than the {config.vocab_size:,} rows of the model's embedding",
+                        where=shard,
+                        hint="name the model that they were made for, or prepare the text again with its tokenizer",
                     )
                 with IndexedReader(shard) as reader:
                     documents += reader.documents

@@ -15,7 +15,7 @@ from trainshed import __version__
 from trainshed.data.encode.block_tokenizer import TokenizeOptions, Tokens
 from trainshed.data.encode.encoders import EncoderName
 from trainshed.data.encode.tokenizer import SpecialToken, Tokenizer
-from trainshed.data.text.documents import BadLine, OnBadLine
+from trainshed.data.text.documents import BadLine, OnBadLine, place_of
 from trainshed.data.text.reading import Piece, PieceReader, lines_before
 from trainshed.data.tokens.indexed import token_dtype
 from trainshed.data.tokens.local_shard import LocalShardWriter
@@ -25,7 +25,7 @@ from trainshed.data.tokens.shard_writer import BAD_LINES_KEPT, Counts, ShardWrit
 from trainshed.data.tokens.token_file import local_path
 from trainshed.data.workers.dealing import Job
 from trainshed.data.workers.pool import WorkerPool, default_workers
-from trainshed.errors import BadDocument, InputError
+from trainshed.errors import InputError
 from trainshed.reporting import SILENT, Reporter
 from trainshed.storage import open_store
 
@@ -261,23 +261,17 @@ class _Preparation:
 
     def _examples(self, at: _At, bad_lines: list[BadLine]) -> tuple[str, ...]:
         """The bad lines that the manifest quotes; where they are not to be skipped, the first one ends the work."""
-        if bad_lines and self._how.on_bad_line == "stop":
-            first = bad_lines[0]
-            raise BadDocument(
-                first.what,
-                where=self._place(at, first.number),
-                hint=f"{first.hint}, or write --on-bad-line skip to leave such lines out and count them",
-            )
-        room = BAD_LINES_KEPT - len(self._writers[at.shard].progress.counts.bad_line_examples)
-        return tuple(f"{self._place(at, bad.number)}: {bad.what}" for bad in bad_lines[:room])
-
-    def _place(self, at: _At, number: int) -> str:
-        """File and line, counted from the start of the file also where the shard reads a part of it."""
         piece = self._jobs[at.shard].pieces[at.piece]
+        if bad_lines and self._how.on_bad_line == "stop":
+            raise bad_lines[0].as_error(piece, self._number(piece, bad_lines[0]))
+        room = BAD_LINES_KEPT - len(self._writers[at.shard].progress.counts.bad_line_examples)
+        return tuple(f"{place_of(piece, self._number(piece, bad))}: {bad.what}" for bad in bad_lines[:room])
+
+    def _number(self, piece: Piece, bad: BadLine) -> int:
+        """The line, counted from the start of the file also where the shard reads a part of it."""
         if piece not in self._lines_before:
             self._lines_before[piece] = lines_before(piece, *open_store(piece.address, self._options))
-        number += self._lines_before[piece]
-        return f"{piece.address}, row {number}" if piece.format.kind == "parquet" else f"{piece.address}:{number}"
+        return bad.number + self._lines_before[piece]
 
     def _pieces_done(self, shard: int, until: int) -> None:
         writer = self._writers[shard]

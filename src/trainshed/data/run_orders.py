@@ -13,6 +13,8 @@ from trainshed.data.sampling.schedule import BatchSchedule, RampUp, SkipList
 from trainshed.data.sampling.synthetic import SyntheticSource
 from trainshed.errors import InputError
 from trainshed.recipe import Recipe
+from trainshed.recipe.messages import as_recipe_error
+from trainshed.recipe.section import Problem
 from trainshed.reporting import SILENT, Reporter
 
 
@@ -42,7 +44,11 @@ def run_orders(
     share = section.split.train if section.split else 1.0
     steps = _steps(recipe, schedule, length, int(sum(source.tokens for source in data.sources) * share))
     making = _Making(recipe, indexes, build, reporter)
-    order = making.order(data.sources, (0.0, share), schedule, steps, SkipList(section.skip))
+    order = making.order(data.sources, (0.0, share), schedule, steps, SkipList(section.skip), least=train.global_batch)
+    too_short = train.warmup_problem(steps)
+    if too_short is not None:
+        problem = Problem(("train", *too_short.path), too_short.what, too_short.hint)
+        raise as_recipe_error([problem], recipe.places)
     validation = None
     if section.validation is not None:
         measured, part = data.sources, (share, 1.0)
@@ -71,6 +77,8 @@ class _Making:
         schedule: BatchSchedule,
         steps: int,
         skip: SkipList,
+        *,
+        least: int = 1,
     ) -> DataOrder:
         files = [
             TokenFiles(
@@ -96,8 +104,32 @@ class _Making:
             schedule=schedule,
             steps=steps,
             skip=skip,
+            accept=lambda order: self._require_text(order, least, of_split=share != (0.0, 1.0)),
             reporter=self.reporter,
         )
+
+    def _require_text(self, order: DataOrder, least: int, *, of_split: bool) -> None:
+        """Refuse sources without a whole sample, or with less than one batch together: steps would fail or repeat."""
+        length = order.sequence_length
+        where = self.recipe.where("data.split" if of_split else "data.train")
+        more = "give it more text" + (", another `data.split`" if of_split else "") + " or a smaller"
+        samples = 0
+        for source in order.sources:
+            if source.epoch_samples == 0:
+                raise InputError(
+                    f"source '{source.name}' holds {source.tokens or 'no'} tokens, and a sample takes {length + 1}",
+                    where=where,
+                    hint=f"{more} `data.sequence_length`",
+                )
+            samples += source.epoch_samples or least
+        if samples < least:
+            count = f"{samples} sample" + ("s" if samples > 1 else "")
+            raise InputError(
+                f"the sources hold {count} of {length + 1} tokens, fewer than one batch of {least}: every step would "
+                "see the same text more than once",
+                where=where,
+                hint=f"{more} `train.global_batch` or `data.sequence_length`",
+            )
 
 
 def _synthetic(recipe: Recipe) -> SyntheticSource:

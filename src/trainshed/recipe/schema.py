@@ -98,6 +98,11 @@ class Recipe(Section):
             yield Problem(("data",), "synthetic data has no answers to fine-tune on", "write `train.mode: pretrain`")
         if self.data.synthetic and self.train.epochs is not None:
             yield Problem(("train", "epochs"), "synthetic data has no end to pass", "write `steps` or `tokens`")
+        if self.train.tokens is not None and self.train.batch_ramp is None and self.data.sequence_length is not None:
+            samples = -(-self.train.tokens // self.data.sequence_length)
+            problem = self.train.warmup_problem(-(-samples // self.train.global_batch))
+            if problem is not None:
+                yield Problem(("train", *problem.path), problem.what, problem.hint)
         if self.serve is not None:
             yield from self._serving_problems()
         if self.model.config is not None:
@@ -143,11 +148,17 @@ class Recipe(Section):
 def fit_problems(recipe: Recipe, config: ModelConfig) -> Iterator[Problem]:
     """Yield where an architecture is too small for the recipe; the catalog asks this for presets."""
     length = recipe.data.sequence_length
-    if config.positions == "learned" and length is not None and length > config.max_positions:
+    if length is not None and length > config.max_positions:
+        hint = f"write {config.max_positions} or less"
+        if config.positions == "rope":
+            written = recipe.model.config is not None
+            how = "raise `model.config.max_positions`" if written else "write `model.config` with more `max_positions`"
+            hint += f"; to go beyond it on purpose, {how}"
+        does = "learns" if config.positions == "learned" else "is made for"
         yield Problem(
             ("data", "sequence_length"),
-            f"{length} is more than the {config.max_positions} positions the model learns",
-            f"write {config.max_positions} or less",
+            f"{length} is more than the {config.max_positions} positions the model {does}",
+            hint,
         )
     if isinstance(recipe.tokenizer, TrainedTokenizer):
         wanted = recipe.tokenizer.train.vocab_size

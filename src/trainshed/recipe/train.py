@@ -115,8 +115,25 @@ class TrainSection(Section):
     deterministic: bool = Field(False, description="Bitwise repeatable on GPUs, at a cost")
     lora: Lora | None = Field(None, description="Train adapters only; needs `model.from`")
 
+    def warmup_problem(self, steps: int) -> Problem | None:
+        """Return what is wrong where a run of so many steps ends before its warm-up does.
+
+        Not where `decay` names a step of its own: the run is then one leg of a longer one.
+        """
+        schedule = self.schedule
+        ends_with_run = schedule.name == "wsd" or (schedule.name != "constant" and schedule.decay is None)
+        if schedule.warmup < steps or (not ends_with_run and (schedule.warmup == steps or schedule.decay is not None)):
+            return None
+        fitting = steps // 10
+        return Problem(
+            ("schedule", "warmup"),
+            f"the warm-up of {schedule.warmup} steps leaves nothing of a run of {steps}: the learning rate would never "
+            "reach its peak",
+            f"write `warmup: {fitting}`, or a longer run; on the command line: train.schedule.warmup={fitting}",
+        )
+
     def problems(self) -> Iterator[Problem]:
-        """One length; a ramp that arrives; a schedule that goes down."""
+        """One length; a warm-up within it; a ramp that arrives; a schedule that goes down."""
         given = [key for key in LENGTHS if getattr(self, key) is not None]
         if not given:
             yield Problem(
@@ -136,6 +153,9 @@ class TrainSection(Section):
                 f"{self.schedule.min_lr:g} is above the peak `optimizer.lr` of {self.optimizer.lr:g}",
                 "write a smaller one",
             )
+        problem = self.warmup_problem(self.steps) if self.steps is not None else None
+        if problem is not None:
+            yield problem
         ramp = self.batch_ramp
         if ramp is None:
             return

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import orjson
 
+from trainshed.errors import BadDocument
+
 if TYPE_CHECKING:
-    from trainshed.data.text.reading import Block
+    from trainshed.data.text.reading import Block, Piece
 
 OnBadLine = Literal["stop", "skip"]
 
@@ -26,6 +28,19 @@ class BadLine:
     number: int
     what: str
     hint: str
+
+    def as_error(self, piece: Piece, number: int) -> BadDocument:
+        """Return the error that this line is where lines are not to be skipped; `number` counts within the file."""
+        return BadDocument(
+            self.what,
+            where=place_of(piece, number),
+            hint=f"{self.hint}, or write --on-bad-line skip to leave such lines out and count them",
+        )
+
+
+def place_of(piece: Piece, number: int) -> str:
+    """Name a line or row of a file."""
+    return f"{piece.address}:{number}" if piece.format.by_line else f"{piece.address}, row {number}"
 
 
 def extract(block: Block, key: str) -> tuple[list[str], list[BadLine]]:

@@ -36,6 +36,11 @@ class Format:
     kind: Kind
     compression: Compression | None = None
 
+    @property
+    def by_line(self) -> bool:
+        """Whether a place in the file is a line of it; otherwise it is a row."""
+        return self.kind in ("jsonl", "text")
+
 
 def format_of(address: str, kind: Kind | None = None) -> Format:
     """Tell a file's format by its name; `kind` overrules the ending."""
