@@ -20,7 +20,7 @@ import orjson
 
 from trainshed.data.encode.tokenizer import Tokenizer, load_tokenizer
 from trainshed.data.encode.training import train_tokenizer
-from trainshed.data.prepare import ShardJob, Tokenizing, content_hash, prepare
+from trainshed.data.prepare import Prepared, ShardJob, Tokenizing, content_hash, prepare
 from trainshed.data.prepared import BegunRun, PreparedSource, changed_file, check_files
 from trainshed.data.text.corpus import assign_shards, find_pieces
 from trainshed.data.text.reading import Piece
@@ -89,8 +89,8 @@ class DataArtefacts:
         reused = all(m is not None and m.files_are_there(j.prefix) for m, j in zip(manifests, jobs, strict=True))
         if not reused:
             self._must_make(f"the tokens of source '{name}'")
-            prepared = prepare(jobs, how, workers=self._workers, options=self._options, reporter=self._reporter)
-            manifests = list(prepared.manifests)
+            prepared = self._prepare(jobs, how)
+            manifests, reused = list(prepared.manifests), not prepared.made
         found = [manifest for manifest in manifests if manifest is not None]
         files = [file for job, manifest in zip(jobs, found, strict=True) for file in self._prove(job.prefix, manifest)]
         return PreparedSource(
@@ -111,7 +111,7 @@ class DataArtefacts:
             return 0
         how = self._tokenizing()
         jobs = self._shard_jobs(source, how)[part::parts]
-        prepared = prepare(jobs, how, workers=self._workers, options=self._options, reporter=self._reporter)
+        prepared = self._prepare(jobs, how)
         for job, manifest in zip(jobs, prepared.manifests, strict=True):
             self._prove(job.prefix, manifest)
         return prepared.made
@@ -135,6 +135,10 @@ class DataArtefacts:
                     where=self._recipe.where(f"{key}.{source.kind}"),
                     hint="put the old text back, or start another run on the new one with --id NAME",
                 )
+
+    def _prepare(self, jobs: Sequence[ShardJob], how: Tokenizing) -> Prepared:
+        """Make shards; those that another run is making are waited for, since they are the same."""
+        return prepare(jobs, how, workers=self._workers, wait=True, options=self._options, reporter=self._reporter)
 
     def _shard_jobs(self, source: SourceKeys, how: Tokenizing) -> list[ShardJob]:
         return [
@@ -331,7 +335,7 @@ class DataArtefacts:
             yield None
             return
         self._must_make(what)
-        with only_maker(folder):
+        with only_maker(folder, self._reporter):
             yield None if _is_there(folder) else _emptied(folder)
 
     def _must_make(self, what: str) -> None:

@@ -18,7 +18,7 @@ from trainshed.data.encode.tokenizer import SpecialToken, Tokenizer
 from trainshed.data.text.documents import BadLine, OnBadLine, place_of
 from trainshed.data.text.reading import Piece, PieceReader, lines_before
 from trainshed.data.tokens.indexed import token_dtype
-from trainshed.data.tokens.local_shard import LocalShardWriter
+from trainshed.data.tokens.local_shard import LocalShardWriter, ShardHeld, shard_is_held, wait_for_shard
 from trainshed.data.tokens.manifest import PieceRecord, TokenManifest, forget_set, read_token_manifest
 from trainshed.data.tokens.remote_shard import RemoteShardWriter
 from trainshed.data.tokens.shard_writer import BAD_LINES_KEPT, Counts, ShardWriter
@@ -85,25 +85,60 @@ def prepare(
     *,
     workers: int | None = None,
     overwrite: bool = False,
+    wait: bool = False,
     options: StoreOptions | None = None,
     reporter: Reporter = SILENT,
 ) -> Prepared:
-    """Make every shard that is not already there and proven; the bytes do not depend on `workers`."""
+    """Make every shard that is not already there and proven; the bytes do not depend on `workers`.
+
+    With `wait`, a shard that another process is making is waited for, and then found or made; else it is an error.
+    """
     manifests: dict[str, TokenManifest] = {}
+    made = 0
+    while todo := _missing(jobs, manifests, how, overwrite, options, reporter):
+        held = next((job.prefix for job in todo if wait and _is_held(job.prefix)), None)
+        if held is not None:
+            wait_for_shard(str(local_path(held)), reporter)
+            continue
+        if len(todo) < len(jobs):
+            reporter.note(f"{len(jobs) - len(todo)} of {len(jobs)} shards are already there and proven")
+        try:
+            finished = _Preparation(todo, how, workers, options, reporter).run()
+        except ShardHeld:
+            if not wait:
+                raise
+            continue  # it was taken since we looked: see what is left once it is done
+        manifests |= {job.prefix: manifest for job, manifest in zip(todo, finished, strict=True)}
+        made += len(todo)
+    if not made:
+        reporter.note(f"{len(jobs)} of {len(jobs)} shards are already there and proven")
+    return Prepared([manifests[job.prefix] for job in jobs], made=made, reused=len(jobs) - made)
+
+
+def _missing(
+    jobs: Sequence[ShardJob],
+    manifests: dict[str, TokenManifest],
+    how: Tokenizing,
+    overwrite: bool,
+    options: StoreOptions | None,
+    reporter: Reporter,
+) -> list[ShardJob]:
+    """Return the shards that are still to be made, and add the manifests of the others."""
     todo: list[ShardJob] = []
     for job in jobs:
+        if job.prefix in manifests:
+            continue
         found = read_token_manifest(job.prefix, options)
         if found is not None and _still_true(found, job, how, overwrite, options, reporter):
             manifests[job.prefix] = found
         else:
             todo.append(job)
-    if len(todo) < len(jobs):
-        reporter.note(f"{len(jobs) - len(todo)} of {len(jobs)} shards are already there and proven")
-    if todo:
-        made = _Preparation(todo, how, workers, options, reporter).run()
-        manifests |= {job.prefix: manifest for job, manifest in zip(todo, made, strict=True)}
-    ordered = [manifests[job.prefix] for job in jobs]
-    return Prepared(ordered, made=len(todo), reused=len(jobs) - len(todo))
+    return todo
+
+
+def _is_held(prefix: str) -> bool:
+    local = local_path(prefix)
+    return local is not None and shard_is_held(local)
 
 
 def _still_true(
