@@ -22,6 +22,7 @@ from trainshed.data.encode.tokenizer import Tokenizer, load_tokenizer
 from trainshed.data.encode.training import train_tokenizer
 from trainshed.data.prepare import Prepared, ShardJob, Tokenizing, content_hash, prepare
 from trainshed.data.prepared import BegunRun, PreparedSource, changed_file, check_files
+from trainshed.data.recipe_words import in_recipe_words
 from trainshed.data.text.corpus import assign_shards, find_pieces
 from trainshed.data.text.reading import Piece
 from trainshed.data.text.script import run_script, script_spec
@@ -89,7 +90,7 @@ class DataArtefacts:
         reused = all(m is not None and m.files_are_there(j.prefix) for m, j in zip(manifests, jobs, strict=True))
         if not reused:
             self._must_make(f"the tokens of source '{name}'")
-            prepared = self._prepare(jobs, how)
+            prepared = self._prepare(source, jobs, how)
             manifests, reused = list(prepared.manifests), not prepared.made
         found = [manifest for manifest in manifests if manifest is not None]
         files = [file for job, manifest in zip(jobs, found, strict=True) for file in self._prove(job.prefix, manifest)]
@@ -111,7 +112,7 @@ class DataArtefacts:
             return 0
         how = self._tokenizing()
         jobs = self._shard_jobs(source, how)[part::parts]
-        prepared = self._prepare(jobs, how)
+        prepared = self._prepare(source, jobs, how)
         for job, manifest in zip(jobs, prepared.manifests, strict=True):
             self._prove(job.prefix, manifest)
         return prepared.made
@@ -125,44 +126,60 @@ class DataArtefacts:
             manifests = [manifest for prefix in known.prefixes if (manifest := read_token_manifest(prefix)) is not None]
             if len(manifests) < len(known.prefixes):
                 continue  # they are made again, and then compared with what they were
-            shards = assign_shards(self._pieces(source), self._recipe.data.shards, self._options)
             records = [record for manifest in manifests for record in manifest.inputs]
-            change = self._text_change(records, [piece for pieces in shards for piece in pieces])
+            change = self._text_change(records, [piece for pieces in self._shards(source) for piece in pieces])
             if change is not None:
-                key = "data.validation" if label == "validation" else f"data.train.{label.rpartition('-')[2]}"
                 raise InputError(
                     f"the text of source '{known.name}' has changed since the run {self._began.name} began: {change}",
-                    where=self._recipe.where(f"{key}.{source.kind}"),
+                    where=self._place(source, source.kind),
                     hint="put the old text back, or start another run on the new one with --id NAME",
                 )
 
-    def _prepare(self, jobs: Sequence[ShardJob], how: Tokenizing) -> Prepared:
+    def _prepare(self, source: SourceKeys, jobs: Sequence[ShardJob], how: Tokenizing) -> Prepared:
         """Make shards; those that another run is making are waited for, since they are the same."""
-        return prepare(jobs, how, workers=self._workers, wait=True, options=self._options, reporter=self._reporter)
+        with in_recipe_words(self._place(source)):
+            return prepare(jobs, how, workers=self._workers, wait=True, options=self._options, reporter=self._reporter)
+
+    def _place(self, source: SourceKeys, key: str | None = None) -> str:
+        """Where a source, or a key of it, stands in the recipe."""
+        number = next((at for at, each in enumerate(self._recipe.data.train) if each is source), None)
+        path = "data.validation" if number is None else f"data.train.{number}"
+        return self._recipe.where(f"{path}.{key}" if key else path)
 
     def _shard_jobs(self, source: SourceKeys, how: Tokenizing) -> list[ShardJob]:
         return [
             ShardJob(str(self._folder("tokens", _shard_spec(pieces, how)) / "tokens"), tuple(pieces))
-            for pieces in assign_shards(self._pieces(source), self._recipe.data.shards, self._options)
+            for pieces in self._shards(source)
         ]
+
+    def _shards(self, source: SourceKeys) -> list[list[Piece]]:
+        pieces = self._pieces(source)
+        with in_recipe_words(self._recipe.where("data.shards")):
+            return assign_shards(pieces, self._recipe.data.shards, self._options)
 
     def _pieces(self, source: SourceKeys) -> list[Piece]:
         patterns = list(source.path) if source.path is not None else [str(self._script_output(source))]
-        return find_pieces(
-            patterns, key=source.key or "text", documents=source.documents or "file", options=self._options
-        )
+        with in_recipe_words(self._place(source)):
+            return find_pieces(
+                patterns,
+                key=source.key or "text",
+                kind=source.format,
+                documents=source.documents or "file",
+                options=self._options,
+            )
 
     def _tokenizing(self) -> Tokenizing:
         tokenizer, data = self.tokenizer(), self._recipe.data
         if tokenizer is None:
             raise InputError("there is text to tokenise and no tokenizer", where=self._recipe.where("tokenizer"))
         wanted = data.eod if isinstance(data.eod, str) else None
-        return Tokenizing(
-            tokenizer,
-            eod=tokenizer.end_of_document(wanted) if data.eod else None,
-            bos=tokenizer.beginning_of_document() if data.bos else None,
-            on_bad_line=data.on_bad_line,
-        )
+        with in_recipe_words(self._recipe.where("data")):
+            return Tokenizing(
+                tokenizer,
+                eod=tokenizer.end_of_document(wanted) if data.eod else None,
+                bos=tokenizer.beginning_of_document() if data.bos else None,
+                on_bad_line=data.on_bad_line,
+            )
 
     def _script_output(self, source: SourceKeys) -> Path:
         script = self._recipe.folder / str(source.script)
@@ -191,15 +208,16 @@ class DataArtefacts:
         folder = self._folder("tokenizer", spec)
         with self._making(folder, "the recipe's tokenizer") as partial:
             if partial is not None:
-                files = train_tokenizer(
-                    pieces,
-                    vocab_size=section.train.vocab_size,
-                    min_frequency=section.train.min_frequency,
-                    eod=section.train.eod,
-                    on_bad_line=self._recipe.data.on_bad_line,
-                    options=self._options,
-                    reporter=self._reporter,
-                )
+                with in_recipe_words(self._recipe.where("data.train")):
+                    files = train_tokenizer(
+                        pieces,
+                        vocab_size=section.train.vocab_size,
+                        min_frequency=section.train.min_frequency,
+                        eod=section.train.eod,
+                        on_bad_line=self._recipe.data.on_bad_line,
+                        options=self._options,
+                        reporter=self._reporter,
+                    )
                 for name, data in files.items():
                     (partial / name).write_bytes(data)
                 _publish(partial, folder, "tokenizer", spec)

@@ -14,7 +14,6 @@ from trainshed.data.sampling.synthetic import SyntheticSource
 from trainshed.errors import InputError
 from trainshed.recipe import Recipe
 from trainshed.recipe.messages import as_recipe_error
-from trainshed.recipe.section import Problem
 from trainshed.reporting import SILENT, Reporter
 
 
@@ -45,10 +44,9 @@ def run_orders(
     steps = _steps(recipe, schedule, length, int(sum(source.tokens for source in data.sources) * share))
     making = _Making(recipe, indexes, build, reporter)
     order = making.order(data.sources, (0.0, share), schedule, steps, SkipList(section.skip), least=train.global_batch)
-    too_short = train.warmup_problem(steps)
-    if too_short is not None:
-        problem = Problem(("train", *too_short.path), too_short.what, too_short.hint)
-        raise as_recipe_error([problem], recipe.places)
+    too_short = list(recipe.warmup_problems(steps))
+    if too_short:
+        raise as_recipe_error(too_short, recipe.places)
     validation = None
     if section.validation is not None:
         measured, part = data.sources, (share, 1.0)

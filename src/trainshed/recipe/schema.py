@@ -98,15 +98,26 @@ class Recipe(Section):
             yield Problem(("data",), "synthetic data has no answers to fine-tune on", "write `train.mode: pretrain`")
         if self.data.synthetic and self.train.epochs is not None:
             yield Problem(("train", "epochs"), "synthetic data has no end to pass", "write `steps` or `tokens`")
-        if self.train.tokens is not None and self.train.batch_ramp is None and self.data.sequence_length is not None:
-            samples = -(-self.train.tokens // self.data.sequence_length)
-            problem = self.train.warmup_problem(-(-samples // self.train.global_batch))
-            if problem is not None:
-                yield Problem(("train", *problem.path), problem.what, problem.hint)
+        steps = self._known_steps()
+        if steps is not None:
+            yield from self.warmup_problems(steps)
         if self.serve is not None:
             yield from self._serving_problems()
         if self.model.config is not None:
             yield from fit_problems(self, self.model.config)
+
+    def _known_steps(self) -> int | None:
+        """The length of the run in steps, where it can be known without its data."""
+        train, length = self.train, self.data.sequence_length
+        if train.tokens is None or train.batch_ramp is not None or length is None:
+            return train.steps
+        return -(-train.tokens // (length * train.global_batch))
+
+    def warmup_problems(self, steps: int) -> Iterator[Problem]:
+        """A run of so many steps that ends before its warm-up does. Other engines have schedules of their own."""
+        problem = self.train.warmup_problem(steps) if self.engine.name == "torch" else None
+        if problem is not None:
+            yield Problem(("train", *problem.path), problem.what, problem.hint)
 
     def _weights_problems(self) -> Iterator[Problem]:
         if self.model.from_:

@@ -133,7 +133,7 @@ class TrainSection(Section):
         )
 
     def problems(self) -> Iterator[Problem]:
-        """One length; a warm-up within it; a ramp that arrives; a schedule that goes down."""
+        """One length; a ramp that arrives; a schedule that goes down."""
         given = [key for key in LENGTHS if getattr(self, key) is not None]
         if not given:
             yield Problem(
@@ -153,9 +153,6 @@ class TrainSection(Section):
                 f"{self.schedule.min_lr:g} is above the peak `optimizer.lr` of {self.optimizer.lr:g}",
                 "write a smaller one",
             )
-        problem = self.warmup_problem(self.steps) if self.steps is not None else None
-        if problem is not None:
-            yield problem
         ramp = self.batch_ramp
         if ramp is None:
             return

@@ -48,8 +48,10 @@ def extract(block: Block, key: str) -> tuple[list[str], list[BadLine]]:
     payload = block.payload
     if isinstance(payload, bytes) and block.first == 1 and payload.startswith(_BOM):
         payload = payload[len(_BOM) :]
-    if block.kind == "strings" or not isinstance(payload, bytes):
-        found: Iterable[tuple[int, _Found]] = enumerate(_cell(value, key) for value in payload)
+    if block.kind == "rows":
+        found: Iterable[tuple[int, _Found]] = enumerate(_row_document(row, key) for row in payload)
+    elif block.kind == "strings" or not isinstance(payload, bytes):
+        found = enumerate(_cell(value, key) for value in payload)
     elif block.kind == "jsonl":
         lines = payload.split(b"\n")
         loads = orjson.loads
@@ -98,6 +100,11 @@ def _json_document(line: bytes, key: str) -> _Found:
         except UnicodeDecodeError as broken:
             return _Bad(f"invalid UTF-8 at byte {broken.start}", "write the file as UTF-8")
         return _Bad(f"broken JSON: {error}", 'each line must be one JSON object such as {"' + key + '": "…"}')
+    return _row_document(row, key)
+
+
+def _row_document(row: Any, key: str) -> _Found:
+    """The document of a JSON object."""
     if not isinstance(row, dict):
         return _Bad(f"a JSON {_json_name(row)}, not an object", 'write {"' + key + '": "…"}')
     if key not in row:
