@@ -102,7 +102,9 @@ def take_launch(folder: str) -> None:
     with shared_cluster(Path(folder, "slurm")) as cluster:
         os.environ |= {"SLURM_CONF": cluster.conf, "XDG_STATE_HOME": f"{folder}/state"}
         subprocess.run(
-            [sys.executable, "-m", "trainshed", "run", "quickstart", "train.steps=1"], cwd=folder, check=True
+            [sys.executable, "-m", "trainshed", "run", "quickstart", "train.steps=1", "train.schedule.warmup=0"],
+            cwd=folder,
+            check=True,
         )
         commands = [
             ["submit", *asked, "--nodes", "9"],

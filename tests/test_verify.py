@@ -93,7 +93,7 @@ def test_a_layout_trains_as_one_process_does_and_resumes_bitwise(
 @pytest.mark.full
 def test_experts_spread_over_ranks_train_as_on_one_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = write_recipe(tmp_path, "{preset: tiny-moe, init: random}", "{dp: 2, ep: 2, shard: full}")
-    code, report, said = checked(capsys, recipe)
+    code, report, said = checked(capsys, recipe, "data.sequence_length=1024")
     assert code == 0, said
     assert (report["layout"]["ep"], report["layout"]["ranks"]) == (2, 2)
     assert report["model"]["moe"]["top_k"] == 2

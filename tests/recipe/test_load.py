@@ -30,8 +30,8 @@ def test_a_file_is_loaded_by_path_and_errors_name_it_as_typed(
 
 def test_a_shipped_recipe_is_found_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    recipe = load_recipe("quickstart", ["train.steps=5"])
-    assert recipe.train.steps == 5
+    recipe = load_recipe("quickstart", ["train.steps=50"])
+    assert recipe.train.steps == 50
     assert recipe.folder == shipped_recipes()["quickstart"].parent
 
 

@@ -103,7 +103,9 @@ def test_a_decay_that_is_stretched_keeps_the_id_and_one_that_is_a_length_does_no
 
 
 def test_the_id_of_an_architecture_ignores_what_its_family_fills_in(recipe: Callable[..., Recipe]) -> None:
-    sizes = "family: llama, layers: 2, hidden: 64, heads: 4, ffn: 9, vocab_size: 99, max_positions: 9, rope: {base: 1}"
+    sizes = (
+        "family: llama, layers: 2, hidden: 64, heads: 4, ffn: 9, vocab_size: 99, max_positions: 512, rope: {base: 1}"
+    )
     short = recipe(f"model={{init: random, config: {{{sizes}}}}}")
     long = recipe(f"model={{init: random, config: {{{sizes}, norm: rms, head_dim: 16, kv_heads: 4}}}}")
     assert run_id(short) == run_id(long)

@@ -8,7 +8,7 @@ from trainshed.errors import RecipeError
 from trainshed.recipe import Recipe, parse_recipe
 
 CONFIG = (
-    "model.config={family: llama, layers: 2, hidden: 64, heads: 4, ffn: 128, vocab_size: 1000, max_positions: 128, "
+    "model.config={family: llama, layers: 2, hidden: 64, heads: 4, ffn: 128, vocab_size: 1000, max_positions: 256, "
     "rope: {base: 1e4}}"
 )
 GPT2 = "model.config={family: gpt2, layers: 2, hidden: 64, heads: 4, ffn: 128, vocab_size: 1000, max_positions: 128}"
@@ -310,6 +310,18 @@ CASES: dict[str, tuple[tuple[str, ...], str, str, str | None]] = {
         "the decay ends at step 10, before the warm-up of 10 steps",
         "write the step at which `min_lr` is reached",
     ),
+    "warm-up as long as the run": (
+        ("train.schedule={name: cosine, warmup: 50}", "train.steps=50"),
+        "train.schedule.warmup",
+        "the warm-up of 50 steps leaves nothing of a run of 50: the learning rate would never reach its peak",
+        "write `warmup: 5`, or a longer run; on the command line: train.schedule.warmup=5",
+    ),
+    "warm-up longer than the tokens": (
+        ("train.schedule.warmup=4", "train.steps=null", "train.tokens=4097"),
+        "train.schedule.warmup",
+        "the warm-up of 4 steps leaves nothing of a run of 3: the learning rate would never reach its peak",
+        "write `warmup: 0`, or a longer run; on the command line: train.schedule.warmup=0",
+    ),
     "ramp from the top": (
         ("train.batch_ramp={start: 8, increment: 2, samples: 100}",),
         "train.batch_ramp.start",
@@ -421,6 +433,12 @@ CASES: dict[str, tuple[tuple[str, ...], str, str, str | None]] = {
         "256 is more than the 128 positions the model learns",
         "write 128 or less",
     ),
+    "longer than rotary positions are made for": (
+        (NO_PRESET, CONFIG, "data.sequence_length=512"),
+        "data.sequence_length",
+        "512 is more than the 256 positions the model is made for",
+        "write 256 or less; to go beyond it on purpose, raise `model.config.max_positions`",
+    ),
     "vocabulary larger than the embedding": (
         (NO_PRESET, CONFIG, "tokenizer={train: {vocab_size: 1001}}"),
         "tokenizer.train.vocab_size",
@@ -440,6 +458,13 @@ CASES: dict[str, tuple[tuple[str, ...], str, str, str | None]] = {
         "delete it",
     ),
 }
+
+
+def test_a_warm_up_may_outlast_a_leg_of_a_longer_schedule_or_be_the_whole_of_a_constant_one(
+    recipe: Callable[..., Recipe],
+) -> None:
+    assert recipe("train.schedule={name: cosine, warmup: 50, decay: 900}", "train.steps=20").train.steps == 20
+    assert recipe("train.schedule.warmup=20", "train.steps=20").train.steps == 20
 
 
 @pytest.mark.parametrize("case", CASES)

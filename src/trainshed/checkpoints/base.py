@@ -102,7 +102,7 @@ def fetch_base(
     not asked. `accept` sees the folder of the files before they become an artefact, and refuses them by raising.
     """
     base = _Base(address, artefacts_root, options)
-    with only_maker(base.folder):
+    with only_maker(base.folder, reporter):
         if base.in_place or base.is_there():
             accept(base.files)
         if base.is_there():

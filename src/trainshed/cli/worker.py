@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from trainshed.line import PreparedRun
+    from trainshed.storage import StoreOptions
 
 
 def worker(
@@ -53,11 +58,14 @@ def worker(
     from trainshed.engines.torch.watchdog import BUDGET_SECONDS, COLLECTIVE_SECONDS
     from trainshed.launch.here import read_plan
     from trainshed.line import open_run_folder, store_options, train_job
+    from trainshed.observe.rank_error import health_folder
     from trainshed.recipe import load_cluster, split_overrides
 
     cluster = load_cluster(on, split_overrides(overrides)[1])
     options = store_options(cluster)
     opened = open_run_folder(run, cluster)
+    if os.environ.get("RANK", "0") == "0":  # one look is enough, and a thousand ranks would each cost one
+        _check_tokens(opened, options, health_folder(run, attempt))
     # Its own log says how it goes: `trainshed logs` shows that of rank 0.
     with training_progress(opened.steps) as on_event:
         return train_rank(
@@ -68,6 +76,19 @@ def worker(
             collective_seconds=collective_seconds or COLLECTIVE_SECONDS,
             budget_seconds={**BUDGET_SECONDS, "step": step_seconds or BUDGET_SECONDS["step"]},
         )
+
+
+def _check_tokens(run: PreparedRun, options: StoreOptions, health: Path) -> None:
+    """See that the tokens are those that were prepared; whoever explains the end of the attempt is told if not."""
+    from trainshed.cli.console import reporter
+    from trainshed.errors import TrainshedError
+    from trainshed.observe.rank_error import write_error
+
+    try:
+        run.data.check_files(options, reporter())
+    except TrainshedError as error:
+        write_error(health, 0, error)
+        raise
 
 
 def _on_cpus(stage: str, job: Path, part: str) -> int:

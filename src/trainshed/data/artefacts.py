@@ -10,9 +10,9 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +20,19 @@ import orjson
 
 from trainshed.data.encode.tokenizer import Tokenizer, load_tokenizer
 from trainshed.data.encode.training import train_tokenizer
-from trainshed.data.prepare import ShardJob, Tokenizing, prepare
+from trainshed.data.prepare import Prepared, ShardJob, Tokenizing, content_hash, prepare
+from trainshed.data.prepared import BegunRun, PreparedSource, changed_file, check_files
+from trainshed.data.recipe_words import in_recipe_words
 from trainshed.data.text.corpus import assign_shards, find_pieces
 from trainshed.data.text.reading import Piece
 from trainshed.data.text.script import run_script, script_spec
-from trainshed.data.tokens.manifest import TokenManifest, read_token_manifest
+from trainshed.data.tokens.fingerprint import Fingerprint, difference, fingerprint_from, fingerprints_of
+from trainshed.data.tokens.manifest import PieceRecord, TokenManifest, read_token_manifest
 from trainshed.data.tokens.shards import shard_prefixes
 from trainshed.data.tokens.verify import verify
 from trainshed.errors import CorruptData, InputError, NotFound
 from trainshed.recipe import Recipe, TrainedTokenizer
-from trainshed.recipe.data import SourceKeys
+from trainshed.recipe.data import Source, SourceKeys
 from trainshed.reporting import SILENT, Reporter
 from trainshed.storage import LocalStore, StoreOptions, sha256_of
 from trainshed.storage.artefact_folder import artefact_folder, only_maker
@@ -39,28 +42,11 @@ MANIFEST = "manifest.json"
 VERDICT_SCHEMA = "trainshed.verdict/1"
 
 
-@dataclass(frozen=True)
-class PreparedSource:
-    """A source whose tokens are there and proven.
-
-    `name` is for reports, `label` for the shuffle: renaming a source must not change the order. `content` identifies
-    the lengths of its documents where a manifest tells it; None: they must be read.
-    """
-
-    name: str
-    label: str
-    weight: float | None
-    prefixes: tuple[str, ...]
-    content: str | None
-    documents: int
-    tokens: int
-    reused: bool
-
-
 class DataArtefacts:
     """Makes and finds the data artefacts of one recipe.
 
-    With `make=False` nothing is made: what is missing is an error that says which command makes it.
+    With `make=False` nothing is made: what is missing is an error that says which command makes it. `began` is the run
+    that they are for, where it has begun: it goes on with the text and the tokens it began with, or not at all.
     """
 
     def __init__(
@@ -69,13 +55,15 @@ class DataArtefacts:
         store: Path,
         *,
         make: bool = True,
+        tokenizer: Tokenizer | None = None,
         workers: int | None = None,
         options: StoreOptions | None = None,
+        began: BegunRun | None = None,
         reporter: Reporter = SILENT,
     ) -> None:
-        self._recipe, self._root = recipe, store / "artefacts"
+        self._recipe, self._root, self._began = recipe, store / "artefacts", began
         self._make, self._workers, self._options, self._reporter = make, workers, options, reporter
-        self._tokenizer: Tokenizer | None = None
+        self._tokenizer = tokenizer
 
     @property
     def indexes(self) -> Path:
@@ -91,9 +79,9 @@ class DataArtefacts:
                 self._tokenizer = load_tokenizer(self._recipe.tokenizer, self._options)
         return self._tokenizer
 
-    def source(self, source: SourceKeys, label: str, weight: float | None = None) -> PreparedSource:
+    def source(self, source: SourceKeys, label: str) -> PreparedSource:
         """Make or find the tokens of one source; `label` is its part of the shuffle's key."""
-        name = source.name or label
+        name, weight = source.name or label, source.weight if isinstance(source, Source) else None
         if source.tokens is not None:
             return self._given_tokens(source.tokens, name, label, weight)
         how = self._tokenizing()
@@ -102,11 +90,10 @@ class DataArtefacts:
         reused = all(m is not None and m.files_are_there(j.prefix) for m, j in zip(manifests, jobs, strict=True))
         if not reused:
             self._must_make(f"the tokens of source '{name}'")
-            prepared = prepare(jobs, how, workers=self._workers, options=self._options, reporter=self._reporter)
-            manifests = list(prepared.manifests)
+            prepared = self._prepare(source, jobs, how)
+            manifests, reused = list(prepared.manifests), not prepared.made
         found = [manifest for manifest in manifests if manifest is not None]
-        for job, manifest in zip(jobs, found, strict=True):
-            self._prove(job.prefix, manifest)
+        files = [file for job, manifest in zip(jobs, found, strict=True) for file in self._prove(job.prefix, manifest)]
         return PreparedSource(
             name=name,
             label=label,
@@ -116,6 +103,7 @@ class DataArtefacts:
             documents=sum(manifest.counts.documents for manifest in found),
             tokens=sum(manifest.counts.tokens for manifest in found),
             reused=reused,
+            files=tuple(files),
         )
 
     def make_part(self, source: SourceKeys, part: int, parts: int) -> int:
@@ -124,34 +112,74 @@ class DataArtefacts:
             return 0
         how = self._tokenizing()
         jobs = self._shard_jobs(source, how)[part::parts]
-        prepared = prepare(jobs, how, workers=self._workers, options=self._options, reporter=self._reporter)
+        prepared = self._prepare(source, jobs, how)
         for job, manifest in zip(jobs, prepared.manifests, strict=True):
             self._prove(job.prefix, manifest)
         return prepared.made
 
+    def refuse_changed_text(self, sources: Mapping[str, SourceKeys]) -> None:
+        """Stop before any work where the text that a begun run was tokenised from has changed."""
+        for label, source in sources.items():
+            known = self._began.data.source(label) if self._began is not None else None
+            if self._began is None or known is None or source.tokens is not None:
+                continue
+            manifests = [manifest for prefix in known.prefixes if (manifest := read_token_manifest(prefix)) is not None]
+            if len(manifests) < len(known.prefixes):
+                continue  # they are made again, and then compared with what they were
+            records = [record for manifest in manifests for record in manifest.inputs]
+            change = self._text_change(records, [piece for pieces in self._shards(source) for piece in pieces])
+            if change is not None:
+                raise InputError(
+                    f"the text of source '{known.name}' has changed since the run {self._began.name} began: {change}",
+                    where=self._place(source, source.kind),
+                    hint="put the old text back, or start another run on the new one with --id NAME",
+                )
+
+    def _prepare(self, source: SourceKeys, jobs: Sequence[ShardJob], how: Tokenizing) -> Prepared:
+        """Make shards; those that another run is making are waited for, since they are the same."""
+        with in_recipe_words(self._place(source)):
+            return prepare(jobs, how, workers=self._workers, wait=True, options=self._options, reporter=self._reporter)
+
+    def _place(self, source: SourceKeys, key: str | None = None) -> str:
+        """Where a source, or a key of it, stands in the recipe."""
+        number = next((at for at, each in enumerate(self._recipe.data.train) if each is source), None)
+        path = "data.validation" if number is None else f"data.train.{number}"
+        return self._recipe.where(f"{path}.{key}" if key else path)
+
     def _shard_jobs(self, source: SourceKeys, how: Tokenizing) -> list[ShardJob]:
         return [
             ShardJob(str(self._folder("tokens", _shard_spec(pieces, how)) / "tokens"), tuple(pieces))
-            for pieces in assign_shards(self._pieces(source), self._recipe.data.shards, self._options)
+            for pieces in self._shards(source)
         ]
+
+    def _shards(self, source: SourceKeys) -> list[list[Piece]]:
+        pieces = self._pieces(source)
+        with in_recipe_words(self._recipe.where("data.shards")):
+            return assign_shards(pieces, self._recipe.data.shards, self._options)
 
     def _pieces(self, source: SourceKeys) -> list[Piece]:
         patterns = list(source.path) if source.path is not None else [str(self._script_output(source))]
-        return find_pieces(
-            patterns, key=source.key or "text", documents=source.documents or "file", options=self._options
-        )
+        with in_recipe_words(self._place(source)):
+            return find_pieces(
+                patterns,
+                key=source.key or "text",
+                kind=source.format,
+                documents=source.documents or "file",
+                options=self._options,
+            )
 
     def _tokenizing(self) -> Tokenizing:
         tokenizer, data = self.tokenizer(), self._recipe.data
         if tokenizer is None:
             raise InputError("there is text to tokenise and no tokenizer", where=self._recipe.where("tokenizer"))
         wanted = data.eod if isinstance(data.eod, str) else None
-        return Tokenizing(
-            tokenizer,
-            eod=tokenizer.end_of_document(wanted) if data.eod else None,
-            bos=tokenizer.beginning_of_document() if data.bos else None,
-            on_bad_line=data.on_bad_line,
-        )
+        with in_recipe_words(self._recipe.where("data")):
+            return Tokenizing(
+                tokenizer,
+                eod=tokenizer.end_of_document(wanted) if data.eod else None,
+                bos=tokenizer.beginning_of_document() if data.bos else None,
+                on_bad_line=data.on_bad_line,
+            )
 
     def _script_output(self, source: SourceKeys) -> Path:
         script = self._recipe.folder / str(source.script)
@@ -180,14 +208,16 @@ class DataArtefacts:
         folder = self._folder("tokenizer", spec)
         with self._making(folder, "the recipe's tokenizer") as partial:
             if partial is not None:
-                files = train_tokenizer(
-                    pieces,
-                    vocab_size=section.train.vocab_size,
-                    min_frequency=section.train.min_frequency,
-                    eod=section.train.eod,
-                    options=self._options,
-                    reporter=self._reporter,
-                )
+                with in_recipe_words(self._recipe.where("data.train")):
+                    files = train_tokenizer(
+                        pieces,
+                        vocab_size=section.train.vocab_size,
+                        min_frequency=section.train.min_frequency,
+                        eod=section.train.eod,
+                        on_bad_line=self._recipe.data.on_bad_line,
+                        options=self._options,
+                        reporter=self._reporter,
+                    )
                 for name, data in files.items():
                     (partial / name).write_bytes(data)
                 _publish(partial, folder, "tokenizer", spec)
@@ -198,9 +228,11 @@ class DataArtefacts:
 
         documents = tokens = 0
         tokenizer = self.tokenizer()
+        files: list[Fingerprint] = []
         for prefix in prefixes:
             for shard in shard_prefixes(prefix):
                 manifest = read_token_manifest(shard, self._options)
+                files += self._given_files(shard, manifest, label)
                 if manifest is None:
                     self._reporter.note(f"{shard}: no manifest (not made by Trainshed); taken as it is")
                 elif tokenizer is not None and manifest.spec["tokenizer"] != tokenizer.sha256:
@@ -209,26 +241,107 @@ class DataArtefacts:
                         where=shard,
                         hint=f"prepare the text again with {tokenizer.address}, or name its tokenizer in the recipe",
                     )
+                config = self._recipe.model.config
+                if manifest is not None and config is not None and manifest.spec["vocab_size"] > config.vocab_size:
+                    raise InputError(
+                        f"these tokens are of a vocabulary of {manifest.spec['vocab_size']:,} ({manifest.tokenizer}), "
+                        f"more than the {config.vocab_size:,} rows of the model's embedding",
+                        where=shard,
+                        hint="name the model that they were made for, or prepare the text again with its tokenizer",
+                    )
                 with IndexedReader(shard) as reader:
                     documents += reader.documents
                     tokens += reader.tokens
-        return PreparedSource(name, label, weight, tuple(prefixes), None, documents, tokens, reused=True)
+        return PreparedSource(
+            name, label, weight, tuple(prefixes), None, documents, tokens, reused=True, files=tuple(files)
+        )
 
-    def _prove(self, prefix: str, manifest: TokenManifest) -> None:
-        """Read new tokens back once and store the verdict beside them."""
+    def _given_files(self, shard: str, manifest: TokenManifest | None, label: str) -> tuple[Fingerprint, ...]:
+        """Look at tokens that were given: against their manifest's sizes, and what they were when the run began."""
+        known = self._began.data.source(label) if self._began is not None else None
+        seen = [file for file in known.files if file.path.rpartition(".")[0] == shard] if known is not None else []
+        differences = [found for file in seen if (found := difference(file, self._options)) is not None]
+        if self._make and manifest is not None and differences and all(kind == "time" for kind, _ in differences):
+            self._read_whole(shard, "was written again since the run began")
+        else:
+            check_files(seen, self._options, self._reporter)
+        files = fingerprints_of(shard, manifest, self._options)
+        sizes = {entry.path.rpartition(".")[2]: entry.size for entry in manifest.files} if manifest else {}
+        for file in files:
+            expected = sizes.get(file.path.rpartition(".")[2], file.size)
+            if file.size != expected:
+                raise changed_file(file.path, f"it has {file.size:,} bytes, its manifest says {expected:,}")
+        return files
+
+    def _prove(self, prefix: str, manifest: TokenManifest) -> tuple[Fingerprint, ...]:
+        """Read new tokens back once and store the verdict beside them; later, see that they are still what was read.
+
+        That costs a look at their sizes, times and a few blocks. Only tokens that were written again are read again.
+        """
         path, proven = Path(f"{prefix}.verdict.json"), manifest.manifest().sha256
-        if path.exists() and orjson.loads(path.read_bytes()).get("manifest") == proven:
-            return
+        kept = orjson.loads(path.read_bytes()) if path.exists() else {}
+        why = None
+        if kept.get("manifest") == proven and "files" in kept:
+            known = [fingerprint_from(each | {"path": str(path.parent / each["path"])}) for each in kept["files"]]
+            if not self._make:
+                check_files(known, self._options, self._reporter)
+                return tuple(known)
+            differences = [(file, found) for file in known if (found := difference(file)) is not None]
+            if not differences:
+                return tuple(known)
+            for file, (kind, words) in differences:
+                if kind != "time":
+                    raise changed_file(file.path, words)
+            why = "was written again since it was proven"
+        elif kept.get("manifest") == proven:
+            why = "was proven by a version that kept no fingerprint"
         self._must_make(f"the verdict on {prefix}")
-        (verdict,) = verify(prefix, reporter=self._reporter)
-        if not verdict.passed:
-            raise CorruptData(
-                f"tokens just written do not read back: {'; '.join(verdict.problems)}",
-                where=prefix,
-                hint="check the disk, then run it again",
-            )
-        body = {"schema": VERDICT_SCHEMA, "manifest": proven, "passed": True, "checked": verdict.checked}
+        # Before reading: what is written from then on has another time.
+        files = fingerprints_of(prefix, manifest)
+        checked = self._read_whole(prefix, why)
+        body = {
+            "schema": VERDICT_SCHEMA,
+            "manifest": proven,
+            "passed": True,
+            "checked": checked,
+            "files": [asdict(replace(file, path=Path(file.path).name)) for file in files],
+        }
         LocalStore(path.parent).put(path.name, orjson.dumps(body, option=orjson.OPT_INDENT_2) + b"\n")
+        return files
+
+    def _read_whole(self, prefix: str, why: str | None) -> list[str]:
+        """Read every byte of a shard against its manifest, and return what was checked; `why` where it is not new."""
+        if why is not None:
+            self._reporter.note(f"{prefix} {why}: it is read whole")
+        (verdict,) = verify(prefix, reporter=self._reporter)
+        if verdict.passed:
+            return verdict.checked
+        raise CorruptData(
+            f"these tokens are not what their manifest says: {'; '.join(verdict.problems)}",
+            where=prefix,
+            hint=f"put the old files back, or have them made again: remove {prefix}.* and run the recipe",
+        )
+
+    def _text_change(self, records: Sequence[PieceRecord], pieces: Sequence[Piece]) -> str | None:
+        """Say what is different in a corpus; a file of the same size and another time is read to know."""
+        before = {record.address: record.size for record in records}
+        now = {piece.address: piece.size for piece in pieces}
+        for address in before:
+            if address not in now:
+                return f"{address} is no longer part of it"
+        for address, size in now.items():
+            if address not in before:
+                return f"{address} is new"
+            if size != before[address]:
+                return f"{address} has {size:,} bytes, and had {before[address]:,}"
+        known = {record.place: record for record in records}
+        for piece in pieces:
+            record = known.get(PieceRecord.of(piece, None).place)
+            if record is None or record.version == piece.version:
+                continue
+            if record.sha256 != content_hash(piece, self._options):
+                return f"{piece.address} holds other text of the same size"
+        return None
 
     def _folder(self, kind: str, spec: dict[str, Any]) -> Path:
         return artefact_folder(self._root, kind, spec)
@@ -240,7 +353,7 @@ class DataArtefacts:
             yield None
             return
         self._must_make(what)
-        with only_maker(folder):
+        with only_maker(folder, self._reporter):
             yield None if _is_there(folder) else _emptied(folder)
 
     def _must_make(self, what: str) -> None:

@@ -15,17 +15,17 @@ from trainshed import __version__
 from trainshed.data.encode.block_tokenizer import TokenizeOptions, Tokens
 from trainshed.data.encode.encoders import EncoderName
 from trainshed.data.encode.tokenizer import SpecialToken, Tokenizer
-from trainshed.data.text.documents import BadLine, OnBadLine
+from trainshed.data.text.documents import BadLine, OnBadLine, place_of
 from trainshed.data.text.reading import Piece, PieceReader, lines_before
 from trainshed.data.tokens.indexed import token_dtype
-from trainshed.data.tokens.local_shard import LocalShardWriter
+from trainshed.data.tokens.local_shard import LocalShardWriter, ShardHeld, shard_is_held, wait_for_shard
 from trainshed.data.tokens.manifest import PieceRecord, TokenManifest, forget_set, read_token_manifest
 from trainshed.data.tokens.remote_shard import RemoteShardWriter
 from trainshed.data.tokens.shard_writer import BAD_LINES_KEPT, Counts, ShardWriter
 from trainshed.data.tokens.token_file import local_path
 from trainshed.data.workers.dealing import Job
 from trainshed.data.workers.pool import WorkerPool, default_workers
-from trainshed.errors import BadDocument, InputError
+from trainshed.errors import InputError
 from trainshed.reporting import SILENT, Reporter
 from trainshed.storage import open_store
 
@@ -85,25 +85,60 @@ def prepare(
     *,
     workers: int | None = None,
     overwrite: bool = False,
+    wait: bool = False,
     options: StoreOptions | None = None,
     reporter: Reporter = SILENT,
 ) -> Prepared:
-    """Make every shard that is not already there and proven; the bytes do not depend on `workers`."""
+    """Make every shard that is not already there and proven; the bytes do not depend on `workers`.
+
+    With `wait`, a shard that another process is making is waited for, and then found or made; else it is an error.
+    """
     manifests: dict[str, TokenManifest] = {}
+    made = 0
+    while todo := _missing(jobs, manifests, how, overwrite, options, reporter):
+        held = next((job.prefix for job in todo if wait and _is_held(job.prefix)), None)
+        if held is not None:
+            wait_for_shard(str(local_path(held)), reporter)
+            continue
+        if len(todo) < len(jobs):
+            reporter.note(f"{len(jobs) - len(todo)} of {len(jobs)} shards are already there and proven")
+        try:
+            finished = _Preparation(todo, how, workers, options, reporter).run()
+        except ShardHeld:
+            if not wait:
+                raise
+            continue  # it was taken since we looked: see what is left once it is done
+        manifests |= {job.prefix: manifest for job, manifest in zip(todo, finished, strict=True)}
+        made += len(todo)
+    if not made:
+        reporter.note(f"{len(jobs)} of {len(jobs)} shards are already there and proven")
+    return Prepared([manifests[job.prefix] for job in jobs], made=made, reused=len(jobs) - made)
+
+
+def _missing(
+    jobs: Sequence[ShardJob],
+    manifests: dict[str, TokenManifest],
+    how: Tokenizing,
+    overwrite: bool,
+    options: StoreOptions | None,
+    reporter: Reporter,
+) -> list[ShardJob]:
+    """Return the shards that are still to be made, and add the manifests of the others."""
     todo: list[ShardJob] = []
     for job in jobs:
+        if job.prefix in manifests:
+            continue
         found = read_token_manifest(job.prefix, options)
         if found is not None and _still_true(found, job, how, overwrite, options, reporter):
             manifests[job.prefix] = found
         else:
             todo.append(job)
-    if len(todo) < len(jobs):
-        reporter.note(f"{len(jobs) - len(todo)} of {len(jobs)} shards are already there and proven")
-    if todo:
-        made = _Preparation(todo, how, workers, options, reporter).run()
-        manifests |= {job.prefix: manifest for job, manifest in zip(todo, made, strict=True)}
-    ordered = [manifests[job.prefix] for job in jobs]
-    return Prepared(ordered, made=len(todo), reused=len(jobs) - len(todo))
+    return todo
+
+
+def _is_held(prefix: str) -> bool:
+    local = local_path(prefix)
+    return local is not None and shard_is_held(local)
 
 
 def _still_true(
@@ -131,13 +166,17 @@ def _still_true(
         reporter.note(f"{job.prefix}: made of other files than before, made anew")
         return False
     for record, piece in zip(found.inputs, job.pieces, strict=True):
-        if record.version != piece.version and record.sha256 != _content_hash(piece, options):
+        if record.version != piece.version and record.sha256 != content_hash(piece, options):
             reporter.note(f"{job.prefix}: {piece.address} has changed, made anew")
             return False
-    return found.files_are_there(job.prefix, options)
+    if not found.files_are_there(job.prefix, options):
+        reporter.note(f"{job.prefix}: its files are gone or of another size than its manifest says, made anew")
+        return False
+    return True
 
 
-def _content_hash(piece: Piece, options: StoreOptions | None) -> str | None:
+def content_hash(piece: Piece, options: StoreOptions | None) -> str | None:
+    """Read a piece for its hash alone, as the manifest records it."""
     store, path = open_store(piece.address, options)
     reader = PieceReader(piece, store, path)
     for _ in reader.blocks():
@@ -257,23 +296,17 @@ class _Preparation:
 
     def _examples(self, at: _At, bad_lines: list[BadLine]) -> tuple[str, ...]:
         """The bad lines that the manifest quotes; where they are not to be skipped, the first one ends the work."""
-        if bad_lines and self._how.on_bad_line == "stop":
-            first = bad_lines[0]
-            raise BadDocument(
-                first.what,
-                where=self._place(at, first.number),
-                hint=f"{first.hint}, or write --on-bad-line skip to leave such lines out and count them",
-            )
-        room = BAD_LINES_KEPT - len(self._writers[at.shard].progress.counts.bad_line_examples)
-        return tuple(f"{self._place(at, bad.number)}: {bad.what}" for bad in bad_lines[:room])
-
-    def _place(self, at: _At, number: int) -> str:
-        """File and line, counted from the start of the file also where the shard reads a part of it."""
         piece = self._jobs[at.shard].pieces[at.piece]
+        if bad_lines and self._how.on_bad_line == "stop":
+            raise bad_lines[0].as_error(piece, self._number(piece, bad_lines[0]))
+        room = BAD_LINES_KEPT - len(self._writers[at.shard].progress.counts.bad_line_examples)
+        return tuple(f"{place_of(piece, self._number(piece, bad))}: {bad.what}" for bad in bad_lines[:room])
+
+    def _number(self, piece: Piece, bad: BadLine) -> int:
+        """The line, counted from the start of the file also where the shard reads a part of it."""
         if piece not in self._lines_before:
             self._lines_before[piece] = lines_before(piece, *open_store(piece.address, self._options))
-        number += self._lines_before[piece]
-        return f"{piece.address}, row {number}" if piece.format.kind == "parquet" else f"{piece.address}:{number}"
+        return bad.number + self._lines_before[piece]
 
     def _pieces_done(self, shard: int, until: int) -> None:
         writer = self._writers[shard]

@@ -3,43 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from trainshed.data.artefacts import PreparedSource
 from trainshed.data.order import DataOrder
+from trainshed.data.prepared import PreparedData, PreparedSource
 from trainshed.data.sampling.build_order import TokenFiles, build_order, open_order
 from trainshed.data.sampling.schedule import BatchSchedule, RampUp, SkipList
 from trainshed.data.sampling.synthetic import SyntheticSource
 from trainshed.errors import InputError
 from trainshed.recipe import Recipe
+from trainshed.recipe.messages import as_recipe_error
 from trainshed.reporting import SILENT, Reporter
-
-
-@dataclass(frozen=True)
-class PreparedData:
-    """The prepared sources of a run; `validation` is its own source, None where it has none or shares the corpus."""
-
-    sources: tuple[PreparedSource, ...]
-    validation: PreparedSource | None = None
-
-    def to_plain(self) -> dict[str, Any]:
-        """As JSON takes it: kept with the run, so that ranks need not look for sources again."""
-        return {
-            "sources": [asdict(source) for source in self.sources],
-            "validation": self.validation and asdict(self.validation),
-        }
-
-    @classmethod
-    def from_plain(cls, plain: dict[str, Any]) -> PreparedData:
-        """Read what `to_plain` gave."""
-        validation = plain["validation"]
-        return cls(tuple(_source(each) for each in plain["sources"]), validation and _source(validation))
-
-
-def _source(plain: dict[str, Any]) -> PreparedSource:
-    return PreparedSource(**plain | {"prefixes": tuple(plain["prefixes"])})
 
 
 @dataclass(frozen=True)
@@ -68,7 +43,10 @@ def run_orders(
     share = section.split.train if section.split else 1.0
     steps = _steps(recipe, schedule, length, int(sum(source.tokens for source in data.sources) * share))
     making = _Making(recipe, indexes, build, reporter)
-    order = making.order(data.sources, (0.0, share), schedule, steps, SkipList(section.skip))
+    order = making.order(data.sources, (0.0, share), schedule, steps, SkipList(section.skip), least=train.global_batch)
+    too_short = list(recipe.warmup_problems(steps))
+    if too_short:
+        raise as_recipe_error(too_short, recipe.places)
     validation = None
     if section.validation is not None:
         measured, part = data.sources, (share, 1.0)
@@ -97,6 +75,8 @@ class _Making:
         schedule: BatchSchedule,
         steps: int,
         skip: SkipList,
+        *,
+        least: int = 1,
     ) -> DataOrder:
         files = [
             TokenFiles(
@@ -122,8 +102,32 @@ class _Making:
             schedule=schedule,
             steps=steps,
             skip=skip,
+            accept=lambda order: self._require_text(order, least, of_split=share != (0.0, 1.0)),
             reporter=self.reporter,
         )
+
+    def _require_text(self, order: DataOrder, least: int, *, of_split: bool) -> None:
+        """Refuse sources without a whole sample, or with less than one batch together: steps would fail or repeat."""
+        length = order.sequence_length
+        where = self.recipe.where("data.split" if of_split else "data.train")
+        more = "give it more text" + (", another `data.split`" if of_split else "") + " or a smaller"
+        samples = 0
+        for source in order.sources:
+            if source.epoch_samples == 0:
+                raise InputError(
+                    f"source '{source.name}' holds {source.tokens or 'no'} tokens, and a sample takes {length + 1}",
+                    where=where,
+                    hint=f"{more} `data.sequence_length`",
+                )
+            samples += source.epoch_samples or least
+        if samples < least:
+            count = f"{samples} sample" + ("s" if samples > 1 else "")
+            raise InputError(
+                f"the sources hold {count} of {length + 1} tokens, fewer than one batch of {least}: every step would "
+                "see the same text more than once",
+                where=where,
+                hint=f"{more} `train.global_batch` or `data.sequence_length`",
+            )
 
 
 def _synthetic(recipe: Recipe) -> SyntheticSource:

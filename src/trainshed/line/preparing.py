@@ -6,6 +6,7 @@ Each is skipped when its artefact is already proven; no GPU is held meanwhile.
 from __future__ import annotations
 
 import shutil
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,20 +17,26 @@ import orjson
 from trainshed.catalog.models import architecture
 from trainshed.checkpoints.base import BaseWeights, fetch_base, find_base
 from trainshed.checkpoints.proving.verdict import read_verdict, refuse_failed
-from trainshed.data.artefacts import DataArtefacts, PreparedSource
-from trainshed.data.encode.tokenizer import Tokenizer
+from trainshed.data.artefacts import DataArtefacts
+from trainshed.data.encode.tokenizer import Tokenizer, load_tokenizer
 from trainshed.data.order import DataOrder
-from trainshed.data.run_orders import PreparedData, run_orders
-from trainshed.errors import InputError, NotFound
+from trainshed.data.prepared import BegunRun, PreparedData, PreparedSource, refuse_other_tokens
+from trainshed.data.run_orders import run_orders
+from trainshed.errors import InputError, NotFound, TrainshedError
 from trainshed.line.runnable import check_runnable
-from trainshed.recipe import Cluster, ModelConfig, Recipe, load_cluster, load_recipe, run_id, to_yaml
+from trainshed.models.hf_config import read_hf_config
+from trainshed.recipe import Cluster, ModelConfig, Recipe, fit_problems, load_cluster, load_recipe, run_id, to_yaml
 from trainshed.recipe.data import SourceKeys
+from trainshed.recipe.messages import as_recipe_error
+from trainshed.recipe.section import Problem
 from trainshed.reporting import SILENT, Reporter
 from trainshed.storage import LocalStore, StoreOptions, join, open_store, parse
+from trainshed.storage.attempts import newest_attempt
 
 AnySource = TypeVar("AnySource", bound=SourceKeys)
 PREPARED = "prepared.json"
-PREPARED_SCHEMA = "trainshed.prepared/1"
+PREPARED_SCHEMA = "trainshed.prepared/2"
+"""Since 2 the sources say what their token files were; older ones are read as well."""
 
 
 @dataclass(frozen=True)
@@ -106,14 +113,73 @@ def run_line(
     store = store_root(recipe, cluster)
     resolved = resolve(recipe, options)
     name = id or run_id(resolved)
+    tokenizer = check_fit(resolved, options)
     base = fetch_weights(resolved, store, options, reporter)
-    resolved = _with_architecture(resolved, base) if base is not None else resolved
-    artefacts = DataArtefacts(resolved, store, workers=workers, options=options, reporter=reporter)
+    resolved = _with_architecture(resolved, base, tokenizer) if base is not None else resolved
     folder = store / "runs" / resolved.name / name
+    began = begun_run(folder)
+    artefacts = DataArtefacts(
+        resolved, store, tokenizer=tokenizer, workers=workers, options=options, began=began, reporter=reporter
+    )
     keep_recipe(resolved, folder)
-    run = _prepared(resolved, name, folder, artefacts, base, build=True, reporter=reporter)
+    run = _prepared(resolved, name, folder, artefacts, base, began, build=True, reporter=reporter)
     _keep_prepared(run)
     return run
+
+
+def check_fit(recipe: Recipe, options: StoreOptions | None = None) -> Tokenizer | None:
+    """Refuse, before anything is fetched or made, a model that is too small for the recipe; returns its tokenizer.
+
+    The architecture may be that of base weights whose config.json can be read alone; other weights bring it later.
+    """
+    tokenizer = None
+    if isinstance(recipe.tokenizer, str) and not recipe.data.synthetic:
+        tokenizer = load_tokenizer(recipe.tokenizer, options)
+    config = recipe.model.config or _announced_architecture(recipe, options)
+    if config is not None:
+        refuse_small_model(recipe, config, tokenizer)
+    return tokenizer
+
+
+def refuse_small_model(recipe: Recipe, config: ModelConfig, tokenizer: Tokenizer | None) -> None:
+    """Raise where an architecture has too few rows or positions for what the recipe asks of it."""
+    problems = list(fit_problems(recipe, config))
+    if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
+        like = f"`tokenizer: {recipe.model.from_}`" if recipe.model.from_ else "a smaller tokenizer"
+        problems.append(
+            Problem(
+                ("tokenizer",),
+                f"it has {tokenizer.vocab_size:,} tokens, more than the {config.vocab_size:,} rows of the model's "
+                "embedding",
+                f"write {like}, or a model with `vocab_size: {tokenizer.vocab_size}` or more",
+            )
+        )
+    if problems:
+        raise as_recipe_error(problems, recipe.places)
+
+
+def _announced_architecture(recipe: Recipe, options: StoreOptions | None) -> ModelConfig | None:
+    if recipe.model.from_ is None:
+        return None
+    store, path = open_store(parse(recipe.model.from_), options)
+    place = join(path, "config.json")
+    if store.head(place) is None:
+        return None
+    try:
+        body = orjson.loads(store.read(place))
+    except orjson.JSONDecodeError:
+        return None  # opening the weights says what is wrong with it
+    return read_hf_config(body, join(store.url, place))
+
+
+def check_fit_from_afar(recipe: Recipe, config: ModelConfig, options: StoreOptions, *, offline: bool) -> None:
+    """As `check_fit`, for a job that runs elsewhere: a tokenizer that only nodes reach is left to their first stage."""
+    tokenizer = None
+    address = recipe.tokenizer
+    if isinstance(address, str) and not recipe.data.synthetic and ("://" not in address or not offline):
+        with suppress(TrainshedError):
+            tokenizer = load_tokenizer(address, options)
+    refuse_small_model(recipe, config, tokenizer)
 
 
 def fetch_weights(recipe: Recipe, store: Path, options: StoreOptions, reporter: Reporter) -> BaseWeights | None:
@@ -128,27 +194,46 @@ def fetch_weights(recipe: Recipe, store: Path, options: StoreOptions, reporter: 
         reporter=reporter,
         accept=partial(_heed_verdict, recipe, reporter),
     )
-    _measure_base(base, _with_architecture(recipe, base), reporter)
+    _measure_base(base, _with_architecture(recipe, base, None), reporter)
     return base
 
 
-def tokenise_part(recipe: Recipe, cluster: Cluster, part: int, parts: int, reporter: Reporter = SILENT) -> int:
-    """Tokenise one part of a recipe's shards, so that many machines share the work; returns how many it made."""
+def begun_run(folder: Path) -> BegunRun | None:
+    """Return the data that the run of a folder began with; None where it has had no attempt yet."""
+    if not (folder / PREPARED).is_file() or not newest_attempt(LocalStore(folder), ""):
+        return None
+    body = orjson.loads((folder / PREPARED).read_bytes())
+    return BegunRun(f"{folder.parent.name}/{folder.name}", PreparedData.from_plain(body["data"]))
+
+
+def tokenise_part(
+    recipe: Recipe, cluster: Cluster, run: Path, part: int, parts: int, reporter: Reporter = SILENT
+) -> int:
+    """Tokenise one part of the shards of a run, so that many machines share the work; returns how many it made."""
     store, options = store_root(recipe, cluster), store_options(cluster)
     resolved = resolve(recipe, options)
-    artefacts = DataArtefacts(resolved, store, options=options, reporter=reporter)
-    validation = resolved.data.validation
-    own = [validation] if validation is not None and validation.kind is not None else []
-    return sum(artefacts.make_part(source, part, parts) for source in (*resolved.data.train, *own))
+    tokenizer, began = check_fit(resolved, options), begun_run(run)
+    artefacts = DataArtefacts(resolved, store, tokenizer=tokenizer, options=options, began=began, reporter=reporter)
+    sources = _named_sources(resolved)
+    artefacts.refuse_changed_text(sources)
+    return sum(artefacts.make_part(source, part, parts) for source in sources.values())
 
 
-def _with_architecture(recipe: Recipe, base: BaseWeights) -> Recipe:
-    """Write out the architecture that base weights bring, where the recipe leaves it to them."""
+def _named_sources(recipe: Recipe) -> dict[str, SourceKeys]:
+    """Every source that has documents of its own by its label: those of training first."""
+    named: dict[str, SourceKeys] = {f"source-{number}": source for number, source in enumerate(recipe.data.train)}
+    validation = recipe.data.validation
+    return named | {"validation": validation} if validation is not None and validation.kind is not None else named
+
+
+def _with_architecture(recipe: Recipe, base: BaseWeights, tokenizer: Tokenizer | None) -> Recipe:
+    """Write out the architecture that base weights bring, where the recipe leaves it to them and it is large enough."""
     if recipe.model.config is not None:
         return recipe
     with base.open() as weights:
-        model = recipe.model.model_copy(update={"config": weights.config})
-    return recipe.model_copy(update={"model": model})
+        config = weights.config
+    refuse_small_model(recipe, config, tokenizer)
+    return recipe.model_copy(update={"model": recipe.model.model_copy(update={"config": config})})
 
 
 def _measure_base(base: BaseWeights, recipe: Recipe, reporter: Reporter) -> None:
@@ -214,14 +299,16 @@ def open_run(recipe: Recipe, cluster: Cluster | None = None, *, id: str | None =
     store = store_root(recipe, cluster)
     resolved = resolve(recipe, options)
     name = id or run_id(resolved)
+    tokenizer = check_fit(resolved, options)
     base = None
     if resolved.model.from_:
         base = find_base(resolved.model.from_, store / "artefacts", options=options)
         _heed_verdict(resolved, SILENT, base.files)
-        resolved = _with_architecture(resolved, base)
-    artefacts = DataArtefacts(resolved, store, make=False, options=options)
+        resolved = _with_architecture(resolved, base, tokenizer)
     folder = store / "runs" / resolved.name / name
-    return _prepared(resolved, name, folder, artefacts, base, build=False, reporter=SILENT)
+    began = begun_run(folder)
+    artefacts = DataArtefacts(resolved, store, make=False, tokenizer=tokenizer, options=options, began=began)
+    return _prepared(resolved, name, folder, artefacts, base, began, build=False, reporter=SILENT)
 
 
 def open_run_folder(folder: Path, cluster: Cluster | None = None) -> PreparedRun:
@@ -272,18 +359,20 @@ def _prepared(
     folder: Path,
     artefacts: DataArtefacts,
     base: BaseWeights | None,
+    began: BegunRun | None,
     *,
     build: bool,
     reporter: Reporter,
 ) -> PreparedRun:
-    section = recipe.data
     data = PreparedData(())
-    if not section.synthetic:
-        sources = [
-            artefacts.source(source, f"source-{number}", source.weight) for number, source in enumerate(section.train)
-        ]
-        own = section.validation if section.validation is not None and section.validation.kind is not None else None
-        data = PreparedData(tuple(sources), artefacts.source(own, "validation") if own is not None else None)
+    if not recipe.data.synthetic:
+        sources = _named_sources(recipe)
+        artefacts.refuse_changed_text(sources)
+        made = {label: artefacts.source(source, label) for label, source in sources.items()}
+        validation = made.pop("validation", None)
+        data = PreparedData(tuple(made.values()), validation)
+        if began is not None:
+            refuse_other_tokens(began, data)
     orders = run_orders(recipe, data, artefacts.indexes, build=build, reporter=reporter)
     tokenizer = artefacts.tokenizer()
     return PreparedRun(recipe, name, folder, data, orders.steps, orders.train, orders.validation, tokenizer, base)

@@ -16,6 +16,7 @@ from trainshed.errors import InputError
 from trainshed.launch.job import JobFile
 from trainshed.line.engine_files import leave_base, leave_data, leave_tokenizer, refuse_unproven
 from trainshed.line.preparing import (
+    check_fit,
     fetch_weights,
     keep_recipe,
     resolve,
@@ -47,7 +48,7 @@ def run_stage(stage: str, job_folder: Path, *, part: int = 0, parts: int = 1, re
             raise InputError("there are no base weights to convert", where=recipe.where("model.from"))
         leave_base(base, run, job.wanted, reporter)
     elif stage == "tokenise":
-        made = tokenise_part(recipe, cluster, part, parts, reporter)
+        made = tokenise_part(recipe, cluster, run, part, parts, reporter)
         reporter.note(f"part {part + 1} of {parts}: {made} shards tokenised")
     elif stage == "prepare":
         _prepare(recipe, cluster, run, job.wanted, reporter)
@@ -61,7 +62,9 @@ def run_stage(stage: str, job_folder: Path, *, part: int = 0, parts: int = 1, re
 
 def _fetch(recipe: Recipe, cluster: Cluster, reporter: Reporter) -> BaseWeights | None:
     options = store_options(cluster)
-    return fetch_weights(resolve(recipe, options), store_root(recipe, cluster), options, reporter)
+    resolved = resolve(recipe, options)
+    check_fit(resolved, options)
+    return fetch_weights(resolved, store_root(recipe, cluster), options, reporter)
 
 
 def _prepare(recipe: Recipe, cluster: Cluster, run: Path, wanted: tuple[str, ...], reporter: Reporter) -> None:
@@ -74,8 +77,12 @@ def _prepare(recipe: Recipe, cluster: Cluster, run: Path, wanted: tuple[str, ...
             leave_data(prepared, options, reporter)
     else:
         resolved = resolve(recipe, options)
+        tokenizer = check_fit(resolved, options)
         keep_recipe(resolved, run)
-        tokenizer = DataArtefacts(resolved, store_root(recipe, cluster), options=options, reporter=reporter).tokenizer()
+        artefacts = DataArtefacts(
+            resolved, store_root(recipe, cluster), tokenizer=tokenizer, options=options, reporter=reporter
+        )
+        tokenizer = artefacts.tokenizer()
     if "tokenizer" in wanted and tokenizer is not None:
         leave_tokenizer(tokenizer, run, options)
 

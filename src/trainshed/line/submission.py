@@ -28,7 +28,7 @@ from trainshed.launch.job import JOB_FILE, MOUNTED_JOB, Code, Job, JobFile, Stag
 from trainshed.launch.shipping import pack_code, provenance
 from trainshed.line.placing import PlannedRun, plan_on_cluster
 from trainshed.line.planning import planned_model
-from trainshed.line.preparing import resolve, store_options
+from trainshed.line.preparing import check_fit_from_afar, resolve, store_options
 from trainshed.line.runnable import check_runnable, store_on
 from trainshed.line.serving import SCRIPT as SERVE_SCRIPT
 from trainshed.line.serving import serve_notes, serve_script, serve_stage
@@ -60,6 +60,7 @@ def build_job(
     store = store_on(cluster, recipe)
     resolved = resolve(recipe, store_options(cluster), pin=not offline)
     model = planned_model(resolved, cluster)
+    check_fit_from_afar(resolved, model.config, store_options(cluster), offline=offline)
     planned = plan_on_cluster(resolved, cluster, model, nodes, gpus, despite_memory)
     _check_export(resolved, planned.layout)
     setup = fabric_setup(cluster, nodes=planned.placement.nodes)

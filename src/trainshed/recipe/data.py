@@ -24,6 +24,8 @@ from trainshed.recipe.section import (
 )
 
 KINDS = ("path", "tokens", "script")
+TextFormat = Literal["jsonl", "json", "csv", "tsv", "parquet", "text"]
+"""What a file of text can hold: one JSON object a line, one JSON array, a table, or the text itself."""
 TEXT_DEFAULTS = {"key": "text", "documents": "file"}
 # Fractions are typed by hand; 1/3 written with four digits is still a third.
 SUM_TOLERANCE = 1e-3
@@ -34,8 +36,8 @@ class SourceKeys(Section):
 
     path: Addresses | None = Field(
         None,
-        description="Text: a path or glob, or a list (.jsonl, .jsonl.zst, .jsonl.gz, "
-        ".parquet, plain text), relative to the current directory",
+        description="Text: a path or glob, or a list (.jsonl, .parquet, .csv, .tsv, plain text; all but parquet also "
+        "with .gz or .zst), relative to the current directory",
         examples=["s3://corpus/*.jsonl.zst"],
     )
     tokens: Addresses | None = Field(None, description="Prepared tokens: a PREFIX of .bin/.idx files, or a list")
@@ -45,6 +47,10 @@ class SourceKeys(Section):
         "into DIR; its path is relative to the recipe file",
     )
     args: Annotated[tuple[str, ...], Field(strict=False)] = Field((), description="Further arguments for `script`")
+    format: TextFormat | None = Field(
+        None,
+        description="What the files hold, where names do not tell; `json` is one array, `jsonl` one object a line",
+    )
     key: Text | None = Field(None, description="The field or column that holds the text; `text` if left out")
     documents: Literal["file", "line", "blank_line"] | None = Field(
         None, description="Plain text only: a document is a whole file (default), a line, or a paragraph"
@@ -77,7 +83,7 @@ class SourceKeys(Section):
         if self.args and not self.script:
             yield Problem(("args",), "is read with `script` only", "delete it")
         if kinds == ["tokens"]:
-            for key in ("key", "documents"):
+            for key in ("format", "key", "documents"):
                 if getattr(self, key) is not None:
                     yield Problem((key,), "is not read: these tokens are already prepared", "delete it")
 

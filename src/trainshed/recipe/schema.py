@@ -113,10 +113,26 @@ class Recipe(Section):
             yield Problem(("data",), "synthetic data has no answers to fine-tune on", "write `train.mode: pretrain`")
         if self.data.synthetic and self.train.epochs is not None:
             yield Problem(("train", "epochs"), "synthetic data has no end to pass", "write `steps` or `tokens`")
+        steps = self._known_steps()
+        if steps is not None:
+            yield from self.warmup_problems(steps)
         if self.serve is not None:
             yield from self._serving_problems()
         if self.model.config is not None:
             yield from fit_problems(self, self.model.config)
+
+    def _known_steps(self) -> int | None:
+        """The length of the run in steps, where it can be known without its data."""
+        train, length = self.train, self.data.sequence_length
+        if train.tokens is None or train.batch_ramp is not None or length is None:
+            return train.steps
+        return -(-train.tokens // (length * train.global_batch))
+
+    def warmup_problems(self, steps: int) -> Iterator[Problem]:
+        """A run of so many steps that ends before its warm-up does. Other engines have schedules of their own."""
+        problem = self.train.warmup_problem(steps) if self.engine.name == "torch" else None
+        if problem is not None:
+            yield Problem(("train", *problem.path), problem.what, problem.hint)
 
     def _weights_problems(self) -> Iterator[Problem]:
         if self.model.from_:
@@ -158,11 +174,17 @@ class Recipe(Section):
 def fit_problems(recipe: Recipe, config: ModelConfig) -> Iterator[Problem]:
     """Yield where an architecture is too small for the recipe; the catalog asks this for presets."""
     length = recipe.data.sequence_length
-    if config.positions == "learned" and length is not None and length > config.max_positions:
+    if length is not None and length > config.max_positions:
+        hint = f"write {config.max_positions} or less"
+        if config.positions == "rope":
+            written = recipe.model.config is not None
+            how = "raise `model.config.max_positions`" if written else "write `model.config` with more `max_positions`"
+            hint += f"; to go beyond it on purpose, {how}"
+        does = "learns" if config.positions == "learned" else "is made for"
         yield Problem(
             ("data", "sequence_length"),
-            f"{length} is more than the {config.max_positions} positions the model learns",
-            f"write {config.max_positions} or less",
+            f"{length} is more than the {config.max_positions} positions the model {does}",
+            hint,
         )
     if isinstance(recipe.tokenizer, TrainedTokenizer):
         wanted = recipe.tokenizer.train.vocab_size

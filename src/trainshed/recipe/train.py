@@ -115,6 +115,23 @@ class TrainSection(Section):
     deterministic: bool = Field(False, description="Bitwise repeatable on GPUs, at a cost")
     lora: Lora | None = Field(None, description="Train adapters only; needs `model.from`")
 
+    def warmup_problem(self, steps: int) -> Problem | None:
+        """Return what is wrong where a run of so many steps ends before its warm-up does.
+
+        Not where `decay` names a step of its own: the run is then one leg of a longer one.
+        """
+        schedule = self.schedule
+        ends_with_run = schedule.name == "wsd" or (schedule.name != "constant" and schedule.decay is None)
+        if schedule.warmup < steps or (not ends_with_run and (schedule.warmup == steps or schedule.decay is not None)):
+            return None
+        fitting = steps // 10
+        return Problem(
+            ("schedule", "warmup"),
+            f"the warm-up of {schedule.warmup} steps leaves nothing of a run of {steps}: the learning rate would never "
+            "reach its peak",
+            f"write `warmup: {fitting}`, or a longer run; on the command line: train.schedule.warmup={fitting}",
+        )
+
     def problems(self) -> Iterator[Problem]:
         """One length; a ramp that arrives; a schedule that goes down."""
         given = [key for key in LENGTHS if getattr(self, key) is not None]

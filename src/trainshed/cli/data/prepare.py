@@ -22,7 +22,7 @@ def prepare(
     no_eod: Annotated[bool, Parameter(negative="")] = False,
     bos: Annotated[bool, Parameter(negative="")] = False,
     on_bad_line: Literal["stop", "skip"] = "stop",
-    format: Literal["jsonl", "parquet", "text"] | None = None,
+    format: Literal["jsonl", "json", "csv", "tsv", "parquet", "text"] | None = None,
     documents: Literal["file", "line", "blank-line"] = "file",
     encoder: Literal["auto", "gigatoken", "tokenizers"] = "auto",
     overwrite: Annotated[bool, Parameter(negative="")] = False,
@@ -36,13 +36,13 @@ def prepare(
     Parameters
     ----------
     inputs
-        Files, folders or globs, local or in any store: .jsonl, .parquet, .txt; text and JSON also as .gz or .zst.
+        Files, folders or globs, local or in any store: .jsonl, .csv, .tsv, .txt, .md (also as .gz or .zst), .parquet.
     tokenizer
         A tokenizer folder or tokenizer.json (local or any store), or a Hub id such as org/name.
     output
         The PREFIX to write to, local or in any store.
     key
-        The JSON key or parquet column that holds the text.
+        The JSON key or the column that holds the text.
     shards
         Write this many pairs of files, PREFIX-00000-of-00072.bin and so on (default 1, or N with --task i/N).
     task
@@ -58,7 +58,7 @@ def prepare(
     on_bad_line
         Stop at a line that holds no document, or skip and count it.
     format
-        What the files hold, where their names do not tell.
+        What the files hold, where their names do not tell; json is one array, jsonl one object a line.
     documents
         Plain text: one document per file, per line, or between blank lines.
     encoder

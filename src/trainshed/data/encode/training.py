@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import orjson
 
-from trainshed.data.text.documents import extract
+from trainshed.data.text.documents import OnBadLine, extract
 from trainshed.data.text.reading import Piece, PieceReader
 from trainshed.errors import InputError, MissingExtra
-from trainshed.reporting import SILENT, Reporter
+from trainshed.reporting import SILENT, Reporter, Task
 from trainshed.storage import open_store
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ def train_tokenizer(
     vocab_size: int,
     min_frequency: int = 2,
     eod: str = "<|endoftext|>",
+    on_bad_line: OnBadLine = "skip",
     options: StoreOptions | None = None,
     reporter: Reporter = SILENT,
 ) -> dict[str, bytes]:
@@ -47,8 +48,15 @@ def train_tokenizer(
     )
     total = min(SAMPLE_BYTES, sum(piece.bytes for piece in pieces))
     with reporter.task("tokenizer", total=total, unit="B") as task:
-        tokenizer.train_from_iterator(_texts(pieces, options, task.advance), trainer)
+        sample = _Sample(pieces, on_bad_line, options, task)
+        tokenizer.train_from_iterator(sample.texts(), trainer)
     found = tokenizer.get_vocab_size()
+    if not sample.characters:
+        raise InputError(
+            "the training sources hold no text to learn a tokenizer from",
+            where=pieces[0].address if pieces else None,
+            hint="give the recipe text, or the address of a tokenizer",
+        )
     if found < vocab_size:
         raise InputError(
             f"the corpus gives a vocabulary of {found:,} tokens, {vocab_size:,} are asked for",
@@ -62,13 +70,24 @@ def train_tokenizer(
     }
 
 
-def _texts(pieces: Sequence[Piece], options: StoreOptions | None, advance: object) -> Iterator[list[str]]:
-    room = SAMPLE_BYTES
-    for piece in pieces:
-        for block in PieceReader(piece, *open_store(piece.address, options)).blocks():
-            documents, _ = extract(block, piece.key)
-            yield documents
-            advance(block.bytes_read)  # type: ignore[operator]
-            room -= sum(map(len, documents))
-            if room <= 0:
-                return
+class _Sample:
+    """The first text of a corpus, and how much of it there was."""
+
+    def __init__(
+        self, pieces: Sequence[Piece], on_bad_line: OnBadLine, options: StoreOptions | None, task: Task
+    ) -> None:
+        self._pieces, self._on_bad_line, self._options, self._task = pieces, on_bad_line, options, task
+        self.characters = 0
+
+    def texts(self) -> Iterator[list[str]]:
+        """Yield the documents of block after block, up to SAMPLE_BYTES."""
+        for piece in self._pieces:
+            for block in PieceReader(piece, *open_store(piece.address, self._options)).blocks():
+                documents, bad_lines = extract(block, piece.key)
+                if bad_lines and self._on_bad_line == "stop":
+                    raise bad_lines[0].as_error(piece, bad_lines[0].number)
+                yield documents
+                self._task.advance(block.bytes_read)
+                self.characters += sum(map(len, documents))
+                if self.characters >= SAMPLE_BYTES:
+                    return

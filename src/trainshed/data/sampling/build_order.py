@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,9 +41,13 @@ def build_order(
     schedule: BatchSchedule,
     steps: int,
     skip: SkipList | None = None,
+    accept: Callable[[DataOrder], None] = lambda _: None,
     reporter: Reporter = SILENT,
 ) -> DataOrder:
-    """Open the order, first making what `steps` steps need and `indexes/<key>/` does not hold yet."""
+    """Open the order, first making what `steps` steps need and `indexes/<key>/` does not hold yet.
+
+    `accept` sees how much each source holds before any epoch is made, and refuses it by raising.
+    """
 
     specs = _specs(files, seed)
 
@@ -55,7 +59,9 @@ def build_order(
         return _order(files, specs, made, sequence_length, schedule, skip)
 
     # How many epochs a source needs follows from the blend, which may need to know how large the sources are.
-    budgets = opened([0] * len(files)).budget(steps)
+    sized = opened([0] * len(files))
+    accept(sized)
+    budgets = sized.budget(steps)
     return opened([math.ceil(budget.epochs or 0) for budget in budgets])
 
 

@@ -19,6 +19,7 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -42,6 +43,7 @@ from trainshed.data.tokens.indexed import SCAN_ITEMS, IndexedReader
 from trainshed.errors import CorruptData, InputError
 from trainshed.reporting import SILENT, Reporter
 from trainshed.storage import FileEntry, Manifest
+from trainshed.storage.artefact_folder import only_maker
 
 # A window's place is found by walking at most one stride on either side; 64 keeps the table at 1/8 byte a
 # unit and the walk at about 100 evaluations of the permutation (some microseconds).
@@ -132,6 +134,13 @@ def build_index(
     folder: Path, spec: IndexSpec, shards: Sequence[str], *, epochs: int, reporter: Reporter = SILENT
 ) -> SourceIndex:
     """Make the index in `folder`, or add to it what it lacks. An index that has all of it is only opened."""
+    complete = (folder / MANIFEST).exists() and load_manifest(folder).facts["epochs"] >= epochs
+    with nullcontext() if complete else only_maker(folder, reporter):
+        _add_what_lacks(folder, spec, shards, epochs, reporter)
+    return SourceIndex(folder)
+
+
+def _add_what_lacks(folder: Path, spec: IndexSpec, shards: Sequence[str], epochs: int, reporter: Reporter) -> None:
     fresh = not (folder / MANIFEST).exists()
     if fresh:
         files, facts = _build_starts(folder, spec, shards)
@@ -151,7 +160,6 @@ def build_index(
         facts["epochs"] = epochs
     if fresh or have < epochs:
         save_manifest(folder, asdict(spec), facts, files)
-    return SourceIndex(folder)
 
 
 def _build_starts(folder: Path, spec: IndexSpec, shards: Sequence[str]) -> tuple[list[FileEntry], dict[str, Any]]:

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import orjson
 
+from trainshed.errors import BadDocument
+
 if TYPE_CHECKING:
-    from trainshed.data.text.reading import Block
+    from trainshed.data.text.reading import Block, Piece
 
 OnBadLine = Literal["stop", "skip"]
 
@@ -27,14 +29,29 @@ class BadLine:
     what: str
     hint: str
 
+    def as_error(self, piece: Piece, number: int) -> BadDocument:
+        """Return the error that this line is where lines are not to be skipped; `number` counts within the file."""
+        return BadDocument(
+            self.what,
+            where=place_of(piece, number),
+            hint=f"{self.hint}, or write --on-bad-line skip to leave such lines out and count them",
+        )
+
+
+def place_of(piece: Piece, number: int) -> str:
+    """Name a line or row of a file."""
+    return f"{piece.address}:{number}" if piece.format.by_line else f"{piece.address}, row {number}"
+
 
 def extract(block: Block, key: str) -> tuple[list[str], list[BadLine]]:
     """Return a block's documents, and the lines that hold none though they are not blank."""
     payload = block.payload
     if isinstance(payload, bytes) and block.first == 1 and payload.startswith(_BOM):
         payload = payload[len(_BOM) :]
-    if block.kind == "strings" or not isinstance(payload, bytes):
-        found: Iterable[tuple[int, _Found]] = enumerate(_cell(value, key) for value in payload)
+    if block.kind == "rows":
+        found: Iterable[tuple[int, _Found]] = enumerate(_row_document(row, key) for row in payload)
+    elif block.kind == "strings" or not isinstance(payload, bytes):
+        found = enumerate(_cell(value, key) for value in payload)
     elif block.kind == "jsonl":
         lines = payload.split(b"\n")
         loads = orjson.loads
@@ -83,6 +100,11 @@ def _json_document(line: bytes, key: str) -> _Found:
         except UnicodeDecodeError as broken:
             return _Bad(f"invalid UTF-8 at byte {broken.start}", "write the file as UTF-8")
         return _Bad(f"broken JSON: {error}", 'each line must be one JSON object such as {"' + key + '": "…"}')
+    return _row_document(row, key)
+
+
+def _row_document(row: Any, key: str) -> _Found:
+    """The document of a JSON object."""
     if not isinstance(row, dict):
         return _Bad(f"a JSON {_json_name(row)}, not an object", 'write {"' + key + '": "…"}')
     if key not in row:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from trainshed.errors import BadDocument, InputError, MissingExtra
 
-Kind = Literal["jsonl", "parquet", "text"]
+# The recipe's schema and the flag of `data prepare` say the same; a test holds them together.
+Kind = Literal["jsonl", "json", "csv", "tsv", "parquet", "text"]
 Compression = Literal["gz", "zst"]
 TextDocuments = Literal["file", "line", "blank_line"]
 """Where a plain-text document ends: at the end of its file, of each line, or at each blank line."""
@@ -19,10 +20,27 @@ ENDINGS: dict[str, Kind] = {
     ".json": "jsonl",
     ".ndjson": "jsonl",
     ".parquet": "parquet",
+    ".csv": "csv",
+    ".tsv": "tsv",
     ".txt": "text",
     ".md": "text",
+    ".markdown": "text",
     ".rst": "text",
 }
+_MARKUP = (
+    "holds markup beside its text",
+    "extract the text first (trafilatura does), or write --format text to take it as it is, tags included",
+)
+_PRINTED = ("is made for printing", "extract its text into .txt or .jsonl files first")
+_ARCHIVE = ("is an archive", "unpack it first")
+REFUSED = {
+    **dict.fromkeys((".html", ".htm", ".xhtml", ".xml"), _MARKUP),
+    **dict.fromkeys((".pdf", ".docx", ".epub"), _PRINTED),
+    **dict.fromkeys((".tar", ".tgz", ".zip"), _ARCHIVE),
+    ".xlsx": ("is a spreadsheet", "save it as .csv"),
+    ".arrow": ("is an Arrow file", "save it as parquet: datasets.load_from_disk(DIR).to_parquet(FILE)"),
+}
+"""Endings of what people have as well and what is not read by itself: what it is, and what to do."""
 COMPRESSIONS: dict[str, Compression] = {".gz": "gz", ".zst": "zst", ".zstd": "zst"}
 
 # Small enough that even a file compressed a thousandfold inflates to a bounded piece at a time.
@@ -36,6 +54,11 @@ class Format:
     kind: Kind
     compression: Compression | None = None
 
+    @property
+    def by_line(self) -> bool:
+        """Whether a place in the file is a line of it; otherwise it is a row."""
+        return self.kind in ("jsonl", "text")
+
 
 def format_of(address: str, kind: Kind | None = None) -> Format:
     """Tell a file's format by its name; `kind` overrules the ending."""
@@ -45,11 +68,15 @@ def format_of(address: str, kind: Kind | None = None) -> Format:
         name = name.rsplit(".", 1)[0]
     found = kind or next((k for ending, k in ENDINGS.items() if name.endswith(ending)), None)
     if found is None:
+        ending = next((each for each in REFUSED if name.endswith(each)), None)
+        if ending is not None:
+            what, hint = REFUSED[ending]
+            raise InputError(f"a {ending} file {what}", where=address, hint=hint)
         raise InputError(
             "cannot tell from its name what this file holds",
             where=address,
-            hint=f"known endings: {', '.join(ENDINGS)} (text and JSON also with .gz or .zst); "
-            "or write --format jsonl, --format text or --format parquet",
+            hint=f"known endings: {', '.join(ENDINGS)} (all but parquet also with .gz or .zst); "
+            f"or write --format with one of {', '.join(get_args(Kind))}",
         )
     if found == "parquet" and compression:
         raise InputError(

@@ -13,6 +13,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
 from trainshed.data.text.formats import Format, TextDocuments, decompress
+from trainshed.data.text.tables import array_rows, csv_texts, refuse_array
 
 if TYPE_CHECKING:
     from trainshed.storage import Store
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
 BLOCK_BYTES = 4 * 1024 * 1024
 READ_BYTES = 1024 * 1024
 
-BlockKind = Literal["jsonl", "file", "line", "blank_line", "strings"]
+BlockKind = Literal["jsonl", "file", "line", "blank_line", "strings", "rows"]
+DELIMITERS = {"csv": ",", "tsv": "\t"}
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ class Piece:
         """Whether several shards can share the file: documents must be findable from the middle of it."""
         if self.format.kind == "parquet":
             return True
-        by_line = self.format.kind == "jsonl" or self.documents == "line"
+        by_line = self.format.kind == "jsonl" or (self.format.kind == "text" and self.documents == "line")
         return by_line and self.format.compression is None
 
     @property
@@ -90,16 +92,20 @@ class PieceReader:
         piece = self.piece
         if piece.format.kind == "parquet":
             yield from self._parquet_blocks(after)
+        elif piece.format.kind in DELIMITERS:
+            yield from self._csv_blocks(after)
+        elif piece.format.kind == "json":
+            yield from self._array_blocks(after)
         else:
             kind: BlockKind = "jsonl" if piece.format.kind == "jsonl" else piece.documents
             yield from self._text_blocks(kind, after)
         self.sha256 = f"sha256:{self._digest.hexdigest()}"
 
     def _text_blocks(self, kind: BlockKind, after: int) -> Iterator[Block]:
-        raw = self._counted(_lines_between(self._store, self._path, self.piece))
-        plain = decompress(raw, self.piece.format.compression, self.piece.address)
         position, line = 0, 1
-        for data in _cut(plain, _boundary(kind)):
+        for data in _cut(self._plain(), _boundary(kind)):
+            if kind == "jsonl" and position == 0 and self.piece.start == 0:
+                refuse_array(data, self.piece.address)
             lines, start, position = data.count(b"\n"), position, position + len(data)
             if position > after:
                 # A store may cut its chunks, and so our blocks, differently than the time before.
@@ -107,6 +113,35 @@ class PieceReader:
                 read, self._bytes_read = self._bytes_read, 0
                 yield Block(kind, data[skip:], line + data.count(b"\n", 0, skip), position, read)
             line += lines
+
+    def _csv_blocks(self, after: int) -> Iterator[Block]:
+        piece, texts, size, first = self.piece, [], 0, 1
+        column = csv_texts(self._plain(), DELIMITERS[piece.format.kind], piece.key, piece.address)
+        for text in column:
+            texts.append(text)
+            size += len(text or "")
+            if size >= BLOCK_BYTES:
+                yield from self._rows_block("strings", texts, first, after)
+                texts, size, first = [], 0, first + len(texts)
+        yield from self._rows_block("strings", texts, first, after)
+
+    def _array_blocks(self, after: int) -> Iterator[Block]:
+        rows = array_rows(self._plain(), self.piece.address)
+        together = max(1, BLOCK_BYTES * len(rows) // max(self.piece.size, 1))
+        for start in range(0, len(rows), together):
+            yield from self._rows_block("rows", rows[start : start + together], start + 1, after)
+
+    def _rows_block(self, kind: BlockKind, rows: list[Any], first: int, after: int) -> Iterator[Block]:
+        position = first - 1 + len(rows)
+        if position > after:
+            skip = max(after - (first - 1), 0)
+            read, self._bytes_read = self._bytes_read, 0
+            yield Block(kind, rows[skip:], first + skip, position, read)
+
+    def _plain(self) -> Iterator[bytes]:
+        """The bytes of the piece, counted, hashed and inflated."""
+        raw = self._counted(_lines_between(self._store, self._path, self.piece))
+        return decompress(raw, self.piece.format.compression, self.piece.address)
 
     def _counted(self, chunks: Iterable[bytes]) -> Iterator[bytes]:
         for chunk in chunks:

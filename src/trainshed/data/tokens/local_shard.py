@@ -22,6 +22,8 @@ import orjson
 from trainshed.data.encode.block_tokenizer import Tokens
 from trainshed.data.tokens.shard_writer import Counts, Progress, explained
 from trainshed.errors import Conflict
+from trainshed.reporting import Reporter
+from trainshed.storage.artefact_folder import Holder, describe_holder, wait_for_holder
 from trainshed.storage.manifest import FileEntry
 
 if TYPE_CHECKING:
@@ -30,6 +32,36 @@ if TYPE_CHECKING:
 MARK_SECONDS = 1.0
 JOURNAL_FORMAT = 1
 CHECKSUM_BYTES = 8
+
+
+class ShardHeld(Conflict):
+    """Another process is at work on the shard."""
+
+
+def wait_for_shard(prefix: str, reporter: Reporter) -> None:
+    """Wait while another process is at work on a shard: until it is done, or has ended in any other way."""
+    journal = _journal_path(prefix)
+    wait_for_holder(prefix, _holder_path(prefix), lambda: shard_is_held(prefix), reporter, sign_of_life=journal)
+
+
+def shard_is_held(prefix: str) -> bool:
+    """Whether another process is at work on a shard."""
+    try:
+        with open(_journal_path(prefix), "rb") as journal:
+            fcntl.flock(journal, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False  # nobody has begun; or a mount that knows no locks
+    return False
+
+
+def _journal_path(prefix: str) -> Path:
+    return Path(f"{prefix}.journal.partial")
+
+
+def _holder_path(prefix: str) -> Path:
+    return Path(f"{prefix}.holder.partial")
 
 
 class LocalShardWriter:
@@ -48,13 +80,15 @@ class LocalShardWriter:
         self._bin, self._index = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
         self._tokens_path = Path(f"{prefix}.bin.partial")
         self._lengths_path = Path(f"{prefix}.lengths.partial")
-        self._journal_path = Path(f"{prefix}.journal.partial")
+        self._journal_path = _journal_path(prefix)
         self._manifest_path = Path(f"{prefix}.manifest.json")
+        self._holder_path = _holder_path(prefix)
         with explained(prefix):
             self._journal_path.parent.mkdir(parents=True, exist_ok=True)
             # Opened first and removed last: whoever holds it has the shard.
             self._journal = stack.enter_context(open(self._journal_path, "ab+", buffering=0))
             self._lock(prefix)
+            self._holder_path.write_bytes(Holder.here().to_bytes())
             self._tokens = stack.enter_context(open(self._tokens_path, "ab+", buffering=0))
             self._lengths = stack.enter_context(open(self._lengths_path, "ab+", buffering=0))
             self._digest, self._lengths_digest = hashlib.sha256(), hashlib.sha256()
@@ -72,10 +106,10 @@ class LocalShardWriter:
             pass  # some network mounts know no locks
         # Without a name: whoever had it finished, and removed it, after we opened it.
         if taken or os.fstat(self._journal.fileno()).st_nlink == 0:
-            raise Conflict(
+            raise ShardHeld(
                 "another process is preparing this shard",
                 where=prefix,
-                hint="wait for it, or write another --output",
+                hint=f"wait for it ({describe_holder(Holder.read(self._holder_path))}), or write another --output",
             )
 
     def _resume(self) -> Progress:
@@ -185,6 +219,7 @@ class LocalShardWriter:
             index_partial.replace(self._index)
             # Of no use from here on: before the manifest, so that being killed after it leaves nothing behind.
             self._lengths_path.unlink()
+            self._holder_path.unlink(missing_ok=True)
             self._journal_path.unlink()
         return [
             FileEntry(self._bin.name, size, f"sha256:{self._digest.hexdigest()}"),

@@ -114,6 +114,8 @@ def _source_problems(source: SourceKeys, path: tuple[str | int, ...]) -> Iterato
     if source.path is None:
         yield Problem(path, "torchtune reads chat data itself: neither tokens nor a script", hint)
         return
+    if source.format is not None:
+        yield Problem((*path, "format"), "torchtune tells formats by the names of files", "delete it")
     for address in source.path:
         if "://" in address and not address.startswith(HUB):
             yield Problem((*path, "path"), f"torchtune cannot read {address}", hint)
