@@ -140,6 +140,12 @@ def written(tmp_path: Path, text: str) -> Cluster:
 @pytest.mark.parametrize(
     ("text", "what", "where", "hint"),
     [
+        (
+            "fabric: ib\n",
+            "there is no fabric `ib`",
+            "mine.yaml:4 (fabric)",
+            "did you mean infiniband-hdr or infiniband-ndr or infiniband-xdr?",
+        ),
         ("fabric: efa-v9\n", "there is no fabric `efa-v9`", "mine.yaml:4 (fabric)", "did you mean efa-v4"),
         (
             "fabric: tcpxo@v9\n",

@@ -139,6 +139,14 @@ def test_a_misspelt_cluster_gets_the_nearest(project: Path) -> None:
     [
         ("target: slum", "(target)", "`slum` is not one of local, slurm, kubernetes, ray", "did you mean slurm?"),
         (
+            "target: k8s",
+            "(target)",
+            "`k8s` is not one of local, slurm, kubernetes, ray",
+            "did you mean kubernetes?",
+        ),
+        ("target: local\nenv: {A: x}", "(env)", "unknown key `env`", "did you mean environment?"),
+        ("target: local\ntime: 24", "(time)", "unknown key `time`", "did you mean limits.hours?"),
+        (
             "target: local\nstorage: {size_tib: 4}",
             "(storage.tier)",
             "is missing",

@@ -36,6 +36,17 @@ _BOUNDS = {
     "less_than": ("lt", "must be less than {}"),
     "less_than_equal": ("le", "must be at most {}"),
 }
+# What people write for a choice in fewer letters, or by who sells it.
+_SHORT_WORDS = {
+    "k8s": "kubernetes",
+    "kube": "kubernetes",
+    "gke": "kubernetes",
+    "eks": "kubernetes",
+    "aks": "kubernetes",
+    "sbatch": "slurm",
+    "localhost": "local",
+    "here": "local",
+}
 
 
 def validate(kind: type[Kind], document: Document) -> Kind:
@@ -174,7 +185,8 @@ def _wrong_length(kind: str, context: dict[str, Any]) -> tuple[str, str | None]:
 
 
 def _wrong_choice(choices: list[str], value: Any) -> tuple[str, str | None]:
-    near = difflib.get_close_matches(str(value).lower(), choices, n=1, cutoff=0.6)
+    written = _SHORT_WORDS.get(str(value).lower(), str(value).lower())
+    near = difflib.get_close_matches(written, choices, n=1, cutoff=0.6)
     if len(choices) == 1:
         return f"{shown(value)} is not known", f"this version knows {choices[0]}"
     what = f"{shown(value)} is not one of {', '.join(choices)}"

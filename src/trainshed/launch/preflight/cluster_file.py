@@ -22,7 +22,7 @@ def cluster_file_checks(cluster: Cluster, environment: Mapping[str, str] = os.en
         yield _secret(cluster, name, reference, environment)
     yield from _machine(cluster)
     if cluster.nodes.max is None and cluster.target != "local":
-        what = "no most number of nodes is set: a job that asks for too many waits for ever"
+        what = "`nodes.max` is not set: a job that asks for more nodes than there are waits for ever"
         yield Check("nodes", "warn", what, f"{cluster.where('nodes')}: write nodes: {{default: 1, max: N}}")
     elif cluster.target != "local":
         yield Check("nodes", "pass", f"{cluster.nodes.default} by default, {cluster.nodes.max} at most")
