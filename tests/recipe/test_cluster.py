@@ -144,6 +144,42 @@ def test_a_misspelt_cluster_gets_the_nearest(project: Path) -> None:
             "`k8s` is not one of local, slurm, kubernetes, ray",
             "did you mean kubernetes?",
         ),
+        (
+            "target: local\nlimits: {shared_memory: a lot}",
+            "(limits.shared_memory)",
+            "`a lot` is no size",
+            "write a number and its unit, for example 250Gi",
+        ),
+        (
+            "target: kubernetes\nvolumes: [{mount: data, pvc: x}]",
+            "(volumes.0.mount)",
+            "`data` is no absolute path",
+            "write for example /data, without a colon",
+        ),
+        (
+            "target: kubernetes\nkubernetes: {resources: {ib: 1}}",
+            "(kubernetes.resources.ib)",
+            "`ib` is no name of a device",
+            "write what `kubectl get nodes -o yaml` lists below `allocatable`, for example rdma/ib",
+        ),
+        (
+            "target: kubernetes\nkubernetes: {resources: {nvidia.com/gpu: 8}}",
+            '(kubernetes.resources."nvidia.com/gpu")',
+            "GPUs are asked for by the `machine`",
+            "delete it",
+        ),
+        (
+            "target: kubernetes\nkubernetes: {resources: {rdma/ib: 2Gi}}",
+            "(kubernetes.resources.rdma/ib)",
+            "devices are counted, and `2Gi` is no number",
+            "write for example 1",
+        ),
+        (
+            "target: kubernetes\nkubernetes: {resources: {rdma/ib: 0}}",
+            "(kubernetes.resources.rdma/ib)",
+            "must be at least 1, and is 0",
+            None,
+        ),
         ("target: local\nenv: {A: x}", "(env)", "unknown key `env`", "did you mean environment?"),
         ("target: local\ntime: 24", "(time)", "unknown key `time`", "did you mean limits.hours?"),
         (

@@ -13,8 +13,16 @@ from trainshed.errors import RecipeError
 from trainshed.recipe import scalars
 from trainshed.recipe.keys import find_key, nearest_key, siblings
 from trainshed.recipe.places import Document, KeyPath, Places, dotted_key
-from trainshed.recipe.schema import LONGEST_NAME, RESERVED, Recipe
-from trainshed.recipe.section import PROBLEMS, Problem
+from trainshed.recipe.schema import LONGEST_NAME, NAME_PATTERN, RESERVED, Recipe
+from trainshed.recipe.section import (
+    PATH_PATTERN,
+    PROBLEMS,
+    QUANTITY_PATTERN,
+    TEXT_PATTERN,
+    URL_PATTERN,
+    VARIABLE_PATTERN,
+    Problem,
+)
 
 Kind = TypeVar("Kind", bound=BaseModel)
 
@@ -36,6 +44,19 @@ _BOUNDS = {
     "less_than": ("lt", "must be less than {}"),
     "less_than_equal": ("le", "must be at most {}"),
 }
+_PATTERNS = {
+    NAME_PATTERN: (
+        "`{}` cannot name objects on a cluster",
+        "use lower-case letters, digits and dashes; begin with a letter",
+    ),
+    QUANTITY_PATTERN: ("`{}` is no size", "write a number and its unit, for example 250Gi"),
+    VARIABLE_PATTERN: ("`{}` is no name of a variable", "use letters, digits and underscores, for example HF_HOME"),
+    PATH_PATTERN: ("`{}` is no absolute path", "write for example /data, without a colon"),
+    URL_PATTERN: ("`{}` is no URL", "write for example http://head:8265"),
+    # The value stays out of it: it may be a secret in the wrong place.
+    TEXT_PATTERN: ("holds a NUL character, which no job can have", "take it out"),
+}
+"""What is wrong with a text by the pattern that it does not match, and what to write."""
 # What people write for a choice in fewer letters, or by who sells it.
 _SHORT_WORDS = {
     "k8s": "kubernetes",
@@ -159,10 +180,7 @@ def _value_message(found: dict[str, Any]) -> tuple[str, str | None]:
     if kind == "finite_number":
         return f"must be a finite number, and is {shown(value)}", None
     if kind == "string_pattern_mismatch":
-        return (
-            f"`{value}` cannot name objects on a cluster",
-            "use lower-case letters, digits and dashes; begin with a letter",
-        )
+        return _wrong_pattern(context["pattern"], value)
     if kind == "string_too_long":
         return (
             f"is longer than {LONGEST_NAME} characters",
@@ -173,6 +191,11 @@ def _value_message(found: dict[str, Any]) -> tuple[str, str | None]:
     if kind in ("too_short", "too_long"):
         return _wrong_length(kind, context)
     return found["msg"], None
+
+
+def _wrong_pattern(pattern: str, value: str) -> tuple[str, str | None]:
+    what, hint = _PATTERNS.get(pattern, ("`{}` is not written as this key wants it", f"it must match {pattern}"))
+    return what.format(value), hint
 
 
 def _wrong_length(kind: str, context: dict[str, Any]) -> tuple[str, str | None]:

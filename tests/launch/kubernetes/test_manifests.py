@@ -196,6 +196,30 @@ def test_trainjob_keeps_the_devices_of_the_fabric() -> None:
     assert limits == {"nvidia.com/gpu": "8", "vpc.amazonaws.com/efa": "32"}
 
 
+def devices_of(found: Object) -> dict[str, str]:
+    (container,) = gang_pod(found)["spec"]["containers"]
+    assert container["resources"]["requests"] == container["resources"]["limits"]
+    return {name: count for name, count in container["resources"]["limits"].items() if name != "nvidia.com/gpu"}
+
+
+def test_a_site_names_the_devices_that_its_nodes_offer() -> None:
+    own = load_cluster("aks-nd-h100-v5")
+    assert devices_of(training(job_of(own))) == {"rdma/ib": "8"}
+    assert any("rdma/ib" in note for note in render(job_of(own)).notes)
+    named = {"rdma/hca_shared_devices_a": 1, "hugepages-2Mi": "5120Mi"}
+    body = {"machine": "nd-h100-v5", "kubernetes": {"resources": named}}
+    job = job_of(cluster_of(body), stages=train_alone())
+    assert devices_of(training(job)) == {"rdma/hca_shared_devices_a": "1", "hugepages-2Mi": "5120Mi"}
+    (note,) = [note for note in render(job).notes if "devices" in note]
+    assert note.startswith("of the network's devices each pod asks for 5120Mi hugepages-2Mi and 1 rdma/hca")
+    assert not any("rdma/ib" in note for note in render(job).notes)
+    none = job_of(cluster_of(body | {"kubernetes": {"resources": {}}}), stages=train_alone())
+    assert devices_of(training(none)) == {}
+    alone = job_of(cluster_of(body), stages=train_alone(nodes=1))
+    assert devices_of(training(alone)) == {}, "one node has no network between nodes"
+    check(training(job))
+
+
 def test_trainjob_refuses_a_fabric_that_needs_more_than_a_patch_can_say() -> None:
     with pytest.raises(InputError) as caught:
         render(job_of(load_cluster("gke-a3-mega", ["kubernetes.kind=trainjob"])))

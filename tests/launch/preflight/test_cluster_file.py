@@ -50,7 +50,12 @@ def test_a_sane_file_passes(tmp_path: Path) -> None:
         (("image: registry/x@sha256:0123\n", ""), "image", "fail", "jobs need a container image, and none is named"),
         (("store: s3://bucket/x\n", ""), "store", "fail", "no store is named"),
         (("s3://bucket/x", "/data"), "store", "fail", "/data lies in no volume: every pod would have its own"),
-        ((", max: 4", ""), "nodes", "warn", "`nodes.max` is not set: a job that asks for more nodes than there are waits for ever"),
+        (
+            (", max: 4", ""),
+            "nodes",
+            "warn",
+            "`nodes.max` is not set: a job that asks for more nodes than there are",
+        ),
         (("machine: p5\n", ""), "machine", "warn", "no machine is named"),
         (("machine: p5\n", "machine: p55\n"), "machine", "fail", "there is no machine `p55` in the catalog"),
         (("machine: p5\n", "machine: p5\nfabric: none\n"), "machine", "fail", "there is no fabric `none`"),

@@ -39,6 +39,7 @@ class Kind:
 
 CONFIG_MAP = Kind("v1", "ConfigMap", "configmaps")
 POD = Kind("v1", "Pod", "pods")
+NODE = Kind("v1", "Node", "nodes", namespaced=False)
 SERVICE = Kind("v1", "Service", "services")
 EVENT = Kind("v1", "Event", "events")
 NAMESPACE = Kind("v1", "Namespace", "namespaces", namespaced=False)

@@ -20,12 +20,12 @@ from trainshed.recipe.cluster.places import (
 from trainshed.recipe.cluster.targets import Capacity, JobLimits, Kubernetes, Ray, Slurm
 from trainshed.recipe.places import Places
 from trainshed.recipe.schema import FORMAT, LONGEST_NAME, NAME_PATTERN
-from trainshed.recipe.section import PositiveFloat, PositiveInt, Problem, Section, Text
+from trainshed.recipe.section import TEXT_PATTERN, VARIABLE_PATTERN, PositiveFloat, PositiveInt, Problem, Section, Text
 
 LOCAL_STORE = "./store"
 Target = Literal["local", "slurm", "kubernetes", "ray"]
-EnvironmentName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
-EnvironmentValue = Annotated[str, Field(pattern=r"^[^\x00]*$")]
+EnvironmentName = Annotated[str, Field(pattern=VARIABLE_PATTERN)]
+EnvironmentValue = Annotated[str, Field(pattern=TEXT_PATTERN)]
 Lockable = Literal[
     "image",
     "store",
