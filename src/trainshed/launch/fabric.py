@@ -29,7 +29,7 @@ def fabric_setup(cluster: Cluster, *, nodes: int) -> FabricSetup:
         return FabricSetup(SINGLE_NODE, None, "")
     written = cluster.fabric
     if written is None and machine is None:
-        note = "the cluster file names neither machine nor fabric: NCCL chooses a network, and nothing can be proven"
+        note = "the nodes have no GPUs, and no `fabric` is named: gloo chooses a network, and nothing can be proven"
         return FabricSetup(UNKNOWN, None, "", notes=(note,))
     name, _, version = (written or (machine.fabric if machine else "")).partition("@")
     found = _fabric(name, cluster)
@@ -46,10 +46,10 @@ def fabric_setup(cluster: Cluster, *, nodes: int) -> FabricSetup:
 
 def machine_of(cluster: Cluster) -> Machine | None:
     """Return the cluster's machine, None where it names none."""
-    if cluster.machine is None:
+    if cluster.gpu_machine is None:
         return None
     try:
-        return find_machine(cluster.machine)
+        return find_machine(cluster.gpu_machine)
     except InputError as error:
         raise RecipeError(error.what, where=cluster.where("machine"), hint=error.hint) from None
 

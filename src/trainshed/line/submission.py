@@ -21,7 +21,7 @@ from trainshed.engines.adapters import launch_of
 from trainshed.engines.foreign import EngineLaunch, EnginePlace, EngineTask
 from trainshed.engines.megatron.parallel import uses_fsdp
 from trainshed.engines.torchrun import launcher_script
-from trainshed.errors import RecipeError
+from trainshed.errors import InputError, RecipeError
 from trainshed.launch.fabric import fabric_setup
 from trainshed.launch.fabric_lint import lint_environment
 from trainshed.launch.here import PLAN_SCHEMA
@@ -34,6 +34,7 @@ from trainshed.line.serving import SCRIPT as SERVE_SCRIPT
 from trainshed.line.serving import serve_notes, serve_script, serve_stage
 from trainshed.plan.layout import RankLayout
 from trainshed.recipe import Cluster, Recipe, run_id, to_yaml
+from trainshed.recipe.cluster import check_cluster
 
 UNKNOWN_SAVE_SECONDS = 270
 """Where no storage is named, how long a save is taken to last: twice this and a minute make ten minutes of grace."""
@@ -55,9 +56,16 @@ def build_job(
     `nodes` or `gpus` win over the recipe's `resources`, and these over the cluster's default. With `offline` addresses
     on the Hub are pinned by the first node that fetches them, not here.
     """
+    check_cluster(cluster)
     store = store_on(cluster, recipe)
     _check_reachable(recipe)
     _heed_locks(recipe, cluster)
+    if gpus is not None and cluster.gpu_machine is None:
+        raise InputError(
+            f"{gpus} GPUs, and the nodes of {cluster.name} have none ({cluster.where('machine')}: cpu)",
+            where="--gpus",
+            hint="write --nodes, or name their machine in the cluster file",
+        )
     resolved = resolve(recipe, store_options(cluster), pin=not offline)
     model = planned_model(resolved, cluster)
     planned = plan_on_cluster(resolved, cluster, model, nodes, gpus, despite_memory)

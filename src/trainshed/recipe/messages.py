@@ -15,6 +15,7 @@ from trainshed.recipe.keys import find_key, nearest_key, siblings
 from trainshed.recipe.places import Document, KeyPath, Places, dotted_key
 from trainshed.recipe.schema import LONGEST_NAME, NAME_PATTERN, RESERVED, Recipe
 from trainshed.recipe.section import (
+    LINE_PATTERN,
     PATH_PATTERN,
     PROBLEMS,
     QUANTITY_PATTERN,
@@ -53,7 +54,8 @@ _PATTERNS = {
     VARIABLE_PATTERN: ("`{}` is no name of a variable", "use letters, digits and underscores, for example HF_HOME"),
     PATH_PATTERN: ("`{}` is no absolute path", "write for example /data, without a colon"),
     URL_PATTERN: ("`{}` is no URL", "write for example http://head:8265"),
-    # The value stays out of it: it may be a secret in the wrong place.
+    # The value stays out of these: it may be a secret in the wrong place.
+    LINE_PATTERN: ("is not one line of text", "write each line as an element of the list"),
     TEXT_PATTERN: ("holds a NUL character, which no job can have", "take it out"),
 }
 """What is wrong with a text by the pattern that it does not match, and what to write."""

@@ -90,6 +90,7 @@ QUANTITY_PATTERN = r"^[0-9]+(\.[0-9]+)?(Ki|Mi|Gi|Ti|Pi|k|M|G|T|P)?$"
 VARIABLE_PATTERN = r"^[A-Za-z_][A-Za-z0-9_]*$"
 PATH_PATTERN = r"^/[^\x00-\x1f\x7f:]*$"
 URL_PATTERN = r"^https?://[^\s]+$"
+LINE_PATTERN = r"^[^\x00-\x08\x0a-\x1f\x7f]*[^\x00-\x20\x7f][^\x00-\x08\x0a-\x1f\x7f]*$"
 TEXT_PATTERN = r"^[^\x00]*$"
 Quantity = Annotated[str, Field(pattern=QUANTITY_PATTERN)]
 """A size as Kubernetes writes it: `250Gi`."""

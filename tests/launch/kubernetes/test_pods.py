@@ -84,6 +84,7 @@ def written_cluster(folder: Path, **changed: Any) -> Cluster:
     body: dict[str, Any] = {
         "name": "pods",
         "target": "kubernetes",
+        "machine": "cpu",
         "image": "registry/trainshed:1",
         "python": sys.executable,
         "store": "/mnt/data",

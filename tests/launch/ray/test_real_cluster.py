@@ -54,6 +54,7 @@ def cluster(address: str, tmp_path: Path) -> Cluster:
     body = {
         "name": "three-nodes",
         "target": "ray",
+        "machine": "cpu",
         "store": str(tmp_path / "store"),
         "nodes": {"default": 2},
         "ray": {"address": address, "gpu_resource": "CPU"},

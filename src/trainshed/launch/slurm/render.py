@@ -59,12 +59,6 @@ def _check(job: Job) -> None:
             where=cluster.where("store"),
             hint="write `store: /shared/trainshed`, a folder of the shared disk",
         )
-    if cluster.capacity.flex_start_hours is not None:
-        raise RecipeError(
-            "flex-start is Google's, and this is Slurm",
-            where=cluster.where("capacity.flex_start_hours"),
-            hint="write `reservation: NAME`, or delete it",
-        )
     for stage in job.stages:
         if in_container(job, stage) and (stage.image or cluster.image) is None:
             raise RecipeError(
@@ -72,7 +66,7 @@ def _check(job: Job) -> None:
                 where=cluster.where("slurm.container"),
                 hint="write `image: registry/name@sha256:…`, or `container: none` and a `venv`",
             )
-        if stage.image is not None and not in_container(job, stage) and stage.script is None:
+        if stage.image is not None and not in_container(job, stage):
             raise RecipeError(
                 f"{stage.name} asks for the image {stage.image}, and this cluster has no containers",
                 where=cluster.where("slurm.container"),
