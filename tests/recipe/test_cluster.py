@@ -96,12 +96,10 @@ def test_launch_keys_that_contradict_each_other_are_named(project: Path, text: s
 )
 def test_what_an_administrator_locks_cannot_be_overridden(project: Path, override: str) -> None:
     file = project / "clusters" / "shared.yaml"
-    file.write_text(
-        "name: shared\ntarget: kubernetes\nmachine: p5\nimage: approved\nlocked: [image, kubernetes.queue]\n"
-    )
+    file.write_text("name: shared\ntarget: kubernetes\nmachine: p5\nimage: own\nlocked: [image, kubernetes.queue]\n")
     with pytest.raises(RecipeError, match="is locked by whoever runs this cluster"):
         load_cluster("shared", [override])
-    assert load_cluster("shared", ["kubernetes.labels={team: x}"]).image == "approved"
+    assert load_cluster("shared", ["kubernetes.labels={team: x}"]).image == "own"
 
 
 def test_the_project_wins_over_the_user_and_the_user_over_the_shipped(project: Path) -> None:

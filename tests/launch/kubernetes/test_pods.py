@@ -25,7 +25,7 @@ from shared_daemons import free_ports
 from small_recipes import recipe_text
 from text_recipes import write_script, write_small_recipe
 from tiny_models import save_tiny_hf
-from trainshed.launch.job import Job
+from trainshed.launch.job import Job, Stage
 from trainshed.launch.kubernetes.target import KubernetesTarget
 from trainshed.launch.target import StageState, Submitted
 from trainshed.line.submission import build_job
@@ -143,6 +143,29 @@ def test_the_whole_line_runs_and_a_gang_that_loses_a_pod_starts_again_and_ends(
     driver = next(path for path in runner.gangs if path.endswith("-driver"))
     runner.until(lambda: runner.server.objects[driver].get("status"), "the driver to end")
     assert runner.server.objects[driver]["status"]["conditions"][0]["type"] == "Complete", runner.logs()
+
+
+def test_the_sites_lines_run_in_every_pod_before_its_command(runner: PodRunner, tmp_path: Path) -> None:
+    lines = ['export SITE="of $(hostname)" # as it says', "export OMP_NUM_THREADS=9"]
+    stages = (Stage("first", script="seen.sh"), Stage("second", script="seen.sh"))
+    files = {"seen.sh": 'env >"/mnt/data/$(hostname)"\n'}
+    job = Job("seen-1", "/mnt/data/runs/seen/1", written_cluster(tmp_path, setup=lines), stages, files, None)
+    submitted = submit(job)
+    runner.until(lambda: states(job, submitted)["second"].state in ("done", "failed"), "both stages to end")
+    assert states(job, submitted)["second"].state == "done", runner.logs()
+    for stage in ("first", "second"):
+        text = (runner.shared / f"seen-1-{stage}-0").read_text()
+        seen = dict(line.partition("=")[::2] for line in text.splitlines())
+        assert seen["SITE"] == f"of seen-1-{stage}-0"
+        assert seen["OMP_NUM_THREADS"] == "1", "`environment` is set after `setup`"
+
+
+def test_a_line_of_setup_that_fails_ends_the_pod_and_is_named(runner: PodRunner, tmp_path: Path) -> None:
+    cluster = written_cluster(tmp_path, setup=["exit 0"])
+    job = Job("seen-1", "/mnt/data/runs/seen/1", cluster, (Stage("first", script="seen.sh"),), {"seen.sh": ""}, None)
+    submitted = submit(job)
+    runner.until(lambda: states(job, submitted)["first"].state == "failed", "the stage to fail")
+    assert "trainshed: setup ended the shell at line 1: exit 0" in states(job, submitted)["first"].reason
 
 
 def serving_job(folder: Path) -> tuple[Job, int]:

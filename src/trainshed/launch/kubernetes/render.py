@@ -21,6 +21,7 @@ from trainshed.launch.kubernetes.manifests.pytorchjob import pytorchjob, pytorch
 from trainshed.launch.kubernetes.manifests.rayjob import rayjob
 from trainshed.launch.kubernetes.manifests.trainjob import trainjob, trainjob_notes
 from trainshed.launch.kubernetes.manifests.yaml_text import to_documents
+from trainshed.launch.site_setup import SETUP_FILE, setup_script
 from trainshed.launch.target import Part, Request
 
 _TRAINING: dict[str, Callable[[Planned], Object]] = {
@@ -83,6 +84,8 @@ def _plans(job: Job) -> tuple[list[Planned], tuple[Object, ...]]:
         for stage in job.stages
         if (script := fabric_script(fabrics[stage.name], job.cluster, stage)) is not None
     }
+    site = setup_script(job.cluster)
+    scripts |= {SETUP_FILE: site} if site is not None else {}
     carried = content(replace(job, files=dict(job.files) | scripts))
     plans = [
         planned(job, stage, carried, fabrics[stage.name], has_fabric_script=fabric_file(stage) in scripts)

@@ -36,7 +36,7 @@ from trainshed.launch.kubernetes.manifests.naming import (
     metadata,
 )
 from trainshed.launch.kubernetes.manifests.placement import QUEUE
-from trainshed.launch.kubernetes.manifests.pod import KEPT_SECONDS, image_of
+from trainshed.launch.kubernetes.manifests.pod import KEPT_SECONDS, entry_variables, image_of
 from trainshed.launch.kubernetes.manifests.yaml_text import to_documents
 
 DRIVER = "driver"
@@ -92,7 +92,7 @@ def _rule(kind: Kind, *verbs: str) -> Object:
 
 def _driver(job: Job, content: Content, name: str, manifests: str) -> Object:
     cluster = job.cluster
-    own = {"TRAINSHED_PYTHON": cluster.python} | ({"TRAINSHED_CODE": job.code.name} if job.code is not None else {})
+    own = entry_variables(cluster) | ({"TRAINSHED_CODE": job.code.name} if job.code is not None else {})
     command = [cluster.python, "-P", "-m", "trainshed", "kubernetes", "drive", "--manifests", MANIFESTS_FOLDER]
     container: Object = {
         "name": DRIVER,
