@@ -66,6 +66,8 @@ def _looks_random(value: str) -> bool:
 
 
 def _is_random(text: str) -> bool:
+    if re.fullmatch(r"[0-9a-f]+", text):
+        return not text.isdigit()
     kinds = [_kind(letter) for letter in text]
     changes = sum(left != right for left, right in pairwise(kinds))
     # Of words that dashes or slashes join (a list of devices, a path) the letters between them are of one kind.

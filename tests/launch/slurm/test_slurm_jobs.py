@@ -107,7 +107,6 @@ def test_what_the_site_sets_up_reaches_the_job_and_what_the_shell_has_does_not(
         assert (seen["BOTH"], seen["ALSO"]) == ("of the file", "mine")
         assert "NOT_NAMED" not in seen
         assert (seen["SLURM_JOB_PARTITION"], seen["SLURM_NTASKS"]) == ("main", "2")
-    assert "Comment" not in run.all_logs()
 
 
 def test_a_line_of_setup_that_fails_ends_the_job_and_is_named(slurm_runs: SlurmRuns) -> None:
