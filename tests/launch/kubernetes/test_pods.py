@@ -104,10 +104,10 @@ def written_cluster(folder: Path, **changed: Any) -> Cluster:
     return load_cluster(folder / "cluster.yaml")
 
 
-def make_job(folder: Path, *overrides: str) -> Job:
+def make_job(folder: Path, *overrides: str, **changed: Any) -> Job:
     (folder / "recipe.yaml").write_text(recipe_text("dense"))
     recipe = load_recipe(str(folder / "recipe.yaml"), ["layout.dp=2", "checkpoint.every=5", *overrides])
-    return build_job(recipe, written_cluster(folder))
+    return build_job(recipe, written_cluster(folder, **changed))
 
 
 def submit(job: Job) -> Submitted:
@@ -143,6 +143,34 @@ def test_the_whole_line_runs_and_a_gang_that_loses_a_pod_starts_again_and_ends(
     driver = next(path for path in runner.gangs if path.endswith("-driver"))
     runner.until(lambda: runner.server.objects[driver].get("status"), "the driver to end")
     assert runner.server.objects[driver]["status"]["conditions"][0]["type"] == "Complete", runner.logs()
+
+
+def test_a_plain_job_that_loses_a_pod_is_made_anew_by_the_driver_and_ends(runner: PodRunner, tmp_path: Path) -> None:
+    for group in ("jobset.x-k8s.io/v1alpha2", "kueue.x-k8s.io/v1beta1"):
+        del runner.server.kinds[f"/apis/{group}"]  # a cluster with nothing installed
+    job = make_job(tmp_path, "train.steps=20", kubernetes={"namespace": "ml", "kind": "job"})
+    submitted = submit(job)
+    run = runner.shared / Path(job.run).relative_to("/mnt/data")
+    runner.until(lambda: list(run.glob("checkpoints/*/manifest.json")), "a checkpoint")
+    (path,) = [path for path in runner.gangs if path.endswith(f"/jobs/{job.name}")]
+    first = runner.server.objects[path]["metadata"]["uid"]
+    runner.gangs[path].pods[1].process.send_signal(signal.SIGKILL)
+    seen: set[str] = set()
+
+    def ended() -> bool:
+        seen.add(states(job, submitted)["train"].state)
+        return "done" in seen or "failed" in seen
+
+    runner.until(ended, "the training to end")
+    after = states(job, submitted)["train"]
+    assert (after.state, after.restarts) == ("done", 1), runner.logs()
+    assert "failed" not in seen, "whoever follows must not leave"
+    assert runner.server.objects[path]["metadata"]["uid"] != first
+    assert [event["step"] for event in steps(LocalStore(run), "")] == list(range(20))
+    driver = next(path for path in runner.gangs if path.endswith("-driver"))
+    runner.until(lambda: runner.server.objects[driver].get("status"), "the driver to end")
+    KubernetesTarget(job.cluster).cancel(submitted)
+    assert not [path for path in runner.server.objects if "/pods/" not in path]
 
 
 def test_the_sites_lines_run_in_every_pod_before_its_command(runner: PodRunner, tmp_path: Path) -> None:

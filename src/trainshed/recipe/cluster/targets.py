@@ -67,8 +67,9 @@ class Topology(Section):
 class Kubernetes(Section):
     """How jobs are given to Kubernetes."""
 
-    kind: Literal["jobset", "pytorchjob", "trainjob", "rayjob"] = Field(
-        "jobset", description="The object that training becomes"
+    kind: Literal["jobset", "pytorchjob", "trainjob", "rayjob", "job"] = Field(
+        "jobset",
+        description="The object that training becomes; job: Kubernetes' own, where no other is installed",
     )
     context: Text | None = Field(None, description="Context of kubeconfig; left out: the current one")
     namespace: Text = Field("default", description="Namespace")
