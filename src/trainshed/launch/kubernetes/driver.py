@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from trainshed.errors import InputError, TrainshedError
-from trainshed.launch.kubernetes.kinds import DEPLOYMENT, JOB, POD, SERVICE, Object, kind_named
+from trainshed.launch.kubernetes.kinds import DEPLOYMENT, JOB, POD, SERVICE, Object
 from trainshed.launch.kubernetes.live.api import Api, Forbidden
 from trainshed.launch.kubernetes.live.listing import list_job
 from trainshed.launch.kubernetes.live.serving import is_placed
@@ -61,11 +61,13 @@ def _wait(
     remaking: _Remaking,
 ) -> None:
     """Wait for the end of a stage, or until a server answers, and tell what it waits for whenever that changes."""
-    kind, _, name = written.partition("/")
+    ids = {stage: written}
     told, placed_since = "", None
     pause = min(1.0, poll_seconds)  # a stage that skips everything is over in seconds, others take hours
     while True:
-        found = patient.try_to(api.get, kind_named(kind), name)
+        # One look decides: between two the stage may fail, and what is to be made anew would be taken for the end.
+        listing = patient.try_to(list_job, api, job, ids)
+        found = listing.stages[stage]
         if found is None:
             raise TrainshedError(f"{stage}: {written} was deleted before its end", where=f"namespace {api.namespace}")
         if standing(found).phase in ("done", "serving"):
@@ -74,8 +76,6 @@ def _wait(
             remaking.make_anew(found)
             told = ""
             continue
-        ids = {stage: written}
-        listing = patient.try_to(list_job, api, job, ids)
         (state,) = stage_states(ids, listing)
         where = f"namespace {api.namespace}, {written}"
         if state.state == "failed":
