@@ -54,6 +54,8 @@ class KubernetesServer:
     """Codes with which the next requests fail."""
     bodies: list[bytes] = field(default_factory=list)
     """What was applied, byte for byte."""
+    annotated: dict[str, dict[str, str]] = field(default_factory=dict)
+    """By uid, what a merge patch wrote."""
     requests: list[str] = field(default_factory=list)
 
     def put(self, path: str, found: dict[str, Any]) -> dict[str, Any]:
@@ -146,6 +148,8 @@ def _handler(state: KubernetesServer) -> type[BaseHTTPRequestHandler]:
             namespace = path.split("/namespaces/")[1].split("/")[0] if "/namespaces/" in path else None
             if not self._served(path) or (namespace is not None and namespace not in state.namespaces):
                 return self._status(404, "the server could not find the requested resource")
+            if self.headers["Content-Type"] == "application/merge-patch+json":
+                return self._annotate(path, params, json.loads(body))
             applied = self.headers["Content-Type"] == "application/apply-patch+yaml"
             if not applied or params.get("fieldManager") != "trainshed" or params.get("fieldValidation") != "Strict":
                 return self._status(400, "this server takes server-side apply only")
@@ -158,7 +162,21 @@ def _handler(state: KubernetesServer) -> type[BaseHTTPRequestHandler]:
             before = state.objects.get(path)
             if before is not None:
                 found["metadata"]["uid"], found["status"] = before["metadata"]["uid"], before.get("status", {})
+                others = state.annotated.get(before["metadata"]["uid"], {})
+                found["metadata"]["annotations"] = found["metadata"].get("annotations", {}) | others
             self._answer(201 if before is None else 200, state.put(path, found))
+
+        def _annotate(self, path: str, params: dict[str, str], body: dict[str, Any]) -> None:
+            """What another manager writes stays there when ours applies the object again."""
+            if path not in state.objects:
+                return self._status(404, "not found")
+            if params.get("fieldManager") != "trainshed-driver" or set(body["metadata"]) != {"annotations"}:
+                return self._status(400, "this server merges annotations only")
+            found = state.objects[path]
+            written = state.annotated.setdefault(found["metadata"]["uid"], {})
+            written |= body["metadata"]["annotations"]
+            found["metadata"]["annotations"] = found["metadata"].get("annotations", {}) | written
+            self._answer(200, found)
 
         def do_GET(self) -> None:
             asked = self._start()

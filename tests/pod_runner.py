@@ -59,6 +59,9 @@ class Gang:
     path: str
     pods: list[Pod]
     restarts: int = 0
+    uid: str = ""
+    """Of its object."""
+    ended: list[Pod] = field(default_factory=list)
 
 
 @dataclass
@@ -96,6 +99,10 @@ class PodRunner:
         return "\n".join(f"== {log.name}\n{log.read_text()[-3000:]}" for log in sorted(self.folder.glob("*.log")))
 
     def _step(self) -> None:
+        for path, gang in list(self.gangs.items()):
+            there = self.server.objects.get(path)
+            if there is None or there["metadata"]["uid"] != gang.uid:
+                self._collect(gang)
         for path in [*self.server.paths("/jobs/"), *self.server.paths("/jobsets/")]:
             if path not in self.gangs:
                 self.gangs[path] = self._start(path)
@@ -112,6 +119,13 @@ class PodRunner:
                 served.end()
                 del self.server.objects[served.pod.path], self.servers[path]
 
+    def _collect(self, gang: Gang) -> None:
+        """What is left of an object that was deleted goes with it."""
+        self._kill(gang)
+        for pod in [*gang.pods, *gang.ended]:
+            self.server.objects.pop(pod.path, None)
+        del self.gangs[gang.path]
+
     def _serve(self, path: str) -> ProbedPod:
         found = self.server.objects[path]
         assert found["spec"]["replicas"] == 1, "all pods share this machine's ports"
@@ -125,14 +139,14 @@ class PodRunner:
         name = found["metadata"]["name"]
         base = f"{name}-{found['spec']['replicatedJobs'][0]['name']}-0" if is_set else name
         peers = [f"{base}-{index}" for index in range(job["completions"])]
-        uid = str(uuid.uuid4())
+        uid = str(uuid.uuid4()) if is_set else found["metadata"]["uid"]
         pods = [self._pod(job["template"], index, peers, name, uid, restarts) for index in range(job["completions"])]
-        return Gang(path, pods, restarts)
+        return Gang(path, pods, restarts, found["metadata"]["uid"])
 
     def _pod(
         self, template: dict[str, Any], index: int, peers: list[str], service: str, uid: str, restarts: int
     ) -> Pod:
-        name = f"{peers[index]}-{restarts}"
+        name = f"{peers[index]}-{restarts}-{uid[:4]}"
         root = Path(tempfile.mkdtemp(prefix="pod-", dir=self.folder))
         labels = template["metadata"]["labels"] | {
             "batch.kubernetes.io/controller-uid": uid,
@@ -201,7 +215,9 @@ class PodRunner:
         """What the rules of the object say about a failure: of the whole at once, or another start."""
         found = self.server.objects[gang.path]
         if found["kind"] != "JobSet":
-            return self._conclude(gang, "Failed")
+            rule = found["spec"]["podFailurePolicy"]["rules"][0]
+            wrong = set(codes) & set(rule["onExitCodes"]["values"])
+            return self._conclude(gang, "Failed", "PodFailurePolicy" if wrong else "BackoffLimitExceeded")
         policy = found["spec"]["failurePolicy"]
         (rule,) = found["spec"]["replicatedJobs"][0]["template"]["spec"]["podFailurePolicy"]["rules"]
         reason = "PodFailurePolicy" if set(codes) & set(rule["onExitCodes"]["values"]) else "BackoffLimitExceeded"
@@ -217,11 +233,12 @@ class PodRunner:
         gang.pods, gang.restarts = again.pods, again.restarts
         found["status"] = {"restarts": gang.restarts}
 
-    def _conclude(self, gang: Gang, condition: str) -> None:
+    def _conclude(self, gang: Gang, condition: str, reason: str = "") -> None:
         self._kill(gang)
         status = self.server.objects[gang.path].setdefault("status", {})
-        status["conditions"] = [{"type": condition, "status": "True", "message": f"the job has {condition.lower()}"}]
-        gang.pods = []
+        said = {"status": "True", "reason": reason, "message": f"the job has {condition.lower()}"}
+        status["conditions"] = [{"type": condition} | said]
+        gang.pods, gang.ended = [], gang.pods
 
     def _write_end(self, pod: Pod, code: int) -> None:
         code = 128 - code if code < 0 else code

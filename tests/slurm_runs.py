@@ -102,6 +102,7 @@ def write_cluster(folder: Path, **changed: Any) -> Path:
         "trainshed": 1,
         "name": "virtual",
         "target": "slurm",
+        "machine": "cpu",
         "store": str(folder / "store"),
         "nodes": {"default": 2},
         "preflight": False,

@@ -33,7 +33,7 @@ def test_a_cluster_file_with_a_fault_ends_with_1_and_says_the_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "mine.yaml"
-    file.write_text("trainshed: 1\nname: mine\ntarget: local\nmachine: p5\nenvironment: {NCCL_ALGO: Ring}\n")
+    file.write_text("trainshed: 1\nname: mine\ntarget: slurm\nmachine: p5\nenvironment: {NCCL_ALGO: Ring}\n")
     assert run_cli(["doctor", "--on", str(file)]) == 1
     shown = capsys.readouterr().out
     assert "FAIL  environment" in shown

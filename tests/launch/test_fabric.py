@@ -140,9 +140,15 @@ def written(tmp_path: Path, text: str) -> Cluster:
 @pytest.mark.parametrize(
     ("text", "what", "where", "hint"),
     [
-        ("fabric: efa-v9\n", "there is no fabric `efa-v9`", "mine.yaml:4 (fabric)", "did you mean efa-v4"),
         (
-            "fabric: tcpxo@v9\n",
+            "fabric: ib\nmachine: p5\n",
+            "there is no fabric `ib`",
+            "mine.yaml:4 (fabric)",
+            "did you mean infiniband-hdr or infiniband-ndr or infiniband-xdr?",
+        ),
+        ("fabric: efa-v9\nmachine: p5\n", "there is no fabric `efa-v9`", "mine.yaml:4 (fabric)", "did you mean efa-v4"),
+        (
+            "fabric: tcpxo@v9\nmachine: p5\n",
             "there is no version `v9` of the setup of tcpxo",
             "mine.yaml:4 (fabric)",
             "write one of tcpxo@v1.0.15, tcpxo@v1.0.8-1, tcpxo@v1.0.7, tcpxo@v1.0.3",

@@ -16,7 +16,7 @@ from trainshed.recipe import Serve, load_cluster, load_recipe
 
 CODE = Code("trainshed-0-0.tar.xz", "0" * 64, b"")
 LARGE = ("train.precision=bf16", "model.config=null", "model.preset=llama3.1-70b", "train.global_batch=16")
-LAPTOPS = "name: laptops\ntarget: slurm\nstore: /shared\n"
+LAPTOPS = "name: laptops\ntarget: slurm\nmachine: cpu\nstore: /shared\n"
 
 
 def job_of(folder: Path, *overrides: str, cluster: str = LAPTOPS, on: tuple[str, ...] = ()) -> Job:
@@ -61,12 +61,12 @@ GPUS = "serve={engine: vllm, gpus: 4, image: x}"
     [
         (
             ["serve={gpus: 0}"],
-            "name: r\ntarget: ray\nstore: /s\nray: {address: 'http://h:1'}\n",
+            "name: r\ntarget: ray\nmachine: cpu\nstore: /s\nray: {address: 'http://h:1'}\n",
             "serve",
             "a running Ray cluster takes jobs that end",
             "Kubernetes or Slurm",
         ),
-        (["serve={}"], LAPTOPS, "serve.gpus", "names no machine", "write `gpus: 0`"),
+        (["serve={}"], LAPTOPS, "serve.gpus", "have no GPUs", "write `gpus: 0`"),
         (["serve={gpus: 0, replicas: 2}"], LAPTOPS, "serve.replicas", "shares requests", "write `replicas: 1`"),
         (["serve={gpus: 0, image: x}"], LAPTOPS, "serve.image", "this cluster has no containers", "container: pyxis"),
         (["serve={gpus: 0, max_length: 64}"], LAPTOPS, "serve.max_length", "the 32 positions", "write 32 or less"),

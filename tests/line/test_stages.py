@@ -35,7 +35,8 @@ def job_folder(tmp_path: Path, *overrides: str, parts: int = 1) -> tuple[Path, P
 def written_job(tmp_path: Path, recipe: Recipe, parts: int = 1) -> tuple[Path, Path]:
     cluster = tmp_path / "cluster.yaml"
     cluster.write_text(
-        f"name: c\ntarget: slurm\nstore: {tmp_path}/shared\nnodes: {{default: 1}}\nlimits: {{prepare_parts: {parts}}}\n"
+        f"name: c\ntarget: slurm\nmachine: cpu\nstore: {tmp_path}/shared\nnodes: {{default: 1}}\n"
+        f"limits: {{prepare_parts: {parts}}}\n"
     )
     job = build_job(recipe, load_cluster(cluster), code=CODE)
     folder = tmp_path / "job"

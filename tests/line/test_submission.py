@@ -19,6 +19,7 @@ LARGE = ("train.precision=bf16", "model.config=null", "model.preset=llama3-70b",
 LAPTOPS = """\
 name: laptops
 target: slurm
+machine: cpu
 store: /shared/store
 nodes: {default: 2, max: 4}
 limits: {restarts: 5}
@@ -197,7 +198,7 @@ def test_a_path_of_this_machine_is_refused_with_the_key_that_names_it(tmp_path: 
 
 
 def test_pods_need_a_volume_under_the_store(tmp_path: Path) -> None:
-    cluster = "name: pods\ntarget: kubernetes\nstore: /data\nvolumes: [{mount: /other, pvc: x}]\n"
+    cluster = "name: pods\ntarget: kubernetes\nmachine: cpu\nstore: /data\nvolumes: [{mount: /other, pvc: x}]\n"
     with pytest.raises(RecipeError, match="lies on no volume that pods mount"):
         job_of(tmp_path, "layout={dp: 1}", cluster=cluster)
 

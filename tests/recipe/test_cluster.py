@@ -10,15 +10,13 @@ from trainshed.recipe import StoreEndpoint, known_clusters, load_cluster, to_yam
 MINIO = """\
 trainshed: 1
 name: minio
-target: local
+target: kubernetes
 store: s3://bucket/trainshed
 stores:
   s3: {endpoint: "http://minio:9000", region: us-east-1, addressing: path}
   s3://public.data: {anonymous: true}
 secrets:
-  HF_TOKEN: {env: HF_TOKEN}
-  KEY: {file: /run/secrets/key}
-  OTHER: {k8s: hf-token/hf-token}
+  HF_TOKEN: {k8s: hf-token/hf-token}
 nodes: {default: 2, max: 4}
 machine: laptop
 storage: {tier: minio-nvme, size_tib: 16, servers: 4}
@@ -58,14 +56,14 @@ def test_a_full_cluster_file_loads_and_loads_back_equal(project: Path) -> None:
     (project / "clusters" / "minio.yaml").write_text(MINIO)
     cluster = load_cluster("minio")
     assert cluster.stores["s3://public.data"] == StoreEndpoint(anonymous=True)
-    assert cluster.secrets["OTHER"].k8s == "hf-token/hf-token"
+    assert cluster.secrets["HF_TOKEN"].k8s == "hf-token/hf-token"
     (project / "clusters" / "again.yaml").write_text(to_yaml(cluster))
     assert load_cluster("again") == cluster
 
 
 def test_what_would_run_here_refuses_a_cluster_that_is_elsewhere_and_says_how_to_send_it(project: Path) -> None:
     file = project / "clusters" / "mine.yaml"
-    file.write_text("name: mine\ntarget: slurm\n")
+    file.write_text("name: mine\ntarget: slurm\nmachine: cpu\n")
     with pytest.raises(RecipeError) as caught:
         load_cluster("mine").check_runs_here()
     assert caught.value.exit_code == 2
@@ -79,10 +77,7 @@ def test_what_would_run_here_refuses_a_cluster_that_is_elsewhere_and_says_how_to
 @pytest.mark.parametrize(
     ("text", "what"),
     [
-        ("target: slurm\nkubernetes: {namespace: x}\n", "is not read: the target is slurm"),
         ("target: ray\n", "is missing: which cluster takes the jobs?"),
-        ("target: slurm\nvolumes: [{mount: /data, pvc: x}]\n", "Slurm's nodes mount disks themselves"),
-        ("target: kubernetes\nvolumes: [{mount: /data, path: /data}]\n", "is for Slurm"),
         ("target: kubernetes\nvolumes: [{mount: /data}]\n", "needs exactly one of pvc, bucket, host and path"),
         ("target: kubernetes\nvolumes: [{mount: /d, host: /d, create: {kind: fsx, size: 1Ti}}]\n", "names none"),
         ("target: kubernetes\nkubernetes: {topology: {level: block}}\n", "is Kueue's work, and there is no queue"),
@@ -101,10 +96,10 @@ def test_launch_keys_that_contradict_each_other_are_named(project: Path, text: s
 )
 def test_what_an_administrator_locks_cannot_be_overridden(project: Path, override: str) -> None:
     file = project / "clusters" / "shared.yaml"
-    file.write_text("name: shared\ntarget: kubernetes\nimage: approved\nlocked: [image, kubernetes.queue]\n")
+    file.write_text("name: shared\ntarget: kubernetes\nmachine: p5\nimage: own\nlocked: [image, kubernetes.queue]\n")
     with pytest.raises(RecipeError, match="is locked by whoever runs this cluster"):
         load_cluster("shared", [override])
-    assert load_cluster("shared", ["kubernetes.labels={team: x}"]).image == "approved"
+    assert load_cluster("shared", ["kubernetes.labels={team: x}"]).image == "own"
 
 
 def test_the_project_wins_over_the_user_and_the_user_over_the_shipped(project: Path) -> None:
@@ -138,6 +133,50 @@ def test_a_misspelt_cluster_gets_the_nearest(project: Path) -> None:
     ("line", "where", "what", "hint"),
     [
         ("target: slum", "(target)", "`slum` is not one of local, slurm, kubernetes, ray", "did you mean slurm?"),
+        (
+            "target: k8s",
+            "(target)",
+            "`k8s` is not one of local, slurm, kubernetes, ray",
+            "did you mean kubernetes?",
+        ),
+        (
+            "target: local\nlimits: {shared_memory: a lot}",
+            "(limits.shared_memory)",
+            "`a lot` is no size",
+            "write a number and its unit, for example 250Gi",
+        ),
+        (
+            "target: kubernetes\nvolumes: [{mount: data, pvc: x}]",
+            "(volumes.0.mount)",
+            "`data` is no absolute path",
+            "write for example /data, without a colon",
+        ),
+        (
+            "target: kubernetes\nkubernetes: {resources: {ib: 1}}",
+            "(kubernetes.resources.ib)",
+            "`ib` is no name of a device",
+            "write what `kubectl get nodes -o yaml` lists below `allocatable`, for example rdma/ib",
+        ),
+        (
+            "target: kubernetes\nkubernetes: {resources: {nvidia.com/gpu: 8}}",
+            '(kubernetes.resources."nvidia.com/gpu")',
+            "GPUs are asked for by the `machine`",
+            "delete it",
+        ),
+        (
+            "target: kubernetes\nkubernetes: {resources: {rdma/ib: 2Gi}}",
+            "(kubernetes.resources.rdma/ib)",
+            "devices are counted, and `2Gi` is no number",
+            "write for example 1",
+        ),
+        (
+            "target: kubernetes\nkubernetes: {resources: {rdma/ib: 0}}",
+            "(kubernetes.resources.rdma/ib)",
+            "must be at least 1, and is 0",
+            None,
+        ),
+        ("target: local\nenv: {A: x}", "(env)", "unknown key `env`", "did you mean environment?"),
+        ("target: local\ntime: 24", "(time)", "unknown key `time`", "did you mean limits.hours?"),
         (
             "target: local\nstorage: {size_tib: 4}",
             "(storage.tier)",

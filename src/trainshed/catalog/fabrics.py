@@ -22,7 +22,26 @@ class Fabric(Entry):
     setup: Text = Field(description="What jobs need to use it: the name of a file in fabric_setups/")
 
 
-_TABLE = Table(Path(__file__).with_name("fabrics.yaml"), Fabric, "fabric")
+# What the networks are called in other files and manuals.
+_SHORT_NAMES = {
+    "ib": "infiniband",
+    "mellanox": "infiniband",
+    "quantum": "infiniband",
+    "rdma": "infiniband",
+    "hdr": "infiniband-hdr",
+    "ndr": "infiniband-ndr",
+    "xdr": "infiniband-xdr",
+    "rocev2": "roce",
+    "roce-v2": "roce",
+    "fastrak": "tcpxo",
+    "gpudirect-tcpx": "tcpx",
+    "gpudirect-tcpxo": "tcpxo",
+    "libfabric": "efa",
+    "eth": "ethernet",
+    "tcp": "ethernet",
+    "cxi": "slingshot",
+}
+_TABLE = Table(Path(__file__).with_name("fabrics.yaml"), Fabric, "fabric", short_names=_SHORT_NAMES)
 
 
 def fabric_names() -> list[str]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -47,6 +48,8 @@ class Table(Generic[Kind]):
     """What the error of an unknown name says to write."""
     other_names: str | None = None
     """The key of an entry that lists further names it goes by."""
+    short_names: Mapping[str, str] = field(default_factory=dict)
+    """What people write for several entries at once (`ib`), and how the names of these begin."""
 
     def names(self) -> list[str]:
         """Return the names of all entries, in the order of the file."""
@@ -100,9 +103,10 @@ class Table(Generic[Kind]):
         return {}
 
     def _hint(self, name: str) -> str:
-        wanted = _plain(name)
+        wanted = self.short_names.get(_plain(name), _plain(name))
         beginning = [known for known in self._values if known.startswith(wanted)]
-        alike = difflib.get_close_matches(wanted, self._known, n=3, cutoff=0.6)
+        # Two words of three letters are alike by chance.
+        alike = difflib.get_close_matches(wanted, self._known, n=3, cutoff=0.6) if len(wanted) > 3 else []
         near = beginning or list(dict.fromkeys(self._known[each] for each in alike))
         hint = f"did you mean {' or '.join(near)}?" if near else f"known {self.noun}s: {', '.join(self._values)}"
         return f"{hint}\n{self.how_to_describe}" if self.how_to_describe else hint

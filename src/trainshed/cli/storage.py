@@ -59,9 +59,9 @@ def save_sentences(cluster: Cluster) -> list[str]:
     from trainshed.plan.performance.hardware import hardware_of
     from trainshed.recipe import Layout
 
-    if cluster.machine is None or cluster.storage is None:
+    if cluster.gpu_machine is None or cluster.storage is None:
         return ["no storage is named for the plan (`storage: {tier: …}`): the time of a checkpoint is not known"]
-    machine, storage = find_machine(cluster.machine), storage_of(cluster)
+    machine, storage = find_machine(cluster.gpu_machine), storage_of(cluster)
     hardware = hardware_of(machine)
     said = []
     for preset in ("llama3-8b", "llama3-70b", "gpt-175b"):

@@ -15,6 +15,7 @@ from trainshed.catalog.fabric_setups import PodPart, SetupFile, SetupPart, setup
 from trainshed.errors import InputError, RecipeError
 from trainshed.launch.fabric_needs import DeviceFiles, FabricSetup, NodeNeeds, PodNeeds, filled
 from trainshed.recipe import Cluster
+from trainshed.recipe.cluster import Kubernetes
 
 __all__ = ["SINGLE_NODE", "UNKNOWN", "FabricSetup", "NodeNeeds", "PodNeeds", "fabric_setup", "machine_of"]
 
@@ -28,7 +29,7 @@ def fabric_setup(cluster: Cluster, *, nodes: int) -> FabricSetup:
         return FabricSetup(SINGLE_NODE, None, "")
     written = cluster.fabric
     if written is None and machine is None:
-        note = "the cluster file names neither machine nor fabric: NCCL chooses a network, and nothing can be proven"
+        note = "the nodes have no GPUs, and no `fabric` is named: gloo chooses a network, and nothing can be proven"
         return FabricSetup(UNKNOWN, None, "", notes=(note,))
     name, _, version = (written or (machine.fabric if machine else "")).partition("@")
     found = _fabric(name, cluster)
@@ -45,10 +46,10 @@ def fabric_setup(cluster: Cluster, *, nodes: int) -> FabricSetup:
 
 def machine_of(cluster: Cluster) -> Machine | None:
     """Return the cluster's machine, None where it names none."""
-    if cluster.machine is None:
+    if cluster.gpu_machine is None:
         return None
     try:
-        return find_machine(cluster.machine)
+        return find_machine(cluster.gpu_machine)
     except InputError as error:
         raise RecipeError(error.what, where=cluster.where("machine"), hint=error.hint) from None
 
@@ -92,7 +93,7 @@ def _assemble(
         environment=_environment(parts, sharp=cluster.sharp),
         library_path=tuple(path for part in parts for path in part.library_path),
         profile_script=next((part.profile_script for part in reversed(parts) if part.profile_script), None),
-        kubernetes=_pod(parts, forbidden=cluster.on_kubernetes.host_network is False),
+        kubernetes=_pod(parts, cluster.on_kubernetes),
         slurm=NodeNeeds(
             tuple(mount for part in parts for mount in part.slurm.mounts),
             tuple(line for part in parts for line in part.slurm.prologue),
@@ -140,10 +141,17 @@ def _notes(parts: list[SetupPart], cluster: Cluster) -> tuple[str, ...]:
     found = [note for part in parts for note in part.notes]
     if cluster.target in ("slurm", "kubernetes"):
         found += [note for part in parts for note in getattr(part, cluster.target).notes]
+    written = cluster.on_kubernetes.resources
+    if written is not None:
+        own = {name for part in parts for name in part.kubernetes.resources}
+        found = [note for note in found if not any(name in note for name in own)]
+        asked = " and ".join(f"{count} {name}" for name, count in written.items()) or "none"
+        found.append(f"of the network's devices each pod asks for {asked} ({cluster.where('kubernetes.resources')})")
     return tuple(found)
 
 
-def _pod(parts: list[SetupPart], *, forbidden: bool) -> PodNeeds:
+def _pod(parts: list[SetupPart], written: Kubernetes) -> PodNeeds:
+    """What all parts ask of a pod; the cluster file may name other devices, and forbid the node's network."""
     pods: list[PodPart] = [part.kubernetes for part in parts]
     kept = [] if any(part.drop_annotations for part in parts) else pods
     privileged = {name for pod in pods for name in pod.privileged_init_containers}
@@ -156,15 +164,19 @@ def _pod(parts: list[SetupPart], *, forbidden: bool) -> PodNeeds:
         init_containers=tuple(containers),
         volumes=tuple(volume for pod in pods for volume in pod.volumes),
         mounts=tuple(mount for pod in pods for mount in pod.mounts),
-        resources={name: value for pod in pods for name, value in pod.resources.items()},
+        resources=_devices(pods) if written.resources is None else written.resources,
         capabilities=tuple(dict.fromkeys(name for pod in pods for name in pod.capabilities)),
         privileged=any(pod.privileged for pod in pods),
-        host_network=not forbidden and any(pod.host_network for pod in pods),
+        host_network=written.host_network is not False and any(pod.host_network for pod in pods),
         tolerations=tuple(each for pod in pods for each in pod.tolerations),
         resource_claims=tuple(each for pod in pods for each in pod.resource_claims),
         claims=tuple(each for pod in pods for each in pod.claims),
         objects=tuple(each for pod in pods for each in pod.objects),
     )
+
+
+def _devices(pods: list[PodPart]) -> dict[str, str | int]:
+    return {name: value for pod in pods for name, value in pod.resources.items()}
 
 
 def _filled_in(
@@ -182,7 +194,8 @@ def _filled_in(
         raise RecipeError(
             f"{subject} how many cards of {setup.fabric} a node has, and pods must ask for each",
             where=cluster.where("machine"),
-            hint="describe the machine in a file with `nics: N` and write its path: machine: ./mynode.yaml",
+            hint="describe the machine in a file with `nics: N` and write its path: machine: ./mynode.yaml; "
+            "or say what pods ask for: kubernetes: {resources: {rdma/ib: 8}}",
         )
     return complete
 

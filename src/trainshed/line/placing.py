@@ -55,7 +55,7 @@ def plan_on_cluster(
     recipe: Recipe, cluster: Cluster, model: PlannedModel, nodes: int | None, gpus: int | None, despite_memory: bool
 ) -> PlannedRun:
     """Choose or check the layout of a recipe on a cluster; raises `InputError` where it could not train there."""
-    machine = find_machine(cluster.machine) if cluster.machine else None
+    machine = find_machine(cluster.gpu_machine) if cluster.gpu_machine else None
     if machine is None:
         return _on_processors(recipe, cluster, model, nodes)
     placement = _placement(recipe, cluster, machine, nodes, gpus)
@@ -146,7 +146,7 @@ def _on_processors(recipe: Recipe, cluster: Cluster, model: PlannedModel, nodes:
     )
     if problems:
         raise as_recipe_error(problems, recipe.places)
-    notes = ("the cluster names no machine: nothing is predicted, and ranks run on processors",)
+    notes = ("machine: cpu: nothing is predicted, and ranks run on processors",)
     return PlannedRun(layout, Placement(count, layout.world_size // count, None), None, reasons, notes)
 
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 from trainshed.errors import RecipeError
 from trainshed.recipe import Cluster, Recipe
+from trainshed.recipe.cluster import check_cluster
 from trainshed.recipe.messages import as_recipe_error
 from trainshed.recipe.places import KeyPath
 from trainshed.recipe.section import Problem
@@ -20,6 +21,7 @@ from trainshed.recipe.section import Problem
 
 def check_runnable(recipe: Recipe, cluster: Cluster) -> None:
     """Raise one error with everything that the recipe asks for and its engine or this cluster cannot do."""
+    check_cluster(cluster)
     problems = [*_engine_problems(recipe), *_target_problems(recipe, cluster), *_address_problems(recipe, cluster)]
     if problems:
         raise as_recipe_error(problems, recipe.places)

@@ -130,7 +130,7 @@ def serve_notes(recipe: Recipe, cluster: Cluster, model: PlannedModel, stage: St
     assert serve is not None
     assert serving is not None
     size, storage = export_bytes(recipe, model), storage_of(cluster)
-    rate = _read_gb_per_s(serve, storage, find_machine(cluster.machine) if cluster.machine else None)
+    rate = _read_gb_per_s(serve, storage, find_machine(cluster.gpu_machine) if cluster.gpu_machine else None)
     source = str(storage) if storage is not None else "assumed, as the cluster file names no `storage`"
     notes = [
         f"serve: {size / 2**30:.3g} GiB of weights are read in {size / rate / 1e9:.0f} s at {rate:.3g} GB/s "
@@ -209,9 +209,9 @@ def _check_size(recipe: Recipe, cluster: Cluster, serve: Serve, model: PlannedMo
     where = recipe.where("serve.gpus")
     if machine is None:
         raise RecipeError(
-            f"the cluster {cluster.name} names no machine, so that it has no GPUs",
+            f"the nodes of {cluster.name} have no GPUs (machine: cpu)",
             where=where,
-            hint="write `gpus: 0` to serve on processors, or `machine: NAME` in the cluster file",
+            hint="write `gpus: 0` to serve on processors, or name their machine in the cluster file",
         )
     if serve.gpus > machine.gpus:
         raise RecipeError(

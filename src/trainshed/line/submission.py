@@ -20,7 +20,7 @@ from trainshed.engines.adapters import launch_of
 from trainshed.engines.foreign import EngineLaunch, EnginePlace, EngineTask
 from trainshed.engines.megatron.parallel import uses_fsdp
 from trainshed.engines.torchrun import launcher_script
-from trainshed.errors import RecipeError
+from trainshed.errors import InputError, RecipeError
 from trainshed.launch.fabric import fabric_setup
 from trainshed.launch.fabric_lint import lint_environment
 from trainshed.launch.here import PLAN_SCHEMA
@@ -58,6 +58,12 @@ def build_job(
     """
     check_runnable(recipe, cluster)
     store = store_on(cluster, recipe)
+    if gpus is not None and cluster.gpu_machine is None:
+        raise InputError(
+            f"{gpus} GPUs, and the nodes of {cluster.name} have none ({cluster.where('machine')}: cpu)",
+            where="--gpus",
+            hint="write --nodes, or name their machine in the cluster file",
+        )
     resolved = resolve(recipe, store_options(cluster), pin=not offline)
     model = planned_model(resolved, cluster)
     check_fit_from_afar(resolved, model.config, store_options(cluster), offline=offline)

@@ -17,8 +17,8 @@ from trainshed.recipe.places import KeyPath
 ELEMENT = "*"
 """Stands for any list index, or any name in a mapping of free names."""
 
-# What the same thing is called elsewhere (Megatron-LM, NeMo, torchtune, Hugging Face), so that a person who
-# moves here is told the key at once.
+# What the same thing is called elsewhere (Megatron-LM, NeMo, torchtune, Hugging Face; in cluster files of NeMo-Run and
+# SkyPilot), so that a person who moves here is told the key at once.
 FOREIGN_NAMES = {
     "batch_size": "train.global_batch",
     "global_batch_size": "train.global_batch",
@@ -51,6 +51,26 @@ FOREIGN_NAMES = {
     "weights": "model.from",
     "trainer": "train",
     "parallelism": "layout",
+    "env": "environment",
+    "envs": "environment",
+    "env_vars": "environment",
+    "modules": "setup",
+    "module": "setup",
+    "prolog": "setup",
+    "prologue": "setup",
+    "setup_lines": "setup",
+    "time": "limits.hours",
+    "walltime": "limits.hours",
+    "container_image": "image",
+    "container_mounts": "volumes",
+    "mounts": "volumes",
+    "instance_type": "machine",
+    "accelerators": "machine",
+    "use_spot": "capacity.spot",
+    "ssh": "slurm.login",
+    "gres": "slurm.gpus",
+    "backend": "target",
+    "cloud": "target",
 }
 
 

@@ -13,8 +13,17 @@ from trainshed.errors import RecipeError
 from trainshed.recipe import scalars
 from trainshed.recipe.keys import find_key, nearest_key, siblings
 from trainshed.recipe.places import Document, KeyPath, Places, dotted_key
-from trainshed.recipe.schema import LONGEST_NAME, RESERVED, Recipe
-from trainshed.recipe.section import PROBLEMS, Problem
+from trainshed.recipe.schema import LONGEST_NAME, NAME_PATTERN, RESERVED, Recipe
+from trainshed.recipe.section import (
+    LINE_PATTERN,
+    PATH_PATTERN,
+    PROBLEMS,
+    QUANTITY_PATTERN,
+    TEXT_PATTERN,
+    URL_PATTERN,
+    VARIABLE_PATTERN,
+    Problem,
+)
 
 Kind = TypeVar("Kind", bound=BaseModel)
 
@@ -35,6 +44,31 @@ _BOUNDS = {
     "greater_than_equal": ("ge", "must be at least {}"),
     "less_than": ("lt", "must be less than {}"),
     "less_than_equal": ("le", "must be at most {}"),
+}
+_PATTERNS = {
+    NAME_PATTERN: (
+        "`{}` cannot name objects on a cluster",
+        "use lower-case letters, digits and dashes; begin with a letter",
+    ),
+    QUANTITY_PATTERN: ("`{}` is no size", "write a number and its unit, for example 250Gi"),
+    VARIABLE_PATTERN: ("`{}` is no name of a variable", "use letters, digits and underscores, for example HF_HOME"),
+    PATH_PATTERN: ("`{}` is no absolute path", "write for example /data, without a colon"),
+    URL_PATTERN: ("`{}` is no URL", "write for example http://head:8265"),
+    # The value stays out of these: it may be a secret in the wrong place.
+    LINE_PATTERN: ("is not one line of text", "write each line as an element of the list"),
+    TEXT_PATTERN: ("holds a NUL character, which no job can have", "take it out"),
+}
+"""What is wrong with a text by the pattern that it does not match, and what to write."""
+# What people write for a choice in fewer letters, or by who sells it.
+_SHORT_WORDS = {
+    "k8s": "kubernetes",
+    "kube": "kubernetes",
+    "gke": "kubernetes",
+    "eks": "kubernetes",
+    "aks": "kubernetes",
+    "sbatch": "slurm",
+    "localhost": "local",
+    "here": "local",
 }
 
 
@@ -148,10 +182,7 @@ def _value_message(found: dict[str, Any]) -> tuple[str, str | None]:
     if kind == "finite_number":
         return f"must be a finite number, and is {shown(value)}", None
     if kind == "string_pattern_mismatch":
-        return (
-            f"`{value}` cannot name objects on a cluster",
-            "use lower-case letters, digits and dashes; begin with a letter",
-        )
+        return _wrong_pattern(context["pattern"], value)
     if kind == "string_too_long":
         return (
             f"is longer than {LONGEST_NAME} characters",
@@ -164,6 +195,11 @@ def _value_message(found: dict[str, Any]) -> tuple[str, str | None]:
     return found["msg"], None
 
 
+def _wrong_pattern(pattern: str, value: str) -> tuple[str, str | None]:
+    what, hint = _PATTERNS.get(pattern, ("`{}` is not written as this key wants it", f"it must match {pattern}"))
+    return what.format(value), hint
+
+
 def _wrong_length(kind: str, context: dict[str, Any]) -> tuple[str, str | None]:
     wanted = context["min_length"] if kind == "too_short" else context["max_length"]
     side = "at least" if kind == "too_short" else "at most"
@@ -174,7 +210,8 @@ def _wrong_length(kind: str, context: dict[str, Any]) -> tuple[str, str | None]:
 
 
 def _wrong_choice(choices: list[str], value: Any) -> tuple[str, str | None]:
-    near = difflib.get_close_matches(str(value).lower(), choices, n=1, cutoff=0.6)
+    written = _SHORT_WORDS.get(str(value).lower(), str(value).lower())
+    near = difflib.get_close_matches(written, choices, n=1, cutoff=0.6)
     if len(choices) == 1:
         return f"{shown(value)} is not known", f"this version knows {choices[0]}"
     what = f"{shown(value)} is not one of {', '.join(choices)}"

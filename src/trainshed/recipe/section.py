@@ -86,7 +86,13 @@ PositiveFloat = Annotated[float, Field(gt=0)]
 NotNegativeFloat = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Text = Annotated[str, Field(min_length=1)]
-Quantity = Annotated[str, Field(pattern=r"^[0-9]+(\.[0-9]+)?(Ki|Mi|Gi|Ti|Pi|k|M|G|T|P)?$")]
+QUANTITY_PATTERN = r"^[0-9]+(\.[0-9]+)?(Ki|Mi|Gi|Ti|Pi|k|M|G|T|P)?$"
+VARIABLE_PATTERN = r"^[A-Za-z_][A-Za-z0-9_]*$"
+PATH_PATTERN = r"^/[^\x00-\x1f\x7f:]*$"
+URL_PATTERN = r"^https?://[^\s]+$"
+LINE_PATTERN = r"^[^\x00-\x08\x0a-\x1f\x7f]*[^\x00-\x20\x7f][^\x00-\x08\x0a-\x1f\x7f]*$"
+TEXT_PATTERN = r"^[^\x00]*$"
+Quantity = Annotated[str, Field(pattern=QUANTITY_PATTERN)]
 """A size as Kubernetes writes it: `250Gi`."""
 
 _SUFFIXES = {"k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}

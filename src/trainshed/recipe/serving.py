@@ -8,10 +8,10 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from trainshed.recipe.execution import EngineArgument
-from trainshed.recipe.section import NotNegativeInt, PositiveInt, Problem, Quantity, Section, Text
+from trainshed.recipe.section import VARIABLE_PATTERN, NotNegativeInt, PositiveInt, Problem, Quantity, Section, Text
 
 Port = Annotated[int, Field(ge=1, le=65535)]
-VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+VariableName = Annotated[str, Field(pattern=VARIABLE_PATTERN)]
 
 
 class Serve(Section):

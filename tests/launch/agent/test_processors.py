@@ -25,7 +25,7 @@ def job_folder(folder: Path, recipe: str, *stages: Stage) -> Path:
     run = folder / "store" / "runs" / "proof" / "1"
     (job / "job.json").write_text(JobFile("proof-1", str(run), stages, 60, "fp64", trainshed.__version__).to_text())
     (job / "recipe.yaml").write_text(recipe)
-    cluster = {"trainshed": 1, "name": "c", "target": "slurm", "store": str(folder / "store")}
+    cluster = {"trainshed": 1, "name": "c", "target": "slurm", "machine": "cpu", "store": str(folder / "store")}
     (job / "cluster.yaml").write_text(yaml.safe_dump(cluster))
     return job
 

@@ -20,7 +20,7 @@ ORDER = Order(1, 1, (0, 2), ("first", 29500))
 
 @pytest.fixture(autouse=True)
 def cluster(tmp_path: Path) -> None:
-    (tmp_path / "cluster.yaml").write_text("name: c\ntarget: slurm\nstore: /shared\n")
+    (tmp_path / "cluster.yaml").write_text("name: c\ntarget: slurm\nmachine: cpu\nstore: /shared\n")
 
 
 def proven(folder: Path, node: int, monkeypatch: pytest.MonkeyPatch, verdict: PreflightVerdict) -> NodeRecord | None:

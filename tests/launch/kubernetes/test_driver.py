@@ -10,7 +10,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from kubernetes_jobs import NAME, cluster_of, job_of, stages_of
+from kubernetes_jobs import NAME, cluster_of, job_of, stages_of, train_alone
 from kubernetes_schemas import read_documents
 from kubernetes_server import TOKEN, KubernetesServer, kubernetes_server
 from trainshed.errors import InputError, TrainshedError
@@ -182,3 +182,114 @@ def test_what_a_stage_waits_for_is_told_once(server: KubernetesServer, manifests
     notes = Notes(controller)
     run(server, manifests, notes)
     assert notes.texts.count("fetch: None of 1 pods has a node yet.") == 1
+
+
+TRAIN = f"/apis/batch/v1/namespaces/ml/jobs/{NAME}"
+
+
+@pytest.fixture
+def plain(tmp_path: Path) -> Path:
+    """The manifests of a training alone, as a plain Job that may fail twice."""
+    cluster = cluster_of({"kubernetes": {"namespace": "ml", "kind": "job"}})
+    objects = read_documents(render(job_of(cluster, stages=train_alone(restarts=2))).text())
+    (texts,) = [each["data"] for each in objects if "-stages-" in each["metadata"]["name"]]
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+class Controller:
+    """Ends each Job that is made, as a list says; `uids` are those that were there."""
+
+    def __init__(self, server: KubernetesServer, *reasons: str) -> None:
+        self.server, self.reasons, self.uids = server, list(reasons), []
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self) -> Controller:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stop.wait(0.005):
+            found = self.server.objects.get(TRAIN)
+            if found is not None and found["metadata"]["uid"] not in self.uids:
+                self.uids.append(found["metadata"]["uid"])
+                reason = self.reasons.pop(0)
+                kind = "Failed" if reason else "Complete"
+                found["status"] = {
+                    "conditions": [{"type": kind, "status": "True", "reason": reason, "message": reason}]
+                }
+
+
+def test_a_plain_job_that_fails_is_made_anew_as_it_was_until_it_is_done(server: KubernetesServer, plain: Path) -> None:
+    notes = Notes()
+    with Controller(server, "BackoffLimitExceeded", "DeadlineExceeded", "BackoffLimitExceeded", "") as made:
+        run(server, plain, notes)
+    assert len(set(made.uids)) == 4
+    assert [text for text in notes.texts if "anew" in text] == [
+        "train: it failed (1 of 2 restarts); it is made anew",
+        "train: its time was up; it is made anew",
+        "train: it failed (2 of 2 restarts); it is made anew",
+    ]
+    sent = [body for body in server.bodies if b"kind: Job" in body]
+    assert len(set(sent)) == 1, "what is created again is what was rendered"
+    assert server.objects[TRAIN]["metadata"]["annotations"]["trainshed.io/restarts"] == "2"
+
+
+@pytest.mark.parametrize(
+    "reasons", [["PodFailurePolicy"], ["BackoffLimitExceeded", "BackoffLimitExceeded", "BackoffLimitExceeded"]]
+)
+def test_wrong_input_is_not_tried_again_and_restarts_have_an_end(
+    server: KubernetesServer, plain: Path, reasons: list[str]
+) -> None:
+    with Controller(server, *reasons) as made, pytest.raises(TrainshedError, match=f"train failed: {reasons[-1]}"):
+        run(server, plain, Notes())
+    assert len(made.uids) == len(reasons)
+
+
+def test_a_driver_that_was_killed_while_it_made_a_job_anew_counts_it_once(
+    server: KubernetesServer, plain: Path
+) -> None:
+    class Killed(Exception):
+        pass
+
+    def dies(text: str) -> None:
+        if "made anew" in text:
+            raise Killed
+
+    for counted in (False, True):
+        server.objects.clear()
+        with Controller(server, "BackoffLimitExceeded", "") as made:
+            with pytest.raises(Killed):
+                run(server, plain, Notes(dies))
+            if counted:  # and not yet deleted
+                (path,) = server.paths("/services/")
+                annotations = {"trainshed.io/restarts": "1", "trainshed.io/restarted": made.uids[0]}
+                server.annotated[server.objects[path]["metadata"]["uid"]] = annotations
+                server.objects[path]["metadata"]["annotations"] = dict(annotations)
+            run(server, plain, Notes())
+        assert server.objects[TRAIN]["metadata"]["annotations"]["trainshed.io/restarts"] == "1"
+
+
+def test_pods_of_the_last_start_are_waited_for(server: KubernetesServer, plain: Path) -> None:
+    pod = "/api/v1/namespaces/ml/pods/slow"
+
+    def leaves_late(text: str) -> None:
+        if "made anew" in text:
+            labels = {"batch.kubernetes.io/controller-uid": server.objects[TRAIN]["metadata"]["uid"]}
+            server.put(pod, {"metadata": {"labels": labels}})
+            threading.Timer(0.3, ends).start()
+
+    def ends() -> None:
+        there.append(TRAIN in server.objects)
+        del server.objects[pod]
+
+    there: list[bool] = []
+    with Controller(server, "BackoffLimitExceeded", ""):
+        run(server, plain, Notes(leaves_late))
+    assert there == [False], "the next start began beside the last one"

@@ -36,6 +36,13 @@ def test_helm_makes_the_objects_that_render_prints(name: str, tmp_path: Path) ->
     assert templated(folder) == in_order(read_documents(render(job).text()))
 
 
+def test_a_chart_of_a_plain_job_makes_its_service_and_the_driver_that_restarts_it(tmp_path: Path) -> None:
+    cluster = load_cluster("eks-p5", ["kubernetes.kind=job", "setup=[source /fsx/site.sh]"])
+    job = job_of(cluster, stages=train_alone())
+    folder = chart_of(job, tmp_path / "chart")
+    assert templated(folder) == in_order(read_documents(render(job).text()))
+
+
 def test_what_looks_like_a_template_stays_text(tmp_path: Path) -> None:
     files = {"recipe.yaml": TEMPLATES, "a/b.txt": TEMPLATES * 2}
     cluster = cluster_of({"environment": {"X": TEMPLATES}, "volumes": [{"mount": "/a {{b}}", "pvc": "c"}]})

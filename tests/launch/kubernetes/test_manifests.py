@@ -15,17 +15,23 @@ from trainshed.launch.kubernetes.kinds import Object
 from trainshed.launch.kubernetes.render import render, stage_ids
 from trainshed.recipe import load_cluster
 
-KINDS = {"jobset": "JobSet", "pytorchjob": "PyTorchJob", "trainjob": "TrainJob", "rayjob": "RayJob"}
+KINDS = {"jobset": "JobSet", "pytorchjob": "PyTorchJob", "trainjob": "TrainJob", "rayjob": "RayJob", "job": "Job"}
 
 
 def training(job: Job) -> Object:
-    (found,) = [each for each in all_objects(render(job)) if each["kind"] in KINDS.values()]
+    (found,) = [each for each in all_objects(render(job)) if is_training(each)]
     return found
+
+
+def is_training(found: Object) -> bool:
+    return found["kind"] in KINDS.values() and found["metadata"]["labels"]["app.kubernetes.io/component"] == "train"
 
 
 def gang_pod(found: Object) -> Object:
     """The template of the first pod of a training."""
     spec = found["spec"]
+    if found["kind"] == "Job":
+        return spec["template"]
     if found["kind"] == "JobSet":
         return spec["replicatedJobs"][0]["template"]["spec"]["template"]
     if found["kind"] == "PyTorchJob":
@@ -190,10 +196,75 @@ def test_pytorchjob_of_one_node_has_no_workers() -> None:
     assert found["spec"]["pytorchReplicaSpecs"]["Master"]["restartPolicy"] == "Never"
 
 
+def plain(*stages: Stage, **limits: Any) -> Job:
+    cluster = cluster_of({"limits": limits, "kubernetes": {"kind": "job", "namespace": "ml"}})
+    return job_of(cluster, stages=stages or train_alone())
+
+
+def test_a_plain_job_is_a_gang_by_its_indexes_and_a_headless_service() -> None:
+    job = plain()
+    found = training(job)
+    spec = found["spec"]
+    assert (spec["completionMode"], spec["completions"], spec["parallelism"]) == ("Indexed", 2, 2)
+    assert spec["backoffLimit"] == 0, "one pod that fails ends them all"
+    assert spec["podFailurePolicy"]["rules"][0]["onExitCodes"]["values"] == [2]
+    assert spec["ttlSecondsAfterFinished"] > 0
+    assert found["metadata"]["annotations"]["trainshed.io/most-restarts"] == "3"
+    pod = gang_pod(found)
+    assert pod["spec"]["subdomain"] == "llama-1a2b3c4d"
+    assert pod["spec"]["terminationGracePeriodSeconds"] == 300
+    (service,) = [each for each in all_objects(render(job)) if each["kind"] == "Service"]
+    assert (service["metadata"]["name"], service["spec"]["clusterIP"]) == ("llama-1a2b3c4d", "None")
+    assert service["spec"]["publishNotReadyAddresses"] is True
+    assert service["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
+    assert environment_of(found)["MASTER_ADDR"] == "llama-1a2b3c4d-0.llama-1a2b3c4d"
+    assert stage_ids(job) == {"train": "Job/llama-1a2b3c4d"}
+    timed = training(plain(hours=8.0))
+    assert timed["spec"]["activeDeadlineSeconds"] == 8 * 3600
+    assert any("started again by the driver" in note for note in render(job).notes)
+
+
+def test_the_driver_of_a_plain_job_may_delete_that_job_and_no_other() -> None:
+    request = render(plain())
+    assert [part.name for part in request.parts] == ["content.yaml", "driver.yaml"], "it needs one for a single stage"
+    (role,) = [each for each in all_objects(request) if each["kind"] == "Role"]
+    allowed = {(rule["resources"][0], tuple(rule["verbs"]), *rule.get("resourceNames", ())) for rule in role["rules"]}
+    assert allowed == {
+        ("services", ("get", "create", "patch")),
+        ("jobs", ("get", "create", "patch")),
+        ("jobs", ("delete",), "llama-1a2b3c4d"),
+        ("pods", ("list",)),
+    }
+
+
 def test_trainjob_keeps_the_devices_of_the_fabric() -> None:
     found = training(job_of(load_cluster("eks-p5", ["kubernetes.kind=trainjob"])))
     limits = found["spec"]["trainer"]["resourcesPerNode"]["limits"]
     assert limits == {"nvidia.com/gpu": "8", "vpc.amazonaws.com/efa": "32"}
+
+
+def devices_of(found: Object) -> dict[str, str]:
+    (container,) = gang_pod(found)["spec"]["containers"]
+    assert container["resources"]["requests"] == container["resources"]["limits"]
+    return {name: count for name, count in container["resources"]["limits"].items() if name != "nvidia.com/gpu"}
+
+
+def test_a_site_names_the_devices_that_its_nodes_offer() -> None:
+    own = load_cluster("aks-nd-h100-v5")
+    assert devices_of(training(job_of(own))) == {"rdma/ib": "8"}
+    assert any("rdma/ib" in note for note in render(job_of(own)).notes)
+    named = {"rdma/hca_shared_devices_a": 1, "hugepages-2Mi": "5120Mi"}
+    body = {"machine": "nd-h100-v5", "kubernetes": {"resources": named}}
+    job = job_of(cluster_of(body), stages=train_alone())
+    assert devices_of(training(job)) == {"rdma/hca_shared_devices_a": "1", "hugepages-2Mi": "5120Mi"}
+    (note,) = [note for note in render(job).notes if "devices" in note]
+    assert note.startswith("of the network's devices each pod asks for 5120Mi hugepages-2Mi and 1 rdma/hca")
+    assert not any("rdma/ib" in note for note in render(job).notes)
+    none = job_of(cluster_of(body | {"kubernetes": {"resources": {}}}), stages=train_alone())
+    assert devices_of(training(none)) == {}
+    alone = job_of(cluster_of(body), stages=train_alone(nodes=1))
+    assert devices_of(training(alone)) == {}, "one node has no network between nodes"
+    check(training(job))
 
 
 def test_trainjob_refuses_a_fabric_that_needs_more_than_a_patch_can_say() -> None:
@@ -355,7 +426,7 @@ def test_the_longest_name_still_fits_with_all_suffixes(kind: str) -> None:
     job = job_of(cluster, stages=stages_of(cluster, nodes=1024), name=name)
     for found in all_objects(render(job)):
         check(found)
-        if found["kind"] in KINDS.values():
+        if is_training(found):
             # JobSet's own check: <jobset>-<job>-0-<index>-<five letters> is a label of 63.
             assert len(found["metadata"]["name"] + "-train-0-1023-abcde") <= 63
     other = job_of(cluster, name="a" * 40 + "-1a2b3c4e")

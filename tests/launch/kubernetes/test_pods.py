@@ -25,7 +25,7 @@ from shared_daemons import free_ports
 from small_recipes import recipe_text
 from text_recipes import write_script, write_small_recipe
 from tiny_models import save_tiny_hf
-from trainshed.launch.job import Job
+from trainshed.launch.job import Job, Stage
 from trainshed.launch.kubernetes.target import KubernetesTarget
 from trainshed.launch.target import StageState, Submitted
 from trainshed.line.submission import build_job
@@ -84,6 +84,7 @@ def written_cluster(folder: Path, **changed: Any) -> Cluster:
     body: dict[str, Any] = {
         "name": "pods",
         "target": "kubernetes",
+        "machine": "cpu",
         "image": "registry/trainshed:1",
         "python": sys.executable,
         "store": "/mnt/data",
@@ -103,10 +104,10 @@ def written_cluster(folder: Path, **changed: Any) -> Cluster:
     return load_cluster(folder / "cluster.yaml")
 
 
-def make_job(folder: Path, *overrides: str) -> Job:
+def make_job(folder: Path, *overrides: str, **changed: Any) -> Job:
     (folder / "recipe.yaml").write_text(recipe_text("dense"))
     recipe = load_recipe(str(folder / "recipe.yaml"), ["layout.dp=2", "checkpoint.every=5", *overrides])
-    return build_job(recipe, written_cluster(folder))
+    return build_job(recipe, written_cluster(folder, **changed))
 
 
 def submit(job: Job) -> Submitted:
@@ -142,6 +143,57 @@ def test_the_whole_line_runs_and_a_gang_that_loses_a_pod_starts_again_and_ends(
     driver = next(path for path in runner.gangs if path.endswith("-driver"))
     runner.until(lambda: runner.server.objects[driver].get("status"), "the driver to end")
     assert runner.server.objects[driver]["status"]["conditions"][0]["type"] == "Complete", runner.logs()
+
+
+def test_a_plain_job_that_loses_a_pod_is_made_anew_by_the_driver_and_ends(runner: PodRunner, tmp_path: Path) -> None:
+    for group in ("jobset.x-k8s.io/v1alpha2", "kueue.x-k8s.io/v1beta1"):
+        del runner.server.kinds[f"/apis/{group}"]  # a cluster with nothing installed
+    job = make_job(tmp_path, "train.steps=20", kubernetes={"namespace": "ml", "kind": "job"})
+    submitted = submit(job)
+    run = runner.shared / Path(job.run).relative_to("/mnt/data")
+    runner.until(lambda: list(run.glob("checkpoints/*/manifest.json")), "a checkpoint")
+    (path,) = [path for path in runner.gangs if path.endswith(f"/jobs/{job.name}")]
+    first = runner.server.objects[path]["metadata"]["uid"]
+    runner.gangs[path].pods[1].process.send_signal(signal.SIGKILL)
+    seen: set[str] = set()
+
+    def ended() -> bool:
+        seen.add(states(job, submitted)["train"].state)
+        return "done" in seen or "failed" in seen
+
+    runner.until(ended, "the training to end")
+    after = states(job, submitted)["train"]
+    assert (after.state, after.restarts) == ("done", 1), runner.logs()
+    assert "failed" not in seen, "whoever follows must not leave"
+    assert runner.server.objects[path]["metadata"]["uid"] != first
+    assert [event["step"] for event in steps(LocalStore(run), "")] == list(range(20))
+    driver = next(path for path in runner.gangs if path.endswith("-driver"))
+    runner.until(lambda: runner.server.objects[driver].get("status"), "the driver to end")
+    KubernetesTarget(job.cluster).cancel(submitted)
+    assert not [path for path in runner.server.objects if "/pods/" not in path]
+
+
+def test_the_sites_lines_run_in_every_pod_before_its_command(runner: PodRunner, tmp_path: Path) -> None:
+    lines = ['export SITE="of $(hostname)" # as it says', "export OMP_NUM_THREADS=9"]
+    stages = (Stage("first", script="seen.sh"), Stage("second", script="seen.sh"))
+    files = {"seen.sh": 'env >"/mnt/data/$(hostname)"\n'}
+    job = Job("seen-1", "/mnt/data/runs/seen/1", written_cluster(tmp_path, setup=lines), stages, files, None)
+    submitted = submit(job)
+    runner.until(lambda: states(job, submitted)["second"].state in ("done", "failed"), "both stages to end")
+    assert states(job, submitted)["second"].state == "done", runner.logs()
+    for stage in ("first", "second"):
+        text = (runner.shared / f"seen-1-{stage}-0").read_text()
+        seen = dict(line.partition("=")[::2] for line in text.splitlines())
+        assert seen["SITE"] == f"of seen-1-{stage}-0"
+        assert seen["OMP_NUM_THREADS"] == "1", "`environment` is set after `setup`"
+
+
+def test_a_line_of_setup_that_fails_ends_the_pod_and_is_named(runner: PodRunner, tmp_path: Path) -> None:
+    cluster = written_cluster(tmp_path, setup=["exit 0"])
+    job = Job("seen-1", "/mnt/data/runs/seen/1", cluster, (Stage("first", script="seen.sh"),), {"seen.sh": ""}, None)
+    submitted = submit(job)
+    runner.until(lambda: states(job, submitted)["first"].state == "failed", "the stage to fail")
+    assert "trainshed: setup ended the shell at line 1: exit 0" in states(job, submitted)["first"].reason
 
 
 def serving_job(folder: Path) -> tuple[Job, int]:

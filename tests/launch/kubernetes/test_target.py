@@ -125,6 +125,24 @@ def test_status_asks_for_the_job_its_pods_and_kueues_workload(server: Kubernetes
     assert state.reason == f"It waits for quota in gpus: {message}."
 
 
+def test_devices_that_no_node_offers_are_said_before_anything_is_sent(server: KubernetesServer) -> None:
+    job = make_job(machine="nd-h100-v5")
+    target = KubernetesTarget(job.cluster)
+    assert target.check(job) == [], "no node yet: an autoscaler may make one"
+    server.put("/api/v1/nodes/cpu", {"status": {"allocatable": {"cpu": "8"}}})
+    assert target.check(job) == []
+    offered = {"nvidia.com/gpu": "8", "rdma/hca_shared_devices_a": "63", "cpu": "96"}
+    server.put("/api/v1/nodes/gpu", {"status": {"allocatable": offered}})
+    assert target.check(job) == [
+        "no node with nvidia.com/gpu offers rdma/ib; they offer rdma/hca_shared_devices_a "
+        "(kubernetes.resources says what pods ask for)"
+    ]
+    named = make_job(
+        machine="nd-h100-v5", kubernetes={"namespace": "ml", "resources": {"rdma/hca_shared_devices_a": 1}}
+    )
+    assert KubernetesTarget(named.cluster).check(named) == []
+
+
 def test_nodes_of_a_running_stage_are_its_pods_in_the_order_of_ranks(server: KubernetesServer) -> None:
     submitted = submitted_to(server, make_job())
     for index in (1, 0):  # names do not sort by rank

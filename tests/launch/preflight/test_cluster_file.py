@@ -50,8 +50,12 @@ def test_a_sane_file_passes(tmp_path: Path) -> None:
         (("image: registry/x@sha256:0123\n", ""), "image", "fail", "jobs need a container image, and none is named"),
         (("store: s3://bucket/x\n", ""), "store", "fail", "no store is named"),
         (("s3://bucket/x", "/data"), "store", "fail", "/data lies in no volume: every pod would have its own"),
-        ((", max: 4", ""), "nodes", "warn", "no most number of nodes is set"),
-        (("machine: p5\n", ""), "machine", "warn", "no machine is named"),
+        (
+            (", max: 4", ""),
+            "nodes",
+            "warn",
+            "`nodes.max` is not set: a job that asks for more nodes than there are",
+        ),
         (("machine: p5\n", "machine: p55\n"), "machine", "fail", "there is no machine `p55` in the catalog"),
         (("machine: p5\n", "machine: p5\nfabric: none\n"), "machine", "fail", "there is no fabric `none`"),
     ],
@@ -73,12 +77,12 @@ def test_variables_that_do_not_belong_are_found_with_their_line(tmp_path: Path) 
 
 def test_secrets_are_looked_for_where_they_are_referred_to_and_never_shown(tmp_path: Path) -> None:
     (tmp_path / "token").write_text("hunter2")
-    text = (
-        f"target: local\nsecrets: {{A: {{env: A}}, B: {{env: B}}, C: {{file: {tmp_path}/token}}, D: {{file: /no}}}}\n"
+    text = "target: slurm\nmachine: cpu\nstore: /s\n" + (
+        f"secrets: {{A: {{env: A}}, B: {{env: B}}, C: {{file: {tmp_path}/token}}, D: {{file: /no}}}}\n"
     )
     checks = found(tmp_path, text, A="hunter2")
     verdicts = {name: checks[f"secret {name}"].verdict for name in "ABCD"}
-    assert verdicts == {"A": "pass", "B": "fail", "C": "pass", "D": "fail"}
+    assert verdicts == {"A": "pass", "B": "fail", "C": "pass", "D": "skipped"}
     assert "hunter2" not in str(checks)
 
 
@@ -88,7 +92,7 @@ def test_a_scheduler_that_cannot_be_asked_from_here_is_skipped_with_the_reason(
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("KUBECONFIG", raising=False)
-    (slurm,) = scheduler_checks(written(tmp_path, "target: slurm\nstore: /shared\n"))
+    (slurm,) = scheduler_checks(written(tmp_path, "target: slurm\nmachine: cpu\nstore: /shared\n"))
     assert slurm.verdict == "skipped"
     assert "on this machine" in slurm.what
     kubernetes = next(scheduler_checks(written(tmp_path, SANE)))
@@ -96,7 +100,9 @@ def test_a_scheduler_that_cannot_be_asked_from_here_is_skipped_with_the_reason(
 
 
 def test_a_scheduler_that_does_not_answer_fails(tmp_path: Path) -> None:
-    (ray,) = scheduler_checks(written(tmp_path, "target: ray\nstore: /shared\nray: {address: 'http://127.0.0.1:9'}\n"))
+    (ray,) = scheduler_checks(
+        written(tmp_path, "target: ray\nmachine: cpu\nstore: /shared\nray: {address: 'http://127.0.0.1:9'}\n")
+    )
     assert (ray.name, ray.verdict) == ("ray", "fail")
     assert ray.what.startswith("does not answer: ")
 

@@ -71,6 +71,13 @@ def test_what_is_denied_is_named(denied: set[str]) -> None:
     assert (found.verdict, found.what) == ("fail", "you may not create jobsets, get pods/log in namespace team")
 
 
+def test_a_plain_job_needs_services(denied: set[str]) -> None:
+    denied |= {"create services", "create jobsets"}
+    plain = Cluster(name="c", target="kubernetes", kubernetes={"namespace": "team", "kind": "job"})
+    found = check_rights(plain)
+    assert (found.verdict, found.what) == ("fail", "you may not create services in namespace team")
+
+
 def test_whoever_may_train_and_not_serve_is_warned(denied: set[str]) -> None:
     denied.add("patch deployments")
     found = check_rights(CLUSTER)

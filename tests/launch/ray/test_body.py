@@ -104,18 +104,7 @@ def test_our_code_travels_as_a_package_that_ray_unpacks(tmp_path: Path) -> None:
     assert [note for note in request.notes if "curl -X PUT" in note]
 
 
-def test_secrets_are_references_and_kubernetes_keeps_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_secrets_are_references(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LAB_HF_TOKEN", "hf_never_shown")
     job = small_job(lab(tmp_path), {"job.json": "{}"})
     assert "hf_never_shown" not in RayTarget(job.cluster).render(job).text()
-    cluster = lab(tmp_path, CLUSTER.replace("{env: LAB_HF_TOKEN}", "{k8s: hf/token}"))
-    with pytest.raises(InputError, match="cannot ask Kubernetes for HF_TOKEN") as refused:
-        RayTarget(cluster).render(small_job(cluster, {}))
-    assert refused.value.where == f"{tmp_path}/lab.yaml:8 (secrets.HF_TOKEN)"
-
-
-def test_keys_that_a_running_cluster_cannot_heed_are_named(tmp_path: Path) -> None:
-    cluster = lab(tmp_path, CLUSTER + "image: registry/x\nlimits: {hours: 4}\ncapacity: {spot: true}\n")
-    notes = "\n".join(RayTarget(cluster).render(small_job(cluster, {})).notes)
-    for key in ("image", "limits.hours", "capacity"):
-        assert f"({key}): not read" in notes

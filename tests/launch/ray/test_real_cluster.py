@@ -54,12 +54,14 @@ def cluster(address: str, tmp_path: Path) -> Cluster:
     body = {
         "name": "three-nodes",
         "target": "ray",
+        "machine": "cpu",
         "store": str(tmp_path / "store"),
         "nodes": {"default": 2},
         "ray": {"address": address, "gpu_resource": "CPU"},
         "limits": {"cpu_stage_cpus": 1, "cpu_stage_memory": "100Mi", "restarts": 0, "grace_seconds": 60},
         "secrets": {"TOKEN": {"env": "NODE_SECRET"}},
         "environment": {"TORCH_CPP_LOG_LEVEL": "ERROR"},
+        "setup": ["export SITE='of a line' TORCH_CPP_LOG_LEVEL=line # the file's own wins"],
     }
     (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(body))
     return load_cluster(tmp_path / "cluster.yaml")
@@ -187,6 +189,7 @@ def test_a_foreign_engines_script_runs_once_a_node_and_its_exit_code_is_told(tmp
     script = """
 echo "node $NODE_RANK of $NNODES meets at $MASTER_ADDR:$MASTER_PORT"
 test ${#TOKEN} = LENGTH || exit 9
+test "$SITE $TORCH_CPP_LOG_LEVEL" = "of a line ERROR" || exit 8
 if test "$NODE_RANK" = 0; then
   test -e "$RUN/again" && sleep 600
   touch "$RUN/again"
@@ -211,7 +214,7 @@ exit 3
 def test_parts_take_turns_and_a_stage_without_room_says_what_is_missing(tmp_path: Path, cluster: Cluster) -> None:
     # Seven parts of two CPUs each: three at a time.
     parts = Stage("tokenise", parts=7, cpus=2, script="part.sh")
-    scripts = {"part.sh": 'mkdir "$RUN/part-$$"', "train.sh": "exit 0"}
+    scripts = {"part.sh": 'test "$SITE" = "of a line" && mkdir "$RUN/part-$$"', "train.sh": "exit 0"}
     stages = (
         Stage(**{**vars(parts), "environment": {"RUN": str(tmp_path)}}),
         Stage("train", nodes=5, script="train.sh"),

@@ -126,11 +126,13 @@ def test_a_secret_that_a_node_does_not_have_is_named(tmp_path: Path, monkeypatch
 
 
 def test_a_dashboard_that_does_not_answer_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "lab.yaml").write_text("name: lab\ntarget: ray\nstore: /data\nray: {address: 'http://127.0.0.1:9'}\n")
+    (tmp_path / "lab.yaml").write_text(
+        "name: lab\ntarget: ray\nmachine: cpu\nstore: /data\nray: {address: 'http://127.0.0.1:9'}\n"
+    )
     dashboard = Dashboard(load_cluster(tmp_path / "lab.yaml"))
     with pytest.raises(TrainshedError, match=r"no Ray dashboard answers at http://127\.0\.0\.1:9") as refused:
         dashboard.nodes()
-    assert refused.value.where == f"{tmp_path}/lab.yaml:4 (ray.address)"
+    assert refused.value.where == f"{tmp_path}/lab.yaml:5 (ray.address)"
     monkeypatch.setenv("RAY_JOB_HEADERS", "Bearer x")
     with pytest.raises(InputError, match="RAY_JOB_HEADERS is not a JSON object"):
         dashboard.nodes()

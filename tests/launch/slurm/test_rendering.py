@@ -22,7 +22,7 @@ from trainshed.recipe import Cluster, load_cluster
 from trainshed.recipe.yaml_text import dump
 
 CODE = Code("trainshed-0.1.0-0123456789ab.tar.xz", "0123456789abcdef" * 4, b"", "0.1.0")
-PLAIN = {"name": "plain", "target": "slurm", "slurm": {"venv": "/shared/venv", "gpus": None}}
+PLAIN = {"name": "plain", "target": "slurm", "machine": "cpu", "slurm": {"venv": "/shared/venv", "gpus": None}}
 
 
 def cluster_of(folder: Path, body: dict[str, Any]) -> Cluster:
@@ -111,7 +111,7 @@ def test_only_the_ids_of_earlier_stages_are_filled_in(tmp_path: Path) -> None:
     assert tricky in filled
 
 
-BASE = {"name": "c", "target": "slurm"}
+BASE = {"name": "c", "target": "slurm", "machine": "cpu"}
 
 
 @pytest.mark.parametrize(
@@ -121,10 +121,8 @@ BASE = {"name": "c", "target": "slurm"}
         ({"slurm": {"options": ["-pother"]}}, "slurm.options.0", "write `slurm.partition` in place of it"),
         ({"slurm": {"options": ["--requeue"]}}, "slurm.options.0", "delete it"),
         ({"slurm": {"options": ["mail"]}}, "slurm.options.0", "write for example --comment=x"),
-        ({"secrets": {"X": {"k8s": "a/b"}}}, "secrets.X", "write {env: NAME} or {file: PATH}"),
         ({"secrets": {"X": {"env": "A B"}}}, "secrets.X", "write for example HF_TOKEN"),
         ({"secrets": {"X;Y": {"env": "A"}}}, "secrets.X;Y", "write for example HF_TOKEN"),
-        ({"capacity": {"flex_start_hours": 2.0}}, "capacity.flex_start_hours", "write `reservation: NAME`"),
         ({"slurm": {"container": "pyxis"}}, "slurm.container", "write `image: registry/name@sha256:…`"),
     ],
 )

@@ -82,6 +82,41 @@ def test_odd_text_and_secrets_arrive_as_they_were_written(
     assert not list(tmp_path.rglob("never"))
 
 
+def test_what_the_site_sets_up_reaches_the_job_and_what_the_shell_has_does_not(
+    slurm_runs: SlurmRuns, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "site.sh").write_text(
+        'echo "$NEVER_SET" >/dev/null; false; export FROM_SITE="of ${SLURMD_NODENAME:?}"\n'
+    )
+    monkeypatch.setenv("NOT_NAMED", "nobody asked for it")
+    # Slurm takes these before the lines of a script.
+    monkeypatch.setenv("SBATCH_EXPORT", "ALL")
+    monkeypatch.setenv("SBATCH_PARTITION", "small")
+    monkeypatch.setenv("SLURM_NTASKS", "7")
+    job = slurm_runs.script_job(
+        (Stage("train", nodes=2), 'env >"variables-$NODE_RANK"\n'),
+        setup=[f"source {tmp_path}/site.sh", "export BOTH='of a line' ALSO=mine # a comment", "umask 077"],
+        environment={"BOTH": "of the file"},
+        limits={"restarts": 0},
+    )
+    run = slurm_runs.submit(job)
+    assert run.wait().state == "done", run.all_logs()
+    for node in range(2):
+        seen = dict(line.partition("=")[::2] for line in (run.folder / f"variables-{node}").read_text().splitlines())
+        assert seen["FROM_SITE"] == f"of {seen['SLURMD_NODENAME']}"
+        assert (seen["BOTH"], seen["ALSO"]) == ("of the file", "mine")
+        assert "NOT_NAMED" not in seen
+        assert (seen["SLURM_JOB_PARTITION"], seen["SLURM_NTASKS"]) == ("main", "2")
+
+
+def test_a_line_of_setup_that_fails_ends_the_job_and_is_named(slurm_runs: SlurmRuns) -> None:
+    lines = ["export FINE=1", "source /nowhere/site.sh"]
+    run = slurm_runs.submit(slurm_runs.script_job((Stage("first"), "touch ran\n"), setup=lines))
+    assert run.wait("first").state == "failed"
+    assert "trainshed: setup failed with exit code 1 at line 2: source /nowhere/site.sh" in run.all_logs()
+    assert not (run.folder / "ran").exists()
+
+
 def test_a_job_that_waits_says_why_and_one_that_is_cancelled_ends(slurm_runs: SlurmRuns) -> None:
     long = (Stage("first"), "sleep 600\n")
     run = slurm_runs.submit(slurm_runs.script_job(long, (Stage("second"), "true\n"), slurm={"options": ["--hold"]}))

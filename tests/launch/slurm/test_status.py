@@ -37,7 +37,7 @@ def client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SlurmClient:
         (tmp_path / name).write_text(text.format(folder=tmp_path))
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    (tmp_path / "cluster.yaml").write_text(yaml.safe_dump({"name": "c", "target": "slurm"}))
+    (tmp_path / "cluster.yaml").write_text(yaml.safe_dump({"name": "c", "target": "slurm", "machine": "cpu"}))
     return SlurmClient(load_cluster(tmp_path / "cluster.yaml"))
 
 

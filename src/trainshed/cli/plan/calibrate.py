@@ -168,7 +168,7 @@ def _where_it_ran(measured: MeasuredRun, flags: Flags) -> Any:
     from trainshed.plan.performance.hardware import hardware_of, hardware_of_gpu
     from trainshed.recipe import load_cluster
 
-    machine = flags.machine or (load_cluster(flags.on).machine if flags.on else None)
+    machine = flags.machine or (load_cluster(flags.on).gpu_machine if flags.on else None)
     if machine is not None:
         return hardware_of(find_machine(machine))
     if flags.gpu is not None:

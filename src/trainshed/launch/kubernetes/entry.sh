@@ -7,6 +7,12 @@ TRAINSHED_BEGAN="$(date +%s.%N)"
 
 say() { printf 'trainshed: %s\n' "$*" >&2; }
 
+# The site's own lines, before anything of ours; what they export is there for whatever follows.
+if [ -n "${TRAINSHED_SETUP:-}" ]; then
+    # shellcheck disable=SC1090
+    . "$TRAINSHED_SETUP"
+fi
+
 python="${TRAINSHED_PYTHON:-python3}"
 pieces="${TRAINSHED_CODE_FOLDER:-/etc/trainshed/code}"
 local="${TRAINSHED_LOCAL_FOLDER:-/var/tmp/trainshed}"

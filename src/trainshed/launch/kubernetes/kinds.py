@@ -39,6 +39,7 @@ class Kind:
 
 CONFIG_MAP = Kind("v1", "ConfigMap", "configmaps")
 POD = Kind("v1", "Pod", "pods")
+NODE = Kind("v1", "Node", "nodes", namespaced=False)
 SERVICE = Kind("v1", "Service", "services")
 EVENT = Kind("v1", "Event", "events")
 NAMESPACE = Kind("v1", "Namespace", "namespaces", namespaced=False)
@@ -62,10 +63,11 @@ CLUSTER_QUEUE = Kind(f"{KUEUE}/v1beta1", "ClusterQueue", "clusterqueues", namesp
 PRIORITY_CLASS = Kind(f"{KUEUE}/v1beta1", "WorkloadPriorityClass", "workloadpriorityclasses", namespaced=False)
 WORKLOAD = Kind(f"{KUEUE}/v1beta1", "Workload", "workloads")
 
-TRAINING = {"jobset": JOB_SET, "pytorchjob": PYTORCH_JOB, "trainjob": TRAIN_JOB, "rayjob": RAY_JOB}
+TRAINING = {"jobset": JOB_SET, "pytorchjob": PYTORCH_JOB, "trainjob": TRAIN_JOB, "rayjob": RAY_JOB, "job": JOB}
 """What training becomes, by the word in the cluster file."""
 CREATED = (
-    CONFIG_MAP, SERVICE_ACCOUNT, ROLE, ROLE_BINDING, DAEMON_SET, COMPUTE_DOMAIN, JOB, *TRAINING.values(),
+    CONFIG_MAP, SERVICE_ACCOUNT, ROLE, ROLE_BINDING, DAEMON_SET, COMPUTE_DOMAIN,
+    *TRAINING.values(),
     SERVICE, DEPLOYMENT, CLAIM, VOLUME, STORAGE_CLASS,
 )  # fmt: skip
 _BY_NAME = {(kind.api_version, kind.name): kind for kind in CREATED}

@@ -22,7 +22,7 @@ def cluster_file_checks(cluster: Cluster, environment: Mapping[str, str] = os.en
         yield _secret(cluster, name, reference, environment)
     yield from _machine(cluster)
     if cluster.nodes.max is None and cluster.target != "local":
-        what = "no most number of nodes is set: a job that asks for too many waits for ever"
+        what = "`nodes.max` is not set: a job that asks for more nodes than there are waits for ever"
         yield Check("nodes", "warn", what, f"{cluster.where('nodes')}: write nodes: {{default: 1, max: N}}")
     elif cluster.target != "local":
         yield Check("nodes", "pass", f"{cluster.nodes.default} by default, {cluster.nodes.max} at most")
@@ -75,8 +75,9 @@ def _secret(cluster: Cluster, name: str, reference: SecretReference, environment
     file = Path(reference.file or "").expanduser()
     if file.is_file():
         return Check(f"secret {name}", "pass", f"{reference.file} is there")
-    verdict = "fail" if cluster.target == "local" else "skipped"
-    return Check(f"secret {name}", verdict, f"{reference.file} is not on this machine", f"{where}: nodes read it, too")
+    return Check(
+        f"secret {name}", "skipped", f"{reference.file} is not on this machine", f"{where}: nodes read it, too"
+    )
 
 
 def _machine(cluster: Cluster) -> Iterator[Check]:
@@ -87,8 +88,7 @@ def _machine(cluster: Cluster) -> Iterator[Check]:
         if machine is not None:
             yield Check("machine", "pass", f"{machine.name}: {machine.gpus} x {machine.gpu}, {machine.fabric}")
         elif cluster.target != "local":
-            hint = f"{cluster.where('machine')}: write machine: NAME"
-            yield Check("machine", "warn", "no machine is named: nothing can be planned or compared", hint)
+            yield Check("machine", "pass", "nodes without GPUs: nothing is planned or compared")
         setup = fabric_setup(cluster, nodes=nodes)
     except InputError as error:
         yield Check("machine", "fail", error.what, f"{error.where}: {error.hint}")

@@ -20,7 +20,8 @@ def check_rights(cluster: Cluster) -> Check:
     """Ask for each right that submitting, following and cancelling a job takes."""
     kubernetes = cluster.on_kubernetes
     training = TRAINING[kubernetes.kind]
-    wanted = [(verb, kind, "") for kind in (training, JOB, CONFIG_MAP) for verb in ("create", "patch", "delete")]
+    kinds = dict.fromkeys((training, JOB, CONFIG_MAP, *((SERVICE,) if training is JOB else ())))
+    wanted = [(verb, kind, "") for kind in kinds for verb in ("create", "patch", "delete")]
     wanted += [("list", POD, ""), ("get", POD, "log")]
     to_serve = [(verb, kind, "") for kind in (DEPLOYMENT, SERVICE) for verb in ("create", "patch", "delete")]
     file = Path(os.environ.get("KUBECONFIG") or Path.home() / ".kube" / "config").expanduser()

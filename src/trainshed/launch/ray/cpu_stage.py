@@ -64,10 +64,12 @@ def _task(work: Work, stage: Stage, part: int) -> HostTask:
     secrets = work.cluster.secrets
     if stage.script is not None:
         arguments = (str(work.folder / stage.script),)
-        return HostTask(arguments, part, logs, stage.environment, "bash", secrets=secrets, log=_log(part))
+        return HostTask(
+            arguments, part, logs, stage.environment, "bash", work.site_setup, secrets=secrets, log=_log(part)
+        )
     arguments = ("-P", "-m", "trainshed", "worker", stage.name, "--job", str(work.folder))
     arguments += ("--part", f"{part}/{stage.parts}") if stage.parts > 1 else ()
-    return HostTask(arguments, part, logs, stage.environment, secrets=secrets, log=_log(part))
+    return HostTask(arguments, part, logs, stage.environment, prologue=work.site_setup, secrets=secrets, log=_log(part))
 
 
 def _log(part: int) -> str:

@@ -14,7 +14,6 @@ from trainshed.launch.ray.stage_lines import lines_of_stage
 from trainshed.launch.ray.status import stage_states
 from trainshed.launch.target import Part, Request, StageState, Submitted
 from trainshed.recipe import Cluster
-from trainshed.recipe.cluster import Capacity
 
 _FOLLOW_SECONDS = 2.0
 
@@ -28,7 +27,6 @@ class RayTarget:
 
     def render(self, job: Job) -> Request:
         """Return the body of the POST that submits the job, and our code as one of Ray's packages."""
-        self._refuse_unreachable_secrets()
         part = Part(f"{job.name}.json", None, job_body(job))
         uploads = {package_name(job.code): package_of(job.code)} if job.code is not None else {}
         return Request("ray", job.name, (part,), uploads, tuple(self._notes(job)))
@@ -101,18 +99,7 @@ class RayTarget:
         self._dashboard.stop(id)
         return (f"Ray job {id}: asked to stop; its ranks write a checkpoint first",)
 
-    def _refuse_unreachable_secrets(self) -> None:
-        for name, reference in self._cluster.secrets.items():
-            if reference.k8s is not None:
-                raise InputError(
-                    f"nodes of a running Ray cluster cannot ask Kubernetes for {name}",
-                    where=self._cluster.where(f"secrets.{name}"),
-                    hint="write {env: NAME} for a variable or {file: PATH} for a file that its nodes have",
-                )
-
     def _notes(self, job: Job) -> Iterator[str]:
-        for key in self._unread_keys():
-            yield f"{self._cluster.where(key)}: not read, the nodes of a running Ray cluster are what they are"
         for image in sorted({stage.image for stage in job.stages if stage.image}):
             yield f"the nodes must run {image}: a running Ray cluster's image cannot be chosen"
         if any(stage.spares for stage in job.stages):
@@ -124,16 +111,6 @@ class RayTarget:
                 f"{address}/api/packages/gcs/{package_name(job.code)}, then within ten minutes "
                 f"curl --json @{job.name}.json {address}/api/jobs/"
             )
-
-    def _unread_keys(self) -> Iterator[str]:
-        """Keys that other targets read: the nodes have their image, disks and identity already."""
-        for key in ("image", "volumes", "service_account"):
-            if getattr(self._cluster, key):
-                yield key
-        if self._cluster.capacity != Capacity():
-            yield "capacity"
-        if self._cluster.limits.hours is not None:
-            yield "limits.hours"
 
     def _too_large(self, stage: Stage, nodes: Sequence[RayNode]) -> str | None:
         assert self._cluster.ray is not None

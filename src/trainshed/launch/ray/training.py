@@ -126,14 +126,14 @@ class Training:
         )
 
     def _prologue(self) -> tuple[str, ...]:
-        """What a node runs before a rank where its fabric has libraries or a script of its own; pods have them."""
-        cluster = self._work.cluster
+        """What a node runs before a rank: the site's lines, and what its fabric needs besides; pods have that."""
+        cluster, own = self._work.cluster, self._work.site_setup
         if cluster.target != "ray":
-            return ()
+            return own
         setup = fabric_setup(cluster, nodes=self._stage.nodes)
-        if setup.profile_script is None and not setup.library_path:
+        if setup.profile_script is None and not setup.library_path and not own:
             return ()
-        return replace(setup, environment={**setup.environment, **cluster.environment}).shell_prologue()
+        return own + replace(setup, environment={**setup.environment, **cluster.environment}).shell_prologue()
 
     def _hidden(self) -> tuple[str, ...]:
         """Ray blanks these for actors that take no "GPU", also where GPUs have another name there."""

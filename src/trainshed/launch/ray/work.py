@@ -10,6 +10,7 @@ from trainshed.launch.job import JobFile, Stage
 from trainshed.launch.ranks import RankFailure
 from trainshed.launch.ray.resources import CPU, GPU, MEMORY
 from trainshed.launch.ray.stage_lines import StageLine
+from trainshed.launch.site_setup import setup_script
 from trainshed.recipe import Cluster
 from trainshed.reporting import Reporter
 
@@ -29,6 +30,12 @@ class Work:
     def gpu_resource(self) -> str:
         """Ray's name for one GPU; a RayJob's pods bring Ray's own."""
         return self.cluster.ray.gpu_resource if self.cluster.ray is not None else GPU
+
+    @property
+    def site_setup(self) -> tuple[str, ...]:
+        """The cluster file's `setup`, as a process of a stage runs it before anything else."""
+        script = setup_script(self.cluster)
+        return () if script is None else (script,)
 
     def ask_to_stop(self, signum: int) -> None:
         """Have everything stop; called from a signal handler."""

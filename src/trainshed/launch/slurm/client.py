@@ -11,6 +11,13 @@ from trainshed.errors import InputError, TrainshedError
 from trainshed.recipe import Cluster
 
 _SECONDS = 120.0
+# What sbatch is told lies in the script alone: SBATCH_* of whoever submits would win over its lines (SBATCH_EXPORT=ALL
+# hands the whole environment on), and a job inherits every SLURM_*, which are another job's where one submits from it.
+_ALONE = (
+    'for name in $(env | sed -n "s/^\\(SBATCH_[A-Za-z0-9_]*\\|SLURM_[A-Za-z0-9_]*\\)=.*/\\1/p"); do '
+    'case "$name" in SLURM_CONF | SLURM_CONF_SERVER | SLURM_CLUSTERS | SLURM_JWT) ;; *) unset "$name" ;; esac; done; '
+    'exec "$0" "$@"'
+)
 
 
 class SlurmClient:
@@ -31,7 +38,14 @@ class SlurmClient:
 
     def run(self, *command: str, input: bytes | None = None) -> str:
         """Run a command and return what it prints; raises what it says where it fails."""
-        done = self.attempt(*command, input=input)
+        return self._printed(command, self.attempt(*command, input=input))
+
+    def submit(self, script: str) -> str:
+        """Give a script to sbatch, which sees nothing of Slurm's variables here; returns what it prints."""
+        command = ("sbatch", "--parsable")
+        return self._printed(command, self._attempt(command, script.encode(), ("sh", "-c", _ALONE)))
+
+    def _printed(self, command: Sequence[str], done: subprocess.CompletedProcess[bytes]) -> str:
         if done.returncode:
             said = done.stderr.decode(errors="replace").strip() or f"exit code {done.returncode}"
             raise TrainshedError(f"{command[0]}: {_last_line(said)}", where=self._where)
@@ -39,7 +53,12 @@ class SlurmClient:
 
     def attempt(self, *command: str, input: bytes | None = None) -> subprocess.CompletedProcess[bytes]:
         """Run a command and return how it went."""
-        line = self._line(command)
+        return self._attempt(command, input)
+
+    def _attempt(
+        self, command: Sequence[str], input: bytes | None, inside: Sequence[str] = ()
+    ) -> subprocess.CompletedProcess[bytes]:
+        line = self._line(command, inside)
         try:
             done = subprocess.run(line, input=input or b"", capture_output=True, timeout=_SECONDS, check=False)
         except subprocess.TimeoutExpired:
@@ -77,18 +96,18 @@ class SlurmClient:
     def _where(self) -> str | None:
         return None if self._login is None else self._login
 
-    def _line(self, command: Sequence[str]) -> list[str]:
+    def _line(self, command: Sequence[str], inside: Sequence[str]) -> list[str]:
         if self._login is not None:
             if shutil.which("ssh") is None:
                 raise InputError("there is no ssh on this machine", where=self._cluster.where("slurm.login"))
-            return ["ssh", "-o", "BatchMode=yes", "--", self._login, shlex.join(command)]
+            return ["ssh", "-o", "BatchMode=yes", "--", self._login, shlex.join([*inside, *command])]
         if shutil.which(command[0]) is None:
             raise InputError(
                 f"there is no `{command[0]}` on this machine",
                 where=self._cluster.where("slurm.login"),
                 hint="write `login: HOST` under `slurm`, where Slurm's programs are",
             )
-        return list(command)
+        return [*inside, *command]
 
 
 def _last_line(text: str) -> str:

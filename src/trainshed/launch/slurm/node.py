@@ -9,6 +9,7 @@ from shlex import quote
 
 from trainshed.launch.fabric import FabricSetup
 from trainshed.launch.job import Code, Job, Serving, Stage
+from trainshed.launch.site_setup import SETUP_FILE
 from trainshed.launch.slurm.secrets import secret_lines
 from trainshed.launch.slurm.shell import assign, check_file_name, refuse_nul
 
@@ -28,6 +29,7 @@ def node_script(job: Job, stage: Stage, store: str, setup: FabricSetup | None) -
         f"# What every node of the stage {stage.name} runs.",
         "set -euo pipefail",
         'files="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)"',
+        *([f'. "$files"/{SETUP_FILE}'] if cluster.setup and not in_container(job, stage) else []),
         f"cd -- {quote(job.run)}",
         *_python(job, stage),
     ]

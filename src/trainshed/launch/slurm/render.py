@@ -17,6 +17,7 @@ import orjson
 from trainshed.errors import RecipeError
 from trainshed.launch.fabric import FabricSetup, fabric_setup
 from trainshed.launch.job import JOB_FILE, Job, Serving, Stage, job_folder
+from trainshed.launch.site_setup import SETUP_FILE, setup_script
 from trainshed.launch.slurm.header import header, logs_folder
 from trainshed.launch.slurm.node import in_container, node_file, node_script
 from trainshed.launch.slurm.shell import write_file
@@ -39,6 +40,8 @@ def render(job: Job) -> Request:
     files = dict(job.files) | {
         node_file(stage): node_script(job, stage, store, setups[stage.name]) for stage in job.stages
     }
+    site = setup_script(job.cluster)
+    files |= {SETUP_FILE: site} if site is not None else {}
     parts = []
     for number, stage in enumerate(job.stages):
         before = job.stages[number - 1].name if number else None
@@ -59,12 +62,6 @@ def _check(job: Job) -> None:
             where=cluster.where("store"),
             hint="write `store: /shared/trainshed`, a folder of the shared disk",
         )
-    if cluster.capacity.flex_start_hours is not None:
-        raise RecipeError(
-            "flex-start is Google's, and this is Slurm",
-            where=cluster.where("capacity.flex_start_hours"),
-            hint="write `reservation: NAME`, or delete it",
-        )
     for stage in job.stages:
         if in_container(job, stage) and (stage.image or cluster.image) is None:
             raise RecipeError(
@@ -72,7 +69,7 @@ def _check(job: Job) -> None:
                 where=cluster.where("slurm.container"),
                 hint="write `image: registry/name@sha256:…`, or `container: none` and a `venv`",
             )
-        if stage.image is not None and not in_container(job, stage) and stage.script is None:
+        if stage.image is not None and not in_container(job, stage):
             raise RecipeError(
                 f"{stage.name} asks for the image {stage.image}, and this cluster has no containers",
                 where=cluster.where("slurm.container"),
@@ -100,6 +97,7 @@ def _script(
         'TRAINSHED_BEGAN="$(date +%s)"',
         "export TRAINSHED_BEGAN",
         *_written(files),
+        *_site_setup(job, stage),
         *_meeting_point(job, stage),
         *_started(stage, f'srun {_srun(job, stage, store, setup, elastic)} bash "$files"/{quote(node_file(stage))}'),
         *_ending(stage),
@@ -153,6 +151,14 @@ def files_hash(files: Mapping[str, str]) -> str:
             data = text.encode()
             digest.update(len(data).to_bytes(8, "big") + data)
     return digest.hexdigest()[:16]
+
+
+def _site_setup(job: Job, stage: Stage) -> list[str]:
+    """The site's lines where nodes cannot run them: a container has no `module`, so they run once before srun enters.
+
+    What they export reaches every container by srun.
+    """
+    return [f'. "$files"/{SETUP_FILE}'] if job.cluster.setup and in_container(job, stage) else []
 
 
 def _meeting_point(job: Job, stage: Stage) -> list[str]:

@@ -39,10 +39,6 @@ def _references(cluster: Cluster) -> Iterator[tuple[str, SecretReference]]:
         for each in (name, reference.env):
             if each is not None and not _NAME.fullmatch(each):
                 raise RecipeError(f"{each!r} is no name of a variable", where=where, hint="write for example HF_TOKEN")
-        if reference.k8s is not None:
-            raise RecipeError(
-                "Slurm's nodes know no secrets of Kubernetes", where=where, hint="write {env: NAME} or {file: PATH}"
-            )
         if reference.file is not None and ("\x00" in reference.file or "\n" in reference.file):
             raise RecipeError("this is no path", where=where, hint="write the path of a file that every node reads")
         yield name, reference

@@ -58,7 +58,7 @@ class SlurmTarget:
         return Submitted(request.job, job.run, "slurm", ids, serve_port=port, serve_ready=served.ready)
 
     def _sbatch(self, script: str) -> str:
-        printed = self._client.run("sbatch", "--parsable", input=script.encode()).strip()
+        printed = self._client.submit(script).strip()
         id = printed.splitlines()[-1].split(";")[0] if printed else ""
         if not id.isdecimal():
             raise TrainshedError(f"sbatch answered `{printed}`, which is no id of a job")

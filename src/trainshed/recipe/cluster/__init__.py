@@ -1,5 +1,6 @@
 """The cluster file: its schema, and where it is found."""
 
+from trainshed.recipe.cluster.checking import check_cluster
 from trainshed.recipe.cluster.loading import DEFAULT_CLUSTER, find_cluster, known_clusters, load_cluster
 from trainshed.recipe.cluster.places import ClusterStorage, SecretReference, StoreEndpoint, Volume
 from trainshed.recipe.cluster.schema import Cluster, Nodes
@@ -18,6 +19,7 @@ __all__ = [
     "Slurm",
     "StoreEndpoint",
     "Volume",
+    "check_cluster",
     "find_cluster",
     "known_clusters",
     "load_cluster",

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from trainshed.errors import RecipeError
+from trainshed.recipe.cluster.checking import check_cluster
 from trainshed.recipe.cluster.schema import Cluster
 from trainshed.recipe.load import SUFFIXES, check_format
 from trainshed.recipe.messages import validate
@@ -19,8 +20,13 @@ from trainshed.shipped import shipped_folder
 DEFAULT_CLUSTER = "local"
 
 
-def load_cluster(name_or_path: str | os.PathLike[str] = DEFAULT_CLUSTER, overrides: Iterable[str] = ()) -> Cluster:
-    """Load a cluster file by path, or by name from the project, the user's own folder or the shipped ones."""
+def load_cluster(
+    name_or_path: str | os.PathLike[str] = DEFAULT_CLUSTER, overrides: Iterable[str] = (), *, checked: bool = True
+) -> Cluster:
+    """Load a cluster file by path, or by name from the project, the user's own folder or the shipped ones.
+
+    `checked=False` is for the copy that was kept with a run: what an older version took, `status` and `cancel` take.
+    """
     file = find_cluster(name_or_path)
     try:
         data = file.read_bytes()
@@ -33,6 +39,8 @@ def load_cluster(name_or_path: str | os.PathLike[str] = DEFAULT_CLUSTER, overrid
     check_format(document)
     cluster = validate(Cluster, document)
     cluster._places = document.places
+    if checked:
+        check_cluster(cluster)
     return cluster
 
 

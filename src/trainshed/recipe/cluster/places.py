@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from trainshed.recipe.section import PositiveFloat, PositiveInt, Problem, Quantity, Section, Text, wrong
+from trainshed.recipe.section import PATH_PATTERN, PositiveFloat, PositiveInt, Problem, Quantity, Section, Text, wrong
 
-MountPath = Annotated[str, Field(pattern=r"^/[^\x00-\x1f\x7f:]*$")]
+MountPath = Annotated[str, Field(pattern=PATH_PATTERN)]
 """An absolute path inside a job."""
 
 

@@ -20,12 +20,24 @@ from trainshed.recipe.cluster.places import (
 from trainshed.recipe.cluster.targets import Capacity, JobLimits, Kubernetes, Ray, Slurm
 from trainshed.recipe.places import Places
 from trainshed.recipe.schema import FORMAT, LONGEST_NAME, NAME_PATTERN
-from trainshed.recipe.section import PositiveFloat, PositiveInt, Problem, Section, Text
+from trainshed.recipe.section import (
+    LINE_PATTERN,
+    TEXT_PATTERN,
+    VARIABLE_PATTERN,
+    PositiveFloat,
+    PositiveInt,
+    Problem,
+    Section,
+    Text,
+)
 
 LOCAL_STORE = "./store"
+CPU_MACHINE = "cpu"
+"""The `machine` of nodes without GPUs."""
 Target = Literal["local", "slurm", "kubernetes", "ray"]
-EnvironmentName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
-EnvironmentValue = Annotated[str, Field(pattern=r"^[^\x00]*$")]
+EnvironmentName = Annotated[str, Field(pattern=VARIABLE_PATTERN)]
+ShellLine = Annotated[str, Field(pattern=LINE_PATTERN)]
+EnvironmentValue = Annotated[str, Field(pattern=TEXT_PATTERN)]
 Lockable = Literal[
     "image",
     "store",
@@ -73,7 +85,9 @@ class Cluster(Section):
     )
     nodes: Nodes = Field(default_factory=Nodes, description="How many nodes a run gets")
     machine: Text | None = Field(
-        None, description="Kind of machine: a name in the catalog, an instance type, or a file that describes it"
+        None,
+        description="Kind of machine: a name in the catalog, an instance type, or a file that describes it; "
+        "`cpu`: nodes without GPUs. Only `local` may leave it out",
     )
     storage: ClusterStorage | None = Field(None, description="Where checkpoints and tokens lie, for the plan")
     calibration: Text | None = Field(None, description="A file that `trainshed plan calibrate` wrote here")
@@ -91,6 +105,11 @@ class Cluster(Section):
     preflight: bool = Field(True, description="Prove GPUs, fabric and storage before training starts")
     environment: dict[EnvironmentName, EnvironmentValue] = Field(
         default_factory=dict, description="Variables of every job; those that do not belong to the fabric are refused"
+    )
+    setup: Annotated[tuple[ShellLine, ...], Field(strict=False)] = Field(
+        (),
+        description="Lines of bash that every node runs first, before `environment` is set; one that fails ends a job",
+        examples=[["module load cuda/12.8", "source /shared/site.sh"]],
     )
     volumes: Annotated[tuple[Volume, ...], Field(strict=False)] = Field((), description="Storage mounted into jobs")
     limits: JobLimits = Field(default_factory=JobLimits, description="What jobs may take")
@@ -130,6 +149,11 @@ class Cluster(Section):
                 hint=f"`trainshed submit RECIPE --on {self.name}` sends them there; leave --on out to run here",
             )
 
+    @property
+    def gpu_machine(self) -> str | None:
+        """Return the machine whose GPUs jobs use, None where the nodes have none or the file names none."""
+        return None if self.machine == CPU_MACHINE else self.machine
+
     def inside(self) -> Cluster:
         """Return the cluster as its own jobs see it: whatever runs on a node is local there."""
         seen = self.model_copy(update={"target": "local", "slurm": None, "kubernetes": None, "ray": None})
@@ -147,19 +171,11 @@ class Cluster(Section):
         return self.kubernetes or Kubernetes()
 
     def problems(self) -> Iterator[Problem]:
-        """Endpoints are for stores that exist, sections for the target that reads them."""
+        """Endpoints are for stores that exist; a running Ray cluster has an address."""
         for key in self.stores:
             if not _STORE_KEY.match(key):
                 yield Problem(("stores", key), f"`{key}` is neither a scheme nor a bucket", "write s3, or s3://bucket")
-        for section in ("slurm", "kubernetes", "ray"):
-            if getattr(self, section) is not None and self.target != section:
-                yield Problem((section,), f"is not read: the target is {self.target}", f"write `target: {section}`")
         if self.target == "ray" and self.ray is None:
             yield Problem(("ray",), "is missing: which cluster takes the jobs?", "ray: {address: http://head:8265}")
-        for number, volume in enumerate(self.volumes):
-            if self.target == "slurm" and volume.path is None:
-                yield Problem(("volumes", number), "Slurm's nodes mount disks themselves", "write {mount: …, path: …}")
-            if self.target == "kubernetes" and volume.path is not None:
-                yield Problem(("volumes", number, "path"), "is for Slurm", "write pvc, bucket or host")
         if self.sharp and self.fabric is not None and not self.fabric.startswith("infiniband"):
             yield Problem(("sharp",), f"{self.fabric} has no switches that sum", "delete it")

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, Tag
 
 from trainshed.recipe.cluster.places import MountPath
-from trainshed.recipe.section import PositiveInt, Problem, Quantity, Section, Text
+from trainshed.recipe.section import URL_PATTERN, PositiveInt, Problem, Quantity, Section, Text, by_shape
 
 Words = Annotated[tuple[Text, ...], Field(strict=False)]
+# A name in a domain, as device plugins offer it, or pages of a size, which Kubernetes itself offers.
+_DEVICE = re.compile(r"(?=.{1,253}/)[a-z0-9]([-a-z0-9.]*[a-z0-9])?/[A-Za-z0-9]([-_.A-Za-z0-9]{0,61}[A-Za-z0-9])?")
+_PAGES = re.compile(r"hugepages-[0-9]+[KMG]i")
+DeviceCount = Annotated[
+    Annotated[PositiveInt, Tag("(a number)")] | Annotated[Quantity, Tag("(text)")],
+    by_shape,
+]
+_GPUS = ("nvidia.com/gpu", "amd.com/gpu")
 
 
 class Slurm(Section):
@@ -58,8 +67,9 @@ class Topology(Section):
 class Kubernetes(Section):
     """How jobs are given to Kubernetes."""
 
-    kind: Literal["jobset", "pytorchjob", "trainjob", "rayjob"] = Field(
-        "jobset", description="The object that training becomes"
+    kind: Literal["jobset", "pytorchjob", "trainjob", "rayjob", "job"] = Field(
+        "jobset",
+        description="The object that training becomes; job: Kubernetes' own, where no other is installed",
     )
     context: Text | None = Field(None, description="Context of kubeconfig; left out: the current one")
     namespace: Text = Field("default", description="Namespace")
@@ -69,6 +79,12 @@ class Kubernetes(Section):
     topology: Topology | None = Field(None, description="Place a gang's nodes close together (needs `queue`)")
     runtime: Text = Field("torch-distributed", description="The ClusterTrainingRuntime of a TrainJob")
     host_network: bool | None = Field(None, description="Use the node's network; left out: what the fabric needs")
+    resources: dict[str, DeviceCount] | None = Field(
+        None,
+        description="Devices of the network that each pod of several nodes asks for, in place of the fabric's own "
+        "(`rdma/ib`, `vpc.amazonaws.com/efa`); {}: none",
+        examples=[{"rdma/hca_shared_devices_a": 1}],
+    )
     node_selector: dict[str, str] = Field(default_factory=dict, description="Labels nodes must have")
     cpu_node_selector: dict[str, str] = Field(default_factory=dict, description="The same, for stages without GPUs")
     tolerations: Annotated[tuple[Toleration, ...], Field(strict=False)] = Field((), description="Taints put up with")
@@ -79,15 +95,29 @@ class Kubernetes(Section):
     pre_pull: bool = Field(False, description="A DaemonSet that pulls the image onto every GPU node beforehand")
 
     def problems(self) -> Iterator[Problem]:
-        """Placement is Kueue's work."""
+        """Placement is Kueue's work; devices have the names that plugins offer."""
         if self.topology is not None and self.queue is None:
             yield Problem(("topology",), "is Kueue's work, and there is no queue", "write `queue: NAME`")
+        for name, count in (self.resources or {}).items():
+            path = ("resources", name)
+            if name in _GPUS:
+                yield Problem(path, "GPUs are asked for by the `machine`", "delete it")
+            elif name in ("cpu", "memory", "ephemeral-storage"):
+                yield Problem(path, f"`{name}` is no device of the network", "delete it")
+            elif not _DEVICE.fullmatch(name) and not _PAGES.fullmatch(name):
+                yield Problem(
+                    path,
+                    f"`{name}` is no name of a device",
+                    "write what `kubectl get nodes -o yaml` lists below `allocatable`, for example rdma/ib",
+                )
+            elif isinstance(count, str) and _DEVICE.fullmatch(name):
+                yield Problem(path, f"devices are counted, and `{count}` is no number", "write for example 1")
 
 
 class Ray(Section):
     """How jobs are given to a running Ray cluster."""
 
-    address: Annotated[str, Field(pattern=r"^https?://[^\s]+$")] = Field(
+    address: Annotated[str, Field(pattern=URL_PATTERN)] = Field(
         description="Address of the cluster's dashboard, which takes jobs", examples=["http://head:8265"]
     )
     gpu_resource: Text = Field("GPU", description="Ray's name for one GPU; CPU trains on processors")

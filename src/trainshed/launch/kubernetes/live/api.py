@@ -7,8 +7,9 @@ YAML.
 
 from __future__ import annotations
 
+import json
 import ssl
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -62,6 +63,17 @@ class Api:
             )
         self._check(response, f"{kind.name}/{name}")
         return f"{kind.name}/{name}"
+
+    def annotate(self, kind: Kind, name: str, annotations: Mapping[str, str]) -> None:
+        """Write annotations of an object; applying it later leaves them, as they are another manager's."""
+        response = self._send(
+            "PATCH",
+            kind.path(self.namespace, name),
+            params={"fieldManager": f"{FIELD_MANAGER}-driver"},
+            headers={"Content-Type": "application/merge-patch+json"},
+            content=json.dumps({"metadata": {"annotations": dict(annotations)}}),
+        )
+        self._check(response, f"{kind.name}/{name}")
 
     def get(self, kind: Kind, name: str) -> Object | None:
         """Return an object, None where there is none or its kind is not known here."""

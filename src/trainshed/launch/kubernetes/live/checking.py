@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 
+from trainshed.launch.fabric import fabric_setup
 from trainshed.launch.job import Job, Stage
 from trainshed.launch.kubernetes.kinds import (
     CLAIM,
@@ -16,6 +17,7 @@ from trainshed.launch.kubernetes.kinds import (
     JOB,
     LOCAL_QUEUE,
     NAMESPACE,
+    NODE,
     PRIORITY_CLASS,
     SERVICE_ACCOUNT,
     TRAINING,
@@ -100,6 +102,24 @@ def _places(api: Api, job: Job) -> Iterator[str]:
             yield f"there is no claim {volume.pvc} in namespace {api.namespace}{how}"
 
 
+def _devices(api: Api, job: Job) -> Iterator[str]:
+    """Look for the network's devices on nodes with GPUs; where there is none yet, an autoscaler may make it."""
+    gangs = [stage for stage in job.stages if is_training(stage) and stage.gpus_per_node]
+    wanted = {name for stage in gangs for name in fabric_setup(job.cluster, nodes=_nodes(stage)).kubernetes.resources}
+    if not wanted:
+        return
+    offers = [node.get("status", {}).get("allocatable", {}) for node in api.list(NODE)]
+    gpus = gpu_resource(job.cluster)
+    with_gpus = [offer for offer in offers if _amount(offer.get(gpus, 0)) > 0]
+    for name in sorted(wanted) if with_gpus else ():
+        if not any(_amount(offer.get(name, 0)) > 0 for offer in with_gpus):
+            others = sorted({other for offer in with_gpus for other in offer if "/" in other and other != gpus})
+            yield (
+                f"no node with {gpus} offers {name}; they offer {', '.join(others) or 'no other device'} "
+                f"(kubernetes.resources says what pods ask for)"
+            )
+
+
 def _account(api: Api, job: Job) -> Iterator[str]:
     account = job.cluster.service_account
     if account is not None and api.get(SERVICE_ACCOUNT, account) is None:
@@ -117,7 +137,15 @@ def _secrets(api: Api, job: Job) -> Iterator[str]:
             yield f"the secret {name} has no key {key}"
 
 
-_CHECKS: tuple[Callable[[Api, Job], Iterator[str]], ...] = (_namespace, _kinds, _queue, _places, _account, _secrets)
+_CHECKS: tuple[Callable[[Api, Job], Iterator[str]], ...] = (
+    _namespace,
+    _kinds,
+    _queue,
+    _devices,
+    _places,
+    _account,
+    _secrets,
+)
 
 
 def _amount(written: str | int) -> float:

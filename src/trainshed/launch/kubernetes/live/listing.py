@@ -11,7 +11,7 @@ from trainshed.launch.kubernetes.live.queueing import is_gated
 from trainshed.launch.kubernetes.live.reasons import condition
 from trainshed.launch.kubernetes.live.standing import standing
 from trainshed.launch.kubernetes.manifests.driver_objects import driver_name
-from trainshed.launch.kubernetes.manifests.naming import COMPONENT, INSTANCE
+from trainshed.launch.kubernetes.manifests.naming import COMPONENT, INSTANCE, is_driven
 
 _MOST_ASKED = 3
 """Of many pods that are not ready the first few say why."""
@@ -83,8 +83,8 @@ def list_job(api: Api, job: str, ids: Mapping[str, str]) -> Listing:
         for pod in unready[:_MOST_ASKED]
         for event in _tolerant(api, EVENT, fields=f"involvedObject.name={pod['metadata']['name']},reason=Unhealthy")
     ]
-    driver = api.get(JOB, driver_name(job)) if len(ids) > 1 else None
-    has_driver = len(ids) > 1
+    has_driver = is_driven(ids)
+    driver = api.get(JOB, driver_name(job)) if has_driver else None
     return Listing(stages, tuple(pods), tuple(workloads), driver, has_driver, tuple(failures))
 
 

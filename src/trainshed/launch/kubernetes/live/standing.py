@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from trainshed.launch.kubernetes.kinds import Object
+from trainshed.launch.kubernetes.manifests.naming import MOST_RESTARTS, RESTARTS
 
 Phase = Literal["suspended", "active", "serving", "done", "failed"]
 
@@ -27,7 +28,7 @@ def standing(found: Object) -> Standing:
     if found["kind"] == "Deployment":
         return _deployment(found, status)
     conditions = {each["type"]: each for each in status.get("conditions", ()) if each.get("status") == "True"}
-    restarts = int(status.get("restarts") or 0)
+    restarts = int(status.get("restarts") or _annotations(found).get(RESTARTS) or 0)
     if found["kind"] == "PyTorchJob" and "Restarting" in conditions:
         restarts = max(restarts, 1)
     for name in ("Complete", "Completed", "Succeeded", "SuccessCriteriaMet"):
@@ -39,6 +40,29 @@ def standing(found: Object) -> Standing:
     if "Suspended" in conditions or _suspended(found):
         return Standing("suspended", _message(conditions.get("Suspended", {})), restarts)
     return Standing("active", restarts=restarts)
+
+
+def is_made_anew(found: Object, restarts: int | None = None) -> bool:
+    """Whether the driver makes a plain Job anew that has failed: wrong input would only fail again."""
+    most = _annotations(found).get(MOST_RESTARTS)
+    if most is None or standing(found).phase != "failed" or _failed_by(found) == "PodFailurePolicy":
+        return False
+    return ran_out_of_time(found) or (standing(found).restarts if restarts is None else restarts) < int(most)
+
+
+def ran_out_of_time(found: Object) -> bool:
+    """Whether a Job was ended by its own clock: it has saved, and goes on in a new one that is not counted."""
+    return _failed_by(found) == "DeadlineExceeded"
+
+
+def _failed_by(found: Object) -> str:
+    conditions = (found.get("status") or {}).get("conditions", ())
+    failed = [each for each in conditions if each["type"] in ("Failed", "FailureTarget") and each["status"] == "True"]
+    return failed[0].get("reason", "") if failed else ""
+
+
+def _annotations(found: Object) -> dict[str, str]:
+    return found["metadata"].get("annotations") or {}
 
 
 def wanted_pods(found: Object) -> int:

@@ -9,7 +9,7 @@ from trainshed.launch.kubernetes.live.listing import Listing
 from trainshed.launch.kubernetes.live.queueing import QUEUE, why_queued
 from trainshed.launch.kubernetes.live.reasons import failure_of, last_line, sentence, trouble_of, unplaced
 from trainshed.launch.kubernetes.live.serving import serving_state
-from trainshed.launch.kubernetes.live.standing import Standing, standing, wanted_pods
+from trainshed.launch.kubernetes.live.standing import Standing, is_made_anew, standing, wanted_pods
 from trainshed.launch.target import StageState
 
 
@@ -35,6 +35,9 @@ def _state(stage: str, written: str, found: Object, listing: Listing) -> StageSt
         return StageState(stage, "done", "", written, names, stands.restarts, 0)
     if stands.phase == "failed":
         reason, code = _why_failed(stands, pods)
+        if listing.driver is not None and standing(listing.driver).phase == "active" and is_made_anew(found):
+            again = f"{reason} The driver makes it anew."
+            return StageState(stage, "waiting", again, written, names, stands.restarts, code)
         return StageState(stage, "failed", reason, written, names, stands.restarts, code)
     if stands.phase == "suspended":
         return StageState(stage, "waiting", _why_suspended(found, listing), written, (), stands.restarts)

@@ -31,12 +31,13 @@ from trainshed.launch.kubernetes.manifests.naming import (
     ENTRY_FILE,
     JOB_FOLDER,
     LONGEST_NAME,
+    MOST_RESTARTS,
     fitted,
     labels,
     metadata,
 )
 from trainshed.launch.kubernetes.manifests.placement import QUEUE
-from trainshed.launch.kubernetes.manifests.pod import KEPT_SECONDS, image_of
+from trainshed.launch.kubernetes.manifests.pod import KEPT_SECONDS, entry_variables, image_of
 from trainshed.launch.kubernetes.manifests.yaml_text import to_documents
 
 DRIVER = "driver"
@@ -60,11 +61,13 @@ def driver_objects(job: Job, content: Content, stages: Mapping[str, Sequence[Obj
         CONFIG_MAP, metadata(job, fitted(job.name, f"-stages-{mark}"), DRIVER), immutable=True, data=texts
     )
     namespace = job.cluster.on_kubernetes.namespace
-    kinds = dict.fromkeys(kind_of(each) for found in stages.values() for each in found)
+    objects = [each for found in stages.values() for each in found]
+    kinds = dict.fromkeys(kind_of(each) for each in objects)
+    remade = [each["metadata"]["name"] for each in objects if MOST_RESTARTS in each["metadata"].get("annotations", {})]
     return [
         manifests,
         new_object(SERVICE_ACCOUNT, metadata(job, name, DRIVER)),
-        new_object(ROLE, metadata(job, name, DRIVER), rules=_rules(job, list(kinds))),
+        new_object(ROLE, metadata(job, name, DRIVER), rules=_rules(job, list(kinds), remade)),
         new_object(
             ROLE_BINDING,
             metadata(job, name, DRIVER),
@@ -75,9 +78,11 @@ def driver_objects(job: Job, content: Content, stages: Mapping[str, Sequence[Obj
     ]
 
 
-def _rules(job: Job, kinds: Sequence[Kind]) -> list[Object]:
+def _rules(job: Job, kinds: Sequence[Kind], remade: Sequence[str]) -> list[Object]:
     """Create what it was given and look at it; nothing else."""
     rules = [_rule(kind, "get", "create", "patch") for kind in kinds]
+    # Only its own trainings, to make them anew.
+    rules += [_rule(JOB, "delete") | {"resourceNames": [name]} for name in remade]
     rules.append(_rule(POD, "list"))
     if DEPLOYMENT in kinds:
         rules.append(_rule(EVENT, "list"))  # a probe that fails is told there and nowhere else
@@ -92,7 +97,7 @@ def _rule(kind: Kind, *verbs: str) -> Object:
 
 def _driver(job: Job, content: Content, name: str, manifests: str) -> Object:
     cluster = job.cluster
-    own = {"TRAINSHED_PYTHON": cluster.python} | ({"TRAINSHED_CODE": job.code.name} if job.code is not None else {})
+    own = entry_variables(cluster) | ({"TRAINSHED_CODE": job.code.name} if job.code is not None else {})
     command = [cluster.python, "-P", "-m", "trainshed", "kubernetes", "drive", "--manifests", MANIFESTS_FOLDER]
     container: Object = {
         "name": DRIVER,

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 
 from trainshed import __version__
 from trainshed.launch.job import MOUNTED_JOB, Job, Stage
-from trainshed.launch.kubernetes.kinds import Object
+from trainshed.launch.kubernetes.kinds import JOB, Object
 
 JOB_FOLDER = MOUNTED_JOB
 CODE_FOLDER = "/etc/trainshed/code"
@@ -19,6 +20,12 @@ LONGEST_NAME = 63
 LONGEST_TRAINING_NAME = 44
 INSTANCE = "app.kubernetes.io/instance"
 COMPONENT = "app.kubernetes.io/component"
+MOST_RESTARTS = "trainshed.io/most-restarts"
+"""On a training that the driver makes anew where it fails: how often."""
+RESTARTS = "trainshed.io/restarts"
+"""How often it was; on its Service, which outlives it, and on itself for `status`."""
+RESTARTED = "trainshed.io/restarted"
+"""On its Service: the uid of the last one that was made anew, so that a driver which was killed counts it once."""
 
 
 def fitted(name: str, suffix: str = "", longest: int = LONGEST_NAME) -> str:
@@ -35,6 +42,11 @@ def stage_name(job: str, stage: str, *, training: bool) -> str:
     if training:
         return fitted(job, "" if stage == "train" else f"-{stage}", LONGEST_TRAINING_NAME)
     return fitted(job, f"-{stage}", LONGEST_NAME - 11)  # room for the index and the letters of its pods
+
+
+def is_driven(ids: Mapping[str, str]) -> bool:
+    """Whether a driver creates the stages (as Kind/name): several of them, or a plain Job that it makes anew."""
+    return len(ids) > 1 or ids.get("train", "").startswith(f"{JOB.name}/")
 
 
 def is_training(stage: Stage) -> bool:

@@ -79,18 +79,18 @@ def placement(cluster: Cluster, stage: Stage) -> Placement:
 
 def gpu_resource(cluster: Cluster) -> str:
     """Return the name under which nodes offer their GPUs."""
-    if cluster.machine is None:
+    if cluster.gpu_machine is None:
         raise InputError(
             "the machine is not named, so nobody knows what its GPUs are called",
             where=cluster.where("machine"),
             hint="write `machine: NAME`, for example a3-mega",
         )
-    return _GPU_RESOURCES[find_gpu(find_machine(cluster.machine).gpu).vendor]
+    return _GPU_RESOURCES[find_gpu(find_machine(cluster.gpu_machine).gpu).vendor]
 
 
 def cloud_of(cluster: Cluster) -> Cloud | None:
     """Return whose machines these are, by their instance types; None where nobody rents them out."""
-    names = find_machine(cluster.machine).names if cluster.machine is not None else ()
+    names = find_machine(cluster.gpu_machine).names if cluster.gpu_machine is not None else ()
     if any(name.startswith("Standard_") for name in names):
         return "azure"
     if any("xlarge" in name for name in names):

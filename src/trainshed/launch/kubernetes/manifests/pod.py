@@ -20,6 +20,8 @@ from trainshed.launch.kubernetes.manifests.naming import (
 )
 from trainshed.launch.kubernetes.manifests.placement import Placement, gpu_resource, placement
 from trainshed.launch.kubernetes.manifests.volumes import pod_storage, shared_memory
+from trainshed.launch.site_setup import SETUP_FILE
+from trainshed.recipe import Cluster
 
 MASTER_PORT = 29500
 KEPT_SECONDS = 3 * 24 * 3600
@@ -188,7 +190,7 @@ def main_container(plan: Planned, container: Container, *, command: Sequence[str
 def environment(plan: Planned, container: Container) -> list[Object]:
     """Return the variables of the container: ours, the cluster's, the stage's, and references to secrets."""
     cluster, stage = plan.job.cluster, plan.stage
-    own = {"TRAINSHED_PYTHON": cluster.python}
+    own = entry_variables(cluster)
     if plan.job.code is not None and plan.carries_code:
         own["TRAINSHED_CODE"] = plan.job.code.name
     if is_training(stage):
@@ -199,6 +201,12 @@ def environment(plan: Planned, container: Container) -> list[Object]:
         own["TRAINSHED_FABRIC"] = f"{JOB_FOLDER}/{fabric_file(stage)}"
     values = own | dict(container.extra) | cluster.environment | dict(stage.environment)
     return [*variables(values), *container.references, *secret_variables(cluster)]
+
+
+def entry_variables(cluster: Cluster) -> dict[str, str]:
+    """Return what every container tells the script that it starts with."""
+    found = {"TRAINSHED_PYTHON": cluster.python}
+    return found | ({"TRAINSHED_SETUP": f"{JOB_FOLDER}/{SETUP_FILE}"} if cluster.setup else {})
 
 
 def resources(plan: Planned) -> Object:

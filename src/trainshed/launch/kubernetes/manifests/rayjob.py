@@ -13,6 +13,7 @@ from trainshed.launch.kubernetes.manifests.pod import (
     Container,
     Planned,
     content_mounts,
+    entry_variables,
     image_of,
     pod_template,
 )
@@ -83,7 +84,7 @@ def _unpacking(plan: Planned) -> Object:
         "name": "trainshed-code",
         "image": image_of(plan.job, plan.stage),
         "command": ["bash", f"{JOB_FOLDER}/{ENTRY_FILE}", "true"],
-        "env": variables({"TRAINSHED_PYTHON": plan.job.cluster.python, "TRAINSHED_CODE": code}),
+        "env": variables(entry_variables(plan.job.cluster) | {"TRAINSHED_CODE": code}),
         "volumeMounts": content_mounts(plan),
     }
 
