@@ -13,6 +13,7 @@ from trainshed.cli.console import Output
 if TYPE_CHECKING:
     from trainshed.line import PreparedRun
     from trainshed.recipe import Cluster
+    from trainshed.storage import StoreOptions
 
 
 def train(
@@ -43,16 +44,22 @@ def train(
     output
         Report as text or json.
     """
-    from trainshed.cli.console import print_report
-    from trainshed.line import open_run
+    from trainshed.cli.console import print_report, reporter
+    from trainshed.launch.run_lock import only_start
+    from trainshed.line import check_length, find_start, note_other_runs, open_run, store_options
     from trainshed.recipe import load_cluster, load_recipe, split_overrides
 
     for_recipe, for_cluster = split_overrides(overrides)
     cluster = load_cluster(on, for_cluster)
-    run = open_run(load_recipe(recipe, for_recipe), cluster, id=id)
+    loaded = load_recipe(recipe, for_recipe)
     if is_a_rank():
-        return train_as_rank(run, layout, cluster)
-    data = train_stage(run, layout, worker_arguments(on, for_cluster))
+        return train_as_rank(open_run(loaded, cluster, id=id), layout, cluster)
+    start = find_start(loaded, cluster, id)
+    check_length(start, loaded.train.steps, store_options(cluster))
+    run = open_run(loaded, cluster, id=start.id)
+    with only_start(start.folder, start.run):
+        note_other_runs(start, reporter())
+        data = train_stage(run, layout, worker_arguments(on, for_cluster), store_options(cluster))
     print_report(data, output, training_text(data))
     return exit_code(data)
 
@@ -85,14 +92,17 @@ def train_as_rank(run: PreparedRun, layout_text: str | None, cluster: Cluster) -
         return train_rank(job, run_folder=run.folder, listener=on_event)
 
 
-def train_stage(run: PreparedRun, layout_text: str | None, for_ranks: Sequence[str]) -> dict[str, Any]:
+def train_stage(
+    run: PreparedRun, layout_text: str | None, for_ranks: Sequence[str], options: StoreOptions | None = None
+) -> dict[str, Any]:
     """Train a prepared run with all its ranks here, show it, and return its report."""
     from trainshed.cli.console import reporter
     from trainshed.cli.progress import training_progress
     from trainshed.launch.here import train_here
-    from trainshed.line import keep_run, planned_layout
+    from trainshed.line import RunStart, check_length, keep_run, planned_layout
     from trainshed.plan import parse_layout
 
+    check_length(RunStart(run.recipe, run.id, run.folder), run.steps, options)
     keys = parse_layout(layout_text) if layout_text else None
     chosen = planned_layout(run, keys=keys, reporter=reporter())
     keep_run(run)
@@ -114,12 +124,11 @@ def exit_code(data: dict[str, Any]) -> int:
 
 
 def _report(run: PreparedRun, layout: str, attempt: int, code: int) -> dict[str, Any]:
-    from trainshed.observe.reading import read_events, steps
+    from trainshed.observe.reading import done_steps, read_events
     from trainshed.storage import LocalStore
 
-    store = LocalStore(run.folder)
-    done = steps(store, "")
-    events = list(read_events(store, ""))
+    events = list(read_events(LocalStore(run.folder), ""))
+    done = done_steps(events)
     measured = [event for event in events if event["kind"] == "validation"]
     saved = [event for event in events if event["kind"] == "checkpoint" and event["phase"] == "committed"]
     last = done[-1] if done else None

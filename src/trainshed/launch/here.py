@@ -60,7 +60,8 @@ def train_here(
 
     def follow() -> None:
         for event in follower.poll():
-            on_event(event)
+            if event["attempt"] == attempt:  # a start on another machine writes beside it
+                on_event(event)
 
     result = run_ranks(
         rank_command(run_folder, attempt, worker_arguments),

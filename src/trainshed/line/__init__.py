@@ -10,6 +10,7 @@ from trainshed.line.preparing import (
     run_line,
     store_options,
 )
+from trainshed.line.starting import RunStart, check_length, find_start, note_other_runs
 from trainshed.line.training import (
     automatic_layout,
     check_trainable,
@@ -22,10 +23,14 @@ from trainshed.line.training import (
 __all__ = [
     "PREPARED",
     "PreparedRun",
+    "RunStart",
     "automatic_layout",
+    "check_length",
     "check_trainable",
     "checkpoint_home",
+    "find_start",
     "keep_run",
+    "note_other_runs",
     "open_run",
     "open_run_folder",
     "planned_layout",
