@@ -123,5 +123,7 @@ def _of_run(run: Path) -> str:
             continue
         return str(place)
     raise NotFound(
-        "this run has no checkpoint and no export yet", where=str(run), hint=f"`trainshed status {run}` says how it stands"
+        "this run has no checkpoint and no export yet",
+        where=str(run),
+        hint=f"`trainshed status {run}` says how it stands",
     )

@@ -1,8 +1,8 @@
 """The run that somebody means, whatever they call it: one way for every verb that takes a run.
 
-    NAME, NAME/ID, NAME-ID    in the store of `--on` (`./store`), or submitted from this machine; the newest of several
-    a folder or a URL         the run's own folder
-    a recipe file             the run of that recipe, with the overrides and `--id` it was started with
+NAME, NAME/ID, NAME-ID    in the store of `--on` (`./store`), or submitted from this machine; the newest of several
+a folder or a URL         the run's own folder
+a recipe file             the run of that recipe, with the overrides and `--id` it was started with
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def find_run(text: str, *, on: str = "local", overrides: Sequence[str] = (), id:
 
 
 def known_runs(cluster: Cluster) -> list[AskedRun]:
-    """Return the runs in a cluster's store as far as this machine sees it, and those submitted from here; newest first."""
+    """Return the runs in a cluster's store, as far as it is seen here, and those submitted from here; newest first."""
     from trainshed.launch.local_runs import local_runs
     from trainshed.launch.submissions import submissions
     from trainshed.storage import parse

@@ -130,7 +130,7 @@ def _answered(
     generator = model.generator(max_sequences=1, max_length=length, eager=eager)
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
     pieces: list[Piece] = []
-    text, began = "", time.perf_counter()
+    text, shown, began = "", 0, time.perf_counter()
     try:
         generator.submit(tokens, sampling, events.put)
         while True:
@@ -141,9 +141,11 @@ def _answered(
                 began = time.perf_counter()
                 continue
             text += event.text
-            if streams:
-                sys.stdout.write(event.text)
+            # Nobody sees blank lines: they wait for the first word.
+            if streams and text.strip():
+                sys.stdout.write(text[shown:])
                 sys.stdout.flush()
+                shown = len(text)
             if isinstance(event, Ended):
                 break
             pieces.append(event)
@@ -151,8 +153,13 @@ def _answered(
     finally:
         generator.close()
     if streams:
-        sys.stdout.write("\n")
+        sys.stdout.write("\n" if shown else f"{text!r}\n")
         sys.stdout.flush()
+    if streams and pieces and not shown:
+        report.note(
+            "the model says nothing but white space, shown above as Python writes it: it may be trained too little, or "
+            "--temperature 1 draws something else"
+        )
     return {
         "text": text,
         "tokens": len(pieces),

@@ -1,6 +1,6 @@
 """Runs that lie in a store this machine can see, by their folders alone: which there are, and how each stands.
 
-    <store>/runs/<name>/<id>/       a run, once its recipe.yaml is there
+<store>/runs/<name>/<id>/       a run, once its recipe.yaml is there
 """
 
 from __future__ import annotations

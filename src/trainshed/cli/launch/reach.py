@@ -10,9 +10,7 @@ if TYPE_CHECKING:
     from trainshed.launch.tunnels import Way
 
 
-def open_service(
-    run: str, service: Literal["serve"], *, port: int | None = None, dry_run: bool = False
-) -> int:
+def open_service(run: str, service: Literal["serve"], *, port: int | None = None, dry_run: bool = False) -> int:
     """Bring a service of a running job to a port of this machine, by ssh or kubectl; ends with Ctrl-C.
 
     Parameters
