@@ -65,7 +65,7 @@ def only_start(run_folder: Path, run: str) -> Iterator[None]:
         for _ in range(_TRIES):  # somebody who only looks has the lock for a moment, too
             run_folder.mkdir(parents=True, exist_ok=True)
             file = stack.enter_context((run_folder / FILE).open("a+b"))
-            if _take(file, fcntl.LOCK_EX) and _is_there(file, run_folder / FILE):
+            if _take(file, fcntl.LOCK_EX) is not False and _is_there(file, run_folder / FILE):
                 break
             time.sleep(_TRY_SECONDS)
         else:
@@ -88,15 +88,20 @@ def only_start(run_folder: Path, run: str) -> Iterator[None]:
 
 def holder(run_folder: Path) -> Holder | None:
     """Return who works on a run now, None where nobody does."""
+    is_free: bool | None = False
     for _ in range(_TRIES):
         try:
             with (run_folder / FILE).open("rb") as file:
-                if _take(file, fcntl.LOCK_SH):
+                is_free = _take(file, fcntl.LOCK_SH)
+                if is_free:
                     return None
-                return Holder(**orjson.loads(file.read()))
+                held = Holder(**orjson.loads(file.read()))
+                return held if is_free is False or held.is_here else None
         except (FileNotFoundError, NotADirectoryError):
             return None
         except (orjson.JSONDecodeError, TypeError):  # it has just taken the lock, and writes who it is
+            if is_free is None:
+                return None
             time.sleep(_TRY_SECONDS)
     return None
 
@@ -126,11 +131,14 @@ def _way_to_take_over(run: str, held: Holder | None) -> str:
     )
 
 
-def _take(file: BinaryIO, how: int) -> bool:
+def _take(file: BinaryIO, how: int) -> bool | None:
+    """Whether the lock was free and is ours now; None on a mount that knows no locks, where only fencing protects."""
     try:
         fcntl.flock(file, how | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
+    except OSError:
+        return None
     return True
 
 

@@ -121,7 +121,7 @@ def _notes(task: EngineTask, settings: Settings) -> Iterator[str]:
     if recipe.checkpoint.resume == "must" and settings.known.version == "0.16.1":
         yield "without a checkpoint 0.16.1 ends with exit code 0; build_index.py looks for one before"
     if recipe.observe.dllogger:
-        yield "Megatron writes no DLLogger file; `trainshed metrics` reads its log"
+        yield "Megatron writes no DLLogger file: its figures are in the log (`trainshed logs RUN`)"
     if config.moe is not None and recipe.train.moe is None:
         yield "the router's losses are as the schema defaults them: train.moe"
     if task.place.sharp and layout.dp == 1:
