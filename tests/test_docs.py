@@ -1,4 +1,4 @@
-"""What documentation and messages show is true: recipes load, commands exist and take their flags, links lead somewhere."""
+"""What pages and messages show is true: recipes load, commands exist and take their flags, links lead somewhere."""
 
 from __future__ import annotations
 

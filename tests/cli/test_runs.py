@@ -166,12 +166,14 @@ def test_a_run_that_goes_on_is_told_followed_and_stopped_from_elsewhere(
         run = only_run(here)
         deadline = time.monotonic() + PATIENCE_SECONDS
         while (account_of(run.folder).progress.step or 0) <= 6:
-            assert process.poll() is None and time.monotonic() < deadline
+            assert process.poll() is None
+            assert time.monotonic() < deadline
             time.sleep(0.1)
         told = report(capsys, "status", "small")
         assert (told["state"], told["process"]["pid"]) == ("running", process.pid)
         assert told["progress"]["eta_seconds"] > 0
-        assert told["why"].startswith("step ") and "attempt 2, process" in told["why"]
+        assert told["why"].startswith("step ")
+        assert "attempt 2, process" in told["why"]
         # A second start is told who is there, and disturbs nobody.
         assert run_cli(["run", "recipe.yaml", "train.steps=1000000"]) == 2
         said = capsys.readouterr().err
@@ -248,7 +250,8 @@ def test_removing_asks_first_says_how_much_and_leaves_what_is_shared(
     artefacts = sorted((here / "store" / "artefacts").rglob("*"))
     assert run_cli(["rm", "small"]) == 2
     said = capsys.readouterr().err
-    assert str(Path("store/runs") / run.run) in said and "write --yes" in said
+    assert str(Path("store/runs") / run.run) in said
+    assert "write --yes" in said
     assert run.folder.is_dir()
     data = report(capsys, "rm", "small", "--yes")
     assert (data["run"], data["removed"][0]["kind"]) == (run.run, "run")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
@@ -79,15 +80,19 @@ def train_as_rank(run: PreparedRun, layout_text: str | None, cluster: Cluster) -
     from trainshed.cli.progress import training_progress
     from trainshed.engines.torch.place import Place
     from trainshed.engines.torch.rank import train_rank
-    from trainshed.line import keep_run, run_layout, store_options, train_job
+    from trainshed.launch.run_lock import only_start
+    from trainshed.line import RunStart, check_length, keep_run, run_layout, store_options, train_job
     from trainshed.plan import parse_layout
 
     place = Place.from_environment()
     keys = parse_layout(layout_text) if layout_text else None
     layout = run_layout(run, keys=keys, world_size=place.world_size)
-    if place.rank == 0:
-        keep_run(run)
-    with training_progress(run.steps) as on_event:
+    with ExitStack() as stack:
+        if place.rank == 0:
+            stack.enter_context(only_start(run.folder, f"{run.recipe.name}/{run.id}"))
+            check_length(RunStart(run.recipe, run.id, run.folder), run.steps, store_options(cluster))
+            keep_run(run)
+        on_event = stack.enter_context(training_progress(run.steps))
         job = train_job(run, layout, store_options(cluster))
         return train_rank(job, run_folder=run.folder, listener=on_event)
 
