@@ -19,17 +19,14 @@ from math import gcd
 from pathlib import Path
 from typing import Any
 
-import orjson
-
 from trainshed.catalog.models import architecture
-from trainshed.checkpoints.hf.folder import CONFIG
 from trainshed.checkpoints.native.folder import checkpoints_folder, listing
 from trainshed.checkpoints.native.retention import remove_checkpoint
 from trainshed.data.run_orders import PreparedData, run_orders
 from trainshed.errors import InputError, TrainshedError
 from trainshed.launch.here import train_here
-from trainshed.line import PreparedRun, check_engine, keep_run, planned_layout, run_layout, run_line, store_options
-from trainshed.models.hf_config import read_hf_config
+from trainshed.line import PreparedRun, check_engine, keep_run, planned_layout, run_layout, run_line
+from trainshed.line.planning import weights_architecture
 from trainshed.models.parameters import parameter_count
 from trainshed.observe.comparison import BITWISE, FLOAT64, Comparison, compare
 from trainshed.observe.reading import read_events
@@ -42,7 +39,6 @@ from trainshed.recipe import (
     DataSection,
     Engine,
     Layout,
-    ModelConfig,
     ModelSection,
     Observe,
     Recipe,
@@ -53,7 +49,7 @@ from trainshed.recipe import (
     to_yaml,
 )
 from trainshed.reporting import SILENT, Reporter
-from trainshed.storage import LocalStore, StoreOptions, open_folder
+from trainshed.storage import LocalStore
 
 SCHEMA = "trainshed.verify/1"
 STEPS = 10
@@ -119,7 +115,7 @@ def verify(
         raise InputError(f"{steps} steps have no middle to resume in", where="--steps", hint="write --steps 2 or more")
     check_engine(recipe)
     cluster = cluster or load_cluster()
-    whole = _whole(recipe, store_options(cluster))
+    whole = _whole(recipe, cluster)
     chosen = planned_layout(whole.recipe, cluster, keys=layout_keys)
     for reason in chosen.reasons:
         reporter.note(reason)
@@ -178,22 +174,15 @@ def small_recipe(recipe: Recipe, small: Shrunk, layout: Layout, store: Path, *, 
     return parse_recipe(to_yaml(recipe.model_copy(update=changes)))
 
 
-def _whole(recipe: Recipe, options: StoreOptions) -> PreparedRun:
+def _whole(recipe: Recipe, cluster: Cluster) -> PreparedRun:
     """The recipe's run at full size on synthetic data: never trained, but what its layout is checked against."""
-    config = architecture(recipe) or _architecture_of_weights(recipe, options)
+    config = architecture(recipe) or weights_architecture(recipe, cluster)
     model = recipe.model.model_copy(update={"config": config, "preset": None})
     data = DataSection(synthetic=True, sequence_length=recipe.data.sequence_length, seed=recipe.data.seed)
     train = recipe.train.model_copy(update={"steps": 1, "tokens": None, "epochs": None})
     recipe = recipe.model_copy(update={"model": model, "data": data, "train": train})
     orders = run_orders(recipe, PreparedData(()), Path(), build=False)
     return PreparedRun(recipe, "whole", Path(), PreparedData(()), 1, orders.train, None, None, None)
-
-
-def _architecture_of_weights(recipe: Recipe, options: StoreOptions) -> ModelConfig:
-    """Read the config.json beside base weights, and none of the weights."""
-    assert recipe.model.from_ is not None, "the schema asks for an architecture or weights"
-    body = open_folder(recipe.model.from_, options).read(CONFIG)
-    return read_hf_config(orjson.loads(body), f"{recipe.model.from_}/{CONFIG}")
 
 
 def _made_to_fit(whole: PreparedRun, layout: RankLayout, reporter: Reporter) -> tuple[Shrunk, bool]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -9,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cyclopts import App
 
 from trainshed import __version__
-from trainshed.cli import run_cli
+from trainshed.cli import build_app, run_cli
 from trainshed.errors import TrainshedError
 
 
@@ -79,6 +81,94 @@ def test_what_nobody_understands_is_2_with_what_to_write(
     assert shown.out == ""
     assert shown.err.startswith("error: ")
     assert said in shown.err
+
+
+def reporting_commands() -> list[list[str]]:
+    """Every command that takes `-o json`."""
+
+    def walk(app: App, path: list[str]) -> list[list[str]]:
+        nested = [each for name in app if not name.startswith("-") for each in walk(app[name], [*path, name])]
+        if app.default_command is None:
+            return nested
+        arguments = app.assemble_argument_collection(parse_docstring=False)
+        return nested + ([path] if any("-o" in argument.names for argument in arguments) else [])
+
+    return walk(build_app(), [])
+
+
+def test_an_error_is_json_for_every_command_that_reports_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert len(reporting_commands()) >= 25
+    for command in reporting_commands():
+        assert run_cli([*command, "--no-such-flag", "-o", "json"]) == 2, command
+        shown = capsys.readouterr()
+        error = json.loads(shown.out)
+        assert (error["schema"], error["exit_code"]) == ("trainshed.error/1", 2), command
+        assert error["hint"], command
+        assert shown.err.startswith("error: "), command
+
+
+@pytest.mark.parametrize("asked", [["-o", "json"], ["-o=json"], ["--output", "json"], ["--output=json"]])
+def test_what_went_wrong_is_the_report_of_a_command_that_was_asked_for_json(
+    asked: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    missing = str(tmp_path / "none.yaml")
+    assert run_cli(["run", missing, *asked]) == 2
+    shown = capsys.readouterr()
+    error = json.loads(shown.out)
+    assert error.keys() == {"schema", "what", "where", "hint", "exit_code"}
+    assert (error["what"], error["where"]) == ("there is no such recipe", missing)
+    assert "there is no such recipe" in shown.err
+
+
+def test_where_output_is_a_place_it_asks_for_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_cli(["data", "prepare", "--output", "json", "--tokenizer", "t"]) == 2
+    assert capsys.readouterr().out == ""
+
+
+def test_what_the_system_refuses_is_told_with_its_path_and_is_no_fault_of_ours(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # Nobody makes a folder in /sys, not even root.
+    (tmp_path / "file").touch()
+    refused = {"/sys/trainshed": "cluster.store=PATH", str(tmp_path / "file"): "a file stands where a folder is needed"}
+    for store, hint in refused.items():
+        assert run_cli(["run", "quickstart", f"cluster.store={store}"]) == 1
+        said = capsys.readouterr().err
+        assert said.startswith(f"error: {store}")
+        assert hint in said
+        assert "fault of Trainshed" not in said
+
+
+def test_a_full_disk_is_no_fault_of_ours(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def full(*_: object, **__: object) -> None:
+        Path("/dev/full").write_text("more than it takes")
+
+    monkeypatch.setattr("trainshed.recipe.shipped_recipes", full)
+    assert run_cli(["recipes"]) == 1
+    said = capsys.readouterr().err
+    assert "no space left on device" in said
+    assert "free some space" in said
+    assert "fault of Trainshed" not in said
+
+
+@pytest.mark.parametrize("place", ["none", "empty"])
+def test_weights_that_are_not_there_are_2_at_every_door(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    weights = str(tmp_path / place)
+    (tmp_path / "recipe.yaml").write_text(
+        f"name: based\nmodel: {{from: {weights}}}\ntokenizer: {weights}\nlayout: {{dp: 1}}\n"
+        "data: {sequence_length: 32, train: [{path: corpus.jsonl}]}\n"
+        "train: {steps: 3, global_batch: 2, precision: fp32, optimizer: {lr: 1.0e-3}}\n"
+    )
+    doors = [[verb, "recipe.yaml"] for verb in ("run", "train", "verify", "plan")]
+    doors += [["model", "inspect", weights], ["generate", weights, "--prompt", "a"]]
+    doors += [["model", "convert", weights, "out", "--to", "hf"], ["model", "compare", weights, weights]]
+    for door in doors:
+        assert run_cli(door) == 2, door
+        assert weights in capsys.readouterr().err, door
 
 
 def test_nothing_at_all_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from data.made_tokenizers import CONFIGS, KINDS, save
 from text_recipes import write_recipe, write_script
@@ -146,6 +148,27 @@ def test_a_name_that_nobody_knows_is_an_error(
     with pytest.raises(NotFound, match="this run has no checkpoint and no export yet"):
         checkpoint_address("new")
     assert checkpoint_address("hf://org/name") == "hf://org/name"
+
+
+def test_an_answer_of_white_space_alone_is_seen(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = shutil.copytree(model, tmp_path / "blank")
+    # All logits are alike, so that the first token is always taken; and that is the line break.
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"].zero_()
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    words = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = words["model"]["vocab"]
+    first = next(token for token, number in vocabulary.items() if number == 0)
+    vocabulary[first], vocabulary["Ċ"] = vocabulary["Ċ"], 0
+    (folder / "tokenizer.json").write_text(json.dumps(words))
+    asked = ["generate", str(folder), "--prompt", "Return", "--max-tokens", "5", "--device", "cpu"]
+    assert report(capsys, *asked[1:6])["text"] == "\n" * 5
+    assert run_cli(asked) == 0
+    shown = capsys.readouterr()
+    assert shown.out == repr("\n" * 5) + "\n"
+    assert "nothing but white space" in shown.err
 
 
 @pytest.mark.parametrize(

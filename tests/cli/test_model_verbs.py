@@ -69,7 +69,7 @@ def test_different_models_exit_with_1_and_say_where(
         (["hf", "native", "--prompts", "x"], 2, "--prompts are for --logits"),
         (["hf", "native", "--workers", "0"], 2, "--workers 0 is less than one"),
         (["hf", "native", "--logits", "--prompts", "none.txt"], 1, "there is no such file"),
-        (["hf", "nowhere"], 1, "there are no weights"),
+        (["hf", "nowhere"], 2, "there are no weights"),
     ],
 )
 def test_wrong_input_says_what_to_write(

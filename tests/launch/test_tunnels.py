@@ -19,12 +19,6 @@ def cluster(**keys: object) -> Cluster:
     return Cluster.model_validate({"name": "c", "target": "slurm", **keys})
 
 
-def test_a_tunnel_goes_through_the_login_node_to_the_first_node() -> None:
-    way = tunnel(cluster(slurm={"login": "me@login"}), SUBMITTED, RUNNING, "tensorboard", 7007)
-    assert way.command == ("ssh", "-N", "-L", "7007:n1:6006", "--", "me@login")
-    assert way.words == "tensorboard at http://localhost:7007"
-
-
 def test_a_shell_opens_on_the_node_of_the_rank_inside_its_job() -> None:
     way = shell(cluster(), SUBMITTED, RUNNING, 12)
     assert way.command[:3] == ("srun", "--jobid=7", "--overlap")
@@ -38,12 +32,13 @@ def test_words_with_spaces_reach_the_login_node_as_one_word() -> None:
     assert way.command[4].endswith("echo 'a b; rm -rf /'")
 
 
-def test_on_kubernetes_both_name_the_pod_context_and_namespace() -> None:
+def test_on_kubernetes_both_name_the_context_and_namespace() -> None:
     place = cluster(target="kubernetes", kubernetes={"context": "prod", "namespace": "team"})
     pods = StageState("train", "running", "", nodes=("pod-0", "pod-1"))
-    assert tunnel(place, SUBMITTED, pods, "tensorboard").command == (
+    server = StageState("serve", "serving", "", id="Deployment/r-1-serve", nodes=("pod-0",))
+    assert tunnel(place, SUBMITTED, server).command == (
         *("kubectl", "--context", "prod", "--namespace", "team"),
-        *("port-forward", "pod/pod-0", "6006:6006"),
+        *("port-forward", "service/r-1-serve", "8000:80"),
     )
     assert shell(place, SUBMITTED, pods, 9, ("nvidia-smi",)).command[-4:] == ("-it", "pod-1", "--", "nvidia-smi")
 
@@ -51,11 +46,11 @@ def test_on_kubernetes_both_name_the_pod_context_and_namespace() -> None:
 def test_a_server_is_reached_by_its_service_or_on_the_port_of_its_node() -> None:
     place = cluster(target="kubernetes", kubernetes={"namespace": "team"})
     pods = StageState("serve", "serving", "", id="Deployment/r-1-serve", nodes=("pod-0", "pod-1"))
-    assert tunnel(place, SUBMITTED, pods, "serve").command[-3:] == ("port-forward", "service/r-1-serve", "8000:80")
+    assert tunnel(place, SUBMITTED, pods).command[-3:] == ("port-forward", "service/r-1-serve", "8000:80")
     assert shell(place, SUBMITTED, pods, 1).command[-4:] == ("-it", "pod-1", "--", "bash")
     on_slurm = replace(SUBMITTED, serve_port=20123)
     node = StageState("serve", "serving", "", id="9", nodes=("n3",))
-    way = tunnel(cluster(slurm={"login": "login"}), on_slurm, node, "serve", 9000)
+    way = tunnel(cluster(slurm={"login": "login"}), on_slurm, node, 9000)
     assert way.command == ("ssh", "-N", "-L", "9000:n3:20123", "--", "login")
     assert way.words == "serve at http://localhost:9000"
 

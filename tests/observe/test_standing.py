@@ -44,6 +44,18 @@ def test_a_failure_is_told_until_a_later_attempt_ends_well() -> None:
     assert found.eta_seconds is None
 
 
+def test_steps_that_a_killed_attempt_had_not_saved_are_undone_by_the_next() -> None:
+    killed = [event("start"), *map(step, range(10))]
+    again = [*killed, event("start", 2), event("resume", 2, step=4)]
+    assert standing_of(again, steps=40).step == 4
+    found = standing_of([*again, step(4, 2), step(5, 2), event("end", 2, reason="signal")], steps=40)
+    assert (found.step, found.loss, found.ended) == (6, 2.5, "signal")
+
+
+def test_a_failure_that_rank_0_could_not_tell_ends_the_attempt() -> None:
+    assert standing_of([event("start"), step(0), event("failure", what="rank 0 died")]).ended == "failed"
+
+
 def test_where_events_are_out_of_reach_the_log_tells_the_same() -> None:
     words = TrainingWords(40)
     done = [step(number) | {"grad_norm": 0.5, "lr": 1e-4} for number in range(10)]

@@ -20,7 +20,7 @@ from trainshed.checkpoints.proving.probe import MANIFEST
 from trainshed.checkpoints.proving.verdict import VERDICT
 from trainshed.checkpoints.weights import Weights
 from trainshed.data.encode.tokenizer import TOKENIZER_FILES
-from trainshed.errors import AddressError, CorruptData, NotFound
+from trainshed.errors import AddressError, CorruptData, NoSuchName, NotFound
 from trainshed.models.parameters import parameter_count
 from trainshed.recipe import ModelConfig
 from trainshed.reporting import SILENT, Reporter
@@ -118,6 +118,7 @@ def find_base(address: str, artefacts_root: Path, *, options: StoreOptions | Non
     """Return base weights that `fetch_base` has made; nothing is made here."""
     base = _Base(address, artefacts_root, options)
     if not base.is_there():
+        base.refuse_absent()
         raise NotFound(
             f"the base weights {address} are not fetched yet",
             where=str(artefacts_root),
@@ -176,9 +177,15 @@ class _Base:
         accept(self.files)
         self._publish(Manifest.read(LocalStore(self.files), COPY_MANIFEST).files, config)
 
+    def refuse_absent(self) -> None:
+        """Raise where a folder on this disk is not there, or holds no weights."""
+        if self.in_place and not self.files.is_dir():
+            raise NoSuchName("there is no such folder", where=str(self.files), hint="name the folder of a model")
+        if self.in_place:
+            detect(self.files)
+
     def hash_in_place(self, config: ModelConfig | None, reporter: Reporter) -> None:
-        if not self.files.is_dir():
-            raise NotFound("there is no such folder", where=str(self.files), hint="name the folder of a model")
+        self.refuse_absent()
         store = LocalStore(self.files)
         taken = _taken(str(self.files), None)
         # A verdict is asked anew each time: weights that are proven again are the same weights.

@@ -19,7 +19,7 @@ from trainshed.checkpoints.hf.folder import CONFIG, INDEX, WEIGHTS
 from trainshed.checkpoints.hf.weights import HfWeights
 from trainshed.checkpoints.native.folder import LATEST, MANIFEST
 from trainshed.checkpoints.weights import Weights, WeightsWriter
-from trainshed.errors import InputError, NotFound
+from trainshed.errors import InputError, NoSuchName
 from trainshed.recipe import ModelConfig
 from trainshed.reporting import SILENT, Reporter
 from trainshed.storage import Store, StoreOptions, open_folder, open_store, parse
@@ -131,7 +131,7 @@ def detect(address: str | Path, options: StoreOptions | None = None) -> Format:
         return "native"
     if any(info.path.rpartition("/")[2] == MANIFEST for info in place.list("checkpoints")):
         return "native"  # a run that was stopped between its first manifest and `latest`
-    raise NotFound(
+    raise NoSuchName(
         f"there are no weights that anyone here can read ({', '.join(get_args(Format))})",
         where=str(address),
         hint=f"name a folder with {CONFIG}, with {MEGATRON_POINTER}, or of a run with checkpoints",

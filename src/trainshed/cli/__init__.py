@@ -20,11 +20,13 @@ VERBS = {
     "plan": ("trainshed.cli.plan:app", "The layout of a training: chosen, predicted, explained."),
     "submit": ("trainshed.cli.launch.submit:submit", "Send a recipe's job to a cluster."),
     "render": ("trainshed.cli.launch.submit:render", "Print what submit would send, byte for byte."),
-    "status": ("trainshed.cli.launch.status:status", "How a submitted run stands, and why."),
-    "logs": ("trainshed.cli.launch.logs:logs", "The log of a submitted run."),
-    "cancel": ("trainshed.cli.launch.logs:cancel", "End a submitted run; what it has stored stays."),
-    "ls": ("trainshed.cli.launch.status:ls", "The runs submitted from this machine."),
-    "open": ("trainshed.cli.launch.reach:open_service", "A tunnel to a running job."),
+    "status": ("trainshed.cli.launch.status:status", "How a run stands, and why."),
+    "logs": ("trainshed.cli.launch.logs:logs", "The log of a run."),
+    "cancel": ("trainshed.cli.launch.logs:cancel", "End a run; what it has stored stays."),
+    "ls": ("trainshed.cli.launch.status:ls", "The runs in the store here, and those submitted from this machine."),
+    "rm": ("trainshed.cli.removing:rm", "Remove a run."),
+    "clean": ("trainshed.cli.removing:clean", "List or remove what no run refers to."),
+    "open": ("trainshed.cli.launch.reach:open_service", "A tunnel to the server of a job."),
     "exec": ("trainshed.cli.launch.reach:exec_in", "A shell beside a rank of a running job."),
     "storage": ("trainshed.cli.storage:app", "The volume that a cluster's jobs share."),
     "image": ("trainshed.cli.image:app", "What jobs run in: an image, or an environment."),
@@ -90,20 +92,61 @@ def run_cli(arguments: Sequence[str]) -> int:
     try:
         result = build_app()(tokens, exit_on_error=False, print_error=False)
     except TrainshedError as error:
-        return _fail(error, debug)
+        return _fail(error, tokens, debug)
     except CycloptsError as error:
         from trainshed.errors import InputError
 
         command = " ".join(["trainshed", *(error.command_chain or ())])
-        return _fail(InputError(str(error), hint=f"{command} --help shows what it takes"), debug)
+        return _fail(InputError(str(error), hint=f"{command} --help shows what it takes"), tokens, debug)
     except KeyboardInterrupt:
         return 130
     except Exception as error:
         if isinstance(error, BrokenPipeError) and _reader_left():
             return 0
-        hint = "this is a fault of Trainshed: run it again with --debug and report what it prints"
-        return _fail(TrainshedError(f"{type(error).__name__}: {error}", hint=hint), debug)
+        return _fail(_of_the_system(error) or _fault(error), tokens, debug)
     return result if isinstance(result, int) else 0
+
+
+def wants_json(tokens: Sequence[str]) -> bool:
+    """Whether a command line asks for JSON, also one that cannot be parsed."""
+    # Two verbs write to `--output`, and take only `-o` for the report.
+    names = ("-o",) if list(tokens[:2]) in (["data", "prepare"], ["data", "merge"]) else ("-o", "--output")
+    own = list(tokens[: tokens.index("--")] if "--" in tokens else tokens)
+    pairs = zip(own, [*own[1:], ""], strict=True)
+    return any(
+        (name in names and value == "json") or name in {f"{each}=json" for each in names} for name, value in pairs
+    )
+
+
+def _of_the_system(error: Exception) -> TrainshedError | None:
+    """What the operating system refused, in words; None where the fault may be ours."""
+    import errno
+
+    from trainshed.errors import AccessDenied, NoSpace, StorageError
+
+    if not isinstance(error, OSError) or error.errno is None:
+        return None
+    what = (error.strerror or str(error)).lower()
+    where = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else None
+    elsewhere = "or write elsewhere (`cluster.store=PATH` for what a run makes)"
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return AccessDenied(what, where=where, hint=f"check who may write and read there, {elsewhere}")
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return NoSpace(what, where=where, hint=f"free some space, {elsewhere}; then run the same command again")
+    if error.errno in (errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY, errno.ENAMETOOLONG, errno.ELOOP):
+        return StorageError(
+            what,
+            where=where,
+            hint="look at what is there: a file stands where a folder is needed, or the other way round",
+        )
+    if error.errno in (errno.EIO, errno.ESTALE, errno.ENODEV, errno.ENOTCONN, errno.EMFILE, errno.ENFILE):
+        return StorageError(what, where=where, hint="look at the disk or mount, then run the same command again")
+    return None
+
+
+def _fault(error: Exception) -> TrainshedError:
+    hint = "this is a fault of Trainshed: run it again with --debug and report what it prints"
+    return TrainshedError(f"{type(error).__name__}: {error}", hint=hint)
 
 
 def _reader_left() -> bool:
@@ -122,12 +165,14 @@ def _reader_left() -> bool:
     return left
 
 
-def _fail(error: TrainshedError, debug: bool) -> int:
-    from trainshed.cli.console import print_error
+def _fail(error: TrainshedError, tokens: Sequence[str], debug: bool) -> int:
+    from trainshed.cli.console import print_error, print_error_report
 
     if debug:
         import traceback
 
         traceback.print_exc()
+    if wants_json(tokens):
+        print_error_report(error)
     print_error(error)
     return error.exit_code

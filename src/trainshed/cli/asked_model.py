@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
+from trainshed.cli.asked_run import find_run
+
 if TYPE_CHECKING:
     from trainshed.reporting import Reporter
     from trainshed.serve.loading import LoadedModel
@@ -35,6 +37,8 @@ class ModelOptions:
         On a GPU, make each step kernel by kernel rather than as a CUDA graph.
     ignore_verdict
         Take weights although the proof of their conversion failed.
+    on
+        The cluster file whose store is looked through for the name of a run.
     """
 
     tokenizer: str | None = None
@@ -44,12 +48,13 @@ class ModelOptions:
     vocab_size: int | None = None
     eager: Annotated[bool, Parameter(negative="")] = False
     ignore_verdict: Annotated[bool, Parameter(negative="")] = False
+    on: str = "local"
 
     def load(self, checkpoint: str, reporter: Reporter) -> tuple[LoadedModel, Words]:
         """Load what somebody calls `checkpoint`; raises `MissingExtra` where the parts for it are not installed."""
         from trainshed.errors import MissingExtra, TokenizerError
 
-        address = checkpoint_address(checkpoint)
+        address = checkpoint_address(checkpoint, self.on)
         try:
             from trainshed.serve.loading import load_model
         except ModuleNotFoundError as error:
@@ -78,53 +83,32 @@ class ModelOptions:
 DEFAULTS = ModelOptions()
 
 
-def checkpoint_address(text: str) -> str:
-    """Return where the weights are that somebody means.
+def checkpoint_address(text: str, on: str = "local") -> str:
+    """Return where the weights are that somebody means: a folder of weights, or a run as `find_run` finds it.
 
-    Of a run that is its newest checkpoint, or its export where an engine of others trained it. A run's name is looked
-    for in the store of this machine first, then among what was submitted from here.
+    Of a run that is its newest checkpoint, or its export where an engine of others trained it.
     """
     if "://" in text:
         return text
     folder = Path(text).expanduser()
-    if folder.is_dir():
-        return _of_run(folder) if (folder / "recipe.yaml").is_file() else str(folder)
-    return _of_run(_named_run(text))
+    if folder.is_dir() and not (folder / "recipe.yaml").is_file() and _has_weights(folder):
+        return str(folder)
+    run = find_run(text, on=on).folder_here()
+    # A folder that is neither weights nor a run is named in what its reader says.
+    return _of_run(run) if (run / "recipe.yaml").is_file() else str(run)
 
 
-def _named_run(text: str) -> Path:
-    from trainshed.errors import NoSuchName
-    from trainshed.launch.submissions import find_submission
-    from trainshed.recipe import load_cluster
+def _has_weights(folder: Path) -> bool:
+    """Whether a folder holds weights, or an adapter to some."""
+    from trainshed.checkpoints.formats import detect
+    from trainshed.checkpoints.lora.adapter import CONFIG
+    from trainshed.errors import TrainshedError
 
-    runs = Path(load_cluster().store_root).expanduser() / "runs"
-    wanted = text.strip().strip("/")
-    if wanted.count("/") <= 1 and ".." not in Path(wanted).parts:
-        named = [runs / wanted] if "/" in wanted else sorted((runs / wanted).glob("*"), key=_changed)
-        found = [each for each in named if (each / "recipe.yaml").is_file()]
-        if found:
-            return found[-1]
     try:
-        submitted = find_submission(text)
-    except NoSuchName:
-        raise NoSuchName(
-            "there is no such folder, and no such run in the store here or among those submitted from here",
-            where=text,
-            hint="name a folder with weights, hf://org/name, s3://…, or a run (`trainshed ls`)",
-        ) from None
-    folder = Path(submitted.submitted.run)
-    if not folder.is_dir():
-        raise NoSuchName(
-            f"the run {submitted.run} is on {submitted.cluster.name}, and its folder is not mounted here",
-            where=str(folder),
-            hint="fetch its export or a checkpoint, or run this command there",
-        )
-    return folder
-
-
-def _changed(run: Path) -> float:
-    """When a run was last begun or trained on."""
-    return max((each.stat().st_mtime for each in (run, run / "checkpoints") if each.exists()), default=0.0)
+        detect(folder)
+    except TrainshedError:
+        return (folder / CONFIG).is_file()
+    return True
 
 
 def _of_run(run: Path) -> str:
@@ -139,5 +123,7 @@ def _of_run(run: Path) -> str:
             continue
         return str(place)
     raise NotFound(
-        "this run has no checkpoint and no export yet", where=str(run), hint="`trainshed checkpoints RUN` lists them"
+        "this run has no checkpoint and no export yet",
+        where=str(run),
+        hint=f"`trainshed status {run}` says how it stands",
     )

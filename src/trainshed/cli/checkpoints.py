@@ -31,7 +31,7 @@ def checkpoints(
     Parameters
     ----------
     run
-        The run's folder (a path or a URL), or the recipe it was started from.
+        A run: its name, name/id, folder (a path or a URL) or the recipe it was started from (`trainshed ls`).
     overrides
         Keys of the recipe that the run was started with (key.sub=value), where a recipe is given.
     verify
@@ -41,7 +41,7 @@ def checkpoints(
     keep
         With --prune: how many complete checkpoints to keep, the newest ones.
     on
-        The cluster file that says where the recipe's store is.
+        The cluster file whose store is looked through for the name, or is the recipe's.
     id
         The run's id, where a recipe is given and its run was started with --id.
     output
@@ -76,28 +76,22 @@ def checkpoints(
 
 
 def _run_folder(run: str, overrides: Sequence[str], on: str, id: str | None) -> tuple[Store, str]:
-    """The store and folder of a run, given as an address or by its recipe."""
-    from pathlib import Path
-
-    from trainshed.errors import InputError
+    """The store and folder that hold a run's checkpoints."""
+    from trainshed.cli.asked_run import find_run
+    from trainshed.line import store_options
+    from trainshed.recipe import load_cluster, load_recipe, split_overrides
     from trainshed.storage import join, open_store, parse
 
-    if "://" in run or Path(run).expanduser().is_dir():
-        if overrides or id:
-            what = f"'{overrides[0]}'" if overrides else f"--id {id}"
-            raise InputError(f"{what} belongs to a recipe, and {run} is a run", hint="leave it out")
-        store, path = open_store(parse(run))
-        return store, "" if path == "checkpoints" else path.removesuffix("/checkpoints")
-    from trainshed.line import resolve, store_options
-    from trainshed.recipe import load_cluster, load_recipe, run_id, split_overrides
-
-    for_recipe, for_cluster = split_overrides(overrides)
-    cluster = load_cluster(on, for_cluster)
-    options = store_options(cluster)
-    recipe = resolve(load_recipe(run, for_recipe), options)
-    # Where `checkpoint.to` keeps them apart, they lie under the run's name and id all the same.
-    root = recipe.checkpoint.to or join(recipe.store or cluster.store_root, "runs")
-    return open_store(parse(join(root, f"{recipe.name}/{id or run_id(recipe)}")), options)
+    options = store_options(load_cluster(on, split_overrides(overrides)[1]))
+    found = find_run(run, on=on, overrides=overrides, id=id)
+    folder = found.folder
+    recipe = folder / "recipe.yaml" if folder is not None else None
+    if recipe is not None and recipe.is_file():
+        # Where `checkpoint.to` keeps them apart, they lie under the run's name and id all the same.
+        apart = load_recipe(str(recipe)).checkpoint.to
+        if apart is not None:
+            return open_store(parse(join(apart, found.run)), options)
+    return open_store(parse(found.address), options)
 
 
 def _broken(store: Store, there: Listing) -> dict[int, str]:

@@ -44,6 +44,18 @@ def print_error(error: TrainshedError) -> None:
         console.print(Text(f"       {error.hint}", style="cyan"))
 
 
+def print_error_report(error: TrainshedError) -> None:
+    """Print an error to stdout as the report of a command that was asked for JSON."""
+    data = {
+        "schema": "trainshed.error/1",
+        "what": error.what,
+        "where": error.where,
+        "hint": error.hint,
+        "exit_code": error.exit_code,
+    }
+    print_report(data, "json", "")
+
+
 def reporter() -> Reporter:
     """Return a progress bar where stderr is a terminal, plain lines elsewhere."""
     return TerminalReporter() if sys.stderr.isatty() else PlainReporter()

@@ -38,8 +38,9 @@ def generate(
     Parameters
     ----------
     checkpoint
-        A folder for transformers, a run (its folder, name or name/id: the newest checkpoint), one of its checkpoints,
-        a Megatron checkpoint, a LoRA adapter; a path, or an address in any store (hf://org/name[@revision], s3://…).
+        A folder for transformers, a run (its name, name/id, folder or recipe file: the newest checkpoint), one of
+        its checkpoints, a Megatron checkpoint, a LoRA adapter; a path, or an address in any store
+        (hf://org/name[@revision], s3://…).
     prompt
         The text to go on with.
     file
@@ -129,7 +130,7 @@ def _answered(
     generator = model.generator(max_sequences=1, max_length=length, eager=eager)
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
     pieces: list[Piece] = []
-    text, began = "", time.perf_counter()
+    text, shown, began = "", 0, time.perf_counter()
     try:
         generator.submit(tokens, sampling, events.put)
         while True:
@@ -140,9 +141,11 @@ def _answered(
                 began = time.perf_counter()
                 continue
             text += event.text
-            if streams:
-                sys.stdout.write(event.text)
+            # Nobody sees blank lines: they wait for the first word.
+            if streams and text.strip():
+                sys.stdout.write(text[shown:])
                 sys.stdout.flush()
+                shown = len(text)
             if isinstance(event, Ended):
                 break
             pieces.append(event)
@@ -150,8 +153,13 @@ def _answered(
     finally:
         generator.close()
     if streams:
-        sys.stdout.write("\n")
+        sys.stdout.write("\n" if shown else f"{text!r}\n")
         sys.stdout.flush()
+    if streams and pieces and not shown:
+        report.note(
+            "the model says nothing but white space, shown above as Python writes it: it may be trained too little, or "
+            "--temperature 1 draws something else"
+        )
     return {
         "text": text,
         "tokens": len(pieces),

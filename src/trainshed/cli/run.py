@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
 from trainshed.cli.console import Output
+
+if TYPE_CHECKING:
+    from trainshed.line import RunStart
+    from trainshed.recipe import Cluster, Recipe
 
 
 def run(
@@ -43,10 +48,11 @@ def run(
     output
         Report as text or json.
     """
-    from trainshed.cli.console import human, print_report, reporter
-    from trainshed.cli.train import exit_code, train_stage, training_text, worker_arguments
+    from trainshed.cli.console import reporter
+    from trainshed.cli.train import worker_arguments
     from trainshed.errors import InputError
-    from trainshed.line import check_trainable, run_line, store_options
+    from trainshed.launch.run_lock import only_start
+    from trainshed.line import check_goes_on, check_trainable, find_start, note_other_runs, store_options
     from trainshed.plan import parse_layout
     from trainshed.recipe import load_cluster, load_recipe, split_overrides
 
@@ -64,7 +70,28 @@ def run(
         raise InputError("--nodes is for other clusters: here the layout says how many ranks", hint="write --layout")
     loaded = load_recipe(recipe, for_recipe)
     check_trainable(loaded, cluster, keys=parse_layout(layout) if layout else None)
-    prepared = run_line(loaded, cluster, id=id, workers=workers, reporter=reporter())
+    start = find_start(loaded, cluster, id)
+    check_goes_on(start, loaded.train.steps, store_options(cluster))
+    with only_start(start.folder, start.run):
+        note_other_runs(start, reporter())
+        return _run_here(loaded, cluster, start, layout, workers, worker_arguments(on, for_cluster), output)
+
+
+def _run_here(
+    recipe: Recipe,
+    cluster: Cluster,
+    start: RunStart,
+    layout: str | None,
+    workers: int | None,
+    for_ranks: Sequence[str],
+    output: Output,
+) -> int:
+    """Prepare, train and export a run that this process holds, and report it."""
+    from trainshed.cli.console import human, print_report, reporter
+    from trainshed.cli.train import exit_code, train_stage, training_text
+    from trainshed.line import run_line, store_options
+
+    prepared = run_line(recipe, cluster, id=start.id, workers=workers, reporter=reporter())
     budget = prepared.order.budget(prepared.steps)
     data = {
         "schema": "trainshed.run/1",
@@ -100,7 +127,7 @@ def run(
         lines.append(
             f"  order: ready for {prepared.steps:,} steps ({human(size, 'tokens')}), independent of any layout"
         )
-    data["training"] = training = train_stage(prepared, layout, worker_arguments(on, for_cluster), cluster)
+    data["training"] = training = train_stage(prepared, layout, for_ranks, cluster)
     lines.append(training_text(training))
     if prepared.recipe.export is not None and training["step"] == training["steps"]:
         from trainshed.line.stages import export_run

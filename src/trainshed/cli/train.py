@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
@@ -43,8 +44,17 @@ def train(
     output
         Report as text or json.
     """
-    from trainshed.cli.console import print_report
-    from trainshed.line import check_runnable, check_trainable, open_run
+    from trainshed.cli.console import print_report, reporter
+    from trainshed.launch.run_lock import only_start
+    from trainshed.line import (
+        check_goes_on,
+        check_runnable,
+        check_trainable,
+        find_start,
+        note_other_runs,
+        open_run,
+        store_options,
+    )
     from trainshed.plan import parse_layout
     from trainshed.recipe import load_cluster, load_recipe, split_overrides
 
@@ -53,12 +63,14 @@ def train(
     loaded = load_recipe(recipe, for_recipe)
     if is_a_rank():
         check_runnable(loaded, cluster)
-    else:
-        check_trainable(loaded, cluster, keys=parse_layout(layout) if layout else None)
-    run = open_run(loaded, cluster, id=id)
-    if is_a_rank():
-        return train_as_rank(run, layout, cluster)
-    data = train_stage(run, layout, worker_arguments(on, for_cluster), cluster)
+        return train_as_rank(open_run(loaded, cluster, id=id), layout, cluster)
+    check_trainable(loaded, cluster, keys=parse_layout(layout) if layout else None)
+    start = find_start(loaded, cluster, id)
+    check_goes_on(start, loaded.train.steps, store_options(cluster))
+    run = open_run(loaded, cluster, id=start.id)
+    with only_start(start.folder, start.run):
+        note_other_runs(start, reporter())
+        data = train_stage(run, layout, worker_arguments(on, for_cluster), cluster)
     print_report(data, output, training_text(data))
     return exit_code(data)
 
@@ -78,15 +90,19 @@ def train_as_rank(run: PreparedRun, layout_text: str | None, cluster: Cluster) -
     from trainshed.cli.progress import training_progress
     from trainshed.engines.torch.place import Place
     from trainshed.engines.torch.rank import train_rank
-    from trainshed.line import keep_run, run_layout, store_options, train_job
+    from trainshed.launch.run_lock import only_start
+    from trainshed.line import RunStart, check_goes_on, keep_run, run_layout, store_options, train_job
     from trainshed.plan import parse_layout
 
     place = Place.from_environment()
     keys = parse_layout(layout_text) if layout_text else None
     layout = run_layout(run, cluster, keys=keys, world_size=place.world_size)
-    if place.rank == 0:
-        keep_run(run)
-    with training_progress(run.steps) as on_event:
+    with ExitStack() as stack:
+        if place.rank == 0:
+            stack.enter_context(only_start(run.folder, f"{run.recipe.name}/{run.id}"))
+            check_goes_on(RunStart(run.recipe, run.id, run.folder), run.steps, store_options(cluster))
+            keep_run(run)
+        on_event = stack.enter_context(training_progress(run.steps))
         job = train_job(run, layout, store_options(cluster))
         return train_rank(job, run_folder=run.folder, listener=on_event)
 
@@ -98,10 +114,10 @@ def train_stage(
     from trainshed.cli.console import reporter
     from trainshed.cli.progress import training_progress
     from trainshed.launch.here import train_here
-    from trainshed.line import check_goes_on, keep_run, planned_layout, store_options
+    from trainshed.line import RunStart, check_goes_on, keep_run, planned_layout, store_options
     from trainshed.plan import parse_layout
 
-    check_goes_on(run, store_options(cluster))
+    check_goes_on(RunStart(run.recipe, run.id, run.folder), run.steps, store_options(cluster))
     keys = parse_layout(layout_text) if layout_text else None
     chosen = planned_layout(run.recipe, cluster, keys=keys, reporter=reporter())
     keep_run(run)
@@ -124,12 +140,11 @@ def exit_code(data: dict[str, Any]) -> int:
 
 
 def _report(run: PreparedRun, layout: str, attempt: int, code: int) -> dict[str, Any]:
-    from trainshed.observe.reading import read_events, steps
+    from trainshed.observe.reading import done_steps, read_events
     from trainshed.storage import LocalStore
 
-    store = LocalStore(run.folder)
-    done = steps(store, "")
-    events = list(read_events(store, ""))
+    events = list(read_events(LocalStore(run.folder), ""))
+    done = done_steps(events)
     measured = [event for event in events if event["kind"] == "validation"]
     saved = [event for event in events if event["kind"] == "checkpoint" and event["phase"] == "committed"]
     last = done[-1] if done else None

@@ -71,6 +71,8 @@ def train_here(
         nonlocal done, saved
         watched.check()
         for event in follower.poll():
+            if event["attempt"] != attempt:  # a start on another machine writes beside it
+                continue
             kind = event["kind"]
             if kind == "step":
                 done = event["step"] + 1

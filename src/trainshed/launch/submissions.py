@@ -7,6 +7,7 @@ scheduler and the run's own folder hold the truth.
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -30,11 +31,18 @@ class Submission:
     steps: int | None
     submitted: Submitted
     cluster: Cluster
+    at: float = 0.0
+    """When, in seconds since 1970."""
 
     @property
     def run(self) -> str:
         """Name and id, as people write them."""
         return f"{self.name}/{self.id}"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Whatever a person may call it."""
+        return self.run, self.submitted.job, self.name, self.submitted.run
 
 
 def state_folder() -> Path:
@@ -62,7 +70,7 @@ def find_submission(text: str) -> Submission:
     wanted = text.strip().rstrip("/")
     known = submissions()
     for found in known:
-        if wanted in (found.run, found.submitted.job, found.name, found.submitted.run):
+        if wanted in found.names:
             return found
     names = ", ".join(found.run for found in known[:5]) or "none yet"
     raise NoSuchName(
@@ -75,6 +83,8 @@ def forget(found: Submission) -> None:
     folder = state_folder() / found.submitted.job
     for name in ("submitted.json", "cluster.yaml"):
         (folder / name).unlink(missing_ok=True)
+    with suppress(OSError):
+        folder.rmdir()
 
 
 def _read(file: Path) -> Submission:
@@ -87,4 +97,5 @@ def _read(file: Path) -> Submission:
         steps=body["steps"],
         submitted=Submitted(**body["submitted"]),
         cluster=load_cluster(file.parent / "cluster.yaml", checked=False),
+        at=file.stat().st_mtime,
     )

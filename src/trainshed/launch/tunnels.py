@@ -7,15 +7,11 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import dataclass
-from typing import Literal
 
 from trainshed.errors import InputError
 from trainshed.launch.job import DEFAULT_PORT, SERVICE_PORT
 from trainshed.launch.target import StageState, Submitted
 from trainshed.recipe import Cluster
-
-Service = Literal["tensorboard", "dash", "serve"]
-PORTS: dict[Service, int] = {"tensorboard": 6006, "dash": 8700, "serve": DEFAULT_PORT}
 
 
 @dataclass(frozen=True)
@@ -30,23 +26,18 @@ class Way:
         return shlex.join(self.command)
 
 
-def tunnel(cluster: Cluster, submitted: Submitted, state: StageState, service: Service, port: int | None = None) -> Way:
-    """Return the command that brings a service of the first node to a port of this machine."""
-    there = PORTS[service]
-    here = port or there
-    if service == "serve":
-        there = submitted.serve_port or there
-    words = f"{service} at http://localhost:{here}"
+def tunnel(cluster: Cluster, submitted: Submitted, state: StageState, port: int | None = None) -> Way:
+    """Return the command that brings the server of a run to a port of this machine."""
+    here = port or DEFAULT_PORT
+    there = submitted.serve_port or DEFAULT_PORT
+    words = f"serve at http://localhost:{here}"
     if cluster.target == "ray":
-        assert cluster.ray is not None
-        return Way(("true",), f"Ray's own page: {cluster.ray.address}")
+        raise InputError("Ray has no server of ours to reach", where=cluster.where("target"))
     node = node_of(state, 0)
-    if cluster.target == "kubernetes" and service == "serve":
+    if cluster.target == "kubernetes":
         # To the Service: whichever replica is ready answers.
         name = state.id.partition("/")[2]
         return Way((*_kubectl(cluster), "port-forward", f"service/{name}", f"{here}:{SERVICE_PORT}"), words)
-    if cluster.target == "kubernetes":
-        return Way((*_kubectl(cluster), "port-forward", f"pod/{node}", f"{here}:{there}"), words)
     login = cluster.on_slurm.login
     if login is not None:
         return Way(("ssh", "-N", "-L", f"{here}:{node}:{there}", "--", login), words)

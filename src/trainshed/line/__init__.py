@@ -11,9 +11,9 @@ from trainshed.line.preparing import (
     store_options,
 )
 from trainshed.line.runnable import check_engine, check_runnable
+from trainshed.line.starting import RunStart, check_goes_on, find_start, note_other_runs
 from trainshed.line.training import (
     automatic_layout,
-    check_goes_on,
     check_trainable,
     checkpoint_home,
     planned_layout,
@@ -24,13 +24,16 @@ from trainshed.line.training import (
 __all__ = [
     "PREPARED",
     "PreparedRun",
+    "RunStart",
     "automatic_layout",
     "check_engine",
     "check_goes_on",
     "check_runnable",
     "check_trainable",
     "checkpoint_home",
+    "find_start",
     "keep_run",
+    "note_other_runs",
     "open_run",
     "open_run_folder",
     "planned_layout",

@@ -6,8 +6,6 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from trainshed.catalog.models import architecture
-from trainshed.checkpoints.native.folder import checkpoints_folder
-from trainshed.checkpoints.native.resuming import latest_complete
 from trainshed.errors import MissingExtra, RecipeError
 from trainshed.line.planning import planned_model, weights_architecture
 from trainshed.line.preparing import PreparedRun
@@ -111,16 +109,6 @@ def checkpoint_home(run: PreparedRun, options: StoreOptions | None = None) -> tu
         return None
     store, path = open_store(parse(run.recipe.checkpoint.to), options)
     return store, f"{path}/{run.recipe.name}/{run.id}".lstrip("/")
-
-
-def check_goes_on(run: PreparedRun, options: StoreOptions | None = None) -> None:
-    """Refuse before any rank starts what no rank would go on with from the run's last checkpoint."""
-    from trainshed.engines.torch.learning_rate import check_resumed_decay
-
-    store, folder = checkpoint_home(run, options) or (LocalStore(run.folder), "")
-    found = latest_complete(store, checkpoints_folder(folder))
-    if found is not None:
-        check_resumed_decay(run.recipe, run.steps, found)
 
 
 def train_job(run: PreparedRun, layout: RankLayout, options: StoreOptions | None = None) -> TrainJob:

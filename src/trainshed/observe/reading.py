@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,21 @@ def steps(store: Store, folder: str) -> list[dict[str, Any]]:
     """The step events of a run by step; where a step was done again, the later attempt's."""
     by_step = {event["step"]: event for event in read_events(store, folder) if event["kind"] == "step"}
     return [by_step[step] for step in sorted(by_step)]
+
+
+def done_steps(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The step events that count now, of events in the order they were written.
+
+    A run that goes on from a checkpoint undoes the steps that a killed attempt had done after it.
+    """
+    done: list[dict[str, Any]] = []
+    for event in events:
+        if event["kind"] in ("step", "resume"):
+            while done and done[-1]["step"] >= event["step"]:
+                done.pop()
+        if event["kind"] == "step":
+            done.append(event)
+    return done
 
 
 class EventFollower:

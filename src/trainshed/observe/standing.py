@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from trainshed.observe.reading import read_events
+from trainshed.observe.reading import done_steps, read_events
 from trainshed.observe.training_words import duration
 from trainshed.storage import Store
 
@@ -62,27 +62,27 @@ def standing(store: Store, folder: str, steps: int | None = None) -> Standing:
 
 def standing_of(events: Iterable[dict[str, Any]], steps: int | None = None) -> Standing:
     """Return how a run stands by its events, in the order they were written."""
-    done: dict[int, dict[str, Any]] = {}
+    events = list(events)
+    done = done_steps(events)
     attempt = phase = error = ended = None
     for event in events:
         attempt = max(attempt or 0, event["attempt"])
         kind = event["kind"]
         if kind == "step":
-            done[event["step"]] = event
             phase = None
         elif kind == "start":
             ended = None
         elif kind == "phase":
             phase = event["name"]
         elif kind == "failure":
-            error = event["what"]
+            error, ended = event["what"], "failed"
         elif kind == "end" and event.get("rank") in (0, None):
             ended = event["reason"]
             error = error if ended == "failed" else None
     if not done:
         return Standing(attempt=attempt, steps=steps, phase=phase, last_error=error, ended=ended)
-    last = done[max(done)]
-    recent = [done[step]["step_seconds"] for step in sorted(done)[-_RECENT_STEPS:]]
+    last = done[-1]
+    recent = [step["step_seconds"] for step in done[-_RECENT_STEPS:]]
     left = steps - last["step"] - 1 if steps else None
     return Standing(
         attempt=attempt,

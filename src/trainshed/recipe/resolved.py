@@ -60,6 +60,12 @@ def run_id(recipe: Recipe) -> str:
     Layout, engine, checkpoint, observe, resources and store do not: a run may go on elsewhere. Files behind
     an address do not either (their artefacts have hashes of their own): pin revisions to tell them apart.
     """
+    canonical = json.dumps(identity(recipe), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return hashlib.sha256(canonical.encode()).hexdigest()[:8]
+
+
+def identity(recipe: Recipe) -> dict[str, Any]:
+    """Return the keys that `run_id` is made of, with their values."""
     # Without defaults, so that a key which a later version adds does not rename the runs of today. In
     # exchange no default of these sections may ever change.
     plain = to_plain(recipe, defaults=False)
@@ -68,5 +74,4 @@ def run_id(recipe: Recipe) -> str:
     said = {key: plain.get(key) for key in ("model", "tokenizer", "data", "train", "seed")}
     for section, keys in NOT_IN_ID.items():
         said[section] = {key: value for key, value in plain[section].items() if key not in keys}
-    canonical = json.dumps(said, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
-    return hashlib.sha256(canonical.encode()).hexdigest()[:8]
+    return said

@@ -15,6 +15,7 @@ import re
 import socket
 import uuid
 from dataclasses import dataclass
+from typing import Any
 
 from trainshed.errors import Conflict, Fenced, NotFound
 from trainshed.storage.address import join
@@ -96,6 +97,12 @@ def newest_attempt(store: Store, run_folder: str) -> int:
     folder = _folder(run_folder)
     names = (_RECORD.fullmatch(info.path[len(folder) + 1 :]) for info in store.list(folder))
     return max((int(name[1]) for name in names if name), default=0)
+
+
+def newest_record(store: Store, run_folder: str) -> dict[str, Any] | None:
+    """Who took the newest attempt of a run (`attempt`, `host`, `pid`), None if it was never started."""
+    number = newest_attempt(store, run_folder)
+    return json.loads(store.read(_record(run_folder, number))) if number else None
 
 
 def _folder(run_folder: str) -> str:

@@ -171,7 +171,8 @@ def _entry(each: Any, format: int, where: str | None) -> FileEntry:
 
 
 def _broken(why: str, where: str | None) -> CorruptData:
-    return CorruptData(f"a manifest that cannot be read: {why}", where=where, hint="make the artefact again")
+    hint = f"remove {where or 'it'} and run the same command again: what has no manifest is made anew"
+    return CorruptData(f"a manifest that cannot be read: {why}", where=where, hint=hint)
 
 
 def _differs(how: str, paths: list[str], where: str) -> CorruptData:

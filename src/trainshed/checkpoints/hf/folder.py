@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from trainshed.checkpoints.hf.safetensors_file import StoredTensor, read_header
-from trainshed.errors import CorruptData, InputError, NotFound
+from trainshed.errors import CorruptData, InputError, NoSuchName
 from trainshed.models.families import HF_FAMILIES
 from trainshed.models.hf_config import read_hf_config
 from trainshed.models.hf_tensors import HfTensor, hf_tensors
@@ -38,7 +38,7 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     if (folder / WEIGHTS).exists():
         return read_header(folder / WEIGHTS)
     if not (folder / INDEX).exists():
-        raise NotFound(
+        raise NoSuchName(
             f"there is neither {WEIGHTS} nor {INDEX}",
             where=str(folder),
             hint="pickled weights (.bin, .pth) are never opened: save them as safetensors with save_pretrained",
@@ -97,7 +97,9 @@ def _json_object(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_bytes())
     except FileNotFoundError:
-        raise NotFound(f"there is no {path.name}", where=str(path.parent), hint="name a folder with a model") from None
+        raise NoSuchName(
+            f"there is no {path.name}", where=str(path.parent), hint="name a folder with a model"
+        ) from None
     except ValueError:
         found = None
     if not isinstance(found, dict):

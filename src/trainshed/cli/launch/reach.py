@@ -10,17 +10,15 @@ if TYPE_CHECKING:
     from trainshed.launch.tunnels import Way
 
 
-def open_service(
-    run: str, service: Literal["tensorboard", "dash", "serve"], *, port: int | None = None, dry_run: bool = False
-) -> int:
+def open_service(run: str, service: Literal["serve"], *, port: int | None = None, dry_run: bool = False) -> int:
     """Bring a service of a running job to a port of this machine, by ssh or kubectl; ends with Ctrl-C.
 
     Parameters
     ----------
     run
-        A run that was submitted from here: its name, or name/id (`trainshed ls`).
+        A run that was submitted from here: its name, name/id, folder or recipe file (`trainshed ls`).
     service
-        What is to be seen.
+        What is to be seen: the server of a recipe with `serve:`.
     port
         The port here (default: the service's own).
     dry_run
@@ -28,8 +26,8 @@ def open_service(
     """
     from trainshed.launch.tunnels import tunnel
 
-    found, state = _stage(run, "serve" if service == "serve" else "train")
-    return _go(tunnel(found.cluster, found.submitted, state, service, port), dry_run)
+    found, state = _stage(run, service)
+    return _go(tunnel(found.cluster, found.submitted, state, port), dry_run)
 
 
 def exec_in(
@@ -40,7 +38,7 @@ def exec_in(
     Parameters
     ----------
     run
-        A run that was submitted from here: its name, or name/id (`trainshed ls`).
+        A run that was submitted from here: its name, name/id, folder or recipe file (`trainshed ls`).
     command
         What to run there (default: bash); after `--` where it has dashes of its own.
     rank
@@ -57,11 +55,11 @@ def exec_in(
 
 
 def _stage(run: str, stage: str) -> tuple[Submission, StageState]:
+    from trainshed.cli.asked_run import find_run
     from trainshed.errors import InputError
-    from trainshed.launch.submissions import find_submission
     from trainshed.launch.targets import target_of
 
-    found = find_submission(run)
+    found = find_run(run).submitted("a way into it")
     for state in target_of(found.cluster).status(found.submitted):
         if state.stage == stage:
             return found, state

@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 SHOWN_FILES = 12
 
 
-def inspect(path: str, *, output: Annotated[Output, Parameter(name=["-o", "--output"])] = "text") -> int:
+def inspect(
+    path: str, *, on: str = "local", output: Annotated[Output, Parameter(name=["-o", "--output"])] = "text"
+) -> int:
     """Show what weights are: format, family, parameters of each part, dtype, vocabulary, layout, files, verdict.
 
     Looks at headers and manifests; only Megatron's checkpoints need torch for that.
@@ -22,15 +24,18 @@ def inspect(path: str, *, output: Annotated[Output, Parameter(name=["-o", "--out
     Parameters
     ----------
     path
-        A folder for transformers, a Megatron checkpoint, a run's folder (its latest checkpoint) or one of its
-        checkpoints.
+        A folder for transformers, a Megatron checkpoint, a run (its name, name/id, folder or recipe file: the latest
+        checkpoint) or one of its checkpoints.
+    on
+        The cluster file whose store is looked through for the name of a run.
     output
         Report as text or json.
     """
     from trainshed.checkpoints.inspection import inspect_weights
+    from trainshed.cli.asked_model import checkpoint_address
     from trainshed.cli.console import print_report
 
-    found = inspect_weights(path)
+    found = inspect_weights(checkpoint_address(path, on))
     print_report({"schema": "trainshed.model.inspect/1", **found.to_plain()}, output, _text(found))
     return 0
 

@@ -101,7 +101,7 @@ class TokenManifest:
             raise CorruptData(
                 f"this manifest is damaged ({type(error).__name__}: {error})",
                 where=where,
-                hint="prepare the data again",
+                hint=f"remove {where or 'it'} and run the same command again: what has no manifest is made anew",
             ) from None
 
     def write(self, prefix: str, options: StoreOptions | None = None) -> None:

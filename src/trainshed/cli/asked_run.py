@@ -1,0 +1,180 @@
+"""The run that somebody means, whatever they call it: one way for every verb that takes a run.
+
+NAME, NAME/ID, NAME-ID    in the store of `--on` (`./store`), or submitted from this machine; the newest of several
+a folder or a URL         the run's own folder
+a recipe file             the run of that recipe, with the overrides and `--id` it was started with
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainshed.errors import InputError, NoSuchName
+
+if TYPE_CHECKING:
+    from trainshed.launch.local_runs import LocalRun
+    from trainshed.launch.submissions import Submission
+    from trainshed.recipe import Cluster
+
+_NAMED = 5  # how many runs an error names
+
+
+@dataclass(frozen=True)
+class AskedRun:
+    """A run: where its folder is (`address`), and the record of its submission where it was sent from here."""
+
+    name: str
+    id: str
+    address: str
+    submission: Submission | None = None
+
+    @property
+    def run(self) -> str:
+        """Name and id, as people write them."""
+        return f"{self.name}/{self.id}"
+
+    @property
+    def folder(self) -> Path | None:
+        """Its folder as far as this machine sees it."""
+        if "://" in self.address:
+            return None
+        path = Path(self.address).expanduser()
+        return path if path.is_dir() else None
+
+    def folder_here(self) -> Path:
+        """Its folder; raises where this machine does not see it."""
+        if self.folder is None:
+            place = f"on {self.submission.cluster.name}" if self.submission else "elsewhere"
+            raise NoSuchName(
+                f"the run {self.run} is {place}, and its folder is not mounted here",
+                where=self.address,
+                hint="fetch its export or a checkpoint, or write this command there",
+            )
+        return self.folder
+
+    def submitted(self, what: str) -> Submission:
+        """The record of its submission; raises where the run is not a job of a cluster, which `what` needs."""
+        if self.submission is None:
+            raise InputError(
+                f"{self.run} was not submitted from here, and {what} is for a job on a cluster",
+                where=self.address,
+                hint=f"`trainshed status {self.run}` says how it stands",
+            )
+        return self.submission
+
+
+def find_run(text: str, *, on: str = "local", overrides: Sequence[str] = (), id: str | None = None) -> AskedRun:
+    """Return the run that `text` means; `overrides` and `id` go with a recipe."""
+    from trainshed.recipe import load_cluster, split_overrides
+
+    wanted = text.strip().rstrip("/") or text
+    for_recipe, for_cluster = split_overrides(overrides)
+    if _is_run_folder(wanted):
+        if for_recipe or id:
+            what = f"'{for_recipe[0]}'" if for_recipe else f"--id {id}"
+            raise InputError(f"{what} belongs to a recipe, and {text} is a run", hint="leave it out")
+        return _at(wanted)
+    cluster = load_cluster(on, for_cluster)
+    known = known_runs(cluster)
+    if not for_recipe:
+        named = f"{wanted}/{id}" if id else wanted
+        for run in known:
+            if named in (run.name, run.run, f"{run.name}-{run.id}", run.address):
+                return run
+    if for_recipe or id or Path(wanted).suffix in (".yaml", ".yml"):
+        return _of_recipe(wanted, cluster, for_recipe, id, known)
+    if Path(wanted).expanduser().is_dir():
+        return _at(wanted)
+    raise _no_such_run(text, known)
+
+
+def known_runs(cluster: Cluster) -> list[AskedRun]:
+    """Return the runs in a cluster's store, as far as it is seen here, and those submitted from here; newest first."""
+    from trainshed.launch.local_runs import local_runs
+    from trainshed.launch.submissions import submissions
+    from trainshed.storage import parse
+
+    root = parse(cluster.store_root)
+    local = local_runs(Path(str(root)).expanduser()) if root.scheme == "file" else []
+    submitted = submissions()
+    by_folder = {Path(each.submitted.run).absolute(): each for each in submitted if "://" not in each.submitted.run}
+    rows: list[tuple[float, AskedRun]] = []
+    taken: set[str] = set()
+    for run in local:
+        record = by_folder.get(run.folder.absolute())
+        rows.append((run.changed, _local(run, record)))
+        taken |= {record.submitted.job} if record is not None else set()
+    for each in submitted:
+        if each.submitted.job not in taken:
+            rows.append((each.at, AskedRun(each.name, each.id, each.submitted.run, each)))
+    return [run for _, run in sorted(rows, key=lambda row: row[0], reverse=True)]
+
+
+def _local(run: LocalRun, record: Submission | None) -> AskedRun:
+    return AskedRun(run.name, run.id, str(run.folder), record)
+
+
+def _is_run_folder(text: str) -> bool:
+    """Whether a text is where a run lies; a folder of another kind may have the name of a run."""
+    folder = Path(text).expanduser()
+    marks = ("recipe.yaml", "attempts", "checkpoints", "events")
+    is_one = folder.absolute().name == "checkpoints" or any((folder / mark).exists() for mark in marks)
+    return "://" in text or (folder.is_dir() and is_one)
+
+
+def _at(address: str) -> AskedRun:
+    """The run of a folder, which may also be called by its `checkpoints`."""
+    from trainshed.launch.submissions import submissions
+
+    place = address.rstrip("/").removesuffix("/checkpoints")
+    if "://" not in place:
+        folder = Path(place).expanduser()
+        folder = folder.parent if folder.absolute().name == "checkpoints" else folder
+        place, parts = str(folder), folder.absolute().parts
+    else:
+        parts = tuple(place.split("/"))
+    record = next((each for each in submissions() if _same(each.submitted.run, place)), None)
+    return AskedRun(parts[-2] if len(parts) > 1 else "", parts[-1], place, record)
+
+
+def _same(one: str, other: str) -> bool:
+    if "://" in one or "://" in other:
+        return one == other
+    return Path(one).expanduser().absolute() == Path(other).expanduser().absolute()
+
+
+def _of_recipe(
+    text: str, cluster: Cluster, overrides: Sequence[str], id: str | None, known: Sequence[AskedRun]
+) -> AskedRun:
+    """The run of a recipe: what it resolves to says the id."""
+    from trainshed.line import resolve, store_options
+    from trainshed.recipe import load_recipe, run_id
+    from trainshed.storage import join
+
+    recipe = resolve(load_recipe(text, overrides), store_options(cluster))
+    name = id or run_id(recipe)
+    address = join(recipe.store or cluster.store_root, f"runs/{recipe.name}/{name}")
+    same = next((run for run in known if run.run == f"{recipe.name}/{name}"), None)
+    if same is not None:
+        return same
+    if "://" not in address and not Path(address).expanduser().is_dir():
+        alike = ", ".join(run.run for run in known if run.name == recipe.name)
+        raise NoSuchName(
+            f"the run {recipe.name}/{name} of this recipe was not started",
+            where=text,
+            hint=f"runs of this name: {alike}" if alike else f"`trainshed run {text}` starts it",
+        )
+    return AskedRun(recipe.name, name, address)
+
+
+def _no_such_run(text: str, known: Sequence[AskedRun]) -> NoSuchName:
+    names = ", ".join(run.run for run in known[:_NAMED]) or "none yet"
+    more = f" and {len(known) - _NAMED} more" if len(known) > _NAMED else ""
+    return NoSuchName(
+        "there is no such folder, and no such run in the store here or among those submitted from here",
+        where=text,
+        hint=f"runs: {names}{more} (`trainshed ls`); a run is NAME, NAME/ID, its folder or its recipe file",
+    )

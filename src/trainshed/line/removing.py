@@ -1,0 +1,266 @@
+"""Removing runs and artefacts: what refers to what, so that nothing goes that a run still needs.
+
+A run refers to the artefacts that its small files name (`prepared.json`, the job's files, what is left for an engine),
+to the index of its tokens, and to whatever those artefacts name in turn. A run is gone once its folder has another
+name, an artefact once its manifest is: whoever is killed on the way leaves something that `clean` finds.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import orjson
+
+from trainshed.data.sampling.index import content_of
+from trainshed.data.tokens.shards import shard_prefixes
+from trainshed.errors import InputError, TrainshedError
+from trainshed.launch.local_runs import RECIPE, LocalRun, local_runs
+from trainshed.launch.run_lock import attempt_of, held_words, holder
+from trainshed.line.preparing import PREPARED
+from trainshed.recipe import load_recipe
+from trainshed.storage import LocalStore, Store, StoreOptions, join, open_store, parse
+from trainshed.storage.artefact_folder import only_maker
+from trainshed.storage.attempts import newest_record
+
+REMOVED = ".removed-"
+_ARTEFACT = re.compile(r"artefacts/([\w-]+)/([0-9a-f]{16,})")
+_MANIFEST = re.compile(r"(.+\.)?manifest\.json")
+_INDEX = "index"
+_PARTIAL = ".partial"
+_LARGEST_READ = 4 << 20
+_UNREAD = ("logs", "events", "checkpoints", "health", "tensorboard", "dllogger", "profile")
+"""What a run's folder holds that names no artefact it needs."""
+
+
+@dataclass(frozen=True)
+class Removal:
+    """One thing to remove: how much it is, and why it may go."""
+
+    path: str
+    kind: Literal["run", "checkpoints", "artefact", "leftover"]
+    files: int
+    bytes: int
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class RunRemoval:
+    """What goes with a run: its folder, and its checkpoints where they are kept apart."""
+
+    run: LocalRun
+    parts: list[Removal]
+    apart: tuple[Store, str] | None = field(default=None, repr=False)
+
+    def remove(self) -> None:
+        """Remove it; from the first moment on there is no such run."""
+        gone = self.run.folder.with_name(f"{REMOVED}{self.run.id}-{uuid.uuid4().hex[:8]}")
+        self.run.folder.replace(gone)
+        if self.apart is not None:
+            store, folder = self.apart
+            # `latest` first, and manifests before what they list: half of it is no checkpoint.
+            paths = sorted((info.path for info in store.list(folder)), key=_first_of_all)
+            for path in paths:
+                store.delete(path)
+            store.sweep(folder)
+        shutil.rmtree(gone)
+        if not any(self.run.folder.parent.iterdir()):
+            self.run.folder.parent.rmdir()
+
+
+def plan_removal(run: LocalRun, store: Path, options: StoreOptions | None = None) -> RunRemoval:
+    """Say what goes with a run; refuses one that is running, or that another run refers to."""
+    held = holder(run.folder)
+    if held is not None:
+        raise InputError(
+            f"{run.run} is running: {held_words(run.folder, held)}",
+            where=str(run.folder),
+            hint=f"`trainshed cancel {run.run}` stops it after a checkpoint",
+        )
+    users = [other.run for other in local_runs(store) if other.run != run.run and _names(other, run.folder)]
+    if users:
+        raise InputError(
+            f"{run.run} is what {', '.join(users)} began from or reads",
+            where=str(run.folder),
+            hint=f"remove {'that one' if len(users) == 1 else 'those'} first, or copy what it needs elsewhere",
+        )
+    parts = [_measured(run.folder, "run")]
+    apart = _apart(run, options)
+    if apart is not None:
+        infos = list(apart[0].list(apart[1]))
+        if infos:
+            size = sum(info.size for info in infos)
+            parts.append(Removal(join(apart[0].url, apart[1]), "checkpoints", len(infos), size))
+    return RunRemoval(run, parts, apart)
+
+
+def plan_cleaning(store: Path) -> list[Removal]:
+    """List what nothing in a store refers to: artefacts without a run, and what killed processes left half made."""
+    runs = local_runs(store)
+    needed = _needed(store, runs)
+    found = [
+        _measured(folder, "leftover", "a run that was being removed")
+        for folder in sorted((store / "runs").glob(f"*/{REMOVED}*"))
+    ]
+    for folder in sorted((store / "artefacts").glob("*/*")):
+        if folder.is_symlink() or not folder.is_dir() or _is_being_made(folder):
+            continue
+        if folder.name.endswith(_PARTIAL):
+            found.append(_measured(folder, "leftover", "half made"))
+        elif not _manifests(folder):
+            found.append(_measured(folder, "leftover", "half made: it has no manifest"))
+        elif (folder.parent.name, folder.name) not in needed:
+            found.append(_measured(folder, "artefact", "no run refers to it"))
+    return found
+
+
+def clean(store: Path, planned: list[Removal]) -> list[Removal]:
+    """Remove what `plan_cleaning` listed and what is still unneeded; returns what was removed."""
+    _refuse_unprepared(store)
+    still = {each.path for each in plan_cleaning(store)}
+    removed = []
+    for each in planned:
+        if each.path in still:
+            _refuse_unprepared(store)  # a run that has begun meanwhile may have found it
+            _remove(Path(each.path))
+            removed.append(each)
+    return removed
+
+
+def _remove(folder: Path) -> None:
+    """Remove an artefact's folder, its manifest first: what is left of it when somebody is killed does not exist."""
+    artefact = folder.with_name(folder.name.removesuffix(_PARTIAL))
+    has_makers = artefact.with_name(f"{artefact.name}.lock").exists()
+    with only_maker(artefact) if has_makers else nullcontext():
+        for manifest in _manifests(folder):
+            manifest.unlink()
+        shutil.rmtree(folder)
+
+
+def _refuse_unprepared(store: Path) -> None:
+    """Stop where it is not known what a run refers to, or where it is about to change."""
+    for folder in sorted((store / "runs").glob("*/*")):
+        run = LocalRun.at(folder)
+        held = holder(folder)
+        if held is not None and attempt_of(folder, held) is None:
+            raise InputError(
+                f"{run.run} is being prepared, and what it will refer to is not known yet",
+                where=str(folder),
+                hint="wait until it trains, then write this again",
+            )
+        is_known = (folder / PREPARED).is_file() or newest_record(LocalStore(folder), "") is not None
+        if (folder / RECIPE).is_file() and not is_known and not run.id.startswith(REMOVED):
+            raise InputError(
+                f"{run.run} was never prepared to its end, and what it refers to is not known",
+                where=str(folder),
+                hint=f"let its `run` finish, or `trainshed rm {run.run}`",
+            )
+
+
+def _needed(store: Path, runs: list[LocalRun]) -> set[tuple[str, str]]:
+    """The artefacts that runs refer to, by kind and name."""
+    needed = {each for run in runs for text in _small_files(run.folder) for each in _ARTEFACT.findall(text)}
+    waiting = list(needed)
+    while waiting:
+        kind, name = waiting.pop()
+        folder = store / "artefacts" / kind / name
+        for text in _texts(folder.glob("*.json")):
+            new = set(_ARTEFACT.findall(text)) - needed
+            needed |= new
+            waiting += new
+    contents = {content for run in runs for content in _contents(run)}
+    for index in (store / "artefacts" / _INDEX).glob("*/manifest.json"):
+        if None in contents or _spec(index).get("content") in contents:
+            needed.add((_INDEX, index.parent.name))
+    return needed
+
+
+def _small_files(run: Path) -> Iterator[str]:
+    """What the files of a run say that may name an artefact, and where its links lead."""
+    for folder, names, files in os.walk(run):
+        names[:] = [name for name in names if not (Path(folder) == run and name in _UNREAD)]
+        yield from (os.readlink(path) for name in (*names, *files) if (path := Path(folder) / name).is_symlink())
+        yield from _texts(Path(folder) / name for name in files)
+
+
+def _texts(files: Iterator[Path]) -> Iterator[str]:
+    for file in files:
+        if file.is_file() and file.stat().st_size <= _LARGEST_READ:
+            yield file.read_bytes().decode(errors="replace")
+
+
+def _contents(run: LocalRun) -> Iterator[str | None]:
+    """What the indexes of a run are made of; None where that cannot be told, and every index must stay."""
+    if not (run.folder / PREPARED).is_file():
+        return
+    data = orjson.loads((run.folder / PREPARED).read_bytes())["data"]
+    for source in (*data["sources"], *([data["validation"]] if data["validation"] else [])):
+        if source["content"] is not None:
+            yield source["content"]
+            continue
+        try:
+            yield content_of([shard for prefix in source["prefixes"] for shard in shard_prefixes(prefix)])
+        except (TrainshedError, OSError):
+            yield None
+
+
+def _names(run: LocalRun, folder: Path) -> bool:
+    """Whether a run's recipe or base weights name a place inside another run's folder."""
+    inside = re.compile(re.escape("/".join(folder.absolute().parts[-3:])) + r"(?![\w.-])")
+    if any(inside.search(text) for text in _small_files(run.folder)):
+        return True
+    if not (run.folder / PREPARED).is_file():
+        return False
+    base = orjson.loads((run.folder / PREPARED).read_bytes())["base"]
+    manifest = Path(base) / "manifest.json" if base else None
+    return manifest is not None and manifest.is_file() and bool(inside.search(manifest.read_text()))
+
+
+def _apart(run: LocalRun, options: StoreOptions | None) -> tuple[Store, str] | None:
+    to = load_recipe(str(run.folder / RECIPE)).checkpoint.to
+    if to is None:
+        return None
+    store, path = open_store(parse(to), options)
+    return store, f"{path}/{run.run}".lstrip("/")
+
+
+def _first_of_all(path: str) -> tuple[bool, bool, str]:
+    name = path.rpartition("/")[2]
+    return name != "latest", _MANIFEST.fullmatch(name) is None, path
+
+
+def _measured(folder: Path, kind: Literal["run", "artefact", "leftover"], why: str = "") -> Removal:
+    sizes = [
+        path.lstat().st_size for place, _, files in os.walk(folder) for name in files if (path := Path(place) / name)
+    ]
+    return Removal(str(folder), kind, len(sizes), sum(sizes), why)
+
+
+def _manifests(folder: Path) -> list[Path]:
+    return [file for file in folder.glob("*.json") if _MANIFEST.fullmatch(file.name)]
+
+
+def _spec(manifest: Path) -> dict[str, Any]:
+    return orjson.loads(manifest.read_bytes()).get("spec", {})
+
+
+def _is_being_made(folder: Path) -> bool:
+    """Whether somebody has the lock of an artefact (`only_maker`), or of a shard of tokens in it."""
+    lock = folder.with_name(f"{folder.name.removesuffix(_PARTIAL)}.lock")
+    for file in (lock, *folder.glob(f"*{_PARTIAL}")):
+        try:
+            with file.open("rb") as opened:
+                fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (FileNotFoundError, IsADirectoryError):
+            continue
+        except BlockingIOError:
+            return True
+    return False
