@@ -26,6 +26,7 @@ from trainshed.data.tokens.token_file import local_path
 from trainshed.data.workers.dealing import Job
 from trainshed.data.workers.pool import WorkerPool, default_workers
 from trainshed.errors import BadDocument, InputError
+from trainshed.redaction import shown_address
 from trainshed.reporting import SILENT, Reporter
 from trainshed.storage import open_store
 
@@ -131,8 +132,9 @@ def _still_true(
         reporter.note(f"{job.prefix}: made of other files than before, made anew")
         return False
     for record, piece in zip(found.inputs, job.pieces, strict=True):
-        if record.version != piece.version and record.sha256 != _content_hash(piece, options):
-            reporter.note(f"{job.prefix}: {piece.address} has changed, made anew")
+        # A web server may state no version at all: then only the content tells.
+        if (not piece.version or record.version != piece.version) and record.sha256 != _content_hash(piece, options):
+            reporter.note(f"{job.prefix}: {piece.shown} has changed, made anew")
             return False
     return found.files_are_there(job.prefix, options)
 
@@ -220,7 +222,7 @@ class _Preparation:
                 after = start.position if number == len(start.piece_hashes) else 0
                 for block in reader.blocks(after):
                     at = _At(shard, number, block.position, block.bytes_read + unreported)
-                    yield Job(block, piece.key, piece.address, compare, at)
+                    yield Job(block, piece.key, piece.shown, compare, at)
                     compare, unreported = False, 0
                 self._hashes[shard, number] = reader.sha256
 
@@ -273,7 +275,7 @@ class _Preparation:
         if piece not in self._lines_before:
             self._lines_before[piece] = lines_before(piece, *open_store(piece.address, self._options))
         number += self._lines_before[piece]
-        return f"{piece.address}, row {number}" if piece.format.kind == "parquet" else f"{piece.address}:{number}"
+        return f"{piece.shown}, row {number}" if piece.format.kind == "parquet" else f"{piece.shown}:{number}"
 
     def _pieces_done(self, shard: int, until: int) -> None:
         writer = self._writers[shard]
@@ -288,7 +290,7 @@ class _Preparation:
         inputs = [PieceRecord.of(p, sha) for p, sha in zip(job.pieces, writer.progress.piece_hashes, strict=True)]
         manifest = TokenManifest(
             spec=self._how.spec(),
-            tokenizer=self._how.tokenizer.address,
+            tokenizer=shown_address(self._how.tokenizer.address),
             encoder=encoder,
             inputs=inputs,
             counts=writer.progress.counts,

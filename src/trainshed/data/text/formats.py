@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from trainshed.errors import BadDocument, InputError, MissingExtra
+from trainshed.redaction import shown_address
 
 Kind = Literal["jsonl", "parquet", "text"]
 Compression = Literal["gz", "zst"]
@@ -39,7 +40,7 @@ class Format:
 
 def format_of(address: str, kind: Kind | None = None) -> Format:
     """Tell a file's format by its name; `kind` overrules the ending."""
-    name = address.lower()
+    name = shown_address(address).lower().removesuffix("?…")
     compression = next((c for ending, c in COMPRESSIONS.items() if name.endswith(ending)), None)
     if compression:
         name = name.rsplit(".", 1)[0]

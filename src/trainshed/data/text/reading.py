@@ -13,6 +13,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
 from trainshed.data.text.formats import Format, TextDocuments, decompress
+from trainshed.redaction import shown_address
 
 if TYPE_CHECKING:
     from trainshed.storage import Store
@@ -39,6 +40,11 @@ class Piece:
     documents: TextDocuments = "file"
     start: int = 0
     end: int | None = None
+
+    @property
+    def shown(self) -> str:
+        """The address as messages and manifests have it: `address` itself may be a signed URL."""
+        return shown_address(self.address)
 
     @property
     def whole(self) -> bool:
@@ -97,7 +103,7 @@ class PieceReader:
 
     def _text_blocks(self, kind: BlockKind, after: int) -> Iterator[Block]:
         raw = self._counted(_lines_between(self._store, self._path, self.piece))
-        plain = decompress(raw, self.piece.format.compression, self.piece.address)
+        plain = decompress(raw, self.piece.format.compression, self.piece.shown)
         position, line = 0, 1
         for data in _cut(plain, _boundary(kind)):
             lines, start, position = data.count(b"\n"), position, position + len(data)
@@ -118,7 +124,7 @@ class PieceReader:
         from trainshed.data.text.parquet import text_batches
 
         piece, first, reported = self.piece, 1, 0
-        for batch in text_batches(self._store, self._path, piece.address, piece.key, piece.start, piece.end):
+        for batch in text_batches(self._store, self._path, piece.shown, piece.key, piece.start, piece.end):
             self._digest.update(batch.fingerprint)
             position = first - 1 + len(batch.texts)
             self._bytes_read = int(piece.size * batch.share_done) - reported
@@ -192,7 +198,7 @@ def lines_before(piece: Piece, store: Store, path: str) -> int:
     if piece.format.kind == "parquet":
         from trainshed.data.text.parquet import rows_before
 
-        return rows_before(store, path, piece.address, piece.start)
+        return rows_before(store, path, piece.shown, piece.start)
     lines, left = 1, piece.start - 1
     for chunk in store.stream(path, chunk_bytes=READ_BYTES):
         lines += chunk.count(b"\n", 0, left)
@@ -209,7 +215,7 @@ def most_parts(piece: Piece, store: Store, path: str) -> int:
     if piece.format.kind == "parquet":
         from trainshed.data.text.parquet import row_groups
 
-        return row_groups(store, path, piece.address)
+        return row_groups(store, path, piece.shown)
     return piece.size
 
 

@@ -38,7 +38,7 @@ class PieceRecord:
     def of(cls, piece: Piece, sha256: str | None) -> PieceRecord:
         """Record a piece with the hash it was found to have."""
         return cls(
-            piece.address,
+            piece.shown,
             piece.size,
             piece.version,
             sha256,
