@@ -50,11 +50,10 @@ def check_address(text: str) -> str:
         raise wrong(f"`{scheme}://` is not known", f"write one of {', '.join(s + '://' for s in SCHEMES)}, or a path")
     # Not shown in the message: what stands there is a secret, and a recipe is kept with every run.
     if (secret := credentials_in(text)) is not None:
-        raise wrong(
-            f"credentials do not belong into an address: this one has {secret}",
-            "use the cluster file's `secrets` or the environment; what a signed URL names is fetched first, by "
-            "`trainshed data fetch 'https://…' FOLDER`, and written as that folder",
-        )
+        instead = "use the cluster file's `secrets`, or the environment"
+        if scheme in ("http", "https"):
+            instead += "; or run `trainshed data fetch 'https://…' FOLDER` first, and write that folder"
+        raise wrong(f"credentials do not belong into an address: this one has {secret}", instead)
     steps = [step for step in rest.removeprefix("datasets/").split("/") if step]
     if not found[2] or len(steps) < {"hf": 2, "az": 2}.get(scheme, 1):
         raise wrong(f"`{text}` names no place to read", f"write {_FORMS[scheme]}")
