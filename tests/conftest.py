@@ -1,4 +1,4 @@
-"""Real parts that several rooms' tests need: an S3 server, started once for the whole session."""
+"""What all tests share: their settings, and real parts such as an S3 server, started once for the whole session."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 sys.path.insert(0, str(Path(__file__).parent))
 # Tiny tensors need no threads: on busy cores, several of them wait for each other longer than they compute. Set before
@@ -17,6 +18,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from s3_server import S3Server, missing_binaries, shared_server
+
+# How long an example takes says how busy the machine is; what hangs is ended by pytest's own timeout.
+settings.register_profile("trainshed", deadline=None)
+settings.load_profile("trainshed")
 
 _STORE_VARIABLES = ("AWS_", "BUCKET_STORAGE_", "GOOGLE_", "STORAGE_EMULATOR", "AZURE_", "HF_", "HUGGING_FACE")
 

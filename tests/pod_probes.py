@@ -15,7 +15,7 @@ from kubernetes_server import KubernetesServer
 if TYPE_CHECKING:
     from pod_runner import Pod
 
-_ANSWER_SECONDS = 0.3
+_ANSWER_SECONDS = 2.0
 # So that a test sees a dead server restarted in seconds; the time to start is that of the manifest.
 _LONGEST_PERIOD_SECONDS = 0.3
 

@@ -78,7 +78,7 @@ class PodRunner:
     servers: dict[str, ProbedPod] = field(default_factory=dict)
     """By the path of their Deployment; each has one replica."""
 
-    def until(self, ask: Callable[[], Any], what: str, seconds: float = 150.0) -> Any:
+    def until(self, ask: Callable[[], Any], what: str, seconds: float = 300.0) -> Any:
         """Run whatever is there until something is true."""
         end = time.monotonic() + seconds
         while not (found := ask()):

@@ -17,7 +17,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 SECRET = "secret-of-the-nodes-that-must-never-be-shown"
@@ -77,10 +77,14 @@ def _environment() -> dict[str, str]:
 
 
 def _serve(meeting_point: Path) -> None:
-    from ray.cluster_utils import Cluster
-
     # Short: a unix socket's path may have 107 characters.
     folder = tempfile.mkdtemp(prefix="tsray-", dir="/tmp")
+    # All of Ray's defaults lie below it, also the file that names the latest cluster: whoever else uses Ray on this
+    # machine shares nothing with this one. The nodes and their jobs inherit it.
+    os.environ["RAY_TMPDIR"] = folder
+    (Path(folder) / "ray").mkdir()
+    from ray.cluster_utils import Cluster
+
     ports = _free_ports(NODES + 1)
     head = {
         "num_cpus": CPUS_PER_NODE,
@@ -88,11 +92,13 @@ def _serve(meeting_point: Path) -> None:
         "dashboard_host": "127.0.0.1",
         "dashboard_port": ports[0],
         "dashboard_agent_listen_port": ports[1],
-        "temp_dir": folder,
         "object_store_memory": 100 * 2**20,
     }
-    cluster = Cluster(initialize_head=True, head_node_args=head)
-    try:
+    with ExitStack() as stack:
+        stack.callback((meeting_point / "address").unlink, missing_ok=True)
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        cluster = Cluster(initialize_head=True, head_node_args=head)
+        stack.callback(cluster.shutdown)
         for port in ports[2:]:
             cluster.add_node(
                 wait=False,
@@ -107,10 +113,6 @@ def _serve(meeting_point: Path) -> None:
         (meeting_point / "address.new").rename(meeting_point / "address")
         while _users(meeting_point):
             time.sleep(0.2)
-    finally:
-        cluster.shutdown()
-        shutil.rmtree(folder, ignore_errors=True)
-        (meeting_point / "address").unlink(missing_ok=True)
 
 
 def _wait_for_jobs(address: str) -> None:

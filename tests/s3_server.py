@@ -176,7 +176,7 @@ def _keyring(folder: Path, name: str, caps: dict[str, str], *, create: bool = Fa
     _run(folder, "ceph-authtool", *flags, str(folder / "keyring"), "-n", name, "--gen-key", *grants)
 
 
-def _wait_for(port: int, seconds: float = 90) -> None:
+def _wait_for(port: int, seconds: float = 240) -> None:
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         with socket.socket() as probe:

@@ -83,7 +83,7 @@ class SlurmCluster:
         printed = self.run("scontrol", "--oneliner", "show", "job", id)
         return printed.partition("JobState=")[2].split()[0]
 
-    def wait(self, id: str, *states: str, seconds: float = 120) -> str:
+    def wait(self, id: str, *states: str, seconds: float = 240) -> str:
         """Wait until a job is in one of these states."""
         end = time.monotonic() + seconds
         while (state := self.state(id)) not in states:

@@ -73,11 +73,11 @@ class SlurmRun:
     def states(self) -> dict[str, StageState]:
         return {state.stage: state for state in self.target.status(self.submitted)}
 
-    def wait(self, stage: str = "train", seconds: float = 150) -> StageState:
+    def wait(self, stage: str = "train", seconds: float = 300) -> StageState:
         """Wait until a stage has ended."""
         return self.until(lambda: self._ended(stage), f"{stage} to end", seconds)
 
-    def until(self, ask: Callable[[], Any], what: str, seconds: float = 150) -> Any:
+    def until(self, ask: Callable[[], Any], what: str, seconds: float = 300) -> Any:
         end = time.monotonic() + seconds
         while not (found := ask()):
             assert time.monotonic() < end, f"waited for {what}\n{self.states()}\n{self.all_logs()}"

@@ -90,7 +90,7 @@ class SmallAgents:
                 text=True,
             )
 
-    def until(self, *files: str, seconds: float = 60) -> None:
+    def until(self, *files: str, seconds: float = 240) -> None:
         """Wait for files of the run."""
         wait_for(lambda: all((self.run / file).exists() for file in files), ", ".join(files), seconds)
 
@@ -110,7 +110,7 @@ class SmallAgents:
             agent.communicate()
 
 
-def wait_for(ask: Callable[[], Any], what: str, seconds: float = 60) -> None:
+def wait_for(ask: Callable[[], Any], what: str, seconds: float = 240) -> None:
     end = time.monotonic() + seconds
     while not ask():
         assert time.monotonic() < end, f"waited for {what}"

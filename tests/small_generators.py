@@ -21,7 +21,7 @@ from trainshed.serve.cache import Room
 from trainshed.serve.generator import ModelGenerator
 from trainshed.serve.loading import build_chunk, load_model
 
-PATIENCE_SECONDS = 60
+PATIENCE_SECONDS = 240
 CPU = torch.device("cpu")
 
 

@@ -1,13 +1,22 @@
 """`python -m trainshed` is `trainshed`."""
 
+import os
 import sys
+import threading
 
 
 def main() -> None:
     """Run the command line and leave with its exit code."""
     from trainshed.cli import run_cli
 
-    sys.exit(run_cli(sys.argv[1:]))
+    code = run_cli(sys.argv[1:])
+    others = [each for each in threading.enumerate() if each is not threading.main_thread() and not each.daemon]
+    if code == 130 and others:
+        # After Ctrl-C nobody waits for a thread that waits for a server.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -17,10 +17,13 @@
     └── CorruptData           1  bytes that are not what their manifest says
 
 The number is the exit code. Every error says what happened, where, and what to write instead; the command line
-prints these three and nothing else (a traceback only with `--debug`).
+prints these three and nothing else (a traceback only with `--debug`). Whatever address stands in one of them, it is
+without a query, a user and a password: errors end in logs, events and manifests.
 """
 
 from __future__ import annotations
+
+from trainshed.redaction import redacted
 
 
 class TrainshedError(Exception):
@@ -33,10 +36,10 @@ class TrainshedError(Exception):
     exit_code = 1
 
     def __init__(self, what: str, *, where: str | None = None, hint: str | None = None) -> None:
-        super().__init__(what)
-        self.what = what
-        self.where = where
-        self.hint = hint
+        self.what = redacted(what)
+        self.where = redacted(where) if where else where
+        self.hint = redacted(hint) if hint else hint
+        super().__init__(self.what)
 
     def __str__(self) -> str:
         text = f"{self.where}: {self.what}" if self.where else self.what

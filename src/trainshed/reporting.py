@@ -2,12 +2,22 @@
 
 The command line listens with a progress bar on a terminal and with plain lines elsewhere; tests and other programs
 pass their own `Reporter` or none at all (`SILENT`).
+
+Waiting is told apart from that: a store that is deep inside other work has no reporter, and a server that says nothing
+gives nobody an occasion to speak. Whoever waits does so in `waiting(...)`, and a thread tells it after a few seconds.
 """
 
 from __future__ import annotations
 
+import threading
+import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
+
+FIRST_NOTE_SECONDS = 5.0
+"""How long a wait may be silent. Further notes follow after twice the time, and twice that again."""
+_LOOK_SECONDS = 0.5
 
 
 class Task(Protocol):
@@ -58,3 +68,70 @@ class _Silent:
 
 
 SILENT: Reporter = _Silent()
+
+
+class waiting:
+    """Wait for somebody else in here: `what` is an address as it may be shown.
+
+    `detail` may be set under way (which attempt it is, and why there are several).
+    """
+
+    def __init__(self, what: str) -> None:
+        self.what, self.detail = what, ""
+        self.since = self.note_seconds = 0.0
+
+    def __enter__(self) -> waiting:
+        self.since, self.note_seconds = time.monotonic(), FIRST_NOTE_SECONDS
+        _waits.begin(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _waits.end(self)
+
+
+def tell_waits(tell: Callable[[str], None] | None) -> None:
+    """Say who hears of long waits in this process, from whatever thread; None: nobody."""
+    _waits.tell = tell
+
+
+class _Waits:
+    """All waits of this process, and the thread that looks at them."""
+
+    def __init__(self) -> None:
+        self.tell: Callable[[str], None] | None = None
+        self._open: dict[int, waiting] = {}
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+
+    def begin(self, wait: waiting) -> None:
+        self._open[id(wait)] = wait
+        # After a fork the thread is not alive in the child, and is started again.
+        if self.tell is not None and (self._thread is None or not self._thread.is_alive()):
+            with self._lock:
+                if self._thread is None or not self._thread.is_alive():
+                    self._thread = threading.Thread(target=self._look, name="trainshed-waits", daemon=True)
+                    self._thread.start()
+
+    def end(self, wait: waiting) -> None:
+        self._open.pop(id(wait), None)
+
+    def _look(self) -> None:
+        told = 0.0
+        while (tell := self.tell) is not None:
+            time.sleep(_LOOK_SECONDS)
+            now = time.monotonic()
+            if now - told < FIRST_NOTE_SECONDS:
+                continue  # a link that brings a little every few seconds is not worth a line each time
+            due = [wait for wait in list(self._open.values()) if now - wait.since >= wait.note_seconds]
+            if not due:
+                continue
+            for wait in due:
+                wait.note_seconds *= 2
+            told = now
+            first = min(due, key=lambda wait: wait.since)
+            others = f", and for {len(due) - 1} more" if len(due) > 1 else ""
+            detail = f" ({first.detail})" if first.detail else ""
+            tell(f"waiting for {first.what} for {now - first.since:.0f} s{detail}{others}")
+
+
+_waits = _Waits()

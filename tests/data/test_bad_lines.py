@@ -114,7 +114,7 @@ def test_the_first_bad_line_of_the_corpus_is_the_one_told(
     assert error.value.where == f"{tmp_path}/a.jsonl:151"
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(bad=st.integers(1, 60), shards=st.integers(2, 7), block=st.integers(50, 2000), longest=st.integers(0, 300))
 def test_the_line_is_that_of_the_file_also_in_later_blocks_and_shards(
     tmp_path: Path,

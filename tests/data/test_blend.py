@@ -23,7 +23,7 @@ def test_the_first_samples_are_frozen():
     assert draw.tolist() == [0, 0, 0, 1, 1, 2, 1, 3, 2, 4, 2, 5, 3, 6, 3, 7, 4, 8, 5, 9]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(values=weights)
 def test_each_source_is_drawn_in_order_without_gaps(values):
     source, draw = blend_of(values).locate(np.arange(3000))
@@ -32,7 +32,7 @@ def test_each_source_is_drawn_in_order_without_gaps(values):
         assert np.array_equal(drawn, np.arange(len(drawn)))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(values=weights, samples=st.integers(0, 3000))
 def test_counts_equal_counting_and_keep_the_shares(values, samples):
     blend = blend_of(values)
@@ -44,7 +44,7 @@ def test_counts_equal_counting_and_keep_the_shares(values, samples):
         assert abs(count - weight * samples) < depth + 1e-3
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(values=weights, start=st.integers(0, 2**62))
 def test_far_samples_are_found_without_their_past(values, start):
     blend = blend_of(values)

@@ -28,7 +28,7 @@ from trainshed.data.encode.tokenizer import Tokenizer, load_tokenizer
 from trainshed.errors import InputError, TokenizerError
 
 SUPPORTED = ["gpt2", "llama3", "llama2", "qwen", "large"]
-SHARED = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+SHARED = settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 TOKEN_STRINGS = [
     *("<|endoftext|>", "<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>", "<|im_start|>", "<|im_end|>"),

@@ -15,7 +15,7 @@ from trainshed.data.sampling.token_source import TokenSource
 from trainshed.data.tokens.indexed import IndexedReader, shard_name
 from trainshed.errors import CorruptData, InputError, NotFound
 
-SHARED = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+SHARED = settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 shards_of_lengths = st.lists(
     st.lists(st.one_of(st.integers(0, 3), st.integers(0, 60)), max_size=150), min_size=1, max_size=3
 )

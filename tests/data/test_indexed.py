@@ -23,7 +23,7 @@ from trainshed.data.tokens.indexed import (
 from trainshed.errors import AddressError, CorruptData, InputError, NotFound
 
 DTYPES = {"<u2": 65535, "<i4": 2**31 - 1}
-SHARED = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+SHARED = settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def documents_of(dtype: str) -> st.SearchStrategy[list[list[int]]]:

@@ -26,7 +26,7 @@ def both(prefix: str | Path) -> tuple[bytes, bytes]:
     return Path(f"{prefix}.bin").read_bytes(), Path(f"{prefix}.idx").read_bytes()
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(shards=st.lists(documents, min_size=1, max_size=4))
 def test_merged_shards_equal_the_unsharded_file(write_tokens, tmp_path, shards):
     prefixes = [write_tokens(f"s{number}", shard) for number, shard in enumerate(shards)]

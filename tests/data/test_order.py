@@ -200,7 +200,7 @@ def test_budget_counts_what_is_really_drawn(corpus, tmp_path):
         assert source.index.epochs == 1 + last.epoch[last.source == number].max()
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(step=st.integers(0, 10**9))
 def test_any_step_is_located_without_its_past(order, step):
     location = order.locate(order.sample_indices(step))

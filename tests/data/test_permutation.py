@@ -48,7 +48,7 @@ def test_keys_are_frozen_and_labels_cannot_run_into_each_other():
     assert len({tuple(derive_words(0, labels, 1)) for labels in texts}) == len(texts)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(size=st.one_of(st.integers(0, 40), st.integers(1000, 1100), st.integers(0, 40_000)), seed=st.integers())
 def test_it_is_a_bijection_and_its_inverse_undoes_it(size, seed):
     keyed = Permutation(size, seed, "x", 1)
@@ -58,7 +58,7 @@ def test_it_is_a_bijection_and_its_inverse_undoes_it(size, seed):
     assert np.array_equal(keyed.inverse(image), everything)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(size=st.integers(1025, 2**62 - 1), seed=st.integers(0, 2**64), data=st.data())
 def test_huge_domains_stay_inside_and_invert(size, seed, data):
     positions = np.array(data.draw(st.lists(st.integers(0, size - 1), min_size=1, max_size=5)))

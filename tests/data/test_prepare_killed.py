@@ -67,7 +67,7 @@ class Attempt:
         return said
 
 
-def gone(pids: list[int], seconds: float = 20) -> bool:
+def gone(pids: list[int], seconds: float = 120) -> bool:
     """Whether processes end within some seconds (a zombie has ended)."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:

@@ -70,7 +70,7 @@ def test_parquet_is_cut_between_row_groups(tmp_path: Path) -> None:
     assert len(split_piece(piece, 100, store, "a.parquet")) == 4
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     lines=st.lists(st.integers(0, 9), max_size=12),
     final_newline=st.booleans(),

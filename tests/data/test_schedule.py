@@ -18,7 +18,7 @@ def walked(schedule: BatchSchedule, steps: int) -> list[int]:
 ramps = st.tuples(st.integers(1, 20), st.integers(1, 10), st.integers(1, 12), st.integers(0, 3000))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(ramp=ramps)
 def test_consumed_in_closed_form_equals_walking(ramp):
     start, increment, increments, samples = ramp
@@ -31,7 +31,7 @@ def test_consumed_in_closed_form_equals_walking(ramp):
         assert steps == 0 or schedule.consumed(steps - 1) < count
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(ramp=ramps)
 def test_the_ramp_is_megatrons_with_one_replica(megatron, ramp):
     start, increment, increments, each = ramp

@@ -51,7 +51,7 @@ def test_good_files_are_proven_in_every_respect(good: Path, tokenizer: Tokenizer
     assert sum(verdict.tokens for verdict in shards) == one.tokens
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(ending=st.sampled_from(["bin", "idx"]), place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
 def test_a_single_flipped_bit_is_always_found(copy: Path, good: Path, ending: str, place: float, bit: int) -> None:
     data = bytearray((good / f"one.{ending}").read_bytes())
@@ -63,7 +63,7 @@ def test_a_single_flipped_bit_is_always_found(copy: Path, good: Path, ending: st
         shutil.copyfile(good / f"one.{ending}", copy / f"one.{ending}")
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_bit_flipped_in_the_header_never_breaks_the_check_itself(copy: Path, good: Path, data: st.DataObject) -> None:
     """Without a manifest only the structure can tell: it may pass, it must not crash."""

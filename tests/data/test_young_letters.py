@@ -21,7 +21,7 @@ COMPANY = "{0}.s a{0}b 1{0}2 {0} {0}{0}\n{0}'s x{0}\n\n y  {0}"
 EDGES = [point for first, last in RANGES for point in (first - 1, first, last, last + 1)]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     st.lists(
         st.lists(st.one_of(st.text(max_size=5), st.sampled_from(EDGES).map(chr)), max_size=4).map("".join), max_size=6

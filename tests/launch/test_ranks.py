@@ -51,7 +51,7 @@ def once(names: list[str], do: Callable[[], None]) -> Callable[[], None]:
     return poll
 
 
-def gone(pids: list[int], seconds: float = 20) -> bool:
+def gone(pids: list[int], seconds: float = 120) -> bool:
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if not [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"]:

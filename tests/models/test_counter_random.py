@@ -44,7 +44,7 @@ def test_version_1_never_changes() -> None:
 
 
 @given(index=st.integers(0, 2**63 - 1), key=st.integers(0, 2**62 - 1), stream=st.integers(0, 2))
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 def test_bits_are_two_rounds_of_murmurs_finaliser(index: int, key: int, stream: int) -> None:
     low, high = key % 2**32, key >> 32
     x = finalise(index % 2**32 ^ low)
@@ -69,7 +69,7 @@ def finalise(x: int) -> int:
 
 
 @given(data=st.data())
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 def test_any_box_is_that_part_of_the_whole(data: st.DataObject) -> None:
     cuts = [sorted(data.draw(st.tuples(st.integers(0, length), st.integers(0, length)))) for length in SHAPE]
     offset, shape = [first for first, _ in cuts], [last - first for first, last in cuts]

@@ -137,7 +137,7 @@ def test_an_even_router_has_a_balance_loss_of_its_factor() -> None:
 
 
 @given(order=st.permutations(range(6)))
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 def test_rows_travel_by_a_permutation_and_their_gradients_travel_back(order: list[int]) -> None:
     permutation = torch.tensor(order)
     x = torch.arange(12.0, dtype=torch.float64).view(6, 2).requires_grad_()

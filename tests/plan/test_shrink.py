@@ -63,7 +63,7 @@ def shrunk_problems(small: Shrunk) -> list[Any]:
     return layout_problems(small.layout, small.config, **asked)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(whole_runs())
 def test_a_shrunk_model_is_legal_on_its_layout_and_keeps_all_that_is_no_size(
     run: tuple[ModelConfig, RankLayout, int, list[int]],
@@ -92,7 +92,7 @@ def test_a_shrunk_model_is_legal_on_its_layout_and_keeps_all_that_is_no_size(
         assert small.config.moe.normalize_top_k == config.moe.normalize_top_k
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(whole_runs(), st.integers(1, 32))
 def test_more_ranks_than_there_is_room_for_lose_copies_or_are_refused(
     run: tuple[ModelConfig, RankLayout, int, list[int]], room: int

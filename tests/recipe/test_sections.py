@@ -478,7 +478,7 @@ def test_a_contradiction_says_where_it_is_and_what_to_write(error: Callable[...,
 
 def test_credentials_in_an_address_are_refused_and_not_repeated(error: Callable[..., RecipeError]) -> None:
     found = error("store=s3://AKIA123:hunter2@bucket/x")
-    assert found.what == "credentials do not belong into an address"
+    assert found.what.startswith("credentials do not belong into an address: ")
     assert found.hint == "use the cluster file's `secrets`, or the environment"
     assert found.where == "command line: store=…"
 

@@ -18,7 +18,7 @@ from trainshed.serve.cache import Places, Room, choose_room, token_bytes
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.tuples(st.integers(1, 12), st.integers(0, 9)), max_size=40))
 def test_runs_never_overlap_and_all_room_comes_back(steps: list[tuple[int, int]]) -> None:
     places, held = Places(32), []

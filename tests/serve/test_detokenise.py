@@ -86,7 +86,7 @@ def cut(text: str, places: Sequence[int]) -> list[str]:
     return [text[a:b] for a, b in itertools.pairwise(edges)]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     st.text("ab\n", max_size=12),
     st.lists(st.text("ab\n", min_size=1, max_size=4), max_size=3),

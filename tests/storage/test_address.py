@@ -6,7 +6,6 @@ from hypothesis import strategies as st
 
 from trainshed.errors import AddressError
 from trainshed.storage import Address, join, parse
-from trainshed.storage.address import without_secrets
 
 segment = st.text(
     st.characters(blacklist_categories=("Cc", "Cs"), blacklist_characters="/\x7f"), min_size=1, max_size=12
@@ -114,8 +113,29 @@ def test_a_bad_address_says_what_to_write(text: str, hint: str) -> None:
     assert hint in str(caught.value)
 
 
-def test_a_url_is_shown_without_password_and_signature() -> None:
-    assert without_secrets("https://user:pass@host/a?X-Amz-Signature=abc") == "https://host/a?…"
+@pytest.mark.parametrize(
+    "text",
+    [
+        "s3://AKIAPLANTED:planted@bucket/x",
+        "s3://bucket/x?X-Amz-Signature=planted",
+        "az://account/container/x?sv=2026&sig=planted",
+        "gs://bucket/x?X-Goog-Signature=planted",
+        "hf://user:planted@org/name",
+    ],
+)
+def test_a_bucket_address_with_credentials_is_refused_and_does_not_show_them(text: str) -> None:
+    with pytest.raises(AddressError, match="credentials come from the environment") as caught:
+        parse(text)
+    assert "planted" not in str(caught.value).lower()
+
+
+@pytest.mark.parametrize(
+    "text", ["https:/me:planted@host/x", "ftp://me:planted@host/x?sig=planted", "http://me:planted@/x?a=planted"]
+)
+def test_what_is_wrong_with_an_address_is_said_without_its_secrets(text: str) -> None:
+    with pytest.raises(AddressError) as caught:
+        parse(text)
+    assert "planted" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

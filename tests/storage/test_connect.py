@@ -60,9 +60,9 @@ def test_addressing_and_region(tmp_path: Path) -> None:
 
 
 def test_plain_http_only_where_the_endpoint_says_so() -> None:
-    assert client_options("http://minio")["allow_http"]
-    assert not client_options("https://minio")["allow_http"]
-    assert not client_options(None)["allow_http"]
+    assert client_options("http://minio", Retry())["allow_http"]
+    assert not client_options("https://minio", Retry())["allow_http"]
+    assert not client_options(None, Retry())["allow_http"]
     assert retry_config(Retry(attempts=5))["max_retries"] == 4
 
 

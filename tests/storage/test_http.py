@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 
 import pytest
 from hub_server import Fault, HubServer
@@ -103,3 +105,10 @@ def test_what_a_web_server_cannot_do(hub: HubServer, store: Store, impatient: St
     assert [each.address for each in expand(f"{hub.url}/a/x.bin", impatient)] == [f"{hub.url}/a/x.bin"]
     with pytest.raises(NotFound):
         expand(f"{hub.url}/nope", impatient)
+
+
+def test_connections_end_with_the_process(hub: HubServer) -> None:
+    hub.pages["/a"] = b"here"
+    program = f"from trainshed.storage import open_store; assert open_store('{hub.url}/a')[0].read('a') == b'here'"
+    done = subprocess.run([sys.executable, "-W", "always", "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -117,7 +119,41 @@ def test_a_broken_manifest_says_what_is_wrong(manifest: Manifest, keys: dict[str
         Manifest.from_bytes(change(manifest, **keys), "somewhere")
 
 
-@pytest.mark.parametrize("data", [b"", b"{", b"\xff", b"[]"])
+@pytest.mark.parametrize("data", [b"", b"{", b"\xff", b"[]", b"[" * 100_000])
 def test_a_torn_manifest_is_corrupt(data: bytes) -> None:
     with pytest.raises(CorruptData, match="somewhere"):
         Manifest.from_bytes(data, "somewhere")
+
+
+@pytest.mark.parametrize(
+    ("where", "command"),
+    [
+        ("a folder/manifest.json", "`rm 'a folder/manifest.json'`"),
+        ("s3://bucket/manifest.json", "`aws s3 rm s3://bucket/manifest.json`"),
+        ("gs://bucket/manifest.json", "`gcloud storage rm gs://bucket/manifest.json`"),
+        ("az://account/container/manifest.json", "remove this object"),
+    ],
+)
+def test_a_broken_manifest_says_how_to_be_rid_of_it(where: str, command: str) -> None:
+    with pytest.raises(CorruptData, match=r"not JSON") as caught:
+        Manifest.from_bytes(b"{", where)
+    assert caught.value.where == where
+    assert command in str(caught.value.hint)
+
+
+@pytest.mark.parametrize("damage", [b"{", b'{"format": 2}', b"\x00" * 100])
+def test_what_a_broken_manifest_hints_at_mends_it(tmp_path: Path, damage: bytes) -> None:
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text("one")
+    fetch = [sys.executable, "-m", "trainshed", "data", "fetch", "texts", "copy of it"]
+    assert subprocess.run(fetch, cwd=tmp_path, capture_output=True).returncode == 0
+    manifest = tmp_path / "copy of it" / ".trainshed" / "manifest.json"
+    before = manifest.read_bytes()
+    manifest.write_bytes(damage)
+    failed = subprocess.run(fetch, cwd=tmp_path, capture_output=True, text=True)
+    assert failed.returncode == 1
+    assert "copy of it/.trainshed/manifest.json: a manifest that cannot be read: " in failed.stderr
+    command = failed.stderr.split("`")[1]
+    assert subprocess.run(command, shell=True, cwd=tmp_path).returncode == 0
+    assert subprocess.run(fetch, cwd=tmp_path, capture_output=True).returncode == 0
+    assert manifest.read_bytes() == before

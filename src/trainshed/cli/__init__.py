@@ -14,6 +14,8 @@ from cyclopts import App, CycloptsError
 
 from trainshed import __version__
 from trainshed.errors import TrainshedError
+from trainshed.redaction import redacted
+from trainshed.reporting import tell_waits
 
 VERBS = {
     "run": ("trainshed.cli.run:run", "The whole line of a recipe; skips what is already proven."),
@@ -88,6 +90,7 @@ def build_app() -> App:
 def run_cli(arguments: Sequence[str]) -> int:
     """Run one command and return its exit code: 0 done, 1 the work failed, 2 the input is wrong."""
     debug = "--debug" in arguments
+    tell_waits(_tell_wait)
     tokens = [token for token in arguments if token != "--debug"]
     try:
         result = build_app()(tokens, exit_on_error=False, print_error=False)
@@ -149,6 +152,12 @@ def _fault(error: Exception) -> TrainshedError:
     return TrainshedError(f"{type(error).__name__}: {error}", hint=hint)
 
 
+def _tell_wait(text: str) -> None:
+    from trainshed.cli.console import tell_wait
+
+    tell_wait(text)
+
+
 def _reader_left() -> bool:
     """Whether the reader of our report (head, less) has gone: that is not our failure."""
     import select
@@ -171,7 +180,8 @@ def _fail(error: TrainshedError, tokens: Sequence[str], debug: bool) -> int:
     if debug:
         import traceback
 
-        traceback.print_exc()
+        # What libraries say of a request often holds its whole URL.
+        sys.stderr.write(redacted(traceback.format_exc()))
     if wants_json(tokens):
         print_error_report(error)
     print_error(error)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from trainshed.errors import TrainshedError
 from trainshed.observe.training_words import duration
+from trainshed.redaction import redacted
 from trainshed.reporting import Reporter, Task
 
 if TYPE_CHECKING:
@@ -58,7 +59,17 @@ def print_error_report(error: TrainshedError) -> None:
 
 def reporter() -> Reporter:
     """Return a progress bar where stderr is a terminal, plain lines elsewhere."""
-    return TerminalReporter() if sys.stderr.isatty() else PlainReporter()
+    global _latest
+    _latest = TerminalReporter() if sys.stderr.isatty() else PlainReporter()
+    return _latest
+
+
+_latest: Reporter | None = None
+
+
+def tell_wait(text: str) -> None:
+    """Say that something is being waited for, above the bars of whoever reports."""
+    (_latest or PlainReporter()).note(text)
 
 
 def human(amount: float, unit: str) -> str:
@@ -106,11 +117,11 @@ class PlainReporter:
 
     def note(self, text: str) -> None:
         """Print a note."""
-        print(text, file=sys.stderr, flush=True)  # noqa: T201 - the console is where printing happens
+        print(redacted(text), file=sys.stderr, flush=True)  # noqa: T201 - the console is where printing happens
 
     def warn(self, text: str) -> None:
         """Print a warning."""
-        print(f"warning: {text}", file=sys.stderr, flush=True)  # noqa: T201 - see note
+        print(f"warning: {redacted(text)}", file=sys.stderr, flush=True)  # noqa: T201 - see note
 
     @contextmanager
     def task(self, label: str, *, total: float | None, unit: str) -> Iterator[Task]:
@@ -141,11 +152,11 @@ class TerminalReporter:
 
     def note(self, text: str) -> None:
         """Print a note above the bars."""
-        self.console.print(text, style="dim", markup=False)
+        self.console.print(redacted(text), style="dim", markup=False)
 
     def warn(self, text: str) -> None:
         """Print a warning above the bars."""
-        self.console.print(f"warning: {text}", style="yellow", markup=False)
+        self.console.print(f"warning: {redacted(text)}", style="yellow", markup=False)
 
     @contextmanager
     def task(self, label: str, *, total: float | None, unit: str) -> Iterator[Task]:

@@ -363,8 +363,13 @@ class DataArtefacts:
 
 def _identity(piece: Piece) -> dict[str, Any]:
     """What a piece is, without reading it: a store's version changes whenever the content does."""
-    address = os.path.abspath(piece.address) if "://" not in piece.address else piece.address
-    return asdict(piece) | {"address": address}
+    identity = asdict(piece)
+    if "://" not in piece.address:
+        identity["address"] = os.path.abspath(piece.address)
+    elif piece.shown != piece.address:
+        # A recipe's query holds no credential, but is not written anywhere: `?file=a` and `?file=b` differ by its hash.
+        identity |= {"address": piece.shown, "query": hashlib.sha256(piece.address.encode()).hexdigest()[:16]}
+    return identity
 
 
 def _shard_spec(pieces: Sequence[Piece], how: Tokenizing) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from trainshed.data.tokens.token_file import local_path
 from trainshed.data.workers.dealing import Job
 from trainshed.data.workers.pool import WorkerPool, default_workers
 from trainshed.errors import InputError
+from trainshed.redaction import shown_address
 from trainshed.reporting import SILENT, Reporter
 from trainshed.storage import open_store
 
@@ -166,8 +167,9 @@ def _still_true(
         reporter.note(f"{job.prefix}: made of other files than before, made anew")
         return False
     for record, piece in zip(found.inputs, job.pieces, strict=True):
-        if record.version != piece.version and record.sha256 != content_hash(piece, options):
-            reporter.note(f"{job.prefix}: {piece.address} has changed, made anew")
+        # A web server may state no version at all: then only the content tells.
+        if (not piece.version or record.version != piece.version) and record.sha256 != content_hash(piece, options):
+            reporter.note(f"{job.prefix}: {piece.shown} has changed, made anew")
             return False
     if not found.files_are_there(job.prefix, options):
         reporter.note(f"{job.prefix}: its files are gone or of another size than its manifest says, made anew")
@@ -259,7 +261,7 @@ class _Preparation:
                 after = start.position if number == len(start.piece_hashes) else 0
                 for block in reader.blocks(after):
                     at = _At(shard, number, block.position, block.bytes_read + unreported)
-                    yield Job(block, piece.key, piece.address, compare, at)
+                    yield Job(block, piece.key, piece.shown, compare, at)
                     compare, unreported = False, 0
                 self._hashes[shard, number] = reader.sha256
 
@@ -321,7 +323,7 @@ class _Preparation:
         inputs = [PieceRecord.of(p, sha) for p, sha in zip(job.pieces, writer.progress.piece_hashes, strict=True)]
         manifest = TokenManifest(
             spec=self._how.spec(),
-            tokenizer=self._how.tokenizer.address,
+            tokenizer=shown_address(self._how.tokenizer.address),
             encoder=encoder,
             inputs=inputs,
             counts=writer.progress.counts,

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from trainshed.recipe.section import as_list, wrong
+from trainshed.redaction import credentials_in
 
 SCHEMES = ("s3", "gs", "az", "hf", "http", "https")
 _MISTAKEN = {
@@ -47,12 +48,12 @@ def check_address(text: str) -> str:
         raise wrong(f"`{scheme}://` is not known here", f"write {_FORMS[_MISTAKEN[scheme]]}")
     if scheme not in SCHEMES:
         raise wrong(f"`{scheme}://` is not known", f"write one of {', '.join(s + '://' for s in SCHEMES)}, or a path")
-    # Not shown in the message: what stands there is a password.
-    if scheme != "hf" and "@" in rest.split("/", 1)[0]:
-        raise wrong(
-            "credentials do not belong into an address",
-            "use the cluster file's `secrets`, or the environment",
-        )
+    # Not shown in the message: what stands there is a secret, and a recipe is kept with every run.
+    if (secret := credentials_in(text)) is not None:
+        instead = "use the cluster file's `secrets`, or the environment"
+        if scheme in ("http", "https"):
+            instead += "; or run `trainshed data fetch 'https://…' FOLDER` first, and write that folder"
+        raise wrong(f"credentials do not belong into an address: this one has {secret}", instead)
     steps = [step for step in rest.removeprefix("datasets/").split("/") if step]
     if not found[2] or len(steps) < {"hf": 2, "az": 2}.get(scheme, 1):
         raise wrong(f"`{text}` names no place to read", f"write {_FORMS[scheme]}")

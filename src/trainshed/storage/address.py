@@ -12,9 +12,10 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass
-from urllib.parse import quote, unquote, urlsplit
+from urllib.parse import quote, unquote
 
 from trainshed.errors import AddressError
+from trainshed.redaction import credentials_in, shown_address
 
 SCHEMES = ("s3", "gs", "az", "hf", "http", "https", "file")
 _OFTEN_WRITTEN = {
@@ -83,6 +84,12 @@ def parse(text: str) -> Address:
         raise AddressError(f"'{match[0]}' should be '{scheme}://'", where=text, hint=f"write {scheme}://{rest}")
     if scheme in ("http", "https"):
         return _web(text, scheme, rest)
+    if (secret := credentials_in(text)) is not None:
+        raise AddressError(
+            f"an address with {secret}",
+            where=shown_address(text),
+            hint="leave it out: credentials come from the environment; a signed URL is written as https://…",
+        )
     if scheme == "hf":
         return _hub(text, rest)
     return _bucket(text, scheme, rest)
@@ -95,14 +102,6 @@ def join(root: str, path: str) -> str:
     if root in ("", "."):
         return path
     return root + path if root.endswith("/") else f"{root}/{path}"
-
-
-def without_secrets(url: str) -> str:
-    """Return a URL as it may be shown: no user, no password, no query (signatures live there)."""
-    parts = urlsplit(url)
-    host = parts.netloc.rpartition("@")[2]
-    query = "?…" if parts.query else ""
-    return f"{parts.scheme}://{host}{parts.path}{query}"
 
 
 def _examples() -> str:

@@ -19,8 +19,7 @@ from trainshed.storage.aws_profile import read_profile
 from trainshed.storage.options import Endpoint
 from trainshed.storage.retry import Retry
 
-# A hung connection is noticed after a minute without a byte; a slow one may take as long as it takes.
-_STALL = timedelta(seconds=60)
+# A slow answer may take as long as it takes; one that has stopped is noticed by the time between two bytes.
 _WHOLE_REQUEST = timedelta(hours=2)
 _INSTANCE_VARIABLES = (
     "AWS_WEB_IDENTITY_TOKEN_FILE",
@@ -35,7 +34,7 @@ def connect(address: Address, options: Endpoint, retry: Retry) -> Any:
 
     if address.scheme == "s3":
         config, provider = s3_config(address.root, options, os.environ)
-        client = client_options(config.get("endpoint"))
+        client = client_options(config.get("endpoint"), retry)
         return store.S3Store(
             address.root,
             config=config,
@@ -45,11 +44,11 @@ def connect(address: Address, options: Endpoint, retry: Retry) -> Any:
         )
     if address.scheme == "gs":
         config = gs_config(options, os.environ)
-        client = client_options(config.get("base_url"))
+        client = client_options(config.get("base_url"), retry)
         return store.GCSStore(address.root, config=config, client_options=client, retry_config=retry_config(retry))
     account, container = address.root.split("/")
     config = az_config(account, options)
-    client = client_options(config.get("endpoint"))
+    client = client_options(config.get("endpoint"), retry)
     return store.AzureStore(container, config=config, client_options=client, retry_config=retry_config(retry))
 
 
@@ -135,13 +134,13 @@ def az_config(account: str, options: Endpoint) -> Any:
     return config
 
 
-def client_options(endpoint: str | None) -> Any:
+def client_options(endpoint: str | None, retry: Retry) -> Any:
     """Timeouts; plain HTTP only where the endpoint itself says http."""
     return {
         "allow_http": bool(endpoint and endpoint.startswith("http://")),
         "timeout": _WHOLE_REQUEST,
-        "read_timeout": _STALL,
-        "connect_timeout": timedelta(seconds=10),
+        "read_timeout": timedelta(seconds=retry.answer_seconds),
+        "connect_timeout": timedelta(seconds=retry.connect_seconds),
     }
 
 
@@ -149,7 +148,8 @@ def retry_config(retry: Retry) -> Any:
     """Our patience in obstore's words."""
     return {
         "max_retries": retry.attempts - 1,
-        "retry_timeout": timedelta(minutes=4),  # signatures are not renewed while it retries
+        # Signatures are not renewed while it retries, and are good for some minutes.
+        "retry_timeout": timedelta(seconds=retry.silent_seconds),
         "backoff": {
             "init_backoff": timedelta(seconds=retry.first_seconds),
             "max_backoff": timedelta(seconds=retry.max_seconds),

@@ -154,10 +154,8 @@ class _Copy:
         failed: list[tuple[Item, TrainshedError]] = []
         gone: list[Item] = []
         in_a_row = 0
-        with (
-            self._reporter.task("copying", total=known_size(items), unit="B") as task,
-            ThreadPoolExecutor(workers, thread_name_prefix="trainshed-copy") as pool,
-        ):
+        pool = ThreadPoolExecutor(workers, thread_name_prefix="trainshed-copy")
+        with self._reporter.task("copying", total=known_size(items), unit="B") as task:
             try:
                 for item, future in _in_flight(pool, transfer, items, task, workers, self._journal.tick):
                     try:
@@ -184,12 +182,14 @@ class _Copy:
                     in_a_row += 1
                     if in_a_row >= _GIVE_UP_AFTER:
                         raise failed[-1][1]
-            except BaseException:
+            except BaseException as error:
                 transfer.stop()
-                pool.shutdown(wait=True, cancel_futures=True)
+                # Ctrl-C waits for no server: what has arrived counts, as after a kill.
+                pool.shutdown(wait=not isinstance(error, KeyboardInterrupt), cancel_futures=True)
                 with suppress(StorageError):  # the first error is the one to tell
                     self._journal.close()
                 raise
+            pool.shutdown()
         self._journal.close()
         if gone or failed:
             raise _incomplete(self._destination, outcomes, gone, failed)

@@ -6,14 +6,19 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from urllib.parse import urlsplit
 
 from obstore import exceptions
 
 from trainshed.errors import AccessDenied, AddressError, Conflict, NotFound, StorageError, TrainshedError
+from trainshed.redaction import redacted, shown_address
 
 OBSTORE_ERRORS = (exceptions.BaseError, FileNotFoundError, ValueError, OSError)
 
 _STATUS = re.compile(r"status code: (\d{3}) ?([A-Za-z ]*)")
+# How obstore begins the text of a request that failed, and what the system said of the connection.
+_SENT = re.compile(r"Error performing \w+ (\S+) in ([\d.]+)(m?s), after (\d+) retries")
+_REASON = re.compile(r'message: "([^"]+)"|"(dns error)"|Custom \{[^}]*error: "([^"]+)"')
 _CODE = re.compile(r"<Code>([A-Za-z0-9]+)</Code>|\"code\": ?\"?([A-Za-z0-9]+)")
 _SECRET_NAME = re.compile(r"SECRET|TOKEN|PASSWORD|SAS|ACCESS_KEY|ACCOUNT_KEY|CREDENTIAL", re.IGNORECASE)
 # Addresses that only instances of a cloud answer; reaching for them means that nothing else gave credentials.
@@ -72,12 +77,31 @@ def translated(error: BaseException, where: str, scheme: str) -> TrainshedError:
             hint="set AWS_REGION or write stores: {s3: {region: …}}",
         )
     if "error sending request" in text or "Connect" in text:
-        return StorageError(
-            "the store cannot be reached",
-            where=where,
-            hint="check the network and the endpoint, then run it again",
-        )
+        return _unreachable(text, where)
     return StorageError(f"{_first_line(text)}{reason}", where=where)
+
+
+def _unreachable(text: str, where: str) -> StorageError:
+    """Our error for a store that could not be talked to: which server, why, and how often it was tried."""
+    sent, why = _SENT.search(text), _REASON.search(text)
+    parts = urlsplit(sent[1]) if sent else None
+    host = shown_address(f"{parts.scheme}://{parts.netloc}") if parts else "the store"
+    if why:
+        reason = ": " + next(group for group in why.groups() if group)
+    elif "kind: Timeout" in text:
+        reason = ": " + ("no connection in time" if "Connect," in text else "it did not answer in time")
+    else:
+        reason = ""
+    tries = ""
+    if sent:
+        seconds = float(sent[2]) / (1 if sent[3] == "s" else 1000)
+        attempts = int(sent[4]) + 1
+        tries = f" ({attempts} attempt{'s' if attempts > 1 else ''} in {seconds:.0f} s)"
+    return StorageError(
+        f"{host} cannot be reached{reason}{tries}",
+        where=where,
+        hint="check the network and the endpoint, then run it again",
+    )
 
 
 def status_of(error: BaseException) -> int | None:
@@ -87,9 +111,8 @@ def status_of(error: BaseException) -> int | None:
 
 
 def scrubbed(text: str) -> str:
-    """Text without URL queries and without any value that the environment holds as a secret."""
-    text = re.sub(r"\?[^\s\"')]+", "?…", text)
-    text = re.sub(r"//[^/\s@]+@", "//", text)
+    """Text with its addresses as they may be shown, and without any value that the environment holds as a secret."""
+    text = redacted(text)
     for name, value in os.environ.items():
         if len(value) >= 6 and _SECRET_NAME.search(name):
             text = text.replace(value, "…")

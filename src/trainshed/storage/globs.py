@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from trainshed.errors import AddressError, NotFound
+from trainshed.redaction import shown_address
 from trainshed.storage import address as addresses
-from trainshed.storage.address import Address, join, without_secrets
+from trainshed.storage.address import Address, join
 from trainshed.storage.opening import open_store
 from trainshed.storage.options import StoreOptions
 from trainshed.storage.store import ObjectInfo, Store
@@ -32,7 +33,7 @@ def expand(address: str, options: StoreOptions | None = None) -> list[Found]:
     store, _ = open_store(parsed, options)
     infos = matches(store, parsed)
     if not infos:
-        raise NotFound("nothing found", where=_shown(parsed), hint=_missing_hint(parsed))
+        raise NotFound("nothing found", where=shown_address(str(parsed)), hint=_missing_hint(parsed))
     if parsed.scheme in ("http", "https"):
         return [Found(str(parsed), infos[0])]
     return [Found(join(store.url, info.path), info) for info in infos]
@@ -45,7 +46,7 @@ def matches(store: Store, address: Address) -> list[ObjectInfo]:
         if "*" in path:
             raise AddressError(
                 "a pattern needs a listing, and a web server has none",
-                where=_shown(address),
+                where=shown_address(str(address)),
                 hint="name one file, or put the URLs one per line into a text file and write @that-file",
             )
         info = store.head(path)
@@ -120,10 +121,6 @@ def compiled(pattern: str) -> re.Pattern[str]:
 
 def _is_mark(path: str, asked: str) -> bool:
     return MARKS in path.split("/") and MARKS not in asked.split("/")
-
-
-def _shown(address: Address) -> str:
-    return without_secrets(str(address)) if address.scheme in ("http", "https") else str(address)
 
 
 def _missing_hint(address: Address) -> str:

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from typing import NoReturn
 
 from trainshed.errors import AddressError, NotFound, StorageError
-from trainshed.storage.address import Address, without_secrets
+from trainshed.redaction import shown_address
+from trainshed.storage.address import Address
 from trainshed.storage.read_only import ReadOnly
 from trainshed.storage.retry import Retry
 from trainshed.storage.store import CHUNK_BYTES, ObjectInfo
@@ -31,7 +32,11 @@ class HttpStore(ReadOnly):
     @property
     def url(self) -> str:
         """The server's address, without a user or password."""
-        return without_secrets(self._root)
+        return shown_address(self._root)
+
+    def close(self) -> None:
+        """Close the connections that are kept for the next request."""
+        self._web.close()
 
     def head(self, path: str) -> ObjectInfo | None:
         """Describe one file; the size is -1 where the server does not tell it."""
@@ -61,7 +66,7 @@ class HttpStore(ReadOnly):
         return f"{self._root}/{path}"
 
     def _shown(self, path: str) -> str:
-        return without_secrets(self._url(path))
+        return shown_address(self._url(path))
 
     def _refuse(self, path: str) -> NoReturn:
         raise StorageError(

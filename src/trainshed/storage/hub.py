@@ -1,7 +1,8 @@
 """A repository of the Hugging Face Hub as a store that can only be read, pinned to one commit.
 
-Metadata comes through huggingface_hub; bytes come by plain ranged GETs of the resolve URL, which serves Git, LFS and
-Xet files alike, so that nothing bulky passes through a cache on disk.
+Both metadata and bytes come by plain requests of our own: huggingface_hub waits for an answer without an end, and keeps
+what it reads in a cache on disk. It gives the token and the rules for names. The resolve URL serves Git, LFS and Xet
+files alike.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import os
 import re
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any, NoReturn
 from urllib.parse import quote, unquote
 
@@ -31,7 +31,7 @@ class HubStore(ReadOnly):
 
     def __init__(self, address: Address, options: Endpoint, retry: Retry) -> None:
         try:
-            import huggingface_hub
+            import huggingface_hub  # noqa: F401 - asked for before anything is read
         except ImportError:
             raise MissingExtra.named("data", "reading from the Hugging Face Hub") from None
         name, _, revision = address.root.partition("@")
@@ -44,7 +44,6 @@ class HubStore(ReadOnly):
         # Read now and not at huggingface_hub's import, so that the environment of this moment counts.
         endpoint = options.endpoint or os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
         self._endpoint = endpoint.rstrip("/")
-        self._api = huggingface_hub.HfApi(endpoint=self._endpoint, library_name="trainshed")
         self._web = Web(retry, self._headers, self._explain)
         self._commit = self._asked if self._asked and _COMMIT.fullmatch(self._asked) else None
         self._lock = threading.Lock()
@@ -57,11 +56,9 @@ class HubStore(ReadOnly):
         """The commit that everything is read from; a branch or tag is looked up once."""
         with self._lock:
             if self._commit is None:
-                with self._explained(self._written):
-                    info = self._api.repo_info(
-                        self._repo, repo_type=self._type, revision=self._asked, token=self._token()
-                    )
-                self._commit = str(info.sha)
+                revision = f"/revision/{quote(self._asked, safe='')}" if self._asked else ""
+                info, _ = self._ask(revision, self._written)
+                self._commit = str(info["sha"])
             return self._commit
 
     @property
@@ -69,29 +66,27 @@ class HubStore(ReadOnly):
         """The repository with its commit: an address that means the same bytes for ever."""
         return f"hf://{self._name}@{self.revision}"
 
+    def close(self) -> None:
+        """Close the connections that are kept for the next request."""
+        self._web.close()
+
     def head(self, path: str) -> ObjectInfo | None:
         """Describe one file, or None if there is none."""
-        with self._explained(self._shown(path)):
-            found = self._api.get_paths_info(
-                self._repo, [path], revision=self.revision, repo_type=self._type, token=self._token()
-            )
-        infos = [_info(each) for each in found if hasattr(each, "blob_id")]
+        form = {"paths": [path], "expand": False}
+        found, _ = self._ask(f"/paths-info/{self.revision}", self._shown(path), form)
+        infos = [_info(each) for each in found if each["type"] == "file"]
         return infos[0] if infos else None
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """All files below a folder, sorted by path."""
         prefix = prefix.strip("/")
+        folder = f"/{quote(prefix, safe='')}" if prefix else ""
+        following: str | None = f"/tree/{self.revision}{folder}?recursive=true&expand=false"
+        found: list[ObjectInfo] = []
         try:
-            with self._explained(self._shown(prefix)):
-                tree = self._api.list_repo_tree(
-                    self._repo,
-                    prefix or None,
-                    recursive=True,
-                    revision=self.revision,
-                    repo_type=self._type,
-                    token=self._token(),
-                )
-                found = [_info(each) for each in tree if hasattr(each, "blob_id")]
+            while following is not None:
+                page, following = self._ask(following, self._shown(prefix))
+                found += [_info(each) for each in page if each["type"] == "file"]
         except _NoEntry:
             return
         yield from sorted(found, key=lambda info: info.path)
@@ -124,24 +119,25 @@ class HubStore(ReadOnly):
 
         return build_hf_headers(token=self._token(), library_name="trainshed")
 
-    @contextmanager
-    def _explained(self, where: str) -> Iterator[None]:
-        import httpx2
+    def _ask(self, path: str, where: str, form: Mapping[str, Any] | None = None) -> tuple[Any, str | None]:
+        """What the Hub's API says below this repository, and the path of the page after it."""
         from huggingface_hub import errors
+        from huggingface_hub.constants import is_offline_mode
+        from huggingface_hub.utils import validate_repo_id
 
+        if is_offline_mode():
+            raise StorageError("the Hub is switched off", where=where, hint="unset HF_HUB_OFFLINE")
         try:
-            yield
-        except TrainshedError:
-            raise
-        except errors.HfHubHTTPError as error:
-            status = error.response.status_code if error.response is not None else 0
-            headers = error.response.headers if error.response is not None else {}
-            raise self._explain(status, headers, where) or _unexplained(status, where) from None
+            validate_repo_id(self._repo)
         except errors.HFValidationError:
             raise NotFound("not a name the Hub can have", where=where, hint="check organisation and name") from None
-        except (httpx2.HTTPError, OSError) as error:
-            hint = "unset HF_HUB_OFFLINE" if os.environ.get("HF_HUB_OFFLINE") else "check the network and HF_ENDPOINT"
-            raise StorageError(f"the Hub cannot be reached ({type(error).__name__})", where=where, hint=hint) from None
+        base = f"/api/{self._type}s/{self._repo}"
+        found, following = self._web.json(f"{self._endpoint}{base}{path}", where, form)
+        # A mirror may name the Hub itself in its links; our token goes to nobody but the endpoint.
+        _, mark, rest = (following or "").partition(f"/tree/{self._commit}")
+        if following and not mark:
+            raise StorageError("the Hub's listing goes on at an address of another kind", where=where)
+        return found, f"{mark}{rest}" if following else None
 
     def _explain(self, status: int, headers: Mapping[str, str], where: str) -> TrainshedError | None:
         code, message = headers.get("x-error-code", ""), headers.get("x-error-message", "")
@@ -165,6 +161,10 @@ class HubStore(ReadOnly):
                 "a token with access" if signed_in else "HF_TOKEN"
             )
             return NotFound("the Hub has no such repository, or does not show it to you", where=where, hint=hint)
+        if status == 429:
+            return StorageError(
+                "the Hub keeps limiting us (429)", where=where, hint="set HF_TOKEN for a higher limit, or wait"
+            )
         if status == 403:
             return AccessDenied("the token may not read this", where=where, hint=f"check its permissions for {page}")
         return None
@@ -181,16 +181,7 @@ class _NoEntry(NotFound):
     """A repository without this one file or folder, as opposed to no repository at all."""
 
 
-def _unexplained(status: int, where: str) -> TrainshedError:
-    if status == 404:
-        return NotFound("nothing at this address", where=where, hint="check the address")
-    if status == 429:
-        return StorageError(
-            "the Hub keeps limiting us (429)", where=where, hint="set HF_TOKEN for a higher limit, or wait"
-        )
-    return StorageError(f"the Hub answered {status}", where=where)
-
-
-def _info(file: Any) -> ObjectInfo:
-    sha256 = f"sha256:{file.lfs.sha256}" if file.lfs is not None else None
-    return ObjectInfo(file.path, file.size, sha256 or file.blob_id, sha256)
+def _info(file: Mapping[str, Any]) -> ObjectInfo:
+    lfs = file.get("lfs")
+    sha256 = f"sha256:{lfs['oid']}" if lfs else None
+    return ObjectInfo(file["path"], file["size"], sha256 or file["oid"], sha256)

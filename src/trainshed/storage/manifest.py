@@ -10,6 +10,7 @@ well. Where all are SHA-256 format 1 is written, as ever: whatever names a manif
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -86,7 +87,7 @@ class Manifest:
         """Read a manifest, or say what is wrong with it."""
         try:
             document = json.loads(data)
-        except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
             raise _broken(f"not JSON ({error})", where) from None
         if not isinstance(document, dict) or not isinstance(document.get("format"), int):
             raise _broken("it has no format number", where)
@@ -96,7 +97,7 @@ class Manifest:
             raise CorruptData(
                 f"the manifest has format {document['format']}, this Trainshed reads up to {FORMAT}",
                 where=where,
-                hint="upgrade Trainshed",
+                hint="pip install --upgrade trainshed",
             )
         for key, kind in {"kind": str, "made_by": str, "spec": dict, "facts": dict, "files": list}.items():
             if not isinstance(document.get(key), kind):
@@ -171,8 +172,27 @@ def _entry(each: Any, format: int, where: str | None) -> FileEntry:
 
 
 def _broken(why: str, where: str | None) -> CorruptData:
-    hint = f"remove {where or 'it'} and run the same command again: what has no manifest is made anew"
-    return CorruptData(f"a manifest that cannot be read: {why}", where=where, hint=hint)
+    return broken_manifest(f"a manifest that cannot be read: {why}", where)
+
+
+def broken_manifest(what: str, where: str | None) -> CorruptData:
+    """Return the error for a damaged manifest, with the command that removes it.
+
+    What has no manifest does not exist, so whatever made the artefact makes it anew.
+    """
+    return CorruptData(
+        what, where=where, hint=f"{_removal(where)}, then run the same command again: what it describes is made anew"
+    )
+
+
+def _removal(where: str | None) -> str:
+    if where is None:
+        return "remove it"
+    if where.startswith("s3://"):
+        return f"remove it (`aws s3 rm {shlex.quote(where)}`)"
+    if where.startswith("gs://"):
+        return f"remove it (`gcloud storage rm {shlex.quote(where)}`)"
+    return "remove this object" if "://" in where else f"remove it (`rm {shlex.quote(where)}`)"
 
 
 def _differs(how: str, paths: list[str], where: str) -> CorruptData:

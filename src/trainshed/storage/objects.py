@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,6 +14,7 @@ import obstore
 from obstore.exceptions import BaseError, PreconditionError
 
 from trainshed.errors import Conflict, NotFound, StorageError
+from trainshed.reporting import waiting
 from trainshed.storage.address import join
 from trainshed.storage.faults import explained, status_of
 from trainshed.storage.retry import Retry
@@ -119,10 +121,13 @@ class ObjectStore:
     def sweep(self, prefix: str = "", *, older_than_seconds: float = ABANDONED_SECONDS) -> None:
         """Nothing to do: uploads that were never finished are for the bucket's lifecycle rule."""
 
-    def _explained(self, path: str) -> Any:
+    @contextmanager
+    def _explained(self, path: str) -> Iterator[None]:
+        """Ask the bucket in here: a long wait is told, and what goes wrong is said in our own words."""
         where = join(self._url, path)
         _refuse_after_fork(where)
-        return explained(where, self._scheme)
+        with explained(where, self._scheme), waiting(where):
+            yield
 
     def _put_over(self, path: str, data: bytes, expect: str) -> Any:
         tag: dict[str, str | None] = {"e_tag": expect}
@@ -168,8 +173,8 @@ class ObjectStore:
     def _fetch(self, path: str, start: int, end: int, version: str | None) -> tuple[ObjectInfo, bytes]:
         """One range; when its connection breaks, the rest of it follows from the same version of the object."""
         parts: list[bytes] = []
-        done = start
-        for attempt in range(self._retry.attempts):
+        done, silent_seconds, attempt = start, 0.0, 0
+        while attempt < self._retry.attempts and silent_seconds <= self._retry.silent_seconds:
             options: dict[str, Any] = {"range": (done, end)}
             if version:
                 options["if_match"] = version
@@ -188,20 +193,27 @@ class ObjectStore:
                     return self._past_the_end(path, start), b""
             info = _info(answer.meta)
             version, end = info.version or version, min(end, info.size)
-            try:
-                for chunk in answer.stream(min_chunk_size=_PROGRESS_BYTES):
-                    parts.append(bytes(chunk))
+            before, opened = done, time.monotonic()
+            with suppress(BaseError):  # what has arrived counts; the length below tells whether it was all
+                chunks = iter(answer.stream(min_chunk_size=_PROGRESS_BYTES))
+                while (chunk := self._next(chunks, path)) is not None:
+                    parts.append(chunk)
                     done += len(chunk)
-            except BaseError:
-                pass  # what has arrived counts; the length below tells whether it was all
             if done >= end:
                 return info, parts[0] if len(parts) == 1 else b"".join(parts)
+            silent_seconds = 0.0 if done > before else silent_seconds + time.monotonic() - opened
             self._retry.pause(attempt)
+            attempt += 1
         raise StorageError(
-            f"the connection broke {self._retry.attempts} times",
+            f"the connection broke {attempt} times",
             where=join(self._url, path),
             hint="run the same command again: it goes on where it stopped",
         )
+
+    def _next(self, chunks: Iterator[Any], path: str) -> bytes | None:
+        with waiting(join(self._url, path)):
+            chunk = next(chunks, None)
+        return None if chunk is None else bytes(chunk)
 
     def _past_the_end(self, path: str, start: int) -> ObjectInfo:
         info = self.head(path)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from trainshed.storage import address as addresses
@@ -32,6 +33,10 @@ def open_store(address: str | Address, options: StoreOptions | None = None) -> t
     with _lock:
         if key not in _opened:
             _opened[key] = _open(parsed, options)
+            # Connections are kept open for the next request; they end with the process that made them.
+            close = getattr(_opened[key], "close", None)
+            if close is not None:
+                atexit.register(_close_in, os.getpid(), close)
         return _opened[key], parsed.path
 
 
@@ -117,6 +122,11 @@ def _open(address: Address, options: StoreOptions) -> Store:
     from trainshed.storage.objects import ObjectStore
 
     return ObjectStore(connect(address, endpoint, options.retry), address.url, address.scheme, options.retry)
+
+
+def _close_in(process: int, close: Callable[[], None]) -> None:
+    if os.getpid() == process:
+        close()
 
 
 def _key(address: Address, options: StoreOptions) -> str:

@@ -22,6 +22,11 @@ class Endpoint:
     def __post_init__(self) -> None:
         if self.addressing not in (None, "path", "virtual"):
             raise InputError(f"addressing '{self.addressing}'", hint="write addressing: path or addressing: virtual")
+        if self.endpoint is not None and "@" in self.endpoint:
+            raise InputError(
+                "an endpoint with a user or password in it",
+                hint="leave them out: credentials come from the environment",
+            )
         if self.endpoint is not None and not self.endpoint.startswith(("http://", "https://")):
             raise InputError(
                 f"endpoint '{self.endpoint}' has no scheme",

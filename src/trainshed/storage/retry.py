@@ -1,4 +1,4 @@
-"""How often and how long to try again: exponential back-off with full jitter."""
+"""How long to wait for a server, and how often to try again: exponential back-off with full jitter."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from dataclasses import dataclass
 class Retry:
     """The patience of a store.
 
-    With the defaults a dead connection is given up after about a minute and a half; a server's own Retry-After is
+    With the defaults a server that cannot be reached or says nothing is given up after about two minutes. One that is
+    slow may take as long as it takes: each byte that arrives begins the time anew. A server's own Retry-After is
     followed up to `longest_wait_seconds`.
     """
 
@@ -19,6 +20,12 @@ class Retry:
     first_seconds: float = 0.25
     max_seconds: float = 20.0
     longest_wait_seconds: float = 600.0
+    connect_seconds: float = 10.0
+    """For one connection to be accepted."""
+    answer_seconds: float = 60.0
+    """For the first byte of an answer, and from each byte to the next."""
+    silent_seconds: float = 120.0
+    """Without a byte, all attempts together: after this no other is begun, however many are left."""
 
     def pause(self, attempt: int, asked_seconds: float | None = None) -> None:
         """Wait before the try after `attempt` (counted from 0), or as long as the server asked for."""

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from urllib.parse import unquote, urlsplit
 
 from trainshed.errors import AddressError, InputError, NotFound
+from trainshed.redaction import shown_address
 from trainshed.reporting import Reporter
 from trainshed.storage import address as addresses
-from trainshed.storage.address import Address, join, without_secrets
+from trainshed.storage.address import Address, join
 from trainshed.storage.globs import has_pattern, literal_folder, matches, selected
 from trainshed.storage.hashing import PREFIX, is_sha256
 from trainshed.storage.opening import open_store
@@ -57,13 +58,13 @@ def find_source(text: str, options: StoreOptions | None, reporter: Reporter) -> 
     store, path = open_store(address, options)
     if address.scheme in ("http", "https"):
         if path.partition("?")[0].endswith(".txt") and _is_url_list(store, path):
-            reporter.note(f"{without_secrets(text)} is a list of URLs: copying what it names")
+            reporter.note(f"{shown_address(text)} is a list of URLs: copying what it names")
             return _url_list(text, options)
         name = urlsplit(text).path.rpartition("/")[2]
         if not name:
-            raise AddressError("the URL names no file", where=without_secrets(text), hint="write the URL of one file")
+            raise AddressError("the URL names no file", where=shown_address(text), hint="write the URL of one file")
         item = Item(unquote(name), store, None, path)
-        return Source(without_secrets(text), without_secrets(text), (item,))
+        return Source(shown_address(text), shown_address(text), (item,))
     infos = matches(store, address)
     if not infos:
         raise NotFound("nothing to copy", where=text, hint="check the path; '*' does not cross folders, '**' does")
@@ -104,7 +105,7 @@ def choose(
 def _url_list(text: str, options: StoreOptions | None) -> Source:
     address = addresses.parse(text)
     store, path = open_store(address, options)
-    shown = without_secrets(text) if address.scheme in ("http", "https") else text
+    shown = shown_address(text)
     items: dict[str, Item] = {}
     for number, line in enumerate(_lines(store.read(path, 0, _LONGEST_LIST_BYTES)), start=1):
         where = f"{shown}:{number}"

@@ -121,7 +121,9 @@ class Transfer:
                     raise
                 self._advance(task, -hasher.size)
                 with self._telling:
-                    self._reporter.warn(f"{item.path}: {error.what}; trying again")
+                    self._reporter.warn(
+                        f"{item.path}: {error.what}; trying again (attempt {attempt + 2} of {_ATTEMPTS})"
+                    )
                 self._retry.pause(attempt)
         raise AssertionError("unreachable: the last attempt returns or raises")
 

@@ -1,18 +1,26 @@
-"""Reading over HTTP: one GET that goes on where it broke, waits when told to, and never mixes two versions."""
+"""Reading over HTTP: one GET that goes on where it broke, waits when told to, and never mixes two versions.
+
+A server that says nothing is left alone for `Retry.answer_seconds`, asked again, and given up after
+`Retry.silent_seconds` with its address; after a few seconds the listener of `reporting.waiting` hears of it.
+"""
 
 from __future__ import annotations
 
 import logging
 import re
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import Any
+from urllib.parse import urlsplit
 
 from trainshed.errors import AccessDenied, NotFound, StorageError, TrainshedError
+from trainshed.redaction import redacted, shown_address
+from trainshed.reporting import waiting
 from trainshed.storage.retry import Retry
 
 _TRANSIENT = frozenset({408, 425, 429, 500, 502, 503, 504, 520, 522, 524})
@@ -49,6 +57,13 @@ class Web:
         self._lock = threading.Lock()
         self._shared: Any = None
 
+    def close(self) -> None:
+        """Close the connections that are kept for the next request."""
+        with self._lock:
+            client, self._shared = self._shared, None
+        if client is not None:
+            client.close()
+
     def inspect(self, url: str, where: str) -> Remote:
         """Ask what is at a URL without reading it."""
         with self._request("HEAD", url, {}, where, tolerate=(403, 405, 501)) as answer:
@@ -66,7 +81,7 @@ class Web:
         """The bytes [start, end) of what is at a URL, in chunks."""
         if end is not None and end <= start:
             return
-        done, first, failures = start, None, 0
+        done, first, failures, silent_seconds = start, None, 0, 0.0
         while True:
             before = done
             wanted = f"bytes={done}-{'' if end is None else end - 1}"
@@ -79,7 +94,8 @@ class Web:
                 _same_version(first, remote, where)
                 skip = done if answer.status_code == 200 else done - _range_start(answer, done)
                 stop = min(end, remote.size) if end is not None and remote.size is not None else end or remote.size
-                for chunk, whole in _chunks(answer, skip, chunk_bytes):
+                opened = time.monotonic()
+                for chunk, whole in _chunks(answer, skip, chunk_bytes, where):
                     if stop is not None:
                         chunk = chunk[: stop - done]
                     if chunk:
@@ -90,46 +106,94 @@ class Web:
                     if whole and stop is None:
                         return
             failures = 0 if done > before else failures + 1
-            if failures >= self._retry.attempts:
+            silent_seconds = 0.0 if done > before else silent_seconds + time.monotonic() - opened
+            if failures >= self._retry.attempts or silent_seconds > self._retry.silent_seconds:
                 raise StorageError(
-                    f"the connection broke {failures} times in a row",
+                    f"the connection to {_host(url)} broke {failures} times in a row at byte {done}",
                     where=where,
                     hint="run the same command again: it goes on where it stopped",
                 )
             self._retry.pause(failures)
 
+    def json(self, url: str, where: str, form: Mapping[str, Any] | None = None) -> tuple[Any, str | None]:
+        """What is at a URL as JSON, and the URL of the page after it; with a `form`, the answer to it."""
+        import httpx2
+
+        begun = time.monotonic()
+        for attempt in range(1, self._retry.attempts + 1):
+            with self._request("GET" if form is None else "POST", url, {}, where, form=form) as answer:
+                try:
+                    with waiting(where):
+                        answer.read()
+                    return answer.json(), answer.links.get("next", {}).get("url")
+                except httpx2.HTTPError as error:
+                    seconds = time.monotonic() - begun
+                    if attempt == self._retry.attempts or seconds >= self._retry.silent_seconds:
+                        raise self._unreachable(error, url, where, attempt, seconds) from None
+                except ValueError:
+                    raise StorageError(f"{_host(url)} did not answer with JSON", where=where) from None
+            self._retry.pause(attempt - 1)
+        raise AssertionError("unreachable: the last attempt returns or raises")
+
     def _request(
-        self, method: str, url: str, headers: dict[str, str], where: str, tolerate: tuple[int, ...] = ()
+        self,
+        method: str,
+        url: str,
+        headers: dict[str, str],
+        where: str,
+        tolerate: tuple[int, ...] = (),
+        form: Mapping[str, Any] | None = None,
     ) -> Any:
         """Send until there is an answer that is no passing trouble; the caller closes it."""
         import httpx2
 
-        for attempt in range(self._retry.attempts):
-            last, asked = attempt + 1 == self._retry.attempts, None
-            # Without this a server may send gzip, and byte positions would mean something else.
-            sent = {"Accept-Encoding": "identity", **self._headers(), **headers}
-            client = self._client()
-            try:
-                answer = client.send(client.build_request(method, url, headers=sent), stream=True)
-            except (httpx2.InvalidURL, httpx2.UnsupportedProtocol):
-                raise StorageError("not a URL that can be read", where=where) from None
-            except httpx2.HTTPError as error:
-                if last:
-                    raise StorageError(
-                        f"the server cannot be reached ({type(error).__name__})",
-                        where=where,
-                        hint="check the network and the address, then run it again",
-                    ) from None
-            else:
-                status = answer.status_code
-                if status < 400 or status in tolerate:
-                    return _closing(answer)
-                asked = _asked_seconds(answer)
-                answer.close()
-                if status not in _TRANSIENT or last:
-                    raise self._explain(status, answer.headers, where) or _plain(status, where)
-            self._retry.pause(attempt, asked)
+        begun = time.monotonic()
+        with waiting(where) as wait:
+            for attempt in range(1, self._retry.attempts + 1):
+                asked = None
+                # Without this a server may send gzip, and byte positions would mean something else.
+                sent = {"Accept-Encoding": "identity", **self._headers(), **headers}
+                client = self._client()
+                try:
+                    request = client.build_request(method, url, headers=sent, data=form)
+                    answer = client.send(request, stream=True)
+                except (httpx2.InvalidURL, httpx2.UnsupportedProtocol):
+                    raise StorageError("not a URL that can be read", where=where) from None
+                except httpx2.HTTPError as error:
+                    seconds = time.monotonic() - begun
+                    if attempt == self._retry.attempts or seconds >= self._retry.silent_seconds:
+                        raise self._unreachable(error, url, where, attempt, seconds) from None
+                    trouble = self._silence(error)
+                else:
+                    status = answer.status_code
+                    if status < 400 or status in tolerate:
+                        return _closing(answer)
+                    asked = _asked_seconds(answer)
+                    answer.close()
+                    if status not in _TRANSIENT or attempt == self._retry.attempts:
+                        raise self._explain(status, answer.headers, where) or _plain(status, where)
+                    trouble = f"it answered {status}" + (f" and asked for {asked:.0f} s" if asked else "")
+                wait.detail = f"attempt {attempt + 1} of {self._retry.attempts}; before it {trouble}"
+                self._retry.pause(attempt - 1, asked)
         raise AssertionError("unreachable: the last attempt returns or raises")
+
+    def _unreachable(self, error: Exception, url: str, where: str, attempts: int, seconds: float) -> StorageError:
+        """Our error for a server that could not be talked to; httpx's own text may hold the URL."""
+        tries = "1 attempt" if attempts == 1 else f"{attempts} attempts"
+        return StorageError(
+            f"{_host(url)} cannot be reached: {self._silence(error)} ({tries} in {seconds:.0f} s)",
+            where=where,
+            hint="check the network and the address, then run it again",
+        )
+
+    def _silence(self, error: Exception) -> str:
+        import httpx2
+
+        if isinstance(error, httpx2.ConnectTimeout):
+            return f"no connection within {self._retry.connect_seconds:g} s"
+        if isinstance(error, httpx2.TimeoutException):
+            return f"it accepts connections and did not answer within {self._retry.answer_seconds:g} s"
+        return redacted(f"{type(error).__name__}: {error}")
 
     def _client(self) -> Any:
         with self._lock:
@@ -139,7 +203,7 @@ class Web:
                 _quiet_queries()
                 self._shared = httpx2.Client(
                     follow_redirects=True,
-                    timeout=httpx2.Timeout(60, connect=15, pool=None),
+                    timeout=httpx2.Timeout(self._retry.answer_seconds, connect=self._retry.connect_seconds, pool=None),
                     limits=httpx2.Limits(max_connections=None, max_keepalive_connections=64),
                 )
             return self._shared
@@ -156,7 +220,13 @@ class _closing:
         self._answer.close()
 
 
-def _chunks(answer: Any, skip: int, chunk_bytes: int) -> Iterator[tuple[bytes, bool]]:
+def _host(url: str) -> str:
+    """The server of a URL, as it may be shown."""
+    parts = urlsplit(url)
+    return shown_address(f"{parts.scheme}://{parts.netloc}")
+
+
+def _chunks(answer: Any, skip: int, chunk_bytes: int, where: str) -> Iterator[tuple[bytes, bool]]:
     """Chunks of a body, the last one marked with whether the body ended as it should."""
     import httpx2
 
@@ -164,7 +234,8 @@ def _chunks(answer: Any, skip: int, chunk_bytes: int) -> Iterator[tuple[bytes, b
     pieces = answer.iter_raw()
     while True:
         try:
-            piece = next(pieces, None)
+            with waiting(where):
+                piece = next(pieces, None)
         except httpx2.HTTPError:
             piece, whole = None, False
         if piece is None:
@@ -236,9 +307,7 @@ class _WithoutQueries(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         if isinstance(record.args, tuple):
-            record.args = tuple(
-                re.sub(r"\?\S+", "?…", str(each)) if "://" in str(each) else each for each in record.args
-            )
+            record.args = tuple(redacted(str(each)) if "://" in str(each) else each for each in record.args)
         return True
 
 

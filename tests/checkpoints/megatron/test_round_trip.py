@@ -90,20 +90,20 @@ def through_legacy(family: str, layout: dict[str, Any]) -> None:
         assert weights.layout == writer.layout
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.sampled_from(FAMILIES), layouts())
 def test_any_legacy_layout_gives_every_tensor_back(family: str, layout: dict[str, Any]) -> None:
     through_legacy(family, layout)
 
 
 @pytest.mark.full
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.sampled_from(FAMILIES), layouts())
 def test_very_many_legacy_layouts_give_every_tensor_back(family: str, layout: dict[str, Any]) -> None:
     through_legacy(family, layout)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_any_box_of_any_tensor_is_read_from_either_format(
     data: st.DataObject, tmp_path_factory: pytest.TempPathFactory

@@ -105,7 +105,7 @@ def cut_out(tensor: torch.Tensor, offset: tuple[int, ...], box: tuple[int, ...])
     return tensor[tuple(slice(start, start + size) for start, size in zip(offset, box, strict=True))]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(data=st.data(), shape=st.lists(st.integers(1, 6), max_size=3))
 def test_any_cut_is_loaded_into_any_other(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, shape: list[int]

@@ -118,7 +118,7 @@ def drawn_task(
         return None
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
 @given(
     preset=st.sampled_from(PRESETS),
     layout=LAYOUTS,

@@ -53,7 +53,7 @@ def megatron_rates(parsed: Parsed, steps: int) -> list[float]:
     return rates
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     name=st.sampled_from(["cosine", "linear", "wsd", "constant"]),
     warmup=st.integers(0, 20),

@@ -50,14 +50,14 @@ def test_words_are_those_of_bash(name: str, tmp_path: Path) -> None:
     assert last_command(SCRIPTS[name]) == ["show", *expected]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=12), min_size=1, max_size=4))
 def test_quoted_words_come_back_whatever_is_in_them(words: list[str]) -> None:
     script = " ".join(shlex.quote(word) for word in ["show", *words])
     assert last_command(script) == ["show", *words]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.text(st.sampled_from("a \n\t'\"\\$(){}[]@;&|<>#=+-:`A"), max_size=40))
 def test_no_text_breaks_the_reader(text: str) -> None:
     read_script(text)

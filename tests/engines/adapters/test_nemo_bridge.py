@@ -141,7 +141,7 @@ def test_wrong_combinations_fail_by_name(overrides: tuple[str, ...], what: str) 
     assert what in str(caught.value)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.text(min_size=1).filter(lambda text: "\x00" not in text))
 def test_no_path_breaks_out_of_the_script(path: str) -> None:
     tree = ast.parse(script(run=f"/{path}"))

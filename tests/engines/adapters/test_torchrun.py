@@ -154,7 +154,7 @@ AWKWARD = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_siz
 )
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=30, suppress_health_check=[HealthCheck.too_slow])
 @given(words=st.lists(AWKWARD, max_size=4), value=AWKWARD, late=AWKWARD, key=AWKWARD, folder=AWKWARD)
 def test_no_name_and_no_value_breaks_out(words: list[str], value: str, late: str, key: str, folder: str) -> None:
     with tempfile.TemporaryDirectory() as base:

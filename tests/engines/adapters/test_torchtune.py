@@ -210,7 +210,7 @@ def test_a_run_whose_path_torchtune_would_take_for_a_checkpoint_is_refused() -> 
         launch_of(task(run="/store/runs/two-step/1"))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.text(min_size=1).filter(lambda text: not any(word in text for word in ("\x00", "step", "epoch", "${"))))
 def test_no_path_breaks_out_of_the_file(path: str) -> None:
     path = path.encode("utf-8", "replace").decode()

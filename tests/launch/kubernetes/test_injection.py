@@ -27,7 +27,7 @@ SYNTAX = st.sampled_from(
      "yes", "null", "~", "0x1f", "1e3", "0o17", "1:30", "2026-11-15", "=", "<<", ".inf", " ", "$(HOME)", "EOF"]
 )  # fmt: skip
 ODD = st.lists(SYNTAX | st.characters(exclude_categories=("Cs",), exclude_characters="\x00"), max_size=8).map("".join)
-QUICK = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+QUICK = settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 FEW = settings(QUICK, max_examples=8)
 
 

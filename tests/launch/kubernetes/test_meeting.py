@@ -17,19 +17,19 @@ def test_every_pod_gets_the_name_that_node_zero_gives() -> None:
     port = free_port()
     with ThreadPoolExecutor(4) as pool:
         # The others may come long before node 0.
-        others = [pool.submit(take_start, "127.0.0.1", port, rank, seconds=20) for rank in (1, 2, 3)]
-        give_start(port, 4, "uid-0", seconds=20)
+        others = [pool.submit(take_start, "127.0.0.1", port, rank, seconds=120) for rank in (1, 2, 3)]
+        give_start(port, 4, "uid-0", seconds=120)
         assert [other.result() for other in others] == ["uid-0"] * 3
 
 
 def test_a_pod_that_comes_twice_gets_the_same_name_while_others_are_missing() -> None:
     port = free_port()
-    server = threading.Thread(target=give_start, args=(port, 3, "uid-1"), kwargs={"seconds": 20})
+    server = threading.Thread(target=give_start, args=(port, 3, "uid-1"), kwargs={"seconds": 120})
     server.start()
-    assert take_start("127.0.0.1", port, 1, seconds=20) == "uid-1"
-    assert take_start("127.0.0.1", port, 1, seconds=20) == "uid-1"
-    assert take_start("127.0.0.1", port, 2, seconds=20) == "uid-1"
-    server.join(20)
+    assert take_start("127.0.0.1", port, 1, seconds=120) == "uid-1"
+    assert take_start("127.0.0.1", port, 1, seconds=120) == "uid-1"
+    assert take_start("127.0.0.1", port, 2, seconds=120) == "uid-1"
+    server.join(120)
     assert not server.is_alive()
 
 

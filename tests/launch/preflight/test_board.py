@@ -13,7 +13,7 @@ from trainshed.launch.preflight.board import Board, BoardServer
 from trainshed.launch.ranks import free_port
 
 
-def view(server: BoardServer, token: str = "run#1", seconds: float = 5.0) -> Board:
+def view(server: BoardServer, token: str = "run#1", seconds: float = 60.0) -> Board:
     return Board(("127.0.0.1", server.port), token, seconds)
 
 

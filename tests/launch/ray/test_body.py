@@ -69,7 +69,7 @@ def written_by(body: str, folder: Path) -> dict[str, str]:
     | st.sampled_from(["$(touch x)", "`touch x`", "'; touch x; '", "\nEOF\n", "\\", "%s%n", "-n", "x" * 20000]),
     name=st.text(st.sampled_from("ab$'\"` ;\n()&"), min_size=1, max_size=8).map(lambda text: text + ".yaml"),
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_no_name_and_no_text_of_a_file_breaks_out_of_the_entrypoint(
     tmp_path_factory: pytest.TempPathFactory, text: str, name: str
 ) -> None:

@@ -178,7 +178,7 @@ def stubs(tmp_path: Path) -> Path:
     return folder
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(value=TEXT, text=TEXT, name=NAME, secret=NAME, folder=NAME)
 @example(value=HOSTILE, text=HOSTILE, name="$(touch canary)'\"", secret="a'b$(id)", folder="it's $(touch canary) %j")
 @example(value="\x85", text="\u2028", name="0", secret="0", folder="1")

@@ -92,7 +92,7 @@ def test_no_layout_is_better_than_its_bounds(name: str) -> None:
         )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     engine=st.sampled_from(("torch", "megatron", "nemo", "torchtune")),
     family=st.sampled_from(("llama", "mixtral", "gpt2")),

@@ -48,8 +48,8 @@ def serve_letters(*, loaded: bool = True, api_key: str | None = None, max_questi
     with bound("127.0.0.1", 0) as listener, listening(build_app(condition, api_key=api_key), listener):
         url = address_of(listener)
         with (
-            httpx2.Client(base_url=url, timeout=30) as http,
-            openai.OpenAI(base_url=f"{url}/v1", api_key=api_key or "none", max_retries=0, timeout=30) as client,
+            httpx2.Client(base_url=url, timeout=120) as http,
+            openai.OpenAI(base_url=f"{url}/v1", api_key=api_key or "none", max_retries=0, timeout=120) as client,
         ):
             served = Served(url, condition, generator, words, http, client)
             yield served

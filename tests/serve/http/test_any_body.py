@@ -44,7 +44,7 @@ KEYS = {
 def test_no_body_is_a_fault_of_ours(served: Served, route: str) -> None:
     method, path = route.split()
 
-    @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=60, suppress_health_check=list(HealthCheck))
     @given(st.dictionaries(st.sampled_from(KEYS[route]), JSON | MESSAGES, min_size=1, max_size=2))
     def ask(changes: dict[str, Any]) -> None:
         # As Python writes JSON: with NaN, huge numbers and half characters.

@@ -13,7 +13,7 @@ from served_letters import Served, wait_until
 def post(served: Served, path: str, body: dict[str, Any], method: str = "POST") -> socket.socket:
     """Send a request over a bare socket, so that it can be closed at any moment."""
     host, port = served.url.removeprefix("http://").split(":")
-    connection = socket.create_connection((host, int(port)), timeout=30)
+    connection = socket.create_connection((host, int(port)), timeout=120)
     data = orjson.dumps(body)
     head = f"{method} {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
     connection.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)

@@ -54,7 +54,7 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
         ):
             yield RealServer(folder, http, client)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 0, "".join(lines)
+        assert process.wait(240) == 0, "".join(lines)
     finally:
         process.kill()
         process.wait()

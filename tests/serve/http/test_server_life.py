@@ -45,7 +45,7 @@ class Process:
         return found
 
     def end(self) -> tuple[int, str]:
-        code = self.process.wait(60)
+        code = self.process.wait(240)
         self._reader.join()
         return code, "".join(self.lines)
 

@@ -40,7 +40,7 @@ class BadLine:
 
 def place_of(piece: Piece, number: int) -> str:
     """Name a line or row of a file."""
-    return f"{piece.address}:{number}" if piece.format.by_line else f"{piece.address}, row {number}"
+    return f"{piece.shown}:{number}" if piece.format.by_line else f"{piece.shown}, row {number}"
 
 
 def extract(block: Block, key: str) -> tuple[list[str], list[BadLine]]:

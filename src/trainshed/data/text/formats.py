@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from trainshed.errors import BadDocument, InputError, MissingExtra
+from trainshed.redaction import shown_address
 
 # The recipe's schema and the flag of `data prepare` say the same; a test holds them together.
 Kind = Literal["jsonl", "json", "csv", "tsv", "parquet", "text"]
@@ -62,7 +63,7 @@ class Format:
 
 def format_of(address: str, kind: Kind | None = None) -> Format:
     """Tell a file's format by its name; `kind` overrules the ending."""
-    name = address.lower()
+    name = shown_address(address).lower().removesuffix("?…")
     compression = next((c for ending, c in COMPRESSIONS.items() if name.endswith(ending)), None)
     if compression:
         name = name.rsplit(".", 1)[0]

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from trainshed.data.text.formats import Format, TextDocuments, decompress
 from trainshed.data.text.tables import array_rows, csv_texts, refuse_array
+from trainshed.redaction import shown_address
 
 if TYPE_CHECKING:
     from trainshed.storage import Store
@@ -41,6 +42,11 @@ class Piece:
     documents: TextDocuments = "file"
     start: int = 0
     end: int | None = None
+
+    @property
+    def shown(self) -> str:
+        """The address as messages and manifests have it: `address` itself may be a signed URL."""
+        return shown_address(self.address)
 
     @property
     def whole(self) -> bool:
@@ -105,7 +111,7 @@ class PieceReader:
         position, line = 0, 1
         for data in _cut(self._plain(), _boundary(kind)):
             if kind == "jsonl" and position == 0 and self.piece.start == 0:
-                refuse_array(data, self.piece.address)
+                refuse_array(data, self.piece.shown)
             lines, start, position = data.count(b"\n"), position, position + len(data)
             if position > after:
                 # A store may cut its chunks, and so our blocks, differently than the time before.
@@ -116,7 +122,7 @@ class PieceReader:
 
     def _csv_blocks(self, after: int) -> Iterator[Block]:
         piece, texts, size, first = self.piece, [], 0, 1
-        column = csv_texts(self._plain(), DELIMITERS[piece.format.kind], piece.key, piece.address)
+        column = csv_texts(self._plain(), DELIMITERS[piece.format.kind], piece.key, piece.shown)
         for text in column:
             texts.append(text)
             size += len(text or "")
@@ -126,7 +132,7 @@ class PieceReader:
         yield from self._rows_block("strings", texts, first, after)
 
     def _array_blocks(self, after: int) -> Iterator[Block]:
-        rows = array_rows(self._plain(), self.piece.address)
+        rows = array_rows(self._plain(), self.piece.shown)
         together = max(1, BLOCK_BYTES * len(rows) // max(self.piece.size, 1))
         for start in range(0, len(rows), together):
             yield from self._rows_block("rows", rows[start : start + together], start + 1, after)
@@ -141,7 +147,7 @@ class PieceReader:
     def _plain(self) -> Iterator[bytes]:
         """The bytes of the piece, counted, hashed and inflated."""
         raw = self._counted(_lines_between(self._store, self._path, self.piece))
-        return decompress(raw, self.piece.format.compression, self.piece.address)
+        return decompress(raw, self.piece.format.compression, self.piece.shown)
 
     def _counted(self, chunks: Iterable[bytes]) -> Iterator[bytes]:
         for chunk in chunks:
@@ -153,7 +159,7 @@ class PieceReader:
         from trainshed.data.text.parquet import text_batches
 
         piece, first, reported = self.piece, 1, 0
-        for batch in text_batches(self._store, self._path, piece.address, piece.key, piece.start, piece.end):
+        for batch in text_batches(self._store, self._path, piece.shown, piece.key, piece.start, piece.end):
             self._digest.update(batch.fingerprint)
             position = first - 1 + len(batch.texts)
             self._bytes_read = int(piece.size * batch.share_done) - reported
@@ -227,7 +233,7 @@ def lines_before(piece: Piece, store: Store, path: str) -> int:
     if piece.format.kind == "parquet":
         from trainshed.data.text.parquet import rows_before
 
-        return rows_before(store, path, piece.address, piece.start)
+        return rows_before(store, path, piece.shown, piece.start)
     lines, left = 1, piece.start - 1
     for chunk in store.stream(path, chunk_bytes=READ_BYTES):
         lines += chunk.count(b"\n", 0, left)
@@ -244,7 +250,7 @@ def most_parts(piece: Piece, store: Store, path: str) -> int:
     if piece.format.kind == "parquet":
         from trainshed.data.text.parquet import row_groups
 
-        return row_groups(store, path, piece.address)
+        return row_groups(store, path, piece.shown)
     return piece.size
 
 

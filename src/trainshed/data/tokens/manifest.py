@@ -13,7 +13,7 @@ from trainshed.data.tokens.shard_writer import Counts
 from trainshed.data.tokens.shards import set_prefix, shard_name
 from trainshed.errors import CorruptData, NotFound
 from trainshed.storage import open_store
-from trainshed.storage.manifest import FileEntry, Manifest
+from trainshed.storage.manifest import FileEntry, Manifest, broken_manifest
 
 if TYPE_CHECKING:
     from trainshed.storage import StoreOptions
@@ -38,7 +38,7 @@ class PieceRecord:
     def of(cls, piece: Piece, sha256: str | None) -> PieceRecord:
         """Record a piece with the hash it was found to have."""
         return cls(
-            piece.address,
+            piece.shown,
             piece.size,
             piece.version,
             sha256,
@@ -98,11 +98,7 @@ class TokenManifest:
                 shards=facts["shards"],
             )
         except (KeyError, TypeError) as error:
-            raise CorruptData(
-                f"this manifest is damaged ({type(error).__name__}: {error})",
-                where=where,
-                hint=f"remove {where or 'it'} and run the same command again: what has no manifest is made anew",
-            ) from None
+            raise broken_manifest(f"this manifest is damaged ({type(error).__name__}: {error})", where) from None
 
     def write(self, prefix: str, options: StoreOptions | None = None) -> None:
         """Write it beside the files it proves, in one step."""

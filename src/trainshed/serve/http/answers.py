@@ -21,6 +21,11 @@ from trainshed.serve.asking import Ended, Event, Failed, Generator, Piece, Promp
 from trainshed.serve.http.metrics import Metrics
 from trainshed.serve.http.refusal import Refusal, bad
 
+MAX_TOKENS = 2**21
+"""Of all prompts and answers of one request; each is an object of some 200 bytes until the answer is sent."""
+MAX_LOGPROBS = 2**21
+"""Of one request. With `echo`, `logprobs: 20` asks for 21 of them for each token of the prompt as well."""
+
 
 @dataclass(frozen=True)
 class Question:
@@ -114,10 +119,36 @@ class Desk:
         for asked in list(self._asked):
             asked.cancel()
 
+    def check_count(self, answers: int) -> None:
+        """Refuse more answers than this server takes at once; routes ask before they do anything for each of them."""
+        if answers > self.max_questions:
+            raise bad(f"this asks for {answers} answers at once; this server takes {self.max_questions}")
+
+    def _check_size(self, questions: Sequence[Question]) -> None:
+        """Refuse what a small body can ask for and no machine can hold."""
+        longest = self._generator.max_length
+        tokens = logprobs = 0
+        for question in questions:
+            prompt, sampling = len(question.prompt), question.sampling
+            answer = sampling.max_tokens if sampling.max_tokens is not None else max(longest - prompt, 0)
+            tokens += prompt + answer
+            if sampling.logprobs is not None:
+                logprobs += (answer + prompt * sampling.prompt_logprobs) * (1 + sampling.logprobs)
+        if tokens > max(MAX_TOKENS, longest):
+            raise bad(
+                f"this asks for {tokens} tokens of prompts and answers together; one request may ask for "
+                f"{max(MAX_TOKENS, longest)}: send fewer prompts, a smaller `n` or a smaller `max_tokens`"
+            )
+        if logprobs > MAX_LOGPROBS:
+            raise bad(
+                f"this asks for {logprobs} log-probabilities; one request may ask for {MAX_LOGPROBS}: "
+                "send fewer prompts, or a smaller `n`, `max_tokens` or number of `logprobs`"
+            )
+
     def ask(self, questions: Sequence[Question]) -> Asked:
         """Take the questions of a request, all or none; whoever asks must then be `attending`."""
-        if len(questions) > self.max_questions:
-            raise bad(f"this asks for {len(questions)} answers at once; this server takes {self.max_questions}")
+        self.check_count(len(questions))
+        self._check_size(questions)
         if self._open + len(questions) > self.max_questions:
             raise Refusal(429, f"{self._open} questions are being answered or wait: try later", code="queue_full")
         asked = Asked(len(questions))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainshed.serve.asking import Sampling
-from trainshed.serve.http.openai_requests import Prompt, read_prompts, seed_of
+from trainshed.serve.http.openai_requests import Prompt, read_prompts, read_stops, seed_of
 
 MAX_PROMPTS = 128
 _GENERATE_KEYS = frozenset(
@@ -178,9 +178,16 @@ def read_completions(body: Any) -> CompletionsRequest:
     _must(take("n", 1, _is_int, "n must be an integer") <= 1, "num_completions > 1 not supported")
     _must(not (max_tokens and alternatives), "cannot return top-k unless tokens_to_generate=0 at this time")
     _must(alternatives <= 10, "return_topk_logprobs > 10 not supported")
-    stop = take.body.get("stop") or ()
-    stops = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, list | tuple) else (None,)
-    _must(all(isinstance(each, str) for each in stops), "stop must be a string or a list of strings")
+    stop = take.body.get("stop") or []
+    stops = [stop] if isinstance(stop, str) else stop
+    _must(
+        isinstance(stops, list) and all(isinstance(each, str) for each in stops),
+        "stop must be a string or a list of strings",
+    )
+    try:
+        stops = read_stops([each for each in stops if each])
+    except ValueError as error:
+        raise MegatronRefusal(str(error)) from None
     return CompletionsRequest(
         model=take("model", None, lambda value: isinstance(value, str), "model must be a string"),
         prompts=prompts,
@@ -191,7 +198,7 @@ def read_completions(body: Any) -> CompletionsRequest:
         alternatives=alternatives,
         echo=echo,
         seed=None if seed < 0 else seed,
-        stop=tuple(each for each in stops if each),
+        stop=stops,
     )
 
 

@@ -35,6 +35,7 @@ class Megatron:
         """Answer `PUT /api`."""
         model, desk = self._condition.serving()
         body = read_generate(await read_json(request))
+        desk.check_count(len(body.prompts))
         prompts = [_with_beginning(prompt, body, model) for prompt in await encoded(model, body.prompts)]
         _check_lengths(model, prompts, body.max_tokens)
         asked = desk.ask([Question(prompt, body.sampling(number)) for number, prompt in enumerate(prompts)])
@@ -62,6 +63,7 @@ class Megatron:
         body = read_completions(await read_json(request))
         if body.model is not None:
             check_name(body.model, model)
+        desk.check_count(len(body.prompts))
         prompts = await encoded(model, body.prompts)
         _check_lengths(model, prompts, body.max_tokens)
         asked = desk.ask([Question(prompt, body.sampling(number)) for number, prompt in enumerate(prompts)])

@@ -18,18 +18,23 @@ DEFAULT_MAX_TOKENS = 16
 """Of completions, as OpenAI's; a chat's answer has no bound but the model's length."""
 MAX_ALTERNATIVES = 20
 _MAX_STOPS = 16
+_MAX_STOP_CHARACTERS = 1000
+"""After each token the text is compared with every beginning of every stop text."""
 _MAX_CHOICES = 128
 
 _LABELS = frozenset({"user", "safety_identifier", "prompt_cache_key", "metadata"})
 _NOT_DONE: dict[str, tuple[Any, ...]] = {"logit_bias": ({},)}
 
 
-def _read_stops(value: Any) -> Any:
+def read_stops(value: Any) -> tuple[str, ...]:
+    """Read a stop text or a list of them."""
     stops = [value] if isinstance(value, str) else value
     if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
         raise ValueError("`stop` must be a text or a list of texts")
     if len(stops) > _MAX_STOPS or not all(stops):
         raise ValueError(f"`stop` must be at most {_MAX_STOPS} texts, none of them empty")
+    if any(len(stop) > _MAX_STOP_CHARACTERS for stop in stops):
+        raise ValueError(f"a text of `stop` may have at most {_MAX_STOP_CHARACTERS} characters")
     return tuple(stops)
 
 
@@ -71,7 +76,7 @@ class _Request(RequestBody):
     top_k: Annotated[int, Field(ge=-1)] = 0
     """vLLM writes -1 for no bound; 0 is the same."""
     n: Annotated[int, Field(ge=1, le=_MAX_CHOICES)] = 1
-    stop: Annotated[tuple[str, ...], BeforeValidator(_read_stops)] = ()
+    stop: Annotated[tuple[str, ...], BeforeValidator(read_stops)] = ()
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0

@@ -47,6 +47,7 @@ class OpenAi:
         model, desk = self._condition.serving()
         body = parse(CompletionRequest, await read_json(request))
         check_name(body.model, model)
+        desk.check_count(len(body.prompt) * body.n)
         prompts = await encoded(model, body.prompt)
         for prompt in prompts:
             check_length(model, len(prompt), body.max_tokens, "prompt")
@@ -58,6 +59,7 @@ class OpenAi:
         model, desk = self._condition.serving()
         body = parse(ChatRequest, await read_json(request))
         check_name(body.model, model)
+        desk.check_count(body.n)
         if not model.words.can_chat:
             raise bad("this model's tokenizer has no chat template: ask /v1/completions", code="no_chat_template")
         try:
