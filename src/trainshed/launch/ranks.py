@@ -311,7 +311,7 @@ class StoppedRanks:
 
 def stopped_text(rank: int, process: int) -> str:
     """What is said of a rank that somebody has stopped."""
-    return f"rank {rank} is stopped (SIGSTOP), and the others wait for it: `kill -CONT {process}` lets it go on"
+    return f"rank {rank} is stopped (SIGSTOP), and training waits for it: `kill -CONT {process}` lets it go on"
 
 
 def rank_environment(
