@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from trainshed.data.tokens.fingerprint import WHOLE_BYTES, Fingerprint, difference, fingerprint_from, take_fingerprint
+from trainshed.storage import open_store
 
 LARGE = 3 * WHOLE_BYTES
 
@@ -70,3 +71,17 @@ def test_files_are_the_same_by_their_checksum_or_else_by_size_and_blocks(tmp_pat
     one, other = written(tmp_path / "one", LARGE), written(tmp_path / "other", LARGE)
     assert one.content == other.content
     assert replace(one, checksum="sha256:1").content != replace(other, checksum="sha256:2").content
+
+
+@pytest.mark.s3
+def test_an_object_is_the_same_by_its_etag_and_another_by_its_content(s3_bucket: str) -> None:
+    store, _ = open_store(f"s3://{s3_bucket}/tokens.bin")
+    store.put("tokens.bin", bytes(LARGE))
+    seen = take_fingerprint(f"s3://{s3_bucket}/tokens.bin")
+    assert difference(seen) is None
+    store.put("tokens.bin", b"\x01" * LARGE)
+    assert difference(seen) == ("content", "its bytes have changed")
+    store.put("tokens.bin", bytes(10_000) + b"\x01" + bytes(LARGE - 10_001))
+    assert difference(seen) == ("time", "it was written again")
+    store.delete("tokens.bin")
+    assert difference(seen) == ("missing", "it is gone")

@@ -179,6 +179,7 @@ def test_a_model_without_a_preset_is_known_by_its_sizes_and_its_address() -> Non
         ((*LORA, "train.schedule={}"), "LoRA without a cosine"),
         ((*LORA, "train.precision=fp8"), "LoRA in fp8"),
         (("data.train=[{path: s3://bucket/a.jsonl}]",), "cannot read s3://bucket/a.jsonl"),
+        (("data.train=[{path: /data/a.json, format: json}]",), "torchtune tells formats by the names of files"),
         (("data.train=[{tokens: corpus_text_document}]",), "neither tokens nor a script"),
         (("engine.args={}",), "what form the chat data has"),
         (("engine.args={dataset.conversation_style: openai}",), "needs dataset.conversation_column"),
