@@ -37,6 +37,12 @@ def asked_machine(flags: Flags, cluster: Cluster) -> tuple[Machine, Hardware]:
             where="--on" if flags.on else None,
             hint="write --gpu h100, --machine a3-mega, or --on CLUSTER with a `machine:` in its file",
         )
+    if cluster.machine == "cpu":
+        raise InputError(
+            f"the cluster {cluster.name} has no GPUs, and nothing is predicted for CPUs",
+            where=cluster.where("machine"),
+            hint="write --gpu h100 or --machine a3-mega to plan for GPUs",
+        )
     machine = named(cluster.where("machine"), find_machine, cluster.machine)
     return machine, hardware_of(machine)
 
