@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import json
 import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "storage"))
+
+from hub_server import running
+
+from trainshed.catalog import model_preset
 from trainshed.cli import run_cli
+from trainshed.models.hf_config import to_hf_config
 
 SMALL = "--model llama3-8b --gpu h100 --gpus 8 --seq 8192 --global-batch 128"
 RECIPE = """
@@ -106,6 +114,77 @@ def test_gpus_that_people_own_are_planned_for_by_the_name_they_use(
     found = report(f"--model llama3.2-1b --gpu {gpu} --gpus 2 --seq 4096 --global-batch 64", capsys)
     assert found["chosen"]["fits"]
     assert 0.1 < found["chosen"]["mfu"] < 1
+
+
+def test_several_gpus_are_planned_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = "--model llama3-8b --gpus 8 --seq 8192 --global-batch 128 --steps 1000"
+    found = report(f"{asked} --gpu h100,h200 --gpu v100-16gb", capsys)
+    assert found["schema"] == "trainshed.plan-comparison/1"
+    assert [each["gpu"] for each in found["plans"]] == ["h100", "h200", "v100-16gb"]
+    for each in found["plans"][:2]:
+        alone = report(f"{asked} --gpu {each['gpu']}", capsys)
+        assert each["plan"] == alone
+    assert found["plans"][2]["plan"] is None
+    assert found["plans"][2]["error"]["what"] == "v100-16gb has no published peak for products in bf16"
+    shown = plan(f"{asked} --gpu h100,h200,v100-16gb", capsys)
+    rows = [line.removeprefix("▸").split() for line in shown.splitlines() if " hours" in line]
+    assert [row[0] for row in rows] == ["h100-sxm", "h200"]
+    assert "v100-16gb: v100-16gb has no published peak for products in bf16" in shown
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ("--gpu h100,h1000", "--gpu: there is no GPU `h1000`"),
+        ("--gpu h100 --gpu h200 --machine a3-mega", "--machine: a machine has one kind of GPU"),
+        ("--gpu h100,h200 --report plan.html", "--report: a report is of one plan"),
+        ("--gpu a10g,l4 --model llama3-70b --gpus 2", "llama3-70b does not fit on 2 a10g"),
+    ],
+)
+def test_a_comparison_refuses_what_is_wrong_for_all(more: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    model = "" if "--model" in more else "--model llama3-8b --gpus 8"
+    assert words in refusal(f"{model} {more} --seq 8192 --global-batch 128", capsys)
+
+
+def test_a_model_may_be_a_folder_with_a_config(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    write_config(folder / "config.json")
+    asked = "--gpu h100 --gpus 8 --seq 4096 --global-batch 64"
+    known = report(f"--model llama3.2-1b {asked}", capsys)
+    found = report(f"--model {folder} {asked}", capsys)
+    assert found["job"]["parameters"] == known["job"]["parameters"]
+    assert found["chosen"] == known["chosen"]
+    monkeypatch.chdir(tmp_path)
+    assert report(f"--model mine {asked}", capsys)["chosen"] == known["chosen"]
+    assert "write hf://org/name for the Hub" in refusal(f"--model org/name {asked}", capsys)
+    (folder / "config.json").write_text("{")
+    assert f"--model: {folder} cannot be read: its config.json is not JSON" in refusal(
+        f"--model {folder} {asked}", capsys
+    )
+    (folder / "config.json").unlink()
+    assert f"--model: {folder} cannot be read" in refusal(f"--model {folder} {asked}", capsys)
+
+
+def test_a_model_may_be_on_the_hub(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], no_cloud: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = "--gpu h100 --gpus 8 --seq 4096 --global-batch 64"
+    write_config(tmp_path / "config.json")
+    with running() as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        hub.repos["org/name"] = {"config.json": (tmp_path / "config.json").read_bytes(), "model.safetensors": b"none"}
+        found = report(f"--model hf://org/name {asked}", capsys)
+        assert hub.count("safetensors") == 0
+        assert "--model: hf://org/nothing cannot be read" in refusal(f"--model hf://org/nothing {asked}", capsys)
+    assert (found["job"]["name"], found["job"]["parameters"]) == ("hf://org/name", 1_235_814_400)
+
+
+def write_config(file: Path) -> None:
+    """Write the config.json of Llama-3.2-1B, without any weights beside it."""
+    file.write_bytes(orjson.dumps(to_hf_config(model_preset("llama3.2-1b"))))
 
 
 def test_a_gpu_without_bf16_says_what_it_has(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ from trainshed.catalog.machines import Machine
 from trainshed.catalog.table import Entry, Table
 from trainshed.recipe.section import PositiveFloat, Problem, Text
 
-HOW_TO_SAY = "no price known: --price DOLLARS_PER_GPU_HOUR"
+HOW_TO_SAY = "no price known: write price_per_gpu_hour in the cluster file, or `plan --price DOLLARS`"
 
 
 class Price(Entry):

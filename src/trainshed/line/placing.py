@@ -14,7 +14,7 @@ from trainshed.plan.legality import layout_problems
 from trainshed.plan.performance.hardware import hardware_of
 from trainshed.plan.planner import PlannedModel, answer, question
 from trainshed.plan.report.answer import Answer
-from trainshed.plan.searching.automatic import choose_for_cpu_nodes
+from trainshed.plan.searching.automatic import choose_for_cpu_nodes, uncalibrated
 from trainshed.recipe import Cluster, Recipe
 from trainshed.recipe.messages import as_recipe_error
 
@@ -146,7 +146,7 @@ def _on_processors(recipe: Recipe, cluster: Cluster, model: PlannedModel, nodes:
     )
     if problems:
         raise as_recipe_error(problems, recipe.places)
-    notes = ("machine: cpu: nothing is predicted, and ranks run on processors",)
+    notes = ("machine: cpu: nothing is predicted, and ranks run on processors", *uncalibrated(cluster))
     return PlannedRun(layout, Placement(count, layout.world_size // count, None), None, reasons, notes)
 
 

@@ -7,7 +7,7 @@ import orjson
 from trainshed.catalog.models import architecture
 from trainshed.data.sampling.schedule import BatchSchedule, RampUp
 from trainshed.engines.planned_habits import planned_habits
-from trainshed.errors import RecipeError, TrainshedError
+from trainshed.errors import InputError, RecipeError, TrainshedError
 from trainshed.line.preparing import store_options
 from trainshed.models.adapters import trained_share
 from trainshed.models.hf_config import read_hf_config
@@ -61,13 +61,21 @@ def weights_architecture(recipe: Recipe, cluster: Cluster) -> ModelConfig:
     address = recipe.model.from_
     assert address is not None, "a model without an architecture has weights"
     try:
-        store, path = open_store(parse(address), store_options(cluster))
-        body = orjson.loads(store.read(join(path, "config.json")))
-        return read_hf_config(body, f"{address}/config.json")
-    except (TrainshedError, ValueError) as error:
-        what = error.what if isinstance(error, TrainshedError) else "its config.json is not JSON"
+        return address_architecture(address, cluster)
+    except TrainshedError as error:
         raise RecipeError(
-            f"the architecture is that of {address}, which cannot be read: {what}",
+            f"the architecture is that of {address}, which cannot be read: {error.what}",
             where=recipe.where("model.from"),
             hint="name it besides: model.preset=NAME",
         ) from None
+
+
+def address_architecture(address: str, cluster: Cluster) -> ModelConfig:
+    """Return the architecture in the config.json of a folder, here, in a store or on the Hub; no weights are needed."""
+    store, path = open_store(parse(address), store_options(cluster))
+    content = store.read(join(path, "config.json"))
+    try:
+        body = orjson.loads(content)
+    except ValueError:
+        raise InputError("its config.json is not JSON", where=f"{address}/config.json") from None
+    return read_hf_config(body, f"{address}/config.json")

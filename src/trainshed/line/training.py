@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,7 @@ from trainshed.plan.searching.automatic import (
     choose_for_gpus,
     local_hardware,
     machine_memory_gib,
+    uncalibrated,
 )
 from trainshed.recipe import Cluster, Layout, Recipe, load_cluster
 from trainshed.recipe.messages import as_recipe_error, validate
@@ -56,7 +58,8 @@ def automatic_layout(recipe: Recipe, cluster: Cluster | None = None, *, world_si
     model = planned_model(recipe, cluster)
     hardware = _local_hardware()
     if hardware is None:
-        return choose_for_cpu(model, world_size or 1, machine_memory_gib())
+        chosen = choose_for_cpu(model, world_size or 1, machine_memory_gib())
+        return replace(chosen, reasons=(*chosen.reasons, *uncalibrated(cluster)))
     return choose_for_gpus(model, hardware, world_size or hardware.gpus_per_node, cluster, recipe)
 
 

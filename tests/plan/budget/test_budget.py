@@ -8,6 +8,7 @@ import pytest
 
 import small_plans
 from trainshed.catalog import machine
+from trainshed.catalog.prices import HOW_TO_SAY
 from trainshed.data.tokens.index_file import token_dtype
 from trainshed.plan.budget.budget import Terms, budget
 from trainshed.plan.budget.host_memory import host_memory, host_memory_warning
@@ -41,7 +42,9 @@ def test_reading_keeps_up_with_training_unless_the_step_is_short() -> None:
     assert supply_warning(supply, CHOSEN.step_seconds) is None
     hurried = token_supply(small_plans.JOB, CHOSEN.layout, 1.0, **asked)
     assert hurried.limits_the_step
-    assert (supply_warning(hurried, 1.0) or "").startswith("a step's tokens take 10.2 s to read and the step 1 s: ")
+    warned = supply_warning(hurried, 1.0) or ""
+    assert warned.startswith("a step's tokens take 10.2 s to read and the step 1 s: ")
+    assert "data.stage" not in warned, "no engine takes it yet"
 
 
 def test_staged_tokens_are_copied_to_every_node_first() -> None:
@@ -77,10 +80,8 @@ def test_everything_fits_together_in_one_budget() -> None:
 
 def test_a_given_price_wins_and_an_unknown_one_says_what_to_write() -> None:
     assert price_per_gpu_hour(NODE, 2.0) == (2.0, "as given")
-    assert price_per_gpu_hour(None) == (None, "no price known: --price DOLLARS_PER_GPU_HOUR")
-    assert price_per_gpu_hour(machine("dgx-h100"))[1] == (
-        "no price known: --price DOLLARS_PER_GPU_HOUR (dgx-h100 is not rented out by the hour)"
-    )
+    assert price_per_gpu_hour(None) == (None, HOW_TO_SAY)
+    assert price_per_gpu_hour(machine("dgx-h100"))[1] == (f"{HOW_TO_SAY} (dgx-h100 is not rented out by the hour)")
     assert "capacity blocks" in price_per_gpu_hour(machine("p5e"))[1]
     found = budget(small_plans.JOB, CHOSEN, replace(TERMS, machine=machine("dgx-h100")))
     assert found.run is not None

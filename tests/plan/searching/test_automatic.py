@@ -18,6 +18,7 @@ from trainshed.plan.searching.automatic import (
     choose_for_gpus,
     local_hardware,
     machine_memory_gib,
+    uncalibrated,
 )
 from trainshed.recipe import load_cluster
 
@@ -88,6 +89,12 @@ def test_nodes_without_gpus_get_one_sequence_at_a_time_whatever_memory_this_mach
     (reason,) = chosen.reasons
     assert "what memory they have is not known here" in reason
     assert f"{machine_memory_gib():.1f}" not in reason
+
+
+def test_a_calibration_that_nothing_reads_is_said() -> None:
+    assert uncalibrated(LOCAL) == ()
+    (note,) = uncalibrated(load_cluster("local", ["calibration=mine.yaml"]))
+    assert note == "calibration: mine.yaml is not used: nothing is predicted for ranks on CPUs"
 
 
 def test_this_machine_has_memory() -> None:

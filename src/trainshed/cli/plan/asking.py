@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -10,12 +11,12 @@ from trainshed.catalog.models import model_preset
 from trainshed.cli.plan.flags import Flags
 from trainshed.cli.plan.place import asked_gpu_counts, asked_machine, named
 from trainshed.data.sampling.schedule import BatchSchedule
-from trainshed.errors import InputError
-from trainshed.line.planning import planned_model
+from trainshed.errors import InputError, TrainshedError
+from trainshed.line.planning import address_architecture, planned_model
 from trainshed.plan.layout import parse_layout
 from trainshed.plan.planner import PlannedModel, question
 from trainshed.plan.question import Question
-from trainshed.recipe import Layout, load_cluster, load_recipe, split_overrides
+from trainshed.recipe import Cluster, Layout, ModelConfig, load_cluster, load_recipe, split_overrides
 from trainshed.recipe.cluster import DEFAULT_CLUSTER
 from trainshed.recipe.messages import validate
 from trainshed.recipe.places import Document, Places
@@ -35,7 +36,7 @@ def ask(flags: Flags) -> Question:
         recipe = load_recipe(flags.recipe, for_recipe)
         model = planned_model(recipe, cluster)
     else:
-        model = _from_flags(flags)
+        model = _from_flags(flags, cluster)
     model_layout = _layout(flags, model.layout)
     machine, hardware = asked_machine(flags, cluster)
     return question(
@@ -51,11 +52,11 @@ def ask(flags: Flags) -> Question:
     )
 
 
-def _from_flags(flags: Flags) -> PlannedModel:
+def _from_flags(flags: Flags, cluster: Cluster) -> PlannedModel:
     assert flags.model is not None, "`Flags.check` asks for it"
     assert flags.seq is not None, "likewise"
     assert flags.global_batch is not None, "likewise"
-    config = named("--model", model_preset, flags.model)
+    config = _model(flags.model, cluster)
     schedule = BatchSchedule(flags.global_batch)
     notes = []
     if config.positions == "learned" and flags.seq > config.max_positions:
@@ -83,6 +84,19 @@ def _from_flags(flags: Flags) -> PlannedModel:
         steps=steps,
         notes=tuple(notes),
     )
+
+
+def _model(written: str, cluster: Cluster) -> ModelConfig:
+    """A model by its name in the catalog, or by the folder that has its config.json: here, in a store, on the Hub."""
+    if "/" not in written and not Path(written).is_dir():
+        return named("--model", model_preset, written)
+    try:
+        return address_architecture(written, cluster)
+    except TrainshedError as error:
+        hint = error.hint
+        if "://" not in written and not Path(written).exists():
+            hint = f"write hf://{written} for the Hub, the path of a folder, or a model of the catalog"
+        raise InputError(f"{written} cannot be read: {error.what}", where="--model", hint=hint) from None
 
 
 def _count(text: str) -> int:

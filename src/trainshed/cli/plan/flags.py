@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
 from trainshed.errors import InputError
@@ -96,6 +97,12 @@ class Flags:
                 hint="write --gpus 128, or --gpus 8..4096 for a scaling curve",
             )
         return tuple(doubling(int(match[1]), int(match[2])))
+
+
+def separated(written: Iterable[str]) -> tuple[str, ...]:
+    """Return the values of a flag that may be given again, or with commas, each once: `h100,h200`."""
+    values = [value.strip() for text in written for value in text.split(",")]
+    return tuple(dict.fromkeys(filter(None, values)))
 
 
 def flag(name: str) -> str:

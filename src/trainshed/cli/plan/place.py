@@ -31,11 +31,17 @@ def asked_machine(flags: Flags, cluster: Cluster) -> tuple[Machine, Hardware]:
     if flags.gpu is not None:
         machine = named("--gpu", machine_of_gpu, flags.gpu)
         return machine, hardware_of_gpu(flags.gpu)
-    if cluster.gpu_machine is None:
+    if cluster.machine is None:
         raise InputError(
             f"the cluster {cluster.name} does not say what machines it has",
             where="--on" if flags.on else None,
             hint="write --gpu h100, --machine a3-mega, or --on CLUSTER with a `machine:` in its file",
+        )
+    if cluster.gpu_machine is None:
+        raise InputError(
+            f"the cluster {cluster.name} has no GPUs, and nothing is predicted for CPUs",
+            where=cluster.where("machine"),
+            hint="write --gpu h100 or --machine a3-mega to plan for GPUs",
         )
     machine = named(cluster.where("machine"), find_machine, cluster.gpu_machine)
     return machine, hardware_of(machine)

@@ -18,7 +18,7 @@ def plan(
     *overrides: str,
     on: str | None = None,
     model: str | None = None,
-    gpu: str | None = None,
+    gpu: tuple[str, ...] = (),
     machine: str | None = None,
     gpus: str | None = None,
     nodes: int | None = None,
@@ -50,9 +50,9 @@ def plan(
     on
         The cluster file that says which machines there are.
     model
-        A model of the catalog (llama3-70b), where there is no recipe.
+        A model of the catalog (llama3-70b), or a folder with a config.json (hf://org/name, ./folder), without a recipe.
     gpu
-        A GPU of the catalog (h100), or a file that describes one.
+        A GPU of the catalog (h100), or a file that describes one; several (h100,h200, or the flag again) are compared.
     machine
         A machine of the catalog (a3-mega, p5.48xlarge), or a file that describes one.
     gpus
@@ -88,17 +88,18 @@ def plan(
     """
     from trainshed.cli.console import print_report
     from trainshed.cli.plan.asking import ask
-    from trainshed.cli.plan.flags import Flags
+    from trainshed.cli.plan.flags import Flags, separated
     from trainshed.errors import InputError
     from trainshed.plan.planner import answer
     from trainshed.plan.report.page import check_report_path, write_report
 
+    gpu_names = separated(gpu)
     flags = Flags(
         recipe,
         overrides,
         on,
         model,
-        gpu,
+        gpu_names[0] if gpu_names else None,
         machine,
         gpus,
         nodes,
@@ -114,6 +115,10 @@ def plan(
     )
     if top < 1:
         raise InputError(f"{top} layouts cannot be shown", where="--top", hint="write 1 or more")
+    if len(gpu_names) > 1:
+        from trainshed.cli.plan.side_by_side import compare
+
+        return compare(flags, gpu_names, report, top=top, explained=explain, output=output)
     if report is not None:
         check_report_path(report)
     found = answer(ask(flags), top=top, explained=explain)

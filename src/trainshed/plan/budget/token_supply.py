@@ -93,5 +93,5 @@ def supply_warning(supply: TokenSupply, step_seconds: float) -> str | None:
         return None
     return (
         f"a step's tokens take {supply.read_seconds:.3g} s to read and the step {step_seconds:.3g} s: the data limits "
-        "it; write data.stage: nvme, or name faster storage"
+        "it; keep the tokens on faster storage, and name it as `storage:` in the cluster file"
     )

@@ -116,6 +116,13 @@ def choose_for_cpu_nodes(run: PlannedModel, nodes: int) -> Chosen:
     return Chosen(layout, (reason,))
 
 
+def uncalibrated(cluster: Cluster) -> tuple[str, ...]:
+    """Say that a calibration is not used where ranks run on CPUs, if the cluster names one."""
+    if cluster.calibration is None:
+        return ()
+    return (f"calibration: {cluster.calibration} is not used: nothing is predicted for ranks on CPUs",)
+
+
 def machine_memory_gib() -> float:
     """Return the memory of this machine, or of the container that this process is in."""
     whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
