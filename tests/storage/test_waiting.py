@@ -64,7 +64,8 @@ def test_a_server_that_accepts_and_never_answers_is_told_of_and_given_up(kind: s
             assert address.startswith(caught.value.where or "nowhere")
             assert url in caught.value.what
             assert re.search(r"did not answer (within 0\.3 s|in time) \(2 attempts in", caught.value.what)
-        assert any(note.startswith(f"waiting for {caught.value.where} for ") for note in told)
+        assert any(note.startswith(f"waiting for {caught.value.where}") for note in told)
+        assert kind in ("s3", "gs", "az") or any(url in note for note in told)
 
 
 @pytest.mark.parametrize("kind", ["http", "hub", "s3"])
@@ -75,7 +76,8 @@ def test_a_server_that_drops_packets_is_told_of_and_given_up(kind: str, told: li
         with pytest.raises(StorageError, match=r"no connection (within 0\.3 s|in time) \(2 attempts") as caught:
             store.read(path)
         assert url in caught.value.what
-        assert any(note.startswith(f"waiting for {caught.value.where} for ") for note in told)
+        assert any(note.startswith(f"waiting for {caught.value.where}") for note in told)
+        assert kind in ("s3", "gs", "az") or any(url in note for note in told)
 
 
 @pytest.mark.parametrize("kind", ["http", "hub commit", "s3"])
@@ -86,7 +88,7 @@ def test_a_body_that_stops_in_the_middle_is_told_of_and_given_up(kind: str, told
         with pytest.raises(StorageError, match=r"broke \d times") as caught:
             store.read(path)
         assert caught.value.where == address
-        assert any(note.startswith(f"waiting for {address} for ") for note in told)
+        assert any(note.startswith(f"waiting for {address}") for note in told)
 
 
 def test_a_listing_of_the_hub_that_stops_in_the_middle_is_given_up() -> None:

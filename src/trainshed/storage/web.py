@@ -95,7 +95,7 @@ class Web:
                 skip = done if answer.status_code == 200 else done - _range_start(answer, done)
                 stop = min(end, remote.size) if end is not None and remote.size is not None else end or remote.size
                 opened = time.monotonic()
-                for chunk, whole in _chunks(answer, skip, chunk_bytes, where):
+                for chunk, whole in _chunks(answer, skip, chunk_bytes, _waited_for(url, where)):
                     if stop is not None:
                         chunk = chunk[: stop - done]
                     if chunk:
@@ -123,7 +123,7 @@ class Web:
         for attempt in range(1, self._retry.attempts + 1):
             with self._request("GET" if form is None else "POST", url, {}, where, form=form) as answer:
                 try:
-                    with waiting(where):
+                    with waiting(_waited_for(url, where)):
                         answer.read()
                     return answer.json(), answer.links.get("next", {}).get("url")
                 except httpx2.HTTPError as error:
@@ -148,7 +148,7 @@ class Web:
         import httpx2
 
         begun = time.monotonic()
-        with waiting(where) as wait:
+        with waiting(_waited_for(url, where)) as wait:
             for attempt in range(1, self._retry.attempts + 1):
                 asked = None
                 # Without this a server may send gzip, and byte positions would mean something else.
@@ -173,7 +173,7 @@ class Web:
                     if status not in _TRANSIENT or attempt == self._retry.attempts:
                         raise self._explain(status, answer.headers, where) or _plain(status, where)
                     trouble = f"it answered {status}" + (f" and asked for {asked:.0f} s" if asked else "")
-                wait.detail = f"attempt {attempt + 1} of {self._retry.attempts}; before it {trouble}"
+                wait.detail = f"attempt {attempt + 1} of {self._retry.attempts}; the one before: {trouble}"
                 self._retry.pause(attempt - 1, asked)
         raise AssertionError("unreachable: the last attempt returns or raises")
 
@@ -226,7 +226,12 @@ def _host(url: str) -> str:
     return shown_address(f"{parts.scheme}://{parts.netloc}")
 
 
-def _chunks(answer: Any, skip: int, chunk_bytes: int, where: str) -> Iterator[tuple[bytes, bool]]:
+def _waited_for(url: str, where: str) -> str:
+    """An address, with the server behind it where the address does not name it (the Hub's)."""
+    return where if _host(url) in where else f"{where} ({_host(url)})"
+
+
+def _chunks(answer: Any, skip: int, chunk_bytes: int, waited_for: str) -> Iterator[tuple[bytes, bool]]:
     """Chunks of a body, the last one marked with whether the body ended as it should."""
     import httpx2
 
@@ -234,7 +239,7 @@ def _chunks(answer: Any, skip: int, chunk_bytes: int, where: str) -> Iterator[tu
     pieces = answer.iter_raw()
     while True:
         try:
-            with waiting(where):
+            with waiting(waited_for):
                 piece = next(pieces, None)
         except httpx2.HTTPError:
             piece, whole = None, False
