@@ -101,6 +101,20 @@ def test_a_server_is_queued_again_when_its_time_is_up_or_it_fails(tmp_path: Path
     check_golden("slurm/serve.sbatch", text + render(job).text())
 
 
+def test_a_sites_lines_run_on_the_nodes_or_before_their_container(tmp_path: Path) -> None:
+    source = '. "$files"/setup.sh\n'
+    bare = render(job_of(cluster_of(tmp_path, PLAIN | {"setup": ["module load cuda"]}), Stage("train", nodes=2)))
+    node = bare.text().partition('cat >"$new"/train.node.sh')[2]
+    assert source in node.partition("END_OF_FILE\n")[0]
+    assert node.index(source) < node.index("export VIRTUAL_ENV="), "before the Python environment is entered"
+    assert source not in node.rpartition("END_OF_FILE\n")[2]
+    body = {"name": "c", "target": "slurm", "machine": "dgx-h100", "image": "a/b", "setup": ["module load cuda"]}
+    inside = render(job_of(cluster_of(tmp_path, body | {"slurm": {"container": "pyxis"}}), Stage("train", nodes=2)))
+    files, _, script = inside.text().rpartition("END_OF_FILE\n")
+    assert source not in files, "a container has no `module`"
+    assert script.index(source) < script.index("srun ")
+
+
 def test_only_the_ids_of_earlier_stages_are_filled_in(tmp_path: Path) -> None:
     stages = (Stage("fetch"), Stage("prepare"), Stage("train"))
     job = job_of(cluster_of(tmp_path, PLAIN), *stages)
