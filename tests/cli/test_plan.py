@@ -94,6 +94,14 @@ def test_a_recipe_says_what_is_trained_and_its_cluster_where(
     assert found["chosen"]["cost"] is None or found["chosen"]["cost"] > 0
 
 
+def test_what_could_not_be_run_there_is_planned_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    notes = report(f"{tmp_path}/recipe.yaml data.stage=nvme --on slurm-h100", capsys)["notes"]
+    (note,) = (note for note in notes if "would not run" in note)
+    assert "slurm-h100 would not run this recipe" in note
+    assert "data.stage" in note
+
+
 def test_arguments_of_the_engine_are_counted_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = tmp_path / "r.yaml"
     recipe.write_text(f"{RECIPE}engine: {{name: megatron}}\nlayout: {{tp: 4}}\n")

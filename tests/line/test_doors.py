@@ -120,9 +120,35 @@ def test_a_layout_that_cannot_be_is_refused_before_anything_is_prepared(
     assert not (here / "store").exists(), "work was done"
 
 
+@pytest.mark.parametrize(
+    ("overrides", "key", "what"),
+    [
+        (("observe.profile={ranks: [0, 3]}",), "observe.profile.ranks", "there is no rank 3: the layout has 1"),
+        (("observe.profile={start: 99}",), "observe.profile.start", "the run ends after 20 steps"),
+    ],
+)
+def test_a_profile_that_nobody_would_write_is_refused(
+    overrides: tuple[str, ...], key: str, what: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = said(capsys, "run", "recipe.yaml", "layout={dp: 1}", *overrides)
+    assert key in text
+    assert what in text
+
+
+def test_a_secret_among_the_arguments_of_an_engine_is_refused_and_not_repeated(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    token = "hf_" + "aB3dE5gH" * 4
+    engine = f"engine={{name: megatron, args: {{wandb_project: {token}}}}}"
+    text = said(capsys, "render", "recipe.yaml", engine, "--on", "slurm-h100", "--offline")
+    assert "engine.args.wandb_project" in text
+    assert "a token of Hugging Face" in text
+    assert token not in text
+
+
 SITES = {
     "slurm without containers": ("slurm-h100", ()),
-    "slurm with containers": ("slurm-h100", ("slurm.container=pyxis", "image=a/b@sha256:0")),
+    "slurm with containers": ("slurm-h100", ("slurm={container: pyxis}", "image=a/b@sha256:0")),
     "kubernetes": ("aks-nd-h100-v5", ("image=a/b@sha256:0",)),
 }
 

@@ -61,7 +61,7 @@ nodes: {default: 2}
 ray: {address: "http://head:8265"}
 """
 TARGETS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "slurm with containers": ("slurm-h100", ("slurm.container=pyxis", IMAGE, VOLUMES)),
+    "slurm with containers": ("slurm-h100", ("slurm={container: pyxis}", IMAGE, VOLUMES)),
     "slurm": ("slurm-h100", ()),
     "kubernetes": ("aks-nd-h100-v5", (IMAGE, CLAIM, "store=/shared", "nodes.default=2")),
     "kubernetes with ray": (
@@ -105,6 +105,7 @@ CHANGES = {
     "data.train.*.script": Change("data.train=[{script: numbers.py}]"),
     "data.train.*.args": Change("data.train.0.args=[a]", "data.train=[{script: numbers.py}]"),
     "data.train.*.key": Change("data.train.0.key=body"),
+    "data.train.*.format": Change("data.train.0.format=text"),
     "data.train.*.documents": Change("data.train.0.documents=line", TEXT),
     "data.train.*.name": Change("data.train.0.name=other"),
     "data.train.*.weight": Change(
@@ -115,6 +116,7 @@ CHANGES = {
     "data.validation.script": Change("data.validation={script: numbers.py}"),
     "data.validation.args": Change("data.validation.args=[a]", "data.validation={script: numbers.py}"),
     "data.validation.key": Change("data.validation.key=body", OWN),
+    "data.validation.format": Change("data.validation.format=text", OWN),
     "data.validation.documents": Change("data.validation.documents=line", "data.validation={path: /shared/v.txt}"),
     "data.validation.name": Change("data.validation.name=other", OWN),
     "data.validation.every": Change("data.validation.every=7", OWN),
@@ -257,7 +259,10 @@ class Tracer:
         def read(section: Section, name: str) -> Any:
             kind = object.__getattribute__(section, "__class__")
             if name in kind.__pydantic_fields__:
-                reader = sys._getframe(1).f_globals.get("__name__", "")
+                frame = sys._getframe(1)
+                while frame.f_locals.get("self") is section and frame.f_back is not None:
+                    frame = frame.f_back  # a property of the section itself: who asked for it reads the key
+                reader = frame.f_globals.get("__name__", "")
                 if not NO_READERS.match(reader):
                     seen.add((kind.__name__, name))
             return object.__getattribute__(section, name)

@@ -16,15 +16,32 @@ from trainshed.recipe import Cluster, Recipe
 from trainshed.recipe.cluster import check_cluster
 from trainshed.recipe.messages import as_recipe_error
 from trainshed.recipe.places import KeyPath
+from trainshed.recipe.secret_values import secret_in
 from trainshed.recipe.section import Problem
 
 
 def check_runnable(recipe: Recipe, cluster: Cluster) -> None:
     """Raise one error with everything that the recipe asks for and its engine or this cluster cannot do."""
     check_cluster(cluster)
-    problems = [*_engine_problems(recipe), *_target_problems(recipe, cluster), *_address_problems(recipe, cluster)]
+    problems = [
+        *_engine_problems(recipe),
+        *_target_problems(recipe, cluster),
+        *_address_problems(recipe, cluster),
+        *_secret_problems(recipe),
+    ]
     if problems:
         raise as_recipe_error(problems, recipe.places)
+
+
+def check_ranks(recipe: Recipe, world_size: int) -> None:
+    """Refuse keys that name ranks which a layout does not have."""
+    profile = recipe.observe.profile
+    if profile is not None and max(profile.ranks) >= world_size:
+        raise RecipeError(
+            f"there is no rank {max(profile.ranks)}: the layout has {world_size}, counted from 0",
+            where=recipe.where("observe.profile.ranks"),
+            hint="write ranks below it",
+        )
 
 
 def check_engine(recipe: Recipe) -> None:
@@ -153,6 +170,20 @@ def _mounts(cluster: Cluster, recipe: Recipe, *, writable: bool) -> list[str] | 
 
 def _on_one(path: str, mounts: list[str]) -> bool:
     return any(is_inside(posixpath.normpath(path), mount) for mount in mounts)
+
+
+def _secret_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Yield arguments of engines that hold a secret: they stand in scripts and manifests, and are kept with the run."""
+    found = [(("engine", "args", name), name, value) for name, value in recipe.engine.args.items()]
+    if recipe.serve is not None:
+        found += [(("serve", "args", name), name, value) for name, value in recipe.serve.args.items()]
+    for path, name, value in found:
+        texts = value if isinstance(value, list) else [value]
+        what = next((what for text in texts if isinstance(text, str) and (what := secret_in(name, text))), None)
+        if what is not None:
+            how = "write `serve: {api_key: NAME}`, and" if path[0] == "serve" else "delete it here, and write"
+            hint = f"{how} `NAME: {{env: NAME}}` (or file, k8s) below `secrets` of the cluster file"
+            yield Problem(path, f"holds {what}, which would stand in scripts and manifests in clear", hint)
 
 
 def is_inside(path: str, mount: str) -> bool:

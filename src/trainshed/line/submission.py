@@ -29,7 +29,7 @@ from trainshed.launch.shipping import pack_code, provenance
 from trainshed.line.placing import PlannedRun, plan_on_cluster
 from trainshed.line.planning import planned_model
 from trainshed.line.preparing import check_fit_from_afar, resolve, store_options
-from trainshed.line.runnable import check_runnable, store_on
+from trainshed.line.runnable import check_ranks, check_runnable, store_on
 from trainshed.line.serving import SCRIPT as SERVE_SCRIPT
 from trainshed.line.serving import serve_notes, serve_script, serve_stage
 from trainshed.plan.layout import RankLayout
@@ -69,6 +69,7 @@ def build_job(
     check_fit_from_afar(resolved, model.config, store_options(cluster), offline=offline)
     planned = plan_on_cluster(resolved, cluster, model, nodes, gpus, despite_memory)
     _check_export(resolved, planned.layout)
+    check_ranks(resolved, planned.layout.world_size)
     setup = fabric_setup(cluster, nodes=planned.placement.nodes)
     warnings = lint_environment(setup, cluster.environment, cluster.where)
     name = id or run_id(resolved)

@@ -10,7 +10,7 @@ from trainshed.catalog.models import architecture
 from trainshed.errors import MissingExtra, RecipeError
 from trainshed.line.planning import planned_model, weights_architecture
 from trainshed.line.preparing import PreparedRun
-from trainshed.line.runnable import check_runnable
+from trainshed.line.runnable import check_ranks, check_runnable
 from trainshed.plan import RankLayout, layout_problems, layout_warnings, resolve_layout
 from trainshed.plan.performance.hardware import Hardware
 from trainshed.plan.searching.automatic import (
@@ -101,6 +101,7 @@ def planned_layout(
     problems = layout_problems(chosen.layout, model.config, **asked)
     if problems:
         raise as_recipe_error(problems, recipe.places)
+    check_ranks(recipe, chosen.layout.world_size)
     for warning in layout_warnings(chosen.layout, model.config, **asked):
         reporter.warn(warning)
     return chosen

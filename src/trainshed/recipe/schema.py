@@ -116,6 +116,11 @@ class Recipe(Section):
         steps = self._known_steps()
         if steps is not None:
             yield from self.warmup_problems(steps)
+        profile, steps = self.observe.profile, self.train.steps
+        if profile is not None and steps is not None and profile.start > steps:
+            yield Problem(
+                ("observe", "profile", "start"), f"the run ends after {steps} steps, before it", "write a smaller one"
+            )
         if self.serve is not None:
             yield from self._serving_problems()
         if self.model.config is not None:

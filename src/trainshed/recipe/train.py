@@ -108,7 +108,7 @@ class TrainSection(Section):
     schedule: Schedule = Field(default_factory=Schedule, description="How the learning rate changes")
     z_loss: NotNegativeFloat = Field(0.0, description="Factor of the z-loss on the logits")
     moe: MoeLosses | None = Field(None, description="Losses of the router, for models with experts")
-    dropout: Fraction = Field(0.0, description="Dropout in attention and residual")
+    dropout: Fraction = Field(0.0, description="Dropout of the residual stream (Megatron and NeMo: of attention too)")
     non_finite: Literal["stop", "skip"] = Field(
         "stop", description="At a non-finite loss or gradient: stop, or skip the step"
     )

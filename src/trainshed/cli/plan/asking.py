@@ -11,12 +11,13 @@ from trainshed.catalog.models import model_preset
 from trainshed.cli.plan.flags import Flags
 from trainshed.cli.plan.place import asked_gpu_counts, asked_machine, named
 from trainshed.data.sampling.schedule import BatchSchedule
-from trainshed.errors import InputError, TrainshedError
+from trainshed.errors import InputError, RecipeError, TrainshedError
 from trainshed.line.planning import address_architecture, planned_model
+from trainshed.line.runnable import check_runnable
 from trainshed.plan.layout import parse_layout
 from trainshed.plan.planner import PlannedModel, question
 from trainshed.plan.question import Question
-from trainshed.recipe import Cluster, Layout, ModelConfig, load_cluster, load_recipe, split_overrides
+from trainshed.recipe import Cluster, Layout, ModelConfig, Recipe, load_cluster, load_recipe, split_overrides
 from trainshed.recipe.cluster import DEFAULT_CLUSTER
 from trainshed.recipe.messages import validate
 from trainshed.recipe.places import Document, Places
@@ -35,6 +36,8 @@ def ask(flags: Flags) -> Question:
     if flags.recipe is not None:
         recipe = load_recipe(flags.recipe, for_recipe)
         model = planned_model(recipe, cluster)
+        if flags.on is not None:
+            model = replace(model, notes=(*model.notes, *_refusal(recipe, cluster)))
     else:
         model = _from_flags(flags, cluster)
     model_layout = _layout(flags, model.layout)
@@ -50,6 +53,15 @@ def ask(flags: Flags) -> Question:
         calibration=flags.calibration,
         price=flags.price,
     )
+
+
+def _refusal(recipe: Recipe, cluster: Cluster) -> tuple[str, ...]:
+    """A plan may be made of what cannot be run there yet; then it says so."""
+    try:
+        check_runnable(recipe, cluster)
+    except RecipeError as error:
+        return (f"planned, but {cluster.name} would not run this recipe: {error}",)
+    return ()
 
 
 def _from_flags(flags: Flags, cluster: Cluster) -> PlannedModel:

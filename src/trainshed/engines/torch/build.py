@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
@@ -156,7 +157,20 @@ def _to_float8(chunk: Chunk) -> None:
     def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return matmul_with_hp_or_float8_args.apply(x, weight.t(), products, config)
 
-    for name, module in chunk.named_modules():
+    for module in _projections(chunk):
         # The kernels need sizes in steps of 16.
-        if isinstance(module, Matrix) and "router" not in name and not any(size % 16 for size in module.weight.shape):
+        if not any(size % 16 for size in module.weight.shape):
             module.product = product
+
+
+def _projections(chunk: Chunk) -> list[Matrix]:
+    return [module for name, module in chunk.named_modules() if isinstance(module, Matrix) and "router" not in name]
+
+
+def outside_float8(model: RankModel) -> str | None:
+    """Say how many projections of an fp8 model multiply in bf16 all the same; None where none does."""
+    found = [module for chunk in model.chunks for module in _projections(chunk)]
+    outside = sum(module.product is F.linear for module in found)
+    if not outside:
+        return None
+    return f"{outside} of {len(found)} projections stay in bf16: fp8 products take sizes in multiples of 16"

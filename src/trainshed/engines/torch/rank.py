@@ -16,7 +16,7 @@ import torch.distributed as dist
 import trainshed
 from trainshed.checkpoints.native.writer import CheckpointWriter
 from trainshed.engines.torch import flight
-from trainshed.engines.torch.build import RankModel, build_model
+from trainshed.engines.torch.build import RankModel, build_model, outside_float8
 from trainshed.engines.torch.job import TrainJob, Voice
 from trainshed.engines.torch.mesh import Mesh, build_mesh
 from trainshed.engines.torch.optimizer import AdamW
@@ -138,6 +138,8 @@ def _train(job: TrainJob, session: Session) -> int:
     began = time.monotonic()
     watchdog.beat(None, "load")
     model = _model(job, mesh)
+    if job.recipe.train.precision == "fp8" and (outside := outside_float8(model)) is not None:
+        voice("warning", text=outside)
     stepper = Stepper(model, AdamW(model.weights, job.recipe.train.optimizer, session.device))
     attempt = _checkpoint_attempt(job, session)
     found = find_resume_point(job, attempt, place.rank, session.store, voice)
