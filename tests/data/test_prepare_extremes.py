@@ -86,7 +86,7 @@ def test_a_file_whose_name_tells_nothing_needs_a_format(tmp_path: Path, tokenize
     (tmp_path / "corpus.data").write_bytes(jsonl(["a document"]))
     with pytest.raises(InputError, match="cannot tell from its name") as error:
         prepare_text(tmp_path / "corpus.data", tokenizer, tmp_path / "out")
-    assert "--format jsonl" in (error.value.hint or "")
+    assert "--format with one of jsonl" in (error.value.hint or "")
     prepared = prepare_text(tmp_path / "corpus.data", tokenizer, tmp_path / "out", kind="jsonl")
     assert prepared.manifests[0].counts.documents == 1
 
