@@ -231,6 +231,10 @@ def test_a_changed_key_names_the_run_that_exists_and_what_differs(here: Path) ->
     assert "seed (the default there, 7 here), data.seed (the default there, 5 here)" in said("data.seed=5", "seed=7")
     # Of a run that goes on, and of another recipe, there is nothing to say.
     assert said("train.steps=9") == said("name=other") == ""
+    renamed = before.folder.rename(before.folder.with_name("0fa0c8fa"))
+    assert "small/0fa0c8fa exists and is of the same recipe" in (note := said())
+    assert "write --id 0fa0c8fa" in note
+    renamed.rename(before.folder)
 
 
 @pytest.mark.parametrize("verb", ["run", "train"])

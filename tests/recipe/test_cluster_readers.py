@@ -241,18 +241,23 @@ def test_a_key_that_a_target_does_not_read_is_refused_by_name(tmp_path: Path, na
     assert caught.value.hint or ";" in caught.value.what
 
 
-@pytest.mark.parametrize(("name", "target"), [case for case in cases(read=True) if case[1] != "local"])
+SENT = [case for case in cases(read=True) if case[1] != "local" and not (case[1] == "ray" and case[0] in ON_RAYS_NODES)]
+"""What the driver reads on the nodes of a Ray cluster, and what is read here, is not sent."""
+
+
+@pytest.mark.parametrize(("name", "target"), SENT)
 def test_a_key_that_a_target_reads_changes_what_is_sent(tmp_path: Path, name: str, target: str) -> None:
-    if target == "ray" and name in ON_RAYS_NODES:
-        pytest.skip("read by the driver on the cluster's nodes")
     before, after = pair(name, target)
     assert sent(tmp_path, before) != sent(tmp_path, after)
 
 
-@pytest.mark.parametrize("name", [name for name in LEAVES if READERS[name].shown == "plan"])
+OF_OTHER_TESTS = {"calibration": "tests/line/test_one_planner.py", "mtbf_hours": "tests/plan/budget"}
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in LEAVES if READERS[name].shown == "plan" and name not in OF_OTHER_TESTS]
+)
 def test_a_key_of_the_plan_changes_what_is_planned(tmp_path: Path, name: str) -> None:
-    if name in ("calibration", "mtbf_hours"):
-        pytest.skip("shown by `trainshed plan`: tests/cli/test_plan_calibrate.py, tests/plan/budget")
     before, after = pair(name, "kubernetes")
     jobs = [job_of(tmp_path, loaded(tmp_path, body)) for body in (before, after)]
     plans = [(job.notes, job.files["plan.json"], job.grace_seconds) for job in jobs]

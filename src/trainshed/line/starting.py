@@ -78,10 +78,18 @@ def note_other_runs(start: RunStart, reporter: Reporter) -> None:
     if not start.is_new:
         return
     others = [run for run in local_runs(start.folder.parents[2]) if run.name == start.recipe.name]
-    found = [(run, keys) for run in others if (keys := _different_keys(start.recipe, run))]
+    found = [(run, keys) for run in others if (keys := _different_keys(start.recipe, run)) is not None]
     if not found:
         return
     nearest, keys = min(found, key=lambda each: len(each[1]))
+    if not keys and start.id != run_id(start.recipe):
+        return  # --id asks for another one
+    if not keys:  # begun with --id, or by a version that counted other keys into the id
+        reporter.note(
+            f"{nearest.run} exists and is of the same recipe: this is another run, {start.run}, and begins at step 0; "
+            f"to go on with that one, write --id {nearest.id}"
+        )
+        return
     shown = ", ".join(f"{key} ({_value(there)} there, {_value(here)} here)" for key, there, here in keys[:_SHOWN])
     more = f" and {len(keys) - _SHOWN} more keys" if len(keys) > _SHOWN else ""
     progress = standing(LocalStore(nearest.folder), "").words()
@@ -100,12 +108,12 @@ def _last_checkpoint(start: RunStart, options: StoreOptions | None) -> Found | N
     return latest_complete(store, checkpoints_folder(folder))
 
 
-def _different_keys(recipe: Recipe, run: LocalRun) -> list[tuple[str, Any, Any]]:
-    """The keys that make another run of a recipe: each with its value there and here."""
+def _different_keys(recipe: Recipe, run: LocalRun) -> list[tuple[str, Any, Any]] | None:
+    """The keys that make another run of a recipe: each with its value there and here; None where nothing is known."""
     try:
         there = _flat(identity(load_recipe(str(run.folder / RECIPE))))
     except TrainshedError:  # of another version, or half a file: nothing can be said about it
-        return []
+        return None
     here = _flat(identity(recipe))
     if recipe.model.config is None:  # base weights bring the architecture, and it is written out once they are there
         there = {key: value for key, value in there.items() if not key.startswith("model.config.")}
