@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from trainshed.engines.torch import optimizer
-from trainshed.engines.torch.build import RankModel, build_model, fill_model
+from trainshed.engines.torch.build import RankModel, build_model, fill_model, outside_float8
 from trainshed.engines.torch.feed import FedBatch
 from trainshed.engines.torch.mesh import alone
 from trainshed.engines.torch.optimizer import AdamW
@@ -56,7 +56,13 @@ LENGTH, BATCH = 256, 4
 
 
 def outcomes(
-    config: ModelConfig, device: str, precision: str, steps: int = 6, *, recompute: str = "none"
+    config: ModelConfig,
+    device: str,
+    precision: str,
+    steps: int = 6,
+    *,
+    recompute: str = "none",
+    dropout: float = 0.0,
 ) -> list[StepOutcome]:
     layout = resolve_layout(Layout.model_validate({"micro_batch": 2, "recompute": recompute}), config)
     place = torch.device(device)
@@ -65,16 +71,17 @@ def outcomes(
         alone(layout, place),
         sequence_length=LENGTH,
         precision=precision,
-        losses=Losses(z_loss=1e-4, moe_balance=0.01, moe_z=1e-3),
+        losses=Losses(z_loss=1e-4, moe_balance=0.01, moe_z=1e-3, dropout=dropout, seed=7),
         compile_blocks=place.type == "cuda",
     )
     fill_model(model, seed=1)
     stepper = Stepper(model, AdamW(model.weights, Optimizer(lr=1e-3), place))
     generator = torch.Generator().manual_seed(0)
     found = []
-    for _ in range(steps):
+    for step in range(steps):
         rows = torch.randint(0, config.vocab_size, (BATCH, LENGTH + 1), generator=generator)
-        batch = LocalBatch(BATCH, rows[:, :-1].contiguous().to(place), rows[:, 1:].contiguous().to(place), None)
+        samples = torch.arange(step * BATCH, (step + 1) * BATCH, device=place) if dropout else None
+        batch = LocalBatch(BATCH, rows[:, :-1].contiguous().to(place), rows[:, 1:].contiguous().to(place), samples)
         found.append(stepper.step(FedBatch(batch, (0, 0)), BATCH, 1e-3, [0.0] * len(WATCHED)).read())
     torch.compiler.reset()
     return found
@@ -106,6 +113,31 @@ def test_recomputing_changes_nothing_that_matters(config: ModelConfig, recompute
     plain, again = (outcomes(config, "cuda", "bf16", 4, recompute=each) for each in ("none", recompute))
     for one, other in zip(plain, again, strict=True):
         assert other.loss == pytest.approx(one.loss, rel=2e-3)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_compiled_dropout_drops_what_a_cpu_drops(recompute: str) -> None:
+    """More layers than PyTorch would compile one by one; without dropout the gradient is another."""
+    deep = DENSE.model_copy(update={"layers": 10})
+    there = outcomes(deep, "cuda", "fp32", 4, dropout=0.2, recompute=recompute)
+    here, without = outcomes(deep, "cpu", "fp32", 4, dropout=0.2), outcomes(deep, "cpu", "fp32", 1)
+    for gpu, cpu in zip(there, here, strict=True):
+        assert gpu.loss == pytest.approx(cpu.loss, rel=2e-4)
+        assert gpu.grad_norm == pytest.approx(cpu.grad_norm, rel=1e-3)
+    assert abs(there[0].grad_norm - without[0].grad_norm) > 2e-2 * without[0].grad_norm
+
+
+def test_projections_that_fp8_does_not_take_are_counted() -> None:
+    pytest.importorskip("torchao")
+    odd = DENSE.model_copy(update={"ffn": 500})
+    layout = resolve_layout(Layout.model_validate({"micro_batch": 2}), odd)
+    place = alone(layout, torch.device("cuda"))
+    built = [
+        build_model(config, place, sequence_length=LENGTH, precision="fp8", losses=Losses()) for config in (DENSE, odd)
+    ]
+    said = [outside_float8(model) for model in built]
+    # Gate and up together have 1,000 rows, and down 500 columns: neither is a multiple of 16.
+    assert said == [None, "8 of 16 projections stay in bf16: fp8 products take sizes in multiples of 16"]
 
 
 def test_fp8_follows_bf16() -> None:
