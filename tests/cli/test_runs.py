@@ -355,6 +355,6 @@ def test_a_broken_manifest_says_what_to_do_and_that_helps(here: Path, capsys: py
     manifest.write_text("{")
     error = report(capsys, "run", "recipe.yaml", "train.steps=6", code=1)
     assert "a manifest that cannot be read" in error["what"]
-    assert error["hint"].startswith(f"remove {manifest.relative_to(here)} and run the same command again")
+    assert error["hint"].startswith(f"remove it (`rm {manifest.relative_to(here)}`), then run the same command again")
     manifest.unlink()
     assert run_line(load_recipe("recipe.yaml", ["train.steps=6"])).sources[0].tokens > 0

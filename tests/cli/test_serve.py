@@ -37,7 +37,7 @@ def test_what_means_nothing_is_refused(
 
 
 def test_weights_that_are_not_there_end_the_server(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    assert run_cli(["serve", str(tmp_path), "--port", "0"]) == 1
+    assert run_cli(["serve", str(tmp_path), "--port", "0"]) == 2
     said = capsys.readouterr().err
     assert "listening at http://127.0.0.1:" in said
     assert f"{tmp_path}: there are no weights" in said

@@ -44,7 +44,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def cluster_of(folder: Path) -> Path:
-    text = f"name: c\ntarget: slurm\nstore: {folder}/shared\nnodes: {{default: 1}}\n"
+    text = f"name: c\ntarget: slurm\nmachine: cpu\nstore: {folder}/shared\nnodes: {{default: 1}}\n"
     (folder / "cluster.yaml").write_text(text)
     return folder / "cluster.yaml"
 

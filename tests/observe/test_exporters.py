@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,11 @@ def test_a_loss_that_is_not_finite_has_no_point(tmp_path: Path) -> None:
         written(kind, tmp_path, step_event(0, None), step_event(1, 2.0))
     assert scalars(tmp_path, "train/loss") == [(2, 2.0)]
     assert ["reduced_train_loss" in line["data"] for line in dllogger_lines(tmp_path)] == [False, True]
+
+
+def test_a_figure_beyond_single_precision_is_infinite_in_tensorboard(tmp_path: Path) -> None:
+    written(TensorBoard, tmp_path, step_event(0, 2.0) | {"grad_norm": 1e39}, step_event(1, 2.0))
+    assert scalars(tmp_path, "train/grad_norm") == [(1, math.inf), (2, 2.0)]
 
 
 def test_dllogger_lines_are_nemos_and_our_own_reader_takes_them(tmp_path: Path) -> None:

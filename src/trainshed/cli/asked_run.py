@@ -157,9 +157,11 @@ def _of_recipe(
     recipe = resolve(load_recipe(text, overrides), store_options(cluster))
     name = id or run_id(recipe)
     address = join(recipe.store or cluster.store_root, f"runs/{recipe.name}/{name}")
-    same = next((run for run in known if run.run == f"{recipe.name}/{name}"), None)
-    if same is not None:
-        return same
+    # A store that the recipe names is the one meant, whatever lies under the same name elsewhere.
+    anywhere = recipe.store is None
+    same = (run for run in known if run.run == f"{recipe.name}/{name}" and (anywhere or _same(run.address, address)))
+    if (found := next(same, None)) is not None:
+        return found
     if "://" not in address and not Path(address).expanduser().is_dir():
         alike = ", ".join(run.run for run in known if run.name == recipe.name)
         raise NoSuchName(

@@ -7,6 +7,7 @@ so once and stops: it is no reason to lose a run.
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import struct
@@ -22,6 +23,7 @@ from typing import Any, BinaryIO, ClassVar, Self
 import orjson
 
 FLUSH_SECONDS = 30.0
+_LARGEST = 3.4028234663852886e38
 
 
 class Exporter(ABC):
@@ -220,7 +222,9 @@ def _event(step: int, body: bytes) -> bytes:
 
 
 def _scalars(figures: list[tuple[str, float]]) -> bytes:
-    values = (_bytes(1, _text(1, tag) + b"\x15" + struct.pack("<f", value)) for tag, value in figures)
+    # Single precision ends at 3.4e38, and gradients that fly apart do not.
+    singles = ((tag, value if abs(value) <= _LARGEST else math.copysign(math.inf, value)) for tag, value in figures)
+    values = (_bytes(1, _text(1, tag) + b"\x15" + struct.pack("<f", value)) for tag, value in singles)
     return _bytes(5, b"".join(values))
 
 

@@ -149,11 +149,11 @@ def test_what_could_never_run_is_refused_before_it_is_submitted(slurm_runs: Slur
     assert refusals(Stage("train"), slurm={"partition": "large"}) == [
         "train: there is no partition `large`; there are main, small"
     ]
-    assert refusals(Stage("train", gpus_per_node=8), slurm={"gpus": "gpu:h100"}) == []
-    assert refusals(Stage("train", gpus_per_node=8), slurm={"gpus": "gpu:a100"}) == [
+    assert refusals(Stage("train", gpus_per_node=8), machine="dgx-h100", slurm={"gpus": "gpu:h100"}) == []
+    assert refusals(Stage("train", gpus_per_node=8), machine="dgx-h100", slurm={"gpus": "gpu:a100"}) == [
         "train asks for gpu:a100:8 on each node, and the partition main has gpu:h100:8 (slurm.gpus)"
     ]
-    assert refusals(Stage("train", gpus_per_node=9), slurm={"gpus": "gpu"}) == [
+    assert refusals(Stage("train", gpus_per_node=9), machine="dgx-h100", slurm={"gpus": "gpu"}) == [
         "train asks for gpu:9 on each node, and the partition main has gpu:h100:8 (slurm.gpus)"
     ]
     assert refusals(Stage("train"), secrets={"HF_TOKEN": {"env": "SURELY_NOT_SET"}}) == [
