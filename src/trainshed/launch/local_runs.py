@@ -10,11 +10,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from trainshed.launch.run_lock import Holder, attempt_of, holder
+from trainshed.launch.run_lock import attempt_of, holder
 from trainshed.observe.rank_error import health_folder
 from trainshed.observe.standing import Standing, standing
 from trainshed.storage import LocalStore
 from trainshed.storage.attempts import newest_record
+from trainshed.storage.lock_holder import LockHolder
 
 RECIPE = "recipe.yaml"
 LocalState = Literal["running", "done", "stopped", "failed", "unknown"]
@@ -53,7 +54,7 @@ class LocalAccount:
     state: LocalState
     reason: str
     progress: Standing
-    holder: Holder | None = None
+    holder: LockHolder | None = None
 
 
 def local_runs(store: Path) -> list[LocalRun]:

@@ -10,51 +10,21 @@ from __future__ import annotations
 import fcntl
 import os
 import signal
-import socket
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import BinaryIO
-
-import orjson
 
 from trainshed.errors import InputError
 from trainshed.observe.standing import standing
 from trainshed.storage import LocalStore
 from trainshed.storage.attempts import newest_record
+from trainshed.storage.lock_holder import LockHolder
 
 FILE = "running.json"
 _TRIES = 20
 _TRY_SECONDS = 0.05
-
-
-@dataclass(frozen=True)
-class Holder:
-    """The process that works on a run."""
-
-    pid: int
-    host: str
-    since: float
-    """Seconds since 1970."""
-    started: int | None = None
-    """When the process was started, as the kernel counts: another process of the same number has another one."""
-
-    @property
-    def is_here(self) -> bool:
-        """Whether it runs on this machine."""
-        return self.host == socket.gethostname() and self.started == _started(self.pid)
-
-    def words(self) -> str:
-        """Who it is, for a sentence."""
-        return f"process {self.pid} on {self.host} since {datetime.fromtimestamp(self.since):%Y-%m-%d %H:%M:%S}"
-
-    def ask_to_stop(self) -> None:
-        """Have it write a checkpoint and end, as Ctrl-C in its terminal does."""
-        with suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGTERM)
 
 
 @contextmanager
@@ -76,8 +46,7 @@ def only_start(run_folder: Path, run: str) -> Iterator[None]:
                 hint=_way_to_take_over(run, held),
             )
         file.truncate(0)
-        me = Holder(os.getpid(), socket.gethostname(), time.time(), _started(os.getpid()))
-        file.write(orjson.dumps(asdict(me)) + b"\n")
+        file.write(LockHolder.here().to_bytes())
         file.flush()
         try:
             yield
@@ -86,7 +55,7 @@ def only_start(run_folder: Path, run: str) -> Iterator[None]:
             _remove_empty(run_folder, made)
 
 
-def holder(run_folder: Path) -> Holder | None:
+def holder(run_folder: Path) -> LockHolder | None:
     """Return who works on a run now, None where nobody does."""
     is_free: bool | None = False
     for _ in range(_TRIES):
@@ -95,18 +64,24 @@ def holder(run_folder: Path) -> Holder | None:
                 is_free = _take(file, fcntl.LOCK_SH)
                 if is_free:
                     return None
-                held = Holder(**orjson.loads(file.read()))
-                return held if is_free is False or held.is_here else None
+                held = LockHolder.from_bytes(file.read())
         except (FileNotFoundError, NotADirectoryError):
             return None
-        except (orjson.JSONDecodeError, TypeError):  # it has just taken the lock, and writes who it is
-            if is_free is None:
-                return None
-            time.sleep(_TRY_SECONDS)
+        if held is not None:
+            return held if is_free is False or held.is_here else None
+        if is_free is None:
+            return None
+        time.sleep(_TRY_SECONDS)  # it has just taken the lock, and writes who it is
     return None
 
 
-def attempt_of(run_folder: Path, held: Holder) -> int | None:
+def ask_to_stop(held: LockHolder) -> None:
+    """Have a holder write a checkpoint and end, as Ctrl-C in its terminal does."""
+    with suppress(ProcessLookupError):
+        os.kill(held.pid, signal.SIGTERM)
+
+
+def attempt_of(run_folder: Path, held: LockHolder) -> int | None:
     """Return the attempt that a holder trains, None while it still prepares."""
     newest = newest_record(LocalStore(run_folder), "")
     if newest is None or (newest.get("pid"), newest.get("host")) != (held.pid, held.host):
@@ -114,7 +89,7 @@ def attempt_of(run_folder: Path, held: Holder) -> int | None:
     return newest["attempt"]
 
 
-def held_words(run_folder: Path, held: Holder) -> str:
+def held_words(run_folder: Path, held: LockHolder) -> str:
     """Say which attempt a holder trains, who it is, and how far it has come."""
     attempt = attempt_of(run_folder, held)
     if attempt is None:
@@ -123,7 +98,7 @@ def held_words(run_folder: Path, held: Holder) -> str:
     return f"attempt {attempt}, {held.words()}" + (f", {progress}" if progress else "")
 
 
-def _way_to_take_over(run: str, held: Holder | None) -> str:
+def _way_to_take_over(run: str, held: LockHolder | None) -> str:
     there = "" if held is None or held.is_here else f" on {held.host}"
     return (
         f"`trainshed status {run}` shows how it goes; to take over, `trainshed cancel {run}`{there} stops it after a "
@@ -157,12 +132,3 @@ def _remove_empty(run_folder: Path, made: Sequence[Path]) -> None:
             (run_folder / FILE).unlink()
             for folder in made:
                 folder.rmdir()
-
-
-def _started(pid: int) -> int | None:
-    """When a process was started: field 22 of /proc/PID/stat (man 5 proc); None where there is no such process."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return None
-    return int(stat.rpartition(")")[2].split()[19])

@@ -8,19 +8,16 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import json
-import os
-import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import orjson
 
 from trainshed.reporting import SILENT, Reporter
+from trainshed.storage.lock_holder import LockHolder
 
 LOOK_SECONDS = 0.2
 TELL_SECONDS = 30.0
@@ -34,33 +31,7 @@ def artefact_folder(root: Path, kind: str, spec: Mapping[str, Any]) -> Path:
     return root / kind / hashlib.sha256(canonical).hexdigest()[:16]
 
 
-@dataclass(frozen=True)
-class Holder:
-    """Who holds a lock, and since when (seconds since 1970)."""
-
-    pid: int
-    host: str
-    since: float
-
-    @classmethod
-    def here(cls) -> Holder:
-        """This process, now."""
-        return cls(os.getpid(), socket.gethostname(), time.time())
-
-    def to_bytes(self) -> bytes:
-        """As it is written beside a lock."""
-        return json.dumps(asdict(self)).encode() + b"\n"
-
-    @classmethod
-    def read(cls, path: Path) -> Holder | None:
-        """Read who holds a lock; None where nothing tells (a version before it, or one that has just begun)."""
-        try:
-            return cls(**json.loads(path.read_bytes()))
-        except (OSError, ValueError, TypeError):
-            return None
-
-
-def describe_holder(holder: Holder | None) -> str:
+def describe_holder(holder: LockHolder | None) -> str:
     """Name a holder for people."""
     if holder is None:
         return "another process"
@@ -76,7 +47,7 @@ def only_maker(folder: Path, reporter: Reporter = SILENT) -> Iterator[None]:
         if not _taken_at_once(lock.fileno()):
             wait_for_holder(str(folder), path, lambda: not _taken_at_once(lock.fileno()), reporter)
         lock.truncate(0)
-        lock.write(Holder.here().to_bytes())
+        lock.write(LockHolder.here().to_bytes())
         lock.flush()
         yield
 
@@ -92,7 +63,7 @@ def wait_for_holder(
             told = waited
             silent = _silent_seconds(sign_of_life)
             reporter.note(
-                f"waiting: {what} is being made by {describe_holder(Holder.read(holder))}"
+                f"waiting: {what} is being made by {describe_holder(LockHolder.read(holder))}"
                 + (f"; waited {waited:.0f} s" if waited >= TELL_SECONDS else "")
                 + (
                     f"; nothing was written for {silent:.0f} s: if that machine is gone, remove {sign_of_life}"

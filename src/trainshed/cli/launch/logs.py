@@ -149,7 +149,7 @@ def _cancel_here(found: AskedRun) -> list[str]:
     """Ask the process that works on a run to stop, and wait until it has; returns the stage that was ended."""
     from trainshed.cli.console import reporter
     from trainshed.errors import InputError
-    from trainshed.launch.run_lock import attempt_of, holder
+    from trainshed.launch.run_lock import ask_to_stop, attempt_of, holder
 
     folder = found.folder_here()
     held = holder(folder)
@@ -162,7 +162,7 @@ def _cancel_here(found: AskedRun) -> list[str]:
             hint=f"write `trainshed cancel {found.run}` on {held.host}",
         )
     stage = "prepare" if attempt_of(folder, held) is None else "train"
-    held.ask_to_stop()
+    ask_to_stop(held)
     reporter().note(f"asked {held.words()} to stop: it writes a checkpoint first")
     while (now := holder(folder)) is not None and now.pid == held.pid:
         time.sleep(_SECONDS_BETWEEN_LOOKS)

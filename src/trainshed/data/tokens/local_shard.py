@@ -23,7 +23,8 @@ from trainshed.data.encode.block_tokenizer import Tokens
 from trainshed.data.tokens.shard_writer import Counts, Progress, explained
 from trainshed.errors import Conflict
 from trainshed.reporting import Reporter
-from trainshed.storage.artefact_folder import Holder, describe_holder, wait_for_holder
+from trainshed.storage.artefact_folder import describe_holder, wait_for_holder
+from trainshed.storage.lock_holder import LockHolder
 from trainshed.storage.manifest import FileEntry
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ class LocalShardWriter:
             # Opened first and removed last: whoever holds it has the shard.
             self._journal = stack.enter_context(open(self._journal_path, "ab+", buffering=0))
             self._lock(prefix)
-            self._holder_path.write_bytes(Holder.here().to_bytes())
+            self._holder_path.write_bytes(LockHolder.here().to_bytes())
             self._tokens = stack.enter_context(open(self._tokens_path, "ab+", buffering=0))
             self._lengths = stack.enter_context(open(self._lengths_path, "ab+", buffering=0))
             self._digest, self._lengths_digest = hashlib.sha256(), hashlib.sha256()
@@ -109,7 +110,7 @@ class LocalShardWriter:
             raise ShardHeld(
                 "another process is preparing this shard",
                 where=prefix,
-                hint=f"wait for it ({describe_holder(Holder.read(self._holder_path))}), or write another --output",
+                hint=f"wait for it ({describe_holder(LockHolder.read(self._holder_path))}), or write another --output",
             )
 
     def _resume(self) -> Progress:
