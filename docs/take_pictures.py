@@ -94,9 +94,9 @@ def take_launch(folder: str) -> None:
     from slurm_cluster import shared_cluster
 
     Path(folder, "cluster.yaml").write_text(
-        f"name: virtual\ntarget: slurm\nstore: {folder}/store\nnodes: {{default: 2, max: 4}}\n"
+        f"name: virtual\ntarget: slurm\nmachine: cpu\nstore: {folder}/store\nnodes: {{default: 2, max: 4}}\n"
         "limits: {cpu_stage_cpus: 2, cpu_stage_memory: 2Gi}\n"
-        f"slurm: {{partition: main, venv: {sys.prefix}, gpus: null}}\n"
+        f"slurm: {{partition: main, venv: {sys.prefix}}}\n"
     )
     asked = ["quickstart", "--on", "cluster.yaml", "layout={dp: 2, tp: 2}", "export={format: hf}", "--yes"]
     with shared_cluster(Path(folder, "slurm")) as cluster:
