@@ -123,7 +123,7 @@ def main(handle: int) -> None:
     import torch
 
     import trainshed.engines.torch.rank
-    import trainshed.line  # noqa: F401
+    import trainshed.workflow  # noqa: F401
 
     torch.set_num_threads(1)
     with Connection(handle) as connection:

@@ -16,8 +16,8 @@ from small_recipes import recipe_text
 from trainshed.launch.job import Code, Job, Stage
 from trainshed.launch.slurm.target import SlurmTarget
 from trainshed.launch.target import StageState, Submitted
-from trainshed.line.submission import build_job
 from trainshed.recipe import Cluster, load_cluster, load_recipe
+from trainshed.workflow.submit import build_job
 
 VENV = Path(sys.prefix)
 NO_CODE = Code("none", "0" * 64, b"")

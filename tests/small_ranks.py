@@ -27,13 +27,13 @@ from trainshed.engines.torch import rank
 from trainshed.engines.torch.build import RankModel, build_model
 from trainshed.engines.torch.rank import train_rank
 from trainshed.engines.torch.starting import Start, start_weights
-from trainshed.line import open_run_folder, run_layout, train_job
 from trainshed.models import loss
 from trainshed.models.decoder import Block
 from trainshed.observe.reading import EventFollower
 from trainshed.plan import parse_layout
 from trainshed.recipe.data import ValidationSource
 from trainshed.storage import LocalStore, Store
+from trainshed.workflow import open_run_folder, run_layout, train_job
 
 
 def train_small(folder: Path, model: str, layout: str, overrides: Sequence[str]) -> int:

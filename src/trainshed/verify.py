@@ -25,8 +25,6 @@ from trainshed.checkpoints.native.retention import remove_checkpoint
 from trainshed.data.run_orders import PreparedData, run_orders
 from trainshed.errors import InputError, TrainshedError
 from trainshed.launch.here import train_here
-from trainshed.line import PreparedRun, check_engine, keep_run, planned_layout, run_layout, run_line
-from trainshed.line.planning import weights_architecture
 from trainshed.models.parameters import parameter_count
 from trainshed.observe.comparison import BITWISE, FLOAT64, Comparison, compare
 from trainshed.observe.reading import read_events
@@ -50,6 +48,8 @@ from trainshed.recipe import (
 )
 from trainshed.reporting import SILENT, Reporter
 from trainshed.storage import LocalStore
+from trainshed.workflow import PreparedRun, check_engine, keep_run, planned_layout, prepare_run, run_layout
+from trainshed.workflow.layout import weights_architecture
 
 SCHEMA = "trainshed.verify/1"
 STEPS = 10
@@ -127,7 +127,7 @@ def verify(
     alone = Layout(dp=1, micro_batch=gcd(*small.batch_sizes))
     spread = Layout.model_validate(small.layout.recipe_keys())
     one, run = (
-        run_line(small_recipe(whole.recipe, small, each, folder, steps=steps), cluster, id=id)
+        prepare_run(small_recipe(whole.recipe, small, each, folder, steps=steps), cluster, id=id)
         for each, id in ((alone, "one-process"), (spread, "layout"))
     )
     expected = trials.train(one, "one process")

@@ -97,8 +97,8 @@ def test_prune_removes_the_old_the_broken_and_the_abandoned_and_spares_what_is_b
 
 
 def test_a_run_is_found_by_its_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from trainshed.line import resolve
     from trainshed.recipe import load_recipe, run_id
+    from trainshed.workflow import resolve
 
     root = f"store={tmp_path}/store"
     recipe = resolve(load_recipe("quickstart", [root]))

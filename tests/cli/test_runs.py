@@ -23,8 +23,8 @@ from trainshed.launch.local_runs import LocalRun, account_of, local_runs
 from trainshed.launch.run_lock import holder, only_start
 from trainshed.launch.submissions import remember, submissions
 from trainshed.launch.target import Submitted
-from trainshed.line import find_start, note_other_runs, open_run_folder, run_line
 from trainshed.recipe import load_cluster, load_recipe
+from trainshed.workflow import find_start, note_other_runs, open_run_folder, prepare_run
 
 HOLD = """
 import sys, time
@@ -357,4 +357,4 @@ def test_a_broken_manifest_says_what_to_do_and_that_helps(here: Path, capsys: py
     assert "a manifest that cannot be read" in error["what"]
     assert error["hint"].startswith(f"remove it (`rm {manifest.relative_to(here)}`), then run the same command again")
     manifest.unlink()
-    assert run_line(load_recipe("recipe.yaml", ["train.steps=6"])).sources[0].tokens > 0
+    assert prepare_run(load_recipe("recipe.yaml", ["train.steps=6"])).sources[0].tokens > 0

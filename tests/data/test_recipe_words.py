@@ -13,8 +13,8 @@ from text_recipes import write_recipe
 from trainshed.cli import run_cli
 from trainshed.data.recipe_words import as_keys
 from trainshed.errors import InputError
-from trainshed.line import run_line
 from trainshed.recipe import load_recipe
+from trainshed.workflow import prepare_run
 
 ROOM = Path(trainshed.data.__file__).parent
 # `merge` and sets of shards are not entered from a recipe; a script has flags of its own.
@@ -119,11 +119,11 @@ def test_a_token_that_the_tokenizer_lacks_is_a_key_of_the_data(tmp_path: Path, m
     (tmp_path / "a.txt").write_text("some text that is long enough to be a sample or two of it, and more of it")
     recipe = load_recipe(str(write_recipe(tmp_path, "{path: a.txt}", tokenizer="{train: {vocab_size: 257}}")))
     with pytest.raises(InputError, match=r"`data\.eod` asks for the token '<none>'"):
-        run_line(recipe.model_copy(update={"data": recipe.data.model_copy(update={"eod": "<none>"})}))
+        prepare_run(recipe.model_copy(update={"data": recipe.data.model_copy(update={"eod": "<none>"})}))
 
 
 def test_a_format_is_read_from_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.dat").write_text("text\n" + "some text that is long enough to be a sample\n" * 3)
     recipe = write_recipe(tmp_path, "{path: a.dat, format: csv}", tokenizer="{train: {vocab_size: 257}}")
-    assert run_line(load_recipe(str(recipe))).sources[0].documents == 3
+    assert prepare_run(load_recipe(str(recipe))).sources[0].documents == 3

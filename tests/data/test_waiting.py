@@ -20,9 +20,9 @@ from preparing import MadeTokenizer, Notes, contents, documents, jsonl, left_beh
 from text_recipes import write_recipe, write_script
 from trainshed.data.tokens.local_shard import LocalShardWriter
 from trainshed.errors import Conflict
-from trainshed.line import run_line
 from trainshed.recipe import load_recipe
 from trainshed.storage.artefact_folder import only_maker
+from trainshed.workflow import prepare_run
 
 ME = f"is being made by process {os.getpid()} on {socket.gethostname()}, at work for "
 HOLDER = """
@@ -173,12 +173,12 @@ def test_two_recipes_on_one_corpus_share_its_tokens_whoever_comes_first(
     monkeypatch.chdir(tmp_path)
     write_script(tmp_path)
     recipe = load_recipe(str(write_recipe(tmp_path, "{script: numbers.py}")))
-    made = run_line(recipe)
+    made = prepare_run(recipe)
     prefix = made.sources[0].prefixes[0]
     shutil.rmtree(Path(prefix).parent)
     with ExitStack() as stack:
         LocalShardWriter(prefix, "key", ["piece"], stack)
-        second = Waiter(lambda notes: run_line(load_recipe("recipe.yaml", ["name=second"]), reporter=notes))
+        second = Waiter(lambda notes: prepare_run(load_recipe("recipe.yaml", ["name=second"]), reporter=notes))
         assert second.until("waiting: ").startswith(f"waiting: {prefix} {ME}")
     assert second.end().sources[0].prefixes == made.sources[0].prefixes
 
@@ -187,10 +187,10 @@ def test_two_runs_that_need_the_same_index_make_it_once(tmp_path: Path, monkeypa
     monkeypatch.chdir(tmp_path)
     write_script(tmp_path)
     recipe = load_recipe(str(write_recipe(tmp_path, "{script: numbers.py}")))
-    made = run_line(recipe)
+    made = prepare_run(recipe)
     index = made.order.sources[0].index.folder
     shutil.rmtree(index)
     with only_maker(index):
-        second = Waiter(lambda notes: run_line(recipe, reporter=notes))
+        second = Waiter(lambda notes: prepare_run(recipe, reporter=notes))
         assert second.until("waiting: ").startswith(f"waiting: {index} {ME}")
     assert second.end().steps == 3

@@ -18,8 +18,8 @@ from trainshed.checkpoints.converting.convert import convert
 from trainshed.checkpoints.formats import Target
 from trainshed.checkpoints.proving.probe import PROBE
 from trainshed.errors import NotFound
-from trainshed.line import PreparedRun, open_run, run_line
 from trainshed.recipe import Recipe, parse_recipe
+from trainshed.workflow import PreparedRun, open_run, prepare_run
 
 LAYOUT = "tp=2,micro_batch=2"
 
@@ -41,7 +41,7 @@ def recipe_from(weights: Path, store: Path, *overrides: str) -> Recipe:
 def prepared(tmp_path: Path) -> PreparedRun:
     """A run on a tiny Llama, its weights hashed and measured."""
     save_tiny_hf("llama", tmp_path / "hf")
-    return run_line(recipe_from(tmp_path / "hf", tmp_path / "store"))
+    return prepare_run(recipe_from(tmp_path / "hf", tmp_path / "store"))
 
 
 def refused(pool: RankPool, run: PreparedRun, layout: str = LAYOUT, with_base: bool = True) -> str:
@@ -69,7 +69,7 @@ def test_base_weights_have_the_same_loss_on_every_layout(
     rank_pool: RankPool, tmp_path: Path, family: str, layout: str
 ) -> None:
     save_tiny_hf(family, tmp_path / "hf", shard_bytes=20_000)
-    run = run_line(recipe_from(tmp_path / "hf", tmp_path / "store"))
+    run = prepare_run(recipe_from(tmp_path / "hf", tmp_path / "store"))
     assert set(rank_pool.run(train_prepared, run.folder, layout, ranks=world_size(layout))) == {0}
     (probe,) = events(run.folder, "probe")
     assert probe["expected"] == json.loads((run.base.folder / PROBE).read_text())["loss"] if run.base else None
@@ -82,7 +82,7 @@ def test_a_run_starts_from_a_megatron_checkpoint_on_another_layout_than_its_file
 ) -> None:
     save_tiny_hf("llama", tmp_path / "hf")
     made = convert(str(tmp_path / "hf"), str(tmp_path / "megatron"), Target("megatron", "torch", tp=2, pp=2))
-    run = run_line(recipe_from(tmp_path / "megatron", tmp_path / "store"))
+    run = prepare_run(recipe_from(tmp_path / "megatron", tmp_path / "store"))
     assert rank_pool.run(train_prepared, run.folder, LAYOUT, ranks=world_size(LAYOUT)) == [0, 0]
     (probe,) = events(run.folder, "probe")
     assert made.verdict.probe is not None
@@ -93,7 +93,7 @@ def test_a_run_starts_from_a_megatron_checkpoint_on_another_layout_than_its_file
 def test_going_on_reads_the_checkpoint_and_not_the_base_again(rank_pool: RankPool, prepared: PreparedRun) -> None:
     ranks = world_size(LAYOUT)
     assert rank_pool.run(train_prepared, prepared.folder, LAYOUT, ranks=ranks) == [0, 0]
-    run_line(recipe_from(prepared.folder.parents[3] / "hf", prepared.folder.parents[2], "train.steps=3"))
+    prepare_run(recipe_from(prepared.folder.parents[3] / "hf", prepared.folder.parents[2], "train.steps=3"))
     assert rank_pool.run(train_prepared, prepared.folder, LAYOUT, ranks=ranks) == [0, 0]
     assert len(events(prepared.folder, "probe")) == 1
     assert [event["step"] for event in events(prepared.folder, "step")] == [0, 1, 2]

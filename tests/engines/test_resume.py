@@ -18,10 +18,10 @@ from trainshed.cli import run_cli
 from trainshed.data.order import DataOrder
 from trainshed.data.sampling.schedule import SkipList
 from trainshed.engines.torch.learning_rate import learning_rate
-from trainshed.line import run_line
 from trainshed.observe.reading import steps
 from trainshed.recipe import load_recipe
 from trainshed.storage import LocalStore
+from trainshed.workflow import prepare_run
 
 STEPS = 12
 OFTEN = ("train.steps=12", "checkpoint.every=4", "checkpoint.keep=null")
@@ -127,7 +127,9 @@ def test_a_run_that_is_made_longer_asks_about_its_decay_and_never_jumps_in_silen
 ) -> None:
     (tmp_path / "recipe.yaml").write_text(recipe_text("dense"))
     unsaid = "train.schedule.decay=null"
-    run = run_line(load_recipe(str(tmp_path / "recipe.yaml"), [unsaid, "train.steps=6", f"store={tmp_path}"]), id="it")
+    run = prepare_run(
+        load_recipe(str(tmp_path / "recipe.yaml"), [unsaid, "train.steps=6", f"store={tmp_path}"]), id="it"
+    )
     rank_pool.run(train_prepared, run.folder, ALONE)
 
     def go_on(*overrides: str) -> subprocess.CompletedProcess[str]:
@@ -154,7 +156,7 @@ def test_a_folder_in_the_place_of_latest_is_named_before_a_rank_starts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "recipe.yaml").write_text(recipe_text("dense"))
-    run = run_line(load_recipe(str(tmp_path / "recipe.yaml"), [f"store={tmp_path}"]), id="it")
+    run = prepare_run(load_recipe(str(tmp_path / "recipe.yaml"), [f"store={tmp_path}"]), id="it")
     (run.folder / "checkpoints" / "latest").mkdir(parents=True)
     assert run_cli(["train", str(tmp_path / "recipe.yaml"), "--id", "it", f"store={tmp_path}"]) == 1
     said = capsys.readouterr().err

@@ -22,11 +22,11 @@ from small_runs import SmallRuns, events, figures, state
 from trainshed.errors import TrainshedError
 from trainshed.launch.here import train_here
 from trainshed.launch.ranks import free_port
-from trainshed.line import run_layout, run_line
 from trainshed.observe.reading import EventFollower, steps
 from trainshed.plan import parse_layout
 from trainshed.recipe import parse_recipe
 from trainshed.storage import LocalStore
+from trainshed.workflow import prepare_run, run_layout
 
 LAYOUT = "dp=2,micro_batch=2"
 ENDLESS = "train.steps=1000000"
@@ -212,7 +212,7 @@ def test_a_rank_that_is_killed_is_named_and_nobody_is_left_behind(small_runs: Sm
 def test_a_rank_that_is_stuck_is_named_with_the_collective_the_others_wait_in(
     tmp_path: Path, layout: str, patience: str, collective: str
 ) -> None:
-    run = run_line(parse_recipe(recipe_text("dense"), [ENDLESS, f"store={tmp_path}"]), id="it")
+    run = prepare_run(parse_recipe(recipe_text("dense"), [ENDLESS, f"store={tmp_path}"]), id="it")
     stopped: list[psutil.Process] = []
 
     def stop_a_rank(event: dict[str, Any]) -> None:

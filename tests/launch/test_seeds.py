@@ -11,8 +11,8 @@ import yaml
 from golden_files import check_golden
 from trainshed.launch.job import Code, Job
 from trainshed.launch.targets import target_of
-from trainshed.line.submission import build_job
 from trainshed.recipe import load_cluster, load_recipe
+from trainshed.workflow.submit import build_job
 
 CODE = Code("trainshed-0-stub.tar.xz", hashlib.sha256(b"stub").hexdigest(), b"stub", "0")
 SEEDS = {

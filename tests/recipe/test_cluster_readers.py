@@ -16,11 +16,11 @@ from trainshed.errors import InputError, RecipeError
 from trainshed.launch.job import Code, Job
 from trainshed.launch.kubernetes.storage import storage_text
 from trainshed.launch.targets import target_of
-from trainshed.line.preparing import store_options
-from trainshed.line.submission import build_job
 from trainshed.recipe import Cluster, load_cluster, load_recipe
 from trainshed.recipe.cluster.readers import READERS, TARGETS
 from trainshed.recipe.keys import known_keys
+from trainshed.workflow.prepare import store_options
+from trainshed.workflow.submit import build_job
 
 CODE = Code("trainshed-0-0.tar.xz", "0" * 64, b"")
 SCHEMA = {".".join(str(step) for step in path): key for path, key in known_keys(Cluster).items()}
@@ -251,7 +251,7 @@ def test_a_key_that_a_target_reads_changes_what_is_sent(tmp_path: Path, name: st
     assert sent(tmp_path, before) != sent(tmp_path, after)
 
 
-OF_OTHER_TESTS = {"calibration": "tests/line/test_one_planner.py", "mtbf_hours": "tests/plan/budget"}
+OF_OTHER_TESTS = {"calibration": "tests/workflow/test_one_planner.py", "mtbf_hours": "tests/plan/budget"}
 
 
 @pytest.mark.parametrize(

@@ -150,9 +150,9 @@ def _of_recipe(
     text: str, cluster: Cluster, overrides: Sequence[str], id: str | None, known: Sequence[AskedRun]
 ) -> AskedRun:
     """The run of a recipe: what it resolves to says the id."""
-    from trainshed.line import resolve, store_options
     from trainshed.recipe import load_recipe, run_id
     from trainshed.storage import join
+    from trainshed.workflow import resolve, store_options
 
     recipe = resolve(load_recipe(text, overrides), store_options(cluster))
     name = id or run_id(recipe)

@@ -78,9 +78,9 @@ def checkpoints(
 def _run_folder(run: str, overrides: Sequence[str], on: str, id: str | None) -> tuple[Store, str]:
     """The store and folder that hold a run's checkpoints."""
     from trainshed.cli.asked_run import find_run
-    from trainshed.line import store_options
     from trainshed.recipe import load_cluster, load_recipe, split_overrides
     from trainshed.storage import join, open_store, parse
+    from trainshed.workflow import store_options
 
     options = store_options(load_cluster(on, split_overrides(overrides)[1]))
     found = find_run(run, on=on, overrides=overrides, id=id)

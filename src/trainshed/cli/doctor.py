@@ -85,7 +85,7 @@ def _preflight_there(cluster: Cluster, nodes: int, full: bool) -> list[Check]:
     from trainshed.launch.preflight.checks import Check
     from trainshed.launch.preflight.verdict import newest_verdict
     from trainshed.launch.targets import target_of
-    from trainshed.line.proof_job import proof_job
+    from trainshed.workflow.proof_job import proof_job
 
     job = proof_job(cluster, nodes, full=full)
     ended = submit_and_follow(job, target_of(cluster))

@@ -30,7 +30,7 @@ def ray_driver(stage: str | None = None, *, job: Path) -> int:
 @contextmanager
 def _watching(job: JobFile) -> Generator[Callable[[dict[str, Any]], None]]:
     from trainshed.cli.progress import training_progress
-    from trainshed.line import open_run_folder
+    from trainshed.workflow import open_run_folder
 
     with training_progress(open_run_folder(Path(job.run)).steps) as on_event:
         yield on_event

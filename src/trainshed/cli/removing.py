@@ -12,7 +12,7 @@ from trainshed.cli.console import Output
 
 if TYPE_CHECKING:
     from trainshed.cli.asked_run import AskedRun
-    from trainshed.line.removing import Removal
+    from trainshed.workflow.remove import Removal
 
 
 def rm(
@@ -42,9 +42,9 @@ def rm(
     from trainshed.cli.console import print_report
     from trainshed.launch.local_runs import LocalRun
     from trainshed.launch.submissions import forget
-    from trainshed.line import store_options
-    from trainshed.line.removing import plan_removal
     from trainshed.recipe import load_cluster
+    from trainshed.workflow import store_options
+    from trainshed.workflow.remove import plan_removal
 
     found = find_run(run, on=on)
     _refuse_unended(found)
@@ -96,10 +96,10 @@ def clean(
     """
     from trainshed.cli.console import human, print_report
     from trainshed.errors import InputError
-    from trainshed.line.removing import clean as remove_unneeded
-    from trainshed.line.removing import plan_cleaning
     from trainshed.recipe import load_cluster
     from trainshed.storage import parse
+    from trainshed.workflow.remove import clean as remove_unneeded
+    from trainshed.workflow.remove import plan_cleaning
 
     cluster = load_cluster(on)
     root = parse(cluster.store_root)

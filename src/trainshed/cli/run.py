@@ -1,17 +1,15 @@
-"""`trainshed run`: the whole line of a recipe."""
+"""`trainshed run`: the whole workflow of a recipe."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
 from trainshed.cli.console import Output
 
 if TYPE_CHECKING:
-    from trainshed.line import RunStart
-    from trainshed.recipe import Cluster, Recipe
+    from trainshed.workflow import TrainedRun
 
 
 def run(
@@ -48,13 +46,12 @@ def run(
     output
         Report as text or json.
     """
-    from trainshed.cli.console import reporter
-    from trainshed.cli.train import worker_arguments
+    from trainshed.cli.console import print_report, reporter
+    from trainshed.cli.progress import training_progress
     from trainshed.errors import InputError
-    from trainshed.launch.run_lock import only_start
-    from trainshed.line import check_goes_on, check_trainable, find_start, note_other_runs, store_options
     from trainshed.plan import parse_layout
     from trainshed.recipe import load_cluster, load_recipe, split_overrides
+    from trainshed.workflow import run as run_here
 
     if workers is not None and workers < 1:
         raise InputError(f"--workers {workers} is less than one", hint="write --workers 1 or more, or leave it out")
@@ -68,38 +65,32 @@ def run(
         return run_elsewhere(recipe, overrides, on, id, nodes, output)
     if nodes is not None:
         raise InputError("--nodes is for other clusters: here the layout says how many ranks", hint="write --layout")
-    loaded = load_recipe(recipe, for_recipe)
-    check_trainable(loaded, cluster, keys=parse_layout(layout) if layout else None)
-    start = find_start(loaded, cluster, id)
-    check_goes_on(start, loaded.train.steps, store_options(cluster))
-    with only_start(start.folder, start.run):
-        note_other_runs(start, reporter())
-        return _run_here(loaded, cluster, start, layout, workers, worker_arguments(on, for_cluster), output)
+    finished = run_here(
+        load_recipe(recipe, for_recipe),
+        cluster,
+        id=id,
+        layout=parse_layout(layout) if layout else None,
+        workers=workers,
+        reporter=reporter(),
+        watch=training_progress,
+    )
+    data = _report(finished)
+    print_report(data, output, _text(data, finished))
+    return finished.exit_code
 
 
-def _run_here(
-    recipe: Recipe,
-    cluster: Cluster,
-    start: RunStart,
-    layout: str | None,
-    workers: int | None,
-    for_ranks: Sequence[str],
-    output: Output,
-) -> int:
-    """Prepare, train and export a run that this process holds, and report it."""
-    from trainshed.cli.console import human, print_report, reporter
-    from trainshed.cli.train import exit_code, train_stage, training_text
-    from trainshed.line import run_line, store_options
+def _report(finished: TrainedRun) -> dict[str, Any]:
+    from trainshed.cli.train import training_report
+    from trainshed.workflow.serve import local_command
 
-    prepared = run_line(recipe, cluster, id=start.id, workers=workers, reporter=reporter())
-    budget = prepared.order.budget(prepared.steps)
+    run = finished.prepared
     data = {
         "schema": "trainshed.run/1",
-        "name": prepared.recipe.name,
-        "id": prepared.id,
-        "folder": str(prepared.folder),
-        "steps": prepared.steps,
-        "tokenizer": prepared.tokenizer and prepared.tokenizer.address,
+        "name": run.recipe.name,
+        "id": run.id,
+        "folder": str(run.folder),
+        "steps": run.steps,
+        "tokenizer": run.tokenizer and run.tokenizer.address,
         "sources": [
             {
                 "name": source.name,
@@ -108,42 +99,40 @@ def _run_here(
                 "tokens": source.tokens,
                 "reused": source.reused,
             }
-            for source in prepared.sources
+            for source in run.sources
         ],
-        "epochs": {each.name: each.epochs for each in budget},
+        "epochs": {each.name: each.epochs for each in run.order.budget(run.steps)},
+        "training": training_report(finished),
     }
-    lines = [f"run {prepared.recipe.name}/{prepared.id} in {prepared.folder}"]
-    for source, share in zip(prepared.sources, budget, strict=False):
+    if finished.export is not None:
+        data["export"] = finished.export
+        if run.recipe.serve is not None:
+            data["serve"] = local_command(run.recipe, finished.export)
+    return data
+
+
+def _text(data: dict[str, Any], finished: TrainedRun) -> str:
+    from trainshed.cli.console import human
+    from trainshed.cli.train import training_text
+
+    run = finished.prepared
+    budget = run.order.budget(run.steps)
+    lines = [f"run {run.recipe.name}/{run.id} in {run.folder}"]
+    for source, share in zip(run.sources, budget, strict=False):
         files = f"{source.prefixes[0]}.bin" if len(source.prefixes) == 1 else f"{len(source.prefixes)} shards"
         lines.append(
             f"  {source.name}: {source.documents:,} documents, {source.tokens:,} tokens, proven"
-            f"{' (already there)' if source.reused else ''}; {share.epochs or 0:.2f} epochs in {prepared.steps:,} steps"
+            f"{' (already there)' if source.reused else ''}; {share.epochs or 0:.2f} epochs in {run.steps:,} steps"
             f"\n    {files}"
         )
-    if prepared.tokenizer is not None:
-        lines.append(f"  tokenizer: {prepared.tokenizer.vocab_size:,} tokens, {prepared.tokenizer.address}")
-    if prepared.sources:
-        size = sum(each.tokens for each in budget)
-        lines.append(
-            f"  order: ready for {prepared.steps:,} steps ({human(size, 'tokens')}), independent of any layout"
-        )
-    data["training"] = training = train_stage(prepared, layout, for_ranks, cluster)
-    lines.append(training_text(training))
-    if prepared.recipe.export is not None and training["step"] == training["steps"]:
-        from trainshed.line.stages import export_run
-
-        data["export"] = export_run(
-            prepared.recipe,
-            prepared.folder,
-            reporter(),
-            tokenizer=prepared.tokenizer,
-            options=store_options(cluster),
-        )
+    if run.tokenizer is not None:
+        lines.append(f"  tokenizer: {run.tokenizer.vocab_size:,} tokens, {run.tokenizer.address}")
+    if run.sources:
+        size = human(sum(each.tokens for each in budget), "tokens")
+        lines.append(f"  order: ready for {run.steps:,} steps ({size}), independent of any layout")
+    lines.append(training_text(data["training"]))
+    if "export" in data:
         lines.append(f"  exported and proven: {data['export']}")
-        if prepared.recipe.serve is not None:
-            from trainshed.line.serving import local_command
-
-            data["serve"] = local_command(prepared.recipe, data["export"])
-            lines.append(f"  serve it here with: {data['serve']}")
-    print_report(data, output, "\n".join(lines))
-    return exit_code(training)
+    if "serve" in data:
+        lines.append(f"  serve it here with: {data['serve']}")
+    return "\n".join(lines)

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from trainshed.line import PreparedRun
     from trainshed.storage import StoreOptions
+    from trainshed.workflow import PreparedRun
 
 
 def worker(
@@ -57,9 +57,9 @@ def worker(
     from trainshed.engines.torch.rank import train_rank
     from trainshed.engines.torch.watchdog import BUDGET_SECONDS, COLLECTIVE_SECONDS
     from trainshed.launch.here import read_plan
-    from trainshed.line import open_run_folder, store_options, train_job
     from trainshed.observe.rank_error import health_folder
     from trainshed.recipe import load_cluster, split_overrides
+    from trainshed.workflow import open_run_folder, store_options, train_job
 
     cluster = load_cluster(on, split_overrides(overrides)[1])
     options = store_options(cluster)
@@ -94,7 +94,7 @@ def _check_tokens(run: PreparedRun, options: StoreOptions, health: Path) -> None
 def _on_cpus(stage: str, job: Path, part: str) -> int:
     from trainshed.cli.console import reporter
     from trainshed.errors import InputError
-    from trainshed.line.stages import run_stage
+    from trainshed.workflow.stages import run_stage
 
     number, _, parts = part.partition("/")
     if not (number.isdecimal() and parts.isdecimal() and int(number) < int(parts)):

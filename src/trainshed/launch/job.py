@@ -49,7 +49,7 @@ class Serving:
 
 @dataclass(frozen=True)
 class Stage:
-    """One step of the line as the scheduler sees it. Stages run in order, each when the one before has succeeded."""
+    """One stage of a job as the scheduler sees it. Stages run in order, each when the one before has succeeded."""
 
     name: str
     nodes: int = 1

@@ -19,9 +19,9 @@ from trainshed.checkpoints.proving.probe import read_probe
 from trainshed.checkpoints.proving.streamed import measured_probe
 from trainshed.checkpoints.proving.verdict import VERDICT, Verdict, prove, read_verdict, write_verdict
 from trainshed.errors import CorruptData, InputError
-from trainshed.line import open_run, run_line
 from trainshed.recipe import Recipe, parse_recipe
 from trainshed.reporting import SILENT
+from trainshed.workflow import open_run, prepare_run
 
 
 @pytest.fixture
@@ -73,12 +73,12 @@ def test_weights_whose_verdict_failed_are_refused_unless_the_recipe_says_to_take
     pair: tuple[Path, Path],
 ) -> None:
     good, bad = pair
-    first = run_line(recipe_from(bad))
+    first = prepare_run(recipe_from(bad))
     verdict = prove(HfWeights(good), HfWeights(bad))
     assert not verdict.passed
     assert verdict.logits["first_diverging"] == "layer 1", "what follows the last layer is told with it"
     write_verdict(bad, verdict)
-    for start in (run_line, open_run):
+    for start in (prepare_run, open_run):
         with pytest.raises(InputError) as caught:
             start(recipe_from(bad))
         assert "failed the proof of their conversion: `norm.weight`: 32 of 32 differ" in caught.value.what
@@ -93,11 +93,11 @@ def test_weights_whose_verdict_failed_are_refused_unless_the_recipe_says_to_take
         def warn(self, text: str) -> None:
             warned.append(text)
 
-    run = run_line(recipe_from(bad, "model.verdict=ignore"), reporter=Listening())
+    run = prepare_run(recipe_from(bad, "model.verdict=ignore"), reporter=Listening())
     assert ["failed the proof" in text for text in warned] == [True]
     assert run.id == open_run(recipe_from(bad, "model.verdict=ignore")).id == first.id, "it is the same run"
     write_verdict(bad, prove(HfWeights(bad), HfWeights(bad)))
-    assert run_line(recipe_from(bad)).id == first.id, "proven again, it goes on"
+    assert prepare_run(recipe_from(bad)).id == first.id, "proven again, it goes on"
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_a_run_on_converted_weights_takes_the_loss_that_the_conversion_measured(
     made = convert(str(tmp_path / "hf"), str(tmp_path / "made"), target)
     assert made.verdict.passed
     assert made.verdict.tensors.dtype is None, "nothing was cast"
-    run = run_line(recipe_from(tmp_path / "made"))
+    run = prepare_run(recipe_from(tmp_path / "made"))
     assert run.base is not None
     assert run.config == HfWeights(tmp_path / "hf").config
     stored = read_probe(run.base.folder)
@@ -131,7 +131,7 @@ def test_one_step_of_a_checkpoint_is_judged_with_the_whole(
     body = json.loads((tmp_path / "made" / VERDICT).read_text())
     (tmp_path / "made" / VERDICT).write_text(json.dumps(body | {"passed": False}))
     with pytest.raises(InputError, match="failed the proof"):
-        run_line(recipe_from(tmp_path / "made" / step))
+        prepare_run(recipe_from(tmp_path / "made" / step))
 
 
 @pytest.mark.parametrize("body", [b"[]", b"{}", b"not json", b'{"schema": "another/1", "passed": true}'])

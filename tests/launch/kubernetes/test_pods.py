@@ -28,10 +28,10 @@ from tiny_models import save_tiny_hf
 from trainshed.launch.job import Job, Stage
 from trainshed.launch.kubernetes.target import KubernetesTarget
 from trainshed.launch.target import StageState, Submitted
-from trainshed.line.submission import build_job
 from trainshed.observe.reading import read_events, steps
 from trainshed.recipe import Cluster, load_cluster, load_recipe
 from trainshed.storage import LocalStore
+from trainshed.workflow.submit import build_job
 
 
 @pytest.fixture(scope="module")

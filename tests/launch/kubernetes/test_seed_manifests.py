@@ -14,8 +14,8 @@ from trainshed.launch.job import Job
 from trainshed.launch.kubernetes.helm import write_chart
 from trainshed.launch.kubernetes.manifests.yaml_text import read_documents
 from trainshed.launch.kubernetes.render import render
-from trainshed.line.submission import build_job
 from trainshed.recipe import load_cluster, load_recipe
+from trainshed.workflow.submit import build_job
 
 SEEDS = [
     ("gke-llama3-70b", "gke-a3-mega"),

@@ -43,8 +43,8 @@ def batch(
     """
     from trainshed.cli.console import print_report
     from trainshed.errors import InputError
-    from trainshed.line import open_run
     from trainshed.recipe import load_cluster, load_recipe, split_overrides
+    from trainshed.workflow import open_run
 
     if step < 1:
         raise InputError(

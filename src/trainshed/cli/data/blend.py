@@ -35,8 +35,8 @@ def blend(
         Report as text or json.
     """
     from trainshed.cli.console import print_report
-    from trainshed.line import open_run
     from trainshed.recipe import load_cluster, load_recipe, split_overrides
+    from trainshed.workflow import open_run
 
     for_recipe, for_cluster = split_overrides(overrides)
     run = open_run(load_recipe(recipe, for_recipe), load_cluster(on, for_cluster))

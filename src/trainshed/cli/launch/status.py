@@ -102,8 +102,8 @@ def _report_here(found: AskedRun, folder: Path) -> dict[str, Any]:
 def steps_of(run: Path) -> int | None:
     """Return how many steps a run is to have, by its own files; None where they do not say."""
     from trainshed.errors import TrainshedError
-    from trainshed.line import open_run_folder
     from trainshed.recipe import load_recipe
+    from trainshed.workflow import open_run_folder
 
     try:
         steps = load_recipe(str(run / "recipe.yaml")).train.steps

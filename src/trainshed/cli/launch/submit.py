@@ -31,8 +31,8 @@ class Asked:
     def rendered(self) -> tuple[Job, Request]:
         """Decide the job, and render it; the scheduler is not asked yet."""
         from trainshed.launch.targets import target_of
-        from trainshed.line.submission import build_job
         from trainshed.recipe import load_cluster, load_recipe, split_overrides
+        from trainshed.workflow.submit import build_job
 
         for_recipe, for_cluster = split_overrides(self.overrides)
         cluster = load_cluster(self.on, for_cluster)

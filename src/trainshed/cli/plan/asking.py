@@ -12,8 +12,6 @@ from trainshed.cli.plan.flags import Flags
 from trainshed.cli.plan.place import asked_gpu_counts, asked_machine, named
 from trainshed.data.sampling.schedule import BatchSchedule
 from trainshed.errors import InputError, RecipeError, TrainshedError
-from trainshed.line.planning import address_architecture, planned_model
-from trainshed.line.runnable import check_runnable
 from trainshed.plan.layout import parse_layout
 from trainshed.plan.planner import PlannedModel, question
 from trainshed.plan.question import Question
@@ -22,6 +20,8 @@ from trainshed.recipe.cluster import DEFAULT_CLUSTER
 from trainshed.recipe.messages import validate
 from trainshed.recipe.places import Document, Places
 from trainshed.recipe.section import Count
+from trainshed.workflow.layout import address_architecture, planned_model
+from trainshed.workflow.runnable import check_runnable
 
 DEFAULT_PRECISION = "bf16"
 DEFAULT_ENGINE = "torch"

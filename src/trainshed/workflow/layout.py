@@ -1,22 +1,112 @@
-"""Where a run is placed on a cluster: nodes, ranks and layout, checked by the planner before anything is submitted."""
+"""Which layout a recipe runs on: what the planner is asked, and how nodes or this machine are shared out.
+
+`planned_model` reads a recipe for the planner. `plan_on_cluster` places a run on the nodes of a cluster, and
+`planned_layout` on this machine. Both choose the layout, or check the one that is written, before any work.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import orjson
+
 from trainshed.catalog.machines import Machine, find_machine
-from trainshed.errors import InputError, RecipeError
+from trainshed.catalog.models import architecture
+from trainshed.data.sampling.schedule import BatchSchedule, RampUp
+from trainshed.engines.planned_habits import planned_habits
+from trainshed.errors import InputError, RecipeError, TrainshedError
+from trainshed.models.adapters import trained_share
+from trainshed.models.hf_config import read_hf_config
+from trainshed.plan import layout_warnings
 from trainshed.plan.budget.budget import Budget
 from trainshed.plan.layout import RankLayout, resolve_layout
 from trainshed.plan.legality import layout_problems
-from trainshed.plan.performance.hardware import hardware_of
+from trainshed.plan.performance.hardware import Hardware, hardware_of
+from trainshed.plan.performance.stacks import Habits
 from trainshed.plan.planner import PlannedModel, answer, question
 from trainshed.plan.report.answer import Answer
-from trainshed.plan.searching.automatic import choose_for_cpu_nodes, uncalibrated
-from trainshed.recipe import Cluster, Recipe
-from trainshed.recipe.messages import as_recipe_error
+from trainshed.plan.searching.automatic import (
+    Chosen,
+    choose_for_cpu,
+    choose_for_cpu_nodes,
+    choose_for_gpus,
+    local_hardware,
+    machine_memory_gib,
+    uncalibrated,
+)
+from trainshed.recipe import Cluster, Layout, ModelConfig, Recipe, load_cluster
+from trainshed.recipe.messages import as_recipe_error, validate
+from trainshed.recipe.places import Document, Places
+from trainshed.reporting import SILENT, Reporter
+from trainshed.storage import join, open_store, parse
+from trainshed.workflow.prepare import PreparedRun, store_options
+from trainshed.workflow.runnable import check_ranks
+
+
+def planned_model(recipe: Recipe, cluster: Cluster) -> PlannedModel:
+    """Read what a plan must know out of a recipe; the architecture may be that of its base weights."""
+    config = architecture(recipe) or weights_architecture(recipe, cluster)
+    train, ramp = recipe.train, recipe.train.batch_ramp
+    schedule = BatchSchedule(
+        train.global_batch, RampUp(ramp.start, ramp.increment, ramp.samples) if ramp is not None else None
+    )
+    length = recipe.data.sequence_length or config.max_positions
+    notes = []
+    steps = train.steps
+    if train.tokens is not None:
+        steps = schedule.steps_for(-(-train.tokens // length))
+    if train.epochs is not None:
+        notes.append("hours and cost are left out: `epochs` has a length only once the data is prepared")
+    if ramp is not None:
+        notes.append(f"planned for the full batch of {train.global_batch:,}: steps of the ramp are shorter")
+    share = trained_share(config, train.lora)
+    if train.lora is not None:
+        notes.append(f"planned for adapters: {share:.2%} of the weights are trained and saved, the rest are read only")
+    habits, counted = planned_habits(recipe.engine.args, Habits(trained_share=share))
+    if counted:
+        notes.append(f"counted of engine.args: {', '.join(counted)}")
+    layout = None if isinstance(recipe.layout, str) else recipe.layout
+    preset = recipe.model.preset or recipe.model.from_ or config.family
+    return PlannedModel(
+        recipe.name,
+        config,
+        preset,
+        length,
+        tuple(schedule.sizes),
+        train.precision,
+        recipe.engine.name,
+        layout,
+        steps,
+        tuple(notes),
+        habits,
+    )
+
+
+def weights_architecture(recipe: Recipe, cluster: Cluster) -> ModelConfig:
+    """Return the architecture that base weights bring: their config.json is read, not they."""
+    address = recipe.model.from_
+    assert address is not None, "a model without an architecture has weights"
+    try:
+        return address_architecture(address, cluster)
+    except TrainshedError as error:
+        raise RecipeError(
+            f"the architecture is that of {address}, which cannot be read: {error.what}",
+            where=recipe.where("model.from"),
+            hint="name it besides: model.preset=NAME",
+        ) from None
+
+
+def address_architecture(address: str, cluster: Cluster) -> ModelConfig:
+    """Return the architecture in the config.json of a folder, here, in a store or on the Hub; no weights are needed."""
+    store, path = open_store(parse(address), store_options(cluster))
+    content = store.read(join(path, "config.json"))
+    try:
+        body = orjson.loads(content)
+    except ValueError:
+        raise InputError("its config.json is not JSON", where=f"{address}/config.json") from None
+    return read_hf_config(body, f"{address}/config.json")
 
 
 @dataclass(frozen=True)
@@ -179,3 +269,66 @@ def _predicted(found: Answer, budget: Budget) -> dict[str, Any]:
         "calibration": found.calibration,
         "step_seconds_range": found.evidence.seconds if found.evidence is not None else None,
     }
+
+
+def _local_hardware() -> Hardware | None:
+    """The GPUs that `layout: auto` would plan for, None without any; those that are not in the catalog are an error."""
+    from trainshed.engines.torch.place import gpu_count, gpu_device_name
+
+    gpus = gpu_count()
+    return local_hardware(gpu_device_name(), gpus) if gpus else None
+
+
+def automatic_layout(recipe: Recipe, cluster: Cluster | None = None, *, world_size: int | None = None) -> Chosen:
+    """Choose the layout of a run on this machine: on all its GPUs, or on one CPU process; or on `world_size` ranks."""
+    cluster = cluster or load_cluster()
+    model = planned_model(recipe, cluster)
+    hardware = _local_hardware()
+    if hardware is None:
+        chosen = choose_for_cpu(model, world_size or 1, machine_memory_gib())
+        return replace(chosen, reasons=(*chosen.reasons, *uncalibrated(cluster)))
+    return choose_for_gpus(model, hardware, world_size or hardware.gpus_per_node, cluster, recipe)
+
+
+def run_layout(
+    run: PreparedRun,
+    cluster: Cluster | None = None,
+    *,
+    keys: dict[str, object] | None = None,
+    world_size: int | None = None,
+    reporter: Reporter = SILENT,
+) -> RankLayout:
+    """Return the layout a run trains on, filled in and checked: the recipe's with `keys` over it, or the planner's."""
+    return planned_layout(run.recipe, cluster, keys=keys, world_size=world_size, reporter=reporter).layout
+
+
+def planned_layout(
+    recipe: Recipe,
+    cluster: Cluster | None = None,
+    *,
+    keys: dict[str, object] | None = None,
+    world_size: int | None = None,
+    reporter: Reporter = SILENT,
+) -> Chosen:
+    """Return the layout a recipe trains on here, filled in and checked, with the planner's reasons where it chose.
+
+    `cluster` is where the run is started, and may name a calibration; None: `local` as it is shipped.
+    """
+    cluster = cluster or load_cluster()
+    model, written = planned_model(recipe, cluster), recipe.layout
+    if isinstance(written, str) and not keys:
+        chosen = automatic_layout(recipe, cluster, world_size=world_size)
+    else:
+        plain = {} if isinstance(written, str) else written.model_dump(exclude_unset=True)
+        wanted = validate(Layout, Document(plain | (keys or {}), Places("--layout")))
+        chosen = Chosen(resolve_layout(wanted, model.config, world_size=world_size))
+    for reason in chosen.reasons:
+        reporter.note(reason)
+    asked = {"sequence_length": model.sequence_length, "batch_sizes": model.batch_sizes}
+    problems = layout_problems(chosen.layout, model.config, **asked)
+    if problems:
+        raise as_recipe_error(problems, recipe.places)
+    check_ranks(recipe, chosen.layout.world_size)
+    for warning in layout_warnings(chosen.layout, model.config, **asked):
+        reporter.warn(warning)
+    return chosen

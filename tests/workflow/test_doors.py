@@ -9,9 +9,9 @@ import pytest
 from small_recipes import recipe_text
 from trainshed.cli import run_cli
 from trainshed.launch.shipping import Code
-from trainshed.line import run_line
-from trainshed.line.submission import build_job
 from trainshed.recipe import Recipe, load_cluster, load_recipe, to_yaml
+from trainshed.workflow import prepare_run
+from trainshed.workflow.submit import build_job
 
 CODE = Code("trainshed-0-0.tar.xz", "0" * 64, b"")
 CLUSTER = """\
@@ -87,7 +87,7 @@ def test_the_worker_refuses_it_too_whoever_wrote_its_files(
     (folder / "recipe.yaml").write_text(to_yaml(changed(*overrides)))
     assert what in said(capsys, "worker", "prepare", "--job", str(folder))
     assert not (here / "shared").exists(), "work was done"
-    run = run_line(changed(), load_cluster())
+    run = prepare_run(changed(), load_cluster())
     (run.folder / "recipe.yaml").write_text(to_yaml(changed(*overrides)))
     assert what in said(capsys, "worker", "train", "--run", str(run.folder), "--attempt", "1")
 

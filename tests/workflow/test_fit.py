@@ -14,10 +14,10 @@ from trainshed.data.encode.training import train_tokenizer
 from trainshed.data.text.corpus import find_pieces
 from trainshed.errors import InputError, RecipeError
 from trainshed.launch.shipping import Code
-from trainshed.line import run_line
-from trainshed.line.stages import run_stage
-from trainshed.line.submission import build_job
 from trainshed.recipe import Recipe, load_cluster, load_recipe
+from trainshed.workflow import prepare_run
+from trainshed.workflow.stages import run_stage
+from trainshed.workflow.submit import build_job
 
 CODE = Code("trainshed-0-0.tar.xz", "0" * 64, b"")
 SMALL = (
@@ -33,7 +33,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a corpus, a tokenizer of 280 tokens and a recipe for them."""
     monkeypatch.chdir(tmp_path)
     write_script(tmp_path)
-    run_line(load_recipe(str(write_recipe(tmp_path, "{script: numbers.py}"))))
+    prepare_run(load_recipe(str(write_recipe(tmp_path, "{script: numbers.py}"))))
     (text,) = tmp_path.glob("store/artefacts/text/*/files/numbers.jsonl")
     text.rename("corpus.jsonl")
     (words,) = tmp_path.glob("store/artefacts/tokenizer/*/files")
@@ -82,7 +82,7 @@ def from_weights(folder: Path, **changes: int) -> Recipe:
 
 def test_base_weights_are_held_against_the_tokenizer_and_the_sequences_before_they_are_hashed(folder: Path) -> None:
     recipe = from_weights(folder, vocab_size=279, max_positions=64)
-    for door in (run_line, lambda each: build_job(each, load_cluster(cluster_of(folder)), code=CODE)):
+    for door in (prepare_run, lambda each: build_job(each, load_cluster(cluster_of(folder)), code=CODE)):
         with pytest.raises(RecipeError, match=LARGER) as error:
             door(recipe)
         assert error.value.hint is not None
@@ -90,7 +90,7 @@ def test_base_weights_are_held_against_the_tokenizer_and_the_sequences_before_th
     assert not (folder / "store").exists()
     shutil.rmtree(folder / "hf")
     recipe = from_weights(folder, vocab_size=280, max_positions=16)
-    for door in (run_line, lambda each: build_job(each, load_cluster(cluster_of(folder)), code=CODE)):
+    for door in (prepare_run, lambda each: build_job(each, load_cluster(cluster_of(folder)), code=CODE)):
         with pytest.raises(RecipeError, match="32 is more than the 16 positions the model is made for") as error:
             door(recipe)
         assert error.value.hint == (
@@ -100,14 +100,14 @@ def test_base_weights_are_held_against_the_tokenizer_and_the_sequences_before_th
 
 
 def test_prepared_tokens_of_a_larger_vocabulary_are_refused(folder: Path) -> None:
-    prefix = run_line(load_recipe("recipe.yaml")).sources[0].prefixes[0]
+    prefix = prepare_run(load_recipe("recipe.yaml")).sources[0].prefixes[0]
     write_recipe(folder, f"{{tokens: {prefix}}}", tokenizer="null")
     with pytest.raises(InputError, match=r"of a vocabulary of 280 .*, more than the 279 rows of the model's embedding"):
-        run_line(load_recipe("recipe.yaml", SMALL))
+        prepare_run(load_recipe("recipe.yaml", SMALL))
 
 
 def test_a_smaller_tokenizer_is_fine(folder: Path) -> None:
-    run = run_line(load_recipe("recipe.yaml"))
+    run = prepare_run(load_recipe("recipe.yaml"))
     assert run.tokenizer is not None
     assert run.tokenizer.vocab_size < run.config.vocab_size
 
@@ -150,7 +150,7 @@ def test_a_split_that_leaves_nothing_to_validate_on_is_said_before_training(
 def test_no_text_to_learn_a_tokenizer_from_and_a_wrong_key_are_told_apart(folder: Path) -> None:
     recipe = str(write_recipe(folder, "{path: corpus.jsonl, key: content}"))
     with pytest.raises(InputError, match="no key 'content'") as error:
-        run_line(load_recipe(recipe))
+        prepare_run(load_recipe(recipe))
     assert error.value.where == "corpus.jsonl:1"
     (folder / "corpus.jsonl").write_text("")
     with pytest.raises(InputError, match="hold no text to learn a tokenizer from"):
@@ -160,5 +160,5 @@ def test_no_text_to_learn_a_tokenizer_from_and_a_wrong_key_are_told_apart(folder
 def test_a_warm_up_longer_than_the_epochs_is_said_once_their_length_is_known(folder: Path) -> None:
     overrides = ["train.steps=null", "train.epochs=1.0", "train.schedule={name: cosine, warmup: 5000}"]
     with pytest.raises(RecipeError, match="the warm-up of 5000 steps leaves nothing of a run of 264") as error:
-        run_line(load_recipe("recipe.yaml", overrides))
+        prepare_run(load_recipe("recipe.yaml", overrides))
     assert "train.schedule" in (error.value.where or "")

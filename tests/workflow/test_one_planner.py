@@ -15,15 +15,14 @@ from trainshed.cli import run_cli
 from trainshed.cli.plan.asking import ask
 from trainshed.cli.plan.flags import Flags
 from trainshed.errors import InputError
-from trainshed.line.placing import plan_on_cluster
-from trainshed.line.planning import planned_model
-from trainshed.line.preparing import resolve
-from trainshed.line.submission import build_job
 from trainshed.plan.planner import answer
 from trainshed.plan.searching.automatic import choose_for_gpus, local_hardware
 from trainshed.recipe import Cluster, load_cluster, load_recipe
 from trainshed.recipe.load import shipped_recipes
 from trainshed.shipped import shipped_folder
+from trainshed.workflow.layout import plan_on_cluster, planned_model
+from trainshed.workflow.prepare import resolve
+from trainshed.workflow.submit import build_job
 
 RECIPES = sorted(shipped_recipes())
 CLUSTERS = sorted(file.stem for file in shipped_folder("clusters").glob("*.yaml") if file.stem != "local")

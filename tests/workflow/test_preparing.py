@@ -16,8 +16,8 @@ from trainshed.cli import run_cli
 from trainshed.cli.console import PlainReporter
 from trainshed.data.tokens.indexed import write_index
 from trainshed.errors import CorruptData, InputError, NotFound, TrainshedError
-from trainshed.line import open_run, run_line
 from trainshed.recipe import load_recipe, run_id
+from trainshed.workflow import open_run, prepare_run
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 
@@ -83,10 +83,10 @@ def test_the_quickstart_runs_and_a_second_run_makes_nothing(tmp_path: Path) -> N
 def test_two_fresh_runs_give_the_same_tokens(tmp_path: Path) -> None:
     write_script(tmp_path)
     recipe = load_recipe(str(write_recipe(tmp_path, "{script: numbers.py}")))
-    one = run_line(recipe)
+    one = prepare_run(recipe)
     tokens = Path(f"{one.sources[0].prefixes[0]}.bin").read_bytes()
     (tmp_path / "store").rename(tmp_path / "old")
-    other = run_line(recipe)
+    other = prepare_run(recipe)
     assert Path(f"{other.sources[0].prefixes[0]}.bin").read_bytes() == tokens
     assert not other.sources[0].reused
 
@@ -95,7 +95,7 @@ def test_the_resolved_recipe_is_saved_and_is_the_same_run_when_loaded(tmp_path: 
     text = "'some text that is long enough for two' 'more of it than fits one sample'"
     script = f'#!/bin/sh\nprintf \'{{"text": "%s"}}\\n\' {text} >$2/a.jsonl\n'
     write_script(tmp_path, script, "data.sh").chmod(0o755)
-    prepared = run_line(
+    prepared = prepare_run(
         load_recipe(str(write_recipe(tmp_path, "{script: data.sh}", tokenizer="{train: {vocab_size: 257}}")))
     )
     saved = load_recipe(str(prepared.folder / "recipe.yaml"))
@@ -103,7 +103,7 @@ def test_the_resolved_recipe_is_saved_and_is_the_same_run_when_loaded(tmp_path: 
     assert saved.model.config is not None
     assert saved.model.preset is None
     assert os.access(saved.folder / "data.sh", os.X_OK)
-    again = run_line(saved)
+    again = prepare_run(saved)
     assert (again.id, again.folder) == (prepared.id, prepared.folder)
     assert again.sources[0].reused
 
@@ -111,15 +111,15 @@ def test_the_resolved_recipe_is_saved_and_is_the_same_run_when_loaded(tmp_path: 
 def test_a_changed_script_is_run_again_and_an_unchanged_one_is_not(tmp_path: Path) -> None:
     script = write_script(tmp_path)
     recipe = load_recipe(str(write_recipe(tmp_path, "{script: numbers.py}")))
-    first = run_line(recipe)
+    first = prepare_run(recipe)
     script.write_text(SCRIPT.replace("range(300)", "range(310)"))
-    second = run_line(recipe)
+    second = prepare_run(recipe)
     assert (first.sources[0].documents, second.sources[0].documents) == (300, 310)
     assert second.id == first.id
     arguments = load_recipe(str(write_recipe(tmp_path, "{script: numbers.py, args: [--fast]}")))
-    assert run_line(arguments).sources[0].prefixes != second.sources[0].prefixes
+    assert prepare_run(arguments).sources[0].prefixes != second.sources[0].prefixes
     script.write_text(SCRIPT)
-    assert run_line(recipe).sources[0].prefixes == first.sources[0].prefixes
+    assert prepare_run(recipe).sources[0].prefixes == first.sources[0].prefixes
 
 
 def test_a_script_that_fails_shows_its_last_words_and_leaves_nothing(
@@ -136,7 +136,7 @@ def test_a_script_that_fails_shows_its_last_words_and_leaves_nothing(
     assert "  | line 5\n" not in said
     assert "--target-dir DIR --table words" in said
     script.write_text(SCRIPT)
-    run_line(load_recipe(str(recipe)))
+    prepare_run(load_recipe(str(recipe)))
     assert len(list((tmp_path / "store" / "artefacts" / "text").glob("*/manifest.json"))) == 1
 
 
@@ -152,11 +152,11 @@ def test_a_script_that_writes_nothing_is_told_what_it_should_do(
 def test_a_script_that_is_not_there_or_cannot_be_run(tmp_path: Path) -> None:
     recipe = load_recipe(str(write_recipe(tmp_path, "{script: missing.py}")))
     with pytest.raises(InputError, match="there is no such script"):
-        run_line(recipe)
+        prepare_run(recipe)
     write_script(tmp_path, "not executable", "tool")
     recipe = load_recipe(str(write_recipe(tmp_path, "{script: tool}")))
     with pytest.raises(InputError, match="cannot be run: Permission denied"):
-        run_line(recipe)
+        prepare_run(recipe)
 
 
 def test_synthetic_data_needs_no_files_and_no_tokenizer(tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ def test_synthetic_data_needs_no_files_and_no_tokenizer(tmp_path: Path) -> None:
         "trainshed: 1\nname: bench\nmodel: {preset: tiny, init: random}\ndata: synthetic\n"
         "train: {steps: 5, global_batch: 2, optimizer: {lr: 1.0e-3}}\n"
     )
-    one, other = run_line(load_recipe("recipe.yaml")), open_run(load_recipe("recipe.yaml"))
+    one, other = prepare_run(load_recipe("recipe.yaml")), open_run(load_recipe("recipe.yaml"))
     assert (one.steps, one.sources, one.tokenizer) == (5, (), None)
     batch = one.order.batch(3)
     assert np.array_equal(batch, other.order.batch(3))
@@ -174,16 +174,16 @@ def test_synthetic_data_needs_no_files_and_no_tokenizer(tmp_path: Path) -> None:
 
 def test_prepared_tokens_of_another_tokenizer_are_refused(tmp_path: Path) -> None:
     write_script(tmp_path)
-    first = run_line(load_recipe(str(write_recipe(tmp_path, "{script: numbers.py}"))))
+    first = prepare_run(load_recipe(str(write_recipe(tmp_path, "{script: numbers.py}"))))
     prefix, learned = first.sources[0].prefixes[0], first.tokenizer.address if first.tokenizer else ""
     good = load_recipe(str(write_recipe(tmp_path, f"{{tokens: {prefix}}}", tokenizer=learned)))
-    assert run_line(good).sources[0].tokens == first.sources[0].tokens
+    assert prepare_run(good).sources[0].tokens == first.sources[0].tokens
     (tmp_path / "other").mkdir()
     for path in Path(learned).iterdir():
         (tmp_path / "other" / path.name).write_bytes(path.read_bytes() + b"\n")
     bad = load_recipe(str(write_recipe(tmp_path, f"{{tokens: {prefix}}}", tokenizer="./other")))
     with pytest.raises(InputError, match="these tokens were made with another tokenizer") as error:
-        run_line(bad)
+        prepare_run(bad)
     assert error.value.where == prefix
 
 
@@ -194,7 +194,7 @@ def test_tokens_of_others_are_taken_as_they_are_and_that_is_said(
     lengths = np.full(20, 100, "<i4")
     write_index(tmp_path / "theirs.idx", np.dtype("<u2"), lambda: [lengths])
     recipe = write_recipe(tmp_path, "{tokens: theirs}", tokenizer="null")
-    run_line(load_recipe(str(recipe)), reporter=PlainReporter())
+    prepare_run(load_recipe(str(recipe)), reporter=PlainReporter())
     assert "theirs: no manifest (not made by Trainshed); taken as it is" in capsys.readouterr().err
 
 
@@ -205,7 +205,7 @@ def test_nothing_is_opened_that_was_not_made_and_nothing_is_made_by_opening(tmp_
         open_run(recipe)
     assert error.value.hint == "run `trainshed run RECIPE` first"
     assert not (tmp_path / "store").exists()
-    made = run_line(recipe)
+    made = prepare_run(recipe)
     before = everything(tmp_path)
     opened = open_run(recipe)
     assert everything(tmp_path) == before
@@ -215,20 +215,20 @@ def test_nothing_is_opened_that_was_not_made_and_nothing_is_made_by_opening(tmp_
 def test_tokens_that_do_not_read_back_are_not_proven(tmp_path: Path) -> None:
     write_script(tmp_path)
     recipe = load_recipe(str(write_recipe(tmp_path, "{script: numbers.py}")))
-    prefix = run_line(recipe).sources[0].prefixes[0]
+    prefix = prepare_run(recipe).sources[0].prefixes[0]
     Path(f"{prefix}.verdict.json").unlink()
     tokens = bytearray(Path(f"{prefix}.bin").read_bytes())
     tokens[100] ^= 1
     Path(f"{prefix}.bin").write_bytes(tokens)
     with pytest.raises(CorruptData, match=r"these tokens are not what their manifest says: .*its bytes have changed"):
-        run_line(recipe)
+        prepare_run(recipe)
 
 
 def test_a_store_that_is_no_folder_is_refused(tmp_path: Path) -> None:
     write_script(tmp_path)
     recipe = load_recipe(str(write_recipe(tmp_path, "{script: numbers.py}")), ["store=s3://bucket/store"])
     with pytest.raises(InputError, match="keeps its store on a local or mounted disk"):
-        run_line(recipe)
+        prepare_run(recipe)
 
 
 def test_training_here_for_a_cluster_elsewhere_is_refused_and_says_how_to_send_it(
@@ -245,7 +245,7 @@ def test_a_tokenizer_larger_than_the_text_can_give_says_how_large_it_may_be(tmp_
     write_script(tmp_path)
     recipe = load_recipe(str(write_recipe(tmp_path, "{script: numbers.py}", tokenizer="{train: {vocab_size: 5000}}")))
     with pytest.raises(TrainshedError, match=r"gives a vocabulary of \d+ tokens, 5,000 are asked for") as error:
-        run_line(recipe)
+        prepare_run(recipe)
     assert "or less, or give it more text" in (error.value.hint or "")
 
 

@@ -9,10 +9,10 @@ import pytest
 from small_recipes import recipe_text
 from trainshed.errors import RecipeError
 from trainshed.launch.job import Code, Job, JobFile
-from trainshed.line.serving import local_command, startup_seconds
-from trainshed.line.submission import build_job
 from trainshed.plan.budget.planned_storage import planned_storage
 from trainshed.recipe import Serve, load_cluster, load_recipe
+from trainshed.workflow.serve import local_command, startup_seconds
+from trainshed.workflow.submit import build_job
 
 CODE = Code("trainshed-0-0.tar.xz", "0" * 64, b"")
 LARGE = ("train.precision=bf16", "model.config=null", "model.preset=llama3.1-70b", "train.global_batch=16")

@@ -26,15 +26,14 @@ from trainshed.launch.fabric_lint import lint_environment
 from trainshed.launch.here import PLAN_SCHEMA
 from trainshed.launch.job import JOB_FILE, MOUNTED_JOB, Code, Job, JobFile, Stage, job_folder
 from trainshed.launch.shipping import pack_code, provenance
-from trainshed.line.placing import PlannedRun, plan_on_cluster
-from trainshed.line.planning import planned_model
-from trainshed.line.preparing import check_fit_from_afar, resolve, store_options
-from trainshed.line.runnable import check_ranks, check_runnable, store_on
-from trainshed.line.serving import SCRIPT as SERVE_SCRIPT
-from trainshed.line.serving import serve_notes, serve_script, serve_stage
 from trainshed.plan.layout import RankLayout
 from trainshed.plan.planner import PlannedModel
 from trainshed.recipe import Cluster, Recipe, run_id, to_yaml
+from trainshed.workflow.layout import PlannedRun, plan_on_cluster, planned_model
+from trainshed.workflow.prepare import check_fit_from_afar, resolve, store_options
+from trainshed.workflow.runnable import check_ranks, check_runnable, store_on
+from trainshed.workflow.serve import SCRIPT as SERVE_SCRIPT
+from trainshed.workflow.serve import serve_notes, serve_script, serve_stage
 
 UNKNOWN_SAVE_SECONDS = 270
 """Where no storage is named, how long a save is taken to last: twice this and a minute make ten minutes of grace."""

@@ -23,7 +23,6 @@ from trainshed.data.order import DataOrder
 from trainshed.data.prepared import BegunRun, PreparedData, PreparedSource, refuse_other_tokens
 from trainshed.data.run_orders import run_orders
 from trainshed.errors import InputError, NotFound, TrainshedError
-from trainshed.line.runnable import check_runnable
 from trainshed.models.hf_config import read_hf_config
 from trainshed.recipe import Cluster, ModelConfig, Recipe, fit_problems, load_cluster, load_recipe, run_id, to_yaml
 from trainshed.recipe.data import SourceKeys
@@ -32,6 +31,7 @@ from trainshed.recipe.section import Problem
 from trainshed.reporting import SILENT, Reporter
 from trainshed.storage import LocalStore, StoreOptions, join, open_store, parse
 from trainshed.storage.attempts import newest_attempt
+from trainshed.workflow.runnable import check_runnable
 
 AnySource = TypeVar("AnySource", bound=SourceKeys)
 PREPARED = "prepared.json"
@@ -61,7 +61,7 @@ class PreparedRun:
     @property
     def config(self) -> ModelConfig:
         """The architecture."""
-        assert self.recipe.model.config is not None, "the line writes it out"
+        assert self.recipe.model.config is not None, "preparing writes it out"
         return self.recipe.model.config
 
 
@@ -99,7 +99,7 @@ def _pinned(address: str, options: StoreOptions | None) -> str:
     return join(store.url, path)
 
 
-def run_line(
+def prepare_run(
     recipe: Recipe,
     cluster: Cluster | None = None,
     *,
@@ -293,7 +293,7 @@ def _keep_prepared(run: PreparedRun) -> None:
 
 
 def open_run(recipe: Recipe, cluster: Cluster | None = None, *, id: str | None = None) -> PreparedRun:
-    """Open what `run_line` made; no artefact is made or changed."""
+    """Open what `prepare_run` made; no artefact is made or changed."""
     cluster = cluster or load_cluster()
     options = store_options(cluster)
     store = store_root(recipe, cluster)
@@ -341,12 +341,12 @@ def store_options(cluster: Cluster) -> StoreOptions:
 
 
 def store_root(recipe: Recipe, cluster: Cluster) -> Path:
-    """Return where the line keeps what it makes; every stage asks, so this is also where other targets are refused."""
+    """Return where a run keeps what it makes; every stage asks, so this is also where other targets are refused."""
     cluster.check_runs_here()
     root = parse(recipe.store or cluster.store_root)
     if root.scheme != "file":
         raise InputError(
-            "the line keeps its store on a local or mounted disk for now",
+            "a run keeps its store on a local or mounted disk for now",
             where=str(root),
             hint="write a path; `trainshed data prepare --output s3://…` writes tokens to a bucket",
         )

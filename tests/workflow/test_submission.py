@@ -11,8 +11,8 @@ from small_recipes import recipe_text
 from trainshed.errors import InputError, RecipeError
 from trainshed.launch.job import Job, JobFile
 from trainshed.launch.shipping import Code
-from trainshed.line.submission import build_job
 from trainshed.recipe import Cluster, Recipe, load_cluster, load_recipe, run_id
+from trainshed.workflow.submit import build_job
 
 CODE = Code("trainshed-0-0.tar.xz", "0" * 64, b"")
 LARGE = ("train.precision=bf16", "model.config=null", "model.preset=llama3-70b", "data.sequence_length=8192")

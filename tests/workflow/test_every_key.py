@@ -21,12 +21,12 @@ from trainshed.engines.torch.rank import train_rank
 from trainshed.errors import InputError
 from trainshed.launch.job import Job
 from trainshed.launch.shipping import Code
-from trainshed.line import run_layout, run_line, train_job
-from trainshed.line.stages import export_run
-from trainshed.line.submission import build_job
 from trainshed.recipe import Cluster, Recipe, load_cluster, load_recipe, parse_recipe
 from trainshed.recipe.keys import known_keys
 from trainshed.recipe.section import Section
+from trainshed.workflow import prepare_run, run_layout, train_job
+from trainshed.workflow.stages import export_run
+from trainshed.workflow.submit import build_job
 
 CODE = Code("trainshed-0-0.tar.xz", "0" * 64, b"")
 
@@ -345,7 +345,7 @@ def read(tmp_path_factory: pytest.TempPathFactory) -> Read:
 def _traced_run(overrides: tuple[str, ...], tracer: Tracer, stages: tuple[set[Any], ...]) -> None:
     recipe = load_recipe("recipe.yaml", overrides)
     tracer.taken()
-    run = run_line(recipe, load_cluster())
+    run = prepare_run(recipe, load_cluster())
     stages[0].update(tracer.taken())
     train_rank(train_job(run, run_layout(run)), run_folder=run.folder)
     stages[1].update(tracer.taken())

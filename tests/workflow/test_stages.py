@@ -16,11 +16,11 @@ from trainshed.data.tokens.indexed import IndexedReader
 from trainshed.engines.megatron.keeping import CHECKPOINTS
 from trainshed.errors import InputError
 from trainshed.launch.shipping import Code
-from trainshed.line import open_run_folder
-from trainshed.line.engine_files import leave_data, leave_tokenizer
-from trainshed.line.stages import run_stage
-from trainshed.line.submission import build_job
 from trainshed.recipe import Recipe, load_cluster, load_recipe
+from trainshed.workflow import open_run_folder
+from trainshed.workflow.engine_files import leave_data, leave_tokenizer
+from trainshed.workflow.stages import run_stage
+from trainshed.workflow.submit import build_job
 
 CODE = Code("trainshed-0-0.tar.xz", "0" * 64, b"")
 
@@ -68,11 +68,11 @@ def test_parts_share_the_shards_and_preparing_finds_them_all(tmp_path: Path) -> 
 def test_a_foreign_engine_finds_tokens_and_tokenizer_under_fixed_names(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
-    from trainshed.line import run_line
+    from trainshed.workflow import prepare_run
 
     folder, run = job_folder(tmp_path, "data.shards=2")
     cluster = load_cluster(folder / "cluster.yaml").inside()
-    prepared = run_line(load_recipe(str(folder / "recipe.yaml")), cluster, id=run.name)
+    prepared = prepare_run(load_recipe(str(folder / "recipe.yaml")), cluster, id=run.name)
     leave_data(prepared)
     assert prepared.tokenizer is not None
     leave_tokenizer(prepared.tokenizer, run)

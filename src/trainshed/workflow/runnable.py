@@ -3,7 +3,7 @@
 `run`, `train`, `verify`, `render`, `submit` and the worker call `check_runnable`, so that what one of them refuses all
 refuse, in the same words. It needs neither torch nor the network. What only the architecture or the layout can tell is
 said by the planner's rules (`plan/legality`) and by the adapters of foreign engines (`engines/*`), which every job goes
-through as well. `tests/line/test_every_key.py` walks all keys of a recipe and finds each honoured or refused.
+through as well. `tests/workflow/test_every_key.py` walks all keys of a recipe and finds each honoured or refused.
 """
 
 from __future__ import annotations

@@ -25,11 +25,11 @@ from trainshed.data.tokens.shards import shard_prefixes
 from trainshed.errors import InputError, TrainshedError
 from trainshed.launch.local_runs import RECIPE, LocalRun, local_runs
 from trainshed.launch.run_lock import attempt_of, held_words, holder
-from trainshed.line.preparing import PREPARED
 from trainshed.recipe import load_recipe
 from trainshed.storage import LocalStore, Store, StoreOptions, join, open_store, parse
 from trainshed.storage.artefact_folder import only_maker
 from trainshed.storage.attempts import newest_record
+from trainshed.workflow.prepare import PREPARED
 
 REMOVED = ".removed-"
 _ARTEFACT = re.compile(r"artefacts/([\w-]+)/([0-9a-f]{16,})")

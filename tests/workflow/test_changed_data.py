@@ -16,10 +16,10 @@ from trainshed.cli.console import PlainReporter
 from trainshed.data.tokens.fingerprint import WHOLE_BYTES
 from trainshed.data.tokens.indexed import write_index
 from trainshed.errors import CorruptData, InputError
-from trainshed.line import PreparedRun, open_run, open_run_folder, run_line
 from trainshed.recipe import load_recipe
 from trainshed.storage import LocalStore
 from trainshed.storage.attempts import take_attempt
+from trainshed.workflow import PreparedRun, open_run, open_run_folder, prepare_run
 
 WORDS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 
@@ -43,7 +43,7 @@ def begun(source: str | None = None, **more: str) -> PreparedRun:
     """A run that has had an attempt, as far as its folder tells."""
     if source is not None:
         write_recipe(Path.cwd(), source, **more)
-    run = run_line(load_recipe("recipe.yaml"))
+    run = prepare_run(load_recipe("recipe.yaml"))
     take_attempt(LocalStore(run.folder), "")
     return run
 
@@ -85,24 +85,24 @@ def test_overwritten_tokens_and_a_replaced_corpus_stop_every_door_until_they_are
     assert set(folder.glob("store/artefacts/*/*")) == made, "nothing is tokenised for a run that cannot go on"
 
     write_corpus(folder / "corpus.jsonl")
-    again = run_line(load_recipe("recipe.yaml"))
+    again = prepare_run(load_recipe("recipe.yaml"))
     assert again.sources[0].tokens == 16_890, "the same text written again is the same text"
 
 
 def test_a_changed_corpus_is_another_artefact_for_another_run(folder: Path) -> None:
     first = begun()
     write_corpus(folder / "corpus.jsonl", 310)
-    other = run_line(load_recipe("recipe.yaml"), id="other")
+    other = prepare_run(load_recipe("recipe.yaml"), id="other")
     assert other.sources[0].documents == 310
     assert other.sources[0].prefixes != first.sources[0].prefixes
     with pytest.raises(InputError, match=r"corpus\.jsonl has [\d,]+ bytes, and had [\d,]+"):
-        run_line(load_recipe("recipe.yaml"))
+        prepare_run(load_recipe("recipe.yaml"))
 
 
 def test_a_run_that_was_only_prepared_takes_the_text_as_it_is_now(folder: Path) -> None:
-    run_line(load_recipe("recipe.yaml"))
+    prepare_run(load_recipe("recipe.yaml"))
     write_corpus(folder / "corpus.jsonl", 310)
-    assert run_line(load_recipe("recipe.yaml")).sources[0].documents == 310
+    assert prepare_run(load_recipe("recipe.yaml")).sources[0].documents == 310
 
 
 def test_a_file_more_or_less_in_a_corpus_is_named(folder: Path) -> None:
@@ -111,10 +111,10 @@ def test_a_file_more_or_less_in_a_corpus_is_named(folder: Path) -> None:
     begun("{path: texts/*.jsonl}")
     write_corpus(folder / "texts" / "b.jsonl", 10)
     with pytest.raises(InputError, match=r"texts/b\.jsonl is new"):
-        run_line(load_recipe("recipe.yaml"))
+        prepare_run(load_recipe("recipe.yaml"))
     (folder / "texts" / "a.jsonl").unlink()
     with pytest.raises(InputError, match=r"texts/a\.jsonl is no longer part of it"):
-        run_line(load_recipe("recipe.yaml"))
+        prepare_run(load_recipe("recipe.yaml"))
 
 
 def test_a_script_that_writes_other_text_stops_the_run_that_began_with_the_old(folder: Path) -> None:
@@ -122,25 +122,25 @@ def test_a_script_that_writes_other_text_stops_the_run_that_began_with_the_old(f
     begun("{script: numbers.py}")
     script.write_text(SCRIPT.replace("range(300)", "range(310)"))
     with pytest.raises(InputError, match="the text of source 'source-0' has changed") as error:
-        run_line(load_recipe("recipe.yaml"))
+        prepare_run(load_recipe("recipe.yaml"))
     assert "data.train.0.script" in (error.value.where or "")
 
 
 def test_another_tokenizer_under_the_same_name_stops_the_run(folder: Path) -> None:
-    learned = run_line(load_recipe("recipe.yaml")).tokenizer
+    learned = prepare_run(load_recipe("recipe.yaml")).tokenizer
     assert learned is not None
     shutil.copytree(learned.address, folder / "words")
     begun("{path: corpus.jsonl}", tokenizer="./words")
     config = folder / "words" / "tokenizer_config.json"
     config.write_text(config.read_text().replace("<|endoftext|>", "A"))
     with pytest.raises(InputError, match=r"are not those that the run small/.* began with: 16,890 tokens"):
-        run_line(load_recipe("recipe.yaml"))
+        prepare_run(load_recipe("recipe.yaml"))
 
 
 def test_tokens_that_are_removed_are_made_again_and_are_the_same(folder: Path) -> None:
     run = begun()
     shutil.rmtree(Path(run.sources[0].prefixes[0]).parent)
-    again = run_line(load_recipe("recipe.yaml"))
+    again = prepare_run(load_recipe("recipe.yaml"))
     assert not again.sources[0].reused
     assert [file.checksum for file in again.sources[0].files] == [file.checksum for file in run.sources[0].files]
 
@@ -155,13 +155,13 @@ def test_tokens_proven_by_an_earlier_version_are_read_whole_once(
     path.write_text(json.dumps(verdict))
     for said in ("was proven by a version that kept no fingerprint: it is read whole", ""):
         capsys.readouterr()
-        run_line(load_recipe("recipe.yaml"), reporter=PlainReporter())
+        prepare_run(load_recipe("recipe.yaml"), reporter=PlainReporter())
         heard = capsys.readouterr().err
         assert said in heard if said else "read whole" not in heard
     overwrite(Path(f"{run.sources[0].prefixes[0]}.bin"), 100)
     path.write_text(json.dumps(verdict))
     with pytest.raises(CorruptData, match="these tokens are not what their manifest says"):
-        run_line(load_recipe("recipe.yaml"))
+        prepare_run(load_recipe("recipe.yaml"))
 
 
 def test_a_run_kept_by_an_earlier_version_is_opened(folder: Path) -> None:
@@ -171,7 +171,7 @@ def test_a_run_kept_by_an_earlier_version_is_opened(folder: Path) -> None:
         del source["files"]
     (run.folder / "prepared.json").write_text(json.dumps(kept | {"schema": "trainshed.prepared/1"}))
     assert open_run_folder(run.folder).sources[0].prefixes == run.sources[0].prefixes
-    assert run_line(load_recipe("recipe.yaml")).sources[0].files
+    assert prepare_run(load_recipe("recipe.yaml")).sources[0].files
 
 
 def write_tokens(prefix: Path, tokens: int) -> None:
@@ -186,10 +186,10 @@ def test_given_tokens_that_were_overwritten_stop_the_run_and_others_may_be_copie
     write_tokens(folder / "theirs", 600_000)
     run = begun("{tokens: theirs}", tokenizer="null")
     os.utime("theirs.bin", (1e9, 1e9))
-    run_line(load_recipe("recipe.yaml"), reporter=PlainReporter())
+    prepare_run(load_recipe("recipe.yaml"), reporter=PlainReporter())
     assert "warning: theirs.bin was written again since the run began" in capsys.readouterr().err
     overwrite(folder / "theirs.bin", 0)
-    for door in (run_line, open_run):
+    for door in (prepare_run, open_run):
         with pytest.raises(CorruptData, match="not the one that was proven: its bytes have changed") as error:
             door(load_recipe("recipe.yaml"))
         assert error.value.where == "theirs.bin"
@@ -199,7 +199,7 @@ def test_given_tokens_that_were_overwritten_stop_the_run_and_others_may_be_copie
 
 def test_given_tokens_with_a_manifest_are_read_whole_where_their_time_is_new(folder: Path) -> None:
     write_corpus(folder / "large.jsonl", 12_000)
-    made = run_line(load_recipe(str(write_recipe(folder, "{path: large.jsonl}"))))
+    made = prepare_run(load_recipe(str(write_recipe(folder, "{path: large.jsonl}"))))
     for path in Path(made.sources[0].prefixes[0]).parent.glob("tokens.*"):
         shutil.copy2(path, folder / path.name.replace("tokens", "given"))
     manifest = folder / "given.manifest.json"
@@ -207,19 +207,19 @@ def test_given_tokens_with_a_manifest_are_read_whole_where_their_time_is_new(fol
     assert (folder / "given.bin").stat().st_size > WHOLE_BYTES
     begun("{tokens: given}", tokenizer="null")
     os.utime("given.bin", (1e9, 1e9))
-    run_line(load_recipe("recipe.yaml"))
+    prepare_run(load_recipe("recipe.yaml"))
     overwrite(folder / "given.bin", 10_000)
     os.utime("given.bin", (2e9, 2e9))
     with pytest.raises(CorruptData, match="written again since it was proven"):
         open_run(load_recipe("recipe.yaml"))
     with pytest.raises(CorruptData, match="these tokens are not what their manifest says"):
-        run_line(load_recipe("recipe.yaml"))
+        prepare_run(load_recipe("recipe.yaml"))
 
 
 def test_given_tokens_of_another_size_than_their_manifest_says_are_refused(folder: Path) -> None:
-    made = run_line(load_recipe("recipe.yaml"))
+    made = prepare_run(load_recipe("recipe.yaml"))
     prefix = made.sources[0].prefixes[0]
     os.truncate(f"{prefix}.bin", 100)
     write_recipe(folder, f"{{tokens: {prefix}}}", tokenizer="null")
     with pytest.raises(CorruptData, match="it has 100 bytes, its manifest says 33,780"):
-        run_line(load_recipe("recipe.yaml"))
+        prepare_run(load_recipe("recipe.yaml"))

@@ -10,8 +10,8 @@ from trainshed.errors import InputError
 from trainshed.launch.job import JobFile
 from trainshed.launch.shipping import Code
 from trainshed.launch.targets import target_of
-from trainshed.line.proof_job import proof_job
 from trainshed.recipe import load_cluster
+from trainshed.workflow.proof_job import proof_job
 
 CODE = Code("trainshed-0-0.tar.xz", "0" * 64, b"x")
 

@@ -12,10 +12,10 @@ from trainshed.launch.here import PLAN_SCHEMA
 from trainshed.launch.job import JOB_FILE, Code, Job, JobFile
 from trainshed.launch.preflight import preflight_stage
 from trainshed.launch.shipping import pack_code
-from trainshed.line.placing import refuse_too_many
-from trainshed.line.runnable import store_on
 from trainshed.plan import RankLayout
 from trainshed.recipe import Cluster, to_yaml
+from trainshed.workflow.layout import refuse_too_many
+from trainshed.workflow.runnable import store_on
 
 NAME = "doctor"
 _GRACE_SECONDS = 60

@@ -10,12 +10,12 @@ from trainshed.checkpoints.native.folder import Found, checkpoints_folder
 from trainshed.checkpoints.native.resuming import latest_complete
 from trainshed.errors import InputError, TrainshedError
 from trainshed.launch.local_runs import RECIPE, LocalRun, local_runs
-from trainshed.line.preparing import resolve, store_options, store_root
 from trainshed.observe.standing import standing
 from trainshed.recipe import Cluster, Recipe, load_recipe, run_id
 from trainshed.recipe.resolved import identity
 from trainshed.reporting import Reporter
 from trainshed.storage import LocalStore, StoreOptions, open_store, parse
+from trainshed.workflow.prepare import resolve, store_options, store_root
 
 _SHOWN = 4  # keys that a note writes out before it only counts
 

@@ -15,9 +15,9 @@ from trainshed.checkpoints.formats import Target, detect
 from trainshed.data.artefacts import PreparedSource
 from trainshed.data.encode.tokenizer import TOKENIZER_FILES, Tokenizer
 from trainshed.errors import NotFound, TrainshedError
-from trainshed.line.preparing import PreparedRun
 from trainshed.reporting import SILENT, Reporter
 from trainshed.storage import LocalStore, StoreOptions, copy_tree, open_folder, parse
+from trainshed.workflow.prepare import PreparedRun
 
 ENGINE = "engine"
 # What engines look for beside a tokenizer's own files: sentencepiece's, Meta's, chat templates.

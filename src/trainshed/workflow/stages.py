@@ -14,22 +14,22 @@ from trainshed.data.encode.tokenizer import Tokenizer
 from trainshed.engines.megatron.keeping import CHECKPOINTS
 from trainshed.errors import InputError
 from trainshed.launch.job import JobFile
-from trainshed.line.engine_files import leave_base, leave_data, leave_tokenizer, refuse_unproven
-from trainshed.line.preparing import (
+from trainshed.recipe import Cluster, Export, Recipe, load_cluster, load_recipe
+from trainshed.reporting import SILENT, Reporter
+from trainshed.storage import StoreOptions, parse
+from trainshed.workflow.engine_files import leave_base, leave_data, leave_tokenizer, refuse_unproven
+from trainshed.workflow.prepare import (
     check_fit,
     fetch_weights,
     keep_recipe,
+    prepare_run,
     resolve,
-    run_line,
     store_options,
     store_root,
     tokenise_part,
 )
-from trainshed.line.runnable import check_runnable
-from trainshed.line.serving import export_place
-from trainshed.recipe import Cluster, Export, Recipe, load_cluster, load_recipe
-from trainshed.reporting import SILENT, Reporter
-from trainshed.storage import StoreOptions, parse
+from trainshed.workflow.runnable import check_runnable
+from trainshed.workflow.serve import export_place
 
 
 def run_stage(stage: str, job_folder: Path, *, part: int = 0, parts: int = 1, reporter: Reporter = SILENT) -> None:
@@ -71,7 +71,7 @@ def _prepare(recipe: Recipe, cluster: Cluster, run: Path, wanted: tuple[str, ...
     """Prepare the data; for an engine that reads text itself (torchtune) only what it asks for."""
     options = store_options(cluster)
     if recipe.engine.name == "torch" or "data-args" in wanted or "data-prefix" in wanted:
-        prepared = run_line(recipe, cluster, id=run.name, reporter=reporter)
+        prepared = prepare_run(recipe, cluster, id=run.name, reporter=reporter)
         tokenizer = prepared.tokenizer
         if recipe.engine.name != "torch":
             leave_data(prepared, options, reporter)
