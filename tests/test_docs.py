@@ -115,3 +115,12 @@ def test_the_recipe_of_the_readme_loads() -> None:
 def test_links_lead_somewhere(page: Path) -> None:
     broken = [link for link in LINK.findall(page.read_text()) if not (page.parent / link).exists()]
     assert broken == []
+
+
+WALKED = re.findall(r"^\| `([\w/]+\.py)` \| `(\w+)` \|", (ROOT / "docs" / "architecture.md").read_text(), re.MULTILINE)
+
+
+@pytest.mark.parametrize(("file", "name"), WALKED)
+def test_the_walks_lead_through_functions_that_are_there(file: str, name: str) -> None:
+    text = (ROOT / "src" / "trainshed" / file).read_text()
+    assert re.search(rf"^(def|class) {name}\b", text, re.MULTILINE), f"{file} has no {name}"
