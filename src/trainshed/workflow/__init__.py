@@ -4,6 +4,7 @@ from trainshed.workflow.layout import automatic_layout, planned_layout, run_layo
 from trainshed.workflow.prepare import (
     PREPARED,
     PreparedRun,
+    checkpoint_home,
     keep_run,
     open_run,
     open_run_folder,
@@ -14,7 +15,7 @@ from trainshed.workflow.prepare import (
 from trainshed.workflow.run import TrainedRun, run, train, watching
 from trainshed.workflow.runnable import check_engine, check_runnable
 from trainshed.workflow.start import RunStart, check_goes_on, find_start, note_other_runs
-from trainshed.workflow.train import check_trainable, checkpoint_home, train_job
+from trainshed.workflow.train import check_trainable, train_job
 
 __all__ = [
     "PREPARED",

@@ -29,7 +29,7 @@ from trainshed.recipe.data import SourceKeys
 from trainshed.recipe.messages import as_recipe_error
 from trainshed.recipe.section import Problem
 from trainshed.reporting import SILENT, Reporter
-from trainshed.storage import LocalStore, StoreOptions, join, open_store, parse
+from trainshed.storage import LocalStore, Store, StoreOptions, join, open_store, parse
 from trainshed.storage.attempts import newest_attempt
 from trainshed.workflow.runnable import check_runnable
 
@@ -338,6 +338,14 @@ def keep_run(run: PreparedRun) -> None:
 def store_options(cluster: Cluster) -> StoreOptions:
     """What a cluster file says about reaching stores, as the storage room wants it."""
     return StoreOptions.from_mapping({key: endpoint.model_dump() for key, endpoint in cluster.stores.items()})
+
+
+def checkpoint_home(recipe: Recipe, id: str, options: StoreOptions | None = None) -> tuple[Store, str] | None:
+    """Return where a run's checkpoints are kept apart from it, as store and folder; None: in its own folder."""
+    if recipe.checkpoint.to is None:
+        return None
+    store, path = open_store(parse(recipe.checkpoint.to), options)
+    return store, f"{path}/{recipe.name}/{id}".lstrip("/")
 
 
 def store_root(recipe: Recipe, cluster: Cluster) -> Path:

@@ -26,10 +26,10 @@ from trainshed.errors import InputError, TrainshedError
 from trainshed.launch.local_runs import RECIPE, LocalRun, local_runs
 from trainshed.launch.run_lock import attempt_of, held_words, holder
 from trainshed.recipe import load_recipe
-from trainshed.storage import LocalStore, Store, StoreOptions, join, open_store, parse
+from trainshed.storage import LocalStore, Store, StoreOptions, join
 from trainshed.storage.artefact_folder import only_maker
 from trainshed.storage.attempts import newest_record
-from trainshed.workflow.prepare import PREPARED
+from trainshed.workflow.prepare import PREPARED, checkpoint_home
 
 REMOVED = ".removed-"
 _ARTEFACT = re.compile(r"artefacts/([\w-]+)/([0-9a-f]{16,})")
@@ -93,7 +93,7 @@ def plan_removal(run: LocalRun, store: Path, options: StoreOptions | None = None
             hint=f"remove {'that one' if len(users) == 1 else 'those'} first, or copy what it needs elsewhere",
         )
     parts = [_measured(run.folder, "run")]
-    apart = _apart(run, options)
+    apart = checkpoint_home(load_recipe(str(run.folder / RECIPE)), run.id, options)
     if apart is not None:
         infos = list(apart[0].list(apart[1]))
         if infos:
@@ -222,14 +222,6 @@ def _names(run: LocalRun, folder: Path) -> bool:
     base = orjson.loads((run.folder / PREPARED).read_bytes())["base"]
     manifest = Path(base) / "manifest.json" if base else None
     return manifest is not None and manifest.is_file() and bool(inside.search(manifest.read_text()))
-
-
-def _apart(run: LocalRun, options: StoreOptions | None) -> tuple[Store, str] | None:
-    to = load_recipe(str(run.folder / RECIPE)).checkpoint.to
-    if to is None:
-        return None
-    store, path = open_store(parse(to), options)
-    return store, f"{path}/{run.run}".lstrip("/")
 
 
 def _first_of_all(path: str) -> tuple[bool, bool, str]:

@@ -14,8 +14,8 @@ from trainshed.observe.standing import standing
 from trainshed.recipe import Cluster, Recipe, load_recipe, run_id
 from trainshed.recipe.resolved import identity
 from trainshed.reporting import Reporter
-from trainshed.storage import LocalStore, StoreOptions, open_store, parse
-from trainshed.workflow.prepare import resolve, store_options, store_root
+from trainshed.storage import LocalStore, StoreOptions
+from trainshed.workflow.prepare import checkpoint_home, resolve, store_options, store_root
 
 _SHOWN = 4  # keys that a note writes out before it only counts
 
@@ -101,10 +101,7 @@ def note_other_runs(start: RunStart, reporter: Reporter) -> None:
 
 
 def _last_checkpoint(start: RunStart, options: StoreOptions | None) -> Found | None:
-    store, folder = LocalStore(start.folder), ""
-    if start.recipe.checkpoint.to is not None:
-        store, path = open_store(parse(start.recipe.checkpoint.to), options)
-        folder = f"{path}/{start.run}".lstrip("/")
+    store, folder = checkpoint_home(start.recipe, start.id, options) or (LocalStore(start.folder), "")
     return latest_complete(store, checkpoints_folder(folder))
 
 

@@ -9,9 +9,9 @@ from trainshed.catalog.models import architecture
 from trainshed.errors import MissingExtra, RecipeError
 from trainshed.plan import RankLayout
 from trainshed.recipe import Cluster, Recipe
-from trainshed.storage import LocalStore, Store, StoreOptions, open_store, parse
+from trainshed.storage import LocalStore, StoreOptions
 from trainshed.workflow.layout import planned_layout, weights_architecture
-from trainshed.workflow.prepare import PreparedRun
+from trainshed.workflow.prepare import PreparedRun, checkpoint_home
 from trainshed.workflow.runnable import check_runnable
 
 if TYPE_CHECKING:
@@ -31,14 +31,6 @@ def check_trainable(recipe: Recipe, cluster: Cluster, *, keys: dict[str, object]
     planned_layout(recipe.model_copy(update={"model": model}), cluster, keys=keys)
 
 
-def checkpoint_home(run: PreparedRun, options: StoreOptions | None = None) -> tuple[Store, str] | None:
-    """Return where the run's checkpoints are kept apart from it, as store and folder; None: in its own folder."""
-    if run.recipe.checkpoint.to is None:
-        return None
-    store, path = open_store(parse(run.recipe.checkpoint.to), options)
-    return store, f"{path}/{run.recipe.name}/{run.id}".lstrip("/")
-
-
 def train_job(run: PreparedRun, layout: RankLayout, options: StoreOptions | None = None) -> TrainJob:
     """Return what a rank of this run is asked to train."""
     from trainshed.engines.torch.job import TrainJob
@@ -54,5 +46,5 @@ def train_job(run: PreparedRun, layout: RankLayout, options: StoreOptions | None
         store=LocalStore(run.folder),
         folder="",
         base=run.base,
-        checkpoint_home=checkpoint_home(run, options),
+        checkpoint_home=checkpoint_home(run.recipe, run.id, options),
     )
