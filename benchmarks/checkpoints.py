@@ -24,10 +24,10 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from measure import table
-from trainshed.checkpoints.native.folder import checkpoints_folder, find
-from trainshed.checkpoints.native.loading import load
+from trainshed.checkpoints.native.folder import checkpoints_folder, complete_checkpoints
+from trainshed.checkpoints.native.reader import load_checkpoint
+from trainshed.checkpoints.native.shards import TensorShard
 from trainshed.checkpoints.native.writer import CheckpointWriter
-from trainshed.checkpoints.pieces import Piece
 from trainshed.storage import LocalStore
 from trainshed.storage.attempts import take_attempt
 
@@ -43,7 +43,7 @@ def tensors(gigabytes: float, device: str) -> dict[str, torch.Tensor]:
 
 def ours(state: dict[str, torch.Tensor], folder: Path, repeat: int, *, blocking: bool) -> list[Timing]:
     """Our writer."""
-    pieces = {name: Piece(tuple(tensor.shape), (0, 0), tensor) for name, tensor in state.items()}
+    pieces = {name: TensorShard(tuple(tensor.shape), (0, 0), tensor) for name, tensor in state.items()}
     found = []
     with CheckpointWriter(take_attempt(LocalStore(folder), ""), spec={}, keep=1) as writer:
         for step in range(1, repeat + 2):
@@ -58,9 +58,11 @@ def ours(state: dict[str, torch.Tensor], folder: Path, repeat: int, *, blocking:
 def loading(state: dict[str, torch.Tensor], folder: Path) -> float:
     """Seconds to load what `ours` has left, every byte checked."""
     store = LocalStore(folder)
-    pieces = {name: Piece(tuple(tensor.shape), (0, 0), torch.empty_like(tensor)) for name, tensor in state.items()}
+    pieces = {
+        name: TensorShard(tuple(tensor.shape), (0, 0), torch.empty_like(tensor)) for name, tensor in state.items()
+    }
     began = time.perf_counter()
-    load(store, find(store, checkpoints_folder(""))[0], pieces)
+    load_checkpoint(store, complete_checkpoints(store, checkpoints_folder(""))[0], pieces)
     seconds = time.perf_counter() - began
     assert all(torch.equal(pieces[name].tensor, tensor) for name, tensor in state.items())
     return seconds

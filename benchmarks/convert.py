@@ -33,7 +33,7 @@ from typing import Self
 import torch
 
 from measure import Measured, measure, table
-from trainshed.checkpoints.hf.writer import HfWriter
+from trainshed.checkpoints.hf.writer import HfWeightsWriter
 from trainshed.models.parameters import Parameter, parameter_count
 from trainshed.recipe import ModelConfig
 
@@ -101,7 +101,7 @@ def model(gigabytes: float) -> ModelConfig:
 def save(config: ModelConfig, folder: Path) -> None:
     """Write the synthetic model as transformers would."""
     folder.mkdir()
-    writer = HfWriter(config, dtype=torch.bfloat16)
+    writer = HfWeightsWriter(config, dtype=torch.bfloat16)
     for unit in writer.units():
         writer.write(unit, _Noise(config), folder / unit.path, lambda _: None)
     writer.finish(folder, [])

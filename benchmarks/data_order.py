@@ -27,11 +27,10 @@ from typing import Any
 import numpy as np
 
 from measure import table
-from trainshed.data.order import DataOrder
-from trainshed.data.sampling.build_order import TokenFiles, build_order
+from trainshed.data.order import DataOrder, TokenFiles, build_order
 from trainshed.data.sampling.permutation import Permutation
 from trainshed.data.sampling.schedule import BatchSchedule
-from trainshed.data.tokens.indexed import token_dtype, write_index
+from trainshed.data.tokens.indexed_dataset import token_dtype, write_index
 
 SEQUENCE_LENGTH = 4096
 SEEK = {"sources": 10, "documents": 100_000, "tokens": 1_000_000_000, "length": 512, "batch": 16, "step": 1_000_000}
@@ -168,7 +167,7 @@ def reading(folder: Path, megatron: Megatron, repeat: int) -> None:
 SEEKER = """
 import json, sys, time
 from pathlib import Path
-from trainshed.data.sampling.build_order import TokenFiles, open_order
+from trainshed.data.order import TokenFiles, open_order
 from trainshed.data.sampling.schedule import BatchSchedule
 folder, seek = Path(sys.argv[1]), json.loads(sys.argv[2])
 files = [TokenFiles(str(n), (str(folder / f"s{n}"),), weight=1 + n) for n in range(seek["sources"])]

@@ -138,18 +138,17 @@ def profile(compressed: Path, tokenizer: Path) -> None:
     """Where the CPU time of the work goes, phase by phase on one core."""
     import hashlib
 
-    from trainshed.data.encode.block_tokenizer import BlockTokenizer, TokenizeOptions
-    from trainshed.data.encode.tokenizer import load_tokenizer
-    from trainshed.data.text.corpus import find_pieces
-    from trainshed.data.text.documents import extract
-    from trainshed.data.text.reading import PieceReader
+    from trainshed.data.text.corpus import find_inputs
+    from trainshed.data.text.reader import InputReader, extract_documents
+    from trainshed.data.tokenize.tokenizer import load_tokenizer
+    from trainshed.data.tokenize.workers import BlockTokenizer, BlockTokenizerConfig
     from trainshed.storage import open_store
 
-    (piece,) = find_pieces([str(compressed)])
-    worker = BlockTokenizer(TokenizeOptions(load_tokenizer(str(tokenizer)), 0, None, "uint16"))
+    (piece,) = find_inputs([str(compressed)])
+    worker = BlockTokenizer(BlockTokenizerConfig(load_tokenizer(str(tokenizer)), 0, None, "uint16"))
     worker.encoder.encode(["warm"])
     spent = dict.fromkeys(("read, hash, inflate, cut", "parse JSON", "encode", "EOD, dtype", "hash, write"), 0.0)
-    blocks = iter(PieceReader(piece, *open_store(piece.address)).blocks())
+    blocks = iter(InputReader(piece, *open_store(piece.address)).blocks())
     digest = hashlib.sha256()
     with open("/dev/null", "wb") as sink:
         while True:
@@ -158,7 +157,7 @@ def profile(compressed: Path, tokenizer: Path) -> None:
             times.append(time.perf_counter())
             if block is None:
                 break
-            documents, _ = extract(block, "text")
+            documents, _ = extract_documents(block, "text")
             times.append(time.perf_counter())
             encoded = worker.encoder.encode(documents)
             times.append(time.perf_counter())

@@ -24,14 +24,13 @@ import torch
 
 from measure import table
 from trainshed.catalog import model_preset
-from trainshed.engines.torch.build import RankModel, build_model, fill_model
-from trainshed.engines.torch.feed import FedBatch
-from trainshed.engines.torch.mesh import alone
+from trainshed.engines.torch.batch_loader import HashedBatch, LocalBatch
+from trainshed.engines.torch.model import RankModel, build_model, init_model
 from trainshed.engines.torch.optimizer import AdamW
-from trainshed.engines.torch.passes import LocalBatch
-from trainshed.engines.torch.signals import WATCHED
-from trainshed.engines.torch.step import Stepper
-from trainshed.models.decoder import Losses
+from trainshed.engines.torch.parallel import single_rank_mesh
+from trainshed.engines.torch.rank_health import STOP_SIGNALS
+from trainshed.engines.torch.step import StepRunner
+from trainshed.models.decoder import Regularization
 from trainshed.models.hf_tensors import hf_tensors
 from trainshed.plan.layout import resolve_layout
 from trainshed.recipe import Layout, ModelConfig
@@ -68,15 +67,19 @@ class Ours:
         layout = resolve_layout(Layout.model_validate({"micro_batch": shape.batch}), shape.config)
         device = torch.device("cpu")
         self.model = build_model(
-            shape.config, alone(layout, device), sequence_length=shape.length, precision=precision, losses=Losses()
+            shape.config,
+            single_rank_mesh(layout, device),
+            sequence_length=shape.length,
+            precision=precision,
+            losses=Regularization(),
         )
-        fill_model(self.model, seed=0)
-        self.stepper = Stepper(self.model, AdamW(self.model.weights, OPTIONS, device))
+        init_model(self.model, seed=0)
+        self.stepper = StepRunner(self.model, AdamW(self.model.weights, OPTIONS, device))
 
     def step(self, rows: torch.Tensor) -> float:
         inputs, labels = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
-        fed = FedBatch(LocalBatch(len(rows), inputs, labels, None), (0, 0))
-        return self.stepper.step(fed, len(rows), OPTIONS.lr, [0.0] * len(WATCHED)).read().loss
+        fed = HashedBatch(LocalBatch(len(rows), inputs, labels, None), (0, 0))
+        return self.stepper.step(fed, len(rows), OPTIONS.lr, [0.0] * len(STOP_SIGNALS)).read().loss
 
 
 class Transformers:

@@ -20,14 +20,13 @@ import torch
 
 from measure import table
 from trainshed.catalog import gpu_by_device_name, model_preset
-from trainshed.engines.torch.build import build_model, fill_model
-from trainshed.engines.torch.feed import FedBatch
-from trainshed.engines.torch.mesh import alone
+from trainshed.engines.torch.batch_loader import HashedBatch, LocalBatch
+from trainshed.engines.torch.model import build_model, init_model
 from trainshed.engines.torch.optimizer import AdamW
-from trainshed.engines.torch.passes import LocalBatch
-from trainshed.engines.torch.signals import WATCHED
-from trainshed.engines.torch.step import Stepper
-from trainshed.models.decoder import Losses
+from trainshed.engines.torch.parallel import single_rank_mesh
+from trainshed.engines.torch.rank_health import STOP_SIGNALS
+from trainshed.engines.torch.step import StepRunner
+from trainshed.models.decoder import Regularization
 from trainshed.models.parameters import parameter_count
 from trainshed.observe.mfu import measure_mfu
 from trainshed.plan.layout import resolve_layout
@@ -53,17 +52,17 @@ def ours(config: ModelConfig, micro_batch: int, precision: str) -> Callable[[], 
     layout = resolve_layout(Layout.model_validate({"micro_batch": micro_batch}), config)
     model = build_model(
         config,
-        alone(layout, DEVICE),
+        single_rank_mesh(layout, DEVICE),
         sequence_length=LENGTH,
         precision=precision,
-        losses=Losses(),
+        losses=Regularization(),
         compile_blocks=True,
     )
-    fill_model(model, seed=0)
-    stepper = Stepper(model, AdamW(model.weights, OPTIONS, DEVICE))
+    init_model(model, seed=0)
+    stepper = StepRunner(model, AdamW(model.weights, OPTIONS, DEVICE))
     rows = tokens(config, micro_batch)
-    fed = FedBatch(LocalBatch(micro_batch, rows[:, :-1].contiguous(), rows[:, 1:].contiguous(), None), (0, 0))
-    votes = [0.0] * len(WATCHED)
+    fed = HashedBatch(LocalBatch(micro_batch, rows[:, :-1].contiguous(), rows[:, 1:].contiguous(), None), (0, 0))
+    votes = [0.0] * len(STOP_SIGNALS)
     return lambda: stepper.step(fed, micro_batch, OPTIONS.lr, votes)
 
 

@@ -1,7 +1,7 @@
 """Fit the planner's constants to published measurements: `python benchmarks/fit_planner.py [STACK ...]`.
 
-Rewrites `reach.yaml` (what GPUs reach of their datasheets) and `stacks.yaml` (the habits of engines) in
-`plan/performance`. Every constant is physical and starts from what it is known or believed to be; the fit pulls it
+Rewrites `gpu_efficiency.yaml` (what GPUs reach of their datasheets) and `engine_constants.yaml` (what engines cost)
+in `plan/performance`. Every constant is physical and starts from what it is known or believed to be; the fit pulls it
 towards the measurements and a prior pulls it back, so that what a table cannot tell stays where it was. Errors are
 logarithms, with outliers damped.
 `--held-out` fits without one model at a time (or a share of them, or models on a number of GPUs) and prints how well
@@ -23,16 +23,14 @@ from typing import Any
 import numpy as np
 import yaml
 
-import trainshed.plan.performance.reach as reach_module
+import trainshed.plan.performance.gpu_efficiency as reach_module
+from trainshed.plan.performance.engine_constants import EngineConstants, engine_constant_names, engine_constants
+from trainshed.plan.performance.gpu_efficiency import GpuEfficiency
 from trainshed.plan.performance.memory import rank_memory
-from trainshed.plan.performance.predict import predict, predict_seconds
-from trainshed.plan.performance.prediction import Prediction
-from trainshed.plan.performance.reach import Reach
-from trainshed.plan.performance.stacks import Stack, stack, stack_names
-from trainshed.plan.published.cases import Case, case_of
-from trainshed.plan.published.rows import Row, Skip, all_rows, own_table, shipped_tables
-from trainshed.plan.published.scores import regret_scores
-from trainshed.plan.published.validation import Judged, in_order_chosen, validate
+from trainshed.plan.performance.prediction import LayoutPrediction, predict, predict_seconds
+from trainshed.plan.published.cases import PublishedCase, row_case
+from trainshed.plan.published.rows import PublishedRow, SkippedRow, own_engine_table, read_tables, shipped_tables
+from trainshed.plan.published.validation import JudgedRow, ranked_measurements, regret_scores, validate_rows
 
 PLAN = Path(reach_module.__file__).parent
 DAMPED_FROM = 0.1
@@ -46,8 +44,8 @@ SAME_CHIP = {"h100": ("h100", "h200"), "b200": ("b200", "gb200"), "b300": ("b300
 class Measured:
     """A row that can be predicted."""
 
-    row: Row
-    case: Case
+    row: PublishedRow
+    case: PublishedCase
     seconds: float | None
     gib: float | None
 
@@ -64,7 +62,7 @@ class Fit:
     newer: Bounds = field(default_factory=dict)
     """Constants that a later release of the engine has otherwise, fitted together with the rest."""
     newer_stack: str | None = None
-    rows: Callable[[Row], bool] = lambda row: True
+    rows: Callable[[PublishedRow], bool] = lambda row: True
     weight: Callable[[Measured], float] = lambda one: 1.0
     judged: Callable[[Measured], bool] = lambda one: True
     """Which rows the fit is judged on where a model is held out."""
@@ -98,7 +96,7 @@ _RESERVE: Bounds = {"reserve": (0.04, 0.0, 0.2), "context_gib": (1.5, 0.5, 4.0)}
 
 
 STALLED_FROM = 1.6
-"""Runs of the sweep that took so many times what they should were held up (`plan/performance/stalling.py`)."""
+"""Runs of the sweep that took so many times what they should were held up (`plan/performance/stalls.py`)."""
 
 
 def _above_10_percent_mfu(one: Measured) -> bool:
@@ -107,7 +105,7 @@ def _above_10_percent_mfu(one: Measured) -> bool:
 
 def _nothing_if_stalled(one: Measured) -> float:
     """Runs that were held up say nothing of arithmetic, and the sweep's slow layouts little: they count for a third."""
-    if seconds_error(one, stack("nanotron")) < -np.log(STALLED_FROM):
+    if seconds_error(one, engine_constants("nanotron")) < -np.log(STALLED_FROM):
         return 0.0
     return 1.0 if _above_10_percent_mfu(one) else 0.3
 
@@ -332,11 +330,11 @@ class Constants:
     """All constants as they stand while fitting."""
 
     def __init__(self) -> None:
-        self.reach = dict(reach_module.all_reaches())
-        self.stacks: dict[str, Stack] = {}
+        self.reach = dict(reach_module.all_gpu_efficiencies())
+        self.stacks: dict[str, EngineConstants] = {}
         self.measured = dict(self.reach)
 
-    def with_values(self, base: Stack, values: Mapping[str, float]) -> Stack:
+    def with_values(self, base: EngineConstants, values: Mapping[str, float]) -> EngineConstants:
         """Apply values to a stack, and those of GPUs to what the predictor looks up."""
         changed = dict(self.reach)
         for key, value in values.items():
@@ -344,21 +342,21 @@ class Constants:
                 chip, name = key.split(".")
                 for gpu in SAME_CHIP.get(chip, tuple(known for known in changed if known.startswith(chip))):
                     changed[gpu] = _changed(changed[gpu], self.measured[gpu], name, value)
-        reach_module.use_reaches(changed)
+        reach_module.use_gpu_efficiencies(changed)
         return with_constants(base, {key: value for key, value in values.items() if "." not in key})
 
-    def keep(self, stack: Stack, values: Mapping[str, float]) -> None:
+    def keep(self, stack: EngineConstants, values: Mapping[str, float]) -> None:
         """Keep what a fit found."""
         self.stacks[stack.name] = self.with_values(stack, values)
-        self.reach = dict(reach_module.all_reaches())
+        self.reach = dict(reach_module.all_gpu_efficiencies())
 
 
-def with_constants(stack: Stack, values: Mapping[str, Any]) -> Stack:
+def with_constants(stack: EngineConstants, values: Mapping[str, Any]) -> EngineConstants:
     """Return a stack with other constants."""
     return replace(stack, **values)
 
 
-def _changed(reach: Reach, measured: Reach, name: str, value: float) -> Reach:
+def _changed(reach: GpuEfficiency, measured: GpuEfficiency, name: str, value: float) -> GpuEfficiency:
     if name != "scale":
         return replace(reach, **dict[str, Any]({name: value}))
     return replace(
@@ -372,23 +370,23 @@ def _changed(reach: Reach, measured: Reach, name: str, value: float) -> Reach:
 def measured_rows() -> dict[str, list[Measured]]:
     """Read the shipped tables, by stack."""
     found: dict[str, list[Measured]] = defaultdict(list)
-    for row in all_rows([*shipped_tables(), own_table()]):
+    for row in read_tables([*shipped_tables(), own_engine_table()]):
         try:
-            case = case_of(row)
-        except Skip:
+            case = row_case(row)
+        except SkippedRow:
             continue
         seconds = None if row.out_of_memory else row.step_seconds
         found[case.job.stack.name].append(Measured(row, case, seconds, row.memory_gib))
     return found
 
 
-def seconds_error(one: Measured, stack: Stack) -> float:
+def seconds_error(one: Measured, stack: EngineConstants) -> float:
     """Logarithm of predicted over measured seconds."""
     assert one.seconds is not None
     return float(np.log(predict_seconds(replace(one.case.job, stack=stack), one.case.layout) / one.seconds))
 
 
-def memory_error(one: Measured, stack: Stack) -> float:
+def memory_error(one: Measured, stack: EngineConstants) -> float:
     """Relative error of the peak that the row means."""
     assert one.gib is not None
     job, layout = replace(one.case.job, stack=stack), one.case.layout
@@ -398,7 +396,7 @@ def memory_error(one: Measured, stack: Stack) -> float:
     return max(memory.total if whole else memory.allocated for memory in peaks) / one.gib - 1
 
 
-def capacity_error(one: Measured, stack: Stack) -> float:
+def capacity_error(one: Measured, stack: EngineConstants) -> float:
     """By how much a row that ran is predicted not to fit, or one that ran out to fit; 0 where that is right."""
     job, layout = replace(one.case.job, stack=stack), one.case.layout
     peaks = [rank_memory(job, layout, rank) for rank in range(layout.pp)]
@@ -406,7 +404,7 @@ def capacity_error(one: Measured, stack: Stack) -> float:
     return min(0.0, over) if one.row.out_of_memory else max(0.0, over)
 
 
-def _memory_errors(stack: Stack, weighed: Sequence[Measured], ran: Sequence[Measured]) -> np.ndarray:
+def _memory_errors(stack: EngineConstants, weighed: Sequence[Measured], ran: Sequence[Measured]) -> np.ndarray:
     """Errors of measured peaks, and of the question whether a row fits."""
     errors = [memory_error(one, stack) for one in weighed]
     return np.array(errors + [0.5 * max(-0.3, min(0.3, capacity_error(one, stack))) for one in ran])
@@ -438,7 +436,7 @@ def solve(
     return values(found.x)
 
 
-def fit_memory(fit: Fit, rows: Sequence[Measured], base: Stack, rounds: int) -> Stack:
+def fit_memory(fit: Fit, rows: Sequence[Measured], base: EngineConstants, rounds: int) -> EngineConstants:
     """Fit the constants of memory to measured peaks, and to what ran and what ran out."""
     if not fit.memory:
         return base
@@ -451,7 +449,9 @@ def fit_memory(fit: Fit, rows: Sequence[Measured], base: Stack, rounds: int) -> 
     return with_constants(base, solve(fit.memory, errors, 0.02, 0.02, 2 * rounds))
 
 
-def fit_time(fit: Fit, rows: Sequence[Measured], base: Stack, constants: Constants, rounds: int) -> dict[str, float]:
+def fit_time(
+    fit: Fit, rows: Sequence[Measured], base: EngineConstants, constants: Constants, rounds: int
+) -> dict[str, float]:
     """Fit the constants of time; those of a newer release are named `x@newer`."""
     newer = {f"{name}@newer": bounds for name, bounds in fit.newer.items()}
     weights = np.array([fit.weight(one) for one in rows])
@@ -465,7 +465,9 @@ def fit_time(fit: Fit, rows: Sequence[Measured], base: Stack, constants: Constan
     return solve({**fit.time, **newer}, errors, DAMPED_FROM, 0.3, rounds)
 
 
-def both(fit: Fit, base: Stack, values: Mapping[str, float], constants: Constants) -> tuple[Stack, Stack]:
+def both(
+    fit: Fit, base: EngineConstants, values: Mapping[str, float], constants: Constants
+) -> tuple[EngineConstants, EngineConstants]:
     """Return the stack and its newer release."""
     plain = {name: value for name, value in values.items() if "@" not in name}
     stack = constants.with_values(base, plain)
@@ -477,7 +479,7 @@ def run_fit(fit: Fit, measured: Mapping[str, list[Measured]], constants: Constan
     """Fit one stack and keep it."""
     everything = [*measured[fit.stack], *measured.get(fit.newer_stack or "", [])]
     timed = [one for one in everything if one.seconds is not None and fit.rows(one.row)]
-    base = constants.stacks.get(LIKE.get(fit.stack, ""), Stack(fit.stack))
+    base = constants.stacks.get(LIKE.get(fit.stack, ""), EngineConstants(fit.stack))
     base = with_constants(replace(base, name=fit.stack, source=fit.source), fit.fixed)
     weighed = [one for one in everything if one.gib is not None]
     # Before time: a card that is nearly full is slow.
@@ -492,7 +494,7 @@ def run_fit(fit: Fit, measured: Mapping[str, list[Measured]], constants: Constan
     print(f"  memory {len(errors)} rows {np.mean(np.abs(errors)):.1%}" if errors else "")
 
 
-def _of(one: Measured, stack: Stack, later: Stack, fit: Fit) -> Stack:
+def _of(one: Measured, stack: EngineConstants, later: EngineConstants, fit: Fit) -> EngineConstants:
     return later if one.case.job.stack.name == fit.newer_stack else stack
 
 
@@ -528,7 +530,7 @@ def held_out(
     """Fit without one part at a time, and predict that one; return its rows with the logarithms of their errors."""
     everything = [*measured[fit.stack], *measured.get(fit.newer_stack or "", [])]
     timed = [one for one in everything if one.seconds is not None and fit.rows(one.row)]
-    base = constants.stacks.get(LIKE.get(fit.stack, ""), Stack(fit.stack))
+    base = constants.stacks.get(LIKE.get(fit.stack, ""), EngineConstants(fit.stack))
     base = with_constants(replace(base, name=fit.stack), fit.fixed)
     judged: list[tuple[Measured, float]] = []
     memory_errors: list[float] = []
@@ -547,7 +549,7 @@ def held_out(
         judged += here
         weighed = (one for one in everything if split.key(one) in part and one.gib is not None)
         memory_errors += [memory_error(one, stack) for one in weighed]
-        choices += in_order_chosen(
+        choices += ranked_measurements(
             (one.row.group, one.case, _prediction(one, _of(one, stack, later, fit)), one.seconds or np.inf)
             for one in left_out
         )
@@ -561,7 +563,7 @@ def held_out(
     return judged
 
 
-def _prediction(one: Measured, stack: Stack) -> Prediction:
+def _prediction(one: Measured, stack: EngineConstants) -> LayoutPrediction:
     return predict(replace(one.case.job, stack=stack), one.case.layout)
 
 
@@ -576,27 +578,27 @@ def _regret(choices: Sequence[Sequence[float]]) -> str:
 def write(constants: Constants) -> None:
     """Write both files of constants."""
     reach = {name: _plain(found) for name, found in constants.reach.items()}
-    _write_yaml(PLAN / "reach.yaml", _REACH_HEAD, reach)
-    default = _plain(Stack(""))
+    _write_yaml(PLAN / "gpu_efficiency.yaml", _REACH_HEAD, reach)
+    default = _plain(EngineConstants(""))
     stacks = {}
     for name, found in constants.stacks.items():
         plain = _plain(found)
         stacks[name] = {key: value for key, value in plain.items() if key != "name" and value != default.get(key)}
-    _write_yaml(PLAN / "stacks.yaml", _STACKS_HEAD, stacks)
+    _write_yaml(PLAN / "engine_constants.yaml", _STACKS_HEAD, stacks)
 
 
-def _plain(found: Stack | Reach) -> dict[str, object]:
+def _plain(found: EngineConstants | GpuEfficiency) -> dict[str, object]:
     plain = {each.name: getattr(found, each.name) for each in fields(found)}
     return {name: float(f"{value:.3g}") if isinstance(value, float) else value for name, value in plain.items()}
 
 
 _REACH_HEAD = """\
-# What GPUs reach of their datasheets (reach.py says what each figure is). h100 and h200 are measured; the rest is
-# fitted to published measurements. Written by benchmarks/fit_planner.py.
+# What GPUs reach of their datasheets (gpu_efficiency.py says what each figure is). h100 and h200 are measured; the
+# rest is fitted to published measurements. Written by benchmarks/fit_planner.py.
 """
 _STACKS_HEAD = """\
-# The habits of engines (stacks.py says what each figure is, and what it is where it is left out). Fitted to published
-# measurements, named under `source`. Written by benchmarks/fit_planner.py.
+# Constants of engines (engine_constants.py says what each figure is, and what it is where it is left out). Fitted to
+# published measurements, named under `source`. Written by benchmarks/fit_planner.py.
 """
 
 
@@ -620,13 +622,13 @@ def evidence(measured: Mapping[str, list[Measured]], constants: Constants, round
             for one, error in held_out(fit, measured, constants, rounds, Split(folds=folds)):
                 errors[fit.stack.removesuffix("-fsdp")][_kind(one.case)].append(float(np.exp(-error)))
     # Fits without some rows have left their constants behind.
-    reach_module.use_reaches(constants.measured)
+    reach_module.use_gpu_efficiencies(constants.measured)
     held = {name: {kind: _interval(kinds[kind]) for kind in sorted(kinds)} for name, kinds in errors.items()}
     plain = {"held_out": held, "measured": _measured_kinds()}
     _write_yaml(PLAN / "evidence.yaml", _EVIDENCE_HEAD, plain)
 
 
-def _kind(case: Case) -> str:
+def _kind(case: PublishedCase) -> str:
     return "dense" if case.job.model.experts is None else "experts"
 
 
@@ -637,8 +639,8 @@ def _interval(ratios: Sequence[float]) -> dict[str, float | int]:
 
 
 def _measured_kinds() -> list[dict[str, object]]:
-    groups: dict[tuple[str, str, str, str], list[Judged]] = defaultdict(list)
-    for one in validate(all_rows([*shipped_tables(), own_table()])).judged:
+    groups: dict[tuple[str, str, str, str], list[JudgedRow]] = defaultdict(list)
+    for one in validate_rows(read_tables([*shipped_tables(), own_engine_table()])).judged:
         if one.step_seconds is not None:
             job = one.case.job
             groups[job.hardware.gpu_name, job.precision, job.stack.name, _kind(one.case)].append(one)
@@ -696,7 +698,7 @@ def main() -> None:
     parser.add_argument("--evidence", action="store_true", help="write what plans are held against, and fit nothing")
     arguments = parser.parse_args()
     constants, measured = Constants(), measured_rows()
-    constants.stacks = {name: stack(name) for name in stack_names()}
+    constants.stacks = {name: engine_constants(name) for name in engine_constant_names()}
     if arguments.evidence:
         evidence(measured, constants, arguments.rounds, arguments.folds or 6)
         return

@@ -30,15 +30,13 @@ from typing import Any
 from measure import table
 from trainshed.catalog import model_preset
 from trainshed.errors import TrainshedError
-from trainshed.plan.performance.anatomy import anatomy_of
-from trainshed.plan.performance.hardware import hardware_of_gpu
-from trainshed.plan.performance.prediction import Job
-from trainshed.plan.performance.stacks import stack
+from trainshed.plan.model_shape import model_shape
+from trainshed.plan.performance.engine_constants import engine_constants
 from trainshed.plan.published.plot import short_source
-from trainshed.plan.published.rows import all_rows, shipped_tables
-from trainshed.plan.published.scores import error_scores
-from trainshed.plan.published.validation import SLOW_MFU, Judged, step_time_scores, validate
-from trainshed.plan.searching.search import search
+from trainshed.plan.published.rows import read_tables, shipped_tables
+from trainshed.plan.published.validation import SLOW_MFU, JudgedRow, error_scores, step_time_scores, validate_rows
+from trainshed.plan.search.search import search_layouts
+from trainshed.plan.training_shape import TrainingShape, hardware_of_gpu
 
 PEER = Path(__file__).parent / "peers" / "llm_analysis_rows.py"
 SIMUMAX = re.compile(r"SimuMax predicted ([\d.]+) ms / ([\d.]+) GiB")
@@ -53,7 +51,7 @@ SEARCHES = (("llama3-8b", 64, 8192, 512), ("llama3-70b", 512, 8192, 1024), ("lla
 class Peer:
     """What a peer predicted for a row."""
 
-    one: Judged
+    one: JudgedRow
     seconds: float
     gib: float
 
@@ -65,7 +63,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("store/bench"), help="where its environment is made")
     arguments = parser.parse_args()
     started = time.perf_counter()
-    validation = validate(all_rows(arguments.tables or shipped_tables()))
+    validation = validate_rows(read_tables(arguments.tables or shipped_tables()))
     seconds = time.perf_counter() - started
     print(f"{len(validation.judged):,} rows predicted in {seconds:.1f} s ({len(validation.skipped)} skipped)")
     timed = [one for one in validation.judged if one.step_seconds]
@@ -74,7 +72,7 @@ def main() -> None:
     searches()
 
 
-def llm_analysis(timed: Sequence[Judged], python: Path | None, folder: Path) -> None:
+def llm_analysis(timed: Sequence[JudgedRow], python: Path | None, folder: Path) -> None:
     """Compare on every row that it can predict at all."""
     command = python or _installed(folder)
     if command is None:
@@ -122,7 +120,7 @@ def _installed(folder: Path) -> Path | None:
     return python
 
 
-def _asked(python: Path, ones: Sequence[Judged]) -> list[Peer]:
+def _asked(python: Path, ones: Sequence[JudgedRow]) -> list[Peer]:
     cases = "".join(json.dumps(_case(number, one)) + "\n" for number, one in enumerate(ones))
     started = time.perf_counter()
     done = subprocess.run([python, PEER], input=cases, capture_output=True, text=True, timeout=1800)
@@ -135,7 +133,7 @@ def _asked(python: Path, ones: Sequence[Judged]) -> list[Peer]:
     return found
 
 
-def _case(number: int, one: Judged) -> dict[str, Any]:
+def _case(number: int, one: JudgedRow) -> dict[str, Any]:
     job, layout = one.case.job, one.case.layout
     model, hardware = job.model, job.hardware
     peak = one.prediction.peak_tflops
@@ -179,11 +177,11 @@ def _without_bias(found: Sequence[Peer]) -> list[tuple[float, float]]:
     return [(peer.seconds * median(factors[_group(peer.one)]), _measured(peer.one)) for peer in found]
 
 
-def _group(one: Judged) -> tuple[str, str, str]:
+def _group(one: JudgedRow) -> tuple[str, str, str]:
     return (one.row.source, one.case.job.hardware.gpu_name, one.case.job.precision)
 
 
-def simumax(timed: Iterable[Judged]) -> None:
+def simumax(timed: Iterable[JudgedRow]) -> None:
     """Compare on the rows that SimuMax publishes its own predictions for."""
     found = [
         Peer(one, float(match[1]) / 1000, float(match[2]))
@@ -208,7 +206,7 @@ def _mean(found: Sequence[Peer], what: str) -> str:
     return _percent(error_scores(zip((getattr(peer, what) for peer in found), measured, strict=True)).mape)
 
 
-def _memory_error(ones: Sequence[Judged]) -> float | None:
+def _memory_error(ones: Sequence[JudgedRow]) -> float | None:
     return error_scores((one.predicted_gib, one.memory_gib) for one in ones if one.memory_gib).mape
 
 
@@ -216,18 +214,18 @@ def searches() -> None:
     """Time whole searches, each with cold caches: a process of its own would only add the import."""
     rows = []
     for name, gpus, length, batch in SEARCHES:
-        job = Job(
-            model=anatomy_of(model_preset(name), name),
+        job = TrainingShape(
+            model=model_shape(model_preset(name), name),
             sequence_length=length,
             global_batch=batch,
             precision="bf16",
             hardware=hardware_of_gpu("h100"),
             gpus=gpus,
-            stack=stack("megatron"),
+            stack=engine_constants("megatron"),
         )
         started = time.perf_counter()
         try:
-            found = search(job, engine="megatron")
+            found = search_layouts(job, engine="megatron")
         except TrainshedError as error:
             rows.append([f"{name} on {gpus:,} H100", "", "", error.what])
             continue
@@ -237,7 +235,7 @@ def searches() -> None:
     table("search, megatron, bf16", ["job", "seconds", "layouts", "chosen"], rows)
 
 
-def _measured(one: Judged) -> float:
+def _measured(one: JudgedRow) -> float:
     assert one.step_seconds is not None, "only rows with a step time are asked about"
     return one.step_seconds
 

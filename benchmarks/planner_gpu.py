@@ -19,20 +19,18 @@ import torch
 
 from measure import table
 from trainshed.catalog import gpu_by_device_name, model_preset
-from trainshed.engines.torch.build import build_model, fill_model
-from trainshed.engines.torch.feed import FedBatch
-from trainshed.engines.torch.mesh import alone
+from trainshed.engines.torch.batch_loader import HashedBatch, LocalBatch
+from trainshed.engines.torch.model import build_model, init_model
 from trainshed.engines.torch.optimizer import AdamW
-from trainshed.engines.torch.passes import LocalBatch
-from trainshed.engines.torch.signals import WATCHED
-from trainshed.engines.torch.step import Stepper
-from trainshed.models.decoder import Losses
+from trainshed.engines.torch.parallel import single_rank_mesh
+from trainshed.engines.torch.rank_health import STOP_SIGNALS
+from trainshed.engines.torch.step import StepRunner
+from trainshed.models.decoder import Regularization
 from trainshed.plan.layout import resolve_layout
-from trainshed.plan.performance.anatomy import anatomy_of
-from trainshed.plan.performance.hardware import hardware_of_gpu
-from trainshed.plan.performance.predict import predict
-from trainshed.plan.performance.prediction import Job
-from trainshed.plan.performance.stacks import stack
+from trainshed.plan.model_shape import model_shape
+from trainshed.plan.performance.engine_constants import engine_constants
+from trainshed.plan.performance.prediction import predict
+from trainshed.plan.training_shape import TrainingShape, hardware_of_gpu
 from trainshed.recipe import Layout, ModelConfig
 from trainshed.recipe.train import Optimizer
 
@@ -108,19 +106,19 @@ def measure(case: Case, device: torch.device) -> tuple[float, float]:
     layout = resolve_layout(Layout.model_validate(keys), case.config)
     model = build_model(
         case.config,
-        alone(layout, device),
+        single_rank_mesh(layout, device),
         sequence_length=case.length,
         precision=case.precision,
-        losses=Losses(),
+        losses=Regularization(),
         compile_blocks=device.type == "cuda",
     )
-    fill_model(model, seed=0)
-    stepper = Stepper(model, AdamW(model.weights, OPTIONS, device))
+    init_model(model, seed=0)
+    stepper = StepRunner(model, AdamW(model.weights, OPTIONS, device))
     batch = case.micro_batch * case.micro_batches
     generator = torch.Generator(device).manual_seed(0)
     rows = torch.randint(0, case.config.vocab_size, (batch, case.length + 1), generator=generator, device=device)
-    fed = FedBatch(LocalBatch(batch, rows[:, :-1].contiguous(), rows[:, 1:].contiguous(), None), (0, 0))
-    votes = [0.0] * len(WATCHED)
+    fed = HashedBatch(LocalBatch(batch, rows[:, :-1].contiguous(), rows[:, 1:].contiguous(), None), (0, 0))
+    votes = [0.0] * len(STOP_SIGNALS)
 
     def step() -> object:
         return stepper.step(fed, batch, OPTIONS.lr, votes)
@@ -148,7 +146,9 @@ def predicted(case: Case, gpu_name: str) -> tuple[float, float]:
     layout = resolve_layout(Layout.model_validate(keys), case.config, world_size=1)
     batch = case.micro_batch * case.micro_batches
     hardware = hardware_of_gpu(gpu_name)
-    job = Job(anatomy_of(case.config), case.length, batch, case.precision, hardware, 1, stack("torch"))
+    job = TrainingShape(
+        model_shape(case.config), case.length, batch, case.precision, hardware, 1, engine_constants("torch")
+    )
     found = predict(job, layout)
     return found.step_seconds, found.memory.allocated
 

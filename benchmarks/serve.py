@@ -23,10 +23,10 @@ import torch
 
 from measure import table
 from trainshed.recipe import ModelConfig
-from trainshed.serve.asking import Ended, Event, Failed, Piece, Sampling
-from trainshed.serve.cache import Room
-from trainshed.serve.generator import ModelGenerator
+from trainshed.serve.kv_cache import ServingLimits
 from trainshed.serve.loading import load_model
+from trainshed.serve.request import GenerationEvent, GenerationFailed, GenerationFinished, OutputToken, SamplingParams
+from trainshed.serve.scheduler import ModelGenerator
 
 CPU_MODEL: dict[str, Any] = {"layers": 6, "hidden": 512, "heads": 8, "kv_heads": 4, "ffn": 1536, "vocab_size": 8192}
 # Llama-3.2-1B's sizes.
@@ -71,19 +71,19 @@ def ours(
     left, over = [len(prompts)], threading.Event()
     firsts: list[float] = []
 
-    def tell(number: int, event: Event) -> None:
-        if isinstance(event, Piece):
+    def tell(number: int, event: GenerationEvent) -> None:
+        if isinstance(event, OutputToken):
             if not answers[number]:
                 firsts.append(time.perf_counter())
             answers[number].append(event.token)
-        if isinstance(event, Failed):
+        if isinstance(event, GenerationFailed):
             raise SystemExit(event.why)
-        if isinstance(event, Ended):
+        if isinstance(event, GenerationFinished):
             left[0] -= 1
             if not left[0]:
                 over.set()
 
-    sampling = Sampling(max_tokens=new_tokens, temperature=0.0, ignore_end=True)
+    sampling = SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_end=True)
     began = time.perf_counter()
     for number, prompt in enumerate(prompts):
         generator.submit(prompt, sampling, lambda event, number=number: tell(number, event))
@@ -135,7 +135,7 @@ def main() -> None:
             prompts = torch.randint(config.vocab_size, (batch, arguments.prompt), generator=generator).tolist()
             for eager in [False, True] if arguments.eager else [False]:
                 length = arguments.prompt + new_tokens
-                answering = ModelGenerator(chunk, Room(batch, length, batch * length), eager=eager)
+                answering = ModelGenerator(chunk, ServingLimits(batch, length, batch * length), eager=eager)
                 ours(answering, prompts, 4)
                 theirs(peer, prompts, 4)
                 # In turn, so that whatever else the machine does falls on both.

@@ -10,8 +10,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from trainshed.plan.published.plot import accuracy_svg, short_source
-from trainshed.plan.published.rows import all_rows, shipped_tables
-from trainshed.plan.published.validation import Scores, Validation, validate
+from trainshed.plan.published.rows import read_tables, shipped_tables
+from trainshed.plan.published.validation import PlannerValidation, ValidationScores, validate_rows
 
 PAGE = Path(__file__).with_name("planner.md")
 PICTURE = Path(__file__).parent / "images" / "planner-accuracy.svg"
@@ -20,7 +20,7 @@ HEADING = "## How accurate"
 FEWEST_ROWS = 5
 
 
-def figures(validation: Validation) -> str:
+def figures(validation: PlannerValidation) -> str:
     """Return what stands between the marks."""
     everything = validation.scores()
     by_source = validation.scores_by(lambda row: short_source(row.source))
@@ -67,7 +67,7 @@ def placed(page: str, block: str) -> str:
     return f"{before}{HEADING}{section.rstrip()}\n\n{block}\n{mark}{after}"
 
 
-def _line(name: str, scores: Scores) -> str:
+def _line(name: str, scores: ValidationScores) -> str:
     time, memory = scores.step_time, scores.memory
     cells = [str(time.count or ""), *map(_percent, (time.mape, time.median)), _percent(time.bias, signed=True)]
     cells += [_percent(time.null_mape), str(memory.count or ""), _percent(memory.mape)]
@@ -83,7 +83,7 @@ def _number(value: float | None) -> str:
 
 
 if __name__ == "__main__":
-    found = validate(all_rows(shipped_tables()))
+    found = validate_rows(read_tables(shipped_tables()))
     PICTURE.write_text(accuracy_svg(found), encoding="utf-8")
     page = PAGE.read_text(encoding="utf-8") if PAGE.exists() else "# The planner\n"
     PAGE.write_text(placed(page, figures(found)), encoding="utf-8")

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from trainshed.recipe.reference import cluster_reference, recipe_reference
+from trainshed.recipe.schema_export import cluster_reference, recipe_reference
 
 if __name__ == "__main__":
     folder = Path(__file__).parent

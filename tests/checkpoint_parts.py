@@ -11,10 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trainshed.checkpoints.native.folder import Found, checkpoints_folder
-from trainshed.checkpoints.native.loading import load
+from trainshed.checkpoints.native.folder import CompleteCheckpoint, checkpoints_folder
+from trainshed.checkpoints.native.reader import load_checkpoint
+from trainshed.checkpoints.native.shards import TensorShard
 from trainshed.checkpoints.native.writer import CheckpointWriter
-from trainshed.checkpoints.pieces import Piece
 from trainshed.storage import ObjectInfo, Store, Writer
 from trainshed.storage.attempts import Attempt
 
@@ -65,28 +65,28 @@ class _HookedWriter:
         self._writer.write(memoryview(data)[half:])
 
 
-def whole(tensors: Mapping[str, torch.Tensor]) -> dict[str, Piece]:
+def whole(tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorShard]:
     """One rank holds everything."""
-    return {name: Piece(tuple(each.shape), (0,) * each.dim(), each) for name, each in tensors.items()}
+    return {name: TensorShard(tuple(each.shape), (0,) * each.dim(), each) for name, each in tensors.items()}
 
 
-def by_rows(tensors: Mapping[str, torch.Tensor], ranks: int) -> list[dict[str, Piece]]:
+def by_rows(tensors: Mapping[str, torch.Tensor], ranks: int) -> list[dict[str, TensorShard]]:
     """Rows dealt out, unevenly where they do not divide; what has no rows is replicated and owned by rank 0."""
-    dealt: list[dict[str, Piece]] = [{} for _ in range(ranks)]
+    dealt: list[dict[str, TensorShard]] = [{} for _ in range(ranks)]
     for name, tensor in tensors.items():
         for rank in range(ranks):
             if tensor.dim() == 0:
-                dealt[rank][name] = Piece((), (), tensor.clone(), owner=rank == 0)
+                dealt[rank][name] = TensorShard((), (), tensor.clone(), owner=rank == 0)
                 continue
             rows = math.ceil(tensor.shape[0] / ranks)
             first = min(rank * rows, tensor.shape[0])
             part = tensor[first : first + rows].clone()
-            dealt[rank][name] = Piece(tuple(tensor.shape), (first,) + (0,) * (tensor.dim() - 1), part)
+            dealt[rank][name] = TensorShard(tuple(tensor.shape), (first,) + (0,) * (tensor.dim() - 1), part)
     return dealt
 
 
-def empty_like(pieces: Mapping[str, Piece]) -> dict[str, Piece]:
-    return {name: Piece(each.shape, each.offset, torch.zeros_like(each.tensor)) for name, each in pieces.items()}
+def empty_like(pieces: Mapping[str, TensorShard]) -> dict[str, TensorShard]:
+    return {name: TensorShard(each.shape, each.offset, torch.zeros_like(each.tensor)) for name, each in pieces.items()}
 
 
 def some_state(seed: int = 0) -> dict[str, torch.Tensor]:
@@ -116,11 +116,11 @@ class Ranks:
         ]
 
     def save(
-        self, step: int, pieces: Sequence[Mapping[str, Piece]], facts: Mapping[str, Any] | None = None
+        self, step: int, pieces: Sequence[Mapping[str, TensorShard]], facts: Mapping[str, Any] | None = None
     ) -> list[Exception | None]:
         """Save on all ranks and wait; return what each rank raised."""
 
-        def one(writer: CheckpointWriter, mine: Mapping[str, Piece]) -> Exception | None:
+        def one(writer: CheckpointWriter, mine: Mapping[str, TensorShard]) -> Exception | None:
             try:
                 writer.save(step, mine, facts or {"consumed_samples": 8 * step}, blocking=True)
             except Exception as error:
@@ -137,10 +137,10 @@ def save_whole(attempt: Attempt, step: int, state: Mapping[str, torch.Tensor], *
         writer.save(step, whole(state), {"consumed_samples": 8 * step})
 
 
-def loaded(store: Store, found: Found, like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def loaded(store: Store, found: CompleteCheckpoint, like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Load everything on one rank."""
     pieces = empty_like(whole(like))
-    load(store, found, pieces)
+    load_checkpoint(store, found, pieces)
     return {name: piece.tensor for name, piece in pieces.items()}
 
 

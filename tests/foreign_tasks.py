@@ -10,14 +10,13 @@ from typing import Any
 import yaml
 
 from trainshed.catalog import architecture
-from trainshed.engines.foreign import EngineLaunch, EnginePlace, EngineTask
-from trainshed.engines.imported import Imported
-from trainshed.engines.imported_recipe import recipe_text
+from trainshed.engines.importing import ImportedConfig, recipe_text
+from trainshed.engines.launch import EngineLaunch, EngineSite, EngineTask
 from trainshed.plan import resolve_layout
 from trainshed.recipe import Layout, ModelConfig, Recipe, parse_recipe
 
-FILES = Path(__file__).parent / "engines" / "adapters" / "files"
-PLACE = EnginePlace(
+FILES = Path(__file__).parent / "engines" / "files"
+PLACE = EngineSite(
     run="/store/runs/r/1", job="/store/runs/r/1/job", nodes=16, gpus_per_node=8, image="registry/img@sha256:0"
 )
 
@@ -44,7 +43,7 @@ def written(text: str, overrides: Iterable[str] = ()) -> Recipe:
     return parse_recipe(text, overrides)
 
 
-def loaded(imported: Imported, overrides: Iterable[str] = ()) -> Recipe:
+def loaded(imported: ImportedConfig, overrides: Iterable[str] = ()) -> Recipe:
     """Return the recipe that an imported file became, as its text is read."""
     return parse_recipe(recipe_text(imported, "imported.yaml"), overrides)
 

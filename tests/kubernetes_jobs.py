@@ -7,15 +7,17 @@ from typing import Any
 
 import yaml
 
-from trainshed.launch.job import Code, Job, JobFile, Serving, Stage
+from trainshed.launch.job import CodeArchive, Job, JobFile, ServingSpec, Stage
 from trainshed.recipe import Cluster, load_cluster
-from trainshed.recipe.messages import validate
-from trainshed.recipe.yaml_source import parse
+from trainshed.recipe.validation import validate
+from trainshed.recipe.yaml_io import parse_yaml
 
 NAME = "llama-1a2b3c4d"
 RUN = "/data/runs/llama/1a2b3c4d"
 RECIPE = "trainshed: 1\nname: llama\ntrain:\n  mode: pretrain\n  steps: 1000\n"
-CODE = Code("trainshed-0.1.0-0123456789ab.tar.xz", "0123456789ab" * 5 + "0123", b"\xfd7zXZ of the tests", "0.1.0")
+CODE = CodeArchive(
+    "trainshed-0.1.0-0123456789ab.tar.xz", "0123456789ab" * 5 + "0123", b"\xfd7zXZ of the tests", "0.1.0"
+)
 MEGATRON_SCRIPT = '#!/usr/bin/env bash\nexec torchrun --node-rank "$NODE_RANK" --nnodes "$NNODES" pretrain_gpt.py\n'
 CLUSTERS = ("gke-a3-mega", "gke-a3-ultra", "aks-nd-h100-v5", "eks-p4d", "eks-p5", "minio-mi300x-ray")
 """The shipped cluster files of this target."""
@@ -24,7 +26,7 @@ CLUSTERS = ("gke-a3-mega", "gke-a3-ultra", "aks-nd-h100-v5", "eks-p4d", "eks-p5"
 def cluster_of(body: dict[str, Any]) -> Cluster:
     """A cluster file with some keys; the others are the smallest that pods need."""
     smallest = {"name": "mine", "target": "kubernetes", "image": "registry/trainshed:1", "machine": "dgx-h100"}
-    return validate(Cluster, parse(yaml.safe_dump(smallest | body), "mine.yaml"))
+    return validate(Cluster, parse_yaml(yaml.safe_dump(smallest | body), "mine.yaml"))
 
 
 def stages_of(cluster: Cluster, engine: str = "torch", nodes: int | None = None) -> tuple[Stage, ...]:
@@ -52,7 +54,7 @@ def job_of(
     *,
     stages: Sequence[Stage] | None = None,
     files: dict[str, str] | None = None,
-    code: Code | None = CODE,
+    code: CodeArchive | None = CODE,
     name: str = NAME,
 ) -> Job:
     """A job on a cluster."""
@@ -70,7 +72,7 @@ def served(cluster: Cluster, *, script: bool = False, **serving: Any) -> tuple[S
     foreign = {"script": "serve.sh", "image": "vllm/vllm-openai:v0.27.1", "gpus_per_node": 8} if script else {}
     asked = {"ready": "/health"} if script else {"words": words}
     gpus = 1 if cluster.machine is not None else 0
-    serve = Stage("serve", **{"gpus_per_node": gpus, "restarts": 3} | foreign, serving=Serving(**asked | serving))
+    serve = Stage("serve", **{"gpus_per_node": gpus, "restarts": 3} | foreign, serving=ServingSpec(**asked | serving))
     return (Stage("export", cpus=8, memory="32Gi"), serve)
 
 

@@ -13,8 +13,8 @@ import yaml
 from kubernetes_validate.utils import schema_contents
 from referencing import Registry, Resource
 
-from trainshed.launch.kubernetes.manifests.yaml_text import read_documents
-from trainshed.launch.target import Request
+from trainshed.launch.kubernetes.objects import read_documents
+from trainshed.launch.target import SubmitRequest
 
 VERSION = "1.32"
 CRDS = Path(__file__).parents[2] / "shared" / "crds"
@@ -28,7 +28,7 @@ _CORE = ("ConfigMap", "ServiceAccount", "Role", "RoleBinding", "Job", "DaemonSet
          "PersistentVolumeClaim", "PersistentVolume", "Service", "Deployment")  # fmt: skip
 
 
-def all_objects(request: Request) -> list[dict[str, Any]]:
+def all_objects(request: SubmitRequest) -> list[dict[str, Any]]:
     """Everything a request leads to: what is applied, and what the driver applies later."""
     found = read_documents(request.text())
     for each in list(found):

@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from trainshed.catalog import model_preset
-from trainshed.engines.foreign import EnginePlace, EngineTask
+from trainshed.engines.launch import EngineSite, EngineTask
 from trainshed.plan.layout import resolve_layout
 from trainshed.recipe import Layout, ModelConfig, Recipe, parse_recipe
 
@@ -42,7 +42,7 @@ def task_of(
     wanted = written if layout is None else Layout.model_validate(layout)
     placed = resolve_layout(wanted, config, world_size=nodes * gpus_per_node)
     assert recipe.train.steps is not None
-    at = EnginePlace(RUN, JOB, nodes, gpus_per_node, **place)
+    at = EngineSite(RUN, JOB, nodes, gpus_per_node, **place)
     return EngineTask(recipe, config, placed, recipe.train.steps, at)
 
 

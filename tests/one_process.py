@@ -7,15 +7,14 @@ from pathlib import Path
 import torch
 
 from trainshed.checkpoints.hf.weights import HfWeights
-from trainshed.engines.torch.build import RankModel, build_model, fill_model
-from trainshed.engines.torch.mesh import alone
-from trainshed.engines.torch.weights import Weight
-from trainshed.models.decoder import Losses
+from trainshed.engines.torch.model import ParameterShard, RankModel, build_model, init_model
+from trainshed.engines.torch.parallel import single_rank_mesh
+from trainshed.models.decoder import Regularization
 from trainshed.plan.layout import resolve_layout
 from trainshed.recipe import Layout, ModelConfig
 
 CPU = torch.device("cpu")
-NO_LOSSES = Losses()
+NO_LOSSES = Regularization()
 
 
 def one_process_model(
@@ -23,16 +22,16 @@ def one_process_model(
     *,
     length: int,
     precision: str = "fp32",
-    losses: Losses = NO_LOSSES,
+    losses: Regularization = NO_LOSSES,
     recompute: str = "none",
     micro_batch: int = 1,
     seed: int = 0,
 ) -> RankModel:
     """Build a whole model with fresh weights."""
     layout = resolve_layout(Layout.model_validate({"recompute": recompute, "micro_batch": micro_batch}), config)
-    mesh = alone(layout, CPU)
+    mesh = single_rank_mesh(layout, CPU)
     model = build_model(config, mesh, sequence_length=length, precision=precision, losses=losses)
-    fill_model(model, seed)
+    init_model(model, seed)
     return model
 
 
@@ -44,7 +43,7 @@ def fill_from_hf(model: RankModel, folder: Path) -> None:
             box.copy_(saved.read(weight.parameter, weight.offset, box.shape, box.dtype))
 
 
-def by_name(model: RankModel) -> dict[str, Weight]:
+def by_name(model: RankModel) -> dict[str, ParameterShard]:
     """The tensors of a model by their global names."""
     return {weight.name: weight for weight in model.weights}
 

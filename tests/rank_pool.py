@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rank_server import Job, RankEnd
-from trainshed.launch.here import machine_environment
+from trainshed.launch.attempt import machine_environment
 from trainshed.launch.ranks import free_port
 
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}

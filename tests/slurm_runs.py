@@ -13,14 +13,14 @@ import yaml
 
 from slurm_cluster import SlurmCluster
 from small_recipes import recipe_text
-from trainshed.launch.job import Code, Job, Stage
+from trainshed.launch.job import CodeArchive, Job, Stage
 from trainshed.launch.slurm.target import SlurmTarget
-from trainshed.launch.target import StageState, Submitted
+from trainshed.launch.target import StageState, SubmittedJob
 from trainshed.recipe import Cluster, load_cluster, load_recipe
 from trainshed.workflow.submit import build_job
 
 VENV = Path(sys.prefix)
-NO_CODE = Code("none", "0" * 64, b"")
+NO_CODE = CodeArchive("none", "0" * 64, b"")
 
 
 class SlurmRuns:
@@ -28,7 +28,7 @@ class SlurmRuns:
 
     def __init__(self, slurm: SlurmCluster, folder: Path) -> None:
         self.slurm, self.folder = slurm, folder
-        self._submitted: list[Submitted] = []
+        self._submitted: list[SubmittedJob] = []
 
     def cluster(self, **changed: Any) -> Cluster:
         return load_cluster(write_cluster(self.folder, **changed))
@@ -63,7 +63,7 @@ class SlurmRuns:
 class SlurmRun:
     """A submitted run."""
 
-    def __init__(self, slurm: SlurmCluster, target: SlurmTarget, submitted: Submitted) -> None:
+    def __init__(self, slurm: SlurmCluster, target: SlurmTarget, submitted: SubmittedJob) -> None:
         self.slurm, self.target, self.submitted = slurm, target, submitted
         self.folder = Path(submitted.run)
 

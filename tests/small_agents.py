@@ -16,7 +16,7 @@ import orjson
 import trainshed
 from small_recipes import recipe_text, small_recipe
 from trainshed.launch.agent.records import AttemptRecords, NodeRecord
-from trainshed.launch.here import PLAN_SCHEMA
+from trainshed.launch.attempt import PLAN_SCHEMA
 from trainshed.launch.job import JobFile, Stage
 from trainshed.launch.ranks import free_port
 from trainshed.plan import resolve_layout

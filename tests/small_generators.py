@@ -11,15 +11,24 @@ from typing import Any
 
 import torch
 
-from trainshed.models.decoder import Chunk
-from trainshed.models.init import fill_fresh
+from trainshed.models.decoder import DecoderStage
+from trainshed.models.init import init_parameter
 from trainshed.models.parameters import parameters
 from trainshed.recipe import ModelConfig
 from trainshed.reporting import SILENT
-from trainshed.serve.asking import Ended, Event, Failed, Generator, Piece, PromptRead, Sampling, Ticket
-from trainshed.serve.cache import Room
-from trainshed.serve.generator import ModelGenerator
-from trainshed.serve.loading import build_chunk, load_model
+from trainshed.serve.kv_cache import ServingLimits
+from trainshed.serve.loading import build_decoder, load_model
+from trainshed.serve.request import (
+    GenerationEvent,
+    GenerationFailed,
+    GenerationFinished,
+    GenerationHandle,
+    Generator,
+    OutputToken,
+    PrefillDone,
+    SamplingParams,
+)
+from trainshed.serve.scheduler import ModelGenerator
 
 PATIENCE_SECONDS = 240
 CPU = torch.device("cpu")
@@ -41,13 +50,13 @@ class Notes:
 class Answered:
     """An answer as its events come."""
 
-    events: list[Event] = field(default_factory=list)
+    events: list[GenerationEvent] = field(default_factory=list)
     over: threading.Event = field(default_factory=threading.Event)
-    ticket: Ticket | None = None
+    ticket: GenerationHandle | None = None
 
-    def tell(self, event: Event) -> None:
+    def tell(self, event: GenerationEvent) -> None:
         self.events.append(event)
-        if isinstance(event, Ended | Failed):
+        if isinstance(event, GenerationFinished | GenerationFailed):
             self.over.set()
 
     def wait(self) -> Answered:
@@ -55,12 +64,12 @@ class Answered:
         return self
 
     @property
-    def end(self) -> Event:
+    def end(self) -> GenerationEvent:
         return self.events[-1]
 
     @property
-    def pieces(self) -> list[Piece]:
-        return [event for event in self.events if isinstance(event, Piece)]
+    def pieces(self) -> list[OutputToken]:
+        return [event for event in self.events if isinstance(event, OutputToken)]
 
     @property
     def tokens(self) -> list[int]:
@@ -68,17 +77,17 @@ class Answered:
 
     @property
     def text(self) -> str:
-        return "".join(event.text for event in self.events if isinstance(event, Piece | Ended))
+        return "".join(event.text for event in self.events if isinstance(event, OutputToken | GenerationFinished))
 
     @property
-    def prompt_pieces(self) -> tuple[Piece, ...]:
-        return next(event.logprobs for event in self.events if isinstance(event, PromptRead))
+    def prompt_pieces(self) -> tuple[OutputToken, ...]:
+        return next(event.logprobs for event in self.events if isinstance(event, PrefillDone))
 
 
 def begin(generator: Generator, prompt: Sequence[int], **sampling: Any) -> Answered:
     """Ask, without waiting for the answer."""
     answer = Answered()
-    answer.ticket = generator.submit(prompt, Sampling(**sampling), answer.tell)
+    answer.ticket = generator.submit(prompt, SamplingParams(**sampling), answer.tell)
     return answer
 
 
@@ -87,22 +96,26 @@ def ask(generator: Generator, prompt: Sequence[int], **sampling: Any) -> Answere
     return begin(generator, prompt, **sampling).wait()
 
 
-def fresh_chunk(config: ModelConfig, seed: int = 0, device: torch.device = CPU, dtype: Any = torch.float32) -> Chunk:
+def fresh_chunk(
+    config: ModelConfig, seed: int = 0, device: torch.device = CPU, dtype: Any = torch.float32
+) -> DecoderStage:
     """A whole decoder with fresh weights, wide enough that tokens differ in their scores."""
-    chunk = build_chunk(config.model_copy(update={"init_std": config.hidden**-0.5}), dtype, device)
+    chunk = build_decoder(config.model_copy(update={"init_std": config.hidden**-0.5}), dtype, device)
     chunk.to_empty(device=device)
     held = dict(chunk.named_parameters())
     for parameter in parameters(config):
-        fill_fresh(held[parameter.name].data, parameter, (0,) * len(parameter.shape), chunk.config, seed)
+        init_parameter(held[parameter.name].data, parameter, (0,) * len(parameter.shape), chunk.config, seed)
     return chunk
 
 
 @contextmanager
-def generating(folder: Path | Chunk, *, room: Room | None = None, **options: Any) -> Iterator[ModelGenerator]:
+def generating(
+    folder: Path | DecoderStage, *, room: ServingLimits | None = None, **options: Any
+) -> Iterator[ModelGenerator]:
     """A generator over the weights in a folder, or over a decoder."""
-    chunk = folder if isinstance(folder, Chunk) else load_model(str(folder), device="cpu").chunk
+    chunk = folder if isinstance(folder, DecoderStage) else load_model(str(folder), device="cpu").chunk
     length = chunk.config.max_positions
-    generator = ModelGenerator(chunk, room or Room(4, length, 4 * length), **options)
+    generator = ModelGenerator(chunk, room or ServingLimits(4, length, 4 * length), **options)
     try:
         yield generator
     finally:

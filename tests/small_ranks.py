@@ -22,14 +22,14 @@ from small_recipes import small_job, small_recipe
 from trainshed.checkpoints.base import BaseWeights
 from trainshed.data.order import DataOrder
 from trainshed.data.sampling.schedule import BatchSchedule, SkipList
-from trainshed.data.sampling.synthetic import SyntheticSource
+from trainshed.data.sampling.sources import SyntheticSource
 from trainshed.engines.torch import rank
-from trainshed.engines.torch.build import RankModel, build_model
+from trainshed.engines.torch.model import RankModel, build_model
 from trainshed.engines.torch.rank import train_rank
-from trainshed.engines.torch.starting import Start, start_weights
+from trainshed.engines.torch.state import StartPoint, load_start_state
 from trainshed.models import loss
-from trainshed.models.decoder import Block
-from trainshed.observe.reading import EventFollower
+from trainshed.models.decoder import DecoderLayer
+from trainshed.observe.event_log import EventFollower
 from trainshed.plan import parse_layout
 from trainshed.recipe.data import ValidationSource
 from trainshed.storage import LocalStore, Store
@@ -84,12 +84,12 @@ def train_compiled(folder: Path, model: str, layout: str, overrides: Sequence[st
     def build_compiled(*arguments: Any, **options: Any) -> RankModel:
         return build_model(*arguments, **options | {"compile_blocks": True})
 
-    def compile_block(block: Block, **options: Any) -> None:
+    def compile_block(block: DecoderLayer, **options: Any) -> None:
         torch.nn.Module.compile(block, backend="aot_eager", **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rank, "build_model", build_compiled)
-        patch.setattr(Block, "compile", compile_block)
+        patch.setattr(DecoderLayer, "compile", compile_block)
         return train_small(folder, model, layout, overrides)
 
 
@@ -110,13 +110,13 @@ def train_loading_slowly(
 ) -> int:
     """Train as one rank; the last one is that late with its weights, and nobody waits that long within a step."""
 
-    def load(*arguments: Any) -> Start:
+    def load(*arguments: Any) -> StartPoint:
         if int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
             time.sleep(late_seconds)
-        return start_weights(*arguments)
+        return load_start_state(*arguments)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rank, "start_weights", load)
+        patch.setattr(rank, "load_start_state", load)
         job = small_job(folder, small_recipe(model, overrides), layout)
         return train_rank(job, run_folder=folder, collective_seconds=collective_seconds)
 

@@ -10,8 +10,9 @@ from typing import Any
 
 import yaml
 
-from trainshed.data.run_orders import PreparedData, run_orders
-from trainshed.engines.torch.job import TrainJob
+from trainshed.data.order import run_orders
+from trainshed.data.tokens.prepared_data import PreparedData
+from trainshed.engines.torch.rank_env import TrainJob
 from trainshed.plan import layout_problems, parse_layout, resolve_layout
 from trainshed.recipe import Layout, Recipe, parse_recipe
 from trainshed.storage import LocalStore

@@ -11,11 +11,11 @@ import torch
 from rank_pool import RankPool
 from small_ranks import train_small
 from small_recipes import ALONE, world_size
-from trainshed.checkpoints.native.folder import Found, checkpoints_folder, find
-from trainshed.checkpoints.native.loading import load, read_pieces
-from trainshed.checkpoints.native.plan import DTYPES
-from trainshed.checkpoints.pieces import Piece
-from trainshed.observe.reading import read_events, steps
+from trainshed.checkpoints.native.folder import CompleteCheckpoint, checkpoints_folder, complete_checkpoints
+from trainshed.checkpoints.native.index import read_index
+from trainshed.checkpoints.native.reader import load_checkpoint
+from trainshed.checkpoints.native.shards import DTYPES, TensorShard
+from trainshed.observe.event_log import read_events, read_steps
 from trainshed.storage import LocalStore
 
 
@@ -38,7 +38,7 @@ class SmallRuns:
         """Train a run, or train on; returns the step events of the whole run so far."""
         codes = self.pool.run(train_small, folder, model, layout, overrides, ranks=world_size(layout))
         assert set(codes) == {0}
-        return steps(LocalStore(folder), "")
+        return read_steps(LocalStore(folder), "")
 
     def fresh(self, model: str, layout: str, *overrides: str) -> list[dict[str, Any]]:
         """Train a new run; returns its step events."""
@@ -57,17 +57,21 @@ def events(folder: Path, kind: str) -> list[dict[str, Any]]:
     return [event for event in read_events(LocalStore(folder), "") if event["kind"] == kind]
 
 
-def checkpoint(folder: Path, step: int) -> Found:
+def checkpoint(folder: Path, step: int) -> CompleteCheckpoint:
     """The complete checkpoint of a step."""
-    return next(found for found in find(LocalStore(folder), checkpoints_folder("")) if found.step == step)
+    return next(
+        found for found in complete_checkpoints(LocalStore(folder), checkpoints_folder("")) if found.step == step
+    )
 
 
 def state(folder: Path, step: int) -> dict[str, torch.Tensor]:
     """Every tensor of a checkpoint, put together."""
     store, found = LocalStore(folder), checkpoint(folder, step)
-    stored = read_pieces(store, found)
+    stored = read_index(store, found)
     whole = {name: torch.empty(each.shape, dtype=DTYPES[each.dtype]) for name, each in stored.items()}
-    load(store, found, {name: Piece(each.shape, (0,) * each.dim(), each) for name, each in whole.items()})
+    load_checkpoint(
+        store, found, {name: TensorShard(each.shape, (0,) * each.dim(), each) for name, each in whole.items()}
+    )
     return whole
 
 

@@ -20,7 +20,7 @@ FIRST_NOTE_SECONDS = 5.0
 _LOOK_SECONDS = 0.5
 
 
-class Task(Protocol):
+class ProgressTask(Protocol):
     """One measured piece of work under way."""
 
     def advance(self, amount: float) -> None:
@@ -43,7 +43,7 @@ class Reporter(Protocol):
         """Tell something that is legal and probably not wanted."""
         ...
 
-    def task(self, label: str, *, total: float | None, unit: str) -> AbstractContextManager[Task]:
+    def task(self, label: str, *, total: float | None, unit: str) -> AbstractContextManager[ProgressTask]:
         """Open a measured task; `unit` is `B` for bytes, else a word ('files', 'documents')."""
         ...
 
@@ -63,7 +63,7 @@ class _Silent:
     def warn(self, text: str) -> None:
         pass
 
-    def task(self, label: str, *, total: float | None, unit: str) -> AbstractContextManager[Task]:
+    def task(self, label: str, *, total: float | None, unit: str) -> AbstractContextManager[ProgressTask]:
         return nullcontext(_SilentTask())
 
 

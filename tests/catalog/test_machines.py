@@ -23,9 +23,9 @@ from trainshed.catalog import (
     storage_tier,
     tier_names,
 )
-from trainshed.catalog.storage_tiers import check_size
+from trainshed.catalog.storage_tiers import check_tier_size
 from trainshed.errors import InputError, RecipeError
-from trainshed.plan.performance.hardware import hardware_of, hardware_of_gpu
+from trainshed.plan.training_shape import hardware_of, hardware_of_gpu
 
 PROMISED = [
     *["a2-highgpu-8g", "a2-ultragpu-8g", "a3-highgpu-8g", "a3-megagpu-8g", "a3-ultragpu-8g", "a4-highgpu-8g"],
@@ -171,7 +171,7 @@ def test_every_storage_tier_is_whole(name: str) -> None:
 )
 def test_what_cannot_be_bought_is_refused(name: str, size_tib: float | None, what: str, hint: str) -> None:
     with pytest.raises(InputError) as caught:
-        check_size(storage_tier(name), size_tib)
+        check_tier_size(storage_tier(name), size_tib)
     assert (caught.value.what, caught.value.hint) == (what, hint)
 
 

@@ -12,8 +12,8 @@ import pytest
 
 from tiny_models import save_tiny_hf
 from trainshed.checkpoints.base import BaseWeights, fetch_base, find_base
-from trainshed.checkpoints.converting.convert import convert
-from trainshed.checkpoints.formats import Target
+from trainshed.checkpoints.convert.convert import convert_weights
+from trainshed.checkpoints.formats import TargetFormat
 from trainshed.errors import AddressError, CorruptData, InputError, NotFound
 from trainshed.models.parameters import parameter_count
 from trainshed.recipe import ModelConfig
@@ -174,12 +174,14 @@ def test_weights_in_a_bucket_are_known_by_the_versions_of_their_files(
 
 
 @pytest.mark.s3
-@pytest.mark.parametrize("target", [Target("native"), Target("megatron", "torch", tp=2)], ids=["native", "megatron"])
+@pytest.mark.parametrize(
+    "target", [TargetFormat("native"), TargetFormat("megatron", "torch", tp=2)], ids=["native", "megatron"]
+)
 def test_weights_of_other_formats_come_from_a_bucket_with_what_points_to_them(
-    model: tuple[Path, ModelConfig], target: Target, s3_bucket: str, tmp_path: Path
+    model: tuple[Path, ModelConfig], target: TargetFormat, s3_bucket: str, tmp_path: Path
 ) -> None:
     (model[0] / "tokenizer.json").unlink()
-    convert(str(model[0]), str(tmp_path / "made"), target, logits=False)
+    convert_weights(str(model[0]), str(tmp_path / "made"), target, logits=False)
     LocalStore(tmp_path / "made").put("health/notes.txt", b"beside the weights, and none of them")
     copy_tree(str(tmp_path / "made"), f"s3://{s3_bucket}/made")
     base = fetch_base(f"s3://{s3_bucket}/made", tmp_path / "artefacts")

@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 
 from tiny_models import VARIANTS, save_tiny_hf, tiny_config
-from trainshed.checkpoints.converting.convert import convert
-from trainshed.checkpoints.formats import Target
-from trainshed.checkpoints.inspection import PARTS, inspect_weights, part_of
+from trainshed.checkpoints.convert.convert import convert_weights
+from trainshed.checkpoints.formats import TargetFormat
+from trainshed.checkpoints.inspection import PARTS, inspect_weights, model_part
 from trainshed.errors import NotFound
 from trainshed.models.parameters import parameter_count, parameters
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_tensor_of_every_family_belongs_to_a_part(variant: str) -> None:
-    assert {part_of(each) for each in parameters(tiny_config(variant))} <= set(PARTS)
+    assert {model_part(each) for each in parameters(tiny_config(variant))} <= set(PARTS)
 
 
 def test_a_hugging_face_folder_is_told_by_its_headers(tmp_path: Path) -> None:
@@ -37,7 +37,7 @@ def test_a_hugging_face_folder_is_told_by_its_headers(tmp_path: Path) -> None:
 
 def test_a_native_checkpoint_is_told_by_its_manifest_and_neither_needs_torch(tmp_path: Path) -> None:
     config = save_tiny_hf("llama3", tmp_path / "hf", seed=1)
-    convert(str(tmp_path / "hf"), str(tmp_path / "native"), Target("native"), dtype="bf16")
+    convert_weights(str(tmp_path / "hf"), str(tmp_path / "native"), TargetFormat("native"), dtype="bf16")
     found = inspect_weights(str(tmp_path / "native"))
     assert (found.format, found.config, found.dtypes, found.step) == ("native", config, ("bfloat16",), 0)
     assert found.verdict is not None
@@ -54,13 +54,15 @@ def test_a_native_checkpoint_is_told_by_its_manifest_and_neither_needs_torch(tmp
 
 def test_megatrons_legacy_files_tell_their_layout_and_their_padding(tmp_path: Path) -> None:
     config = save_tiny_hf("llama", tmp_path / "hf", seed=1)
-    convert(str(tmp_path / "hf"), str(tmp_path / "legacy"), Target("megatron", "torch", tp=2, pp=2), logits=False)
+    convert_weights(
+        str(tmp_path / "hf"), str(tmp_path / "legacy"), TargetFormat("megatron", "torch", tp=2, pp=2), logits=False
+    )
     found = inspect_weights(str(tmp_path / "legacy"))
     assert (found.format, found.config) == ("megatron-torch", config)
     assert found.layout is not None
     assert [found.layout[key] for key in ("tp", "pp", "vp", "ep")] == [2, 2, 1, 1]
     assert (found.config.vocab_size, found.padded_vocab_size) == (96, 256)
-    convert(str(tmp_path / "hf"), str(tmp_path / "dist"), Target("megatron"), logits=False)
+    convert_weights(str(tmp_path / "hf"), str(tmp_path / "dist"), TargetFormat("megatron"), logits=False)
     assert inspect_weights(str(tmp_path / "dist")).layout is None
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from trainshed.cli import run_cli
-from trainshed.data.tokens.indexed import IndexedReader, write_index
+from trainshed.data.tokens.indexed_dataset import IndexedDataset, write_index
 
 RECIPE = """
 trainshed: 1
@@ -70,7 +70,7 @@ def test_batch_shows_where_each_row_comes_from(recipe, capsys):
     for row in report["rows"]:
         tokens: list[int] = []
         for piece in row["documents"]:
-            with IndexedReader(piece["file"]) as reader:
+            with IndexedDataset(piece["file"]) as reader:
                 tokens += reader.document(piece["document"])[piece["offset"] :][: piece["tokens"]].tolist()
         assert tokens == row["tokens"]
     assert {row["source"] for row in report["rows"]} == {"prose", "code"}

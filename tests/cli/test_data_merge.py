@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from trainshed.cli import run_cli
-from trainshed.data.tokens.indexed import IndexedReader, shard_name, write_index
+from trainshed.data.tokens.indexed_dataset import IndexedDataset, write_index
+from trainshed.data.tokens.token_files import shard_name
 
 
 def write(prefix: Path, lengths: list[int], dtype: str = "<u2") -> None:
@@ -23,7 +24,7 @@ def test_shards_become_one_file(tmp_path, capsys):
     assert run_cli(["data", "merge", str(tmp_path / "c"), "--output", str(tmp_path / "all"), "-o", "json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert (report["schema"], report["documents"], report["sequences"]) == ("trainshed.data.tokens.merge/1", 6, 4)
-    with IndexedReader(tmp_path / "all") as reader:
+    with IndexedDataset(tmp_path / "all") as reader:
         assert reader.document(5).tolist() == [2, 3, 4]
 
 

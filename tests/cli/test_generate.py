@@ -16,9 +16,9 @@ from data.made_tokenizers import CONFIGS, KINDS, save
 from text_recipes import write_recipe, write_script
 from tiny_models import save_tiny_hf
 from trainshed.cli import run_cli
-from trainshed.cli.asked_model import checkpoint_address
+from trainshed.cli.lookup import checkpoint_address
 from trainshed.errors import NoSuchName, NotFound
-from trainshed.serve.belongings import name_of
+from trainshed.serve.loading import model_name
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +130,7 @@ def test_the_export_of_a_run_has_the_words_of_the_run(
     told = [report(capsys, each, "--prompt", "one two", "--max-tokens", 6) for each in (run, run / "export")]
     assert told[0]["text"] == told[1]["text"]
     # Both are called as the run, not by its id or by the folder's name.
-    assert {name_of(str(each)) for each in (run, run / "export")} == {"small"}
+    assert {model_name(str(each)) for each in (run, run / "export")} == {"small"}
 
 
 def test_a_name_that_nobody_knows_is_an_error(

@@ -17,7 +17,7 @@ from hub_server import running
 
 from trainshed.catalog import model_preset
 from trainshed.cli import run_cli
-from trainshed.models.hf_config import to_hf_config
+from trainshed.models.families import to_hf_config
 
 SMALL = "--model llama3-8b --gpu h100 --gpus 8 --seq 8192 --global-batch 128"
 RECIPE = """

@@ -10,10 +10,10 @@ import pytest
 
 from small_recipes import small_recipe
 from trainshed.cli import run_cli
-from trainshed.launch.here import write_plan
+from trainshed.launch.attempt import write_plan
 from trainshed.observe.events import EventWriter
 from trainshed.plan import parse_layout, resolve_layout
-from trainshed.plan.measured.calibration import read_calibrations
+from trainshed.plan.calibration import read_calibrations
 from trainshed.recipe import Layout, to_yaml
 from trainshed.storage import LocalStore
 

@@ -9,9 +9,9 @@ from rich.console import Console
 
 from golden_files import check_golden
 from small_plans import MEMORY, answer, layout, prediction
-from trainshed.cli.plan.picture import picture
-from trainshed.plan.report.answer import Answer
-from trainshed.plan.searching.scaling import ScalingCurve, ScalingPoint
+from trainshed.cli.plan_picture import picture
+from trainshed.plan.planner import Plan
+from trainshed.plan.search.scaling import ScalingCurve, ScalingPoint
 
 CURVE = ScalingCurve(
     (
@@ -24,7 +24,7 @@ CURVE = ScalingCurve(
 )
 
 
-def drawn(found: Answer, width: int, *, colours: bool = False) -> str:
+def drawn(found: Plan, width: int, *, colours: bool = False) -> str:
     console = Console(
         width=width, force_terminal=colours, color_system="truecolor" if colours else None, highlight=False, _environ={}
     )

@@ -19,17 +19,16 @@ import pytest
 from small_generators import Notes
 from text_recipes import write_script, write_small_recipe
 from trainshed.cli import run_cli
-from trainshed.launch.local_runs import LocalRun, account_of, local_runs
-from trainshed.launch.run_lock import holder, only_start
-from trainshed.launch.submissions import remember, submissions
-from trainshed.launch.target import Submitted
+from trainshed.launch.local import LocalRun, local_run_status, local_runs, lock_run, run_holder
+from trainshed.launch.submissions import record_submission, submissions
+from trainshed.launch.target import SubmittedJob
 from trainshed.recipe import load_cluster, load_recipe
 from trainshed.workflow import find_start, note_other_runs, open_run_folder, prepare_run
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from trainshed.launch.run_lock import only_start
+from trainshed.launch.local import only_start
 with only_start(Path(sys.argv[1]), "small/x"):
     print("held", flush=True)
     time.sleep(600)
@@ -165,7 +164,7 @@ def test_a_run_that_goes_on_is_told_followed_and_stopped_from_elsewhere(
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         run = only_run(here)
         deadline = time.monotonic() + PATIENCE_SECONDS
-        while (account_of(run.folder).progress.step or 0) <= 6:
+        while (local_run_status(run.folder).progress.step or 0) <= 6:
             assert process.poll() is None
             assert time.monotonic() < deadline
             time.sleep(0.1)
@@ -194,19 +193,19 @@ def test_a_run_that_goes_on_is_told_followed_and_stopped_from_elsewhere(
 def test_a_holder_that_was_killed_holds_nothing(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = only_run(here)
     with held(run.folder) as process:
-        found = holder(run.folder)
+        found = run_holder(run.folder)
         assert found is not None
         assert (found.pid, found.is_here) == (process.pid, True)
         assert run_cli(["train", "recipe.yaml", "train.steps=7"]) == 2
         assert f"process {process.pid}" in capsys.readouterr().err
         process.kill()
         process.wait()
-        assert holder(run.folder) is None
-        with only_start(run.folder, run.run):
-            found = holder(run.folder)
+        assert run_holder(run.folder) is None
+        with lock_run(run.folder, run.run):
+            found = run_holder(run.folder)
             assert found is not None
             assert found.pid == os.getpid()
-    assert holder(run.folder) is None
+    assert run_holder(run.folder) is None
 
 
 def test_a_run_that_was_killed_is_not_called_running(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -268,8 +267,10 @@ def test_removing_asks_first_says_how_much_and_leaves_what_is_shared(
 def test_the_record_of_a_submission_goes_with_its_run(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = only_run(here)
     cluster = "name: mine\ntarget: slurm\nstore: /shared\n"
-    remember("gone", "0001", 6, Submitted("gone-0001", "/shared/runs/gone/0001", "slurm", {}), cluster)
-    remember(run.name, run.id, 6, Submitted(f"small-{run.id}", str(run.folder.absolute()), "slurm", {}), cluster)
+    record_submission("gone", "0001", 6, SubmittedJob("gone-0001", "/shared/runs/gone/0001", "slurm", {}), cluster)
+    record_submission(
+        run.name, run.id, 6, SubmittedJob(f"small-{run.id}", str(run.folder.absolute()), "slurm", {}), cluster
+    )
     assert len(submissions()) == 2
     assert report(capsys, "rm", "small", "--yes")["record"] is True
     assert not run.folder.exists()

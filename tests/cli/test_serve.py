@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from trainshed.cli import run_cli
-from trainshed.serve.http.server import bound
+from trainshed.serve.http.server import bind_socket
 
 
 def test_a_variable_without_a_key_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
@@ -19,7 +19,7 @@ def test_a_variable_without_a_key_is_refused(monkeypatch: pytest.MonkeyPatch, ca
 
 
 def test_a_port_that_is_taken_is_said_at_once(capsys: pytest.CaptureFixture) -> None:
-    with bound("127.0.0.1", 0) as listener:
+    with bind_socket("127.0.0.1", 0) as listener:
         port = listener.getsockname()[1]
         assert run_cli(["serve", "weights", "--port", str(port)]) == 2
     assert f"port {port}: Address already in use" in capsys.readouterr().err

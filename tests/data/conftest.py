@@ -17,8 +17,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 import made_tokenizers
 from preparing import MadeTokenizer, TokenizerFolder, WriteTokens
 
-from trainshed.data.encode.tokenizer import Tokenizer, load_tokenizer
-from trainshed.data.tokens.indexed import write_index
+from trainshed.data.tokenize.tokenizer import Tokenizer, load_tokenizer
+from trainshed.data.tokens.indexed_dataset import write_index
 
 
 @pytest.fixture(scope="session")

@@ -13,10 +13,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import preparing
 
-from trainshed.data.encode.tokenizer import load_tokenizer
-from trainshed.data.text import reading
-from trainshed.data.tokens import local_shard
-from trainshed.data.workers import pool as workers
+from trainshed.data.text import reader
+from trainshed.data.tokenize import workers
+from trainshed.data.tokenize.tokenizer import load_tokenizer
+from trainshed.data.tokens import shard_writer
 
 
 class Loud(preparing.Notes):
@@ -50,8 +50,8 @@ class Pool(workers.WorkerPool):
 if __name__ == "__main__":
     corpus, tokenizer, output, shards, stall_after = sys.argv[1:]
     Loud.stall_after = int(stall_after)
-    local_shard.MARK_SECONDS = 0
-    workers.THREADS_UP_TO = 1  # two workers are threads by default; here it is processes that are killed
-    reading.BLOCK_BYTES = reading.READ_BYTES = 20_000
+    shard_writer.JOURNAL_SECONDS = 0
+    workers.MAX_THREAD_WORKERS = 1  # two workers are threads by default; here it is processes that are killed
+    reader.BLOCK_BYTES = reader.READ_BYTES = 20_000
     preparing.prepare.__globals__["WorkerPool"] = Pool
     preparing.prepare_text(corpus, load_tokenizer(tokenizer), output, shards=int(shards), workers=2, reporter=Loud())

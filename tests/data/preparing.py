@@ -13,13 +13,13 @@ from typing import Any, Literal
 import made_tokenizers
 import numpy as np
 
-from trainshed.data.encode.tokenizer import Tokenizer
-from trainshed.data.prepare import Prepared, ShardJob, Tokenizing, prepare
-from trainshed.data.text.corpus import assign_shards, find_pieces
-from trainshed.data.text.formats import Kind, TextDocuments
-from trainshed.data.tokens.indexed import token_dtype
-from trainshed.data.tokens.shards import shard_name
-from trainshed.reporting import Task
+from trainshed.data.prepare import PrepareResult, ShardJob, TokenizeConfig, prepare
+from trainshed.data.text.corpus import assign_shards, find_inputs
+from trainshed.data.text.formats import DocumentBoundary, TextFormatName
+from trainshed.data.tokenize.tokenizer import Tokenizer
+from trainshed.data.tokens.indexed_dataset import token_dtype
+from trainshed.data.tokens.token_files import shard_name
+from trainshed.reporting import ProgressTask
 
 TokenizerFolder = Callable[[str], Path]
 MadeTokenizer = Callable[[str], Tokenizer]
@@ -65,7 +65,7 @@ class Notes:
         self.warnings.append(text)
 
     @contextmanager
-    def task(self, label: str, *, total: float | None, unit: str) -> Iterator[Task]:
+    def task(self, label: str, *, total: float | None, unit: str) -> Iterator[ProgressTask]:
         yield self  # type: ignore[misc]
 
     def advance(self, amount: float) -> None:
@@ -83,17 +83,17 @@ def prepare_text(
     shards: int = 1,
     workers: int = 1,
     key: str = "text",
-    kind: Kind | None = None,
-    split: TextDocuments = "file",
+    kind: TextFormatName | None = None,
+    split: DocumentBoundary = "file",
     eod: bool = True,
     bos: bool = False,
     on_bad_line: Literal["stop", "skip"] = "stop",
     **options: Any,
-) -> Prepared:
+) -> PrepareResult:
     """What `trainshed data prepare` does."""
     patterns = [inputs] if isinstance(inputs, str | Path) else inputs
-    pieces = find_pieces([str(pattern) for pattern in patterns], key=key, kind=kind, documents=split)
-    how = Tokenizing(
+    pieces = find_inputs([str(pattern) for pattern in patterns], key=key, kind=kind, documents=split)
+    how = TokenizeConfig(
         tokenizer,
         eod=tokenizer.end_of_document() if eod else None,
         bos=tokenizer.beginning_of_document() if bos else None,

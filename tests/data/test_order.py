@@ -14,10 +14,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainshed.data.order import DataOrder, hash_rows, hash_text, hash_tokens
-from trainshed.data.sampling.build_order import TokenFiles, build_order, open_order
-from trainshed.data.sampling.schedule import BatchSchedule, RampUp, SkipList
-from trainshed.data.tokens.indexed import shard_name, write_index
+from trainshed.data.order import (
+    DataOrder,
+    TokenFiles,
+    build_order,
+    format_batch_hash,
+    hash_batch,
+    hash_batch_rows,
+    open_order,
+)
+from trainshed.data.sampling.schedule import BatchRampUp, BatchSchedule, SkipList
+from trainshed.data.tokens.indexed_dataset import write_index
+from trainshed.data.tokens.token_files import shard_name
 from trainshed.errors import InputError, NotFound
 
 SEQUENCE_LENGTH = 32
@@ -81,7 +89,7 @@ def test_batches_are_frozen(corpus, order):
         "d2cbda1bf5ff6ccd",
         "27ed3f305f3412a8",
     ]
-    skipped = order_of(corpus, skip=[(24, 30), (100, 1000)], schedule=BatchSchedule(BATCH, RampUp(8, 8, 64)))
+    skipped = order_of(corpus, skip=[(24, 30), (100, 1000)], schedule=BatchSchedule(BATCH, BatchRampUp(8, 8, 64)))
     assert [digest(skipped.batch(step)) for step in (0, 5, 60)] == [
         "62ae5afb14251a78",
         "40183f25570ec4d1",
@@ -92,10 +100,10 @@ def test_batches_are_frozen(corpus, order):
 
 def test_ranks_that_hash_their_rows_make_the_batch_hash_together(order):
     whole = order.batch(3)
-    parts = [hash_rows(whole[start : start + 6], start) for start in range(0, BATCH, 6)]
-    assert hash_text(sum(low for low, _ in parts), sum(high for _, high in parts)) == order.batch_hash(3)
+    parts = [hash_batch_rows(whole[start : start + 6], start) for start in range(0, BATCH, 6)]
+    assert format_batch_hash(sum(low for low, _ in parts), sum(high for _, high in parts)) == order.batch_hash(3)
     swapped = whole[[1, 0, *range(2, BATCH)]]
-    assert hash_tokens(swapped) != order.batch_hash(3), "the place of a row counts"
+    assert hash_batch(swapped) != order.batch_hash(3), "the place of a row counts"
 
 
 def test_any_division_into_ranks_gives_the_same_batch(order):
@@ -147,7 +155,7 @@ def test_a_longer_run_begins_as_the_shorter_one(corpus, tmp_path):
 
 
 def test_ramp_up_takes_the_same_samples_in_other_batches(corpus, order):
-    ramped = order_of(corpus, schedule=BatchSchedule(BATCH, RampUp(4, 4, 100)))
+    ramped = order_of(corpus, schedule=BatchSchedule(BATCH, BatchRampUp(4, 4, 100)))
     stream = np.concatenate([ramped.batch(step) for step in range(20)])
     plain = np.concatenate([order.batch(step) for step in range(20)])
     assert [len(ramped.batch(step)) for step in (0, 19)] == [4, BATCH]
@@ -246,4 +254,4 @@ def test_batches_are_read_only_and_hash_by_value(order):
     batch = order.batch(0)
     with pytest.raises(ValueError, match="read-only"):
         batch[0, 0] = 1
-    assert hash_tokens(batch.astype(np.int64)) == order.batch_hash(0)
+    assert hash_batch(batch.astype(np.int64)) == order.batch_hash(0)

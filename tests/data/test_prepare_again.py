@@ -13,10 +13,9 @@ import pyarrow.parquet as pq
 import pytest
 from preparing import MadeTokenizer, Notes, contents, documents, jsonl, left_behind, prepare_text
 
-from trainshed.data.encode.block_tokenizer import Tokens
-from trainshed.data.encode.tokenizer import Tokenizer
-from trainshed.data.tokens.local_shard import LocalShardWriter
-from trainshed.data.tokens.shard_writer import Counts
+from trainshed.data.tokenize.tokenizer import Tokenizer
+from trainshed.data.tokenize.workers import TokenBlock
+from trainshed.data.tokens.shard_writer import LocalShardWriter, TokenCounts
 from trainshed.errors import Conflict, InputError, StorageError
 
 
@@ -132,7 +131,7 @@ def test_two_processes_cannot_write_the_same_shard(tmp_path: Path, corpus: Path,
 def test_a_shard_stays_locked_until_its_files_have_their_names(tmp_path: Path) -> None:
     with ExitStack() as stack:
         writer = LocalShardWriter(str(tmp_path / "out"), "key", ["piece"], stack)
-        writer.append(Tokens(b"\x01\x00", b"\x01\x00\x00\x00", 1, 1), Counts(1, 0, 1, 1), 1)
+        writer.append(TokenBlock(b"\x01\x00", b"\x01\x00\x00\x00", 1, 1), TokenCounts(1, 0, 1, 1), 1)
         with ExitStack() as other, pytest.raises(Conflict):
             LocalShardWriter(str(tmp_path / "out"), "key", ["piece"], other)
         writer.finish(np.dtype("<u2"))

@@ -12,10 +12,10 @@ import pytest
 import zstandard
 from preparing import MadeTokenizer, contents, documents, jsonl, left_behind, megatron_bytes, prepare_text
 
-from trainshed.data.encode.tokenizer import Tokenizer
-from trainshed.data.text import reading
+from trainshed.data.text import reader
+from trainshed.data.tokenize.tokenizer import Tokenizer
+from trainshed.data.tokenize.workers import MAX_THREAD_WORKERS
 from trainshed.data.tokens.manifest import read_token_manifest
-from trainshed.data.workers.pool import THREADS_UP_TO
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama3", "llama2", "qwen", "large"])
@@ -135,8 +135,8 @@ def test_a_line_of_text_keeps_its_spaces_and_loses_its_line_ending(
 def test_paragraphs_do_not_depend_on_where_blocks_end(
     megatron: SimpleNamespace, tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, block_bytes: int
 ) -> None:
-    monkeypatch.setattr(reading, "BLOCK_BYTES", block_bytes)
-    monkeypatch.setattr(reading, "READ_BYTES", block_bytes)
+    monkeypatch.setattr(reader, "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(reader, "READ_BYTES", block_bytes)
     text = "\n\n  \n  indented\n  twice\n\n\n\nsecond\r\n\r\n \t\nthird\n \n\t\n fourth \n"
     (tmp_path / "a.txt").write_text(text, newline="")
     prepare_text(tmp_path / "a.txt", tokenizer, tmp_path / "ours", split="blank_line")
@@ -144,12 +144,12 @@ def test_paragraphs_do_not_depend_on_where_blocks_end(
     assert contents(tmp_path / "ours") == expected
 
 
-@pytest.mark.parametrize("workers", [2, 3, THREADS_UP_TO + 1])
+@pytest.mark.parametrize("workers", [2, 3, MAX_THREAD_WORKERS + 1])
 def test_the_number_of_workers_cannot_be_seen_in_the_output(
     tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, workers: int
 ) -> None:
-    monkeypatch.setattr(reading, "READ_BYTES", 1500)
-    monkeypatch.setattr(reading, "BLOCK_BYTES", 3000)
+    monkeypatch.setattr(reader, "READ_BYTES", 1500)
+    monkeypatch.setattr(reader, "BLOCK_BYTES", 3000)
     texts = documents(500)
     (tmp_path / "a.jsonl").write_bytes(jsonl(texts[:200]))
     (tmp_path / "b.jsonl.zst").write_bytes(_zstd(jsonl(texts[200:])))

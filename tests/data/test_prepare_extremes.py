@@ -18,11 +18,11 @@ import zstandard
 from preparing import Notes, TokenizerFolder, contents, documents, jsonl, left_behind, megatron_bytes, prepare_text
 
 from trainshed.cli import run_cli
-from trainshed.data.encode.tokenizer import Tokenizer
-from trainshed.data.text import reading
-from trainshed.data.tokens import local_shard
-from trainshed.data.tokens.indexed import IndexedReader
-from trainshed.data.tokens.verify import verify
+from trainshed.data.text import reader
+from trainshed.data.tokenize.tokenizer import Tokenizer
+from trainshed.data.tokens import shard_writer
+from trainshed.data.tokens.indexed_dataset import IndexedDataset
+from trainshed.data.tokens.verify import verify_tokens
 from trainshed.errors import AddressError, BadDocument, InputError, MissingExtra, NoSpace
 
 
@@ -36,7 +36,7 @@ def test_a_document_of_100_megabytes(tmp_path: Path, tokenizer: Tokenizer, worke
     assert prepared.manifests[0].counts.text_bytes > 100_000_000
     line = tokenizer.backend.encode(unit, add_special_tokens=False).ids
     eod = tokenizer.end_of_document().id
-    with IndexedReader(tmp_path / "out") as reader:
+    with IndexedDataset(tmp_path / "out") as reader:
         assert reader.documents == 3
         tokens = reader.document(1)
         assert tokens[-1] == eod
@@ -66,7 +66,7 @@ def test_no_documents_at_all_is_a_valid_result_that_is_said_aloud(
     assert run_cli(command) == 0
     assert "no documents: 6 files hold none" in capsys.readouterr().err
     assert contents(tmp_path / "out") == megatron_bytes(megatron, tmp_path, tokenizer, [])
-    assert verify(str(tmp_path / "out"))[0].passed
+    assert verify_tokens(str(tmp_path / "out"))[0].passed
     assert run_cli(["data", "inspect", str(tmp_path / "out")]) == 0
     assert "documents                 0" in capsys.readouterr().out
 
@@ -156,10 +156,10 @@ def test_a_tokenizer_without_an_end_of_document_token_is_refused_until_told(
     assert "contradict" in capsys.readouterr().err.splitlines()[-2]
     assert run_cli([*command, "--eod", "[SEP]"]) == 0
     assert "documents end with [SEP] (2)" in capsys.readouterr().err
-    with IndexedReader(tmp_path / "out") as reader:
+    with IndexedDataset(tmp_path / "out") as reader:
         assert [int(reader.document(i)[-1]) for i in range(2)] == [2, 2]
     assert run_cli([*command, "--no-eod", "--overwrite"]) == 0
-    with IndexedReader(tmp_path / "out") as reader:
+    with IndexedDataset(tmp_path / "out") as reader:
         assert 2 not in reader.read(0, reader.tokens)
 
 
@@ -202,9 +202,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_full_disk_is_told_and_once_there_is_room_the_rerun_completes(
     tmp_path: Path, tokenizer: Tokenizer, small_disk: Path, monkeypatch: pytest.MonkeyPatch, workers: int, fill: int
 ) -> None:
-    monkeypatch.setattr(local_shard, "MARK_SECONDS", 0)
-    monkeypatch.setattr(reading, "READ_BYTES", 20_000)
-    monkeypatch.setattr(reading, "BLOCK_BYTES", 20_000)
+    monkeypatch.setattr(shard_writer, "JOURNAL_SECONDS", 0)
+    monkeypatch.setattr(reader, "READ_BYTES", 20_000)
+    monkeypatch.setattr(reader, "BLOCK_BYTES", 20_000)
     (tmp_path / "a.jsonl").write_bytes(jsonl(documents(1500) * 2))
     prepare_text(tmp_path / "a.jsonl", tokenizer, tmp_path / "expected")
     needed = sum(map(len, contents(tmp_path / "expected")))

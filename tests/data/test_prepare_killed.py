@@ -15,7 +15,7 @@ import pytest
 from preparing import TokenizerFolder, contents, documents, jsonl
 
 from trainshed.data.tokens.manifest import read_token_manifest
-from trainshed.data.tokens.verify import verify
+from trainshed.data.tokens.verify import verify_tokens
 
 DRIVER = Path(__file__).parent / "kill_driver.py"
 
@@ -118,7 +118,7 @@ def test_kill_9_at_random_points_and_rerun_gives_the_same_bytes(
     said += Attempt(corpus, tokenizer_folder("gpt2"), output, 2).finish()
     assert results(tmp_path) == results(expected)
     assert "going on behind" in said
-    assert all(verdict.passed for verdict in verify(str(output)))
+    assert all(verdict.passed for verdict in verify_tokens(str(output)))
 
 
 def test_workers_and_fork_server_end_when_only_the_parent_is_killed(

@@ -13,11 +13,11 @@ import pyarrow.parquet as pq
 import pytest
 from preparing import Notes, contents, documents, jsonl, left_behind, prepare_text
 
-from trainshed.data.encode.tokenizer import Tokenizer
-from trainshed.data.text import reading
-from trainshed.data.tokens import local_shard
+from trainshed.data.text import reader
+from trainshed.data.tokenize.tokenizer import Tokenizer
+from trainshed.data.tokens import shard_writer
 from trainshed.data.tokens.manifest import write_set_manifest
-from trainshed.data.tokens.verify import verify
+from trainshed.data.tokens.verify import verify_tokens
 from trainshed.errors import BadDocument, NoSpace, StorageError
 from trainshed.storage import LocalStore
 
@@ -28,9 +28,9 @@ class Crash(Exception):
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local_shard, "MARK_SECONDS", 0)
-    monkeypatch.setattr(reading, "READ_BYTES", 2_000)
-    monkeypatch.setattr(reading, "BLOCK_BYTES", 2_000)
+    monkeypatch.setattr(shard_writer, "JOURNAL_SECONDS", 0)
+    monkeypatch.setattr(reader, "READ_BYTES", 2_000)
+    monkeypatch.setattr(reader, "BLOCK_BYTES", 2_000)
 
 
 @pytest.fixture
@@ -55,14 +55,14 @@ def resumed(notes: Notes) -> bool:
 
 def crash_after(monkeypatch: pytest.MonkeyPatch, blocks: int) -> None:
     """Let the writer fail when it has taken some blocks."""
-    append, taken = local_shard.LocalShardWriter.append, iter(range(blocks))
+    append, taken = shard_writer.LocalShardWriter.append, iter(range(blocks))
 
     def failing(*arguments) -> None:
         if next(taken, None) is None:
             raise Crash
         append(*arguments)
 
-    monkeypatch.setattr(local_shard.LocalShardWriter, "append", failing)
+    monkeypatch.setattr(shard_writer.LocalShardWriter, "append", failing)
 
 
 def half_done(tmp_path: Path, corpus: Path, tokenizer: Tokenizer, *, blocks: int = 5, **options: Any) -> Path:
@@ -92,13 +92,15 @@ def test_a_crash_between_blocks_costs_nothing_that_was_marked(
 def test_parquet_is_resumed_in_the_middle_of_a_row_group(
     tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from trainshed.data.text import parquet
+    from trainshed.data.text import formats
 
-    monkeypatch.setattr(parquet, "BATCH_BYTES", 1)
+    monkeypatch.setattr(formats, "PARQUET_BATCH_BYTES", 1)
     pq.write_table(pa.table({"text": documents(500)}), tmp_path / "a.parquet", row_group_size=200)
     prepare_text(tmp_path / "a.parquet", tokenizer, tmp_path / "expected")
     prefix = half_done(tmp_path, tmp_path / "a.parquet", tokenizer, blocks=5)
-    monkeypatch.setattr(parquet, "BATCH_BYTES", 40_000)  # other batches than before, as another version may have
+    monkeypatch.setattr(
+        formats, "PARQUET_BATCH_BYTES", 40_000
+    )  # other batches than before, as another version may have
     notes = Notes()
     prepare_text(tmp_path / "a.parquet", tokenizer, prefix, reporter=notes)
     assert contents(prefix) == contents(tmp_path / "expected")
@@ -135,7 +137,7 @@ def test_a_crash_while_files_get_their_names_never_mixes_two_preparations(
     prepare_text(corpus, tokenizer, prefix)
     assert contents(prefix) == expected
     assert left_behind(tmp_path) == []
-    assert verify(str(prefix))[0].passed
+    assert verify_tokens(str(prefix))[0].passed
 
 
 def journal_lines(prefix: Path) -> list[bytes]:
@@ -188,8 +190,8 @@ def test_a_store_that_cuts_its_chunks_differently_the_next_time_changes_nothing(
     tmp_path: Path, corpus: Path, tokenizer: Tokenizer, expected: tuple[bytes, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prefix = half_done(tmp_path, corpus, tokenizer)
-    monkeypatch.setattr(reading, "READ_BYTES", 777)
-    monkeypatch.setattr(reading, "BLOCK_BYTES", 5_000)
+    monkeypatch.setattr(reader, "READ_BYTES", 777)
+    monkeypatch.setattr(reader, "BLOCK_BYTES", 5_000)
     notes = Notes()
     prepare_text(corpus, tokenizer, prefix, reporter=notes)
     assert contents(prefix) == expected
@@ -255,7 +257,7 @@ def test_a_write_that_fails_is_told_and_the_rerun_goes_on(
     code: int,
     kind: type[StorageError],
 ) -> None:
-    write_all, left = local_shard._write_all, iter(range(20))
+    write_all, left = shard_writer._write_all, iter(range(20))
 
     def failing(file, data: bytes) -> None:
         if next(left, None) is None:
@@ -264,7 +266,7 @@ def test_a_write_that_fails_is_told_and_the_rerun_goes_on(
         write_all(file, data)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(local_shard, "_write_all", failing)
+        patch.setattr(shard_writer, "_write_all", failing)
         with pytest.raises(kind) as error:
             prepare_text(corpus, tokenizer, tmp_path / "tokens")
     assert error.value.where == f"{tmp_path}/tokens.bin"

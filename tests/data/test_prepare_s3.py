@@ -11,12 +11,12 @@ import pytest
 from preparing import Notes, contents, documents, jsonl, prepare_text
 
 from s3_server import S3Server
-from trainshed.data.encode.tokenizer import Tokenizer
 from trainshed.data.prepare import _Preparation
-from trainshed.data.tokens import local_shard
+from trainshed.data.tokenize.tokenizer import Tokenizer
+from trainshed.data.tokens import shard_writer
 from trainshed.data.tokens.manifest import read_token_manifest
 from trainshed.errors import BadDocument
-from trainshed.storage import objects, open_store
+from trainshed.storage import object_store, open_store
 
 pytestmark = pytest.mark.s3
 
@@ -84,7 +84,7 @@ def test_shards_in_a_bucket_are_found_again_and_one_changed_object_redoes_one(
 def test_an_error_leaves_nothing_of_the_shard_in_the_bucket(
     tmp_path: Path, tokenizer: Tokenizer, s3_bucket: str, s3_server: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(objects, "PART_BYTES", 5 * 1024 * 1024)  # the least a part may have
+    monkeypatch.setattr(object_store, "PART_BYTES", 5 * 1024 * 1024)  # the least a part may have
     lines = jsonl(documents(1500)) * 40
     (tmp_path / "a.jsonl").write_bytes(lines + b"not json\n")
     for workers in (1, 2):
@@ -111,7 +111,7 @@ def test_a_crash_while_shards_are_completed_never_mixes_two_preparations(
 
     with monkeypatch.context() as patch:
         if step == "before the index":
-            patch.setattr("trainshed.data.tokens.indexed.index_bytes", crash)
+            patch.setattr("trainshed.data.tokens.indexed_dataset.encode_index", crash)
         else:
             patch.setattr("trainshed.data.tokens.manifest.TokenManifest.write", crash)
         with pytest.raises(Crash):
@@ -130,7 +130,7 @@ def test_a_rerun_with_bucket_input_goes_on_where_the_local_output_stopped(
 ) -> None:
     upload(corpus, f"s3://{s3_bucket}/corpus")
     prepare_text(corpus, tokenizer, tmp_path / "expected")
-    monkeypatch.setattr(local_shard, "MARK_SECONDS", 0)
+    monkeypatch.setattr(shard_writer, "JOURNAL_SECONDS", 0)
     append, blocks = _Preparation._append, iter(range(2))
 
     def failing(*arguments):

@@ -15,21 +15,21 @@ from hypothesis import strategies as st
 from preparing import TokenizerFolder, contents, documents, jsonl, prepare_text
 
 from trainshed.cli import run_cli
-from trainshed.data.encode.tokenizer import Tokenizer
-from trainshed.data.text import reading
-from trainshed.data.text.corpus import assign_shards, find_pieces
-from trainshed.data.text.formats import Format
-from trainshed.data.text.reading import Piece, PieceReader, lines_before, split_piece
+from trainshed.data.text import reader
+from trainshed.data.text.corpus import assign_shards, find_inputs
+from trainshed.data.text.formats import TextFileFormat
+from trainshed.data.text.reader import InputReader, InputSlice, count_lines_before, split_input
+from trainshed.data.tokenize.tokenizer import Tokenizer
 from trainshed.data.tokens.manifest import read_token_manifest
-from trainshed.data.tokens.merge import merge
-from trainshed.data.tokens.shards import shard_prefixes
-from trainshed.data.tokens.verify import verify
+from trainshed.data.tokens.merge import merge_tokens
+from trainshed.data.tokens.token_files import shard_prefixes
+from trainshed.data.tokens.verify import verify_tokens
 from trainshed.errors import InputError
 from trainshed.storage import LocalStore
 
 
 def merged(folder: Path, shards: str | Path, name: str = "merged") -> tuple[bytes, bytes]:
-    merge([str(shards)], str(folder / name))
+    merge_tokens([str(shards)], str(folder / name))
     return contents(folder / name)
 
 
@@ -59,15 +59,15 @@ def test_files_of_all_formats_are_dealt_out_in_order(tmp_path: Path, tokenizer: 
 
 def test_parquet_is_cut_between_row_groups(tmp_path: Path) -> None:
     pq.write_table(pa.table({"text": list("abcdefghij")}), tmp_path / "a.parquet", row_group_size=3)
-    (piece,) = find_pieces([str(tmp_path / "a.parquet")])
+    (piece,) = find_inputs([str(tmp_path / "a.parquet")])
     store = LocalStore(tmp_path)
-    pieces = split_piece(piece, 3, store, "a.parquet")
+    pieces = split_input(piece, 3, store, "a.parquet")
     texts = [
-        "".join("".join(block.payload) for block in PieceReader(part, store, "a.parquet").blocks()) for part in pieces
+        "".join("".join(block.payload) for block in InputReader(part, store, "a.parquet").blocks()) for part in pieces
     ]
     assert texts == ["abc", "def", "ghij"]
-    assert [lines_before(part, store, "a.parquet") for part in pieces] == [0, 3, 6]
-    assert len(split_piece(piece, 100, store, "a.parquet")) == 4
+    assert [count_lines_before(part, store, "a.parquet") for part in pieces] == [0, 3, 6]
+    assert len(split_input(piece, 100, store, "a.parquet")) == 4
 
 
 @settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -80,20 +80,20 @@ def test_parquet_is_cut_between_row_groups(tmp_path: Path) -> None:
 def test_a_file_cut_anywhere_gives_every_line_to_exactly_one_shard(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: list[int], final_newline: bool, shards: int, read_bytes: int
 ) -> None:
-    monkeypatch.setattr(reading, "READ_BYTES", read_bytes)
+    monkeypatch.setattr(reader, "READ_BYTES", read_bytes)
     data = b"\n".join(bytes([65 + number]) * length for number, length in enumerate(lines))
     data += b"\n" * final_newline
     (tmp_path / "a.txt").write_bytes(data)
     store = LocalStore(tmp_path)
-    piece = Piece("a.txt", len(data), "", Format("text"), documents="line")
-    parts = split_piece(piece, shards, store, "a.txt")
-    found = [b"".join(block.payload for block in PieceReader(part, store, "a.txt").blocks()) for part in parts]
+    piece = InputSlice("a.txt", len(data), "", TextFileFormat("text"), documents="line")
+    parts = split_input(piece, shards, store, "a.txt")
+    found = [b"".join(block.payload for block in InputReader(part, store, "a.txt").blocks()) for part in parts]
     assert b"".join(found) == data
     for number, (part, text) in enumerate(zip(parts, found, strict=True)):
         if text:
             before = b"".join(found[:number])
             assert before.endswith(b"\n") or not before
-            assert lines_before(part, store, "a.txt") == before.count(b"\n")
+            assert count_lines_before(part, store, "a.txt") == before.count(b"\n")
 
 
 def test_more_shards_than_can_be_cut_is_refused_with_the_number_that_can(tmp_path: Path, tokenizer: Tokenizer) -> None:
@@ -107,7 +107,7 @@ def test_more_shards_than_can_be_cut_is_refused_with_the_number_that_can(tmp_pat
 def test_small_files_with_many_row_groups_are_cut_where_large_ones_cannot_be(tmp_path: Path) -> None:
     pq.write_table(pa.table({"text": ["x" * 10_000] * 10}), tmp_path / "a.parquet", row_group_size=10)
     pq.write_table(pa.table({"text": ["y"] * 10}), tmp_path / "b.parquet", row_group_size=1)
-    pieces = find_pieces([str(tmp_path / "*.parquet")])
+    pieces = find_inputs([str(tmp_path / "*.parquet")])
     assert len(assign_shards(pieces, 11)) == 11
     with pytest.raises(InputError, match="into 11 at most"):
         assign_shards(pieces, 12)
@@ -166,7 +166,7 @@ def test_tasks_in_separate_processes_make_a_set_that_the_last_one_completes(
     assert tasks is not None
     assert alone is not None
     assert (tasks.shards, tasks.counts, tasks.inputs) == (5, alone.counts, alone.inputs)
-    assert all(verdict.passed for verdict in verify(str(output)))
+    assert all(verdict.passed for verdict in verify_tokens(str(output)))
 
 
 def test_a_set_whose_shards_are_being_made_anew_has_no_manifest(

@@ -18,10 +18,10 @@ import pytest
 from preparing import MadeTokenizer, Notes, contents, documents, jsonl, left_behind, prepare_text
 
 from text_recipes import write_recipe, write_script
-from trainshed.data.tokens.local_shard import LocalShardWriter
+from trainshed.data.tokens.shard_writer import LocalShardWriter
 from trainshed.errors import Conflict
 from trainshed.recipe import load_recipe
-from trainshed.storage.artefact_folder import only_maker
+from trainshed.storage.locks import artefact_lock
 from trainshed.workflow import prepare_run
 
 ME = f"is being made by process {os.getpid()} on {socket.gethostname()}, at work for "
@@ -29,13 +29,13 @@ HOLDER = """
 import sys, time
 from contextlib import ExitStack
 from pathlib import Path
-from trainshed.data.tokens.local_shard import LocalShardWriter
-from trainshed.storage.artefact_folder import only_maker
+from trainshed.data.tokens.shard_writer import LocalShardWriter
+from trainshed.storage.locks import artefact_lock
 with ExitStack() as stack:
     if sys.argv[1] == "shard":
         LocalShardWriter(sys.argv[2], "key", ["piece"], stack)
     else:
-        stack.enter_context(only_maker(Path(sys.argv[2])))
+        stack.enter_context(artefact_lock(Path(sys.argv[2])))
     print("held", flush=True)
     time.sleep(600)
 """
@@ -141,7 +141,7 @@ def test_any_other_artefact_is_waited_for_as_well(tmp_path: Path) -> None:
     other = holder("artefact", tmp_path / "tokenizer")
 
     def made(notes: Notes) -> str:
-        with only_maker(tmp_path / "tokenizer", notes):
+        with artefact_lock(tmp_path / "tokenizer", notes):
             return "made"
 
     waiting = Waiter(made)
@@ -190,7 +190,7 @@ def test_two_runs_that_need_the_same_index_make_it_once(tmp_path: Path, monkeypa
     made = prepare_run(recipe)
     index = made.order.sources[0].index.folder
     shutil.rmtree(index)
-    with only_maker(index):
+    with artefact_lock(index):
         second = Waiter(lambda notes: prepare_run(recipe, reporter=notes))
         assert second.until("waiting: ").startswith(f"waiting: {index} {ME}")
     assert second.end().steps == 3

@@ -12,7 +12,7 @@ import yaml
 
 from golden_files import check_golden
 from trainshed.catalog import machine_names
-from trainshed.catalog.fabric_setups import setup_file, setup_names
+from trainshed.catalog.fabrics import fabric_setup_file, fabric_setup_names
 from trainshed.errors import InputError, RecipeError
 from trainshed.launch.fabric import SINGLE_NODE, UNKNOWN, FabricSetup, fabric_setup
 from trainshed.recipe import Cluster, load_cluster
@@ -60,14 +60,16 @@ def test_every_machine_gets_the_setup_it_had(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("setup", "version"), [(name, each) for name in setup_names() for each in setup_file(name).versions]
+    ("setup", "version"), [(name, each) for name in fabric_setup_names() for each in fabric_setup_file(name).versions]
 )
 def test_every_version_of_every_setup_fills_in_all_it_needs(setup: str, version: str) -> None:
     names = {"efa": "efa-v2", "infiniband": "infiniband-ndr"}
     written = f"{names.get(setup, setup)}@{version}"
     found = fabric_setup(cluster(USUAL[setup], fabric=written), nodes=2)
     assert (found.name, found.version) == (setup, version)
-    fills = {fill for part in (setup_file(setup), *setup_file(setup).versions.values()) for fill in part.fill}
+    fills = {
+        fill for part in (fabric_setup_file(setup), *fabric_setup_file(setup).versions.values()) for fill in part.fill
+    }
     text = in_words(found)
     assert not [fill for fill in {*fills, "nics", "gpus", "nodes", "job"} if "{" + fill + "}" in text]
 

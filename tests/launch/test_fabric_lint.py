@@ -8,8 +8,7 @@ import pytest
 
 from trainshed.catalog import machine_names
 from trainshed.errors import InputError
-from trainshed.launch.fabric import FabricSetup, fabric_setup
-from trainshed.launch.fabric_lint import lint_environment
+from trainshed.launch.fabric import FabricSetup, fabric_setup, lint_environment
 from trainshed.recipe import Cluster, load_cluster
 
 

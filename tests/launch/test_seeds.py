@@ -9,12 +9,12 @@ import pytest
 import yaml
 
 from golden_files import check_golden
-from trainshed.launch.job import Code, Job
-from trainshed.launch.targets import target_of
+from trainshed.launch.job import CodeArchive, Job
+from trainshed.launch.target import target_of
 from trainshed.recipe import load_cluster, load_recipe
 from trainshed.workflow.submit import build_job
 
-CODE = Code("trainshed-0-stub.tar.xz", hashlib.sha256(b"stub").hexdigest(), b"stub", "0")
+CODE = CodeArchive("trainshed-0-stub.tar.xz", hashlib.sha256(b"stub").hexdigest(), b"stub", "0")
 SEEDS = {
     "gke-llama3-70b": ("gke-a3-mega", ()),
     "gke-llama3-70b-ultra": ("gke-a3-ultra", ()),

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from trainshed.errors import NoSuchName
-from trainshed.launch.submissions import find_submission, forget, remember, submissions
-from trainshed.launch.target import Submitted
+from trainshed.launch.submissions import find_submission, forget_submission, record_submission, submissions
+from trainshed.launch.target import SubmittedJob
 
 CLUSTER = "name: mine\ntarget: slurm\nstore: /shared\n"
 
@@ -22,7 +22,7 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def submit(name: str, id: str, state: Path, age: int = 0) -> None:
     job = f"{name}-{id}"
-    remember(name, id, 100, Submitted(job, f"/shared/runs/{name}/{id}", "slurm", {"train": "17"}), CLUSTER)
+    record_submission(name, id, 100, SubmittedJob(job, f"/shared/runs/{name}/{id}", "slurm", {"train": "17"}), CLUSTER)
     at = 1_000_000_000 - age
     os.utime(state / job / "submitted.json", (at, at))
 
@@ -52,5 +52,5 @@ def test_a_run_that_was_never_submitted_here_is_an_error_that_names_those_that_w
 
 def test_a_run_that_is_forgotten_is_gone_from_the_list(state: Path) -> None:
     submit("night", "00000001", state)
-    forget(find_submission("night"))
+    forget_submission(find_submission("night"))
     assert submissions() == []

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 
 from one_process import by_name, fill_from_hf, gradients, one_process_model, token_rows
 from tiny_models import VARIANTS, hf_model, save_tiny_hf, tiny_config
-from trainshed.engines.torch.build import RankModel
-from trainshed.models.experts import ExpertMlp
-from trainshed.models.loss import IGNORED
-from trainshed.models.positions import inverse_frequencies
+from trainshed.engines.torch.model import RankModel
+from trainshed.models.attention import inverse_frequencies
+from trainshed.models.loss import IGNORE_INDEX
+from trainshed.models.moe import MoE
 from trainshed.recipe import ModelConfig
 
 ROWS, LENGTH = 2, 24
@@ -34,12 +34,12 @@ def our_logits(model: RankModel, tokens: torch.Tensor) -> torch.Tensor:
 
 def next_tokens(tokens: torch.Tensor) -> torch.Tensor:
     """Labels as transformers makes them: the next token, and none for the last."""
-    return torch.cat([tokens[:, 1:], torch.full_like(tokens[:, :1], IGNORED)], dim=1)
+    return torch.cat([tokens[:, 1:], torch.full_like(tokens[:, :1], IGNORE_INDEX)], dim=1)
 
 
 def our_loss(model: RankModel, tokens: torch.Tensor) -> torch.Tensor:
     labels = next_tokens(tokens)
-    model.scale.tokens.fill_(1.0 / int((labels != IGNORED).sum()))
+    model.scale.tokens.fill_(1.0 / int((labels != IGNORE_INDEX).sum()))
     return model.chunks[0](tokens, labels)[0]
 
 
@@ -110,7 +110,7 @@ def test_a_shared_expert_is_added_to_what_the_router_chose() -> None:
     config = tiny_config("qwen3_moe", moe={"experts": 4, "top_k": 2, "ffn": 24, "shared_ffn": 16})
     model = one_process_model(config, length=LENGTH)
     mlp = model.chunks[0].layers["0"].mlp
-    assert isinstance(mlp, ExpertMlp)
+    assert isinstance(mlp, MoE)
     x = torch.randn(LENGTH, 2, config.hidden, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         for weight in mlp.parameters():

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from golden_files import check_golden
 from tiny_models import FAMILIES, VARIANTS, random_hf_model, tiny_config
 from trainshed.errors import InputError
-from trainshed.models.hf_tensors import Strip, hf_names, hf_tensors, sources
+from trainshed.models.hf_tensors import RowMapping, hf_names, hf_row_mappings, hf_tensors
 from trainshed.models.parameters import parameters
 
 DENSE = [variant for variant in VARIANTS if tiny_config(variant).moe is None]
 
 
-def rows_by_the_definition(strip: Strip) -> list[int]:
+def rows_by_the_definition(strip: RowMapping) -> list[int]:
     return [strip.start + i // strip.run * strip.period + i % strip.run for i in range(strip.rows)]
 
 
@@ -43,7 +43,7 @@ def test_every_row_lies_in_exactly_one_place_on_both_sides(variant: str) -> None
     config = tiny_config(variant)
     by_tensor = {tensor.name: tensor for tensor in hf_tensors(config)}
     for parameter in parameters(config):
-        strips = sources(config, parameter)
+        strips = hf_row_mappings(config, parameter)
         rows = parameter.shape[1 if parameter.expert else 0]
         for expert in range(parameter.shape[0]) if parameter.expert else (None,):
             laid = [row for strip in strips if strip.expert == expert for row in rows_by_the_definition(strip)]
@@ -62,7 +62,7 @@ def test_every_row_lies_in_exactly_one_place_on_both_sides(variant: str) -> None
     cut=st.tuples(st.integers(0, 60), st.integers(0, 60)),
 )
 def test_any_cut_takes_one_block_of_a_strip(run: int, gap: int, runs: int, start: int, cut: tuple[int, int]) -> None:
-    strip = Strip("theirs", "ours", 0, run * runs, start, run, run + gap)
+    strip = RowMapping("theirs", "ours", 0, run * runs, start, run, run + gap)
     rows = rows_by_the_definition(strip)
     first, last = strip.within(min(cut), max(cut))
     assert [i for i, row in enumerate(rows) if min(cut) <= row < max(cut)] == list(range(first, last))

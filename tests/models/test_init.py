@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tiny_models import tiny_config
-from trainshed.models.init import VERSION, fill_fresh
+from trainshed.models.init import INIT_VERSION, init_parameter
 from trainshed.models.parameters import Parameter, parameters
 from trainshed.recipe import ModelConfig
 
@@ -15,12 +15,12 @@ BY_NAME = {parameter.name: parameter for parameter in parameters(CONFIG)}
 
 def fresh(parameter: Parameter, config: ModelConfig = CONFIG, seed: int = 1) -> torch.Tensor:
     out = torch.full(parameter.shape, torch.nan)
-    fill_fresh(out, parameter, [0] * out.dim(), config, seed)
+    init_parameter(out, parameter, [0] * out.dim(), config, seed)
     return out
 
 
 def test_version_1_never_changes() -> None:
-    assert VERSION == 1
+    assert INIT_VERSION == 1
     first = fresh(BY_NAME["layers.1.mlp.down.weight"])[0, :4]
     torch.testing.assert_close(
         first, torch.tensor([0.0147446152, -0.0001658158, -0.0355012119, 0.0215632562]), rtol=1e-6, atol=0
@@ -53,7 +53,7 @@ def test_a_box_of_stacked_experts_is_the_same_as_in_the_whole() -> None:
     parameter = next(each for each in parameters(config) if each.expert)
     whole = fresh(parameter, config)
     box = torch.empty(2, 10, 32)
-    fill_fresh(box, parameter, (1, 6, 0), config, 1)
+    init_parameter(box, parameter, (1, 6, 0), config, 1)
     assert torch.equal(box, whole[1:3, 6:16])
 
 
@@ -61,6 +61,6 @@ def test_lower_precision_is_the_same_numbers_rounded() -> None:
     parameter = BY_NAME["embedding.weight"]
     wide, narrow = torch.empty(parameter.shape, dtype=torch.float64), torch.empty(parameter.shape, dtype=torch.bfloat16)
     for out in (wide, narrow):
-        fill_fresh(out, parameter, (0, 0), CONFIG, 1)
+        init_parameter(out, parameter, (0, 0), CONFIG, 1)
     assert torch.equal(fresh(parameter), wide.float())
     assert torch.equal(narrow, wide.bfloat16())

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from tiny_models import tiny_config
-from trainshed.models.layers import DropoutSite, Matrix, Norm, activate
+from trainshed.models.layers import CounterDropout, Linear, Norm, apply_activation
 
 CONFIG = tiny_config("llama", norm_eps=0.1)
 HIDDEN = CONFIG.hidden
@@ -52,7 +52,7 @@ def test_an_input_of_zeros_has_a_finite_norm_and_gradient() -> None:
 
 
 def test_gates_and_ups_alternate_in_the_weight_and_not_in_the_output() -> None:
-    matrix = Matrix(HIDDEN, 6, bias=True, paired=True)
+    matrix = Linear(HIDDEN, 6, bias=True, paired=True)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for each in matrix.parameters():
@@ -61,20 +61,20 @@ def test_gates_and_ups_alternate_in_the_weight_and_not_in_the_output() -> None:
     assert matrix.bias is not None
     gate, up = (F.linear(x, matrix.weight[odd::2], matrix.bias[odd::2]) for odd in (0, 1))
     torch.testing.assert_close(matrix(x), torch.cat([gate, up], dim=-1))
-    torch.testing.assert_close(activate(matrix(x), CONFIG), F.silu(gate) * up)
+    torch.testing.assert_close(apply_activation(matrix(x), CONFIG), F.silu(gate) * up)
 
 
 def test_dropout_keeps_the_mean_and_depends_on_layer_branch_and_seed() -> None:
     x = torch.ones(16, 4, 64)
     samples, positions = torch.arange(4), torch.arange(16)
-    site = DropoutSite(layer=1, branch="mlp", probability=0.25, seed=7)
+    site = CounterDropout(layer=1, branch="mlp", probability=0.25, seed=7)
     dropped = site(x, samples, positions)
     assert set(dropped.flatten().tolist()) == {0.0, torch.tensor(1 / 0.75).item()}
     assert abs(dropped.mean() - 1) < 5 * (0.25 / 0.75 / x.numel()) ** 0.5
     others = (
-        DropoutSite(2, "mlp", 0.25, 7),
-        DropoutSite(1, "attention", 0.25, 7),
-        DropoutSite(1, "mlp", 0.25, 8),
+        CounterDropout(2, "mlp", 0.25, 7),
+        CounterDropout(1, "attention", 0.25, 7),
+        CounterDropout(1, "mlp", 0.25, 8),
     )
     assert not any(torch.equal(dropped, other(x, samples, positions)) for other in others)
     # A late part of the sequence, for one of the samples: what a rank with other parts of the batch drops.
@@ -83,8 +83,8 @@ def test_dropout_keeps_the_mean_and_depends_on_layer_branch_and_seed() -> None:
 
 def test_nothing_is_dropped_without_a_probability_or_without_samples() -> None:
     x = torch.ones(2, 2, 4)
-    assert DropoutSite(0, "mlp", 0.0, 1)(x, torch.arange(2), torch.arange(2)) is x
-    assert DropoutSite(0, "mlp", 0.5, 1)(x, None, torch.arange(2)) is x
+    assert CounterDropout(0, "mlp", 0.0, 1)(x, torch.arange(2), torch.arange(2)) is x
+    assert CounterDropout(0, "mlp", 0.5, 1)(x, None, torch.arange(2)) is x
 
 
 def test_compiled_dropout_drops_the_same_and_all_layers_share_its_code() -> None:
@@ -93,7 +93,7 @@ def test_compiled_dropout_drops_the_same_and_all_layers_share_its_code() -> None
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(16, 4, 64, generator=generator, requires_grad=True)
     samples, positions = torch.arange(4) + 2**26, torch.arange(16)
-    sites = [DropoutSite(layer, branch, 0.25, 7) for layer in range(8) for branch in ("attention", "mlp")]
+    sites = [CounterDropout(layer, branch, 0.25, 7) for layer in range(8) for branch in ("attention", "mlp")]
     compiled = torch.compile(lambda site: site(x, samples, positions), backend=compiler, fullgraph=True)
     for site in sites:
         eager, captured = site(x, samples, positions), compiled(site)

@@ -12,10 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from one_process import gradients, one_process_model, token_rows
 from tiny_models import tiny_config
-from trainshed.models.decoder import Losses
+from trainshed.models.decoder import Regularization
 
 ROWS, LENGTH = 2, 16
-LOSSES = Losses(z_loss=0.01, moe_balance=0.02, moe_z=0.03, dropout=0.2, seed=5)
+LOSSES = Regularization(z_loss=0.01, moe_balance=0.02, moe_z=0.03, dropout=0.2, seed=5)
 PRODUCTS = ("mm", "addmm", "bmm")
 
 

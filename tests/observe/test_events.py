@@ -18,9 +18,9 @@ import numpy as np
 import pytest
 
 from trainshed.errors import CorruptData, StorageError, TrainshedError
-from trainshed.observe import segments
-from trainshed.observe.events import KINDS, EventWriter
-from trainshed.observe.reading import EventFollower, read_events, read_rings, steps
+from trainshed.observe import event_log
+from trainshed.observe.event_log import EventFollower, read_events, read_ring_dumps, read_steps
+from trainshed.observe.events import EVENT_KINDS, EventWriter
 from trainshed.storage import LocalStore, ObjectInfo, open_store
 
 RUN = "runs/quick/0123abcd"
@@ -87,7 +87,7 @@ def test_what_is_not_in_the_schema_is_refused(store: LocalStore) -> None:
             with pytest.raises(ValueError, match=message):
                 events.emit(kind, step, **values)
     assert list(read_events(store, RUN)) == []
-    assert " ".join(KINDS) == (
+    assert " ".join(EVENT_KINDS) == (
         "start phase step validation checkpoint resume probe non_finite signal stall failure preflight note warning end"
     )
 
@@ -95,12 +95,12 @@ def test_what_is_not_in_the_schema_is_refused(store: LocalStore) -> None:
 def test_what_is_no_number_is_null(store: LocalStore) -> None:
     with writer(store) as events:
         events.emit("step", 1, **{**STEP, "loss": math.nan, "grad_norm": math.inf, "lr": np.float32(0.5)})
-    (event,) = steps(store, RUN)
+    (event,) = read_steps(store, RUN)
     assert (event["loss"], event["grad_norm"], event["lr"]) == (None, None, 0.5)
 
 
 def test_no_writer_writes_into_anothers_segment(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(segments, "SEGMENT_BYTES", 150)
+    monkeypatch.setattr(event_log, "SEGMENT_BYTES", 150)
     with writer(store) as zombie, writer(store) as events, writer(store, rank=None) as launcher:
         zombie.emit("note", text="a")
         events.emit("note", text="b")
@@ -119,7 +119,7 @@ def test_a_later_attempt_wins_where_a_step_was_done_again(store: LocalStore) -> 
             for step in range(first, first + 3):
                 events.emit("step", step, **STEP)
             events.emit("note", text=f"attempt {attempt}")
-    assert [(event["step"], event["attempt"]) for event in steps(store, RUN)] == [
+    assert [(event["step"], event["attempt"]) for event in read_steps(store, RUN)] == [
         (1, 1),
         (2, 1),
         (3, 2),
@@ -139,14 +139,14 @@ def test_other_ranks_keep_their_last_events_and_store_them_when_they_fail(store:
         assert files(store) == []
         events.dump()
     assert files(store) == ["attempt-0001/rank-00003.jsonl"]
-    assert {rank: texts(ring) for rank, ring in read_rings(store, RUN, attempt=1).items()} == {3: ["b", "c"]}
+    assert {rank: texts(ring) for rank, ring in read_ring_dumps(store, RUN, attempt=1).items()} == {3: ["b", "c"]}
     assert list(read_events(store, RUN)) == []
 
 
 def test_a_follower_sees_each_event_once_across_segments_and_attempts(
     store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(segments, "SEGMENT_BYTES", 150)
+    monkeypatch.setattr(event_log, "SEGMENT_BYTES", 150)
     follower = EventFollower(tmp_path / RUN)
     assert follower.poll() == []
     with writer(store) as first, writer(store, attempt=2) as second:

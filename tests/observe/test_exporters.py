@@ -11,7 +11,7 @@ import orjson
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from trainshed.observe.exporters import EXPORTERS, DLLogger, Exporter, TensorBoard
+from trainshed.observe.exporters import EXPORTERS, DLLoggerExporter, Exporter, TensorBoardExporter
 from trainshed.observe.measured_run import measure_log
 
 START = {
@@ -60,7 +60,7 @@ def dllogger_lines(folder: Path) -> list[dict[str, Any]]:
 
 def test_tensorboard_reads_every_figure_with_steps_counted_from_one(tmp_path: Path) -> None:
     said = {"kind": "validation", "step": 2, "loss": 3.25, "batches": 4}
-    written(TensorBoard, tmp_path, START, step_event(0, 4.5), step_event(1, 4.25), said)
+    written(TensorBoardExporter, tmp_path, START, step_event(0, 4.5), step_event(1, 4.25), said)
     assert scalars(tmp_path, "train/loss") == [(1, 4.5), (2, 4.25)]
     assert scalars(tmp_path, "train/lr") == [(1, 1e-3), (2, 5e-4)]
     assert scalars(tmp_path, "performance/step_seconds") == [(1, 0.5), (2, 0.5)]
@@ -68,9 +68,9 @@ def test_tensorboard_reads_every_figure_with_steps_counted_from_one(tmp_path: Pa
 
 
 def test_steps_that_a_resumed_attempt_repeats_stand_once_in_tensorboard(tmp_path: Path) -> None:
-    written(TensorBoard, tmp_path, *(step_event(step, 9.0) for step in range(5)))
+    written(TensorBoardExporter, tmp_path, *(step_event(step, 9.0) for step in range(5)))
     resumed = {"kind": "resume", "step": 2, "from_attempt": 1, "checkpoint": "step-00000002"}
-    written(TensorBoard, tmp_path, resumed, *(step_event(step, 7.0) for step in range(2, 4)))
+    written(TensorBoardExporter, tmp_path, resumed, *(step_event(step, 7.0) for step in range(2, 4)))
     assert scalars(tmp_path, "train/loss") == [(1, 9.0), (2, 9.0), (3, 7.0), (4, 7.0)]
 
 
@@ -82,12 +82,12 @@ def test_a_loss_that_is_not_finite_has_no_point(tmp_path: Path) -> None:
 
 
 def test_a_figure_beyond_single_precision_is_infinite_in_tensorboard(tmp_path: Path) -> None:
-    written(TensorBoard, tmp_path, step_event(0, 2.0) | {"grad_norm": 1e39}, step_event(1, 2.0))
+    written(TensorBoardExporter, tmp_path, step_event(0, 2.0) | {"grad_norm": 1e39}, step_event(1, 2.0))
     assert scalars(tmp_path, "train/grad_norm") == [(1, math.inf), (2, 2.0)]
 
 
 def test_dllogger_lines_are_nemos_and_our_own_reader_takes_them(tmp_path: Path) -> None:
-    written(DLLogger, tmp_path, START, *(step_event(step, 24.0 - step) for step in range(24)))
+    written(DLLoggerExporter, tmp_path, START, *(step_event(step, 24.0 - step) for step in range(24)))
     first, *steps = dllogger_lines(tmp_path)
     assert (first["step"], first["data"]["cfg/layout"]) == ("PARAMETER", "dp2")
     assert [line["step"] for line in steps] == list(range(1, 25))
@@ -105,10 +105,10 @@ def test_dllogger_lines_are_nemos_and_our_own_reader_takes_them(tmp_path: Path) 
 
 
 def test_a_line_that_a_kill_cut_short_does_not_spoil_the_next(tmp_path: Path) -> None:
-    written(DLLogger, tmp_path, step_event(0, 4.0))
+    written(DLLoggerExporter, tmp_path, step_event(0, 4.0))
     file = tmp_path / "dllogger" / "rank-0" / "dllogger.json"
     os.truncate(file, file.stat().st_size - 20)
-    written(DLLogger, tmp_path, step_event(1, 3.0))
+    written(DLLoggerExporter, tmp_path, step_event(1, 3.0))
     lines = file.read_text().splitlines()
     assert len(lines) == 2
     assert orjson.loads(lines[1].removeprefix("DLLL "))["step"] == 2

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tiny_models import tiny_config
 from trainshed.errors import InputError
-from trainshed.plan.layout import Coordinates, RankLayout, even_stages, parse_layout, resolve_layout
+from trainshed.plan.layout import MeshCoordinates, RankLayout, even_stages, parse_layout, resolve_layout
 from trainshed.recipe import Layout
 
 CONFIG = tiny_config("llama", layers=8)
@@ -60,7 +60,7 @@ def test_the_data_parallel_index_counts_copies_and_shards(layout: RankLayout) ->
 @given(layouts())
 def test_experts_lie_inside_one_stage_and_one_copy(layout: RankLayout) -> None:
     assert layout.edp * layout.ep * layout.etp == layout.stage_ranks
-    holders: dict[tuple[int, int], list[Coordinates]] = {}
+    holders: dict[tuple[int, int], list[MeshCoordinates]] = {}
     for rank in range(layout.world_size):
         at = layout.coordinates(rank)
         holders.setdefault((at.pp, at.edp), []).append(at)

@@ -13,7 +13,7 @@ from trainshed.errors import InputError
 from trainshed.models.parameters import parameter_count
 from trainshed.plan.layout import RankLayout, resolve_layout
 from trainshed.plan.legality import layout_problems
-from trainshed.plan.shrink import Shrunk, shrink
+from trainshed.plan.shrink import ShrunkRun, shrink
 from trainshed.recipe import Layout, ModelConfig
 
 NO_SIZE = (
@@ -58,7 +58,7 @@ def whole_runs(draw: st.DrawFn) -> tuple[ModelConfig, RankLayout, int, list[int]
     return config, layout, length, batches
 
 
-def shrunk_problems(small: Shrunk) -> list[Any]:
+def shrunk_problems(small: ShrunkRun) -> list[Any]:
     asked = {"sequence_length": small.sequence_length, "batch_sizes": small.batch_sizes}
     return layout_problems(small.layout, small.config, **asked)
 
@@ -110,7 +110,7 @@ def test_more_ranks_than_there_is_room_for_lose_copies_or_are_refused(
     assert (small.layout.copies > 1, small.layout.dp_shard > 1) == (layout.copies > 1, layout.dp_shard > 1)
 
 
-def shrunk(preset: str, *, length: int = 8192, batches: tuple[int, ...] = (64,), **keys: Any) -> Shrunk:
+def shrunk(preset: str, *, length: int = 8192, batches: tuple[int, ...] = (64,), **keys: Any) -> ShrunkRun:
     config = model_preset(preset)
     return shrink(config, place(config, **keys), sequence_length=length, batch_sizes=batches)
 

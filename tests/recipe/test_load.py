@@ -8,7 +8,7 @@ import pytest
 
 from trainshed.errors import InputError, RecipeError
 from trainshed.recipe import find_recipe, load_recipe, parse_recipe, shipped_recipes
-from trainshed.recipe.copying import copy_shipped_recipe
+from trainshed.recipe.load import copy_shipped_recipe
 
 
 @pytest.mark.parametrize("name", shipped_recipes())

@@ -10,12 +10,11 @@ from hypothesis import strategies as st
 from trainshed.errors import RecipeError
 from trainshed.recipe import Layout, Recipe, load_cluster, parse_recipe, split_overrides
 from trainshed.recipe.overrides import apply_overrides
-from trainshed.recipe.places import Document, Places, dotted_key
-from trainshed.recipe.yaml_source import parse
+from trainshed.recipe.yaml_io import SourceMap, YamlDocument, dotted_key, parse_yaml
 
 
 def apply(value: dict[str, object], *overrides: str) -> dict[str, object]:
-    document = Document(value, Places())
+    document = YamlDocument(value, SourceMap())
     apply_overrides(document, overrides)
     return document.value
 
@@ -82,7 +81,7 @@ def test_a_later_override_wins(recipe: Callable[..., Recipe]) -> None:
 
 
 def test_an_alias_is_not_changed_through_its_twin() -> None:
-    document = parse("a: &x {n: 1}\nb: *x\n", "r.yaml")
+    document = parse_yaml("a: &x {n: 1}\nb: *x\n", "r.yaml")
     apply_overrides(document, ["a.n=2"])
     assert document.value == {"a": {"n": 2}, "b": {"n": 1}}
 

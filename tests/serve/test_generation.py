@@ -12,8 +12,8 @@ from one_process import token_rows
 from small_generators import Answered, ask, begin, generating
 from tiny_models import VARIANTS, hf_model, save_tiny_hf
 from trainshed.recipe import ModelConfig
-from trainshed.serve.asking import Ended
-from trainshed.serve.cache import Room
+from trainshed.serve.kv_cache import ServingLimits
+from trainshed.serve.request import GenerationFinished
 
 LENGTHS = (3, 17, 1, 40)
 """Prompts of different lengths, one longer than the window of the model that has one, one of a single token."""
@@ -31,7 +31,7 @@ def check_against(theirs: Any, prompt: list[int], answer: Answered) -> None:
         expected = theirs.generate(torch.tensor([prompt]), max_new_tokens=16, do_sample=False, pad_token_id=0)
         whole = theirs(torch.tensor([prompt + answer.tokens])).logits[0].log_softmax(-1)
     assert answer.tokens == expected[0, len(prompt) :].tolist()
-    assert answer.end == Ended("length")
+    assert answer.end == GenerationFinished("length")
     for piece, logprobs in zip(answer.pieces, whole[len(prompt) - 1 :], strict=False):
         assert piece.logprob == pytest.approx(float(logprobs[piece.token]), abs=2e-5)
         best = logprobs.topk(3)
@@ -65,7 +65,7 @@ def test_a_prompt_read_in_chunks_is_the_prompt_read_whole(tmp_path: Path, monkey
     prompt = prompts(config)[-1]
     answers = []
     for chunk_tokens in (64, 7, 1):
-        monkeypatch.setattr("trainshed.serve.stepping.CHUNK_TOKENS", {"cpu": chunk_tokens})
+        monkeypatch.setattr("trainshed.serve.runner.PREFILL_CHUNK_TOKENS", {"cpu": chunk_tokens})
         with generating(tmp_path) as generator:
             answers.append(ask(generator, prompt, **GREEDY, prompt_logprobs=True))
     for answer in answers[1:]:
@@ -87,7 +87,7 @@ def test_the_prompt_is_told_token_by_token(tmp_path: Path) -> None:
     assert [piece.logprob for piece in answer.prompt_pieces] == pytest.approx(expected, abs=2e-5)
     best = whole[0].topk(2).indices.tolist()
     assert [each.token for each in answer.prompt_pieces[0].alternatives] == best
-    assert answer.events[-1] == Ended("length")
+    assert answer.events[-1] == GenerationFinished("length")
     assert answer.pieces == []
 
 
@@ -97,13 +97,16 @@ def test_an_answer_ends_where_the_model_is_full(tmp_path: Path) -> None:
     with generating(tmp_path) as generator:
         for most in (None, 50):
             answer = ask(generator, prompt, max_tokens=most, temperature=0.0)
-            assert (len(answer.tokens), answer.end) == (3, Ended("length"))
+            assert (len(answer.tokens), answer.end) == (3, GenerationFinished("length"))
 
 
 def test_more_answers_than_rows_and_than_cache_are_all_given(tmp_path: Path) -> None:
     config = save_tiny_hf("llama", tmp_path, seed=6)
     asked = [token_rows(config, 1, 1 + number % 9, seed=number)[0].tolist() for number in range(12)]
-    with generating(tmp_path, room=Room(4, 64, 256)) as roomy, generating(tmp_path, room=Room(4, 64, 64)) as cramped:
+    with (
+        generating(tmp_path, room=ServingLimits(4, 64, 256)) as roomy,
+        generating(tmp_path, room=ServingLimits(4, 64, 64)) as cramped,
+    ):
         answers = [[begin(each, prompt, **GREEDY) for prompt in asked] for each in (roomy, cramped)]
         for one, other in zip(*answers, strict=True):
             assert one.wait().events == other.wait().events

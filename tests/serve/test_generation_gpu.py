@@ -11,11 +11,11 @@ import torch
 
 from one_process import token_rows
 from small_generators import Answered, ask, begin, fresh_chunk, generating
-from trainshed.models.decoder import Chunk
+from trainshed.models.decoder import DecoderStage
 from trainshed.recipe import ModelConfig
-from trainshed.serve.asking import Ended
-from trainshed.serve.cache import Room, choose_room
-from trainshed.serve.loading import build_chunk
+from trainshed.serve.kv_cache import ServingLimits, choose_limits
+from trainshed.serve.loading import build_decoder
+from trainshed.serve.request import GenerationFinished
 
 pytestmark = [
     pytest.mark.gpu,
@@ -42,24 +42,24 @@ CONFIGS = {
 LENGTHS = (1, 5, 64, 300, 4500)
 """The last is read in three turns, each together with others."""
 GREEDY = {"max_tokens": 20, "temperature": 0.0, "logprobs": 1}
-ROOM = Room(8, 6000, 30_000)
+ROOM = ServingLimits(8, 6000, 30_000)
 
 
 def config_of(name: str) -> ModelConfig:
     return ModelConfig.model_validate(CONFIGS[name])
 
 
-def on(chunk: Chunk, dtype: torch.dtype, device: torch.device) -> Chunk:
+def on(chunk: DecoderStage, dtype: torch.dtype, device: torch.device) -> DecoderStage:
     """The same weights elsewhere."""
-    other = build_chunk(chunk.config, dtype, device)
+    other = build_decoder(chunk.config, dtype, device)
     state = {name: weight.to(device, dtype) for name, weight in copy.deepcopy(chunk.state_dict()).items()}
     other.load_state_dict(state, assign=True)
     return other
 
 
-def errors(reference: Chunk, prompt: list[int], answer: Answered) -> torch.Tensor:
+def errors(reference: DecoderStage, prompt: list[int], answer: Answered) -> torch.Tensor:
     """How far each token's log-probability is from that of one pass over the whole text."""
-    assert answer.end == Ended("length"), answer.end
+    assert answer.end == GenerationFinished("length"), answer.end
     tokens = torch.tensor([prompt + answer.tokens], device=reference.spec.device)
     reference.spec = replace(reference.spec, sequence_length=tokens.shape[1])
     reference._tables(reference.spec)
@@ -116,7 +116,7 @@ def test_seeds_are_ones_own_and_rows_come_and_go() -> None:
 
 
 def test_the_cache_takes_most_of_the_free_memory() -> None:
-    room = choose_room(config_of("dense"), torch.bfloat16, GPU, max_sequences=1_000_000)
+    room = choose_limits(config_of("dense"), torch.bfloat16, GPU, max_sequences=1_000_000)
     free, total = torch.cuda.mem_get_info(GPU)
     used = room.cache_tokens * 2 * 3 * 2 * 64 * 2
     assert 0.5 * free < used < free

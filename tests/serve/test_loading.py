@@ -12,17 +12,17 @@ import torch
 from data.made_tokenizers import CONFIGS, KINDS, save
 from small_generators import Notes, ask, generating
 from tiny_models import save_tiny_hf
-from trainshed.checkpoints.converting.convert import convert
-from trainshed.checkpoints.formats import Target
-from trainshed.checkpoints.proving.verdict import VERDICT
+from trainshed.checkpoints.convert.convert import convert_weights
+from trainshed.checkpoints.formats import TargetFormat
+from trainshed.checkpoints.prove.verdict import VERDICT
 from trainshed.errors import InputError
-from trainshed.models.experts import Experts
+from trainshed.models.moe import GroupedExperts
 from trainshed.serve.loading import LoadedModel, load_model
 
 FORMATS = {
-    "native": Target("native"),
-    "megatron": Target("megatron"),
-    "megatron-legacy": Target("megatron", "torch", tp=2, pp=2),
+    "native": TargetFormat("native"),
+    "megatron": TargetFormat("megatron"),
+    "megatron-legacy": TargetFormat("megatron", "torch", tp=2, pp=2),
 }
 
 
@@ -44,7 +44,7 @@ def answered(model: LoadedModel) -> list[Any]:
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_every_format_gives_the_same_answer_with_the_same_words(format: str, hf: Path, tmp_path: Path) -> None:
-    convert(str(hf), str(tmp_path / format), FORMATS[format], logits=False)
+    convert_weights(str(hf), str(tmp_path / format), FORMATS[format], logits=False)
     expected, found = load_model(str(hf), device="cpu"), load_model(str(tmp_path / format), device="cpu")
     assert answered(found) == answered(expected)
     assert (found.name, expected.name) == (format, "hf")
@@ -53,7 +53,7 @@ def test_every_format_gives_the_same_answer_with_the_same_words(format: str, hf:
 
 
 def test_a_step_has_the_words_of_the_whole(hf: Path, tmp_path: Path) -> None:
-    convert(str(hf), str(tmp_path / "native"), Target("native"), logits=False)
+    convert_weights(str(hf), str(tmp_path / "native"), TargetFormat("native"), logits=False)
     (step,) = (tmp_path / "native" / "checkpoints").glob("step-*")
     assert answered(load_model(str(step), device="cpu")) == answered(load_model(str(hf), device="cpu"))
 
@@ -101,7 +101,7 @@ def test_an_adapter_is_loaded_with_its_base(tmp_path: Path) -> None:
 
 
 def test_weights_whose_proof_failed_are_refused_unless_one_insists(hf: Path, tmp_path: Path) -> None:
-    convert(str(hf), str(tmp_path / "made"), Target("native"), logits=False)
+    convert_weights(str(hf), str(tmp_path / "made"), TargetFormat("native"), logits=False)
     verdict = json.loads((tmp_path / "made" / VERDICT).read_bytes())
     (tmp_path / "made" / VERDICT).write_text(json.dumps(verdict | {"passed": False}))
     with pytest.raises(InputError, match="failed the proof of their conversion") as refused:
@@ -125,7 +125,7 @@ def test_the_dtype_is_fp32_on_a_cpu_and_told_unless_it_is_asked_for(hf: Path) ->
 
 def test_gates_are_put_in_order_once(hf: Path) -> None:
     model = load_model(str(hf), device="cpu")
-    assert not any(module.paired for module in model.chunk.modules() if isinstance(module, Experts))
+    assert not any(module.paired for module in model.chunk.modules() if isinstance(module, GroupedExperts))
 
 
 def test_another_tokenizer_can_be_named(hf: Path, tmp_path: Path) -> None:

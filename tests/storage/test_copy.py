@@ -13,7 +13,7 @@ import pytest
 from hub_server import COMMIT, Fault, HubServer
 
 from trainshed.errors import AddressError, CorruptData, InputError, NoSpace, NotFound, StorageError
-from trainshed.reporting import SILENT, Task
+from trainshed.reporting import SILENT, ProgressTask
 from trainshed.storage import CopyResult, LocalStore, Manifest, StoreOptions, copy_tree, expand, open_folder, sha256_of
 
 MANIFEST = ".trainshed/manifest.json"
@@ -34,7 +34,7 @@ class Ears:
     def warn(self, text: str) -> None:
         self.warnings.append(text)
 
-    def task(self, label: str, *, total: float | None, unit: str) -> AbstractContextManager[Task]:
+    def task(self, label: str, *, total: float | None, unit: str) -> AbstractContextManager[ProgressTask]:
         self.total = total
         return nullcontext(self)
 

@@ -19,7 +19,7 @@ FILES = 40
 # Kills itself after a number of writes, somewhere inside an object; journal_seconds=0 stores each record at once.
 KILLED = """
 import os, signal, sys
-from trainshed.storage import copy_tree, local, objects
+from trainshed.storage import copy_tree, local, object_store
 source, destination, limit = sys.argv[1], sys.argv[2], int(sys.argv[3])
 count = 0
 def dying(original):
@@ -32,7 +32,7 @@ def dying(original):
         original(self, data)
     return write
 local._LocalWriter.write = dying(local._LocalWriter.write)
-objects._PartWriter.write = dying(objects._PartWriter.write)
+object_store._PartWriter.write = dying(object_store._PartWriter.write)
 copy_tree(source, destination, workers=3, journal_seconds=0)
 """
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from hub_server import COMMIT, TOKEN, HubServer
 
-from trainshed.cli.parsing import parse_task
+from trainshed.cli.console import parse_task
 from trainshed.errors import InputError
 
 NAME = "datasets/org/corpus"

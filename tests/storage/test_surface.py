@@ -6,8 +6,8 @@ import sys
 import trainshed.storage
 
 NAMES = """
-    ABSENT CHUNK_BYTES Address CopyResult Endpoint FileEntry Folder Found Hasher LocalStore Manifest ObjectInfo Retry
-    Store StoreOptions Writer algorithm_of checksum_of copy_tree expand hashing join open_folder open_store parse
+    ABSENT CHUNK_BYTES Address CopyResult Endpoint FileEntry Folder Hasher LocalStore Manifest MatchedObject ObjectInfo
+    Retry Store StoreOptions Writer algorithm_of checksum_of copy_tree expand hashing join open_folder open_store parse
     read_into sha256_of
 """
 

@@ -8,12 +8,12 @@ import pytest
 
 from small_recipes import recipe_text
 from trainshed.cli import run_cli
-from trainshed.launch.shipping import Code
+from trainshed.launch.job import CodeArchive
 from trainshed.recipe import Recipe, load_cluster, load_recipe, to_yaml
 from trainshed.workflow import prepare_run
 from trainshed.workflow.submit import build_job
 
-CODE = Code("trainshed-0-0.tar.xz", "0" * 64, b"")
+CODE = CodeArchive("trainshed-0-0.tar.xz", "0" * 64, b"")
 CLUSTER = """\
 name: elsewhere
 target: slurm

@@ -19,16 +19,15 @@ import pytest
 from text_recipes import write_script
 from trainshed.engines.torch.rank import train_rank
 from trainshed.errors import InputError
-from trainshed.launch.job import Job
-from trainshed.launch.shipping import Code
+from trainshed.launch.job import CodeArchive, Job
 from trainshed.recipe import Cluster, Recipe, load_cluster, load_recipe, parse_recipe
-from trainshed.recipe.keys import known_keys
 from trainshed.recipe.section import Section
+from trainshed.recipe.validation import known_keys
 from trainshed.workflow import prepare_run, run_layout, train_job
 from trainshed.workflow.stages import export_run
 from trainshed.workflow.submit import build_job
 
-CODE = Code("trainshed-0-0.tar.xz", "0" * 64, b"")
+CODE = CodeArchive("trainshed-0-0.tar.xz", "0" * 64, b"")
 
 PRETRAIN = """
 name: walk

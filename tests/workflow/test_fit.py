@@ -10,16 +10,16 @@ import pytest
 from text_recipes import write_recipe, write_script
 from tiny_models import save_tiny_hf
 from trainshed.cli import run_cli
-from trainshed.data.encode.training import train_tokenizer
-from trainshed.data.text.corpus import find_pieces
+from trainshed.data.text.corpus import find_inputs
+from trainshed.data.tokenize.tokenizer import train_tokenizer
 from trainshed.errors import InputError, RecipeError
-from trainshed.launch.shipping import Code
+from trainshed.launch.job import CodeArchive
 from trainshed.recipe import Recipe, load_cluster, load_recipe
 from trainshed.workflow import prepare_run
 from trainshed.workflow.stages import run_stage
 from trainshed.workflow.submit import build_job
 
-CODE = Code("trainshed-0-0.tar.xz", "0" * 64, b"")
+CODE = CodeArchive("trainshed-0-0.tar.xz", "0" * 64, b"")
 SMALL = (
     "model.preset=null",
     "model.config={family: llama, layers: 2, hidden: 16, heads: 4, ffn: 24, vocab_size: 279, max_positions: 32, "
@@ -154,7 +154,7 @@ def test_no_text_to_learn_a_tokenizer_from_and_a_wrong_key_are_told_apart(folder
     assert error.value.where == "corpus.jsonl:1"
     (folder / "corpus.jsonl").write_text("")
     with pytest.raises(InputError, match="hold no text to learn a tokenizer from"):
-        train_tokenizer(find_pieces(["corpus.jsonl"]), vocab_size=300)
+        train_tokenizer(find_inputs(["corpus.jsonl"]), vocab_size=300)
 
 
 def test_a_warm_up_longer_than_the_epochs_is_said_once_their_length_is_known(folder: Path) -> None:

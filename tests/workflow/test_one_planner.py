@@ -12,11 +12,10 @@ import pytest
 
 from trainshed.catalog.gpus import find_gpu
 from trainshed.cli import run_cli
-from trainshed.cli.plan.asking import ask
-from trainshed.cli.plan.flags import Flags
+from trainshed.cli.plan_request import PlanFlags, request_from_flags
 from trainshed.errors import InputError
-from trainshed.plan.planner import answer
-from trainshed.plan.searching.automatic import choose_for_gpus, local_hardware
+from trainshed.plan.auto_layout import auto_layout_for_gpus, local_hardware
+from trainshed.plan.planner import make_plan
 from trainshed.recipe import Cluster, load_cluster, load_recipe
 from trainshed.recipe.load import shipped_recipes
 from trainshed.shipped import shipped_folder
@@ -58,9 +57,9 @@ def calibration(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-def planned(flags: Flags) -> dict[str, Any]:
+def planned(flags: PlanFlags) -> dict[str, Any]:
     """What `trainshed plan` says of a recipe on a cluster."""
-    found = answer(ask(flags))
+    found = make_plan(request_from_flags(flags))
     return {
         "layout": found.chosen.layout,
         "seconds": found.chosen.step_seconds,
@@ -91,7 +90,7 @@ def test_plan_and_render_agree(
 ) -> None:
     for_cluster = (f"calibration={calibration}",) if calibrated else ()
     there = load_cluster(cluster, for_cluster)
-    flags = Flags(recipe=recipe, on=cluster, overrides=(*keys, *(f"cluster.{key}" for key in for_cluster)))
+    flags = PlanFlags(recipe=recipe, on=cluster, overrides=(*keys, *(f"cluster.{key}" for key in for_cluster)))
     try:
         wanted = planned(flags)
     except InputError:
@@ -126,14 +125,16 @@ def test_plan_and_a_run_on_this_machine_agree(
     cluster = load_cluster("local", for_cluster)
     resolved = resolve(load_recipe(recipe, keys), pin=False)
     hardware = local_hardware(find_gpu(gpu).device_names[0], gpus)
-    flags = Flags(recipe=recipe, gpu=gpu, gpus=str(gpus), overrides=(*keys, *(f"cluster.{key}" for key in for_cluster)))
+    flags = PlanFlags(
+        recipe=recipe, gpu=gpu, gpus=str(gpus), overrides=(*keys, *(f"cluster.{key}" for key in for_cluster))
+    )
     try:
         wanted = planned(flags)
     except InputError:
         with pytest.raises(InputError):
-            choose_for_gpus(planned_model(resolved, cluster), hardware, gpus, cluster, resolved)
+            auto_layout_for_gpus(planned_model(resolved, cluster), hardware, gpus, cluster, resolved)
         return
-    chosen = choose_for_gpus(planned_model(resolved, cluster), hardware, gpus, cluster, resolved)
+    chosen = auto_layout_for_gpus(planned_model(resolved, cluster), hardware, gpus, cluster, resolved)
     assert (chosen.layout, chosen.calibration) == (wanted["layout"], wanted["calibration"])
     assert any(reason.startswith("calibrated: steps times 2.000") for reason in chosen.reasons) == calibrated
 

@@ -12,17 +12,16 @@ from megatron_folders import assert_equal
 from text_recipes import write_recipe, write_script
 from tiny_models import save_tiny_hf
 from trainshed.checkpoints.formats import open_weights
-from trainshed.data.tokens.indexed import IndexedReader
-from trainshed.engines.megatron.keeping import CHECKPOINTS
+from trainshed.data.tokens.indexed_dataset import IndexedDataset
+from trainshed.engines.megatron.keys import MEGATRON_CHECKPOINTS
 from trainshed.errors import InputError
-from trainshed.launch.shipping import Code
+from trainshed.launch.job import CodeArchive
 from trainshed.recipe import Recipe, load_cluster, load_recipe
 from trainshed.workflow import open_run_folder
-from trainshed.workflow.engine_files import leave_data, leave_tokenizer
-from trainshed.workflow.stages import run_stage
+from trainshed.workflow.stages import run_stage, write_engine_data, write_engine_tokenizer
 from trainshed.workflow.submit import build_job
 
-CODE = Code("trainshed-0-0.tar.xz", "0" * 64, b"")
+CODE = CodeArchive("trainshed-0-0.tar.xz", "0" * 64, b"")
 
 
 def job_folder(tmp_path: Path, *overrides: str, parts: int = 1) -> tuple[Path, Path]:
@@ -73,9 +72,9 @@ def test_a_foreign_engine_finds_tokens_and_tokenizer_under_fixed_names(tmp_path:
     folder, run = job_folder(tmp_path, "data.shards=2")
     cluster = load_cluster(folder / "cluster.yaml").inside()
     prepared = prepare_run(load_recipe(str(folder / "recipe.yaml")), cluster, id=run.name)
-    leave_data(prepared)
+    write_engine_data(prepared)
     assert prepared.tokenizer is not None
-    leave_tokenizer(prepared.tokenizer, run)
+    write_engine_tokenizer(prepared.tokenizer, run)
     splits = json.loads((run / "engine" / "data.json").read_text())
     weights, prefixes = splits["train"][0::2], splits["train"][1::2]
     assert [float(weight) for weight in weights] == [0.5, 0.5]
@@ -87,7 +86,7 @@ def test_a_foreign_engine_finds_tokens_and_tokenizer_under_fixed_names(tmp_path:
 
 
 def _tokens(prefix: str) -> int:
-    with IndexedReader(prefix) as reader:
+    with IndexedDataset(prefix) as reader:
         return reader.tokens
 
 
@@ -115,7 +114,7 @@ export: {{dtype: fp32}}
     verdict = json.loads((run / "engine" / "base" / "verdict.json").read_text())
     assert verdict["passed"] is True
     # Megatron itself would train from here; its checkpoint has the same form.
-    shutil.copytree(run / "engine" / "base", run / CHECKPOINTS)
+    shutil.copytree(run / "engine" / "base", run / MEGATRON_CHECKPOINTS)
     run_stage("export", folder)
     with open_weights(run / "export") as exported, open_weights(base) as source:
         assert_equal(exported, source)

@@ -4,23 +4,25 @@ from trainshed.catalog.fabrics import Fabric, fabric, fabric_names
 from trainshed.catalog.gpus import Gpu, find_gpu, gpu, gpu_by_device_name, gpu_from_file, gpu_names
 from trainshed.catalog.machines import (
     Machine,
+    MachinePrice,
     find_machine,
     machine,
     machine_from_file,
     machine_names,
     machine_of_gpu,
     machines_with,
+    price_of,
+    priced_machines,
 )
 from trainshed.catalog.models import ModelEntry, architecture, model_entry, model_preset, preset_names
-from trainshed.catalog.prices import Price, price_of, priced_machines
 from trainshed.catalog.storage_tiers import StorageTier, storage_tier, tier_names
 
 __all__ = [
     "Fabric",
     "Gpu",
     "Machine",
+    "MachinePrice",
     "ModelEntry",
-    "Price",
     "StorageTier",
     "architecture",
     "fabric",

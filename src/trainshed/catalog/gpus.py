@@ -9,10 +9,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from trainshed.catalog.table import Entry, Table
+from trainshed.catalog.table import CatalogEntry, CatalogTable
 from trainshed.recipe.section import PositiveFloat, Problem, Section, Text
 
-HOW_TO_DESCRIBE = (
+HOW_TO_DESCRIBE_GPU = (
     "describe another in a file and give its path (--gpu ./mygpu.yaml): NAME: {source: its datasheet, device_names: "
     "[what torch.cuda.get_device_name says], memory_gib: 80.0, memory_gb_per_s: 2000.0, link_gb_per_s: null, "
     "dense_tflops: {bf16: 300.0}, machine: dgx-h100}"
@@ -47,7 +47,7 @@ class DenseTflops(Section):
         return getattr(self, dtype) if dtype in type(self).model_fields else None
 
 
-class Gpu(Entry):
+class Gpu(CatalogEntry):
     """One GPU as it is sold."""
 
     source: Text = Field(description="Where the figures are published, and how they were made dense")
@@ -74,7 +74,7 @@ class Gpu(Entry):
         return "amd" if any(name.startswith("AMD") for name in self.device_names) else "nvidia"
 
 
-_TABLE = Table(Path(__file__).with_name("gpus.yaml"), Gpu, "GPU", HOW_TO_DESCRIBE, other_names="aliases")
+_TABLE = CatalogTable(Path(__file__).with_name("gpus.yaml"), Gpu, "GPU", HOW_TO_DESCRIBE_GPU, other_names="aliases")
 
 
 def gpu_names() -> list[str]:

@@ -1,26 +1,35 @@
-"""Machines by name and by instance type, from `machines.yaml`: GPUs, links, networks, memory, power."""
+"""Machines by name and by instance type: what they have, what they cost, and what healthy ones reach.
+
+`machines.yaml` has GPUs, links, networks, memory and power; `prices.yaml` list prices with their date, or why there
+is none; `expected_rates.yaml` the collective and matmul rates that `preflight` compares measurements with.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
+from trainshed.catalog.fabrics import fabric
 from trainshed.catalog.gpus import Gpu, find_gpu, gpu
-from trainshed.catalog.table import Entry, Table, is_path
+from trainshed.catalog.table import CatalogEntry, CatalogTable, is_path
 from trainshed.errors import InputError
-from trainshed.recipe.section import PositiveFloat, PositiveInt, Problem, Text
+from trainshed.recipe.section import PositiveFloat, PositiveInt, Problem, Section, Text
+from trainshed.recipe.validation import validate
+from trainshed.recipe.yaml_io import parse_yaml
 
-HOW_TO_DESCRIBE = (
+HOW_TO_DESCRIBE_MACHINE = (
     "describe another in a file and give its path (machine: ./mynode.yaml): NAME: {source: who says so, gpu: h100, "
     "gpus: 8, fabric: infiniband-ndr, network_gbps: 3200.0, cpus: 192, memory_gib: 2048.0, watts: 10200.0}"
 )
 
 
-class Machine(Entry):
+class Machine(CatalogEntry):
     """One node as it is rented or bought."""
 
     names: Annotated[tuple[Text, ...], Field(strict=False)] = Field((), description="Instance types it goes by")
@@ -60,7 +69,9 @@ class Machine(Entry):
         return (self.frontend_gbps or self.network_gbps) / 8
 
 
-_TABLE = Table(Path(__file__).with_name("machines.yaml"), Machine, "machine", HOW_TO_DESCRIBE, other_names="names")
+_TABLE = CatalogTable(
+    Path(__file__).with_name("machines.yaml"), Machine, "machine", HOW_TO_DESCRIBE_MACHINE, other_names="names"
+)
 
 
 def machine_names() -> list[str]:
@@ -104,3 +115,132 @@ def machine_of_gpu(wanted: Gpu | str) -> Machine:
             hint="write `machine: NAME` into its entry; `trainshed plan --on CLUSTER` takes the cluster's machine",
         )
     return find_machine(found.machine)
+
+
+NO_PRICE_HINT = "no price known: write price_per_gpu_hour in the cluster file, or `plan --price DOLLARS`"
+
+
+class MachinePrice(CatalogEntry):
+    """The list price of a machine on demand; exactly one of `usd_per_hour` and `unknown_because`."""
+
+    as_of: Text = Field(description="When the price was read, as 2026-08-22")
+    region: Text | None = Field(description="Where it applies")
+    usd_per_hour: PositiveFloat | None = Field(description="US dollars per machine and hour")
+    unknown_because: Text | None = Field(None, description="Why there is no price")
+
+    def problems(self) -> Iterator[Problem]:
+        """A price, or the reason why not."""
+        if (self.usd_per_hour is None) == (self.unknown_because is None):
+            yield Problem((), "needs exactly one of usd_per_hour and unknown_because", "write the one that is known")
+
+
+_PRICE_TABLE = CatalogTable(Path(__file__).with_name("prices.yaml"), MachinePrice, "price")
+
+
+def priced_machines() -> list[str]:
+    """Return the names of the machines that the price list speaks of."""
+    return _PRICE_TABLE.names()
+
+
+def price_of(machine: Machine) -> MachinePrice | None:
+    """Return the list entry of a machine; None for one that nobody rents out (bought, or a person's own)."""
+    return _PRICE_TABLE.entry(machine.name) if machine.name in _PRICE_TABLE.names() else None
+
+
+RateVerdict = Literal["pass", "warn", "fail"]
+# Of the planner's estimate, which is no measurement: far below it something is wrong, near it nothing is proven.
+_WARN_SHARE_OF_ESTIMATE = 2 / 3
+
+
+class RateThreshold(Section):
+    """A figure and how far below it a machine may fall."""
+
+    expected: PositiveFloat = Field(description="The usual figure")
+    warn: PositiveFloat = Field(description="Below it a node is worth a look")
+    replace: PositiveFloat = Field(description="Below it a node is bad")
+
+
+class BusRate(RateThreshold):
+    """Bus bandwidth of an all-reduce, 10^9 bytes a second."""
+
+    mebibytes: PositiveInt = Field(description="Size of the message")
+    nodes: PositiveInt | None = Field(None, description="Only among so many nodes")
+
+
+class MachineRates(Section):
+    """One machine's figures."""
+
+    source: Text = Field(description="Where they are published")
+    inside: BusRate | None = Field(None, description="Among the GPUs of a node")
+    rack: BusRate | None = Field(None, description="Among nodes that NVLink joins")
+    network: BusRate | None = Field(None, description="Among nodes that the network joins")
+
+
+class GpuRates(Section):
+    """One GPU's figures."""
+
+    source: Text = Field(description="Where they are published")
+    tflops: RateThreshold = Field(description="bf16 products, 10^12 FLOP a second")
+
+
+class ExpectedRatesFile(Section):
+    """The whole file."""
+
+    machines: dict[str, MachineRates]
+    gpus: dict[str, GpuRates]
+
+
+@dataclass(frozen=True)
+class ExpectedRate:
+    """What an all-reduce should reach; `replace` is None where the figure is an estimate."""
+
+    gb_per_s: float
+    warn: float
+    replace: float | None
+    mebibytes: int | None
+    source: str
+
+    def verdict(self, measured: float) -> RateVerdict:
+        """Hold a measurement against it."""
+        if self.replace is not None and measured < self.replace:
+            return "fail"
+        return "warn" if measured < self.warn else "pass"
+
+
+@cache
+def expected_rates() -> ExpectedRatesFile:
+    """Return the file."""
+    file = Path(__file__).with_name("expected_rates.yaml")
+    return validate(ExpectedRatesFile, parse_yaml(file.read_text(encoding="utf-8"), file.name))
+
+
+def expected_in_node(machine: Machine | None) -> ExpectedRate | None:
+    """Return what the GPUs of one node should reach together, None where nobody says."""
+    rates = expected_rates().machines.get(machine.name) if machine is not None else None
+    return _published_rate(rates.inside, rates.source) if rates is not None and rates.inside is not None else None
+
+
+def expected_between_nodes(machine: Machine | None, nodes: int, fabric_name: str | None) -> ExpectedRate | None:
+    """Return what that many nodes should reach together; the planner's estimate where nobody measured it."""
+    if machine is None:
+        return None
+    rates = expected_rates().machines.get(machine.name)
+    # A figure of a machine holds on the network it is sold with.
+    if rates is not None and fabric_name == machine.fabric:
+        joined = machine.link_domain is not None and nodes * machine.gpus <= machine.link_domain
+        found = rates.rack if joined else rates.network
+        if found is not None and found.nodes in (None, nodes):
+            return _published_rate(found, rates.source)
+        if joined:
+            return None
+    if fabric_name is None:
+        return None
+    entry = fabric(fabric_name)
+    estimate = entry.reached * machine.network_gbps / 8
+    return ExpectedRate(
+        estimate, _WARN_SHARE_OF_ESTIMATE * estimate, None, None, f"estimate, line rate x {entry.reached:g}"
+    )
+
+
+def _published_rate(rate: BusRate, source: str) -> ExpectedRate:
+    return ExpectedRate(rate.expected, rate.warn, rate.replace, rate.mebibytes, source)

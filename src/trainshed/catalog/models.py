@@ -10,10 +10,9 @@ from pydantic import Field
 
 from trainshed.errors import InputError, RecipeError
 from trainshed.recipe import ModelConfig, Recipe, fit_problems
-from trainshed.recipe.messages import as_recipe_error, validate
-from trainshed.recipe.places import Document, Places
 from trainshed.recipe.section import PositiveInt, Section, Text
-from trainshed.recipe.yaml_source import parse
+from trainshed.recipe.validation import recipe_error, validate
+from trainshed.recipe.yaml_io import SourceMap, YamlDocument, parse_yaml
 
 _FILE = Path(__file__).with_name("models.yaml")
 
@@ -27,8 +26,8 @@ class ModelEntry(Section):
 
 
 @cache
-def _document() -> Document:
-    return parse(_FILE.read_text(encoding="utf-8"), _FILE.name)
+def _document() -> YamlDocument:
+    return parse_yaml(_FILE.read_text(encoding="utf-8"), _FILE.name)
 
 
 def preset_names() -> list[str]:
@@ -45,7 +44,7 @@ def model_entry(name: str) -> ModelEntry:
         hint = f"did you mean {' or '.join(near)}?" if near else f"known presets: {', '.join(names)}"
         raise InputError(f"there is no model preset `{name}`", hint=hint)
     # Entries are checked one by one when asked for: building all of them would cost every command.
-    entry = Document(_document().value[name], Places(f"{_FILE.name}, {name}"))
+    entry = YamlDocument(_document().value[name], SourceMap(f"{_FILE.name}, {name}"))
     return validate(ModelEntry, entry)
 
 
@@ -67,5 +66,5 @@ def architecture(recipe: Recipe) -> ModelConfig | None:
         raise RecipeError(error.what, where=recipe.where("model.preset"), hint=error.hint) from None
     problems = list(fit_problems(recipe, config))
     if problems:
-        raise as_recipe_error(problems, recipe.places)
+        raise recipe_error(problems, recipe.places)
     return config

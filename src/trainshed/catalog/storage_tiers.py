@@ -8,7 +8,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from trainshed.catalog.table import Entry, Table
+from trainshed.catalog.table import CatalogEntry, CatalogTable
 from trainshed.errors import InputError
 from trainshed.recipe.section import NotNegativeFloat, PositiveFloat, Problem, Section, Text
 
@@ -16,7 +16,7 @@ from trainshed.recipe.section import NotNegativeFloat, PositiveFloat, Problem, S
 _TOLERANCE_TIB = 0.05
 
 
-class Rate(Section):
+class StorageRate(Section):
     """How fast bytes move: the smallest of the limits that are given."""
 
     mb_per_s_per_tib: PositiveFloat | None = Field(None, description="Of the size that was bought")
@@ -30,7 +30,7 @@ class Rate(Section):
             yield Problem((), "says no limit", "write for example {gb_per_s_per_node: 4.0}")
 
 
-class Sizes(Section):
+class TierSizes(Section):
     """What can be bought, in TiB."""
 
     least: PositiveFloat = Field(description="The smallest")
@@ -48,15 +48,15 @@ class Sizes(Section):
         return f"from {self.least:g} TiB{step}" + (f" to {self.most:g}" if self.most is not None else "")
 
 
-class StorageTier(Entry):
+class StorageTier(CatalogEntry):
     """One kind of storage."""
 
     as_of: Text = Field(description="When the figures were written down")
     kind: Literal["file", "object", "disk"] = Field(description="A file system, an object store, disks in the nodes")
-    write: Rate = Field(description="How fast it is written")
-    read: Rate = Field(description="How fast it is read")
+    write: StorageRate = Field(description="How fast it is written")
+    read: StorageRate = Field(description="How fast it is read")
     latency_ms: NotNegativeFloat = Field(description="Until the first byte of a read")
-    size_tib: Sizes | None = Field(None, description="What can be bought; null: it has no size")
+    size_tib: TierSizes | None = Field(None, description="What can be bought; null: it has no size")
     usd_per_gb_month: PositiveFloat | None = Field(description="List price; null: unknown, or part of the machine")
 
     @property
@@ -70,7 +70,7 @@ class StorageTier(Entry):
         return self.write.gb_per_s_per_server is not None or self.read.gb_per_s_per_server is not None
 
 
-_TABLE = Table(Path(__file__).with_name("storage_tiers.yaml"), StorageTier, "storage tier")
+_TABLE = CatalogTable(Path(__file__).with_name("storage_tiers.yaml"), StorageTier, "storage tier")
 
 
 def tier_names() -> list[str]:
@@ -83,7 +83,7 @@ def storage_tier(name: str) -> StorageTier:
     return _TABLE.entry(name)
 
 
-def check_size(tier: StorageTier, size_tib: float | None, servers: int | None = None) -> None:
+def check_tier_size(tier: StorageTier, size_tib: float | None, servers: int | None = None) -> None:
     """Raise unless what was bought of a tier is known where its speed depends on it, and can be bought."""
     if tier.needs_size and size_tib is None:
         raise InputError(

@@ -13,15 +13,14 @@ from typing import Any, Generic, TypeVar
 from pydantic import Field, PrivateAttr
 
 from trainshed.errors import InputError, RecipeError
-from trainshed.recipe.messages import validate
-from trainshed.recipe.places import Document, Places
 from trainshed.recipe.section import Section, Text
-from trainshed.recipe.yaml_source import decode, parse
+from trainshed.recipe.validation import validate
+from trainshed.recipe.yaml_io import SourceMap, YamlDocument, decode_utf8, parse_yaml
 
-SUFFIXES = (".yaml", ".yml")
+YAML_SUFFIXES = (".yaml", ".yml")
 
 
-class Entry(Section):
+class CatalogEntry(Section):
     """One entry of a data file."""
 
     source: Text = Field(description="Where the figures are published")
@@ -34,11 +33,11 @@ class Entry(Section):
         return self._name
 
 
-Kind = TypeVar("Kind", bound=Entry)
+Kind = TypeVar("Kind", bound=CatalogEntry)
 
 
 @dataclass(frozen=True)
-class Table(Generic[Kind]):
+class CatalogTable(Generic[Kind]):
     """The entries of one file, checked one by one when they are asked for."""
 
     file: Path
@@ -57,11 +56,11 @@ class Table(Generic[Kind]):
 
     def entry(self, name: str) -> Kind:
         """Return an entry by one of its names; letters may be large or small."""
-        known = self._known.get(_plain(name))
+        known = self._known.get(_normalized(name))
         if known is None:
             raise InputError(f"there is no {self.noun} `{name}` in the catalog", hint=self._hint(name))
         if known not in self._checked:
-            document = Document(self._values[known], Places(f"{self.file.name}, {known}"))
+            document = YamlDocument(self._values[known], SourceMap(f"{self.file.name}, {known}"))
             self._checked[known] = _named(validate(self.kind, document), known)
         return self._checked[known]
 
@@ -74,7 +73,7 @@ class Table(Generic[Kind]):
         """Return the one entry of a person's own file, written as in the catalog."""
         file = Path(path)
         try:
-            document = parse(decode(file.read_bytes(), str(file)), str(file))
+            document = parse_yaml(decode_utf8(file.read_bytes(), str(file)), str(file))
         except OSError as error:
             hint = self.how_to_describe
             raise InputError(f"cannot be read: {error.strerror}", where=str(file), hint=hint) from None
@@ -83,19 +82,19 @@ class Table(Generic[Kind]):
             raise RecipeError(
                 f"the file must describe one {self.noun} under its name", where=str(file), hint=self.how_to_describe
             )
-        return _named(validate(self.kind, _below(document, names[0])), names[0])
+        return _named(validate(self.kind, _subdocument(document, names[0])), names[0])
 
     @cached_property
     def _values(self) -> dict[str, Any]:
-        return parse(self.file.read_text(encoding="utf-8"), self.file.name).value
+        return parse_yaml(self.file.read_text(encoding="utf-8"), self.file.name).value
 
     @cached_property
     def _known(self) -> dict[str, str]:
         """Every name that is understood, and the entry it stands for."""
-        known = {_plain(name): name for name in self._values}
+        known = {_normalized(name): name for name in self._values}
         for name, value in self._values.items():
             for other in value.get(self.other_names, ()) if self.other_names else ():
-                known.setdefault(_plain(other), name)
+                known.setdefault(_normalized(other), name)
         return known
 
     @cached_property
@@ -103,7 +102,7 @@ class Table(Generic[Kind]):
         return {}
 
     def _hint(self, name: str) -> str:
-        wanted = self.short_names.get(_plain(name), _plain(name))
+        wanted = self.short_names.get(_normalized(name), _normalized(name))
         beginning = [known for known in self._values if known.startswith(wanted)]
         # Two words of three letters are alike by chance.
         alike = difflib.get_close_matches(wanted, self._known, n=3, cutoff=0.6) if len(wanted) > 3 else []
@@ -114,10 +113,10 @@ class Table(Generic[Kind]):
 
 def is_path(text: str) -> bool:
     """Whether what was written for a name is the path of a file."""
-    return "/" in text or Path(text).suffix in SUFFIXES
+    return "/" in text or Path(text).suffix in YAML_SUFFIXES
 
 
-def _plain(name: str) -> str:
+def _normalized(name: str) -> str:
     return name.strip().lower().replace("_", "-")
 
 
@@ -126,9 +125,9 @@ def _named(entry: Kind, name: str) -> Kind:
     return entry
 
 
-def _below(document: Document, name: str) -> Document:
+def _subdocument(document: YamlDocument, name: str) -> YamlDocument:
     """The value of one key, with the lines it was written on."""
-    places = Places(document.places.source, document.places.folder)
+    places = SourceMap(document.places.source, document.places.folder)
     for table, inner in ((document.places.keys, places.keys), (document.places.values, places.values)):
         inner.update({path[1:]: place for path, place in table.items() if path[:1] == (name,)})
-    return Document(document.value[name], places)
+    return YamlDocument(document.value[name], places)

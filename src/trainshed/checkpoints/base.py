@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainshed.checkpoints.formats import MEGATRON_POINTER, detect, open_weights
+from trainshed.checkpoints.formats import MEGATRON_POINTER, detect_format, open_weights
 from trainshed.checkpoints.hf.weights import HfWeights
-from trainshed.checkpoints.native.resuming import locate
-from trainshed.checkpoints.proving.probe import MANIFEST
-from trainshed.checkpoints.proving.verdict import VERDICT
+from trainshed.checkpoints.native.folder import find_checkpoint
+from trainshed.checkpoints.prove.probe import MANIFEST
+from trainshed.checkpoints.prove.verdict import VERDICT
 from trainshed.checkpoints.weights import Weights
-from trainshed.data.encode.tokenizer import TOKENIZER_FILES
+from trainshed.data.tokenize.tokenizer import TOKENIZER_FILES
 from trainshed.errors import AddressError, CorruptData, NoSuchName, NotFound
 from trainshed.models.parameters import parameter_count
 from trainshed.recipe import ModelConfig
@@ -38,14 +38,15 @@ from trainshed.storage import (
     open_store,
     parse,
 )
-from trainshed.storage.artefact_folder import artefact_folder, only_maker
-from trainshed.storage.copy import MANIFEST as COPY_MANIFEST
-from trainshed.storage.globs import selected
-from trainshed.storage.hashing import DEFAULT, Algorithm
+from trainshed.storage.checksum import DEFAULT_ALGORITHM, ChecksumAlgorithm
+from trainshed.storage.copy import COPY_MANIFEST
+from trainshed.storage.listing import is_selected
+from trainshed.storage.locks import artefact_lock
+from trainshed.storage.manifest import artefact_folder
 
 KIND = "weights"
 SEEN = "seen.json"
-INCLUDE = (
+HF_INCLUDE = (
     "config.json",
     "generation_config.json",
     "*.safetensors",
@@ -60,7 +61,7 @@ INCLUDE = (
 """What is taken of a folder for transformers."""
 # Below the folder lie other formats (`original/`, `onnx/`); Mistral keeps all its weights a second time as
 # `consolidated*.safetensors`.
-EXCLUDE = ("*/**", "consolidated*")
+HF_EXCLUDE = ("*/**", "consolidated*")
 
 
 @dataclass(frozen=True)
@@ -101,8 +102,8 @@ def fetch_base(
     `address` is a folder in any store, in any format. With `config` the architecture is that one, and config.json is
     not asked. `accept` sees the folder of the files before they become an artefact, and refuses them by raising.
     """
-    base = _Base(address, artefacts_root, options)
-    with only_maker(base.folder, reporter):
+    base = _BaseArtefact(address, artefacts_root, options)
+    with artefact_lock(base.folder, reporter):
         if base.in_place or base.is_there():
             accept(base.files)
         if base.is_there():
@@ -116,7 +117,7 @@ def fetch_base(
 
 def find_base(address: str, artefacts_root: Path, *, options: StoreOptions | None = None) -> BaseWeights:
     """Return base weights that `fetch_base` has made; nothing is made here."""
-    base = _Base(address, artefacts_root, options)
+    base = _BaseArtefact(address, artefacts_root, options)
     if not base.is_there():
         base.refuse_absent()
         raise NotFound(
@@ -127,7 +128,7 @@ def find_base(address: str, artefacts_root: Path, *, options: StoreOptions | Non
     return BaseWeights.at(base.folder)
 
 
-class _Base:
+class _BaseArtefact:
     def __init__(self, address: str, root: Path, options: StoreOptions | None) -> None:
         parsed = parse(address)
         if parsed.scheme in ("http", "https"):
@@ -153,7 +154,7 @@ class _Base:
         seen = self._seen()
         touched = [info for path, info in infos.items() if info is not None and seen.get(path) != info.version]
         known = {entry.path: entry.checksum for entry in manifest.files}
-        hashed = _hashed(store, touched, reporter, {path: algorithm_of(each) for path, each in known.items()})
+        hashed = _hash_files(store, touched, reporter, {path: algorithm_of(each) for path, each in known.items()})
         changed = [entry.path for entry in hashed if entry.checksum != known[entry.path]]
         if changed:
             raise CorruptData(
@@ -182,16 +183,16 @@ class _Base:
         if self.in_place and not self.files.is_dir():
             raise NoSuchName("there is no such folder", where=str(self.files), hint="name the folder of a model")
         if self.in_place:
-            detect(self.files)
+            detect_format(self.files)
 
     def hash_in_place(self, config: ModelConfig | None, reporter: Reporter) -> None:
         self.refuse_absent()
         store = LocalStore(self.files)
-        taken = _taken(str(self.files), None)
+        taken = _weights_globs(str(self.files), None)
         # A verdict is asked anew each time: weights that are proven again are the same weights.
-        infos = [info for info in store.list() if selected(info.path, *taken) and info.path != VERDICT]
+        infos = [info for info in store.list() if is_selected(info.path, *taken) and info.path != VERDICT]
         open_weights(self.files, config=config).close()  # before hashing for an hour what cannot be used
-        entries = _hashed(store, infos, reporter)
+        entries = _hash_files(store, infos, reporter)
         self._remember(infos)
         self._publish(entries, config)
 
@@ -225,27 +226,27 @@ def _spec_elsewhere(address: str, options: StoreOptions | None) -> dict[str, Any
     """What makes two fetches the same: on the Hub a commit, in a bucket the versions of the files."""
     store, path = open_store(address, options)
     on_hub = parse(address).scheme == "hf"  # whose models are transformers'; asking would cost a request each time
-    include, exclude = (INCLUDE, EXCLUDE) if on_hub else _taken(address, options)
+    include, exclude = (HF_INCLUDE, HF_EXCLUDE) if on_hub else _weights_globs(address, options)
     spec: dict[str, Any] = {"from": join(store.url, path), "include": include, "exclude": exclude}
     if not on_hub:
-        infos = (info for info in open_folder(address, options).list() if selected(info.path, include, exclude))
+        infos = (info for info in open_folder(address, options).list() if is_selected(info.path, include, exclude))
         spec["files"] = [[info.path, info.size, info.version] for info in infos]
     return spec
 
 
-def _taken(address: str, options: StoreOptions | None) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _weights_globs(address: str, options: StoreOptions | None) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """What of a folder belongs to its weights, as globs to take and to leave.
 
     Of a run's checkpoints or Megatron's that is the latest and what points to it: a run that goes on changes the
     pointer, and its newer weights are then not taken for these.
     """
-    format = detect(address, options)
+    format = detect_format(address, options)
     if format == "hf":
-        return INCLUDE, EXCLUDE
+        return HF_INCLUDE, HF_EXCLUDE
     beside = (VERDICT, "tokenizer/*")
     if format == "native":
         store, path = open_store(address, options)
-        step = locate(store, path).path.removeprefix(path.strip("/")).strip("/")
+        step = find_checkpoint(store, path).path.removeprefix(path.strip("/")).strip("/")
         return ((f"{step}/*", "checkpoints/latest", "latest", *beside) if step else ("*",)), ()
     place = open_folder(address, options)
     if place.head(MEGATRON_POINTER) is None:
@@ -254,14 +255,14 @@ def _taken(address: str, options: StoreOptions | None) -> tuple[tuple[str, ...],
     return (MEGATRON_POINTER, f"{f'iter_{int(named):07d}' if named.isdigit() else named}/**", *beside), ()
 
 
-def _hashed(
-    store: LocalStore, infos: list[ObjectInfo], reporter: Reporter, known: Mapping[str, Algorithm] | None = None
+def _hash_files(
+    store: LocalStore, infos: list[ObjectInfo], reporter: Reporter, known: Mapping[str, ChecksumAlgorithm] | None = None
 ) -> tuple[FileEntry, ...]:
     """Hash files; `known` says with which algorithm each was hashed before."""
     entries = []
     with reporter.task("hashing the base weights", total=sum(info.size for info in infos), unit="B") as task:
         for info in infos:
-            hasher = Hasher((known or {}).get(info.path, DEFAULT))
+            hasher = Hasher((known or {}).get(info.path, DEFAULT_ALGORITHM))
             for chunk in store.stream(info.path):
                 hasher.update(chunk)
                 task.advance(len(chunk))

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from trainshed.checkpoints.hf.folder import CONFIG, INDEX, WEIGHTS
-from trainshed.checkpoints.hf.weights import HfWeights
+from trainshed.checkpoints.hf.weights import CONFIG, INDEX, WEIGHTS, HfWeights
 from trainshed.checkpoints.native.folder import LATEST, MANIFEST
 from trainshed.checkpoints.weights import Weights, WeightsWriter
 from trainshed.errors import InputError, NoSuchName
@@ -27,13 +26,14 @@ from trainshed.storage import Store, StoreOptions, open_folder, open_store, pars
 if TYPE_CHECKING:
     import torch
 
-Format = Literal["hf", "native", "megatron-torch_dist", "megatron-torch"]
+
+WeightsFormat = Literal["hf", "native", "megatron-torch_dist", "megatron-torch"]
 MEGATRON_POINTER = "latest_checkpointed_iteration.txt"
-_LAYOUT = ("tp", "pp", "vp", "ep", "etp")
+_LAYOUT_KEYS = ("tp", "pp", "vp", "ep", "etp")
 
 
 @dataclass(frozen=True)
-class Target:
+class TargetFormat:
     """What weights are converted to.
 
     The layout is only for Megatron's legacy files, which have it baked in (`etp` is `tp` unless said, as Megatron has
@@ -52,7 +52,7 @@ class Target:
     vocab_divisible_by: int | None = None
 
     def __post_init__(self) -> None:
-        given = {key: getattr(self, key) for key in (*_LAYOUT, "format", "spec", "vocab_divisible_by")}
+        given = {key: getattr(self, key) for key in (*_LAYOUT_KEYS, "format", "spec", "vocab_divisible_by")}
         sizes = {key: value for key, value in given.items() if isinstance(value, int)}
         wrong = [f"--{_flag(key)} {size}" for key, size in sizes.items() if size < 1]
         if wrong:
@@ -69,7 +69,7 @@ class Target:
 
     @property
     def _cut(self) -> list[str]:
-        return [f"--{key} {size}" for key in _LAYOUT if (size := getattr(self, key) or 1) > 1]
+        return [f"--{key} {size}" for key in _LAYOUT_KEYS if (size := getattr(self, key) or 1) > 1]
 
     @property
     def remark(self) -> str | None:
@@ -82,7 +82,7 @@ class Target:
         )
 
     @property
-    def name(self) -> Format:
+    def name(self) -> WeightsFormat:
         """The format that is written; Megatron's own default is `torch_dist`."""
         if self.to != "megatron":
             return self.to
@@ -92,7 +92,7 @@ class Target:
         """What a manifest says of it."""
         if self.to != "megatron":
             return {"to": self.name}
-        layout = {key: getattr(self, key) for key in _LAYOUT} if self.name == "megatron-torch" else {}
+        layout = {key: getattr(self, key) for key in _LAYOUT_KEYS} if self.name == "megatron-torch" else {}
         return {"to": self.name, **layout, **self._megatron}
 
     @property
@@ -102,29 +102,29 @@ class Target:
     def writer(self, config: ModelConfig, dtype: torch.dtype, companions: Mapping[str, bytes]) -> WeightsWriter:
         """Return the writer of this format for one model."""
         if self.name == "hf":
-            from trainshed.checkpoints.hf.writer import HfWriter
+            from trainshed.checkpoints.hf.writer import HfWeightsWriter
 
-            return HfWriter(config, dtype=dtype, companions=companions)
+            return HfWeightsWriter(config, dtype=dtype, companions=companions)
         if self.name == "native":
-            from trainshed.checkpoints.native.weights_writer import NativeWriter
+            from trainshed.checkpoints.native.weights import NativeWeightsWriter
 
-            return NativeWriter(config, dtype=dtype)
+            return NativeWeightsWriter(config, dtype=dtype)
         if self.name == "megatron-torch_dist":
-            from trainshed.checkpoints.megatron.dist import MegatronDistWriter
+            from trainshed.checkpoints.megatron.torch_dist import MegatronDistWriter
 
             return MegatronDistWriter(config, dtype=dtype, **self._megatron)
         from trainshed.checkpoints.megatron.legacy import MegatronLegacyWriter
 
-        layout = {key: getattr(self, key) for key in _LAYOUT}
+        layout = {key: getattr(self, key) for key in _LAYOUT_KEYS}
         return MegatronLegacyWriter(config, dtype=dtype, **layout, **self._megatron)
 
 
-def detect(address: str | Path, options: StoreOptions | None = None) -> Format:
+def detect_format(address: str | Path, options: StoreOptions | None = None) -> WeightsFormat:
     """Say what format the folder at an address is in, by the files that name it."""
     place = open_folder(str(address), options)
     if any(place.head(name) is not None for name in (CONFIG, WEIGHTS, INDEX)):
         return "hf"
-    megatron = _megatron(place)
+    megatron = _detect_megatron(place)
     if megatron is not None:
         return megatron
     if any(place.head(name) is not None for name in (f"checkpoints/{LATEST}", LATEST, ".metadata")):
@@ -132,7 +132,7 @@ def detect(address: str | Path, options: StoreOptions | None = None) -> Format:
     if any(info.path.rpartition("/")[2] == MANIFEST for info in place.list("checkpoints")):
         return "native"  # a run that was stopped between its first manifest and `latest`
     raise NoSuchName(
-        f"there are no weights that anyone here can read ({', '.join(get_args(Format))})",
+        f"there are no weights that anyone here can read ({', '.join(get_args(WeightsFormat))})",
         where=str(address),
         hint=f"name a folder with {CONFIG}, with {MEGATRON_POINTER}, or of a run with checkpoints",
     )
@@ -151,7 +151,7 @@ def open_weights(
     `vocab_size` is the true one, for Megatron's where their args do not say it. Our own checkpoints are read in any
     store, the other formats on a disk.
     """
-    format = detect(address, options)
+    format = detect_format(address, options)
     if vocab_size is not None and not format.startswith("megatron"):
         raise InputError(f"weights in {format} say their vocabulary themselves", hint="leave --vocab-size out")
     if format == "native":
@@ -163,7 +163,7 @@ def open_weights(
     if format == "hf":
         return HfWeights(folder, config)
     if format == "megatron-torch_dist":
-        from trainshed.checkpoints.megatron.dist import MegatronDistWeights
+        from trainshed.checkpoints.megatron.torch_dist import MegatronDistWeights
 
         return MegatronDistWeights(folder, config=config, vocab_size=vocab_size)
     from trainshed.checkpoints.megatron.legacy import MegatronLegacyWeights
@@ -183,7 +183,7 @@ def local_folder(address: str | Path) -> Path:
     return Path(str(parsed))
 
 
-def _megatron(place: Store) -> Format | None:
+def _detect_megatron(place: Store) -> WeightsFormat | None:
     """The format of a Megatron checkpoint: its root, or the folder of one iteration."""
     folder = ""
     if place.head(MEGATRON_POINTER) is not None:

@@ -11,20 +11,20 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from trainshed.checkpoints.base import EXCLUDE, INCLUDE
-from trainshed.checkpoints.converting.companions import FOLDER as COMPANIONS_FOLDER
-from trainshed.checkpoints.formats import Format, detect, local_folder, open_weights
+from trainshed.checkpoints.base import HF_EXCLUDE, HF_INCLUDE
+from trainshed.checkpoints.formats import WeightsFormat, detect_format, local_folder, open_weights
+from trainshed.checkpoints.hf.companion_files import COMPANIONS_FOLDER
 from trainshed.checkpoints.hf.weights import HfWeights
-from trainshed.checkpoints.native.resuming import locate
-from trainshed.checkpoints.proving.verdict import VERDICT, Verdict
-from trainshed.data.encode.tokenizer import load_tokenizer
+from trainshed.checkpoints.native.folder import find_checkpoint
+from trainshed.checkpoints.prove.verdict import VERDICT, Verdict
+from trainshed.data.tokenize.tokenizer import load_tokenizer
 from trainshed.errors import InputError, MissingExtra, NotFound, TrainshedError
 from trainshed.models.parameters import Parameter, parameters
 from trainshed.recipe import ModelConfig
-from trainshed.recipe.messages import validate
-from trainshed.recipe.places import Document, Places
+from trainshed.recipe.validation import validate
+from trainshed.recipe.yaml_io import SourceMap, YamlDocument
 from trainshed.storage import StoreOptions, join, open_folder, open_store, parse
-from trainshed.storage.globs import selected
+from trainshed.storage.listing import is_selected
 
 PARTS = ("embedding", "positions", "attention", "router", "experts", "mlp", "norms", "head")
 
@@ -38,7 +38,7 @@ class WeightsFile:
 
 
 @dataclass(frozen=True)
-class Inspection:
+class WeightsInspection:
     """What there is at an address.
 
     `vocab_size` is the model's true vocabulary, `padded_vocab_size` the rows that lie in the files, `tokens` how many
@@ -47,7 +47,7 @@ class Inspection:
     """
 
     address: str
-    format: Format
+    format: WeightsFormat
     config: ModelConfig
     parts: dict[str, int]
     dtypes: tuple[str, ...]
@@ -75,38 +75,38 @@ class Inspection:
         return plain | facts | {"parameters": self.parameters, "bytes": self.bytes}
 
 
-def inspect_weights(address: str, options: StoreOptions | None = None) -> Inspection:
+def inspect_weights(address: str, options: StoreOptions | None = None) -> WeightsInspection:
     """Look at the weights at an address, in any format."""
-    format = detect(address, options)
+    format = detect_format(address, options)
     layout: dict[str, int] | None = None
     step: int | None = None
     padded: int | None = None
     if format == "hf":
         with HfWeights(local_folder(address)) as weights:
             config, dtypes = weights.config, weights.dtypes
-            files = _listed(address, options, INCLUDE, EXCLUDE)
+            files = _list_files(address, options, HF_INCLUDE, HF_EXCLUDE)
     elif format == "native":
-        config, dtypes, step, files = _native(address, options)
+        config, dtypes, step, files = _inspect_native(address, options)
     else:
-        config, dtypes, padded, layout = _megatron(address, options)
+        config, dtypes, padded, layout = _inspect_megatron(address, options)
         layout = layout if format == "megatron-torch" else None  # only there it is baked into the files
-        files = _listed(address, options)
-    return Inspection(
+        files = _list_files(address, options)
+    return WeightsInspection(
         address=address,
         format=format,
         config=config,
-        parts=_parts(config),
+        parts=_count_parts(config),
         dtypes=tuple(dtypes),
         padded_vocab_size=padded or config.vocab_size,
-        tokens=_tokens(address, format, options),
+        tokens=_count_tokens(address, format, options),
         layout=layout,
         step=step,
         files=files,
-        verdict=_verdict(address, options),
+        verdict=_read_verdict(address, options),
     )
 
 
-def part_of(parameter: Parameter) -> str:
+def model_part(parameter: Parameter) -> str:
     """The part of a model that a tensor belongs to: one of PARTS."""
     words = parameter.name.split(".")
     if words[-2].endswith("norm"):
@@ -118,27 +118,29 @@ def part_of(parameter: Parameter) -> str:
     return words[3] if words[3] in ("router", "experts") else "mlp"
 
 
-def _parts(config: ModelConfig) -> dict[str, int]:
+def _count_parts(config: ModelConfig) -> dict[str, int]:
     counted = dict.fromkeys(PARTS, 0)
     for parameter in parameters(config):
-        counted[part_of(parameter)] += parameter.size
+        counted[model_part(parameter)] += parameter.size
     return {part: count for part, count in counted.items() if count}
 
 
-def _native(address: str, options: StoreOptions | None) -> tuple[ModelConfig, list[str], int, tuple[WeightsFile, ...]]:
+def _inspect_native(
+    address: str, options: StoreOptions | None
+) -> tuple[ModelConfig, list[str], int, tuple[WeightsFile, ...]]:
     """A checkpoint by its manifest alone."""
     store, path = open_store(address, options)
-    found = locate(store, path)
+    found = find_checkpoint(store, path)
     where = join(store.url, f"{found.path}/manifest.json")
     model, tensors = found.manifest.spec.get("model"), found.facts.get("tensors")
     if not isinstance(model, dict) or not isinstance(tensors, dict):
         raise InputError("the checkpoint does not say what model it is of", where=where)
     dtypes = {each["dtype"] for name, each in tensors.items() if name.startswith("model.")}
     files = tuple(WeightsFile(entry.path, entry.size) for entry in found.manifest.files)
-    return validate(ModelConfig, Document(model, Places(where))), sorted(dtypes), found.step, files
+    return validate(ModelConfig, YamlDocument(model, SourceMap(where))), sorted(dtypes), found.step, files
 
 
-def _megatron(
+def _inspect_megatron(
     address: str, options: StoreOptions | None
 ) -> tuple[ModelConfig, list[str], int | None, dict[str, int] | None]:
     """A Megatron checkpoint by its arguments and tables, which are pickles."""
@@ -153,20 +155,20 @@ def _megatron(
         raise MissingExtra.named("train", "looking into Megatron's checkpoints") from None
 
 
-def _listed(
+def _list_files(
     address: str, options: StoreOptions | None, include: tuple[str, ...] = (), exclude: tuple[str, ...] = ()
 ) -> tuple[WeightsFile, ...]:
     infos = open_folder(address, options).list()
-    return tuple(WeightsFile(info.path, info.size) for info in infos if selected(info.path, include, exclude))
+    return tuple(WeightsFile(info.path, info.size) for info in infos if is_selected(info.path, include, exclude))
 
 
-def tokenizer_address(address: str, format: Format) -> str:
+def tokenizer_address(address: str, format: WeightsFormat) -> str:
     """Where the tokenizer of weights lies, if they have one; a path in full, or it would be taken for the Hub's."""
     here = os.path.abspath(str(parse(address))) if parse(address).scheme == "file" else address
     return here if format == "hf" else join(here, COMPANIONS_FOLDER)
 
 
-def _tokens(address: str, format: Format, options: StoreOptions | None) -> int | None:
+def _count_tokens(address: str, format: WeightsFormat, options: StoreOptions | None) -> int | None:
     """How many tokens the tokenizer beside weights knows; it is only asked where it can be."""
     try:
         return load_tokenizer(tokenizer_address(address, format), options).vocab_size
@@ -174,7 +176,7 @@ def _tokens(address: str, format: Format, options: StoreOptions | None) -> int |
         return None
 
 
-def _verdict(address: str, options: StoreOptions | None) -> Verdict | None:
+def _read_verdict(address: str, options: StoreOptions | None) -> Verdict | None:
     place = open_folder(address, options)
     try:
         return Verdict.from_bytes(place.read(VERDICT), str(Path(place.url) / VERDICT))

@@ -21,7 +21,8 @@ from trainshed.storage import FileEntry
 if TYPE_CHECKING:
     import torch
 
-Advance = Callable[[int], None]
+
+AdvanceProgress = Callable[[int], None]
 """Told how many bytes were written, for a progress bar."""
 
 
@@ -65,7 +66,7 @@ def box_ends(parameter: Parameter, offset: Sequence[int], shape: Sequence[int]) 
 
 
 @dataclass(frozen=True)
-class Unit:
+class OutputFile:
     """One file of a target: made whole or not at all."""
 
     path: str
@@ -79,11 +80,11 @@ class WeightsWriter(Protocol):
 
     config: ModelConfig
 
-    def units(self) -> list[Unit]:
+    def units(self) -> list[OutputFile]:
         """Return the files that hold weights, in a fixed order; the same for the same model and options."""
         ...
 
-    def write(self, unit: Unit, source: Weights, file: Path, advance: Advance, threads: int = 1) -> str:
+    def write(self, unit: OutputFile, source: Weights, file: Path, advance: AdvanceProgress, threads: int = 1) -> str:
         """Write one unit to a local file and return its checksum; safe to call from several threads.
 
         It takes memory for a few blocks, whatever the size of a tensor, and so many `threads` of its own.

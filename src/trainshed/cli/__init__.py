@@ -1,6 +1,6 @@
-"""The command line: one small module per verb, loaded only when its verb is used.
+"""The command line: one module per noun. A module is imported only when one of its verbs is used.
 
-`--help` must stay light, so nothing heavier than cyclopts is imported here, and verbs import what they need inside
+`--help` stays light: nothing heavier than cyclopts is imported here, and verbs import what they need inside
 their functions.
 """
 
@@ -20,43 +20,43 @@ from trainshed.reporting import tell_waits
 VERBS = {
     "run": ("trainshed.cli.run:run", "The whole line of a recipe; skips what is already proven."),
     "plan": ("trainshed.cli.plan:app", "The layout of a training: chosen, predicted, explained."),
-    "submit": ("trainshed.cli.launch.submit:submit", "Send a recipe's job to a cluster."),
-    "render": ("trainshed.cli.launch.submit:render", "Print what submit would send, byte for byte."),
-    "status": ("trainshed.cli.launch.status:status", "How a run stands, and why."),
-    "logs": ("trainshed.cli.launch.logs:logs", "The log of a run."),
-    "cancel": ("trainshed.cli.launch.logs:cancel", "End a run; what it has stored stays."),
-    "ls": ("trainshed.cli.launch.status:ls", "The runs in the store here, and those submitted from this machine."),
-    "rm": ("trainshed.cli.removing:rm", "Remove a run."),
-    "clean": ("trainshed.cli.removing:clean", "List or remove what no run refers to."),
-    "open": ("trainshed.cli.launch.reach:open_service", "A tunnel to the server of a job."),
-    "exec": ("trainshed.cli.launch.reach:exec_in", "A shell beside a rank of a running job."),
-    "storage": ("trainshed.cli.storage:app", "The volume that a cluster's jobs share."),
-    "image": ("trainshed.cli.image:app", "What jobs run in: an image, or an environment."),
-    "train": ("trainshed.cli.train:train", "The train stage alone, here."),
+    "submit": ("trainshed.cli.submit:submit", "Send a recipe's job to a cluster."),
+    "render": ("trainshed.cli.submit:render", "Print what submit would send, byte for byte."),
+    "status": ("trainshed.cli.runs:status", "How a run stands, and why."),
+    "logs": ("trainshed.cli.runs:logs", "The log of a run."),
+    "cancel": ("trainshed.cli.runs:cancel", "End a run; what it has stored stays."),
+    "ls": ("trainshed.cli.runs:ls", "The runs in the store here, and those submitted from this machine."),
+    "rm": ("trainshed.cli.remove:rm", "Remove a run."),
+    "clean": ("trainshed.cli.remove:clean", "List or remove what no run refers to."),
+    "open": ("trainshed.cli.runs:open_service", "A tunnel to the server of a job."),
+    "exec": ("trainshed.cli.runs:exec_in", "A shell beside a rank of a running job."),
+    "storage": ("trainshed.cli.cluster:storage_app", "The volume that a cluster's jobs share."),
+    "image": ("trainshed.cli.cluster:image_app", "What jobs run in: an image, or an environment."),
+    "train": ("trainshed.cli.run:train", "The train stage alone, here."),
     "serve": ("trainshed.cli.serve:serve", "The HTTP API of a checkpoint."),
     "verify": ("trainshed.cli.verify:verify", "A layout against one process, on a shrunk model."),
-    "generate": ("trainshed.cli.generate:generate", "Try a checkpoint: go on with a text, or answer in a chat."),
+    "generate": ("trainshed.cli.serve:generate", "Try a checkpoint: go on with a text, or answer in a chat."),
     "checkpoints": ("trainshed.cli.checkpoints:checkpoints", "List, verify and prune the checkpoints of a run."),
-    "import": ("trainshed.cli.importing:import_file", "A NeMo, torchtune or Megatron-LM file turned into a recipe."),
-    "doctor": ("trainshed.cli.doctor:doctor", "What this machine or a cluster has, lacks and gets wrong."),
-    "schema": ("trainshed.cli.schema:schema", "The JSON schema of recipes, for editors."),
+    "import": ("trainshed.cli.recipes:import_file", "A NeMo, torchtune or Megatron-LM file turned into a recipe."),
+    "doctor": ("trainshed.cli.cluster:doctor", "What this machine or a cluster has, lacks and gets wrong."),
+    "schema": ("trainshed.cli.recipes:schema", "The JSON schema of recipes, for editors."),
     "recipes": ("trainshed.cli.recipes:app", "List the shipped recipes and copy one."),
 }
 DATA_VERBS = {
-    "fetch": ("trainshed.cli.data.fetch:fetch", "Copy a corpus from the Hub, HTTP or any store to a store."),
-    "prepare": ("trainshed.cli.data.prepare:prepare", "Turn text into Megatron-compatible token files."),
-    "inspect": ("trainshed.cli.data.inspect:inspect", "Show what is inside token files."),
-    "verify": ("trainshed.cli.data.verify:verify", "Prove token files against their manifest and tokenizer."),
-    "merge": ("trainshed.cli.data.merge:merge", "Concatenate shards into one pair of files."),
-    "blend": ("trainshed.cli.data.blend:blend", "Show how much of each source a recipe's run will see."),
-    "batch": ("trainshed.cli.data.batch:batch", "Show what one training step will see."),
+    "fetch": ("trainshed.cli.data:fetch", "Copy a corpus from the Hub, HTTP or any store to a store."),
+    "prepare": ("trainshed.cli.data:prepare", "Turn text into Megatron-compatible token files."),
+    "inspect": ("trainshed.cli.data:inspect", "Show what is inside token files."),
+    "verify": ("trainshed.cli.data:verify", "Prove token files against their manifest and tokenizer."),
+    "merge": ("trainshed.cli.data:merge", "Concatenate shards into one pair of files."),
+    "blend": ("trainshed.cli.data:blend", "Show how much of each source a recipe's run will see."),
+    "batch": ("trainshed.cli.data:batch", "Show what one training step will see."),
 }
 MODEL_VERBS = {
-    "fetch": ("trainshed.cli.model.fetch:fetch", "Copy a model from the Hub or any store to a store."),
-    "convert": ("trainshed.cli.model.convert:convert", "Weights between hf, megatron and native, with a proof."),
-    "compare": ("trainshed.cli.model.compare:compare", "Two models: tensors, architecture, logits."),
-    "inspect": ("trainshed.cli.model.inspect:inspect", "Show what weights are, and what was proven of them."),
-    "merge": ("trainshed.cli.model.merge:merge", "A LoRA adapter into the weights it was trained on."),
+    "fetch": ("trainshed.cli.model:fetch", "Copy a model from the Hub or any store to a store."),
+    "convert": ("trainshed.cli.model:convert", "Weights between hf, megatron and native, with a proof."),
+    "compare": ("trainshed.cli.model:compare", "Two models: tensors, architecture, logits."),
+    "inspect": ("trainshed.cli.model:inspect", "Show what weights are, and what was proven of them."),
+    "merge": ("trainshed.cli.model:merge", "A LoRA adapter into the weights it was trained on."),
 }
 
 
@@ -80,10 +80,10 @@ def build_app() -> App:
     for name, (target, summary) in MODEL_VERBS.items():
         model.command(target, name=name, help=summary)
     app.command(model)
-    app.command("trainshed.cli.worker:worker", name="worker", show=False)
-    app.command("trainshed.cli.agent:agent", name="agent", show=False)
-    app.command("trainshed.cli.ray_driver:ray_driver", name="ray-driver", show=False)
-    app.command("trainshed.cli.kubernetes:app", name="kubernetes", show=False)
+    app.command("trainshed.cli.node:worker", name="worker", show=False)
+    app.command("trainshed.cli.node:agent", name="agent", show=False)
+    app.command("trainshed.cli.node:ray_driver", name="ray-driver", show=False)
+    app.command("trainshed.cli.node:app", name="kubernetes", show=False)
     return app
 
 

@@ -10,7 +10,7 @@ from cyclopts import Parameter
 from trainshed.cli.console import Output
 
 if TYPE_CHECKING:
-    from trainshed.checkpoints.native.folder import Listing
+    from trainshed.checkpoints.native.folder import CheckpointListing
     from trainshed.storage import Store
 
 
@@ -47,7 +47,7 @@ def checkpoints(
     output
         Report as text or json.
     """
-    from trainshed.checkpoints.native.folder import checkpoints_folder, listing
+    from trainshed.checkpoints.native.folder import checkpoints_folder, list_checkpoints
     from trainshed.cli.console import print_report
     from trainshed.errors import InputError, NotFound
     from trainshed.storage import join
@@ -56,13 +56,13 @@ def checkpoints(
         raise InputError("--keep says what --prune leaves", hint=f"write --prune --keep {keep}")
     store, run_folder = _run_folder(run, overrides, on, id)
     folder = checkpoints_folder(run_folder)
-    there = listing(store, folder)
+    there = list_checkpoints(store, folder)
     if not there.files:
         raise NotFound("this run has no checkpoints", where=join(store.url, folder), hint="check the run's folder")
     broken = _broken(store, there) if verify else {}
     removed = _prune(store, run_folder, there, broken, keep) if prune else []
     if prune:
-        there = listing(store, folder)
+        there = list_checkpoints(store, folder)
     rows = _rows(there, broken, verified=verify)
     data = {
         "schema": "trainshed.checkpoints/1",
@@ -77,7 +77,7 @@ def checkpoints(
 
 def _run_folder(run: str, overrides: Sequence[str], on: str, id: str | None) -> tuple[Store, str]:
     """The store and folder that hold a run's checkpoints."""
-    from trainshed.cli.asked_run import find_run
+    from trainshed.cli.lookup import find_run
     from trainshed.recipe import load_cluster, load_recipe, split_overrides
     from trainshed.storage import join, open_store, parse
     from trainshed.workflow import store_options
@@ -94,7 +94,7 @@ def _run_folder(run: str, overrides: Sequence[str], on: str, id: str | None) -> 
     return open_store(parse(found.address), options)
 
 
-def _broken(store: Store, there: Listing) -> dict[int, str]:
+def _broken(store: Store, there: CheckpointListing) -> dict[int, str]:
     """Each committed checkpoint that is not what its manifest says, by step."""
     from trainshed.checkpoints.native.folder import MANIFEST
     from trainshed.cli.console import reporter
@@ -109,9 +109,10 @@ def _broken(store: Store, there: Listing) -> dict[int, str]:
     return broken
 
 
-def _prune(store: Store, run_folder: str, there: Listing, broken: dict[int, str], keep: int | None) -> list[int]:
-    from trainshed.checkpoints.native.folder import checkpoints_folder
-    from trainshed.checkpoints.native.retention import keep_newest, remove_checkpoint, remove_leftovers
+def _prune(
+    store: Store, run_folder: str, there: CheckpointListing, broken: dict[int, str], keep: int | None
+) -> list[int]:
+    from trainshed.checkpoints.native.folder import checkpoints_folder, keep_newest, remove_checkpoint, remove_leftovers
     from trainshed.storage.attempts import newest_attempt
 
     folder = checkpoints_folder(run_folder)
@@ -126,7 +127,7 @@ def _prune(store: Store, run_folder: str, there: Listing, broken: dict[int, str]
     return sorted(removed)
 
 
-def _rows(there: Listing, broken: dict[int, str], *, verified: bool) -> list[dict[str, Any]]:
+def _rows(there: CheckpointListing, broken: dict[int, str], *, verified: bool) -> list[dict[str, Any]]:
     latest = there.latest and there.latest.step
     rows: list[dict[str, Any]] = [
         {

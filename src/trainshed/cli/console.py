@@ -1,20 +1,24 @@
-"""What the command line shows: the report on stdout, everything else (progress, notes, errors) on stderr."""
+"""What every verb prints and reads in the same way: the report on stdout; progress, notes and errors on stderr."""
 
 from __future__ import annotations
 
+import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
-from trainshed.errors import TrainshedError
-from trainshed.observe.training_words import duration
+from trainshed.errors import InputError, TrainshedError
+from trainshed.observe.event_text import EventFormatter, format_duration
 from trainshed.redaction import redacted
-from trainshed.reporting import Reporter, Task
+from trainshed.reporting import ProgressTask, Reporter
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
+
+    from trainshed.storage import CopyResult
+
 
 Output = Literal["text", "json"]
 """`-o json` on every command that reports."""
@@ -87,8 +91,8 @@ def figures(amount: float, total: float | None, unit: str, seconds: float, *, do
     """Write where a task stands: `43%  1.2 of 2.8 GB  112 MB/s  ETA 0:00:14`, and when done how long it took."""
     rate = amount / max(seconds, 1e-9)
     if done or not total:
-        return f"{human(amount, unit):>10}  {human(rate, unit)}/s  in {duration(seconds)}"
-    left = duration((total - amount) / rate) if amount else "?"
+        return f"{human(amount, unit):>10}  {human(rate, unit)}/s  in {format_duration(seconds)}"
+    left = format_duration((total - amount) / rate) if amount else "?"
     return f"{amount / total:4.0%}  {human(amount, unit)} of {human(total, unit)}  {human(rate, unit)}/s  ETA {left}"
 
 
@@ -124,7 +128,7 @@ class PlainReporter:
         print(f"warning: {redacted(text)}", file=sys.stderr, flush=True)  # noqa: T201 - see note
 
     @contextmanager
-    def task(self, label: str, *, total: float | None, unit: str) -> Iterator[Task]:
+    def task(self, label: str, *, total: float | None, unit: str) -> Iterator[ProgressTask]:
         """Report a task by lines."""
         task = _PlainTask(label, total, unit)
         yield task
@@ -159,7 +163,7 @@ class TerminalReporter:
         self.console.print(f"warning: {redacted(text)}", style="yellow", markup=False)
 
     @contextmanager
-    def task(self, label: str, *, total: float | None, unit: str) -> Iterator[Task]:
+    def task(self, label: str, *, total: float | None, unit: str) -> Iterator[ProgressTask]:
         """Show a bar for as long as the task runs."""
         from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn
         from rich.progress import Task as RichTask
@@ -180,3 +184,78 @@ class TerminalReporter:
         )
         with progress:
             yield _BarTask(progress, progress.add_task(label, total=total, text=""))
+
+
+@contextmanager
+def training_progress(steps: int) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """Yield what to call with every event of a training."""
+    shown = reporter()
+    if not isinstance(shown, TerminalReporter):
+        yield _ProgressLines(shown, steps)
+        return
+    from rich.progress import BarColumn, Progress, TextColumn
+
+    # A step's line says share, time left and rate itself: the bar needs nothing beside it.
+    columns = (BarColumn(bar_width=16), TextColumn("{task.description}"))
+    with Progress(*columns, console=shown.console) as bar:
+        yield _ProgressBar(shown, steps, bar)
+
+
+class _ProgressLines:
+    """Says each event in a line."""
+
+    def __init__(self, shown: Reporter, steps: int) -> None:
+        self.shown, self.words = shown, EventFormatter(steps)
+
+    def __call__(self, event: dict[str, Any]) -> None:
+        text = self.words.text(event)
+        if text is None:
+            return
+        if event["kind"] in ("warning", "non_finite", "stall"):
+            self.shown.warn(text)
+        else:
+            self.shown.note(text)
+
+
+class _ProgressBar(_ProgressLines):
+    """Moves a bar with the steps and says everything else above it."""
+
+    def __init__(self, shown: Reporter, steps: int, bar: Progress) -> None:
+        super().__init__(shown, steps)
+        self.bar, self.task = bar, bar.add_task("starting", total=steps)
+
+    def __call__(self, event: dict[str, Any]) -> None:
+        if event["kind"] == "step":
+            self.bar.update(self.task, completed=event["step"] + 1, description=self.words.step_text(event))
+            return
+        if event["kind"] == "resume":
+            self.bar.update(self.task, completed=event["step"])
+        super().__call__(event)
+
+
+def report_copy(result: CopyResult, schema: str, output: Output) -> None:
+    """Print what a copy did: the source with its commit, how much moved, where the manifest is."""
+    data = {"schema": schema, **result.as_dict()}
+    moved = f"{result.copied_files} copied ({human(result.copied_bytes, 'B')})"
+    kept = result.files - result.copied_files
+    lines = [
+        f"{result.files} files, {human(result.bytes, 'B')}: {moved}, {kept} already there",
+        f"from      {result.source}",
+        f"to        {result.destination}",
+        f"manifest  {result.manifest}",
+    ]
+    if not result.complete:
+        lines.append("other tasks have not finished yet; the last one writes the manifest of the whole")
+    print_report(data, output, "\n".join(lines))
+
+
+def parse_task(text: str) -> tuple[int, int]:
+    """Read `--task i/N`: part i of N, counted from 0 as SLURM_ARRAY_TASK_ID and JOB_COMPLETION_INDEX are."""
+    match = re.fullmatch(r"(\d+)/(\d+)", text.strip())
+    if match is None:
+        raise InputError(f"--task {text} is not i/N", hint="write for example --task 0/16")
+    number, count = int(match[1]), int(match[2])
+    if number >= count:
+        hint = f"tasks are counted from 0: write --task 0/{count} to --task {count - 1}/{count}" if count else None
+        raise InputError(f"--task {text}: there is no such part", hint=hint or "write for example --task 0/16")
+    return number, count

@@ -1,16 +1,91 @@
-"""`trainshed serve`: the HTTP API of a checkpoint."""
+"""`trainshed serve` and `trainshed generate`: a checkpoint behind an HTTP API, or tried at once in the terminal."""
 
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from trainshed.cli.asked_model import DEFAULTS, ModelOptions
+from cyclopts import Parameter
+
+from trainshed.cli.console import Output
+from trainshed.cli.lookup import checkpoint_address
 from trainshed.errors import InputError, MissingExtra
 
 if TYPE_CHECKING:
     from trainshed.reporting import Reporter
-    from trainshed.serve.http.model import ServedModel
+    from trainshed.serve.http.server_state import ServedModel
+    from trainshed.serve.loading import LoadedModel
+    from trainshed.serve.request import SamplingParams
+    from trainshed.serve.tokenizer import ChatTokenizer
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class ModelOptions:
+    """How a model is loaded, for every verb that asks one.
+
+    Parameters
+    ----------
+    tokenizer
+        A folder with the tokenizer (default: the one beside the weights, else that of their run).
+    base
+        The weights that a LoRA adapter belongs to (default: what the adapter says).
+    dtype
+        What to compute in (default: as stored on a GPU, fp32 on a CPU).
+    device
+        cpu, cuda or cuda:N (default: a GPU if there is one).
+    vocab_size
+        The true vocabulary of a Megatron checkpoint whose args do not say it.
+    eager
+        On a GPU, make each step kernel by kernel rather than as a CUDA graph.
+    ignore_verdict
+        Take weights although the proof of their conversion failed.
+    on
+        The cluster file whose store is looked through for the name of a run.
+    """
+
+    tokenizer: str | None = None
+    base: str | None = None
+    dtype: Literal["fp32", "bf16", "fp16"] | None = None
+    device: str | None = None
+    vocab_size: int | None = None
+    eager: Annotated[bool, Parameter(negative="")] = False
+    ignore_verdict: Annotated[bool, Parameter(negative="")] = False
+    on: str = "local"
+
+    def load(self, checkpoint: str, reporter: Reporter) -> tuple[LoadedModel, ChatTokenizer]:
+        """Load what somebody calls `checkpoint`; raises `MissingExtra` where the parts for it are not installed."""
+        from trainshed.errors import MissingExtra, TokenizerError
+
+        address = checkpoint_address(checkpoint, self.on)
+        try:
+            from trainshed.serve.loading import load_model
+        except ModuleNotFoundError as error:
+            if (error.name or "").partition(".")[0] not in ("torch", "safetensors"):
+                raise
+            raise MissingExtra.named("serve", "asking a model") from None
+        model = load_model(
+            address,
+            dtype=self.dtype,
+            device=self.device,
+            tokenizer=self.tokenizer,
+            base=self.base,
+            vocab_size=self.vocab_size,
+            ignore_verdict=self.ignore_verdict,
+            reporter=reporter,
+        )
+        if model.words is None:
+            raise TokenizerError(
+                "there is no tokenizer beside these weights",
+                where=model.address,
+                hint="write --tokenizer FOLDER (or hf://org/name)",
+            )
+        return model, model.words
+
+
+DEFAULT_MODEL_OPTIONS = ModelOptions()
 
 
 def serve(
@@ -22,7 +97,7 @@ def serve(
     max_length: int | None = None,
     max_sequences: int | None = None,
     max_questions: int = 256,
-    model: ModelOptions = DEFAULTS,
+    model: ModelOptions = DEFAULT_MODEL_OPTIONS,
     grace: float = 30.0,
     api_key_env: str | None = None,
 ) -> int:
@@ -58,19 +133,19 @@ def serve(
     try:
         from trainshed.serve.http.server import ServerSettings, serve_http
     except ModuleNotFoundError as error:
-        raise _missing(error) from None
+        raise _missing_extra(error) from None
     from trainshed.cli.console import reporter
 
     if max_questions < 1:
         raise InputError(f"--max-questions {max_questions} answers nobody", hint="write 1 or more")
-    settings = ServerSettings(host, port, _seconds("--grace", grace), max_questions, _key(api_key_env))
+    settings = ServerSettings(host, port, _checked_seconds("--grace", grace), max_questions, _api_key(api_key_env))
     shown = reporter()
     if settings.api_key is None and host not in ("127.0.0.1", "localhost", "::1"):
         shown.warn(f"everybody who can reach {host} may ask: --api-key-env wants a key of them")
 
     def load(progress: Reporter) -> ServedModel:
         # Here: PyTorch takes seconds to load, and the port must answer before.
-        from trainshed.serve.http.model import ServedModel
+        from trainshed.serve.http.server_state import ServedModel
 
         loaded, words = model.load(checkpoint, progress)
         generator = loaded.generator(
@@ -81,12 +156,12 @@ def serve(
     return serve_http(load, settings, shown)
 
 
-def _missing(error: ModuleNotFoundError) -> Exception:
+def _missing_extra(error: ModuleNotFoundError) -> Exception:
     ours = (error.name or "").partition(".")[0] in ("starlette", "uvicorn")
     return MissingExtra.named("serve", "`trainshed serve`") if ours else error
 
 
-def _key(variable: str | None) -> str | None:
+def _api_key(variable: str | None) -> str | None:
     if variable is None:
         return None
     key = os.environ.get(variable, "").strip()
@@ -95,7 +170,161 @@ def _key(variable: str | None) -> str | None:
     return key
 
 
-def _seconds(option: str, value: float) -> float:
+def _checked_seconds(option: str, value: float) -> float:
     if not 0 <= value < float("inf"):
         raise InputError(f"{option} {value} is no time", hint="write seconds, 0 or more")
     return value
+
+
+def generate(
+    checkpoint: str,
+    *,
+    prompt: str | None = None,
+    file: Path | None = None,
+    chat: Annotated[bool, Parameter(negative="")] = False,
+    max_tokens: int = 64,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    seed: int | None = None,
+    stop: tuple[str, ...] = (),
+    ignore_end: Annotated[bool, Parameter(negative="")] = False,
+    model: ModelOptions = DEFAULT_MODEL_OPTIONS,
+    output: Annotated[Output, Parameter(name=["-o", "--output"])] = "text",
+) -> int:
+    """Let a model go on with a text, or answer in a chat: on a GPU where there is one, else on the CPU.
+
+    The text appears as it comes. Without --prompt and --file, the prompt is read from stdin.
+
+    Parameters
+    ----------
+    checkpoint
+        A folder for transformers, a run (its name, name/id, folder or recipe file: the newest checkpoint), one of
+        its checkpoints, a Megatron checkpoint, a LoRA adapter; a path, or an address in any store
+        (hf://org/name[@revision], s3://…).
+    prompt
+        The text to go on with.
+    file
+        A file with it.
+    chat
+        Take the prompt as what a user says in a chat, written as the tokenizer's chat template has it.
+    max_tokens
+        The longest answer, in tokens.
+    temperature
+        0 (the default) always takes the likeliest token; 1 draws by the model's own probabilities.
+    top_p
+        Draw only from the likeliest tokens that together have this share.
+    top_k
+        Draw only from this many of the likeliest tokens; 0: from all.
+    seed
+        The same seed gives the same answer (default: another one each time).
+    stop
+        A text that ends the answer; may be written several times.
+    ignore_end
+        Go on after the model's own end token.
+    model
+        How it is loaded.
+    output
+        Report as text or json.
+    """
+    from trainshed.cli.console import print_report, reporter
+    from trainshed.serve.request import SamplingParams
+
+    text = _read_prompt(prompt, file)
+    sampling = SamplingParams(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        seed=seed,
+        stop=stop,
+        ignore_end=ignore_end,
+    )
+    sampling.check()
+    report = reporter()
+    loaded, words = model.load(checkpoint, report)
+    tokens = words.chat([{"role": "user", "content": text}]) if chat else words.encode(text)
+    data = _generate(loaded, tokens, sampling, eager=model.eager, streams=output == "text", report=report)
+    data = {"schema": "trainshed.generate/1", "model": loaded.address, "prompt": text, **data}
+    if output == "json":
+        print_report(data, output, "")
+    else:
+        report.note(
+            f"{data['tokens']} tokens, {data['tokens_per_second']:.1f} a second; ended by {data['finish_reason']}"
+        )
+    return 0
+
+
+def _read_prompt(prompt: str | None, file: Path | None) -> str:
+    import sys
+
+    from trainshed.errors import InputError, NotFound
+
+    if prompt is not None and file is not None:
+        raise InputError("--prompt and --file both say the prompt", hint="keep one of them")
+    if prompt is None and file is None and sys.stdin.isatty():
+        raise InputError("there is no prompt", hint="write --prompt TEXT, --file FILE, or pipe a text in")
+    try:
+        text = prompt if prompt is not None else file.read_text() if file is not None else sys.stdin.read()
+    except FileNotFoundError:
+        raise NotFound("there is no such file", where=str(file), hint="name a file with the prompt") from None
+    except UnicodeDecodeError:
+        raise InputError("the prompt is not UTF-8", where=str(file or "stdin"), hint="save it as UTF-8") from None
+    if not text:
+        raise InputError("the prompt is empty", where=None if file is None else str(file), hint="write --prompt TEXT")
+    return text
+
+
+def _generate(
+    model: LoadedModel, tokens: list[int], sampling: SamplingParams, *, eager: bool, streams: bool, report: Any
+) -> dict[str, Any]:
+    """Ask the model and gather its answer, writing it to stdout as it comes if it `streams`."""
+    import queue
+    import sys
+    import time
+
+    from trainshed.errors import TrainshedError
+    from trainshed.serve.request import GenerationEvent, GenerationFailed, GenerationFinished, OutputToken, PrefillDone
+
+    # Of the cache only what this one answer can need is taken.
+    length = min(model.config.max_positions, len(tokens) + max(sampling.max_tokens or 0, 1))
+    generator = model.generator(max_sequences=1, max_length=length, eager=eager)
+    events: queue.SimpleQueue[GenerationEvent] = queue.SimpleQueue()
+    pieces: list[OutputToken] = []
+    text, shown, began = "", 0, time.perf_counter()
+    try:
+        generator.submit(tokens, sampling, events.put)
+        while True:
+            event = events.get()
+            if isinstance(event, GenerationFailed):
+                raise TrainshedError(f"the model could not go on: {event.why}")
+            if isinstance(event, PrefillDone):
+                began = time.perf_counter()
+                continue
+            text += event.text
+            # Nobody sees blank lines: they wait for the first word.
+            if streams and text.strip():
+                sys.stdout.write(text[shown:])
+                sys.stdout.flush()
+                shown = len(text)
+            if isinstance(event, GenerationFinished):
+                break
+            pieces.append(event)
+        seconds = time.perf_counter() - began
+    finally:
+        generator.close()
+    if streams:
+        sys.stdout.write("\n" if shown else f"{text!r}\n")
+        sys.stdout.flush()
+    if streams and pieces and not shown:
+        report.note(
+            "the model says nothing but white space, shown above as Python writes it: it may be trained too little, or "
+            "--temperature 1 draws something else"
+        )
+    return {
+        "text": text,
+        "tokens": len(pieces),
+        "prompt_tokens": len(tokens),
+        "finish_reason": event.reason,
+        "tokens_per_second": len(pieces) / max(seconds, 1e-9),
+    }

@@ -9,8 +9,8 @@ from cyclopts import Parameter
 from trainshed.cli.console import Output
 
 if TYPE_CHECKING:
-    from trainshed.observe.comparison import Comparison
-    from trainshed.verify import Verification
+    from trainshed.observe.run_comparison import RunComparison
+    from trainshed.workflow.verify import Verification
 
 
 def verify(
@@ -49,7 +49,7 @@ def verify(
     from trainshed.errors import TrainshedError
     from trainshed.plan import parse_layout
     from trainshed.recipe import load_cluster, load_recipe, split_overrides
-    from trainshed.verify import verify
+    from trainshed.workflow.verify import verify
 
     for_recipe, for_cluster = split_overrides(overrides)
     cluster, loaded = load_cluster(on, for_cluster), load_recipe(recipe, for_recipe)
@@ -88,7 +88,7 @@ def verification_text(found: Verification) -> str:
         f"{parameter_count(config):,} parameters",
         f"  synthetic data, batches of {batches} × {small.sequence_length} tokens",
         "",
-        *_table(found.straight, "one process", _name(found)),
+        *_table(found.straight, "one process", _layout_name(found)),
         "",
         f"  against one process: {_distance(found.straight)}",
         f"  resumed after step {found.resumed_after}: {_distance(found.resumed)}",
@@ -96,12 +96,12 @@ def verification_text(found: Verification) -> str:
     return "\n".join([*lines, _verdict(found)])
 
 
-def _name(found: Verification) -> str:
+def _layout_name(found: Verification) -> str:
     layout = found.small.layout
     return str(layout) if layout.world_size > 1 else "the layout"
 
 
-def _table(compared: Comparison, one: str, other: str) -> list[str]:
+def _table(compared: RunComparison, one: str, other: str) -> list[str]:
     width = max(17, len(one), len(other))
     heads = [f"{each:>{width}}" for each in (one, other)]
     lines = [
@@ -127,7 +127,7 @@ def _share(difference: float) -> str:
     return f"{difference:.1e}" if difference else "0"
 
 
-def _distance(compared: Comparison) -> str:
+def _distance(compared: RunComparison) -> str:
     """How far apart two trainings are, beside how far they may be."""
     bound = compared.bound
     if compared.loss_difference == compared.grad_norm_difference == 0 and compared.same_batches:
@@ -141,10 +141,10 @@ def _distance(compared: Comparison) -> str:
 
 def _verdict(found: Verification) -> str:
     if found.equal:
-        return f"equal: {_name(found)} trains as one process does, and resumes as if it had not stopped"
+        return f"equal: {_layout_name(found)} trains as one process does, and resumes as if it had not stopped"
     wrong = []
     if not found.straight.equal:
-        wrong.append(f"{_name(found)} does not train as one process does")
+        wrong.append(f"{_layout_name(found)} does not train as one process does")
     if not found.resumed.equal:
         wrong.append("a resumed run is not the straight one")
     return f"DIFFERENT: {', and '.join(wrong)}"

@@ -1,11 +1,10 @@
 """Text to tokens, and tokens to batches.
 
-prepare.py     text to token files: plans shards, skips what is proven, tokenises the rest
-  text/        files to blocks of whole documents
-  encode/      documents to ids
-  workers/     the two above in parallel, in order
-  tokens/      the .bin/.idx files: writing, reading, proving, merging
-order.py       which tokens a step sees
-  sampling/    its parts: permutation, blend, schedule, index, sources
-artefacts.py   everything a recipe's data section names, made once and found by hash
+prepare.py     text to token files: plans the shards, skips what is proven, tokenizes the rest
+  text/        files of any store to blocks of whole documents
+  tokenize/    tokenizers, encoders, and the workers that turn blocks into token ids
+  tokens/      the .bin/.idx files: writing, reading, manifests, verifying, merging
+order.py       which tokens each step sees, and how that order is built from a recipe
+  sampling/    its parts: permutation, blend, batch schedule, source index, sample sources
+artefacts.py   everything that a recipe's data section names, made once and found by its hash
 """

@@ -1,14 +1,18 @@
 """The data artefacts of a recipe: text, tokenizer, tokens and their index, found by hash or made.
 
-Everything lies under `<store>/artefacts/<kind>/<hash>/` and is shared by runs: the hash is of what the artefact is made
+Each one is kept in `<store>/artefacts/<kind>/<hash>/` and shared by runs. The hash is of what the artefact is made
 from, so a rerun finds it and a change makes another one. Each shard of tokens is an artefact of its own: a changed
 input costs its shard and nothing else.
+
+The code that reads text names the flags of `data prepare` in its errors. A person who runs a recipe writes keys
+instead of flags, so here errors are rewritten to name the keys.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,25 +22,70 @@ from typing import Any
 
 import orjson
 
-from trainshed.data.encode.tokenizer import Tokenizer, load_tokenizer
-from trainshed.data.encode.training import train_tokenizer
-from trainshed.data.prepare import Prepared, ShardJob, Tokenizing, content_hash, prepare
-from trainshed.data.prepared import BegunRun, PreparedSource, changed_file, check_files
-from trainshed.data.recipe_words import in_recipe_words
-from trainshed.data.text.corpus import assign_shards, find_pieces
-from trainshed.data.text.reading import Piece
-from trainshed.data.text.script import run_script, script_spec
-from trainshed.data.tokens.fingerprint import Fingerprint, difference, fingerprint_from, fingerprints_of
-from trainshed.data.tokens.manifest import PieceRecord, TokenManifest, read_token_manifest
-from trainshed.data.tokens.shards import shard_prefixes
-from trainshed.data.tokens.verify import verify
-from trainshed.errors import CorruptData, InputError, NotFound
+from trainshed.data.prepare import PrepareResult, ShardJob, TokenizeConfig, hash_input, prepare
+from trainshed.data.text.corpus import assign_shards, find_inputs, run_script, script_spec
+from trainshed.data.text.reader import InputSlice
+from trainshed.data.tokenize.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+from trainshed.data.tokens.manifest import InputRecord, TokenManifest, read_token_manifest
+from trainshed.data.tokens.prepared_data import (
+    FileFingerprint,
+    PreparedSource,
+    StartedRun,
+    changed_file_error,
+    check_token_files,
+    find_file_change,
+    fingerprint_from_dict,
+    fingerprint_shard,
+)
+from trainshed.data.tokens.token_files import shard_prefixes
+from trainshed.data.tokens.verify import verify_tokens
+from trainshed.errors import CorruptData, InputError, NotFound, RecipeError
 from trainshed.recipe import Recipe, TrainedTokenizer
 from trainshed.recipe.data import Source, SourceKeys
 from trainshed.reporting import SILENT, Reporter
 from trainshed.storage import LocalStore, StoreOptions, sha256_of
-from trainshed.storage.artefact_folder import artefact_folder, only_maker
-from trainshed.storage.manifest import FileEntry, Manifest
+from trainshed.storage.locks import artefact_lock
+from trainshed.storage.manifest import FileEntry, Manifest, artefact_folder
+
+RECIPE_KEYS = (
+    (r"--format with", "`format` with"),
+    (r"--format (\w+)", r"`format: \1`"),
+    (r"--key", "`key`"),
+    (r"--on-bad-line (\w+)", r"`data.on_bad_line: \1`"),
+    (r"--shards (\d+)", r"`data.shards: \1`"),
+    (r"--no-eod", "`data.eod: false`"),
+    (r"--eod (TOKEN)", r"`data.eod: \1`"),
+    (r"--eod", "`data.eod`"),
+    (r"no --bos", "`data.bos: false`"),
+    (r"--bos", "`data.bos`"),
+    (
+        r"write --encoder tokenizers",
+        "prepare the text by `trainshed data prepare --encoder tokenizers` and name it as `tokens: PREFIX`",
+    ),
+)
+"""Flags of `data prepare` and the keys that stand for them."""
+
+
+def flags_to_recipe_keys(text: str) -> str:
+    """Write the keys of a recipe in place of flags."""
+    for flag, key in RECIPE_KEYS:
+        text = re.sub(rf"(?<![\w-]){flag}(?![\w-])", key, text)
+    return text
+
+
+@contextmanager
+def errors_with_recipe_keys(place: str) -> Iterator[None]:
+    """Let errors about text name keys; `place` says where in the recipe the source or the section stands."""
+    try:
+        yield
+    except RecipeError:
+        raise
+    except InputError as error:
+        what, hint = flags_to_recipe_keys(error.what), flags_to_recipe_keys(error.hint or "")
+        if (what, hint) == (error.what, error.hint or ""):
+            raise
+        raise type(error)(what, where=error.where, hint=f"{hint} ({place})" if hint else f"see {place}") from None
+
 
 MANIFEST = "manifest.json"
 VERDICT_SCHEMA = "trainshed.verdict/1"
@@ -58,7 +107,7 @@ class DataArtefacts:
         tokenizer: Tokenizer | None = None,
         workers: int | None = None,
         options: StoreOptions | None = None,
-        began: BegunRun | None = None,
+        began: StartedRun | None = None,
         reporter: Reporter = SILENT,
     ) -> None:
         self._recipe, self._root, self._began = recipe, store / "artefacts", began
@@ -99,7 +148,7 @@ class DataArtefacts:
             label=label,
             weight=weight,
             prefixes=tuple(job.prefix for job in jobs),
-            content=_content(found),
+            content=_index_files_hash(found),
             documents=sum(manifest.counts.documents for manifest in found),
             tokens=sum(manifest.counts.tokens for manifest in found),
             reused=reused,
@@ -135,9 +184,9 @@ class DataArtefacts:
                     hint="put the old text back, or start another run on the new one with --id NAME",
                 )
 
-    def _prepare(self, source: SourceKeys, jobs: Sequence[ShardJob], how: Tokenizing) -> Prepared:
+    def _prepare(self, source: SourceKeys, jobs: Sequence[ShardJob], how: TokenizeConfig) -> PrepareResult:
         """Make shards; those that another run is making are waited for, since they are the same."""
-        with in_recipe_words(self._place(source)):
+        with errors_with_recipe_keys(self._place(source)):
             return prepare(jobs, how, workers=self._workers, wait=True, options=self._options, reporter=self._reporter)
 
     def _place(self, source: SourceKeys, key: str | None = None) -> str:
@@ -146,21 +195,21 @@ class DataArtefacts:
         path = "data.validation" if number is None else f"data.train.{number}"
         return self._recipe.where(f"{path}.{key}" if key else path)
 
-    def _shard_jobs(self, source: SourceKeys, how: Tokenizing) -> list[ShardJob]:
+    def _shard_jobs(self, source: SourceKeys, how: TokenizeConfig) -> list[ShardJob]:
         return [
             ShardJob(str(self._folder("tokens", _shard_spec(pieces, how)) / "tokens"), tuple(pieces))
             for pieces in self._shards(source)
         ]
 
-    def _shards(self, source: SourceKeys) -> list[list[Piece]]:
+    def _shards(self, source: SourceKeys) -> list[list[InputSlice]]:
         pieces = self._pieces(source)
-        with in_recipe_words(self._recipe.where("data.shards")):
+        with errors_with_recipe_keys(self._recipe.where("data.shards")):
             return assign_shards(pieces, self._recipe.data.shards, self._options)
 
-    def _pieces(self, source: SourceKeys) -> list[Piece]:
+    def _pieces(self, source: SourceKeys) -> list[InputSlice]:
         patterns = list(source.path) if source.path is not None else [str(self._script_output(source))]
-        with in_recipe_words(self._place(source)):
-            return find_pieces(
+        with errors_with_recipe_keys(self._place(source)):
+            return find_inputs(
                 patterns,
                 key=source.key or "text",
                 kind=source.format,
@@ -168,13 +217,13 @@ class DataArtefacts:
                 options=self._options,
             )
 
-    def _tokenizing(self) -> Tokenizing:
+    def _tokenizing(self) -> TokenizeConfig:
         tokenizer, data = self.tokenizer(), self._recipe.data
         if tokenizer is None:
             raise InputError("there is text to tokenise and no tokenizer", where=self._recipe.where("tokenizer"))
         wanted = data.eod if isinstance(data.eod, str) else None
-        with in_recipe_words(self._recipe.where("data")):
-            return Tokenizing(
+        with errors_with_recipe_keys(self._recipe.where("data")):
+            return TokenizeConfig(
                 tokenizer,
                 eod=tokenizer.end_of_document(wanted) if data.eod else None,
                 bos=tokenizer.beginning_of_document() if data.bos else None,
@@ -204,11 +253,11 @@ class DataArtefacts:
         pieces = [
             piece for source in self._recipe.data.train if source.tokens is None for piece in self._pieces(source)
         ]
-        spec = {"training": section.train.model_dump(), "inputs": [_identity(piece) for piece in pieces]}
+        spec = {"training": section.train.model_dump(), "inputs": [_input_identity(piece) for piece in pieces]}
         folder = self._folder("tokenizer", spec)
         with self._making(folder, "the recipe's tokenizer") as partial:
             if partial is not None:
-                with in_recipe_words(self._recipe.where("data.train")):
+                with errors_with_recipe_keys(self._recipe.where("data.train")):
                     files = train_tokenizer(
                         pieces,
                         vocab_size=section.train.vocab_size,
@@ -224,11 +273,11 @@ class DataArtefacts:
         return folder / "files"
 
     def _given_tokens(self, prefixes: Sequence[str], name: str, label: str, weight: float | None) -> PreparedSource:
-        from trainshed.data.tokens.indexed import IndexedReader
+        from trainshed.data.tokens.indexed_dataset import IndexedDataset
 
         documents = tokens = 0
         tokenizer = self.tokenizer()
-        files: list[Fingerprint] = []
+        files: list[FileFingerprint] = []
         for prefix in prefixes:
             for shard in shard_prefixes(prefix):
                 manifest = read_token_manifest(shard, self._options)
@@ -249,31 +298,31 @@ class DataArtefacts:
                         where=shard,
                         hint="name the model that they were made for, or prepare the text again with its tokenizer",
                     )
-                with IndexedReader(shard) as reader:
+                with IndexedDataset(shard) as reader:
                     documents += reader.documents
                     tokens += reader.tokens
         return PreparedSource(
             name, label, weight, tuple(prefixes), None, documents, tokens, reused=True, files=tuple(files)
         )
 
-    def _given_files(self, shard: str, manifest: TokenManifest | None, label: str) -> tuple[Fingerprint, ...]:
+    def _given_files(self, shard: str, manifest: TokenManifest | None, label: str) -> tuple[FileFingerprint, ...]:
         """Look at tokens that were given: against their manifest's sizes, and what they were when the run began."""
         known = self._began.data.source(label) if self._began is not None else None
         seen = [file for file in known.files if file.path.rpartition(".")[0] == shard] if known is not None else []
-        differences = [found for file in seen if (found := difference(file, self._options)) is not None]
+        differences = [found for file in seen if (found := find_file_change(file, self._options)) is not None]
         if self._make and manifest is not None and differences and all(kind == "time" for kind, _ in differences):
             self._read_whole(shard, "was written again since the run began")
         else:
-            check_files(seen, self._options, self._reporter)
-        files = fingerprints_of(shard, manifest, self._options)
+            check_token_files(seen, self._options, self._reporter)
+        files = fingerprint_shard(shard, manifest, self._options)
         sizes = {entry.path.rpartition(".")[2]: entry.size for entry in manifest.files} if manifest else {}
         for file in files:
             expected = sizes.get(file.path.rpartition(".")[2], file.size)
             if file.size != expected:
-                raise changed_file(file.path, f"it has {file.size:,} bytes, its manifest says {expected:,}")
+                raise changed_file_error(file.path, f"it has {file.size:,} bytes, its manifest says {expected:,}")
         return files
 
-    def _prove(self, prefix: str, manifest: TokenManifest) -> tuple[Fingerprint, ...]:
+    def _prove(self, prefix: str, manifest: TokenManifest) -> tuple[FileFingerprint, ...]:
         """Read new tokens back once and store the verdict beside them; later, see that they are still what was read.
 
         That costs a look at their sizes, times and a few blocks. Only tokens that were written again are read again.
@@ -282,22 +331,22 @@ class DataArtefacts:
         kept = orjson.loads(path.read_bytes()) if path.exists() else {}
         why = None
         if kept.get("manifest") == proven and "files" in kept:
-            known = [fingerprint_from(each | {"path": str(path.parent / each["path"])}) for each in kept["files"]]
+            known = [fingerprint_from_dict(each | {"path": str(path.parent / each["path"])}) for each in kept["files"]]
             if not self._make:
-                check_files(known, self._options, self._reporter)
+                check_token_files(known, self._options, self._reporter)
                 return tuple(known)
-            differences = [(file, found) for file in known if (found := difference(file)) is not None]
+            differences = [(file, found) for file in known if (found := find_file_change(file)) is not None]
             if not differences:
                 return tuple(known)
             for file, (kind, words) in differences:
                 if kind != "time":
-                    raise changed_file(file.path, words)
+                    raise changed_file_error(file.path, words)
             why = "was written again since it was proven"
         elif kept.get("manifest") == proven:
             why = "was proven by a version that kept no fingerprint"
         self._must_make(f"the verdict on {prefix}")
         # Before reading: what is written from then on has another time.
-        files = fingerprints_of(prefix, manifest)
+        files = fingerprint_shard(prefix, manifest)
         checked = self._read_whole(prefix, why)
         body = {
             "schema": VERDICT_SCHEMA,
@@ -313,7 +362,7 @@ class DataArtefacts:
         """Read every byte of a shard against its manifest, and return what was checked; `why` where it is not new."""
         if why is not None:
             self._reporter.note(f"{prefix} {why}: it is read whole")
-        (verdict,) = verify(prefix, reporter=self._reporter)
+        (verdict,) = verify_tokens(prefix, reporter=self._reporter)
         if verdict.passed:
             return verdict.checked
         raise CorruptData(
@@ -322,7 +371,7 @@ class DataArtefacts:
             hint=f"put the old files back, or have them made again: remove {prefix}.* and run the recipe",
         )
 
-    def _text_change(self, records: Sequence[PieceRecord], pieces: Sequence[Piece]) -> str | None:
+    def _text_change(self, records: Sequence[InputRecord], pieces: Sequence[InputSlice]) -> str | None:
         """Say what is different in a corpus; a file of the same size and another time is read to know."""
         before = {record.address: record.size for record in records}
         now = {piece.address: piece.size for piece in pieces}
@@ -336,10 +385,10 @@ class DataArtefacts:
                 return f"{address} has {size:,} bytes, and had {before[address]:,}"
         known = {record.place: record for record in records}
         for piece in pieces:
-            record = known.get(PieceRecord.of(piece, None).place)
+            record = known.get(InputRecord.of(piece, None).place)
             if record is None or record.version == piece.version:
                 continue
-            if record.sha256 != content_hash(piece, self._options):
+            if record.sha256 != hash_input(piece, self._options):
                 return f"{piece.address} holds other text of the same size"
         return None
 
@@ -349,19 +398,19 @@ class DataArtefacts:
     @contextmanager
     def _making(self, folder: Path, what: str) -> Iterator[Path | None]:
         """Yield an empty folder to make an artefact in, or None if it is already there."""
-        if _is_there(folder):
+        if _artefact_exists(folder):
             yield None
             return
         self._must_make(what)
-        with only_maker(folder, self._reporter):
-            yield None if _is_there(folder) else _emptied(folder)
+        with artefact_lock(folder, self._reporter):
+            yield None if _artefact_exists(folder) else _fresh_folder(folder)
 
     def _must_make(self, what: str) -> None:
         if not self._make:
             raise NotFound(f"{what} is not made yet", where=str(self._root), hint="run `trainshed run RECIPE` first")
 
 
-def _identity(piece: Piece) -> dict[str, Any]:
+def _input_identity(piece: InputSlice) -> dict[str, Any]:
     """What a piece is, without reading it: a store's version changes whenever the content does."""
     identity = asdict(piece)
     if "://" not in piece.address:
@@ -372,17 +421,17 @@ def _identity(piece: Piece) -> dict[str, Any]:
     return identity
 
 
-def _shard_spec(pieces: Sequence[Piece], how: Tokenizing) -> dict[str, Any]:
-    return {"how": how.spec(), "on_bad_line": how.on_bad_line, "inputs": [_identity(piece) for piece in pieces]}
+def _shard_spec(pieces: Sequence[InputSlice], how: TokenizeConfig) -> dict[str, Any]:
+    return {"how": how.spec(), "on_bad_line": how.on_bad_line, "inputs": [_input_identity(piece) for piece in pieces]}
 
 
-def _content(manifests: Sequence[TokenManifest]) -> str:
+def _index_files_hash(manifests: Sequence[TokenManifest]) -> str:
     """The hashes of the `.idx` files: they hold the token type and every length, all that an index depends on."""
     digests = [file.checksum for manifest in manifests for file in manifest.files if file.path.endswith(".idx")]
     return hashlib.sha256(" ".join(digests).encode()).hexdigest()
 
 
-def _is_there(folder: Path) -> bool:
+def _artefact_exists(folder: Path) -> bool:
     """Whether an artefact has its manifest; one whose files have changed since is an error, not an absence."""
     store = LocalStore(folder)
     try:
@@ -393,7 +442,7 @@ def _is_there(folder: Path) -> bool:
     return True
 
 
-def _emptied(folder: Path) -> Path:
+def _fresh_folder(folder: Path) -> Path:
     """A fresh folder to make an artefact in; what a killed attempt left is thrown away."""
     partial = folder.with_name(f"{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)

@@ -1,4 +1,7 @@
-"""Text to token files in one pass: plan the shards, skip what is proven, tokenise the rest, write manifests last."""
+"""Text to token files in one pass: plan the shards, skip those that are proven, tokenize the rest.
+
+The manifest of a shard is written last.
+"""
 
 from __future__ import annotations
 
@@ -12,19 +15,30 @@ import numpy as np
 import orjson
 
 from trainshed import __version__
-from trainshed.data.encode.block_tokenizer import TokenizeOptions, Tokens
-from trainshed.data.encode.encoders import EncoderName
-from trainshed.data.encode.tokenizer import SpecialToken, Tokenizer
-from trainshed.data.text.documents import BadLine, OnBadLine, place_of
-from trainshed.data.text.reading import Piece, PieceReader, lines_before
-from trainshed.data.tokens.indexed import token_dtype
-from trainshed.data.tokens.local_shard import LocalShardWriter, ShardHeld, shard_is_held, wait_for_shard
-from trainshed.data.tokens.manifest import PieceRecord, TokenManifest, forget_set, read_token_manifest
-from trainshed.data.tokens.remote_shard import RemoteShardWriter
-from trainshed.data.tokens.shard_writer import BAD_LINES_KEPT, Counts, ShardWriter
-from trainshed.data.tokens.token_file import local_path
-from trainshed.data.workers.dealing import Job
-from trainshed.data.workers.pool import WorkerPool, default_workers
+from trainshed.data.text.reader import (
+    BadLine,
+    InputReader,
+    InputSlice,
+    OnBadLine,
+    count_lines_before,
+    format_line_location,
+)
+from trainshed.data.tokenize.encoders import EncoderName
+from trainshed.data.tokenize.tokenizer import SpecialToken, Tokenizer
+from trainshed.data.tokenize.workers import BlockTask, BlockTokenizerConfig, TokenBlock, WorkerPool, default_workers
+from trainshed.data.tokens.indexed_dataset import token_dtype
+from trainshed.data.tokens.manifest import InputRecord, TokenManifest, delete_set_manifest, read_token_manifest
+from trainshed.data.tokens.shard_writer import (
+    BAD_LINES_KEPT,
+    LocalShardWriter,
+    RemoteShardWriter,
+    ShardLocked,
+    ShardWriter,
+    TokenCounts,
+    is_shard_locked,
+    wait_for_shard,
+)
+from trainshed.data.tokens.token_files import local_path
 from trainshed.errors import InputError
 from trainshed.redaction import shown_address
 from trainshed.reporting import SILENT, Reporter
@@ -35,7 +49,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Tokenizing:
+class TokenizeConfig:
     """How text becomes tokens: everything besides the text that decides the bytes of the output."""
 
     tokenizer: Tokenizer
@@ -68,11 +82,11 @@ class ShardJob:
     """One shard: which pieces it is made of, and the prefix it is written to."""
 
     prefix: str
-    pieces: tuple[Piece, ...]
+    pieces: tuple[InputSlice, ...]
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PrepareResult:
     """The outcome of a preparation, shard by shard in order."""
 
     manifests: list[TokenManifest]
@@ -82,22 +96,22 @@ class Prepared:
 
 def prepare(
     jobs: Sequence[ShardJob],
-    how: Tokenizing,
+    how: TokenizeConfig,
     *,
     workers: int | None = None,
     overwrite: bool = False,
     wait: bool = False,
     options: StoreOptions | None = None,
     reporter: Reporter = SILENT,
-) -> Prepared:
+) -> PrepareResult:
     """Make every shard that is not already there and proven; the bytes do not depend on `workers`.
 
     With `wait`, a shard that another process is making is waited for, and then found or made; else it is an error.
     """
     manifests: dict[str, TokenManifest] = {}
     made = 0
-    while todo := _missing(jobs, manifests, how, overwrite, options, reporter):
-        held = next((job.prefix for job in todo if wait and _is_held(job.prefix)), None)
+    while todo := _missing_shards(jobs, manifests, how, overwrite, options, reporter):
+        held = next((job.prefix for job in todo if wait and _is_locked(job.prefix)), None)
         if held is not None:
             wait_for_shard(str(local_path(held)), reporter)
             continue
@@ -105,7 +119,7 @@ def prepare(
             reporter.note(f"{len(jobs) - len(todo)} of {len(jobs)} shards are already there and proven")
         try:
             finished = _Preparation(todo, how, workers, options, reporter).run()
-        except ShardHeld:
+        except ShardLocked:
             if not wait:
                 raise
             continue  # it was taken since we looked: see what is left once it is done
@@ -113,13 +127,13 @@ def prepare(
         made += len(todo)
     if not made:
         reporter.note(f"{len(jobs)} of {len(jobs)} shards are already there and proven")
-    return Prepared([manifests[job.prefix] for job in jobs], made=made, reused=len(jobs) - made)
+    return PrepareResult([manifests[job.prefix] for job in jobs], made=made, reused=len(jobs) - made)
 
 
-def _missing(
+def _missing_shards(
     jobs: Sequence[ShardJob],
     manifests: dict[str, TokenManifest],
-    how: Tokenizing,
+    how: TokenizeConfig,
     overwrite: bool,
     options: StoreOptions | None,
     reporter: Reporter,
@@ -130,22 +144,22 @@ def _missing(
         if job.prefix in manifests:
             continue
         found = read_token_manifest(job.prefix, options)
-        if found is not None and _still_true(found, job, how, overwrite, options, reporter):
+        if found is not None and _is_current(found, job, how, overwrite, options, reporter):
             manifests[job.prefix] = found
         else:
             todo.append(job)
     return todo
 
 
-def _is_held(prefix: str) -> bool:
+def _is_locked(prefix: str) -> bool:
     local = local_path(prefix)
-    return local is not None and shard_is_held(local)
+    return local is not None and is_shard_locked(local)
 
 
-def _still_true(
+def _is_current(
     found: TokenManifest,
     job: ShardJob,
-    how: Tokenizing,
+    how: TokenizeConfig,
     overwrite: bool,
     options: StoreOptions | None,
     reporter: Reporter,
@@ -163,12 +177,12 @@ def _still_true(
     if found.counts.bad_lines and how.on_bad_line == "stop":
         reporter.note(f"{job.prefix}: made with {found.counts.bad_lines:,} bad lines left out, made anew")
         return False
-    if [record.place for record in found.inputs] != [PieceRecord.of(piece, None).place for piece in job.pieces]:
+    if [record.place for record in found.inputs] != [InputRecord.of(piece, None).place for piece in job.pieces]:
         reporter.note(f"{job.prefix}: made of other files than before, made anew")
         return False
     for record, piece in zip(found.inputs, job.pieces, strict=True):
         # A web server may state no version at all: then only the content tells.
-        if (not piece.version or record.version != piece.version) and record.sha256 != content_hash(piece, options):
+        if (not piece.version or record.version != piece.version) and record.sha256 != hash_input(piece, options):
             reporter.note(f"{job.prefix}: {piece.shown} has changed, made anew")
             return False
     if not found.files_are_there(job.prefix, options):
@@ -177,17 +191,17 @@ def _still_true(
     return True
 
 
-def content_hash(piece: Piece, options: StoreOptions | None) -> str | None:
+def hash_input(piece: InputSlice, options: StoreOptions | None) -> str | None:
     """Read a piece for its hash alone, as the manifest records it."""
     store, path = open_store(piece.address, options)
-    reader = PieceReader(piece, store, path)
+    reader = InputReader(piece, store, path)
     for _ in reader.blocks():
         pass
     return reader.sha256
 
 
 @dataclass(frozen=True)
-class _At:
+class _BlockOrigin:
     """Where a block comes from: shard, piece of the shard, and the reading position behind it."""
 
     shard: int
@@ -202,7 +216,7 @@ class _Preparation:
     def __init__(
         self,
         jobs: list[ShardJob],
-        how: Tokenizing,
+        how: TokenizeConfig,
         workers: int | None,
         options: StoreOptions | None,
         reporter: Reporter,
@@ -214,11 +228,11 @@ class _Preparation:
         self._writers: dict[int, ShardWriter] = {}
         self._stacks: dict[int, ExitStack] = {}
         self._hashes: dict[tuple[int, int], str | None] = {}
-        self._lines_before: dict[Piece, int] = {}
+        self._lines_before: dict[InputSlice, int] = {}
 
     def run(self) -> list[TokenManifest]:
         """Return a manifest per shard, in order, each already written."""
-        worker_options = TokenizeOptions(
+        worker_options = BlockTokenizerConfig(
             self._how.tokenizer,
             self._how.eod.id if self._how.eod else None,
             self._how.bos.id if self._how.bos else None,
@@ -226,7 +240,7 @@ class _Preparation:
             self._how.encoder,
         )
         manifests: list[TokenManifest] = []
-        total = Counts()
+        total = TokenCounts()
         with ExitStack() as stack, WorkerPool(worker_options, self._workers) as pool:
             stack.callback(lambda: [each.close() for each in self._stacks.values()])
             self._reporter.note(f"encoder: {pool.encoder_reason}")
@@ -245,7 +259,7 @@ class _Preparation:
                     manifests.append(self._finish(len(manifests), pool.encoder_name))
         return manifests
 
-    def _blocks(self) -> Iterator[Job[_At]]:
+    def _blocks(self) -> Iterator[BlockTask[_BlockOrigin]]:
         """Read the corpus; runs in a thread of the pool, some blocks ahead of the writing."""
         unreported = 0
         for shard, job in enumerate(self._jobs):
@@ -257,11 +271,11 @@ class _Preparation:
                     unreported += piece.bytes
                     continue
                 store, path = open_store(piece.address, self._options)
-                reader = PieceReader(piece, store, path)
+                reader = InputReader(piece, store, path)
                 after = start.position if number == len(start.piece_hashes) else 0
                 for block in reader.blocks(after):
-                    at = _At(shard, number, block.position, block.bytes_read + unreported)
-                    yield Job(block, piece.key, piece.shown, compare, at)
+                    at = _BlockOrigin(shard, number, block.position, block.bytes_read + unreported)
+                    yield BlockTask(block, piece.key, piece.shown, compare, at)
                     compare, unreported = False, 0
                 self._hashes[shard, number] = reader.sha256
 
@@ -270,7 +284,7 @@ class _Preparation:
         local = local_path(job.prefix)
         if local is not None:
             key = hashlib.sha256(orjson.dumps([__version__, self._how.spec()])).hexdigest()
-            identities = [f"{p.version} {PieceRecord.of(p, None).place}" for p in job.pieces]
+            identities = [f"{p.version} {InputRecord.of(p, None).place}" for p in job.pieces]
             bad_lines = self._how.on_bad_line == "skip"
             writer: ShardWriter = LocalShardWriter(local, key, identities, stack, bad_lines=bad_lines)
             if writer.progress.counts.documents:
@@ -282,9 +296,9 @@ class _Preparation:
         self._writers[shard] = writer
         return writer
 
-    def _append(self, at: _At, tokens: Tokens) -> Counts:
+    def _append(self, at: _BlockOrigin, tokens: TokenBlock) -> TokenCounts:
         lengths = np.frombuffer(tokens.lengths, "<i4")
-        counts = Counts(
+        counts = TokenCounts(
             documents=tokens.documents,
             empty_documents=int(np.count_nonzero(lengths == 0)),
             tokens=int(lengths.sum(dtype=np.int64)),
@@ -296,18 +310,18 @@ class _Preparation:
         self._writers[at.shard].append(tokens, counts, at.position)
         return counts
 
-    def _examples(self, at: _At, bad_lines: list[BadLine]) -> tuple[str, ...]:
+    def _examples(self, at: _BlockOrigin, bad_lines: list[BadLine]) -> tuple[str, ...]:
         """The bad lines that the manifest quotes; where they are not to be skipped, the first one ends the work."""
         piece = self._jobs[at.shard].pieces[at.piece]
         if bad_lines and self._how.on_bad_line == "stop":
             raise bad_lines[0].as_error(piece, self._number(piece, bad_lines[0]))
         room = BAD_LINES_KEPT - len(self._writers[at.shard].progress.counts.bad_line_examples)
-        return tuple(f"{place_of(piece, self._number(piece, bad))}: {bad.what}" for bad in bad_lines[:room])
+        return tuple(f"{format_line_location(piece, self._number(piece, bad))}: {bad.what}" for bad in bad_lines[:room])
 
-    def _number(self, piece: Piece, bad: BadLine) -> int:
+    def _number(self, piece: InputSlice, bad: BadLine) -> int:
         """The line, counted from the start of the file also where the shard reads a part of it."""
         if piece not in self._lines_before:
-            self._lines_before[piece] = lines_before(piece, *open_store(piece.address, self._options))
+            self._lines_before[piece] = count_lines_before(piece, *open_store(piece.address, self._options))
         return bad.number + self._lines_before[piece]
 
     def _pieces_done(self, shard: int, until: int) -> None:
@@ -318,9 +332,9 @@ class _Preparation:
     def _finish(self, shard: int, encoder: str) -> TokenManifest:
         job, writer = self._jobs[shard], self._writers[shard]
         self._pieces_done(shard, len(job.pieces))
-        forget_set(job.prefix, self._options)
+        delete_set_manifest(job.prefix, self._options)
         files = writer.finish(np.dtype(self._how.dtype))
-        inputs = [PieceRecord.of(p, sha) for p, sha in zip(job.pieces, writer.progress.piece_hashes, strict=True)]
+        inputs = [InputRecord.of(p, sha) for p, sha in zip(job.pieces, writer.progress.piece_hashes, strict=True)]
         manifest = TokenManifest(
             spec=self._how.spec(),
             tokenizer=shown_address(self._how.tokenizer.address),

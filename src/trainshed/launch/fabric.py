@@ -2,22 +2,152 @@
 
 `fabric_setup` puts a setup together from the catalog (`catalog/fabric_setups/`) for one cluster and number of nodes.
 Every setup names its network (`NCCL_NET`), so that a plugin that is missing ends the job instead of leaving it on
-sockets, and says what NCCL's own log must show, which `preflight` looks for before step 0.
+sockets. It also says what NCCL's own log must show, which `preflight` looks for before step 0.
+
+`lint_environment` names the variables of a job's environment that do not belong to its fabric, each with the reason.
+They come along when a manifest is copied from one cloud to the next, and most of them fail in silence: NCCL falls back
+to sockets, or to one algorithm for every message.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+import re
+import shlex
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from typing import Any
 
 from trainshed.catalog import Fabric, Machine, fabric, fabric_names, find_gpu, find_machine
-from trainshed.catalog.fabric_setups import PodPart, SetupFile, SetupPart, setup_file
+from trainshed.catalog.fabrics import (
+    FabricPodPart,
+    FabricSetupFile,
+    FabricSetupPart,
+    PairThresholds,
+    RefusedVariable,
+    fabric_setup_file,
+    refused_variables,
+)
 from trainshed.errors import InputError, RecipeError
-from trainshed.launch.fabric_needs import DeviceFiles, FabricSetup, NodeNeeds, PodNeeds, filled
 from trainshed.recipe import Cluster
 from trainshed.recipe.cluster import Kubernetes
 
-__all__ = ["SINGLE_NODE", "UNKNOWN", "FabricSetup", "NodeNeeds", "PodNeeds", "fabric_setup", "machine_of"]
+
+@dataclass(frozen=True)
+class PodRequirements:
+    """What a pod needs, as plain values in Kubernetes' words, to be merged into its spec."""
+
+    annotations: Mapping[str, str] = field(default_factory=dict)
+    init_containers: tuple[dict[str, Any], ...] = ()
+    """In order; those with `restartPolicy: Always` are sidecars that Kubernetes ends after the job's container."""
+    volumes: tuple[dict[str, Any], ...] = ()
+    mounts: tuple[dict[str, Any], ...] = ()
+    """volumeMounts of the job's container."""
+    resources: Mapping[str, str | int] = field(default_factory=dict)
+    """Extended resources of the job's container: requests and limits alike."""
+    capabilities: tuple[str, ...] = ()
+    privileged: bool = False
+    host_network: bool = False
+    """With `dnsPolicy: ClusterFirstWithHostNet`."""
+    tolerations: tuple[dict[str, Any], ...] = ()
+    resource_claims: tuple[dict[str, Any], ...] = ()
+    """The pod's `resourceClaims`."""
+    claims: tuple[dict[str, Any], ...] = ()
+    """The container's `resources.claims`."""
+    objects: tuple[dict[str, Any], ...] = ()
+    """Further objects, made beside the job's own."""
+
+    @property
+    def security_context(self) -> dict[str, Any]:
+        """The container's securityContext; empty where it needs none."""
+        found: dict[str, Any] = {"privileged": True} if self.privileged else {}
+        return found | ({"capabilities": {"add": list(self.capabilities)}} if self.capabilities else {})
+
+    def for_job(self, name: str) -> PodRequirements:
+        """Fill in the job's name, which objects and claims carry."""
+        named = {
+            key: fill_placeholders(getattr(self, key), {"job": name})
+            for key in ("resource_claims", "claims", "objects")
+        }
+        return replace(self, **named)
+
+
+@dataclass(frozen=True)
+class SlurmRequirements:
+    """What a job on Slurm needs."""
+
+    mounts: tuple[str, ...] = ()
+    """Into its container, as FROM:TO[:ro] (pyxis' --container-mounts)."""
+    prologue: tuple[str, ...] = ()
+    """Lines of shell before the agent starts."""
+
+
+@dataclass(frozen=True)
+class DeviceFiles:
+    """Device files that a node must show."""
+
+    path: str
+    count: int
+
+
+@dataclass(frozen=True)
+class FabricSetup:
+    """A network as one cluster uses it."""
+
+    name: str
+    """The setup's (`efa`), or `single-node`, or `unknown` where the cluster file names neither machine nor fabric."""
+    fabric: str | None
+    """In the catalog's words (`efa-v2`)."""
+    version: str
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """To be set behind the profile script, which may set the same variables otherwise."""
+    library_path: tuple[str, ...] = ()
+    profile_script: str | None = None
+    kubernetes: PodRequirements = field(default_factory=PodRequirements)
+    slurm: SlurmRequirements = field(default_factory=SlurmRequirements)
+    selected: tuple[str, ...] = ()
+    """What NCCL's log of every node must show, as regular expressions; all of them."""
+    rejected: tuple[str, ...] = ()
+    """What it must not show; none of them."""
+    devices: DeviceFiles | None = None
+    pairs: PairThresholds = field(default_factory=PairThresholds)
+    refused: Mapping[str, RefusedVariable] = field(default_factory=dict)
+    profile_sets: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def rdma(self) -> bool:
+        """Whether its cards need locked memory."""
+        return self.fabric is not None and fabric(self.fabric).rdma
+
+    def shell_prologue(self) -> tuple[str, ...]:
+        """Return the lines of bash that a node runs before the agent: libraries, the script, the variables."""
+        lines = []
+        if self.library_path:
+            paths = ":".join(self.library_path)
+            lines.append(f'export LD_LIBRARY_PATH={shlex.quote(paths)}"${{LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}}"')
+        if self.profile_script is not None:
+            lib_dir = self.environment.get("NCCL_LIB_DIR")
+            lines += [f"export NCCL_LIB_DIR={shlex.quote(lib_dir)}"] if lib_dir else []
+            # Scripts of vendors read variables that are not set.
+            script = f". {shlex.quote(self.profile_script)}"
+            lines.append(f"case $- in *u*) set +u; {script}; set -u ;; *) {script} ;; esac")
+        return (*lines, *(f"export {name}={shlex.quote(value)}" for name, value in self.environment.items()))
+
+
+def fill_placeholders(value: Any, fill: Mapping[str, str | int]) -> Any:
+    """Put values in the place of `{name}` wherever it stands; other braces are shell's or JSON's and are left alone."""
+    if isinstance(value, str):
+        whole = re.fullmatch(r"\{(\w+)\}", value)
+        if whole and whole[1] in fill:
+            return fill[whole[1]]
+        return re.sub(r"(?<!\$)\{(\w+)\}", lambda found: str(fill.get(found[1], found[0])), value)
+    if isinstance(value, Mapping):
+        return {key: fill_placeholders(inner, fill) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(fill_placeholders(inner, fill) for inner in value)
+    return value
+
 
 SINGLE_NODE, UNKNOWN = "single-node", "unknown"
 
@@ -32,8 +162,8 @@ def fabric_setup(cluster: Cluster, *, nodes: int) -> FabricSetup:
         note = "the nodes have no GPUs, and no `fabric` is named: gloo chooses a network, and nothing can be proven"
         return FabricSetup(UNKNOWN, None, "", notes=(note,))
     name, _, version = (written or (machine.fabric if machine else "")).partition("@")
-    found = _fabric(name, cluster)
-    file = setup_file(found.setup)
+    found = _find_fabric(name, cluster)
+    file = fabric_setup_file(found.setup)
     version = version or file.default
     if version not in file.versions:
         raise RecipeError(
@@ -54,7 +184,7 @@ def machine_of(cluster: Cluster) -> Machine | None:
         raise RecipeError(error.what, where=cluster.where("machine"), hint=error.hint) from None
 
 
-def _fabric(name: str, cluster: Cluster) -> Fabric:
+def _find_fabric(name: str, cluster: Cluster) -> Fabric:
     try:
         return fabric(name)
     except InputError as error:
@@ -64,9 +194,9 @@ def _fabric(name: str, cluster: Cluster) -> Fabric:
 
 
 def _assemble(
-    found: Fabric, file: SetupFile, version: str, cluster: Cluster, machine: Machine | None, nodes: int
+    found: Fabric, file: FabricSetupFile, version: str, cluster: Cluster, machine: Machine | None, nodes: int
 ) -> FabricSetup:
-    parts: list[SetupPart] = [file, file.versions[version]]
+    parts: list[FabricSetupPart] = [file, file.versions[version]]
     if cluster.sharp:
         if file.sharp is None:
             raise RecipeError(
@@ -93,20 +223,20 @@ def _assemble(
         environment=_environment(parts, sharp=cluster.sharp),
         library_path=tuple(path for part in parts for path in part.library_path),
         profile_script=next((part.profile_script for part in reversed(parts) if part.profile_script), None),
-        kubernetes=_pod(parts, cluster.on_kubernetes),
-        slurm=NodeNeeds(
+        kubernetes=_pod_requirements(parts, cluster.on_kubernetes),
+        slurm=SlurmRequirements(
             tuple(mount for part in parts for mount in part.slurm.mounts),
             tuple(line for part in parts for line in part.slurm.prologue),
         ),
         selected=selected,
         rejected=tuple(pattern for part in parts for pattern in part.rejected),
-        devices=DeviceFiles(file.devices.path, _count(file.devices.count, fill)) if file.devices else None,
+        devices=DeviceFiles(file.devices.path, _device_count(file.devices.count, fill)) if file.devices else None,
         pairs=file.pairs,
         refused=file.refused,
         profile_sets=file.profile_sets,
         notes=_notes(parts, cluster),
     )
-    complete = _filled_in(setup, fill, cluster, machine)
+    complete = _fill_setup(setup, fill, cluster, machine)
     bare = cluster.target == "slurm" and cluster.on_slurm.container == "none"
     return _without_container(complete) if bare else complete
 
@@ -129,14 +259,14 @@ def _without_container(setup: FabricSetup) -> FabricSetup:
     )
 
 
-def _environment(parts: list[SetupPart], *, sharp: bool) -> dict[str, str]:
+def _environment(parts: list[FabricSetupPart], *, sharp: bool) -> dict[str, str]:
     found: dict[str, str] = {}
     for part in parts:
         found |= part.environment | (part.sharp_environment if sharp else {})
     return found
 
 
-def _notes(parts: list[SetupPart], cluster: Cluster) -> tuple[str, ...]:
+def _notes(parts: list[FabricSetupPart], cluster: Cluster) -> tuple[str, ...]:
     """What a person should know of the fabric, and of it on this target."""
     found = [note for part in parts for note in part.notes]
     if cluster.target in ("slurm", "kubernetes"):
@@ -150,21 +280,21 @@ def _notes(parts: list[SetupPart], cluster: Cluster) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _pod(parts: list[SetupPart], written: Kubernetes) -> PodNeeds:
+def _pod_requirements(parts: list[FabricSetupPart], written: Kubernetes) -> PodRequirements:
     """What all parts ask of a pod; the cluster file may name other devices, and forbid the node's network."""
-    pods: list[PodPart] = [part.kubernetes for part in parts]
+    pods: list[FabricPodPart] = [part.kubernetes for part in parts]
     kept = [] if any(part.drop_annotations for part in parts) else pods
     privileged = {name for pod in pods for name in pod.privileged_init_containers}
     containers = [dict(container) for pod in pods for container in pod.init_containers]
     for container in containers:
         if container["name"] in privileged:
             container["securityContext"] = {**container.get("securityContext", {}), "privileged": True}
-    return PodNeeds(
+    return PodRequirements(
         annotations={name: value for pod in kept for name, value in pod.annotations.items()},
         init_containers=tuple(containers),
         volumes=tuple(volume for pod in pods for volume in pod.volumes),
         mounts=tuple(mount for pod in pods for mount in pod.mounts),
-        resources=_devices(pods) if written.resources is None else written.resources,
+        resources=_extended_resources(pods) if written.resources is None else written.resources,
         capabilities=tuple(dict.fromkeys(name for pod in pods for name in pod.capabilities)),
         privileged=any(pod.privileged for pod in pods),
         host_network=written.host_network is not False and any(pod.host_network for pod in pods),
@@ -175,19 +305,19 @@ def _pod(parts: list[SetupPart], written: Kubernetes) -> PodNeeds:
     )
 
 
-def _devices(pods: list[PodPart]) -> dict[str, str | int]:
+def _extended_resources(pods: list[FabricPodPart]) -> dict[str, str | int]:
     return {name: value for pod in pods for name, value in pod.resources.items()}
 
 
-def _filled_in(
+def _fill_setup(
     setup: FabricSetup, fill: Mapping[str, str | int], cluster: Cluster, machine: Machine | None
 ) -> FabricSetup:
     pod = setup.kubernetes
     complete = replace(
         setup,
-        environment=filled(setup.environment, fill),
-        selected=filled(setup.selected, fill),
-        kubernetes=replace(pod, **{key: filled(getattr(pod, key), fill) for key in _FILLED_KEYS}),
+        environment=fill_placeholders(setup.environment, fill),
+        selected=fill_placeholders(setup.selected, fill),
+        kubernetes=replace(pod, **{key: fill_placeholders(getattr(pod, key), fill) for key in _FILLED_KEYS}),
     )
     if "nics" not in fill and cluster.target == "kubernetes" and "{nics}" in repr(complete.kubernetes):
         subject = f"the machine {machine.name} does not say" if machine else "no `machine` says"
@@ -203,7 +333,56 @@ def _filled_in(
 _FILLED_KEYS = ("annotations", "init_containers", "resources", "objects")
 
 
-def _count(written: int | str, fill: Mapping[str, str | int]) -> int:
+def _device_count(written: int | str, fill: Mapping[str, str | int]) -> int:
     """How many devices a node must show; 1 where the machine does not say."""
-    value = filled(written, fill)
+    value = fill_placeholders(written, fill)
     return value if isinstance(value, int) else 1
+
+
+def lint_environment(
+    setup: FabricSetup, environment: Mapping[str, str], where: Callable[[str], str] | None = None
+) -> list[str]:
+    """Return what is odd in an environment; raise `InputError` for what never belongs there.
+
+    `where` tells the place of a key of the cluster file (`cluster.where`); without it a variable is its own place.
+    """
+    found = misplaced_variables(setup, environment)
+    refused = [(name, rule) for name, rule in found if rule.severity == "refuse"]
+    if refused:
+        place = where or (lambda key: key.removeprefix("environment."))
+        name, rule = refused[0]
+        others = list(dict.fromkeys(f"{other}: {why.because}" for other, why in refused[1:] if other != name))
+        hint = rule.instead or "leave it out"
+        raise InputError(
+            f"{name} does not belong here: {rule.because}",
+            where=place(f"environment.{name}"),
+            hint="\n".join([hint, *(f"nor does {other}" for other in others)]),
+        )
+    return [f"{name} is not needed: {rule.because}" for name, rule in found]
+
+
+def misplaced_variables(setup: FabricSetup, environment: Mapping[str, str]) -> list[tuple[str, RefusedVariable]]:
+    """Return every variable that does not belong, with the rule that says so."""
+    return [
+        (name, rule)
+        for name, value in environment.items()
+        for rule in _rules_about(setup, name)
+        if rule.value is None or re.match(rule.value, value)
+    ]
+
+
+def _rules_about(setup: FabricSetup, name: str) -> Iterator[RefusedVariable]:
+    """Every rule about a variable, the fabric's own first."""
+    tables = refused_variables()
+    own = [rule for pattern, rule in setup.refused.items() if fnmatchcase(name, pattern)]
+    yield from own
+    if any(fnmatchcase(name, pattern) for pattern in setup.profile_sets):
+        yield RefusedVariable(because=f"{setup.profile_script} sets it, as the plugin's version needs it")
+    yield from (rule for pattern, rule in tables.everywhere.items() if fnmatchcase(name, pattern))
+    if own or setup.name in (SINGLE_NODE, UNKNOWN):
+        return
+    for pattern, owners in tables.families.items():
+        if fnmatchcase(name, pattern) and setup.name not in owners:
+            yield RefusedVariable(
+                because=f"it is a variable of {' and '.join(owners)}, and this fabric is {setup.fabric}"
+            )

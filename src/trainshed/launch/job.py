@@ -1,7 +1,8 @@
 """A job: one recipe on one cluster as stages, decided in full before anything is rendered.
 
-A target renders a job into a `Request` (`target.py`) and decides nothing itself. The files of a job travel inside the
-request (a heredoc, a ConfigMap) and lie in one folder on every node; `job.json` is the job as the node agent reads it.
+A target renders a job into a `SubmitRequest` (`target.py`) and decides nothing itself. The files of a job travel
+inside the request (a heredoc, a ConfigMap) and lie in one folder on every node. `job.json` is the job as the node
+agent reads it, `setup.sh` the cluster file's `setup`: lines of a site that every node runs before anything of ours.
 """
 
 from __future__ import annotations
@@ -9,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import orjson
 
+import trainshed
 from trainshed.errors import TrainshedError
 from trainshed.recipe import Cluster
 
@@ -29,7 +32,7 @@ SERVICE_PORT = 80
 
 
 @dataclass(frozen=True)
-class Serving:
+class ServingSpec:
     """What a stage that serves runs, and how it is asked whether it does. Such a stage never ends by itself."""
 
     words: tuple[str, ...] = ()
@@ -74,7 +77,7 @@ class Stage:
     """Start no ranks: `trainshed doctor`."""
     cpus: int | None = None
     memory: str | None = None
-    serving: Serving | None = None
+    serving: ServingSpec | None = None
     """None: a stage that ends."""
 
     @property
@@ -84,7 +87,7 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Code:
+class CodeArchive:
     """Our own code as it travels: a `.tar.xz` of the package, named by its content.
 
     A node unpacks it with `python3 -m tarfile -e FILE DIR` (its Python needs no package for that) and puts DIR on
@@ -110,7 +113,7 @@ class Job:
     stages: tuple[Stage, ...]
     files: Mapping[str, str]
     """Text files by their name in the job's folder: recipe.yaml, cluster.yaml, plan.json, job.json, scripts."""
-    code: Code | None
+    code: CodeArchive | None
     """None: the image or environment has this version installed."""
     steps: int | None = None
     """None: only known once the data is prepared."""
@@ -135,7 +138,7 @@ class JobFile:
     version: str
     """Of Trainshed; another one on a node is an error before any work starts."""
     wanted: tuple[str, ...] = ()
-    """What the stages before training leave for a foreign engine (`engines/foreign.py`)."""
+    """What the stages before training leave for a foreign engine (`engines/launch.py`)."""
     min_nodes: int | None = None
     """With fewer nodes the run waits; None: all or nothing."""
     schema: str = JOB_SCHEMA
@@ -163,18 +166,63 @@ class JobFile:
                 hint="submit it again with the version that its nodes have",
             )
         known = {each.name for each in fields(cls)}
-        stages = tuple(_stage(stage) for stage in body["stages"])
+        stages = tuple(_read_stage(stage) for stage in body["stages"])
         found = {key: value for key, value in body.items() if key in known}
         return cls(**found | {"stages": stages, "wanted": tuple(found.get("wanted", ()))})
 
 
-def _stage(body: dict[str, Any]) -> Stage:
+def _read_stage(body: dict[str, Any]) -> Stage:
     serving = body.get("serving")
     if serving is not None:
-        serving = Serving(**serving | {"words": tuple(serving["words"])})
+        serving = ServingSpec(**serving | {"words": tuple(serving["words"])})
     return Stage(**body | {"serving": serving})
 
 
 def job_folder(run: str) -> str:
     """Return where the files of a run's job lie on targets that keep them in the store."""
     return f"{run}/job"
+
+
+def version_problem(job: JobFile) -> str | None:
+    """Say why this node's Trainshed must not do the job's work."""
+    if job.version == trainshed.__version__:
+        return None
+    return f"this node has Trainshed {trainshed.__version__}, and the job was written by {job.version}"
+
+
+SETUP_FILE = "setup.sh"
+"""Its name among the files of a job."""
+_MODULE_COMMANDS = ("module", "ml")
+
+
+def setup_script(cluster: Cluster) -> str | None:
+    """Return what a node sources first, None where the cluster file asks for nothing."""
+    if not cluster.setup:
+        return None
+    lines = [
+        f"# `setup` of {cluster.name}: what its nodes run before a stage; to be sourced.",
+        "trainshed_flags=$-",
+        "set +eu",
+        # Also where a line says `exit`: a stage must not look done that has not begun.
+        "trap 'echo \"trainshed: setup ended the shell at line $trainshed_line\" >&2; trap - EXIT; exit 1' EXIT",
+    ]
+    if any(line.split()[0] in _MODULE_COMMANDS for line in cluster.setup):
+        # `module` is a function of login shells, and jobs do not get the functions of whoever submits them.
+        lines.append("type module >/dev/null 2>&1 || . /etc/profile")
+    for number, line in enumerate(cluster.setup, start=1):
+        lines += [
+            f"trainshed_line={quote(f'{number}: {line}')}",
+            f"eval {quote(line)} || {{",
+            '  echo "trainshed: setup failed with exit code $? at line $trainshed_line" >&2',
+            "  trap - EXIT",
+            "  exit 1",
+            "}",
+        ]
+    lines += ["trap - EXIT", *_restore_strict_mode(), "unset trainshed_flags trainshed_line"]
+    # Pods and Ray set variables before a process starts; those of the cluster file hold whatever a line has set.
+    lines += [f"export {name}={quote(value)}" for name, value in cluster.environment.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _restore_strict_mode() -> list[str]:
+    return [f"case $trainshed_flags in *{flag}*) set -{flag} ;; *) set +{flag} ;; esac" for flag in "eu"]

@@ -21,6 +21,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 
 from trainshed.errors import InputError
 
@@ -33,7 +34,7 @@ STOPPED_SECONDS = 10.0
 _LOG_TAIL_BYTES = 4096
 _KILL_SECONDS = 30.0  # a process that waits for a dead mount does not even die
 # 1 is PR_SET_PDEATHSIG in linux/prctl.h. The parent may have died before it was asked for.
-_DIE_WITH_PARENT = """
+_PARENT_DEATH_WRAPPER = """
 import ctypes, os, sys
 ctypes.CDLL(None).prctl(1, 9)
 os.getppid() == int(sys.argv[1]) or os._exit(1)
@@ -112,16 +113,16 @@ def run_ranks(
         if world_size not in (None, ranks):
             raise ValueError("ranks on several nodes need to be told their master")
         master = ("127.0.0.1", free_port())
-    group = Ranks(grace_seconds=grace_seconds, failure_grace_seconds=failure_grace_seconds, on_asked=on_asked)
-    stops = StoppedRanks(group, stopped_seconds, on_stopped)
+    group = RankProcesses(grace_seconds=grace_seconds, failure_grace_seconds=failure_grace_seconds, on_asked=on_asked)
+    stops = StoppedRankWatcher(group, stopped_seconds, on_stopped)
     with ExitStack() as stack:
-        stack.enter_context(forwarding(group))
+        stack.enter_context(forward_stop_signals(group))
         stack.callback(group.close)
         for local in range(ranks):
             place = rank_environment(
                 first_rank + local, local, ranks=ranks, world_size=world_size or ranks, master=master
             )
-            group.start(command, first_rank + local, logs, _shared(environment, ranks) | place)
+            group.start(command, first_rank + local, logs, _shared_environment(environment, ranks) | place)
         while group.wait(poll_seconds):
             stops.look()
             if on_poll is not None:
@@ -134,7 +135,7 @@ def run_ranks(
     return group.result()
 
 
-class Ranks:
+class RankProcesses:
     """The processes of one node's ranks: start them, `wait` until it says no, then ask for the `result`."""
 
     def __init__(
@@ -166,7 +167,7 @@ class Ranks:
         self._logs[rank] = logs / (log or f"rank-{rank:05d}.log")
         with self._logs[rank].open("ab") as printed:
             process = subprocess.Popen(
-                _dying_with_us(command),
+                _with_parent_death_signal(command),
                 stdin=subprocess.DEVNULL,
                 stdout=printed,
                 stderr=subprocess.STDOUT,
@@ -185,7 +186,7 @@ class Ranks:
     @property
     def failing(self) -> bool:
         """Whether a rank has ended that nobody had asked to."""
-        return any(code != 0 and _exit_code(code) not in _REQUESTED for _, code in self._ended)
+        return any(code != 0 and _shell_exit_code(code) not in _STOP_EXIT_CODES for _, code in self._ended)
 
     def stopped(self) -> dict[int, int]:
         """The ranks that somebody has stopped, with their processes; none where the machine has no /proc."""
@@ -229,18 +230,18 @@ class Ranks:
         """How it ended, once nobody is left."""
         if self._given_up:
             return RanksResult(128 + signal.SIGINT, [], given_up=True)
-        codes = [_exit_code(code) for _, code in self._ended if code != 0]
-        if not self._killed and set(codes) <= _REQUESTED:
+        codes = [_shell_exit_code(code) for _, code in self._ended if code != 0]
+        if not self._killed and set(codes) <= _STOP_EXIT_CODES:
             told = 128 + (self._told or 0)
             return RanksResult(0 if not codes else told if told in codes else codes[0], [])
         failed = [self._failure(rank, code) for rank, code in self._ended if code != 0]
         # Ranks that reported a stop as they should are no failures beside one that did not.
-        failed = [each for each in failed if each.exit_code not in _REQUESTED] or failed
-        return RanksResult(_exit_code(next(code for rank, code in self._ended if rank == failed[0].rank)), failed)
+        failed = [each for each in failed if each.exit_code not in _STOP_EXIT_CODES] or failed
+        return RanksResult(_shell_exit_code(next(code for rank, code in self._ended if rank == failed[0].rank)), failed)
 
     def _failure(self, rank: int, code: int) -> RankFailure:
         name = signal.Signals(-code).name if code < 0 else None
-        tail, killed = _tail(self._logs[rank]), rank in self._killed
+        tail, killed = _read_tail(self._logs[rank]), rank in self._killed
         return RankFailure(rank, code if code >= 0 else None, name, tail, killed, killed and rank in self._stopped)
 
     def _collect(self) -> None:
@@ -259,7 +260,7 @@ class Ranks:
         ended.sort(key=lambda each: (each[1] >= 0, each[0]))
         self._ended += ended
         for _, code in ended:
-            if code in _REQUESTED or (code < 0 and -code == self._told):
+            if code in _STOP_EXIT_CODES or (code < 0 and -code == self._told):
                 self._end_within(self._grace_seconds)
             elif code != 0:
                 self._end_within(self._failure_grace_seconds)
@@ -285,10 +286,10 @@ class Ranks:
         self._deadline = min(self._deadline, time.monotonic() + seconds)
 
 
-class StoppedRanks:
+class StoppedRankWatcher:
     """Looks now and then for ranks that somebody has stopped, and says so of each once."""
 
-    def __init__(self, group: Ranks, seconds: float, on_stopped: Callable[[int, int], None] | None) -> None:
+    def __init__(self, group: RankProcesses, seconds: float, on_stopped: Callable[[int, int], None] | None) -> None:
         self._group, self._seconds, self._on_stopped = group, seconds, on_stopped
         self._since: dict[int, float] = {}
         self._named: set[int] = set()
@@ -309,7 +310,7 @@ class StoppedRanks:
                 self._on_stopped(rank, process)
 
 
-def stopped_text(rank: int, process: int) -> str:
+def stopped_rank_text(rank: int, process: int) -> str:
     """What is said of a rank that somebody has stopped."""
     return f"rank {rank} is stopped (SIGSTOP), and training waits for it: `kill -CONT {process}` lets it go on"
 
@@ -328,7 +329,7 @@ def rank_environment(
     }
 
 
-def _shared(added: Mapping[str, str] | None, ranks: int) -> dict[str, str]:
+def _shared_environment(added: Mapping[str, str] | None, ranks: int) -> dict[str, str]:
     environment = {**os.environ, **(added or {})}
     # Left to itself every rank would start a thread for each core of the node.
     environment.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
@@ -343,11 +344,11 @@ def free_port() -> int:
         return found.getsockname()[1]
 
 
-_REQUESTED = frozenset(128 + number for number in STOP_SIGNALS)
+_STOP_EXIT_CODES = frozenset(128 + number for number in STOP_SIGNALS)
 
 
 @contextmanager
-def forwarding(group: Ranks) -> Generator[None]:
+def forward_stop_signals(group: RankProcesses) -> Generator[None]:
     """Have the signals that ask us to stop passed on; only a main thread may, others have no say in signals."""
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -360,14 +361,14 @@ def forwarding(group: Ranks) -> Generator[None]:
             signal.signal(each, handler)
 
 
-def _dying_with_us(command: Sequence[str]) -> list[str]:
+def _with_parent_death_signal(command: Sequence[str]) -> list[str]:
     """The command behind a few lines that ask the kernel to kill it when we die, and then become it.
 
     Not done between fork and exec: Python code there may hang in a parent that has threads.
     """
     if sys.platform != "linux":
         return list(command)
-    return [sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid()), *command]
+    return [sys.executable, "-I", "-S", "-c", _PARENT_DEATH_WRAPPER, str(os.getpid()), *command]
 
 
 def _is_stopped(process: int) -> bool:
@@ -383,12 +384,38 @@ def _kill_group(process: int) -> None:
         os.killpg(process, signal.SIGKILL)
 
 
-def _exit_code(code: int) -> int:
+def _shell_exit_code(code: int) -> int:
     """A return code as a shell would tell it."""
     return 128 - code if code < 0 else code
 
 
-def _tail(log: Path) -> str:
+def _read_tail(log: Path) -> str:
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - _LOG_TAIL_BYTES))
         return file.read().decode(errors="replace")
+
+
+class StopSignalListener:
+    """Remembers the first signal that asked this process to stop; while ranks run, they are told instead."""
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+        self._before: dict[int, object] = {}
+
+    def __enter__(self) -> StopSignalListener:
+        self._before = {each: signal.signal(each, self._ask) for each in STOP_SIGNALS}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for each, handler in self._before.items():
+            signal.signal(each, handler)  # type: ignore[arg-type]
+
+    @property
+    def exit_code(self) -> int | None:
+        """128 + the signal; None while nobody has asked."""
+        return None if self.signal is None else 128 + self.signal
+
+    def _ask(self, number: int, _: object) -> None:
+        self.signal = self.signal or number

@@ -15,11 +15,11 @@ from typing import Any
 import orjson
 
 from trainshed.errors import InputError, NoSuchName
-from trainshed.launch.target import Submitted
+from trainshed.launch.target import SubmittedJob
 from trainshed.recipe import Cluster, load_cluster
 from trainshed.storage import LocalStore
 
-SCHEMA = "trainshed.submitted/1"
+SUBMISSION_SCHEMA = "trainshed.submitted/1"
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Submission:
     name: str
     id: str
     steps: int | None
-    submitted: Submitted
+    submitted: SubmittedJob
     cluster: Cluster
     at: float = 0.0
     """When, in seconds since 1970."""
@@ -51,18 +51,18 @@ def state_folder() -> Path:
     return Path(root) / "trainshed" / "runs"
 
 
-def remember(name: str, id: str, steps: int | None, submitted: Submitted, cluster_text: str) -> None:
+def record_submission(name: str, id: str, steps: int | None, submitted: SubmittedJob, cluster_text: str) -> None:
     """Keep what a scheduler took; a run that is submitted again replaces its record."""
     store = LocalStore(state_folder() / submitted.job)
     store.put("cluster.yaml", cluster_text.encode())
-    body = {"schema": SCHEMA, "name": name, "id": id, "steps": steps, "submitted": asdict(submitted)}
+    body = {"schema": SUBMISSION_SCHEMA, "name": name, "id": id, "steps": steps, "submitted": asdict(submitted)}
     store.put("submitted.json", orjson.dumps(body, option=orjson.OPT_INDENT_2) + b"\n")
 
 
 def submissions() -> list[Submission]:
     """Return everything that was submitted from here, newest first."""
     files = [file for file in state_folder().glob("*/submitted.json") if (file.parent / "cluster.yaml").is_file()]
-    return [_read(file) for file in sorted(files, key=lambda file: file.stat().st_mtime, reverse=True)]
+    return [_read_submission(file) for file in sorted(files, key=lambda file: file.stat().st_mtime, reverse=True)]
 
 
 def find_submission(text: str) -> Submission:
@@ -78,7 +78,7 @@ def find_submission(text: str) -> Submission:
     )
 
 
-def forget(found: Submission) -> None:
+def forget_submission(found: Submission) -> None:
     """Drop the record of a run; its folder in the store stays."""
     folder = state_folder() / found.submitted.job
     for name in ("submitted.json", "cluster.yaml"):
@@ -87,15 +87,17 @@ def forget(found: Submission) -> None:
         folder.rmdir()
 
 
-def _read(file: Path) -> Submission:
+def _read_submission(file: Path) -> Submission:
     body: dict[str, Any] = orjson.loads(file.read_bytes())
-    if body.get("schema") != SCHEMA:
-        raise InputError(f"this record is {body.get('schema')}, and this version reads {SCHEMA}", where=str(file))
+    if body.get("schema") != SUBMISSION_SCHEMA:
+        raise InputError(
+            f"this record is {body.get('schema')}, and this version reads {SUBMISSION_SCHEMA}", where=str(file)
+        )
     return Submission(
         name=body["name"],
         id=body["id"],
         steps=body["steps"],
-        submitted=Submitted(**body["submitted"]),
+        submitted=SubmittedJob(**body["submitted"]),
         cluster=load_cluster(file.parent / "cluster.yaml", checked=False),
         at=file.stat().st_mtime,
     )

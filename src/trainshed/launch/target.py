@@ -1,23 +1,27 @@
-"""What every target can do: render a job into a request, submit exactly that request, and answer for it afterwards.
+"""What every target can do: render a job into a request, submit exactly that request, and report on it afterwards.
 
-Nothing is decided in `submit`: `submit --dry-run` prints `Request.text()`, and that is what is sent. Only the ids that
-a scheduler gives to earlier stages are filled in, where the text shows `<id of prepare>`.
+Nothing is decided in `submit`: `submit --dry-run` prints `SubmitRequest.text()`, and that is what is sent. Only the
+ids that a scheduler gives to earlier stages are filled in, where the text shows `<id of prepare>`. `target_of` returns
+the target of a cluster; `tunnel_command` and `shell_command` are the user's own ssh, srun or kubectl.
 """
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from trainshed.launch.job import Job
+from trainshed.errors import InputError
+from trainshed.launch.job import DEFAULT_PORT, SERVICE_PORT, Job
+from trainshed.recipe import Cluster
 
-State = Literal["waiting", "running", "serving", "done", "failed", "cancelled", "unknown"]
+StageStateName = Literal["waiting", "running", "serving", "done", "failed", "cancelled", "unknown"]
 """serving: a server answers; it goes on until somebody ends it."""
 
 
 @dataclass(frozen=True)
-class Part:
+class RequestPart:
     """One thing that is sent to the scheduler: a script, a manifest."""
 
     name: str
@@ -27,12 +31,12 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Request:
+class SubmitRequest:
     """Everything that is sent for a job, byte for byte, in order."""
 
     target: str
     job: str
-    parts: tuple[Part, ...]
+    parts: tuple[RequestPart, ...]
     uploads: Mapping[str, bytes] = field(default_factory=dict)
     """Files that must lie in the store before, by their path there (our packed code)."""
     notes: tuple[str, ...] = ()
@@ -43,7 +47,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Submitted:
+class SubmittedJob:
     """What a scheduler took; kept on the submitting machine so that a run is found again."""
 
     job: str
@@ -64,7 +68,7 @@ class StageState:
     """How a stage stands, with one sentence that says why."""
 
     stage: str
-    state: State
+    state: StageStateName
     reason: str
     """Why it waits or failed, in a sentence; empty where there is nothing to say."""
     id: str = ""
@@ -76,7 +80,7 @@ class StageState:
 class Target(Protocol):
     """A scheduler."""
 
-    def render(self, job: Job) -> Request:
+    def render(self, job: Job) -> SubmitRequest:
         """Turn a job into what is sent; pure: no clock, no randomness, no network."""
         ...
 
@@ -84,17 +88,17 @@ class Target(Protocol):
         """Ask the scheduler whether it could take the job; sentences that say why not (too many nodes, no queue)."""
         ...
 
-    def submit(self, request: Request, job: Job) -> Submitted:
+    def submit(self, request: SubmitRequest, job: Job) -> SubmittedJob:
         """Send exactly the request."""
         ...
 
-    def status(self, submitted: Submitted) -> tuple[StageState, ...]:
+    def status(self, submitted: SubmittedJob) -> tuple[StageState, ...]:
         """Say how each stage stands and why."""
         ...
 
     def logs(
         self,
-        submitted: Submitted,
+        submitted: SubmittedJob,
         stage: str,
         *,
         rank: int | None = None,
@@ -104,6 +108,99 @@ class Target(Protocol):
         """Yield the lines of a stage's log as the scheduler has them; the run's folder is asked first."""
         ...
 
-    def cancel(self, submitted: Submitted) -> tuple[str, ...]:
+    def cancel(self, submitted: SubmittedJob) -> tuple[str, ...]:
         """End every stage that has not ended; storage is never touched. Says what was ended."""
         ...
+
+
+def target_of(cluster: Cluster) -> Target:
+    """Return what schedules the work of a cluster."""
+    if cluster.target == "slurm":
+        from trainshed.launch.slurm.target import SlurmTarget
+
+        return SlurmTarget(cluster)
+    if cluster.target == "kubernetes":
+        from trainshed.launch.kubernetes.target import KubernetesTarget
+
+        return KubernetesTarget(cluster)
+    if cluster.target == "ray":
+        from trainshed.launch.ray.target import RayTarget
+
+        return RayTarget(cluster)
+    raise InputError(
+        "there is no scheduler on this machine to submit to",
+        where=cluster.where("target"),
+        hint="`trainshed run RECIPE` runs here; --on CLUSTER names another place",
+    )
+
+
+@dataclass(frozen=True)
+class RemoteCommand:
+    """A command, and what a person finds at its end."""
+
+    command: tuple[str, ...]
+    words: str
+
+    def text(self) -> str:
+        """The command as a shell takes it."""
+        return shlex.join(self.command)
+
+
+def tunnel_command(
+    cluster: Cluster, submitted: SubmittedJob, state: StageState, port: int | None = None
+) -> RemoteCommand:
+    """Return the command that brings the server of a run to a port of this machine."""
+    here = port or DEFAULT_PORT
+    there = submitted.serve_port or DEFAULT_PORT
+    words = f"serve at http://localhost:{here}"
+    if cluster.target == "ray":
+        raise InputError("Ray has no server of ours to reach", where=cluster.where("target"))
+    node = node_of(state, 0)
+    if cluster.target == "kubernetes":
+        # To the Service: whichever replica is ready answers.
+        name = state.id.partition("/")[2]
+        return RemoteCommand(
+            (*_kubectl_command(cluster), "port-forward", f"service/{name}", f"{here}:{SERVICE_PORT}"), words
+        )
+    login = cluster.on_slurm.login
+    if login is not None:
+        return RemoteCommand(("ssh", "-N", "-L", f"{here}:{node}:{there}", "--", login), words)
+    return RemoteCommand(("ssh", "-N", "-L", f"{here}:localhost:{there}", "--", node), words)
+
+
+def shell_command(
+    cluster: Cluster, submitted: SubmittedJob, state: StageState, rank: int, command: tuple[str, ...] = ("bash",)
+) -> RemoteCommand:
+    """Return the command that runs something on the node of a rank, inside its job."""
+    serves = state.stage == "serve"
+    node = node_of(state, rank if serves else rank // submitted.ranks_per_node)
+    words = f"on {node}, beside {'its server' if serves else f'rank {rank}'}"
+    if cluster.target == "kubernetes":
+        return RemoteCommand((*_kubectl_command(cluster), "exec", "-it", node, "--", *command), words)
+    if cluster.target == "ray":
+        raise InputError(
+            "Ray has no way into the place of an actor",
+            where=cluster.where("target"),
+            hint="open a shell on its node by ssh or kubectl",
+        )
+    inside = ("srun", f"--jobid={state.id}", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={node}", "--pty")
+    login = cluster.on_slurm.login
+    if login is not None:
+        return RemoteCommand(("ssh", "-t", "--", login, shlex.join((*inside, *command))), words)
+    return RemoteCommand((*inside, *command), words)
+
+
+def node_of(state: StageState, index: int) -> str:
+    """Return the node (on Kubernetes the pod) at a place of a running stage."""
+    if state.state not in ("running", "serving") or not state.nodes:
+        raise InputError(f"{state.stage} is not running: {state.reason or state.state}", hint="`trainshed status RUN`")
+    if index >= len(state.nodes):
+        raise InputError(
+            f"{state.stage} runs on {len(state.nodes)} nodes", where="--rank", hint="write the number of a rank it has"
+        )
+    return state.nodes[index]
+
+
+def _kubectl_command(cluster: Cluster) -> tuple[str, ...]:
+    context = cluster.on_kubernetes.context
+    return ("kubectl", *(("--context", context) if context else ()), "--namespace", cluster.on_kubernetes.namespace)

@@ -1,26 +1,27 @@
-"""Causal attention over the whole sequence: heads cut over tp, queries cut over cp.
+"""Causal attention over the whole sequence with rotary positions: heads cut over tp, queries cut over cp.
 
 Shapes: S tokens of this context-parallel rank, L whole sequence, B sequences, G key/value groups of this
 tensor-parallel rank, r query heads per group, D head_dim, H hidden.
 
-Context parallel gathers keys and values of all ranks (their gradients are reduce-scattered back) and computes this
-rank's queries. A rank holds two parts of the sequence, one early and one late, so that causal work is even.
+Context parallel all_gathers keys and values of all ranks (their gradients are reduce_scattered back) and computes
+this rank's queries. A rank holds two parts of the sequence, one early and one late, so that causal work is even.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from trainshed.models.collectives import Axes, gather
-from trainshed.models.layers import Matrix, Norm, PartialMatrix
-from trainshed.models.positions import local_positions, rotate
+from trainshed.models.collectives import ParallelAxes, all_gather
+from trainshed.models.layers import Linear, Norm, RowParallelLinear
 from trainshed.recipe import ModelConfig
 
 # cuDNN's kernel is about twice as fast as the flash one on Hopper; the rest are there for shapes it does not take.
-BACKENDS = [
+SDPA_BACKENDS = [
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.FLASH_ATTENTION,
     SDPBackend.EFFICIENT_ATTENTION,
@@ -31,19 +32,19 @@ BACKENDS = [
 class Attention(nn.Module):
     """Self-attention with grouped queries."""
 
-    def __init__(self, config: ModelConfig, axes: Axes) -> None:
+    def __init__(self, config: ModelConfig, axes: ParallelAxes) -> None:
         super().__init__()
         self.config, self.axes = config, axes
         self.groups = config.kv_heads // axes.tp.size
         self.ratio = config.heads // config.kv_heads
         rows = self.groups * (self.ratio + 2) * config.head_dim
         self.norm = Norm(config.hidden, config)
-        self.qkv = Matrix(config.hidden, rows, bias=config.qkv_bias)
+        self.qkv = Linear(config.hidden, rows, bias=config.qkv_bias)
         if config.qk_norm:
             self.query_norm = Norm(config.head_dim, config, kind="rms")
             self.key_norm = Norm(config.head_dim, config, kind="rms")
         heads = self.groups * self.ratio * config.head_dim
-        self.out = PartialMatrix(heads, config.hidden, axes.tp, bias=config.output_bias)
+        self.out = RowParallelLinear(heads, config.hidden, axes.tp, bias=config.output_bias)
 
     def forward(self, x: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor] | None) -> torch.Tensor:
         """Attend from this rank's tokens [s, B, H]; `rotary` are cosines and sines [S, 1, 1, D]."""
@@ -55,7 +56,7 @@ class Attention(nn.Module):
         self, x: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor] | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Make queries [S, B, G · r, D], keys and values [S, B, G, D] of this rank's tokens, turned by position."""
-        projected = self.qkv(gather(self.norm(x), self.axes.tp))
+        projected = self.qkv(all_gather(self.norm(x), self.axes.tp))
         length, batch = projected.shape[:2]
         heads = projected.view(length, batch, self.groups, self.ratio + 2, self.config.head_dim)
         query, key, value = heads.split([self.ratio, 1, 1], dim=3)
@@ -63,26 +64,26 @@ class Attention(nn.Module):
         if self.config.qk_norm:
             query, key = self.query_norm(query), self.key_norm(key)
         if rotary is not None:
-            query = rotate(query, *rotary).to(x.dtype)
-            key = rotate(key, *rotary).to(x.dtype)
+            query = apply_rotary(query, *rotary).to(x.dtype)
+            key = apply_rotary(key, *rotary).to(x.dtype)
         return query, key, value
 
     def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """[S, B, heads, D] each to [S, B, heads, D]."""
         cp, window = self.axes.cp, self.config.sliding_window
         if cp.size == 1:
-            return attend(query, key, value, window)
-        both = in_order(gather(torch.cat([key, value], dim=2), cp), cp.size)
+            return causal_attention(query, key, value, window)
+        both = restore_sequence_order(all_gather(torch.cat([key, value], dim=2), cp), cp.size)
         key, value = both.split(self.groups, dim=2)
         part = query.shape[0] // 2
         halves = []
         for number, queries in zip((cp.rank, 2 * cp.size - 1 - cp.rank), query.split(part), strict=True):
             end = (number + 1) * part
-            halves.append(attend(queries, key[:end], value[:end], window))
+            halves.append(causal_attention(queries, key[:end], value[:end], window))
         return torch.cat(halves)
 
 
-def in_order(gathered: torch.Tensor, cp_size: int) -> torch.Tensor:
+def restore_sequence_order(gathered: torch.Tensor, cp_size: int) -> torch.Tensor:
     """Put what was gathered over cp (each rank's early and late part) into the order of the sequence, on dim 0."""
     length = gathered.shape[0]
     parts = gathered.split(length // (2 * cp_size))
@@ -90,12 +91,12 @@ def in_order(gathered: torch.Tensor, cp_size: int) -> torch.Tensor:
     return torch.cat([*early, *reversed(late)])
 
 
-def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int | None) -> torch.Tensor:
+def causal_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int | None) -> torch.Tensor:
     """Attend causally: [S, B, heads, D] throughout; the last query stands at the last key."""
     queries, keys = query.shape[0], key.shape[0]
     windowed = window is not None and window < keys
-    if (windowed or keys > queries) and _takes_flash(query):
-        return _attend_without_mask(query, key, value, window if windowed else None)
+    if (windowed or keys > queries) and _flash_supports(query):
+        return _flash_attention(query, key, value, window if windowed else None)
     query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
     mask = None
     if keys != queries or windowed:
@@ -105,7 +106,7 @@ def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: 
         if window is not None:
             mask = mask & (other > at - window)
     if query.is_cuda:
-        with sdpa_kernel(BACKENDS, set_priority=True):
+        with sdpa_kernel(SDPA_BACKENDS, set_priority=True):
             out = F.scaled_dot_product_attention(query, key, value, mask, is_causal=mask is None, enable_gqa=True)
     else:
         ratio = query.shape[1] // key.shape[1]
@@ -115,13 +116,11 @@ def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: 
     return out.permute(2, 0, 1, 3)
 
 
-def _takes_flash(query: torch.Tensor) -> bool:
+def _flash_supports(query: torch.Tensor) -> bool:
     return query.is_cuda and query.dtype == torch.bfloat16 and query.shape[-1] % 8 == 0 and query.shape[-1] <= 256
 
 
-def _attend_without_mask(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int | None
-) -> torch.Tensor:
+def _flash_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int | None) -> torch.Tensor:
     """`attend` for what `scaled_dot_product_attention` would need a mask of S · L for: fewer queries, or a window.
 
     Flash attention puts the last query at the last key by itself, and skips what lies before a window: with 4,096 of
@@ -135,8 +134,52 @@ def _attend_without_mask(
     return out.transpose(0, 1)
 
 
-def cut_for_context(tokens: torch.Tensor, cp_size: int, cp_rank: int) -> torch.Tensor:
+def context_parallel_shard(tokens: torch.Tensor, cp_size: int, cp_rank: int) -> torch.Tensor:
     """Keep the columns of [B, L] that a context-parallel rank holds: [B, S]."""
     if cp_size == 1:
         return tokens
-    return tokens[:, local_positions(tokens.shape[1], cp_size, cp_rank).to(tokens.device)]
+    return tokens[:, context_parallel_positions(tokens.shape[1], cp_size, cp_rank).to(tokens.device)]
+
+
+def context_parallel_positions(length: int, cp_size: int, cp_rank: int) -> torch.Tensor:
+    """Return the positions a rank holds: parts r and 2·cp-1-r of the sequence, so causal work is even: int64 [S]."""
+    if cp_size == 1:
+        return torch.arange(length)
+    part = length // (2 * cp_size)
+    halves = (cp_rank, 2 * cp_size - 1 - cp_rank)
+    return torch.cat([torch.arange(half * part, (half + 1) * part) for half in halves])
+
+
+def inverse_frequencies(config: ModelConfig) -> torch.Tensor:
+    """Return the rotary frequencies, stretched as the model says: float32 [D / 2], as Hugging Face computes them."""
+    assert config.rope is not None, "the schema asks for it wherever positions are rotary"
+    exponent = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
+    frequencies = 1.0 / (config.rope.base**exponent)
+    scaling = config.rope.scaling
+    if scaling is None:
+        return frequencies
+    if scaling.kind == "linear":
+        return frequencies / scaling.factor
+    low, high, original = scaling.low_frequency_factor, scaling.high_frequency_factor, scaling.original_positions
+    assert low is not None, "the schema asks for all three"
+    assert high is not None, "the schema asks for all three"
+    assert original is not None, "the schema asks for all three"
+    wavelength = 2 * math.pi / frequencies
+    smooth = (original / wavelength - low) / (high - low)
+    blended = (1 - smooth) * frequencies / scaling.factor + smooth * frequencies
+    result = torch.where(wavelength > original / low, frequencies / scaling.factor, frequencies)
+    between = (wavelength <= original / low) & (wavelength >= original / high)
+    return torch.where(between, blended, result)
+
+
+def rotary_table(config: ModelConfig, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return cosines and sines for these positions: float32 [S, D] each."""
+    angles = torch.outer(positions.float(), inverse_frequencies(config))
+    angles = torch.cat([angles, angles], dim=-1)
+    return angles.cos(), angles.sin()
+
+
+def apply_rotary(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
+    """Turn heads [S, B, heads, D] by their positions; cosine and sine are [S, 1, 1, D]."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cosine + torch.cat([-second, first], dim=-1) * sine

@@ -1,7 +1,8 @@
-"""What layers say to other ranks, each with its gradient, and nothing at all where the group is one rank.
+"""The collectives that layers call, each with its gradient; a group of one rank returns its input.
 
-Activations are S-first (`[S, B, H]`), so gathering and cutting the sequence is on dim 0 and needs no copy. PyTorch's
-functional collectives carry the gradients (gather and reduce-scatter are each other's) and trace under compile.
+Activations are S-first (`[S, B, H]`), so all_gather and reduce_scatter of the sequence are on dim 0 and need no copy.
+PyTorch's functional collectives carry the gradients (all_gather and reduce_scatter are each other's) and trace under
+torch.compile.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ import torch.distributed as dist
 from torch.distributed import _functional_collectives as funcol
 
 # Renamed in PyTorch 2.13, where the old names warn.
-_all_gather = getattr(funcol, "all_gather_single_autograd", None) or funcol.all_gather_tensor_autograd
-_reduce_scatter = getattr(funcol, "reduce_scatter_single_autograd", None) or funcol.reduce_scatter_tensor_autograd
+_all_gather_autograd = getattr(funcol, "all_gather_single_autograd", None) or funcol.all_gather_tensor_autograd
+_reduce_scatter_autograd = (
+    getattr(funcol, "reduce_scatter_single_autograd", None) or funcol.reduce_scatter_tensor_autograd
+)
 
 
 @dataclass(frozen=True)
-class Group:
+class AxisGroup:
     """The ranks along one axis of the mesh, and this rank's place among them."""
 
     size: int = 1
@@ -38,50 +41,50 @@ class Group:
         return start, start + each + (self.rank < extra)
 
 
-ALONE = Group()
+SINGLE_RANK = AxisGroup()
 
 
 @dataclass(frozen=True)
-class Axes:
+class ParallelAxes:
     """The groups that a model's layers talk within."""
 
-    tp: Group = ALONE
-    cp: Group = ALONE
-    ep: Group = ALONE
-    etp: Group = ALONE
-    sequence: Group = ALONE
+    tp: AxisGroup = SINGLE_RANK
+    cp: AxisGroup = SINGLE_RANK
+    ep: AxisGroup = SINGLE_RANK
+    etp: AxisGroup = SINGLE_RANK
+    sequence: AxisGroup = SINGLE_RANK
     """All ranks that hold parts of one sequence: cp · tp."""
 
 
-def gather(x: torch.Tensor, group: Group) -> torch.Tensor:
+def all_gather(x: torch.Tensor, group: AxisGroup) -> torch.Tensor:
     """Put the parts of all ranks together on dim 0; the gradient of each part is summed over the ranks."""
     if group.size == 1:
         return x
-    return _wait(_all_gather(x.contiguous(), 0, group.ranks))
+    return _wait(_all_gather_autograd(x.contiguous(), 0, group.ranks))
 
 
-def sum_and_cut(x: torch.Tensor, group: Group) -> torch.Tensor:
+def reduce_scatter(x: torch.Tensor, group: AxisGroup) -> torch.Tensor:
     """Sum over the ranks and keep this rank's part of dim 0."""
     if group.size == 1:
         return x
-    return _wait(_reduce_scatter(x.contiguous(), "sum", 0, group.ranks))
+    return _wait(_reduce_scatter_autograd(x.contiguous(), "sum", 0, group.ranks))
 
 
-def exchange(x: torch.Tensor, receive: list[int], send: list[int], group: Group) -> torch.Tensor:
+def all_to_all(x: torch.Tensor, receive: list[int], send: list[int], group: AxisGroup) -> torch.Tensor:
     """Send `send[i]` rows to rank i and receive `receive[i]` rows from it."""
     if group.size == 1:
         return x
     return _wait(funcol.all_to_all_single_autograd(x.contiguous(), receive, send, group.ranks))
 
 
-def summed(x: torch.Tensor, group: Group) -> torch.Tensor:
+def all_reduce(x: torch.Tensor, group: AxisGroup) -> torch.Tensor:
     """Sum over the ranks; for numbers that carry no gradient."""
     if group.size == 1:
         return x
     return _wait(funcol.all_reduce(x.detach(), "sum", group.ranks))
 
 
-def largest(x: torch.Tensor, group: Group) -> torch.Tensor:
+def all_reduce_max(x: torch.Tensor, group: AxisGroup) -> torch.Tensor:
     """Take the maximum over the ranks; for numbers that carry no gradient."""
     if group.size == 1:
         return x

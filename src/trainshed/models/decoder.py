@@ -1,7 +1,7 @@
-"""The decoder: one class for every family, in chunks for the pipeline.
+"""The decoder: one class for every family, in stages for the pipeline.
 
-A chunk is a run of layers, with the embedding where it is the first and the norm, head and loss where it is the
-last; one process has a single chunk that is both. Parameter names are those of `parameters.py`.
+A stage is a range of layers, with the embedding where it is the first and the norm, head and loss where it is the
+last. A single process has one stage that is both. Parameter names are those of `parameters.py`.
 
 Shapes: L whole sequence, S tokens of this context-parallel rank, s = S / tp, B sequences of the micro-batch, H hidden.
 """
@@ -17,18 +17,17 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from trainshed.models.attention import Attention
-from trainshed.models.collectives import Axes, gather, sum_and_cut
-from trainshed.models.experts import ExpertMlp
-from trainshed.models.layers import DropoutSite, Mlp, Norm
-from trainshed.models.loss import sliced_cross_entropy
-from trainshed.models.positions import local_positions, rotary_table
+from trainshed.models.attention import Attention, context_parallel_positions, rotary_table
+from trainshed.models.collectives import ParallelAxes, all_gather, reduce_scatter
+from trainshed.models.layers import MLP, CounterDropout, Norm
+from trainshed.models.loss import linear_cross_entropy
+from trainshed.models.moe import MoE
 from trainshed.recipe import ModelConfig
-from trainshed.recipe.layout import Recompute
+from trainshed.recipe.schema import Recompute
 
 
 @dataclass(frozen=True)
-class Losses:
+class Regularization:
     """What is added to the cross-entropy, and dropout: the parts of `train` that live inside the model."""
 
     z_loss: float = 0.0
@@ -39,7 +38,7 @@ class Losses:
 
 
 @dataclass
-class StepScale:
+class LossNormalization:
     """What one step divides by; written before each step, read by every chunk.
 
     `tokens` is 1 / labelled tokens of the global batch, `sequences` 1 / its sequences.
@@ -50,7 +49,7 @@ class StepScale:
 
 
 _aten, _comm = torch.ops.aten, torch.ops._c10d_functional
-_KEPT = (
+_SAVED_OPS = (
     _aten.mm.default,
     _aten.addmm.default,
     _aten.bmm.default,
@@ -65,7 +64,7 @@ _KEPT = (
 
 
 @dataclass(frozen=True)
-class ChunkSpec:
+class DecoderStageSpec:
     """Which part of the model a chunk is, and how it is computed."""
 
     layers: range
@@ -77,29 +76,31 @@ class ChunkSpec:
     recompute: Recompute = "none"
 
 
-class Block(nn.Module):
+class DecoderLayer(nn.Module):
     """One layer: attention and feed-forward, each on the residual stream."""
 
     def __init__(
         self,
         config: ModelConfig,
-        axes: Axes,
-        losses: Losses,
+        axes: ParallelAxes,
+        losses: Regularization,
         layer: int,
         recompute: Recompute,
         device: torch.device | str = "cpu",
     ) -> None:
         super().__init__()
         self.recompute = recompute
-        self.keeping = keep_products if config.moe is None else keep_products_beside_hooks
+        self.keeping = (
+            selective_checkpoint_contexts if config.moe is None else selective_checkpoint_contexts_beside_hooks
+        )
         self.attention = Attention(config, axes)
         if config.moe is None:
             assert config.ffn is not None, "the schema asks for it wherever there are no experts"
-            self.mlp: Mlp | ExpertMlp = Mlp(config, config.ffn, axes)
+            self.mlp: MLP | MoE = MLP(config, config.ffn, axes)
         else:
-            self.mlp = ExpertMlp(config, axes, balance_loss=losses.moe_balance, z_loss=losses.moe_z)
-        self.after_attention = DropoutSite(layer, "attention", losses.dropout, losses.seed, device)
-        self.after_mlp = DropoutSite(layer, "mlp", losses.dropout, losses.seed, device)
+            self.mlp = MoE(config, axes, balance_loss=losses.moe_balance, z_loss=losses.moe_z)
+        self.after_attention = CounterDropout(layer, "attention", losses.dropout, losses.seed, device)
+        self.after_mlp = CounterDropout(layer, "mlp", losses.dropout, losses.seed, device)
 
     def forward(
         self,
@@ -124,15 +125,15 @@ class Block(nn.Module):
         positions: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         x = x + self.after_attention(self.attention(x, rotary), samples, positions)
-        if isinstance(self.mlp, ExpertMlp):
+        if isinstance(self.mlp, MoE):
             out, losses = self.mlp(x, scale)
-            out, losses = _WithLosses.apply(out, losses), losses.detach()
+            out, losses = _AttachLosses.apply(out, losses), losses.detach()
         else:
             out, losses = self.mlp(x), None
         return x + self.after_mlp(out, samples, positions), losses
 
 
-class Rows(nn.Module):
+class Embedding(nn.Module):
     """A table of vectors, as rows of a weight; holds the embedding, the learned positions, the head."""
 
     def __init__(self, rows: int, width: int) -> None:
@@ -140,33 +141,43 @@ class Rows(nn.Module):
         self.weight = nn.Parameter(torch.empty(rows, width))
 
 
-class Chunk(nn.Module):
+class DecoderStage(nn.Module):
     """A run of layers of the decoder."""
 
-    def __init__(self, config: ModelConfig, axes: Axes, spec: ChunkSpec, losses: Losses, scale: StepScale) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        axes: ParallelAxes,
+        spec: DecoderStageSpec,
+        losses: Regularization,
+        scale: LossNormalization,
+    ) -> None:
         super().__init__()
         self.config, self.axes, self.spec, self.losses, self.scale = config, axes, spec, losses, scale
         self.first_row, last_row = axes.tp.bounds(config.vocab_size)
         vocabulary = last_row - self.first_row
         if spec.first or (spec.last and config.tied_embeddings):
-            self.embedding = Rows(vocabulary, config.hidden)
+            self.embedding = Embedding(vocabulary, config.hidden)
         if spec.first and config.positions == "learned":
-            self.positions = Rows(config.max_positions, config.hidden)
+            self.positions = Embedding(config.max_positions, config.hidden)
         self.layers = nn.ModuleDict(
-            {str(layer): Block(config, axes, losses, layer, spec.recompute, spec.device) for layer in spec.layers}
+            {
+                str(layer): DecoderLayer(config, axes, losses, layer, spec.recompute, spec.device)
+                for layer in spec.layers
+            }
         )
         if spec.last:
             self.norm = Norm(config.hidden, config)
             if not config.tied_embeddings:
-                self.head = Rows(vocabulary, config.hidden)
-        self.after_embedding = DropoutSite(-1, "embedding", losses.dropout, losses.seed, spec.device)
+                self.head = Embedding(vocabulary, config.hidden)
+        self.after_embedding = CounterDropout(-1, "embedding", losses.dropout, losses.seed, spec.device)
         self._tables(spec)
 
-    def _tables(self, spec: ChunkSpec) -> None:
+    def _tables(self, spec: DecoderStageSpec) -> None:
         """Positions and rotary angles, made on the true device even while parameters are being laid out on none."""
         device, cp, tp = spec.device, self.axes.cp, self.axes.tp
         with torch.device("cpu"):
-            local = local_positions(spec.sequence_length, cp.size, cp.rank)
+            local = context_parallel_positions(spec.sequence_length, cp.size, cp.rank)
             self.rotary: tuple[torch.Tensor, torch.Tensor] | None = None
             if self.config.positions == "rope":
                 wide = torch.promote_types(spec.dtype, torch.float32)
@@ -195,10 +206,10 @@ class Chunk(nn.Module):
                 self.router_losses += losses
         if not self.spec.last:
             return x
-        hidden = gather(self.norm(x), self.axes.tp)
+        hidden = all_gather(self.norm(x), self.axes.tp)
         if labels is None:
             return hidden
-        loss, z = sliced_cross_entropy(
+        loss, z = linear_cross_entropy(
             hidden.flatten(0, 1),
             self._head(),
             labels.t().flatten(),
@@ -226,14 +237,14 @@ class Chunk(nn.Module):
         else:
             known = (ids >= 0) & (ids < weight.shape[0])
             rows = F.embedding(torch.where(known, ids, 0), weight)
-            x = sum_and_cut(torch.where(known[..., None], rows, 0.0), tp)
+            x = reduce_scatter(torch.where(known[..., None], rows, 0.0), tp)
         x = x.to(self.spec.dtype)
         if self.config.positions == "learned":
             x = x + F.embedding(self.own_positions, self.positions.weight)[:, None].to(x.dtype)
         return self.after_embedding(x, samples, self.own_positions)
 
 
-class _WithLosses(torch.autograd.Function):
+class _AttachLosses(torch.autograd.Function):
     """Ties the router's losses to the activations, so that backward reaches them from any pipeline stage."""
 
     @staticmethod
@@ -246,17 +257,17 @@ class _WithLosses(torch.autograd.Function):
         return grads[0], torch.ones(2, dtype=ctx.like, device=grads[0].device)
 
 
-def keep_products() -> Any:
+def selective_checkpoint_contexts() -> Any:
     """Selective recompute: keep what matrix products, attention and other ranks gave; compute the rest again."""
-    return create_selective_checkpoint_contexts(list(_KEPT))
+    return create_selective_checkpoint_contexts(list(_SAVED_OPS))
 
 
-def keep_products_beside_hooks() -> Any:
+def selective_checkpoint_contexts_beside_hooks() -> Any:
     """The same where FSDP gathers experts within a block: what its hooks do is not the same the second time."""
-    return tuple(_OnlyKept(mode) for mode in keep_products())
+    return tuple(_OnlySavedOps(mode) for mode in selective_checkpoint_contexts())
 
 
-class _OnlyKept(TorchDispatchMode):
+class _OnlySavedOps(TorchDispatchMode):
     """Shows a selective checkpoint only what it is to keep: it counts operations, and refuses any other number."""
 
     def __init__(self, counting: Any) -> None:
@@ -264,6 +275,6 @@ class _OnlyKept(TorchDispatchMode):
         self.counting = counting
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _KEPT:
+        if func in _SAVED_OPS:
             return self.counting.__torch_dispatch__(func, types, args, kwargs or {})
         return func(*args, **(kwargs or {}))

@@ -1,17 +1,25 @@
-"""The families as data: how Hugging Face writes each one's config and names its tensors.
+"""Hugging Face's model families: one row of data for each, and `config.json` read and written by these rows.
 
-`hf_config.py` reads and writes configs by these rows, `hf_tensors.py` finds tensors by them.
+A row says how a family writes its config and names its tensors; `hf_tensors.py` finds tensors by it. No key of a
+config is ignored in silence: it is read, or it is known not to change what the model computes, or it is switched off,
+or it is an error that names it.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from trainshed.errors import InputError
+from trainshed.recipe import ModelConfig
+from trainshed.recipe.validation import validate
+from trainshed.recipe.yaml_io import KeyPath, SourceMap, SourcePosition, YamlDocument
+
 
 @dataclass(frozen=True)
-class HfNames:
+class HfTensorNames:
     """What a family calls its tensors.
 
     `base` is the prefix of all but the head; checkpoints saved without a head lack it. `layer` is the prefix of a
@@ -36,7 +44,7 @@ class HfFamily:
     architecture: str
     keys: Mapping[str, str]
     defaults: Mapping[str, Any]
-    names: HfNames
+    names: HfTensorNames
     experts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     rope_base: float = 10000.0
 
@@ -52,12 +60,12 @@ _ATTENTION = {
     "attention.out": ("self_attn.o_proj",),
     "mlp.norm": ("post_attention_layernorm",),
 }
-_DENSE = HfNames(
+_DENSE = HfTensorNames(
     "model.",
     "model.layers.{layer}.",
     _ATTENTION | {"mlp.gate_up": ("mlp.gate_proj", "mlp.up_proj"), "mlp.down": ("mlp.down_proj",)},
 )
-_MIXTRAL = HfNames(
+_MIXTRAL = HfTensorNames(
     "model.",
     "model.layers.{layer}.",
     _ATTENTION
@@ -67,7 +75,7 @@ _MIXTRAL = HfNames(
         "mlp.experts.down": ("block_sparse_moe.experts.{expert}.w2",),
     },
 )
-_QWEN_MOE = HfNames(
+_QWEN_MOE = HfTensorNames(
     "model.",
     "model.layers.{layer}.",
     _ATTENTION
@@ -77,7 +85,7 @@ _QWEN_MOE = HfNames(
         "mlp.experts.down": ("mlp.experts.{expert}.down_proj",),
     },
 )
-_GPT2 = HfNames(
+_GPT2 = HfTensorNames(
     "transformer.",
     "transformer.h.{layer}.",
     {
@@ -168,3 +176,241 @@ HF_FAMILIES: dict[str, HfFamily] = {
         _GPT2,
     ),
 }
+
+
+_ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+}
+# Keys with one value that is ours; left out, transformers takes that value too.
+_ONLY_VALUE = {"scale_attn_weights": True, "is_causal": True, "decoder_sparse_step": 1, "partial_rotary_factor": 1.0}
+# What is stored beside an architecture and changes no logit: names, token ids, generation, heads for other tasks, and
+# settings of a training, which are the recipe's (dropout, the router's losses).
+_HARMLESS = frozenset({
+    "model_type", "architectures", "transformers_version", "_name_or_path", "name_or_path", "_commit_hash",
+    "torch_dtype", "dtype",
+    "use_cache", "return_dict", "output_hidden_states", "output_attentions", "is_decoder", "tokenizer_class",
+    "gradient_checkpointing",
+    "attn_implementation", "_attn_implementation", "_attn_implementation_autoset", "chunk_size_feed_forward",
+    "use_bfloat16",
+    "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "unk_token_id", "decoder_start_token_id",
+    "attention_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "classifier_dropout",
+    "output_router_logits", "router_aux_loss_coef", "pretraining_tp", "reorder_and_upcast_attn", "n_ctx",
+    "max_window_layers",
+    "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj",
+    "task_specific_params", "id2label", "label2id", "num_labels", "problem_type", "unsloth_version", "unsloth_fixed",
+    "temperature", "top_k", "top_p", "typical_p", "num_beams", "num_beam_groups", "num_return_sequences",
+    "repetition_penalty",
+    "length_penalty", "encoder_no_repeat_ngram_size", "no_repeat_ngram_size", "diversity_penalty", "max_length",
+    "min_length", "do_sample",
+})  # fmt: skip
+_UNREAD_HINT = (
+    "no key of a config is ignored: if this one changes nothing, take it out of a copy of config.json; "
+    "if the architecture is known to fit, write it out under `model.config` in the recipe"
+)
+
+
+def read_hf_config(config: Mapping[str, Any], where: str) -> ModelConfig:
+    """Return the architecture a parsed `config.json` describes; `where` is its address, for errors."""
+    reading = _ConfigReader(config, where)
+    found = reading.architecture()
+    reading.refuse_the_rest()
+    places = SourceMap(where, keys={path: SourcePosition(f"{where}, {key}") for path, key in reading.places.items()})
+    return validate(ModelConfig, YamlDocument(found, places))
+
+
+def to_hf_config(config: ModelConfig) -> dict[str, Any]:
+    """Return the `config.json` of an architecture, as transformers 4 and 5 read it.
+
+    Raises `InputError` where Hugging Face's family has no word for something of it.
+    """
+    family = HF_FAMILIES[config.family]
+    written: dict[str, Any] = {"architectures": [family.architecture], "model_type": config.family}
+    written |= {theirs: getattr(config, ours) for ours, theirs in family.keys.items()}
+    written[family.keys["activation"]] = _activation_name(config)
+    if config.rope is not None:
+        written["rope_theta"] = config.rope.base
+        written["rope_scaling"] = _rope_scaling(config)
+    if config.moe is not None:
+        written |= {theirs[0]: getattr(config.moe, ours) for ours, theirs in family.experts.items()}
+    if config.family == "qwen3_moe" and config.moe is not None:
+        # Read by no layer; the published models have this product here.
+        written["intermediate_size"] = config.moe.ffn * config.moe.top_k
+        written |= {"decoder_sparse_step": 1, "mlp_only_layers": []}
+    if config.family in ("mistral", "mixtral"):
+        written["sliding_window"] = config.sliding_window
+    elif config.family.startswith("qwen"):
+        written["use_sliding_window"] = config.sliding_window is not None
+        written["sliding_window"] = config.sliding_window
+        if config.family != "qwen3_moe":
+            written["max_window_layers"] = config.layers if config.sliding_window is None else 0
+    back = read_hf_config(written, "config.json")
+    lost = [key for key in ModelConfig.model_fields if getattr(back, key) != getattr(config, key)]
+    if lost:
+        shown = ", ".join(f"`{key}: {getattr(config, key)}`" for key in lost)
+        raise InputError(
+            f"Hugging Face's {config.family} cannot be told {shown}", hint="choose another family, or keep it native"
+        )
+    return written
+
+
+def config_differences(wanted: ModelConfig, found: ModelConfig) -> list[str]:
+    """Say where two architectures compute differently, key by key: a recipe's, and that of its base weights."""
+    return [
+        f"`{key}` is {_as_json(getattr(wanted, key))}, of the weights it is {_as_json(getattr(found, key))}"
+        for key in ModelConfig.model_fields
+        if key != "init_std" and getattr(wanted, key) != getattr(found, key)
+    ]
+
+
+class _ConfigReader:
+    """One config on its way into our words; remembers which keys were read."""
+
+    def __init__(self, config: Mapping[str, Any], where: str) -> None:
+        self._config, self._where = config, where
+        self._read: set[str] = set()
+        self.places: dict[KeyPath, str] = {}
+        model_type = config.get("model_type")
+        if not isinstance(model_type, str) or model_type not in HF_FAMILIES:
+            raise self._error(
+                f"`model_type: {_as_json(model_type)}` is no family", f"known are {', '.join(HF_FAMILIES)}"
+            )
+        self._name = model_type
+        self._family = HF_FAMILIES[self._name]
+        architectures = config.get("architectures") or [self._family.architecture]
+        if architectures != [self._family.architecture]:
+            raise self._error(
+                f"`architectures: {_as_json(architectures)}` is not the language model of {self._name}",
+                f"only {self._family.architecture} is read",
+            )
+
+    def architecture(self) -> dict[str, Any]:
+        found: dict[str, Any] = {"family": self._name}
+        for ours, theirs in self._family.keys.items():
+            found[ours] = self._take(theirs)
+            self.places[(ours,)] = theirs
+            if ours in ("layers", "hidden", "heads") and (type(found[ours]) is not int or found[ours] < 1):
+                raise self._error(f"`{theirs}: {_as_json(found[ours])}` is no size", "write a whole number from 1 up")
+        found["activation"] = self._activation(self._family.keys["activation"])
+        found["kv_heads"] = found.get("kv_heads") or found["heads"]
+        found["head_dim"] = found.get("head_dim") or found["hidden"] // found["heads"]
+        if self._name == "gpt2":
+            found["ffn"] = found["ffn"] or 4 * found["hidden"]
+        else:
+            found["rope"] = self._rope()
+            found["sliding_window"] = self._sliding_window(found["layers"])
+        if self._family.experts:
+            found["moe"] = {}
+            for ours, names in self._family.experts.items():
+                theirs = next((name for name in names if name in self._config), names[0])
+                found["moe"][ours] = self._take(theirs)
+                self.places[("moe", ours)] = theirs
+        if self._name == "qwen3_moe":
+            self._read.add("intermediate_size")  # of layers without experts, and `mlp_only_layers` must name none
+        return found
+
+    def refuse_the_rest(self) -> None:
+        rest = {key: value for key, value in self._config.items() if key not in self._read | _HARMLESS}
+        refused = [key for key, value in rest.items() if (value != _ONLY_VALUE[key] if key in _ONLY_VALUE else value)]
+        if refused:
+            shown = ", ".join(f"`{key}: {_as_json(rest[key])}`" for key in sorted(refused))
+            raise self._error(f"the {self._name} decoder here has nothing for {shown}", _UNREAD_HINT)
+
+    def _take(self, key: str) -> Any:
+        self._read.add(key)
+        if key in self._config:
+            return self._config[key]
+        if key not in self._family.defaults:
+            raise self._error(f"`{key}` is missing", f"a {self._name} config has it")
+        return self._family.defaults[key]
+
+    def _activation(self, key: str) -> str:
+        name = self._take(key)
+        if name not in _ACTIVATIONS:
+            raise self._error(f"`{key}: {_as_json(name)}` is not known", f"known are {', '.join(_ACTIVATIONS)}")
+        return _ACTIVATIONS[name]
+
+    def _rope(self) -> dict[str, Any]:
+        """Both styles: transformers 4 writes `rope_theta` and `rope_scaling`, 5 all of it into `rope_parameters`."""
+        written = [key for key in ("rope_scaling", "rope_parameters") if self._config.get(key)]
+        self._read.update(("rope_scaling", "rope_parameters", "rope_theta"))
+        if len(written) == 2 and self._config["rope_scaling"] != self._config["rope_parameters"]:
+            raise self._error("`rope_scaling` and `rope_parameters` contradict each other", "keep one of them")
+        name = written[0] if written else "rope_scaling"
+        nested = dict(self._config.get(name) or {})
+        bases = {base for base in (self._config.get("rope_theta"), nested.pop("rope_theta", None)) if base is not None}
+        if len(bases) > 1:
+            raise self._error(f"`rope_theta` stands there twice, as {' and '.join(map(str, bases))}", "keep one")
+        legacy = nested.pop("type", None)
+        kind = nested.pop("rope_type", None) or legacy or "default"
+        scaling: dict[str, Any] | None = None
+        if kind in ("linear", "llama3"):
+            scaling = {"kind": kind, "factor": nested.pop("factor", None)}
+            self.places[("rope", "scaling")] = name
+        if kind == "llama3":
+            scaling = (scaling or {}) | {
+                "low_frequency_factor": nested.pop("low_freq_factor", None),
+                "high_frequency_factor": nested.pop("high_freq_factor", None),
+                "original_positions": nested.pop("original_max_position_embeddings", None),
+            }
+        elif kind not in ("default", "linear"):
+            raise self._error(f"`{name}.rope_type: {kind}` is not known", "known are default, linear and llama3")
+        rest = [key for key, value in nested.items() if value is not None and value != _ONLY_VALUE.get(key)]
+        if rest:
+            shown = ", ".join(f"`{name}.{key}: {_as_json(nested[key])}`" for key in rest)
+            raise self._error(f"rotary positions of kind {kind} have nothing for {shown}", _UNREAD_HINT)
+        return {"base": next(iter(bases), self._family.rope_base), "scaling": scaling}
+
+    def _sliding_window(self, layers: int) -> int | None:
+        """One window for all layers or none; a family without the key has none."""
+        if self._name in ("mistral", "mixtral"):
+            return self._take("sliding_window")
+        if not self._name.startswith("qwen"):
+            return None
+        self._read.update(("use_sliding_window", "sliding_window", "layer_types"))
+        window = self._config.get("sliding_window", 4096) if self._config.get("use_sliding_window") else None
+        kinds = self._config.get("layer_types")
+        if window is None and not kinds:
+            return None
+        if self._name == "qwen3_moe":
+            full = 0  # its layers do not ask `max_window_layers`
+        elif kinds:
+            full = sum(kind == "full_attention" for kind in kinds)
+        else:
+            full = min(self._config.get("max_window_layers", 28), layers)
+        if 0 < full < layers or (kinds and not set(kinds) <= {"full_attention", "sliding_attention"}):
+            key = "layer_types" if kinds else "max_window_layers"
+            raise self._error(
+                f"`{key}: {_as_json(self._config.get(key))}` gives some layers another attention than others",
+                "only models with the same attention in every layer are read",
+            )
+        return window if full == 0 else None
+
+    def _error(self, what: str, hint: str) -> InputError:
+        return InputError(what, where=self._where, hint=hint)
+
+
+def _activation_name(config: ModelConfig) -> str:
+    if config.activation == "gelu_tanh":
+        return "gelu_new" if config.family == "gpt2" else "gelu_pytorch_tanh"
+    return config.activation
+
+
+def _rope_scaling(config: ModelConfig) -> dict[str, Any] | None:
+    scaling = config.rope.scaling if config.rope is not None else None
+    if scaling is None:
+        return None
+    written: dict[str, Any] = {"rope_type": scaling.kind, "factor": scaling.factor}
+    if scaling.kind == "llama3":
+        written["low_freq_factor"] = scaling.low_frequency_factor
+        written["high_freq_factor"] = scaling.high_frequency_factor
+        written["original_max_position_embeddings"] = scaling.original_positions
+    return written
+
+
+def _as_json(value: Any) -> str:
+    return json.dumps(value, default=str)

@@ -1,9 +1,9 @@
 """Where every row of our tensors lies in Hugging Face's, and the other way round.
 
-A native tensor is woven from strips: a strip is a block of consecutive rows of one Hugging Face tensor, laid into the
-native tensor in runs at a fixed distance. That is all it takes for key/value groups, for alternating gate and up rows,
-for stacked experts and for GPT-2's fused, transposed matrices. Since a strip keeps the order of its rows, any cut of a
-native tensor needs one consecutive block of each strip, and is read without touching more.
+A native tensor interleaves row mappings. Each is a block of consecutive rows of one Hugging Face tensor, laid into the
+native tensor in runs at a fixed distance. This covers key/value groups, alternating gate and up rows, stacked experts
+and GPT-2's fused, transposed matrices. A mapping keeps the order of its rows, so any cut of a native tensor needs one
+consecutive block of each, and nothing more is read.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from trainshed.recipe import ModelConfig
 
 
 @dataclass(frozen=True)
-class Strip:
+class RowMapping:
     """Rows [hf_start, hf_start + rows) of a Hugging Face tensor, and where they lie in a native one.
 
     Row `hf_start + i` is native row `start + (i // run) · period + i % run`. Rows of a `transposed` tensor are its
@@ -75,10 +75,10 @@ class HfTensor:
 
     name: str
     shape: tuple[int, ...]
-    strips: tuple[Strip, ...]
+    strips: tuple[RowMapping, ...]
 
 
-def sources(config: ModelConfig, parameter: Parameter) -> tuple[Strip, ...]:
+def hf_row_mappings(config: ModelConfig, parameter: Parameter) -> tuple[RowMapping, ...]:
     """Return the strips a native tensor is woven from; together they cover it."""
     names = HF_FAMILIES[config.family].names
     prefix, local = "", parameter.name
@@ -91,7 +91,7 @@ def sources(config: ModelConfig, parameter: Parameter) -> tuple[Strip, ...]:
             hint="choose another family, or keep it native",
         )
     transposed = ours in names.transposed and ending == "weight"
-    woven = _weave(config, ours, parameter.shape[1 if parameter.expert else 0])
+    woven = _interleaving(config, ours, parameter.shape[1 if parameter.expert else 0])
     strips = []
     for expert in range(parameter.shape[0]) if parameter.expert else (None,):
         hf_start = 0
@@ -99,7 +99,7 @@ def sources(config: ModelConfig, parameter: Parameter) -> tuple[Strip, ...]:
             fused = len(names.tensors[ours]) < len(woven)
             hf_name = prefix + names.tensors[ours][0 if fused else number].format(expert=expert) + f".{ending}"
             strips.append(
-                Strip(hf_name, parameter.name, hf_start, rows, start, run, period, transposed, expert),
+                RowMapping(hf_name, parameter.name, hf_start, rows, start, run, period, transposed, expert),
             )
             hf_start += rows if fused else 0
     return tuple(strips)
@@ -108,8 +108,8 @@ def sources(config: ModelConfig, parameter: Parameter) -> tuple[Strip, ...]:
 def hf_tensors(config: ModelConfig) -> Iterator[HfTensor]:
     """Yield every tensor that transformers saves for an architecture, in our order."""
     for parameter in parameters(config):
-        by_name: dict[str, list[Strip]] = defaultdict(list)
-        for strip in sources(config, parameter):
+        by_name: dict[str, list[RowMapping]] = defaultdict(list)
+        for strip in hf_row_mappings(config, parameter):
             by_name[strip.hf_name].append(strip)
         columns = parameter.shape[2 if parameter.expert else 1 :]
         for name, strips in by_name.items():
@@ -122,7 +122,7 @@ def hf_names(config: ModelConfig) -> set[str]:
     return {tensor.name for tensor in hf_tensors(config)}
 
 
-def _weave(config: ModelConfig, ours: str, rows: int) -> list[tuple[int, int, int, int]]:
+def _interleaving(config: ModelConfig, ours: str, rows: int) -> list[tuple[int, int, int, int]]:
     """Return (rows, start, run, period) of each part of a native tensor."""
     if ours == "attention.qkv":
         query, head = config.heads // config.kv_heads * config.head_dim, config.head_dim

@@ -1,6 +1,6 @@
-"""The parts every layer is made of: matrices, norms, the feed-forward block, dropout.
+"""The parts that every layer is made of: Linear, Norm, MLP, dropout.
 
-Shapes: s tokens of the sequence this rank holds (cut over cp, then tp), S the same after gathering over tp, B
+Shapes: s tokens of the sequence this rank holds (cut over cp, then tp), S the same after all_gather over tp, B
 sequences of the micro-batch, H hidden, F ffn (this rank's columns). Weights are kept in full precision and cast to
 the activations' dtype where they are used; under FSDP they arrive already cast.
 """
@@ -15,15 +15,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from trainshed.models.collectives import Axes, Group, gather, sum_and_cut
-from trainshed.models.counter_random import keep_mask_compiled, key_of, key_tensor
+from trainshed.models.collectives import AxisGroup, ParallelAxes, all_gather, reduce_scatter
+from trainshed.models.init import dropout_mask_compiled, rng_key, rng_key_tensor
 from trainshed.recipe import ModelConfig
 
-Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+MatmulFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """How a projection multiplies: (input [..., columns], weight [rows, columns]) to [..., rows]."""
 
 
-class Matrix(nn.Module):
+class Linear(nn.Module):
     """A projection; `paired` where its rows alternate gate and up: its output then has all gates first, then all ups.
 
     Putting the rows in order costs nothing where the weight is cast anyway, and the halves are read at full speed.
@@ -34,28 +34,28 @@ class Matrix(nn.Module):
         self.paired = paired
         self.weight = nn.Parameter(torch.empty(rows, columns))
         self.bias = nn.Parameter(torch.empty(rows)) if bias else None
-        self.product: Product = F.linear
+        self.product: MatmulFunction = F.linear
         """Replaced by a float8 product where the recipe says so."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Project in the input's dtype."""
         weight, bias = self.weight, self.bias
         if self.paired:
-            weight, bias = halves_first(weight, 0), None if bias is None else halves_first(bias, 0)
+            weight, bias = gates_first(weight, 0), None if bias is None else gates_first(bias, 0)
         out = self.product(x, weight.to(x.dtype))
         return out if bias is None else out + bias.to(x.dtype)
 
 
-class PartialMatrix(Matrix):
+class RowParallelLinear(Linear):
     """A projection of which each tensor-parallel rank holds some columns: results are summed, then the bias added."""
 
-    def __init__(self, columns: int, rows: int, group: Group, *, bias: bool) -> None:
+    def __init__(self, columns: int, rows: int, group: AxisGroup, *, bias: bool) -> None:
         super().__init__(columns, rows, bias=bias)
         self.group = group
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Project [S, B, columns] to this rank's tokens [s, B, rows]."""
-        out = sum_and_cut(self.product(x, self.weight.to(x.dtype)), self.group)
+        out = reduce_scatter(self.product(x, self.weight.to(x.dtype)), self.group)
         return out if self.bias is None else out + self.bias.to(x.dtype)
 
 
@@ -101,7 +101,7 @@ class _RmsNorm(torch.autograd.Function):
         return grad_x, inverse.flatten() @ along, None
 
 
-def activation(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
+def activation_function(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return the activation of a feed-forward block."""
     return {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": _gelu_tanh, "relu": F.relu}[name]
 
@@ -110,43 +110,43 @@ def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
     return F.gelu(x, approximate="tanh")
 
 
-def halves_first(x: torch.Tensor, dim: int) -> torch.Tensor:
+def gates_first(x: torch.Tensor, dim: int) -> torch.Tensor:
     """Put alternating gates and ups in order along a dim: all gates, then all ups."""
     return x.unflatten(dim, (-1, 2)).transpose(dim, dim + 1).flatten(dim, dim + 1)
 
 
-def activate(x: torch.Tensor, config: ModelConfig) -> torch.Tensor:
+def apply_activation(x: torch.Tensor, config: ModelConfig) -> torch.Tensor:
     """Apply activation and gate to an up projection, gates first: [..., 2F] to [..., F]."""
-    function = activation(config.activation)
+    function = activation_function(config.activation)
     if not config.gated:
         return function(x)
     gate, up = x.chunk(2, dim=-1)
     return function(gate) * up
 
 
-class Mlp(nn.Module):
+class MLP(nn.Module):
     """The feed-forward block with its norm, its inner width cut over tp; a shared expert's input is normed already."""
 
-    def __init__(self, config: ModelConfig, ffn: int, axes: Axes, *, normed: bool = False) -> None:
+    def __init__(self, config: ModelConfig, ffn: int, axes: ParallelAxes, *, normed: bool = False) -> None:
         super().__init__()
         self.config, self.axes = config, axes
         self.norm = nn.Identity() if normed else Norm(config.hidden, config)
         width = ffn // axes.tp.size
-        up = Matrix(config.hidden, 2 * width if config.gated else width, bias=config.mlp_bias, paired=config.gated)
+        up = Linear(config.hidden, 2 * width if config.gated else width, bias=config.mlp_bias, paired=config.gated)
         if config.gated:
             self.gate_up = up
         else:
             self.up = up
-        self.down = PartialMatrix(width, config.hidden, axes.tp, bias=config.mlp_bias)
+        self.down = RowParallelLinear(width, config.hidden, axes.tp, bias=config.mlp_bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Transform this rank's tokens [s, B, H]."""
         up = self.gate_up if self.config.gated else self.up
-        return self.down(activate(up(gather(self.norm(x), self.axes.tp)), self.config))
+        return self.down(apply_activation(up(all_gather(self.norm(x), self.axes.tp)), self.config))
 
 
 @dataclass
-class DropoutSite:
+class CounterDropout:
     """Where in the model a dropout stands: masks depend on it, the sample and the position, never on the layout.
 
     The key is a tensor on the device of the activations, so that all layers run the same compiled code.
@@ -161,7 +161,7 @@ class DropoutSite:
 
     def __post_init__(self) -> None:
         if self.probability > 0:
-            self.key = key_tensor(key_of("dropout", self.seed, self.layer, self.branch), self.device)
+            self.key = rng_key_tensor(rng_key("dropout", self.seed, self.layer, self.branch), self.device)
 
     def __call__(self, x: torch.Tensor, samples: torch.Tensor | None, positions: torch.Tensor) -> torch.Tensor:
         """Drop elements of [s, B, H]; `samples` are the run's sample numbers [B], `positions` [s]."""
@@ -170,5 +170,5 @@ class DropoutSite:
         # One counter per (sample, position, channel): 2^20 positions and 2^16 channels at most, 2^27 samples apart.
         token = (samples[None, :] << 36) + (positions[:, None] << 16)
         index = token[..., None] + torch.arange(x.shape[-1], device=x.device)
-        keep = keep_mask_compiled(index, self.key, self.probability)
+        keep = dropout_mask_compiled(index, self.key, self.probability)
         return torch.where(keep, x / (1.0 - self.probability), torch.zeros((), dtype=x.dtype, device=x.device))

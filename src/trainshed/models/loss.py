@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 
-from trainshed.models.collectives import ALONE, Group, largest, summed
+from trainshed.models.collectives import SINGLE_RANK, AxisGroup, all_reduce, all_reduce_max
 
-IGNORED = -100
+IGNORE_INDEX = -100
 """The label of a token that carries no loss."""
 # Slices of logits this large (elements) keep the matrix units busy and memory small: 2048 tokens of 128k words.
 SLICE_ELEMENTS = 1 << 28
-_ALIGNED = 64
+_VOCABULARY_MULTIPLE = 64
 """Rows of the vocabulary that products on a GPU want a multiple of: with GPT-2's 50,257 they run at a sixth of the
 speed. Rows of zeros are added to the copy that is multiplied, and their logits are minus infinity."""
 
@@ -31,7 +31,7 @@ def _slice_loss(
     labels: torch.Tensor,
     scale: torch.Tensor,
     z_loss: float,
-    group: Group,
+    group: AxisGroup,
     first_row: int,
     rows: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -42,29 +42,31 @@ def _slice_loss(
     """
     wide = torch.promote_types(logits.dtype, torch.float32)
     scores = logits.to(wide)
-    peak = largest(scores.amax(-1), group)
+    peak = all_reduce_max(scores.amax(-1), group)
     mine = (labels >= first_row) & (labels < first_row + rows)
     column = torch.where(mine, labels - first_row, 0)[:, None]
     hit = torch.where(mine, scores.gather(-1, column)[:, 0], 0.0)
-    powers = _powers(scores, peak[:, None])
-    total, hit = summed(torch.stack([powers.sum(-1), hit]), group).unbind()
+    powers = _exp_shifted(scores, peak[:, None])
+    total, hit = all_reduce(torch.stack([powers.sum(-1), hit]), group).unbind()
     log_total = peak + total.log()
-    weight = (labels != IGNORED).to(wide) * scale.to(wide)
+    weight = (labels != IGNORE_INDEX).to(wide) * scale.to(wide)
     entropy = ((log_total - hit) * weight).sum()
     z = z_loss * (log_total.square() * weight).sum()
     slope = weight * (1.0 + 2.0 * z_loss * log_total) / total
-    gradient = _times_less(powers, slope[:, None], column, torch.where(mine, weight, 0.0)[:, None])
+    gradient = _scale_and_subtract(powers, slope[:, None], column, torch.where(mine, weight, 0.0)[:, None])
     return entropy, z, gradient.to(logits.dtype)
 
 
-def _powers(scores: torch.Tensor, peak: torch.Tensor) -> torch.Tensor:
+def _exp_shifted(scores: torch.Tensor, peak: torch.Tensor) -> torch.Tensor:
     """exp(scores - peak)."""
     if torch.compiler.is_compiling():
         return (scores - peak).exp()
     return scores.sub_(peak).exp_()
 
 
-def _times_less(x: torch.Tensor, factor: torch.Tensor, column: torch.Tensor, less: torch.Tensor) -> torch.Tensor:
+def _scale_and_subtract(
+    x: torch.Tensor, factor: torch.Tensor, column: torch.Tensor, less: torch.Tensor
+) -> torch.Tensor:
     """x · factor, and `less` less in one column of each row."""
     if torch.compiler.is_compiling():
         # A scatter would end the fused kernel; a comparison costs it nothing.
@@ -80,9 +82,9 @@ def _compiled_slice_loss() -> Callable[..., tuple[torch.Tensor, torch.Tensor, to
     return torch.compile(_slice_loss, dynamic=False)
 
 
-def _with_whole_rows(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _pad_vocabulary(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return the weights in another precision, made up to a multiple of rows that products are fast with."""
-    rows = _rows_to_multiply(weight)
+    rows = _padded_rows(weight)
     if rows == weight.shape[0]:
         return weight.to(dtype)
     whole = weight.new_zeros((rows, weight.shape[1]), dtype=dtype)
@@ -90,11 +92,11 @@ def _with_whole_rows(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return whole
 
 
-def _rows_to_multiply(weight: torch.Tensor) -> int:
-    return -(-weight.shape[0] // _ALIGNED) * _ALIGNED if weight.is_cuda else weight.shape[0]
+def _padded_rows(weight: torch.Tensor) -> int:
+    return -(-weight.shape[0] // _VOCABULARY_MULTIPLE) * _VOCABULARY_MULTIPLE if weight.is_cuda else weight.shape[0]
 
 
-def _add_product(
+def _accumulate_product(
     total: torch.Tensor | None, left: torch.Tensor, right: torch.Tensor, wide: torch.dtype
 ) -> torch.Tensor:
     """Add left @ right to a total kept in `wide`; on a GPU the product itself adds, without a pass of its own."""
@@ -107,7 +109,7 @@ def _add_product(
     return total.addmm_(left, right) if left.dtype == wide else total.add_(left @ right)
 
 
-class _SlicedLoss(torch.autograd.Function):
+class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -116,7 +118,7 @@ class _SlicedLoss(torch.autograd.Function):
         labels: torch.Tensor,
         scale: torch.Tensor,
         z_loss: float,
-        group: Group,
+        group: AxisGroup,
         first_row: int,
         vocab_size: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -132,7 +134,7 @@ class _SlicedLoss(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if wants_grad else None
         grad_weight: torch.Tensor | None = None
         rows = weight.shape[0]
-        used = _with_whole_rows(weight, hidden.dtype)
+        used = _pad_vocabulary(weight, hidden.dtype)
         for start in range(0, hidden.shape[0], tokens):
             part = hidden[start : start + tokens]
             logits = part @ used.t()
@@ -145,7 +147,7 @@ class _SlicedLoss(torch.autograd.Function):
             if grad_hidden is None:
                 continue
             torch.mm(gradient, used, out=grad_hidden[start : start + tokens])
-            grad_weight = _add_product(grad_weight, gradient.t(), part, wide)
+            grad_weight = _accumulate_product(grad_weight, gradient.t(), part, wide)
         ctx.save_for_backward(grad_hidden, None if grad_weight is None else grad_weight[:rows].to(weight.dtype))
         ctx.mark_non_differentiable(z)
         return entropy + z, z
@@ -161,14 +163,14 @@ class _SlicedLoss(torch.autograd.Function):
         )
 
 
-def sliced_cross_entropy(
+def linear_cross_entropy(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     labels: torch.Tensor,
     scale: torch.Tensor,
     *,
     z_loss: float = 0.0,
-    group: Group = ALONE,
+    group: AxisGroup = SINGLE_RANK,
     first_row: int = 0,
     vocab_size: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -182,5 +184,5 @@ def sliced_cross_entropy(
         if group.size > 1:
             raise ValueError("ranks that share a vocabulary need to be told its size")
         vocab_size = weight.shape[0]
-    loss, z = _SlicedLoss.apply(hidden, weight, labels, scale, z_loss, group, first_row, vocab_size)
+    loss, z = _LinearCrossEntropy.apply(hidden, weight, labels, scale, z_loss, group, first_row, vocab_size)
     return loss, z.detach()

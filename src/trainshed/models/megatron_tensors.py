@@ -16,23 +16,23 @@ from dataclasses import dataclass
 from typing import Literal
 
 from trainshed.errors import InputError
-from trainshed.models.hf_tensors import Strip
+from trainshed.models.hf_tensors import RowMapping
 from trainshed.models.parameters import Parameter, parameters
 from trainshed.recipe import ModelConfig
 
-Spec = Literal["te", "local"]
-Experts = Literal["sequential", "grouped"]
+LayerSpec = Literal["te", "local"]
+ExpertNaming = Literal["sequential", "grouped"]
 """How a rank's files name experts: one module each, or one grouped module (`--moe-grouped-gemm`)."""
-LAYERS = "decoder.layers."
-EMBEDDING = "embedding.word_embeddings.weight"
-HEAD = "output_layer.weight"
+LAYER_PREFIX = "decoder.layers."
+EMBEDDING_NAME = "embedding.word_embeddings.weight"
+HEAD_NAME = "output_layer.weight"
 
-_OUTSIDE = {
-    "embedding.weight": EMBEDDING,
+_NON_LAYER_NAMES = {
+    "embedding.weight": EMBEDDING_NAME,
     "positions.weight": "embedding.position_embeddings.weight",
     "norm.weight": "decoder.final_layernorm.weight",
     "norm.bias": "decoder.final_layernorm.bias",
-    "head.weight": HEAD,
+    "head.weight": HEAD_NAME,
 }
 _MODULES = {
     "attention.qkv": "self_attention.linear_qkv",
@@ -92,7 +92,7 @@ def whole_tensors(config: ModelConfig, parameter: Parameter, padded_vocab_size: 
         )
 
 
-def shard(whole: MegatronTensor, name: str, ranks: int, rank: int) -> MegatronTensor:
+def shard_tensor(whole: MegatronTensor, name: str, ranks: int, rank: int) -> MegatronTensor:
     """Return the share of one of so many (expert-)tensor-parallel ranks, under a name."""
     split = whole.parameter.split
     rows, columns, padding = whole.rows, whole.columns, whole.padding
@@ -105,32 +105,32 @@ def shard(whole: MegatronTensor, name: str, ranks: int, rank: int) -> MegatronTe
         rows = (min(first, real), min(last, real))
         padding = last - first - (rows[1] - rows[0])
         if whole.gated and (last - first) % 2:
-            raise _uneven(whole.parameter, ranks)
+            raise _uneven_split_error(whole.parameter, ranks)
     return MegatronTensor(name, whole.parameter, rows, columns, whole.gated, whole.expert, padding)
 
 
-def strips(parameter: Parameter) -> tuple[Strip, ...]:
+def megatron_row_mappings(parameter: Parameter) -> tuple[RowMapping, ...]:
     """Return where the rows of Megatron's uncut tensor lie in the native one."""
     rows = parameter.shape[1 if parameter.expert else 0]
     if not _gated(parameter):
-        return (Strip("", parameter.name, 0, rows, 0, rows, rows),)
+        return (RowMapping("", parameter.name, 0, rows, 0, rows, rows),)
     half = rows // 2
-    return Strip("", parameter.name, 0, half, 0, 1, 2), Strip("", parameter.name, half, half, 1, 1, 2)
+    return RowMapping("", parameter.name, 0, half, 0, 1, 2), RowMapping("", parameter.name, half, half, 1, 1, 2)
 
 
-def local_name(parameter: Parameter) -> str:
+def name_in_layer(parameter: Parameter) -> str:
     """The name of a layer's tensor without the layer."""
     return parameter.name.removeprefix(f"layers.{parameter.layer}.")
 
 
-def outside_name(parameter: Parameter) -> str:
+def non_layer_name(parameter: Parameter) -> str:
     """The name of a tensor that belongs to no layer: the same in all specs and formats."""
-    return _OUTSIDE[parameter.name]
+    return _NON_LAYER_NAMES[parameter.name]
 
 
-def layer_name(config: ModelConfig, parameter: Parameter, spec: Spec, *, stacked: bool) -> str:
+def layer_name(config: ModelConfig, parameter: Parameter, spec: LayerSpec, *, stacked: bool) -> str:
     """The name of a layer's tensor behind `decoder.layers.{i}.`; not that of an expert."""
-    module, ending = local_name(parameter).rsplit(".", 1)
+    module, ending = name_in_layer(parameter).rsplit(".", 1)
     if module in _NORMS:
         alone, fused = _NORMS[module]
         before_experts = module == "mlp.norm" and config.moe is not None
@@ -140,9 +140,9 @@ def layer_name(config: ModelConfig, parameter: Parameter, spec: Spec, *, stacked
     return f"{_MODULES[module]}.{ending}"
 
 
-def layer_spellings(parameter: Parameter) -> tuple[str, ...]:
+def layer_name_variants(parameter: Parameter) -> tuple[str, ...]:
     """All names a layer's tensor may have behind `decoder.layers.{i}.`; not those of an expert."""
-    module, ending = local_name(parameter).rsplit(".", 1)
+    module, ending = name_in_layer(parameter).rsplit(".", 1)
     if module in _NORMS:
         return tuple(prefix + ending for prefix in _NORMS[module])
     return (f"{_MODULES[module]}.{ending}",)
@@ -153,7 +153,7 @@ def expert_linear(parameter: Parameter) -> Literal["linear_fc1", "linear_fc2"]:
     return "linear_fc2" if parameter.name.endswith(".down") else "linear_fc1"
 
 
-def expert_name(parameter: Parameter, local_expert: int, experts: Experts) -> str:
+def expert_name(parameter: Parameter, local_expert: int, experts: ExpertNaming) -> str:
     """The name of one expert's tensor in a rank's file, behind `decoder.layers.{i}.`."""
     linear = expert_linear(parameter)
     if experts == "grouped":
@@ -172,7 +172,7 @@ def padded_vocab_size(vocab_size: int, divisible_by: int, tp: int) -> int:
     return -(-vocab_size // multiple) * multiple
 
 
-def extra_state_modules(config: ModelConfig, spec: Spec) -> list[str]:
+def extra_state_modules(config: ModelConfig, spec: LayerSpec) -> list[str]:
     """The modules of a layer, experts apart, that keep an `_extra_state` (empty but for fp8) in `torch_dist`."""
     found = ["self_attention.linear_qkv", "self_attention.linear_proj"]
     if config.moe is None:
@@ -187,7 +187,7 @@ def extra_state_modules(config: ModelConfig, spec: Spec) -> list[str]:
     return found
 
 
-def layer_groups(config: ModelConfig) -> dict[int | None, list[Parameter]]:
+def parameters_by_layer(config: ModelConfig) -> dict[int | None, list[Parameter]]:
     """All tensors by layer; None holds those outside."""
     found: dict[int | None, list[Parameter]] = {}
     for parameter in parameters(config):
@@ -205,12 +205,12 @@ def _in_vocabulary(parameter: Parameter) -> bool:
 
 def _share(length: int, ranks: int, rank: int, parameter: Parameter) -> tuple[int, int]:
     if length % ranks:
-        raise _uneven(parameter, ranks)
+        raise _uneven_split_error(parameter, ranks)
     each = length // ranks
     return rank * each, (rank + 1) * each
 
 
-def _uneven(parameter: Parameter, ranks: int) -> InputError:
+def _uneven_split_error(parameter: Parameter, ranks: int) -> InputError:
     return InputError(
         f"`{parameter.name}` of shape {list(parameter.shape)} cannot be cut for {ranks} ranks",
         hint="choose a tp (for experts: an etp) that divides heads and widths",

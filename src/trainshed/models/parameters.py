@@ -1,13 +1,13 @@
-"""The tensors of a model: one global name each, its shape, how ranks may split it, how it starts.
+"""The tensors of a model: one global name each, its shape, how ranks may split it, how it starts; and their counts.
 
-Names and shapes know nothing of a layout; they are the names of native checkpoints, of the optimiser's state and of
-fresh weights. Rows are so ordered that every split is a plain cut:
+Names and shapes do not depend on a layout; they are the names of native checkpoints, of the optimizer's state and of
+fresh weights. Rows are ordered so that every split is a plain cut:
 
 - `qkv`: for each key/value group its query heads, its key head, its value head (Megatron's order);
 - `gate_up`: rows alternate, gate 0, up 0, gate 1, up 1, …;
 - `experts.*`: all experts of a layer stacked on dim 0.
 
-No torch here: `inspect` and the planner read this table on a laptop.
+This module does not import torch: `inspect` and the planner read this table on a laptop.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from trainshed.recipe import ModelConfig
+from trainshed.recipe import Lora, ModelConfig
 
-Start = Literal["normal", "output", "ones", "zeros"]
+InitScheme = Literal["normal", "output", "ones", "zeros"]
 """How a fresh tensor is filled; `output` is `normal` scaled down by sqrt(2 · layers), as GPT-2 and Megatron do."""
 
 
@@ -34,7 +34,7 @@ class Parameter:
     name: str
     shape: tuple[int, ...]
     split: int | None
-    start: Start
+    start: InitScheme
     layer: int | None = None
     expert: bool = False
 
@@ -59,7 +59,7 @@ def parameters(config: ModelConfig) -> Iterator[Parameter]:
         yield Parameter("positions.weight", (config.max_positions, config.hidden), None, "normal")
     for layer in range(config.layers):
         yield from layer_parameters(config, layer)
-    yield from _norm(config, "norm", None)
+    yield from _norm_parameters(config, "norm", None)
     if not config.tied_embeddings:
         yield Parameter("head.weight", (config.vocab_size, config.hidden), 0, "normal")
 
@@ -67,7 +67,7 @@ def parameters(config: ModelConfig) -> Iterator[Parameter]:
 def layer_parameters(config: ModelConfig, layer: int) -> Iterator[Parameter]:
     """Yield the tensors of one layer."""
     prefix, hidden, head_dim = f"layers.{layer}", config.hidden, config.head_dim
-    yield from _norm(config, f"{prefix}.attention.norm", layer)
+    yield from _norm_parameters(config, f"{prefix}.attention.norm", layer)
     rows = (config.heads + 2 * config.kv_heads) * head_dim
     yield Parameter(f"{prefix}.attention.qkv.weight", (rows, hidden), 0, "normal", layer)
     if config.qkv_bias:
@@ -78,21 +78,23 @@ def layer_parameters(config: ModelConfig, layer: int) -> Iterator[Parameter]:
     yield Parameter(f"{prefix}.attention.out.weight", (hidden, config.heads * head_dim), 1, "output", layer)
     if config.output_bias:
         yield Parameter(f"{prefix}.attention.out.bias", (hidden,), None, "zeros", layer)
-    yield from _norm(config, f"{prefix}.mlp.norm", layer)
+    yield from _norm_parameters(config, f"{prefix}.mlp.norm", layer)
     if config.moe is None:
         assert config.ffn is not None, "the schema asks for it wherever there are no experts"
-        yield from _mlp(config, f"{prefix}.mlp", config.ffn, layer)
+        yield from _mlp_parameters(config, f"{prefix}.mlp", config.ffn, layer)
         return
     moe = config.moe
     up = 2 * moe.ffn if config.gated else moe.ffn
     yield Parameter(f"{prefix}.mlp.router.weight", (moe.experts, hidden), None, "normal", layer)
-    yield Parameter(f"{prefix}.mlp.experts.{up_name(config)}", (moe.experts, up, hidden), 1, "normal", layer, True)
+    yield Parameter(
+        f"{prefix}.mlp.experts.{up_projection_name(config)}", (moe.experts, up, hidden), 1, "normal", layer, True
+    )
     yield Parameter(f"{prefix}.mlp.experts.down", (moe.experts, hidden, moe.ffn), 2, "output", layer, True)
     if moe.shared_ffn:
-        yield from _mlp(config, f"{prefix}.mlp.shared", moe.shared_ffn, layer)
+        yield from _mlp_parameters(config, f"{prefix}.mlp.shared", moe.shared_ffn, layer)
 
 
-def up_name(config: ModelConfig) -> str:
+def up_projection_name(config: ModelConfig) -> str:
     """The name of the projection into the feed-forward block: one matrix, with or without the gate."""
     return "gate_up" if config.gated else "up"
 
@@ -102,17 +104,44 @@ def parameter_count(config: ModelConfig) -> int:
     return sum(parameter.size for parameter in parameters(config))
 
 
-def _norm(config: ModelConfig, name: str, layer: int | None) -> Iterator[Parameter]:
+def _norm_parameters(config: ModelConfig, name: str, layer: int | None) -> Iterator[Parameter]:
     yield Parameter(f"{name}.weight", (config.hidden,), None, "ones", layer)
     if config.norm == "layer":
         yield Parameter(f"{name}.bias", (config.hidden,), None, "zeros", layer)
 
 
-def _mlp(config: ModelConfig, prefix: str, ffn: int, layer: int) -> Iterator[Parameter]:
+def _mlp_parameters(config: ModelConfig, prefix: str, ffn: int, layer: int) -> Iterator[Parameter]:
     rows = 2 * ffn if config.gated else ffn
-    yield Parameter(f"{prefix}.{up_name(config)}.weight", (rows, config.hidden), 0, "normal", layer)
+    yield Parameter(f"{prefix}.{up_projection_name(config)}.weight", (rows, config.hidden), 0, "normal", layer)
     if config.mlp_bias:
-        yield Parameter(f"{prefix}.{up_name(config)}.bias", (rows,), 0, "zeros", layer)
+        yield Parameter(f"{prefix}.{up_projection_name(config)}.bias", (rows,), 0, "zeros", layer)
     yield Parameter(f"{prefix}.down.weight", (config.hidden, ffn), 1, "output", layer)
     if config.mlp_bias:
         yield Parameter(f"{prefix}.down.bias", (config.hidden,), None, "zeros", layer)
+
+
+def lora_parameter_count(config: ModelConfig, lora: Lora) -> int:
+    """Return the number of weights of the adapters: for each projection rank x (inputs + outputs)."""
+    shapes = dict(_lora_projections(config))
+    each = sum(sum(shapes[target]) for target in lora.targets if target in shapes)
+    return config.layers * lora.rank * each
+
+
+def trained_fraction(config: ModelConfig, lora: Lora | None) -> float:
+    """Return which part of all weights a run trains."""
+    if lora is None:
+        return 1.0
+    adapters = lora_parameter_count(config, lora)
+    return adapters / (adapters + parameter_count(config))
+
+
+def _lora_projections(config: ModelConfig) -> Iterator[tuple[str, tuple[int, int]]]:
+    """Inputs and outputs of each projection of a layer; experts have adapters of their own."""
+    hidden, queries, keys = config.hidden, config.heads * config.head_dim, config.kv_heads * config.head_dim
+    yield from {"q_proj": (hidden, queries), "k_proj": (hidden, keys), "v_proj": (hidden, keys)}.items()
+    yield "o_proj", (queries, hidden)
+    ffn = config.ffn if config.moe is None else config.moe.ffn
+    experts = 1 if config.moe is None else config.moe.experts
+    assert ffn is not None, "the schema asks for it wherever there are no experts"
+    for name in ("gate_proj", "up_proj", "down_proj") if config.gated else ("up_proj", "down_proj"):
+        yield name, (experts * hidden, experts * ffn)

@@ -1,1 +1,1 @@
-"""What a run tells about itself: events, and figures with their formula and source."""
+"""What a run reports about itself: events, exports, status, failures, and figures with their formula and source."""

@@ -1,10 +1,11 @@
-"""The events of a run: the truth that every exporter, the terminal view and the page read.
+"""The events of a run, which every exporter, the terminal view and the page read.
 
 One event is one line of JSON: `{v, time, attempt, rank, kind, step, …}` with the keys of its kind, which are defined
 here and nowhere else. `time` is in seconds since 1970; a rank of null is the launcher. JSON knows no NaN: a loss that
 is not finite is null, and a `non_finite` event says what it was.
 
-Rank 0 writes into the store as it goes; the others keep their last events in a ring that they `dump` when they fail.
+Rank 0 writes into the store as it goes. The other ranks keep their last events in a ring buffer that they `dump` when
+they fail.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 import orjson
 
-from trainshed.observe.segments import VERSION, Segments, events_folder, open_segments, ring_file
+from trainshed.observe.event_log import EVENT_VERSION, SegmentWriter, events_folder, open_segment_writer, ring_dump_path
 from trainshed.storage import Store
 
 
@@ -32,7 +33,7 @@ class Event:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Start(Event):
+class StartEvent(Event):
     """An attempt begins: what runs, and on what."""
 
     kind = "start"
@@ -45,7 +46,7 @@ class Start(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Phase(Event):
+class PhaseEvent(Event):
     """One part of getting started is done: up to `preflight` the node agent's, from then on rank 0's."""
 
     kind = "phase"
@@ -64,7 +65,7 @@ class Phase(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step(Event):
+class StepEvent(Event):
     """One optimizer step. `tokens` is what the run has consumed so far; MFU is a fraction, null where not known."""
 
     kind = "step"
@@ -86,7 +87,7 @@ class Step(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Validation(Event):
+class ValidationEvent(Event):
     """The loss on the validation batches after a step."""
 
     kind = "validation"
@@ -97,7 +98,7 @@ class Validation(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Checkpoint(Event):
+class CheckpointEvent(Event):
     """A checkpoint on its way; `stall_seconds` is how long training stood still for it."""
 
     kind = "checkpoint"
@@ -111,7 +112,7 @@ class Checkpoint(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Resume(Event):
+class ResumeEvent(Event):
     """Training goes on behind `step` from a checkpoint."""
 
     kind = "resume"
@@ -122,7 +123,7 @@ class Resume(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Probe(Event):
+class ProbeEvent(Event):
     """The loss of the base weights on a fixed batch, against what it was when they were converted."""
 
     kind = "probe"
@@ -132,7 +133,7 @@ class Probe(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class NonFinite(Event):
+class NonFiniteEvent(Event):
     """A loss or gradient that is no number, and what was done about it."""
 
     kind = "non_finite"
@@ -142,7 +143,7 @@ class NonFinite(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Signal(Event):
+class SignalEvent(Event):
     """Somebody asked the run to stop."""
 
     kind = "signal"
@@ -150,7 +151,7 @@ class Signal(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stall(Event):
+class StallEvent(Event):
     """Ranks that do not come on, and the collective the others wait for them in."""
 
     kind = "stall"
@@ -160,7 +161,7 @@ class Stall(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Failure(Event):
+class FailureEvent(Event):
     """Ranks that failed, and the collective the others were in."""
 
     kind = "failure"
@@ -170,7 +171,7 @@ class Failure(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Preflight(Event):
+class PreflightEvent(Event):
     """What was found before the ranks started; `nodes` are those to replace."""
 
     kind = "preflight"
@@ -183,7 +184,7 @@ class Preflight(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Note(Event):
+class NoteEvent(Event):
     """A choice that was made, and why."""
 
     kind = "note"
@@ -191,7 +192,7 @@ class Note(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Warn(Event):
+class WarningEvent(Event):
     """Something legal and probably not wanted."""
 
     kind = "warning"
@@ -199,7 +200,7 @@ class Warn(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class End(Event):
+class EndEvent(Event):
     """The attempt is over."""
 
     kind = "end"
@@ -207,7 +208,7 @@ class End(Event):
     exit_code: int
 
 
-KINDS: dict[str, type[Event]] = {kind.kind: kind for kind in Event.__subclasses__()}
+EVENT_KINDS: dict[str, type[Event]] = {kind.kind: kind for kind in Event.__subclasses__()}
 """Every kind by its name in the line."""
 
 
@@ -234,9 +235,11 @@ class EventWriter:
         self.attempt, self.rank = attempt, rank
         self._ring: deque[bytes] = deque(maxlen=ring)
         self._lock = threading.RLock()  # a signal handler may emit in the middle of an emit
-        self._segments: Segments | None = None
+        self._segments: SegmentWriter | None = None
         if not rank:
-            self._segments = open_segments(store, events_folder(folder, attempt), segment_seconds, self._recovered)
+            self._segments = open_segment_writer(
+                store, events_folder(folder, attempt), segment_seconds, self._recovered
+            )
 
     def __enter__(self) -> EventWriter:
         return self
@@ -247,7 +250,7 @@ class EventWriter:
     def emit(self, kind: str, step: int | None = None, **values: Any) -> None:
         """Write one event; a kind, key or value that the schema does not know is a ValueError."""
         with self._lock:
-            line = encode(kind, step, values, attempt=self.attempt, rank=self.rank)
+            line = encode_event(kind, step, values, attempt=self.attempt, rank=self.rank)
             if self._segments is None:
                 self._ring.append(line)
             else:
@@ -265,7 +268,7 @@ class EventWriter:
             return
         with self._lock:
             lines = b"".join(self._ring)
-        self._store.put(ring_file(self._run, self.attempt, self.rank), lines)
+        self._store.put(ring_dump_path(self._run, self.attempt, self.rank), lines)
 
     def close(self) -> None:
         """Store everything and end; raises if something could not be stored."""
@@ -276,12 +279,12 @@ class EventWriter:
         self.emit("warning", text=text)
 
 
-def encode(kind: str, step: int | None, values: Mapping[str, Any], *, attempt: int, rank: int | None) -> bytes:
+def encode_event(kind: str, step: int | None, values: Mapping[str, Any], *, attempt: int, rank: int | None) -> bytes:
     """One event as its line, checked against the schema."""
-    schema = KINDS.get(kind)
+    schema = EVENT_KINDS.get(kind)
     if schema is None:
-        raise ValueError(f"there is no kind of event named '{kind}'; there are {', '.join(sorted(KINDS))}")
-    required, optional, choices = _keys(schema)
+        raise ValueError(f"there is no kind of event named '{kind}'; there are {', '.join(sorted(EVENT_KINDS))}")
+    required, optional, choices = _schema_keys(schema)
     if unknown := values.keys() - required - optional:
         raise ValueError(f"'{kind}' events have no key '{min(unknown)}'")
     if missing := required - values.keys():
@@ -291,7 +294,7 @@ def encode(kind: str, step: int | None, values: Mapping[str, Any], *, attempt: i
     for key, allowed in choices.items():
         if values[key] not in allowed:
             raise ValueError(f"{key} of a '{kind}' event is one of {', '.join(allowed)}, not {values[key]!r}")
-    event: dict[str, Any] = {"v": VERSION, "time": time.time(), "attempt": attempt, "rank": rank}
+    event: dict[str, Any] = {"v": EVENT_VERSION, "time": time.time(), "attempt": attempt, "rank": rank}
     event |= {"kind": kind, "step": step}
     event |= {key: value for key, value in values.items() if value is not None or key in required}
     try:
@@ -301,7 +304,7 @@ def encode(kind: str, step: int | None, values: Mapping[str, Any], *, attempt: i
 
 
 @cache
-def _keys(schema: type[Event]) -> tuple[frozenset[str], frozenset[str], dict[str, tuple[str, ...]]]:
+def _schema_keys(schema: type[Event]) -> tuple[frozenset[str], frozenset[str], dict[str, tuple[str, ...]]]:
     """The keys an event must have, those it may have, and the values of those that are one of a few words."""
     own = fields(schema)
     required = frozenset(field.name for field in own if field.default is MISSING)

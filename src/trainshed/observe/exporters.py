@@ -1,8 +1,8 @@
 """What a training writes besides its events, for tools that people already use: TensorBoard files, DLLogger lines.
 
-An exporter is fed every event of rank 0 as it is emitted. Files are flushed every half minute and before a checkpoint
-counts, so that a run which is killed and goes on from that checkpoint leaves no gap. An exporter that cannot write says
-so once and stops: it is no reason to lose a run.
+An exporter receives every event of rank 0 as it is emitted. Files are flushed every half minute and before a checkpoint
+counts, so a run that is killed and resumes from that checkpoint leaves no gap. An exporter that cannot write warns once
+and stops; the run goes on.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ _TAGS = {
 }
 
 
-class TensorBoard(Exporter):
+class TensorBoardExporter(Exporter):
     """Scalars in TensorBoard's event files, one file an attempt; steps are counted from 1.
 
     The format is TensorFlow's: masked CRC-32C around `Event` protocol buffers (event.proto, summary.proto).
@@ -132,7 +132,7 @@ class TensorBoard(Exporter):
             yield _record(_event(step, _scalars([("validation/loss", event["loss"])])))
 
 
-class DLLogger(Exporter):
+class DLLoggerExporter(Exporter):
     """NVIDIA's DLLogger lines with NeMo's names of the figures; attempts of a run follow each other in one file."""
 
     name = "dllogger"
@@ -181,7 +181,7 @@ class DLLogger(Exporter):
         return b"DLLL " + orjson.dumps(body) + b"\n"
 
 
-EXPORTERS: tuple[type[Exporter], ...] = (TensorBoard, DLLogger)
+EXPORTERS: tuple[type[Exporter], ...] = (TensorBoardExporter, DLLoggerExporter)
 """Each is switched by the key of its name under `observe`."""
 
 

@@ -1,7 +1,7 @@
-"""How long the steps of a run took: of one of ours, or of one that Megatron-LM, NeMo or DLLogger left a log of.
+"""Step times of a run: of one of ours, or of one that Megatron-LM, NeMo or DLLogger left a log of.
 
-The median counts, over the steps behind the warm-up and of the batch size the run ended with: compilation, caches and
-a batch that still grows would tell of something else.
+The figure is the median over the steps after the warm-up that have the final batch size. Compilation, cold caches and a
+batch that still grows would distort it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import orjson
 
 from trainshed.errors import InputError
-from trainshed.observe.reading import read_events
+from trainshed.observe.event_log import read_events
 from trainshed.storage import Store
 
 WARM_UP_STEPS = 5

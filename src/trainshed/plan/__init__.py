@@ -1,11 +1,11 @@
 """Arithmetic before any GPU is held: which rank does what, what is legal, what a token costs."""
 
 from trainshed.plan.flops import TokenFlops, token_flops, training_flops_per_token
-from trainshed.plan.layout import Coordinates, RankLayout, parse_layout, resolve_layout
+from trainshed.plan.layout import MeshCoordinates, RankLayout, parse_layout, resolve_layout
 from trainshed.plan.legality import layout_problems, layout_warnings, pipeline_bubble
 
 __all__ = [
-    "Coordinates",
+    "MeshCoordinates",
     "RankLayout",
     "TokenFlops",
     "layout_problems",

@@ -5,7 +5,7 @@ Two meshes lie over the same ranks, the last axis fastest:
     dense   pp, dp_replicate, dp_shard, cp, tp      attention, dense feed-forward, embeddings
     expert  pp, edp, ep, etp                        experts; edp · ep · etp = dp · cp · tp
 
-What a layout may not do is in `plan/legality.py`.
+What a layout may not do is in `plan/legality/`.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from itertools import accumulate
 from typing import Any
 
 from trainshed.errors import InputError
-from trainshed.recipe import Layout, ModelConfig, Recipe, scalars
-from trainshed.recipe.keys import nearest_key, siblings
-from trainshed.recipe.layout import PipelineSchedule, Recompute, Shard
-from trainshed.recipe.places import dotted_key
+from trainshed.recipe import Layout, ModelConfig, Recipe, yaml_io
+from trainshed.recipe.schema import PipelineSchedule, Recompute, Shard
+from trainshed.recipe.validation import nearest_key, sibling_keys
+from trainshed.recipe.yaml_io import dotted_key
 
-_SHOWN = ("tp", "pp", "vp", "cp", "ep", "etp", "dp", "replicate")
+_AXES_SHOWN = ("tp", "pp", "vp", "cp", "ep", "etp", "dp", "replicate")
 
 
 @dataclass(frozen=True)
-class Coordinates:
+class MeshCoordinates:
     """Where a rank stands in both meshes; `dp` counts its copy and its shard as one data-parallel index."""
 
     pp: int
@@ -108,11 +108,11 @@ class RankLayout:
         """Lengths of the expert mesh: pp, edp, ep, etp."""
         return (self.pp, self.edp, self.ep, self.etp)
 
-    def coordinates(self, rank: int) -> Coordinates:
+    def coordinates(self, rank: int) -> MeshCoordinates:
         """Return where a rank stands."""
         pp, replicate, shard, cp, tp = _unravel(rank, self.dense_shape)
         _, edp, ep, etp = _unravel(rank, self.expert_shape)
-        return Coordinates(pp, replicate, shard, cp, tp, edp, ep, etp, dp=replicate * self.dp_shard + shard)
+        return MeshCoordinates(pp, replicate, shard, cp, tp, edp, ep, etp, dp=replicate * self.dp_shard + shard)
 
     def rank_of(self, pp: int = 0, replicate: int = 0, shard: int = 0, cp: int = 0, tp: int = 0) -> int:
         """Return the rank that stands at a place of the dense mesh."""
@@ -154,7 +154,7 @@ class RankLayout:
     def __str__(self) -> str:
         if self.world_size == 1:
             return "one process"
-        parts = [f"{key}{value}" for key in _SHOWN if (value := getattr(self, key)) != 1]
+        parts = [f"{key}{value}" for key in _AXES_SHOWN if (value := getattr(self, key)) != 1]
         # Context-parallel ranks share the same states out among them as dp ranks do.
         shared = [*parts, self.shard] if self.dp * self.cp > 1 else parts
         return " ".join([*shared, "uneven"] if self.uneven else shared)
@@ -180,21 +180,21 @@ def parse_layout(text: str) -> dict[str, object]:
                 hint="write for example tp=2,pp=2",
             )
         if key not in Layout.model_fields:
-            raise InputError(f"unknown key `{key}`", where="--layout", hint=_meant(key))
+            raise InputError(f"unknown key `{key}`", where="--layout", hint=_did_you_mean(key))
         if key in values:
             raise InputError(f"`{key}` is there twice", where="--layout", hint="keep one of them")
         values[key] = (
-            [scalars.read_plain(piece) for piece in written.split("+")]
+            [yaml_io.parse_scalar(piece) for piece in written.split("+")]
             if key == "stages"
-            else (scalars.read_plain(written))
+            else (yaml_io.parse_scalar(written))
         )
     return values
 
 
-def _meant(key: str) -> str:
+def _did_you_mean(key: str) -> str:
     near = nearest_key(Recipe, ("layout", key))
     if near is None:
-        return f"known here: {', '.join(siblings(Recipe, ('layout',)))}"
+        return f"known here: {', '.join(sibling_keys(Recipe, ('layout',)))}"
     return f"did you mean {near[-1] if near[0] == 'layout' else dotted_key(near)}?"
 
 
@@ -264,3 +264,32 @@ def even_stages(layers: int, chunks: int) -> tuple[int, ...]:
     each, extra = divmod(layers, chunks)
     last = chunks - 1
     return tuple(each + (last - extra <= chunk < last) for chunk in range(chunks))
+
+
+def layout_plain(layout: RankLayout) -> dict[str, Any]:
+    """Return every key of a layout."""
+    return layout.recipe_keys() | {"stages": list(layout.stages)}
+
+
+def describe_layout(layout: RankLayout) -> str:
+    """Write a layout with its micro-batch and recomputation: `tp4 pp4 dp8 zero1, micro_batch 1`."""
+    parts = [str(layout), f"micro_batch {layout.micro_batch}", f"recompute {layout.recompute}"]
+    if layout.schedule not in (None, "1f1b", "interleaved"):
+        parts.append(f"schedule {layout.schedule}")
+    return ", ".join(parts)
+
+
+def format_layout(layout: RankLayout) -> str:
+    """Write a layout so that `--layout` gives it again: `tp=4,pp=4,micro_batch=2`, without keys at their default.
+
+    Unequal chunks are written out: Megatron asks for it.
+    """
+    keys = Layout.model_fields
+    names = ("tp", "pp", "vp", "cp", "ep", "etp", "replicate", "shard", "micro_batch", "recompute")
+    parts = [f"{name}={getattr(layout, name)}" for name in names if getattr(layout, name) != keys[name].default]
+    if layout.schedule not in (None, "interleaved" if layout.vp > 1 else "1f1b"):
+        parts.append(f"schedule={layout.schedule}")
+    if len(set(layout.stages)) > 1:
+        parts.append(f"stages={'+'.join(map(str, layout.stages))}")
+    # At least one key: an empty text would be no layout, and be searched.
+    return ",".join(parts or [f"tp={layout.tp}"])

@@ -1,9 +1,14 @@
-"""A model, a batch and a sequence made small, with everything kept that makes a layout hard.
+"""Smaller versions of a run that stay legal: a small model for a check, and a layout for fewer nodes.
 
-What divides stays divisible and what comes out uneven stays uneven: heads and rows over tp, experts over ep, layers
-over the chunks of a pipeline, micro-batches over its stages, every tensor over the ranks that share it out. The family
-and all that is no size (norms, biases, tied embeddings, rotary scaling, routing) are left alone; fresh weights grow as
-the width shrinks, so that every layer moves the loss as much as it did.
+`shrink` makes a model, a batch and a sequence small and keeps everything that makes a layout hard. What divides stays
+divisible and what comes out uneven stays uneven: heads and rows over tp, experts over ep, layers over the chunks of a
+pipeline, micro-batches over its stages, every tensor over the ranks that share it. The family and everything that is
+not a size (norms, biases, tied embeddings, rotary scaling, routing) are kept; fresh weights grow as the width
+shrinks, so that every layer moves the loss as much as it did.
+
+`layout_for_nodes` gives up whole replicas of the model and keeps the rest. The global batch and the order of the data
+do not change, so the run continues with the same samples: each replica that is left takes more of them, and where
+they do not come out even, some take one more than others.
 """
 
 from __future__ import annotations
@@ -25,7 +30,7 @@ _MICRO_BATCH = 2
 
 
 @dataclass(frozen=True)
-class Shrunk:
+class ShrunkRun:
     """What a check runs in place of the real thing; `batch_sizes` are two where the batch grows, else one."""
 
     config: ModelConfig
@@ -41,7 +46,7 @@ def shrink(
     sequence_length: int,
     batch_sizes: Sequence[int],
     most_ranks: int | None = None,
-) -> Shrunk:
+) -> ShrunkRun:
     """Shrink what a legal layout trains, so that it stays legal.
 
     The layout keeps its ranks unless they are more than `most_ranks`: then data parallel is cut down to what fits.
@@ -50,13 +55,15 @@ def shrink(
     layout = _fewer_copies(layout, config, sequence_length, most_ranks or layout.world_size)
     stages = _stages(layout)
     small = replace(layout, stages=stages, micro_batch=min(layout.micro_batch, _MICRO_BATCH))
-    length = _like(sequence_length, max(_TOKENS, 2 * layout.cp * layout.tp), 2, 2 * layout.cp, layout.cp * layout.tp)
+    length = _smallest_like(
+        sequence_length, max(_TOKENS, 2 * layout.cp * layout.tp), 2, 2 * layout.cp, layout.cp * layout.tp
+    )
     model = _model(config, layout, sequence_length, length) | {"layers": sum(stages)}
     shrunk = ModelConfig.model_validate(config.model_dump(exclude_none=True) | model)
     sizes: list[int] = []
     for count in counts:
         sizes.append(_batch(count, shrunk, small, length, more_than=sizes[-1] if sizes else 0))
-    return Shrunk(shrunk, small, length, tuple(sizes))
+    return ShrunkRun(shrunk, small, length, tuple(sizes))
 
 
 def _fewer_copies(layout: RankLayout, config: ModelConfig, sequence_length: int, most_ranks: int) -> RankLayout:
@@ -83,19 +90,19 @@ def _model(config: ModelConfig, layout: RankLayout, sequence_length: int, length
     """Every size of the model but its layers."""
     tp = layout.tp
     shares = layout.dense_shards
-    kv_heads = _like(config.kv_heads, 2 * tp, tp)
-    hidden = _like(config.hidden, _HIDDEN, 2, shares)
+    kv_heads = _smallest_like(config.kv_heads, 2 * tp, tp)
+    hidden = _smallest_like(config.hidden, _HIDDEN, 2, shares)
     sizes: dict[str, Any] = {
         "hidden": hidden,
         "init_std": config.init_std * (config.hidden / hidden) ** 0.5,
-        "heads": kv_heads * _like(config.heads // config.kv_heads, 2, 2),
+        "heads": kv_heads * _smallest_like(config.heads // config.kv_heads, 2, 2),
         "kv_heads": kv_heads,
         "head_dim": min(config.head_dim, _HEAD_DIM),
-        "vocab_size": _like(config.vocab_size, max(_VOCABULARY, 2 * tp), 2, tp, tp * shares),
-        "max_positions": _like(config.max_positions, length, 2, shares),
+        "vocab_size": _smallest_like(config.vocab_size, max(_VOCABULARY, 2 * tp), 2, tp, tp * shares),
+        "max_positions": _smallest_like(config.max_positions, length, 2, shares),
     }
     if config.ffn is not None:
-        sizes["ffn"] = _like(config.ffn, max(_FFN, 2 * tp), 2, tp, tp * shares)
+        sizes["ffn"] = _smallest_like(config.ffn, max(_FFN, 2 * tp), 2, tp, tp * shares)
     if config.sliding_window is not None:
         # A window that cuts still cuts, at the same fraction of the sequence; one that does not still does not.
         sizes["sliding_window"] = max(1, config.sliding_window * length // sequence_length)
@@ -104,9 +111,9 @@ def _model(config: ModelConfig, layout: RankLayout, sequence_length: int, length
         expert_shares = layout.expert_shards
         fewest = max(2 * layout.ep, moe.top_k + (moe.top_k < moe.experts))
         sizes["moe"] = moe.model_dump() | {
-            "experts": _like(moe.experts, fewest, layout.ep, layout.ep * expert_shares),
-            "ffn": _like(moe.ffn, max(_EXPERT_FFN, 2 * layout.etp), 2, layout.etp, layout.etp * expert_shares),
-            "shared_ffn": _like(moe.shared_ffn, max(_EXPERT_FFN, 2 * tp), 2, tp, tp * shares),
+            "experts": _smallest_like(moe.experts, fewest, layout.ep, layout.ep * expert_shares),
+            "ffn": _smallest_like(moe.ffn, max(_EXPERT_FFN, 2 * layout.etp), 2, layout.etp, layout.etp * expert_shares),
+            "shared_ffn": _smallest_like(moe.shared_ffn, max(_EXPERT_FFN, 2 * tp), 2, tp, tp * shares),
         }
     return sizes
 
@@ -133,9 +140,50 @@ def _batch(count: int, config: ModelConfig, layout: RankLayout, length: int, *, 
     return count * step
 
 
-def _like(value: int, floor: int, *divisors: int) -> int:
+def _smallest_like(value: int, floor: int, *divisors: int) -> int:
     """The smallest number from `floor` on that each divisor divides exactly where it divides `value`."""
     for number in range(min(floor, value), value):
         if all((number % divisor == 0) == (value % divisor == 0) for divisor in divisors):
             return number
     return value
+
+
+def layout_for_nodes(
+    layout: RankLayout,
+    config: ModelConfig,
+    *,
+    nodes: int,
+    min_nodes: int,
+    ranks_per_node: int,
+    sequence_length: int,
+    batch_sizes: Sequence[int],
+) -> tuple[RankLayout, int] | str:
+    """Return the largest legal layout on at most `nodes` nodes and how many it takes, or the reason why there is none.
+
+    The size of a replica is kept: what fits into the memory of a GPU depends on it.
+    """
+    replica = layout.tp * layout.pp * layout.cp
+    reason = f"a replica is {replica} ranks, and {nodes} nodes have {nodes * ranks_per_node}"
+    for count in range(nodes, min_nodes - 1, -1):
+        ranks = count * ranks_per_node
+        if ranks % replica:
+            continue
+        for smaller in _with_replicas(layout, ranks // replica):
+            problems = layout_problems(
+                smaller, config, sequence_length=sequence_length, batch_sizes=batch_sizes, stages_written=True
+            )
+            if not problems:
+                return smaller, count
+            reason = problems[0].what
+    return f"no layout of {min_nodes} to {nodes} nodes is legal: {reason}"
+
+
+def _with_replicas(layout: RankLayout, dp: int) -> list[RankLayout]:
+    """The layout with another dp: equal shares first, then uneven ones; each with the micro-batch it has, then smaller.
+
+    An uneven share costs at most one micro-batch a step, giving up a replica always more.
+    """
+    replicate = layout.replicate if dp % layout.replicate == 0 else 1
+    sizes = [size for size in range(layout.micro_batch, 0, -1) if layout.micro_batch % size == 0]
+    fewer = replace(layout, dp=dp, replicate=replicate)
+    return [replace(fewer, micro_batch=size, uneven=uneven) for uneven in (False, True) for size in sizes]

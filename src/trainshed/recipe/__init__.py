@@ -3,7 +3,6 @@
 `load_recipe` gives a checked `Recipe`; `to_yaml` writes it back in full; `run_id` names its run.
 """
 
-from trainshed.recipe.architecture import ModelConfig, Moe, Rope, RopeScaling
 from trainshed.recipe.cluster import (
     Cluster,
     ClusterStorage,
@@ -14,15 +13,31 @@ from trainshed.recipe.cluster import (
     load_cluster,
 )
 from trainshed.recipe.data import DataSection, Source, Split, ValidationSource
-from trainshed.recipe.execution import Checkpoint, Elastic, Engine, Export, Observe, Profile, Resources
-from trainshed.recipe.json_schema import cluster_json_schema, recipe_json_schema
-from trainshed.recipe.layout import Layout
-from trainshed.recipe.load import find_recipe, load_recipe, parse_recipe, shipped_recipes
-from trainshed.recipe.model import ModelSection, TokenizerTraining, TrainedTokenizer
+from trainshed.recipe.load import find_recipe, load_recipe, parse_recipe, run_id, shipped_recipes, to_plain, to_yaml
+from trainshed.recipe.model import (
+    ModelConfig,
+    ModelSection,
+    Moe,
+    Rope,
+    RopeScaling,
+    TokenizerTraining,
+    TrainedTokenizer,
+)
 from trainshed.recipe.overrides import split_overrides
-from trainshed.recipe.resolved import run_id, to_plain, to_yaml
-from trainshed.recipe.schema import Recipe, fit_problems
-from trainshed.recipe.serving import Serve
+from trainshed.recipe.schema import (
+    Checkpoint,
+    Elastic,
+    Engine,
+    Export,
+    Layout,
+    Observe,
+    Profile,
+    Recipe,
+    Resources,
+    Serve,
+    fit_problems,
+)
+from trainshed.recipe.schema_export import cluster_json_schema, recipe_json_schema
 from trainshed.recipe.train import BatchRamp, Lora, MoeLosses, Optimizer, Schedule, TrainSection
 
 __all__ = [

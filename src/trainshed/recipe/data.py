@@ -10,37 +10,37 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, Tag, model_validator
 
-from trainshed.recipe.address import Addresses
 from trainshed.recipe.section import (
     NotNegativeInt,
     PositiveFloat,
     PositiveInt,
     Problem,
     Section,
+    StoreAddresses,
     Text,
     as_list,
     by_shape,
-    wrong,
+    invalid_value,
 )
 
-KINDS = ("path", "tokens", "script")
+SOURCE_KINDS = ("path", "tokens", "script")
 TextFormat = Literal["jsonl", "json", "csv", "tsv", "parquet", "text"]
 """What a file of text can hold: one JSON object a line, one JSON array, a table, or the text itself."""
 TEXT_DEFAULTS = {"key": "text", "documents": "file"}
 # Fractions are typed by hand; 1/3 written with four digits is still a third.
-SUM_TOLERANCE = 1e-3
+SPLIT_SUM_TOLERANCE = 1e-3
 
 
 class SourceKeys(Section):
     """Where documents come from: raw text, prepared tokens, or a program that writes text."""
 
-    path: Addresses | None = Field(
+    path: StoreAddresses | None = Field(
         None,
         description="Text: a path or glob, or a list (.jsonl, .parquet, .csv, .tsv, plain text; all but parquet also "
         "with .gz or .zst), relative to the current directory",
         examples=["s3://corpus/*.jsonl.zst"],
     )
-    tokens: Addresses | None = Field(None, description="Prepared tokens: a PREFIX of .bin/.idx files, or a list")
+    tokens: StoreAddresses | None = Field(None, description="Prepared tokens: a PREFIX of .bin/.idx files, or a list")
     script: Text | None = Field(
         None,
         description="A program run as `SCRIPT --target-dir DIR ARGS…` that writes JSONL "
@@ -61,7 +61,7 @@ class SourceKeys(Section):
     @classmethod
     def _fill(cls, given: Any) -> Any:
         if isinstance(given, str):
-            raise wrong(f"`{given}` is not a source", f"write {{path: {given}}}")
+            raise invalid_value(f"`{given}` is not a source", f"write {{path: {given}}}")
         if not isinstance(given, dict) or not (given.get("path") or given.get("script")):
             return given
         return given | {key: value for key, value in TEXT_DEFAULTS.items() if given.get(key) is None}
@@ -73,11 +73,11 @@ class SourceKeys(Section):
     @property
     def kind(self) -> str | None:
         """Return which of `path`, `tokens` and `script` is given."""
-        return next((kind for kind in KINDS if getattr(self, kind) is not None), None)
+        return next((kind for kind in SOURCE_KINDS if getattr(self, kind) is not None), None)
 
     def problems(self) -> Iterator[Problem]:
         """One origin, and only the keys that belong to it."""
-        kinds = [kind for kind in KINDS if getattr(self, kind) is not None]
+        kinds = [kind for kind in SOURCE_KINDS if getattr(self, kind) is not None]
         if len(kinds) > 1:
             yield Problem((kinds[1],), f"`{kinds[0]}` and `{kinds[1]}` in one source", "make them two sources")
         if self.args and not self.script:
@@ -123,7 +123,7 @@ class Split(Section):
     def problems(self) -> Iterator[Problem]:
         """Fractions are of one whole."""
         total = self.train + self.validation + self.test
-        if abs(total - 1.0) > SUM_TOLERANCE:
+        if abs(total - 1.0) > SPLIT_SUM_TOLERANCE:
             yield Problem(
                 (),
                 f"the fractions sum to {total:g}",
@@ -248,5 +248,7 @@ def expand_data(value: Any) -> Any:
     if value == "synthetic":
         return {"synthetic": True}
     if isinstance(value, str):
-        raise wrong(f"`{value}` is not a data section", "write `data: {sequence_length: …, train: [{path: …}]}`")
+        raise invalid_value(
+            f"`{value}` is not a data section", "write `data: {sequence_length: …, train: [{path: …}]}`"
+        )
     return value

@@ -1,28 +1,31 @@
-"""From a file, a shipped name or text to a checked recipe."""
+"""From a file, a shipped name or text to a checked recipe, and back: `to_yaml` writes it, `run_id` names its run."""
 
 from __future__ import annotations
 
 import difflib
+import hashlib
+import json
 import os
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from trainshed.errors import RecipeError
-from trainshed.recipe.messages import validate
+from trainshed.errors import InputError, RecipeError
 from trainshed.recipe.overrides import apply_overrides
-from trainshed.recipe.places import Document
-from trainshed.recipe.schema import FORMAT, Recipe
-from trainshed.recipe.yaml_source import decode, parse
+from trainshed.recipe.schema import FORMAT_VERSION, Recipe
+from trainshed.recipe.section import Section
+from trainshed.recipe.validation import validate
+from trainshed.recipe.yaml_io import YamlDocument, decode_utf8, dump_yaml, parse_yaml
 from trainshed.shipped import shipped_folder
 
-SUFFIXES = (".yaml", ".yml")
+YAML_SUFFIXES = (".yaml", ".yml")
 
 
 def load_recipe(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> Recipe:
     """Load a recipe from a file, or a shipped one by name, with overrides (`train.steps=100`)."""
     file = find_recipe(path)
-    return parse_recipe(_read(file), overrides, source=_as_shown(file), folder=file.parent)
+    return parse_recipe(_read_bytes(file), overrides, source=_display_path(file), folder=file.parent)
 
 
 def parse_recipe(
@@ -33,7 +36,7 @@ def parse_recipe(
     folder: Path | None = None,
 ) -> Recipe:
     """Load a recipe from text; errors call it `source`, and `script` paths are relative to `folder`."""
-    document = parse(decode(text, source) if isinstance(text, bytes) else text, source)
+    document = parse_yaml(decode_utf8(text, source) if isinstance(text, bytes) else text, source)
     apply_overrides(document, overrides)
     check_format(document)
     recipe = validate(Recipe, document)
@@ -42,12 +45,12 @@ def parse_recipe(
     return recipe
 
 
-def check_format(document: Document) -> None:
+def check_format(document: YamlDocument) -> None:
     """Stop at a newer format before its keys are called unknown."""
-    written: Any = document.value.get("trainshed", FORMAT)
-    if isinstance(written, int) and not isinstance(written, bool) and written > FORMAT:
+    written: Any = document.value.get("trainshed", FORMAT_VERSION)
+    if isinstance(written, int) and not isinstance(written, bool) and written > FORMAT_VERSION:
         raise RecipeError(
-            f"the file has format {written}, and this Trainshed reads up to {FORMAT}",
+            f"the file has format {written}, and this Trainshed reads up to {FORMAT_VERSION}",
             where=document.places.where(("trainshed",)),
             hint="pip install --upgrade trainshed",
         )
@@ -64,7 +67,7 @@ def find_recipe(path: str | os.PathLike[str]) -> Path:
     name = os.fspath(path)
     if name in shipped:
         return shipped[name]
-    beside = sorted(str(other) for other in _listing(file.parent) if other.suffix in SUFFIXES)
+    beside = sorted(str(other) for other in _files_in(file.parent) if other.suffix in YAML_SUFFIXES)
     near = difflib.get_close_matches(name, [*beside, *shipped], n=1, cutoff=0.6)
     hint = f"did you mean {near[0]}?" if near else f"shipped recipes: {', '.join(shipped) or 'none'}"
     raise RecipeError("there is no such recipe", where=name, hint=hint)
@@ -72,22 +75,110 @@ def find_recipe(path: str | os.PathLike[str]) -> Path:
 
 def shipped_recipes() -> dict[str, Path]:
     """Return the shipped recipes by name."""
-    return {file.stem: file for file in _listing(shipped_folder("recipes")) if file.suffix in SUFFIXES}
+    return {file.stem: file for file in _files_in(shipped_folder("recipes")) if file.suffix in YAML_SUFFIXES}
 
 
-def _listing(folder: Path) -> list[Path]:
+def _files_in(folder: Path) -> list[Path]:
     return sorted(folder.iterdir()) if folder.is_dir() else []
 
 
-def _read(file: Path) -> bytes:
+def _read_bytes(file: Path) -> bytes:
     try:
         return file.read_bytes()
     except OSError as error:
         raise RecipeError(f"cannot be read: {error.strerror}", where=str(file)) from None
 
 
-def _as_shown(file: Path) -> str:
+def _display_path(file: Path) -> str:
     """Name a file as a person would type it: relative where it lies below the current directory."""
     if file.is_absolute() and file.is_relative_to(Path.cwd()):
         return str(file.relative_to(Path.cwd()))
     return str(file)
+
+
+# Keys whose change continues the same run. The length may grow; a skip list may grow while the run goes on;
+# `stage` says where tokens are read, never which; `verdict` whether weights are taken, never which.
+NOT_IN_ID = {"model": ("verdict",), "train": ("steps", "tokens", "epochs"), "data": ("skip", "stage")}
+# Schedules whose `decay` says to which step of the run it goes: whoever makes the run longer is asked for it. That of
+# wsd is a length, and stays as it is.
+DECAY_NOT_IN_ID = ("cosine", "linear")
+
+
+def to_yaml(recipe: Section) -> str:
+    """Write a recipe (or cluster) in full, defaults included; loading it gives an equal one."""
+    return dump_yaml(to_plain(recipe))
+
+
+def to_plain(section: Section, *, defaults: bool = True) -> dict[str, Any]:
+    """Return a section as plain values in the order of the schema.
+
+    A key that is null by default and null here says nothing (`steps` beside `tokens`) and is left out; with
+    `defaults=False` so is every key that has its default.
+    """
+    plain: dict[str, Any] = {}
+    filled_in = section.filled_in()
+    for name, field in type(section).model_fields.items():
+        value = getattr(section, name)
+        usual = field.get_default(call_default_factory=True, validated_data={})
+        if value == usual and (value is None or not defaults) and not field.is_required():
+            continue
+        if not defaults and name in filled_in and filled_in[name] == value:
+            continue
+        plain[field.alias or name] = _plain_value(value, defaults)
+    return plain
+
+
+def _plain_value(value: Any, defaults: bool) -> Any:
+    if isinstance(value, Section):
+        return to_plain(value, defaults=defaults)
+    if isinstance(value, tuple | list):
+        return [_plain_value(item, defaults) for item in value]
+    if isinstance(value, dict):
+        return {key: _plain_value(item, defaults) for key, item in value.items()}
+    return value
+
+
+def run_id(recipe: Recipe) -> str:
+    """Return 8 hex digits of what makes this training this training, so that a rerun finds its run.
+
+    Model, tokenizer, data, train and seed count, except the length of the run and of its cosine or linear decay,
+    `data.skip`, `data.stage` and `model.verdict`.
+    Layout, engine, checkpoint, observe, resources and store do not: a run may go on elsewhere. Files behind
+    an address do not either (their artefacts have hashes of their own): pin revisions to tell them apart.
+    """
+    canonical = json.dumps(run_identity(recipe), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return hashlib.sha256(canonical.encode()).hexdigest()[:8]
+
+
+def run_identity(recipe: Recipe) -> dict[str, Any]:
+    """Return the keys that `run_id` is made of, with their values."""
+    # Without defaults, so that a key which a later version adds does not rename the runs of today. In
+    # exchange no default of these sections may ever change.
+    plain = to_plain(recipe, defaults=False)
+    if recipe.train.schedule.name in DECAY_NOT_IN_ID:
+        plain["train"]["schedule"].pop("decay", None)
+    said = {key: plain.get(key) for key in ("model", "tokenizer", "data", "train", "seed")}
+    for section, keys in NOT_IN_ID.items():
+        said[section] = {key: value for key, value in plain[section].items() if key not in keys}
+    return said
+
+
+def copy_shipped_recipe(name: str, destination: Path) -> list[Path]:
+    """Copy a recipe to a folder or a new file, its scripts beside it; return the files, the recipe first.
+
+    Nothing is overwritten: if any of the files exists, none is written.
+    """
+    source = shipped_recipes().get(name) or find_recipe(name)
+    recipe = load_recipe(source)
+    target = destination if destination.suffix in YAML_SUFFIXES else destination / source.name
+    copies = {target: source}
+    for entry in (*recipe.data.train, recipe.data.validation):
+        if entry is not None and entry.script is not None and not Path(entry.script).is_absolute():
+            copies[target.parent / entry.script] = source.parent / entry.script
+    for copy in copies:
+        if copy.exists():
+            raise InputError("is there already, and nothing is overwritten", where=str(copy), hint="name another file")
+    for copy, original in copies.items():
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(original, copy)
+    return list(copies)

@@ -1,15 +1,209 @@
-"""`model` and `tokenizer`: what is trained, from which weights, over which vocabulary."""
+"""`model` and `tokenizer`: what is trained, from which weights, over which vocabulary.
+
+The architecture (`model.config` in a recipe, and each entry of the catalog) begins with a family. A family fixes
+how the decoder is put together and how its Hugging Face weights are named, so only sizes have to be written. What
+the family leaves open can be written over; what it fixes cannot.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field, Tag
+from pydantic import Field, Tag, model_validator
 
-from trainshed.recipe.address import Address
-from trainshed.recipe.architecture import ModelConfig
-from trainshed.recipe.section import PositiveInt, Problem, Section, Text, by_shape
+from trainshed.recipe.section import (
+    NotNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Problem,
+    Section,
+    StoreAddress,
+    Text,
+    by_shape,
+)
+
+FamilyName = Literal["llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "gpt2"]
+
+_ROPE_DECODER: dict[str, Any] = {
+    "norm": "rms",
+    "gated": True,
+    "positions": "rope",
+    "qkv_bias": False,
+    "output_bias": False,
+    "mlp_bias": False,
+    "qk_norm": False,
+}
+# What makes a family: Hugging Face's modelling code of the same name.
+FIXED_BY_FAMILY: dict[str, dict[str, Any]] = {
+    "llama": _ROPE_DECODER,
+    "mistral": _ROPE_DECODER,
+    "mixtral": _ROPE_DECODER,
+    "qwen2": _ROPE_DECODER | {"qkv_bias": True},
+    "qwen3": _ROPE_DECODER | {"qk_norm": True},
+    "qwen3_moe": _ROPE_DECODER | {"qk_norm": True},
+    "gpt2": {
+        "norm": "layer",
+        "gated": False,
+        "positions": "learned",
+        "qkv_bias": True,
+        "output_bias": True,
+        "mlp_bias": True,
+        "qk_norm": False,
+    },
+}
+DEFAULT_BY_FAMILY: dict[str, dict[str, Any]] = {
+    "llama": {"norm_eps": 1e-5, "activation": "silu", "tied_embeddings": False},
+    "mistral": {"norm_eps": 1e-5, "activation": "silu", "tied_embeddings": False},
+    "mixtral": {"norm_eps": 1e-5, "activation": "silu", "tied_embeddings": False},
+    "qwen2": {"norm_eps": 1e-6, "activation": "silu", "tied_embeddings": False},
+    "qwen3": {"norm_eps": 1e-6, "activation": "silu", "tied_embeddings": False},
+    "qwen3_moe": {"norm_eps": 1e-6, "activation": "silu", "tied_embeddings": False},
+    "gpt2": {"norm_eps": 1e-5, "activation": "gelu_tanh", "tied_embeddings": True},
+}
+FILLED_IN = {
+    "kv_heads": "`heads`",
+    "head_dim": "hidden / heads",
+    **dict.fromkeys((*_ROPE_DECODER, "norm_eps", "activation", "tied_embeddings"), "the family's"),
+}
+"""Keys that need not be written, and what fills them in."""
+_EXPERT_FAMILIES = ("mixtral", "qwen3_moe")
+
+
+class RopeScaling(Section):
+    """How rotary frequencies are stretched for longer contexts."""
+
+    kind: Literal["llama3", "linear"] = Field(
+        description="`llama3` as Llama 3.1 does it, `linear` for all frequencies alike"
+    )
+    factor: PositiveFloat = Field(description="How many times longer the context becomes")
+    low_frequency_factor: PositiveFloat | None = Field(None, description="llama3: below this many turns, scale in full")
+    high_frequency_factor: PositiveFloat | None = Field(None, description="llama3: above this many turns, leave alone")
+    original_positions: PositiveInt | None = Field(None, description="llama3: context length before the stretch")
+
+    def problems(self) -> Iterator[Problem]:
+        """The three llama3 keys belong to llama3, all of them."""
+        for key in ("low_frequency_factor", "high_frequency_factor", "original_positions"):
+            written = getattr(self, key) is not None
+            if self.kind == "llama3" and not written:
+                yield Problem(
+                    (key,),
+                    "is missing",
+                    "Llama 3.1 has low_frequency_factor: 1.0, high_frequency_factor: 4.0, original_positions: 8192",
+                )
+            elif self.kind == "linear" and written:
+                yield Problem((key,), "is not read with `kind: linear`", "delete it, or write `kind: llama3`")
+
+
+class Rope(Section):
+    """Rotary position embedding."""
+
+    base: PositiveFloat = Field(description="The base of the frequencies (rope_theta)", examples=[500000.0])
+    scaling: RopeScaling | None = Field(None, description="Stretching for longer contexts")
+
+
+class Moe(Section):
+    """A mixture of experts in place of the feed-forward block of every layer."""
+
+    experts: PositiveInt = Field(description="Number of routed experts", examples=[8])
+    top_k: PositiveInt = Field(description="Experts that each token visits", examples=[2])
+    ffn: PositiveInt = Field(description="Inner width of one expert", examples=[14336])
+    shared_ffn: NotNegativeInt = Field(0, description="Inner width of the expert every token visits; 0: none")
+    normalize_top_k: bool = Field(True, description="Scale the weights of a token's experts so that they sum to 1")
+
+    def problems(self) -> Iterator[Problem]:
+        """A token cannot visit more experts than there are."""
+        if self.top_k > self.experts:
+            yield Problem(("top_k",), f"{self.top_k} is more than the {self.experts} experts", "write fewer")
+
+
+class ModelConfig(Section):
+    """A decoder-only transformer."""
+
+    family: FamilyName = Field(description="How the decoder is put together", examples=["llama"])
+    layers: PositiveInt = Field(description="Number of layers", examples=[32])
+    hidden: PositiveInt = Field(description="Width of the residual stream", examples=[4096])
+    heads: PositiveInt = Field(description="Query heads", examples=[32])
+    kv_heads: PositiveInt = Field(description="Key and value heads", examples=[8])
+    head_dim: PositiveInt = Field(description="Width of one head", examples=[128])
+    ffn: PositiveInt | None = Field(None, description="Inner width of the feed-forward block (not with `moe`)")
+    vocab_size: PositiveInt = Field(description="Rows of the embedding", examples=[128256])
+    max_positions: PositiveInt = Field(description="Longest sequence the model is made for", examples=[8192])
+    norm: Literal["rms", "layer"] = Field(description="Normalisation")
+    norm_eps: PositiveFloat = Field(description="Epsilon of the normalisation")
+    activation: Literal["silu", "gelu", "gelu_tanh", "relu"] = Field(description="Activation of the feed-forward block")
+    gated: bool = Field(description="Gate and up projections (SwiGLU)")
+    positions: Literal["rope", "learned"] = Field(description="Kind of positions")
+    rope: Rope | None = Field(None, description="Rotary positions; needed where the family uses them")
+    sliding_window: PositiveInt | None = Field(None, description="Attend to this many tokens back only; null: to all")
+    tied_embeddings: bool = Field(description="Input and output embedding are one")
+    qkv_bias: bool = Field(description="Biases on the query, key and value projections")
+    output_bias: bool = Field(description="Bias on the attention's output projection")
+    mlp_bias: bool = Field(description="Biases in the feed-forward block")
+    qk_norm: bool = Field(description="Normalise each query and key head")
+    moe: Moe | None = Field(None, description="A mixture of experts in place of the feed-forward block")
+    init_std: PositiveFloat = Field(0.02, description="Standard deviation of fresh weights")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_from_family(cls, given: Any) -> Any:
+        if not isinstance(given, dict) or given.get("family") not in get_args(FamilyName):
+            return given
+        return _family_values(given["family"], given.get("heads"), given.get("hidden")) | given
+
+    def filled_in(self) -> dict[str, Any]:
+        """Return what family and sizes fill in."""
+        return _family_values(self.family, self.heads, self.hidden)
+
+    def problems(self) -> Iterator[Problem]:
+        """What the family and the sizes ask of each other."""
+        for key, fixed in FIXED_BY_FAMILY[self.family].items():
+            if getattr(self, key) != fixed:
+                shown = str(fixed).lower()
+                yield Problem((key,), f"the family {self.family} has `{key}: {shown}`", "delete the line")
+        if self.heads % self.kv_heads:
+            yield Problem(
+                ("kv_heads",),
+                f"{self.kv_heads} does not divide the {self.heads} heads",
+                f"write a divisor of {self.heads}",
+            )
+        if self.positions == "rope" and self.rope is None:
+            yield Problem(
+                ("rope",),
+                f"is missing: the family {self.family} has rotary positions",
+                "rope: {base: 10000.0}",
+            )
+        if self.positions == "rope" and self.head_dim % 2:
+            yield Problem(("head_dim",), f"{self.head_dim} is odd; rotary positions turn pairs", "write an even number")
+        if self.positions == "learned" and self.rope is not None:
+            yield Problem(("rope",), f"the family {self.family} has learned positions", "delete `rope`")
+        yield from self._feed_forward_problems()
+
+    def _feed_forward_problems(self) -> Iterator[Problem]:
+        if self.family in _EXPERT_FAMILIES and self.moe is None:
+            yield Problem(
+                ("moe",),
+                f"is missing: the family {self.family} has experts",
+                "moe: {experts: 8, top_k: 2, ffn: 14336}",
+            )
+        elif self.family not in _EXPERT_FAMILIES and self.moe is not None:
+            yield Problem(
+                ("moe",), f"the family {self.family} has no experts", f"write `family: {_EXPERT_FAMILIES[0]}`"
+            )
+        elif self.moe is None and self.ffn is None:
+            yield Problem(("ffn",), "is missing", f"ffn: {4 * self.hidden}")
+        elif self.moe is not None and self.ffn is not None:
+            yield Problem(("ffn",), "is not read where every layer has experts", "write the width as `moe.ffn`")
+
+
+def _family_values(family: str, heads: Any, hidden: Any) -> dict[str, Any]:
+    filling = FIXED_BY_FAMILY[family] | DEFAULT_BY_FAMILY[family]
+    if isinstance(heads, int) and heads > 0:
+        filling["kv_heads"] = heads
+        if isinstance(hidden, int) and hidden % heads == 0:
+            filling["head_dim"] = hidden // heads
+    return filling
+
 
 # A byte-level BPE starts from the 256 bytes; one more is the end-of-document token.
 SMALLEST_VOCABULARY = 257
@@ -20,7 +214,7 @@ class ModelSection(Section):
 
     preset: Text | None = Field(None, description="Architecture by name from the catalog", examples=["llama3.1-8b"])
     config: ModelConfig | None = Field(None, description="Architecture written out, in place of `preset`")
-    from_: Address | None = Field(
+    from_: StoreAddress | None = Field(
         None,
         alias="from",
         description="Address of the weights; without `preset` or `config` the architecture is read there",
@@ -68,7 +262,7 @@ class TrainedTokenizer(Section):
 
 
 TokenizerSection = Annotated[
-    Annotated[Address, Tag("(text)")] | Annotated[TrainedTokenizer, Tag("(a mapping)")],
+    Annotated[StoreAddress, Tag("(text)")] | Annotated[TrainedTokenizer, Tag("(a mapping)")],
     by_shape,
 ]
 """The address of a tokenizer, or `{train: {vocab_size: …}}`."""

@@ -11,11 +11,10 @@ from collections.abc import Iterable
 from typing import Any
 
 from trainshed.errors import RecipeError
-from trainshed.recipe import scalars
-from trainshed.recipe.places import Document, KeyPath, Place, Step, dotted_key
-from trainshed.recipe.yaml_source import parse
+from trainshed.recipe import yaml_io
+from trainshed.recipe.yaml_io import KeyPath, KeyStep, SourcePosition, YamlDocument, dotted_key, parse_yaml
 
-CLUSTER = "cluster"
+CLUSTER_PREFIX = "cluster"
 _STEP = re.compile(r'"([^"]*)"|([^.="\s]+)')
 
 
@@ -24,24 +23,24 @@ def split_overrides(overrides: Iterable[str]) -> tuple[list[str], list[str]]:
     recipe: list[str] = []
     cluster: list[str] = []
     for text in overrides:
-        if text.startswith(f"{CLUSTER}."):
-            cluster.append(text.removeprefix(f"{CLUSTER}."))
+        if text.startswith(f"{CLUSTER_PREFIX}."):
+            cluster.append(text.removeprefix(f"{CLUSTER_PREFIX}."))
         else:
             recipe.append(text)
     return recipe, cluster
 
 
-def apply_overrides(document: Document, overrides: Iterable[str], *, prefix: str = "") -> None:
+def apply_overrides(document: YamlDocument, overrides: Iterable[str], *, prefix: str = "") -> None:
     """Write each override into the document; `prefix` is what errors show before the key (`cluster.`)."""
     for text in overrides:
-        path, value_text = _split(text, prefix)
+        path, value_text = _split_override(text, prefix)
         # The value stays out of it: it may be long, or a secret in the wrong place.
         origin = f"command line: {prefix}{dotted_key(path)}=…"
-        _set(document, path, _read_value(value_text, origin), origin)
+        _set_value(document, path, _read_value(value_text, origin), origin)
 
 
-def _split(text: str, prefix: str) -> tuple[KeyPath, str]:
-    steps: list[Step] = []
+def _split_override(text: str, prefix: str) -> tuple[KeyPath, str]:
+    steps: list[KeyStep] = []
     position = 0
     while True:
         found = _STEP.match(text, position)
@@ -67,14 +66,14 @@ def _read_value(text: str, origin: str) -> Any:
     if text[:1] not in ("[", "{", '"', "'"):
         if any("\ud800" <= letter <= "\udfff" for letter in text):
             raise RecipeError("the value is not UTF-8 text", where=origin)
-        return scalars.read_plain(text)
+        return yaml_io.parse_scalar(text)
     try:
-        return parse(f"value: {text}\n", origin).value["value"]
+        return parse_yaml(f"value: {text}\n", origin).value["value"]
     except RecipeError as error:
         raise RecipeError(error.what, where=origin, hint=error.hint) from None
 
 
-def _set(document: Document, path: KeyPath, value: Any, origin: str) -> None:
+def _set_value(document: YamlDocument, path: KeyPath, value: Any, origin: str) -> None:
     target = document.value
     for length in range(1, len(path)):
         target = _descend(document, target, path[:length], path[length], origin)
@@ -84,10 +83,10 @@ def _set(document: Document, path: KeyPath, value: Any, origin: str) -> None:
     else:
         target[last] = value
     document.places.forget_below(path)
-    document.places.keys[path] = Place(origin)
+    document.places.keys[path] = SourcePosition(origin)
 
 
-def _descend(document: Document, parent: Any, path: KeyPath, following: Step, origin: str) -> Any:
+def _descend(document: YamlDocument, parent: Any, path: KeyPath, following: KeyStep, origin: str) -> Any:
     """Return the mapping or list at `path`, made where the file had none or a shorter form."""
     step = path[-1]
     if isinstance(parent, list):
@@ -104,7 +103,7 @@ def _descend(document: Document, parent: Any, path: KeyPath, following: Step, or
     else:
         child = [] if isinstance(following, int) else _long_form(path, child)
         document.places.forget_below(path)
-        document.places.keys[path] = Place(origin)
+        document.places.keys[path] = SourcePosition(origin)
     if isinstance(child, list) and not isinstance(following, int):
         raise RecipeError(
             f"{dotted_key(path)} is a list of {len(child)}",

@@ -1,4 +1,9 @@
-"""The recipe as a whole, and what its sections ask of each other."""
+"""The recipe as a whole, its smaller sections, and what the sections ask of each other.
+
+`model`, `data` and `train` have modules of their own. The others are here: `layout` (its arithmetic lives in
+`plan/layout.py`; only what is wrong for any model and cluster is refused here), `engine`, `checkpoint`,
+`observe`, `resources`, `elastic`, `export` and `serve`.
+"""
 
 from __future__ import annotations
 
@@ -6,36 +11,291 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
+from pydantic import BeforeValidator, Field, PrivateAttr, Tag, model_validator
 
-from trainshed.recipe.address import Address
-from trainshed.recipe.architecture import ModelConfig
 from trainshed.recipe.data import DataSection, expand_data
-from trainshed.recipe.execution import Checkpoint, Elastic, Engine, Export, Observe, Resources, expand_engine
-from trainshed.recipe.layout import LayoutSection
-from trainshed.recipe.model import ModelSection, TokenizerSection, TrainedTokenizer
-from trainshed.recipe.places import Places
-from trainshed.recipe.section import NotNegativeInt, Problem, Section
-from trainshed.recipe.serving import Serve
+from trainshed.recipe.model import ModelConfig, ModelSection, TokenizerSection, TrainedTokenizer
+from trainshed.recipe.section import (
+    VARIABLE_PATTERN,
+    NotNegativeInt,
+    PositiveInt,
+    Problem,
+    Quantity,
+    Section,
+    StoreAddress,
+    Text,
+    by_shape,
+)
 from trainshed.recipe.train import TrainSection
+from trainshed.recipe.yaml_io import SourceMap
 
-FORMAT = 1
-RESERVED = ("eval", "budgets", "engine_options")
+Shard = Literal["none", "zero1", "zero2", "full"]
+Recompute = Literal["none", "selective", "full"]
+PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
+
+
+class Layout(Section):
+    """A layout written out. Every key left out is 1, except `dp`: it takes the ranks that are left."""
+
+    tp: PositiveInt = Field(1, description="Tensor parallel, with sequence parallel")
+    pp: PositiveInt = Field(1, description="Pipeline stages")
+    vp: PositiveInt = Field(1, description="Model chunks per pipeline rank (interleaving)")
+    cp: PositiveInt = Field(1, description="Context parallel")
+    ep: PositiveInt = Field(1, description="Expert parallel, inside dp · cp · tp")
+    etp: PositiveInt = Field(1, description="Tensor parallel within experts")
+    dp: PositiveInt | None = Field(None, description="Data parallel; left out: what the other keys leave of the ranks")
+    replicate: PositiveInt = Field(1, description="Hybrid sharding: copies of the model among the dp ranks")
+    shard: Shard = Field(
+        "zero1",
+        description="What dp ranks share out: nothing, optimiser states, gradients too, weights too; "
+        "in a pipeline (pp above 1) of the engine torch the first two alone",
+    )
+    micro_batch: PositiveInt = Field(1, description="Sequences per forward pass on one rank")
+    recompute: Recompute = Field("none", description="Activations computed again in backward")
+    schedule: PipelineSchedule | None = Field(
+        None, description="Pipeline schedule; left out: 1f1b, or interleaved where vp > 1"
+    )
+    stages: Annotated[tuple[PositiveInt, ...], Field(strict=False)] | None = Field(
+        None,
+        description="Layers of each of the pp · vp chunks, where they are uneven",
+        examples=[[7, 8, 8, 7]],
+    )
+
+    def problems(self) -> Iterator[Problem]:
+        """Pipeline and sharding keys that contradict each other."""
+        if self.vp > 1 and self.pp == 1:
+            yield Problem(
+                ("vp",),
+                f"vp: {self.vp} interleaves a pipeline, and pp is 1",
+                "write pp: 2 or more, or delete vp",
+            )
+        if self.schedule is not None and self.pp == 1:
+            yield Problem(("schedule",), "is not read without a pipeline", "write pp: 2 or more, or delete it")
+        elif self.schedule == "interleaved" and self.vp == 1:
+            yield Problem(("schedule",), "interleaved needs vp of 2 or more", "write vp: 2, or `schedule: 1f1b`")
+        elif self.schedule in ("1f1b", "gpipe") and self.vp > 1:
+            yield Problem(
+                ("schedule",),
+                f"{self.schedule} has one chunk per rank, and vp is {self.vp}",
+                "write `schedule: interleaved`, or delete vp",
+            )
+        if self.stages is not None and len(self.stages) != self.pp * self.vp:
+            yield Problem(
+                ("stages",),
+                f"{len(self.stages)} numbers for pp · vp = {self.pp * self.vp} chunks",
+                "write the layers of every chunk",
+            )
+        if self.dp is not None and self.dp % self.replicate:
+            yield Problem(
+                ("replicate",), f"{self.replicate} does not divide dp: {self.dp}", f"write a divisor of {self.dp}"
+            )
+
+
+LayoutSection = Annotated[
+    Annotated[Literal["auto"], Tag("(text)")] | Annotated[Layout, Tag("(a mapping)")],
+    by_shape,
+]
+"""`auto` (the planner chooses) or a `Layout`."""
+
+
+FlagArgument = Annotated[bool, Tag("(true or false)")]
+NumberArgument = Annotated[int | float, Tag("(a number)")]
+TextArgument = Annotated[str, Tag("(text)")]
+EngineArgument = Annotated[
+    FlagArgument
+    | NumberArgument
+    | TextArgument
+    | Annotated[list[Annotated[FlagArgument | NumberArgument | TextArgument, by_shape]], Tag("(a list)")]
+    | Annotated[None, Tag("(nothing)")],
+    by_shape,
+]
+
+
+class Engine(Section):
+    """What steps the model."""
+
+    name: Literal["torch", "megatron", "nemo", "torchtune"] = Field("torch", description="The engine")
+    image: Text | None = Field(None, description="Container image, by digest", examples=["nvcr.io/…@sha256:…"])
+    version: Text | None = Field(
+        None,
+        description="A foreign engine's version, whose arguments are written; left out: the newest that is known here",
+        examples=["0.16.1"],
+    )
+    program: Text | None = Field(
+        None,
+        description="Path of a foreign engine's program in its image; left out: where images of that name have it",
+        examples=["/opt/megatron-lm/pretrain_gpt.py"],
+    )
+    args: dict[str, EngineArgument] = Field(
+        default_factory=dict,
+        description="Arguments handed to a foreign engine as they are (checked against its list)",
+    )
+
+    def problems(self) -> Iterator[Problem]:
+        """Our own engine takes no arguments and has no version but that of Trainshed."""
+        if self.name == "torch" and self.args:
+            yield Problem(
+                ("args",), "the torch engine takes no `args`: its options are keys of the recipe", "delete it"
+            )
+        if self.name == "torch" and self.version is not None:
+            yield Problem(("version",), "the torch engine has no version of its own", "delete it")
+        if self.program is not None and self.name != "megatron":
+            yield Problem(("program",), f"{self.name} is started by its own name", "delete it")
+
+
+class Checkpoint(Section):
+    """When the state is saved, how many are kept, what a start does with those that are there."""
+
+    every: PositiveInt | None = Field(500, description="Steps between two checkpoints; null: only at the end")
+    keep: PositiveInt | None = Field(3, description="Number of checkpoints kept; null: all (Megatron: always all)")
+    to: StoreAddress | None = Field(
+        None,
+        description="Where checkpoints are kept, under the run's name and id; left out: in the run's folder",
+        examples=["s3://bucket/checkpoints"],
+    )
+    async_: bool = Field(
+        True, alias="async", description="Go on training while a checkpoint is written (torchtune: never)"
+    )
+    resume: Literal["auto", "must", "fresh"] = Field(
+        "auto",
+        description="auto: go on where there is a checkpoint; must: fail without one; fresh: fail with one",
+    )
+
+
+class Profile(Section):
+    """A profile of some steps."""
+
+    start: PositiveInt = Field(10, description="First step that is profiled, counted from 1 as everywhere")
+    steps: PositiveInt = Field(3, description="Number of steps")
+    ranks: Annotated[tuple[NotNegativeInt, ...], Field(strict=False, min_length=1)] = Field(
+        (0,), description="Ranks that are profiled"
+    )
+
+    @property
+    def steps_before(self) -> int:
+        """Steps of the run before the first that is profiled."""
+        return self.start - 1
+
+
+class Observe(Section):
+    """What is written besides the run's events."""
+
+    tensorboard: bool | None = Field(
+        None, description="TensorBoard files in the run's folder; left out: where the engine writes them"
+    )
+    dllogger: bool | None = Field(
+        None, description="DLLogger JSON in the run's folder; left out: where the engine writes it"
+    )
+    profile: Profile | None = Field(None, description="Profile some steps")
+
+
+class Resources(Section):
+    """What the run asks of the cluster."""
+
+    nodes: PositiveInt | None = Field(
+        None, description="Number of nodes; `--nodes` wins over it, it wins over the cluster's default"
+    )
+
+
+class Elastic(Section):
+    """What becomes of a run that loses nodes."""
+
+    min_nodes: PositiveInt = Field(description="Fewer nodes than this do not train: the run waits")
+    spares: NotNegativeInt = Field(0, description="Nodes held in the allocation to stand in for bad ones")
+
+
+class Export(Section):
+    """What becomes of the trained weights."""
+
+    format: Literal["hf", "megatron"] = Field("hf", description="Format of the exported weights")
+    dtype: Literal["bf16", "fp32"] = Field("bf16", description="Their dtype")
+    to: StoreAddress | None = Field(None, description="Where they go; left out: `export` in the run's folder")
+
+
+def expand_engine(value: Any) -> Any:
+    """Let `engine: torch` stand for `engine: {name: torch}`."""
+    return {"name": value} if isinstance(value, str) else value
+
+
+Port = Annotated[int, Field(ge=1, le=65535)]
+VariableName = Annotated[str, Field(pattern=VARIABLE_PATTERN)]
+
+
+class Serve(Section):
+    """A server of the exported weights, started by the cluster after `export`."""
+
+    engine: Literal["torch", "vllm"] = Field("torch", description="What answers: our own server, or vLLM in its image")
+    gpus: NotNegativeInt = Field(1, description="GPUs of one replica, all on one node; 0: processors")
+    replicas: PositiveInt = Field(1, description="How many servers share the requests (Kubernetes)")
+    port: Port | None = Field(
+        None,
+        description="Port of the server; left out: 8000, and on Slurm, where jobs share nodes, one that follows from "
+        "the job's id",
+    )
+    max_length: PositiveInt | None = Field(
+        None, description="Tokens of prompt and answer together; left out: the model's own length"
+    )
+    max_sequences: PositiveInt | None = Field(
+        None, description="How many questions are answered at once; left out: what the server's memory holds"
+    )
+    image: Text | None = Field(
+        None,
+        description="Container image of the server, best by digest; left out: the cluster's",
+        examples=["vllm/vllm-openai@sha256:…"],
+    )
+    api_key: VariableName | None = Field(
+        None,
+        description="Name of a secret of the cluster file which every question must bring; left out: none is asked for",
+        examples=["SERVE_KEY"],
+    )
+    args: dict[str, EngineArgument] = Field(
+        default_factory=dict, description="Flags handed to vLLM as they are (checked against its list)"
+    )
+    cpus: PositiveInt | None = Field(
+        None, description="CPUs of one replica; left out: the cluster's `limits.cpu_stage_cpus` on processors"
+    )
+    memory: Quantity | None = Field(
+        None,
+        description="Memory of one replica; left out: the cluster's `limits.cpu_stage_memory` on processors",
+        examples=["64Gi"],
+    )
+
+    def problems(self) -> Iterator[Problem]:
+        """Our own server is one process on at most one GPU; flags are vLLM's."""
+        if self.engine == "torch":
+            if self.gpus > 1:
+                yield Problem(
+                    ("gpus",),
+                    f"the torch server is one process on one GPU, and {self.gpus} are asked for",
+                    "write `engine: vllm` to spread a model over several, or `gpus: 1`",
+                )
+            if self.args:
+                yield Problem(
+                    ("args",), "the torch server takes no `args`: its options are keys of the recipe", "delete it"
+                )
+        elif self.gpus == 0:
+            yield Problem(("gpus",), "vLLM serves on GPUs here", "write `gpus: 1` or more, or `engine: torch`")
+
+
+FORMAT_VERSION = 1
+RESERVED_KEYS = ("eval", "budgets", "engine_options")
 """Top-level keys that later versions will read; writing one today is an error, not a silence."""
 
 CHECKPOINT_DEFAULTS: dict[Any, dict[str, Any]] = {"megatron": {"keep": None}, "torchtune": {"async": False}}
 """Megatron-LM deletes no checkpoints, torchtune writes them while training waits."""
 
 # Names of objects are name + id + suffix, 63 characters at most; a service's name begins with a letter.
-LONGEST_NAME = 40
+MAX_NAME_LENGTH = 40
 NAME_PATTERN = r"^[a-z]([-a-z0-9]*[a-z0-9])?$"
 
 
 class Recipe(Section):
     """What to train: one file that carries a model from text to weights."""
 
-    trainshed: Annotated[int, Field(ge=1, le=FORMAT)] = Field(FORMAT, description="Version of the recipe format")
-    name: Annotated[str, Field(pattern=NAME_PATTERN, max_length=LONGEST_NAME)] = Field(
+    trainshed: Annotated[int, Field(ge=1, le=FORMAT_VERSION)] = Field(
+        FORMAT_VERSION, description="Version of the recipe format"
+    )
+    name: Annotated[str, Field(pattern=NAME_PATTERN, max_length=MAX_NAME_LENGTH)] = Field(
         description="Name of the run: lower-case letters, digits and dashes", examples=["llama3-8b-tech"]
     )
     model: ModelSection = Field(
@@ -67,10 +327,12 @@ class Recipe(Section):
     )
     export: Export | None = Field(None, description="Weights to write when training has ended; left out: none")
     serve: Serve | None = Field(None, description="How the exported weights are served; left out: they are not")
-    store: Address | None = Field(None, description="Where artefacts and runs are kept; left out: the cluster's store")
+    store: StoreAddress | None = Field(
+        None, description="Where artefacts and runs are kept; left out: the cluster's store"
+    )
     seed: NotNegativeInt = Field(1234, description="Seed of fresh weights and dropout (`data.seed` orders the data)")
 
-    _places: Places = PrivateAttr(default_factory=Places)
+    _places: SourceMap = PrivateAttr(default_factory=SourceMap)
 
     @model_validator(mode="before")
     @classmethod
@@ -90,7 +352,7 @@ class Recipe(Section):
         return self._places.where(tuple(steps))
 
     @property
-    def places(self) -> Places:
+    def places(self) -> SourceMap:
         """Return where each key was written."""
         return self._places
 

@@ -1,22 +1,26 @@
 """What every part of a recipe or cluster file is built from: strict, closed, and checked as a whole.
 
 A `Section` yields its cross-key checks from `problems()`, beside the keys they are about. They run whenever
-the section is built, all of them, and `messages` turns them into one error with file and line.
+the section is built, all of them, and `validation` turns them into one error with file and line. The types of
+single values are here too: numbers with bounds, counts such as `20B`, sizes such as `250Gi`, and addresses, of
+which only the form is checked (whether something is there is for the stores to say).
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from trainshed.recipe.places import KeyPath
+from trainshed.recipe.yaml_io import KeyPath
+from trainshed.redaction import credentials_in
 
-PROBLEMS = "recipe_problems"
+PROBLEMS_ERROR_TYPE = "recipe_problems"
 
 
 @dataclass(frozen=True)
@@ -28,15 +32,15 @@ class Problem:
     hint: str | None = None
 
 
-def as_error(problems: list[Problem]) -> PydanticCustomError:
+def problems_error(problems: list[Problem]) -> PydanticCustomError:
     """Wrap problems so that pydantic carries them, with the section's own path."""
     text = "; ".join(problem.what for problem in problems)
-    return PydanticCustomError(PROBLEMS, "{text}", {"text": text, "problems": problems})
+    return PydanticCustomError(PROBLEMS_ERROR_TYPE, "{text}", {"text": text, "problems": problems})
 
 
-def wrong(what: str, hint: str | None = None) -> PydanticCustomError:
+def invalid_value(what: str, hint: str | None = None) -> PydanticCustomError:
     """Return the error of a single value."""
-    return as_error([Problem((), what, hint)])
+    return problems_error([Problem((), what, hint)])
 
 
 class Section(BaseModel):
@@ -58,7 +62,7 @@ class Section(BaseModel):
     def _check_together(self) -> Self:
         found = list(self.problems())
         if found:
-            raise as_error(found)
+            raise problems_error(found)
         return self
 
 
@@ -95,24 +99,26 @@ TEXT_PATTERN = r"^[^\x00]*$"
 Quantity = Annotated[str, Field(pattern=QUANTITY_PATTERN)]
 """A size as Kubernetes writes it: `250Gi`."""
 
-_SUFFIXES = {"k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
+_COUNT_SUFFIXES = {"k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
 
 
-def read_count(value: Any) -> Any:
+def parse_count(value: Any) -> Any:
     """Read `20B`, `1.5T`, `20e9` or a plain number as a whole number."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if not isinstance(value, str):
         return value
     number, factor = value.strip(), 1
-    if number and number[-1].lower() in _SUFFIXES:
-        number, factor = number[:-1].rstrip(), _SUFFIXES[number[-1].lower()]
+    if number and number[-1].lower() in _COUNT_SUFFIXES:
+        number, factor = number[:-1].rstrip(), _COUNT_SUFFIXES[number[-1].lower()]
     try:
         amount = Decimal(number) * factor
     except InvalidOperation:
-        raise wrong(f"`{value}` is not a count", "write a whole number, or one with k, M, B or T: 20B") from None
+        raise invalid_value(
+            f"`{value}` is not a count", "write a whole number, or one with k, M, B or T: 20B"
+        ) from None
     if not amount.is_finite() or amount != amount.to_integral_value():
-        raise wrong(f"`{value}` is not a whole number", "write for example 1500M instead of 1.5B, or round it")
+        raise invalid_value(f"`{value}` is not a whole number", "write for example 1500M instead of 1.5B, or round it")
     return int(amount)
 
 
@@ -120,7 +126,7 @@ Count = Annotated[
     int,
     Field(ge=1),
     BeforeValidator(
-        read_count,
+        parse_count,
         json_schema_input_type=Annotated[int, Field(ge=1)]
         | Annotated[str, Field(pattern=r"^[0-9]+(\.[0-9]+)?[kKmMbBgGtT]$")],
     ),
@@ -131,3 +137,71 @@ Count = Annotated[
 def as_list(value: Any) -> Any:
     """Let one value stand for a list of one."""
     return [value] if isinstance(value, str | dict | BaseModel) else value
+
+
+ADDRESS_SCHEMES = ("s3", "gs", "az", "hf", "http", "https")
+_MISTAKEN_SCHEMES = {
+    "gcs": "gs",
+    "s3a": "s3",
+    "s3n": "s3",
+    "minio": "s3",
+    "azure": "az",
+    "abfs": "az",
+    "abfss": "az",
+    "wasb": "az",
+    "wasbs": "az",
+    "huggingface": "hf",
+    "hub": "hf",
+}
+_ADDRESS_FORMS = {
+    "s3": "s3://bucket/path",
+    "gs": "gs://bucket/path",
+    "az": "az://account/container/path",
+    "hf": "hf://org/name@revision or hf://datasets/org/name@revision/path",
+    "http": "http://host/path",
+    "https": "https://host/path",
+}
+
+
+def check_address(text: str) -> str:
+    """Return the address, or raise for one that no store could read."""
+    if not text.strip():
+        raise invalid_value("an empty address", "write a path, or s3://, gs://, az:// or hf://…")
+    found = re.match(r"^([A-Za-z][A-Za-z0-9+.-]*):(//)?", text)
+    if not found or (not found[2] and found[1].lower() not in (*ADDRESS_SCHEMES, *_MISTAKEN_SCHEMES)):
+        return text  # a plain path
+    scheme, rest = found[1].lower(), text[found.end() :]
+    if scheme == "file":
+        raise invalid_value(f"`{text}`: files are written as plain paths", f"write {rest}")
+    if scheme in _MISTAKEN_SCHEMES:
+        raise invalid_value(f"`{scheme}://` is not known here", f"write {_ADDRESS_FORMS[_MISTAKEN_SCHEMES[scheme]]}")
+    if scheme not in ADDRESS_SCHEMES:
+        raise invalid_value(
+            f"`{scheme}://` is not known", f"write one of {', '.join(s + '://' for s in ADDRESS_SCHEMES)}, or a path"
+        )
+    # Not shown in the message: what stands there is a secret, and a recipe is kept with every run.
+    if (secret := credentials_in(text)) is not None:
+        instead = "use the cluster file's `secrets`, or the environment"
+        if scheme in ("http", "https"):
+            instead += "; or run `trainshed data fetch 'https://…' FOLDER` first, and write that folder"
+        raise invalid_value(f"credentials do not belong into an address: this one has {secret}", instead)
+    steps = [step for step in rest.removeprefix("datasets/").split("/") if step]
+    if not found[2] or len(steps) < {"hf": 2, "az": 2}.get(scheme, 1):
+        raise invalid_value(f"`{text}` names no place to read", f"write {_ADDRESS_FORMS[scheme]}")
+    return text
+
+
+StoreAddress = Annotated[str, AfterValidator(check_address)]
+"""A path or a URL of a store."""
+
+
+def _text_as_list(value: Any) -> Any:
+    return as_list(value) if isinstance(value, str) else value
+
+
+StoreAddresses = Annotated[
+    tuple[StoreAddress, ...],
+    Field(strict=False, min_length=1),
+    BeforeValidator(_text_as_list, json_schema_input_type=str | Annotated[list[str], Field(min_length=1)]),
+]
+"""One address or glob, or a list of them; always a tuple once loaded."""

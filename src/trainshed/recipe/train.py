@@ -18,7 +18,7 @@ from trainshed.recipe.section import (
     Section,
 )
 
-LENGTHS = ("steps", "tokens", "epochs")
+LENGTH_KEYS = ("steps", "tokens", "epochs")
 LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
@@ -134,7 +134,7 @@ class TrainSection(Section):
 
     def problems(self) -> Iterator[Problem]:
         """One length; a ramp that arrives; a schedule that goes down."""
-        given = [key for key in LENGTHS if getattr(self, key) is not None]
+        given = [key for key in LENGTH_KEYS if getattr(self, key) is not None]
         if not given:
             yield Problem(
                 (),

@@ -1,4 +1,7 @@
-"""A model ready to be asked, from weights in any format: a folder for transformers, a run, Megatron's, an adapter."""
+"""A model ready to generate, from weights in any format: a folder for transformers, a run, Megatron's, an adapter.
+
+Its tokenizer and its name are found beside the weights or with the run that trained them.
+"""
 
 from __future__ import annotations
 
@@ -13,32 +16,33 @@ from functools import reduce
 from pathlib import Path
 from typing import Literal
 
+import orjson
 import torch
 
-from trainshed.checkpoints.converting.source import ConversionSource
-from trainshed.checkpoints.formats import Format, local_folder
-from trainshed.checkpoints.lora.adapter import CONFIG as ADAPTER_CONFIG
-from trainshed.checkpoints.lora.adapter import AdapterConfig
-from trainshed.checkpoints.lora.merge import merge
-from trainshed.checkpoints.proving.verdict import VERDICT, Verdict, read_verdict
+from trainshed.checkpoints.convert.source import ConversionSource
+from trainshed.checkpoints.formats import WeightsFormat, local_folder
+from trainshed.checkpoints.hf.companion_files import has_tokenizer, read_companions
+from trainshed.checkpoints.lora import ADAPTER_CONFIG, LoraAdapterConfig, merge_adapter
+from trainshed.checkpoints.prove.verdict import VERDICT, Verdict, read_verdict
 from trainshed.checkpoints.weights import Weights
+from trainshed.data.tokens.manifest import read_token_manifest
+from trainshed.data.tokens.prepared_data import PreparedData
 from trainshed.errors import InputError, NotFound
-from trainshed.models.cached import put_gates_first
-from trainshed.models.collectives import Axes
-from trainshed.models.decoder import Chunk, ChunkSpec, Losses, StepScale
+from trainshed.models.cached_decoder import put_gates_first
+from trainshed.models.collectives import ParallelAxes
+from trainshed.models.decoder import DecoderStage, DecoderStageSpec, LossNormalization, Regularization
 from trainshed.models.parameters import parameter_count, parameters
-from trainshed.recipe import ModelConfig
+from trainshed.recipe import ModelConfig, Recipe, load_recipe
 from trainshed.reporting import SILENT, Reporter
-from trainshed.serve.belongings import name_of, words_of
-from trainshed.serve.cache import choose_room
-from trainshed.serve.generator import ModelGenerator
-from trainshed.serve.words import Words
+from trainshed.serve.kv_cache import choose_limits
+from trainshed.serve.scheduler import ModelGenerator
+from trainshed.serve.tokenizer import ChatTokenizer
 from trainshed.storage import StoreOptions, open_folder, parse
 
-Dtype = Literal["fp32", "bf16", "fp16"]
+ServingDtype = Literal["fp32", "bf16", "fp16"]
 DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_READERS = 4
-_Proof = Callable[[str, StoreOptions | None], None]
+_READ_THREADS = 4
+_VerdictCheck = Callable[[str, StoreOptions | None], None]
 """Looks at the verdict beside weights."""
 
 
@@ -48,9 +52,9 @@ class LoadedModel:
 
     name: str
     address: str
-    format: Format
-    chunk: Chunk
-    words: Words | None
+    format: WeightsFormat
+    chunk: DecoderStage
+    words: ChatTokenizer | None
 
     @property
     def config(self) -> ModelConfig:
@@ -68,7 +72,7 @@ class LoadedModel:
     ) -> ModelGenerator:
         """Begin to answer; what is left open is chosen by the free memory, and told."""
         spec = self.chunk.spec
-        room = choose_room(
+        room = choose_limits(
             self.config,
             spec.dtype,
             spec.device,
@@ -91,7 +95,7 @@ class LoadedModel:
 def load_model(
     address: str,
     *,
-    dtype: Dtype | None = None,
+    dtype: ServingDtype | None = None,
     device: str | None = None,
     tokenizer: str | None = None,
     base: str | None = None,
@@ -105,63 +109,63 @@ def load_model(
     `dtype`: as stored on a GPU, fp32 on a CPU, unless it is said. `tokenizer` names another than the one beside the
     weights, `base` the weights that a LoRA adapter belongs to. Weights whose conversion was not proven are refused.
     """
-    place = _device(device)
+    place = _choose_device(device)
     is_adapter = open_folder(address, options).head(ADAPTER_CONFIG) is not None
     if base is not None and not is_adapter:
         raise InputError(
             "--base is for a LoRA adapter, and these are whole weights", where=address, hint="leave it out"
         )
-    proven = _heed_no_verdict if ignore_verdict else _refuse_failed
+    proven = _accept_any_verdict if ignore_verdict else _refuse_failed_verdict
     opened = (
-        _merged(address, base, proven, options, reporter)
+        _merged_weights(address, base, proven, options, reporter)
         if is_adapter
-        else _opened(ConversionSource(address, options, vocab_size), proven, options, reporter)
+        else _opened_weights(ConversionSource(address, options, vocab_size), proven, options, reporter)
     )
     with opened as (weights, origin):
-        chosen = _dtype(weights, dtype, place, reporter)
-        words = words_of(address, "hf", tokenizer=tokenizer, options=options) if is_adapter else None
-        words = words or words_of(origin.address, origin.format, tokenizer=tokenizer, options=options)
+        chosen = _choose_dtype(weights, dtype, place, reporter)
+        words = find_tokenizer(address, "hf", tokenizer=tokenizer, options=options) if is_adapter else None
+        words = words or find_tokenizer(origin.address, origin.format, tokenizer=tokenizer, options=options)
         _compare_vocabularies(words, weights.config, reporter)
-        chunk = _filled(weights, chosen, place, reporter)
-    return LoadedModel(name_of(address), address, origin.format, chunk, words)
+        chunk = _load_weights(weights, chosen, place, reporter)
+    return LoadedModel(model_name(address), address, origin.format, chunk, words)
 
 
-def build_chunk(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Chunk:
+def build_decoder(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> DecoderStage:
     """Lay out a whole decoder without memory, with its tables of positions on the device."""
-    spec = ChunkSpec(range(config.layers), True, True, config.max_positions, dtype, device)
-    scale = StepScale(torch.ones(()), torch.ones(()))
+    spec = DecoderStageSpec(range(config.layers), True, True, config.max_positions, dtype, device)
+    scale = LossNormalization(torch.ones(()), torch.ones(()))
     with torch.device("meta"):
-        return Chunk(config, Axes(), spec, Losses(), scale).to(dtype).requires_grad_(False)
+        return DecoderStage(config, ParallelAxes(), spec, Regularization(), scale).to(dtype).requires_grad_(False)
 
 
 @contextmanager
-def _opened(
-    origin: ConversionSource, proven: _Proof, options: StoreOptions | None, reporter: Reporter
+def _opened_weights(
+    origin: ConversionSource, proven: _VerdictCheck, options: StoreOptions | None, reporter: Reporter
 ) -> Iterator[tuple[Weights, ConversionSource]]:
     """Open weights; those elsewhere are fetched first."""
-    with origin.opened(_fetched(origin.pinned), reporter) as weights:
+    with origin.opened(_download_folder(origin.pinned), reporter) as weights:
         proven(origin.address, options)
         yield weights, origin
 
 
 @contextmanager
-def _merged(
-    adapter: str, base: str | None, proven: _Proof, options: StoreOptions | None, reporter: Reporter
+def _merged_weights(
+    adapter: str, base: str | None, proven: _VerdictCheck, options: StoreOptions | None, reporter: Reporter
 ) -> Iterator[tuple[Weights, ConversionSource]]:
     """Open the weights that an adapter and its base are together."""
     folder = local_folder(adapter)
     with tempfile.TemporaryDirectory(prefix="trainshed-adapter-") as made:
-        origin = ConversionSource(base or _base_of(folder, reporter), options)
-        with _opened(origin, proven, options, reporter):
-            merge(local_folder(origin.address), folder, Path(made) / folder.name, reporter=reporter)
+        origin = ConversionSource(base or _adapter_base(folder, reporter), options)
+        with _opened_weights(origin, proven, options, reporter):
+            merge_adapter(local_folder(origin.address), folder, Path(made) / folder.name, reporter=reporter)
         merged = ConversionSource(str(Path(made) / folder.name), options)
         with merged.opened(Path(made), reporter) as weights:
             yield weights, merged
 
 
-def _base_of(adapter: Path, reporter: Reporter) -> str:
+def _adapter_base(adapter: Path, reporter: Reporter) -> str:
     """Where the base of an adapter is: PEFT keeps a path, or a name on the Hub."""
-    named = AdapterConfig.read(adapter).base
+    named = LoraAdapterConfig.read(adapter).base
     if not named:
         raise InputError("the adapter does not say what it was trained on", where=str(adapter), hint="write --base")
     found = named if Path(named).expanduser().is_dir() else f"hf://{named}"
@@ -169,13 +173,13 @@ def _base_of(adapter: Path, reporter: Reporter) -> str:
     return found
 
 
-def _fetched(address: str) -> Path:
+def _download_folder(address: str) -> Path:
     """Where weights that are fetched stay, so that they are fetched once."""
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(root) / "trainshed" / "weights" / hashlib.sha256(address.encode()).hexdigest()[:16]
 
 
-def _refuse_failed(address: str, options: StoreOptions | None) -> None:
+def _refuse_failed_verdict(address: str, options: StoreOptions | None) -> None:
     """Refuse weights of which it is known that they are not those they were made from."""
     if parse(address).scheme == "file":
         verdict = read_verdict(Path(str(parse(address))))
@@ -192,7 +196,7 @@ def _refuse_failed(address: str, options: StoreOptions | None) -> None:
         )
 
 
-def _device(wanted: str | None) -> torch.device:
+def _choose_device(wanted: str | None) -> torch.device:
     """The device that is asked for; otherwise a GPU if there is one."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     known = ["cpu", *(["cuda"] if gpus else []), *(f"cuda:{number}" for number in range(gpus))]
@@ -201,11 +205,13 @@ def _device(wanted: str | None) -> torch.device:
     return torch.device(wanted or ("cuda" if gpus else "cpu"))
 
 
-def _heed_no_verdict(address: str, options: StoreOptions | None) -> None:
+def _accept_any_verdict(address: str, options: StoreOptions | None) -> None:
     """What somebody wants who tries weights all the same."""
 
 
-def _dtype(weights: Weights, wanted: Dtype | None, device: torch.device, reporter: Reporter) -> torch.dtype:
+def _choose_dtype(
+    weights: Weights, wanted: ServingDtype | None, device: torch.device, reporter: Reporter
+) -> torch.dtype:
     if wanted is not None:
         return DTYPES[wanted]
     stored = reduce(torch.promote_types, (getattr(torch, name) for name in weights.dtypes))
@@ -218,7 +224,7 @@ def _dtype(weights: Weights, wanted: Dtype | None, device: torch.device, reporte
     return chosen
 
 
-def _compare_vocabularies(words: Words | None, config: ModelConfig, reporter: Reporter) -> None:
+def _compare_vocabularies(words: ChatTokenizer | None, config: ModelConfig, reporter: Reporter) -> None:
     known = 0 if words is None else words.tokenizer.vocab_size
     if known > config.vocab_size:
         reporter.warn(
@@ -226,13 +232,13 @@ def _compare_vocabularies(words: Words | None, config: ModelConfig, reporter: Re
         )
 
 
-def _filled(weights: Weights, dtype: torch.dtype, device: torch.device, reporter: Reporter) -> Chunk:
+def _load_weights(weights: Weights, dtype: torch.dtype, device: torch.device, reporter: Reporter) -> DecoderStage:
     """Read every tensor onto the device."""
-    chunk = build_chunk(weights.config, dtype, device)
+    chunk = build_decoder(weights.config, dtype, device)
     table = list(parameters(weights.config))
     state: dict[str, torch.Tensor] = {}
     total = sum(parameter.size * dtype.itemsize for parameter in table)
-    with reporter.task("loading", total=total, unit="B") as task, ThreadPoolExecutor(_READERS) as pool:
+    with reporter.task("loading", total=total, unit="B") as task, ThreadPoolExecutor(_READ_THREADS) as pool:
         read = pool.map(lambda each: weights.read(each, (0,) * len(each.shape), each.shape, dtype).to(device), table)
         for parameter, tensor in zip(table, read, strict=True):
             state[parameter.name] = tensor
@@ -240,3 +246,81 @@ def _filled(weights: Weights, dtype: torch.dtype, device: torch.device, reporter
     chunk.load_state_dict(state, assign=True)
     put_gates_first(chunk)
     return chunk.eval()
+
+
+_RECIPE_FILE, _PREPARED_FILE = "recipe.yaml", "prepared.json"
+
+
+def find_tokenizer(
+    address: str, format: WeightsFormat, *, tokenizer: str | None = None, options: StoreOptions | None = None
+) -> ChatTokenizer | None:
+    """Return the words of weights: of the tokenizer that is named, else the one beside them, else their run's."""
+    if tokenizer is not None:
+        return _read_tokenizer(tokenizer, "hf", options, must=True)
+    for home in _tokenizer_folders(address):
+        found = _read_tokenizer(home, format, options)
+        if found is not None:
+            return found
+    run = _run_folder(address)
+    tokenizer = None if run is None else _run_tokenizer(run)
+    return None if tokenizer is None else _read_tokenizer(tokenizer, "hf", options)
+
+
+def model_name(address: str) -> str:
+    """Return what weights are called: as the run that trained them, else as the folder they lie in."""
+    run = _run_folder(address)
+    if run is not None:
+        return load_recipe(str(run / _RECIPE_FILE)).name
+    return parse(address).path.rstrip("/").rpartition("/")[2] or address
+
+
+def _read_tokenizer(
+    address: str, format: str, options: StoreOptions | None, *, must: bool = False
+) -> ChatTokenizer | None:
+    """The words in a folder; a lone tokenizer.json is in one, too."""
+    if address.endswith("tokenizer.json"):
+        address = address.removesuffix("tokenizer.json").rstrip("/") or "."
+    files = read_companions(address, format, tokenizer=address if must else None, options=options)
+    return ChatTokenizer(address, files) if has_tokenizer(files) else None
+
+
+def _tokenizer_folders(address: str) -> Iterator[str]:
+    """Where what goes with weights may lie: one step of a checkpoint shares it with the others."""
+    yield address
+    if parse(address).scheme == "file":
+        folder = Path(os.path.abspath(str(parse(address))))
+        if folder.name.startswith("step-"):
+            yield from (str(each) for each in folder.parents[1:2])
+        elif folder.name == "release" or folder.name.startswith("iter_"):
+            yield str(folder.parent)
+
+
+def _run_folder(address: str) -> Path | None:
+    """The folder of the run that weights belong to: its own, or one that they (an export, a checkpoint) lie in."""
+    if parse(address).scheme != "file":
+        return None
+    folder = Path(os.path.abspath(str(parse(address))))
+    return next((each for each in (folder, *folder.parents[:2]) if (each / _RECIPE_FILE).is_file()), None)
+
+
+def _run_tokenizer(run: Path) -> str | None:
+    """Where the tokenizer of a run is: where its recipe says, or where its tokens say that it was learned."""
+    recipe: Recipe = load_recipe(str(run / _RECIPE_FILE))
+    if isinstance(recipe.tokenizer, str):
+        return recipe.tokenizer
+    if not (run / _PREPARED_FILE).is_file():
+        return None
+    data = PreparedData.from_plain(orjson.loads((run / _PREPARED_FILE).read_bytes())["data"])
+    for prefix in (prefix for source in data.sources for prefix in source.prefixes):
+        manifest = read_token_manifest(_local_artefact(prefix, run))
+        if manifest is not None:
+            return _local_artefact(manifest.tokenizer, run)
+    return None
+
+
+def _local_artefact(path: str, run: Path) -> str:
+    """A path of an artefact, which a run may have written as seen from where it was started."""
+    if parse(path).scheme != "file" or Path(path).is_absolute() or "artefacts" not in Path(path).parts:
+        return path
+    parts = Path(path).parts
+    return str(run.parents[2].joinpath(*parts[len(parts) - 1 - parts[::-1].index("artefacts") :]))

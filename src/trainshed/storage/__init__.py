@@ -6,15 +6,23 @@ Importing this costs nothing: obstore, httpx2 and huggingface_hub are imported w
 from __future__ import annotations
 
 from trainshed.storage.address import Address, join, parse
+from trainshed.storage.checksum import Hasher, algorithm_of, checksum_of, hashing, sha256_of
 from trainshed.storage.copy import CopyResult, copy_tree
-from trainshed.storage.globs import Found, expand
-from trainshed.storage.hashing import Hasher, algorithm_of, checksum_of, hashing, sha256_of
+from trainshed.storage.listing import MatchedObject, expand
 from trainshed.storage.local import LocalStore
 from trainshed.storage.manifest import FileEntry, Manifest
-from trainshed.storage.opening import Folder, open_folder, open_store
-from trainshed.storage.options import Endpoint, StoreOptions
-from trainshed.storage.retry import Retry
-from trainshed.storage.store import ABSENT, CHUNK_BYTES, ObjectInfo, Store, Writer, read_into
+from trainshed.storage.open import Folder, open_folder, open_store
+from trainshed.storage.store import (
+    ABSENT,
+    CHUNK_BYTES,
+    Endpoint,
+    ObjectInfo,
+    Retry,
+    Store,
+    StoreOptions,
+    Writer,
+    read_into,
+)
 
 __all__ = [
     "ABSENT",
@@ -24,10 +32,10 @@ __all__ = [
     "Endpoint",
     "FileEntry",
     "Folder",
-    "Found",
     "Hasher",
     "LocalStore",
     "Manifest",
+    "MatchedObject",
     "ObjectInfo",
     "Retry",
     "Store",

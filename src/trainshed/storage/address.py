@@ -18,7 +18,7 @@ from trainshed.errors import AddressError
 from trainshed.redaction import credentials_in, shown_address
 
 SCHEMES = ("s3", "gs", "az", "hf", "http", "https", "file")
-_OFTEN_WRITTEN = {
+_MISTAKEN_SCHEMES = {
     "gcs": "gs://bucket/path",
     "s3a": "s3://bucket/path",
     "s3n": "s3://bucket/path",
@@ -67,10 +67,10 @@ def parse(text: str) -> Address:
         scheme, colon, rest = text.partition(":")
         if colon and scheme.lower() in SCHEMES:
             raise AddressError(f"'{scheme}:' should be '{scheme}://'", where=text, hint=f"write {scheme}://{rest}")
-        return _local(text)
+        return _local_address(text)
     scheme = match[1].lower()
     if scheme not in SCHEMES:
-        better = _OFTEN_WRITTEN.get(scheme)
+        better = _MISTAKEN_SCHEMES.get(scheme)
         raise AddressError(
             f"'{scheme}://' is no kind of store",
             where=text,
@@ -83,7 +83,7 @@ def parse(text: str) -> Address:
     if slashes != 2:
         raise AddressError(f"'{match[0]}' should be '{scheme}://'", where=text, hint=f"write {scheme}://{rest}")
     if scheme in ("http", "https"):
-        return _web(text, scheme, rest)
+        return _http_address(text, scheme, rest)
     if (secret := credentials_in(text)) is not None:
         raise AddressError(
             f"an address with {secret}",
@@ -91,8 +91,8 @@ def parse(text: str) -> Address:
             hint="leave it out: credentials come from the environment; a signed URL is written as https://…",
         )
     if scheme == "hf":
-        return _hub(text, rest)
-    return _bucket(text, scheme, rest)
+        return _hub_address(text, rest)
+    return _bucket_address(text, scheme, rest)
 
 
 def join(root: str, path: str) -> str:
@@ -108,7 +108,7 @@ def _examples() -> str:
     return "s3://bucket/path, gs://bucket/path, az://account/container/path, hf://org/name, https://host/file"
 
 
-def _local(text: str) -> Address:
+def _local_address(text: str) -> Address:
     text = os.path.expanduser(text)
     return Address("file", "/" if text.startswith("/") else ".", _tidy(text))
 
@@ -127,7 +127,7 @@ def _file_url(text: str, rest: str, slashes: int) -> Address:
     return Address("file", "/", _tidy(unquote(path)))
 
 
-def _web(text: str, scheme: str, rest: str) -> Address:
+def _http_address(text: str, scheme: str, rest: str) -> Address:
     host, _, path = rest.partition("/")
     if not host.rpartition("@")[2]:
         raise AddressError("a web address without a host", where=text, hint=f"write {scheme}://host/file")
@@ -135,7 +135,7 @@ def _web(text: str, scheme: str, rest: str) -> Address:
     return Address(scheme, host, path)
 
 
-def _bucket(text: str, scheme: str, rest: str) -> Address:
+def _bucket_address(text: str, scheme: str, rest: str) -> Address:
     if scheme == "az":
         account, _, rest = rest.partition("/")
         container, _, path = rest.partition("/")
@@ -152,7 +152,7 @@ def _bucket(text: str, scheme: str, rest: str) -> Address:
     return Address(scheme, bucket, _object_path(text, path))
 
 
-def _hub(text: str, rest: str) -> Address:
+def _hub_address(text: str, rest: str) -> Address:
     expected = "write hf://org/name, hf://datasets/org/name or hf://datasets/org/name@revision/path"
     kind, _, after = rest.partition("/")
     if kind in ("datasets", "spaces", "models"):

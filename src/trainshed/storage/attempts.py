@@ -21,7 +21,7 @@ from trainshed.errors import Conflict, Fenced, NotFound
 from trainshed.storage.address import join
 from trainshed.storage.store import ABSENT, ObjectInfo, Store
 
-_RECORD = re.compile(r"(\d+)\.json")
+_RECORD_NAME = re.compile(r"(\d+)\.json")
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Attempt:
     def check(self) -> None:
         """Raise `Fenced` if a later attempt has begun."""
         # Numbers are taken one after the other, so that the next one tells about all later ones.
-        later = _record(self.run_folder, self.number + 1)
+        later = _record_path(self.run_folder, self.number + 1)
         if self.store.head(later) is not None:
             raise Fenced(
                 f"attempt {self.number} of this run was overtaken by a later one",
@@ -82,7 +82,7 @@ def take_attempt(store: Store, run_folder: str) -> Attempt:
         attempt = Attempt(store, run_folder, number)
         record = {"attempt": number, "writer": writer, "host": socket.gethostname(), "pid": os.getpid()}
         data = json.dumps(record, sort_keys=True).encode() + b"\n"
-        path = _record(run_folder, number)
+        path = _record_path(run_folder, number)
         try:
             store.put(path, data, expect=ABSENT)
         except Conflict:
@@ -94,20 +94,20 @@ def take_attempt(store: Store, run_folder: str) -> Attempt:
 
 def newest_attempt(store: Store, run_folder: str) -> int:
     """The number of the newest attempt of a run, 0 if it was never started."""
-    folder = _folder(run_folder)
-    names = (_RECORD.fullmatch(info.path[len(folder) + 1 :]) for info in store.list(folder))
+    folder = _attempts_folder(run_folder)
+    names = (_RECORD_NAME.fullmatch(info.path[len(folder) + 1 :]) for info in store.list(folder))
     return max((int(name[1]) for name in names if name), default=0)
 
 
-def newest_record(store: Store, run_folder: str) -> dict[str, Any] | None:
+def newest_attempt_record(store: Store, run_folder: str) -> dict[str, Any] | None:
     """Who took the newest attempt of a run (`attempt`, `host`, `pid`), None if it was never started."""
     number = newest_attempt(store, run_folder)
-    return json.loads(store.read(_record(run_folder, number))) if number else None
+    return json.loads(store.read(_record_path(run_folder, number))) if number else None
 
 
-def _folder(run_folder: str) -> str:
+def _attempts_folder(run_folder: str) -> str:
     return f"{run_folder.strip('/')}/attempts" if run_folder.strip("/") else "attempts"
 
 
-def _record(run_folder: str, number: int) -> str:
-    return f"{_folder(run_folder)}/{number:04d}.json"
+def _record_path(run_folder: str, number: int) -> str:
+    return f"{_attempts_folder(run_folder)}/{number:04d}.json"

@@ -23,24 +23,30 @@ from trainshed.errors import (
     StorageError,
     TrainshedError,
 )
-from trainshed.reporting import SILENT, Reporter, Task
+from trainshed.reporting import SILENT, ProgressTask, Reporter
 from trainshed.storage import address as addresses
 from trainshed.storage.address import join
-from trainshed.storage.globs import MARKS, has_pattern, literal_folder
-from trainshed.storage.journal import Journal
+from trainshed.storage.listing import (
+    STATE_FOLDER,
+    CopyItem,
+    CopySource,
+    find_source,
+    has_pattern,
+    literal_folder,
+    select_items,
+    total_size,
+)
 from trainshed.storage.manifest import FileEntry, Manifest
-from trainshed.storage.opening import open_folder
-from trainshed.storage.options import StoreOptions
-from trainshed.storage.sources import Item, Source, choose, find_source, known_size
-from trainshed.storage.store import ObjectInfo, Store
-from trainshed.storage.transfer import Absent, Outcome, Refused, Transfer
+from trainshed.storage.open import open_folder
+from trainshed.storage.store import ObjectInfo, Store, StoreOptions
+from trainshed.storage.transfer import CopyJournal, CopyOutcome, SourceDenied, SourceMissing, Transfer
 
-MANIFEST = f"{MARKS}/manifest.json"
-TASKS = f"{MARKS}/tasks"
-KIND = "copy"
+COPY_MANIFEST = f"{STATE_FOLDER}/manifest.json"
+TASKS_FOLDER = f"{STATE_FOLDER}/tasks"
+COPY_KIND = "copy"
 # So many failures with nothing arriving in between mean that the next thousand would fail as well.
 _GIVE_UP_AFTER = 20
-_NAMED = 10
+_MAX_NAMED = 10
 
 
 @dataclass(frozen=True)
@@ -84,7 +90,7 @@ def copy_tree(
         raise InputError(f"task {task[0]} of {task[1]}", hint="tasks are counted from 0 to N-1")
     if workers < 1:
         raise InputError(f"{workers} workers", hint="write at least 1")
-    _refuse_into_itself(src, dst)
+    _check_not_inside_source(src, dst)
     destination = open_folder(dst, options)
     source = find_source(src, options, reporter)
     spec: dict[str, object] = {
@@ -95,13 +101,13 @@ def copy_tree(
         "limit": limit,
     }
     copy = _Copy(source, destination, spec, task, reporter, options or StoreOptions(), journal_seconds)
-    return copy.run(choose(source, include, exclude, limit, task), workers)
+    return copy.run(select_items(source, include, exclude, limit, task), workers)
 
 
 class _Copy:
     def __init__(
         self,
-        source: Source,
+        source: CopySource,
         destination: Store,
         spec: dict[str, object],
         task: tuple[int, int] | None,
@@ -117,10 +123,10 @@ class _Copy:
         self._retry = options.retry
         number, count = task or (0, 1)
         self._name = f"{number:05d}-of-{count:05d}"
-        self._mark = f"{TASKS}/{self._name}.json" if task else MANIFEST
-        self._journal = Journal(destination, self._name, every_seconds=journal_seconds, reporter=reporter)
+        self._mark = f"{TASKS_FOLDER}/{self._name}.json" if task else COPY_MANIFEST
+        self._journal = CopyJournal(destination, self._name, every_seconds=journal_seconds, reporter=reporter)
 
-    def run(self, items: list[Item], workers: int) -> CopyResult:
+    def run(self, items: list[CopyItem], workers: int) -> CopyResult:
         listing = list(self._destination.list())
         there = {info.path: info for info in listing}
         self._refuse_another_source(there)
@@ -135,7 +141,7 @@ class _Copy:
         outcomes = [transfer.proven(item) for item in proven]
         outcomes += self._move(transfer, waiting, workers)
         files = [FileEntry(o.record.path, o.record.size, o.record.checksum) for o in outcomes if o.record]
-        manifest = Manifest.of(KIND, self._spec, files)
+        manifest = Manifest.of(COPY_KIND, self._spec, files)
         self._write_mark(manifest, there)
         complete = self._merge() if self._task else True
         return CopyResult(
@@ -149,22 +155,22 @@ class _Copy:
             complete=complete,
         )
 
-    def _move(self, transfer: Transfer, items: list[Item], workers: int) -> list[Outcome]:
-        outcomes: list[Outcome] = []
-        failed: list[tuple[Item, TrainshedError]] = []
-        gone: list[Item] = []
+    def _move(self, transfer: Transfer, items: list[CopyItem], workers: int) -> list[CopyOutcome]:
+        outcomes: list[CopyOutcome] = []
+        failed: list[tuple[CopyItem, TrainshedError]] = []
+        gone: list[CopyItem] = []
         in_a_row = 0
         pool = ThreadPoolExecutor(workers, thread_name_prefix="trainshed-copy")
-        with self._reporter.task("copying", total=known_size(items), unit="B") as task:
+        with self._reporter.task("copying", total=total_size(items), unit="B") as task:
             try:
                 for item, future in _in_flight(pool, transfer, items, task, workers, self._journal.tick):
                     try:
                         outcome = future.result()
-                    except Absent:
+                    except SourceMissing:
                         gone.append(item)
                         self._reporter.warn(f"{item.path}: the source does not have it")
                         continue
-                    except Refused as refused:
+                    except SourceDenied as refused:
                         if not self._source.separate:
                             raise refused.error from None
                         failed.append((item, refused.error))
@@ -192,13 +198,13 @@ class _Copy:
             pool.shutdown()
         self._journal.close()
         if gone or failed:
-            raise _incomplete(self._destination, outcomes, gone, failed)
+            raise _incomplete_error(self._destination, outcomes, gone, failed)
         return outcomes
 
     def _refuse_another_source(self, there: dict[str, ObjectInfo]) -> None:
-        if MANIFEST not in there:
+        if COPY_MANIFEST not in there:
             return
-        earlier = Manifest.read(self._destination, MANIFEST).spec.get("from")
+        earlier = Manifest.read(self._destination, COPY_MANIFEST).spec.get("from")
         if earlier != self._spec["from"]:
             raise InputError(
                 f"this folder already holds a copy of {earlier}",
@@ -208,7 +214,7 @@ class _Copy:
 
     def _unmark(self, there: dict[str, ObjectInfo]) -> None:
         """From here on the tree is not complete, whatever an earlier run said."""
-        for path in {self._mark, MANIFEST}:
+        for path in {self._mark, COPY_MANIFEST}:
             if there.pop(path, None) is not None:
                 self._destination.delete(path)
 
@@ -221,8 +227,8 @@ class _Copy:
         """Write the manifest of the whole once every task has its marker; it does not matter who does it."""
         assert self._task is not None
         count = self._task[1]
-        marks = [f"{TASKS}/{number:05d}-of-{count:05d}.json" for number in range(count)]
-        present = {info.path for info in self._destination.list(TASKS)}
+        marks = [f"{TASKS_FOLDER}/{number:05d}-of-{count:05d}.json" for number in range(count)]
+        present = {info.path for info in self._destination.list(TASKS_FOLDER)}
         if not present.issuperset(marks):
             return False
         parts = [Manifest.read(self._destination, mark) for mark in marks]
@@ -233,19 +239,19 @@ class _Copy:
                     where=join(self._destination.url, mark),
                     hint="give every task the same arguments, and the Hub a commit (@0123abc…), then run them again",
                 )
-        whole = Manifest.of(KIND, self._spec, [entry for part in parts for entry in part.files])
-        whole.write(self._destination, MANIFEST)
+        whole = Manifest.of(COPY_KIND, self._spec, [entry for part in parts for entry in part.files])
+        whole.write(self._destination, COPY_MANIFEST)
         return True
 
 
 def _in_flight(
     pool: ThreadPoolExecutor,
     transfer: Transfer,
-    items: list[Item],
-    task: Task,
+    items: list[CopyItem],
+    task: ProgressTask,
     workers: int,
     idle: Callable[[], None],
-) -> Iterator[tuple[Item, Future[Outcome]]]:
+) -> Iterator[tuple[CopyItem, Future[CopyOutcome]]]:
     """Hand out work a little ahead of the workers, so that a million files do not become a million futures."""
     rest = iter(items)
     running = {pool.submit(transfer.run, item, task): item for item in islice(rest, 2 * workers)}
@@ -259,7 +265,7 @@ def _in_flight(
             yield item, future
 
 
-def _refuse_into_itself(src: str, dst: str) -> None:
+def _check_not_inside_source(src: str, dst: str) -> None:
     if src.startswith("@"):
         return
     inner, outer = addresses.parse(dst), addresses.parse(src)
@@ -275,13 +281,13 @@ def _refuse_into_itself(src: str, dst: str) -> None:
         )
 
 
-def _incomplete(
-    destination: Store, outcomes: list[Outcome], gone: list[Item], failed: list[tuple[Item, TrainshedError]]
+def _incomplete_error(
+    destination: Store, outcomes: list[CopyOutcome], gone: list[CopyItem], failed: list[tuple[CopyItem, TrainshedError]]
 ) -> StorageError:
     lines = [f"{item.path}: the source does not have it" for item in gone]
     lines += [f"{item.path}: {error.what}" for item, error in failed]
-    shown = "\n".join(f"  {line}" for line in lines[:_NAMED])
-    more = f"\n  and {len(lines) - _NAMED} more" if len(lines) > _NAMED else ""
+    shown = "\n".join(f"  {line}" for line in lines[:_MAX_NAMED])
+    more = f"\n  and {len(lines) - _MAX_NAMED} more" if len(lines) > _MAX_NAMED else ""
     kind = StorageError if failed else NotFound
     return kind(
         f"{len(lines)} of {len(lines) + len(outcomes)} files could not be copied:\n{shown}{more}",
@@ -290,4 +296,4 @@ def _incomplete(
     )
 
 
-__all__ = ["KIND", "MANIFEST", "TASKS", "CopyResult", "copy_tree"]
+__all__ = ["COPY_KIND", "COPY_MANIFEST", "TASKS_FOLDER", "CopyResult", "copy_tree"]

@@ -16,17 +16,14 @@ from urllib.parse import quote, unquote
 
 from trainshed.errors import AccessDenied, MissingExtra, NotFound, StorageError, TrainshedError
 from trainshed.storage.address import Address, join
-from trainshed.storage.options import Endpoint
-from trainshed.storage.read_only import ReadOnly
-from trainshed.storage.retry import Retry
-from trainshed.storage.store import CHUNK_BYTES, ObjectInfo
-from trainshed.storage.web import Web
+from trainshed.storage.http import HttpClient
+from trainshed.storage.store import CHUNK_BYTES, Endpoint, ObjectInfo, ReadOnlyStore, Retry
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _TYPES = {"datasets": "dataset", "spaces": "space"}
 
 
-class HubStore(ReadOnly):
+class HubStore(ReadOnlyStore):
     """All files of one model, dataset or space at one commit."""
 
     def __init__(self, address: Address, options: Endpoint, retry: Retry) -> None:
@@ -44,7 +41,7 @@ class HubStore(ReadOnly):
         # Read now and not at huggingface_hub's import, so that the environment of this moment counts.
         endpoint = options.endpoint or os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
         self._endpoint = endpoint.rstrip("/")
-        self._web = Web(retry, self._headers, self._explain)
+        self._web = HttpClient(retry, self._headers, self._explain)
         self._commit = self._asked if self._asked and _COMMIT.fullmatch(self._asked) else None
         self._lock = threading.Lock()
 
@@ -74,7 +71,7 @@ class HubStore(ReadOnly):
         """Describe one file, or None if there is none."""
         form = {"paths": [path], "expand": False}
         found, _ = self._ask(f"/paths-info/{self.revision}", self._shown(path), form)
-        infos = [_info(each) for each in found if each["type"] == "file"]
+        infos = [_file_info(each) for each in found if each["type"] == "file"]
         return infos[0] if infos else None
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
@@ -86,7 +83,7 @@ class HubStore(ReadOnly):
         try:
             while following is not None:
                 page, following = self._ask(following, self._shown(prefix))
-                found += [_info(each) for each in page if each["type"] == "file"]
+                found += [_file_info(each) for each in page if each["type"] == "file"]
         except _NoEntry:
             return
         yield from sorted(found, key=lambda info: info.path)
@@ -181,7 +178,7 @@ class _NoEntry(NotFound):
     """A repository without this one file or folder, as opposed to no repository at all."""
 
 
-def _info(file: Mapping[str, Any]) -> ObjectInfo:
+def _file_info(file: Mapping[str, Any]) -> ObjectInfo:
     lfs = file.get("lfs")
     sha256 = f"sha256:{lfs['oid']}" if lfs else None
     return ObjectInfo(file["path"], file["size"], sha256 or file["oid"], sha256)

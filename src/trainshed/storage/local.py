@@ -18,22 +18,14 @@ from io import FileIO
 from pathlib import Path
 from typing import BinaryIO
 
-from trainshed.errors import (
-    AccessDenied,
-    AddressError,
-    Conflict,
-    NoSpace,
-    NotFound,
-    StorageError,
-    TrainshedError,
-)
+from trainshed.errors import AccessDenied, AddressError, Conflict, NoSpace, NotFound, StorageError, TrainshedError
 from trainshed.storage.address import join
 from trainshed.storage.store import ABANDONED_SECONDS, ABSENT, CHUNK_BYTES, ObjectInfo
 
 _TEMPORARY = re.compile(r"\.trainshed-[0-9a-f]{16}\.part")
-_LOCK = ".trainshed.lock"
+_LOCK_NAME = ".trainshed.lock"
 
-_Explained = Callable[[str], AbstractContextManager[None]]
+_ErrorContext = Callable[[str], AbstractContextManager[None]]
 
 
 class LocalStore:
@@ -140,8 +132,8 @@ class LocalStore:
             for folder, _, _ in os.walk(top, topdown=False):
                 with suppress(FileNotFoundError):
                     _remove_abandoned(Path(folder), older_than_seconds)
-                    if Path(folder) != top and os.listdir(folder) == [_LOCK]:
-                        os.unlink(Path(folder) / _LOCK)
+                    if Path(folder) != top and os.listdir(folder) == [_LOCK_NAME]:
+                        os.unlink(Path(folder) / _LOCK_NAME)
                 if Path(folder) != top:
                     with suppress(OSError):  # not empty
                         os.rmdir(folder)
@@ -206,11 +198,11 @@ class LocalStore:
         except TrainshedError:
             raise
         except OSError as error:
-            raise _translated(error, join(self.url, path)) from error
+            raise _translate_os_error(error, join(self.url, path)) from error
 
 
 class _LocalWriter:
-    def __init__(self, handle: BinaryIO, explained: _Explained, path: str) -> None:
+    def __init__(self, handle: BinaryIO, explained: _ErrorContext, path: str) -> None:
         self._handle = handle
         self._explained = explained
         self._path = path
@@ -253,7 +245,7 @@ def _walk(folder: Path, prefix: str, above: frozenset[tuple[int, int]]) -> Itera
         path = f"{prefix}/{entry.name}" if prefix else entry.name
         if name.endswith("/"):
             yield from _walk(Path(entry.path), path, above | {here})
-        elif not _TEMPORARY.fullmatch(entry.name) and entry.name != _LOCK:
+        elif not _TEMPORARY.fullmatch(entry.name) and entry.name != _LOCK_NAME:
             with suppress(FileNotFoundError):  # removed since the scan, or a link to nowhere
                 found = entry.stat()
                 if stat.S_ISREG(found.st_mode):
@@ -262,7 +254,7 @@ def _walk(folder: Path, prefix: str, above: frozenset[tuple[int, int]]) -> Itera
 
 @contextmanager
 def _folder_lock(folder: Path) -> Iterator[None]:
-    with (folder / _LOCK).open("ab") as handle:
+    with (folder / _LOCK_NAME).open("ab") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
         yield
 
@@ -291,7 +283,7 @@ def _info(path: str, status: os.stat_result) -> ObjectInfo:
     return ObjectInfo(path.strip("/"), status.st_size, _version(status))
 
 
-def _translated(error: OSError, where: str) -> StorageError | AddressError:
+def _translate_os_error(error: OSError, where: str) -> StorageError | AddressError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         reason = {
             errno.EDQUOT: "the disk quota is used up",

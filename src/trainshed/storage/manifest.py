@@ -1,31 +1,35 @@
-"""The manifest of an artefact: what it holds, with checksums, and the spec that made it.
+"""The manifest of an artefact: what it holds, with checksums, and the spec that made it; and where an artefact lies.
 
-It is written last and in one step; an artefact without one does not exist. The same artefact gives the same bytes:
-keys are sorted and no clock, host or user is in it.
+It is written last and in one step; an artefact without one does not exist. The same artefact gives the same
+bytes: keys are sorted and no clock, host or user is in it. An artefact lies in
+`<root>/<kind>/<hash of the spec>/`.
 
-A file's checksum stands under `sha256` in format 1 and under `checksum` in format 2, which knows other algorithms as
-well. Where all are SHA-256 format 1 is written, as ever: whatever names a manifest by its own hash goes on to find it.
+A file's checksum stands under `sha256` in format 1 and under `checksum` in format 2, which knows other algorithms
+as well. Where all are SHA-256 format 1 is written, as ever: whatever names a manifest by its own hash goes on to
+find it.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shlex
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import trainshed
 from trainshed.errors import CorruptData, NotFound
 from trainshed.reporting import SILENT, Reporter
 from trainshed.storage.address import join
-from trainshed.storage.hashing import Hasher, is_checksum, is_sha256, sha256_of
+from trainshed.storage.checksum import Hasher, is_checksum, is_sha256, sha256_of
 from trainshed.storage.store import ObjectInfo, Store
 
-FORMAT = 2
+MANIFEST_FORMAT = 2
 _CHECKSUM_KEYS = {1: "sha256", 2: "checksum"}
-_NAMED = 5  # how many files an error names before it only counts
+_MAX_NAMED = 5  # how many files an error names before it only counts
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,7 @@ class Manifest:
     files: tuple[FileEntry, ...]
     facts: Mapping[str, Any] = field(default_factory=dict)
     made_by: str = f"trainshed {trainshed.__version__}"
-    format: int = FORMAT
+    format: int = MANIFEST_FORMAT
 
     @classmethod
     def of(
@@ -54,7 +58,7 @@ class Manifest:
     ) -> Manifest:
         """A manifest with its files in order."""
         ordered = tuple(sorted(files, key=lambda each: each.path))
-        format = 1 if all(is_sha256(entry.checksum) for entry in ordered) else FORMAT
+        format = 1 if all(is_sha256(entry.checksum) for entry in ordered) else MANIFEST_FORMAT
         return cls(kind, dict(spec), ordered, dict(facts or {}), format=format)
 
     @property
@@ -88,28 +92,28 @@ class Manifest:
         try:
             document = json.loads(data)
         except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-            raise _broken(f"not JSON ({error})", where) from None
+            raise _unreadable_manifest(f"not JSON ({error})", where) from None
         if not isinstance(document, dict) or not isinstance(document.get("format"), int):
-            raise _broken("it has no format number", where)
+            raise _unreadable_manifest("it has no format number", where)
         if document["format"] < 1:
-            raise _broken(f"there is no format {document['format']}", where)
-        if document["format"] > FORMAT:
+            raise _unreadable_manifest(f"there is no format {document['format']}", where)
+        if document["format"] > MANIFEST_FORMAT:
             raise CorruptData(
-                f"the manifest has format {document['format']}, this Trainshed reads up to {FORMAT}",
+                f"the manifest has format {document['format']}, this Trainshed reads up to {MANIFEST_FORMAT}",
                 where=where,
                 hint="pip install --upgrade trainshed",
             )
         for key, kind in {"kind": str, "made_by": str, "spec": dict, "facts": dict, "files": list}.items():
             if not isinstance(document.get(key), kind):
-                raise _broken(f"'{key}' is missing or of the wrong kind", where)
-        files = tuple(_entry(each, document["format"], where) for each in document["files"])
+                raise _unreadable_manifest(f"'{key}' is missing or of the wrong kind", where)
+        files = tuple(_file_entry(each, document["format"], where) for each in document["files"])
         if len({entry.path for entry in files}) != len(files):
-            raise _broken("a file stands in it twice", where)
+            raise _unreadable_manifest("a file stands in it twice", where)
         manifest = cls(
             document["kind"], document["spec"], files, document["facts"], document["made_by"], document["format"]
         )
         if document.get("totals") != {"files": len(files), "bytes": manifest.total_bytes}:
-            raise _broken("its totals do not fit its files", where)
+            raise _unreadable_manifest("its totals do not fit its files", where)
         return manifest
 
     def write(self, store: Store, path: str, *, expect: str | None = None) -> ObjectInfo:
@@ -137,10 +141,10 @@ class Manifest:
         wanted = {f"{folder}/{entry.path}" if folder else entry.path: entry for entry in self.files}
         missing = [entry.path for path, entry in wanted.items() if path not in there]
         if missing:
-            raise _differs("missing", missing, join(store.url, folder))
+            raise _differing_files("missing", missing, join(store.url, folder))
         resized = [e.path for path, e in wanted.items() if there[path].size != e.size]
         if resized:
-            raise _differs("of another size than their manifest says", resized, join(store.url, folder))
+            raise _differing_files("of another size than their manifest says", resized, join(store.url, folder))
         if not deep:
             return
         with (
@@ -158,20 +162,20 @@ class Manifest:
             good = list(pool.map(check, wanted))
         changed = [wanted[path].path for path, same in zip(wanted, good, strict=True) if not same]
         if changed:
-            raise _differs("not what their manifest says", changed, join(store.url, folder))
+            raise _differing_files("not what their manifest says", changed, join(store.url, folder))
 
 
-def _entry(each: Any, format: int, where: str | None) -> FileEntry:
+def _file_entry(each: Any, format: int, where: str | None) -> FileEntry:
     key = _CHECKSUM_KEYS[format]
     path, size, checksum = (each.get(name) if isinstance(each, dict) else None for name in ("path", "size", key))
     if not isinstance(path, str) or not path or any(part in ("", ".", "..") for part in path.split("/")):
-        raise _broken(f"a file with the path {path!r}", where)
+        raise _unreadable_manifest(f"a file with the path {path!r}", where)
     if not isinstance(size, int) or isinstance(size, bool) or size < 0 or not is_checksum(checksum):
-        raise _broken(f"'{path}' has no size or no {key}", where)
+        raise _unreadable_manifest(f"'{path}' has no size or no {key}", where)
     return FileEntry(path, size, str(checksum))
 
 
-def _broken(why: str, where: str | None) -> CorruptData:
+def _unreadable_manifest(why: str, where: str | None) -> CorruptData:
     return broken_manifest(f"a manifest that cannot be read: {why}", where)
 
 
@@ -181,11 +185,13 @@ def broken_manifest(what: str, where: str | None) -> CorruptData:
     What has no manifest does not exist, so whatever made the artefact makes it anew.
     """
     return CorruptData(
-        what, where=where, hint=f"{_removal(where)}, then run the same command again: what it describes is made anew"
+        what,
+        where=where,
+        hint=f"{_removal_hint(where)}, then run the same command again: what it describes is made anew",
     )
 
 
-def _removal(where: str | None) -> str:
+def _removal_hint(where: str | None) -> str:
     if where is None:
         return "remove it"
     if where.startswith("s3://"):
@@ -195,7 +201,15 @@ def _removal(where: str | None) -> str:
     return "remove this object" if "://" in where else f"remove it (`rm {shlex.quote(where)}`)"
 
 
-def _differs(how: str, paths: list[str], where: str) -> CorruptData:
-    named = ", ".join(paths[:_NAMED]) + (f" and {len(paths) - _NAMED} more" if len(paths) > _NAMED else "")
+def _differing_files(how: str, paths: list[str], where: str) -> CorruptData:
+    named = ", ".join(paths[:_MAX_NAMED]) + (f" and {len(paths) - _MAX_NAMED} more" if len(paths) > _MAX_NAMED else "")
     files = "1 file is" if len(paths) == 1 else f"{len(paths)} files are"
     return CorruptData(f"{files} {how}: {named}", where=where, hint="copy or make the artefact again")
+
+
+def artefact_folder(root: Path, kind: str, spec: Mapping[str, Any]) -> Path:
+    """Return the folder of the artefact that a spec describes: the same spec finds it again, another makes another."""
+    import orjson
+
+    canonical = orjson.dumps(spec, option=orjson.OPT_SORT_KEYS)
+    return root / kind / hashlib.sha256(canonical).hexdigest()[:16]

@@ -1,14 +1,22 @@
-"""The one protocol every store speaks: local disk, S3 and its kin, Google, Azure, the Hugging Face Hub, HTTP.
+"""The one protocol every store speaks (local disk, S3 and its kin, Google, Azure, the Hugging Face Hub, HTTP), and
+what a person may say about a store beyond its address: endpoints, and how long to retry.
 
-Paths are relative to the store's root and use `/`. Everything that can be large is streamed.
+Paths are relative to the store's root and use `/`. Everything that can be large is streamed. A cluster file's
+`stores:` section is read into `StoreOptions`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import random
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field, fields
+from typing import NoReturn, Protocol
+
+from trainshed.errors import InputError
+from trainshed.storage.address import Address
 
 CHUNK_BYTES = 8 * 1024 * 1024
 # A living writer holds a lock on its temporary file; an hour covers mounts where others do not see that lock.
@@ -106,3 +114,113 @@ def read_into(store: Store, path: str, start: int, memory: memoryview) -> int:
 
 ABSENT = "absent"
 """`put(expect=ABSENT)`: write only if nothing is there yet."""
+
+
+class ReadOnlyStore(ABC):
+    """The writing half of a store that has none."""
+
+    @abstractmethod
+    def _refuse(self, path: str) -> NoReturn:
+        """Say that this store is read-only, and where to write instead."""
+
+    def put(self, path: str, data: bytes, *, expect: str | None = None) -> ObjectInfo:
+        """Refuse: read-only."""
+        self._refuse(path)
+
+    def writer(self, path: str, *, size: int | None = None) -> AbstractContextManager[Writer]:
+        """Refuse: read-only."""
+        self._refuse(path)
+
+    def delete(self, path: str) -> None:
+        """Refuse: read-only."""
+        self._refuse(path)
+
+    def sweep(self, prefix: str = "", *, older_than_seconds: float = ABANDONED_SECONDS) -> None:
+        """Refuse: read-only."""
+        self._refuse(prefix)
+
+
+@dataclass(frozen=True)
+class Retry:
+    """The patience of a store.
+
+    With the defaults a server that cannot be reached or says nothing is given up after about two minutes. One that is
+    slow may take as long as it takes: each byte that arrives begins the time anew. A server's own Retry-After is
+    followed up to `longest_wait_seconds`.
+    """
+
+    attempts: int = 8
+    first_seconds: float = 0.25
+    max_seconds: float = 20.0
+    longest_wait_seconds: float = 600.0
+    connect_seconds: float = 10.0
+    """For one connection to be accepted."""
+    answer_seconds: float = 60.0
+    """For the first byte of an answer, and from each byte to the next."""
+    silent_seconds: float = 120.0
+    """Without a byte, all attempts together: after this no other is begun, however many are left."""
+
+    def pause(self, attempt: int, asked_seconds: float | None = None) -> None:
+        """Wait before the try after `attempt` (counted from 0), or as long as the server asked for."""
+        time.sleep(self.delay(attempt, asked_seconds))
+
+    def delay(self, attempt: int, asked_seconds: float | None = None) -> float:
+        """How long `pause` waits."""
+        if asked_seconds is not None:
+            # A little later than asked, and not all at once: many workers were told the same number.
+            return min(asked_seconds, self.longest_wait_seconds) * (1 + 0.1 * random.random())
+        # Full jitter (aws.amazon.com/blogs/architecture/exponential-backoff-and-jitter), never less than half.
+        ceiling = min(self.max_seconds, self.first_seconds * 2**attempt)
+        return ceiling * (0.5 + 0.5 * random.random())
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """How to reach one kind of store or one bucket. Never holds a credential: those come from the environment."""
+
+    endpoint: str | None = None
+    region: str | None = None
+    anonymous: bool = False
+    addressing: str | None = None  # path | virtual; path where an endpoint is named, else the store's own habit
+
+    def __post_init__(self) -> None:
+        if self.addressing not in (None, "path", "virtual"):
+            raise InputError(f"addressing '{self.addressing}'", hint="write addressing: path or addressing: virtual")
+        if self.endpoint is not None and "@" in self.endpoint:
+            raise InputError(
+                "an endpoint with a user or password in it",
+                hint="leave them out: credentials come from the environment",
+            )
+        if self.endpoint is not None and not self.endpoint.startswith(("http://", "https://")):
+            raise InputError(
+                f"endpoint '{self.endpoint}' has no scheme",
+                hint=f"write https://{self.endpoint} or http://{self.endpoint}",
+            )
+
+
+@dataclass(frozen=True)
+class StoreOptions:
+    """Endpoints by scheme (`s3`) or by root (`s3://bucket`), and how patient to be."""
+
+    endpoints: Mapping[str, Endpoint] = field(default_factory=dict)
+    retry: Retry = field(default_factory=Retry)
+
+    @classmethod
+    def from_mapping(cls, stores: Mapping[str, Mapping[str, object]], *, where: str | None = None) -> StoreOptions:
+        """Read `{s3: {endpoint: …}, "s3://bucket": {anonymous: true}}`."""
+        known = {each.name for each in fields(Endpoint)}
+        endpoints = {}
+        for key, values in stores.items():
+            unknown = sorted(set(values) - known)
+            if unknown:
+                raise InputError(
+                    f"stores.{key} has an unknown key '{unknown[0]}'",
+                    where=where,
+                    hint="write one of " + ", ".join(sorted(known)),
+                )
+            endpoints[key.rstrip("/")] = Endpoint(**values)  # type: ignore[arg-type]
+        return cls(endpoints)
+
+    def endpoint_for(self, address: Address) -> Endpoint:
+        """The entry for a bucket, else the one for its scheme, else an empty one."""
+        return self.endpoints.get(address.url) or self.endpoints.get(address.scheme) or Endpoint()

@@ -2,34 +2,42 @@
 
 from trainshed.workflow.layout import automatic_layout, planned_layout, run_layout
 from trainshed.workflow.prepare import (
-    PREPARED,
+    PREPARED_FILE,
     PreparedRun,
     checkpoint_home,
-    keep_run,
     open_run,
     open_run_folder,
     prepare_run,
     resolve,
+    save_run,
     store_options,
 )
-from trainshed.workflow.run import TrainedRun, run, train, watching
+from trainshed.workflow.run import (
+    RunStart,
+    TrainedRun,
+    check_resumable,
+    check_trainable,
+    find_start,
+    note_other_runs,
+    run,
+    train,
+    train_job,
+    watching,
+)
 from trainshed.workflow.runnable import check_engine, check_runnable
-from trainshed.workflow.start import RunStart, check_goes_on, find_start, note_other_runs
-from trainshed.workflow.train import check_trainable, train_job
 
 __all__ = [
-    "PREPARED",
+    "PREPARED_FILE",
     "PreparedRun",
     "RunStart",
     "TrainedRun",
     "automatic_layout",
     "check_engine",
-    "check_goes_on",
+    "check_resumable",
     "check_runnable",
     "check_trainable",
     "checkpoint_home",
     "find_start",
-    "keep_run",
     "note_other_runs",
     "open_run",
     "open_run_folder",
@@ -38,6 +46,7 @@ __all__ = [
     "resolve",
     "run",
     "run_layout",
+    "save_run",
     "store_options",
     "train",
     "train_job",

@@ -14,31 +14,30 @@ import orjson
 
 from trainshed.catalog.machines import Machine, find_machine
 from trainshed.catalog.models import architecture
-from trainshed.data.sampling.schedule import BatchSchedule, RampUp
-from trainshed.engines.planned_habits import planned_habits
+from trainshed.data.sampling.schedule import BatchRampUp, BatchSchedule
+from trainshed.engines.performance_args import apply_performance_args
 from trainshed.errors import InputError, RecipeError, TrainshedError
-from trainshed.models.adapters import trained_share
-from trainshed.models.hf_config import read_hf_config
+from trainshed.models.families import read_hf_config
+from trainshed.models.parameters import trained_fraction
 from trainshed.plan import layout_warnings
-from trainshed.plan.budget.budget import Budget
-from trainshed.plan.layout import RankLayout, resolve_layout
-from trainshed.plan.legality import layout_problems
-from trainshed.plan.performance.hardware import Hardware, hardware_of
-from trainshed.plan.performance.stacks import Habits
-from trainshed.plan.planner import PlannedModel, answer, question
-from trainshed.plan.report.answer import Answer
-from trainshed.plan.searching.automatic import (
-    Chosen,
-    choose_for_cpu,
-    choose_for_cpu_nodes,
-    choose_for_gpus,
+from trainshed.plan.auto_layout import (
+    AutoLayout,
+    auto_layout_for_cpu,
+    auto_layout_for_cpu_nodes,
+    auto_layout_for_gpus,
     local_hardware,
     machine_memory_gib,
-    uncalibrated,
+    uncalibrated_notes,
 )
+from trainshed.plan.budget.budget import RunBudget
+from trainshed.plan.layout import RankLayout, resolve_layout
+from trainshed.plan.legality import layout_problems
+from trainshed.plan.performance.engine_constants import EngineOptions
+from trainshed.plan.planner import Plan, PlannedModel, build_request, make_plan
+from trainshed.plan.training_shape import Hardware, hardware_of
 from trainshed.recipe import Cluster, Layout, ModelConfig, Recipe, load_cluster
-from trainshed.recipe.messages import as_recipe_error, validate
-from trainshed.recipe.places import Document, Places
+from trainshed.recipe.validation import recipe_error, validate
+from trainshed.recipe.yaml_io import SourceMap, YamlDocument
 from trainshed.reporting import SILENT, Reporter
 from trainshed.storage import join, open_store, parse
 from trainshed.workflow.prepare import PreparedRun, store_options
@@ -50,7 +49,7 @@ def planned_model(recipe: Recipe, cluster: Cluster) -> PlannedModel:
     config = architecture(recipe) or weights_architecture(recipe, cluster)
     train, ramp = recipe.train, recipe.train.batch_ramp
     schedule = BatchSchedule(
-        train.global_batch, RampUp(ramp.start, ramp.increment, ramp.samples) if ramp is not None else None
+        train.global_batch, BatchRampUp(ramp.start, ramp.increment, ramp.samples) if ramp is not None else None
     )
     length = recipe.data.sequence_length or config.max_positions
     notes = []
@@ -61,10 +60,10 @@ def planned_model(recipe: Recipe, cluster: Cluster) -> PlannedModel:
         notes.append("hours and cost are left out: `epochs` has a length only once the data is prepared")
     if ramp is not None:
         notes.append(f"planned for the full batch of {train.global_batch:,}: steps of the ramp are shorter")
-    share = trained_share(config, train.lora)
+    share = trained_fraction(config, train.lora)
     if train.lora is not None:
         notes.append(f"planned for adapters: {share:.2%} of the weights are trained and saved, the rest are read only")
-    habits, counted = planned_habits(recipe.engine.args, Habits(trained_share=share))
+    habits, counted = apply_performance_args(recipe.engine.args, EngineOptions(trained_share=share))
     if counted:
         notes.append(f"counted of engine.args: {', '.join(counted)}")
     layout = None if isinstance(recipe.layout, str) else recipe.layout
@@ -110,7 +109,7 @@ def address_architecture(address: str, cluster: Cluster) -> ModelConfig:
 
 
 @dataclass(frozen=True)
-class Placement:
+class NodePlacement:
     """How many nodes, and how many ranks on each; no GPUs where the cluster names no machine."""
 
     nodes: int
@@ -133,7 +132,7 @@ class PlannedRun:
     """A recipe's layout on a cluster, and what the planner says of it."""
 
     layout: RankLayout
-    placement: Placement
+    placement: NodePlacement
     save_seconds: float | None
     """How long one checkpoint is written; None where no storage is named."""
     reasons: tuple[str, ...] = ()
@@ -147,11 +146,11 @@ def plan_on_cluster(
     """Choose or check the layout of a recipe on a cluster; raises `InputError` where it could not train there."""
     machine = find_machine(cluster.gpu_machine) if cluster.gpu_machine else None
     if machine is None:
-        return _on_processors(recipe, cluster, model, nodes)
-    placement = _placement(recipe, cluster, machine, nodes, gpus)
-    asked = question(model, hardware_of(machine), (placement.world_size,), cluster, machine=machine, recipe=recipe)
-    found = answer(asked)
-    _refuse_too_large(recipe, found, despite_memory)
+        return _plan_on_cpus(recipe, cluster, model, nodes)
+    placement = _node_placement(recipe, cluster, machine, nodes, gpus)
+    asked = build_request(model, hardware_of(machine), (placement.world_size,), cluster, machine=machine, recipe=recipe)
+    found = make_plan(asked)
+    _check_memory(recipe, found, despite_memory)
     assert found.budget is not None, "`answer` always makes one"
     return PlannedRun(
         layout=found.chosen.layout,
@@ -163,7 +162,9 @@ def plan_on_cluster(
     )
 
 
-def _placement(recipe: Recipe, cluster: Cluster, machine: Machine, nodes: int | None, gpus: int | None) -> Placement:
+def _node_placement(
+    recipe: Recipe, cluster: Cluster, machine: Machine, nodes: int | None, gpus: int | None
+) -> NodePlacement:
     if nodes is not None and gpus is not None:
         raise InputError("--nodes and --gpus say the same thing twice", hint="keep one of them")
     where = "--gpus" if gpus is not None else "--nodes"
@@ -178,8 +179,8 @@ def _placement(recipe: Recipe, cluster: Cluster, machine: Machine, nodes: int | 
     else:
         nodes, where = _node_count(recipe, cluster, nodes)
         per_node = machine.gpus
-    refuse_too_many(cluster, nodes, where)
-    return Placement(nodes, per_node, machine)
+    check_node_count(cluster, nodes, where)
+    return NodePlacement(nodes, per_node, machine)
 
 
 def _node_count(recipe: Recipe, cluster: Cluster, nodes: int | None) -> tuple[int, str]:
@@ -190,7 +191,7 @@ def _node_count(recipe: Recipe, cluster: Cluster, nodes: int | None) -> tuple[in
     return cluster.nodes.default, cluster.where("nodes.default")
 
 
-def refuse_too_many(cluster: Cluster, nodes: int, where: str) -> None:
+def check_node_count(cluster: Cluster, nodes: int, where: str) -> None:
     """Raise where a cluster does not have so many nodes; `where` says who asked."""
     if nodes < 1:
         raise InputError(f"{nodes} nodes", where=where, hint="write 1 or more")
@@ -202,7 +203,7 @@ def refuse_too_many(cluster: Cluster, nodes: int, where: str) -> None:
         )
 
 
-def _refuse_too_large(recipe: Recipe, found: Answer, despite_memory: bool) -> None:
+def _check_memory(recipe: Recipe, found: Plan, despite_memory: bool) -> None:
     chosen = found.chosen
     if chosen.fits or despite_memory:
         return
@@ -214,14 +215,14 @@ def _refuse_too_large(recipe: Recipe, found: Answer, despite_memory: bool) -> No
     )
 
 
-def _on_processors(recipe: Recipe, cluster: Cluster, model: PlannedModel, nodes: int | None) -> PlannedRun:
+def _plan_on_cpus(recipe: Recipe, cluster: Cluster, model: PlannedModel, nodes: int | None) -> PlannedRun:
     """A cluster without GPUs: the layout is written out, or data parallel with one rank a node."""
     count, where = _node_count(recipe, cluster, nodes)
-    refuse_too_many(cluster, count, where)
+    check_node_count(cluster, count, where)
     sizes = model.batch_sizes
     reasons: tuple[str, ...] = ()
     if model.layout is None:
-        chosen = choose_for_cpu_nodes(model, count)
+        chosen = auto_layout_for_cpu_nodes(model, count)
         layout, reasons = chosen.layout, chosen.reasons
     else:
         layout = resolve_layout(model.layout, model.config)
@@ -235,12 +236,12 @@ def _on_processors(recipe: Recipe, cluster: Cluster, model: PlannedModel, nodes:
         layout, model.config, sequence_length=model.sequence_length, batch_sizes=sizes, engine=model.engine
     )
     if problems:
-        raise as_recipe_error(problems, recipe.places)
-    notes = ("machine: cpu: nothing is predicted, and ranks run on processors", *uncalibrated(cluster))
-    return PlannedRun(layout, Placement(count, layout.world_size // count, None), None, reasons, notes)
+        raise recipe_error(problems, recipe.places)
+    notes = ("machine: cpu: nothing is predicted, and ranks run on processors", *uncalibrated_notes(cluster))
+    return PlannedRun(layout, NodePlacement(count, layout.world_size // count, None), None, reasons, notes)
 
 
-def _headline(found: Answer, budget: Budget) -> str:
+def _headline(found: Plan, budget: RunBudget) -> str:
     chosen, job = found.chosen, found.question.job
     saving = budget.checkpoint.write_seconds
     saved = f", a checkpoint in {saving:.0f} s" if saving is not None else ""
@@ -253,13 +254,13 @@ def _headline(found: Answer, budget: Budget) -> str:
     )
 
 
-def _reasons(found: Answer) -> list[str]:
+def _reasons(found: Plan) -> list[str]:
     if not found.searched:
         return []
     return [f"layout: auto chose {found.chosen.layout} among {found.considered:,} layouts"]
 
 
-def _predicted(found: Answer, budget: Budget) -> dict[str, Any]:
+def _predicted(found: Plan, budget: RunBudget) -> dict[str, Any]:
     chosen = found.chosen
     return {
         "step_seconds": chosen.step_seconds,
@@ -273,21 +274,21 @@ def _predicted(found: Answer, budget: Budget) -> dict[str, Any]:
 
 def _local_hardware() -> Hardware | None:
     """The GPUs that `layout: auto` would plan for, None without any; those that are not in the catalog are an error."""
-    from trainshed.engines.torch.place import gpu_count, gpu_device_name
+    from trainshed.engines.torch.rank_env import gpu_count, gpu_device_name
 
     gpus = gpu_count()
     return local_hardware(gpu_device_name(), gpus) if gpus else None
 
 
-def automatic_layout(recipe: Recipe, cluster: Cluster | None = None, *, world_size: int | None = None) -> Chosen:
+def automatic_layout(recipe: Recipe, cluster: Cluster | None = None, *, world_size: int | None = None) -> AutoLayout:
     """Choose the layout of a run on this machine: on all its GPUs, or on one CPU process; or on `world_size` ranks."""
     cluster = cluster or load_cluster()
     model = planned_model(recipe, cluster)
     hardware = _local_hardware()
     if hardware is None:
-        chosen = choose_for_cpu(model, world_size or 1, machine_memory_gib())
-        return replace(chosen, reasons=(*chosen.reasons, *uncalibrated(cluster)))
-    return choose_for_gpus(model, hardware, world_size or hardware.gpus_per_node, cluster, recipe)
+        chosen = auto_layout_for_cpu(model, world_size or 1, machine_memory_gib())
+        return replace(chosen, reasons=(*chosen.reasons, *uncalibrated_notes(cluster)))
+    return auto_layout_for_gpus(model, hardware, world_size or hardware.gpus_per_node, cluster, recipe)
 
 
 def run_layout(
@@ -309,7 +310,7 @@ def planned_layout(
     keys: dict[str, object] | None = None,
     world_size: int | None = None,
     reporter: Reporter = SILENT,
-) -> Chosen:
+) -> AutoLayout:
     """Return the layout a recipe trains on here, filled in and checked, with the planner's reasons where it chose.
 
     `cluster` is where the run is started, and may name a calibration; None: `local` as it is shipped.
@@ -320,14 +321,14 @@ def planned_layout(
         chosen = automatic_layout(recipe, cluster, world_size=world_size)
     else:
         plain = {} if isinstance(written, str) else written.model_dump(exclude_unset=True)
-        wanted = validate(Layout, Document(plain | (keys or {}), Places("--layout")))
-        chosen = Chosen(resolve_layout(wanted, model.config, world_size=world_size))
+        wanted = validate(Layout, YamlDocument(plain | (keys or {}), SourceMap("--layout")))
+        chosen = AutoLayout(resolve_layout(wanted, model.config, world_size=world_size))
     for reason in chosen.reasons:
         reporter.note(reason)
     asked = {"sequence_length": model.sequence_length, "batch_sizes": model.batch_sizes}
     problems = layout_problems(chosen.layout, model.config, **asked)
     if problems:
-        raise as_recipe_error(problems, recipe.places)
+        raise recipe_error(problems, recipe.places)
     check_ranks(recipe, chosen.layout.world_size)
     for warning in layout_warnings(chosen.layout, model.config, **asked):
         reporter.warn(warning)

@@ -16,25 +16,24 @@ import orjson
 
 from trainshed.catalog.models import architecture
 from trainshed.checkpoints.base import BaseWeights, fetch_base, find_base
-from trainshed.checkpoints.proving.verdict import read_verdict, refuse_failed
+from trainshed.checkpoints.prove.verdict import read_verdict, refuse_failed_verdict
 from trainshed.data.artefacts import DataArtefacts
-from trainshed.data.encode.tokenizer import Tokenizer, load_tokenizer
-from trainshed.data.order import DataOrder
-from trainshed.data.prepared import BegunRun, PreparedData, PreparedSource, refuse_other_tokens
-from trainshed.data.run_orders import run_orders
+from trainshed.data.order import DataOrder, run_orders
+from trainshed.data.tokenize.tokenizer import Tokenizer, load_tokenizer
+from trainshed.data.tokens.prepared_data import PreparedData, PreparedSource, StartedRun, refuse_changed_tokens
 from trainshed.errors import InputError, NotFound, TrainshedError
-from trainshed.models.hf_config import read_hf_config
+from trainshed.models.families import read_hf_config
 from trainshed.recipe import Cluster, ModelConfig, Recipe, fit_problems, load_cluster, load_recipe, run_id, to_yaml
 from trainshed.recipe.data import SourceKeys
-from trainshed.recipe.messages import as_recipe_error
 from trainshed.recipe.section import Problem
+from trainshed.recipe.validation import recipe_error
 from trainshed.reporting import SILENT, Reporter
 from trainshed.storage import LocalStore, Store, StoreOptions, join, open_store, parse
 from trainshed.storage.attempts import newest_attempt
 from trainshed.workflow.runnable import check_runnable
 
 AnySource = TypeVar("AnySource", bound=SourceKeys)
-PREPARED = "prepared.json"
+PREPARED_FILE = "prepared.json"
 PREPARED_SCHEMA = "trainshed.prepared/2"
 """Since 2 the sources say what their token files were; older ones are read as well."""
 
@@ -121,9 +120,9 @@ def prepare_run(
     artefacts = DataArtefacts(
         resolved, store, tokenizer=tokenizer, workers=workers, options=options, began=began, reporter=reporter
     )
-    keep_recipe(resolved, folder)
-    run = _prepared(resolved, name, folder, artefacts, base, began, build=True, reporter=reporter)
-    _keep_prepared(run)
+    save_recipe(resolved, folder)
+    run = _prepared_run(resolved, name, folder, artefacts, base, began, build=True, reporter=reporter)
+    _save_prepared(run)
     return run
 
 
@@ -155,7 +154,7 @@ def refuse_small_model(recipe: Recipe, config: ModelConfig, tokenizer: Tokenizer
             )
         )
     if problems:
-        raise as_recipe_error(problems, recipe.places)
+        raise recipe_error(problems, recipe.places)
 
 
 def _announced_architecture(recipe: Recipe, options: StoreOptions | None) -> ModelConfig | None:
@@ -172,7 +171,7 @@ def _announced_architecture(recipe: Recipe, options: StoreOptions | None) -> Mod
     return read_hf_config(body, join(store.url, place))
 
 
-def check_fit_from_afar(recipe: Recipe, config: ModelConfig, options: StoreOptions, *, offline: bool) -> None:
+def check_fit_before_submit(recipe: Recipe, config: ModelConfig, options: StoreOptions, *, offline: bool) -> None:
     """As `check_fit`, for a job that runs elsewhere: a tokenizer that only nodes reach is left to their first stage."""
     tokenizer = None
     address = recipe.tokenizer
@@ -192,18 +191,18 @@ def fetch_weights(recipe: Recipe, store: Path, options: StoreOptions, reporter: 
         config=recipe.model.config,
         options=options,
         reporter=reporter,
-        accept=partial(_heed_verdict, recipe, reporter),
+        accept=partial(_check_verdict, recipe, reporter),
     )
     _measure_base(base, _with_architecture(recipe, base, None), reporter)
     return base
 
 
-def begun_run(folder: Path) -> BegunRun | None:
+def begun_run(folder: Path) -> StartedRun | None:
     """Return the data that the run of a folder began with; None where it has had no attempt yet."""
-    if not (folder / PREPARED).is_file() or not newest_attempt(LocalStore(folder), ""):
+    if not (folder / PREPARED_FILE).is_file() or not newest_attempt(LocalStore(folder), ""):
         return None
-    body = orjson.loads((folder / PREPARED).read_bytes())
-    return BegunRun(f"{folder.parent.name}/{folder.name}", PreparedData.from_plain(body["data"]))
+    body = orjson.loads((folder / PREPARED_FILE).read_bytes())
+    return StartedRun(f"{folder.parent.name}/{folder.name}", PreparedData.from_plain(body["data"]))
 
 
 def tokenise_part(
@@ -241,7 +240,7 @@ def _measure_base(base: BaseWeights, recipe: Recipe, reporter: Reporter) -> None
 
     What a conversion measured counts, so that it and the run are held against each other.
     """
-    from trainshed.checkpoints.proving.probe import read_probe, write_probe
+    from trainshed.checkpoints.prove.probe import read_probe, write_probe
 
     if read_probe(base.folder) is not None:
         return
@@ -250,10 +249,10 @@ def _measure_base(base: BaseWeights, recipe: Recipe, reporter: Reporter) -> None
     verdict = read_verdict(base.files)
     probe = verdict.probe if verdict is not None else None
     if probe is None or not probe.is_of_today(config.vocab_size):
-        from trainshed.checkpoints.proving.streamed import measured_probe
+        from trainshed.checkpoints.prove.layerwise import measure_probe
 
         with base.open(config) as weights:
-            probe = measured_probe(weights, reporter)
+            probe = measure_probe(weights, reporter)
     if probe is None:
         reporter.warn(f"the loss of the base weights was not measured: they know only {config.max_positions} positions")
         return
@@ -261,17 +260,17 @@ def _measure_base(base: BaseWeights, recipe: Recipe, reporter: Reporter) -> None
     reporter.note(f"base weights: loss {probe.loss:.4f} on the probe batch")
 
 
-def _heed_verdict(recipe: Recipe, reporter: Reporter, files: Path) -> None:
+def _check_verdict(recipe: Recipe, reporter: Reporter, files: Path) -> None:
     """Refuse base weights whose conversion was not proven, unless the recipe says to go on."""
     try:
-        refuse_failed(files, where=recipe.where("model.from"))
+        refuse_failed_verdict(files, where=recipe.where("model.from"))
     except InputError as error:
         if recipe.model.verdict != "ignore":
             raise
         reporter.warn(f"{error.what}; the recipe says `model.verdict: ignore`")
 
 
-def keep_recipe(recipe: Recipe, folder: Path) -> None:
+def save_recipe(recipe: Recipe, folder: Path) -> None:
     """Save the resolved recipe with its run, and beside it the scripts it names by relative paths."""
     store = LocalStore(folder)
     store.put("recipe.yaml", to_yaml(recipe).encode())
@@ -282,14 +281,14 @@ def keep_recipe(recipe: Recipe, folder: Path) -> None:
             shutil.copymode(recipe.folder / script, folder / script)
 
 
-def _keep_prepared(run: PreparedRun) -> None:
+def _save_prepared(run: PreparedRun) -> None:
     """Save where the run's artefacts are: a thousand ranks must not each look for them again."""
     body = {
         "schema": PREPARED_SCHEMA,
         "data": run.data.to_plain(),
         "base": None if run.base is None else str(run.base.folder.absolute()),
     }
-    LocalStore(run.folder).put(PREPARED, orjson.dumps(body, option=orjson.OPT_INDENT_2) + b"\n")
+    LocalStore(run.folder).put(PREPARED_FILE, orjson.dumps(body, option=orjson.OPT_INDENT_2) + b"\n")
 
 
 def open_run(recipe: Recipe, cluster: Cluster | None = None, *, id: str | None = None) -> PreparedRun:
@@ -303,12 +302,12 @@ def open_run(recipe: Recipe, cluster: Cluster | None = None, *, id: str | None =
     base = None
     if resolved.model.from_:
         base = find_base(resolved.model.from_, store / "artefacts", options=options)
-        _heed_verdict(resolved, SILENT, base.files)
+        _check_verdict(resolved, SILENT, base.files)
         resolved = _with_architecture(resolved, base, tokenizer)
     folder = store / "runs" / resolved.name / name
     began = begun_run(folder)
     artefacts = DataArtefacts(resolved, store, make=False, tokenizer=tokenizer, options=options, began=began)
-    return _prepared(resolved, name, folder, artefacts, base, began, build=False, reporter=SILENT)
+    return _prepared_run(resolved, name, folder, artefacts, base, began, build=False, reporter=SILENT)
 
 
 def open_run_folder(folder: Path, cluster: Cluster | None = None) -> PreparedRun:
@@ -316,7 +315,7 @@ def open_run_folder(folder: Path, cluster: Cluster | None = None) -> PreparedRun
 
     With the cluster that it runs on, what could not train there is refused.
     """
-    path = folder / PREPARED
+    path = folder / PREPARED_FILE
     if not path.is_file():
         raise NotFound("this run is not prepared", where=str(folder), hint="run `trainshed run RECIPE` first")
     body = orjson.loads(path.read_bytes())
@@ -329,10 +328,10 @@ def open_run_folder(folder: Path, cluster: Cluster | None = None) -> PreparedRun
     return PreparedRun(recipe, folder.name, folder, data, orders.steps, orders.train, orders.validation, None, base)
 
 
-def keep_run(run: PreparedRun) -> None:
+def save_run(run: PreparedRun) -> None:
     """Save a run's recipe and where its artefacts are, for its ranks; `train` may have changed its length."""
-    keep_recipe(run.recipe, run.folder)
-    _keep_prepared(run)
+    save_recipe(run.recipe, run.folder)
+    _save_prepared(run)
 
 
 def store_options(cluster: Cluster) -> StoreOptions:
@@ -361,13 +360,13 @@ def store_root(recipe: Recipe, cluster: Cluster) -> Path:
     return Path(str(root))
 
 
-def _prepared(
+def _prepared_run(
     recipe: Recipe,
     name: str,
     folder: Path,
     artefacts: DataArtefacts,
     base: BaseWeights | None,
-    began: BegunRun | None,
+    began: StartedRun | None,
     *,
     build: bool,
     reporter: Reporter,
@@ -380,7 +379,7 @@ def _prepared(
         validation = made.pop("validation", None)
         data = PreparedData(tuple(made.values()), validation)
         if began is not None:
-            refuse_other_tokens(began, data)
+            refuse_changed_tokens(began, data)
     orders = run_orders(recipe, data, artefacts.indexes, build=build, reporter=reporter)
     tokenizer = artefacts.tokenizer()
     return PreparedRun(recipe, name, folder, data, orders.steps, orders.train, orders.validation, tokenizer, base)

@@ -20,18 +20,17 @@ from typing import Any, Literal
 
 import orjson
 
-from trainshed.data.sampling.index import content_of
-from trainshed.data.tokens.shards import shard_prefixes
+from trainshed.data.sampling.index import token_content_hash
+from trainshed.data.tokens.token_files import shard_prefixes
 from trainshed.errors import InputError, TrainshedError
-from trainshed.launch.local_runs import RECIPE, LocalRun, local_runs
-from trainshed.launch.run_lock import attempt_of, held_words, holder
+from trainshed.launch.local import RECIPE_FILE, LocalRun, holder_attempt, holder_text, local_runs, run_holder
 from trainshed.recipe import load_recipe
 from trainshed.storage import LocalStore, Store, StoreOptions, join
-from trainshed.storage.artefact_folder import only_maker
-from trainshed.storage.attempts import newest_record
-from trainshed.workflow.prepare import PREPARED, checkpoint_home
+from trainshed.storage.attempts import newest_attempt_record
+from trainshed.storage.locks import artefact_lock
+from trainshed.workflow.prepare import PREPARED_FILE, checkpoint_home
 
-REMOVED = ".removed-"
+REMOVED_PREFIX = ".removed-"
 _ARTEFACT = re.compile(r"artefacts/([\w-]+)/([0-9a-f]{16,})")
 _MANIFEST = re.compile(r"(.+\.)?manifest\.json")
 _INDEX = "index"
@@ -62,12 +61,12 @@ class RunRemoval:
 
     def remove(self) -> None:
         """Remove it; from the first moment on there is no such run."""
-        gone = self.run.folder.with_name(f"{REMOVED}{self.run.id}-{uuid.uuid4().hex[:8]}")
+        gone = self.run.folder.with_name(f"{REMOVED_PREFIX}{self.run.id}-{uuid.uuid4().hex[:8]}")
         self.run.folder.replace(gone)
         if self.apart is not None:
             store, folder = self.apart
             # `latest` first, and manifests before what they list: half of it is no checkpoint.
-            paths = sorted((info.path for info in store.list(folder)), key=_first_of_all)
+            paths = sorted((info.path for info in store.list(folder)), key=_removal_order)
             for path in paths:
                 store.delete(path)
             store.sweep(folder)
@@ -78,22 +77,22 @@ class RunRemoval:
 
 def plan_removal(run: LocalRun, store: Path, options: StoreOptions | None = None) -> RunRemoval:
     """Say what goes with a run; refuses one that is running, or that another run refers to."""
-    held = holder(run.folder)
+    held = run_holder(run.folder)
     if held is not None:
         raise InputError(
-            f"{run.run} is running: {held_words(run.folder, held)}",
+            f"{run.run} is running: {holder_text(run.folder, held)}",
             where=str(run.folder),
             hint=f"`trainshed cancel {run.run}` stops it after a checkpoint",
         )
-    users = [other.run for other in local_runs(store) if other.run != run.run and _names(other, run.folder)]
+    users = [other.run for other in local_runs(store) if other.run != run.run and _refers_to(other, run.folder)]
     if users:
         raise InputError(
             f"{run.run} is what {', '.join(users)} began from or reads",
             where=str(run.folder),
             hint=f"remove {'that one' if len(users) == 1 else 'those'} first, or copy what it needs elsewhere",
         )
-    parts = [_measured(run.folder, "run")]
-    apart = checkpoint_home(load_recipe(str(run.folder / RECIPE)), run.id, options)
+    parts = [_measure(run.folder, "run")]
+    apart = checkpoint_home(load_recipe(str(run.folder / RECIPE_FILE)), run.id, options)
     if apart is not None:
         infos = list(apart[0].list(apart[1]))
         if infos:
@@ -102,30 +101,30 @@ def plan_removal(run: LocalRun, store: Path, options: StoreOptions | None = None
     return RunRemoval(run, parts, apart)
 
 
-def plan_cleaning(store: Path) -> list[Removal]:
+def find_unneeded(store: Path) -> list[Removal]:
     """List what nothing in a store refers to: artefacts without a run, and what killed processes left half made."""
     runs = local_runs(store)
     needed = _needed(store, runs)
     found = [
-        _measured(folder, "leftover", "a run that was being removed")
-        for folder in sorted((store / "runs").glob(f"*/{REMOVED}*"))
+        _measure(folder, "leftover", "a run that was being removed")
+        for folder in sorted((store / "runs").glob(f"*/{REMOVED_PREFIX}*"))
     ]
     for folder in sorted((store / "artefacts").glob("*/*")):
         if folder.is_symlink() or not folder.is_dir() or _is_being_made(folder):
             continue
         if folder.name.endswith(_PARTIAL):
-            found.append(_measured(folder, "leftover", "half made"))
+            found.append(_measure(folder, "leftover", "half made"))
         elif not _manifests(folder):
-            found.append(_measured(folder, "leftover", "half made: it has no manifest"))
+            found.append(_measure(folder, "leftover", "half made: it has no manifest"))
         elif (folder.parent.name, folder.name) not in needed:
-            found.append(_measured(folder, "artefact", "no run refers to it"))
+            found.append(_measure(folder, "artefact", "no run refers to it"))
     return found
 
 
-def clean(store: Path, planned: list[Removal]) -> list[Removal]:
+def remove_unneeded(store: Path, planned: list[Removal]) -> list[Removal]:
     """Remove what `plan_cleaning` listed and what is still unneeded; returns what was removed."""
     _refuse_unprepared(store)
-    still = {each.path for each in plan_cleaning(store)}
+    still = {each.path for each in find_unneeded(store)}
     removed = []
     for each in planned:
         if each.path in still:
@@ -139,7 +138,7 @@ def _remove(folder: Path) -> None:
     """Remove an artefact's folder, its manifest first: what is left of it when somebody is killed does not exist."""
     artefact = folder.with_name(folder.name.removesuffix(_PARTIAL))
     has_makers = artefact.with_name(f"{artefact.name}.lock").exists()
-    with only_maker(artefact) if has_makers else nullcontext():
+    with artefact_lock(artefact) if has_makers else nullcontext():
         for manifest in _manifests(folder):
             manifest.unlink()
         shutil.rmtree(folder)
@@ -149,15 +148,15 @@ def _refuse_unprepared(store: Path) -> None:
     """Stop where it is not known what a run refers to, or where it is about to change."""
     for folder in sorted((store / "runs").glob("*/*")):
         run = LocalRun.at(folder)
-        held = holder(folder)
-        if held is not None and attempt_of(folder, held) is None:
+        held = run_holder(folder)
+        if held is not None and holder_attempt(folder, held) is None:
             raise InputError(
                 f"{run.run} is being prepared, and what it will refer to is not known yet",
                 where=str(folder),
                 hint="wait until it trains, then write this again",
             )
-        is_known = (folder / PREPARED).is_file() or newest_record(LocalStore(folder), "") is not None
-        if (folder / RECIPE).is_file() and not is_known and not run.id.startswith(REMOVED):
+        is_known = (folder / PREPARED_FILE).is_file() or newest_attempt_record(LocalStore(folder), "") is not None
+        if (folder / RECIPE_FILE).is_file() and not is_known and not run.id.startswith(REMOVED_PREFIX):
             raise InputError(
                 f"{run.run} was never prepared to its end, and what it refers to is not known",
                 where=str(folder),
@@ -176,7 +175,7 @@ def _needed(store: Path, runs: list[LocalRun]) -> set[tuple[str, str]]:
             new = set(_ARTEFACT.findall(text)) - needed
             needed |= new
             waiting += new
-    contents = {content for run in runs for content in _contents(run)}
+    contents = {content for run in runs for content in _index_contents(run)}
     for index in (store / "artefacts" / _INDEX).glob("*/manifest.json"):
         if None in contents or _spec(index).get("content") in contents:
             needed.add((_INDEX, index.parent.name))
@@ -197,39 +196,39 @@ def _texts(files: Iterator[Path]) -> Iterator[str]:
             yield file.read_bytes().decode(errors="replace")
 
 
-def _contents(run: LocalRun) -> Iterator[str | None]:
+def _index_contents(run: LocalRun) -> Iterator[str | None]:
     """What the indexes of a run are made of; None where that cannot be told, and every index must stay."""
-    if not (run.folder / PREPARED).is_file():
+    if not (run.folder / PREPARED_FILE).is_file():
         return
-    data = orjson.loads((run.folder / PREPARED).read_bytes())["data"]
+    data = orjson.loads((run.folder / PREPARED_FILE).read_bytes())["data"]
     for source in (*data["sources"], *([data["validation"]] if data["validation"] else [])):
         if source["content"] is not None:
             yield source["content"]
             continue
         try:
-            yield content_of([shard for prefix in source["prefixes"] for shard in shard_prefixes(prefix)])
+            yield token_content_hash([shard for prefix in source["prefixes"] for shard in shard_prefixes(prefix)])
         except (TrainshedError, OSError):
             yield None
 
 
-def _names(run: LocalRun, folder: Path) -> bool:
+def _refers_to(run: LocalRun, folder: Path) -> bool:
     """Whether a run's recipe or base weights name a place inside another run's folder."""
     inside = re.compile(re.escape("/".join(folder.absolute().parts[-3:])) + r"(?![\w.-])")
     if any(inside.search(text) for text in _small_files(run.folder)):
         return True
-    if not (run.folder / PREPARED).is_file():
+    if not (run.folder / PREPARED_FILE).is_file():
         return False
-    base = orjson.loads((run.folder / PREPARED).read_bytes())["base"]
+    base = orjson.loads((run.folder / PREPARED_FILE).read_bytes())["base"]
     manifest = Path(base) / "manifest.json" if base else None
     return manifest is not None and manifest.is_file() and bool(inside.search(manifest.read_text()))
 
 
-def _first_of_all(path: str) -> tuple[bool, bool, str]:
+def _removal_order(path: str) -> tuple[bool, bool, str]:
     name = path.rpartition("/")[2]
     return name != "latest", _MANIFEST.fullmatch(name) is None, path
 
 
-def _measured(folder: Path, kind: Literal["run", "artefact", "leftover"], why: str = "") -> Removal:
+def _measure(folder: Path, kind: Literal["run", "artefact", "leftover"], why: str = "") -> Removal:
     sizes = [
         path.lstat().st_size for place, _, files in os.walk(folder) for name in files if (path := Path(place) / name)
     ]

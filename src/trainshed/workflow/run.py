@@ -1,7 +1,8 @@
 """The stages of a recipe on this machine, in order: fetch, prepare, train, export. Each is skipped where it is proven.
 
-`run` is what the command line calls, and what a program or a notebook can call. Nothing is printed: progress goes to
-the reporter and to whoever watches the training's events. A killed run goes on where it was when it is called again.
+`run` is what the command line calls, and what a program or a notebook can call. Before any work it finds the
+run's folder and refuses what could not train here or could not go on. Nothing is printed: progress goes to the
+reporter and to whoever watches the training's events. A killed run goes on where it was when it is called again.
 """
 
 from __future__ import annotations
@@ -9,27 +10,190 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from trainshed.launch.here import train_here
-from trainshed.launch.run_lock import only_start
-from trainshed.observe.reading import done_steps, read_events
+from trainshed.catalog.models import architecture
+from trainshed.checkpoints.native.folder import CompleteCheckpoint, checkpoints_folder, latest_complete
+from trainshed.errors import InputError, MissingExtra, RecipeError, TrainshedError
+from trainshed.launch.local import RECIPE_FILE, LocalRun, local_runs, lock_run, train_locally
+from trainshed.observe.event_log import completed_steps, read_events
+from trainshed.observe.run_status import read_run_status
 from trainshed.plan import RankLayout
-from trainshed.recipe import Cluster, Recipe, load_cluster, to_yaml
+from trainshed.recipe import Cluster, Recipe, load_cluster, load_recipe, run_id, to_yaml
+from trainshed.recipe.load import run_identity
 from trainshed.reporting import SILENT, Reporter
-from trainshed.storage import LocalStore
-from trainshed.workflow.layout import planned_layout
-from trainshed.workflow.prepare import PreparedRun, keep_run, open_run, prepare_run, store_options
+from trainshed.storage import LocalStore, StoreOptions
+from trainshed.workflow.layout import planned_layout, weights_architecture
+from trainshed.workflow.prepare import (
+    PreparedRun,
+    checkpoint_home,
+    open_run,
+    prepare_run,
+    resolve,
+    save_run,
+    store_options,
+    store_root,
+)
+from trainshed.workflow.runnable import check_runnable
 from trainshed.workflow.stages import export_run
-from trainshed.workflow.start import RunStart, check_goes_on, find_start, note_other_runs
-from trainshed.workflow.train import check_trainable
+
+if TYPE_CHECKING:
+    from trainshed.engines.torch.rank_env import TrainJob
+
+
+_SHOWN_KEYS = 4  # keys that a note writes out before it only counts
+
+
+@dataclass(frozen=True)
+class RunStart:
+    """A run that is about to be started, or to go on."""
+
+    recipe: Recipe
+    """As resolved."""
+    id: str
+    folder: Path
+
+    @property
+    def run(self) -> str:
+        """Name and id, as people write them."""
+        return f"{self.recipe.name}/{self.id}"
+
+    @property
+    def is_new(self) -> bool:
+        """Whether it was never started."""
+        return not (self.folder / RECIPE_FILE).is_file()
+
+
+def find_start(recipe: Recipe, cluster: Cluster, id: str | None = None) -> RunStart:
+    """Return where a recipe's run lies or will lie; nothing is made."""
+    resolved = resolve(recipe, store_options(cluster))
+    name = id or run_id(resolved)
+    return RunStart(resolved, name, store_root(recipe, cluster) / "runs" / resolved.name / name)
+
+
+def check_resumable(start: RunStart, steps: int | None, options: StoreOptions | None = None) -> None:
+    """Refuse what no rank would go on with from the run's last checkpoint: fewer steps than are done, another decay.
+
+    `steps` is None where they are not known yet.
+    """
+    from trainshed.engines.torch.learning_rate import check_resumed_decay
+
+    if steps is None or start.recipe.checkpoint.resume == "fresh":
+        return
+    found = _last_checkpoint(start, options)
+    if found is None:
+        return
+    done = found.step
+    if done <= steps:
+        check_resumed_decay(start.recipe, steps, found)
+        return
+    key = next(key for key in ("steps", "tokens", "epochs") if getattr(start.recipe.train, key) is not None)
+    said = f"train.steps is {steps:,}" if key == "steps" else f"train.{key} comes to {steps:,} steps"
+    more = f"write train.steps={done} or more" if key == "steps" else f"write more in train.{key}"
+    raise InputError(
+        f"{done:,} steps of {start.run} are done already, and {said}",
+        where=start.recipe.where(f"train.{key}"),
+        hint=f"{more}, or --id NAME for another run",
+    )
+
+
+def note_other_runs(start: RunStart, reporter: Reporter) -> None:
+    """Where a run is new, name the one of its recipe that it is not, and what makes it another."""
+    if not start.is_new:
+        return
+    others = [run for run in local_runs(start.folder.parents[2]) if run.name == start.recipe.name]
+    found = [(run, keys) for run in others if (keys := _different_keys(start.recipe, run)) is not None]
+    if not found:
+        return
+    nearest, keys = min(found, key=lambda each: len(each[1]))
+    if not keys and start.id != run_id(start.recipe):
+        return  # --id asks for another one
+    if not keys:  # begun with --id, or by a version that counted other keys into the id
+        reporter.note(
+            f"{nearest.run} exists and is of the same recipe: this is another run, {start.run}, and begins at step 0; "
+            f"to go on with that one, write --id {nearest.id}"
+        )
+        return
+    shown = ", ".join(
+        f"{key} ({_value_text(there)} there, {_value_text(here)} here)" for key, there, here in keys[:_SHOWN_KEYS]
+    )
+    more = f" and {len(keys) - _SHOWN_KEYS} more keys" if len(keys) > _SHOWN_KEYS else ""
+    progress = read_run_status(LocalStore(nearest.folder), "").words()
+    at = f" at {progress.split(',')[0]}" if progress.startswith("step") else ""
+    reporter.note(
+        f"{nearest.run} exists{at} and differs in {shown}{more}: this is another run, {start.run}, and begins at step "
+        f"0; to go on with that one, write {'it' if len(keys) == 1 else 'them'} as there"
+    )
+
+
+def _last_checkpoint(start: RunStart, options: StoreOptions | None) -> CompleteCheckpoint | None:
+    store, folder = checkpoint_home(start.recipe, start.id, options) or (LocalStore(start.folder), "")
+    return latest_complete(store, checkpoints_folder(folder))
+
+
+def _different_keys(recipe: Recipe, run: LocalRun) -> list[tuple[str, Any, Any]] | None:
+    """The keys that make another run of a recipe: each with its value there and here; None where nothing is known."""
+    try:
+        there = _flatten(run_identity(load_recipe(str(run.folder / RECIPE_FILE))))
+    except TrainshedError:  # of another version, or half a file: nothing can be said about it
+        return None
+    here = _flatten(run_identity(recipe))
+    if recipe.model.config is None:  # base weights bring the architecture, and it is written out once they are there
+        there = {key: value for key, value in there.items() if not key.startswith("model.config.")}
+    keys = [key for key in {**there, **here} if there.get(key) != here.get(key)]
+    return [(key, there.get(key), here.get(key)) for key in keys]
+
+
+def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
+    if isinstance(value, dict):
+        return {key: each for name, inner in value.items() for key, each in _flatten(inner, f"{prefix}{name}.").items()}
+    return {prefix.rstrip("."): value}
+
+
+def _value_text(value: Any) -> str:
+    return "the default" if value is None else str(value)
+
+
+def check_trainable(recipe: Recipe, cluster: Cluster, *, keys: dict[str, object] | None = None) -> None:
+    """Refuse what could not train here before anything is fetched or prepared; `keys` are those of `--layout`."""
+    check_runnable(recipe, cluster)
+    if find_spec("torch") is None:
+        raise MissingExtra.named("train", "training")
+    try:
+        config = architecture(recipe) or weights_architecture(recipe, cluster)
+    except RecipeError:
+        return  # weights in a format that only they themselves explain: the layout is checked once they are here
+    model = recipe.model.model_copy(update={"config": config, "preset": None})
+    planned_layout(recipe.model_copy(update={"model": model}), cluster, keys=keys)
+
+
+def train_job(run: PreparedRun, layout: RankLayout, options: StoreOptions | None = None) -> TrainJob:
+    """Return what a rank of this run is asked to train."""
+    from trainshed.engines.torch.rank_env import TrainJob
+
+    return TrainJob(
+        recipe=run.recipe,
+        config=run.config,
+        layout=layout,
+        name=run.id,
+        steps=run.steps,
+        order=run.order,
+        validation=run.validation,
+        store=LocalStore(run.folder),
+        folder="",
+        base=run.base,
+        checkpoint_home=checkpoint_home(run.recipe, run.id, options),
+    )
+
 
 LayoutKeys = dict[str, object]
 """Keys of the layout that go over the recipe's own, as `parse_layout` reads them."""
 EventListener = Callable[[dict[str, Any]], None]
 WatchTraining = Callable[[int], AbstractContextManager[EventListener]]
 """Given the number of steps, yields what to call with every event of the training."""
-CLUSTER = "cluster.yaml"
+CLUSTER_FILE = "cluster.yaml"
 """Where a run keeps the cluster file that it was started with, for its ranks."""
 
 
@@ -89,9 +253,9 @@ def run(
     """
     cluster = cluster or load_cluster()
     check_trainable(recipe, cluster, keys=layout)
-    with _started(recipe, cluster, id, reporter) as start:
+    with _hold_run(recipe, cluster, id, reporter) as start:
         prepared = prepare_run(recipe, cluster, id=start.id, workers=workers, reporter=reporter)
-        trained = _train(prepared, cluster, layout, reporter, watch)
+        trained = _train_prepared(prepared, cluster, layout, reporter, watch)
         if recipe.export is None or not trained.is_complete:
             return trained
         exported = export_run(
@@ -116,41 +280,41 @@ def train(
     """Train a recipe whose data is prepared, with all its ranks here."""
     cluster = cluster or load_cluster()
     check_trainable(recipe, cluster, keys=layout)
-    with _started(recipe, cluster, id, reporter) as start:
-        return _train(open_run(recipe, cluster, id=start.id), cluster, layout, reporter, watch)
+    with _hold_run(recipe, cluster, id, reporter) as start:
+        return _train_prepared(open_run(recipe, cluster, id=start.id), cluster, layout, reporter, watch)
 
 
 @contextmanager
-def _started(recipe: Recipe, cluster: Cluster, id: str | None, reporter: Reporter) -> Iterator[RunStart]:
+def _hold_run(recipe: Recipe, cluster: Cluster, id: str | None, reporter: Reporter) -> Iterator[RunStart]:
     """Hold the recipe's run, once it is known that it can go on."""
     start = find_start(recipe, cluster, id)
-    check_goes_on(start, recipe.train.steps, store_options(cluster))
-    with only_start(start.folder, start.run):
+    check_resumable(start, recipe.train.steps, store_options(cluster))
+    with lock_run(start.folder, start.run):
         note_other_runs(start, reporter)
         yield start
 
 
-def _train(
+def _train_prepared(
     prepared: PreparedRun, cluster: Cluster, layout: LayoutKeys | None, reporter: Reporter, watch: WatchTraining
 ) -> TrainedRun:
     start = RunStart(prepared.recipe, prepared.id, prepared.folder)
-    check_goes_on(start, prepared.steps, store_options(cluster))
+    check_resumable(start, prepared.steps, store_options(cluster))
     chosen = planned_layout(prepared.recipe, cluster, keys=layout, reporter=reporter)
-    keep_run(prepared)
+    save_run(prepared)
     store = LocalStore(prepared.folder)
-    store.put(CLUSTER, to_yaml(cluster).encode())
+    store.put(CLUSTER_FILE, to_yaml(cluster).encode())
     with watch(prepared.steps) as on_event:
-        ended = train_here(
+        ended = train_locally(
             prepared.folder,
             chosen.layout,
             precision=prepared.recipe.train.precision,
             reasons=chosen.reasons,
             calibration=chosen.calibration,
-            worker_arguments=("--on", str(prepared.folder / CLUSTER)),
+            worker_arguments=("--on", str(prepared.folder / CLUSTER_FILE)),
             on_event=on_event,
         )
     events = list(read_events(store, ""))
-    done = done_steps(events)
+    done = completed_steps(events)
     measured = [event["loss"] for event in events if event["kind"] == "validation"]
     saved = [event["path"] for event in events if event["kind"] == "checkpoint" and event["phase"] == "committed"]
     return TrainedRun(

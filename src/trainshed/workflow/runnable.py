@@ -14,10 +14,10 @@ from collections.abc import Iterator
 from trainshed.errors import RecipeError
 from trainshed.recipe import Cluster, Recipe
 from trainshed.recipe.cluster import check_cluster
-from trainshed.recipe.messages import as_recipe_error
-from trainshed.recipe.places import KeyPath
-from trainshed.recipe.secret_values import secret_in
+from trainshed.recipe.secret_detection import find_secret
 from trainshed.recipe.section import Problem
+from trainshed.recipe.validation import recipe_error
+from trainshed.recipe.yaml_io import KeyPath
 
 
 def check_runnable(recipe: Recipe, cluster: Cluster) -> None:
@@ -30,7 +30,7 @@ def check_runnable(recipe: Recipe, cluster: Cluster) -> None:
         *_secret_problems(recipe),
     ]
     if problems:
-        raise as_recipe_error(problems, recipe.places)
+        raise recipe_error(problems, recipe.places)
 
 
 def check_ranks(recipe: Recipe, world_size: int) -> None:
@@ -48,7 +48,7 @@ def check_engine(recipe: Recipe) -> None:
     """Raise what our own engine cannot do of a recipe, wherever it would run."""
     problems = [*_foreign_problems(recipe), *_engine_problems(recipe)]
     if problems:
-        raise as_recipe_error(problems, recipe.places)
+        raise recipe_error(problems, recipe.places)
 
 
 def _foreign_problems(recipe: Recipe) -> Iterator[Problem]:
@@ -179,7 +179,7 @@ def _secret_problems(recipe: Recipe) -> Iterator[Problem]:
         found += [(("serve", "args", name), name, value) for name, value in recipe.serve.args.items()]
     for path, name, value in found:
         texts = value if isinstance(value, list) else [value]
-        what = next((what for text in texts if isinstance(text, str) and (what := secret_in(name, text))), None)
+        what = next((what for text in texts if isinstance(text, str) and (what := find_secret(name, text))), None)
         if what is not None:
             how = "write `serve: {api_key: NAME}`, and" if path[0] == "serve" else "delete it here, and write"
             hint = f"{how} `NAME: {{env: NAME}}` (or file, k8s) below `secrets` of the cluster file"

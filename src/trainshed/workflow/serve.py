@@ -9,14 +9,14 @@ from pathlib import Path
 from trainshed.catalog.gpus import find_gpu
 from trainshed.catalog.machines import Machine, find_machine
 from trainshed.errors import RecipeError
-from trainshed.launch.job import DEFAULT_PORT, Serving, Stage
-from trainshed.launch.serving.vllm import vllm_command
-from trainshed.plan.budget.planned_storage import PlannedStorage, storage_of
-from trainshed.plan.performance.anatomy import anatomy_of
+from trainshed.launch.job import DEFAULT_PORT, ServingSpec, Stage
+from trainshed.launch.vllm import vllm_command
+from trainshed.plan.budget.storage import PlannedStorage, cluster_storage
+from trainshed.plan.model_shape import model_shape
 from trainshed.plan.planner import PlannedModel
 from trainshed.recipe import Cluster, Recipe, Serve
 
-SCRIPT = "serve.sh"
+SERVE_SCRIPT = "serve.sh"
 """The file that starts a server which is not ours."""
 DRAIN_SECONDS = 120
 """An answer of some thousand tokens takes minutes at most; a pod's own default would cut it off after 30 s."""
@@ -32,7 +32,7 @@ _WEIGHT_BYTES = {"bf16": 2, "fp32": 4}
 _MOST_OF_MEMORY = 0.9
 
 
-def export_place(recipe: Recipe, run: str) -> str:
+def export_address(recipe: Recipe, run: str) -> str:
     """Return where a run's export goes."""
     to = recipe.export.to if recipe.export is not None else None
     return f"{to.rstrip('/')}/{recipe.name}/{run.rsplit('/', 1)[-1]}" if to else f"{run}/export"
@@ -42,7 +42,7 @@ def serve_stage(recipe: Recipe, cluster: Cluster, model: PlannedModel, machine: 
     """Return the stage that serves; raises `RecipeError` for whatever would not serve there."""
     serve = recipe.serve
     assert serve is not None
-    _check_place(recipe, cluster, serve)
+    _check_target(recipe, cluster, serve)
     _check_size(recipe, cluster, serve, model, machine)
     limits = cluster.limits
     on_processors = serve.gpus == 0
@@ -51,31 +51,31 @@ def serve_stage(recipe: Recipe, cluster: Cluster, model: PlannedModel, machine: 
     return Stage(
         "serve",
         gpus_per_node=serve.gpus,
-        script=None if ours else SCRIPT,
+        script=None if ours else SERVE_SCRIPT,
         image=serve.image,
         restarts=limits.restarts,
         cpus=serve.cpus or (limits.cpu_stage_cpus if on_processors else None),
         memory=serve.memory or (limits.cpu_stage_memory if on_processors else None),
-        serving=Serving(
-            words=torch_words(recipe, export_place(recipe, run)) if ours else (),
+        serving=ServingSpec(
+            words=torch_serve_arguments(recipe, export_address(recipe, run)) if ours else (),
             port=serve.port,
             replicas=serve.replicas,
             ready="/ready" if ours else "/health",  # vLLM answers anything only when it has loaded
-            startup_seconds=startup_seconds(serve, bytes_to_read, storage_of(cluster), machine),
+            startup_seconds=startup_seconds(serve, bytes_to_read, cluster_storage(cluster), machine),
             drain_seconds=DRAIN_SECONDS,
         ),
     )
 
 
-def torch_words(recipe: Recipe, folder: str) -> tuple[str, ...]:
+def torch_serve_arguments(recipe: Recipe, folder: str) -> tuple[str, ...]:
     """Return what follows `trainshed` for our own server, without its port."""
-    words = ["serve", folder, "--host", "0.0.0.0", *_options(recipe), "--grace", str(DRAIN_SECONDS)]
+    words = ["serve", folder, "--host", "0.0.0.0", *_serve_options(recipe), "--grace", str(DRAIN_SECONDS)]
     return tuple(words)
 
 
 def serve_script(recipe: Recipe, run: str) -> str:
     """Return the script of a server that is not ours; the target says the port."""
-    command = shlex.join(vllm_command(recipe, export_place(recipe, run), drain_seconds=DRAIN_SECONDS))
+    command = shlex.join(vllm_command(recipe, export_address(recipe, run), drain_seconds=DRAIN_SECONDS))
     key = recipe.serve.api_key if recipe.serve is not None else None
     lines = ["#!/usr/bin/env bash", "set -euo pipefail"]
     if key is not None:
@@ -84,19 +84,19 @@ def serve_script(recipe: Recipe, run: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def local_command(recipe: Recipe, folder: str) -> str:
+def local_serve_command(recipe: Recipe, folder: str) -> str:
     """Return the command by which a person serves an export on this machine."""
     serve = recipe.serve or Serve()
     if serve.engine == "vllm":
         words = vllm_command(recipe, folder, drain_seconds=DRAIN_SECONDS)
     else:
-        words = ["trainshed", "serve", folder, *_options(recipe)]
+        words = ["trainshed", "serve", folder, *_serve_options(recipe)]
     command = shlex.join(words + (["--port", str(serve.port)] if serve.port is not None else []))
     wants_key = serve.engine == "vllm" and serve.api_key is not None
     return f'VLLM_API_KEY="${serve.api_key}" {command}' if wants_key else command
 
 
-def _options(recipe: Recipe) -> list[str]:
+def _serve_options(recipe: Recipe) -> list[str]:
     serve = recipe.serve or Serve()
     words = ["--name", recipe.name]
     if serve.max_length is not None:
@@ -111,7 +111,7 @@ def _options(recipe: Recipe) -> list[str]:
 def export_bytes(recipe: Recipe, model: PlannedModel) -> int:
     """Return the size of the exported weights."""
     dtype = recipe.export.dtype if recipe.export is not None else "bf16"
-    return anatomy_of(model.config, model.preset).weights * _WEIGHT_BYTES[dtype]
+    return model_shape(model.config, model.preset).weights * _WEIGHT_BYTES[dtype]
 
 
 def startup_seconds(
@@ -129,7 +129,7 @@ def serve_notes(recipe: Recipe, cluster: Cluster, model: PlannedModel, stage: St
     serve, serving = recipe.serve, stage.serving
     assert serve is not None
     assert serving is not None
-    size, storage = export_bytes(recipe, model), storage_of(cluster)
+    size, storage = export_bytes(recipe, model), cluster_storage(cluster)
     rate = _read_gb_per_s(serve, storage, find_machine(cluster.gpu_machine) if cluster.gpu_machine else None)
     source = str(storage) if storage is not None else "assumed, as the cluster file names no `storage`"
     notes = [
@@ -148,7 +148,7 @@ def _read_gb_per_s(serve: Serve, storage: PlannedStorage | None, machine: Machin
     return storage.read_gb_per_s(serve.replicas, machine) / serve.replicas
 
 
-def _check_place(recipe: Recipe, cluster: Cluster, serve: Serve) -> None:
+def _check_target(recipe: Recipe, cluster: Cluster, serve: Serve) -> None:
     if cluster.target == "ray":
         raise RecipeError(
             "a running Ray cluster takes jobs that end, and a server does not",

@@ -1,35 +1,42 @@
 """What a node does in each stage on CPUs: the same functions on every target, one after the other on this machine.
 
-Each stage leaves its artefact behind and finds it there when it is run again.
+Each stage leaves its artefact behind and finds it there when it is run again. For an engine that is not ours the
+stages write the files that it reads, under fixed names in the run's folder; `engines/foreign.py` says which names
+(`Wanted`), and nothing here knows an engine.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
+import orjson
+
 from trainshed.checkpoints.base import BaseWeights
+from trainshed.checkpoints.formats import TargetFormat, detect_format
 from trainshed.data.artefacts import DataArtefacts
-from trainshed.data.encode.tokenizer import Tokenizer
-from trainshed.engines.megatron.keeping import CHECKPOINTS
-from trainshed.errors import InputError
+from trainshed.data.tokenize.tokenizer import TOKENIZER_FILES, Tokenizer
+from trainshed.data.tokens.prepared_data import PreparedSource
+from trainshed.engines.megatron.keys import MEGATRON_CHECKPOINTS
+from trainshed.errors import InputError, NotFound, TrainshedError
 from trainshed.launch.job import JobFile
 from trainshed.recipe import Cluster, Export, Recipe, load_cluster, load_recipe
 from trainshed.reporting import SILENT, Reporter
-from trainshed.storage import StoreOptions, parse
-from trainshed.workflow.engine_files import leave_base, leave_data, leave_tokenizer, refuse_unproven
+from trainshed.storage import LocalStore, StoreOptions, copy_tree, open_folder, parse
 from trainshed.workflow.prepare import (
+    PreparedRun,
     check_fit,
     fetch_weights,
-    keep_recipe,
     prepare_run,
     resolve,
+    save_recipe,
     store_options,
     store_root,
     tokenise_part,
 )
 from trainshed.workflow.runnable import check_runnable
-from trainshed.workflow.serve import export_place
+from trainshed.workflow.serve import export_address
 
 
 def run_stage(stage: str, job_folder: Path, *, part: int = 0, parts: int = 1, reporter: Reporter = SILENT) -> None:
@@ -41,17 +48,17 @@ def run_stage(stage: str, job_folder: Path, *, part: int = 0, parts: int = 1, re
     cluster = written.inside()
     run = Path(job.run)
     if stage == "fetch":
-        _fetch(recipe, cluster, reporter)
+        _fetch_base(recipe, cluster, reporter)
     elif stage == "convert":
-        base = _fetch(recipe, cluster, reporter)
+        base = _fetch_base(recipe, cluster, reporter)
         if base is None:
             raise InputError("there are no base weights to convert", where=recipe.where("model.from"))
-        leave_base(base, run, job.wanted, reporter)
+        write_engine_base(base, run, job.wanted, reporter)
     elif stage == "tokenise":
         made = tokenise_part(recipe, cluster, run, part, parts, reporter)
         reporter.note(f"part {part + 1} of {parts}: {made} shards tokenised")
     elif stage == "prepare":
-        _prepare(recipe, cluster, run, job.wanted, reporter)
+        _prepare_data(recipe, cluster, run, job.wanted, reporter)
     elif stage == "export":
         options = store_options(cluster)
         artefacts = DataArtefacts(resolve(recipe, options), store_root(recipe, cluster), make=False, options=options)
@@ -60,31 +67,31 @@ def run_stage(stage: str, job_folder: Path, *, part: int = 0, parts: int = 1, re
         raise InputError(f"there is no stage `{stage}` on CPUs", hint="fetch, convert, tokenise, prepare or export")
 
 
-def _fetch(recipe: Recipe, cluster: Cluster, reporter: Reporter) -> BaseWeights | None:
+def _fetch_base(recipe: Recipe, cluster: Cluster, reporter: Reporter) -> BaseWeights | None:
     options = store_options(cluster)
     resolved = resolve(recipe, options)
     check_fit(resolved, options)
     return fetch_weights(resolved, store_root(recipe, cluster), options, reporter)
 
 
-def _prepare(recipe: Recipe, cluster: Cluster, run: Path, wanted: tuple[str, ...], reporter: Reporter) -> None:
+def _prepare_data(recipe: Recipe, cluster: Cluster, run: Path, wanted: tuple[str, ...], reporter: Reporter) -> None:
     """Prepare the data; for an engine that reads text itself (torchtune) only what it asks for."""
     options = store_options(cluster)
     if recipe.engine.name == "torch" or "data-args" in wanted or "data-prefix" in wanted:
         prepared = prepare_run(recipe, cluster, id=run.name, reporter=reporter)
         tokenizer = prepared.tokenizer
         if recipe.engine.name != "torch":
-            leave_data(prepared, options, reporter)
+            write_engine_data(prepared, options, reporter)
     else:
         resolved = resolve(recipe, options)
         tokenizer = check_fit(resolved, options)
-        keep_recipe(resolved, run)
+        save_recipe(resolved, run)
         artefacts = DataArtefacts(
             resolved, store_root(recipe, cluster), tokenizer=tokenizer, options=options, reporter=reporter
         )
         tokenizer = artefacts.tokenizer()
     if "tokenizer" in wanted and tokenizer is not None:
-        leave_tokenizer(tokenizer, run, options)
+        write_engine_tokenizer(tokenizer, run, options)
 
 
 def tokenizer_folder(tokenizer: Tokenizer) -> str | None:
@@ -109,21 +116,129 @@ def export_run(
 
     The run's tokenizer goes with them: whoever serves them (vLLM) looks for it there.
     """
-    from trainshed.checkpoints.converting.convert import convert
-    from trainshed.checkpoints.formats import Target
+    from trainshed.checkpoints.convert.convert import convert_weights
+    from trainshed.checkpoints.formats import TargetFormat
 
     wanted = recipe.export or Export()
-    source = run / CHECKPOINTS if recipe.engine.name == "megatron" else run
-    target = export_place(recipe, str(run))
+    source = run / MEGATRON_CHECKPOINTS if recipe.engine.name == "megatron" else run
+    target = export_address(recipe, str(run))
     words = tokenizer_folder(tokenizer) if tokenizer is not None else None
-    made = convert(
+    made = convert_weights(
         str(source),
         target,
-        Target(wanted.format),
+        TargetFormat(wanted.format),
         dtype=wanted.dtype,
         tokenizer=words,
         options=options,
         reporter=reporter,
     )
-    refuse_unproven(made.verdict.passed, target)
+    check_proven(made.verdict.passed, target)
     return target
+
+
+ENGINE_FOLDER = "engine"
+# What engines look for beside a tokenizer's own files: sentencepiece's, Meta's, chat templates.
+_TOKENIZER_COMPANIONS = (*TOKENIZER_FILES, "tokenizer.model", "original/tokenizer.model", "chat_template.jinja")
+
+
+def write_engine_base(base: BaseWeights, run: Path, wanted: Sequence[str], reporter: Reporter = SILENT) -> None:
+    """Leave the base weights in the format that is wanted, proven; those that have it already are linked."""
+    target = run / ENGINE_FOLDER / "base"
+    if "base-hf" in wanted and detect_format(str(base.files)) == "hf":
+        _replace_link(target, base.files)
+        return
+    from trainshed.checkpoints.convert.convert import convert_weights
+
+    to = TargetFormat("megatron", "torch_dist") if "base-megatron" in wanted else TargetFormat("hf")
+    made = convert_weights(str(base.files), str(target), to, reporter=reporter)
+    check_proven(made.verdict.passed, made.target)
+
+
+def write_engine_data(run: PreparedRun, options: StoreOptions | None = None, reporter: Reporter = SILENT) -> None:
+    """Leave where the tokens of each split lie: for Megatron as JSON, for NeMo as one value of Hydra's."""
+    folder = run.folder / ENGINE_FOLDER
+    train = [word for source in run.sources for word in _weighted_prefixes(source, folder, options, reporter)]
+    own = run.data.validation
+    store = LocalStore(folder)
+    if own is None:
+        # One corpus that the engine itself shares out, or training alone.
+        store.put("data.json", _json({"train": train, "valid": train, "test": train}))
+        store.put("data_prefix.txt", f"[{_hydra_words(train)}]".encode())
+        return
+    validation = _weighted_prefixes(own, folder, options, reporter)
+    store.put("data.json", _json({"train": train, "valid": validation, "test": validation}))
+    named = {"train": train, "validation": validation, "test": validation}
+    store.put(
+        "data_prefix.txt",
+        ("{" + ",".join(f"{key}:[{_hydra_words(words)}]" for key, words in named.items()) + "}").encode(),
+    )
+
+
+def write_engine_tokenizer(tokenizer: Tokenizer, run: Path, options: StoreOptions | None = None) -> None:
+    """Leave the tokenizer's files, with those beside them that other engines read."""
+    store = LocalStore(run / ENGINE_FOLDER / "tokenizer")
+    place = parse(tokenizer.address)
+    if place.scheme not in ("http", "https") and not tokenizer.address.endswith(".json"):
+        there = open_folder(tokenizer.address, options)
+        for name in _TOKENIZER_COMPANIONS:
+            try:
+                store.put(name, there.read(name))
+            except NotFound:
+                continue
+    # Without a class transformers would look for a model's config beside it.
+    config = {"tokenizer_class": "PreTrainedTokenizerFast"} | tokenizer.config
+    store.put("tokenizer.json", tokenizer.json)
+    store.put("tokenizer_config.json", _json(config))
+
+
+def check_proven(passed: bool, target: str) -> None:
+    """Raise where converted weights are not those they were made from."""
+    if not passed:
+        raise TrainshedError(
+            "the converted weights are not those they were made from",
+            where=target,
+            hint="verdict.json beside them says which tensors differ",
+        )
+
+
+def _weighted_prefixes(
+    source: PreparedSource, folder: Path, options: StoreOptions | None, reporter: Reporter
+) -> list[str]:
+    """A source's token files, each with its share before it; files in a bucket are fetched: other engines map them."""
+    share = (source.weight or 1.0) / len(source.prefixes)
+    words = []
+    for number, prefix in enumerate(source.prefixes):
+        if parse(prefix).scheme != "file":
+            prefix = _fetch_tokens(prefix, folder / "tokens" / f"{source.label}-{number:05d}", options, reporter)
+        words += [repr(share), prefix]
+    return words
+
+
+def _fetch_tokens(prefix: str, target: Path, options: StoreOptions | None, reporter: Reporter) -> str:
+    parent, _, name = prefix.rpartition("/")
+    include = (f"{name}.bin", f"{name}.idx")
+    copy_tree(parent, str(target), include=include, options=options, reporter=reporter)
+    return str(target / name)
+
+
+def _replace_link(link: Path, target: Path) -> None:
+    """A link that is there or not, whenever somebody looks."""
+    link.parent.mkdir(parents=True, exist_ok=True)
+    new = link.with_name(f".{link.name}.new")
+    new.unlink(missing_ok=True)
+    new.symlink_to(target.absolute())
+    new.replace(link)
+
+
+def _json(body: object) -> bytes:
+    return orjson.dumps(body, option=orjson.OPT_INDENT_2) + b"\n"
+
+
+def _hydra_words(words: Sequence[str]) -> str:
+    """Words of a list in Hydra's grammar: quoted, so that no path can end it."""
+
+    def quoted(word: str) -> str:
+        escaped = word.replace("\\", "\\\\").replace("'", "\\'")
+        return f"'{escaped}'"
+
+    return ",".join(map(quoted, words))

@@ -1,13 +1,15 @@
 """A recipe on a cluster as a job: everything is decided here, before any target renders a line.
 
-The planner checks the layout, the memory and the batch; what it predicts travels with the job (`plan.json`) and sets
-how long a stopped run may take to save. What a person should know before nodes are paid for is in `Job.notes`.
+The planner checks the layout, the memory and the batch; what it predicts travels with the job (`plan.json`) and
+sets how long a stopped run may take to save. What a person should know before nodes are paid for is in
+`Job.notes`. `preflight_job` is the job of `trainshed doctor --nodes`: it tests nodes and trains nothing.
 """
 
 from __future__ import annotations
 
+import hashlib
 import shlex
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -16,24 +18,21 @@ import orjson
 
 import trainshed
 from trainshed.catalog.gpus import find_gpu
-from trainshed.engines.adapters import launch_of
-from trainshed.engines.foreign import EngineLaunch, EnginePlace, EngineTask
-from trainshed.engines.megatron.parallel import uses_fsdp
-from trainshed.engines.torchrun import launcher_script
+from trainshed.engines.launch import EngineLaunch, EngineSite, EngineTask, build_launch, launcher_script
+from trainshed.engines.megatron.keys import uses_fsdp
 from trainshed.errors import InputError, RecipeError
-from trainshed.launch.fabric import fabric_setup
-from trainshed.launch.fabric_lint import lint_environment
-from trainshed.launch.here import PLAN_SCHEMA
-from trainshed.launch.job import JOB_FILE, MOUNTED_JOB, Code, Job, JobFile, Stage, job_folder
-from trainshed.launch.shipping import pack_code, provenance
+from trainshed.launch.attempt import PLAN_SCHEMA
+from trainshed.launch.fabric import fabric_setup, lint_environment
+from trainshed.launch.job import JOB_FILE, MOUNTED_JOB, CodeArchive, Job, JobFile, Stage, job_folder
+from trainshed.launch.packaging import pack_code, provenance
+from trainshed.launch.preflight import preflight_stage
 from trainshed.plan.layout import RankLayout
 from trainshed.plan.planner import PlannedModel
 from trainshed.recipe import Cluster, Recipe, run_id, to_yaml
-from trainshed.workflow.layout import PlannedRun, plan_on_cluster, planned_model
-from trainshed.workflow.prepare import check_fit_from_afar, resolve, store_options
+from trainshed.workflow.layout import PlannedRun, check_node_count, plan_on_cluster, planned_model
+from trainshed.workflow.prepare import check_fit_before_submit, resolve, store_options
 from trainshed.workflow.runnable import check_ranks, check_runnable, store_on
-from trainshed.workflow.serve import SCRIPT as SERVE_SCRIPT
-from trainshed.workflow.serve import serve_notes, serve_script, serve_stage
+from trainshed.workflow.serve import SERVE_SCRIPT, serve_notes, serve_script, serve_stage
 
 UNKNOWN_SAVE_SECONDS = 270
 """Where no storage is named, how long a save is taken to last: twice this and a minute make ten minutes of grace."""
@@ -48,7 +47,7 @@ def build_job(
     gpus: int | None = None,
     despite_memory: bool = False,
     offline: bool = False,
-    code: Code | None = None,
+    code: CodeArchive | None = None,
 ) -> Job:
     """Decide everything about a recipe's job on a cluster; raises `InputError` for whatever would fail there.
 
@@ -65,7 +64,7 @@ def build_job(
         )
     resolved = resolve(recipe, store_options(cluster), pin=not offline)
     model = planned_model(resolved, cluster)
-    check_fit_from_afar(resolved, model.config, store_options(cluster), offline=offline)
+    check_fit_before_submit(resolved, model.config, store_options(cluster), offline=offline)
     planned = plan_on_cluster(resolved, cluster, model, nodes, gpus, despite_memory)
     _check_export(resolved, planned.layout)
     check_ranks(resolved, planned.layout.world_size)
@@ -192,12 +191,12 @@ def _foreign(
     place = _engine_place(recipe, cluster, planned, run)
     machine = planned.placement.machine
     gpu = find_gpu(machine.gpu) if machine is not None else None
-    return launch_of(EngineTask(recipe, model.config, planned.layout, model.steps, place), gpu=gpu)
+    return build_launch(EngineTask(recipe, model.config, planned.layout, model.steps, place), gpu=gpu)
 
 
-def _engine_place(recipe: Recipe, cluster: Cluster, planned: PlannedRun, run: str) -> EnginePlace:
+def _engine_place(recipe: Recipe, cluster: Cluster, planned: PlannedRun, run: str) -> EngineSite:
     machine = planned.placement.machine
-    return EnginePlace(
+    return EngineSite(
         run=run,
         job=MOUNTED_JOB if cluster.target == "kubernetes" else job_folder(run),
         nodes=planned.placement.nodes,
@@ -245,3 +244,35 @@ def _stages(recipe: Recipe, cluster: Cluster, planned: PlannedRun, engine: Engin
 
 def _command_script(argv: tuple[str, ...]) -> str:
     return f"#!/usr/bin/env bash\nset -euo pipefail\nexec {shlex.join(argv)}\n"
+
+
+DOCTOR_RUN = "doctor"
+_PREFLIGHT_GRACE_SECONDS = 60
+
+
+def preflight_job(cluster: Cluster, nodes: int, *, full: bool = False, code: CodeArchive | None = None) -> Job:
+    """Return the job; the same nodes of the same cluster are proven in the same run, one attempt after the other."""
+    check_node_count(cluster, nodes, "--nodes")
+    text = to_yaml(cluster)
+    id = hashlib.sha256(f"{nodes}\n{full}\n{text}".encode()).hexdigest()[:8]
+    run = f"{store_on(cluster)}/runs/{DOCTOR_RUN}/{id}"
+    stage = replace(preflight_stage(cluster, nodes=nodes), only_preflight=True, full_preflight=full)
+    job_file = JobFile(
+        name=f"{DOCTOR_RUN}-{id}",
+        run=run,
+        stages=(stage,),
+        grace_seconds=_PREFLIGHT_GRACE_SECONDS,
+        precision="fp32",
+        version=trainshed.__version__,
+    )
+    # Nothing is trained on it; an attempt has a layout all the same.
+    layout = RankLayout(1, 1, 1, 1, 1, 1, stage.world_size, 1, "none", 1, "none", None, (1,))
+    plan = {"schema": PLAN_SCHEMA, "layout": asdict(layout), "reasons": ["only preflight"]}
+    files = {
+        "cluster.yaml": text,
+        "plan.json": orjson.dumps(plan, option=orjson.OPT_INDENT_2).decode() + "\n",
+        JOB_FILE: job_file.to_text(),
+    }
+    return Job(
+        job_file.name, run, cluster, (stage,), files, code or pack_code(), grace_seconds=_PREFLIGHT_GRACE_SECONDS
+    )

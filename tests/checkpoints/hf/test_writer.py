@@ -12,17 +12,17 @@ from safetensors.torch import load_file
 
 from tiny_models import VARIANTS, hf_model, save_tiny_hf
 from trainshed.checkpoints.hf.weights import HfWeights
-from trainshed.checkpoints.hf.writer import HfWriter
+from trainshed.checkpoints.hf.writer import HfWeightsWriter
 from trainshed.errors import InputError
 from trainshed.storage import checksum_of
 
 SHARD_BYTES = 20_000
 
 
-def exported(source: Path, target: Path, **options: Any) -> HfWriter:
+def exported(source: Path, target: Path, **options: Any) -> HfWeightsWriter:
     target.mkdir(exist_ok=True)
     with HfWeights(source) as weights:
-        writer = HfWriter(weights.config, **{"dtype": torch.float32, **options})
+        writer = HfWeightsWriter(weights.config, **{"dtype": torch.float32, **options})
         for unit in writer.units():
             told: list[int] = []
             checksum = writer.write(unit, weights, target / unit.path, told.append)
@@ -96,4 +96,4 @@ def test_token_ids_nobody_knows_are_said_to_be_none(tmp_path: Path) -> None:
 def test_a_dtype_that_safetensors_of_ours_do_not_hold_is_refused(tmp_path: Path) -> None:
     save_tiny_hf("llama", tmp_path, seed=1)
     with HfWeights(tmp_path) as weights, pytest.raises(InputError, match=r"not exported as torch\.int8"):
-        HfWriter(weights.config, dtype=torch.int8)
+        HfWeightsWriter(weights.config, dtype=torch.int8)

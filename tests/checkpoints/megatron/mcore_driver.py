@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from trainshed.checkpoints.proving.megatron_model import without_gpu
+from trainshed.checkpoints.prove.megatron_process import patch_out_gpu
 
 
 def built_from(args: Any) -> Any:
@@ -127,7 +127,7 @@ def main() -> None:
     torch.distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=world_size)
     from megatron.core import parallel_state
 
-    without_gpu()
+    patch_out_gpu()
     torch.Tensor.cuda = lambda self, *_, **__: self  # its own loaders move what they have read
     parallel_state.initialize_model_parallel(tp, pp, expert_model_parallel_size=ep)
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed

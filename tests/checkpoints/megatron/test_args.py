@@ -10,12 +10,12 @@ import torch
 
 from megatron_folders import LLAMA3
 from tiny_models import VARIANTS, tiny_config
-from trainshed.checkpoints.megatron.args import FAMILY, Layout, read_args, read_layout, to_args
+from trainshed.checkpoints.megatron.args import FAMILY_ARG, MegatronLayout, read_args, read_layout, to_args
 from trainshed.errors import InputError
 from trainshed.recipe import ModelConfig
 
 
-def args_of(config: ModelConfig, layout: Layout = Layout()) -> Namespace:  # noqa: B008 (it is frozen)
+def args_of(config: ModelConfig, layout: MegatronLayout = MegatronLayout()) -> Namespace:  # noqa: B008 (it is frozen)
     return to_args(
         config,
         layout=layout,
@@ -31,11 +31,11 @@ def args_of(config: ModelConfig, layout: Layout = Layout()) -> Namespace:  # noq
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_an_architecture_comes_back_as_it_went(variant: str) -> None:
     config = tiny_config(variant, init_std=0.01, **(LLAMA3 if variant == "llama3" else {}))
-    args = args_of(config, Layout(4, 2, 1, 2, 1))
+    args = args_of(config, MegatronLayout(4, 2, 1, 2, 1))
     assert read_args(args, "here") == config
-    assert read_layout(args) == Layout(4, 2, 1, 2, 1)
+    assert read_layout(args) == MegatronLayout(4, 2, 1, 2, 1)
     # Of a checkpoint that others wrote, the family is seen in how it is put together.
-    delattr(args, FAMILY)
+    delattr(args, FAMILY_ARG)
     assert read_args(args, "here") == config
 
 

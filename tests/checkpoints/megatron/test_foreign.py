@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from megatron_folders import MadeWeights, assert_equal, written
 from tiny_models import tiny_config
-from trainshed.checkpoints.megatron.dist import MegatronDistWeights, MegatronDistWriter
 from trainshed.checkpoints.megatron.legacy import MegatronLegacyWeights, MegatronLegacyWriter
+from trainshed.checkpoints.megatron.torch_dist import MegatronDistWeights, MegatronDistWriter
 from trainshed.errors import CorruptData, InputError, NotFound, TrainshedError
 
 LAYER = "decoder.layers."

@@ -13,8 +13,8 @@ import torch
 from megatron_folders import LLAMA3, assert_equal, written
 from tiny_models import VARIANTS, hf_model, save_tiny_hf
 from trainshed.checkpoints.hf.weights import HfWeights
-from trainshed.checkpoints.megatron.dist import MegatronDistWeights, MegatronDistWriter
 from trainshed.checkpoints.megatron.legacy import MegatronLegacyWriter
+from trainshed.checkpoints.megatron.torch_dist import MegatronDistWeights, MegatronDistWriter
 
 DRIVER = Path(__file__).parent / "mcore_driver.py"
 # Scaled positions and one embedding; experts; biases, learned positions and LayerNorm.

@@ -12,8 +12,8 @@ import torch.distributed.checkpoint as dcp
 from golden_files import check_golden
 from megatron_folders import MadeWeights, written
 from tiny_models import tiny_config
-from trainshed.checkpoints.megatron.dist import MegatronDistWriter
 from trainshed.checkpoints.megatron.legacy import MegatronLegacyWriter
+from trainshed.checkpoints.megatron.torch_dist import MegatronDistWriter
 from trainshed.errors import InputError
 
 

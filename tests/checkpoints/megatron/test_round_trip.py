@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from megatron_folders import LLAMA3, MadeWeights, assert_equal, written
 from tiny_models import FAMILIES, VARIANTS, save_tiny_hf, tiny_config
 from trainshed.checkpoints.hf.weights import HfWeights
-from trainshed.checkpoints.megatron import blocks
-from trainshed.checkpoints.megatron.args import Layout
-from trainshed.checkpoints.megatron.dist import MegatronDistWeights, MegatronDistWriter
+from trainshed.checkpoints.megatron import weights as megatron_weights
+from trainshed.checkpoints.megatron.args import MegatronLayout
 from trainshed.checkpoints.megatron.legacy import MegatronLegacyWeights, MegatronLegacyWriter
+from trainshed.checkpoints.megatron.torch_dist import MegatronDistWeights, MegatronDistWriter
 from trainshed.errors import InputError
 from trainshed.models.parameters import parameters
 from trainshed.recipe import ModelConfig
@@ -43,7 +43,7 @@ def test_torch_dist_gives_every_tensor_and_the_architecture_back(variant: str, s
 
 
 def test_blocks_of_a_few_rows_are_put_together_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocks, "BLOCK_BYTES", 1000)
+    monkeypatch.setattr(megatron_weights, "BLOCK_BYTES", 1000)
     source = MadeWeights(tiny_config("mixtral"))
     dist = written(MegatronDistWriter(source.config, dtype=torch.float32), source, tmp_path / "dist")
     legacy = written(MegatronLegacyWriter(source.config, dtype=torch.float32, tp=2), source, tmp_path / "legacy")
@@ -132,7 +132,7 @@ def test_the_files_of_ranks_hold_what_megatron_cuts_out_of_hugging_faces_tensors
     writer = MegatronLegacyWriter(config, dtype=torch.float32, tp=2, pp=2, vp=2, spec="local")
     with HfWeights(tmp_path / "hf") as source:
         written(writer, source, tmp_path / "megatron")
-    assert writer.layout == Layout(2, 2, 2, 1, 2)
+    assert writer.layout == MegatronLayout(2, 2, 2, 1, 2)
     release = tmp_path / "megatron" / "release"
     names = [f"mp_rank_{tp:02d}_{pp:03d}" for tp in range(2) for pp in range(2)]
     assert sorted(each.name for each in release.iterdir()) == names

@@ -21,11 +21,10 @@ from checkpoint_parts import (
     some_state,
     whole,
 )
-from trainshed.checkpoints.native.folder import find
-from trainshed.checkpoints.native.loading import load
-from trainshed.checkpoints.native.resuming import latest_complete
+from trainshed.checkpoints.native.folder import complete_checkpoints, latest_complete
+from trainshed.checkpoints.native.reader import load_checkpoint
+from trainshed.checkpoints.native.shards import TensorShard
 from trainshed.checkpoints.native.writer import CheckpointWriter
-from trainshed.checkpoints.pieces import Piece
 from trainshed.errors import CorruptData, NoSpace, StorageError, TrainshedError
 from trainshed.reporting import SILENT
 from trainshed.storage import LocalStore
@@ -65,12 +64,12 @@ def test_a_full_disk_keeps_the_checkpoint_before_and_training_may_go_on(tiny_dis
     with pytest.raises(NoSpace, match="the disk is full"):
         writer.wait()
     assert "the disk is full" in events[-1]["what"]
-    assert [found.step for found in find(store, FOLDER)] == [100]
+    assert [found.step for found in complete_checkpoints(store, FOLDER)] == [100]
     assert not (tiny_disk / FOLDER / "step-00000200" / "__0_1.distcp").exists()
     smaller = {"x": torch.randn(10, 10)}  # what is left of the disk is usable: the failed save has given it back
     writer.save(300, whole(smaller), {}, blocking=True)
-    assert [found.step for found in find(store, FOLDER)] == [300]
-    assert same(loaded(store, find(store, FOLDER)[0], smaller), smaller)
+    assert [found.step for found in complete_checkpoints(store, FOLDER)] == [300]
+    assert same(loaded(store, complete_checkpoints(store, FOLDER)[0], smaller), smaller)
 
 
 def test_a_rank_that_fails_fails_the_save_on_every_rank_with_its_words(store: LocalStore) -> None:
@@ -89,7 +88,7 @@ def test_a_rank_that_fails_fails_the_save_on_every_rank_with_its_words(store: Lo
     assert list(store.list(FOLDER)) == [], "what the other ranks wrote is given back"
     full = False
     assert ranks.save(100, by_rows(some_state(), 3)) == [None] * 3
-    assert same(loaded(store, find(store, FOLDER)[0], some_state()), some_state())
+    assert same(loaded(store, complete_checkpoints(store, FOLDER)[0], some_state()), some_state())
 
 
 def test_a_fault_of_ours_on_one_rank_is_told_as_such(store: LocalStore) -> None:
@@ -107,7 +106,7 @@ def test_a_rank_that_never_comes_is_named_and_nothing_is_committed(store: LocalS
     leader, follower = ranks.save(100, pieces[:2])
     assert "rank 2 wrote no part within 2 s" in str(leader)
     assert str(follower) == str(leader)
-    assert find(store, FOLDER) == []
+    assert complete_checkpoints(store, FOLDER) == []
 
 
 def test_an_end_in_the_middle_does_not_wait_for_the_others(store: LocalStore) -> None:
@@ -128,14 +127,14 @@ def test_elements_without_an_owner_or_with_two_are_refused(store: LocalStore) ->
     tensor = torch.ones(4, 4)
     ranks = Ranks(take_attempt(store, RUN), 2)
     for pieces in (
-        [{"x": Piece((4, 4), (0, 0), tensor)}, {"x": Piece((4, 4), (0, 0), tensor)}],
-        [{"x": Piece((4, 4), (0, 0), tensor[:2])}, {"x": Piece((4, 4), (2, 0), tensor[2:], owner=False)}],
+        [{"x": TensorShard((4, 4), (0, 0), tensor)}, {"x": TensorShard((4, 4), (0, 0), tensor)}],
+        [{"x": TensorShard((4, 4), (0, 0), tensor[:2])}, {"x": TensorShard((4, 4), (2, 0), tensor[2:], owner=False)}],
     ):
         errors = ranks.save(1, pieces)
         assert all("elements of a tensor of 16" in str(error) for error in errors)
-    disagreeing = [{"x": Piece((4, 4), (0, 0), tensor[:2])}, {"x": Piece((4, 5), (2, 0), torch.ones(2, 5))}]
+    disagreeing = [{"x": TensorShard((4, 4), (0, 0), tensor[:2])}, {"x": TensorShard((4, 5), (2, 0), torch.ones(2, 5))}]
     assert all("ranks disagree" in str(error) for error in ranks.save(1, disagreeing))
-    assert find(store, FOLDER) == []
+    assert complete_checkpoints(store, FOLDER) == []
 
 
 def flip(file: Path, position: int) -> None:
@@ -150,7 +149,7 @@ def test_a_flipped_bit_is_found_at_load_with_the_way_to_the_checkpoint_before(
     attempt, state = take_attempt(store, RUN), some_state()
     for step in (100, 200):
         save_whole(attempt, step, state)
-    newest = find(store, FOLDER)[0]
+    newest = complete_checkpoints(store, FOLDER)[0]
     file = tmp_path / newest.path / "__0_1.distcp"
     flip(file, file.read_bytes().index(state["model.embedding.weight"].numpy().tobytes()) + 5)
     with pytest.raises(CorruptData, match=r"the bytes of model\.embedding\.weight in __0_1\.distcp") as caught:
@@ -165,7 +164,7 @@ def test_a_flipped_bit_is_found_at_load_with_the_way_to_the_checkpoint_before(
     (tmp_path / newest.path / "manifest.json").unlink()
     flip(tmp_path / STEP_100 / "pieces-0001.json", 9)
     with pytest.raises(CorruptData, match="the table of pieces") as caught:
-        loaded(store, find(store, FOLDER)[0], state)
+        loaded(store, complete_checkpoints(store, FOLDER)[0], state)
     assert "there is no earlier checkpoint" in str(caught.value.hint)
 
 
@@ -204,7 +203,7 @@ def test_trouble_with_removing_what_is_old_does_not_undo_the_new(store: LocalSto
         writer.save(step, whole(some_state()), {}, blocking=True)
     assert events[-1][0] == "warning"
     assert "step 200 is stored, but what it replaces could not be removed" in events[-1][1]["text"]
-    assert [found.step for found in find(store, FOLDER)] == [200, 100]
+    assert [found.step for found in complete_checkpoints(store, FOLDER)] == [200, 100]
 
 
 def test_facts_that_the_writer_states_itself_are_refused(store: LocalStore) -> None:
@@ -229,8 +228,8 @@ def test_load_reads_only_what_a_piece_needs(store: LocalStore) -> None:
 
     state = some_state()
     assert not any(Ranks(take_attempt(store, RUN), 3).save(1, by_rows(state, 3)))
-    (found,) = find(store, FOLDER)
+    (found,) = complete_checkpoints(store, FOLDER)
     pieces = by_rows(state, 3)[2]
-    load(Counting(), found, pieces)
+    load_checkpoint(Counting(), found, pieces)
     assert {file for file, _, _ in read} == {"pieces-0001.json", "__2_1.distcp", "__0_1.distcp"}
     assert sum(file == "__2_1.distcp" for file, _, _ in read) == 1, "neighbours are read at once"

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from checkpoint_parts import FOLDER, RUN, HookedStore, Ranks, by_rows, loaded, same, save_whole, some_state
-from trainshed.checkpoints.native.folder import find, listing
-from trainshed.checkpoints.native.resuming import latest_complete
+from trainshed.checkpoints.native.folder import complete_checkpoints, latest_complete, list_checkpoints
 from trainshed.errors import Fenced
 from trainshed.storage import LocalStore, Manifest, Store
 from trainshed.storage.attempts import Attempt, take_attempt
@@ -35,8 +34,8 @@ def test_a_zombie_attempt_changes_nothing_that_counts(store: LocalStore) -> None
     for step in (200, 300):
         assert all(isinstance(error, Fenced) for error in zombie.save(step, by_rows(some_state(9), 2)))
     assert state_of(store) == before
-    assert [found.step for found in find(store, FOLDER)] == [200, 100]
-    assert same(loaded(store, find(store, FOLDER)[0], some_state()), some_state(2))
+    assert [found.step for found in complete_checkpoints(store, FOLDER)] == [200, 100]
+    assert same(loaded(store, complete_checkpoints(store, FOLDER)[0], some_state()), some_state(2))
 
 
 def test_a_zombie_that_sleeps_in_the_middle_of_its_commit_does_not_move_latest(store: LocalStore) -> None:
@@ -73,7 +72,7 @@ def test_a_manifest_that_a_zombie_writes_too_late_is_not_where_the_run_goes_on(s
     assert found is not None
     assert found.step == 100, "the later attempt trains from step 100: 200 is still to come"
     save_whole(take_attempt(store, RUN), 200, some_state(2))
-    newest = find(store, FOLDER)[0]
+    newest = complete_checkpoints(store, FOLDER)[0]
     Manifest.read(store, f"{newest.path}/manifest.json").verify_files(store, newest.path)
     assert same(loaded(store, newest, some_state()), some_state(2)), "its own files, not the zombie's"
-    assert not listing(store, FOLDER).incomplete
+    assert not list_checkpoints(store, FOLDER).incomplete

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from checkpoint_parts import FOLDER, RUN, Ranks, by_rows, loaded, same, some_state
-from trainshed.checkpoints.native.folder import listing
-from trainshed.checkpoints.native.resuming import latest_complete
+from trainshed.checkpoints.native.folder import latest_complete, list_checkpoints
 from trainshed.storage import LocalStore
 from trainshed.storage.attempts import take_attempt
 
@@ -72,7 +71,7 @@ def test_wherever_it_is_killed_a_whole_checkpoint_is_found_and_the_run_goes_on(p
     resumed = set()
     for folder, place in places.items():
         store = LocalStore(folder)
-        before = listing(store, FOLDER)
+        before = list_checkpoints(store, FOLDER)
         for found in before.complete:
             found.manifest.verify_files(store, found.path)
         attempt = take_attempt(store, RUN)
@@ -85,7 +84,7 @@ def test_wherever_it_is_killed_a_whole_checkpoint_is_found_and_the_run_goes_on(p
         ranks = Ranks(attempt, 2, keep=1, resumed_step=found.step)
         for step in (200, 300):
             assert ranks.save(step, by_rows(some_state(step // 100), 2)) == [None, None], place
-        after = listing(store, FOLDER)
+        after = list_checkpoints(store, FOLDER)
         assert ([each.step for each in after.complete], after.incomplete) == ([300], ()), place
         assert same(loaded(store, after.complete[0], some_state()), some_state(3)), place
         # Nothing is left of what was killed, not even what no listing shows.

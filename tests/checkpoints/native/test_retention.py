@@ -7,9 +7,7 @@ from pathlib import Path
 import pytest
 
 from checkpoint_parts import FOLDER, RUN, HookedStore, Ranks, by_rows, loaded, same, save_whole, some_state
-from trainshed.checkpoints.native.folder import find, listing
-from trainshed.checkpoints.native.resuming import latest_complete
-from trainshed.checkpoints.native.retention import keep_newest
+from trainshed.checkpoints.native.folder import complete_checkpoints, keep_newest, latest_complete, list_checkpoints
 from trainshed.errors import Fenced, InputError, StorageError
 from trainshed.storage import LocalStore, Store, open_folder
 from trainshed.storage.attempts import Attempt, take_attempt
@@ -21,7 +19,7 @@ def store(tmp_path: Path) -> LocalStore:
 
 
 def steps(store: Store) -> list[int]:
-    return [found.step for found in find(store, FOLDER)]
+    return [found.step for found in complete_checkpoints(store, FOLDER)]
 
 
 def test_the_newest_stay_and_the_rest_goes_folder_and_all(store: LocalStore, tmp_path: Path) -> None:
@@ -55,7 +53,7 @@ def test_the_checkpoint_a_run_goes_on_from_stays_until_a_newer_one_is_committed(
     assert steps(store) == [100]
     save_whole(second, 300, some_state(), keep=1, resumed_step=100)
     assert steps(store) == [300]
-    assert listing(store, FOLDER).incomplete == (), "the save that failed is gone too"
+    assert list_checkpoints(store, FOLDER).incomplete == (), "the save that failed is gone too"
 
 
 def test_after_a_fall_back_what_is_stored_now_counts_as_newer_than_what_lay_ahead(store: LocalStore) -> None:
@@ -70,7 +68,7 @@ def test_after_a_fall_back_what_is_stored_now_counts_as_newer_than_what_lay_ahea
     assert found.step == 150
     save_whole(second, 300, some_state(5), keep=2, resumed_step=100)
     assert steps(store) == [300, 150]
-    again = find(store, FOLDER)[0]
+    again = complete_checkpoints(store, FOLDER)[0]
     assert again.attempt == 2
     assert same(loaded(store, again, some_state()), some_state(5)), "the step was saved anew, over the old one"
     assert {info.path.rpartition("/")[2] for info in store.list(again.path)} == {
@@ -96,7 +94,9 @@ def test_what_earlier_attempts_left_unfinished_makes_room_before_the_first_save(
     save_whole(Attempt(HookedStore(store, look), RUN, second.number), 100, some_state())
     assert seen == [{"step-00000300/__1_2.distcp", "step-00000300/notes.txt"}]
     assert steps(store) == [100]
-    assert [each.step for each in listing(store, FOLDER).incomplete] == [300], "a file that is not ours is left"
+    assert [each.step for each in list_checkpoints(store, FOLDER).incomplete] == [300], (
+        "a file that is not ours is left"
+    )
 
 
 @pytest.mark.s3
@@ -115,7 +115,7 @@ def test_a_bucket_holds_commits_fences_and_prunes_as_a_disk_does(s3_bucket: str)
     current = Ranks(new, 3, keep=1, resumed_step=found.step)
     assert current.save(300, by_rows(some_state(3), 3)) == [None] * 3
     assert steps(store) == [300]
-    (newest,) = find(store, FOLDER)
+    (newest,) = complete_checkpoints(store, FOLDER)
     newest.manifest.verify_files(store, newest.path)
     assert same(loaded(store, newest, some_state()), some_state(3))
     assert {info.path.split("/")[4] for info in store.list(FOLDER)} == {"latest", "step-00000300"}

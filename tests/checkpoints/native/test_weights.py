@@ -13,9 +13,8 @@ import torch.distributed.checkpoint as dcp
 from checkpoint_parts import RUN, Ranks, by_rows
 from tiny_models import VARIANTS, save_tiny_hf
 from trainshed.checkpoints.hf.weights import HfWeights
-from trainshed.checkpoints.native.folder import checkpoints_folder, find
-from trainshed.checkpoints.native.weights import NativeWeights
-from trainshed.checkpoints.native.weights_writer import NativeWriter
+from trainshed.checkpoints.native.folder import checkpoints_folder, complete_checkpoints
+from trainshed.checkpoints.native.weights import NativeWeights, NativeWeightsWriter
 from trainshed.checkpoints.weights import Weights
 from trainshed.errors import CorruptData, InputError, NotFound
 from trainshed.models.parameters import Parameter, parameters
@@ -27,8 +26,8 @@ def whole(weights: Weights, parameter: Parameter, dtype: torch.dtype = torch.flo
     return weights.read(parameter, [0] * len(parameter.shape), parameter.shape, dtype)
 
 
-def written(source: HfWeights, folder: Path, unit_bytes: int = 20_000) -> NativeWriter:
-    writer = NativeWriter(source.config, dtype=torch.float32, unit_bytes=unit_bytes)
+def written(source: HfWeights, folder: Path, unit_bytes: int = 20_000) -> NativeWeightsWriter:
+    writer = NativeWeightsWriter(source.config, dtype=torch.float32, unit_bytes=unit_bytes)
     for unit in writer.units():
         (folder / unit.path).parent.mkdir(parents=True, exist_ok=True)
         writer.write(unit, source, folder / unit.path, lambda _: None)
@@ -42,7 +41,7 @@ def test_weights_alone_are_a_checkpoint_that_anyone_reads(variant: str, tmp_path
     config = save_tiny_hf(variant, tmp_path / "hf", seed=1)
     source = HfWeights(tmp_path / "hf")
     assert len(written(source, tmp_path / "made").units()) > 3
-    (found,) = find(LocalStore(tmp_path), checkpoints_folder("made"))
+    (found,) = complete_checkpoints(LocalStore(tmp_path), checkpoints_folder("made"))
     found.manifest.verify_files(LocalStore(tmp_path), found.path)
     with NativeWeights(LocalStore(tmp_path), "made") as weights:
         assert (weights.config, weights.dtypes) == (config, ["float32"])
@@ -154,7 +153,7 @@ def test_a_unit_whose_record_is_lost_is_told_from_its_bytes(tmp_path: Path) -> N
     save_tiny_hf("llama", tmp_path / "hf", seed=1)
     source = HfWeights(tmp_path / "hf")
     written(source, tmp_path / "whole")
-    writer = NativeWriter(source.config, dtype=torch.float32, unit_bytes=20_000)
+    writer = NativeWeightsWriter(source.config, dtype=torch.float32, unit_bytes=20_000)
     for number, unit in enumerate(writer.units()):
         file = tmp_path / "torn" / unit.path
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -12,8 +12,8 @@ import orjson
 import pytest
 
 from small_agents import SmallAgents, wait_for
-from trainshed.launch.here import read_plan
-from trainshed.observe.reading import read_events
+from trainshed.launch.attempt import read_plan
+from trainshed.observe.event_log import read_events
 from trainshed.storage import LocalStore
 
 Start = Callable[..., SmallAgents]

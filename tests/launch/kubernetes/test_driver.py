@@ -14,8 +14,8 @@ from kubernetes_jobs import NAME, cluster_of, job_of, stages_of, train_alone
 from kubernetes_schemas import read_documents
 from kubernetes_server import TOKEN, KubernetesServer, kubernetes_server
 from trainshed.errors import InputError, TrainshedError
+from trainshed.launch.kubernetes.api import KubeApi
 from trainshed.launch.kubernetes.driver import drive
-from trainshed.launch.kubernetes.live.api import Api
 from trainshed.launch.kubernetes.render import render
 from trainshed.reporting import SILENT
 
@@ -55,9 +55,9 @@ class Notes:
     task = SILENT.task
 
 
-def api_of(server: KubernetesServer) -> Api:
+def api_of(server: KubernetesServer) -> KubeApi:
     headers = {"Authorization": f"Bearer {TOKEN}"}
-    return Api(httpx2.Client(base_url=server.url, headers=headers, trust_env=False), "ml")
+    return KubeApi(httpx2.Client(base_url=server.url, headers=headers, trust_env=False), "ml")
 
 
 def end(server: KubernetesServer, stage: str, condition: str | None = None, **status: Any) -> None:

@@ -16,9 +16,8 @@ import pytest
 import trainshed
 from kubernetes_jobs import cluster_of, train_alone
 from trainshed.launch.fabric import FabricSetup
-from trainshed.launch.kubernetes.manifests.content import PIECE_BYTES, entry_script
-from trainshed.launch.kubernetes.manifests.environment import fabric_script
-from trainshed.launch.kubernetes.manifests.naming import CODE_FOLDER, LOCAL_FOLDER
+from trainshed.launch.kubernetes.objects import CODE_FOLDER, LOCAL_FOLDER
+from trainshed.launch.kubernetes.pod import CODE_PIECE_BYTES, entry_script, fabric_script
 from trainshed.launch.ranks import free_port
 
 SHOWN = 'printf "%s\\n" "$TRAINSHED_NODE_RANK" "$NODE_RANK" "${RANK-unset}" "${TRAINSHED_HOST-}"'
@@ -48,9 +47,9 @@ def test_our_code_is_put_together_and_comes_first(tmp_path: Path) -> None:
     pieces = tmp_path / "code"
     pieces.mkdir()
     packed = data.getvalue()
-    assert len(packed) > PIECE_BYTES
-    for number, start in enumerate(range(0, len(packed), PIECE_BYTES)):
-        (pieces / f"piece-{number:03d}").write_bytes(packed[start : start + PIECE_BYTES])
+    assert len(packed) > CODE_PIECE_BYTES
+    for number, start in enumerate(range(0, len(packed), CODE_PIECE_BYTES)):
+        (pieces / f"piece-{number:03d}").write_bytes(packed[start : start + CODE_PIECE_BYTES])
     (tmp_path / "image").mkdir()
     (tmp_path / "image" / "shipped_module.py").write_text("WHERE = 'image'\n")
     (tmp_path / "local").mkdir()

@@ -12,7 +12,7 @@ from helm_program import helm, in_order, templated
 from kubernetes_jobs import CLUSTERS, CODE, cluster_of, job_of, stages_of, train_alone
 from trainshed.launch.job import Job
 from trainshed.launch.kubernetes.helm import write_chart
-from trainshed.launch.kubernetes.manifests.yaml_text import read_documents
+from trainshed.launch.kubernetes.objects import read_documents
 from trainshed.launch.kubernetes.render import render
 from trainshed.recipe import load_cluster
 

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from helm_program import in_order, templated
 from kubernetes_jobs import cluster_of, job_of, served, stages_of, train_alone
-from trainshed.launch.job import Serving
+from trainshed.launch.job import ServingSpec
 from trainshed.launch.kubernetes.helm import write_chart
-from trainshed.launch.kubernetes.manifests.environment import literal
-from trainshed.launch.kubernetes.manifests.yaml_text import documents, read_documents, to_documents, to_yaml
+from trainshed.launch.kubernetes.objects import read_documents, split_documents, to_documents, to_yaml
+from trainshed.launch.kubernetes.pod import escape_var_references
 from trainshed.launch.kubernetes.render import render
 
 # Pieces of syntax of YAML, shells, Go's templates and the kubelet, between any other characters.
@@ -54,7 +54,7 @@ def expand(text: str, mapping: Mapping[str, str]) -> str:
 @QUICK
 @given(ODD)
 def test_the_kubelet_gives_the_container_what_was_written(text: str) -> None:
-    assert expand(literal(text), {"HOME": "/root", "": "empty", "HOME)": "x"}) == text
+    assert expand(escape_var_references(text), {"HOME": "/root", "": "empty", "HOME)": "x"}) == text
 
 
 @QUICK
@@ -62,7 +62,7 @@ def test_the_kubelet_gives_the_container_what_was_written(text: str) -> None:
 def test_any_text_comes_back_from_yaml(body: dict[str, Any]) -> None:
     text = to_yaml({"kind": "X", "data": body})
     assert yaml.safe_load(text) == {"kind": "X", "data": body}
-    assert documents(to_documents([{"data": body}, {"data": body}])) == [f"---\n{to_yaml({'data': body})}"] * 2
+    assert split_documents(to_documents([{"data": body}, {"data": body}])) == [f"---\n{to_yaml({'data': body})}"] * 2
 
 
 def leaves(value: Any, path: tuple[Any, ...] = ()) -> dict[tuple[Any, ...], Any]:
@@ -95,7 +95,7 @@ def test_odd_values_change_themselves_and_nothing_else(program: str, value: str)
         kubernetes = cluster.on_kubernetes.model_copy(update={"annotations": {"note": note}, "queue": "q"})
         cluster = cluster.model_copy(update={"kubernetes": kubernetes})
         server = served(cluster)[-1]
-        server = replace(server, serving=Serving(words=("serve", environment)))
+        server = replace(server, serving=ServingSpec(words=("serve", environment)))
         stages = (*stages_of(cluster, nodes=1), server)
         job = job_of(cluster, stages=stages, files={"recipe.yaml": f"x: {environment}"})
         return stage_leaves(render(job).text())
@@ -103,7 +103,11 @@ def test_odd_values_change_themselves_and_nothing_else(program: str, value: str)
     plain, odd = rendered("PROGRAM", "VALUE", "VALUE"), rendered(program, value, value)
     assert odd.keys() == plain.keys()
     for path, leaf in plain.items():
-        wanted = {"PROGRAM": literal(program), "VALUE": literal(value), "x: VALUE": f"x: {value}"}.get(leaf, leaf)
+        wanted = {
+            "PROGRAM": escape_var_references(program),
+            "VALUE": escape_var_references(value),
+            "x: VALUE": f"x: {value}",
+        }.get(leaf, leaf)
         if path[-2:] == ("annotations", "note"):
             wanted = value  # annotations are not expanded
         assert odd[path] == wanted

@@ -16,16 +16,14 @@ from kubernetes_schemas import all_objects, check
 from kubernetes_server import TOKEN, KubernetesServer, kubernetes_server, write_kubeconfig
 from trainshed.errors import TrainshedError
 from trainshed.launch.job import Job
+from trainshed.launch.kubernetes.api import KubeApi
 from trainshed.launch.kubernetes.driver import drive
 from trainshed.launch.kubernetes.helm import write_chart
-from trainshed.launch.kubernetes.kinds import Object
-from trainshed.launch.kubernetes.live.api import Api
-from trainshed.launch.kubernetes.live.listing import Listing
-from trainshed.launch.kubernetes.live.status import stage_states
-from trainshed.launch.kubernetes.manifests.yaml_text import read_documents
+from trainshed.launch.kubernetes.objects import KubeObject, read_documents
 from trainshed.launch.kubernetes.render import render, stage_ids
+from trainshed.launch.kubernetes.status import JobObjects, stage_states
 from trainshed.launch.kubernetes.target import KubernetesTarget
-from trainshed.launch.target import StageState, Submitted
+from trainshed.launch.target import StageState, SubmittedJob
 from trainshed.recipe import load_cluster
 from trainshed.reporting import SILENT
 
@@ -34,12 +32,12 @@ READY = {"type": "Ready", "status": "True"}
 UNREADY = {"type": "Ready", "status": "False"}
 
 
-def deployment_of(job: Job) -> Object:
+def deployment_of(job: Job) -> KubeObject:
     (found,) = [each for each in all_objects(render(job)) if each["kind"] == "Deployment"]
     return found
 
 
-def container_of(job: Job) -> Object:
+def container_of(job: Job) -> KubeObject:
     (found,) = deployment_of(job)["spec"]["template"]["spec"]["containers"]
     return found
 
@@ -123,7 +121,7 @@ def test_the_driver_may_create_servers_and_look_at_their_probes() -> None:
     } < allowed
 
 
-def pod(index: int, *conditions: Object, node: bool = True, **status: Any) -> Object:
+def pod(index: int, *conditions: KubeObject, node: bool = True, **status: Any) -> KubeObject:
     return {
         "metadata": {"name": f"p{index}", "uid": f"u{index}", "labels": {"app.kubernetes.io/component": "serve"}},
         "spec": {"nodeName": f"node-{index}"} if node else {},
@@ -131,7 +129,7 @@ def pod(index: int, *conditions: Object, node: bool = True, **status: Any) -> Ob
     }
 
 
-def state_of(*pods: Object, ready: int = 0, conditions: tuple[Object, ...] = (), **listed: Any) -> StageState:
+def state_of(*pods: KubeObject, ready: int = 0, conditions: tuple[KubeObject, ...] = (), **listed: Any) -> StageState:
     """How a server of two replicas stands."""
     found = {
         "kind": "Deployment",
@@ -144,7 +142,7 @@ def state_of(*pods: Object, ready: int = 0, conditions: tuple[Object, ...] = (),
             "conditions": list(conditions),
         },
     }
-    (state,) = stage_states({"serve": "Deployment/x"}, Listing({"serve": found}, pods, **listed))
+    (state,) = stage_states({"serve": "Deployment/x"}, JobObjects({"serve": found}, pods, **listed))
     return state
 
 
@@ -261,7 +259,7 @@ class Controllers:
 def run_driver(server: KubernetesServer, manifests: Path, then: Callable[[], None]) -> list[str]:
     controllers = Controllers(server, then)
     client = httpx2.Client(base_url=server.url, headers={"Authorization": f"Bearer {TOKEN}"}, trust_env=False)
-    with Api(client, "ml") as api:
+    with KubeApi(client, "ml") as api:
         drive(api, manifests, reporter=controllers, poll_seconds=0.02, patience_seconds=1)
     return controllers.texts
 
@@ -301,8 +299,8 @@ def test_the_driver_is_done_when_the_server_answers_and_cancel_ends_it(
     assert not [path for path in server.objects if NAME in path]
 
 
-def _submitted(job: Job) -> Submitted:
-    return Submitted(job.name, job.run, "kubernetes", stage_ids(job))
+def _submitted(job: Job) -> SubmittedJob:
+    return SubmittedJob(job.name, job.run, "kubernetes", stage_ids(job))
 
 
 def test_the_driver_ends_with_the_last_words_of_a_server_that_would_only_fail_again(

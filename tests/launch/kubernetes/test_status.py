@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from trainshed.launch.kubernetes.kinds import Object
-from trainshed.launch.kubernetes.live.listing import Listing
-from trainshed.launch.kubernetes.live.status import stage_states
+from trainshed.launch.kubernetes.objects import KubeObject
+from trainshed.launch.kubernetes.status import JobObjects, stage_states
 from trainshed.launch.target import StageState
 
 IDS = {"train": "JobSet/run"}
@@ -20,7 +19,9 @@ UNSCHEDULABLE = (
 TRACE = "Traceback (most recent call last):\n  File x\nRuntimeError: CUDA error: an illegal memory access\n"
 
 
-def jobset(*conditions: tuple[str, str], restarts: int = 0, suspend: bool = False, queue: str | None = None) -> Object:
+def jobset(
+    *conditions: tuple[str, str], restarts: int = 0, suspend: bool = False, queue: str | None = None
+) -> KubeObject:
     gang = {"replicas": 1, "template": {"spec": {"parallelism": 4}}}
     labels = {"kueue.x-k8s.io/queue-name": queue} if queue else {}
     listed = [{"type": kind, "status": "True", "message": message} for kind, message in conditions]
@@ -32,13 +33,13 @@ def jobset(*conditions: tuple[str, str], restarts: int = 0, suspend: bool = Fals
     }
 
 
-def cpu_job(condition: str | None = None) -> Object:
+def cpu_job(condition: str | None = None) -> KubeObject:
     conditions = [{"type": condition, "status": "True", "message": "Job has reached the specified backoff limit"}]
     status = {"conditions": conditions if condition else []}
     return {"kind": "Job", "metadata": {"name": "run-x", "uid": "j"}, "spec": {"parallelism": 1}, "status": status}
 
 
-def pod(index: int, *, node: str | None = "set", stage: str = "train", **status: Any) -> Object:
+def pod(index: int, *, node: str | None = "set", stage: str = "train", **status: Any) -> KubeObject:
     labels = {"app.kubernetes.io/component": stage, "batch.kubernetes.io/job-completion-index": str(index)}
     spec = {"nodeName": f"node-{index}"} if node else {}
     return {
@@ -48,26 +49,26 @@ def pod(index: int, *, node: str | None = "set", stage: str = "train", **status:
     }
 
 
-def container(**state: Any) -> list[Object]:
+def container(**state: Any) -> list[KubeObject]:
     return [{"name": "train", "image": "registry/trainshed:1", "state": state}]
 
 
-def ended(code: int, *, reason: str = "Error", message: str = "", at: str = "2026-11-15T10:00:00Z") -> list[Object]:
+def ended(code: int, *, reason: str = "Error", message: str = "", at: str = "2026-11-15T10:00:00Z") -> list[KubeObject]:
     return container(terminated={"exitCode": code, "reason": reason, "message": message, "finishedAt": at})
 
 
-def workload(*conditions: tuple[str, str, str], checks: list[Object] | None = None) -> Object:
+def workload(*conditions: tuple[str, str, str], checks: list[KubeObject] | None = None) -> KubeObject:
     listed = [{"type": kind, "status": status, "message": message} for kind, status, message in conditions]
     metadata = {"name": "w", "ownerReferences": [{"uid": "u"}]}
     return {"metadata": metadata, "status": {"conditions": listed, "admissionChecks": checks or []}}
 
 
-def state_of(found: Object | None, *pods: Object, workloads: tuple[Object, ...] = ()) -> StageState:
-    (state,) = stage_states(IDS, Listing({"train": found}, pods, workloads))
+def state_of(found: KubeObject | None, *pods: KubeObject, workloads: tuple[KubeObject, ...] = ()) -> StageState:
+    (state,) = stage_states(IDS, JobObjects({"train": found}, pods, workloads))
     return state
 
 
-def waiting(index: int) -> Object:
+def waiting(index: int) -> KubeObject:
     condition = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": UNSCHEDULABLE}
     return pod(index, node=None, phase="Pending", conditions=[condition])
 
@@ -215,9 +216,9 @@ def test_an_object_that_is_gone_is_not_called_failed() -> None:
     )
 
 
-def line_states(fetch: Object | None, driver: Object | None, *pods: Object) -> tuple[StageState, ...]:
+def line_states(fetch: KubeObject | None, driver: KubeObject | None, *pods: KubeObject) -> tuple[StageState, ...]:
     stages = {"fetch": fetch, "prepare": None, "train": None}
-    return stage_states(LINE, Listing(stages, pods, driver=driver, has_driver=True))
+    return stage_states(LINE, JobObjects(stages, pods, driver=driver, has_driver=True))
 
 
 def test_later_stages_wait_for_earlier_ones() -> None:
@@ -268,7 +269,7 @@ def test_a_driver_that_has_no_image_yet_says_so() -> None:
         ({"kind": "RayJob", "status": {"jobDeploymentStatus": "Running", "jobStatus": "RUNNING"}}, "waiting"),
     ],
 )
-def test_every_kind_is_understood(found: Object, state: str) -> None:
+def test_every_kind_is_understood(found: KubeObject, state: str) -> None:
     specs = {
         "PyTorchJob": {"pytorchReplicaSpecs": {"Master": {"replicas": 1}, "Worker": {"replicas": 3}}},
         "TrainJob": {"trainer": {"numNodes": 4}},
@@ -287,7 +288,7 @@ def test_ray_says_itself_why_it_failed() -> None:
 
 
 def test_pods_of_a_pytorchjob_are_in_the_order_of_their_ranks() -> None:
-    def replica(kind: str, index: int) -> Object:
+    def replica(kind: str, index: int) -> KubeObject:
         found = pod(index)
         found["metadata"] = {
             "name": f"run-{kind}-{index}",

@@ -15,11 +15,11 @@ from kubernetes_jobs import NAME, RUN, cluster_of, job_of, stages_of, train_alon
 from kubernetes_server import TOKEN, KubernetesServer, kubernetes_server, write_kubeconfig
 from trainshed.errors import InputError, MissingExtra, NotFound, TrainshedError
 from trainshed.launch.job import Job
-from trainshed.launch.kubernetes.kinds import POD
-from trainshed.launch.kubernetes.live.api import connect_in_cluster
+from trainshed.launch.kubernetes.api import connect_in_cluster
+from trainshed.launch.kubernetes.objects import POD
 from trainshed.launch.kubernetes.storage import apply_storage
 from trainshed.launch.kubernetes.target import KubernetesTarget
-from trainshed.launch.target import Submitted
+from trainshed.launch.target import SubmittedJob
 
 MINE = "app.kubernetes.io/instance"
 
@@ -47,7 +47,7 @@ def put_pod(server: KubernetesServer, name: str, index: int, component: str = "t
     server.put(f"/api/v1/namespaces/ml/pods/{name}", body)
 
 
-def submitted_to(server: KubernetesServer, job: Job) -> Submitted:
+def submitted_to(server: KubernetesServer, job: Job) -> SubmittedJob:
     target = KubernetesTarget(job.cluster)
     return target.submit(target.render(job), job)
 
@@ -57,7 +57,7 @@ def test_what_is_sent_is_what_was_rendered_byte_for_byte(server: KubernetesServe
     request = KubernetesTarget(job.cluster).render(job)
     submitted = KubernetesTarget(job.cluster).submit(request, job)
     assert b"".join(server.bodies).decode() == request.text()
-    assert submitted == Submitted(NAME, RUN, "kubernetes", {"train": f"JobSet/{NAME}"})
+    assert submitted == SubmittedJob(NAME, RUN, "kubernetes", {"train": f"JobSet/{NAME}"})
     assert server.paths(f"/apis/jobset.x-k8s.io/v1alpha2/namespaces/ml/jobsets/{NAME}")
 
 

@@ -8,19 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from trainshed.launch.fabric import FabricSetup, fabric_setup
-from trainshed.launch.fabric_needs import DeviceFiles
-from trainshed.launch.preflight.checks import Check, worst
+from trainshed.launch.fabric import DeviceFiles, FabricSetup, fabric_setup
 from trainshed.launch.preflight.coordinator import check_clock
 from trainshed.launch.preflight.node import (
     check_devices,
     check_environment,
     check_limits,
     check_shared_memory,
+    check_storage,
     compare_versions,
     node_checks,
+    sampled_nodes,
 )
-from trainshed.launch.preflight.storage import check_storage, sampled_nodes
+from trainshed.launch.preflight.verdict import CheckResult, worst_verdict
 from trainshed.recipe import Cluster
 from trainshed.storage import LocalStore
 
@@ -32,7 +32,7 @@ def setup(fabric: str) -> FabricSetup:
 def test_this_machine_passes_as_a_node_without_gpus(tmp_path: Path) -> None:
     checks = node_checks(setup("ethernet"), None, gpus=0, scratch=tmp_path)
     assert [check.name for check in checks] == ["gpus", "shared memory", "disk", "environment"]
-    assert worst(checks) in ("pass", "warn")
+    assert worst_verdict(checks) in ("pass", "warn")
 
 
 def test_cards_that_are_not_there_are_counted(tmp_path: Path) -> None:
@@ -62,7 +62,7 @@ def test_locked_memory_matters_to_cards_that_write_into_memory() -> None:
 
 
 def test_locked_memory_that_is_limited_fails_without_the_capability(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainshed.launch.preflight.node._may_lock", lambda: False)
+    monkeypatch.setattr("trainshed.launch.preflight.node._has_ipc_lock", lambda: False)
     (found,) = check_limits(setup("roce"), 65536)
     assert (found.verdict, found.what) == ("fail", "ranks may lock 64 KiB, and roce locks what it sends")
 
@@ -110,7 +110,7 @@ def test_slow_storage_is_worth_a_word_and_none_fails(tmp_path: Path) -> None:
     slow = check_storage(LocalStore(tmp_path), "file", expected_gb_per_s=1e6, size_bytes=2**20)
     assert (slow.verdict, slow.hint) == ("warn", "checkpoints will take longer than planned")
     (tmp_path / "health").write_text("a file where a folder should be")
-    broken: Check = check_storage(LocalStore(tmp_path), "health/file", size_bytes=2**20)
+    broken: CheckResult = check_storage(LocalStore(tmp_path), "health/file", size_bytes=2**20)
     assert broken.verdict == "fail"
     assert broken.what.startswith("the run's folder cannot be written: ")
 

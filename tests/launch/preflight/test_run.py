@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from trainshed.launch.fabric import SINGLE_NODE, UNKNOWN, FabricSetup
-from trainshed.launch.preflight import Limits, PreflightJob, PreflightVerdict, run_preflight
-from trainshed.launch.preflight.worlds import PROBE
+from trainshed.launch.preflight import PreflightJob, PreflightTimeouts, PreflightVerdict, run_preflight
+from trainshed.launch.preflight.measurement import PROBE_COMMAND
 from trainshed.launch.ranks import free_port
-from trainshed.observe.reading import read_events
+from trainshed.observe.event_log import read_events
 from trainshed.storage import LocalStore
 
 # Each starts the real probe behind a change that stands for a fault of the node.
@@ -37,14 +37,14 @@ def start(
     nodes: int, folder: Path, faults: dict[int, str], *, come: int | None = None, report_seconds: float = 60.0
 ) -> list[PreflightVerdict]:
     """Run the first nodes of a job as threads, their probes as processes; return what each was told."""
-    limits = Limits(reports=report_seconds, world=120.0, measuring=0.1)
+    limits = PreflightTimeouts(reports=report_seconds, world=120.0, measuring=0.1)
     setup = FabricSetup(UNKNOWN, None, "")
     job = PreflightJob(LocalStore(folder), "", 1, nodes, 0, setup, storage_bytes=2**20, limits=limits)
     port = free_port()
 
     def node(rank: int) -> PreflightVerdict:
         fault = FAULTS.get(faults.get(rank, ""))
-        probe = PROBE if fault is None else (sys.executable, "-c", FAULTY_PROBE.format(fault=fault))
+        probe = PROBE_COMMAND if fault is None else (sys.executable, "-c", FAULTY_PROBE.format(fault=fault))
         return run_preflight(job, node_rank=rank, board=("127.0.0.1", port), host=f"host-{rank}", probe=probe)
 
     with ThreadPoolExecutor(nodes) as threads:

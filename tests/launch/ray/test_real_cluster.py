@@ -25,12 +25,12 @@ import trainshed
 from ray_cluster import SECRET, shared_cluster
 from small_recipes import recipe_text
 from trainshed.errors import InputError
-from trainshed.launch.here import PLAN_SCHEMA
-from trainshed.launch.job import JOB_FILE, Code, Job, JobFile, Stage
+from trainshed.launch.attempt import PLAN_SCHEMA
+from trainshed.launch.job import JOB_FILE, CodeArchive, Job, JobFile, Stage
+from trainshed.launch.packaging import pack_code
 from trainshed.launch.ray.target import RayTarget
-from trainshed.launch.shipping import pack_code
-from trainshed.launch.target import StageState, Submitted
-from trainshed.observe.reading import read_events, steps
+from trainshed.launch.target import StageState, SubmittedJob
+from trainshed.observe.event_log import read_events, read_steps
 from trainshed.plan import resolve_layout
 from trainshed.recipe import Cluster, Layout, load_cluster, parse_recipe, to_yaml
 from trainshed.storage import LocalStore
@@ -68,7 +68,7 @@ def cluster(address: str, tmp_path: Path) -> Cluster:
 
 
 def training(
-    tmp_path: Path, cluster: Cluster, *overrides: str, code: Code | None = None, preflight: bool = False
+    tmp_path: Path, cluster: Cluster, *overrides: str, code: CodeArchive | None = None, preflight: bool = False
 ) -> Job:
     """A job that prepares and trains a small model on two nodes, data parallel."""
     recipe = parse_recipe(recipe_text("dense"), ["layout.dp=2", "layout.micro_batch=2", *overrides])
@@ -92,7 +92,7 @@ def until(done: Callable[[], Any], what: str, seconds: float = 180) -> Any:
     raise AssertionError(f"waited in vain for {what}")
 
 
-def ended(target: RayTarget, submitted: Submitted) -> dict[str, StageState]:
+def ended(target: RayTarget, submitted: SubmittedJob) -> dict[str, StageState]:
     def look() -> dict[str, StageState] | None:
         states = {state.stage: state for state in target.status(submitted)}
         over = states["train"].state in ("done", "failed", "cancelled")
@@ -110,7 +110,7 @@ def events(job: Job) -> list[dict[str, Any]]:
 
 
 def trains(job: Job) -> bool:
-    return bool(steps(LocalStore(job.run), ""))
+    return bool(read_steps(LocalStore(job.run), ""))
 
 
 def rank_processes(job: Job) -> list[int]:
@@ -136,7 +136,7 @@ def test_a_recipe_goes_through_its_stages_on_two_of_three_nodes(
     log = "\n".join(target.logs(submitted, "train"))
     assert [(state.stage, state.state) for state in states.values()] == [("prepare", "done"), ("train", "done")], log
     assert len({node["ray_node"] for node in hosts(job)}) == 2, "each on a node of its own"
-    assert [event["step"] for event in steps(LocalStore(job.run), "")] == list(range(20))
+    assert [event["step"] for event in read_steps(LocalStore(job.run), "")] == list(range(20))
     start = next(event for event in events(job) if event["kind"] == "start")
     assert start["world_size"] == 2
     assert start["versions"]["trainshed"] == code.version, "ranks run the code that travelled"
@@ -172,7 +172,7 @@ def test_a_stopped_job_saves_and_goes_on_by_curl_until_its_actor_is_killed(
     post = [curl, "-fsS", "-H", "Content-Type: application/json", "--data-binary", "@-", f"{address}/api/jobs/"]
     answer = subprocess.run(post, input=target.render(job).text().encode(), check=True, capture_output=True)
     id = orjson.loads(answer.stdout)["submission_id"]
-    again = Submitted(job.name, job.run, "ray", {stage.name: id for stage in job.stages})
+    again = SubmittedJob(job.name, job.run, "ray", {stage.name: id for stage in job.stages})
     resumed = until(lambda: [event for event in events(job) if event["kind"] == "resume"], "a resume")
     assert resumed[0]["step"] == saved[-1]["step"]
 
@@ -244,7 +244,7 @@ def crafted(
     files: dict[str, str],
     *,
     name: str = "crafted",
-    code: Code | None = None,
+    code: CodeArchive | None = None,
 ) -> Job:
     """A job by hand; its id is the test's."""
     id = f"{tmp_path.name[-30:]}-{tmp_path.parent.name}"
@@ -255,7 +255,7 @@ def crafted(
     return Job(file.name, run, cluster, stages, files, code, grace_seconds=60)
 
 
-def marked_code() -> Code:
+def marked_code() -> CodeArchive:
     """Our own code as it travels, with a version that is installed nowhere."""
     code, changed = pack_code(), io.BytesIO()
     version = f"{code.version}+travelled"
@@ -269,4 +269,4 @@ def marked_code() -> Code:
                 entry.size = len(content)
             new.addfile(entry, io.BytesIO(content))
     data = changed.getvalue()
-    return Code("trainshed.tar.gz", hashlib.sha256(data).hexdigest(), data, version)
+    return CodeArchive("trainshed.tar.gz", hashlib.sha256(data).hexdigest(), data, version)

@@ -9,12 +9,10 @@ import pytest
 
 from trainshed.errors import InputError, TrainshedError
 from trainshed.launch.job import Stage
-from trainshed.launch.ray.crew import cause_of_death
-from trainshed.launch.ray.dashboard import Dashboard
-from trainshed.launch.ray.host import HostPlace, device_environment, found_secrets
-from trainshed.launch.ray.resources import bundle_of, fits, named, quantity_bytes
-from trainshed.launch.ray.stage_lines import StageLine, lines_of_stage
-from trainshed.launch.ray.status import stage_states
+from trainshed.launch.ray.actors import ActorLocation, actor_death_reason, read_secrets, visible_devices_environment
+from trainshed.launch.ray.placement import bundle_fits, format_bundle, parse_quantity, stage_bundle
+from trainshed.launch.ray.status import StageLogLine, stage_log_lines, stage_states
+from trainshed.launch.ray.target import RayDashboard
 from trainshed.recipe import SecretReference, load_cluster
 
 STAGES = ("fetch", "prepare", "train")
@@ -49,7 +47,7 @@ def test_a_job_that_ray_has_not_started_waits_with_rays_own_words() -> None:
 
 def test_a_stage_without_room_says_what_is_missing() -> None:
     why = "it takes 2 nodes with 8 CPU and 8 GPU, and 1 of the cluster's 3 nodes are that large"
-    log = LOG + str(StageLine("train", "waits", why)) + "\n"
+    log = LOG + str(StageLogLine("train", "waits", why)) + "\n"
     assert states("RUNNING", log)[1:] == [("prepare", "done", ""), ("train", "waiting", why)]
 
 
@@ -75,39 +73,41 @@ def test_a_stopped_a_finished_and_a_forgotten_job() -> None:
 
 
 def test_the_log_of_a_stage_is_what_was_said_during_it() -> None:
-    assert lines_of_stage(LOG + FAILED, "train") == FAILED.splitlines()
-    assert lines_of_stage(LOG, "prepare") == LOG.splitlines()[2:]
+    assert stage_log_lines(LOG + FAILED, "train") == FAILED.splitlines()
+    assert stage_log_lines(LOG, "prepare") == LOG.splitlines()[2:]
 
 
 def test_a_stage_asks_each_node_for_what_its_ranks_take() -> None:
     train = Stage("train", nodes=2, gpus_per_node=8, ranks_per_node=8)
-    assert bundle_of(train, "GPU") == {"CPU": 8, "GPU": 8}
-    assert bundle_of(train, "MI300X") == {"CPU": 8, "MI300X": 8}
-    assert bundle_of(train, "CPU") == {"CPU": 8}
-    assert bundle_of(Stage("train", nodes=2, ranks_per_node=2), "GPU") == {"CPU": 2}
-    prepare = bundle_of(Stage("prepare", cpus=8, memory="32Gi"), "GPU")
-    assert named(prepare) == "8 CPU and 32 GiB of memory"
-    assert fits(prepare, {"CPU": 8, "memory": 2**36})
-    assert not fits(prepare, {"CPU": 7, "memory": 2**36})
-    assert [quantity_bytes(text) for text in ("5", "1k", "1.5Ki", "2G")] == [5, 1000, 1536, 2 * 10**9]
+    assert stage_bundle(train, "GPU") == {"CPU": 8, "GPU": 8}
+    assert stage_bundle(train, "MI300X") == {"CPU": 8, "MI300X": 8}
+    assert stage_bundle(train, "CPU") == {"CPU": 8}
+    assert stage_bundle(Stage("train", nodes=2, ranks_per_node=2), "GPU") == {"CPU": 2}
+    prepare = stage_bundle(Stage("prepare", cpus=8, memory="32Gi"), "GPU")
+    assert format_bundle(prepare) == "8 CPU and 32 GiB of memory"
+    assert bundle_fits(prepare, {"CPU": 8, "memory": 2**36})
+    assert not bundle_fits(prepare, {"CPU": 7, "memory": 2**36})
+    assert [parse_quantity(text) for text in ("5", "1k", "1.5Ki", "2G")] == [5, 1000, 1536, 2 * 10**9]
 
 
-def place(gpus: tuple[str, ...], *, amd: bool = False) -> HostPlace:
-    return HostPlace("10.0.0.1", "one", "a1", 17, gpus, amd)
+def place(gpus: tuple[str, ...], *, amd: bool = False) -> ActorLocation:
+    return ActorLocation("10.0.0.1", "one", "a1", 17, gpus, amd)
 
 
 def test_each_rank_sees_all_gpus_of_its_node_in_the_order_of_ranks() -> None:
-    assert device_environment([place(("0",)), place(("5",))]) == {"CUDA_VISIBLE_DEVICES": "0,5"}
-    amd = device_environment([place(("2",), amd=True), place(("3",), amd=True)])
+    assert visible_devices_environment([place(("0",)), place(("5",))]) == {"CUDA_VISIBLE_DEVICES": "0,5"}
+    amd = visible_devices_environment([place(("2",), amd=True), place(("3",), amd=True)])
     assert amd == {"CUDA_VISIBLE_DEVICES": "2,3", "HIP_VISIBLE_DEVICES": "2,3"}
-    assert device_environment([place(())]) == {}
+    assert visible_devices_environment([place(())]) == {}
 
 
 def test_an_actors_death_has_a_cause() -> None:
-    assert cause_of_death("The actor died", place(())) == ("was lost: its Ray actor (process 17 on 10.0.0.1) has died")
+    assert actor_death_reason("The actor died", place(())) == (
+        "was lost: its Ray actor (process 17 on 10.0.0.1) has died"
+    )
     memory = "Task was killed due to the node running low on memory."
-    assert cause_of_death(memory, place(())) == "was killed by Ray: its node 10.0.0.1 ran low on memory"
-    assert "left the Ray cluster" in cause_of_death("The actor is dead because its node has died.", None)
+    assert actor_death_reason(memory, place(())) == "was killed by Ray: its node 10.0.0.1 ran low on memory"
+    assert "left the Ray cluster" in actor_death_reason("The actor is dead because its node has died.", None)
 
 
 def test_a_secret_that_a_node_does_not_have_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,18 +118,18 @@ def test_a_secret_that_a_node_does_not_have_is_named(tmp_path: Path, monkeypatch
         "TWO": SecretReference(env=None, file=str(tmp_path / "key"), k8s=None),
         "POD": SecretReference(env=None, file=None, k8s="name/key"),
     }
-    assert found_secrets(there) == {"ONE": "a", "TWO": "b"}
+    assert read_secrets(there) == {"ONE": "a", "TWO": "b"}
     with pytest.raises(InputError, match=r"the secret X is not on the node .*: the variable NOT_THERE cannot be read"):
-        found_secrets({"X": SecretReference(env="NOT_THERE", file=None, k8s=None)})
+        read_secrets({"X": SecretReference(env="NOT_THERE", file=None, k8s=None)})
     with pytest.raises(InputError, match="the file /not/there cannot be read"):
-        found_secrets({"X": SecretReference(env=None, file="/not/there", k8s=None)})
+        read_secrets({"X": SecretReference(env=None, file="/not/there", k8s=None)})
 
 
 def test_a_dashboard_that_does_not_answer_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "lab.yaml").write_text(
         "name: lab\ntarget: ray\nmachine: cpu\nstore: /data\nray: {address: 'http://127.0.0.1:9'}\n"
     )
-    dashboard = Dashboard(load_cluster(tmp_path / "lab.yaml"))
+    dashboard = RayDashboard(load_cluster(tmp_path / "lab.yaml"))
     with pytest.raises(TrainshedError, match=r"no Ray dashboard answers at http://127\.0\.0\.1:9") as refused:
         dashboard.nodes()
     assert refused.value.where == f"{tmp_path}/lab.yaml:5 (ray.address)"

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from trainshed.launch.slurm.checking import seconds_of
 from trainshed.launch.slurm.client import SlurmClient
 from trainshed.launch.slurm.status import stage_state
+from trainshed.launch.slurm.target import parse_time_limit
 from trainshed.launch.target import StageState
 from trainshed.recipe import load_cluster
 
@@ -138,4 +138,4 @@ def test_a_job_that_slurmctld_has_forgotten_is_asked_of_accounting_and_then_of_t
     [("UNLIMITED", None), ("1-12:00:00", 129600), ("2:30:00", 9000), ("30:00", 1800), ("INFINITE", None)],
 )
 def test_time_limits_are_read_as_slurm_prints_them(written: str, seconds: int | None) -> None:
-    assert seconds_of(written) == seconds
+    assert parse_time_limit(written) == seconds

@@ -8,17 +8,27 @@ import pytest
 
 import small_plans
 from trainshed.catalog import machine
-from trainshed.catalog.prices import HOW_TO_SAY
-from trainshed.data.tokens.index_file import token_dtype
-from trainshed.plan.budget.budget import Terms, budget
-from trainshed.plan.budget.host_memory import host_memory, host_memory_warning
-from trainshed.plan.budget.planned_storage import planned_storage
-from trainshed.plan.budget.run_cost import price_per_gpu_hour, run_cost
-from trainshed.plan.budget.token_supply import bytes_per_token, readers_per_token, supply_warning, token_supply
+from trainshed.catalog.machines import NO_PRICE_HINT
+from trainshed.data.tokens.indexed_dataset import token_dtype
+from trainshed.plan.budget.budget import (
+    RunTerms,
+    host_memory,
+    host_memory_warning,
+    price_per_gpu_hour,
+    run_budget,
+    run_cost,
+)
+from trainshed.plan.budget.storage import (
+    bytes_per_token,
+    planned_storage,
+    readers_per_token,
+    supply_warning,
+    token_supply,
+)
 
 NODE = machine("a3-mega")
 CHOSEN = small_plans.prediction(small_plans.layout(tp=4, pp=4, vp=5, cp=2))
-TERMS = Terms("megatron", NODE, planned_storage("gcs"), steps=1000, checkpoint_every=100)
+TERMS = RunTerms("megatron", NODE, planned_storage("gcs"), steps=1000, checkpoint_every=100)
 
 
 @pytest.mark.parametrize("vocab_size", [280, 50257, 65499, 65500, 128256])
@@ -55,13 +65,13 @@ def test_staged_tokens_are_copied_to_every_node_first() -> None:
     assert staged.given_gb_per_s == 20.0 * 16
     held = token_supply(small_plans.JOB, CHOSEN.layout, 40.0, storage=None, stage="shm", corpus_tokens=10**12)
     assert (held.read_seconds, held.staging_seconds) == (None, None)
-    found = budget(small_plans.JOB, CHOSEN, replace(TERMS, stage="shm", corpus_tokens=10**12))
+    found = run_budget(small_plans.JOB, CHOSEN, replace(TERMS, stage="shm", corpus_tokens=10**12))
     assert found.host_memory.tokens_gib == pytest.approx(4e12 / 2**30)
     assert "tokens" in (host_memory_warning(found.host_memory) or "")
 
 
 def test_everything_fits_together_in_one_budget() -> None:
-    found = budget(small_plans.JOB, CHOSEN, TERMS)
+    found = run_budget(small_plans.JOB, CHOSEN, TERMS)
     assert found.checkpoint.bytes == small_plans.JOB.model.weights * 14
     assert found.host_memory.fits
     assert found.host_memory.staged_checkpoint_gib == pytest.approx(found.checkpoint.bytes / 16 / 2**30)
@@ -80,35 +90,35 @@ def test_everything_fits_together_in_one_budget() -> None:
 
 def test_a_given_price_wins_and_an_unknown_one_says_what_to_write() -> None:
     assert price_per_gpu_hour(NODE, 2.0) == (2.0, "as given")
-    assert price_per_gpu_hour(None) == (None, HOW_TO_SAY)
-    assert price_per_gpu_hour(machine("dgx-h100"))[1] == (f"{HOW_TO_SAY} (dgx-h100 is not rented out by the hour)")
+    assert price_per_gpu_hour(None) == (None, NO_PRICE_HINT)
+    assert price_per_gpu_hour(machine("dgx-h100"))[1] == (f"{NO_PRICE_HINT} (dgx-h100 is not rented out by the hour)")
     assert "capacity blocks" in price_per_gpu_hour(machine("p5e"))[1]
-    found = budget(small_plans.JOB, CHOSEN, replace(TERMS, machine=machine("dgx-h100")))
+    found = run_budget(small_plans.JOB, CHOSEN, replace(TERMS, machine=machine("dgx-h100")))
     assert found.run is not None
     assert (found.run.cost, found.run.energy_kwh is not None) == (None, True)
     assert found.run.price_source in found.notes
 
 
 def test_a_run_without_storage_or_length_says_what_is_not_known() -> None:
-    found = budget(small_plans.JOB, CHOSEN, Terms("torch"))
+    found = run_budget(small_plans.JOB, CHOSEN, RunTerms("torch"))
     assert (found.run, found.goodput.goodput, found.host_memory.fits) == (None, None, None)
     assert found.notes[0].startswith("no storage is named")
 
 
 def test_a_better_interval_is_told_where_it_pays() -> None:
-    rarely = budget(small_plans.JOB, CHOSEN, replace(TERMS, checkpoint_every=2000, mtbf_hours=500.0))
+    rarely = run_budget(small_plans.JOB, CHOSEN, replace(TERMS, checkpoint_every=2000, mtbf_hours=500.0))
     assert any("steps instead of 2,000 would raise the expected goodput" in note for note in rarely.notes)
 
 
 def test_slow_storage_is_warned_about() -> None:
-    slow = budget(
+    slow = run_budget(
         small_plans.JOB, CHOSEN, replace(TERMS, storage=planned_storage("amlfs-125", 16), checkpoint_every=10)
     )
     assert any("takes 8.2 minutes to write at 2 GB/s" in warning for warning in slow.warnings)
 
 
 def test_a_small_host_is_warned_about() -> None:
-    found = budget(small_plans.JOB, CHOSEN, TERMS)
+    found = run_budget(small_plans.JOB, CHOSEN, TERMS)
     small = NODE.model_copy(update={"memory_gib": 90.0})
     memory = host_memory(8, found.checkpoint, found.data, small)
     assert (host_memory_warning(memory) or "").startswith("a node needs 105 GiB of its own 90: 57 for the copy")

@@ -17,12 +17,12 @@ from trainshed.plan.budget.checkpoint_cost import (
     checkpoint_bytes,
     checkpoint_cost,
     checkpoint_warning,
-    spoken_seconds,
+    format_duration,
     writers_by_node,
 )
-from trainshed.plan.budget.planned_storage import TIB, planned_storage, storage_of
+from trainshed.plan.budget.storage import TIB, cluster_storage, planned_storage
 from trainshed.plan.layout import RankLayout, resolve_layout
-from trainshed.plan.performance.hardware import hardware_of
+from trainshed.plan.training_shape import hardware_of
 from trainshed.recipe import Layout, Optimizer, load_cluster
 
 CONFIG = model_preset("llama3-70b")
@@ -62,7 +62,7 @@ def test_the_aks_table_is_reproduced_and_its_mixed_units_are_corrected(
 
 
 def test_the_16_tib_that_the_aks_recipe_buys_mean_21_minutes_a_save_and_the_plan_says_so() -> None:
-    storage = storage_of(load_cluster("aks-nd-h100-v5"))
+    storage = cluster_storage(load_cluster("aks-nd-h100-v5"))
     assert storage is not None
     seconds = AKS_BYTES / (storage.write_gb_per_s(2, machine("nd-h100-v5")) * 1e9)
     assert seconds / 60 == pytest.approx(21, abs=0.1)
@@ -139,12 +139,12 @@ def test_a_cluster_files_storage_is_checked_against_the_catalog_with_its_line(tm
     file = tmp_path / "mine.yaml"
     file.write_text("name: mine\ntarget: local\nstorage: {tier: amlfs-125, size_tib: 20}\n")
     with pytest.raises(RecipeError) as caught:
-        storage_of(load_cluster(file))
+        cluster_storage(load_cluster(file))
     assert caught.value.where == f"{file}:3 (storage)"
     assert caught.value.what == "amlfs-125 cannot be bought in 20 TiB"
 
 
 def test_durations_are_said_as_people_say_them() -> None:
-    assert [spoken_seconds(each) for each in (2, 89, 1264, 7200, 260000)] == [
+    assert [format_duration(each) for each in (2, 89, 1264, 7200, 260000)] == [
         "2 seconds", "89 seconds", "21.1 minutes", "2.0 hours", "3.0 days"
     ]  # fmt: skip

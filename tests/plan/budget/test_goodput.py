@@ -7,8 +7,14 @@ from math import sqrt
 
 import pytest
 
-from trainshed.plan.budget.checkpoint_cost import CheckpointCost, checkpoint_warning
-from trainshed.plan.budget.goodput import best_interval_seconds, expected_goodput, goodput, node_mtbf_hours
+from trainshed.plan.budget.checkpoint_cost import (
+    CheckpointCost,
+    best_interval_seconds,
+    checkpoint_warning,
+    expected_goodput,
+    goodput,
+    node_mtbf_hours,
+)
 
 HOUR = 3600.0
 

@@ -8,55 +8,59 @@ import pytest
 
 from trainshed.catalog import model_preset
 from trainshed.plan.layout import resolve_layout
-from trainshed.plan.performance.anatomy import anatomy_of
-from trainshed.plan.performance.evidence import evidence, held_out, measured_kinds
-from trainshed.plan.performance.hardware import hardware_of_gpu
-from trainshed.plan.performance.predict import predict
-from trainshed.plan.performance.prediction import Job, Prediction
-from trainshed.plan.performance.stacks import stack
-from trainshed.plan.published.rows import all_rows, own_table, shipped_tables
-from trainshed.plan.published.validation import validate
+from trainshed.plan.model_shape import model_shape
+from trainshed.plan.performance.engine_constants import engine_constants
+from trainshed.plan.performance.evidence import evidence_for, held_out_errors, measured_kinds
+from trainshed.plan.performance.prediction import LayoutPrediction, predict
+from trainshed.plan.published.rows import own_engine_table, read_tables, shipped_tables
+from trainshed.plan.published.validation import validate_rows
+from trainshed.plan.training_shape import TrainingShape, hardware_of_gpu
 from trainshed.recipe import Layout
 
 
-def predicted(gpu: str, gpus: int, engine: str, *, model: str = "llama3-8b", **keys: object) -> tuple[Job, Prediction]:
+def predicted(
+    gpu: str, gpus: int, engine: str, *, model: str = "llama3-8b", **keys: object
+) -> tuple[TrainingShape, LayoutPrediction]:
     config = model_preset(model)
-    job = Job(anatomy_of(config, model), 4096, 128, "bf16", hardware_of_gpu(gpu), gpus, stack(engine))
+    job = TrainingShape(
+        model_shape(config, model), 4096, 128, "bf16", hardware_of_gpu(gpu), gpus, engine_constants(engine)
+    )
     layout = resolve_layout(Layout.model_validate(keys), config, world_size=gpus)
     return job, predict(job, layout)
 
 
 def test_the_range_is_that_of_left_out_rows_of_the_engine() -> None:
     job, chosen = predicted("h100", 8, "megatron", tp=2)
-    found = evidence(job, "megatron", chosen)
-    errors = held_out("megatron", "dense")
+    found = evidence_for(job, "megatron", chosen)
+    errors = held_out_errors("megatron", "dense")
     assert errors is not None
     assert errors.rows > 100
     assert found.seconds == (errors.low * chosen.step_seconds, errors.high * chosen.step_seconds)
     assert found.seconds[0] < chosen.step_seconds < found.seconds[1]
     assert "that no constant was fitted to" in found.notes[0]
-    assert evidence(job, "nemo", chosen).held_out == errors
+    assert evidence_for(job, "nemo", chosen).held_out == errors
 
 
 def test_an_engine_says_where_it_was_never_measured() -> None:
     job, chosen = predicted("a100-80gb", 8, "torch", shard="full")
-    found = evidence(job, "torch", chosen)
+    found = evidence_for(job, "torch", chosen)
     never = [note for note in found.notes if note.startswith("the engine torch was never measured")]
     assert never == [
         "the engine torch was never measured on a100-80gb (only on h200) nor on more than one GPU "
         "(what it says between them is planned as torchtitan's)"
     ]
-    assert found.held_out == held_out("torchtitan", "dense")
+    assert found.held_out == held_out_errors("torchtitan", "dense")
     assert not any(
-        note.startswith("the engine torch was never") for note in evidence(job, "torch", chosen, calibrated=True).notes
+        note.startswith("the engine torch was never")
+        for note in evidence_for(job, "torch", chosen, calibrated=True).notes
     )
     one, alone = predicted("h200", 1, "torch", shard="full")
-    assert not any("never measured" in note for note in evidence(one, "torch", alone).notes)
+    assert not any("never measured" in note for note in evidence_for(one, "torch", alone).notes)
 
 
 def test_where_no_model_was_ever_left_out_there_is_no_range() -> None:
     job, chosen = predicted("a100-80gb", 8, "torchtune", shard="full")
-    found = evidence(job, "torchtune", chosen)
+    found = evidence_for(job, "torchtune", chosen)
     assert (found.held_out, found.seconds) == (None, None)
     assert found.notes[0].startswith("how far off the step may be is not known: ")
 
@@ -65,16 +69,16 @@ def test_more_than_any_measurement_has_shown_is_said_with_both_figures() -> None
     job, chosen = predicted("a100-80gb", 8, "torch", shard="full")
     best = max(each.best_mfu for each in measured_kinds() if (each.gpu, each.precision) == ("a100-80gb", "bf16"))
     (note,) = [
-        each for each in evidence(job, "torch", replace(chosen, mfu=0.735)).notes if "is more than was ever" in each
+        each for each in evidence_for(job, "torch", replace(chosen, mfu=0.735)).notes if "is more than was ever" in each
     ]
     assert note.startswith("73.5% MFU is more than was ever measured on a100-80gb in bf16 with a dense model")
     assert f"rows is {best:.1%} (" in note
-    assert not any("more than was ever" in note for note in evidence(job, "torch", replace(chosen, mfu=best)).notes)
+    assert not any("more than was ever" in note for note in evidence_for(job, "torch", replace(chosen, mfu=best)).notes)
 
 
 def test_a_gpu_that_nobody_measured_says_so() -> None:
     job, chosen = predicted("l40s", 8, "torch", shard="full")
-    found = evidence(job, "torch", chosen)
+    found = evidence_for(job, "torch", chosen)
     assert any(note.startswith("no measurement of l40s in bf16 with a dense model is known") for note in found.notes)
     assert found.seconds is None
     assert found.notes[0] == "how far off the step may be is not known: there are no rows on l40s to tell by"
@@ -90,7 +94,11 @@ def test_attention_is_never_planned_faster_than_a_kernel_was() -> None:
 
 def test_what_is_kept_of_the_tables_is_what_they_say() -> None:
     """`python benchmarks/fit_planner.py --evidence` writes the file anew."""
-    rows = [one for one in validate(all_rows([*shipped_tables(), own_table()])).judged if one.step_seconds is not None]
+    rows = [
+        one
+        for one in validate_rows(read_tables([*shipped_tables(), own_engine_table()])).judged
+        if one.step_seconds is not None
+    ]
     assert sum(each.rows for each in measured_kinds()) == len(rows)
     for gpu in ("a100-80gb", "h100-sxm", "h200"):
         shown = [

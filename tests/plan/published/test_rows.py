@@ -8,10 +8,9 @@ import pytest
 
 from trainshed.catalog.models import model_preset
 from trainshed.errors import InputError
-from trainshed.plan.performance.anatomy import anatomy_of
-from trainshed.plan.published.cases import Case, case_of
-from trainshed.plan.published.row_layout import nanotron_stages
-from trainshed.plan.published.rows import Row, Skip, all_rows, read_rows, shipped_tables
+from trainshed.plan.model_shape import model_shape
+from trainshed.plan.published.cases import PublishedCase, nanotron_stages, row_case
+from trainshed.plan.published.rows import PublishedRow, SkippedRow, read_rows, read_tables, shipped_tables
 
 ROW = {
     "source": "a table",
@@ -42,13 +41,13 @@ ROW = {
 }
 
 
-def case(**changes: str) -> Case:
-    return case_of(Row({**ROW, **changes}, 2))
+def case(**changes: str) -> PublishedCase:
+    return row_case(PublishedRow({**ROW, **changes}, 2))
 
 
 def test_a_row_is_the_job_and_the_layout_it_describes() -> None:
     found = case()
-    assert found.job.model.weights == anatomy_of(model_preset("llama3-8b")).weights
+    assert found.job.model.weights == model_shape(model_preset("llama3-8b")).weights
     assert (found.layout.tp, found.layout.pp, found.layout.vp, found.layout.dp) == (2, 4, 2, 8)
     assert found.job.hardware.network_gb_per_s == 50.0
 
@@ -67,7 +66,7 @@ def test_a_row_is_the_job_and_the_layout_it_describes() -> None:
     ],
 )
 def test_what_a_row_does_not_say_is_never_guessed(changes: dict[str, str], reason: str) -> None:
-    with pytest.raises(Skip, match=reason):
+    with pytest.raises(SkippedRow, match=reason):
         case(**changes)
 
 
@@ -112,12 +111,12 @@ def test_a_file_without_the_columns_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_shipped_tables_are_whole() -> None:
-    assert len(all_rows(shipped_tables())) == 3004
+    assert len(read_tables(shipped_tables())) == 3004
 
 
 def test_a_nanotron_row_has_the_memory_of_rank_0_whatever_its_table_says() -> None:
-    assert Row({**ROW, "engine": "nanotron", "memory_stage": "worst"}, 2).memory_stage == "first"
-    assert Row({**ROW, "memory_stage": "worst"}, 2).memory_stage == "worst"
+    assert PublishedRow({**ROW, "engine": "nanotron", "memory_stage": "worst"}, 2).memory_stage == "first"
+    assert PublishedRow({**ROW, "memory_stage": "worst"}, 2).memory_stage == "worst"
 
 
 def test_megatron_deepspeed_without_zero_is_megatron_of_its_time_except_on_omni_path() -> None:

@@ -2,12 +2,12 @@
 
 import pytest
 
-from trainshed.plan.published.scores import (
+from trainshed.plan.published.validation import (
     ErrorScores,
-    FitScores,
+    OutOfMemoryScores,
     RegretScores,
     error_scores,
-    fit_scores,
+    out_of_memory_scores,
     regret_scores,
 )
 
@@ -23,7 +23,7 @@ def test_errors_count_both_directions_alike_and_the_bias_keeps_its_sign():
 
 def test_balanced_accuracy_is_the_mean_of_both_sides_however_uneven_they_are():
     caught, missed, quiet, alarm = (True, True), (False, True), (False, False), (True, False)
-    scores = fit_scores([caught] * 3 + [missed] + [quiet] * 95 + [alarm] * 5)
+    scores = out_of_memory_scores([caught] * 3 + [missed] + [quiet] * 95 + [alarm] * 5)
     assert (scores.positives, scores.negatives) == (4, 100)
     assert scores.precision == pytest.approx(3 / 8)
     assert scores.recall == pytest.approx(0.75)
@@ -43,9 +43,9 @@ def test_regret_is_what_our_choice_costs_and_the_best_of_three_forgives_near_mis
 
 def test_nothing_to_judge_by_is_none_and_never_zero():
     assert error_scores([]) == ErrorScores()
-    assert fit_scores([]) == FitScores()
+    assert out_of_memory_scores([]) == OutOfMemoryScores()
     assert regret_scores([]) == RegretScores()
-    only_failures = fit_scores([(True, True), (False, True)])
+    only_failures = out_of_memory_scores([(True, True), (False, True)])
     assert (only_failures.recall, only_failures.precision, only_failures.balanced_accuracy) == (0.5, 1.0, None)
-    only_runs = fit_scores([(False, False)])
+    only_runs = out_of_memory_scores([(False, False)])
     assert (only_runs.recall, only_runs.precision, only_runs.balanced_accuracy) == (None, None, None)

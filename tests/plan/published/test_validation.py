@@ -10,9 +10,8 @@ import orjson
 import pytest
 
 from trainshed.plan.published.plot import accuracy_svg, short_source
-from trainshed.plan.published.rows import Row, column_names, read_rows, shipped_tables
-from trainshed.plan.published.scores import ErrorScores, FitScores, RegretScores
-from trainshed.plan.published.validation import validate
+from trainshed.plan.published.rows import PublishedRow, column_names, read_rows, shipped_tables
+from trainshed.plan.published.validation import ErrorScores, OutOfMemoryScores, RegretScores, validate_rows
 
 _ROW = {
     "source": "someone/bench:README.md",
@@ -39,18 +38,18 @@ _ROW = {
 }
 
 
-def row(**changed: Any) -> Row:
+def row(**changed: Any) -> PublishedRow:
     """A row that can be predicted, with some fields changed."""
-    return Row({key: str(value) for key, value in (_ROW | changed).items()}, 2)
+    return PublishedRow({key: str(value) for key, value in (_ROW | changed).items()}, 2)
 
 
 def predicted_seconds(**changed: Any) -> float:
-    (judged,) = validate([row(**changed)]).judged
+    (judged,) = validate_rows([row(**changed)]).judged
     return judged.prediction.step_seconds
 
 
 @pytest.fixture(scope="module")
-def shipped_sample() -> list[Row]:
+def shipped_sample() -> list[PublishedRow]:
     """Some rows of every source that comes with Trainshed."""
     rows = [row for path in shipped_tables() for row in read_rows(path)]
     seen: dict[tuple[str, bool], int] = {}
@@ -63,8 +62,8 @@ def shipped_sample() -> list[Row]:
     return sample
 
 
-def test_the_report_has_the_promised_keys_overall_and_by_source(shipped_sample: list[Row]):
-    validation = validate(shipped_sample)
+def test_the_report_has_the_promised_keys_overall_and_by_source(shipped_sample: list[PublishedRow]):
+    validation = validate_rows(shipped_sample)
     report = orjson.loads(orjson.dumps(validation.to_plain()))
     step_time = {"mape", "median", "bias", "worst", "null_mape"}
     for scores in (report, *report["by_source"].values()):
@@ -80,7 +79,7 @@ def test_the_report_has_the_promised_keys_overall_and_by_source(shipped_sample: 
 
 def test_step_time_errors_are_relative_to_what_was_measured():
     seconds = predicted_seconds()
-    scores = validate([row(step_time_s=seconds / 1.25), row(step_time_s=seconds / 0.75)]).scores()
+    scores = validate_rows([row(step_time_s=seconds / 1.25), row(step_time_s=seconds / 0.75)]).scores()
     assert scores.step_time.mape == pytest.approx(0.25)
     assert scores.step_time.bias == pytest.approx(0.0)
 
@@ -88,23 +87,23 @@ def test_step_time_errors_are_relative_to_what_was_measured():
 def test_the_null_model_is_one_rate_for_all_rows_of_a_source_gpu_and_precision():
     # Three rates of 1, 1/2 and 1/4: the constant is the middle one, so it is off by 2, 0 and 1/2 of what was measured.
     rows = [row(step_time_s=seconds) for seconds in (4.0, 8.0, 16.0)]
-    assert validate(rows).scores().step_time.null_mape == pytest.approx((1.0 + 0.0 + 0.5) / 3)
+    assert validate_rows(rows).scores().step_time.null_mape == pytest.approx((1.0 + 0.0 + 0.5) / 3)
     elsewhere = [row(step_time_s=40.0, source="other/bench"), row(step_time_s=80.0, precision="fp8")]
-    assert validate(rows + elsewhere).scores().step_time.null_mape == pytest.approx((1.0 + 0.0 + 0.5) / 5)
+    assert validate_rows(rows + elsewhere).scores().step_time.null_mape == pytest.approx((1.0 + 0.0 + 0.5) / 5)
 
 
 def test_rows_below_a_tenth_of_the_peak_are_left_out_of_the_cut_by_the_published_mfu_or_ours():
     rows = [row(mfu=0.35), row(mfu=0.04), row(step_time_s=500.0), row()]
-    assert validate(rows).scores().above_10_percent_mfu.count == 2
+    assert validate_rows(rows).scores().above_10_percent_mfu.count == 2
 
 
 def test_memory_is_compared_with_the_figure_and_the_rank_the_source_means():
     changed = {"peak_mem_gib": 50, "pp": 2, "tp": 1}
-    (judged,) = validate([row(**changed)]).judged
+    (judged,) = validate_rows([row(**changed)]).judged
     stages = [stage.memory for stage in judged.prediction.stages]
 
     def compared(**said: str) -> float:
-        return validate([row(**changed, **said)]).judged[0].predicted_gib
+        return validate_rows([row(**changed, **said)]).judged[0].predicted_gib
 
     assert compared(memory_metric="allocated") == max(stage.allocated for stage in stages)
     assert compared(memory_metric="nvidia-smi") == compared(notes="nvidia-smi") == max(stage.total for stage in stages)
@@ -115,7 +114,7 @@ def test_memory_is_compared_with_the_figure_and_the_rank_the_source_means():
 def test_rows_that_ran_out_of_memory_are_positives_and_rows_that_ran_are_negatives():
     large = {"layers": 400, "tp": 1}
     rows = [row(**large, step_time_s="", notes="OOM"), row(), row(step_time_s="", peak_mem_gib=40), row(**large)]
-    scores = validate(rows).scores().out_of_memory
+    scores = validate_rows(rows).scores().out_of_memory
     assert (scores.positives, scores.negatives) == (1, 3)
     assert scores.recall == 1.0
     assert scores.precision == pytest.approx(1 / 2)  # the large model "ran" too, which nobody would believe
@@ -125,12 +124,12 @@ def test_regret_needs_three_layouts_that_could_be_chosen_from_and_a_repeated_one
     layouts = ({"tp": 1}, {"tp": 2}, {"tp": 4})
     order = sorted(layouts, key=lambda keys: predicted_seconds(**keys))
     rows = [row(**keys, step_time_s=seconds) for keys, seconds in zip(order, (6.0, 5.0, 7.0), strict=True)]
-    scores = validate(rows).scores().regret
+    scores = validate_rows(rows).scores().regret
     assert (scores.groups, scores.top1_mean) == (1, pytest.approx(0.2))
     assert scores.top3_worst == 0.0
-    assert validate([rows[0], rows[0], rows[1], rows[1]]).scores().regret == RegretScores()
+    assert validate_rows([rows[0], rows[0], rows[1], rows[1]]).scores().regret == RegretScores()
     elsewhere = row(tp=8, global_batch=64)
-    assert validate([*rows[:2], elsewhere]).scores().regret == RegretScores()
+    assert validate_rows([*rows[:2], elsewhere]).scores().regret == RegretScores()
 
 
 @pytest.mark.parametrize(
@@ -157,7 +156,7 @@ def test_regret_needs_three_layouts_that_could_be_chosen_from_and_a_repeated_one
     ids=str,
 )
 def test_an_odd_row_is_skipped_with_a_reason_and_the_others_are_still_judged(odd: dict[str, str]):
-    validation = validate([row(**odd), row()])
+    validation = validate_rows([row(**odd), row()])
     assert len(validation.judged) == 1
     ((_, reason),) = validation.skipped
     assert len(reason) > 10
@@ -165,16 +164,16 @@ def test_an_odd_row_is_skipped_with_a_reason_and_the_others_are_still_judged(odd
 
 
 def test_floats_where_whole_numbers_belong_are_read(tmp_path: Path):
-    plain, floats = validate([row()]), validate([row(num_gpus="16.0", tp="2.0", layers="32.0")])
+    plain, floats = validate_rows([row()]), validate_rows([row(num_gpus="16.0", tp="2.0", layers="32.0")])
     assert floats.judged[0].prediction == plain.judged[0].prediction
 
 
 def test_a_table_of_one_kind_leaves_the_scores_of_the_other_kinds_open():
-    failures = validate([row(step_time_s="", notes="OOM")]).scores()
+    failures = validate_rows([row(step_time_s="", notes="OOM")]).scores()
     assert (failures.step_time.mape, failures.step_time.null_mape, failures.memory) == (None, None, ErrorScores())
     assert failures.regret == RegretScores()
-    empty = validate([]).scores()
-    assert (empty.rows, empty.step_time.mape, empty.out_of_memory) == (0, None, FitScores())
+    empty = validate_rows([]).scores()
+    assert (empty.rows, empty.step_time.mape, empty.out_of_memory) == (0, None, OutOfMemoryScores())
 
 
 def test_every_shipped_memory_figure_says_what_it_counts_and_on_which_rank():
@@ -190,12 +189,12 @@ def test_every_shipped_memory_figure_says_what_it_counts_and_on_which_rank():
 
 
 def test_the_plot_has_a_panel_for_what_was_measured_and_names_its_sources():
-    drawn = accuracy_svg(validate([row(), row(source="a & b: <paper>", peak_mem_gib=40)]))
+    drawn = accuracy_svg(validate_rows([row(), row(source="a & b: <paper>", peak_mem_gib=40)]))
     assert drawn.count('class="frame"') == 2
     assert "bench (" in drawn
     assert "a &amp; b" in drawn
-    assert accuracy_svg(validate([row()])).count('class="frame"') == 1
-    assert "<svg" in accuracy_svg(validate([]))
+    assert accuracy_svg(validate_rows([row()])).count('class="frame"') == 1
+    assert "<svg" in accuracy_svg(validate_rows([]))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 from small_plans import MEMORY, answer, layout, prediction
 from trainshed.errors import InputError
 from trainshed.plan.report.page import html_page, svg_sheet, write_report
-from trainshed.plan.searching.scaling import ScalingCurve, ScalingPoint
+from trainshed.plan.search.scaling import ScalingCurve, ScalingPoint
 
 CURVE = ScalingCurve(
     (

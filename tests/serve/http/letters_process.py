@@ -16,8 +16,8 @@ from scripted_model import Letters, ScriptedGenerator
 from trainshed.cli.console import PlainReporter, print_error
 from trainshed.errors import InputError, TrainshedError
 from trainshed.reporting import Reporter
-from trainshed.serve.http.model import ServedModel
 from trainshed.serve.http.server import ServerSettings, serve_http
+from trainshed.serve.http.server_state import ServedModel
 
 
 def main(grace: str, how: str = "") -> int:

@@ -11,7 +11,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from trainshed.errors import InputError
-from trainshed.serve.asking import Alternative, Ended, Event, Failed, Load, Piece, PromptRead, Sampling
+from trainshed.serve.request import (
+    GenerationEvent,
+    GenerationFailed,
+    GenerationFinished,
+    GeneratorLoad,
+    OutputToken,
+    PrefillDone,
+    SamplingParams,
+    TokenLogprob,
+)
 
 END = 0
 BEGINNING = 1
@@ -39,8 +48,8 @@ class Letters:
 @dataclass(eq=False)
 class Asked:
     prompt: list[int]
-    sampling: Sampling
-    tell: Callable[[Event], None]
+    sampling: SamplingParams
+    tell: Callable[[GenerationEvent], None]
     cancelled: threading.Event = field(default_factory=threading.Event)
 
     def cancel(self) -> None:
@@ -63,7 +72,7 @@ class ScriptedGenerator:
     def __post_init__(self) -> None:
         self.hold.set()
 
-    def submit(self, prompt: Sequence[int], sampling: Sampling, tell: Callable[[Event], None]) -> Asked:
+    def submit(self, prompt: Sequence[int], sampling: SamplingParams, tell: Callable[[GenerationEvent], None]) -> Asked:
         if not prompt:
             raise InputError("the prompt is empty")
         if not all(0 <= token < 0xD800 for token in prompt):
@@ -75,9 +84,9 @@ class ScriptedGenerator:
         threading.Thread(target=self._answer, args=(asked,), daemon=True).start()
         return asked
 
-    def load(self) -> Load:
+    def load(self) -> GeneratorLoad:
         prompts = sum(len(asked.prompt) for asked in self.said)
-        return Load(self.running, 0, self.generated, 1000, prompts, self.generated)
+        return GeneratorLoad(self.running, 0, self.generated, 1000, prompts, self.generated)
 
     def failure(self) -> str | None:
         return self.broken
@@ -92,31 +101,31 @@ class ScriptedGenerator:
             self.running -= 1
         asked.tell(last)
 
-    def _events(self, asked: Asked) -> Ended | Failed:
+    def _events(self, asked: Asked) -> GenerationFinished | GenerationFailed:
         sampling = asked.sampling
         read = tuple(self._piece(token, sampling) for token in asked.prompt[1:]) if sampling.prompt_logprobs else ()
-        asked.tell(PromptRead(read))
+        asked.tell(PrefillDone(read))
         text = ""
         for letter in self.script[: sampling.max_tokens]:
             while not self.hold.wait(0.005):
                 if asked.cancelled.is_set():
-                    return Ended("cancelled")
+                    return GenerationFinished("cancelled")
             if asked.cancelled.is_set():
-                return Ended("cancelled")
+                return GenerationFinished("cancelled")
             if self.broken:
-                return Failed(self.broken)
+                return GenerationFailed(self.broken)
             text += letter
             with self._lock:
                 self.generated += 1
             if any(text.endswith(stop) for stop in sampling.stop):
-                asked.tell(Piece(ord(letter), ""))
-                return Ended("stop")
+                asked.tell(OutputToken(ord(letter), ""))
+                return GenerationFinished("stop")
             asked.tell(self._piece(ord(letter), sampling))
         whole = sampling.max_tokens is None or len(self.script) < sampling.max_tokens
-        return Ended("stop" if whole else "length")
+        return GenerationFinished("stop" if whole else "length")
 
-    def _piece(self, token: int, sampling: Sampling) -> Piece:
+    def _piece(self, token: int, sampling: SamplingParams) -> OutputToken:
         if sampling.logprobs is None:
-            return Piece(token, chr(token))
-        others = tuple(Alternative(token + step, -0.25 * (step + 1)) for step in range(sampling.logprobs))
-        return Piece(token, chr(token), -0.25, others)
+            return OutputToken(token, chr(token))
+        others = tuple(TokenLogprob(token + step, -0.25 * (step + 1)) for step in range(sampling.logprobs))
+        return OutputToken(token, chr(token), -0.25, others)

@@ -12,10 +12,9 @@ import openai
 from scripted_model import Letters, ScriptedGenerator
 
 from trainshed.serve.http.app import build_app
-from trainshed.serve.http.condition import Condition
-from trainshed.serve.http.metrics import Metrics
-from trainshed.serve.http.model import ServedModel
-from trainshed.serve.http.server import address_of, bound, listening
+from trainshed.serve.http.metrics import ServerMetrics
+from trainshed.serve.http.server import bind_socket, listener_url, run_in_thread
+from trainshed.serve.http.server_state import ServedModel, ServerState
 
 
 @dataclass
@@ -23,7 +22,7 @@ class Served:
     """Where it is, what it is made of, and two clients."""
 
     url: str
-    condition: Condition
+    condition: ServerState
     generator: ScriptedGenerator
     words: Letters
     http: httpx2.Client
@@ -34,7 +33,7 @@ class Served:
         self.generator.close()
         self.generator, self.words = ScriptedGenerator(), Letters()
         self.condition.draining = self.condition.closed = False
-        self.condition.metrics = Metrics()
+        self.condition.metrics = ServerMetrics()
         self.condition.loaded(ServedModel("letters", self.generator, self.words))
 
 
@@ -42,11 +41,11 @@ class Served:
 def serve_letters(*, loaded: bool = True, api_key: str | None = None, max_questions: int = 8) -> Iterator[Served]:
     """Serve the model of letters until this is left."""
     generator, words = ScriptedGenerator(), Letters()
-    condition = Condition(max_questions=max_questions)
+    condition = ServerState(max_questions=max_questions)
     if loaded:
         condition.loaded(ServedModel("letters", generator, words))
-    with bound("127.0.0.1", 0) as listener, listening(build_app(condition, api_key=api_key), listener):
-        url = address_of(listener)
+    with bind_socket("127.0.0.1", 0) as listener, run_in_thread(build_app(condition, api_key=api_key), listener):
+        url = listener_url(listener)
         with (
             httpx2.Client(base_url=url, timeout=120) as http,
             openai.OpenAI(base_url=f"{url}/v1", api_key=api_key or "none", max_retries=0, timeout=120) as client,

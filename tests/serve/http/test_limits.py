@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from served_letters import Served, serve_letters
 
-from trainshed.serve.http import answers
+from trainshed.serve.http import dispatcher
 
 ASK = {"model": "letters", "prompt": "say"}
 CHAT = {"model": "letters", "messages": [{"role": "user", "content": "say"}]}
@@ -63,7 +63,7 @@ def test_the_tokens_of_a_request_are_bounded(
     sentence: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(answers, "MAX_TOKENS", 1000)
+    monkeypatch.setattr(dispatcher, "MAX_REQUEST_TOKENS", 1000)
     response = served.http.request(method, path, json=body)
     assert response.status_code == 400
     assert sentence in sentence_of(response)
@@ -83,7 +83,7 @@ def test_the_tokens_of_a_request_are_bounded(
 def test_the_log_probabilities_of_a_request_are_bounded(
     served: Served, method: str, path: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(answers, "MAX_LOGPROBS", 1000)
+    monkeypatch.setattr(dispatcher, "MAX_REQUEST_LOGPROBS", 1000)
     response = served.http.request(method, path, json=body)
     assert response.status_code == 400
     assert "log-probabilities; one request may ask for 1000" in sentence_of(response)
@@ -92,7 +92,7 @@ def test_the_log_probabilities_of_a_request_are_bounded(
 def test_one_answer_of_the_models_whole_length_is_never_too_much(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(answers, "MAX_TOKENS", 10)
+    monkeypatch.setattr(dispatcher, "MAX_REQUEST_TOKENS", 10)
     assert served.http.post("/v1/completions", json=ASK | {"max_tokens": 200}).status_code == 200
 
 

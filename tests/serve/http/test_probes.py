@@ -7,9 +7,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from served_letters import Served, serve_letters, wait_until
 
 from trainshed.reporting import SILENT
-from trainshed.serve.http.condition import LoadProgress
 from trainshed.serve.http.metrics import Histogram
-from trainshed.serve.http.model import ServedModel
+from trainshed.serve.http.server_state import LoadProgress, ServedModel
 
 
 def probe(served: Served, path: str) -> tuple[int, dict]:

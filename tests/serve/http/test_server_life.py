@@ -18,7 +18,7 @@ import pytest
 from served_letters import wait_until
 
 from trainshed.errors import InputError
-from trainshed.serve.http.server import address_of, bound
+from trainshed.serve.http.server import bind_socket, listener_url
 
 SCRIPT = Path(__file__).parent / "letters_process.py"
 ASK = {"model": "letters", "prompt": "say"}
@@ -142,21 +142,21 @@ def test_ctrl_c_waits_for_answers_and_for_nobody_else() -> None:
 
 
 def test_a_port_that_is_taken_says_what_to_write() -> None:
-    with bound("127.0.0.1", 0) as listener:
+    with bind_socket("127.0.0.1", 0) as listener:
         port = listener.getsockname()[1]
         sentence = f"port {port}: Address already in use"
-        with pytest.raises(InputError, match=sentence) as caught, bound("127.0.0.1", port):
+        with pytest.raises(InputError, match=sentence) as caught, bind_socket("127.0.0.1", port):
             pass
     assert "--port" in (caught.value.hint or "")
 
 
 @pytest.mark.parametrize(("host", "port"), [("nowhere.invalid", 80), ("127.0.0.1", 70000)])
 def test_an_address_that_cannot_be_is_wrong_input(host: str, port: int) -> None:
-    with pytest.raises(InputError), bound(host, port):
+    with pytest.raises(InputError), bind_socket(host, port):
         pass
 
 
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6 here")
 def test_an_ipv6_address_is_written_as_one() -> None:
-    with bound("::1", 0) as listener:
-        assert re.fullmatch(r"http://\[::1\]:\d+", address_of(listener))
+    with bind_socket("::1", 0) as listener:
+        assert re.fullmatch(r"http://\[::1\]:\d+", listener_url(listener))

@@ -1,34 +1,205 @@
-"""A model's weights as transformers saves them: checked against its config, read box by box.
+"""Weights as transformers saves them: safetensors headers, config.json, and tensors read box by box.
 
-Opening reads the config and the headers alone and needs no torch; `read` touches the bytes a box needs and no others,
-so that every rank of any layout reads its own part from the same files. Nothing is mapped: memory holds what was asked
-for, whatever the size of a file.
+Opening reads the config and the headers alone, checks that the tensors are those of the config, and needs neither
+torch nor safetensors. `read` touches only the bytes a box needs, so every rank of any layout reads its own part
+from the same files. Nothing is mapped: memory holds what was asked for, whatever the size of a file.
+
+A safetensors file: 8 bytes of little-endian header length, the header (JSON: name → dtype, shape, data_offsets),
+the data.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import os
+import re
 import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
-from trainshed.checkpoints.hf.folder import DTYPES, matched, read_config, stored_tensors
-from trainshed.checkpoints.hf.safetensors_file import StoredTensor, same_bytes
 from trainshed.checkpoints.weights import box_ends
-from trainshed.errors import CorruptData, InputError
-from trainshed.models.families import HF_FAMILIES
-from trainshed.models.hf_tensors import Strip, sources
+from trainshed.errors import CorruptData, InputError, NoSuchName
+from trainshed.models.families import HF_FAMILIES, read_hf_config
+from trainshed.models.hf_tensors import HfTensor, RowMapping, hf_row_mappings, hf_tensors
 from trainshed.models.parameters import Parameter
 from trainshed.recipe import ModelConfig
+from trainshed.storage import CHUNK_BYTES
 
 if TYPE_CHECKING:
     import torch
 
-    from trainshed.checkpoints.scratch import Scratch
+    from trainshed.checkpoints.io import BufferPool
+
+
+# The limit of the safetensors library itself.
+_LONGEST_HEADER_BYTES = 100_000_000
+_DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+_AGAIN = "fetch or write the file again"
+
+
+@dataclass(frozen=True)
+class SafetensorsEntry:
+    """One tensor of a file; `start` and `end` count bytes from the beginning of the file."""
+
+    file: Path
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+def read_safetensors_header(path: Path) -> dict[str, SafetensorsEntry]:
+    """Return the tensors of a file by name; a file that is cut short or damaged is an error."""
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or length > min(size - 8, _LONGEST_HEADER_BYTES):
+                raise CorruptData("is no safetensors file, or only its beginning", where=str(path), hint=_AGAIN)
+            header = json.loads(file.read(length))
+    except FileNotFoundError:
+        raise CorruptData("is named by the index and not there", where=str(path), hint=_AGAIN) from None
+    except ValueError:
+        raise CorruptData("has a header that is not JSON", where=str(path), hint=_AGAIN) from None
+    try:
+        found = {
+            name: _entry(path, name, entry, 8 + length) for name, entry in header.items() if name != "__metadata__"
+        }
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise CorruptData("has a header nobody can read", where=str(path), hint=_AGAIN) from None
+    end = max((tensor.end for tensor in found.values()), default=8 + length)
+    if end != size:
+        short = "cut short" if size < end else "longer than its tensors"
+        raise CorruptData(f"is {short}: {size} bytes where its header counts {end}", where=str(path), hint=_AGAIN)
+    for name, tensor in found.items():
+        bytes_each = _DTYPE_BYTES.get(tensor.dtype)
+        if bytes_each is not None and tensor.end - tensor.start != math.prod(tensor.shape) * bytes_each:
+            raise CorruptData(f"`{name}` has another size than its shape says", where=str(path), hint=_AGAIN)
+    return found
+
+
+def same_bytes(one: SafetensorsEntry, other: SafetensorsEntry) -> bool:
+    """Whether two tensors are equal bit by bit."""
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    with one.file.open("rb") as left, other.file.open("rb") as right:
+        left.seek(one.start)
+        right.seek(other.start)
+        rest = one.end - one.start
+        while rest:
+            length = min(rest, CHUNK_BYTES)
+            if left.read(length) != right.read(length):
+                return False
+            rest -= length
+    return True
+
+
+def _entry(path: Path, name: str, entry: Mapping[str, Any], data: int) -> SafetensorsEntry:
+    start, end = entry["data_offsets"]
+    shape = tuple(map(int, entry["shape"]))
+    return SafetensorsEntry(path, name, str(entry["dtype"]), shape, data + int(start), data + int(end))
+
+
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+SAFETENSORS_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+"""The safetensors dtypes that are read, and torch's names for them."""
+# What older versions of transformers saved although it can be computed: rotary frequencies, GPT-2's causal masks.
+_BUFFERS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|attn\.(bias|masked_bias))$")
+_NAMED = 5  # how many tensors an error names before it only counts
+
+
+def read_folder_config(folder: Path) -> ModelConfig:
+    """Return the architecture that a folder's config.json describes."""
+    return read_hf_config(_json_object(folder / CONFIG), str(folder / CONFIG))
+
+
+def list_tensors(folder: Path) -> dict[str, SafetensorsEntry]:
+    """All tensors of a folder; as transformers, the single file first, then the index."""
+    if (folder / WEIGHTS).exists():
+        return read_safetensors_header(folder / WEIGHTS)
+    if not (folder / INDEX).exists():
+        raise NoSuchName(
+            f"there is neither {WEIGHTS} nor {INDEX}",
+            where=str(folder),
+            hint="pickled weights (.bin, .pth) are never opened: save them as safetensors with save_pretrained",
+        )
+    index = _json_object(folder / INDEX).get("weight_map")
+    if not isinstance(index, dict) or not all(isinstance(name, str) and name for name in index.values()):
+        raise CorruptData("has no `weight_map`", where=str(folder / INDEX), hint="fetch the folder again")
+    for name in sorted(set(index.values())):
+        if Path(name).name != name:
+            raise CorruptData(f"names `{name}`, which is no file beside it", where=str(folder / INDEX))
+    files = {name: read_safetensors_header(folder / name) for name in sorted(set(index.values()))}
+    lost = sorted(tensor for tensor, name in index.items() if tensor not in files[name])
+    if lost:
+        raise CorruptData(
+            f"does not fit its files: {_join_names(lost)} not where it says",
+            where=str(folder / INDEX),
+            hint="fetch the folder again",
+        )
+    found = {name: tensor for header in files.values() for name, tensor in header.items()}
+    return found | {tensor: files[name][tensor] for tensor, name in index.items()}
+
+
+def match_tensors(
+    config: ModelConfig, stored: dict[str, SafetensorsEntry], folder: Path
+) -> dict[str, SafetensorsEntry]:
+    """Find every tensor of an architecture by its full name, or say what is missing, left over or of another kind."""
+    wanted = {tensor.name: tensor for tensor in hf_tensors(config)}
+    base = HF_FAMILIES[config.family].names.base
+    if not any(name.startswith(base) for name in stored):
+        # Saved without the language model around it, as OpenAI's GPT-2s are.
+        stored = {name if name in wanted else base + name: tensor for name, tensor in stored.items()}
+    missing = [name for name in wanted if name not in stored]
+    extra = sorted(name for name in stored if name not in wanted and not _BUFFERS.search(name))
+    if missing or extra:
+        parts = [f"{_join_names(names)} {how}" for names, how in ((missing, "missing"), (extra, "left over")) if names]
+        raise InputError(
+            f"the tensors are not those of its config: {'; '.join(parts)}",
+            where=str(folder),
+            hint=f"compare them with {CONFIG}; one that is left over would have been lost in silence",
+        )
+    wrong = [_mismatch(tensor, stored[tensor.name]) for tensor in wanted.values()]
+    if any(wrong):
+        raise InputError(
+            f"the tensors are not those of its config: {_join_names([each for each in wrong if each])}",
+            where=str(folder),
+            hint=f"read are {', '.join(SAFETENSORS_DTYPES.values())}, in the shapes that {CONFIG} gives",
+        )
+    return {name: stored[name] for name in wanted}
+
+
+def _mismatch(wanted: HfTensor, stored: SafetensorsEntry) -> str | None:
+    if stored.shape != wanted.shape:
+        return f"`{stored.name}` is {list(stored.shape)}, not {list(wanted.shape)}"
+    return None if stored.dtype in SAFETENSORS_DTYPES else f"`{stored.name}` is {stored.dtype}"
+
+
+def _json_object(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise NoSuchName(
+            f"there is no {path.name}", where=str(path.parent), hint="name a folder with a model"
+        ) from None
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise CorruptData("is not a JSON object", where=str(path), hint="fetch the file again")
+    return found
+
+
+def _join_names(names: Sequence[str]) -> str:
+    return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
+
 
 HEAD = "lm_head.weight"
 # Small enough to stay in a processor's cache between reading and laying out, large enough that reads do not count.
@@ -44,15 +215,15 @@ class HfWeights:
 
     def __init__(self, folder: Path, config: ModelConfig | None = None) -> None:
         self.folder = folder
-        self.config = read_config(folder) if config is None else config
-        stored = stored_tensors(folder)
+        self.config = read_folder_config(folder) if config is None else config
+        stored = list_tensors(folder)
         self._tied_head = stored.pop(HEAD, None) if self.config.tied_embeddings else None
-        self._tensors = matched(self.config, stored, folder)
+        self._tensors = match_tensors(self.config, stored, folder)
         self._open_files: dict[Path, int] = {}
         self._lock = threading.Lock()
-        self._strips: dict[str, tuple[Strip, ...]] = {}
-        self._memory: Scratch | None = None
-        weakref.finalize(self, _close, self._open_files)
+        self._strips: dict[str, tuple[RowMapping, ...]] = {}
+        self._memory: BufferPool | None = None
+        weakref.finalize(self, _close_files, self._open_files)
 
     def __enter__(self) -> Self:
         return self
@@ -63,16 +234,16 @@ class HfWeights:
     def close(self) -> None:
         """Let go of the files."""
         with self._lock:
-            _close(self._open_files)
+            _close_files(self._open_files)
             self._memory = None
 
     @property
     def dtypes(self) -> list[str]:
         """The dtypes of the stored tensors, in torch's words."""
-        return sorted({DTYPES[tensor.dtype] for tensor in self._tensors.values()})
+        return sorted({SAFETENSORS_DTYPES[tensor.dtype] for tensor in self._tensors.values()})
 
     @property
-    def stored(self) -> Mapping[str, StoredTensor]:
+    def stored(self) -> Mapping[str, SafetensorsEntry]:
         """Where each tensor lies, by the name that transformers saves it under today."""
         return self._tensors
 
@@ -113,11 +284,11 @@ class HfWeights:
             )
 
     @property
-    def _scratch(self) -> Scratch:
-        from trainshed.checkpoints.scratch import Scratch
+    def _scratch(self) -> BufferPool:
+        from trainshed.checkpoints.io import BufferPool
 
         with self._lock:
-            self._memory = self._memory or Scratch()
+            self._memory = self._memory or BufferPool()
             return self._memory
 
     def _fill(self, box: torch.Tensor, parameter: Parameter, offset: Sequence[int]) -> None:
@@ -133,19 +304,23 @@ class HfWeights:
                 continue
             target = box if strip.expert is None else box[strip.expert - offset[0]]
             part = strip.within(offset[dim], ends[dim])
-            if whole_rows and not strip.transposed and DTYPES[self._tensors[strip.hf_name].dtype] == _name(box.dtype):
+            if (
+                whole_rows
+                and not strip.transposed
+                and SAFETENSORS_DTYPES[self._tensors[strip.hf_name].dtype] == _dtype_name(box.dtype)
+            ):
                 self._read_straight(target, strip, *part, offset[dim])
             else:
                 self._read_by_block(target, strip, *part, columns, offset[dim])
 
-    def _sources(self, parameter: Parameter) -> tuple[Strip, ...]:
+    def _sources(self, parameter: Parameter) -> tuple[RowMapping, ...]:
         if parameter.name not in self._strips:  # experts have hundreds
-            self._strips[parameter.name] = sources(self.config, parameter)
+            self._strips[parameter.name] = hf_row_mappings(self.config, parameter)
         return self._strips[parameter.name]
 
-    def _read_straight(self, target: torch.Tensor, strip: Strip, first: int, last: int, origin: int) -> None:
+    def _read_straight(self, target: torch.Tensor, strip: RowMapping, first: int, last: int, origin: int) -> None:
         """Rows that lie in the file as in memory need no buffer between: each run of them is read to its place."""
-        from trainshed.checkpoints.scratch import read_rows
+        from trainshed.checkpoints.io import read_rows
 
         stored = self._tensors[strip.hf_name]
         row_bytes = (stored.end - stored.start) // stored.shape[0]
@@ -158,7 +333,7 @@ class HfWeights:
                 raise _cut_short(stored) from None
 
     def _read_by_block(
-        self, target: torch.Tensor, strip: Strip, first: int, last: int, columns: slice | None, origin: int
+        self, target: torch.Tensor, strip: RowMapping, first: int, last: int, columns: slice | None, origin: int
     ) -> None:
         """What is cast, turned or only partly wanted passes through a buffer."""
         import torch
@@ -171,7 +346,7 @@ class HfWeights:
                 target[torch.from_numpy(rows - origin)] = block.to(target.dtype)
 
     def _blocks(
-        self, strip: Strip, first: int, last: int, columns: slice | None
+        self, strip: RowMapping, first: int, last: int, columns: slice | None
     ) -> Iterator[tuple[int, int, torch.Tensor]]:
         """Yield the rows [first, last) of a strip, some at a time: (from, to, rows); each is gone with the next."""
         if first == last:
@@ -191,13 +366,13 @@ class HfWeights:
         if parts:
             yield first, last, torch.cat(parts).T
 
-    def _stored_rows(self, stored: StoredTensor, first: int, last: int) -> Iterator[tuple[int, int, torch.Tensor]]:
+    def _stored_rows(self, stored: SafetensorsEntry, first: int, last: int) -> Iterator[tuple[int, int, torch.Tensor]]:
         """Read rows of a stored tensor into a buffer that is used again: what is mapped would count as memory."""
         import torch
 
-        from trainshed.checkpoints.scratch import read_rows
+        from trainshed.checkpoints.io import read_rows
 
-        dtype = getattr(torch, DTYPES[stored.dtype])
+        dtype = getattr(torch, SAFETENSORS_DTYPES[stored.dtype])
         width = stored.shape[1:]
         row_bytes = math.prod(width) * dtype.itemsize
         count = max(1, _BUFFER_BYTES // row_bytes)
@@ -218,14 +393,14 @@ class HfWeights:
             return self._open_files[file]
 
 
-def _cut_short(stored: StoredTensor) -> CorruptData:
+def _cut_short(stored: SafetensorsEntry) -> CorruptData:
     return CorruptData(f"ends before `{stored.name}` does", where=str(stored.file), hint="fetch the file again")
 
 
-def _name(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _close(files: dict[Path, int]) -> None:
+def _close_files(files: dict[Path, int]) -> None:
     while files:
         os.close(files.popitem()[1])

@@ -18,21 +18,20 @@ from typing import Any
 
 import torch
 
-from trainshed.checkpoints.converting.companions import COMPANIONS, token_ids
-from trainshed.checkpoints.hashed_file import BLOCK_BYTES, HashedFile, in_threads
-from trainshed.checkpoints.hf.folder import CONFIG, DTYPES, INDEX, WEIGHTS
-from trainshed.checkpoints.scratch import Scratch, bytes_of
-from trainshed.checkpoints.weights import Advance, Unit, Weights
+from trainshed.checkpoints.hf.companion_files import COMPANION_FILES, special_token_ids
+from trainshed.checkpoints.hf.weights import CONFIG, INDEX, SAFETENSORS_DTYPES, WEIGHTS
+from trainshed.checkpoints.io import BLOCK_BYTES, BufferPool, HashedFile, bytes_of, run_in_threads
+from trainshed.checkpoints.weights import AdvanceProgress, OutputFile, Weights
 from trainshed.errors import InputError
-from trainshed.models.hf_config import config_differences, read_hf_config, to_hf_config
-from trainshed.models.hf_tensors import HfTensor, Strip, hf_tensors
+from trainshed.models.families import config_differences, read_hf_config, to_hf_config
+from trainshed.models.hf_tensors import HfTensor, RowMapping, hf_tensors
 from trainshed.models.parameters import Parameter, parameters
 from trainshed.recipe import ModelConfig
 from trainshed.storage import FileEntry
 
 SHARD_BYTES = 5_000_000_000
 """The largest shard, as transformers 4 cuts them; a single tensor may be larger."""
-GENERATION = "generation_config.json"
+GENERATION_CONFIG = "generation_config.json"
 _ALIGNMENT_BYTES = 8  # of a header's length, as the safetensors library pads it
 
 
@@ -46,7 +45,7 @@ class _Shard:
     size: int
 
 
-class HfWriter:
+class HfWeightsWriter:
     """A model for transformers, in one dtype.
 
     `companions` are files by name (`companions.py`): tokenizer, chat template and generation settings are copied as
@@ -66,16 +65,16 @@ class HfWriter:
         self._companions = dict(companions or {})
         self._config_json = _config_json(config, dtype, self._companions)
         self._shards = _shards(config, dtype, shard_bytes or SHARD_BYTES)
-        self._scratch = Scratch()
+        self._scratch = BufferPool()
 
-    def units(self) -> list[Unit]:
+    def units(self) -> list[OutputFile]:
         """Return the shards."""
-        return [Unit(name, shard.size) for name, shard in self._shards.items()]
+        return [OutputFile(name, shard.size) for name, shard in self._shards.items()]
 
-    def write(self, unit: Unit, source: Weights, file: Path, advance: Advance, threads: int = 1) -> str:
+    def write(self, unit: OutputFile, source: Weights, file: Path, advance: AdvanceProgress, threads: int = 1) -> str:
         """Write one shard; return its checksum."""
         shard = self._shards[unit.path]
-        strips: dict[str, list[Strip]] = defaultdict(list)
+        strips: dict[str, list[RowMapping]] = defaultdict(list)
         for tensor in shard.tensors:
             for strip in tensor.strips:
                 strips[strip.native_name].append(strip)
@@ -86,7 +85,7 @@ class HfWriter:
             def lay(parameter: Parameter, first: int, last: int, expert: int | None) -> None:
                 """Write what a box of a native tensor becomes here."""
                 mine = strips[parameter.name]
-                cut = _transposed if mine[0].transposed else _rows
+                cut = _transposed_blocks if mine[0].transposed else _plain_blocks
                 with self._box(source, parameter, first, last, expert, transposed=mine[0].transposed) as box:
                     for start, block in cut(box, first, [each for each in mine if each.expert == expert], shard.starts):
                         with self._in_one_piece(block) as data:
@@ -99,10 +98,10 @@ class HfWriter:
                 if parameter.name in strips
                 for box in self._boxes(parameter, strips[parameter.name])
             )
-            in_threads(boxes, threads)
+            run_in_threads(boxes, threads)
             return made.checksum(shard.size)
 
-    def _boxes(self, parameter: Parameter, strips: list[Strip]) -> Iterator[tuple[int, int, int | None]]:
+    def _boxes(self, parameter: Parameter, strips: list[RowMapping]) -> Iterator[tuple[int, int, int | None]]:
         """Cut a native tensor into boxes read at once, (first row, last row, expert); a turned one by columns."""
         dim = 1 if parameter.expert else 0
         cut, others = (1, 0) if strips[0].transposed else (dim, dim + 1)
@@ -154,12 +153,12 @@ class HfWriter:
             _write_json(folder / INDEX, index)
         _write_json(folder / CONFIG, self._config_json)
         for name, data in self._companions.items():
-            if name in COMPANIONS and name != CONFIG:
+            if name in COMPANION_FILES and name != CONFIG:
                 (folder / name).write_bytes(data)
         ids = {key: value for key, value in self._config_json.items() if key.endswith("_token_id")}
-        if GENERATION not in self._companions and ids:
+        if GENERATION_CONFIG not in self._companions and ids:
             # What transformers itself saves for a model that came without one.
-            _write_json(folder / GENERATION, {"_from_model_config": True, **ids})
+            _write_json(folder / GENERATION_CONFIG, {"_from_model_config": True, **ids})
 
 
 def _shards(config: ModelConfig, dtype: torch.dtype, shard_bytes: int) -> dict[str, _Shard]:
@@ -183,9 +182,11 @@ def _shards(config: ModelConfig, dtype: torch.dtype, shard_bytes: int) -> dict[s
 
 
 def _shard(tensors: list[HfTensor], dtype: torch.dtype) -> _Shard:
-    name = next((theirs for theirs, ours in DTYPES.items() if getattr(torch, ours) == dtype), None)
+    name = next((theirs for theirs, ours in SAFETENSORS_DTYPES.items() if getattr(torch, ours) == dtype), None)
     if name is None:
-        raise InputError(f"weights are not exported as {dtype}", hint=f"write one of {', '.join(DTYPES.values())}")
+        raise InputError(
+            f"weights are not exported as {dtype}", hint=f"write one of {', '.join(SAFETENSORS_DTYPES.values())}"
+        )
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for tensor in tensors:
@@ -198,8 +199,8 @@ def _shard(tensors: list[HfTensor], dtype: torch.dtype) -> _Shard:
     return _Shard(tuple(tensors), len(text).to_bytes(8, "little") + text, starts, data + end)
 
 
-def _rows(
-    box: torch.Tensor, first: int, strips: list[Strip], starts: Mapping[str, int]
+def _plain_blocks(
+    box: torch.Tensor, first: int, strips: list[RowMapping], starts: Mapping[str, int]
 ) -> Iterator[tuple[int, torch.Tensor]]:
     """Yield (place in the file, rows) of tensors that lie as ours do, row by row; the box begins at row `first`."""
     row_bytes = math.prod(box.shape[1:]) * box.itemsize
@@ -209,11 +210,11 @@ def _rows(
             yield place, box[there.start - first : there.stop - first : there.step]
 
 
-def _transposed(
-    box: torch.Tensor, first: int, strips: list[Strip], starts: Mapping[str, int]
+def _transposed_blocks(
+    box: torch.Tensor, first: int, strips: list[RowMapping], starts: Mapping[str, int]
 ) -> Iterator[tuple[int, torch.Tensor]]:
     """Yield (place in the file, rows) of matrices that are [in, out] there: our columns from `first` are their rows."""
-    by_name: dict[str, list[Strip]] = defaultdict(list)
+    by_name: dict[str, list[RowMapping]] = defaultdict(list)
     for strip in strips:
         by_name[strip.hf_name].append(strip)
     for name, mine in by_name.items():
@@ -234,7 +235,7 @@ def _config_json(config: ModelConfig, dtype: torch.dtype, companions: Mapping[st
             return kept | dict.fromkeys(named, str(dtype).removeprefix("torch."))
     # Left out, transformers takes ids of the family's first models, which end no text of any other.
     written = to_hf_config(config) | {"bos_token_id": None, "eos_token_id": None}
-    return written | token_ids(companions) | {"torch_dtype": str(dtype).removeprefix("torch.")}
+    return written | special_token_ids(companions) | {"torch_dtype": str(dtype).removeprefix("torch.")}
 
 
 def _write_json(path: Path, body: Mapping[str, Any]) -> None:

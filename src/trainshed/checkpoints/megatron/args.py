@@ -1,8 +1,8 @@
-"""The arguments that travel in Megatron's checkpoints, as an architecture and back.
+"""The arguments in Megatron's checkpoints, as an architecture and back.
 
-`--use-checkpoint-args` takes a part of them; the rest must be on the command line, and is here so that nothing about a
-model is lost. What Megatron has no argument for is refused, and so is an argument that the decoder here has nothing
-for.
+`--use-checkpoint-args` takes a part of them; the rest must be on the command line, and is here so that nothing about
+a model is lost. An architecture for which Megatron has no argument is refused, and so is an argument that our
+decoder does not implement.
 """
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from trainshed.checkpoints.megatron.sayable import LLAMA3, refuse_unknown, refuse_unsayable
 from trainshed.errors import InputError
-from trainshed.models.megatron_tensors import Experts, Spec
+from trainshed.models.megatron_tensors import ExpertNaming, LayerSpec
 from trainshed.recipe import ModelConfig
-from trainshed.recipe.architecture import FIXED_BY_FAMILY
-from trainshed.recipe.messages import validate
-from trainshed.recipe.places import Document, Places
+from trainshed.recipe.model import FIXED_BY_FAMILY
+from trainshed.recipe.validation import validate
+from trainshed.recipe.yaml_io import SourceMap, YamlDocument
 
 if TYPE_CHECKING:
     import torch
 
-FAMILY = "trainshed_family"
+
+FAMILY_ARG = "trainshed_family"
 """The one argument that is ours: Megatron has no word for a family."""
 _MISSING = object()
 
 
 @dataclass(frozen=True)
-class Layout:
+class MegatronLayout:
     """How the files of a checkpoint are cut; `torch_dist` is cut in no way."""
 
     tp: int = 1
@@ -42,9 +42,9 @@ class Layout:
 def to_args(
     config: ModelConfig,
     *,
-    layout: Layout,
-    spec: Spec,
-    experts: Experts,
+    layout: MegatronLayout,
+    spec: LayerSpec,
+    experts: ExpertNaming,
     dtype: torch.dtype,
     padded_vocab_size: int,
     vocab_divisible_by: int,
@@ -52,7 +52,7 @@ def to_args(
 ) -> Namespace:
     """Return the arguments of a checkpoint, or say what Megatron cannot be told."""
     written: dict[str, Any] = {
-        FAMILY: config.family,
+        FAMILY_ARG: config.family,
         **architecture_args(config),
         # As versions before 0.16 call what is above, and what they have besides.
         "norm_epsilon": config.norm_eps,
@@ -93,7 +93,7 @@ def architecture_args(config: ModelConfig) -> dict[str, Any]:
     The one home of this mapping: checkpoints carry it, `engines/megatron` writes it on the command line, and
     `read_args` is its inverse. Raises `InputError` for what Megatron cannot be told.
     """
-    refuse_unsayable(config)
+    refuse_unsupported_config(config)
     rope, scaling, moe = config.rope, config.rope.scaling if config.rope else None, config.moe
     llama3 = scaling is not None and scaling.kind == "llama3"
     written: dict[str, Any] = {
@@ -139,16 +139,16 @@ def architecture_args(config: ModelConfig) -> dict[str, Any]:
     return written
 
 
-def norm_weights_less_one(args: Namespace | None) -> bool:
+def has_zero_centered_norms(args: Namespace | None) -> bool:
     """Tell whether a checkpoint's norms are stored as gamma - 1, under either name that versions have for it."""
     return any(bool(getattr(args, name, False)) for name in ("apply_layernorm_1p", "layernorm_zero_centered_gamma"))
 
 
-def read_layout(args: Namespace) -> Layout:
+def read_layout(args: Namespace) -> MegatronLayout:
     """Return how a checkpoint's ranks shared it out."""
     tp = _positive(args, "tensor_model_parallel_size")
     ep = _positive(args, "expert_model_parallel_size")
-    return Layout(
+    return MegatronLayout(
         tp=tp,
         pp=_positive(args, "pipeline_model_parallel_size"),
         vp=_positive(args, "virtual_pipeline_model_parallel_size"),
@@ -159,8 +159,8 @@ def read_layout(args: Namespace) -> Layout:
 
 def read_args(args: Namespace, where: str, vocab_size: int | None = None) -> ModelConfig:
     """Return the architecture that a checkpoint's arguments describe; `vocab_size` is the true one, where given."""
-    taken = _Taken(args, where)
-    refuse_unknown(args, where)
+    taken = _ArgsReader(args, where)
+    refuse_unsupported_args(args, where)
     found: dict[str, Any] = {
         "layers": taken("num_layers"),
         "hidden": taken("hidden_size"),
@@ -201,10 +201,10 @@ def read_args(args: Namespace, where: str, vocab_size: int | None = None) -> Mod
     else:
         found["ffn"] = taken("ffn_hidden_size")
     found["family"] = _family(found, taken)
-    return validate(ModelConfig, Document(found, Places(where, keys={})))
+    return validate(ModelConfig, YamlDocument(found, SourceMap(where, keys={})))
 
 
-class _Taken:
+class _ArgsReader:
     """Arguments by name, with an error that says where they are missing."""
 
     def __init__(self, args: Namespace, where: str) -> None:
@@ -220,7 +220,7 @@ class _Taken:
         return InputError(what, where=self._where, hint=hint)
 
 
-def _true_vocab_size(taken: _Taken) -> int:
+def _true_vocab_size(taken: _ArgsReader) -> int:
     """Megatron notes the padded size always, the true one only where it was on the command line."""
     found = taken("vocab_size", None)
     if found is None:
@@ -234,16 +234,16 @@ def _true_vocab_size(taken: _Taken) -> int:
     return found + 1 if besides else found
 
 
-def _rope_scaling(taken: _Taken) -> dict[str, Any] | None:
+def _rope_scaling(taken: _ArgsReader) -> dict[str, Any] | None:
     factor = taken("rotary_seq_len_interpolation_factor", None)
     if taken("use_rope_scaling", False):
         if factor is not None:
             raise taken.error("its positions are scaled twice", "only one kind of scaling is read")
-        return {"kind": "llama3", "factor": float(taken("rope_scaling_factor", 8.0)), **LLAMA3}
+        return {"kind": "llama3", "factor": float(taken("rope_scaling_factor", 8.0)), **LLAMA3_ROPE_SCALING}
     return None if factor is None else {"kind": "linear", "factor": float(factor)}
 
 
-def _moe(taken: _Taken, experts: int) -> dict[str, Any]:
+def _moe(taken: _ArgsReader, experts: int) -> dict[str, Any]:
     frequency = taken("moe_layer_freq", 1)
     if frequency != 1 and not (isinstance(frequency, list) and all(each == 1 for each in frequency)):
         raise taken.error(f"`moe_layer_freq: {frequency}` gives some layers no experts", "all layers must have them")
@@ -256,8 +256,8 @@ def _moe(taken: _Taken, experts: int) -> dict[str, Any]:
     }
 
 
-def _family(found: Mapping[str, Any], taken: _Taken) -> str:
-    said = taken(FAMILY, None)
+def _family(found: Mapping[str, Any], taken: _ArgsReader) -> str:
+    said = taken(FAMILY_ARG, None)
     if said is not None:
         return said
     fits = [
@@ -278,3 +278,95 @@ def _has_experts(family: str) -> bool:
 
 def _positive(args: Namespace, name: str) -> int:
     return getattr(args, name, None) or 1
+
+
+# `--use-rope-scaling` knows the factor; the rest stands in rotary_pos_embedding.py, RotaryEmbedding._apply_scaling.
+LLAMA3_ROPE_SCALING: dict[str, Any] = {
+    "low_frequency_factor": 1.0,
+    "high_frequency_factor": 4.0,
+    "original_positions": 8192,
+}
+# Arguments that change what is computed, with the only values that the decoder here has something for. One that a
+# version does not have is as if left out.
+_SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
+    "rotary_percent": (1.0,),
+    "rotary_interleaved": (False,),
+    "no_rope_freq": (None,),
+    "squared_relu": (False,),
+    "quick_geglu": (False,),
+    "glu_linear_offset": (0.0,),
+    "activation_func_clamp_value": (None,),
+    "moe_mlp_glu_interleave_size": (None,),
+    "multi_latent_attention": (False,),
+    "qk_l2_norm": (False,),
+    "softmax_type": ("vanilla",),
+    "softmax_scale": (None,),
+    "attention_output_gate": (False,),
+    "experimental_attention_variant": (None,),
+    "linear_attention_freq": (None,),
+    "window_attn_skip_freq": (None,),
+    "apply_residual_connection_post_layernorm": (False,),
+    "mtp_num_layers": (None, 0),
+    "heterogeneous_layers_config_path": (None,),
+    "heterogeneous_layers_config_encoded_json": (None,),
+    "hybrid_layer_pattern": (None,),
+    "hybrid_override_pattern": (None,),
+    "moe_router_score_function": ("softmax",),
+    "moe_router_enable_expert_bias": (False,),
+    "moe_router_topk_scaling_factor": (None, 1.0),
+    "moe_router_group_topk": (None,),
+    "moe_shared_expert_gate": (False,),
+    "moe_latent_size": (None,),
+    "moe_expert_capacity_factor": (None,),
+    "moe_apply_probs_on_input": (False,),
+}
+
+
+def refuse_unsupported_config(config: ModelConfig) -> None:
+    """Raise where Megatron has no argument for something of an architecture."""
+    scaling = config.rope.scaling if config.rope else None
+    said = "`{}` has no argument of Megatron's"
+    if config.gated and config.activation != "silu":
+        raise _no_argument_for(
+            said.format(f"activation: {config.activation}, gated: true"), "only SwiGLU is gated there"
+        )
+    if not config.gated and config.activation not in ("gelu", "gelu_tanh"):
+        raise _no_argument_for(said.format(f"activation: {config.activation}"), "there is gelu and squared relu")
+    if config.output_bias != config.mlp_bias or (config.output_bias and not config.qkv_bias):
+        raise _no_argument_for("biases on some linear layers and not on others", "all have one, or only qkv, or none")
+    if config.activation == "gelu_tanh" and not config.mlp_bias:
+        raise _no_argument_for(said.format("activation: gelu_tanh"), "without biases its gelu is the exact one")
+    if config.rope and not config.rope.base.is_integer():
+        raise _no_argument_for(said.format(f"rope.base: {config.rope.base}"), "--rotary-base is a whole number")
+    if scaling is not None and scaling.kind == "linear" and not scaling.factor.is_integer():
+        raise _no_argument_for(
+            said.format(f"rope.scaling.factor: {scaling.factor}"),
+            "--rotary-seq-len-interpolation-factor is a whole number",
+        )
+    if scaling is not None and scaling.kind == "llama3":
+        for key, fixed in LLAMA3_ROPE_SCALING.items():
+            if getattr(scaling, key) != fixed:
+                raise _no_argument_for(
+                    said.format(f"rope.scaling.{key}: {getattr(scaling, key)}"), f"it is {fixed} there"
+                )
+    if config.moe is not None and config.moe.top_k == 1 and config.moe.normalize_top_k:
+        raise _no_argument_for(
+            said.format("moe.top_k: 1, normalize_top_k: true"), "its router refuses one expert of weight 1"
+        )
+
+
+def _no_argument_for(what: str, hint: str) -> InputError:
+    return InputError(f"Megatron cannot be told: {what}", hint=f"{hint}; keep the model native, or as hf")
+
+
+def refuse_unsupported_args(args: Namespace, where: str) -> None:
+    """Raise where arguments ask for something that the decoder here does not have."""
+    refused = [
+        f"`{name}: {getattr(args, name)}`"
+        for name, allowed in _SUPPORTED_VALUES.items()
+        if getattr(args, name, allowed[0]) not in allowed
+    ]
+    if refused:
+        raise InputError(
+            f"the decoder here has nothing for {', '.join(refused)}", where=where, hint="no argument is ignored"
+        )

@@ -1,14 +1,19 @@
-"""The checkpoints folder of a run: how files are named and what is complete.
+"""The checkpoints folder of a run: its file names, which checkpoints are complete, which one to resume, what to remove.
 
     checkpoints/latest                          the newest checkpoint, written last of all
-    checkpoints/step-00000100/manifest.json     its commit: a folder without one is no checkpoint
-                              .metadata         PyTorch's table of contents, for stock `torch.distributed.checkpoint`
-                              pieces-0002.json  ours: the same with a checksum for every item
+    checkpoints/step-00000100/manifest.json     its commit: a folder without one is not a checkpoint
+                              .metadata         PyTorch's table of contents, for `torch.distributed.checkpoint`
+                              pieces-0002.json  our index: the same with a checksum for every item (`index.py`)
                               __3_2.distcp      what rank 3 of attempt 2 wrote, in PyTorch's naming
 
-Names carry the attempt, so that a step which is saved again (a crash before its commit, a zombie still writing) never
-mixes files: each attempt writes its own, and those count that the manifest names. No rename is needed, which buckets
-do not have. `.metadata`, the manifest and `latest` have one name for all attempts and are written by `Attempt.put`.
+Names carry the attempt. A step that is saved again (after a crash before its commit, or while a zombie still
+writes) therefore never mixes files: each attempt writes its own, and only those count that the manifest names. No
+rename is needed, which buckets do not have. `.metadata`, the manifest and `latest` have one name for all attempts
+and are written by `Attempt.put`.
+
+Retention removes the manifest first: a prune that is killed leaves a folder without one, which is not a checkpoint.
+Files are removed by name and attempt, never those of a later attempt. So a zombie that passes its check and then
+sleeps removes only what its own commit made superfluous.
 
 No torch here: listing, verifying and pruning work on a laptop.
 """
@@ -17,12 +22,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainshed.errors import CorruptData, NotFound
+from trainshed.errors import Conflict, CorruptData, InputError, NotFound
+from trainshed.reporting import SILENT, Reporter
 from trainshed.storage import Manifest, ObjectInfo, Store, join, parse
 from trainshed.storage.attempts import Attempt
 
@@ -43,12 +50,12 @@ def step_folder(folder: str, step: int) -> str:
     return f"{folder}/step-{step:08d}"
 
 
-def part_name(rank: int, attempt: int) -> str:
+def rank_file_name(rank: int, attempt: int) -> str:
     """The file that one rank writes."""
     return f"__{rank}_{attempt}.distcp"
 
 
-def pieces_name(attempt: int) -> str:
+def index_name(attempt: int) -> str:
     """Our table of contents."""
     return f"pieces-{attempt:04d}.json"
 
@@ -60,7 +67,7 @@ def attempt_of(name: str) -> int | None:
 
 
 @dataclass(frozen=True)
-class Found:
+class CompleteCheckpoint:
     """One complete checkpoint; `path` is its folder in the store."""
 
     step: int
@@ -75,7 +82,7 @@ class Found:
 
 
 @dataclass(frozen=True)
-class Incomplete:
+class IncompleteCheckpoint:
     """A folder that is no checkpoint (yet), and why."""
 
     step: int
@@ -86,7 +93,7 @@ class Incomplete:
 
 
 @dataclass(frozen=True)
-class Latest:
+class LatestPointer:
     """What `latest` says: the newest checkpoint, and which attempt wrote the pointer (and so owns the run)."""
 
     step: int | None
@@ -94,7 +101,7 @@ class Latest:
     written_by: int
 
     @classmethod
-    def to(cls, found: Found | None, attempt: Attempt) -> Latest:
+    def to(cls, found: CompleteCheckpoint | None, attempt: Attempt) -> LatestPointer:
         """A pointer that an attempt writes to a checkpoint, or to none."""
         return cls(None, None, attempt.number) if found is None else cls(found.step, found.attempt, attempt.number)
 
@@ -105,20 +112,20 @@ class Latest:
 
 
 @dataclass(frozen=True)
-class Listing:
+class CheckpointListing:
     """Everything in a checkpoints folder; `complete` is newest first, `files` is what each step's folder holds.
 
     Newest means committed last: by attempt, then by step. After a fall-back to an older checkpoint the run comes by
     the same steps again, and what the earlier attempt had stored beyond them is older than what is stored now.
     """
 
-    complete: tuple[Found, ...]
-    incomplete: tuple[Incomplete, ...]
-    latest: Latest | None
+    complete: tuple[CompleteCheckpoint, ...]
+    incomplete: tuple[IncompleteCheckpoint, ...]
+    latest: LatestPointer | None
     files: Mapping[int, Mapping[str, ObjectInfo]]
 
 
-def listing(store: Store, folder: str) -> Listing:
+def list_checkpoints(store: Store, folder: str) -> CheckpointListing:
     """List a checkpoints folder: one listing, and one small read per checkpoint."""
     files: dict[int, dict[str, ObjectInfo]] = {}
     latest = None
@@ -130,36 +137,36 @@ def listing(store: Store, folder: str) -> Listing:
             files.setdefault(int(step[1]), {})[name] = info
         elif top == LATEST:
             latest = _read_latest(store, folder)
-    complete: list[Found] = []
-    incomplete: list[Incomplete] = []
+    complete: list[CompleteCheckpoint] = []
+    incomplete: list[IncompleteCheckpoint] = []
     for step, there in files.items():
-        found = _judged(store, step_folder(folder, step), step, there)
-        if isinstance(found, Found):
+        found = _check_folder(store, step_folder(folder, step), step, there)
+        if isinstance(found, CompleteCheckpoint):
             complete.append(found)
         else:
             incomplete.append(found)
-    complete.sort(key=recency, reverse=True)
+    complete.sort(key=commit_order, reverse=True)
     incomplete.sort(key=lambda found: found.step, reverse=True)
-    return Listing(tuple(complete), tuple(incomplete), latest, files)
+    return CheckpointListing(tuple(complete), tuple(incomplete), latest, files)
 
 
-def find(store: Store, folder: str) -> list[Found]:
+def complete_checkpoints(store: Store, folder: str) -> list[CompleteCheckpoint]:
     """Return the complete checkpoints, newest first."""
-    return list(listing(store, folder).complete)
+    return list(list_checkpoints(store, folder).complete)
 
 
-def open_checkpoint(store: Store, path: str) -> Found:
+def open_checkpoint(store: Store, path: str) -> CompleteCheckpoint:
     """Open one checkpoint by its folder."""
     manifest = Manifest.read(store, f"{path}/{MANIFEST}")
-    return _found(path, manifest, join(store.url, path))
+    return _from_manifest(path, manifest, join(store.url, path))
 
 
-def recency(found: Found) -> tuple[int, int]:
+def commit_order(found: CompleteCheckpoint) -> tuple[int, int]:
     """Orders checkpoints by when they were committed: see `Listing`."""
     return found.attempt, found.step
 
 
-def _read_latest(store: Store, folder: str) -> Latest | None:
+def _read_latest(store: Store, folder: str) -> LatestPointer | None:
     path = f"{folder}/{LATEST}"
     try:
         document = json.loads(store.read(path))
@@ -169,7 +176,7 @@ def _read_latest(store: Store, folder: str) -> Latest | None:
                 where=join(store.url, path),
                 hint="upgrade Trainshed",
             )
-        return Latest(document["step"], document["attempt"], document["written_by"])
+        return LatestPointer(document["step"], document["attempt"], document["written_by"])
     except NotFound:
         return None
     except (ValueError, KeyError, TypeError):
@@ -189,12 +196,14 @@ def _refuse_folder(store: Store, pointer: str) -> None:
         )
 
 
-def _judged(store: Store, path: str, step: int, there: Mapping[str, ObjectInfo]) -> Found | Incomplete:
+def _check_folder(
+    store: Store, path: str, step: int, there: Mapping[str, ObjectInfo]
+) -> CompleteCheckpoint | IncompleteCheckpoint:
     """A folder with what was listed in it: complete if its manifest and every file the manifest names are there."""
     try:
         if MANIFEST not in there:
             raise NotFound("it has no manifest")
-        found = _found(path, Manifest.read(store, f"{path}/{MANIFEST}"), path)
+        found = _from_manifest(path, Manifest.read(store, f"{path}/{MANIFEST}"), path)
         for entry in found.manifest.files:
             if entry.path not in there:
                 raise CorruptData(f"{entry.path} is missing")
@@ -204,10 +213,10 @@ def _judged(store: Store, path: str, step: int, there: Mapping[str, ObjectInfo])
     except (NotFound, CorruptData) as error:
         attempts = [number for number in map(attempt_of, there) if number is not None]
         size = sum(info.size for info in there.values())
-        return Incomplete(step, path, max(attempts, default=None), size, error.what)
+        return IncompleteCheckpoint(step, path, max(attempts, default=None), size, error.what)
 
 
-def _found(path: str, manifest: Manifest, where: str) -> Found:
+def _from_manifest(path: str, manifest: Manifest, where: str) -> CompleteCheckpoint:
     facts = manifest.facts
     if manifest.kind != KIND or not isinstance(facts.get("step"), int) or not isinstance(facts.get("attempt"), int):
         raise CorruptData(f"a manifest of kind '{manifest.kind}' that is no checkpoint's", where=where)
@@ -217,4 +226,139 @@ def _found(path: str, manifest: Manifest, where: str) -> Found:
             where=where,
             hint="upgrade Trainshed",
         )
-    return Found(facts["step"], path, facts["attempt"], manifest)
+    return CompleteCheckpoint(facts["step"], path, facts["attempt"], manifest)
+
+
+def latest_complete(
+    store: Store, folder: str, *, attempt: Attempt | None = None, reporter: Reporter = SILENT
+) -> CompleteCheckpoint | None:
+    """Return the checkpoint to go on from: what `latest` names, or the newest complete one.
+
+    With `attempt` the answer is also settled: `latest` is written anew in its name, so that an earlier attempt which
+    is in the middle of its own commit can no longer move it. Ask so before training, and without `attempt` to look.
+    """
+    pointer = f"{folder}/{LATEST}"
+    while True:
+        before = store.head(pointer)
+        choice = _resume_point(list_checkpoints(store, folder))
+        if attempt is None:
+            break
+        claim = LatestPointer.to(choice.found, attempt)
+        try:
+            attempt.put_over(before, pointer, claim.to_bytes())
+            break
+        except Conflict:  # an earlier attempt's commit came first: look again
+            continue
+    if choice.warning:
+        reporter.warn(choice.warning)
+    if choice.note:
+        reporter.note(choice.note)
+    return choice.found
+
+
+def find_checkpoint(store: Store, path: str, reporter: Reporter = SILENT) -> CompleteCheckpoint:
+    """Find the checkpoint an address means: a step's folder, or of a run (or its checkpoints folder) the latest."""
+    path = path.strip("/")
+    if path.rpartition("/")[2].startswith("step-") and store.head(f"{path}/{MANIFEST}") is not None:
+        return open_checkpoint(store, path)
+    for folder in (checkpoints_folder(path), path):
+        found = latest_complete(store, folder, reporter=reporter) if folder else None
+        if found is not None:
+            return found
+    raise NotFound(
+        "there is no complete checkpoint",
+        where=join(store.url, path),
+        hint="name a run's folder or one of its checkpoints/step-… folders; `trainshed checkpoints RUN` lists them",
+    )
+
+
+@dataclass(frozen=True)
+class _ResumeChoice:
+    found: CompleteCheckpoint | None
+    warning: str | None = None
+    note: str | None = None
+
+
+def _resume_point(there: CheckpointListing) -> _ResumeChoice:
+    pointer = there.latest
+    if pointer is None or pointer.step is None:
+        return _ResumeChoice(there.complete[0] if there.complete else None)
+    named = next((found for found in there.complete if found.step == pointer.step), None)
+    if named is None:
+        newest = there.complete[0] if there.complete else None
+        why = next((each.why for each in there.incomplete if each.step == pointer.step), "it is not there")
+        instead = f"going on from step {newest.step}" if newest else "there is no other to go on from"
+        return _ResumeChoice(
+            newest, warning=f"`latest` names step {pointer.step}, which is not complete ({why}); {instead}"
+        )
+    # The owner of the run was stopped between its manifest and `latest`. An earlier attempt's manifest does not count.
+    beyond = [found for found in there.complete if found.attempt >= pointer.written_by]
+    newest = max([*beyond, named], key=commit_order)
+    if newest == named:
+        return _ResumeChoice(named)
+    note = f"step {newest.step} is complete, though `latest` still names step {named.step}: going on from the newer"
+    return _ResumeChoice(newest, note=note)
+
+
+_PARALLEL_DELETES = 8
+
+
+def keep_newest(store: Store, folder: str, keep: int | None, *, check: Callable[[], None]) -> list[int]:
+    """Remove all complete checkpoints but the newest `keep` (None: remove none); return the steps that went.
+
+    `check` is asked before each and raises where this process may no longer remove anything.
+    """
+    if keep is None:
+        return []
+    if keep < 1:
+        raise InputError(f"keep {keep}: the newest checkpoint is never removed", hint="keep 1 or more")
+    there = list_checkpoints(store, folder)
+    gone = [found.step for found in there.complete[keep:]]
+    for step in gone:
+        check()
+        remove_checkpoint(store, folder, step, there)
+    return gone
+
+
+def remove_checkpoint(store: Store, folder: str, step: int, there: CheckpointListing) -> None:
+    """Remove one checkpoint, its manifest first."""
+    path, names = step_folder(folder, step), there.files[step]
+    store.delete(f"{path}/{MANIFEST}")
+    _delete_all(store, (f"{path}/{name}" for name in names if name != MANIFEST))
+
+
+def remove_leftovers(
+    store: Store, folder: str, attempt: int, *, committed: int | None, check: Callable[[], None]
+) -> list[int]:
+    """Remove files that no manifest names and that nobody is writing any more; return the steps they were of.
+
+    Those are files of attempts before `attempt`; and of `attempt` itself where it has just `committed` a step, since
+    a rank has only one save under way.
+    """
+    there = list_checkpoints(store, folder)
+    newest_dead = attempt - 1 if committed is None else attempt
+    complete = {found.step: {entry.path for entry in found.manifest.files} for found in there.complete}
+    steps = []
+    for step, names in there.files.items():
+        if MANIFEST in names and step not in complete:
+            continue  # it was committed and is broken: for a person to look at
+        dead = {
+            name
+            for name in names
+            if (number := attempt_of(name)) is not None and number <= newest_dead and name not in complete.get(step, ())
+        }
+        # `.metadata` does not tell its attempt. Behind the committed step nobody saves again; before it a later
+        # attempt may, even now.
+        if committed is not None and step < committed and names.keys() - dead == {METADATA}:
+            dead.add(METADATA)
+        if dead:
+            check()
+            _delete_all(store, (f"{step_folder(folder, step)}/{name}" for name in dead))
+            steps.append(step)
+    return steps
+
+
+def _delete_all(store: Store, paths: Iterable[str]) -> None:
+    with ThreadPoolExecutor(_PARALLEL_DELETES) as pool:
+        for _ in pool.map(store.delete, paths):
+            pass

@@ -1,34 +1,62 @@
-"""The weights in one of our checkpoints, read box by box: of a run in training, or of weights alone.
+"""The weights in one of our checkpoints, read box by box, and weights alone written as such a checkpoint.
 
-Items are read whole, because their checksum covers them whole; the last ones are kept, since whoever reads a tensor in
-boxes asks for the same item again and again. An item is held against its checksum when it is first read.
+Items are read whole, because their checksum covers them whole. The last ones are kept: a tensor is read in boxes,
+and neighbouring boxes need the same item. An item is checked against its checksum when it is first read.
+
+Weights alone are step 0 of a folder laid out like a run's, without optimizer state. Whatever reads checkpoints
+reads it: `trainshed checkpoints`, the engine's base weights, PyTorch's own DCP.
 """
 
 from __future__ import annotations
 
 import threading
+import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
 from typing import Self
 
 import torch
 
-from trainshed.checkpoints.native.folder import Found
-from trainshed.checkpoints.native.loading import overlap, read_pieces, read_saved
-from trainshed.checkpoints.native.pieces_file import StoredItem, StoredTensor
-from trainshed.checkpoints.native.plan import DTYPES
-from trainshed.checkpoints.native.resuming import locate
-from trainshed.checkpoints.scratch import Scratch
-from trainshed.checkpoints.weights import box_ends
+from trainshed.checkpoints.io import BLOCK_BYTES, BufferPool, HashedFile, bytes_of, run_in_threads
+from trainshed.checkpoints.native import index
+from trainshed.checkpoints.native.commit import (
+    ItemSpan,
+    RankFileRecord,
+    assemble_index,
+    dcp_metadata,
+    frame_item,
+    framed_item_bytes,
+)
+from trainshed.checkpoints.native.folder import (
+    FORMAT,
+    KIND,
+    LATEST,
+    MANIFEST,
+    METADATA,
+    CompleteCheckpoint,
+    LatestPointer,
+    checkpoints_folder,
+    find_checkpoint,
+    index_name,
+    rank_file_name,
+    step_folder,
+)
+from trainshed.checkpoints.native.index import IndexedItem, IndexedTensor, overlap, read_index
+from trainshed.checkpoints.native.reader import read_item
+from trainshed.checkpoints.native.shards import DTYPES, SavePlan, TensorShard, WriteItem, make_save_plan
+from trainshed.checkpoints.weights import AdvanceProgress, OutputFile, Weights, box_ends
 from trainshed.errors import InputError
 from trainshed.models.parameters import Parameter, parameters
 from trainshed.recipe import ModelConfig
-from trainshed.recipe.messages import validate
-from trainshed.recipe.places import Document, Places
+from trainshed.recipe.validation import validate
+from trainshed.recipe.yaml_io import SourceMap, YamlDocument
 from trainshed.reporting import SILENT, Reporter
-from trainshed.storage import Store, join
+from trainshed.storage import FileEntry, Hasher, LocalStore, Manifest, Store, checksum_of, join
 
-PREFIX = "model."
+MODEL_PREFIX = "model."
 """Of the names of weights in a checkpoint; whatever else is there is the optimiser's."""
 _SLOTS = 4  # items kept; more only while more threads read
 _NAMED = 5  # how many tensors an error names before it only counts
@@ -41,12 +69,12 @@ class NativeWeights:
     """
 
     def __init__(self, store: Store, path: str, config: ModelConfig | None = None, reporter: Reporter = SILENT) -> None:
-        self.found: Found = locate(store, path, reporter)
+        self.found: CompleteCheckpoint = find_checkpoint(store, path, reporter)
         self._store = store
-        self.config = read_config(store, self.found) if config is None else config
-        self._tensors = _matched(self.config, read_pieces(store, self.found), join(store.url, self.found.path))
-        self._items = _Items(store, self.found)
-        self._scratch = Scratch()
+        self.config = read_checkpoint_config(store, self.found) if config is None else config
+        self._tensors = _match_tensors(self.config, read_index(store, self.found), join(store.url, self.found.path))
+        self._items = _ItemCache(store, self.found)
+        self._scratch = BufferPool()
 
     def __enter__(self) -> Self:
         return self
@@ -106,16 +134,16 @@ class NativeWeights:
                     box[inside_box] = tensor[inside_item]
 
 
-def read_config(store: Store, found: Found) -> ModelConfig:
+def read_checkpoint_config(store: Store, found: CompleteCheckpoint) -> ModelConfig:
     """Return the architecture that a checkpoint's manifest holds."""
     where = join(store.url, f"{found.path}/manifest.json")
     model = found.manifest.spec.get("model")
     if not isinstance(model, dict):
         raise InputError("the checkpoint does not say what model it is of", where=where, hint="convert it by its run")
-    return validate(ModelConfig, Document(model, Places(where)))
+    return validate(ModelConfig, YamlDocument(model, SourceMap(where)))
 
 
-class _Slot:
+class _CacheSlot:
     """One item in memory, read into a buffer that the next item uses again."""
 
     def __init__(self) -> None:
@@ -132,17 +160,17 @@ class _Slot:
         return self._memory
 
 
-class _Items:
+class _ItemCache:
     """The last items read. Buffers are kept rather than made: the heap would grow by many times what is in use."""
 
-    def __init__(self, store: Store, found: Found) -> None:
+    def __init__(self, store: Store, found: CompleteCheckpoint) -> None:
         self._store, self._found = store, found
         self._lock = threading.Lock()
-        self._slots: list[_Slot] = []
+        self._slots: list[_CacheSlot] = []
         self._checked: set[tuple[str, int]] = set()
 
     @contextmanager
-    def held(self, name: str, dtype: str, item: StoredItem) -> Iterator[torch.Tensor]:
+    def held(self, name: str, dtype: str, item: IndexedItem) -> Iterator[torch.Tensor]:
         """Give out an item, for as long as the block runs; of two who want it one reads and the other waits."""
         key = item.file, item.start
         slot = self._taken(key)
@@ -150,7 +178,7 @@ class _Items:
             with slot.filling:
                 if slot.tensor is None:
                     memory, check = slot.memory(item.length), key not in self._checked
-                    slot.tensor = read_saved(self._store, self._found, name, dtype, item, memory, check=check)
+                    slot.tensor = read_item(self._store, self._found, name, dtype, item, memory, check=check)
                     self._checked.add(key)
             assert slot.tensor is not None
             yield slot.tensor
@@ -164,13 +192,13 @@ class _Items:
         with self._lock:
             self._slots.clear()
 
-    def _taken(self, key: tuple[str, int]) -> _Slot:
+    def _taken(self, key: tuple[str, int]) -> _CacheSlot:
         with self._lock:
             slot = next((each for each in self._slots if each.key == key), None)
             if slot is None:
                 slot = next((each for each in self._slots if not each.users), None)
                 if slot is None or len(self._slots) < _SLOTS:
-                    slot = _Slot()
+                    slot = _CacheSlot()
                 slot.key, slot.tensor = key, None
             if slot in self._slots:
                 self._slots.remove(slot)
@@ -179,11 +207,11 @@ class _Items:
             return slot
 
 
-def _matched(config: ModelConfig, stored: dict[str, StoredTensor], where: str) -> dict[str, StoredTensor]:
+def _match_tensors(config: ModelConfig, stored: dict[str, IndexedTensor], where: str) -> dict[str, IndexedTensor]:
     """Hold what is stored against an architecture: every tensor there, in its shape, and none left over."""
     wanted = {parameter.name: parameter for parameter in parameters(config)}
-    found = {name.removeprefix(PREFIX): each for name, each in stored.items() if name.startswith(PREFIX)}
-    problems = list(_problems(wanted, found))
+    found = {name.removeprefix(MODEL_PREFIX): each for name, each in stored.items() if name.startswith(MODEL_PREFIX)}
+    problems = list(_mismatches(wanted, found))
     if problems:
         more = f" and {len(problems) - _NAMED} more" if len(problems) > _NAMED else ""
         raise InputError(
@@ -194,7 +222,7 @@ def _matched(config: ModelConfig, stored: dict[str, StoredTensor], where: str) -
     return {name: found[name] for name in wanted}
 
 
-def _problems(wanted: dict[str, Parameter], found: dict[str, StoredTensor]) -> Iterator[str]:
+def _mismatches(wanted: dict[str, Parameter], found: dict[str, IndexedTensor]) -> Iterator[str]:
     yield from (f"`{name}` is missing" for name in wanted if name not in found)
     yield from (f"`{name}` is left over" for name in found if name not in wanted)
     for name in wanted.keys() & found.keys():
@@ -202,3 +230,117 @@ def _problems(wanted: dict[str, Parameter], found: dict[str, StoredTensor]) -> I
             yield f"`{name}` is {list(found[name].shape)}, not {list(wanted[name].shape)}"
         elif not DTYPES[found[name].dtype].is_floating_point:
             yield f"`{name}` is {found[name].dtype}"
+
+
+UNIT_BYTES = 256_000_000
+"""How much goes into one file: enough that requests do not count, and files enough for every thread."""
+STEP, ATTEMPT = 0, 1
+_RECORD_SUFFIX = ".part.json"  # beside a unit: what is in it, for the tables that are written once all are there
+
+
+class NativeWeightsWriter:
+    """A checkpoint of weights in one dtype."""
+
+    def __init__(self, config: ModelConfig, *, dtype: torch.dtype, unit_bytes: int | None = None) -> None:
+        if dtype not in DTYPES.values() or not dtype.is_floating_point:
+            raise InputError(f"weights are not stored as {dtype}", hint="write bf16, fp16, fp32 or fp64")
+        self.config = config
+        self._dtype = dtype
+        self._folder = step_folder(checkpoints_folder(""), STEP)
+        self._parameters = {
+            f"{self._folder}/{rank_file_name(number, ATTEMPT)}": group
+            for number, group in enumerate(_group_by_file(config, dtype, unit_bytes or UNIT_BYTES))
+        }
+
+    def units(self) -> list[OutputFile]:
+        """Return the files of items."""
+        return [OutputFile(path, self._plan(group).size) for path, group in self._parameters.items()]
+
+    def write(self, unit: OutputFile, source: Weights, file: Path, advance: AdvanceProgress, threads: int = 1) -> str:
+        """Write one file of items, and beside it what is in it; return its checksum."""
+        group = {MODEL_PREFIX + parameter.name: parameter for parameter in self._parameters[unit.path]}
+        plan = self._plan(self._parameters[unit.path])
+        starts = [0, *accumulate(map(framed_item_bytes, plan.items))]
+        spans: dict[int, ItemSpan] = {}
+        with HashedFile(file) as made:
+
+            def lay(number: int, item: WriteItem) -> None:
+                with source.lent(group[item.name], item.offset, item.box, self._dtype) as box:
+                    data, hasher = bytes_of(box), Hasher()
+                    before, behind = frame_item(item, zlib.crc32(data))
+                    for part in (before, data, behind):
+                        hasher.update(part)
+                    made.write(starts[number], before, data, behind)
+                spans[number] = ItemSpan(starts[number], hasher.size, hasher.checksum)
+                advance(item.size)
+
+            run_in_threads((partial(lay, *each) for each in enumerate(plan.items)), threads)
+            entry = FileEntry(Path(unit.path).name, starts[-1], made.checksum(starts[-1]))
+        part = RankFileRecord(plan.digest, plan.items, tuple(spans[number] for number in range(len(plan.items))), entry)
+        file.with_name(file.name + _RECORD_SUFFIX).write_bytes(part.to_bytes())
+        return entry.checksum
+
+    def finish(self, folder: Path, entries: Sequence[FileEntry]) -> None:
+        """Write the tables of contents and the checkpoint's manifest, then `latest`."""
+        store = LocalStore(folder)
+        # The manifest is there once all tables are; a finish that was killed after it only tidies up.
+        if store.head(f"{self._folder}/{MANIFEST}") is None:
+            self._write_tables(store, [self._told(folder / path, group) for path, group in self._parameters.items()])
+        store.put(f"{checkpoints_folder('')}/{LATEST}", LatestPointer(STEP, ATTEMPT, ATTEMPT).to_bytes())
+        for path in self._parameters:
+            store.delete(f"{path}{_RECORD_SUFFIX}")
+
+    def _told(self, file: Path, group: Sequence[Parameter]) -> RankFileRecord:
+        """What is in a unit; where the record did not reach the disk before a machine died, read from the unit."""
+        plan = self._plan(group)
+        with suppress(FileNotFoundError, ValueError, KeyError, TypeError):
+            part = RankFileRecord.from_bytes(file.with_name(file.name + _RECORD_SUFFIX).read_bytes())
+            if part.plan == plan.digest:
+                return part
+        whole, spans = Hasher(), []
+        with file.open("rb") as handle:
+            for item in plan.items:
+                saved = handle.read(framed_item_bytes(item))
+                spans.append(ItemSpan(whole.size, len(saved), checksum_of(saved)))
+                whole.update(saved)
+        return RankFileRecord(plan.digest, plan.items, tuple(spans), FileEntry(file.name, whole.size, whole.checksum))
+
+    def _write_tables(self, store: LocalStore, parts: list[RankFileRecord]) -> None:
+        tensors = assemble_index(parts)
+        table = index_name(ATTEMPT)
+        written = {table: index.encode_index(tensors), METADATA: dcp_metadata(tensors)}
+        for name, data in written.items():
+            store.put(f"{self._folder}/{name}", data)
+        files = [part.file for part in parts]
+        files += [FileEntry(name, len(data), checksum_of(data)) for name, data in written.items()]
+        facts = {
+            "format": FORMAT,
+            "step": STEP,
+            "attempt": ATTEMPT,
+            "pieces": table,
+            "tensors": {name: {"shape": list(each.shape), "dtype": each.dtype} for name, each in tensors.items()},
+        }
+        spec = {"model": self.config.model_dump(mode="json", by_alias=True, exclude_none=True)}
+        Manifest.of(KIND, spec, files, facts).write(store, f"{self._folder}/{MANIFEST}")
+
+    def _plan(self, group: Sequence[Parameter]) -> SavePlan:
+        whole = {
+            MODEL_PREFIX + each.name: TensorShard(
+                each.shape, (0,) * len(each.shape), torch.empty(each.shape, dtype=self._dtype, device="meta")
+            )
+            for each in group
+        }
+        return make_save_plan(whole, BLOCK_BYTES)
+
+
+def _group_by_file(config: ModelConfig, dtype: torch.dtype, unit_bytes: int) -> list[list[Parameter]]:
+    groups: list[list[Parameter]] = [[]]
+    filled = 0
+    for parameter in parameters(config):
+        size = parameter.size * dtype.itemsize
+        if groups[-1] and filled + size > unit_bytes:
+            groups.append([])
+            filled = 0
+        groups[-1].append(parameter)
+        filled += size
+    return groups

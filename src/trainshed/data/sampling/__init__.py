@@ -1,1 +1,1 @@
-"""The parts of the order of samples: permutation, blend, schedule, index, sources. Order version 1."""
+"""The parts of the data order: permutation, blend, batch schedule, source index, sample sources. Order version 1."""

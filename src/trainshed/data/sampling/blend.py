@@ -26,7 +26,7 @@ LEAST = 512
 
 
 @dataclass(frozen=True)
-class Budget:
+class SourceBudget:
     """What one source gives to a run; `epochs` is None for a source that never repeats."""
 
     name: str

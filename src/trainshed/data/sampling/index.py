@@ -1,23 +1,26 @@
 """The index of a source: where any window of any epoch lies, without a stored shuffle.
 
-A source is one or many token files read as one concatenation. Its unit is Megatron's: a sequence with at
-least one token (for files that we write, a document). In epoch e the units stand in the order of the keyed
-permutation ("documents", label, e) and are cut into windows of sequence_length + 1 tokens, each sharing one
-token with the next, exactly as Megatron's GPT dataset cuts them. Epochs are independent: what is left of an
-epoch after its last whole window (at most sequence_length tokens) is not trained on in that epoch. So a
-longer run only adds epochs and never changes the past, and the index does not depend on the sequence length.
+A source is one or many token files read as one concatenation. Its unit is Megatron's: a sequence with at least one
+token (for files that we write, a document). In epoch e the units are in the order of the keyed permutation
+("documents", label, e) and are cut into windows of sequence_length + 1 tokens, each sharing one token with the next,
+exactly as Megatron's GPT dataset cuts them. Epochs are independent: what is left of an epoch after its last whole
+window (at most sequence_length tokens) is not trained on in that epoch. So a longer run only adds epochs and never
+changes the past, and the index does not depend on the sequence length.
 
     starts.npy        int64 [units + 1]   token offset of each unit in the concatenation
     epoch-00000.npy   int64 [blocks + 1]  tokens before every 64th position of that epoch's order
     manifest.json     written last; grows when epochs are added
+
+The arrays are written piece by piece and read by memory map.
 """
 
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
@@ -27,23 +30,82 @@ from typing import Any
 
 import numpy as np
 
-from trainshed.data.sampling.index_artefact import (
-    INDEX_FORMAT,
-    MANIFEST,
-    ORDER_VERSION,
-    REBUILD,
-    check_array,
-    load_manifest,
-    open_array,
-    save_array,
-    save_manifest,
-)
 from trainshed.data.sampling.permutation import Permutation
-from trainshed.data.tokens.indexed import SCAN_ITEMS, IndexedReader
-from trainshed.errors import CorruptData, InputError
+from trainshed.data.tokens.indexed_dataset import SCAN_ITEMS, IndexedDataset
+from trainshed.data.tokens.token_files import replace_file
+from trainshed.errors import CorruptData, InputError, NotFound
 from trainshed.reporting import SILENT, Reporter
-from trainshed.storage import FileEntry, Manifest
-from trainshed.storage.artefact_folder import only_maker
+from trainshed.storage import FileEntry, Hasher, LocalStore, Manifest, sha256_of
+from trainshed.storage.locks import artefact_lock
+
+INDEX_KIND = "index"
+INDEX_FORMAT = 1
+ORDER_VERSION = 1
+MANIFEST = "manifest.json"
+REBUILD = "run `trainshed run RECIPE`, which makes what is missing; remove the folder first if it is damaged"
+
+
+def save_array(path: Path, length: int, pieces: Iterator[np.ndarray]) -> FileEntry:
+    """Write an int64 array piece by piece (never by a map: a full disk would be a SIGBUS)."""
+    header = io.BytesIO()
+    np.lib.format.write_array_header_1_0(header, {"descr": "<i8", "fortran_order": False, "shape": (length,)})
+    hasher = Hasher("sha256")
+    with replace_file(path, last=False) as file:
+        hasher.update(header.getvalue())
+        file.write(header.getvalue())
+        for piece in pieces:
+            data = piece.astype("<i8", copy=False).tobytes()
+            hasher.update(data)
+            file.write(data)
+    written = (hasher.size - len(header.getvalue())) // 8
+    if written != length:
+        raise CorruptData(f"{written} values where {length} were counted", where=str(path), hint=REBUILD)
+    return FileEntry(path.name, hasher.size, hasher.checksum)
+
+
+def save_index_manifest(
+    folder: Path, spec: Mapping[str, Any], facts: Mapping[str, Any], files: Iterable[FileEntry]
+) -> None:
+    """Write the manifest: from here on the index exists."""
+    Manifest.of(INDEX_KIND, spec, files, {**facts, "order": ORDER_VERSION}).write(LocalStore(folder), MANIFEST)
+
+
+def load_index_manifest(folder: Path) -> Manifest:
+    """Read the manifest of an index that this version understands."""
+    try:
+        manifest = Manifest.read(LocalStore(folder), MANIFEST)
+    except NotFound:
+        raise NotFound("no index here", where=str(folder), hint=REBUILD) from None
+    order = manifest.facts.get("order")
+    if manifest.kind != INDEX_KIND or order != ORDER_VERSION:
+        raise CorruptData(
+            f"is '{manifest.kind}' with order {order}; this version reads '{INDEX_KIND}' with order {ORDER_VERSION}",
+            where=str(folder / MANIFEST),
+            hint="install the version of Trainshed that wrote it, or prepare again",
+        )
+    return manifest
+
+
+def open_array(folder: Path, entry: FileEntry) -> np.ndarray:
+    """Map one array of the index, read-only."""
+    path = folder / entry.path
+    try:
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (FileNotFoundError, ValueError) as error:
+        raise CorruptData(f"cannot be read: {error}", where=str(path), hint=REBUILD) from None
+    size = path.stat().st_size
+    if size != entry.size or array.dtype != np.dtype("<i8"):
+        raise CorruptData(
+            f"holds {size} bytes of {array.dtype}, not what its manifest says", where=str(path), hint=REBUILD
+        )
+    return array.view(np.ndarray)
+
+
+def check_array(folder: Path, entry: FileEntry) -> None:
+    """Compare an array with its hash."""
+    if sha256_of(LocalStore(folder).stream(entry.path)) != entry.checksum:
+        raise CorruptData("is not what its manifest says", where=str(folder / entry.path), hint=REBUILD)
+
 
 # A window's place is found by walking at most one stride on either side; 64 keeps the table at 1/8 byte a
 # unit and the walk at about 100 evaluations of the permutation (some microseconds).
@@ -73,11 +135,11 @@ class IndexSpec:
         return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def content_of(shards: Sequence[str]) -> str:
+def token_content_hash(shards: Sequence[str]) -> str:
     """Identify token files by what an index depends on: token type and sequence lengths, in order."""
     digest = hashlib.sha256()
     for shard in shards:
-        with IndexedReader(shard) as reader:
+        with IndexedDataset(shard) as reader:
             digest.update(f"{reader.dtype.str} {reader.sequences}\n".encode())
             for start in range(0, reader.sequences, SCAN_ITEMS):
                 digest.update(reader.lengths[start : start + SCAN_ITEMS].tobytes())
@@ -95,8 +157,8 @@ class SourceIndex:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        manifest = load_manifest(folder)
-        self.spec = _spec(manifest)
+        manifest = load_index_manifest(folder)
+        self.spec = _spec_of_manifest(manifest)
         self.epochs: int = manifest.facts["epochs"]
         self.shards: list[dict[str, Any]] = manifest.facts["shards"]
         self._files = {entry.path: entry for entry in manifest.files}
@@ -134,19 +196,19 @@ def build_index(
     folder: Path, spec: IndexSpec, shards: Sequence[str], *, epochs: int, reporter: Reporter = SILENT
 ) -> SourceIndex:
     """Make the index in `folder`, or add to it what it lacks. An index that has all of it is only opened."""
-    complete = (folder / MANIFEST).exists() and load_manifest(folder).facts["epochs"] >= epochs
-    with nullcontext() if complete else only_maker(folder, reporter):
-        _add_what_lacks(folder, spec, shards, epochs, reporter)
+    complete = (folder / MANIFEST).exists() and load_index_manifest(folder).facts["epochs"] >= epochs
+    with nullcontext() if complete else artefact_lock(folder, reporter):
+        _extend_index(folder, spec, shards, epochs, reporter)
     return SourceIndex(folder)
 
 
-def _add_what_lacks(folder: Path, spec: IndexSpec, shards: Sequence[str], epochs: int, reporter: Reporter) -> None:
+def _extend_index(folder: Path, spec: IndexSpec, shards: Sequence[str], epochs: int, reporter: Reporter) -> None:
     fresh = not (folder / MANIFEST).exists()
     if fresh:
         files, facts = _build_starts(folder, spec, shards)
     else:
-        manifest = load_manifest(folder)
-        if spec != _spec(manifest):
+        manifest = load_index_manifest(folder)
+        if spec != _spec_of_manifest(manifest):
             raise CorruptData("is the index of something else", where=str(folder), hint=REBUILD)
         files, facts = list(manifest.files), dict(manifest.facts)
     have: int = facts["epochs"]
@@ -159,11 +221,11 @@ def _add_what_lacks(folder: Path, spec: IndexSpec, shards: Sequence[str], epochs
                 task.advance(1)
         facts["epochs"] = epochs
     if fresh or have < epochs:
-        save_manifest(folder, asdict(spec), facts, files)
+        save_index_manifest(folder, asdict(spec), facts, files)
 
 
 def _build_starts(folder: Path, spec: IndexSpec, shards: Sequence[str]) -> tuple[list[FileEntry], dict[str, Any]]:
-    readers = [IndexedReader(shard) for shard in shards]
+    readers = [IndexedDataset(shard) for shard in shards]
     try:
         for reader in readers:
             if reader.dtype != readers[0].dtype:
@@ -178,14 +240,14 @@ def _build_starts(folder: Path, spec: IndexSpec, shards: Sequence[str]) -> tuple
             {"name": os.path.basename(reader.prefix), "tokens": reader.tokens, "dtype": reader.dtype.str}
             for reader in readers
         ]
-        saved = save_array(folder / STARTS, units + 1, _starts(readers, first, last))
+        saved = save_array(folder / STARTS, units + 1, _unit_starts(readers, first, last))
     finally:
         for reader in readers:
             reader.close()
     return [saved], {"shards": facts, "units": units, "epochs": 0}
 
 
-def _lengths_between(readers: Sequence[IndexedReader], first: int, last: int) -> Iterator[tuple[int, np.ndarray]]:
+def _lengths_between(readers: Sequence[IndexedDataset], first: int, last: int) -> Iterator[tuple[int, np.ndarray]]:
     """The lengths of sequences [first, last) of all files in chunks, each with its first token's offset."""
     sequence = token = 0
     for reader in readers:
@@ -197,7 +259,7 @@ def _lengths_between(readers: Sequence[IndexedReader], first: int, last: int) ->
         token += reader.tokens
 
 
-def _starts(readers: Sequence[IndexedReader], first: int, last: int) -> Iterator[np.ndarray]:
+def _unit_starts(readers: Sequence[IndexedDataset], first: int, last: int) -> Iterator[np.ndarray]:
     end = 0
     for offset, lengths in _lengths_between(readers, first, last):
         lengths = lengths[lengths != 0]
@@ -233,7 +295,7 @@ def _epoch_tables(spec: IndexSpec, starts: np.ndarray, epochs: range) -> Iterato
             yield epoch, table(epoch)
 
 
-def _spec(manifest: Manifest) -> IndexSpec:
+def _spec_of_manifest(manifest: Manifest) -> IndexSpec:
     spec = manifest.spec
     return IndexSpec(spec["content"], spec["label"], spec["seed"], (spec["split"][0], spec["split"][1]))
 

@@ -19,7 +19,7 @@ from trainshed.errors import InputError
 
 
 @dataclass(frozen=True)
-class RampUp:
+class BatchRampUp:
     """Start at a batch of `start`, grow by `increment`, over the first `samples` samples."""
 
     start: int
@@ -30,7 +30,7 @@ class RampUp:
 class BatchSchedule:
     """Global batch size by step."""
 
-    def __init__(self, global_batch: int, ramp_up: RampUp | None = None) -> None:
+    def __init__(self, global_batch: int, ramp_up: BatchRampUp | None = None) -> None:
         if global_batch < 1:
             raise InputError(f"a batch of {global_batch} samples", where="train.global_batch", hint="1 or more")
         self.global_batch = global_batch
@@ -58,7 +58,7 @@ class BatchSchedule:
         stage = bisect_right(self._consumed, samples) - 1
         return self._steps[stage] + -(-(samples - self._consumed[stage]) // self._sizes[stage])
 
-    def _ramp(self, ramp: RampUp) -> None:
+    def _ramp(self, ramp: BatchRampUp) -> None:
         growth = self.global_batch - ramp.start
         if ramp.start < 1 or ramp.increment < 1 or ramp.samples < 0 or growth < 0 or growth % ramp.increment:
             raise InputError(

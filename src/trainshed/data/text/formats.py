@@ -1,22 +1,36 @@
-"""What kind of text a file holds, and its bytes made readable: names to formats, compressed chunks to plain ones."""
+"""File formats of text: which format a file has by its name, how it is decompressed, and how rows are read from it.
+
+JSONL and plain text are cut into blocks by `reader.py`. CSV and TSV files, JSON arrays and parquet files have rows, and
+these are read here. A JSON array is read whole; parquet is read row group by row group from any store.
+"""
 
 from __future__ import annotations
 
+import codecs
+import csv
+import hashlib
+import io
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from trainshed.errors import BadDocument, InputError, MissingExtra
+import orjson
+
+from trainshed.errors import BadDocument, InputError, MissingExtra, StorageError
 from trainshed.redaction import shown_address
 
+if TYPE_CHECKING:
+    from trainshed.storage import Store
+
+
 # The recipe's schema and the flag of `data prepare` say the same; a test holds them together.
-Kind = Literal["jsonl", "json", "csv", "tsv", "parquet", "text"]
+TextFormatName = Literal["jsonl", "json", "csv", "tsv", "parquet", "text"]
 Compression = Literal["gz", "zst"]
-TextDocuments = Literal["file", "line", "blank_line"]
+DocumentBoundary = Literal["file", "line", "blank_line"]
 """Where a plain-text document ends: at the end of its file, of each line, or at each blank line."""
 
-ENDINGS: dict[str, Kind] = {
+FORMAT_BY_SUFFIX: dict[str, TextFormatName] = {
     ".jsonl": "jsonl",
     ".json": "jsonl",
     ".ndjson": "jsonl",
@@ -34,7 +48,7 @@ _MARKUP = (
 )
 _PRINTED = ("is made for printing", "extract its text into .txt or .jsonl files first")
 _ARCHIVE = ("is an archive", "unpack it first")
-REFUSED = {
+REFUSED_SUFFIXES = {
     **dict.fromkeys((".html", ".htm", ".xhtml", ".xml"), _MARKUP),
     **dict.fromkeys((".pdf", ".docx", ".epub"), _PRINTED),
     **dict.fromkeys((".tar", ".tgz", ".zip"), _ARCHIVE),
@@ -42,17 +56,17 @@ REFUSED = {
     ".arrow": ("is an Arrow file", "save it as parquet: datasets.load_from_disk(DIR).to_parquet(FILE)"),
 }
 """Endings of what people have as well and what is not read by itself: what it is, and what to do."""
-COMPRESSIONS: dict[str, Compression] = {".gz": "gz", ".zst": "zst", ".zstd": "zst"}
+COMPRESSION_BY_SUFFIX: dict[str, Compression] = {".gz": "gz", ".zst": "zst", ".zstd": "zst"}
 
 # Small enough that even a file compressed a thousandfold inflates to a bounded piece at a time.
 INFLATE_BYTES = 256 * 1024
 
 
 @dataclass(frozen=True)
-class Format:
+class TextFileFormat:
     """How to read a file: what it holds and how it is compressed."""
 
-    kind: Kind
+    kind: TextFormatName
     compression: Compression | None = None
 
     @property
@@ -61,29 +75,29 @@ class Format:
         return self.kind in ("jsonl", "text")
 
 
-def format_of(address: str, kind: Kind | None = None) -> Format:
+def detect_format(address: str, kind: TextFormatName | None = None) -> TextFileFormat:
     """Tell a file's format by its name; `kind` overrules the ending."""
     name = shown_address(address).lower().removesuffix("?…")
-    compression = next((c for ending, c in COMPRESSIONS.items() if name.endswith(ending)), None)
+    compression = next((c for ending, c in COMPRESSION_BY_SUFFIX.items() if name.endswith(ending)), None)
     if compression:
         name = name.rsplit(".", 1)[0]
-    found = kind or next((k for ending, k in ENDINGS.items() if name.endswith(ending)), None)
+    found = kind or next((k for ending, k in FORMAT_BY_SUFFIX.items() if name.endswith(ending)), None)
     if found is None:
-        ending = next((each for each in REFUSED if name.endswith(each)), None)
+        ending = next((each for each in REFUSED_SUFFIXES if name.endswith(each)), None)
         if ending is not None:
-            what, hint = REFUSED[ending]
+            what, hint = REFUSED_SUFFIXES[ending]
             raise InputError(f"a {ending} file {what}", where=address, hint=hint)
         raise InputError(
             "cannot tell from its name what this file holds",
             where=address,
-            hint=f"known endings: {', '.join(ENDINGS)} (all but parquet also with .gz or .zst); "
-            f"or write --format with one of {', '.join(get_args(Kind))}",
+            hint=f"known endings: {', '.join(FORMAT_BY_SUFFIX)} (all but parquet also with .gz or .zst); "
+            f"or write --format with one of {', '.join(get_args(TextFormatName))}",
         )
     if found == "parquet" and compression:
         raise InputError(
             "a compressed parquet file cannot be read in pieces", where=address, hint="decompress it first"
         )
-    return Format(found, compression)
+    return TextFileFormat(found, compression)
 
 
 def decompress(chunks: Iterable[bytes], compression: Compression | None, where: str) -> Iterator[bytes]:
@@ -96,7 +110,7 @@ def decompress(chunks: Iterable[bytes], compression: Compression | None, where: 
         yield from _inflate_zst(chunks, where)
 
 
-def _pieces(chunks: Iterable[bytes]) -> Iterator[bytes]:
+def _small_chunks(chunks: Iterable[bytes]) -> Iterator[bytes]:
     for chunk in chunks:
         for at in range(0, len(chunk), INFLATE_BYTES):
             yield chunk[at : at + INFLATE_BYTES]
@@ -106,7 +120,7 @@ def _inflate_gz(chunks: Iterable[bytes], where: str) -> Iterator[bytes]:
     member = zlib.decompressobj(wbits=31)
     started = False
     try:
-        for piece in _pieces(chunks):
+        for piece in _small_chunks(chunks):
             data = piece
             while data:
                 if member.eof:
@@ -118,9 +132,9 @@ def _inflate_gz(chunks: Iterable[bytes], where: str) -> Iterator[bytes]:
                 yield member.decompress(data)
                 data = member.unused_data
     except zlib.error as error:
-        raise _broken(where, "gzip", str(error)) from None
+        raise _damaged(where, "gzip", str(error)) from None
     if started and not member.eof:
-        raise _broken(where, "gzip", "the file ends in the middle of the data")
+        raise _damaged(where, "gzip", "the file ends in the middle of the data")
 
 
 def _inflate_zst(chunks: Iterable[bytes], where: str) -> Iterator[bytes]:
@@ -132,7 +146,7 @@ def _inflate_zst(chunks: Iterable[bytes], where: str) -> Iterator[bytes]:
     frame = decompressor.decompressobj()
     started = False
     try:
-        for piece in _pieces(chunks):
+        for piece in _small_chunks(chunks):
             data = piece
             while data:
                 if frame.eof:
@@ -141,10 +155,270 @@ def _inflate_zst(chunks: Iterable[bytes], where: str) -> Iterator[bytes]:
                 yield frame.decompress(data)
                 data = frame.unused_data if frame.eof else b""
     except zstandard.ZstdError as error:
-        raise _broken(where, "zstd", str(error)) from None
+        raise _damaged(where, "zstd", str(error)) from None
     if started and not frame.eof:
-        raise _broken(where, "zstd", "the file ends in the middle of the data")
+        raise _damaged(where, "zstd", "the file ends in the middle of the data")
 
 
-def _broken(where: str, what: str, detail: str) -> BadDocument:
+def _damaged(where: str, what: str, detail: str) -> BadDocument:
     return BadDocument(f"this {what} file is damaged: {detail}", where=where, hint="fetch it again")
+
+
+FIELD_BYTES = 256 * 1024 * 1024
+"""A field larger than this is a quotation mark that nobody closed."""
+
+ARRAY_BYTES = 1024 * 1024 * 1024
+"""JSON has no boundaries to read an array by; one larger than this would take the memory of the machine."""
+
+CONVERT_ARRAY = "jq -c '.[]' FILE.json > FILE.jsonl"
+
+
+def read_csv_column(chunks: Iterable[bytes], delimiter: str, column: str, where: str) -> Iterator[str | bytes | None]:
+    """Yield the text of one column, row by row: None where a row has none, bytes where it is not UTF-8.
+
+    The first line names the columns. Quoted fields may hold line ends, as RFC 4180 says; broken quoting is an error,
+    since everything after it would be read as something else.
+    """
+    csv.field_size_limit(FIELD_BYTES)
+    reader = csv.reader(_decode_lines(chunks), delimiter=delimiter, strict=True)
+    try:
+        header = next(reader, None)
+        if header is None:
+            return
+        if header.count(column) != 1:
+            count = "no column" if column not in header else "more than one column"
+            raise InputError(
+                f"there is {count} {column!r}",
+                where=where,
+                hint=f"write --key with one of its columns, which its first line names: {', '.join(header)}",
+            )
+        at = header.index(column)
+        for row in reader:
+            if row:
+                yield _text_or_bytes(row[at]) if at < len(row) else None
+    except csv.Error as error:
+        raise BadDocument(
+            f"broken CSV: {error}", where=f"{where}:{reader.line_num}", hint='write fields with " as "…""…"'
+        ) from None
+
+
+def _decode_lines(chunks: Iterable[bytes]) -> Iterator[str]:
+    """Lines with their ends; bytes that are not UTF-8 survive as surrogates until their row is known."""
+    decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
+    rest, first = "", True
+    for chunk in chunks:
+        text = rest + decoder.decode(chunk)
+        if first and text:
+            text, first = text.removeprefix("\ufeff"), False
+        *whole, rest = text.split("\n")
+        for line in whole:
+            yield f"{line}\n"
+    rest += decoder.decode(b"", final=True)
+    if rest:
+        yield rest
+
+
+def _text_or_bytes(text: str) -> str | bytes:
+    if text.isascii():
+        return text
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-8", "surrogateescape")
+    return text
+
+
+def read_json_array(chunks: Iterable[bytes], where: str) -> list[Any]:
+    """Return the elements of a file that is one JSON array."""
+    parts, size = [], 0
+    for chunk in chunks:
+        parts.append(chunk)
+        size += len(chunk)
+        if size > ARRAY_BYTES:
+            raise InputError(
+                f"this JSON array is larger than {ARRAY_BYTES // 2**20:,} MiB, and one is read whole",
+                where=where,
+                hint=f"write one object a line, which is read in pieces: {CONVERT_ARRAY}",
+            )
+    data = b"".join(parts).removeprefix(codecs.BOM_UTF8)
+    if not data.strip():
+        return []
+    try:
+        rows = orjson.loads(data)
+    except orjson.JSONDecodeError as error:
+        raise BadDocument(
+            f"broken JSON: {error}", where=where, hint="write --format jsonl if it holds one object a line"
+        ) from None
+    if not isinstance(rows, list):
+        raise BadDocument(
+            "this JSON file holds no array", where=where, hint="write --format jsonl if it holds one object a line"
+        )
+    return rows
+
+
+def refuse_json_array(first: bytes, where: str) -> None:
+    """Raise where a file that should hold one JSON object a line begins an array of them instead."""
+    text = first.removeprefix(codecs.BOM_UTF8).lstrip()
+    if not text.startswith(b"["):
+        return
+    try:
+        row = orjson.loads(text.partition(b"\n")[0])
+    except orjson.JSONDecodeError:
+        row = [{}]  # it goes on over several lines
+    if row and isinstance(row[0], dict):
+        raise BadDocument(
+            "this is a JSON array, not one JSON object a line",
+            where=where,
+            hint=f"write --format json to read it as one, or convert it: {CONVERT_ARRAY}",
+        )
+
+
+PARQUET_BATCH_BYTES = 4 * 1024 * 1024
+
+
+@dataclass(frozen=True)
+class ParquetBatch:
+    """Some rows of a text column: None for a null, bytes where they are not UTF-8.
+
+    `fingerprint` is a hash of the texts (the file's own bytes do not arrive in order, and hold other columns too);
+    `share_done` is how much of the file has been read with this batch, 0 to 1.
+    """
+
+    texts: list[str | bytes | None]
+    fingerprint: bytes
+    share_done: float
+
+
+def count_row_groups(store: Store, path: str, address: str) -> int:
+    """How many row groups a file has: the pieces it can be cut into."""
+    return _open_parquet(store, path, address).num_row_groups
+
+
+def count_rows_before_group(store: Store, path: str, address: str, group: int) -> int:
+    """How many rows come before a row group."""
+    metadata = _open_parquet(store, path, address).metadata
+    return sum(metadata.row_group(number).num_rows for number in range(group))
+
+
+def read_parquet_batches(
+    store: Store, path: str, address: str, column: str, first: int = 0, last: int | None = None
+) -> Iterator[ParquetBatch]:
+    """Yield the texts of row groups [first, last) of a file, a few megabytes at a time."""
+    parquet = _open_parquet(store, path, address)
+    at = _text_column(parquet, column, address)
+    groups = range(first, parquet.num_row_groups if last is None else last)
+    total = sum(parquet.metadata.row_group(group).num_rows for group in groups)
+    done = 0
+    for group in groups:
+        rows = parquet.metadata.row_group(group).num_rows
+        text_bytes = max(parquet.metadata.row_group(group).column(at).total_uncompressed_size, 1)
+        batch_rows = max(64, min(65536, PARQUET_BATCH_BYTES * rows // text_bytes))
+        for batch in _explain_damage(parquet.iter_batches(batch_rows, [group], [column]), address):
+            done += batch.num_rows
+            yield ParquetBatch(_column_texts(batch.column(0)), _hash_column(batch.column(0)), done / max(total, 1))
+
+
+def _open_parquet(store: Store, path: str, address: str) -> Any:
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+    except ImportError:
+        raise MissingExtra.named("data", "reading parquet files") from None
+    try:
+        return pq.ParquetFile(_SeekableObject(store, path))
+    except pa.ArrowInvalid as error:
+        raise InputError(f"this is not a readable parquet file: {error}", where=address) from None
+
+
+def _explain_damage(batches: Iterator[Any], address: str) -> Iterator[Any]:
+    """Damaged pages are found only when they are read; pyarrow then raises all kinds of errors."""
+    import pyarrow as pa
+
+    try:
+        yield from batches
+    except (pa.ArrowException, OSError) as error:
+        raise BadDocument(
+            f"this parquet file is damaged: {str(error).splitlines()[0]}", where=address, hint="fetch it again"
+        ) from None
+
+
+def _text_column(parquet: Any, column: str, address: str) -> int:
+    import pyarrow as pa
+
+    schema = parquet.schema_arrow
+    if column not in schema.names:
+        raise InputError(
+            f"there is no column {column!r}",
+            where=address,
+            hint=f"write --key with one of its columns: {', '.join(schema.names)}",
+        )
+    kind = schema.field(column).type
+    value = kind.value_type if pa.types.is_dictionary(kind) else kind
+    if not (pa.types.is_string(value) or pa.types.is_large_string(value) or pa.types.is_string_view(value)):
+        raise InputError(
+            f"the column {column!r} holds {kind}, not text", where=address, hint="write --key with a text column"
+        )
+    paths = [parquet.metadata.schema.column(i).path for i in range(parquet.metadata.num_columns)]
+    return paths.index(column)
+
+
+def _column_texts(column: Any) -> list[str | bytes | None]:
+    import pyarrow as pa
+
+    try:
+        return column.to_pylist()
+    except UnicodeDecodeError:
+        raw = column.cast(pa.large_string()).cast(pa.large_binary()).to_pylist()
+        return [value if value is None else _decode_or_keep(value) for value in raw]
+
+
+def _decode_or_keep(value: bytes) -> str | bytes:
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        return value
+
+
+def _hash_column(column: Any) -> bytes:
+    import numpy as np
+    import pyarrow as pa
+
+    plain = column.cast(pa.large_string()).cast(pa.large_binary())
+    _, offsets_buffer, data = plain.buffers()
+    offsets = np.frombuffer(offsets_buffer, np.int64)[plain.offset : plain.offset + len(plain) + 1]
+    digest = hashlib.sha256(np.diff(offsets).tobytes())
+    if plain.null_count:
+        digest.update(np.asarray(plain.is_null()).tobytes())
+    if data is not None:
+        digest.update(memoryview(data)[int(offsets[0]) : int(offsets[-1])])
+    return digest.digest()
+
+
+class _SeekableObject(io.RawIOBase):
+    """A stored object as the seekable file that parquet needs; every read is one ranged get."""
+
+    def __init__(self, store: Store, path: str) -> None:
+        info = store.head(path)
+        if info is None:
+            raise StorageError("the file is gone", where=f"{store.url}/{path}")
+        self._store, self._path, self._size, self._at = store, path, info.size, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
+        self._at = base + offset
+        return self._at
+
+    def read(self, size: int = -1) -> bytes:
+        end = self._size if size < 0 else min(self._at + size, self._size)
+        data = self._store.read(self._path, self._at, end) if end > self._at else b""
+        self._at += len(data)
+        return data

@@ -1,1 +1,1 @@
-"""Token files: the .bin/.idx format, writing shards that survive being killed, manifests, merging, proofs."""
+"""Token files: the .bin/.idx format, shards that survive a kill, manifests, verifying, merging."""

@@ -1,4 +1,4 @@
-"""A look inside token files: how many, how long, and what they say."""
+"""Describe token files: how many documents and tokens, how long they are, and what some of them say."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trainshed.data.encode.tokenizer import Tokenizer
-from trainshed.data.tokens.indexed import SCAN_ITEMS, IndexedReader, shard_prefixes
-from trainshed.data.tokens.manifest import combine, read_token_manifest
+from trainshed.data.tokenize.tokenizer import Tokenizer
+from trainshed.data.tokens.indexed_dataset import SCAN_ITEMS, IndexedDataset
+from trainshed.data.tokens.manifest import combine_manifests, read_token_manifest
+from trainshed.data.tokens.token_files import shard_prefixes
 from trainshed.reporting import SILENT, Reporter
 
 SAMPLE_TOKENS = 60
 
 
 @dataclass(frozen=True)
-class Sample:
+class DocumentSample:
     """The beginning of one document."""
 
     document: int
@@ -25,7 +26,7 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Inspection:
+class TokenInspection:
     """What is behind a prefix. `histogram` counts documents by length: bucket b holds 2^b to 2^(b+1)-1 tokens."""
 
     prefix: str
@@ -47,19 +48,19 @@ class Inspection:
     eod_inside_documents: int | None
     bos: dict[str, object] | None
     bos_count: int | None
-    samples: list[Sample]
+    samples: list[DocumentSample]
 
 
-def inspect(
+def inspect_tokens(
     prefix: str, *, tokenizer: Tokenizer | None = None, samples: int = 3, reporter: Reporter = SILENT
-) -> Inspection:
+) -> TokenInspection:
     """Read everything behind a prefix once and describe it."""
     shards = shard_prefixes(prefix)
-    readers = [IndexedReader(shard) for shard in shards]
+    readers = [IndexedDataset(shard) for shard in shards]
     found = [manifest for shard in shards if (manifest := read_token_manifest(shard))]
-    manifest = combine(found) if len(found) == len(shards) else None
+    manifest = combine_manifests(found) if len(found) == len(shards) else None
     spec = manifest.spec if manifest else {}
-    eod, bos = _special("eos", spec.get("eod"), tokenizer), _special("bos", spec.get("bos"), tokenizer)
+    eod, bos = _special_token("eos", spec.get("eod"), tokenizer), _special_token("bos", spec.get("bos"), tokenizer)
 
     buckets = np.zeros(64, np.int64)
     shortest, longest, empty, inside = 2**62, 0, 0, 0
@@ -83,7 +84,7 @@ def inspect(
     tokens_total = sum(reader.tokens for reader in readers)
     if eod and spec.get("eod"):
         inside = counts["eod"] - (documents - empty)
-    result = Inspection(
+    result = TokenInspection(
         prefix=prefix,
         shards=len(shards),
         dtype=readers[0].dtype.name,
@@ -110,7 +111,9 @@ def inspect(
     return result
 
 
-def _special(role: str, recorded: dict[str, object] | None, tokenizer: Tokenizer | None) -> dict[str, object] | None:
+def _special_token(
+    role: str, recorded: dict[str, object] | None, tokenizer: Tokenizer | None
+) -> dict[str, object] | None:
     """The special token a manifest records, else the one the tokenizer names."""
     if recorded or tokenizer is None:
         return recorded
@@ -120,7 +123,7 @@ def _special(role: str, recorded: dict[str, object] | None, tokenizer: Tokenizer
     return {"text": token.text, "id": token.id} if token else None
 
 
-def _document_lengths(reader: IndexedReader, first: int, count: int) -> np.ndarray:
+def _document_lengths(reader: IndexedDataset, first: int, count: int) -> np.ndarray:
     """Tokens of each document, all its sequences together."""
     bounds = reader.document_indices[first : first + count + 1]
     lengths = reader.lengths[bounds[0] : bounds[-1]].astype(np.int64)
@@ -128,10 +131,10 @@ def _document_lengths(reader: IndexedReader, first: int, count: int) -> np.ndarr
     return np.diff(ends[bounds - bounds[0]])
 
 
-def _samples(readers: list[IndexedReader], tokenizer: Tokenizer | None, wanted: int) -> list[Sample]:
+def _samples(readers: list[IndexedDataset], tokenizer: Tokenizer | None, wanted: int) -> list[DocumentSample]:
     """The beginnings of documents spread evenly over all shards."""
     total = sum(reader.documents for reader in readers)
-    picked: list[Sample] = []
+    picked: list[DocumentSample] = []
     for number in sorted({total * i // max(wanted, 1) for i in range(wanted)} if total else ()):
         local, reader = number, readers[0]
         for reader in readers:
@@ -140,5 +143,5 @@ def _samples(readers: list[IndexedReader], tokenizer: Tokenizer | None, wanted: 
             local -= reader.documents
         tokens = reader.document(local)
         ids = tokens[:SAMPLE_TOKENS].tolist()
-        picked.append(Sample(number, len(tokens), ids, tokenizer.decode(ids) if tokenizer else None))
+        picked.append(DocumentSample(number, len(tokens), ids, tokenizer.decode(ids) if tokenizer else None))
     return picked

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from trainshed.data.text.reading import Piece
-from trainshed.data.tokens.shard_writer import Counts
-from trainshed.data.tokens.shards import set_prefix, shard_name
+from trainshed.data.text.reader import InputSlice
+from trainshed.data.tokens.shard_writer import TokenCounts
+from trainshed.data.tokens.token_files import set_prefix, shard_name
 from trainshed.errors import CorruptData, NotFound
 from trainshed.storage import open_store
 from trainshed.storage.manifest import FileEntry, Manifest, broken_manifest
@@ -18,11 +18,12 @@ from trainshed.storage.manifest import FileEntry, Manifest, broken_manifest
 if TYPE_CHECKING:
     from trainshed.storage import StoreOptions
 
-KIND = "tokens"
+
+TOKENS_KIND = "tokens"
 
 
 @dataclass(frozen=True)
-class PieceRecord:
+class InputRecord:
     """An input as it was read. For parquet the hash is of the column's texts, else of the file's bytes."""
 
     address: str
@@ -35,7 +36,7 @@ class PieceRecord:
     end: int | None = None
 
     @classmethod
-    def of(cls, piece: Piece, sha256: str | None) -> PieceRecord:
+    def of(cls, piece: InputSlice, sha256: str | None) -> InputRecord:
         """Record a piece with the hash it was found to have."""
         return cls(
             piece.shown,
@@ -64,8 +65,8 @@ class TokenManifest:
     spec: dict[str, Any]
     tokenizer: str
     encoder: str
-    inputs: list[PieceRecord]
-    counts: Counts
+    inputs: list[InputRecord]
+    counts: TokenCounts
     files: list[FileEntry]
     shards: int = 1
 
@@ -78,12 +79,12 @@ class TokenManifest:
             "counts": asdict(self.counts),
             "shards": self.shards,
         }
-        return Manifest.of(KIND, self.spec, self.files, facts)
+        return Manifest.of(TOKENS_KIND, self.spec, self.files, facts)
 
     @classmethod
     def of(cls, manifest: Manifest, where: str) -> TokenManifest:
         """Read what is special about tokens; `where` names the file in errors."""
-        if manifest.kind != KIND:
+        if manifest.kind != TOKENS_KIND:
             raise CorruptData(f"this is the manifest of {manifest.kind}, not of tokens", where=where)
         facts = manifest.facts
         try:
@@ -92,8 +93,8 @@ class TokenManifest:
                 spec=dict(manifest.spec),
                 tokenizer=facts["tokenizer"],
                 encoder=facts["encoder"],
-                inputs=[PieceRecord(**record) for record in facts["inputs"]],
-                counts=Counts(**counts),
+                inputs=[InputRecord(**record) for record in facts["inputs"]],
+                counts=TokenCounts(**counts),
                 files=list(manifest.files),
                 shards=facts["shards"],
             )
@@ -125,9 +126,9 @@ def read_token_manifest(prefix: str, options: StoreOptions | None = None) -> Tok
     return TokenManifest.of(manifest, address)
 
 
-def combine(manifests: Sequence[TokenManifest]) -> TokenManifest:
+def combine_manifests(manifests: Sequence[TokenManifest]) -> TokenManifest:
     """The manifest of a set of shards: the sum of theirs."""
-    counts = Counts()
+    counts = TokenCounts()
     for manifest in manifests:
         counts = counts.plus(manifest.counts)
     first = manifests[0]
@@ -142,7 +143,7 @@ def combine(manifests: Sequence[TokenManifest]) -> TokenManifest:
     )
 
 
-def forget_set(prefix: str, options: StoreOptions | None = None) -> None:
+def delete_set_manifest(prefix: str, options: StoreOptions | None = None) -> None:
     """Remove the manifest of the set that a shard belongs to, before the shard is made anew.
 
     Every task does so before it writes the manifest of its shard and looks for the others' only after that, so
@@ -169,6 +170,6 @@ def write_set_manifest(prefix: str, shards: int, options: StoreOptions | None = 
         return None
     if shards == 1:
         return manifests[0]
-    combined = combine(manifests)
+    combined = combine_manifests(manifests)
     combined.write(prefix, options)
     return combined

@@ -1,7 +1,7 @@
-"""Many token files into one: pure concatenation in O(1) memory.
+"""Merge token files into one by concatenation, in O(1) memory.
 
-The result is what preparing everything into one file would have written, byte for byte. It becomes visible
-with its `.idx`, which is renamed last; killed at any point, a merge leaves no `.idx` and can be run again.
+The result is what preparing everything into one file would have written, byte for byte. It becomes visible with its
+`.idx`, which is renamed last. A merge that is killed leaves no `.idx` and can be run again.
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ from typing import BinaryIO
 
 import numpy as np
 
-from trainshed.data.tokens.atomic_file import commit, partial_file
-from trainshed.data.tokens.indexed import SCAN_ITEMS, IndexedReader, IndexHeader, shard_prefixes
-from trainshed.data.tokens.manifest import combine, read_token_manifest
-from trainshed.data.tokens.token_file import local_path
+from trainshed.data.tokens.indexed_dataset import SCAN_ITEMS, IndexedDataset, IndexHeader
+from trainshed.data.tokens.manifest import combine_manifests, read_token_manifest
+from trainshed.data.tokens.token_files import commit_file, local_path, partial_file, shard_prefixes
 from trainshed.errors import InputError
-from trainshed.reporting import SILENT, Reporter, Task
+from trainshed.reporting import SILENT, ProgressTask, Reporter
 from trainshed.storage.manifest import FileEntry
 
 COPY_BYTES = 64 * 1024 * 1024
 
 
-def merge(prefixes: Sequence[str], output: str, *, overwrite: bool = False, reporter: Reporter = SILENT) -> IndexHeader:
+def merge_tokens(
+    prefixes: Sequence[str], output: str, *, overwrite: bool = False, reporter: Reporter = SILENT
+) -> IndexHeader:
     """Concatenate token files in the given order; a prefix may stand for its shards."""
     for prefix in (*prefixes, output):
         if local_path(prefix) is None:
@@ -40,7 +41,7 @@ def merge(prefixes: Sequence[str], output: str, *, overwrite: bool = False, repo
         raise InputError("the output is also an input", where=output, hint="give another --output")
     if index_path.exists() and not overwrite:
         raise InputError("the output exists already", where=output, hint="give another --output, or --overwrite")
-    readers = [IndexedReader(name) for name in inputs]
+    readers = [IndexedDataset(name) for name in inputs]
     try:
         header = _joint_header(readers)
         total = sum(reader.bin_bytes for reader in readers) + header.index_bytes
@@ -51,15 +52,15 @@ def merge(prefixes: Sequence[str], output: str, *, overwrite: bool = False, repo
         ):
             for reader in readers:
                 reader.check()
-                _append(Path(reader.bin_address), reader.bin_bytes, tokens, task)
-            for piece in _index_pieces(header, readers):
+                _append_file(Path(reader.bin_address), reader.bin_bytes, tokens, task)
+            for piece in _joint_index(header, readers):
                 index.write(piece)
                 task.advance(len(piece))
             # An old index or manifest must never stand beside new tokens.
             Path(f"{output}.manifest.json").unlink(missing_ok=True)
             index_path.unlink(missing_ok=True)
-            commit(tokens, bin_path)
-            commit(index, index_path)
+            commit_file(tokens, bin_path)
+            commit_file(index, index_path)
     finally:
         for reader in readers:
             reader.close()
@@ -77,10 +78,10 @@ def _write_manifest(inputs: Sequence[str], output: str) -> None:
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         files.append(FileEntry(path.name, path.stat().st_size, f"sha256:{digest}"))
-    replace(combine(manifests), files=files, shards=1).write(output)
+    replace(combine_manifests(manifests), files=files, shards=1).write(output)
 
 
-def _joint_header(readers: Sequence[IndexedReader]) -> IndexHeader:
+def _joint_header(readers: Sequence[IndexedDataset]) -> IndexHeader:
     if not readers:
         raise InputError("nothing to merge", hint="give one prefix or more")
     first = readers[0]
@@ -98,7 +99,7 @@ def _joint_header(readers: Sequence[IndexedReader]) -> IndexHeader:
     )
 
 
-def _index_pieces(header: IndexHeader, readers: Sequence[IndexedReader]) -> Iterator[bytes]:
+def _joint_index(header: IndexHeader, readers: Sequence[IndexedDataset]) -> Iterator[bytes]:
     yield header.pack()
     for reader in readers:
         for start in range(0, reader.sequences, SCAN_ITEMS):
@@ -116,7 +117,7 @@ def _index_pieces(header: IndexHeader, readers: Sequence[IndexedReader]) -> Iter
         before += reader.sequences
 
 
-def _append(path: Path, size: int, target: BinaryIO, task: Task) -> None:
+def _append_file(path: Path, size: int, target: BinaryIO, task: ProgressTask) -> None:
     """Copy a file to the end of `target` inside the kernel (some filesystems then share the blocks)."""
     with path.open("rb", buffering=0) as source:
         left = size

@@ -1,4 +1,4 @@
-"""Proving token files: structure, sizes, hashes, counts, token range and end-of-document tokens, in one pass."""
+"""Verify token files in one pass: structure, sizes, hashes, counts, token range and end-of-document tokens."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from trainshed.data.encode.tokenizer import Tokenizer
-from trainshed.data.tokens.indexed import IndexedReader, shard_prefixes
+from trainshed.data.tokenize.tokenizer import Tokenizer
+from trainshed.data.tokens.indexed_dataset import IndexedDataset
 from trainshed.data.tokens.manifest import TokenManifest, read_token_manifest
+from trainshed.data.tokens.token_files import shard_prefixes
 from trainshed.errors import CorruptData, NotFound
-from trainshed.reporting import SILENT, Reporter, Task
+from trainshed.reporting import SILENT, ProgressTask, Reporter
 from trainshed.storage import ObjectInfo, open_store, sha256_of
 
 EXAMPLES = 3
@@ -35,15 +36,17 @@ class ShardVerdict:
         return not self.problems
 
 
-def verify(prefix: str, *, tokenizer: Tokenizer | None = None, reporter: Reporter = SILENT) -> list[ShardVerdict]:
+def verify_tokens(
+    prefix: str, *, tokenizer: Tokenizer | None = None, reporter: Reporter = SILENT
+) -> list[ShardVerdict]:
     """Verify every shard behind a prefix; problems are collected, not raised."""
     shards = shard_prefixes(prefix)
-    sizes = [_head(f"{shard}.bin") for shard in shards]
+    sizes = [_object_info(f"{shard}.bin") for shard in shards]
     with reporter.task("verify", total=sum(info.size for info in sizes if info), unit="B") as task:
         return [_verify_shard(shard, tokenizer, task) for shard in shards]
 
 
-def _verify_shard(prefix: str, tokenizer: Tokenizer | None, task: Task) -> ShardVerdict:
+def _verify_shard(prefix: str, tokenizer: Tokenizer | None, task: ProgressTask) -> ShardVerdict:
     verdict = ShardVerdict(prefix)
     try:
         manifest = read_token_manifest(prefix)
@@ -51,11 +54,11 @@ def _verify_shard(prefix: str, tokenizer: Tokenizer | None, task: Task) -> Shard
         verdict.problems.append(str(error))
         manifest = None
     try:
-        with IndexedReader(prefix) as reader:
+        with IndexedDataset(prefix) as reader:
             reader.check()
             verdict.documents, verdict.tokens = reader.documents, reader.tokens
             verdict.checked.append("structure")
-            scan = _Scan(reader, manifest, tokenizer)
+            scan = _TokenScan(reader, manifest, tokenizer)
             scan.run(task)
             verdict.checked += scan.checked
             verdict.problems += scan.problems
@@ -73,7 +76,7 @@ def _against_manifest(prefix: str, manifest: TokenManifest, verdict: ShardVerdic
     folder = prefix.rpartition("/")[0]
     for file in manifest.files:
         address = f"{folder}/{file.path}" if "/" in prefix else file.path
-        found = _head(address)
+        found = _object_info(address)
         if found is None:
             problems.append(f"{address}: missing")
         elif found.size != file.size:
@@ -91,7 +94,7 @@ def _against_manifest(prefix: str, manifest: TokenManifest, verdict: ShardVerdic
     return problems
 
 
-def _head(address: str) -> ObjectInfo | None:
+def _object_info(address: str) -> ObjectInfo | None:
     store, path = open_store(address)
     return store.head(path)
 
@@ -101,10 +104,10 @@ def _sha256(address: str) -> str:
     return sha256_of(store.stream(path))
 
 
-class _Scan:
+class _TokenScan:
     """One pass over the tokens of a shard: their hash, their range, and how documents end."""
 
-    def __init__(self, reader: IndexedReader, manifest: TokenManifest | None, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, reader: IndexedDataset, manifest: TokenManifest | None, tokenizer: Tokenizer | None) -> None:
         self._reader = reader
         spec: dict[str, Any] = manifest.spec if manifest else {}
         self._vocab_size: int | None = tokenizer.vocab_size if tokenizer else spec.get("vocab_size")
@@ -115,7 +118,7 @@ class _Scan:
         if tokenizer and spec and spec["tokenizer"] != tokenizer.sha256:
             self.problems.append(f"made with another tokenizer than {tokenizer.address}")
 
-    def run(self, task: Task) -> None:
+    def run(self, task: ProgressTask) -> None:
         """Read everything once."""
         digest = hashlib.sha256()
         outside: list[int] = []
@@ -125,7 +128,7 @@ class _Scan:
             digest.update(tokens.view(np.uint8).data)
             task.advance(tokens.nbytes)
             if self._vocab_size is not None and len(outside) < EXAMPLES:
-                outside += _outside(tokens, self._vocab_size, start)
+                outside += _out_of_vocabulary(tokens, self._vocab_size, start)
             if self._eod is not None:
                 sequence = self._check_ends(tokens, start, sequence, unended)
             start += len(tokens)
@@ -154,7 +157,7 @@ class _Scan:
         return sequence + ended
 
 
-def _outside(tokens: np.ndarray, vocab_size: int, first: int) -> list[int]:
+def _out_of_vocabulary(tokens: np.ndarray, vocab_size: int, first: int) -> list[int]:
     """Positions of the first few tokens that no vocabulary of that size has."""
     if len(tokens) == 0 or (int(tokens.max()) < vocab_size and int(tokens.min()) >= 0):
         return []

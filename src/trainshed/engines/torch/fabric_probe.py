@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from trainshed.engines.probe_request import ProbeRequest
-from trainshed.engines.torch.collective_probe import bus_gb_per_s, seconds_of_calls
+from trainshed.engines.torch.machine_probe import bus_gb_per_s, time_all_reduce
 
 _WARM_UP_CALLS = 2
 _LONGEST_ROUND_SECONDS = 1.0
@@ -42,7 +42,7 @@ def probe(request: ProbeRequest, out: Path) -> None:
     )
     try:
         if request.products:
-            found["tflops"] = _gathered(_tflops(device), device, world)
+            found["tflops"] = _all_gather_values(_tflops(device), device, world)
         found["all_reduces"] = [
             _all_reduce(mebibytes, request.seconds, device, world) for mebibytes in request.mebibytes if world > 1
         ]
@@ -65,11 +65,11 @@ def _all_reduce(mebibytes: float, seconds: float, device: torch.device, world: i
     """Rounds until the time is up. Every rank counts the slowest rank's time, so that all stop after the same one."""
     size = int(mebibytes * 2**20)
     message = torch.zeros(size // 4, device=device)
-    once = _slowest(seconds_of_calls(message, device, _WARM_UP_CALLS), device)
+    once = _all_reduce_max_seconds(time_all_reduce(message, device, _WARM_UP_CALLS), device)
     calls = max(1, min(20, int(_LONGEST_ROUND_SECONDS / max(once, 1e-6) / 5)))
     rounds: list[float] = []
     while not rounds or (sum(rounds) * calls < seconds and len(rounds) < 10_000):
-        rounds.append(_slowest(seconds_of_calls(message, device, calls), device))
+        rounds.append(_all_reduce_max_seconds(time_all_reduce(message, device, calls), device))
     rates = [bus_gb_per_s(world, size, each) for each in rounds]
     return {
         "mebibytes": mebibytes,
@@ -80,13 +80,13 @@ def _all_reduce(mebibytes: float, seconds: float, device: torch.device, world: i
     }
 
 
-def _slowest(seconds: float, device: torch.device) -> float:
+def _all_reduce_max_seconds(seconds: float, device: torch.device) -> float:
     told = torch.tensor([seconds], dtype=torch.float64, device=device)
     dist.all_reduce(told, op=dist.ReduceOp.MAX)
     return float(told.item())
 
 
-def _gathered(value: float, device: torch.device, world: int) -> list[float]:
+def _all_gather_values(value: float, device: torch.device, world: int) -> list[float]:
     parts = [torch.zeros(1, dtype=torch.float64, device=device) for _ in range(world)]
     dist.all_gather(parts, torch.tensor([value], dtype=torch.float64, device=device))
     return [float(part.item()) for part in parts]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 
-from trainshed.checkpoints.native.folder import Found
+from trainshed.checkpoints.native.folder import CompleteCheckpoint
 from trainshed.errors import InputError
 from trainshed.recipe import Recipe
-from trainshed.recipe.train import LENGTHS, Schedule
+from trainshed.recipe.train import LENGTH_KEYS, Schedule
 
 DecaySpan = tuple[int, int]
 """Steps (counted from 0) between which the learning rate falls from its peak to `min_lr`."""
@@ -65,7 +65,7 @@ def check_decay(recipe: Recipe, steps: int, done: int, before: DecaySpan | None)
     jump = f"from {old:.3g} in step {done:,} to {new:.3g} in step {done + 1:,}"
     if written:
         return f"the learning rate goes {jump}: it decays until step {now[1]:,} now, not {before[1]:,}"
-    length = next(key for key in LENGTHS if getattr(recipe.train, key) is not None)
+    length = next(key for key in LENGTH_KEYS if getattr(recipe.train, key) is not None)
     hint = (
         f"write train.schedule.decay={before[1]} to keep the curve and stay at min_lr after it, "
         f"or train.schedule.decay={steps} to change it knowingly"
@@ -79,7 +79,7 @@ def check_decay(recipe: Recipe, steps: int, done: int, before: DecaySpan | None)
     )
 
 
-def check_resumed_decay(recipe: Recipe, steps: int, found: Found) -> str | None:
+def check_resumed_decay(recipe: Recipe, steps: int, found: CompleteCheckpoint) -> str | None:
     """Ask `check_decay` about going on from a checkpoint; one of an earlier version does not say how it decayed."""
     if "lr_decay" in found.facts:
         before = found.facts["lr_decay"]

@@ -13,8 +13,8 @@ from functools import cache
 
 import torch
 
-from trainshed.checkpoints.pieces import Piece
-from trainshed.engines.torch.weights import Weight
+from trainshed.checkpoints.native.shards import TensorShard
+from trainshed.engines.torch.model import ParameterShard
 from trainshed.recipe.train import Optimizer
 
 SMALL = 1 << 22
@@ -24,7 +24,7 @@ SMALL = 1 << 22
 class AdamW:
     """Decoupled weight decay on matrices, none on norms and biases."""
 
-    def __init__(self, weights: list[Weight], options: Optimizer, device: torch.device) -> None:
+    def __init__(self, weights: list[ParameterShard], options: Optimizer, device: torch.device) -> None:
         self.weights, self.options = weights, options
         self.average = [torch.zeros_like(weight.local) for weight in weights]
         self.square = [torch.zeros_like(weight.local) for weight in weights]
@@ -101,13 +101,13 @@ class AdamW:
                 self.options.weight_decay if decays else 0.0,
             )
 
-    def pieces(self) -> Mapping[str, Piece]:
+    def pieces(self) -> Mapping[str, TensorShard]:
         """The state for a checkpoint, under the names of the weights."""
         pieces = {}
         for weight, average, square in zip(self.weights, self.average, self.square, strict=True):
             for kind, tensor in (("exp_avg", average), ("exp_avg_sq", square)):
                 name = f"optimizer.{kind}.{weight.name}"
-                pieces[name] = Piece(weight.parameter.shape, weight.offset, tensor, weight.owner)
+                pieces[name] = TensorShard(weight.parameter.shape, weight.offset, tensor, weight.owner)
         return pieces
 
 

@@ -15,40 +15,44 @@ import torch.distributed as dist
 
 import trainshed
 from trainshed.checkpoints.native.writer import CheckpointWriter
-from trainshed.engines.torch import flight
-from trainshed.engines.torch.build import RankModel, build_model, outside_float8
-from trainshed.engines.torch.job import TrainJob, Voice
-from trainshed.engines.torch.mesh import Mesh, build_mesh
+from trainshed.engines.torch import rank_health
+from trainshed.engines.torch.model import RankModel, build_model, describe_float8_exclusions
 from trainshed.engines.torch.optimizer import AdamW
-from trainshed.engines.torch.place import Place, device_of, init_groups, meet
-from trainshed.engines.torch.profiling import StepProfiler
-from trainshed.engines.torch.signals import StopRequests
-from trainshed.engines.torch.starting import find_resume_point, start_weights
-from trainshed.engines.torch.step import Stepper
-from trainshed.engines.torch.trainer import Trainer
-from trainshed.engines.torch.watchdog import BUDGET_SECONDS, COLLECTIVE_SECONDS, Watchdog
+from trainshed.engines.torch.parallel import ParallelMesh, build_mesh
+from trainshed.engines.torch.rank_env import (
+    EventEmitter,
+    RankEnv,
+    TrainJob,
+    init_process_groups,
+    rank_device,
+    rendezvous_store,
+)
+from trainshed.engines.torch.rank_health import BUDGET_SECONDS, COLLECTIVE_SECONDS, StopSignals, Watchdog
+from trainshed.engines.torch.state import find_resume_point, load_start_state
+from trainshed.engines.torch.step import StepRunner
+from trainshed.engines.torch.trainer import StepProfiler, Trainer
 from trainshed.errors import TrainshedError
-from trainshed.models.decoder import Losses
+from trainshed.models.decoder import Regularization
 from trainshed.models.parameters import parameter_count
 from trainshed.observe.events import EventWriter
 from trainshed.observe.exporters import EXPORTERS
-from trainshed.observe.rank_error import health_folder, write_error
+from trainshed.observe.health import health_folder, write_rank_error
 from trainshed.recipe.train import MoeLosses
 from trainshed.storage.attempts import Attempt, take_attempt
 
 
 @dataclass(frozen=True)
-class Session:
+class RankSession:
     """What a rank has at hand besides its job, for one attempt."""
 
-    place: Place
+    place: RankEnv
     device: torch.device
     store: dist.Store | None
     attempt: int
     health: Path
-    voice: Voice
+    voice: EventEmitter
     watchdog: Watchdog
-    requests: StopRequests
+    requests: StopSignals
     met_seconds: float
     """How long it took to meet the other ranks."""
 
@@ -68,20 +72,20 @@ def train_rank(
     with an account of where it stood when it waits for others in a step longer than `collective_seconds`, or shows no
     sign of life for longer than its phase may take.
     """
-    place = Place.from_environment()
+    place = RankEnv.from_environment()
     began = time.monotonic()
     try:
-        device = device_of(place, job)
-        store = meet(place, job)
+        device = rank_device(place, job)
+        store = rendezvous_store(place, job)
     except TrainshedError as error:
         if attempt is not None:
-            write_error(health_folder(run_folder, attempt), place.rank, error)
+            write_rank_error(health_folder(run_folder, attempt), place.rank, error)
         raise
     with ExitStack() as stack:
         number = _attempt_number(job, place, store, attempt)
         health = health_folder(run_folder, number)
         writer = stack.enter_context(EventWriter(job.store, job.folder, attempt=number, rank=place.rank))
-        voice = Voice(writer)
+        voice = EventEmitter(writer)
         if place.rank == 0:
             _add_listeners(voice, listener, job, run_folder, stack)
         watchdog = stack.enter_context(
@@ -93,16 +97,16 @@ def train_rank(
                 on_stall=lambda _: writer.dump(10),
             )
         )
-        requests = stack.enter_context(StopRequests())
+        requests = stack.enter_context(StopSignals())
         met_seconds = time.monotonic() - began
-        session = Session(place, device, store, number, health, voice, watchdog, requests, met_seconds)
+        session = RankSession(place, device, store, number, health, voice, watchdog, requests, met_seconds)
         try:
-            code = _train(job, session)
+            code = _train_session(job, session)
         except BaseException as error:
             if isinstance(error, TrainshedError):
-                write_error(health, place.rank, error)
+                write_rank_error(health, place.rank, error)
             watchdog.beat(None, "rendezvous")
-            flight.record(health, place.rank, reason="failed", error=error)
+            rank_health.write_flight_record(health, place.rank, reason="failed", error=error)
             exit_code = getattr(error, "exit_code", 1)
             voice("end", reason="failed", exit_code=exit_code)
             writer.dump(10)
@@ -114,7 +118,11 @@ def train_rank(
 
 
 def _add_listeners(
-    voice: Voice, listener: Callable[[dict[str, Any]], None] | None, job: TrainJob, run_folder: Path, stack: ExitStack
+    voice: EventEmitter,
+    listener: Callable[[dict[str, Any]], None] | None,
+    job: TrainJob,
+    run_folder: Path,
+    stack: ExitStack,
 ) -> None:
     """Let whoever started rank 0, and the files that `observe` asks for, follow the events."""
     if listener is not None:
@@ -126,30 +134,30 @@ def _add_listeners(
             voice.listeners.append(stack.enter_context(made))
 
 
-def _train(job: TrainJob, session: Session) -> int:
+def _train_session(job: TrainJob, session: RankSession) -> int:
     place, voice, watchdog = session.place, session.voice, session.watchdog
     began = time.monotonic()
     watchdog.beat(None, "rendezvous")
-    _describe(job, session.device, voice)
+    _emit_start(job, session.device, voice)
     voice("phase", name="rendezvous", seconds=session.met_seconds)
-    init_groups(place, session.device, session.store, session.health)
+    init_process_groups(place, session.device, session.store, session.health)
     mesh = build_mesh(job.layout, session.device)
     voice("phase", name="process_groups", seconds=time.monotonic() - began)
     began = time.monotonic()
     watchdog.beat(None, "load")
-    model = _model(job, mesh)
-    if job.recipe.train.precision == "fp8" and (outside := outside_float8(model)) is not None:
+    model = _build_model(job, mesh)
+    if job.recipe.train.precision == "fp8" and (outside := describe_float8_exclusions(model)) is not None:
         voice("warning", text=outside)
-    stepper = Stepper(model, AdamW(model.weights, job.recipe.train.optimizer, session.device))
+    stepper = StepRunner(model, AdamW(model.weights, job.recipe.train.optimizer, session.device))
     attempt = _checkpoint_attempt(job, session)
     found = find_resume_point(job, attempt, place.rank, session.store, voice)
-    start = start_weights(job, stepper, voice, attempt.store, found)
+    start = load_start_state(job, stepper, voice, attempt.store, found)
     voice("phase", name="load", seconds=time.monotonic() - began)
     traces = session.health.parents[1] / "profile" / session.health.name
     profiler = StepProfiler(job.recipe.observe.profile, place.rank, start.step, traces)
     with CheckpointWriter(
         attempt,
-        spec=_spec(job),
+        spec=_checkpoint_spec(job),
         rank=place.rank,
         world_size=place.world_size,
         coordination=None if session.store is None else dist.PrefixStore("checkpoints", session.store),
@@ -164,11 +172,11 @@ def _train(job: TrainJob, session: Session) -> int:
     return 128 + ending.signal
 
 
-def _model(job: TrainJob, mesh: Mesh) -> RankModel:
+def _build_model(job: TrainJob, mesh: ParallelMesh) -> RankModel:
     train = job.recipe.train
     # Models with experts have the router's losses as the schema defaults them, written or not.
     moe = None if job.config.moe is None else train.moe or MoeLosses()
-    losses = Losses(
+    losses = Regularization(
         z_loss=train.z_loss,
         moe_balance=moe.balance_loss if moe else 0.0,
         moe_z=moe.z_loss if moe else 0.0,
@@ -187,7 +195,7 @@ def _model(job: TrainJob, mesh: Mesh) -> RankModel:
     )
 
 
-def _attempt_number(job: TrainJob, place: Place, store: dist.Store | None, given: int | None) -> int:
+def _attempt_number(job: TrainJob, place: RankEnv, store: dist.Store | None, given: int | None) -> int:
     if given is not None:
         return given
     if store is None:
@@ -197,7 +205,7 @@ def _attempt_number(job: TrainJob, place: Place, store: dist.Store | None, given
     return int(store.get("attempt"))
 
 
-def _checkpoint_attempt(job: TrainJob, session: Session) -> Attempt:
+def _checkpoint_attempt(job: TrainJob, session: RankSession) -> Attempt:
     """The attempt that fences checkpoints: the run's own, or one taken where they are kept apart from it."""
     if job.checkpoint_home is None:
         return Attempt(job.store, job.folder, session.attempt)
@@ -209,7 +217,7 @@ def _checkpoint_attempt(job: TrainJob, session: Session) -> Attempt:
     return Attempt(home, folder, int(session.store.get("checkpoint-attempt")))
 
 
-def _describe(job: TrainJob, device: torch.device, voice: Voice) -> None:
+def _emit_start(job: TrainJob, device: torch.device, voice: EventEmitter) -> None:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     voice(
         "start",
@@ -222,7 +230,7 @@ def _describe(job: TrainJob, device: torch.device, voice: Voice) -> None:
     )
 
 
-def _spec(job: TrainJob) -> dict[str, Any]:
+def _checkpoint_spec(job: TrainJob) -> dict[str, Any]:
     return {
         "run": f"{job.recipe.name}/{job.name}",
         "model": job.config.model_dump(mode="json", by_alias=True, exclude_none=True),

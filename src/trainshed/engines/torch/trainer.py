@@ -1,32 +1,30 @@
-"""The loop: step, settle what earlier steps gave, validate, checkpoint, until the end or until somebody asks."""
+"""The training loop: step, read the metrics of earlier steps, validate, save, until the end or a request to stop."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from trainshed.catalog import gpu_by_device_name
 from trainshed.checkpoints.native.writer import CheckpointWriter
 from trainshed.data.sampling.schedule import SkipList
-from trainshed.engines.torch.clock import Mark
-from trainshed.engines.torch.feed import Feed
-from trainshed.engines.torch.job import TrainJob, Voice
+from trainshed.engines.torch.batch_loader import BatchLoader
 from trainshed.engines.torch.learning_rate import decay_span, learning_rate
-from trainshed.engines.torch.profiling import StepProfiler
-from trainshed.engines.torch.signals import StopRequests
-from trainshed.engines.torch.starting import Start
-from trainshed.engines.torch.state import state_facts, state_pieces
-from trainshed.engines.torch.step import Arriving, StepOutcome, Stepper
-from trainshed.engines.torch.watchdog import Watchdog
+from trainshed.engines.torch.rank_env import EventEmitter, TrainJob
+from trainshed.engines.torch.rank_health import StopSignals, Watchdog
+from trainshed.engines.torch.state import StartPoint, state_facts, state_pieces
+from trainshed.engines.torch.step import DeviceTimestamp, PendingMetrics, StepMetrics, StepRunner
 from trainshed.errors import TrainshedError
 from trainshed.observe.mfu import measure_mfu
+from trainshed.recipe.schema import Profile
 
 
 @dataclass(frozen=True)
-class Ending:
+class TrainingEnd:
     """How the loop ended: after which step, and by which signal if somebody asked."""
 
     step: int
@@ -39,13 +37,13 @@ class Trainer:
     def __init__(
         self,
         job: TrainJob,
-        stepper: Stepper,
+        stepper: StepRunner,
         writer: CheckpointWriter,
-        voice: Voice,
+        voice: EventEmitter,
         watchdog: Watchdog,
-        requests: StopRequests,
+        requests: StopSignals,
         profiler: StepProfiler,
-        start: Start,
+        start: StartPoint,
     ) -> None:
         self.job, self.stepper, self.writer, self.voice = job, stepper, writer, voice
         self.watchdog, self.requests, self.profiler = watchdog, requests, profiler
@@ -53,22 +51,22 @@ class Trainer:
         self.saved = start.step or None
         mesh = stepper.model.mesh
         self.device = mesh.device
-        self.feed = Feed(job.order, mesh, numbered=job.recipe.train.dropout > 0)
-        self._arriving: deque[tuple[int, float, Arriving]] = deque()
+        self.feed = BatchLoader(job.order, mesh, numbered=job.recipe.train.dropout > 0)
+        self._arriving: deque[tuple[int, float, PendingMetrics]] = deque()
         self._stop: int | None = None
         self._unhurried = True
         """Whether ranks may reach the next step at different times, as each loads, compiles or saves something new."""
         self._paused_for: set[str] = set()
-        self._mark = Mark(self.device)
+        self._mark = DeviceTimestamp(self.device)
         self._gpu_name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "this CPU"
         self._mfu_trouble = False
 
-    def run(self) -> Ending:
+    def run(self) -> TrainingEnd:
         """Train to the end of the run, or to a step boundary after a request to stop."""
         # On a GPU the host stays one step ahead, so that the device never waits for it.
         behind = 1 if self.device.type == "cuda" else 0
         first, began = self.step, time.monotonic()
-        self._mark = Mark(self.device)
+        self._mark = DeviceTimestamp(self.device)
         try:
             while self.step < self.job.steps and self._stop is None:
                 self.watchdog.beat(self.step, "first_step" if self._unhurried else "step")
@@ -89,7 +87,7 @@ class Trainer:
             self._save(blocking=True)
         self.watchdog.beat(self.step, "checkpoint")
         self.writer.wait()
-        return Ending(self.step, self._stop)
+        return TrainingEnd(self.step, self._stop)
 
     def _end_profile(self) -> None:
         over = self.step == self.job.steps or self._stop is not None
@@ -114,7 +112,7 @@ class Trainer:
                 self._bad_step(step, outcome)
             self._stop = self._stop or outcome.stop
 
-    def _report(self, step: int, lr: float, outcome: StepOutcome, seconds: float) -> None:
+    def _report(self, step: int, lr: float, outcome: StepMetrics, seconds: float) -> None:
         job, train = self.job, self.job.recipe.train
         length, batch = job.order.sequence_length, job.order.batch_size(step)
         rate = batch * length / seconds / job.layout.world_size
@@ -123,8 +121,8 @@ class Trainer:
         self.voice(
             "step",
             step,
-            loss=_number(outcome.loss),
-            grad_norm=_number(outcome.grad_norm),
+            loss=_finite_or_none(outcome.loss),
+            grad_norm=_finite_or_none(outcome.grad_norm),
             lr=lr,
             tokens=job.order.consumed(step + 1) * length,
             step_seconds=seconds,
@@ -133,9 +131,9 @@ class Trainer:
             mfu_full_attention=mfu_full,
             batch_hash=outcome.batch_hash,
             skipped=outcome.bad,
-            z_loss=_number(outcome.z_loss) if train.z_loss else None,
-            moe_balance=_number(outcome.moe_balance) if moe else None,
-            moe_z=_number(outcome.moe_z) if moe else None,
+            z_loss=_finite_or_none(outcome.z_loss) if train.z_loss else None,
+            moe_balance=_finite_or_none(outcome.moe_balance) if moe else None,
+            moe_z=_finite_or_none(outcome.moe_z) if moe else None,
             memory_gib=torch.cuda.max_memory_allocated(self.device) / 2**30 if self.device.type == "cuda" else None,
         )
 
@@ -159,7 +157,7 @@ class Trainer:
             return None, None
         return measured.mfu, measured.mfu_full_attention
 
-    def _bad_step(self, step: int, outcome: StepOutcome) -> None:
+    def _bad_step(self, step: int, outcome: StepMetrics) -> None:
         policy = self.job.recipe.train.non_finite
         what = f"loss {outcome.loss}, gradient norm {outcome.grad_norm}"
         self.voice("non_finite", step, policy=policy, what=what)
@@ -197,7 +195,7 @@ class Trainer:
         if self._checkpoint_due():
             self._save(blocking=not self.job.recipe.checkpoint.async_)
         if self._pause_due():
-            self._mark = Mark(self.device)
+            self._mark = DeviceTimestamp(self.device)
 
     def _beat_pause(self, phase: str) -> None:
         """Say which pause begins; the first of its kind takes each rank as long as it takes, and the others wait."""
@@ -211,13 +209,13 @@ class Trainer:
         assert wanted is not None
         self._beat_pause("validation")
         began = time.monotonic()
-        feed = Feed(order, self.stepper.model.mesh, numbered=False)
+        feed = BatchLoader(order, self.stepper.model.mesh, numbered=False)
         total = 0.0
         for number in range(wanted.batches):
             fed = feed.batch(number, ahead=number + 1 < wanted.batches)
             total += self.stepper.evaluate(fed, order.batch_size(number))
         feed.close()
-        loss = _number(total / wanted.batches)
+        loss = _finite_or_none(total / wanted.batches)
         self.voice("validation", self.step, loss=loss, batches=wanted.batches, seconds=time.monotonic() - began)
 
     def _save(self, *, blocking: bool) -> None:
@@ -229,6 +227,37 @@ class Trainer:
         self.saved = self.step
 
 
-def _number(value: float) -> float | None:
+def _finite_or_none(value: float) -> float | None:
     """JSON knows no NaN; a `non_finite` event says what it was."""
     return value if value - value == 0 else None
+
+
+class StepProfiler:
+    """Starts and stops PyTorch's profiler around the steps that were asked for; does nothing on other ranks."""
+
+    def __init__(self, wanted: Profile | None, rank: int, first: int, folder: Path) -> None:
+        """`first` is how many steps were done before: where the profile's steps are past, nothing is profiled."""
+        self._steps = range(0)
+        if wanted is not None and rank in wanted.ranks:
+            self._steps = range(max(wanted.steps_before, first), wanted.steps_before + wanted.steps)
+        self._path = folder / f"rank-{rank:05d}.json"
+        self._running: torch.profiler.profile | None = None
+
+    def before(self, step: int) -> None:
+        """Call before each step."""
+        if self._steps and step == self._steps.start:
+            activities = [torch.profiler.ProfilerActivity.CPU]
+            if torch.cuda.is_available():
+                activities.append(torch.profiler.ProfilerActivity.CUDA)
+            self._running = torch.profiler.profile(activities=activities)
+            self._running.start()
+
+    def after(self, step: int, *, last: bool = False) -> Path | None:
+        """Call after each step; returns the trace's file when it is written."""
+        if self._running is None or not (last or step + 1 >= self._steps.stop):
+            return None
+        self._running.stop()
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._running.export_chrome_trace(str(self._path))
+        self._running = None
+        return self._path

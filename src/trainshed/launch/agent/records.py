@@ -16,17 +16,17 @@ from typing import Any, Literal
 import orjson
 
 from trainshed.errors import Conflict, NotFound
-from trainshed.launch.agent.meeting import Joined, Order
 from trainshed.launch.ranks import RanksResult
-from trainshed.observe.rank_error import health_folder
+from trainshed.launch.rendezvous import AgentOrder, JoinedNode
+from trainshed.observe.health import health_folder
 from trainshed.storage import ABSENT, LocalStore
 
-Ended = Literal["finished", "stopped", "failed", "peer", "lost"]
+NodeOutcome = Literal["finished", "stopped", "failed", "peer", "lost"]
 """How a node's part of an attempt ended: `peer` where another node's failure ended it, `lost` where it fell silent."""
 
 
 @dataclass(frozen=True)
-class FailedRank:
+class FailedRankRecord:
     """A rank that did not end as it should."""
 
     rank: int
@@ -44,9 +44,9 @@ class NodeRecord:
     node: int
     slot: int
     host: str
-    ended: Ended
+    ended: NodeOutcome
     exit_code: int
-    failed: tuple[FailedRank, ...] = ()
+    failed: tuple[FailedRankRecord, ...] = ()
     bad_node: str | None = None
     """Why the node itself is to blame, where it seems to be."""
     what: str = ""
@@ -57,11 +57,11 @@ class NodeRecord:
     def of(cls, result: RanksResult, *, node: int, slot: int, host: str, peer_failed: bool) -> NodeRecord:
         """Put down how the ranks of a node ended."""
         failed = tuple(
-            FailedRank(each.rank, each.how, each.exit_code, each.signal, each.killed and not each.stopped)
+            FailedRankRecord(each.rank, each.how, each.exit_code, each.signal, each.killed and not each.stopped)
             for each in result.failed
         )
         tail = next((each.log_tail for each in result.failed if not each.killed), "")
-        ended: Ended
+        ended: NodeOutcome
         if result.exit_code == 0:
             ended = "finished"
         elif not failed:
@@ -74,7 +74,7 @@ class NodeRecord:
 
 
 # Of the machine, not of the program: what CUDA, NCCL and the driver print when hardware fails.
-_BAD_NODE_WORDS = (
+_BAD_NODE_MESSAGES = (
     "uncorrectable ECC error",
     "GPU is lost",
     "fallen off the bus",
@@ -94,7 +94,7 @@ def bad_node_reason(result: RanksResult) -> str | None:
             continue
         if failure.signal in _BAD_NODE_SIGNALS:
             return f"rank {failure.rank} {failure.how} from outside"
-        words = next((each for each in _BAD_NODE_WORDS if each in failure.log_tail), None)
+        words = next((each for each in _BAD_NODE_MESSAGES if each in failure.log_tail), None)
         if words is not None:
             return f"rank {failure.rank} reported '{words}'"
     return None
@@ -108,7 +108,7 @@ class AttemptRecords:
         self._store = LocalStore(self.folder)
 
     def keep_hosts(
-        self, start: str, order: Order, joined: Mapping[int, Joined], bad: Collection[int], ranks_per_node: int
+        self, start: str, order: AgentOrder, joined: Mapping[int, JoinedNode], bad: Collection[int], ranks_per_node: int
     ) -> list[str]:
         """Keep which host has which ranks; returns it as lines for people."""
         nodes = [
@@ -124,7 +124,7 @@ class AttemptRecords:
         spares = [{"slot": slot, "host": joined[slot].host} for slot in free]
         body = {"start": start, "master": list(order.master), "nodes": nodes, "spares": spares}
         self._put("hosts.json", body)
-        lines = [f"node {each['node']}: {each['host']}, ranks {_span(each['ranks'])}" for each in nodes]
+        lines = [f"node {each['node']}: {each['host']}, ranks {_format_ranks(each['ranks'])}" for each in nodes]
         return lines + [f"spare: {each['host']}" for each in spares]
 
     def keep(self, record: NodeRecord) -> None:
@@ -137,7 +137,7 @@ class AttemptRecords:
             body: dict[str, Any] = orjson.loads(self._store.read(f"node-{node:05d}.json"))
         except NotFound:
             return None
-        return NodeRecord(**body | {"failed": tuple(FailedRank(**each) for each in body["failed"])})
+        return NodeRecord(**body | {"failed": tuple(FailedRankRecord(**each) for each in body["failed"])})
 
     def say_failed(self, host: str, what: str) -> None:
         """Tell all nodes that the attempt has failed; only the first to say so is kept."""
@@ -156,5 +156,5 @@ class AttemptRecords:
         self._store.put(name, orjson.dumps(body, option=orjson.OPT_INDENT_2) + b"\n")
 
 
-def _span(ranks: list[int]) -> str:
+def _format_ranks(ranks: list[int]) -> str:
     return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"

@@ -1,10 +1,13 @@
-"""The train stage on one node: wait for orders, run the ranks of this node, say how they ended."""
+"""The train stage on one node: wait for orders, check the node, run its ranks, say how they ended."""
 
 from __future__ import annotations
 
+import shutil
 import signal
+import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -12,26 +15,32 @@ import orjson
 
 import trainshed
 from trainshed.errors import InputError, TrainshedError
-from trainshed.launch.agent.leading import Leader, SignsOfLife
-from trainshed.launch.agent.meeting import Joined, Meeting, Order
-from trainshed.launch.agent.place import AgentTimes, NodePlace
-from trainshed.launch.agent.proof import prove_node
-from trainshed.launch.agent.pulse import gpu_samples, pulse
+from trainshed.launch.agent.leader import Leader
 from trainshed.launch.agent.records import AttemptRecords, NodeRecord
-from trainshed.launch.agent.requests import StopRequests
-from trainshed.launch.here import (
-    PLAN_SCHEMA,
-    WatchedFolder,
-    keep_stall,
+from trainshed.launch.attempt import (
+    LogEcho,
+    RunFolderWatcher,
+    emit_stall,
     logs_folder,
     machine_environment,
     rank_command,
+    read_job_plan,
 )
-from trainshed.launch.job import JobFile, Stage
-from trainshed.launch.ranks import run_ranks, stopped_text
-from trainshed.launch.run_logs import LogEcho
+from trainshed.launch.job import JobFile, Stage, version_problem
+from trainshed.launch.preflight import preflight_job, run_preflight
+from trainshed.launch.ranks import StopSignalListener, run_ranks, stopped_rank_text
+from trainshed.launch.rendezvous import (
+    AgentOrder,
+    AgentTimeouts,
+    HeartbeatMonitor,
+    JoinedNode,
+    NodeEnv,
+    Rendezvous,
+    repeat_in_thread,
+    send_heartbeats,
+)
 from trainshed.observe.events import EventWriter
-from trainshed.plan import RankLayout
+from trainshed.recipe import load_cluster
 from trainshed.reporting import Reporter
 from trainshed.storage import LocalStore
 
@@ -43,20 +52,20 @@ class NodeTraining:
     """One node's part in the training of a job."""
 
     def __init__(
-        self, job: JobFile, stage: Stage, folder: Path, place: NodePlace, times: AgentTimes, reporter: Reporter
+        self, job: JobFile, stage: Stage, folder: Path, place: NodeEnv, times: AgentTimeouts, reporter: Reporter
     ) -> None:
         self._job, self._stage, self._folder = job, stage, folder
         self._place, self._times, self._reporter = place, times, reporter
         self._run = Path(job.run)
-        self._meeting = Meeting(self._run, place.start)
-        self._requests = StopRequests()
+        self._meeting = Rendezvous(self._run, place.start)
+        self._requests = StopSignalListener()
 
     def run(self) -> int:
         """See it through; returns 0, 128 + the signal of a requested stop, or `PEER_FAILED_EXIT_CODE`, else raises."""
         problem = version_problem(self._job)
         with self._requests:
-            self._meeting.join(Joined(self._place.slot, self._place.host, trainshed.__version__, problem))
-            with pulse(self._meeting, self._place.slot, self._times):
+            self._meeting.join(JoinedNode(self._place.slot, self._place.host, trainshed.__version__, problem))
+            with send_heartbeats(self._meeting, self._place.slot, self._times):
                 if self._place.leads:
                     return self._lead()
                 if problem is not None:
@@ -101,9 +110,9 @@ class NodeTraining:
             done = order.number
             self._take_part(order)
 
-    def _next_order(self, done: int) -> Order | None:
+    def _next_order(self, done: int) -> AgentOrder | None:
         """Wait for an order that is not done yet; None where nobody is left to give one."""
-        signs = SignsOfLife(self._meeting)
+        signs = HeartbeatMonitor(self._meeting)
         called = False
         looked = 0.0
         while True:
@@ -120,7 +129,7 @@ class NodeTraining:
                     return None
             time.sleep(min(0.2, self._times.look_seconds))
 
-    def _take_part(self, order: Order, leader: Leader | None = None) -> None:
+    def _take_part(self, order: AgentOrder, leader: Leader | None = None) -> None:
         """Run this node's ranks of an attempt, where it has any, and leave an account of their end."""
         assert order.attempt is not None
         if self._place.slot not in order.slots:
@@ -134,11 +143,11 @@ class NodeTraining:
         elif record is None:
             record = self._run_ranks(node, order, records, leader)
         if record.ended == "failed":
-            records.say_failed(record.host, record.what or _how(record))
+            records.say_failed(record.host, record.what or _failure_text(record))
         self._meeting.call_the_roll()
         records.keep(record)
 
-    def _refusal(self, node: int, order: Order, records: AttemptRecords) -> NodeRecord | None:
+    def _refusal(self, node: int, order: AgentOrder, records: AttemptRecords) -> NodeRecord | None:
         """Say why this node's ranks are not started; None: they are."""
         place = self._place
         if self._requests.exit_code is not None:
@@ -147,19 +156,19 @@ class NodeTraining:
         if not self._stage.preflight:
             return None
         began = time.monotonic()
-        refused = prove_node(self._run, self._stage, self._folder, order, node, place, self._reporter)
+        refused = preflight_node(self._run, self._stage, self._folder, order, node, place, self._reporter)
         if node == 0 and refused is None:
             self._keep_phase(order, "preflight", time.monotonic() - began)
         if refused is None and self._requests.exit_code is not None:
             return self._refusal(node, order, records)
         return refused
 
-    def _keep_phase(self, order: Order, name: str, seconds: float) -> None:
+    def _keep_phase(self, order: AgentOrder, name: str, seconds: float) -> None:
         assert order.attempt is not None
         with EventWriter(LocalStore(self._run), "", attempt=order.attempt, rank=None) as events:
             events.emit("phase", name=name, seconds=seconds)
 
-    def _run_ranks(self, node: int, order: Order, records: AttemptRecords, leader: Leader | None) -> NodeRecord:
+    def _run_ranks(self, node: int, order: AgentOrder, records: AttemptRecords, leader: Leader | None) -> NodeRecord:
         assert order.attempt is not None
         per_node, place = self._stage.ranks_per_node, self._place
         own_failure = False
@@ -174,7 +183,7 @@ class NodeTraining:
         # What rank 0 says is what a person wants to see in the scheduler's own log.
         echo = LogEcho(logs / f"rank-{0:05d}.log", self._reporter.note) if node == 0 else None
 
-        watched = WatchedFolder(self._run, seconds=3 * self._times.look_seconds)
+        watched = RunFolderWatcher(self._run, seconds=3 * self._times.look_seconds)
 
         def poll() -> None:
             watched.check()
@@ -183,8 +192,8 @@ class NodeTraining:
             if leader is not None:
                 leader.watch(order, records)
 
-        peer_failed = _slowly(self._times.look_seconds, lambda: self._overtaken(order) or records.has_failed)
-        with gpu_samples(records.folder / f"gpus-{node:05d}.jsonl", self._times.beat_seconds):
+        peer_failed = _at_most_every(self._times.look_seconds, lambda: self._overtaken(order) or records.has_failed)
+        with sample_gpus(records.folder / f"gpus-{node:05d}.jsonl", self._times.beat_seconds):
             result = run_ranks(
                 rank_command(self._run, order.attempt, ("--on", str(self._folder / "cluster.yaml"))),
                 ranks=per_node,
@@ -212,37 +221,20 @@ class NodeTraining:
         self._reporter.note(f"{name}{' again' if again else ''}: the ranks of {self._place.host} {how}")
 
     def _say_stopped(self, attempt: int, rank: int, process: int) -> None:
-        self._reporter.warn(f"{self._place.host}: {stopped_text(rank, process)}")
-        keep_stall(LocalStore(self._run), attempt, rank, process)
+        self._reporter.warn(f"{self._place.host}: {stopped_rank_text(rank, process)}")
+        emit_stall(LocalStore(self._run), attempt, rank, process)
 
-    def _overtaken(self, order: Order) -> bool:
+    def _overtaken(self, order: AgentOrder) -> bool:
         """Whether all were given another order meanwhile: this node was taken for lost."""
         newest = self._meeting.order()
         return newest is not None and newest.number > order.number
 
 
-def version_problem(job: JobFile) -> str | None:
-    """Say why this node's Trainshed must not do the job's work."""
-    if job.version == trainshed.__version__:
-        return None
-    return f"this node has Trainshed {trainshed.__version__}, and the job was written by {job.version}"
-
-
-def read_job_plan(folder: Path) -> tuple[RankLayout, tuple[str, ...]]:
-    """Return the layout that travelled with a job, and why it was chosen."""
-    path = folder / "plan.json"
-    body = orjson.loads(path.read_bytes())
-    if body.get("schema") != PLAN_SCHEMA:
-        raise TrainshedError(f"this plan was written as {body.get('schema')}, not {PLAN_SCHEMA}", where=str(path))
-    layout = RankLayout(**body["layout"] | {"stages": tuple(body["layout"]["stages"])})
-    return layout, tuple(body.get("reasons", ()))
-
-
-def _how(record: NodeRecord) -> str:
+def _failure_text(record: NodeRecord) -> str:
     return f"rank {record.failed[0].rank} {record.failed[0].how}" if record.failed else "its ranks failed"
 
 
-def _slowly(seconds: float, ask: Callable[[], bool]) -> Callable[[], bool]:
+def _at_most_every(seconds: float, ask: Callable[[], bool]) -> Callable[[], bool]:
     """The same question, asked at most so often: the answer lies on a disk that a thousand nodes share."""
     asked, answer = 0.0, False
 
@@ -253,3 +245,83 @@ def _slowly(seconds: float, ask: Callable[[], bool]) -> Callable[[], bool]:
         return answer
 
     return question
+
+
+_PREFLIGHT_PORT_OFFSET = 100
+"""How far preflight's own port is from that of rank 0, which must be free when the ranks start."""
+
+
+def preflight_node(
+    run: Path, stage: Stage, folder: Path, order: AgentOrder, node: int, place: NodeEnv, reporter: Reporter
+) -> NodeRecord | None:
+    """Take part in the checks of all nodes of an attempt; returns how that ended for this node, None: it trains."""
+    assert order.attempt is not None
+    cluster = load_cluster(folder / "cluster.yaml")
+    checks = preflight_job(
+        cluster,
+        store=LocalStore(run),
+        run_folder="",
+        attempt=order.attempt,
+        nodes=len(order.slots),
+        gpus=stage.gpus_per_node,
+        full=stage.full_preflight,
+    )
+    board = (order.master[0], order.master[1] + _PREFLIGHT_PORT_OFFSET)
+    try:
+        verdict = run_preflight(checks, node_rank=node, board=board, host=place.host, reporter=reporter)
+    except TrainshedError as error:
+        return NodeRecord(node, place.slot, place.host, "failed", 1, what=f"preflight: {error.what}")
+    if verdict.outcome in ("pass", "warn"):
+        (reporter.note if verdict.outcome == "pass" else reporter.warn)(f"preflight: {verdict.sentence}")
+        return None
+    what = f"preflight: {verdict.sentence}"
+    if verdict.outcome == "fail":
+        return NodeRecord(node, place.slot, place.host, "failed", 1, what=what)
+    if node in verdict.replace:
+        return NodeRecord(node, place.slot, place.host, "failed", 1, bad_node="preflight says to replace it", what=what)
+    return NodeRecord(node, place.slot, place.host, "peer", 1)
+
+
+_GPU_KEYS = ("index", "temperature.gpu", "power.draw", "utilization.gpu", "memory.used", "clocks.sm")
+_GPU_ECC_KEY = "ecc.errors.uncorrected.volatile.total"
+_SMI_SECONDS = 20.0
+
+
+@contextmanager
+def sample_gpus(file: Path, seconds: float) -> Generator[None]:
+    """Sample the node's GPUs into a file of JSON lines; does nothing where there is no nvidia-smi."""
+    if shutil.which("nvidia-smi") is None:
+        yield
+        return
+
+    def sample() -> None:
+        if (gpus := _query_gpus()) is None:
+            return
+        line = orjson.dumps({"time": time.time(), "gpus": gpus}, option=orjson.OPT_APPEND_NEWLINE)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open("ab") as samples:
+            samples.write(line)
+
+    with repeat_in_thread(seconds, sample):
+        yield
+
+
+def _query_gpus() -> list[dict[str, float | None]] | None:
+    """Ask the driver; None where it does not answer."""
+    keys = (*_GPU_KEYS, _GPU_ECC_KEY)
+    command = ["nvidia-smi", f"--query-gpu={','.join(keys)}", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_SMI_SECONDS, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    if done.returncode:
+        return None
+    rows = [[_parse_figure(cell) for cell in line.split(",")] for line in done.stdout.splitlines()]
+    return [dict(zip(keys, row, strict=False)) for row in rows]
+
+
+def _parse_figure(cell: str) -> float | None:
+    try:
+        return float(cell)
+    except ValueError:  # [N/A]
+        return None

@@ -1,5 +1,6 @@
 """Kubernetes: a job as manifests, sent by server-side apply, watched and explained.
 
-`manifests/` turns a job into objects, `live/` talks to a cluster, `helm/` writes a chart of the same objects.
-`driver.py` runs inside the cluster and creates a stage when the one before has succeeded.
+`render.py` turns a job into objects (`pod.py`, `placement.py` and `workloads.py` build them), `target.py` submits
+them through `api.py`, `status.py` explains how they are, and `helm.py` writes a chart of the same objects.
+`driver.py` runs inside the cluster and creates each stage when the one before it has succeeded.
 """

@@ -1,7 +1,7 @@
-"""The driver: runs in a small pod, and creates each stage when the one before has succeeded.
+"""The driver: runs in a small pod, and creates each stage when the one before it has succeeded.
 
-It may be killed at any moment and started again: what is there already is left as it is, and what has succeeded is
-not waited for.
+It may be killed and restarted at any moment: it leaves existing objects as they are, and does not wait for stages
+that have succeeded.
 """
 
 from __future__ import annotations
@@ -12,53 +12,61 @@ from pathlib import Path
 from typing import TypeVar
 
 from trainshed.errors import InputError, TrainshedError
-from trainshed.launch.kubernetes.kinds import DEPLOYMENT, JOB, POD, SERVICE, Object
-from trainshed.launch.kubernetes.live.api import Api, Forbidden
-from trainshed.launch.kubernetes.live.listing import list_job
-from trainshed.launch.kubernetes.live.serving import is_placed
-from trainshed.launch.kubernetes.live.standing import is_made_anew, ran_out_of_time, standing
-from trainshed.launch.kubernetes.live.status import stage_states
-from trainshed.launch.kubernetes.manifests.naming import INSTANCE, MOST_RESTARTS, RESTARTED, RESTARTS
-from trainshed.launch.kubernetes.manifests.yaml_text import documents, read_documents
+from trainshed.launch.kubernetes.api import ApiForbidden, KubeApi
+from trainshed.launch.kubernetes.conditions import deadline_exceeded, object_status, should_recreate
+from trainshed.launch.kubernetes.objects import (
+    DEPLOYMENT,
+    INSTANCE_LABEL,
+    JOB,
+    MAX_RESTARTS_ANNOTATION,
+    POD,
+    RESTARTED_UID_ANNOTATION,
+    RESTARTS_ANNOTATION,
+    SERVICE,
+    KubeObject,
+    read_documents,
+    split_documents,
+)
+from trainshed.launch.kubernetes.status import is_placed, list_job_objects, stage_states
 from trainshed.reporting import SILENT, Reporter
 
 POLL_SECONDS = 15.0
-PATIENCE_SECONDS = 900.0
+API_RETRY_SECONDS = 900.0
 """How long the API server may not answer: an upgrade of the control plane takes minutes."""
 T = TypeVar("T")
 
 
 def drive(
-    api: Api,
+    api: KubeApi,
     manifests: Path,
     *,
     reporter: Reporter = SILENT,
     poll_seconds: float = POLL_SECONDS,
-    patience_seconds: float = PATIENCE_SECONDS,
+    patience_seconds: float = API_RETRY_SECONDS,
 ) -> None:
     """Create the stages of a folder of manifests in the order of their names; raises what ended one."""
-    patient = _Patience(patience_seconds, poll_seconds, reporter)
+    patient = _ApiRetry(patience_seconds, poll_seconds, reporter)
     for file in sorted(manifests.glob("*.yaml")):
         stage = file.stem.partition("-")[2]
         text = file.read_text(encoding="utf-8")
-        stage_documents = documents(text)
+        stage_documents = split_documents(text)
         written = [patient.try_to(api.apply, document) for document in stage_documents]
-        job = read_documents(text)[-1]["metadata"]["labels"][INSTANCE]
+        job = read_documents(text)[-1]["metadata"]["labels"][INSTANCE_LABEL]
         reporter.note(f"{stage}: {written[-1]} is created")
-        remaking = _Remaking(api, stage, stage_documents[-1], patient, reporter, poll_seconds)
-        _wait(api, job, stage, written[-1], patient, reporter, poll_seconds, remaking)
+        remaking = _JobRestarter(api, stage, stage_documents[-1], patient, reporter, poll_seconds)
+        _wait_for_stage(api, job, stage, written[-1], patient, reporter, poll_seconds, remaking)
         reporter.note(f"{stage}: {'serves' if written[-1].startswith(DEPLOYMENT.name) else 'done'}")
 
 
-def _wait(
-    api: Api,
+def _wait_for_stage(
+    api: KubeApi,
     job: str,
     stage: str,
     written: str,
-    patient: _Patience,
+    patient: _ApiRetry,
     reporter: Reporter,
     poll_seconds: float,
-    remaking: _Remaking,
+    remaking: _JobRestarter,
 ) -> None:
     """Wait for the end of a stage, or until a server answers, and tell what it waits for whenever that changes."""
     ids = {stage: written}
@@ -66,11 +74,11 @@ def _wait(
     pause = min(1.0, poll_seconds)  # a stage that skips everything is over in seconds, others take hours
     while True:
         # One look decides: between two the stage may fail, and what is to be made anew would be taken for the end.
-        listing = patient.try_to(list_job, api, job, ids)
+        listing = patient.try_to(list_job_objects, api, job, ids)
         found = listing.stages[stage]
         if found is None:
             raise TrainshedError(f"{stage}: {written} was deleted before its end", where=f"namespace {api.namespace}")
-        if standing(found).phase in ("done", "serving"):
+        if object_status(found).phase in ("done", "serving"):
             return
         if remaking.is_due(found):
             remaking.make_anew(found)
@@ -100,46 +108,48 @@ def _wait(
         pause = min(pause * 1.5, poll_seconds)
 
 
-class _Remaking:
+class _JobRestarter:
     """Makes a plain Job anew that has failed: all its pods end before the first of the next starts.
 
     Its Service outlives it and keeps the count, so that a driver which is killed in between goes on counting.
     """
 
     def __init__(
-        self, api: Api, stage: str, document: str, patient: _Patience, reporter: Reporter, poll_seconds: float
+        self, api: KubeApi, stage: str, document: str, patient: _ApiRetry, reporter: Reporter, poll_seconds: float
     ) -> None:
         self._api, self._stage, self._document = api, stage, document
         self._patient, self._reporter, self._poll_seconds = patient, reporter, poll_seconds
 
-    def is_due(self, found: Object) -> bool:
+    def is_due(self, found: KubeObject) -> bool:
         """Whether a failed object is to be made anew."""
-        if not is_made_anew(found, restarts=0):
+        if not should_recreate(found, restarts=0):
             return False
         count, last = self._counted(found)
-        return last == found["metadata"]["uid"] or is_made_anew(found, restarts=count)
+        return last == found["metadata"]["uid"] or should_recreate(found, restarts=count)
 
-    def make_anew(self, found: Object) -> None:
+    def make_anew(self, found: KubeObject) -> None:
         """Count it, delete it, wait for the last of its pods, and create it again as it was rendered."""
         name, uid = found["metadata"]["name"], found["metadata"]["uid"]
         count, last = self._counted(found)
-        if last != uid and not ran_out_of_time(found):
+        if last != uid and not deadline_exceeded(found):
             count += 1
-        most = found["metadata"]["annotations"][MOST_RESTARTS]
-        why = "its time was up" if ran_out_of_time(found) else f"it failed ({count} of {most} restarts)"
+        most = found["metadata"]["annotations"][MAX_RESTARTS_ANNOTATION]
+        why = "its time was up" if deadline_exceeded(found) else f"it failed ({count} of {most} restarts)"
         self._reporter.note(f"{self._stage}: {why}; it is made anew")
-        self._patient.try_to(self._api.annotate, SERVICE, name, {RESTARTS: str(count), RESTARTED: uid})
+        self._patient.try_to(
+            self._api.annotate, SERVICE, name, {RESTARTS_ANNOTATION: str(count), RESTARTED_UID_ANNOTATION: uid}
+        )
         self._patient.try_to(self._api.delete, JOB, name)
         # Two pods of one rank would answer to one name.
         while self._is_there(name, uid):
             time.sleep(min(1.0, self._poll_seconds))
         self._patient.try_to(self._api.apply, self._document)
-        self._patient.try_to(self._api.annotate, JOB, name, {RESTARTS: str(count)})
+        self._patient.try_to(self._api.annotate, JOB, name, {RESTARTS_ANNOTATION: str(count)})
 
-    def _counted(self, found: Object) -> tuple[int, str]:
+    def _counted(self, found: KubeObject) -> tuple[int, str]:
         service = self._patient.try_to(self._api.get, SERVICE, found["metadata"]["name"]) or {"metadata": {}}
         annotations = service["metadata"].get("annotations") or {}
-        return int(annotations.get(RESTARTS, 0)), annotations.get(RESTARTED, "")
+        return int(annotations.get(RESTARTS_ANNOTATION, 0)), annotations.get(RESTARTED_UID_ANNOTATION, "")
 
     def _is_there(self, name: str, uid: str) -> bool:
         found = self._patient.try_to(self._api.get, JOB, name)
@@ -148,7 +158,7 @@ class _Remaking:
         return bool(self._patient.try_to(self._api.list, POD, f"batch.kubernetes.io/controller-uid={uid}"))
 
 
-class _Patience:
+class _ApiRetry:
     """Tries again where the API server does not answer or fails; what it refuses is final."""
 
     def __init__(self, seconds: float, poll_seconds: float, reporter: Reporter) -> None:
@@ -162,7 +172,7 @@ class _Patience:
         while True:
             try:
                 return ask(*arguments)
-            except (InputError, Forbidden):
+            except (InputError, ApiForbidden):
                 raise
             except TrainshedError as error:
                 if time.monotonic() > deadline:

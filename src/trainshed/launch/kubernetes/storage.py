@@ -1,20 +1,108 @@
-"""Volumes that `trainshed storage up` makes: a class, a claim, and always `Retain`, so that no job takes them along."""
+"""Volumes of the cluster file: how pods mount them, and how `trainshed storage up` creates them.
+
+A volume that we create is a StorageClass and a claim with `Retain`, so that no job deletes it.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from trainshed import __version__
 from trainshed.catalog import storage_tier
 from trainshed.errors import InputError
-from trainshed.launch.kubernetes.kinds import CLAIM, STORAGE_CLASS, VOLUME, Object, new_object
-from trainshed.launch.kubernetes.manifests.naming import fitted
-from trainshed.launch.kubernetes.manifests.volumes import GCS_FUSE, gcs_fuse_options
-from trainshed.launch.kubernetes.manifests.yaml_text import to_documents
+from trainshed.launch.kubernetes.objects import (
+    CLAIM,
+    STORAGE_CLASS,
+    VOLUME,
+    KubeObject,
+    fit_name,
+    new_object,
+    to_documents,
+)
 from trainshed.recipe import Cluster
 from trainshed.recipe.cluster import Volume
-from trainshed.recipe.cluster.places import NewVolume
+from trainshed.recipe.cluster.schema import NewVolume
+
+GCS_FUSE_DRIVER = "gcsfuse.csi.storage.gke.io"
+# Presets of Google's gpu-recipes (gcs-fuse storage chart): metadata is cached for as long as the pod lives, as nobody
+# else writes beside a run; checkpoints are written as a stream and read in parallel.
+GCS_FUSE_DATA_OPTIONS = (
+    "implicit-dirs",
+    "metadata-cache:ttl-secs:-1",
+    "metadata-cache:negative-ttl-secs:0",
+    "metadata-cache:stat-cache-max-size-mb:-1",
+    "metadata-cache:type-cache-max-size-mb:-1",
+)
+GCS_FUSE_CHECKPOINT_OPTIONS = (
+    *GCS_FUSE_DATA_OPTIONS,
+    "write:enable-streaming-writes:true",
+    "file-cache:max-size-mb:-1",
+    "file-cache:cache-file-for-range-read:true",
+    "file-cache:enable-parallel-downloads:true",
+)
+# 0: the sidecar takes what it needs; its defaults starve a node that writes a checkpoint.
+_GCS_FUSE_ANNOTATIONS = {
+    "gke-gcsfuse/volumes": "true",
+    "gke-gcsfuse/cpu-limit": "0",
+    "gke-gcsfuse/memory-limit": "0",
+    "gke-gcsfuse/ephemeral-storage-limit": "0",
+}
+_PARALLELSTORE_ANNOTATIONS = {
+    "gke-parallelstore/volumes": "true",
+    "gke-parallelstore/cpu-limit": "0",
+    "gke-parallelstore/memory-limit": "0",
+}
+
+
+@dataclass(frozen=True)
+class PodVolumes:
+    """Volumes, where they are mounted, and what the pod must say about them."""
+
+    volumes: tuple[KubeObject, ...]
+    mounts: tuple[KubeObject, ...]
+    annotations: dict[str, str]
+
+
+def pod_volumes(cluster: Cluster) -> PodVolumes:
+    """Return the cluster's volumes for any of its pods."""
+    volumes: list[KubeObject] = []
+    mounts: list[KubeObject] = []
+    annotations: dict[str, str] = {}
+    for number, volume in enumerate(cluster.volumes):
+        name = f"volume-{number}"
+        volumes.append({"name": name} | _pod_volume(volume))
+        mounts.append({"name": name, "mountPath": volume.mount} | ({"readOnly": True} if volume.read_only else {}))
+        made = volume.create.kind if volume.create is not None else None
+        if volume.bucket is not None or made == "gcs-fuse":
+            annotations |= _GCS_FUSE_ANNOTATIONS
+        if made == "parallelstore":
+            annotations |= _PARALLELSTORE_ANNOTATIONS
+    return PodVolumes(tuple(volumes), tuple(mounts), annotations)
+
+
+def shared_memory_volume(size: str) -> tuple[KubeObject, KubeObject]:
+    """Return /dev/shm of a size as volume and mount: a container's own has 64 MiB, and NCCL and loaders need more."""
+    volume: KubeObject = {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": size}}
+    return volume, {"name": "shared-memory", "mountPath": "/dev/shm"}
+
+
+def gcs_fuse_options(*, read_only: bool) -> tuple[str, ...]:
+    """Return the mount options where the cluster file names none."""
+    return GCS_FUSE_DATA_OPTIONS if read_only else GCS_FUSE_CHECKPOINT_OPTIONS
+
+
+def _pod_volume(volume: Volume) -> KubeObject:
+    if volume.pvc is not None:
+        claim: KubeObject = {"claimName": volume.pvc}
+        return {"persistentVolumeClaim": claim | ({"readOnly": True} if volume.read_only else {})}
+    if volume.bucket is not None:
+        options = volume.options or gcs_fuse_options(read_only=volume.read_only)
+        attributes = {"bucketName": volume.bucket, "mountOptions": ",".join(options)}
+        return {"csi": {"driver": GCS_FUSE_DRIVER, "readOnly": volume.read_only, "volumeAttributes": attributes}}
+    return {"hostPath": {"path": volume.host, "type": "DirectoryOrCreate"}}
+
 
 # Of Azure's ai-infrastructure-on-azure (blob-shared-storage chart and its documentation on checkpoints).
 _BLOBFUSE_OPTIONS = (
@@ -30,15 +118,15 @@ _BLOBFUSE_OPTIONS = (
     "--block-cache-block-size=32",
     "--block-cache-parallelism=80",
 )
-_TIB = {"Gi": 1 / 1024, "Ti": 1.0, "Pi": 1024.0}
+_TIB_PER_UNIT = {"Gi": 1 / 1024, "Ti": 1.0, "Pi": 1024.0}
 
 
-def storage_objects(cluster: Cluster) -> list[Object]:
+def storage_objects(cluster: Cluster) -> list[KubeObject]:
     """Return the objects of every volume of a cluster file that says how it is made."""
-    found: list[Object] = []
+    found: list[KubeObject] = []
     for number, volume in enumerate(cluster.volumes):
         if volume.create is not None:
-            found += _KINDS[volume.create.kind](cluster, volume, volume.create, f"volumes.{number}")
+            found += _VOLUME_BUILDERS[volume.create.kind](cluster, volume, volume.create, f"volumes.{number}")
     if not found:
         raise InputError(
             "no volume of this cluster says how it is made",
@@ -55,13 +143,13 @@ def storage_text(cluster: Cluster) -> str:
 
 def apply_storage(cluster: Cluster) -> list[str]:
     """Make the volumes; says what was made, as Kind/name."""
-    from trainshed.launch.kubernetes.live.connecting import connect
+    from trainshed.launch.kubernetes.api import connect
 
     with connect(cluster) as api:
         return [api.apply(to_documents([found])) for found in storage_objects(cluster)]
 
 
-def _amlfs(cluster: Cluster, volume: Volume, new: NewVolume, key: str) -> list[Object]:
+def _amlfs(cluster: Cluster, volume: Volume, new: NewVolume, key: str) -> list[KubeObject]:
     sku = new.sku or "AMLFS-Durable-Premium-125"
     speed = re.search(r"-(\d+)$", sku)
     if speed is None:
@@ -77,17 +165,17 @@ def _amlfs(cluster: Cluster, volume: Volume, new: NewVolume, key: str) -> list[O
         "maintenance-day-of-week": "Sunday",
         "maintenance-time-of-day-utc": "02:00",
     }
-    return _class_and_claim(cluster, volume, new, "azurelustre.csi.azure.com", parameters, ("noatime", "flock"))
+    return _storage_class_and_claim(cluster, volume, new, "azurelustre.csi.azure.com", parameters, ("noatime", "flock"))
 
 
-def _blob(cluster: Cluster, volume: Volume, new: NewVolume, key: str) -> list[Object]:
+def _blob(cluster: Cluster, volume: Volume, new: NewVolume, key: str) -> list[KubeObject]:
     parameters = {"skuName": new.sku or "Standard_LRS", "protocol": "fuse2"}
-    found = _class_and_claim(cluster, volume, new, "blob.csi.azure.com", parameters, _BLOBFUSE_OPTIONS)
+    found = _storage_class_and_claim(cluster, volume, new, "blob.csi.azure.com", parameters, _BLOBFUSE_OPTIONS)
     found[0]["allowVolumeExpansion"] = True
     return found
 
 
-def _fsx(cluster: Cluster, volume: Volume, new: NewVolume, key: str) -> list[Object]:
+def _fsx(cluster: Cluster, volume: Volume, new: NewVolume, key: str) -> list[KubeObject]:
     missing = [name for name in ("subnetId", "securityGroupIds") if name not in new.parameters]
     if missing:
         raise InputError(
@@ -109,23 +197,23 @@ def _fsx(cluster: Cluster, volume: Volume, new: NewVolume, key: str) -> list[Obj
         "dataCompressionType": "LZ4",
         "fileSystemTypeVersion": "2.15",
     }
-    return _class_and_claim(cluster, volume, new, "fsx.csi.aws.com", parameters, ("flock",))
+    return _storage_class_and_claim(cluster, volume, new, "fsx.csi.aws.com", parameters, ("flock",))
 
 
-def _parallelstore(cluster: Cluster, volume: Volume, new: NewVolume, key: str) -> list[Object]:
+def _parallelstore(cluster: Cluster, volume: Volume, new: NewVolume, key: str) -> list[KubeObject]:
     _check_size(cluster, new, "parallelstore", key)
     # Whoever writes checkpoints must not cache: other nodes read them.
-    return _class_and_claim(cluster, volume, new, "parallelstore.csi.storage.gke.io", {}, ("disable-caching",))
+    return _storage_class_and_claim(cluster, volume, new, "parallelstore.csi.storage.gke.io", {}, ("disable-caching",))
 
 
-def _lustre(cluster: Cluster, volume: Volume, new: NewVolume, key: str) -> list[Object]:
+def _lustre(cluster: Cluster, volume: Volume, new: NewVolume, key: str) -> list[KubeObject]:
     speed = new.sku or "1000"
     _check_size(cluster, new, f"managed-lustre-{speed}", key)
     parameters = {"perUnitStorageThroughput": speed}
-    return _class_and_claim(cluster, volume, new, "lustre.csi.storage.gke.io", parameters, ())
+    return _storage_class_and_claim(cluster, volume, new, "lustre.csi.storage.gke.io", parameters, ())
 
 
-def _gcs_fuse(cluster: Cluster, volume: Volume, new: NewVolume, key: str) -> list[Object]:
+def _gcs_fuse(cluster: Cluster, volume: Volume, new: NewVolume, key: str) -> list[KubeObject]:
     """A bucket is not made by a class: a volume stands for it, and a claim for the volume."""
     bucket = new.parameters.get("bucketName")
     if bucket is None:
@@ -137,22 +225,22 @@ def _gcs_fuse(cluster: Cluster, volume: Volume, new: NewVolume, key: str) -> lis
     options = volume.options or gcs_fuse_options(read_only=volume.read_only)
     attributes = {"gcsfuseMetadataPrefetchOnMount": "true", "skipCSIBucketAccessCheck": "true"}
     bound = {"name": name, "namespace": cluster.on_kubernetes.namespace}
-    spec: Object = {
+    spec: KubeObject = {
         "accessModes": ["ReadWriteMany"],
         "capacity": size,
         "persistentVolumeReclaimPolicy": "Retain",
         "storageClassName": "gcs-fuse-storage",
         "claimRef": bound,
         "mountOptions": list(options),
-        "csi": {"driver": GCS_FUSE, "volumeHandle": bucket, "volumeAttributes": attributes},
+        "csi": {"driver": GCS_FUSE_DRIVER, "volumeHandle": bucket, "volumeAttributes": attributes},
     }
     claim = _claim(cluster, volume, new, "gcs-fuse-storage")
-    claim["spec"]["volumeName"] = fitted(name, "-gcs-fuse")
-    metadata = {"name": fitted(name, "-gcs-fuse"), "labels": _labels(cluster)}
+    claim["spec"]["volumeName"] = fit_name(name, "-gcs-fuse")
+    metadata = {"name": fit_name(name, "-gcs-fuse"), "labels": _storage_labels(cluster)}
     return [new_object(VOLUME, metadata, spec=spec), claim]
 
 
-_KINDS: dict[str, Callable[[Cluster, Volume, NewVolume, str], list[Object]]] = {
+_VOLUME_BUILDERS: dict[str, Callable[[Cluster, Volume, NewVolume, str], list[KubeObject]]] = {
     "amlfs": _amlfs,
     "blob": _blob,
     "fsx": _fsx,
@@ -162,18 +250,18 @@ _KINDS: dict[str, Callable[[Cluster, Volume, NewVolume, str], list[Object]]] = {
 }
 
 
-def _class_and_claim(
+def _storage_class_and_claim(
     cluster: Cluster,
     volume: Volume,
     new: NewVolume,
     provisioner: str,
     parameters: dict[str, str],
     options: tuple[str, ...],
-) -> list[Object]:
-    name = fitted(volume.pvc or "", f"-{new.kind}")
+) -> list[KubeObject]:
+    name = fit_name(volume.pvc or "", f"-{new.kind}")
     found = new_object(
         STORAGE_CLASS,
-        {"name": name, "labels": _labels(cluster)},
+        {"name": name, "labels": _storage_labels(cluster)},
         provisioner=provisioner,
         parameters=parameters | new.parameters,
         reclaimPolicy="Retain",
@@ -185,9 +273,13 @@ def _class_and_claim(
     return [found, _claim(cluster, volume, new, name)]
 
 
-def _claim(cluster: Cluster, volume: Volume, new: NewVolume, class_name: str) -> Object:
-    metadata: Object = {"name": volume.pvc, "namespace": cluster.on_kubernetes.namespace, "labels": _labels(cluster)}
-    spec: Object = {
+def _claim(cluster: Cluster, volume: Volume, new: NewVolume, class_name: str) -> KubeObject:
+    metadata: KubeObject = {
+        "name": volume.pvc,
+        "namespace": cluster.on_kubernetes.namespace,
+        "labels": _storage_labels(cluster),
+    }
+    spec: KubeObject = {
         "accessModes": ["ReadWriteMany"],
         "storageClassName": class_name,
         "resources": {"requests": {"storage": new.size}},
@@ -195,7 +287,7 @@ def _claim(cluster: Cluster, volume: Volume, new: NewVolume, class_name: str) ->
     return new_object(CLAIM, metadata, spec=spec)
 
 
-def _labels(cluster: Cluster) -> dict[str, str]:
+def _storage_labels(cluster: Cluster) -> dict[str, str]:
     """No job's name: `cancel` selects by it, and this is nobody's to take away."""
     return cluster.on_kubernetes.labels | {
         "app.kubernetes.io/name": "trainshed",
@@ -215,6 +307,6 @@ def _check_size(cluster: Cluster, new: NewVolume, tier: str, key: str) -> None:
     where = cluster.where(f"{key}.create.size")
     if number is None:
         raise InputError(f"`{new.size}` is no size of a file system", where=where, hint="write it in Gi, Ti or Pi")
-    size = float(number[1]) * _TIB[number[2]]
+    size = float(number[1]) * _TIB_PER_UNIT[number[2]]
     if sizes is not None and not sizes.fits(size):
         raise InputError(f"{tier} is not sold in {new.size}", where=where, hint=f"it is sold {sizes}")

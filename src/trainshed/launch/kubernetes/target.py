@@ -1,28 +1,51 @@
-"""Kubernetes as a target: render, check, apply exactly what was rendered, and answer for it afterwards."""
+"""Kubernetes as a target: render, check, apply exactly what was rendered, and report on it afterwards.
+
+`check` asks whether the cluster could take a job before anything is sent. What we have no right to look at does
+not count against the cluster.
+"""
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from trainshed.errors import NotFound, TrainshedError
-from trainshed.launch.job import Job
-from trainshed.launch.kubernetes.kinds import CLAIM, CREATED, JOB, STORAGE_CLASS, VOLUME, Kind, kind_named
-from trainshed.launch.kubernetes.live.api import Api, Forbidden
-from trainshed.launch.kubernetes.live.checking import refusals
-from trainshed.launch.kubernetes.live.connecting import connect
-from trainshed.launch.kubernetes.live.listing import Listing, list_job
-from trainshed.launch.kubernetes.live.standing import standing
-from trainshed.launch.kubernetes.live.status import stage_states
-from trainshed.launch.kubernetes.manifests.driver_objects import DRIVER
-from trainshed.launch.kubernetes.manifests.naming import COMPONENT, INSTANCE
-from trainshed.launch.kubernetes.manifests.yaml_text import documents
+from trainshed.launch.fabric import fabric_setup
+from trainshed.launch.job import Job, Stage
+from trainshed.launch.kubernetes.api import ApiForbidden, KubeApi, connect
+from trainshed.launch.kubernetes.conditions import object_status
+from trainshed.launch.kubernetes.objects import (
+    CLAIM,
+    CLUSTER_QUEUE,
+    COMPONENT_LABEL,
+    CREATED_KINDS,
+    DEPLOYMENT,
+    DRIVER,
+    INSTANCE_LABEL,
+    JOB,
+    LOCAL_QUEUE,
+    NAMESPACE,
+    NODE,
+    PRIORITY_CLASS,
+    SERVICE_ACCOUNT,
+    STORAGE_CLASS,
+    TRAINING_KINDS,
+    VOLUME,
+    KubeKind,
+    KubeObject,
+    is_training,
+    kind_named,
+    split_documents,
+)
+from trainshed.launch.kubernetes.placement import gpu_resource
 from trainshed.launch.kubernetes.render import render, stage_ids
-from trainshed.launch.target import Request, StageState, Submitted
+from trainshed.launch.kubernetes.status import JobObjects, list_job_objects, stage_states
+from trainshed.launch.target import StageState, SubmitRequest, SubmittedJob
 from trainshed.recipe import Cluster
 
-_KEPT = (CLAIM, VOLUME, STORAGE_CLASS)
-_GONE_SECONDS = 120.0
+_KEPT_KINDS = (CLAIM, VOLUME, STORAGE_CLASS)
+_DELETION_SECONDS = 120.0
 
 
 class KubernetesTarget:
@@ -31,33 +54,33 @@ class KubernetesTarget:
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
 
-    def render(self, job: Job) -> Request:
+    def render(self, job: Job) -> SubmitRequest:
         """Turn a job into manifests."""
         return render(job)
 
     def check(self, job: Job) -> Sequence[str]:
         """Ask whether the cluster could take the job."""
         with connect(self.cluster) as api:
-            return refusals(api, job)
+            return unschedulable_reasons(api, job)
 
-    def submit(self, request: Request, job: Job) -> Submitted:
+    def submit(self, request: SubmitRequest, job: Job) -> SubmittedJob:
         """Apply the request's objects in order; what an earlier, ended submission of the same run left is removed."""
-        submitted = Submitted(job.name, job.run, "kubernetes", stage_ids(job))
+        submitted = SubmittedJob(job.name, job.run, "kubernetes", stage_ids(job))
         with connect(self.cluster) as api:
-            _clear(api, submitted)
+            _delete_earlier_submission(api, submitted)
             for part in request.parts:
-                for document in documents(part.text):
+                for document in split_documents(part.text):
                     api.apply(document)
         return submitted
 
-    def status(self, submitted: Submitted) -> tuple[StageState, ...]:
+    def status(self, submitted: SubmittedJob) -> tuple[StageState, ...]:
         """Say how each stage stands and why."""
         with connect(self.cluster) as api:
-            return stage_states(submitted.ids, list_job(api, submitted.job, submitted.ids))
+            return stage_states(submitted.ids, list_job_objects(api, submitted.job, submitted.ids))
 
     def logs(
         self,
-        submitted: Submitted,
+        submitted: SubmittedJob,
         stage: str,
         *,
         rank: int | None = None,
@@ -66,7 +89,7 @@ class KubernetesTarget:
     ) -> Iterator[str]:
         """Yield a pod's log: the one of a rank's node. Pods of earlier attempts are gone; their logs are in the run."""
         with connect(self.cluster) as api:
-            pods = list_job(api, submitted.job, submitted.ids).pods_of(stage)
+            pods = list_job_objects(api, submitted.job, submitted.ids).pods_of(stage)
             ranks = submitted.ranks_per_node if stage == "train" else 1
             place = (rank or 0) // ranks
             if attempt is not None:
@@ -84,16 +107,16 @@ class KubernetesTarget:
             pod = pods[place]
             yield from api.log(pod["metadata"]["name"], pod["spec"]["containers"][0]["name"], follow=follow)
 
-    def cancel(self, submitted: Submitted) -> tuple[str, ...]:
+    def cancel(self, submitted: SubmittedJob) -> tuple[str, ...]:
         """Delete everything of the job, the driver first; claims and volumes are never touched."""
         with connect(self.cluster) as api:
             return tuple(_delete_all(api, submitted.job))
 
 
-def _clear(api: Api, submitted: Submitted) -> None:
+def _delete_earlier_submission(api: KubeApi, submitted: SubmittedJob) -> None:
     """Remove what an earlier submission left; names are the run's, so that two cannot be under way at once."""
-    listing = list_job(api, submitted.job, submitted.ids)
-    active = _active(listing)
+    listing = list_job_objects(api, submitted.job, submitted.ids)
+    active = _unfinished(listing)
     if active is not None:
         raise TrainshedError(
             f"{submitted.job} is under way already: {active} has not ended",
@@ -101,29 +124,31 @@ def _clear(api: Api, submitted: Submitted) -> None:
             hint="`trainshed status` says how it stands, `trainshed cancel` ends it",
         )
     removed = _delete_all(api, submitted.job)
-    deadline = time.monotonic() + _GONE_SECONDS
-    while removed and any(_there(api, each) for each in removed):
+    deadline = time.monotonic() + _DELETION_SECONDS
+    while removed and any(_exists(api, each) for each in removed):
         if time.monotonic() > deadline:
             raise TrainshedError(
                 f"what an earlier submission of {submitted.job} left does not go away",
                 where=f"namespace {api.namespace}",
-                hint=f"kubectl get all --selector {INSTANCE}={submitted.job}",
+                hint=f"kubectl get all --selector {INSTANCE_LABEL}={submitted.job}",
             )
         time.sleep(0.5)
 
 
-def _active(listing: Listing) -> str | None:
+def _unfinished(listing: JobObjects) -> str | None:
     """What has not ended: a stage, or the driver that would create the next."""
     found = {**listing.stages, DRIVER: listing.driver}
     ended = ("done", "failed")
-    return next((name for name, each in found.items() if each is not None and standing(each).phase not in ended), None)
+    return next(
+        (name for name, each in found.items() if each is not None and object_status(each).phase not in ended), None
+    )
 
 
-def _delete_all(api: Api, job: str) -> list[str]:
+def _delete_all(api: KubeApi, job: str) -> list[str]:
     removed = []
     # The driver first: it would create the next stage while this one is being removed.
-    for kind in (JOB, *(each for each in CREATED if each not in (JOB, *_KEPT))):
-        for found in _listed(api, kind, f"{INSTANCE}={job}"):
+    for kind in (JOB, *(each for each in CREATED_KINDS if each not in (JOB, *_KEPT_KINDS))):
+        for found in _list_driver_first(api, kind, f"{INSTANCE_LABEL}={job}"):
             if kind is JOB and found["metadata"].get("ownerReferences"):
                 continue  # goes with what owns it
             api.delete(kind, found["metadata"]["name"])
@@ -131,14 +156,142 @@ def _delete_all(api: Api, job: str) -> list[str]:
     return removed
 
 
-def _listed(api: Api, kind: Kind, selector: str) -> list[dict]:
+def _list_driver_first(api: KubeApi, kind: KubeKind, selector: str) -> list[dict]:
     try:
         found = api.list(kind, selector)
-    except Forbidden:
+    except ApiForbidden:
         return []
-    return sorted(found, key=lambda each: each["metadata"].get("labels", {}).get(COMPONENT) != DRIVER)
+    return sorted(found, key=lambda each: each["metadata"].get("labels", {}).get(COMPONENT_LABEL) != DRIVER)
 
 
-def _there(api: Api, written: str) -> bool:
+def _exists(api: KubeApi, written: str) -> bool:
     kind, _, name = written.partition("/")
     return api.get(kind_named(kind), name) is not None
+
+
+_QUANTITY_FACTORS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
+
+
+def unschedulable_reasons(api: KubeApi, job: Job) -> list[str]:
+    """Return sentences that say why the cluster could not take a job."""
+    return [sentence for check in _CHECKS for sentence in _until_forbidden(check(api, job))]
+
+
+def _until_forbidden(found: Iterator[str]) -> Iterator[str]:
+    """Yield until something may not be looked at."""
+    try:
+        yield from found
+    except ApiForbidden:
+        return
+
+
+def _check_namespace(api: KubeApi, job: Job) -> Iterator[str]:
+    if api.get(NAMESPACE, api.namespace) is None:
+        yield f"there is no namespace {api.namespace}"
+
+
+def _check_kinds(api: KubeApi, job: Job) -> Iterator[str]:
+    training = TRAINING_KINDS[job.cluster.on_kubernetes.kind]
+    kinds = {
+        DEPLOYMENT if stage.serving is not None else training if is_training(stage) else JOB for stage in job.stages
+    }
+    for kind in sorted(kinds, key=lambda each: each.name):
+        if kind.name not in api.resources(kind):
+            yield f"the cluster does not know {kind.name} ({kind.api_version}): its controller is not installed"
+
+
+def _check_queues(api: KubeApi, job: Job) -> Iterator[str]:
+    kubernetes = job.cluster.on_kubernetes
+    for name in dict.fromkeys(filter(None, (kubernetes.queue, kubernetes.cpu_queue))):
+        queue = api.get(LOCAL_QUEUE, name)
+        if queue is None:
+            known = ", ".join(each["metadata"]["name"] for each in api.list(LOCAL_QUEUE)) or "none"
+            yield f"there is no queue {name} in namespace {api.namespace} (there: {known})"
+        elif name == kubernetes.queue:
+            yield from _until_forbidden(_check_quota(api, job, name, queue))
+    priority = kubernetes.priority
+    if priority is not None and api.get(PRIORITY_CLASS, priority) is None:
+        yield f"there is no WorkloadPriorityClass {priority}"
+
+
+def _check_quota(api: KubeApi, job: Job, name: str, queue: KubeObject) -> Iterator[str]:
+    """Compare GPUs with what the queue may ever have; what others use now is a matter of waiting."""
+    found = api.get(CLUSTER_QUEUE, queue["spec"]["clusterQueue"])
+    wanted = max((stage.gpus_per_node * _node_count(stage) for stage in job.stages), default=0)
+    if found is None or not wanted or found["spec"].get("cohort") or found["spec"].get("cohortName"):
+        return  # a cohort lends
+    resource = gpu_resource(job.cluster)
+    offered = [
+        _parse_quantity(each["nominalQuota"])
+        for group in found["spec"].get("resourceGroups", ())
+        for flavor in group["flavors"]
+        for each in flavor["resources"]
+        if each["name"] == resource
+    ]
+    if sum(offered) < wanted:
+        yield f"the queue {name} may have {sum(offered):g} {resource} at most, and the job needs {wanted}"
+
+
+def _node_count(stage: Stage) -> int:
+    return stage.serving.replicas if stage.serving is not None else stage.nodes + stage.spares
+
+
+def _check_claims(api: KubeApi, job: Job) -> Iterator[str]:
+    for volume in job.cluster.volumes:
+        if volume.pvc is not None and api.get(CLAIM, volume.pvc) is None:
+            how = f": `trainshed storage up --on {job.cluster.name}` makes it" if volume.create is not None else ""
+            yield f"there is no claim {volume.pvc} in namespace {api.namespace}{how}"
+
+
+def _check_fabric_devices(api: KubeApi, job: Job) -> Iterator[str]:
+    """Look for the network's devices on nodes with GPUs; where there is none yet, an autoscaler may make it."""
+    gangs = [stage for stage in job.stages if is_training(stage) and stage.gpus_per_node]
+    wanted = {
+        name for stage in gangs for name in fabric_setup(job.cluster, nodes=_node_count(stage)).kubernetes.resources
+    }
+    if not wanted:
+        return
+    offers = [node.get("status", {}).get("allocatable", {}) for node in api.list(NODE)]
+    gpus = gpu_resource(job.cluster)
+    with_gpus = [offer for offer in offers if _parse_quantity(offer.get(gpus, 0)) > 0]
+    for name in sorted(wanted) if with_gpus else ():
+        if not any(_parse_quantity(offer.get(name, 0)) > 0 for offer in with_gpus):
+            others = sorted({other for offer in with_gpus for other in offer if "/" in other and other != gpus})
+            yield (
+                f"no node with {gpus} offers {name}; they offer {', '.join(others) or 'no other device'} "
+                f"(kubernetes.resources says what pods ask for)"
+            )
+
+
+def _check_service_account(api: KubeApi, job: Job) -> Iterator[str]:
+    account = job.cluster.service_account
+    if account is not None and api.get(SERVICE_ACCOUNT, account) is None:
+        yield f"there is no service account {account} in namespace {api.namespace}"
+
+
+def _check_secrets(api: KubeApi, job: Job) -> Iterator[str]:
+    secret = KubeKind("v1", "Secret", "secrets")
+    references = {each.k8s.partition("/")[::2] for each in job.cluster.secrets.values() if each.k8s is not None}
+    for name, key in sorted(references):
+        found = api.get(secret, name)
+        if found is None:
+            yield f"there is no secret {name} in namespace {api.namespace}"
+        elif key not in found.get("data", {}):
+            yield f"the secret {name} has no key {key}"
+
+
+_CHECKS: tuple[Callable[[KubeApi, Job], Iterator[str]], ...] = (
+    _check_namespace,
+    _check_kinds,
+    _check_queues,
+    _check_fabric_devices,
+    _check_claims,
+    _check_service_account,
+    _check_secrets,
+)
+
+
+def _parse_quantity(written: str | int) -> float:
+    """Read a quantity as Kubernetes writes it."""
+    found = re.fullmatch(r"([0-9.]+)([A-Za-z]*)", str(written))
+    return float(found[1]) * _QUANTITY_FACTORS.get(found[2], 1) if found else 0.0

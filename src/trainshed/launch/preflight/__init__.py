@@ -1,18 +1,21 @@
-"""Proof before step 0: GPUs, versions, storage, clocks, and the fabric as NCCL itself says it uses it."""
+"""Checks before step 0: GPUs, versions, storage, clocks, and the network that NCCL itself says it uses.
+
+`run.py` is the entrance, called on every node. Each node checks itself (`node.py`) and measures with others
+(`measurement.py`) as node 0 tells it (`coordinator.py`); `verdict.py` is the result. `doctor.py` holds the checks that
+need no job.
+"""
 
 from __future__ import annotations
 
-from trainshed.launch.preflight.checks import Check
-from trainshed.launch.preflight.coordinator import Limits
-from trainshed.launch.preflight.job import preflight_job, preflight_stage
-from trainshed.launch.preflight.run import PreflightJob, run_preflight
-from trainshed.launch.preflight.verdict import NodeReport, PreflightVerdict
+from trainshed.launch.preflight.coordinator import PreflightTimeouts
+from trainshed.launch.preflight.run import PreflightJob, preflight_job, preflight_stage, run_preflight
+from trainshed.launch.preflight.verdict import CheckResult, NodeCheckReport, PreflightVerdict
 
 __all__ = [
-    "Check",
-    "Limits",
-    "NodeReport",
+    "CheckResult",
+    "NodeCheckReport",
     "PreflightJob",
+    "PreflightTimeouts",
     "PreflightVerdict",
     "preflight_job",
     "preflight_stage",

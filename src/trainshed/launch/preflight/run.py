@@ -1,8 +1,8 @@
 """The checks before a training, on every node at once: the node itself, pairs of nodes, all nodes together.
 
-`run_preflight` is called on every node and returns the same verdict on all of them. Node 0 serves a board
-(`board.py`) and leads (`coordinator.py`); every node looks at itself and takes part in the measurements it is told to.
-What was found is kept under `<run>/health/attempt-0001/preflight/`, one file a node and `verdict.json`.
+`run_preflight` is called on every node and returns the same verdict on all of them. Node 0 serves a key-value store
+(`launch/rendezvous.py`) and leads (`coordinator.py`); every node checks itself and takes part in the measurements it is
+told to. Results are kept under `<run>/health/attempt-0001/preflight/`, one file a node and `verdict.json`.
 """
 
 from __future__ import annotations
@@ -18,22 +18,30 @@ from pathlib import Path
 import orjson
 
 from trainshed.catalog import Machine
-from trainshed.catalog.expected_rates import expected_inside
+from trainshed.catalog.machines import expected_in_node
 from trainshed.engines.probe_request import ProbeRequest
 from trainshed.errors import TrainshedError
-from trainshed.launch.fabric import FabricSetup
-from trainshed.launch.preflight.board import Board, BoardServer
-from trainshed.launch.preflight.coordinator import Coordinator, Limits, check_clock, check_inside
-from trainshed.launch.preflight.gpus import find_gpus
-from trainshed.launch.preflight.node import node_checks, versions
-from trainshed.launch.preflight.storage import SAMPLE_BYTES, check_storage, sampled_nodes
-from trainshed.launch.preflight.verdict import PREFLIGHT_SCHEMA, NodeReport, PreflightVerdict
-from trainshed.launch.preflight.worlds import PROBE, World, Worlds
+from trainshed.launch.fabric import FabricSetup, fabric_setup, machine_of
+from trainshed.launch.job import Stage
+from trainshed.launch.preflight.coordinator import PreflightCoordinator, PreflightTimeouts, check_clock, check_inside
+from trainshed.launch.preflight.measurement import PROBE_COMMAND, FabricProbeGroup, FabricProbeRunner
+from trainshed.launch.preflight.node import (
+    STORAGE_SAMPLE_BYTES,
+    check_storage,
+    find_gpus,
+    node_checks,
+    node_versions,
+    sampled_nodes,
+)
+from trainshed.launch.preflight.verdict import PREFLIGHT_SCHEMA, NodeCheckReport, PreflightVerdict
+from trainshed.launch.rendezvous import KeyValueClient, KeyValueServer
 from trainshed.observe.events import EventWriter
+from trainshed.plan.budget.storage import cluster_storage
+from trainshed.recipe import Cluster
 from trainshed.reporting import SILENT, Reporter
 from trainshed.storage import Store
 
-_INSIDE_MEBIBYTES = 1024.0
+_INTRA_NODE_MEBIBYTES = 1024.0
 _LOG_BYTES = 64 * 1024
 
 
@@ -54,8 +62,8 @@ class PreflightJob:
     """Measure the whole for a minute, not for half a second."""
     storage_gb_per_s: float | None = None
     """What one node should get of the storage, where it is known."""
-    storage_bytes: int = SAMPLE_BYTES
-    limits: Limits = field(default_factory=Limits)
+    storage_bytes: int = STORAGE_SAMPLE_BYTES
+    limits: PreflightTimeouts = field(default_factory=PreflightTimeouts)
 
     @property
     def folder(self) -> str:
@@ -70,7 +78,7 @@ def run_preflight(
     board: tuple[str, int],
     host: str | None = None,
     reporter: Reporter = SILENT,
-    probe: Sequence[str] = PROBE,
+    probe: Sequence[str] = PROBE_COMMAND,
 ) -> PreflightVerdict:
     """Check this node and all together; every node of the job calls this, and all get the same verdict.
 
@@ -80,49 +88,51 @@ def run_preflight(
     host = host or socket.gethostname()
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="trainshed-preflight-")))
-        view = stack.enter_context(_board(job, node_rank, board))
+        view = stack.enter_context(_connect(job, node_rank, board))
         address = board[0] if node_rank == 0 else view.own_address()
-        worlds = Worlds(node_rank, address, max(job.gpus, 1), view, job.setup, scratch, probe)
+        worlds = FabricProbeRunner(node_rank, address, max(job.gpus, 1), view, job.setup, scratch, probe)
         with reporter.task("preflight", total=None, unit="measurements") as task:
-            report = _look(job, node_rank, host, view, worlds, scratch)
+            report = _check_node(job, node_rank, host, view, worlds, scratch)
             view.put(f"node/{node_rank}", report.to_plain())
             task.advance(1)
             number = 0
             while True:
                 number += 1
-                plan = _next_plan(job, view, number)
+                plan = _next_instruction(job, view, number)
                 if "verdict" in plan:
                     break
-                for world in map(World.from_plain, plan["worlds"]):
+                for world in map(FabricProbeGroup.from_plain, plan["worlds"]):
                     if node_rank in world.nodes:
                         task.describe(world.name)
                         found = worlds.measure(world, job.limits.world + world.request.seconds)
                         view.put(f"result/{world.name}/{node_rank}", found.to_plain())
                         task.advance(1)
         verdict = PreflightVerdict.from_plain(plan["verdict"])
-        _keep(job, node_rank, verdict, scratch)
+        _store_results(job, node_rank, verdict, scratch)
         if node_rank:
             view.put(f"bye/{node_rank}", True)
     return verdict
 
 
 @contextmanager
-def _board(job: PreflightJob, node_rank: int, address: tuple[str, int]) -> Iterator[Board]:
+def _connect(job: PreflightJob, node_rank: int, address: tuple[str, int]) -> Iterator[KeyValueClient]:
     """This node's view of the board; on node 0 the board itself and whoever leads."""
     token = f"{job.store.url}/{job.run_folder}#{job.attempt}"
     if node_rank:
-        yield Board(address, token)
+        yield KeyValueClient(address, token)
         return
-    with BoardServer(address[1], token) as server:
-        view = Board(("127.0.0.1", server.port), token)
-        leader = Coordinator(view, job.nodes, bool(job.gpus), job.setup, job.machine, job.full, job.limits)
+    with KeyValueServer(address[1], token) as server:
+        view = KeyValueClient(("127.0.0.1", server.port), token)
+        leader = PreflightCoordinator(view, job.nodes, bool(job.gpus), job.setup, job.machine, job.full, job.limits)
         thread = threading.Thread(target=leader.run, daemon=True)
         thread.start()
         yield view
         thread.join()
 
 
-def _look(job: PreflightJob, node: int, host: str, view: Board, worlds: Worlds, scratch: Path) -> NodeReport:
+def _check_node(
+    job: PreflightJob, node: int, host: str, view: KeyValueClient, worlds: FabricProbeRunner, scratch: Path
+) -> NodeCheckReport:
     """Everything that this node can be asked alone."""
     checks = [
         *node_checks(job.setup, job.machine, gpus=job.gpus, scratch=scratch),
@@ -133,19 +143,19 @@ def _look(job: PreflightJob, node: int, host: str, view: Board, worlds: Worlds, 
         checks.append(
             check_storage(job.store, path, expected_gb_per_s=job.storage_gb_per_s, size_bytes=job.storage_bytes)
         )
-    found = versions(find_gpus() if job.gpus else None)
+    found = node_versions(find_gpus() if job.gpus else None)
     if job.gpus:
-        expected = expected_inside(job.machine)
-        size = float(expected.mebibytes) if expected is not None and expected.mebibytes else _INSIDE_MEBIBYTES
+        expected = expected_in_node(job.machine)
+        size = float(expected.mebibytes) if expected is not None and expected.mebibytes else _INTRA_NODE_MEBIBYTES
         sizes = (size,) if job.gpus > 1 else ()
         request = ProbeRequest("cuda", sizes, job.limits.measuring, products=True, timeout_seconds=job.limits.world)
-        inside = worlds.measure(World("inside", (node,), request), job.limits.world)
+        inside = worlds.measure(FabricProbeGroup("inside", (node,), request), job.limits.world)
         checks += check_inside(inside, job.machine)
         found |= inside.figures.get("versions", {})
-    return NodeReport(node, host, tuple(checks), found)
+    return NodeCheckReport(node, host, tuple(checks), found)
 
 
-def _next_plan(job: PreflightJob, view: Board, number: int) -> dict:
+def _next_instruction(job: PreflightJob, view: KeyValueClient, number: int) -> dict:
     """What node 0 wants next; it waits for the slowest node of a measurement, and so do we for it."""
     key = f"plan/{number}"
     patience = job.limits.reports + job.limits.world + 120.0
@@ -155,16 +165,16 @@ def _next_plan(job: PreflightJob, view: Board, number: int) -> dict:
     return found[key]
 
 
-def _keep(job: PreflightJob, node: int, verdict: PreflightVerdict, scratch: Path) -> None:
+def _store_results(job: PreflightJob, node: int, verdict: PreflightVerdict, scratch: Path) -> None:
     """Store what this node found, its logs where something is wrong, and on node 0 the verdict and its event."""
     own = next((report for report in verdict.nodes if report.node == node), None)
     body = {"schema": PREFLIGHT_SCHEMA, **(own.to_plain() if own else {"node": node})}
-    _put(job, f"node-{node:05d}.json", body)
-    tails = b"".join(_tail(log) for log in sorted(scratch.rglob("*.log")))
+    _put_json(job, f"node-{node:05d}.json", body)
+    tails = b"".join(_log_tail(log) for log in sorted(scratch.rglob("*.log")))
     if tails and verdict.outcome in ("replace", "fail"):
         job.store.put(f"{job.folder}/node-{node:05d}.log", tails)
     if node == 0:
-        _put(job, "verdict.json", verdict.to_plain())
+        _put_json(job, "verdict.json", verdict.to_plain())
         with EventWriter(job.store, job.run_folder, attempt=job.attempt, rank=None) as events:
             events.emit(
                 "preflight",
@@ -177,11 +187,38 @@ def _keep(job: PreflightJob, node: int, verdict: PreflightVerdict, scratch: Path
             )
 
 
-def _put(job: PreflightJob, name: str, body: dict) -> None:
+def _put_json(job: PreflightJob, name: str, body: dict) -> None:
     job.store.put(f"{job.folder}/{name}", orjson.dumps(body, option=orjson.OPT_INDENT_2) + b"\n")
 
 
-def _tail(log: Path) -> bytes:
+def _log_tail(log: Path) -> bytes:
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - _LOG_BYTES))
         return f"==> {log.parent.name}/{log.name} <==\n".encode() + file.read() + b"\n"
+
+
+def preflight_job(
+    cluster: Cluster, *, store: Store, run_folder: str, attempt: int, nodes: int, gpus: int, full: bool = False
+) -> PreflightJob:
+    """Return what every node of a job is to prove; `gpus` of each node that the job uses, 0 on processors."""
+    machine = machine_of(cluster)
+    storage = cluster_storage(cluster)
+    writers = len(sampled_nodes(nodes))
+    return PreflightJob(
+        store,
+        run_folder,
+        attempt,
+        nodes,
+        gpus,
+        fabric_setup(cluster, nodes=nodes),
+        machine,
+        full,
+        storage_gb_per_s=None if storage is None else storage.write_gb_per_s(writers, machine) / writers,
+    )
+
+
+def preflight_stage(cluster: Cluster, *, nodes: int | None = None) -> Stage:
+    """Return a stage that takes a training's nodes and proves them; what runs behind the proof is the submitter's."""
+    machine = machine_of(cluster)
+    gpus = machine.gpus if machine is not None else 0
+    return Stage("train", nodes or cluster.nodes.default, gpus, max(gpus, 1), preflight=True)

@@ -1,8 +1,8 @@
-"""From what all nodes found to one verdict and one sentence that names the bad ones."""
+"""Checks and the verdict drawn from them: one outcome, and one sentence that names the bad nodes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -10,19 +10,58 @@ from typing import Any, Literal
 import orjson
 
 from trainshed.errors import TrainshedError
-from trainshed.launch.preflight.checks import Check, failures, worst
 
-PREFLIGHT_SCHEMA = "trainshed.preflight/1"
-Outcome = Literal["pass", "warn", "replace", "fail"]
+CheckVerdict = Literal["pass", "warn", "fail", "skipped"]
+_BY_SEVERITY: tuple[CheckVerdict, ...] = ("skipped", "pass", "warn", "fail")
 
 
 @dataclass(frozen=True)
-class NodeReport:
+class CheckResult:
+    """What was looked at (`name`) and what was found (`what`), in one sentence; `hint` says what to do about it."""
+
+    name: str
+    verdict: CheckVerdict
+    what: str
+    hint: str | None = None
+    measured: Mapping[str, Any] = field(default_factory=dict)
+    """Figures, for programs."""
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return it as JSON has it, without what is empty."""
+        plain: dict[str, Any] = {"name": self.name, "verdict": self.verdict, "what": self.what}
+        return (
+            plain
+            | ({"hint": self.hint} if self.hint else {})
+            | ({"measured": dict(self.measured)} if self.measured else {})
+        )
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> CheckResult:
+        """Read it back."""
+        return cls(plain["name"], plain["verdict"], plain["what"], plain.get("hint"), plain.get("measured", {}))
+
+
+def worst_verdict(checks: Iterable[CheckResult]) -> CheckVerdict:
+    """Return the gravest verdict; nothing looked at is skipped."""
+    return max((check.verdict for check in checks), key=_BY_SEVERITY.index, default="skipped")
+
+
+def failed_checks(checks: Iterable[CheckResult]) -> list[CheckResult]:
+    """Return the checks that failed."""
+    return [check for check in checks if check.verdict == "fail"]
+
+
+PREFLIGHT_SCHEMA = "trainshed.preflight/1"
+PreflightOutcome = Literal["pass", "warn", "replace", "fail"]
+
+
+@dataclass(frozen=True)
+class NodeCheckReport:
     """One node: where it is and what was found of it."""
 
     node: int
     host: str
-    checks: tuple[Check, ...] = ()
+    checks: tuple[CheckResult, ...] = ()
     versions: Mapping[str, str] = field(default_factory=dict)
 
     def to_plain(self) -> dict[str, Any]:
@@ -31,9 +70,9 @@ class NodeReport:
         return {"node": self.node, "host": self.host, "checks": checks, "versions": dict(self.versions)}
 
     @classmethod
-    def from_plain(cls, plain: Mapping[str, Any]) -> NodeReport:
+    def from_plain(cls, plain: Mapping[str, Any]) -> NodeCheckReport:
         """Read it back."""
-        checks = tuple(Check.from_plain(check) for check in plain["checks"])
+        checks = tuple(CheckResult.from_plain(check) for check in plain["checks"])
         return cls(plain["node"], plain["host"], checks, plain["versions"])
 
     @property
@@ -50,12 +89,12 @@ class PreflightVerdict:
     them, and another node would not help.
     """
 
-    outcome: Outcome
+    outcome: PreflightOutcome
     sentence: str
     replace: tuple[int, ...] = ()
     doubtful: tuple[int, ...] = ()
-    nodes: tuple[NodeReport, ...] = ()
-    checks: tuple[Check, ...] = ()
+    nodes: tuple[NodeCheckReport, ...] = ()
+    checks: tuple[CheckResult, ...] = ()
     """Of all nodes together."""
     bus_gb_per_s: float | None = None
     fabric: str | None = None
@@ -85,8 +124,8 @@ class PreflightVerdict:
             plain["sentence"],
             tuple(plain["replace"]),
             tuple(plain["doubtful"]),
-            tuple(NodeReport.from_plain(report) for report in plain["nodes"]),
-            tuple(Check.from_plain(check) for check in plain["checks"]),
+            tuple(NodeCheckReport.from_plain(report) for report in plain["nodes"]),
+            tuple(CheckResult.from_plain(check) for check in plain["checks"]),
             plain["bus_gb_per_s"],
             plain["fabric"],
             plain["seconds"],
@@ -95,8 +134,8 @@ class PreflightVerdict:
     def raise_unless_ready(self, where: str | None = None) -> None:
         """Raise where training should not start."""
         if self.outcome in ("replace", "fail"):
-            hints = [check.hint for report in self.nodes for check in failures(report.checks) if check.hint]
-            hints += [check.hint for check in failures(self.checks) if check.hint]
+            hints = [check.hint for report in self.nodes for check in failed_checks(report.checks) if check.hint]
+            hints += [check.hint for check in failed_checks(self.checks) if check.hint]
             raise TrainshedError(self.sentence, where=where, hint=hints[0] if hints else None)
 
 
@@ -107,17 +146,17 @@ def newest_verdict(run: Path) -> PreflightVerdict | None:
 
 
 def conclude(
-    reports: Sequence[NodeReport],
-    checks: Sequence[Check],
+    reports: Sequence[NodeCheckReport],
+    checks: Sequence[CheckResult],
     *,
     fabric: str | None = None,
     bus_gb_per_s: float | None = None,
     seconds: float = 0.0,
 ) -> PreflightVerdict:
     """Draw the conclusion from each node's checks and from those of all together."""
-    bad = [report for report in reports if worst(report.checks) == "fail"]
-    doubtful = tuple(report.node for report in reports if worst(report.checks) == "warn")
-    outcome, sentence = _outcome(reports, bad, checks, doubtful)
+    bad = [report for report in reports if worst_verdict(report.checks) == "fail"]
+    doubtful = tuple(report.node for report in reports if worst_verdict(report.checks) == "warn")
+    outcome, sentence = _draw_outcome(reports, bad, checks, doubtful)
     return PreflightVerdict(
         outcome,
         sentence,
@@ -131,18 +170,21 @@ def conclude(
     )
 
 
-def _outcome(
-    reports: Sequence[NodeReport], bad: Sequence[NodeReport], checks: Sequence[Check], doubtful: Sequence[int]
-) -> tuple[Outcome, str]:
+def _draw_outcome(
+    reports: Sequence[NodeCheckReport],
+    bad: Sequence[NodeCheckReport],
+    checks: Sequence[CheckResult],
+    doubtful: Sequence[int],
+) -> tuple[PreflightOutcome, str]:
     if bad and len(bad) * 2 > len(reports):
         # What most nodes have is no fault of theirs.
-        what = failures(bad[0].checks)[0].what
+        what = failed_checks(bad[0].checks)[0].what
         names = "the node" if len(reports) == 1 else f"{len(bad)} of {len(reports)} nodes"
         return "fail", f"{names} cannot train: {what}"
     if bad:
-        told = "; ".join(f"{report.name}: {failures(report.checks)[0].what}" for report in bad[:8])
-        return "replace", f"{_count(len(bad))} to be replaced, of {len(reports)}: {told}"
-    if failed := failures(checks):
+        told = "; ".join(f"{report.name}: {failed_checks(report.checks)[0].what}" for report in bad[:8])
+        return "replace", f"{_nodes_are(len(bad))} to be replaced, of {len(reports)}: {told}"
+    if failed := failed_checks(checks):
         return "fail", failed[0].what
     warned = [check for check in checks if check.verdict == "warn"]
     if warned or doubtful:
@@ -153,8 +195,8 @@ def _outcome(
         more = f" (and {len(told) - 1} more)" if len(told) > 1 else ""
         return "warn", f"{told[0]}{more}"
     last = [check.what for check in checks if check.verdict == "pass" and check.name in ("fabric", "all-reduce")]
-    return "pass", f"{_count(len(reports))} ready" + (f": {'; '.join(last)}" if last else "")
+    return "pass", f"{_nodes_are(len(reports))} ready" + (f": {'; '.join(last)}" if last else "")
 
 
-def _count(nodes: int) -> str:
+def _nodes_are(nodes: int) -> str:
     return "one node is" if nodes == 1 else f"{nodes} nodes are"

@@ -1,12 +1,57 @@
-"""How the stages of a Ray job stand, from what Ray says of the job and the driver's log says of its stages."""
+"""How the stages of a Ray job stand: Ray knows only the job as a whole, the driver's log has a line for each stage."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
-from trainshed.launch.ray.stage_lines import last_error, read_stage_lines
 from trainshed.launch.target import StageState
+
+StageLogWord = Literal["waits", "runs", "done"]
+
+_STAGE_LINE = re.compile(r"stage (\S+) (waits|runs|done)(?:: (.*))?")
+_ERROR_LINE = re.compile(r"error: (.*)")
+
+
+@dataclass(frozen=True)
+class StageLogLine:
+    """What the driver last said about a stage."""
+
+    stage: str
+    word: StageLogWord
+    detail: str = ""
+
+    def __str__(self) -> str:
+        return f"stage {self.stage} {self.word}" + (f": {self.detail}" if self.detail else "")
+
+
+def read_stage_lines(log: str) -> dict[str, StageLogLine]:
+    """Return the last line about each stage that a driver's log has, in the order of the stages."""
+    found: dict[str, StageLogLine] = {}
+    for line in log.splitlines():
+        if match := _STAGE_LINE.fullmatch(line.strip()):
+            word: StageLogWord = "waits" if match[2] == "waits" else "runs" if match[2] == "runs" else "done"
+            found[match[1]] = StageLogLine(match[1], word, match[3] or "")
+    return found
+
+
+def stage_log_lines(log: str, stage: str) -> list[str]:
+    """Return the part of a driver's log that was written during a stage."""
+    lines, current = [], None
+    for line in log.splitlines():
+        if match := _STAGE_LINE.fullmatch(line.strip()):
+            current = match[1]
+        if current == stage:
+            lines.append(line)
+    return lines
+
+
+def last_error(log: str) -> str | None:
+    """Return the error that ended a driver, as its command line printed it."""
+    found = [match[1] for line in log.splitlines() if (match := _ERROR_LINE.match(line.strip()))]
+    return found[-1] if found else None
 
 
 def stage_states(stages: Sequence[str], id: str, job: Mapping[str, Any] | None, log: str) -> tuple[StageState, ...]:
@@ -20,22 +65,22 @@ def stage_states(stages: Sequence[str], id: str, job: Mapping[str, Any] | None, 
         if job["status"] == "SUCCEEDED" or (stage in told and told[stage].word == "done"):
             states.append(StageState(stage, "done", "", id))
         elif stage == open_stage:
-            states.append(_open(stage, id, job, log))
+            states.append(_open_stage_state(stage, id, job, log))
         else:
-            states.append(_later(stage, id, job, open_stage))
+            states.append(_later_stage_state(stage, id, job, open_stage))
     return tuple(states)
 
 
-def _open(stage: str, id: str, job: Mapping[str, Any], log: str) -> StageState:
+def _open_stage_state(stage: str, id: str, job: Mapping[str, Any], log: str) -> StageState:
     """The stage that the job is at."""
     line = read_stage_lines(log).get(stage)
     if job["status"] == "PENDING":
-        return StageState(stage, "waiting", f"Ray has not started the driver yet: {_message(job)}", id)
+        return StageState(stage, "waiting", f"Ray has not started the driver yet: {_ray_message(job)}", id)
     if job["status"] == "STOPPED":
         return StageState(stage, "cancelled", "stopped on request", id)
     if job["status"] == "FAILED":
         code = job.get("driver_exit_code")
-        reason = last_error(log) or _message(job)
+        reason = last_error(log) or _ray_message(job)
         return StageState(stage, "failed", reason, id, exit_code=code)
     if line is None:
         return StageState(stage, "waiting", "the driver is starting", id)
@@ -44,13 +89,13 @@ def _open(stage: str, id: str, job: Mapping[str, Any], log: str) -> StageState:
     return StageState(stage, "running", "", id, nodes=tuple(line.detail.split()))
 
 
-def _later(stage: str, id: str, job: Mapping[str, Any], open_stage: str | None) -> StageState:
+def _later_stage_state(stage: str, id: str, job: Mapping[str, Any], open_stage: str | None) -> StageState:
     if job["status"] in ("FAILED", "STOPPED"):
         ended = "failed" if job["status"] == "FAILED" else "was stopped"
         return StageState(stage, "cancelled", f"{open_stage} {ended} before it", id)
     return StageState(stage, "waiting", f"comes after {open_stage}", id)
 
 
-def _message(job: Mapping[str, Any]) -> str:
+def _ray_message(job: Mapping[str, Any]) -> str:
     """Ray's own words, to the end of their first line."""
     return next(iter((job.get("message") or "").strip().splitlines()), "it does not say why")

@@ -1,7 +1,8 @@
-"""Slurm's own programs, on this machine or by the user's own ssh on a login node."""
+"""Slurm's own programs, on this machine or on a login node through the user's own ssh, and what `scontrol` prints."""
 
 from __future__ import annotations
 
+import re
 import shlex
 import shutil
 import subprocess
@@ -10,10 +11,10 @@ from collections.abc import Sequence
 from trainshed.errors import InputError, TrainshedError
 from trainshed.recipe import Cluster
 
-_SECONDS = 120.0
+_COMMAND_SECONDS = 120.0
 # What sbatch is told lies in the script alone: SBATCH_* of whoever submits would win over its lines (SBATCH_EXPORT=ALL
 # hands the whole environment on), and a job inherits every SLURM_*, which are another job's where one submits from it.
-_ALONE = (
+_WITHOUT_SLURM_VARIABLES = (
     'for name in $(env | sed -n "s/^\\(SBATCH_[A-Za-z0-9_]*\\|SLURM_[A-Za-z0-9_]*\\)=.*/\\1/p"); do '
     'case "$name" in SLURM_CONF | SLURM_CONF_SERVER | SLURM_CLUSTERS | SLURM_JWT) ;; *) unset "$name" ;; esac; done; '
     'exec "$0" "$@"'
@@ -43,7 +44,7 @@ class SlurmClient:
     def submit(self, script: str) -> str:
         """Give a script to sbatch, which sees nothing of Slurm's variables here; returns what it prints."""
         command = ("sbatch", "--parsable")
-        return self._printed(command, self._attempt(command, script.encode(), ("sh", "-c", _ALONE)))
+        return self._printed(command, self._attempt(command, script.encode(), ("sh", "-c", _WITHOUT_SLURM_VARIABLES)))
 
     def _printed(self, command: Sequence[str], done: subprocess.CompletedProcess[bytes]) -> str:
         if done.returncode:
@@ -60,9 +61,11 @@ class SlurmClient:
     ) -> subprocess.CompletedProcess[bytes]:
         line = self._line(command, inside)
         try:
-            done = subprocess.run(line, input=input or b"", capture_output=True, timeout=_SECONDS, check=False)
+            done = subprocess.run(line, input=input or b"", capture_output=True, timeout=_COMMAND_SECONDS, check=False)
         except subprocess.TimeoutExpired:
-            raise TrainshedError(f"{command[0]} did not answer for {_SECONDS:.0f} s", where=self._where) from None
+            raise TrainshedError(
+                f"{command[0]} did not answer for {_COMMAND_SECONDS:.0f} s", where=self._where
+            ) from None
         if self._login is not None and done.returncode == 255:
             said = _last_line(done.stderr.decode(errors="replace")) or "the connection failed"
             raise TrainshedError(
@@ -89,7 +92,7 @@ class SlurmClient:
 
     def files(self, folder: str, pattern: str) -> list[str]:
         """Return the files below a folder whose path there fits a pattern of find, sorted."""
-        done = self.attempt("find", folder, "-maxdepth", "3", "-path", f"{_escaped(folder)}/{pattern}")
+        done = self.attempt("find", folder, "-maxdepth", "3", "-path", f"{_escape_find_pattern(folder)}/{pattern}")
         return sorted(done.stdout.decode(errors="replace").splitlines())
 
     @property
@@ -115,6 +118,17 @@ def _last_line(text: str) -> str:
     return lines[-1] if lines else ""
 
 
-def _escaped(folder: str) -> str:
+def _escape_find_pattern(folder: str) -> str:
     """A folder as part of a pattern that stands for itself."""
     return "".join(f"\\{letter}" if letter in "*?[]\\" else letter for letter in folder)
+
+
+_SCONTROL_FIELD = re.compile(r"(?:^|\s)([A-Za-z][A-Za-z0-9_:/]*)=(\S*)")
+
+
+def parse_scontrol(line: str) -> dict[str, str]:
+    """Read one line; of a key that is there twice the first counts (later ones may be part of a person's text)."""
+    found: dict[str, str] = {}
+    for match in _SCONTROL_FIELD.finditer(line):
+        found.setdefault(match[1], match[2])
+    return found

@@ -1,8 +1,12 @@
 """A job as sbatch scripts, one per stage, each complete in itself: it runs with plain `sbatch` and without us.
 
-A script first writes the job's files into `<run>/jobs/<hash>/` (whatever a person wrote in them cannot end the text
-they are quoted in), then starts one task per node with srun, keeps its exit code, and has itself queued again where a
-new start is worth it.
+A script first writes the job's files into `<run>/jobs/<hash>/`. Then it starts one task per node with srun, keeps
+its exit code, and requeues itself where a new start is worth it. Each node runs one of these files
+(`train.node.sh`), so that it also runs inside a container: it puts our code and the environment in place, then
+starts the agent or the script of a foreign engine.
+
+Whatever a person wrote (names, paths, values, files) is quoted by a function of this module or of
+`sbatch_options.py`; nothing else reaches a script.
 """
 
 from __future__ import annotations
@@ -14,47 +18,45 @@ from shlex import quote
 
 import orjson
 
-from trainshed.errors import RecipeError
+from trainshed.errors import InputError, RecipeError
 from trainshed.launch.fabric import FabricSetup, fabric_setup
-from trainshed.launch.job import JOB_FILE, Job, Serving, Stage, job_folder
-from trainshed.launch.site_setup import SETUP_FILE, setup_script
-from trainshed.launch.slurm.header import header, logs_folder
-from trainshed.launch.slurm.node import in_container, node_file, node_script
-from trainshed.launch.slurm.shell import write_file
-from trainshed.launch.target import Part, Request
+from trainshed.launch.job import JOB_FILE, SETUP_FILE, CodeArchive, Job, ServingSpec, Stage, job_folder, setup_script
+from trainshed.launch.slurm.sbatch_options import logs_folder, secret_references, stage_options
+from trainshed.launch.target import RequestPart, SubmitRequest
+from trainshed.recipe import Cluster
 
 FIRST_COMMAND = "set -euo pipefail"
 """Where a script's options end and its body begins."""
 FIRST_PORT, PORTS = 20000, 12000
 """Below 32768, where Linux begins to hand out ports by itself."""
-_TASK = "${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}"
-_START = f'"slurm-{_TASK}-${{SLURM_RESTART_COUNT:-0}}-$TRAINSHED_BEGAN"'
+_TASK_ID = "${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}"
+_START_NAME = f'"slurm-{_TASK_ID}-${{SLURM_RESTART_COUNT:-0}}-$TRAINSHED_BEGAN"'
 """Names one start of a job or of a part of it."""
 
 
-def render(job: Job) -> Request:
+def render(job: Job) -> SubmitRequest:
     """Return the scripts of a job, and what must lie in the store before they run."""
-    _check(job)
+    _check_run_folder_and_images(job)
     store = posixpath.dirname(posixpath.dirname(posixpath.dirname(job.run)))
-    setups = {stage.name: _setup(job, stage) for stage in job.stages}
+    setups = {stage.name: _stage_fabric(job, stage) for stage in job.stages}
     files = dict(job.files) | {
-        node_file(stage): node_script(job, stage, store, setups[stage.name]) for stage in job.stages
+        node_script_file(stage): node_script(job, stage, store, setups[stage.name]) for stage in job.stages
     }
     site = setup_script(job.cluster)
     files |= {SETUP_FILE: site} if site is not None else {}
     parts = []
     for number, stage in enumerate(job.stages):
         before = job.stages[number - 1].name if number else None
-        text = _script(job, stage, before, files, store, setups[stage.name])
-        parts.append(Part(f"{stage.name}.sbatch", stage.name, text))
+        text = _sbatch_script(job, stage, before, files, store, setups[stage.name])
+        parts.append(RequestPart(f"{stage.name}.sbatch", stage.name, text))
     uploads = {f"code/{job.code.sha256}/{job.code.name}": job.code.data} if job.code is not None else {}
     notes = [note for setup in setups.values() if setup is not None for note in setup.notes]
     if not job.cluster.on_slurm.exclusive:
         notes.append("slurm.exclusive is false: training has the CPUs and the memory that the cluster gives any job")
-    return Request("slurm", job.name, tuple(parts), uploads, tuple(dict.fromkeys(notes)))
+    return SubmitRequest("slurm", job.name, tuple(parts), uploads, tuple(dict.fromkeys(notes)))
 
 
-def _check(job: Job) -> None:
+def _check_run_folder_and_images(job: Job) -> None:
     cluster = job.cluster
     if not job.run.startswith("/"):
         raise RecipeError(
@@ -63,13 +65,13 @@ def _check(job: Job) -> None:
             hint="write `store: /shared/trainshed`, a folder of the shared disk",
         )
     for stage in job.stages:
-        if in_container(job, stage) and (stage.image or cluster.image) is None:
+        if runs_in_container(job, stage) and (stage.image or cluster.image) is None:
             raise RecipeError(
                 f"in which image does {stage.name} run?",
                 where=cluster.where("slurm.container"),
                 hint="write `image: registry/name@sha256:…`, or `container: none` and a `venv`",
             )
-        if stage.image is not None and not in_container(job, stage):
+        if stage.image is not None and not runs_in_container(job, stage):
             raise RecipeError(
                 f"{stage.name} asks for the image {stage.image}, and this cluster has no containers",
                 where=cluster.where("slurm.container"),
@@ -77,30 +79,33 @@ def _check(job: Job) -> None:
             )
 
 
-def _setup(job: Job, stage: Stage) -> FabricSetup | None:
+def _stage_fabric(job: Job, stage: Stage) -> FabricSetup | None:
     return fabric_setup(job.cluster, nodes=stage.nodes) if stage.name == "train" else None
 
 
-def _script(
+def _sbatch_script(
     job: Job, stage: Stage, before: str | None, files: Mapping[str, str], store: str, setup: FabricSetup | None
 ) -> str:
     elastic = _is_elastic(job, stage)
     lines = [
         "#!/bin/bash",
-        *header(job, stage, before, elastic=elastic),
+        *stage_options(job, stage, before, elastic=elastic),
         "#",
         f"# The stage {stage.name} of {job.name}, written by Trainshed. With plain sbatch, first:",
         f"#   mkdir -p {quote(logs_folder(job.run))}",
-        *_by_hand(job, before),
+        *_manual_steps(job, before),
         FIRST_COMMAND,
         f"run={quote(job.run)}",
         'TRAINSHED_BEGAN="$(date +%s)"',
         "export TRAINSHED_BEGAN",
-        *_written(files),
+        *_write_job_files(files),
         *_site_setup(job, stage),
-        *_meeting_point(job, stage),
-        *_started(stage, f'srun {_srun(job, stage, store, setup, elastic)} bash "$files"/{quote(node_file(stage))}'),
-        *_ending(stage),
+        *_rendezvous(job, stage),
+        *_start_and_wait(
+            stage,
+            f'srun {_srun_options(job, stage, store, setup, elastic)} bash "$files"/{quote(node_script_file(stage))}',
+        ),
+        *_exit_or_requeue(stage),
     ]
     return "\n".join(lines) + "\n"
 
@@ -112,7 +117,7 @@ def _is_elastic(job: Job, stage: Stage) -> bool:
     return stage.spares > 0 or orjson.loads(job.files.get(JOB_FILE, "{}")).get("min_nodes") is not None
 
 
-def _by_hand(job: Job, before: str | None) -> list[str]:
+def _manual_steps(job: Job, before: str | None) -> list[str]:
     """What a person does who submits the script without us."""
     lines = []
     if job.code is not None:
@@ -122,7 +127,7 @@ def _by_hand(job: Job, before: str | None) -> list[str]:
     return lines
 
 
-def _written(files: Mapping[str, str]) -> list[str]:
+def _write_job_files(files: Mapping[str, str]) -> list[str]:
     """The job's files, complete or not there at all; `<run>/job` is where foreign engines look for them."""
     lines = [
         f'files="$run/jobs/{files_hash(files)}"',
@@ -131,7 +136,7 @@ def _written(files: Mapping[str, str]) -> list[str]:
         'new="$(mktemp -d "$run/jobs/.new-XXXXXXXX")"',
     ]
     for name in sorted(files):
-        lines += write_file("new", name, files[name])
+        lines += write_file_lines("new", name, files[name])
     return [
         *lines,
         'chmod 755 "$new"',
@@ -158,17 +163,17 @@ def _site_setup(job: Job, stage: Stage) -> list[str]:
 
     What they export reaches every container by srun.
     """
-    return [f'. "$files"/{SETUP_FILE}'] if job.cluster.setup and in_container(job, stage) else []
+    return [f'. "$files"/{SETUP_FILE}'] if job.cluster.setup and runs_in_container(job, stage) else []
 
 
-def _meeting_point(job: Job, stage: Stage) -> list[str]:
+def _rendezvous(job: Job, stage: Stage) -> list[str]:
     """Which start this is, and where the first node is reached."""
     if stage.serving is not None:
         own = stage.serving.port
         said = own if own is not None else f"$(({FIRST_PORT} + SLURM_JOB_ID % {PORTS}))"
-        return [f"export TRAINSHED_START={_START}", f"export TRAINSHED_PORT={said}"]
+        return [f"export TRAINSHED_START={_START_NAME}", f"export TRAINSHED_PORT={said}"]
     port = job.cluster.on_slurm.port
-    lines = [f"export TRAINSHED_START={_START}"]
+    lines = [f"export TRAINSHED_START={_START_NAME}"]
     if stage.nodes + stage.spares > 1:
         lines += [
             'mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")',
@@ -181,7 +186,7 @@ def _meeting_point(job: Job, stage: Stage) -> list[str]:
     return lines
 
 
-def _srun(job: Job, stage: Stage, store: str, setup: FabricSetup | None, elastic: bool) -> str:
+def _srun_options(job: Job, stage: Stage, store: str, setup: FabricSetup | None, elastic: bool) -> str:
     # The job's own environment is a short list (--export), and srun would otherwise pass on no more than that.
     options = ["--export=ALL", f"--nodes={stage.nodes + stage.spares}", "--ntasks-per-node=1", "--cpu-bind=none"]
     options += ["--kill-on-bad-exit=0", "--no-kill"] if elastic else ["--kill-on-bad-exit=1"]
@@ -189,10 +194,10 @@ def _srun(job: Job, stage: Stage, store: str, setup: FabricSetup | None, elastic
         options.append("--label")
     if stage.cpus is not None:
         options.append(f"--cpus-per-task={stage.cpus}")
-    if in_container(job, stage):
+    if runs_in_container(job, stage):
         options += [
             f"--container-image={_pyxis_image(stage.image or job.cluster.image or '')}",
-            f"--container-mounts={','.join(_mounts(job, store, setup))}",
+            f"--container-mounts={','.join(_container_mounts(job, store, setup))}",
             "--no-container-mount-home",
         ]
     return " ".join(quote(each) for each in options)
@@ -206,7 +211,7 @@ def _pyxis_image(image: str) -> str:
     return f"{registry}#{name}"
 
 
-def _mounts(job: Job, store: str, setup: FabricSetup | None) -> list[str]:
+def _container_mounts(job: Job, store: str, setup: FabricSetup | None) -> list[str]:
     mounts = [f"{store}:{store}"]
     for volume in job.cluster.volumes:
         mounts.append(f"{volume.path}:{volume.mount}" + (":ro" if volume.read_only else ""))
@@ -217,12 +222,12 @@ def _mounts(job: Job, store: str, setup: FabricSetup | None) -> list[str]:
     return list(dict.fromkeys(mounts))
 
 
-def port_of(serving: Serving, id: str) -> int:
+def serving_port(serving: ServingSpec, id: str) -> int:
     """Return the port of a server, as its script computes it."""
     return serving.port if serving.port is not None else FIRST_PORT + int(id) % PORTS
 
 
-def _started(stage: Stage, command: str) -> list[str]:
+def _start_and_wait(stage: Stage, command: str) -> list[str]:
     """Start a stage and wait for it; a server is told to drain when its time is nearly up."""
     if stage.serving is None:
         return ["code=0", f"{command} || code=$?"]
@@ -240,7 +245,7 @@ def _started(stage: Stage, command: str) -> list[str]:
     ]
 
 
-def _ending(stage: Stage) -> list[str]:
+def _exit_or_requeue(stage: Stage) -> list[str]:
     """Keep the exit code, or have the job queued again where a new start is worth it."""
     if stage.name != "train" and stage.serving is None:
         return ['exit "$code"']
@@ -259,7 +264,7 @@ def _ending(stage: Stage) -> list[str]:
         f'  if scontrol requeue "$SLURM_JOB_ID"; then {"avoid || true; " if ours else ""}exit 0; fi',
         '  echo "trainshed: Slurm refused to queue it again" >&2',
         "}",
-        *(_avoiding(stage) if ours else []),
+        *(_avoid_bad_nodes(stage) if ours else []),
         *(['[ -z "$late" ] || again "drained before the time limit"'] if stage.serving is not None else []),
         'failures="$run/starts/slurm-$SLURM_JOB_ID.failures"',
         'case "$code" in',
@@ -278,7 +283,7 @@ def _ending(stage: Stage) -> list[str]:
     ]
 
 
-def _avoiding(stage: Stage) -> list[str]:
+def _avoid_bad_nodes(stage: Stage) -> list[str]:
     """Keep a new start off the nodes that were to blame, where enough others are left; only a waiting job takes it."""
     others = 'sinfo -h -N -p "$SLURM_JOB_PARTITION" -t idle,alloc,mix,comp -o %N | sort -u | grep -vcxF -f "$bad"'
     return [
@@ -297,3 +302,157 @@ def _avoiding(stage: Stage) -> list[str]:
         '  echo "trainshed: the next start avoids $all" >&2',
         "}",
     ]
+
+
+_UNPACK_SECONDS = 300
+
+
+def node_script_file(stage: Stage) -> str:
+    """Return the name of the file that each node of a stage runs."""
+    return f"{stage.name}.node.sh"
+
+
+def node_script(job: Job, stage: Stage, store: str, setup: FabricSetup | None) -> str:
+    """Return that file's text."""
+    cluster = job.cluster
+    lines = [
+        "#!/usr/bin/env bash",
+        f"# What every node of the stage {stage.name} runs.",
+        "set -euo pipefail",
+        'files="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)"',
+        *([f'. "$files"/{SETUP_FILE}'] if cluster.setup and not runs_in_container(job, stage) else []),
+        f"cd -- {quote(job.run)}",
+        *_python_lines(job, stage),
+    ]
+    if job.code is not None and stage.script is None:
+        lines += _unpack_code(job.code, store)
+    if setup is not None:
+        lines += [*setup.shell_prologue(), *setup.slurm.prologue]
+    for name, value in {**cluster.environment, **stage.environment}.items():
+        lines.append(export_line(name, value))
+    lines += [
+        *secret_lines(cluster),
+        'export TRAINSHED_HOST="${SLURMD_NODENAME:-$(hostname)}"',
+        'export TRAINSHED_NODE_RANK="${SLURM_NODEID:-0}"',
+        'TRAINSHED_INSTALLED="$(date +%s)"',
+        "export TRAINSHED_INSTALLED",
+    ]
+    if stage.serving is not None:
+        lines += _server_command(stage, stage.serving)
+    elif stage.script is not None:
+        check_file_name(stage.script)
+        lines += [
+            f'export NODE_RANK="$TRAINSHED_NODE_RANK" NNODES={stage.nodes}',
+            f'exec bash "$files"/{quote(stage.script)}',
+        ]
+    else:
+        part = f' --part "$SLURM_ARRAY_TASK_ID/{stage.parts}"' if stage.parts > 1 else ""
+        lines.append(f'exec "$python" -P -m trainshed agent {quote(stage.name)} --job "$files"{part}')
+    return "\n".join(lines) + "\n"
+
+
+def _server_command(stage: Stage, serving: ServingSpec) -> list[str]:
+    """What serves; the stage's own script has said the port."""
+    if stage.script is not None:
+        check_file_name(stage.script)
+        return [f'exec bash "$files"/{quote(stage.script)}']
+    for word in serving.words:
+        refuse_nul(word, "serve")
+    words = " ".join(quote(word) for word in serving.words)
+    return [f'exec "$python" -P -m trainshed {words} --port "$TRAINSHED_PORT"']
+
+
+def _python_lines(job: Job, stage: Stage) -> list[str]:
+    venv = job.cluster.on_slurm.venv
+    if venv is None or runs_in_container(job, stage):
+        refuse_nul(job.cluster.python, "python")
+        return [f"python={quote(job.cluster.python)}"]
+    return [
+        export_line("VIRTUAL_ENV", venv),
+        'export PATH="$VIRTUAL_ENV/bin:$PATH"',
+        'python="$VIRTUAL_ENV/bin/python"',
+    ]
+
+
+def runs_in_container(job: Job, stage: Stage) -> bool:
+    """Whether a stage runs in an image."""
+    return job.cluster.on_slurm.container == "pyxis"
+
+
+def _unpack_code(code: CodeArchive, store: str) -> list[str]:
+    """Our own code: unpacked once beside its archive, however many nodes and jobs want it."""
+    return [
+        f"code={quote(f'{store}/code/{code.sha256}')}",
+        f"archive={quote(code.name)}",
+        'if [ ! -e "$code/unpacked" ]; then',
+        '  if [ "${SLURM_NODEID:-0}" = 0 ]; then',
+        f'    if [ "$(sha256sum <"$code/$archive")" != "{code.sha256}  -" ]; then',
+        '      echo "trainshed: $code/$archive is not what was submitted" >&2',
+        "      exit 1",
+        "    fi",
+        '    new="$(mktemp -d "$code/.new-XXXXXXXX")"',
+        '    "$python" -m tarfile -e "$code/$archive" "$new"',
+        '    chmod 755 "$new"',
+        '    mv -T "$new" "$code/unpacked" 2>/dev/null || rm -rf "$new" # another job was faster',
+        "  else",
+        f"    for ((waited = 0; waited < {_UNPACK_SECONDS}; waited++)); do",
+        '      [ ! -e "$code/unpacked" ] || break',
+        "      sleep 1",
+        "    done",
+        "  fi",
+        "fi",
+        'export PYTHONPATH="$code/unpacked${PYTHONPATH:+:$PYTHONPATH}"',
+    ]
+
+
+def secret_lines(cluster: Cluster) -> list[str]:
+    """Return the lines of bash that set the secrets on a node, or end the job by name where one is missing."""
+    lines = []
+    for name, reference in secret_references(cluster):
+        if reference.env is not None:
+            lines.append(f'export {name}="${{{reference.env}:?is not set where the job was submitted}}"')
+        elif reference.file is not None:
+            # Apart from `export`, which would hide that the file cannot be read.
+            lines += [f'{name}="$(cat -- {quote(reference.file)})"', f"export {name}"]
+    return lines
+
+
+def export_line(name: str, value: str) -> str:
+    """Return a line that sets a variable and exports it."""
+    refuse_nul(value, name)
+    return f"export {name}={quote(value)}"
+
+
+def write_file_lines(folder: str, name: str, text: str) -> list[str]:
+    """Return the lines that write a file of any text, byte for byte; `folder` is a variable's name."""
+    check_file_name(name)
+    refuse_nul(text, name)
+    path = f'"${folder}"/{quote(name)}'
+    lines = [f'mkdir -p "${folder}"/{quote(posixpath.dirname(name))}'] if "/" in name else []
+    word = _heredoc_delimiter(text)
+    if text.endswith("\n"):
+        return [*lines, f"cat >{path} <<'{word}'", text[:-1], word]
+    # A heredoc always ends with a line break.
+    return [*lines, f"head -c -1 >{path} <<'{word}'", text, word]
+
+
+def check_file_name(name: str) -> None:
+    """Refuse a file of a job that would lie outside its folder."""
+    parts = name.split("/")
+    if name.startswith("/") or ".." in parts or "" in parts or "\x00" in name or "\n" in name:
+        raise InputError(f"{name!r} is no name for a file of a job", hint="write a path inside the job's folder")
+
+
+def refuse_nul(text: str, what: str) -> None:
+    """Refuse the one character that no script can hold."""
+    if "\x00" in text:
+        raise InputError(f"{what} holds a NUL character, which no script can", hint="take it out")
+
+
+def _heredoc_delimiter(text: str) -> str:
+    """Return a word that is no line of the text; the same text gives the same word."""
+    lines = set(text.split("\n"))
+    number = 0
+    while (word := f"END_OF_FILE{number or ''}") in lines:
+        number += 1
+    return word

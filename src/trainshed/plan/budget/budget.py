@@ -1,23 +1,161 @@
-"""What a plan says beyond its layout: saving, failing, reading, the host's memory, hours and money."""
+"""What a plan says beyond its layout: checkpoints, failures, data, the host's memory, hours, energy and money."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from math import ceil
 from typing import Any
 
-from trainshed.catalog.machines import Machine
-from trainshed.plan.budget.checkpoint_cost import CheckpointCost, checkpoint_cost, checkpoint_warning
-from trainshed.plan.budget.goodput import Goodput, goodput, node_mtbf_hours
-from trainshed.plan.budget.host_memory import HostMemory, host_memory, host_memory_warning
-from trainshed.plan.budget.planned_storage import PlannedStorage
-from trainshed.plan.budget.run_cost import RunCost, run_cost
-from trainshed.plan.budget.token_supply import Stage, TokenSupply, supply_warning, token_supply
-from trainshed.plan.performance.prediction import Job, Prediction
+from trainshed.catalog.machines import NO_PRICE_HINT, Machine, price_of
+from trainshed.plan.budget.checkpoint_cost import (
+    CheckpointCost,
+    Goodput,
+    checkpoint_cost,
+    checkpoint_warning,
+    goodput,
+    node_mtbf_hours,
+)
+from trainshed.plan.budget.storage import PlannedStorage, TokenStaging, TokenSupply, supply_warning, token_supply
+from trainshed.plan.performance.prediction import LayoutPrediction
+from trainshed.plan.training_shape import TrainingShape
+
+# A rank's interpreter, libraries, CUDA context and NCCL: an estimate, not measured.
+_RANK_GIB = 6.0
+# The page cache, the node agent and the system want some as well.
+_MOST_FILLED = 0.85
 
 
 @dataclass(frozen=True)
-class Terms:
+class HostMemory:
+    """Host memory of the fullest node, in GiB."""
+
+    processes_gib: float
+    staged_checkpoint_gib: float
+    """Page-locked: the copy that is written while training goes on."""
+    tokens_gib: float
+    """Tokens in shared memory, with `data.stage: shm`."""
+    capacity_gib: float | None
+    """None where the machine is not known."""
+
+    @property
+    def total_gib(self) -> float:
+        """All of it."""
+        return self.processes_gib + self.staged_checkpoint_gib + self.tokens_gib
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether the node has it with room to breathe; None where nobody knows what it has."""
+        return None if self.capacity_gib is None else self.total_gib <= _MOST_FILLED * self.capacity_gib
+
+    def to_plain(self) -> dict[str, Any]:
+        """The values, for JSON."""
+        return asdict(self) | {"total_gib": self.total_gib, "fits": self.fits}
+
+
+def host_memory(
+    ranks_per_node: int, cost: CheckpointCost, supply: TokenSupply, machine: Machine | None = None
+) -> HostMemory:
+    """Return what the fullest node needs."""
+    in_memory = supply.stage == "shm" and supply.staged_gib_per_node is not None
+    return HostMemory(
+        processes_gib=_RANK_GIB * ranks_per_node,
+        staged_checkpoint_gib=cost.staged_gib_per_node,
+        tokens_gib=(supply.staged_gib_per_node or 0.0) if in_memory else 0.0,
+        capacity_gib=machine.memory_gib if machine is not None else None,
+    )
+
+
+def host_memory_warning(memory: HostMemory) -> str | None:
+    """Say that a node's memory is too small, None where it is not."""
+    if memory.fits is not False:
+        return None
+    return (
+        f"a node needs {memory.total_gib:,.0f} GiB of its own {memory.capacity_gib:,.0f}: "
+        f"{memory.staged_checkpoint_gib:,.0f} for the copy of the checkpoint, {memory.processes_gib:,.0f} for ranks, "
+        f"{memory.tokens_gib:,.0f} for tokens; share the state among more nodes (layout.shard, fewer copies)"
+    )
+
+
+_HOURS_PER_MONTH = 730.0
+
+
+@dataclass(frozen=True)
+class RunCost:
+    """A number of steps on a number of GPUs; what is not known is None."""
+
+    steps: int
+    training_hours: float
+    """Steps alone, with nothing going wrong."""
+    hours: float
+    """With saves and failures, at the expected goodput."""
+    gpu_hours: float
+    energy_kwh: float | None
+    """At the machines' rated maximum, without the building's cooling: a bound."""
+    price_per_gpu_hour: float | None
+    price_source: str
+    cost: float | None
+    """US dollars for the machines."""
+    storage_cost: float | None
+    """US dollars for the storage over those hours."""
+
+    def to_plain(self) -> dict[str, Any]:
+        """The values, for JSON."""
+        return asdict(self)
+
+
+def price_per_gpu_hour(machine: Machine | None, given: float | None = None) -> tuple[float | None, str]:
+    """Return the price of a GPU by the hour in US dollars, and where it comes from or why there is none."""
+    if given is not None:
+        return given, "as given"
+    if machine is None:
+        return None, NO_PRICE_HINT
+    price = price_of(machine)
+    if price is None:
+        return None, f"{NO_PRICE_HINT} ({machine.name} is not rented out by the hour)"
+    if price.usd_per_hour is None:
+        return None, f"{NO_PRICE_HINT} ({machine.name}: {price.unknown_because})"
+    listed = f"list price of {machine.name} on demand, {price.region}, {price.as_of}: {price.source}"
+    return price.usd_per_hour / machine.gpus, listed
+
+
+def run_cost(
+    steps: int,
+    step_seconds: float,
+    gpus: int,
+    gpus_per_node: int,
+    *,
+    goodput: Goodput | None = None,
+    machine: Machine | None = None,
+    price: float | None = None,
+    storage: PlannedStorage | None = None,
+    checkpoint: CheckpointCost | None = None,
+    keep: int | None = 3,
+) -> RunCost:
+    """Return what `steps` cost; `price` is dollars per GPU and hour and wins over the list's."""
+    training = steps * step_seconds / 3600
+    share = goodput.goodput if goodput is not None else 1.0
+    # Without a save on the way no share can be told: a failure loses all. The hours are then those without failures.
+    hours = training / share if share else training
+    nodes = ceil(gpus / gpus_per_node)
+    per_hour, source = price_per_gpu_hour(machine, price)
+    # Whole machines are rented, however many of their GPUs are used.
+    paid_gpus = nodes * gpus_per_node if machine is not None else gpus
+    monthly = storage.usd_per_month(checkpoint.bytes * (keep or 1) if checkpoint else 0.0) if storage else None
+    return RunCost(
+        steps=steps,
+        training_hours=training,
+        hours=hours,
+        gpu_hours=hours * gpus,
+        energy_kwh=hours * nodes * machine.watts / 1e3 if machine is not None and machine.watts is not None else None,
+        price_per_gpu_hour=per_hour,
+        price_source=source,
+        cost=hours * paid_gpus * per_hour if per_hour is not None else None,
+        storage_cost=monthly * hours / _HOURS_PER_MONTH if monthly is not None else None,
+    )
+
+
+@dataclass(frozen=True)
+class RunTerms:
     """What bears on a run beside its job and layout; None where nobody said."""
 
     engine: str = "torch"
@@ -31,12 +169,12 @@ class Terms:
     mtbf_hours: float | None = None
     """Of one node; None: the published figure."""
     price_per_gpu_hour: float | None = None
-    stage: Stage = "direct"
+    stage: TokenStaging = "direct"
     corpus_tokens: int | None = None
 
 
 @dataclass(frozen=True)
-class Budget:
+class RunBudget:
     """Everything beyond the layout, and what a person should know of it."""
 
     checkpoint: CheckpointCost
@@ -61,7 +199,7 @@ class Budget:
         }
 
 
-def budget(job: Job, prediction: Prediction, terms: Terms) -> Budget:
+def run_budget(job: TrainingShape, prediction: LayoutPrediction, terms: RunTerms) -> RunBudget:
     """Return what a predicted layout costs to save, to feed and to run."""
     layout, hardware, step = prediction.layout, job.hardware, prediction.step_seconds
     kept = {"storage": terms.storage, "machine": terms.machine, "engine": terms.engine}
@@ -97,11 +235,11 @@ def budget(job: Job, prediction: Prediction, terms: Terms) -> Budget:
     if terms.checkpoint_every is not None:
         saving = checkpoint_warning(checkpoint, terms.checkpoint_every * step, asynchronous=terms.asynchronous)
     warnings = (saving, supply_warning(supply, step), host_memory_warning(memory))
-    found = Budget(checkpoint, expected, supply, memory, run, tuple(each for each in warnings if each is not None))
-    return replace(found, notes=tuple(_notes(found, terms)))
+    found = RunBudget(checkpoint, expected, supply, memory, run, tuple(each for each in warnings if each is not None))
+    return replace(found, notes=tuple(_budget_notes(found, terms)))
 
 
-def _notes(found: Budget, terms: Terms) -> list[str]:
+def _budget_notes(found: RunBudget, terms: RunTerms) -> list[str]:
     notes = []
     if terms.storage is None:
         notes.append(

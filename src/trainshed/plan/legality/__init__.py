@@ -4,7 +4,6 @@ A layout is *illegal* where its engine cannot run it: all such problems are foun
 clash and what to write. It is *unwise* where it merely costs; costs that hang on hardware are the planner's.
 """
 
-from trainshed.plan.legality.rules import layout_problems
-from trainshed.plan.legality.unwise import layout_notes, layout_warnings, pipeline_bubble
+from trainshed.plan.legality.check import layout_notes, layout_problems, layout_warnings, pipeline_bubble
 
 __all__ = ["layout_notes", "layout_problems", "layout_warnings", "pipeline_bubble"]

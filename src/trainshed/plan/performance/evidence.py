@@ -11,12 +11,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from trainshed.plan.performance.prediction import Job, Prediction
-from trainshed.recipe.yaml_source import parse
+from trainshed.plan.performance.prediction import LayoutPrediction
+from trainshed.plan.training_shape import TrainingShape
+from trainshed.recipe.yaml_io import parse_yaml
 
 _FILE = Path(__file__).with_name("evidence.yaml")
 _MEGATRON = ("megatron", "megatron-fsdp", "megatron-26.06")
-_STACKS = {"megatron": _MEGATRON, "nemo": _MEGATRON}
+_MEASURED_AS = {"megatron": _MEGATRON, "nemo": _MEGATRON}
 """The stacks of the tables that are an engine of ours; those that are left out have its name."""
 _BETWEEN_GPUS = {"torch": "torchtitan"}
 """Whose communication an engine is planned with, where its own was never measured on several GPUs."""
@@ -24,7 +25,7 @@ _KINDS = {"dense": "a dense model", "experts": "a model with experts"}
 
 
 @dataclass(frozen=True)
-class HeldOut:
+class HeldOutErrors:
     """How measured step times lie about predicted ones, for models that no constant was fitted to."""
 
     engine: str
@@ -36,7 +37,7 @@ class HeldOut:
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredKind:
     """All rows of one GPU, precision, stack and kind of model."""
 
     gpu: str
@@ -51,14 +52,14 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Evidence:
+class PredictionEvidence:
     """What measurements say for a prediction, and against it."""
 
-    held_out: HeldOut | None
+    held_out: HeldOutErrors | None
     """None where no rows like it were ever left out of a fit."""
     seconds: tuple[float, float] | None
     """Between which a step is to be expected."""
-    best: Measured | None
+    best: MeasuredKind | None
     """The best of the same GPU, precision and kind of model, on any engine; None where there is none."""
     notes: tuple[str, ...]
 
@@ -78,41 +79,43 @@ class Evidence:
 
 @cache
 def _document() -> dict[str, Any]:
-    return dict(parse(_FILE.read_text(encoding="utf-8"), _FILE.name).value)
+    return dict(parse_yaml(_FILE.read_text(encoding="utf-8"), _FILE.name).value)
 
 
 @cache
-def measured_kinds() -> tuple[Measured, ...]:
+def measured_kinds() -> tuple[MeasuredKind, ...]:
     """Return all that was measured."""
-    return tuple(Measured(**entry) for entry in _document()["measured"])
+    return tuple(MeasuredKind(**entry) for entry in _document()["measured"])
 
 
-def held_out(engine: str, kind: str) -> HeldOut | None:
+def held_out_errors(engine: str, kind: str) -> HeldOutErrors | None:
     """Return the errors on rows of an engine that no constant was fitted to; None where there are none."""
     found = _document()["held_out"].get(engine, {}).get(kind)
-    return None if found is None else HeldOut(engine, kind, **found)
+    return None if found is None else HeldOutErrors(engine, kind, **found)
 
 
-def evidence(job: Job, engine: str, chosen: Prediction, *, calibrated: bool = False) -> Evidence:
+def evidence_for(
+    job: TrainingShape, engine: str, chosen: LayoutPrediction, *, calibrated: bool = False
+) -> PredictionEvidence:
     """Hold a prediction against what was measured; a calibrated one has a measured run of its own behind it."""
     kind = "dense" if job.model.experts is None else "experts"
-    own = [each for each in measured_kinds() if each.engine in _STACKS.get(engine, (engine,))]
+    own = [each for each in measured_kinds() if each.engine in _MEASURED_AS.get(engine, (engine,))]
     alone = job.gpus > 1 and all(each.most_gpus == 1 for each in own)
-    like = _BETWEEN_GPUS.get(engine, engine) if alone else _STACKS.get(engine, (engine,))[0]
+    like = _BETWEEN_GPUS.get(engine, engine) if alone else _MEASURED_AS.get(engine, (engine,))[0]
     gpu = job.hardware.gpu_name
     known = any(each.gpu == gpu for each in measured_kinds())
-    errors = held_out(like, kind) if known else None
+    errors = held_out_errors(like, kind) if known else None
     seconds = None if errors is None else (errors.low * chosen.step_seconds, errors.high * chosen.step_seconds)
     same = [each for each in measured_kinds() if (each.gpu, each.precision, each.kind) == (gpu, job.precision, kind)]
     best = max(same, key=lambda each: each.best_mfu, default=None)
-    notes = [_range(errors, seconds, f"of {like} with {_KINDS[kind]}" if known else f"on {gpu}")]
+    notes = [_expected_range(errors, seconds, f"of {like} with {_KINDS[kind]}" if known else f"on {gpu}")]
     if not calibrated:
         notes += _never_measured(job, engine, own, like if alone else None)
-    notes += _above(job, kind, chosen, best, sum(each.rows for each in same))
-    return Evidence(errors, seconds, best, tuple(notes))
+    notes += _above_measured(job, kind, chosen, best, sum(each.rows for each in same))
+    return PredictionEvidence(errors, seconds, best, tuple(notes))
 
 
-def _range(errors: HeldOut | None, seconds: tuple[float, float] | None, like: str) -> str:
+def _expected_range(errors: HeldOutErrors | None, seconds: tuple[float, float] | None, like: str) -> str:
     if errors is None or seconds is None:
         return f"how far off the step may be is not known: there are no rows {like} to tell by"
     most = "8 in 10" if errors.rows >= 20 else "all"
@@ -122,7 +125,7 @@ def _range(errors: HeldOut | None, seconds: tuple[float, float] | None, like: st
     )
 
 
-def _never_measured(job: Job, engine: str, own: list[Measured], stand_in: str | None) -> list[str]:
+def _never_measured(job: TrainingShape, engine: str, own: list[MeasuredKind], stand_in: str | None) -> list[str]:
     """Say where the engine itself was never measured: on this GPU, on several of them."""
     gpus, wanted = sorted({each.gpu for each in own}), job.hardware.gpu_name
     missing = []
@@ -133,7 +136,9 @@ def _never_measured(job: Job, engine: str, own: list[Measured], stand_in: str | 
     return [f"the engine {engine} was never measured {' nor '.join(missing)}"] if missing else []
 
 
-def _above(job: Job, kind: str, chosen: Prediction, best: Measured | None, rows: int) -> list[str]:
+def _above_measured(
+    job: TrainingShape, kind: str, chosen: LayoutPrediction, best: MeasuredKind | None, rows: int
+) -> list[str]:
     where = f"{job.hardware.gpu_name} in {job.precision} with {_KINDS[kind]}"
     if best is None:
         return [f"no measurement of {where} is known, on any engine: the MFU has nothing to be held against"]

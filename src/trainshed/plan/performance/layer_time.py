@@ -1,14 +1,86 @@
-"""Seconds of one layer for one micro-batch on one rank: products, attention, bytes, and what it says to other ranks."""
+"""Seconds of one layer for one micro-batch on one rank: matmuls, attention, bytes moved, and collectives.
+
+A collective takes a latency per step of its ring, and its bytes at what the slowest link of the group gives. Ranks
+are placed with tensor parallel closest, then context, expert and data parallel, the pipeline outermost, so the stride
+of a group in the mesh decides how many of its members share a node. Each GPU brings its own share of the node's
+network: a ring that has g members on a node enters and leaves it through g of those shares, up to the speed of the
+links inside.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from trainshed.plan.layout import RankLayout
-from trainshed.plan.performance.anatomy import LayerKind, Product
-from trainshed.plan.performance.collectives import all_to_all_seconds, group_of, tensor_group
-from trainshed.plan.performance.prediction import Job
-from trainshed.plan.performance.reach import Reach, reach_of
+from trainshed.plan.model_shape import LayerKind, WeightMatrix
+from trainshed.plan.performance.engine_constants import EngineConstants
+from trainshed.plan.performance.gpu_efficiency import GpuEfficiency, gpu_efficiency
+from trainshed.plan.training_shape import Hardware, TrainingShape
+
+_IN_NODE_HOP_DIVISOR = 8.0
+"""A hop inside a node takes an eighth of one between nodes: about 3 us of NVLink against 20 to 30 of a network."""
+
+
+@dataclass(frozen=True)
+class CollectiveGroup:
+    """Ranks that communicate, as far as speed goes."""
+
+    size: int
+    near: int
+    """Members that the links of one node or rack join."""
+    gb_per_s: float
+    """What a ring over all members moves, per member and direction."""
+    hops_us: float
+    """Latency of one turn around the ring."""
+
+    def ring_seconds(self, volume: float) -> float:
+        """All-gather or reduce-scatter of `volume` bytes in all (the gathered side); an all-reduce is two of them."""
+        if self.size == 1:
+            return 0.0
+        return volume * (self.size - 1) / self.size / (self.gb_per_s * 1e9) + self.hops_us * 1e-6
+
+
+def collective_group(size: int, stride: int, hardware: Hardware, stack: EngineConstants) -> CollectiveGroup:
+    """Return a group of ranks that stand `stride` apart."""
+    near = min(size, max(1, hardware.link_domain // stride))
+    link = hardware.link_gb_per_s * stack.link * gpu_efficiency(hardware.gpu_name).link
+    if near == size:
+        return CollectiveGroup(size, near, link, (size - 1) * stack.hop_us / _IN_NODE_HOP_DIVISOR)
+    nodes = -(-size // near)
+    network = hardware.network_gb_per_s * stack.network
+    # Inside a domain wider than a node (a rack of NVLink) members still bring their own network share.
+    hops = (nodes - 1) * stack.hop_us + (near - 1) * stack.hop_us / _IN_NODE_HOP_DIVISOR
+    return CollectiveGroup(size, near, min(link, (1 + (near - 1) * stack.rails) * network), hops)
+
+
+def tensor_parallel_group(size: int, hardware: Hardware, stack: EngineConstants) -> CollectiveGroup:
+    """Return a tensor-parallel group: neighbours, and where it leaves the node, with latencies and rails of its own."""
+    group = collective_group(size, 1, hardware, stack)
+    if group.near == size:
+        return group
+    nodes = -(-size // group.near)
+    speed = min(group.gb_per_s, group.near * hardware.network_gb_per_s * stack.network * stack.far_rails)
+    return CollectiveGroup(size, group.near, speed, (nodes - 1) * stack.far_tp_us)
+
+
+def all_to_all_seconds(
+    volume: float, group: CollectiveGroup, hardware: Hardware, stack: EngineConstants, *, copies: float = 1.0
+) -> float:
+    """Every member sends `volume` bytes, spread evenly over all members.
+
+    `copies` is how many of a token's experts lie on one node, on average: a dispatcher that crosses the network once
+    per node and token sends that many times less.
+    """
+    if group.size == 1:
+        return 0.0
+    far = 1 - group.near / group.size
+    near = (group.near - 1) / group.size
+    seconds = near * volume / (hardware.link_gb_per_s * stack.ep_link * 1e9)
+    if far:
+        across = far * volume / copies / (hardware.network_gb_per_s * stack.ep_network * 1e9)
+        seconds = max(seconds, across)
+    return seconds + stack.hop_us * 1e-6 * (1 if far else 0.5)
+
 
 LOW_PRECISIONS = {"fp8": "fp8", "mxfp8": "fp8", "nvfp4": "fp4"}
 """Precisions whose products are narrower than 16 bits, and the peak they run at."""
@@ -18,7 +90,7 @@ _DEPTH_TILE, _WIDTH_TILE = 64, 128
 """What kernels round K and N up to: the tiles of cuBLAS on Ampere and later."""
 
 
-def _whole(length: float, tile: int) -> float:
+def _whole_tiles(length: float, tile: int) -> float:
     return -(-length // tile) * tile
 
 
@@ -54,13 +126,13 @@ class LayerTimes:
     """What the host needs to launch both passes."""
 
 
-class Kernels:
+class KernelTimes:
     """Kernel times of a job on its GPU."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: TrainingShape) -> None:
         """Look up the peaks once."""
         self.job = job
-        self.reach: Reach = reach_of(job.hardware.gpu_name)
+        self.reach: GpuEfficiency = gpu_efficiency(job.hardware.gpu_name)
         peaks, precision = job.hardware.gpu.dense_tflops, job.precision
         self.half_peak = (peaks.peak(precision) if precision in ("fp32", "fp16") else None) or peaks.half
         self.low_peak = peaks.peak(LOW_PRECISIONS.get(precision, precision)) if precision in LOW_PRECISIONS else None
@@ -71,14 +143,14 @@ class Kernels:
         self.start = self.reach.start_us * 1e-6
 
     def product(
-        self, tokens: float, product: Product, tp: int, *, low: bool = True, groups: int = 1
+        self, tokens: float, product: WeightMatrix, tp: int, *, low: bool = True, groups: int = 1
     ) -> tuple[float, float]:
         """Return forward and backward seconds of a product; `groups` experts share the tokens evenly."""
         inputs = product.inputs / tp if product.cut == "in" else product.inputs
         outputs = product.outputs / tp if product.cut == "out" else product.outputs
         reach, stack = self.reach, self.job.stack
         # Odd widths are computed as the next whole tile.
-        flops = 2 * tokens * _whole(inputs, _DEPTH_TILE) * _whole(outputs, _WIDTH_TILE)
+        flops = 2 * tokens * _whole_tiles(inputs, _DEPTH_TILE) * _whole_tiles(outputs, _WIDTH_TILE)
         cast = 0.0
         if low and self.low_peak is not None:
             cast = self.moved(stack.cast_bytes * tokens * inputs)
@@ -121,7 +193,7 @@ class Kernels:
         return volume / self.bytes_per_second
 
 
-def layer_times(job: Job, layout: RankLayout, kernels: Kernels, kind: LayerKind) -> LayerTimes:
+def layer_times(job: TrainingShape, layout: RankLayout, kernels: KernelTimes, kind: LayerKind) -> LayerTimes:
     """Predict one layer."""
     stack, model = job.stack, job.model
     experts, windowed = kind
@@ -137,7 +209,7 @@ def layer_times(job: Job, layout: RankLayout, kernels: Kernels, kind: LayerKind)
     else:
         block = _dense_block(job, layout, kernels, tokens, model.ffn)
     forward, backward = forward + block[0], backward + block[1]
-    again = _recomputed(job, layout, kernels, forward, block[0], tokens, windowed=windowed)
+    again = _recompute_seconds(job, layout, kernels, forward, block[0], tokens, windowed=windowed)
     backward += again
     if layout.recompute == "full":
         tp_backward += tp_forward
@@ -157,7 +229,7 @@ def layer_times(job: Job, layout: RankLayout, kernels: Kernels, kind: LayerKind)
 
 
 def _attention_block(
-    job: Job, layout: RankLayout, kernels: Kernels, tokens: float, *, windowed: bool
+    job: TrainingShape, layout: RankLayout, kernels: KernelTimes, tokens: float, *, windowed: bool
 ) -> tuple[float, float]:
     model = job.model
     forward = backward = 0.0
@@ -172,7 +244,9 @@ def _attention_block(
     return forward + core[0] + moved, backward + core[1] + 2 * moved
 
 
-def _core_attention(job: Job, layout: RankLayout, kernels: Kernels, *, windowed: bool) -> tuple[float, float]:
+def _core_attention(
+    job: TrainingShape, layout: RankLayout, kernels: KernelTimes, *, windowed: bool
+) -> tuple[float, float]:
     model, length = job.model, job.sequence_length
     keys = model.mean_keys(length, windowed=windowed)
     forward, backward = kernels.attention(layout.micro_batch, length / layout.cp, keys, model.heads / layout.tp)
@@ -181,7 +255,9 @@ def _core_attention(job: Job, layout: RankLayout, kernels: Kernels, *, windowed:
     return forward / job.stack.windowed, backward / job.stack.windowed
 
 
-def _dense_block(job: Job, layout: RankLayout, kernels: Kernels, tokens: float, ffn: int) -> tuple[float, float]:
+def _dense_block(
+    job: TrainingShape, layout: RankLayout, kernels: KernelTimes, tokens: float, ffn: int
+) -> tuple[float, float]:
     forward = backward = 0.0
     for product in job.model.feed_forward(ffn):
         times = kernels.product(tokens, product, layout.tp)
@@ -192,7 +268,7 @@ def _dense_block(job: Job, layout: RankLayout, kernels: Kernels, tokens: float, 
     return forward + moved, backward + 2 * moved
 
 
-def _expert_block(job: Job, layout: RankLayout, kernels: Kernels, tokens: float) -> tuple[float, float]:
+def _expert_block(job: TrainingShape, layout: RankLayout, kernels: KernelTimes, tokens: float) -> tuple[float, float]:
     experts = job.model.experts
     assert experts is not None, "asked for layers with experts only"
     # With sequence parallel each rank routes its own tokens; with etp a group routes them together.
@@ -204,7 +280,7 @@ def _expert_block(job: Job, layout: RankLayout, kernels: Kernels, tokens: float)
         forward, backward = forward + times[0], backward + times[1]
     shared = _dense_block(job, layout, kernels, tokens, experts.shared_ffn) if experts.shared_ffn else (0.0, 0.0)
     router = kernels.product(
-        tokens / layout.tp, Product("router", job.model.hidden, experts.count, "none"), 1, low=False
+        tokens / layout.tp, WeightMatrix("router", job.model.hidden, experts.count, "none"), 1, low=False
     )
     inner = (3 if job.model.gated else 2) * experts.ffn / layout.etp
     if job.model.mlp_bias:
@@ -219,8 +295,15 @@ def _expert_block(job: Job, layout: RankLayout, kernels: Kernels, tokens: float)
     return forward + shared[0] + router[0] + moved, backward + shared[1] + router[1] + 2 * moved
 
 
-def _recomputed(
-    job: Job, layout: RankLayout, kernels: Kernels, forward: float, block: float, tokens: float, *, windowed: bool
+def _recompute_seconds(
+    job: TrainingShape,
+    layout: RankLayout,
+    kernels: KernelTimes,
+    forward: float,
+    block: float,
+    tokens: float,
+    *,
+    windowed: bool,
 ) -> float:
     if layout.recompute == "none":
         return 0.0
@@ -244,11 +327,11 @@ def _recomputed(
     return again
 
 
-def _tensor_parallel(job: Job, layout: RankLayout, tokens: float, *, experts: bool) -> tuple[float, float]:
+def _tensor_parallel(job: TrainingShape, layout: RankLayout, tokens: float, *, experts: bool) -> tuple[float, float]:
     """Seconds forward and backward: gather and scatter around each block, or an all-reduce after it."""
     if layout.tp == 1:
         return 0.0, 0.0
-    group = tensor_group(layout.tp, job.hardware, job.stack)
+    group = tensor_parallel_group(layout.tp, job.hardware, job.stack)
     ring = group.ring_seconds(2 * tokens * job.model.hidden)
     # Experts take the tokens each rank has: no gather and no scatter around their block, unless they are cut too.
     blocks = 1 if experts and layout.etp == 1 else 2
@@ -258,22 +341,22 @@ def _tensor_parallel(job: Job, layout: RankLayout, tokens: float, *, experts: bo
     return forward, forward + again
 
 
-def _context_parallel(job: Job, layout: RankLayout, tokens: float) -> tuple[float, float]:
+def _context_parallel(job: TrainingShape, layout: RankLayout, tokens: float) -> tuple[float, float]:
     if layout.cp == 1:
         return 0.0, 0.0
-    group = group_of(layout.cp, layout.tp, job.hardware, job.stack)
+    group = collective_group(layout.cp, layout.tp, job.hardware, job.stack)
     kept = job.model.kv_heads * (job.model.head_dim + job.model.value_dim) / min(layout.tp, job.model.kv_heads)
     ring = group.ring_seconds(2 * tokens * layout.cp * kept)
     return ring, 2 * ring
 
 
-def _expert_parallel(job: Job, layout: RankLayout, tokens: float) -> float:
+def _expert_parallel(job: TrainingShape, layout: RankLayout, tokens: float) -> float:
     """Seconds of dispatch and combine, for one pass."""
     experts = job.model.experts
     assert experts is not None, "asked for layers with experts only"
     if layout.ep == 1 and layout.etp == 1:
         return 0.0
-    group = group_of(layout.ep, layout.etp, job.hardware, job.stack)
+    group = collective_group(layout.ep, layout.etp, job.hardware, job.stack)
     volume = 2 * tokens / layout.tp * experts.top_k * job.model.hidden
     nodes = group.size / group.near
     copies, fused = 1.0, job.habits.fused_dispatch
@@ -284,6 +367,6 @@ def _expert_parallel(job: Job, layout: RankLayout, tokens: float) -> float:
     if fused:
         seconds *= job.stack.fused_exchange
     if layout.etp > 1:
-        gather = group_of(layout.etp, 1, job.hardware, job.stack)
+        gather = collective_group(layout.etp, 1, job.hardware, job.stack)
         seconds += 2 * gather.ring_seconds(volume * layout.etp)
     return seconds

@@ -1,19 +1,53 @@
-"""Peak memory of every pipeline rank: what stays all along, and what each moment of a step adds.
+"""Peak memory of every pipeline rank: what stays all the time, and what each moment of a step adds.
 
 Two moments can be the fullest: inside backward, with the activations of all micro-batches in flight, and at the
-optimiser's step. Activations are counted tensor by tensor as the kernels keep them (attention keeps no scores), what
-recomputation drops is not.
+optimizer's step. Activations are counted tensor by tensor as the kernels keep them (attention keeps no scores); what
+recomputation drops is not counted.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 from trainshed.plan.layout import RankLayout
-from trainshed.plan.performance.anatomy import Anatomy
+from trainshed.plan.model_shape import ModelShape
 from trainshed.plan.performance.layer_time import LOW_PRECISIONS
-from trainshed.plan.performance.prediction import Job, Memory
-from trainshed.plan.performance.stalling import pending_gathered_bytes
+from trainshed.plan.performance.stalls import pending_gathered_bytes
+from trainshed.plan.training_shape import TrainingShape
+
+
+@dataclass(frozen=True)
+class GpuMemory:
+    """What fills one GPU at the peak of a step, in GiB."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    logits: float
+    """Logits and what the loss makes of them."""
+    buffers: float
+    """Gathered weights, communication buffers, workspaces."""
+    reserve: float
+    """What the allocator holds and does not use, and the driver's own share."""
+    capacity: float
+
+    @property
+    def allocated(self) -> float:
+        """What tensors fill: `torch.cuda.max_memory_allocated`."""
+        return self.total - self.reserve
+
+    @property
+    def total(self) -> float:
+        """What the card must have."""
+        return sum(getattr(self, part.name) for part in fields(self) if part.name != "capacity")
+
+    @property
+    def fits(self) -> bool:
+        """Whether the card has it."""
+        return self.total <= self.capacity
+
 
 _GIB = 2.0**30
 _FULL = 0.85
@@ -43,7 +77,7 @@ class _Demand(NamedTuple):
         return self.activations + max(self.logits, self.working) + self.gathered
 
 
-def rank_memory(job: Job, layout: RankLayout, rank: int) -> Memory:
+def rank_memory(job: TrainingShape, layout: RankLayout, rank: int) -> GpuMemory:
     """Predict the peak of one pipeline rank."""
     stack, asked = job.stack, _demand(job, layout, rank)
     scale = job.memory_calibration / _GIB
@@ -56,7 +90,7 @@ def rank_memory(job: Job, layout: RankLayout, rank: int) -> Memory:
     if asked.at_step > activations + logits + buffers:
         activations, logits, buffers = 0.0, 0.0, asked.at_step
     allocated = asked.states + activations + logits + buffers
-    return Memory(
+    return GpuMemory(
         weights=asked.weights * scale,
         gradients=asked.gradients * scale,
         optimizer=asked.optimizer * scale,
@@ -68,7 +102,7 @@ def rank_memory(job: Job, layout: RankLayout, rank: int) -> Memory:
     )
 
 
-def backward_share(job: Job, layout: RankLayout, rank: int, *, pending: bool) -> float:
+def backward_share(job: TrainingShape, layout: RankLayout, rank: int, *, pending: bool) -> float:
     """Return the share of its card that a rank asks for in backward, with or without what is only pending.
 
     With it the share may be more than there is: the allocator then waits for the GPU, gives back and asks again.
@@ -78,12 +112,12 @@ def backward_share(job: Job, layout: RankLayout, rank: int, *, pending: bool) ->
     return ((1 + stack.reserve) * allocated * job.memory_calibration + stack.context_gib) / job.hardware.memory_gib
 
 
-def _demand(job: Job, layout: RankLayout, rank: int) -> _Demand:
+def _demand(job: TrainingShape, layout: RankLayout, rank: int) -> _Demand:
     stack = job.stack
     dense, expert, largest = rank_weights(job, layout, rank)
-    weights, gradients, optimizer, gathered = _states(job, layout, dense, expert, largest)
-    activations, working = _activations(job, layout, rank)
-    logits = _logits(job, layout) if rank == head_rank(job, layout) else 0.0
+    weights, gradients, optimizer, gathered = _state_bytes(job, layout, dense, expert, largest)
+    activations, working = _activation_bytes(job, layout, rank)
+    logits = _logits_bytes(job, layout) if rank == head_rank(job, layout) else 0.0
     if stack.gradients_freed and layout.micro_batches(job.global_batch) == 1:
         # Backward makes gradients as it lets go of activations.
         gradients = max(0.0, gradients - activations - max(logits, working))
@@ -92,17 +126,17 @@ def _demand(job: Job, layout: RankLayout, rank: int) -> _Demand:
     return _Demand(weights, gradients, optimizer, activations, logits, working, gathered, pending, at_step)
 
 
-def head_rank(job: Job, layout: RankLayout) -> int:
+def head_rank(job: TrainingShape, layout: RankLayout) -> int:
     """Return the pipeline rank that computes the logits."""
     return head_chunk(job, layout) % layout.pp
 
 
-def head_chunk(job: Job, layout: RankLayout) -> int:
+def head_chunk(job: TrainingShape, layout: RankLayout) -> int:
     """Return the chunk that holds the head."""
     return layout.pp * layout.vp - 1 if job.habits.head_chunk is None else job.habits.head_chunk
 
 
-def rank_weights(job: Job, layout: RankLayout, rank: int) -> tuple[float, float, float]:
+def rank_weights(job: TrainingShape, layout: RankLayout, rank: int) -> tuple[float, float, float]:
     """Return how many weights a rank computes with: dense ones, expert ones, and those of its largest unit."""
     model = job.model
     dense = expert = 0.0
@@ -125,7 +159,7 @@ def rank_weights(job: Job, layout: RankLayout, rank: int) -> tuple[float, float,
     return dense, expert, max(unit, ends if first or last else 0.0)
 
 
-def _rank_layers(job: Job, layout: RankLayout, rank: int) -> list[tuple[bool, int]]:
+def _rank_layers(job: TrainingShape, layout: RankLayout, rank: int) -> list[tuple[bool, int]]:
     """How many layers a rank has with experts, and without."""
     with_experts = without = 0
     for chunk in layout.chunks(rank):
@@ -135,7 +169,7 @@ def _rank_layers(job: Job, layout: RankLayout, rank: int) -> list[tuple[bool, in
     return [(experts, count) for experts, count in ((False, without), (True, with_experts)) if count]
 
 
-def layer_weights(model: Anatomy, layout: RankLayout, *, experts: bool) -> tuple[float, float]:
+def layer_weights(model: ModelShape, layout: RankLayout, *, experts: bool) -> tuple[float, float]:
     """Return how many dense and expert weights of a layer one rank computes with."""
     sizes = model.layer_sizes
     dense = sizes.attention_cut / layout.tp + sizes.attention_whole + model.layer_vectors
@@ -146,8 +180,8 @@ def layer_weights(model: Anatomy, layout: RankLayout, *, experts: bool) -> tuple
     return dense, sizes.experts / (layout.ep * layout.etp)
 
 
-def _states(
-    job: Job, layout: RankLayout, dense: float, expert: float, largest: float
+def _state_bytes(
+    job: TrainingShape, layout: RankLayout, dense: float, expert: float, largest: float
 ) -> tuple[float, float, float, float]:
     """Bytes of weights, gradients and optimiser states, and of weights gathered for use."""
     stack, trained = job.stack, job.habits.trained_share
@@ -163,7 +197,7 @@ def _states(
     return weights, gradients, optimizer, gathered
 
 
-def in_flight(layout: RankLayout, rank: int, micro_batches: int) -> float:
+def micro_batches_in_flight(layout: RankLayout, rank: int, micro_batches: int) -> float:
     """Return how many micro-batches' activations a rank holds at once, in passes through all its chunks."""
     if layout.pp == 1:
         return 1.0
@@ -176,19 +210,19 @@ def in_flight(layout: RankLayout, rank: int, micro_batches: int) -> float:
     return min(passes, warm + 1) / layout.vp
 
 
-def _activations(job: Job, layout: RankLayout, rank: int) -> tuple[float, float]:
+def _activation_bytes(job: TrainingShape, layout: RankLayout, rank: int) -> tuple[float, float]:
     """Bytes kept by all micro-batches in flight, and what backward through one layer makes besides."""
-    flying = in_flight(layout, rank, max(1, layout.micro_batches(job.global_batch)))
+    flying = micro_batches_in_flight(layout, rank, max(1, layout.micro_batches(job.global_batch)))
     kept = working = 0.0
     for experts, count in _rank_layers(job, layout, rank):
-        one, peak = layer_bytes(job, layout, experts=experts)
+        one, peak = layer_activation_bytes(job, layout, experts=experts)
         kept, working = kept + count * one, max(working, peak)
     if rank == 0:
         kept += 2 * job.rank_tokens(layout) * job.model.hidden / job.stream_shards(layout)
     return kept * flying, working
 
 
-def layer_bytes(job: Job, layout: RankLayout, *, experts: bool) -> tuple[float, float]:
+def layer_activation_bytes(job: TrainingShape, layout: RankLayout, *, experts: bool) -> tuple[float, float]:
     """Return the bytes a layer keeps for backward, and those that backward through it makes besides."""
     stack, model = job.stack, job.model
     tokens = job.rank_tokens(layout)
@@ -221,11 +255,13 @@ def layer_bytes(job: Job, layout: RankLayout, *, experts: bool) -> tuple[float, 
     if layout.recompute == "selective" and not job.habits.selective:
         return every * stack.selective_kept, working
     if layout.recompute == "selective":
-        return max(tokens * 2 * model.hidden / shared, every - _dropped(job, layout, tokens, shared, inner)), working
+        return max(
+            tokens * 2 * model.hidden / shared, every - _recomputed_bytes(job, layout, tokens, shared, inner)
+        ), working
     return every, working
 
 
-def _dropped(job: Job, layout: RankLayout, tokens: float, shared: int, inner: float) -> float:
+def _recomputed_bytes(job: TrainingShape, layout: RankLayout, tokens: float, shared: int, inner: float) -> float:
     what, model = job.habits.selective, job.model
     dropped = 0.0
     if "layernorm" in what:
@@ -243,6 +279,6 @@ def _dropped(job: Job, layout: RankLayout, tokens: float, shared: int, inner: fl
     return dropped
 
 
-def _logits(job: Job, layout: RankLayout) -> float:
+def _logits_bytes(job: TrainingShape, layout: RankLayout) -> float:
     logits = min(job.rank_tokens(layout) * job.model.vocab_size, job.stack.logit_slice)
     return logits / layout.tp * job.stack.logit_bytes

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-from trainshed.recipe.layout import PipelineSchedule
+from trainshed.recipe.schema import PipelineSchedule
 
-Kind = Literal["forward", "backward", "weights"]
+PassKind = Literal["forward", "backward", "weights"]
 """`weights`: the gradients of weights, where a zero-bubble schedule puts them off into what would be waiting."""
 _ROUNDS = 1
 """Rounds that are simulated beyond the first before the rest is extrapolated."""
@@ -21,20 +21,20 @@ _FORWARD, _BACKWARD = 0, 1
 
 
 @dataclass(frozen=True)
-class Slot:
+class PipelineSlot:
     """One pass of one micro-batch through one chunk of the model."""
 
     rank: int
     chunk: int
     """Of the whole model: chunk i sits on rank i % pp."""
     micro_batch: int
-    kind: Kind
+    kind: PassKind
     start: float
     end: float
 
 
 @dataclass(frozen=True)
-class Passes:
+class PipelinePasses:
     """What has to be scheduled: seconds of each of the pp · vp chunks, and what handing over to another rank costs."""
 
     forward: tuple[float, ...]
@@ -52,7 +52,7 @@ class Passes:
         *,
         hop: float = 0.0,
         schedule: PipelineSchedule | None = None,
-    ) -> Passes:
+    ) -> PipelinePasses:
         """Take times as they come."""
         return cls(tuple(forward), tuple(backward), pp, hop, schedule)
 
@@ -67,7 +67,7 @@ def round_size(pp: int, micro_batches: int) -> int:
     return max(1, micro_batches // max(1, micro_batches // pp))
 
 
-def pipeline_seconds(passes: Passes, micro_batches: int) -> float:
+def pipeline_seconds(passes: PipelinePasses, micro_batches: int) -> float:
     """Return when the last rank is done."""
     if passes.pp == 1:
         return micro_batches * (sum(passes.forward) + sum(passes.backward))
@@ -84,16 +84,16 @@ def pipeline_seconds(passes: Passes, micro_batches: int) -> float:
     return first + (second - first) * rounds
 
 
-def timeline(passes: Passes, micro_batches: int) -> list[Slot]:
+def pipeline_timeline(passes: PipelinePasses, micro_batches: int) -> list[PipelineSlot]:
     """Return every pass with its start and end."""
-    slots: list[Slot] = []
-    _run(passes, micro_batches, round_size(passes.pp, micro_batches), slots)
+    slots: list[PipelineSlot] = []
+    _simulate(passes, micro_batches, round_size(passes.pp, micro_batches), slots)
     return slots
 
 
 @lru_cache(maxsize=4096)
-def _makespan(passes: Passes, micro_batches: int, size: int) -> float:
-    return _run(passes, micro_batches, size, None)
+def _makespan(passes: PipelinePasses, micro_batches: int, size: int) -> float:
+    return _simulate(passes, micro_batches, size, None)
 
 
 @lru_cache(maxsize=1024)
@@ -112,8 +112,8 @@ def _order(
     figure 4); with several chunks a rank fills 2 · (pp - rank - 1) + (vp - 1) rounds, as Megatron does.
     """
     count = micro_batches * vp
-    forwards = [_place(index, rank, pp, vp, size, _FORWARD) for index in range(count)]
-    backwards = [_place(index, rank, pp, vp, size, _BACKWARD) for index in range(count)]
+    forwards = [_pass_at(index, rank, pp, vp, size, _FORWARD) for index in range(count)]
+    backwards = [_pass_at(index, rank, pp, vp, size, _BACKWARD) for index in range(count)]
     if fill_first:
         filling = count
     elif vp == 1:
@@ -126,7 +126,7 @@ def _order(
     return tuple(order + backwards[count - filling :])
 
 
-def _place(index: int, rank: int, pp: int, vp: int, size: int, way: int) -> tuple[int, int, int]:
+def _pass_at(index: int, rank: int, pp: int, vp: int, size: int, way: int) -> tuple[int, int, int]:
     if vp == 1:
         return rank, index, way
     whole, within = divmod(index, size * vp)
@@ -135,7 +135,7 @@ def _place(index: int, rank: int, pp: int, vp: int, size: int, way: int) -> tupl
     return chunk * pp + rank, whole * size + place, way
 
 
-def _run(passes: Passes, micro_batches: int, size: int, slots: list[Slot] | None) -> float:
+def _simulate(passes: PipelinePasses, micro_batches: int, size: int, slots: list[PipelineSlot] | None) -> float:
     """Let every rank work through its passes as soon as what they need is there; return when the last is done."""
     pp, chunks, hop = passes.pp, len(passes.forward), passes.hop
     orders = _orders(pp, chunks // pp, micro_batches, size, passes.schedule == "gpipe")
@@ -146,9 +146,9 @@ def _run(passes: Passes, micro_batches: int, size: int, slots: list[Slot] | None
     at, clock, left, last = [0] * pp, [0.0] * pp, sum(map(len, orders)), chunks - 1
     put_off: list[list[tuple[int, int]]] = [[] for _ in range(pp)]
 
-    def note(rank: int, chunk: int, micro: int, kind: Kind, start: float, end: float) -> None:
+    def note(rank: int, chunk: int, micro: int, kind: PassKind, start: float, end: float) -> None:
         if slots is not None:
-            slots.append(Slot(rank, chunk, micro, kind, start, end))
+            slots.append(PipelineSlot(rank, chunk, micro, kind, start, end))
 
     while left:
         before = left

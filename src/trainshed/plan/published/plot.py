@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from html import escape
 from math import floor, log10
 
-from trainshed.plan.published.validation import Judged, Validation
+from trainshed.plan.published.validation import JudgedRow, PlannerValidation
 
 # Told apart by people who see colours differently (Okabe and Ito, 2008); the rest of the sources share a grey.
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7b5ea7")
@@ -29,7 +29,7 @@ _STYLE = """
 
 
 @dataclass(frozen=True)
-class Point:
+class PlotPoint:
     """One row in a panel."""
 
     predicted: float
@@ -45,7 +45,7 @@ def short_source(source: str) -> str:
     return " ".join(word for word in head.split()[:3] if word != "arXiv") or "(no source)"
 
 
-def accuracy_svg(validation: Validation) -> str:
+def accuracy_svg(validation: PlannerValidation) -> str:
     """Draw step times and memory, predicted against measured, on logarithmic axes, coloured by source."""
     times = [
         _point(one, one.prediction.step_seconds, one.step_seconds) for one in validation.judged if one.step_seconds
@@ -74,12 +74,12 @@ def accuracy_svg(validation: Validation) -> str:
     )
 
 
-def _point(one: Judged, predicted: float, measured: float | None) -> Point:
+def _point(one: JudgedRow, predicted: float, measured: float | None) -> PlotPoint:
     assert measured is not None
-    return Point(predicted, measured, short_source(one.row.source))
+    return PlotPoint(predicted, measured, short_source(one.row.source))
 
 
-def _panel(title: str, unit: str, points: Sequence[Point], colours: dict[str, str], *, left: int) -> list[str]:
+def _panel(title: str, unit: str, points: Sequence[PlotPoint], colours: dict[str, str], *, left: int) -> list[str]:
     amounts = [amount for point in points for amount in (point.predicted, point.measured) if amount > 0]
     low, high = log10(min(amounts)) - 0.05, log10(max(amounts)) + 0.05
 

@@ -12,12 +12,12 @@ from pathlib import Path
 from trainshed.errors import InputError
 
 
-class Skip(Exception):
+class SkippedRow(Exception):
     """A row that says too little, or that no layout here describes."""
 
 
 @dataclass(frozen=True)
-class Row:
+class PublishedRow:
     """One published measurement; what it does not say is None."""
 
     fields: dict[str, str]
@@ -39,7 +39,7 @@ class Row:
         found = self.value(key)
         if found is None:
             if default is None:
-                raise Skip(f"the row does not say its {key}")
+                raise SkippedRow(f"the row does not say its {key}")
             return default
         return int(found)
 
@@ -114,12 +114,12 @@ class Row:
         return tuple(self.text(key) for key in keys)
 
 
-def read_rows(path: str | Path) -> list[Row]:
+def read_rows(path: str | Path) -> list[PublishedRow]:
     """Read a CSV with the columns of the published tables."""
     try:
         with open(path, encoding="utf-8-sig", errors="replace", newline="") as file:
             reader = csv.DictReader(file)
-            rows = [Row(dict(fields), number) for number, fields in enumerate(reader, start=2)]
+            rows = [PublishedRow(dict(fields), number) for number, fields in enumerate(reader, start=2)]
             known = set(reader.fieldnames or ())
     except OSError as error:
         raise InputError(f"cannot be read: {error.strerror}", where=str(path)) from None
@@ -147,11 +147,11 @@ def column_names() -> list[str]:
         return next(csv.reader(file))
 
 
-def own_table() -> Path:
+def own_engine_table() -> Path:
     """Return what our own engine did on one GPU, in the same columns."""
     return Path(__file__).with_name("own_engine.csv")
 
 
-def all_rows(paths: Iterable[str | Path]) -> list[Row]:
+def read_tables(paths: Iterable[str | Path]) -> list[PublishedRow]:
     """Read several tables as one."""
     return [row for path in paths for row in read_rows(path)]

@@ -11,7 +11,9 @@ What is compared with what:
   does not tell memory from other crashes, so a layout that its engine cannot build counts as predicted too.
 - Regret: among the measured layouts of one source, model, engine, GPU, number of GPUs, sequence length, global batch
   and precision, three or more of them, how much slower the one we would choose is than the best. We choose as the
-  search does (`searching/choosing.py`). A layout that was measured several times counts once, with its median.
+  search does (`rank_predictions`). A layout that was measured several times counts once, with its median.
+
+All scores are fractions. A score that nothing can be said about (no such rows) is None, never 0.
 """
 
 from __future__ import annotations
@@ -21,35 +23,105 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from math import inf
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from trainshed.errors import TrainshedError
-from trainshed.plan.performance.predict import predict
-from trainshed.plan.performance.prediction import Prediction
-from trainshed.plan.published.cases import Case, case_of
-from trainshed.plan.published.rows import Row, Skip
-from trainshed.plan.published.scores import (
-    ErrorScores,
-    FitScores,
-    RegretScores,
-    error_scores,
-    fit_scores,
-    regret_scores,
-)
-from trainshed.plan.searching.choosing import in_order_of_choice
+from trainshed.plan.performance.prediction import LayoutPrediction, predict
+from trainshed.plan.published.cases import PublishedCase, row_case
+from trainshed.plan.published.rows import PublishedRow, SkippedRow
+from trainshed.plan.search.search import rank_predictions
+
+
+@dataclass(frozen=True)
+class ErrorScores:
+    """Relative errors of predicted amounts, predicted / measured - 1."""
+
+    count: int = 0
+    mape: float | None = None
+    """Mean of the absolute errors."""
+    median: float | None = None
+    """Median of the absolute errors."""
+    bias: float | None = None
+    """Mean of the signed errors: above 0, predictions are too large."""
+    worst: float | None = None
+    """The largest absolute error."""
+
+
+def error_scores(pairs: Iterable[tuple[float, float]]) -> ErrorScores:
+    """Score (predicted, measured) amounts."""
+    errors = [predicted / measured - 1 for predicted, measured in pairs]
+    if not errors:
+        return ErrorScores()
+    sizes = [abs(error) for error in errors]
+    return ErrorScores(len(errors), fmean(sizes), median(sizes), fmean(errors), max(sizes))
+
+
+@dataclass(frozen=True)
+class OutOfMemoryScores:
+    """How well predictions tell what runs out of memory from what fits."""
+
+    positives: int = 0
+    """Rows that ran out of memory."""
+    negatives: int = 0
+    """Rows that ran."""
+    precision: float | None = None
+    """Of those predicted not to fit, the share that did not."""
+    recall: float | None = None
+    """Of those that did not fit, the share predicted so."""
+    balanced_accuracy: float | None = None
+    """Mean of the shares that were right among those that did not fit and among those that did."""
+
+
+def out_of_memory_scores(answers: Iterable[tuple[bool, bool]]) -> OutOfMemoryScores:
+    """Score (predicted, true) answers to the question whether memory runs out."""
+    pairs = list(answers)
+    positives = sum(true for _, true in pairs)
+    negatives = len(pairs) - positives
+    caught = sum(predicted and true for predicted, true in pairs)
+    alarms = sum(predicted for predicted, _ in pairs)
+    recall = caught / positives if positives else None
+    specificity = (negatives - alarms + caught) / negatives if negatives else None
+    balanced = (recall + specificity) / 2 if recall is not None and specificity is not None else None
+    return OutOfMemoryScores(positives, negatives, caught / alarms if alarms else None, recall, balanced)
+
+
+@dataclass(frozen=True)
+class RegretScores:
+    """How much slower the layouts we would have chosen are than the best measured ones."""
+
+    groups: int = 0
+    top1_mean: float | None = None
+    top1_worst: float | None = None
+    top3_mean: float | None = None
+    """The best measured one of the three that we would have put first."""
+    top3_worst: float | None = None
+
+
+def regret_scores(groups: Iterable[Sequence[float]]) -> RegretScores:
+    """Score groups of layouts that could have been chosen: their measured seconds, in the order we would choose."""
+    first: list[float] = []
+    three: list[float] = []
+    for measured in groups:
+        best = min(measured)
+        first.append(measured[0] / best - 1)
+        three.append(min(measured[:3]) / best - 1)
+    if not first:
+        return RegretScores()
+    return RegretScores(len(first), fmean(first), max(first), fmean(three), max(three))
+
 
 SLOW_MFU = 0.1
 _LAYOUTS_TO_CHOOSE_FROM = 3
 
 
 @dataclass(frozen=True)
-class Judged:
+class JudgedRow:
     """One row with its prediction."""
 
-    row: Row
-    case: Case
-    prediction: Prediction
+    row: PublishedRow
+    case: PublishedCase
+    prediction: LayoutPrediction
     step_seconds: float | None
     """Measured; None where the row has none."""
     memory_gib: float | None
@@ -105,7 +177,7 @@ class StepTimeScores(ErrorScores):
 
 
 @dataclass(frozen=True)
-class Scores:
+class ValidationScores:
     """What is known of a set of rows."""
 
     rows: int
@@ -113,7 +185,7 @@ class Scores:
     step_time: StepTimeScores
     above_10_percent_mfu: StepTimeScores
     memory: ErrorScores
-    out_of_memory: FitScores
+    out_of_memory: OutOfMemoryScores
     regret: RegretScores
 
     def to_plain(self) -> dict[str, Any]:
@@ -124,27 +196,27 @@ class Scores:
 
 
 @dataclass(frozen=True)
-class Validation:
+class PlannerValidation:
     """All rows, judged or skipped."""
 
-    judged: tuple[Judged, ...]
-    skipped: tuple[tuple[Row, str], ...]
+    judged: tuple[JudgedRow, ...]
+    skipped: tuple[tuple[PublishedRow, str], ...]
     """Rows that were not predicted, with the reason."""
 
-    def scores(self) -> Scores:
+    def scores(self) -> ValidationScores:
         """Score all rows together."""
         return self._scores(self.judged, len(self.skipped))
 
-    def scores_by(self, key: Callable[[Row], str]) -> dict[str, Scores]:
+    def scores_by(self, key: Callable[[PublishedRow], str]) -> dict[str, ValidationScores]:
         """Score rows by what `key` says of them, most rows first."""
-        judged: defaultdict[str, list[Judged]] = defaultdict(list)
+        judged: defaultdict[str, list[JudgedRow]] = defaultdict(list)
         for one in self.judged:
             judged[key(one.row)].append(one)
         skipped = Counter(key(row) for row, _ in self.skipped)
         found = {name: self._scores(judged[name], skipped[name]) for name in {**judged, **skipped}}
         return dict(sorted(found.items(), key=lambda item: (-item[1].rows, item[0])))
 
-    def worst(self, count: int) -> list[Judged]:
+    def worst(self, count: int) -> list[JudgedRow]:
         """Return the rows whose step time was predicted worst, by how many times off it is either way."""
         timed = [(one.prediction.step_seconds / one.step_seconds, one) for one in self.judged if one.step_seconds]
         timed.sort(key=lambda pair: -max(pair[0], 1 / pair[0]))
@@ -159,63 +231,69 @@ class Validation:
         by_source = {name: scores.to_plain() for name, scores in self.scores_by(lambda row: row.source).items()}
         return {**self.scores().to_plain(), "skipped_reasons": self.reasons(), "by_source": by_source}
 
-    def _scores(self, judged: Sequence[Judged], skipped: int) -> Scores:
+    def _scores(self, judged: Sequence[JudgedRow], skipped: int) -> ValidationScores:
         timed = [one for one in judged if one.step_seconds is not None]
-        return Scores(
+        return ValidationScores(
             rows=len(judged) + skipped,
             skipped=skipped,
             step_time=step_time_scores(timed),
             above_10_percent_mfu=step_time_scores([one for one in timed if one.mfu > SLOW_MFU]),
             memory=error_scores((one.predicted_gib, one.memory_gib) for one in judged if one.memory_gib is not None),
-            out_of_memory=fit_scores(
+            out_of_memory=out_of_memory_scores(
                 (one.fails, one.row.out_of_memory) for one in judged if _says_whether_it_fits(one)
             ),
-            regret=regret_scores(_choices(timed)),
+            regret=regret_scores(_ranked_groups(timed)),
         )
 
 
-def validate(rows: Iterable[Row]) -> Validation:
+def validate_rows(rows: Iterable[PublishedRow]) -> PlannerValidation:
     """Predict every row, or skip it and say why."""
-    judged: list[Judged] = []
-    skipped: list[tuple[Row, str]] = []
+    judged: list[JudgedRow] = []
+    skipped: list[tuple[PublishedRow, str]] = []
     for row in rows:
         try:
             judged.append(_judge(row))
-        except Skip as skip:
+        except SkippedRow as skip:
             skipped.append((row, str(skip)))
         except TrainshedError as error:
             skipped.append((row, error.what))
         except (ArithmeticError, AssertionError, LookupError, ValueError, TypeError) as error:
             # A row that no rule foresaw must not cost the report of the others.
             skipped.append((row, f"its figures do not go together ({type(error).__name__}: {error})"))
-    return Validation(tuple(judged), tuple(skipped))
+    return PlannerValidation(tuple(judged), tuple(skipped))
 
 
-def _judge(row: Row) -> Judged:
-    case = case_of(row)
+def _judge(row: PublishedRow) -> JudgedRow:
+    case = row_case(row)
     if min(*case.layout.dense_shape, *case.layout.expert_shape, case.layout.micro_batch, case.job.tokens_per_step) < 1:
-        raise Skip("one of its sizes is not above 0")
-    judged = Judged(row, case, predict(case.job, case.layout), _amount(row.step_seconds), _amount(row.memory_gib))
+        raise SkippedRow("one of its sizes is not above 0")
+    judged = JudgedRow(
+        row,
+        case,
+        predict(case.job, case.layout),
+        _positive_or_none(row.step_seconds),
+        _positive_or_none(row.memory_gib),
+    )
     if not _says_whether_it_fits(judged):
-        raise Skip("the row has no step time and no memory, and did not run out of it")
-    if _amount(judged.prediction.step_seconds) is None:
-        raise Skip(f"there is no prediction for it: {judged.prediction.step_seconds} s")
+        raise SkippedRow("the row has no step time and no memory, and did not run out of it")
+    if _positive_or_none(judged.prediction.step_seconds) is None:
+        raise SkippedRow(f"there is no prediction for it: {judged.prediction.step_seconds} s")
     return judged
 
 
-def _amount(value: float | None) -> float | None:
+def _positive_or_none(value: float | None) -> float | None:
     """A measured amount; one that is no positive number was not measured."""
     return value if value is not None and 0 < value < inf else None
 
 
-def step_time_scores(timed: Sequence[Judged]) -> StepTimeScores:
+def step_time_scores(timed: Sequence[JudgedRow]) -> StepTimeScores:
     """Score the step times of rows that have one, and the null model on the same rows."""
     pairs = [(one.prediction.step_seconds, one.step_seconds or inf) for one in timed]
     null = error_scores(_null_pairs(timed))
     return StepTimeScores(**asdict(error_scores(pairs)), null_mape=null.mape)
 
 
-def _null_pairs(timed: Sequence[Judged]) -> list[tuple[float, float]]:
+def _null_pairs(timed: Sequence[JudgedRow]) -> list[tuple[float, float]]:
     """What a constant TFLOP/s per GPU predicts, and what was measured: inversely, as the FLOPs are the same."""
     groups = _grouped(timed, lambda one: (one.row.source, one.case.job.hardware.gpu_name, one.case.job.precision))
     pairs: list[tuple[float, float]] = []
@@ -225,16 +303,16 @@ def _null_pairs(timed: Sequence[Judged]) -> list[tuple[float, float]]:
     return pairs
 
 
-def _choices(timed: Sequence[Judged]) -> list[list[float]]:
-    return in_order_chosen((one.row.group, one.case, one.prediction, one.step_seconds or inf) for one in timed)
+def _ranked_groups(timed: Sequence[JudgedRow]) -> list[list[float]]:
+    return ranked_measurements((one.row.group, one.case, one.prediction, one.step_seconds or inf) for one in timed)
 
 
-def in_order_chosen(timed: Iterable[tuple[Hashable, Case, Prediction, float]]) -> list[list[float]]:
+def ranked_measurements(timed: Iterable[tuple[Hashable, PublishedCase, LayoutPrediction, float]]) -> list[list[float]]:
     """Return the layouts of each group that one could have chosen from: measured seconds, in the order of our choice.
 
     What goes in is the group of a row, the row as a case, what is predicted of it, and its measured seconds.
     """
-    groups: defaultdict[Hashable, defaultdict[Case, list[tuple[Prediction, float]]]] = defaultdict(
+    groups: defaultdict[Hashable, defaultdict[PublishedCase, list[tuple[LayoutPrediction, float]]]] = defaultdict(
         lambda: defaultdict(list)
     )
     for group, case, prediction, seconds in timed:
@@ -244,17 +322,17 @@ def in_order_chosen(timed: Iterable[tuple[Hashable, Case, Prediction, float]]) -
         if len(cases) >= _LAYOUTS_TO_CHOOSE_FROM:
             # Rows of one case are predicted alike: any of them stands for all.
             measured = {id(same[0][0]): median(seconds for _, seconds in same) for same in cases.values()}
-            order = in_order_of_choice(same[0][0] for same in cases.values())
+            order = rank_predictions(same[0][0] for same in cases.values())
             choices.append([measured[id(prediction)] for prediction in order])
     return choices
 
 
-def _grouped(rows: Iterable[Judged], key: Callable[[Judged], Hashable]) -> list[list[Judged]]:
-    groups: defaultdict[Hashable, list[Judged]] = defaultdict(list)
+def _grouped(rows: Iterable[JudgedRow], key: Callable[[JudgedRow], Hashable]) -> list[list[JudgedRow]]:
+    groups: defaultdict[Hashable, list[JudgedRow]] = defaultdict(list)
     for one in rows:
         groups[key(one)].append(one)
     return list(groups.values())
 
 
-def _says_whether_it_fits(one: Judged) -> bool:
+def _says_whether_it_fits(one: JudgedRow) -> bool:
     return one.row.out_of_memory or one.step_seconds is not None or one.memory_gib is not None

@@ -6,18 +6,26 @@ from html import escape
 from pathlib import Path
 
 from trainshed.errors import InputError
-from trainshed.plan.report.answer import Answer, layout_flag, layout_words
-from trainshed.plan.report.charts import layouts_chart, memory_chart, scaling_chart, step_chart, timeline_chart
-from trainshed.plan.report.drawing import STYLE, WIDTH, Drawing
-from trainshed.plan.report.explain import seconds
-from trainshed.plan.report.run_words import run_words
-from trainshed.plan.report.timeline import timeline
+from trainshed.plan.layout import describe_layout, format_layout
+from trainshed.plan.planner import Plan
+from trainshed.plan.report.charts import (
+    DRAWING_STYLE,
+    DRAWING_WIDTH,
+    SvgDrawing,
+    layouts_chart,
+    memory_chart,
+    scaling_chart,
+    step_chart,
+    step_timeline,
+    timeline_chart,
+)
+from trainshed.plan.report.text import describe_run, format_seconds
 
 _MARGIN = 28
 _PAGE_STYLE = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
 
 
-def write_report(answer: Answer, path: Path, *, top: int) -> None:
+def write_report(answer: Plan, path: Path, *, top: int) -> None:
     """Write the page or the picture, whichever the file's name asks for."""
     check_report_path(path)
     text = html_page(answer, top=top) if path.suffix == ".html" else svg_sheet(answer, top=top)
@@ -37,16 +45,16 @@ def check_report_path(path: Path) -> None:
         )
 
 
-def charts(answer: Answer, *, top: int) -> list[tuple[str, Drawing]]:
+def plan_charts(answer: Plan, *, top: int) -> list[tuple[str, SvgDrawing]]:
     """Return the pictures of an answer with their titles, top to bottom."""
     chosen = answer.chosen
-    drawn = timeline(chosen, answer.question.job.global_batch)
+    drawn = step_timeline(chosen, answer.question.job.global_batch)
     count = f"{drawn.micro_batches:,} micro-batch" + ("es" if drawn.micro_batches > 1 else "")
     if not drawn.is_whole:
         count = f"{drawn.shown} of {count} drawn: the middle repeats"
     found = [
         ("Memory by pipeline stage" if len(chosen.stages) > 1 else "Memory", memory_chart(chosen)),
-        (f"One step: {seconds(chosen.step_seconds)}", step_chart(chosen)),
+        (f"One step: {format_seconds(chosen.step_seconds)}", step_chart(chosen)),
         (f"The step in time, {count}", timeline_chart(drawn)),
     ]
     if answer.runners_up:
@@ -56,41 +64,41 @@ def charts(answer: Answer, *, top: int) -> list[tuple[str, Drawing]]:
     return found
 
 
-def svg_sheet(answer: Answer, *, top: int) -> str:
+def svg_sheet(answer: Plan, *, top: int) -> str:
     """Draw everything on one sheet."""
-    sheet = Drawing(width=WIDTH + 2 * _MARGIN)
-    title, asked = headline(answer)
+    sheet = SvgDrawing(width=DRAWING_WIDTH + 2 * _MARGIN)
+    title, asked = plan_headline(answer)
     y = float(_MARGIN)
-    body = Drawing()
+    body = SvgDrawing()
     body.text(0, 20, title, "head")
     body.text(0, 42, asked, "soft")
-    body.text(0, 68, layout_words(answer.chosen.layout), "accent")
-    body.text(0, 90, " · ".join(f"{figure} {word}" for figure, word, _ in figures(answer)))
+    body.text(0, 68, describe_layout(answer.chosen.layout), "accent")
+    body.text(0, 90, " · ".join(f"{figure} {word}" for figure, word, _ in key_figures(answer)))
     sheet.place(body, _MARGIN, y)
     y += 128
-    for words, chart in charts(answer, top=top):
-        name = Drawing()
+    for words, chart in plan_charts(answer, top=top):
+        name = SvgDrawing()
         name.text(0, 0, words, "title")
         sheet.place(name, _MARGIN, y)
         sheet.place(chart, _MARGIN, y + 18)
         y += 18 + chart.height + 36
     sheet.height = y
-    paper = Drawing()
+    paper = SvgDrawing()
     paper.rect(0, 0, sheet.width, sheet.height, css="paper")
     sheet.elements = [*paper.elements, *sheet.elements]
-    return sheet.svg(style=STYLE, label=title)
+    return sheet.svg(style=DRAWING_STYLE, label=title)
 
 
-def html_page(answer: Answer, *, top: int) -> str:
+def html_page(answer: Plan, *, top: int) -> str:
     """Write a page that needs nothing but itself."""
-    title, asked = headline(answer)
+    title, asked = plan_headline(answer)
     boxes = "".join(
         f'<div class="figure{" bad" if bad else ""}"><b>{escape(figure)}</b><span>{escape(word)}</span></div>'
-        for figure, word, bad in figures(answer)
+        for figure, word, bad in key_figures(answer)
     )
     drawn = "".join(
         f"<section><h2>{escape(words)}</h2>\n{chart.svg(label=words)}</section>\n"
-        for words, chart in charts(answer, top=top)
+        for words, chart in plan_charts(answer, top=top)
     )
     rejected = "".join(
         f"<tr><td><code>{escape(str(each.layout))}</code></td><td>{escape(each.reason)}</td>"
@@ -101,12 +109,12 @@ def html_page(answer: Answer, *, top: int) -> str:
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{escape(title)}</title>\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         '<meta name="color-scheme" content="light dark">\n'
-        f"<style>\n{STYLE}{_PAGE_STYLE}</style>\n</head>\n<body>\n<main>\n"
+        f"<style>\n{DRAWING_STYLE}{_PAGE_STYLE}</style>\n</head>\n<body>\n<main>\n"
         f'<h1>{escape(title)}</h1>\n<p class="asked">{escape(asked)}</p>\n'
-        f'<p class="layout">{escape(layout_words(answer.chosen.layout))}</p>\n'
-        f"<p><code>--layout {escape(layout_flag(answer.chosen.layout))}</code></p>\n"
+        f'<p class="layout">{escape(describe_layout(answer.chosen.layout))}</p>\n'
+        f"<p><code>--layout {escape(format_layout(answer.chosen.layout))}</code></p>\n"
         f'<div class="figures">{boxes}</div>\n{drawn}'
-        f"{_run(answer)}{_list('Why this layout', answer.explanation)}{_list('Notes', answer.notes)}"
+        f"{_html_run(answer)}{_html_list('Why this layout', answer.explanation)}{_html_list('Notes', answer.notes)}"
         + (
             f"<section><h2>Rejected</h2>\n<table><tr><th>layout<th>reason<th>alike</tr>{rejected}</table></section>\n"
             if rejected
@@ -116,7 +124,7 @@ def html_page(answer: Answer, *, top: int) -> str:
     )
 
 
-def headline(answer: Answer) -> tuple[str, str]:
+def plan_headline(answer: Plan) -> tuple[str, str]:
     """What was asked: a title, and a line below it."""
     job = answer.question.job
     machine = f" ({job.hardware.machine})" if job.hardware.machine else ""
@@ -127,11 +135,11 @@ def headline(answer: Answer) -> tuple[str, str]:
     )
 
 
-def figures(answer: Answer) -> list[tuple[str, str, bool]]:
+def key_figures(answer: Plan) -> list[tuple[str, str, bool]]:
     """Return the figures that matter most, each with its word and whether it is bad news."""
     chosen, memory = answer.chosen, answer.chosen.memory
     return [
-        (seconds(chosen.step_seconds), "a step", False),
+        (format_seconds(chosen.step_seconds), "a step", False),
         (f"{chosen.mfu:.1%}", "MFU", False),
         (f"{chosen.tokens_per_second_per_gpu:,.0f}", "tokens/s/GPU", False),
         (f"{chosen.tflops_per_gpu:,.0f}", "TFLOP/s/GPU", False),
@@ -143,16 +151,16 @@ def figures(answer: Answer) -> list[tuple[str, str, bool]]:
     ]
 
 
-def _list(title: str, sentences: tuple[str, ...]) -> str:
+def _html_list(title: str, sentences: tuple[str, ...]) -> str:
     if not sentences:
         return ""
     items = "".join(f"<li>{escape(each)}</li>" for each in sentences)
     return f"<section><h2>{title}</h2>\n<ul>{items}</ul></section>\n"
 
 
-def _run(answer: Answer) -> str:
+def _html_run(answer: Plan) -> str:
     if answer.budget is None:
         return ""
-    lines = run_words(answer.budget)
+    lines = describe_run(answer.budget)
     rows = "".join(f"<tr><td>{escape(label)}</td><td>{escape(words)}</td></tr>" for label, words in lines)
     return f'<section><h2>The run</h2>\n<table class="run">{rows}</table></section>\n'

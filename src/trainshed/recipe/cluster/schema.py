@@ -1,44 +1,283 @@
-"""The cluster file: where a recipe runs. It holds places and names, never secrets."""
+"""The cluster file: where a recipe runs. It holds places and names, never secrets.
+
+First the stores, secrets and volumes that a job reaches; then the sections `slurm`, `kubernetes` and `ray`, and
+what every job may take; at the end `Cluster`, the whole file.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, PrivateAttr
+from pydantic import BeforeValidator, Field, PrivateAttr, Tag
 
 from trainshed.errors import RecipeError
-from trainshed.recipe.address import Address
-from trainshed.recipe.cluster.places import (
-    ClusterStorage,
-    SecretReference,
-    StoreEndpoint,
-    Volume,
-    refuse_literal,
-)
-from trainshed.recipe.cluster.targets import Capacity, JobLimits, Kubernetes, Ray, Slurm
-from trainshed.recipe.places import Places
-from trainshed.recipe.schema import FORMAT, LONGEST_NAME, NAME_PATTERN
+from trainshed.recipe.schema import FORMAT_VERSION, MAX_NAME_LENGTH, NAME_PATTERN
 from trainshed.recipe.section import (
     LINE_PATTERN,
+    PATH_PATTERN,
     TEXT_PATTERN,
+    URL_PATTERN,
     VARIABLE_PATTERN,
     PositiveFloat,
     PositiveInt,
     Problem,
+    Quantity,
     Section,
+    StoreAddress,
     Text,
+    by_shape,
+    invalid_value,
 )
+from trainshed.recipe.yaml_io import SourceMap
+
+MountPath = Annotated[str, Field(pattern=PATH_PATTERN)]
+"""An absolute path inside a job."""
+
+
+class StoreEndpoint(Section):
+    """How to reach a store that is not where its scheme says."""
+
+    endpoint: Text | None = Field(None, description="URL of the server", examples=["http://minio.default.svc:9000"])
+    region: Text | None = Field(None, description="Region the server expects")
+    anonymous: bool = Field(False, description="Read without credentials")
+    addressing: Literal["path", "virtual"] | None = Field(
+        None,
+        description="Where the bucket's name stands in the URL; left out: path where an endpoint is given",
+    )
+
+    def problems(self) -> Iterator[Problem]:
+        """An endpoint is a URL."""
+        if self.endpoint is not None and not self.endpoint.startswith(("http://", "https://")):
+            yield Problem(("endpoint",), f"`{self.endpoint}` has no scheme", f"write https://{self.endpoint}")
+
+
+class SecretReference(Section):
+    """Where a secret is found when it is needed: exactly one of the keys."""
+
+    env: Text | None = Field(None, description="Name of an environment variable")
+    file: Text | None = Field(None, description="Path of a file that holds it")
+    k8s: Text | None = Field(None, description="A Kubernetes secret, as name/key")
+
+    def problems(self) -> Iterator[Problem]:
+        """One reference."""
+        if sum(value is not None for value in (self.env, self.file, self.k8s)) != 1:
+            yield Problem((), "needs exactly one of env, file and k8s", "write for example {env: HF_TOKEN}")
+        if self.k8s is not None and not re.match(r"^[^/]+/[^/]+$", self.k8s):
+            yield Problem(("k8s",), "names no key of a secret", "write name/key")
+
+
+def refuse_literal_secret(value: Any) -> Any:
+    """Refuse a secret that is written out; the value itself is not repeated."""
+    if not isinstance(value, dict | SecretReference):
+        raise invalid_value(
+            "a secret is never written into a file: cluster files are shared and kept with every run",
+            "write where to find it: {env: NAME}, {file: PATH} or {k8s: name/key}",
+        )
+    return value
+
+
+class ClusterStorage(Section):
+    """The storage that checkpoints and tokens lie on, as the planner must know it."""
+
+    tier: Text = Field(description="Kind of storage, by its name in the catalog", examples=["amlfs-250"])
+    size_tib: PositiveFloat | None = Field(None, description="How much of it there is, where its speed depends on that")
+    servers: PositiveInt | None = Field(None, description="How many servers it stands on, where that decides its speed")
+
+
+class NewVolume(Section):
+    """A volume that `trainshed storage up` makes; it is kept (Retain) whatever becomes of the jobs."""
+
+    kind: Literal["amlfs", "blob", "fsx", "gcs-fuse", "parallelstore", "lustre"] = Field(
+        description="Azure Managed Lustre, Azure Blob by BlobFuse, FSx for Lustre, GCS FUSE, Parallelstore, GKE Lustre"
+    )
+    size: Quantity = Field(description="Its size", examples=["16Ti"])
+    sku: Text | None = Field(
+        None, description="Product or tier", examples=["AMLFS-Durable-Premium-125", "Standard_LRS"]
+    )
+    zone: Text | None = Field(None, description="Zone it lies in", examples=["1"])
+    parameters: dict[str, Text] = Field(
+        default_factory=dict,
+        description="Further parameters of its StorageClass",
+        examples=[{"subnetId": "subnet-0123", "securityGroupIds": "sg-0123"}],
+    )
+
+
+class Volume(Section):
+    """Storage mounted into every job: exactly one of `pvc`, `bucket`, `host`, `path` says what it is."""
+
+    mount: MountPath = Field(description="Where jobs see it", examples=["/data"])
+    pvc: Text | None = Field(None, description="A PersistentVolumeClaim", examples=["shared-storage"])
+    create: NewVolume | None = Field(None, description="How `trainshed storage up` makes that claim")
+    bucket: Text | None = Field(None, description="A bucket mounted by GCS FUSE", examples=["my-bucket"])
+    host: MountPath | None = Field(None, description="A folder of the node (local SSD)")
+    path: MountPath | None = Field(None, description="A folder of the shared disk (Slurm)")
+    read_only: bool = Field(False, description="Jobs may not write there")
+    options: Annotated[tuple[Text, ...], Field(strict=False)] = Field(
+        (), description="Options of the mount", examples=[["implicit-dirs"]]
+    )
+
+    def problems(self) -> Iterator[Problem]:
+        """One kind of volume; only claims are made."""
+        kinds = [key for key in ("pvc", "bucket", "host", "path") if getattr(self, key) is not None]
+        if len(kinds) != 1:
+            yield Problem((), "needs exactly one of pvc, bucket, host and path", "write {mount: /data, pvc: NAME}")
+        if self.create is not None and self.pvc is None:
+            yield Problem(("create",), "makes a claim, and `pvc` names none", "write `pvc: NAME` beside it")
+
+
+TextList = Annotated[tuple[Text, ...], Field(strict=False)]
+# A name in a domain, as device plugins offer it, or pages of a size, which Kubernetes itself offers.
+_DEVICE_NAME = re.compile(r"(?=.{1,253}/)[a-z0-9]([-a-z0-9.]*[a-z0-9])?/[A-Za-z0-9]([-_.A-Za-z0-9]{0,61}[A-Za-z0-9])?")
+_HUGE_PAGES = re.compile(r"hugepages-[0-9]+[KMG]i")
+DeviceCount = Annotated[
+    Annotated[PositiveInt, Tag("(a number)")] | Annotated[Quantity, Tag("(text)")],
+    by_shape,
+]
+_GPU_RESOURCES = ("nvidia.com/gpu", "amd.com/gpu")
+
+
+class Slurm(Section):
+    """How jobs are given to Slurm."""
+
+    partition: Text | None = Field(None, description="Partition of training")
+    cpu_partition: Text | None = Field(None, description="Partition of stages without GPUs; left out: `partition`")
+    account: Text | None = Field(None, description="Account that is charged")
+    qos: Text | None = Field(None, description="Quality of service")
+    constraint: Text | None = Field(None, description="Features nodes must have")
+    login: Text | None = Field(
+        None, description="Node to submit from by the user's own ssh; left out: Slurm's programs are here"
+    )
+    gpus: Text | None = Field(
+        "gpu",
+        description="How GPUs are asked for: the name in --gres, with its type where the cluster wants it; "
+        "null: none (nodes are whole)",
+        examples=["gpu:h100"],
+    )
+    container: Literal["pyxis", "none"] = Field("none", description="pyxis: in the cluster's image; none: in `venv`")
+    venv: MountPath | None = Field(None, description="A Python environment on the shared disk that jobs run in")
+    exclusive: bool = Field(True, description="Take whole nodes for training")
+    port: PositiveInt | None = Field(None, description="Port of rank 0; left out: one that follows from the job's id")
+    options: TextList = Field((), description="Further #SBATCH options", examples=[["--mail-type=END"]])
+
+
+class Toleration(Section):
+    """A taint that pods put up with, in Kubernetes' own words."""
+
+    key: Text | None = Field(None, description="The taint's key")
+    operator: Literal["Exists", "Equal"] = Field("Exists", description="Exists, or Equal to `value`")
+    value: Text | None = Field(None, description="The taint's value")
+    effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = Field(
+        None, description="The taint's effect"
+    )
+
+
+class Topology(Section):
+    """Kueue's topology-aware placement: nodes of one gang lie close together."""
+
+    level: Text = Field(description="Label of the level", examples=["cloud.google.com/gce-topology-block"])
+    required: bool = Field(False, description="Wait rather than be placed apart")
+
+
+class Kubernetes(Section):
+    """How jobs are given to Kubernetes."""
+
+    kind: Literal["jobset", "pytorchjob", "trainjob", "rayjob", "job"] = Field(
+        "jobset",
+        description="The object that training becomes; job: Kubernetes' own, where no other is installed",
+    )
+    context: Text | None = Field(None, description="Context of kubeconfig; left out: the current one")
+    namespace: Text = Field("default", description="Namespace")
+    queue: Text | None = Field(None, description="Kueue's LocalQueue")
+    cpu_queue: Text | None = Field(None, description="LocalQueue of stages without GPUs; left out: none")
+    priority: Text | None = Field(None, description="Kueue's WorkloadPriorityClass")
+    topology: Topology | None = Field(None, description="Place a gang's nodes close together (needs `queue`)")
+    runtime: Text = Field("torch-distributed", description="The ClusterTrainingRuntime of a TrainJob")
+    host_network: bool | None = Field(None, description="Use the node's network; left out: what the fabric needs")
+    resources: dict[str, DeviceCount] | None = Field(
+        None,
+        description="Devices of the network that each pod of several nodes asks for, in place of the fabric's own "
+        "(`rdma/ib`, `vpc.amazonaws.com/efa`); {}: none",
+        examples=[{"rdma/hca_shared_devices_a": 1}],
+    )
+    node_selector: dict[str, str] = Field(default_factory=dict, description="Labels nodes must have")
+    cpu_node_selector: dict[str, str] = Field(default_factory=dict, description="The same, for stages without GPUs")
+    tolerations: Annotated[tuple[Toleration, ...], Field(strict=False)] = Field((), description="Taints put up with")
+    avoid_nodes: TextList = Field((), description="Nodes that no pod may run on, by hostname")
+    labels: dict[str, str] = Field(default_factory=dict, description="Labels of every object and pod")
+    annotations: dict[str, str] = Field(default_factory=dict, description="Annotations of every pod")
+    image_pull_secrets: TextList = Field((), description="Secrets to pull images with")
+    pre_pull: bool = Field(False, description="A DaemonSet that pulls the image onto every GPU node beforehand")
+
+    def problems(self) -> Iterator[Problem]:
+        """Placement is Kueue's work; devices have the names that plugins offer."""
+        if self.topology is not None and self.queue is None:
+            yield Problem(("topology",), "is Kueue's work, and there is no queue", "write `queue: NAME`")
+        for name, count in (self.resources or {}).items():
+            path = ("resources", name)
+            if name in _GPU_RESOURCES:
+                yield Problem(path, "GPUs are asked for by the `machine`", "delete it")
+            elif name in ("cpu", "memory", "ephemeral-storage"):
+                yield Problem(path, f"`{name}` is no device of the network", "delete it")
+            elif not _DEVICE_NAME.fullmatch(name) and not _HUGE_PAGES.fullmatch(name):
+                yield Problem(
+                    path,
+                    f"`{name}` is no name of a device",
+                    "write what `kubectl get nodes -o yaml` lists below `allocatable`, for example rdma/ib",
+                )
+            elif isinstance(count, str) and _DEVICE_NAME.fullmatch(name):
+                yield Problem(path, f"devices are counted, and `{count}` is no number", "write for example 1")
+
+
+class Ray(Section):
+    """How jobs are given to a running Ray cluster."""
+
+    address: Annotated[str, Field(pattern=URL_PATTERN)] = Field(
+        description="Address of the cluster's dashboard, which takes jobs", examples=["http://head:8265"]
+    )
+    gpu_resource: Text = Field("GPU", description="Ray's name for one GPU; CPU trains on processors")
+
+
+class Capacity(Section):
+    """Under which terms nodes are taken: at most one of the keys."""
+
+    reservation: Text | None = Field(None, description="A reservation by name (Slurm, GKE, AWS capacity blocks)")
+    spot: bool = Field(False, description="Nodes that may be taken back at any time")
+    flex_start_hours: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="GKE's Dynamic Workload Scheduler: all nodes at once, for at most so long"
+    )
+
+    def problems(self) -> Iterator[Problem]:
+        """One kind of terms."""
+        if sum((self.reservation is not None, self.spot, self.flex_start_hours is not None)) > 1:
+            yield Problem((), "these contradict each other", "write one of reservation, spot and flex_start_hours")
+
+
+class JobLimits(Section):
+    """What a job may take."""
+
+    hours: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="Longest time of one attempt; it saves and is queued again"
+    )
+    restarts: Annotated[int, Field(ge=0)] = Field(3, description="How often a failed training is started again")
+    grace_seconds: PositiveInt | None = Field(
+        None, description="Time to save after a request to stop; left out: twice the planned save and a minute"
+    )
+    shared_memory: Quantity = Field("64Gi", description="Size of /dev/shm in pods")
+    cpu_stage_cpus: PositiveInt = Field(8, description="CPUs of stages without GPUs")
+    cpu_stage_memory: Quantity = Field("32Gi", description="Memory of stages without GPUs")
+    prepare_parts: PositiveInt = Field(1, description="Tasks among which the data is tokenised")
+
 
 LOCAL_STORE = "./store"
 CPU_MACHINE = "cpu"
 """The `machine` of nodes without GPUs."""
-Target = Literal["local", "slurm", "kubernetes", "ray"]
+TargetName = Literal["local", "slurm", "kubernetes", "ray"]
 EnvironmentName = Annotated[str, Field(pattern=VARIABLE_PATTERN)]
 ShellLine = Annotated[str, Field(pattern=LINE_PATTERN)]
 EnvironmentValue = Annotated[str, Field(pattern=TEXT_PATTERN)]
-Lockable = Literal[
+LockableKey = Literal[
     "image",
     "store",
     "service_account",
@@ -68,19 +307,21 @@ class Nodes(Section):
 class Cluster(Section):
     """Where to run."""
 
-    trainshed: Annotated[int, Field(ge=1, le=FORMAT)] = Field(FORMAT, description="Version of the format")
-    name: Annotated[str, Field(pattern=NAME_PATTERN, max_length=LONGEST_NAME)] = Field(
+    trainshed: Annotated[int, Field(ge=1, le=FORMAT_VERSION)] = Field(
+        FORMAT_VERSION, description="Version of the format"
+    )
+    name: Annotated[str, Field(pattern=NAME_PATTERN, max_length=MAX_NAME_LENGTH)] = Field(
         description="Name of the cluster", examples=["local"]
     )
-    target: Target = Field(
+    target: TargetName = Field(
         description="What schedules the work: this machine, Slurm, Kubernetes, or a running Ray cluster",
         examples=["local"],
     )
-    store: Address | None = Field(None, description="Root of artefacts and runs; left out on `local`: ./store")
+    store: StoreAddress | None = Field(None, description="Root of artefacts and runs; left out on `local`: ./store")
     stores: dict[str, StoreEndpoint] = Field(
         default_factory=dict, description="Endpoints, by scheme (`s3`) or by bucket (`s3://bucket`)"
     )
-    secrets: dict[str, Annotated[SecretReference, BeforeValidator(refuse_literal)]] = Field(
+    secrets: dict[str, Annotated[SecretReference, BeforeValidator(refuse_literal_secret)]] = Field(
         default_factory=dict, description="Secrets by reference: {HF_TOKEN: {env: HF_TOKEN}}"
     )
     nodes: Nodes = Field(default_factory=Nodes, description="How many nodes a run gets")
@@ -117,14 +358,14 @@ class Cluster(Section):
     service_account: Text | None = Field(
         None, description="Identity of jobs (Workload Identity, IRSA); left out: the namespace's own"
     )
-    locked: Annotated[tuple[Lockable, ...], Field(strict=False)] = Field(
+    locked: Annotated[tuple[LockableKey, ...], Field(strict=False)] = Field(
         (), description="Keys that neither a recipe nor the command line may change"
     )
     slurm: Slurm | None = Field(None, description="How jobs are given to Slurm")
     kubernetes: Kubernetes | None = Field(None, description="How jobs are given to Kubernetes")
     ray: Ray | None = Field(None, description="How jobs are given to a running Ray cluster")
 
-    _places: Places = PrivateAttr(default_factory=Places)
+    _places: SourceMap = PrivateAttr(default_factory=SourceMap)
 
     @property
     def store_root(self) -> str:
@@ -132,7 +373,7 @@ class Cluster(Section):
         return self.store or LOCAL_STORE
 
     @property
-    def places(self) -> Places:
+    def places(self) -> SourceMap:
         """Return where each key was written."""
         return self._places
 

@@ -16,24 +16,23 @@ from starlette.routing import Route
 
 from trainshed.reporting import SILENT, Reporter
 from trainshed.serve.http import metrics
-from trainshed.serve.http.condition import Condition
-from trainshed.serve.http.megatron_requests import MegatronRefusal
-from trainshed.serve.http.megatron_routes import Megatron, refusal_response
-from trainshed.serve.http.openai_routes import OpenAi, json_response
-from trainshed.serve.http.refusal import Refusal
+from trainshed.serve.http.errors import ApiError
+from trainshed.serve.http.megatron import MegatronError, MegatronRoutes, megatron_error_response
+from trainshed.serve.http.openai_routes import OpenAIRoutes, json_response
+from trainshed.serve.http.server_state import ServerState
 
 Handler = Callable[[Request], Awaitable[Response]]
-Dialect = Literal["openai", "megatron"]
+ApiDialect = Literal["openai", "megatron"]
 
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS"})
 # The page brings all it needs, and talks to nobody but this server.
 _PAGE_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
 
 
-def build_app(condition: Condition, *, api_key: str | None = None, reporter: Reporter = SILENT) -> Starlette:
+def build_app(condition: ServerState, *, api_key: str | None = None, reporter: Reporter = SILENT) -> Starlette:
     """Assemble the server; with an `api_key`, all routes that ask the model want it as a bearer token."""
-    openai, megatron = OpenAi(condition), Megatron(condition)
-    shared = _Shared(condition, api_key, reporter)
+    openai, megatron = OpenAIRoutes(condition), MegatronRoutes(condition)
+    shared = _RouteBuilder(condition, api_key, reporter)
     probes = _Probes(condition)
     return Starlette(
         routes=[
@@ -55,7 +54,7 @@ def build_app(condition: Condition, *, api_key: str | None = None, reporter: Rep
 class _Probes:
     """What is asked about the server itself."""
 
-    def __init__(self, condition: Condition) -> None:
+    def __init__(self, condition: ServerState) -> None:
         self._condition = condition
         self._page = files("trainshed.serve.http").joinpath("page.html").read_text(encoding="utf-8")
 
@@ -78,10 +77,10 @@ class _Probes:
         return Response(text, headers={"content-type": metrics.CONTENT_TYPE})
 
 
-class _Shared:
+class _RouteBuilder:
     """Wraps handlers in what all of them share."""
 
-    def __init__(self, condition: Condition, api_key: str | None, reporter: Reporter) -> None:
+    def __init__(self, condition: ServerState, api_key: str | None, reporter: Reporter) -> None:
         self._condition, self._reporter = condition, reporter
         self._api_key = api_key.encode() if api_key else None
 
@@ -89,7 +88,7 @@ class _Shared:
         """Return a route that anybody may ask."""
         return self._route(method, path, handler, "openai")
 
-    def guarded(self, method: str, path: str, handler: Handler, dialect: Dialect) -> Route:
+    def guarded(self, method: str, path: str, handler: Handler, dialect: ApiDialect) -> Route:
         """Return a route that wants the key; its errors are in its dialect."""
 
         async def with_key(request: Request) -> Response:
@@ -107,20 +106,20 @@ class _Shared:
             sentence = f"there is nothing at {request.method} {request.url.path}"
         method = request.method if request.method in _METHODS else "(other)"
         self._condition.metrics.count_request(method, "(none)", status)
-        response = Refusal(status, sentence).response()
+        response = ApiError(status, sentence).response()
         if isinstance(error, HTTPException) and error.headers:
             response.headers.update(error.headers)
         return response
 
-    def _route(self, method: str, path: str, handler: Handler, dialect: Dialect) -> Route:
+    def _route(self, method: str, path: str, handler: Handler, dialect: ApiDialect) -> Route:
         async def endpoint(request: Request) -> Response:
             try:
                 response = await handler(request)
-            except (Refusal, MegatronRefusal) as refusal:
-                response = _refused(refusal, dialect)
+            except (ApiError, MegatronError) as refusal:
+                response = _error_response(refusal, dialect)
             except Exception as error:
                 self._reporter.warn(f"{method} {path} failed:\n{traceback.format_exc().rstrip()}")
-                response = _refused(Refusal(500, f"a fault of Trainshed: {type(error).__name__}"), dialect)
+                response = _error_response(ApiError(500, f"a fault of Trainshed: {type(error).__name__}"), dialect)
             self._condition.metrics.count_request(request.method, path, response.status_code)
             if self._condition.draining:
                 response.headers["connection"] = "close"  # the next request finds a server that stays
@@ -134,10 +133,10 @@ class _Shared:
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer" or not hmac.compare_digest(key.strip().encode(), self._api_key):
             sentence = "this server wants its API key: send the header `Authorization: Bearer KEY`"
-            raise Refusal(401, sentence, code="invalid_api_key")
+            raise ApiError(401, sentence, code="invalid_api_key")
 
 
-def _refused(refusal: Refusal | MegatronRefusal, dialect: Dialect) -> Response:
-    if dialect == "megatron" or isinstance(refusal, MegatronRefusal):
-        return refusal_response(refusal)
+def _error_response(refusal: ApiError | MegatronError, dialect: ApiDialect) -> Response:
+    if dialect == "megatron" or isinstance(refusal, MegatronError):
+        return megatron_error_response(refusal)
     return refusal.response()

@@ -9,7 +9,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
-from trainshed.serve.asking import Load
+from trainshed.serve.request import GeneratorLoad
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -41,7 +41,7 @@ class Histogram:
         yield f"{name}_count {total}"
 
 
-class Metrics:
+class ServerMetrics:
     """Everything that is counted since the server began."""
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class Metrics:
         """Count a request that has been answered; `route` is the pattern, never what a client wrote."""
         self._requests[method, route, status] += 1
 
-    def text(self, *, ready: bool, load: Load | None) -> str:
+    def text(self, *, ready: bool, load: GeneratorLoad | None) -> str:
         """Write all metrics; those of the generator only once there is one."""
         lines = [*_family("trainshed_ready", "gauge", "1 when questions are welcome.", [f"trainshed_ready {ready:d}"])]
         name = "trainshed_http_requests_total"
@@ -72,7 +72,7 @@ class Metrics:
         return "\n".join(lines) + "\n"
 
 
-def _load_samples(load: Load) -> tuple[tuple[str, str, str, int], ...]:
+def _load_samples(load: GeneratorLoad) -> tuple[tuple[str, str, str, int], ...]:
     return (
         ("trainshed_questions_running", "gauge", "Answers being written.", load.running),
         ("trainshed_questions_waiting", "gauge", "Questions not begun yet.", load.waiting),

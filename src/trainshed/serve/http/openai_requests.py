@@ -1,32 +1,109 @@
-"""What OpenAI's two routes are asked, as strict models, and how it is said to the generator.
+"""Request bodies: read within bounds, as JSON, strictly; and the bodies of OpenAI's two routes as pydantic models.
 
-References: https://platform.openai.com/docs/api-reference/completions and /chat; `top_k` and `ignore_eos` are vLLM's.
+A key we do not know or cannot honour is refused by its name. References:
+https://platform.openai.com/docs/api-reference/completions and /chat; `top_k` and `ignore_eos` are vLLM's.
 """
 
 from __future__ import annotations
 
+import difflib
 import hashlib
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+import orjson
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from starlette.requests import Request
 
-from trainshed.recipe.messages import shown
-from trainshed.serve.asking import Sampling
-from trainshed.serve.http.bodies import RequestBody
+from trainshed.recipe.validation import shown_value
+from trainshed.serve.http.errors import ApiError, bad_request
+from trainshed.serve.request import SamplingParams
+
+MAX_BODY_BYTES = 16 * 2**20
+"""A prompt of a million tokens has about 5 MB; anything much larger is a mistake or an attack."""
+
+
+class RequestBody(BaseModel):
+    """A body of OpenAI's API: what we honour are its fields."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
+
+    NOT_DONE: ClassVar[dict[str, tuple[Any, ...]]] = {}
+    """Keys of OpenAI's that we cannot honour, with the values that ask for nothing."""
+    LABELS: ClassVar[frozenset[str]] = frozenset()
+    """Keys that change no answer at OpenAI either: they name whoever asks."""
+
+
+Body = TypeVar("Body", bound=RequestBody)
+
+
+async def read_json(request: Request) -> Any:
+    """Read a request's body as JSON."""
+    # A page of another site may send plain text to a server on this machine, but not JSON: that takes our consent.
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        raise ApiError(415, "the body must be JSON, with the header `Content-Type: application/json`")
+    received = bytearray()
+    async for chunk in request.stream():
+        received += chunk
+        if len(received) > MAX_BODY_BYTES:
+            raise ApiError(413, f"the body has more than {MAX_BODY_BYTES} bytes")
+    try:
+        return orjson.loads(bytes(received))
+    except orjson.JSONDecodeError as error:
+        raise bad_request(f"the body is not JSON: {error}") from None
+
+
+def parse_body(kind: type[Body], body: Any) -> Body:
+    """Make a request of a body; OpenAI's clients may write null for what they leave out."""
+    if not isinstance(body, dict):
+        raise bad_request("the body must be a JSON object")
+    for key, value in body.items():
+        if key in kind.model_fields or key in kind.LABELS:
+            continue
+        if key not in kind.NOT_DONE:
+            raise _unknown_parameter(kind, key)
+        if value is not None and value not in kind.NOT_DONE[key]:
+            raise bad_request(f"`{key}` is not supported by this server: leave it out", key, "unsupported_parameter")
+    written = {key: value for key, value in body.items() if key in kind.model_fields and value is not None}
+    try:
+        return kind.model_validate(written)
+    except ValidationError as error:
+        raise _wrong_value(dict(error.errors()[0])) from None
+
+
+def _unknown_parameter(kind: type[RequestBody], key: str) -> ApiError:
+    near = difflib.get_close_matches(key, kind.model_fields, n=1, cutoff=0.6)
+    known = f"did you mean `{near[0]}`?" if near else f"known are {', '.join(kind.model_fields)}"
+    return bad_request(f"unknown parameter `{key}`: {known}", key, "unknown_parameter")
+
+
+def _wrong_value(found: dict[str, Any]) -> ApiError:
+    # Of a value that takes several shapes pydantic names each shape that it tried: nobody wrote those.
+    path = [step for step in found["loc"] if not (isinstance(step, str) and not step.isidentifier())]
+    param = ".".join(str(step) for step in path) or None
+    if found["type"] == "missing":
+        return bad_request(f"`{param}` is missing", param, "missing_required_parameter")
+    if found["type"] == "extra_forbidden":
+        return bad_request(f"unknown parameter `{param}`", param, "unknown_parameter")
+    if found["type"] == "value_error":
+        return bad_request(str(found["ctx"]["error"]), param, "invalid_value")
+    sentence = f"{found['msg'][0].lower()}{found['msg'][1:]}"
+    named = f"`{param}`: " if param else ""
+    return bad_request(f"{named}{sentence}, and is {shown_value(found['input'])}", param, "invalid_value")
+
 
 DEFAULT_MAX_TOKENS = 16
 """Of completions, as OpenAI's; a chat's answer has no bound but the model's length."""
-MAX_ALTERNATIVES = 20
+OPENAI_MAX_TOP_LOGPROBS = 20
 _MAX_STOPS = 16
 _MAX_STOP_CHARACTERS = 1000
 """After each token the text is compared with every beginning of every stop text."""
 _MAX_CHOICES = 128
 
-_LABELS = frozenset({"user", "safety_identifier", "prompt_cache_key", "metadata"})
-_NOT_DONE: dict[str, tuple[Any, ...]] = {"logit_bias": ({},)}
+_LABEL_KEYS = frozenset({"user", "safety_identifier", "prompt_cache_key", "metadata"})
+_UNSUPPORTED_KEYS: dict[str, tuple[Any, ...]] = {"logit_bias": ({},)}
 
 
-def read_stops(value: Any) -> tuple[str, ...]:
+def parse_stops(value: Any) -> tuple[str, ...]:
     """Read a stop text or a list of them."""
     stops = [value] if isinstance(value, str) else value
     if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
@@ -45,7 +122,7 @@ def _is_tokens(value: Any) -> bool:
 Prompt = str | tuple[int, ...]
 
 
-def read_prompts(value: Any) -> tuple[Prompt, ...]:
+def parse_prompts(value: Any) -> tuple[Prompt, ...]:
     """Read a text, several, tokens, or several lists of them."""
     if isinstance(value, str):
         return (value,)
@@ -67,8 +144,8 @@ class StreamOptions(BaseModel):
     include_usage: bool = False
 
 
-class _Request(RequestBody):
-    LABELS: ClassVar[frozenset[str]] = _LABELS
+class _GenerationBody(RequestBody):
+    LABELS: ClassVar[frozenset[str]] = _LABEL_KEYS
 
     model: str
     temperature: Annotated[float, Field(ge=0, le=100)] = 1.0
@@ -76,7 +153,7 @@ class _Request(RequestBody):
     top_k: Annotated[int, Field(ge=-1)] = 0
     """vLLM writes -1 for no bound; 0 is the same."""
     n: Annotated[int, Field(ge=1, le=_MAX_CHOICES)] = 1
-    stop: Annotated[tuple[str, ...], BeforeValidator(read_stops)] = ()
+    stop: Annotated[tuple[str, ...], BeforeValidator(parse_stops)] = ()
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
@@ -95,13 +172,15 @@ class _Request(RequestBody):
         """Whether a stream ends with what it took."""
         return self.stream_options is not None and self.stream_options.include_usage
 
-    def _sampling(self, max_tokens: int | None, choice: int, logprobs: int | None, *, of_prompt: bool) -> Sampling:
-        return Sampling(
+    def _sampling(
+        self, max_tokens: int | None, choice: int, logprobs: int | None, *, of_prompt: bool
+    ) -> SamplingParams:
+        return SamplingParams(
             max_tokens=max_tokens,
             temperature=self.temperature,
             top_k=max(self.top_k, 0),
             top_p=self.top_p,
-            seed=seed_of(self.seed, choice),
+            seed=choice_seed(self.seed, choice),
             stop=self.stop,
             ignore_end=self.ignore_eos,
             frequency_penalty=self.frequency_penalty,
@@ -111,14 +190,14 @@ class _Request(RequestBody):
         )
 
 
-class CompletionRequest(_Request):
+class CompletionRequest(_GenerationBody):
     """The body of `POST /v1/completions`."""
 
-    NOT_DONE: ClassVar[dict[str, tuple[Any, ...]]] = _NOT_DONE | {"best_of": (1,), "suffix": ("",)}
+    NOT_DONE: ClassVar[dict[str, tuple[Any, ...]]] = _UNSUPPORTED_KEYS | {"best_of": (1,), "suffix": ("",)}
 
-    prompt: Annotated[tuple[Prompt, ...], BeforeValidator(read_prompts)]
+    prompt: Annotated[tuple[Prompt, ...], BeforeValidator(parse_prompts)]
     max_tokens: Annotated[int, Field(ge=0)] = DEFAULT_MAX_TOKENS
-    logprobs: Annotated[int, Field(ge=0, le=MAX_ALTERNATIVES)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=OPENAI_MAX_TOP_LOGPROBS)] | None = None
     echo: bool = False
 
     @model_validator(mode="after")
@@ -127,7 +206,7 @@ class CompletionRequest(_Request):
             raise ValueError("`max_tokens: 0` needs `echo: true`: there would be nothing to answer")
         return self
 
-    def sampling(self, choice: int) -> Sampling:
+    def sampling(self, choice: int) -> SamplingParams:
         """Say it to the generator, for one of the `n` answers to a prompt."""
         of_prompt = self.echo and self.logprobs is not None
         return self._sampling(self.max_tokens, choice, self.logprobs, of_prompt=of_prompt)
@@ -145,13 +224,13 @@ def _read_content(value: Any) -> Any:
     for part in value:
         if not isinstance(part, dict) or part.get("type") != "text":
             kind = part.get("type") if isinstance(part, dict) else part
-            raise ValueError(f"a message's content may have parts of the type `text` only, not {shown(kind)}")
+            raise ValueError(f"a message's content may have parts of the type `text` only, not {shown_value(kind)}")
         if part.keys() != {"type", "text"} or not isinstance(part["text"], str):
             raise ValueError('a part of a message is {"type": "text", "text": "…"}')
     return "".join(part["text"] for part in value)
 
 
-class Message(BaseModel):
+class ChatMessage(BaseModel):
     """One turn of a conversation."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
@@ -164,10 +243,10 @@ class Message(BaseModel):
         return {"role": "system" if self.role == "developer" else self.role, "content": self.content}
 
 
-class ChatRequest(_Request):
+class ChatRequest(_GenerationBody):
     """The body of `POST /v1/chat/completions`."""
 
-    NOT_DONE: ClassVar[dict[str, tuple[Any, ...]]] = _NOT_DONE | {
+    NOT_DONE: ClassVar[dict[str, tuple[Any, ...]]] = _UNSUPPORTED_KEYS | {
         "audio": (),
         "function_call": ("none",),
         "functions": ([],),
@@ -186,11 +265,11 @@ class ChatRequest(_Request):
         "web_search_options": (),
     }
 
-    messages: Annotated[list[Annotated[Message, BeforeValidator(_read_message)]], Field(min_length=1)]
+    messages: Annotated[list[Annotated[ChatMessage, BeforeValidator(_read_message)]], Field(min_length=1)]
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool = False
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_ALTERNATIVES)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=OPENAI_MAX_TOP_LOGPROBS)] | None = None
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
@@ -205,12 +284,12 @@ class ChatRequest(_Request):
         """How many tokens the answer may have; None: until the model's length is full."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
-    def sampling(self, choice: int) -> Sampling:
+    def sampling(self, choice: int) -> SamplingParams:
         """Say it to the generator, for one of the `n` answers."""
         return self._sampling(self.bound, choice, (self.top_logprobs or 0) if self.logprobs else None, of_prompt=False)
 
 
-def seed_of(seed: int | None, choice: int) -> int | None:
+def choice_seed(seed: int | None, choice: int) -> int | None:
     """Return the seed of one of several answers: the first has the client's own, all differ, each is repeatable."""
     if seed is None or choice == 0:
         return seed

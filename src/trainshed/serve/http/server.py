@@ -25,8 +25,7 @@ from starlette.types import ASGIApp
 from trainshed.errors import InputError, TrainshedError
 from trainshed.reporting import Reporter
 from trainshed.serve.http.app import build_app
-from trainshed.serve.http.condition import Condition, LoadProgress
-from trainshed.serve.http.model import ServedModel
+from trainshed.serve.http.server_state import LoadProgress, ServedModel, ServerState
 
 LINGER_SECONDS = 5.0
 """How long new questions are still taken after SIGTERM: a load balancer hears late that a server is not ready."""
@@ -53,15 +52,19 @@ class ServerSettings:
 
 def serve_http(load: Callable[[Reporter], ServedModel], settings: ServerSettings, reporter: Reporter) -> int:
     """Serve what `load` returns until SIGTERM or SIGINT; the port is bound before it is called."""
-    condition = Condition(max_questions=settings.max_questions)
+    condition = ServerState(max_questions=settings.max_questions)
     app = build_app(condition, api_key=settings.api_key, reporter=reporter)
-    with _Signals() as signals, bound(settings.host, settings.port) as listener, listening(app, listener) as answers:
-        where = address_of(listener)
+    with (
+        _Signals() as signals,
+        bind_socket(settings.host, settings.port) as listener,
+        run_in_thread(app, listener) as answers,
+    ):
+        where = listener_url(listener)
         reporter.note(f"listening at {where}; /ready says when the model is loaded")
         try:
             with signals.raised():
                 model = load(LoadProgress(reporter, condition))
-        except _Stopped:
+        except _StoppedBySignal:
             reporter.note("stopped while the model was being loaded")
             return 0
         try:
@@ -74,7 +77,7 @@ def serve_http(load: Callable[[Reporter], ServedModel], settings: ServerSettings
     return 0
 
 
-def _drain(condition: Condition, grace_seconds: float, number: int, reporter: Reporter) -> None:
+def _drain(condition: ServerState, grace_seconds: float, number: int, reporter: Reporter) -> None:
     """Stop being ready, finish what runs, cut short what takes longer than the grace."""
     condition.draining = True
     ends = time.monotonic() + grace_seconds
@@ -91,7 +94,7 @@ def _drain(condition: Condition, grace_seconds: float, number: int, reporter: Re
 
 
 @contextmanager
-def bound(host: str, port: int) -> Iterator[socket.socket]:
+def bind_socket(host: str, port: int) -> Iterator[socket.socket]:
     """Yield a socket that listens; nobody is answered yet, and nobody is turned away."""
     if not 0 <= port <= 65535:
         raise InputError(f"--port {port} is no port", hint="write a number from 0 (any that is free) to 65535")
@@ -106,14 +109,14 @@ def bound(host: str, port: int) -> Iterator[socket.socket]:
         yield listener
 
 
-def address_of(listener: socket.socket) -> str:
+def listener_url(listener: socket.socket) -> str:
     """Return the URL of a socket that listens."""
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 @contextmanager
-def listening(app: ASGIApp, listener: socket.socket) -> Iterator[threading.Thread]:
+def run_in_thread(app: ASGIApp, listener: socket.socket) -> Iterator[threading.Thread]:
     """Answer requests for as long as this is entered, in the thread that is yielded."""
     config = uvicorn.Config(
         app,
@@ -138,7 +141,7 @@ def listening(app: ASGIApp, listener: socket.socket) -> Iterator[threading.Threa
         thread.join()
 
 
-class _Stopped(BaseException):
+class _StoppedBySignal(BaseException):
     """A signal came while the model was being loaded; no `except Exception` on the way may swallow it."""
 
 
@@ -177,7 +180,7 @@ class _Signals:
         self._raises = True
         try:
             if self._first is not None:
-                raise _Stopped
+                raise _StoppedBySignal
             yield
         finally:
             self._raises = False
@@ -190,4 +193,4 @@ class _Signals:
         self._came.put(number)
         if self._raises:
             self._impatient.start()
-            raise _Stopped
+            raise _StoppedBySignal

@@ -1,1 +1,0 @@
-"""LoRA adapters as peft has them: read, merged, written."""

@@ -1,0 +1,471 @@
+"""Megatron's `torch_dist` format: one checkpoint for all layouts, in the format of torch.distributed.checkpoint.
+
+`.metadata` says which boxes of which tensors lie where; each is a small torch.save file inside a `.distcp`. The
+arguments are in `common.pt` (up to megatron-core 0.16) or among the entries (`common_state`, later).
+
+Written are a file per layer, and one item per tensor, expert and block of rows. Keys are stacked over layers, as
+Megatron's own are; since an item is any box of its tensor, a layer's items lie in that layer's file. Where each
+lies follows from its shape alone, so the table of contents needs no look at the files.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import pickle
+import re
+from argparse import Namespace
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainshed.checkpoints.io import HashedFile, run_in_threads
+from trainshed.checkpoints.megatron.args import MegatronLayout, has_zero_centered_norms, read_args, to_args
+from trainshed.checkpoints.megatron.weights import (
+    LATEST_ITERATION,
+    READ_DTYPES,
+    RELEASE,
+    FullTensor,
+    MegatronWeights,
+    RowCopier,
+    RowShare,
+    StoredMatrix,
+    StoredRegion,
+    iteration_folder,
+    missing_file,
+    refuse_mismatches,
+    rows_per_block,
+)
+from trainshed.checkpoints.torch_save_reader import DTYPE_BYTES, PickledTensor, read_torch_save, restricted_unpickle
+from trainshed.checkpoints.torch_save_writer import TensorPlaceholder, TorchSaveLayout, TorchSaveWriter
+from trainshed.checkpoints.weights import AdvanceProgress, OutputFile, Weights
+from trainshed.errors import CorruptData, InputError, NotFound
+from trainshed.models.megatron_tensors import (
+    EMBEDDING_NAME,
+    LAYER_PREFIX,
+    LayerSpec,
+    MegatronTensor,
+    expert_linear,
+    extra_state_modules,
+    layer_name,
+    layer_name_variants,
+    non_layer_name,
+    padded_vocab_size,
+    parameters_by_layer,
+    whole_tensors,
+)
+from trainshed.models.parameters import Parameter, parameters
+from trainshed.recipe import ModelConfig
+from trainshed.storage import FileEntry
+
+METADATA = ".metadata"
+COMMON = "common.pt"
+COMMON_KEY = "common_state/shard_0_1"
+_OPTIMIZER = re.compile(r"(^|\.)(optimizer|chained_\d+)\.")
+
+
+@dataclass(frozen=True)
+class _StoredItem:
+    """Bytes [start, start + length) of a file: a box of a tensor, or something pickled."""
+
+    offset: tuple[int, ...]
+    box: tuple[int, ...]
+    file: Path
+    start: int
+    length: int
+
+
+@dataclass(frozen=True)
+class _StoredTensor:
+    """One tensor of the checkpoint."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    items: list[_StoredItem]
+
+
+@dataclass(frozen=True)
+class _TensorLocation:
+    """Where one of Megatron's uncut tensors is, or `rows` of it from `row` on: under a key, which may stack layers and
+    experts of `lengths`, at the index `lead` of these.
+    """
+
+    key: str
+    lead: tuple[int, ...]
+    lengths: tuple[int, ...]
+    row: int
+    rows: int
+
+
+class MegatronDistWeights(MegatronWeights):
+    """The weights in a `torch_dist` checkpoint: its root, or the folder of one iteration.
+
+    `config` is what its args describe, unless it is given; `vocab_size` is the true one, needed where they do not say.
+    """
+
+    def __init__(self, folder: Path, *, config: ModelConfig | None = None, vocab_size: int | None = None) -> None:
+        self.folder = iteration_folder(folder)
+        where = str(self.folder)
+        entries, objects = _read_metadata(self.folder)
+        args = _read_common(self.folder, objects)
+        if config is None and args is None:
+            raise InputError("its common state has no `args`", where=where, hint="give the architecture with it")
+        self.args = args
+        config = config or read_args(args or Namespace(), where, vocab_size)
+        self.layout = MegatronLayout()
+        patches = _match_tensors(config, entries, where)
+        self.padded_vocab_size = entries[EMBEDDING_NAME].shape[0]
+        dtypes = [entry.dtype for key, entry in entries.items() if not _OPTIMIZER.search(key)]
+        super().__init__(config, patches, dtypes, has_zero_centered_norms(args))
+
+
+def _read_metadata(folder: Path) -> tuple[dict[str, _StoredTensor], dict[str, _StoredItem]]:
+    """Return the tensors and the pickled objects of a checkpoint."""
+    path = folder / METADATA
+    if not path.is_file():
+        raise NotFound(f"there is no {METADATA}", where=str(folder), hint="name a torch_dist checkpoint of Megatron's")
+    document = restricted_unpickle(path.read_bytes(), str(path))
+    try:
+        tensors, objects = {}, {}
+        for key, told in document["state_dict_metadata"].items():
+            if told.kind.endswith(".TensorStorageMetadata"):
+                tensors[key] = _StoredTensor(tuple(told["size"]), told["properties"].state[0], [])
+        boxes = {key: _chunk_boxes(document["state_dict_metadata"][key]) for key in tensors}
+        for index, info in document["storage_data"].items():
+            key, file = index["fqn"], folder / info["relative_path"]
+            if key not in tensors:
+                objects[key] = _StoredItem((), (), file, info["offset"], info["length"])
+                continue
+            offset = tuple(index["offset"]) if index.state.get("offset") is not None else (0,) * len(tensors[key].shape)
+            tensors[key].items.append(_StoredItem(offset, boxes[key][offset], file, info["offset"], info["length"]))
+    except (AttributeError, KeyError, TypeError, IndexError) as error:
+        raise CorruptData(f"is no table of a checkpoint: {error!r}", where=str(path), hint="fetch it again") from None
+    for file in {item.file for entry in tensors.values() for item in entry.items}:
+        if not file.is_file():
+            raise missing_file(file)
+    for key, entry in tensors.items():
+        if sum(math.prod(item.box) for item in entry.items) != math.prod(entry.shape):
+            raise CorruptData(f"`{key}` is not covered by its parts", where=str(path), hint="fetch it again")
+    return tensors, objects
+
+
+def _chunk_boxes(told: Any) -> dict[tuple[int, ...], tuple[int, ...]]:
+    return {tuple(chunk["offsets"]): tuple(chunk["sizes"]) for chunk in told["chunks"]}
+
+
+def _read_common(folder: Path, objects: dict[str, _StoredItem]) -> Namespace | None:
+    """Return the arguments of whoever wrote the checkpoint."""
+    if COMMON_KEY in objects:
+        item = objects[COMMON_KEY]
+        (common,) = read_torch_save(item.file, item.start, item.length).document
+    elif (folder / COMMON).is_file():
+        common = read_torch_save(folder / COMMON).document
+    else:
+        return None
+    return common.get("args") if isinstance(common, dict) else None
+
+
+def _match_tensors(
+    config: ModelConfig, entries: dict[str, _StoredTensor], where: str
+) -> dict[FullTensor, list[StoredRegion]]:
+    """Find every tensor of an architecture, or say what is missing, left over or of another kind."""
+    patches: dict[FullTensor, list[StoredRegion]] = {}
+    missing, wrong, read = [], {}, set()
+    locator = _Locator()
+    by_lead = cache(lambda key, depth: _by_lead(entries[key], depth))
+    for parameter in parameters(config):
+        for expert in range(parameter.shape[0]) if parameter.expert else (None,):
+            founds = _find_tensor(config, parameter, expert, entries)
+            if not founds:
+                missing.append(parameter.name + ("" if expert is None else f" of expert {expert}"))
+            for found in founds:
+                read.add(found.key)
+                wrong |= _mismatch(parameter, found, entries[found.key])
+                if not wrong:
+                    made = _regions(found, by_lead(found.key, len(found.lead)), locator)
+                    patches.setdefault((parameter.name, expert), []).extend(made)
+    extra = sorted(key for key in entries if key not in read and not _OPTIMIZER.search(key))
+    refuse_mismatches(missing, extra, list(wrong.values()), where)
+    return patches
+
+
+def _find_tensor(
+    config: ModelConfig, parameter: Parameter, expert: int | None, entries: dict[str, _StoredTensor]
+) -> list[_TensorLocation]:
+    """Return the key, or the two of gate and up, under which a tensor is stored, whichever way it is spelled."""
+    rows = parameter.shape[1 if parameter.expert else 0]
+    if parameter.layer is None:
+        key = non_layer_name(parameter)
+        return [_TensorLocation(key, (), (), 0, rows)] if key in entries else []
+    forms = ((LAYER_PREFIX, (parameter.layer,), (config.layers,)), (f"{LAYER_PREFIX}{parameter.layer}.", (), ()))
+    for (spelling, lead, lengths), (prefix, layer, layers) in itertools.product(_spellings(parameter, expert), forms):
+        key, lead, lengths = prefix + spelling, layer + lead, layers + lengths
+        if key in entries:
+            return [_TensorLocation(key, lead, lengths, 0, rows)]
+        if f"{key}_w" in entries and f"{key}_v" in entries:
+            half = rows // 2
+            return [_TensorLocation(f"{key}_{part}", lead, lengths, row, half) for part, row in (("w", 0), ("v", half))]
+    return []
+
+
+def _spellings(parameter: Parameter, expert: int | None) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...]]]:
+    if expert is None:
+        for spelling in layer_name_variants(parameter):
+            yield spelling, (), ()
+        return
+    linear = expert_linear(parameter)
+    yield f"mlp.experts.experts.{linear}.weight", (expert,), (parameter.shape[0],)
+    yield f"mlp.experts.experts.{expert}.{linear}.weight", (), ()
+
+
+def _mismatch(parameter: Parameter, found: _TensorLocation, entry: _StoredTensor) -> dict[str, str]:
+    wanted = (*found.lengths, found.rows, *parameter.shape[2 if parameter.expert else 1 :])
+    padded = parameter.name in ("embedding.weight", "head.weight")
+    same = entry.shape == wanted or (padded and entry.shape[1:] == wanted[1:] and entry.shape[0] >= found.rows)
+    if not same:
+        return {found.key: f"`{found.key}` is {list(entry.shape)}, not {list(wanted)}"}
+    return {} if entry.dtype in READ_DTYPES else {found.key: f"`{found.key}` is {entry.dtype}"}
+
+
+def _by_lead(entry: _StoredTensor, depth: int) -> dict[tuple[int, ...], list[tuple[_StoredItem, int]]]:
+    """All items by index of the leading dims, each with how many such indices it has before."""
+    found: dict[tuple[int, ...], list[tuple[_StoredItem, int]]] = defaultdict(list)
+    for item in entry.items:
+        ranges = [range(start, start + length) for start, length in zip(item.offset[:depth], item.box, strict=False)]
+        for number, lead in enumerate(itertools.product(*ranges)):
+            found[lead].append((item, number))
+    return found
+
+
+def _regions(
+    found: _TensorLocation, items: dict[tuple[int, ...], list[tuple[_StoredItem, int]]], locator: _Locator
+) -> Iterator[StoredRegion]:
+    depth = len(found.lead)
+    for item, number in items[found.lead]:
+        row, column = (*item.offset[depth:], 0)[:2]
+        rows, columns = (*item.box[depth:], 1)[:2]
+        locate = partial(locator.locate, item, number, rows, columns)
+        yield StoredRegion(locate, found.row + row, column, rows, columns)
+
+
+class _Locator:
+    """Finds the bytes of items' tensors, each when it is first asked for: there may be hundreds of thousands."""
+
+    def __init__(self) -> None:
+        self._starts: dict[_StoredItem, tuple[int, str]] = {}
+
+    def locate(self, item: _StoredItem, number: int, rows: int, columns: int) -> StoredMatrix:
+        """Return the matrix of this number in an item."""
+        if item not in self._starts:
+            self._starts[item] = self._data_start(item)
+        start, dtype = self._starts[item]
+        return StoredMatrix(item.file, start + number * rows * columns * DTYPE_BYTES[dtype], dtype, rows, columns)
+
+    def _data_start(self, item: _StoredItem) -> tuple[int, str]:
+        opened = read_torch_save(item.file, item.start, item.length)
+        tensor = opened.document
+        if not isinstance(tensor, PickledTensor) or tensor.shape != item.box or tensor.storage not in opened.storages:
+            raise CorruptData(f"has no tensor of {list(item.box)} at {item.start}", where=str(item.file))
+        return opened.storages[tensor.storage] + tensor.start * DTYPE_BYTES[tensor.dtype], tensor.dtype
+
+
+# What megatron-core 0.16 writes; later versions read it too, and common.pt with it.
+_BACKEND = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+ITEM_BYTES = 64 * 1024 * 1024
+"""The most that lies in one item."""
+_DCP_VERSION = "1.0.0"  # torch/distributed/checkpoint/filesystem.py, CURRENT_DCP_VERSION
+
+
+@dataclass(frozen=True)
+class _WriteItem:
+    """A box of a stacked tensor; `rows` are the native rows it comes from, every `step`-th from `part` on."""
+
+    key: str
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    box: tuple[int, ...]
+    tensor: MegatronTensor
+    rows: tuple[int, int]
+    part: int = 0
+    step: int = 1
+
+
+class MegatronDistWriter:
+    """A `torch_dist` checkpoint for any layout, as iteration `release`.
+
+    `spec` is who will load it (`--transformer-impl`): it matters to models with experts. The vocabulary is padded to a
+    multiple of `vocab_divisible_by`; Megatron loads it into another padding as well.
+    """
+
+    def __init__(
+        self, config: ModelConfig, *, dtype: torch.dtype, spec: LayerSpec = "te", vocab_divisible_by: int = 128
+    ) -> None:
+        self.config = config
+        self._dtype = dtype
+        self._spec: LayerSpec = spec
+        self._padded = padded_vocab_size(config.vocab_size, vocab_divisible_by, 1)
+        self._args = to_args(
+            config,
+            layout=MegatronLayout(),
+            spec=spec,
+            experts="grouped",
+            dtype=dtype,
+            padded_vocab_size=self._padded,
+            vocab_divisible_by=vocab_divisible_by,
+            checkpoint_format="torch_dist",
+        )
+        groups = parameters_by_layer(config)
+        before = [each for each in groups[None] if each.name in ("embedding.weight", "positions.weight")]
+        after = [each for each in groups[None] if each not in before]
+        parts = [before, *(groups[layer] for layer in range(config.layers)), after]
+        self._files: dict[str, list[Parameter]] = {f"__0_{number}.distcp": part for number, part in enumerate(parts)}
+
+    def units(self) -> list[OutputFile]:
+        """Return the files: what stands before the layers, each layer, what stands behind."""
+        return [OutputFile(f"{RELEASE}/{name}", self._size(name)) for name in self._files]
+
+    def write(self, unit: OutputFile, source: Weights, file: Path, advance: AdvanceProgress, threads: int = 1) -> str:
+        """Write one file; return its checksum."""
+        name = unit.path.rpartition("/")[2]
+        with HashedFile(file) as made:
+            run_in_threads(self._jobs(name, made, RowCopier(source, self._dtype, advance)), threads)
+            size = self._size(name)
+            states = b"".join(_empty_state() for _ in self._objects(name))
+            made.write(size - len(states), states)
+            return made.checksum(size)
+
+    def _jobs(self, name: str, made: HashedFile, laying: RowCopier) -> Iterator[Callable[[], None]]:
+        """The jobs that lay the items into a file; gate and up rows come together and go to an item each."""
+        base, shares = 0, []
+        for item in self._items(name):
+            frame = _item_layout(item.box, self._dtype)
+            put = partial(TorchSaveWriter(frame, made, base).write, 0)
+            base += frame.length
+            if item.rows[0] == item.rows[1]:
+                yield partial(laying.zeros, item.box, put)
+                continue
+            shares.append(RowShare(put, item.part, item.step))
+            if item.part + 1 == item.step:
+                yield from laying.rows(item.tensor, *item.rows, shares)
+                shares = []
+
+    def finish(self, folder: Path, entries: Sequence[FileEntry]) -> None:
+        """Write the table of contents, the arguments and what names the iteration."""
+        sizes = {entry.path: entry.size for entry in entries}
+        for name in self._files:
+            path = f"{RELEASE}/{name}"
+            if sizes.get(path, self._size(name)) != self._size(name):
+                raise CorruptData(f"has {sizes[path]} bytes, not {self._size(name)}", where=path, hint="write it again")
+        target = folder / RELEASE
+        target.mkdir(parents=True, exist_ok=True)
+        common = {"args": self._args, "checkpoint_version": 3.0, "iteration": 0}
+        (target / "common.pt").write_bytes(TorchSaveLayout(common).to_bytes())
+        (target / "metadata.json").write_text(json.dumps(_BACKEND))
+        (target / ".metadata").write_bytes(self._metadata())
+        (folder / LATEST_ITERATION).write_text(RELEASE)
+
+    def _size(self, name: str) -> int:
+        items = sum(_item_layout(item.box, self._dtype).length for item in self._items(name))
+        return items + len(_empty_state()) * sum(1 for _ in self._objects(name))
+
+    def _items(self, name: str) -> Iterator[_WriteItem]:
+        for parameter in self._files[name]:
+            for tensor in whole_tensors(self.config, parameter, self._padded):
+                yield from self._cut(tensor)
+
+    def _cut(self, tensor: MegatronTensor) -> Iterator[_WriteItem]:
+        """Cut a tensor into items: blocks of rows; of a gated one, a block of gate rows and one of up rows."""
+        key, lengths, lead = self._place(tensor)
+        shape, columns = (*lengths, *tensor.shape), tensor.shape[1:]
+        zeros, at_once, (_, real) = (0,) * len(columns), rows_per_block(tensor, self._dtype, ITEM_BYTES), tensor.rows
+        step = 2 if tensor.gated else 1
+        for first in range(0, real, at_once):
+            last = min(first + at_once, real)
+            for part in range(step):
+                row = part * (real // 2) + first // step
+                box = ((1,) * len(lead)) + ((last - first) // step, *columns)
+                yield _WriteItem(key, shape, (*lead, row, *zeros), box, tensor, (first, last), part, step)
+        for first in range(real, real + tensor.padding, at_once):
+            box = (min(at_once, real + tensor.padding - first), *columns)
+            yield _WriteItem(key, shape, (first, *zeros), box, tensor, (real, real))
+
+    def _place(self, tensor: MegatronTensor) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
+        """Return the key, the lengths of the stacked dims and the index in them."""
+        parameter, layers = tensor.parameter, self.config.layers
+        if parameter.layer is None:
+            return non_layer_name(parameter), (), ()
+        if tensor.expert is not None:
+            key = f"{LAYER_PREFIX}mlp.experts.experts.{expert_linear(parameter)}.weight"
+            return key, (layers, parameter.shape[0]), (parameter.layer, tensor.expert)
+        key = LAYER_PREFIX + layer_name(self.config, parameter, self._spec, stacked=True)
+        return key, (layers,), (parameter.layer,)
+
+    def _objects(self, name: str) -> Iterator[str]:
+        """The keys of a file's empty states, which Megatron asks for when it loads strictly."""
+        layer = self._files[name][0].layer
+        if layer is None:
+            if self._spec == "te" and self._files[name][0].name == "norm.weight":
+                yield "decoder.final_layernorm._extra_state/shard_0_1"
+            return
+        layers = self.config.layers
+        for module in extra_state_modules(self.config, self._spec):
+            yield f"{LAYER_PREFIX}{module}._extra_state/shard_{layer}_{layers}"
+        experts = self.config.moe.experts if self.config.moe else 0
+        for linear in ("linear_fc1", "linear_fc2"):
+            for expert in range(experts):
+                place = f"shard_{layer}.{expert}_{layers}.{experts}"
+                yield f"{LAYER_PREFIX}mlp.experts.experts.{linear}._extra_state/{place}"
+
+    def _metadata(self) -> bytes:
+        """The `.metadata` file as PyTorch's FileSystemReader expects it."""
+        from torch.distributed.checkpoint.filesystem import _StorageInfo
+        from torch.distributed.checkpoint.metadata import (
+            BytesStorageMetadata,
+            ChunkStorageMetadata,
+            Metadata,
+            MetadataIndex,
+            StorageMeta,
+            TensorProperties,
+            TensorStorageMetadata,
+        )
+
+        table: dict[str, Any] = {}
+        storage: dict[MetadataIndex, Any] = {}
+        for name in self._files:
+            start = 0
+            for item in self._items(name):
+                length = _item_layout(item.box, self._dtype).length
+                properties = TensorProperties(dtype=self._dtype)
+                whole = table.setdefault(item.key, TensorStorageMetadata(properties, torch.Size(item.shape), []))
+                index = MetadataIndex(item.key, item.offset, len(whole.chunks))
+                whole.chunks.append(ChunkStorageMetadata(torch.Size(item.offset), torch.Size(item.box)))
+                storage[index] = _StorageInfo(name, start, length)
+                start += length
+            for key in self._objects(name):
+                table[key] = BytesStorageMetadata()
+                storage[MetadataIndex(key)] = _StorageInfo(name, start, len(_empty_state()))
+                start += len(_empty_state())
+        metadata = Metadata(table, {key: (key,) for key in table}, storage, StorageMeta())
+        metadata.version = _DCP_VERSION
+        return pickle.dumps(metadata)
+
+
+@cache
+def _item_layout(shape: tuple[int, ...], dtype: torch.dtype) -> TorchSaveLayout:
+    return TorchSaveLayout(TensorPlaceholder(shape, dtype))
+
+
+@cache
+def _empty_state() -> bytes:
+    return TorchSaveLayout([None]).to_bytes()

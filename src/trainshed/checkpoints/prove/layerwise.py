@@ -1,0 +1,285 @@
+"""Models run one layer at a time, so that a model of any size runs in the memory of one layer.
+
+`layer_states` runs the decoder that trains (`models/decoder.py`) over weights in any format, in float32 on one
+process; what it computes is what the engine will compute before step 0.
+
+`TransformersOracle` runs transformers over Hugging Face weights. Its model is built without memory; each part is
+filled from the files just before it runs and emptied after it. It reads the files by their own names: nothing of
+our reading, interleaving or decoding is in its answer.
+
+Shapes: S tokens, B sequences, H hidden, V vocabulary; the decoder works S-first, results are [B, S, …].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from trainshed.checkpoints.hf.weights import SAFETENSORS_DTYPES, HfWeights
+from trainshed.checkpoints.prove.compare import boxes
+from trainshed.checkpoints.prove.probe import PROBE_TOKENS, LossProbe, probe_batch
+from trainshed.checkpoints.weights import Weights
+from trainshed.errors import CorruptData, InputError
+from trainshed.models.attention import rotary_table
+from trainshed.models.collectives import ParallelAxes
+from trainshed.models.decoder import DecoderLayer, Regularization
+from trainshed.models.families import HF_FAMILIES
+from trainshed.models.layers import Norm
+from trainshed.models.parameters import Parameter, layer_parameters, parameters
+from trainshed.reporting import SILENT, Reporter
+
+LOGITS = "logits"
+"""The name of the last state."""
+
+
+@dataclass(frozen=True)
+class LayerState:
+    """What a model holds after one of its parts: the residual stream [B, S, H], at the end the logits [B, S, V]."""
+
+    name: str
+    values: torch.Tensor
+
+
+@torch.no_grad()
+def layer_states(
+    weights: Weights,
+    tokens: torch.Tensor,
+    *,
+    dtype: torch.dtype | None = None,
+    advance: Callable[[int], None] = lambda _: None,
+) -> Iterator[LayerState]:
+    """Carry token ids [B, S] through a model: after the embedding, each layer, the last norm; then the logits.
+
+    With `dtype` the weights are rounded to it first. What follows the last layer is given out normed, as transformers
+    does. `advance` is called after each layer.
+    """
+    config, length = weights.config, tokens.shape[1]
+    if config.positions == "learned" and length > config.max_positions:
+        raise InputError(
+            f"{length} tokens are more than the {config.max_positions} positions this model has learned",
+            hint="ask it something shorter",
+        )
+    reading = _LayerReader(weights, dtype)
+    table = {each.name: each for each in parameters(config) if each.layer is None}
+    positions = torch.arange(length)
+    rotary = None
+    if config.positions == "rope":
+        cosine, sine = rotary_table(config, positions)
+        rotary = cosine[:, None, None], sine[:, None, None]
+    x = reading.rows(table["embedding.weight"], tokens.t())
+    if config.positions == "learned":
+        x = x + reading.rows(table["positions.weight"], positions)[:, None]
+    yield LayerState("embedding", x.transpose(0, 1))
+    for layer in range(config.layers):
+        with torch.device("meta"):
+            block = DecoderLayer(config, ParallelAxes(), Regularization(), layer, "none")
+        reading.fill(block, f"layers.{layer}.", {each.name: each for each in layer_parameters(config, layer)})
+        x, _ = block(x, rotary, None, None, positions)
+        advance(1)
+        if layer < config.layers - 1:
+            yield LayerState(f"layer {layer}", x.transpose(0, 1))
+    with torch.device("meta"):
+        norm = Norm(config.hidden, config)
+    reading.fill(norm, "norm.", table)
+    x = norm(x)
+    yield LayerState(f"layer {config.layers - 1}", x.transpose(0, 1))
+    head = table["embedding.weight" if config.tied_embeddings else "head.weight"]
+    yield LayerState(LOGITS, reading.scores(head, x).transpose(0, 1))
+
+
+def probe_loss(logits: torch.Tensor, vocab_size: int) -> float:
+    """The loss of logits [B, S, V] for the inputs of the probe batch, in nats per token."""
+    labels = torch.from_numpy(probe_batch(vocab_size, PROBE_TOKENS)[:, 1:]).long()
+    return float(F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten()))
+
+
+def measure_probe(weights: Weights, reporter: Reporter = SILENT) -> LossProbe | None:
+    """Measure the loss of weights on the probe batch; None where the model has learned fewer positions than it has."""
+    if weights.config.positions == "learned" and weights.config.max_positions < PROBE_TOKENS:
+        return None
+    vocab_size = weights.config.vocab_size
+    tokens = torch.from_numpy(probe_batch(vocab_size, PROBE_TOKENS)[:, :-1]).long()
+    values = tokens
+    with reporter.task("running layers", total=weights.config.layers, unit="layers") as task:
+        for state in layer_states(weights, tokens, advance=task.advance):
+            values = state.values
+    return to_probe(probe_loss(values, vocab_size), vocab_size)
+
+
+def to_probe(loss: float, vocab_size: int) -> LossProbe:
+    """The probe of a loss that was computed here."""
+    return LossProbe.measured(loss, vocab_size=vocab_size, sequence_length=PROBE_TOKENS, precision="fp32")
+
+
+class _LayerReader:
+    """Reads what a part needs, in the narrowest dtype that holds it: layers widen weights where they use them."""
+
+    def __init__(self, weights: Weights, dtype: torch.dtype | None) -> None:
+        stored = torch.bfloat16 if weights.dtypes == ["bfloat16"] else torch.float32
+        self._weights, self._dtype = weights, dtype or stored
+
+    def fill(self, module: nn.Module, prefix: str, table: Mapping[str, Parameter]) -> None:
+        """Give a module without memory its weights."""
+        state = {}
+        for name, _ in module.named_parameters():
+            parameter = table[prefix + name]
+            state[name] = self._weights.read(parameter, (0,) * len(parameter.shape), parameter.shape, self._dtype)
+        module.load_state_dict(state, assign=True)
+
+    def rows(self, parameter: Parameter, ids: torch.Tensor) -> torch.Tensor:
+        """Rows of a table by their number, float32 [*ids, H]: the table itself never exists whole."""
+        found = torch.empty(*ids.shape, parameter.shape[1])
+        for (start, _), (count, width) in boxes(parameter.shape):
+            here = (ids >= start) & (ids < start + count)
+            if here.any():
+                block = self._weights.read(parameter, (start, 0), (count, width), self._dtype)
+                found[here] = block[ids[here] - start].float()
+        return found
+
+    def scores(self, parameter: Parameter, x: torch.Tensor) -> torch.Tensor:
+        """Hidden states [S, B, H] against every row of a table: [S, B, V]."""
+        scores = torch.empty(*x.shape[:-1], parameter.shape[0])
+        for (start, _), (count, width) in boxes(parameter.shape):
+            block = self._weights.read(parameter, (start, 0), (count, width), self._dtype).float()
+            scores[..., start : start + count] = x @ block.t()
+        return scores
+
+
+OLDEST_TRANSFORMERS = 5
+"""The first major version of transformers that keeps a layer's experts in two tensors."""
+ParameterSource = Callable[[], torch.Tensor]
+"""Reads one of transformers' parameters."""
+
+
+class TransformersOracle:
+    """transformers over a folder of weights; with `dtype` they are rounded to it first. Computes in float32."""
+
+    def __init__(self, weights: HfWeights, dtype: torch.dtype | None = None) -> None:
+        self._weights, self._dtype = weights, dtype
+        self._model = _build_meta_model(weights)
+        self._sources = {name: self._source(name) for name, _ in self._model.named_parameters(remove_duplicate=False)}
+
+    @property
+    def unknown(self) -> list[str]:
+        """Parameters of this version of transformers that nobody here knows where to find."""
+        return [name for name, source in self._sources.items() if source is None]
+
+    @torch.no_grad()
+    def states(self, tokens: torch.Tensor, advance: Callable[[int], None] = lambda _: None) -> Iterator[LayerState]:
+        """Carry token ids [B, S] through the model: after the embedding, each layer, the last norm; then the logits.
+
+        `advance` is called after each layer.
+        """
+        for name, module in self._parts():
+            module.register_forward_pre_hook(self._filling(name))
+            module.register_forward_hook(_emptying_hook(dict(module.named_parameters())))
+            if self._is_layer(name):
+                module.register_forward_hook(lambda *_: advance(1))
+        out = self._model(tokens, output_hidden_states=True, use_cache=False)
+        # transformers gives the stream out after the embedding and each layer, the last one normed.
+        names = ["embedding", *(f"layer {layer}" for layer in range(len(out.hidden_states) - 1))]
+        for name, values in zip(names, out.hidden_states, strict=True):
+            yield LayerState(name, values)
+        yield LayerState(LOGITS, out.logits)
+
+    def _parts(self) -> Iterator[tuple[str, nn.Module]]:
+        """What is filled as one: the layers, and whatever has weights outside of them."""
+        layers = self._layers + "."
+        for name, module in self._model.named_modules():
+            has_weights = next(module.parameters(recurse=False), None) is not None
+            if self._is_layer(name) or (has_weights and not name.startswith(layers)):
+                yield name, module
+
+    @property
+    def _layers(self) -> str:
+        return HF_FAMILIES[self._weights.config.family].names.layer.partition(".{layer}")[0]
+
+    def _is_layer(self, name: str) -> bool:
+        return name.rpartition(".")[0] == self._layers
+
+    def _filling(self, prefix: str) -> Callable[..., None]:
+        def fill(module: nn.Module, _: Any) -> None:
+            state = {}
+            for name, _ in module.named_parameters():
+                source = self._sources[f"{prefix}.{name}"]
+                assert source is not None, "asked with something unknown"
+                tensor = source()
+                state[name] = (tensor if self._dtype is None else tensor.to(self._dtype)).float()
+            module.load_state_dict(state, strict=False, assign=True)
+
+        return fill
+
+    def _source(self, name: str) -> ParameterSource | None:
+        """Where a parameter lies: under its own name, under the tied one's, or stacked from the experts'."""
+        config, names = self._weights.config, HF_FAMILIES[self._weights.config.family].names
+        if name in self._weights.stored:
+            return lambda: self._read(name)
+        if name == "lm_head.weight" and config.tied_embeddings:
+            return lambda: self._read(names.tensors["embedding"][0] + ".weight")
+        if config.moe is None or ".mlp." not in name:
+            return None
+        layer, _, local = name.partition("mlp.")
+        if local == "gate.weight":
+            return lambda: self._read(f"{layer}{names.tensors['mlp.router'][0]}.weight")
+        ours = {"experts.gate_up_proj": "mlp.experts.gate_up", "experts.down_proj": "mlp.experts.down"}.get(local)
+        if ours is None:
+            return None
+        experts, parts = range(config.moe.experts), names.tensors[ours]
+
+        def stacked() -> torch.Tensor:
+            return torch.stack(
+                [
+                    torch.cat([self._read(f"{layer}{part.format(expert=expert)}.weight") for part in parts])
+                    for expert in experts
+                ]
+            )
+
+        return stacked
+
+    def _read(self, name: str) -> torch.Tensor:
+        """One tensor of the files: read, not mapped, since mapped pages would count as memory."""
+        stored = self._weights.stored[name]
+        data = bytearray(stored.end - stored.start)
+        with stored.file.open("rb") as file:
+            file.seek(stored.start)
+            if file.readinto(data) != len(data):
+                raise CorruptData(f"ends before `{stored.name}` does", where=str(stored.file), hint="fetch it again")
+        return torch.frombuffer(data, dtype=getattr(torch, SAFETENSORS_DTYPES[stored.dtype])).view(stored.shape)
+
+
+def transformers_name() -> str | None:
+    """The oracle and its version, None where it is not installed."""
+    return f"transformers {version('transformers')}" if find_spec("transformers") else None
+
+
+def is_transformers_supported() -> bool:
+    """Whether the installed oracle lays its models out as this module fills them."""
+    return int(version("transformers").partition(".")[0]) >= OLDEST_TRANSFORMERS
+
+
+def _build_meta_model(weights: HfWeights) -> nn.Module:
+    """The model with its parameters nowhere and its tables (rotary frequencies) here."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(weights.folder, local_files_only=True)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+    for name, module in list(model.named_modules()):
+        if name.endswith("rotary_emb"):
+            parent = model.get_submodule(name.rpartition(".")[0])
+            setattr(parent, name.rpartition(".")[2], type(module)(config=config))
+    return model
+
+
+def _emptying_hook(nowhere: dict[str, nn.Parameter]) -> Callable[..., None]:
+    def empty(module: nn.Module, *_: Any) -> None:
+        module.load_state_dict(nowhere, strict=False, assign=True)
+
+    return empty

@@ -1,0 +1,257 @@
+"""Read the files of torch.save without running anything in them and without touching the bytes of tensors.
+
+A pickle names classes and functions to be called. Here every name is one of a few plain containers, or becomes an
+inert `PickledObject` that keeps what it was given, or is refused. So neither torch nor Megatron is needed.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import struct
+import zipfile
+from argparse import Namespace
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import IO, Any
+
+from trainshed.errors import CorruptData, InputError, NotFound
+
+DTYPE_BYTES = {
+    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2,
+    "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
+}  # fmt: skip
+"""The dtypes whose tensors are found in files, and their width."""
+_STORAGE_DTYPES = {
+    "DoubleStorage": "float64", "FloatStorage": "float32", "HalfStorage": "float16", "BFloat16Storage": "bfloat16",
+    "LongStorage": "int64", "IntStorage": "int32", "ShortStorage": "int16", "CharStorage": "int8",
+    "ByteStorage": "uint8", "BoolStorage": "bool", "UntypedStorage": "uint8",
+}  # fmt: skip
+# Who may be named, and becomes a Record: what lies beside the weights in Megatron's checkpoints (arguments, random
+# states, the optimizer's settings) and in the tables of torch.distributed.checkpoint.
+_PACKAGES = ("megatron.", "transformer_engine.", "torch.distributed.checkpoint.")
+_MODULES = frozenset(
+    {"torch.serialization", "torch.storage", "torch.torch_version", "numpy", "numpy.dtypes", "pathlib", "signal"}
+    | {"numpy.core.multiarray", "numpy._core.multiarray", "numpy.core.numeric", "numpy._core.numeric"}
+)
+_NAMES = frozenset(
+    {("torch", name) for name in ("device", "Generator", "strided", "ScriptObject")}
+    | {("_codecs", "encode"), ("_io", "BytesIO"), ("builtins", "getattr"), ("builtins", "slice")}
+    | {("functools", "partial"), ("datetime", "timedelta"), ("enum", "Enum"), ("copyreg", "_reconstructor")}
+)
+
+_PYTHON_2_MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg"}  # as protocol 2, which torch.save uses, has them
+
+
+@dataclass(frozen=True)
+class PickledTensor:
+    """A tensor as a pickle tells of it; its bytes are in the storage of this key."""
+
+    storage: str
+    dtype: str
+    start: int
+    """Elements of the storage before the first."""
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+class PickledObject:
+    """Something that was named in a pickle and is not made: its state alone is kept."""
+
+    kind = ""
+
+    state: Any = None
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        pass
+
+    def append(self, value: Any) -> None:
+        """A list of some kind, which nobody asks for."""
+
+    def extend(self, values: Any) -> None:
+        """As `append`."""
+
+    def __getitem__(self, key: str) -> Any:
+        return self.state[key]
+
+
+def restricted_unpickle(data: bytes, where: str) -> Any:
+    """Return what a pickle holds: plain values, `PickledTensor`s and `Record`s. Anything not known is an error."""
+    try:
+        return _Unpickler(io.BytesIO(data), where).load()
+    except (InputError, CorruptData):
+        raise
+    except Exception as error:
+        raise CorruptData(
+            f"holds a broken pickle: {error}", where=where, hint="fetch or write the file again"
+        ) from None
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, where: str) -> None:
+        super().__init__(file)
+        self._where = where
+
+    def find_class(self, module: str, name: str) -> Any:
+        module = _PYTHON_2_MODULES.get(module, module)
+        found = _SAFE_CALLABLES.get((module, name))
+        if found is not None:
+            return found
+        if module == "torch" and name in DTYPE_BYTES:
+            return name
+        if module in ("torch", "torch.cuda", "torch.storage") and name in _STORAGE_DTYPES:
+            return _STORAGE_DTYPES[name]
+        if module.startswith(_PACKAGES) or module in _MODULES or (module, name) in _NAMES:
+            return _object_class(f"{module}.{name}")
+        raise InputError(
+            f"its pickle asks for `{module}.{name}`, which no checkpoint of Megatron needs",
+            where=self._where,
+            hint="it is not opened: a pickle can run anything; ask where this file comes from",
+        )
+
+    def persistent_load(self, pid: Any) -> tuple[str, str]:
+        kind, dtype, key, *_ = pid
+        if kind != "storage" or not isinstance(dtype, str):
+            raise CorruptData(f"names a storage of an unknown kind: {pid!r}", where=self._where)
+        return str(key), dtype
+
+
+@cache
+def _object_class(kind: str) -> type[PickledObject]:
+    return type("Record", (PickledObject,), {"kind": kind})
+
+
+def _rebuild_tensor(storage: tuple[str, str], start: int, shape: Any, strides: Any, *_: Any) -> PickledTensor:
+    key, dtype = storage
+    return PickledTensor(key, dtype, start, tuple(shape), tuple(strides))
+
+
+def _rebuild_parameter(tensor: Any, *_: Any) -> Any:
+    return tensor
+
+
+def _rebuild_size(lengths: Any = ()) -> tuple[int, ...]:
+    return tuple(lengths)
+
+
+_SAFE_CALLABLES: dict[tuple[str, str], Callable[..., Any]] = {
+    ("torch._utils", "_rebuild_tensor_v2"): _rebuild_tensor,
+    ("torch._utils", "_rebuild_tensor"): _rebuild_tensor,
+    ("torch._utils", "_rebuild_parameter"): _rebuild_parameter,
+    ("torch", "Size"): _rebuild_size,
+    ("collections", "OrderedDict"): OrderedDict,
+    ("collections", "defaultdict"): dict,
+    ("argparse", "Namespace"): Namespace,
+    ("types", "SimpleNamespace"): Namespace,
+    ("builtins", "set"): set,
+    ("builtins", "frozenset"): frozenset,
+    ("builtins", "dict"): dict,
+    ("builtins", "list"): list,
+    ("builtins", "tuple"): tuple,
+}
+
+
+_AGAIN = "fetch or write the file again"
+
+
+@dataclass(frozen=True)
+class TorchSaveFile:
+    """A file of torch.save, or a stretch of one: its document, and where in the file its storages begin."""
+
+    path: Path
+    document: Any
+    storages: dict[str, int]
+
+
+def read_torch_save(path: Path, start: int = 0, length: int | None = None) -> TorchSaveFile:
+    """Read everything but the tensors' bytes."""
+    try:
+        with path.open("rb") as file:
+            whole = file.seek(0, io.SEEK_END)
+            if start + (length or 0) > whole:
+                raise zipfile.BadZipFile
+            window: Any = io.BufferedReader(_FileWindow(file, start, whole - start if length is None else length))
+            with zipfile.ZipFile(window) as archive:
+                return _read_archive(path, archive, window, start)
+    except FileNotFoundError:
+        raise NotFound(f"there is no {path.name}", where=str(path.parent), hint="fetch the checkpoint again") from None
+    except (zipfile.BadZipFile, KeyError, EOFError, struct.error):
+        raise CorruptData("is no file of torch.save, or only its beginning", where=str(path), hint=_AGAIN) from None
+
+
+def _read_archive(path: Path, archive: zipfile.ZipFile, window: IO[bytes], start: int) -> TorchSaveFile:
+    names = archive.namelist()
+    root = next(name for name in names if name.endswith("data.pkl")).removesuffix("data.pkl")
+    if f"{root}byteorder" in names and archive.read(f"{root}byteorder") != b"little":
+        raise CorruptData("was written on a big-endian machine", where=str(path))
+    storages = {}
+    for info in archive.infolist():
+        if info.filename.startswith(f"{root}data/"):
+            window.seek(info.header_offset + 26)
+            name_bytes, extra_bytes = struct.unpack("<HH", window.read(4))
+            key = info.filename.removeprefix(f"{root}data/")
+            storages[key] = start + info.header_offset + 30 + name_bytes + extra_bytes
+    return TorchSaveFile(path, restricted_unpickle(archive.read(f"{root}data.pkl"), str(path)), storages)
+
+
+class _FileWindow(io.RawIOBase):
+    """A stretch of a file, seen as a file."""
+
+    def __init__(self, file: IO[bytes], start: int, length: int) -> None:
+        self._file, self._start, self._length, self._at = file, start, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + (0, self._at, self._length)[whence]
+        if self._at < 0:
+            raise OSError("before the beginning")
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        self._file.seek(self._start + self._at)
+        data = self._file.read(max(0, min(len(buffer), self._length - self._at)))
+        buffer[: len(data)] = data
+        self._at += len(data)
+        return len(data)
+
+
+_END_RECORD_BYTES, _MAX_32_BITS = 22, 0xFFFFFFFF  # of a zip's directory; a number that does not fit into 32 bits
+
+
+def find_tensor_bytes(saved: memoryview) -> memoryview:
+    """The bytes of the one tensor in a file of torch.save, as they lie in memory: an item is saved contiguous."""
+    # The directory says where the record is; read by hand, since `zipfile` would take longer than reading the item.
+    end = len(saved) - _END_RECORD_BYTES
+    if end < 0 or saved[end : end + 4] != b"PK\x05\x06":
+        raise ValueError("no directory at the end")
+    at = struct.unpack_from("<I", saved, end + 16)[0]
+    while at != _MAX_32_BITS and saved[at : at + 4] == b"PK\x01\x02":
+        size, name_bytes, extra_bytes, note_bytes = struct.unpack_from("<IHHH", saved, at + 24)
+        header = struct.unpack_from("<I", saved, at + 42)[0]
+        if bytes(saved[at + 46 : at + 46 + name_bytes]).endswith(b"/data/0") and _MAX_32_BITS not in (size, header):
+            return _record_bytes(saved, header, size)
+        at += 46 + name_bytes + extra_bytes + note_bytes
+    with zipfile.ZipFile(io.BytesIO(saved)) as archive:  # one of 4 GiB or more
+        (record,) = (each for each in archive.infolist() if each.filename.endswith("/data/0"))
+    return _record_bytes(saved, record.header_offset, record.file_size)
+
+
+def _record_bytes(saved: memoryview, header: int, size: int) -> memoryview:
+    # The local header is followed by the name and by padding of its own length.
+    name, padding = struct.unpack_from("<HH", saved, header + 26)
+    start = header + 30 + name + padding
+    return saved[start : start + size]

@@ -1,0 +1,296 @@
+"""`trainshed doctor`, `image` and `storage`: what a cluster or this machine has and lacks, and what jobs need there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import App, Parameter
+
+from trainshed.cli.console import Output
+
+if TYPE_CHECKING:
+    from trainshed.launch.preflight.verdict import CheckResult
+    from trainshed.recipe import Cluster
+
+
+_VERDICT_MARKS = {"pass": "ok", "warn": "warn", "fail": "FAIL", "skipped": "-"}
+
+
+def doctor(
+    *overrides: str,
+    on: str | None = None,
+    nodes: int | None = None,
+    full: bool = False,
+    output: Annotated[Output, Parameter(name=["-o", "--output"])] = "text",
+) -> int:
+    """Look at this machine; with --on at a cluster file and its scheduler; with --nodes at its nodes too.
+
+    Exit code 1 if something would keep a run from working.
+
+    Parameters
+    ----------
+    overrides
+        Keys of the cluster file to change, as cluster.key=value.
+    on
+        The cluster file, by name or path; left out: this machine.
+    nodes
+        Take so many nodes of the cluster and prove them: GPUs, fabric, storage, pair by pair.
+    full
+        Measure for a minute where half a second is usual.
+    output
+        Report as text or json.
+    """
+    from trainshed.cli.console import print_report
+    from trainshed.errors import InputError
+    from trainshed.launch.preflight.verdict import worst_verdict
+
+    if nodes is not None and on is None:
+        raise InputError("nodes of which cluster?", where="--nodes", hint="write --on CLUSTER too")
+    groups = _machine_checks(full) if on is None else _cluster_checks(on, overrides, nodes, full)
+    verdict = worst_verdict(check for checks in groups.values() for check in checks)
+    data: dict[str, Any] = {"schema": "trainshed.doctor/1", "on": on, "verdict": verdict}
+    data["groups"] = {name: [check.to_plain() for check in checks] for name, checks in groups.items()}
+    print_report(data, output, _checks_text(groups))
+    return 1 if verdict == "fail" else 0
+
+
+def _machine_checks(full: bool) -> dict[str, list[CheckResult]]:
+    from trainshed.launch.preflight.doctor import machine_checks
+
+    groups = {"this machine": list(machine_checks())}
+    return groups | ({"preflight": _preflight_here(full=True)} if full else {})
+
+
+def _cluster_checks(on: str, overrides: tuple[str, ...], nodes: int | None, full: bool) -> dict[str, list[CheckResult]]:
+    from trainshed.launch.preflight.doctor import cluster_file_checks, scheduler_checks
+    from trainshed.launch.preflight.verdict import CheckResult
+    from trainshed.recipe import load_cluster, split_overrides
+
+    cluster = load_cluster(on, split_overrides(overrides)[1])
+    groups = {"cluster file": list(cluster_file_checks(cluster))}
+    if cluster.target == "local":
+        return groups | {"preflight": _preflight_here(full)}
+    asked = list(scheduler_checks(cluster, nodes=nodes))
+    if nodes is not None and not any(check.verdict == "fail" for check in asked):
+        return groups | {cluster.target: asked, "preflight": _preflight_there(cluster, nodes, full)}
+    what = f"before each training (preflight: {str(cluster.preflight).lower()}); --nodes 2 looks at two of them now"
+    return groups | {cluster.target: [*asked, CheckResult("nodes", "skipped", what)]}
+
+
+def _preflight_there(cluster: Cluster, nodes: int, full: bool) -> list[CheckResult]:
+    """Preflight as a job of the cluster's own, followed to its end."""
+    from pathlib import Path
+
+    from trainshed.cli.submit import submit_and_follow
+    from trainshed.launch.preflight.verdict import CheckResult, newest_verdict
+    from trainshed.launch.target import target_of
+    from trainshed.workflow.submit import preflight_job
+
+    job = preflight_job(cluster, nodes, full=full)
+    ended = submit_and_follow(job, target_of(cluster))
+    verdict = newest_verdict(Path(job.run))
+    if verdict is None:
+        what = f"{ended['state']}; its result lies in {job.run}/health on the cluster"
+        return [CheckResult("nodes", "pass" if ended["state"] == "done" else "fail", what)]
+    checks = [
+        CheckResult(f"{report.host}: {check.name}", check.verdict, check.what, check.hint)
+        for report in verdict.nodes
+        for check in report.checks
+        if check.verdict != "pass"
+    ]
+    outcome = verdict.outcome if verdict.outcome in ("pass", "warn") else "fail"
+    return [*checks, *verdict.checks, CheckResult("nodes", outcome, verdict.sentence)]
+
+
+def _preflight_here(full: bool) -> list[CheckResult]:
+    """Preflight of this machine alone, in a folder that is thrown away."""
+    import tempfile
+    from importlib.util import find_spec
+
+    from trainshed.cli.console import reporter
+    from trainshed.launch.fabric import SINGLE_NODE, FabricSetup
+    from trainshed.launch.preflight import PreflightJob, run_preflight
+    from trainshed.launch.preflight.node import find_gpus
+    from trainshed.storage import LocalStore
+
+    seen = find_gpus() if find_spec("torch") is not None else None
+    gpus = len(seen.gpus) if seen is not None else 0
+    with tempfile.TemporaryDirectory(prefix="trainshed-doctor-") as folder:
+        job = PreflightJob(LocalStore(folder), "", 1, 1, gpus, FabricSetup(SINGLE_NODE, None, ""), full=full)
+        verdict = run_preflight(job, node_rank=0, board=("127.0.0.1", 0), reporter=reporter())
+    return [check for report in verdict.nodes for check in report.checks] + list(verdict.checks)
+
+
+def _checks_text(groups: dict[str, list[CheckResult]]) -> str:
+    lines = []
+    for group, checks in groups.items():
+        lines.append(group)
+        width = max((len(check.name) for check in checks), default=0)
+        for check in checks:
+            lines.append(f"  {_VERDICT_MARKS[check.verdict]:<4}  {check.name:<{width}}  {check.what}")
+            if check.hint and check.verdict != "pass":
+                lines.append(f"        {'':<{width}}  {check.hint}")
+    return "\n".join(lines)
+
+
+image_app = App(name="image", help="What jobs run in: a container image, or an environment on a shared disk.")
+
+
+@image_app.command
+def build(
+    tag: str | None = None,
+    *,
+    base: str | None = None,
+    venv: str | None = None,
+    on: str | None = None,
+    python: str = "python3",
+    out: Path | None = None,
+    tool: str = "docker",
+    push: bool = False,
+) -> int:
+    """Build the image that a cluster's jobs run in, or with --venv a Python environment on its shared disk.
+
+    Parameters
+    ----------
+    tag
+        Name of the image: registry/name:tag.
+    base
+        The image to build on, whose PyTorch is kept (default: NVIDIA's).
+    venv
+        Make an environment at this path in place of an image; it must be new.
+    on
+        A Slurm cluster: the environment is made on its login node.
+    python
+        The Python an environment is made with.
+    out
+        Write the Dockerfile (or the script) into this folder and build nothing.
+    tool
+        docker, podman or another program that takes the same words.
+    push
+        Push the image when it is built.
+    """
+    from trainshed.errors import InputError
+
+    if (tag is None) == (venv is None):
+        raise InputError("name one thing to build", hint="write registry/name:tag, or --venv /shared/path")
+    if venv is not None:
+        return _build_environment(venv, on, python, out)
+    assert tag is not None
+    return _build_image(tag, base, out, tool, push)
+
+
+def _build_image(tag: str, base: str | None, out: Path | None, tool: str, push: bool) -> int:
+    import shutil
+    import subprocess
+    import tempfile
+
+    from trainshed.cli.console import reporter
+    from trainshed.errors import InputError
+    from trainshed.launch.packaging import DEFAULT_BASE_IMAGE, dockerfile, image_build_commands
+
+    text = dockerfile(base or DEFAULT_BASE_IMAGE)
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "Dockerfile").write_text(text, encoding="utf-8")
+        commands = image_build_commands(tag, str(out), tool=tool, push=push)
+        reporter().note("written; build it with\n" + "\n".join("  " + " ".join(each) for each in commands))
+        return 0
+    if shutil.which(tool) is None:
+        raise InputError(
+            f"there is no `{tool}` on this machine", where="--tool", hint="write --out DIR and build it elsewhere"
+        )
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "Dockerfile").write_text(text, encoding="utf-8")
+        for command in image_build_commands(tag, folder, tool=tool, push=push):
+            code = subprocess.run(command, check=False).returncode
+            if code:
+                return 1
+    reporter().note(f"built {tag}; write it into the cluster file, best by digest: `image: {tag}`")
+    return 0
+
+
+def _build_environment(venv: str, on: str | None, python: str, out: Path | None) -> int:
+    import subprocess
+
+    from trainshed.cli.console import reporter
+    from trainshed.launch.packaging import venv_script
+    from trainshed.recipe import load_cluster
+
+    script = venv_script(venv, python)
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "environment.sh").write_text(script, encoding="utf-8")
+        reporter().note(f"written; run it where the disk is: bash {out / 'environment.sh'}")
+        return 0
+    login = load_cluster(on).on_slurm.login if on is not None else None
+    command = ["ssh", "--", login, "bash", "-s"] if login else ["bash", "-s"]
+    code = subprocess.run(command, input=script.encode(), check=False).returncode
+    if code == 0:
+        reporter().note(f"made; write it into the cluster file: `slurm: {{venv: {venv}}}`")
+    return code
+
+
+storage_app = App(name="storage", help="The volume that a cluster's jobs share.")
+
+
+@storage_app.command
+def up(*overrides: str, on: str, dry_run: bool = False) -> int:
+    """Make the volumes that a cluster file describes (`volumes: [{pvc: …, create: {…}}]`); they are kept for good.
+
+    Parameters
+    ----------
+    overrides
+        Keys of the cluster file to change, as cluster.key=value.
+    on
+        The cluster file.
+    dry_run
+        Print what would be made, and make nothing.
+    """
+    import sys
+
+    from trainshed.cli.console import reporter
+    from trainshed.errors import InputError
+    from trainshed.launch.kubernetes.storage import apply_storage, storage_text
+    from trainshed.recipe import load_cluster, split_overrides
+
+    cluster = load_cluster(on, split_overrides(overrides)[1])
+    if cluster.target != "kubernetes":
+        raise InputError(
+            f"the nodes of a {cluster.target} cluster mount disks themselves", where=cluster.where("target")
+        )
+    text = storage_text(cluster)
+    for sentence in checkpoint_time_notes(cluster):
+        reporter().note(sentence)
+    if dry_run:
+        sys.stdout.write(text)
+        return 0
+    for made in apply_storage(cluster):
+        reporter().note(f"made {made}; it is kept whatever becomes of the jobs")
+    return 0
+
+
+def checkpoint_time_notes(cluster: Cluster) -> list[str]:
+    """Say how long checkpoints of known sizes take on the storage that a cluster names."""
+    from trainshed.catalog.machines import find_machine
+    from trainshed.catalog.models import model_preset
+    from trainshed.models.parameters import parameter_count
+    from trainshed.plan.budget.checkpoint_cost import checkpoint_cost
+    from trainshed.plan.budget.storage import cluster_storage
+    from trainshed.plan.layout import resolve_layout
+    from trainshed.plan.training_shape import hardware_of
+    from trainshed.recipe import Layout
+
+    if cluster.gpu_machine is None or cluster.storage is None:
+        return ["no storage is named for the plan (`storage: {tier: …}`): the time of a checkpoint is not known"]
+    machine, storage = find_machine(cluster.gpu_machine), cluster_storage(cluster)
+    hardware = hardware_of(machine)
+    said = []
+    for preset in ("llama3-8b", "llama3-70b", "gpt-175b"):
+        config = model_preset(preset)
+        layout = resolve_layout(Layout(shard="full"), config, world_size=cluster.nodes.default * machine.gpus)
+        cost = checkpoint_cost(parameter_count(config), layout, hardware, storage=storage, machine=machine)
+        if cost.write_seconds is not None:
+            size = cost.bytes / 1e9
+            said.append(f"a checkpoint of {preset} ({size:,.0f} GB) takes {cost.write_seconds / 60:.1f} minutes there")
+    return said

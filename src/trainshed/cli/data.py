@@ -1,0 +1,554 @@
+"""The verbs of `trainshed data`: text into token files, and a look inside."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from cyclopts import Parameter
+
+from trainshed.cli.console import Output
+
+if TYPE_CHECKING:
+    from trainshed.data.order import DataOrder
+    from trainshed.data.sampling.blend import SourceBudget
+    from trainshed.data.tokenize.tokenizer import Tokenizer
+    from trainshed.data.tokens.inspect import TokenInspection
+
+
+def fetch(
+    src: str,
+    dst: str,
+    *,
+    include: Annotated[list[str] | None, Parameter(negative="")] = None,
+    exclude: Annotated[list[str] | None, Parameter(negative="")] = None,
+    limit: int | None = None,
+    task: str | None = None,
+    workers: int = 16,
+    output: Annotated[Output, Parameter(name=["--output", "-o"])] = "text",
+) -> int:
+    """Copy a corpus into a store: parallel, checksummed, and moving only what is missing when run again.
+
+    The copy is complete when DST/.trainshed/manifest.json is there; killed at any moment, the same command goes on
+    where it stopped.
+
+    Parameters
+    ----------
+    src
+        A file, folder or glob in any store (hf://datasets/org/name[@revision], s3://…, gs://…, az://…, a path), one
+        URL, or @FILE: a text file, local or remote, with one URL per line.
+    dst
+        The folder to copy into, local or in a bucket.
+    include
+        Copy only what matches this glob; may be repeated. Without a slash it is about file names.
+    exclude
+        Leave out what matches this glob; may be repeated.
+    limit
+        Copy only the first N files, in the order of their paths.
+    task
+        Copy only part i of N (i from 0): for Slurm arrays and Kubernetes indexed jobs.
+    workers
+        How many files to copy at a time.
+    output
+        Report as text or json.
+    """
+    from trainshed.cli.console import parse_task, report_copy, reporter
+    from trainshed.storage import copy_tree
+
+    result = copy_tree(
+        src,
+        dst,
+        include=include or (),
+        exclude=exclude or (),
+        limit=limit,
+        task=parse_task(task) if task else None,
+        workers=workers,
+        reporter=reporter(),
+    )
+    report_copy(result, "trainshed.data.fetch/1", output)
+    return 0
+
+
+def prepare(
+    *,
+    inputs: Annotated[list[str], Parameter(name=["--input", "-i"], consume_multiple=True, negative="")],
+    tokenizer: str,
+    output: Annotated[str, Parameter(name="--output")],
+    key: str = "text",
+    shards: int | None = None,
+    task: str | None = None,
+    workers: int | None = None,
+    eod: Annotated[str | None, Parameter(negative="")] = None,
+    no_eod: Annotated[bool, Parameter(negative="")] = False,
+    bos: Annotated[bool, Parameter(negative="")] = False,
+    on_bad_line: Literal["stop", "skip"] = "stop",
+    format: Literal["jsonl", "json", "csv", "tsv", "parquet", "text"] | None = None,
+    documents: Literal["file", "line", "blank-line"] = "file",
+    encoder: Literal["auto", "gigatoken", "tokenizers"] = "auto",
+    overwrite: Annotated[bool, Parameter(negative="")] = False,
+    output_format: Annotated[Output, Parameter(name="-o")] = "text",
+) -> int:
+    """Turn text into `PREFIX.bin`, `PREFIX.idx` and `PREFIX.manifest.json`, readable by Megatron.
+
+    Killed at any moment, the same command goes on where it stopped; run again, it does only what is missing or has
+    changed. The bytes do not depend on the number of workers.
+
+    Parameters
+    ----------
+    inputs
+        Files, folders or globs, local or in any store: .jsonl, .csv, .tsv, .txt, .md (also as .gz or .zst), .parquet.
+    tokenizer
+        A tokenizer folder or tokenizer.json (local or any store), or a Hub id such as org/name.
+    output
+        The PREFIX to write to, local or in any store.
+    key
+        The JSON key or the column that holds the text.
+    shards
+        Write this many pairs of files, PREFIX-00000-of-00072.bin and so on (default 1, or N with --task i/N).
+    task
+        Do only the shards of task i of N (i from 0): for Slurm arrays and Kubernetes indexed jobs.
+    workers
+        How many cores to use (default: all; for a few megabytes one). Up to four are threads, more are processes.
+    eod
+        The token that ends a document (default: the tokenizer's end-of-sequence token).
+    no_eod
+        Do not end documents with a token: they then run together.
+    bos
+        Begin each document with the tokenizer's beginning-of-sequence token.
+    on_bad_line
+        Stop at a line that holds no document, or skip and count it.
+    format
+        What the files hold, where their names do not tell; json is one array, jsonl one object a line.
+    documents
+        Plain text: one document per file, per line, or between blank lines.
+    encoder
+        Which library encodes; auto takes the fast one where it is proven equal.
+    overwrite
+        Make shards anew that exist and were made with another tokenizer or other options.
+    output_format
+        Report as text or json.
+    """
+    from trainshed.cli.console import human, parse_task, print_report, reporter
+    from trainshed.data.text.corpus import assign_shards, find_inputs
+    from trainshed.data.tokenize.workers import default_workers, prestart_workers
+    from trainshed.errors import InputError
+
+    if eod is not None and no_eod:
+        raise InputError("--eod and --no-eod contradict each other", hint="write one of them")
+    report = reporter()
+    part = parse_task(task) if task else None
+    for flag, number in (("--shards", shards), ("--workers", workers)):
+        if number is not None and number < 1:
+            raise InputError(f"{flag} {number} is less than one", hint=f"write {flag} 1 or more, or leave it out")
+    shards = shards or (part[1] if part else 1)
+    if part and part[1] > shards:
+        raise InputError(
+            f"--task {task}: {part[1]} tasks cannot share {shards} shards",
+            hint="write --shards with at least as many shards as tasks",
+        )
+    pieces = find_inputs(
+        inputs, key=key, kind=format, documents="blank_line" if documents == "blank-line" else documents
+    )
+    workers = workers or default_workers(pieces)
+    prestart_workers(workers)
+    from trainshed.data.prepare import ShardJob, TokenizeConfig
+    from trainshed.data.prepare import prepare as prepare_shards
+    from trainshed.data.tokenize.tokenizer import load_tokenizer
+    from trainshed.data.tokens.manifest import combine_manifests, write_set_manifest
+    from trainshed.data.tokens.token_files import refuse_other_shards, shard_name
+
+    loaded = load_tokenizer(tokenizer)
+    how = TokenizeConfig(
+        tokenizer=loaded,
+        eod=None if no_eod else loaded.end_of_document(eod),
+        bos=loaded.beginning_of_document() if bos else None,
+        on_bad_line=on_bad_line,
+        encoder=encoder,
+    )
+    report.note(
+        f"tokenizer: {loaded.address}, {loaded.vocab_size:,} tokens stored as {how.dtype}; "
+        + (f"documents end with {how.eod.text} ({how.eod.id})" if how.eod else "documents end with no token")
+        + (f" and begin with {how.bos.text} ({how.bos.id})" if how.bos else "")
+    )
+    refuse_other_shards(output, shards)
+    jobs = [
+        ShardJob(shard_name(output, number, shards), tuple(assigned))
+        for number, assigned in enumerate(assign_shards(pieces, shards))
+        if part is None or number % part[1] == part[0]
+    ]
+    done = prepare_shards(jobs, how, workers=workers, overwrite=overwrite, reporter=report)
+    whole = write_set_manifest(output, shards)
+    total = combine_manifests(done.manifests)
+    if total.counts.documents == 0:
+        report.warn(f"no documents: {len(pieces)} files hold none")
+    for example in total.counts.bad_line_examples[:5]:
+        report.warn(f"skipped {example}")
+    data = {
+        "schema": "trainshed.data.prepare/1",
+        "prefix": output,
+        "shards": shards,
+        "made": done.made,
+        "reused": done.reused,
+        "complete": whole is not None,
+        "encoder": total.encoder,
+        "documents": total.counts.documents,
+        "empty_documents": total.counts.empty_documents,
+        "tokens": total.counts.tokens,
+        "text_bytes": total.counts.text_bytes,
+        "bad_lines": total.counts.bad_lines,
+        "files": [file.path for file in total.files],
+    }
+    text = (
+        f"{output}: {total.counts.documents:,} documents, {total.counts.tokens:,} tokens "
+        f"from {human(total.counts.text_bytes, 'B')} of text"
+        + (f", {total.counts.bad_lines:,} bad lines skipped" if total.counts.bad_lines else "")
+        + (f"; {done.made} of {shards} shards made, {done.reused} already there" if shards > 1 or done.reused else "")
+        + ("" if whole else "; other tasks have shards to make")
+    )
+    print_report(data, output_format, text)
+    return 0
+
+
+_HISTOGRAM_CELLS = 40
+
+
+def inspect(
+    prefix: str,
+    *,
+    tokenizer: str | None = None,
+    samples: int = 3,
+    output: Annotated[Output, Parameter(name=["-o", "--output"])] = "text",
+) -> int:
+    """Show what token files hold: counts, document lengths, special tokens, and some of the text.
+
+    Parameters
+    ----------
+    prefix
+        PREFIX of PREFIX.bin and PREFIX.idx, or of a set of shards.
+    tokenizer
+        Decode samples with this tokenizer (default: where the manifest says it was found).
+    samples
+        How many documents to show the beginning of.
+    output
+        Report as text or json.
+    """
+    from trainshed.cli.console import print_report, reporter
+    from trainshed.data.tokenize.tokenizer import load_tokenizer
+    from trainshed.data.tokens.inspect import inspect_tokens as inspect_files
+    from trainshed.data.tokens.manifest import read_token_manifest
+    from trainshed.data.tokens.token_files import shard_prefixes
+    from trainshed.errors import TrainshedError
+
+    report = reporter()
+    loaded: Tokenizer | None = None
+    if tokenizer:
+        loaded = load_tokenizer(tokenizer)
+    elif manifest := read_token_manifest(shard_prefixes(prefix)[0]):
+        try:
+            loaded = load_tokenizer(manifest.tokenizer)
+        except TrainshedError as error:
+            report.warn(f"cannot decode: {error.what} ({manifest.tokenizer}); write --tokenizer")
+    found = inspect_files(prefix, tokenizer=loaded, samples=samples, reporter=report)
+    data = {"schema": "trainshed.data.tokens.inspect/1", **asdict(found)}
+    data["histogram"] = {str(bucket): count for bucket, count in found.histogram.items()}
+    print_report(data, output, _inspection_text(found))
+    return 0
+
+
+def _inspection_text(found: TokenInspection) -> str:
+    from trainshed.cli.console import human
+
+    lines = [
+        f"{found.prefix}  ({found.shards} {'file' if found.shards == 1 else 'shards'}, {found.dtype}, "
+        f"{human(found.file_bytes, 'B')})",
+        f"  documents   {found.documents:>15,}"
+        + (f"   ({found.empty_documents:,} empty)" if found.empty_documents else ""),
+        f"  tokens      {found.tokens:>15,}   largest id {found.largest_id:,}",
+    ]
+    if found.bytes_per_token is not None:
+        lines.append(f"  bytes/token {found.bytes_per_token:>15.2f}")
+    if found.eod:
+        inside = f", {found.eod_inside_documents:,} inside documents" if found.eod_inside_documents else ""
+        lines.append(f"  EOD         {found.eod_count:>15,}   {found.eod['text']} ({found.eod['id']}){inside}")
+    if found.bos:
+        lines.append(f"  BOS         {found.bos_count:>15,}   {found.bos['text']} ({found.bos['id']})")
+    lines.append(
+        f"  length      {found.mean_length:>15,.1f}   tokens a document, shortest {found.shortest:,}, "
+        f"longest {found.longest:,}"
+    )
+    lines += ["", "  tokens a document", *_histogram(found.histogram)]
+    for sample in found.samples:
+        text = sample.text if sample.text is not None else " ".join(map(str, sample.ids))
+        shown = text.replace("\n", "⏎")[:200]
+        lines += ["", f"  document {sample.document:,} ({sample.tokens:,} tokens)", f"    {shown}"]
+    return "\n".join(lines)
+
+
+def _histogram(histogram: dict[int, int]) -> list[str]:
+    """Bars over powers of two, with eighths of a character."""
+    if not histogram:
+        return ["    (none)"]
+    most = max(histogram.values())
+    lines = []
+    for bucket in range(min(histogram), max(histogram) + 1):
+        count = histogram.get(bucket, 0)
+        eighths = round(count / most * _HISTOGRAM_CELLS * 8)
+        bar = "█" * (eighths // 8) + (" ▏▎▍▌▋▊▉"[eighths % 8] if eighths % 8 else "")
+        if count and not bar:
+            bar = "▏"
+        lines.append(f"    {2**bucket:>10,} – {2 ** (bucket + 1) - 1:<10,} {count:>12,}  {bar}".rstrip())
+    return lines
+
+
+def verify(
+    prefix: str, *, tokenizer: str | None = None, output: Annotated[Output, Parameter(name=["-o", "--output"])] = "text"
+) -> int:
+    """Prove token files: structure, bounds, token range, end-of-document tokens, and the hashes of their manifest.
+
+    Finds truncation and single flipped bits. Exit code 1 if anything is wrong.
+
+    Parameters
+    ----------
+    prefix
+        PREFIX of PREFIX.bin and PREFIX.idx, or of a set of shards.
+    tokenizer
+        Check the token range against this tokenizer (default: what the manifest says).
+    output
+        Report as text or json.
+    """
+    from trainshed.cli.console import print_report, reporter
+    from trainshed.data.tokenize.tokenizer import load_tokenizer
+    from trainshed.data.tokens.verify import verify_tokens as verify_files
+
+    verdicts = verify_files(prefix, tokenizer=load_tokenizer(tokenizer) if tokenizer else None, reporter=reporter())
+    passed = all(verdict.passed for verdict in verdicts)
+    data = {
+        "schema": "trainshed.data.tokens.verify/1",
+        "prefix": prefix,
+        "passed": passed,
+        "shards": [
+            {
+                "prefix": verdict.prefix,
+                "passed": verdict.passed,
+                "documents": verdict.documents,
+                "tokens": verdict.tokens,
+                "checked": verdict.checked,
+                "problems": verdict.problems,
+            }
+            for verdict in verdicts
+        ],
+    }
+    lines = []
+    for verdict in verdicts:
+        word = "proven" if verdict.passed else "WRONG"
+        lines.append(f"{word}  {verdict.prefix}: {verdict.documents:,} documents, {verdict.tokens:,} tokens")
+        lines.append(f"        checked: {', '.join(verdict.checked) or 'nothing could be'}")
+        if "manifest" not in verdict.checked:
+            lines.append("        no manifest: the bytes were not compared with those that were made")
+        lines += [f"        {problem}" for problem in verdict.problems]
+    print_report(data, output, "\n".join(lines))
+    return 0 if passed else 1
+
+
+def merge(
+    *prefixes: str,
+    output: Annotated[str, Parameter(name="--output")],
+    overwrite: Annotated[bool, Parameter(negative="")] = False,
+    output_format: Annotated[Output, Parameter(name="-o")] = "text",
+) -> int:
+    """Concatenate token files, in the order given, into one PREFIX.bin and PREFIX.idx.
+
+    The bytes are those of preparing everything into one file. Memory does not grow with the files; killed
+    at any moment, the same command can be run again.
+
+    Parameters
+    ----------
+    prefixes
+        PREFIX of PREFIX.bin and PREFIX.idx, or of a set of shards (all of them, in order).
+    output
+        The PREFIX to write to.
+    overwrite
+        Replace the output if it exists.
+    output_format
+        Report as text or json.
+    """
+    from trainshed.cli.console import print_report, reporter
+    from trainshed.data.tokens.merge import merge_tokens as merge_files
+
+    header = merge_files(prefixes, output, overwrite=overwrite, reporter=reporter())
+    data = {
+        "schema": "trainshed.data.tokens.merge/1",
+        "prefix": output,
+        "inputs": list(prefixes),
+        "documents": header.documents,
+        "sequences": header.sequences,
+        "dtype": str(header.dtype),
+    }
+    print_report(data, output_format, f"{output}: {header.documents:,} documents, stored as {header.dtype}")
+    return 0
+
+
+def blend(
+    recipe: str,
+    *overrides: str,
+    on: str = "local",
+    output: Annotated[Output, Parameter(name=["-o", "--output"])] = "text",
+) -> int:
+    """Show how many samples, tokens and epochs of each source a recipe's run will see.
+
+    The recipe's data must be prepared (`trainshed run RECIPE`); nothing is made or changed.
+
+    Parameters
+    ----------
+    recipe
+        A recipe file, or the name of a shipped one.
+    overrides
+        Keys to change, as key.sub=value (train.steps=100).
+    on
+        The cluster file that says where the store is.
+    output
+        Report as text or json.
+    """
+    from trainshed.cli.console import print_report
+    from trainshed.recipe import load_cluster, load_recipe, split_overrides
+    from trainshed.workflow import open_run
+
+    for_recipe, for_cluster = split_overrides(overrides)
+    run = open_run(load_recipe(recipe, for_recipe), load_cluster(on, for_cluster))
+    budgets = run.order.budget(run.steps)
+    sizes = [source.tokens for source in run.order.sources]
+    data = {
+        "schema": "trainshed.data.sampling.blend/1",
+        "steps": run.steps,
+        "samples": sum(budget.samples for budget in budgets),
+        "sequence_length": run.order.sequence_length,
+        "sources": [asdict(budget) | {"source_tokens": size} for budget, size in zip(budgets, sizes, strict=True)],
+    }
+    print_report(data, output, _blend_table(run.steps, budgets, sizes))
+    return 0
+
+
+def _blend_table(steps: int, budgets: list[SourceBudget], sizes: list[int | None]) -> str:
+    rows = [("source", "tokens", "weight", "samples", "tokens drawn", "epochs")]
+    for budget, size in zip(budgets, sizes, strict=True):
+        rows.append(
+            (
+                budget.name,
+                "endless" if size is None else f"{size:,}",
+                f"{budget.weight:.2%}",
+                f"{budget.samples:,}",
+                f"{budget.tokens:,}",
+                "none" if budget.epochs is None else f"{budget.epochs:.2f}",
+            )
+        )
+    samples, tokens = sum(budget.samples for budget in budgets), sum(budget.tokens for budget in budgets)
+    rows.append((f"{steps:,} steps", "", "", f"{samples:,}", f"{tokens:,}", ""))
+    widths = [max(len(row[column]) for row in rows) for column in range(6)]
+    lines = []
+    for name, *figures in rows:
+        cells = [figure.rjust(width) for figure, width in zip(figures, widths[1:], strict=True)]
+        lines.append("  ".join([name.ljust(widths[0]), *cells]).rstrip())
+    return "\n".join(lines)
+
+
+def batch(
+    recipe: str,
+    *overrides: str,
+    step: int,
+    rows: int = 2,
+    on: str = "local",
+    output: Annotated[Output, Parameter(name=["-o", "--output"])] = "text",
+) -> int:
+    """Show what one step trains on: for its first rows the source, epoch, documents and text.
+
+    The recipe's data must be prepared (`trainshed run RECIPE`); nothing is made or changed.
+
+    Parameters
+    ----------
+    recipe
+        A recipe file, or the name of a shipped one.
+    overrides
+        Keys to change, as key.sub=value (data.skip=[[4096,8192]]).
+    step
+        The step, counted from 1 as on the screen.
+    rows
+        How many rows of the batch to show.
+    on
+        The cluster file that says where the store is.
+    output
+        Report as text or json.
+    """
+    from trainshed.cli.console import print_report
+    from trainshed.errors import InputError
+    from trainshed.recipe import load_cluster, load_recipe, split_overrides
+    from trainshed.workflow import open_run
+
+    if step < 1:
+        raise InputError(
+            f"there is no step {step}: steps count from 1", where="--step", hint="write --step 1 for the first"
+        )
+    if rows < 0:
+        raise InputError(f"there are no {rows} rows", where="--rows", hint="write --rows 0 or more")
+    for_recipe, for_cluster = split_overrides(overrides)
+    run = open_run(load_recipe(recipe, for_recipe), load_cluster(on, for_cluster))
+    if step > run.steps:
+        raise InputError(
+            f"the run has {run.steps:,} steps; step {step} is not one of them",
+            where="--step",
+            hint=f"write --step {run.steps} for the last",
+        )
+    index = step - 1
+    samples = run.order.sample_indices(index)
+    shown = _batch_rows(run.order, index, min(rows, len(samples)), run.tokenizer)
+    data = {
+        "schema": "trainshed.data.batch/1",
+        "step": step,
+        "consumed": run.order.consumed(index),
+        "batch": len(samples),
+        "first_sample": int(samples[0]),
+        "last_sample": int(samples[-1]),
+        "hash": run.order.batch_hash(index),
+        "rows": shown,
+    }
+    head = (
+        f"step {step:,}: {len(samples):,} samples ({samples[0]:,} to {samples[-1]:,}) of "
+        f"{run.order.sequence_length + 1:,} tokens, hash {data['hash']}"
+    )
+    print_report(data, output, "\n".join([head, *(_batch_row_text(row) for row in shown)]))
+    return 0
+
+
+def _batch_rows(order: DataOrder, index: int, rows: int, tokenizer: Tokenizer | None) -> list[dict[str, Any]]:
+    samples = order.sample_indices(index, 0, rows)
+    place = order.locate(samples)
+    tokens = order.rows(index, 0, rows)
+    found: list[dict[str, Any]] = []
+    for row in range(rows):
+        source = order.sources[place.source[row]]
+        epoch, window = int(place.epoch[row]), int(place.window[row])
+        found.append(
+            {
+                "row": row,
+                "sample": int(samples[row]),
+                "source": source.name,
+                "epoch": epoch,
+                "window": window,
+                "documents": [asdict(piece) for piece in source.pieces(epoch, window)],
+                "text": tokenizer.decode(tokens[row].tolist()) if tokenizer else None,
+                "tokens": tokens[row].tolist(),
+            }
+        )
+    return found
+
+
+def _batch_row_text(row: dict[str, Any]) -> str:
+    place = f"{row['source']}, epoch {row['epoch']}, window {row['window']:,}"
+    lines = [f"\nrow {row['row']}: sample {row['sample']:,} = {place}"]
+    for piece in row["documents"]:
+        lines.append(
+            f"  tokens {piece['column']:,} to {piece['column'] + piece['tokens'] - 1:,}: "
+            f"{piece['file']} document {piece['document']:,} from token {piece['offset']:,}"
+        )
+    content = row["text"] if row["text"] is not None else " ".join(map(str, row["tokens"]))
+    lines += [f"  | {line}" for line in content.splitlines()]
+    return "\n".join(lines)

@@ -1,0 +1,427 @@
+"""The verbs of `trainshed model`: weights fetched, converted with a proof, compared, inspected, merged."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from cyclopts import Parameter
+
+from trainshed.cli.console import Output
+
+if TYPE_CHECKING:
+    from trainshed.checkpoints.convert.convert import Conversion
+    from trainshed.checkpoints.inspection import WeightsInspection
+    from trainshed.checkpoints.prove.compare import WeightsComparison
+    from trainshed.checkpoints.prove.logits import PromptBatch
+    from trainshed.checkpoints.weights import Weights
+
+
+# The same weights a second time, as the authors' own code reads them (Llama, Mistral); the seeds leave them out too.
+_ORIGINAL_WEIGHTS = "original"
+
+
+def fetch(
+    src: str,
+    dst: str,
+    *,
+    include: Annotated[list[str] | None, Parameter(negative="")] = None,
+    exclude: Annotated[list[str] | None, Parameter(negative="")] = None,
+    task: str | None = None,
+    workers: int = 16,
+    output: Annotated[Output, Parameter(name=["--output", "-o"])] = "text",
+) -> int:
+    """Copy a model into a store: its revision pinned, checksummed, and moving only what is missing when run again.
+
+    The copy is complete when DST/.trainshed/manifest.json is there; killed at any moment, the same command goes on
+    where it stopped. `original/*`, the weights in their authors' own format, is left out unless --include names it.
+
+    Parameters
+    ----------
+    src
+        A folder in any store (hf://org/name[@revision], s3://…, gs://…, az://…, a path).
+    dst
+        The folder to copy into, local or in a bucket.
+    include
+        Copy only what matches this glob; may be repeated. Without a slash it is about file names.
+    exclude
+        Leave out what matches this glob; may be repeated.
+    task
+        Copy part i of N, written i/N and counted from 0: for Slurm arrays and Kubernetes indexed jobs.
+    workers
+        How many files to copy at a time.
+    output
+        Report as text or json.
+    """
+    from trainshed.cli.console import parse_task, report_copy, reporter
+    from trainshed.storage import copy_tree
+
+    result = copy_tree(
+        src,
+        dst,
+        include=include or (),
+        exclude=_excluded_patterns(include or (), exclude or ()),
+        task=parse_task(task) if task else None,
+        workers=workers,
+        reporter=reporter(),
+    )
+    report_copy(result, "trainshed.model.fetch/1", output)
+    return 0
+
+
+def _excluded_patterns(include: Sequence[str], exclude: Sequence[str]) -> list[str]:
+    asked_for = any(pattern.strip("/").partition("/")[0] == _ORIGINAL_WEIGHTS for pattern in include)
+    return [*exclude, *([] if asked_for else [f"{_ORIGINAL_WEIGHTS}/**"])]
+
+
+def convert(
+    src: str,
+    dst: str,
+    *,
+    to: Literal["hf", "native", "megatron"],
+    format: Literal["torch", "torch_dist"] | None = None,
+    tp: int = 1,
+    pp: int = 1,
+    vp: int = 1,
+    ep: int = 1,
+    etp: int | None = None,
+    spec: Literal["te", "local"] | None = None,
+    vocab_divisible_by: int | None = None,
+    vocab_size: int | None = None,
+    dtype: Literal["bf16", "fp32"] | None = None,
+    tokenizer: str | None = None,
+    logits: bool = True,
+    workers: int = 4,
+    scratch: Path | None = None,
+    output: Annotated[Output, Parameter(name=["--output", "-o"])] = "text",
+) -> int:
+    """Convert weights between Hugging Face, Megatron and native checkpoints, and prove that nothing changed.
+
+    The format of SRC is found by its files. DST appears when it is complete and proven: every tensor is read back and
+    compared bit by bit, the logits are compared, and the verdict is stored as DST/verdict.json. Killed at any moment,
+    the same command goes on where it stopped. Exit code 1 if the proof fails.
+
+    Parameters
+    ----------
+    src
+        The weights: a folder for transformers, a Megatron checkpoint, a run's folder (its latest checkpoint) or one of
+        its checkpoints; a path, or an address in any store (hf://org/name[@revision], s3://…).
+    dst
+        The folder to make, local or in a bucket.
+    to
+        The format to write.
+    format
+        Megatron's: torch_dist (the default; reads on every layout) or the legacy torch (cut for one layout).
+    tp
+        Tensor-parallel size of Megatron's legacy files.
+    pp
+        Pipeline-parallel size of Megatron's legacy files.
+    vp
+        Virtual pipeline stages per rank of Megatron's legacy files.
+    ep
+        Expert-parallel size of Megatron's legacy files.
+    etp
+        Expert-tensor-parallel size of Megatron's legacy files (default: tp, as Megatron has it).
+    spec
+        Which layers of Megatron's will load it: te (Transformer Engine, the default) or local.
+    vocab_divisible_by
+        Megatron's --make-vocab-size-divisible-by: what its vocabulary is padded to (default: 128).
+    vocab_size
+        The true vocabulary of a Megatron source whose args do not say it.
+    dtype
+        Cast the weights (default: as they are stored).
+    tokenizer
+        A folder in any store whose tokenizer and chat template go with the weights (default: the source's own).
+    logits
+        Compare logits too, besides every tensor.
+    workers
+        How many files to write at a time.
+    scratch
+        Where a target in a bucket is made before it is uploaded (default: the system's temporary folder).
+    output
+        Report as text or json.
+    """
+    import os
+
+    from trainshed.checkpoints.formats import TargetFormat
+    from trainshed.cli.console import print_report, reporter
+    from trainshed.errors import MissingExtra
+
+    target = TargetFormat(to, format, tp, pp, vp, ep, etp, spec, vocab_divisible_by)
+    # PyTorch reads it when it is loaded: large tensors in huge pages, without which half the time goes to page faults.
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+    try:
+        from trainshed.checkpoints.convert.convert import convert_weights
+    except ImportError as error:
+        if error.name != "torch":
+            raise
+        raise MissingExtra.named("train", "converting weights") from None
+    made = convert_weights(
+        src,
+        dst,
+        target,
+        dtype=dtype,
+        tokenizer=tokenizer,
+        vocab_size=vocab_size,
+        logits=logits,
+        workers=workers,
+        scratch=scratch,
+        reporter=reporter(),
+    )
+    print_report(_conversion_report(made), output, _conversion_text(made))
+    return 0 if made.verdict.passed else 1
+
+
+def _conversion_report(made: Conversion) -> dict[str, object]:
+    from dataclasses import asdict
+
+    return {"schema": "trainshed.model.convert/1", **asdict(made)}
+
+
+def _conversion_text(made: Conversion) -> str:
+    from trainshed.cli.console import human
+
+    kept = f", {made.kept} from an earlier start" if made.kept else ""
+    lines = [
+        f"{made.family}, {made.parameters:,} parameters in {made.dtype}: {made.units} files of weights{kept}, "
+        f"{human(made.bytes, 'B')}",
+        f"from     {made.source} ({made.source_format})",
+        f"to       {made.target} ({made.format})",
+        *made.verdict.words(),
+        "verdict  " + ("passed" if made.verdict.passed else "FAILED"),
+    ]
+    return "\n".join(lines)
+
+
+SHOWN_DIFFERENCES = 20
+
+
+def compare(
+    a: str,
+    b: str,
+    *,
+    logits: Annotated[bool, Parameter(negative="")] = False,
+    prompts: Path | None = None,
+    tokenizer: str | None = None,
+    workers: int = 4,
+    output: Annotated[Output, Parameter(name=["-o", "--output"])] = "text",
+) -> int:
+    """Compare two models, each in any format: tensors and shapes, dtypes, architecture, every value.
+
+    With --logits both also answer the same tokens: Hugging Face weights through transformers and Megatron's through
+    megatron-core, where these are installed, all others through our decoder, layer by layer. The report says who
+    answered for each side. Exit code 0 if they are equal, 1 if they differ.
+
+    Parameters
+    ----------
+    a
+        A folder for transformers, a Megatron checkpoint, a run's folder (its latest checkpoint) or one of its
+        checkpoints.
+    b
+        The other one.
+    logits
+        Compare what they answer too: cosine, largest error, greedy tokens, and where they part.
+    prompts
+        A text file with one prompt a line, in place of fixed token ids; asks for --logits.
+    tokenizer
+        The tokenizer of the prompts (default: the one beside A, else beside B).
+    workers
+        How many boxes of a tensor to compare at a time.
+    output
+        Report as text or json.
+    """
+    from trainshed.checkpoints.formats import open_weights
+    from trainshed.cli.console import print_report, reporter
+    from trainshed.errors import InputError, MissingExtra
+
+    if prompts is not None and not logits:
+        raise InputError("--prompts are for --logits", hint="write --logits as well")
+    if workers < 1:
+        raise InputError(f"--workers {workers} is less than one", hint="write --workers 1 or more")
+    try:
+        from trainshed.checkpoints.prove.compare import compare_weights
+    except ImportError as error:
+        if error.name != "torch":
+            raise
+        raise MissingExtra.named("train", "comparing weights") from None
+    report = reporter()
+    with open_weights(a, reporter=report) as one, open_weights(b, reporter=report) as two:
+        asked = _read_prompts(prompts, tokenizer, (a, b), one, two) if prompts is not None else None
+        found = compare_weights(one, two, workers=workers, reporter=report)
+        answered = _logits_report(one, two, asked, report) if logits else None
+    equal = found.equal and (answered is None or answered.get("passed", False))
+    data = {
+        "schema": "trainshed.model.compare/1",
+        "a": a,
+        "b": b,
+        "equal": equal,
+        "tensors": found.to_plain(),
+        "logits": answered,
+    }
+    print_report(data, output, _comparison_text(found, answered, equal=equal))
+    return 0 if equal else 1
+
+
+def _logits_report(one: Weights, two: Weights, asked: PromptBatch | None, report: Any) -> dict[str, Any]:
+    from trainshed.checkpoints.prove.logits import LogitsNotRun, PromptBatch, compare_logits
+
+    answers = compare_logits(one, two, asked or PromptBatch.probe(one.config.vocab_size), reporter=report)
+    return answers.to_plain() if isinstance(answers, LogitsNotRun) else answers.comparison.to_plain()
+
+
+def _read_prompts(file: Path, tokenizer: str | None, sides: tuple[str, str], one: Weights, two: Weights) -> PromptBatch:
+    """The prompts of a file as token ids."""
+    from trainshed.checkpoints.formats import detect_format
+    from trainshed.checkpoints.inspection import tokenizer_address
+    from trainshed.checkpoints.prove.logits import PromptBatch
+    from trainshed.data.tokenize.tokenizer import load_tokenizer
+    from trainshed.errors import InputError, NotFound, TokenizerError
+
+    try:
+        lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except FileNotFoundError:
+        raise NotFound("there is no such file", where=str(file)) from None
+    if not lines:
+        raise InputError("there are no prompts", where=str(file), hint="write one a line")
+    places = [tokenizer] if tokenizer else [tokenizer_address(side, detect_format(side)) for side in sides]
+    for place in places:
+        try:
+            backend = load_tokenizer(place).backend
+        except TokenizerError:
+            if place == places[-1]:
+                raise
+            continue
+        rows = [backend.encode(line).ids for line in lines]
+        return PromptBatch.of(rows, min(one.config.vocab_size, two.config.vocab_size))
+    raise AssertionError("unreachable")
+
+
+def _comparison_text(found: WeightsComparison, answered: dict[str, Any] | None, *, equal: bool) -> str:
+    from trainshed.checkpoints.prove.verdict import describe_logits
+
+    same = found.compared - len(found.differences)
+    lines = [
+        f"{'equal' if equal else 'DIFFERENT'}: {same:,} of {found.compared:,} tensors the same, {found.elements:,} "
+        "weights compared",
+        f"  dtypes  {', '.join(found.dtypes_a)} and {', '.join(found.dtypes_b)}",
+    ]
+    words = list(found.words())
+    lines += [f"  {line}" for line in words[:SHOWN_DIFFERENCES]]
+    if len(words) > SHOWN_DIFFERENCES:
+        lines.append(f"  and {len(words) - SHOWN_DIFFERENCES} more (-o json lists all)")
+    if answered is not None:
+        lines.append(f"  logits  {describe_logits(answered)}")
+    return "\n".join(lines)
+
+
+SHOWN_FILES = 12
+
+
+def inspect(
+    path: str, *, on: str = "local", output: Annotated[Output, Parameter(name=["-o", "--output"])] = "text"
+) -> int:
+    """Show what weights are: format, family, parameters of each part, dtype, vocabulary, layout, files, verdict.
+
+    Looks at headers and manifests; only Megatron's checkpoints need torch for that.
+
+    Parameters
+    ----------
+    path
+        A folder for transformers, a Megatron checkpoint, a run (its name, name/id, folder or recipe file: the latest
+        checkpoint) or one of its checkpoints.
+    on
+        The cluster file whose store is looked through for the name of a run.
+    output
+        Report as text or json.
+    """
+    from trainshed.checkpoints.inspection import inspect_weights
+    from trainshed.cli.console import print_report
+    from trainshed.cli.lookup import checkpoint_address
+
+    found = inspect_weights(checkpoint_address(path, on))
+    print_report({"schema": "trainshed.model.inspect/1", **found.to_plain()}, output, _inspection_text(found))
+    return 0
+
+
+def _inspection_text(found: WeightsInspection) -> str:
+    from trainshed.cli.console import human
+
+    config = found.config
+    lines = [
+        f"{found.address}  ({found.format}, {human(found.bytes, 'B')} in {len(found.files)} files)",
+        f"  family      {config.family}: {config.layers} layers, hidden {config.hidden:,}, {config.heads} heads "
+        f"({config.kv_heads} for keys and values)",
+        f"  dtype       {', '.join(found.dtypes)}",
+        f"  vocabulary  {_vocabulary(found)}",
+        f"  parameters  {found.parameters:>18,}",
+    ]
+    for part, count in found.parts.items():
+        tied = " (and head: they are one)" if part == "embedding" and config.tied_embeddings else ""
+        lines.append(f"    {part:<10}{count:>18,}  {count / found.parameters:>6.1%}{tied}")
+    if found.step is not None:
+        lines.append(f"  step        {found.step:,}")
+    if found.layout is not None:
+        lines.append(f"  layout      {', '.join(f'{key} {size}' for key, size in found.layout.items())}")
+    lines.append("  files")
+    lines += [f"    {human(file.bytes, 'B'):>10}  {file.path}" for file in found.files[:SHOWN_FILES]]
+    if len(found.files) > SHOWN_FILES:
+        lines.append(f"    and {len(found.files) - SHOWN_FILES} more")
+    if found.verdict is None:
+        lines.append("  verdict     none: these weights were not converted here")
+    else:
+        lines.append(f"  verdict     {'passed' if found.verdict.passed else 'FAILED'}")
+        lines += [f"    {line}" for line in found.verdict.words()]
+    return "\n".join(lines)
+
+
+def _vocabulary(found: WeightsInspection) -> str:
+    rows = f"{found.config.vocab_size:,}"
+    if found.padded_vocab_size != found.config.vocab_size:
+        rows += f", padded to {found.padded_vocab_size:,} rows"
+    return rows if found.tokens is None else f"{rows}; the tokenizer knows {found.tokens:,} tokens"
+
+
+def merge(
+    base: str,
+    adapter: str,
+    out: str,
+    *,
+    output: Annotated[Output, Parameter(name=["-o", "--output"])] = "text",
+) -> int:
+    """Merge a PEFT LoRA adapter into Hugging Face weights: the weights that PEFT's own merge_and_unload gives.
+
+    Goes through the base shard by shard, in the memory of one tensor. OUT appears when it is complete; killed at any
+    moment, the same command goes on where it stopped.
+
+    Parameters
+    ----------
+    base
+        The folder of the base model, as transformers saves it.
+    adapter
+        The folder with adapter_config.json and adapter_model.safetensors.
+    out
+        The folder to make.
+    output
+        Report as text or json.
+    """
+    from trainshed.checkpoints.formats import local_folder
+    from trainshed.cli.console import human, print_report, reporter
+    from trainshed.errors import MissingExtra
+
+    try:
+        from trainshed.checkpoints.lora import merge_adapter
+    except ImportError as error:
+        if error.name not in ("torch", "safetensors"):
+            raise
+        raise MissingExtra.named("train", "merging adapters") from None
+    made = merge_adapter(local_folder(base), local_folder(adapter), local_folder(out), reporter=reporter())
+    lines = [
+        f"{made.family}: {made.changed} of {made.tensors} tensors changed (rank {made.rank}), {made.files} files, "
+        f"{human(made.bytes, 'B')}",
+        f"base     {made.base}",
+        f"adapter  {made.adapter}",
+        f"to       {made.target}",
+    ]
+    print_report({"schema": "trainshed.model.merge/1", **made.to_plain()}, output, "\n".join(lines))
+    return 0

@@ -1,1 +1,0 @@
-"""The verbs of `trainshed model`."""

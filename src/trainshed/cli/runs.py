@@ -1,0 +1,429 @@
+"""The runs that exist: `trainshed ls`, `status`, `logs`, `cancel`, `open` and `exec`."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from cyclopts import Parameter
+
+from trainshed.cli.console import Output
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from trainshed.cli.lookup import KnownRun
+    from trainshed.launch.submissions import Submission
+    from trainshed.launch.target import RemoteCommand, StageState
+
+
+def status(
+    run: str, *, on: str = "local", output: Annotated[Output, Parameter(name=["-o", "--output"])] = "text"
+) -> int:
+    """Say in a sentence how a run stands, why it waits or failed, and how far training is.
+
+    Of a run on a cluster each stage is told. Exits with 1 where it has failed.
+
+    Parameters
+    ----------
+    run
+        A run: its name, name/id, folder or recipe file (`trainshed ls`).
+    on
+        The cluster file whose store is looked through for the name.
+    output
+        Report as text or json.
+    """
+    from trainshed.cli.console import print_report
+    from trainshed.cli.lookup import find_run
+
+    data = run_status(find_run(run, on=on))
+    print_report(data, output, status_text(data))
+    return 1 if data["state"] == "failed" else 0
+
+
+def ls(*, on: str = "local", output: Annotated[Output, Parameter(name=["-o", "--output"])] = "text") -> int:
+    """List the runs in the store here, and those that were submitted from this machine; newest first.
+
+    Parameters
+    ----------
+    on
+        The cluster file whose store is looked through.
+    output
+        Report as text or json.
+    """
+    from trainshed.cli.console import print_report
+    from trainshed.cli.lookup import known_runs
+    from trainshed.errors import TrainshedError
+    from trainshed.recipe import load_cluster
+
+    cluster = load_cluster(on)
+    runs: list[dict[str, Any]] = []
+    for found in known_runs(cluster):
+        try:
+            runs.append(run_status(found))
+        except TrainshedError as error:  # one run out of reach does not hide the others
+            place = found.submission.cluster.name if found.submission else "local"
+            runs.append({"run": found.run, "cluster": place, "state": "unknown", "why": error.what})
+    lines = [
+        f"{each['run']:<32} {each['cluster']:<20} {each['state']:<10} {each['why']}".rstrip() for each in runs
+    ] or [f"no run in {cluster.store_root}, and none was submitted from this machine yet"]
+    print_report({"schema": "trainshed.ls/1", "runs": runs}, output, "\n".join(lines))
+    return 0
+
+
+def run_status(found: KnownRun) -> dict[str, Any]:
+    """Put together how a run stands: by its scheduler, or by its folder alone where it was not submitted from here."""
+    from trainshed.launch.local import run_holder
+    from trainshed.launch.target import target_of
+
+    folder = found.folder
+    if found.submission is None or (folder is not None and run_holder(folder) is not None):
+        return _local_status(found, found.folder_here())
+    return submission_status(found.submission, target_of(found.submission.cluster).status(found.submission.submitted))
+
+
+def _local_status(found: KnownRun, folder: Path) -> dict[str, Any]:
+    from trainshed.launch.local import local_run_status
+
+    account = local_run_status(folder, planned_steps(folder))
+    held = account.holder
+    return {
+        "schema": "trainshed.status/1",
+        "run": found.run,
+        "cluster": "local",
+        "folder": str(folder),
+        "state": account.state,
+        "stage": "train" if account.progress.attempt is not None else "prepare",
+        "why": "; ".join(filter(None, [account.progress.words(), account.reason])),
+        "stages": [],
+        "progress": account.progress.to_plain(),
+        "process": None if held is None else {"pid": held.pid, "host": held.host, "since": held.since},
+    }
+
+
+def planned_steps(run: Path) -> int | None:
+    """Return how many steps a run is to have, by its own files; None where they do not say."""
+    from trainshed.errors import TrainshedError
+    from trainshed.recipe import load_recipe
+    from trainshed.workflow import open_run_folder
+
+    try:
+        steps = load_recipe(str(run / "recipe.yaml")).train.steps
+        return steps if steps is not None else open_run_folder(run).steps
+    except TrainshedError:  # tokens or epochs, and it is not prepared
+        return None
+
+
+def submission_status(found: Submission, states: tuple[StageState, ...]) -> dict[str, Any]:
+    """Put together what the scheduler and the run itself say."""
+    from dataclasses import asdict
+
+    current = _current_stage(states)
+    progress = submission_progress(found, states)
+    why = " ".join(filter(None, [current.reason if current else "", _progress_text(progress)]))
+    return {
+        "schema": "trainshed.status/1",
+        "run": found.run,
+        "cluster": found.cluster.name,
+        "folder": found.submitted.run,
+        "state": _overall_state(states),
+        "stage": current.stage if current else None,
+        "why": why,
+        "stages": [asdict(state) for state in states],
+        "progress": progress,
+    }
+
+
+def status_text(data: dict[str, Any]) -> str:
+    """Write a run's standing for people."""
+    place = "here" if data["cluster"] == "local" else f"on {data['cluster']}"
+    lines = [f"{data['run']} {place}: {data['state']}{'' if data['stages'] else _because(data['why'])}"]
+    for stage in data["stages"]:
+        restarts = f" (started {stage['restarts'] + 1} times)" if stage["restarts"] else ""
+        number = f" [{stage['id']}]" if stage["id"] else ""
+        lines.append(f"  {stage['stage']:<10} {stage['state']}{number}{restarts}  {stage['reason']}".rstrip())
+    progress = data["progress"]
+    if progress is not None:
+        words = _progress_text(progress) if data["stages"] else ""
+        lines += [f"  {words}"] if words else []
+        if progress["last_error"]:
+            lines.append(f"  last error: {progress['last_error']}")
+    return "\n".join(lines)
+
+
+def _because(why: str) -> str:
+    return f", {why}" if why else ""
+
+
+def submission_progress(found: Submission, states: tuple[StageState, ...]) -> dict[str, Any] | None:
+    """Return how the run stands by its events, or by its log where its folder is not mounted here; None: neither."""
+    from trainshed.errors import TrainshedError
+    from trainshed.launch.target import target_of
+    from trainshed.observe.run_status import read_run_status, run_status_from_log
+    from trainshed.storage import LocalStore
+
+    folder = Path(found.submitted.run)
+    if folder.is_dir():
+        return read_run_status(LocalStore(folder), "", found.steps).to_plain()
+    if not any(state.stage == "train" and state.state == "running" for state in states):
+        return None
+    try:
+        return run_status_from_log(target_of(found.cluster).logs(found.submitted, "train"), found.steps).to_plain()
+    except TrainshedError:
+        return None  # the scheduler's own account was given above; its log may not be there yet
+
+
+def _progress_text(progress: dict[str, Any] | None) -> str:
+    from trainshed.observe.run_status import RunStatus
+
+    return RunStatus(**progress).words() if progress is not None else ""
+
+
+def _overall_state(states: tuple[StageState, ...]) -> str:
+    kinds = [state.state for state in states]
+    for kind in ("failed", "cancelled", "running", "serving"):
+        if kind in kinds:
+            return kind
+    if kinds and all(kind == "done" for kind in kinds):
+        return "done"
+    return "waiting" if "waiting" in kinds else "unknown"
+
+
+def _current_stage(states: tuple[StageState, ...]) -> StageState | None:
+    """The stage a person asks about: the one that failed, runs or is next."""
+    for kind in ("failed", "cancelled", "running", "serving", "waiting"):
+        for state in states:
+            if state.state == kind:
+                return state
+    return states[-1] if states else None
+
+
+_POLL_SECONDS = 0.2
+
+
+def logs(
+    run: str,
+    *,
+    follow: Annotated[bool, Parameter(name=["-f", "--follow"], negative="")] = False,
+    stage: str = "train",
+    rank: int | None = None,
+    attempt: int | None = None,
+    grep: str | None = None,
+    on: str = "local",
+) -> int:
+    """Print the log of a run; logs of earlier attempts are kept.
+
+    Parameters
+    ----------
+    run
+        A run: its name, name/id, folder or recipe file (`trainshed ls`).
+    follow
+        Go on printing what is added until the stage has ended.
+    stage
+        Which stage's log.
+    rank
+        Which rank's log of training (default: 0).
+    attempt
+        Which attempt's log (default: the newest).
+    grep
+        Print only lines that this regular expression is found in.
+    on
+        The cluster file whose store is looked through for the name.
+    """
+    import re
+    import sys
+
+    from trainshed.cli.lookup import find_run
+    from trainshed.errors import InputError
+
+    try:
+        wanted = re.compile(grep) if grep is not None else None
+    except re.error as error:
+        raise InputError(f"`{grep}` is no regular expression: {error}", where="--grep") from None
+    for line in _log_lines(find_run(run, on=on), stage, rank, attempt, follow):
+        if wanted is None or wanted.search(line):
+            sys.stdout.write(line.rstrip("\n") + "\n")
+            sys.stdout.flush()
+    return 0
+
+
+def _log_lines(found: KnownRun, stage: str, rank: int | None, attempt: int | None, follow: bool) -> Iterator[str]:
+    """The run's own files where its folder is seen here, else what the scheduler has."""
+    from trainshed.launch.attempt import follow_lines, log_file
+    from trainshed.launch.target import target_of
+
+    if found.submission is None:
+        return _local_log_lines(found, stage, rank, attempt, follow)
+    submitted = found.submission.submitted
+    target = target_of(found.submission.cluster)
+    if found.folder is not None:
+        file = log_file(found.folder, stage, rank=rank, attempt=attempt)
+        if file is not None:
+
+            def goes_on() -> bool:
+                states = {state.stage: state.state for state in target.status(submitted)}
+                return states.get(stage) in ("waiting", "running", "serving")
+
+            return follow_lines(file, goes_on if follow else None)
+    return target.logs(submitted, stage, rank=rank, attempt=attempt, follow=follow)
+
+
+def _local_log_lines(found: KnownRun, stage: str, rank: int | None, attempt: int | None, follow: bool) -> Iterator[str]:
+    """The log in the run's folder; with `follow` one that a process here is about to begin is waited for."""
+    from trainshed.errors import NotFound
+    from trainshed.launch.attempt import follow_lines, log_file
+    from trainshed.launch.local import holder_attempt, run_holder
+
+    folder = found.folder_here()
+
+    def goes_on() -> bool:
+        return run_holder(folder) is not None
+
+    while True:
+        held = run_holder(folder) if follow else None
+        # The log of the attempt before is not the one that somebody follows.
+        waits = held is not None and stage == "train" and attempt is None and holder_attempt(folder, held) is None
+        file = None if waits else log_file(folder, stage, rank=rank, attempt=attempt)
+        if file is not None:
+            return follow_lines(file, goes_on if follow else None)
+        if held is None:
+            break
+        time.sleep(_POLL_SECONDS)
+    raise NotFound(
+        f"this run has no log of {stage} yet",
+        where=str(folder / "logs"),
+        hint=f"`trainshed status {found.run}` says how it stands; -f waits for a run that goes on",
+    )
+
+
+def cancel(
+    run: str, *, on: str = "local", output: Annotated[Output, Parameter(name=["-o", "--output"])] = "text"
+) -> int:
+    """End every stage of a run that has not ended; what it has stored stays, and it can be started again.
+
+    A run of this machine writes a checkpoint before it ends.
+
+    Parameters
+    ----------
+    run
+        A run: its name, name/id, folder or recipe file (`trainshed ls`).
+    on
+        The cluster file whose store is looked through for the name.
+    output
+        Report as text or json.
+    """
+    from trainshed.cli.console import print_report
+    from trainshed.cli.lookup import find_run
+    from trainshed.launch.local import run_holder
+    from trainshed.launch.target import target_of
+
+    found = find_run(run, on=on)
+    if found.submission is None or (found.folder is not None and run_holder(found.folder) is not None):
+        ended = _cancel_local(found)
+        done = "stopped after its checkpoint"
+    else:
+        ended = list(target_of(found.submission.cluster).cancel(found.submission.submitted))
+        done = ", ".join(ended)
+    text = f"cancelled {found.run}: {done}" if ended else f"{found.run} had already ended"
+    print_report({"schema": "trainshed.cancel/1", "run": found.run, "ended": ended}, output, text)
+    return 0
+
+
+def _cancel_local(found: KnownRun) -> list[str]:
+    """Ask the process that works on a run to stop, and wait until it has; returns the stage that was ended."""
+    from trainshed.cli.console import reporter
+    from trainshed.errors import InputError
+    from trainshed.launch.local import ask_holder_to_stop, holder_attempt, run_holder
+
+    folder = found.folder_here()
+    held = run_holder(folder)
+    if held is None:
+        return []
+    if not held.is_here:
+        raise InputError(
+            f"{found.run} is worked on by {held.words()}, which is another machine",
+            where=str(folder),
+            hint=f"write `trainshed cancel {found.run}` on {held.host}",
+        )
+    stage = "prepare" if holder_attempt(folder, held) is None else "train"
+    ask_holder_to_stop(held)
+    reporter().note(f"asked {held.words()} to stop: it writes a checkpoint first")
+    while (now := run_holder(folder)) is not None and now.pid == held.pid:
+        time.sleep(_POLL_SECONDS)
+    return [stage]
+
+
+def open_service(run: str, service: Literal["serve"], *, port: int | None = None, dry_run: bool = False) -> int:
+    """Bring a service of a running job to a port of this machine, by ssh or kubectl; ends with Ctrl-C.
+
+    Parameters
+    ----------
+    run
+        A run that was submitted from here: its name, name/id, folder or recipe file (`trainshed ls`).
+    service
+        What is to be seen: the server of a recipe with `serve:`.
+    port
+        The port here (default: the service's own).
+    dry_run
+        Print the command and do nothing.
+    """
+    from trainshed.launch.target import tunnel_command
+
+    found, state = _submitted_stage(run, service)
+    return _execute(tunnel_command(found.cluster, found.submitted, state, port), dry_run)
+
+
+def exec_in(
+    run: str, *command: str, rank: int = 0, stage: Literal["train", "serve"] = "train", dry_run: bool = False
+) -> int:
+    """Run a command on the node of a rank, inside its job; without one, a shell.
+
+    Parameters
+    ----------
+    run
+        A run that was submitted from here: its name, name/id, folder or recipe file (`trainshed ls`).
+    command
+        What to run there (default: bash); after `--` where it has dashes of its own.
+    rank
+        Beside which rank; of a server, in which replica.
+    stage
+        The training, or the server.
+    dry_run
+        Print the command and do nothing.
+    """
+    from trainshed.launch.target import shell_command
+
+    found, state = _submitted_stage(run, stage)
+    return _execute(shell_command(found.cluster, found.submitted, state, rank, command or ("bash",)), dry_run)
+
+
+def _submitted_stage(run: str, stage: str) -> tuple[Submission, StageState]:
+    from trainshed.cli.lookup import find_run
+    from trainshed.errors import InputError
+    from trainshed.launch.target import target_of
+
+    found = find_run(run).submitted("a way into it")
+    for state in target_of(found.cluster).status(found.submitted):
+        if state.stage == stage:
+            return found, state
+    what = "is not served" if stage == "serve" else "has no training"
+    hint = "write `serve: {}` into its recipe and submit it again" if stage == "serve" else None
+    raise InputError(f"this run {what}", where=run, hint=hint)
+
+
+def _execute(way: RemoteCommand, dry_run: bool) -> int:
+    import shutil
+    import subprocess
+    import sys
+
+    from trainshed.cli.console import reporter
+    from trainshed.errors import InputError
+
+    if dry_run:
+        sys.stdout.write(way.text() + "\n")
+        return 0
+    if shutil.which(way.command[0]) is None:
+        raise InputError(f"there is no `{way.command[0]}` on this machine", hint=f"run it elsewhere: {way.text()}")
+    reporter().note(f"{way.words}\n  {way.text()}")
+    return subprocess.run(way.command, check=False).returncode

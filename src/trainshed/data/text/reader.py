@@ -1,0 +1,415 @@
+"""A corpus as a deterministic stream of blocks, and the documents in each block.
+
+Reading is one pass: bytes arrive from any store, are hashed, decompressed and cut at document boundaries; nothing is
+written to disk. A block is a few megabytes of whole documents with its file and line. `extract_documents` parses a
+block; it runs in the workers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Literal
+
+import orjson
+
+from trainshed.data.text.formats import (
+    DocumentBoundary,
+    TextFileFormat,
+    decompress,
+    read_csv_column,
+    read_json_array,
+    refuse_json_array,
+)
+from trainshed.errors import BadDocument
+from trainshed.redaction import shown_address
+
+if TYPE_CHECKING:
+    from trainshed.storage import Store
+
+
+BLOCK_BYTES = 4 * 1024 * 1024
+READ_BYTES = 1024 * 1024
+
+TextBlockKind = Literal["jsonl", "file", "line", "blank_line", "strings", "rows"]
+DELIMITERS = {"csv": ",", "tsv": "\t"}
+
+
+@dataclass(frozen=True)
+class InputSlice:
+    """One input file, or the part of it that a shard reads.
+
+    `start` and `end` count bytes in text files (a line belongs to the piece in which it starts) and row groups in
+    parquet files; a whole file has `end=None`.
+    """
+
+    address: str
+    size: int
+    version: str
+    format: TextFileFormat
+    key: str = "text"
+    documents: DocumentBoundary = "file"
+    start: int = 0
+    end: int | None = None
+
+    @property
+    def shown(self) -> str:
+        """The address as messages and manifests have it: `address` itself may be a signed URL."""
+        return shown_address(self.address)
+
+    @property
+    def whole(self) -> bool:
+        """Whether the piece is a whole file."""
+        return self.start == 0 and self.end is None
+
+    @property
+    def splittable(self) -> bool:
+        """Whether several shards can share the file: documents must be findable from the middle of it."""
+        if self.format.kind == "parquet":
+            return True
+        by_line = self.format.kind == "jsonl" or (self.format.kind == "text" and self.documents == "line")
+        return by_line and self.format.compression is None
+
+    @property
+    def bytes(self) -> int:
+        """About how many bytes reading it takes, for progress and balance."""
+        if self.format.kind == "parquet" or self.whole:
+            return self.size
+        return (self.size if self.end is None else self.end) - self.start
+
+
+@dataclass(frozen=True)
+class TextBlock:
+    """Whole documents of one piece.
+
+    `first` is the number of its first line (or row), counted from 1 at the start of the piece; `position` says where
+    reading goes on after it: inflated bytes from the start of the piece, or rows.
+    """
+
+    kind: TextBlockKind
+    payload: bytes | list[Any]
+    first: int
+    position: int
+    bytes_read: int
+
+
+class InputReader:
+    """Reads one piece; `sha256` is known once every block was taken."""
+
+    def __init__(self, piece: InputSlice, store: Store, path: str) -> None:
+        self.piece, self._store, self._path = piece, store, path
+        self._digest = hashlib.sha256()
+        self._bytes_read = 0
+        self.sha256: str | None = None
+
+    def blocks(self, after: int = 0) -> Iterator[TextBlock]:
+        """Yield the blocks behind position `after` (0: all)."""
+        piece = self.piece
+        if piece.format.kind == "parquet":
+            yield from self._parquet_blocks(after)
+        elif piece.format.kind in DELIMITERS:
+            yield from self._csv_blocks(after)
+        elif piece.format.kind == "json":
+            yield from self._array_blocks(after)
+        else:
+            kind: TextBlockKind = "jsonl" if piece.format.kind == "jsonl" else piece.documents
+            yield from self._text_blocks(kind, after)
+        self.sha256 = f"sha256:{self._digest.hexdigest()}"
+
+    def _text_blocks(self, kind: TextBlockKind, after: int) -> Iterator[TextBlock]:
+        position, line = 0, 1
+        for data in _cut_at_boundaries(self._plain(), _boundary_finder(kind)):
+            if kind == "jsonl" and position == 0 and self.piece.start == 0:
+                refuse_json_array(data, self.piece.shown)
+            lines, start, position = data.count(b"\n"), position, position + len(data)
+            if position > after:
+                # A store may cut its chunks, and so our blocks, differently than the time before.
+                skip = max(after - start, 0)
+                read, self._bytes_read = self._bytes_read, 0
+                yield TextBlock(kind, data[skip:], line + data.count(b"\n", 0, skip), position, read)
+            line += lines
+
+    def _csv_blocks(self, after: int) -> Iterator[TextBlock]:
+        piece, texts, size, first = self.piece, [], 0, 1
+        column = read_csv_column(self._plain(), DELIMITERS[piece.format.kind], piece.key, piece.shown)
+        for text in column:
+            texts.append(text)
+            size += len(text or "")
+            if size >= BLOCK_BYTES:
+                yield from self._rows_block("strings", texts, first, after)
+                texts, size, first = [], 0, first + len(texts)
+        yield from self._rows_block("strings", texts, first, after)
+
+    def _array_blocks(self, after: int) -> Iterator[TextBlock]:
+        rows = read_json_array(self._plain(), self.piece.shown)
+        together = max(1, BLOCK_BYTES * len(rows) // max(self.piece.size, 1))
+        for start in range(0, len(rows), together):
+            yield from self._rows_block("rows", rows[start : start + together], start + 1, after)
+
+    def _rows_block(self, kind: TextBlockKind, rows: list[Any], first: int, after: int) -> Iterator[TextBlock]:
+        position = first - 1 + len(rows)
+        if position > after:
+            skip = max(after - (first - 1), 0)
+            read, self._bytes_read = self._bytes_read, 0
+            yield TextBlock(kind, rows[skip:], first + skip, position, read)
+
+    def _plain(self) -> Iterator[bytes]:
+        """The bytes of the piece, counted, hashed and inflated."""
+        raw = self._counted(_lines_of_slice(self._store, self._path, self.piece))
+        return decompress(raw, self.piece.format.compression, self.piece.shown)
+
+    def _counted(self, chunks: Iterable[bytes]) -> Iterator[bytes]:
+        for chunk in chunks:
+            self._digest.update(chunk)
+            self._bytes_read += len(chunk)
+            yield chunk
+
+    def _parquet_blocks(self, after: int) -> Iterator[TextBlock]:
+        from trainshed.data.text.formats import read_parquet_batches
+
+        piece, first, reported = self.piece, 1, 0
+        for batch in read_parquet_batches(self._store, self._path, piece.shown, piece.key, piece.start, piece.end):
+            self._digest.update(batch.fingerprint)
+            position = first - 1 + len(batch.texts)
+            self._bytes_read = int(piece.size * batch.share_done) - reported
+            if position > after:
+                reported += self._bytes_read
+                skip = max(after - (first - 1), 0)
+                yield TextBlock("strings", batch.texts[skip:], first + skip, position, self._bytes_read)
+            first += len(batch.texts)
+
+
+def _boundary_finder(kind: TextBlockKind) -> Callable[[bytes], int] | None:
+    """How to find the last document boundary in a chunk: the offset behind it, 0 if there is none."""
+    if kind == "file":
+        return None
+    if kind == "blank_line":
+        return lambda chunk: max(
+            (at + len(mark) for mark in (b"\n\n", b"\n\r\n") if (at := chunk.rfind(mark)) >= 0), default=0
+        )
+    return lambda chunk: chunk.rfind(b"\n") + 1
+
+
+def _cut_at_boundaries(chunks: Iterable[bytes], boundary: Callable[[bytes], int] | None) -> Iterator[bytes]:
+    """Gather chunks into blocks that end at a document boundary; a document larger than a block makes it larger."""
+    parts: list[bytes] = []
+    size = 0
+    for chunk in chunks:
+        parts.append(chunk)
+        size += len(chunk)
+        if size < BLOCK_BYTES or boundary is None:
+            continue
+        at = boundary(chunk)
+        if at:
+            parts[-1] = chunk[:at]
+            yield b"".join(parts)
+            parts, size = [chunk[at:]], len(chunk) - at
+    if size:
+        yield b"".join(parts)
+
+
+def _lines_of_slice(store: Store, path: str, piece: InputSlice) -> Iterator[bytes]:
+    """Yield the bytes of the lines that start inside the piece."""
+    if piece.whole:
+        yield from store.stream(path, chunk_bytes=READ_BYTES)
+        return
+    # Start one byte early: a line that starts exactly at `start` is ours, one that started before is not.
+    begin = 0 if piece.start == 0 else None
+    at = max(piece.start - 1, 0)
+    for chunk in store.stream(path, start=at, chunk_bytes=READ_BYTES):
+        if begin is None:
+            newline = chunk.find(b"\n")
+            if newline >= 0:
+                begin = at + newline + 1
+        if begin is not None:
+            if piece.end is not None and begin >= piece.end:
+                return
+            local = max(begin - at, 0)
+            if piece.end is not None and at + len(chunk) >= piece.end:
+                # Our last line starts before `end`, so it ends at the first newline at or behind end - 1.
+                last = chunk.find(b"\n", max(piece.end - 1 - at, local))
+                if last >= 0:
+                    yield chunk[local : last + 1]
+                    return
+            yield chunk[local:]
+        at += len(chunk)
+
+
+def count_lines_before(piece: InputSlice, store: Store, path: str) -> int:
+    """How many lines (or rows) of its file come before a piece. It reads them all: to say where an error is."""
+    if piece.start == 0:
+        return 0
+    if piece.format.kind == "parquet":
+        from trainshed.data.text.formats import count_rows_before_group
+
+        return count_rows_before_group(store, path, piece.shown, piece.start)
+    lines, left = 1, piece.start - 1
+    for chunk in store.stream(path, chunk_bytes=READ_BYTES):
+        lines += chunk.count(b"\n", 0, left)
+        left -= len(chunk)
+        if left <= 0:
+            break
+    return lines
+
+
+def max_splits(piece: InputSlice, store: Store, path: str) -> int:
+    """Into how many pieces a file can be cut."""
+    if not piece.splittable:
+        return 1
+    if piece.format.kind == "parquet":
+        from trainshed.data.text.formats import count_row_groups
+
+        return count_row_groups(store, path, piece.shown)
+    return piece.size
+
+
+def split_input(piece: InputSlice, parts: int, store: Store, path: str) -> list[InputSlice]:
+    """Cut a file into at most `parts` pieces of about the same size."""
+    total = max_splits(piece, store, path)
+    parts = max(1, min(parts, total))
+    cuts = [total * i // parts for i in range(parts + 1)]
+    return [replace(piece, start=a, end=b) for a, b in pairwise(cuts)]
+
+
+OnBadLine = Literal["stop", "skip"]
+
+_BOM = b"\xef\xbb\xbf"
+_BLANK_LINES = re.compile(rb"\n(?:[ \t\r]*\n)+")
+_LEADING_BLANK_LINES = re.compile(rb"(?:[ \t\r]*\n)*")
+
+
+@dataclass(frozen=True)
+class BadLine:
+    """A line or row without a document: its number, counted from 1 at the start of the piece, and what to do."""
+
+    number: int
+    what: str
+    hint: str
+
+    def as_error(self, piece: InputSlice, number: int) -> BadDocument:
+        """Return the error that this line is where lines are not to be skipped; `number` counts within the file."""
+        return BadDocument(
+            self.what,
+            where=format_line_location(piece, number),
+            hint=f"{self.hint}, or write --on-bad-line skip to leave such lines out and count them",
+        )
+
+
+def format_line_location(piece: InputSlice, number: int) -> str:
+    """Name a line or row of a file."""
+    return f"{piece.shown}:{number}" if piece.format.by_line else f"{piece.shown}, row {number}"
+
+
+def extract_documents(block: TextBlock, key: str) -> tuple[list[str], list[BadLine]]:
+    """Return a block's documents, and the lines that hold none though they are not blank."""
+    payload = block.payload
+    if isinstance(payload, bytes) and block.first == 1 and payload.startswith(_BOM):
+        payload = payload[len(_BOM) :]
+    if block.kind == "rows":
+        found: Iterable[tuple[int, _LineContent]] = enumerate(_row_document(row, key) for row in payload)
+    elif block.kind == "strings" or not isinstance(payload, bytes):
+        found = enumerate(_cell_document(value, key) for value in payload)
+    elif block.kind == "jsonl":
+        lines = payload.split(b"\n")
+        loads = orjson.loads
+        try:
+            documents = [loads(line)[key] for line in lines if line]
+            if all(type(document) is str for document in documents):
+                return documents, []
+        except (orjson.JSONDecodeError, KeyError, TypeError, IndexError):
+            pass
+        # Something is wrong: go through it again line by line to say what and where.
+        found = enumerate(_json_document(line, key) for line in lines)
+    elif block.kind == "line":
+        found = enumerate(_utf8(line.rstrip(b"\r"))[1] for line in payload.split(b"\n"))
+    elif block.kind == "blank_line":
+        found = _paragraphs(payload)
+    else:
+        found = [_utf8(payload)]
+    documents, bad_lines = [], []
+    for offset, document in found:
+        if isinstance(document, str):
+            documents.append(document)
+        elif document is not None:
+            bad_lines.append(BadLine(block.first + offset, document.what, document.hint))
+    return documents, bad_lines
+
+
+@dataclass(frozen=True)
+class _InvalidText:
+    what: str
+    hint: str
+
+
+_LineContent = str | _InvalidText | None
+"""What a line holds: a document, something wrong, or nothing."""
+
+
+def _json_document(line: bytes, key: str) -> _LineContent:
+    """The document of a JSONL line; None for a blank line."""
+    if not line.strip():
+        return None
+    try:
+        row: Any = orjson.loads(line)
+    except orjson.JSONDecodeError as error:
+        try:
+            line.decode()
+        except UnicodeDecodeError as broken:
+            return _InvalidText(f"invalid UTF-8 at byte {broken.start}", "write the file as UTF-8")
+        return _InvalidText(f"broken JSON: {error}", 'each line must be one JSON object such as {"' + key + '": "…"}')
+    return _row_document(row, key)
+
+
+def _row_document(row: Any, key: str) -> _LineContent:
+    """The document of a JSON object."""
+    if not isinstance(row, dict):
+        return _InvalidText(f"a JSON {_json_name(row)}, not an object", 'write {"' + key + '": "…"}')
+    if key not in row:
+        return _InvalidText(
+            f"no key {key!r}",
+            f"its keys are {', '.join(map(repr, row)) or 'none'}: write --key with the right one",
+        )
+    value = row[key]
+    if not isinstance(value, str):
+        return _InvalidText(f"{key!r} holds a JSON {_json_name(value)}, not a string", "write the text as a string")
+    return value
+
+
+def _cell_document(value: object, key: str) -> str | _InvalidText:
+    if value is None:
+        return _InvalidText(f"no text: {key!r} is null", "fill or drop such rows")
+    if not isinstance(value, str):
+        return _InvalidText(f"invalid UTF-8 in {key!r}", "write the column as UTF-8")
+    return value
+
+
+def _paragraphs(payload: bytes) -> Iterator[tuple[int, _LineContent]]:
+    """Documents between blank lines. Blocks end inside such a gap, so each one is trimmed of what is left of it."""
+    start, line = 0, 0
+    for end in (*(gap.start() for gap in _BLANK_LINES.finditer(payload)), len(payload)):
+        begin = min(_LEADING_BLANK_LINES.match(payload, start).end(), end)  # type: ignore[union-attr]
+        line += payload.count(b"\n", start, begin)
+        text = payload[begin:end].rstrip(b"\r\n")
+        if text.strip():
+            offset, document = _utf8(text)
+            yield line + offset, document
+        line += payload.count(b"\n", begin, end)
+        start = end
+
+
+def _utf8(data: bytes) -> tuple[int, _LineContent]:
+    """The text, or the line (counted from 0) at which it is broken; None for no text."""
+    try:
+        return 0, data.decode() or None
+    except UnicodeDecodeError as error:
+        line_start = data.rfind(b"\n", 0, error.start) + 1
+        what = f"invalid UTF-8 at byte {error.start - line_start}"
+        return data.count(b"\n", 0, error.start), _InvalidText(what, "write the file as UTF-8")
+
+
+def _json_name(value: object) -> str:
+    names: dict[type, str] = {dict: "object", list: "array", str: "string", bool: "boolean", type(None): "null"}
+    return names.get(type(value), "number")

@@ -1,0 +1,1 @@
+"""Tokenizers, the encoders that turn documents into token ids, and the workers that run them in parallel."""

@@ -1,0 +1,311 @@
+"""A tokenizer as files: load one from a folder, a store or the Hub, or train a byte-level BPE on a corpus.
+
+This module holds everything that must be known about a tokenizer before a document is read: its vocabulary size, its
+special tokens and its hash. `encoders.py` encodes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from trainshed.data.text.reader import InputReader, InputSlice, OnBadLine, extract_documents
+from trainshed.errors import InputError, MissingExtra, TokenizerError
+from trainshed.reporting import SILENT, ProgressTask, Reporter
+from trainshed.storage import open_store
+
+if TYPE_CHECKING:
+    import tokenizers
+
+    from trainshed.storage import StoreOptions
+
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "vocab.json",
+    "merges.txt",
+)
+"""What is read of a tokenizer folder; the hash of a tokenizer covers those of them that are there."""
+
+COMMON_EOD = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eot|>")
+"""End-of-document names that GPT-2/Qwen, Llama 3, Llama 2/Mistral, Gemma and others use, for a bare tokenizer.json."""
+
+
+@dataclass(frozen=True)
+class SpecialToken:
+    """A token by name and id."""
+
+    text: str
+    id: int
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """A tokenizer that was found and read."""
+
+    address: str
+    json: bytes = field(repr=False)
+    config: dict[str, Any] = field(repr=False)
+    sha256: str
+
+    @cached_property
+    def backend(self) -> tokenizers.Tokenizer:
+        """The `tokenizers` object: the reference for every id."""
+        return _backend_from_json(self.json, self.address)
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """One more than the largest id, added tokens included (what decides the dtype of token files)."""
+        return max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+    def decode(self, ids: list[int]) -> str:
+        """Return the text of ids, special tokens included."""
+        return self.backend.decode(ids, skip_special_tokens=False)
+
+    def token(self, text: str) -> SpecialToken | None:
+        """Look a token up by its exact text."""
+        token_id = self.backend.token_to_id(text)
+        return None if token_id is None else SpecialToken(text, token_id)
+
+    def end_of_document(self, wanted: str | None = None) -> SpecialToken:
+        """Find the token that ends a document: the one asked for, the tokenizer's `eos_token`, or a well-known name."""
+        return self._special(
+            "eos_token", wanted, COMMON_EOD, flag="--eod", without="--no-eod (documents then run together)"
+        )
+
+    def beginning_of_document(self) -> SpecialToken:
+        """Find the token that starts a document (`bos_token`)."""
+        return self._special("bos_token", None, ("<|begin_of_text|>", "<s>", "<bos>"), flag="--bos", without="no --bos")
+
+    def _special(
+        self, role: str, wanted: str | None, common: tuple[str, ...], *, flag: str, without: str
+    ) -> SpecialToken:
+        if wanted is not None:
+            if found := self.token(wanted):
+                return found
+            raise TokenizerError(
+                f"{flag} asks for the token {wanted!r}, which this tokenizer does not have",
+                where=self.address,
+                hint=f"its special tokens are: {', '.join(self.special_tokens) or 'none'}",
+            )
+        named = self.config.get(role)
+        named = named.get("content") if isinstance(named, dict) else named
+        if isinstance(named, str):
+            if found := self.token(named):
+                return found
+            raise TokenizerError(
+                f"its configuration names {named!r} as {role}, which is not in its vocabulary",
+                where=self.address,
+            )
+        candidates = [token for text in common if (token := self.token(text))]
+        if len(candidates) == 1:
+            return candidates[0]
+        found_text = f"several could be it ({', '.join(t.text for t in candidates)})" if candidates else "none is there"
+        raise TokenizerError(
+            f"this tokenizer names no {role}, and of the usual tokens {found_text}",
+            where=self.address,
+            hint=f"write {flag} TOKEN with one of its special tokens "
+            f"({', '.join(self.special_tokens) or 'it has none'}), or {without}",
+        )
+
+    @cached_property
+    def special_tokens(self) -> list[str]:
+        """The texts of its special tokens, by id."""
+        added = self.backend.get_added_tokens_decoder()
+        return [added[i].content for i in sorted(added) if added[i].special]
+
+
+def load_tokenizer(address: str, options: StoreOptions | None = None) -> Tokenizer:
+    """Read a tokenizer from a folder, a `tokenizer.json`, any store, or the Hub (`org/name` or `hf://org/name`)."""
+    address = _with_hub_scheme(address)
+    files = _read_files(address, options)
+    if not files:
+        raise TokenizerError(
+            "there is no tokenizer here",
+            where=address,
+            hint=f"a tokenizer is a tokenizer.json, or a folder with one of: {', '.join(TOKENIZER_FILES)}",
+        )
+    return tokenizer_from_files(address, files)
+
+
+def _with_hub_scheme(address: str) -> str:
+    """`org/name` is the Hub's, unless such a path exists here."""
+    looks_like_hub = address.count("/") == 1 and "://" not in address and not address.startswith((".", "/", "~"))
+    if looks_like_hub and not Path(address).exists() and not address.endswith(".json"):
+        return f"hf://{address}"
+    return address
+
+
+def _read_files(address: str, options: StoreOptions | None) -> dict[str, bytes]:
+    from trainshed.storage import open_store
+
+    if address.endswith(".json"):
+        store, path = open_store(address, options)
+        return {"tokenizer.json": store.read(path)} if store.head(path) else {}
+    store, path = open_store(address, options)
+    folder = f"{path.rstrip('/')}/" if path else ""
+    files: dict[str, bytes] = {}
+    for name in TOKENIZER_FILES:
+        if store.head(folder + name):
+            files[name] = store.read(folder + name)
+    if "tokenizer.json" not in files and not {"vocab.json", "merges.txt"} <= files.keys():
+        if store.head(f"{folder}tokenizer.model"):
+            raise TokenizerError(
+                "this is a sentencepiece model (tokenizer.model) without a tokenizer.json",
+                where=address,
+                hint="convert it once: transformers.AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)",
+            )
+        return {}
+    return files
+
+
+def tokenizer_from_files(address: str, files: dict[str, bytes]) -> Tokenizer:
+    """Make a tokenizer from the contents of its files."""
+    import orjson
+
+    config: dict[str, Any] = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        if name in files:
+            try:
+                config |= {k: v for k, v in orjson.loads(files[name]).items() if v is not None}
+            except (orjson.JSONDecodeError, AttributeError) as error:
+                raise TokenizerError(f"{name} is not a JSON object: {error}", where=address) from None
+    data = files.get("tokenizer.json")
+    if data is None:
+        data = _byte_level_bpe(files["vocab.json"], files["merges.txt"], address)
+    digest = hashlib.sha256()
+    for name in sorted(files):
+        digest.update(f"{name}\0{len(files[name])}\0".encode())
+        digest.update(files[name])
+    return Tokenizer(address=address, json=data, config=config, sha256=f"sha256:{digest.hexdigest()}")
+
+
+def _byte_level_bpe(vocab: bytes, merges: bytes, address: str) -> bytes:
+    """GPT-2's two files (vocab.json, merges.txt) as a tokenizer.json."""
+    import orjson
+
+    tokenizers = _import_tokenizers()
+    try:
+        pairs = [
+            (left, right)
+            for line in merges.decode().splitlines()
+            if line and not line.startswith("#version")
+            for left, _, right in [line.partition(" ")]
+        ]
+        model = tokenizers.models.BPE(vocab=orjson.loads(vocab), merges=pairs)
+    except Exception as error:  # the Rust side raises a bare Exception
+        raise TokenizerError(f"vocab.json and merges.txt do not fit together: {error}", where=address) from None
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    if "<|endoftext|>" in tokenizer.get_vocab():
+        tokenizer.add_special_tokens(["<|endoftext|>"])
+    return tokenizer.to_str().encode()
+
+
+def _backend_from_json(data: bytes, address: str) -> tokenizers.Tokenizer:
+    tokenizers = _import_tokenizers()
+    try:
+        backend = tokenizers.Tokenizer.from_buffer(data)
+    except Exception as error:  # the Rust side raises a bare Exception
+        raise TokenizerError(f"its tokenizer.json cannot be read: {error}", where=address) from None
+    # A tokenizer.json may carry the truncation and padding of whoever saved it; documents are never cut or padded.
+    backend.no_truncation()
+    backend.no_padding()
+    return backend
+
+
+def _import_tokenizers() -> Any:
+    try:
+        import tokenizers
+        import tokenizers.decoders
+        import tokenizers.models
+        import tokenizers.pre_tokenizers
+    except ImportError:
+        raise MissingExtra.named("data", "reading a tokenizer") from None
+    return tokenizers
+
+
+TRAINING_TEXT_BYTES = 512 * 1024 * 1024
+"""Enough text to learn any vocabulary from; more costs hours and moves the merges little."""
+
+
+def train_tokenizer(
+    pieces: Sequence[InputSlice],
+    *,
+    vocab_size: int,
+    min_frequency: int = 2,
+    eod: str = "<|endoftext|>",
+    on_bad_line: OnBadLine = "skip",
+    options: StoreOptions | None = None,
+    reporter: Reporter = SILENT,
+) -> dict[str, bytes]:
+    """Learn a tokenizer from the first SAMPLE_BYTES of a corpus; return the files of its folder."""
+    try:
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    except ImportError:
+        raise MissingExtra.named("data", "training a tokenizer") from None
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=min_frequency,
+        special_tokens=[eod],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    total = min(TRAINING_TEXT_BYTES, sum(piece.bytes for piece in pieces))
+    with reporter.task("tokenizer", total=total, unit="B") as task:
+        sample = _TrainingText(pieces, on_bad_line, options, task)
+        tokenizer.train_from_iterator(sample.texts(), trainer)
+    found = tokenizer.get_vocab_size()
+    if not sample.characters:
+        raise InputError(
+            "the training sources hold no text to learn a tokenizer from",
+            where=pieces[0].address if pieces else None,
+            hint="give the recipe text, or the address of a tokenizer",
+        )
+    if found < vocab_size:
+        raise InputError(
+            f"the corpus gives a vocabulary of {found:,} tokens, {vocab_size:,} are asked for",
+            where="tokenizer.train.vocab_size",
+            hint=f"write {found} or less, or give it more text",
+        )
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eod, "clean_up_tokenization_spaces": False}
+    return {
+        "tokenizer.json": tokenizer.to_str().encode(),
+        "tokenizer_config.json": orjson.dumps(config, option=orjson.OPT_INDENT_2) + b"\n",
+    }
+
+
+class _TrainingText:
+    """The first text of a corpus, and how much of it there was."""
+
+    def __init__(
+        self, pieces: Sequence[InputSlice], on_bad_line: OnBadLine, options: StoreOptions | None, task: ProgressTask
+    ) -> None:
+        self._pieces, self._on_bad_line, self._options, self._task = pieces, on_bad_line, options, task
+        self.characters = 0
+
+    def texts(self) -> Iterator[list[str]]:
+        """Yield the documents of block after block, up to SAMPLE_BYTES."""
+        for piece in self._pieces:
+            for block in InputReader(piece, *open_store(piece.address, self._options)).blocks():
+                documents, bad_lines = extract_documents(block, piece.key)
+                if bad_lines and self._on_bad_line == "stop":
+                    raise bad_lines[0].as_error(piece, bad_lines[0].number)
+                yield documents
+                self._task.advance(block.bytes_read)
+                self.characters += sum(map(len, documents))
+                if self.characters >= TRAINING_TEXT_BYTES:
+                    return

@@ -1,1 +1,0 @@
-"""Tokenising blocks in parallel, in order: in threads or in processes."""

@@ -1,0 +1,287 @@
+"""Another engine's file read as a recipe: NeMo or torchtune YAML, a Megatron-LM argument list or script.
+
+`import_file` finds out whose file it is and lets that engine's `importing` module read it. Every setting is mapped to
+a key of the recipe, dropped with a reason, or kept in `engine.args`; mistakes that the file makes are listed too.
+`recipe_text` writes the result as YAML with a comment for each open question.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from trainshed.engines.keys import KnownKeys, flatten, format_value, resolve_references
+from trainshed.errors import InputError, RecipeError
+from trainshed.recipe import parse_recipe
+from trainshed.recipe.schema import Recipe
+from trainshed.recipe.yaml_io import YamlDocument, decode_utf8, dump_yaml, parse_yaml
+
+
+@dataclass(frozen=True)
+class MappedSetting:
+    """One setting of theirs and the key it became."""
+
+    theirs: str
+    """As written there, with its value: `model.micro_batch_size: 1`, `--lr 1e-5`."""
+    ours: str
+    """The key of the recipe or cluster file, with its value."""
+
+
+@dataclass(frozen=True)
+class DroppedSetting:
+    """One setting of theirs that has no place in a recipe."""
+
+    theirs: str
+    why: str
+
+
+@dataclass(frozen=True)
+class ImportMistake:
+    """Something the file gets wrong, whatever reads it."""
+
+    where: str
+    what: str
+    instead: str
+
+
+@dataclass(frozen=True)
+class ImportedConfig:
+    """A foreign file as a recipe; `recipe` and `cluster` are plain mappings in the words of our files."""
+
+    kind: str
+    """megatron, nemo or torchtune"""
+    recipe: dict[str, Any]
+    cluster: dict[str, Any] = field(default_factory=dict)
+    mapped: tuple[MappedSetting, ...] = ()
+    dropped: tuple[DroppedSetting, ...] = ()
+    mistakes: tuple[ImportMistake, ...] = ()
+    open_questions: tuple[str, ...] = ()
+    """What the file leaves open and a recipe must say; the recipe holds a line to be written out for each."""
+
+
+ForeignEngine = Literal["megatron", "nemo", "torchtune"]
+_MEGATRON_PATTERN = re.compile(r"(^|[\s\"'=(\[])--[a-z][a-z0-9]*-[a-z0-9-]+|pretrain_gpt", re.MULTILINE)
+"""An argument of several words, or the name of Megatron-LM's program."""
+READABLE_FILES = "a NeMo or torchtune YAML file, or a Megatron-LM argument list or script"
+
+
+def import_file(path: str | os.PathLike[str], *, gpus: int | None = None) -> ImportedConfig:
+    """Read another engine's file as a recipe; `gpus` is how many the run had, where the file does not say it."""
+    file = Path(path)
+    try:
+        data = file.read_bytes()
+    except OSError as error:
+        raise InputError(f"cannot be read: {error.strerror}", where=str(file), hint=f"write {READABLE_FILES}") from None
+    return import_text(decode_utf8(data, str(file)), file.name, gpus=gpus)
+
+
+def import_text(text: str, name: str, *, gpus: int | None = None) -> ImportedConfig:
+    """Read another engine's configuration as a recipe; errors call it `name`."""
+    match detect_engine(text, name):
+        case "nemo":
+            from trainshed.engines.nemo.importing import read_nemo
+
+            return read_nemo(text, name)
+        case "torchtune":
+            from trainshed.engines.torchtune.importing import read_torchtune
+
+            return read_torchtune(text, name, gpus=gpus)
+        case "megatron":
+            from trainshed.engines.megatron.importing import read_megatron
+
+            return read_megatron(text, name)
+
+
+def detect_engine(text: str, name: str) -> ForeignEngine:
+    """Tell whose configuration a text is; raise `InputError` for one that is none of the three."""
+    try:
+        tree = parse_yaml(text, name).value
+    except RecipeError:
+        tree = {}
+    keys = flatten(tree)
+    if "trainshed" in tree or {"train", "data", "model"} <= set(tree):
+        raise InputError("is already a recipe", where=name, hint=f"trainshed plan {name} shows what it would do")
+    if any(key.endswith("._component_") for key in keys):
+        return "torchtune"
+    if isinstance(tree.get("model"), dict) and ({"trainer", "exp_manager"} & set(tree)):
+        return "nemo"
+    if _MEGATRON_PATTERN.search(text):
+        return "megatron"
+    raise InputError("is no configuration that Trainshed reads", where=name, hint=f"give {READABLE_FILES}")
+
+
+class ConfigImport:
+    """The settings of one file, and what has become of them so far."""
+
+    def __init__(self, document: YamlDocument) -> None:
+        self.values = resolve_references(flatten(document.value))
+        self.recipe: dict[str, Any] = {}
+        self.cluster: dict[str, Any] = {}
+        self.written = flatten(document.value)
+        self._places = document.places
+        self._mapped: list[MappedSetting] = []
+        self._dropped: list[DroppedSetting] = []
+        self._mistakes: list[ImportMistake] = []
+        self._questions: list[str] = []
+        self._seen: set[str] = set()
+
+    def __contains__(self, key: str) -> bool:
+        return key in self.values
+
+    def get(self, key: str, otherwise: Any = None) -> Any:
+        """Return a value; a key that is there and null is `otherwise` too."""
+        value = self.values.get(key)
+        return otherwise if value is None else value
+
+    def take(self, key: str, ours: str, value: Any) -> None:
+        """Write a key of the recipe that one of theirs became."""
+        self.write(ours, value)
+        self.mapped(key, f"{ours}: {format_value(value)}")
+
+    def mapped(self, key: str, ours: str) -> None:
+        """Say what became of a key whose value is already in the recipe, if it is there and nothing has yet."""
+        if key in self.values and key not in self._seen:
+            self._seen.add(key)
+            self._mapped.append(MappedSetting(self._as_written(key), ours))
+
+    def write(self, ours: str, value: Any) -> None:
+        """Write a key of the recipe."""
+        _set_dotted(self.recipe, ours, value)
+
+    def hint(self, key: str, ours: str, value: Any) -> None:
+        """Write a key of a cluster file that one of theirs speaks of."""
+        _set_dotted(self.cluster, ours, value)
+        self.mapped(key, f"cluster file, {ours}: {format_value(value)}")
+
+    def drop(self, key: str, why: str) -> None:
+        """Leave a key out, if it is there and nobody has taken it."""
+        if key in self.values and key not in self._seen:
+            self._seen.add(key)
+            self._dropped.append(DroppedSetting(self._as_written(key), why))
+
+    def drop_section(self, section: str, why: str) -> None:
+        """Leave out what is left of a section."""
+        for key in self.left():
+            if key.startswith(f"{section}."):
+                self.drop(key, why)
+
+    def mistake(self, key: str, what: str, instead: str) -> None:
+        """Note something that the file gets wrong, at the line where it stands."""
+        path = tuple(key.split("."))
+        where = self._places.where(path)
+        self._mistakes.append(ImportMistake(where, what, instead))
+
+    def ask(self, question: str) -> None:
+        """Note what the file leaves open."""
+        self._questions.append(question)
+
+    def left(self) -> list[str]:
+        """Return the keys that nothing has become of yet."""
+        return [key for key in self.values if key not in self._seen]
+
+    def keep_rest(self, known: KnownKeys, fixed: Mapping[str, Any]) -> None:
+        """Keep the rest as `engine.args`, less what is written anyway and what the engine never reads."""
+        arguments: dict[str, Any] = {}
+        for key in self.left():
+            value = self.values[key]
+            if key in fixed and fixed[key] == value:
+                self.mapped(key, "written by Trainshed in any case")
+            elif not known.knows(key):
+                self.drop(key, f"{known.engine} has no such key: nobody reads it")
+            elif value is None or value == {}:
+                self.drop(key, "says nothing")
+            elif _is_argument(value):
+                arguments[key] = value
+                self.mapped(key, f"engine.args.{key}: {format_value(value)}")
+            else:
+                self.drop(key, "is neither a value nor a list of values")
+        if arguments:
+            self.recipe.setdefault("engine", {})["args"] = arguments
+
+    def imported(self, kind: str) -> ImportedConfig:
+        """Return what was read."""
+        order = [field.alias or name for name, field in Recipe.model_fields.items()]
+        return ImportedConfig(
+            kind=kind,
+            recipe={key: self.recipe[key] for key in order if key in self.recipe},
+            cluster=self.cluster,
+            mapped=tuple(self._mapped),
+            dropped=tuple(self._dropped),
+            mistakes=tuple(self._mistakes),
+            open_questions=tuple(self._questions),
+        )
+
+    def _as_written(self, key: str) -> str:
+        return f"{key}: {format_value(self.written[key])}"
+
+
+def _is_argument(value: Any) -> bool:
+    if isinstance(value, list):
+        return all(isinstance(item, bool | int | float | str) for item in value)
+    return isinstance(value, bool | int | float | str)
+
+
+def _set_dotted(tree: dict[str, Any], dotted: str, value: Any) -> None:
+    *parents, last = dotted.split(".")
+    for parent in parents:
+        tree = tree.setdefault(parent, {})
+    tree[last] = value
+
+
+_SECTIONS = "|".join(field.alias or name for name, field in Recipe.model_fields.items())
+_RECIPE_KEY = re.compile(rf"(?<![\w.])({_SECTIONS})(?:\.[\w.]+|:)")
+_WIDTH = 110
+
+
+def recipe_text(imported: ImportedConfig, source: str) -> str:
+    """Return the recipe as YAML; every open question stands above the section that it is about."""
+    asked: dict[str, list[str]] = {}
+    for question in imported.open_questions:
+        asked.setdefault(_section_of(question, imported.recipe), []).append(question)
+    lines = [f"# Imported from {source} ({imported.kind}) by `trainshed import`.", *_comments(asked.pop("", []))]
+    lines.append("trainshed: 1")
+    for key, value in imported.recipe.items():
+        lines += _comments(asked.get(key, []))
+        lines.append(_dump({key: value}))
+    if imported.cluster:
+        lines.append("# For the cluster file:")
+        lines += [f"#   {line}" for line in _dump(imported.cluster).splitlines()]
+    return "\n".join(lines) + "\n"
+
+
+def cluster_text(imported: ImportedConfig, source: str) -> str:
+    """Return what the file says about the cluster, as the beginning of a cluster file."""
+    head = [
+        f"# What {source} says about where it runs; see clusters/ for whole files.",
+        "# open: name, target, store and machine",
+    ]
+    return "\n".join([*head, "trainshed: 1", _dump(imported.cluster) if imported.cluster else "# nothing"]) + "\n"
+
+
+def load_problem(text: str) -> str | None:
+    """Return why a recipe does not load yet, None where it does."""
+    try:
+        parse_recipe(text)
+    except InputError as error:
+        return str(error)
+    return None
+
+
+def _section_of(question: str, recipe: dict[str, Any]) -> str:
+    """The section that a question is about: the last key of ours that it names (what is to be written)."""
+    named = [section for section in _RECIPE_KEY.findall(question) if section in recipe]
+    return named[-1] if named else ""
+
+
+def _comments(questions: list[str]) -> list[str]:
+    return [f"# open: {question}" for question in questions]
+
+
+def _dump(value: dict[str, Any]) -> str:
+    # One key to a line at the top; below it, mappings of plain values stay on one.
+    parts = (dump_yaml({key: item}) for key, item in value.items())
+    return "".join(parts).rstrip("\n")

@@ -1,1 +1,0 @@
-"""Argument lists and shell scripts for Megatron-LM, read as a recipe."""

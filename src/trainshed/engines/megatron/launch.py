@@ -1,0 +1,328 @@
+"""A recipe and its plan as a launch of Megatron-LM's pretrain_gpt.py.
+
+`megatron_launch` first refuses what Megatron cannot do, by the recipe's own keys, then renders the arguments. A CPU
+stage runs before training: `build_index.py` with the settings it is given.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from trainshed.engines.launch import CpuStage, EngineInput, EngineLaunch, EngineTask
+from trainshed.engines.megatron.arguments import NEWEST_VERSION, known_arguments
+from trainshed.engines.megatron.keys import (
+    checkpoint_folder,
+    padded_vocabulary,
+    render_checkpoints,
+    render_data,
+    render_layout,
+    render_logs,
+    render_model,
+    render_training,
+    run_length,
+    sequence_length,
+    uses_fsdp,
+)
+from trainshed.engines.megatron.settings import MegatronSettings, add_engine_args
+from trainshed.errors import InputError
+from trainshed.plan.legality import layout_problems
+from trainshed.recipe.section import Problem
+from trainshed.recipe.validation import recipe_error
+
+PROGRAM = "/opt/megatron-lm/pretrain_gpt.py"
+"""Where NVIDIA's images have it; the CPU stage says so at once where it is not there."""
+# Images that have it elsewhere, by the beginning of their name: Azure's Dockerfile clones to /megatron-lm; AMD's and
+# what is built on it begin in the folder of Megatron-LM.
+_PROGRAMS = {
+    "ghcr.io/azure/ai-infrastructure-on-azure/megatron-lm": "/megatron-lm/pretrain_gpt.py",
+    "ghcr.io/silogen/megatron-lm-ray": "pretrain_gpt.py",
+    "rocm/megatron-lm": "pretrain_gpt.py",
+    "docker.io/rocm/megatron-lm": "pretrain_gpt.py",
+}
+
+# AMD's own choices for Megatron on MI300X (rocm/megatron-lm); what concerns the network belongs to the fabric.
+_AMD = {
+    "GPU_MAX_HW_QUEUES": "2",
+    "HSA_ENABLE_IPC_MODE_LEGACY": "1",
+    "HSA_NO_SCRATCH_RECLAIM": "1",
+    "PYTORCH_HIP_ALLOC_CONF": "expandable_segments:True",
+    "TORCH_NCCL_HIGH_PRIORITY": "1",
+}
+# What Megatron asks for with --deterministic-mode (determinism.py; 0.16 wants NCCL_ALGO set).
+_DETERMINISTIC = {
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    "NCCL_ALGO": "Ring",
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
+}
+
+
+def megatron_launch(task: EngineTask) -> EngineLaunch:
+    """Return how Megatron-LM trains a task; raise `InputError` for what it cannot do.
+
+    The arguments are those of `engine.version`, the newest known where the recipe does not say; pretrain_gpt.py is
+    `engine.program`, or where images of that name have it.
+    """
+    program = task.recipe.engine.program or program_of_image(task.recipe.engine.image or task.place.image)
+    try:
+        known = known_arguments(task.recipe.engine.version or NEWEST_VERSION)
+    except InputError as error:
+        raise InputError(error.what, where=task.recipe.where("engine.version"), hint=error.hint) from None
+    check_task(task)
+    settings = MegatronSettings(known)
+    for put in (render_model, render_training, render_layout, render_data, render_checkpoints, render_logs):
+        put(settings, task)
+    add_engine_args(settings, task)
+    return EngineLaunch(
+        program=program,
+        arguments=settings.words(),
+        files=index_files(settings, task, program),
+        environment=_environment(task),
+        wanted=tuple(_wanted(task, settings)),
+        before=(index_stage(task),),
+        notes=(f"pretrain_gpt.py is started as {program}", *_notes(task, settings)),
+    )
+
+
+def program_of_image(image: str | None) -> str:
+    """Return where an image has pretrain_gpt.py."""
+    names = (name for name in _PROGRAMS if image is not None and re.split("[:@]", image)[0] == name)
+    return _PROGRAMS[name] if (name := next(names, None)) is not None else PROGRAM
+
+
+def _wanted(task: EngineTask, settings: MegatronSettings) -> Iterator[EngineInput]:
+    if not task.recipe.data.synthetic:
+        yield "data-args"
+        if task.recipe.tokenizer is not None:
+            yield "tokenizer"
+    if settings.value("pretrained_checkpoint") is not None:
+        yield "base-megatron"
+
+
+def _environment(task: EngineTask) -> dict[str, str]:
+    layout = task.layout
+    found = {"TOKENIZERS_PARALLELISM": "false"}
+    # Before Blackwell, Megatron stops without it where tp or cp overlap; its FSDP stops with it.
+    if not uses_fsdp(layout) and (layout.tp > 1 or layout.cp > 1):
+        found["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    if task.place.vendor == "amd":
+        found |= _AMD
+    if task.recipe.train.deterministic:
+        found |= _DETERMINISTIC
+    return dict(sorted(found.items()))
+
+
+def _notes(task: EngineTask, settings: MegatronSettings) -> Iterator[str]:
+    recipe, config, layout = task.recipe, task.config, task.layout
+    if recipe.engine.version is None:
+        yield f"arguments are those of Megatron-LM {settings.known.version}, the newest known (engine.version)"
+    yield f"Megatron-LM shuffles its own way, from seed {recipe.seed}: another order of samples than engine: torch has"
+    if not recipe.data.synthetic:
+        yield "its order depends on the length of the run: a longer run does not continue a shorter one's order"
+        yield "the index of samples is built on CPUs before GPUs are asked for (build_index.py)"
+    if (padded := padded_vocabulary(task)) != config.vocab_size:
+        yield (
+            f"the vocabulary of {config.vocab_size} is padded to {padded}, and Megatron counts the padded rows in the "
+            "loss of every token"
+        )
+    if recipe.train.batch_ramp is not None:
+        yield "with a ramp Megatron counts warm-up and decay in samples, not in steps: the rate rises faster at first"
+    if recipe.train.precision == "fp16":
+        yield "fp16 trains with a dynamic loss scale: a step that overflows is skipped, whatever non_finite says"
+    yield "Megatron deletes no checkpoints: all of them are kept"
+    if recipe.checkpoint.resume == "must" and settings.known.version == "0.16.1":
+        yield "without a checkpoint 0.16.1 ends with exit code 0; build_index.py looks for one before"
+    if config.moe is not None and recipe.train.moe is None:
+        yield "the router's losses are as the schema defaults them: train.moe"
+    if task.place.sharp and layout.dp == 1:
+        yield "SHARP has nothing to sum: it works between data-parallel ranks, and dp is 1"
+    if config.max_positions < (length := sequence_length(task)):
+        yield f"sequences of {length} tokens are longer than the {config.max_positions} the model is made for"
+
+
+# TransformerEngine's fp8 GEMMs take rows and columns in multiples of it.
+FP8_MULTIPLE = 16
+
+
+def check_task(task: EngineTask) -> None:
+    """Raise one error with everything that Megatron cannot do of a task."""
+    problems = [*_training_problems(task), *_data_problems(task), *_checkpoint_problems(task), *_layout_problems(task)]
+    if problems:
+        raise recipe_error(problems, task.recipe.places)
+
+
+def _training_problems(task: EngineTask) -> Iterator[Problem]:
+    train = task.recipe.train
+    if train.mode == "finetune":
+        yield Problem(
+            ("train", "mode"),
+            "pretrain_gpt.py has no chat data with loss on the answers",
+            "write engine: torch, nemo or torchtune, or `mode: pretrain`",
+        )
+    if train.lora is not None:
+        yield Problem(("train", "lora"), "pretrain_gpt.py trains no adapters", "write engine: torch, nemo or torchtune")
+    if train.precision == "fp64":
+        yield Problem(("train", "precision"), "Megatron has no fp64", "write fp32, bf16, fp16 or fp8")
+    if train.z_loss:
+        yield Problem(("train", "z_loss"), "Megatron has no z-loss on the logits", "delete it, or write engine: torch")
+    if train.non_finite == "skip" and train.precision != "fp16":
+        yield Problem(
+            ("train", "non_finite"),
+            "Megatron skips a step that is not finite with fp16's loss scale only",
+            "write `non_finite: stop`",
+        )
+    if train.precision == "fp8":
+        yield from _fp8_problems(task)
+
+
+def _fp8_problems(task: EngineTask) -> Iterator[Problem]:
+    config, layout = task.config, task.layout
+    width = config.ffn if config.moe is None else config.moe.ffn
+    ranks = layout.tp if config.moe is None else layout.etp
+    cut = {
+        "hidden": config.hidden,
+        "heads · head_dim / tp": config.heads * config.head_dim // layout.tp,
+        "ffn / tp": (width or 0) // ranks,
+        "tokens of a micro-batch on a rank": layout.micro_batch * sequence_length(task) // layout.cp // layout.tp,
+    }
+    for what, size in cut.items():
+        if size % FP8_MULTIPLE:
+            yield Problem(
+                ("train", "precision"),
+                f"fp8 products take multiples of {FP8_MULTIPLE}, and {what} is {size}",
+                "write `precision: bf16`, or a smaller tp",
+            )
+            return
+
+
+def _data_problems(task: EngineTask) -> Iterator[Problem]:
+    recipe = task.recipe
+    if recipe.data.seed != recipe.seed:
+        yield Problem(
+            ("data", "seed"),
+            f"Megatron has one seed for weights and data, and here are {recipe.seed} and {recipe.data.seed}",
+            "write the same number as `seed` and `data.seed`",
+        )
+    if recipe.data.skip:
+        yield Problem(("data", "skip"), "Megatron cannot leave out ranges of samples", "delete it, or engine: torch")
+    if recipe.data.stage != "direct":
+        yield Problem(
+            ("data", "stage"), "Megatron maps the token files where they lie in the store", "write `stage: direct`"
+        )
+
+
+def _checkpoint_problems(task: EngineTask) -> Iterator[Problem]:
+    recipe = task.recipe
+    if recipe.checkpoint.to is not None:
+        yield Problem(
+            ("checkpoint", "to"),
+            "Megatron writes its checkpoints to a folder of the run that every node sees",
+            "delete it; `store` says where runs lie",
+        )
+    if recipe.checkpoint.keep is not None:
+        yield Problem(
+            ("checkpoint", "keep"), "Megatron deletes no checkpoints", "delete it, or write `keep: null`: all are kept"
+        )
+    if recipe.observe.dllogger:
+        yield Problem(("observe", "dllogger"), "Megatron writes no DLLogger file", "delete it: its log has the figures")
+    if recipe.model.from_ is not None and uses_fsdp(task.layout):
+        yield Problem(
+            ("layout", "shard"),
+            "Megatron's FSDP reads checkpoints of its own format only, and base weights are converted to torch_dist",
+            "write `shard: zero1`",
+        )
+
+
+def _layout_problems(task: EngineTask) -> Iterator[Problem]:
+    layout, place, recipe = task.layout, task.place, task.recipe
+    ranks = place.nodes * place.gpus_per_node
+    if layout.world_size != ranks:
+        yield Problem(
+            ("layout",),
+            f"the layout {layout} is for {layout.world_size} GPUs, and there are {place.nodes} nodes of "
+            f"{place.gpus_per_node} = {ranks}",
+            "plan for as many nodes as there are",
+        )
+    written = not isinstance(recipe.layout, str) and recipe.layout.stages is not None
+    yield from layout_problems(
+        layout,
+        task.config,
+        sequence_length=sequence_length(task),
+        batch_sizes=run_length(task).schedule.sizes,
+        engine="megatron",
+        stages_written=written,
+    )
+    if layout.cp > 1 and sequence_length(task) % (2 * layout.cp):
+        yield Problem(
+            ("layout", "cp"),
+            f"Megatron cuts a sequence of {sequence_length(task)} into 2 · cp = {2 * layout.cp} equal pieces",
+            "write a sequence_length that divides, or a smaller cp",
+        )
+    if layout.shard == "none" and layout.replicate > 1:
+        yield Problem(("layout", "replicate"), "there is nothing to share out with `shard: none`", "delete it")
+
+
+SCRIPT, ASKED = "build_index.py", "index.json"
+# What pretrain_gpt.py hands to GPTDatasetConfig, by Megatron's names of the arguments; a version takes what it has.
+_CONFIG = {
+    "random_seed": "seed",
+    "sequence_length": "seq_length",
+    "split": "split",
+    "path_to_cache": "data_cache_path",
+    "mmap_bin_files": "mmap_bin_files",
+    "reset_position_ids": "reset_position_ids",
+    "reset_attention_mask": "reset_attention_mask",
+    "eod_mask_loss": "eod_mask_loss",
+    "create_attention_mask": "create_attention_mask_in_dataloader",
+    "mid_level_dataset_surplus": "mid_level_dataset_surplus",
+    "allow_ambiguous_pad_tokens": "allow_ambiguous_pad_tokens",
+    "multiple_validation_sets": "multiple_validation_sets",
+    "full_validation": "full_validation",
+    "inter_document_masking": "dataloader_inter_document_masking",
+}
+# What `build_tokenizer` reads of its arguments, in any version.
+_TOKENIZER = (
+    *("tokenizer_type", "tokenizer_model", "vocab_size", "vocab_file", "merge_file", "trust_remote_code"),
+    *("tokenizer_metadata", "metadata_path", "tokenizer_special_tokens", "special_tokens", "chat_template"),
+    *("tokenizer_hf_use_fast", "tokenizer_hf_include_special_tokens", "use_gigatoken"),
+    *("tokenizer_hf_no_use_fast", "tokenizer_hf_no_include_special_tokens"),
+    *("null_tokenizer_eod_id", "null_tokenizer_pad_id"),
+    *("padded_vocab_size", "pad_vocab_size"),
+)
+
+
+def sample_counts(task: EngineTask) -> tuple[int, int, int]:
+    """Return how many samples of each split Megatron asks its datasets for, which is a part of their cache's name.
+
+    As `get_train_valid_test_num_samples` of its training.py counts them.
+    """
+    train, length = task.recipe.train, run_length(task)
+    validation = task.recipe.data.validation
+    every, batches = (validation.every, validation.batches) if validation else (task.steps, 0)
+    rounds = task.steps // every + 1
+    return (length.samples(task.steps), rounds * batches * train.global_batch, batches * train.global_batch)
+
+
+def index_files(settings: MegatronSettings, task: EngineTask, program: str) -> dict[str, str]:
+    """Return the job's files for the stage."""
+    known, place, data = settings.known, task.place, task.recipe.data
+    asked: dict[str, Any] = {
+        "program": program,
+        "resume": task.recipe.checkpoint.resume,
+        "checkpoints": checkpoint_folder(place),
+        "data": None if data.synthetic else f"{place.engine}/data.json",
+        "data_args": settings.value("data_args_path"),
+        "samples": sample_counts(task),
+        "config": {field: settings.value(dest) for field, dest in _CONFIG.items() if known.has(dest)},
+        "tokenizer": {dest: settings.value(dest) for dest in _TOKENIZER if known.has(dest)},
+    }
+    script = (Path(__file__).with_name(SCRIPT)).read_text(encoding="utf-8")
+    return {SCRIPT: script, ASKED: json.dumps(asked, indent=1) + "\n"}
+
+
+def index_stage(task: EngineTask) -> CpuStage:
+    """Return the stage that runs before training: checks first, then the index."""
+    return CpuStage("index", ("python3", f"{task.place.job}/{SCRIPT}", f"{task.place.job}/{ASKED}"))

@@ -1,0 +1,419 @@
+"""Starting NeMo by its release: 24.07 takes a Hydra file, 26.06 a Megatron-Bridge script.
+
+What a release cannot be asked for is refused before anything is rendered. Overrides on the Hydra command line say
+where things lie. The Bridge script builds its ConfigContainer and calls `pretrain`; every name it uses was read in
+Megatron-Bridge v0.5.0 (fcbb603) and in the Megatron-LM commit it pins (d0b3b77).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from trainshed.engines.keys import argument_problems, format_value, to_yaml
+from trainshed.engines.launch import EngineInput, EngineLaunch, EngineTask
+from trainshed.engines.nemo.bridge_keys import BRIDGE_KEYS, PRECISION, bridge_settings
+from trainshed.engines.nemo.hydra_keys import (
+    HYDRA_KEYS,
+    architecture_problems,
+    fixed_settings,
+    place_settings,
+    task_settings,
+)
+from trainshed.errors import RecipeError
+from trainshed.plan import layout_problems
+from trainshed.recipe import Recipe, TrainedTokenizer
+from trainshed.recipe.section import Problem
+from trainshed.recipe.validation import recipe_error
+
+_ADAM_EPSILON = 1e-8
+"""What megatron-core's Adam uses; NeMo 24.07 hands no other on to it."""
+_UNREADABLE_BY_HYDRA = "$'\"\\\n"
+"""Characters of a path that Hydra reads as its own."""
+
+
+def shared_problems(task: EngineTask) -> Iterator[Problem]:
+    """Yield what neither release takes."""
+    recipe, train = task.recipe, task.recipe.train
+    if task.place.vendor != "nvidia":
+        yield Problem(("engine",), "NeMo's images run on NVIDIA GPUs only", "write engine: torch or megatron")
+    if train.mode == "finetune":
+        yield Problem(("train", "mode"), "NeMo is rendered for pretraining only", "write engine: torchtune")
+    if train.lora is not None:
+        yield Problem(("train", "lora"), "NeMo is rendered for training all weights", "write engine: torchtune")
+    if train.precision not in ("bf16", "fp8"):
+        yield Problem(
+            ("train", "precision"), f"NeMo is rendered for bf16 and fp8, not for {train.precision}", "precision: bf16"
+        )
+    if train.z_loss:
+        yield Problem(("train", "z_loss"), "NeMo has no z-loss on the logits", "delete it, or write engine: torch")
+    if train.non_finite == "skip":
+        yield Problem(
+            ("train", "non_finite"), "megatron-core stops at a non-finite gradient in bf16, and cannot skip it", "stop"
+        )
+    if recipe.data.skip:
+        yield Problem(("data", "skip"), "NeMo reads its samples in an order of its own", "delete it")
+    if recipe.data.stage != "direct":
+        yield Problem(("data", "stage"), "NeMo maps the token files where they lie in the store", "stage: direct")
+    if recipe.checkpoint.to is not None:
+        yield Problem(
+            ("checkpoint", "to"), "NeMo writes its checkpoints into the run's folder", "delete it, or write store:"
+        )
+    yield from layout_problems(
+        task.layout,
+        task.config,
+        sequence_length=recipe.data.sequence_length or task.config.max_positions,
+        batch_sizes=[train.global_batch, *([train.batch_ramp.start] if train.batch_ramp else [])],
+        engine="nemo",
+        stages_written=True,
+    )
+    if len(set(task.layout.stages)) > 1:
+        yield Problem(("layout", "stages"), "uneven stages are not rendered for NeMo", "write engine: megatron")
+    if recipe.seed != recipe.data.seed:
+        yield Problem(
+            ("data", "seed"),
+            f"NeMo has one seed for weights and data, and `seed: {recipe.seed}` is another",
+            f"seed: {recipe.seed}",
+        )
+    yield from _tokenizer_problems(recipe)
+
+
+def hydra_problems(task: EngineTask) -> Iterator[Problem]:
+    """Yield what release 24.07 does not take."""
+    recipe, train, layout = task.recipe, task.recipe.train, task.layout
+    newer = 'write engine: {name: nemo, version: "26.06"}'
+    yield from shared_problems(task)
+    yield from architecture_problems(task.config)
+    if recipe.model.from_ is not None:
+        yield Problem(
+            ("model", "from"),
+            "NeMo 24.07 starts from .nemo archives only, which nothing here writes",
+            f"{newer}, which starts from Hugging Face weights",
+        )
+    if train.deterministic:
+        yield Problem(("train", "deterministic"), "NeMo 24.07 has no deterministic mode", "delete it")
+    if train.optimizer.eps != _ADAM_EPSILON:
+        yield Problem(("train", "optimizer", "eps"), "NeMo 24.07 does not hand an epsilon on", f"eps: {_ADAM_EPSILON}")
+    if layout.dp > 1 and layout.shard != "zero1":
+        yield Problem(
+            ("layout", "shard"),
+            f"NeMo 24.07 is rendered with megatron-core's distributed optimizer, and shard is {layout.shard}",
+            "shard: zero1",
+        )
+    if layout.replicate > 1:
+        yield Problem(("layout", "replicate"), "NeMo 24.07 has one instance of its distributed optimizer", "delete it")
+    if task.config.moe is not None:
+        if layout.etp != layout.tp:
+            yield Problem(
+                ("layout", "etp"),
+                f"NeMo 24.07 cuts experts by tp: {layout.tp}, and etp is {layout.etp}",
+                f"etp: {layout.tp}",
+            )
+        if layout.dp % layout.ep:
+            yield Problem(
+                ("layout", "ep"), f"NeMo 24.07 spreads experts over dp: {layout.dp} alone", "write a divisor of dp"
+            )
+    for path in (task.place.run, task.place.job):
+        if any(letter in path for letter in _UNREADABLE_BY_HYDRA):
+            yield Problem(("store",), f"Hydra would not read `{path}` as a path", "use letters, digits and -_./:")
+
+
+def bridge_problems(task: EngineTask) -> Iterator[Problem]:
+    """Yield what the Megatron-Bridge script does not do."""
+    config, layout = task.config, task.layout
+    yield from shared_problems(task)
+    if task.recipe.observe.dllogger:
+        yield Problem(
+            ("observe", "dllogger"), "Megatron-Bridge writes no DLLogger file", "delete it: its log has the figures"
+        )
+    if layout.shard != "zero1" and layout.dp > 1:
+        yield Problem(
+            ("layout", "shard"),
+            f"NeMo is rendered with megatron-core's distributed optimizer, and shard is {layout.shard}",
+            "shard: zero1, or engine: megatron",
+        )
+    schedule = task.recipe.train.schedule
+    end = task.steps if schedule.name == "wsd" else schedule.decay or task.steps
+    if schedule.warmup >= end:
+        yield Problem(
+            ("train", "schedule", "warmup"),
+            f"Megatron-Bridge would cut a warm-up of {schedule.warmup} steps in silence: its schedule ends at {end}",
+            "write a shorter one, or a later `decay`",
+        )
+    if config.activation != "silu" and config.gated:
+        yield Problem(("model",), f"a gated {config.activation} is not rendered for NeMo", "write engine: megatron")
+    scaling = config.rope.scaling if config.rope is not None else None
+    if scaling is not None and scaling.kind == "llama3":
+        # megatron-core has these three as constants of RotaryEmbedding; only the factor is a setting.
+        given = (scaling.low_frequency_factor, scaling.high_frequency_factor, scaling.original_positions)
+        if given != (1.0, 4.0, 8192):
+            yield Problem(("model",), "megatron-core stretches rotary frequencies as Llama 3.1 does only", "1, 4, 8192")
+
+
+def _tokenizer_problems(recipe: Recipe) -> Iterator[Problem]:
+    if recipe.tokenizer is None:
+        yield Problem(
+            ("tokenizer",),
+            "is missing: NeMo takes the size of the vocabulary from a tokenizer, for synthetic data too",
+            "tokenizer: hf://org/name",
+        )
+    if isinstance(recipe.tokenizer, TrainedTokenizer) and recipe.data.synthetic:
+        yield Problem(("tokenizer",), "there is no text to learn a tokenizer from", "write the address of one")
+
+
+HYDRA_PROGRAM = "/opt/NeMo/examples/nlp/language_modeling/megatron_gpt_pretraining.py"
+HYDRA_FILE = "nemo.yaml"
+_HYDRA_ENVIRONMENT = {
+    # The seed's: layer norms leave SMs to the communication that runs beside them.
+    "NVTE_FWD_LAYERNORM_SM_MARGIN": "8",
+    "NVTE_BWD_LAYERNORM_SM_MARGIN": "8",
+    "OMP_NUM_THREADS": "12",
+}
+_PLAIN_VALUE = re.compile(r"^[A-Za-z0-9_./:-]+$")
+
+
+def hydra_launch(task: EngineTask) -> EngineLaunch:
+    """Return how NeMo 24.07 is started for a task."""
+    recipe = task.recipe
+    problems = list(hydra_problems(task))
+    if problems:
+        raise recipe_error(problems, recipe.places)
+    config = hydra_config(task)
+    overrides = [f"++{setting.key}={_hydra_value(setting.value)}" for setting in place_settings(task)]
+    wanted: tuple[EngineInput, ...] = ("tokenizer",) if recipe.data.synthetic else ("data-prefix", "tokenizer")
+    late = {} if recipe.data.synthetic else {"++model.data.data_prefix=": f"{task.place.engine}/data_prefix.txt"}
+    heading = f"NeMo 24.07, written by Trainshed for {recipe.name}; overrides on the command line say where things lie."
+    return EngineLaunch(
+        program=HYDRA_PROGRAM,
+        arguments=(f"--config-path={task.place.job}", f"--config-name={HYDRA_FILE}", *overrides),
+        files={HYDRA_FILE: to_yaml(config, heading)},
+        environment=_HYDRA_ENVIRONMENT,
+        wanted=wanted,
+        late_arguments=late,
+        notes=tuple(_hydra_notes(task)),
+    )
+
+
+def hydra_config(task: EngineTask) -> dict[str, Any]:
+    """Return the whole configuration but the places, by dotted key."""
+    recipe = task.recipe
+    settings = task_settings(task)
+    decided = {setting.key: setting for setting in (*place_settings(task), *settings)}
+    wrong = list(argument_problems(recipe.engine.args, HYDRA_KEYS, decided))
+    if wrong:
+        raise recipe_error(wrong, recipe.places)
+    own = {setting.key: setting.value for setting in settings}
+    return own | fixed_settings() | {key: value for key, value in recipe.engine.args.items() if key not in decided}
+
+
+def _hydra_value(value: Any) -> str:
+    text = format_value(value)
+    return text if _PLAIN_VALUE.match(text) else f"'{text}'"
+
+
+def _hydra_notes(task: EngineTask) -> list[str]:
+    notes = [
+        "NeMo 24.07 orders samples its own way (megatron-core's index, one seed): the order of `data` does not hold",
+        "its first rank builds the sample index when training starts, while the others wait; it is kept in the run",
+        "the embedding has as many rows as the tokenizer has tokens, padded to a multiple of 128 · tp",
+    ]
+    if task.recipe.checkpoint.resume == "fresh":
+        notes.append("NeMo does not refuse to start where checkpoints already are: `resume: fresh` starts beside them")
+    if task.recipe.observe.profile is not None:
+        notes.append("NeMo marks the profiled steps; only a program started by `nsys profile` records them")
+    return notes
+
+
+BRIDGE_FILE = "pretrain.py"
+_CONFIG_CLASSES = {
+    "train": "TrainingConfig",
+    "validation": "ValidationConfig",
+    "optimizer": "OptimizerConfig",
+    "scheduler": "SchedulerConfig",
+    "ddp": "DistributedDataParallelConfig",
+    "dataset": "GPTDatasetConfig",
+    "logger": "LoggerConfig",
+    "tokenizer": "TokenizerConfig",
+    "checkpoint": "CheckpointConfig",
+    "rng": "RNGConfig",
+    "dist": "DistributedInitConfig",
+    "profiling": "ProfilingConfig",
+}
+# torch.nn.functional's; megatron-core asks for the function itself.
+_ACTIVATIONS = {
+    "silu": "F.silu",
+    "gelu": "F.gelu",
+    "gelu_tanh": "partial(F.gelu, approximate='tanh')",
+    "relu": "F.relu",
+}
+_BRIDGE_ENVIRONMENT = {
+    # megatron-core: with tp or cp, kernels and communication must be queued in the order they are launched.
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    "NVTE_FWD_LAYERNORM_SM_MARGIN": "8",
+    "NVTE_BWD_LAYERNORM_SM_MARGIN": "8",
+}
+
+
+def bridge_launch(task: EngineTask) -> EngineLaunch:
+    """Return how NeMo 26.06 is started for a task."""
+    recipe = task.recipe
+    settings = bridge_settings(task)
+    decided = {setting.key: setting for setting in settings}
+    problems: list[Problem] = [*bridge_problems(task), *argument_problems(recipe.engine.args, BRIDGE_KEYS, decided)]
+    if problems:
+        raise recipe_error(problems, recipe.places)
+    extra = {key: value for key, value in recipe.engine.args.items() if key not in decided}
+    wanted: list[EngineInput] = ["tokenizer"]
+    if not recipe.data.synthetic:
+        wanted.insert(0, "data-args")
+    if recipe.model.from_ is not None:
+        wanted.append("base-hf")
+    return EngineLaunch(
+        program=f"{task.place.job}/{BRIDGE_FILE}",
+        arguments=(),
+        files={BRIDGE_FILE: _script(task, {setting.key: setting.value for setting in settings}, extra)},
+        environment=_BRIDGE_ENVIRONMENT,
+        wanted=tuple(wanted),
+        notes=tuple(_bridge_notes(task)),
+    )
+
+
+def _script(task: EngineTask, values: dict[str, Any], extra: dict[str, Any]) -> str:
+    data = task.recipe.data
+    classes = dict(_CONFIG_CLASSES)
+    if data.synthetic:
+        classes["dataset"] = "MockGPTDatasetConfig"
+    sections = {name: _section_values(values, name) for name in classes}
+    used = {name: kind for name, kind in classes.items() if sections[name]}
+    imports = ",\n    ".join(sorted({"ConfigContainer", *used.values()}))
+    base = task.recipe.model.from_ is not None
+    return "\n".join(
+        [
+            f'"""Pretraining of {task.recipe.name}, written by Trainshed for Megatron-Bridge 0.5.0 (NeMo 26.06)."""',
+            "",
+            *([] if data.synthetic else ["import json", "from pathlib import Path", ""]),
+            *([] if base else _activation_imports(task)),
+            *(["from megatron.bridge import AutoBridge"] if base else []),
+            *([] if base else ["from megatron.bridge.models import GPTModelProvider"]),
+            f"from megatron.bridge.training.config import (\n    {imports},\n)",
+            "from megatron.bridge.training.gpt_step import forward_step",
+            "from megatron.bridge.training.mixed_precision import get_mixed_precision_config",
+            "from megatron.bridge.training.pretrain import pretrain",
+            *([] if data.synthetic else ["from megatron.core.datasets.utils import get_blend_from_list"]),
+            "",
+            "",
+            *_model_function(task, values),
+            "",
+            "",
+            *_config_function(task, sections, used, extra),
+            "",
+            "",
+            'if __name__ == "__main__":',
+            "    pretrain(config=configuration(), forward_step_func=forward_step)",
+            "",
+        ]
+    )
+
+
+def _activation_imports(task: EngineTask) -> list[str]:
+    partial = ["from functools import partial", ""] if task.config.activation == "gelu_tanh" else []
+    return [*partial, "import torch.nn.functional as F"]
+
+
+def _model_function(task: EngineTask, values: dict[str, Any]) -> list[str]:
+    values = _section_values(values, "model")
+    if task.recipe.model.from_ is not None:
+        start = [
+            f"    bridge = AutoBridge.from_hf_pretrained({f'{task.place.engine}/base'!r})",
+            "    model = bridge.to_megatron_provider(load_weights=True)",
+        ]
+    else:
+        sizes = ("num_layers", "hidden_size", "num_attention_heads")
+        given = ", ".join(f"{key}={values.pop(key)!r}" for key in sizes)
+        start = [
+            f"    model = GPTModelProvider({given})",
+            f"    model.activation_func = {_ACTIVATIONS[task.config.activation]}",
+        ]
+    fields = [f"    model.{key} = {value!r}" for key, value in values.items()]
+    return ["def provider():", *start, *fields, "    return model"]
+
+
+def _config_function(
+    task: EngineTask, sections: dict[str, dict[str, Any]], used: dict[str, str], extra: dict[str, Any]
+) -> list[str]:
+    lines = ["def configuration():"]
+    if not task.recipe.data.synthetic:
+        lines += [
+            f"    splits = json.loads(Path({f'{task.place.engine}/data.json'!r}).read_text())",
+            '    blends = [get_blend_from_list(splits.get(name) or None) for name in ("train", "valid", "test")]',
+        ]
+    lines += ["    config = ConfigContainer(", "        model=provider(),"]
+    for name, kind in used.items():
+        lines.append(f"        {name}={kind}(")
+        lines += [f"            {key}={value!r}," for key, value in sections[name].items()]
+        if name == "dataset" and not task.recipe.data.synthetic:
+            # One corpus that `split` shares out, or documents of its own for each.
+            shared_out = task.recipe.data.split is not None
+            lines.append(f"            {'blend=blends[0]' if shared_out else 'blend_per_split=blends'},")
+        lines.append("        ),")
+    precision = PRECISION[task.recipe.train.precision]
+    lines += [f"        mixed_precision=get_mixed_precision_config({precision!r}),", "    )"]
+    lines += [f"    config.{key} = {value!r}" for key, value in extra.items()]
+    return [*lines, "    return config"]
+
+
+def _section_values(values: dict[str, Any], name: str) -> dict[str, Any]:
+    prefix = f"{name}."
+    return {key.removeprefix(prefix): value for key, value in values.items() if key.startswith(prefix)}
+
+
+def _bridge_notes(task: EngineTask) -> list[str]:
+    notes = [
+        "Megatron-Bridge orders samples its own way (megatron-core's index): the order of `data` does not hold",
+        "its first rank builds the sample index when training starts, while the others wait; it is kept in the run",
+    ]
+    if task.recipe.model.from_ is not None:
+        notes.append("every start reads the base weights from Hugging Face files; a checkpoint then replaces them")
+    elif task.config.vocab_size % task.layout.tp:
+        notes.append("the embedding has as many rows as the tokenizer has tokens, padded to a multiple of 128 · tp")
+    if task.recipe.checkpoint.resume == "fresh":
+        notes.append("Megatron-Bridge does not refuse to start where checkpoints already are: it writes beside them")
+    return notes
+
+
+HYDRA_RELEASE = "24.07"
+BRIDGE_RELEASE = "26.06"
+NEMO_IMAGES = {HYDRA_RELEASE: "nvcr.io/nvidia/nemo:24.07", BRIDGE_RELEASE: "nvcr.io/nvidia/nemo:26.06"}
+_LAUNCHES = {HYDRA_RELEASE: hydra_launch, BRIDGE_RELEASE: bridge_launch}
+# NVIDIA's releases are a year and a month; images that others build on them keep the tag (nemo_workload:24.07).
+_IMAGE_TAG = re.compile(r"nemo[^/]*:(\d\d\.\d\d)\b")
+
+
+def nemo_launch(task: EngineTask) -> EngineLaunch:
+    """Return how NeMo is started for a task; `engine.version` says which release."""
+    recipe = task.recipe
+    image = recipe.engine.image or task.place.image
+    tag = _IMAGE_TAG.search(image or "")
+    version = recipe.engine.version or (tag[1] if tag else BRIDGE_RELEASE)
+    if version not in _LAUNCHES:
+        raise RecipeError(
+            f"NeMo {version} is not known here",
+            where=recipe.where("engine.version"),
+            hint=f'version: "{HYDRA_RELEASE}" (Hydra) or "{BRIDGE_RELEASE}" (Megatron-Bridge)',
+        )
+    if tag and tag[1] != version:
+        raise RecipeError(
+            f"the image {image} is release {tag[1]}, and engine.version is {version}",
+            where=recipe.where("engine.version"),
+            hint=f"write the same release in both, for example {NEMO_IMAGES[version]}",
+        )
+    launch = _LAUNCHES[version](task)
+    notes = list(launch.notes)
+    if recipe.engine.version is None:
+        why = "the release of the image" if tag else "the newest that is known here"
+        notes.insert(0, f"NeMo {version} is meant, {why}; engine.version says another")
+    if image is None:
+        notes.append(f"no image is named; {NEMO_IMAGES[version]} has this release")
+    return replace(launch, notes=tuple(notes))

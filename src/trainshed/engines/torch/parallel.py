@@ -1,0 +1,175 @@
+"""The process groups of a layout, and FSDP over them: two meshes of the same ranks, as `plan/layout.py` orders them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
+
+from trainshed.errors import InputError
+from trainshed.models.collectives import SINGLE_RANK, AxisGroup, ParallelAxes
+from trainshed.models.decoder import DecoderStage
+from trainshed.models.moe import MoE
+from trainshed.plan.layout import MeshCoordinates, RankLayout
+
+
+@dataclass(frozen=True)
+class ParallelMesh:
+    """This rank's groups.
+
+    `weights` and `experts` are the (replicate, shard) meshes that FSDP spreads dense and expert tensors over, None
+    where every such mesh is a single rank. `tied` joins the first and last pipeline stage (None elsewhere).
+    """
+
+    layout: RankLayout
+    at: MeshCoordinates
+    device: torch.device
+    axes: ParallelAxes
+    pp: AxisGroup
+    weights: DeviceMesh | None
+    experts: DeviceMesh | None
+    tied: AxisGroup
+
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether this rank's chunks need token ids: the first and the last stage do."""
+        return self.at.pp in (0, self.layout.pp - 1)
+
+
+def single_rank_mesh(layout: RankLayout, device: torch.device) -> ParallelMesh:
+    """The mesh of a single process, without any process group."""
+    return ParallelMesh(layout, layout.coordinates(0), device, ParallelAxes(), SINGLE_RANK, None, None, SINGLE_RANK)
+
+
+def build_mesh(layout: RankLayout, device: torch.device) -> ParallelMesh:
+    """Make the process groups; every rank of the world calls this together."""
+    if layout.world_size == 1:
+        return single_rank_mesh(layout, device)
+    rank = dist.get_rank()
+    ranks = torch.arange(layout.world_size).view(layout.dense_shape)
+    pp, copies, shard, cp, tp = layout.dense_shape
+    dense = _AxisGroups(device, ranks, ("pp", "replicate", "shard", "cp", "tp"))
+    sequence = _AxisGroups(device, ranks.reshape(pp, copies, shard, cp * tp), ("pp", "replicate", "shard", "sequence"))
+    expert = _AxisGroups(device, ranks.view(layout.expert_shape), ("pp", "edp", "ep", "etp"))
+    axes = ParallelAxes(
+        tp=dense.group("tp"),
+        cp=dense.group("cp"),
+        ep=expert.group("ep"),
+        etp=expert.group("etp"),
+        sequence=sequence.group("sequence"),
+    )
+    weights = experts = None
+    if max(layout.dp * layout.cp, layout.edp if layout.ep * layout.etp < layout.stage_ranks else 1) > 1:
+        weights, experts = _fsdp_meshes(layout, device, ranks)
+    return ParallelMesh(
+        layout,
+        layout.coordinates(rank),
+        device,
+        axes,
+        dense.group("pp"),
+        weights,
+        experts,
+        _tied_embedding_group(layout, ranks, rank),
+    )
+
+
+class _AxisGroups:
+    """Groups along the axes of one arrangement of the ranks; axes of length 1 get none."""
+
+    def __init__(self, device: torch.device, ranks: torch.Tensor, names: tuple[str, ...]) -> None:
+        kept = [axis for axis, length in enumerate(ranks.shape) if length > 1]
+        self._names = [names[axis] for axis in kept]
+        self._mesh = DeviceMesh(
+            device.type, ranks.reshape([ranks.shape[axis] for axis in kept]), mesh_dim_names=tuple(self._names)
+        )
+
+    def group(self, name: str) -> AxisGroup:
+        if name not in self._names:
+            return SINGLE_RANK
+        group = self._mesh.get_group(name)
+        return AxisGroup(group.size(), group.rank(), group)
+
+
+def _fsdp_meshes(layout: RankLayout, device: torch.device, ranks: torch.Tensor) -> tuple[DeviceMesh, DeviceMesh]:
+    """(replicate, shard) for dense and for expert tensors: who holds copies, who shares out one copy."""
+    pp, copies, shard, cp, tp = layout.dense_shape
+    dense = ranks.permute(0, 4, 1, 2, 3).reshape(pp * tp, copies, shard * cp)
+    expert_copies = copies if layout.shard != "none" else 1
+    expert = ranks.view(pp, expert_copies, layout.edp // expert_copies, layout.ep * layout.etp)
+    expert = expert.permute(0, 3, 1, 2).reshape(-1, expert_copies, layout.edp // expert_copies)
+    if layout.shard == "none":
+        dense, expert = (each.reshape(each.shape[0], -1, 1) for each in (dense, expert))
+    names = ("others", "replicate", "shard")
+    meshes = [DeviceMesh(device.type, each.contiguous(), mesh_dim_names=names) for each in (dense, expert)]
+    return meshes[0]["replicate", "shard"], meshes[1]["replicate", "shard"]
+
+
+def _tied_embedding_group(layout: RankLayout, ranks: torch.Tensor, rank: int) -> AxisGroup:
+    """The pair of ranks on the first and last stage that hold the same part of a tied embedding."""
+    if layout.pp == 1:
+        return SINGLE_RANK
+    mine = SINGLE_RANK
+    for pair in ranks[[0, -1]].flatten(1).t().tolist():
+        group = dist.new_group(pair)
+        if rank in pair and isinstance(group, dist.ProcessGroup):
+            mine = AxisGroup(2, pair.index(rank), group)
+    return mine
+
+
+def check_sharding(mesh: ParallelMesh) -> None:
+    """Refuse what PyTorch's pipeline schedules do not do.
+
+    They keep gradients whole until a stage's last micro-batch, and weights whole from its first backward on.
+    """
+    layout = mesh.layout
+    if layout.pp > 1 and layout.shard in ("zero2", "full") and mesh.weights is not None:
+        raise InputError(
+            f"shard: {layout.shard} with pp: {layout.pp}: with a pipeline our engine shards optimizer states only",
+            where="layout.shard",
+            hint="write shard: zero1, or pp: 1",
+        )
+
+
+def apply_fsdp(chunk: DecoderStage, mesh: ParallelMesh, dtype: torch.dtype, kept: torch.dtype) -> None:
+    """Spread a chunk's tensors over the data-parallel ranks with FSDP2, layer by layer.
+
+    All sharding modes are FSDP2 over a (replicate, shard) mesh; they differ in how long weights and gradients stay
+    whole, which `step.py` says for each micro-batch.
+    """
+    if mesh.weights is None or mesh.experts is None:
+        return
+    policy = MixedPrecisionPolicy(param_dtype=None if dtype == kept else dtype, reduce_dtype=kept)
+    free = mesh.layout.shard == "full"
+    for block in chunk.layers.values():
+        if isinstance(block.mlp, MoE):
+            fully_shard(
+                block.mlp.experts,
+                mesh=mesh.experts,
+                mp_policy=policy,
+                reshard_after_forward=free,
+                shard_placement_fn=_expert_placement(mesh.experts.size(1)),
+            )
+        fully_shard(block, mesh=mesh.weights, mp_policy=policy, reshard_after_forward=free)
+    fully_shard(chunk, mesh=mesh.weights, mp_policy=policy, reshard_after_forward=False)
+    for module in chunk.modules():
+        if isinstance(module, FSDPModule):
+            # The loss is already divided by the global batch: gradients are summed, not averaged.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def _expert_placement(ranks: int) -> Callable[[nn.Parameter], Shard | None]:
+    """Cut stacked experts by expert where that comes out even, else within each expert."""
+
+    def place(parameter: nn.Parameter) -> Shard | None:
+        if parameter.shape[0] % ranks == 0 or parameter.shape[1] % ranks:
+            return None
+        return Shard(1)
+
+    return place

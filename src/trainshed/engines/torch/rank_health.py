@@ -1,0 +1,329 @@
+"""A rank's health: the watchdog that ends a stuck rank, the flight record it leaves, the signals that ask it to stop.
+
+The flight record is compared with those of the other ranks. PyTorch's flight recorder keeps the last collectives of
+gloo and of NCCL; both are read here. gloo records no point-to-point operations and does not end them at a group's
+timeout either: there the Python stack says that a rank waits, and the watchdog ends it.
+
+A signal only sets a flag; ranks agree on it at a step boundary.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import re
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+from typing import Literal
+
+import orjson
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d as bindings
+from torch.distributed import distributed_c10d
+
+from trainshed.observe.health import (
+    NCCL_DUMP,
+    STALLED_EXIT_CODE,
+    CollectiveRecord,
+    FlightRecord,
+    ProcessGroupRecord,
+    RankError,
+    flight_record_name,
+    parse_collectives,
+)
+
+BUDGET_SECONDS: Mapping[str, float] = {
+    "rendezvous": 600,
+    "load": 3600,
+    "compile": 3600,
+    "first_step": 3600,
+    "step": 600,
+    "validation": 3600,
+    "checkpoint": 3600,
+}
+"""How long a rank may be in each phase without a sign of life, and wait there for others."""
+
+COLLECTIVE_SECONDS = 300
+"""How long a rank waits for the others in a collective of a plain step, for which nobody loads or compiles."""
+
+_PHASE_TEXT = {"step": "step {step}", "first_step": "step {step}", "checkpoint": "the checkpoint of step {done}"}
+"""Where a rank stands once `done` steps are done, for people."""
+
+_GRACE_SECONDS = 60.0
+"""For the flight record and `on_stall`, before the process is ended without waiting for them."""
+
+
+class Watchdog:
+    """Ends this process when it shows no sign of life for longer than the phase it is in may take.
+
+    It writes the flight record, calls `on_stall` with a sentence and exits with `STALLED_EXIT_CODE`: a rank that is
+    stuck in Python, or in a collective that has no timeout, ends in bounded time. Between `with` and the first `beat`
+    nothing is watched.
+
+    The phase also says how long collectives wait: as long as the phase may take, in a `step` for `collective_seconds`.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        rank: int,
+        *,
+        budget_seconds: Mapping[str, float] = BUDGET_SECONDS,
+        collective_seconds: float = COLLECTIVE_SECONDS,
+        on_stall: Callable[[str], None] | None = None,
+        poll_seconds: float = 1.0,
+    ) -> None:
+        self._folder, self._rank = folder, rank
+        self._budget_seconds, self._collective_seconds = budget_seconds, collective_seconds
+        self._on_stall = on_stall
+        self._poll_seconds = poll_seconds
+        self._last: tuple[float, int | None, str] | None = None
+        self._arming = threading.Lock()
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+
+    def __enter__(self) -> Watchdog:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def beat(self, step: int | None, phase: str) -> None:
+        """Show a sign of life, and say what comes now; costs nothing, so every step can."""
+        if phase not in self._budget_seconds:
+            raise ValueError(f"no budget for the phase '{phase}'; there are {', '.join(self._budget_seconds)}")
+        with self._arming:
+            changed = self._last is None or self._last[2] != phase
+            self._last = time.monotonic(), step, phase
+            if changed:  # within a phase the thread does it
+                _arm_faulthandler(self._budget_seconds[phase] + _GRACE_SECONDS)
+        if changed:
+            set_collective_timeout(self._collective_seconds if phase == "step" else self._budget_seconds[phase])
+
+    def stop(self) -> None:
+        """Watch no longer."""
+        self._stopped.set()
+        self._thread.join()
+        faulthandler.cancel_dump_traceback_later()
+
+    def _watch(self) -> None:
+        while not self._stopped.wait(self._poll_seconds):
+            with self._arming:
+                if self._last is None:
+                    continue
+                since, step, phase = self._last
+                left = since + self._budget_seconds[phase] - time.monotonic()
+                _arm_faulthandler(max(left, 0) + _GRACE_SECONDS)
+            if left <= 0:
+                self._end(step, phase)
+
+    def _end(self, step: int | None, phase: str) -> None:
+        at = (
+            phase
+            if step is None
+            else _PHASE_TEXT.get(phase, f"{phase} after step {{done}}").format(done=step, step=step + 1)
+        )
+        text = f"rank {self._rank} has shown no progress for {self._budget_seconds[phase]:g} seconds in {at}"
+        try:
+            write_flight_record(self._folder, self._rank, reason=text, step=step, phase=phase)
+            if self._on_stall is not None:
+                self._on_stall(text)
+        except BaseException:  # whatever it is, this process must end, and its log is the one place left
+            traceback.print_exc()
+        finally:
+            os._exit(STALLED_EXIT_CODE)
+
+
+def _arm_faulthandler(seconds: float) -> None:
+    """Have this process ended without Python's help: one that holds the interpreter lock stops our thread too."""
+    if sys.__stderr__ is None or seconds > threading.TIMEOUT_MAX:
+        faulthandler.cancel_dump_traceback_later()
+    else:
+        faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__)
+
+
+_RECORDERS = {"gloo": "_dump_fr_trace_json", "nccl": "_dump_nccl_trace_json"}
+_BUFFER_ENTRIES = "2000"  # PyTorch's own default since 2.9; some builds and images turn it off
+_PEER_ERROR = re.compile(r"gloo|nccl|closed by peer|timed out waiting|connection reset", re.IGNORECASE)
+# Frames of PyTorch that stand between the wait and who asked for it.
+_SKIPPED_FRAMES = ("/torch/_ops.py", "/torch/utils/", "/torch/autograd/")
+_record_lock = threading.Lock()
+_error_records: set[Path] = set()
+
+
+def enable_flight_recorder(folder: Path) -> None:
+    """Have collectives recorded; called before the first process group is made.
+
+    NCCL's own watchdog, where it is first, leaves PyTorch's dump in `folder` too.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", _BUFFER_ENTRIES)
+    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+    os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(folder / NCCL_DUMP))
+
+
+def set_collective_timeout(seconds: float) -> None:
+    """Give every process group made so far one timeout: those of a mesh do not inherit the first group's."""
+    for group in distributed_c10d._world.pg_map:
+        distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+
+
+def write_flight_record(
+    folder: Path,
+    rank: int,
+    *,
+    reason: str = "asked to",
+    error: BaseException | None = None,
+    step: int | None = None,
+    phase: str | None = None,
+) -> Path:
+    """Write this rank's flight record into `folder` (`health/attempt-0001`); returns its file.
+
+    An error's record stays: when the watchdog comes to its end while one is being written, that is no news.
+    """
+    path = folder / flight_record_name(rank)
+    with _record_lock:
+        if error is not None or path not in _error_records:
+            _write_record(path, rank, reason, error, step, phase)
+        if error is not None:
+            _error_records.add(path)
+    return path
+
+
+def _write_record(
+    path: Path, rank: int, reason: str, error: BaseException | None, step: int | None, phase: str | None
+) -> None:
+    frames = _frames(error)
+    stacks = FlightRecord(
+        rank=rank,
+        time=time.time(),
+        reason=reason,
+        step=step,
+        phase=phase,
+        error=None if error is None else _rank_error(error),
+        stack=[f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}" for frame in frames[-30:]],
+        waiting=_waits_for(frames),
+        threads=_thread_stacks(),
+        missing="the recorder did not answer",
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # First without the collectives: reading them asks CUDA, which may be what hangs.
+    _write_atomically(path, stacks)
+    groups = _process_groups()
+    found, missing = _recorded_collectives(groups)
+    _write_atomically(path, replace(stacks, groups=groups, collectives=found, missing=missing))
+
+
+def _rank_error(error: BaseException) -> RankError:
+    text = str(error).strip()
+    about_others = isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and _PEER_ERROR.search(text) is not None
+    )
+    return RankError(type(error).__name__, text[:500], about_others)
+
+
+def _frames(error: BaseException | None) -> list[traceback.FrameSummary]:
+    """Where an error came from; without one, where the main thread is."""
+    if error is not None:
+        return list(traceback.extract_tb(error.__traceback__))
+    main = sys._current_frames().get(threading.main_thread().ident or 0)
+    return list(traceback.extract_stack(main))
+
+
+def _waits_for(frames: list[traceback.FrameSummary]) -> Literal["collective", "point-to-point"] | None:
+    """What the innermost frames wait for, if it is for other ranks."""
+    inner = [frame for frame in frames if not any(part in frame.filename for part in _SKIPPED_FRAMES)][-1:]
+    for frame in inner:
+        if "/torch/distributed/pipelining/" in frame.filename or frame.name in ("recv", "send", "irecv", "isend"):
+            return "point-to-point"
+        if "/torch/distributed/" in frame.filename and "/checkpoint/" not in frame.filename:
+            return "collective"
+        if frame.line is not None and ".wait(" in frame.line:
+            return "point-to-point"
+    return None
+
+
+def _thread_stacks() -> str:
+    with tempfile.TemporaryFile() as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        return file.read().decode(errors="replace")
+
+
+def _process_groups() -> list[ProcessGroupRecord]:
+    if not dist.is_initialized():
+        return []
+    found = []
+    for group, name in distributed_c10d._world.pg_names.items():
+        described = group.group_desc not in ("", "undefined")
+        found.append(
+            ProcessGroupRecord(name, group.group_desc if described else name, dist.get_process_group_ranks(group))
+        )
+    return found
+
+
+def _recorded_collectives(groups: list[ProcessGroupRecord]) -> tuple[list[CollectiveRecord], str | None]:
+    """The last collectives of each group, oldest first; if there are none to be had, why."""
+    if os.environ.get("TORCH_FR_BUFFER_SIZE") == "0":
+        return [], "TORCH_FR_BUFFER_SIZE=0 turns the recorder off"
+    if not dist.is_initialized():
+        return [], "there is no process group"
+    used = {part for group in distributed_c10d._world.pg_map for part in dist.get_backend_config(group).split(",")}
+    entries = []
+    for backend, name in _RECORDERS.items():
+        dump = getattr(bindings, name, None)
+        if dump is not None:
+            entries += orjson.loads(dump(True, False)).get("entries", [])
+        elif any(part.split(":")[-1] == backend for part in used):
+            return [], f"PyTorch {torch.__version__} has no flight recorder for {backend}"
+    return parse_collectives(entries, groups), None
+
+
+def _write_atomically(path: Path, written: FlightRecord) -> None:
+    """Whole or not at all: whoever started us may be reading, or may kill us."""
+    part = path.with_suffix(".part")
+    part.write_bytes(written.to_json())
+    os.replace(part, path)
+
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+
+
+class StopSignals:
+    """Which stop signals this rank has received; each rank votes with every step, and one vote stops all."""
+
+    def __init__(self) -> None:
+        self.seen: set[int] = set()
+        self._before: dict[int, object] = {}
+
+    def __enter__(self) -> StopSignals:
+        for number in STOP_SIGNALS:
+            self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # pyrefly: ignore[bad-argument-type]
+
+    def votes(self) -> list[float]:
+        """One number per watched signal, to be summed over all ranks."""
+        return [float(number in self.seen) for number in STOP_SIGNALS]
+
+    def _note(self, number: int, _frame: FrameType | None) -> None:
+        self.seen.add(number)
+
+
+def agreed_signal(votes: list[float]) -> int | None:
+    """Return the signal that some rank has received, if any."""
+    return next((int(number) for number, count in zip(STOP_SIGNALS, votes, strict=True) if count > 0), None)

@@ -1,0 +1,224 @@
+"""The few requests we make of an API server, over plain HTTPS.
+
+The same client serves a person's machine (`connect`, with the credentials that kubectl would use, read by
+lightkube) and the driver in a pod (`connect_in_cluster`, with the credentials of its service account). Objects
+are sent as the very text that `render` prints: server-side apply takes YAML.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import ssl
+from collections.abc import Generator, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import httpx2
+
+from trainshed.errors import InputError, MissingExtra, TrainshedError
+from trainshed.launch.kubernetes.objects import KUEUE, KubeKind, KubeObject, kind_of, read_documents
+from trainshed.recipe import Cluster
+
+FIELD_MANAGER = "trainshed"
+SERVICE_ACCOUNT_FOLDER = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+TIMEOUT_SECONDS = 30.0
+_PAGE_SIZE = 500
+
+
+class KubeApi:
+    """An API server, and the namespace of a job."""
+
+    def __init__(self, client: httpx2.Client, namespace: str) -> None:
+        self.namespace = namespace
+        self._client = client
+        self._versions: dict[str, list[str]] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._client.close()
+
+    def apply(self, text: str) -> str:
+        """Apply one object, sent byte for byte; returns what it is, as Kind/name."""
+        (found,) = read_documents(text)
+        kind, name = kind_of(found), found["metadata"]["name"]
+        namespace = found["metadata"].get("namespace", self.namespace)
+        response = self._send(
+            "PATCH",
+            kind.path(namespace, name),
+            params={"fieldManager": FIELD_MANAGER, "force": "true", "fieldValidation": "Strict"},
+            headers={"Content-Type": "application/apply-patch+yaml"},
+            content=text.encode(),
+        )
+        if response.status_code == 404:
+            raise InputError(
+                f"the cluster has no {kind.name} ({kind.api_version}), or no namespace {namespace}",
+                where=str(self._client.base_url),
+                hint=f"install what serves {kind.group or 'it'}; `trainshed doctor --on CLUSTER` says what is missing",
+            )
+        self._check(response, f"{kind.name}/{name}")
+        return f"{kind.name}/{name}"
+
+    def annotate(self, kind: KubeKind, name: str, annotations: Mapping[str, str]) -> None:
+        """Write annotations of an object; applying it later leaves them, as they are another manager's."""
+        response = self._send(
+            "PATCH",
+            kind.path(self.namespace, name),
+            params={"fieldManager": f"{FIELD_MANAGER}-driver"},
+            headers={"Content-Type": "application/merge-patch+json"},
+            content=json.dumps({"metadata": {"annotations": dict(annotations)}}),
+        )
+        self._check(response, f"{kind.name}/{name}")
+
+    def get(self, kind: KubeKind, name: str) -> KubeObject | None:
+        """Return an object, None where there is none or its kind is not known here."""
+        response = self._send("GET", self._as_served(kind).path(self.namespace, name))
+        return None if response.status_code == 404 else self._check(response, f"{kind.name}/{name}").json()
+
+    def list(self, kind: KubeKind, selector: str = "", *, fields: str = "") -> list[KubeObject]:
+        """Return all objects of a kind that selectors of labels and fields select; none where it is not known here."""
+        found: list[KubeObject] = []
+        params = {"limit": str(_PAGE_SIZE)} | ({"labelSelector": selector} if selector else {})
+        params |= {"fieldSelector": fields} if fields else {}
+        while True:
+            response = self._send("GET", self._as_served(kind).path(self.namespace), params=params)
+            if response.status_code == 404:
+                return []
+            body = self._check(response, kind.plural).json()
+            # Items of a list do not say what they are.
+            found += [{"apiVersion": kind.api_version, "kind": kind.name} | item for item in body["items"]]
+            token = body.get("metadata", {}).get("continue")
+            if not token:
+                return found
+            params["continue"] = token
+
+    def delete(self, kind: KubeKind, name: str) -> None:
+        """Delete an object and what it owns; one that is gone already is fine."""
+        response = self._send("DELETE", kind.path(self.namespace, name), params={"propagationPolicy": "Background"})
+        if response.status_code != 404:
+            self._check(response, f"{kind.name}/{name}")
+
+    def resources(self, kind: KubeKind) -> set[str]:
+        """Return the kinds that a group and version serve; none where it is not installed."""
+        response = self._send("GET", kind.base)
+        if response.status_code == 404:
+            return set()
+        return {each["kind"] for each in self._check(response, kind.base).json().get("resources", [])}
+
+    def log(self, pod: str, container: str, *, follow: bool = False, previous: bool = False) -> Iterator[str]:
+        """Yield the lines of a container's log."""
+        params = {"container": container}
+        params |= {"follow": "true"} if follow else {}
+        params |= {"previous": "true"} if previous else {}
+        path = f"/api/v1/namespaces/{self.namespace}/pods/{pod}/log"
+        timeout = httpx2.Timeout(TIMEOUT_SECONDS, read=None) if follow else httpx2.Timeout(TIMEOUT_SECONDS)
+        try:
+            with self._client.stream("GET", path, params=params, timeout=timeout) as response:
+                if response.status_code >= 400:
+                    response.read()
+                    self._check(response, f"the log of {pod}")
+                for line in response.iter_lines():
+                    yield f"{line}\n"
+        except httpx2.HTTPError as error:
+            raise self._unreachable(error) from None
+
+    def _as_served(self, kind: KubeKind) -> KubeKind:
+        """Kueue's kinds in a version that this cluster serves: clusters have it old and new."""
+        if kind.group != KUEUE:
+            return kind
+        if kind.group not in self._versions:
+            response = self._send("GET", f"/apis/{kind.group}")
+            found = [] if response.status_code >= 400 else response.json().get("versions", [])
+            self._versions[kind.group] = [each["groupVersion"] for each in found]
+        served = self._versions[kind.group]
+        return kind if not served or kind.api_version in served else replace(kind, api_version=served[0])
+
+    def _send(self, method: str, path: str, **request: Any) -> httpx2.Response:
+        try:
+            return self._client.request(method, path, **request)
+        except httpx2.HTTPError as error:
+            raise self._unreachable(error) from None
+
+    def _unreachable(self, error: Exception) -> TrainshedError:
+        return TrainshedError(
+            f"the API server does not answer: {error or type(error).__name__}", where=str(self._client.base_url)
+        )
+
+    def _check(self, response: httpx2.Response, what: str) -> httpx2.Response:
+        if response.status_code < 400:
+            return response
+        try:
+            message = response.json().get("message", response.text)
+        except ValueError:
+            message = response.text
+        if response.status_code in (401, 403):
+            raise ApiForbidden(
+                f"{what}: {message}", where=str(self._client.base_url), hint="ask for the right to do that"
+            )
+        if response.status_code in (400, 422):
+            raise InputError(f"the API server refuses {what}: {message}", where=str(self._client.base_url))
+        raise ApiServerError(f"{what}: {message} (HTTP {response.status_code})", where=str(self._client.base_url))
+
+
+class ApiForbidden(TrainshedError):
+    """The API server refused the credentials."""
+
+
+class ApiServerError(TrainshedError):
+    """The API server failed; another try may succeed."""
+
+
+class _ServiceAccountToken(httpx2.Auth):
+    """The token of a service account, read anew for each request: the kubelet replaces it every hour."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    def auth_flow(self, request: httpx2.Request) -> Generator[httpx2.Request, httpx2.Response]:
+        request.headers["Authorization"] = f"Bearer {self._file.read_text().strip()}"
+        yield request
+
+
+def connect_in_cluster(host: str, port: str, folder: Path = SERVICE_ACCOUNT_FOLDER) -> KubeApi:
+    """Connect from inside a pod, as its service account."""
+    name = f"[{host}]" if ":" in host else host
+    client = httpx2.Client(
+        base_url=f"https://{name}:{port}",
+        auth=_ServiceAccountToken(folder / "token"),
+        verify=ssl.create_default_context(cafile=folder / "ca.crt"),
+        timeout=TIMEOUT_SECONDS,
+        trust_env=False,
+    )
+    return KubeApi(client, (folder / "namespace").read_text().strip())
+
+
+def connect(cluster: Cluster) -> KubeApi:
+    """Connect to the cluster's API server by the context that the cluster file names, or the current one."""
+    try:
+        from lightkube.config.client_adapter import Client, ConnectionParams
+        from lightkube.config.kubeconfig import KubeConfig
+        from lightkube.core.exceptions import ConfigError
+    except ImportError:
+        raise MissingExtra.named("k8s", "Kubernetes") from None
+    import httpx2
+
+    context = cluster.on_kubernetes.context
+    file = Path(os.environ.get("KUBECONFIG") or Path.home() / ".kube" / "config").expanduser()
+    try:
+        config = (KubeConfig.from_file(file) if file.is_file() else KubeConfig.from_env()).get(context)
+        if config is None or config.user is None:
+            raise ConfigError("the context names no user")
+        client = Client(config, ConnectionParams(timeout=httpx2.Timeout(TIMEOUT_SECONDS)))
+    except (ConfigError, OSError, KeyError) as error:
+        raise InputError(
+            f"no way to the cluster: {error}",
+            where=f"{file}, {cluster.where('kubernetes.context')}",
+            hint="`kubectl config get-contexts` lists what is there; write kubernetes: {context: NAME}",
+        ) from None
+    return KubeApi(client, cluster.on_kubernetes.namespace)

@@ -1,1 +1,0 @@
-"""A job as Kubernetes objects: plain dicts built by small functions, and their YAML."""

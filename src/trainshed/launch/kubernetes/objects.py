@@ -1,0 +1,223 @@
+"""Kubernetes objects: their kinds, the names, labels and annotations that we give them, and their YAML.
+
+Objects are plain dicts in Kubernetes' own words. YAML readers differ in what they take for a number, a date or a
+truth value (`1e3`, `y`, `0o17`), so everything but plain words is quoted. Texts of several lines are written as
+blocks, for people.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from trainshed import __version__
+from trainshed.launch.job import MOUNTED_JOB, Job, Stage
+from trainshed.recipe.yaml_io import UNICODE_LINE_BREAKS, PlainDumper
+
+KubeObject = dict[str, Any]
+"""A Kubernetes object in Kubernetes' own words."""
+
+
+@dataclass(frozen=True)
+class KubeKind:
+    """One kind of object."""
+
+    api_version: str
+    name: str
+    plural: str
+    namespaced: bool = True
+
+    @property
+    def group(self) -> str:
+        """The API group; empty for the core."""
+        return self.api_version.rpartition("/")[0]
+
+    @property
+    def base(self) -> str:
+        """Path of the group and version."""
+        return f"/apis/{self.api_version}" if self.group else f"/api/{self.api_version}"
+
+    def path(self, namespace: str, name: str | None = None) -> str:
+        """Path of all objects of the kind, or of one."""
+        folder = (
+            f"{self.base}/namespaces/{namespace}/{self.plural}" if self.namespaced else f"{self.base}/{self.plural}"
+        )
+        return folder if name is None else f"{folder}/{name}"
+
+
+CONFIG_MAP = KubeKind("v1", "ConfigMap", "configmaps")
+POD = KubeKind("v1", "Pod", "pods")
+NODE = KubeKind("v1", "Node", "nodes", namespaced=False)
+SERVICE = KubeKind("v1", "Service", "services")
+EVENT = KubeKind("v1", "Event", "events")
+NAMESPACE = KubeKind("v1", "Namespace", "namespaces", namespaced=False)
+SERVICE_ACCOUNT = KubeKind("v1", "ServiceAccount", "serviceaccounts")
+CLAIM = KubeKind("v1", "PersistentVolumeClaim", "persistentvolumeclaims")
+VOLUME = KubeKind("v1", "PersistentVolume", "persistentvolumes", namespaced=False)
+JOB = KubeKind("batch/v1", "Job", "jobs")
+DAEMON_SET = KubeKind("apps/v1", "DaemonSet", "daemonsets")
+DEPLOYMENT = KubeKind("apps/v1", "Deployment", "deployments")
+ROLE = KubeKind("rbac.authorization.k8s.io/v1", "Role", "roles")
+ROLE_BINDING = KubeKind("rbac.authorization.k8s.io/v1", "RoleBinding", "rolebindings")
+STORAGE_CLASS = KubeKind("storage.k8s.io/v1", "StorageClass", "storageclasses", namespaced=False)
+JOB_SET = KubeKind("jobset.x-k8s.io/v1alpha2", "JobSet", "jobsets")
+PYTORCH_JOB = KubeKind("kubeflow.org/v1", "PyTorchJob", "pytorchjobs")
+TRAIN_JOB = KubeKind("trainer.kubeflow.org/v1alpha1", "TrainJob", "trainjobs")
+RAY_JOB = KubeKind("ray.io/v1", "RayJob", "rayjobs")
+COMPUTE_DOMAIN = KubeKind("resource.nvidia.com/v1beta1", "ComputeDomain", "computedomains")
+KUEUE = "kueue.x-k8s.io"
+LOCAL_QUEUE = KubeKind(f"{KUEUE}/v1beta1", "LocalQueue", "localqueues")
+CLUSTER_QUEUE = KubeKind(f"{KUEUE}/v1beta1", "ClusterQueue", "clusterqueues", namespaced=False)
+PRIORITY_CLASS = KubeKind(f"{KUEUE}/v1beta1", "WorkloadPriorityClass", "workloadpriorityclasses", namespaced=False)
+WORKLOAD = KubeKind(f"{KUEUE}/v1beta1", "Workload", "workloads")
+
+TRAINING_KINDS = {"jobset": JOB_SET, "pytorchjob": PYTORCH_JOB, "trainjob": TRAIN_JOB, "rayjob": RAY_JOB, "job": JOB}
+"""What training becomes, by the word in the cluster file."""
+CREATED_KINDS = (
+    CONFIG_MAP, SERVICE_ACCOUNT, ROLE, ROLE_BINDING, DAEMON_SET, COMPUTE_DOMAIN,
+    *TRAINING_KINDS.values(),
+    SERVICE, DEPLOYMENT, CLAIM, VOLUME, STORAGE_CLASS,
+)  # fmt: skip
+_KINDS_BY_NAME = {(kind.api_version, kind.name): kind for kind in CREATED_KINDS}
+
+
+def new_object(kind: KubeKind, metadata: KubeObject, **body: Any) -> KubeObject:
+    """Return an object of a kind."""
+    return {"apiVersion": kind.api_version, "kind": kind.name, "metadata": metadata} | body
+
+
+def kind_of(found: Mapping[str, Any]) -> KubeKind:
+    """Return the kind of an object that we made."""
+    return _KINDS_BY_NAME[found["apiVersion"], found["kind"]]
+
+
+def kind_named(name: str) -> KubeKind:
+    """Return the kind with a name, as it stands in `Submitted.ids`."""
+    return next(kind for kind in CREATED_KINDS if kind.name == name)
+
+
+JOB_FOLDER = MOUNTED_JOB
+CODE_FOLDER = "/etc/trainshed/code"
+LOCAL_FOLDER = "/var/tmp/trainshed"
+UNPACKED_FOLDER = f"{LOCAL_FOLDER}/code"
+ENTRY_FILE = "entry.sh"
+
+MAX_NAME_LENGTH = 63
+# A pod of a JobSet is <name>-train-0-<four digits>-<five letters>, and JobSet refuses names that would not fit.
+MAX_TRAINING_NAME_LENGTH = 44
+INSTANCE_LABEL = "app.kubernetes.io/instance"
+COMPONENT_LABEL = "app.kubernetes.io/component"
+MAX_RESTARTS_ANNOTATION = "trainshed.io/most-restarts"
+"""On a training that the driver makes anew where it fails: how often."""
+RESTARTS_ANNOTATION = "trainshed.io/restarts"
+"""How often it was; on its Service, which outlives it, and on itself for `status`."""
+RESTARTED_UID_ANNOTATION = "trainshed.io/restarted"
+"""On its Service: the uid of the last one that was made anew, so that a driver which was killed counts it once."""
+
+
+def fit_name(name: str, suffix: str = "", longest: int = MAX_NAME_LENGTH) -> str:
+    """Return a name with its suffix in at most `longest` characters; a cut one keeps apart by a hash of the whole."""
+    room = longest - len(suffix)
+    if len(name) <= room:
+        return name + suffix
+    mark = hashlib.sha256(name.encode()).hexdigest()[:6]
+    return f"{name[: room - len(mark) - 1].rstrip('-.')}-{mark}{suffix}"
+
+
+def stage_object_name(job: str, stage: str, *, training: bool) -> str:
+    """Return the name of a stage's object; the training has the job's own."""
+    if training:
+        return fit_name(job, "" if stage == "train" else f"-{stage}", MAX_TRAINING_NAME_LENGTH)
+    return fit_name(job, f"-{stage}", MAX_NAME_LENGTH - 11)  # room for the index and the letters of its pods
+
+
+def needs_driver(ids: Mapping[str, str]) -> bool:
+    """Whether a driver creates the stages (as Kind/name): several of them, or a plain Job that it makes anew."""
+    return len(ids) > 1 or ids.get("train", "").startswith(f"{JOB.name}/")
+
+
+def is_training(stage: Stage) -> bool:
+    """Whether a stage is a gang of nodes rather than a CPU job or a server."""
+    return stage.serving is None and (stage.name == "train" or stage.gpus_per_node > 0 or stage.nodes > 1)
+
+
+def job_labels(job: Job, component: str) -> dict[str, str]:
+    """Return the labels of everything that belongs to a job."""
+    return dict(sorted(job.cluster.on_kubernetes.labels.items())) | {
+        "app.kubernetes.io/name": "trainshed",
+        INSTANCE_LABEL: job.name,
+        COMPONENT_LABEL: component,
+        "app.kubernetes.io/managed-by": "trainshed",
+        "app.kubernetes.io/version": __version__,
+    }
+
+
+def job_metadata(job: Job, name: str, component: str) -> KubeObject:
+    """Return the metadata of an object in the job's namespace."""
+    return {
+        "name": name,
+        "namespace": job.cluster.on_kubernetes.namespace,
+        "labels": job_labels(job, component),
+    }
+
+
+QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
+PRIORITY_LABEL = "kueue.x-k8s.io/priority-class"
+MAX_RUN_SECONDS_ANNOTATION = "provreq.kueue.x-k8s.io/maxRunDurationSeconds"
+
+
+DRIVER = "driver"
+
+
+def driver_name(job: str) -> str:
+    """Return the name of the driver's job, and of its account and role."""
+    return fit_name(job, f"-{DRIVER}", MAX_NAME_LENGTH - 11)
+
+
+PLAIN_WORD = re.compile(r"[A-Za-z_/][A-Za-z0-9_./-]*")
+RESERVED_WORDS = frozenset(["null", "true", "false", "yes", "no", "on", "off", "y", "n"])
+_NEVER_FOLD = 1 << 30
+
+
+class _ManifestDumper(PlainDumper):
+    """Quotes everything but plain words."""
+
+
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
+    style: str | None = '"'
+    if PLAIN_WORD.fullmatch(text) and text.lower() not in RESERVED_WORDS:
+        style = None
+    elif "\n" in text and not UNICODE_LINE_BREAKS.search(text):
+        style = "|"  # where a block cannot hold it (tabs, spaces before a line's end) PyYAML quotes it after all
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_ManifestDumper.add_representer(str, _represent_text)
+
+
+def to_yaml(found: KubeObject) -> str:
+    """Write one object; the same object gives the same bytes."""
+    return yaml.dump(found, Dumper=_ManifestDumper, sort_keys=False, allow_unicode=True, width=_NEVER_FOLD)
+
+
+def to_documents(objects: Iterable[KubeObject]) -> str:
+    """Write objects one after another, as `kubectl apply -f -` reads them."""
+    return "".join(f"---\n{to_yaml(found)}" for found in objects)
+
+
+def split_documents(text: str) -> list[str]:
+    """Cut a text into its objects without changing a byte of them; inside of one, every line is indented."""
+    return [each for each in re.split(r"(?m)^(?=---\n)", text) if each]
+
+
+def read_documents(text: str) -> list[KubeObject]:
+    """Read objects back."""
+    return [found for found in yaml.load_all(text, Loader=_YAML_LOADER) if found]
+
+
+_YAML_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)

@@ -1,0 +1,164 @@
+"""A mixture of experts: top-k routing, nothing dropped, experts spread over ep ranks and cut over etp ranks.
+
+Shapes: s tokens of this rank, B sequences, T = s · B tokens, H hidden, F inner width, E experts (e on this rank), K
+experts per token. Expert-parallel ranks hold different tokens (sequence parallel sees to that within tp), so tokens
+travel to their experts and back by all-to-all. Everything is gathered by permutation, so gradients add in one order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from trainshed.models.collectives import ParallelAxes, all_gather, all_reduce, all_to_all, reduce_scatter
+from trainshed.models.layers import MLP, Linear, Norm, apply_activation, gates_first
+from trainshed.recipe import ModelConfig
+
+
+class GroupedExperts(nn.Module):
+    """The weights of this rank's experts, stacked."""
+
+    def __init__(self, config: ModelConfig, axes: ParallelAxes) -> None:
+        super().__init__()
+        assert config.moe is not None, "only models with experts have them"
+        self.config = config
+        self.paired = config.gated
+        """Whether rows of the up projection alternate gate and up, as for `Matrix`."""
+        count, width = config.moe.experts // axes.ep.size, config.moe.ffn // axes.etp.size
+        up = nn.Parameter(torch.empty(count, 2 * width if config.gated else width, config.hidden))
+        if config.gated:
+            self.gate_up = up
+        else:
+            self.up = up
+        self.down = nn.Parameter(torch.empty(count, config.hidden, width))
+
+    def forward(self, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """Send rows, sorted by expert, through their experts: [rows, H] to [rows, H]; counts: int64 [e]."""
+        up = self.gate_up if self.config.gated else self.up
+        up = (gates_first(up, 1) if self.paired else up).to(x.dtype)
+        down = self.down.to(x.dtype)
+        if x.is_cuda and x.dtype == torch.bfloat16:
+            ends = counts.cumsum(0).to(torch.int32)
+            hidden = apply_activation(torch._grouped_mm(x, up.transpose(1, 2), offs=ends), self.config)
+            return torch._grouped_mm(hidden, down.transpose(1, 2), offs=ends)
+        parts = x.split(counts.tolist())
+        return torch.cat(
+            [F.linear(apply_activation(F.linear(part, up[i]), self.config), down[i]) for i, part in enumerate(parts)]
+        )
+
+
+class MoE(nn.Module):
+    """A norm, a router and its experts in place of the feed-forward block."""
+
+    def __init__(self, config: ModelConfig, axes: ParallelAxes, *, balance_loss: float, z_loss: float) -> None:
+        super().__init__()
+        assert config.moe is not None, "only models with experts have them"
+        self.config, self.moe, self.axes = config, config.moe, axes
+        self.balance_loss, self.z_loss = balance_loss, z_loss
+        self.norm = Norm(config.hidden, config)
+        self.router = Linear(config.hidden, config.moe.experts, bias=False)
+        self.experts = GroupedExperts(config, axes)
+        if config.moe.shared_ffn:
+            self.shared = MLP(config, config.moe.shared_ffn, axes, normed=True)
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Transform tokens [s, B, H]; `scale` is 1 / sequences of the global batch.
+
+        Returns the output and this rank's part of the router's losses, [balance, z], already weighted and scaled.
+        """
+        x = self.norm(x)
+        tokens = x.flatten(0, 1)
+        # The router decides in float32 or better, whatever the activations are in.
+        wide = torch.promote_types(x.dtype, torch.float32)
+        logits = F.linear(tokens.to(wide), self.router.weight.to(x.dtype).to(wide))
+        probabilities = logits.softmax(-1)
+        weights, chosen = probabilities.topk(self.moe.top_k, dim=-1)
+        if self.moe.normalize_top_k:
+            weights = weights / weights.sum(-1, keepdim=True)
+        losses = self._losses(logits, probabilities, chosen, x.shape[:2], scale)
+        group = self.axes.etp
+        out = self._through_experts(all_gather(tokens, group), all_gather(weights, group), all_gather(chosen, group))
+        out = reduce_scatter(out, group).view_as(x)
+        if self.moe.shared_ffn:
+            out = out + self.shared(x)
+        return out, losses
+
+    def _through_experts(self, tokens: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        """Tokens [T, H] to their experts [T, K], weighted by [T, K], and back."""
+        by_expert = chosen.flatten().argsort(stable=True)
+        copies = tokens[:, None].expand(-1, self.moe.top_k, -1).flatten(0, 1)
+        rows = permute_rows(copies, by_expert)
+        counts = torch.zeros(self.moe.experts, dtype=torch.int64, device=tokens.device)
+        counts = counts.scatter_add_(0, chosen.flatten(), torch.ones_like(chosen.flatten()))
+        out = self.experts(rows, counts) if self.axes.ep.size == 1 else self._exchanged(rows, counts)
+        out = permute_rows(out, inverse_permutation(by_expert)).view(*chosen.shape, -1)
+        return (out * weights[..., None].to(out.dtype)).sum(1)
+
+    def _exchanged(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """Rows sorted by expert to the ranks that hold the experts, through them, and back in the same order."""
+        ep = self.axes.ep
+        each = self.moe.experts // ep.size
+        arriving = _all_to_all_counts(counts, ep)  # [ep, e]: rows from each rank for each of this rank's experts
+        send, receive = counts.view(ep.size, each).sum(1).tolist(), arriving.sum(1).tolist()
+        here = all_to_all(rows, receive, send, ep)
+        expert = torch.arange(each, device=rows.device).repeat(ep.size).repeat_interleave(arriving.flatten())
+        by_expert = expert.argsort(stable=True)
+        out = self.experts(permute_rows(here, by_expert), arriving.sum(0))
+        return all_to_all(permute_rows(out, inverse_permutation(by_expert)), send, receive, ep)
+
+    def _losses(
+        self,
+        logits: torch.Tensor,
+        probabilities: torch.Tensor,
+        chosen: torch.Tensor,
+        shape: torch.Size,
+        scale: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Balance per whole sequence (so that it does not change with the layout), z over tokens: [2]."""
+        if scale is None or not (self.balance_loss or self.z_loss):
+            return logits.new_zeros(2)
+        length, batch = shape
+        experts = self.moe.experts
+        whole = length * self.axes.sequence.size
+        load = logits.new_zeros(length * batch, experts).scatter_(1, chosen, 1.0).view(length, batch, experts).sum(0)
+        load = all_reduce(load, self.axes.sequence) / (whole * self.moe.top_k)  # [B, E], the same on all parts
+        share = probabilities.view(length, batch, experts).sum(0) / whole
+        balance = self.balance_loss * experts * (load * share).sum() * scale
+        z = self.z_loss * logits.logsumexp(-1).square().sum() / whole * scale
+        return torch.stack([balance, z])
+
+
+def _all_to_all_counts(counts: torch.Tensor, ep: Any) -> torch.Tensor:
+    each = counts.numel() // ep.size
+    # Integers carry no gradient; the plain collective will do.
+    received = torch.empty_like(counts)
+    torch.distributed.all_to_all_single(received, counts, group=ep.process_group)
+    return received.view(ep.size, each)
+
+
+def inverse_permutation(permutation: torch.Tensor) -> torch.Tensor:
+    """Return the permutation that undoes this one."""
+    inverse = torch.empty_like(permutation)
+    return inverse.scatter_(0, permutation, torch.arange(permutation.numel(), device=permutation.device))
+
+
+class _PermuteRows(torch.autograd.Function):
+    """Indexing by a permutation: its gradient is indexing by the inverse, not a scatter with atomics."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, permutation: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(permutation)
+        return x[permutation]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (permutation,) = ctx.saved_tensors
+        return grads[0][inverse_permutation(permutation)], None
+
+
+def permute_rows(x: torch.Tensor, permutation: torch.Tensor) -> torch.Tensor:
+    """Return row permutation[i] of x as row i."""
+    return _PermuteRows.apply(x, permutation)

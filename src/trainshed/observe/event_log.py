@@ -1,0 +1,393 @@
+"""The stored events of a run: where they are, how lines are written, and how they are read or followed.
+
+    <run>/events/attempt-0001/000001.jsonl      segments, written by rank 0 and by the launcher
+    <run>/events/attempt-0001/rank-00003.jsonl  what another rank had in its ring buffer when it failed
+
+A segment on a disk is an open file; one in a bucket is put whole. A writer never writes into the segment of another
+one: it takes the next free number.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Protocol
+
+import orjson
+
+from trainshed.errors import Conflict, CorruptData, StorageError, TrainshedError
+from trainshed.storage import ABSENT, Store, join, parse
+
+EVENT_VERSION = 1
+"""Of an event's format: raised when an old reader would misread a new event; new kinds and keys do not need it."""
+
+SEGMENT_BYTES = 4 * 1024 * 1024
+"""A segment on a disk is closed at this size; a bucket's is closed by the clock."""
+
+_SEGMENT = re.compile(r"(\d{6,})\.jsonl")
+
+
+def events_folder(folder: str, attempt: int | None = None) -> str:
+    """The folder of a run's events, or of one attempt's, inside the store."""
+    parts = [folder.strip("/"), "events", "" if attempt is None else f"attempt-{attempt:04d}"]
+    return "/".join(part for part in parts if part)
+
+
+def ring_dump_path(folder: str, attempt: int, rank: int) -> str:
+    """Where a rank other than 0 leaves its last events when it fails."""
+    return f"{events_folder(folder, attempt)}/rank-{rank:05d}.jsonl"
+
+
+def segment_number(name: str) -> int | None:
+    """The number of a segment by its file name; None for any other file."""
+    found = _SEGMENT.fullmatch(name)
+    return int(found[1]) if found else None
+
+
+class SegmentWriter(Protocol):
+    """Takes lines in order and never raises for a store that is in trouble: `flush` does."""
+
+    def append(self, line: bytes) -> None:
+        """Take one line; it is stored now or soon."""
+        ...
+
+    def flush(self, timeout_seconds: float | None = None) -> None:
+        """Store everything taken so far, or raise what stands in the way."""
+        ...
+
+    def close(self) -> None:
+        """Flush, and close the segment."""
+        ...
+
+
+def open_segment_writer(
+    store: Store, folder: str, segment_seconds: float, on_recovery: Callable[[str], None]
+) -> SegmentWriter:
+    """Open the next segment of an attempt's folder; `on_recovery` hears of a time when nothing could be stored."""
+    address = parse(join(store.url, folder))
+    if address.scheme == "file":
+        return LocalSegmentWriter(Path(str(address)), on_recovery)
+    return BucketSegmentWriter(store, folder, segment_seconds, on_recovery)
+
+
+class LocalSegmentWriter:
+    """Segments on a disk: every line is in the file before `append` returns, so others can follow it."""
+
+    def __init__(self, folder: Path, on_recovery: Callable[[str], None]) -> None:
+        self._folder = folder.absolute()
+        self._on_recovery = on_recovery
+        self._waiting: list[bytes] = []
+        self._writing = False
+        self._descriptor: int | None = None
+        self._size = 0
+        self._number = 0
+        self._trouble: OSError | None = None
+        self._lock = threading.RLock()
+
+    def append(self, line: bytes) -> None:
+        """Write one line; on a full disk it waits for the next one."""
+        with self._lock:
+            self._waiting.append(line)
+            try:
+                self._write()
+            except OSError as error:
+                self._trouble = error
+                return
+            trouble, self._trouble = self._trouble, None
+        if trouble is not None:
+            self._on_recovery(f"events could not be written for a while: {trouble.strerror or trouble}")
+
+    def flush(self, timeout_seconds: float | None = None) -> None:
+        """Write what waits, and bring the file to the disk."""
+        with self._lock:
+            try:
+                self._write()
+                if self._descriptor is not None:
+                    os.fsync(self._descriptor)
+            except OSError as error:
+                where = str(self._folder)
+                raise StorageError(f"events cannot be written: {error.strerror or error}", where=where) from error
+
+    def close(self) -> None:
+        """Flush and close the file."""
+        with self._lock:
+            try:
+                self.flush()
+            finally:
+                self._close_file()
+
+    def _write(self) -> None:
+        if self._writing:  # a signal handler emits in the middle of an emit, which will write its line too
+            return
+        self._writing = True
+        try:
+            while lines := list(self._waiting):
+                self._write_lines(b"".join(lines))
+                del self._waiting[: len(lines)]
+        finally:
+            self._writing = False
+
+    def _write_lines(self, lines: bytes) -> None:
+        if self._descriptor is None:
+            self._descriptor, self._size = self._open_next(), 0
+        try:
+            view = memoryview(lines)
+            while view:
+                view = view[os.write(self._descriptor, view) :]
+        except OSError:
+            os.ftruncate(self._descriptor, self._size)  # half a line would spoil the next one
+            raise
+        self._size += len(lines)
+        if self._size >= SEGMENT_BYTES:
+            os.fsync(self._descriptor)
+            self._close_file()
+
+    def _open_next(self) -> int:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        taken = [segment_number(name) or 0 for name in os.listdir(self._folder)]
+        self._number = max([self._number, *taken])
+        while True:
+            self._number += 1
+            path = self._folder / f"{self._number:06d}.jsonl"
+            try:
+                return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            except FileExistsError:
+                continue
+
+    def _close_file(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+class BucketSegmentWriter:
+    """Segments in a bucket: a thread puts what has gathered every `segment_seconds`, one request each."""
+
+    def __init__(self, store: Store, folder: str, segment_seconds: float, on_recovery: Callable[[str], None]) -> None:
+        self._store, self._folder = store, folder
+        self._every_seconds = segment_seconds
+        self._on_recovery = on_recovery
+        self._changed = threading.Condition(threading.RLock())
+        self._waiting: list[bytes] = []
+        self._stored = self._in_flight = self._wanted = 0
+        self._due = float("inf")
+        self._number: int | None = None
+        self._trouble: StorageError | None = None
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="events", daemon=True)
+        self._thread.start()
+
+    def append(self, line: bytes) -> None:
+        """Take one line; the thread puts it within `segment_seconds`."""
+        with self._changed:
+            self._waiting.append(line)
+            if self._due == float("inf"):
+                self._due = time.monotonic() + self._every_seconds
+                self._changed.notify_all()
+
+    def flush(self, timeout_seconds: float | None = None) -> None:
+        """Wait until everything taken so far is in the bucket."""
+        with self._changed:
+            wanted = self._wanted = self._stored + self._in_flight + len(self._waiting)
+            self._trouble = None
+            self._changed.notify_all()
+            done = self._changed.wait_for(lambda: self._stored >= wanted or self._trouble is not None, timeout_seconds)
+            if self._stored >= wanted:
+                return
+            if self._trouble is not None:
+                raise self._trouble
+            if not done:
+                where = join(self._store.url, self._folder)
+                raise StorageError(f"events are not stored after {timeout_seconds:g} seconds", where=where)
+
+    def close(self) -> None:
+        """Flush, and end the thread."""
+        try:
+            self.flush()
+        finally:
+            with self._changed:
+                self._closing = True
+                self._changed.notify_all()
+            self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not self._ready():
+                    if self._closing:
+                        return
+                    self._changed.wait(min(self._due - time.monotonic(), threading.TIMEOUT_MAX))
+                lines, self._waiting = self._waiting, []
+                self._in_flight = len(lines)
+                self._due = float("inf")
+            if not self._put_until_stored(b"".join(lines)):
+                return
+
+    def _ready(self) -> bool:
+        due = self._wanted > self._stored or time.monotonic() >= self._due
+        return bool(self._waiting) and (due or (self._closing and self._trouble is None))
+
+    def _put_until_stored(self, segment: bytes) -> bool:
+        """Put one segment, again and again where the store fails: order is kept by not going on without it."""
+        failed: StorageError | None = None
+        while True:
+            try:
+                self._put(segment)
+            except StorageError as error:
+                failed = error
+                with self._changed:
+                    self._trouble = error
+                    self._wanted = self._stored
+                    self._changed.notify_all()
+                    self._changed.wait_for(
+                        lambda: self._closing or self._wanted > self._stored, max(1.0, self._every_seconds)
+                    )
+                    if self._closing:
+                        return False
+                continue
+            with self._changed:
+                self._stored += self._in_flight
+                self._in_flight = 0
+                self._trouble = None
+                self._changed.notify_all()
+            if failed is not None:
+                self._on_recovery(f"events could not be stored for a while: {failed.what}")
+            return True
+
+    def _put(self, segment: bytes) -> None:
+        if self._number is None:
+            paths = [info.path.rsplit("/", 1)[-1] for info in self._store.list(self._folder)]
+            self._number = max([0, *(segment_number(name) or 0 for name in paths)]) + 1
+        while True:
+            path = f"{self._folder}/{self._number:06d}.jsonl"
+            try:
+                self._store.put(path, segment, expect=ABSENT)
+            except Conflict:
+                # Ours, where the answer to an earlier try was lost; else a writer that came before us.
+                if self._store.read(path) != segment:
+                    self._number += 1
+                    continue
+            self._number += 1
+            return
+
+
+_ATTEMPT = re.compile(r"attempt-(\d{4,})")
+_RING = re.compile(r"rank-(\d{5,})\.jsonl")
+_SEGMENTS_PER_READ = 32
+"""Segments of a bucket that are read at a time: a month of them is some 90,000."""
+
+
+def read_events(store: Store, folder: str, *, attempt: int | None = None) -> Iterator[dict[str, Any]]:
+    """Yield the events of a run, of all attempts or of one, in the order they were written.
+
+    `folder` is the run's folder inside the store. A last line that a killed writer left unfinished is passed over.
+    """
+    base = events_folder(folder)
+    listed = store.list(base if attempt is None else events_folder(folder, attempt))
+    found = sorted(place for info in listed if (place := _segment_key(info.path[len(base) :].strip("/"))) is not None)
+    names = [f"{base}/{name}" for _, _, name in found]
+    with ThreadPoolExecutor(8) as pool:
+        for first in range(0, len(names), _SEGMENTS_PER_READ):
+            together = names[first : first + _SEGMENTS_PER_READ]
+            for name, content in zip(together, pool.map(store.read, together), strict=True):
+                yield from parse_events(content, join(store.url, name))
+
+
+def read_ring_dumps(store: Store, folder: str, *, attempt: int) -> dict[int, list[dict[str, Any]]]:
+    """The last events of the ranks that dumped them, by rank."""
+    rings: dict[int, list[dict[str, Any]]] = {}
+    for info in store.list(events_folder(folder, attempt)):
+        if found := _RING.fullmatch(info.path.rsplit("/", 1)[-1]):
+            rings[int(found[1])] = parse_events(store.read(info.path), join(store.url, info.path))
+    return rings
+
+
+def read_steps(store: Store, folder: str) -> list[dict[str, Any]]:
+    """The step events of a run by step; where a step was done again, the later attempt's."""
+    by_step = {event["step"]: event for event in read_events(store, folder) if event["kind"] == "step"}
+    return [by_step[step] for step in sorted(by_step)]
+
+
+def completed_steps(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The step events that count now, of events in the order they were written.
+
+    A run that goes on from a checkpoint undoes the steps that a killed attempt had done after it.
+    """
+    done: list[dict[str, Any]] = []
+    for event in events:
+        if event["kind"] in ("step", "resume"):
+            while done and done[-1]["step"] >= event["step"]:
+                done.pop()
+        if event["kind"] == "step":
+            done.append(event)
+    return done
+
+
+class EventFollower:
+    """Follows the events of a run in a local folder while they are written.
+
+    `path` is the run's folder, which need not be there yet.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self._events = Path(path) / events_folder("")
+        self._read: dict[str, int] = {}
+
+    def poll(self) -> list[dict[str, Any]]:
+        """The events written since the last call, across segments and attempts."""
+        events: list[dict[str, Any]] = []
+        for _, _, name in sorted(self._segments()):
+            path = self._events / name
+            start = self._read.get(name, 0)
+            try:
+                if path.stat().st_size <= start:
+                    continue
+                with path.open("rb") as file:
+                    file.seek(start)
+                    content = file.read()
+            except FileNotFoundError:  # somebody removes the run at this moment
+                continue
+            events += parse_events(content, str(path))
+            self._read[name] = start + content.rfind(b"\n") + 1
+        return events
+
+    def _segments(self) -> Iterator[tuple[int, int, str]]:
+        try:
+            attempts = [entry.name for entry in os.scandir(self._events) if entry.is_dir()]
+            names = [f"{attempt}/{name}" for attempt in attempts for name in os.listdir(self._events / attempt)]
+        except FileNotFoundError:
+            return
+        for name in names:
+            if (place := _segment_key(name)) is not None:
+                yield place
+
+
+def parse_events(content: bytes, where: str) -> list[dict[str, Any]]:
+    """The events of one file; what stands behind its last line break is still being written, or never will be."""
+    events = []
+    for number, line in enumerate(content.split(b"\n")[:-1], start=1):
+        try:
+            event = orjson.loads(line)
+            version = event["v"]
+        except (orjson.JSONDecodeError, KeyError, TypeError):
+            raise CorruptData("this line holds no event", where=f"{where}:{number}") from None
+        if version > EVENT_VERSION:
+            raise TrainshedError(
+                f"events of version {version} were written by a newer Trainshed",
+                where=where,
+                hint="read them with the version that trained this run, or a later one",
+            )
+        events.append(event)
+    return events
+
+
+def _segment_key(name: str) -> tuple[int, int, str] | None:
+    """A segment's attempt, number and name below the events' folder; None for any other file."""
+    attempt, _, file = name.partition("/")
+    found, number = _ATTEMPT.fullmatch(attempt), segment_number(file)
+    return (int(found[1]), number, name) if found and number is not None else None

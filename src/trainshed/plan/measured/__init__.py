@@ -1,1 +1,0 @@
-"""What was measured here: calibrations from runs, machine files from probes."""

@@ -1,0 +1,279 @@
+"""The shape of a model as the planner needs it: the weight matrices of each layer, and what a token costs in them.
+
+A `ModelConfig` is what our own engine can train. Published measurements are also of models it cannot train (latent
+attention, dense first layers, every second layer windowed), so the planner's arithmetic uses this wider description.
+`model_shape` turns a `ModelConfig` into a `ModelShape`; a test holds both to the same counts of weights and FLOPs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+from trainshed.plan.flops import causal_keys
+from trainshed.recipe import ModelConfig
+
+TensorParallelCut = Literal["out", "in", "none"]
+"""What tensor parallel ranks share of a weight: its outputs, its inputs, nothing."""
+
+
+@dataclass(frozen=True)
+class WeightMatrix:
+    """One weight matrix that every token is multiplied with."""
+
+    name: str
+    inputs: int
+    outputs: int
+    cut: TensorParallelCut
+    bias: bool = False
+
+    @property
+    def weights(self) -> int:
+        """Number of elements, the bias too."""
+        return self.inputs * self.outputs + (self.outputs if self.bias else 0)
+
+
+class LayerKind(NamedTuple):
+    """What tells the layers of a model apart."""
+
+    experts: bool
+    windowed: bool
+
+
+class LayerWeights(NamedTuple):
+    """Elements of the weights of one layer, by how ranks share them."""
+
+    attention_cut: int
+    """Among tensor-parallel ranks."""
+    attention_whole: int
+    """On every rank."""
+    feed_forward: int
+    router: int
+    shared: int
+    """Of experts that every token goes through."""
+    experts: int
+    """Of all routed experts together."""
+
+
+@dataclass(frozen=True)
+class LatentAttention:
+    """Multi-head latent attention (DeepSeek-V2): queries, keys and values through narrow waists."""
+
+    query_rank: int
+    """0: queries are projected at once."""
+    value_rank: int
+    rope_dim: int
+    """The part of a key that carries the position, shared by all heads."""
+
+
+@dataclass(frozen=True)
+class ExpertShape:
+    """A mixture of experts in place of a feed-forward block."""
+
+    count: int
+    top_k: int
+    ffn: int
+    shared_ffn: int = 0
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A decoder-only transformer, as far as its costs go."""
+
+    name: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    """Width of a query and key head."""
+    value_dim: int
+    """Width of a value head."""
+    ffn: int
+    """Inner width of the dense feed-forward blocks; 0 where every layer has experts."""
+    vocab_size: int
+    gated: bool = True
+    tied: bool = False
+    positions: int = 0
+    """Rows of learned positions; 0: rotary or none."""
+    norm_vectors: int = 1
+    """Vectors of one norm: 1 (RMS) or 2 (with a bias)."""
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    window: int | None = None
+    """How far back windowed layers look."""
+    windowed_every: int = 1
+    """Every how many layers one is windowed."""
+    experts: ExpertShape | None = None
+    dense_first: int = 0
+    """Layers without experts at the front of a model that has them."""
+    experts_every: int = 1
+    """Every how many layers one has experts."""
+    latent: LatentAttention | None = None
+    extra_heads: int = 0
+    """Multi-token prediction: extra layers after the last, each with a pass through the head."""
+
+    @cached_property
+    def attention_products(self) -> tuple[WeightMatrix, ...]:
+        """The projections around attention, in order."""
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        out = WeightMatrix("out", self.heads * self.value_dim, self.hidden, "in", self.output_bias)
+        if self.latent is None:
+            rows = queries + keys + self.kv_heads * self.value_dim
+            return (WeightMatrix("qkv", self.hidden, rows, "out", self.qkv_bias), out)
+        latent, plain = self.latent, self.head_dim - self.latent.rope_dim
+        up = self.heads * (plain + self.value_dim)
+        return (
+            *self._latent_queries(latent, queries),
+            WeightMatrix("kv_down", self.hidden, latent.value_rank + latent.rope_dim, "none"),
+            WeightMatrix("kv_up", latent.value_rank, up, "out"),
+            out,
+        )
+
+    def _latent_queries(self, latent: LatentAttention, queries: int) -> Iterator[WeightMatrix]:
+        if not latent.query_rank:
+            yield WeightMatrix("q", self.hidden, queries, "out")
+            return
+        yield WeightMatrix("q_down", self.hidden, latent.query_rank, "none")
+        yield WeightMatrix("q_up", latent.query_rank, queries, "out")
+
+    def feed_forward(self, ffn: int) -> tuple[WeightMatrix, ...]:
+        """A dense block of this inner width; none where it is 0."""
+        if not ffn:
+            return ()
+        rows = 2 * ffn if self.gated else ffn
+        return (
+            WeightMatrix("up", self.hidden, rows, "out", self.mlp_bias),
+            WeightMatrix("down", ffn, self.hidden, "in", self.mlp_bias),
+        )
+
+    @cached_property
+    def expert_products(self) -> tuple[WeightMatrix, ...]:
+        """One routed expert."""
+        return () if self.experts is None else self.feed_forward(self.experts.ffn)
+
+    @cached_property
+    def expert_layers(self) -> int:
+        """Layers with experts."""
+        return sum(map(self.has_experts, range(self.layers)))
+
+    def expert_layers_in(self, layers: range) -> int:
+        """Return how many of these layers have experts."""
+        if self._one_kind is not None:
+            return len(layers) if self._one_kind.experts else 0
+        return sum(map(self.has_experts, layers))
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer has experts."""
+        if self.experts is None or layer < self.dense_first:
+            return False
+        return (layer - self.dense_first) % self.experts_every == self.experts_every - 1
+
+    def is_windowed(self, layer: int) -> bool:
+        """Whether a layer looks back through the window only."""
+        return self.window is not None and layer % self.windowed_every == 0
+
+    @cached_property
+    def _one_kind(self) -> LayerKind | None:
+        """The kind of every layer where all are alike, as in most models; a search asks very often."""
+        found = {LayerKind(self.has_experts(layer), self.is_windowed(layer)) for layer in range(self.layers)}
+        return found.pop() if len(found) == 1 else None
+
+    def kinds(self, layers: range) -> dict[LayerKind, int]:
+        """Return how many of these layers are of each kind."""
+        if self._one_kind is not None:
+            return {self._one_kind: len(layers)} if layers else {}
+        found: dict[LayerKind, int] = {}
+        for layer in layers:
+            kind = LayerKind(self.has_experts(layer), self.is_windowed(layer))
+            found[kind] = found.get(kind, 0) + 1
+        return found
+
+    def mean_keys(self, sequence_length: int, *, windowed: bool) -> float:
+        """Return how many keys a token looks at, on average over a sequence with causal attention."""
+        return causal_keys(self.window if windowed else None, sequence_length)
+
+    @cached_property
+    def layer_vectors(self) -> int:
+        """Elements of a layer that every tensor-parallel rank holds whole: norms."""
+        latent = self.latent.query_rank + self.latent.value_rank if self.latent else 0
+        return 2 * self.norm_vectors * self.hidden + (2 * self.head_dim if self.qk_norm else 0) + latent
+
+    @property
+    def head_weights(self) -> int:
+        """Elements of the head, or of the embedding: they are of one size."""
+        return self.vocab_size * self.hidden
+
+    @cached_property
+    def layer_sizes(self) -> LayerWeights:
+        """How large the weights of a layer are, whatever its kind."""
+        attention, experts = self.attention_products, self.experts or ExpertShape(0, 0, 0)
+        return LayerWeights(
+            attention_cut=_count_weights(product for product in attention if product.cut != "none"),
+            attention_whole=_count_weights(product for product in attention if product.cut == "none"),
+            feed_forward=_count_weights(self.feed_forward(self.ffn)),
+            router=experts.count * self.hidden,
+            shared=_count_weights(self.feed_forward(experts.shared_ffn)),
+            experts=experts.count * _count_weights(self.expert_products),
+        )
+
+    @cached_property
+    def weights(self) -> int:
+        """Elements of the model, tied ones once."""
+        sizes, with_experts = self.layer_sizes, self.expert_layers
+        total = self.layers * (sizes.attention_cut + sizes.attention_whole + self.layer_vectors)
+        total += self.norm_vectors * self.hidden + self.positions * self.hidden
+        total += self.head_weights * (1 if self.tied else 2)
+        total += (self.layers - with_experts) * sizes.feed_forward
+        return total + with_experts * (sizes.router + sizes.shared + sizes.experts)
+
+    def token_flops(self, sequence_length: int, *, causal: bool = True) -> float:
+        """Return the forward FLOPs of one token, on average over a sequence; as `plan/flops.py` counts them."""
+        products = sum(product.inputs * product.outputs for product in self.attention_products)
+        total = 2.0 * self.layers * products + 2 * self.head_weights * (1 + self.extra_heads)
+        dense, per_key = self.layers - self.expert_layers, 2 * self.heads * (self.head_dim + self.value_dim)
+        total += 2 * dense * sum(product.inputs * product.outputs for product in self.feed_forward(self.ffn))
+        if self.experts is not None:
+            active = self.experts.top_k * sum(p.inputs * p.outputs for p in self.expert_products)
+            active += sum(p.inputs * p.outputs for p in self.feed_forward(self.experts.shared_ffn))
+            total += 2 * self.expert_layers * (active + self.experts.count * self.hidden)
+        for kind, count in self.kinds(range(self.layers)).items():
+            keys = self.mean_keys(sequence_length, windowed=kind.windowed) if causal else sequence_length
+            total += count * per_key * keys
+        if self.extra_heads:
+            total *= 1 + self.extra_heads / self.layers
+        return total
+
+
+def _count_weights(products: Iterable[WeightMatrix]) -> int:
+    return sum(product.weights for product in products)
+
+
+def model_shape(config: ModelConfig, name: str = "") -> ModelShape:
+    """Describe a model that our engine can train."""
+    moe = config.moe
+    return ModelShape(
+        name=name or config.family,
+        layers=config.layers,
+        hidden=config.hidden,
+        heads=config.heads,
+        kv_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        value_dim=config.head_dim,
+        ffn=config.ffn or 0,
+        vocab_size=config.vocab_size,
+        gated=config.gated,
+        tied=config.tied_embeddings,
+        positions=config.max_positions if config.positions == "learned" else 0,
+        norm_vectors=2 if config.norm == "layer" else 1,
+        qkv_bias=config.qkv_bias,
+        output_bias=config.output_bias,
+        mlp_bias=config.mlp_bias,
+        qk_norm=config.qk_norm,
+        window=config.sliding_window,
+        experts=None if moe is None else ExpertShape(moe.experts, moe.top_k, moe.ffn, moe.shared_ffn),
+    )

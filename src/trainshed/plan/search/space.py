@@ -1,0 +1,296 @@
+"""The layouts a search looks at, and the bounds by which it drops most of them.
+
+Every axis takes its sensible sizes, cut by the engine's rules as early as they apply. Sensible means: tp divides the
+GPUs that fast links join; context parallel leaves a rank 2,048 tokens of a sequence and tensor parallel within experts
+1,024 rows of one; a micro-batch has up to 65,536 tokens on a rank, from where a GPU gains nothing more; chunks of a
+pipeline differ in layers so little that 15% of the work is lost at most, 5% where they are interleaved; hybrid
+sharding keeps a copy within the fast links. A key that is fixed has that value, sensible or not.
+
+A bound is what a layout cannot do better than, for less than a prediction costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from math import gcd, inf
+from typing import Any
+
+from trainshed.plan.layout import RankLayout, even_stages
+from trainshed.plan.legality.check import broken_rules, engine_rules
+from trainshed.plan.legality.torch_rules import LegalityContext, divisors
+from trainshed.plan.performance.prediction import LayoutPrediction, predict
+from trainshed.plan.training_shape import TrainingShape
+from trainshed.recipe.schema import PipelineSchedule, Recompute, Shard
+from trainshed.recipe.section import Problem
+
+_LEAST_CP_TOKENS = 2048
+_LEAST_EXPERT_ROWS = 1024
+_MOST_TOKENS = 65536
+_MOST_UNEVEN = (1.15, 1.05)
+"""Without and with interleaving, which is there to shorten a wait."""
+_RECOMPUTE_WAYS: dict[str, tuple[Recompute, ...]] = {"torchtune": ("none", "full")}
+"""Ways to recompute, from the fastest to the leanest, where an engine has not all three."""
+
+OnIllegal = Callable[[RankLayout, Problem], None]
+
+
+@dataclass(frozen=True)
+class SearchSpace:
+    """The layouts of a job on an engine; `fixed` are keys of the layout with their values."""
+
+    job: TrainingShape
+    engine: str
+    fixed: Mapping[str, Any]
+    asked: LegalityContext
+
+    @classmethod
+    def of(
+        cls, job: TrainingShape, engine: str, fixed: Mapping[str, Any], batch_sizes: Iterable[int] = ()
+    ) -> SearchSpace:
+        """Describe the space; `batch_sizes` are further global batches that a run passes."""
+        engine_rules(engine)
+        sizes = tuple(sorted({job.global_batch, *batch_sizes}))
+        # What a search chooses is written out in full, uneven chunks too.
+        return cls(
+            job, engine, fixed, LegalityContext(job.sequence_length, sizes, job.habits.adapters, stages_written=True)
+        )
+
+    def layouts(self, on_illegal: OnIllegal) -> Iterator[RankLayout]:
+        """Yield every legal layout that recomputes as little as may be; tells the others to `on_illegal`."""
+        for outer in self._outer(on_illegal):
+            for ep, etp in self._expert_sizes(outer.tp, outer.stage_ranks):
+                for shard, replicate in self._shares(outer):
+                    for micro_batch in self._micro_batches(outer):
+                        layout = self._layout(
+                            outer.tp, outer.cp, outer.pp, outer.vp, outer.dp, ep, etp, shard, replicate, micro_batch
+                        )
+                        if self._legal(layout, on_illegal):
+                            yield layout
+
+    def relieved(self, layout: RankLayout) -> RankLayout | None:
+        """Return the layout with the next leaner way to recompute; None at the leanest."""
+        ways = self._ways()
+        if "recompute" in self.fixed or layout.recompute == ways[-1]:
+            return None
+        recompute = ways[ways.index(layout.recompute) + 1]
+        if recompute == "selective" and layout.schedule == "zero_bubble":
+            recompute = "full"
+        return replace(layout, recompute=recompute)
+
+    def leanest(self, layout: RankLayout) -> RankLayout:
+        """Return the layout with the leanest way to recompute."""
+        while (leaner := self.relieved(layout)) is not None:
+            layout = leaner
+        return layout
+
+    def _ways(self) -> tuple[Recompute, ...]:
+        return _RECOMPUTE_WAYS.get(self.engine, ("none", "selective", "full"))
+
+    def _outer(self, on_illegal: OnIllegal) -> Iterator[RankLayout]:
+        """Yield the axes that place the dense model; rules that they break hold for all that is inside them."""
+        gpus, layers = self.job.gpus, self.job.model.layers
+        for tp in self._sizes("tp", self._tensor_sizes()):
+            if not self._legal(self._layout(tp, 1, 1, 1, 1), on_illegal):
+                continue
+            for cp in self._sizes("cp", self._context_sizes(tp)):
+                if not self._legal(self._layout(tp, cp, 1, 1, 1), on_illegal):
+                    continue
+                for pp in self._sizes("pp", [size for size in _divisors(gpus) if size <= layers]):
+                    dp, left = divmod(gpus, tp * cp * pp)
+                    if left or dp not in self._sizes("dp", [dp]):
+                        continue
+                    if not self._legal(self._layout(tp, cp, pp, 1, dp), on_illegal):
+                        continue
+                    for vp in self._sizes("vp", self._chunk_counts(pp)):
+                        if self._even_enough(pp, vp):
+                            yield self._layout(tp, cp, pp, vp, dp)
+
+    def _legal(self, layout: RankLayout, on_illegal: OnIllegal) -> bool:
+        broken = next(broken_rules(layout, self.job.model, self.asked, self.engine), None)
+        if broken is not None:
+            on_illegal(layout, broken)
+        return broken is None
+
+    def _layout(
+        self,
+        tp: int,
+        cp: int,
+        pp: int,
+        vp: int,
+        dp: int,
+        ep: int = 1,
+        etp: int = 1,
+        shard: Shard | None = None,
+        replicate: int = 1,
+        micro_batch: int = 1,
+    ) -> RankLayout:
+        # Without a shard this is a probe of the outer axes: it must break no rule that inner ones may mend.
+        schedule: PipelineSchedule | None = None
+        if pp > 1 and shard is not None:
+            schedule = self.fixed.get("schedule") or self._schedule(pp, vp, dp * micro_batch)
+        return RankLayout(
+            tp=tp,
+            pp=pp,
+            vp=vp,
+            cp=cp,
+            ep=ep,
+            etp=etp,
+            dp=dp,
+            replicate=replicate,
+            shard=shard or ("full" if self.engine == "torchtune" else "zero1"),
+            micro_batch=micro_batch,
+            recompute=self.fixed.get("recompute", "none"),
+            schedule=schedule,
+            stages=tuple(self.fixed.get("stages") or ()) or _stages(self.job.model.layers, pp * vp),
+        )
+
+    def _schedule(self, pp: int, vp: int, step: int) -> PipelineSchedule:
+        if vp > 1:
+            return "interleaved"
+        if self.engine == "torch" and self.asked.batch_sizes[0] < pp * step:
+            return "gpipe"
+        return "1f1b"
+
+    def _sizes(self, key: str, sensible: list[int]) -> list[int]:
+        fixed = self.fixed.get(key)
+        return sensible if fixed is None else [int(fixed)]
+
+    def _tensor_sizes(self) -> list[int]:
+        domain = min(max(self.job.hardware.link_domain, 1), self.job.gpus)
+        return [size for size in _divisors(domain) if self.job.gpus % size == 0]
+
+    def _context_sizes(self, tp: int) -> list[int]:
+        most = max(1, self.job.sequence_length // _LEAST_CP_TOKENS)
+        return [size for size in _divisors(self.job.gpus // tp) if size <= most]
+
+    def _chunk_counts(self, pp: int) -> list[int]:
+        return [1] if pp == 1 else list(range(1, self.job.model.layers // pp + 1))
+
+    def _even_enough(self, pp: int, vp: int) -> bool:
+        layers, chunks = self.job.model.layers, pp * vp
+        if self.fixed.get("stages"):
+            return len(self.fixed["stages"]) == chunks
+        if "pp" in self.fixed and ("vp" in self.fixed or vp == 1):
+            return True
+        return -(-layers // chunks) * chunks <= _MOST_UNEVEN[vp > 1] * layers
+
+    def _expert_sizes(self, tp: int, stage_ranks: int) -> Iterator[tuple[int, int]]:
+        found = self.job.model.experts
+        whole = found is None or found.ffn < tp * _LEAST_EXPERT_ROWS
+        for etp in self._sizes("etp", [1] if whole else sorted({1, tp})):
+            shared = 1 if found is None else gcd(found.count, stage_ranks // etp)
+            for ep in self._sizes("ep", _divisors(shared)):
+                yield ep, etp
+
+    def _shares(self, outer: RankLayout) -> Iterator[tuple[Shard, int]]:
+        """What is shared out, among how many copies."""
+        sensible: tuple[Shard, ...] = ("zero1",)
+        if outer.dp * outer.cp > 1:
+            if self.engine == "torchtune":
+                sensible = ("full",)
+            elif self.engine == "torch":
+                sensible = ("zero1", "zero2", "full") if outer.pp == 1 else ("zero1",)
+            elif outer.pp == 1:
+                sensible = ("zero1", "full")
+        for shard in (self.fixed["shard"],) if "shard" in self.fixed else sensible:
+            for replicate in self._sizes("replicate", self._copies(outer, shard)):
+                if outer.dp % replicate == 0:
+                    yield shard, replicate
+
+    def _copies(self, outer: RankLayout, shard: Shard) -> list[int]:
+        together = self.job.hardware.link_domain // (outer.tp * outer.cp)
+        if shard != "full" or self.engine == "torchtune" or together < 2 or together >= outer.dp:
+            return [1]
+        return [1] if outer.dp % together else [1, outer.dp // together]
+
+    def _micro_batches(self, outer: RankLayout) -> list[int]:
+        share = gcd(*self.asked.batch_sizes) // outer.dp
+        tokens = self.job.sequence_length // outer.cp
+        return self._sizes("micro_batch", [s for s in _divisors(share) if s == 1 or s * tokens <= _MOST_TOKENS])
+
+
+@cache
+def _divisors(number: int) -> list[int]:
+    return divisors(number)
+
+
+@cache
+def _stages(layers: int, chunks: int) -> tuple[int, ...]:
+    return even_stages(layers, chunks)
+
+
+_GIB = 2**30
+_SLACK = 0.98
+"""For what differs between layouts of one shape and is no part of the bound's argument: rounding, uneven chunks."""
+
+
+class StateMemoryBound:
+    """GiB of weights, gradients and optimiser states that some rank of a layout holds at least."""
+
+    def __init__(self, job: TrainingShape) -> None:
+        model = job.model
+        self._experts = model.expert_layers * model.layer_sizes.experts
+        self._dense = model.weights - self._experts
+        stack, trained = job.stack, job.habits.trained_share
+        self._job = job
+        self._weight = stack.weight_bytes
+        self._gradient = (2.0 if job.habits.half_gradients else stack.gradient_bytes) * trained
+        self._optimizer = stack.optimizer_bytes * trained
+
+    def __call__(self, layout: RankLayout) -> float:
+        """Return the average over the pipeline's stages: the fullest has no less."""
+        dense = self._bytes(layout, layout.dense_shards) * self._dense / layout.tp
+        experts = self._bytes(layout, layout.expert_shards) * self._experts / (layout.ep * layout.etp)
+        return (dense + experts) / layout.pp / _GIB * self._job.memory_calibration
+
+    def _bytes(self, layout: RankLayout, ranks: int) -> float:
+        weights = self._weight / (ranks if layout.shard == "full" else 1)
+        gradients = self._gradient / (ranks if layout.shard in ("zero2", "full") else 1)
+        if self._job.stack.gradients_freed and layout.micro_batches(self._job.global_batch) == 1:
+            gradients = 0.0
+        return weights + gradients + self._optimizer / ranks
+
+
+class StepTimeBound:
+    """Seconds that a step of a layout takes at least, from one prediction per shape.
+
+    Layouts of one *shape* (tp, cp, ep, etp, micro_batch, recompute) make the same products and the same exchanges
+    within a layer; pp only says where: a rank of twice the stages has half the layers and twice the micro-batches. So
+    what all ranks are busy with together is the same for all of them. To it comes the wait that equal stages would
+    have, the least there is: (pp - 1) / (micro-batches · vp) of the work. Sharing out states, sending between stages,
+    uneven stages and the optimiser only add.
+    """
+
+    def __init__(self, job: TrainingShape) -> None:
+        self._job = job
+        self._busy: dict[tuple[int | str, ...], float] = {}
+        self.predictions: dict[RankLayout, LayoutPrediction] = {}
+
+    def __call__(self, layout: RankLayout) -> float:
+        """Return the bound of a legal layout."""
+        shape = (layout.tp, layout.cp, layout.ep, layout.etp, layout.micro_batch, layout.recompute)
+        busy = self._busy.get(shape)
+        if busy is None:
+            busy = self._busy[shape] = _busy_seconds(self.predict(layout))
+        if layout.pp == 1:
+            return _SLACK * busy
+        idle = (layout.pp - 1) / (3 if layout.schedule == "zero_bubble" else 1)
+        return _SLACK * busy * (1 + idle / (layout.micro_batches(self._job.global_batch) * layout.vp))
+
+    def predict(self, layout: RankLayout) -> LayoutPrediction:
+        """Predict a layout once."""
+        found = self.predictions.get(layout)
+        if found is None:
+            found = self.predictions[layout] = predict(self._job, layout)
+        return found
+
+
+def _busy_seconds(prediction: LayoutPrediction) -> float:
+    """What a rank is busy with on average over the stages; `times` are those of the busiest."""
+    times = prediction.times
+    busy = times.compute + times.tp + times.cp + times.ep
+    stages = [stage.forward_seconds + stage.backward_seconds for stage in prediction.stages]
+    most = max(stages, default=inf)
+    return busy * (sum(stages) / len(stages) / most if most > 0 else 1.0)

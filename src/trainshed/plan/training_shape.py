@@ -1,0 +1,101 @@
+"""What the planner predicts: a training (model, batch, precision, engine) on GPUs of one kind in nodes of one kind."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field, replace
+
+from trainshed.catalog.fabrics import fabric
+from trainshed.catalog.gpus import Gpu, find_gpu
+from trainshed.catalog.machines import Machine, machine_of_gpu
+from trainshed.plan.layout import RankLayout
+from trainshed.plan.model_shape import ModelShape
+from trainshed.plan.performance.engine_constants import EngineConstants, EngineOptions
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """GPUs of one kind in nodes of one kind.
+
+    Bandwidths are 10^9 bytes a second, per GPU and direction, as the vendor states them; what collectives reach of
+    them is the planner's business.
+    """
+
+    gpu_name: str
+    gpu: Gpu
+    gpus_per_node: int
+    link_domain: int
+    """How many GPUs NVLink or xGMI joins: a node, or a rack of 72."""
+    link_gb_per_s: float
+    """Inside that domain."""
+    network_gb_per_s: float
+    """Between nodes: the node's network divided by its GPUs."""
+    fabric: str
+    """Name of the network between nodes, from the catalog."""
+    machine: str | None = None
+    """Name of the machine in the catalog; None where only a GPU was named."""
+
+    @property
+    def memory_gib(self) -> float:
+        """Memory of one GPU, as the driver reports it."""
+        return self.gpu.memory_gib
+
+
+def hardware_of(machine: Machine) -> Hardware:
+    """Describe a machine to the planner."""
+    return _hardware(machine, find_gpu(machine.gpu))
+
+
+def hardware_of_gpu(name_or_path: str | os.PathLike[str]) -> Hardware:
+    """Describe a GPU to the planner, in the machine that its entry names."""
+    found = find_gpu(name_or_path)
+    return replace(_hardware(machine_of_gpu(found), found), machine=None)
+
+
+def _hardware(machine: Machine, gpu: Gpu) -> Hardware:
+    return Hardware(
+        gpu_name=gpu.name,
+        gpu=gpu,
+        gpus_per_node=machine.gpus,
+        link_domain=machine.link_domain or machine.gpus,
+        # The catalog has both directions together, as vendors print them; PCIe carries what has no other link.
+        link_gb_per_s=gpu.link_gb_per_s / 2 if gpu.link_gb_per_s is not None else gpu.host_gb_per_s,
+        network_gb_per_s=machine.network_gbps / 8 / machine.gpus,
+        fabric=fabric(machine.fabric).name,
+        machine=machine.name,
+    )
+
+
+@dataclass(frozen=True)
+class TrainingShape:
+    """One training job, before a layout is chosen for it."""
+
+    model: ModelShape
+    sequence_length: int
+    global_batch: int
+    """Sequences per step."""
+    precision: str
+    """The dtype of matrix products: fp32, fp16, bf16, fp8, mxfp8 or nvfp4."""
+    hardware: Hardware
+    gpus: int
+    stack: EngineConstants
+    """The software that steps the model, and what is known of its habits."""
+    habits: EngineOptions = field(default_factory=EngineOptions)
+    """What this run does otherwise than the usual of its engine."""
+    calibration: float = 1.0
+    """Measured step seconds divided by predicted ones, from runs like this one."""
+    memory_calibration: float = 1.0
+    """The same for what tensors fill."""
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of one global batch."""
+        return self.global_batch * self.sequence_length
+
+    def rank_tokens(self, layout: RankLayout) -> float:
+        """Tokens of a micro-batch that one rank computes with: a context-parallel rank has its part of each."""
+        return layout.micro_batch * self.sequence_length / layout.cp
+
+    def stream_shards(self, layout: RankLayout) -> int:
+        """Among how many ranks the residual stream of those tokens is shared out."""
+        return layout.tp if self.habits.sequence_parallel else 1

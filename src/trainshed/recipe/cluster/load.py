@@ -1,0 +1,159 @@
+"""Cluster files by path or by name: from the project, the user's own folder, or the shipped ones.
+
+`check_cluster` is what every command asks of a file besides its schema: a machine, only keys that its target
+reads, no secret in clear.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from trainshed.errors import RecipeError
+from trainshed.recipe.cluster.schema import Cluster
+from trainshed.recipe.cluster.target_keys import unread_keys
+from trainshed.recipe.load import YAML_SUFFIXES, check_format, to_plain
+from trainshed.recipe.overrides import apply_overrides
+from trainshed.recipe.secret_detection import find_secret, secret_shape
+from trainshed.recipe.section import Problem
+from trainshed.recipe.validation import recipe_error, validate
+from trainshed.recipe.yaml_io import KeyPath, YamlDocument, decode_utf8, parse_yaml
+from trainshed.shipped import shipped_folder
+
+DEFAULT_CLUSTER = "local"
+
+
+def load_cluster(
+    name_or_path: str | os.PathLike[str] = DEFAULT_CLUSTER, overrides: Iterable[str] = (), *, checked: bool = True
+) -> Cluster:
+    """Load a cluster file by path, or by name from the project, the user's own folder or the shipped ones.
+
+    `checked=False` is for the copy that was kept with a run: what an older version took, `status` and `cancel` take.
+    """
+    file = find_cluster(name_or_path)
+    try:
+        data = file.read_bytes()
+    except OSError as error:
+        raise RecipeError(f"cannot be read: {error.strerror}", where=str(file)) from None
+    document = parse_yaml(decode_utf8(data, str(file)), str(file))
+    overrides = list(overrides)
+    _refuse_locked_overrides(document, overrides)
+    apply_overrides(document, overrides, prefix="cluster.")
+    check_format(document)
+    cluster = validate(Cluster, document)
+    cluster._places = document.places
+    if checked:
+        check_cluster(cluster)
+    return cluster
+
+
+def _refuse_locked_overrides(document: YamlDocument, overrides: list[str]) -> None:
+    """Refuse to override what the file locks; what is wrong with the list itself is said when it is checked."""
+    locked = document.value.get("locked") if isinstance(document.value, dict) else None
+    for key in locked if isinstance(locked, list) else []:
+        for text in overrides:
+            written = text.partition("=")[0].strip().replace('"', "")
+            if written == "locked" or written == key or str(key).startswith(f"{written}."):
+                raise RecipeError(
+                    f"`{written}` is locked by whoever runs this cluster",
+                    where=f"command line: cluster.{written}=…",
+                    hint=f"leave it out; {document.places.where(('locked',))} says what is locked",
+                )
+
+
+def cluster_folders() -> list[Path]:
+    """Return where cluster files are looked for: the project, the user's configuration, the shipped ones."""
+    configuration = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
+    return [Path("clusters"), Path(configuration) / "trainshed" / "clusters", shipped_folder("clusters")]
+
+
+def known_clusters() -> dict[str, Path]:
+    """Return every cluster file that a name would find."""
+    found: dict[str, Path] = {}
+    for folder in cluster_folders():
+        for file in sorted(folder.iterdir()) if folder.is_dir() else []:
+            if file.suffix in YAML_SUFFIXES:
+                found.setdefault(file.stem, file)
+    return found
+
+
+def find_cluster(name_or_path: str | os.PathLike[str]) -> Path:
+    """Return the file of a cluster."""
+    text = os.fspath(name_or_path)
+    known = known_clusters()
+    if text in known:
+        return known[text]
+    if ("/" in text or Path(text).suffix in YAML_SUFFIXES) and Path(text).is_file():
+        return Path(text)
+    near = difflib.get_close_matches(text, known, n=1, cutoff=0.6)
+    hint = f"did you mean {near[0]}?" if near else f"known clusters: {', '.join(known)}"
+    raise RecipeError("there is no such cluster file", where=text, hint=hint)
+
+
+_ASSIGNMENT = re.compile(r"(?:^|[\s;&|])([A-Za-z_]\w*)=(\"[^\"]*\"|'[^']*'|[^\s;&|]*)")
+
+
+def check_cluster(cluster: Cluster) -> None:
+    """Raise one error with all that keeps jobs from doing what the file says."""
+    problems = [*_missing_machine(cluster), *unread_keys(cluster), *_written_secrets(cluster)]
+    if problems:
+        raise recipe_error(problems, cluster.places)
+
+
+def _missing_machine(cluster: Cluster) -> Iterator[Problem]:
+    if cluster.machine is None and cluster.target != "local":
+        yield Problem(
+            ("machine",),
+            "is missing: what machines are its nodes?",
+            "write `machine: dgx-h100` (a name in the catalog, an instance type, or a file that describes it), "
+            "or `machine: cpu` for nodes without GPUs",
+        )
+
+
+def _written_secrets(cluster: Cluster) -> Iterator[Problem]:
+    """Find secrets that are written out: by name and by shape in variables, by shape in every other text."""
+    for name, value in cluster.environment.items():
+        what = find_secret(name, value)
+        if what is not None:
+            yield _secret_in_clear(cluster, ("environment", name), what, name)
+    for number, line in enumerate(cluster.setup):
+        found = ((name, find_secret(name, value.strip("\"'"))) for name, value in _ASSIGNMENT.findall(line))
+        name, what = next(((name, what) for name, what in found if what is not None), ("NAME", secret_shape(line)))
+        if what is not None:
+            yield _secret_in_clear(cluster, ("setup", number), what, name)
+    plain = to_plain(cluster, defaults=False)
+    for path, text in _all_texts(
+        {key: value for key, value in plain.items() if key not in ("environment", "setup")}, ()
+    ):
+        what = secret_shape(text)
+        if what is not None:
+            yield _secret_in_clear(cluster, path, what, "NAME")
+
+
+def _all_texts(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, str]]:
+    if isinstance(value, str):
+        yield path, value
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _all_texts(inner, (*path, key))
+    elif isinstance(value, list):
+        for number, inner in enumerate(value):
+            yield from _all_texts(inner, (*path, number))
+
+
+def _secret_in_clear(cluster: Cluster, path: KeyPath, what: str, name: str) -> Problem:
+    """Name the line to write; the value itself is not repeated."""
+    if cluster.target == "kubernetes":
+        made = f"kubectl create secret generic {name.lower().replace('_', '-')} --from-literal=key=…"
+        instead = f"{{k8s: {name.lower().replace('_', '-')}/key}}`, after `{made}"
+    else:
+        instead = f"{{env: {name}}}`, or `{{file: PATH}}"
+    return Problem(
+        path,
+        f"holds {what}, which would stand in scripts and manifests in clear",
+        f"delete it and write below `secrets`: `{name}: {instead}`",
+    )

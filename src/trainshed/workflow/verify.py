@@ -1,0 +1,247 @@
+"""A layout against one process, and against itself resumed, on a shrunk model.
+
+Three trainings go the way every training goes (a run's folder, ranks as processes, events, checkpoints), on synthetic
+data:
+
+    one process         the reference
+    the layout          the same losses and gradient norms, step by step, within the bound
+    the layout resumed  goes on from its own checkpoint in the middle and equals the straight one
+
+All in float64, on GPUs as on CPUs: a forgotten sum over two ranks moves the loss of a small model by 1e-5, which in
+float32 passes for rounding.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from math import gcd
+from pathlib import Path
+from typing import Any
+
+from trainshed.catalog.models import architecture
+from trainshed.checkpoints.native.folder import checkpoints_folder, list_checkpoints, remove_checkpoint
+from trainshed.data.order import run_orders
+from trainshed.data.tokens.prepared_data import PreparedData
+from trainshed.errors import InputError, TrainshedError
+from trainshed.launch.local import train_locally
+from trainshed.models.parameters import parameter_count
+from trainshed.observe.event_log import read_events
+from trainshed.observe.run_comparison import BITWISE_TOLERANCE, FLOAT64_TOLERANCE, RunComparison, compare_runs
+from trainshed.plan import RankLayout
+from trainshed.plan.shrink import ShrunkRun, shrink
+from trainshed.recipe import (
+    BatchRamp,
+    Checkpoint,
+    Cluster,
+    DataSection,
+    Engine,
+    Layout,
+    ModelSection,
+    Observe,
+    Recipe,
+    Resources,
+    load_cluster,
+    parse_recipe,
+    to_plain,
+    to_yaml,
+)
+from trainshed.reporting import SILENT, Reporter
+from trainshed.storage import LocalStore
+from trainshed.workflow import PreparedRun, check_engine, planned_layout, prepare_run, run_layout, save_run
+from trainshed.workflow.layout import weights_architecture
+
+SCHEMA = "trainshed.verify/1"
+STEPS = 10
+PRECISION = "fp64"
+_MOST_PROCESSES = 16
+"""Ranks that any CPU is asked to run, however few its cores: each is some 400 MB of PyTorch and little else."""
+
+StepEvents = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What a check found; `asked` is the layout as it was asked for, `small.layout` the one that ran."""
+
+    name: str
+    asked: RankLayout
+    small: ShrunkRun
+    device: str
+    straight: RunComparison
+    resumed: RunComparison
+    resumed_after: int
+
+    @property
+    def equal(self) -> bool:
+        """The verdict."""
+        return self.straight.equal and self.resumed.equal
+
+    def to_plain(self) -> dict[str, Any]:
+        """The report for programs."""
+        small = self.small
+        return {
+            "schema": SCHEMA,
+            "name": self.name,
+            "verdict": "equal" if self.equal else "different",
+            "asked": str(self.asked),
+            "layout": small.layout.recipe_keys() | {"ranks": small.layout.world_size},
+            "device": self.device,
+            "precision": PRECISION,
+            "model": to_plain(small.config),
+            "parameters": parameter_count(small.config),
+            "sequence_length": small.sequence_length,
+            "batch_sizes": list(small.batch_sizes),
+            **self.straight.to_plain(),
+            "resumed": {"after_step": self.resumed_after, **self.resumed.to_plain()},
+        }
+
+
+def verify(
+    recipe: Recipe,
+    folder: Path,
+    *,
+    layout_keys: dict[str, object] | None = None,
+    steps: int = STEPS,
+    cluster: Cluster | None = None,
+    reporter: Reporter = SILENT,
+) -> Verification:
+    """Check a recipe's layout, with `layout_keys` over it; the runs are made in `folder` and left there.
+
+    No data has to be prepared and no weights fetched. A layout that is illegal for the model itself is an `InputError`
+    before anything runs.
+    """
+    if steps < 2:
+        raise InputError(f"{steps} steps have no middle to resume in", where="--steps", hint="write --steps 2 or more")
+    check_engine(recipe)
+    cluster = cluster or load_cluster()
+    whole = _full_size_run(recipe, cluster)
+    chosen = planned_layout(whole.recipe, cluster, keys=layout_keys)
+    for reason in chosen.reasons:
+        reporter.note(reason)
+    asked = chosen.layout
+    if asked.world_size == 1:
+        reporter.note("the layout is one process: its micro-batches, its recomputation and its resuming are checked")
+    small, on_gpus = _shrink_to_fit(whole, asked, reporter)
+    trials = _Trials(steps, {} if on_gpus else {"CUDA_VISIBLE_DEVICES": ""}, reporter)
+    alone = Layout(dp=1, micro_batch=gcd(*small.batch_sizes))
+    spread = Layout.model_validate(small.layout.recipe_keys())
+    one, run = (
+        prepare_run(shrunk_recipe(whole.recipe, small, each, folder, steps=steps), cluster, id=id)
+        for each, id in ((alone, "one-process"), (spread, "layout"))
+    )
+    expected = trials.train(one, "one process")
+    found = trials.train(run, "the layout")
+    middle = steps // 2
+    again = trials.train(_rewind(run, middle), "resumed", after=middle)
+    bitwise = not on_gpus or recipe.train.deterministic
+    return Verification(
+        name=recipe.name,
+        asked=asked,
+        small=small,
+        device=trials.device,
+        straight=compare_runs(expected, found, FLOAT64_TOLERANCE),
+        resumed=compare_runs(found[middle:], again, BITWISE_TOLERANCE if bitwise else FLOAT64_TOLERANCE),
+        resumed_after=middle,
+    )
+
+
+def shrunk_recipe(recipe: Recipe, small: ShrunkRun, layout: Layout, store: Path, *, steps: int) -> Recipe:
+    """Return the recipe of one training of a check: the real one's way of training, the shrunk one's sizes."""
+    first, last = small.batch_sizes[0], small.batch_sizes[-1]
+    ramp = None
+    if last > first:
+        ramp = BatchRamp(start=first, increment=last - first, samples=first * max(1, steps // 3))
+    # A warm-up of thousands of steps would leave these few without a learning rate.
+    schedule = recipe.train.schedule.model_copy(update={"warmup": min(recipe.train.schedule.warmup, steps // 4)})
+    train = {"steps": steps, "tokens": None, "epochs": None, "global_batch": last, "batch_ramp": ramp}
+    changes = {
+        "model": ModelSection(config=small.config, init="random"),
+        "tokenizer": None,
+        "data": DataSection(synthetic=True, sequence_length=small.sequence_length, seed=recipe.data.seed),
+        "train": recipe.train.model_copy(update=train | {"precision": PRECISION, "schedule": schedule}),
+        "layout": layout,
+        "engine": Engine(),
+        "checkpoint": Checkpoint(every=steps // 2, keep=None, **{"async": recipe.checkpoint.async_}),
+        "observe": Observe(tensorboard=False, dllogger=False),
+        "resources": Resources(),
+        "elastic": None,
+        "export": None,
+        "serve": None,
+        "store": str(store.absolute()),
+    }
+    # Read back as the ranks will read it, and so checked.
+    return parse_recipe(to_yaml(recipe.model_copy(update=changes)))
+
+
+def _full_size_run(recipe: Recipe, cluster: Cluster) -> PreparedRun:
+    """The recipe's run at full size on synthetic data: never trained, but what its layout is checked against."""
+    config = architecture(recipe) or weights_architecture(recipe, cluster)
+    model = recipe.model.model_copy(update={"config": config, "preset": None})
+    data = DataSection(synthetic=True, sequence_length=recipe.data.sequence_length, seed=recipe.data.seed)
+    train = recipe.train.model_copy(update={"steps": 1, "tokens": None, "epochs": None})
+    recipe = recipe.model_copy(update={"model": model, "data": data, "train": train})
+    orders = run_orders(recipe, PreparedData(()), Path(), build=False)
+    return PreparedRun(recipe, "whole", Path(), PreparedData(()), 1, orders.train, None, None, None)
+
+
+def _shrink_to_fit(whole: PreparedRun, layout: RankLayout, reporter: Reporter) -> tuple[ShrunkRun, bool]:
+    """Shrink for the GPUs of this machine, else for its CPU; whether it is the GPUs."""
+    from trainshed.engines.torch.rank_env import gpu_count
+
+    asked = {"sequence_length": whole.order.sequence_length, "batch_sizes": whole.order.schedule.sizes}
+    gpus = gpu_count()
+    room = max(_MOST_PROCESSES, len(os.sched_getaffinity(0)))
+    try:
+        small, on_gpus = shrink(whole.config, layout, **asked, most_ranks=gpus or room), gpus > 0
+    except InputError:
+        if not gpus:
+            raise
+        reporter.note(f"{layout} does not fit on {gpus} GPUs: it is checked on the CPU")
+        small, on_gpus = shrink(whole.config, layout, **asked, most_ranks=room), False
+    if small.layout.dp != layout.dp:
+        ranks = gpus if on_gpus else room
+        reporter.note(f"there is room for {ranks} ranks: checked with dp {small.layout.dp} in place of {layout.dp}")
+    return small, on_gpus
+
+
+def _rewind(run: PreparedRun, step: int) -> PreparedRun:
+    """Take a run back to its checkpoint of a step, as if it had been stopped there."""
+    store, folder = LocalStore(run.folder), checkpoints_folder("")
+    there = list_checkpoints(store, folder)
+    for found in there.complete:
+        if found.step > step:
+            remove_checkpoint(store, folder, found.step, there)
+    checkpoint = run.recipe.checkpoint.model_copy(update={"resume": "must"})
+    run = replace(run, recipe=run.recipe.model_copy(update={"checkpoint": checkpoint}))
+    save_run(run)
+    return run
+
+
+class _Trials:
+    """Trains the runs of a check one after the other, and remembers on what."""
+
+    def __init__(self, steps: int, environment: dict[str, str], reporter: Reporter) -> None:
+        self.steps, self.environment, self.reporter = steps, environment, reporter
+        self.device = ""
+
+    def train(self, run: PreparedRun, label: str, *, after: int = 0) -> StepEvents:
+        """Train a run and return its step events; `after` is the step it goes on from."""
+        with self.reporter.task(label, total=self.steps - after, unit="steps") as task:
+
+            def show(event: dict[str, Any]) -> None:
+                if event["kind"] == "step":
+                    task.advance(1)
+                    task.describe(f"loss {event['loss']:.6f}" if event["loss"] is not None else "loss not finite")
+
+            layout = run_layout(run)
+            trained = train_locally(
+                run.folder, layout, precision=PRECISION, on_event=show, environment=self.environment
+            )
+        if trained.exit_code:
+            stopped = TrainshedError(f"the check was stopped by signal {trained.exit_code - 128}")
+            stopped.exit_code = trained.exit_code
+            raise stopped
+        events = list(read_events(LocalStore(run.folder), "", attempt=trained.attempt))
+        self.device = next(event["device"] for event in events if event["kind"] == "start")
+        return [event for event in events if event["kind"] == "step"]

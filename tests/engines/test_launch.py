@@ -1,0 +1,212 @@
+"""The script that starts a foreign engine: what torchrun gets, whose exit code counts, what signals do."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from golden_files import check_golden
+from trainshed.engines.launch import EngineLaunch, EngineSite, launcher_script
+from trainshed.errors import InputError
+
+# In place of Python: writes its arguments and one variable down, says something, ends as it is told.
+FAKE = """#!/bin/sh
+printf '%s\\0' "$@" > "$RECORD"
+printf '%s' "${SECRET_OF_MINE-unset}" > "$RECORD.env"
+echo "from stdout"; echo "from stderr" >&2
+exit "${FAKE_EXIT:-0}"
+"""
+
+
+def fake_python(folder: Path, body: str = FAKE) -> str:
+    path = folder / "fake python"
+    path.write_text(body)
+    path.chmod(0o755)
+    return str(path)
+
+
+def environment(folder: Path, **more: str) -> dict[str, str]:
+    return {
+        "PATH": os.environ["PATH"],
+        "NODE_RANK": "1",
+        "MASTER_ADDR": "node-0",
+        "MASTER_PORT": "29500",
+        "RECORD": str(folder / "record"),
+        **more,
+    }
+
+
+def run(
+    folder: Path, launch: EngineLaunch, place: EngineSite, **more: str
+) -> tuple[subprocess.CompletedProcess[bytes], list[str]]:
+    script = launcher_script(launch, place, python=fake_python(folder))
+    done = subprocess.run(["bash", "-c", script], env=environment(folder, **more), cwd=folder, capture_output=True)
+    record = folder / "record"
+    return done, record.read_bytes().decode().split("\0")[:-1] if record.exists() else []
+
+
+def place_at(folder: Path) -> EngineSite:
+    return EngineSite(run=str(folder / "run"), job=str(folder), nodes=2, gpus_per_node=8)
+
+
+def test_torchrun_gets_static_ranks_and_the_engines_words(tmp_path: Path) -> None:
+    launch = EngineLaunch("/opt/pretrain.py", ("--lr", "1e-4"), environment={"SECRET_OF_MINE": "a b"})
+    done, words = run(tmp_path, launch, place_at(tmp_path))
+    assert done.returncode == 0
+    assert words == [
+        *("-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", "1"),
+        *("--master-addr", "node-0", "--master-port", "29500", "--nproc-per-node", "8"),
+        *("/opt/pretrain.py", "--lr", "1e-4"),
+    ]
+    assert (tmp_path / "record.env").read_text() == "a b"
+
+
+def test_a_script_is_as_it_was() -> None:
+    launch = EngineLaunch(
+        "/opt/pretrain.py",
+        ("--name", "it's $HOME"),
+        environment={"A": "1"},
+        late_arguments={"++model.data.data_prefix=": "/run/engine/data_prefix.txt"},
+    )
+    place = EngineSite("/store/runs/demo/1a2b3c4d", "/job", nodes=2, gpus_per_node=8)
+    check_golden("engines/megatron/launcher.sh", launcher_script(launch, place))
+
+
+def test_a_failed_training_fails_the_job_and_leaves_its_log(tmp_path: Path) -> None:
+    done, _ = run(tmp_path, EngineLaunch("p", ()), place_at(tmp_path), FAKE_EXIT="7", TRAINSHED_ATTEMPT="3")
+    assert done.returncode == 7
+    log = tmp_path / "run" / "logs" / "attempt-0003" / "node-00001.log"
+    assert log.read_text().split("\n")[:2] == ["from stdout", "from stderr"]
+    assert done.stdout == log.read_bytes()
+
+
+def test_an_attempt_that_is_repeated_adds_to_its_log(tmp_path: Path) -> None:
+    for _ in range(2):
+        run(tmp_path, EngineLaunch("p", ()), place_at(tmp_path), SLURM_RESTART_COUNT="1")
+    log = tmp_path / "run" / "logs" / "attempt-0002" / "node-00001.log"
+    assert log.read_text().count("from stdout") == 2
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"NODE_RANK": ""}, "NODE_RANK is no number"),
+        ({"NODE_RANK": "a[$(touch hurt)]"}, "NODE_RANK is no number"),
+        ({"TRAINSHED_ATTEMPT": "x[$(touch hurt)]"}, "TRAINSHED_ATTEMPT is no number"),
+        ({"MASTER_ADDR": ""}, "the address of node 0 is not set"),
+    ],
+)
+def test_a_node_that_does_not_know_its_place_stops(tmp_path: Path, variables: Mapping[str, str], said: str) -> None:
+    done, words = run(tmp_path, EngineLaunch("p", ()), place_at(tmp_path), **variables)
+    assert done.returncode != 0
+    assert said in done.stderr.decode()
+    assert not words
+    assert not (tmp_path / "hurt").exists()
+
+
+@pytest.mark.parametrize("name", ["SLURM_NODEID", "JOB_COMPLETION_INDEX", "TRAINSHED_NODE_RANK"])
+def test_schedulers_may_call_the_node_what_they_do(tmp_path: Path, name: str) -> None:
+    _, words = run(tmp_path, EngineLaunch("p", ()), place_at(tmp_path), NODE_RANK="", **{name: "09"})
+    assert words[words.index("--node-rank") + 1] == "09"
+
+
+def test_late_arguments_are_read_when_the_job_starts(tmp_path: Path) -> None:
+    (tmp_path / "prefix.txt").write_text("[1.0,a b]\n")
+    late = {"++data=": str(tmp_path / "prefix.txt"), "--also": str(tmp_path / "prefix.txt")}
+    _, words = run(tmp_path, EngineLaunch("p", ("x",), late_arguments=late), place_at(tmp_path))
+    assert words[-4:] == ["x", "++data=[1.0,a b]", "--also", "[1.0,a b]"]
+    (tmp_path / "record").unlink()
+    (tmp_path / "prefix.txt").unlink()
+    done, words = run(tmp_path, EngineLaunch("p", ("x",), late_arguments=late), place_at(tmp_path))
+    assert done.returncode != 0
+    assert not words
+
+
+def test_a_module_is_started_as_one(tmp_path: Path) -> None:
+    _, words = run(tmp_path, EngineLaunch("torchtune._cli", (), module=True), place_at(tmp_path))
+    assert words[-2:] == ["--module", "torchtune._cli"]
+
+
+AWKWARD = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=20) | st.sampled_from(
+    [
+        "$(touch hurt)",
+        "`touch hurt`",
+        "'; touch hurt; '",
+        '"; touch hurt; "',
+        "a\nb",
+        "\\",
+        "${HOME}",
+        "!!",
+        "~",
+        "*",
+        "-n",
+    ]
+)
+
+
+@settings(max_examples=30, suppress_health_check=[HealthCheck.too_slow])
+@given(words=st.lists(AWKWARD, max_size=4), value=AWKWARD, late=AWKWARD, key=AWKWARD, folder=AWKWARD)
+def test_no_name_and_no_value_breaks_out(words: list[str], value: str, late: str, key: str, folder: str) -> None:
+    with tempfile.TemporaryDirectory() as base:
+        at = Path(base)
+        (at / "late").write_text(late, encoding="utf-8", newline="")
+        name = folder.replace("/", "_").strip() or "run"
+        place = EngineSite(f"{at}/{name if name not in ('.', '..') else 'run'}", base, nodes=1, gpus_per_node=1)
+        launch = EngineLaunch(
+            f"/opt/{value}",
+            tuple(words),
+            environment={"SECRET_OF_MINE": value},
+            late_arguments={f"{key}=": str(at / "late")},
+        )
+        done, seen = run(at, launch, place)
+        assert done.returncode == 0, done.stderr
+        assert seen[-len(words) - 2 :] == [
+            f"/opt/{value}",
+            *words,
+            f"{key}={late}".rstrip("\n") if late.strip("\n") else f"{key}=",
+        ]
+        assert (at / "record.env").read_bytes().decode() == value
+        assert not (at / "hurt").exists()
+        assert Path(place.run, "logs", "attempt-0001", "node-00001.log").exists()
+
+
+def test_a_variable_needs_a_name() -> None:
+    place = EngineSite("/r", "/j", nodes=1, gpus_per_node=1)
+    with pytest.raises(InputError, match="is not the name of a variable"):
+        launcher_script(EngineLaunch("p", (), environment={"A=1; rm": "x"}), place)
+
+
+# Two ranks that save and go when they are told to, under a torchrun that waits for them and dies when it is told.
+RANKS = """#!/bin/bash
+rank() { trap 'echo "saved $1"; exit 0' TERM; echo "up $1"; while true; do sleep 0.05; done; }
+rank 0 & rank 1 &
+trap 'echo torchrun was told; exit 1' TERM
+wait; wait; wait
+exit 0
+"""
+
+
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGTERM, 143), (signal.SIGUSR1, 138)])
+def test_ranks_are_told_to_stop_and_are_waited_for(tmp_path: Path, sent: signal.Signals, code: int) -> None:
+    script = launcher_script(EngineLaunch("p", ()), place_at(tmp_path), python=fake_python(tmp_path, RANKS))
+    running = subprocess.Popen(
+        ["bash", "-c", script], env=environment(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    log = tmp_path / "run" / "logs" / "attempt-0001" / "node-00001.log"
+    while not log.exists() or log.read_text().count("up") < 2:
+        assert running.poll() is None
+        time.sleep(0.02)
+    running.send_signal(sent)
+    output, _ = running.communicate(timeout=60)
+    assert running.returncode == code
+    assert sorted(line for line in output.decode().splitlines() if "saved" in line) == ["saved 0", "saved 1"]
+    assert "torchrun was told" not in output.decode()

@@ -1,0 +1,207 @@
+"""What only a GPU can show: run by hand with `pytest -m gpu tests/engines/test_gpu.py`; CI has none."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from trainshed.engines.torch import optimizer
+from trainshed.engines.torch.batch_loader import HashedBatch, LocalBatch
+from trainshed.engines.torch.model import RankModel, build_model, describe_float8_exclusions, init_model
+from trainshed.engines.torch.optimizer import AdamW
+from trainshed.engines.torch.parallel import single_rank_mesh
+from trainshed.engines.torch.rank_health import STOP_SIGNALS
+from trainshed.engines.torch.step import StepMetrics, StepRunner
+from trainshed.models.attention import causal_attention
+from trainshed.models.collectives import ParallelAxes
+from trainshed.models.decoder import Regularization
+from trainshed.models.loss import linear_cross_entropy
+from trainshed.models.moe import GroupedExperts
+from trainshed.plan.layout import resolve_layout
+from trainshed.recipe import Layout, ModelConfig
+from trainshed.recipe.train import Optimizer
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+DENSE = ModelConfig.model_validate(
+    {
+        "family": "llama",
+        "layers": 4,
+        "hidden": 256,
+        "heads": 4,
+        "kv_heads": 2,
+        "ffn": 512,
+        "vocab_size": 1024,
+        "max_positions": 512,
+        "rope": {"base": 10000.0},
+    }
+)
+EXPERTS = ModelConfig.model_validate(
+    {
+        "family": "qwen3_moe",
+        "layers": 3,
+        "hidden": 256,
+        "heads": 4,
+        "kv_heads": 2,
+        "vocab_size": 1024,
+        "max_positions": 512,
+        "rope": {"base": 10000.0},
+        "moe": {"experts": 8, "top_k": 2, "ffn": 128, "shared_ffn": 128},
+    }
+)
+LENGTH, BATCH = 256, 4
+
+
+def outcomes(
+    config: ModelConfig,
+    device: str,
+    precision: str,
+    steps: int = 6,
+    *,
+    recompute: str = "none",
+    dropout: float = 0.0,
+) -> list[StepMetrics]:
+    layout = resolve_layout(Layout.model_validate({"micro_batch": 2, "recompute": recompute}), config)
+    place = torch.device(device)
+    model: RankModel = build_model(
+        config,
+        single_rank_mesh(layout, place),
+        sequence_length=LENGTH,
+        precision=precision,
+        losses=Regularization(z_loss=1e-4, moe_balance=0.01, moe_z=1e-3, dropout=dropout, seed=7),
+        compile_blocks=place.type == "cuda",
+    )
+    init_model(model, seed=1)
+    stepper = StepRunner(model, AdamW(model.weights, Optimizer(lr=1e-3), place))
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for step in range(steps):
+        rows = torch.randint(0, config.vocab_size, (BATCH, LENGTH + 1), generator=generator)
+        samples = torch.arange(step * BATCH, (step + 1) * BATCH, device=place) if dropout else None
+        batch = LocalBatch(BATCH, rows[:, :-1].contiguous().to(place), rows[:, 1:].contiguous().to(place), samples)
+        found.append(stepper.step(HashedBatch(batch, (0, 0)), BATCH, 1e-3, [0.0] * len(STOP_SIGNALS)).read())
+    torch.compiler.reset()
+    return found
+
+
+@pytest.mark.parametrize("config", [DENSE, EXPERTS], ids=["dense", "experts"])
+@pytest.mark.parametrize(("precision", "bound"), [("fp32", 2e-3), ("bf16", 3e-2)])
+def test_a_gpu_computes_what_a_cpu_computes(config: ModelConfig, precision: str, bound: float) -> None:
+    # fp32 products may be rounded to TF32 by nobody here; bf16 is held against the CPU's fp32.
+    there, here = outcomes(config, "cuda", precision), outcomes(config, "cpu", "fp32")
+    for gpu, cpu in zip(there, here, strict=True):
+        assert gpu.loss == pytest.approx(cpu.loss, rel=bound)
+        assert gpu.grad_norm == pytest.approx(cpu.grad_norm, rel=5 * bound)
+        assert gpu.moe_balance == pytest.approx(cpu.moe_balance, rel=bound, abs=1e-9)
+
+
+def test_tensors_are_updated_alike_together_and_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    together = outcomes(DENSE, "cuda", "fp32")
+    monkeypatch.setattr(optimizer, "SMALL", 0)
+    apart = outcomes(DENSE, "cuda", "fp32")
+    for one, other in zip(together, apart, strict=True):
+        assert other.loss == pytest.approx(one.loss, rel=1e-5)
+        assert other.grad_norm == pytest.approx(one.grad_norm, rel=1e-4)
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+@pytest.mark.parametrize("config", [DENSE, EXPERTS], ids=["dense", "experts"])
+def test_recomputing_changes_nothing_that_matters(config: ModelConfig, recompute: str) -> None:
+    plain, again = (outcomes(config, "cuda", "bf16", 4, recompute=each) for each in ("none", recompute))
+    for one, other in zip(plain, again, strict=True):
+        assert other.loss == pytest.approx(one.loss, rel=2e-3)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_compiled_dropout_drops_what_a_cpu_drops(recompute: str) -> None:
+    """More layers than PyTorch would compile one by one; without dropout the gradient is another."""
+    deep = DENSE.model_copy(update={"layers": 10})
+    there = outcomes(deep, "cuda", "fp32", 4, dropout=0.2, recompute=recompute)
+    here, without = outcomes(deep, "cpu", "fp32", 4, dropout=0.2), outcomes(deep, "cpu", "fp32", 1)
+    for gpu, cpu in zip(there, here, strict=True):
+        assert gpu.loss == pytest.approx(cpu.loss, rel=2e-4)
+        assert gpu.grad_norm == pytest.approx(cpu.grad_norm, rel=1e-3)
+    assert abs(there[0].grad_norm - without[0].grad_norm) > 2e-2 * without[0].grad_norm
+
+
+def test_projections_that_fp8_does_not_take_are_counted() -> None:
+    pytest.importorskip("torchao")
+    odd = DENSE.model_copy(update={"ffn": 500})
+    layout = resolve_layout(Layout.model_validate({"micro_batch": 2}), odd)
+    place = single_rank_mesh(layout, torch.device("cuda"))
+    built = [
+        build_model(config, place, sequence_length=LENGTH, precision="fp8", losses=Regularization())
+        for config in (DENSE, odd)
+    ]
+    said = [describe_float8_exclusions(model) for model in built]
+    # Gate and up together have 1,000 rows, and down 500 columns: neither is a multiple of 16.
+    assert said == [None, "8 of 16 projections stay in bf16: fp8 products take sizes in multiples of 16"]
+
+
+def test_fp8_follows_bf16() -> None:
+    pytest.importorskip("torchao")
+    wide, narrow = outcomes(DENSE, "cuda", "bf16"), outcomes(DENSE, "cuda", "fp8")
+    assert [each.loss for each in narrow] == pytest.approx([each.loss for each in wide], rel=3e-2)
+    assert [each.loss for each in narrow] != [each.loss for each in wide], "the products were not in fp8"
+
+
+def test_grouped_products_equal_products_one_by_one() -> None:
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        experts = GroupedExperts(EXPERTS, ParallelAxes())
+    for parameter in experts.parameters():
+        torch.nn.init.normal_(parameter, std=0.05)
+    counts = torch.tensor([5, 0, 17, 1, 64, 33, 0, 80], device="cuda")
+    rows = torch.randn(200, EXPERTS.hidden, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    wide = rows.detach().float().requires_grad_()
+    together, apart = experts(rows, counts), None
+    together.float().square().sum().backward()
+    grads = [parameter.grad.clone() for parameter in experts.parameters()]
+    for parameter in experts.parameters():
+        parameter.grad = None
+    apart = experts(wide, counts)
+    apart.square().sum().backward()
+    torch.testing.assert_close(together.float(), apart, rtol=3e-2, atol=3e-2)
+    torch.testing.assert_close(rows.grad.float(), wide.grad, rtol=5e-2, atol=5e-2)
+    for grouped, parameter in zip(grads, experts.parameters(), strict=True):
+        scale = parameter.grad.abs().max().item()
+        torch.testing.assert_close(grouped, parameter.grad, rtol=5e-2, atol=2e-2 * scale)
+
+
+@pytest.mark.parametrize("words", [1000, 1003, 1024])
+def test_a_vocabulary_of_any_size_gives_the_loss_of_a_cpu(words: int) -> None:
+    torch.manual_seed(0)
+    here = [torch.randn(300, 64).requires_grad_(), (torch.randn(words, 64) / 8).requires_grad_()]
+    labels, scale = torch.randint(0, words, (300,)), torch.tensor(1 / 300)
+    there = [here[0].detach().to("cuda", torch.bfloat16).requires_grad_(), here[1].detach().cuda().requires_grad_()]
+    expected, _ = linear_cross_entropy(*here, labels, scale, z_loss=1e-3)
+    found, _ = linear_cross_entropy(*there, labels.cuda(), scale.cuda(), z_loss=1e-3)
+    expected.backward()
+    found.backward()
+    torch.testing.assert_close(found.cpu(), expected, rtol=1e-2, atol=0)
+    for x, y in zip(there, here, strict=True):
+        torch.testing.assert_close(x.grad.float().cpu(), y.grad, rtol=5e-2, atol=2e-2 * y.grad.abs().max().item())
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(("queries", "window"), [(128, None), (128, 48), (512, 48), (512, 511)])
+def test_queries_see_what_is_before_them_as_far_as_the_window(compiled: bool, queries: int, window: int | None) -> None:
+    torch.manual_seed(0)
+    heads, groups, width, keys = 8, 2, 64, 512
+    shapes = [(queries, 2, heads, width), (keys, 2, groups, width), (keys, 2, groups, width)]
+    here = [torch.randn(shape, requires_grad=True) for shape in shapes]
+    there = [x.detach().to("cuda", torch.bfloat16).requires_grad_() for x in here]
+
+    def run(inputs: list[torch.Tensor]) -> torch.Tensor:
+        return causal_attention(*inputs, window)
+
+    found = torch.compile(run, fullgraph=True)(there) if compiled else run(there)
+    expected = run(here)
+    expected.square().sum().backward()
+    found.float().square().sum().backward()
+    torch.testing.assert_close(found.float().cpu(), expected, rtol=3e-2, atol=3e-2)
+    for x, y in zip(there, here, strict=True):
+        scale = y.grad.abs().max().item()
+        torch.testing.assert_close(x.grad.float().cpu(), y.grad, rtol=5e-2, atol=2e-2 * scale)

@@ -1,0 +1,309 @@
+"""torchtune: what is rendered, how its recipe is started, what is refused before it would fail."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from foreign_tasks import FILES, loaded, shown, task_of, written
+from golden_files import check_golden
+from trainshed.catalog import model_preset
+from trainshed.engines.importing import import_file
+from trainshed.engines.keys import flatten
+from trainshed.engines.launch import EngineTask, build_launch
+from trainshed.engines.torchtune import start
+from trainshed.engines.torchtune.keys import (
+    TORCHTUNE_KEYS,
+    builder_named,
+    builder_of,
+    fixed_settings,
+    known_presets,
+    task_settings,
+)
+from trainshed.errors import InputError
+
+RECIPE = """
+name: chat
+model: {preset: llama3.1-8b, from: hf://meta-llama/Llama-3.1-8B-Instruct@abc}
+tokenizer: hf://meta-llama/Llama-3.1-8B-Instruct@abc
+data:
+  sequence_length: 4096
+  train: [{path: hf://datasets/org/talks@def}]
+  split: {train: 0.95, validation: 0.05}
+  validation: {every: 50}
+train:
+  mode: finetune
+  steps: 200
+  global_batch: 64
+  optimizer: {lr: 2.0e-5}
+  schedule: {name: cosine, warmup: 20}
+layout: {tp: 2, micro_batch: 2, shard: full}
+engine:
+  name: torchtune
+  args: {dataset.conversation_style: sharegpt, dataset.conversation_column: conversations, dataset.packed: true}
+checkpoint: {every: 100, keep: 2}
+"""
+LORA = ("train.lora={rank: 16, alpha: 32}", "layout.tp=1")
+
+
+def task(*overrides: str, nodes: int = 2, **place: Any) -> EngineTask:
+    return task_of(written(RECIPE, overrides), nodes=nodes, steps=200, **place)
+
+
+def config(given: EngineTask) -> dict[str, Any]:
+    """The rendered file, flat."""
+    return flatten(yaml.safe_load(build_launch(given).files["torchtune.yaml"]))
+
+
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_the_seeds_render(kind: str) -> None:
+    recipe = loaded(import_file(FILES / f"torchtune-{kind}.yaml", gpus=16))
+    text = shown(build_launch(task_of(recipe, nodes=2)))
+    check_golden(f"engines/torchtune/llama3.3-70b-{kind}.txt", text.partition("=== start_torchtune.py")[0])
+
+
+def test_conversations_of_the_hub_render_with_their_validation() -> None:
+    text = shown(build_launch(task()))
+    check_golden("engines/torchtune/sharegpt.txt", text.partition("=== start_torchtune.py")[0])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (
+            ("data.train=[{path: /shared/talks.jsonl}]", "data.split=null", "data.validation=null"),
+            {"dataset.source": "json", "dataset.data_files": "/shared/talks.jsonl", "dataset.split": "train"},
+        ),
+        (
+            ("data.train=[{path: hf://datasets/org/talks@def/part/a.parquet}]",),
+            {"dataset.source": "org/talks", "dataset.revision": "def", "dataset.data_files": "part/a.parquet"},
+        ),
+        (
+            ("engine.args={dataset._component_: torchtune.datasets.instruct_dataset, dataset.column_map.input: q}",),
+            {"dataset.column_map.input": "q", "dataset_val.column_map.input": "q", "dataset.train_on_input": False},
+        ),
+        (
+            ("engine.args={dataset._component_: torchtune.datasets.alpaca_dataset}",),
+            {"dataset._component_": "torchtune.datasets.alpaca_dataset", "dataset.train_on_input": False},
+        ),
+        (("data.validation={path: other.jsonl}", "data.split=null"), {"dataset_val.data_files": "other.jsonl"}),
+    ],
+)
+def test_chat_data_is_read_in_its_form(overrides: tuple[str, ...], expected: dict[str, Any]) -> None:
+    found = config(task(*overrides))
+    assert {key: found[key] for key in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ((), {"gradient_accumulation_steps": 4, "data_parallel_shard_dim": 8, "optimizer.fused": False}),
+        (("layout.tp=1",), {"gradient_accumulation_steps": 2, "optimizer.fused": True, "tensor_parallel_dim": 1}),
+        (("train.steps=null", "train.epochs=3"), {"epochs": 3, "max_steps_per_epoch": None}),
+        ((), {"epochs": 1, "max_steps_per_epoch": 200}),
+        (("train.precision=fp8",), {"dtype": "bf16", "enable_fp8_training": True}),
+        (("layout.recompute=full",), {"enable_activation_checkpointing": True}),
+        (("observe.profile={start: 10, steps: 3}",), {"profiler.wait_steps": 6, "profiler.active_steps": 3}),
+        (
+            (*LORA, "train.lora.targets=[q_proj, o_proj, gate_proj, up_proj, down_proj]"),
+            {"model.lora_attn_modules": ["q_proj", "output_proj"], "model.apply_lora_to_mlp": True},
+        ),
+        (("engine.args.compile=false",), {"compile": False}),
+    ],
+)
+def test_keys_of_the_recipe_become_torchtunes(overrides: tuple[str, ...], expected: dict[str, Any]) -> None:
+    found = config(task(*overrides))
+    assert {key: found[key] for key in expected} == expected
+
+
+@pytest.mark.parametrize("overrides", [(), LORA, ("observe.profile={}",)])
+def test_every_key_we_can_write_is_one_that_torchtune_reads(overrides: tuple[str, ...]) -> None:
+    given = task(*overrides)
+    builder = builder_of(given.recipe, given.config)
+    assert builder is not None
+    decided = {setting.key for setting in task_settings(given, builder)}
+    fixed = set(fixed_settings(lora=given.recipe.train.lora is not None))
+    assert not decided & fixed
+    assert [key for key in decided | fixed if not TORCHTUNE_KEYS.knows(key)] == []
+
+
+@pytest.mark.parametrize("preset", known_presets())
+def test_every_builder_is_found_by_its_model(preset: str) -> None:
+    recipe = written(RECIPE, [f"model={{preset: {preset}, from: hf://org/base}}"])
+    builder = builder_of(recipe, model_preset(preset))
+    assert builder is not None
+    assert builder.preset == preset
+    assert builder_named(builder.component(lora=False)) == builder
+    assert builder_named(builder.component(lora=True)) == builder
+
+
+@pytest.mark.parametrize(
+    ("preset", "address", "name"),
+    [
+        ("qwen2.5-7b", "hf://Qwen/Qwen2.5-7B", "qwen2_5_7b_base"),
+        ("qwen2.5-7b", "hf://Qwen/Qwen2.5-7B-Instruct", "qwen2_5_7b_instruct"),
+        ("qwen3-8b", "hf://Qwen/Qwen3-8B", "qwen3_8b_instruct"),
+        ("qwen3-8b", "hf://Qwen/Qwen3-8B-Base", "qwen3_8b_base"),
+    ],
+)
+def test_base_and_instruct_models_have_builders_of_their_own(preset: str, address: str, name: str) -> None:
+    builder = builder_of(written(RECIPE, [f"model={{preset: {preset}, from: {address}}}"]), model_preset(preset))
+    assert builder is not None
+    assert builder.name == name
+
+
+def test_a_model_without_a_preset_is_known_by_its_sizes_and_its_address() -> None:
+    recipe = written(RECIPE, ["model={from: hf://meta-llama/Llama-3.3-70B-Instruct}"])
+    builder = builder_of(recipe, model_preset("llama3.1-70b"))
+    assert builder is not None
+    assert builder.name == "llama3_3_70b"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "what"),
+    [
+        (("layout.pp=2",), "pp: 2 is a pipeline, which torchtune does not have"),
+        (("train.lora={rank: 16, alpha: 32}",), "tp: 2 with LoRA is not in torchtune"),
+        (("layout.shard=zero1",), "and shard is zero1"),
+        (("layout.recompute=selective",), "every layer or none"),
+        (("model={preset: mixtral-8x7b, from: hf://org/base}",), "not rendered for a mixture of experts"),
+        (("model={preset: qwen2.5-7b, from: hf://org/base}",), "no tensor-parallel plan for qwen2.5-7b"),
+        (("train.mode=pretrain",), "it does not pretrain"),
+        (("train.schedule={name: linear}",), "no linear schedule"),
+        (("train.schedule.min_lr=1e-6",), "no cosine that ends above 0"),
+        (("train.z_loss=0.1",), "no z-loss"),
+        ((*LORA, "train.lora.targets=[q_proj, up_proj]"), "all of gate_proj, up_proj, down_proj or none"),
+        ((*LORA, "train.schedule={}"), "LoRA without a cosine"),
+        ((*LORA, "train.precision=fp8"), "LoRA in fp8"),
+        (("data.train=[{path: s3://bucket/a.jsonl}]",), "cannot read s3://bucket/a.jsonl"),
+        (("data.train=[{path: /data/a.json, format: json}]",), "torchtune tells formats by the names of files"),
+        (("data.train=[{tokens: corpus_text_document}]",), "neither tokens nor a script"),
+        (("engine.args={}",), "what form the chat data has"),
+        (("engine.args={dataset.conversation_style: openai}",), "needs dataset.conversation_column"),
+        (("engine.args.dataset.conversation_style=chatml",), "`chatml` is not a style"),
+        (("engine.args.dataset.train_on_input=true",), "contradicts `train.mode`"),
+        (("engine.args.batch_size=7",), "contradicts `layout.micro_batch`"),
+        (("engine.args.batchsize=7",), "torchtune 0.7.0 reads no `batchsize`"),
+        (("data.split={train: 0.955, validation: 0.045}",), "whole percents"),
+        (("data.seed=9",), "one seed"),
+        (('engine.version="0.6.1"',), "torchtune 0.6.1 is not known here"),
+    ],
+)
+def test_wrong_combinations_fail_by_name(overrides: tuple[str, ...], what: str) -> None:
+    changed = [_quoted(override) for override in overrides]
+    with pytest.raises(InputError) as caught:
+        build_launch(task(*changed))
+    assert what in str(caught.value)
+
+
+def _quoted(override: str) -> str:
+    """Dots in the names of arguments are theirs: `engine.args."dataset.packed"=true`."""
+    key, sign, value = override.partition("=")
+    inside = key.removeprefix("engine.args.")
+    return f'engine.args."{inside}"{sign}{value}' if inside != key and "." in inside else override
+
+
+def test_a_run_whose_path_torchtune_would_take_for_a_checkpoint_is_refused() -> None:
+    with pytest.raises(InputError, match="takes a path with `step` in it for a checkpoint"):
+        build_launch(task(run="/store/runs/two-step/1"))
+
+
+@settings(max_examples=40)
+@given(st.text(min_size=1).filter(lambda text: not any(word in text for word in ("\x00", "step", "epoch", "${"))))
+def test_no_path_breaks_out_of_the_file(path: str) -> None:
+    path = path.encode("utf-8", "replace").decode()
+    found = config(task(run=f"/{path}"))
+    assert found["output_dir"] == f"/{path}/checkpoints"
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    """Weights in two files, with an index beside them."""
+    folder = tmp_path / "base"
+    folder.mkdir()
+    for name in ("model-00002-of-00002.safetensors", "model-00001-of-00002.safetensors", "config.json"):
+        (folder / name).write_text("")
+    return folder
+
+
+def saved(output: Path, name: str, *files: str) -> None:
+    (output / name).mkdir(parents=True)
+    for file in files:
+        (output / name / file).write_text("")
+
+
+def test_a_first_start_reads_the_files_of_the_base(base: Path, tmp_path: Path) -> None:
+    found = start.overrides("full_finetune_distributed", base, tmp_path / "out", "auto")
+    files = "model-00001-of-00002.safetensors,model-00002-of-00002.safetensors"
+    assert found == [f"checkpointer.checkpoint_files=[{files}]", "resume_from_checkpoint=False"]
+
+
+def test_a_restart_goes_on_from_the_newest_checkpoint(base: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    saved(out, "step_9", "recipe_state.pt", "model-00001-of-00001.safetensors")
+    saved(out, "step_10", "recipe_state.pt", "model-00001-of-00003.safetensors")
+    assert start.overrides("full_finetune_distributed", base, out, "must") == [
+        "checkpointer.checkpoint_files=[model-00001-of-00003.safetensors]",
+        "resume_from_checkpoint=True",
+    ]
+
+
+def test_a_restart_of_an_adapter_reads_the_base_again(base: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    saved(out, "epoch_0", "recipe_state.pt", "adapter_model.safetensors", "adapter_model.pt")
+    found = start.overrides("lora_finetune_distributed", base, out, "auto")
+    assert "model-00001-of-00002.safetensors" in found[0]
+    assert found[1] == "resume_from_checkpoint=True"
+
+
+@pytest.mark.parametrize(
+    ("resume", "checkpoint", "what"),
+    [
+        ("must", None, "holds no checkpoint"),
+        ("fresh", ("step_5", "recipe_state.pt"), "is fresh, and"),
+        ("auto", ("step_5", "model-00001-of-00001.safetensors"), "was not written to its end"),
+    ],
+)
+def test_a_start_that_would_not_do_what_was_asked_stops(
+    base: Path, tmp_path: Path, resume: str, checkpoint: tuple[str, str] | None, what: str
+) -> None:
+    if checkpoint:
+        saved(tmp_path / "out", *checkpoint)
+    with pytest.raises(SystemExit, match=what):
+        start.overrides("full_finetune_distributed", base, tmp_path / "out", resume)
+
+
+def test_the_rendered_program_starts_the_installed_recipe_with_its_ranks_untouched(base: Path, tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    (site / "torchtune").mkdir(parents=True)
+    (site / "torchtune" / "__init__.py").write_text("")
+    (site / "recipes").mkdir()
+    (site / "recipes" / "__init__.py").write_text("raise ModuleNotFoundError('as torchtune does')")
+    (site / "recipes" / "full_finetune_distributed.py").write_text(
+        "import json, os, sys\n"
+        "if __name__ == '__main__':\n"
+        "    print(json.dumps({'argv': sys.argv[1:], 'rank': os.environ['RANK']}))\n"
+    )
+    launch = build_launch(task())
+    program = tmp_path / "start_torchtune.py"
+    program.write_text(launch.files["start_torchtune.py"])
+    done = subprocess.run(
+        [sys.executable, str(program), launch.arguments[0], "torchtune.yaml", str(base), str(tmp_path / "o"), "auto"],
+        env={**os.environ, "PYTHONPATH": str(site), "RANK": "13"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    seen = json.loads(done.stdout)
+    assert seen["rank"] == "13"
+    assert seen["argv"][:2] == ["--config", "torchtune.yaml"]
+    assert seen["argv"][2].startswith("checkpointer.checkpoint_files=[model-00001")

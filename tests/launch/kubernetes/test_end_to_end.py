@@ -1,0 +1,264 @@
+"""What was submitted really runs: the driver, the stages and a gang of two, as processes in the pods' own folders."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import ssl
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from data.made_tokenizers import CONFIGS, KINDS, save
+from kubernetes_server import TOKEN, KubernetesServer, kubernetes_server
+from pod_runner import PodRunner
+from shared_daemons import free_ports
+from small_recipes import recipe_text
+from text_recipes import write_script, write_small_recipe
+from tiny_models import save_tiny_hf
+from trainshed.launch.job import Job, Stage
+from trainshed.launch.kubernetes.target import KubernetesTarget
+from trainshed.launch.target import StageState, SubmittedJob
+from trainshed.observe.event_log import read_events, read_steps
+from trainshed.recipe import Cluster, load_cluster, load_recipe
+from trainshed.storage import LocalStore
+from trainshed.workflow.submit import build_job
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A certificate for the server, in the place where pods find it, with a token and a namespace."""
+    folder = tmp_path_factory.mktemp("account")
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
+         "-subj", "/CN=api", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", folder / "key.pem",
+         "-out", folder / "ca.crt"],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    (folder / "token").write_text(TOKEN)
+    (folder / "namespace").write_text("ml")
+    return folder
+
+
+@pytest.fixture
+def runner(authority: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PodRunner]:
+    if os.geteuid() != 0 or shutil.which("unshare") is None:
+        message = "pods need root and `unshare` for a mount namespace of their own"
+        if os.environ.get("TRAINSHED_REQUIRE_ALL") == "1":
+            pytest.fail(message)
+        pytest.skip(message)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(authority / "ca.crt", authority / "key.pem")
+    pods, shared = tmp_path / "pods", tmp_path / "shared"
+    pods.mkdir()
+    shared.mkdir()
+    with kubernetes_server(context) as server:
+        monkeypatch.setenv("KUBECONFIG", str(_kubeconfig(server, authority, tmp_path / "config")))
+        found = PodRunner(server, pods, "ml", shared, authority)
+        yield found
+        found.close()
+
+
+def _kubeconfig(server: KubernetesServer, authority: Path, file: Path) -> Path:
+    cluster = {"server": server.url, "certificate-authority": str(authority / "ca.crt")}
+    body = {
+        "current-context": "here",
+        "clusters": [{"name": "here", "cluster": cluster}],
+        "contexts": [{"name": "here", "context": {"cluster": "here", "user": "me"}}],
+        "users": [{"name": "me", "user": {"token": TOKEN}}],
+    }
+    file.write_text(yaml.safe_dump(body))
+    return file
+
+
+def written_cluster(folder: Path, **changed: Any) -> Cluster:
+    body: dict[str, Any] = {
+        "name": "pods",
+        "target": "kubernetes",
+        "machine": "cpu",
+        "image": "registry/trainshed:1",
+        "python": sys.executable,
+        "store": "/mnt/data",
+        "nodes": {"default": 2},
+        "preflight": False,
+        "volumes": [{"mount": "/mnt/data", "pvc": "shared"}],
+        "limits": {"grace_seconds": 60, "restarts": 2},
+        "environment": {
+            "OMP_NUM_THREADS": "1",
+            "TRAINSHED_LOOK_SECONDS": "0.2",
+            "TRAINSHED_ROLL_CALL_SECONDS": "5",
+            "TRAINSHED_FAILURE_GRACE_SECONDS": "5",
+        },
+        "kubernetes": {"namespace": "ml"},
+    }
+    (folder / "cluster.yaml").write_text(yaml.safe_dump(body | changed))
+    return load_cluster(folder / "cluster.yaml")
+
+
+def make_job(folder: Path, *overrides: str, **changed: Any) -> Job:
+    (folder / "recipe.yaml").write_text(recipe_text("dense"))
+    recipe = load_recipe(str(folder / "recipe.yaml"), ["layout.dp=2", "checkpoint.every=5", *overrides])
+    return build_job(recipe, written_cluster(folder, **changed))
+
+
+def submit(job: Job) -> SubmittedJob:
+    target = KubernetesTarget(job.cluster)
+    assert target.check(job) == ["there is no claim shared in namespace ml"]  # the server has no claims
+    return target.submit(target.render(job), job)
+
+
+def states(job: Job, submitted: SubmittedJob) -> dict[str, StageState]:
+    return {state.stage: state for state in KubernetesTarget(job.cluster).status(submitted)}
+
+
+def test_the_whole_line_runs_and_a_gang_that_loses_a_pod_starts_again_and_ends(
+    runner: PodRunner, tmp_path: Path
+) -> None:
+    job = make_job(tmp_path, "train.steps=60")
+    submitted = submit(job)
+    run = runner.shared / Path(job.run).relative_to("/mnt/data")
+    runner.until(lambda: list(run.glob("checkpoints/*/manifest.json")), "a checkpoint")
+    before = states(job, submitted)
+    assert (before["prepare"].state, before["train"].state) == ("done", "running"), runner.logs()
+
+    (gang,) = [gang for path, gang in runner.gangs.items() if "/jobsets/" in path]
+    gang.pods[1].process.send_signal(signal.SIGKILL)
+    runner.until(lambda: states(job, submitted)["train"].state in ("done", "failed"), "the training to end")
+    after = states(job, submitted)
+    assert (after["train"].state, after["train"].restarts) == ("done", 1), runner.logs()
+    events = list(read_events(LocalStore(run), ""))
+    assert [event["step"] for event in read_steps(LocalStore(run), "")] == list(range(60))
+    assert {event["attempt"] for event in events if event["kind"] == "step"} == {1, 2}
+    assert {"install", "meeting", "first_step"} <= {event["name"] for event in events if event["kind"] == "phase"}
+
+    driver = next(path for path in runner.gangs if path.endswith("-driver"))
+    runner.until(lambda: runner.server.objects[driver].get("status"), "the driver to end")
+    assert runner.server.objects[driver]["status"]["conditions"][0]["type"] == "Complete", runner.logs()
+
+
+def test_a_plain_job_that_loses_a_pod_is_made_anew_by_the_driver_and_ends(runner: PodRunner, tmp_path: Path) -> None:
+    for group in ("jobset.x-k8s.io/v1alpha2", "kueue.x-k8s.io/v1beta1"):
+        del runner.server.kinds[f"/apis/{group}"]  # a cluster with nothing installed
+    job = make_job(tmp_path, "train.steps=20", kubernetes={"namespace": "ml", "kind": "job"})
+    submitted = submit(job)
+    run = runner.shared / Path(job.run).relative_to("/mnt/data")
+    runner.until(lambda: list(run.glob("checkpoints/*/manifest.json")), "a checkpoint")
+    (path,) = [path for path in runner.gangs if path.endswith(f"/jobs/{job.name}")]
+    first = runner.server.objects[path]["metadata"]["uid"]
+    runner.gangs[path].pods[1].process.send_signal(signal.SIGKILL)
+    seen: set[str] = set()
+
+    def ended() -> bool:
+        seen.add(states(job, submitted)["train"].state)
+        return "done" in seen or "failed" in seen
+
+    runner.until(ended, "the training to end")
+    after = states(job, submitted)["train"]
+    assert (after.state, after.restarts) == ("done", 1), runner.logs()
+    assert "failed" not in seen, "whoever follows must not leave"
+    assert runner.server.objects[path]["metadata"]["uid"] != first
+    assert [event["step"] for event in read_steps(LocalStore(run), "")] == list(range(20))
+    driver = next(path for path in runner.gangs if path.endswith("-driver"))
+    runner.until(lambda: runner.server.objects[driver].get("status"), "the driver to end")
+    KubernetesTarget(job.cluster).cancel(submitted)
+    assert not [path for path in runner.server.objects if "/pods/" not in path]
+
+
+def test_the_sites_lines_run_in_every_pod_before_its_command(runner: PodRunner, tmp_path: Path) -> None:
+    lines = ['export SITE="of $(hostname)" # as it says', "export OMP_NUM_THREADS=9"]
+    stages = (Stage("first", script="seen.sh"), Stage("second", script="seen.sh"))
+    files = {"seen.sh": 'env >"/mnt/data/$(hostname)"\n'}
+    job = Job("seen-1", "/mnt/data/runs/seen/1", written_cluster(tmp_path, setup=lines), stages, files, None)
+    submitted = submit(job)
+    runner.until(lambda: states(job, submitted)["second"].state in ("done", "failed"), "both stages to end")
+    assert states(job, submitted)["second"].state == "done", runner.logs()
+    for stage in ("first", "second"):
+        text = (runner.shared / f"seen-1-{stage}-0").read_text()
+        seen = dict(line.partition("=")[::2] for line in text.splitlines())
+        assert seen["SITE"] == f"of seen-1-{stage}-0"
+        assert seen["OMP_NUM_THREADS"] == "1", "`environment` is set after `setup`"
+
+
+def test_a_line_of_setup_that_fails_ends_the_pod_and_is_named(runner: PodRunner, tmp_path: Path) -> None:
+    cluster = written_cluster(tmp_path, setup=["exit 0"])
+    job = Job("seen-1", "/mnt/data/runs/seen/1", cluster, (Stage("first", script="seen.sh"),), {"seen.sh": ""}, None)
+    submitted = submit(job)
+    runner.until(lambda: states(job, submitted)["first"].state == "failed", "the stage to fail")
+    assert "trainshed: setup ended the shell at line 1: exit 0" in states(job, submitted)["first"].reason
+
+
+def serving_job(folder: Path) -> tuple[Job, int]:
+    write_script(folder)
+    (port,) = free_ports(1, 10000, 20000)
+    recipe = load_recipe(str(write_small_recipe(folder)), ["export={}", f"serve={{gpus: 0, port: {port}}}"])
+    return build_job(recipe, written_cluster(folder, nodes={"default": 1})), port
+
+
+def answered_tokens(port: int) -> int:
+    """Ask a server for three tokens; how many it says it gave."""
+    body = json.dumps({"model": "small", "prompt": "one two", "max_tokens": 3, "ignore_eos": True}).encode()
+    url = f"http://127.0.0.1:{port}/v1/completions"
+    asked = urllib.request.Request(url, body, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(asked, timeout=60) as answer:
+        return json.load(answer)["usage"]["completion_tokens"]
+
+
+def test_a_server_is_started_again_when_it_dies_or_hangs_and_drains_when_it_is_cancelled(
+    runner: PodRunner, tmp_path: Path
+) -> None:
+    line, port = serving_job(tmp_path)
+    job = replace(line, stages=line.stages[-1:])
+    export = runner.shared / Path(job.run).relative_to("/mnt/data") / "export"
+    save_tiny_hf("llama", export, layers=2, vocab_size=2000)
+    save(KINDS["qwen"](), CONFIGS["qwen"], export)
+    submitted = submit(job)
+
+    def stands(state: str, restarts: int) -> bool:
+        found = states(job, submitted)["serve"]
+        return (found.state, found.restarts) == (state, restarts)
+
+    runner.until(lambda: stands("serving", 0), "the server to be ready")
+    assert states(job, submitted)["serve"].reason == "Serving, 1 of 1 ready."
+    assert answered_tokens(port) == 3
+    (served,) = runner.servers.values()
+    served.pod.process.kill()
+    runner.until(lambda: stands("waiting", 1), "the server to be missed")
+    assert "was ended by signal 9" in states(job, submitted)["serve"].reason
+    runner.until(lambda: stands("serving", 1), "the server to be ready again")
+    served.pod.process.send_signal(signal.SIGSTOP)  # it lives, and answers no more
+    runner.until(lambda: stands("serving", 2), "the server that hung to be replaced")
+
+    KubernetesTarget(job.cluster).cancel(submitted)
+    runner.until(lambda: not runner.servers, "the server to end")
+    assert "SIGTERM: finishing running answers" in served.pod.log.read_text()
+    assert not runner.server.paths("/deployments/") + runner.server.paths("/services/")
+
+
+@pytest.mark.full
+def test_a_line_from_text_ends_in_a_server_and_its_driver_is_done(runner: PodRunner, tmp_path: Path) -> None:
+    job, port = serving_job(tmp_path)
+    submitted = submit(job)
+    runner.until(lambda: states(job, submitted)["serve"].state == "serving", "the server to be ready")
+    driver = next(path for path in runner.gangs if path.endswith("-driver"))
+    runner.until(lambda: runner.server.objects[driver].get("status"), "the driver to end")
+    assert runner.server.objects[driver]["status"]["conditions"][0]["type"] == "Complete", runner.logs()
+    assert answered_tokens(port) == 3
+
+
+@pytest.mark.full
+def test_wrong_input_ends_the_line_at_once_and_says_which_line_to_write(runner: PodRunner, tmp_path: Path) -> None:
+    job = make_job(tmp_path, "train.steps=5", "checkpoint.resume=must")
+    submitted = submit(job)
+    runner.until(lambda: states(job, submitted)["train"].state == "failed", "the training to fail")
+    state = states(job, submitted)["train"]
+    assert (state.restarts, state.exit_code) == (0, 2), runner.logs()
+    assert "checkpoint" in state.reason

@@ -1,0 +1,52 @@
+"""The seeds of this target, from their shipped recipe and cluster: every object valid, and the chart the same."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from helm_program import in_order, templated
+from kubernetes_jobs import CODE
+from kubernetes_schemas import all_objects, check
+from trainshed.launch.job import Job
+from trainshed.launch.kubernetes.helm import write_chart
+from trainshed.launch.kubernetes.objects import read_documents
+from trainshed.launch.kubernetes.render import render
+from trainshed.recipe import load_cluster, load_recipe
+from trainshed.workflow.submit import build_job
+
+SEEDS = [
+    ("gke-llama3-70b", "gke-a3-mega"),
+    ("gke-llama3-70b", "gke-a3-ultra"),
+    ("aks-gpt-175b", "aks-nd-h100-v5"),
+    ("eks-llama2-7b-cpt", "eks-p4d"),
+    ("minio-llama3-1-70b-cpt", "minio-mi300x-ray"),
+]
+
+
+def seed_job(recipe: str, cluster: str) -> Job:
+    job = build_job(load_recipe(recipe), load_cluster(cluster), offline=True, code=CODE)
+    return replace(job, files=dict(job.files) | {"provenance.json": "{}\n"})
+
+
+@pytest.mark.parametrize(("recipe", "cluster"), SEEDS)
+def test_every_object_of_a_seed_is_valid_and_no_stage_on_cpus_holds_gpus(recipe: str, cluster: str) -> None:
+    job = seed_job(recipe, cluster)
+    objects = all_objects(render(job))
+    for found in objects:
+        check(found)
+    asking = {found["kind"] for found in objects if ".com/gpu" in str(found.get("spec", {}).get("template", ""))}
+    assert not asking & {"Job", "DaemonSet"}
+    assert objects[-1]["metadata"]["labels"]["app.kubernetes.io/instance"] == job.name
+
+
+@pytest.mark.parametrize(
+    ("recipe", "cluster"), [SEEDS[0], *(pytest.param(*seed, marks=pytest.mark.full) for seed in SEEDS[1:])]
+)
+def test_the_chart_of_a_seed_is_the_same(recipe: str, cluster: str, tmp_path: Path) -> None:
+    job = seed_job(recipe, cluster)
+    request = render(job)
+    write_chart(job, request, tmp_path / "chart")
+    assert templated(tmp_path / "chart") == in_order(read_documents(request.text()))

@@ -1,0 +1,111 @@
+"""The decoder with a memory says what the decoder that trains says, however the tokens come to it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from one_process import token_rows
+from small_generators import CPU, fresh_chunk
+from tiny_models import VARIANTS, tiny_config
+from trainshed.models.cached_decoder import (
+    CachedDecoder,
+    SequenceSpan,
+    per_sequence_attention,
+    put_gates_first,
+    supports_varlen_flash,
+)
+from trainshed.models.decoder import DecoderStage
+from trainshed.recipe import ModelConfig
+
+LENGTH = 30
+
+
+def trained_states(chunk: DecoderStage, tokens: torch.Tensor) -> torch.Tensor:
+    """One pass of training's own forward: [B, S, H]."""
+    rest = chunk.config.max_positions - tokens.shape[1]
+    with torch.no_grad():
+        # Its tables are as long as the model: what is put behind changes nothing before it.
+        return chunk(torch.nn.functional.pad(tokens, (0, rest))).transpose(0, 1)[:, : tokens.shape[1]]
+
+
+def states(decoder: CachedDecoder, tokens: torch.Tensor, cuts: list[list[int]], begins: list[int]) -> torch.Tensor:
+    """Read rows of tokens [B, S] part by part, all rows in each step, row b's keys from place `begins[b]` on."""
+    found = torch.empty(*tokens.shape, decoder.config.hidden)
+    done = [0] * len(tokens)
+    for step in range(max(map(len, cuts))):
+        spans, new, positions, rows = [], [], [], []
+        for row, cut in enumerate(cuts):
+            if step < len(cut):
+                count = cut[step]
+                spans.append(SequenceSpan(len(new), count, begins[row], done[row] + count))
+                new += tokens[row, done[row] : done[row] + count].tolist()
+                positions += range(done[row], done[row] + count)
+                rows += [row] * count
+                done[row] += count
+        at = torch.tensor(positions)
+        places = at + torch.tensor([begins[row] for row in rows])
+        with torch.inference_mode():
+            out = decoder.hidden(
+                torch.tensor(new), at, places, per_sequence_attention(spans, decoder.config.sliding_window)
+            )
+        found[torch.tensor(rows), at] = out
+    return found
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_token_by_token_in_parts_and_whole_are_what_training_computes(variant: str) -> None:
+    config = tiny_config(variant)
+    chunk = fresh_chunk(config)
+    tokens = token_rows(config, 3, LENGTH)
+    expected = trained_states(chunk, tokens)
+    cuts = [[1] * LENGTH, [7, 1, 1, 12, 9], [LENGTH]]
+    found = states(CachedDecoder(chunk, 200), tokens, cuts, begins=[100, 3, 50])
+    assert expected.std() > 0.1
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)
+
+
+def test_nobody_sees_what_lies_beside_their_own_run() -> None:
+    config = tiny_config("llama")
+    chunk = fresh_chunk(config)
+    decoder = CachedDecoder(chunk, 200)
+    decoder.keys.fill_(torch.nan)
+    decoder.values.fill_(torch.nan)
+    tokens = token_rows(config, 2, LENGTH)
+    found = states(decoder, tokens, [[5, 25], [1] * LENGTH], begins=[60, 90])
+    assert torch.isfinite(found).all()
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        tiny_config("llama"),
+        tiny_config("gpt2"),
+        tiny_config("qwen3_moe", moe={"experts": 4, "top_k": 2, "ffn": 24, "shared_ffn": 16}),
+    ],
+    ids=["gated", "plain", "experts"],
+)
+def test_gates_put_first_change_no_number(config: ModelConfig) -> None:
+    chunk = fresh_chunk(config)
+    tokens = token_rows(config, 2, LENGTH)
+    before = trained_states(chunk, tokens)
+    put_gates_first(chunk)
+    put_gates_first(chunk)
+    assert torch.equal(trained_states(chunk, tokens), before)
+
+
+def test_tokens_apart_get_what_they_get_together() -> None:
+    config = tiny_config("mixtral")
+    decoder = CachedDecoder(fresh_chunk(config), 8)
+    tokens, at = torch.tensor([5, 9, 0, 0]), torch.zeros(4, dtype=torch.int64)
+    spans = [SequenceSpan(0, 1, 0, 1), SequenceSpan(1, 1, 1, 1)]
+    with torch.inference_mode():
+        together = decoder.hidden(tokens, at, torch.arange(4), per_sequence_attention(spans, None))
+        apart = decoder.hidden(tokens, at, torch.arange(4), per_sequence_attention(spans, None), apart=2)
+    torch.testing.assert_close(apart[:2], together[:2], rtol=0, atol=1e-5)
+
+
+def test_flash_attention_is_for_gpus_in_half_precision() -> None:
+    assert not supports_varlen_flash(64, torch.bfloat16, CPU)
+    assert not supports_varlen_flash(64, torch.float32, torch.device("cuda"))
+    assert not supports_varlen_flash(20, torch.bfloat16, torch.device("cuda"))

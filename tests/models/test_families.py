@@ -1,0 +1,245 @@
+"""Configs of the Hub become our architecture, every key accounted for, and go back as transformers reads them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tiny_models import FAMILIES, VARIANTS, tiny_config, transformers_config
+from trainshed.catalog import model_preset, preset_names
+from trainshed.errors import InputError
+from trainshed.models.families import config_differences, read_hf_config, to_hf_config
+from trainshed.recipe import ModelConfig
+
+# As published, by transformers 4.
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "llama2-7b": {
+        "_name_or_path": "meta-llama/Llama-2-7b-hf", "architectures": ["LlamaForCausalLM"], "bos_token_id": 1,
+        "eos_token_id": 2, "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
+        "intermediate_size": 11008, "max_position_embeddings": 4096, "model_type": "llama",
+        "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 32, "pretraining_tp": 1,
+        "rms_norm_eps": 1e-05, "rope_scaling": None, "tie_word_embeddings": False, "torch_dtype": "float16",
+        "transformers_version": "4.31.0.dev0", "use_cache": True, "vocab_size": 32000,
+    },
+    "llama3.1-8b": {
+        "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+        "bos_token_id": 128000, "eos_token_id": [128001, 128008, 128009], "hidden_act": "silu", "hidden_size": 4096,
+        "initializer_range": 0.02, "intermediate_size": 14336, "max_position_embeddings": 131072, "mlp_bias": False,
+        "model_type": "llama", "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8,
+        "pretraining_tp": 1, "rms_norm_eps": 1e-05,
+        "rope_scaling": {
+            "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192, "rope_type": "llama3",
+        },
+        "rope_theta": 500000.0, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+        "transformers_version": "4.43.0.dev0", "use_cache": True, "vocab_size": 128256,
+    },
+    "mistral-7b-v0.1": {
+        "architectures": ["MistralForCausalLM"], "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu",
+        "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 14336, "max_position_embeddings": 32768,
+        "model_type": "mistral", "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-05, "rope_theta": 10000.0, "sliding_window": 4096, "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16", "transformers_version": "4.34.0.dev0", "use_cache": True, "vocab_size": 32000,
+    },
+    "qwen2.5-0.5b": {
+        "architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 151643,
+        "eos_token_id": 151643, "hidden_act": "silu", "hidden_size": 896, "initializer_range": 0.02,
+        "intermediate_size": 4864, "max_position_embeddings": 32768, "max_window_layers": 24, "model_type": "qwen2",
+        "num_attention_heads": 14, "num_hidden_layers": 24, "num_key_value_heads": 2, "rms_norm_eps": 1e-06,
+        "rope_theta": 1000000.0, "sliding_window": 32768, "tie_word_embeddings": True, "torch_dtype": "bfloat16",
+        "transformers_version": "4.40.1", "use_cache": True, "use_mrope": False, "use_sliding_window": False,
+        "vocab_size": 151936,
+    },
+    "qwen3-30b-a3b": {
+        "architectures": ["Qwen3MoeForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+        "bos_token_id": 151643, "decoder_sparse_step": 1, "eos_token_id": 151643, "head_dim": 128,
+        "hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02, "intermediate_size": 6144,
+        "max_position_embeddings": 32768, "max_window_layers": 48, "mlp_only_layers": [], "model_type": "qwen3_moe",
+        "moe_intermediate_size": 768, "norm_topk_prob": True, "num_attention_heads": 32, "num_experts": 128,
+        "num_experts_per_tok": 8, "num_hidden_layers": 48, "num_key_value_heads": 4, "output_router_logits": False,
+        "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.001,
+        "sliding_window": None, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+        "transformers_version": "4.51.0", "use_cache": True, "use_sliding_window": False, "vocab_size": 151936,
+    },
+    "mixtral-8x7b": {
+        "architectures": ["MixtralForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2,
+        "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 14336,
+        "max_position_embeddings": 32768, "model_type": "mixtral", "num_attention_heads": 32,
+        "num_experts_per_tok": 2, "num_hidden_layers": 32, "num_key_value_heads": 8, "num_local_experts": 8,
+        "output_router_logits": False, "rms_norm_eps": 1e-05, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.02,
+        "sliding_window": None, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+        "transformers_version": "4.36.0.dev0", "use_cache": True, "vocab_size": 32000,
+    },
+    "gpt2": {
+        "activation_function": "gelu_new", "architectures": ["GPT2LMHeadModel"], "attn_pdrop": 0.1,
+        "bos_token_id": 50256, "embd_pdrop": 0.1, "eos_token_id": 50256, "initializer_range": 0.02,
+        "layer_norm_epsilon": 1e-05, "model_type": "gpt2", "n_ctx": 1024, "n_embd": 768, "n_head": 12, "n_layer": 12,
+        "n_positions": 1024, "resid_pdrop": 0.1, "summary_activation": None, "summary_first_dropout": 0.1,
+        "summary_proj_to_labels": True, "summary_type": "cls_index", "summary_use_proj": True,
+        "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}}, "vocab_size": 50257,
+    },
+}  # fmt: skip
+SLIDING = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 0}
+
+
+def written(family: str, **changes: object) -> dict[str, Any]:
+    return to_hf_config(tiny_config(family)) | changes
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_config_is_the_catalogs_preset(name: str) -> None:
+    assert read_hf_config(PUBLISHED[name], "config.json") == model_preset(name)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_what_transformers_5_saves_is_the_architecture_made_by_hand(variant: str, tmp_path: Path) -> None:
+    config = tiny_config(variant)
+    transformers_config(config).save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert ("rope_parameters" in saved) == (config.positions == "rope")
+    assert read_hf_config(saved, "config.json") == config
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_our_config_json_means_the_same_to_transformers(variant: str, tmp_path: Path) -> None:
+    from transformers import AutoConfig
+
+    config = tiny_config(variant)
+    (tmp_path / "config.json").write_text(json.dumps(to_hf_config(config)))
+    theirs = AutoConfig.from_pretrained(tmp_path)
+    assert read_hf_config(theirs.to_dict(), "config.json") == config
+    for key in ("rope_parameters", "layer_types", "hidden_act", "rms_norm_eps", "tie_word_embeddings"):
+        assert getattr(theirs, key, None) == getattr(transformers_config(config), key, None)
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_every_preset_goes_there_and_back(name: str) -> None:
+    config = model_preset(name)
+    assert read_hf_config(to_hf_config(config), "config.json") == config
+
+
+@pytest.mark.parametrize("family", ["mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"])
+def test_a_window_goes_there_and_back_through_transformers(family: str) -> None:
+    from transformers import AutoConfig
+
+    config = tiny_config(family, sliding_window=16)
+    saved = to_hf_config(config)
+    theirs = AutoConfig.for_model(**saved)
+    assert theirs.sliding_window == 16
+    assert set(getattr(theirs, "layer_types", None) or ["sliding_attention"]) == {"sliding_attention"}
+    assert read_hf_config(theirs.to_dict(), "config.json") == config
+
+
+def test_a_window_that_is_switched_off_is_none() -> None:
+    off = written("qwen2", use_sliding_window=False, sliding_window=16, max_window_layers=1)
+    assert read_hf_config(off, "config.json").sliding_window is None
+    beyond_the_last_layer = written("qwen3", **SLIDING | {"max_window_layers": 2})
+    assert read_hf_config(beyond_the_last_layer, "config.json").sliding_window is None
+
+
+@pytest.mark.parametrize(
+    "legacy", [{"type": "linear"}, {"rope_type": "linear"}, {"type": "linear", "rope_type": "linear"}]
+)
+def test_rope_scaling_is_read_in_the_spellings_of_all_versions(legacy: dict[str, str]) -> None:
+    config = written("llama", rope_scaling={**legacy, "factor": 4.0})
+    assert read_hf_config(config, "config.json") == tiny_config("llama-linear")
+
+
+def test_what_is_left_out_is_what_transformers_takes() -> None:
+    from transformers import AutoConfig
+
+    for family in FAMILIES:
+        whole = written(family)
+        optional = ("rope_theta", "rope_scaling", "tie_word_embeddings", "rms_norm_eps", "hidden_act", "head_dim",
+                    "sliding_window", "n_inner", "layer_norm_epsilon", "activation_function", "norm_topk_prob",
+                    "initializer_range", "architectures")  # fmt: skip
+        short = {key: value for key, value in whole.items() if key not in optional}
+        filled = AutoConfig.for_model(**short).to_dict()
+        assert read_hf_config(short, "config.json") == read_hf_config(filled, "config.json"), family
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "named"),
+    [
+        ("llama", {"attention_bias": True}, "`attention_bias: true`"),
+        ("llama", {"mlp_bias": True}, "`mlp_bias: true`"),
+        ("llama", {"clip_qkv": 8.0}, "`clip_qkv: 8.0`"),
+        ("llama", {"partial_rotary_factor": 0.5}, "`partial_rotary_factor: 0.5`"),
+        ("llama", {"final_logit_softcapping": 30.0, "embedding_multiplier": 12}, "`embedding_multiplier: 12`, `final_"),
+        ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "`rope_scaling.rope_type: yarn`"),
+        ("llama", {"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "`rope_scaling.rope_type: dynamic`"),
+        ("llama", {"rope_scaling": {"mrope_section": [4, 4]}}, "`rope_scaling.mrope_section: "),
+        ("llama", {"rope_parameters": {"rope_theta": 5.0}}, "`rope_theta` stands there twice"),
+        (
+            "llama",
+            {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"rope_type": "default"}},
+            "`rope_scaling` and `rope_parameters` contradict",
+        ),
+        ("llama", {"quantization_config": {"bits": 4}}, "`quantization_config: "),
+        ("llama", {"auto_map": {"AutoConfig": "theirs.Config"}}, "`auto_map: "),
+        ("llama", {"hidden_act": "gelu_fast"}, "`hidden_act: \"gelu_fast\"`"),
+        ("llama", {"hidden_size": "32"}, "`hidden_size: \"32\"` is no size"),
+        ("llama", {"architectures": ["LlamaForSequenceClassification"]}, "`architectures: "),
+        ("llama", {"is_causal": False}, "`is_causal: false`"),
+        ("llama", {"sliding_window": 8}, "`sliding_window: 8`"),
+        ("llama", {"model_type": "gemma2"}, "`model_type: \"gemma2\"` is no family"),
+        ("qwen2", SLIDING | {"max_window_layers": 1}, "`max_window_layers: 1`"),
+        ("qwen3", SLIDING | {"layer_types": ["full_attention", "sliding_attention"]}, "`layer_types: "),
+        ("qwen3", {"attention_bias": True}, "`attention_bias: true`"),
+        ("qwen3_moe", {"mlp_only_layers": [0]}, "`mlp_only_layers: [0]`"),
+        ("qwen3_moe", {"decoder_sparse_step": 2}, "`decoder_sparse_step: 2`"),
+        ("mixtral", {"router_jitter_noise": 0.1}, "`router_jitter_noise: 0.1`"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "`scale_attn_by_inverse_layer_idx: true`"),
+        ("gpt2", {"scale_attn_weights": False}, "`scale_attn_weights: false`"),
+        ("gpt2", {"add_cross_attention": True}, "`add_cross_attention: true`"),
+    ],
+)  # fmt: skip
+def test_what_changes_the_maths_and_is_not_ours_is_refused_by_name(
+    family: str, changes: dict[str, object], named: str
+) -> None:
+    with pytest.raises(InputError) as caught:
+        read_hf_config(written(family, **changes), "hf://org/name/config.json")
+    assert named in caught.value.what
+    assert caught.value.where == "hf://org/name/config.json"
+    assert caught.value.hint
+
+
+def test_a_missing_size_is_not_guessed() -> None:
+    config = written("mistral")
+    del config["num_key_value_heads"]
+    with pytest.raises(InputError, match="`num_key_value_heads` is missing"):
+        read_hf_config(config, "config.json")
+
+
+def test_a_value_that_cannot_be_is_named_in_both_words() -> None:
+    with pytest.raises(
+        InputError, match=r"config.json, num_key_value_heads \(kv_heads\): 3 does not divide the 4 heads"
+    ):
+        read_hf_config(written("llama", num_key_value_heads=3), "config.json")
+    lacking = {"rope_type": "llama3", "factor": 8.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8}
+    with pytest.raises(InputError, match=r"rope_scaling \(rope.scaling.low_frequency_factor\): is missing"):
+        read_hf_config(written("llama3", rope_scaling=lacking), "config.json")
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        (tiny_config("gpt2", kv_heads=2), "`kv_heads: 2`"),
+        (tiny_config("llama", sliding_window=8), "`sliding_window: 8`"),
+        (tiny_config("mixtral", moe={"experts": 4, "top_k": 2, "ffn": 24, "normalize_top_k": False}), "`moe: "),
+        (tiny_config("qwen3_moe", moe={"experts": 4, "top_k": 2, "ffn": 24, "shared_ffn": 8}), "`moe: "),
+    ],
+)
+def test_what_hugging_face_has_no_word_for_is_not_written(config: ModelConfig, named: str) -> None:
+    with pytest.raises(InputError, match=f"Hugging Face's {config.family} cannot be told {named}"):
+        to_hf_config(config)
+
+
+def test_two_architectures_are_compared_key_by_key() -> None:
+    recipe = tiny_config("llama", rope={"base": 500000.0}, init_std=0.01)
+    (difference,) = config_differences(recipe, tiny_config("llama"))
+    assert difference.startswith("`rope` is")
+    assert config_differences(recipe, recipe) == []
