@@ -30,8 +30,8 @@ _STORAGE_DTYPES = {
     "LongStorage": "int64", "IntStorage": "int32", "ShortStorage": "int16", "CharStorage": "int8",
     "ByteStorage": "uint8", "BoolStorage": "bool", "UntypedStorage": "uint8",
 }  # fmt: skip
-# Who may be named, and becomes a Record: what lies beside the weights in Megatron's checkpoints (arguments, random
-# states, the optimizer's settings) and in the tables of torch.distributed.checkpoint.
+# Classes that may be named, each read as a `PickledObject`: what Megatron's checkpoints hold beside the weights
+# (arguments, random states, the optimizer's settings), and the tables of torch.distributed.checkpoint.
 _PACKAGES = ("megatron.", "transformer_engine.", "torch.distributed.checkpoint.")
 _MODULES = frozenset(
     {"torch.serialization", "torch.storage", "torch.torch_version", "numpy", "numpy.dtypes", "pathlib", "signal"}
@@ -85,7 +85,7 @@ class PickledObject:
 
 
 def restricted_unpickle(data: bytes, where: str) -> Any:
-    """Return what a pickle holds: plain values, `PickledTensor`s and `Record`s. Anything not known is an error."""
+    """Return what a pickle holds: plain values, `PickledTensor`s, `PickledObject`s. Anything else is an error."""
     try:
         return _Unpickler(io.BytesIO(data), where).load()
     except (InputError, CorruptData):
@@ -127,7 +127,7 @@ class _Unpickler(pickle.Unpickler):
 
 @cache
 def _object_class(kind: str) -> type[PickledObject]:
-    return type("Record", (PickledObject,), {"kind": kind})
+    return type("PickledObject", (PickledObject,), {"kind": kind})
 
 
 def _rebuild_tensor(storage: tuple[str, str], start: int, shape: Any, strides: Any, *_: Any) -> PickledTensor:

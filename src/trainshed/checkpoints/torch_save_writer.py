@@ -67,7 +67,7 @@ class _ZipRecord:
 
 
 class TorchSaveLayout:
-    """Everything of a file but its tensors' bytes: a document in which `Stub`s stand for tensors."""
+    """Everything of a file but its tensors' bytes: a document in which `TensorPlaceholder`s stand for tensors."""
 
     def __init__(self, document: Any, root: str = "archive") -> None:
         self._pickle, self.stubs = _pickled(document)

@@ -147,7 +147,7 @@ def hash_batch(tokens: np.ndarray) -> str:
 
 
 def hash_batch_rows(tokens: np.ndarray, first_row: int) -> tuple[int, int]:
-    """Return two sums of the rows' hashes; sums of all rows of a batch, whoever hashed them, make its `hash_text`.
+    """Return two sums of the rows' hashes. `format_batch_hash` takes the sums over all rows of a batch.
 
     Each row's hash is BLAKE2b over its number in the batch and its tokens as little-endian int32, cut into two
     32-bit numbers: their sums stay exact in float64, so ranks can add them with their other figures.

@@ -121,7 +121,7 @@ def _flash_supports(query: torch.Tensor) -> bool:
 
 
 def _flash_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int | None) -> torch.Tensor:
-    """`attend` for what `scaled_dot_product_attention` would need a mask of S · L for: fewer queries, or a window.
+    """`causal_attention` where `scaled_dot_product_attention` needs a mask of S · L: fewer queries, or a window.
 
     Flash attention puts the last query at the last key by itself, and skips what lies before a window: with 4,096 of
     16,384 tokens on an H200 it takes a quarter of the time of a mask.

@@ -71,7 +71,7 @@ class RowMapping:
 
 @dataclass(frozen=True)
 class HfTensor:
-    """One tensor as transformers saves it; `strips` covers its rows, first to last."""
+    """One tensor as transformers saves it; `megatron_row_mappings` covers its rows, first to last."""
 
     name: str
     shape: tuple[int, ...]

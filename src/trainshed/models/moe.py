@@ -26,7 +26,7 @@ class GroupedExperts(nn.Module):
         assert config.moe is not None, "only models with experts have them"
         self.config = config
         self.paired = config.gated
-        """Whether rows of the up projection alternate gate and up, as for `Matrix`."""
+        """Whether rows of the up projection alternate gate and up, as for `Linear`."""
         count, width = config.moe.experts // axes.ep.size, config.moe.ffn // axes.etp.size
         up = nn.Parameter(torch.empty(count, 2 * width if config.gated else width, config.hidden))
         if config.gated:

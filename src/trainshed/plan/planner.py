@@ -144,7 +144,7 @@ def build_request(
 ) -> PlanRequest:
     """Put a question to the planner: a model on GPUs of a cluster.
 
-    More than one number of GPUs, smallest first, ask for a scaling curve. `layout_flag` says that the layout is not
+    More than one number of GPUs, smallest first, ask for a scaling curve. `format_layout` says that the layout is not
     the recipe's own. `calibration` is a file that wins over the one the cluster names; nothing else is calibrated by.
     """
     where = recipe.where("train.precision") if recipe is not None else "--precision"

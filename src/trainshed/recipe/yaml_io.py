@@ -79,7 +79,7 @@ class SourcePosition:
 class SourceMap:
     """The place of every key by path, and the folder of the file.
 
-    Two `Places` are always equal: where a value was written is no part of what the recipe says.
+    Two `SourceMap`s are always equal: where a value was written is no part of what the recipe says.
     """
 
     source: str = field(default="recipe", compare=False)

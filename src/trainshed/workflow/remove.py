@@ -122,7 +122,7 @@ def find_unneeded(store: Path) -> list[Removal]:
 
 
 def remove_unneeded(store: Path, planned: list[Removal]) -> list[Removal]:
-    """Remove what `plan_cleaning` listed and what is still unneeded; returns what was removed."""
+    """Remove what `find_unneeded` listed and what is still unneeded; returns what was removed."""
     _refuse_unprepared(store)
     still = {each.path for each in find_unneeded(store)}
     removed = []
@@ -244,7 +244,7 @@ def _spec(manifest: Path) -> dict[str, Any]:
 
 
 def _is_being_made(folder: Path) -> bool:
-    """Whether somebody has the lock of an artefact (`only_maker`), or of a shard of tokens in it."""
+    """Whether somebody has the lock of an artefact (`artefact_lock`), or of a shard of tokens in it."""
     lock = folder.with_name(f"{folder.name.removesuffix(_PARTIAL)}.lock")
     for file in (lock, *folder.glob(f"*{_PARTIAL}")):
         try:

@@ -2,7 +2,7 @@
 
 Each stage leaves its artefact behind and finds it there when it is run again. For an engine that is not ours the
 stages write the files that it reads, under fixed names in the run's folder; `engines/foreign.py` says which names
-(`Wanted`), and nothing here knows an engine.
+(`EngineInput`), and nothing here knows an engine.
 """
 
 from __future__ import annotations

@@ -162,7 +162,7 @@ def open_checkpoint(store: Store, path: str) -> CompleteCheckpoint:
 
 
 def commit_order(found: CompleteCheckpoint) -> tuple[int, int]:
-    """Orders checkpoints by when they were committed: see `Listing`."""
+    """Orders checkpoints by when they were committed: see `CheckpointListing`."""
     return found.attempt, found.step
 
 

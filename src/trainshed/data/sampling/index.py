@@ -119,7 +119,7 @@ CHUNK_POSITIONS = 1 << 16
 class IndexSpec:
     """Everything an index is a function of, apart from the number of epochs.
 
-    `content` identifies the token files (see `content_of`), `label` the source within the recipe: two sources
+    `content` identifies the token files (see `token_content_hash`), `label` the source within the recipe: two sources
     with the same text but different labels are shuffled apart. `split` is a share of the sequences: from, to.
     """
 

@@ -202,7 +202,7 @@ def preflight_nodes(
     first_actors: Sequence[tuple[Any, ActorLocation]],
     devices: Sequence[Mapping],
 ) -> None:
-    """Check every node and all together; raises `Unproven` with the sentence that names the bad ones."""
+    """Check every node and all together; raises `PreflightRefused` with the sentence that names the bad ones."""
     import ray
     from ray.exceptions import RayActorError, RayTaskError
 

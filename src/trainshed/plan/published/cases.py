@@ -398,7 +398,7 @@ class PublishedCase:
 
 
 def row_case(row: PublishedRow) -> PublishedCase:
-    """Return the job and the layout of a row, or raise `Skip`."""
+    """Return the job and the layout of a row, or raise `SkippedRow`."""
     for word in ("qlora", "8bit", "offload", "optimizer-in-bwd"):
         if f"technique: {word}" in row.notes.replace("+", "").replace("activation ", ""):
             raise SkippedRow(f"it is of a technique that no key here names: {word}")

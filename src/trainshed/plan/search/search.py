@@ -245,7 +245,7 @@ def search_layouts(
 def best_fitting_layout(
     job: TrainingShape, *, engine: str, fixed: Mapping[str, Any] | None = None, batch_sizes: Iterable[int] = ()
 ) -> LayoutPrediction | None:
-    """Find the layout that `search` would choose; None where no layout is legal or none fits, without saying why."""
+    """Find the layout that `search_layouts` would choose; None where no layout is legal, or none fits."""
     hunted = _LayoutSearch(SearchSpace.of(job, engine, _without_none(fixed), batch_sizes), 1).run()
     return rank_predictions(hunted.fitting)[0] if hunted.fitting else None
 

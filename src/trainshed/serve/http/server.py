@@ -176,7 +176,7 @@ class _Signals:
 
     @contextmanager
     def raised(self) -> Iterator[None]:
-        """Let a signal raise `_Stopped` in here."""
+        """Let a signal raise `_StoppedBySignal` in here."""
         self._raises = True
         try:
             if self._first is not None:

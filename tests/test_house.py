@@ -1,0 +1,54 @@
+"""A stranger finds their way: sizes, depth, one meaning for each public class, variables that say what they hold."""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[1] / "src" / "trainshed"
+MODULES = sorted(PACKAGE.rglob("*.py"))
+MOST_LINES = 600
+VAGUE = {"found", "each", "told", "said"}
+
+
+def shown(file: Path) -> str:
+    return file.relative_to(PACKAGE).as_posix()
+
+
+def bound_names(tree: ast.Module) -> Iterator[tuple[str, int]]:
+    """Yield every variable and parameter with its line."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id, node.lineno
+        elif isinstance(node, ast.arg):
+            yield node.arg, node.lineno
+
+
+def test_a_public_class_name_has_one_meaning_in_the_whole_package() -> None:
+    homes: dict[str, list[str]] = defaultdict(list)
+    for file in MODULES:
+        for node in ast.parse(file.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes[node.name].append(shown(file))
+    assert not {name: files for name, files in homes.items() if len(files) > 1}
+
+
+def test_no_module_outgrows_its_reader() -> None:
+    lines = {shown(file): len(file.read_text().splitlines()) for file in MODULES}
+    assert not {file: count for file, count in lines.items() if count > MOST_LINES}
+
+
+def test_folders_are_at_most_two_deep() -> None:
+    assert not [shown(file) for file in MODULES if len(file.relative_to(PACKAGE).parts) > 3]
+
+
+def test_variables_say_what_they_hold() -> None:
+    vague = [
+        f"{shown(file)}:{line} {name}"
+        for file in MODULES
+        for name, line in bound_names(ast.parse(file.read_text()))
+        if name in VAGUE
+    ]
+    assert not vague
