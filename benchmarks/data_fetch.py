@@ -19,7 +19,7 @@ from pathlib import Path
 from measure import Measured, measure, table
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from s3_server import S3Server, missing_binaries, shared_server
+from support.servers.s3_server import S3Server, missing_binaries, shared_server
 
 BOTO3 = """
 import sys, boto3, pathlib, concurrent.futures

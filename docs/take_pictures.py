@@ -91,7 +91,7 @@ def take(name: str, title: str, commands: list[list[str]], folder: str, pause_se
 def take_launch(folder: str) -> None:
     """A job on a real Slurm of four virtual nodes, as the tests start it (root, `slurm-wlm munge`)."""
     sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-    from slurm_cluster import shared_cluster
+    from support.clusters.slurm_cluster import shared_cluster
 
     Path(folder, "cluster.yaml").write_text(
         f"name: virtual\ntarget: slurm\nmachine: cpu\nstore: {folder}/store\nnodes: {{default: 2, max: 4}}\n"

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 # PyTorch is loaded, and for the processes that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from s3_server import S3Server, missing_binaries, shared_server
+from support.servers.s3_server import S3Server, missing_binaries, shared_server
 
 # How long an example takes says how busy the machine is; what hangs is ended by pytest's own timeout.
 settings.register_profile("trainshed", deadline=None)

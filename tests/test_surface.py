@@ -9,7 +9,7 @@ import re
 import pytest
 
 import trainshed
-from golden_files import check_golden
+from support.recipes.golden_files import check_golden
 from trainshed import errors
 from trainshed.errors import MissingExtra, TrainshedError
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tiny_models import save_tiny_hf
+from support.models.tiny_models import save_tiny_hf
+from support.servers.hub_server import COMMIT, HubServer, running
 from trainshed.checkpoints.base import BaseWeights, fetch_base, find_base
 from trainshed.checkpoints.convert.convert import convert_weights
 from trainshed.checkpoints.formats import TargetFormat
@@ -18,10 +18,6 @@ from trainshed.errors import AddressError, CorruptData, InputError, NotFound
 from trainshed.models.parameters import parameter_count
 from trainshed.recipe import ModelConfig
 from trainshed.storage import LocalStore, copy_tree
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "storage"))
-
-from hub_server import COMMIT, HubServer, running
 
 WANTED = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"}
 UNWANTED = ("original/consolidated.00.pth", "consolidated.safetensors", "pytorch_model.bin", "onnx/model.safetensors")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tiny_models import VARIANTS, save_tiny_hf, tiny_config
+from support.models.tiny_models import VARIANTS, save_tiny_hf, tiny_config
 from trainshed.checkpoints.convert.convert import convert_weights
 from trainshed.checkpoints.formats import TargetFormat
 from trainshed.checkpoints.inspection import PARTS, inspect_weights, model_part

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tiny_models import hf_model, save_tiny_hf, tiny_config
+from support.models.tiny_models import hf_model, save_tiny_hf, tiny_config
 from trainshed.checkpoints.hf.weights import HfWeights
 from trainshed.checkpoints.lora import LoraFactors, merge_adapter, write_adapter
 from trainshed.errors import InputError, NotFound, TrainshedError

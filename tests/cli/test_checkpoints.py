@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from checkpoint_parts import FOLDER, RUN, save_whole, some_state
+from support.runs.checkpoint_parts import FOLDER, RUN, save_whole, some_state
 from trainshed.cli import run_cli
 from trainshed.storage import LocalStore
 from trainshed.storage.attempts import take_attempt

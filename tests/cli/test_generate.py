@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from data.made_tokenizers import CONFIGS, KINDS, save
 from safetensors.torch import load_file, save_file
 
-from data.made_tokenizers import CONFIGS, KINDS, save
-from text_recipes import write_recipe, write_script
-from tiny_models import save_tiny_hf
+from support.models.tiny_models import save_tiny_hf
+from support.recipes.text_recipes import write_recipe, write_script
 from trainshed.cli import run_cli
 from trainshed.cli.lookup import checkpoint_address
 from trainshed.errors import NoSuchName, NotFound

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tiny_models import save_tiny_hf
+from support.models.tiny_models import save_tiny_hf
 from trainshed.checkpoints.convert.convert import convert_weights
 from trainshed.checkpoints.formats import TargetFormat
 from trainshed.cli import run_cli

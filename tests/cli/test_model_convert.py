@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tiny_models import save_tiny_hf
+from support.models.tiny_models import save_tiny_hf
+from support.servers.hub_server import COMMIT, TOKEN, HubServer, running
 from trainshed.cli import run_cli
 from trainshed.storage import LocalStore
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "storage"))
-
-from hub_server import COMMIT, TOKEN, HubServer, running
 
 
 @pytest.fixture

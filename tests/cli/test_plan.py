@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import json
 import shlex
-import sys
 from pathlib import Path
 from typing import Any
 
 import orjson
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "storage"))
-
-from hub_server import running
-
+from support.servers.hub_server import running
 from trainshed.catalog import model_preset
 from trainshed.cli import run_cli
 from trainshed.models.families import to_hf_config

@@ -8,7 +8,7 @@ from typing import Any
 import orjson
 import pytest
 
-from small_recipes import small_recipe
+from support.recipes.small_recipes import small_recipe
 from trainshed.cli import run_cli
 from trainshed.launch.attempt import write_plan
 from trainshed.observe.events import EventWriter

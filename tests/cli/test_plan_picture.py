@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from golden_files import check_golden
-from small_plans import MEMORY, answer, layout, prediction
+from support.recipes.golden_files import check_golden
+from support.recipes.small_plans import MEMORY, answer, layout, prediction
 from trainshed.cli.plan_picture import picture
 from trainshed.plan.planner import Plan
 from trainshed.plan.search.scaling import ScalingCurve, ScalingPoint

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from text_recipes import write_small_recipe
+from support.recipes.text_recipes import write_small_recipe
 
 PLANTED = "planted0secret"
 SIGNED = f"?X-Amz-Credential={PLANTED}1&X-Amz-Signature={PLANTED}2"

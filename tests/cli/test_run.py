@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from text_recipes import write_script, write_small_recipe
+from support.recipes.text_recipes import write_script, write_small_recipe
 from trainshed.cli import run_cli
 
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from small_generators import Notes
-from text_recipes import write_script, write_small_recipe
+from support.recipes.text_recipes import write_script, write_small_recipe
+from support.runs.small_generators import Notes
 from trainshed.cli import run_cli
 from trainshed.launch.local import LocalRun, local_run_status, local_runs, lock_run, run_holder
 from trainshed.launch.submissions import record_submission, submissions

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Sequence
 from functools import cache
@@ -12,11 +11,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-import made_tokenizers
-from preparing import MadeTokenizer, TokenizerFolder, WriteTokens
-
+from support.models import made_tokenizers
+from support.runs.preparing import MadeTokenizer, TokenizerFolder, WriteTokens
 from trainshed.data.tokenize.tokenizer import Tokenizer, load_tokenizer
 from trainshed.data.tokens.indexed_dataset import write_index
 

@@ -9,10 +9,9 @@ import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import preparing
-
+from support.runs import preparing
 from trainshed.data.text import reader
 from trainshed.data.tokenize import workers
 from trainshed.data.tokenize.tokenizer import load_tokenizer

@@ -11,8 +11,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from preparing import MadeTokenizer, Notes, contents, documents, jsonl, left_behind, prepare_text
 
+from support.runs.preparing import MadeTokenizer, Notes, contents, documents, jsonl, left_behind, prepare_text
 from trainshed.data.tokenize.tokenizer import Tokenizer
 from trainshed.data.tokenize.workers import TokenBlock
 from trainshed.data.tokens.shard_writer import LocalShardWriter, TokenCounts

@@ -10,8 +10,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
-from preparing import MadeTokenizer, contents, documents, jsonl, left_behind, megatron_bytes, prepare_text
 
+from support.runs.preparing import MadeTokenizer, contents, documents, jsonl, left_behind, megatron_bytes, prepare_text
 from trainshed.data.text import reader
 from trainshed.data.tokenize.tokenizer import Tokenizer
 from trainshed.data.tokenize.workers import MAX_THREAD_WORKERS

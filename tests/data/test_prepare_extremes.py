@@ -15,8 +15,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
-from preparing import Notes, TokenizerFolder, contents, documents, jsonl, left_behind, megatron_bytes, prepare_text
 
+from support.runs.preparing import (
+    Notes,
+    TokenizerFolder,
+    contents,
+    documents,
+    jsonl,
+    left_behind,
+    megatron_bytes,
+    prepare_text,
+)
 from trainshed.cli import run_cli
 from trainshed.data.text import reader
 from trainshed.data.tokenize.tokenizer import Tokenizer

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from preparing import TokenizerFolder, contents, documents, jsonl
 
+from support.runs.preparing import TokenizerFolder, contents, documents, jsonl
 from trainshed.data.tokens.manifest import read_token_manifest
 from trainshed.data.tokens.verify import verify_tokens
 

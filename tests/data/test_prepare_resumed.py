@@ -11,8 +11,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from preparing import Notes, contents, documents, jsonl, left_behind, prepare_text
 
+from support.runs.preparing import Notes, contents, documents, jsonl, left_behind, prepare_text
 from trainshed.data.text import reader
 from trainshed.data.tokenize.tokenizer import Tokenizer
 from trainshed.data.tokens import shard_writer

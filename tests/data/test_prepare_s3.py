@@ -8,9 +8,9 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from preparing import Notes, contents, documents, jsonl, prepare_text
 
-from s3_server import S3Server
+from support.runs.preparing import Notes, contents, documents, jsonl, prepare_text
+from support.servers.s3_server import S3Server
 from trainshed.data.prepare import _Preparation
 from trainshed.data.tokenize.tokenizer import Tokenizer
 from trainshed.data.tokens import shard_writer

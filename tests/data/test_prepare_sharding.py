@@ -12,8 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from preparing import TokenizerFolder, contents, documents, jsonl, prepare_text
 
+from support.runs.preparing import TokenizerFolder, contents, documents, jsonl, prepare_text
 from trainshed.cli import run_cli
 from trainshed.data.text import reader
 from trainshed.data.text.corpus import assign_shards, find_inputs

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import trainshed.data
-from text_recipes import write_recipe
+from support.recipes.text_recipes import write_recipe
 from trainshed.cli import run_cli
 from trainshed.data.artefacts import flags_to_recipe_keys
 from trainshed.errors import InputError

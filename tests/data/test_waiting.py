@@ -15,9 +15,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from preparing import MadeTokenizer, Notes, contents, documents, jsonl, left_behind, prepare_text
 
-from text_recipes import write_recipe, write_script
+from support.recipes.text_recipes import write_recipe, write_script
+from support.runs.preparing import MadeTokenizer, Notes, contents, documents, jsonl, left_behind, prepare_text
 from trainshed.data.tokens.shard_writer import LocalShardWriter
 from trainshed.errors import Conflict
 from trainshed.recipe import load_recipe

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from foreign_tasks import FILES, loaded, task_of
-from golden_files import check_golden
+from support.recipes.foreign_tasks import FILES, loaded, task_of
+from support.recipes.golden_files import check_golden
 from trainshed.cli import run_cli
 from trainshed.engines.importing import detect_engine, import_file, import_text, load_problem, recipe_text
 from trainshed.engines.keys import flatten, nest, resolve_references

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from golden_files import check_golden
+from support.recipes.golden_files import check_golden
 from trainshed.engines.launch import EngineLaunch, EngineSite, launcher_script
 from trainshed.errors import InputError
 

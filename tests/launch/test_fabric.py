@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from golden_files import check_golden
+from support.recipes.golden_files import check_golden
 from trainshed.catalog import machine_names
 from trainshed.catalog.fabrics import fabric_setup_file, fabric_setup_names
 from trainshed.errors import InputError, RecipeError

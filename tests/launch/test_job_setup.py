@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kubernetes_jobs import cluster_of
+from support.clusters.kubernetes_jobs import cluster_of
 from trainshed.errors import RecipeError
 from trainshed.launch.job import setup_script
 

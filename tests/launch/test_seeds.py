@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import yaml
 
-from golden_files import check_golden
+from support.recipes.golden_files import check_golden
 from trainshed.launch.job import CodeArchive, Job
 from trainshed.launch.target import target_of
 from trainshed.recipe import load_cluster, load_recipe

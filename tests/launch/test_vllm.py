@@ -6,7 +6,7 @@ import shlex
 
 import pytest
 
-from small_recipes import recipe_text
+from support.recipes.small_recipes import recipe_text
 from trainshed.errors import RecipeError
 from trainshed.launch.vllm import vllm_command, vllm_flags
 from trainshed.recipe import Recipe, parse_recipe

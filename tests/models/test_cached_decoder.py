@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from one_process import token_rows
-from small_generators import CPU, fresh_chunk
-from tiny_models import VARIANTS, tiny_config
+from support.models.one_process import token_rows
+from support.models.tiny_models import VARIANTS, tiny_config
+from support.runs.small_generators import CPU, fresh_chunk
 from trainshed.models.cached_decoder import (
     CachedDecoder,
     SequenceSpan,

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from one_process import by_name, fill_from_hf, gradients, one_process_model, token_rows
-from tiny_models import VARIANTS, hf_model, save_tiny_hf, tiny_config
+from support.models.one_process import by_name, fill_from_hf, gradients, one_process_model, token_rows
+from support.models.tiny_models import VARIANTS, hf_model, save_tiny_hf, tiny_config
 from trainshed.engines.torch.model import RankModel
 from trainshed.models.attention import inverse_frequencies
 from trainshed.models.loss import IGNORE_INDEX

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tiny_models import FAMILIES, VARIANTS, tiny_config, transformers_config
+from support.models.tiny_models import FAMILIES, VARIANTS, tiny_config, transformers_config
 from trainshed.catalog import model_preset, preset_names
 from trainshed.errors import InputError
 from trainshed.models.families import config_differences, read_hf_config, to_hf_config

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from golden_files import check_golden
-from tiny_models import FAMILIES, VARIANTS, random_hf_model, tiny_config
+from support.models.tiny_models import FAMILIES, VARIANTS, random_hf_model, tiny_config
+from support.recipes.golden_files import check_golden
 from trainshed.errors import InputError
 from trainshed.models.hf_tensors import RowMapping, hf_names, hf_row_mappings, hf_tensors
 from trainshed.models.parameters import parameters

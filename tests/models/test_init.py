@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tiny_models import tiny_config
+from support.models.tiny_models import tiny_config
 from trainshed.models.init import INIT_VERSION, init_parameter
 from trainshed.models.parameters import Parameter, parameters
 from trainshed.recipe import ModelConfig

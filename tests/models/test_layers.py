@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from tiny_models import tiny_config
+from support.models.tiny_models import tiny_config
 from trainshed.models.layers import CounterDropout, Linear, Norm, apply_activation
 
 CONFIG = tiny_config("llama", norm_eps=0.1)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tiny_models import tiny_config
+from support.models.tiny_models import tiny_config
 from trainshed.models.collectives import ParallelAxes
 from trainshed.models.moe import MoE, inverse_permutation, permute_rows
 

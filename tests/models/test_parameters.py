@@ -6,9 +6,9 @@ from collections import Counter
 
 import pytest
 
-from golden_files import check_golden
-from one_process import one_process_model
-from tiny_models import FAMILIES, VARIANTS, tiny_config
+from support.models.one_process import one_process_model
+from support.models.tiny_models import FAMILIES, VARIANTS, tiny_config
+from support.recipes.golden_files import check_golden
 from trainshed.catalog import model_entry, preset_names
 from trainshed.models.parameters import Parameter, layer_parameters, parameter_count, parameters
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from one_process import gradients, one_process_model, token_rows
-from tiny_models import tiny_config
+from support.models.one_process import gradients, one_process_model, token_rows
+from support.models.tiny_models import tiny_config
 from trainshed.models.decoder import Regularization
 
 ROWS, LENGTH = 2, 16

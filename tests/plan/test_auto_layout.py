@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tiny_models import tiny_config
+from support.models.tiny_models import tiny_config
 from trainshed.catalog import model_preset
 from trainshed.errors import InputError
 from trainshed.plan.auto_layout import (

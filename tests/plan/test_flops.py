@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tiny_models import FAMILIES, tiny_config, transformers_config
+from support.models.tiny_models import FAMILIES, tiny_config, transformers_config
 from trainshed.catalog import model_preset
 from trainshed.plan.flops import attention_flops, matmul_flops, mean_keys, token_flops, training_flops_per_token
 

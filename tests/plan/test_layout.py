@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiny_models import tiny_config
+from support.models.tiny_models import tiny_config
 from trainshed.errors import InputError
 from trainshed.plan.layout import MeshCoordinates, RankLayout, even_stages, parse_layout, resolve_layout
 from trainshed.recipe import Layout

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tiny_models import tiny_config
+from support.models.tiny_models import tiny_config
 from trainshed.catalog.models import model_preset, preset_names
 from trainshed.models.parameters import parameter_count
 from trainshed.plan.flops import token_flops

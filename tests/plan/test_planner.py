@@ -8,8 +8,8 @@ from typing import Any
 import orjson
 import pytest
 
-from golden_files import check_golden
-from small_plans import CONFIG, GPUS, JOB, answer, layout, prediction
+from support.recipes.golden_files import check_golden
+from support.recipes.small_plans import CONFIG, GPUS, JOB, answer, layout, prediction
 from trainshed.catalog.machines import machine
 from trainshed.plan.budget.budget import RunTerms, run_budget
 from trainshed.plan.budget.storage import planned_storage

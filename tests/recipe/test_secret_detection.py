@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from small_recipes import recipe_text
+from support.recipes.small_recipes import recipe_text
 from trainshed.catalog.fabrics import fabric_setup_file, fabric_setup_names, refused_variables
 from trainshed.catalog.machines import machine_names
 from trainshed.cli import run_cli

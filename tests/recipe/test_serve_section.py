@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from small_recipes import recipe_text
+from support.recipes.small_recipes import recipe_text
 from trainshed.errors import RecipeError
 from trainshed.recipe import parse_recipe, run_id
 

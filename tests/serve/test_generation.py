@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from one_process import token_rows
-from small_generators import Answered, ask, begin, generating
-from tiny_models import VARIANTS, hf_model, save_tiny_hf
+from support.models.one_process import token_rows
+from support.models.tiny_models import VARIANTS, hf_model, save_tiny_hf
+from support.runs.small_generators import Answered, ask, begin, generating
 from trainshed.recipe import ModelConfig
 from trainshed.serve.kv_cache import ServingLimits
 from trainshed.serve.request import GenerationFinished

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from one_process import token_rows
-from small_generators import Answered, ask, begin, fresh_chunk, generating
+from support.models.one_process import token_rows
+from support.runs.small_generators import Answered, ask, begin, fresh_chunk, generating
 from trainshed.models.decoder import DecoderStage
 from trainshed.recipe import ModelConfig
 from trainshed.serve.kv_cache import ServingLimits, choose_limits

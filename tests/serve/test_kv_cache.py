@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from small_generators import Notes
-from tiny_models import tiny_config
+from support.models.tiny_models import tiny_config
+from support.runs.small_generators import Notes
 from trainshed.errors import InputError
 from trainshed.serve import kv_cache
 from trainshed.serve.kv_cache import BlockAllocator, ServingLimits, choose_limits, kv_bytes_per_token

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-
 from data.made_tokenizers import CONFIGS, KINDS, save
-from small_generators import Notes, ask, generating
-from tiny_models import save_tiny_hf
+
+from support.models.tiny_models import save_tiny_hf
+from support.runs.small_generators import Notes, ask, generating
 from trainshed.checkpoints.convert.convert import convert_weights
 from trainshed.checkpoints.formats import TargetFormat
 from trainshed.checkpoints.prove.verdict import VERDICT
@@ -75,7 +75,7 @@ def test_weights_in_a_bucket_are_fetched_once(
 def test_an_adapter_is_loaded_with_its_base(tmp_path: Path) -> None:
     from peft import LoraConfig, get_peft_model
 
-    from tiny_models import hf_model
+    from support.models.tiny_models import hf_model
 
     base = tmp_path / "base"
     save_tiny_hf("llama", base, seed=1)

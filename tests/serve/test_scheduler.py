@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from small_generators import PATIENCE_SECONDS, Answered, ask, begin, fresh_chunk, generating
-from tiny_models import tiny_config
+from support.models.tiny_models import tiny_config
+from support.runs.small_generators import PATIENCE_SECONDS, Answered, ask, begin, fresh_chunk, generating
 from trainshed.errors import InputError, TrainshedError
 from trainshed.models.decoder import DecoderStage
 from trainshed.serve.kv_cache import ServingLimits

@@ -1,15 +1,10 @@
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from hub_server import HubServer, running
-
+from support.servers.hub_server import HubServer, running
 from trainshed.storage import Retry, StoreOptions
 
 

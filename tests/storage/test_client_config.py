@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from hub_server import HubServer
 
+from support.servers.hub_server import HubServer
 from trainshed.errors import AccessDenied, InputError, NotFound
 from trainshed.storage import Endpoint, Retry, StoreOptions, open_store, parse
 from trainshed.storage.client_config import az_config, client_options, gs_config, retry_config, s3_config
@@ -126,7 +126,7 @@ def test_google_reads_one_object_from_an_endpoint(hub: HubServer) -> None:
     with pytest.raises(NotFound):
         store.read("nope")
     hub.pages["/bucket/denied"] = b""
-    from hub_server import Fault
+    from support.servers.hub_server import Fault
 
     hub.faults["/bucket/denied"] = Fault(9, status=403)
     with pytest.raises(AccessDenied, match="gcloud auth"):

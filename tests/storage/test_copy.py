@@ -10,8 +10,8 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import pytest
-from hub_server import COMMIT, Fault, HubServer
 
+from support.servers.hub_server import COMMIT, Fault, HubServer
 from trainshed.errors import AddressError, CorruptData, InputError, NoSpace, NotFound, StorageError
 from trainshed.reporting import SILENT, ProgressTask
 from trainshed.storage import CopyResult, LocalStore, Manifest, StoreOptions, copy_tree, expand, open_folder, sha256_of

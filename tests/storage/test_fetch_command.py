@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from hub_server import COMMIT, TOKEN, HubServer
 
+from support.servers.hub_server import COMMIT, TOKEN, HubServer
 from trainshed.cli.console import parse_task
 from trainshed.errors import InputError
 

@@ -5,8 +5,8 @@ import subprocess
 import sys
 
 import pytest
-from hub_server import Fault, HubServer
 
+from support.servers.hub_server import Fault, HubServer
 from trainshed.errors import AccessDenied, AddressError, NotFound, StorageError
 from trainshed.storage import Store, StoreOptions, expand, open_store
 

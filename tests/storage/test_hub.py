@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from hub_server import COMMIT, SIGNATURE, TOKEN, Fault, HubServer
 
+from support.servers.hub_server import COMMIT, SIGNATURE, TOKEN, Fault, HubServer
 from trainshed.errors import AccessDenied, CorruptData, MissingExtra, NotFound, StorageError
 from trainshed.storage import Endpoint, Retry, StoreOptions, copy_tree, expand, open_store
 from trainshed.storage.hub import HubStore

@@ -12,9 +12,9 @@ import threading
 import traceback
 
 import pytest
-from cutting_proxy import cutting
 
-from s3_server import S3Server
+from support.servers.cutting_proxy import cutting
+from support.servers.s3_server import S3Server
 from trainshed.errors import AccessDenied, AddressError, Conflict, NotFound, StorageError, TrainshedError
 from trainshed.storage import ABSENT, Endpoint, Retry, Store, StoreOptions, expand, open_store
 from trainshed.storage.object_store import MAX_PARTS, PART_BYTES

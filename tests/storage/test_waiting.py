@@ -12,8 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from silent_server import dropping, serving
 
+from support.servers.silent_server import dropping, serving
 from trainshed import reporting
 from trainshed.errors import StorageError
 from trainshed.reporting import tell_waits

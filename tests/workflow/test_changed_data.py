@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from text_recipes import SCRIPT, write_recipe, write_script, write_small_recipe
+from support.recipes.text_recipes import SCRIPT, write_recipe, write_script, write_small_recipe
 from trainshed.cli import run_cli
 from trainshed.cli.console import PlainReporter
 from trainshed.data.tokens.indexed_dataset import write_index

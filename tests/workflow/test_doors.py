@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from small_recipes import recipe_text
+from support.recipes.small_recipes import recipe_text
 from trainshed.cli import run_cli
 from trainshed.launch.job import CodeArchive
 from trainshed.recipe import Recipe, load_cluster, load_recipe, to_yaml

@@ -16,7 +16,7 @@ from typing import Any
 import orjson
 import pytest
 
-from text_recipes import write_script
+from support.recipes.text_recipes import write_script
 from trainshed.engines.torch.rank import train_rank
 from trainshed.errors import InputError
 from trainshed.launch.job import CodeArchive, Job

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from text_recipes import write_recipe, write_script
-from tiny_models import save_tiny_hf
+from support.models.tiny_models import save_tiny_hf
+from support.recipes.text_recipes import write_recipe, write_script
 from trainshed.cli import run_cli
 from trainshed.data.text.corpus import find_inputs
 from trainshed.data.tokenize.tokenizer import train_tokenizer

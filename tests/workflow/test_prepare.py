@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from text_recipes import SCRIPT, write_recipe, write_script
+from support.recipes.text_recipes import SCRIPT, write_recipe, write_script
 from trainshed.cli import run_cli
 from trainshed.cli.console import PlainReporter
 from trainshed.data.tokens.indexed_dataset import write_index

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from text_recipes import write_script, write_small_recipe
+from support.recipes.text_recipes import write_script, write_small_recipe
 from trainshed import workflow
 from trainshed.cli import run_cli
 from trainshed.errors import NotFound

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from small_recipes import recipe_text
+from support.recipes.small_recipes import recipe_text
 from trainshed.errors import RecipeError
 from trainshed.launch.job import CodeArchive, Job, JobFile
 from trainshed.plan.budget.storage import planned_storage

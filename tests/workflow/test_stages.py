@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_folders import assert_equal
-from text_recipes import write_recipe, write_script
-from tiny_models import save_tiny_hf
+from support.models.megatron_folders import assert_equal
+from support.models.tiny_models import save_tiny_hf
+from support.recipes.text_recipes import write_recipe, write_script
 from trainshed.checkpoints.formats import open_weights
 from trainshed.data.tokens.indexed_dataset import IndexedDataset
 from trainshed.engines.megatron.keys import MEGATRON_CHECKPOINTS

@@ -7,7 +7,7 @@ from pathlib import Path
 import orjson
 import pytest
 
-from small_recipes import recipe_text
+from support.recipes.small_recipes import recipe_text
 from trainshed.errors import InputError, RecipeError
 from trainshed.launch.job import CodeArchive, Job, JobFile
 from trainshed.recipe import Cluster, Recipe, load_cluster, load_recipe, run_id

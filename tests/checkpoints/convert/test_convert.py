@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tiny_models import hf_model, save_tiny_hf
+from support.models.tiny_models import hf_model, save_tiny_hf
 from trainshed.checkpoints.convert.convert import Conversion, convert_weights
 from trainshed.checkpoints.formats import TargetFormat, detect_format, open_weights
 from trainshed.checkpoints.hf import writer as hf_writer

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tiny_models import save_tiny_hf
+from support.models.tiny_models import save_tiny_hf
 
 # One process loads torch. A child for each place is killed there; then the same conversions are run to their end.
 DRIVER = """

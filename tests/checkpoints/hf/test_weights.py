@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from tiny_models import VARIANTS, save_tiny_hf
+from support.models.tiny_models import VARIANTS, save_tiny_hf
 from trainshed.checkpoints.hf.weights import HfWeights
 from trainshed.errors import CorruptData, InputError, NotFound, TrainshedError
 from trainshed.models.parameters import Parameter, parameter_count, parameters

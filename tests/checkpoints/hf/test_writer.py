@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tiny_models import VARIANTS, hf_model, save_tiny_hf
+from support.models.tiny_models import VARIANTS, hf_model, save_tiny_hf
 from trainshed.checkpoints.hf.weights import HfWeights
 from trainshed.checkpoints.hf.writer import HfWeightsWriter
 from trainshed.errors import InputError

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_folders import LLAMA3
-from tiny_models import VARIANTS, tiny_config
+from support.models.megatron_folders import LLAMA3
+from support.models.tiny_models import VARIANTS, tiny_config
 from trainshed.checkpoints.megatron.args import FAMILY_ARG, MegatronLayout, read_args, read_layout, to_args
 from trainshed.errors import InputError
 from trainshed.recipe import ModelConfig

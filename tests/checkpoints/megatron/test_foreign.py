@@ -15,8 +15,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-from megatron_folders import MadeWeights, assert_equal, written
-from tiny_models import tiny_config
+from support.models.megatron_folders import MadeWeights, assert_equal, written
+from support.models.tiny_models import tiny_config
 from trainshed.checkpoints.megatron.legacy import MegatronLegacyWeights, MegatronLegacyWriter
 from trainshed.checkpoints.megatron.torch_dist import MegatronDistWeights, MegatronDistWriter
 from trainshed.errors import CorruptData, InputError, NotFound, TrainshedError

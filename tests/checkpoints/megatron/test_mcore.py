@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_folders import LLAMA3, assert_equal, written
-from tiny_models import VARIANTS, hf_model, save_tiny_hf
+from support.models.megatron_folders import LLAMA3, assert_equal, written
+from support.models.tiny_models import VARIANTS, hf_model, save_tiny_hf
 from trainshed.checkpoints.hf.weights import HfWeights
 from trainshed.checkpoints.megatron.legacy import MegatronLegacyWriter
 from trainshed.checkpoints.megatron.torch_dist import MegatronDistWeights, MegatronDistWriter

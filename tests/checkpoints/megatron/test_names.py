@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from golden_files import check_golden
-from megatron_folders import MadeWeights, written
-from tiny_models import tiny_config
+from support.models.megatron_folders import MadeWeights, written
+from support.models.tiny_models import tiny_config
+from support.recipes.golden_files import check_golden
 from trainshed.checkpoints.megatron.legacy import MegatronLegacyWriter
 from trainshed.checkpoints.megatron.torch_dist import MegatronDistWriter
 from trainshed.errors import InputError

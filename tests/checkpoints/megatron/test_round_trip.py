@@ -11,8 +11,8 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from megatron_folders import LLAMA3, MadeWeights, assert_equal, written
-from tiny_models import FAMILIES, VARIANTS, save_tiny_hf, tiny_config
+from support.models.megatron_folders import LLAMA3, MadeWeights, assert_equal, written
+from support.models.tiny_models import FAMILIES, VARIANTS, save_tiny_hf, tiny_config
 from trainshed.checkpoints.hf.weights import HfWeights
 from trainshed.checkpoints.megatron import weights as megatron_weights
 from trainshed.checkpoints.megatron.args import MegatronLayout

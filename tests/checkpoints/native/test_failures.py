@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from checkpoint_parts import (
+from support.runs.checkpoint_parts import (
     FOLDER,
     RUN,
     SPEC,

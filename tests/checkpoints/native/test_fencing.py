@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint_parts import FOLDER, RUN, HookedStore, Ranks, by_rows, loaded, same, save_whole, some_state
+from support.runs.checkpoint_parts import FOLDER, RUN, HookedStore, Ranks, by_rows, loaded, same, save_whole, some_state
 from trainshed.checkpoints.native.folder import complete_checkpoints, latest_complete, list_checkpoints
 from trainshed.errors import Fenced
 from trainshed.storage import LocalStore, Manifest, Store

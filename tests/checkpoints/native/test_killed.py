@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint_parts import FOLDER, RUN, Ranks, by_rows, loaded, same, some_state
+from support.runs.checkpoint_parts import FOLDER, RUN, Ranks, by_rows, loaded, same, some_state
 from trainshed.checkpoints.native.folder import latest_complete, list_checkpoints
 from trainshed.storage import LocalStore
 from trainshed.storage.attempts import take_attempt
@@ -18,7 +18,7 @@ DRIVER = """
 import os, signal, sys
 sys.path.insert(0, sys.argv[2])
 import torch.distributed.checkpoint
-from checkpoint_parts import RUN, HookedStore, Ranks, by_rows, some_state
+from support.runs.checkpoint_parts import RUN, HookedStore, Ranks, by_rows, some_state
 from trainshed.storage import LocalStore
 from trainshed.storage.attempts import take_attempt
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from checkpoint_parts import RUN, Ranks, by_rows
-from tiny_models import VARIANTS, save_tiny_hf
+from support.models.tiny_models import VARIANTS, save_tiny_hf
+from support.runs.checkpoint_parts import RUN, Ranks, by_rows
 from trainshed.checkpoints.hf.weights import HfWeights
 from trainshed.checkpoints.native.folder import checkpoints_folder, complete_checkpoints
 from trainshed.checkpoints.native.weights import NativeWeights, NativeWeightsWriter

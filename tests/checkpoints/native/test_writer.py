@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from checkpoint_parts import (
+from support.runs.checkpoint_parts import (
     FOLDER,
     RUN,
     SPEC,

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from tiny_models import save_tiny_hf
+from support.models.tiny_models import save_tiny_hf
 from trainshed.checkpoints.hf.weights import HfWeights
 from trainshed.checkpoints.prove.compare import boxes, compare_weights
 

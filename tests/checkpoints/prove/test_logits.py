@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tiny_models import VARIANTS, hf_model, save_tiny_hf
+from support.models.tiny_models import VARIANTS, hf_model, save_tiny_hf
 from trainshed.checkpoints.hf.weights import HfWeights
 from trainshed.checkpoints.prove import logits as logits_module
 from trainshed.checkpoints.prove.layerwise import TransformersOracle, layer_states, measure_probe

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_folders import LLAMA3
-from tiny_models import VARIANTS, save_tiny_hf
+from support.models.megatron_folders import LLAMA3
+from support.models.tiny_models import VARIANTS, save_tiny_hf
 from trainshed.checkpoints.convert.convert import convert_weights
 from trainshed.checkpoints.formats import TargetFormat, open_weights
 from trainshed.checkpoints.hf.weights import HfWeights

@@ -11,7 +11,7 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
-from tiny_models import save_tiny_hf
+from support.models.tiny_models import save_tiny_hf
 from trainshed.checkpoints.convert.convert import convert_weights
 from trainshed.checkpoints.formats import TargetFormat
 from trainshed.checkpoints.hf.weights import HfWeights

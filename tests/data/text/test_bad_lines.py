@@ -11,8 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from preparing import TokenizerFolder, contents, documents, jsonl, megatron_bytes, prepare_text
 
+from support.runs.preparing import TokenizerFolder, contents, documents, jsonl, megatron_bytes, prepare_text
 from trainshed.cli import run_cli
 from trainshed.data.text import reader
 from trainshed.data.text.formats import DocumentBoundary

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import get_args, get_type_hints
 
 import pytest
-from preparing import MadeTokenizer, contents, documents, jsonl, prepare_text
 
+from support.runs.preparing import MadeTokenizer, contents, documents, jsonl, prepare_text
 from trainshed.cli import run_cli
 from trainshed.cli.data import prepare as prepare_command
 from trainshed.data.text import reader

@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 
-import made_tokenizers
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from preparing import ODD_TEXTS, MadeTokenizer, TokenizerFolder, documents, jsonl, prepare_text
 from tokenizers import AddedToken
 
+from support.models import made_tokenizers
+from support.runs.preparing import ODD_TEXTS, MadeTokenizer, TokenizerFolder, documents, jsonl, prepare_text
 from trainshed.cli import run_cli
 from trainshed.data.tokenize.encoders import (
     EncodedBatch,

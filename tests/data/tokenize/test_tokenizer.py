@@ -6,11 +6,11 @@ import json
 import pickle
 from pathlib import Path
 
-import made_tokenizers
 import pytest
-from preparing import MadeTokenizer, TokenizerFolder
 from tokenizers import Tokenizer as Backend
 
+from support.models import made_tokenizers
+from support.runs.preparing import MadeTokenizer, TokenizerFolder
 from trainshed.data.tokenize.tokenizer import load_tokenizer, tokenizer_from_files
 from trainshed.errors import NotFound, TokenizerError
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from preparing import MadeTokenizer
 
+from support.runs.preparing import MadeTokenizer
 from trainshed.data.tokenize.encoders import FastEncoder, ReferenceEncoder
 from trainshed.data.tokenize.tokenizer import Tokenizer
 from trainshed.data.tokenize.unicode_gaps import GAP_RANGES, documents_with_gaps

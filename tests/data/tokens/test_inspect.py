@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from preparing import MadeTokenizer, TokenizerFolder, WriteTokens, documents, jsonl, prepare_text
 
-from golden_files import check_golden
+from support.recipes.golden_files import check_golden
+from support.runs.preparing import MadeTokenizer, TokenizerFolder, WriteTokens, documents, jsonl, prepare_text
 from trainshed.cli import run_cli
 from trainshed.cli.data import _histogram
 from trainshed.data.tokenize.tokenizer import Tokenizer

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from preparing import MadeTokenizer, WriteTokens, documents, jsonl, prepare_text
 
+from support.runs.preparing import MadeTokenizer, WriteTokens, documents, jsonl, prepare_text
 from trainshed.cli import run_cli
 from trainshed.data.tokenize.tokenizer import Tokenizer
 from trainshed.data.tokens.indexed_dataset import write_index

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models
 
-from megatron_tasks import megatron_task
+from support.recipes.megatron_tasks import megatron_task
 from trainshed.data.tokens.indexed_dataset import write_index
 from trainshed.engines.launch import EngineLaunch
 from trainshed.engines.megatron import megatron_launch

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from megatron_tasks import golden_tasks, megatron_task, task_of
+from support.recipes.megatron_tasks import golden_tasks, megatron_task, task_of
 from trainshed.catalog import model_preset
 from trainshed.catalog.models import architecture
 from trainshed.engines.importing import ImportedConfig

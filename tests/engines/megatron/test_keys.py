@@ -10,8 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from golden_files import check_golden
-from megatron_tasks import RUN, golden_tasks, megatron_task
+from support.recipes.golden_files import check_golden
+from support.recipes.megatron_tasks import RUN, golden_tasks, megatron_task
 from trainshed.catalog import model_preset
 from trainshed.engines.launch import EngineLaunch, EngineTask
 from trainshed.engines.megatron import megatron_launch

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatron_tasks import RUN, megatron_recipe, megatron_task, task_of
+from support.recipes.megatron_tasks import RUN, megatron_recipe, megatron_task, task_of
 from trainshed.catalog import model_preset
 from trainshed.engines.megatron import megatron_launch
 from trainshed.errors import InputError, RecipeError

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_tasks import megatron_task
+from support.recipes.megatron_tasks import megatron_task
 from trainshed.data.sampling.schedule import BatchRampUp, BatchSchedule
 from trainshed.engines.megatron import megatron_launch
 from trainshed.engines.megatron.arguments import ParsedArguments, parse_arguments

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foreign_tasks import shown, task_of, written
-from golden_files import check_golden
+from support.recipes.foreign_tasks import shown, task_of, written
+from support.recipes.golden_files import check_golden
 from trainshed.catalog import model_preset
 from trainshed.engines.launch import EngineTask, build_launch
 from trainshed.engines.nemo.bridge_keys import BRIDGE_KEYS

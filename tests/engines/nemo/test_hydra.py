@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import yaml
 
-from foreign_tasks import FILES, loaded, shown, task_of, written
-from golden_files import check_golden
+from support.recipes.foreign_tasks import FILES, loaded, shown, task_of, written
+from support.recipes.golden_files import check_golden
 from trainshed.catalog import gpu
 from trainshed.engines.importing import import_file
 from trainshed.engines.keys import KnownKeys, flatten

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from rank_pool import RankPool
-from small_runs import SmallRuns
+from support.runs.rank_pool import RankPool
+from support.runs.small_runs import SmallRuns
 
 
 @pytest.fixture(scope="session")

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rank_pool import RankPool
-from small_ranks import train_prepared
-from small_recipes import world_size
-from small_runs import events
-from tiny_models import save_tiny_hf
+from support.models.tiny_models import save_tiny_hf
+from support.recipes.small_recipes import world_size
+from support.runs.rank_pool import RankPool
+from support.runs.small_ranks import train_prepared
+from support.runs.small_runs import events
 from trainshed.checkpoints.convert.convert import convert_weights
 from trainshed.checkpoints.formats import TargetFormat
 from trainshed.checkpoints.prove.probe import PROBE

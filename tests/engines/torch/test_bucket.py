@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from small_recipes import recipe_text
+from support.recipes.small_recipes import recipe_text
 
 pytestmark = pytest.mark.s3
 

@@ -6,10 +6,16 @@ from typing import Any
 
 import pytest
 
-from rank_pool import RankPool
-from small_ranks import train_compiled, train_counting_stages, train_in_slices, train_unchecked, train_validating
-from small_recipes import ALONE, world_size
-from small_runs import SmallRuns, difference, events, figures
+from support.recipes.small_recipes import ALONE, world_size
+from support.runs.rank_pool import RankPool
+from support.runs.small_ranks import (
+    train_compiled,
+    train_counting_stages,
+    train_in_slices,
+    train_unchecked,
+    train_validating,
+)
+from support.runs.small_runs import SmallRuns, difference, events, figures
 
 FOUR_LAYERS, FOUR_GROUPS = "model.config.layers=4", "model.config.kv_heads=4"
 HYBRID = "dp=4,replicate=2,shard=full,micro_batch=2"

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from small_recipes import small_recipe
+from support.recipes.small_recipes import small_recipe
 from trainshed.engines.torch.learning_rate import check_decay, decay_span, learning_rate
 from trainshed.errors import InputError
 from trainshed.recipe.train import Schedule

@@ -13,11 +13,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rank_pool import RankPool
-from small_ranks import train_from, train_small
-from small_recipes import small_job, small_recipe, world_size
-from small_runs import SmallRuns, checkpoint, events, state
-from tiny_models import random_hf_model
+from support.models.tiny_models import random_hf_model
+from support.recipes.small_recipes import small_job, small_recipe, world_size
+from support.runs.rank_pool import RankPool
+from support.runs.small_ranks import train_from, train_small
+from support.runs.small_runs import SmallRuns, checkpoint, events, state
 from trainshed.checkpoints.base import fetch_base
 from trainshed.observe.event_log import read_steps
 from trainshed.storage import LocalStore

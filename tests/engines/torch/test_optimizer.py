@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from one_process import CPU, one_process_model
-from tiny_models import tiny_config
+from support.models.one_process import CPU, one_process_model
+from support.models.tiny_models import tiny_config
 from trainshed.engines.torch.model import RankModel
 from trainshed.engines.torch.optimizer import AdamW
 from trainshed.engines.torch.step import squared_grad_norm

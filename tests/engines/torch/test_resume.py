@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from rank_pool import RankPool
-from small_ranks import train_prepared, train_skipping, train_small, train_until_killed
-from small_recipes import ALONE, recipe_text, small_job, small_recipe, world_size
-from small_runs import SmallRuns, checkpoint, difference, events, figures, state
+from support.recipes.small_recipes import ALONE, recipe_text, small_job, small_recipe, world_size
+from support.runs.rank_pool import RankPool
+from support.runs.small_ranks import train_prepared, train_skipping, train_small, train_until_killed
+from support.runs.small_runs import SmallRuns, checkpoint, difference, events, figures, state
 from trainshed.cli import run_cli
 from trainshed.data.order import DataOrder
 from trainshed.data.sampling.schedule import SkipList

@@ -15,10 +15,10 @@ from typing import Any
 import psutil
 import pytest
 
-from rank_pool import NO_GPU, RankPool
-from small_ranks import train_keeping_apart, train_loading_slowly, train_until_asked
-from small_recipes import ALONE, recipe_text, world_size
-from small_runs import SmallRuns, events, figures, state
+from support.recipes.small_recipes import ALONE, recipe_text, world_size
+from support.runs.rank_pool import NO_GPU, RankPool
+from support.runs.small_ranks import train_keeping_apart, train_loading_slowly, train_until_asked
+from support.runs.small_runs import SmallRuns, events, figures, state
 from trainshed.errors import TrainshedError
 from trainshed.launch.local import train_locally
 from trainshed.launch.ranks import free_port

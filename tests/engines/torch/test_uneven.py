@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from rank_pool import RankPool
-from small_ranks import train_uneven
-from small_recipes import world_size
-from small_runs import SmallRuns, difference
+from support.recipes.small_recipes import world_size
+from support.runs.rank_pool import RankPool
+from support.runs.small_ranks import train_uneven
+from support.runs.small_runs import SmallRuns, difference
 from trainshed.observe.event_log import read_steps
 from trainshed.storage import LocalStore
 

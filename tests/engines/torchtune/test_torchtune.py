@@ -14,8 +14,8 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foreign_tasks import FILES, loaded, shown, task_of, written
-from golden_files import check_golden
+from support.recipes.foreign_tasks import FILES, loaded, shown, task_of, written
+from support.recipes.golden_files import check_golden
 from trainshed.catalog import model_preset
 from trainshed.engines.importing import import_file
 from trainshed.engines.keys import flatten

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from small_recipes import recipe_text, small_recipe
+from support.recipes.small_recipes import recipe_text, small_recipe
 from trainshed.launch.agent.leader import first_training_slots, plan_for_fewer_nodes, replace_bad_slots
 from trainshed.launch.job import JobFile, Stage
 from trainshed.plan import RankLayout, resolve_layout

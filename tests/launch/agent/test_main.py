@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 import trainshed
-from small_recipes import recipe_text
+from support.recipes.small_recipes import recipe_text
 from trainshed.errors import InputError
 from trainshed.launch.agent import run_agent
 from trainshed.launch.agent.main import last_error_line

@@ -11,7 +11,7 @@ from typing import Any
 import orjson
 import pytest
 
-from small_agents import SmallAgents, wait_for
+from support.clusters.small_agents import SmallAgents, wait_for
 from trainshed.launch.attempt import read_plan
 from trainshed.observe.event_log import read_events
 from trainshed.storage import LocalStore

@@ -10,9 +10,9 @@ from typing import Any
 import httpx2
 import pytest
 
-from kubernetes_jobs import NAME, cluster_of, job_of, stages_of, train_alone
-from kubernetes_schemas import read_documents
-from kubernetes_server import TOKEN, KubernetesServer, kubernetes_server
+from support.clusters.kubernetes_jobs import NAME, cluster_of, job_of, stages_of, train_alone
+from support.clusters.kubernetes_schemas import read_documents
+from support.clusters.kubernetes_server import TOKEN, KubernetesServer, kubernetes_server
 from trainshed.errors import InputError, TrainshedError
 from trainshed.launch.kubernetes.api import KubeApi
 from trainshed.launch.kubernetes.driver import drive

@@ -17,14 +17,14 @@ from typing import Any
 
 import pytest
 import yaml
-
 from data.made_tokenizers import CONFIGS, KINDS, save
-from kubernetes_server import TOKEN, KubernetesServer, kubernetes_server
-from pod_runner import PodRunner
-from shared_daemons import free_ports
-from small_recipes import recipe_text
-from text_recipes import write_script, write_small_recipe
-from tiny_models import save_tiny_hf
+
+from support.clusters.kubernetes_server import TOKEN, KubernetesServer, kubernetes_server
+from support.clusters.pod_runner import PodRunner
+from support.models.tiny_models import save_tiny_hf
+from support.recipes.small_recipes import recipe_text
+from support.recipes.text_recipes import write_script, write_small_recipe
+from support.servers.shared_daemons import free_ports
 from trainshed.launch.job import Job, Stage
 from trainshed.launch.kubernetes.target import KubernetesTarget
 from trainshed.launch.target import StageState, SubmittedJob

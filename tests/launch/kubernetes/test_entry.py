@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import trainshed
-from kubernetes_jobs import cluster_of, train_alone
+from support.clusters.kubernetes_jobs import cluster_of, train_alone
 from trainshed.launch.fabric import FabricSetup
 from trainshed.launch.kubernetes.objects import CODE_FOLDER, LOCAL_FOLDER
 from trainshed.launch.kubernetes.pod import CODE_PIECE_BYTES, entry_script, fabric_script

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from helm_program import helm, in_order, templated
-from kubernetes_jobs import CLUSTERS, CODE, cluster_of, job_of, stages_of, train_alone
+from support.clusters.helm_program import helm, in_order, templated
+from support.clusters.kubernetes_jobs import CLUSTERS, CODE, cluster_of, job_of, stages_of, train_alone
 from trainshed.launch.job import Job
 from trainshed.launch.kubernetes.helm import write_chart
 from trainshed.launch.kubernetes.objects import read_documents

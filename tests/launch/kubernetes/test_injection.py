@@ -12,8 +12,8 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from helm_program import in_order, templated
-from kubernetes_jobs import cluster_of, job_of, served, stages_of, train_alone
+from support.clusters.helm_program import in_order, templated
+from support.clusters.kubernetes_jobs import cluster_of, job_of, served, stages_of, train_alone
 from trainshed.launch.job import ServingSpec
 from trainshed.launch.kubernetes.helm import write_chart
 from trainshed.launch.kubernetes.objects import read_documents, split_documents, to_documents, to_yaml

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from golden_files import check_golden
-from kubernetes_jobs import CLUSTERS, cluster_of, job_of, stages_of, train_alone
-from kubernetes_schemas import all_objects, check
+from support.clusters.kubernetes_jobs import CLUSTERS, cluster_of, job_of, stages_of, train_alone
+from support.clusters.kubernetes_schemas import all_objects, check
+from support.recipes.golden_files import check_golden
 from trainshed.errors import InputError
 from trainshed.launch.job import CodeArchive, Job, Stage
 from trainshed.launch.kubernetes.objects import KubeObject

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from helm_program import in_order, templated
-from kubernetes_jobs import CODE
-from kubernetes_schemas import all_objects, check
+from support.clusters.helm_program import in_order, templated
+from support.clusters.kubernetes_jobs import CODE
+from support.clusters.kubernetes_schemas import all_objects, check
 from trainshed.launch.job import Job
 from trainshed.launch.kubernetes.helm import write_chart
 from trainshed.launch.kubernetes.objects import read_documents

@@ -7,8 +7,8 @@ import copy
 import pytest
 from jsonschema import ValidationError
 
-from kubernetes_jobs import job_of, train_alone
-from kubernetes_schemas import all_objects, check
+from support.clusters.kubernetes_jobs import job_of, train_alone
+from support.clusters.kubernetes_schemas import all_objects, check
 from trainshed.launch.kubernetes.render import render
 from trainshed.recipe import load_cluster
 

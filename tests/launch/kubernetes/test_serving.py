@@ -9,11 +9,11 @@ from typing import Any
 import httpx2
 import pytest
 
-from golden_files import check_golden
-from helm_program import in_order, templated
-from kubernetes_jobs import NAME, cluster_of, job_of, served, stages_of
-from kubernetes_schemas import all_objects, check
-from kubernetes_server import TOKEN, KubernetesServer, kubernetes_server, write_kubeconfig
+from support.clusters.helm_program import in_order, templated
+from support.clusters.kubernetes_jobs import NAME, cluster_of, job_of, served, stages_of
+from support.clusters.kubernetes_schemas import all_objects, check
+from support.clusters.kubernetes_server import TOKEN, KubernetesServer, kubernetes_server, write_kubeconfig
+from support.recipes.golden_files import check_golden
 from trainshed.errors import TrainshedError
 from trainshed.launch.job import Job
 from trainshed.launch.kubernetes.api import KubeApi

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from golden_files import check_golden
-from kubernetes_jobs import CLUSTERS, cluster_of
-from kubernetes_schemas import check
+from support.clusters.kubernetes_jobs import CLUSTERS, cluster_of
+from support.clusters.kubernetes_schemas import check
+from support.recipes.golden_files import check_golden
 from trainshed.errors import InputError
 from trainshed.launch.kubernetes.storage import storage_objects, storage_text
 from trainshed.recipe import load_cluster

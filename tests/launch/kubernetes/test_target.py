@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from kubernetes_jobs import NAME, RUN, cluster_of, job_of, stages_of, train_alone
-from kubernetes_server import TOKEN, KubernetesServer, kubernetes_server, write_kubeconfig
+from support.clusters.kubernetes_jobs import NAME, RUN, cluster_of, job_of, stages_of, train_alone
+from support.clusters.kubernetes_server import TOKEN, KubernetesServer, kubernetes_server, write_kubeconfig
 from trainshed.errors import InputError, MissingExtra, NotFound, TrainshedError
 from trainshed.launch.job import Job
 from trainshed.launch.kubernetes.api import connect_in_cluster

@@ -22,8 +22,8 @@ import pytest
 import yaml
 
 import trainshed
-from ray_cluster import SECRET, shared_cluster
-from small_recipes import recipe_text
+from support.clusters.ray_cluster import SECRET, shared_cluster
+from support.recipes.small_recipes import recipe_text
 from trainshed.errors import InputError
 from trainshed.launch.attempt import PLAN_SCHEMA
 from trainshed.launch.job import JOB_FILE, CodeArchive, Job, JobFile, Stage

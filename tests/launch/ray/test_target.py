@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from golden_files import check_golden
+from support.recipes.golden_files import check_golden
 from trainshed.errors import InputError
 from trainshed.launch.job import Job, Stage, job_folder
 from trainshed.launch.packaging import pack_code

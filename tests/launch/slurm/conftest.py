@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from slurm_cluster import SlurmCluster, missing_parts, shared_cluster
-from slurm_runs import SlurmRuns
+from support.clusters.slurm_cluster import SlurmCluster, missing_parts, shared_cluster
+from support.clusters.slurm_runs import SlurmRuns
 
 
 @pytest.fixture(scope="session")

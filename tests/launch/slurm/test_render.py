@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from golden_files import check_golden
+from support.recipes.golden_files import check_golden
 from trainshed.errors import InputError, RecipeError
 from trainshed.launch.job import CodeArchive, Job, JobFile, ServingSpec, Stage
 from trainshed.launch.slurm.render import render

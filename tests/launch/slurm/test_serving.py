@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from slurm_runs import SlurmRuns, write_cluster
-from text_recipes import write_script, write_small_recipe
+from support.clusters.slurm_runs import SlurmRuns, write_cluster
+from support.recipes.text_recipes import write_script, write_small_recipe
 from trainshed.cli import run_cli
 from trainshed.launch.job import ServingSpec, Stage
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from slurm_runs import SlurmRuns, write_cluster
-from small_recipes import recipe_text
+from support.clusters.slurm_runs import SlurmRuns, write_cluster
+from support.recipes.small_recipes import recipe_text
 from trainshed.cli import run_cli
 from trainshed.errors import TrainshedError
 from trainshed.launch.job import Stage

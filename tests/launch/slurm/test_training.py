@@ -11,9 +11,9 @@ from typing import Any
 import orjson
 import pytest
 
-from slurm_cluster import SlurmCluster
-from slurm_runs import SlurmRun, SlurmRuns
-from small_runs import difference, figures
+from support.clusters.slurm_cluster import SlurmCluster
+from support.clusters.slurm_runs import SlurmRun, SlurmRuns
+from support.runs.small_runs import difference, figures
 from trainshed.launch.attempt import read_plan
 from trainshed.observe.event_log import read_events, read_steps
 from trainshed.storage import LocalStore

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-import small_plans
+from support.recipes import small_plans
 from trainshed.catalog import machine
 from trainshed.catalog.machines import NO_PRICE_HINT
 from trainshed.data.tokens.indexed_dataset import token_dtype

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from one_process import CPU, one_process_model
+from support.models.one_process import CPU, one_process_model
 from trainshed.catalog import gpu, machine, model_preset
 from trainshed.engines.torch.optimizer import AdamW
 from trainshed.engines.torch.state import state_pieces

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tiny_models import tiny_config
+from support.models.tiny_models import tiny_config
 from trainshed.plan.layout import resolve_layout
 from trainshed.plan.legality import layout_notes, layout_problems, layout_warnings
 from trainshed.plan.model_shape import ModelShape, model_shape

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tiny_models import tiny_config
+from support.models.tiny_models import tiny_config
 from trainshed.errors import InputError
 from trainshed.plan.layout import resolve_layout
 from trainshed.plan.legality import layout_problems, layout_warnings, pipeline_bubble

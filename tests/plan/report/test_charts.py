@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from small_plans import layout, prediction
+from support.recipes.small_plans import layout, prediction
 from trainshed.plan.report.charts import StepTimeline, TimelineBox, step_timeline
 
 CASES = [

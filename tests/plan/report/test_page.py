@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from small_plans import MEMORY, answer, layout, prediction
+from support.recipes.small_plans import MEMORY, answer, layout, prediction
 from trainshed.errors import InputError
 from trainshed.plan.report.page import html_page, svg_sheet, write_report
 from trainshed.plan.search.scaling import ScalingCurve, ScalingPoint

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from small_plans import JOB, MEMORY, TIMES, layout, prediction
+from support.recipes.small_plans import JOB, MEMORY, TIMES, layout, prediction
 from trainshed.catalog import model_preset
 from trainshed.plan.layout import RankLayout
 from trainshed.plan.model_shape import model_shape

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tiny_models import tiny_config
+from support.models.tiny_models import tiny_config
 from trainshed.catalog import model_preset
 from trainshed.errors import InputError
 from trainshed.plan.layout import RankLayout, resolve_layout

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from small_recipes import recipe_text
+from support.recipes.small_recipes import recipe_text
 from trainshed.cli import run_cli
 from trainshed.errors import InputError, RecipeError
 from trainshed.launch.job import CodeArchive, Job

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from served_letters import Served, serve_letters
+from support.models.served_letters import Served, serve_letters
 
 
 @pytest.fixture(scope="session")

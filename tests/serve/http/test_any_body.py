@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from served_letters import Served
 
+from support.models.served_letters import Served
 from trainshed.serve.http.openai_requests import ChatRequest, CompletionRequest
 
 JSON = st.recursive(

@@ -7,7 +7,8 @@ from typing import Any
 
 import orjson
 import pytest
-from served_letters import Served, wait_until
+
+from support.models.served_letters import Served, wait_until
 
 
 def post(served: Served, path: str, body: dict[str, Any], method: str = "POST") -> socket.socket:

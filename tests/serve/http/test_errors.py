@@ -6,7 +6,8 @@ from typing import Any
 
 import openai
 import pytest
-from served_letters import Served, serve_letters
+
+from support.models.served_letters import Served, serve_letters
 
 ASK = {"model": "letters", "prompt": "say"}
 

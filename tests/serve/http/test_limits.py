@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from served_letters import Served, serve_letters
 
+from support.models.served_letters import Served, serve_letters
 from trainshed.serve.http import dispatcher
 
 ASK = {"model": "letters", "prompt": "say"}

@@ -6,8 +6,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from scripted_model import BEGINNING
-from served_letters import Served
+
+from support.models.scripted_model import BEGINNING
+from support.models.served_letters import Served
 
 
 def put(served: Served, **body: Any) -> tuple[int, Any]:

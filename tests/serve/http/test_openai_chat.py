@@ -6,7 +6,8 @@ from typing import Any
 
 import openai
 import pytest
-from served_letters import Served
+
+from support.models.served_letters import Served
 
 HELLO = [{"role": "user", "content": "hello"}]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from served_letters import Served, serve_letters, wait_until
 
+from support.models.served_letters import Served, serve_letters, wait_until
 from trainshed.reporting import SILENT
 from trainshed.serve.http.metrics import Histogram
 from trainshed.serve.http.server_state import LoadProgress, ServedModel

@@ -18,10 +18,10 @@ import httpx2
 import openai
 import pytest
 import torch
-from served_letters import wait_until
-from tiny_chat_model import save_tiny_chat_model
 
-from tiny_models import hf_model
+from support.models.served_letters import wait_until
+from support.models.tiny_chat_model import save_tiny_chat_model
+from support.models.tiny_models import hf_model
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
 KEY = "sesame"

@@ -10,17 +10,17 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
-from served_letters import wait_until
 
+from support import TESTS
+from support.models.served_letters import wait_until
 from trainshed.errors import InputError
 from trainshed.serve.http.server import bind_socket, listener_url
 
-SCRIPT = Path(__file__).parent / "letters_process.py"
+SCRIPT = TESTS / "support" / "models" / "letters_process.py"
 ASK = {"model": "letters", "prompt": "say"}
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from rank_pool import RankPool
-from small_ranks import train_small
-from small_recipes import ALONE, world_size
+from support.recipes.small_recipes import ALONE, world_size
+from support.runs.rank_pool import RankPool
+from support.runs.small_ranks import train_small
 from trainshed.checkpoints.native.folder import CompleteCheckpoint, checkpoints_folder, complete_checkpoints
 from trainshed.checkpoints.native.index import read_index
 from trainshed.checkpoints.native.reader import load_checkpoint

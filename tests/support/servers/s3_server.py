@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from shared_daemons import Daemons, free_ports, kill_all, pids_in, running, shared, watch_in_background
+from support.servers.shared_daemons import Daemons, free_ports, kill_all, pids_in, running, shared, watch_in_background
 
 BINARIES = ("ceph-mon", "ceph-mgr", "ceph-osd", "radosgw", "radosgw-admin", "ceph", "ceph-authtool", "monmaptool")
 ACCESS_KEY = "TESTACCESSKEY"
@@ -208,7 +208,7 @@ def _sign(server: S3Server, method: str, path: str, query: str) -> dict[str, str
     }
 
 
-DAEMONS = Daemons("ts3", _start, _stop, __file__)
+DAEMONS = Daemons("ts3", _start, _stop, "support.servers.s3_server")
 
 if __name__ == "__main__":
     watch_in_background(DAEMONS, Path(sys.argv[1]))

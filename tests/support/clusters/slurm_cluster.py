@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from shared_daemons import Daemons, free_ports, kill_all, pids_in, running, shared, watch_in_background
+from support.servers.shared_daemons import Daemons, free_ports, kill_all, pids_in, running, shared, watch_in_background
 
 BINARIES = ("slurmctld", "slurmd", "munged", "mungekey", "sbatch", "srun", "scontrol", "squeue", "sinfo", "unshare")
 NODES = 4
@@ -193,7 +193,7 @@ def _members(folder: Path) -> list[int]:
     return found
 
 
-DAEMONS = Daemons("tsl", _start, _stop, __file__)
+DAEMONS = Daemons("tsl", _start, _stop, "support.clusters.slurm_cluster")
 
 if __name__ == "__main__":
     watch_in_background(DAEMONS, Path(sys.argv[1]))

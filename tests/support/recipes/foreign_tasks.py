@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import yaml
 
+from support import TESTS
 from trainshed.catalog import architecture
 from trainshed.engines.importing import ImportedConfig, recipe_text
 from trainshed.engines.launch import EngineLaunch, EngineSite, EngineTask
 from trainshed.plan import resolve_layout
 from trainshed.recipe import Layout, ModelConfig, Recipe, parse_recipe
 
-FILES = Path(__file__).parent / "engines" / "files"
+FILES = TESTS / "engines" / "files"
 PLACE = EngineSite(
     run="/store/runs/r/1", job="/store/runs/r/1/job", nodes=16, gpus_per_node=8, image="registry/img@sha256:0"
 )

@@ -17,8 +17,8 @@ import pytest
 import torch
 from torch.distributed.pipelining import PipelineStage
 
-from checkpoint_parts import HookedStore
-from small_recipes import small_job, small_recipe
+from support.recipes.small_recipes import small_job, small_recipe
+from support.runs.checkpoint_parts import HookedStore
 from trainshed.checkpoints.base import BaseWeights
 from trainshed.data.order import DataOrder
 from trainshed.data.sampling.schedule import BatchSchedule, SkipList

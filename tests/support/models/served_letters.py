@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import httpx2
 import openai
-from scripted_model import Letters, ScriptedGenerator
 
+from support.models.scripted_model import Letters, ScriptedGenerator
 from trainshed.serve.http.app import build_app
 from trainshed.serve.http.metrics import ServerMetrics
 from trainshed.serve.http.server import bind_socket, listener_url, run_in_thread

@@ -14,7 +14,7 @@ from typing import Any
 import orjson
 
 import trainshed
-from small_recipes import recipe_text, small_recipe
+from support.recipes.small_recipes import recipe_text, small_recipe
 from trainshed.launch.agent.records import AttemptRecords, NodeRecord
 from trainshed.launch.attempt import PLAN_SCHEMA
 from trainshed.launch.job import JobFile, Stage

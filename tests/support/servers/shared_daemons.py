@@ -20,6 +20,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from support import TESTS
+
 
 @dataclass(frozen=True)
 class Daemons:
@@ -28,8 +30,8 @@ class Daemons:
     prefix: str
     start: Callable[[Path], Any]
     stop: Callable[[Path], None]
-    script: str
-    """The file that, run with the meeting point, watches over them (`watch_in_background`)."""
+    module: str
+    """The module that, run with the meeting point, watches over them (`watch_in_background`)."""
 
 
 @contextmanager
@@ -44,7 +46,7 @@ def shared(daemons: Daemons, meeting_point: Path) -> Iterator[dict[str, Any]]:
             folder = Path(os.environ.get("TMPDIR", "/tmp")) / f"{daemons.prefix}-{uuid.uuid4().hex[:8]}"
             state.write_text(json.dumps({"place": asdict(daemons.start(folder)), "folder": str(folder)}))
             silent: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
-            subprocess.run([sys.executable, daemons.script, str(meeting_point)], check=True, **silent)
+            subprocess.run([sys.executable, "-m", daemons.module, str(meeting_point)], cwd=TESTS, check=True, **silent)
         found = json.loads(state.read_text())
     try:
         yield found["place"]

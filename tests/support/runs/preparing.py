@@ -10,9 +10,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 
-import made_tokenizers
 import numpy as np
 
+from support.models import made_tokenizers
 from trainshed.data.prepare import PrepareResult, ShardJob, TokenizeConfig, prepare
 from trainshed.data.text.corpus import assign_shards, find_inputs
 from trainshed.data.text.formats import DocumentBoundary, TextFormatName

@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kubernetes_server import KubernetesServer
-from pod_probes import ProbedPod
+from support.clusters.kubernetes_server import KubernetesServer
+from support.clusters.pod_probes import ProbedPod
 
 # Each pod sees its own /etc (with its files and the names of its peers), /run, /var/tmp and /mnt.
 _INSIDE = """

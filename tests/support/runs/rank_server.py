@@ -140,6 +140,6 @@ def main(handle: int) -> None:
 
 if __name__ == "__main__":
     # Jobs name `Job` and `RankEnd` by this module, not by `__main__`.
-    import rank_server
+    from support.runs import rank_server
 
     rank_server.main(int(sys.argv[1]))

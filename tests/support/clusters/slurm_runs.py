@@ -11,8 +11,8 @@ from typing import Any
 
 import yaml
 
-from slurm_cluster import SlurmCluster
-from small_recipes import recipe_text
+from support.clusters.slurm_cluster import SlurmCluster
+from support.recipes.small_recipes import recipe_text
 from trainshed.launch.job import CodeArchive, Job, Stage
 from trainshed.launch.slurm.target import SlurmTarget
 from trainshed.launch.target import StageState, SubmittedJob

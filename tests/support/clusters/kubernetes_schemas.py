@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -13,11 +12,12 @@ import yaml
 from kubernetes_validate.utils import schema_contents
 from referencing import Registry, Resource
 
+from support import TESTS
 from trainshed.launch.kubernetes.objects import read_documents
 from trainshed.launch.target import SubmitRequest
 
 VERSION = "1.32"
-CRDS = Path(__file__).parents[2] / "shared" / "crds"
+CRDS = TESTS.parents[1] / "shared" / "crds"
 """Definitions of JobSet, PyTorchJob, TrainJob and RayJob, where the checkout lies beside them."""
 # Keys of RayJob.spec in KubeRay 1.5's definition that we use; no package has its model.
 _RAY_JOB_KEYS = {

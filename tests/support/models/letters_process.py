@@ -9,10 +9,9 @@ import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from scripted_model import Letters, ScriptedGenerator
-
+from support.models.scripted_model import Letters, ScriptedGenerator
 from trainshed.cli.console import PlainReporter, print_error
 from trainshed.errors import InputError, TrainshedError
 from trainshed.reporting import Reporter

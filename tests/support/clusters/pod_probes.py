@@ -10,10 +10,10 @@ import urllib.request
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from kubernetes_server import KubernetesServer
+from support.clusters.kubernetes_server import KubernetesServer
 
 if TYPE_CHECKING:
-    from pod_runner import Pod
+    from support.clusters.pod_runner import Pod
 
 _ANSWER_SECONDS = 2.0
 # So that a test sees a dead server restarted in seconds; the time to start is that of the manifest.

@@ -10,7 +10,7 @@ from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
-from rank_server import Job, RankEnd
+from support.runs.rank_server import Job, RankEnd
 from trainshed.launch.attempt import machine_environment
 from trainshed.launch.ranks import free_port
 

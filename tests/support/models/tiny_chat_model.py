@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
-from tiny_models import save_tiny_hf
+from support.models.tiny_models import save_tiny_hf
 
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}"

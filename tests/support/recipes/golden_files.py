@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
-GOLDEN = Path(__file__).parent / "golden"
+from support import TESTS
+
+GOLDEN = TESTS / "golden"
 
 
 def check_golden(name: str, text: str) -> None:

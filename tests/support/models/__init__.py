@@ -1,0 +1,1 @@
+"""Tiny models and tokenizers, as the libraries they imitate save them."""

@@ -1,0 +1,1 @@
+"""Recipes, engine tasks and plans for tests, and the golden files."""

@@ -1,0 +1,1 @@
+"""Small runs: worlds of ranks that start in milliseconds, what they do, and what they leave."""
