@@ -10,7 +10,7 @@ def main() -> None:
     from trainshed.cli import run_cli
 
     code = run_cli(sys.argv[1:])
-    others = [each for each in threading.enumerate() if each is not threading.main_thread() and not each.daemon]
+    others = [thread for thread in threading.enumerate() if thread is not threading.main_thread() and not thread.daemon]
     if code == 130 and others:
         # After Ctrl-C nobody waits for a thread that waits for a server.
         sys.stdout.flush()

@@ -28,16 +28,16 @@ def shown_address(address: str) -> str:
 
     Plain paths stay as they are: a `?` in them is a pattern. What is shown once stays so when it is shown again.
     """
-    found = _ADDRESS.match(address)
-    if found is None:
+    match = _ADDRESS.match(address)
+    if match is None:
         return address
-    scheme, rest = found[1].lower(), address[found.end() :]
-    if not found[2] and scheme not in (*_WEB, *_PATTERN_SCHEMES):
+    scheme, rest = match[1].lower(), address[match.end() :]
+    if not match[2] and scheme not in (*_WEB, *_PATTERN_SCHEMES):
         return address  # `file.txt:12`, `a:b`
     rest, mark = _without_query(rest, scheme)
     rest = rest[_user_end(rest) :]
     host, slash, path = rest.partition("/")
-    return f"{found[0]}{host}{slash}{redacted(path)}{mark}"
+    return f"{match[0]}{host}{slash}{redacted(path)}{mark}"
 
 
 def redacted(text: str) -> str:
@@ -50,10 +50,10 @@ def credentials_in(address: str) -> str | None:
 
     A query may be harmless (`?download=true`): what tells are the names of its parameters.
     """
-    found = _ADDRESS.match(address)
-    if found is None or (not found[2] and found[1].lower() not in (*_WEB, *_PATTERN_SCHEMES)):
+    match = _ADDRESS.match(address)
+    if match is None or (not match[2] and match[1].lower() not in (*_WEB, *_PATTERN_SCHEMES)):
         return None
-    rest = address[found.end() :]
+    rest = address[match.end() :]
     if _user_end(rest):
         return "a user or password before the host"
     for parameter in re.split(r"[?&#;]", rest)[1:]:
@@ -82,8 +82,8 @@ def _user_end(rest: str) -> int:
     return host.rfind("@") + 1
 
 
-def _shown_in_text(found: re.Match[str]) -> str:
-    address = found[0]
+def _shown_in_text(match: re.Match[str]) -> str:
+    address = match[0]
     end = _KEPT_IN_TEXT.search(address)
     assert end is not None  # it may be empty
     return shown_address(address[: end.start()]) + end[0]

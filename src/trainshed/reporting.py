@@ -116,18 +116,18 @@ class _Waits:
         self._open.pop(id(wait), None)
 
     def _look(self) -> None:
-        told = 0.0
+        reported = 0.0
         while (tell := self.tell) is not None:
             time.sleep(_LOOK_SECONDS)
             now = time.monotonic()
-            if now - told < FIRST_NOTE_SECONDS:
+            if now - reported < FIRST_NOTE_SECONDS:
                 continue  # a link that brings a little every few seconds is not worth a line each time
             due = [wait for wait in list(self._open.values()) if now - wait.since >= wait.note_seconds]
             if not due:
                 continue
             for wait in due:
                 wait.note_seconds *= 2
-            told = now
+            reported = now
             first = min(due, key=lambda wait: wait.since)
             others = f", and for {len(due) - 1} more" if len(due) > 1 else ""
             detail = f" ({first.detail})" if first.detail else ""

@@ -117,7 +117,7 @@ def wants_json(tokens: Sequence[str]) -> bool:
     own = list(tokens[: tokens.index("--")] if "--" in tokens else tokens)
     pairs = zip(own, [*own[1:], ""], strict=True)
     return any(
-        (name in names and value == "json") or name in {f"{each}=json" for each in names} for name, value in pairs
+        (name in names and value == "json") or name in {f"{flag}=json" for flag in names} for name, value in pairs
     )
 
 

@@ -83,15 +83,15 @@ def _run_folder(run: str, overrides: Sequence[str], on: str, id: str | None) -> 
     from trainshed.workflow import store_options
 
     options = store_options(load_cluster(on, split_overrides(overrides)[1]))
-    found = find_run(run, on=on, overrides=overrides, id=id)
-    folder = found.folder
+    known = find_run(run, on=on, overrides=overrides, id=id)
+    folder = known.folder
     recipe = folder / "recipe.yaml" if folder is not None else None
     if recipe is not None and recipe.is_file():
         # Where `checkpoint.to` keeps them apart, they lie under the run's name and id all the same.
         apart = load_recipe(str(recipe)).checkpoint.to
         if apart is not None:
-            return open_store(parse(join(apart, found.run)), options)
-    return open_store(parse(found.address), options)
+            return open_store(parse(join(apart, known.run)), options)
+    return open_store(parse(known.address), options)
 
 
 def _broken(store: Store, there: CheckpointListing) -> dict[int, str]:
@@ -100,12 +100,14 @@ def _broken(store: Store, there: CheckpointListing) -> dict[int, str]:
     from trainshed.cli.console import reporter
     from trainshed.errors import CorruptData
 
-    broken = {each.step: each.why for each in there.incomplete if MANIFEST in there.files[each.step]}
-    for found in there.complete:
+    broken = {
+        checkpoint.step: checkpoint.why for checkpoint in there.incomplete if MANIFEST in there.files[checkpoint.step]
+    }
+    for checkpoint in there.complete:
         try:
-            found.manifest.verify_files(store, found.path, reporter=reporter())
+            checkpoint.manifest.verify_files(store, checkpoint.path, reporter=reporter())
         except CorruptData as error:
-            broken[found.step] = error.what
+            broken[checkpoint.step] = error.what
     return broken
 
 
@@ -131,29 +133,29 @@ def _rows(there: CheckpointListing, broken: dict[int, str], *, verified: bool) -
     latest = there.latest and there.latest.step
     rows: list[dict[str, Any]] = [
         {
-            "step": found.step,
-            "path": found.path,
-            "attempt": found.attempt,
-            "bytes": found.manifest.total_bytes,
+            "step": checkpoint.step,
+            "path": checkpoint.path,
+            "attempt": checkpoint.attempt,
+            "bytes": checkpoint.manifest.total_bytes,
             "complete": True,
-            "latest": found.step == latest,
-            "verified": found.step not in broken if verified else None,
-            "problem": broken.get(found.step),
+            "latest": checkpoint.step == latest,
+            "verified": checkpoint.step not in broken if verified else None,
+            "problem": broken.get(checkpoint.step),
         }
-        for found in there.complete
+        for checkpoint in there.complete
     ]
     rows += [
         {
-            "step": each.step,
-            "path": each.path,
-            "attempt": each.attempt,
-            "bytes": each.size,
+            "step": checkpoint.step,
+            "path": checkpoint.path,
+            "attempt": checkpoint.attempt,
+            "bytes": checkpoint.size,
             "complete": False,
-            "latest": each.step == latest,
-            "verified": False if verified and each.step in broken else None,
-            "problem": each.why,
+            "latest": checkpoint.step == latest,
+            "verified": False if verified and checkpoint.step in broken else None,
+            "problem": checkpoint.why,
         }
-        for each in there.incomplete
+        for checkpoint in there.incomplete
     ]
     return sorted(rows, key=lambda row: row["step"], reverse=True)
 

@@ -194,7 +194,7 @@ def _build_image(tag: str, base: str | None, out: Path | None, tool: str, push: 
         out.mkdir(parents=True, exist_ok=True)
         (out / "Dockerfile").write_text(text, encoding="utf-8")
         commands = image_build_commands(tag, str(out), tool=tool, push=push)
-        reporter().note("written; build it with\n" + "\n".join("  " + " ".join(each) for each in commands))
+        reporter().note("written; build it with\n" + "\n".join("  " + " ".join(argv) for argv in commands))
         return 0
     if shutil.which(tool) is None:
         raise InputError(
@@ -285,12 +285,12 @@ def checkpoint_time_notes(cluster: Cluster) -> list[str]:
         return ["no storage is named for the plan (`storage: {tier: …}`): the time of a checkpoint is not known"]
     machine, storage = find_machine(cluster.gpu_machine), cluster_storage(cluster)
     hardware = hardware_of(machine)
-    said = []
+    lines = []
     for preset in ("llama3-8b", "llama3-70b", "gpt-175b"):
         config = model_preset(preset)
         layout = resolve_layout(Layout(shard="full"), config, world_size=cluster.nodes.default * machine.gpus)
         cost = checkpoint_cost(parameter_count(config), layout, hardware, storage=storage, machine=machine)
         if cost.write_seconds is not None:
             size = cost.bytes / 1e9
-            said.append(f"a checkpoint of {preset} ({size:,.0f} GB) takes {cost.write_seconds / 60:.1f} minutes there")
-    return said
+            lines.append(f"a checkpoint of {preset} ({size:,.0f} GB) takes {cost.write_seconds / 60:.1f} minutes there")
+    return lines

@@ -248,36 +248,38 @@ def inspect(
             loaded = load_tokenizer(manifest.tokenizer)
         except TrainshedError as error:
             report.warn(f"cannot decode: {error.what} ({manifest.tokenizer}); write --tokenizer")
-    found = inspect_files(prefix, tokenizer=loaded, samples=samples, reporter=report)
-    data = {"schema": "trainshed.data.tokens.inspect/1", **asdict(found)}
-    data["histogram"] = {str(bucket): count for bucket, count in found.histogram.items()}
-    print_report(data, output, _inspection_text(found))
+    inspection = inspect_files(prefix, tokenizer=loaded, samples=samples, reporter=report)
+    data = {"schema": "trainshed.data.tokens.inspect/1", **asdict(inspection)}
+    data["histogram"] = {str(bucket): count for bucket, count in inspection.histogram.items()}
+    print_report(data, output, _inspection_text(inspection))
     return 0
 
 
-def _inspection_text(found: TokenInspection) -> str:
+def _inspection_text(inspection: TokenInspection) -> str:
     from trainshed.cli.console import human
 
+    files = "file" if inspection.shards == 1 else "shards"
     lines = [
-        f"{found.prefix}  ({found.shards} {'file' if found.shards == 1 else 'shards'}, {found.dtype}, "
-        f"{human(found.file_bytes, 'B')})",
-        f"  documents   {found.documents:>15,}"
-        + (f"   ({found.empty_documents:,} empty)" if found.empty_documents else ""),
-        f"  tokens      {found.tokens:>15,}   largest id {found.largest_id:,}",
+        f"{inspection.prefix}  ({inspection.shards} {files}, {inspection.dtype}, {human(inspection.file_bytes, 'B')})",
+        f"  documents   {inspection.documents:>15,}"
+        + (f"   ({inspection.empty_documents:,} empty)" if inspection.empty_documents else ""),
+        f"  tokens      {inspection.tokens:>15,}   largest id {inspection.largest_id:,}",
     ]
-    if found.bytes_per_token is not None:
-        lines.append(f"  bytes/token {found.bytes_per_token:>15.2f}")
-    if found.eod:
-        inside = f", {found.eod_inside_documents:,} inside documents" if found.eod_inside_documents else ""
-        lines.append(f"  EOD         {found.eod_count:>15,}   {found.eod['text']} ({found.eod['id']}){inside}")
-    if found.bos:
-        lines.append(f"  BOS         {found.bos_count:>15,}   {found.bos['text']} ({found.bos['id']})")
+    if inspection.bytes_per_token is not None:
+        lines.append(f"  bytes/token {inspection.bytes_per_token:>15.2f}")
+    if inspection.eod:
+        inside = f", {inspection.eod_inside_documents:,} inside documents" if inspection.eod_inside_documents else ""
+        lines.append(
+            f"  EOD         {inspection.eod_count:>15,}   {inspection.eod['text']} ({inspection.eod['id']}){inside}"
+        )
+    if inspection.bos:
+        lines.append(f"  BOS         {inspection.bos_count:>15,}   {inspection.bos['text']} ({inspection.bos['id']})")
     lines.append(
-        f"  length      {found.mean_length:>15,.1f}   tokens a document, shortest {found.shortest:,}, "
-        f"longest {found.longest:,}"
+        f"  length      {inspection.mean_length:>15,.1f}   tokens a document, shortest {inspection.shortest:,}, "
+        f"longest {inspection.longest:,}"
     )
-    lines += ["", "  tokens a document", *_histogram(found.histogram)]
-    for sample in found.samples:
+    lines += ["", "  tokens a document", *_histogram(inspection.histogram)]
+    for sample in inspection.samples:
         text = sample.text if sample.text is not None else " ".join(map(str, sample.ids))
         shown = text.replace("\n", "⏎")[:200]
         lines += ["", f"  document {sample.document:,} ({sample.tokens:,} tokens)", f"    {shown}"]
@@ -522,11 +524,11 @@ def _batch_rows(order: DataOrder, index: int, rows: int, tokenizer: Tokenizer | 
     samples = order.sample_indices(index, 0, rows)
     place = order.locate(samples)
     tokens = order.rows(index, 0, rows)
-    found: list[dict[str, Any]] = []
+    shown_rows: list[dict[str, Any]] = []
     for row in range(rows):
         source = order.sources[place.source[row]]
         epoch, window = int(place.epoch[row]), int(place.window[row])
-        found.append(
+        shown_rows.append(
             {
                 "row": row,
                 "sample": int(samples[row]),
@@ -538,7 +540,7 @@ def _batch_rows(order: DataOrder, index: int, rows: int, tokenizer: Tokenizer | 
                 "tokens": tokens[row].tolist(),
             }
         )
-    return found
+    return shown_rows
 
 
 def _batch_row_text(row: dict[str, Any]) -> str:

@@ -103,16 +103,16 @@ def known_runs(cluster: Cluster) -> list[KnownRun]:
     root = parse(cluster.store_root)
     local = local_runs(Path(str(root)).expanduser()) if root.scheme == "file" else []
     submitted = submissions()
-    by_folder = {Path(each.submitted.run).absolute(): each for each in submitted if "://" not in each.submitted.run}
+    by_folder = {Path(known.submitted.run).absolute(): known for known in submitted if "://" not in known.submitted.run}
     rows: list[tuple[float, KnownRun]] = []
     taken: set[str] = set()
     for run in local:
         record = by_folder.get(run.folder.absolute())
         rows.append((run.changed, _known_local_run(run, record)))
         taken |= {record.submitted.job} if record is not None else set()
-    for each in submitted:
-        if each.submitted.job not in taken:
-            rows.append((each.at, KnownRun(each.name, each.id, each.submitted.run, each)))
+    for known in submitted:
+        if known.submitted.job not in taken:
+            rows.append((known.at, KnownRun(known.name, known.id, known.submitted.run, known)))
     return [run for _, run in sorted(rows, key=lambda row: row[0], reverse=True)]
 
 
@@ -139,7 +139,7 @@ def _run_at(address: str) -> KnownRun:
         place, parts = str(folder), folder.absolute().parts
     else:
         parts = tuple(place.split("/"))
-    record = next((each for each in submissions() if _same_address(each.submitted.run, place)), None)
+    record = next((submission for submission in submissions() if _same_address(submission.submitted.run, place)), None)
     return KnownRun(parts[-2] if len(parts) > 1 else "", parts[-1], place, record)
 
 
@@ -165,8 +165,8 @@ def _run_of_recipe(
     same = (
         run for run in known if run.run == f"{recipe.name}/{name}" and (anywhere or _same_address(run.address, address))
     )
-    if (found := next(same, None)) is not None:
-        return found
+    if (submission := next(same, None)) is not None:
+        return submission
     if "://" not in address and not Path(address).expanduser().is_dir():
         alike = ", ".join(run.run for run in known if run.name == recipe.name)
         raise NoSuchName(

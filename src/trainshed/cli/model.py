@@ -248,18 +248,18 @@ def compare(
     report = reporter()
     with open_weights(a, reporter=report) as one, open_weights(b, reporter=report) as two:
         asked = _read_prompts(prompts, tokenizer, (a, b), one, two) if prompts is not None else None
-        found = compare_weights(one, two, workers=workers, reporter=report)
+        comparison = compare_weights(one, two, workers=workers, reporter=report)
         answered = _logits_report(one, two, asked, report) if logits else None
-    equal = found.equal and (answered is None or answered.get("passed", False))
+    equal = comparison.equal and (answered is None or answered.get("passed", False))
     data = {
         "schema": "trainshed.model.compare/1",
         "a": a,
         "b": b,
         "equal": equal,
-        "tensors": found.to_plain(),
+        "tensors": comparison.to_plain(),
         "logits": answered,
     }
-    print_report(data, output, _comparison_text(found, answered, equal=equal))
+    print_report(data, output, _comparison_text(comparison, answered, equal=equal))
     return 0 if equal else 1
 
 
@@ -297,16 +297,16 @@ def _read_prompts(file: Path, tokenizer: str | None, sides: tuple[str, str], one
     raise AssertionError("unreachable")
 
 
-def _comparison_text(found: WeightsComparison, answered: dict[str, Any] | None, *, equal: bool) -> str:
+def _comparison_text(comparison: WeightsComparison, answered: dict[str, Any] | None, *, equal: bool) -> str:
     from trainshed.checkpoints.prove.verdict import describe_logits
 
-    same = found.compared - len(found.differences)
+    same = comparison.compared - len(comparison.differences)
     lines = [
-        f"{'equal' if equal else 'DIFFERENT'}: {same:,} of {found.compared:,} tensors the same, {found.elements:,} "
-        "weights compared",
-        f"  dtypes  {', '.join(found.dtypes_a)} and {', '.join(found.dtypes_b)}",
+        f"{'equal' if equal else 'DIFFERENT'}: {same:,} of {comparison.compared:,} tensors the same, "
+        f"{comparison.elements:,} weights compared",
+        f"  dtypes  {', '.join(comparison.dtypes_a)} and {', '.join(comparison.dtypes_b)}",
     ]
-    words = list(found.words())
+    words = list(comparison.words())
     lines += [f"  {line}" for line in words[:SHOWN_DIFFERENCES]]
     if len(words) > SHOWN_DIFFERENCES:
         lines.append(f"  and {len(words) - SHOWN_DIFFERENCES} more (-o json lists all)")
@@ -339,47 +339,47 @@ def inspect(
     from trainshed.cli.console import print_report
     from trainshed.cli.lookup import checkpoint_address
 
-    found = inspect_weights(checkpoint_address(path, on))
-    print_report({"schema": "trainshed.model.inspect/1", **found.to_plain()}, output, _inspection_text(found))
+    inspection = inspect_weights(checkpoint_address(path, on))
+    print_report({"schema": "trainshed.model.inspect/1", **inspection.to_plain()}, output, _inspection_text(inspection))
     return 0
 
 
-def _inspection_text(found: WeightsInspection) -> str:
+def _inspection_text(inspection: WeightsInspection) -> str:
     from trainshed.cli.console import human
 
-    config = found.config
+    config = inspection.config
     lines = [
-        f"{found.address}  ({found.format}, {human(found.bytes, 'B')} in {len(found.files)} files)",
+        f"{inspection.address}  ({inspection.format}, {human(inspection.bytes, 'B')} in {len(inspection.files)} files)",
         f"  family      {config.family}: {config.layers} layers, hidden {config.hidden:,}, {config.heads} heads "
         f"({config.kv_heads} for keys and values)",
-        f"  dtype       {', '.join(found.dtypes)}",
-        f"  vocabulary  {_vocabulary(found)}",
-        f"  parameters  {found.parameters:>18,}",
+        f"  dtype       {', '.join(inspection.dtypes)}",
+        f"  vocabulary  {_vocabulary(inspection)}",
+        f"  parameters  {inspection.parameters:>18,}",
     ]
-    for part, count in found.parts.items():
+    for part, count in inspection.parts.items():
         tied = " (and head: they are one)" if part == "embedding" and config.tied_embeddings else ""
-        lines.append(f"    {part:<10}{count:>18,}  {count / found.parameters:>6.1%}{tied}")
-    if found.step is not None:
-        lines.append(f"  step        {found.step:,}")
-    if found.layout is not None:
-        lines.append(f"  layout      {', '.join(f'{key} {size}' for key, size in found.layout.items())}")
+        lines.append(f"    {part:<10}{count:>18,}  {count / inspection.parameters:>6.1%}{tied}")
+    if inspection.step is not None:
+        lines.append(f"  step        {inspection.step:,}")
+    if inspection.layout is not None:
+        lines.append(f"  layout      {', '.join(f'{key} {size}' for key, size in inspection.layout.items())}")
     lines.append("  files")
-    lines += [f"    {human(file.bytes, 'B'):>10}  {file.path}" for file in found.files[:SHOWN_FILES]]
-    if len(found.files) > SHOWN_FILES:
-        lines.append(f"    and {len(found.files) - SHOWN_FILES} more")
-    if found.verdict is None:
+    lines += [f"    {human(file.bytes, 'B'):>10}  {file.path}" for file in inspection.files[:SHOWN_FILES]]
+    if len(inspection.files) > SHOWN_FILES:
+        lines.append(f"    and {len(inspection.files) - SHOWN_FILES} more")
+    if inspection.verdict is None:
         lines.append("  verdict     none: these weights were not converted here")
     else:
-        lines.append(f"  verdict     {'passed' if found.verdict.passed else 'FAILED'}")
-        lines += [f"    {line}" for line in found.verdict.words()]
+        lines.append(f"  verdict     {'passed' if inspection.verdict.passed else 'FAILED'}")
+        lines += [f"    {line}" for line in inspection.verdict.words()]
     return "\n".join(lines)
 
 
-def _vocabulary(found: WeightsInspection) -> str:
-    rows = f"{found.config.vocab_size:,}"
-    if found.padded_vocab_size != found.config.vocab_size:
-        rows += f", padded to {found.padded_vocab_size:,} rows"
-    return rows if found.tokens is None else f"{rows}; the tokenizer knows {found.tokens:,} tokens"
+def _vocabulary(inspection: WeightsInspection) -> str:
+    rows = f"{inspection.config.vocab_size:,}"
+    if inspection.padded_vocab_size != inspection.config.vocab_size:
+        rows += f", padded to {inspection.padded_vocab_size:,} rows"
+    return rows if inspection.tokens is None else f"{rows}; the tokenizer knows {inspection.tokens:,} tokens"
 
 
 def merge(

@@ -127,19 +127,19 @@ def plan(
         return compare_gpus(flags, gpu_names, report, top=top, explained=explain, output=output)
     if report is not None:
         check_report_path(report)
-    found = make_plan(request_from_flags(flags), top=top, explained=explain)
+    chosen = make_plan(request_from_flags(flags), top=top, explained=explain)
     if report is not None:
-        write_report(found, report, top=top)
-    print_report(found.to_plain(), output, "" if output == "json" else _picture(found, top, report))
+        write_report(chosen, report, top=top)
+    print_report(chosen.to_plain(), output, "" if output == "json" else _picture(chosen, top, report))
     return 0
 
 
-def _picture(found: Plan, top: int, report: Path | None) -> str:
+def _picture(chosen: Plan, top: int, report: Path | None) -> str:
     from rich.console import Console
 
     from trainshed.cli.plan_picture import picture
 
-    text = picture(found, Console(highlight=False), top=top)
+    text = picture(chosen, Console(highlight=False), top=top)
     return f"{text}\nwrote {report}" if report is not None else text
 
 
@@ -177,21 +177,21 @@ def validate(
         print_report({"schema": "trainshed.plan.columns/1", "columns": names}, output, ",".join(names))
         return 0
     files = list(tables) or [str(path) for path in shipped_tables()]
-    found = validate_rows(read_tables(files))
+    validation = validate_rows(read_tables(files))
     if plot is not None:
-        _draw_accuracy(found, plot)
+        _draw_accuracy(validation, plot)
     data = {
         "schema": "trainshed.plan.validation/1",
         "tables": [Path(file).name for file in files],
-        **found.to_plain(),
+        **validation.to_plain(),
     }
     if worst:
-        data["worst"] = [one.to_plain() for one in found.worst(worst)]
-    print_report(data, output, _validation_text(found, worst, shipped=not tables))
+        data["worst"] = [one.to_plain() for one in validation.worst(worst)]
+    print_report(data, output, _validation_text(validation, worst, shipped=not tables))
     return 0
 
 
-def _draw_accuracy(found: PlannerValidation, plot: Path) -> None:
+def _draw_accuracy(validation: PlannerValidation, plot: Path) -> None:
     from trainshed.errors import InputError
     from trainshed.plan.published.plot import accuracy_svg
 
@@ -199,14 +199,14 @@ def _draw_accuracy(found: PlannerValidation, plot: Path) -> None:
         raise InputError("plots are drawn as SVG", where=str(plot), hint=f"write --plot {plot.with_suffix('.svg')}")
     if not plot.absolute().parent.is_dir():
         raise InputError("there is no such folder", where=str(plot.parent), hint="make it first")
-    plot.write_text(accuracy_svg(found), encoding="utf-8")
+    plot.write_text(accuracy_svg(validation), encoding="utf-8")
 
 
-def _validation_text(found: PlannerValidation, worst: int, *, shipped: bool) -> str:
+def _validation_text(validation: PlannerValidation, worst: int, *, shipped: bool) -> str:
     from trainshed.plan.published.plot import short_source
 
-    everything = found.scores()
-    by_source = found.scores_by(lambda row: short_source(row.source))
+    everything = validation.scores()
+    by_source = validation.scores_by(lambda row: short_source(row.source))
     by_source = {name: scores for name, scores in by_source.items() if scores.rows > scores.skipped}
     shown = list(by_source.items())[:_MOST_SOURCES]
     width = max(len(name) for name, _ in [("everything", None), *shown])
@@ -225,10 +225,10 @@ def _validation_text(found: PlannerValidation, worst: int, *, shipped: bool) -> 
         lines.append("these rows come with Trainshed: its constants were fitted to some of them")
     if everything.skipped:
         lines += ["", "skipped"]
-        lines += [f"  {count:>5}  {reason}" for reason, count in found.reasons().items()]
+        lines += [f"  {count:>5}  {reason}" for reason, count in validation.reasons().items()]
     if worst:
         lines += ["", "predicted worst (predicted / measured)"]
-        for one in found.worst(worst):
+        for one in validation.worst(worst):
             place = f"{short_source(one.row.source)}, row {one.row.number}"
             lines.append(f"  {one.prediction.step_seconds:>9.3f} / {one.step_seconds:<9.3f} s  {place}: {one.words}")
     return "\n".join(lines)

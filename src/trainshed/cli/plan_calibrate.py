@@ -132,11 +132,11 @@ def _from_run(folder: Path, flags: PlanFlags) -> _LearntCalibration:
 
     if not (folder / "recipe.yaml").is_file():
         raise InputError("holds no recipe.yaml, so it is no run", where=str(folder), hint="write STORE/runs/NAME/ID")
-    said = [f"--{name.replace('_', '-')}" for name in _LOG_FLAGS if getattr(flags, name) is not None]
-    if said or flags.overrides:
+    unwanted = [f"--{name.replace('_', '-')}" for name in _LOG_FLAGS if getattr(flags, name) is not None]
+    if unwanted or flags.overrides:
         raise InputError(
             "the run's folder says what was trained",
-            where=", ".join(said) or flags.overrides[0],
+            where=", ".join(unwanted) or flags.overrides[0],
             hint="leave it out; --gpu, --machine and --on may say where it ran",
         )
     measured = measure_run(LocalStore(folder), "")
@@ -175,13 +175,13 @@ def _where_it_ran(measured: MeasuredRun, flags: PlanFlags) -> Any:
         return hardware_of(find_machine(machine))
     if flags.gpu is not None:
         return hardware_of_gpu(flags.gpu)
-    found = gpu_by_device_name(measured.device or "")
-    if found is None:
+    known = gpu_by_device_name(measured.device or "")
+    if known is None:
         raise InputError(
             f"the run was on `{measured.device}`, which the catalog does not know",
             hint="`trainshed plan probe --to machine.yaml` there, then --machine machine.yaml here",
         )
-    return hardware_of_gpu(found.name)
+    return hardware_of_gpu(known.name)
 
 
 def _from_log(path: Path, flags: PlanFlags, version: str | None) -> _LearntCalibration:

@@ -94,12 +94,12 @@ def time_bar(prediction: LayoutPrediction, width: int, *, colours: bool) -> list
     """The step as one bar, and below it what each part takes."""
     parts = part_amounts(prediction.times, TIME_PARTS)
     bar = Text("    ")
-    for (part, _), cells in zip(parts, share_cells([each for _, each in parts], width - 6), strict=True):
+    for (part, _), cells in zip(parts, share_cells([share for _, share in parts], width - 6), strict=True):
         bar.append_text(_part_cells(part, cells, colours=colours))
     total = prediction.times.total
     entries = [
-        (_swatch(part, colours=colours), f"{part.word} {format_seconds(each)} {format_share(each / total)}")
-        for part, each in parts
+        (_swatch(part, colours=colours), f"{part.word} {format_seconds(share)} {format_share(share / total)}")
+        for part, share in parts
     ]
     return [bar, *legend(entries, width)]
 
@@ -145,7 +145,7 @@ def _memory_bar(stage: StagePrediction, cells_per_gib: float, *, colours: bool) 
     parts = part_amounts(memory, MEMORY_PARTS)
     filled = max(1, round(memory.total * cells_per_gib))
     bar = Text()
-    for (part, _), cells in zip(parts, share_cells([each for _, each in parts], filled), strict=True):
+    for (part, _), cells in zip(parts, share_cells([share for _, share in parts], filled), strict=True):
         bar.append_text(_part_cells(part, cells, colours=colours))
     edge = round(memory.capacity * cells_per_gib)
     if filled <= edge:
@@ -334,17 +334,17 @@ def _timeline_title(shown: int, count: int) -> str:
 
 def _layouts_table(answer: Plan, width: int, top: int) -> list[Text]:
     shown = [answer.chosen, *answer.runners_up[: max(0, top - 1)]]
-    layouts = [str(each.layout) for each in shown]
+    layouts = [str(prediction.layout) for prediction in shown]
     room = max(len("layout"), *map(len, layouts))
     head = f"{'layout':<{room}}  {'micro':>5}  {'recompute':<9}  {'step':>7}  {'MFU':>5}  {'GiB':>5}"
     rows = []
-    for each in shown:
-        layout = each.layout
+    for prediction in shown:
+        layout = prediction.layout
         figures = (
             f"{layout!s:<{room}}  {layout.micro_batch:>5}  {layout.recompute:<9}  "
-            f"{format_seconds(each.step_seconds):>7}  {each.mfu:>5.1%}  {each.memory.total:>5.1f}"
+            f"{format_seconds(prediction.step_seconds):>7}  {prediction.mfu:>5.1%}  {prediction.memory.total:>5.1f}"
         )
-        rows.append((figures, _loses(each, answer.chosen)))
+        rows.append((figures, _loses(prediction, answer.chosen)))
     # All reasons beside their layouts, or all below them.
     beside = all(len(figures) + len(loses) + 6 <= width for figures, loses in rows[1:])
     lines = [Text(f"    {head}", style="dim"), Text(f"  ▸ {rows[0][0]}", style="bold cyan")]
@@ -360,9 +360,9 @@ def _loses(other: LayoutPrediction, chosen: LayoutPrediction) -> str:
     return f"{change:+.1%}".replace("-", "−") + (f": {why}" if why else "")
 
 
-def _run_lines(found: RunBudget, width: int) -> list[Text]:
+def _run_lines(budget: RunBudget, width: int) -> list[Text]:
     lines = []
-    for label, words in describe_run(found):
+    for label, words in describe_run(budget):
         wrapped = textwrap.wrap(words, width - 17, break_long_words=False)
         lines += [Text(f"    {label if not number else '':<12} {line}") for number, line in enumerate(wrapped)]
     return lines
@@ -370,9 +370,9 @@ def _run_lines(found: RunBudget, width: int) -> list[Text]:
 
 def _rejected(answer: Plan, top: int) -> list[str]:
     lines = []
-    for each in answer.rejected[:top]:
-        alike = f" ({each.alike:,} such layouts)" if each.alike > 1 else ""
-        lines.append(f"{each.layout}: {each.reason}{alike}")
+    for rejected in answer.rejected[:top]:
+        alike = f" ({rejected.alike:,} such layouts)" if rejected.alike > 1 else ""
+        lines.append(f"{rejected.layout}: {rejected.reason}{alike}")
     return lines
 
 
@@ -423,14 +423,14 @@ def compare_gpus(
             "a machine has one kind of GPU", where="--machine", hint="leave it out: each --gpu has a machine of its own"
         )
     flags.check()
-    found = [_plan_for_gpu(replace(flags, gpu=gpu), gpu, top, explained) for gpu in gpus]
-    if all(each.plan is None for each in found):
-        assert found[0].refused is not None
-        raise found[0].refused
+    compared = [_plan_for_gpu(replace(flags, gpu=gpu), gpu, top, explained) for gpu in gpus]
+    if all(entry.plan is None for entry in compared):
+        assert compared[0].refused is not None
+        raise compared[0].refused
     print_report(
-        {"schema": COMPARISON_SCHEMA, "plans": [each.to_plain() for each in found]},
+        {"schema": COMPARISON_SCHEMA, "plans": [entry.to_plain() for entry in compared]},
         output,
-        "" if output == "json" else comparison_text(found, min(Console().width, WIDEST)),
+        "" if output == "json" else comparison_text(compared, min(Console().width, WIDEST)),
     )
     return 0
 
@@ -445,10 +445,10 @@ def _plan_for_gpu(flags: PlanFlags, gpu: str, top: int, explained: bool) -> Comp
         return ComparedPlan(gpu, refused=refused)
 
 
-def comparison_text(found: list[ComparedPlan], width: int) -> str:
+def comparison_text(compared: list[ComparedPlan], width: int) -> str:
     """Write the plans as a table, the fastest marked, then what is to be said of all or of one."""
-    plans = [(each.gpu, each.plan) for each in found if each.plan is not None]
-    fastest = max(plans, key=lambda each: _tokens_per_second(each[1]))[1]
+    plans = [(entry.gpu, entry.plan) for entry in compared if entry.plan is not None]
+    fastest = max(plans, key=lambda named: _tokens_per_second(named[1]))[1]
     first = plans[0][1]
     job = first.question.job
     rows = [_COMPARISON_HEAD, *(_comparison_cells(plan, plan is fastest) for _, plan in plans)]
@@ -462,9 +462,9 @@ def comparison_text(found: list[ComparedPlan], width: int) -> str:
     for row in rows:
         cells = [f"{row[column]:{'<' if column in (0, 1, 3, 5) else '>'}{widths[column]}}" for column in used]
         lines.append("  ".join(cells).rstrip())
-    for each in found:
-        if each.refused is not None:
-            lines += textwrap.wrap(f"  {each.gpu}: {each.refused.what}", width, subsequent_indent="    ")
+    for entry in compared:
+        if entry.refused is not None:
+            lines += textwrap.wrap(f"  {entry.gpu}: {entry.refused.what}", width, subsequent_indent="    ")
     lines += ["", "notes", *_comparison_notes(plans, width)]
     return "\n".join(lines)
 
@@ -494,12 +494,12 @@ def _tokens_per_second(plan: Plan) -> float:
 
 def _comparison_notes(plans: list[tuple[str, Plan]], width: int) -> list[str]:
     """Notes of all plans once, then those of some with the GPUs they are of."""
-    said: dict[str, list[str]] = {}
+    notes: dict[str, list[str]] = {}
     for _, plan in plans:
         for note in plan.notes:
-            said.setdefault(note, []).append(plan.question.job.hardware.gpu_name)
-    shared = [note for note, whose in said.items() if len(whose) == len(plans)]
-    own = [f"{', '.join(whose)}: {note}" for note, whose in said.items() if len(whose) < len(plans)]
+            notes.setdefault(note, []).append(plan.question.job.hardware.gpu_name)
+    shared = [note for note, whose in notes.items() if len(whose) == len(plans)]
+    own = [f"{', '.join(whose)}: {note}" for note, whose in notes.items() if len(whose) < len(plans)]
     return [
         line
         for note in (*shared, *own)

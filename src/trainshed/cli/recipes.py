@@ -139,8 +139,8 @@ def _write_new_file(path: Path, text: str) -> None:
 
 
 def _import_text(imported: ImportedConfig, source: str, out: Path | None, problem: str | None) -> str:
-    same = sum(each.ours.startswith("written by Trainshed") for each in imported.mapped)
-    shown = [each for each in imported.mapped if not each.ours.startswith("written by Trainshed")]
+    same = sum(key.ours.startswith("written by Trainshed") for key in imported.mapped)
+    shown = [key for key in imported.mapped if not key.ours.startswith("written by Trainshed")]
     lines = [
         f"{source}: a {imported.kind} configuration; {len(imported.mapped)} settings mapped, "
         f"{len(imported.dropped)} dropped, {len(imported.mistakes)} mistakes"
@@ -149,12 +149,12 @@ def _import_text(imported: ImportedConfig, source: str, out: Path | None, proble
         lines += ["", f"mapped (and {same} that Trainshed writes in any case)" if same else "mapped"]
         lines += _mapped_lines(shown)
     if imported.dropped:
-        width = min(60, max(len(each.theirs) for each in imported.dropped))
-        lines += ["", "dropped", *(f"  {each.theirs:<{width}}  {each.why}" for each in imported.dropped)]
+        width = min(60, max(len(key.theirs) for key in imported.dropped))
+        lines += ["", "dropped", *(f"  {key.theirs:<{width}}  {key.why}" for key in imported.dropped)]
     if imported.mistakes:
         lines += ["", "mistakes in the file"]
-        for each in imported.mistakes:
-            lines += [f"  {each.where}: {each.what}", f"    better: {each.instead}"]
+        for mistake in imported.mistakes:
+            lines += [f"  {mistake.where}: {mistake.what}", f"    better: {mistake.instead}"]
     if imported.open_questions:
         lines += ["", "open", *(f"  {question}" for question in imported.open_questions)]
     if problem is not None:
@@ -167,8 +167,8 @@ def _import_text(imported: ImportedConfig, source: str, out: Path | None, proble
 def _mapped_lines(shown: Sequence[MappedSetting]) -> list[str]:
     """A line for each setting; several that became one key stand together above it."""
     together: dict[str, list[str]] = {}
-    for each in shown:
-        together.setdefault(each.ours, []).append(each.theirs)
+    for key in shown:
+        together.setdefault(key.ours, []).append(key.theirs)
     single = [theirs[0] for theirs in together.values() if len(theirs) == 1]
     width = min(60, max(map(len, single), default=0))
     lines = []

@@ -46,34 +46,34 @@ def rm(
     from trainshed.workflow import store_options
     from trainshed.workflow.remove import plan_removal
 
-    found = find_run(run, on=on)
-    _refuse_running(found)
-    folder = found.folder
+    known = find_run(run, on=on)
+    _refuse_running(known)
+    folder = known.folder
     planned = None
     if folder is not None:
         here = LocalRun.at(folder)
-        options = store_options(found.submission.cluster if found.submission else load_cluster(on))
+        options = store_options(known.submission.cluster if known.submission else load_cluster(on))
         planned = plan_removal(here, folder.absolute().parents[2], options)
-    elif found.submission is None:
-        found.folder_here()  # raises
+    elif known.submission is None:
+        known.folder_here()  # raises
     parts = planned.parts if planned is not None else []
     lines = _removal_lines(parts)
-    if found.submission is not None:
-        lines.append(f"  record     that it was submitted to {found.submission.cluster.name}")
-        lines += [] if folder is not None else [f"  (its folder {found.address} is not seen here, and stays)"]
-    _confirm(f"to be removed with {found.run}", lines, yes, output)
+    if known.submission is not None:
+        lines.append(f"  record     that it was submitted to {known.submission.cluster.name}")
+        lines += [] if folder is not None else [f"  (its folder {known.address} is not seen here, and stays)"]
+    _confirm(f"to be removed with {known.run}", lines, yes, output)
     if planned is not None:
         planned.remove()
-    if found.submission is not None:
-        forget_submission(found.submission)
+    if known.submission is not None:
+        forget_submission(known.submission)
     data = {
         "schema": "trainshed.rm/1",
-        "run": found.run,
+        "run": known.run,
         "removed": [asdict(part) for part in parts],
         "bytes": sum(part.bytes for part in parts),
-        "record": found.submission is not None,
+        "record": known.submission is not None,
     }
-    print_report(data, output, "\n".join([f"removed {found.run}", *lines]))
+    print_report(data, output, "\n".join([f"removed {known.run}", *lines]))
     return 0
 
 
@@ -109,22 +109,22 @@ def clean(
             where=str(root),
             hint="write this command where it is mounted",
         )
-    found = find_unneeded(store)
+    unneeded = find_unneeded(store)
     if yes:
-        found = remove_unneeded(store, found)
-    total = sum(each.bytes for each in found)
+        unneeded = remove_unneeded(store, unneeded)
+    total = sum(artefact.bytes for artefact in unneeded)
     data: dict[str, Any] = {
         "schema": "trainshed.clean/1",
         "store": str(store),
         "removed": yes,
-        "unneeded": [asdict(each) for each in found],
+        "unneeded": [asdict(artefact) for artefact in unneeded],
         "bytes": total,
     }
-    if not found:
+    if not unneeded:
         text = f"{store}: everything there belongs to a run"
     else:
         what = f"removed {human(total, 'B')}" if yes else f"{human(total, 'B')} that no run refers to"
-        lines = [f"{store}: {what}", *_removal_lines(found)]
+        lines = [f"{store}: {what}", *_removal_lines(unneeded)]
         text = "\n".join(lines if yes else [*lines, "nothing was removed: `trainshed clean --yes` does it"])
     print_report(data, output, text)
     return 0
@@ -140,19 +140,19 @@ def _removal_lines(parts: list[Removal]) -> list[str]:
     ]
 
 
-def _refuse_running(found: KnownRun) -> None:
+def _refuse_running(known: KnownRun) -> None:
     """A job that a scheduler still has would write the folder anew."""
     from trainshed.cli.runs import run_status
     from trainshed.errors import InputError
 
-    if found.submission is None:
+    if known.submission is None:
         return
-    state = run_status(found)["state"]
+    state = run_status(known)["state"]
     if state in ("running", "serving", "waiting"):
         raise InputError(
-            f"{found.run} is {state} on {found.submission.cluster.name}",
-            where=found.address,
-            hint=f"`trainshed cancel {found.run}` ends it",
+            f"{known.run} is {state} on {known.submission.cluster.name}",
+            where=known.address,
+            hint=f"`trainshed cancel {known.run}` ends it",
         )
 
 

@@ -102,7 +102,7 @@ def _run_report(finished: TrainedRun) -> dict[str, Any]:
             }
             for source in run.sources
         ],
-        "epochs": {each.name: each.epochs for each in run.order.budget(run.steps)},
+        "epochs": {source.name: source.epochs for source in run.order.budget(run.steps)},
         "training": training_report(finished),
     }
     if finished.export is not None:
@@ -128,7 +128,7 @@ def _run_text(data: dict[str, Any], finished: TrainedRun) -> str:
     if run.tokenizer is not None:
         lines.append(f"  tokenizer: {run.tokenizer.vocab_size:,} tokens, {run.tokenizer.address}")
     if run.sources:
-        size = human(sum(each.tokens for each in budget), "tokens")
+        size = human(sum(entry.tokens for entry in budget), "tokens")
         lines.append(f"  order: ready for {run.steps:,} steps ({size}), independent of any layout")
     lines.append(training_text(data["training"]))
     if "export" in data:

@@ -59,38 +59,38 @@ def ls(*, on: str = "local", output: Annotated[Output, Parameter(name=["-o", "--
 
     cluster = load_cluster(on)
     runs: list[dict[str, Any]] = []
-    for found in known_runs(cluster):
+    for known in known_runs(cluster):
         try:
-            runs.append(run_status(found))
+            runs.append(run_status(known))
         except TrainshedError as error:  # one run out of reach does not hide the others
-            place = found.submission.cluster.name if found.submission else "local"
-            runs.append({"run": found.run, "cluster": place, "state": "unknown", "why": error.what})
-    lines = [
-        f"{each['run']:<32} {each['cluster']:<20} {each['state']:<10} {each['why']}".rstrip() for each in runs
-    ] or [f"no run in {cluster.store_root}, and none was submitted from this machine yet"]
+            place = known.submission.cluster.name if known.submission else "local"
+            runs.append({"run": known.run, "cluster": place, "state": "unknown", "why": error.what})
+    lines = [f"{row['run']:<32} {row['cluster']:<20} {row['state']:<10} {row['why']}".rstrip() for row in runs] or [
+        f"no run in {cluster.store_root}, and none was submitted from this machine yet"
+    ]
     print_report({"schema": "trainshed.ls/1", "runs": runs}, output, "\n".join(lines))
     return 0
 
 
-def run_status(found: KnownRun) -> dict[str, Any]:
+def run_status(known: KnownRun) -> dict[str, Any]:
     """Put together how a run stands: by its scheduler, or by its folder alone where it was not submitted from here."""
     from trainshed.launch.local import run_holder
     from trainshed.launch.target import target_of
 
-    folder = found.folder
-    if found.submission is None or (folder is not None and run_holder(folder) is not None):
-        return _local_status(found, found.folder_here())
-    return submission_status(found.submission, target_of(found.submission.cluster).status(found.submission.submitted))
+    folder = known.folder
+    if known.submission is None or (folder is not None and run_holder(folder) is not None):
+        return _local_status(known, known.folder_here())
+    return submission_status(known.submission, target_of(known.submission.cluster).status(known.submission.submitted))
 
 
-def _local_status(found: KnownRun, folder: Path) -> dict[str, Any]:
+def _local_status(known: KnownRun, folder: Path) -> dict[str, Any]:
     from trainshed.launch.local import local_run_status
 
     account = local_run_status(folder, planned_steps(folder))
     held = account.holder
     return {
         "schema": "trainshed.status/1",
-        "run": found.run,
+        "run": known.run,
         "cluster": "local",
         "folder": str(folder),
         "state": account.state,
@@ -115,18 +115,18 @@ def planned_steps(run: Path) -> int | None:
         return None
 
 
-def submission_status(found: Submission, states: tuple[StageState, ...]) -> dict[str, Any]:
+def submission_status(submission: Submission, states: tuple[StageState, ...]) -> dict[str, Any]:
     """Put together what the scheduler and the run itself say."""
     from dataclasses import asdict
 
     current = _current_stage(states)
-    progress = submission_progress(found, states)
+    progress = submission_progress(submission, states)
     why = " ".join(filter(None, [current.reason if current else "", _progress_text(progress)]))
     return {
         "schema": "trainshed.status/1",
-        "run": found.run,
-        "cluster": found.cluster.name,
-        "folder": found.submitted.run,
+        "run": submission.run,
+        "cluster": submission.cluster.name,
+        "folder": submission.submitted.run,
         "state": _overall_state(states),
         "stage": current.stage if current else None,
         "why": why,
@@ -156,20 +156,22 @@ def _because(why: str) -> str:
     return f", {why}" if why else ""
 
 
-def submission_progress(found: Submission, states: tuple[StageState, ...]) -> dict[str, Any] | None:
+def submission_progress(submission: Submission, states: tuple[StageState, ...]) -> dict[str, Any] | None:
     """Return how the run stands by its events, or by its log where its folder is not mounted here; None: neither."""
     from trainshed.errors import TrainshedError
     from trainshed.launch.target import target_of
     from trainshed.observe.run_status import read_run_status, run_status_from_log
     from trainshed.storage import LocalStore
 
-    folder = Path(found.submitted.run)
+    folder = Path(submission.submitted.run)
     if folder.is_dir():
-        return read_run_status(LocalStore(folder), "", found.steps).to_plain()
+        return read_run_status(LocalStore(folder), "", submission.steps).to_plain()
     if not any(state.stage == "train" and state.state == "running" for state in states):
         return None
     try:
-        return run_status_from_log(target_of(found.cluster).logs(found.submitted, "train"), found.steps).to_plain()
+        return run_status_from_log(
+            target_of(submission.cluster).logs(submission.submitted, "train"), submission.steps
+        ).to_plain()
     except TrainshedError:
         return None  # the scheduler's own account was given above; its log may not be there yet
 
@@ -248,17 +250,17 @@ def logs(
     return 0
 
 
-def _log_lines(found: KnownRun, stage: str, rank: int | None, attempt: int | None, follow: bool) -> Iterator[str]:
+def _log_lines(known: KnownRun, stage: str, rank: int | None, attempt: int | None, follow: bool) -> Iterator[str]:
     """The run's own files where its folder is seen here, else what the scheduler has."""
     from trainshed.launch.attempt import follow_lines, log_file
     from trainshed.launch.target import target_of
 
-    if found.submission is None:
-        return _local_log_lines(found, stage, rank, attempt, follow)
-    submitted = found.submission.submitted
-    target = target_of(found.submission.cluster)
-    if found.folder is not None:
-        file = log_file(found.folder, stage, rank=rank, attempt=attempt)
+    if known.submission is None:
+        return _local_log_lines(known, stage, rank, attempt, follow)
+    submitted = known.submission.submitted
+    target = target_of(known.submission.cluster)
+    if known.folder is not None:
+        file = log_file(known.folder, stage, rank=rank, attempt=attempt)
         if file is not None:
 
             def goes_on() -> bool:
@@ -269,13 +271,13 @@ def _log_lines(found: KnownRun, stage: str, rank: int | None, attempt: int | Non
     return target.logs(submitted, stage, rank=rank, attempt=attempt, follow=follow)
 
 
-def _local_log_lines(found: KnownRun, stage: str, rank: int | None, attempt: int | None, follow: bool) -> Iterator[str]:
+def _local_log_lines(known: KnownRun, stage: str, rank: int | None, attempt: int | None, follow: bool) -> Iterator[str]:
     """The log in the run's folder; with `follow` one that a process here is about to begin is waited for."""
     from trainshed.errors import NotFound
     from trainshed.launch.attempt import follow_lines, log_file
     from trainshed.launch.local import holder_attempt, run_holder
 
-    folder = found.folder_here()
+    folder = known.folder_here()
 
     def goes_on() -> bool:
         return run_holder(folder) is not None
@@ -293,7 +295,7 @@ def _local_log_lines(found: KnownRun, stage: str, rank: int | None, attempt: int
     raise NotFound(
         f"this run has no log of {stage} yet",
         where=str(folder / "logs"),
-        hint=f"`trainshed status {found.run}` says how it stands; -f waits for a run that goes on",
+        hint=f"`trainshed status {known.run}` says how it stands; -f waits for a run that goes on",
     )
 
 
@@ -318,33 +320,33 @@ def cancel(
     from trainshed.launch.local import run_holder
     from trainshed.launch.target import target_of
 
-    found = find_run(run, on=on)
-    if found.submission is None or (found.folder is not None and run_holder(found.folder) is not None):
-        ended = _cancel_local(found)
+    known = find_run(run, on=on)
+    if known.submission is None or (known.folder is not None and run_holder(known.folder) is not None):
+        ended = _cancel_local(known)
         done = "stopped after its checkpoint"
     else:
-        ended = list(target_of(found.submission.cluster).cancel(found.submission.submitted))
+        ended = list(target_of(known.submission.cluster).cancel(known.submission.submitted))
         done = ", ".join(ended)
-    text = f"cancelled {found.run}: {done}" if ended else f"{found.run} had already ended"
-    print_report({"schema": "trainshed.cancel/1", "run": found.run, "ended": ended}, output, text)
+    text = f"cancelled {known.run}: {done}" if ended else f"{known.run} had already ended"
+    print_report({"schema": "trainshed.cancel/1", "run": known.run, "ended": ended}, output, text)
     return 0
 
 
-def _cancel_local(found: KnownRun) -> list[str]:
+def _cancel_local(known: KnownRun) -> list[str]:
     """Ask the process that works on a run to stop, and wait until it has; returns the stage that was ended."""
     from trainshed.cli.console import reporter
     from trainshed.errors import InputError
     from trainshed.launch.local import ask_holder_to_stop, holder_attempt, run_holder
 
-    folder = found.folder_here()
+    folder = known.folder_here()
     held = run_holder(folder)
     if held is None:
         return []
     if not held.is_here:
         raise InputError(
-            f"{found.run} is worked on by {held.words()}, which is another machine",
+            f"{known.run} is worked on by {held.words()}, which is another machine",
             where=str(folder),
-            hint=f"write `trainshed cancel {found.run}` on {held.host}",
+            hint=f"write `trainshed cancel {known.run}` on {held.host}",
         )
     stage = "prepare" if holder_attempt(folder, held) is None else "train"
     ask_holder_to_stop(held)
@@ -370,8 +372,8 @@ def open_service(run: str, service: Literal["serve"], *, port: int | None = None
     """
     from trainshed.launch.target import tunnel_command
 
-    found, state = _submitted_stage(run, service)
-    return _execute(tunnel_command(found.cluster, found.submitted, state, port), dry_run)
+    submission, state = _submitted_stage(run, service)
+    return _execute(tunnel_command(submission.cluster, submission.submitted, state, port), dry_run)
 
 
 def exec_in(
@@ -394,8 +396,8 @@ def exec_in(
     """
     from trainshed.launch.target import shell_command
 
-    found, state = _submitted_stage(run, stage)
-    return _execute(shell_command(found.cluster, found.submitted, state, rank, command or ("bash",)), dry_run)
+    submission, state = _submitted_stage(run, stage)
+    return _execute(shell_command(submission.cluster, submission.submitted, state, rank, command or ("bash",)), dry_run)
 
 
 def _submitted_stage(run: str, stage: str) -> tuple[Submission, StageState]:
@@ -403,10 +405,10 @@ def _submitted_stage(run: str, stage: str) -> tuple[Submission, StageState]:
     from trainshed.errors import InputError
     from trainshed.launch.target import target_of
 
-    found = find_run(run).submitted("a way into it")
-    for state in target_of(found.cluster).status(found.submitted):
+    submission = find_run(run).submitted("a way into it")
+    for state in target_of(submission.cluster).status(submission.submitted):
         if state.stage == stage:
-            return found, state
+            return submission, state
     what = "is not served" if stage == "serve" else "has no training"
     hint = "write `serve: {}` into its recipe and submit it again" if stage == "serve" else None
     raise InputError(f"this run {what}", where=run, hint=hint)

@@ -109,8 +109,8 @@ def _print_request(asked: SubmitOptions, as_: str = "scripts", out: Path | None 
         from trainshed.launch.kubernetes.helm import write_chart
 
         warnings = write_chart(job, request, out)
-        said = warnings or (f"helm install {job.name} {out}",)
-        reporter().note("\n".join((f"chart written to {out}", *said)))
+        notes = warnings or (f"helm install {job.name} {out}",)
+        reporter().note("\n".join((f"chart written to {out}", *notes)))
     elif out is not None:
         _write_request(request, out)
         reporter().note(f"{len(request.parts)} parts written to {out}")
@@ -269,15 +269,15 @@ def _follow_run(run: str) -> dict[str, Any]:
     from trainshed.launch.submissions import find_submission
     from trainshed.launch.target import target_of
 
-    found = find_submission(run)
-    target, shown = target_of(found.cluster), reporter()
-    said: dict[str, str] = {}
+    submission = find_submission(run)
+    target, shown = target_of(submission.cluster), reporter()
+    last_lines: dict[str, str] = {}
     while True:
-        data = submission_status(found, target.status(found.submitted))
+        data = submission_status(submission, target.status(submission.submitted))
         for stage in data["stages"]:
             line = f"{stage['stage']}: {stage['state']}  {stage['reason']}".rstrip()
-            if said.get(stage["stage"]) != line:
-                said[stage["stage"]] = line
+            if last_lines.get(stage["stage"]) != line:
+                last_lines[stage["stage"]] = line
                 shown.note(line)
         if data["state"] in ("done", "serving", "failed", "cancelled"):
             return data

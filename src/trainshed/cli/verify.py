@@ -58,8 +58,8 @@ def verify(
     shown = reporter()
     done = False
     try:
-        found = verify(loaded, folder, layout_keys=keys, steps=steps, cluster=cluster, reporter=shown)
-        done = found.equal
+        verification = verify(loaded, folder, layout_keys=keys, steps=steps, cluster=cluster, reporter=shown)
+        done = verification.equal
     except TrainshedError as error:
         done = error.exit_code != TrainshedError.exit_code  # wrong input, or somebody asked to stop
         raise
@@ -69,41 +69,41 @@ def verify(
             shutil.rmtree(folder)
         else:
             shown.note(f"the runs of this check are kept in {folder}")
-    print_report(found.to_plain(), output, verification_text(found))
-    return 0 if found.equal else 1
+    print_report(verification.to_plain(), output, verification_text(verification))
+    return 0 if verification.equal else 1
 
 
-def verification_text(found: Verification) -> str:
+def verification_text(verification: Verification) -> str:
     """Write what a check found for people."""
     from trainshed.models.parameters import parameter_count
 
-    small, config, ranks = found.small, found.small.config, found.small.layout.world_size
+    small, config, ranks = verification.small, verification.small.config, verification.small.layout.world_size
     batches = " then ".join(f"{size:,}" for size in small.batch_sizes)
-    asked = f" in place of {found.asked}" if found.asked.world_size != ranks else ""
+    asked = f" in place of {verification.asked}" if verification.asked.world_size != ranks else ""
     against = f", {ranks} processes against one" if ranks > 1 else ""
     lines = [
-        f"{found.name} on {small.layout}{asked}{against}: float64 on {found.device}",
+        f"{verification.name} on {small.layout}{asked}{against}: float64 on {verification.device}",
         f"  shrunk to a {config.family} of {config.layers} layers, hidden {config.hidden}, {config.heads} heads "
         f"({config.kv_heads} for keys and values), vocabulary {config.vocab_size}: "
         f"{parameter_count(config):,} parameters",
         f"  synthetic data, batches of {batches} × {small.sequence_length} tokens",
         "",
-        *_table(found.straight, "one process", _layout_name(found)),
+        *_table(verification.straight, "one process", _layout_name(verification)),
         "",
-        f"  against one process: {_distance(found.straight)}",
-        f"  resumed after step {found.resumed_after}: {_distance(found.resumed)}",
+        f"  against one process: {_distance(verification.straight)}",
+        f"  resumed after step {verification.resumed_after}: {_distance(verification.resumed)}",
     ]
-    return "\n".join([*lines, _verdict(found)])
+    return "\n".join([*lines, _verdict(verification)])
 
 
-def _layout_name(found: Verification) -> str:
-    layout = found.small.layout
+def _layout_name(verification: Verification) -> str:
+    layout = verification.small.layout
     return str(layout) if layout.world_size > 1 else "the layout"
 
 
 def _table(compared: RunComparison, one: str, other: str) -> list[str]:
     width = max(17, len(one), len(other))
-    heads = [f"{each:>{width}}" for each in (one, other)]
+    heads = [f"{title:>{width}}" for title in (one, other)]
     lines = [
         f"  {'':>5}  {'loss':>{width}}  {'':>{width}}  {'':>10}  {'grad norm':>{width}}",
         f"  {'step':>5}  {heads[0]}  {heads[1]}  {'difference':>10}  {heads[0]}  {heads[1]}  {'difference':>10}",
@@ -139,12 +139,12 @@ def _distance(compared: RunComparison) -> str:
     )
 
 
-def _verdict(found: Verification) -> str:
-    if found.equal:
-        return f"equal: {_layout_name(found)} trains as one process does, and resumes as if it had not stopped"
+def _verdict(verification: Verification) -> str:
+    if verification.equal:
+        return f"equal: {_layout_name(verification)} trains as one process does, and resumes as if it had not stopped"
     wrong = []
-    if not found.straight.equal:
-        wrong.append(f"{_layout_name(found)} does not train as one process does")
-    if not found.resumed.equal:
+    if not verification.straight.equal:
+        wrong.append(f"{_layout_name(verification)} does not train as one process does")
+    if not verification.resumed.equal:
         wrong.append("a resumed run is not the straight one")
     return f"DIFFERENT: {', and '.join(wrong)}"

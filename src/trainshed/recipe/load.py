@@ -157,10 +157,10 @@ def run_identity(recipe: Recipe) -> dict[str, Any]:
     plain = to_plain(recipe, defaults=False)
     if recipe.train.schedule.name in DECAY_NOT_IN_ID:
         plain["train"]["schedule"].pop("decay", None)
-    said = {key: plain.get(key) for key in ("model", "tokenizer", "data", "train", "seed")}
+    identity = {key: plain.get(key) for key in ("model", "tokenizer", "data", "train", "seed")}
     for section, keys in NOT_IN_ID.items():
-        said[section] = {key: value for key, value in plain[section].items() if key not in keys}
-    return said
+        identity[section] = {key: value for key, value in plain[section].items() if key not in keys}
+    return identity
 
 
 def copy_shipped_recipe(name: str, destination: Path) -> list[Path]:

@@ -43,12 +43,12 @@ def _split_override(text: str, prefix: str) -> tuple[KeyPath, str]:
     steps: list[KeyStep] = []
     position = 0
     while True:
-        found = _STEP.match(text, position)
-        if not found:
+        step = _STEP.match(text, position)
+        if not step:
             break
-        name = found[1] if found[1] is not None else found[2]
-        steps.append(int(name) if found[1] is None and name.isdigit() else name)
-        position = found.end()
+        name = step[1] if step[1] is not None else step[2]
+        steps.append(int(name) if step[1] is None and name.isdigit() else name)
+        position = step.end()
         if text[position : position + 1] == "=":
             return tuple(steps), text[position + 1 :].strip()
         if text[position : position + 1] != ".":

@@ -411,8 +411,8 @@ class Recipe(Section):
 
     def _serving_problems(self) -> Iterator[Problem]:
         if self.export is None or self.export.format != "hf":
-            found = "the recipe exports no weights" if self.export is None else "Megatron's format is not served"
-            yield Problem(("serve",), f"there is nothing to serve: {found}", "write `export: {format: hf}`")
+            reason = "the recipe exports no weights" if self.export is None else "Megatron's format is not served"
+            yield Problem(("serve",), f"there is nothing to serve: {reason}", "write `export: {format: hf}`")
         if self.tokenizer is None:
             like = self.model.from_ or "hf://org/name"
             yield Problem(("tokenizer",), "is missing: a server must know the model's words", f"tokenizer: {like}")

@@ -62,7 +62,7 @@ def find_secret(name: str, value: str) -> str | None:
 
 
 def _looks_random(value: str) -> bool:
-    return any(_is_random(found) for found in _LONG_WORD.findall(_NOT_SECRET.sub("", value)))
+    return any(_is_random(word) for word in _LONG_WORD.findall(_NOT_SECRET.sub("", value)))
 
 
 def _is_random(text: str) -> bool:

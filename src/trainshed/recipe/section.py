@@ -60,9 +60,9 @@ class Section(BaseModel):
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
-        found = list(self.problems())
-        if found:
-            raise problems_error(found)
+        problems = list(self.problems())
+        if problems:
+            raise problems_error(problems)
         return self
 
 
@@ -167,10 +167,10 @@ def check_address(text: str) -> str:
     """Return the address, or raise for one that no store could read."""
     if not text.strip():
         raise invalid_value("an empty address", "write a path, or s3://, gs://, az:// or hf://…")
-    found = re.match(r"^([A-Za-z][A-Za-z0-9+.-]*):(//)?", text)
-    if not found or (not found[2] and found[1].lower() not in (*ADDRESS_SCHEMES, *_MISTAKEN_SCHEMES)):
+    matched = re.match(r"^([A-Za-z][A-Za-z0-9+.-]*):(//)?", text)
+    if not matched or (not matched[2] and matched[1].lower() not in (*ADDRESS_SCHEMES, *_MISTAKEN_SCHEMES)):
         return text  # a plain path
-    scheme, rest = found[1].lower(), text[found.end() :]
+    scheme, rest = matched[1].lower(), text[matched.end() :]
     if scheme == "file":
         raise invalid_value(f"`{text}`: files are written as plain paths", f"write {rest}")
     if scheme in _MISTAKEN_SCHEMES:
@@ -186,7 +186,7 @@ def check_address(text: str) -> str:
             instead += "; or run `trainshed data fetch 'https://…' FOLDER` first, and write that folder"
         raise invalid_value(f"credentials do not belong into an address: this one has {secret}", instead)
     steps = [step for step in rest.removeprefix("datasets/").split("/") if step]
-    if not found[2] or len(steps) < {"hf": 2, "az": 2}.get(scheme, 1):
+    if not matched[2] or len(steps) < {"hf": 2, "az": 2}.get(scheme, 1):
         raise invalid_value(f"`{text}` names no place to read", f"write {_ADDRESS_FORMS[scheme]}")
     return text
 

@@ -148,13 +148,13 @@ def _is_prefix(path: KeyPath, known: dict[KeyPath, SchemaKey]) -> bool:
 
 def sibling_keys(kind: type[BaseModel], parent: KeyPath) -> list[str]:
     """Return the keys that may stand below a concrete path."""
-    found: list[str] = []
+    keys: list[str] = []
     for path in known_keys(kind):
         if len(path) == len(parent) + 1 and all(
             ours in (theirs, ELEMENT) for ours, theirs in zip(path, parent, strict=False)
         ):
-            found.append(str(path[-1]))
-    return found
+            keys.append(str(path[-1]))
+    return keys
 
 
 def nearest_key(kind: type[BaseModel], path: KeyPath) -> KeyPath | None:
@@ -240,7 +240,9 @@ def validate(kind: type[Kind], document: YamlDocument) -> Kind:
     try:
         return kind.model_validate(document.value)
     except ValidationError as error:
-        problems = [problem for found in error.errors() for problem in _problems_of(kind, dict(found), document.value)]
+        problems = [
+            problem for detail in error.errors() for problem in _problems_of(kind, dict(detail), document.value)
+        ]
     raise recipe_error(_without_echoes(problems), document.places)
 
 
@@ -269,17 +271,17 @@ def _one_line(problem: Problem) -> str:
     return f"{problem.what}; {problem.hint}" if problem.hint else problem.what
 
 
-def _problems_of(kind: type[BaseModel], found: dict[str, Any], root: Any) -> Iterator[Problem]:
-    path = _written_path(found["loc"], root)
-    if found["type"] == PROBLEMS_ERROR_TYPE:
-        for problem in found["ctx"]["problems"]:
-            yield Problem(_written_path((*found["loc"], *problem.path), root), problem.what, problem.hint)
-    elif found["type"] == "extra_forbidden":
-        yield _unknown_key(kind, path, _schema_path(found["loc"]))
-    elif found["type"] == "missing":
+def _problems_of(kind: type[BaseModel], error: dict[str, Any], root: Any) -> Iterator[Problem]:
+    path = _written_path(error["loc"], root)
+    if error["type"] == PROBLEMS_ERROR_TYPE:
+        for problem in error["ctx"]["problems"]:
+            yield Problem(_written_path((*error["loc"], *problem.path), root), problem.what, problem.hint)
+    elif error["type"] == "extra_forbidden":
+        yield _unknown_key(kind, path, _schema_path(error["loc"]))
+    elif error["type"] == "missing":
         yield _missing(kind, path)
     else:
-        what, hint = _value_message(found)
+        what, hint = _value_message(error)
         yield Problem(path, what, hint)
 
 
@@ -331,8 +333,8 @@ def _missing(kind: type[BaseModel], path: KeyPath) -> Problem:
     return Problem(path, "is missing", f"write for example `{path[-1]}: {example}`")
 
 
-def _value_message(found: dict[str, Any]) -> tuple[str, str | None]:
-    kind, value, context = found["type"], found["input"], found.get("ctx") or {}
+def _value_message(error: dict[str, Any]) -> tuple[str, str | None]:
+    kind, value, context = error["type"], error["input"], error.get("ctx") or {}
     if kind in _WANTED_TYPES:
         return _wrong_type(_WANTED_TYPES[kind], value)
     if kind in _BOUNDS:
@@ -355,7 +357,7 @@ def _value_message(found: dict[str, Any]) -> tuple[str, str | None]:
         return "is empty", "write a value or delete the line"
     if kind in ("too_short", "too_long"):
         return _wrong_length(kind, context)
-    return found["msg"], None
+    return error["msg"], None
 
 
 def _wrong_pattern(pattern: str, value: str) -> tuple[str, str | None]:

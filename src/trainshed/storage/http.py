@@ -263,9 +263,9 @@ def _body_chunks(answer: Any, skip: int, chunk_bytes: int, waited_for: str) -> I
 def _remote_file(answer: Any) -> RemoteFile:
     headers = answer.headers
     total = headers.get("content-length")
-    found = _CONTENT_RANGE.match(headers.get("content-range", ""))
-    if found:
-        total = None if found[3] == "*" else found[3]
+    match = _CONTENT_RANGE.match(headers.get("content-range", ""))
+    if match:
+        total = None if match[3] == "*" else match[3]
     elif answer.status_code == 206:
         total = None
     version = headers.get("etag", "").removeprefix("W/") or headers.get("last-modified", "")
@@ -273,8 +273,8 @@ def _remote_file(answer: Any) -> RemoteFile:
 
 
 def _range_start(answer: Any, expected: int) -> int:
-    found = _CONTENT_RANGE.match(answer.headers.get("content-range", ""))
-    return int(found[1]) if found else expected
+    match = _CONTENT_RANGE.match(answer.headers.get("content-range", ""))
+    return int(match[1]) if match else expected
 
 
 def _check_same_version(first: RemoteFile, now: RemoteFile, where: str) -> None:
@@ -316,13 +316,15 @@ class _RedactQueries(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         if isinstance(record.args, tuple):
-            record.args = tuple(redacted(str(each)) if "://" in str(each) else each for each in record.args)
+            record.args = tuple(
+                redacted(str(argument)) if "://" in str(argument) else argument for argument in record.args
+            )
         return True
 
 
 def _redact_request_log() -> None:
     logger = logging.getLogger("httpx2")
-    if not any(isinstance(each, _RedactQueries) for each in logger.filters):
+    if not any(isinstance(filter, _RedactQueries) for filter in logger.filters):
         logger.addFilter(_RedactQueries())
 
 

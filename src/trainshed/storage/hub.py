@@ -70,8 +70,8 @@ class HubStore(ReadOnlyStore):
     def head(self, path: str) -> ObjectInfo | None:
         """Describe one file, or None if there is none."""
         form = {"paths": [path], "expand": False}
-        found, _ = self._ask(f"/paths-info/{self.revision}", self._shown(path), form)
-        infos = [_file_info(each) for each in found if each["type"] == "file"]
+        entries, _ = self._ask(f"/paths-info/{self.revision}", self._shown(path), form)
+        infos = [_file_info(entry) for entry in entries if entry["type"] == "file"]
         return infos[0] if infos else None
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
@@ -79,14 +79,14 @@ class HubStore(ReadOnlyStore):
         prefix = prefix.strip("/")
         folder = f"/{quote(prefix, safe='')}" if prefix else ""
         following: str | None = f"/tree/{self.revision}{folder}?recursive=true&expand=false"
-        found: list[ObjectInfo] = []
+        infos: list[ObjectInfo] = []
         try:
             while following is not None:
                 page, following = self._ask(following, self._shown(prefix))
-                found += [_file_info(each) for each in page if each["type"] == "file"]
+                infos += [_file_info(entry) for entry in page if entry["type"] == "file"]
         except _NoEntry:
             return
-        yield from sorted(found, key=lambda info: info.path)
+        yield from sorted(infos, key=lambda info: info.path)
 
     def read(self, path: str, start: int = 0, end: int | None = None) -> bytes:
         """Read the bytes [start, end) of a file."""
@@ -129,12 +129,12 @@ class HubStore(ReadOnlyStore):
         except errors.HFValidationError:
             raise NotFound("not a name the Hub can have", where=where, hint="check organisation and name") from None
         base = f"/api/{self._type}s/{self._repo}"
-        found, following = self._web.json(f"{self._endpoint}{base}{path}", where, form)
+        body, following = self._web.json(f"{self._endpoint}{base}{path}", where, form)
         # A mirror may name the Hub itself in its links; our token goes to nobody but the endpoint.
         _, mark, rest = (following or "").partition(f"/tree/{self._commit}")
         if following and not mark:
             raise StorageError("the Hub's listing goes on at an address of another kind", where=where)
-        return found, f"{mark}{rest}" if following else None
+        return body, f"{mark}{rest}" if following else None
 
     def _explain(self, status: int, headers: Mapping[str, str], where: str) -> TrainshedError | None:
         code, message = headers.get("x-error-code", ""), headers.get("x-error-message", "")

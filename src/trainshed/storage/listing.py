@@ -260,7 +260,7 @@ def _destination_path(address: Address, where: str) -> str:
     parts = []
     for part in address.path.partition("?")[0].partition("#")[0].split("/"):
         plain = unquote(part)
-        parts.append(part if "/" in plain or any(ord(each) < 32 for each in plain) else plain)
+        parts.append(part if "/" in plain or any(ord(character) < 32 for character in plain) else plain)
     if any(part in ("", ".", "..") for part in parts):
         raise AddressError("the URL names no file", where=where, hint="write the URL of one file")
     return "/".join([host, *parts])

@@ -247,9 +247,9 @@ def _walk(folder: Path, prefix: str, above: frozenset[tuple[int, int]]) -> Itera
             yield from _walk(Path(entry.path), path, above | {here})
         elif not _TEMPORARY.fullmatch(entry.name) and entry.name != _LOCK_NAME:
             with suppress(FileNotFoundError):  # removed since the scan, or a link to nowhere
-                found = entry.stat()
-                if stat.S_ISREG(found.st_mode):
-                    yield _info(path, found)
+                info = entry.stat()
+                if stat.S_ISREG(info.st_mode):
+                    yield _info(path, info)
 
 
 @contextmanager

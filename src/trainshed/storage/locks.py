@@ -106,11 +106,11 @@ def wait_for_lock(
     what: str, holder: Path, held: Callable[[], bool], reporter: Reporter, *, sign_of_life: Path | None = None
 ) -> None:
     """Wait until a lock is free, and tell for whom: at once, and again every half minute."""
-    began, told = time.monotonic(), -REPORT_SECONDS
+    began, reported = time.monotonic(), -REPORT_SECONDS
     while held():
         waited = time.monotonic() - began
-        if waited - told >= REPORT_SECONDS:
-            told = waited
+        if waited - reported >= REPORT_SECONDS:
+            reported = waited
             silent = _silent_seconds(sign_of_life)
             reporter.note(
                 f"waiting: {what} is being made by {describe_holder(LockHolder.read(holder))}"

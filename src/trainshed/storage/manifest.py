@@ -57,7 +57,7 @@ class Manifest:
         cls, kind: str, spec: Mapping[str, Any], files: Iterable[FileEntry], facts: Mapping[str, Any] | None = None
     ) -> Manifest:
         """A manifest with its files in order."""
-        ordered = tuple(sorted(files, key=lambda each: each.path))
+        ordered = tuple(sorted(files, key=lambda file: file.path))
         format = 1 if all(is_sha256(entry.checksum) for entry in ordered) else MANIFEST_FORMAT
         return cls(kind, dict(spec), ordered, dict(facts or {}), format=format)
 
@@ -106,7 +106,7 @@ class Manifest:
         for key, kind in {"kind": str, "made_by": str, "spec": dict, "facts": dict, "files": list}.items():
             if not isinstance(document.get(key), kind):
                 raise _unreadable_manifest(f"'{key}' is missing or of the wrong kind", where)
-        files = tuple(_file_entry(each, document["format"], where) for each in document["files"])
+        files = tuple(_file_entry(entry, document["format"], where) for entry in document["files"])
         if len({entry.path for entry in files}) != len(files):
             raise _unreadable_manifest("a file stands in it twice", where)
         manifest = cls(
@@ -165,9 +165,9 @@ class Manifest:
             raise _differing_files("not what their manifest says", changed, join(store.url, folder))
 
 
-def _file_entry(each: Any, format: int, where: str | None) -> FileEntry:
+def _file_entry(entry: Any, format: int, where: str | None) -> FileEntry:
     key = _CHECKSUM_KEYS[format]
-    path, size, checksum = (each.get(name) if isinstance(each, dict) else None for name in ("path", "size", key))
+    path, size, checksum = (entry.get(name) if isinstance(entry, dict) else None for name in ("path", "size", key))
     if not isinstance(path, str) or not path or any(part in ("", ".", "..") for part in path.split("/")):
         raise _unreadable_manifest(f"a file with the path {path!r}", where)
     if not isinstance(size, int) or isinstance(size, bool) or size < 0 or not is_checksum(checksum):

@@ -118,8 +118,8 @@ def _unreachable_error(text: str, where: str) -> StorageError:
 
 def http_status(error: BaseException) -> int | None:
     """The HTTP status inside an error, where there is one."""
-    found = _STATUS.search(str(error))
-    return int(found[1]) if found else None
+    match = _STATUS.search(str(error))
+    return int(match[1]) if match else None
 
 
 def scrub_secrets(text: str) -> str:
@@ -144,8 +144,8 @@ def _denied_hint(code: str | None, scheme: str) -> str | None:
 
 
 def _error_code(text: str) -> str | None:
-    found = _CODE.search(text)
-    return (found[1] or found[2]) if found else None
+    match = _CODE.search(text)
+    return (match[1] or match[2]) if match else None
 
 
 def _first_line(text: str) -> str:
@@ -199,11 +199,11 @@ class ObjectStore:
         prefix = prefix.strip("/")
         with self._explained(prefix):
             pages = obstore.list(self._client, prefix or None, chunk_size=1000)
-            found = [_object_info(meta) for page in pages for meta in page]
-        found.sort(key=lambda info: info.path)
-        for index, info in enumerate(found):
+            infos = [_object_info(meta) for page in pages for meta in page]
+        infos.sort(key=lambda info: info.path)
+        for index, info in enumerate(infos):
             # Consoles mark a folder by an empty object 'folder/', which obstore shows without its slash.
-            following = found[index + 1].path if index + 1 < len(found) else ""
+            following = infos[index + 1].path if index + 1 < len(infos) else ""
             if info.size == 0 and (info.path == prefix or following.startswith(info.path + "/")):
                 continue
             yield info

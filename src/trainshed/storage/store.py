@@ -208,7 +208,7 @@ class StoreOptions:
     @classmethod
     def from_mapping(cls, stores: Mapping[str, Mapping[str, object]], *, where: str | None = None) -> StoreOptions:
         """Read `{s3: {endpoint: …}, "s3://bucket": {anonymous: true}}`."""
-        known = {each.name for each in fields(Endpoint)}
+        known = {field.name for field in fields(Endpoint)}
         endpoints = {}
         for key, values in stores.items():
             unknown = sorted(set(values) - known)

@@ -63,11 +63,11 @@ class CopyJournal:
         with ThreadPoolExecutor(8) as pool:
             loaded = list(pool.map(self._read, names))
         records: dict[str, CopyRecord] = {}
-        for name, found in zip(names, loaded, strict=True):
-            records |= found
+        for name, loaded_value in zip(names, loaded, strict=True):
+            records |= loaded_value
             match = _SEGMENT.fullmatch(name)
             if match and match[1] == self._name:
-                self._own |= found
+                self._own |= loaded_value
                 self._segments.append(name)
                 self._number = max(self._number, int(match[2]))
         return records
@@ -219,10 +219,10 @@ class Transfer:
         if self.is_proven(item):
             self._advance(task, item.size or 0)
             return self.proven(item)
-        found = self._found_in_place(item)
-        if found is not None:
-            self._advance(task, found.size)
-            return CopyOutcome(found, moved=False)
+        in_place = self._found_in_place(item)
+        if in_place is not None:
+            self._advance(task, in_place.size)
+            return CopyOutcome(in_place, moved=False)
         for attempt in range(_OBJECT_ATTEMPTS):
             hasher = Hasher() if item.sha256 is None else Hasher.like(item.sha256)
             try:

@@ -149,16 +149,16 @@ def plan_on_cluster(
         return _plan_on_cpus(recipe, cluster, model, nodes)
     placement = _node_placement(recipe, cluster, machine, nodes, gpus)
     asked = build_request(model, hardware_of(machine), (placement.world_size,), cluster, machine=machine, recipe=recipe)
-    found = make_plan(asked)
-    _check_memory(recipe, found, despite_memory)
-    assert found.budget is not None, "`answer` always makes one"
+    plan = make_plan(asked)
+    _check_memory(recipe, plan, despite_memory)
+    assert plan.budget is not None, "`answer` always makes one"
     return PlannedRun(
-        layout=found.chosen.layout,
+        layout=plan.chosen.layout,
         placement=placement,
-        save_seconds=found.budget.checkpoint.write_seconds,
-        reasons=tuple(_reasons(found)),
-        notes=(_headline(found, found.budget), *found.notes),
-        predicted=_predicted(found, found.budget),
+        save_seconds=plan.budget.checkpoint.write_seconds,
+        reasons=tuple(_reasons(plan)),
+        notes=(_headline(plan, plan.budget), *plan.notes),
+        predicted=_predicted(plan, plan.budget),
     )
 
 
@@ -203,11 +203,11 @@ def check_node_count(cluster: Cluster, nodes: int, where: str) -> None:
         )
 
 
-def _check_memory(recipe: Recipe, found: Plan, despite_memory: bool) -> None:
-    chosen = found.chosen
+def _check_memory(recipe: Recipe, plan: Plan, despite_memory: bool) -> None:
+    chosen = plan.chosen
     if chosen.fits or despite_memory:
         return
-    capacity = found.question.job.hardware.memory_gib
+    capacity = plan.question.job.hardware.memory_gib
     raise RecipeError(
         f"{chosen.layout} needs {chosen.memory.total:.0f} GiB on its fullest GPU, which has {capacity:.0f}",
         where=recipe.where("layout"),
@@ -241,8 +241,8 @@ def _plan_on_cpus(recipe: Recipe, cluster: Cluster, model: PlannedModel, nodes: 
     return PlannedRun(layout, NodePlacement(count, layout.world_size // count, None), None, reasons, notes)
 
 
-def _headline(found: Plan, budget: RunBudget) -> str:
-    chosen, job = found.chosen, found.question.job
+def _headline(plan: Plan, budget: RunBudget) -> str:
+    chosen, job = plan.chosen, plan.question.job
     saving = budget.checkpoint.write_seconds
     saved = f", a checkpoint in {saving:.0f} s" if saving is not None else ""
     run = budget.run
@@ -254,21 +254,21 @@ def _headline(found: Plan, budget: RunBudget) -> str:
     )
 
 
-def _reasons(found: Plan) -> list[str]:
-    if not found.searched:
+def _reasons(plan: Plan) -> list[str]:
+    if not plan.searched:
         return []
-    return [f"layout: auto chose {found.chosen.layout} among {found.considered:,} layouts"]
+    return [f"layout: auto chose {plan.chosen.layout} among {plan.considered:,} layouts"]
 
 
-def _predicted(found: Plan, budget: RunBudget) -> dict[str, Any]:
-    chosen = found.chosen
+def _predicted(plan: Plan, budget: RunBudget) -> dict[str, Any]:
+    chosen = plan.chosen
     return {
         "step_seconds": chosen.step_seconds,
         "mfu": chosen.mfu,
         "memory_gib": chosen.memory.total,
         "checkpoint": budget.checkpoint.to_plain(),
-        "calibration": found.calibration,
-        "step_seconds_range": found.evidence.seconds if found.evidence is not None else None,
+        "calibration": plan.calibration,
+        "step_seconds_range": plan.evidence.seconds if plan.evidence is not None else None,
     }
 
 

@@ -105,7 +105,7 @@ def find_unneeded(store: Path) -> list[Removal]:
     """List what nothing in a store refers to: artefacts without a run, and what killed processes left half made."""
     runs = local_runs(store)
     needed = _needed(store, runs)
-    found = [
+    leftovers = [
         _measure(folder, "leftover", "a run that was being removed")
         for folder in sorted((store / "runs").glob(f"*/{REMOVED_PREFIX}*"))
     ]
@@ -113,24 +113,24 @@ def find_unneeded(store: Path) -> list[Removal]:
         if folder.is_symlink() or not folder.is_dir() or _is_being_made(folder):
             continue
         if folder.name.endswith(_PARTIAL):
-            found.append(_measure(folder, "leftover", "half made"))
+            leftovers.append(_measure(folder, "leftover", "half made"))
         elif not _manifests(folder):
-            found.append(_measure(folder, "leftover", "half made: it has no manifest"))
+            leftovers.append(_measure(folder, "leftover", "half made: it has no manifest"))
         elif (folder.parent.name, folder.name) not in needed:
-            found.append(_measure(folder, "artefact", "no run refers to it"))
-    return found
+            leftovers.append(_measure(folder, "artefact", "no run refers to it"))
+    return leftovers
 
 
 def remove_unneeded(store: Path, planned: list[Removal]) -> list[Removal]:
     """Remove what `find_unneeded` listed and what is still unneeded; returns what was removed."""
     _refuse_unprepared(store)
-    still = {each.path for each in find_unneeded(store)}
+    still = {artefact.path for artefact in find_unneeded(store)}
     removed = []
-    for each in planned:
-        if each.path in still:
+    for artefact in planned:
+        if artefact.path in still:
             _refuse_unprepared(store)  # a run that has begun meanwhile may have found it
-            _remove(Path(each.path))
-            removed.append(each)
+            _remove(Path(artefact.path))
+            removed.append(artefact)
     return removed
 
 
@@ -166,7 +166,7 @@ def _refuse_unprepared(store: Path) -> None:
 
 def _needed(store: Path, runs: list[LocalRun]) -> set[tuple[str, str]]:
     """The artefacts that runs refer to, by kind and name."""
-    needed = {each for run in runs for text in _small_files(run.folder) for each in _ARTEFACT.findall(text)}
+    needed = {artefact for run in runs for text in _small_files(run.folder) for artefact in _ARTEFACT.findall(text)}
     waiting = list(needed)
     while waiting:
         kind, name = waiting.pop()

@@ -82,18 +82,18 @@ def check_resumable(start: RunStart, steps: int | None, options: StoreOptions | 
 
     if steps is None or start.recipe.checkpoint.resume == "fresh":
         return
-    found = _last_checkpoint(start, options)
-    if found is None:
+    checkpoint = _last_checkpoint(start, options)
+    if checkpoint is None:
         return
-    done = found.step
+    done = checkpoint.step
     if done <= steps:
-        check_resumed_decay(start.recipe, steps, found)
+        check_resumed_decay(start.recipe, steps, checkpoint)
         return
     key = next(key for key in ("steps", "tokens", "epochs") if getattr(start.recipe.train, key) is not None)
-    said = f"train.steps is {steps:,}" if key == "steps" else f"train.{key} comes to {steps:,} steps"
+    length = f"train.steps is {steps:,}" if key == "steps" else f"train.{key} comes to {steps:,} steps"
     more = f"write train.steps={done} or more" if key == "steps" else f"write more in train.{key}"
     raise InputError(
-        f"{done:,} steps of {start.run} are done already, and {said}",
+        f"{done:,} steps of {start.run} are done already, and {length}",
         where=start.recipe.where(f"train.{key}"),
         hint=f"{more}, or --id NAME for another run",
     )
@@ -104,10 +104,10 @@ def note_other_runs(start: RunStart, reporter: Reporter) -> None:
     if not start.is_new:
         return
     others = [run for run in local_runs(start.folder.parents[2]) if run.name == start.recipe.name]
-    found = [(run, keys) for run in others if (keys := _different_keys(start.recipe, run)) is not None]
-    if not found:
+    similar = [(run, keys) for run in others if (keys := _different_keys(start.recipe, run)) is not None]
+    if not similar:
         return
-    nearest, keys = min(found, key=lambda each: len(each[1]))
+    nearest, keys = min(similar, key=lambda candidate: len(candidate[1]))
     if not keys and start.id != run_id(start.recipe):
         return  # --id asks for another one
     if not keys:  # begun with --id, or by a version that counted other keys into the id
@@ -148,7 +148,7 @@ def _different_keys(recipe: Recipe, run: LocalRun) -> list[tuple[str, Any, Any]]
 
 def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
     if isinstance(value, dict):
-        return {key: each for name, inner in value.items() for key, each in _flatten(inner, f"{prefix}{name}.").items()}
+        return {key: leaf for name, inner in value.items() for key, leaf in _flatten(inner, f"{prefix}{name}.").items()}
     return {prefix.rstrip("."): value}
 
 

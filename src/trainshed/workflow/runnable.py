@@ -174,10 +174,10 @@ def _on_one(path: str, mounts: list[str]) -> bool:
 
 def _secret_problems(recipe: Recipe) -> Iterator[Problem]:
     """Yield arguments of engines that hold a secret: they stand in scripts and manifests, and are kept with the run."""
-    found = [(("engine", "args", name), name, value) for name, value in recipe.engine.args.items()]
+    arguments = [(("engine", "args", name), name, value) for name, value in recipe.engine.args.items()]
     if recipe.serve is not None:
-        found += [(("serve", "args", name), name, value) for name, value in recipe.serve.args.items()]
-    for path, name, value in found:
+        arguments += [(("serve", "args", name), name, value) for name, value in recipe.serve.args.items()]
+    for path, name, value in arguments:
         texts = value if isinstance(value, list) else [value]
         what = next((what for text in texts if isinstance(text, str) and (what := find_secret(name, text))), None)
         if what is not None:

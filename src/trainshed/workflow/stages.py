@@ -96,8 +96,8 @@ def _prepare_data(recipe: Recipe, cluster: Cluster, run: Path, wanted: tuple[str
 
 def tokenizer_folder(tokenizer: Tokenizer) -> str | None:
     """Return the folder that a tokenizer lies in; None where it is a single file of another name."""
-    found = parse(tokenizer.address)
-    address = os.path.abspath(str(found)) if found.scheme == "file" else tokenizer.address
+    parsed = parse(tokenizer.address)
+    address = os.path.abspath(str(parsed)) if parsed.scheme == "file" else tokenizer.address
     if not address.endswith(".json"):
         return address
     folder, _, name = address.rpartition("/")

@@ -152,7 +152,7 @@ def _json(body: Any) -> str:
 def _scripts(recipe: Recipe) -> dict[str, str]:
     """The scripts that a recipe names, which lie beside it here and beside its copy on the nodes."""
     sources = [*recipe.data.train, *([recipe.data.validation] if recipe.data.validation else [])]
-    found = {}
+    files = {}
     for number, source in enumerate(sources):
         if source.script is None:
             continue
@@ -164,10 +164,10 @@ def _scripts(recipe: Recipe) -> dict[str, str]:
                 hint="put the script into the recipe's folder and write its path from there",
             )
         try:
-            found[path.as_posix()] = (recipe.folder / path).read_text(encoding="utf-8")
+            files[path.as_posix()] = (recipe.folder / path).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise RecipeError(f"cannot be read: {error}", where=str(recipe.folder / path)) from None
-    return found
+    return files
 
 
 def _foreign(

@@ -127,11 +127,11 @@ def verify(
     alone = Layout(dp=1, micro_batch=gcd(*small.batch_sizes))
     spread = Layout.model_validate(small.layout.recipe_keys())
     one, run = (
-        prepare_run(shrunk_recipe(whole.recipe, small, each, folder, steps=steps), cluster, id=id)
-        for each, id in ((alone, "one-process"), (spread, "layout"))
+        prepare_run(shrunk_recipe(whole.recipe, small, trial, folder, steps=steps), cluster, id=id)
+        for trial, id in ((alone, "one-process"), (spread, "layout"))
     )
     expected = trials.train(one, "one process")
-    found = trials.train(run, "the layout")
+    parallel_steps = trials.train(run, "the layout")
     middle = steps // 2
     again = trials.train(_rewind(run, middle), "resumed", after=middle)
     bitwise = not on_gpus or recipe.train.deterministic
@@ -140,8 +140,8 @@ def verify(
         asked=asked,
         small=small,
         device=trials.device,
-        straight=compare_runs(expected, found, FLOAT64_TOLERANCE),
-        resumed=compare_runs(found[middle:], again, BITWISE_TOLERANCE if bitwise else FLOAT64_TOLERANCE),
+        straight=compare_runs(expected, parallel_steps, FLOAT64_TOLERANCE),
+        resumed=compare_runs(parallel_steps[middle:], again, BITWISE_TOLERANCE if bitwise else FLOAT64_TOLERANCE),
         resumed_after=middle,
     )
 
@@ -209,9 +209,9 @@ def _rewind(run: PreparedRun, step: int) -> PreparedRun:
     """Take a run back to its checkpoint of a step, as if it had been stopped there."""
     store, folder = LocalStore(run.folder), checkpoints_folder("")
     there = list_checkpoints(store, folder)
-    for found in there.complete:
-        if found.step > step:
-            remove_checkpoint(store, folder, found.step, there)
+    for entry in there.complete:
+        if entry.step > step:
+            remove_checkpoint(store, folder, entry.step, there)
     checkpoint = run.recipe.checkpoint.model_copy(update={"resume": "must"})
     run = replace(run, recipe=run.recipe.model_copy(update={"checkpoint": checkpoint}))
     save_run(run)

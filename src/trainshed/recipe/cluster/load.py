@@ -73,12 +73,12 @@ def cluster_folders() -> list[Path]:
 
 def known_clusters() -> dict[str, Path]:
     """Return every cluster file that a name would find."""
-    found: dict[str, Path] = {}
+    files: dict[str, Path] = {}
     for folder in cluster_folders():
         for file in sorted(folder.iterdir()) if folder.is_dir() else []:
             if file.suffix in YAML_SUFFIXES:
-                found.setdefault(file.stem, file)
-    return found
+                files.setdefault(file.stem, file)
+    return files
 
 
 def find_cluster(name_or_path: str | os.PathLike[str]) -> Path:
@@ -121,8 +121,8 @@ def _written_secrets(cluster: Cluster) -> Iterator[Problem]:
         if what is not None:
             yield _secret_in_clear(cluster, ("environment", name), what, name)
     for number, line in enumerate(cluster.setup):
-        found = ((name, find_secret(name, value.strip("\"'"))) for name, value in _ASSIGNMENT.findall(line))
-        name, what = next(((name, what) for name, what in found if what is not None), ("NAME", secret_shape(line)))
+        secrets = ((name, find_secret(name, value.strip("\"'"))) for name, value in _ASSIGNMENT.findall(line))
+        name, what = next(((name, what) for name, what in secrets if what is not None), ("NAME", secret_shape(line)))
         if what is not None:
             yield _secret_in_clear(cluster, ("setup", number), what, name)
     plain = to_plain(cluster, defaults=False)
