@@ -89,7 +89,7 @@ class waiting:
         _waits.end(self)
 
 
-def tell_waits(tell: Callable[[str], None] | None) -> None:
+def on_long_wait(tell: Callable[[str], None] | None) -> None:
     """Say who hears of long waits in this process, from whatever thread; None: nobody."""
     _waits.tell = tell
 

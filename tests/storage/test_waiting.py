@@ -16,7 +16,7 @@ import pytest
 from support.servers.silent_server import dropping, serving
 from trainshed import reporting
 from trainshed.errors import StorageError
-from trainshed.reporting import tell_waits
+from trainshed.reporting import on_long_wait
 from trainshed.storage import Endpoint, Retry, StoreOptions, open_store
 
 COMMIT = "0" * 40
@@ -48,9 +48,9 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     monkeypatch.setattr(reporting, "FIRST_NOTE_SECONDS", 0.05)
     monkeypatch.setattr(reporting, "_LOOK_SECONDS", 0.02)
     notes: list[str] = []
-    tell_waits(notes.append)
+    on_long_wait(notes.append)
     yield notes
-    tell_waits(None)
+    on_long_wait(None)
 
 
 @pytest.mark.parametrize("kind", ADDRESSES)

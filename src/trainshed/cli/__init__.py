@@ -15,7 +15,7 @@ from cyclopts import App, CycloptsError
 from trainshed import __version__
 from trainshed.errors import TrainshedError
 from trainshed.redaction import redacted
-from trainshed.reporting import tell_waits
+from trainshed.reporting import on_long_wait
 
 VERBS = {
     "run": ("trainshed.cli.run:run", "The whole line of a recipe; skips what is already proven."),
@@ -90,7 +90,7 @@ def build_app() -> App:
 def run_cli(arguments: Sequence[str]) -> int:
     """Run one command and return its exit code: 0 done, 1 the work failed, 2 the input is wrong."""
     debug = "--debug" in arguments
-    tell_waits(_tell_wait)
+    on_long_wait(_tell_wait)
     tokens = [token for token in arguments if token != "--debug"]
     try:
         result = build_app()(tokens, exit_on_error=False, print_error=False)

@@ -161,11 +161,11 @@ def _rows(there: CheckpointListing, broken: dict[int, str], *, verified: bool) -
 
 
 def _text(data: dict[str, Any], rows: list[dict[str, Any]], removed: list[int]) -> str:
-    from trainshed.cli.console import human
+    from trainshed.cli.console import format_amount
 
     complete = [row for row in rows if row["complete"]]
     count = f"{len(complete)} checkpoint{'' if len(complete) == 1 else 's'}"
-    lines = [f"{data['run']}: {count}, {human(sum(row['bytes'] for row in complete), 'B')}"]
+    lines = [f"{data['run']}: {count}, {format_amount(sum(row['bytes'] for row in complete), 'B')}"]
     for row in rows:
         state = "complete" if row["complete"] else "incomplete"
         if row["verified"] is not None:
@@ -173,7 +173,9 @@ def _text(data: dict[str, Any], rows: list[dict[str, Any]], removed: list[int]) 
         state += f": {row['problem']}" if row["problem"] else ""
         attempt = "?" if row["attempt"] is None else row["attempt"]
         mark = "  <- latest" if row["latest"] else ""
-        lines.append(f"  step {row['step']:>9,}  attempt {attempt:>3}  {human(row['bytes'], 'B'):>9}  {state}{mark}")
+        lines.append(
+            f"  step {row['step']:>9,}  attempt {attempt:>3}  {format_amount(row['bytes'], 'B'):>9}  {state}{mark}"
+        )
     if removed:
         lines.append(f"  removed: step {', '.join(f'{step:,}' for step in removed)}")
     return "\n".join(lines)

@@ -76,7 +76,7 @@ def tell_wait(text: str) -> None:
     (_latest or PlainReporter()).note(text)
 
 
-def human(amount: float, unit: str) -> str:
+def format_amount(amount: float, unit: str) -> str:
     """Write an amount for people: bytes in decimal steps, anything else with separators."""
     if unit != "B":
         return f"{amount:,.0f} {unit}"
@@ -91,9 +91,9 @@ def figures(amount: float, total: float | None, unit: str, seconds: float, *, do
     """Write where a task stands: `43%  1.2 of 2.8 GB  112 MB/s  ETA 0:00:14`, and when done how long it took."""
     rate = amount / max(seconds, 1e-9)
     if done or not total:
-        return f"{human(amount, unit):>10}  {human(rate, unit)}/s  in {format_duration(seconds)}"
+        return f"{format_amount(amount, unit):>10}  {format_amount(rate, unit)}/s  in {format_duration(seconds)}"
     left = format_duration((total - amount) / rate) if amount else "?"
-    return f"{amount / total:4.0%}  {human(amount, unit)} of {human(total, unit)}  {human(rate, unit)}/s  ETA {left}"
+    return f"{amount / total:4.0%}  {format_amount(amount, unit)} of {format_amount(total, unit)}  {format_amount(rate, unit)}/s  ETA {left}"
 
 
 class _PlainTask:
@@ -236,10 +236,10 @@ class _ProgressBar(_ProgressLines):
 def report_copy(result: CopyResult, schema: str, output: Output) -> None:
     """Print what a copy did: the source with its commit, how much moved, where the manifest is."""
     data = {"schema": schema, **result.as_dict()}
-    moved = f"{result.copied_files} copied ({human(result.copied_bytes, 'B')})"
+    moved = f"{result.copied_files} copied ({format_amount(result.copied_bytes, 'B')})"
     kept = result.files - result.copied_files
     lines = [
-        f"{result.files} files, {human(result.bytes, 'B')}: {moved}, {kept} already there",
+        f"{result.files} files, {format_amount(result.bytes, 'B')}: {moved}, {kept} already there",
         f"from      {result.source}",
         f"to        {result.destination}",
         f"manifest  {result.manifest}",

@@ -128,7 +128,7 @@ def prepare(
     output_format
         Report as text or json.
     """
-    from trainshed.cli.console import human, parse_task, print_report, reporter
+    from trainshed.cli.console import format_amount, parse_task, print_report, reporter
     from trainshed.data.text.corpus import assign_shards, find_inputs
     from trainshed.data.tokenize.workers import default_workers, prestart_workers
     from trainshed.errors import InputError
@@ -200,7 +200,7 @@ def prepare(
     }
     text = (
         f"{output}: {total.counts.documents:,} documents, {total.counts.tokens:,} tokens "
-        f"from {human(total.counts.text_bytes, 'B')} of text"
+        f"from {format_amount(total.counts.text_bytes, 'B')} of text"
         + (f", {total.counts.bad_lines:,} bad lines skipped" if total.counts.bad_lines else "")
         + (f"; {done.made} of {shards} shards made, {done.reused} already there" if shards > 1 or done.reused else "")
         + ("" if whole else "; other tasks have shards to make")
@@ -256,11 +256,11 @@ def inspect(
 
 
 def _inspection_text(inspection: TokenInspection) -> str:
-    from trainshed.cli.console import human
+    from trainshed.cli.console import format_amount
 
     files = "file" if inspection.shards == 1 else "shards"
     lines = [
-        f"{inspection.prefix}  ({inspection.shards} {files}, {inspection.dtype}, {human(inspection.file_bytes, 'B')})",
+        f"{inspection.prefix}  ({inspection.shards} {files}, {inspection.dtype}, {format_amount(inspection.file_bytes, 'B')})",
         f"  documents   {inspection.documents:>15,}"
         + (f"   ({inspection.empty_documents:,} empty)" if inspection.empty_documents else ""),
         f"  tokens      {inspection.tokens:>15,}   largest id {inspection.largest_id:,}",

@@ -47,7 +47,7 @@ class KnownRun:
         path = Path(self.address).expanduser()
         return path if path.is_dir() else None
 
-    def folder_here(self) -> Path:
+    def local_folder(self) -> Path:
         """Its folder; raises where this machine does not see it."""
         if self.folder is None:
             place = f"on {self.submission.cluster.name}" if self.submission else "elsewhere"
@@ -197,7 +197,7 @@ def checkpoint_address(text: str, on: str = "local") -> str:
     folder = Path(text).expanduser()
     if folder.is_dir() and not (folder / "recipe.yaml").is_file() and _has_weights(folder):
         return str(folder)
-    run = find_run(text, on=on).folder_here()
+    run = find_run(text, on=on).local_folder()
     # A folder that is neither weights nor a run is named in what its reader says.
     return _weights_of_run(run) if (run / "recipe.yaml").is_file() else str(run)
 

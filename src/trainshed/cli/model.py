@@ -180,12 +180,12 @@ def _conversion_report(made: Conversion) -> dict[str, object]:
 
 
 def _conversion_text(made: Conversion) -> str:
-    from trainshed.cli.console import human
+    from trainshed.cli.console import format_amount
 
     kept = f", {made.kept} from an earlier start" if made.kept else ""
     lines = [
         f"{made.family}, {made.parameters:,} parameters in {made.dtype}: {made.units} files of weights{kept}, "
-        f"{human(made.bytes, 'B')}",
+        f"{format_amount(made.bytes, 'B')}",
         f"from     {made.source} ({made.source_format})",
         f"to       {made.target} ({made.format})",
         *made.verdict.words(),
@@ -345,11 +345,11 @@ def inspect(
 
 
 def _inspection_text(inspection: WeightsInspection) -> str:
-    from trainshed.cli.console import human
+    from trainshed.cli.console import format_amount
 
     config = inspection.config
     lines = [
-        f"{inspection.address}  ({inspection.format}, {human(inspection.bytes, 'B')} in {len(inspection.files)} files)",
+        f"{inspection.address}  ({inspection.format}, {format_amount(inspection.bytes, 'B')} in {len(inspection.files)} files)",
         f"  family      {config.family}: {config.layers} layers, hidden {config.hidden:,}, {config.heads} heads "
         f"({config.kv_heads} for keys and values)",
         f"  dtype       {', '.join(inspection.dtypes)}",
@@ -364,7 +364,7 @@ def _inspection_text(inspection: WeightsInspection) -> str:
     if inspection.layout is not None:
         lines.append(f"  layout      {', '.join(f'{key} {size}' for key, size in inspection.layout.items())}")
     lines.append("  files")
-    lines += [f"    {human(file.bytes, 'B'):>10}  {file.path}" for file in inspection.files[:SHOWN_FILES]]
+    lines += [f"    {format_amount(file.bytes, 'B'):>10}  {file.path}" for file in inspection.files[:SHOWN_FILES]]
     if len(inspection.files) > SHOWN_FILES:
         lines.append(f"    and {len(inspection.files) - SHOWN_FILES} more")
     if inspection.verdict is None:
@@ -406,7 +406,7 @@ def merge(
         Report as text or json.
     """
     from trainshed.checkpoints.formats import local_folder
-    from trainshed.cli.console import human, print_report, reporter
+    from trainshed.cli.console import format_amount, print_report, reporter
     from trainshed.errors import MissingExtra
 
     try:
@@ -418,7 +418,7 @@ def merge(
     made = merge_adapter(local_folder(base), local_folder(adapter), local_folder(out), reporter=reporter())
     lines = [
         f"{made.family}: {made.changed} of {made.tensors} tensors changed (rank {made.rank}), {made.files} files, "
-        f"{human(made.bytes, 'B')}",
+        f"{format_amount(made.bytes, 'B')}",
         f"base     {made.base}",
         f"adapter  {made.adapter}",
         f"to       {made.target}",

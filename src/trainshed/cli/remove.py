@@ -55,7 +55,7 @@ def rm(
         options = store_options(known.submission.cluster if known.submission else load_cluster(on))
         planned = plan_removal(here, folder.absolute().parents[2], options)
     elif known.submission is None:
-        known.folder_here()  # raises
+        known.local_folder()  # raises
     parts = planned.parts if planned is not None else []
     lines = _removal_lines(parts)
     if known.submission is not None:
@@ -94,7 +94,7 @@ def clean(
     output
         Report as text or json.
     """
-    from trainshed.cli.console import human, print_report
+    from trainshed.cli.console import format_amount, print_report
     from trainshed.errors import InputError
     from trainshed.recipe import load_cluster
     from trainshed.storage import parse
@@ -123,7 +123,7 @@ def clean(
     if not unneeded:
         text = f"{store}: everything there belongs to a run"
     else:
-        what = f"removed {human(total, 'B')}" if yes else f"{human(total, 'B')} that no run refers to"
+        what = f"removed {format_amount(total, 'B')}" if yes else f"{format_amount(total, 'B')} that no run refers to"
         lines = [f"{store}: {what}", *_removal_lines(unneeded)]
         text = "\n".join(lines if yes else [*lines, "nothing was removed: `trainshed clean --yes` does it"])
     print_report(data, output, text)
@@ -131,10 +131,10 @@ def clean(
 
 
 def _removal_lines(parts: list[Removal]) -> list[str]:
-    from trainshed.cli.console import human
+    from trainshed.cli.console import format_amount
 
     return [
-        f"  {part.kind:<10} {human(part.bytes, 'B'):>9}  {human(part.files, 'files'):>12}  {part.path}"
+        f"  {part.kind:<10} {format_amount(part.bytes, 'B'):>9}  {format_amount(part.files, 'files'):>12}  {part.path}"
         f"{f'  ({part.why})' if part.why else ''}"
         for part in parts
     ]

@@ -113,7 +113,7 @@ def _run_report(finished: TrainedRun) -> dict[str, Any]:
 
 
 def _run_text(data: dict[str, Any], finished: TrainedRun) -> str:
-    from trainshed.cli.console import human
+    from trainshed.cli.console import format_amount
 
     run = finished.prepared
     budget = run.order.budget(run.steps)
@@ -128,7 +128,7 @@ def _run_text(data: dict[str, Any], finished: TrainedRun) -> str:
     if run.tokenizer is not None:
         lines.append(f"  tokenizer: {run.tokenizer.vocab_size:,} tokens, {run.tokenizer.address}")
     if run.sources:
-        size = human(sum(entry.tokens for entry in budget), "tokens")
+        size = format_amount(sum(entry.tokens for entry in budget), "tokens")
         lines.append(f"  order: ready for {run.steps:,} steps ({size}), independent of any layout")
     lines.append(training_text(data["training"]))
     if "export" in data:

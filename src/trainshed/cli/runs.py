@@ -79,7 +79,7 @@ def run_status(known: KnownRun) -> dict[str, Any]:
 
     folder = known.folder
     if known.submission is None or (folder is not None and run_holder(folder) is not None):
-        return _local_status(known, known.folder_here())
+        return _local_status(known, known.local_folder())
     return submission_status(known.submission, target_of(known.submission.cluster).status(known.submission.submitted))
 
 
@@ -277,7 +277,7 @@ def _local_log_lines(known: KnownRun, stage: str, rank: int | None, attempt: int
     from trainshed.launch.attempt import follow_lines, log_file
     from trainshed.launch.local import holder_attempt, run_holder
 
-    folder = known.folder_here()
+    folder = known.local_folder()
 
     def goes_on() -> bool:
         return run_holder(folder) is not None
@@ -338,7 +338,7 @@ def _cancel_local(known: KnownRun) -> list[str]:
     from trainshed.errors import InputError
     from trainshed.launch.local import ask_holder_to_stop, holder_attempt, run_holder
 
-    folder = known.folder_here()
+    folder = known.local_folder()
     held = run_holder(folder)
     if held is None:
         return []

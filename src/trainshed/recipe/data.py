@@ -66,7 +66,7 @@ class SourceKeys(Section):
             return given
         return given | {key: value for key, value in TEXT_DEFAULTS.items() if given.get(key) is None}
 
-    def filled_in(self) -> dict[str, Any]:
+    def derived_values(self) -> dict[str, Any]:
         """Return the defaults of a source of text."""
         return TEXT_DEFAULTS if self.path or self.script else {}
 

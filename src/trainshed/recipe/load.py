@@ -116,13 +116,13 @@ def to_plain(section: Section, *, defaults: bool = True) -> dict[str, Any]:
     `defaults=False` so is every key that has its default.
     """
     plain: dict[str, Any] = {}
-    filled_in = section.filled_in()
+    derived_values = section.derived_values()
     for name, field in type(section).model_fields.items():
         value = getattr(section, name)
         usual = field.get_default(call_default_factory=True, validated_data={})
         if value == usual and (value is None or not defaults) and not field.is_required():
             continue
-        if not defaults and name in filled_in and filled_in[name] == value:
+        if not defaults and name in derived_values and derived_values[name] == value:
             continue
         plain[field.alias or name] = _plain_value(value, defaults)
     return plain

@@ -151,7 +151,7 @@ class ModelConfig(Section):
             return given
         return _family_values(given["family"], given.get("heads"), given.get("hidden")) | given
 
-    def filled_in(self) -> dict[str, Any]:
+    def derived_values(self) -> dict[str, Any]:
         """Return what family and sizes fill in."""
         return _family_values(self.family, self.heads, self.hidden)
 

@@ -82,7 +82,7 @@ def _set_value(document: YamlDocument, path: KeyPath, value: Any, origin: str) -
         _set_element(target, path, value, origin)
     else:
         target[last] = value
-    document.places.forget_below(path)
+    document.places.drop_below(path)
     document.places.keys[path] = SourcePosition(origin)
 
 
@@ -102,7 +102,7 @@ def _descend(document: YamlDocument, parent: Any, path: KeyPath, following: KeyS
         child = child.copy()  # an alias may share it with another key
     else:
         child = [] if isinstance(following, int) else _long_form(path, child)
-        document.places.forget_below(path)
+        document.places.drop_below(path)
         document.places.keys[path] = SourcePosition(origin)
     if isinstance(child, list) and not isinstance(following, int):
         raise RecipeError(

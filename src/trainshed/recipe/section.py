@@ -54,7 +54,7 @@ class Section(BaseModel):
         """Yield what is wrong although each key by itself is right."""
         return iter(())
 
-    def filled_in(self) -> dict[str, Any]:
+    def derived_values(self) -> dict[str, Any]:
         """Return the values that keys without a fixed default would get from the others if left out."""
         return {}
 

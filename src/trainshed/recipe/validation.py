@@ -243,10 +243,10 @@ def validate(kind: type[Kind], document: YamlDocument) -> Kind:
         problems = [
             problem for detail in error.errors() for problem in _problems_of(kind, dict(detail), document.value)
         ]
-    raise recipe_error(_without_echoes(problems), document.places)
+    raise recipe_error(_without_duplicates(problems), document.places)
 
 
-def _without_echoes(problems: list[Problem]) -> list[Problem]:
+def _without_duplicates(problems: list[Problem]) -> list[Problem]:
     """Say once what pydantic says twice: a misspelt key is also missing, a list of wrong elements also too short."""
     meant = {problem.hint for problem in problems}
     inner = {problem.path[:-1] for problem in problems if problem.path}

@@ -106,7 +106,7 @@ class SourceMap:
                 return place
         return None
 
-    def forget_below(self, path: KeyPath) -> None:
+    def drop_below(self, path: KeyPath) -> None:
         """Drop every place at or below `path`: its value was replaced."""
         for table in (self.keys, self.values):
             for known in [known for known in table if known[: len(path)] == path]:

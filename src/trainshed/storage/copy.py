@@ -132,8 +132,8 @@ class _Copy:
         self._refuse_another_source(there)
         records = self._journal.load(listing)
         transfer = Transfer(self._destination, there, records, self._journal, self._retry, self._reporter)
-        proven = [item for item in items if transfer.is_proven(item)]
-        waiting = [item for item in items if not transfer.is_proven(item)]
+        proven = [item for item in items if transfer.already_copied(item)]
+        waiting = [item for item in items if not transfer.already_copied(item)]
         if proven and waiting:
             self._reporter.note(f"{len(proven)} of {len(items)} files are there already")
         if waiting:

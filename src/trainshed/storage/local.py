@@ -46,7 +46,7 @@ class LocalStore:
 
     def head(self, path: str) -> ObjectInfo | None:
         """Describe one file, or None if there is none (a folder is none)."""
-        with self._explained(path):
+        with self._translated_errors(path):
             try:
                 status = os.stat(self._file(path))
             except (FileNotFoundError, NotADirectoryError):
@@ -55,12 +55,12 @@ class LocalStore:
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """All files below a folder, sorted by path; symbolic links are followed."""
-        with self._explained(prefix):
+        with self._translated_errors(prefix):
             yield from _walk(self._file(prefix), prefix.strip("/"), frozenset())
 
     def read(self, path: str, start: int = 0, end: int | None = None) -> bytes:
         """Read the bytes [start, end) of a file."""
-        with self._explained(path), self._file(path).open("rb", buffering=0) as handle:
+        with self._translated_errors(path), self._file(path).open("rb", buffering=0) as handle:
             handle.seek(start)
             if end is None:
                 return handle.readall() or b""
@@ -73,7 +73,7 @@ class LocalStore:
     def read_into(self, path: str, start: int, memory: memoryview) -> int:
         """Read as many bytes of a file as fit into memory that is there already; return how many there were."""
         done = 0
-        with self._explained(path), self._file(path).open("rb", buffering=0) as handle:
+        with self._translated_errors(path), self._file(path).open("rb", buffering=0) as handle:
             handle.seek(start)
             while done < len(memory) and (read := handle.readinto(memory[done:])):
                 done += read
@@ -81,12 +81,12 @@ class LocalStore:
 
     def stream(self, path: str, start: int = 0, chunk_bytes: int = CHUNK_BYTES) -> Iterator[bytes]:
         """Read a file from `start` to its end in chunks."""
-        with self._explained(path):
+        with self._translated_errors(path):
             handle = self._file(path).open("rb", buffering=0)
         with handle:
             handle.seek(start)
             while True:
-                with self._explained(path):
+                with self._translated_errors(path):
                     chunk = handle.read(chunk_bytes)
                 if not chunk:
                     return
@@ -95,7 +95,7 @@ class LocalStore:
     def put(self, path: str, data: bytes, *, expect: str | None = None) -> ObjectInfo:
         """Write a small file in one atomic step, where asked only over what is expected."""
         target = self._file(path)
-        with self._temporary(target, path) as handle, self._explained(path):
+        with self._temporary(target, path) as handle, self._translated_errors(path):
             _write_all(handle, data)
             if expect is None:
                 return self._publish(handle, target, path)
@@ -115,20 +115,20 @@ class LocalStore:
         """Open a large file for writing; it appears when the block ends without an error."""
         target = self._file(path)
         with self._temporary(target, path) as handle:
-            writer = _LocalWriter(handle, self._explained, path)
+            writer = _LocalWriter(handle, self._translated_errors, path)
             yield writer
-            with self._explained(path):
+            with self._translated_errors(path):
                 writer.info = self._publish(handle, target, path)
 
     def delete(self, path: str) -> None:
         """Remove a file; removing what is not there is no error."""
-        with self._explained(path), suppress(FileNotFoundError, NotADirectoryError):
+        with self._translated_errors(path), suppress(FileNotFoundError, NotADirectoryError):
             self._file(path).unlink()
 
     def sweep(self, prefix: str = "", *, older_than_seconds: float = ABANDONED_SECONDS) -> None:
         """Remove what killed writers have left below a folder, and folders that hold nothing any more."""
         top = self._file(prefix)
-        with self._explained(prefix):
+        with self._translated_errors(prefix):
             for folder, _, _ in os.walk(top, topdown=False):
                 with suppress(FileNotFoundError):
                     _remove_abandoned(Path(folder), older_than_seconds)
@@ -145,7 +145,7 @@ class LocalStore:
     def _temporary(self, target: Path, path: str) -> Iterator[BinaryIO]:
         temporary = target.parent / f".trainshed-{os.urandom(8).hex()}.part"
         # Explained here and not around the caller's block: an error of whatever it reads meanwhile is not ours.
-        with self._explained(path):
+        with self._translated_errors(path):
             opened = self._opened(temporary)
         with opened as handle:
             with suppress(OSError):  # some network mounts know no locks; see ABANDONED_SECONDS
@@ -192,7 +192,7 @@ class LocalStore:
         raise AssertionError("unreachable: the last attempt returns or raises")
 
     @contextmanager
-    def _explained(self, path: str) -> Iterator[None]:
+    def _translated_errors(self, path: str) -> Iterator[None]:
         try:
             yield
         except TrainshedError:
@@ -204,12 +204,12 @@ class LocalStore:
 class _LocalWriter:
     def __init__(self, handle: BinaryIO, explained: _ErrorContext, path: str) -> None:
         self._handle = handle
-        self._explained = explained
+        self._translated_errors = explained
         self._path = path
         self.info: ObjectInfo | None = None
 
     def write(self, data: bytes | memoryview) -> None:
-        with self._explained(self._path):
+        with self._translated_errors(self._path):
             _write_all(self._handle, data)
 
 

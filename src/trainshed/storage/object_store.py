@@ -187,7 +187,7 @@ class ObjectStore:
     def head(self, path: str) -> ObjectInfo | None:
         """Describe one object, or None if there is none."""
         try:
-            with self._explained(path):
+            with self._translated_errors(path):
                 return _object_info(obstore.head(self._client, path))
         except NotFound as error:
             if "bucket" in error.what:  # its absence is no statement about the object
@@ -197,7 +197,7 @@ class ObjectStore:
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """All objects below a folder, sorted by path."""
         prefix = prefix.strip("/")
-        with self._explained(prefix):
+        with self._translated_errors(prefix):
             pages = obstore.list(self._client, prefix or None, chunk_size=1000)
             infos = [_object_info(meta) for page in pages for meta in page]
         infos.sort(key=lambda info: info.path)
@@ -225,7 +225,7 @@ class ObjectStore:
         """Write a small object in one request, where asked only over what is expected."""
         if expect is None or expect == ABSENT:
             mode: Any = "overwrite" if expect is None else "create"
-            with self._explained(path):
+            with self._translated_errors(path):
                 answer = obstore.put(self._client, path, data, mode=mode, use_multipart=False)
         else:
             answer = self._put_over(path, data, expect)
@@ -246,7 +246,7 @@ class ObjectStore:
     def delete(self, path: str) -> None:
         """Remove an object; removing what is not there is no error."""
         try:
-            with self._explained(path):
+            with self._translated_errors(path):
                 obstore.delete(self._client, path)
         except NotFound as error:
             if "bucket" in error.what:
@@ -256,7 +256,7 @@ class ObjectStore:
         """Nothing to do: uploads that were never finished are for the bucket's lifecycle rule."""
 
     @contextmanager
-    def _explained(self, path: str) -> Iterator[None]:
+    def _translated_errors(self, path: str) -> Iterator[None]:
         """Ask the bucket in here: a long wait is told, and what goes wrong is said in our own words."""
         where = join(self._url, path)
         _check_not_forked(where)
@@ -267,12 +267,12 @@ class ObjectStore:
         tag: dict[str, str | None] = {"e_tag": expect}
         if self._scheme == "gs":
             # Google compares generations, which its listings do not tell; the ETag is checked here, the rest there.
-            with self._explained(path):
+            with self._translated_errors(path):
                 meta = obstore.head(self._client, path)
             if meta["e_tag"] != expect:
                 raise Conflict("another writer changed it first", where=join(self._url, path))
             tag["version"] = meta["version"]
-        with self._explained(path):
+        with self._translated_errors(path):
             try:
                 return obstore.put(self._client, path, data, mode=tag, use_multipart=False)  # type: ignore[arg-type]
             except PreconditionError:
@@ -312,7 +312,7 @@ class ObjectStore:
             options: dict[str, Any] = {"range": (done, end)}
             if version:
                 options["if_match"] = version
-            with self._explained(path):
+            with self._translated_errors(path):
                 try:
                     answer = obstore.get(self._client, path, options=options)  # type: ignore[arg-type]
                 except PreconditionError:
@@ -383,14 +383,14 @@ class _PartWriter:
             if len(self._first) <= self._part_bytes:
                 return
             data, self._first = bytes(self._first), bytearray()
-            with self._store._explained(self._path):
+            with self._store._translated_errors(self._path):
                 self._upload = obstore.open_writer(
                     self._store._client,
                     self._path,
                     buffer_size=self._part_bytes,
                     max_concurrency=PARALLEL_PARTS,
                 ).__enter__()
-        with self._store._explained(self._path):
+        with self._store._translated_errors(self._path):
             # obstore uploads from the memory it is given, later; whoever passes a view may use that memory again.
             self._upload.write(data if isinstance(data, bytes) else bytes(data))
 
@@ -398,7 +398,7 @@ class _PartWriter:
         if self._upload is None:
             self.info = self._store.put(self._path, bytes(self._first))
             return
-        with self._store._explained(self._path):
+        with self._store._translated_errors(self._path):
             self._upload.__exit__(None, None, None)
         self.info = self._store.head(self._path)
 

@@ -187,13 +187,13 @@ class Transfer:
         self._retry = retry
         self._reporter = reporter
         self._stop = threading.Event()
-        self._telling = threading.Lock()
+        self._report_lock = threading.Lock()
 
     def stop(self) -> None:
         """Make all workers end at their next chunk."""
         self._stop.set()
 
-    def is_proven(self, item: CopyItem) -> bool:
+    def already_copied(self, item: CopyItem) -> bool:
         """Whether listing and journal alone show that an object is in place."""
         record, info = self._records.get(item.path), self._there.get(item.path)
         return bool(
@@ -216,7 +216,7 @@ class Transfer:
         return outcome
 
     def _place(self, item: CopyItem, task: ProgressTask) -> CopyOutcome:
-        if self.is_proven(item):
+        if self.already_copied(item):
             self._advance(task, item.size or 0)
             return self.proven(item)
         in_place = self._found_in_place(item)
@@ -237,7 +237,7 @@ class Transfer:
                 if attempt + 1 == _OBJECT_ATTEMPTS:
                     raise
                 self._advance(task, -hasher.size)
-                with self._telling:
+                with self._report_lock:
                     self._reporter.warn(
                         f"{item.path}: {error.what}; trying again (attempt {attempt + 2} of {_OBJECT_ATTEMPTS})"
                     )
@@ -309,7 +309,7 @@ class Transfer:
         return CopyRecord(item.path, size, checksum, source, written.version)
 
     def _advance(self, task: ProgressTask, amount: int) -> None:
-        with self._telling:
+        with self._report_lock:
             task.advance(amount)
 
 

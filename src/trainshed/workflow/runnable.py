@@ -191,7 +191,7 @@ def is_inside(path: str, mount: str) -> bool:
     return path == mount or path.startswith(mount.rstrip("/") + "/")
 
 
-def store_on(cluster: Cluster, recipe: Recipe | None = None) -> str:
+def shared_store(cluster: Cluster, recipe: Recipe | None = None) -> str:
     """Return the root of artefacts and runs as nodes see it: a path that every node mounts."""
     own = recipe.store if recipe is not None else None
     where = recipe.where("store") if recipe is not None and own else cluster.where("store")

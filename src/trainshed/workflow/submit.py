@@ -31,7 +31,7 @@ from trainshed.plan.planner import PlannedModel
 from trainshed.recipe import Cluster, Recipe, run_id, to_yaml
 from trainshed.workflow.layout import PlannedRun, check_node_count, plan_on_cluster, planned_model
 from trainshed.workflow.prepare import check_fit_before_submit, resolve, store_options
-from trainshed.workflow.runnable import check_ranks, check_runnable, store_on
+from trainshed.workflow.runnable import check_ranks, check_runnable, shared_store
 from trainshed.workflow.serve import SERVE_SCRIPT, serve_notes, serve_script, serve_stage
 
 UNKNOWN_SAVE_SECONDS = 270
@@ -55,7 +55,7 @@ def build_job(
     on the Hub are pinned by the first node that fetches them, not here.
     """
     check_runnable(recipe, cluster)
-    store = store_on(cluster, recipe)
+    store = shared_store(cluster, recipe)
     if gpus is not None and cluster.gpu_machine is None:
         raise InputError(
             f"{gpus} GPUs, and the nodes of {cluster.name} have none ({cluster.where('machine')}: cpu)",
@@ -255,7 +255,7 @@ def preflight_job(cluster: Cluster, nodes: int, *, full: bool = False, code: Cod
     check_node_count(cluster, nodes, "--nodes")
     text = to_yaml(cluster)
     id = hashlib.sha256(f"{nodes}\n{full}\n{text}".encode()).hexdigest()[:8]
-    run = f"{store_on(cluster)}/runs/{DOCTOR_RUN}/{id}"
+    run = f"{shared_store(cluster)}/runs/{DOCTOR_RUN}/{id}"
     stage = replace(preflight_stage(cluster, nodes=nodes), only_preflight=True, full_preflight=full)
     job_file = JobFile(
         name=f"{DOCTOR_RUN}-{id}",
