@@ -93,7 +93,8 @@ def figures(amount: float, total: float | None, unit: str, seconds: float, *, do
     if done or not total:
         return f"{format_amount(amount, unit):>10}  {format_amount(rate, unit)}/s  in {format_duration(seconds)}"
     left = format_duration((total - amount) / rate) if amount else "?"
-    return f"{amount / total:4.0%}  {format_amount(amount, unit)} of {format_amount(total, unit)}  {format_amount(rate, unit)}/s  ETA {left}"
+    done_of_all = f"{format_amount(amount, unit)} of {format_amount(total, unit)}"
+    return f"{amount / total:4.0%}  {done_of_all}  {format_amount(rate, unit)}/s  ETA {left}"
 
 
 class _PlainTask:

@@ -259,8 +259,9 @@ def _inspection_text(inspection: TokenInspection) -> str:
     from trainshed.cli.console import format_amount
 
     files = "file" if inspection.shards == 1 else "shards"
+    size = format_amount(inspection.file_bytes, "B")
     lines = [
-        f"{inspection.prefix}  ({inspection.shards} {files}, {inspection.dtype}, {format_amount(inspection.file_bytes, 'B')})",
+        f"{inspection.prefix}  ({inspection.shards} {files}, {inspection.dtype}, {size})",
         f"  documents   {inspection.documents:>15,}"
         + (f"   ({inspection.empty_documents:,} empty)" if inspection.empty_documents else ""),
         f"  tokens      {inspection.tokens:>15,}   largest id {inspection.largest_id:,}",

@@ -348,8 +348,9 @@ def _inspection_text(inspection: WeightsInspection) -> str:
     from trainshed.cli.console import format_amount
 
     config = inspection.config
+    size = format_amount(inspection.bytes, "B")
     lines = [
-        f"{inspection.address}  ({inspection.format}, {format_amount(inspection.bytes, 'B')} in {len(inspection.files)} files)",
+        f"{inspection.address}  ({inspection.format}, {size} in {len(inspection.files)} files)",
         f"  family      {config.family}: {config.layers} layers, hidden {config.hidden:,}, {config.heads} heads "
         f"({config.kv_heads} for keys and values)",
         f"  dtype       {', '.join(inspection.dtypes)}",
