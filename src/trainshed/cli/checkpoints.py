@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from trainshed.cli.console import Output
+from trainshed.run_folder import RECIPE_FILE
 
 if TYPE_CHECKING:
     from trainshed.checkpoints.native.folder import CheckpointListing
@@ -85,7 +86,7 @@ def _run_folder(run: str, overrides: Sequence[str], on: str, id: str | None) -> 
     options = store_options(load_cluster(on, split_overrides(overrides)[1]))
     known = find_run(run, on=on, overrides=overrides, id=id)
     folder = known.folder
-    recipe = folder / "recipe.yaml" if folder is not None else None
+    recipe = folder / RECIPE_FILE if folder is not None else None
     if recipe is not None and recipe.is_file():
         # Where `checkpoint.to` keeps them apart, they lie under the run's name and id all the same.
         apart = load_recipe(str(recipe)).checkpoint.to

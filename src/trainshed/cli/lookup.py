@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainshed.errors import InputError, NoSuchName
+from trainshed.run_folder import CHECKPOINTS, EXPORT, RECIPE_FILE, is_run
 
 if TYPE_CHECKING:
     from trainshed.launch.local import LocalRun
@@ -123,19 +124,17 @@ def _known_local_run(run: LocalRun, record: Submission | None) -> KnownRun:
 def _is_run_folder(text: str) -> bool:
     """Whether a text is where a run lies; a folder of another kind may have the name of a run."""
     folder = Path(text).expanduser()
-    marks = ("recipe.yaml", "attempts", "checkpoints", "events")
-    is_one = folder.absolute().name == "checkpoints" or any((folder / mark).exists() for mark in marks)
-    return "://" in text or (folder.is_dir() and is_one)
+    return "://" in text or (folder.is_dir() and (folder.absolute().name == CHECKPOINTS or is_run(folder)))
 
 
 def _run_at(address: str) -> KnownRun:
     """The run of a folder, which may also be called by its `checkpoints`."""
     from trainshed.launch.submissions import submissions
 
-    place = address.rstrip("/").removesuffix("/checkpoints")
+    place = address.rstrip("/").removesuffix(f"/{CHECKPOINTS}")
     if "://" not in place:
         folder = Path(place).expanduser()
-        folder = folder.parent if folder.absolute().name == "checkpoints" else folder
+        folder = folder.parent if folder.absolute().name == CHECKPOINTS else folder
         place, parts = str(folder), folder.absolute().parts
     else:
         parts = tuple(place.split("/"))
@@ -195,11 +194,11 @@ def checkpoint_address(text: str, on: str = "local") -> str:
     if "://" in text:
         return text
     folder = Path(text).expanduser()
-    if folder.is_dir() and not (folder / "recipe.yaml").is_file() and _has_weights(folder):
+    if folder.is_dir() and not (folder / RECIPE_FILE).is_file() and _has_weights(folder):
         return str(folder)
     run = find_run(text, on=on).local_folder()
     # A folder that is neither weights nor a run is named in what its reader says.
-    return _weights_of_run(run) if (run / "recipe.yaml").is_file() else str(run)
+    return _weights_of_run(run) if (run / RECIPE_FILE).is_file() else str(run)
 
 
 def _has_weights(folder: Path) -> bool:
@@ -220,7 +219,7 @@ def _weights_of_run(run: Path) -> str:
     from trainshed.engines.megatron.keys import MEGATRON_CHECKPOINTS
     from trainshed.errors import NotFound
 
-    for place in (run, run / MEGATRON_CHECKPOINTS, run / "export"):
+    for place in (run, run / MEGATRON_CHECKPOINTS, run / EXPORT):
         try:
             detect_format(place)
         except NotFound:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from trainshed.cli.console import Output
+from trainshed.run_folder import RECIPE_FILE
 
 if TYPE_CHECKING:
     from trainshed.cli.plan_request import PlanFlags
@@ -130,7 +131,7 @@ def _from_run(folder: Path, flags: PlanFlags) -> _LearntCalibration:
     from trainshed.recipe import load_recipe
     from trainshed.storage import LocalStore
 
-    if not (folder / "recipe.yaml").is_file():
+    if not (folder / RECIPE_FILE).is_file():
         raise InputError("holds no recipe.yaml, so it is no run", where=str(folder), hint="write STORE/runs/NAME/ID")
     unwanted = [f"--{name.replace('_', '-')}" for name in _LOG_FLAGS if getattr(flags, name) is not None]
     if unwanted or flags.overrides:
@@ -140,7 +141,7 @@ def _from_run(folder: Path, flags: PlanFlags) -> _LearntCalibration:
             hint="leave it out; --gpu, --machine and --on may say where it ran",
         )
     measured = measure_run(LocalStore(folder), "")
-    recipe, hardware = load_recipe(str(folder / "recipe.yaml")), _where_it_ran(measured, flags)
+    recipe, hardware = load_recipe(str(folder / RECIPE_FILE)), _where_it_ran(measured, flags)
     config = recipe.model.config
     assert config is not None, "a run's recipe is resolved"
     assert measured.attempt is not None, "our events say it"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from trainshed.cli.console import Output
+from trainshed.run_folder import store_of
 
 if TYPE_CHECKING:
     from trainshed.cli.lookup import KnownRun
@@ -53,7 +54,7 @@ def rm(
     if folder is not None:
         here = LocalRun.at(folder)
         options = store_options(known.submission.cluster if known.submission else load_cluster(on))
-        planned = plan_removal(here, folder.absolute().parents[2], options)
+        planned = plan_removal(here, store_of(folder), options)
     elif known.submission is None:
         known.local_folder()  # raises
     parts = planned.parts if planned is not None else []

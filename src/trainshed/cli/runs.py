@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import Parameter
 
 from trainshed.cli.console import Output
+from trainshed.run_folder import LOGS, RECIPE_FILE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -109,7 +110,7 @@ def planned_steps(run: Path) -> int | None:
     from trainshed.workflow import open_run_folder
 
     try:
-        steps = load_recipe(str(run / "recipe.yaml")).train.steps
+        steps = load_recipe(str(run / RECIPE_FILE)).train.steps
         return steps if steps is not None else open_run_folder(run).steps
     except TrainshedError:  # tokens or epochs, and it is not prepared
         return None
@@ -294,7 +295,7 @@ def _local_log_lines(known: KnownRun, stage: str, rank: int | None, attempt: int
         time.sleep(_POLL_SECONDS)
     raise NotFound(
         f"this run has no log of {stage} yet",
-        where=str(folder / "logs"),
+        where=str(folder / LOGS),
         hint=f"`trainshed status {known.run}` says how it stands; -f waits for a run that goes on",
     )
 

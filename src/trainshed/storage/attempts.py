@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainshed.errors import Conflict, Fenced, NotFound
+from trainshed.run_folder import ATTEMPTS
 from trainshed.storage.address import join
 from trainshed.storage.store import ABSENT, ObjectInfo, Store
 
@@ -106,7 +107,7 @@ def newest_attempt_record(store: Store, run_folder: str) -> dict[str, Any] | Non
 
 
 def _attempts_folder(run_folder: str) -> str:
-    return f"{run_folder.strip('/')}/attempts" if run_folder.strip("/") else "attempts"
+    return f"{run_folder.strip('/')}/{ATTEMPTS}" if run_folder.strip("/") else ATTEMPTS
 
 
 def _record_path(run_folder: str, number: int) -> str:

@@ -2,7 +2,6 @@
 
 from trainshed.workflow.layout import automatic_layout, planned_layout, run_layout
 from trainshed.workflow.prepare import (
-    PREPARED_FILE,
     PreparedRun,
     checkpoint_home,
     open_run,
@@ -27,7 +26,6 @@ from trainshed.workflow.run import (
 from trainshed.workflow.runnable import check_engine, check_runnable
 
 __all__ = [
-    "PREPARED_FILE",
     "PreparedRun",
     "RunStart",
     "TrainedRun",

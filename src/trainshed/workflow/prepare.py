@@ -28,12 +28,12 @@ from trainshed.recipe.data import SourceKeys
 from trainshed.recipe.section import Problem
 from trainshed.recipe.validation import recipe_error
 from trainshed.reporting import SILENT, Reporter
+from trainshed.run_folder import PREPARED_FILE, RECIPE_FILE, artefacts_of, run_path, store_of
 from trainshed.storage import LocalStore, Store, StoreOptions, join, open_store, parse
 from trainshed.storage.attempts import newest_attempt
 from trainshed.workflow.runnable import check_runnable
 
 AnySource = TypeVar("AnySource", bound=SourceKeys)
-PREPARED_FILE = "prepared.json"
 PREPARED_SCHEMA = "trainshed.prepared/2"
 """Since 2 the sources say what their token files were; older ones are read as well."""
 
@@ -115,7 +115,7 @@ def prepare_run(
     tokenizer = check_fit(resolved, options)
     base = fetch_weights(resolved, store, options, reporter)
     resolved = _with_architecture(resolved, base, tokenizer) if base is not None else resolved
-    folder = store / "runs" / resolved.name / name
+    folder = run_path(store, resolved.name, name)
     began = begun_run(folder)
     artefacts = DataArtefacts(
         resolved, store, tokenizer=tokenizer, workers=workers, options=options, began=began, reporter=reporter
@@ -273,7 +273,7 @@ def _check_verdict(recipe: Recipe, reporter: Reporter, files: Path) -> None:
 def save_recipe(recipe: Recipe, folder: Path) -> None:
     """Save the resolved recipe with its run, and beside it the scripts it names by relative paths."""
     store = LocalStore(folder)
-    store.put("recipe.yaml", to_yaml(recipe).encode())
+    store.put(RECIPE_FILE, to_yaml(recipe).encode())
     sources = [*recipe.data.train, *([recipe.data.validation] if recipe.data.validation else [])]
     for script in {source.script for source in sources if source.script}:
         if not Path(script).is_absolute() and ".." not in Path(script).parts and (recipe.folder / script).is_file():
@@ -304,7 +304,7 @@ def open_run(recipe: Recipe, cluster: Cluster | None = None, *, id: str | None =
         base = find_base(resolved.model.from_, store / "artefacts", options=options)
         _check_verdict(resolved, SILENT, base.files)
         resolved = _with_architecture(resolved, base, tokenizer)
-    folder = store / "runs" / resolved.name / name
+    folder = run_path(store, resolved.name, name)
     began = begun_run(folder)
     artefacts = DataArtefacts(resolved, store, make=False, tokenizer=tokenizer, options=options, began=began)
     return _prepared_run(resolved, name, folder, artefacts, base, began, build=False, reporter=SILENT)
@@ -319,12 +319,12 @@ def open_run_folder(folder: Path, cluster: Cluster | None = None) -> PreparedRun
     if not path.is_file():
         raise NotFound("this run is not prepared", where=str(folder), hint="run `trainshed run RECIPE` first")
     body = orjson.loads(path.read_bytes())
-    recipe = load_recipe(str(folder / "recipe.yaml"))
+    recipe = load_recipe(str(folder / RECIPE_FILE))
     if cluster is not None:
         check_runnable(recipe, cluster)
     data = PreparedData.from_plain(body["data"])
     base = BaseWeights.at(Path(body["base"])) if body["base"] else None
-    orders = run_orders(recipe, data, folder.parents[2] / "artefacts" / "index", build=False)
+    orders = run_orders(recipe, data, artefacts_of(store_of(folder)) / "index", build=False)
     return PreparedRun(recipe, folder.name, folder, data, orders.steps, orders.train, orders.validation, None, base)
 
 

@@ -23,12 +23,13 @@ import orjson
 from trainshed.data.sampling.index import token_content_hash
 from trainshed.data.tokens.token_files import shard_prefixes
 from trainshed.errors import InputError, TrainshedError
-from trainshed.launch.local import RECIPE_FILE, LocalRun, holder_attempt, holder_text, local_runs, run_holder
+from trainshed.launch.local import LocalRun, holder_attempt, holder_text, local_runs, run_holder
 from trainshed.recipe import load_recipe
+from trainshed.run_folder import PREPARED_FILE, RECIPE_FILE, artefacts_of, runs_in
 from trainshed.storage import LocalStore, Store, StoreOptions, join
 from trainshed.storage.attempts import newest_attempt_record
 from trainshed.storage.locks import artefact_lock
-from trainshed.workflow.prepare import PREPARED_FILE, checkpoint_home
+from trainshed.workflow.prepare import checkpoint_home
 
 REMOVED_PREFIX = ".removed-"
 _ARTEFACT = re.compile(r"artefacts/([\w-]+)/([0-9a-f]{16,})")
@@ -36,8 +37,6 @@ _MANIFEST = re.compile(r"(.+\.)?manifest\.json")
 _INDEX = "index"
 _PARTIAL = ".partial"
 _LARGEST_READ = 4 << 20
-_UNREAD = ("logs", "events", "checkpoints", "health", "tensorboard", "dllogger", "profile")
-"""What a run's folder holds that names no artefact it needs."""
 
 
 @dataclass(frozen=True)
@@ -107,9 +106,9 @@ def find_unneeded(store: Path) -> list[Removal]:
     needed = _needed(store, runs)
     leftovers = [
         _measure(folder, "leftover", "a run that was being removed")
-        for folder in sorted((store / "runs").glob(f"*/{REMOVED_PREFIX}*"))
+        for folder in runs_in(store, f"*/{REMOVED_PREFIX}*")
     ]
-    for folder in sorted((store / "artefacts").glob("*/*")):
+    for folder in sorted(artefacts_of(store).glob("*/*")):
         if folder.is_symlink() or not folder.is_dir() or _is_being_made(folder):
             continue
         if folder.name.endswith(_PARTIAL):
@@ -146,7 +145,7 @@ def _remove(folder: Path) -> None:
 
 def _refuse_unprepared(store: Path) -> None:
     """Stop where it is not known what a run refers to, or where it is about to change."""
-    for folder in sorted((store / "runs").glob("*/*")):
+    for folder in runs_in(store):
         run = LocalRun.at(folder)
         held = run_holder(folder)
         if held is not None and holder_attempt(folder, held) is None:
@@ -170,13 +169,13 @@ def _needed(store: Path, runs: list[LocalRun]) -> set[tuple[str, str]]:
     waiting = list(needed)
     while waiting:
         kind, name = waiting.pop()
-        folder = store / "artefacts" / kind / name
+        folder = artefacts_of(store) / kind / name
         for text in _texts(folder.glob("*.json")):
             new = set(_ARTEFACT.findall(text)) - needed
             needed |= new
             waiting += new
     contents = {content for run in runs for content in _index_contents(run)}
-    for index in (store / "artefacts" / _INDEX).glob("*/manifest.json"):
+    for index in (artefacts_of(store) / _INDEX).glob("*/manifest.json"):
         if None in contents or _spec(index).get("content") in contents:
             needed.add((_INDEX, index.parent.name))
     return needed
@@ -185,7 +184,7 @@ def _needed(store: Path, runs: list[LocalRun]) -> set[tuple[str, str]]:
 def _small_files(run: Path) -> Iterator[str]:
     """What the files of a run say that may name an artefact, and where its links lead."""
     for folder, names, files in os.walk(run):
-        names[:] = [name for name in names if not (Path(folder) == run and name in _UNREAD)]
+        names[:] = [name for name in names if not (Path(folder) == run and name in WITHOUT_REFERENCES)]
         yield from (os.readlink(path) for name in (*names, *files) if (path := Path(folder) / name).is_symlink())
         yield from _texts(Path(folder) / name for name in files)
 

@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING, Any
 from trainshed.catalog.models import architecture
 from trainshed.checkpoints.native.folder import CompleteCheckpoint, checkpoints_folder, latest_complete
 from trainshed.errors import InputError, MissingExtra, RecipeError, TrainshedError
-from trainshed.launch.local import RECIPE_FILE, LocalRun, local_runs, lock_run, train_locally
+from trainshed.launch.local import LocalRun, local_runs, lock_run, train_locally
 from trainshed.observe.event_log import completed_steps, read_events
 from trainshed.observe.run_status import read_run_status
 from trainshed.plan import RankLayout
 from trainshed.recipe import Cluster, Recipe, load_cluster, load_recipe, run_id, to_yaml
 from trainshed.recipe.load import run_identity
 from trainshed.reporting import SILENT, Reporter
+from trainshed.run_folder import CLUSTER_FILE, RECIPE_FILE, run_path, store_of
 from trainshed.storage import LocalStore, StoreOptions
 from trainshed.workflow.layout import planned_layout, weights_architecture
 from trainshed.workflow.prepare import (
@@ -70,7 +71,7 @@ def find_start(recipe: Recipe, cluster: Cluster, id: str | None = None) -> RunSt
     """Return where a recipe's run lies or will lie; nothing is made."""
     resolved = resolve(recipe, store_options(cluster))
     name = id or run_id(resolved)
-    return RunStart(resolved, name, store_root(recipe, cluster) / "runs" / resolved.name / name)
+    return RunStart(resolved, name, run_path(store_root(recipe, cluster), resolved.name, name))
 
 
 def check_resumable(start: RunStart, steps: int | None, options: StoreOptions | None = None) -> None:
@@ -103,7 +104,7 @@ def note_other_runs(start: RunStart, reporter: Reporter) -> None:
     """Where a run is new, name the one of its recipe that it is not, and what makes it another."""
     if not start.is_new:
         return
-    others = [run for run in local_runs(start.folder.parents[2]) if run.name == start.recipe.name]
+    others = [run for run in local_runs(store_of(start.folder)) if run.name == start.recipe.name]
     similar = [(run, keys) for run in others if (keys := _different_keys(start.recipe, run)) is not None]
     if not similar:
         return
@@ -193,7 +194,6 @@ LayoutKeys = dict[str, object]
 EventListener = Callable[[dict[str, Any]], None]
 WatchTraining = Callable[[int], AbstractContextManager[EventListener]]
 """Given the number of steps, yields what to call with every event of the training."""
-CLUSTER_FILE = "cluster.yaml"
 """Where a run keeps the cluster file that it was started with, for its ranks."""
 
 

@@ -23,6 +23,7 @@ from trainshed.errors import InputError, NotFound, TrainshedError
 from trainshed.launch.job import JobFile
 from trainshed.recipe import Cluster, Export, Recipe, load_cluster, load_recipe
 from trainshed.reporting import SILENT, Reporter
+from trainshed.run_folder import CLUSTER_FILE, ENGINE, RECIPE_FILE
 from trainshed.storage import LocalStore, StoreOptions, copy_tree, open_folder, parse
 from trainshed.workflow.prepare import (
     PreparedRun,
@@ -42,8 +43,8 @@ from trainshed.workflow.serve import export_address
 def run_stage(stage: str, job_folder: Path, *, part: int = 0, parts: int = 1, reporter: Reporter = SILENT) -> None:
     """Do one stage of a job, from the files that travelled with it."""
     job = JobFile.read(job_folder)
-    recipe = load_recipe(str(job_folder / "recipe.yaml"))
-    written = load_cluster(str(job_folder / "cluster.yaml"))
+    recipe = load_recipe(str(job_folder / RECIPE_FILE))
+    written = load_cluster(str(job_folder / CLUSTER_FILE))
     check_runnable(recipe, written)
     cluster = written.inside()
     run = Path(job.run)
@@ -136,14 +137,13 @@ def export_run(
     return target
 
 
-ENGINE_FOLDER = "engine"
 # What engines look for beside a tokenizer's own files: sentencepiece's, Meta's, chat templates.
 _TOKENIZER_COMPANIONS = (*TOKENIZER_FILES, "tokenizer.model", "original/tokenizer.model", "chat_template.jinja")
 
 
 def write_engine_base(base: BaseWeights, run: Path, wanted: Sequence[str], reporter: Reporter = SILENT) -> None:
     """Leave the base weights in the format that is wanted, proven; those that have it already are linked."""
-    target = run / ENGINE_FOLDER / "base"
+    target = run / ENGINE / "base"
     if "base-hf" in wanted and detect_format(str(base.files)) == "hf":
         _replace_link(target, base.files)
         return
@@ -156,7 +156,7 @@ def write_engine_base(base: BaseWeights, run: Path, wanted: Sequence[str], repor
 
 def write_engine_data(run: PreparedRun, options: StoreOptions | None = None, reporter: Reporter = SILENT) -> None:
     """Leave where the tokens of each split lie: for Megatron as JSON, for NeMo as one value of Hydra's."""
-    folder = run.folder / ENGINE_FOLDER
+    folder = run.folder / ENGINE
     train = [word for source in run.sources for word in _weighted_prefixes(source, folder, options, reporter)]
     own = run.data.validation
     store = LocalStore(folder)
@@ -176,7 +176,7 @@ def write_engine_data(run: PreparedRun, options: StoreOptions | None = None, rep
 
 def write_engine_tokenizer(tokenizer: Tokenizer, run: Path, options: StoreOptions | None = None) -> None:
     """Leave the tokenizer's files, with those beside them that other engines read."""
-    store = LocalStore(run / ENGINE_FOLDER / "tokenizer")
+    store = LocalStore(run / ENGINE / "tokenizer")
     place = parse(tokenizer.address)
     if place.scheme not in ("http", "https") and not tokenizer.address.endswith(".json"):
         there = open_folder(tokenizer.address, options)

@@ -29,6 +29,7 @@ from trainshed.launch.preflight import preflight_stage
 from trainshed.plan.layout import RankLayout
 from trainshed.plan.planner import PlannedModel
 from trainshed.recipe import Cluster, Recipe, run_id, to_yaml
+from trainshed.run_folder import CLUSTER_FILE, RECIPE_FILE, run_address
 from trainshed.workflow.layout import PlannedRun, check_node_count, plan_on_cluster, planned_model
 from trainshed.workflow.prepare import check_fit_before_submit, resolve, store_options
 from trainshed.workflow.runnable import check_ranks, check_runnable, shared_store
@@ -71,7 +72,7 @@ def build_job(
     setup = fabric_setup(cluster, nodes=planned.placement.nodes)
     warnings = lint_environment(setup, cluster.environment, cluster.where)
     name = id or run_id(resolved)
-    run = f"{store}/runs/{resolved.name}/{name}"
+    run = run_address(store, resolved.name, name)
     job_name = f"{resolved.name}-{name}"
     engine = _foreign(resolved, cluster, model, planned, run)
     stages = _stages(resolved, cluster, planned, engine)
@@ -91,8 +92,8 @@ def build_job(
         min_nodes=resolved.elastic.min_nodes if resolved.elastic else None,
     )
     files = {
-        "recipe.yaml": to_yaml(resolved),
-        "cluster.yaml": to_yaml(cluster),
+        RECIPE_FILE: to_yaml(resolved),
+        CLUSTER_FILE: to_yaml(cluster),
         "plan.json": _plan_text(planned),
         "provenance.json": _json(provenance(recipe.folder)),
         JOB_FILE: job_file.to_text(),
@@ -255,7 +256,7 @@ def preflight_job(cluster: Cluster, nodes: int, *, full: bool = False, code: Cod
     check_node_count(cluster, nodes, "--nodes")
     text = to_yaml(cluster)
     id = hashlib.sha256(f"{nodes}\n{full}\n{text}".encode()).hexdigest()[:8]
-    run = f"{shared_store(cluster)}/runs/{DOCTOR_RUN}/{id}"
+    run = run_address(shared_store(cluster), DOCTOR_RUN, id)
     stage = replace(preflight_stage(cluster, nodes=nodes), only_preflight=True, full_preflight=full)
     job_file = JobFile(
         name=f"{DOCTOR_RUN}-{id}",
@@ -269,7 +270,7 @@ def preflight_job(cluster: Cluster, nodes: int, *, full: bool = False, code: Cod
     layout = RankLayout(1, 1, 1, 1, 1, 1, stage.world_size, 1, "none", 1, "none", None, (1,))
     plan = {"schema": PLAN_SCHEMA, "layout": asdict(layout), "reasons": ["only preflight"]}
     files = {
-        "cluster.yaml": text,
+        CLUSTER_FILE: text,
         "plan.json": orjson.dumps(plan, option=orjson.OPT_INDENT_2).decode() + "\n",
         JOB_FILE: job_file.to_text(),
     }

@@ -1,0 +1,135 @@
+"""Every path of a run, named once.
+
+<store>/runs/<name>/<id>/
+    recipe.yaml, cluster.yaml                  the recipe as resolved; the cluster file it was started with here
+    prepared.json                              where tokens, index and base weights are, and their fingerprints
+    running.json                               who works on it on this machine; counts only while it is locked
+    attempts/0001.json                         the number that each attempt has taken
+    plans/attempt-0001.json                    layout and reasons of an attempt
+    events/attempt-0001/000001.jsonl           the truth; `rank-00003.jsonl` is what a failed rank had in memory
+    logs/attempt-0001/rank-00000.log           what a rank printed; `logs/<stage>/` for stages on CPUs
+    health/attempt-0001/                       flight records and errors of ranks, hosts, preflight
+    profile/attempt-0001/rank-00000.json       traces
+    checkpoints/step-00000100/, latest         the state; `checkpoints-megatron/` is Megatron's own
+    engine/                                    what CPU stages leave for a foreign engine
+    starts/<start>/                            where the agents of one start meet
+    tensorboard/, dllogger/, export/           exported figures; exported weights
+
+Names are relative POSIX strings. They serve a `Path` (`folder / name`), a store (`store.read(name)`) and a script
+(`f"{run}/{name}"`). What is inside a file is known where its type is: `data/tokens/prepared_data.py`,
+`observe/events.py`, `checkpoints/native/folder.py`, `launch/job.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+RECIPE_FILE = "recipe.yaml"
+CLUSTER_FILE = "cluster.yaml"
+PREPARED_FILE = "prepared.json"
+LOCK_FILE = "running.json"
+
+ATTEMPTS = "attempts"
+PLANS = "plans"
+EVENTS = "events"
+LOGS = "logs"
+HEALTH = "health"
+PROFILE = "profile"
+CHECKPOINTS = "checkpoints"
+MEGATRON_CHECKPOINTS = "checkpoints-megatron"
+ENGINE = "engine"
+STARTS = "starts"
+TENSORBOARD = "tensorboard"
+DLLOGGER = "dllogger"
+EXPORT = "export"
+
+WITHOUT_REFERENCES = frozenset(
+    {ATTEMPTS, EVENTS, LOGS, HEALTH, PROFILE, CHECKPOINTS, MEGATRON_CHECKPOINTS, STARTS, TENSORBOARD, DLLOGGER}
+)
+"""Folders in which no file names an artefact that the run needs."""
+
+_ATTEMPT = re.compile(r"attempt-(\d{4,})")
+_STEP = re.compile(r"step-(\d{8,})")
+
+
+def run_address(store: str, name: str, id: str) -> str:
+    """Return the folder of a run in a store, as a text."""
+    return f"{store}/runs/{name}/{id}"
+
+
+def run_path(store: Path, name: str, id: str) -> Path:
+    """Return the folder of a run in a store on a disk."""
+    return store / "runs" / name / id
+
+
+def store_of(run: Path) -> Path:
+    """Return the store that a run's folder is in."""
+    return run.absolute().parents[2]
+
+
+def artefacts_of(store: Path) -> Path:
+    """Return the folder of a store's artefacts, which runs share."""
+    return store / "artefacts"
+
+
+def runs_in(store: Path, pattern: str = "*/*") -> list[Path]:
+    """Return the folders below `runs` that match a pattern of name and id."""
+    return sorted((store / "runs").glob(pattern))
+
+
+def is_run(folder: Path) -> bool:
+    """Say whether a folder is a run's: it was started here, or it has attempts, checkpoints or events."""
+    return any((folder / part).exists() for part in (RECIPE_FILE, ATTEMPTS, CHECKPOINTS, EVENTS))
+
+
+def attempt_name(attempt: int) -> str:
+    """Return `attempt-0001`."""
+    return f"attempt-{attempt:04d}"
+
+
+def attempt_number(name: str) -> int | None:
+    """Return the attempt that a folder's name says; None where it says none."""
+    match = _ATTEMPT.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def rank_name(rank: int) -> str:
+    """Return `rank-00003`."""
+    return f"rank-{rank:05d}"
+
+
+def node_name(node: int) -> str:
+    """Return `node-00001`."""
+    return f"node-{node:05d}"
+
+
+def step_name(step: int) -> str:
+    """Return `step-00000100`."""
+    return f"step-{step:08d}"
+
+
+def step_number(name: str) -> int | None:
+    """Return the step that a checkpoint folder's name says; None where it says none."""
+    match = _STEP.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def plan_file(attempt: int) -> str:
+    """Return the file with the layout of an attempt."""
+    return f"{PLANS}/{attempt_name(attempt)}.json"
+
+
+def attempt_folder(part: str, attempt: int) -> str:
+    """Return the folder of an attempt in `events`, `logs`, `health` or `profile`."""
+    return f"{part}/{attempt_name(attempt)}"
+
+
+def rank_log(attempt: int, rank: int) -> str:
+    """Return the log of a rank."""
+    return f"{attempt_folder(LOGS, attempt)}/{rank_name(rank)}.log"
+
+
+def preflight_folder(attempt: int) -> str:
+    """Return the folder in which the checks before an attempt are kept."""
+    return f"{attempt_folder(HEALTH, attempt)}/preflight"
