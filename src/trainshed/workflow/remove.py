@@ -25,7 +25,7 @@ from trainshed.data.tokens.token_files import shard_prefixes
 from trainshed.errors import InputError, TrainshedError
 from trainshed.launch.local import LocalRun, holder_attempt, holder_text, local_runs, run_holder
 from trainshed.recipe import load_recipe
-from trainshed.run_folder import PREPARED_FILE, RECIPE_FILE, artefacts_of, runs_in
+from trainshed.run_folder import PREPARED_FILE, RECIPE_FILE, WITHOUT_REFERENCES, artefacts_of, runs_in
 from trainshed.storage import LocalStore, Store, StoreOptions, join
 from trainshed.storage.attempts import newest_attempt_record
 from trainshed.storage.locks import artefact_lock
