@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,10 @@ PACKAGE = Path(__file__).parents[1] / "src" / "trainshed"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 MOST_LINES = 600
 VAGUE = {"found", "each", "told", "said"}
+ROOT = PACKAGE.parents[1]
+NAMED_FILE = re.compile(r"(?<![\w/.-])((?:[a-z_]+/)+[a-z_]+\.py)\b")
+OF_OTHERS = {"torch/distributed/checkpoint/filesystem.py", "pipeline_parallel/schedules.py", "models/base.py"}
+"""Files of PyTorch, Megatron-LM and nanotron that comments cite."""
 
 
 def shown(file: Path) -> str:
@@ -52,3 +57,16 @@ def test_variables_say_what_they_hold() -> None:
         if name in VAGUE
     ]
     assert not vague
+
+
+def test_files_that_are_named_exist() -> None:
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "tests" / "README.md"]
+    absent = [
+        f"{file.name} names {name}"
+        for file in [*MODULES, *pages]
+        for name in NAMED_FILE.findall(file.read_text())
+        if name not in OF_OTHERS
+        and not any(place.is_file() for place in (PACKAGE / name, ROOT / name, ROOT / "src" / name))
+        and not list(PACKAGE.glob(f"*/{name}"))
+    ]
+    assert not absent

@@ -1,7 +1,7 @@
 """What a node does in each stage on CPUs: the same functions on every target, one after the other on this machine.
 
 Each stage leaves its artefact behind and finds it there when it is run again. For an engine that is not ours the
-stages write the files that it reads, under fixed names in the run's folder; `engines/foreign.py` says which names
+stages write the files that it reads, under fixed names in the run's folder; `engines/launch.py` says which names
 (`EngineInput`), and nothing here knows an engine.
 """
 
