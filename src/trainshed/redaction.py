@@ -64,7 +64,7 @@ def credentials_in(address: str) -> str | None:
 
 
 def _without_query(text: str, scheme: str) -> tuple[str, str]:
-    """Cut query and fragment off; the second part is what stands for a query."""
+    """Cut query and fragment off; the second part is what is shown in place of a query."""
     query = (_PARAMETER if scheme in _PATTERN_SCHEMES else _QUERY).search(text)
     before = text[: query.start()] if query else text
     return before if scheme in _PATTERN_SCHEMES else before.partition("#")[0], "?…" if query else ""

@@ -1,10 +1,10 @@
-"""How the library tells what it is doing: it never prints, it reports to whoever listens.
+"""How the library reports what it does: it never prints, it calls a `Reporter`.
 
-The command line listens with a progress bar on a terminal and with plain lines elsewhere; tests and other programs
+The command line shows a progress bar on a terminal and plain lines elsewhere; tests and other programs
 pass their own `Reporter` or none at all (`SILENT`).
 
-Waiting is told apart from that: a store that is deep inside other work has no reporter, and a server that says nothing
-gives nobody an occasion to speak. Whoever waits does so in `waiting(...)`, and a thread tells it after a few seconds.
+Waiting is reported apart from that: a store that is deep inside other work has no reporter, and nothing happens while
+a server is silent. Code that waits does so in `waiting(...)`, and a thread reports it after a few seconds.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class waiting:
 
 
 def on_long_wait(tell: Callable[[str], None] | None) -> None:
-    """Say who hears of long waits in this process, from whatever thread; None: nobody."""
+    """Set the callback for long waits in this process, from any thread; None: nobody is called."""
     _waits.tell = tell
 
 

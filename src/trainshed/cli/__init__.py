@@ -122,7 +122,7 @@ def wants_json(tokens: Sequence[str]) -> bool:
 
 
 def _of_the_system(error: Exception) -> TrainshedError | None:
-    """What the operating system refused, in words; None where the fault may be ours."""
+    """Say what the operating system refused; None where the fault may be ours."""
     import errno
 
     from trainshed.errors import AccessDenied, NoSpace, StorageError

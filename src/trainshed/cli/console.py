@@ -72,7 +72,7 @@ _latest: Reporter | None = None
 
 
 def tell_wait(text: str) -> None:
-    """Say that something is being waited for, above the bars of whoever reports."""
+    """Say that something is being waited for, above any progress bars."""
     (_latest or PlainReporter()).note(text)
 
 
@@ -88,7 +88,7 @@ def format_amount(amount: float, unit: str) -> str:
 
 
 def figures(amount: float, total: float | None, unit: str, seconds: float, *, done: bool) -> str:
-    """Write where a task stands: `43%  1.2 of 2.8 GB  112 MB/s  ETA 0:00:14`, and when done how long it took."""
+    """Write how far a task is: `43%  1.2 of 2.8 GB  112 MB/s  ETA 0:00:14`, and when done how long it took."""
     rate = amount / max(seconds, 1e-9)
     if done or not total:
         return f"{format_amount(amount, unit):>10}  {format_amount(rate, unit)}/s  in {format_duration(seconds)}"

@@ -122,7 +122,7 @@ def _known_local_run(run: LocalRun, record: Submission | None) -> KnownRun:
 
 
 def _is_run_folder(text: str) -> bool:
-    """Whether a text is where a run lies; a folder of another kind may have the name of a run."""
+    """Whether a text is the folder of a run; a folder of another kind may have the name of a run."""
     folder = Path(text).expanduser()
     return "://" in text or (folder.is_dir() and (folder.absolute().name == CHECKPOINTS or is_run(folder)))
 

@@ -90,7 +90,7 @@ def worker(
 
 
 def _check_tokens(run: PreparedRun, options: StoreOptions, health: Path) -> None:
-    """See that the tokens are those that were prepared; whoever explains the end of the attempt is told if not."""
+    """Check that the tokens are those that were prepared; an error is kept with the attempt's health."""
     from trainshed.cli.console import reporter
     from trainshed.errors import TrainshedError
     from trainshed.observe.health import write_rank_error

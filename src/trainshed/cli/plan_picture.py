@@ -78,7 +78,7 @@ def _swatch(part: BarPart, *, colours: bool) -> Text:
 
 
 def legend(entries: list[tuple[Text, str]], width: int, *, indent: int = 4) -> list[Text]:
-    """Set marks and their words in as many lines as they need."""
+    """Set marks and their labels in as many lines as they need."""
     lines, line = [], Text(" " * indent)
     for mark, words in entries:
         if line.cell_len > indent and line.cell_len + len(words) + 4 > width:
@@ -446,7 +446,7 @@ def _plan_for_gpu(flags: PlanFlags, gpu: str, top: int, explained: bool) -> Comp
 
 
 def comparison_text(compared: list[ComparedPlan], width: int) -> str:
-    """Write the plans as a table, the fastest marked, then what is to be said of all or of one."""
+    """Write the plans as a table, the fastest marked, then the notes on all or on one."""
     plans = [(entry.gpu, entry.plan) for entry in compared if entry.plan is not None]
     fastest = max(plans, key=lambda named: _tokens_per_second(named[1]))[1]
     first = plans[0][1]

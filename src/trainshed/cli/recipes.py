@@ -165,7 +165,7 @@ def _import_text(imported: ImportedConfig, source: str, out: Path | None, proble
 
 
 def _mapped_lines(shown: Sequence[MappedSetting]) -> list[str]:
-    """A line for each setting; several that became one key stand together above it."""
+    """A line for each setting; several that became one key are listed together above it."""
     together: dict[str, list[str]] = {}
     for key in shown:
         together.setdefault(key.ours, []).append(key.theirs)

@@ -142,7 +142,7 @@ def _removal_lines(parts: list[Removal]) -> list[str]:
 
 
 def _refuse_running(known: KnownRun) -> None:
-    """A job that a scheduler still has would write the folder anew."""
+    """A job that a scheduler still has would write the folder again."""
     from trainshed.cli.runs import run_status
     from trainshed.errors import InputError
 
@@ -158,7 +158,7 @@ def _refuse_running(known: KnownRun) -> None:
 
 
 def _confirm(what: str, lines: list[str], yes: bool, output: Output) -> None:
-    """Ask a person at a terminal; anybody else must have said --yes."""
+    """Ask a person at a terminal; anybody else must have written --yes."""
     import sys
 
     from trainshed.errors import InputError

@@ -211,7 +211,7 @@ def train_as_rank(run: PreparedRun, keys: dict[str, object] | None, cluster: Clu
 
 
 def training_report(trained: TrainedRun) -> dict[str, Any]:
-    """Return what programs are told of a training."""
+    """Return the report of a training, for programs."""
     run, last = trained.prepared, trained.last_step
     return {
         "schema": "trainshed.train/1",

@@ -74,7 +74,7 @@ def ls(*, on: str = "local", output: Annotated[Output, Parameter(name=["-o", "--
 
 
 def run_status(known: KnownRun) -> dict[str, Any]:
-    """Put together how a run stands: by its scheduler, or by its folder alone where it was not submitted from here."""
+    """Return the status of a run: from its scheduler, or from its folder alone where it was not submitted from here."""
     from trainshed.launch.local import run_holder
     from trainshed.launch.target import target_of
 
@@ -158,7 +158,7 @@ def _because(why: str) -> str:
 
 
 def submission_progress(submission: Submission, states: tuple[StageState, ...]) -> dict[str, Any] | None:
-    """Return how the run stands by its events, or by its log where its folder is not mounted here; None: neither."""
+    """Return the run's progress from its events, or from its log where the folder is not mounted here."""
     from trainshed.errors import TrainshedError
     from trainshed.launch.target import target_of
     from trainshed.observe.run_status import read_run_status, run_status_from_log

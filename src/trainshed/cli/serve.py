@@ -1,4 +1,4 @@
-"""`trainshed serve` and `trainshed generate`: a checkpoint behind an HTTP API, or tried at once in the terminal."""
+"""`trainshed serve` and `trainshed generate`: a checkpoint served over HTTP, or tried at once in the terminal."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ def _read_bytes(file: Path) -> bytes:
 
 
 def _display_path(file: Path) -> str:
-    """Name a file as a person would type it: relative where it lies below the current directory."""
+    """Name a file as a person would type it: relative where it is below the current directory."""
     if file.is_absolute() and file.is_relative_to(Path.cwd()):
         return str(file.relative_to(Path.cwd()))
     return str(file)
@@ -143,7 +143,7 @@ def run_id(recipe: Recipe) -> str:
 
     Model, tokenizer, data, train and seed count, except the length of the run and of its cosine or linear decay,
     `data.skip`, `data.stage` and `model.verdict`.
-    Layout, engine, checkpoint, observe, resources and store do not: a run may go on elsewhere. Files behind
+    Layout, engine, checkpoint, observe, resources and store do not: a run may continue elsewhere. Files at
     an address do not either (their artefacts have hashes of their own): pin revisions to tell them apart.
     """
     canonical = json.dumps(run_identity(recipe), sort_keys=True, separators=(",", ":"), ensure_ascii=True)

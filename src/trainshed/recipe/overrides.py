@@ -119,7 +119,7 @@ def _may_be_list(path: KeyPath) -> bool:
 
 
 def _long_form(path: KeyPath, value: Any) -> dict[str, Any]:
-    """Return the mapping that a word stood for; words that stand for no mapping (`layout: auto`) give way."""
+    """Return the mapping that a word is short for; a word that is not short for one (`layout: auto`) is replaced."""
     if path == ("engine",) and isinstance(value, str):
         return {"name": value}
     if path == ("data",) and value == "synthetic":

@@ -1,4 +1,4 @@
-"""What is written from the schemas of recipe and cluster file, so that it cannot fall behind them: JSON schemas
+"""What is written from the schemas of recipe and cluster file, so that it is always up to date: JSON schemas
 (draft 2020-12) for editors, and the reference pages of the documentation.
 """
 

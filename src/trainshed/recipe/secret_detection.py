@@ -1,7 +1,8 @@
 """Whether a value that somebody wrote is a secret: by the name it has, or by its shape. The value is never repeated.
 
-Whatever is written into a cluster file or a recipe is kept with every run and stands in scripts and manifests that
-others may read. Few honest values are taken for secrets: paths, numbers, hashes with a name and NCCL's variables pass.
+What is written into a cluster file or a recipe is kept with every run, and written into scripts and manifests that
+others may read. Few ordinary values are taken for secrets: paths, numbers,
+hashes with a name and NCCL's variables pass.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ class SourcePosition:
 class SourceMap:
     """The place of every key by path, and the folder of the file.
 
-    Two `SourceMap`s are always equal: where a value was written is no part of what the recipe says.
+    Two `SourceMap`s are always equal: where a value was written is not part of what the recipe says.
     """
 
     source: str = field(default="recipe", compare=False)
@@ -279,7 +279,7 @@ def _node_kind(node: Any) -> str:
 
 
 def _yaml_error(error: yaml.YAMLError, text: str, source: str) -> RecipeError:
-    """Say in plain words what the parser stumbled over."""
+    """Say in plain words what the parser could not read."""
     mark = getattr(error, "problem_mark", None)
     problem = getattr(error, "problem", None) or ""
     if mark is None:  # a ReaderError: a character that YAML forbids, at a position instead of a mark
@@ -319,7 +319,7 @@ class PlainDumper(yaml.SafeDumper):
     """PyYAML's dumper, without aliases and with every line break kept."""
 
     def ignore_aliases(self, data: Any) -> bool:
-        """Write a value out wherever it stands."""
+        """Write a value out in full each time, without anchors."""
         return True
 
 

@@ -1,7 +1,7 @@
 """Attempts of a run: each start takes the next number, and with it the right to commit.
 
 A job that was given up may still be running somewhere (a zombie): a node that came back, a write that hung for an
-hour. Whoever starts the run again takes the next number by a conditional put, and from then on every commit of an
+hour. The next start of the run takes the next number by a conditional put, and from then on every commit of an
 earlier attempt is refused.
 
     attempts/0001.json      who took it; never changed, never removed
@@ -51,8 +51,8 @@ class Attempt:
     def put_over(self, before: ObjectInfo | None, path: str, data: bytes) -> ObjectInfo:
         """Write a small object over what was seen there `before`, unless a later attempt has begun.
 
-        Whoever looks first and is checked after cannot undo a later attempt's work: if none had begun at the check,
-        none had written before the look; and if one writes after it, the version is no longer the one seen.
+        A writer that reads first and is checked after cannot undo a later attempt's work. If none had begun at the
+        check, none had written before the read; if one writes after it, the version is no longer the one read.
         """
         self.check()
         try:

@@ -27,7 +27,7 @@ class Hasher:
 
     @classmethod
     def like(cls, checksum: str) -> Hasher:
-        """A hasher whose result can be held against a checksum."""
+        """A hasher whose result can be compared with a checksum."""
         return cls(algorithm_of(checksum))
 
     def update(self, data: bytes | bytearray | memoryview) -> None:

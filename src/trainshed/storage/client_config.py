@@ -229,7 +229,7 @@ def client_options(endpoint: str | None, retry: Retry) -> Any:
 
 
 def retry_config(retry: Retry) -> Any:
-    """Our patience in obstore's words."""
+    """Our retry settings as obstore takes them."""
     return {
         "max_retries": retry.attempts - 1,
         # Signatures are not renewed while it retries, and are good for some minutes.

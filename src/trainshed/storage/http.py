@@ -1,7 +1,7 @@
 """A web server as a store that can only be read, one named file at a time, and the HTTP client that the Hub's store
 uses too.
 
-One GET goes on where it broke, waits when told to, and never mixes two versions. A server that says nothing is
+One GET continues where it broke, waits when told to, and never mixes two versions. A server that says nothing is
 left alone for `Retry.answer_seconds`, asked again, and given up after `Retry.silent_seconds` with its address;
 after a few seconds the listener of `reporting.waiting` hears of it. Not through obstore: its HTTP client refuses
 answers without a Content-Length and addresses with a query.
@@ -43,7 +43,7 @@ class RemoteFile:
 
 
 class HttpClient:
-    """One pool of connections with our patience and our error words.
+    """One pool of connections, with our retries and our errors.
 
     `headers` is asked for each request (a token may be refreshed meanwhile); a redirect to another host does not get
     them. `explain` may turn a refusal into a better error than the plain ones here.
@@ -148,7 +148,7 @@ class HttpClient:
         tolerate: tuple[int, ...] = (),
         form: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Send until there is an answer that is no passing trouble; the caller closes it."""
+        """Send until there is an answer that is not a passing failure; the caller closes it."""
         import httpx2
 
         begun = time.monotonic()
@@ -182,7 +182,7 @@ class HttpClient:
         raise AssertionError("unreachable: the last attempt returns or raises")
 
     def _unreachable(self, error: Exception, url: str, where: str, attempts: int, seconds: float) -> StorageError:
-        """Our error for a server that could not be talked to; httpx's own text may hold the URL."""
+        """Our error for a server that could not be reached; httpx's own text may hold the URL."""
         tries = "1 attempt" if attempts == 1 else f"{attempts} attempts"
         return StorageError(
             f"{_host(url)} cannot be reached: {self._silence(error)} ({tries} in {seconds:.0f} s)",
@@ -231,7 +231,7 @@ def _host(url: str) -> str:
 
 
 def _waited_for(url: str, where: str) -> str:
-    """An address, with the server behind it where the address does not name it (the Hub's)."""
+    """An address, with its server where the address does not name it (the Hub's)."""
     return where if _host(url) in where else f"{where} ({_host(url)})"
 
 

@@ -144,7 +144,7 @@ _LONGEST_LIST_BYTES = 256 * 1024 * 1024
 class CopyItem:
     """One object to copy; `path` is where it goes below the destination.
 
-    The size and the version are None and empty for a URL, which nobody has asked about yet.
+    The size and the version are None and empty for a URL, which has not been asked yet.
     """
 
     path: str
@@ -155,7 +155,7 @@ class CopyItem:
 
     @property
     def size(self) -> int | None:
-        """The size, where a listing told it."""
+        """The size, where a listing gave it."""
         return self.info.size if self.info is not None and self.info.size >= 0 else None
 
 

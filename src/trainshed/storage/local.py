@@ -93,7 +93,7 @@ class LocalStore:
                 yield chunk
 
     def put(self, path: str, data: bytes, *, expect: str | None = None) -> ObjectInfo:
-        """Write a small file in one atomic step, where asked only over what is expected."""
+        """Write a small file in one atomic step; with `expect`, only over what is expected."""
         target = self._file(path)
         with self._temporary(target, path) as handle, self._translated_errors(path):
             _write_all(handle, data)
@@ -121,7 +121,7 @@ class LocalStore:
                 writer.info = self._publish(handle, target, path)
 
     def delete(self, path: str) -> None:
-        """Remove a file; removing what is not there is no error."""
+        """Remove a file; removing what is not there is not an error."""
         with self._translated_errors(path), suppress(FileNotFoundError, NotADirectoryError):
             self._file(path).unlink()
 

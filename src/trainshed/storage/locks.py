@@ -50,7 +50,7 @@ class LockHolder:
 
     @classmethod
     def read(cls, path: Path) -> LockHolder | None:
-        """Read who holds a lock from its file; None where that is not told there."""
+        """Read who holds a lock from its file; None where the file does not say."""
         try:
             return cls.from_bytes(path.read_bytes())
         except OSError:

@@ -1,10 +1,10 @@
-"""The manifest of an artefact: what it holds, with checksums, and the spec that made it; and where an artefact lies.
+"""The manifest of an artefact: its files with checksums, the spec that made it, and where it is stored.
 
 It is written last and in one step; an artefact without one does not exist. The same artefact gives the same
-bytes: keys are sorted and no clock, host or user is in it. An artefact lies in
+bytes: keys are sorted and no clock, host or user is in it. An artefact is stored in
 `<root>/<kind>/<hash of the spec>/`.
 
-A file's checksum stands under `sha256` in format 1 and under `checksum` in format 2, which knows other algorithms
+A file's checksum is under `sha256` in format 1 and under `checksum` in format 2, which knows other algorithms
 as well. Where all are SHA-256 format 1 is written, as ever: whatever names a manifest by its own hash goes on to
 find it.
 """
@@ -182,7 +182,7 @@ def _unreadable_manifest(why: str, where: str | None) -> CorruptData:
 def broken_manifest(what: str, where: str | None) -> CorruptData:
     """Return the error for a damaged manifest, with the command that removes it.
 
-    What has no manifest does not exist, so whatever made the artefact makes it anew.
+    What has no manifest does not exist, so the next run of what made it makes it again.
     """
     return CorruptData(
         what,

@@ -1,6 +1,6 @@
 """A bucket as a store: S3 and everything that speaks it, Google Cloud Storage, Azure Blob Storage.
 
-What goes wrong is said in our own words: obstore's errors become ours, without anything secret in them.
+obstore's errors become ours, without anything secret in them.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def translate_error(error: BaseException, where: str, scheme: str) -> TrainshedE
 
 
 def _unreachable_error(text: str, where: str) -> StorageError:
-    """Our error for a store that could not be talked to: which server, why, and how often it was tried."""
+    """Our error for a store that could not be reached: which server, why, and how often it was tried."""
     sent, why = _SENT.search(text), _REASON.search(text)
     parts = urlsplit(sent[1]) if sent else None
     host = shown_address(f"{parts.scheme}://{parts.netloc}") if parts else "the store"
@@ -222,7 +222,7 @@ class ObjectStore:
                 yield part if len(part) <= chunk_bytes else part[offset : offset + chunk_bytes]
 
     def put(self, path: str, data: bytes, *, expect: str | None = None) -> ObjectInfo:
-        """Write a small object in one request, where asked only over what is expected."""
+        """Write a small object in one request; with `expect`, only over what is expected."""
         if expect is None or expect == ABSENT:
             mode: Any = "overwrite" if expect is None else "create"
             with self._translated_errors(path):
@@ -244,7 +244,7 @@ class ObjectStore:
         writer.finish()
 
     def delete(self, path: str) -> None:
-        """Remove an object; removing what is not there is no error."""
+        """Remove an object; removing what is not there is not an error."""
         try:
             with self._translated_errors(path):
                 obstore.delete(self._client, path)
@@ -257,7 +257,7 @@ class ObjectStore:
 
     @contextmanager
     def _translated_errors(self, path: str) -> Iterator[None]:
-        """Ask the bucket in here: a long wait is told, and what goes wrong is said in our own words."""
+        """Ask the bucket in here: a long wait is reported, and obstore's errors become ours."""
         where = join(self._url, path)
         _check_not_forked(where)
         with translated_errors(where, self._scheme), waiting(where):
@@ -411,7 +411,7 @@ class _PartWriter:
 
 
 def _check_not_forked(where: str) -> None:
-    """obstore's threads stay behind in the parent, and a forked child would wait for them for ever."""
+    """obstore's threads stay in the parent, and a forked child would wait for them for ever."""
     global _process
     _process = _process or os.getpid()
     if _process != os.getpid():

@@ -20,7 +20,7 @@ _lock = threading.Lock()
 
 
 def open_store(address: str | Address, options: StoreOptions | None = None) -> tuple[Store, str]:
-    """Return the store an address lies in, and the path inside it.
+    """Return the store of an address, and the path inside it.
 
     A remote store is opened once per process and set of credentials, so its connections are shared.
     """

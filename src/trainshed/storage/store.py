@@ -91,7 +91,7 @@ class Store(Protocol):
         ...
 
     def delete(self, path: str) -> None:
-        """Remove an object; removing what is not there is no error."""
+        """Remove an object; removing what is not there is not an error."""
         ...
 
     def sweep(self, prefix: str = "", *, older_than_seconds: float = ABANDONED_SECONDS) -> None:
@@ -142,10 +142,10 @@ class ReadOnlyStore(ABC):
 
 @dataclass(frozen=True)
 class Retry:
-    """The patience of a store.
+    """How long to wait for a store, and how often to try again.
 
     With the defaults a server that cannot be reached or says nothing is given up after about two minutes. One that is
-    slow may take as long as it takes: each byte that arrives begins the time anew. A server's own Retry-After is
+    slow may take as long as it takes: each byte that arrives starts the time again. A server's own Retry-After is
     followed up to `longest_wait_seconds`.
     """
 

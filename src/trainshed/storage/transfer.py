@@ -280,7 +280,7 @@ class Transfer:
             )
 
     def _asked_about(self, item: CopyItem) -> CopyItem:
-        """Ask what is at a URL: no listing told, and its version is what a rerun compares."""
+        """Ask what is at a URL: there is no listing of it, and a rerun compares its version."""
         if item.info is not None:
             return item
         try:

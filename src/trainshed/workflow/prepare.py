@@ -40,7 +40,7 @@ PREPARED_SCHEMA = "trainshed.prepared/2"
 
 @dataclass(frozen=True)
 class PreparedRun:
-    """A run whose data and base weights stand ready: what training starts from."""
+    """A run whose data and base weights are ready: what training starts from."""
 
     recipe: Recipe
     id: str
@@ -65,7 +65,7 @@ class PreparedRun:
 
 
 def resolve(recipe: Recipe, options: StoreOptions | None = None, *, pin: bool = True) -> Recipe:
-    """Write out what the recipe names: the preset's architecture, and the commit behind every Hub address.
+    """Write out what the recipe names: the preset's architecture, and the commit of every Hub address.
 
     With `pin=False` the Hub is not asked and its addresses stay as they are.
     """
@@ -236,9 +236,9 @@ def _with_architecture(recipe: Recipe, base: BaseWeights, tokenizer: Tokenizer |
 
 
 def _measure_base(base: BaseWeights, recipe: Recipe, reporter: Reporter) -> None:
-    """See that the loss of base weights on the probe batch is known; every run compares itself with it before step 0.
+    """Measure the loss of base weights on the probe batch; every run compares itself with it before step 0.
 
-    What a conversion measured counts, so that it and the run are held against each other.
+    A loss that a conversion measured is taken over, so that the run is compared with it.
     """
     from trainshed.checkpoints.prove.probe import read_probe, write_probe
 

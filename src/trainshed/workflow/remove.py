@@ -59,7 +59,7 @@ class RunRemoval:
     apart: tuple[Store, str] | None = field(default=None, repr=False)
 
     def remove(self) -> None:
-        """Remove it; from the first moment on there is no such run."""
+        """Remove it. The folder is renamed first, so that a half-removed run is not taken for one."""
         gone = self.run.folder.with_name(f"{REMOVED_PREFIX}{self.run.id}-{uuid.uuid4().hex[:8]}")
         self.run.folder.replace(gone)
         if self.apart is not None:
@@ -196,7 +196,7 @@ def _texts(files: Iterator[Path]) -> Iterator[str]:
 
 
 def _index_contents(run: LocalRun) -> Iterator[str | None]:
-    """What the indexes of a run are made of; None where that cannot be told, and every index must stay."""
+    """What the indexes of a run are made of; None where that is not known, and every index must stay."""
     if not (run.folder / PREPARED_FILE).is_file():
         return
     data = orjson.loads((run.folder / PREPARED_FILE).read_bytes())["data"]

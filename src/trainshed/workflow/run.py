@@ -1,8 +1,8 @@
 """The stages of a recipe on this machine, in order: fetch, prepare, train, export. Each is skipped where it is proven.
 
 `run` is what the command line calls, and what a program or a notebook can call. Before any work it finds the
-run's folder and refuses what could not train here or could not go on. Nothing is printed: progress goes to the
-reporter and to whoever watches the training's events. A killed run goes on where it was when it is called again.
+run's folder and refuses what could not train here or could not continue. Nothing is printed: progress goes to the
+reporter and to the watcher of the training's events. A killed run continues where it was when it is called again.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class RunStart:
 
 
 def find_start(recipe: Recipe, cluster: Cluster, id: str | None = None) -> RunStart:
-    """Return where a recipe's run lies or will lie; nothing is made."""
+    """Return where a recipe's run is or will be; nothing is made."""
     resolved = resolve(recipe, store_options(cluster))
     name = id or run_id(resolved)
     return RunStart(resolved, name, run_path(store_root(recipe, cluster), resolved.name, name))

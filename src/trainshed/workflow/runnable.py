@@ -1,4 +1,4 @@
-"""Whether a recipe can run on a cluster: the one check that every door asks before any work is done.
+"""Whether a recipe can run on a cluster: the one check that every command makes before any work is done.
 
 `run`, `train`, `verify`, `render`, `submit` and the worker call `check_runnable`, so that what one of them refuses all
 refuse, in the same words. It needs neither torch nor the network. What only the architecture or the layout can tell is
@@ -173,7 +173,7 @@ def _on_one(path: str, mounts: list[str]) -> bool:
 
 
 def _secret_problems(recipe: Recipe) -> Iterator[Problem]:
-    """Yield arguments of engines that hold a secret: they stand in scripts and manifests, and are kept with the run."""
+    """Yield arguments of engines that hold a secret: they would be written into scripts, manifests and the run."""
     arguments = [(("engine", "args", name), name, value) for name, value in recipe.engine.args.items()]
     if recipe.serve is not None:
         arguments += [(("serve", "args", name), name, value) for name, value in recipe.serve.args.items()]
@@ -187,7 +187,7 @@ def _secret_problems(recipe: Recipe) -> Iterator[Problem]:
 
 
 def is_inside(path: str, mount: str) -> bool:
-    """Whether a path lies in a folder, or is it."""
+    """Whether a path is a folder or inside it."""
     return path == mount or path.startswith(mount.rstrip("/") + "/")
 
 

@@ -1,6 +1,6 @@
 """What a node does in each stage on CPUs: the same functions on every target, one after the other on this machine.
 
-Each stage leaves its artefact behind and finds it there when it is run again. For an engine that is not ours the
+Each stage leaves its artefact and finds it when it is run again. For an engine that is not ours the
 stages write the files that it reads, under fixed names in the run's folder; `engines/launch.py` says which names
 (`EngineInput`), and nothing here knows an engine.
 """
@@ -96,7 +96,7 @@ def _prepare_data(recipe: Recipe, cluster: Cluster, run: Path, wanted: tuple[str
 
 
 def tokenizer_folder(tokenizer: Tokenizer) -> str | None:
-    """Return the folder that a tokenizer lies in; None where it is a single file of another name."""
+    """Return the folder that a tokenizer is in; None where it is a single file of another name."""
     parsed = parse(tokenizer.address)
     address = os.path.abspath(str(parsed)) if parsed.scheme == "file" else tokenizer.address
     if not address.endswith(".json"):
@@ -115,7 +115,7 @@ def export_run(
 ) -> str:
     """Write the trained weights as the recipe's `export` says, prove them, and return where they are.
 
-    The run's tokenizer goes with them: whoever serves them (vLLM) looks for it there.
+    The run's tokenizer goes with them: a server such as vLLM looks for it there.
     """
     from trainshed.checkpoints.convert.convert import convert_weights
     from trainshed.checkpoints.formats import TargetFormat
@@ -155,7 +155,7 @@ def write_engine_base(base: BaseWeights, run: Path, wanted: Sequence[str], repor
 
 
 def write_engine_data(run: PreparedRun, options: StoreOptions | None = None, reporter: Reporter = SILENT) -> None:
-    """Leave where the tokens of each split lie: for Megatron as JSON, for NeMo as one value of Hydra's."""
+    """Write where the tokens of each split are: for Megatron as JSON, for NeMo as one value of Hydra's."""
     folder = run.folder / ENGINE
     train = [word for source in run.sources for word in _weighted_prefixes(source, folder, options, reporter)]
     own = run.data.validation
@@ -175,7 +175,7 @@ def write_engine_data(run: PreparedRun, options: StoreOptions | None = None, rep
 
 
 def write_engine_tokenizer(tokenizer: Tokenizer, run: Path, options: StoreOptions | None = None) -> None:
-    """Leave the tokenizer's files, with those beside them that other engines read."""
+    """Copy the tokenizer's files, and those in its folder that other engines read."""
     store = LocalStore(run / ENGINE / "tokenizer")
     place = parse(tokenizer.address)
     if place.scheme not in ("http", "https") and not tokenizer.address.endswith(".json"):
@@ -235,7 +235,7 @@ def _json(body: object) -> bytes:
 
 
 def _hydra_words(words: Sequence[str]) -> str:
-    """Words of a list in Hydra's grammar: quoted, so that no path can end it."""
+    """Items of a list in Hydra's grammar: quoted, so that no path can end it."""
 
     def quoted(word: str) -> str:
         escaped = word.replace("\\", "\\\\").replace("'", "\\'")

@@ -151,7 +151,7 @@ def _json(body: Any) -> str:
 
 
 def _scripts(recipe: Recipe) -> dict[str, str]:
-    """The scripts that a recipe names, which lie beside it here and beside its copy on the nodes."""
+    """The scripts that a recipe names: they are beside it here, and beside its copy on the nodes."""
     sources = [*recipe.data.train, *([recipe.data.validation] if recipe.data.validation else [])]
     files = {}
     for number, source in enumerate(sources):

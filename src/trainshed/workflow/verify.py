@@ -1,6 +1,6 @@
 """A layout against one process, and against itself resumed, on a shrunk model.
 
-Three trainings go the way every training goes (a run's folder, ranks as processes, events, checkpoints), on synthetic
+Three trainings run as every training does (a run's folder, ranks as processes, events, checkpoints), on synthetic
 data:
 
     one process         the reference
@@ -62,7 +62,7 @@ StepEvents = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Verification:
-    """What a check found; `asked` is the layout as it was asked for, `small.layout` the one that ran."""
+    """The result of a check; `asked` is the layout that was requested, `small.layout` the one that ran."""
 
     name: str
     asked: RankLayout

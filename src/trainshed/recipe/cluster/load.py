@@ -52,7 +52,7 @@ def load_cluster(
 
 
 def _refuse_locked_overrides(document: YamlDocument, overrides: list[str]) -> None:
-    """Refuse to override what the file locks; what is wrong with the list itself is said when it is checked."""
+    """Refuse to override what the file locks; mistakes in the list itself are reported when it is checked."""
     locked = document.value.get("locked") if isinstance(document.value, dict) else None
     for key in locked if isinstance(locked, list) else []:
         for text in overrides:
