@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from data.made_tokenizers import CONFIGS, KINDS, save
 from safetensors.torch import load_file, save_file
 
+from support.models.made_tokenizers import CONFIGS, KINDS, save
 from support.models.tiny_models import save_tiny_hf
 from support.recipes.text_recipes import write_recipe, write_script
 from trainshed.cli import run_cli

@@ -7,11 +7,11 @@ import random
 from collections.abc import Sequence
 
 import pytest
-from data.made_tokenizers import KINDS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
+from support.models.made_tokenizers import KINDS
 from trainshed.serve.tokenizer import REPLACEMENT_CHARACTER, DecodeTokens, IncrementalDetokenizer, StopStrings
 
 TEXT = "Ein naïver 😀 Satz — 日本語, ﷽ and 👩‍👩‍👧 families;\n\n  spaces   too, x² ≠ y."

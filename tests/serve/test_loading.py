@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from data.made_tokenizers import CONFIGS, KINDS, save
 
+from support.models.made_tokenizers import CONFIGS, KINDS, save
 from support.models.tiny_models import save_tiny_hf
 from support.runs.small_generators import Notes, ask, generating
 from trainshed.checkpoints.convert.convert import convert_weights

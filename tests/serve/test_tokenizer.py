@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from data.made_tokenizers import CONFIGS, KINDS
 
+from support.models.made_tokenizers import CONFIGS, KINDS
 from trainshed.errors import InputError
 from trainshed.serve.tokenizer import ChatTokenizer
 

@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 import yaml
-from data.made_tokenizers import CONFIGS, KINDS, save
 
 from support.clusters.kubernetes_server import TOKEN, KubernetesServer, kubernetes_server
 from support.clusters.pod_runner import PodRunner
+from support.models.made_tokenizers import CONFIGS, KINDS, save
 from support.models.tiny_models import save_tiny_hf
 from support.recipes.small_recipes import recipe_text
 from support.recipes.text_recipes import write_script, write_small_recipe
