@@ -98,9 +98,11 @@ def clean(
     from trainshed.errors import InputError
     from trainshed.recipe import load_cluster
     from trainshed.storage import parse
+    from trainshed.workflow import store_options
     from trainshed.workflow.remove import find_unneeded, remove_unneeded
 
     cluster = load_cluster(on)
+    options = store_options(cluster)
     root = parse(cluster.store_root)
     store = Path(str(root)).expanduser()
     if root.scheme != "file" or (on != "local" and not store.is_dir()):
@@ -109,9 +111,9 @@ def clean(
             where=str(root),
             hint="write this command where it is mounted",
         )
-    found = find_unneeded(store)
+    found = find_unneeded(store, options)
     if yes:
-        found = remove_unneeded(store, found)
+        found = remove_unneeded(store, found, options)
     total = sum(each.bytes for each in found)
     data: dict[str, Any] = {
         "schema": "trainshed.clean/1",

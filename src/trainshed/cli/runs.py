@@ -106,11 +106,11 @@ def planned_steps(run: Path) -> int | None:
     """Return how many steps a run is to have, by its own files; None where they do not say."""
     from trainshed.errors import TrainshedError
     from trainshed.recipe import load_recipe
-    from trainshed.workflow import open_run_folder
+    from trainshed.workflow import prepared_steps
 
     try:
         steps = load_recipe(str(run / "recipe.yaml")).train.steps
-        return steps if steps is not None else open_run_folder(run).steps
+        return steps if steps is not None else prepared_steps(run)
     except TrainshedError:  # tokens or epochs, and it is not prepared
         return None
 

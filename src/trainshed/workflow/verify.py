@@ -22,7 +22,7 @@ from typing import Any
 from trainshed.catalog.models import architecture
 from trainshed.checkpoints.native.folder import checkpoints_folder, list_checkpoints, remove_checkpoint
 from trainshed.data.order import run_orders
-from trainshed.data.tokens.prepared_data import PreparedData
+from trainshed.data.tokens.token_source import RunTokens
 from trainshed.errors import InputError, TrainshedError
 from trainshed.launch.local import train_locally
 from trainshed.models.parameters import parameter_count
@@ -181,8 +181,8 @@ def _full_size_run(recipe: Recipe, cluster: Cluster) -> PreparedRun:
     data = DataSection(synthetic=True, sequence_length=recipe.data.sequence_length, seed=recipe.data.seed)
     train = recipe.train.model_copy(update={"steps": 1, "tokens": None, "epochs": None})
     recipe = recipe.model_copy(update={"model": model, "data": data, "train": train})
-    orders = run_orders(recipe, PreparedData(()), Path(), build=False)
-    return PreparedRun(recipe, "whole", Path(), PreparedData(()), 1, orders.train, None, None, None)
+    orders = run_orders(recipe, RunTokens(()), Path(), build=False)
+    return PreparedRun(recipe, "whole", Path(), RunTokens(()), 1, orders.train, None, None, None)
 
 
 def _shrink_to_fit(whole: PreparedRun, layout: RankLayout, reporter: Reporter) -> tuple[ShrunkRun, bool]:

@@ -89,8 +89,8 @@ class Tokenizer:
         self, role: str, wanted: str | None, common: tuple[str, ...], *, flag: str, without: str
     ) -> SpecialToken:
         if wanted is not None:
-            if found := self.token(wanted):
-                return found
+            if token := self.token(wanted):
+                return token
             raise TokenizerError(
                 f"{flag} asks for the token {wanted!r}, which this tokenizer does not have",
                 where=self.address,
@@ -99,8 +99,8 @@ class Tokenizer:
         named = self.config.get(role)
         named = named.get("content") if isinstance(named, dict) else named
         if isinstance(named, str):
-            if found := self.token(named):
-                return found
+            if token := self.token(named):
+                return token
             raise TokenizerError(
                 f"its configuration names {named!r} as {role}, which is not in its vocabulary",
                 where=self.address,
@@ -108,9 +108,9 @@ class Tokenizer:
         candidates = [token for text in common if (token := self.token(text))]
         if len(candidates) == 1:
             return candidates[0]
-        found_text = f"several could be it ({', '.join(t.text for t in candidates)})" if candidates else "none is there"
+        usual = f"several could be it ({', '.join(t.text for t in candidates)})" if candidates else "none is there"
         raise TokenizerError(
-            f"this tokenizer names no {role}, and of the usual tokens {found_text}",
+            f"this tokenizer names no {role}, and of the usual tokens {usual}",
             where=self.address,
             hint=f"write {flag} TOKEN with one of its special tokens "
             f"({', '.join(self.special_tokens) or 'it has none'}), or {without}",
@@ -239,7 +239,7 @@ TRAINING_TEXT_BYTES = 512 * 1024 * 1024
 
 
 def train_tokenizer(
-    pieces: Sequence[InputSlice],
+    inputs: Sequence[InputSlice],
     *,
     vocab_size: int,
     min_frequency: int = 2,
@@ -248,7 +248,7 @@ def train_tokenizer(
     options: StoreOptions | None = None,
     reporter: Reporter = SILENT,
 ) -> dict[str, bytes]:
-    """Learn a tokenizer from the first SAMPLE_BYTES of a corpus; return the files of its folder."""
+    """Learn a tokenizer from the first TRAINING_TEXT_BYTES of a corpus; return the files of its folder."""
     try:
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     except ImportError:
@@ -264,22 +264,22 @@ def train_tokenizer(
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    total = min(TRAINING_TEXT_BYTES, sum(piece.bytes for piece in pieces))
+    total = min(TRAINING_TEXT_BYTES, sum(item.read_bytes for item in inputs))
     with reporter.task("tokenizer", total=total, unit="B") as task:
-        sample = _TrainingText(pieces, on_bad_line, options, task)
+        sample = _TrainingText(inputs, on_bad_line, options, task)
         tokenizer.train_from_iterator(sample.texts(), trainer)
-    found = tokenizer.get_vocab_size()
+    learned = tokenizer.get_vocab_size()
     if not sample.characters:
         raise InputError(
             "the training sources hold no text to learn a tokenizer from",
-            where=pieces[0].address if pieces else None,
+            where=inputs[0].address if inputs else None,
             hint="give the recipe text, or the address of a tokenizer",
         )
-    if found < vocab_size:
+    if learned < vocab_size:
         raise InputError(
-            f"the corpus gives a vocabulary of {found:,} tokens, {vocab_size:,} are asked for",
+            f"the corpus gives a vocabulary of {learned:,} tokens, {vocab_size:,} are asked for",
             where="tokenizer.train.vocab_size",
-            hint=f"write {found} or less, or give it more text",
+            hint=f"write {learned} or less, or give it more text",
         )
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eod, "clean_up_tokenization_spaces": False}
     return {
@@ -292,18 +292,18 @@ class _TrainingText:
     """The first text of a corpus, and how much of it there was."""
 
     def __init__(
-        self, pieces: Sequence[InputSlice], on_bad_line: OnBadLine, options: StoreOptions | None, task: ProgressTask
+        self, inputs: Sequence[InputSlice], on_bad_line: OnBadLine, options: StoreOptions | None, task: ProgressTask
     ) -> None:
-        self._pieces, self._on_bad_line, self._options, self._task = pieces, on_bad_line, options, task
+        self._inputs, self._on_bad_line, self._options, self._task = inputs, on_bad_line, options, task
         self.characters = 0
 
     def texts(self) -> Iterator[list[str]]:
-        """Yield the documents of block after block, up to SAMPLE_BYTES."""
-        for piece in self._pieces:
-            for block in InputReader(piece, *open_store(piece.address, self._options)).blocks():
-                documents, bad_lines = extract_documents(block, piece.key)
+        """Yield the documents of block after block, up to TRAINING_TEXT_BYTES."""
+        for item in self._inputs:
+            for block in InputReader(item, *open_store(item.address, self._options)).blocks():
+                documents, bad_lines = extract_documents(block, item.key)
                 if bad_lines and self._on_bad_line == "stop":
-                    raise bad_lines[0].as_error(piece, bad_lines[0].number)
+                    raise bad_lines[0].to_error(item, bad_lines[0].number)
                 yield documents
                 self._task.advance(block.bytes_read)
                 self.characters += sum(map(len, documents))

@@ -353,9 +353,9 @@ BLOCKS_PER_CALL = 4
 """Blocks that threads encode in one call: over less than some 10 MB the encoder cannot keep its cores busy."""
 
 
-def default_workers(pieces: Sequence[InputSlice]) -> int:
+def default_workers(inputs: Sequence[InputSlice]) -> int:
     """One worker per core that we may use; for a few megabytes, the work is done in this thread."""
-    small = sum(piece.bytes for piece in pieces) < INLINE_BYTES
+    small = sum(item.read_bytes for item in inputs) < INLINE_BYTES
     return 1 if small else len(os.sched_getaffinity(0))
 
 

@@ -67,7 +67,7 @@ class TokenCounts:
 class ShardProgress:
     """How far a shard has got: pieces read to the end (their hashes), and a position in the next one."""
 
-    piece_hashes: list[str | None] = field(default_factory=list)
+    input_hashes: list[str | None] = field(default_factory=list)
     position: int = 0
     counts: TokenCounts = field(default_factory=TokenCounts)
 
@@ -82,7 +82,7 @@ class ShardWriter(Protocol):
         """Write a block's tokens; `position` is where reading stands behind it."""
         ...
 
-    def piece_done(self, sha256: str | None) -> None:
+    def input_done(self, sha256: str | None) -> None:
         """Note that a piece was read to its end."""
         ...
 
@@ -153,9 +153,9 @@ class LocalShardWriter:
     """
 
     def __init__(
-        self, prefix: str, key: str, piece_ids: Sequence[str], stack: ExitStack, *, bad_lines: bool = True
+        self, prefix: str, key: str, input_ids: Sequence[str], stack: ExitStack, *, bad_lines: bool = True
     ) -> None:
-        self._key, self._piece_ids, self._bad_lines = key, piece_ids, bad_lines
+        self._key, self._input_ids, self._bad_lines = key, input_ids, bad_lines
         self._bin, self._index = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
         self._tokens_path = Path(f"{prefix}.bin.partial")
         self._lengths_path = Path(f"{prefix}.lengths.partial")
@@ -172,8 +172,8 @@ class LocalShardWriter:
             self._lengths = stack.enter_context(open(self._lengths_path, "ab+", buffering=0))
             self._digest, self._lengths_digest = hashlib.sha256(), hashlib.sha256()
             self.progress = self._resume()
-        self._marked_pieces = len(self.progress.piece_hashes)
-        self._marked_at = time.monotonic()
+        self._recorded_inputs = len(self.progress.input_hashes)
+        self._recorded_at = time.monotonic()
 
     def _lock(self, prefix: str) -> None:
         taken = False
@@ -193,7 +193,7 @@ class LocalShardWriter:
 
     def _resume(self) -> ShardProgress:
         """Cut the files back to the last good mark; without one, start again."""
-        progress, mark, journal_bytes = self._last_good_mark()
+        progress, mark, journal_bytes = self._last_valid_entry()
         if mark is not None:
             for file, digest, (size, sha256) in (
                 (self._tokens, self._digest, mark["tokens"]),
@@ -211,10 +211,10 @@ class LocalShardWriter:
         self._digest, self._lengths_digest = hashlib.sha256(), hashlib.sha256()
         for file in (self._tokens, self._lengths, self._journal):
             file.truncate(0)
-        self._note({"format": JOURNAL_FORMAT, "key": self._key})
+        self._append_journal({"format": JOURNAL_FORMAT, "key": self._key})
         return ShardProgress()
 
-    def _last_good_mark(self) -> tuple[ShardProgress, dict[str, Any] | None, int]:
+    def _last_valid_entry(self) -> tuple[ShardProgress, dict[str, Any] | None, int]:
         self._journal.seek(0)
         lines = self._journal.read().splitlines(keepends=True)
         progress, good, hashes, at = ShardProgress(), None, [], 0
@@ -227,8 +227,8 @@ class LocalShardWriter:
                 if entry != {"format": JOURNAL_FORMAT, "key": self._key}:
                     break
             else:
-                done = [piece_id for piece_id, _ in entry["done"]]
-                expected = list(self._piece_ids[len(hashes) : len(hashes) + len(done) + 1])
+                done = [input_id for input_id, _ in entry["done"]]
+                expected = list(self._input_ids[len(hashes) : len(hashes) + len(done) + 1])
                 if done != expected[: len(done)] or (entry["position"] and entry["piece"] not in expected[len(done) :]):
                     break
                 if entry["counts"]["bad_lines"] and not self._bad_lines:
@@ -250,30 +250,30 @@ class LocalShardWriter:
                 digest.update(data)
             self.progress.counts = self.progress.counts.plus(counts)
             self.progress.position = position
-            if time.monotonic() - self._marked_at >= JOURNAL_SECONDS:
-                self._mark()
+            if time.monotonic() - self._recorded_at >= JOURNAL_SECONDS:
+                self._write_journal_entry()
 
-    def piece_done(self, sha256: str | None) -> None:
+    def input_done(self, sha256: str | None) -> None:
         """Note that a piece was read to its end."""
-        self.progress.piece_hashes.append(sha256)
+        self.progress.input_hashes.append(sha256)
         self.progress.position = 0
 
-    def _mark(self) -> None:
+    def _write_journal_entry(self) -> None:
         # No fsync: the hashes tell on the next start whether the bytes survived, even a power cut.
-        hashes = self.progress.piece_hashes
-        fresh = range(self._marked_pieces, len(hashes))
+        hashes = self.progress.input_hashes
+        fresh = range(self._recorded_inputs, len(hashes))
         mark = {
-            "done": [(self._piece_ids[i], hashes[i]) for i in fresh],
-            "piece": self._piece_ids[len(hashes)],
+            "done": [(self._input_ids[i], hashes[i]) for i in fresh],
+            "piece": self._input_ids[len(hashes)],
             "position": self.progress.position,
             "counts": asdict(self.progress.counts),
             "tokens": (_size(self._tokens), self._digest.hexdigest()),
             "lengths": (_size(self._lengths), self._lengths_digest.hexdigest()),
         }
-        self._note(mark)
-        self._marked_pieces, self._marked_at = len(hashes), time.monotonic()
+        self._append_journal(mark)
+        self._recorded_inputs, self._recorded_at = len(hashes), time.monotonic()
 
-    def _note(self, entry: dict[str, Any]) -> None:
+    def _append_journal(self, entry: dict[str, Any]) -> None:
         _write_all(self._journal, _with_checksum(orjson.dumps(entry) + b"\n"))
 
     def finish(self, dtype: np.dtype) -> list[FileEntry]:
@@ -351,9 +351,9 @@ class RemoteShardWriter:
         self.progress.counts = self.progress.counts.plus(counts)
         self.progress.position = position
 
-    def piece_done(self, sha256: str | None) -> None:
+    def input_done(self, sha256: str | None) -> None:
         """Note that a piece was read to its end."""
-        self.progress.piece_hashes.append(sha256)
+        self.progress.input_hashes.append(sha256)
 
     def finish(self, dtype: np.dtype) -> list[FileEntry]:
         """Complete the upload, then write the index."""
