@@ -63,6 +63,11 @@ class TokenizeConfig:
         """The token type of the files."""
         return token_dtype(self.tokenizer.vocab_size).name
 
+    def for_workers(self) -> BlockTokenizerConfig:
+        """Return the part of it that the workers need."""
+        eod, bos = (token.id if token else None for token in (self.eod, self.bos))
+        return BlockTokenizerConfig(self.tokenizer, eod, bos, self.dtype, self.encoder)
+
     def spec(self) -> dict[str, object]:
         """Return what the manifest records; it also decides whether an existing shard is the same work.
 
@@ -236,16 +241,9 @@ class _Preparation:
 
     def run(self) -> list[TokenManifest]:
         """Return a manifest per shard, in order, each already written."""
-        worker_options = BlockTokenizerConfig(
-            self._config.tokenizer,
-            self._config.eod.id if self._config.eod else None,
-            self._config.bos.id if self._config.bos else None,
-            self._config.dtype,
-            self._config.encoder,
-        )
         manifests: list[TokenManifest] = []
         total = TokenCounts()
-        with ExitStack() as stack, WorkerPool(worker_options, self._workers) as pool:
+        with ExitStack() as stack, WorkerPool(self._config.for_workers(), self._workers) as pool:
             stack.callback(lambda: [writer_stack.close() for writer_stack in self._stacks.values()])
             self._reporter.note(f"encoder: {pool.encoder_reason}")
             with (
@@ -268,6 +266,7 @@ class _Preparation:
         unreported = 0
         for shard, job in enumerate(self._jobs):
             start = self._open(shard, job).progress
+            # The first block of a shard is encoded by both encoders.
             compare = True
             for number, input_slice in enumerate(job.inputs):
                 if number < len(start.input_hashes):

@@ -55,7 +55,7 @@ def save_array(path: Path, length: int, pieces: Iterator[np.ndarray]) -> FileEnt
     header = io.BytesIO()
     np.lib.format.write_array_header_1_0(header, {"descr": "<i8", "fortran_order": False, "shape": (length,)})
     hasher = Hasher("sha256")
-    with replace_file(path, last=False) as file:
+    with replace_file(path, sync_folder=False) as file:
         hasher.update(header.getvalue())
         file.write(header.getvalue())
         for piece in pieces:
