@@ -95,7 +95,7 @@ def _local_status(found: KnownRun, folder: Path) -> dict[str, Any]:
         "folder": str(folder),
         "state": account.state,
         "stage": "train" if account.progress.attempt is not None else "prepare",
-        "why": "; ".join(filter(None, [account.progress.words(), account.reason])),
+        "why": "; ".join(filter(None, [account.progress.summary(), account.reason])),
         "stages": [],
         "progress": account.progress.to_plain(),
         "process": None if held is None else {"pid": held.pid, "host": held.host, "since": held.since},
@@ -177,7 +177,7 @@ def submission_progress(found: Submission, states: tuple[StageState, ...]) -> di
 def _progress_text(progress: dict[str, Any] | None) -> str:
     from trainshed.observe.run_status import RunStatus
 
-    return RunStatus(**progress).words() if progress is not None else ""
+    return RunStatus(**progress).summary() if progress is not None else ""
 
 
 def _overall_state(states: tuple[StageState, ...]) -> str:
