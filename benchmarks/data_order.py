@@ -27,10 +27,11 @@ from typing import Any
 import numpy as np
 
 from measure import table
-from trainshed.data.order import DataOrder, TokenFiles, build_order
+from trainshed.data.order import DataOrder, build_order
 from trainshed.data.sampling.permutation import Permutation
 from trainshed.data.sampling.schedule import BatchSchedule
 from trainshed.data.tokens.indexed_dataset import token_dtype, write_index
+from trainshed.data.tokens.token_source import TokenSource
 
 SEQUENCE_LENGTH = 4096
 SEEK = {"sources": 10, "documents": 100_000, "tokens": 1_000_000_000, "length": 512, "batch": 16, "step": 1_000_000}
@@ -90,7 +91,7 @@ class Megatron:
 
 def ours(folder: Path, samples: int, batch: int = 1) -> DataOrder:
     return build_order(
-        [TokenFiles("0", (str(folder / "corpus"),))],
+        [TokenSource.open("0", (str(folder / "corpus"),))],
         indexes=folder / "indexes",
         seed=1,
         sequence_length=SEQUENCE_LENGTH,
@@ -167,10 +168,11 @@ def reading(folder: Path, megatron: Megatron, repeat: int) -> None:
 SEEKER = """
 import json, sys, time
 from pathlib import Path
-from trainshed.data.order import TokenFiles, open_order
+from trainshed.data.order import open_order
+from trainshed.data.tokens.token_source import TokenSource
 from trainshed.data.sampling.schedule import BatchSchedule
 folder, seek = Path(sys.argv[1]), json.loads(sys.argv[2])
-files = [TokenFiles(str(n), (str(folder / f"s{n}"),), weight=1 + n) for n in range(seek["sources"])]
+files = [TokenSource.open(str(n), (str(folder / f"s{n}"),), weight=1 + n) for n in range(seek["sources"])]
 marks = [time.perf_counter()]
 order = open_order(files, indexes=folder / "indexes", seed=1, sequence_length=seek["length"],
                    schedule=BatchSchedule(seek["batch"]))
@@ -194,7 +196,7 @@ def seeking(folder: Path, repeat: int) -> None:
         with (folder / f"s{number}.bin").open("wb") as file:
             file.truncate(2 * int(lengths.sum()))
         write_index(folder / f"s{number}.idx", token_dtype(60_000), lambda lengths=lengths: [lengths])
-        files.append(TokenFiles(str(number), (str(folder / f"s{number}"),), weight=1 + number))
+        files.append(TokenSource.open(str(number), (str(folder / f"s{number}"),), weight=1 + number))
     started = time.perf_counter()
     order = build_order(
         files,

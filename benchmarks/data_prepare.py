@@ -161,7 +161,7 @@ def profile(compressed: Path, tokenizer: Path) -> None:
             times.append(time.perf_counter())
             encoded = worker.encoder.encode(documents)
             times.append(time.perf_counter())
-            data, _ = worker.lay_out(encoded)
+            data, _ = worker.add_special_tokens(encoded)
             times.append(time.perf_counter())
             digest.update(data)
             sink.write(data)

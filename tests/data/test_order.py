@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from trainshed.data.order import (
     DataOrder,
-    TokenFiles,
     build_order,
     format_batch_hash,
     hash_batch,
@@ -26,6 +25,7 @@ from trainshed.data.order import (
 from trainshed.data.sampling.schedule import BatchRampUp, BatchSchedule, SkipList
 from trainshed.data.tokens.indexed_dataset import write_index
 from trainshed.data.tokens.token_files import shard_name
+from trainshed.data.tokens.token_source import TokenSource
 from trainshed.errors import InputError, NotFound
 
 SEQUENCE_LENGTH = 32
@@ -33,7 +33,7 @@ BATCH = 24
 STEPS = 120
 
 
-def write_corpus(folder: Path) -> list[TokenFiles]:
+def write_corpus(folder: Path) -> list[TokenSource]:
     """Three sources made by arithmetic alone: long documents in shards, short ones, and int32 tokens."""
 
     def write(name: str, lengths: np.ndarray, dtype: str, salt: int) -> None:
@@ -46,14 +46,14 @@ def write_corpus(folder: Path) -> list[TokenFiles]:
     write("short", np.arange(3000) * 104729 % 30, "<u2", 11)
     write("wide", np.arange(500) * 31 % 211, "<i4", 12)
     return [
-        TokenFiles("0", (str(folder / "long"),), weight=0.7, name="long"),
-        TokenFiles("1", (str(folder / "short"),), weight=0.2, name="short"),
-        TokenFiles("2", (str(folder / "wide"),), weight=0.1, name="wide"),
+        TokenSource.open("0", (str(folder / "long"),), weight=0.7, name="long"),
+        TokenSource.open("1", (str(folder / "short"),), weight=0.2, name="short"),
+        TokenSource.open("2", (str(folder / "wide"),), weight=0.1, name="wide"),
     ]
 
 
 @pytest.fixture(scope="module")
-def corpus(tmp_path_factory) -> tuple[list[TokenFiles], Path]:
+def corpus(tmp_path_factory) -> tuple[list[TokenSource], Path]:
     folder = tmp_path_factory.mktemp("corpus")
     return write_corpus(folder), folder / "indexes"
 
@@ -180,7 +180,7 @@ def test_every_token_comes_from_where_the_order_says(corpus, order):
     batch = order.batch(55)
     for row in range(0, BATCH, 5):
         source = order.sources[location.source[row]]
-        units, _ = source.index.epoch(int(location.epoch[row]))
+        units, _ = source.index.epoch_order(int(location.epoch[row]))
         starts, wanted = source.index.starts, SEQUENCE_LENGTH + 1
         skipped, tokens = int(location.window[row]) * SEQUENCE_LENGTH, []
         for unit in units(np.arange(source.index.units)):
@@ -221,8 +221,8 @@ def test_another_seed_or_label_is_another_order(corpus, order):
     assert order_of(corpus, seed=1235).batch_hash(0) != order.batch_hash(0)
     with pytest.raises(InputError, match="two sources would be shuffled alike"):
         order_of(([files[0], files[0]], indexes))
-    both = order_of(([files[1], TokenFiles("9", files[1].prefixes, weight=0.2)], indexes))
-    assert not np.array_equal(*(source.place(np.arange(50))[1] for source in both.sources))
+    both = order_of(([files[1], TokenSource.open("9", files[1].prefixes, weight=0.2)], indexes))
+    assert not np.array_equal(*(source.locate(np.arange(50))[1] for source in both.sources))
 
 
 def test_moved_files_keep_their_order(corpus, order, tmp_path):
@@ -233,11 +233,11 @@ def test_moved_files_keep_their_order(corpus, order, tmp_path):
 
 def test_weights_left_out_make_many_files_one_proportional_blend(corpus):
     files, indexes = corpus
-    bare = [TokenFiles(each.label, each.prefixes) for each in files]
+    bare = [TokenSource.open(each.label, each.prefixes) for each in files]
     order = order_of((bare, indexes))
     tokens = [source.tokens for source in order.sources]
     assert order.blend.weights == pytest.approx([count / sum(tokens) for count in tokens])
-    one = order_of(([TokenFiles("all", files[0].prefixes + files[1].prefixes)], indexes))
+    one = order_of(([TokenSource.open("all", files[0].prefixes + files[1].prefixes)], indexes))
     assert one.sources[0].tokens == tokens[0] + tokens[1]
 
 

@@ -15,7 +15,7 @@ from trainshed.observe.health import (
     CollectiveRecord,
     FlightRecord,
     ProcessGroupRecord,
-    RankError,
+    RecordedError,
     diagnose,
     flight_record_name,
     format_ranks,
@@ -23,7 +23,7 @@ from trainshed.observe.health import (
     read_nccl_dump,
 )
 
-LOST = RankError("RuntimeError", "Connection closed by peer", collective=True)
+LOST = RecordedError("RuntimeError", "Connection closed by peer", collective=True)
 
 
 def operation(
@@ -41,7 +41,7 @@ def operation(
 
 
 def rank(
-    number: int, *operations: CollectiveRecord, error: RankError | None = None, **groups: list[int]
+    number: int, *operations: CollectiveRecord, error: RecordedError | None = None, **groups: list[int]
 ) -> FlightRecord:
     return FlightRecord(
         rank=number,
@@ -114,13 +114,13 @@ def test_of_silent_ranks_those_that_ended_by_themselves_are_blamed() -> None:
     """Rank 3 died; rank 2 was still waiting, in something that nobody recorded, when it was killed by the launcher."""
     waiting = [rank(number, operation("dp", 3, "waiting"), dp=[0, 1, 2, 3]) for number in (0, 1)]
     assert diagnose(by_rank(*waiting), 4).ranks == [2, 3]
-    found = diagnose(by_rank(*waiting), 4, ends={3: "was killed by SIGBUS"})
+    found = diagnose(by_rank(*waiting), 4, exit_reasons={3: "was killed by SIGBUS"})
     assert found.ranks == [3]
     assert found.sentence.startswith("rank 3 was killed by SIGBUS; ranks 0-1 waited in ")
 
 
 def test_an_error_of_its_own_outweighs_everything_else() -> None:
-    broken = rank(1, operation("dp", 3), error=RankError("OSError", "disk gone", collective=False), dp=[0, 1, 2])
+    broken = rank(1, operation("dp", 3), error=RecordedError("OSError", "disk gone", collective=False), dp=[0, 1, 2])
     records = by_rank(rank(0, operation("dp", 3), error=LOST, dp=[0, 1, 2]), broken)
     found = diagnose(records, 3)
     assert found.ranks == [1]
@@ -151,7 +151,7 @@ def test_without_a_sign_nobody_is_blamed() -> None:
     assert diagnose(by_rank(*nothing), 3).ranks == []
     assert diagnose({}, 3).ranks == []
     assert diagnose({}, 3).sentence == "no rank has left a flight record"
-    assert diagnose({}, 3, ends={1: "exited with 3"}).sentence == "rank 1 exited with 3"
+    assert diagnose({}, 3, exit_reasons={1: "exited with 3"}).sentence == "rank 1 exited with 3"
 
 
 @pytest.mark.parametrize(

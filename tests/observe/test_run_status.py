@@ -27,12 +27,12 @@ def event(kind: str, attempt: int = 1, **values: Any) -> dict[str, Any]:
 def test_a_run_in_the_middle_says_how_far_and_how_long_still() -> None:
     found = run_status_from_events([event("start"), *map(step, range(10))], steps=40)
     assert (found.step, found.eta_seconds) == (10, 60.0)
-    assert found.words() == "step 10 of 40, 0:01:00 left, loss 2.1000, 1,234 tokens/s/GPU, MFU 41.0%"
+    assert found.summary() == "step 10 of 40, 0:01:00 left, loss 2.1000, 1,234 tokens/s/GPU, MFU 41.0%"
 
 
 def test_before_the_first_step_it_says_which_phase_it_is_in() -> None:
-    assert run_status_from_events([event("start"), event("phase", name="load")]).words() == "in load"
-    assert RunStatus().words() == ""
+    assert run_status_from_events([event("start"), event("phase", name="load")]).summary() == "in load"
+    assert RunStatus().summary() == ""
 
 
 def test_a_failure_is_told_until_a_later_attempt_ends_well() -> None:
@@ -61,14 +61,14 @@ def test_where_events_are_out_of_reach_the_log_tells_the_same() -> None:
     done = [step(number) | {"grad_norm": 0.5, "lr": 1e-4} for number in range(10)]
     lines = [
         "0: node 0: n1, ranks 0-1",
-        *(f"0: {words.text(each)}" for each in done),
+        *(f"0: {words.format(each)}" for each in done),
         "checkpoint of step 10 committed",
     ]
     found, told = run_status_from_log(lines), run_status_from_events(done, steps=40)
-    assert found.words() == told.words()
+    assert found.summary() == told.summary()
     assert run_status_from_log(["nothing yet"], 40) == RunStatus(steps=40)
 
 
 def test_a_loss_that_is_no_number_does_not_hide_the_step() -> None:
-    text = EventFormatter(4).text(step(1) | {"loss": None, "grad_norm": None, "lr": 1e-4, "mfu": None})
+    text = EventFormatter(4).format(step(1) | {"loss": None, "grad_norm": None, "lr": 1e-4, "mfu": None})
     assert run_status_from_log([text or ""]).step == 2

@@ -14,7 +14,7 @@ from support.recipes.text_recipes import SCRIPT, write_recipe, write_script, wri
 from trainshed.cli import run_cli
 from trainshed.cli.console import PlainReporter
 from trainshed.data.tokens.indexed_dataset import write_index
-from trainshed.data.tokens.prepared_data import WHOLE_BYTES
+from trainshed.data.tokens.token_source import WHOLE_BYTES
 from trainshed.errors import CorruptData, InputError
 from trainshed.recipe import load_recipe
 from trainshed.storage import LocalStore

@@ -209,7 +209,7 @@ class _ProgressLines:
         self.shown, self.words = shown, EventFormatter(steps)
 
     def __call__(self, event: dict[str, Any]) -> None:
-        text = self.words.text(event)
+        text = self.words.format(event)
         if text is None:
             return
         if event["kind"] in ("warning", "non_finite", "stall"):
@@ -227,7 +227,7 @@ class _ProgressBar(_ProgressLines):
 
     def __call__(self, event: dict[str, Any]) -> None:
         if event["kind"] == "step":
-            self.bar.update(self.task, completed=event["step"] + 1, description=self.words.step_text(event))
+            self.bar.update(self.task, completed=event["step"] + 1, description=self.words.format_step(event))
             return
         if event["kind"] == "resume":
             self.bar.update(self.task, completed=event["step"])

@@ -147,7 +147,7 @@ def prepare(
             hint="write --shards with at least as many shards as tasks",
         )
     pieces = find_inputs(
-        inputs, key=key, kind=format, documents="blank_line" if documents == "blank-line" else documents
+        inputs, key=key, format=format, documents="blank_line" if documents == "blank-line" else documents
     )
     workers = workers or default_workers(pieces)
     prestart_workers(workers)
@@ -536,7 +536,7 @@ def _batch_rows(order: DataOrder, index: int, rows: int, tokenizer: Tokenizer | 
                 "source": source.name,
                 "epoch": epoch,
                 "window": window,
-                "documents": [asdict(piece) for piece in source.pieces(epoch, window)],
+                "documents": [asdict(piece) for piece in source.document_spans(epoch, window)],
                 "text": tokenizer.decode(tokens[row].tolist()) if tokenizer else None,
                 "tokens": tokens[row].tolist(),
             }

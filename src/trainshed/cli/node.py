@@ -151,9 +151,9 @@ def ray_driver(stage: str | None = None, *, job: Path) -> int:
 @contextmanager
 def _watch_training(job: JobFile) -> Generator[Callable[[dict[str, Any]], None]]:
     from trainshed.cli.console import training_progress
-    from trainshed.workflow import open_run_folder
+    from trainshed.workflow import prepared_steps
 
-    with training_progress(open_run_folder(Path(job.run)).steps) as on_event:
+    with training_progress(prepared_steps(Path(job.run))) as on_event:
         yield on_event
 
 

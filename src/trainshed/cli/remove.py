@@ -99,9 +99,11 @@ def clean(
     from trainshed.errors import InputError
     from trainshed.recipe import load_cluster
     from trainshed.storage import parse
+    from trainshed.workflow import store_options
     from trainshed.workflow.remove import find_unneeded, remove_unneeded
 
     cluster = load_cluster(on)
+    options = store_options(cluster)
     root = parse(cluster.store_root)
     store = Path(str(root)).expanduser()
     if root.scheme != "file" or (on != "local" and not store.is_dir()):
@@ -110,9 +112,9 @@ def clean(
             where=str(root),
             hint="write this command where it is mounted",
         )
-    unneeded = find_unneeded(store)
+    unneeded = find_unneeded(store, options)
     if yes:
-        unneeded = remove_unneeded(store, unneeded)
+        unneeded = remove_unneeded(store, unneeded, options)
     total = sum(artefact.bytes for artefact in unneeded)
     data: dict[str, Any] = {
         "schema": "trainshed.clean/1",

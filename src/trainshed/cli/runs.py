@@ -96,7 +96,7 @@ def _local_status(known: KnownRun, folder: Path) -> dict[str, Any]:
         "folder": str(folder),
         "state": account.state,
         "stage": "train" if account.progress.attempt is not None else "prepare",
-        "why": "; ".join(filter(None, [account.progress.words(), account.reason])),
+        "why": "; ".join(filter(None, [account.progress.summary(), account.reason])),
         "stages": [],
         "progress": account.progress.to_plain(),
         "process": None if held is None else {"pid": held.pid, "host": held.host, "since": held.since},
@@ -107,11 +107,11 @@ def planned_steps(run: Path) -> int | None:
     """Return how many steps a run is to have, by its own files; None where they do not say."""
     from trainshed.errors import TrainshedError
     from trainshed.recipe import load_recipe
-    from trainshed.workflow import open_run_folder
+    from trainshed.workflow import prepared_steps
 
     try:
         steps = load_recipe(str(run / RECIPE_FILE)).train.steps
-        return steps if steps is not None else open_run_folder(run).steps
+        return steps if steps is not None else prepared_steps(run)
     except TrainshedError:  # tokens or epochs, and it is not prepared
         return None
 
@@ -180,7 +180,7 @@ def submission_progress(submission: Submission, states: tuple[StageState, ...]) 
 def _progress_text(progress: dict[str, Any] | None) -> str:
     from trainshed.observe.run_status import RunStatus
 
-    return RunStatus(**progress).words() if progress is not None else ""
+    return RunStatus(**progress).summary() if progress is not None else ""
 
 
 def _overall_state(states: tuple[StageState, ...]) -> str:

@@ -9,8 +9,7 @@ from cyclopts import Parameter
 from trainshed.cli.console import Output
 
 if TYPE_CHECKING:
-    from trainshed.observe.run_comparison import RunComparison
-    from trainshed.workflow.verify import Verification
+    from trainshed.workflow.verify import RunComparison, Verification
 
 
 def verify(
@@ -129,7 +128,7 @@ def _share(difference: float) -> str:
 
 def _distance(compared: RunComparison) -> str:
     """How far apart two trainings are, beside how far they may be."""
-    bound = compared.bound
+    bound = compared.tolerance
     if compared.loss_difference == compared.grad_norm_difference == 0 and compared.same_batches:
         return "bitwise equal"
     tokens = "" if compared.same_batches else "; the batches are not the same"

@@ -27,17 +27,16 @@ from trainshed.data.text.corpus import assign_shards, find_inputs, run_script, s
 from trainshed.data.text.reader import InputSlice
 from trainshed.data.tokenize.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from trainshed.data.tokens.manifest import InputRecord, TokenManifest, read_token_manifest
-from trainshed.data.tokens.prepared_data import (
+from trainshed.data.tokens.token_files import shard_prefixes
+from trainshed.data.tokens.token_source import (
     FileFingerprint,
-    PreparedSource,
     StartedRun,
+    TokenSource,
     changed_file_error,
     check_token_files,
     find_file_change,
-    fingerprint_from_dict,
     fingerprint_shard,
 )
-from trainshed.data.tokens.token_files import shard_prefixes
 from trainshed.data.tokens.verify import verify_tokens
 from trainshed.errors import CorruptData, InputError, NotFound, RecipeError
 from trainshed.recipe import Recipe, TrainedTokenizer
@@ -74,8 +73,8 @@ def flags_to_recipe_keys(text: str) -> str:
 
 
 @contextmanager
-def errors_with_recipe_keys(place: str) -> Iterator[None]:
-    """Let errors about text name keys; `place` says where in the recipe the source or the section stands."""
+def errors_with_recipe_keys(location: str) -> Iterator[None]:
+    """Let errors about text name keys; `location` is where in the recipe the source or the section is."""
     try:
         yield
     except RecipeError:
@@ -84,7 +83,7 @@ def errors_with_recipe_keys(place: str) -> Iterator[None]:
         what, hint = flags_to_recipe_keys(error.what), flags_to_recipe_keys(error.hint or "")
         if (what, hint) == (error.what, error.hint or ""):
             raise
-        raise type(error)(what, where=error.where, hint=f"{hint} ({place})" if hint else f"see {place}") from None
+        raise type(error)(what, where=error.where, hint=f"{hint} ({location})" if hint else f"see {location}") from None
 
 
 MANIFEST = "manifest.json"
@@ -94,8 +93,8 @@ VERDICT_SCHEMA = "trainshed.verdict/1"
 class DataArtefacts:
     """Makes and finds the data artefacts of one recipe.
 
-    With `make=False` nothing is made: what is missing is an error that says which command makes it. `began` is the run
-    that they are for, where it has begun: it goes on with the text and the tokens it began with, or not at all.
+    With `make=False` nothing is made: what is missing is an error that says which command makes it. `started_run` is
+    the run that they are for, if it has started: it must go on with the text and the tokens it began with.
     """
 
     def __init__(
@@ -107,11 +106,11 @@ class DataArtefacts:
         tokenizer: Tokenizer | None = None,
         workers: int | None = None,
         options: StoreOptions | None = None,
-        began: StartedRun | None = None,
+        started_run: StartedRun | None = None,
         reporter: Reporter = SILENT,
     ) -> None:
-        self._recipe, self._root, self._began = recipe, store / "artefacts", began
-        self._make, self._workers, self._options, self._reporter = make, workers, options, reporter
+        self._recipe, self._root, self._started_run = recipe, store / "artefacts", started_run
+        self._make, self._workers, self.options, self._reporter = make, workers, options, reporter
         self._tokenizer = tokenizer
 
     @property
@@ -120,112 +119,120 @@ class DataArtefacts:
         return self._root / "index"
 
     def tokenizer(self) -> Tokenizer | None:
-        """The recipe's tokenizer, learned from its sources if it says so; None where it names none."""
+        """Return the recipe's tokenizer, trained on its sources if the recipe says so; None if it names none."""
         if self._tokenizer is None and self._recipe.tokenizer is not None:
             if isinstance(self._recipe.tokenizer, TrainedTokenizer):
-                self._tokenizer = load_tokenizer(str(self._learned_tokenizer(self._recipe.tokenizer)), self._options)
+                self._tokenizer = load_tokenizer(str(self._trained_tokenizer(self._recipe.tokenizer)), self.options)
             else:
-                self._tokenizer = load_tokenizer(self._recipe.tokenizer, self._options)
+                self._tokenizer = load_tokenizer(self._recipe.tokenizer, self.options)
         return self._tokenizer
 
-    def source(self, source: SourceKeys, label: str) -> PreparedSource:
+    def source(self, source: SourceKeys, label: str) -> TokenSource:
         """Make or find the tokens of one source; `label` is its part of the shuffle's key."""
         name, weight = source.name or label, source.weight if isinstance(source, Source) else None
         if source.tokens is not None:
             return self._given_tokens(source.tokens, name, label, weight)
-        how = self._tokenizing()
-        jobs = self._shard_jobs(source, how)
-        manifests = [read_token_manifest(job.prefix) for job in jobs]
-        reused = all(m is not None and m.files_are_there(j.prefix) for m, j in zip(manifests, jobs, strict=True))
-        if not reused:
-            self._must_make(f"the tokens of source '{name}'")
-            prepared = self._prepare(source, jobs, how)
-            manifests, reused = list(prepared.manifests), not prepared.made
-        found = [manifest for manifest in manifests if manifest is not None]
-        files = [file for job, manifest in zip(jobs, found, strict=True) for file in self._prove(job.prefix, manifest)]
-        return PreparedSource(
+        config = self._tokenize_config()
+        jobs = self._shard_jobs(source, config)
+        existing = [manifest for job in jobs if (manifest := self._existing_manifest(job.prefix)) is not None]
+        if len(existing) == len(jobs):
+            manifests, reused = existing, True
+        else:
+            self._require_making_allowed(f"the tokens of source '{name}'")
+            prepared = self._prepare(source, jobs, config)
+            manifests, reused = prepared.manifests, not prepared.made
+        proven = [self._verify_once(job.prefix, manifest) for job, manifest in zip(jobs, manifests, strict=True)]
+        return TokenSource(
             name=name,
             label=label,
             weight=weight,
             prefixes=tuple(job.prefix for job in jobs),
-            content=_index_files_hash(found),
-            documents=sum(manifest.counts.documents for manifest in found),
-            tokens=sum(manifest.counts.tokens for manifest in found),
+            content=_index_files_hash(manifests),
+            documents=sum(manifest.counts.documents for manifest in manifests),
+            tokens=sum(manifest.counts.tokens for manifest in manifests),
             reused=reused,
-            files=tuple(files),
+            files=tuple(file for files in proven for file in files),
         )
 
-    def make_part(self, source: SourceKeys, part: int, parts: int) -> int:
-        """Make every `parts`-th shard of a source, beginning with `part`; returns how many shards were tokenised."""
+    def make_shards(self, source: SourceKeys, part: int, parts: int) -> int:
+        """Make every `parts`-th shard of a source, from shard `part` on; return how many shards were tokenized."""
         if source.tokens is not None:
             return 0
-        how = self._tokenizing()
-        jobs = self._shard_jobs(source, how)[part::parts]
-        prepared = self._prepare(source, jobs, how)
+        config = self._tokenize_config()
+        jobs = self._shard_jobs(source, config)[part::parts]
+        prepared = self._prepare(source, jobs, config)
         for job, manifest in zip(jobs, prepared.manifests, strict=True):
-            self._prove(job.prefix, manifest)
+            self._verify_once(job.prefix, manifest)
         return prepared.made
 
     def refuse_changed_text(self, sources: Mapping[str, SourceKeys]) -> None:
-        """Stop before any work where the text that a begun run was tokenised from has changed."""
+        """Stop before any work if the text of a run has changed since the run started."""
+        run = self._started_run
         for label, source in sources.items():
-            known = self._began.data.source(label) if self._began is not None else None
-            if self._began is None or known is None or source.tokens is not None:
+            before = run.data.source(label) if run is not None else None
+            if run is None or before is None or source.tokens is not None:
                 continue
-            manifests = [manifest for prefix in known.prefixes if (manifest := read_token_manifest(prefix)) is not None]
-            if len(manifests) < len(known.prefixes):
+            manifests = [file for prefix in before.prefixes if (file := read_token_manifest(prefix)) is not None]
+            if len(manifests) < len(before.prefixes):
                 continue  # they are made again, and then compared with what they were
             records = [record for manifest in manifests for record in manifest.inputs]
-            change = self._text_change(records, [piece for pieces in self._shards(source) for piece in pieces])
+            change = self._text_change(records, [item for inputs in self._assigned_shards(source) for item in inputs])
             if change is not None:
                 raise InputError(
-                    f"the text of source '{known.name}' has changed since the run {self._began.name} began: {change}",
-                    where=self._place(source, source.kind),
+                    f"the text of source '{before.name}' has changed since the run {run.name} began: {change}",
+                    where=self._recipe_location(source, source.kind),
                     hint="put the old text back, or start another run on the new one with --id NAME",
                 )
 
-    def _prepare(self, source: SourceKeys, jobs: Sequence[ShardJob], how: TokenizeConfig) -> PrepareResult:
-        """Make shards; those that another run is making are waited for, since they are the same."""
-        with errors_with_recipe_keys(self._place(source)):
-            return prepare(jobs, how, workers=self._workers, wait=True, options=self._options, reporter=self._reporter)
+    def _existing_manifest(self, prefix: str) -> TokenManifest | None:
+        """Return the manifest of a shard, if the shard has one and its files exist."""
+        manifest = read_token_manifest(prefix)
+        return manifest if manifest is not None and manifest.files_exist(prefix) else None
 
-    def _place(self, source: SourceKeys, key: str | None = None) -> str:
-        """Where a source, or a key of it, stands in the recipe."""
-        number = next((at for at, each in enumerate(self._recipe.data.train) if each is source), None)
+    def _prepare(self, source: SourceKeys, jobs: Sequence[ShardJob], config: TokenizeConfig) -> PrepareResult:
+        """Make shards; wait for those that another run is making, since they are the same."""
+        with errors_with_recipe_keys(self._recipe_location(source)):
+            return prepare(
+                jobs, config, workers=self._workers, wait=True, options=self.options, reporter=self._reporter
+            )
+
+    def _recipe_location(self, source: SourceKeys, key: str | None = None) -> str:
+        """Return where a source, or a key of it, is in the recipe."""
+        number = next((number for number, item in enumerate(self._recipe.data.train) if item is source), None)
         path = "data.validation" if number is None else f"data.train.{number}"
         return self._recipe.where(f"{path}.{key}" if key else path)
 
-    def _shard_jobs(self, source: SourceKeys, how: TokenizeConfig) -> list[ShardJob]:
+    def _shard_jobs(self, source: SourceKeys, config: TokenizeConfig) -> list[ShardJob]:
         return [
-            ShardJob(str(self._folder("tokens", _shard_spec(pieces, how)) / "tokens"), tuple(pieces))
-            for pieces in self._shards(source)
+            ShardJob(str(self._folder("tokens", _shard_spec(inputs, config)) / "tokens"), tuple(inputs))
+            for inputs in self._assigned_shards(source)
         ]
 
-    def _shards(self, source: SourceKeys) -> list[list[InputSlice]]:
-        pieces = self._pieces(source)
+    def _assigned_shards(self, source: SourceKeys) -> list[list[InputSlice]]:
+        inputs = self._inputs(source)
         with errors_with_recipe_keys(self._recipe.where("data.shards")):
-            return assign_shards(pieces, self._recipe.data.shards, self._options)
+            return assign_shards(inputs, self._recipe.data.shards, self.options)
 
-    def _pieces(self, source: SourceKeys) -> list[InputSlice]:
+    def _inputs(self, source: SourceKeys) -> list[InputSlice]:
         patterns = list(source.path) if source.path is not None else [str(self._script_output(source))]
-        with errors_with_recipe_keys(self._place(source)):
+        with errors_with_recipe_keys(self._recipe_location(source)):
             return find_inputs(
                 patterns,
                 key=source.key or "text",
-                kind=source.format,
+                format=source.format,
                 documents=source.documents or "file",
-                options=self._options,
+                options=self.options,
             )
 
-    def _tokenizing(self) -> TokenizeConfig:
+    def _tokenize_config(self) -> TokenizeConfig:
         tokenizer, data = self.tokenizer(), self._recipe.data
         if tokenizer is None:
             raise InputError("there is text to tokenise and no tokenizer", where=self._recipe.where("tokenizer"))
-        wanted = data.eod if isinstance(data.eod, str) else None
+        eod = data.eod if isinstance(data.eod, str) else None
         with errors_with_recipe_keys(self._recipe.where("data")):
             return TokenizeConfig(
                 tokenizer,
-                eod=tokenizer.end_of_document(wanted) if data.eod else None,
+                eod=tokenizer.end_of_document(eod) if data.eod else None,
                 bos=tokenizer.beginning_of_document() if data.bos else None,
                 on_bad_line=data.on_bad_line,
             )
@@ -234,7 +241,7 @@ class DataArtefacts:
         script = self._recipe.folder / str(source.script)
         spec = script_spec(script, source.args)
         folder = self._folder("text", spec)
-        with self._making(folder, f"the text that {source.script} writes") as partial:
+        with self._making_artefact(folder, f"the text that {source.script} writes") as partial:
             if partial is not None:
                 self._reporter.note(f"running {source.script}")
                 run_script(script, source.args, partial)
@@ -249,22 +256,20 @@ class DataArtefacts:
         # Named one by one, so that the manifest beside them is not read as text.
         return folder / "files"
 
-    def _learned_tokenizer(self, section: TrainedTokenizer) -> Path:
-        pieces = [
-            piece for source in self._recipe.data.train if source.tokens is None for piece in self._pieces(source)
-        ]
-        spec = {"training": section.train.model_dump(), "inputs": [_input_identity(piece) for piece in pieces]}
+    def _trained_tokenizer(self, section: TrainedTokenizer) -> Path:
+        inputs = [item for source in self._recipe.data.train if source.tokens is None for item in self._inputs(source)]
+        spec = {"training": section.train.model_dump(), "inputs": [_input_identity(item) for item in inputs]}
         folder = self._folder("tokenizer", spec)
-        with self._making(folder, "the recipe's tokenizer") as partial:
+        with self._making_artefact(folder, "the recipe's tokenizer") as partial:
             if partial is not None:
                 with errors_with_recipe_keys(self._recipe.where("data.train")):
                     files = train_tokenizer(
-                        pieces,
+                        inputs,
                         vocab_size=section.train.vocab_size,
                         min_frequency=section.train.min_frequency,
                         eod=section.train.eod,
                         on_bad_line=self._recipe.data.on_bad_line,
-                        options=self._options,
+                        options=self.options,
                         reporter=self._reporter,
                     )
                 for name, data in files.items():
@@ -272,49 +277,45 @@ class DataArtefacts:
                 _publish(partial, folder, "tokenizer", spec)
         return folder / "files"
 
-    def _given_tokens(self, prefixes: Sequence[str], name: str, label: str, weight: float | None) -> PreparedSource:
-        from trainshed.data.tokens.indexed_dataset import IndexedDataset
-
-        documents = tokens = 0
-        tokenizer = self.tokenizer()
+    def _given_tokens(self, prefixes: Sequence[str], name: str, label: str, weight: float | None) -> TokenSource:
+        """Check tokens that the recipe names as they are, and describe them."""
         files: list[FileFingerprint] = []
-        for prefix in prefixes:
-            for shard in shard_prefixes(prefix):
-                manifest = read_token_manifest(shard, self._options)
-                files += self._given_files(shard, manifest, label)
-                if manifest is None:
-                    self._reporter.note(f"{shard}: no manifest (not made by Trainshed); taken as it is")
-                elif tokenizer is not None and manifest.spec["tokenizer"] != tokenizer.sha256:
-                    raise InputError(
-                        f"these tokens were made with another tokenizer ({manifest.tokenizer})",
-                        where=shard,
-                        hint=f"prepare the text again with {tokenizer.address}, or name its tokenizer in the recipe",
-                    )
-                config = self._recipe.model.config
-                if manifest is not None and config is not None and manifest.spec["vocab_size"] > config.vocab_size:
-                    raise InputError(
-                        f"these tokens are of a vocabulary of {manifest.spec['vocab_size']:,} ({manifest.tokenizer}), "
-                        f"more than the {config.vocab_size:,} rows of the model's embedding",
-                        where=shard,
-                        hint="name the model that they were made for, or prepare the text again with its tokenizer",
-                    )
-                with IndexedDataset(shard) as reader:
-                    documents += reader.documents
-                    tokens += reader.tokens
-        return PreparedSource(
-            name, label, weight, tuple(prefixes), None, documents, tokens, reused=True, files=tuple(files)
-        )
+        for shard in (shard for prefix in prefixes for shard in shard_prefixes(prefix, self.options)):
+            manifest = read_token_manifest(shard, self.options)
+            files += self._given_files(shard, manifest, label)
+            if manifest is None:
+                self._reporter.note(f"{shard}: no manifest (not made by Trainshed); taken as it is")
+            else:
+                self._check_vocabulary(shard, manifest)
+        return TokenSource.open(label, prefixes, name=name, weight=weight, files=files, options=self.options)
+
+    def _check_vocabulary(self, shard: str, manifest: TokenManifest) -> None:
+        """Refuse tokens of another tokenizer than the recipe's, or of a larger vocabulary than the model's."""
+        tokenizer, config = self.tokenizer(), self._recipe.model.config
+        if tokenizer is not None and manifest.spec["tokenizer"] != tokenizer.sha256:
+            raise InputError(
+                f"these tokens were made with another tokenizer ({manifest.tokenizer})",
+                where=shard,
+                hint=f"prepare the text again with {tokenizer.address}, or name its tokenizer in the recipe",
+            )
+        if config is not None and manifest.spec["vocab_size"] > config.vocab_size:
+            raise InputError(
+                f"these tokens are of a vocabulary of {manifest.spec['vocab_size']:,} ({manifest.tokenizer}), "
+                f"more than the {config.vocab_size:,} rows of the model's embedding",
+                where=shard,
+                hint="name the model that they were made for, or prepare the text again with its tokenizer",
+            )
 
     def _given_files(self, shard: str, manifest: TokenManifest | None, label: str) -> tuple[FileFingerprint, ...]:
-        """Look at tokens that were given: against their manifest's sizes, and what they were when the run began."""
-        known = self._began.data.source(label) if self._began is not None else None
-        seen = [file for file in known.files if file.path.rpartition(".")[0] == shard] if known is not None else []
-        differences = [found for file in seen if (found := find_file_change(file, self._options)) is not None]
-        if self._make and manifest is not None and differences and all(kind == "time" for kind, _ in differences):
-            self._read_whole(shard, "was written again since the run began")
+        """Check given tokens against the sizes in their manifest, and against what they were when the run began."""
+        before = self._started_run.data.source(label) if self._started_run is not None else None
+        known = [file for file in before.files if file.path.rpartition(".")[0] == shard] if before is not None else []
+        changes = [change for file in known if (change := find_file_change(file, self.options)) is not None]
+        if self._make and manifest is not None and changes and all(kind == "time" for kind, _ in changes):
+            self._verify_fully(shard, "was written again since the run began")
         else:
-            check_token_files(seen, self._options, self._reporter)
-        files = fingerprint_shard(shard, manifest, self._options)
+            check_token_files(known, self.options, self._reporter)
+        files = fingerprint_shard(shard, manifest, self.options)
         sizes = {entry.path.rpartition(".")[2]: entry.size for entry in manifest.files} if manifest else {}
         for file in files:
             expected = sizes.get(file.path.rpartition(".")[2], file.size)
@@ -322,32 +323,32 @@ class DataArtefacts:
                 raise changed_file_error(file.path, f"it has {file.size:,} bytes, its manifest says {expected:,}")
         return files
 
-    def _prove(self, prefix: str, manifest: TokenManifest) -> tuple[FileFingerprint, ...]:
-        """Read new tokens back once and store the verdict beside them; later, see that they are still what was read.
+    def _verify_once(self, prefix: str, manifest: TokenManifest) -> tuple[FileFingerprint, ...]:
+        """Verify new tokens fully and store the verdict beside them; later, check that they have not changed since.
 
-        That costs a look at their sizes, times and a few blocks. Only tokens that were written again are read again.
+        The later check looks at sizes, times and a few blocks. Tokens that were written again are verified again.
         """
-        path, proven = Path(f"{prefix}.verdict.json"), manifest.manifest().sha256
-        kept = orjson.loads(path.read_bytes()) if path.exists() else {}
-        why = None
-        if kept.get("manifest") == proven and "files" in kept:
-            known = [fingerprint_from_dict(each | {"path": str(path.parent / each["path"])}) for each in kept["files"]]
+        path, proven = Path(f"{prefix}.verdict.json"), manifest.to_manifest().sha256
+        verdict = orjson.loads(path.read_bytes()) if path.exists() else {}
+        reason = None
+        if verdict.get("manifest") == proven and "files" in verdict:
+            known = [FileFingerprint(**file | {"path": str(path.parent / file["path"])}) for file in verdict["files"]]
             if not self._make:
-                check_token_files(known, self._options, self._reporter)
+                check_token_files(known, self.options, self._reporter)
                 return tuple(known)
-            differences = [(file, found) for file in known if (found := find_file_change(file)) is not None]
-            if not differences:
+            changes = [(file, change) for file in known if (change := find_file_change(file)) is not None]
+            if not changes:
                 return tuple(known)
-            for file, (kind, words) in differences:
+            for file, (kind, description) in changes:
                 if kind != "time":
-                    raise changed_file_error(file.path, words)
-            why = "was written again since it was proven"
-        elif kept.get("manifest") == proven:
-            why = "was proven by a version that kept no fingerprint"
-        self._must_make(f"the verdict on {prefix}")
-        # Before reading: what is written from then on has another time.
+                    raise changed_file_error(file.path, description)
+            reason = "was written again since it was proven"
+        elif verdict.get("manifest") == proven:
+            reason = "was proven by a version that kept no fingerprint"
+        self._require_making_allowed(f"the verdict on {prefix}")
+        # Before reading: a file that is written later has another time.
         files = fingerprint_shard(prefix, manifest)
-        checked = self._read_whole(prefix, why)
+        checked = self._verify_fully(prefix, reason)
         body = {
             "schema": VERDICT_SCHEMA,
             "manifest": proven,
@@ -358,11 +359,11 @@ class DataArtefacts:
         LocalStore(path.parent).put(path.name, orjson.dumps(body, option=orjson.OPT_INDENT_2) + b"\n")
         return files
 
-    def _read_whole(self, prefix: str, why: str | None) -> list[str]:
-        """Read every byte of a shard against its manifest, and return what was checked; `why` where it is not new."""
-        if why is not None:
-            self._reporter.note(f"{prefix} {why}: it is read whole")
-        (verdict,) = verify_tokens(prefix, reporter=self._reporter)
+    def _verify_fully(self, prefix: str, reason: str | None) -> list[str]:
+        """Read every byte of a shard and return what was checked; `reason` says why, unless the shard is new."""
+        if reason is not None:
+            self._reporter.note(f"{prefix} {reason}: it is read whole")
+        (verdict,) = verify_tokens(prefix, options=self.options, reporter=self._reporter)
         if verdict.passed:
             return verdict.checked
         raise CorruptData(
@@ -371,10 +372,10 @@ class DataArtefacts:
             hint=f"put the old files back, or have them made again: remove {prefix}.* and run the recipe",
         )
 
-    def _text_change(self, records: Sequence[InputRecord], pieces: Sequence[InputSlice]) -> str | None:
-        """Say what is different in a corpus; a file of the same size and another time is read to know."""
+    def _text_change(self, records: Sequence[InputRecord], inputs: Sequence[InputSlice]) -> str | None:
+        """Describe what is different in a corpus; a file of the same size but another time is read to know."""
         before = {record.address: record.size for record in records}
-        now = {piece.address: piece.size for piece in pieces}
+        now = {item.address: item.size for item in inputs}
         for address in before:
             if address not in now:
                 return f"{address} is no longer part of it"
@@ -383,56 +384,58 @@ class DataArtefacts:
                 return f"{address} is new"
             if size != before[address]:
                 return f"{address} has {size:,} bytes, and had {before[address]:,}"
-        known = {record.place: record for record in records}
-        for piece in pieces:
-            record = known.get(InputRecord.of(piece, None).place)
-            if record is None or record.version == piece.version:
+        record_by_identity = {record.identity: record for record in records}
+        for item in inputs:
+            record = record_by_identity.get(InputRecord.from_input(item, None).identity)
+            if record is None or record.version == item.version:
                 continue
-            if record.sha256 != hash_input(piece, self._options):
-                return f"{piece.address} holds other text of the same size"
+            if record.sha256 != hash_input(item, self.options):
+                return f"{item.address} holds other text of the same size"
         return None
 
     def _folder(self, kind: str, spec: dict[str, Any]) -> Path:
         return artefact_folder(self._root, kind, spec)
 
     @contextmanager
-    def _making(self, folder: Path, what: str) -> Iterator[Path | None]:
-        """Yield an empty folder to make an artefact in, or None if it is already there."""
+    def _making_artefact(self, folder: Path, what: str) -> Iterator[Path | None]:
+        """Yield an empty folder to make an artefact in, or None if the artefact exists."""
         if _artefact_exists(folder):
             yield None
             return
-        self._must_make(what)
+        self._require_making_allowed(what)
         with artefact_lock(folder, self._reporter):
             yield None if _artefact_exists(folder) else _fresh_folder(folder)
 
-    def _must_make(self, what: str) -> None:
+    def _require_making_allowed(self, what: str) -> None:
         if not self._make:
             raise NotFound(f"{what} is not made yet", where=str(self._root), hint="run `trainshed run RECIPE` first")
 
 
-def _input_identity(piece: InputSlice) -> dict[str, Any]:
-    """What a piece is, without reading it: a store's version changes whenever the content does."""
-    identity = asdict(piece)
-    if "://" not in piece.address:
-        identity["address"] = os.path.abspath(piece.address)
-    elif piece.shown != piece.address:
-        # A recipe's query holds no credential, but is not written anywhere: `?file=a` and `?file=b` differ by its hash.
-        identity |= {"address": piece.shown, "query": hashlib.sha256(piece.address.encode()).hexdigest()[:16]}
+def _input_identity(input_slice: InputSlice) -> dict[str, Any]:
+    """Identify an input without reading it: a store's version changes whenever the content does."""
+    identity = asdict(input_slice)
+    if "://" not in input_slice.address:
+        identity["address"] = os.path.abspath(input_slice.address)
+    elif input_slice.display_address != input_slice.address:
+        # The query of a URL is never stored, so its hash makes `?file=a` and `?file=b` differ.
+        query = hashlib.sha256(input_slice.address.encode()).hexdigest()[:16]
+        identity |= {"address": input_slice.display_address, "query": query}
     return identity
 
 
-def _shard_spec(pieces: Sequence[InputSlice], how: TokenizeConfig) -> dict[str, Any]:
-    return {"how": how.spec(), "on_bad_line": how.on_bad_line, "inputs": [_input_identity(piece) for piece in pieces]}
+def _shard_spec(inputs: Sequence[InputSlice], config: TokenizeConfig) -> dict[str, Any]:
+    identities = [_input_identity(item) for item in inputs]
+    return {"how": config.spec(), "on_bad_line": config.on_bad_line, "inputs": identities}
 
 
 def _index_files_hash(manifests: Sequence[TokenManifest]) -> str:
-    """The hashes of the `.idx` files: they hold the token type and every length, all that an index depends on."""
+    """Hash the hashes of the `.idx` files, which hold the token type and every length: all an index depends on."""
     digests = [file.checksum for manifest in manifests for file in manifest.files if file.path.endswith(".idx")]
     return hashlib.sha256(" ".join(digests).encode()).hexdigest()
 
 
 def _artefact_exists(folder: Path) -> bool:
-    """Whether an artefact has its manifest; one whose files have changed since is an error, not an absence."""
+    """Whether an artefact has its manifest. If its files have changed since, that is an error, not an absence."""
     store = LocalStore(folder)
     try:
         manifest = Manifest.read(store, MANIFEST)
@@ -443,7 +446,7 @@ def _artefact_exists(folder: Path) -> bool:
 
 
 def _fresh_folder(folder: Path) -> Path:
-    """A fresh folder to make an artefact in; what a killed attempt left is thrown away."""
+    """Make an empty folder to make an artefact in; what a killed attempt left is removed."""
     partial = folder.with_name(f"{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)

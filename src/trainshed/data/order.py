@@ -1,13 +1,13 @@
 """Exactly which tokens a step trains on, from (data section, seed, step, skip list) and nothing else.
 
 Step n takes samples consumed(n) .. consumed(n + 1) of the run. Skips turn them into samples of the stream. The blend
-gives each a source and a number within it. The source's two keyed permutations (documents, windows) give the tokens.
-Each part has a closed form, so any step costs the same to reach, and a rank may ask for its rows only.
+gives each sample a source and a number within it. The source's two keyed permutations (documents, windows) give the
+tokens. Each part has a closed form, so any step costs the same to reach, and a rank can read its own rows alone.
 
-`DataOrder` is that function. `build_order` makes the source indexes it needs before GPUs are held, `open_order` only
-opens them, and `run_orders` does either one for a recipe.
+`DataOrder` is that function. `build_order` makes the source indexes that it needs, before any GPU is held.
+`open_order` only opens them. `run_orders` does one or the other for a recipe.
 
-Shapes: B samples of a step (the global batch, ramp-up included), R rows asked for, L sequence_length.
+Shapes: B samples of a step (the global batch, ramp-up included), R rows to read, L sequence_length.
 """
 
 from __future__ import annotations
@@ -17,24 +17,27 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from trainshed.data.sampling.blend import Blend, SourceBudget
-from trainshed.data.sampling.index import IndexSpec, SourceIndex, build_index, token_content_hash
+from trainshed.data.sampling.index import IndexSpec, SourceIndex, build_index
 from trainshed.data.sampling.schedule import BatchRampUp, BatchSchedule, SkipList
-from trainshed.data.sampling.sources import SampleSource, SyntheticSource, TokenSource
-from trainshed.data.tokens.prepared_data import PreparedData, PreparedSource
-from trainshed.data.tokens.token_files import shard_prefixes
+from trainshed.data.sampling.sources import SampleSource, SyntheticSource, TokenDataset
+from trainshed.data.tokens.token_source import RunTokens, TokenSource
 from trainshed.errors import InputError, NotFound
 from trainshed.recipe import Recipe
 from trainshed.recipe.validation import recipe_error
 from trainshed.reporting import SILENT, Reporter
 
+if TYPE_CHECKING:
+    from trainshed.storage import StoreOptions
+
 
 @dataclass(frozen=True)
 class SampleLocation:
-    """Where samples lie; every array is int64 [R]."""
+    """Where samples come from; every array is int64 [R]."""
 
     source: np.ndarray
     epoch: np.ndarray
@@ -45,18 +48,15 @@ class DataOrder:
     """The order of a run's samples."""
 
     def __init__(
-        self,
-        sources: Sequence[SampleSource],
-        schedule: BatchSchedule,
-        *,
-        weights: Sequence[float | int | None] | None = None,
-        skip: SkipList | None = None,
+        self, sources: Sequence[SampleSource], schedule: BatchSchedule, *, skip: SkipList | None = None
     ) -> None:
         self.sources = list(sources)
         self.schedule = schedule
         self.skip = skip or SkipList()
         self.blend = Blend(
-            [source.name for source in self.sources], weights, [source.tokens for source in self.sources]
+            [source.name for source in self.sources],
+            [source.weight for source in self.sources],
+            [source.tokens for source in self.sources],
         )
         if len({source.label for source in self.sources}) < len(self.sources):
             raise InputError("two sources would be shuffled alike", where="data.train", hint="label each apart")
@@ -83,7 +83,7 @@ class DataOrder:
         if not 0 <= start <= stop <= size:
             raise IndexError(f"rows {start} to {stop} of a batch of {size}")
         before = self.consumed(step)
-        return self.skip.stream(np.arange(before + start, before + stop, dtype=np.int64))
+        return self.skip.to_stream(np.arange(before + start, before + stop, dtype=np.int64))
 
     def locate(self, samples: np.ndarray) -> SampleLocation:
         """Map samples of the stream to source, epoch and window."""
@@ -91,7 +91,7 @@ class DataOrder:
         epoch, window = np.empty_like(draw), np.empty_like(draw)
         for source in sorted(set(number.tolist())):
             chosen = number == source
-            epoch[chosen], window[chosen] = self.sources[source].place(draw[chosen])
+            epoch[chosen], window[chosen] = self.sources[source].locate(draw[chosen])
         return SampleLocation(number, epoch, window)
 
     def read(self, samples: np.ndarray) -> np.ndarray:
@@ -123,7 +123,7 @@ class DataOrder:
         return hash_batch(self.batch(step))
 
     def budget(self, steps: int) -> list[SourceBudget]:
-        """Return what each source gives to the first `steps` steps; `samples` leaves out the skipped."""
+        """Return what each source gives to the first `steps` steps; `samples` does not count skipped ones."""
         end = self.skip.stream_end(self.consumed(steps))
         reached = self.blend.counts(end)
         drawn = np.array(reached, np.int64)
@@ -134,7 +134,7 @@ class DataOrder:
         for source, weight, through, samples in zip(
             self.sources, self.blend.weights, reached, drawn.tolist(), strict=True
         ):
-            # Skipped samples are passed by, so they count for how far into the source the run gets.
+            # Skipped samples are passed over, so they count towards how far the run gets into the source.
             epochs = None if source.epoch_samples is None else through / max(1, source.epoch_samples)
             tokens = samples * self.sequence_length
             budgets.append(SourceBudget(source.name, weight, samples, tokens, epochs))
@@ -149,7 +149,7 @@ def hash_batch(tokens: np.ndarray) -> str:
 def hash_batch_rows(tokens: np.ndarray, first_row: int) -> tuple[int, int]:
     """Return two sums of the rows' hashes. `format_batch_hash` takes the sums over all rows of a batch.
 
-    Each row's hash is BLAKE2b over its number in the batch and its tokens as little-endian int32, cut into two
+    A row's hash is BLAKE2b over its number in the batch and its tokens as little-endian int32. It is cut into two
     32-bit numbers: their sums stay exact in float64, so ranks can add them with their other figures.
     """
     low = high = 0
@@ -165,109 +165,76 @@ def format_batch_hash(low: int, high: int) -> str:
     return f"{high % 2**32:08x}{low % 2**32:08x}"
 
 
-@dataclass(frozen=True)
-class TokenFiles:
-    """One source of a recipe: prefixes (each may stand for its shards) that are read as one.
-
-    `name` is for reports. `label` is part of the shuffle's key: a path must not be in it, or the order would
-    change when the files move. `content` identifies the tokens; left out, it is computed.
-    """
-
-    label: str
-    prefixes: tuple[str, ...]
-    weight: float | int | None = None
-    split: tuple[float, float] = (0.0, 1.0)
-    content: str | None = None
-    name: str | None = None
-
-
 def build_order(
-    files: Sequence[TokenFiles],
+    sources: Sequence[TokenSource],
     *,
     indexes: Path,
     seed: int,
     sequence_length: int,
     schedule: BatchSchedule,
     steps: int,
+    split: tuple[float, float] = (0.0, 1.0),
     skip: SkipList | None = None,
-    accept: Callable[[DataOrder], None] = lambda _: None,
+    options: StoreOptions | None = None,
+    check: Callable[[DataOrder], None] = lambda _: None,
     reporter: Reporter = SILENT,
 ) -> DataOrder:
-    """Open the order, first making what `steps` steps need and `indexes/<key>/` does not hold yet.
+    """Open the order; first make what `steps` steps need and `indexes/<key>/` lacks.
 
-    `accept` sees how much each source holds before any epoch is made, and refuses it by raising.
+    `check` gets an order that knows how much each source holds, before any epoch is made. It raises to refuse it.
     """
+    listed = _list_shards(sources, seed, split, options)
 
-    specs = _index_specs(files, seed)
-
-    def opened(epochs: list[int]) -> DataOrder:
-        made = [
-            build_index(indexes / spec.key, spec, shards, epochs=count, reporter=reporter)
-            for (spec, shards), count in zip(specs, epochs, strict=True)
-        ]
-        return _assemble_order(files, specs, made, sequence_length, schedule, skip)
+    def order_of(epochs: list[int]) -> DataOrder:
+        datasets: list[TokenDataset] = []
+        for (source, spec, shards), count in zip(listed, epochs, strict=True):
+            folder = indexes / spec.key
+            index = build_index(folder, spec, shards, epochs=count, options=options, reporter=reporter)
+            datasets.append(TokenDataset(source, index, sequence_length, shards=shards, options=options))
+        return DataOrder(datasets, schedule, skip=skip)
 
     # How many epochs a source needs follows from the blend, which may need to know how large the sources are.
-    sized = opened([0] * len(files))
-    accept(sized)
-    budgets = sized.budget(steps)
-    return opened([math.ceil(budget.epochs or 0) for budget in budgets])
+    without_epochs = order_of([0] * len(sources))
+    check(without_epochs)
+    return order_of([math.ceil(budget.epochs or 0) for budget in without_epochs.budget(steps)])
 
 
 def open_order(
-    files: Sequence[TokenFiles],
+    sources: Sequence[TokenSource],
     *,
     indexes: Path,
     seed: int,
     sequence_length: int,
     schedule: BatchSchedule,
+    split: tuple[float, float] = (0.0, 1.0),
     skip: SkipList | None = None,
+    options: StoreOptions | None = None,
 ) -> DataOrder:
     """Open an order whose indexes exist; nothing is built."""
-
-    specs = _index_specs(files, seed)
-    found: list[SourceIndex] = []
-    for (spec, _), source in zip(specs, files, strict=True):
+    datasets: list[TokenDataset] = []
+    for source, spec, shards in _list_shards(sources, seed, split, options):
         try:
-            found.append(SourceIndex(indexes / spec.key))
+            index = SourceIndex(indexes / spec.key)
         except NotFound:
             raise NotFound(
-                f"source '{source.name or source.label}' has no index",
+                f"source '{source.name}' has no index",
                 where=str(indexes / spec.key),
                 hint="run `trainshed run RECIPE` first",
             ) from None
-    return _assemble_order(files, specs, found, sequence_length, schedule, skip)
+        datasets.append(TokenDataset(source, index, sequence_length, shards=shards, options=options))
+    return DataOrder(datasets, schedule, skip=skip)
 
 
-def _index_specs(files: Sequence[TokenFiles], seed: int) -> list[tuple[IndexSpec, list[str]]]:
-    """What each source's index is a function of, and its token files."""
-    specs: list[tuple[IndexSpec, list[str]]] = []
-    for source in files:
-        shards = [shard for prefix in source.prefixes for shard in shard_prefixes(prefix)]
-        specs.append(
-            (IndexSpec(source.content or token_content_hash(shards), source.label, seed, source.split), shards)
-        )
-    return specs
-
-
-def _assemble_order(
-    files: Sequence[TokenFiles],
-    specs: Sequence[tuple[IndexSpec, list[str]]],
-    indexes: Sequence[SourceIndex],
-    sequence_length: int,
-    schedule: BatchSchedule,
-    skip: SkipList | None,
-) -> DataOrder:
-    sources = [
-        TokenSource(index, shards, sequence_length, source.name)
-        for source, (_, shards), index in zip(files, specs, indexes, strict=True)
-    ]
-    return DataOrder(sources, schedule, weights=[source.weight for source in files], skip=skip)
+def _list_shards(
+    sources: Sequence[TokenSource], seed: int, split: tuple[float, float], options: StoreOptions | None
+) -> list[tuple[TokenSource, IndexSpec, list[str]]]:
+    """Return each source with the spec of its index, and its shards."""
+    return [(source, IndexSpec.of(source, seed, split, options), source.shards(options)) for source in sources]
 
 
 @dataclass(frozen=True)
 class RunOrders:
-    """The length of a run in steps, and what it sees."""
+    """The length of a run in steps, and the samples of its training and its validation."""
 
     steps: int
     train: DataOrder
@@ -275,38 +242,54 @@ class RunOrders:
 
 
 def run_orders(
-    recipe: Recipe, data: PreparedData, indexes: Path, *, build: bool, reporter: Reporter = SILENT
+    recipe: Recipe,
+    data: RunTokens,
+    indexes: Path,
+    *,
+    build: bool,
+    options: StoreOptions | None = None,
+    reporter: Reporter = SILENT,
 ) -> RunOrders:
-    """Put a run's orders together; `build` makes missing indexes, else they are an error."""
+    """Put a run's orders together. With `build`, missing indexes are made; otherwise they are an error."""
     section, train = recipe.data, recipe.train
-    ramp = train.batch_ramp
-    schedule = BatchSchedule(
-        train.global_batch, BatchRampUp(ramp.start, ramp.increment, ramp.samples) if ramp is not None else None
-    )
+    schedule = _batch_schedule(recipe)
+    steps = run_steps(recipe, data)
     if section.synthetic:
-        order = DataOrder([_synthetic_source(recipe)], schedule)
-        return RunOrders(_run_steps(recipe, schedule, order.sequence_length, 0), order, None)
-    length = section.sequence_length
-    assert length is not None, "the schema asks for it wherever data is not synthetic"
+        return RunOrders(steps, DataOrder([_synthetic_source(recipe)], schedule), None)
     share = section.split.train if section.split else 1.0
-    steps = _run_steps(recipe, schedule, length, int(sum(source.tokens for source in data.sources) * share))
-    making = _OrderBuilder(recipe, indexes, build, reporter)
-    order = making.order(data.sources, (0.0, share), schedule, steps, SkipList(section.skip), least=train.global_batch)
+    builder = _OrderBuilder(recipe, indexes, build, options, reporter)
+    order = builder.order(
+        data.sources, (0.0, share), schedule, steps, SkipList(section.skip), minimum_samples=train.global_batch
+    )
     too_short = list(recipe.warmup_problems(steps))
     if too_short:
         raise recipe_error(too_short, recipe.places)
     validation = None
     if section.validation is not None:
-        measured, part = data.sources, (share, 1.0)
         if data.validation is not None:
-            measured, part = (data.validation,), (0.0, 1.0)
+            validation_sources, split = (data.validation,), (0.0, 1.0)
         else:
             assert section.split is not None, "the schema asks for a split or a source"
-            part = (share, min(1.0, share + section.split.validation))
-        measured = [replace(source, name=f"{source.name} (validation)") for source in measured]
+            validation_sources, split = data.sources, (share, min(1.0, share + section.split.validation))
+        renamed = [replace(source, name=f"{source.name} (validation)") for source in validation_sources]
         batches = section.validation.batches
-        validation = making.order(measured, part, BatchSchedule(train.global_batch), batches, SkipList())
+        validation = builder.order(renamed, split, BatchSchedule(train.global_batch), batches, SkipList())
     return RunOrders(steps, order, validation)
+
+
+def run_steps(recipe: Recipe, data: RunTokens) -> int:
+    """Return the length of a run in steps, in whichever way its recipe says it; no token file is opened."""
+    train = recipe.train
+    if train.steps is not None:
+        return train.steps
+    tokens = train.tokens
+    if tokens is None:
+        share = recipe.data.split.train if recipe.data.split else 1.0
+        epoch_tokens = int(sum(source.tokens for source in data.sources) * share)
+        tokens = int((train.epochs or 0) * epoch_tokens)
+    length = _synthetic_source(recipe).sequence_length if recipe.data.synthetic else recipe.data.sequence_length
+    assert length is not None, "the schema asks for it wherever data is not synthetic"
+    return _batch_schedule(recipe).steps_for(-(-tokens // length))
 
 
 @dataclass(frozen=True)
@@ -314,48 +297,40 @@ class _OrderBuilder:
     recipe: Recipe
     indexes: Path
     build: bool
+    options: StoreOptions | None
     reporter: Reporter
 
     def order(
         self,
-        sources: Sequence[PreparedSource],
-        share: tuple[float, float],
+        sources: Sequence[TokenSource],
+        split: tuple[float, float],
         schedule: BatchSchedule,
         steps: int,
         skip: SkipList,
         *,
-        least: int = 1,
+        minimum_samples: int = 1,
     ) -> DataOrder:
-        files = [
-            TokenFiles(
-                source.label,
-                source.prefixes,
-                source.weight,
-                (share[0], min(share[1], 1.0)),
-                content=source.content,
-                name=source.name,
-            )
-            for source in sources
-        ]
-        length, seed = self.recipe.data.sequence_length or 0, self.recipe.data.seed
+        common = {
+            "indexes": self.indexes,
+            "seed": self.recipe.data.seed,
+            "sequence_length": self.recipe.data.sequence_length or 0,
+            "schedule": schedule,
+            "split": (split[0], min(split[1], 1.0)),
+            "skip": skip,
+            "options": self.options,
+        }
         if not self.build:
-            return open_order(
-                files, indexes=self.indexes, seed=seed, sequence_length=length, schedule=schedule, skip=skip
-            )
+            return open_order(sources, **common)
         return build_order(
-            files,
-            indexes=self.indexes,
-            seed=seed,
-            sequence_length=length,
-            schedule=schedule,
+            sources,
+            **common,
             steps=steps,
-            skip=skip,
-            accept=lambda order: self._require_text(order, least, of_split=share != (0.0, 1.0)),
+            check=lambda order: self._require_text(order, minimum_samples, of_split=split != (0.0, 1.0)),
             reporter=self.reporter,
         )
 
-    def _require_text(self, order: DataOrder, least: int, *, of_split: bool) -> None:
-        """Refuse sources without a whole sample, or with less than one batch together: steps would fail or repeat."""
+    def _require_text(self, order: DataOrder, minimum_samples: int, *, of_split: bool) -> None:
+        """Refuse a source without a whole sample, and sources that hold less than one batch together."""
         length = order.sequence_length
         where = self.recipe.where("data.split" if of_split else "data.train")
         more = "give it more text" + (", another `data.split`" if of_split else "") + " or a smaller"
@@ -367,12 +342,12 @@ class _OrderBuilder:
                     where=where,
                     hint=f"{more} `data.sequence_length`",
                 )
-            samples += source.epoch_samples or least
-        if samples < least:
+            samples += source.epoch_samples or minimum_samples
+        if samples < minimum_samples:
             count = f"{samples} sample" + ("s" if samples > 1 else "")
             raise InputError(
-                f"the sources hold {count} of {length + 1} tokens, fewer than one batch of {least}: every step would "
-                "see the same text more than once",
+                f"the sources hold {count} of {length + 1} tokens, fewer than one batch of {minimum_samples}: every "
+                "step would see the same text more than once",
                 where=where,
                 hint=f"{more} `train.global_batch` or `data.sequence_length`",
             )
@@ -390,10 +365,7 @@ def _synthetic_source(recipe: Recipe) -> SyntheticSource:
     return SyntheticSource(vocab_size=config.vocab_size, sequence_length=length, seed=recipe.data.seed)
 
 
-def _run_steps(recipe: Recipe, schedule: BatchSchedule, sequence_length: int, epoch_tokens: int) -> int:
-    """The length of the run in steps, whichever way the recipe says it."""
-    train = recipe.train
-    if train.steps is not None:
-        return train.steps
-    tokens = train.tokens if train.tokens is not None else int((train.epochs or 0) * epoch_tokens)
-    return schedule.steps_for(-(-tokens // sequence_length))
+def _batch_schedule(recipe: Recipe) -> BatchSchedule:
+    ramp = recipe.train.batch_ramp
+    ramp_up = BatchRampUp(ramp.start, ramp.increment, ramp.samples) if ramp is not None else None
+    return BatchSchedule(recipe.train.global_batch, ramp_up)

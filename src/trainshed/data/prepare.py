@@ -63,10 +63,15 @@ class TokenizeConfig:
         """The token type of the files."""
         return token_dtype(self.tokenizer.vocab_size).name
 
-    def spec(self) -> dict[str, object]:
-        """What goes into the manifest, and into the key that says whether work is already done.
+    def for_workers(self) -> BlockTokenizerConfig:
+        """Return the part of it that the workers need."""
+        eod, bos = (token.id if token else None for token in (self.eod, self.bos))
+        return BlockTokenizerConfig(self.tokenizer, eod, bos, self.dtype, self.encoder)
 
-        `on_bad_line` is not in it: without bad lines both give the same bytes, and the manifest counts them.
+    def spec(self) -> dict[str, object]:
+        """Return what the manifest records; it also decides whether an existing shard is the same work.
+
+        `on_bad_line` is not in it: without bad lines both values give the same bytes, and the manifest counts them.
         """
         return {
             "tokenizer": self.tokenizer.sha256,
@@ -79,10 +84,10 @@ class TokenizeConfig:
 
 @dataclass(frozen=True)
 class ShardJob:
-    """One shard: which pieces it is made of, and the prefix it is written to."""
+    """One shard: which inputs it is made of, and the prefix it is written to."""
 
     prefix: str
-    pieces: tuple[InputSlice, ...]
+    inputs: tuple[InputSlice, ...]
 
 
 @dataclass(frozen=True)
@@ -96,7 +101,7 @@ class PrepareResult:
 
 def prepare(
     jobs: Sequence[ShardJob],
-    how: TokenizeConfig,
+    config: TokenizeConfig,
     *,
     workers: int | None = None,
     overwrite: bool = False,
@@ -104,13 +109,13 @@ def prepare(
     options: StoreOptions | None = None,
     reporter: Reporter = SILENT,
 ) -> PrepareResult:
-    """Make every shard that is not already there and proven; the bytes do not depend on `workers`.
+    """Make every shard that does not exist or is not proven; the bytes do not depend on `workers`.
 
-    With `wait`, a shard that another process is making is waited for, and then found or made; else it is an error.
+    If another process is making a shard, that is an error. With `wait`, prepare waits until it ends and looks again.
     """
     manifests: dict[str, TokenManifest] = {}
     made = 0
-    while todo := _missing_shards(jobs, manifests, how, overwrite, options, reporter):
+    while todo := _missing_shards(jobs, manifests, config, overwrite, options, reporter):
         held = next((job.prefix for job in todo if wait and _is_locked(job.prefix)), None)
         if held is not None:
             wait_for_shard(str(local_path(held)), reporter)
@@ -118,11 +123,11 @@ def prepare(
         if len(todo) < len(jobs):
             reporter.note(f"{len(jobs) - len(todo)} of {len(jobs)} shards are already there and proven")
         try:
-            finished = _Preparation(todo, how, workers, options, reporter).run()
+            finished = _Preparation(todo, config, workers, options, reporter).run()
         except ShardLocked:
             if not wait:
                 raise
-            continue  # it was taken since we looked: see what is left once it is done
+            continue  # another process has taken it since we looked
         manifests |= {job.prefix: manifest for job, manifest in zip(todo, finished, strict=True)}
         made += len(todo)
     if not made:
@@ -133,19 +138,19 @@ def prepare(
 def _missing_shards(
     jobs: Sequence[ShardJob],
     manifests: dict[str, TokenManifest],
-    how: TokenizeConfig,
+    config: TokenizeConfig,
     overwrite: bool,
     options: StoreOptions | None,
     reporter: Reporter,
 ) -> list[ShardJob]:
-    """Return the shards that are still to be made, and add the manifests of the others."""
+    """Return the shards that are still to be made; add the manifests of the others to `manifests`."""
     todo: list[ShardJob] = []
     for job in jobs:
         if job.prefix in manifests:
             continue
-        found = read_token_manifest(job.prefix, options)
-        if found is not None and _is_current(found, job, how, overwrite, options, reporter):
-            manifests[job.prefix] = found
+        manifest = read_token_manifest(job.prefix, options)
+        if manifest is not None and _is_current(manifest, job, config, overwrite, options, reporter):
+            manifests[job.prefix] = manifest
         else:
             todo.append(job)
     return todo
@@ -157,44 +162,48 @@ def _is_locked(prefix: str) -> bool:
 
 
 def _is_current(
-    found: TokenManifest,
+    manifest: TokenManifest,
     job: ShardJob,
-    how: TokenizeConfig,
+    config: TokenizeConfig,
     overwrite: bool,
     options: StoreOptions | None,
     reporter: Reporter,
 ) -> bool:
-    """Whether an existing shard is what this job would make. A changed input is made anew, another recipe refused."""
-    if found.spec != how.spec():
+    """Whether an existing shard is what this job would make; one that was made differently is an error."""
+    if manifest.spec != config.spec():
         if overwrite:
             return False
-        changed = sorted(k for k in how.spec() if how.spec()[k] != found.spec.get(k))
+        changed = sorted(k for k in config.spec() if config.spec()[k] != manifest.spec.get(k))
         raise InputError(
             f"this shard exists and was made differently ({', '.join(changed)})",
             where=job.prefix,
             hint="write another --output, or --overwrite to make it anew",
         )
-    if found.counts.bad_lines and how.on_bad_line == "stop":
-        reporter.note(f"{job.prefix}: made with {found.counts.bad_lines:,} bad lines left out, made anew")
+    if manifest.counts.bad_lines and config.on_bad_line == "stop":
+        reporter.note(f"{job.prefix}: made with {manifest.counts.bad_lines:,} bad lines left out, made anew")
         return False
-    if [record.place for record in found.inputs] != [InputRecord.of(piece, None).place for piece in job.pieces]:
+    if [record.identity for record in manifest.inputs] != [
+        InputRecord.from_input(input_slice, None).identity for input_slice in job.inputs
+    ]:
         reporter.note(f"{job.prefix}: made of other files than before, made anew")
         return False
-    for record, piece in zip(found.inputs, job.pieces, strict=True):
-        # A web server may state no version at all: then only the content tells.
-        if (not piece.version or record.version != piece.version) and record.sha256 != hash_input(piece, options):
-            reporter.note(f"{job.prefix}: {piece.shown} has changed, made anew")
+    for record, input_slice in zip(manifest.inputs, job.inputs, strict=True):
+        # A web server may give no version at all: then only the content shows a change.
+        if (not input_slice.version or record.version != input_slice.version) and record.sha256 != hash_input(
+            input_slice, options
+        ):
+            reporter.note(f"{job.prefix}: {input_slice.display_address} has changed, made anew")
             return False
-    if not found.files_are_there(job.prefix, options):
+    if not manifest.files_exist(job.prefix, options):
         reporter.note(f"{job.prefix}: its files are gone or of another size than its manifest says, made anew")
         return False
     return True
 
 
-def hash_input(piece: InputSlice, options: StoreOptions | None) -> str | None:
-    """Read a piece for its hash alone, as the manifest records it."""
-    store, path = open_store(piece.address, options)
-    reader = InputReader(piece, store, path)
+def hash_input(input_slice: InputSlice, options: StoreOptions | None) -> str | None:
+    """Read an input for its hash alone, as the manifest records it."""
+    store, path = open_store(input_slice.address, options)
+    reader = InputReader(input_slice, store, path)
     for _ in reader.blocks():
         pass
     return reader.sha256
@@ -202,29 +211,29 @@ def hash_input(piece: InputSlice, options: StoreOptions | None) -> str | None:
 
 @dataclass(frozen=True)
 class _BlockOrigin:
-    """Where a block comes from: shard, piece of the shard, and the reading position behind it."""
+    """Where a block comes from: its shard, its input within the shard, and the reading position after it."""
 
     shard: int
-    piece: int
+    input: int
     position: int
     bytes_read: int
 
 
 class _Preparation:
-    """One run over the shards to make. Reading runs ahead in a thread of the pool; writing follows in order."""
+    """One pass over the shards to make. A thread of the pool reads ahead; this thread writes in order."""
 
     def __init__(
         self,
         jobs: list[ShardJob],
-        how: TokenizeConfig,
+        config: TokenizeConfig,
         workers: int | None,
         options: StoreOptions | None,
         reporter: Reporter,
     ) -> None:
-        self._jobs, self._how, self._options, self._reporter = jobs, how, options, reporter
-        pieces = [piece for job in jobs for piece in job.pieces]
-        self._bytes = sum(piece.bytes for piece in pieces)
-        self._workers = workers or default_workers(pieces)
+        self._jobs, self._config, self._options, self._reporter = jobs, config, options, reporter
+        inputs = [input_slice for job in jobs for input_slice in job.inputs]
+        self._bytes = sum(input_slice.read_bytes for input_slice in inputs)
+        self._workers = workers or default_workers(inputs)
         self._writers: dict[int, ShardWriter] = {}
         self._stacks: dict[int, ExitStack] = {}
         self._hashes: dict[tuple[int, int], str | None] = {}
@@ -232,50 +241,44 @@ class _Preparation:
 
     def run(self) -> list[TokenManifest]:
         """Return a manifest per shard, in order, each already written."""
-        worker_options = BlockTokenizerConfig(
-            self._how.tokenizer,
-            self._how.eod.id if self._how.eod else None,
-            self._how.bos.id if self._how.bos else None,
-            self._how.dtype,
-            self._how.encoder,
-        )
         manifests: list[TokenManifest] = []
         total = TokenCounts()
-        with ExitStack() as stack, WorkerPool(worker_options, self._workers) as pool:
-            stack.callback(lambda: [each.close() for each in self._stacks.values()])
+        with ExitStack() as stack, WorkerPool(self._config.for_workers(), self._workers) as pool:
+            stack.callback(lambda: [writer_stack.close() for writer_stack in self._stacks.values()])
             self._reporter.note(f"encoder: {pool.encoder_reason}")
             with (
                 self._reporter.task("tokenise", total=self._bytes, unit="B") as task,
-                # Closed on the way out of an error: its threads must not open another shard after that.
+                # Closed after an error too: its threads must not open another shard then.
                 closing(pool.map(self._blocks())) as results,
             ):
-                for at, tokens in results:
-                    while len(manifests) < at.shard:
+                for origin, tokens in results:
+                    while len(manifests) < origin.shard:
                         manifests.append(self._finish(len(manifests), pool.encoder_name))
-                    total = total.plus(self._append(at, tokens))
-                    task.advance(at.bytes_read)
+                    total = total.plus(self._append(origin, tokens))
+                    task.advance(origin.bytes_read)
                     task.describe(f"{total.documents:,} documents, {total.tokens:,} tokens")
                 while len(manifests) < len(self._jobs):
                     manifests.append(self._finish(len(manifests), pool.encoder_name))
         return manifests
 
     def _blocks(self) -> Iterator[BlockTask[_BlockOrigin]]:
-        """Read the corpus; runs in a thread of the pool, some blocks ahead of the writing."""
+        """Read the corpus. It runs in a thread of the pool, some blocks ahead of the writing."""
         unreported = 0
         for shard, job in enumerate(self._jobs):
             start = self._open(shard, job).progress
+            # The first block of a shard is encoded by both encoders.
             compare = True
-            for number, piece in enumerate(job.pieces):
-                if number < len(start.piece_hashes):
-                    self._hashes[shard, number] = start.piece_hashes[number]
-                    unreported += piece.bytes
+            for number, input_slice in enumerate(job.inputs):
+                if number < len(start.input_hashes):
+                    self._hashes[shard, number] = start.input_hashes[number]
+                    unreported += input_slice.read_bytes
                     continue
-                store, path = open_store(piece.address, self._options)
-                reader = InputReader(piece, store, path)
-                after = start.position if number == len(start.piece_hashes) else 0
+                store, path = open_store(input_slice.address, self._options)
+                reader = InputReader(input_slice, store, path)
+                after = start.position if number == len(start.input_hashes) else 0
                 for block in reader.blocks(after):
-                    at = _BlockOrigin(shard, number, block.position, block.bytes_read + unreported)
-                    yield BlockTask(block, piece.key, piece.shown, compare, at)
+                    origin = _BlockOrigin(shard, number, block.resume_position, block.bytes_read + unreported)
+                    yield BlockTask(block, input_slice.key, input_slice.display_address, compare, origin)
                     compare, unreported = False, 0
                 self._hashes[shard, number] = reader.sha256
 
@@ -283,9 +286,12 @@ class _Preparation:
         stack = self._stacks[shard] = ExitStack()
         local = local_path(job.prefix)
         if local is not None:
-            key = hashlib.sha256(orjson.dumps([__version__, self._how.spec()])).hexdigest()
-            identities = [f"{p.version} {InputRecord.of(p, None).place}" for p in job.pieces]
-            bad_lines = self._how.on_bad_line == "skip"
+            key = hashlib.sha256(orjson.dumps([__version__, self._config.spec()])).hexdigest()
+            identities = [
+                f"{input_slice.version} {InputRecord.from_input(input_slice, None).identity}"
+                for input_slice in job.inputs
+            ]
+            bad_lines = self._config.on_bad_line == "skip"
             writer: ShardWriter = LocalShardWriter(local, key, identities, stack, bad_lines=bad_lines)
             if writer.progress.counts.documents:
                 self._reporter.note(
@@ -296,7 +302,7 @@ class _Preparation:
         self._writers[shard] = writer
         return writer
 
-    def _append(self, at: _BlockOrigin, tokens: TokenBlock) -> TokenCounts:
+    def _append(self, origin: _BlockOrigin, tokens: TokenBlock) -> TokenCounts:
         lengths = np.frombuffer(tokens.lengths, "<i4")
         counts = TokenCounts(
             documents=tokens.documents,
@@ -304,40 +310,48 @@ class _Preparation:
             tokens=int(lengths.sum(dtype=np.int64)),
             text_bytes=tokens.text_bytes,
             bad_lines=len(tokens.bad_lines),
-            bad_line_examples=self._examples(at, tokens.bad_lines),
+            bad_line_examples=self._bad_line_examples(origin, tokens.bad_lines),
         )
-        self._pieces_done(at.shard, at.piece)
-        self._writers[at.shard].append(tokens, counts, at.position)
+        self._finish_inputs(origin.shard, origin.input)
+        self._writers[origin.shard].append(tokens, counts, origin.position)
         return counts
 
-    def _examples(self, at: _BlockOrigin, bad_lines: list[BadLine]) -> tuple[str, ...]:
-        """The bad lines that the manifest quotes; where they are not to be skipped, the first one ends the work."""
-        piece = self._jobs[at.shard].pieces[at.piece]
-        if bad_lines and self._how.on_bad_line == "stop":
-            raise bad_lines[0].as_error(piece, self._number(piece, bad_lines[0]))
-        room = BAD_LINES_KEPT - len(self._writers[at.shard].progress.counts.bad_line_examples)
-        return tuple(f"{format_line_location(piece, self._number(piece, bad))}: {bad.what}" for bad in bad_lines[:room])
+    def _bad_line_examples(self, origin: _BlockOrigin, bad_lines: list[BadLine]) -> tuple[str, ...]:
+        """Return the bad lines that the manifest quotes. If they are not to be skipped, the first one is an error."""
+        input_slice = self._jobs[origin.shard].inputs[origin.input]
+        if bad_lines and self._config.on_bad_line == "stop":
+            raise bad_lines[0].to_error(input_slice, self._line_number(input_slice, bad_lines[0]))
+        room = BAD_LINES_KEPT - len(self._writers[origin.shard].progress.counts.bad_line_examples)
+        return tuple(
+            f"{format_line_location(input_slice, self._line_number(input_slice, bad))}: {bad.what}"
+            for bad in bad_lines[:room]
+        )
 
-    def _number(self, piece: InputSlice, bad: BadLine) -> int:
-        """The line, counted from the start of the file also where the shard reads a part of it."""
-        if piece not in self._lines_before:
-            self._lines_before[piece] = count_lines_before(piece, *open_store(piece.address, self._options))
-        return bad.number + self._lines_before[piece]
+    def _line_number(self, input_slice: InputSlice, bad: BadLine) -> int:
+        """Return the number of a line in its file, even if the shard reads only a part of the file."""
+        if input_slice not in self._lines_before:
+            self._lines_before[input_slice] = count_lines_before(
+                input_slice, *open_store(input_slice.address, self._options)
+            )
+        return bad.number + self._lines_before[input_slice]
 
-    def _pieces_done(self, shard: int, until: int) -> None:
+    def _finish_inputs(self, shard: int, until: int) -> None:
         writer = self._writers[shard]
-        while (number := len(writer.progress.piece_hashes)) < until:
-            writer.piece_done(self._hashes[shard, number])
+        while (number := len(writer.progress.input_hashes)) < until:
+            writer.input_done(self._hashes[shard, number])
 
     def _finish(self, shard: int, encoder: str) -> TokenManifest:
         job, writer = self._jobs[shard], self._writers[shard]
-        self._pieces_done(shard, len(job.pieces))
+        self._finish_inputs(shard, len(job.inputs))
         delete_set_manifest(job.prefix, self._options)
-        files = writer.finish(np.dtype(self._how.dtype))
-        inputs = [InputRecord.of(p, sha) for p, sha in zip(job.pieces, writer.progress.piece_hashes, strict=True)]
+        files = writer.finish(np.dtype(self._config.dtype))
+        inputs = [
+            InputRecord.from_input(input_slice, sha)
+            for input_slice, sha in zip(job.inputs, writer.progress.input_hashes, strict=True)
+        ]
         manifest = TokenManifest(
-            spec=self._how.spec(),
-            tokenizer=shown_address(self._how.tokenizer.address),
+            spec=self._config.spec(),
+            tokenizer=shown_address(self._config.tokenizer.address),
             encoder=encoder,
             inputs=inputs,
             counts=writer.progress.counts,

@@ -214,7 +214,7 @@ def explain_failure(
     the one whose log to look at where nobody stands out.
     """
     health = health_folder(run_folder, attempt)
-    diagnosis = diagnose(read_flight_records(health), world_size, ends=ends)
+    diagnosis = diagnose(read_flight_records(health), world_size, exit_reasons=ends)
     error = read_rank_error(health)
     what = diagnosis.sentence if error is None else error.what
     with EventWriter(LocalStore(run_folder), "", attempt=attempt, rank=None) as events:

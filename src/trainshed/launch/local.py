@@ -97,7 +97,7 @@ def train_locally(
     def say_stopping(signum: int, again: bool) -> None:
         follow()
         asked = CTRL_C if signum == signal.SIGINT else signal.Signals(signum).name
-        on_event({"kind": "note", "text": format_stop_request(asked, attempt, done, saved, again=again)})
+        on_event({"kind": "note", "text": format_stop_request(asked, attempt, done, saved, repeated=again)})
 
     result = run_ranks(
         rank_command(run_folder, attempt, worker_arguments),
@@ -198,7 +198,7 @@ def holder_text(run_folder: Path, held: LockHolder) -> str:
     attempt = holder_attempt(run_folder, held)
     if attempt is None:
         return f"{held.words()}, before its first step"
-    progress = read_run_status(LocalStore(run_folder), "").words()
+    progress = read_run_status(LocalStore(run_folder), "").summary()
     return f"attempt {attempt}, {held.words()}" + (f", {progress}" if progress else "")
 
 

@@ -24,40 +24,40 @@ from trainshed.errors import Conflict, CorruptData, StorageError, TrainshedError
 from trainshed.storage import ABSENT, Store, join, parse
 
 EVENT_VERSION = 1
-"""Of an event's format: raised when an old reader would misread a new event; new kinds and keys do not need it."""
+"""The version of the format. It rises when an old reader would misread a new event, not for new kinds and keys."""
 
 SEGMENT_BYTES = 4 * 1024 * 1024
-"""A segment on a disk is closed at this size; a bucket's is closed by the clock."""
+"""A segment on a disk is closed at this size; one in a bucket after some time."""
 
 _SEGMENT = re.compile(r"(\d{6,})\.jsonl")
 
 
 def events_folder(folder: str, attempt: int | None = None) -> str:
-    """The folder of a run's events, or of one attempt's, inside the store."""
+    """Return the folder of a run's events, or of one attempt's, inside the store."""
     parts = [folder.strip("/"), "events", "" if attempt is None else f"attempt-{attempt:04d}"]
     return "/".join(part for part in parts if part)
 
 
 def ring_dump_path(folder: str, attempt: int, rank: int) -> str:
-    """Where a rank other than 0 leaves its last events when it fails."""
+    """Return where a rank other than 0 stores its last events when it fails."""
     return f"{events_folder(folder, attempt)}/rank-{rank:05d}.jsonl"
 
 
 def segment_number(name: str) -> int | None:
-    """The number of a segment by its file name; None for any other file."""
-    found = _SEGMENT.fullmatch(name)
-    return int(found[1]) if found else None
+    """Return the number of a segment by its file name; None for any other file."""
+    match = _SEGMENT.fullmatch(name)
+    return int(match[1]) if match else None
 
 
 class SegmentWriter(Protocol):
-    """Takes lines in order and never raises for a store that is in trouble: `flush` does."""
+    """Takes lines in order. `append` never raises for a store that fails; `flush` does."""
 
     def append(self, line: bytes) -> None:
         """Take one line; it is stored now or soon."""
         ...
 
     def flush(self, timeout_seconds: float | None = None) -> None:
-        """Store everything taken so far, or raise what stands in the way."""
+        """Store everything taken so far, or raise the error that prevents it."""
         ...
 
     def close(self) -> None:
@@ -68,7 +68,7 @@ class SegmentWriter(Protocol):
 def open_segment_writer(
     store: Store, folder: str, segment_seconds: float, on_recovery: Callable[[str], None]
 ) -> SegmentWriter:
-    """Open the next segment of an attempt's folder; `on_recovery` hears of a time when nothing could be stored."""
+    """Open the next segment of an attempt's folder; `on_recovery` is called when storing works again."""
     address = parse(join(store.url, folder))
     if address.scheme == "file":
         return LocalSegmentWriter(Path(str(address)), on_recovery)
@@ -81,29 +81,30 @@ class LocalSegmentWriter:
     def __init__(self, folder: Path, on_recovery: Callable[[str], None]) -> None:
         self._folder = folder.absolute()
         self._on_recovery = on_recovery
-        self._waiting: list[bytes] = []
+        self._pending: list[bytes] = []
         self._writing = False
         self._descriptor: int | None = None
         self._size = 0
         self._number = 0
-        self._trouble: OSError | None = None
+        self._error: OSError | None = None
         self._lock = threading.RLock()
 
     def append(self, line: bytes) -> None:
-        """Write one line; on a full disk it waits for the next one."""
+        """Write one line; if the disk is full, it is written with the next one."""
         with self._lock:
-            self._waiting.append(line)
+            self._pending.append(line)
             try:
                 self._write()
             except OSError as error:
-                self._trouble = error
+                self._error = error
                 return
-            trouble, self._trouble = self._trouble, None
-        if trouble is not None:
-            self._on_recovery(f"events could not be written for a while: {trouble.strerror or trouble}")
+            earlier_error, self._error = self._error, None
+        if earlier_error is not None:
+            reason = earlier_error.strerror or earlier_error
+            self._on_recovery(f"events could not be written for a while: {reason}")
 
     def flush(self, timeout_seconds: float | None = None) -> None:
-        """Write what waits, and bring the file to the disk."""
+        """Write the pending lines, and sync the file to the disk."""
         with self._lock:
             try:
                 self._write()
@@ -122,13 +123,13 @@ class LocalSegmentWriter:
                 self._close_file()
 
     def _write(self) -> None:
-        if self._writing:  # a signal handler emits in the middle of an emit, which will write its line too
+        if self._writing:  # called by a signal handler in the middle of a write, which will write this line too
             return
         self._writing = True
         try:
-            while lines := list(self._waiting):
+            while lines := list(self._pending):
                 self._write_lines(b"".join(lines))
-                del self._waiting[: len(lines)]
+                del self._pending[: len(lines)]
         finally:
             self._writing = False
 
@@ -140,7 +141,7 @@ class LocalSegmentWriter:
             while view:
                 view = view[os.write(self._descriptor, view) :]
         except OSError:
-            os.ftruncate(self._descriptor, self._size)  # half a line would spoil the next one
+            os.ftruncate(self._descriptor, self._size)  # half a line would corrupt the next one
             raise
         self._size += len(lines)
         if self._size >= SEGMENT_BYTES:
@@ -166,18 +167,18 @@ class LocalSegmentWriter:
 
 
 class BucketSegmentWriter:
-    """Segments in a bucket: a thread puts what has gathered every `segment_seconds`, one request each."""
+    """Segments in a bucket: every `segment_seconds` a thread puts the pending lines with one request."""
 
     def __init__(self, store: Store, folder: str, segment_seconds: float, on_recovery: Callable[[str], None]) -> None:
         self._store, self._folder = store, folder
         self._every_seconds = segment_seconds
         self._on_recovery = on_recovery
         self._changed = threading.Condition(threading.RLock())
-        self._waiting: list[bytes] = []
+        self._pending: list[bytes] = []
         self._stored = self._in_flight = self._wanted = 0
-        self._due = float("inf")
+        self._flush_at = float("inf")
         self._number: int | None = None
-        self._trouble: StorageError | None = None
+        self._error: StorageError | None = None
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="events", daemon=True)
         self._thread.start()
@@ -185,22 +186,22 @@ class BucketSegmentWriter:
     def append(self, line: bytes) -> None:
         """Take one line; the thread puts it within `segment_seconds`."""
         with self._changed:
-            self._waiting.append(line)
-            if self._due == float("inf"):
-                self._due = time.monotonic() + self._every_seconds
+            self._pending.append(line)
+            if self._flush_at == float("inf"):
+                self._flush_at = time.monotonic() + self._every_seconds
                 self._changed.notify_all()
 
     def flush(self, timeout_seconds: float | None = None) -> None:
         """Wait until everything taken so far is in the bucket."""
         with self._changed:
-            wanted = self._wanted = self._stored + self._in_flight + len(self._waiting)
-            self._trouble = None
+            wanted = self._wanted = self._stored + self._in_flight + len(self._pending)
+            self._error = None
             self._changed.notify_all()
-            done = self._changed.wait_for(lambda: self._stored >= wanted or self._trouble is not None, timeout_seconds)
+            done = self._changed.wait_for(lambda: self._stored >= wanted or self._error is not None, timeout_seconds)
             if self._stored >= wanted:
                 return
-            if self._trouble is not None:
-                raise self._trouble
+            if self._error is not None:
+                raise self._error
             if not done:
                 where = join(self._store.url, self._folder)
                 raise StorageError(f"events are not stored after {timeout_seconds:g} seconds", where=where)
@@ -221,19 +222,19 @@ class BucketSegmentWriter:
                 while not self._ready():
                     if self._closing:
                         return
-                    self._changed.wait(min(self._due - time.monotonic(), threading.TIMEOUT_MAX))
-                lines, self._waiting = self._waiting, []
+                    self._changed.wait(min(self._flush_at - time.monotonic(), threading.TIMEOUT_MAX))
+                lines, self._pending = self._pending, []
                 self._in_flight = len(lines)
-                self._due = float("inf")
+                self._flush_at = float("inf")
             if not self._put_until_stored(b"".join(lines)):
                 return
 
     def _ready(self) -> bool:
-        due = self._wanted > self._stored or time.monotonic() >= self._due
-        return bool(self._waiting) and (due or (self._closing and self._trouble is None))
+        due = self._wanted > self._stored or time.monotonic() >= self._flush_at
+        return bool(self._pending) and (due or (self._closing and self._error is None))
 
     def _put_until_stored(self, segment: bytes) -> bool:
-        """Put one segment, again and again where the store fails: order is kept by not going on without it."""
+        """Put one segment, and retry while the store fails. To keep the order, nothing else is put before it."""
         failed: StorageError | None = None
         while True:
             try:
@@ -241,7 +242,7 @@ class BucketSegmentWriter:
             except StorageError as error:
                 failed = error
                 with self._changed:
-                    self._trouble = error
+                    self._error = error
                     self._wanted = self._stored
                     self._changed.notify_all()
                     self._changed.wait_for(
@@ -253,7 +254,7 @@ class BucketSegmentWriter:
             with self._changed:
                 self._stored += self._in_flight
                 self._in_flight = 0
-                self._trouble = None
+                self._error = None
                 self._changed.notify_all()
             if failed is not None:
                 self._on_recovery(f"events could not be stored for a while: {failed.what}")
@@ -268,7 +269,7 @@ class BucketSegmentWriter:
             try:
                 self._store.put(path, segment, expect=ABSENT)
             except Conflict:
-                # Ours, where the answer to an earlier try was lost; else a writer that came before us.
+                # It is ours if the answer to an earlier try was lost, otherwise another writer's.
                 if self._store.read(path) != segment:
                     self._number += 1
                     continue
@@ -285,38 +286,38 @@ _SEGMENTS_PER_READ = 32
 def read_events(store: Store, folder: str, *, attempt: int | None = None) -> Iterator[dict[str, Any]]:
     """Yield the events of a run, of all attempts or of one, in the order they were written.
 
-    `folder` is the run's folder inside the store. A last line that a killed writer left unfinished is passed over.
+    `folder` is the run's folder inside the store. A last line that a killed writer left unfinished is skipped.
     """
     base = events_folder(folder)
     listed = store.list(base if attempt is None else events_folder(folder, attempt))
-    found = sorted(place for info in listed if (place := _segment_key(info.path[len(base) :].strip("/"))) is not None)
-    names = [f"{base}/{name}" for _, _, name in found]
+    segments = sorted(key for info in listed if (key := _segment_key(info.path[len(base) :].strip("/"))) is not None)
+    names = [f"{base}/{name}" for _, _, name in segments]
     with ThreadPoolExecutor(8) as pool:
         for first in range(0, len(names), _SEGMENTS_PER_READ):
-            together = names[first : first + _SEGMENTS_PER_READ]
-            for name, content in zip(together, pool.map(store.read, together), strict=True):
+            batch = names[first : first + _SEGMENTS_PER_READ]
+            for name, content in zip(batch, pool.map(store.read, batch), strict=True):
                 yield from parse_events(content, join(store.url, name))
 
 
 def read_ring_dumps(store: Store, folder: str, *, attempt: int) -> dict[int, list[dict[str, Any]]]:
-    """The last events of the ranks that dumped them, by rank."""
+    """Return the last events of the ranks that dumped them, by rank."""
     rings: dict[int, list[dict[str, Any]]] = {}
     for info in store.list(events_folder(folder, attempt)):
-        if found := _RING.fullmatch(info.path.rsplit("/", 1)[-1]):
-            rings[int(found[1])] = parse_events(store.read(info.path), join(store.url, info.path))
+        if match := _RING.fullmatch(info.path.rsplit("/", 1)[-1]):
+            rings[int(match[1])] = parse_events(store.read(info.path), join(store.url, info.path))
     return rings
 
 
 def read_steps(store: Store, folder: str) -> list[dict[str, Any]]:
-    """The step events of a run by step; where a step was done again, the later attempt's."""
+    """Return the step events of a run by step; if a step was done again, that of the later attempt."""
     by_step = {event["step"]: event for event in read_events(store, folder) if event["kind"] == "step"}
     return [by_step[step] for step in sorted(by_step)]
 
 
 def completed_steps(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The step events that count now, of events in the order they were written.
+    """Return the step events that still count, of events in the order they were written.
 
-    A run that goes on from a checkpoint undoes the steps that a killed attempt had done after it.
+    A run that resumes from a checkpoint does again the steps that a killed attempt had done after it.
     """
     done: list[dict[str, Any]] = []
     for event in events:
@@ -331,7 +332,7 @@ def completed_steps(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 class EventFollower:
     """Follows the events of a run in a local folder while they are written.
 
-    `path` is the run's folder, which need not be there yet.
+    `path` is the run's folder, which need not exist yet.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -339,7 +340,7 @@ class EventFollower:
         self._read: dict[str, int] = {}
 
     def poll(self) -> list[dict[str, Any]]:
-        """The events written since the last call, across segments and attempts."""
+        """Return the events written since the last call, across segments and attempts."""
         events: list[dict[str, Any]] = []
         for _, _, name in sorted(self._segments()):
             path = self._events / name
@@ -350,7 +351,7 @@ class EventFollower:
                 with path.open("rb") as file:
                     file.seek(start)
                     content = file.read()
-            except FileNotFoundError:  # somebody removes the run at this moment
+            except FileNotFoundError:  # the run is being removed
                 continue
             events += parse_events(content, str(path))
             self._read[name] = start + content.rfind(b"\n") + 1
@@ -363,12 +364,12 @@ class EventFollower:
         except FileNotFoundError:
             return
         for name in names:
-            if (place := _segment_key(name)) is not None:
-                yield place
+            if (key := _segment_key(name)) is not None:
+                yield key
 
 
 def parse_events(content: bytes, where: str) -> list[dict[str, Any]]:
-    """The events of one file; what stands behind its last line break is still being written, or never will be."""
+    """Return the events of one file; what is after the last line break is unfinished, and left out."""
     events = []
     for number, line in enumerate(content.split(b"\n")[:-1], start=1):
         try:
@@ -387,7 +388,7 @@ def parse_events(content: bytes, where: str) -> list[dict[str, Any]]:
 
 
 def _segment_key(name: str) -> tuple[int, int, str] | None:
-    """A segment's attempt, number and name below the events' folder; None for any other file."""
+    """Return a segment's attempt, number and name below the events' folder; None for any other file."""
     attempt, _, file = name.partition("/")
-    found, number = _ATTEMPT.fullmatch(attempt), segment_number(file)
-    return (int(found[1]), number, name) if found and number is not None else None
+    match, number = _ATTEMPT.fullmatch(attempt), segment_number(file)
+    return (int(match[1]), number, name) if match and number is not None else None

@@ -8,21 +8,22 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
-_RECENT_STEPS = 20  # what the time left is drawn from
+RECENT_STEPS = 20
+"""How many of the last steps the remaining time is estimated from."""
 
 
 class EventFormatter:
-    """Says the events of one training of so many steps."""
+    """Formats the events of a training of `steps` steps."""
 
     def __init__(self, steps: int) -> None:
         self.steps = steps
-        self.recent: deque[float] = deque(maxlen=_RECENT_STEPS)
+        self.recent: deque[float] = deque(maxlen=RECENT_STEPS)
 
-    def text(self, event: dict[str, Any]) -> str | None:
-        """An event in words; None for those nobody waits for."""
+    def format(self, event: dict[str, Any]) -> str | None:
+        """Return an event as text; None for an event that is not shown."""
         kind = event["kind"]
         if kind == "step":
-            return self.step_text(event)
+            return self.format_step(event)
         if kind in ("note", "warning"):
             return event["text"]
         if kind == "stall":
@@ -46,8 +47,8 @@ class EventFormatter:
             return f"asked to stop by {event['name']}: stopped after step {event['step']}"
         return None
 
-    def step_text(self, event: dict[str, Any]) -> str:
-        """One step: how far, how long still, how well, how fast."""
+    def format_step(self, event: dict[str, Any]) -> str:
+        """Return one step as text: progress, remaining time, loss and speed."""
         self.recent.append(event["step_seconds"])
         done = event["step"] + 1
         left = (self.steps - done) * sum(self.recent) / len(self.recent)
@@ -63,18 +64,18 @@ class EventFormatter:
         return "  ".join(parts)
 
 
-def format_stop_request(asked: str, attempt: int, done: int | None, saved: int | None, *, again: bool) -> str:
-    """What is said at once when somebody asks a run to stop, and when the same person will not wait.
+def format_stop_request(source: str, attempt: int, done: int | None, saved: int | None, *, repeated: bool) -> str:
+    """Return the answer to a request to stop, and to a second one (`repeated`), which stops the run at once.
 
-    `done` and `saved` are the last step that is done and the last that is in a checkpoint, as far as is known.
+    `done` and `saved` are the last step that is done and the last one in a checkpoint, if they are known.
     """
-    if again:
+    if repeated:
         lost = f"what came after the checkpoint of step {saved:,} is lost" if saved else "there is no checkpoint"
-        return f"{asked} again: attempt {attempt} is stopped at once and does not save; {lost}"
-    more = "; a second Ctrl-C stops it at once, without saving" if asked == CTRL_C else ""
+        return f"{source} again: attempt {attempt} is stopped at once and does not save; {lost}"
+    more = "; a second Ctrl-C stops it at once, without saving" if source == CTRL_C else ""
     if done is None:
-        return f"{asked}: attempt {attempt} has done no step yet, and stops as soon as it can{more}"
-    return f"{asked}: attempt {attempt}, in step {done + 1:,}, stops within a step or two and saves a checkpoint{more}"
+        return f"{source}: attempt {attempt} has done no step yet, and stops as soon as it can{more}"
+    return f"{source}: attempt {attempt}, in step {done + 1:,}, stops within a step or two and saves a checkpoint{more}"
 
 
 CTRL_C = "Ctrl-C"

@@ -1,8 +1,8 @@
 """The events of a run, which every exporter, the terminal view and the page read.
 
 One event is one line of JSON: `{v, time, attempt, rank, kind, step, …}` with the keys of its kind, which are defined
-here and nowhere else. `time` is in seconds since 1970; a rank of null is the launcher. JSON knows no NaN: a loss that
-is not finite is null, and a `non_finite` event says what it was.
+here and nowhere else. `time` is in seconds since 1970; a rank of null is the launcher. JSON has no NaN: a loss that is
+not finite is null, and a `non_finite` event says what it was.
 
 Rank 0 writes into the store as it goes. The other ranks keep their last events in a ring buffer that they `dump` when
 they fail.
@@ -26,7 +26,7 @@ from trainshed.storage import Store
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """What all kinds share; a field with a default is left out of the line where it is None."""
+    """The base of all kinds; a field with a default is left out of the line if it is None."""
 
     kind: ClassVar[str]
     needs_step: ClassVar[bool] = False
@@ -47,7 +47,7 @@ class StartEvent(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseEvent(Event):
-    """One part of getting started is done: up to `preflight` the node agent's, from then on rank 0's."""
+    """One phase of the start is done. Up to `preflight` the node agent reports it, after that rank 0."""
 
     kind = "phase"
     name: Literal[
@@ -66,7 +66,7 @@ class PhaseEvent(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class StepEvent(Event):
-    """One optimizer step. `tokens` is what the run has consumed so far; MFU is a fraction, null where not known."""
+    """One optimizer step. `tokens` is what the run has consumed so far; MFU is a fraction, null if it is unknown."""
 
     kind = "step"
     needs_step = True
@@ -99,7 +99,7 @@ class ValidationEvent(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointEvent(Event):
-    """A checkpoint on its way; `stall_seconds` is how long training stood still for it."""
+    """A phase of writing a checkpoint; `stall_seconds` is how long training stopped for it."""
 
     kind = "checkpoint"
     needs_step = True
@@ -113,7 +113,7 @@ class CheckpointEvent(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class ResumeEvent(Event):
-    """Training goes on behind `step` from a checkpoint."""
+    """Training goes on after `step` from a checkpoint."""
 
     kind = "resume"
     needs_step = True
@@ -124,7 +124,7 @@ class ResumeEvent(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeEvent(Event):
-    """The loss of the base weights on a fixed batch, against what it was when they were converted."""
+    """The loss of the base weights on a fixed batch, and what it was when they were converted."""
 
     kind = "probe"
     loss: float | None
@@ -134,7 +134,7 @@ class ProbeEvent(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class NonFiniteEvent(Event):
-    """A loss or gradient that is no number, and what was done about it."""
+    """A loss or gradient that is not finite, and what was done about it."""
 
     kind = "non_finite"
     needs_step = True
@@ -144,7 +144,7 @@ class NonFiniteEvent(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class SignalEvent(Event):
-    """Somebody asked the run to stop."""
+    """A signal has asked the run to stop."""
 
     kind = "signal"
     name: str
@@ -152,7 +152,7 @@ class SignalEvent(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class StallEvent(Event):
-    """Ranks that do not come on, and the collective the others wait for them in."""
+    """Ranks that make no progress, and the collective in which the others wait for them."""
 
     kind = "stall"
     ranks: list[int]
@@ -172,7 +172,7 @@ class FailureEvent(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class PreflightEvent(Event):
-    """What was found before the ranks started; `nodes` are those to replace."""
+    """The result of preflight, before the ranks start; `nodes` are those to replace."""
 
     kind = "preflight"
     verdict: Literal["pass", "warn", "replace", "fail"]
@@ -185,7 +185,7 @@ class PreflightEvent(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class NoteEvent(Event):
-    """A choice that was made, and why."""
+    """A choice that Trainshed made, and why."""
 
     kind = "note"
     text: str
@@ -215,10 +215,10 @@ EVENT_KINDS: dict[str, type[Event]] = {kind.kind: kind for kind in Event.__subcl
 class EventWriter:
     """Writes the events of one attempt, from one process.
 
-    `folder` is the run's folder inside the store. Rank 0, and the launcher (rank None), write segments: on a disk each
-    event is in the file when `emit` returns, in a bucket within `segment_seconds`, put by a thread. `emit` raises for
-    an event that is not in the schema and never for a store in trouble; `flush` and `close` do. May be used from
-    several threads.
+    `folder` is the run's folder inside the store. Rank 0 and the launcher (rank None) write segments. On a disk each
+    event is in the file when `emit` returns. In a bucket a thread puts it within `segment_seconds`. `emit` raises for
+    an event that is not in the schema, never for a store that fails; `flush` and `close` raise for that. It may be
+    used from several threads.
     """
 
     def __init__(
@@ -231,14 +231,14 @@ class EventWriter:
         segment_seconds: float = 30.0,
         ring: int = 256,
     ) -> None:
-        self._store, self._run = store, folder
+        self._store, self._run_folder = store, folder
         self.attempt, self.rank = attempt, rank
         self._ring: deque[bytes] = deque(maxlen=ring)
         self._lock = threading.RLock()  # a signal handler may emit in the middle of an emit
         self._segments: SegmentWriter | None = None
         if not rank:
             self._segments = open_segment_writer(
-                store, events_folder(folder, attempt), segment_seconds, self._recovered
+                store, events_folder(folder, attempt), segment_seconds, self._warn_recovered
             )
 
     def __enter__(self) -> EventWriter:
@@ -248,7 +248,7 @@ class EventWriter:
         self.close()
 
     def emit(self, kind: str, step: int | None = None, **values: Any) -> None:
-        """Write one event; a kind, key or value that the schema does not know is a ValueError."""
+        """Write one event; a kind, key or value that is not in the schema is a ValueError."""
         with self._lock:
             line = encode_event(kind, step, values, attempt=self.attempt, rank=self.rank)
             if self._segments is None:
@@ -257,30 +257,30 @@ class EventWriter:
                 self._segments.append(line)
 
     def flush(self, timeout_seconds: float | None = None) -> None:
-        """Wait until everything emitted so far is stored; a rank with a ring has nothing to store."""
+        """Wait until everything emitted so far is stored; a rank with a ring buffer has nothing to store."""
         if self._segments is not None:
             self._segments.flush(timeout_seconds)
 
     def dump(self, timeout_seconds: float | None = None) -> None:
-        """Store what there is because something has failed: the ring as `rank-00003.jsonl`, or the open segment."""
+        """Store the last events after a failure: the ring buffer as `rank-00003.jsonl`, or the open segment."""
         if self._segments is not None or self.rank is None:
             self.flush(timeout_seconds)
             return
         with self._lock:
             lines = b"".join(self._ring)
-        self._store.put(ring_dump_path(self._run, self.attempt, self.rank), lines)
+        self._store.put(ring_dump_path(self._run_folder, self.attempt, self.rank), lines)
 
     def close(self) -> None:
-        """Store everything and end; raises if something could not be stored."""
+        """Store everything and end; raise if something could not be stored."""
         if self._segments is not None:
             self._segments.close()
 
-    def _recovered(self, text: str) -> None:
+    def _warn_recovered(self, text: str) -> None:
         self.emit("warning", text=text)
 
 
 def encode_event(kind: str, step: int | None, values: Mapping[str, Any], *, attempt: int, rank: int | None) -> bytes:
-    """One event as its line, checked against the schema."""
+    """Return one event as its line, checked against the schema."""
     schema = EVENT_KINDS.get(kind)
     if schema is None:
         raise ValueError(f"there is no kind of event named '{kind}'; there are {', '.join(sorted(EVENT_KINDS))}")
@@ -305,7 +305,7 @@ def encode_event(kind: str, step: int | None, values: Mapping[str, Any], *, atte
 
 @cache
 def _schema_keys(schema: type[Event]) -> tuple[frozenset[str], frozenset[str], dict[str, tuple[str, ...]]]:
-    """The keys an event must have, those it may have, and the values of those that are one of a few words."""
+    """Return the keys that an event must have, those it may have, and the allowed values of literals."""
     own = fields(schema)
     required = frozenset(field.name for field in own if field.default is MISSING)
     hints = get_type_hints(schema)

@@ -23,11 +23,11 @@ from typing import Any, BinaryIO, ClassVar, Self
 import orjson
 
 FLUSH_SECONDS = 30.0
-_LARGEST = 3.4028234663852886e38
+_FLOAT32_MAX = 3.4028234663852886e38
 
 
 class Exporter(ABC):
-    """One file that follows a training; a subclass says what an event becomes."""
+    """Writes one file during a training; a subclass says what an event becomes."""
 
     name: ClassVar[str]
 
@@ -82,7 +82,7 @@ class Exporter(ABC):
         except OSError as error:
             file, self._file = self._file, None
             if file is not None:
-                with suppress(OSError):  # what it still holds has no room either
+                with suppress(OSError):  # its buffer cannot be written either
                     file.close()
             self._warn(f"observe.{self.name}: nothing more is written there: {error.strerror}, {self.folder}")
 
@@ -126,8 +126,8 @@ class TensorBoardExporter(Exporter):
             # SessionLog.START: TensorBoard discards earlier points of this step and later ones.
             yield _record(_event(step + 1, _bytes(7, _varint(1, 1))))
         elif kind == "step":
-            found = [(tag, event[key]) for key, tag in _TAGS.items() if event.get(key) is not None]
-            yield _record(_event(step + 1, _scalars(found)))
+            scalars = [(tag, event[key]) for key, tag in _TAGS.items() if event.get(key) is not None]
+            yield _record(_event(step + 1, _scalars(scalars)))
         elif kind == "validation" and event["loss"] is not None:
             yield _record(_event(step, _scalars([("validation/loss", event["loss"])])))
 
@@ -153,8 +153,8 @@ class DLLoggerExporter(Exporter):
         """Write steps and validations; what is not finite has no figure in JSON and is left out."""
         kind = event["kind"]
         if kind == "start":
-            said = {key: event[key] for key in ("run", "layout", "world_size", "device", "parameters")}
-            yield self._line("PARAMETER", {f"cfg/{key}": value for key, value in said.items()})
+            values = {key: event[key] for key in ("run", "layout", "world_size", "device", "parameters")}
+            yield self._line("PARAMETER", {f"cfg/{key}": value for key, value in values.items()})
         elif kind == "step":
             figures = {
                 "reduced_train_loss": event["loss"],
@@ -208,7 +208,7 @@ def _masked_crc(data: bytes) -> bytes:
     for byte in data:
         crc = (crc >> 8) ^ _CRC_TABLE[(crc ^ byte) & 0xFF]
     crc ^= 0xFFFFFFFF
-    # As TFRecord masks it, so that a CRC of data which holds CRCs stays a good one.
+    # Masked as TFRecord does it: a CRC over data that contains CRCs is weak.
     return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)
 
 
@@ -222,8 +222,8 @@ def _event(step: int, body: bytes) -> bytes:
 
 
 def _scalars(figures: list[tuple[str, float]]) -> bytes:
-    # Single precision ends at 3.4e38, and gradients that fly apart do not.
-    singles = ((tag, value if abs(value) <= _LARGEST else math.copysign(math.inf, value)) for tag, value in figures)
+    # Single precision ends at 3.4e38, and diverging gradients may be larger.
+    singles = ((tag, value if abs(value) <= _FLOAT32_MAX else math.copysign(math.inf, value)) for tag, value in figures)
     values = (_bytes(1, _text(1, tag) + b"\x15" + struct.pack("<f", value)) for tag, value in singles)
     return _bytes(5, b"".join(values))
 

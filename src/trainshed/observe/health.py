@@ -1,9 +1,9 @@
 """Why the ranks of an attempt failed or hung: what they leave in `health/attempt-0001/`, and a diagnosis from it.
 
-A rank that fails writes its error, so that whoever started it can raise the same one. A rank that fails or hangs also
-writes a flight record: its PyTorch flight recorder and its Python stacks (`rank-00003.json`). The recorder answers in
-JSON. NCCL's own watchdog writes a pickle before it ends a process; it holds numbers, strings and containers only, and
-the unpickler here refuses everything else. No torch here: a laptop reads the records of a dead run.
+A rank that fails writes its error, so that its launcher can raise the same one. A rank that fails or hangs also writes
+a flight record: its PyTorch flight recorder and its Python stacks (`rank-00003.json`). The recorder gives JSON. NCCL's
+own watchdog writes a pickle before it ends a process. It holds numbers, strings and containers only, and the unpickler
+here refuses everything else. This module does not import torch: a laptop reads the records of a dead run.
 
 `diagnose` compares the records of all ranks. Ranks of a group number their collectives alike, so a rank that has begun
 fewer of them is the one that the others wait for. It may itself be waiting in another group: the end of that chain is
@@ -28,19 +28,19 @@ from trainshed.errors import CorruptData, InputError, TrainshedError
 
 
 def health_folder(run_folder: Path, attempt: int) -> Path:
-    """Where the ranks of an attempt leave what explains their end."""
+    """Return where the ranks of an attempt store what explains their end."""
     return run_folder / "health" / f"attempt-{attempt:04d}"
 
 
 def write_rank_error(folder: Path, rank: int, error: TrainshedError) -> None:
-    """Keep the error that ended a rank in `health/attempt-0001`."""
+    """Store the error that ended a rank in `health/attempt-0001`."""
     folder.mkdir(parents=True, exist_ok=True)
     body = {"what": error.what, "where": error.where, "hint": error.hint, "exit_code": error.exit_code}
     (folder / f"error-{rank:05d}.json").write_bytes(orjson.dumps(body) + b"\n")
 
 
 def read_rank_error(folder: Path) -> TrainshedError | None:
-    """Return the error of the lowest rank that had one: where all ranks fail alike they say the same."""
+    """Return the error of the lowest rank that has one: if all ranks fail alike, they have the same."""
     for path in sorted(folder.glob("error-*.json")):
         try:
             body = orjson.loads(path.read_bytes())
@@ -55,7 +55,7 @@ STALLED_EXIT_CODE = 75
 """A rank whose watchdog saw no progress exits with this (EX_TEMPFAIL of sysexits.h: try again)."""
 
 NCCL_DUMP = "nccl-rank-"
-"""What PyTorch names the dump of NCCL's watchdog, before the rank's number."""
+"""The start of the file name that PyTorch gives the dump of NCCL's watchdog; the rank's number follows."""
 
 
 @dataclass(frozen=True)
@@ -78,8 +78,8 @@ class CollectiveRecord:
 
 
 @dataclass(frozen=True)
-class RankError:
-    """The error that ended a rank; `collective` where it is about other ranks (a timeout, a lost connection)."""
+class RecordedError:
+    """The error that ended a rank; `collective` if it is about other ranks (a timeout, a lost connection)."""
 
     kind: str
     text: str
@@ -88,7 +88,7 @@ class RankError:
 
 @dataclass(frozen=True)
 class ProcessGroupRecord:
-    """A process group: its name as all members know it, what it is for, its ranks."""
+    """A process group: its name, which all members share, its purpose, its ranks."""
 
     name: str
     description: str
@@ -97,10 +97,10 @@ class ProcessGroupRecord:
 
 @dataclass(frozen=True)
 class FlightRecord:
-    """What one rank wrote down.
+    """What one rank has recorded.
 
-    `stack` is where its error came from or else its main thread, innermost last, as `file:line in function: code`, and
-    `waiting` what it was waiting for by the look of it. `missing` says why there are no collectives, where it is known.
+    `stack` is the stack of its error, otherwise of its main thread, innermost last, as `file:line in function: code`.
+    `waiting` is what it was waiting for, judged by that stack. `missing` says why there are no collectives, if known.
     """
 
     rank: int
@@ -108,7 +108,7 @@ class FlightRecord:
     reason: str
     step: int | None = None
     phase: str | None = None
-    error: RankError | None = None
+    error: RecordedError | None = None
     stack: list[str] = field(default_factory=list)
     waiting: Literal["collective", "point-to-point"] | None = None
     groups: list[ProcessGroupRecord] = field(default_factory=list)
@@ -118,22 +118,22 @@ class FlightRecord:
     v: int = 1
 
     def to_json(self) -> bytes:
-        """The record as its file holds it."""
+        """Return the record as the content of its file."""
         return orjson.dumps(self, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
 
     @classmethod
     def from_json(cls, content: bytes) -> FlightRecord:
-        """Read a record; keys of a later version are passed over."""
+        """Read a record; keys of a later version are ignored."""
         body: dict[str, Any] = orjson.loads(content)
         known = {key: value for key, value in body.items() if key in cls.__dataclass_fields__}
-        known["error"] = RankError(**known["error"]) if known.get("error") else None
-        known["groups"] = [ProcessGroupRecord(**each) for each in known.get("groups", [])]
-        known["collectives"] = [CollectiveRecord(**each) for each in known.get("collectives", [])]
+        known["error"] = RecordedError(**known["error"]) if known.get("error") else None
+        known["groups"] = [ProcessGroupRecord(**group) for group in known.get("groups", [])]
+        known["collectives"] = [CollectiveRecord(**collective) for collective in known.get("collectives", [])]
         return cls(**known)
 
 
 def flight_record_name(rank: int) -> str:
-    """The name of a rank's flight record."""
+    """Return the file name of a rank's flight record."""
     return f"rank-{rank:05d}.json"
 
 
@@ -144,20 +144,21 @@ _POINT_TO_POINT = re.compile(r"(send|recv) \d+(?:->|<-)(\d+)")
 
 
 def parse_collectives(entries: list[Mapping[str, Any]], groups: list[ProcessGroupRecord]) -> list[CollectiveRecord]:
-    """The last operations of each group in a recorder's `entries`, and those before them that have not ended."""
+    """Return the last operations of each group in a recorder's `entries`, and earlier ones that have not ended."""
     ranks = {group.name: group.ranks for group in groups}
     by_group: dict[tuple[str, str], list[CollectiveRecord]] = {}
-    for each in sorted((_parse_collective(entry, ranks) for entry in entries), key=lambda each: each.created):
-        by_group.setdefault((each.backend, each.group), []).append(each)
+    parsed = [_parse_collective(entry, ranks) for entry in entries]
+    for collective in sorted(parsed, key=lambda collective: collective.created):
+        by_group.setdefault((collective.backend, collective.group), []).append(collective)
     kept = []
     for group in by_group.values():
-        kept += [each for each in group[:-_KEPT_PER_GROUP] if each.state != "done"][:_KEPT_PER_GROUP]
+        kept += [item for item in group[:-_KEPT_PER_GROUP] if item.state != "done"][:_KEPT_PER_GROUP]
         kept += group[-_KEPT_PER_GROUP:]
     return kept
 
 
 def read_nccl_dump(content: bytes, where: str) -> tuple[list[CollectiveRecord], list[ProcessGroupRecord]]:
-    """The operations and the groups in a dump of NCCL's watchdog."""
+    """Return the operations and the groups in a dump of NCCL's watchdog."""
     try:
         trace = _PlainUnpickler(io.BytesIO(content)).load()
         groups = [
@@ -170,7 +171,7 @@ def read_nccl_dump(content: bytes, where: str) -> tuple[list[CollectiveRecord], 
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Reads no classes and calls nothing."""
+    """Loads no class and calls nothing."""
 
     def find_class(self, module_name: str, global_name: str) -> NoReturn:
         raise pickle.UnpicklingError(f"it asks for {module_name}.{global_name}")
@@ -180,9 +181,9 @@ def _parse_collective(entry: Mapping[str, Any], ranks: Mapping[str, list[int]]) 
     backend, _, op = entry["profiling_name"].rpartition(":")
     group = entry["process_group"][0]
     peer = None
-    if entry["is_p2p"] and (found := _POINT_TO_POINT.search(op)):
+    if entry["is_p2p"] and (match := _POINT_TO_POINT.search(op)):
         members = ranks.get(group, [])
-        op, peer = found[1], int(found[2])
+        op, peer = match[1], int(match[2])
         peer = members[peer] if peer < len(members) else peer
     # gloo never says 'completed'; NCCL also retires what has timed out.
     if entry["state"] == "completed" or (backend != "nccl" and entry["retired"]):
@@ -213,7 +214,7 @@ _MAX_RANGES = 8
 
 @dataclass(frozen=True)
 class FailureDiagnosis:
-    """Who failed the others (`ranks`, empty where it cannot be told), in which collective, and a sentence about it."""
+    """Which ranks failed the others (empty if that is not known), in which collective, and a sentence about it."""
 
     ranks: list[int]
     collective: str | None
@@ -222,81 +223,82 @@ class FailureDiagnosis:
 
 @dataclass(frozen=True)
 class _Wait:
-    """One rank in one operation, and whom it waits for there: `absent` have not come, `astray` came with another."""
+    """One rank in one operation, and whom it waits for: those that have not begun it, or have begun another one."""
 
     rank: int
-    what: CollectiveRecord
+    collective: CollectiveRecord
     group: ProcessGroupRecord
-    absent: tuple[int, ...]
-    astray: tuple[int, ...]
+    missing_ranks: tuple[int, ...]
+    mismatched_ranks: tuple[int, ...]
 
     @property
-    def place(self) -> tuple[str, str, int, int | None]:
-        return self.what.backend, self.group.name, self.what.seq, self.what.peer
+    def key(self) -> tuple[str, str, int, int | None]:
+        return self.collective.backend, self.group.name, self.collective.seq, self.collective.peer
 
     def __str__(self) -> str:
-        size = " and ".join("×".join(map(str, each)) or "scalar" for each in self.what.sizes[:2])
-        detail = f"; {size} {self.what.dtype}" if size else ""
-        number = "" if self.what.peer is not None else f" #{self.what.seq}"
-        return f"{self.what.op}{number} of group {self.group.description} ({format_ranks(self.group.ranks)}{detail})"
+        sizes = " and ".join("×".join(map(str, size)) or "scalar" for size in self.collective.sizes[:2])
+        detail = f"; {sizes} {self.collective.dtype}" if sizes else ""
+        number = "" if self.collective.peer is not None else f" #{self.collective.seq}"
+        ranks = format_ranks(self.group.ranks)
+        return f"{self.collective.op}{number} of group {self.group.description} ({ranks}{detail})"
 
 
 def diagnose(
-    records: Mapping[int, FlightRecord], world_size: int, *, ends: Mapping[int, str] | None = None
+    records: Mapping[int, FlightRecord], world_size: int, *, exit_reasons: Mapping[int, str] | None = None
 ) -> FailureDiagnosis:
     """Name the ranks that failed the others.
 
-    `ends` says of ranks that ended by themselves how they did ("was killed by SIGKILL"), as whoever started them knows.
+    `exit_reasons` says how ranks ended that ended by themselves ("was killed by SIGKILL"); their launcher knows it.
     """
-    ends = ends or {}
+    exit_reasons = exit_reasons or {}
     waits = [wait for record in records.values() for wait in _waits(record, records, world_size)]
     silent = [rank for rank in range(world_size) if rank not in records]
     blamed = (
         [rank for rank, record in records.items() if record.error and not record.error.collective]
-        or _ends_of_chains(waits, silent, ends)
-        or _ended_first(silent, ends)
+        or _ends_of_chains(waits, silent, exit_reasons)
+        or _ended_first(silent, exit_reasons)
         or (silent if len(silent) < world_size else [])
     )
     if blamed:
-        return _blame(sorted(blamed), waits, records, ends)
-    if astray := [wait for wait in waits if wait.astray]:
-        return _disagreeing(astray, records)
-    if absent := [wait for wait in waits if wait.absent]:
-        return _circular(absent)
+        return _blame(sorted(blamed), waits, records, exit_reasons)
+    if mismatched := [wait for wait in waits if wait.mismatched_ranks]:
+        return _mismatch_diagnosis(mismatched, records)
+    if missing := [wait for wait in waits if wait.missing_ranks]:
+        return _deadlock_diagnosis(missing)
     idle = [rank for rank, record in records.items() if record.waiting is None]
     if idle and len(idle) < world_size:
-        return _blame(sorted(idle), waits, records, ends)
+        return _blame(sorted(idle), waits, records, exit_reasons)
     if not records:
         return FailureDiagnosis([], None, "no rank has left a flight record")
     return FailureDiagnosis([], None, f"no rank stands out among the flight records of {format_ranks(records)}")
 
 
 def read_flight_records(folder: Path) -> dict[int, FlightRecord]:
-    """The flight records in a folder (`health/attempt-0001`), by rank.
+    """Return the flight records in a folder (`health/attempt-0001`), by rank.
 
-    For a rank that NCCL's watchdog ended before it could write its own, what PyTorch dumped.
+    If NCCL's watchdog ended a rank before it could write its own, the record is made of PyTorch's dump.
     """
-    found: dict[int, FlightRecord] = {}
+    records: dict[int, FlightRecord] = {}
     for path in sorted(folder.glob("rank-*.json")):
         record = FlightRecord.from_json(path.read_bytes())
-        found[record.rank] = record
+        records[record.rank] = record
     for path in sorted(folder.glob(f"{NCCL_DUMP}*")):
         number = path.name.removeprefix(NCCL_DUMP)
-        if not number.isdecimal() or int(number) in found:
+        if not number.isdecimal() or int(number) in records:
             continue
         reason = "NCCL's watchdog ended it"
         try:
             operations, groups = read_nccl_dump(path.read_bytes(), str(path))
-        except CorruptData:  # its writer was ended in the middle of it
+        except CorruptData:  # its writer was killed while writing
             continue
-        found[int(number)] = FlightRecord(
+        records[int(number)] = FlightRecord(
             int(number), path.stat().st_mtime, reason, waiting="collective", groups=groups, collectives=operations
         )
-    return found
+    return records
 
 
 def format_ranks(ranks: Iterable[int]) -> str:
-    """Ranks as a person writes them: `rank 3`, `ranks 0-7, 9`."""
+    """Return ranks as a person writes them: `rank 3`, `ranks 0-7, 9`."""
     ranges: list[list[int]] = []
     for rank in sorted(set(ranks)):
         if ranges and rank == ranges[-1][1] + 1:
@@ -310,105 +312,111 @@ def format_ranks(ranks: Iterable[int]) -> str:
 
 
 def _waits(record: FlightRecord, records: Mapping[int, FlightRecord], world_size: int) -> Iterator[_Wait]:
-    """The operations a rank was in, one per group, with those it waits for."""
+    """Yield the operations that a rank was in, one per group, and the ranks that it waits for there."""
     groups = {group.name: group for group in record.groups}
-    for what in _unfinished(record):
-        group = groups.get(what.group) or ProcessGroupRecord(what.group, what.group, list(range(world_size)))
+    for collective in _unfinished(record):
+        name = collective.group
+        group = groups.get(name) or ProcessGroupRecord(name, name, list(range(world_size)))
         others = [rank for rank in group.ranks if rank != record.rank]
-        if what.peer is not None:
-            absent = [what.peer] if not _answers(records.get(what.peer), record.rank) else []
-            yield _Wait(record.rank, what, group, tuple(absent), ())
+        if collective.peer is not None:
+            peer = collective.peer
+            missing = () if _has_matching_operation(records.get(peer), record.rank) else (peer,)
+            yield _Wait(record.rank, collective, group, missing, ())
             continue
-        absent = [rank for rank in others if _is_absent(what, record, records.get(rank))]
-        astray = [rank for rank in others if rank not in absent and _is_astray(what, records[rank])]
-        yield _Wait(record.rank, what, group, tuple(absent), tuple(astray))
+        missing = [rank for rank in others if _is_missing(collective, record, records.get(rank))]
+        mismatched = [rank for rank in others if rank not in missing and _is_mismatched(collective, records[rank])]
+        yield _Wait(record.rank, collective, group, tuple(missing), tuple(mismatched))
 
 
 def _unfinished(record: FlightRecord) -> list[CollectiveRecord]:
     first: dict[tuple[str, str], CollectiveRecord] = {}
-    for each in record.collectives:
-        if each.state != "done":
-            first.setdefault((each.backend, each.group), each)
+    for collective in record.collectives:
+        if collective.state != "done":
+            first.setdefault((collective.backend, collective.group), collective)
     if first or record.error is None or not record.error.collective or record.waiting == "point-to-point":
         return list(first.values())
-    # gloo counts a collective that has failed as done: it is the last one that was begun.
-    return sorted(record.collectives, key=lambda each: each.created)[-1:]
+    # For gloo a collective that has failed is done: it is the last one that was begun.
+    return sorted(record.collectives, key=lambda collective: collective.created)[-1:]
 
 
-def _is_absent(what: CollectiveRecord, waiting: FlightRecord, other: FlightRecord | None) -> bool:
-    """Whether a rank had not come to a collective while another waited there."""
+def _is_missing(collective: CollectiveRecord, waiting: FlightRecord, other: FlightRecord | None) -> bool:
+    """Whether a rank had not begun a collective while another rank waited in it."""
     if other is None:
         return True
     if other.missing is not None:
         return False
-    theirs = _same_counter(what, other)
-    if not theirs or max(theirs) < what.seq:
+    theirs = _same_counter(collective, other)
+    if not theirs or max(theirs) < collective.seq:
         return True
-    same = theirs.get(what.seq)
+    same = theirs.get(collective.seq)
     if same is None:
         return False
     came_too_late = same.created > waiting.time
-    # The GPU of one is still busy with something before it.
-    return came_too_late or (what.state == "started" and same.state == "waiting")
+    # Its GPU is still busy with something earlier.
+    return came_too_late or (collective.state == "started" and same.state == "waiting")
 
 
-def _is_astray(what: CollectiveRecord, other: FlightRecord) -> bool:
-    theirs = _same_counter(what, other).get(what.seq)
-    return theirs is not None and (theirs.op != what.op or (what.op in _ONE_SIZE and theirs.sizes != what.sizes))
+def _is_mismatched(collective: CollectiveRecord, other: FlightRecord) -> bool:
+    theirs = _same_counter(collective, other).get(collective.seq)
+    return theirs is not None and (
+        theirs.op != collective.op or (collective.op in _ONE_SIZE and theirs.sizes != collective.sizes)
+    )
 
 
-def _same_counter(what: CollectiveRecord, other: FlightRecord) -> dict[int, CollectiveRecord]:
-    """Another rank's collectives by number, of the group and backend that count them together with this one."""
+def _same_counter(collective: CollectiveRecord, other: FlightRecord) -> dict[int, CollectiveRecord]:
+    """Return another rank's collectives by number, of the group and backend of this one."""
     return {
-        each.seq: each
-        for each in other.collectives
-        if (each.backend, each.group) == (what.backend, what.group) and each.peer is None
+        theirs.seq: theirs
+        for theirs in other.collectives
+        if (theirs.backend, theirs.group) == (collective.backend, collective.group) and theirs.peer is None
     }
 
 
-def _answers(peer: FlightRecord | None, rank: int) -> bool:
-    return peer is not None and any(each.peer == rank and each.state != "done" for each in peer.collectives)
+def _has_matching_operation(peer: FlightRecord | None, rank: int) -> bool:
+    return peer is not None and any(item.peer == rank and item.state != "done" for item in peer.collectives)
 
 
-def _ends_of_chains(waits: list[_Wait], silent: list[int], ends: Mapping[int, str]) -> list[int]:
-    """Those who are waited for and wait for nobody."""
-    waiting = {wait.rank for wait in waits if wait.absent or wait.astray}
-    absent = {rank for wait in waits for rank in wait.absent} - waiting
-    # Of those that wrote nothing, some were ended by whoever started them: they may have been waiting too.
-    return _ended_first([rank for rank in absent if rank in silent], ends) or list(absent)
+def _ends_of_chains(waits: list[_Wait], silent: list[int], exit_reasons: Mapping[int, str]) -> list[int]:
+    """Return the ranks that others wait for and that wait for nobody."""
+    waiting = {wait.rank for wait in waits if wait.missing_ranks or wait.mismatched_ranks}
+    missing = {rank for wait in waits for rank in wait.missing_ranks} - waiting
+    # Some of those without a record were ended by their launcher: they may have been waiting too.
+    return _ended_first([rank for rank in missing if rank in silent], exit_reasons) or list(missing)
 
 
-def _ended_first(silent: list[int], ends: Mapping[int, str]) -> list[int]:
-    return [rank for rank in silent if rank in ends]
+def _ended_first(silent: list[int], exit_reasons: Mapping[int, str]) -> list[int]:
+    return [rank for rank in silent if rank in exit_reasons]
 
 
 def _blame(
-    ranks: list[int], waits: list[_Wait], records: Mapping[int, FlightRecord], ends: Mapping[int, str]
+    ranks: list[int], waits: list[_Wait], records: Mapping[int, FlightRecord], exit_reasons: Mapping[int, str]
 ) -> FailureDiagnosis:
-    did = " and ".join(
+    sentence = " and ".join(
         f"{format_ranks(same)} {what}"
-        for what, same in _grouped({rank: _describe_rank(rank, records, ends) for rank in ranks}).items()
+        for what, same in _grouped({rank: _describe_rank(rank, records, exit_reasons) for rank in ranks}).items()
     )
-    held = [wait for wait in waits if set(wait.absent) & set(ranks)]
+    held = [wait for wait in waits if set(wait.missing_ranks) & set(ranks)]
     collective = None
     if held:
-        # Where most wait comes first; of several such places, the one that was reached first.
-        held.sort(key=lambda wait: wait.what.created)
-        places = [place for place, _ in Counter(wait.place for wait in held).most_common(3)]
-        there = [[wait for wait in held if wait.place == place] for place in places]
-        collective = str(there[0][0])
-        did += "; " + ", ".join(f"{format_ranks(wait.rank for wait in same)} waited in {same[0]}" for same in there)
+        # The collective in which most ranks wait comes first; of several such, the earliest.
+        held.sort(key=lambda wait: wait.collective.created)
+        keys = [key for key, _ in Counter(wait.key for wait in held).most_common(3)]
+        groups = [[wait for wait in held if wait.key == key] for key in keys]
+        collective = str(groups[0][0])
+        for number, group in enumerate(groups):
+            waiting = format_ranks(wait.rank for wait in group)
+            sentence += f"{', ' if number else '; '}{waiting} waited in {group[0]}"
     elif others := [rank for rank, record in records.items() if record.waiting and rank not in ranks]:
         kinds = Counter(records[rank].waiting for rank in others)
         collective = f"{kinds.most_common(1)[0][0]} communication"
-        did += f"; {format_ranks(others)} waited in {collective}"
-    return FailureDiagnosis(ranks, collective, did)
+        sentence += f"; {format_ranks(others)} waited in {collective}"
+    return FailureDiagnosis(ranks, collective, sentence)
 
 
-def _describe_rank(rank: int, records: Mapping[int, FlightRecord], ends: Mapping[int, str]) -> str:
+def _describe_rank(rank: int, records: Mapping[int, FlightRecord], exit_reasons: Mapping[int, str]) -> str:
     record = records.get(rank)
     if record is None:
-        return ends.get(rank, "left no flight record: it was killed or its machine is gone")
+        return exit_reasons.get(rank, "left no flight record: it was killed or its machine is gone")
     if record.error is not None and not record.error.collective:
         return f"failed with {record.error.kind}: {record.error.text}"
     at = f" and stood at {record.stack[-1]}" if record.stack else ""
@@ -416,35 +424,34 @@ def _describe_rank(rank: int, records: Mapping[int, FlightRecord], ends: Mapping
 
 
 def _step_text(record: FlightRecord) -> str:
-    """The step a rank was in, counted from 1 as people do; `record.step` is how many were done."""
+    """Describe the step that a rank was in, counted from 1; `record.step` is how many were done."""
     if record.step is None:
         return ""
     return f" in step {record.step + 1}" if record.phase in STEP_PHASES else f" after step {record.step}"
 
 
 def _grouped(texts: Mapping[int, str]) -> dict[str, list[int]]:
-    """The ranks by what is said of them."""
-    together: dict[str, list[int]] = {}
+    """Return the ranks by their text."""
+    ranks_by_text: dict[str, list[int]] = {}
     for rank, text in texts.items():
-        together.setdefault(text, []).append(rank)
-    return together
+        ranks_by_text.setdefault(text, []).append(rank)
+    return ranks_by_text
 
 
-def _disagreeing(waits: list[_Wait], records: Mapping[int, FlightRecord]) -> FailureDiagnosis:
+def _mismatch_diagnosis(waits: list[_Wait], records: Mapping[int, FlightRecord]) -> FailureDiagnosis:
     wait = waits[0]
-    there = [each for each in waits if each.place == wait.place]
-    texts = {each.rank: str(each) for each in there}
-    for rank in wait.astray:
-        other = _same_counter(wait.what, records[rank])[wait.what.seq]
-        texts[rank] = str(_Wait(rank, other, wait.group, (), ()))
+    texts = {other.rank: str(other) for other in waits if other.key == wait.key}
+    for rank in wait.mismatched_ranks:
+        theirs = _same_counter(wait.collective, records[rank])[wait.collective.seq]
+        texts[rank] = str(_Wait(rank, theirs, wait.group, (), ()))
     sides = _grouped(texts)
     fewest = min(len(same) for same in sides.values())
     ranks = sorted(rank for same in sides.values() if len(same) == fewest for rank in same)
-    said = ", ".join(f"{format_ranks(same)} in {text}" for text, same in sides.items())
-    return FailureDiagnosis(ranks, str(wait), f"ranks disagree about what comes next: {said}")
+    description = ", ".join(f"{format_ranks(same)} in {text}" for text, same in sides.items())
+    return FailureDiagnosis(ranks, str(wait), f"ranks disagree about what comes next: {description}")
 
 
-def _circular(waits: list[_Wait]) -> FailureDiagnosis:
-    said = ", ".join(f"rank {wait.rank} for {format_ranks(wait.absent)} in {wait}" for wait in waits[:4])
+def _deadlock_diagnosis(waits: list[_Wait]) -> FailureDiagnosis:
+    description = ", ".join(f"rank {wait.rank} for {format_ranks(wait.missing_ranks)} in {wait}" for wait in waits[:4])
     ranks = sorted({wait.rank for wait in waits})
-    return FailureDiagnosis(ranks, str(waits[0]), f"{format_ranks(ranks)} wait for each other: {said}")
+    return FailureDiagnosis(ranks, str(waits[0]), f"{format_ranks(ranks)} wait for each other: {description}")

@@ -1,4 +1,4 @@
-"""Step times of a run: of one of ours, or of one that Megatron-LM, NeMo or DLLogger left a log of.
+"""Step times of a run: of one of ours, or of one that has a log of Megatron-LM, NeMo or DLLogger.
 
 The figure is the median over the steps after the warm-up that have the final batch size. Compilation, cold caches and a
 batch that still grows would distort it.
@@ -30,7 +30,7 @@ _MEMORY_MB = re.compile(r"max allocated:\s*([\d.]+)")
 _DAY = re.compile(r"\b(20\d\d-[01]\d-[0-3]\d)\b")
 _DLLOGGER = "DLLL"
 _STEP_KEYS = ("train_step_timing in s", "train_step_timing", "step_time", "train_step_time")
-"""What DLLogger's users call the seconds of a step: NeMo's key first."""
+"""Keys for the seconds of a step in DLLogger lines: NeMo's key first."""
 
 
 @dataclass(frozen=True)
@@ -38,15 +38,15 @@ class MeasuredRun:
     """The steps of one run."""
 
     kind: str
-    """What wrote it down: torch (ours), megatron, nemo or dllogger."""
+    """What wrote the log: torch (ours), megatron, nemo or dllogger."""
     step_seconds: float
-    """Median behind the warm-up."""
+    """Median after the warm-up."""
     steps: int
-    """How many it is the median of."""
+    """Of how many steps it is the median."""
     memory_gib: float | None = None
-    """Peak of what tensors filled."""
+    """Peak memory of tensors."""
     device: str | None = None
-    """What the driver calls the GPU."""
+    """The GPU's name in the driver."""
     version: str | None = None
     attempt: int | None = None
     world_size: int | None = None
@@ -59,7 +59,7 @@ class MeasuredRun:
 
 
 def measure_run(store: Store, folder: str) -> MeasuredRun:
-    """Measure one of our runs by its last attempt with steps enough; `folder` is the run's inside the store."""
+    """Measure one of our runs by its last attempt with enough steps; `folder` is the run's folder in the store."""
     attempts: dict[int, list[dict[str, Any]]] = {}
     starts: dict[int, dict[str, Any]] = {}
     for event in read_events(store, folder):
@@ -73,7 +73,7 @@ def measure_run(store: Store, folder: str) -> MeasuredRun:
         raise _too_few(most, folder or store.url)
     attempt = max(enough)
     events, start = attempts[attempt], starts[attempt]
-    steady = _behind_warm_up(_same_batch(events))
+    steady = _after_warm_up(_same_batch(events))
     memory = [event["memory_gib"] for event in steady if event.get("memory_gib")]
     return MeasuredRun(
         kind="torch",
@@ -89,7 +89,7 @@ def measure_run(store: Store, folder: str) -> MeasuredRun:
 
 
 def _same_batch(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The last steps, as far back as each added the same tokens; an attempt's first step has none before it."""
+    """Return the last steps that each added the same tokens; an attempt's first step is never among them."""
     added = [later["tokens"] - earlier["tokens"] for earlier, later in pairwise(events)]
     first = len(added)
     while first and added[first - 1] == added[-1]:
@@ -97,8 +97,8 @@ def _same_batch(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return events[first + 1 :]
 
 
-def _behind_warm_up(measured: list[Any]) -> list[Any]:
-    """What is left behind the warm-up; of a short run the later half."""
+def _after_warm_up(measured: list[Any]) -> list[Any]:
+    """Return what comes after the warm-up; of a short run the later half."""
     return measured[min(WARM_UP_STEPS, len(measured) // 2) :]
 
 
@@ -108,8 +108,8 @@ def measure_log(path: Path) -> MeasuredRun:
         lines = path.read_text(encoding="utf-8", errors="replace").replace("\r", "\n").splitlines()
     except OSError as error:
         raise InputError(f"cannot be read: {error.strerror}", where=str(path)) from None
-    for kind, reading in (("dllogger", _dllogger), ("megatron", _megatron), ("nemo", _nemo)):
-        seconds, batches = reading(lines)
+    for kind, parse in (("dllogger", _parse_dllogger), ("megatron", _parse_megatron), ("nemo", _parse_nemo)):
+        seconds, batches = parse(lines)
         if seconds:
             return _measured_log(kind, seconds, batches, lines, path)
     raise InputError(
@@ -121,12 +121,12 @@ def measure_log(path: Path) -> MeasuredRun:
 
 def _measured_log(kind: str, seconds: list[float], batches: list[int], lines: list[str], path: Path) -> MeasuredRun:
     if len(batches) == len(seconds):
-        seconds = [each for each, batch in zip(seconds, batches, strict=True) if batch == batches[-1]]
-    steady = _behind_warm_up(seconds)
+        seconds = [value for value, batch in zip(seconds, batches, strict=True) if batch == batches[-1]]
+    steady = _after_warm_up(seconds)
     if len(steady) < FEWEST_STEPS:
         raise _too_few(len(seconds), str(path))
-    memory = [float(found[1]) / 1024 for line in lines if (found := _MEMORY_MB.search(line))]
-    days = [found[1] for line in lines if (found := _DAY.search(line))]
+    memory = [float(match[1]) / 1024 for line in lines if (match := _MEMORY_MB.search(line))]
+    days = [match[1] for line in lines if (match := _DAY.search(line))]
     return MeasuredRun(
         kind=kind,
         step_seconds=median(steady),
@@ -137,20 +137,20 @@ def _measured_log(kind: str, seconds: list[float], batches: list[int], lines: li
     )
 
 
-def _megatron(lines: Iterable[str]) -> tuple[list[float], list[int]]:
+def _parse_megatron(lines: Iterable[str]) -> tuple[list[float], list[int]]:
     """Megatron-LM prints the mean over the iterations since its last line."""
-    found = [(line, match) for line in lines if (match := _MEGATRON.search(line))]
-    batches = [int(batch[1]) for line, _ in found if (batch := _BATCH.search(line))]
-    return [float(match[2]) / 1000 for _, match in found], batches
+    matches = [(line, match) for line in lines if (match := _MEGATRON.search(line))]
+    batches = [int(batch[1]) for line, _ in matches if (batch := _BATCH.search(line))]
+    return [float(match[2]) / 1000 for _, match in matches], batches
 
 
-def _nemo(lines: Iterable[str]) -> tuple[list[float], list[int]]:
-    found = [(line, match) for line in lines if (match := _NEMO.search(line))]
-    batches = [int(batch[1]) for line, _ in found if (batch := _BATCH.search(line))]
-    return [float(match[1]) for _, match in found], batches
+def _parse_nemo(lines: Iterable[str]) -> tuple[list[float], list[int]]:
+    matches = [(line, match) for line in lines if (match := _NEMO.search(line))]
+    batches = [int(batch[1]) for line, _ in matches if (batch := _BATCH.search(line))]
+    return [float(match[1]) for _, match in matches], batches
 
 
-def _dllogger(lines: Iterable[str]) -> tuple[list[float], list[int]]:
+def _parse_dllogger(lines: Iterable[str]) -> tuple[list[float], list[int]]:
     seconds: list[float] = []
     for line in lines:
         if not line.startswith(_DLLOGGER):
@@ -158,7 +158,7 @@ def _dllogger(lines: Iterable[str]) -> tuple[list[float], list[int]]:
         try:
             data = orjson.loads(line[len(_DLLOGGER) :]).get("data")
         except (orjson.JSONDecodeError, AttributeError):
-            continue  # a line cut off by a kill, or another's
+            continue  # a line that was cut off by a kill, or of another program
         value = next((data[key] for key in _STEP_KEYS if key in data), None) if isinstance(data, dict) else None
         if isinstance(value, int | float) and value > 0:
             seconds.append(float(value))

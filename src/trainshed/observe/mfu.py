@@ -23,12 +23,12 @@ FORMULA = (
 class Mfu:
     """One measurement; what is not known is None, and `unknown` says why.
 
-    `mfu` counts causal attention, `mfu_full_attention` every key for every token (it may pass 1 on long sequences).
-    `mfu_of_bf16_peak` is there where the products are narrower than bf16, for comparison (it may pass 1 too).
+    `mfu` counts causal attention. `mfu_full_attention` counts every key for every token, so it may be above 1 on long
+    sequences. `mfu_of_bf16_peak` is for comparison if the products are narrower than bf16; it may be above 1 too.
     """
 
     model_tflops: float
-    """What the model's arithmetic took per second and GPU, causal attention."""
+    """TFLOP/s per GPU of the model's own arithmetic, causal attention."""
     mfu: float | None = None
     mfu_full_attention: float | None = None
     mfu_of_bf16_peak: float | None = None
@@ -51,8 +51,8 @@ def measure_mfu(
 ) -> Mfu:
     """Return the utilisation of a training that trains all weights.
 
-    `precision` is the dtype of the products' inputs: a `train.precision`, or `tf32` where fp32 inputs may be rounded.
-    `gpu` is None where the catalog does not know the device.
+    `precision` is the dtype of the products' inputs: a `train.precision`, or `tf32` if fp32 inputs may be rounded.
+    `gpu` is None if the device is not in the catalog.
     """
     per_token = training_flops_per_token(config, sequence_length)
     per_token_full = training_flops_per_token(config, sequence_length, causal=False)

@@ -8,10 +8,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from trainshed.observe.event_log import completed_steps, read_events
-from trainshed.observe.event_text import format_duration
+from trainshed.observe.event_text import RECENT_STEPS, format_duration
 from trainshed.storage import Store
 
-_RECENT_STEPS = 20  # what the time left is drawn from
 _STEP_LINE = re.compile(
     r"step (?P<step>\d+)/(?P<steps>\d+) .*ETA (?P<eta>[\d.]+ s|\d+:\d\d:\d\d)  loss (?:(?P<loss>[\d.]+)|not finite)"
     r".*  (?P<rate>[\d,]+) tokens/s/GPU(?:  MFU (?P<mfu>[\d.]+)%)?"
@@ -20,7 +19,7 @@ _STEP_LINE = re.compile(
 
 @dataclass(frozen=True)
 class RunStatus:
-    """Where a run is; None where nothing was said yet."""
+    """How far a run has got; None for what is not known yet."""
 
     attempt: int | None = None
     step: int | None = None
@@ -38,30 +37,30 @@ class RunStatus:
         """The values, for JSON."""
         return asdict(self)
 
-    def words(self) -> str:
+    def summary(self) -> str:
         """One line for people; empty before anything has happened."""
         if self.step is None:
             return f"in {self.phase}" if self.phase else ""
-        of = f" of {self.steps:,}" if self.steps else ""
-        said = [f"step {self.step:,}{of}"]
+        total = f" of {self.steps:,}" if self.steps else ""
+        parts = [f"step {self.step:,}{total}"]
         if self.eta_seconds:
-            said.append(f"{format_duration(self.eta_seconds)} left")
+            parts.append(f"{format_duration(self.eta_seconds)} left")
         if self.loss is not None:
-            said.append(f"loss {self.loss:.4f}")
+            parts.append(f"loss {self.loss:.4f}")
         if self.tokens_per_second_per_gpu is not None:
-            said.append(f"{self.tokens_per_second_per_gpu:,.0f} tokens/s/GPU")
+            parts.append(f"{self.tokens_per_second_per_gpu:,.0f} tokens/s/GPU")
         if self.mfu is not None:
-            said.append(f"MFU {self.mfu:.1%}")
-        return ", ".join(said)
+            parts.append(f"MFU {self.mfu:.1%}")
+        return ", ".join(parts)
 
 
 def read_run_status(store: Store, folder: str, steps: int | None = None) -> RunStatus:
-    """Read how the run in `folder` of a store stands."""
+    """Read the status of the run in `folder` of a store."""
     return run_status_from_events(read_events(store, folder), steps)
 
 
 def run_status_from_events(events: Iterable[dict[str, Any]], steps: int | None = None) -> RunStatus:
-    """Return how a run stands by its events, in the order they were written."""
+    """Return the status of a run by its events, in the order they were written."""
     events = list(events)
     done = completed_steps(events)
     attempt = phase = error = ended = None
@@ -82,7 +81,7 @@ def run_status_from_events(events: Iterable[dict[str, Any]], steps: int | None =
     if not done:
         return RunStatus(attempt=attempt, steps=steps, phase=phase, last_error=error, ended=ended)
     last = done[-1]
-    recent = [step["step_seconds"] for step in done[-_RECENT_STEPS:]]
+    recent = [step["step_seconds"] for step in done[-RECENT_STEPS:]]
     left = steps - last["step"] - 1 if steps else None
     return RunStatus(
         attempt=attempt,
@@ -99,7 +98,7 @@ def run_status_from_events(events: Iterable[dict[str, Any]], steps: int | None =
 
 
 def run_status_from_log(lines: Iterable[str], steps: int | None = None) -> RunStatus:
-    """Return how a run stands by the lines it has written (`training_words.py`), where its events are out of reach."""
+    """Return the status of a run by the lines of its log (`event_text.py`), for when its events cannot be read."""
     last: re.Match[str] | None = None
     for line in lines:
         last = _STEP_LINE.search(line) or last

@@ -26,7 +26,7 @@ from trainshed.checkpoints.lora import ADAPTER_CONFIG, LoraAdapterConfig, merge_
 from trainshed.checkpoints.prove.verdict import VERDICT, Verdict, read_verdict
 from trainshed.checkpoints.weights import Weights
 from trainshed.data.tokens.manifest import read_token_manifest
-from trainshed.data.tokens.prepared_data import PreparedData
+from trainshed.data.tokens.token_source import RunTokens
 from trainshed.errors import InputError, NotFound
 from trainshed.models.cached_decoder import put_gates_first
 from trainshed.models.collectives import ParallelAxes
@@ -310,7 +310,7 @@ def _run_tokenizer(run: Path) -> str | None:
         return recipe.tokenizer
     if not (run / _PREPARED_FILE).is_file():
         return None
-    data = PreparedData.from_plain(orjson.loads((run / _PREPARED_FILE).read_bytes())["data"])
+    data = RunTokens.from_plain(orjson.loads((run / _PREPARED_FILE).read_bytes())["data"])
     for prefix in (prefix for source in data.sources for prefix in source.prefixes):
         manifest = read_token_manifest(_local_artefact(prefix, run))
         if manifest is not None:

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import orjson
 
@@ -18,9 +18,9 @@ from trainshed.catalog.models import architecture
 from trainshed.checkpoints.base import BaseWeights, fetch_base, find_base
 from trainshed.checkpoints.prove.verdict import read_verdict, refuse_failed_verdict
 from trainshed.data.artefacts import DataArtefacts
-from trainshed.data.order import DataOrder, run_orders
+from trainshed.data.order import DataOrder, run_orders, run_steps
 from trainshed.data.tokenize.tokenizer import Tokenizer, load_tokenizer
-from trainshed.data.tokens.prepared_data import PreparedData, PreparedSource, StartedRun, refuse_changed_tokens
+from trainshed.data.tokens.token_source import RunTokens, StartedRun, TokenSource, refuse_changed_tokens
 from trainshed.errors import InputError, NotFound, TrainshedError
 from trainshed.models.families import read_hf_config
 from trainshed.recipe import Cluster, ModelConfig, Recipe, fit_problems, load_cluster, load_recipe, run_id, to_yaml
@@ -28,7 +28,7 @@ from trainshed.recipe.data import SourceKeys
 from trainshed.recipe.section import Problem
 from trainshed.recipe.validation import recipe_error
 from trainshed.reporting import SILENT, Reporter
-from trainshed.run_folder import PREPARED_FILE, RECIPE_FILE, artefacts_of, run_path, store_of
+from trainshed.run_folder import PREPARED_FILE, RECIPE_FILE, run_path
 from trainshed.storage import LocalStore, Store, StoreOptions, join, open_store, parse
 from trainshed.storage.attempts import newest_attempt
 from trainshed.workflow.runnable import check_runnable
@@ -45,7 +45,7 @@ class PreparedRun:
     recipe: Recipe
     id: str
     folder: Path
-    data: PreparedData
+    data: RunTokens
     steps: int
     order: DataOrder
     validation: DataOrder | None
@@ -53,7 +53,7 @@ class PreparedRun:
     base: BaseWeights | None
 
     @property
-    def sources(self) -> tuple[PreparedSource, ...]:
+    def sources(self) -> tuple[TokenSource, ...]:
         """The sources of training."""
         return self.data.sources
 
@@ -118,7 +118,7 @@ def prepare_run(
     folder = run_path(store, resolved.name, name)
     began = begun_run(folder)
     artefacts = DataArtefacts(
-        resolved, store, tokenizer=tokenizer, workers=workers, options=options, began=began, reporter=reporter
+        resolved, store, tokenizer=tokenizer, workers=workers, options=options, started_run=began, reporter=reporter
     )
     save_recipe(resolved, folder)
     run = _prepared_run(resolved, name, folder, artefacts, base, began, build=True, reporter=reporter)
@@ -202,7 +202,7 @@ def begun_run(folder: Path) -> StartedRun | None:
     if not (folder / PREPARED_FILE).is_file() or not newest_attempt(LocalStore(folder), ""):
         return None
     body = orjson.loads((folder / PREPARED_FILE).read_bytes())
-    return StartedRun(f"{folder.parent.name}/{folder.name}", PreparedData.from_plain(body["data"]))
+    return StartedRun(f"{folder.parent.name}/{folder.name}", RunTokens.from_plain(body["data"]))
 
 
 def tokenise_part(
@@ -212,10 +212,12 @@ def tokenise_part(
     store, options = store_root(recipe, cluster), store_options(cluster)
     resolved = resolve(recipe, options)
     tokenizer, began = check_fit(resolved, options), begun_run(run)
-    artefacts = DataArtefacts(resolved, store, tokenizer=tokenizer, options=options, began=began, reporter=reporter)
+    artefacts = DataArtefacts(
+        resolved, store, tokenizer=tokenizer, options=options, started_run=began, reporter=reporter
+    )
     sources = _named_sources(resolved)
     artefacts.refuse_changed_text(sources)
-    return sum(artefacts.make_part(source, part, parts) for source in sources.values())
+    return sum(artefacts.make_shards(source, part, parts) for source in sources.values())
 
 
 def _named_sources(recipe: Recipe) -> dict[str, SourceKeys]:
@@ -306,7 +308,7 @@ def open_run(recipe: Recipe, cluster: Cluster | None = None, *, id: str | None =
         resolved = _with_architecture(resolved, base, tokenizer)
     folder = run_path(store, resolved.name, name)
     began = begun_run(folder)
-    artefacts = DataArtefacts(resolved, store, make=False, tokenizer=tokenizer, options=options, began=began)
+    artefacts = DataArtefacts(resolved, store, make=False, tokenizer=tokenizer, options=options, started_run=began)
     return _prepared_run(resolved, name, folder, artefacts, base, began, build=False, reporter=SILENT)
 
 
@@ -315,17 +317,27 @@ def open_run_folder(folder: Path, cluster: Cluster | None = None) -> PreparedRun
 
     With the cluster that it runs on, what could not train there is refused.
     """
+    recipe, body = _read_prepared(folder)
+    if cluster is not None:
+        check_runnable(recipe, cluster)
+    data = RunTokens.from_plain(body["data"])
+    base = BaseWeights.at(Path(body["base"])) if body["base"] else None
+    options = store_options(cluster) if cluster is not None else None
+    orders = run_orders(recipe, data, folder.parents[2] / "artefacts" / "index", build=False, options=options)
+    return PreparedRun(recipe, folder.name, folder, data, orders.steps, orders.train, orders.validation, None, base)
+
+
+def prepared_steps(folder: Path) -> int:
+    """Return how many steps a prepared run has, by its own files; no token file is opened."""
+    recipe, body = _read_prepared(folder)
+    return run_steps(recipe, RunTokens.from_plain(body["data"]))
+
+
+def _read_prepared(folder: Path) -> tuple[Recipe, dict[str, Any]]:
     path = folder / PREPARED_FILE
     if not path.is_file():
         raise NotFound("this run is not prepared", where=str(folder), hint="run `trainshed run RECIPE` first")
-    body = orjson.loads(path.read_bytes())
-    recipe = load_recipe(str(folder / RECIPE_FILE))
-    if cluster is not None:
-        check_runnable(recipe, cluster)
-    data = PreparedData.from_plain(body["data"])
-    base = BaseWeights.at(Path(body["base"])) if body["base"] else None
-    orders = run_orders(recipe, data, artefacts_of(store_of(folder)) / "index", build=False)
-    return PreparedRun(recipe, folder.name, folder, data, orders.steps, orders.train, orders.validation, None, base)
+    return load_recipe(str(folder / RECIPE_FILE)), orjson.loads(path.read_bytes())
 
 
 def save_run(run: PreparedRun) -> None:
@@ -371,15 +383,15 @@ def _prepared_run(
     build: bool,
     reporter: Reporter,
 ) -> PreparedRun:
-    data = PreparedData(())
+    data = RunTokens(())
     if not recipe.data.synthetic:
         sources = _named_sources(recipe)
         artefacts.refuse_changed_text(sources)
         made = {label: artefacts.source(source, label) for label, source in sources.items()}
         validation = made.pop("validation", None)
-        data = PreparedData(tuple(made.values()), validation)
+        data = RunTokens(tuple(made.values()), validation)
         if began is not None:
             refuse_changed_tokens(began, data)
-    orders = run_orders(recipe, data, artefacts.indexes, build=build, reporter=reporter)
+    orders = run_orders(recipe, data, artefacts.indexes, build=build, options=artefacts.options, reporter=reporter)
     tokenizer = artefacts.tokenizer()
     return PreparedRun(recipe, name, folder, data, orders.steps, orders.train, orders.validation, tokenizer, base)

@@ -20,8 +20,7 @@ from typing import Any, Literal
 
 import orjson
 
-from trainshed.data.sampling.index import token_content_hash
-from trainshed.data.tokens.token_files import shard_prefixes
+from trainshed.data.tokens.token_source import RunTokens
 from trainshed.errors import InputError, TrainshedError
 from trainshed.launch.local import LocalRun, holder_attempt, holder_text, local_runs, run_holder
 from trainshed.recipe import load_recipe
@@ -100,10 +99,10 @@ def plan_removal(run: LocalRun, store: Path, options: StoreOptions | None = None
     return RunRemoval(run, parts, apart)
 
 
-def find_unneeded(store: Path) -> list[Removal]:
+def find_unneeded(store: Path, options: StoreOptions | None = None) -> list[Removal]:
     """List what nothing in a store refers to: artefacts without a run, and what killed processes left half made."""
     runs = local_runs(store)
-    needed = _needed(store, runs)
+    needed = _needed(store, runs, options)
     leftovers = [
         _measure(folder, "leftover", "a run that was being removed")
         for folder in runs_in(store, f"*/{REMOVED_PREFIX}*")
@@ -120,10 +119,10 @@ def find_unneeded(store: Path) -> list[Removal]:
     return leftovers
 
 
-def remove_unneeded(store: Path, planned: list[Removal]) -> list[Removal]:
+def remove_unneeded(store: Path, planned: list[Removal], options: StoreOptions | None = None) -> list[Removal]:
     """Remove what `find_unneeded` listed and what is still unneeded; returns what was removed."""
     _refuse_unprepared(store)
-    still = {artefact.path for artefact in find_unneeded(store)}
+    still = {artefact.path for artefact in find_unneeded(store, options)}
     removed = []
     for artefact in planned:
         if artefact.path in still:
@@ -163,7 +162,7 @@ def _refuse_unprepared(store: Path) -> None:
             )
 
 
-def _needed(store: Path, runs: list[LocalRun]) -> set[tuple[str, str]]:
+def _needed(store: Path, runs: list[LocalRun], options: StoreOptions | None) -> set[tuple[str, str]]:
     """The artefacts that runs refer to, by kind and name."""
     needed = {artefact for run in runs for text in _small_files(run.folder) for artefact in _ARTEFACT.findall(text)}
     waiting = list(needed)
@@ -174,7 +173,7 @@ def _needed(store: Path, runs: list[LocalRun]) -> set[tuple[str, str]]:
             new = set(_ARTEFACT.findall(text)) - needed
             needed |= new
             waiting += new
-    contents = {content for run in runs for content in _index_contents(run)}
+    contents = {content for run in runs for content in _index_contents(run, options)}
     for index in (artefacts_of(store) / _INDEX).glob("*/manifest.json"):
         if None in contents or _spec(index).get("content") in contents:
             needed.add((_INDEX, index.parent.name))
@@ -195,17 +194,14 @@ def _texts(files: Iterator[Path]) -> Iterator[str]:
             yield file.read_bytes().decode(errors="replace")
 
 
-def _index_contents(run: LocalRun) -> Iterator[str | None]:
+def _index_contents(run: LocalRun, options: StoreOptions | None) -> Iterator[str | None]:
     """What the indexes of a run are made of; None where that is not known, and every index must stay."""
     if not (run.folder / PREPARED_FILE).is_file():
         return
-    data = orjson.loads((run.folder / PREPARED_FILE).read_bytes())["data"]
-    for source in (*data["sources"], *([data["validation"]] if data["validation"] else [])):
-        if source["content"] is not None:
-            yield source["content"]
-            continue
+    data = RunTokens.from_plain(orjson.loads((run.folder / PREPARED_FILE).read_bytes())["data"])
+    for source in data.all_sources:
         try:
-            yield token_content_hash([shard for prefix in source["prefixes"] for shard in shard_prefixes(prefix)])
+            yield source.content_hash(options)
         except (TrainshedError, OSError):
             yield None
 

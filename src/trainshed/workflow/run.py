@@ -121,7 +121,7 @@ def note_other_runs(start: RunStart, reporter: Reporter) -> None:
         f"{key} ({_value_text(there)} there, {_value_text(here)} here)" for key, there, here in keys[:_SHOWN_KEYS]
     )
     more = f" and {len(keys) - _SHOWN_KEYS} more keys" if len(keys) > _SHOWN_KEYS else ""
-    progress = read_run_status(LocalStore(nearest.folder), "").words()
+    progress = read_run_status(LocalStore(nearest.folder), "").summary()
     at = f" at {progress.split(',')[0]}" if progress.startswith("step") else ""
     reporter.note(
         f"{nearest.run} exists{at} and differs in {shown}{more}: this is another run, {start.run}, and begins at step "

@@ -17,7 +17,7 @@ from trainshed.checkpoints.base import BaseWeights
 from trainshed.checkpoints.formats import TargetFormat, detect_format
 from trainshed.data.artefacts import DataArtefacts
 from trainshed.data.tokenize.tokenizer import TOKENIZER_FILES, Tokenizer
-from trainshed.data.tokens.prepared_data import PreparedSource
+from trainshed.data.tokens.token_source import TokenSource
 from trainshed.engines.megatron.keys import MEGATRON_CHECKPOINTS
 from trainshed.errors import InputError, NotFound, TrainshedError
 from trainshed.launch.job import JobFile
@@ -202,7 +202,7 @@ def check_proven(passed: bool, target: str) -> None:
 
 
 def _weighted_prefixes(
-    source: PreparedSource, folder: Path, options: StoreOptions | None, reporter: Reporter
+    source: TokenSource, folder: Path, options: StoreOptions | None, reporter: Reporter
 ) -> list[str]:
     """A source's token files, each with its share before it; files in a bucket are fetched: other engines map them."""
     share = (source.weight or 1.0) / len(source.prefixes)

@@ -14,20 +14,20 @@ float32 passes for rounding.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
-from math import gcd
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from math import gcd, inf
 from pathlib import Path
 from typing import Any
 
 from trainshed.catalog.models import architecture
 from trainshed.checkpoints.native.folder import checkpoints_folder, list_checkpoints, remove_checkpoint
 from trainshed.data.order import run_orders
-from trainshed.data.tokens.prepared_data import PreparedData
+from trainshed.data.tokens.token_source import RunTokens
 from trainshed.errors import InputError, TrainshedError
 from trainshed.launch.local import train_locally
 from trainshed.models.parameters import parameter_count
 from trainshed.observe.event_log import read_events
-from trainshed.observe.run_comparison import BITWISE_TOLERANCE, FLOAT64_TOLERANCE, RunComparison, compare_runs
 from trainshed.plan import RankLayout
 from trainshed.plan.shrink import ShrunkRun, shrink
 from trainshed.recipe import (
@@ -58,6 +58,125 @@ _MOST_PROCESSES = 16
 """Ranks that any CPU is asked to run, however few its cores: each is some 400 MB of PyTorch and little else."""
 
 StepEvents = list[dict[str, Any]]
+
+
+_DIFFERENCES = ("loss_difference", "grad_norm_difference")
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """By how much, relative to their size, losses and gradient norms may differ."""
+
+    loss: float
+    grad_norm: float
+
+
+FLOAT64_TOLERANCE = Tolerance(1e-9, 1e-9)
+"""What rounding in another order may change in float64, over tens of steps."""
+BITWISE_TOLERANCE = Tolerance(0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class ComparedStep:
+    """One step (counted from 1) of two trainings; a figure that is not finite is None."""
+
+    step: int
+    loss: float | None
+    other_loss: float | None
+    grad_norm: float | None
+    other_grad_norm: float | None
+    same_batch: bool
+
+    @property
+    def loss_difference(self) -> float:
+        """The relative difference of the losses."""
+        return relative_difference(self.loss, self.other_loss)
+
+    @property
+    def grad_norm_difference(self) -> float:
+        """The relative difference of the gradient norms."""
+        return relative_difference(self.grad_norm, self.other_grad_norm)
+
+    def to_plain(self) -> dict[str, Any]:
+        """As JSON takes it."""
+        return asdict(self) | _differences(self)
+
+
+@dataclass(frozen=True)
+class RunComparison:
+    """Two trainings, and how far apart they may be."""
+
+    steps: tuple[ComparedStep, ...]
+    tolerance: Tolerance
+
+    @property
+    def loss_difference(self) -> float:
+        """The largest relative difference of the losses."""
+        return max(step.loss_difference for step in self.steps)
+
+    @property
+    def grad_norm_difference(self) -> float:
+        """The largest relative difference of the gradient norms."""
+        return max(step.grad_norm_difference for step in self.steps)
+
+    @property
+    def same_batches(self) -> bool:
+        """Whether every step has seen the same tokens in the same order."""
+        return all(step.same_batch for step in self.steps)
+
+    @property
+    def equal(self) -> bool:
+        """Whether the batches are the same and all differences within the tolerance."""
+        within = self.loss_difference <= self.tolerance.loss and self.grad_norm_difference <= self.tolerance.grad_norm
+        return within and self.same_batches
+
+    def to_plain(self) -> dict[str, Any]:
+        """As JSON takes it."""
+        return {
+            "equal": self.equal,
+            "bounds": asdict(self.tolerance),
+            "same_batches": self.same_batches,
+            **_differences(self),
+            "rows": [step.to_plain() for step in self.steps],
+        }
+
+
+def compare_runs(
+    expected: Sequence[dict[str, Any]], actual: Sequence[dict[str, Any]], tolerance: Tolerance
+) -> RunComparison:
+    """Compare the step events of one training with those of another, which must be of the same steps."""
+    steps, others = ([event["step"] for event in events] for events in (expected, actual))
+    if steps != others or not steps:
+        raise TrainshedError(f"one training has {_span(steps)}, the other {_span(others)}: they cannot be compared")
+    compared = (
+        ComparedStep(
+            step=one["step"] + 1,
+            loss=one["loss"],
+            other_loss=other["loss"],
+            grad_norm=one["grad_norm"],
+            other_grad_norm=other["grad_norm"],
+            same_batch=one["batch_hash"] == other["batch_hash"],
+        )
+        for one, other in zip(expected, actual, strict=True)
+    )
+    return RunComparison(tuple(compared), tolerance)
+
+
+def relative_difference(one: float | None, other: float | None) -> float:
+    """Return the difference of two figures relative to the larger; infinite if one of them is not finite."""
+    if one is None or other is None:
+        return inf
+    return 0.0 if one == other else abs(one - other) / max(abs(one), abs(other))
+
+
+def _differences(compared: ComparedStep | RunComparison) -> dict[str, float | None]:
+    """Return the differences by name; None for an infinite one, which JSON does not have."""
+    differences = {key: getattr(compared, key) for key in _DIFFERENCES}
+    return {key: None if value == inf else value for key, value in differences.items()}
+
+
+def _span(steps: list[int]) -> str:
+    return f"steps {steps[0] + 1} to {steps[-1] + 1}" if steps else "no steps"
 
 
 @dataclass(frozen=True)
@@ -181,8 +300,8 @@ def _full_size_run(recipe: Recipe, cluster: Cluster) -> PreparedRun:
     data = DataSection(synthetic=True, sequence_length=recipe.data.sequence_length, seed=recipe.data.seed)
     train = recipe.train.model_copy(update={"steps": 1, "tokens": None, "epochs": None})
     recipe = recipe.model_copy(update={"model": model, "data": data, "train": train})
-    orders = run_orders(recipe, PreparedData(()), Path(), build=False)
-    return PreparedRun(recipe, "whole", Path(), PreparedData(()), 1, orders.train, None, None, None)
+    orders = run_orders(recipe, RunTokens(()), Path(), build=False)
+    return PreparedRun(recipe, "whole", Path(), RunTokens(()), 1, orders.train, None, None, None)
 
 
 def _shrink_to_fit(whole: PreparedRun, layout: RankLayout, reporter: Reporter) -> tuple[ShrunkRun, bool]:

@@ -15,12 +15,12 @@ from trainshed.data.sampling.index import (
     SourceIndex,
     build_index,
     split_range,
-    token_content_hash,
     unit_order,
 )
-from trainshed.data.sampling.sources import TokenSource
+from trainshed.data.sampling.sources import TokenDataset
 from trainshed.data.tokens.indexed_dataset import IndexedDataset
 from trainshed.data.tokens.token_files import shard_name
+from trainshed.data.tokens.token_source import TokenSource
 from trainshed.errors import CorruptData, InputError, NotFound
 
 SHARED = settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -40,8 +40,9 @@ def source_of(write_tokens, folder, shards, length, *, epochs=2, seed=5, split=(
     for number, lengths in enumerate(shards):
         prefixes.append(write_tokens(shard_name("c", number, len(shards) + 1), numbered(lengths, first), "<i4"))
         first += sum(lengths)
-    spec = IndexSpec(token_content_hash(prefixes), "a", seed, split)
-    return TokenSource(build_index(folder / spec.key, spec, prefixes, epochs=epochs), prefixes, length)
+    source = TokenSource.open("a", prefixes)
+    spec = IndexSpec.of(source, seed, split)
+    return TokenDataset(source, build_index(folder / spec.key, spec, prefixes, epochs=epochs), length)
 
 
 @SHARED
@@ -61,7 +62,7 @@ def test_windows_are_what_megatron_cuts_from_our_document_order(
     documents = numbered(sizes)
     windows = np.arange(source.epoch_samples)
     rows = np.empty((len(windows), length + 1), np.int32)
-    draws = source._visit(epoch).inverse(windows) + epoch * source.epoch_samples
+    draws = source._window_order(epoch).inverse(windows) + epoch * source.epoch_samples
     source.read(draws, rows)
     for window in windows:
         (first, begin), (last, end) = cuts[window], cuts[window + 1]
@@ -80,7 +81,7 @@ def test_an_epoch_visits_every_window_once(write_tokens, tmp_path, shards, lengt
     source = source_of(write_tokens, tmp_path, shards, length)
     samples = source.epoch_samples
     if samples:
-        epoch, window = source.place(np.arange(2 * samples))
+        epoch, window = source.locate(np.arange(2 * samples))
         assert epoch.tolist() == [0] * samples + [1] * samples
         assert np.array_equal(np.sort(window[:samples]), np.arange(samples))
         assert np.array_equal(np.sort(window[samples:]), np.arange(samples))
@@ -102,7 +103,7 @@ def test_more_epochs_only_add_files(write_tokens, tmp_path):
     folder, spec = source.index.folder, source.index.spec
     past = {path.name: path.read_bytes() for path in folder.glob("*.npy")}
     with pytest.raises(InputError, match=r"epoch 1 of source 'a' is not in its index of 1"):
-        source.index.epoch(1)
+        source.index.epoch_order(1)
     build_index(folder, spec, source.shards, epochs=3)
     assert sorted(path.name for path in folder.iterdir()) == [
         "epoch-00000.npy",
@@ -145,7 +146,10 @@ def test_every_input_has_its_own_address():
         IndexSpec("c", "a", 1, (0.0, 0.5)),
     ]
     assert len({spec.key for spec in specs}) == len(specs)
+    # Indexes that exist are found again: a change here builds all of them anew.
     assert specs[0].key == "7880d31af19c0ee3fc7d9d1413884585"
+    assert specs[4].key == "d452957c353c2997b2c5e431b93d043d"
+    assert IndexSpec("d", "source-0", 1234, (0.9, 1.0)).key == "9a56758113dee3dfe7eadaae09871df4"
 
 
 def test_damage_is_found(write_tokens, tmp_path):
@@ -171,16 +175,17 @@ def test_damage_is_found(write_tokens, tmp_path):
 def test_token_files_that_do_not_fit_their_index_are_refused(write_tokens, tmp_path):
     source = source_of(write_tokens, tmp_path, [[5] * 50], 8)
     with pytest.raises(CorruptData, match="has 2 token files, its index was made of 1"):
-        TokenSource(source.index, source.shards * 2, 8)
+        TokenDataset(source.source, source.index, 8, shards=source.shards * 2)
     other = write_tokens("other", [[1, 2]], "<i4")
     with pytest.raises(CorruptData, match="has 8 bytes, its index says 250 tokens of int32"):
-        TokenSource(source.index, [other], 8)
+        TokenDataset(TokenSource.open("a", [other]), source.index, 8)
     with pytest.raises(NotFound, match=r"gone\.bin: no such token file"):
-        TokenSource(source.index, [str(tmp_path / "gone")], 8)
+        TokenDataset(source.source, source.index, 8, shards=[str(tmp_path / "gone")])
     floats = write_tokens("floats", [[1, 2, 3]], "<f4")
-    spec = IndexSpec(token_content_hash([floats]), "f", 1)
+    float_source = TokenSource.open("f", [floats])
+    spec = IndexSpec.of(float_source, 1)
     with pytest.raises(InputError, match="holds float32 values; tokens are integers"):
-        TokenSource(build_index(tmp_path / "f", spec, [floats], epochs=1), [floats], 1)
+        TokenDataset(float_source, build_index(tmp_path / "f", spec, [floats], epochs=1), 1)
     mixed = IndexSpec("m", "m", 1)
     with pytest.raises(InputError, match=r"holds float32 tokens, but .* holds int32"):
         build_index(tmp_path / "m", mixed, [other, floats], epochs=1)
@@ -215,14 +220,14 @@ def test_a_token_leads_back_to_its_file_and_document(write_tokens, tmp_path):
     source.read(np.arange(2), rows)
     for row in range(2):
         tokens = []
-        for piece in source.pieces(0, int(source.place(np.array([row]))[1][0])):
-            assert piece.column == len(tokens)
-            with IndexedDataset(piece.file) as reader:
-                tokens += reader.document(piece.document)[piece.offset :][: piece.tokens].tolist()
+        for span in source.document_spans(0, int(source.locate(np.array([row]))[1][0])):
+            assert span.column == len(tokens)
+            with IndexedDataset(span.file) as reader:
+                tokens += reader.document(span.document)[span.offset :][: span.tokens].tolist()
         assert tokens == rows[row].tolist()
 
 
 def test_too_little_text_for_one_sample_is_an_error(write_tokens, tmp_path):
     source = source_of(write_tokens, tmp_path, [[3, 2]], 5)
     with pytest.raises(InputError, match="source 'a' has 5 tokens, fewer than one sample of 6"):
-        source.place(np.array([0]))
+        source.locate(np.array([0]))

@@ -75,15 +75,15 @@ def test_the_kth_sample_is_the_kth_that_is_not_skipped(skipped):
     gone = {sample for start, stop in skipped for sample in range(start, stop)}
     expected = [sample for sample in range(300) if sample not in gone][:100]
     skip = SkipList(skipped)
-    assert skip.stream(np.arange(100)).tolist() == expected
+    assert skip.to_stream(np.arange(100)).tolist() == expected
     assert skip.stream_end(100) == expected[-1] + 1
     assert skip.stream_end(0) == 0
 
 
 @given(skipped=ranges, more=ranges)
 def test_a_range_added_later_changes_nothing_before_it(skipped, more):
-    before = SkipList(skipped).stream(np.arange(200))
-    after = SkipList([*skipped, *more]).stream(np.arange(200))
+    before = SkipList(skipped).to_stream(np.arange(200))
+    after = SkipList([*skipped, *more]).to_stream(np.arange(200))
     first = min((start for start, _ in more), default=10**9)
     assert np.array_equal(before[before < first], after[: np.count_nonzero(before < first)])
 

@@ -35,7 +35,7 @@ AWKWARD = [
 
 
 def texts(path: Path, *, after: int = 0, key: str = "text", kind: TextFormatName | None = None) -> list[str]:
-    (piece,) = find_inputs([str(path)], key=key, kind=kind)
+    (piece,) = find_inputs([str(path)], key=key, format=kind)
     blocks = InputReader(piece, *open_store(piece.address)).blocks(after)
     found = [extract_documents(block, key) for block in blocks]
     assert not [bad for _, bad in found if bad]

@@ -111,7 +111,7 @@ def test_org_slash_name_is_the_hubs_unless_such_a_folder_is_here(
         raise NotFound("not in this test", where=address)
 
     with monkeypatch.context() as patch:
-        patch.setattr("trainshed.storage.open_store", no_store)
+        patch.setattr("trainshed.data.tokenize.tokenizer.open_store", no_store)
         for address in ("org/name", "hf://org/name", "./org/name", "org/name/folder", "org/tokenizer.json", "name"):
             with pytest.raises(NotFound):
                 load_tokenizer(address)

@@ -136,8 +136,8 @@ def test_a_merge_killed_anywhere_can_be_run_again(tmp_path):
         write_index(prefixes[-1] + ".idx", np.dtype("<u2"), lambda: [lengths])
     out = tmp_path / "out"
     program = (
-        "import sys; from trainshed.data.tokens.merge import merge; print('go', flush=True);"
-        "merge(sys.argv[2:], sys.argv[1], overwrite=True); print('done', flush=True)"
+        "import sys; from trainshed.data.tokens.merge import merge_tokens; print('go', flush=True);"
+        "merge_tokens(sys.argv[2:], sys.argv[1], overwrite=True); print('done', flush=True)"
     )
     command = [sys.executable, "-c", program, str(out), *prefixes]
     started = time.monotonic()

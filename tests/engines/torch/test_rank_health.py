@@ -49,7 +49,7 @@ def test_a_killed_rank_is_named_with_the_collective_the_others_were_in(worlds: P
     assert found.collective is not None
     assert "rank 3 left no flight record" in found.sentence
     assert "rank 2 waited in all_reduce #2 of group mesh_tp (ranks 2-3; 2×5 Float)" in found.sentence
-    told = diagnose(read_flight_records(worlds / "killed"), WORLD, ends={3: "was killed by SIGKILL"})
+    told = diagnose(read_flight_records(worlds / "killed"), WORLD, exit_reasons={3: "was killed by SIGKILL"})
     assert told.sentence.startswith("rank 3 was killed by SIGKILL; ")
 
 

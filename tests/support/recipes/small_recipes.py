@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from trainshed.data.order import run_orders
-from trainshed.data.tokens.prepared_data import PreparedData
+from trainshed.data.tokens.token_source import RunTokens
 from trainshed.engines.torch.rank_env import TrainJob
 from trainshed.plan import layout_problems, parse_layout, resolve_layout
 from trainshed.recipe import Layout, Recipe, parse_recipe
@@ -68,7 +68,7 @@ def small_job(folder: Path, recipe: Recipe, layout: str, *, uneven: bool = False
     """
     config = recipe.model.config
     assert config is not None
-    orders = run_orders(recipe, PreparedData(()), folder, build=False)
+    orders = run_orders(recipe, RunTokens(()), folder, build=False)
     placed = replace(resolve_layout(Layout.model_validate(parse_layout(layout)), config), uneven=uneven)
     asked = {"sequence_length": orders.train.sequence_length, "batch_sizes": orders.train.schedule.sizes}
     problems = layout_problems(placed, config, **asked)

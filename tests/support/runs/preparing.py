@@ -92,7 +92,7 @@ def prepare_text(
 ) -> PrepareResult:
     """What `trainshed data prepare` does."""
     patterns = [inputs] if isinstance(inputs, str | Path) else inputs
-    pieces = find_inputs([str(pattern) for pattern in patterns], key=key, kind=kind, documents=split)
+    pieces = find_inputs([str(pattern) for pattern in patterns], key=key, format=kind, documents=split)
     how = TokenizeConfig(
         tokenizer,
         eod=tokenizer.end_of_document() if eod else None,

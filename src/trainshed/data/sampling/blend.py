@@ -70,11 +70,11 @@ class Blend:
 
     def counts(self, samples: int) -> list[int]:
         """Return how many of the first `samples` samples each source gives."""
-        found: list[int] = []
+        counts: list[int] = []
 
         def visit(first: int, end: int, count: int) -> None:
             if end - first == 1:
-                found.append(count)
+                counts.append(count)
                 return
             left = (count * self._fractions[first, end]) >> 32
             middle = (first + end) // 2
@@ -82,7 +82,7 @@ class Blend:
             visit(middle, end, count - left)
 
         visit(0, len(self.names), samples)
-        return found
+        return counts
 
     def _grow(self, shares: list[Fraction], first: int, end: int) -> None:
         if end - first == 1:

@@ -1,4 +1,4 @@
-"""The index of a source: where any window of any epoch lies, without a stored shuffle.
+"""The index of a source: it finds any window of any epoch, without a stored shuffle.
 
 A source is one or many token files read as one concatenation. Its unit is Megatron's: a sequence with at least one
 token (for files that we write, a document). In epoch e the units are in the order of the keyed permutation
@@ -11,7 +11,7 @@ changes the past, and the index does not depend on the sequence length.
     epoch-00000.npy   int64 [blocks + 1]  tokens before every 64th position of that epoch's order
     manifest.json     written last; grows when epochs are added
 
-The arrays are written piece by piece and read by memory map.
+The arrays are written in pieces and read by memory map.
 """
 
 from __future__ import annotations
@@ -26,17 +26,22 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from trainshed.data.sampling.permutation import Permutation
-from trainshed.data.tokens.indexed_dataset import SCAN_ITEMS, IndexedDataset
+from trainshed.data.tokens.indexed_dataset import IndexedDataset
 from trainshed.data.tokens.token_files import replace_file
+from trainshed.data.tokens.token_source import TokenSource
 from trainshed.errors import CorruptData, InputError, NotFound
 from trainshed.reporting import SILENT, Reporter
 from trainshed.storage import FileEntry, Hasher, LocalStore, Manifest, sha256_of
 from trainshed.storage.locks import artefact_lock
+
+if TYPE_CHECKING:
+    from trainshed.storage import StoreOptions
+
 
 INDEX_KIND = "index"
 INDEX_FORMAT = 1
@@ -46,11 +51,11 @@ REBUILD = "run `trainshed run RECIPE`, which makes what is missing; remove the f
 
 
 def save_array(path: Path, length: int, pieces: Iterator[np.ndarray]) -> FileEntry:
-    """Write an int64 array piece by piece (never by a map: a full disk would be a SIGBUS)."""
+    """Write an int64 array in pieces (never by a memory map: on a full disk that ends with SIGBUS)."""
     header = io.BytesIO()
     np.lib.format.write_array_header_1_0(header, {"descr": "<i8", "fortran_order": False, "shape": (length,)})
     hasher = Hasher("sha256")
-    with replace_file(path, last=False) as file:
+    with replace_file(path, sync_folder=False) as file:
         hasher.update(header.getvalue())
         file.write(header.getvalue())
         for piece in pieces:
@@ -107,8 +112,8 @@ def check_array(folder: Path, entry: FileEntry) -> None:
         raise CorruptData("is not what its manifest says", where=str(folder / entry.path), hint=REBUILD)
 
 
-# A window's place is found by walking at most one stride on either side; 64 keeps the table at 1/8 byte a
-# unit and the walk at about 100 evaluations of the permutation (some microseconds).
+# To find a window, at most one stride is walked on either side. With 64 the table takes 1/8 byte per unit, and the
+# walk about 100 evaluations of the permutation (some microseconds).
 STRIDE = 64
 STARTS = "starts.npy"
 CHUNK_UNITS = 1 << 18
@@ -120,7 +125,7 @@ class IndexSpec:
     """Everything an index is a function of, apart from the number of epochs.
 
     `content` identifies the token files (see `token_content_hash`), `label` the source within the recipe: two sources
-    with the same text but different labels are shuffled apart. `split` is a share of the sequences: from, to.
+    with the same text but different labels are shuffled differently. `split` is a share of the sequences: from, to.
     """
 
     content: str
@@ -128,22 +133,22 @@ class IndexSpec:
     seed: int
     split: tuple[float, float] = (0.0, 1.0)
 
+    @classmethod
+    def of(
+        cls,
+        source: TokenSource,
+        seed: int,
+        split: tuple[float, float] = (0.0, 1.0),
+        options: StoreOptions | None = None,
+    ) -> IndexSpec:
+        """Return the spec of a source's index."""
+        return cls(source.content_hash(options), source.label, seed, split)
+
     @property
     def key(self) -> str:
         """The address of the artefact: 32 hex digits."""
         fields = {"format": INDEX_FORMAT, "order": ORDER_VERSION, "stride": STRIDE, **asdict(self)}
         return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:32]
-
-
-def token_content_hash(shards: Sequence[str]) -> str:
-    """Identify token files by what an index depends on: token type and sequence lengths, in order."""
-    digest = hashlib.sha256()
-    for shard in shards:
-        with IndexedDataset(shard) as reader:
-            digest.update(f"{reader.dtype.str} {reader.sequences}\n".encode())
-            for start in range(0, reader.sequences, SCAN_ITEMS):
-                digest.update(reader.lengths[start : start + SCAN_ITEMS].tobytes())
-    return digest.hexdigest()
 
 
 def split_range(split: tuple[float, float], sequences: int) -> tuple[int, int]:
@@ -168,7 +173,7 @@ class SourceIndex:
         self.tokens = int(self.starts[-1]) - self.first_token
         self._orders: dict[int, tuple[Permutation, np.ndarray]] = {}
 
-    def epoch(self, number: int) -> tuple[Permutation, np.ndarray]:
+    def epoch_order(self, number: int) -> tuple[Permutation, np.ndarray]:
         """Return the order of the units in an epoch, and the tokens before every 64th of them."""
         if number not in self._orders:
             if not 0 <= number < self.epochs:
@@ -193,19 +198,32 @@ def unit_order(spec: IndexSpec, units: int, epoch: int) -> Permutation:
 
 
 def build_index(
-    folder: Path, spec: IndexSpec, shards: Sequence[str], *, epochs: int, reporter: Reporter = SILENT
+    folder: Path,
+    spec: IndexSpec,
+    shards: Sequence[str],
+    *,
+    epochs: int,
+    options: StoreOptions | None = None,
+    reporter: Reporter = SILENT,
 ) -> SourceIndex:
-    """Make the index in `folder`, or add to it what it lacks. An index that has all of it is only opened."""
+    """Make the index in `folder`, or add the epochs that it lacks. A complete index is only opened."""
     complete = (folder / MANIFEST).exists() and load_index_manifest(folder).facts["epochs"] >= epochs
     with nullcontext() if complete else artefact_lock(folder, reporter):
-        _extend_index(folder, spec, shards, epochs, reporter)
+        _extend_index(folder, spec, shards, epochs, options, reporter)
     return SourceIndex(folder)
 
 
-def _extend_index(folder: Path, spec: IndexSpec, shards: Sequence[str], epochs: int, reporter: Reporter) -> None:
+def _extend_index(
+    folder: Path,
+    spec: IndexSpec,
+    shards: Sequence[str],
+    epochs: int,
+    options: StoreOptions | None,
+    reporter: Reporter,
+) -> None:
     fresh = not (folder / MANIFEST).exists()
     if fresh:
-        files, facts = _build_starts(folder, spec, shards)
+        files, facts = _build_starts(folder, spec, shards, options)
     else:
         manifest = load_index_manifest(folder)
         if spec != _spec_of_manifest(manifest):
@@ -224,8 +242,10 @@ def _extend_index(folder: Path, spec: IndexSpec, shards: Sequence[str], epochs: 
         save_index_manifest(folder, asdict(spec), facts, files)
 
 
-def _build_starts(folder: Path, spec: IndexSpec, shards: Sequence[str]) -> tuple[list[FileEntry], dict[str, Any]]:
-    readers = [IndexedDataset(shard) for shard in shards]
+def _build_starts(
+    folder: Path, spec: IndexSpec, shards: Sequence[str], options: StoreOptions | None
+) -> tuple[list[FileEntry], dict[str, Any]]:
+    readers = [IndexedDataset(shard, options) for shard in shards]
     try:
         for reader in readers:
             if reader.dtype != readers[0].dtype:
@@ -270,9 +290,9 @@ def _unit_starts(readers: Sequence[IndexedDataset], first: int, last: int) -> It
 
 
 def _epoch_tables(spec: IndexSpec, starts: np.ndarray, epochs: range) -> Iterator[tuple[int, Iterator[np.ndarray]]]:
-    """The tables of several epochs, piece by piece; one must be used up before the next is asked for."""
+    """Yield the tables of several epochs, each in pieces; read a table to its end before taking the next."""
     units = len(starts) - 1
-    # One random read a unit instead of two, of half the size, as long as it takes 48 MiB at most.
+    # Up to 48 MiB: one random read per unit in place of two, and of half the size.
     lengths = np.diff(starts).astype(np.int32) if units <= 1 << 22 else None
 
     def block_tokens(order: Permutation, position: int) -> np.ndarray:

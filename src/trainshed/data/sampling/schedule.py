@@ -113,10 +113,10 @@ class SkipList:
         # The sample of the run from which a range shifts everything.
         self._from = np.array([start for start, _ in self.ranges], np.int64) - self._removed[:-1]
 
-    def stream(self, samples: np.ndarray) -> np.ndarray:
+    def to_stream(self, samples: np.ndarray) -> np.ndarray:
         """Map samples of the run to samples of the stream."""
         return samples + self._removed[np.searchsorted(self._from, samples, "right")]
 
     def stream_end(self, samples: int) -> int:
         """Return the end of the stream that the first `samples` samples of the run are drawn from."""
-        return int(self.stream(np.array([samples - 1]))[0]) + 1 if samples else 0
+        return int(self.to_stream(np.array([samples - 1]))[0]) + 1 if samples else 0

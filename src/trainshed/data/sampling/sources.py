@@ -1,6 +1,6 @@
 """Sources of samples: what an order needs of one, synthetic tokens, and token files with their index.
 
-Shapes: R rows asked for, L sequence_length, S segments (a part of one unit inside one window).
+Shapes: R rows to read, L sequence_length, S segments (a part of one unit inside one window).
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -16,8 +16,12 @@ from trainshed.data.sampling.index import REBUILD, STRIDE, SourceIndex
 from trainshed.data.sampling.permutation import Permutation, derive_words
 from trainshed.data.tokens.indexed_dataset import IndexedDataset
 from trainshed.data.tokens.token_files import TokenFile, open_token_file
+from trainshed.data.tokens.token_source import TokenSource
 from trainshed.errors import CorruptData, InputError, NotFound
 from trainshed.storage import open_store
+
+if TYPE_CHECKING:
+    from trainshed.storage import StoreOptions
 
 
 @dataclass(frozen=True)
@@ -36,30 +40,35 @@ class SampleSource(Protocol):
 
     @property
     def name(self) -> str:
-        """How reports and errors call it."""
+        """Its name in reports and errors."""
         ...
 
     @property
     def label(self) -> str:
-        """What sets its shuffle apart from that of other sources."""
+        """What makes its shuffle differ from that of other sources."""
+        ...
+
+    @property
+    def weight(self) -> float | None:
+        """Its relative share of the samples; None in all sources makes them proportional to their tokens."""
         ...
 
     @property
     def sequence_length(self) -> int:
-        """Tokens of a sample, less the one shared with the next."""
+        """Tokens of a sample, without the one that it shares with the next."""
         ...
 
     @property
     def tokens(self) -> int | None:
-        """Tokens of one epoch; None where a source never repeats (synthetic)."""
+        """Tokens of one epoch; None for a source that never repeats (synthetic)."""
         ...
 
     @property
     def epoch_samples(self) -> int | None:
-        """Samples of one epoch, None where a source never repeats."""
+        """Samples of one epoch; None for a source that never repeats."""
         ...
 
-    def place(self, draws: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def locate(self, draws: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Map the k-th sample drawn from this source to (epoch, window): int64 [R] each."""
         ...
 
@@ -67,8 +76,8 @@ class SampleSource(Protocol):
         """Write the tokens of the k-th samples into `out`: int32 [R, L + 1]."""
         ...
 
-    def pieces(self, epoch: int, window: int) -> list[DocumentSpan]:
-        """Tell which documents make up a window; none for a source without documents."""
+    def document_spans(self, epoch: int, window: int) -> list[DocumentSpan]:
+        """Return the parts of documents that make up a window; none for a source without documents."""
         ...
 
 
@@ -78,6 +87,7 @@ SHIFT = np.uint64(32)
 class SyntheticSource:
     """Uniform tokens in [0, vocab_size), the same for the same (seed, label, sample, position) everywhere."""
 
+    weight: float | None = None
     tokens: int | None = None
     epoch_samples: int | None = None
 
@@ -91,7 +101,7 @@ class SyntheticSource:
         self._row_keys = np.uint64(words[0] | 1), np.uint64(words[1])
         self._column_keys = np.uint64(words[2] | 1), np.uint64(words[3] | 1)
 
-    def place(self, draws: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def locate(self, draws: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Every sample is a new one: epoch 0, window k."""
         return np.zeros_like(draws), draws
 
@@ -104,7 +114,7 @@ class SyntheticSource:
             word = _splitmix64((column + state) * self._column_keys[1])
             out[row] = ((word >> SHIFT) * np.uint64(self.vocab_size)) >> SHIFT
 
-    def pieces(self, epoch: int, window: int) -> list[DocumentSpan]:
+    def document_spans(self, epoch: int, window: int) -> list[DocumentSpan]:
         """There are no documents."""
         return []
 
@@ -121,7 +131,7 @@ TOKEN_TYPES = {"<u1", "<i1", "<i2", "<u2", "<i4"}
 
 @dataclass(frozen=True)
 class WindowSegments:
-    """Pieces of units that make up windows, in reading order; every array is [S]."""
+    """The parts of units that make up windows, in reading order; every array is [S]."""
 
     row: np.ndarray
     column: np.ndarray
@@ -130,36 +140,44 @@ class WindowSegments:
     count: np.ndarray
 
 
-class TokenSource:
-    """One or many `.bin/.idx` pairs with their index, as one source."""
+class TokenDataset:
+    """The samples of a token source: reads windows of its files as its index cuts them.
+
+    `shards` are the source's, for a caller that has listed them already.
+    """
 
     def __init__(
-        self, index: SourceIndex, shards: Sequence[str], sequence_length: int, name: str | None = None
+        self,
+        source: TokenSource,
+        index: SourceIndex,
+        sequence_length: int,
+        *,
+        shards: Sequence[str] | None = None,
+        options: StoreOptions | None = None,
     ) -> None:
-        self.index = index
-        self.label = index.spec.label
-        self.name = name or self.label
+        self.source, self.index, self._options = source, index, options
+        self.name, self.label, self.weight = source.name, source.label, source.weight
         self.sequence_length = sequence_length
-        self.shards = list(shards)
+        self.shards = source.shards(options) if shards is None else list(shards)
         self.tokens = index.tokens
         self.epoch_samples = max(0, (index.tokens - 1) // sequence_length)
         self._dtype = np.dtype(index.shards[0]["dtype"]) if index.shards else np.dtype("<u2")
         self._check_shards()
         ends = np.cumsum([shard["tokens"] for shard in index.shards], dtype=np.int64)
         self._shard_starts = np.concatenate(([0], ends))
-        self._visits: dict[int, Permutation] = {}
+        self._window_orders: dict[int, Permutation] = {}
         self._files: dict[int, TokenFile] = {}
 
     def __reduce__(self) -> tuple[object, ...]:
         # Worker processes map and open the files themselves.
-        return (_reopen, (self.index.folder, self.shards, self.sequence_length, self.name))
+        return (_reopen, (self.source, self.index.folder, self.sequence_length, self.shards, self._options))
 
     def close(self) -> None:
         """Close the token files; reading opens them again."""
         while self._files:
             self._files.popitem()[1].close()
 
-    def place(self, draws: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def locate(self, draws: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Map the k-th sample drawn from this source to (epoch, window)."""
         if not self.epoch_samples:
             raise InputError(
@@ -170,13 +188,13 @@ class TokenSource:
         window = np.empty_like(position)
         for number in sorted(set(epoch.tolist())):
             chosen = epoch == number
-            window[chosen] = self._visit(number)(position[chosen])
+            window[chosen] = self._window_order(number)(position[chosen])
         return epoch, window
 
     def read(self, draws: np.ndarray, out: np.ndarray) -> None:
         """Write the tokens of the k-th samples into `out`: int32 [R, L + 1]."""
-        epoch, window = self.place(draws)
-        # Straight into the rows where the file has their type; else through a buffer of the file's type.
+        epoch, window = self.locate(draws)
+        # If the file has the type of the rows, read straight into them; otherwise through a buffer.
         direct = self._dtype == out.dtype and out.flags.c_contiguous
         tokens = out if direct else np.empty(out.shape, self._dtype)
         flat = tokens.reshape(-1)
@@ -189,8 +207,8 @@ class TokenSource:
             out[...] = tokens
 
     def segments(self, epoch: int, windows: np.ndarray) -> WindowSegments:
-        """Find the pieces of units in these windows of an epoch; `row` counts within `windows`."""
-        order, table = self.index.epoch(epoch)
+        """Find the parts of units in these windows of an epoch; `row` counts within `windows`."""
+        order, table = self.index.epoch_order(epoch)
         begin = windows * self.sequence_length
         end = begin + self.sequence_length + 1
         first = np.searchsorted(table, begin, "right") - 1
@@ -216,24 +234,24 @@ class TokenSource:
         low, high, lower, row = low[kept], high[kept], lower[kept], row[kept]
         return WindowSegments(row, low - begin[row], unit[kept], start[kept] + low - lower, high - low)
 
-    def pieces(self, epoch: int, window: int) -> list[DocumentSpan]:
-        """Tell which documents make up a window (for people: it reads the token files' own index)."""
+    def document_spans(self, epoch: int, window: int) -> list[DocumentSpan]:
+        """Return the parts of documents that make up a window (for people: it reads the token files' own index)."""
         segments = self.segments(epoch, np.array([window]))
-        found: list[DocumentSpan] = []
+        spans: list[DocumentSpan] = []
         for start, column, count in zip(segments.start, segments.column, segments.count, strict=True):
             shard = int(np.searchsorted(self._shard_starts, start, "right")) - 1
-            with IndexedDataset(self.shards[shard]) as reader:
+            with IndexedDataset(self.shards[shard], self._options) as reader:
                 token = int(start - self._shard_starts[shard])
                 sequence = int(np.searchsorted(reader.pointers, token * reader.dtype.itemsize, "right")) - 1
                 document = int(np.searchsorted(reader.document_indices, sequence, "right")) - 1
                 first = int(reader.pointers[reader.document_indices[document]]) // reader.dtype.itemsize
-                found.append(DocumentSpan(reader.prefix, document, token - first, int(column), int(count)))
-        return found
+                spans.append(DocumentSpan(reader.prefix, document, token - first, int(column), int(count)))
+        return spans
 
     def _read_segments(self, segments: WindowSegments, targets: np.ndarray, flat: np.ndarray) -> None:
         start, count = segments.start, segments.count
         shard = np.searchsorted(self._shard_starts, start, "right") - 1
-        # Neighbours in the file that are neighbours in the output are one read.
+        # Segments that are adjacent both in the file and in the output are one read.
         joined = (start[1:] == start[:-1] + count[:-1]) & (targets[1:] == targets[:-1] + count[:-1])
         joined &= shard[1:] == shard[:-1]
         heads = np.concatenate(([0], np.flatnonzero(~joined) + 1))
@@ -246,15 +264,15 @@ class TokenSource:
         for number, offset, low, high in reads:
             file = self._files.get(number)
             if file is None:
-                file = self._files.setdefault(number, open_token_file(self.shards[number] + ".bin"))
+                file = self._files.setdefault(number, open_token_file(self.shards[number] + ".bin", self._options))
             file.read_into(view[low:high], offset)
 
-    def _visit(self, epoch: int) -> Permutation:
-        """The order in which an epoch's windows are visited."""
-        if epoch not in self._visits:
+    def _window_order(self, epoch: int) -> Permutation:
+        """Return the order of an epoch's windows."""
+        if epoch not in self._window_orders:
             spec = self.index.spec
-            self._visits[epoch] = Permutation(self.epoch_samples, spec.seed, "windows", spec.label, epoch)
-        return self._visits[epoch]
+            self._window_orders[epoch] = Permutation(self.epoch_samples, spec.seed, "windows", spec.label, epoch)
+        return self._window_orders[epoch]
 
     def _check_shards(self) -> None:
         if len(self.shards) != len(self.index.shards):
@@ -272,17 +290,19 @@ class TokenSource:
             )
         for shard, facts in zip(self.shards, self.index.shards, strict=True):
             address = shard + ".bin"
-            store, path = open_store(address)
-            found = store.head(path)
-            if found is None:
+            store, path = open_store(address, self._options)
+            info = store.head(path)
+            if info is None:
                 raise NotFound("no such token file", where=address, hint="copy it here or prepare again")
-            if found.size != facts["tokens"] * self._dtype.itemsize:
+            if info.size != facts["tokens"] * self._dtype.itemsize:
                 raise CorruptData(
-                    f"has {found.size} bytes, its index says {facts['tokens']} tokens of {self._dtype}",
+                    f"has {info.size} bytes, its index says {facts['tokens']} tokens of {self._dtype}",
                     where=address,
                     hint=REBUILD,
                 )
 
 
-def _reopen(folder: Path, shards: Sequence[str], sequence_length: int, name: str) -> TokenSource:
-    return TokenSource(SourceIndex(folder), shards, sequence_length, name)
+def _reopen(
+    source: TokenSource, index: Path, sequence_length: int, shards: Sequence[str], options: StoreOptions | None
+) -> TokenDataset:
+    return TokenDataset(source, SourceIndex(index), sequence_length, shards=shards, options=options)

@@ -26,7 +26,7 @@ def find_inputs(
     patterns: Sequence[str],
     *,
     key: str = "text",
-    kind: TextFormatName | None = None,
+    format: TextFormatName | None = None,
     documents: DocumentBoundary = "file",
     options: StoreOptions | None = None,
 ) -> list[InputSlice]:
@@ -34,74 +34,74 @@ def find_inputs(
 
     The order of documents in the output is this order, so it must not depend on anything else.
     """
-    pieces: list[InputSlice] = []
+    inputs: list[InputSlice] = []
     seen: set[str] = set()
     for pattern in patterns:
-        for found in _expand_pattern(pattern, options):
-            if found.address in seen:
+        for match in _expand_pattern(pattern, options):
+            if match.address in seen:
                 raise InputError(
                     "this file is named by two inputs",
-                    where=found.address,
+                    where=match.address,
                     hint="write inputs that do not overlap",
                 )
-            seen.add(found.address)
-            pieces.append(
+            seen.add(match.address)
+            inputs.append(
                 InputSlice(
-                    found.address,
-                    found.info.size,
-                    found.info.version,
-                    detect_format(found.address, kind),
+                    match.address,
+                    match.info.size,
+                    match.info.version,
+                    detect_format(match.address, format),
                     key,
                     documents,
                 )
             )
-    return pieces
+    return inputs
 
 
 def _expand_pattern(pattern: str, options: StoreOptions | None) -> list[MatchedObject]:
     try:
         return expand(pattern, options)
     except NotFound as error:
-        # What a person wrote matches nothing: that is wrong input, not a store that failed.
+        # The pattern matches nothing: that is wrong input, not a store that failed.
         raise AddressError(error.what, where=error.where, hint=error.hint) from None
 
 
-def assign_shards(pieces: list[InputSlice], shards: int, options: StoreOptions | None = None) -> list[list[InputSlice]]:
-    """Give each shard a run of consecutive files, by count; cut files only where there are fewer than shards.
+def assign_shards(inputs: list[InputSlice], shards: int, options: StoreOptions | None = None) -> list[list[InputSlice]]:
+    """Give each shard the same number of consecutive files; files are cut only if there are fewer than shards.
 
-    By count and not by size: a file that grows then changes one shard, not the borders of all of them.
+    The number counts and not the size: a file that grows then changes one shard, not the borders of all of them.
     """
-    if len(pieces) < shards:
-        pieces = _split_inputs(pieces, shards, options)
-    if len(pieces) < shards:
+    if len(inputs) < shards:
+        inputs = _split_inputs(inputs, shards, options)
+    if len(inputs) < shards:
         raise InputError(
-            f"{shards} shards are asked for, but the input can be cut into {len(pieces)} at most",
-            hint=f"write --shards {len(pieces)} or less: compressed files and whole-file documents cannot be cut",
+            f"{shards} shards are asked for, but the input can be cut into {len(inputs)} at most",
+            hint=f"write --shards {len(inputs)} or less: compressed files and whole-file documents cannot be cut",
         )
-    cuts = [len(pieces) * i // shards for i in range(shards + 1)]
-    return [pieces[a:b] for a, b in pairwise(cuts)]
+    cuts = [len(inputs) * i // shards for i in range(shards + 1)]
+    return [inputs[a:b] for a, b in pairwise(cuts)]
 
 
-def _split_inputs(pieces: list[InputSlice], shards: int, options: StoreOptions | None) -> list[InputSlice]:
-    """Cut the files that can be cut, always the one with the largest parts, until there are enough pieces."""
-    places = [open_store(piece.address, options) for piece in pieces]
-    parts = [1] * len(pieces)
-    room = [max_splits(piece, *place) for piece, place in zip(pieces, places, strict=True)]
+def _split_inputs(inputs: list[InputSlice], shards: int, options: StoreOptions | None) -> list[InputSlice]:
+    """Cut files until there is an input for each shard; the next cut is in the file with the largest parts."""
+    stores = [open_store(item.address, options) for item in inputs]
+    parts = [1] * len(inputs)
+    max_parts = [max_splits(item, *store) for item, store in zip(inputs, stores, strict=True)]
     largest: list[tuple[float, int]] = [
-        (-piece.size, number) for number, piece in enumerate(pieces) if room[number] > 1
+        (-item.size, number) for number, item in enumerate(inputs) if max_parts[number] > 1
     ]
     heapq.heapify(largest)
-    for _ in range(shards - len(pieces)):
+    for _ in range(shards - len(inputs)):
         if not largest:
             break
         _, number = heapq.heappop(largest)
         parts[number] += 1
-        if parts[number] < room[number]:
-            heapq.heappush(largest, (-pieces[number].size / parts[number], number))
+        if parts[number] < max_parts[number]:
+            heapq.heappush(largest, (-inputs[number].size / parts[number], number))
     return [
         part
-        for piece, count, place in zip(pieces, parts, places, strict=True)
-        for part in (split_input(piece, count, *place) if count > 1 else [piece])
+        for item, count, store in zip(inputs, parts, stores, strict=True)
+        for part in (split_input(item, count, *store) if count > 1 else [item])
     ]
 
 
@@ -109,7 +109,7 @@ SCRIPT_LOG_LINES = 12
 
 
 def script_spec(script: Path, arguments: Sequence[str]) -> dict[str, object]:
-    """What decides a script's output as far as we can know it: its bytes, its arguments, the Python it runs under."""
+    """Return what decides a script's output, as far as we can know: its bytes, its arguments, its Python version."""
     if not script.is_file():
         raise InputError("there is no such script", where=str(script), hint="its path is relative to the recipe file")
     python = ".".join(map(str, sys.version_info[:3])) if script.suffix == ".py" else None
@@ -117,7 +117,7 @@ def script_spec(script: Path, arguments: Sequence[str]) -> dict[str, object]:
 
 
 def run_script(script: Path, arguments: Sequence[str], target: Path) -> None:
-    """Run the program until it ends; its output is kept in DIR/script.log, and quoted if it fails."""
+    """Run the program to its end. Its output is stored in DIR/script.log, and quoted if it fails."""
     target.mkdir(parents=True, exist_ok=True)
     launcher = [sys.executable, str(script)] if script.suffix == ".py" else [str(script.absolute())]
     log = target / "script.log"

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from trainshed.storage import Store
 
 
-# The recipe's schema and the flag of `data prepare` say the same; a test holds them together.
+# The recipe's schema and the flag of `data prepare` list the same; a test compares them.
 TextFormatName = Literal["jsonl", "json", "csv", "tsv", "parquet", "text"]
 Compression = Literal["gz", "zst"]
 DocumentBoundary = Literal["file", "line", "blank_line"]
@@ -55,7 +55,7 @@ REFUSED_SUFFIXES = {
     ".xlsx": ("is a spreadsheet", "save it as .csv"),
     ".arrow": ("is an Arrow file", "save it as parquet: datasets.load_from_disk(DIR).to_parquet(FILE)"),
 }
-"""Endings of what people have as well and what is not read by itself: what it is, and what to do."""
+"""Suffixes of other common files that are not read as they are: what each one is, and what to do."""
 COMPRESSION_BY_SUFFIX: dict[str, Compression] = {".gz": "gz", ".zst": "zst", ".zstd": "zst"}
 
 # Small enough that even a file compressed a thousandfold inflates to a bounded piece at a time.
@@ -71,19 +71,19 @@ class TextFileFormat:
 
     @property
     def by_line(self) -> bool:
-        """Whether a place in the file is a line of it; otherwise it is a row."""
+        """Whether a location in the file is a line; otherwise it is a row."""
         return self.kind in ("jsonl", "text")
 
 
 def detect_format(address: str, kind: TextFormatName | None = None) -> TextFileFormat:
-    """Tell a file's format by its name; `kind` overrules the ending."""
+    """Detect a file's format by its name; `kind` overrides the suffix."""
     name = shown_address(address).lower().removesuffix("?…")
     compression = next((c for ending, c in COMPRESSION_BY_SUFFIX.items() if name.endswith(ending)), None)
     if compression:
         name = name.rsplit(".", 1)[0]
-    found = kind or next((k for ending, k in FORMAT_BY_SUFFIX.items() if name.endswith(ending)), None)
-    if found is None:
-        ending = next((each for each in REFUSED_SUFFIXES if name.endswith(each)), None)
+    detected = kind or next((k for ending, k in FORMAT_BY_SUFFIX.items() if name.endswith(ending)), None)
+    if detected is None:
+        ending = next((suffix for suffix in REFUSED_SUFFIXES if name.endswith(suffix)), None)
         if ending is not None:
             what, hint = REFUSED_SUFFIXES[ending]
             raise InputError(f"a {ending} file {what}", where=address, hint=hint)
@@ -93,15 +93,15 @@ def detect_format(address: str, kind: TextFormatName | None = None) -> TextFileF
             hint=f"known endings: {', '.join(FORMAT_BY_SUFFIX)} (all but parquet also with .gz or .zst); "
             f"or write --format with one of {', '.join(get_args(TextFormatName))}",
         )
-    if found == "parquet" and compression:
+    if detected == "parquet" and compression:
         raise InputError(
             "a compressed parquet file cannot be read in pieces", where=address, hint="decompress it first"
         )
-    return TextFileFormat(found, compression)
+    return TextFileFormat(detected, compression)
 
 
 def decompress(chunks: Iterable[bytes], compression: Compression | None, where: str) -> Iterator[bytes]:
-    """Inflate a stream of chunks; several frames or members in a row are one stream, a cut one is an error."""
+    """Decompress a stream of chunks; several frames or members in a row are one stream, a cut one is an error."""
     if compression is None:
         yield from chunks
     elif compression == "gz":
@@ -168,7 +168,7 @@ FIELD_BYTES = 256 * 1024 * 1024
 """A field larger than this is a quotation mark that nobody closed."""
 
 ARRAY_BYTES = 1024 * 1024 * 1024
-"""JSON has no boundaries to read an array by; one larger than this would take the memory of the machine."""
+"""A JSON array has no boundaries to read it by, so it is read whole; a larger one might not fit into memory."""
 
 CONVERT_ARRAY = "jq -c '.[]' FILE.json > FILE.jsonl"
 
@@ -203,7 +203,7 @@ def read_csv_column(chunks: Iterable[bytes], delimiter: str, column: str, where:
 
 
 def _decode_lines(chunks: Iterable[bytes]) -> Iterator[str]:
-    """Lines with their ends; bytes that are not UTF-8 survive as surrogates until their row is known."""
+    """Yield lines with their ends; bytes that are not UTF-8 stay as surrogates until their row is known."""
     decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
     rest, first = "", True
     for chunk in chunks:
@@ -257,7 +257,7 @@ def read_json_array(chunks: Iterable[bytes], where: str) -> list[Any]:
 
 
 def refuse_json_array(first: bytes, where: str) -> None:
-    """Raise where a file that should hold one JSON object a line begins an array of them instead."""
+    """Raise if a file that should hold one JSON object per line starts with an array of them."""
     text = first.removeprefix(codecs.BOM_UTF8).lstrip()
     if not text.startswith(b"["):
         return
@@ -290,12 +290,12 @@ class ParquetBatch:
 
 
 def count_row_groups(store: Store, path: str, address: str) -> int:
-    """How many row groups a file has: the pieces it can be cut into."""
+    """Return how many row groups a file has: it can be cut between them."""
     return _open_parquet(store, path, address).num_row_groups
 
 
 def count_rows_before_group(store: Store, path: str, address: str, group: int) -> int:
-    """How many rows come before a row group."""
+    """Return how many rows come before a row group."""
     metadata = _open_parquet(store, path, address).metadata
     return sum(metadata.row_group(number).num_rows for number in range(group))
 

@@ -19,9 +19,12 @@ import orjson
 from trainshed.data.text.formats import (
     DocumentBoundary,
     TextFileFormat,
+    count_row_groups,
+    count_rows_before_group,
     decompress,
     read_csv_column,
     read_json_array,
+    read_parquet_batches,
     refuse_json_array,
 )
 from trainshed.errors import BadDocument
@@ -42,8 +45,8 @@ DELIMITERS = {"csv": ",", "tsv": "\t"}
 class InputSlice:
     """One input file, or the part of it that a shard reads.
 
-    `start` and `end` count bytes in text files (a line belongs to the piece in which it starts) and row groups in
-    parquet files; a whole file has `end=None`.
+    `start` and `end` count bytes in text files and row groups in parquet files; a whole file has `end=None`. A line
+    belongs to the slice in which it starts.
     """
 
     address: str
@@ -56,25 +59,25 @@ class InputSlice:
     end: int | None = None
 
     @property
-    def shown(self) -> str:
-        """The address as messages and manifests have it: `address` itself may be a signed URL."""
+    def display_address(self) -> str:
+        """The address for messages and manifests: `address` itself may be a signed URL."""
         return shown_address(self.address)
 
     @property
     def whole(self) -> bool:
-        """Whether the piece is a whole file."""
+        """Whether the slice is a whole file."""
         return self.start == 0 and self.end is None
 
     @property
     def splittable(self) -> bool:
-        """Whether several shards can share the file: documents must be findable from the middle of it."""
+        """Whether several shards can share the file: a reader must find documents from the middle of it."""
         if self.format.kind == "parquet":
             return True
         by_line = self.format.kind == "jsonl" or (self.format.kind == "text" and self.documents == "line")
         return by_line and self.format.compression is None
 
     @property
-    def bytes(self) -> int:
+    def read_bytes(self) -> int:
         """About how many bytes reading it takes, for progress and balance."""
         if self.format.kind == "parquet" or self.whole:
             return self.size
@@ -83,58 +86,60 @@ class InputSlice:
 
 @dataclass(frozen=True)
 class TextBlock:
-    """Whole documents of one piece.
+    """Whole documents of one slice.
 
-    `first` is the number of its first line (or row), counted from 1 at the start of the piece; `position` says where
-    reading goes on after it: inflated bytes from the start of the piece, or rows.
+    `first_line` is the number of its first line (or row), counted from 1 at the start of the slice. Reading resumes
+    after it at `resume_position`: decompressed bytes from the start of the slice, or rows.
     """
 
     kind: TextBlockKind
     payload: bytes | list[Any]
-    first: int
-    position: int
+    first_line: int
+    resume_position: int
     bytes_read: int
 
 
 class InputReader:
-    """Reads one piece; `sha256` is known once every block was taken."""
+    """Reads one slice; `sha256` is known once every block has been taken."""
 
-    def __init__(self, piece: InputSlice, store: Store, path: str) -> None:
-        self.piece, self._store, self._path = piece, store, path
+    def __init__(self, input_slice: InputSlice, store: Store, path: str) -> None:
+        self.input_slice, self._store, self._path = input_slice, store, path
         self._digest = hashlib.sha256()
         self._bytes_read = 0
         self.sha256: str | None = None
 
     def blocks(self, after: int = 0) -> Iterator[TextBlock]:
-        """Yield the blocks behind position `after` (0: all)."""
-        piece = self.piece
-        if piece.format.kind == "parquet":
+        """Yield the blocks after position `after` (0: all)."""
+        input_slice = self.input_slice
+        if input_slice.format.kind == "parquet":
             yield from self._parquet_blocks(after)
-        elif piece.format.kind in DELIMITERS:
+        elif input_slice.format.kind in DELIMITERS:
             yield from self._csv_blocks(after)
-        elif piece.format.kind == "json":
+        elif input_slice.format.kind == "json":
             yield from self._array_blocks(after)
         else:
-            kind: TextBlockKind = "jsonl" if piece.format.kind == "jsonl" else piece.documents
+            kind: TextBlockKind = "jsonl" if input_slice.format.kind == "jsonl" else input_slice.documents
             yield from self._text_blocks(kind, after)
         self.sha256 = f"sha256:{self._digest.hexdigest()}"
 
     def _text_blocks(self, kind: TextBlockKind, after: int) -> Iterator[TextBlock]:
         position, line = 0, 1
         for data in _cut_at_boundaries(self._plain(), _boundary_finder(kind)):
-            if kind == "jsonl" and position == 0 and self.piece.start == 0:
-                refuse_json_array(data, self.piece.shown)
+            if kind == "jsonl" and position == 0 and self.input_slice.start == 0:
+                refuse_json_array(data, self.input_slice.display_address)
             lines, start, position = data.count(b"\n"), position, position + len(data)
             if position > after:
-                # A store may cut its chunks, and so our blocks, differently than the time before.
+                # A store may cut its chunks, and so our blocks, differently each time.
                 skip = max(after - start, 0)
                 read, self._bytes_read = self._bytes_read, 0
                 yield TextBlock(kind, data[skip:], line + data.count(b"\n", 0, skip), position, read)
             line += lines
 
     def _csv_blocks(self, after: int) -> Iterator[TextBlock]:
-        piece, texts, size, first = self.piece, [], 0, 1
-        column = read_csv_column(self._plain(), DELIMITERS[piece.format.kind], piece.key, piece.shown)
+        input_slice, texts, size, first = self.input_slice, [], 0, 1
+        column = read_csv_column(
+            self._plain(), DELIMITERS[input_slice.format.kind], input_slice.key, input_slice.display_address
+        )
         for text in column:
             texts.append(text)
             size += len(text or "")
@@ -144,10 +149,10 @@ class InputReader:
         yield from self._rows_block("strings", texts, first, after)
 
     def _array_blocks(self, after: int) -> Iterator[TextBlock]:
-        rows = read_json_array(self._plain(), self.piece.shown)
-        together = max(1, BLOCK_BYTES * len(rows) // max(self.piece.size, 1))
-        for start in range(0, len(rows), together):
-            yield from self._rows_block("rows", rows[start : start + together], start + 1, after)
+        rows = read_json_array(self._plain(), self.input_slice.display_address)
+        block_rows = max(1, BLOCK_BYTES * len(rows) // max(self.input_slice.size, 1))
+        for start in range(0, len(rows), block_rows):
+            yield from self._rows_block("rows", rows[start : start + block_rows], start + 1, after)
 
     def _rows_block(self, kind: TextBlockKind, rows: list[Any], first: int, after: int) -> Iterator[TextBlock]:
         position = first - 1 + len(rows)
@@ -157,9 +162,9 @@ class InputReader:
             yield TextBlock(kind, rows[skip:], first + skip, position, read)
 
     def _plain(self) -> Iterator[bytes]:
-        """The bytes of the piece, counted, hashed and inflated."""
-        raw = self._counted(_lines_of_slice(self._store, self._path, self.piece))
-        return decompress(raw, self.piece.format.compression, self.piece.shown)
+        """Yield the bytes of the slice, counted, hashed and decompressed."""
+        raw = self._counted(_lines_of_slice(self._store, self._path, self.input_slice))
+        return decompress(raw, self.input_slice.format.compression, self.input_slice.display_address)
 
     def _counted(self, chunks: Iterable[bytes]) -> Iterator[bytes]:
         for chunk in chunks:
@@ -168,13 +173,13 @@ class InputReader:
             yield chunk
 
     def _parquet_blocks(self, after: int) -> Iterator[TextBlock]:
-        from trainshed.data.text.formats import read_parquet_batches
-
-        piece, first, reported = self.piece, 1, 0
-        for batch in read_parquet_batches(self._store, self._path, piece.shown, piece.key, piece.start, piece.end):
+        input_slice, first, reported = self.input_slice, 1, 0
+        for batch in read_parquet_batches(
+            self._store, self._path, input_slice.display_address, input_slice.key, input_slice.start, input_slice.end
+        ):
             self._digest.update(batch.fingerprint)
             position = first - 1 + len(batch.texts)
-            self._bytes_read = int(piece.size * batch.share_done) - reported
+            self._bytes_read = int(input_slice.size * batch.share_done) - reported
             if position > after:
                 reported += self._bytes_read
                 skip = max(after - (first - 1), 0)
@@ -183,7 +188,7 @@ class InputReader:
 
 
 def _boundary_finder(kind: TextBlockKind) -> Callable[[bytes], int] | None:
-    """How to find the last document boundary in a chunk: the offset behind it, 0 if there is none."""
+    """Return a function that finds the last document boundary of a chunk: the offset after it, 0 if there is none."""
     if kind == "file":
         return None
     if kind == "blank_line":
@@ -194,7 +199,7 @@ def _boundary_finder(kind: TextBlockKind) -> Callable[[bytes], int] | None:
 
 
 def _cut_at_boundaries(chunks: Iterable[bytes], boundary: Callable[[bytes], int] | None) -> Iterator[bytes]:
-    """Gather chunks into blocks that end at a document boundary; a document larger than a block makes it larger."""
+    """Gather chunks into blocks that end at a document boundary; a very large document makes a larger block."""
     parts: list[bytes] = []
     size = 0
     for chunk in chunks:
@@ -211,26 +216,26 @@ def _cut_at_boundaries(chunks: Iterable[bytes], boundary: Callable[[bytes], int]
         yield b"".join(parts)
 
 
-def _lines_of_slice(store: Store, path: str, piece: InputSlice) -> Iterator[bytes]:
-    """Yield the bytes of the lines that start inside the piece."""
-    if piece.whole:
+def _lines_of_slice(store: Store, path: str, input_slice: InputSlice) -> Iterator[bytes]:
+    """Yield the bytes of the lines that start inside the slice."""
+    if input_slice.whole:
         yield from store.stream(path, chunk_bytes=READ_BYTES)
         return
     # Start one byte early: a line that starts exactly at `start` is ours, one that started before is not.
-    begin = 0 if piece.start == 0 else None
-    at = max(piece.start - 1, 0)
+    begin = 0 if input_slice.start == 0 else None
+    at = max(input_slice.start - 1, 0)
     for chunk in store.stream(path, start=at, chunk_bytes=READ_BYTES):
         if begin is None:
             newline = chunk.find(b"\n")
             if newline >= 0:
                 begin = at + newline + 1
         if begin is not None:
-            if piece.end is not None and begin >= piece.end:
+            if input_slice.end is not None and begin >= input_slice.end:
                 return
             local = max(begin - at, 0)
-            if piece.end is not None and at + len(chunk) >= piece.end:
-                # Our last line starts before `end`, so it ends at the first newline at or behind end - 1.
-                last = chunk.find(b"\n", max(piece.end - 1 - at, local))
+            if input_slice.end is not None and at + len(chunk) >= input_slice.end:
+                # Our last line starts before `end`, so it ends at the first newline at or after end - 1.
+                last = chunk.find(b"\n", max(input_slice.end - 1 - at, local))
                 if last >= 0:
                     yield chunk[local : last + 1]
                     return
@@ -238,15 +243,13 @@ def _lines_of_slice(store: Store, path: str, piece: InputSlice) -> Iterator[byte
         at += len(chunk)
 
 
-def count_lines_before(piece: InputSlice, store: Store, path: str) -> int:
-    """How many lines (or rows) of its file come before a piece. It reads them all: to say where an error is."""
-    if piece.start == 0:
+def count_lines_before(input_slice: InputSlice, store: Store, path: str) -> int:
+    """Count the lines (or rows) of the file before a slice, to say where an error is. It reads them all."""
+    if input_slice.start == 0:
         return 0
-    if piece.format.kind == "parquet":
-        from trainshed.data.text.formats import count_rows_before_group
-
-        return count_rows_before_group(store, path, piece.shown, piece.start)
-    lines, left = 1, piece.start - 1
+    if input_slice.format.kind == "parquet":
+        return count_rows_before_group(store, path, input_slice.display_address, input_slice.start)
+    lines, left = 1, input_slice.start - 1
     for chunk in store.stream(path, chunk_bytes=READ_BYTES):
         lines += chunk.count(b"\n", 0, left)
         left -= len(chunk)
@@ -255,23 +258,21 @@ def count_lines_before(piece: InputSlice, store: Store, path: str) -> int:
     return lines
 
 
-def max_splits(piece: InputSlice, store: Store, path: str) -> int:
-    """Into how many pieces a file can be cut."""
-    if not piece.splittable:
+def max_splits(input_slice: InputSlice, store: Store, path: str) -> int:
+    """Return into how many slices a file can be cut."""
+    if not input_slice.splittable:
         return 1
-    if piece.format.kind == "parquet":
-        from trainshed.data.text.formats import count_row_groups
-
-        return count_row_groups(store, path, piece.shown)
-    return piece.size
+    if input_slice.format.kind == "parquet":
+        return count_row_groups(store, path, input_slice.display_address)
+    return input_slice.size
 
 
-def split_input(piece: InputSlice, parts: int, store: Store, path: str) -> list[InputSlice]:
-    """Cut a file into at most `parts` pieces of about the same size."""
-    total = max_splits(piece, store, path)
+def split_input(input_slice: InputSlice, parts: int, store: Store, path: str) -> list[InputSlice]:
+    """Cut a file into at most `parts` slices of about the same size."""
+    total = max_splits(input_slice, store, path)
     parts = max(1, min(parts, total))
     cuts = [total * i // parts for i in range(parts + 1)]
-    return [replace(piece, start=a, end=b) for a, b in pairwise(cuts)]
+    return [replace(input_slice, start=a, end=b) for a, b in pairwise(cuts)]
 
 
 OnBadLine = Literal["stop", "skip"]
@@ -283,35 +284,39 @@ _LEADING_BLANK_LINES = re.compile(rb"(?:[ \t\r]*\n)*")
 
 @dataclass(frozen=True)
 class BadLine:
-    """A line or row without a document: its number, counted from 1 at the start of the piece, and what to do."""
+    """A line or row without a document: its number (from 1 at the start of the slice), the problem, and a hint."""
 
     number: int
     what: str
     hint: str
 
-    def as_error(self, piece: InputSlice, number: int) -> BadDocument:
-        """Return the error that this line is where lines are not to be skipped; `number` counts within the file."""
+    def to_error(self, input_slice: InputSlice, number: int) -> BadDocument:
+        """Return the error for this line, for when bad lines are not skipped; `number` counts within the file."""
         return BadDocument(
             self.what,
-            where=format_line_location(piece, number),
+            where=format_line_location(input_slice, number),
             hint=f"{self.hint}, or write --on-bad-line skip to leave such lines out and count them",
         )
 
 
-def format_line_location(piece: InputSlice, number: int) -> str:
+def format_line_location(input_slice: InputSlice, number: int) -> str:
     """Name a line or row of a file."""
-    return f"{piece.shown}:{number}" if piece.format.by_line else f"{piece.shown}, row {number}"
+    return (
+        f"{input_slice.display_address}:{number}"
+        if input_slice.format.by_line
+        else f"{input_slice.display_address}, row {number}"
+    )
 
 
 def extract_documents(block: TextBlock, key: str) -> tuple[list[str], list[BadLine]]:
-    """Return a block's documents, and the lines that hold none though they are not blank."""
+    """Return a block's documents, and the lines that are not blank and hold no document."""
     payload = block.payload
-    if isinstance(payload, bytes) and block.first == 1 and payload.startswith(_BOM):
+    if isinstance(payload, bytes) and block.first_line == 1 and payload.startswith(_BOM):
         payload = payload[len(_BOM) :]
     if block.kind == "rows":
-        found: Iterable[tuple[int, _LineContent]] = enumerate(_row_document(row, key) for row in payload)
+        contents: Iterable[tuple[int, _LineContent]] = enumerate(_row_document(row, key) for row in payload)
     elif block.kind == "strings" or not isinstance(payload, bytes):
-        found = enumerate(_cell_document(value, key) for value in payload)
+        contents = enumerate(_cell_document(value, key) for value in payload)
     elif block.kind == "jsonl":
         lines = payload.split(b"\n")
         loads = orjson.loads
@@ -322,19 +327,19 @@ def extract_documents(block: TextBlock, key: str) -> tuple[list[str], list[BadLi
         except (orjson.JSONDecodeError, KeyError, TypeError, IndexError):
             pass
         # Something is wrong: go through it again line by line to say what and where.
-        found = enumerate(_json_document(line, key) for line in lines)
+        contents = enumerate(_json_document(line, key) for line in lines)
     elif block.kind == "line":
-        found = enumerate(_utf8(line.rstrip(b"\r"))[1] for line in payload.split(b"\n"))
+        contents = enumerate(_utf8(line.rstrip(b"\r"))[1] for line in payload.split(b"\n"))
     elif block.kind == "blank_line":
-        found = _paragraphs(payload)
+        contents = _paragraphs(payload)
     else:
-        found = [_utf8(payload)]
+        contents = [_utf8(payload)]
     documents, bad_lines = [], []
-    for offset, document in found:
+    for offset, document in contents:
         if isinstance(document, str):
             documents.append(document)
         elif document is not None:
-            bad_lines.append(BadLine(block.first + offset, document.what, document.hint))
+            bad_lines.append(BadLine(block.first_line + offset, document.what, document.hint))
     return documents, bad_lines
 
 
@@ -387,7 +392,7 @@ def _cell_document(value: object, key: str) -> str | _InvalidText:
 
 
 def _paragraphs(payload: bytes) -> Iterator[tuple[int, _LineContent]]:
-    """Documents between blank lines. Blocks end inside such a gap, so each one is trimmed of what is left of it."""
+    """Yield the documents between blank lines. A block may end inside such a gap, so the rest of it is trimmed."""
     start, line = 0, 0
     for end in (*(gap.start() for gap in _BLANK_LINES.finditer(payload)), len(payload)):
         begin = min(_LEADING_BLANK_LINES.match(payload, start).end(), end)  # type: ignore[union-attr]
@@ -401,7 +406,7 @@ def _paragraphs(payload: bytes) -> Iterator[tuple[int, _LineContent]]:
 
 
 def _utf8(data: bytes) -> tuple[int, _LineContent]:
-    """The text, or the line (counted from 0) at which it is broken; None for no text."""
+    """Return the text, or the line (counted from 0) with the invalid byte; None for no text."""
     try:
         return 0, data.decode() or None
     except UnicodeDecodeError as error:

@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 EncoderName = Literal["auto", "gigatoken", "tokenizers"]
 
 CACHE_GROWTH_BYTES = 256 * 1024 * 1024
-"""How much the memory of this process may grow before the fast encoder has to forget the words it has met."""
+"""How much the memory of this process may grow before the fast encoder is replaced by one with an empty cache."""
 
 BATCHES_BETWEEN_RESETS = 16
-"""Batches it may learn from before it has to forget again, should something else be what takes the memory."""
+"""Batches between two replacements at least, in case something else takes the memory."""
 
 
 # Shapes:  N documents in a batch, T tokens of the batch.
@@ -44,8 +44,8 @@ class EncodedBatch:
     lengths: NDArray[np.int64]
 
     @classmethod
-    def of(cls, rows: Sequence[Sequence[int] | NDArray[np.uint32]]) -> EncodedBatch:
-        """Lay the ids of each document back to back."""
+    def from_rows(cls, rows: Sequence[Sequence[int] | NDArray[np.uint32]]) -> EncodedBatch:
+        """Put the ids of all documents back to back."""
         import numpy as np
 
         lengths = np.fromiter(map(len, rows), dtype=np.int64, count=len(rows))
@@ -57,7 +57,7 @@ class EncodedBatch:
         return cls(ids, lengths)
 
     def split(self, counts: Sequence[int]) -> list[EncodedBatch]:
-        """Cut the batch into batches of so many documents each."""
+        """Cut the batch into batches of `counts` documents."""
         import numpy as np
 
         ends = np.concatenate(([0], np.cumsum(self.lengths)))
@@ -96,63 +96,63 @@ class ReferenceEncoder:
     def encode(self, documents: Sequence[str]) -> EncodedBatch:
         """Encode a batch."""
         encodings = self._backend.encode_batch_fast(list(documents), add_special_tokens=False)
-        return EncodedBatch.of([encoding.ids for encoding in encodings])
+        return EncodedBatch.from_rows([encoding.ids for encoding in encodings])
 
 
 class FastEncoder:
     """`gigatoken`; `parallel` lets it use several cores, otherwise parallelism comes from worker processes.
 
-    The few documents with letters that its Unicode tables class differently are left to the reference. It remembers
-    every word it has met and never forgets one, so it is made anew when that takes too much memory.
+    The reference encodes the few documents with letters that gigatoken's Unicode tables class differently. Gigatoken
+    caches every word it has met, so it is replaced by a new one when the cache takes too much memory.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, parallel: bool = False) -> None:
         from importlib.metadata import version
 
         self._tokenizer, self._parallel = tokenizer, parallel
-        self._backend = self._fresh()
+        self._backend = self._new_backend()
         self.name = f"gigatoken {version('gigatoken')}"
-        self._floor: int | None = None
+        self._baseline_bytes: int | None = None
         self._batches = 0
-        self._renewing = threading.Lock()
+        self._reset_lock = threading.Lock()
 
-    def _fresh(self) -> Any:
+    def _new_backend(self) -> Any:
         import gigatoken
 
         return gigatoken.Tokenizer.from_json(self._tokenizer.json).backend
 
     def _bound_memory(self) -> None:
-        """Measure growth from the first batch on, when blocks in flight have their place; renew when it is too much."""
-        if not self._renewing.acquire(blocking=False):
+        """Replace gigatoken if memory has grown too much since the first batch, when blocks in flight have theirs."""
+        if not self._reset_lock.acquire(blocking=False):
             return
         try:
             self._batches += 1
             resident = resident_bytes()
-            if self._floor is None:
-                self._floor = resident
-            elif resident - self._floor > CACHE_GROWTH_BYTES and self._batches >= BATCHES_BETWEEN_RESETS:
-                self._backend, self._batches = self._fresh(), 0
+            if self._baseline_bytes is None:
+                self._baseline_bytes = resident
+            elif resident - self._baseline_bytes > CACHE_GROWTH_BYTES and self._batches >= BATCHES_BETWEEN_RESETS:
+                self._backend, self._batches = self._new_backend(), 0
         finally:
-            self._renewing.release()
+            self._reset_lock.release()
 
     def encode(self, documents: Sequence[str]) -> EncodedBatch:
         """Encode a batch."""
         encoded = self._encode(documents)
         self._bound_memory()
-        young = documents_with_gaps(documents)
-        if not young:
+        gap_documents = documents_with_gaps(documents)
+        if not gap_documents:
             return encoded
         rows = encoded.rows()
-        reference = ReferenceEncoder(self._tokenizer).encode([documents[number] for number in young])
-        for number, row in zip(young, reference.rows(), strict=True):
+        reference = ReferenceEncoder(self._tokenizer).encode([documents[number] for number in gap_documents])
+        for number, row in zip(gap_documents, reference.rows(), strict=True):
             rows[number] = row
-        return EncodedBatch.of(rows)
+        return EncodedBatch.from_rows(rows)
 
     def _encode(self, documents: Sequence[str]) -> EncodedBatch:
         import numpy as np
 
         if not documents:
-            return EncodedBatch.of([])
+            return EncodedBatch.from_rows([])
         layout = self._backend.encode_batch(list(documents), parallel=self._parallel).layout
         offsets = np.asarray(layout.offsets.data)
         ids = np.asarray(layout.content.data)[int(offsets[0]) : int(offsets[-1])]
@@ -160,16 +160,16 @@ class FastEncoder:
 
 
 def resident_bytes() -> int:
-    """Memory of this process that is in RAM."""
+    """Return how much memory of this process is in RAM."""
     with open("/proc/self/statm", "rb") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def choose_encoder(
-    tokenizer: Tokenizer, wanted: EncoderName = "auto", *, parallel: bool = False
+    tokenizer: Tokenizer, requested: EncoderName = "auto", *, parallel: bool = False
 ) -> tuple[Encoder, str]:
     """Return the encoder to use and the reason for it in a sentence."""
-    if wanted == "tokenizers":
+    if requested == "tokenizers":
         return ReferenceEncoder(tokenizer), "tokenizers, as asked"
     try:
         fast: Encoder = FastEncoder(tokenizer, parallel=parallel)
@@ -178,12 +178,12 @@ def choose_encoder(
     except Exception as error:  # its loader raises ValueError for what it does not support, and more
         reason = f"gigatoken does not support this tokenizer ({str(error).splitlines()[0]})"
     else:
-        battery = edge_case_texts(tokenizer)
-        difference = compare_to_reference(tokenizer, fast, battery)
+        texts = edge_case_texts(tokenizer)
+        difference = compare_to_reference(tokenizer, fast, texts)
         if difference is None:
-            return fast, f"{fast.name}: same ids as tokenizers on {len(battery)} awkward texts"
+            return fast, f"{fast.name}: same ids as tokenizers on {len(texts)} awkward texts"
         reason = f"gigatoken gives other ids for this tokenizer ({difference.describe()})"
-    if wanted == "gigatoken":
+    if requested == "gigatoken":
         raise InputError(
             f"--encoder gigatoken cannot be used: {reason}",
             hint="write --encoder tokenizers, or leave it out",
@@ -201,7 +201,7 @@ class EncodingMismatch:
     got: list[int]
 
     def describe(self) -> str:
-        """Name the text and both ids, shortened to where they part."""
+        """Return the text and both ids from the first difference on, shortened."""
         at = next(
             (i for i, (a, b) in enumerate(zip(self.expected, self.got, strict=False)) if a != b),
             min(len(self.expected), len(self.got)),
@@ -261,11 +261,11 @@ EDGE_CASE_TEXTS = (
 """Odd spaces, scripts, contractions, numbers, unnormalised letters, controls, long runs, other tokenizers' marks."""
 
 TOKEN_CONTEXTS = ("{}", "before {} after", "word{}word", "{}{}x", " \n {} \n x", "1{}2", "日{}本", "_{}_", ".{},")
-"""What an added token may stand in: its flags decide whether it is one there, and what it swallows."""
+"""Contexts of an added token: its flags decide whether it counts as one there, and which spaces it takes with it."""
 
 
 def edge_case_texts(tokenizer: Tokenizer) -> list[str]:
-    """The texts above, and the tokenizer's own added tokens in every company."""
+    """Return the texts above, and the tokenizer's own added tokens in every context."""
     texts = list(EDGE_CASE_TEXTS)
     tokens = _tokens_to_try(list(tokenizer.backend.get_added_tokens_decoder().values()))
     for token in tokens:
@@ -276,7 +276,7 @@ def edge_case_texts(tokenizer: Tokenizer) -> list[str]:
 
 
 def _tokens_to_try(added: list[Any]) -> list[str]:
-    """The added tokens to try: those with special flags first, then special ones, then some of the others."""
+    """Return the added tokens to try: those with special flags first, then special ones, then some of the others."""
 
     def plainness(token: Any) -> tuple[bool, bool]:
         return (not (token.single_word or token.lstrip or token.rstrip or token.normalized), not token.special)
@@ -293,7 +293,7 @@ def _normal_forms(text: str) -> Iterator[str]:
 
 
 def _overlaps(one: str, other: str) -> Iterator[str]:
-    """Texts in which two tokens claim the same characters, and those just short of it."""
+    """Yield texts in which two tokens share characters, and texts that just miss it."""
     if one != other and one in other:
         yield from (other, other[:-1], other[1:], f"{other[:-1]}x", f"x{other[1:]}")
     for size in range(1, min(len(one), len(other))):

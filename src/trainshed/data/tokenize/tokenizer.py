@@ -33,7 +33,7 @@ TOKENIZER_FILES = (
     "vocab.json",
     "merges.txt",
 )
-"""What is read of a tokenizer folder; the hash of a tokenizer covers those of them that are there."""
+"""What is read of a tokenizer folder; the hash of a tokenizer covers those that exist."""
 
 COMMON_EOD = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eot|>")
 """End-of-document names that GPT-2/Qwen, Llama 3, Llama 2/Mistral, Gemma and others use, for a bare tokenizer.json."""
@@ -49,7 +49,7 @@ class SpecialToken:
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A tokenizer that was found and read."""
+    """A tokenizer as its files."""
 
     address: str
     json: bytes = field(repr=False)
@@ -75,10 +75,10 @@ class Tokenizer:
         token_id = self.backend.token_to_id(text)
         return None if token_id is None else SpecialToken(text, token_id)
 
-    def end_of_document(self, wanted: str | None = None) -> SpecialToken:
-        """Find the token that ends a document: the one asked for, the tokenizer's `eos_token`, or a well-known name."""
+    def end_of_document(self, requested: str | None = None) -> SpecialToken:
+        """Find the token that ends a document: `requested`, the tokenizer's `eos_token`, or a well-known name."""
         return self._special(
-            "eos_token", wanted, COMMON_EOD, flag="--eod", without="--no-eod (documents then run together)"
+            "eos_token", requested, COMMON_EOD, flag="--eod", without="--no-eod (documents then run together)"
         )
 
     def beginning_of_document(self) -> SpecialToken:
@@ -86,21 +86,21 @@ class Tokenizer:
         return self._special("bos_token", None, ("<|begin_of_text|>", "<s>", "<bos>"), flag="--bos", without="no --bos")
 
     def _special(
-        self, role: str, wanted: str | None, common: tuple[str, ...], *, flag: str, without: str
+        self, role: str, requested: str | None, common: tuple[str, ...], *, flag: str, without: str
     ) -> SpecialToken:
-        if wanted is not None:
-            if found := self.token(wanted):
-                return found
+        if requested is not None:
+            if token := self.token(requested):
+                return token
             raise TokenizerError(
-                f"{flag} asks for the token {wanted!r}, which this tokenizer does not have",
+                f"{flag} asks for the token {requested!r}, which this tokenizer does not have",
                 where=self.address,
                 hint=f"its special tokens are: {', '.join(self.special_tokens) or 'none'}",
             )
         named = self.config.get(role)
         named = named.get("content") if isinstance(named, dict) else named
         if isinstance(named, str):
-            if found := self.token(named):
-                return found
+            if token := self.token(named):
+                return token
             raise TokenizerError(
                 f"its configuration names {named!r} as {role}, which is not in its vocabulary",
                 where=self.address,
@@ -108,9 +108,9 @@ class Tokenizer:
         candidates = [token for text in common if (token := self.token(text))]
         if len(candidates) == 1:
             return candidates[0]
-        found_text = f"several could be it ({', '.join(t.text for t in candidates)})" if candidates else "none is there"
+        usual = f"several could be it ({', '.join(t.text for t in candidates)})" if candidates else "none is there"
         raise TokenizerError(
-            f"this tokenizer names no {role}, and of the usual tokens {found_text}",
+            f"this tokenizer names no {role}, and of the usual tokens {usual}",
             where=self.address,
             hint=f"write {flag} TOKEN with one of its special tokens "
             f"({', '.join(self.special_tokens) or 'it has none'}), or {without}",
@@ -137,7 +137,7 @@ def load_tokenizer(address: str, options: StoreOptions | None = None) -> Tokeniz
 
 
 def _with_hub_scheme(address: str) -> str:
-    """`org/name` is the Hub's, unless such a path exists here."""
+    """Take `org/name` for an address on the Hub, unless such a path exists here."""
     looks_like_hub = address.count("/") == 1 and "://" not in address and not address.startswith((".", "/", "~"))
     if looks_like_hub and not Path(address).exists() and not address.endswith(".json"):
         return f"hf://{address}"
@@ -145,8 +145,6 @@ def _with_hub_scheme(address: str) -> str:
 
 
 def _read_files(address: str, options: StoreOptions | None) -> dict[str, bytes]:
-    from trainshed.storage import open_store
-
     if address.endswith(".json"):
         store, path = open_store(address, options)
         return {"tokenizer.json": store.read(path)} if store.head(path) else {}
@@ -169,8 +167,6 @@ def _read_files(address: str, options: StoreOptions | None) -> dict[str, bytes]:
 
 def tokenizer_from_files(address: str, files: dict[str, bytes]) -> Tokenizer:
     """Make a tokenizer from the contents of its files."""
-    import orjson
-
     config: dict[str, Any] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         if name in files:
@@ -189,9 +185,7 @@ def tokenizer_from_files(address: str, files: dict[str, bytes]) -> Tokenizer:
 
 
 def _byte_level_bpe(vocab: bytes, merges: bytes, address: str) -> bytes:
-    """GPT-2's two files (vocab.json, merges.txt) as a tokenizer.json."""
-    import orjson
-
+    """Return GPT-2's two files (vocab.json, merges.txt) as a tokenizer.json."""
     tokenizers = _import_tokenizers()
     try:
         pairs = [
@@ -217,29 +211,30 @@ def _backend_from_json(data: bytes, address: str) -> tokenizers.Tokenizer:
         backend = tokenizers.Tokenizer.from_buffer(data)
     except Exception as error:  # the Rust side raises a bare Exception
         raise TokenizerError(f"its tokenizer.json cannot be read: {error}", where=address) from None
-    # A tokenizer.json may carry the truncation and padding of whoever saved it; documents are never cut or padded.
+    # A tokenizer.json may contain truncation and padding; documents are never cut or padded.
     backend.no_truncation()
     backend.no_padding()
     return backend
 
 
-def _import_tokenizers() -> Any:
+def _import_tokenizers(purpose: str = "reading a tokenizer") -> Any:
     try:
         import tokenizers
         import tokenizers.decoders
         import tokenizers.models
         import tokenizers.pre_tokenizers
+        import tokenizers.trainers
     except ImportError:
-        raise MissingExtra.named("data", "reading a tokenizer") from None
+        raise MissingExtra.named("data", purpose) from None
     return tokenizers
 
 
 TRAINING_TEXT_BYTES = 512 * 1024 * 1024
-"""Enough text to learn any vocabulary from; more costs hours and moves the merges little."""
+"""Enough text to train any vocabulary on; more costs hours and changes the merges little."""
 
 
 def train_tokenizer(
-    pieces: Sequence[InputSlice],
+    inputs: Sequence[InputSlice],
     *,
     vocab_size: int,
     min_frequency: int = 2,
@@ -248,38 +243,34 @@ def train_tokenizer(
     options: StoreOptions | None = None,
     reporter: Reporter = SILENT,
 ) -> dict[str, bytes]:
-    """Learn a tokenizer from the first SAMPLE_BYTES of a corpus; return the files of its folder."""
-    try:
-        from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    except ImportError:
-        raise MissingExtra.named("data", "training a tokenizer") from None
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
+    """Train a tokenizer on the first TRAINING_TEXT_BYTES of a corpus; return the files of its folder."""
+    tokenizers = _import_tokenizers("training a tokenizer")
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=vocab_size,
         min_frequency=min_frequency,
         special_tokens=[eod],
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    total = min(TRAINING_TEXT_BYTES, sum(piece.bytes for piece in pieces))
+    total = min(TRAINING_TEXT_BYTES, sum(item.read_bytes for item in inputs))
     with reporter.task("tokenizer", total=total, unit="B") as task:
-        sample = _TrainingText(pieces, on_bad_line, options, task)
+        sample = _TrainingText(inputs, on_bad_line, options, task)
         tokenizer.train_from_iterator(sample.texts(), trainer)
-    found = tokenizer.get_vocab_size()
+    trained_size = tokenizer.get_vocab_size()
     if not sample.characters:
         raise InputError(
             "the training sources hold no text to learn a tokenizer from",
-            where=pieces[0].address if pieces else None,
+            where=inputs[0].address if inputs else None,
             hint="give the recipe text, or the address of a tokenizer",
         )
-    if found < vocab_size:
+    if trained_size < vocab_size:
         raise InputError(
-            f"the corpus gives a vocabulary of {found:,} tokens, {vocab_size:,} are asked for",
+            f"the corpus gives a vocabulary of {trained_size:,} tokens, {vocab_size:,} are asked for",
             where="tokenizer.train.vocab_size",
-            hint=f"write {found} or less, or give it more text",
+            hint=f"write {trained_size} or less, or give it more text",
         )
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eod, "clean_up_tokenization_spaces": False}
     return {
@@ -292,18 +283,18 @@ class _TrainingText:
     """The first text of a corpus, and how much of it there was."""
 
     def __init__(
-        self, pieces: Sequence[InputSlice], on_bad_line: OnBadLine, options: StoreOptions | None, task: ProgressTask
+        self, inputs: Sequence[InputSlice], on_bad_line: OnBadLine, options: StoreOptions | None, task: ProgressTask
     ) -> None:
-        self._pieces, self._on_bad_line, self._options, self._task = pieces, on_bad_line, options, task
+        self._inputs, self._on_bad_line, self._options, self._task = inputs, on_bad_line, options, task
         self.characters = 0
 
     def texts(self) -> Iterator[list[str]]:
-        """Yield the documents of block after block, up to SAMPLE_BYTES."""
-        for piece in self._pieces:
-            for block in InputReader(piece, *open_store(piece.address, self._options)).blocks():
-                documents, bad_lines = extract_documents(block, piece.key)
+        """Yield the documents of each block, up to TRAINING_TEXT_BYTES."""
+        for item in self._inputs:
+            for block in InputReader(item, *open_store(item.address, self._options)).blocks():
+                documents, bad_lines = extract_documents(block, item.key)
                 if bad_lines and self._on_bad_line == "stop":
-                    raise bad_lines[0].as_error(piece, bad_lines[0].number)
+                    raise bad_lines[0].to_error(item, bad_lines[0].number)
                 yield documents
                 self._task.advance(block.bytes_read)
                 self.characters += sum(map(len, documents))

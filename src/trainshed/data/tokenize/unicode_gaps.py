@@ -54,30 +54,30 @@ _LEAD_BYTES = sorted({chr(first).encode()[0] for first, _ in GAP_RANGES})
 
 
 def documents_with_gaps(documents: Sequence[str]) -> list[int]:
-    """Which documents hold such a letter, by number. Nearly always none: a glance of a nanosecond a byte."""
+    """Return the numbers of the documents with such a character: nearly always none, at a nanosecond per byte."""
     import numpy as np
 
     numbers = [number for number, document in enumerate(documents) if not document.isascii()]
     if not numbers:
         return []
-    # The fast encoder has asked these strings for their UTF-8 before, and Python keeps it: encoding is a copy.
+    # The fast encoder has encoded these strings before, and Python caches their UTF-8: encoding is a copy.
     encoded = [documents[number].encode() for number in numbers]
     data = np.frombuffer(b"".join(encoded), np.uint8)
-    found = data == _LEAD_BYTES[0]
+    is_lead = data == _LEAD_BYTES[0]
     for lead in _LEAD_BYTES[1:]:
-        found |= data == lead
-    at = np.flatnonzero(found)
+        is_lead |= data == lead
+    at = np.flatnonzero(is_lead)
     if not len(at):
         return []
     hits = at[_gap_table()[_code_points(data, at)]]
     if not len(hits):
         return []
-    ends = np.cumsum([len(each) for each in encoded])
+    ends = np.cumsum([len(text) for text in encoded])
     return sorted({numbers[int(which)] for which in np.searchsorted(ends, hits, "right")})
 
 
 def _code_points(data: NDArray[np.uint8], at: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The characters of three or four bytes that begin at these places."""
+    """Return the characters of three or four bytes that begin at these offsets."""
     import numpy as np
 
     lead = data[at].astype(np.int64)
@@ -89,7 +89,7 @@ def _code_points(data: NDArray[np.uint8], at: NDArray[np.int64]) -> NDArray[np.i
 
 @cache
 def _gap_table() -> NDArray[np.bool_]:
-    """For every code point whether it is one of them."""
+    """Return for every code point whether it is in `GAP_RANGES`."""
     import numpy as np
 
     table = np.zeros(0x110000, np.bool_)

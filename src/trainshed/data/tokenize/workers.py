@@ -33,15 +33,12 @@ if TYPE_CHECKING:
 
 
 COMPARED_BYTES = 64 * 1024
-"""How much of a shard is encoded by both encoders: enough to meet most kinds of text, a blink for the slow one."""
-
-
-# Shapes:  N documents in a block, T tokens of the block with BOS and EOD.
+"""How much of a shard is encoded by both encoders: enough to meet most kinds of text, and quick for the slow one."""
 
 
 @dataclass(frozen=True)
 class BlockTokenizerConfig:
-    """What every worker must know: the same for all blocks of a preparation."""
+    """What every worker needs: the same for all blocks of a preparation."""
 
     tokenizer: Tokenizer
     eod: int | None
@@ -61,6 +58,20 @@ class TokenBlock:
     bad_lines: list[BadLine] = field(default_factory=list)
 
 
+Tag = TypeVar("Tag")
+
+
+@dataclass(frozen=True)
+class BlockTask(Generic[Tag]):
+    """A block to tokenize; `tag` comes back with the result untouched."""
+
+    block: TextBlock
+    key: str
+    where: str
+    check_against_reference: bool
+    tag: Tag
+
+
 class BlockTokenizer:
     """Turns blocks into tokens; `parallel` lets the encoder use several cores by itself."""
 
@@ -69,26 +80,26 @@ class BlockTokenizer:
         self.encoder: Encoder
         self.encoder, self.reason = choose_encoder(options.tokenizer, options.encoder, parallel=parallel)
 
-    def tokens(self, job: BlockTask[Any]) -> TokenBlock:
-        """Parse, encode and lay out one block."""
-        (tokens,) = self.tokens_together([job])
+    def tokenize_block(self, task: BlockTask[Any]) -> TokenBlock:
+        """Parse and encode one block, with its special tokens."""
+        (tokens,) = self.tokenize_blocks([task])
         return tokens
 
-    def tokens_together(self, jobs: Sequence[BlockTask[Any]]) -> list[TokenBlock]:
-        """Tokenise several blocks with one call of the encoder."""
-        extracted = [extract_documents(job.block, job.key) for job in jobs]
-        for job, (documents, _) in zip(jobs, extracted, strict=True):
-            if job.compare and self._options.encoder != "tokenizers":
-                require_reference_ids(self._options.tokenizer, self.encoder, _comparison_sample(documents), job.where)
+    def tokenize_blocks(self, tasks: Sequence[BlockTask[Any]]) -> list[TokenBlock]:
+        """Tokenize several blocks with one call of the encoder."""
+        extracted = [extract_documents(task.block, task.key) for task in tasks]
+        for task, (documents, _) in zip(tasks, extracted, strict=True):
+            if task.check_against_reference and self._options.encoder != "tokenizers":
+                require_reference_ids(self._options.tokenizer, self.encoder, _comparison_sample(documents), task.where)
         encoded = self.encoder.encode([document for documents, _ in extracted for document in documents])
         parts = encoded.split([len(documents) for documents, _ in extracted])
         return [
-            TokenBlock(*self.lay_out(part), len(documents), _utf8_bytes(documents), bad_lines)
+            TokenBlock(*self.add_special_tokens(part), len(documents), _utf8_bytes(documents), bad_lines)
             for part, (documents, bad_lines) in zip(parts, extracted, strict=True)
         ]
 
-    def lay_out(self, encoded: EncodedBatch) -> tuple[bytes, bytes]:
-        """Put BOS before and EOD behind each document that is not empty, in the file's dtype."""
+    def add_special_tokens(self, encoded: EncodedBatch) -> tuple[bytes, bytes]:
+        """Put BOS before and EOD after each document that is not empty, in the file's dtype."""
         import numpy as np
 
         dtype = np.dtype(self._options.dtype)
@@ -112,12 +123,12 @@ class BlockTokenizer:
 
 
 def _utf8_bytes(documents: list[str]) -> int:
-    # Asking whether a string is ASCII costs nothing, and most are: then characters are bytes.
+    # Whether a string is ASCII is known at no cost, and most are: then its characters are its bytes.
     return sum(len(text) if text.isascii() else len(text.encode()) for text in documents)
 
 
 def _comparison_sample(documents: list[str]) -> list[str]:
-    """The first documents of a block up to SAMPLE_BYTES, a huge one cut."""
+    """Return the first documents of a block up to COMPARED_BYTES; a huge one is cut."""
     sample: list[str] = []
     room = COMPARED_BYTES
     for document in documents:
@@ -128,36 +139,22 @@ def _comparison_sample(documents: list[str]) -> list[str]:
     return sample
 
 
-Tag = TypeVar("Tag")
-
-
-@dataclass(frozen=True)
-class BlockTask(Generic[Tag]):
-    """A block to tokenise; `tag` comes back with the result untouched."""
-
-    block: TextBlock
-    key: str
-    where: str
-    compare: bool
-    tag: Tag
-
-
 @dataclass(frozen=True)
 class NumberedTask(Generic[Tag]):
-    """A job with its place in the order."""
+    """A task with its number in the order of results."""
 
     number: int
-    job: BlockTask[Tag]
+    task: BlockTask[Tag]
 
 
 class TaskDispatcher(Generic[Tag]):
-    """Runs servers over jobs. A server is called once with the dealer, and takes and answers until there is no more."""
+    """Runs workers over tasks. A worker is called once with the dispatcher; it takes and answers tasks to the end."""
 
     def __init__(
-        self, jobs: Iterable[BlockTask[Tag]], servers: Sequence[Callable[[TaskDispatcher[Tag]], None]], in_flight: int
+        self, tasks: Iterable[BlockTask[Tag]], workers: Sequence[Callable[[TaskDispatcher[Tag]], None]], in_flight: int
     ) -> None:
-        self._jobs, self._servers = jobs, servers
-        self._slots = threading.Semaphore(in_flight)
+        self._tasks, self._workers = tasks, workers
+        self._in_flight = threading.Semaphore(in_flight)
         self._todo: queue.SimpleQueue[NumberedTask[Tag] | None] = queue.SimpleQueue()
         self._answers: dict[int, tuple[Tag, TokenBlock] | BaseException] = {}
         self._changed = threading.Condition()
@@ -165,18 +162,18 @@ class TaskDispatcher(Generic[Tag]):
         self._stopping = False
 
     def take(self, *, wait: bool = True) -> NumberedTask[Tag] | None:
-        """For servers: the next job, or None when there is no more; `queue.Empty` if none can be had at once."""
+        """For workers: return the next task, or None after the last; without `wait`, it may raise `queue.Empty`."""
         item = self._todo.get(block=wait)
         return None if self._stopping else item
 
     def answer(self, item: NumberedTask[Tag], answer: TokenBlock | BaseException) -> None:
-        """For servers: hand in a result, or what went wrong."""
-        self._put(item.number, answer if isinstance(answer, BaseException) else (item.job.tag, answer))
+        """For workers: hand in a result or an error."""
+        self._put(item.number, answer if isinstance(answer, BaseException) else (item.task.tag, answer))
 
     def results(self) -> Generator[tuple[Tag, TokenBlock]]:
-        """Yield every result in the order of the jobs; the first error ends it."""
+        """Yield every result in the order of the tasks; the first error ends it."""
         threads = [threading.Thread(target=self._read, daemon=True)]
-        threads += [threading.Thread(target=server, args=(self,), daemon=True) for server in self._servers]
+        threads += [threading.Thread(target=worker, args=(self,), daemon=True) for worker in self._workers]
         for thread in threads:
             thread.start()
         try:
@@ -189,13 +186,13 @@ class TaskDispatcher(Generic[Tag]):
                     answer = self._answers.pop(number)
                 if isinstance(answer, BaseException):
                     raise answer
-                self._slots.release()
+                self._in_flight.release()
                 number += 1
                 yield answer
         finally:
             self._stopping = True
-            self._slots.release()
-            for _ in self._servers:
+            self._in_flight.release()
+            for _ in self._workers:
                 self._todo.put(None)
             for thread in threads:
                 thread.join()
@@ -208,11 +205,11 @@ class TaskDispatcher(Generic[Tag]):
     def _read(self) -> None:
         number = 0
         try:
-            for job in self._jobs:
-                self._slots.acquire()
+            for task in self._tasks:
+                self._in_flight.acquire()
                 if self._stopping:
                     return
-                self._todo.put(NumberedTask(number, job))
+                self._todo.put(NumberedTask(number, task))
                 number += 1
         except BaseException as error:
             self._put(number, error)
@@ -220,69 +217,70 @@ class TaskDispatcher(Generic[Tag]):
         with self._changed:
             self._total = number
             self._changed.notify_all()
-        for _ in self._servers:
+        for _ in self._workers:
             self._todo.put(None)
 
 
 BLOCKS_AHEAD = 2
-"""Blocks a worker is given at a time: one to work on, one waiting, so that it never idles for its pipe."""
+"""Blocks that a worker has at a time: one to work on, one waiting, so that it is never idle."""
 
 
 def start_fork_server() -> multiprocessing.context.ForkServerContext:
-    """Start the process that workers are forked from; called early, its imports overlap with ours.
+    """Start the process that workers are forked from. If called early, its imports overlap with ours.
 
-    It imports the encoder once and forks workers that share it; unlike fork from this process it is safe beside our
-    threads, and the workers inherit no pipe, so that each one sees it when we are killed.
+    It imports the encoders once, and the workers share them. Unlike a fork of this process it is safe beside our
+    threads. The workers inherit no pipe, so each one notices when we are killed.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["trainshed.data.tokenize.preload"])
+    # A module that is not installed is passed over. awkward is by far the slowest import of gigatoken.
+    context.set_forkserver_preload(["trainshed.data.tokenize.workers", "awkward", "gigatoken", "tokenizers"])
     multiprocessing.forkserver.ensure_running()
     return context
 
 
 class WorkerProcess:
-    """Our end of one worker."""
+    """Our end of a worker process."""
 
     def __init__(self, options: BlockTokenizerConfig) -> None:
         context = start_fork_server()
-        self._pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_worker_main, args=(theirs, options), daemon=True)
+        self._pipe, worker_end = context.Pipe()
+        self.process = context.Process(target=_worker_main, args=(worker_end, options), daemon=True)
         self.process.start()
-        theirs.close()
+        worker_end.close()
 
-    def hello(self) -> tuple[str, str]:
+    def wait_until_ready(self) -> tuple[str, str]:
         """Wait until it is ready; return the name of its encoder and why it was chosen."""
         answer = self._receive()
         if isinstance(answer, BaseException):
             raise answer
         return answer
 
-    def serve(self, dealer: TaskDispatcher[Any]) -> None:
-        """Pass jobs to the worker and its answers back, until there are no more."""
+    def run(self, dispatcher: TaskDispatcher[Any]) -> None:
+        """Pass tasks to the process and its answers back, until there are no more."""
         waiting: list[NumberedTask[Any]] = []
         more = True
         try:
             while more or waiting:
                 if more and len(waiting) < BLOCKS_AHEAD:
                     try:
-                        # With answers outstanding, do not sit on the queue: the worker may have something to say.
-                        item = dealer.take(wait=not waiting)
+                        # While answers are outstanding, do not block on the queue: one may arrive.
+                        item = dispatcher.take(wait=not waiting)
                     except queue.Empty:
                         pass
                     else:
                         more = item is not None
                         if item is not None:
                             waiting.append(item)
-                            self._send(replace(item.job, tag=None))
+                            self._send(replace(item.task, tag=None))
                         continue
                 answer = self._receive()
-                dealer.answer(waiting.pop(0), answer)
-        except TrainshedError as died:
+                dispatcher.answer(waiting.pop(0), answer)
+        except TrainshedError as error:
             for item in waiting:
-                dealer.answer(item, died)
+                dispatcher.answer(item, error)
 
     def stop(self) -> None:
-        """End it, kindly at first."""
+        """End the process: close its pipe, then kill it if it does not exit."""
         self._pipe.close()
         self.process.join(timeout=1)
         if self.process.is_alive():
@@ -293,15 +291,15 @@ class WorkerProcess:
         try:
             self._pipe.send(item)
         except (BrokenPipeError, ConnectionResetError):
-            raise self._died() from None
+            raise self._worker_died_error() from None
 
     def _receive(self) -> Any:
         try:
             return self._pipe.recv()
         except (EOFError, ConnectionResetError):
-            raise self._died() from None
+            raise self._worker_died_error() from None
 
-    def _died(self) -> TrainshedError:
+    def _worker_died_error(self) -> TrainshedError:
         self.process.join(timeout=5)
         return TrainshedError(
             f"a tokenising worker died (exit code {self.process.exitcode})",
@@ -310,7 +308,7 @@ class WorkerProcess:
 
 
 def _worker_main(connection: Connection, options: BlockTokenizerConfig) -> None:
-    """The worker's end: announce the encoder, then answer blocks until the pipe closes."""
+    """Run in the worker process: send the name of the encoder, then answer blocks until the pipe closes."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     try:
         tokenizer = BlockTokenizer(options)
@@ -322,7 +320,7 @@ def _worker_main(connection: Connection, options: BlockTokenizerConfig) -> None:
     threading.Thread(target=_drain_pipe, args=(connection, inbox), daemon=True).start()
     while (item := inbox.get()) is not None:
         try:
-            answer: object = tokenizer.tokens(item)
+            answer: object = tokenizer.tokenize_block(item)
         except Exception as error:
             answer = error if isinstance(error, TrainshedError) else RuntimeError(f"{type(error).__name__}: {error}")
         try:
@@ -332,7 +330,7 @@ def _worker_main(connection: Connection, options: BlockTokenizerConfig) -> None:
 
 
 def _drain_pipe(connection: Connection, inbox: queue.Queue[Any]) -> None:
-    """Keep the pipe empty while the worker computes, so that neither side can block the other for ever."""
+    """Keep the pipe empty while the worker computes, so that neither side blocks the other for ever."""
     try:
         while True:
             inbox.put(connection.recv())
@@ -353,14 +351,14 @@ BLOCKS_PER_CALL = 4
 """Blocks that threads encode in one call: over less than some 10 MB the encoder cannot keep its cores busy."""
 
 
-def default_workers(pieces: Sequence[InputSlice]) -> int:
-    """One worker per core that we may use; for a few megabytes, the work is done in this thread."""
-    small = sum(piece.bytes for piece in pieces) < INLINE_BYTES
+def default_workers(inputs: Sequence[InputSlice]) -> int:
+    """Return one worker per core that we may use; for a few megabytes one, which is this thread."""
+    small = sum(item.read_bytes for item in inputs) < INLINE_BYTES
     return 1 if small else len(os.sched_getaffinity(0))
 
 
 def prestart_workers(workers: int) -> None:
-    """Begin what takes time before workers can start; called early, it runs beside our own imports."""
+    """Start early what workers need, so that it runs beside our own imports."""
     if workers > MAX_THREAD_WORKERS:
         start_fork_server()
 
@@ -372,21 +370,21 @@ class WorkerPool:
         self._options, self.workers = options, workers
         self.encoder_name = ""
         self.encoder_reason = ""
-        self._here: BlockTokenizer | None = None
+        self._inline_tokenizer: BlockTokenizer | None = None
         self.processes: list[WorkerProcess] = []
 
     def __enter__(self) -> WorkerPool:
         if self.workers <= MAX_THREAD_WORKERS:
             if self.workers > 1:
-                # Read by the encoders' thread pools when they first start; whoever has set it has the last word.
+                # The encoders' thread pools read it when they first start. A value that is set already stays.
                 os.environ.setdefault("RAYON_NUM_THREADS", str(self.workers))
-            self._here = BlockTokenizer(self._options, parallel=self.workers > 1)
-            self.encoder_name, self.encoder_reason = self._here.encoder.name, self._here.reason
+            self._inline_tokenizer = BlockTokenizer(self._options, parallel=self.workers > 1)
+            self.encoder_name, self.encoder_reason = self._inline_tokenizer.encoder.name, self._inline_tokenizer.reason
             return self
         try:
             self.processes = [WorkerProcess(self._options) for _ in range(self.workers)]
             for worker in self.processes:
-                self.encoder_name, self.encoder_reason = worker.hello()
+                self.encoder_name, self.encoder_reason = worker.wait_until_ready()
         except BaseException:
             self.__exit__()
             raise
@@ -397,46 +395,46 @@ class WorkerPool:
             worker.stop()
         self.processes = []
 
-    def map(self, jobs: Iterable[BlockTask[Tag]]) -> Generator[tuple[Tag, TokenBlock]]:
-        """Tokenise jobs; results come in the order of the jobs, the first error ends it."""
-        here = self._here
-        if here is None:
-            servers = [worker.serve for worker in self.processes]
-            yield from TaskDispatcher(jobs, servers, in_flight=len(servers) * BLOCKS_AHEAD + 4).results()
+    def map(self, tasks: Iterable[BlockTask[Tag]]) -> Generator[tuple[Tag, TokenBlock]]:
+        """Tokenize tasks; results come in the order of the tasks, the first error ends it."""
+        tokenizer = self._inline_tokenizer
+        if tokenizer is None:
+            workers = [worker.run for worker in self.processes]
+            yield from TaskDispatcher(tasks, workers, in_flight=len(workers) * BLOCKS_AHEAD + 4).results()
         elif self.workers > 1:
 
-            def serve(dealer: TaskDispatcher[Tag]) -> None:
-                _serve_in_thread(dealer, here)
+            def run_in_thread(dispatcher: TaskDispatcher[Tag]) -> None:
+                _tokenize_in_thread(dispatcher, tokenizer)
 
             yield from TaskDispatcher(
-                jobs, [serve] * TOKENIZER_THREADS, in_flight=BLOCKS_PER_CALL * (TOKENIZER_THREADS + 1)
+                tasks, [run_in_thread] * TOKENIZER_THREADS, in_flight=BLOCKS_PER_CALL * (TOKENIZER_THREADS + 1)
             ).results()
         else:
-            for job in jobs:
-                yield job.tag, here.tokens(job)
+            for task in tasks:
+                yield task.tag, tokenizer.tokenize_block(task)
 
 
-def _serve_in_thread(dealer: TaskDispatcher[Tag], tokenizer: BlockTokenizer) -> None:
-    """Tokenise in this thread, several blocks at a time where several are waiting."""
+def _tokenize_in_thread(dispatcher: TaskDispatcher[Tag], tokenizer: BlockTokenizer) -> None:
+    """Tokenize in this thread; if several blocks are waiting, several at a time."""
     more = True
     while more:
-        together: list[NumberedTask[Tag]] = []
-        while more and len(together) < BLOCKS_PER_CALL:
+        batch: list[NumberedTask[Tag]] = []
+        while more and len(batch) < BLOCKS_PER_CALL:
             try:
-                item = dealer.take(wait=not together)
+                item = dispatcher.take(wait=not batch)
             except queue.Empty:
                 break
             more = item is not None
-            together += [item] if item is not None else []
+            batch += [item] if item is not None else []
         try:
-            answers = tokenizer.tokens_together([item.job for item in together])
+            answers = tokenizer.tokenize_blocks([item.task for item in batch])
         except Exception:
             # One of them is at fault: find out which, in order.
-            for item in together:
+            for item in batch:
                 try:
-                    dealer.answer(item, tokenizer.tokens(item.job))
+                    dispatcher.answer(item, tokenizer.tokenize_block(item.task))
                 except Exception as error:
-                    dealer.answer(item, error)
+                    dispatcher.answer(item, error)
         else:
-            for item, answer in zip(together, answers, strict=True):
-                dealer.answer(item, answer)
+            for item, answer in zip(batch, answers, strict=True):
+                dispatcher.answer(item, answer)

@@ -35,8 +35,6 @@ from trainshed.data.tokens.token_files import (
     local_copy,
     open_token_file,
     replace_file,
-    shard_name,
-    shard_prefixes,
 )
 from trainshed.errors import CorruptData, InputError
 
@@ -53,7 +51,7 @@ SCAN_ITEMS = 1 << 20
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """Return the type tokens are stored in: Megatron's rule (`DType.optimal_dtype`), not the tightest one."""
+    """Return the type that tokens are stored in: Megatron's rule (`DType.optimal_dtype`), not the smallest one."""
     return np.dtype("<u2") if vocab_size < 65500 else np.dtype("<i4")
 
 
@@ -118,10 +116,10 @@ def lengths_from_file(path: str | os.PathLike[str], chunk_items: int = SCAN_ITEM
 
 
 def encode_index(dtype: np.dtype, document_lengths: LengthChunks) -> Iterator[bytes]:
-    """The bytes of the `.idx` for documents of these lengths, one sequence per document that is not empty.
+    """Yield the bytes of the `.idx` for documents of these lengths, one sequence per document that is not empty.
 
-    `document_lengths()` is called four times, once to count and once for each section, and must give the same
-    each time: a billion documents take no more memory than a chunk.
+    `document_lengths()` is called four times, once to count and once for each section, and must give the same each
+    time. So a billion documents take no more memory than a chunk.
     """
     if dtype not in CODE_BY_DTYPE:
         raise InputError(f"tokens cannot be stored as {dtype}", hint="use uint16 or int32 (see `token_dtype`)")
@@ -149,7 +147,7 @@ def encode_index(dtype: np.dtype, document_lengths: LengthChunks) -> Iterator[by
 
 
 def write_index(path: str | os.PathLike[str], dtype: np.dtype, document_lengths: LengthChunks) -> IndexHeader:
-    """Write a local `.idx` that appears whole or not at all, and return its header."""
+    """Write a local `.idx` atomically, and return its header."""
     header: IndexHeader | None = None
     with replace_file(Path(path)) as file:
         for piece in encode_index(dtype, document_lengths):
@@ -159,24 +157,11 @@ def write_index(path: str | os.PathLike[str], dtype: np.dtype, document_lengths:
     return header
 
 
-__all__ = [
-    "IndexHeader",
-    "IndexedDataset",
-    "LengthChunks",
-    "encode_index",
-    "lengths_from_file",
-    "shard_name",
-    "shard_prefixes",
-    "token_dtype",
-    "write_index",
-]
-
-
 class IndexedDataset:
     """Random access to the tokens of one `.bin/.idx` pair, on a disk or in a store.
 
-    The index is memory-mapped (a store's is copied here first); tokens are read with pread or ranged gets. Opening
-    costs a few small reads; `check()` scans everything.
+    The index is memory-mapped; one in a store is copied here first. Tokens are read with pread or ranged gets. Opening
+    costs a few small reads, `check()` scans everything.
     """
 
     def __init__(self, prefix: str | os.PathLike[str], options: StoreOptions | None = None) -> None:
@@ -192,7 +177,7 @@ class IndexedDataset:
                     f"is {size} bytes, but {header.sequences} sequences and {header.documents} documents"
                     f" take {header.index_bytes}"
                 )
-            # The map keeps its own handle on the file and is unmapped with the last array that looks into it.
+            # The map keeps its own handle on the file and is unmapped with the last array that uses it.
             data = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
         self.header = header
         self.has_modes = size != header.index_bytes
@@ -262,7 +247,7 @@ class IndexedDataset:
         return out
 
     def token_chunks(self, chunk_tokens: int = SCAN_ITEMS) -> Iterator[np.ndarray]:
-        """All tokens in file order, a chunk at a time."""
+        """Yield all tokens in file order, in chunks."""
         for start in range(0, self.tokens, chunk_tokens):
             yield self.read(start, min(chunk_tokens, self.tokens - start))
 

@@ -27,7 +27,7 @@ class DocumentSample:
 
 @dataclass(frozen=True)
 class TokenInspection:
-    """What is behind a prefix. `histogram` counts documents by length: bucket b holds 2^b to 2^(b+1)-1 tokens."""
+    """The token files of a prefix. `histogram` counts documents by length: bucket b is 2^b to 2^(b+1)-1 tokens."""
 
     prefix: str
     shards: int
@@ -54,11 +54,11 @@ class TokenInspection:
 def inspect_tokens(
     prefix: str, *, tokenizer: Tokenizer | None = None, samples: int = 3, reporter: Reporter = SILENT
 ) -> TokenInspection:
-    """Read everything behind a prefix once and describe it."""
+    """Read all token files of a prefix once and describe them."""
     shards = shard_prefixes(prefix)
     readers = [IndexedDataset(shard) for shard in shards]
-    found = [manifest for shard in shards if (manifest := read_token_manifest(shard))]
-    manifest = combine_manifests(found) if len(found) == len(shards) else None
+    manifests = [manifest for shard in shards if (manifest := read_token_manifest(shard))]
+    manifest = combine_manifests(manifests) if len(manifests) == len(shards) else None
     spec = manifest.spec if manifest else {}
     eod, bos = _special_token("eos", spec.get("eod"), tokenizer), _special_token("bos", spec.get("bos"), tokenizer)
 
@@ -114,7 +114,7 @@ def inspect_tokens(
 def _special_token(
     role: str, recorded: dict[str, object] | None, tokenizer: Tokenizer | None
 ) -> dict[str, object] | None:
-    """The special token a manifest records, else the one the tokenizer names."""
+    """Return the special token that a manifest records, otherwise the one that the tokenizer names."""
     if recorded or tokenizer is None:
         return recorded
     named = tokenizer.config.get(f"{role}_token")
@@ -124,18 +124,18 @@ def _special_token(
 
 
 def _document_lengths(reader: IndexedDataset, first: int, count: int) -> np.ndarray:
-    """Tokens of each document, all its sequences together."""
+    """Return the number of tokens of each document, over all its sequences."""
     bounds = reader.document_indices[first : first + count + 1]
     lengths = reader.lengths[bounds[0] : bounds[-1]].astype(np.int64)
     ends = np.concatenate(([0], np.cumsum(lengths)))
     return np.diff(ends[bounds - bounds[0]])
 
 
-def _samples(readers: list[IndexedDataset], tokenizer: Tokenizer | None, wanted: int) -> list[DocumentSample]:
-    """The beginnings of documents spread evenly over all shards."""
+def _samples(readers: list[IndexedDataset], tokenizer: Tokenizer | None, count: int) -> list[DocumentSample]:
+    """Return the beginnings of documents, spread evenly over all shards."""
     total = sum(reader.documents for reader in readers)
     picked: list[DocumentSample] = []
-    for number in sorted({total * i // max(wanted, 1) for i in range(wanted)} if total else ()):
+    for number in sorted({total * i // max(count, 1) for i in range(count)} if total else ()):
         local, reader = number, readers[0]
         for reader in readers:
             if local < reader.documents:

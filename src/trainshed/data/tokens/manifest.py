@@ -36,22 +36,22 @@ class InputRecord:
     end: int | None = None
 
     @classmethod
-    def of(cls, piece: InputSlice, sha256: str | None) -> InputRecord:
-        """Record a piece with the hash it was found to have."""
+    def from_input(cls, input_slice: InputSlice, sha256: str | None) -> InputRecord:
+        """Record an input with the hash of what was read."""
         return cls(
-            piece.shown,
-            piece.size,
-            piece.version,
+            input_slice.display_address,
+            input_slice.size,
+            input_slice.version,
             sha256,
-            piece.key,
-            piece.documents if piece.format.kind == "text" else piece.format.kind,
-            piece.start,
-            piece.end,
+            input_slice.key,
+            input_slice.documents if input_slice.format.kind == "text" else input_slice.format.kind,
+            input_slice.start,
+            input_slice.end,
         )
 
     @property
-    def place(self) -> tuple[object, ...]:
-        """Which bytes of which file these are, whatever is in them (a cut file is cut by its size)."""
+    def identity(self) -> tuple[object, ...]:
+        """Which bytes of which file these are, whatever their content."""
         return (self.address, self.key, self.documents, self.start, self.end)
 
 
@@ -59,7 +59,7 @@ class InputRecord:
 class TokenManifest:
     """The proof of one shard, or of a whole set of shards (then `shards` says how many).
 
-    `spec` is all that decides the bytes besides the inputs; `tokenizer` is where the tokenizer was found.
+    `spec` is all that decides the bytes besides the inputs. `tokenizer` is the address of the tokenizer.
     """
 
     spec: dict[str, Any]
@@ -70,8 +70,8 @@ class TokenManifest:
     files: list[FileEntry]
     shards: int = 1
 
-    def manifest(self) -> Manifest:
-        """As every artefact's manifest is written."""
+    def to_manifest(self) -> Manifest:
+        """Return it in the form of every artefact's manifest."""
         facts = {
             "tokenizer": self.tokenizer,
             "encoder": self.encoder,
@@ -82,8 +82,8 @@ class TokenManifest:
         return Manifest.of(TOKENS_KIND, self.spec, self.files, facts)
 
     @classmethod
-    def of(cls, manifest: Manifest, where: str) -> TokenManifest:
-        """Read what is special about tokens; `where` names the file in errors."""
+    def from_manifest(cls, manifest: Manifest, where: str) -> TokenManifest:
+        """Read what is specific to tokens; `where` names the file in errors."""
         if manifest.kind != TOKENS_KIND:
             raise CorruptData(f"this is the manifest of {manifest.kind}, not of tokens", where=where)
         facts = manifest.facts
@@ -102,16 +102,16 @@ class TokenManifest:
             raise broken_manifest(f"this manifest is damaged ({type(error).__name__}: {error})", where) from None
 
     def write(self, prefix: str, options: StoreOptions | None = None) -> None:
-        """Write it beside the files it proves, in one step."""
-        self.manifest().write(*open_store(f"{prefix}.manifest.json", options))
+        """Write it beside the files that it proves, atomically."""
+        self.to_manifest().write(*open_store(f"{prefix}.manifest.json", options))
 
-    def files_are_there(self, prefix: str, options: StoreOptions | None = None) -> bool:
-        """Whether the files it lists exist with the right sizes; `verify` looks inside them."""
+    def files_exist(self, prefix: str, options: StoreOptions | None = None) -> bool:
+        """Whether the files it lists exist with the right sizes; `verify_tokens` reads them."""
         folder = prefix.rpartition("/")[0]
         for file in self.files:
             store, path = open_store(f"{folder}/{file.path}" if "/" in prefix else file.path, options)
-            found = store.head(path)
-            if found is None or found.size != file.size:
+            info = store.head(path)
+            if info is None or info.size != file.size:
                 return False
         return True
 
@@ -123,11 +123,11 @@ def read_token_manifest(prefix: str, options: StoreOptions | None = None) -> Tok
         manifest = Manifest.read(*open_store(address, options))
     except NotFound:
         return None
-    return TokenManifest.of(manifest, address)
+    return TokenManifest.from_manifest(manifest, address)
 
 
 def combine_manifests(manifests: Sequence[TokenManifest]) -> TokenManifest:
-    """The manifest of a set of shards: the sum of theirs."""
+    """Return the manifest of a set of shards: the sum of theirs."""
     counts = TokenCounts()
     for manifest in manifests:
         counts = counts.plus(manifest.counts)
@@ -146,8 +146,8 @@ def combine_manifests(manifests: Sequence[TokenManifest]) -> TokenManifest:
 def delete_set_manifest(prefix: str, options: StoreOptions | None = None) -> None:
     """Remove the manifest of the set that a shard belongs to, before the shard is made anew.
 
-    Every task does so before it writes the manifest of its shard and looks for the others' only after that, so
-    whoever is last finds them all, and nobody removes what that one writes.
+    Every task does so before it writes the manifest of its shard, and reads the others' manifests only after that. So
+    the last task finds them all, and nobody removes what it writes.
     """
     whole = set_prefix(prefix)
     if whole is not None:
@@ -156,7 +156,7 @@ def delete_set_manifest(prefix: str, options: StoreOptions | None = None) -> Non
 
 
 def write_set_manifest(prefix: str, shards: int, options: StoreOptions | None = None) -> TokenManifest | None:
-    """Write `PREFIX.manifest.json` for a set of shards once all are there; None while some are missing.
+    """Write `PREFIX.manifest.json` for a set of shards once all exist; return None while some are missing.
 
     Several tasks may finish at once and all write it: the bytes are the same.
     """

@@ -1,7 +1,7 @@
 """Merge token files into one by concatenation, in O(1) memory.
 
-The result is what preparing everything into one file would have written, byte for byte. It becomes visible with its
-`.idx`, which is renamed last. A merge that is killed leaves no `.idx` and can be run again.
+The result is byte for byte what preparing everything into one file would have written. Its `.idx` is renamed last: a
+merge that is killed leaves none and can be run again.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def merge_tokens(
             for piece in _joint_index(header, readers):
                 index.write(piece)
                 task.advance(len(piece))
-            # An old index or manifest must never stand beside new tokens.
+            # An old index or manifest must never be beside new tokens.
             Path(f"{output}.manifest.json").unlink(missing_ok=True)
             index_path.unlink(missing_ok=True)
             commit_file(tokens, bin_path)
@@ -69,7 +69,7 @@ def merge_tokens(
 
 
 def _write_manifest(inputs: Sequence[str], output: str) -> None:
-    """Prove the result as its parts were proven; parts without a manifest, or made differently, give none."""
+    """Write the manifest of the result, if all parts have one and were made alike."""
     manifests = [manifest for name in inputs if (manifest := read_token_manifest(name))]
     if len(manifests) < len(inputs) or any(manifest.spec != manifests[0].spec for manifest in manifests):
         return

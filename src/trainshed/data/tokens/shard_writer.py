@@ -1,10 +1,10 @@
 """Writing one shard of tokens, to a disk or to a bucket.
 
 On a disk the process may be killed at any moment. Tokens are appended to `PREFIX.bin.partial` and document lengths to
-`PREFIX.lengths.partial`. About once a second a journal records how much of both is good and how far reading has got. A
-rerun cuts both files back to the journal, proves what is left by its hash, and goes on; the result is the same bytes.
+`PREFIX.lengths.partial`. About once a second a journal records the sizes of both and how far reading has got. A rerun
+cuts both files back to the journal, checks the rest by its hash, and goes on; the result is the same bytes.
 
-In a bucket a shard is one multipart object that nobody sees until it is whole. A rerun starts the shard again.
+In a bucket a shard is one multipart object that is visible only when complete. A rerun starts the shard again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from typing import IO, TYPE_CHECKING, Any, Protocol
 
 import orjson
 
-from trainshed.data.tokenize.workers import TokenBlock
 from trainshed.errors import AccessDenied, Conflict, NoSpace, StorageError
 from trainshed.reporting import Reporter
 from trainshed.storage.locks import LockHolder, describe_holder, wait_for_lock
@@ -33,6 +32,7 @@ from trainshed.storage.manifest import FileEntry
 if TYPE_CHECKING:
     import numpy as np
 
+    from trainshed.data.tokenize.workers import TokenBlock
     from trainshed.storage import Store
 
 
@@ -65,9 +65,9 @@ class TokenCounts:
 
 @dataclass
 class ShardProgress:
-    """How far a shard has got: pieces read to the end (their hashes), and a position in the next one."""
+    """How far a shard has got: the hashes of the inputs that are read, and a position in the next one."""
 
-    piece_hashes: list[str | None] = field(default_factory=list)
+    input_hashes: list[str | None] = field(default_factory=list)
     position: int = 0
     counts: TokenCounts = field(default_factory=TokenCounts)
 
@@ -79,11 +79,11 @@ class ShardWriter(Protocol):
     """How far it has got: after opening, how far an earlier attempt had got."""
 
     def append(self, tokens: TokenBlock, counts: TokenCounts, position: int) -> None:
-        """Write a block's tokens; `position` is where reading stands behind it."""
+        """Write a block's tokens; `position` is where reading resumes after it."""
         ...
 
-    def piece_done(self, sha256: str | None) -> None:
-        """Note that a piece was read to its end."""
+    def input_done(self, sha256: str | None) -> None:
+        """Record that an input was read to its end."""
         ...
 
     def finish(self, dtype: np.dtype) -> list[FileEntry]:
@@ -93,7 +93,7 @@ class ShardWriter(Protocol):
 
 @contextmanager
 def explain_disk_errors(where: str) -> Iterator[None]:
-    """Turn what the disk says into our words."""
+    """Turn errors of the disk into our errors, with a hint."""
     try:
         yield
     except OSError as error:
@@ -114,24 +114,24 @@ CHECKSUM_BYTES = 8
 
 
 class ShardLocked(Conflict):
-    """Another process is at work on the shard."""
+    """Another process is writing the shard."""
 
 
 def wait_for_shard(prefix: str, reporter: Reporter) -> None:
-    """Wait while another process is at work on a shard: until it is done, or has ended in any other way."""
+    """Wait while another process writes a shard, until it is done or has ended in any other way."""
     journal = _journal_path(prefix)
     wait_for_lock(prefix, _holder_path(prefix), lambda: is_shard_locked(prefix), reporter, sign_of_life=journal)
 
 
 def is_shard_locked(prefix: str) -> bool:
-    """Whether another process is at work on a shard."""
+    """Whether another process is writing a shard."""
     try:
         with open(_journal_path(prefix), "rb") as journal:
             fcntl.flock(journal, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
     except OSError:
-        return False  # nobody has begun; or a mount that knows no locks
+        return False  # nobody has begun, or the mount has no locks
     return False
 
 
@@ -146,16 +146,16 @@ def _holder_path(prefix: str) -> Path:
 class LocalShardWriter:
     """A shard on a local or mounted disk.
 
-    The journal is a list of marks, only ever appended to: the pieces finished since the last mark with their hashes,
-    the position in the next piece, and the sizes and hashes of both files at that moment. A rerun takes the last mark
-    up to which every piece is still the same, so that mending one input does not cost the work done before it; with
-    `bad_lines=False` also the last one before a bad line was left out.
+    The journal is a list of entries, only ever appended to. An entry has the inputs that were finished since the last
+    one with their hashes, the position in the next input, and the sizes and hashes of both files at that moment. A
+    rerun goes on from the last entry up to which every input is still the same: mending one input does not cost the
+    work before it. With `bad_lines=False` that entry must also be before the first bad line that was skipped.
     """
 
     def __init__(
-        self, prefix: str, key: str, piece_ids: Sequence[str], stack: ExitStack, *, bad_lines: bool = True
+        self, prefix: str, key: str, input_ids: Sequence[str], stack: ExitStack, *, bad_lines: bool = True
     ) -> None:
-        self._key, self._piece_ids, self._bad_lines = key, piece_ids, bad_lines
+        self._key, self._input_ids, self._bad_lines = key, input_ids, bad_lines
         self._bin, self._index = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
         self._tokens_path = Path(f"{prefix}.bin.partial")
         self._lengths_path = Path(f"{prefix}.lengths.partial")
@@ -164,7 +164,7 @@ class LocalShardWriter:
         self._holder_path = _holder_path(prefix)
         with explain_disk_errors(prefix):
             self._journal_path.parent.mkdir(parents=True, exist_ok=True)
-            # Opened first and removed last: whoever holds it has the shard.
+            # Opened first and removed last: the process that locks it has the shard.
             self._journal = stack.enter_context(open(self._journal_path, "ab+", buffering=0))
             self._lock(prefix)
             self._holder_path.write_bytes(LockHolder.here().to_bytes())
@@ -172,8 +172,8 @@ class LocalShardWriter:
             self._lengths = stack.enter_context(open(self._lengths_path, "ab+", buffering=0))
             self._digest, self._lengths_digest = hashlib.sha256(), hashlib.sha256()
             self.progress = self._resume()
-        self._marked_pieces = len(self.progress.piece_hashes)
-        self._marked_at = time.monotonic()
+        self._recorded_inputs = len(self.progress.input_hashes)
+        self._recorded_at = time.monotonic()
 
     def _lock(self, prefix: str) -> None:
         taken = False
@@ -182,8 +182,8 @@ class LocalShardWriter:
         except BlockingIOError:
             taken = True
         except OSError:
-            pass  # some network mounts know no locks
-        # Without a name: whoever had it finished, and removed it, after we opened it.
+            pass  # some network mounts have no locks
+        # No name left: another process finished the shard and removed it after we opened it.
         if taken or os.fstat(self._journal.fileno()).st_nlink == 0:
             raise ShardLocked(
                 "another process is preparing this shard",
@@ -192,32 +192,32 @@ class LocalShardWriter:
             )
 
     def _resume(self) -> ShardProgress:
-        """Cut the files back to the last good mark; without one, start again."""
-        progress, mark, journal_bytes = self._last_good_mark()
-        if mark is not None:
+        """Cut the files back to the last valid journal entry; without one, start again."""
+        progress, entry, journal_bytes = self._last_valid_entry()
+        if entry is not None:
             for file, digest, (size, sha256) in (
-                (self._tokens, self._digest, mark["tokens"]),
-                (self._lengths, self._lengths_digest, mark["lengths"]),
+                (self._tokens, self._digest, entry["tokens"]),
+                (self._lengths, self._lengths_digest, entry["lengths"]),
             ):
                 if _size(file) > size:
                     file.truncate(size)
                 _hash_into(digest, file)
                 if digest.hexdigest() != sha256:
-                    mark = None
+                    entry = None
                     break
-        if mark is not None:
+        if entry is not None:
             self._journal.truncate(journal_bytes)
             return progress
         self._digest, self._lengths_digest = hashlib.sha256(), hashlib.sha256()
         for file in (self._tokens, self._lengths, self._journal):
             file.truncate(0)
-        self._note({"format": JOURNAL_FORMAT, "key": self._key})
+        self._append_journal({"format": JOURNAL_FORMAT, "key": self._key})
         return ShardProgress()
 
-    def _last_good_mark(self) -> tuple[ShardProgress, dict[str, Any] | None, int]:
+    def _last_valid_entry(self) -> tuple[ShardProgress, dict[str, Any] | None, int]:
         self._journal.seek(0)
         lines = self._journal.read().splitlines(keepends=True)
-        progress, good, hashes, at = ShardProgress(), None, [], 0
+        progress, last_entry, hashes, valid_bytes = ShardProgress(), None, [], 0
         for number, line in enumerate(lines):
             data = line[2 * CHECKSUM_BYTES :]
             if line != _with_checksum(data):
@@ -227,20 +227,20 @@ class LocalShardWriter:
                 if entry != {"format": JOURNAL_FORMAT, "key": self._key}:
                     break
             else:
-                done = [piece_id for piece_id, _ in entry["done"]]
-                expected = list(self._piece_ids[len(hashes) : len(hashes) + len(done) + 1])
+                done = [input_id for input_id, _ in entry["done"]]
+                expected = list(self._input_ids[len(hashes) : len(hashes) + len(done) + 1])
                 if done != expected[: len(done)] or (entry["position"] and entry["piece"] not in expected[len(done) :]):
                     break
                 if entry["counts"]["bad_lines"] and not self._bad_lines:
                     break
                 hashes += [sha256 for _, sha256 in entry["done"]]
                 counts = entry["counts"] | {"bad_line_examples": tuple(entry["counts"]["bad_line_examples"])}
-                progress, good = ShardProgress(list(hashes), entry["position"], TokenCounts(**counts)), entry
-            at += len(line)
-        return progress, good, at
+                progress, last_entry = ShardProgress(list(hashes), entry["position"], TokenCounts(**counts)), entry
+            valid_bytes += len(line)
+        return progress, last_entry, valid_bytes
 
     def append(self, tokens: TokenBlock, counts: TokenCounts, position: int) -> None:
-        """Append a block; set a mark every second or so."""
+        """Append a block; write a journal entry every second or so."""
         with explain_disk_errors(str(self._bin)):
             for file, digest, data in (
                 (self._tokens, self._digest, tokens.data),
@@ -250,30 +250,30 @@ class LocalShardWriter:
                 digest.update(data)
             self.progress.counts = self.progress.counts.plus(counts)
             self.progress.position = position
-            if time.monotonic() - self._marked_at >= JOURNAL_SECONDS:
-                self._mark()
+            if time.monotonic() - self._recorded_at >= JOURNAL_SECONDS:
+                self._write_journal_entry()
 
-    def piece_done(self, sha256: str | None) -> None:
-        """Note that a piece was read to its end."""
-        self.progress.piece_hashes.append(sha256)
+    def input_done(self, sha256: str | None) -> None:
+        """Record that an input was read to its end."""
+        self.progress.input_hashes.append(sha256)
         self.progress.position = 0
 
-    def _mark(self) -> None:
-        # No fsync: the hashes tell on the next start whether the bytes survived, even a power cut.
-        hashes = self.progress.piece_hashes
-        fresh = range(self._marked_pieces, len(hashes))
-        mark = {
-            "done": [(self._piece_ids[i], hashes[i]) for i in fresh],
-            "piece": self._piece_ids[len(hashes)],
+    def _write_journal_entry(self) -> None:
+        # No fsync: the next start checks by the hashes whether the bytes have survived, even after a power cut.
+        hashes = self.progress.input_hashes
+        new = range(self._recorded_inputs, len(hashes))
+        entry = {
+            "done": [(self._input_ids[i], hashes[i]) for i in new],
+            "piece": self._input_ids[len(hashes)],
             "position": self.progress.position,
             "counts": asdict(self.progress.counts),
             "tokens": (_size(self._tokens), self._digest.hexdigest()),
             "lengths": (_size(self._lengths), self._lengths_digest.hexdigest()),
         }
-        self._note(mark)
-        self._marked_pieces, self._marked_at = len(hashes), time.monotonic()
+        self._append_journal(entry)
+        self._recorded_inputs, self._recorded_at = len(hashes), time.monotonic()
 
-    def _note(self, entry: dict[str, Any]) -> None:
+    def _append_journal(self, entry: dict[str, Any]) -> None:
         _write_all(self._journal, _with_checksum(orjson.dumps(entry) + b"\n"))
 
     def finish(self, dtype: np.dtype) -> list[FileEntry]:
@@ -291,12 +291,13 @@ class LocalShardWriter:
         size = _size(self._tokens)
         with explain_disk_errors(str(self._bin)):
             os.fsync(self._tokens.fileno())
-            # What proves and describes older tokens goes first and comes last: no two preparations are ever mixed.
+            # Older tokens lose their manifest and index first, and the new ones get theirs last: two preparations are
+            # never mixed.
             self._manifest_path.unlink(missing_ok=True)
             self._index.unlink(missing_ok=True)
             self._tokens_path.replace(self._bin)
             index_partial.replace(self._index)
-            # Of no use from here on: before the manifest, so that being killed after it leaves nothing behind.
+            # Not needed any more. Removed before the manifest is written, so a kill after it leaves none of them.
             self._lengths_path.unlink()
             self._holder_path.unlink(missing_ok=True)
             self._journal_path.unlink()
@@ -307,7 +308,7 @@ class LocalShardWriter:
 
 
 def _with_checksum(line: bytes) -> bytes:
-    """A line of the journal with its checksum in front."""
+    """Return a line of the journal with its checksum before it."""
     return hashlib.blake2b(line, digest_size=CHECKSUM_BYTES).hexdigest().encode() + line
 
 
@@ -328,12 +329,12 @@ def _hash_into(digest: Any, file: IO[bytes]) -> None:
 
 
 class RemoteShardWriter:
-    """A shard in a bucket: tokens stream up as they come, lengths wait on a local scratch file for the index."""
+    """A shard in a bucket: tokens are uploaded as they come, lengths wait in a local file for the index."""
 
     def __init__(self, store: Store, path: str, stack: ExitStack) -> None:
         self._store, self._path = store, path
         self.progress = ShardProgress()
-        # Its own stack, so that `finish` can complete the upload while leaving early in any way aborts it.
+        # Its own stack: `finish` completes the upload, any other exit aborts it.
         self._upload = ExitStack()
         stack.callback(self._abort)
         self._writer = self._upload.enter_context(store.writer(f"{path}.bin"))
@@ -342,7 +343,7 @@ class RemoteShardWriter:
         self._size = 0
 
     def append(self, tokens: TokenBlock, counts: TokenCounts, position: int) -> None:
-        """Send a block on its way."""
+        """Upload a block."""
         self._writer.write(tokens.data)
         self._digest.update(tokens.data)
         self._size += len(tokens.data)
@@ -351,9 +352,9 @@ class RemoteShardWriter:
         self.progress.counts = self.progress.counts.plus(counts)
         self.progress.position = position
 
-    def piece_done(self, sha256: str | None) -> None:
-        """Note that a piece was read to its end."""
-        self.progress.piece_hashes.append(sha256)
+    def input_done(self, sha256: str | None) -> None:
+        """Record that an input was read to its end."""
+        self.progress.input_hashes.append(sha256)
 
     def finish(self, dtype: np.dtype) -> list[FileEntry]:
         """Complete the upload, then write the index."""
@@ -361,8 +362,8 @@ class RemoteShardWriter:
 
         with explain_disk_errors(self._lengths.name):
             self._lengths.flush()
-        for ending in ("manifest.json", "idx"):  # of older tokens: see LocalShardWriter.finish
-            self._store.delete(f"{self._path}.{ending}")
+        for suffix in ("manifest.json", "idx"):  # of older tokens: see LocalShardWriter.finish
+            self._store.delete(f"{self._path}.{suffix}")
         self._upload.close()
         digest, size = hashlib.sha256(), 0
         with self._store.writer(f"{self._path}.idx") as writer:
@@ -377,7 +378,7 @@ class RemoteShardWriter:
         ]
 
     def _abort(self) -> None:
-        """Leave the upload as an error would, so that nobody ever sees a part of a shard; a finished one is closed."""
+        """Abort the upload as an error would: a part of a shard is never visible. A finished upload stays."""
         with suppress(_UploadAborted), self._upload:
             raise _UploadAborted
 

@@ -1,4 +1,4 @@
-"""The files behind a PREFIX: their shard names, reading them from a disk or a store, and writing them atomically.
+"""The token files of a PREFIX: names of shards, reading from a disk or a store, and writing atomically.
 
 One PREFIX may stand for many shards: `PREFIX-00003-of-00072.bin` and `.idx`. Local files are read with pread, stored
 ones with ranged gets. A file that is written locally appears whole or not at all, however the process ends.
@@ -50,7 +50,7 @@ class TokenFile(Protocol):
 
 
 class LocalTokenFile:
-    """A file on a local or mounted disk, read with pread: a page fault on a network mount stalls the process."""
+    """A file on a local or mounted disk. It is read with pread: a page fault on a network mount stalls the process."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -109,7 +109,7 @@ def open_token_file(address: str, options: StoreOptions | None = None) -> TokenF
 
 @contextmanager
 def local_copy(address: str, options: StoreOptions | None = None) -> Iterator[BinaryIO]:
-    """Open a file for mapping: itself where it is on a disk, an unnamed copy where it is in a store."""
+    """Open a file for a memory map: a file on a disk itself, an object of a store as an unnamed local copy."""
     local = local_path(address)
     if local is not None:
         if not Path(local).is_file():
@@ -138,7 +138,7 @@ def shard_name(prefix: str, shard: int, shards: int) -> str:
 
 
 def set_prefix(shard: str) -> str | None:
-    """Return the PREFIX of the set that a shard belongs to; None for one that stands alone."""
+    """Return the PREFIX of the set that a shard belongs to; None for a shard without a set."""
     match = re.fullmatch(r"(.*)-\d{5}-of-\d{5}", shard, re.DOTALL)
     return match[1] if match else None
 
@@ -147,16 +147,16 @@ def shard_prefixes(prefix: str | os.PathLike[str], options: StoreOptions | None 
     """Return the prefixes a PREFIX stands for: itself, or all its `-00000-of-000NN` shards in order."""
     prefix = os.fspath(prefix)
     name = prefix.rpartition("/")[2]
-    found = _index_files(prefix, options)
-    whole = (1, None) in found
-    totals = sorted({total for total, shard in found if shard is not None})
-    if whole and totals:
+    indexes = _index_files(prefix, options)
+    is_whole = (1, None) in indexes
+    totals = sorted({total for total, shard in indexes if shard is not None})
+    if is_whole and totals:
         raise InputError(
             "there is both a whole file and a sharded one",
             where=prefix,
             hint=f"remove {name}.bin/.idx or the {name}-*-of-{totals[0]:05d} files, whichever is stale",
         )
-    if whole:
+    if is_whole:
         return [prefix]
     if len(totals) > 1:
         raise InputError(
@@ -171,7 +171,7 @@ def shard_prefixes(prefix: str | os.PathLike[str], options: StoreOptions | None 
             hint=f"expected {name}.idx or {name}-00000-of-….idx",
         )
     (total,) = totals
-    missing = [shard_name(name, shard, total) + ".idx" for shard in range(total) if (total, shard) not in found]
+    missing = [shard_name(name, shard, total) + ".idx" for shard in range(total) if (total, shard) not in indexes]
     if missing:
         shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
         raise NotFound(
@@ -183,7 +183,7 @@ def shard_prefixes(prefix: str | os.PathLike[str], options: StoreOptions | None 
 
 
 def refuse_other_shards(prefix: str, shards: int, options: StoreOptions | None = None) -> None:
-    """Stop before writing beside token files that another number of shards left at the same PREFIX."""
+    """Stop before writing beside token files of the same PREFIX with another number of shards."""
     others = sorted({total for total, _ in _index_files(prefix, options)} - {shards})
     if others:
         raise InputError(
@@ -194,7 +194,7 @@ def refuse_other_shards(prefix: str, shards: int, options: StoreOptions | None =
 
 
 def _index_files(prefix: str, options: StoreOptions | None) -> set[tuple[int, int | None]]:
-    """The `.idx` files of a prefix as (number of shards, shard); of a whole file (1, None)."""
+    """Return the `.idx` files of a prefix as (number of shards, shard); a whole file is (1, None)."""
     folder, slash, name = prefix.rpartition("/")
     pattern = re.compile(re.escape(name) + r"(?:-(\d{5})-of-(\d{5}))?\.idx")
     local = local_path(folder + slash or ".")
@@ -203,20 +203,19 @@ def _index_files(prefix: str, options: StoreOptions | None) -> set[tuple[int, in
     else:
         store, path = open_store(folder, options)
         names = [info.path.removeprefix(f"{path}/") for info in store.list(path)]
-    matches = (pattern.fullmatch(each) for each in names)
+    matches = (pattern.fullmatch(name) for name in names)
     return {(int(m[2]), int(m[1])) if m[1] else (1, None) for m in matches if m}
 
 
-def commit_file(file: BinaryIO, path: Path, *, last: bool = True) -> None:
+def commit_file(file: BinaryIO, path: Path, *, sync_folder: bool = True) -> None:
     """Flush a file of `partial_file` to disk and give it its name.
 
-    With `last=False` the name itself may be lost in a power cut; a later commit in the same folder makes it
-    safe.
+    With `sync_folder=False` a power cut may lose the name; a later commit in the same folder makes it safe.
     """
     file.flush()
     os.fsync(file.fileno())
     _partial_path(path).replace(path)
-    if not last:
+    if not sync_folder:
         return
     folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -227,10 +226,9 @@ def commit_file(file: BinaryIO, path: Path, *, last: bool = True) -> None:
 
 @contextmanager
 def partial_file(path: Path) -> Iterator[BinaryIO]:
-    """Yield `path.partial`, empty, for writing; `commit` inside the block makes it `path`.
+    """Yield `path.partial`, empty, for writing; `commit_file` inside the block makes it `path`.
 
-    The name is fixed, so a killed writer leaves nothing that the next one does not overwrite; the lock keeps
-    two living writers apart.
+    The name is fixed, so the next writer overwrites what a killed one left. The lock excludes a second writer.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = _partial_path(path)
@@ -251,11 +249,11 @@ def partial_file(path: Path) -> Iterator[BinaryIO]:
 
 
 @contextmanager
-def replace_file(path: Path, *, last: bool = True) -> Iterator[BinaryIO]:
+def replace_file(path: Path, *, sync_folder: bool = True) -> Iterator[BinaryIO]:
     """Yield a file that takes the name `path` when the block ends without an error."""
     with partial_file(path) as file:
         yield file
-        commit_file(file, path, last=last)
+        commit_file(file, path, sync_folder=sync_folder)
 
 
 def _partial_path(path: Path) -> Path:
@@ -265,7 +263,7 @@ def _partial_path(path: Path) -> Path:
 def _lock_partial(file: BinaryIO, path: Path) -> None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # Between our open and our lock its writer may have committed: we would then truncate the result.
+        # Its writer may have committed between our open and our lock: we would then truncate the result.
         ours = os.path.samestat(os.fstat(file.fileno()), os.stat(_partial_path(path)))
     except (BlockingIOError, FileNotFoundError):
         ours = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -16,13 +16,17 @@ from trainshed.errors import CorruptData, NotFound
 from trainshed.reporting import SILENT, ProgressTask, Reporter
 from trainshed.storage import ObjectInfo, open_store, sha256_of
 
+if TYPE_CHECKING:
+    from trainshed.storage import StoreOptions
+
+
 EXAMPLES = 3
 """How many places of one problem are named."""
 
 
 @dataclass
 class ShardVerdict:
-    """What was found in one pair of files: `problems` empty means proven as far as `checked` says."""
+    """The result for one pair of files: if `problems` is empty, they are proven as far as `checked` says."""
 
     prefix: str
     documents: int = 0
@@ -37,24 +41,30 @@ class ShardVerdict:
 
 
 def verify_tokens(
-    prefix: str, *, tokenizer: Tokenizer | None = None, reporter: Reporter = SILENT
+    prefix: str,
+    *,
+    tokenizer: Tokenizer | None = None,
+    options: StoreOptions | None = None,
+    reporter: Reporter = SILENT,
 ) -> list[ShardVerdict]:
-    """Verify every shard behind a prefix; problems are collected, not raised."""
-    shards = shard_prefixes(prefix)
-    sizes = [_object_info(f"{shard}.bin") for shard in shards]
-    with reporter.task("verify", total=sum(info.size for info in sizes if info), unit="B") as task:
-        return [_verify_shard(shard, tokenizer, task) for shard in shards]
+    """Verify every shard of a prefix; problems are collected, not raised."""
+    shards = shard_prefixes(prefix, options)
+    infos = [_object_info(f"{shard}.bin", options) for shard in shards]
+    with reporter.task("verify", total=sum(info.size for info in infos if info), unit="B") as task:
+        return [_verify_shard(shard, tokenizer, options, task) for shard in shards]
 
 
-def _verify_shard(prefix: str, tokenizer: Tokenizer | None, task: ProgressTask) -> ShardVerdict:
+def _verify_shard(
+    prefix: str, tokenizer: Tokenizer | None, options: StoreOptions | None, task: ProgressTask
+) -> ShardVerdict:
     verdict = ShardVerdict(prefix)
     try:
-        manifest = read_token_manifest(prefix)
+        manifest = read_token_manifest(prefix, options)
     except CorruptData as error:
         verdict.problems.append(str(error))
         manifest = None
     try:
-        with IndexedDataset(prefix) as reader:
+        with IndexedDataset(prefix, options) as reader:
             reader.check()
             verdict.documents, verdict.tokens = reader.documents, reader.tokens
             verdict.checked.append("structure")
@@ -66,23 +76,30 @@ def _verify_shard(prefix: str, tokenizer: Tokenizer | None, task: ProgressTask) 
         verdict.problems.append(f"{error.where}: {error.what}" if error.where else error.what)
         scan = None
     if manifest is not None:
-        verdict.problems += _against_manifest(prefix, manifest, verdict, scan.bin_sha256 if scan else None)
+        bin_sha256 = scan.bin_sha256 if scan else None
+        verdict.problems += _compare_to_manifest(prefix, manifest, verdict, bin_sha256, options)
         verdict.checked.append("manifest")
     return verdict
 
 
-def _against_manifest(prefix: str, manifest: TokenManifest, verdict: ShardVerdict, bin_sha256: str | None) -> list[str]:
+def _compare_to_manifest(
+    prefix: str,
+    manifest: TokenManifest,
+    verdict: ShardVerdict,
+    bin_sha256: str | None,
+    options: StoreOptions | None,
+) -> list[str]:
     problems: list[str] = []
     folder = prefix.rpartition("/")[0]
     for file in manifest.files:
         address = f"{folder}/{file.path}" if "/" in prefix else file.path
-        found = _object_info(address)
-        if found is None:
+        info = _object_info(address, options)
+        if info is None:
             problems.append(f"{address}: missing")
-        elif found.size != file.size:
-            problems.append(f"{address}: {found.size} bytes, its manifest says {file.size}")
+        elif info.size != file.size:
+            problems.append(f"{address}: {info.size} bytes, its manifest says {file.size}")
         else:
-            sha256 = bin_sha256 if address.endswith(".bin") and bin_sha256 else _sha256(address)
+            sha256 = bin_sha256 if address.endswith(".bin") and bin_sha256 else _sha256(address, options)
             if sha256 != file.checksum:
                 problems.append(
                     f"{address}: its bytes have changed since it was made ({sha256}, its manifest says {file.checksum})"
@@ -94,13 +111,13 @@ def _against_manifest(prefix: str, manifest: TokenManifest, verdict: ShardVerdic
     return problems
 
 
-def _object_info(address: str) -> ObjectInfo | None:
-    store, path = open_store(address)
+def _object_info(address: str, options: StoreOptions | None) -> ObjectInfo | None:
+    store, path = open_store(address, options)
     return store.head(path)
 
 
-def _sha256(address: str) -> str:
-    store, path = open_store(address)
+def _sha256(address: str, options: StoreOptions | None) -> str:
+    store, path = open_store(address, options)
     return sha256_of(store.stream(path))
 
 
@@ -121,29 +138,29 @@ class _TokenScan:
     def run(self, task: ProgressTask) -> None:
         """Read everything once."""
         digest = hashlib.sha256()
-        outside: list[int] = []
-        unended: list[int] = []
+        out_of_vocabulary: list[int] = []
+        missing_eod: list[int] = []
         sequence = start = 0
         for tokens in self._reader.token_chunks():
             digest.update(tokens.view(np.uint8).data)
             task.advance(tokens.nbytes)
-            if self._vocab_size is not None and len(outside) < EXAMPLES:
-                outside += _out_of_vocabulary(tokens, self._vocab_size, start)
+            if self._vocab_size is not None and len(out_of_vocabulary) < EXAMPLES:
+                out_of_vocabulary += _find_out_of_vocabulary(tokens, self._vocab_size, start)
             if self._eod is not None:
-                sequence = self._check_ends(tokens, start, sequence, unended)
+                sequence = self._check_ends(tokens, start, sequence, missing_eod)
             start += len(tokens)
         self.bin_sha256 = f"sha256:{digest.hexdigest()}"
         if self._vocab_size is not None:
             self.checked.append(f"token range below {self._vocab_size:,}")
             self.problems += [
                 f"token {at:,} is {self._reader.read(at, 1)[0]}, outside the vocabulary of {self._vocab_size:,}"
-                for at in outside[:EXAMPLES]
+                for at in out_of_vocabulary[:EXAMPLES]
             ]
         if self._eod is not None:
             self.checked.append("end-of-document tokens")
-            self.problems += [f"sequence {i:,} does not end with the token {self._eod}" for i in unended[:EXAMPLES]]
+            self.problems += [f"sequence {i:,} does not end with the token {self._eod}" for i in missing_eod[:EXAMPLES]]
 
-    def _check_ends(self, tokens: np.ndarray, start: int, sequence: int, unended: list[int]) -> int:
+    def _check_ends(self, tokens: np.ndarray, start: int, sequence: int, missing_eod: list[int]) -> int:
         """Check the sequences from `sequence` on that end within these tokens; return the first that does not."""
         reader = self._reader
         end = start + len(tokens)
@@ -151,14 +168,14 @@ class _TokenScan:
         lasts = reader.pointers[sequence:begun] // reader.dtype.itemsize + reader.lengths[sequence:begun] - 1
         ended = int(np.searchsorted(lasts, end, "left"))
         lasts, filled = lasts[:ended], reader.lengths[sequence : sequence + ended] > 0
-        if len(unended) < EXAMPLES and len(lasts):
+        if len(missing_eod) < EXAMPLES and len(lasts):
             wrong = filled & (tokens[np.maximum(lasts - start, 0)] != self._eod)
-            unended += [sequence + int(i) for i in np.flatnonzero(wrong)[:EXAMPLES]]
+            missing_eod += [sequence + int(i) for i in np.flatnonzero(wrong)[:EXAMPLES]]
         return sequence + ended
 
 
-def _out_of_vocabulary(tokens: np.ndarray, vocab_size: int, first: int) -> list[int]:
-    """Positions of the first few tokens that no vocabulary of that size has."""
+def _find_out_of_vocabulary(tokens: np.ndarray, vocab_size: int, first: int) -> list[int]:
+    """Return the positions of the first few tokens that are not in a vocabulary of that size."""
     if len(tokens) == 0 or (int(tokens.max()) < vocab_size and int(tokens.min()) >= 0):
         return []
     return [first + int(at) for at in np.flatnonzero((tokens >= vocab_size) | (tokens < 0))[:EXAMPLES]]

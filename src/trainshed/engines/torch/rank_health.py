@@ -37,7 +37,7 @@ from trainshed.observe.health import (
     CollectiveRecord,
     FlightRecord,
     ProcessGroupRecord,
-    RankError,
+    RecordedError,
     flight_record_name,
     parse_collectives,
 )
@@ -225,12 +225,12 @@ def _write_record(
     _write_atomically(path, replace(stacks, groups=groups, collectives=found, missing=missing))
 
 
-def _rank_error(error: BaseException) -> RankError:
+def _rank_error(error: BaseException) -> RecordedError:
     text = str(error).strip()
     about_others = isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError) and _PEER_ERROR.search(text) is not None
     )
-    return RankError(type(error).__name__, text[:500], about_others)
+    return RecordedError(type(error).__name__, text[:500], about_others)
 
 
 def _frames(error: BaseException | None) -> list[traceback.FrameSummary]:

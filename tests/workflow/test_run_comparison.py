@@ -8,7 +8,7 @@ import orjson
 import pytest
 
 from trainshed.errors import TrainshedError
-from trainshed.observe.run_comparison import BITWISE_TOLERANCE, FLOAT64_TOLERANCE, compare_runs, relative_difference
+from trainshed.workflow.verify import BITWISE_TOLERANCE, FLOAT64_TOLERANCE, compare_runs, relative_difference
 
 
 def events(steps: int = 4, first: int = 0) -> list[dict[str, Any]]:

@@ -1,7 +1,8 @@
-"""The prepared sources of a run: where their token files are, and fingerprints that tell whether they have changed.
+"""A source of tokens: where its token files are, how many tokens they hold, and fingerprints that show a change.
 
-A run stores this in its `prepared.json`. If the tokens are not those it began with, the run stops: nobody could say
-any more which samples it has seen.
+`TokenSource` is the one description of a source. Preparing returns it, a run stores it in its `prepared.json`, and the
+order of samples is built from it. If the tokens of a run have changed since it began, the run stops: otherwise nobody
+could say which samples it has seen.
 
 A fingerprint is the size of a file, its time, and the hash of some of its blocks. It is cheap enough for every start
 of a run. It finds a file that was written again, cut or exchanged. It may miss a few bytes that changed without the
@@ -17,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from trainshed.data.tokens.token_files import local_path
+from trainshed.data.tokens.token_files import local_path, shard_prefixes
 from trainshed.errors import CorruptData, InputError, NotFound
 from trainshed.reporting import SILENT, Reporter
 from trainshed.storage import Store, open_store
@@ -40,10 +41,10 @@ FileChange = Literal["missing", "size", "content", "time"]
 
 @dataclass(frozen=True)
 class FileFingerprint:
-    """One file as it was seen.
+    """One file as it was at some time.
 
-    `version` is the time of its last change in whole seconds on a disk (some file systems keep no finer one), the
-    store's ETag elsewhere. `checksum` is the hash of the whole file where a manifest tells it.
+    On a disk `version` is the time of its last change in whole seconds, since some file systems keep no finer one. In
+    a store it is the ETag. `checksum` is the hash of the whole file, where a manifest records it.
     """
 
     path: str
@@ -54,7 +55,7 @@ class FileFingerprint:
 
     @property
     def content(self) -> tuple[object, ...]:
-        """What tells two files apart wherever they lie."""
+        """What identifies the content of the file, wherever it is stored."""
         return (self.checksum,) if self.checksum else (self.size, self.sample)
 
 
@@ -62,19 +63,19 @@ def fingerprint_shard(
     prefix: str, manifest: TokenManifest | None = None, options: StoreOptions | None = None
 ) -> tuple[FileFingerprint, ...]:
     """Take the fingerprints of the `.bin` and `.idx` of one shard."""
-    known = {entry.path.rpartition(".")[2]: entry.checksum for entry in manifest.files} if manifest else {}
-    return tuple(fingerprint_file(f"{prefix}.{ending}", known.get(ending), options) for ending in SHARD_SUFFIXES)
+    checksums = {entry.path.rpartition(".")[2]: entry.checksum for entry in manifest.files} if manifest else {}
+    return tuple(fingerprint_file(f"{prefix}.{suffix}", checksums.get(suffix), options) for suffix in SHARD_SUFFIXES)
 
 
 def fingerprint_file(address: str, checksum: str | None = None, options: StoreOptions | None = None) -> FileFingerprint:
-    """Look at one file as it is now."""
+    """Take the fingerprint of one file as it is now."""
     store, path = open_store(address, options)
     size, version = _size_and_version(store, path, address)
     return FileFingerprint(address, size, version, _hash_sampled_blocks(store, path, size), checksum)
 
 
 def find_file_change(known: FileFingerprint, options: StoreOptions | None = None) -> tuple[FileChange, str] | None:
-    """Compare a file with how it was seen before: which kind of difference, and in words; None where there is none."""
+    """Compare a file with its fingerprint; return the kind of the difference and its description, or None."""
     store, path = open_store(known.path, options)
     try:
         size, version = _size_and_version(store, path, known.path)
@@ -83,17 +84,12 @@ def find_file_change(known: FileFingerprint, options: StoreOptions | None = None
     if size != known.size:
         return "size", f"it has {size:,} bytes, and had {known.size:,}"
     on_disk = local_path(known.path) is not None
-    # An ETag is a function of the content: the same one needs no look inside.
+    # An ETag is a function of the content: if it is the same, nothing has to be read.
     if (on_disk or version != known.version) and _hash_sampled_blocks(store, path, size) != known.sample:
         return "content", "its bytes have changed"
     if version != known.version and size > WHOLE_BYTES:
         return "time", "it was written again"
     return None
-
-
-def fingerprint_from_dict(plain: dict[str, Any]) -> FileFingerprint:
-    """Read what `asdict` gave."""
-    return FileFingerprint(**plain)
 
 
 def _size_and_version(store: Store, path: str, address: str) -> tuple[int, str]:
@@ -125,12 +121,12 @@ def _hash_sampled_blocks(store: Store, path: str, size: int) -> str:
 
 
 @dataclass(frozen=True)
-class PreparedSource:
-    """A source whose tokens are there and proven.
+class TokenSource:
+    """One source of a recipe as token files; a prefix may stand for all its shards, and they are read as one.
 
-    `name` is for reports, `label` for the shuffle: renaming a source must not change the order. `content` identifies
-    the lengths of its documents where a manifest tells it; None: they must be read. `files` says what the token files
-    were; runs of earlier versions have not kept it.
+    `name` is for reports, `label` is part of the shuffle's key. So a label contains no path: renaming or moving a
+    source must not change the order. `content` identifies the lengths of the documents where a manifest records it;
+    None means that they must be read. `files` says what the token files were; runs of early versions did not store it.
     """
 
     name: str
@@ -144,58 +140,105 @@ class PreparedSource:
     files: tuple[FileFingerprint, ...] = ()
 
     @classmethod
-    def from_plain(cls, plain: dict[str, Any]) -> PreparedSource:
+    def open(
+        cls,
+        label: str,
+        prefixes: Sequence[str],
+        *,
+        name: str | None = None,
+        weight: float | None = None,
+        files: Sequence[FileFingerprint] = (),
+        options: StoreOptions | None = None,
+    ) -> TokenSource:
+        """Describe token files that exist already, by their own indexes."""
+        from trainshed.data.tokens.indexed_dataset import IndexedDataset
+
+        documents = tokens = 0
+        for shard in _expand_prefixes(prefixes, options):
+            with IndexedDataset(shard, options) as dataset:
+                documents += dataset.documents
+                tokens += dataset.tokens
+        return cls(name or label, label, weight, tuple(prefixes), None, documents, tokens, True, tuple(files))
+
+    def shards(self, options: StoreOptions | None = None) -> list[str]:
+        """Return the prefixes of all its shards, in order."""
+        return _expand_prefixes(self.prefixes, options)
+
+    def content_hash(self, options: StoreOptions | None = None) -> str:
+        """Return `content`; where it is None, compute it."""
+        return self.content or token_content_hash(self.shards(options), options)
+
+    @classmethod
+    def from_plain(cls, plain: dict[str, Any]) -> TokenSource:
         """Read what `asdict` gave."""
-        files = tuple(fingerprint_from_dict(each) for each in plain.get("files", ()))
+        files = tuple(FileFingerprint(**file) for file in plain.get("files", ()))
         return cls(**plain | {"prefixes": tuple(plain["prefixes"]), "files": files})
 
 
-@dataclass(frozen=True)
-class PreparedData:
-    """The prepared sources of a run; `validation` is its own source, None where it has none or shares the corpus."""
+def _expand_prefixes(prefixes: Sequence[str], options: StoreOptions | None) -> list[str]:
+    return [shard for prefix in prefixes for shard in shard_prefixes(prefix, options)]
 
-    sources: tuple[PreparedSource, ...]
-    validation: PreparedSource | None = None
+
+def token_content_hash(shards: Sequence[str], options: StoreOptions | None = None) -> str:
+    """Identify token files by what an index depends on: token type and sequence lengths, in order."""
+    from trainshed.data.tokens.indexed_dataset import SCAN_ITEMS, IndexedDataset
+
+    digest = hashlib.sha256()
+    for shard in shards:
+        with IndexedDataset(shard, options) as dataset:
+            digest.update(f"{dataset.dtype.str} {dataset.sequences}\n".encode())
+            for start in range(0, dataset.sequences, SCAN_ITEMS):
+                digest.update(dataset.lengths[start : start + SCAN_ITEMS].tobytes())
+    return digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class RunTokens:
+    """The sources of a run. `validation` is a source of its own; None if there is none, or a split of the others."""
+
+    sources: tuple[TokenSource, ...]
+    validation: TokenSource | None = None
 
     @property
-    def all_sources(self) -> tuple[PreparedSource, ...]:
+    def all_sources(self) -> tuple[TokenSource, ...]:
         """The sources of training, then that of validation."""
         return (*self.sources, self.validation) if self.validation is not None else self.sources
 
-    def source(self, label: str) -> PreparedSource | None:
+    def source(self, label: str) -> TokenSource | None:
         """Return the source of a label."""
         return next((source for source in self.all_sources if source.label == label), None)
 
     def to_plain(self) -> dict[str, Any]:
-        """As JSON takes it: kept with the run, so that ranks need not look for sources again."""
+        """Return it as JSON takes it. A run stores it, so that ranks need not look for their sources."""
         return {
             "sources": [asdict(source) for source in self.sources],
             "validation": self.validation and asdict(self.validation),
         }
 
     @classmethod
-    def from_plain(cls, plain: dict[str, Any]) -> PreparedData:
+    def from_plain(cls, plain: dict[str, Any]) -> RunTokens:
         """Read what `to_plain` gave."""
         validation = plain["validation"]
-        sources = tuple(PreparedSource.from_plain(each) for each in plain["sources"])
-        return cls(sources, validation and PreparedSource.from_plain(validation))
+        sources = tuple(TokenSource.from_plain(source) for source in plain["sources"])
+        return cls(sources, validation and TokenSource.from_plain(validation))
 
     def check_files(self, options: StoreOptions | None = None, reporter: Reporter = SILENT) -> None:
-        """Hold every token file against what it was when it was proven: sizes, times and some blocks, not all bytes."""
+        """Check every token file against its fingerprint: sizes, times and some blocks, not all bytes."""
         for source in self.all_sources:
             check_token_files(source.files, options, reporter)
 
 
 def check_token_files(files: Sequence[FileFingerprint], options: StoreOptions | None, reporter: Reporter) -> None:
-    """Raise for the first token file that is not what it was; a new time alone is told where no manifest can settle it.
+    """Raise for the first token file that has changed.
 
-    Files of others often come without a manifest and are copied about: there, blocks that are the same count.
+    If only its time has changed, a file with a manifest must be read whole to know. One without a manifest is somebody
+    else's, and such files are often copied about: if its sampled blocks are the same, there is only a warning.
     """
     for file in files:
-        found = find_file_change(file, options)
-        if found is None:
+        change = find_file_change(file, options)
+        if change is None:
             continue
-        kind, words = found
+        kind, description = change
         if kind == "time" and file.checksum is None:
             reporter.warn(f"{file.path} was written again since the run began; the blocks looked at are the same")
         elif kind == "time":
@@ -205,14 +248,14 @@ def check_token_files(files: Sequence[FileFingerprint], options: StoreOptions | 
                 hint="`trainshed run RECIPE`, or submitting it again, reads it whole and goes on if nothing changed",
             )
         else:
-            raise changed_file_error(file.path, words)
+            raise changed_file_error(file.path, description)
 
 
-def changed_file_error(path: str, words: str) -> CorruptData:
-    """Return the error of a token file that is not what its run or its manifest knows."""
+def changed_file_error(path: str, description: str) -> CorruptData:
+    """Return the error for a token file that differs from its fingerprint or its manifest."""
     prefix = path.rpartition(".")[0]
     return CorruptData(
-        f"this token file is not the one that was proven: {words}",
+        f"this token file is not the one that was proven: {description}",
         where=path,
         hint=f"put the old file back, or have it made again: remove {prefix}.* and run the recipe "
         f"(`trainshed data verify {prefix}` reads it whole)",
@@ -221,25 +264,25 @@ def changed_file_error(path: str, words: str) -> CorruptData:
 
 @dataclass(frozen=True)
 class StartedRun:
-    """A run that has had an attempt: its name, and the data it began with."""
+    """A run that has had an attempt: its name, and the tokens it began with."""
 
     name: str
-    data: PreparedData
+    data: RunTokens
 
 
-def refuse_changed_tokens(began: StartedRun, now: PreparedData) -> None:
-    """Stop a run whose tokens are not those it began with, although each of them is proven."""
-    for source in now.all_sources:
-        known = began.data.source(source.label)
-        if known is None or not known.files:
+def refuse_changed_tokens(started_run: StartedRun, current: RunTokens) -> None:
+    """Stop a run whose tokens are not those it began with, even if the new ones are proven."""
+    for source in current.all_sources:
+        before = started_run.data.source(source.label)
+        if before is None or not before.files:
             continue
-        if [file.content for file in known.files] == [file.content for file in source.files]:
+        if [file.content for file in before.files] == [file.content for file in source.files]:
             continue
         raise InputError(
-            f"the tokens of source '{source.name}' are not those that the run {began.name} began with: "
-            f"{known.tokens:,} tokens of {known.documents:,} documents then, {source.tokens:,} of "
+            f"the tokens of source '{source.name}' are not those that the run {started_run.name} began with: "
+            f"{before.tokens:,} tokens of {before.documents:,} documents then, {source.tokens:,} of "
             f"{source.documents:,} now",
             where=source.prefixes[0],
-            hint=f"put back what they are made from (they were {known.prefixes[0]}), "
+            hint=f"put back what they are made from (they were {before.prefixes[0]}), "
             "or start another run on the new ones with --id NAME",
         )

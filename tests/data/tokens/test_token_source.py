@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -9,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from trainshed.data.tokens.prepared_data import (
+from trainshed.data.tokens.token_source import (
     WHOLE_BYTES,
     FileFingerprint,
+    RunTokens,
     find_file_change,
     fingerprint_file,
-    fingerprint_from_dict,
 )
 from trainshed.storage import open_store
 
@@ -36,7 +37,7 @@ def overwrite(path: Path, at: int, data: bytes) -> None:
 def test_a_file_that_nobody_touched_is_the_same(tmp_path: Path, size: int) -> None:
     seen = written(tmp_path / "tokens.bin", size)
     assert find_file_change(seen) is None
-    assert fingerprint_from_dict(asdict(seen)) == seen
+    assert FileFingerprint(**asdict(seen)) == seen
 
 
 @pytest.mark.parametrize(
@@ -91,3 +92,51 @@ def test_an_object_is_the_same_by_its_etag_and_another_by_its_content(s3_bucket:
     assert find_file_change(seen) == ("time", "it was written again")
     store.delete("tokens.bin")
     assert find_file_change(seen) == ("missing", "it is gone")
+
+
+STORED = {
+    "sources": [
+        {
+            "name": "books",
+            "label": "source-0",
+            "weight": 0.7,
+            "prefixes": ["/store/artefacts/tokens/0f/tokens", "s3://bucket/more"],
+            "content": "b5bb9d8014a0f9b1d61e21e796d78dccdf1352f23cd32812f4850b878ae4944c",
+            "documents": 20,
+            "tokens": 2000,
+            "reused": False,
+            "files": [
+                {
+                    "path": "/store/artefacts/tokens/0f/tokens.bin",
+                    "size": 4000,
+                    "version": "1700000000",
+                    "sample": "sample-1:00112233445566778899aabbccddeeff",
+                    "checksum": "sha256:00",
+                }
+            ],
+        }
+    ],
+    "validation": {
+        "name": "validation",
+        "label": "validation",
+        "weight": None,
+        "prefixes": ["theirs"],
+        "content": None,
+        "documents": 1,
+        "tokens": 100,
+        "reused": True,
+        "files": [],
+    },
+}
+"""The sources in the `prepared.json` of a run: runs that exist have this, so it is read for ever."""
+
+
+def test_what_a_run_has_stored_is_read_and_written_the_same() -> None:
+    tokens = RunTokens.from_plain(STORED)
+    assert json.loads(json.dumps(tokens.to_plain())) == STORED
+    assert list(tokens.to_plain()["sources"][0]) == list(STORED["sources"][0])
+
+
+def test_runs_of_early_versions_have_no_fingerprints() -> None:
+    source = {key: value for key, value in STORED["sources"][0].items() if key != "files"}
+    assert RunTokens.from_plain({"sources": [source], "validation": None}).sources[0].files == ()
