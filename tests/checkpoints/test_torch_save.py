@@ -65,7 +65,7 @@ def test_torch_and_zip_read_what_was_framed(tmp_path: Path) -> None:
 
 def test_sizes_beyond_32_bits_are_written_in_64(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # No test writes 4 GiB: everything from 1,000 bytes up counts as too large.
-    monkeypatch.setattr(torch_save_writer, "_WIDE_FROM", 1000)
+    monkeypatch.setattr(torch_save_writer, "_ZIP64_FROM", 1000)
     write(tmp_path / "items")
     assert b"PK\x06\x06" in (tmp_path / "items").read_bytes()
     check(tmp_path / "items")

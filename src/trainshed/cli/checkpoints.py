@@ -96,11 +96,11 @@ def _run_folder(run: str, overrides: Sequence[str], on: str, id: str | None) -> 
 
 def _broken(store: Store, there: CheckpointListing) -> dict[int, str]:
     """Each committed checkpoint that is not what its manifest says, by step."""
-    from trainshed.checkpoints.native.folder import MANIFEST
     from trainshed.cli.console import reporter
     from trainshed.errors import CorruptData
+    from trainshed.storage.manifest import MANIFEST
 
-    broken = {each.step: each.why for each in there.incomplete if MANIFEST in there.files[each.step]}
+    broken = {each.step: each.reason for each in there.incomplete if MANIFEST in there.files[each.step]}
     for found in there.complete:
         try:
             found.manifest.verify_files(store, found.path, reporter=reporter())
@@ -121,8 +121,8 @@ def _prune(
         remove_checkpoint(store, folder, step, there)
     # No attempt is taken for this: it would fence the one that may be running. What that one writes is left alone.
     newest = newest_attempt(store, run_folder)
-    removed |= set(keep_newest(store, folder, keep, check=lambda: None))
-    removed |= set(remove_leftovers(store, folder, newest, committed=None, check=lambda: None))
+    removed |= set(keep_newest(store, folder, keep, check_fence=lambda: None))
+    removed |= set(remove_leftovers(store, folder, newest, committed=None, check_fence=lambda: None))
     store.sweep(folder)
     return sorted(removed)
 
@@ -151,7 +151,7 @@ def _rows(there: CheckpointListing, broken: dict[int, str], *, verified: bool) -
             "complete": False,
             "latest": each.step == latest,
             "verified": False if verified and each.step in broken else None,
-            "problem": each.why,
+            "problem": each.reason,
         }
         for each in there.incomplete
     ]

@@ -188,7 +188,7 @@ def _conversion_text(made: Conversion) -> str:
         f"{human(made.bytes, 'B')}",
         f"from     {made.source} ({made.source_format})",
         f"to       {made.target} ({made.format})",
-        *made.verdict.words(),
+        *made.verdict.lines(),
         "verdict  " + ("passed" if made.verdict.passed else "FAILED"),
     ]
     return "\n".join(lines)
@@ -306,7 +306,7 @@ def _comparison_text(found: WeightsComparison, answered: dict[str, Any] | None, 
         "weights compared",
         f"  dtypes  {', '.join(found.dtypes_a)} and {', '.join(found.dtypes_b)}",
     ]
-    words = list(found.words())
+    words = list(found.lines())
     lines += [f"  {line}" for line in words[:SHOWN_DIFFERENCES]]
     if len(words) > SHOWN_DIFFERENCES:
         lines.append(f"  and {len(words) - SHOWN_DIFFERENCES} more (-o json lists all)")
@@ -371,7 +371,7 @@ def _inspection_text(found: WeightsInspection) -> str:
         lines.append("  verdict     none: these weights were not converted here")
     else:
         lines.append(f"  verdict     {'passed' if found.verdict.passed else 'FAILED'}")
-        lines += [f"    {line}" for line in found.verdict.words()]
+        lines += [f"    {line}" for line in found.verdict.lines()]
     return "\n".join(lines)
 
 

@@ -248,7 +248,7 @@ def _measure_base(base: BaseWeights, recipe: Recipe, reporter: Reporter) -> None
     assert config is not None
     verdict = read_verdict(base.files)
     probe = verdict.probe if verdict is not None else None
-    if probe is None or not probe.is_of_today(config.vocab_size):
+    if probe is None or not probe.is_current(config.vocab_size):
         from trainshed.checkpoints.prove.layerwise import measure_probe
 
         with base.open(config) as weights:
@@ -323,7 +323,7 @@ def open_run_folder(folder: Path, cluster: Cluster | None = None) -> PreparedRun
     if cluster is not None:
         check_runnable(recipe, cluster)
     data = PreparedData.from_plain(body["data"])
-    base = BaseWeights.at(Path(body["base"])) if body["base"] else None
+    base = BaseWeights.from_folder(Path(body["base"])) if body["base"] else None
     orders = run_orders(recipe, data, folder.parents[2] / "artefacts" / "index", build=False)
     return PreparedRun(recipe, folder.name, folder, data, orders.steps, orders.train, orders.validation, None, base)
 
