@@ -7,7 +7,7 @@ offset of every tensor before the first byte is written. The header of a record 
 
 PyTorch's own `torch.serialization.skip_data` was tried (torch 2.13, `benchmarks/convert.py`, 1.4 GB, best of five, two
 busy cores): native, torch_dist and legacy files took 1.7, 0.9 and 0.9 s in 355 MiB, with this module 1.1, 1.1 and
-0.8 s in 327 MiB. It needs a sixth less CPU time, because it leaves the CRC-32 of tensors at 0, and zip programs then
+0.8 s in 327 MiB. It needs a fifth less CPU time, because it leaves the CRC-32 of tensors at 0, and zip programs then
 refuse the files. It is also documented as a prototype, and its bytes depend on the version of torch; so only files
 without tensors are written by torch.save.
 """
