@@ -64,7 +64,7 @@ def loading(state: dict[str, torch.Tensor], folder: Path) -> float:
     began = time.perf_counter()
     load_checkpoint(store, complete_checkpoints(store, checkpoints_folder(""))[0], pieces)
     seconds = time.perf_counter() - began
-    assert all(torch.equal(pieces[name].tensor, tensor) for name, tensor in state.items())
+    assert all(torch.equal(pieces[name].local, tensor) for name, tensor in state.items())
     return seconds
 
 

@@ -64,7 +64,7 @@ class _Noise:
         return bits.view(torch.bfloat16).view(tuple(shape)).to(dtype)
 
     @contextmanager
-    def lent(
+    def borrow(
         self, parameter: Parameter, offset: Sequence[int], shape: Sequence[int], dtype: torch.dtype
     ) -> Iterator[torch.Tensor]:
         """The same."""
@@ -102,7 +102,7 @@ def save(config: ModelConfig, folder: Path) -> None:
     """Write the synthetic model as transformers would."""
     folder.mkdir()
     writer = HfWeightsWriter(config, dtype=torch.bfloat16)
-    for unit in writer.units():
+    for unit in writer.output_files():
         writer.write(unit, _Noise(config), folder / unit.path, lambda _: None)
     writer.finish(folder, [])
 

@@ -61,7 +61,7 @@ def test_weights_of_the_hub_become_an_artefact_and_are_fetched_once(
     pinned = f"hf://org/name@{COMMIT}"
     assert fetch_base(pinned, tmp_path / "artefacts") == base
     assert find_base(pinned, tmp_path / "artefacts") == base
-    assert BaseWeights.at(base.folder) == base
+    assert BaseWeights.from_folder(base.folder) == base
     assert sum(hub.requests.values()) == requests, "a commit that is here needs no network"
 
 

@@ -13,11 +13,11 @@ from trainshed.checkpoints.io import BufferPool, bytes_of, read_rows
 
 def test_memory_that_was_given_back_is_lent_again() -> None:
     scratch = BufferPool()
-    with scratch.lent((100, 3), torch.float32) as one, scratch.lent((7,), torch.bfloat16) as other:
+    with scratch.borrow((100, 3), torch.float32) as one, scratch.borrow((7,), torch.bfloat16) as other:
         assert (one.shape, one.dtype, other.dtype) == ((100, 3), torch.float32, torch.bfloat16)
         assert one.data_ptr() != other.data_ptr()
         places = {one.data_ptr(), other.data_ptr()}
-    with scratch.lent((5, 5), torch.float64) as again:
+    with scratch.borrow((5, 5), torch.float64) as again:
         assert again.data_ptr() in places
 
 

@@ -23,20 +23,20 @@ TENSORS = {
 
 
 def write(path: Path) -> None:
-    frame = TorchSaveLayout(
+    layout = TorchSaveLayout(
         {"model": {name: TensorPlaceholder(tuple(each.shape), each.dtype) for name, each in TENSORS.items()}, "step": 3}
     )
     with HashedFile(path) as file:
         file.write(0, b"before")  # an item among others
-        framing = TorchSaveWriter(frame, file, 6)
+        writer = TorchSaveWriter(layout, file, 6)
         # Last to first, and each in two parts, the second before the first.
         for number, data in reversed(list(enumerate(map(bytes_of, TENSORS.values())))):
             middle = len(data) // 3
-            framing.write(number, middle, data[middle:])
+            writer.write(number, middle, data[middle:])
             if middle:
-                framing.write(number, 0, data[:middle])
-        assert path.stat().st_size == 6 + frame.length
-        assert file.checksum(6 + frame.length) == checksum_of(path.read_bytes())
+                writer.write(number, 0, data[:middle])
+        assert path.stat().st_size == 6 + layout.length
+        assert file.checksum(6 + layout.length) == checksum_of(path.read_bytes())
 
 
 def check(path: Path) -> None:
@@ -58,14 +58,14 @@ def check(path: Path) -> None:
         assert raw == bytes(bytes_of(wanted))
 
 
-def test_torch_and_zip_read_what_was_framed(tmp_path: Path) -> None:
+def test_torch_and_zip_read_what_was_written(tmp_path: Path) -> None:
     write(tmp_path / "items")
     check(tmp_path / "items")
 
 
 def test_sizes_beyond_32_bits_are_written_in_64(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # No test writes 4 GiB: everything from 1,000 bytes up counts as too large.
-    monkeypatch.setattr(torch_save_writer, "_WIDE_FROM", 1000)
+    monkeypatch.setattr(torch_save_writer, "_ZIP64_FROM", 1000)
     write(tmp_path / "items")
     assert b"PK\x06\x06" in (tmp_path / "items").read_bytes()
     check(tmp_path / "items")

@@ -1,7 +1,7 @@
-"""The base weights of a run as an artefact: fetched once, hashed, opened and held against their config.
+"""The base weights of a run as an artefact: fetched once, hashed, opened and checked against their config.
 
-`<artefacts>/weights/<hash>/` holds the manifest, the probe and, for an address elsewhere, the `files`. A local folder
-is used where it lies; its manifest says what was in it, and a file that has changed since is an error.
+`<artefacts>/weights/<hash>/` holds the manifest, the probe and, for a remote address, the `files`. A local folder is
+used in place; its manifest lists its files, and a file that has changed since is an error.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainshed.checkpoints.formats import MEGATRON_POINTER, detect_format, open_weights
+from trainshed.checkpoints.formats import detect_format, open_weights
 from trainshed.checkpoints.hf.weights import HfWeights
+from trainshed.checkpoints.megatron.iterations import LATEST_ITERATION, read_latest_iteration
 from trainshed.checkpoints.native.folder import find_checkpoint
-from trainshed.checkpoints.prove.probe import MANIFEST
 from trainshed.checkpoints.prove.verdict import VERDICT
 from trainshed.checkpoints.weights import Weights
 from trainshed.data.tokenize.tokenizer import TOKENIZER_FILES
@@ -42,10 +42,10 @@ from trainshed.storage.checksum import DEFAULT_ALGORITHM, ChecksumAlgorithm
 from trainshed.storage.copy import COPY_MANIFEST
 from trainshed.storage.listing import is_selected
 from trainshed.storage.locks import artefact_lock
-from trainshed.storage.manifest import artefact_folder
+from trainshed.storage.manifest import MANIFEST, artefact_folder
 
 KIND = "weights"
-SEEN = "seen.json"
+VERSIONS_FILE = "seen.json"
 HF_INCLUDE = (
     "config.json",
     "generation_config.json",
@@ -58,25 +58,25 @@ HF_INCLUDE = (
     "chat_template.json",
     VERDICT,
 )
-"""What is taken of a folder for transformers."""
-# Below the folder lie other formats (`original/`, `onnx/`); Mistral keeps all its weights a second time as
+"""Which files of a folder for transformers are fetched. Its order is hashed into the names of artefacts: keep it."""
+# Subfolders hold other formats (`original/`, `onnx/`); Mistral stores all its weights a second time as
 # `consolidated*.safetensors`.
 HF_EXCLUDE = ("*/**", "consolidated*")
 
 
 @dataclass(frozen=True)
 class BaseWeights:
-    """Weights that are there: `folder` is the artefact (manifest, probe), `files` where config and weights lie."""
+    """Fetched weights: `folder` is the artefact (manifest, probe), `files` the folder of config and weights."""
 
     folder: Path
     files: Path
     manifest: Manifest
 
     @classmethod
-    def at(cls, folder: Path) -> BaseWeights:
-        """The weights of an artefact's folder, by its manifest and the sizes of its files alone.
+    def from_folder(cls, folder: Path) -> BaseWeights:
+        """Open an artefact's folder; only its manifest and the sizes of its files are checked.
 
-        What ranks call: asking for an address again would cost each of them a listing of the bucket.
+        Ranks use this: `find_base` would list the bucket once for each of them.
         """
         manifest = Manifest.read(LocalStore(folder), MANIFEST)
         files = Path(manifest.spec["from"]) if manifest.spec.get("in_place") else folder / "files"
@@ -97,35 +97,35 @@ def fetch_base(
     reporter: Reporter = SILENT,
     accept: Callable[[Path], None] = lambda _: None,
 ) -> BaseWeights:
-    """Make the artefact of base weights, or find it: everything that must be done before GPUs are held.
+    """Make the artefact of base weights, or find it. This happens before any GPU is allocated.
 
-    `address` is a folder in any store, in any format. With `config` the architecture is that one, and config.json is
-    not asked. `accept` sees the folder of the files before they become an artefact, and refuses them by raising.
+    `address` is a folder in any store, in any format. `config` replaces the architecture in config.json. `accept` is
+    called with the folder of the files before they become an artefact; it raises to refuse them.
     """
     base = _BaseArtefact(address, artefacts_root, options)
     with artefact_lock(base.folder, reporter):
-        if base.in_place or base.is_there():
+        if base.in_place or base.exists():
             accept(base.files)
-        if base.is_there():
+        if base.exists():
             base.check(reporter)
         elif base.in_place:
             base.hash_in_place(config, reporter)
         else:
             base.copy(config, options, reporter, accept)
-    return BaseWeights.at(base.folder)
+    return BaseWeights.from_folder(base.folder)
 
 
 def find_base(address: str, artefacts_root: Path, *, options: StoreOptions | None = None) -> BaseWeights:
     """Return base weights that `fetch_base` has made; nothing is made here."""
     base = _BaseArtefact(address, artefacts_root, options)
-    if not base.is_there():
+    if not base.exists():
         base.refuse_absent()
         raise NotFound(
             f"the base weights {address} are not fetched yet",
             where=str(artefacts_root),
             hint="run `trainshed run RECIPE`, which makes what is missing",
         )
-    return BaseWeights.at(base.folder)
+    return BaseWeights.from_folder(base.folder)
 
 
 class _BaseArtefact:
@@ -142,19 +142,20 @@ class _BaseArtefact:
         self.folder = artefact_folder(root, KIND, self.spec)
         self.files = Path(self.spec["from"]) if self.in_place else self.folder / "files"
 
-    def is_there(self) -> bool:
+    def exists(self) -> bool:
         return (self.folder / MANIFEST).exists()
 
     def check(self, reporter: Reporter) -> None:
-        """Hash again what has been touched since; nobody but us writes into an artefact's own folder."""
+        """Hash again the files that have a new version; only we write into an artefact's own folder."""
         if not self.in_place:
             return
-        manifest, store = BaseWeights.at(self.folder).manifest, LocalStore(self.files)
+        manifest, store = BaseWeights.from_folder(self.folder).manifest, LocalStore(self.files)
         infos = {entry.path: store.head(entry.path) for entry in manifest.files}
-        seen = self._seen()
-        touched = [info for path, info in infos.items() if info is not None and seen.get(path) != info.version]
+        versions = self._read_versions()
+        touched = [info for path, info in infos.items() if info is not None and versions.get(path) != info.version]
         known = {entry.path: entry.checksum for entry in manifest.files}
-        hashed = _hash_files(store, touched, reporter, {path: algorithm_of(each) for path, each in known.items()})
+        algorithms = {path: algorithm_of(checksum) for path, checksum in known.items()}
+        hashed = _hash_files(store, touched, reporter, algorithms)
         changed = [entry.path for entry in hashed if entry.checksum != known[entry.path]]
         if changed:
             raise CorruptData(
@@ -162,7 +163,7 @@ class _BaseArtefact:
                 where=str(self.files),
                 hint=f"put the old files back, or remove {self.folder} to start from the new ones",
             )
-        self._remember([info for info in infos.values() if info is not None])
+        self._write_versions([info for info in infos.values() if info is not None])
 
     def copy(
         self,
@@ -179,7 +180,7 @@ class _BaseArtefact:
         self._publish(Manifest.read(LocalStore(self.files), COPY_MANIFEST).files, config)
 
     def refuse_absent(self) -> None:
-        """Raise where a folder on this disk is not there, or holds no weights."""
+        """Raise where a local folder does not exist or holds no weights."""
         if self.in_place and not self.files.is_dir():
             raise NoSuchName("there is no such folder", where=str(self.files), hint="name the folder of a model")
         if self.in_place:
@@ -188,34 +189,34 @@ class _BaseArtefact:
     def hash_in_place(self, config: ModelConfig | None, reporter: Reporter) -> None:
         self.refuse_absent()
         store = LocalStore(self.files)
-        taken = _weights_globs(str(self.files), None)
-        # A verdict is asked anew each time: weights that are proven again are the same weights.
-        infos = [info for info in store.list() if is_selected(info.path, *taken) and info.path != VERDICT]
-        open_weights(self.files, config=config).close()  # before hashing for an hour what cannot be used
+        globs = _weights_globs(str(self.files), None)
+        # The verdict is left out: weights that are proven again are still the same weights.
+        infos = [info for info in store.list() if is_selected(info.path, *globs) and info.path != VERDICT]
+        open_weights(self.files, config=config).close()  # fails at once, before an hour of hashing
         entries = _hash_files(store, infos, reporter)
-        self._remember(infos)
+        self._write_versions(infos)
         self._publish(entries, config)
 
     def _publish(self, entries: Iterable[FileEntry], config: ModelConfig | None) -> None:
-        """Prove that the weights can be used, then write the manifest: from here on the artefact exists."""
+        """Check that the weights can be opened, then write the manifest: from now on the artefact exists."""
         with open_weights(self.files, config=config) as weights:
             if isinstance(weights, HfWeights):
                 weights.check_tied_head()
-            found = weights.config
-            facts = {"family": found.family, "parameters": parameter_count(found), "dtypes": weights.dtypes}
+            model = weights.config
+            facts = {"family": model.family, "parameters": parameter_count(model), "dtypes": weights.dtypes}
         Manifest.of(KIND, self.spec, entries, facts).write(LocalStore(self.folder), MANIFEST)
 
-    def _seen(self) -> dict[str, str]:
+    def _read_versions(self) -> dict[str, str]:
         try:
-            return json.loads(LocalStore(self.folder).read(SEEN))
+            return json.loads(LocalStore(self.folder).read(VERSIONS_FILE))
         except (NotFound, ValueError):
             return {}
 
-    def _remember(self, infos: list[ObjectInfo]) -> None:
-        """Note the versions of files whose hash is known; apart from the manifest, which holds no times."""
+    def _write_versions(self, infos: list[ObjectInfo]) -> None:
+        """Store the versions of files whose hash is known; not in the manifest, which holds no times."""
         versions = {info.path: info.version for info in infos}
-        if versions != self._seen():
-            LocalStore(self.folder).put(SEEN, json.dumps(versions, indent=1, sort_keys=True).encode() + b"\n")
+        if versions != self._read_versions():
+            LocalStore(self.folder).put(VERSIONS_FILE, json.dumps(versions, indent=1, sort_keys=True).encode() + b"\n")
 
 
 def _spec_in_place(address: str) -> dict[str, Any]:
@@ -223,9 +224,9 @@ def _spec_in_place(address: str) -> dict[str, Any]:
 
 
 def _spec_elsewhere(address: str, options: StoreOptions | None) -> dict[str, Any]:
-    """What makes two fetches the same: on the Hub a commit, in a bucket the versions of the files."""
+    """Return the spec of a fetch: it names a commit on the Hub, or the versions of the files in a bucket."""
     store, path = open_store(address, options)
-    on_hub = parse(address).scheme == "hf"  # whose models are transformers'; asking would cost a request each time
+    on_hub = parse(address).scheme == "hf"  # models there are for transformers; `detect_format` would cost a request
     include, exclude = (HF_INCLUDE, HF_EXCLUDE) if on_hub else _weights_globs(address, options)
     spec: dict[str, Any] = {"from": join(store.url, path), "include": include, "exclude": exclude}
     if not on_hub:
@@ -235,10 +236,10 @@ def _spec_elsewhere(address: str, options: StoreOptions | None) -> dict[str, Any
 
 
 def _weights_globs(address: str, options: StoreOptions | None) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """What of a folder belongs to its weights, as globs to take and to leave.
+    """Return which files of a folder belong to its weights, as globs to include and to exclude.
 
-    Of a run's checkpoints or Megatron's that is the latest and what points to it: a run that goes on changes the
-    pointer, and its newer weights are then not taken for these.
+    Of a run's checkpoints, or Megatron's, they are those of the latest and the pointer to it. A run that continues
+    changes the pointer, so its newer weights are not mistaken for these.
     """
     format = detect_format(address, options)
     if format == "hf":
@@ -248,17 +249,14 @@ def _weights_globs(address: str, options: StoreOptions | None) -> tuple[tuple[st
         store, path = open_store(address, options)
         step = find_checkpoint(store, path).path.removeprefix(path.strip("/")).strip("/")
         return ((f"{step}/*", "checkpoints/latest", "latest", *beside) if step else ("*",)), ()
-    place = open_folder(address, options)
-    if place.head(MEGATRON_POINTER) is None:
-        return ("**",), ()
-    named = place.read(MEGATRON_POINTER).decode().strip()
-    return (MEGATRON_POINTER, f"{f'iter_{int(named):07d}' if named.isdigit() else named}/**", *beside), ()
+    iteration = read_latest_iteration(open_folder(address, options))
+    return (("**",) if iteration is None else (LATEST_ITERATION, f"{iteration}/**", *beside)), ()
 
 
 def _hash_files(
     store: LocalStore, infos: list[ObjectInfo], reporter: Reporter, known: Mapping[str, ChecksumAlgorithm] | None = None
 ) -> tuple[FileEntry, ...]:
-    """Hash files; `known` says with which algorithm each was hashed before."""
+    """Hash files; `known` says which algorithm a file was hashed with before."""
     entries = []
     with reporter.task("hashing the base weights", total=sum(info.size for info in infos), unit="B") as task:
         for info in infos:

@@ -1,11 +1,11 @@
-"""Which format a folder of weights is in, and the reader or writer for it.
+"""The formats of weights: which one a folder is in, and the reader or writer for it.
 
     hf                      config.json and safetensors, as transformers saves them
     native                  our checkpoints: a run's folder, one of its steps, weights alone
     megatron-torch_dist     Megatron's sharded checkpoints, without a layout in them
     megatron-torch          Megatron's legacy checkpoints, one file per tensor- and pipeline-parallel rank
 
-Looking at a folder needs no torch; reading tensors does.
+Detecting a format needs no torch; reading tensors does.
 """
 
 from __future__ import annotations
@@ -16,29 +16,31 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from trainshed.checkpoints.hf.weights import CONFIG, INDEX, WEIGHTS, HfWeights
-from trainshed.checkpoints.native.folder import LATEST, MANIFEST
+from trainshed.checkpoints.megatron.iterations import LATEST_ITERATION, is_iteration_name, read_latest_iteration
+from trainshed.checkpoints.native.folder import LATEST
 from trainshed.checkpoints.weights import Weights, WeightsWriter
 from trainshed.errors import InputError, NoSuchName
 from trainshed.recipe import ModelConfig
 from trainshed.reporting import SILENT, Reporter
 from trainshed.storage import Store, StoreOptions, open_folder, open_store, parse
+from trainshed.storage.manifest import MANIFEST
 
 if TYPE_CHECKING:
     import torch
 
 
 WeightsFormat = Literal["hf", "native", "megatron-torch_dist", "megatron-torch"]
-MEGATRON_POINTER = "latest_checkpointed_iteration.txt"
+
 _LAYOUT_KEYS = ("tp", "pp", "vp", "ep", "etp")
 
 
 @dataclass(frozen=True)
 class TargetFormat:
-    """What weights are converted to.
+    """The format that weights are converted to, with its options.
 
-    The layout is only for Megatron's legacy files, which have it baked in (`etp` is `tp` unless said, as Megatron has
-    it). `spec` is who will load what is written for Megatron: Transformer Engine's layers or its own (`local`). The
-    vocabulary there is padded to a multiple of `vocab_divisible_by` · tp.
+    Only Megatron's legacy files depend on a layout (`etp` defaults to `tp`, as in Megatron). `spec` says which layers
+    load what is written for Megatron: Transformer Engine's (`te`) or Megatron's own (`local`). Megatron's vocabulary
+    is padded to a multiple of `vocab_divisible_by` · tp.
     """
 
     to: Literal["hf", "native", "megatron"]
@@ -61,24 +63,24 @@ class TargetFormat:
         if foreign and self.to != "megatron":
             shown = ", ".join(f"--{_flag(key)} {given[key]}" for key in foreign)
             raise InputError(f"{shown}: that is Megatron's", hint="write --to megatron, or leave it out")
-        if self._cut and self.to != "megatron":
+        if self._given_layout and self.to != "megatron":
             raise InputError(
-                f"{self.name} has no layout in its files, so there is nothing for {', '.join(self._cut)}",
+                f"{self.name} has no layout in its files, so there is nothing for {', '.join(self._given_layout)}",
                 hint="leave it out: every layout reads the same files (only --to megatron --format torch is cut)",
             )
 
     @property
-    def _cut(self) -> list[str]:
+    def _given_layout(self) -> list[str]:
         return [f"--{key} {size}" for key in _LAYOUT_KEYS if (size := getattr(self, key) or 1) > 1]
 
     @property
-    def remark(self) -> str | None:
-        """What to tell somebody who gives a layout to a format that every layout reads."""
-        if self.name != "megatron-torch_dist" or not self._cut:
+    def layout_note(self) -> str | None:
+        """A note for a person who gives a layout to a format that every layout reads, otherwise None."""
+        if self.name != "megatron-torch_dist" or not self._given_layout:
             return None
         return (
-            f"torch_dist has no layout in its files: {', '.join(self._cut)} changes nothing, any layout loads them "
-            "(--format torch is the one that is cut)"
+            f"torch_dist has no layout in its files: {', '.join(self._given_layout)} changes nothing, "
+            "any layout loads them (--format torch is the one that is cut)"
         )
 
     @property
@@ -89,14 +91,14 @@ class TargetFormat:
         return "megatron-torch" if self.format == "torch" else "megatron-torch_dist"
 
     def to_plain(self) -> dict[str, Any]:
-        """What a manifest says of it."""
+        """The format as a manifest stores it."""
         if self.to != "megatron":
             return {"to": self.name}
         layout = {key: getattr(self, key) for key in _LAYOUT_KEYS} if self.name == "megatron-torch" else {}
-        return {"to": self.name, **layout, **self._megatron}
+        return {"to": self.name, **layout, **self._megatron_options}
 
     @property
-    def _megatron(self) -> dict[str, Any]:
+    def _megatron_options(self) -> dict[str, Any]:
         return {"spec": self.spec or "te", "vocab_divisible_by": self.vocab_divisible_by or 128}
 
     def writer(self, config: ModelConfig, dtype: torch.dtype, companions: Mapping[str, bytes]) -> WeightsWriter:
@@ -112,29 +114,29 @@ class TargetFormat:
         if self.name == "megatron-torch_dist":
             from trainshed.checkpoints.megatron.torch_dist import MegatronDistWriter
 
-            return MegatronDistWriter(config, dtype=dtype, **self._megatron)
+            return MegatronDistWriter(config, dtype=dtype, **self._megatron_options)
         from trainshed.checkpoints.megatron.legacy import MegatronLegacyWriter
 
         layout = {key: getattr(self, key) for key in _LAYOUT_KEYS}
-        return MegatronLegacyWriter(config, dtype=dtype, **layout, **self._megatron)
+        return MegatronLegacyWriter(config, dtype=dtype, **layout, **self._megatron_options)
 
 
 def detect_format(address: str | Path, options: StoreOptions | None = None) -> WeightsFormat:
-    """Say what format the folder at an address is in, by the files that name it."""
-    place = open_folder(str(address), options)
-    if any(place.head(name) is not None for name in (CONFIG, WEIGHTS, INDEX)):
+    """Return the format of the folder at an address, by the names of its files."""
+    folder = open_folder(str(address), options)
+    if any(folder.head(name) is not None for name in (CONFIG, WEIGHTS, INDEX)):
         return "hf"
-    megatron = _detect_megatron(place)
+    megatron = _detect_megatron(folder)
     if megatron is not None:
         return megatron
-    if any(place.head(name) is not None for name in (f"checkpoints/{LATEST}", LATEST, ".metadata")):
+    if any(folder.head(name) is not None for name in (f"checkpoints/{LATEST}", LATEST, ".metadata")):
         return "native"
-    if any(info.path.rpartition("/")[2] == MANIFEST for info in place.list("checkpoints")):
+    if any(info.path.rpartition("/")[2] == MANIFEST for info in folder.list("checkpoints")):
         return "native"  # a run that was stopped between its first manifest and `latest`
     raise NoSuchName(
         f"there are no weights that anyone here can read ({', '.join(get_args(WeightsFormat))})",
         where=str(address),
-        hint=f"name a folder with {CONFIG}, with {MEGATRON_POINTER}, or of a run with checkpoints",
+        hint=f"name a folder with {CONFIG}, with {LATEST_ITERATION}, or of a run with checkpoints",
     )
 
 
@@ -146,10 +148,10 @@ def open_weights(
     options: StoreOptions | None = None,
     reporter: Reporter = SILENT,
 ) -> Weights:
-    """Open weights in any format; with `config` they are held against that architecture instead of their own.
+    """Open weights in any format; with `config` they are checked against that architecture instead of their own.
 
-    `vocab_size` is the true one, for Megatron's where their args do not say it. Our own checkpoints are read in any
-    store, the other formats on a disk.
+    `vocab_size` is the true one, for Megatron's checkpoints whose args do not hold it. Our own checkpoints are read
+    from any store, the other formats from a disk.
     """
     format = detect_format(address, options)
     if vocab_size is not None and not format.startswith("megatron"):
@@ -183,24 +185,17 @@ def local_folder(address: str | Path) -> Path:
     return Path(str(parsed))
 
 
-def _detect_megatron(place: Store) -> WeightsFormat | None:
-    """The format of a Megatron checkpoint: its root, or the folder of one iteration."""
-    folder = ""
-    if place.head(MEGATRON_POINTER) is not None:
-        named = place.read(MEGATRON_POINTER).decode("utf-8", "replace").strip()
-        folder = f"{named}/" if named == "release" else f"iter_{int(named):07d}/" if named.isdigit() else f"{named}/"
-    if place.head(f"{folder}metadata.json") is not None:
+def _detect_megatron(root: Store) -> WeightsFormat | None:
+    """Return the format of a Megatron checkpoint, given its root or the folder of one iteration."""
+    latest = read_latest_iteration(root)
+    folder = "" if latest is None else f"{latest}/"
+    if root.head(f"{folder}metadata.json") is not None:
         return "megatron-torch_dist"
-    ranks = (info for info in place.list(folder.rstrip("/")) if info.path.startswith(f"{folder}mp_rank_"))
-    # Only a folder that says so itself is listed to its end: anything else may be a home directory.
-    if folder or _is_iteration(place):
+    ranks = (info for info in root.list(folder.rstrip("/")) if info.path.startswith(f"{folder}mp_rank_"))
+    # Only a folder that is Megatron's by its name is listed: any other may be a home directory.
+    if folder or is_iteration_name(root.url.rstrip("/").rpartition("/")[2]):
         return "megatron-torch" if next(ranks, None) is not None else None
     return None
-
-
-def _is_iteration(place: Store) -> bool:
-    name = place.url.rstrip("/").rpartition("/")[2]
-    return name == "release" or name.startswith("iter_")
 
 
 def _flag(key: str) -> str:

@@ -1,7 +1,7 @@
-"""What a folder of weights is: format, architecture, parameters of each part, dtypes, files, and what was proven.
+"""Describe a folder of weights: format, architecture, parameters of each part, dtypes, files, and its verdict.
 
-Hugging Face weights and our own checkpoints are looked at by their headers and manifests alone, without torch.
-Megatron's hold their facts in pickles, which only torch opens.
+Of Hugging Face weights and our own checkpoints only headers and manifests are read, without torch. Megatron's
+checkpoints need torch.
 """
 
 from __future__ import annotations
@@ -15,14 +15,12 @@ from trainshed.checkpoints.base import HF_EXCLUDE, HF_INCLUDE
 from trainshed.checkpoints.formats import WeightsFormat, detect_format, local_folder, open_weights
 from trainshed.checkpoints.hf.companion_files import COMPANIONS_FOLDER
 from trainshed.checkpoints.hf.weights import HfWeights
-from trainshed.checkpoints.native.folder import find_checkpoint
+from trainshed.checkpoints.native.folder import find_checkpoint, read_checkpoint_config
 from trainshed.checkpoints.prove.verdict import VERDICT, Verdict
 from trainshed.data.tokenize.tokenizer import load_tokenizer
-from trainshed.errors import InputError, MissingExtra, NotFound, TrainshedError
+from trainshed.errors import MissingExtra, NotFound, TrainshedError
 from trainshed.models.parameters import Parameter, parameters
 from trainshed.recipe import ModelConfig
-from trainshed.recipe.validation import validate
-from trainshed.recipe.yaml_io import SourceMap, YamlDocument
 from trainshed.storage import StoreOptions, join, open_folder, open_store, parse
 from trainshed.storage.listing import is_selected
 
@@ -39,11 +37,11 @@ class WeightsFile:
 
 @dataclass(frozen=True)
 class WeightsInspection:
-    """What there is at an address.
+    """The weights at an address.
 
-    `vocab_size` is the model's true vocabulary, `padded_vocab_size` the rows that lie in the files, `tokens` how many
-    the tokenizer beside them knows (None where there is none). `layout` is what the files are cut for, `step` the step
-    of a checkpoint in training.
+    `vocab_size` is the model's true vocabulary, `padded_vocab_size` the rows of the embedding in the files, `tokens`
+    the number of tokens of the tokenizer beside them (None without one). `layout` is the layout that the files depend
+    on, `step` the training step of a checkpoint.
     """
 
     address: str
@@ -76,7 +74,7 @@ class WeightsInspection:
 
 
 def inspect_weights(address: str, options: StoreOptions | None = None) -> WeightsInspection:
-    """Look at the weights at an address, in any format."""
+    """Describe the weights at an address, in any format."""
     format = detect_format(address, options)
     layout: dict[str, int] | None = None
     step: int | None = None
@@ -89,7 +87,7 @@ def inspect_weights(address: str, options: StoreOptions | None = None) -> Weight
         config, dtypes, step, files = _inspect_native(address, options)
     else:
         config, dtypes, padded, layout = _inspect_megatron(address, options)
-        layout = layout if format == "megatron-torch" else None  # only there it is baked into the files
+        layout = layout if format == "megatron-torch" else None  # only these files depend on the layout
         files = _list_files(address, options)
     return WeightsInspection(
         address=address,
@@ -119,31 +117,29 @@ def model_part(parameter: Parameter) -> str:
 
 
 def _count_parts(config: ModelConfig) -> dict[str, int]:
-    counted = dict.fromkeys(PARTS, 0)
+    counts = dict.fromkeys(PARTS, 0)
     for parameter in parameters(config):
-        counted[model_part(parameter)] += parameter.size
-    return {part: count for part, count in counted.items() if count}
+        counts[model_part(parameter)] += parameter.size
+    return {part: count for part, count in counts.items() if count}
 
 
 def _inspect_native(
     address: str, options: StoreOptions | None
 ) -> tuple[ModelConfig, list[str], int, tuple[WeightsFile, ...]]:
-    """A checkpoint by its manifest alone."""
+    """Describe a checkpoint by its manifest alone."""
     store, path = open_store(address, options)
-    found = find_checkpoint(store, path)
-    where = join(store.url, f"{found.path}/manifest.json")
-    model, tensors = found.manifest.spec.get("model"), found.facts.get("tensors")
-    if not isinstance(model, dict) or not isinstance(tensors, dict):
-        raise InputError("the checkpoint does not say what model it is of", where=where)
-    dtypes = {each["dtype"] for name, each in tensors.items() if name.startswith("model.")}
-    files = tuple(WeightsFile(entry.path, entry.size) for entry in found.manifest.files)
-    return validate(ModelConfig, YamlDocument(model, SourceMap(where))), sorted(dtypes), found.step, files
+    checkpoint = find_checkpoint(store, path)
+    config = read_checkpoint_config(store, checkpoint)
+    tensors = checkpoint.facts.get("tensors", {})
+    dtypes = {tensor["dtype"] for name, tensor in tensors.items() if name.startswith("model.")}
+    files = tuple(WeightsFile(entry.path, entry.size) for entry in checkpoint.manifest.files)
+    return config, sorted(dtypes), checkpoint.step, files
 
 
 def _inspect_megatron(
     address: str, options: StoreOptions | None
 ) -> tuple[ModelConfig, list[str], int | None, dict[str, int] | None]:
-    """A Megatron checkpoint by its arguments and tables, which are pickles."""
+    """Describe a Megatron checkpoint by its arguments and metadata, which are pickles."""
     try:
         with open_weights(address, options=options) as weights:
             layout = getattr(weights, "layout", None)
@@ -163,13 +159,13 @@ def _list_files(
 
 
 def tokenizer_address(address: str, format: WeightsFormat) -> str:
-    """Where the tokenizer of weights lies, if they have one; a path in full, or it would be taken for the Hub's."""
-    here = os.path.abspath(str(parse(address))) if parse(address).scheme == "file" else address
-    return here if format == "hf" else join(here, COMPANIONS_FOLDER)
+    """Return where the tokenizer of weights is, if they have one; a relative path would mean one on the Hub."""
+    folder = os.path.abspath(str(parse(address))) if parse(address).scheme == "file" else address
+    return folder if format == "hf" else join(folder, COMPANIONS_FOLDER)
 
 
 def _count_tokens(address: str, format: WeightsFormat, options: StoreOptions | None) -> int | None:
-    """How many tokens the tokenizer beside weights knows; it is only asked where it can be."""
+    """Return the number of tokens of the tokenizer beside weights, None where it cannot be loaded."""
     try:
         return load_tokenizer(tokenizer_address(address, format), options).vocab_size
     except (TrainshedError, ImportError):
@@ -177,8 +173,8 @@ def _count_tokens(address: str, format: WeightsFormat, options: StoreOptions | N
 
 
 def _read_verdict(address: str, options: StoreOptions | None) -> Verdict | None:
-    place = open_folder(address, options)
+    folder = open_folder(address, options)
     try:
-        return Verdict.from_bytes(place.read(VERDICT), str(Path(place.url) / VERDICT))
+        return Verdict.from_bytes(folder.read(VERDICT), str(Path(folder.url) / VERDICT))
     except NotFound:
         return None

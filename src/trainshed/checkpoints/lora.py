@@ -33,10 +33,9 @@ from safetensors.torch import save_file
 from trainshed.checkpoints.base import HF_EXCLUDE, HF_INCLUDE, KIND
 from trainshed.checkpoints.convert.target import ConversionFolder, hash_file
 from trainshed.checkpoints.hf.weights import HfWeights, SafetensorsEntry, read_safetensors_header
-from trainshed.checkpoints.prove.probe import MANIFEST
 from trainshed.checkpoints.prove.verdict import VERDICT
 from trainshed.checkpoints.weights import OutputFile
-from trainshed.errors import CorruptData, InputError, NoSpace, NotFound
+from trainshed.errors import CorruptData, InputError, NotFound
 from trainshed.models.families import HF_FAMILIES
 from trainshed.models.hf_tensors import HfTensor, hf_names, hf_row_mappings, hf_tensors
 from trainshed.models.parameters import Parameter, parameters
@@ -44,29 +43,30 @@ from trainshed.recipe import ModelConfig
 from trainshed.reporting import SILENT, ProgressTask, Reporter
 from trainshed.storage import FileEntry, LocalStore, Manifest
 from trainshed.storage.listing import is_selected
+from trainshed.storage.manifest import MANIFEST
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ADAPTER_PREFIX = "base_model.model."
-# What says where an adapter came from, which modules it has (its tensors say so too) or how it was trained.
+# Keys about the origin of an adapter, its modules (its tensors name them too) or its training.
 _HARMLESS = frozenset({
     "auto_mapping", "base_model_name_or_path", "revision", "inference_mode", "task_type", "peft_version", "peft_type",
     "target_modules", "exclude_modules", "modules_to_save", "layers_pattern", "layers_to_transform", "lora_dropout",
     "megatron_core", "qalora_group_size", "runtime_config", "loftq_config", "eva_config", "corda_config",
     "lora_ga_config", "ensure_weight_tying",
 })  # fmt: skip
-# `fan_in_fan_out` is not asked either: PEFT itself sets it by the kind of the module, and so do we.
+# `fan_in_fan_out` is not used either: like PEFT itself we derive it from the kind of the module.
 _READ = frozenset(
     {"r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "bias", "init_lora_weights", "fan_in_fan_out"}
 )
-# Ways to start that leave the base as it is; the others (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA) subtract from it.
+# Initializations that leave the base unchanged; the others (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA) subtract from it.
 _PLAIN_INITS = (True, False, None, "gaussian", "eva", "orthogonal")
 _FACTOR = re.compile(r"(.*)\.lora_(A|B|embedding_A|embedding_B)(?:\.weight)?")
 
 
 @dataclass(frozen=True)
 class LoraAdapterConfig:
-    """What an adapter's config says of merging."""
+    """The settings of an adapter that matter for merging."""
 
     rank: int
     alpha: float
@@ -77,7 +77,7 @@ class LoraAdapterConfig:
 
     @classmethod
     def read(cls, folder: Path) -> LoraAdapterConfig:
-        """Read the config in an adapter's folder; what cannot be merged is refused by name."""
+        """Read the config in an adapter's folder; a setting that cannot be merged is refused by name."""
         where = str(folder / ADAPTER_CONFIG)
         try:
             body = json.loads((folder / ADAPTER_CONFIG).read_bytes())
@@ -103,17 +103,17 @@ class LoraAdapterConfig:
             raise CorruptData("has a rank or alpha that is no number", where=where, hint="fetch it again") from None
 
     def scale(self, module: str, rank: int) -> float:
-        """What the product of a module's factors is multiplied by."""
+        """Return the factor for the product of a module's factors."""
         alpha = self.alpha_pattern.get(_matching_pattern(self.alpha_pattern, module), self.alpha)
         return alpha / math.sqrt(rank) if self.rank_stabilized else alpha / rank
 
     def rank_of(self, module: str) -> int:
-        """The rank that the config gives a module."""
+        """Return the rank of a module."""
         return self.rank_pattern.get(_matching_pattern(self.rank_pattern, module), self.rank)
 
 
 class LoraAdapter:
-    """An adapter in a folder, held against the tensors of its base: `changes` names those it changes.
+    """An adapter in a folder, checked against the tensors of its base; `changed_tensors` are those it changes.
 
     `base` is what transformers saves for the base model, by name.
     """
@@ -131,11 +131,11 @@ class LoraAdapter:
         self._factors: dict[str, dict[str, str]] = {}
         self._replaced: dict[str, str] = {}
         for key in sorted(self._stored):
-            self._place(key)
+            self._classify(key)
         self._check()
 
     @property
-    def changes(self) -> set[str]:
+    def changed_tensors(self) -> set[str]:
         """The base tensors that merging changes."""
         return {f"{module}.weight" for module in self._factors} | set(self._replaced)
 
@@ -143,7 +143,7 @@ class LoraAdapter:
     def merge(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Return a base tensor with the adapter in it, in the tensor's own dtype.
 
-        As PEFT: the product of the factors in float32, turned where the base is, times the scale, added.
+        Like PEFT it adds scale · (B @ A), computed in float32 and transposed where the base is.
         """
         if name in self._replaced:
             tensor = self._read(self._replaced[name]).to(tensor.dtype)
@@ -153,16 +153,16 @@ class LoraAdapter:
         keys = self._factors[module]
         a, b = (self._read(keys[side]).float() for side in ("A", "B"))
         product = b @ a
-        if self._is_turned(module):
+        if self._is_transposed(module):
             product = product.T
         return tensor.clone().add_(product * self.config.scale(module, a.shape[0]))
 
-    def _place(self, key: str) -> None:
-        """Say what a stored tensor is: a factor, or a module that was trained whole."""
+    def _classify(self, key: str) -> None:
+        """Classify a stored tensor: it is a factor, or a tensor that replaces one of the base."""
         name = key.removeprefix(ADAPTER_PREFIX)
-        found = _FACTOR.fullmatch(name)
-        if found and key.startswith(ADAPTER_PREFIX):
-            self._factors.setdefault(found[1], {})[found[2].removeprefix("embedding_")] = key
+        match = _FACTOR.fullmatch(name)
+        if match and key.startswith(ADAPTER_PREFIX):
+            self._factors.setdefault(match[1], {})[match[2].removeprefix("embedding_")] = key
             return
         # PEFT saves an embedding's own weights beside its factors.
         name = name.replace(".base_layer.", ".")
@@ -171,7 +171,7 @@ class LoraAdapter:
         self._replaced[name] = key
 
     def _check(self) -> None:
-        """Every factor has its other half, its module is in the base, and the shapes fit."""
+        """Check that factors come in pairs, that their modules are in the base, and that the shapes fit."""
         for module, keys in self._factors.items():
             if set(keys) != {"A", "B"}:
                 raise self._error(f"`{module}` has only one of its two factors", "fetch or save the adapter again")
@@ -182,7 +182,7 @@ class LoraAdapter:
                     "name the base it was trained on; a head that is tied to the embedding is not adapted alone",
                 )
             a, b = (self._stored[keys[side]].shape for side in ("A", "B"))
-            rows, columns = whole.shape[::-1] if self._is_turned(module) else whole.shape
+            rows, columns = whole.shape[::-1] if self._is_transposed(module) else whole.shape
             rank = self.config.rank_of(module)
             if (a, b) != ((rank, columns), (rows, rank)):
                 raise self._error(
@@ -196,8 +196,8 @@ class LoraAdapter:
                     "resize the base's vocabulary with transformers first",
                 )
 
-    def _is_turned(self, module: str) -> bool:
-        """Whether factors give the transpose of the base: for GPT-2's [in, out] matrices and for embeddings."""
+    def _is_transposed(self, module: str) -> bool:
+        """Whether B @ A is the transpose of the base tensor: for GPT-2's [in, out] matrices and for embeddings."""
         embedding = "embedding" in self._factors[module]["A"].rsplit("lora_", 1)[1]
         return embedding or self._base[f"{module}.weight"].strips[0].transposed
 
@@ -236,7 +236,7 @@ def _refuse_unsupported(body: dict[str, Any], where: str) -> None:
 
 
 def _matching_pattern(patterns: Mapping[str, Any], module: str) -> str:
-    """The pattern that matches the end of a module's name, as PEFT matches it."""
+    """Return the pattern that matches the end of a module's name, as in PEFT."""
     return next((key for key in patterns if re.match(rf"(.*\.)?({key})$", module)), module)
 
 
@@ -259,14 +259,14 @@ def write_adapter(
 ) -> None:
     """Write factors, by native name, as a PEFT adapter; `base` is the model PEFT should load it onto."""
     rank = _common_rank(config, factors)
-    table = {each.name: each for each in parameters(config)}
+    table = {factor.name: factor for factor in parameters(config)}
     tensors: dict[str, torch.Tensor] = {}
-    turned = False
-    for name, each in factors.items():
-        modules, transposed = _split_factors(config, table[name], each)
-        turned = turned or transposed
+    fan_in_fan_out = False
+    for name, factor in factors.items():
+        modules, transposed = _split_factors(config, table[name], factor)
+        fan_in_fan_out = fan_in_fan_out or transposed
         for module, b in modules.items():
-            tensors[f"{ADAPTER_PREFIX}{module}.lora_A.weight"] = each.a.contiguous().clone()
+            tensors[f"{ADAPTER_PREFIX}{module}.lora_A.weight"] = factor.a.contiguous().clone()
             tensors[f"{ADAPTER_PREFIX}{module}.lora_B.weight"] = b.contiguous()
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
@@ -278,7 +278,7 @@ def write_adapter(
         "lora_alpha": alpha,
         "use_rslora": rank_stabilized,
         "target_modules": _target_modules(config, tensors),
-        "fan_in_fan_out": turned,
+        "fan_in_fan_out": fan_in_fan_out,
         "lora_dropout": 0.0,
         "bias": "none",
         "modules_to_save": None,
@@ -288,13 +288,13 @@ def write_adapter(
 
 
 def _common_rank(config: ModelConfig, factors: Mapping[str, LoraFactors]) -> int:
-    """The one rank of all factors, each held against the tensor it is for."""
-    table = {each.name: each for each in parameters(config)}
-    ranks = {each.a.shape[0] for each in factors.values()}
+    """Return the one rank of all factors, after checking each against its tensor."""
+    table = {factor.name: factor for factor in parameters(config)}
+    ranks = {factor.a.shape[0] for factor in factors.values()}
     if len(ranks) != 1:
         raise InputError(f"factors of ranks {sorted(ranks)}", hint="give all factors one rank, and at least one factor")
     (rank,) = ranks
-    for name, each in factors.items():
+    for name, factor in factors.items():
         parameter = table.get(name)
         if parameter is None or parameter.expert or len(parameter.shape) != 2 or name.startswith(("embedding", "pos")):
             raise InputError(
@@ -302,9 +302,9 @@ def _common_rank(config: ModelConfig, factors: Mapping[str, LoraFactors]) -> int
                 hint="matrices of attention, feed-forward and head can; experts, embeddings and norms cannot",
             )
         rows, columns = parameter.shape
-        if (tuple(each.a.shape), tuple(each.b.shape)) != ((rank, columns), (rows, rank)):
+        if (tuple(factor.a.shape), tuple(factor.b.shape)) != ((rank, columns), (rows, rank)):
             raise InputError(
-                f"the factors of `{name}` are {list(each.a.shape)} and {list(each.b.shape)}, not "
+                f"the factors of `{name}` are {list(factor.a.shape)} and {list(factor.b.shape)}, not "
                 f"{[rank, columns]} and {[rows, rank]}"
             )
     return rank
@@ -313,31 +313,31 @@ def _common_rank(config: ModelConfig, factors: Mapping[str, LoraFactors]) -> int
 def _split_factors(
     config: ModelConfig, parameter: Parameter, factors: LoraFactors
 ) -> tuple[dict[str, torch.Tensor], bool]:
-    """The rows of B by Hugging Face's modules, in their order, and whether those matrices are [in, out]."""
+    """Return the rows of B by Hugging Face module, and whether the matrices of these modules are [in, out]."""
     parts: dict[str, list[torch.Tensor]] = {}
-    strips = hf_row_mappings(config, parameter)
-    for strip in strips:
-        there = strip.native_rows(0, strip.rows)
-        rows = factors.b[there] if isinstance(there, slice) else factors.b[torch.from_numpy(there)]
-        parts.setdefault(strip.hf_name.removesuffix(".weight"), []).append(rows)
-    return {module: torch.cat(rows) for module, rows in parts.items()}, strips[0].transposed
+    mappings = hf_row_mappings(config, parameter)
+    for mapping in mappings:
+        native_rows = mapping.native_rows(0, mapping.rows)
+        rows = factors.b[native_rows] if isinstance(native_rows, slice) else factors.b[torch.from_numpy(native_rows)]
+        parts.setdefault(mapping.hf_name.removesuffix(".weight"), []).append(rows)
+    return {module: torch.cat(rows) for module, rows in parts.items()}, mappings[0].transposed
 
 
 def _target_modules(config: ModelConfig, tensors: Mapping[str, torch.Tensor]) -> list[str]:
-    """The adapted modules: by the end of their names where all that end so are adapted, else in full."""
+    """Return the adapted modules: by the end of a name where all modules with it are adapted, otherwise in full."""
     adapted = {key.removeprefix(ADAPTER_PREFIX).rsplit(".lora_", 1)[0] for key in tensors}
     all_modules = {name.removesuffix(".weight") for name in hf_names(config) if name.endswith(".weight")}
-    found: set[str] = set()
+    targets: set[str] = set()
     for module in adapted:
         ending = module.rsplit(".", 1)[-1]
-        alike = {each for each in all_modules if each.rsplit(".", 1)[-1] == ending}
-        found.add(ending if alike <= adapted else module)
-    return sorted(found)
+        alike = {other for other in all_modules if other.rsplit(".", 1)[-1] == ending}
+        targets.add(ending if alike <= adapted else module)
+    return sorted(targets)
 
 
 @dataclass(frozen=True)
 class MergeResult:
-    """What a merge made."""
+    """The result of a merge."""
 
     base: str
     adapter: str
@@ -355,17 +355,17 @@ class MergeResult:
 
 
 def merge_adapter(base: Path, adapter: Path, target: Path, *, reporter: Reporter = SILENT) -> MergeResult:
-    """Merge the adapter in a folder into the weights in another, into a third that is not there yet."""
+    """Merge the adapter in one folder into the weights in another, and write the result to a new folder."""
     target = Path(os.path.abspath(target))
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise InputError("there is something already", where=str(target), hint="choose another folder, or remove it")
     folder = ConversionFolder(target.with_name(f".{target.name}.merging"))
-    with HfWeights(base) as weights, folder.held():
+    with HfWeights(base) as weights, folder.locked():
         tensors = {tensor.name: tensor for tensor in hf_tensors(weights.config)}
         added = LoraAdapter(adapter, tensors)
         _refuse_tied(weights, added)
         shards = _shards_by_file(weights)
-        folder.begin(_fingerprint(base, adapter, shards))
+        folder.start(_fingerprint(base, adapter, shards))
         entries = _write_shards(folder, shards, weights, added, reporter)
         for info in LocalStore(base).list():
             copied = is_selected(info.path, HF_INCLUDE, HF_EXCLUDE) and not info.path.endswith(".safetensors")
@@ -374,7 +374,7 @@ def merge_adapter(base: Path, adapter: Path, target: Path, *, reporter: Reporter
                 entries.append(hash_file(folder.target, info.path))
         HfWeights(folder.target).close()
         spec = {"from": os.path.abspath(base), "adapter": os.path.abspath(adapter)}
-        facts = {"family": weights.config.family, "parameters": weights.parameters, "dtypes": weights.dtypes}
+        facts = {"family": weights.config.family, "parameters": weights.parameter_count, "dtypes": weights.dtypes}
         manifest = Manifest.of(KIND, spec, entries, facts)
         manifest.write(LocalStore(folder.target), MANIFEST)
         folder.publish(target)
@@ -384,7 +384,7 @@ def merge_adapter(base: Path, adapter: Path, target: Path, *, reporter: Reporter
             target=str(target),
             family=weights.config.family,
             tensors=len(tensors),
-            changed=len(added.changes),
+            changed=len(added.changed_tensors),
             rank=added.config.rank,
             files=len(manifest.files),
             bytes=manifest.total_bytes,
@@ -393,7 +393,7 @@ def merge_adapter(base: Path, adapter: Path, target: Path, *, reporter: Reporter
 
 def _refuse_tied(weights: HfWeights, adapter: LoraAdapter) -> None:
     embedding = HF_FAMILIES[weights.config.family].names.tensors["embedding"][0] + ".weight"
-    if weights.config.tied_embeddings and embedding in adapter.changes:
+    if weights.config.tied_embeddings and embedding in adapter.changed_tensors:
         raise InputError(
             f"the adapter changes `{embedding}`, which is the head of this model too, and PEFT changed it only as one",
             where=str(adapter.folder),
@@ -402,15 +402,15 @@ def _refuse_tied(weights: HfWeights, adapter: LoraAdapter) -> None:
 
 
 def _shards_by_file(weights: HfWeights) -> dict[Path, list[tuple[str, SafetensorsEntry]]]:
-    """The files of the base, each with the tensors in it."""
+    """Return the files of the base, each with its tensors."""
     shards: dict[Path, list[tuple[str, SafetensorsEntry]]] = {}
-    for name, stored in weights.stored.items():
+    for name, stored in weights.entries.items():
         shards.setdefault(stored.file, []).append((name, stored))
     return dict(sorted(shards.items()))
 
 
 def _fingerprint(base: Path, adapter: Path, shards: dict[Path, Any]) -> dict[str, Any]:
-    """What a merge that was killed must find unchanged to go on."""
+    """Return what must be unchanged for a killed merge to continue."""
     files = [*shards, adapter / ADAPTER_CONFIG, adapter / ADAPTER_WEIGHTS]
     states = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     return {"base": os.path.abspath(base), "adapter": os.path.abspath(adapter), "files": states}
@@ -423,35 +423,33 @@ def _write_shards(
     adapter: LoraAdapter,
     reporter: Reporter,
 ) -> list[FileEntry]:
-    units = [OutputFile(file.name, file.stat().st_size) for file in shards]
-    whole = folder.whole_units(units, 1, reporter)
-    missing = [(number, unit) for number, unit in enumerate(units) if unit.path not in whole]
-    needed_bytes = sum(unit.bytes for _, unit in missing)
-    free_bytes = shutil.disk_usage(folder.place).free
-    if needed_bytes > free_bytes:
-        raise NoSpace(
-            f"the merge needs {needed_bytes / 1e9:,.3f} GB, and {free_bytes / 1e9:,.3f} GB are free",
-            where=str(folder.place.parent),
-            hint="free some space, or name a target on another disk",
-        )
+    outputs = [OutputFile(file.name, file.stat().st_size) for file in shards]
+    finished = folder.finished_files(outputs, 1, reporter)
+    missing = [(number, output) for number, output in enumerate(outputs) if output.path not in finished]
+    needed_bytes = sum(output.bytes for _, output in missing)
+    folder.check_space(
+        needed_bytes,
+        lambda free: f"the merge needs {needed_bytes / 1e9:,.3f} GB, and {free / 1e9:,.3f} GB are free",
+        hint="free some space, or name a target on another disk",
+    )
     files = {file.name: file for file in shards}
     with reporter.task("merging", total=needed_bytes, unit="B") as task:
-        for number, unit in missing:
-            _write_shard(files[unit.path], folder.file(unit), shards[files[unit.path]], adapter, task)
-            whole[unit.path] = hash_file(folder.target, unit.path)
-            folder.mark(number, whole[unit.path])
-    return [whole[unit.path] for unit in units]
+        for number, output in missing:
+            _write_shard(files[output.path], folder.file(output), shards[files[output.path]], adapter, task)
+            finished[output.path] = hash_file(folder.target, output.path)
+            folder.mark(number, finished[output.path])
+    return [finished[output.path] for output in outputs]
 
 
 def _write_shard(
     source: Path, target: Path, tensors: list[tuple[str, SafetensorsEntry]], adapter: LoraAdapter, task: ProgressTask
 ) -> None:
-    """Copy a shard and write what the adapter changes over its bytes."""
+    """Copy a shard and overwrite the tensors that the adapter changes."""
     shutil.copyfile(source, target)
     task.advance(source.stat().st_size)
     with safe_open(source, framework="pt") as file, target.open("r+b") as handle:
         for name, stored in tensors:
-            if name not in adapter.changes:
+            if name not in adapter.changed_tensors:
                 continue
             task.describe(name)
             merged = adapter.merge(name, file.get_tensor(stored.name)).contiguous()

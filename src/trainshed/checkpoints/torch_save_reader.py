@@ -1,7 +1,7 @@
-"""Read the files of torch.save without running anything in them and without touching the bytes of tensors.
+"""Read the files of torch.save without running anything in them and without reading the bytes of tensors.
 
-A pickle names classes and functions to be called. Here every name is one of a few plain containers, or becomes an
-inert `PickledObject` that keeps what it was given, or is refused. So neither torch nor Megatron is needed.
+A pickle names classes and functions to call. Here a name is one of a few plain containers, or becomes an inert
+`PickledObject` that only keeps its state, or is refused. So neither torch nor Megatron is needed.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ DTYPE_BYTES = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2,
     "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
 }  # fmt: skip
-"""The dtypes whose tensors are found in files, and their width."""
+"""The dtypes of tensors in files, and the bytes of one element."""
 _STORAGE_DTYPES = {
     "DoubleStorage": "float64", "FloatStorage": "float32", "HalfStorage": "float16", "BFloat16Storage": "bfloat16",
     "LongStorage": "int64", "IntStorage": "int32", "ShortStorage": "int16", "CharStorage": "int8",
     "ByteStorage": "uint8", "BoolStorage": "bool", "UntypedStorage": "uint8",
 }  # fmt: skip
-# Classes that may be named, each read as a `PickledObject`: what Megatron's checkpoints hold beside the weights
-# (arguments, random states, the optimizer's settings), and the tables of torch.distributed.checkpoint.
+# Classes that a pickle may name; each is read as a `PickledObject`: what Megatron's checkpoints hold beside the weights
+# (arguments, random states, the optimizer's settings), and the metadata of torch.distributed.checkpoint.
 _PACKAGES = ("megatron.", "transformer_engine.", "torch.distributed.checkpoint.")
 _MODULES = frozenset(
     {"torch.serialization", "torch.storage", "torch.torch_version", "numpy", "numpy.dtypes", "pathlib", "signal"}
@@ -43,26 +43,25 @@ _NAMES = frozenset(
     | {("functools", "partial"), ("datetime", "timedelta"), ("enum", "Enum"), ("copyreg", "_reconstructor")}
 )
 
-_PYTHON_2_MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg"}  # as protocol 2, which torch.save uses, has them
+_PYTHON_2_MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg"}  # the names in protocol 2, which torch.save uses
 
 
 @dataclass(frozen=True)
 class PickledTensor:
-    """A tensor as a pickle tells of it; its bytes are in the storage of this key."""
+    """A tensor as a pickle describes it; its bytes are in the storage with this key."""
 
     storage: str
     dtype: str
-    start: int
-    """Elements of the storage before the first."""
+    storage_offset: int
+    """How many elements of the storage come before its first."""
     shape: tuple[int, ...]
-    strides: tuple[int, ...]
+    stride: tuple[int, ...]
 
 
 class PickledObject:
-    """Something that was named in a pickle and is not made: its state alone is kept."""
+    """An object that a pickle names. It is not created; only its state is kept."""
 
-    kind = ""
-
+    class_name = ""
     state: Any = None
 
     def __init__(self, *_: Any, **__: Any) -> None:
@@ -75,17 +74,17 @@ class PickledObject:
         pass
 
     def append(self, value: Any) -> None:
-        """A list of some kind, which nobody asks for."""
+        """Accept an element of a list; it is not kept."""
 
     def extend(self, values: Any) -> None:
-        """As `append`."""
+        """Accept elements of a list; they are not kept."""
 
     def __getitem__(self, key: str) -> Any:
         return self.state[key]
 
 
 def restricted_unpickle(data: bytes, where: str) -> Any:
-    """Return what a pickle holds: plain values, `PickledTensor`s, `PickledObject`s. Anything else is an error."""
+    """Return the contents of a pickle: plain values, `PickledTensor`s, `PickledObject`s. Anything else is an error."""
     try:
         return _Unpickler(io.BytesIO(data), where).load()
     except (InputError, CorruptData):
@@ -103,9 +102,9 @@ class _Unpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         module = _PYTHON_2_MODULES.get(module, module)
-        found = _SAFE_CALLABLES.get((module, name))
-        if found is not None:
-            return found
+        safe_callable = _SAFE_CALLABLES.get((module, name))
+        if safe_callable is not None:
+            return safe_callable
         if module == "torch" and name in DTYPE_BYTES:
             return name
         if module in ("torch", "torch.cuda", "torch.storage") and name in _STORAGE_DTYPES:
@@ -126,13 +125,13 @@ class _Unpickler(pickle.Unpickler):
 
 
 @cache
-def _object_class(kind: str) -> type[PickledObject]:
-    return type("PickledObject", (PickledObject,), {"kind": kind})
+def _object_class(class_name: str) -> type[PickledObject]:
+    return type("PickledObject", (PickledObject,), {"class_name": class_name})
 
 
-def _rebuild_tensor(storage: tuple[str, str], start: int, shape: Any, strides: Any, *_: Any) -> PickledTensor:
+def _rebuild_tensor(storage: tuple[str, str], storage_offset: int, shape: Any, stride: Any, *_: Any) -> PickledTensor:
     key, dtype = storage
-    return PickledTensor(key, dtype, start, tuple(shape), tuple(strides))
+    return PickledTensor(key, dtype, storage_offset, tuple(shape), tuple(stride))
 
 
 def _rebuild_parameter(tensor: Any, *_: Any) -> Any:
@@ -165,7 +164,7 @@ _AGAIN = "fetch or write the file again"
 
 @dataclass(frozen=True)
 class TorchSaveFile:
-    """A file of torch.save, or a stretch of one: its document, and where in the file its storages begin."""
+    """A file of torch.save, or one inside a larger file: its document, and where in the file its storages start."""
 
     path: Path
     document: Any
@@ -176,10 +175,10 @@ def read_torch_save(path: Path, start: int = 0, length: int | None = None) -> To
     """Read everything but the tensors' bytes."""
     try:
         with path.open("rb") as file:
-            whole = file.seek(0, io.SEEK_END)
-            if start + (length or 0) > whole:
+            size = file.seek(0, io.SEEK_END)
+            if start + (length or 0) > size:
                 raise zipfile.BadZipFile
-            window: Any = io.BufferedReader(_FileWindow(file, start, whole - start if length is None else length))
+            window: Any = io.BufferedReader(_FileWindow(file, start, size - start if length is None else length))
             with zipfile.ZipFile(window) as archive:
                 return _read_archive(path, archive, window, start)
     except FileNotFoundError:
@@ -204,7 +203,7 @@ def _read_archive(path: Path, archive: zipfile.ZipFile, window: IO[bytes], start
 
 
 class _FileWindow(io.RawIOBase):
-    """A stretch of a file, seen as a file."""
+    """A range of a file's bytes as a file."""
 
     def __init__(self, file: IO[bytes], start: int, length: int) -> None:
         self._file, self._start, self._length, self._at = file, start, length, 0
@@ -233,8 +232,8 @@ _END_RECORD_BYTES, _MAX_32_BITS = 22, 0xFFFFFFFF  # of a zip's directory; a numb
 
 
 def find_tensor_bytes(saved: memoryview) -> memoryview:
-    """The bytes of the one tensor in a file of torch.save, as they lie in memory: an item is saved contiguous."""
-    # The directory says where the record is; read by hand, since `zipfile` would take longer than reading the item.
+    """Return the bytes of the one tensor in a file of torch.save; it must have been saved contiguous."""
+    # The directory says where the record is. It is read by hand: `zipfile` takes longer than reading the item.
     end = len(saved) - _END_RECORD_BYTES
     if end < 0 or saved[end : end + 4] != b"PK\x05\x06":
         raise ValueError("no directory at the end")
@@ -246,12 +245,12 @@ def find_tensor_bytes(saved: memoryview) -> memoryview:
             return _record_bytes(saved, header, size)
         at += 46 + name_bytes + extra_bytes + note_bytes
     with zipfile.ZipFile(io.BytesIO(saved)) as archive:  # one of 4 GiB or more
-        (record,) = (each for each in archive.infolist() if each.filename.endswith("/data/0"))
+        (record,) = (info for info in archive.infolist() if info.filename.endswith("/data/0"))
     return _record_bytes(saved, record.header_offset, record.file_size)
 
 
 def _record_bytes(saved: memoryview, header: int, size: int) -> memoryview:
-    # The local header is followed by the name and by padding of its own length.
+    # The local header is followed by the name and by padding, whose lengths it holds.
     name, padding = struct.unpack_from("<HH", saved, header + 26)
     start = header + 30 + name + padding
     return saved[start : start + size]

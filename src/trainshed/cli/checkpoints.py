@@ -97,12 +97,14 @@ def _run_folder(run: str, overrides: Sequence[str], on: str, id: str | None) -> 
 
 def _broken(store: Store, there: CheckpointListing) -> dict[int, str]:
     """Each committed checkpoint that is not what its manifest says, by step."""
-    from trainshed.checkpoints.native.folder import MANIFEST
     from trainshed.cli.console import reporter
     from trainshed.errors import CorruptData
+    from trainshed.storage.manifest import MANIFEST
 
     broken = {
-        checkpoint.step: checkpoint.why for checkpoint in there.incomplete if MANIFEST in there.files[checkpoint.step]
+        checkpoint.step: checkpoint.reason
+        for checkpoint in there.incomplete
+        if MANIFEST in there.files[checkpoint.step]
     }
     for checkpoint in there.complete:
         try:
@@ -124,8 +126,8 @@ def _prune(
         remove_checkpoint(store, folder, step, there)
     # No attempt is taken for this: it would fence the one that may be running. What that one writes is left alone.
     newest = newest_attempt(store, run_folder)
-    removed |= set(keep_newest(store, folder, keep, check=lambda: None))
-    removed |= set(remove_leftovers(store, folder, newest, committed=None, check=lambda: None))
+    removed |= set(keep_newest(store, folder, keep, check_fence=lambda: None))
+    removed |= set(remove_leftovers(store, folder, newest, committed=None, check_fence=lambda: None))
     store.sweep(folder)
     return sorted(removed)
 
@@ -154,7 +156,7 @@ def _rows(there: CheckpointListing, broken: dict[int, str], *, verified: bool) -
             "complete": False,
             "latest": checkpoint.step == latest,
             "verified": False if verified and checkpoint.step in broken else None,
-            "problem": checkpoint.why,
+            "problem": checkpoint.reason,
         }
         for checkpoint in there.incomplete
     ]

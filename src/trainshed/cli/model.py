@@ -188,7 +188,7 @@ def _conversion_text(made: Conversion) -> str:
         f"{format_amount(made.bytes, 'B')}",
         f"from     {made.source} ({made.source_format})",
         f"to       {made.target} ({made.format})",
-        *made.verdict.words(),
+        *made.verdict.lines(),
         "verdict  " + ("passed" if made.verdict.passed else "FAILED"),
     ]
     return "\n".join(lines)
@@ -306,7 +306,7 @@ def _comparison_text(comparison: WeightsComparison, answered: dict[str, Any] | N
         f"{comparison.elements:,} weights compared",
         f"  dtypes  {', '.join(comparison.dtypes_a)} and {', '.join(comparison.dtypes_b)}",
     ]
-    words = list(comparison.words())
+    words = list(comparison.lines())
     lines += [f"  {line}" for line in words[:SHOWN_DIFFERENCES]]
     if len(words) > SHOWN_DIFFERENCES:
         lines.append(f"  and {len(words) - SHOWN_DIFFERENCES} more (-o json lists all)")
@@ -372,7 +372,7 @@ def _inspection_text(inspection: WeightsInspection) -> str:
         lines.append("  verdict     none: these weights were not converted here")
     else:
         lines.append(f"  verdict     {'passed' if inspection.verdict.passed else 'FAILED'}")
-        lines += [f"    {line}" for line in inspection.verdict.words()]
+        lines += [f"    {line}" for line in inspection.verdict.lines()]
     return "\n".join(lines)
 
 

@@ -143,7 +143,7 @@ def _opened_weights(
     origin: ConversionSource, proven: _VerdictCheck, options: StoreOptions | None, reporter: Reporter
 ) -> Iterator[tuple[Weights, ConversionSource]]:
     """Open weights; those elsewhere are fetched first."""
-    with origin.opened(_download_folder(origin.pinned), reporter) as weights:
+    with origin.open(_download_folder(origin.pinned), reporter) as weights:
         proven(origin.address, options)
         yield weights, origin
 
@@ -159,7 +159,7 @@ def _merged_weights(
         with _opened_weights(origin, proven, options, reporter):
             merge_adapter(local_folder(origin.address), folder, Path(made) / folder.name, reporter=reporter)
         merged = ConversionSource(str(Path(made) / folder.name), options)
-        with merged.opened(Path(made), reporter) as weights:
+        with merged.open(Path(made), reporter) as weights:
             yield weights, merged
 
 
@@ -190,7 +190,7 @@ def _refuse_failed_verdict(address: str, options: StoreOptions | None) -> None:
             verdict = None
     if verdict is not None and not verdict.passed:
         raise InputError(
-            f"these weights failed the proof of their conversion: {'; '.join(verdict.words())}",
+            f"these weights failed the proof of their conversion: {'; '.join(verdict.lines())}",
             where=address,
             hint="convert them again, or write --ignore-verdict to try them all the same",
         )

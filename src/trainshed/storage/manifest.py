@@ -27,6 +27,8 @@ from trainshed.storage.address import join
 from trainshed.storage.checksum import Hasher, is_checksum, is_sha256, sha256_of
 from trainshed.storage.store import ObjectInfo, Store
 
+MANIFEST = "manifest.json"
+"""The name of the file."""
 MANIFEST_FORMAT = 2
 _CHECKSUM_KEYS = {1: "sha256", 2: "checksum"}
 _MAX_NAMED = 5  # how many files an error names before it only counts

@@ -187,7 +187,7 @@ def fetch_weights(recipe: Recipe, store: Path, options: StoreOptions, reporter: 
         return None
     base = fetch_base(
         recipe.model.from_,
-        store / "artefacts",
+        artefacts_of(store),
         config=recipe.model.config,
         options=options,
         reporter=reporter,
@@ -250,7 +250,7 @@ def _measure_base(base: BaseWeights, recipe: Recipe, reporter: Reporter) -> None
     assert config is not None
     verdict = read_verdict(base.files)
     probe = verdict.probe if verdict is not None else None
-    if probe is None or not probe.is_of_today(config.vocab_size):
+    if probe is None or not probe.is_current(config.vocab_size):
         from trainshed.checkpoints.prove.layerwise import measure_probe
 
         with base.open(config) as weights:
@@ -303,7 +303,7 @@ def open_run(recipe: Recipe, cluster: Cluster | None = None, *, id: str | None =
     tokenizer = check_fit(resolved, options)
     base = None
     if resolved.model.from_:
-        base = find_base(resolved.model.from_, store / "artefacts", options=options)
+        base = find_base(resolved.model.from_, artefacts_of(store), options=options)
         _check_verdict(resolved, SILENT, base.files)
         resolved = _with_architecture(resolved, base, tokenizer)
     folder = run_path(store, resolved.name, name)
@@ -321,9 +321,9 @@ def open_run_folder(folder: Path, cluster: Cluster | None = None) -> PreparedRun
     if cluster is not None:
         check_runnable(recipe, cluster)
     data = RunTokens.from_plain(body["data"])
-    base = BaseWeights.at(Path(body["base"])) if body["base"] else None
+    base = BaseWeights.from_folder(Path(body["base"])) if body["base"] else None
     options = store_options(cluster) if cluster is not None else None
-    orders = run_orders(recipe, data, folder.parents[2] / "artefacts" / "index", build=False, options=options)
+    orders = run_orders(recipe, data, artefacts_of(store_of(folder)) / "index", build=False, options=options)
     return PreparedRun(recipe, folder.name, folder, data, orders.steps, orders.train, orders.validation, None, base)
 
 

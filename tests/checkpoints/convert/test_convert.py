@@ -227,11 +227,11 @@ def test_options_that_would_do_nothing_are_refused(keys: dict[str, Any], match: 
 
 
 def test_a_layout_for_torch_dist_is_told_to_change_nothing() -> None:
-    remark = TargetFormat("megatron", tp=8, pp=2).remark
+    remark = TargetFormat("megatron", tp=8, pp=2).layout_note
     assert remark is not None
     assert remark.startswith("torch_dist has no layout in its files: --tp 8, --pp 2 changes nothing")
-    assert TargetFormat("megatron").remark is None
-    assert TargetFormat("megatron", format="torch", tp=8).remark is None
+    assert TargetFormat("megatron").layout_note is None
+    assert TargetFormat("megatron", format="torch", tp=8).layout_note is None
 
 
 def test_places_nobody_can_write_or_read_are_refused(source: Path, tmp_path: Path) -> None:

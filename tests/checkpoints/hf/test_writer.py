@@ -23,7 +23,7 @@ def exported(source: Path, target: Path, **options: Any) -> HfWeightsWriter:
     target.mkdir(exist_ok=True)
     with HfWeights(source) as weights:
         writer = HfWeightsWriter(weights.config, **{"dtype": torch.float32, **options})
-        for unit in writer.units():
+        for unit in writer.output_files():
             told: list[int] = []
             checksum = writer.write(unit, weights, target / unit.path, told.append)
             data = (target / unit.path).read_bytes()
@@ -42,7 +42,7 @@ def test_an_export_is_what_transformers_saved_and_gives_its_logits(variant: str,
     source, target = tmp_path / "source", tmp_path / "target"
     save_tiny_hf(variant, source, seed=1)
     writer = exported(source, target, shard_bytes=SHARD_BYTES)
-    assert len(writer.units()) > 3
+    assert len(writer.output_files()) > 3
     before, after = tensors(source), tensors(target)
     assert before.keys() == after.keys(), "a tied head is stored once"
     assert all(torch.equal(before[name], after[name]) for name in before)
@@ -54,9 +54,9 @@ def test_an_export_is_what_transformers_saved_and_gives_its_logits(variant: str,
 def test_one_file_has_no_index_and_shards_are_no_larger_than_asked(tmp_path: Path) -> None:
     source = tmp_path / "source"
     save_tiny_hf("llama", source, seed=1)
-    assert [unit.path for unit in exported(source, tmp_path / "one").units()] == ["model.safetensors"]
+    assert [unit.path for unit in exported(source, tmp_path / "one").output_files()] == ["model.safetensors"]
     assert not (tmp_path / "one" / "model.safetensors.index.json").exists()
-    many = exported(source, tmp_path / "many", shard_bytes=SHARD_BYTES).units()
+    many = exported(source, tmp_path / "many", shard_bytes=SHARD_BYTES).output_files()
     assert many[0].path == f"model-00001-of-{len(many):05d}.safetensors"
     assert all(unit.bytes < SHARD_BYTES + 2_000 for unit in many), "headers come on top"
 

@@ -80,7 +80,7 @@ def through_legacy(family: str, layout: dict[str, Any]) -> None:
     source = MadeWeights(tiny_config(family, layers=4))
     try:
         writer = MegatronLegacyWriter(source.config, dtype=torch.float32, **layout)
-        units = writer.units()
+        units = writer.output_files()
     except InputError:
         assume(False)
         return

@@ -36,7 +36,7 @@ def test_the_newest_stay_and_the_rest_goes_folder_and_all(store: LocalStore, tmp
     assert pruned == [100, 200]
     assert {path.name for path in (tmp_path / FOLDER).glob("step-*")} == {"step-00000300", "step-00000400"}
     with pytest.raises(InputError, match="the newest checkpoint is never removed"):
-        keep_newest(store, FOLDER, 0, check=lambda: None)
+        keep_newest(store, FOLDER, 0, check_fence=lambda: None)
 
 
 def test_the_checkpoint_a_run_goes_on_from_stays_until_a_newer_one_is_committed(store: LocalStore) -> None:

@@ -28,7 +28,7 @@ def whole(weights: Weights, parameter: Parameter, dtype: torch.dtype = torch.flo
 
 def written(source: HfWeights, folder: Path, unit_bytes: int = 20_000) -> NativeWeightsWriter:
     writer = NativeWeightsWriter(source.config, dtype=torch.float32, unit_bytes=unit_bytes)
-    for unit in writer.units():
+    for unit in writer.output_files():
         (folder / unit.path).parent.mkdir(parents=True, exist_ok=True)
         writer.write(unit, source, folder / unit.path, lambda _: None)
     writer.finish(folder, [])
@@ -40,7 +40,7 @@ def written(source: HfWeights, folder: Path, unit_bytes: int = 20_000) -> Native
 def test_weights_alone_are_a_checkpoint_that_anyone_reads(variant: str, tmp_path: Path) -> None:
     config = save_tiny_hf(variant, tmp_path / "hf", seed=1)
     source = HfWeights(tmp_path / "hf")
-    assert len(written(source, tmp_path / "made").units()) > 3
+    assert len(written(source, tmp_path / "made").output_files()) > 3
     (found,) = complete_checkpoints(LocalStore(tmp_path), checkpoints_folder("made"))
     found.manifest.verify_files(LocalStore(tmp_path), found.path)
     with NativeWeights(LocalStore(tmp_path), "made") as weights:
@@ -78,7 +78,7 @@ def test_of_a_run_the_latest_checkpoint_is_read_and_of_a_step_that_one(run: tupl
     addresses = {RUN: 2, f"{RUN}/checkpoints": 2, f"{RUN}/checkpoints/step-00000001": 1}
     for path, step in addresses.items():
         with NativeWeights(store, path) as weights:
-            assert weights.found.step == step
+            assert weights.checkpoint.step == step
             assert all(torch.equal(whole(weights, each), step * whole(source, each)) for each in every), path
 
 
@@ -142,10 +142,10 @@ def test_a_checkpoint_of_before_is_read_its_items_saved_by_torch_and_hashed_with
     manifest["totals"]["bytes"] = sum(entry["size"] for entry in manifest["files"])
     (step / "manifest.json").write_text(json.dumps(manifest | {"format": 1}))
     with NativeWeights(LocalStore(folder), RUN) as weights:
-        weights.found.manifest.verify_files(LocalStore(folder), weights.found.path)
+        weights.checkpoint.manifest.verify_files(LocalStore(folder), weights.checkpoint.path)
         for each in parameters(source.config):
             assert torch.equal(whole(weights, each), 2 * whole(source, each))
-            with weights.lent(each, [0] * len(each.shape), each.shape, torch.float32) as box:
+            with weights.borrow(each, [0] * len(each.shape), each.shape, torch.float32) as box:
                 assert torch.equal(box, 2 * whole(source, each))
 
 
@@ -154,7 +154,7 @@ def test_a_unit_whose_record_is_lost_is_told_from_its_bytes(tmp_path: Path) -> N
     source = HfWeights(tmp_path / "hf")
     written(source, tmp_path / "whole")
     writer = NativeWeightsWriter(source.config, dtype=torch.float32, unit_bytes=20_000)
-    for number, unit in enumerate(writer.units()):
+    for number, unit in enumerate(writer.output_files()):
         file = tmp_path / "torn" / unit.path
         file.parent.mkdir(parents=True, exist_ok=True)
         writer.write(unit, source, file, lambda _: None)

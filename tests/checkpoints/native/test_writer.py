@@ -82,7 +82,7 @@ def test_a_checkpoint_is_described_by_its_manifest(store: LocalStore) -> None:
 
 def test_looking_at_checkpoints_needs_no_torch() -> None:
     code = (
-        "import sys, trainshed.checkpoints.native.folder, trainshed.checkpoints.native.folder,"
+        "import sys, trainshed.checkpoints.native.folder,"
         " trainshed.checkpoints.native.index, trainshed.cli.checkpoints; print('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -150,7 +150,7 @@ def test_what_does_not_fit_is_refused_by_name(store: LocalStore) -> None:
         load_checkpoint(store, found, whole(state | more))
     pieces = empty_like(whole(state)) | whole(more)
     assert load_checkpoint(store, found, pieces, strict=False)["consumed_samples"] == 800
-    assert same({name: pieces[name].tensor for name in state | more}, state | more)
+    assert same({name: pieces[name].local for name in state | more}, state | more)
     for wrong in (torch.zeros(4, dtype=torch.float32), torch.zeros(5, dtype=torch.bfloat16)):
         with pytest.raises(InputError, match=r"model\.norm\.weight is bfloat16 \[4\] in the checkpoint and .* here"):
             load_checkpoint(store, found, whole({"model.norm.weight": wrong}))
@@ -204,7 +204,7 @@ class Overheard:
 
 def test_the_plan_is_made_and_told_once(store: LocalStore) -> None:
     meeting, state = Overheard(), some_state()
-    ranks = Ranks(take_attempt(store, RUN), 2, coordination=meeting)
+    ranks = Ranks(take_attempt(store, RUN), 2, store=meeting)
     with mock.patch("trainshed.checkpoints.native.writer.make_save_plan", wraps=plan_module.make_save_plan) as planning:
         for step in (1, 2):
             assert ranks.save(step, by_rows(state, 2)) == [None, None]
@@ -237,7 +237,7 @@ def test_ranks_meet_in_a_real_tcp_store(store: LocalStore) -> None:
     client = dist.TCPStore("127.0.0.1", server.port, is_master=False)
     attempt, state = take_attempt(store, RUN), some_state()
     writers = [
-        CheckpointWriter(attempt, rank=rank, world_size=2, coordination=meeting, spec=SPEC)
+        CheckpointWriter(attempt, rank=rank, world_size=2, store=meeting, spec=SPEC)
         for rank, meeting in enumerate((server, client))
     ]
     for step in (1, 2):

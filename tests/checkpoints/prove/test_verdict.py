@@ -66,7 +66,7 @@ def test_logits_that_nobody_asked_for_are_told_with_the_reason(pair: tuple[Path,
     assert verdict.passed
     assert verdict.logits == {"ran": False, "reason": "nobody asked for them"}
     assert verdict.probe is None
-    assert verdict.words() == ["tensors  15 of 15 equal bit by bit", "logits   not run: nobody asked for them"]
+    assert verdict.lines() == ["tensors  15 of 15 equal bit by bit", "logits   not run: nobody asked for them"]
 
 
 def test_weights_whose_verdict_failed_are_refused_unless_the_recipe_says_to_take_them(

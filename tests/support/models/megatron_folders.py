@@ -50,7 +50,7 @@ class MadeWeights:
         return self.tensors[parameter.name][box].to(dtype)
 
     @contextmanager
-    def lent(
+    def borrow(
         self, parameter: Parameter, offset: Sequence[int], shape: Sequence[int], dtype: torch.dtype
     ) -> Iterator[torch.Tensor]:
         yield self.read(parameter, offset, shape, dtype)
@@ -68,7 +68,7 @@ class MadeWeights:
 def written(writer: WeightsWriter, source: Weights, folder: Path) -> Path:
     """Write every unit and finish; each must become exactly as large as was said, and every byte be told."""
     entries = []
-    for unit in writer.units():
+    for unit in writer.output_files():
         file = folder / unit.path
         file.parent.mkdir(parents=True, exist_ok=True)
         told: list[int] = []

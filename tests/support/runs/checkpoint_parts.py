@@ -76,7 +76,7 @@ def by_rows(tensors: Mapping[str, torch.Tensor], ranks: int) -> list[dict[str, T
     for name, tensor in tensors.items():
         for rank in range(ranks):
             if tensor.dim() == 0:
-                dealt[rank][name] = TensorShard((), (), tensor.clone(), owner=rank == 0)
+                dealt[rank][name] = TensorShard((), (), tensor.clone(), is_owner=rank == 0)
                 continue
             rows = math.ceil(tensor.shape[0] / ranks)
             first = min(rank * rows, tensor.shape[0])
@@ -86,7 +86,10 @@ def by_rows(tensors: Mapping[str, torch.Tensor], ranks: int) -> list[dict[str, T
 
 
 def empty_like(pieces: Mapping[str, TensorShard]) -> dict[str, TensorShard]:
-    return {name: TensorShard(each.shape, each.offset, torch.zeros_like(each.tensor)) for name, each in pieces.items()}
+    return {
+        name: TensorShard(each.global_shape, each.global_offset, torch.zeros_like(each.local))
+        for name, each in pieces.items()
+    }
 
 
 def some_state(seed: int = 0) -> dict[str, torch.Tensor]:
@@ -110,7 +113,7 @@ class Ranks:
                 Attempt(stores.get(rank, attempt.store), attempt.run_folder, attempt.number),
                 rank=rank,
                 world_size=count,
-                **{"spec": SPEC, "coordination": meeting, **options},
+                **{"spec": SPEC, "store": meeting, **options},
             )
             for rank in range(count)
         ]
@@ -141,7 +144,7 @@ def loaded(store: Store, found: CompleteCheckpoint, like: Mapping[str, torch.Ten
     """Load everything on one rank."""
     pieces = empty_like(whole(like))
     load_checkpoint(store, found, pieces)
-    return {name: piece.tensor for name, piece in pieces.items()}
+    return {name: piece.local for name, piece in pieces.items()}
 
 
 def same(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:

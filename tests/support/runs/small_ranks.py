@@ -171,7 +171,7 @@ def train_from(
     """Train as one rank from base weights, with samples left out."""
     job = small_job(folder, small_recipe("dense", overrides), layout)
     order = DataOrder(job.order.sources, job.order.schedule, skip=SkipList(ranges))
-    return train_rank(replace(job, base=BaseWeights.at(base), order=order), run_folder=folder)
+    return train_rank(replace(job, base=BaseWeights.from_folder(base), order=order), run_folder=folder)
 
 
 def train_prepared(folder: Path, layout: str, with_base: bool = True) -> int:

@@ -1,4 +1,4 @@
-"""Where a conversion reads from: what format it is in, which version of it, and a copy where it must be on a disk."""
+"""The source of a conversion: its format, its version, and a local copy where the format must be read from a disk."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from trainshed.storage import LocalStore, StoreOptions, copy_tree, join, open_fo
 
 
 class ConversionSource:
-    """Weights at an address; `pinned` names them for ever where their store can (the Hub's commit)."""
+    """Weights at an address; `pinned` is the address with its version where the store has one (the Hub's commit)."""
 
     def __init__(self, address: str, options: StoreOptions | None, vocab_size: int | None = None) -> None:
-        self._asked, self._options, self._vocab_size = address, options, vocab_size
+        self._address, self._options, self._vocab_size = address, options, vocab_size
         self.format: WeightsFormat = detect_format(address, options)
         self._is_local = parse(address).scheme == "file"
         store, path = open_store(address, options)
@@ -29,24 +29,24 @@ class ConversionSource:
         self._folder: Path | None = None
 
     @property
-    def is_at_hand(self) -> bool:
-        """Whether it is read where it is; anything else is fetched first."""
+    def is_read_in_place(self) -> bool:
+        """Whether it is read where it is stored; otherwise it is fetched first."""
         return self._is_local or self.format == "native"
 
     @property
     def address(self) -> str:
         """Where the weights are read: the address itself, or the copy of it."""
-        return self._asked if self._folder is None else str(self._folder)
+        return self._address if self._folder is None else str(self._folder)
 
     @contextmanager
-    def opened(self, place: Path, reporter: Reporter) -> Iterator[Weights]:
-        """Open the weights; formats that are read from a disk are fetched below `place` first, if need be."""
-        if not self.is_at_hand:
+    def open(self, working_folder: Path, reporter: Reporter) -> Iterator[Weights]:
+        """Open the weights; where they are not read in place, they are first fetched into `working_folder`."""
+        if not self.is_read_in_place:
             name = f"source-{hashlib.sha256(self.pinned.encode()).hexdigest()[:16]}"
-            for other in place.glob("source-*"):
+            for other in working_folder.glob("source-*"):
                 if other.name != name:
                     shutil.rmtree(other)
-            self._folder = place / name
+            self._folder = working_folder / name
             include, exclude = (HF_INCLUDE, HF_EXCLUDE) if self.format == "hf" else ((), ())
             copy_tree(
                 self.pinned,
@@ -62,10 +62,10 @@ class ConversionSource:
             yield weights
 
     def fingerprint(self) -> list[object]:
-        """What changes whenever the source does: of a checkpoint its manifest, else every file's version."""
+        """Return what changes with the source: of a checkpoint its manifest, otherwise the version of every file."""
         if self.format == "native":
-            found = find_checkpoint(*open_store(self._asked, self._options))
-            return [found.path, found.manifest.sha256]
+            checkpoint = find_checkpoint(*open_store(self._address, self._options))
+            return [checkpoint.path, checkpoint.manifest.sha256]
         if self._folder is not None:
             return [[info.path, info.size] for info in LocalStore(self._folder).list()] + [self.pinned]
-        return [[info.path, info.size, info.version] for info in open_folder(self._asked, self._options).list()]
+        return [[info.path, info.size, info.version] for info in open_folder(self._address, self._options).list()]

@@ -1,4 +1,4 @@
-"""Where a conversion writes: a folder that appears by one rename, or a bucket; the manifest comes last.
+"""The target of a conversion: a folder that appears by one rename, or a bucket; the manifest is written last.
 
 Until it is done, a conversion works in a hidden folder beside its target:
 
@@ -19,7 +19,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,77 +30,77 @@ from trainshed.checkpoints.weights import OutputFile
 from trainshed.errors import CorruptData, InputError, NoSpace, NotFound, TrainshedError
 from trainshed.reporting import Reporter
 from trainshed.storage import FileEntry, Hasher, LocalStore, Manifest, StoreOptions, join, open_folder, parse
-from trainshed.storage.manifest import artefact_folder
+from trainshed.storage.manifest import MANIFEST, artefact_folder
 
 SPEC = "spec.json"
 
 
 class ConversionFolder:
-    """One conversion's working place."""
+    """The folder in which one conversion works."""
 
-    def __init__(self, place: Path) -> None:
-        self.place = place
-        self.target = place / "target"
-        self._store = LocalStore(place)
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.target = path / "target"
+        self._store = LocalStore(path)
 
     @contextmanager
-    def held(self) -> Iterator[None]:
-        """Be the only one who works here."""
-        self.place.mkdir(parents=True, exist_ok=True)
-        with (self.place / "lock").open("wb") as lock:
+    def locked(self) -> Iterator[None]:
+        """Hold the lock of this folder, or raise where another process holds it."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        with (self.path / "lock").open("wb") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise InputError(
                     "another conversion into the same target is under way",
-                    where=str(self.place),
+                    where=str(self.path),
                     hint="wait for it, or choose another target",
                 ) from None
             try:
                 yield
             finally:
-                if not (self.place / SPEC).exists() and not any(self.place.glob("source-*")):
-                    self.remove()  # nothing was begun: leave nothing
+                if not (self.path / SPEC).exists() and not any(self.path.glob("source-*")):
+                    self.remove()  # nothing was started: leave nothing
 
-    def begin(self, spec: Mapping[str, Any]) -> bool:
-        """Make ready for a spec; whether there is something of it already. What another spec left is removed."""
+    def start(self, spec: Mapping[str, Any]) -> bool:
+        """Prepare the folder for a spec; return whether it was started before. What another spec left is removed."""
         wanted = json.dumps(spec, sort_keys=True, indent=1).encode() + b"\n"
         try:
             same = self._store.read(SPEC) == wanted
         except NotFound:
             same = False
         if not same:
-            (self.place / SPEC).unlink(missing_ok=True)
-            shutil.rmtree(self.place / "done", ignore_errors=True)
+            (self.path / SPEC).unlink(missing_ok=True)
+            shutil.rmtree(self.path / "done", ignore_errors=True)
             shutil.rmtree(self.target, ignore_errors=True)
-        # Nobody else writes here, so whatever is unfinished was killed; left there, it would become part of the target.
+        # We hold the lock, so an unfinished file is from a killed process. It must not become part of the target.
         self._store.sweep(older_than_seconds=0.0)
         self.target.mkdir(exist_ok=True)
         self._store.put(SPEC, wanted)
         return same
 
-    def file(self, unit: OutputFile) -> Path:
-        """Where a unit is written."""
-        path = self.target / unit.path
+    def file(self, output: OutputFile) -> Path:
+        """Return the path that an output file is written to."""
+        path = self.target / output.path
         path.parent.mkdir(parents=True, exist_ok=True)
         return path
 
     def mark(self, number: int, entry: FileEntry) -> None:
-        """Note that a unit is whole.
+        """Write the marker that a file is complete.
 
-        The note need not outlive the machine: it counts only as far as the unit has its checksum. Forcing it to the
-        disk would make the disk write everything before it, in the middle of the work.
+        The marker need not survive a crash of the machine: it only counts if the file has its checksum. A sync would
+        force the disk to write everything before it, in the middle of the work.
         """
         body = {"path": entry.path, "size": entry.size, "checksum": entry.checksum}
-        note = self.place / "done" / f"{number}.json"
-        note.parent.mkdir(exist_ok=True)
-        fresh = note.with_suffix(".part")
-        fresh.write_text(json.dumps(body))
-        os.replace(fresh, note)
+        marker = self.path / "done" / f"{number}.json"
+        marker.parent.mkdir(exist_ok=True)
+        temporary = marker.with_suffix(".part")
+        temporary.write_text(json.dumps(body))
+        os.replace(temporary, marker)
 
-    def whole_units(self, units: list[OutputFile], workers: int, reporter: Reporter) -> dict[str, FileEntry]:
-        """Return the units that are there: marked, and with the bytes that were marked."""
-        marked = [entry for number, unit in enumerate(units) if (entry := self._marked(number, unit)) is not None]
+    def finished_files(self, outputs: list[OutputFile], workers: int, reporter: Reporter) -> dict[str, FileEntry]:
+        """Return the complete files: those with a marker whose bytes have the checksum in it."""
+        marked = [entry for number, output in enumerate(outputs) if (entry := self._marked(number, output)) is not None]
         if not marked:
             return {}
         with (
@@ -116,30 +116,30 @@ class ConversionFolder:
             kept = list(pool.map(check, marked))
         return {entry.path: entry for entry, good in zip(marked, kept, strict=True) if good}
 
-    def _marked(self, number: int, unit: OutputFile) -> FileEntry | None:
+    def _marked(self, number: int, output: OutputFile) -> FileEntry | None:
         try:
             body = json.loads(self._store.read(f"done/{number}.json"))
             entry = FileEntry(body["path"], body["size"], body["checksum"])
         except (NotFound, ValueError, KeyError, TypeError):
             return None
-        info = LocalStore(self.target).head(unit.path)
-        return entry if entry.path == unit.path and info is not None and info.size == entry.size else None
+        info = LocalStore(self.target).head(output.path)
+        return entry if entry.path == output.path and info is not None and info.size == entry.size else None
 
     @contextmanager
-    def reaching_the_disk(self, paths: Iterable[str]) -> Iterator[None]:
-        """Let files of the target reach the disk while the block runs, which is when nobody waits for it."""
+    def syncing(self, paths: Iterable[str]) -> Iterator[None]:
+        """Sync files of the target to the disk while the `with` block runs."""
         with ThreadPoolExecutor(1, thread_name_prefix="trainshed-sync") as pool:
-            syncing = [pool.submit(_sync, self.target / path) for path in paths]
+            futures = [pool.submit(_sync, self.target / path) for path in paths]
             try:
                 yield
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
-            for each in syncing:
-                each.result()
+            for future in futures:
+                future.result()
 
     def publish(self, target: Path) -> None:
-        """Let the target appear, whole and on the disk, and remove the working place."""
+        """Sync the target, rename it to its place, and remove this folder."""
         for folder, _, files in os.walk(self.target):
             for path in (*(Path(folder) / name for name in files), Path(folder)):
                 _sync(path)
@@ -148,12 +148,18 @@ class ConversionFolder:
         self.remove()
 
     def remove(self) -> None:
-        """Remove the working place, and with it the mark that something was begun."""
-        shutil.rmtree(self.place, ignore_errors=True)
+        """Remove this folder."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def check_space(self, needed_bytes: int, message: Callable[[int], str], *, hint: str) -> None:
+        """Raise `NoSpace` where the disk has too little; `message` is called with the free bytes."""
+        free_bytes = shutil.disk_usage(self.path).free
+        if needed_bytes > free_bytes:
+            raise NoSpace(message(free_bytes), where=str(self.path.parent), hint=hint)
 
 
 def hash_file(folder: Path, path: str) -> FileEntry:
-    """Describe one file by its bytes."""
+    """Hash one file."""
     hasher = Hasher()
     for chunk in LocalStore(folder).stream(path):
         hasher.update(chunk)
@@ -168,11 +174,8 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-MANIFEST = "manifest.json"
-
-
 class ConversionTarget:
-    """The place at an address; `folder` is where everything is made first."""
+    """The target at an address; everything is first written in `folder`."""
 
     def __init__(self, address: str, scratch: Path | None, options: StoreOptions | None) -> None:
         self.address = address
@@ -187,33 +190,33 @@ class ConversionTarget:
 
     @property
     def path(self) -> Path:
-        """The folder, where it is one."""
+        """The folder of a local target."""
         assert self.is_local
         return Path(str(self._parsed))
 
-    def finished(self) -> Manifest | None:
-        """Return the manifest of what is there, None where nothing is; anything without a manifest is refused."""
+    def manifest(self) -> Manifest | None:
+        """Return the manifest of an earlier conversion, None where the target is free; anything else is refused."""
         try:
             return Manifest.read(self._store, MANIFEST)
         except NotFound:
-            # A bucket shows the files of an upload that was killed; a folder of ours appears whole.
+            # A bucket may hold files of a killed upload; a local target appears complete.
             if self.is_local and any(True for _ in self._store.list()):
-                raise self.occupied("something that is no finished conversion") from None
+                raise self.occupied_error("something that is no finished conversion") from None
             return None
         except CorruptData:
-            raise self.occupied("something whose manifest nobody can read") from None
+            raise self.occupied_error("something whose manifest nobody can read") from None
 
     def verdict(self) -> Verdict:
-        """Return the verdict of what is there."""
+        """Return the verdict of an earlier conversion."""
         return Verdict.from_bytes(self._store.read(VERDICT), join(self.address, VERDICT))
 
-    def occupied(self, what: str) -> InputError:
-        """The error for a target that is not free."""
+    def occupied_error(self, what: str) -> InputError:
+        """Return the error for a target that is not free."""
         hint = "choose another folder, or remove this one first"
         return InputError(f"there is {what} already", where=self.address, hint=hint)
 
     def upload(self, path: str) -> None:
-        """Put one finished file into a bucket; a folder gets all of them at once in the end."""
+        """Upload one complete file to a bucket; a local target gets all of them at the end, by one rename."""
         if self.is_local:
             return
         local = LocalStore(self.folder.target)
@@ -223,7 +226,7 @@ class ConversionTarget:
                 writer.write(chunk)
 
     def publish(self, manifest: Manifest, uploaded: set[str]) -> None:
-        """Let the target exist: what is not uploaded yet, then the manifest; or all of it by one rename."""
+        """Publish the target: upload the other files, then the manifest; a local one by one rename."""
         if self.is_local:
             manifest.write(LocalStore(self.folder.target), MANIFEST)
             with explain_disk_errors(self.path):
@@ -238,7 +241,7 @@ class ConversionTarget:
 
 @contextmanager
 def explain_disk_errors(path: Path) -> Iterator[None]:
-    """Tell the disk's errors in our words, whichever writer meets them."""
+    """Translate errors of the disk to `TrainshedError`s."""
     try:
         yield
     except OSError as error:
@@ -249,7 +252,7 @@ def explain_disk_errors(path: Path) -> Iterator[None]:
 
 
 def _working_folder(address: str, scratch: Path | None) -> Path:
-    """Hidden beside a folder, so that a rename is enough; for a bucket below `scratch`, found again by its address."""
+    """Return the working folder: hidden beside a local target; for a bucket below `scratch`, named by the address."""
     parsed = parse(address)
     if parsed.scheme in ("hf", "http", "https"):
         raise InputError("nothing can be written there", where=address, hint="write to a path, s3://, gs:// or az://")

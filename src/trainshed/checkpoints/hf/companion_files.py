@@ -1,7 +1,7 @@
-"""What travels with weights: tokenizer, chat template, generation settings, and the config.json they came with.
+"""The files that accompany weights: tokenizer, chat template, generation settings, and the original config.json.
 
-A folder for transformers has these beside its weights. Every other format that we write keeps them below `tokenizer/`,
-so that an export years later has what the first download had.
+A folder for transformers has these beside its weights. Every other format that we write has them in `tokenizer/`, so
+that a later export has what the first download had.
 """
 
 from __future__ import annotations
@@ -24,27 +24,26 @@ COMPANION_FILES = (
     "chat_template.json",
 )
 COMPANIONS_FOLDER = "tokenizer"
-"""Where formats other than Hugging Face's keep them."""
+"""The folder of these files in formats other than Hugging Face's."""
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 def read_companions(
     address: str, format: str, *, tokenizer: str | None = None, options: StoreOptions | None = None
 ) -> dict[str, bytes]:
-    """Return the companions of weights, by name; with `tokenizer` all but config.json come from that folder."""
-    place = open_folder(address, options)
-    found = _read_files(place, "" if format == "hf" else f"{COMPANIONS_FOLDER}/")
+    """Return the companion files of weights by name; with `tokenizer` all but config.json come from that folder."""
+    companions = _read_files(open_folder(address, options), "" if format == "hf" else f"{COMPANIONS_FOLDER}/")
     if tokenizer is None:
-        return found
+        return companions
     given = _read_files(open_folder(tokenizer, options), "")
     if not any(name in given for name in _TOKENIZERS):
         raise TokenizerError(
             "there is no tokenizer here", where=tokenizer, hint=f"name a folder with one of {', '.join(_TOKENIZERS)}"
         )
-    kept = {name: data for name, data in found.items() if name == "config.json"}
+    kept = {name: data for name, data in companions.items() if name == "config.json"}
     ids = special_token_ids(given)
     if kept and ids:
-        # Another tokenizer has other ids: the config of the weights says what the model is, not how it ends a text.
+        # Another tokenizer has other ids: these come from the tokenizer, the rest of config.json from the weights.
         kept["config.json"] = json.dumps(json.loads(kept["config.json"]) | ids).encode()
     return {name: data for name, data in given.items() if name != "config.json"} | kept
 
@@ -55,38 +54,38 @@ def has_tokenizer(companions: Mapping[str, bytes]) -> bool:
 
 
 def special_token_ids(companions: Mapping[str, bytes]) -> dict[str, Any]:
-    """Return the ids that begin, end and pad a text, as far as the companions tell, as config.json names them."""
+    """Return the ids that start, end and pad a text, by their names in config.json; only those that are known."""
     for name in ("generation_config.json", "config.json"):
         try:
             body = json.loads(companions.get(name, b"{}"))
         except ValueError:
             continue
         keys = ("bos_token_id", "eos_token_id", "pad_token_id")
-        found = {key: body[key] for key in keys if body.get(key) is not None}
-        if found:
-            return found
+        ids = {key: body[key] for key in keys if body.get(key) is not None}
+        if ids:
+            return ids
     files = {name: data for name, data in companions.items() if name in TOKENIZER_FILES}
     if "tokenizer.json" not in files:
         return {}
     tokenizer = tokenizer_from_files("tokenizer.json", files)
-    found = {}
+    ids = {}
     for role in ("bos_token", "eos_token", "pad_token"):
         named = tokenizer.config.get(role)
         text = named.get("content") if isinstance(named, dict) else named
         token = tokenizer.token(text) if isinstance(text, str) else None
         if token is not None:
-            found[f"{role}_id"] = token.id
-    return found
+            ids[f"{role}_id"] = token.id
+    return ids
 
 
-def _read_files(place: Store, folder: str) -> dict[str, bytes]:
-    found = {}
+def _read_files(store: Store, folder: str) -> dict[str, bytes]:
+    files = {}
     for name in COMPANION_FILES:
         try:
-            if place.head(folder + name) is not None:
-                found[name] = place.read(folder + name)
+            if store.head(folder + name) is not None:
+                files[name] = store.read(folder + name)
         except NotFound as error:
             raise TrainshedError(
-                f"{name} went away while it was read", where=join(place.url, folder), hint="run it again"
+                f"{name} went away while it was read", where=join(store.url, folder), hint="run it again"
             ) from error
-    return found
+    return files

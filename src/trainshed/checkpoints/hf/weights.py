@@ -1,8 +1,8 @@
 """Weights as transformers saves them: safetensors headers, config.json, and tensors read box by box.
 
-Opening reads the config and the headers alone, checks that the tensors are those of the config, and needs neither
-torch nor safetensors. `read` touches only the bytes a box needs, so every rank of any layout reads its own part
-from the same files. Nothing is mapped: memory holds what was asked for, whatever the size of a file.
+Opening reads only the config and the headers, checks that the tensors are those of the config, and needs neither torch
+nor safetensors. `read` reads only the bytes that a box needs, so every rank of any layout reads its own part from the
+same files. Files are not mapped: memory holds only the box, whatever the size of a file.
 
 A safetensors file: 8 bytes of little-endian header length, the header (JSON: name → dtype, shape, data_offsets),
 the data.
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from trainshed.checkpoints.weights import box_ends
+from trainshed.checkpoints.weights import box_ends, dtype_name, join_names
 from trainshed.errors import CorruptData, InputError, NoSuchName
 from trainshed.models.families import HF_FAMILIES, read_hf_config
 from trainshed.models.hf_tensors import HfTensor, RowMapping, hf_row_mappings, hf_tensors
@@ -44,7 +44,7 @@ _AGAIN = "fetch or write the file again"
 
 @dataclass(frozen=True)
 class SafetensorsEntry:
-    """One tensor of a file; `start` and `end` count bytes from the beginning of the file."""
+    """One tensor of a file; `start` and `end` are byte offsets in the file."""
 
     file: Path
     name: str
@@ -68,20 +68,20 @@ def read_safetensors_header(path: Path) -> dict[str, SafetensorsEntry]:
     except ValueError:
         raise CorruptData("has a header that is not JSON", where=str(path), hint=_AGAIN) from None
     try:
-        found = {
+        tensors = {
             name: _entry(path, name, entry, 8 + length) for name, entry in header.items() if name != "__metadata__"
         }
     except (AttributeError, KeyError, TypeError, ValueError):
         raise CorruptData("has a header nobody can read", where=str(path), hint=_AGAIN) from None
-    end = max((tensor.end for tensor in found.values()), default=8 + length)
+    end = max((tensor.end for tensor in tensors.values()), default=8 + length)
     if end != size:
         short = "cut short" if size < end else "longer than its tensors"
         raise CorruptData(f"is {short}: {size} bytes where its header counts {end}", where=str(path), hint=_AGAIN)
-    for name, tensor in found.items():
+    for name, tensor in tensors.items():
         bytes_each = _DTYPE_BYTES.get(tensor.dtype)
         if bytes_each is not None and tensor.end - tensor.start != math.prod(tensor.shape) * bytes_each:
             raise CorruptData(f"`{name}` has another size than its shape says", where=str(path), hint=_AGAIN)
-    return found
+    return tensors
 
 
 def same_bytes(one: SafetensorsEntry, other: SafetensorsEntry) -> bool:
@@ -111,9 +111,8 @@ WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 SAFETENSORS_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """The safetensors dtypes that are read, and torch's names for them."""
-# What older versions of transformers saved although it can be computed: rotary frequencies, GPT-2's causal masks.
+# Older versions of transformers saved these although they can be computed: rotary frequencies, GPT-2's causal masks.
 _BUFFERS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|attn\.(bias|masked_bias))$")
-_NAMED = 5  # how many tensors an error names before it only counts
 
 
 def read_folder_config(folder: Path) -> ModelConfig:
@@ -122,7 +121,7 @@ def read_folder_config(folder: Path) -> ModelConfig:
 
 
 def list_tensors(folder: Path) -> dict[str, SafetensorsEntry]:
-    """All tensors of a folder; as transformers, the single file first, then the index."""
+    """Return all tensors of a folder; like transformers, from the single file if it exists, otherwise by the index."""
     if (folder / WEIGHTS).exists():
         return read_safetensors_header(folder / WEIGHTS)
     if not (folder / INDEX).exists():
@@ -141,36 +140,38 @@ def list_tensors(folder: Path) -> dict[str, SafetensorsEntry]:
     lost = sorted(tensor for tensor, name in index.items() if tensor not in files[name])
     if lost:
         raise CorruptData(
-            f"does not fit its files: {_join_names(lost)} not where it says",
+            f"does not fit its files: {join_names(lost)} not where it says",
             where=str(folder / INDEX),
             hint="fetch the folder again",
         )
-    found = {name: tensor for header in files.values() for name, tensor in header.items()}
-    return found | {tensor: files[name][tensor] for tensor, name in index.items()}
+    tensors = {name: tensor for header in files.values() for name, tensor in header.items()}
+    return tensors | {tensor: files[name][tensor] for tensor, name in index.items()}
 
 
 def match_tensors(
     config: ModelConfig, stored: dict[str, SafetensorsEntry], folder: Path
 ) -> dict[str, SafetensorsEntry]:
-    """Find every tensor of an architecture by its full name, or say what is missing, left over or of another kind."""
+    """Return every tensor of an architecture by its full name, or raise: missing, left over, or of another kind."""
     wanted = {tensor.name: tensor for tensor in hf_tensors(config)}
     base = HF_FAMILIES[config.family].names.base
     if not any(name.startswith(base) for name in stored):
-        # Saved without the language model around it, as OpenAI's GPT-2s are.
+        # Saved from the base model, without the head around it, like OpenAI's GPT-2.
         stored = {name if name in wanted else base + name: tensor for name, tensor in stored.items()}
     missing = [name for name in wanted if name not in stored]
     extra = sorted(name for name in stored if name not in wanted and not _BUFFERS.search(name))
     if missing or extra:
-        parts = [f"{_join_names(names)} {how}" for names, how in ((missing, "missing"), (extra, "left over")) if names]
+        by_state = ((missing, "missing"), (extra, "left over"))
+        parts = [f"{join_names(names)} {state}" for names, state in by_state if names]
         raise InputError(
             f"the tensors are not those of its config: {'; '.join(parts)}",
             where=str(folder),
             hint=f"compare them with {CONFIG}; one that is left over would have been lost in silence",
         )
-    wrong = [_mismatch(tensor, stored[tensor.name]) for tensor in wanted.values()]
-    if any(wrong):
+    checked = (_mismatch(tensor, stored[tensor.name]) for tensor in wanted.values())
+    mismatches = [mismatch for mismatch in checked if mismatch]
+    if mismatches:
         raise InputError(
-            f"the tensors are not those of its config: {_join_names([each for each in wrong if each])}",
+            f"the tensors are not those of its config: {join_names(mismatches)}",
             where=str(folder),
             hint=f"read are {', '.join(SAFETENSORS_DTYPES.values())}, in the shapes that {CONFIG} gives",
         )
@@ -185,32 +186,27 @@ def _mismatch(wanted: HfTensor, stored: SafetensorsEntry) -> str | None:
 
 def _json_object(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_bytes())
+        body = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise NoSuchName(
             f"there is no {path.name}", where=str(path.parent), hint="name a folder with a model"
         ) from None
     except ValueError:
-        found = None
-    if not isinstance(found, dict):
+        body = None
+    if not isinstance(body, dict):
         raise CorruptData("is not a JSON object", where=str(path), hint="fetch the file again")
-    return found
-
-
-def _join_names(names: Sequence[str]) -> str:
-    return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
+    return body
 
 
 HEAD = "lm_head.weight"
-# Small enough to stay in a processor's cache between reading and laying out, large enough that reads do not count.
+# Small enough to stay in a processor's cache between reading and copying, large enough that reads do not matter.
 _BUFFER_BYTES = 2 * 1024 * 1024
 
 
 class HfWeights:
     """The weights in a folder.
 
-    `config` is what the config.json beside them describes, unless it is given; names, shapes and dtypes of all tensors
-    have been held against it.
+    `config` replaces the architecture in config.json. Names, shapes and dtypes of all tensors are checked against it.
     """
 
     def __init__(self, folder: Path, config: ModelConfig | None = None) -> None:
@@ -221,8 +217,8 @@ class HfWeights:
         self._tensors = match_tensors(self.config, stored, folder)
         self._open_files: dict[Path, int] = {}
         self._lock = threading.Lock()
-        self._strips: dict[str, tuple[RowMapping, ...]] = {}
-        self._memory: BufferPool | None = None
+        self._mappings: dict[str, tuple[RowMapping, ...]] = {}
+        self._buffer_pool: BufferPool | None = None
         weakref.finalize(self, _close_files, self._open_files)
 
     def __enter__(self) -> Self:
@@ -232,23 +228,23 @@ class HfWeights:
         self.close()
 
     def close(self) -> None:
-        """Let go of the files."""
+        """Close the files."""
         with self._lock:
             _close_files(self._open_files)
-            self._memory = None
+            self._buffer_pool = None
 
     @property
     def dtypes(self) -> list[str]:
-        """The dtypes of the stored tensors, in torch's words."""
+        """The dtypes of the stored tensors, by torch's names."""
         return sorted({SAFETENSORS_DTYPES[tensor.dtype] for tensor in self._tensors.values()})
 
     @property
-    def stored(self) -> Mapping[str, SafetensorsEntry]:
-        """Where each tensor lies, by the name that transformers saves it under today."""
+    def entries(self) -> Mapping[str, SafetensorsEntry]:
+        """Where each tensor is stored, by the name that transformers saves it under today."""
         return self._tensors
 
     @property
-    def parameters(self) -> int:
+    def parameter_count(self) -> int:
         """The number of weights, tied ones counted once."""
         return sum(math.prod(tensor.shape) for tensor in self._tensors.values())
 
@@ -264,17 +260,17 @@ class HfWeights:
         return box
 
     @contextmanager
-    def lent(
+    def borrow(
         self, parameter: Parameter, offset: Sequence[int], shape: Sequence[int], dtype: torch.dtype
     ) -> Iterator[torch.Tensor]:
-        """Lend such a box, to look at for as long as the block runs."""
+        """Lend such a box for as long as the `with` block runs."""
         box_ends(parameter, offset, shape)
-        with self._scratch.lent(shape, dtype) as box:
+        with self._buffers.borrow(shape, dtype) as box:
             self._fill(box, parameter, offset)
             yield box
 
     def check_tied_head(self) -> None:
-        """Compare a head that is stored although it is tied with the embedding it should be. Reads both."""
+        """Check that a tied head which is stored all the same equals the embedding. Reads both."""
         name = HF_FAMILIES[self.config.family].names.tensors["embedding"][0] + ".weight"
         if self._tied_head is not None and not same_bytes(self._tied_head, self._tensors[name]):
             raise InputError(
@@ -284,90 +280,90 @@ class HfWeights:
             )
 
     @property
-    def _scratch(self) -> BufferPool:
+    def _buffers(self) -> BufferPool:
         from trainshed.checkpoints.io import BufferPool
 
         with self._lock:
-            self._memory = self._memory or BufferPool()
-            return self._memory
+            self._buffer_pool = self._buffer_pool or BufferPool()
+            return self._buffer_pool
 
     def _fill(self, box: torch.Tensor, parameter: Parameter, offset: Sequence[int]) -> None:
-        """Read all strips of a box to their rows in it."""
+        """Read all stored rows of a box to their places in it."""
         if not box.numel():
             return
         ends = [start + length for start, length in zip(offset, box.shape, strict=True)]
         dim = 1 if parameter.expert else 0
         columns = slice(offset[dim + 1], ends[dim + 1]) if box.dim() > dim + 1 else None
         whole_rows = columns is None or columns == slice(0, parameter.shape[dim + 1])
-        for strip in self._sources(parameter):
-            if strip.expert is not None and not offset[0] <= strip.expert < ends[0]:
+        for mapping in self._sources(parameter):
+            if mapping.expert is not None and not offset[0] <= mapping.expert < ends[0]:
                 continue
-            target = box if strip.expert is None else box[strip.expert - offset[0]]
-            part = strip.within(offset[dim], ends[dim])
+            target = box if mapping.expert is None else box[mapping.expert - offset[0]]
+            part = mapping.within(offset[dim], ends[dim])
             if (
                 whole_rows
-                and not strip.transposed
-                and SAFETENSORS_DTYPES[self._tensors[strip.hf_name].dtype] == _dtype_name(box.dtype)
+                and not mapping.transposed
+                and SAFETENSORS_DTYPES[self._tensors[mapping.hf_name].dtype] == dtype_name(box.dtype)
             ):
-                self._read_straight(target, strip, *part, offset[dim])
+                self._read_directly(target, mapping, *part, offset[dim])
             else:
-                self._read_by_block(target, strip, *part, columns, offset[dim])
+                self._read_by_block(target, mapping, *part, columns, offset[dim])
 
     def _sources(self, parameter: Parameter) -> tuple[RowMapping, ...]:
-        if parameter.name not in self._strips:  # experts have hundreds
-            self._strips[parameter.name] = hf_row_mappings(self.config, parameter)
-        return self._strips[parameter.name]
+        if parameter.name not in self._mappings:  # experts have hundreds
+            self._mappings[parameter.name] = hf_row_mappings(self.config, parameter)
+        return self._mappings[parameter.name]
 
-    def _read_straight(self, target: torch.Tensor, strip: RowMapping, first: int, last: int, origin: int) -> None:
-        """Rows that lie in the file as in memory need no buffer between: each run of them is read to its place."""
+    def _read_directly(self, target: torch.Tensor, mapping: RowMapping, first: int, last: int, origin: int) -> None:
+        """Read rows that are the same in the file and in memory: each run of them goes directly to its place."""
         from trainshed.checkpoints.io import read_rows
 
-        stored = self._tensors[strip.hf_name]
+        stored = self._tensors[mapping.hf_name]
         row_bytes = (stored.end - stored.start) // stored.shape[0]
-        descriptor, scratch = self._descriptor(stored.file), self._scratch
-        for start, rows in strip.runs(first, last):
+        descriptor, buffers = self._descriptor(stored.file), self._buffers
+        for start, rows in mapping.runs(first, last):
             try:
                 into = target[rows.start - origin : rows.stop - origin : rows.step]
-                read_rows(descriptor, stored.start + (strip.hf_start + start) * row_bytes, into, scratch)
+                read_rows(descriptor, stored.start + (mapping.hf_start + start) * row_bytes, into, buffers)
             except EOFError:
                 raise _cut_short(stored) from None
 
     def _read_by_block(
-        self, target: torch.Tensor, strip: RowMapping, first: int, last: int, columns: slice | None, origin: int
+        self, target: torch.Tensor, mapping: RowMapping, first: int, last: int, columns: slice | None, origin: int
     ) -> None:
-        """What is cast, turned or only partly wanted passes through a buffer."""
+        """Read rows through a buffer, where they are cast, transposed or only partly needed."""
         import torch
 
-        for start, stop, block in self._blocks(strip, first, last, columns):
-            rows = strip.native_rows(start, stop)
+        for start, stop, block in self._blocks(mapping, first, last, columns):
+            rows = mapping.native_rows(start, stop)
             if isinstance(rows, slice):
                 target[rows.start - origin : rows.stop - origin : rows.step] = block
             else:
                 target[torch.from_numpy(rows - origin)] = block.to(target.dtype)
 
     def _blocks(
-        self, strip: RowMapping, first: int, last: int, columns: slice | None
+        self, mapping: RowMapping, first: int, last: int, columns: slice | None
     ) -> Iterator[tuple[int, int, torch.Tensor]]:
-        """Yield the rows [first, last) of a strip, some at a time: (from, to, rows); each is gone with the next."""
+        """Yield the rows [first, last) of a mapping in blocks: (start, stop, rows); the next block overwrites it."""
         if first == last:
             return
-        stored = self._tensors[strip.hf_name]
-        if not strip.transposed:
-            for start, stop, rows in self._stored_rows(stored, strip.hf_start + first, strip.hf_start + last):
+        stored = self._tensors[mapping.hf_name]
+        if not mapping.transposed:
+            for start, stop, rows in self._stored_rows(stored, mapping.hf_start + first, mapping.hf_start + last):
                 block = rows if columns is None else rows[:, columns]
-                yield start - strip.hf_start, stop - strip.hf_start, block
+                yield start - mapping.hf_start, stop - mapping.hf_start, block
             return
         import torch
 
-        # There our columns are the rows, and our rows a range of its columns: such models are small.
+        # Our columns are its rows, and our rows are a range of its columns. All of it is read: such models are small.
         assert columns is not None
-        part = slice(strip.hf_start + first, strip.hf_start + last)
+        part = slice(mapping.hf_start + first, mapping.hf_start + last)
         parts = [rows[:, part].clone() for _, _, rows in self._stored_rows(stored, columns.start, columns.stop)]
         if parts:
             yield first, last, torch.cat(parts).T
 
     def _stored_rows(self, stored: SafetensorsEntry, first: int, last: int) -> Iterator[tuple[int, int, torch.Tensor]]:
-        """Read rows of a stored tensor into a buffer that is used again: what is mapped would count as memory."""
+        """Read rows of a stored tensor into a buffer that is reused; mapped pages would count as memory."""
         import torch
 
         from trainshed.checkpoints.io import read_rows
@@ -376,12 +372,12 @@ class HfWeights:
         width = stored.shape[1:]
         row_bytes = math.prod(width) * dtype.itemsize
         count = max(1, _BUFFER_BYTES // row_bytes)
-        scratch, descriptor = self._scratch, self._descriptor(stored.file)
+        buffers, descriptor = self._buffers, self._descriptor(stored.file)
         for start in range(first, last, count):
             stop = min(start + count, last)
-            with scratch.lent((stop - start, *width), dtype) as rows:
+            with buffers.borrow((stop - start, *width), dtype) as rows:
                 try:
-                    read_rows(descriptor, stored.start + start * row_bytes, rows, scratch)
+                    read_rows(descriptor, stored.start + start * row_bytes, rows, buffers)
                 except EOFError:
                     raise _cut_short(stored) from None
                 yield start, stop, rows
@@ -395,10 +391,6 @@ class HfWeights:
 
 def _cut_short(stored: SafetensorsEntry) -> CorruptData:
     return CorruptData(f"ends before `{stored.name}` does", where=str(stored.file), hint="fetch the file again")
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _close_files(files: dict[Path, int]) -> None:

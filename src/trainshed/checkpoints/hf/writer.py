@@ -1,7 +1,7 @@
-"""Weights written as transformers saves them: safetensors shards, their index, config.json and what goes with them.
+"""Write weights as transformers saves them: safetensors shards, their index, config.json and the companion files.
 
-Every shard's header is computed first, then native tensors are read once, in boxes of bounded size, and their rows go
-to their places in the file. So a shard costs memory for one box, whatever its size.
+The header of a shard is computed first. Then native tensors are read once, in boxes of bounded size, and their rows are
+written to their places in the file. So a shard needs memory for a few boxes, whatever its size.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from trainshed.checkpoints.hf.companion_files import COMPANION_FILES, special_token_ids
 from trainshed.checkpoints.hf.weights import CONFIG, INDEX, SAFETENSORS_DTYPES, WEIGHTS
 from trainshed.checkpoints.io import BLOCK_BYTES, BufferPool, HashedFile, bytes_of, run_in_threads
-from trainshed.checkpoints.weights import AdvanceProgress, OutputFile, Weights
+from trainshed.checkpoints.weights import AdvanceProgress, OutputFile, Weights, dtype_name, group_by_size
 from trainshed.errors import InputError
 from trainshed.models.families import config_differences, read_hf_config, to_hf_config
 from trainshed.models.hf_tensors import HfTensor, RowMapping, hf_tensors
@@ -30,14 +30,14 @@ from trainshed.recipe import ModelConfig
 from trainshed.storage import FileEntry
 
 SHARD_BYTES = 5_000_000_000
-"""The largest shard, as transformers 4 cuts them; a single tensor may be larger."""
+"""The largest shard, as in transformers 4; a single tensor may be larger."""
 GENERATION_CONFIG = "generation_config.json"
 _ALIGNMENT_BYTES = 8  # of a header's length, as the safetensors library pads it
 
 
 @dataclass(frozen=True)
 class _Shard:
-    """One file: the tensors in it, where each begins, and the bytes before the first."""
+    """One file: its tensors, where each starts, and the bytes before the first."""
 
     tensors: tuple[HfTensor, ...]
     header: bytes
@@ -46,10 +46,10 @@ class _Shard:
 
 
 class HfWeightsWriter:
-    """A model for transformers, in one dtype.
+    """Writes a model for transformers, in one dtype.
 
-    `companions` are files by name (`companions.py`): tokenizer, chat template and generation settings are copied as
-    they are; a config.json that describes this very architecture is kept, with the dtype put right.
+    `companions` are files by name (`companion_files.py`): tokenizer, chat template and generation settings are copied
+    unchanged. A config.json is kept if it describes the same architecture; only its dtype is set.
     """
 
     def __init__(
@@ -65,54 +65,57 @@ class HfWeightsWriter:
         self._companions = dict(companions or {})
         self._config_json = _config_json(config, dtype, self._companions)
         self._shards = _shards(config, dtype, shard_bytes or SHARD_BYTES)
-        self._scratch = BufferPool()
+        self._buffers = BufferPool()
 
-    def units(self) -> list[OutputFile]:
+    def output_files(self) -> list[OutputFile]:
         """Return the shards."""
         return [OutputFile(name, shard.size) for name, shard in self._shards.items()]
 
-    def write(self, unit: OutputFile, source: Weights, file: Path, advance: AdvanceProgress, threads: int = 1) -> str:
+    def write(self, output: OutputFile, source: Weights, file: Path, advance: AdvanceProgress, threads: int = 1) -> str:
         """Write one shard; return its checksum."""
-        shard = self._shards[unit.path]
-        strips: dict[str, list[RowMapping]] = defaultdict(list)
+        shard = self._shards[output.path]
+        mappings: dict[str, list[RowMapping]] = defaultdict(list)
         for tensor in shard.tensors:
-            for strip in tensor.strips:
-                strips[strip.native_name].append(strip)
-        with HashedFile(file) as made:
-            made.write(0, shard.header)
+            for mapping in tensor.strips:
+                mappings[mapping.native_name].append(mapping)
+        with HashedFile(file) as hashed:
+            hashed.write(0, shard.header)
             advance(len(shard.header))
 
-            def lay(parameter: Parameter, first: int, last: int, expert: int | None) -> None:
-                """Write what a box of a native tensor becomes here."""
-                mine = strips[parameter.name]
-                cut = _transposed_blocks if mine[0].transposed else _plain_blocks
-                with self._box(source, parameter, first, last, expert, transposed=mine[0].transposed) as box:
-                    for start, block in cut(box, first, [each for each in mine if each.expert == expert], shard.starts):
-                        with self._in_one_piece(block) as data:
-                            made.write(start, data)
+            def write_box(parameter: Parameter, first: int, last: int, expert: int | None) -> None:
+                """Write the rows of one box of a native tensor."""
+                transposed = mappings[parameter.name][0].transposed
+                box_mappings = [mapping for mapping in mappings[parameter.name] if mapping.expert == expert]
+                to_blocks = _transposed_blocks if transposed else _plain_blocks
+                with self._box(source, parameter, first, last, expert, transposed=transposed) as box:
+                    for start, block in to_blocks(box, first, box_mappings, shard.starts):
+                        with self._contiguous_bytes(block) as data:
+                            hashed.write(start, data)
                             advance(len(data))
 
             boxes = (
-                partial(lay, parameter, *box)
+                partial(write_box, parameter, *box)
                 for parameter in parameters(self.config)
-                if parameter.name in strips
-                for box in self._boxes(parameter, strips[parameter.name])
+                if parameter.name in mappings
+                for box in self._boxes(parameter, mappings[parameter.name])
             )
             run_in_threads(boxes, threads)
-            return made.checksum(shard.size)
+            return hashed.checksum(shard.size)
 
-    def _boxes(self, parameter: Parameter, strips: list[RowMapping]) -> Iterator[tuple[int, int, int | None]]:
-        """Cut a native tensor into boxes read at once, (first row, last row, expert); a turned one by columns."""
+    def _boxes(self, parameter: Parameter, mappings: list[RowMapping]) -> Iterator[tuple[int, int, int | None]]:
+        """Split a native tensor into boxes, (first row, last row, expert); a transposed one by columns."""
         dim = 1 if parameter.expert else 0
-        cut, others = (1, 0) if strips[0].transposed else (dim, dim + 1)
-        length, each = parameter.shape[cut], math.prod(parameter.shape[others : others + 1]) * self._dtype.itemsize
-        # Gate and up rows alternate: an even number keeps the boxes of one item of ours within it.
-        count = max(1, BLOCK_BYTES // each // 2 * 2)
-        for expert in dict.fromkeys(strip.expert for strip in strips):
-            mine = [strip for strip in strips if strip.expert == expert]
+        split_dim, other_dim = (1, 0) if mappings[0].transposed else (dim, dim + 1)
+        length = parameter.shape[split_dim]
+        row_bytes = math.prod(parameter.shape[other_dim : other_dim + 1]) * self._dtype.itemsize
+        # Gate and up rows alternate: an even number keeps a box within one item of a native checkpoint.
+        count = max(1, BLOCK_BYTES // row_bytes // 2 * 2)
+        for expert in dict.fromkeys(mapping.expert for mapping in mappings):
+            expert_mappings = [mapping for mapping in mappings if mapping.expert == expert]
             for first in range(0, length, count):
                 last = min(first + count, length)
-                if mine[0].transposed or any(a < b for a, b in (strip.within(first, last) for strip in mine)):
+                row_ranges = (mapping.within(first, last) for mapping in expert_mappings)
+                if expert_mappings[0].transposed or any(start < stop for start, stop in row_ranges):
                     yield first, last, expert
 
     @contextmanager
@@ -120,32 +123,32 @@ class HfWeightsWriter:
         self, source: Weights, parameter: Parameter, first: int, last: int, expert: int | None, *, transposed: bool
     ) -> Iterator[torch.Tensor]:
         if transposed:
-            with source.lent(parameter, (0, first), (parameter.shape[0], last - first), self._dtype) as box:
+            with source.borrow(parameter, (0, first), (parameter.shape[0], last - first), self._dtype) as box:
                 yield box
             return
         columns = parameter.shape[2 if parameter.expert else 1 :]
         offset, shape = (first, *(0 for _ in columns)), (last - first, *columns)
         if expert is None:
-            with source.lent(parameter, offset, shape, self._dtype) as box:
+            with source.borrow(parameter, offset, shape, self._dtype) as box:
                 yield box
         else:
-            with source.lent(parameter, (expert, *offset), (1, *shape), self._dtype) as box:
+            with source.borrow(parameter, (expert, *offset), (1, *shape), self._dtype) as box:
                 yield box[0]
 
     @contextmanager
-    def _in_one_piece(self, block: torch.Tensor) -> Iterator[memoryview]:
+    def _contiguous_bytes(self, block: torch.Tensor) -> Iterator[memoryview]:
         if block.is_contiguous():
             yield bytes_of(block)
             return
-        with self._scratch.lent(block.shape, block.dtype) as piece:
-            yield bytes_of(piece.copy_(block))
+        with self._buffers.borrow(block.shape, block.dtype) as contiguous:
+            yield bytes_of(contiguous.copy_(block))
 
     def finish(self, folder: Path, entries: Sequence[FileEntry]) -> None:
         """Write the index, config.json, generation settings and the tokenizer's files."""
         del entries
         if len(self._shards) > 1:
             shards = self._shards.items()
-            total = sum(math.prod(each.shape) for shard in self._shards.values() for each in shard.tensors)
+            total = sum(math.prod(tensor.shape) for shard in self._shards.values() for tensor in shard.tensors)
             index = {
                 "metadata": {"total_parameters": total, "total_size": total * self._dtype.itemsize},
                 "weight_map": {tensor.name: name for name, shard in shards for tensor in shard.tensors},
@@ -157,21 +160,13 @@ class HfWeightsWriter:
                 (folder / name).write_bytes(data)
         ids = {key: value for key, value in self._config_json.items() if key.endswith("_token_id")}
         if GENERATION_CONFIG not in self._companions and ids:
-            # What transformers itself saves for a model that came without one.
+            # transformers itself saves this for a model without one.
             _write_json(folder / GENERATION_CONFIG, {"_from_model_config": True, **ids})
 
 
 def _shards(config: ModelConfig, dtype: torch.dtype, shard_bytes: int) -> dict[str, _Shard]:
-    """Fill one shard after the other, in our order of tensors."""
-    groups: list[list[HfTensor]] = [[]]
-    filled = 0
-    for tensor in hf_tensors(config):
-        size = math.prod(tensor.shape) * dtype.itemsize
-        if groups[-1] and filled + size > shard_bytes:
-            groups.append([])
-            filled = 0
-        groups[-1].append(tensor)
-        filled += size
+    """Return the shards by file name, filled one after the other in our order of tensors."""
+    groups = group_by_size(hf_tensors(config), lambda tensor: math.prod(tensor.shape) * dtype.itemsize, shard_bytes)
     if len(groups) == 1:
         return {WEIGHTS: _shard(groups[0], dtype)}
     stem = WEIGHTS.removesuffix(".safetensors")
@@ -200,42 +195,42 @@ def _shard(tensors: list[HfTensor], dtype: torch.dtype) -> _Shard:
 
 
 def _plain_blocks(
-    box: torch.Tensor, first: int, strips: list[RowMapping], starts: Mapping[str, int]
+    box: torch.Tensor, first: int, mappings: list[RowMapping], starts: Mapping[str, int]
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield (place in the file, rows) of tensors that lie as ours do, row by row; the box begins at row `first`."""
+    """Yield (offset in the file, rows) of tensors that are stored like ours; the box starts at row `first`."""
     row_bytes = math.prod(box.shape[1:]) * box.itemsize
-    for strip in strips:
-        for begin, there in strip.runs(*strip.within(first, first + len(box))):
-            place = starts[strip.hf_name] + (strip.hf_start + begin) * row_bytes
-            yield place, box[there.start - first : there.stop - first : there.step]
+    for mapping in mappings:
+        for start, native_rows in mapping.runs(*mapping.within(first, first + len(box))):
+            offset = starts[mapping.hf_name] + (mapping.hf_start + start) * row_bytes
+            yield offset, box[native_rows.start - first : native_rows.stop - first : native_rows.step]
 
 
 def _transposed_blocks(
-    box: torch.Tensor, first: int, strips: list[RowMapping], starts: Mapping[str, int]
+    box: torch.Tensor, first: int, mappings: list[RowMapping], starts: Mapping[str, int]
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield (place in the file, rows) of matrices that are [in, out] there: our columns from `first` are their rows."""
+    """Yield (offset in the file, rows) of matrices stored as [in, out]: our columns from `first` on are their rows."""
     by_name: dict[str, list[RowMapping]] = defaultdict(list)
-    for strip in strips:
-        by_name[strip.hf_name].append(strip)
-    for name, mine in by_name.items():
-        block = torch.empty(box.shape[1], sum(strip.rows for strip in mine), dtype=box.dtype)
-        for strip in mine:
-            there = strip.native_rows(0, strip.rows)
-            rows = box[there] if isinstance(there, slice) else box[torch.from_numpy(there)]
-            block[:, strip.hf_start : strip.hf_start + strip.rows] = rows.T
+    for mapping in mappings:
+        by_name[mapping.hf_name].append(mapping)
+    for name, tensor_mappings in by_name.items():
+        block = torch.empty(box.shape[1], sum(mapping.rows for mapping in tensor_mappings), dtype=box.dtype)
+        for mapping in tensor_mappings:
+            native_rows = mapping.native_rows(0, mapping.rows)
+            rows = box[native_rows] if isinstance(native_rows, slice) else box[torch.from_numpy(native_rows)]
+            block[:, mapping.hf_start : mapping.hf_start + mapping.rows] = rows.T
         yield starts[name] + first * block.shape[1] * block.itemsize, block
 
 
 def _config_json(config: ModelConfig, dtype: torch.dtype, companions: Mapping[str, bytes]) -> dict[str, Any]:
-    """The config of an earlier life where it says the same; else one in our words, with the tokenizer's ids."""
+    """Return the source's config.json if it describes the same model, otherwise a new one with the tokenizer's ids."""
     if CONFIG in companions:
         kept = json.loads(companions[CONFIG])
         if not config_differences(config, read_hf_config(kept, CONFIG)):
             named = [key for key in ("torch_dtype", "dtype") if key in kept] or ["torch_dtype"]
-            return kept | dict.fromkeys(named, str(dtype).removeprefix("torch."))
-    # Left out, transformers takes ids of the family's first models, which end no text of any other.
+            return kept | dict.fromkeys(named, dtype_name(dtype))
+    # Without these keys transformers would use the ids of the family's first models, which are wrong for any other.
     written = to_hf_config(config) | {"bos_token_id": None, "eos_token_id": None}
-    return written | special_token_ids(companions) | {"torch_dtype": str(dtype).removeprefix("torch.")}
+    return written | special_token_ids(companions) | {"torch_dtype": dtype_name(dtype)}
 
 
 def _write_json(path: Path, body: Mapping[str, Any]) -> None:

@@ -1,8 +1,8 @@
-"""The arguments in Megatron's checkpoints, as an architecture and back.
+"""Translate the arguments in Megatron's checkpoints to an architecture and back.
 
-`--use-checkpoint-args` takes a part of them; the rest must be on the command line, and is here so that nothing about
-a model is lost. An architecture for which Megatron has no argument is refused, and so is an argument that our
-decoder does not implement.
+Megatron's `--use-checkpoint-args` reads some of them; the others must be on its command line. All are stored, so that
+nothing about a model is lost. An architecture for which Megatron has no argument is refused, and so is an argument
+that our decoder does not implement.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 
 FAMILY_ARG = "trainshed_family"
-"""The one argument that is ours: Megatron has no word for a family."""
+"""The one argument that is ours: Megatron has no argument for a family."""
 _MISSING = object()
 
 
 @dataclass(frozen=True)
 class MegatronLayout:
-    """How the files of a checkpoint are cut; `torch_dist` is cut in no way."""
+    """The layout that the files of a checkpoint are sharded for; `torch_dist` depends on none."""
 
     tp: int = 1
     pp: int = 1
@@ -50,11 +50,11 @@ def to_args(
     vocab_divisible_by: int,
     checkpoint_format: str,
 ) -> Namespace:
-    """Return the arguments of a checkpoint, or say what Megatron cannot be told."""
-    written: dict[str, Any] = {
+    """Return the arguments of a checkpoint, or raise for what Megatron has no argument."""
+    args: dict[str, Any] = {
         FAMILY_ARG: config.family,
         **architecture_args(config),
-        # As versions before 0.16 call what is above, and what they have besides.
+        # Names of versions before 0.16 for the above, and arguments that only they have.
         "norm_epsilon": config.norm_eps,
         "apply_layernorm_1p": False,
         "disable_bias_linear": not config.output_bias,
@@ -83,20 +83,20 @@ def to_args(
         "expert_tensor_parallel_size": layout.etp,
     }
     if config.moe is not None:
-        written["moe_grouped_gemm"] = experts == "grouped"
-    return Namespace(**written)
+        args["moe_grouped_gemm"] = experts == "grouped"
+    return Namespace(**args)
 
 
 def architecture_args(config: ModelConfig) -> dict[str, Any]:
-    """Return what tells Megatron an architecture, by the names of its arguments in version 0.16 and later.
+    """Return the arguments that describe an architecture to Megatron, by their names in version 0.16 and later.
 
-    The one home of this mapping: checkpoints carry it, `engines/megatron` writes it on the command line, and
-    `read_args` is its inverse. Raises `InputError` for what Megatron cannot be told.
+    The one home of this mapping: checkpoints hold it, `engines/megatron` writes it on the command line, and
+    `read_args` is its inverse. Raises `InputError` where Megatron has no argument.
     """
     refuse_unsupported_config(config)
     rope, scaling, moe = config.rope, config.rope.scaling if config.rope else None, config.moe
     llama3 = scaling is not None and scaling.kind == "llama3"
-    written: dict[str, Any] = {
+    args: dict[str, Any] = {
         "num_layers": config.layers,
         "hidden_size": config.hidden,
         "ffn_hidden_size": config.ffn if moe is None else moe.ffn,
@@ -127,7 +127,7 @@ def architecture_args(config: ModelConfig) -> dict[str, Any]:
         "num_experts": moe.experts if moe else None,
     }
     if moe is not None:
-        written |= {
+        args |= {
             "moe_ffn_hidden_size": moe.ffn,
             "moe_layer_freq": 1,
             "moe_router_topk": moe.top_k,
@@ -136,16 +136,16 @@ def architecture_args(config: ModelConfig) -> dict[str, Any]:
             "moe_router_score_function": "softmax",
             "moe_shared_expert_intermediate_size": moe.shared_ffn or None,
         }
-    return written
+    return args
 
 
 def has_zero_centered_norms(args: Namespace | None) -> bool:
-    """Tell whether a checkpoint's norms are stored as gamma - 1, under either name that versions have for it."""
+    """Return whether a checkpoint's norms are stored as gamma - 1; versions have two names for this argument."""
     return any(bool(getattr(args, name, False)) for name in ("apply_layernorm_1p", "layernorm_zero_centered_gamma"))
 
 
 def read_layout(args: Namespace) -> MegatronLayout:
-    """Return how a checkpoint's ranks shared it out."""
+    """Return the layout of the ranks that wrote a checkpoint."""
     tp = _positive(args, "tensor_model_parallel_size")
     ep = _positive(args, "expert_model_parallel_size")
     return MegatronLayout(
@@ -157,55 +157,55 @@ def read_layout(args: Namespace) -> MegatronLayout:
     )
 
 
-def read_args(args: Namespace, where: str, vocab_size: int | None = None) -> ModelConfig:
-    """Return the architecture that a checkpoint's arguments describe; `vocab_size` is the true one, where given."""
-    taken = _ArgsReader(args, where)
-    refuse_unsupported_args(args, where)
-    found: dict[str, Any] = {
-        "layers": taken("num_layers"),
-        "hidden": taken("hidden_size"),
-        "heads": taken("num_attention_heads"),
-        "head_dim": taken("kv_channels", None) or taken("hidden_size") // taken("num_attention_heads"),
-        "max_positions": taken("max_position_embeddings"),
-        "norm": {"RMSNorm": "rms", "LayerNorm": "layer"}.get(taken("normalization", "LayerNorm")),
+def read_args(namespace: Namespace, where: str, vocab_size: int | None = None) -> ModelConfig:
+    """Return the architecture that a checkpoint's arguments describe; `vocab_size` replaces the one in them."""
+    arg = _ArgsReader(namespace, where)
+    refuse_unsupported_args(namespace, where)
+    config: dict[str, Any] = {
+        "layers": arg("num_layers"),
+        "hidden": arg("hidden_size"),
+        "heads": arg("num_attention_heads"),
+        "head_dim": arg("kv_channels", None) or arg("hidden_size") // arg("num_attention_heads"),
+        "max_positions": arg("max_position_embeddings"),
+        "norm": {"RMSNorm": "rms", "LayerNorm": "layer"}.get(arg("normalization", "LayerNorm")),
         # Called `layernorm_epsilon` since 0.16.
-        "norm_eps": taken("layernorm_epsilon", None) or taken("norm_epsilon"),
-        "gated": bool(taken("swiglu", False)),
-        "tied_embeddings": not taken("untie_embeddings_and_output_weights", False),
-        "qk_norm": bool(taken("qk_layernorm", False)),
-        "init_std": taken("init_method_std", 0.02),
-        "vocab_size": vocab_size or _true_vocab_size(taken),
+        "norm_eps": arg("layernorm_epsilon", None) or arg("norm_epsilon"),
+        "gated": bool(arg("swiglu", False)),
+        "tied_embeddings": not arg("untie_embeddings_and_output_weights", False),
+        "qk_norm": bool(arg("qk_layernorm", False)),
+        "init_std": arg("init_method_std", 0.02),
+        "vocab_size": vocab_size or _true_vocab_size(arg),
     }
-    found["kv_heads"] = taken("num_query_groups") if taken("group_query_attention", False) else found["heads"]
-    biases = bool(taken("add_bias_linear", True)) and not taken("disable_bias_linear", False)
-    found |= {"output_bias": biases, "mlp_bias": biases, "qkv_bias": biases or bool(taken("add_qkv_bias", False))}
-    if found["gated"]:
-        found["activation"] = "silu"
+    config["kv_heads"] = arg("num_query_groups") if arg("group_query_attention", False) else config["heads"]
+    biases = bool(arg("add_bias_linear", True)) and not arg("disable_bias_linear", False)
+    config |= {"output_bias": biases, "mlp_bias": biases, "qkv_bias": biases or bool(arg("add_qkv_bias", False))}
+    if config["gated"]:
+        config["activation"] = "silu"
     else:
         # Fused with its bias, Megatron's gelu is the tanh approximation; by itself it is the exact one.
-        found["activation"] = "gelu_tanh" if biases and taken("bias_gelu_fusion", True) else "gelu"
-    window = taken("window_size", None)
+        config["activation"] = "gelu_tanh" if biases and arg("bias_gelu_fusion", True) else "gelu"
+    window = arg("window_size", None)
     if window is not None:
         if window[1] != 0:
-            raise taken.error(f"`window_size: {tuple(window)}` looks ahead", "only causal attention is read")
-        found["sliding_window"] = window[0] + 1
-    positions = taken("position_embedding_type", "learned_absolute")
+            raise arg.error(f"`window_size: {tuple(window)}` looks ahead", "only causal attention is read")
+        config["sliding_window"] = window[0] + 1
+    positions = arg("position_embedding_type", "learned_absolute")
     if positions not in ("rope", "learned_absolute"):
-        raise taken.error(f"`position_embedding_type: {positions}` is not known", "known: rope, learned_absolute")
-    found["positions"] = "rope" if positions == "rope" else "learned"
+        raise arg.error(f"`position_embedding_type: {positions}` is not known", "known: rope, learned_absolute")
+    config["positions"] = "rope" if positions == "rope" else "learned"
     if positions == "rope":
-        found["rope"] = {"base": float(taken("rotary_base", 10000)), "scaling": _rope_scaling(taken)}
-    experts = taken("num_experts", None)
+        config["rope"] = {"base": float(arg("rotary_base", 10000)), "scaling": _rope_scaling(arg)}
+    experts = arg("num_experts", None)
     if experts:
-        found["moe"] = _moe(taken, experts)
+        config["moe"] = _moe(arg, experts)
     else:
-        found["ffn"] = taken("ffn_hidden_size")
-    found["family"] = _family(found, taken)
-    return validate(ModelConfig, YamlDocument(found, SourceMap(where, keys={})))
+        config["ffn"] = arg("ffn_hidden_size")
+    config["family"] = _family(config, arg)
+    return validate(ModelConfig, YamlDocument(config, SourceMap(where, keys={})))
 
 
 class _ArgsReader:
-    """Arguments by name, with an error that says where they are missing."""
+    """Arguments by name; a missing one is an error that names the checkpoint."""
 
     def __init__(self, args: Namespace, where: str) -> None:
         self._args, self._where = args, where
@@ -220,56 +220,56 @@ class _ArgsReader:
         return InputError(what, where=self._where, hint=hint)
 
 
-def _true_vocab_size(taken: _ArgsReader) -> int:
-    """Megatron notes the padded size always, the true one only where it was on the command line."""
-    found = taken("vocab_size", None)
-    if found is None:
-        padded = taken("padded_vocab_size", None)
-        raise taken.error(
+def _true_vocab_size(arg: _ArgsReader) -> int:
+    """Return the true size. Megatron always stores the padded one, the true one only if it was on the command line."""
+    vocab_size = arg("vocab_size", None)
+    if vocab_size is None:
+        padded = arg("padded_vocab_size", None)
+        raise arg.error(
             f"its args do not say how many of the {padded} rows of the embedding are tokens",
             "say the tokenizer's true size: vocab_size",
         )
-    # NullTokenizer counted its end-of-document token besides, until 0.18 gave that an argument of its own.
-    besides = taken("tokenizer_type", None) == "NullTokenizer" and taken("null_tokenizer_eod_id", "none") == "none"
-    return found + 1 if besides else found
+    # NullTokenizer does not count its end-of-document token; since 0.18 that one has an argument of its own.
+    has_extra = arg("tokenizer_type", None) == "NullTokenizer" and arg("null_tokenizer_eod_id", "none") == "none"
+    return vocab_size + 1 if has_extra else vocab_size
 
 
-def _rope_scaling(taken: _ArgsReader) -> dict[str, Any] | None:
-    factor = taken("rotary_seq_len_interpolation_factor", None)
-    if taken("use_rope_scaling", False):
+def _rope_scaling(arg: _ArgsReader) -> dict[str, Any] | None:
+    factor = arg("rotary_seq_len_interpolation_factor", None)
+    if arg("use_rope_scaling", False):
         if factor is not None:
-            raise taken.error("its positions are scaled twice", "only one kind of scaling is read")
-        return {"kind": "llama3", "factor": float(taken("rope_scaling_factor", 8.0)), **LLAMA3_ROPE_SCALING}
+            raise arg.error("its positions are scaled twice", "only one kind of scaling is read")
+        return {"kind": "llama3", "factor": float(arg("rope_scaling_factor", 8.0)), **LLAMA3_ROPE_SCALING}
     return None if factor is None else {"kind": "linear", "factor": float(factor)}
 
 
-def _moe(taken: _ArgsReader, experts: int) -> dict[str, Any]:
-    frequency = taken("moe_layer_freq", 1)
-    if frequency != 1 and not (isinstance(frequency, list) and all(each == 1 for each in frequency)):
-        raise taken.error(f"`moe_layer_freq: {frequency}` gives some layers no experts", "all layers must have them")
+def _moe(arg: _ArgsReader, experts: int) -> dict[str, Any]:
+    frequency = arg("moe_layer_freq", 1)
+    if frequency != 1 and not (isinstance(frequency, list) and all(value == 1 for value in frequency)):
+        raise arg.error(f"`moe_layer_freq: {frequency}` gives some layers no experts", "all layers must have them")
     return {
         "experts": experts,
-        "top_k": taken("moe_router_topk"),
-        "ffn": taken("moe_ffn_hidden_size", None) or taken("ffn_hidden_size"),
-        "shared_ffn": taken("moe_shared_expert_intermediate_size", None) or 0,
-        "normalize_top_k": not taken("moe_router_pre_softmax", False),
+        "top_k": arg("moe_router_topk"),
+        "ffn": arg("moe_ffn_hidden_size", None) or arg("ffn_hidden_size"),
+        "shared_ffn": arg("moe_shared_expert_intermediate_size", None) or 0,
+        "normalize_top_k": not arg("moe_router_pre_softmax", False),
     }
 
 
-def _family(found: Mapping[str, Any], taken: _ArgsReader) -> str:
-    said = taken(FAMILY_ARG, None)
-    if said is not None:
-        return said
+def _family(config: Mapping[str, Any], arg: _ArgsReader) -> str:
+    family = arg(FAMILY_ARG, None)
+    if family is not None:
+        return family
     fits = [
         family
         for family, fixed in FIXED_BY_FAMILY.items()
-        if all(found[key] == value for key, value in fixed.items()) and ("moe" in found) == _has_experts(family)
+        if all(config[key] == value for key, value in fixed.items()) and ("moe" in config) == _has_experts(family)
     ]
     if not fits:
-        shown = ", ".join(f"{key}: {str(found[key]).lower()}" for key in FIXED_BY_FAMILY["llama"])
-        raise taken.error(f"no family here is put together like this: {shown}", f"known: {', '.join(FIXED_BY_FAMILY)}")
-    # Llama and Mistral differ in one thing: transformers gives only Mistral a window.
-    return "mistral" if "mistral" in fits and found.get("sliding_window") else fits[0]
+        shown = ", ".join(f"{key}: {str(config[key]).lower()}" for key in FIXED_BY_FAMILY["llama"])
+        raise arg.error(f"no family here is put together like this: {shown}", f"known: {', '.join(FIXED_BY_FAMILY)}")
+    # Llama and Mistral differ in one thing: in transformers only Mistral has a window.
+    return "mistral" if "mistral" in fits and config.get("sliding_window") else fits[0]
 
 
 def _has_experts(family: str) -> bool:
@@ -280,14 +280,14 @@ def _positive(args: Namespace, name: str) -> int:
     return getattr(args, name, None) or 1
 
 
-# `--use-rope-scaling` knows the factor; the rest stands in rotary_pos_embedding.py, RotaryEmbedding._apply_scaling.
+# `--use-rope-scaling` has only the factor; RotaryEmbedding._apply_scaling (rotary_pos_embedding.py) fixes the rest.
 LLAMA3_ROPE_SCALING: dict[str, Any] = {
     "low_frequency_factor": 1.0,
     "high_frequency_factor": 4.0,
     "original_positions": 8192,
 }
-# Arguments that change what is computed, with the only values that the decoder here has something for. One that a
-# version does not have is as if left out.
+# Arguments that change what is computed, with the values that our decoder implements. An argument that a version of
+# Megatron does not have counts as the first value.
 _SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
     "rotary_percent": (1.0,),
     "rotary_interleaved": (False,),
@@ -323,35 +323,35 @@ _SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
 
 
 def refuse_unsupported_config(config: ModelConfig) -> None:
-    """Raise where Megatron has no argument for something of an architecture."""
+    """Raise where Megatron has no argument for a part of an architecture."""
     scaling = config.rope.scaling if config.rope else None
-    said = "`{}` has no argument of Megatron's"
+    no_argument = "`{}` has no argument of Megatron's"
     if config.gated and config.activation != "silu":
         raise _no_argument_for(
-            said.format(f"activation: {config.activation}, gated: true"), "only SwiGLU is gated there"
+            no_argument.format(f"activation: {config.activation}, gated: true"), "only SwiGLU is gated there"
         )
     if not config.gated and config.activation not in ("gelu", "gelu_tanh"):
-        raise _no_argument_for(said.format(f"activation: {config.activation}"), "there is gelu and squared relu")
+        raise _no_argument_for(no_argument.format(f"activation: {config.activation}"), "there is gelu and squared relu")
     if config.output_bias != config.mlp_bias or (config.output_bias and not config.qkv_bias):
         raise _no_argument_for("biases on some linear layers and not on others", "all have one, or only qkv, or none")
     if config.activation == "gelu_tanh" and not config.mlp_bias:
-        raise _no_argument_for(said.format("activation: gelu_tanh"), "without biases its gelu is the exact one")
+        raise _no_argument_for(no_argument.format("activation: gelu_tanh"), "without biases its gelu is the exact one")
     if config.rope and not config.rope.base.is_integer():
-        raise _no_argument_for(said.format(f"rope.base: {config.rope.base}"), "--rotary-base is a whole number")
+        raise _no_argument_for(no_argument.format(f"rope.base: {config.rope.base}"), "--rotary-base is a whole number")
     if scaling is not None and scaling.kind == "linear" and not scaling.factor.is_integer():
         raise _no_argument_for(
-            said.format(f"rope.scaling.factor: {scaling.factor}"),
+            no_argument.format(f"rope.scaling.factor: {scaling.factor}"),
             "--rotary-seq-len-interpolation-factor is a whole number",
         )
     if scaling is not None and scaling.kind == "llama3":
         for key, fixed in LLAMA3_ROPE_SCALING.items():
             if getattr(scaling, key) != fixed:
                 raise _no_argument_for(
-                    said.format(f"rope.scaling.{key}: {getattr(scaling, key)}"), f"it is {fixed} there"
+                    no_argument.format(f"rope.scaling.{key}: {getattr(scaling, key)}"), f"it is {fixed} there"
                 )
     if config.moe is not None and config.moe.top_k == 1 and config.moe.normalize_top_k:
         raise _no_argument_for(
-            said.format("moe.top_k: 1, normalize_top_k: true"), "its router refuses one expert of weight 1"
+            no_argument.format("moe.top_k: 1, normalize_top_k: true"), "its router refuses one expert of weight 1"
         )
 
 
@@ -360,7 +360,7 @@ def _no_argument_for(what: str, hint: str) -> InputError:
 
 
 def refuse_unsupported_args(args: Namespace, where: str) -> None:
-    """Raise where arguments ask for something that the decoder here does not have."""
+    """Raise where arguments ask for something that our decoder does not implement."""
     refused = [
         f"`{name}: {getattr(args, name)}`"
         for name, allowed in _SUPPORTED_VALUES.items()

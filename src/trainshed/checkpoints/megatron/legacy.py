@@ -1,13 +1,13 @@
 """Megatron's legacy `torch` format: a folder per rank (`mp_rank_TT[_PPP][_EEE]`) with a torch.save file.
 
 Folders are named by tensor-, pipeline- and expert-parallel rank. Megatron numbers the ranks of a pipeline stage
-twice, with tp fastest for dense layers and etp fastest, then ep, for experts. So not every pair of tp and ep rank
-exists, and a layout in which two ranks of one name would hold different experts cannot be stored.
+twice: with tp fastest for dense layers; with etp fastest, then ep, for experts. So not every pair of tp and ep rank
+exists, and a layout in which two ranks with the same name hold different experts cannot be stored.
 
-Reading: however the layers were cut (evenly or not, in virtual stages or by hand), model chunks follow each other in
+Reading: the layers may be split in any way (evenly or not, in virtual stages or by hand), but model chunks always have
 one order: the first of every pipeline rank, then the second. So the files themselves say which layers they hold.
 
-Writing: the pickle comes first, in which tensors only name where their bytes will be; then tensor by tensor.
+Writing: the pickle is written first, with the place of every tensor's bytes; then the bytes, tensor by tensor.
 """
 
 from __future__ import annotations
@@ -26,17 +26,15 @@ import torch
 
 from trainshed.checkpoints.io import HashedFile, run_in_threads
 from trainshed.checkpoints.megatron.args import MegatronLayout, has_zero_centered_norms, read_args, read_layout, to_args
+from trainshed.checkpoints.megatron.iterations import LATEST_ITERATION, RELEASE, iteration_folder
 from trainshed.checkpoints.megatron.weights import (
-    LATEST_ITERATION,
     READ_DTYPES,
-    RELEASE,
     FullTensor,
     MegatronWeights,
     RowCopier,
     RowShare,
     StoredMatrix,
     StoredRegion,
-    iteration_folder,
     refuse_mismatches,
 )
 from trainshed.checkpoints.torch_save_reader import (
@@ -75,7 +73,7 @@ RANK_FILE = "model_optim_rng.pt"
 
 @dataclass(frozen=True)
 class LegacyRank:
-    """The place of a file's ranks in both orders."""
+    """The rank of a file in both numberings."""
 
     tp: int
     pp: int
@@ -85,16 +83,16 @@ class LegacyRank:
 
 def legacy_ranks(layout: MegatronLayout) -> list[LegacyRank]:
     """Return a rank for each file of a checkpoint."""
-    found: dict[tuple[int, int], int] = {}
+    etp_ranks: dict[tuple[int, int], int] = {}
     for rank in range(math.lcm(layout.tp, layout.etp * layout.ep)):
         name, etp = (rank % layout.tp, rank // layout.etp % layout.ep), rank % layout.etp
-        if found.setdefault(name, etp) != etp:
+        if etp_ranks.setdefault(name, etp) != etp:
             raise InputError(
                 f"with tp {layout.tp}, ep {layout.ep} and etp {layout.etp}, ranks with different parts of an expert "
                 "share one file of the legacy format",
                 hint="choose an etp that divides tp, or write torch_dist",
             )
-    return [LegacyRank(tp, pp, ep, etp) for pp in range(layout.pp) for (tp, ep), etp in sorted(found.items())]
+    return [LegacyRank(tp, pp, ep, etp) for pp in range(layout.pp) for (tp, ep), etp in sorted(etp_ranks.items())]
 
 
 def rank_folder_name(rank: LegacyRank, layout: MegatronLayout) -> str:
@@ -133,63 +131,64 @@ def _illegal_layout(what: str) -> InputError:
 
 _RANK = re.compile(r"mp_rank_\d{2}(_\d{3}){0,2}")
 _LAYER = re.compile(rf"{re.escape(LAYER_PREFIX)}(\d+)\.")
-# What a module keeps beside its weights: TransformerEngine's scales (of fp8), rotary frequencies.
-_BESIDE = re.compile(r"\._extra_state\d*$|rotary_pos_emb\.")
+# What a module stores beside its weights: TransformerEngine's scales (of fp8), rotary frequencies.
+_NOT_WEIGHTS = re.compile(r"\._extra_state\d*$|rotary_pos_emb\.")
 
 
 class MegatronLegacyWeights(MegatronWeights):
     """The weights in a legacy checkpoint: its root, or the folder of one iteration.
 
-    `config` is what its args describe, unless it is given; `vocab_size` is the true one, needed where they do not say.
+    `config` replaces the architecture in its args; `vocab_size` is the true one, needed where the args do not hold it.
     """
 
     def __init__(self, folder: Path, *, config: ModelConfig | None = None, vocab_size: int | None = None) -> None:
         self.folder = iteration_folder(folder)
         where = str(self.folder)
-        found = sorted(each.name for each in self.folder.glob("mp_rank_*") if _RANK.fullmatch(each.name))
-        if not found:
+        names = sorted(path.name for path in self.folder.glob("mp_rank_*") if _RANK.fullmatch(path.name))
+        if not names:
             raise NotFound("there is no mp_rank folder", where=where, hint="name a legacy checkpoint of Megatron's")
-        first = read_torch_save(self.folder / found[0] / RANK_FILE)
-        self.args = _args_of(first)
-        self.layout = read_layout(self.args)
-        config = config or read_args(self.args, where, vocab_size)
-        files = self._open(found, first)
-        matching = _TensorMatcher(config, self.layout, files)
-        matching.run(where)
-        self.padded_vocab_size = matching.padded_vocab_size
-        less_one = has_zero_centered_norms(self.args)
-        super().__init__(config, matching.patches, list(matching.dtypes), less_one)
+        first = read_torch_save(self.folder / names[0] / RANK_FILE)
+        args = _args_of(first)
+        self.args, self.layout = args, read_layout(args)
+        config = config or read_args(args, where, vocab_size)
+        files = self._open(names, first)
+        matcher = _TensorMatcher(config, self.layout, files)
+        matcher.match(where)
+        self.padded_vocab_size = matcher.padded_vocab_size
+        super().__init__(config, matcher.regions, list(matcher.dtypes), has_zero_centered_norms(args))
 
-    def _open(self, found: list[str], first: TorchSaveFile) -> dict[LegacyRank, TorchSaveFile]:
+    def _open(self, folders: list[str], first: TorchSaveFile) -> dict[LegacyRank, TorchSaveFile]:
         wanted = {rank_folder_name(rank, self.layout): rank for rank in legacy_ranks(self.layout)}
-        missing, extra = [name for name in wanted if name not in found], [name for name in found if name not in wanted]
+        missing = [name for name in wanted if name not in folders]
+        extra = [name for name in folders if name not in wanted]
         if missing or extra:
-            told = [f"{', '.join(names)} {how}" for names, how in ((missing, "missing"), (extra, "left over")) if names]
+            by_state = ((missing, "missing"), (extra, "left over"))
+            problems = [f"{', '.join(names)} {state}" for names, state in by_state if names]
             raise NotFound(
-                f"its args say {_layout_text(self.layout)}, and of its ranks' folders {'; '.join(told)}",
+                f"its args say {_layout_text(self.layout)}, and of its ranks' folders {'; '.join(problems)}",
                 where=str(self.folder),
                 hint="fetch the checkpoint again",
             )
         return {
-            rank: first if name == found[0] else read_torch_save(self.folder / name / RANK_FILE)
+            rank: first if name == folders[0] else read_torch_save(self.folder / name / RANK_FILE)
             for name, rank in wanted.items()
         }
 
 
 @dataclass
 class _TensorMatcher:
-    """The tensors of all files on their way to their places."""
+    """Matches the tensors of all files with those of an architecture, and collects their regions."""
 
     config: ModelConfig
     layout: MegatronLayout
     files: Mapping[LegacyRank, TorchSaveFile]
-    patches: dict[FullTensor, list[StoredRegion]] = field(default_factory=dict)
+    regions: dict[FullTensor, list[StoredRegion]] = field(default_factory=dict)
     dtypes: set[str] = field(default_factory=set)
     padded_vocab_size: int = 0
-    _held: set[tuple[str, int | None, int]] = field(default_factory=set)
+    _seen: set[tuple[str, int | None, int]] = field(default_factory=set)
 
-    def run(self, where: str) -> None:
-        """Find every tensor in every file, or say what is missing, left over or of another kind."""
+    def match(self, where: str) -> None:
+        """Find every tensor in every file, or raise: missing, left over, or of another shape or dtype."""
         counts = self._layer_counts()
         if sum(counts.values()) != self.config.layers:
             raise InputError(
@@ -208,14 +207,14 @@ class _TensorMatcher:
                 self._match_chunk(rank, file, virtual, groups[None], layers)
 
     def _layer_counts(self) -> dict[tuple[int, int], int]:
-        found: dict[tuple[int, int], int] = {}
+        counts: dict[tuple[int, int], int] = {}
         for rank, file in self.files.items():
             for virtual in range(self.layout.vp):
                 numbers = [
                     int(match[1]) for key in _model_chunk(file, self.layout, virtual) if (match := _LAYER.match(key))
                 ]
-                found[rank.pp, virtual] = max(numbers, default=-1) + 1
-        return found
+                counts[rank.pp, virtual] = max(numbers, default=-1) + 1
+        return counts
 
     def _match_chunk(
         self,
@@ -255,10 +254,10 @@ class _TensorMatcher:
             )
             if name == EMBEDDING_NAME:
                 self.padded_vocab_size = padded
-            whole = next(whole_tensors(self.config, parameter, max(padded, self.config.vocab_size)))
-            share = shard_tensor(whole, name, self.layout.tp, rank.tp)
-            self._take(share, file, stored[name], wrong, rank.tp if parameter.split is not None else 0)
-        extra = sorted(name for name in stored if name not in read and not _BESIDE.search(name))
+            full = next(whole_tensors(self.config, parameter, max(padded, self.config.vocab_size)))
+            shard = shard_tensor(full, name, self.layout.tp, rank.tp)
+            self._add_tensor(shard, file, stored[name], wrong, rank.tp if parameter.split is not None else 0)
+        extra = sorted(name for name in stored if name not in read and not _NOT_WEIGHTS.search(name))
         refuse_mismatches(missing, extra, wrong, str(file.path))
 
     def _match_experts(
@@ -272,63 +271,66 @@ class _TensorMatcher:
         missing: list[str],
         wrong: list[str],
     ) -> None:
-        """Experts one by one, or all of a rank in one transposed matrix (the grouped layer of old)."""
-        here = parameter.shape[0] // self.layout.ep
-        wholes = list(whole_tensors(self.config, parameter, self.config.vocab_size))
-        shares = [shard_tensor(wholes[rank.ep * here + local], "", self.layout.etp, rank.etp) for local in range(here)]
+        """Match experts one by one, or all of a rank in one transposed matrix (the old grouped layer)."""
+        local_experts = parameter.shape[0] // self.layout.ep
+        full_tensors = list(whole_tensors(self.config, parameter, self.config.vocab_size))
+        shards = [
+            shard_tensor(full_tensors[rank.ep * local_experts + local], "", self.layout.etp, rank.etp)
+            for local in range(local_experts)
+        ]
         old = f"{prefix}mlp.experts.{'weight1' if expert_linear(parameter) == 'linear_fc1' else 'weight2'}"
         if old in stored:
             read.add(old)
-            self._take_old(shares, old, file, stored[old], wrong, rank.etp)
+            self._add_grouped_experts(shards, old, file, stored[old], wrong, rank.etp)
             return
-        for local, share in enumerate(shares):
+        for local, shard in enumerate(shards):
             names = [prefix + expert_name(parameter, local, kind) for kind in ("grouped", "sequential")]
             name = next((name for name in names if name in stored), None)
             if name is None:
                 missing.append(names[-1])
                 continue
             read.add(name)
-            self._take(replace(share, name=name), file, stored[name], wrong, rank.etp)
+            self._add_tensor(replace(shard, name=name), file, stored[name], wrong, rank.etp)
 
-    def _take(self, share: MegatronTensor, file: TorchSaveFile, tensor: Any, wrong: list[str], rank: int) -> None:
-        if (told := _mismatch(share, share.shape, tensor)) is not None:
-            wrong.append(told)
+    def _add_tensor(self, shard: MegatronTensor, file: TorchSaveFile, tensor: Any, wrong: list[str], rank: int) -> None:
+        if (problem := _mismatch(shard, shard.shape, tensor)) is not None:
+            wrong.append(problem)
             return
-        columns = share.shape[1] if len(share.shape) > 1 else 1
-        self._lay(share, _stored_matrix(file, tensor, share.shape[0], columns), rank)
+        columns = shard.shape[1] if len(shard.shape) > 1 else 1
+        self._add_region(shard, _stored_matrix(file, tensor, shard.shape[0], columns), rank)
 
-    def _take_old(
-        self, shares: list[MegatronTensor], name: str, file: TorchSaveFile, tensor: Any, wrong: list[str], rank: int
+    def _add_grouped_experts(
+        self, shards: list[MegatronTensor], name: str, file: TorchSaveFile, tensor: Any, wrong: list[str], rank: int
     ) -> None:
-        """`weight1` [H, experts · rows], `weight2` [experts · columns, H]; in memory, experts one after the other."""
-        rows, columns = shares[0].shape
-        shape = (columns, len(shares) * rows) if name.endswith("weight1") else (len(shares) * columns, rows)
-        if (told := _mismatch(replace(shares[0], name=name), shape, tensor)) is not None:
-            wrong.append(told)
+        """Add `weight1` [H, experts · rows] or `weight2` [experts · columns, H]; in memory expert after expert."""
+        rows, columns = shards[0].shape
+        shape = (columns, len(shards) * rows) if name.endswith("weight1") else (len(shards) * columns, rows)
+        if (problem := _mismatch(replace(shards[0], name=name), shape, tensor)) is not None:
+            wrong.append(problem)
             return
-        for number, share in enumerate(shares):
-            located = _stored_matrix(file, tensor, columns, rows)
-            start = located.start + number * rows * columns * DTYPE_BYTES[located.dtype]
-            self._lay(share, replace(located, start=start), rank, transposed=True)
+        for number, shard in enumerate(shards):
+            matrix = _stored_matrix(file, tensor, columns, rows)
+            start = matrix.start + number * rows * columns * DTYPE_BYTES[matrix.dtype]
+            self._add_region(shard, replace(matrix, start=start), rank, transposed=True)
 
-    def _lay(self, share: MegatronTensor, located: StoredMatrix, rank: int, *, transposed: bool = False) -> None:
-        """Note a rank's share once; other ranks hold the same."""
-        whole: FullTensor = share.parameter.name, share.expert
-        if (*whole, rank) in self._held:
+    def _add_region(self, shard: MegatronTensor, matrix: StoredMatrix, rank: int, *, transposed: bool = False) -> None:
+        """Add the region of a rank's shard once; replicas on other ranks hold the same."""
+        full: FullTensor = shard.parameter.name, shard.expert
+        if (*full, rank) in self._seen:
             return
-        self._held.add((*whole, rank))
-        self.dtypes.add(located.dtype)
-        first, count = share.rows[0], share.rows[1] - share.rows[0]
-        column = share.columns[0] if share.columns else 0
-        columns = share.shape[1] if share.columns else 1
-        patches = self.patches.setdefault(whole, [])
-        if not share.gated:
-            patches.append(StoredRegion(lambda: located, first, column, count, columns, 0, transposed))
+        self._seen.add((*full, rank))
+        self.dtypes.add(matrix.dtype)
+        first, count = shard.rows[0], shard.rows[1] - shard.rows[0]
+        column = shard.columns[0] if shard.columns else 0
+        columns = shard.shape[1] if shard.columns else 1
+        regions = self.regions.setdefault(full, [])
+        if not shard.gated:
+            regions.append(StoredRegion(lambda: matrix, first, column, count, columns, 0, transposed))
             return
-        half = share.parameter.shape[1 if share.parameter.expert else 0] // 2
+        half = shard.parameter.shape[1 if shard.parameter.expert else 0] // 2
         for part in (0, 1):
             row, skip = part * half + first // 2, part * count // 2
-            patches.append(StoredRegion(lambda: located, row, column, count // 2, columns, skip, transposed))
+            regions.append(StoredRegion(lambda: matrix, row, column, count // 2, columns, skip, transposed))
 
 
 def _args_of(file: TorchSaveFile) -> Namespace:
@@ -340,32 +342,32 @@ def _args_of(file: TorchSaveFile) -> Namespace:
 
 def _model_chunk(file: TorchSaveFile, layout: MegatronLayout, virtual: int) -> Mapping[str, Any]:
     name = model_chunk_key(layout, virtual)
-    found = file.document.get(name)
-    if not isinstance(found, Mapping):
+    chunk = file.document.get(name)
+    if not isinstance(chunk, Mapping):
         raise InputError(f"holds no `{name}`", where=str(file.path), hint="its args and its content do not go together")
-    return found
+    return chunk
 
 
 def _row_count(tensor: Any) -> int:
     return tensor.shape[0] if isinstance(tensor, PickledTensor) and tensor.shape else 0
 
 
-def _mismatch(share: MegatronTensor, shape: tuple[int, ...], tensor: Any) -> str | None:
+def _mismatch(shard: MegatronTensor, shape: tuple[int, ...], tensor: Any) -> str | None:
     if not isinstance(tensor, PickledTensor):
-        kind = tensor.kind if isinstance(tensor, PickledObject) else type(tensor).__name__
-        return f"`{share.name}` is {kind}, no tensor"
+        kind = tensor.class_name if isinstance(tensor, PickledObject) else type(tensor).__name__
+        return f"`{shard.name}` is {kind}, no tensor"
     if tensor.shape != shape:
-        return f"`{share.name}` is {list(tensor.shape)}, not {list(shape)}"
-    strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
-    if tensor.strides != strides:
-        return f"`{share.name}` is not stored row by row"
-    return None if tensor.dtype in READ_DTYPES else f"`{share.name}` is {tensor.dtype}"
+        return f"`{shard.name}` is {list(tensor.shape)}, not {list(shape)}"
+    stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+    if tensor.stride != stride:
+        return f"`{shard.name}` is not stored row by row"
+    return None if tensor.dtype in READ_DTYPES else f"`{shard.name}` is {tensor.dtype}"
 
 
 def _stored_matrix(file: TorchSaveFile, tensor: PickledTensor, rows: int, columns: int) -> StoredMatrix:
     if tensor.storage not in file.storages:
         raise CorruptData(f"has no storage {tensor.storage}", where=str(file.path), hint="fetch the file again")
-    start = file.storages[tensor.storage] + tensor.start * DTYPE_BYTES[tensor.dtype]
+    start = file.storages[tensor.storage] + tensor.storage_offset * DTYPE_BYTES[tensor.dtype]
     return StoredMatrix(file.path, start, tensor.dtype, rows, columns)
 
 
@@ -374,10 +376,11 @@ def _layout_text(layout: MegatronLayout) -> str:
 
 
 class MegatronLegacyWriter:
-    """A legacy checkpoint for one layout, as iteration `release`; `etp` is `tp` unless said, as Megatron has it.
+    """Writes a legacy checkpoint for one layout, as iteration `release`; `etp` defaults to `tp`, as in Megatron.
 
-    `spec` is who will load it (`--transformer-impl`), `experts` whether with `--moe-grouped-gemm`: names must fit. The
-    vocabulary is padded to a multiple of `vocab_divisible_by` · tp, and Megatron must be told the same.
+    The names of tensors depend on how Megatron will load it: `spec` is its `--transformer-impl`, `experts` says whether
+    it uses `--moe-grouped-gemm`. The vocabulary is padded to a multiple of `vocab_divisible_by` · tp; Megatron must
+    be started with the same.
     """
 
     def __init__(
@@ -418,30 +421,31 @@ class MegatronLegacyWriter:
             f"{RELEASE}/{rank_folder_name(rank, self.layout)}/{RANK_FILE}": rank for rank in legacy_ranks(self.layout)
         }
 
-    def units(self) -> list[OutputFile]:
+    def output_files(self) -> list[OutputFile]:
         """Return the ranks' files."""
-        return [OutputFile(path, self._frame(rank)[0].length) for path, rank in self._ranks.items()]
+        return [OutputFile(path, self._file_layout(rank)[0].length) for path, rank in self._ranks.items()]
 
-    def write(self, unit: OutputFile, source: Weights, file: Path, advance: AdvanceProgress, threads: int = 1) -> str:
+    def write(self, output: OutputFile, source: Weights, file: Path, advance: AdvanceProgress, threads: int = 1) -> str:
         """Write the file of one rank; return its checksum."""
-        frame, tensors = self._frame(self._ranks[unit.path])
-        with HashedFile(file) as made:
-            framing, laying = TorchSaveWriter(frame, made), RowCopier(source, self._dtype, advance)
-            run_in_threads((job for each in enumerate(tensors) for job in _write_jobs(*each, framing, laying)), threads)
-            return made.checksum(frame.length)
+        layout, tensors = self._file_layout(self._ranks[output.path])
+        with HashedFile(file) as hashed:
+            writer, copier = TorchSaveWriter(layout, hashed), RowCopier(source, self._dtype, advance)
+            jobs = (job for number, tensor in enumerate(tensors) for job in _write_jobs(number, tensor, writer, copier))
+            run_in_threads(jobs, threads)
+            return hashed.checksum(layout.length)
 
     def finish(self, folder: Path, entries: Sequence[FileEntry]) -> None:
-        """Write what names the iteration."""
+        """Write the pointer to the iteration."""
         (folder / LATEST_ITERATION).write_text(RELEASE)
 
-    def _frame(self, rank: LegacyRank) -> tuple[TorchSaveLayout, list[MegatronTensor]]:
+    def _file_layout(self, rank: LegacyRank) -> tuple[TorchSaveLayout, list[MegatronTensor]]:
         document: dict[str, Any] = {"args": self._args, "checkpoint_version": 3.0, "iteration": 0}
         tensors: list[MegatronTensor] = []
         for virtual in range(self.layout.vp):
             chunk = list(self._chunk(rank, virtual))
             tensors += chunk
-            stubs = OrderedDict((tensor.name, TensorPlaceholder(tensor.shape, self._dtype)) for tensor in chunk)
-            document[model_chunk_key(self.layout, virtual)] = stubs
+            placeholders = OrderedDict((tensor.name, TensorPlaceholder(tensor.shape, self._dtype)) for tensor in chunk)
+            document[model_chunk_key(self.layout, virtual)] = placeholders
         return TorchSaveLayout(document, RANK_FILE.removesuffix(".pt")), tensors
 
     def _chunk(self, rank: LegacyRank, virtual: int) -> Iterator[MegatronTensor]:
@@ -452,48 +456,48 @@ class MegatronLegacyWriter:
         if chunk == 0:
             for name in ("embedding.weight", "positions.weight"):
                 if name in outside:
-                    yield from self._shares(outside[name], rank)
-        each = self.config.layers // chunks
-        for local in range(each):
-            for parameter in self._groups[chunk * each + local]:
-                yield from self._shares(parameter, rank, f"{LAYER_PREFIX}{local}.")
+                    yield from self._rank_tensors(outside[name], rank)
+        layers_per_chunk = self.config.layers // chunks
+        for local in range(layers_per_chunk):
+            for parameter in self._groups[chunk * layers_per_chunk + local]:
+                yield from self._rank_tensors(parameter, rank, f"{LAYER_PREFIX}{local}.")
         if chunk == chunks - 1:
             for name in ("norm.weight", "norm.bias", "head.weight"):
                 if name in outside:
-                    yield from self._shares(outside[name], rank)
+                    yield from self._rank_tensors(outside[name], rank)
             if self.config.tied_embeddings and chunks > 1:
                 # The last stage holds its own copy of the tied embedding, to compute logits with.
-                whole = next(whole_tensors(self.config, outside["embedding.weight"], self._padded))
-                yield shard_tensor(whole, HEAD_NAME, layout.tp, rank.tp)
+                full = next(whole_tensors(self.config, outside["embedding.weight"], self._padded))
+                yield shard_tensor(full, HEAD_NAME, layout.tp, rank.tp)
 
-    def _shares(self, parameter: Parameter, rank: LegacyRank, prefix: str = "") -> Iterator[MegatronTensor]:
+    def _rank_tensors(self, parameter: Parameter, rank: LegacyRank, prefix: str = "") -> Iterator[MegatronTensor]:
         layout = self.layout
-        for whole in whole_tensors(self.config, parameter, self._padded):
-            if whole.expert is None:
-                inside = parameter.layer is not None
-                name = layer_name(self.config, parameter, self._spec, stacked=False) if inside else ""
-                yield shard_tensor(whole, prefix + name if inside else non_layer_name(parameter), layout.tp, rank.tp)
+        for full in whole_tensors(self.config, parameter, self._padded):
+            if full.expert is None:
+                in_layer = parameter.layer is not None
+                name = layer_name(self.config, parameter, self._spec, stacked=False) if in_layer else ""
+                yield shard_tensor(full, prefix + name if in_layer else non_layer_name(parameter), layout.tp, rank.tp)
                 continue
-            place, local = divmod(whole.expert, parameter.shape[0] // layout.ep)
-            if place == rank.ep:
-                yield shard_tensor(whole, prefix + expert_name(parameter, local, self._experts), layout.etp, rank.etp)
+            ep_rank, local = divmod(full.expert, parameter.shape[0] // layout.ep)
+            if ep_rank == rank.ep:
+                yield shard_tensor(full, prefix + expert_name(parameter, local, self._experts), layout.etp, rank.etp)
 
 
 def _write_jobs(
-    number: int, tensor: MegatronTensor, framing: TorchSaveWriter, laying: RowCopier
+    number: int, tensor: MegatronTensor, writer: TorchSaveWriter, copier: RowCopier
 ) -> Iterator[Callable[[], None]]:
-    """The jobs that lay one tensor into a file: its rows, those of a gated one put apart, then its padding."""
+    """Yield the jobs that write one tensor: its rows, gate and up rows of a gated one separated, then its padding."""
     first, last = tensor.rows
-    row_bytes = math.prod(tensor.shape[1:]) * laying.dtype.itemsize
+    row_bytes = math.prod(tensor.shape[1:]) * copier.dtype.itemsize
 
-    def put_behind(before: int, start: int, data: memoryview) -> None:
-        framing.write(number, before + start, data)
+    def write_at(offset: int, start: int, data: memoryview) -> None:
+        writer.write(number, offset + start, data)
 
-    step = 2 if tensor.gated else 1
+    stride = 2 if tensor.gated else 1
     half = (last - first) // 2 * row_bytes
-    shares = [RowShare(partial(put_behind, part * half), part, step) for part in range(step)]
-    yield from laying.rows(tensor, first, last, shares)
-    real = last - first
-    if tensor.padding or not real:
+    shares = [RowShare(partial(write_at, index * half), index, stride) for index in range(stride)]
+    yield from copier.row_jobs(tensor, first, last, shares)
+    rows = last - first
+    if tensor.padding or not rows:
         shape = (tensor.padding, *tensor.shape[1:])
-        yield partial(laying.zeros, shape, partial(put_behind, real * row_bytes))
+        yield partial(copier.write_zeros, shape, partial(write_at, rows * row_bytes))

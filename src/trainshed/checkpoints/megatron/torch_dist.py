@@ -1,19 +1,19 @@
 """Megatron's `torch_dist` format: one checkpoint for all layouts, in the format of torch.distributed.checkpoint.
 
-`.metadata` says which boxes of which tensors lie where; each is a small torch.save file inside a `.distcp`. The
-arguments are in `common.pt` (up to megatron-core 0.16) or among the entries (`common_state`, later).
+`.metadata` says where each box of each tensor is stored: as a small torch.save file inside a `.distcp`. The arguments
+are in `common.pt` (up to megatron-core 0.16) or among the entries (`common_state`, later).
 
-Written are a file per layer, and one item per tensor, expert and block of rows. Keys are stacked over layers, as
-Megatron's own are; since an item is any box of its tensor, a layer's items lie in that layer's file. Where each
-lies follows from its shape alone, so the table of contents needs no look at the files.
+We write a file per layer, and one item per tensor, expert and block of rows. Keys are stacked over layers, like
+Megatron's own. An item may be any box of its tensor, so a layer's items are all in that layer's file. The place of
+an item follows from shapes alone, so `.metadata` is computed without reading the files.
 """
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import math
-import pickle
 import re
 from argparse import Namespace
 from collections import defaultdict
@@ -27,17 +27,15 @@ import torch
 
 from trainshed.checkpoints.io import HashedFile, run_in_threads
 from trainshed.checkpoints.megatron.args import MegatronLayout, has_zero_centered_norms, read_args, to_args
+from trainshed.checkpoints.megatron.iterations import LATEST_ITERATION, RELEASE, iteration_folder
 from trainshed.checkpoints.megatron.weights import (
-    LATEST_ITERATION,
     READ_DTYPES,
-    RELEASE,
     FullTensor,
     MegatronWeights,
     RowCopier,
     RowShare,
     StoredMatrix,
     StoredRegion,
-    iteration_folder,
     missing_file,
     refuse_mismatches,
     rows_per_block,
@@ -75,7 +73,7 @@ class _StoredItem:
     """Bytes [start, start + length) of a file: a box of a tensor, or something pickled."""
 
     offset: tuple[int, ...]
-    box: tuple[int, ...]
+    sizes: tuple[int, ...]
     file: Path
     start: int
     length: int
@@ -92,8 +90,10 @@ class _StoredTensor:
 
 @dataclass(frozen=True)
 class _TensorLocation:
-    """Where one of Megatron's uncut tensors is, or `rows` of it from `row` on: under a key, which may stack layers and
-    experts of `lengths`, at the index `lead` of these.
+    """Where a full tensor of Megatron's, or `rows` of it from `row` on, is stored: under `key`.
+
+    The tensor of this key may be stacked over layers and experts: these leading dims have `lengths`, and `lead` is the
+    index in them.
     """
 
     key: str
@@ -106,7 +106,7 @@ class _TensorLocation:
 class MegatronDistWeights(MegatronWeights):
     """The weights in a `torch_dist` checkpoint: its root, or the folder of one iteration.
 
-    `config` is what its args describe, unless it is given; `vocab_size` is the true one, needed where they do not say.
+    `config` replaces the architecture in its args; `vocab_size` is the true one, needed where the args do not hold it.
     """
 
     def __init__(self, folder: Path, *, config: ModelConfig | None = None, vocab_size: int | None = None) -> None:
@@ -119,10 +119,10 @@ class MegatronDistWeights(MegatronWeights):
         self.args = args
         config = config or read_args(args or Namespace(), where, vocab_size)
         self.layout = MegatronLayout()
-        patches = _match_tensors(config, entries, where)
+        regions = _match_tensors(config, entries, where)
         self.padded_vocab_size = entries[EMBEDDING_NAME].shape[0]
         dtypes = [entry.dtype for key, entry in entries.items() if not _OPTIMIZER.search(key)]
-        super().__init__(config, patches, dtypes, has_zero_centered_norms(args))
+        super().__init__(config, regions, dtypes, has_zero_centered_norms(args))
 
 
 def _read_metadata(folder: Path) -> tuple[dict[str, _StoredTensor], dict[str, _StoredItem]]:
@@ -133,30 +133,30 @@ def _read_metadata(folder: Path) -> tuple[dict[str, _StoredTensor], dict[str, _S
     document = restricted_unpickle(path.read_bytes(), str(path))
     try:
         tensors, objects = {}, {}
-        for key, told in document["state_dict_metadata"].items():
-            if told.kind.endswith(".TensorStorageMetadata"):
-                tensors[key] = _StoredTensor(tuple(told["size"]), told["properties"].state[0], [])
-        boxes = {key: _chunk_boxes(document["state_dict_metadata"][key]) for key in tensors}
+        for key, metadata in document["state_dict_metadata"].items():
+            if metadata.class_name.endswith(".TensorStorageMetadata"):
+                tensors[key] = _StoredTensor(tuple(metadata["size"]), metadata["properties"].state[0], [])
+        sizes = {key: _chunk_sizes(document["state_dict_metadata"][key]) for key in tensors}
         for index, info in document["storage_data"].items():
             key, file = index["fqn"], folder / info["relative_path"]
             if key not in tensors:
                 objects[key] = _StoredItem((), (), file, info["offset"], info["length"])
                 continue
             offset = tuple(index["offset"]) if index.state.get("offset") is not None else (0,) * len(tensors[key].shape)
-            tensors[key].items.append(_StoredItem(offset, boxes[key][offset], file, info["offset"], info["length"]))
+            tensors[key].items.append(_StoredItem(offset, sizes[key][offset], file, info["offset"], info["length"]))
     except (AttributeError, KeyError, TypeError, IndexError) as error:
         raise CorruptData(f"is no table of a checkpoint: {error!r}", where=str(path), hint="fetch it again") from None
-    for file in {item.file for entry in tensors.values() for item in entry.items}:
+    for file in {item.file for tensor in tensors.values() for item in tensor.items}:
         if not file.is_file():
             raise missing_file(file)
-    for key, entry in tensors.items():
-        if sum(math.prod(item.box) for item in entry.items) != math.prod(entry.shape):
+    for key, tensor in tensors.items():
+        if sum(math.prod(item.sizes) for item in tensor.items) != math.prod(tensor.shape):
             raise CorruptData(f"`{key}` is not covered by its parts", where=str(path), hint="fetch it again")
     return tensors, objects
 
 
-def _chunk_boxes(told: Any) -> dict[tuple[int, ...], tuple[int, ...]]:
-    return {tuple(chunk["offsets"]): tuple(chunk["sizes"]) for chunk in told["chunks"]}
+def _chunk_sizes(metadata: Any) -> dict[tuple[int, ...], tuple[int, ...]]:
+    return {tuple(chunk["offsets"]): tuple(chunk["sizes"]) for chunk in metadata["chunks"]}
 
 
 def _read_common(folder: Path, objects: dict[str, _StoredItem]) -> Namespace | None:
@@ -174,31 +174,31 @@ def _read_common(folder: Path, objects: dict[str, _StoredItem]) -> Namespace | N
 def _match_tensors(
     config: ModelConfig, entries: dict[str, _StoredTensor], where: str
 ) -> dict[FullTensor, list[StoredRegion]]:
-    """Find every tensor of an architecture, or say what is missing, left over or of another kind."""
-    patches: dict[FullTensor, list[StoredRegion]] = {}
+    """Find every tensor of an architecture, or raise: missing, left over, or of another shape or dtype."""
+    regions_of: dict[FullTensor, list[StoredRegion]] = {}
     missing, wrong, read = [], {}, set()
     locator = _Locator()
     by_lead = cache(lambda key, depth: _by_lead(entries[key], depth))
     for parameter in parameters(config):
         for expert in range(parameter.shape[0]) if parameter.expert else (None,):
-            founds = _find_tensor(config, parameter, expert, entries)
-            if not founds:
+            locations = _find_tensor(config, parameter, expert, entries)
+            if not locations:
                 missing.append(parameter.name + ("" if expert is None else f" of expert {expert}"))
-            for found in founds:
-                read.add(found.key)
-                wrong |= _mismatch(parameter, found, entries[found.key])
+            for location in locations:
+                read.add(location.key)
+                wrong |= _mismatch(parameter, location, entries[location.key])
                 if not wrong:
-                    made = _regions(found, by_lead(found.key, len(found.lead)), locator)
-                    patches.setdefault((parameter.name, expert), []).extend(made)
+                    regions = _regions(location, by_lead(location.key, len(location.lead)), locator)
+                    regions_of.setdefault((parameter.name, expert), []).extend(regions)
     extra = sorted(key for key in entries if key not in read and not _OPTIMIZER.search(key))
     refuse_mismatches(missing, extra, list(wrong.values()), where)
-    return patches
+    return regions_of
 
 
 def _find_tensor(
     config: ModelConfig, parameter: Parameter, expert: int | None, entries: dict[str, _StoredTensor]
 ) -> list[_TensorLocation]:
-    """Return the key, or the two of gate and up, under which a tensor is stored, whichever way it is spelled."""
+    """Return the key under which a tensor is stored, or the two keys of gate and up; versions have several names."""
     rows = parameter.shape[1 if parameter.expert else 0]
     if parameter.layer is None:
         key = non_layer_name(parameter)
@@ -224,44 +224,44 @@ def _spellings(parameter: Parameter, expert: int | None) -> Iterator[tuple[str, 
     yield f"mlp.experts.experts.{expert}.{linear}.weight", (), ()
 
 
-def _mismatch(parameter: Parameter, found: _TensorLocation, entry: _StoredTensor) -> dict[str, str]:
-    wanted = (*found.lengths, found.rows, *parameter.shape[2 if parameter.expert else 1 :])
+def _mismatch(parameter: Parameter, location: _TensorLocation, entry: _StoredTensor) -> dict[str, str]:
+    wanted = (*location.lengths, location.rows, *parameter.shape[2 if parameter.expert else 1 :])
     padded = parameter.name in ("embedding.weight", "head.weight")
-    same = entry.shape == wanted or (padded and entry.shape[1:] == wanted[1:] and entry.shape[0] >= found.rows)
+    same = entry.shape == wanted or (padded and entry.shape[1:] == wanted[1:] and entry.shape[0] >= location.rows)
     if not same:
-        return {found.key: f"`{found.key}` is {list(entry.shape)}, not {list(wanted)}"}
-    return {} if entry.dtype in READ_DTYPES else {found.key: f"`{found.key}` is {entry.dtype}"}
+        return {location.key: f"`{location.key}` is {list(entry.shape)}, not {list(wanted)}"}
+    return {} if entry.dtype in READ_DTYPES else {location.key: f"`{location.key}` is {entry.dtype}"}
 
 
 def _by_lead(entry: _StoredTensor, depth: int) -> dict[tuple[int, ...], list[tuple[_StoredItem, int]]]:
-    """All items by index of the leading dims, each with how many such indices it has before."""
-    found: dict[tuple[int, ...], list[tuple[_StoredItem, int]]] = defaultdict(list)
+    """Return all items by their index in the leading dims, each with the number of this index inside the item."""
+    items: dict[tuple[int, ...], list[tuple[_StoredItem, int]]] = defaultdict(list)
     for item in entry.items:
-        ranges = [range(start, start + length) for start, length in zip(item.offset[:depth], item.box, strict=False)]
+        ranges = [range(start, start + length) for start, length in zip(item.offset[:depth], item.sizes, strict=False)]
         for number, lead in enumerate(itertools.product(*ranges)):
-            found[lead].append((item, number))
-    return found
+            items[lead].append((item, number))
+    return items
 
 
 def _regions(
-    found: _TensorLocation, items: dict[tuple[int, ...], list[tuple[_StoredItem, int]]], locator: _Locator
+    location: _TensorLocation, items: dict[tuple[int, ...], list[tuple[_StoredItem, int]]], locator: _Locator
 ) -> Iterator[StoredRegion]:
-    depth = len(found.lead)
-    for item, number in items[found.lead]:
+    depth = len(location.lead)
+    for item, number in items[location.lead]:
         row, column = (*item.offset[depth:], 0)[:2]
-        rows, columns = (*item.box[depth:], 1)[:2]
+        rows, columns = (*item.sizes[depth:], 1)[:2]
         locate = partial(locator.locate, item, number, rows, columns)
-        yield StoredRegion(locate, found.row + row, column, rows, columns)
+        yield StoredRegion(locate, location.row + row, column, rows, columns)
 
 
 class _Locator:
-    """Finds the bytes of items' tensors, each when it is first asked for: there may be hundreds of thousands."""
+    """Finds the bytes of items' tensors, each when it is first needed: there may be hundreds of thousands."""
 
     def __init__(self) -> None:
         self._starts: dict[_StoredItem, tuple[int, str]] = {}
 
     def locate(self, item: _StoredItem, number: int, rows: int, columns: int) -> StoredMatrix:
-        """Return the matrix of this number in an item."""
+        """Return the matrix with this number in an item."""
         if item not in self._starts:
             self._starts[item] = self._data_start(item)
         start, dtype = self._starts[item]
@@ -270,12 +270,12 @@ class _Locator:
     def _data_start(self, item: _StoredItem) -> tuple[int, str]:
         opened = read_torch_save(item.file, item.start, item.length)
         tensor = opened.document
-        if not isinstance(tensor, PickledTensor) or tensor.shape != item.box or tensor.storage not in opened.storages:
-            raise CorruptData(f"has no tensor of {list(item.box)} at {item.start}", where=str(item.file))
-        return opened.storages[tensor.storage] + tensor.start * DTYPE_BYTES[tensor.dtype], tensor.dtype
+        if not isinstance(tensor, PickledTensor) or tensor.shape != item.sizes or tensor.storage not in opened.storages:
+            raise CorruptData(f"has no tensor of {list(item.sizes)} at {item.start}", where=str(item.file))
+        return opened.storages[tensor.storage] + tensor.storage_offset * DTYPE_BYTES[tensor.dtype], tensor.dtype
 
 
-# What megatron-core 0.16 writes; later versions read it too, and common.pt with it.
+# What megatron-core 0.16 writes; later versions read it too, together with common.pt.
 _BACKEND = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,
@@ -283,29 +283,28 @@ _BACKEND = {
     "common_backend_version": 1,
 }
 ITEM_BYTES = 64 * 1024 * 1024
-"""The most that lies in one item."""
-_DCP_VERSION = "1.0.0"  # torch/distributed/checkpoint/filesystem.py, CURRENT_DCP_VERSION
+"""The largest item."""
 
 
 @dataclass(frozen=True)
 class _WriteItem:
-    """A box of a stacked tensor; `rows` are the native rows it comes from, every `step`-th from `part` on."""
+    """A box of a stacked tensor; it holds every `stride`-th of the native rows `rows`, from `first` on."""
 
     key: str
     shape: tuple[int, ...]
     offset: tuple[int, ...]
-    box: tuple[int, ...]
+    sizes: tuple[int, ...]
     tensor: MegatronTensor
     rows: tuple[int, int]
-    part: int = 0
-    step: int = 1
+    first: int = 0
+    stride: int = 1
 
 
 class MegatronDistWriter:
-    """A `torch_dist` checkpoint for any layout, as iteration `release`.
+    """Writes a `torch_dist` checkpoint for any layout, as iteration `release`.
 
-    `spec` is who will load it (`--transformer-impl`): it matters to models with experts. The vocabulary is padded to a
-    multiple of `vocab_divisible_by`; Megatron loads it into another padding as well.
+    `spec` says how Megatron will load it (`--transformer-impl`); it matters to models with experts. The vocabulary is
+    padded to a multiple of `vocab_divisible_by`; Megatron also loads it with another padding.
     """
 
     def __init__(
@@ -326,42 +325,44 @@ class MegatronDistWriter:
             checkpoint_format="torch_dist",
         )
         groups = parameters_by_layer(config)
-        before = [each for each in groups[None] if each.name in ("embedding.weight", "positions.weight")]
-        after = [each for each in groups[None] if each not in before]
-        parts = [before, *(groups[layer] for layer in range(config.layers)), after]
-        self._files: dict[str, list[Parameter]] = {f"__0_{number}.distcp": part for number, part in enumerate(parts)}
+        before = [parameter for parameter in groups[None] if parameter.name in ("embedding.weight", "positions.weight")]
+        after = [parameter for parameter in groups[None] if parameter not in before]
+        by_file = [before, *(groups[layer] for layer in range(config.layers)), after]
+        self._files: dict[str, list[Parameter]] = {
+            f"__0_{number}.distcp": group for number, group in enumerate(by_file)
+        }
 
-    def units(self) -> list[OutputFile]:
-        """Return the files: what stands before the layers, each layer, what stands behind."""
+    def output_files(self) -> list[OutputFile]:
+        """Return the files: one for what comes before the layers, one for each layer, one for what comes after."""
         return [OutputFile(f"{RELEASE}/{name}", self._size(name)) for name in self._files]
 
-    def write(self, unit: OutputFile, source: Weights, file: Path, advance: AdvanceProgress, threads: int = 1) -> str:
+    def write(self, output: OutputFile, source: Weights, file: Path, advance: AdvanceProgress, threads: int = 1) -> str:
         """Write one file; return its checksum."""
-        name = unit.path.rpartition("/")[2]
-        with HashedFile(file) as made:
-            run_in_threads(self._jobs(name, made, RowCopier(source, self._dtype, advance)), threads)
+        name = output.path.rpartition("/")[2]
+        with HashedFile(file) as hashed:
+            run_in_threads(self._jobs(name, hashed, RowCopier(source, self._dtype, advance)), threads)
             size = self._size(name)
-            states = b"".join(_empty_state() for _ in self._objects(name))
-            made.write(size - len(states), states)
-            return made.checksum(size)
+            states = b"".join(_empty_state() for _ in self._extra_state_keys(name))
+            hashed.write(size - len(states), states)
+            return hashed.checksum(size)
 
-    def _jobs(self, name: str, made: HashedFile, laying: RowCopier) -> Iterator[Callable[[], None]]:
-        """The jobs that lay the items into a file; gate and up rows come together and go to an item each."""
-        base, shares = 0, []
+    def _jobs(self, name: str, hashed: HashedFile, copier: RowCopier) -> Iterator[Callable[[], None]]:
+        """Yield the jobs that write the items of a file; gate and up rows are read together and go to two items."""
+        offset, shares = 0, []
         for item in self._items(name):
-            frame = _item_layout(item.box, self._dtype)
-            put = partial(TorchSaveWriter(frame, made, base).write, 0)
-            base += frame.length
+            layout = _item_layout(item.sizes, self._dtype)
+            write = partial(TorchSaveWriter(layout, hashed, offset).write, 0)
+            offset += layout.length
             if item.rows[0] == item.rows[1]:
-                yield partial(laying.zeros, item.box, put)
+                yield partial(copier.write_zeros, item.sizes, write)
                 continue
-            shares.append(RowShare(put, item.part, item.step))
-            if item.part + 1 == item.step:
-                yield from laying.rows(item.tensor, *item.rows, shares)
+            shares.append(RowShare(write, item.first, item.stride))
+            if item.first + 1 == item.stride:
+                yield from copier.row_jobs(item.tensor, *item.rows, shares)
                 shares = []
 
     def finish(self, folder: Path, entries: Sequence[FileEntry]) -> None:
-        """Write the table of contents, the arguments and what names the iteration."""
+        """Write `.metadata`, the arguments and the pointer to the iteration."""
         sizes = {entry.path: entry.size for entry in entries}
         for name in self._files:
             path = f"{RELEASE}/{name}"
@@ -370,23 +371,23 @@ class MegatronDistWriter:
         target = folder / RELEASE
         target.mkdir(parents=True, exist_ok=True)
         common = {"args": self._args, "checkpoint_version": 3.0, "iteration": 0}
-        (target / "common.pt").write_bytes(TorchSaveLayout(common).to_bytes())
+        torch.save(common, target / COMMON)
         (target / "metadata.json").write_text(json.dumps(_BACKEND))
-        (target / ".metadata").write_bytes(self._metadata())
+        (target / METADATA).write_bytes(self._metadata())
         (folder / LATEST_ITERATION).write_text(RELEASE)
 
     def _size(self, name: str) -> int:
-        items = sum(_item_layout(item.box, self._dtype).length for item in self._items(name))
-        return items + len(_empty_state()) * sum(1 for _ in self._objects(name))
+        items = sum(_item_layout(item.sizes, self._dtype).length for item in self._items(name))
+        return items + len(_empty_state()) * sum(1 for _ in self._extra_state_keys(name))
 
     def _items(self, name: str) -> Iterator[_WriteItem]:
         for parameter in self._files[name]:
             for tensor in whole_tensors(self.config, parameter, self._padded):
-                yield from self._cut(tensor)
+                yield from self._split(tensor)
 
-    def _cut(self, tensor: MegatronTensor) -> Iterator[_WriteItem]:
-        """Cut a tensor into items: blocks of rows; of a gated one, a block of gate rows and one of up rows."""
-        key, lengths, lead = self._place(tensor)
+    def _split(self, tensor: MegatronTensor) -> Iterator[_WriteItem]:
+        """Split a tensor into items: blocks of rows; of a gated one, a block of gate rows and one of up rows."""
+        key, lengths, lead = self._stacked_place(tensor)
         shape, columns = (*lengths, *tensor.shape), tensor.shape[1:]
         zeros, at_once, (_, real) = (0,) * len(columns), rows_per_block(tensor, self._dtype, ITEM_BYTES), tensor.rows
         step = 2 if tensor.gated else 1
@@ -400,7 +401,7 @@ class MegatronDistWriter:
             box = (min(at_once, real + tensor.padding - first), *columns)
             yield _WriteItem(key, shape, (first, *zeros), box, tensor, (real, real))
 
-    def _place(self, tensor: MegatronTensor) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
+    def _stacked_place(self, tensor: MegatronTensor) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
         """Return the key, the lengths of the stacked dims and the index in them."""
         parameter, layers = tensor.parameter, self.config.layers
         if parameter.layer is None:
@@ -411,8 +412,8 @@ class MegatronDistWriter:
         key = LAYER_PREFIX + layer_name(self.config, parameter, self._spec, stacked=True)
         return key, (layers,), (parameter.layer,)
 
-    def _objects(self, name: str) -> Iterator[str]:
-        """The keys of a file's empty states, which Megatron asks for when it loads strictly."""
+    def _extra_state_keys(self, name: str) -> Iterator[str]:
+        """Yield the keys of a file's empty extra states, which Megatron needs when it loads strictly."""
         layer = self._files[name][0].layer
         if layer is None:
             if self._spec == "te" and self._files[name][0].name == "norm.weight":
@@ -428,37 +429,20 @@ class MegatronDistWriter:
                 yield f"{LAYER_PREFIX}mlp.experts.experts.{linear}._extra_state/{place}"
 
     def _metadata(self) -> bytes:
-        """The `.metadata` file as PyTorch's FileSystemReader expects it."""
-        from torch.distributed.checkpoint.filesystem import _StorageInfo
-        from torch.distributed.checkpoint.metadata import (
-            BytesStorageMetadata,
-            ChunkStorageMetadata,
-            Metadata,
-            MetadataIndex,
-            StorageMeta,
-            TensorProperties,
-            TensorStorageMetadata,
-        )
+        from trainshed.checkpoints.dcp import DcpMetadataBuilder
 
-        table: dict[str, Any] = {}
-        storage: dict[MetadataIndex, Any] = {}
+        builder = DcpMetadataBuilder()
         for name in self._files:
             start = 0
             for item in self._items(name):
-                length = _item_layout(item.box, self._dtype).length
-                properties = TensorProperties(dtype=self._dtype)
-                whole = table.setdefault(item.key, TensorStorageMetadata(properties, torch.Size(item.shape), []))
-                index = MetadataIndex(item.key, item.offset, len(whole.chunks))
-                whole.chunks.append(ChunkStorageMetadata(torch.Size(item.offset), torch.Size(item.box)))
-                storage[index] = _StorageInfo(name, start, length)
+                length = _item_layout(item.sizes, self._dtype).length
+                builder.add_tensor(item.key, item.shape, self._dtype)
+                builder.add_chunk(item.key, item.offset, item.sizes, name, start, length)
                 start += length
-            for key in self._objects(name):
-                table[key] = BytesStorageMetadata()
-                storage[MetadataIndex(key)] = _StorageInfo(name, start, len(_empty_state()))
+            for key in self._extra_state_keys(name):
+                builder.add_object(key, name, start, len(_empty_state()))
                 start += len(_empty_state())
-        metadata = Metadata(table, {key: (key,) for key in table}, storage, StorageMeta())
-        metadata.version = _DCP_VERSION
-        return pickle.dumps(metadata)
+        return builder.to_bytes()
 
 
 @cache
@@ -468,4 +452,6 @@ def _item_layout(shape: tuple[int, ...], dtype: torch.dtype) -> TorchSaveLayout:
 
 @cache
 def _empty_state() -> bytes:
-    return TorchSaveLayout([None]).to_bytes()
+    file = io.BytesIO()
+    torch.save([None], file)
+    return file.getvalue()

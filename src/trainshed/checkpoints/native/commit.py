@@ -1,4 +1,4 @@
-"""One rank's file of a checkpoint, hashed while it is written, and the commit of all ranks' files by rank 0.
+"""One rank's file of a checkpoint, hashed while it is written; and the commit of all ranks' files by rank 0.
 
 The commit writes the index and `.metadata`, then the manifest, then `latest`.
 """
@@ -6,7 +6,6 @@ The commit writes the index and `.metadata`, then the manifest, then `latest`.
 from __future__ import annotations
 
 import math
-import pickle
 import zlib
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,25 +18,24 @@ import orjson
 import torch
 
 from trainshed.checkpoints.io import bytes_of
-from trainshed.checkpoints.native import index
 from trainshed.checkpoints.native.folder import (
     FORMAT,
     KIND,
     LATEST,
-    MANIFEST,
     METADATA,
     LatestPointer,
     index_name,
     step_folder,
 )
-from trainshed.checkpoints.native.index import IndexedItem, IndexedTensor
+from trainshed.checkpoints.native.index import IndexedItem, IndexedTensor, encode_index
 from trainshed.checkpoints.native.shards import DTYPES, SavePlan, WriteItem
 from trainshed.checkpoints.torch_save_writer import TensorPlaceholder, TorchSaveLayout
 from trainshed.errors import TrainshedError
 from trainshed.storage import FileEntry, Hasher, Manifest, Store, Writer, checksum_of
 from trainshed.storage.attempts import Attempt
+from trainshed.storage.manifest import MANIFEST
 
-# What is smaller is gathered before it is written.
+# Smaller items are collected before they are written.
 _SMALL_BYTES = 1024 * 1024
 # Small enough that a slice is still in the processor's caches when the second checksum sees it.
 _SLICE_BYTES = 8 * 1024 * 1024
@@ -47,7 +45,7 @@ _ITEM_OVERHEAD_BYTES = 8 * 1024
 
 @dataclass(frozen=True)
 class ItemSpan:
-    """Where one item lies in the part's file; an item without elements has no bytes."""
+    """The place of one item in the rank's file; an item without elements has no bytes."""
 
     start: int
     length: int
@@ -56,33 +54,33 @@ class ItemSpan:
 
 @dataclass(frozen=True)
 class RankFileRecord:
-    """What a rank tells about its part. `items` may be left out where the listener knows them by the plan's digest."""
+    """What a rank sends about its file. `items` is None where rank 0 knows them already, by the plan's digest."""
 
-    plan: str
+    plan_digest: str
     items: tuple[WriteItem, ...] | None
     spans: tuple[ItemSpan, ...]
     file: FileEntry
 
     def to_bytes(self) -> bytes:
-        """The record on its way to rank 0."""
-        items = self.items and [(i.name, i.shape, i.dtype, i.offset, i.box, i.start, i.size) for i in self.items]
+        """The record as it is sent to rank 0."""
+        items = self.items and [(i.name, i.shape, i.dtype, i.offset, i.sizes, i.start, i.size) for i in self.items]
         spans = [(span.start, span.length, span.checksum) for span in self.spans]
         file = (self.file.path, self.file.size, self.file.checksum)
-        return orjson.dumps({"plan": self.plan, "items": items, "spans": spans, "file": file})
+        return orjson.dumps({"plan": self.plan_digest, "items": items, "spans": spans, "file": file})
 
     @classmethod
     def from_bytes(cls, data: bytes) -> RankFileRecord:
         """Read a record."""
         document = orjson.loads(data)
         items = document["items"] and tuple(
-            WriteItem(name, tuple(shape), dtype, tuple(offset), tuple(box), start, size)
-            for name, shape, dtype, offset, box, start, size in document["items"]
+            WriteItem(name, tuple(shape), dtype, tuple(offset), tuple(sizes), start, size)
+            for name, shape, dtype, offset, sizes, start, size in document["items"]
         )
-        spans = tuple(ItemSpan(*each) for each in document["spans"])
+        spans = tuple(ItemSpan(*span) for span in document["spans"])
         return cls(document["plan"], items, spans, FileEntry(*document["file"]))
 
     def without_items(self) -> RankFileRecord:
-        """The record for a listener that knows the plan."""
+        """The record for a rank 0 that knows the plan."""
         return replace(self, items=None)
 
 
@@ -98,14 +96,14 @@ def write_rank_file(
         with store.writer(f"{folder}/{name}", size=bound) as writer:
             stream = _HashingStream(writer, pool)
             for number, item in enumerate(plan.items):
-                # What stands before an item holds its CRC-32: the next is summed while this one is written.
+                # The head of an item holds its CRC-32: that of the next is computed while this one is written.
                 while len(ahead) < 2 and number + len(ahead) < len(data):
                     ahead.append(pool.submit(zlib.crc32, data[number + len(ahead)]))
                 checksum, start = ahead.popleft().result(), stream.file.size
                 stream.item = Hasher()
                 if item.size:
-                    before, behind = frame_item(item, checksum)
-                    for part in (before, data[number], behind):
+                    head, tail = frame_item(item, checksum)
+                    for part in (head, data[number], tail):
                         stream.write(part)
                 spans.append(ItemSpan(start, stream.file.size - start, stream.item.checksum))
             stream.flush()
@@ -114,25 +112,25 @@ def write_rank_file(
 
 
 def frame_item(item: WriteItem, crc32: int) -> tuple[bytes, bytes]:
-    """What stands before and behind the bytes of an item, which together are a file of torch.save."""
-    frame = _item_layout(item.box, item.dtype)
-    return frame.head(0, crc32)[1], frame.tail([crc32])[1]
+    """Return the bytes before and after those of an item; all three together are a file of torch.save."""
+    layout = _item_layout(item.sizes, item.dtype)
+    return layout.head(0, crc32)[1], layout.tail([crc32])[1]
 
 
 def framed_item_bytes(item: WriteItem) -> int:
-    """How long an item becomes."""
-    return _item_layout(item.box, item.dtype).length if item.size else 0
+    """Return the bytes that an item takes in the file."""
+    return _item_layout(item.sizes, item.dtype).length if item.size else 0
 
 
 @lru_cache(maxsize=1024)
-def _item_layout(box: tuple[int, ...], dtype: str) -> TorchSaveLayout:
-    return TorchSaveLayout(TensorPlaceholder(box, DTYPES[dtype]))
+def _item_layout(sizes: tuple[int, ...], dtype: str) -> TorchSaveLayout:
+    return TorchSaveLayout(TensorPlaceholder(sizes, DTYPES[dtype]))
 
 
 class _HashingStream:
-    """Bytes on their way to a store's writer, while the item's and the file's checksum grow.
+    """Writes bytes to a store and updates the checksums of the item and of the file at the same time.
 
-    The two checksums and the write take about the same time and wait for each other only once per slice.
+    The two checksums and the write take about the same time; they wait for each other only once per slice.
     """
 
     def __init__(self, writer: Writer, pool: ThreadPoolExecutor) -> None:
@@ -153,12 +151,12 @@ class _HashingStream:
         self.flush()
         for start in range(0, len(view), _SLICE_BYTES):
             part = view[start : start + _SLICE_BYTES]
-            hashed = [self._pool.submit(hasher.update, part) for hasher in (self.file, self.item)]
+            futures = [self._pool.submit(hasher.update, part) for hasher in (self.file, self.item)]
             try:
                 self._writer.write(part)
             finally:
-                for each in hashed:
-                    each.result()
+                for future in futures:
+                    future.result()
 
     def flush(self) -> None:
         if self._small:
@@ -166,33 +164,32 @@ class _HashingStream:
             self._small.clear()
 
 
-_DCP_VERSION = "1.0.0"  # torch/distributed/checkpoint/filesystem.py, CURRENT_DCP_VERSION
 _OWN_FACTS = frozenset({"format", "attempt", "pieces", "tensors"})
 
 
 def assemble_index(parts: Iterable[RankFileRecord]) -> dict[str, IndexedTensor]:
-    """Put the parts together; every element of every tensor must have been written by exactly one rank."""
-    wholes: dict[str, tuple[tuple[int, ...], str]] = {}
+    """Merge the ranks' records; every element of every tensor must have been written by exactly one rank."""
+    shapes: dict[str, tuple[tuple[int, ...], str]] = {}
     items: dict[str, list[IndexedItem]] = {}
     for part in parts:
-        assert part.items is not None, "whoever gathers the parts fills in the items it knows"
+        assert part.items is not None, "rank 0 has filled in the items that it knows"
         for item, span in zip(part.items, part.spans, strict=True):
-            if wholes.setdefault(item.name, (item.shape, item.dtype)) != (item.shape, item.dtype):
+            if shapes.setdefault(item.name, (item.shape, item.dtype)) != (item.shape, item.dtype):
                 raise TrainshedError(f"{item.name}: ranks disagree about its shape or dtype")
-            mine = items.setdefault(item.name, [])
+            stored_items = items.setdefault(item.name, [])
             if span.length:
-                stored = IndexedItem(item.offset, item.box, part.file.path, span.start, span.length, span.checksum)
-                mine.append(stored)
-    for name, (shape, _) in wholes.items():
+                stored = IndexedItem(item.offset, item.sizes, part.file.path, span.start, span.length, span.checksum)
+                stored_items.append(stored)
+    for name, (shape, _) in shapes.items():
         _check_coverage(name, shape, items[name])
     return {
-        name: IndexedTensor(shape, dtype, tuple(sorted(items[name], key=lambda each: each.offset)))
-        for name, (shape, dtype) in wholes.items()
+        name: IndexedTensor(shape, dtype, tuple(sorted(items[name], key=lambda item: item.offset)))
+        for name, (shape, dtype) in shapes.items()
     }
 
 
 def _check_coverage(name: str, shape: tuple[int, ...], items: list[IndexedItem]) -> None:
-    written, wanted = sum(math.prod(item.box) for item in items), math.prod(shape)
+    written, wanted = sum(math.prod(item.sizes) for item in items), math.prod(shape)
     if written != wanted or len({item.offset for item in items}) != len(items):
         raise TrainshedError(
             f"{name}: the ranks wrote {written:,} elements of a tensor of {wanted:,}",
@@ -208,58 +205,66 @@ def write_index_files(
     spec: Mapping[str, Any],
     facts: Mapping[str, Any],
 ) -> Manifest:
-    """Write the tables of contents of what all ranks have written; return the manifest that will commit it."""
-    if taken := _OWN_FACTS & facts.keys():
-        raise ValueError(f"'{min(taken)}' is a fact that the checkpoint writes itself")
+    """Write the index and `.metadata` of all ranks' files; return the manifest that will commit them."""
+    contents = checkpoint_contents(parts, step, attempt.number, spec, facts)
+    path = step_folder(folder, step)
+    attempt.store.put(f"{path}/{index_name(attempt.number)}", contents.index)
+    attempt.put(f"{path}/{METADATA}", contents.metadata)
+    return contents.manifest
+
+
+@dataclass(frozen=True)
+class CheckpointContents:
+    """The index and `.metadata` as they are stored, and the manifest that names them and the ranks' files."""
+
+    index: bytes
+    metadata: bytes
+    manifest: Manifest
+
+
+def checkpoint_contents(
+    parts: Iterable[RankFileRecord],
+    step: int,
+    attempt: int,
+    spec: Mapping[str, Any],
+    facts: Mapping[str, Any] | None = None,
+) -> CheckpointContents:
+    """Describe the files that all ranks have written for one step."""
+    facts = facts or {}
+    if reserved := _OWN_FACTS & facts.keys():
+        raise ValueError(f"'{min(reserved)}' is a fact that the checkpoint writes itself")
     assert facts.get("step", step) == step
     parts = list(parts)
     tensors = assemble_index(parts)
-    path, table = step_folder(folder, step), index_name(attempt.number)
-    pieces, metadata = index.encode_index(tensors), dcp_metadata(tensors)
+    index, metadata = encode_index(tensors), _encode_metadata(tensors)
     own_facts = {
         "format": FORMAT,
         "step": step,
-        "attempt": attempt.number,
-        "pieces": table,
-        "tensors": {name: {"shape": list(each.shape), "dtype": each.dtype} for name, each in tensors.items()},
+        "attempt": attempt,
+        "pieces": index_name(attempt),
+        "tensors": {name: {"shape": list(tensor.shape), "dtype": tensor.dtype} for name, tensor in tensors.items()},
     }
     files = [
         *(part.file for part in parts),
-        FileEntry(table, len(pieces), checksum_of(pieces)),
+        FileEntry(index_name(attempt), len(index), checksum_of(index)),
         FileEntry(METADATA, len(metadata), checksum_of(metadata)),
     ]
-    manifest = Manifest.of(KIND, spec, files, {**facts, **own_facts})
-    attempt.store.put(f"{path}/{table}", pieces)
-    attempt.put(f"{path}/{METADATA}", metadata)
-    return manifest
+    return CheckpointContents(index, metadata, Manifest.of(KIND, spec, files, {**facts, **own_facts}))
 
 
 def commit_checkpoint(attempt: Attempt, folder: str, step: int, manifest: Manifest) -> None:
-    """Store the manifest, by which the checkpoint exists, and let `latest` name it."""
+    """Store the manifest, which makes the checkpoint exist, and point `latest` to it."""
     attempt.put(f"{step_folder(folder, step)}/{MANIFEST}", manifest.to_bytes())
     attempt.put(f"{folder}/{LATEST}", LatestPointer(step, attempt.number, attempt.number).to_bytes())
 
 
-def dcp_metadata(tensors: Mapping[str, IndexedTensor]) -> bytes:
-    """The `.metadata` file as PyTorch's FileSystemReader expects it."""
-    from torch.distributed.checkpoint.filesystem import _StorageInfo
-    from torch.distributed.checkpoint.metadata import (
-        ChunkStorageMetadata,
-        Metadata,
-        MetadataIndex,
-        StorageMeta,
-        TensorProperties,
-        TensorStorageMetadata,
-    )
+def _encode_metadata(tensors: Mapping[str, IndexedTensor]) -> bytes:
+    """Return the `.metadata` file, for PyTorch's own reader."""
+    from trainshed.checkpoints.dcp import DcpMetadataBuilder
 
-    table, storage = {}, {}
+    builder = DcpMetadataBuilder()
     for name, tensor in tensors.items():
-        chunks = [ChunkStorageMetadata(torch.Size(item.offset), torch.Size(item.box)) for item in tensor.items]
-        properties = TensorProperties(dtype=DTYPES[tensor.dtype])
-        table[name] = TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
-        for number, item in enumerate(tensor.items):
-            storage[MetadataIndex(name, item.offset, number)] = _StorageInfo(item.file, item.start, item.length)
-    # Names are kept whole where PyTorch would make nested dictionaries of them.
-    metadata = Metadata(table, {name: (name,) for name in tensors}, storage, StorageMeta())
-    metadata.version = _DCP_VERSION
-    return pickle.dumps(metadata)
+        builder.add_tensor(name, tensor.shape, DTYPES[tensor.dtype])
+        for item in tensor.items:
+            builder.add_chunk(name, item.offset, item.sizes, item.file, item.start, item.length)
+    return builder.to_bytes()

@@ -1,8 +1,8 @@
 """How ranks agree on a save without a collective: records in the key-value store that started the process group.
 
-Every rank publishes its part or its failure, rank 0 gathers them, commits, and announces how it ended; so a save that
-fails anywhere fails everywhere, with the same error. Nothing here blocks inside the store: a `get` that waits would
-hold the connection that the process group itself may need, so keys are asked for until they are there.
+Every rank sends a record of its file, or its failure. Rank 0 waits for all of them, commits, and sends the outcome. So
+a save that fails anywhere fails everywhere, with the same error. Nothing here blocks inside the store: a `get` that
+waits would hold the connection that the process group itself may need. So keys are polled until they exist.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from trainshed import errors
 from trainshed.errors import StorageError, TrainshedError
 
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.005, 0.5
-# How long rank 0 stays to let the others read the last outcome before it takes the key-value store down.
-_GOODBYE_SECONDS = 10.0
+# How long rank 0 waits for the others to read the last outcome before it takes the key-value store down.
+_FINISH_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class SaveOutcome:
     discard: bool = False
 
     def to_bytes(self) -> bytes:
-        """The outcome on its way to the other ranks."""
+        """The outcome as it is sent to the other ranks."""
         return orjson.dumps({"failure": self.failure and _error_to_plain(self.failure), "discard": self.discard})
 
     @classmethod
@@ -44,7 +44,7 @@ class SaveOutcome:
 
 
 class SaveCoordinator:
-    """One rank's side of the talk about saves. `prefix` keeps runs and attempts apart in a shared store."""
+    """Exchanges records and outcomes of saves, on one rank. `prefix` separates runs and attempts in a shared store."""
 
     def __init__(
         self, store: dist.Store | None, prefix: str, *, rank: int, world_size: int, timeout_seconds: float
@@ -54,28 +54,28 @@ class SaveCoordinator:
         self._store, self._prefix = store, prefix
         self._rank, self._others = rank, range(1, world_size)
         self._timeout_seconds = timeout_seconds
-        self._announced: str | None = None
-        self._outcomes = 0
+        self._outcome_key: str | None = None
+        self._sent_outcomes = 0
         self._stopped = threading.Event()
 
-    def publish(self, save: str, record: bytes) -> None:
-        """Tell rank 0 about this rank's part."""
+    def send_record(self, save: str, record: bytes) -> None:
+        """Send rank 0 the record of this rank's file."""
         self._call(lambda store: store.set(self._key(save, f"part-{self._rank}"), record.decode()))
 
-    def publish_failure(self, save: str, error: TrainshedError) -> None:
-        """Tell rank 0 that this rank's part has failed."""
-        told = orjson.dumps({"rank": self._rank, **_error_to_plain(error)})
-        self._call(lambda store: store.set(self._key(save, "failure"), told.decode()))
+    def send_failure(self, save: str, error: TrainshedError) -> None:
+        """Tell rank 0 that this rank has failed to write its file."""
+        record = orjson.dumps({"rank": self._rank, **_error_to_plain(error)})
+        self._call(lambda store: store.set(self._key(save, "failure"), record.decode()))
 
-    def gather(self, save: str) -> dict[int, bytes]:
-        """Wait for the other ranks' records, or raise the first failure among them."""
+    def wait_for_records(self, save: str) -> dict[int, bytes]:
+        """Wait for the records of all other ranks, or raise the first failure among them."""
         waiting, records = list(self._others), {}
         failure = self._key(save, "failure")
 
         def arrived(store: dist.Store) -> bool:
             if store.check([failure]):
-                told = orjson.loads(store.get(failure))
-                raise _error_from_plain(told, f"rank {told['rank']}: ")
+                record = orjson.loads(store.get(failure))
+                raise _error_from_plain(record, f"rank {record['rank']}: ")
             for rank in [rank for rank in waiting if store.check([self._key(save, f"part-{rank}")])]:
                 key = self._key(save, f"part-{rank}")
                 records[rank] = store.get(key)
@@ -83,47 +83,52 @@ class SaveCoordinator:
                 waiting.remove(rank)
             return not waiting
 
-        self._until(arrived, self._timeout_seconds, lambda: f"rank {', '.join(map(str, waiting))} wrote no part")
+        self._poll_until(arrived, self._timeout_seconds, lambda: f"rank {', '.join(map(str, waiting))} wrote no part")
         return records
 
-    def announce(self, save: str, outcome: SaveOutcome) -> None:
+    def send_outcome(self, save: str, outcome: SaveOutcome) -> None:
         """Tell the other ranks how a save ended."""
         if not self._others:
             return
-        last, self._announced = self._announced, self._key(save, "outcome")
-        key, told = self._announced, outcome.to_bytes().decode()
-        self._call(lambda store: store.set(key, told))
-        self._outcomes += 1
-        if last is not None and outcome.failure is None:  # a part of this save came from everyone: all have read it
+        last, self._outcome_key = self._outcome_key, self._key(save, "outcome")
+        key, record = self._outcome_key, outcome.to_bytes().decode()
+        self._call(lambda store: store.set(key, record))
+        self._sent_outcomes += 1
+        if last is not None and outcome.failure is None:  # all ranks sent a record of this save: all have read the last
             self._call(lambda store: store.delete_key(last))
 
-    def outcome(self, save: str) -> SaveOutcome:
+    def wait_for_outcome(self, save: str) -> SaveOutcome:
         """Wait until rank 0 has told how a save ended."""
         key = self._key(save, "outcome")
-        # Rank 0 waits for the slowest part first; its verdict is the better one, so it gets the time to tell it.
-        patience_seconds = 2 * self._timeout_seconds
-        self._until(lambda store: store.check([key]), patience_seconds, lambda: "rank 0 did not finish the checkpoint")
+        # Rank 0 itself waits for the slowest rank. Its error is the more precise one, so it has the time to send it.
+        self._poll_until(
+            lambda store: store.check([key]),
+            2 * self._timeout_seconds,
+            lambda: "rank 0 did not finish the checkpoint",
+        )
         outcome = SaveOutcome.from_bytes(self._call(lambda store: store.get(key)))
-        if outcome.failure is not None:  # nobody will fetch it any more
+        if outcome.failure is not None:  # rank 0 will not fetch it any more
             self._call(lambda store: store.delete_key(self._key(save, f"part-{self._rank}")))
         self._call(lambda store: store.add(f"{self._prefix}/read", 1))
         return outcome
 
     def stop(self) -> None:
-        """Give up waiting, in whichever thread that is."""
+        """Stop waiting, in any thread."""
         self._stopped.set()
 
-    def leave(self) -> None:
+    def finish(self) -> None:
         """Let the others read the last outcome: rank 0 often is the one that serves the key-value store."""
-        if self._rank == 0 and self._others and self._outcomes and not self._stopped.is_set():
-            expected = self._outcomes * len(self._others)
-            with suppress(StorageError):  # whoever has not read it by then is gone
-                self._until(lambda store: store.add(f"{self._prefix}/read", 0) >= expected, _GOODBYE_SECONDS, str)
+        if self._rank == 0 and self._others and self._sent_outcomes and not self._stopped.is_set():
+            expected = self._sent_outcomes * len(self._others)
+            with suppress(StorageError):  # a rank that has not read it by then is gone
+                self._poll_until(lambda store: store.add(f"{self._prefix}/read", 0) >= expected, _FINISH_SECONDS, str)
 
     def _key(self, save: str, name: str) -> str:
         return f"{self._prefix}/{save}/{name}"
 
-    def _until(self, ready: Callable[[dist.Store], bool], timeout_seconds: float, missing: Callable[[], str]) -> None:
+    def _poll_until(
+        self, ready: Callable[[dist.Store], bool], timeout_seconds: float, missing: Callable[[], str]
+    ) -> None:
         deadline = time.monotonic() + timeout_seconds
         pause_seconds = _FIRST_PAUSE_SECONDS
         while not self._call(ready):
@@ -150,6 +155,6 @@ def _error_to_plain(error: TrainshedError) -> dict[str, str | None]:
     return {"kind": type(error).__name__, "what": error.what, "where": error.where, "hint": error.hint}
 
 
-def _error_from_plain(told: Mapping[str, Any], speaker: str = "") -> TrainshedError:
-    kind = getattr(errors, told["kind"], TrainshedError)
-    return kind(f"{speaker}{told['what']}", where=told["where"], hint=told["hint"])
+def _error_from_plain(plain: Mapping[str, Any], prefix: str = "") -> TrainshedError:
+    kind = getattr(errors, plain["kind"], TrainshedError)
+    return kind(f"{prefix}{plain['what']}", where=plain["where"], hint=plain["hint"])

@@ -15,7 +15,7 @@ Retention removes the manifest first: a prune that is killed leaves a folder wit
 Files are removed by name and attempt, never those of a later attempt. So a zombie that passes its check and then
 sleeps removes only what its own commit made superfluous.
 
-No torch here: listing, verifying and pruning work on a laptop.
+No torch here: listing, verifying and pruning work without it.
 """
 
 from __future__ import annotations
@@ -29,13 +29,17 @@ from pathlib import Path
 from typing import Any
 
 from trainshed.errors import Conflict, CorruptData, InputError, NotFound
+from trainshed.recipe import ModelConfig
+from trainshed.recipe.validation import validate
+from trainshed.recipe.yaml_io import SourceMap, YamlDocument
 from trainshed.reporting import SILENT, Reporter
 from trainshed.storage import Manifest, ObjectInfo, Store, join, parse
 from trainshed.storage.attempts import Attempt
+from trainshed.storage.manifest import MANIFEST
 
 FORMAT = 1
 KIND = "checkpoint"
-METADATA, MANIFEST, LATEST = ".metadata", "manifest.json", "latest"
+METADATA, LATEST = ".metadata", "latest"
 _STEP = re.compile(r"step-(\d{8,})")
 _OF_ATTEMPT = re.compile(r"__\d+_(\d+)\.distcp|pieces-(\d+)\.json")
 
@@ -56,12 +60,12 @@ def rank_file_name(rank: int, attempt: int) -> str:
 
 
 def index_name(attempt: int) -> str:
-    """Our table of contents."""
+    """The file of our index."""
     return f"pieces-{attempt:04d}.json"
 
 
 def attempt_of(name: str) -> int | None:
-    """Which attempt wrote a file, where its name tells."""
+    """Return which attempt wrote a file, None where its name does not contain it."""
     match = _OF_ATTEMPT.fullmatch(name)
     return int(match[1] or match[2]) if match else None
 
@@ -77,33 +81,35 @@ class CompleteCheckpoint:
 
     @property
     def facts(self) -> Mapping[str, Any]:
-        """What was stored beside the tensors: the step, consumed samples and whatever the engine added."""
+        """What is stored beside the tensors: the step, consumed samples and what the engine added."""
         return self.manifest.facts
 
 
 @dataclass(frozen=True)
 class IncompleteCheckpoint:
-    """A folder that is no checkpoint (yet), and why."""
+    """A folder that is not a checkpoint (yet), and the reason."""
 
     step: int
     path: str
     attempt: int | None
     size: int
-    why: str
+    reason: str
 
 
 @dataclass(frozen=True)
 class LatestPointer:
-    """What `latest` says: the newest checkpoint, and which attempt wrote the pointer (and so owns the run)."""
+    """The contents of `latest`: the newest checkpoint, and the attempt that wrote the pointer and so owns the run."""
 
     step: int | None
     attempt: int | None
     written_by: int
 
     @classmethod
-    def to(cls, found: CompleteCheckpoint | None, attempt: Attempt) -> LatestPointer:
-        """A pointer that an attempt writes to a checkpoint, or to none."""
-        return cls(None, None, attempt.number) if found is None else cls(found.step, found.attempt, attempt.number)
+    def pointing_to(cls, checkpoint: CompleteCheckpoint | None, attempt: Attempt) -> LatestPointer:
+        """Return the pointer that an attempt writes for a checkpoint, or for none."""
+        if checkpoint is None:
+            return cls(None, None, attempt.number)
+        return cls(checkpoint.step, checkpoint.attempt, attempt.number)
 
     def to_bytes(self) -> bytes:
         """The pointer as it is stored."""
@@ -113,10 +119,10 @@ class LatestPointer:
 
 @dataclass(frozen=True)
 class CheckpointListing:
-    """Everything in a checkpoints folder; `complete` is newest first, `files` is what each step's folder holds.
+    """Everything in a checkpoints folder; `complete` is newest first, `files` are those in each step's folder.
 
-    Newest means committed last: by attempt, then by step. After a fall-back to an older checkpoint the run comes by
-    the same steps again, and what the earlier attempt had stored beyond them is older than what is stored now.
+    Newest means committed last: by attempt, then by step. After a fall-back to an older checkpoint the run repeats
+    steps, and a higher step that the earlier attempt stored is older than what is stored now.
     """
 
     complete: tuple[CompleteCheckpoint, ...]
@@ -139,14 +145,14 @@ def list_checkpoints(store: Store, folder: str) -> CheckpointListing:
             latest = _read_latest(store, folder)
     complete: list[CompleteCheckpoint] = []
     incomplete: list[IncompleteCheckpoint] = []
-    for step, there in files.items():
-        found = _check_folder(store, step_folder(folder, step), step, there)
-        if isinstance(found, CompleteCheckpoint):
-            complete.append(found)
+    for step, step_files in files.items():
+        checkpoint = _check_folder(store, step_folder(folder, step), step, step_files)
+        if isinstance(checkpoint, CompleteCheckpoint):
+            complete.append(checkpoint)
         else:
-            incomplete.append(found)
+            incomplete.append(checkpoint)
     complete.sort(key=commit_order, reverse=True)
-    incomplete.sort(key=lambda found: found.step, reverse=True)
+    incomplete.sort(key=lambda checkpoint: checkpoint.step, reverse=True)
     return CheckpointListing(tuple(complete), tuple(incomplete), latest, files)
 
 
@@ -161,9 +167,18 @@ def open_checkpoint(store: Store, path: str) -> CompleteCheckpoint:
     return _from_manifest(path, manifest, join(store.url, path))
 
 
-def commit_order(found: CompleteCheckpoint) -> tuple[int, int]:
-    """Orders checkpoints by when they were committed: see `CheckpointListing`."""
-    return found.attempt, found.step
+def read_checkpoint_config(store: Store, checkpoint: CompleteCheckpoint) -> ModelConfig:
+    """Return the architecture in a checkpoint's manifest."""
+    where = join(store.url, f"{checkpoint.path}/{MANIFEST}")
+    model = checkpoint.manifest.spec.get("model")
+    if not isinstance(model, dict):
+        raise InputError("the checkpoint does not say what model it is of", where=where, hint="convert it by its run")
+    return validate(ModelConfig, YamlDocument(model, SourceMap(where)))
+
+
+def commit_order(checkpoint: CompleteCheckpoint) -> tuple[int, int]:
+    """Return the key that sorts checkpoints by when they were committed: see `CheckpointListing`."""
+    return checkpoint.attempt, checkpoint.step
 
 
 def _read_latest(store: Store, folder: str) -> LatestPointer | None:
@@ -186,7 +201,7 @@ def _read_latest(store: Store, folder: str) -> LatestPointer | None:
 
 
 def _refuse_folder(store: Store, pointer: str) -> None:
-    """Refuse a folder of the pointer's name: it can neither be read nor written over."""
+    """Refuse a folder with the pointer's name: it can neither be read nor overwritten."""
     address = parse(join(store.url, pointer))
     if address.scheme == "file" and Path(str(address)).is_dir():
         raise CorruptData(
@@ -197,22 +212,22 @@ def _refuse_folder(store: Store, pointer: str) -> None:
 
 
 def _check_folder(
-    store: Store, path: str, step: int, there: Mapping[str, ObjectInfo]
+    store: Store, path: str, step: int, files: Mapping[str, ObjectInfo]
 ) -> CompleteCheckpoint | IncompleteCheckpoint:
-    """A folder with what was listed in it: complete if its manifest and every file the manifest names are there."""
+    """Check the listed files of a folder: it is complete if its manifest and every file in the manifest exist."""
     try:
-        if MANIFEST not in there:
+        if MANIFEST not in files:
             raise NotFound("it has no manifest")
-        found = _from_manifest(path, Manifest.read(store, f"{path}/{MANIFEST}"), path)
-        for entry in found.manifest.files:
-            if entry.path not in there:
+        checkpoint = _from_manifest(path, Manifest.read(store, f"{path}/{MANIFEST}"), path)
+        for entry in checkpoint.manifest.files:
+            if entry.path not in files:
                 raise CorruptData(f"{entry.path} is missing")
-            if there[entry.path].size != entry.size:
-                raise CorruptData(f"{entry.path} has {there[entry.path].size} bytes instead of {entry.size}")
-        return found
+            if files[entry.path].size != entry.size:
+                raise CorruptData(f"{entry.path} has {files[entry.path].size} bytes instead of {entry.size}")
+        return checkpoint
     except (NotFound, CorruptData) as error:
-        attempts = [number for number in map(attempt_of, there) if number is not None]
-        size = sum(info.size for info in there.values())
+        attempts = [number for number in map(attempt_of, files) if number is not None]
+        size = sum(info.size for info in files.values())
         return IncompleteCheckpoint(step, path, max(attempts, default=None), size, error.what)
 
 
@@ -232,10 +247,10 @@ def _from_manifest(path: str, manifest: Manifest, where: str) -> CompleteCheckpo
 def latest_complete(
     store: Store, folder: str, *, attempt: Attempt | None = None, reporter: Reporter = SILENT
 ) -> CompleteCheckpoint | None:
-    """Return the checkpoint to go on from: what `latest` names, or the newest complete one.
+    """Return the checkpoint to resume: the one in `latest`, or the newest complete one.
 
-    With `attempt` the answer is also settled: `latest` is written anew in its name, so that an earlier attempt which
-    is in the middle of its own commit can no longer move it. Ask so before training, and without `attempt` to look.
+    With `attempt` the answer is also fixed: `latest` is written again by this attempt, so that an earlier attempt in
+    the middle of its own commit can no longer change it. Training passes `attempt`; whoever only looks does not.
     """
     pointer = f"{folder}/{LATEST}"
     while True:
@@ -243,28 +258,28 @@ def latest_complete(
         choice = _resume_point(list_checkpoints(store, folder))
         if attempt is None:
             break
-        claim = LatestPointer.to(choice.found, attempt)
+        claim = LatestPointer.pointing_to(choice.checkpoint, attempt)
         try:
             attempt.put_over(before, pointer, claim.to_bytes())
             break
-        except Conflict:  # an earlier attempt's commit came first: look again
+        except Conflict:  # an earlier attempt committed in between: list again
             continue
     if choice.warning:
         reporter.warn(choice.warning)
     if choice.note:
         reporter.note(choice.note)
-    return choice.found
+    return choice.checkpoint
 
 
 def find_checkpoint(store: Store, path: str, reporter: Reporter = SILENT) -> CompleteCheckpoint:
-    """Find the checkpoint an address means: a step's folder, or of a run (or its checkpoints folder) the latest."""
+    """Find the checkpoint of a path: a step's folder, or the latest of a run or of a checkpoints folder."""
     path = path.strip("/")
     if path.rpartition("/")[2].startswith("step-") and store.head(f"{path}/{MANIFEST}") is not None:
         return open_checkpoint(store, path)
     for folder in (checkpoints_folder(path), path):
-        found = latest_complete(store, folder, reporter=reporter) if folder else None
-        if found is not None:
-            return found
+        checkpoint = latest_complete(store, folder, reporter=reporter) if folder else None
+        if checkpoint is not None:
+            return checkpoint
     raise NotFound(
         "there is no complete checkpoint",
         where=join(store.url, path),
@@ -274,26 +289,27 @@ def find_checkpoint(store: Store, path: str, reporter: Reporter = SILENT) -> Com
 
 @dataclass(frozen=True)
 class _ResumeChoice:
-    found: CompleteCheckpoint | None
+    checkpoint: CompleteCheckpoint | None
     warning: str | None = None
     note: str | None = None
 
 
-def _resume_point(there: CheckpointListing) -> _ResumeChoice:
-    pointer = there.latest
+def _resume_point(listing: CheckpointListing) -> _ResumeChoice:
+    pointer = listing.latest
     if pointer is None or pointer.step is None:
-        return _ResumeChoice(there.complete[0] if there.complete else None)
-    named = next((found for found in there.complete if found.step == pointer.step), None)
+        return _ResumeChoice(listing.complete[0] if listing.complete else None)
+    named = next((checkpoint for checkpoint in listing.complete if checkpoint.step == pointer.step), None)
     if named is None:
-        newest = there.complete[0] if there.complete else None
-        why = next((each.why for each in there.incomplete if each.step == pointer.step), "it is not there")
+        newest = listing.complete[0] if listing.complete else None
+        reasons = {incomplete.step: incomplete.reason for incomplete in listing.incomplete}
+        reason = reasons.get(pointer.step, "it is not there")
         instead = f"going on from step {newest.step}" if newest else "there is no other to go on from"
         return _ResumeChoice(
-            newest, warning=f"`latest` names step {pointer.step}, which is not complete ({why}); {instead}"
+            newest, warning=f"`latest` names step {pointer.step}, which is not complete ({reason}); {instead}"
         )
-    # The owner of the run was stopped between its manifest and `latest`. An earlier attempt's manifest does not count.
-    beyond = [found for found in there.complete if found.attempt >= pointer.written_by]
-    newest = max([*beyond, named], key=commit_order)
+    # The owner of the run may have been stopped between its manifest and `latest`; an earlier attempt does not count.
+    candidates = [checkpoint for checkpoint in listing.complete if checkpoint.attempt >= pointer.written_by]
+    newest = max([*candidates, named], key=commit_order)
     if newest == named:
         return _ResumeChoice(named)
     note = f"step {newest.step} is complete, though `latest` still names step {named.step}: going on from the newer"
@@ -303,56 +319,56 @@ def _resume_point(there: CheckpointListing) -> _ResumeChoice:
 _PARALLEL_DELETES = 8
 
 
-def keep_newest(store: Store, folder: str, keep: int | None, *, check: Callable[[], None]) -> list[int]:
-    """Remove all complete checkpoints but the newest `keep` (None: remove none); return the steps that went.
+def keep_newest(store: Store, folder: str, keep: int | None, *, check_fence: Callable[[], None]) -> list[int]:
+    """Remove all complete checkpoints but the newest `keep` (None: remove none); return the removed steps.
 
-    `check` is asked before each and raises where this process may no longer remove anything.
+    `check_fence` is called before each removal. It raises where this process may no longer remove anything.
     """
     if keep is None:
         return []
     if keep < 1:
         raise InputError(f"keep {keep}: the newest checkpoint is never removed", hint="keep 1 or more")
-    there = list_checkpoints(store, folder)
-    gone = [found.step for found in there.complete[keep:]]
-    for step in gone:
-        check()
-        remove_checkpoint(store, folder, step, there)
-    return gone
+    listing = list_checkpoints(store, folder)
+    removed = [checkpoint.step for checkpoint in listing.complete[keep:]]
+    for step in removed:
+        check_fence()
+        remove_checkpoint(store, folder, step, listing)
+    return removed
 
 
-def remove_checkpoint(store: Store, folder: str, step: int, there: CheckpointListing) -> None:
+def remove_checkpoint(store: Store, folder: str, step: int, listing: CheckpointListing) -> None:
     """Remove one checkpoint, its manifest first."""
-    path, names = step_folder(folder, step), there.files[step]
+    path, names = step_folder(folder, step), listing.files[step]
     store.delete(f"{path}/{MANIFEST}")
     _delete_all(store, (f"{path}/{name}" for name in names if name != MANIFEST))
 
 
 def remove_leftovers(
-    store: Store, folder: str, attempt: int, *, committed: int | None, check: Callable[[], None]
+    store: Store, folder: str, attempt: int, *, committed: int | None, check_fence: Callable[[], None]
 ) -> list[int]:
-    """Remove files that no manifest names and that nobody is writing any more; return the steps they were of.
+    """Remove files that no manifest names and that no process writes any more; return their steps.
 
-    Those are files of attempts before `attempt`; and of `attempt` itself where it has just `committed` a step, since
-    a rank has only one save under way.
+    These are files of attempts before `attempt`. Where `attempt` itself has just `committed` a step, its own files
+    count too, since a rank has only one save at a time.
     """
-    there = list_checkpoints(store, folder)
+    listing = list_checkpoints(store, folder)
     newest_dead = attempt - 1 if committed is None else attempt
-    complete = {found.step: {entry.path for entry in found.manifest.files} for found in there.complete}
+    complete = {checkpoint.step: {entry.path for entry in checkpoint.manifest.files} for checkpoint in listing.complete}
     steps = []
-    for step, names in there.files.items():
+    for step, names in listing.files.items():
         if MANIFEST in names and step not in complete:
-            continue  # it was committed and is broken: for a person to look at
+            continue  # it was committed and is broken: a person should look at it
         dead = {
             name
             for name in names
             if (number := attempt_of(name)) is not None and number <= newest_dead and name not in complete.get(step, ())
         }
-        # `.metadata` does not tell its attempt. Behind the committed step nobody saves again; before it a later
-        # attempt may, even now.
+        # The name of `.metadata` has no attempt in it. Steps below the committed one are not saved again; a step above
+        # it may be, by a later attempt, even now.
         if committed is not None and step < committed and names.keys() - dead == {METADATA}:
             dead.add(METADATA)
         if dead:
-            check()
+            check_fence()
             _delete_all(store, (f"{step_folder(folder, step)}/{name}" for name in dead))
             steps.append(step)
     return steps

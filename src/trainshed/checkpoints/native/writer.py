@@ -1,9 +1,9 @@
 """The writer of checkpoints: training waits for a copy to CPU memory, and a thread does the rest.
 
-    every rank   stage → stream its items into one file, hashing → tell rank 0
-    rank 0       wait for all files → index → manifest → `latest` → retention → tell all
+    every rank   stage → stream its items into one file, hashing → send a record to rank 0
+    rank 0       wait for all records → index → manifest → `latest` → retention → send the outcome to all
 
-No step uses a process group, so nothing here can get between the collectives of training.
+No step uses a process group, so nothing here can interfere with the collectives of training.
 """
 
 from __future__ import annotations
@@ -37,50 +37,49 @@ from trainshed.storage.attempts import Attempt
 class StagingBuffer:
     """CPU memory for one plan, page-locked where tensors come from a GPU.
 
-    `torch.empty(pin_memory=True)` would round its size up to a power of two; a buffer of a rank's whole state is
-    registered with the driver instead, as it is.
+    `torch.empty(pin_memory=True)` would round its size up to a power of two. The buffer holds a rank's whole state, so
+    it is allocated in its exact size and registered with the driver instead.
     """
 
     def __init__(self) -> None:
         self._plan: SavePlan | None = None
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._registered = False
-        self.pageable_because: str | None = None
+        self.not_pinned_reason: str | None = None
 
     def fill(self, plan: SavePlan, tensors: Mapping[str, TensorShard]) -> list[torch.Tensor]:
-        """Copy what the plan writes; return one tensor per item, each with a storage of just its own bytes.
+        """Copy what the plan writes; return one tensor per item, each with a storage of exactly its own bytes.
 
-        When this returns the originals may change. The caller has seen to it that nobody reads the last copy any more.
+        When this returns the originals may change. The caller makes sure that no thread still reads the last copy.
         """
-        devices = {tensors[name].tensor.device for name in plan.starts if tensors[name].tensor.is_cuda}
-        self._fit(plan, pinned=bool(devices))
-        for name, start in plan.starts.items():
-            tensor = tensors[name].tensor.detach()
+        devices = {tensors[name].local.device for name in plan.staging_offsets if tensors[name].local.is_cuda}
+        self._allocate(plan, pinned=bool(devices))
+        for name, start in plan.staging_offsets.items():
+            tensor = tensors[name].local.detach()
             if tensor.numel():
                 memory = self._buffer[start : start + tensor.nbytes]
                 memory.view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=True)
         for device in devices:
             torch.cuda.current_stream(device).synchronize()
-        # `torch.save` writes a tensor's whole storage: a view of the buffer would be stored as the whole buffer.
-        whole = self._buffer.numpy()
+        memory = self._buffer.numpy()
         return [
             torch.frombuffer(
-                whole, dtype=DTYPES[item.dtype], count=item.size // DTYPES[item.dtype].itemsize, offset=item.start
-            ).view(item.box)
+                memory, dtype=DTYPES[item.dtype], count=item.size // DTYPES[item.dtype].itemsize, offset=item.start
+            ).view(item.sizes)
             if item.size
-            else torch.empty(item.box, dtype=DTYPES[item.dtype])
+            else torch.empty(item.sizes, dtype=DTYPES[item.dtype])
             for item in plan.items
         ]
 
     def release(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         if self._registered:
             _cudart().cudaHostUnregister(self._buffer.data_ptr())
             self._registered = False
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._plan = None
 
-    def _fit(self, plan: SavePlan, *, pinned: bool) -> None:
+    def _allocate(self, plan: SavePlan, *, pinned: bool) -> None:
         if self._plan is plan:
             return
         self.release()
@@ -89,7 +88,7 @@ class StagingBuffer:
         if pinned and plan.size:
             error = int(_cudart().cudaHostRegister(self._buffer.data_ptr(), plan.size, 0))
             self._registered = error == 0
-            self.pageable_because = None if self._registered else f"the driver refused to lock it (error {error})"
+            self.not_pinned_reason = None if self._registered else f"the driver refused to lock it (error {error})"
 
 
 def _cudart() -> Any:
@@ -97,39 +96,39 @@ def _cudart() -> Any:
 
 
 class BackgroundSave:
-    """Writes staged items and sees the save through to its end, the same end on every rank."""
+    """Writes staged items and completes the save; it ends the same way on every rank."""
 
     def __init__(
         self,
         attempt: Attempt,
-        gathering: SaveCoordinator,
+        coordinator: SaveCoordinator,
         *,
         rank: int,
         keep: int | None,
         spec: Mapping[str, Any],
         on_event: Callable[..., None],
     ) -> None:
-        self._attempt, self._gathering, self._rank = attempt, gathering, rank
+        self._attempt, self._coordinator, self._rank = attempt, coordinator, rank
         self._keep, self._spec, self._on_event = keep, dict(spec), on_event
         self._folder = checkpoints_folder(attempt.run_folder)
-        self._told_plan: str | None = None
+        self._known_plan: str | None = None
         self._known_items: dict[str, tuple[WriteItem, ...]] = {}
         self._first = True
 
     def run(
         self, save: str, step: int, plan: SavePlan, staged: Sequence[torch.Tensor], facts: Mapping[str, Any]
     ) -> None:
-        """Write and commit one checkpoint, or raise why there is none; `save` names it among the ranks."""
+        """Write and commit one checkpoint, or raise why it failed; `save` is its name among the ranks."""
         started = time.monotonic()
         try:
             if self._rank == 0:
-                outcome = self._lead(save, step, plan, staged, facts)
+                outcome = self._save_as_rank_0(save, step, plan, staged, facts)
             else:
-                outcome = self._follow(save, step, plan, staged)
-        except Exception as error:  # the ranks have lost each other
+                outcome = self._save_as_other_rank(save, step, plan, staged)
+        except Exception as error:  # the ranks cannot reach each other
             outcome = SaveOutcome(as_trainshed_error(error))
         if outcome.failure is None:
-            self._told_plan = plan.digest
+            self._known_plan = plan.digest
             return
         if outcome.discard:
             self._discard(step)
@@ -137,38 +136,38 @@ class BackgroundSave:
         self._on_event("checkpoint", step=step, phase="failed", seconds=seconds, what=str(outcome.failure))
         raise outcome.failure
 
-    def _follow(self, save: str, step: int, plan: SavePlan, staged: Sequence[torch.Tensor]) -> SaveOutcome:
+    def _save_as_other_rank(self, save: str, step: int, plan: SavePlan, staged: Sequence[torch.Tensor]) -> SaveOutcome:
         try:
             part = self._write_part(step, plan, staged)
         except Exception as error:
-            self._gathering.publish_failure(save, as_trainshed_error(error))
+            self._coordinator.send_failure(save, as_trainshed_error(error))
         else:
-            known = self._told_plan == plan.digest
-            self._gathering.publish(save, (part.without_items() if known else part).to_bytes())
-        return self._gathering.outcome(save)
+            known = self._known_plan == plan.digest
+            self._coordinator.send_record(save, (part.without_items() if known else part).to_bytes())
+        return self._coordinator.wait_for_outcome(save)
 
-    def _lead(
+    def _save_as_rank_0(
         self, save: str, step: int, plan: SavePlan, staged: Sequence[torch.Tensor], facts: Mapping[str, Any]
     ) -> SaveOutcome:
         started = time.monotonic()
         discard = True
         try:
-            self._make_room()
+            self._remove_leftovers_once()
             own = self._write_part(step, plan, staged)
-            gathered = self._gathering.gather(save)
+            gathered = self._coordinator.wait_for_records(save)
             parts = [own, *(self._with_items(RankFileRecord.from_bytes(gathered[rank])) for rank in sorted(gathered))]
             manifest = write_index_files(self._attempt, self._folder, step, parts, self._spec, facts)
-            discard = False  # a manifest whose answer is lost may be there all the same
+            discard = False  # the manifest may exist even where its request seems to fail
             commit_checkpoint(self._attempt, self._folder, step, manifest)
         except Exception as error:
             outcome = SaveOutcome(as_trainshed_error(error), discard)
         else:
             outcome = SaveOutcome()
-            self._known_items = {part.plan: part.items for part in parts if part.items is not None}
-            self._tell_committed(step, manifest, time.monotonic() - started)
+            self._known_items = {part.plan_digest: part.items for part in parts if part.items is not None}
+            self._emit_committed(step, manifest, time.monotonic() - started)
             self._retain(step)
-        # Not before: while others wait for this, nobody writes into the folder that retention looks through.
-        self._gathering.announce(save, outcome)
+        # Sent last: while the others wait for it, no rank writes into the folder that retention lists.
+        self._coordinator.send_outcome(save, outcome)
         return outcome
 
     def _write_part(self, step: int, plan: SavePlan, staged: Sequence[torch.Tensor]) -> RankFileRecord:
@@ -176,44 +175,44 @@ class BackgroundSave:
         return write_rank_file(self._attempt.store, step_folder(self._folder, step), name, plan, staged)
 
     def _with_items(self, part: RankFileRecord) -> RankFileRecord:
-        return part if part.items is not None else replace(part, items=self._known_items[part.plan])
+        return part if part.items is not None else replace(part, items=self._known_items[part.plan_digest])
 
-    def _tell_committed(self, step: int, manifest: Manifest, seconds: float) -> None:
+    def _emit_committed(self, step: int, manifest: Manifest, seconds: float) -> None:
         path = join(self._attempt.store.url, step_folder(self._folder, step))
         size = manifest.total_bytes
         self._on_event("checkpoint", step=step, phase="committed", seconds=seconds, bytes=size, path=path)
 
-    def _make_room(self) -> None:
-        """Before the first save: remove what attempts that died have left, which may be a whole checkpoint."""
+    def _remove_leftovers_once(self) -> None:
+        """Before the first save: remove what dead attempts have left, which may be as large as a checkpoint."""
         if self._first:
-            check = self._attempt.check
-            check()
-            remove_leftovers(self._attempt.store, self._folder, self._attempt.number, committed=None, check=check)
+            store, number, check_fence = self._attempt.store, self._attempt.number, self._attempt.check
+            check_fence()
+            remove_leftovers(store, self._folder, number, committed=None, check_fence=check_fence)
             self._first = False
 
     def _retain(self, step: int) -> None:
-        """Remove what the new checkpoint makes superfluous; trouble with that does not undo the checkpoint."""
-        store, number, check = self._attempt.store, self._attempt.number, self._attempt.check
+        """Remove what the new checkpoint makes superfluous; a failure here does not undo the checkpoint."""
+        store, number, check_fence = self._attempt.store, self._attempt.number, self._attempt.check
         try:
-            for gone in keep_newest(store, self._folder, self._keep, check=check):
-                self._on_event("checkpoint", step=gone, phase="pruned")
-            remove_leftovers(store, self._folder, number, committed=step, check=check)
+            for removed in keep_newest(store, self._folder, self._keep, check_fence=check_fence):
+                self._on_event("checkpoint", step=removed, phase="pruned")
+            remove_leftovers(store, self._folder, number, committed=step, check_fence=check_fence)
             store.sweep(self._folder, older_than_seconds=0.0)
         except Exception as error:
             text = f"step {step} is stored, but what it replaces could not be removed: {as_trainshed_error(error)}"
             self._on_event("warning", step=step, text=text)
 
     def _discard(self, step: int) -> None:
-        """Remove what this rank wrote for a checkpoint that will never be: the disk may be full of it."""
+        """Remove what this rank wrote for a checkpoint that will not exist: it may fill the disk."""
         path, number = step_folder(self._folder, step), self._attempt.number
         names = [rank_file_name(self._rank, number), *([index_name(number)] if self._rank == 0 else [])]
         for name in names:
-            with suppress(Exception):  # the failure that led here is the one to tell
+            with suppress(Exception):  # the first failure is the one to report
                 self._attempt.store.delete(f"{path}/{name}")
 
 
 def as_trainshed_error(error: Exception) -> TrainshedError:
-    """Any error as one that can be told to another rank."""
+    """Return any error as one that can be sent to another rank."""
     return error if isinstance(error, TrainshedError) else TrainshedError(f"{type(error).__name__}: {error}")
 
 
@@ -224,13 +223,13 @@ def _ignore_event(kind: str, **values: Any) -> None:
 class CheckpointWriter:
     """One rank's writer for one attempt. All ranks save the same steps in the same order.
 
-    `attempt` names the store, the run's folder and the number that files carry; rank 0 takes it, the others are told.
-    `coordination` is any `torch.distributed.Store` that all ranks reach; one rank alone needs none. `spec` goes into
-    the manifest as what was asked for. `resumed_step` is the checkpoint this attempt went on from: saving that very
-    state again does nothing. `on_event` is called as an `EventWriter`'s `emit` is, also from the writing thread.
+    `attempt` holds the store, the run's folder and the number in the names of files; all ranks have the same one.
+    `store` is any `torch.distributed.Store` that all ranks reach; a single rank needs none. `spec` goes into the
+    manifest. `resumed_step` is the checkpoint that this attempt resumed: saving that step again does nothing.
+    `on_event` is called like an `EventWriter`'s `emit`, also from the writing thread.
 
     A save that fails on any rank fails on all: it is reported, never committed, and `wait` (or the next `save`) raises
-    it. Whoever catches it may go on training; the checkpoint before is untouched.
+    it. The caller may catch it and continue training; the checkpoint before is untouched.
     """
 
     def __init__(
@@ -240,21 +239,23 @@ class CheckpointWriter:
         spec: Mapping[str, Any],
         rank: int = 0,
         world_size: int = 1,
-        coordination: dist.Store | None = None,
+        store: dist.Store | None = None,
         keep: int | None = None,
         resumed_step: int | None = None,
         on_event: Callable[..., None] = _ignore_event,
         timeout_seconds: float = 1200.0,
     ) -> None:
         self._on_event = on_event
-        self._gathering = SaveCoordinator(
-            coordination,
+        self._coordinator = SaveCoordinator(
+            store,
             f"trainshed/checkpoints/{attempt.number}",
             rank=rank,
             world_size=world_size,
             timeout_seconds=timeout_seconds,
         )
-        self._saving = BackgroundSave(attempt, self._gathering, rank=rank, keep=keep, spec=spec, on_event=on_event)
+        self._background = BackgroundSave(
+            attempt, self._coordinator, rank=rank, keep=keep, spec=spec, on_event=on_event
+        )
         self._stored_steps = set() if resumed_step is None else {resumed_step}
         self._staging = StagingBuffer()
         self._plan: SavePlan | None = None
@@ -276,9 +277,9 @@ class CheckpointWriter:
     def save(
         self, step: int, tensors: Mapping[str, TensorShard], facts: Mapping[str, Any], *, blocking: bool = False
     ) -> None:
-        """Copy all owned pieces and write them in the background; `facts` (JSON) are what `load` gives back.
+        """Copy all owned shards and write them in the background; `load_checkpoint` returns `facts` (JSON) again.
 
-        Waits for the save before it, and raises that one's failure instead of starting this one.
+        Waits for the save before, and raises its failure instead of starting this one.
         """
         started = time.monotonic()
         self.wait()
@@ -289,10 +290,10 @@ class CheckpointWriter:
         if self._plan is None or self._plan.key != save_plan_key(tensors):
             self._plan = make_save_plan(tensors)
         staged = self._staging.fill(self._plan, tensors)
-        if self._staging.pageable_because:
-            text = f"checkpoints are copied from the GPU into pageable memory: {self._staging.pageable_because}"
+        if self._staging.not_pinned_reason:
+            text = f"checkpoints are copied from the GPU into pageable memory: {self._staging.not_pinned_reason}"
             self._on_event("warning", step=step, text=text)
-            self._staging.pageable_because = None
+            self._staging.not_pinned_reason = None
         done = time.monotonic()
         self._on_event(
             "checkpoint",
@@ -324,13 +325,13 @@ class CheckpointWriter:
             raise failure
 
     def close(self, *, abandon: bool = False) -> None:
-        """Finish what is under way and give the memory back; `abandon` leaves it to the end of the process."""
+        """Finish the current save and free the memory; with `abandon` the end of the process does both."""
         if abandon:
-            self._gathering.stop()
+            self._coordinator.stop()
             return
         try:
             self.wait()
-            self._gathering.leave()
+            self._coordinator.finish()
         finally:
             self._staging.release()
 
@@ -338,7 +339,7 @@ class CheckpointWriter:
         self, save: str, step: int, plan: SavePlan, staged: Sequence[torch.Tensor], facts: Mapping[str, Any]
     ) -> None:
         try:
-            self._saving.run(save, step, plan, staged, facts)
+            self._background.run(save, step, plan, staged, facts)
         except Exception as error:
             self._failure = error
         else:

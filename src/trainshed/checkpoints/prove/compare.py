@@ -1,7 +1,7 @@
-"""Two models' weights against each other, tensor by tensor, whatever formats they lie in.
+"""Compare the weights of two models tensor by tensor, whatever formats they are stored in.
 
 Both sides are read in native names and shapes, in boxes of bounded size: memory does not grow with the model. Equal
-means bit by bit, after the cast that was asked for; how far apart two values are is told beside it.
+means bit by bit, after the requested cast; the result also says how far apart the values are.
 """
 
 from __future__ import annotations
@@ -11,19 +11,20 @@ import math
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
 from trainshed.checkpoints.io import bytes_of
-from trainshed.checkpoints.weights import Weights
+from trainshed.checkpoints.weights import Weights, dtype_name
 from trainshed.models.parameters import Parameter, parameters
 from trainshed.recipe import ModelConfig
 from trainshed.reporting import SILENT, Reporter
 
 BOX_ELEMENTS = 1 << 21
-"""Elements of a box: few enough to stay in the caches, as many as an item of ours holds in bf16."""
+"""Elements of a box: few enough to stay in the caches, as many as a native item holds in bf16."""
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """(offset, shape) within a native tensor."""
@@ -33,7 +34,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 class TensorDifference:
     """How two tensors differ: how many elements, how far at most, and where first.
 
-    `max_relative` is |a - b| / max(|a|, |b|). Both are None where a value is no number or infinite.
+    `max_relative` is |a - b| / max(|a|, |b|). Both maxima are None where a value is NaN or infinite.
     """
 
     name: str
@@ -46,10 +47,10 @@ class TensorDifference:
 
 @dataclass(frozen=True)
 class WeightsComparison:
-    """What two models have in common and what not; `a` and `b` are the two sides.
+    """The result of comparing two models, `a` and `b`.
 
-    `config` says where their architectures compute differently. A dtype that differs while every value is the same is
-    told and is no difference.
+    `config` lists where their architectures compute differently. Different dtypes with equal values are listed but are
+    not a difference.
     """
 
     compared: int
@@ -69,22 +70,23 @@ class WeightsComparison:
 
     @property
     def first_difference(self) -> str | None:
-        """The first thing that differs, in words."""
-        return next(self.words(), None)
+        """The first difference, as a line for people."""
+        return next(self.lines(), None)
 
-    def words(self) -> Iterator[str]:
-        """Say everything that differs, one line each."""
+    def lines(self) -> Iterator[str]:
+        """Yield one line for each difference."""
         yield from self.config
         yield from (f"`{name}` is only in the first" for name in self.only_a)
         yield from (f"`{name}` is only in the second" for name in self.only_b)
         yield from (
             f"`{name}` is {list(one)} in the first, {list(two)} in the second" for name, one, two in self.shapes
         )
-        for each in self.differences:
-            how = "by something that is no number"
-            if each.max_absolute is not None and each.max_relative is not None:
-                how = f"by {each.max_absolute:.3g} at most ({each.max_relative:.3g} of the value)"
-            yield f"`{each.name}`: {each.different:,} of {each.elements:,} differ {how}, first at {list(each.first)}"
+        for difference in self.differences:
+            distance = "by something that is no number"
+            if difference.max_absolute is not None and difference.max_relative is not None:
+                distance = f"by {difference.max_absolute:.3g} at most ({difference.max_relative:.3g} of the value)"
+            count = f"{difference.different:,} of {difference.elements:,}"
+            yield f"`{difference.name}`: {count} differ {distance}, first at {list(difference.first)}"
 
     def to_plain(self) -> dict[str, Any]:
         """The comparison as plain values, for JSON."""
@@ -95,13 +97,14 @@ def compare_weights(
     a: Weights, b: Weights, *, dtype: torch.dtype | None = None, workers: int = 4, reporter: Reporter = SILENT
 ) -> WeightsComparison:
     """Compare two models; with `dtype` the first is cast to it beforehand, as a conversion does."""
-    ours = {each.name: each for each in parameters(a.config)}
-    theirs = {each.name: each for each in parameters(b.config)}
-    both = [each for name, each in ours.items() if name in theirs]
-    alike = [each for each in both if each.shape == theirs[each.name].shape]
+    in_a = {parameter.name: parameter for parameter in parameters(a.config)}
+    in_b = {parameter.name: parameter for parameter in parameters(b.config)}
+    both = [parameter for name, parameter in in_a.items() if name in in_b]
+    alike = [parameter for parameter in both if parameter.shape == in_b[parameter.name].shape]
+    unlike = [parameter for parameter in both if parameter not in alike]
     pair = _Pair(a, b, dtype, _common_dtype(a, b, dtype))
-    found: list[TensorDifference] = []
-    total = sum(each.size for each in alike)
+    differences: list[TensorDifference] = []
+    total = sum(parameter.size for parameter in alike)
     with (
         reporter.task("comparing", total=total, unit="weights") as task,
         ThreadPoolExecutor(max(1, workers), "compare") as pool,
@@ -109,27 +112,27 @@ def compare_weights(
         for parameter in alike:
             task.describe(parameter.name)
             parts = []
-            for part in pool.map(pair.differences, *_arguments(parameter)):
+            for part in pool.map(partial(pair.differences, parameter), boxes(parameter.shape)):
                 task.advance(part.elements)
                 parts.append(part)
-            whole = _merge_differences(parts)
-            if whole.different:
-                found.append(whole)
+            difference = _merge_differences(parts)
+            if difference.different:
+                differences.append(difference)
     return WeightsComparison(
         compared=len(alike),
         elements=total,
-        only_a=tuple(name for name in ours if name not in theirs),
-        only_b=tuple(name for name in theirs if name not in ours),
-        shapes=tuple((each.name, each.shape, theirs[each.name].shape) for each in both if each not in alike),
+        only_a=tuple(name for name in in_a if name not in in_b),
+        only_b=tuple(name for name in in_b if name not in in_a),
+        shapes=tuple((parameter.name, parameter.shape, in_b[parameter.name].shape) for parameter in unlike),
         config=tuple(_config_mismatches(a.config, b.config)),
         dtypes_a=tuple(a.dtypes),
         dtypes_b=tuple(b.dtypes),
-        differences=tuple(found),
+        differences=tuple(differences),
     )
 
 
 def boxes(shape: tuple[int, ...], elements: int = BOX_ELEMENTS) -> Iterator[Box]:
-    """Cut a tensor into boxes of at most `elements`, in order: on dim 0, and where one row is larger, within it."""
+    """Yield boxes of at most `elements` that cover a tensor, in order: split on dim 0, and within rows too large."""
     row = math.prod(shape[1:])
     if row > elements and len(shape) > 1:
         for first in range(shape[0]):
@@ -150,18 +153,18 @@ class _Pair:
 
     @torch.no_grad()
     def differences(self, parameter: Parameter, box: Box) -> TensorDifference:
-        """Compare one box; places are those of the whole tensor."""
+        """Compare one box; indices are those of the whole tensor."""
         offset, shape = box
         with (
-            self.a.lent(parameter, offset, shape, self.cast or self.common) as first,
-            self.b.lent(parameter, offset, shape, self.common) as two,
+            self.a.borrow(parameter, offset, shape, self.cast or self.common) as first,
+            self.b.borrow(parameter, offset, shape, self.common) as two,
         ):
             one = first.to(self.common)
             if _same_bits(one, two):
                 return TensorDifference(parameter.name, one.numel(), 0, 0.0, 0.0, offset)
-            return self._told(parameter, offset, one, two)
+            return self._difference(parameter, offset, one, two)
 
-    def _told(
+    def _difference(
         self, parameter: Parameter, offset: tuple[int, ...], one: torch.Tensor, two: torch.Tensor
     ) -> TensorDifference:
         bits = _BITS[self.common.itemsize]
@@ -178,20 +181,15 @@ class _Pair:
 
 
 def _same_bits(one: torch.Tensor, two: torch.Tensor) -> bool:
-    """Whether two tensors are equal byte by byte: eight at a time, many times as fast as number by number."""
-    left, right = (np.frombuffer(bytes_of(each), dtype=np.uint8) for each in (one, two))
-    whole = len(left) // 8 * 8
-    same = np.array_equal(left[:whole].view(np.uint64), right[:whole].view(np.uint64))
-    return same and np.array_equal(left[whole:], right[whole:])
-
-
-def _arguments(parameter: Parameter) -> tuple[list[Parameter], list[Box]]:
-    cut = list(boxes(parameter.shape))
-    return [parameter] * len(cut), cut
+    """Whether two tensors are equal byte by byte: eight at a time, many times as fast as element by element."""
+    left, right = (np.frombuffer(bytes_of(tensor), dtype=np.uint8) for tensor in (one, two))
+    end = len(left) // 8 * 8
+    same = np.array_equal(left[:end].view(np.uint64), right[:end].view(np.uint64))
+    return same and np.array_equal(left[end:], right[end:])
 
 
 def _merge_differences(parts: list[TensorDifference]) -> TensorDifference:
-    """One tensor's boxes as one."""
+    """Merge the differences of a tensor's boxes."""
     wrong = [part for part in parts if part.different] or parts[:1]
     return TensorDifference(
         name=parts[0].name,
@@ -214,15 +212,15 @@ def _finite(values: torch.Tensor) -> float | None:
 
 
 def _common_dtype(a: Weights, b: Weights, cast: torch.dtype | None) -> torch.dtype:
-    """The dtype to compare in: the one that both have, else one that holds both exactly."""
-    names = {*([str(cast).removeprefix("torch.")] if cast else a.dtypes), *b.dtypes}
+    """Return the dtype to compare in: the one of both sides, otherwise one that holds both exactly."""
+    names = {*([dtype_name(cast)] if cast else a.dtypes), *b.dtypes}
     if len(names) == 1:
         return getattr(torch, names.pop())
     return torch.float64 if "float64" in names else torch.float32
 
 
 def _config_mismatches(a: ModelConfig, b: ModelConfig) -> Iterator[str]:
-    """Where two architectures compute differently; how fresh weights would be drawn is not computed with."""
+    """Yield where two architectures compute differently; the initialization of fresh weights does not matter."""
     one, two = (config.model_dump(mode="json", exclude_none=True, exclude={"init_std"}) for config in (a, b))
     for key in ModelConfig.model_fields:
         if one.get(key) != two.get(key):

@@ -1,11 +1,11 @@
-"""Models run one layer at a time, so that a model of any size runs in the memory of one layer.
+"""Run models one layer at a time, so that a model of any size runs in the memory of one layer.
 
 `layer_states` runs the decoder that trains (`models/decoder.py`) over weights in any format, in float32 on one
-process; what it computes is what the engine will compute before step 0.
+process; it computes what the engine will compute before step 0.
 
-`TransformersOracle` runs transformers over Hugging Face weights. Its model is built without memory; each part is
-filled from the files just before it runs and emptied after it. It reads the files by their own names: nothing of
-our reading, interleaving or decoding is in its answer.
+`TransformersOracle` runs transformers over Hugging Face weights. Its model is built on the meta device; each part is
+loaded from the files just before it runs and freed after it. It reads the files by their own names, so its answer
+depends on nothing of our reading, interleaving or decoding.
 
 Shapes: S tokens, B sequences, H hidden, V vocabulary; the decoder works S-first, results are [B, S, …].
 """
@@ -41,7 +41,7 @@ LOGITS = "logits"
 
 @dataclass(frozen=True)
 class LayerState:
-    """What a model holds after one of its parts: the residual stream [B, S, H], at the end the logits [B, S, V]."""
+    """The output of one part of a model: the residual stream [B, S, H], at the end the logits [B, S, V]."""
 
     name: str
     values: torch.Tensor
@@ -55,10 +55,10 @@ def layer_states(
     dtype: torch.dtype | None = None,
     advance: Callable[[int], None] = lambda _: None,
 ) -> Iterator[LayerState]:
-    """Carry token ids [B, S] through a model: after the embedding, each layer, the last norm; then the logits.
+    """Run token ids [B, S] through a model; yield the state after the embedding and each layer, then the logits.
 
-    With `dtype` the weights are rounded to it first. What follows the last layer is given out normed, as transformers
-    does. `advance` is called after each layer.
+    With `dtype` the weights are rounded to it first. The state after the last layer is normed, as in transformers.
+    `advance` is called after each layer.
     """
     config, length = weights.config, tokens.shape[1]
     if config.positions == "learned" and length > config.max_positions:
@@ -66,42 +66,43 @@ def layer_states(
             f"{length} tokens are more than the {config.max_positions} positions this model has learned",
             hint="ask it something shorter",
         )
-    reading = _LayerReader(weights, dtype)
-    table = {each.name: each for each in parameters(config) if each.layer is None}
+    reader = _LayerReader(weights, dtype)
+    table = {parameter.name: parameter for parameter in parameters(config) if parameter.layer is None}
     positions = torch.arange(length)
     rotary = None
     if config.positions == "rope":
         cosine, sine = rotary_table(config, positions)
         rotary = cosine[:, None, None], sine[:, None, None]
-    x = reading.rows(table["embedding.weight"], tokens.t())
+    x = reader.rows(table["embedding.weight"], tokens.t())
     if config.positions == "learned":
-        x = x + reading.rows(table["positions.weight"], positions)[:, None]
+        x = x + reader.rows(table["positions.weight"], positions)[:, None]
     yield LayerState("embedding", x.transpose(0, 1))
     for layer in range(config.layers):
         with torch.device("meta"):
             block = DecoderLayer(config, ParallelAxes(), Regularization(), layer, "none")
-        reading.fill(block, f"layers.{layer}.", {each.name: each for each in layer_parameters(config, layer)})
+        layer_table = {parameter.name: parameter for parameter in layer_parameters(config, layer)}
+        reader.fill(block, f"layers.{layer}.", layer_table)
         x, _ = block(x, rotary, None, None, positions)
         advance(1)
         if layer < config.layers - 1:
             yield LayerState(f"layer {layer}", x.transpose(0, 1))
     with torch.device("meta"):
         norm = Norm(config.hidden, config)
-    reading.fill(norm, "norm.", table)
+    reader.fill(norm, "norm.", table)
     x = norm(x)
     yield LayerState(f"layer {config.layers - 1}", x.transpose(0, 1))
     head = table["embedding.weight" if config.tied_embeddings else "head.weight"]
-    yield LayerState(LOGITS, reading.scores(head, x).transpose(0, 1))
+    yield LayerState(LOGITS, reader.logits(head, x).transpose(0, 1))
 
 
 def probe_loss(logits: torch.Tensor, vocab_size: int) -> float:
-    """The loss of logits [B, S, V] for the inputs of the probe batch, in nats per token."""
+    """Return the loss of logits [B, S, V] for the inputs of the probe batch, in nats per token."""
     labels = torch.from_numpy(probe_batch(vocab_size, PROBE_TOKENS)[:, 1:]).long()
     return float(F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten()))
 
 
 def measure_probe(weights: Weights, reporter: Reporter = SILENT) -> LossProbe | None:
-    """Measure the loss of weights on the probe batch; None where the model has learned fewer positions than it has."""
+    """Measure the loss of weights on the probe batch; None where the batch is longer than the learned positions."""
     if weights.config.positions == "learned" and weights.config.max_positions < PROBE_TOKENS:
         return None
     vocab_size = weights.config.vocab_size
@@ -114,19 +115,19 @@ def measure_probe(weights: Weights, reporter: Reporter = SILENT) -> LossProbe | 
 
 
 def to_probe(loss: float, vocab_size: int) -> LossProbe:
-    """The probe of a loss that was computed here."""
+    """Return the probe of a loss that was computed here."""
     return LossProbe.measured(loss, vocab_size=vocab_size, sequence_length=PROBE_TOKENS, precision="fp32")
 
 
 class _LayerReader:
-    """Reads what a part needs, in the narrowest dtype that holds it: layers widen weights where they use them."""
+    """Reads the weights of a part, in the narrowest dtype that holds them: layers cast weights where they use them."""
 
     def __init__(self, weights: Weights, dtype: torch.dtype | None) -> None:
         stored = torch.bfloat16 if weights.dtypes == ["bfloat16"] else torch.float32
         self._weights, self._dtype = weights, dtype or stored
 
     def fill(self, module: nn.Module, prefix: str, table: Mapping[str, Parameter]) -> None:
-        """Give a module without memory its weights."""
+        """Load the weights of a module on the meta device."""
         state = {}
         for name, _ in module.named_parameters():
             parameter = table[prefix + name]
@@ -134,22 +135,22 @@ class _LayerReader:
         module.load_state_dict(state, assign=True)
 
     def rows(self, parameter: Parameter, ids: torch.Tensor) -> torch.Tensor:
-        """Rows of a table by their number, float32 [*ids, H]: the table itself never exists whole."""
-        found = torch.empty(*ids.shape, parameter.shape[1])
+        """Return rows of an embedding by their ids, float32 [*ids, H]; the whole embedding is never in memory."""
+        rows = torch.empty(*ids.shape, parameter.shape[1])
         for (start, _), (count, width) in boxes(parameter.shape):
-            here = (ids >= start) & (ids < start + count)
-            if here.any():
+            in_block = (ids >= start) & (ids < start + count)
+            if in_block.any():
                 block = self._weights.read(parameter, (start, 0), (count, width), self._dtype)
-                found[here] = block[ids[here] - start].float()
-        return found
+                rows[in_block] = block[ids[in_block] - start].float()
+        return rows
 
-    def scores(self, parameter: Parameter, x: torch.Tensor) -> torch.Tensor:
-        """Hidden states [S, B, H] against every row of a table: [S, B, V]."""
-        scores = torch.empty(*x.shape[:-1], parameter.shape[0])
+    def logits(self, parameter: Parameter, x: torch.Tensor) -> torch.Tensor:
+        """Multiply hidden states [S, B, H] with every row of a head: [S, B, V]."""
+        logits = torch.empty(*x.shape[:-1], parameter.shape[0])
         for (start, _), (count, width) in boxes(parameter.shape):
             block = self._weights.read(parameter, (start, 0), (count, width), self._dtype).float()
-            scores[..., start : start + count] = x @ block.t()
-        return scores
+            logits[..., start : start + count] = x @ block.t()
+        return logits
 
 
 OLDEST_TRANSFORMERS = 5
@@ -168,29 +169,29 @@ class TransformersOracle:
 
     @property
     def unknown(self) -> list[str]:
-        """Parameters of this version of transformers that nobody here knows where to find."""
+        """Parameters of this version of transformers that we do not know how to load."""
         return [name for name, source in self._sources.items() if source is None]
 
     @torch.no_grad()
     def states(self, tokens: torch.Tensor, advance: Callable[[int], None] = lambda _: None) -> Iterator[LayerState]:
-        """Carry token ids [B, S] through the model: after the embedding, each layer, the last norm; then the logits.
+        """Run token ids [B, S] through the model; yield the state after the embedding and each layer, then the logits.
 
         `advance` is called after each layer.
         """
         for name, module in self._parts():
-            module.register_forward_pre_hook(self._filling(name))
+            module.register_forward_pre_hook(self._fill_hook(name))
             module.register_forward_hook(_emptying_hook(dict(module.named_parameters())))
             if self._is_layer(name):
                 module.register_forward_hook(lambda *_: advance(1))
         out = self._model(tokens, output_hidden_states=True, use_cache=False)
-        # transformers gives the stream out after the embedding and each layer, the last one normed.
+        # transformers returns the stream after the embedding and each layer, the last one normed.
         names = ["embedding", *(f"layer {layer}" for layer in range(len(out.hidden_states) - 1))]
         for name, values in zip(names, out.hidden_states, strict=True):
             yield LayerState(name, values)
         yield LayerState(LOGITS, out.logits)
 
     def _parts(self) -> Iterator[tuple[str, nn.Module]]:
-        """What is filled as one: the layers, and whatever has weights outside of them."""
+        """Yield the modules that are loaded as one: the layers, and every module with weights outside of them."""
         layers = self._layers + "."
         for name, module in self._model.named_modules():
             has_weights = next(module.parameters(recurse=False), None) is not None
@@ -204,12 +205,12 @@ class TransformersOracle:
     def _is_layer(self, name: str) -> bool:
         return name.rpartition(".")[0] == self._layers
 
-    def _filling(self, prefix: str) -> Callable[..., None]:
+    def _fill_hook(self, prefix: str) -> Callable[..., None]:
         def fill(module: nn.Module, _: Any) -> None:
             state = {}
             for name, _ in module.named_parameters():
                 source = self._sources[f"{prefix}.{name}"]
-                assert source is not None, "asked with something unknown"
+                assert source is not None, "the caller has checked `unknown`"
                 tensor = source()
                 state[name] = (tensor if self._dtype is None else tensor.to(self._dtype)).float()
             module.load_state_dict(state, strict=False, assign=True)
@@ -217,9 +218,9 @@ class TransformersOracle:
         return fill
 
     def _source(self, name: str) -> ParameterSource | None:
-        """Where a parameter lies: under its own name, under the tied one's, or stacked from the experts'."""
+        """Return how to read a parameter: by its own name, by the tied one's, or stacked from the experts'."""
         config, names = self._weights.config, HF_FAMILIES[self._weights.config.family].names
-        if name in self._weights.stored:
+        if name in self._weights.entries:
             return lambda: self._read(name)
         if name == "lm_head.weight" and config.tied_embeddings:
             return lambda: self._read(names.tensors["embedding"][0] + ".weight")
@@ -244,8 +245,8 @@ class TransformersOracle:
         return stacked
 
     def _read(self, name: str) -> torch.Tensor:
-        """One tensor of the files: read, not mapped, since mapped pages would count as memory."""
-        stored = self._weights.stored[name]
+        """Read one tensor of the files; mapped pages would count as memory."""
+        stored = self._weights.entries[name]
         data = bytearray(stored.end - stored.start)
         with stored.file.open("rb") as file:
             file.seek(stored.start)
@@ -255,17 +256,17 @@ class TransformersOracle:
 
 
 def transformers_name() -> str | None:
-    """The oracle and its version, None where it is not installed."""
+    """Return the oracle's name and version, None where it is not installed."""
     return f"transformers {version('transformers')}" if find_spec("transformers") else None
 
 
 def is_transformers_supported() -> bool:
-    """Whether the installed oracle lays its models out as this module fills them."""
+    """Whether the installed transformers has modules as this module loads them."""
     return int(version("transformers").partition(".")[0]) >= OLDEST_TRANSFORMERS
 
 
 def _build_meta_model(weights: HfWeights) -> nn.Module:
-    """The model with its parameters nowhere and its tables (rotary frequencies) here."""
+    """Build the model with its parameters on the meta device and its buffers (rotary frequencies) in memory."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(weights.folder, local_files_only=True)

@@ -1,9 +1,8 @@
-"""The same tokens through two models: how far their logits are apart, and after which layer they part.
+"""Run the same tokens through two models: how far apart are their logits, and after which layer do they diverge?
 
-Tensors can be equal while a lost key of the config (RoPE scaling, an epsilon) makes another model of them. So each
-side is asked through an oracle where one is installed: transformers for Hugging Face's weights, megatron-core for
-Megatron's; everything else through our decoder. All go layer by layer, in float32 on the CPU: memory is that of one
-layer.
+Tensors can be equal while a lost key of the config (RoPE scaling, an epsilon) makes another model of them. So each side
+is computed by an oracle where one is installed: transformers for Hugging Face's weights, megatron-core for Megatron's.
+Everything else is computed by our decoder. All run layer by layer, in float32 on the CPU, in the memory of one layer.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 
 from trainshed.checkpoints.hf.weights import HfWeights
+from trainshed.checkpoints.megatron.weights import MegatronWeights
 from trainshed.checkpoints.prove.layerwise import (
     LOGITS,
     OLDEST_TRANSFORMERS,
@@ -26,29 +26,29 @@ from trainshed.checkpoints.prove.layerwise import (
     layer_states,
     transformers_name,
 )
-from trainshed.checkpoints.prove.megatron_oracle import AnyMegatronWeights, MegatronOracle
+from trainshed.checkpoints.prove.megatron_oracle import MegatronOracle
 from trainshed.checkpoints.prove.probe import PROBE_TOKENS, probe_batch
 from trainshed.checkpoints.weights import AdvanceProgress, Weights
 from trainshed.errors import InputError
 from trainshed.reporting import SILENT, Reporter
 
-# Of the largest value: float32 rounding differs between implementations (fused attention, order of sums).
+# A share of the largest value: float32 rounding differs between implementations (fused attention, order of sums).
 LOGITS_BOUND = 1e-4
-# A router may send a token to another expert over a rounding; that token's logits then differ, and rightly so.
+# Rounding may make a router send a token to another expert; that token's logits then differ, and this is no error.
 TOKENS_WITHIN, TOKENS_WITHIN_WITH_EXPERTS = 1.0, 0.99
 OUR_DECODER = "Trainshed's decoder, layer by layer"
 
 
 @dataclass(frozen=True)
 class PromptBatch:
-    """Token ids [B, S], padded at the end; `lengths` says how many of each row count. Causal models never see a pad."""
+    """Token ids [B, S], padded at the end; `lengths` are those without padding. Causal models never see a pad."""
 
     ids: torch.Tensor
     lengths: tuple[int, ...]
 
     @classmethod
     def of(cls, rows: Sequence[Sequence[int]], vocab_size: int) -> PromptBatch:
-        """Prompts of several lengths."""
+        """Make a batch of prompts of several lengths."""
         if not rows or not all(rows):
             raise InputError("there is a prompt without tokens", hint="write one prompt a line")
         largest = max(max(row) for row in rows)
@@ -68,14 +68,14 @@ class PromptBatch:
         ids = torch.from_numpy(probe_batch(vocab_size, PROBE_TOKENS)[:, :-1]).long()
         return cls(ids, (ids.shape[1],) * ids.shape[0])
 
-    def counted(self, values: torch.Tensor) -> torch.Tensor:
-        """Keep of [B, S, …] what is no padding: [tokens, …]."""
+    def without_padding(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the values [B, S, …] without padding: [tokens, …]."""
         return torch.cat([row[:length] for row, length in zip(values, self.lengths, strict=True)])
 
 
 @dataclass(frozen=True)
 class LogitsNotRun:
-    """Logits that nobody computed, and why."""
+    """Logits that were not computed, and the reason."""
 
     reason: str
     passed: bool = True
@@ -87,10 +87,10 @@ class LogitsNotRun:
 
 @dataclass(frozen=True)
 class LogitsComparison:
-    """How two models answer the same tokens.
+    """The logits of two models for the same tokens.
 
-    `cosine` is the lowest of all tokens, `max_error` the largest difference of two logits, `bound` what it may be;
-    numbers are None where a logit is none. `greedy_equal` counts the tokens after which both would say the same next.
+    `cosine` is the lowest of all tokens, `max_error` the largest difference of two logits, `bound` its limit; all are
+    None where a logit is NaN. `greedy_equal` counts the tokens after which both predict the same next token.
     """
 
     passed: bool
@@ -110,7 +110,7 @@ class LogitsComparison:
 
 @dataclass(frozen=True)
 class ComparedLogits:
-    """A comparison and the logits [B, S, V] of the second model behind it."""
+    """A comparison, and the logits [B, S, V] of the second model."""
 
     comparison: LogitsComparison
     logits: torch.Tensor
@@ -119,7 +119,7 @@ class ComparedLogits:
 def compare_logits(
     a: Weights, b: Weights, prompts: PromptBatch, *, dtype: torch.dtype | None = None, reporter: Reporter = SILENT
 ) -> ComparedLogits | LogitsNotRun:
-    """Ask both models the same; with `dtype` the weights of the first are rounded to it beforehand."""
+    """Run both models on the same prompts; with `dtype` the weights of the first are rounded to it beforehand."""
     for key in ("layers", "hidden", "vocab_size"):
         one, two = getattr(a.config, key), getattr(b.config, key)
         if one != two:
@@ -133,7 +133,7 @@ def compare_logits(
         two, by_two = _run_model(b, prompts, None, task.advance, open_oracles)
         for left, right in zip(one, two, strict=True):
             if diverging is None and left.name != LOGITS:
-                first, second = prompts.counted(left.values), prompts.counted(right.values)
+                first, second = prompts.without_padding(left.values), prompts.without_padding(right.values)
                 if _within(_errors(first, second), _bound(first)) < _wanted_share(a):
                     diverging = right.name
     return ComparedLogits(_judge(a, prompts, left, right, diverging, (by_one, by_two)), right.values)
@@ -142,7 +142,7 @@ def compare_logits(
 def _run_model(
     weights: Weights, prompts: PromptBatch, dtype: torch.dtype | None, advance: AdvanceProgress, open_oracles: ExitStack
 ) -> tuple[Iterator[LayerState], str]:
-    """The states of a model, and who computes them."""
+    """Return the states of a model, and the name of what computes them."""
     by = OUR_DECODER
     if isinstance(weights, HfWeights):
         name = transformers_name()
@@ -155,7 +155,7 @@ def _run_model(
             if not oracle.unknown:
                 return oracle.states(prompts.ids, advance), name
             by += f" ({name} has `{oracle.unknown[0]}`, which nobody here knows where to find)"
-    elif isinstance(weights, AnyMegatronWeights):
+    elif isinstance(weights, MegatronWeights):
         megatron = MegatronOracle(weights, prompts.ids, dtype)
         open_oracles.callback(megatron.close)
         if megatron.refusal is None:
@@ -167,10 +167,10 @@ def _run_model(
 def _judge(
     a: Weights, prompts: PromptBatch, left: LayerState, right: LayerState, diverging: str | None, by: tuple[str, str]
 ) -> LogitsComparison:
-    one, two = prompts.counted(left.values), prompts.counted(right.values)
+    one, two = prompts.without_padding(left.values), prompts.without_padding(right.values)
     errors, bound = _errors(one, two), _bound(one)
     within = _within(errors, bound)
-    # Written so that something which is no number fails.
+    # Written so that NaN fails.
     passed = within >= _wanted_share(a)
     if not passed and diverging is None:
         diverging = "head"
@@ -188,7 +188,7 @@ def _judge(
 
 
 def _errors(one: torch.Tensor, two: torch.Tensor) -> torch.Tensor:
-    """The largest difference at each token: [tokens]."""
+    """Return the largest difference at each token: [tokens]."""
     return (one - two).abs().amax(-1)
 
 
@@ -197,7 +197,7 @@ def _bound(values: torch.Tensor) -> float:
 
 
 def _within(errors: torch.Tensor, bound: float) -> float:
-    """The share of tokens whose error is in bounds."""
+    """Return the share of tokens whose error is within the bound."""
     return float((errors <= bound).double().mean())
 
 

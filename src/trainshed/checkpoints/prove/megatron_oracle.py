@@ -1,8 +1,8 @@
 """megatron-core as the oracle for Megatron's checkpoints, where it is installed and has layers for them.
 
-It runs in a process of its own (`megatron_process.py`): it must be patched to do without a GPU, wants process groups,
-and keeps both for as long as a process lives. What it says comes through a pipe, state by state, so neither side holds
-more than one.
+It runs in a process of its own (`megatron_process.py`): it must be patched to work without a GPU and needs process
+groups, and both last as long as the process. Its states come through a pipe one by one, so neither side holds more than
+one.
 """
 
 from __future__ import annotations
@@ -21,47 +21,47 @@ import torch
 
 from trainshed.checkpoints.megatron.args import MegatronLayout, has_zero_centered_norms
 from trainshed.checkpoints.megatron.legacy import MegatronLegacyWeights
-from trainshed.checkpoints.megatron.torch_dist import MegatronDistWeights
+from trainshed.checkpoints.megatron.weights import MegatronWeights
 from trainshed.checkpoints.prove.layerwise import LOGITS, LayerState
+from trainshed.checkpoints.weights import dtype_name
 from trainshed.errors import TrainshedError
 
 PROCESS = "trainshed.checkpoints.prove.megatron_process"
-AnyMegatronWeights = MegatronDistWeights | MegatronLegacyWeights
 _SHOWN_CHARACTERS = 300
-# The oracle is asked for float32 on a CPU, whatever else this machine has; compiling takes longer than computing.
+# The oracle computes in float32 on a CPU, whatever else this machine has; compiling would take longer than computing.
 _ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}
 
 
 class MegatronOracle:
     """megatron-core over a checkpoint; with `dtype` its weights are rounded to it first. Computes in float32.
 
-    It is asked about token ids [B, S] at once. `refusal` says why it does not answer, None where it does; `name` is
-    who answers, with its version. `close` ends its process, whatever it is doing.
+    It gets the token ids [B, S] when it is created. `refusal` says why it does not compute, None where it does; `name`
+    holds its version. `close` kills its process.
     """
 
     name: str
     refusal: str | None
 
-    def __init__(self, weights: AnyMegatronWeights, tokens: torch.Tensor, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, weights: MegatronWeights, tokens: torch.Tensor, dtype: torch.dtype | None = None) -> None:
         self._weights, self.name = weights, "megatron-core"
         self._process: subprocess.Popen[bytes] | None = None
         self._errors: IO[bytes] | None = None
         self.refusal = _refusal(weights.args)
         if self.refusal is None:
-            self._begin(tokens, dtype)
+            self._start(tokens, dtype)
 
     def states(self, advance: Callable[[int], None] = lambda _: None) -> Iterator[LayerState]:
-        """Give out what follows the embedding, each layer, the last norm; then the logits. Can be asked for once.
+        """Yield the state after the embedding and each layer, then the logits. Can be called once.
 
         `advance` is called after each layer.
         """
         name = ""
         while name != LOGITS:
-            told = self._told()
-            name, shape = told["state"], told["shape"]
-            data = bytearray(self._pipe.read(told["bytes"]))
-            if len(data) != told["bytes"]:
-                raise self._ended()
+            header = self._read_line()
+            name, shape = header["state"], header["shape"]
+            data = bytearray(self._pipe.read(header["bytes"]))
+            if len(data) != header["bytes"]:
+                raise self._failure()
             if name.startswith("layer"):
                 advance(1)
             yield LayerState(name, torch.frombuffer(data, dtype=torch.float32).view(shape))
@@ -75,12 +75,12 @@ class MegatronOracle:
             self._errors.close()
             self._process = None
 
-    def _begin(self, tokens: torch.Tensor, dtype: torch.dtype | None) -> None:
-        question = {
+    def _start(self, tokens: torch.Tensor, dtype: torch.dtype | None) -> None:
+        request = {
             "folder": str(self._weights.folder),
             "legacy": isinstance(self._weights, MegatronLegacyWeights),
             "config": self._weights.config.model_dump(mode="json"),
-            "dtype": None if dtype is None else str(dtype).removeprefix("torch."),
+            "dtype": None if dtype is None else dtype_name(dtype),
             "tokens": tokens.tolist(),
         }
         self._errors = tempfile.TemporaryFile()
@@ -94,17 +94,17 @@ class MegatronOracle:
         try:
             assert self._process.stdin is not None
             try:
-                self._process.stdin.write(json.dumps(question).encode())
+                self._process.stdin.write(json.dumps(request).encode())
                 self._process.stdin.close()
             except BrokenPipeError:
-                raise self._ended() from None
-            told = self._told()
-            self.refusal, version = told.get("refusal"), told.get("version")
+                raise self._failure() from None
+            reply = self._read_line()
+            self.refusal, version = reply.get("refusal"), reply.get("version")
             self.name += f" {version}"
             if self._weights.layout != MegatronLayout():
                 self.name += ", the shares of its ranks put together by our reader"
         except TrainshedError as error:
-            # It did not come as far as refusing; our decoder answers, and this is why.
+            # It failed before it could refuse; our decoder computes instead, and this is the reason.
             self.refusal = f"failed: {error.hint}"
         except BaseException:
             self.close()
@@ -114,17 +114,17 @@ class MegatronOracle:
 
     @property
     def _pipe(self) -> IO[bytes]:
-        assert self._process is not None, "asked before it was begun, or after it was closed"
+        assert self._process is not None, "used before it was started, or after it was closed"
         assert self._process.stdout is not None
         return self._process.stdout
 
-    def _told(self) -> dict[str, Any]:
+    def _read_line(self) -> dict[str, Any]:
         line = self._pipe.readline()
         if not line.endswith(b"\n"):
-            raise self._ended()
+            raise self._failure()
         return json.loads(line)
 
-    def _ended(self) -> TrainshedError:
+    def _failure(self) -> TrainshedError:
         assert self._process is not None
         assert self._errors is not None
         code = self._process.wait()
@@ -140,7 +140,7 @@ def is_installed() -> bool:
     """Whether megatron-core can be found; it is not imported here."""
     try:
         return find_spec("megatron.core") is not None
-    except ImportError:  # of `megatron`, which is above it
+    except ImportError:  # of the parent package `megatron`
         return False
 
 

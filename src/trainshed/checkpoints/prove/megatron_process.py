@@ -1,12 +1,12 @@
 """The process in which megatron-core computes: a request on stdin, states on stdout. See `megatron_oracle.py`.
 
-It builds megatron-core's GPTModel from the arguments in a checkpoint, on one process, without a GPU and without
-memory. What it patches and initializes stays for as long as the process lives, so nothing else imports it.
+It builds megatron-core's GPTModel from the arguments in a checkpoint, on one process, without a GPU, on the meta
+device. What it patches and initializes lasts as long as the process, so nothing else imports this module.
 
-Each part of the model is filled just before it runs and emptied after it. The files are read with our reader, since
-Megatron's own would run whatever their pickles name. What is filled in is what lies in them: the interleaving of
-gate and up rows by our reader is undone, so that a wrong one is seen. Megatron alone reads the architecture and
-computes.
+Each part of the model is loaded just before it runs and freed after it. The files are read with our reader, since
+Megatron's own would run whatever their pickles name. The model gets the tensors as they are stored: our reader
+interleaves gate and up rows, and this is undone here, so that a wrong interleaving is noticed. Megatron alone reads
+the architecture and computes.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from trainshed.models.megatron_tensors import (
 from trainshed.models.parameters import parameters
 from trainshed.recipe import ModelConfig
 
-# Settings of how a job computes and not of what: one process, float32 and plain layers stand for them here.
+# Settings that change how a job computes and not what: here they are one process, float32 and plain layers.
 _EXECUTION_KEYS = re.compile(
     r"parallel|pipeline|_comm|p2p|overlap|recompute|offload|cuda_graph|fp8|fp4|fp16|bf16|fus(ion|ed)|dtype|dispatcher"
     r"|deepep|hybridep|(^|_)te_|kitchen|inference|init|grouped_gemm|grad|_func$|backend|dropout|persist|memory|logg"
@@ -54,11 +54,11 @@ _EXECUTION_KEYS = re.compile(
 
 
 class UnsupportedByMegatron(Exception):
-    """Something for which megatron-core has no layers here."""
+    """A model for which megatron-core has no layers here."""
 
 
 def patch_out_gpu() -> None:
-    """Let Megatron run where there is no GPU: it asks for one in these few places."""
+    """Let Megatron run without a GPU: it needs one only in these few places."""
     cpu = torch.device("cpu")
     patches: dict[str, Any] = {
         "current_device": lambda: cpu,
@@ -87,12 +87,12 @@ def patch_out_gpu() -> None:
         setattr(module, "get_default_causal_mask", causal)  # noqa: B010
         setattr(module, "get_sliding_window_causal_mask", windowed)  # noqa: B010
     if not hasattr(moe_utils, "te_general_gemm"):
-        # 0.16.1 forgets to define it where Transformer Engine is missing.
+        # 0.16.1 does not define it where Transformer Engine is missing.
         setattr(moe_utils, "te_general_gemm", None)  # noqa: B010
 
 
 def init_single_process() -> None:
-    """Make the groups that Megatron wants, of one process."""
+    """Create the process groups that Megatron needs, of one process."""
     store = torch.distributed.HashStore()
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     from megatron.core import parallel_state
@@ -103,32 +103,32 @@ def init_single_process() -> None:
 
 
 def build_meta_model(args: Namespace, vocab_size: int) -> nn.Module:
-    """As Megatron-LM's core_transformer_config_from_args and gpt_builder do, on one process and without memory."""
+    """Build the model like Megatron-LM's core_transformer_config_from_args and gpt_builder, on the meta device."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer import TransformerConfig
 
-    said = vars(args)
+    arguments = vars(args)
     keys = {
-        field.name: said[field.name]
+        field.name: arguments[field.name]
         for field in dataclasses.fields(TransformerConfig)
-        if said.get(field.name) is not None and not _EXECUTION_KEYS.search(field.name)
+        if arguments.get(field.name) is not None and not _EXECUTION_KEYS.search(field.name)
     }
     for name, value in keys.items():
         if isinstance(value, PickledObject):
-            raise UnsupportedByMegatron(f"its args have a {value.kind} as `{name}`")
+            raise UnsupportedByMegatron(f"its args have a {value.class_name} as `{name}`")
     if "moe_expert_capacity_factor" in keys:
         factor = keys["moe_expert_capacity_factor"]
         raise UnsupportedByMegatron(f"`moe_expert_capacity_factor: {factor}` drops tokens by what else is in a batch")
-    gated, biases = bool(said.get("swiglu", False)), bool(said.get("add_bias_linear", True))
+    gated, biases = bool(arguments.get("swiglu", False)), bool(arguments.get("add_bias_linear", True))
     keys |= {
-        "layernorm_epsilon": said.get("layernorm_epsilon") or said["norm_epsilon"],
-        "num_query_groups": said["num_query_groups"] if said.get("group_query_attention") else None,
-        "num_moe_experts": said.get("num_experts"),
+        "layernorm_epsilon": arguments.get("layernorm_epsilon") or arguments["norm_epsilon"],
+        "num_query_groups": arguments["num_query_groups"] if arguments.get("group_query_attention") else None,
+        "num_moe_experts": arguments.get("num_experts"),
         "gated_linear_unit": gated,
         "activation_func": F.silu if gated else F.gelu,
-        # Fused with its bias, Megatron's gelu is the tanh approximation; by itself it is the exact one.
-        "bias_activation_fusion": not gated and biases and bool(said.get("bias_gelu_fusion", True)),
+        # Fused with its bias, Megatron's gelu is the tanh approximation; otherwise it is the exact one.
+        "bias_activation_fusion": not gated and biases and bool(arguments.get("bias_gelu_fusion", True)),
         "moe_router_load_balancing_type": "none",
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
@@ -152,31 +152,31 @@ def build_meta_model(args: Namespace, vocab_size: int) -> nn.Module:
             config,
             spec,
             vocab_size=vocab_size,
-            max_sequence_length=said["max_position_embeddings"],
-            share_embeddings_and_output_weights=not said.get("untie_embeddings_and_output_weights", False),
-            position_embedding_type=said.get("position_embedding_type", "learned_absolute"),
-            rotary_percent=said.get("rotary_percent", 1.0),
-            rotary_base=said.get("rotary_base", 10000),
-            rope_scaling=bool(said.get("use_rope_scaling", False)),
-            rope_scaling_factor=said.get("rope_scaling_factor", 8.0),
-            seq_len_interpolation_factor=said.get("rotary_seq_len_interpolation_factor"),
+            max_sequence_length=arguments["max_position_embeddings"],
+            share_embeddings_and_output_weights=not arguments.get("untie_embeddings_and_output_weights", False),
+            position_embedding_type=arguments.get("position_embedding_type", "learned_absolute"),
+            rotary_percent=arguments.get("rotary_percent", 1.0),
+            rotary_base=arguments.get("rotary_base", 10000),
+            rope_scaling=bool(arguments.get("use_rope_scaling", False)),
+            rope_scaling_factor=arguments.get("rope_scaling_factor", 8.0),
+            seq_len_interpolation_factor=arguments.get("rotary_seq_len_interpolation_factor"),
         ).eval()
 
 
 class StateStream:
-    """Says states. They are held back until one layer has run: until then, whoever fails can still refuse."""
+    """Sends states. They are held back until one layer has run: a failure before that is sent as a refusal."""
 
     def __init__(self, pipe: IO[bytes], version: str) -> None:
         self._pipe, self._version = pipe, version
         self._held: list[tuple[str, torch.Tensor]] | None = []
 
     @property
-    def has_spoken(self) -> bool:
-        """Whether anything was said."""
+    def has_sent(self) -> bool:
+        """Whether anything was sent."""
         return self._held is None
 
-    def say(self, name: str, values: torch.Tensor) -> None:
-        """Say what follows one part of the model: [B, S, …]."""
+    def send(self, name: str, values: torch.Tensor) -> None:
+        """Send the output of one part of the model: [B, S, …]."""
         if self._held is None:
             self._write(name, values)
             return
@@ -184,12 +184,12 @@ class StateStream:
         if name.startswith("layer"):
             self._line({"version": self._version})
             held, self._held = self._held, None
-            for each in held:
-                self._write(*each)
+            for state in held:
+                self._write(*state)
 
-    def refuse(self, why: str) -> None:
-        """Say nothing but why."""
-        self._line({"refusal": why, "version": self._version})
+    def refuse(self, reason: str) -> None:
+        """Send a reason instead of states."""
+        self._line({"refusal": reason, "version": self._version})
 
     def _write(self, name: str, values: torch.Tensor) -> None:
         data = bytes_of(values.float())
@@ -197,19 +197,19 @@ class StateStream:
         self._pipe.write(data)
         self._pipe.flush()
 
-    def _line(self, told: dict[str, Any]) -> None:
-        self._pipe.write(json.dumps(told).encode() + b"\n")
+    def _line(self, message: dict[str, Any]) -> None:
+        self._pipe.write(json.dumps(message).encode() + b"\n")
         self._pipe.flush()
 
 
 class LayerLoader:
-    """megatron-core's model without memory, and where each of its weights is read."""
+    """Loads the weights of megatron-core's model, part by part."""
 
     def __init__(self, model: nn.Module, weights: Weights, dtype: torch.dtype) -> None:
         self._model, self._weights, self._dtype = model, weights, dtype
         self._tensors = dict(_named_tensors(weights.config))
-        wanted = {name: tuple(each.shape) for name, each in model.named_parameters()}
-        stored = {name: each.shape for name, each in self._tensors.items()}
+        wanted = {name: tuple(tensor.shape) for name, tensor in model.named_parameters()}
+        stored = {name: tensor.shape for name, tensor in self._tensors.items()}
         for name in wanted.keys() ^ stored.keys():
             raise UnsupportedByMegatron(f"`{name}` is only in {'its model' if name in wanted else 'the files'}")
         for name, shape in wanted.items():
@@ -218,22 +218,22 @@ class LayerLoader:
                     f"`{name}` is {list(shape)} in its model, {list(stored[name])} in the files"
                 )
 
-    def hook(self, voice: StateStream) -> None:
-        """Let every part be filled before it runs, emptied after it, and its result be said."""
+    def hook(self, stream: StateStream) -> None:
+        """Make every part load its weights before it runs, send its output and free its weights after it."""
         last = self._weights.config.layers - 1
-        said = {"embedding": "embedding", "decoder.final_layernorm": f"layer {last}", "output_layer": ""}
-        said |= {f"{LAYER_PREFIX}{layer}": f"layer {layer}" if layer < last else "" for layer in range(last + 1)}
-        for part, name in said.items():
+        state_names = {"embedding": "embedding", "decoder.final_layernorm": f"layer {last}", "output_layer": ""}
+        state_names |= {f"{LAYER_PREFIX}{layer}": f"layer {layer}" if layer < last else "" for layer in range(last + 1)}
+        for part, name in state_names.items():
             module = self._model.get_submodule(part)
             nowhere = dict(module.named_parameters())
-            module.register_forward_pre_hook(self._filler(part))
+            module.register_forward_pre_hook(self._fill_hook(part))
             if name:
-                module.register_forward_hook(_sending_hook(voice, name))
-            # A tied head takes the embedding's weights long after the embedding has run.
+                module.register_forward_hook(_sending_hook(stream, name))
+            # A tied head uses the embedding's weights long after the embedding has run.
             if part != "embedding" or not self._weights.config.tied_embeddings:
                 module.register_forward_hook(_emptying_hook(nowhere))
 
-    def _filler(self, part: str) -> Callable[..., None]:
+    def _fill_hook(self, part: str) -> Callable[..., None]:
         def fill(module: nn.Module, _: Any) -> None:
             state = {name: self._read(f"{part}.{name}") for name, _ in module.named_parameters()}
             module.load_state_dict(state, strict=False, assign=True)
@@ -248,7 +248,7 @@ class LayerLoader:
 
 
 def _named_tensors(config: ModelConfig) -> Iterator[tuple[str, MegatronTensor]]:
-    """All tensors as the `local` layers call them; rows that pad the vocabulary are left out, as nobody asks them."""
+    """Yield all tensors by their names in the `local` layers; rows that pad the vocabulary are left out."""
     for parameter in parameters(config):
         for tensor in whole_tensors(config, parameter, config.vocab_size):
             if parameter.layer is None:
@@ -259,13 +259,13 @@ def _named_tensors(config: ModelConfig) -> Iterator[tuple[str, MegatronTensor]]:
                 yield f"{LAYER_PREFIX}{parameter.layer}.{expert_name(parameter, tensor.expert, 'sequential')}", tensor
 
 
-def _sending_hook(voice: StateStream, name: str) -> Callable[..., None]:
-    def say(_: nn.Module, __: Any, result: Any) -> None:
-        # Megatron carries the stream as [S, B, H]; a layer gives a context out beside it.
-        stream = result[0] if isinstance(result, tuple) else result
-        voice.say(name, stream.transpose(0, 1))
+def _sending_hook(stream: StateStream, name: str) -> Callable[..., None]:
+    def send(_: nn.Module, __: Any, result: Any) -> None:
+        # Megatron's hidden states are [S, B, H]; a layer returns a context beside them.
+        hidden = result[0] if isinstance(result, tuple) else result
+        stream.send(name, hidden.transpose(0, 1))
 
-    return say
+    return send
 
 
 def _emptying_hook(nowhere: dict[str, nn.Parameter]) -> Callable[..., None]:
@@ -276,39 +276,39 @@ def _emptying_hook(nowhere: dict[str, nn.Parameter]) -> Callable[..., None]:
 
 
 @torch.no_grad()
-def answer_request(question: dict[str, Any], voice: StateStream) -> None:
-    """Carry the tokens of a question through the model it names."""
-    kind = MegatronLegacyWeights if question["legacy"] else MegatronDistWeights
-    config = ModelConfig.model_validate(question["config"])
-    with kind(Path(question["folder"]), config=config) as weights:
-        assert weights.args is not None, "who has none is not asked"
+def answer_request(request: dict[str, Any], stream: StateStream) -> None:
+    """Run the tokens of a request through its model."""
+    kind = MegatronLegacyWeights if request["legacy"] else MegatronDistWeights
+    config = ModelConfig.model_validate(request["config"])
+    with kind(Path(request["folder"]), config=config) as weights:
+        assert weights.args is not None, "the oracle refuses a checkpoint without args"
         patch_out_gpu()
         init_single_process()
         model = build_meta_model(weights.args, config.vocab_size)
-        dtype = getattr(torch, question["dtype"]) if question["dtype"] else torch.float32
-        LayerLoader(model, weights, dtype).hook(voice)
-        tokens = torch.tensor(question["tokens"])
+        dtype = getattr(torch, request["dtype"]) if request["dtype"] else torch.float32
+        LayerLoader(model, weights, dtype).hook(stream)
+        tokens = torch.tensor(request["tokens"])
         positions = torch.arange(tokens.shape[1]).expand_as(tokens)
-        voice.say(LOGITS, model(tokens, positions, None))
+        stream.send(LOGITS, model(tokens, positions, None))
 
 
 def main() -> int:
-    """Answer, or say why not."""
-    # Whatever else is printed in this process goes where errors go.
+    """Answer the request, or send why not."""
+    # Whatever else this process prints goes to stderr.
     pipe = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    question = json.load(sys.stdin)
+    request = json.load(sys.stdin)
     from megatron.core import __version__
 
-    voice = StateStream(pipe, __version__)
+    stream = StateStream(pipe, __version__)
     try:
-        answer_request(question, voice)
+        answer_request(request, stream)
     except Exception as error:
-        if voice.has_spoken:
+        if stream.has_sent:
             raise
-        told = str(error).strip().partition("\n")[0]
+        reason = str(error).strip().partition("\n")[0]
         refused = isinstance(error, UnsupportedByMegatron)
-        voice.refuse(f"was not asked: {told}" if refused else f"failed: {type(error).__name__}: {told}")
+        stream.refuse(f"was not asked: {reason}" if refused else f"failed: {type(error).__name__}: {reason}")
     return 0
 
 

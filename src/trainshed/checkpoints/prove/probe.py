@@ -1,7 +1,7 @@
 """The probe: the loss of base weights on a fixed batch, stored beside their manifest.
 
 It is computed once when the weights are converted and again on a run's layout before step 0: weights that were read
-wrongly, split wrongly or not at all give another loss. Whoever has the model computes; here it is kept and compared.
+wrongly, split wrongly or not at all give another loss. This module only stores and compares the loss.
 """
 
 from __future__ import annotations
@@ -16,21 +16,22 @@ import numpy as np
 from trainshed.data.sampling.sources import SyntheticSource
 from trainshed.errors import CorruptData, NotFound
 from trainshed.storage import LocalStore, Manifest, sha256_of
+from trainshed.storage.manifest import MANIFEST
 
 SCHEMA = "trainshed.probe/1"
 PROBE = "probe.json"
-MANIFEST = "manifest.json"
+
 BATCH_VERSION = 1
-"""Of the batch; a stored probe of another version is computed again."""
+"""The version of the batch; a stored probe of another version is computed again."""
 PROBE_ROWS, PROBE_TOKENS = 2, 64
-"""Of the batch that is computed today: sequences, and the tokens of each that carry a loss."""
+"""The sequences of today's batch, and the tokens of each that have a loss."""
 
 
 @dataclass(frozen=True)
 class LossProbe:
     """A loss in nats per token over `probe_batch(vocab_size, sequence_length)`, computed in `precision`.
 
-    `tokens` is the hash of that batch: both sides are asked the same question or none.
+    `tokens` is the hash of that batch: only losses of the same batch are compared.
     """
 
     loss: float
@@ -42,18 +43,18 @@ class LossProbe:
 
     @classmethod
     def measured(cls, loss: float, *, vocab_size: int, sequence_length: int, precision: str) -> LossProbe:
-        """The probe of a loss on today's batch."""
+        """Return the probe of a loss on today's batch."""
         tokens = sha256_of(probe_batch(vocab_size, sequence_length).tobytes())
         return cls(loss, tokens, vocab_size, sequence_length, precision)
 
-    def is_of_today(self, vocab_size: int) -> bool:
-        """Whether it was computed on the batch that a run with this vocabulary computes today."""
-        today = (BATCH_VERSION, vocab_size, PROBE_TOKENS)
-        return (self.batch_version, self.vocab_size, self.sequence_length) == today
+    def is_current(self, vocab_size: int) -> bool:
+        """Whether it was computed on the batch that a run with this vocabulary uses today."""
+        current = (BATCH_VERSION, vocab_size, PROBE_TOKENS)
+        return (self.batch_version, self.vocab_size, self.sequence_length) == current
 
 
 def probe_batch(vocab_size: int, sequence_length: int) -> np.ndarray:
-    """Return the batch: int32 [2, sequence_length + 1], inputs and the tokens after them, the same everywhere."""
+    """Return the batch: int32 [2, sequence_length + 1], inputs and next tokens, the same on every machine."""
     batch = np.empty((PROBE_ROWS, sequence_length + 1), np.int32)
     source = SyntheticSource(vocab_size=vocab_size, sequence_length=sequence_length, seed=0, label="probe-1")
     source.read(np.arange(PROBE_ROWS), batch)
@@ -61,14 +62,14 @@ def probe_batch(vocab_size: int, sequence_length: int) -> np.ndarray:
 
 
 def write_probe(folder: Path, probe: LossProbe) -> None:
-    """Store a probe beside the manifest of an artefact, whose hash it carries."""
+    """Store a probe beside the manifest of an artefact, with the manifest's hash."""
     store = LocalStore(folder)
     body = {"schema": SCHEMA, "manifest": Manifest.read(store, MANIFEST).sha256, **asdict(probe)}
     store.put(PROBE, json.dumps(body, indent=1, sort_keys=True, allow_nan=False).encode() + b"\n")
 
 
 def read_probe(folder: Path) -> LossProbe | None:
-    """Return the probe of an artefact, or None where none was computed (or only one on an older batch)."""
+    """Return the probe of an artefact, None where it has none (or one of another version)."""
     store, where = LocalStore(folder), str(folder / PROBE)
     try:
         body = json.loads(store.read(PROBE))
@@ -88,7 +89,7 @@ def check_probe(measured: float, probe: LossProbe, bound: float) -> None:
     batch = probe_batch(probe.vocab_size, probe.sequence_length)
     if sha256_of(batch.tobytes()) != probe.tokens:
         raise CorruptData("the probe was computed on another batch", where=PROBE, hint="remove it")
-    # Written so that a loss that is no number fails.
+    # Written so that a loss of NaN fails.
     if not abs(measured - probe.loss) <= bound:
         raise CorruptData(
             f"the base weights have a loss of {_shown(measured)} on the probe batch as they lie on this layout; "

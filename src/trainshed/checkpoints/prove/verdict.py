@@ -1,8 +1,9 @@
 """The verdict: what was proven of converted weights, stored beside them as `verdict.json`.
 
-A conversion ends with it: every native tensor of the target, read back with the target's own reader, is bit by bit the
-source's; the architecture that the target's files describe is the source's; both give the same logits; and this is
-their loss on the probe batch, which a run computes again before step 0. `train` refuses weights whose verdict failed.
+A conversion ends with it. It says whether every native tensor of the target, read back with the target's own reader, is
+bit by bit the source's; whether the target's files describe the same architecture; and whether both give the same
+logits. It also holds their loss on the probe batch, which a run computes again before step 0. `train` refuses weights
+whose verdict failed.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import trainshed
+from trainshed.checkpoints.megatron.iterations import is_iteration_name
 from trainshed.checkpoints.prove.probe import LossProbe
-from trainshed.checkpoints.weights import Weights
+from trainshed.checkpoints.weights import Weights, dtype_name
 from trainshed.errors import CorruptData, InputError, NotFound
 from trainshed.reporting import SILENT, Reporter
 from trainshed.storage import LocalStore
@@ -35,18 +37,18 @@ LOGITS_NOT_ASKED = "nobody asked for them"
 
 @dataclass(frozen=True)
 class TensorProof:
-    """The exact round trip: how many native tensors were compared, how many are equal, what differs first."""
+    """The comparison of tensors: how many were compared, how many are equal, what differs first."""
 
     compared: int
     equal: int
     first_difference: str | None
     dtype: str | None
-    """What the source was cast to first; None: it was that already."""
+    """What the source was cast to first; None without a cast."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was proven; `logits` holds `ran` and either its figures or the `reason` why it was not run."""
+    """What was proven; `logits` holds `ran`, and the figures or the `reason` why they were not computed."""
 
     passed: bool
     tensors: TensorProof
@@ -55,13 +57,13 @@ class Verdict:
     versions: Mapping[str, str]
 
     def to_bytes(self) -> bytes:
-        """The verdict as it is stored: the same proof gives the same bytes."""
+        """The verdict as it is stored; the same proof gives the same bytes."""
         body = {"schema": SCHEMA, **asdict(self)}
         return json.dumps(body, indent=1, sort_keys=True, allow_nan=False).encode() + b"\n"
 
     @classmethod
     def from_bytes(cls, data: bytes, where: str) -> Verdict:
-        """Read a verdict, or say that it is none."""
+        """Read a verdict."""
         try:
             body = json.loads(data)
             if body.pop("schema") != SCHEMA or type(body["passed"]) is not bool:
@@ -74,8 +76,8 @@ class Verdict:
                 "is no verdict that this Trainshed reads", where=where, hint="convert again, or remove it"
             ) from None
 
-    def words(self) -> list[str]:
-        """The verdict for people, a line each."""
+    def lines(self) -> list[str]:
+        """The verdict as lines for people."""
         tensors = self.tensors
         cast = f" after the cast to {tensors.dtype}" if tensors.dtype else ""
         lines = [f"tensors  {tensors.equal:,} of {tensors.compared:,} equal bit by bit{cast}"]
@@ -96,41 +98,41 @@ def prove(
     workers: int = 4,
     reporter: Reporter = SILENT,
 ) -> Verdict:
-    """Hold a target against the source it was made from; `dtype` is what it was cast to on the way.
+    """Compare a target with the source it was made from; `dtype` is what it was cast to.
 
-    Both are read with their own readers, so whatever the target's files do not say is found missing.
+    Both are read with their own readers, so anything that the target's files lack is noticed.
     """
     from trainshed.checkpoints.prove.compare import compare_weights
     from trainshed.checkpoints.prove.layerwise import probe_loss, to_probe
     from trainshed.checkpoints.prove.logits import LogitsNotRun, PromptBatch, compare_logits
 
-    found = compare_weights(source, target, dtype=dtype, workers=workers, reporter=reporter)
+    comparison = compare_weights(source, target, dtype=dtype, workers=workers, reporter=reporter)
     vocab_size = target.config.vocab_size
-    answers = LogitsNotRun(LOGITS_NOT_ASKED)
+    logits_result = LogitsNotRun(LOGITS_NOT_ASKED)
     if logits:
-        answers = compare_logits(source, target, PromptBatch.probe(vocab_size), dtype=dtype, reporter=reporter)
-    cast = str(dtype).removeprefix("torch.") if dtype is not None else None
+        logits_result = compare_logits(source, target, PromptBatch.probe(vocab_size), dtype=dtype, reporter=reporter)
+    cast = dtype_name(dtype) if dtype is not None else None
     cast = None if [cast] == source.dtypes else cast
-    if isinstance(answers, LogitsNotRun):
-        return _verdict(found, answers, None, cast)
-    loss = probe_loss(answers.logits, vocab_size)
-    probe = to_probe(loss, vocab_size) if loss - loss == 0 else None  # a loss that is no number is no probe
-    return _verdict(found, answers.comparison, probe, cast)
+    if isinstance(logits_result, LogitsNotRun):
+        return _verdict(comparison, logits_result, None, cast)
+    loss = probe_loss(logits_result.logits, vocab_size)
+    probe = to_probe(loss, vocab_size) if loss - loss == 0 else None  # no probe where the loss is NaN or infinite
+    return _verdict(comparison, logits_result.comparison, probe, cast)
 
 
 def write_verdict(folder: Path, verdict: Verdict) -> None:
-    """Store a verdict beside the weights it is about."""
+    """Store a verdict beside its weights."""
     LocalStore(folder).put(VERDICT, verdict.to_bytes())
 
 
 def read_verdict(folder: Path) -> Verdict | None:
-    """Return the verdict beside weights, None where there is none: they come from elsewhere.
+    """Return the verdict beside weights, None for weights without one, which were not converted by us.
 
-    One step of a checkpoint is judged with the whole, whose folder holds the verdict.
+    For one step of a checkpoint, or one iteration, it is in the folder of the whole checkpoint.
     """
-    for home in _verdict_folders(folder.absolute()):
+    for candidate in _verdict_folders(folder.absolute()):
         try:
-            return Verdict.from_bytes(LocalStore(home).read(VERDICT), str(home / VERDICT))
+            return Verdict.from_bytes(LocalStore(candidate).read(VERDICT), str(candidate / VERDICT))
         except NotFound:
             continue
     return None
@@ -140,7 +142,7 @@ def _verdict_folders(folder: Path) -> Iterator[Path]:
     yield folder
     if folder.name.startswith("step-"):
         yield from folder.parents[1:2]
-    elif folder.name == "release" or folder.name.startswith("iter_"):
+    elif is_iteration_name(folder.name):
         yield folder.parent
 
 
@@ -149,18 +151,18 @@ def refuse_failed_verdict(folder: Path, *, where: str | None = None) -> None:
     verdict = read_verdict(folder)
     if verdict is None or verdict.passed:
         return
-    why = [verdict.tensors.first_difference] if verdict.tensors.first_difference else []
+    reasons = [verdict.tensors.first_difference] if verdict.tensors.first_difference else []
     if not verdict.logits.get("passed", True):
-        why.append(f"logits {describe_logits(verdict.logits)}")
+        reasons.append(f"logits {describe_logits(verdict.logits)}")
     raise InputError(
-        f"the base weights failed the proof of their conversion: {'; '.join(why)} ({VERDICT} in {folder})",
+        f"the base weights failed the proof of their conversion: {'; '.join(reasons)} ({VERDICT} in {folder})",
         where=where,
         hint="convert them again, or write `verdict: ignore` under `model` to train on them all the same",
     )
 
 
 def describe_logits(logits: Mapping[str, Any]) -> str:
-    """Logits of a verdict or a comparison in one line."""
+    """Return the logits of a verdict or a comparison as one line."""
     if not logits["ran"]:
         return f"not run: {logits['reason']}"
     numbers = ", ".join(
@@ -176,22 +178,22 @@ def describe_logits(logits: Mapping[str, Any]) -> str:
 
 
 def _verdict(
-    found: WeightsComparison, logits: LogitsComparison | LogitsNotRun, probe: LossProbe | None, cast: str | None
+    comparison: WeightsComparison, logits: LogitsComparison | LogitsNotRun, probe: LossProbe | None, cast: str | None
 ) -> Verdict:
     tensors = TensorProof(
-        compared=found.compared,
-        equal=found.compared - len(found.differences),
-        first_difference=found.first_difference,
+        compared=comparison.compared,
+        equal=comparison.compared - len(comparison.differences),
+        first_difference=comparison.first_difference,
         dtype=cast,
     )
-    return Verdict(found.equal and logits.passed, tensors, logits.to_plain(), probe, _versions())
+    return Verdict(comparison.equal and logits.passed, tensors, logits.to_plain(), probe, _versions())
 
 
 def _versions() -> dict[str, str]:
-    found = {"trainshed": trainshed.__version__}
+    versions = {"trainshed": trainshed.__version__}
     for name in ("torch", "transformers", "megatron-core"):
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
             continue
-    return found
+    return versions

@@ -160,7 +160,7 @@ def _train_session(job: TrainJob, session: RankSession) -> int:
         spec=_checkpoint_spec(job),
         rank=place.rank,
         world_size=place.world_size,
-        coordination=None if session.store is None else dist.PrefixStore("checkpoints", session.store),
+        store=None if session.store is None else dist.PrefixStore("checkpoints", session.store),
         keep=job.recipe.checkpoint.keep,
         resumed_step=start.step or None,
         on_event=voice,
