@@ -125,7 +125,7 @@ def test_the_dtype_is_fp32_on_a_cpu_and_told_unless_it_is_asked_for(hf: Path) ->
 
 def test_gates_are_put_in_order_once(hf: Path) -> None:
     model = load_model(str(hf), device="cpu")
-    assert not any(module.paired for module in model.chunk.modules() if isinstance(module, GroupedExperts))
+    assert not any(module.gate_up_interleaved for module in model.chunk.modules() if isinstance(module, GroupedExperts))
 
 
 def test_another_tokenizer_can_be_named(hf: Path, tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ class HfWeightsWriter:
         shard = self._shards[unit.path]
         strips: dict[str, list[RowMapping]] = defaultdict(list)
         for tensor in shard.tensors:
-            for strip in tensor.strips:
+            for strip in tensor.row_mappings:
                 strips[strip.native_name].append(strip)
         with HashedFile(file) as made:
             made.write(0, shard.header)

@@ -257,7 +257,7 @@ class _TensorMatcher:
                 self.padded_vocab_size = padded
             whole = next(whole_tensors(self.config, parameter, max(padded, self.config.vocab_size)))
             share = shard_tensor(whole, name, self.layout.tp, rank.tp)
-            self._take(share, file, stored[name], wrong, rank.tp if parameter.split is not None else 0)
+            self._take(share, file, stored[name], wrong, rank.tp if parameter.tp_dim is not None else 0)
         extra = sorted(name for name in stored if name not in read and not _BESIDE.search(name))
         refuse_mismatches(missing, extra, wrong, str(file.path))
 
