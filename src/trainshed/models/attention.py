@@ -55,7 +55,7 @@ class Attention(nn.Module):
     def qkv_projection(
         self, x: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor] | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Compute queries [S, B, G · r, D], keys and values [S, B, G, D] of this rank's tokens, with rotary positions."""
+        """Compute queries [S, B, G · r, D], keys and values [S, B, G, D] of this rank's tokens, rotated by position."""
         projected = self.qkv(all_gather(self.norm(x), self.axes.tp))
         length, batch = projected.shape[:2]
         heads = projected.view(length, batch, self.kv_groups, self.queries_per_group + 2, self.config.head_dim)
@@ -84,7 +84,7 @@ class Attention(nn.Module):
 
 
 def restore_sequence_order(gathered: torch.Tensor, cp_size: int) -> torch.Tensor:
-    """Put the gathered parts of all cp ranks (each rank's early and late one) into the order of the sequence, on dim 0."""
+    """Put the gathered parts of all cp ranks (an early and a late one each) into sequence order, on dim 0."""
     length = gathered.shape[0]
     parts = gathered.split(length // (2 * cp_size))
     early, late = parts[0::2], parts[1::2]
@@ -142,7 +142,7 @@ def context_parallel_shard(tokens: torch.Tensor, cp_size: int, cp_rank: int) -> 
 
 
 def context_parallel_positions(length: int, cp_size: int, cp_rank: int) -> torch.Tensor:
-    """Return the positions a rank holds, parts r and 2·cp-1-r of the sequence, so that causal work is even: int64 [S]."""
+    """Return a rank's positions: parts r and 2·cp-1-r of the sequence, so that causal work is even. int64 [S]."""
     if cp_size == 1:
         return torch.arange(length)
     half_length = length // (2 * cp_size)

@@ -113,7 +113,7 @@ def per_sequence_attention(spans: Sequence[SequenceSpan], window: int | None) ->
 
 
 def _decode_attention(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Attend from one token to all given keys; the heads of a group are passed as tokens, so that no key is repeated."""
+    """Attend from one token to all given keys; a group's heads are passed as tokens, so that no key is repeated."""
     groups = keys.shape[1]
     grouped = query.view(1, groups, -1, query.shape[-1])
     out = F.scaled_dot_product_attention(grouped, keys.transpose(0, 1)[None], values.transpose(0, 1)[None])

@@ -20,7 +20,7 @@ from trainshed.models.init import dropout_mask_compiled, rng_key, rng_key_tensor
 from trainshed.recipe import ModelConfig
 
 MatmulFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""How a projection multiplies: (input [..., in_features], weight [out_features, in_features]) to [..., out_features]."""
+"""How a projection multiplies: (input [..., in], weight [out, in]) to [..., out]."""
 
 
 class Linear(nn.Module):
@@ -48,7 +48,7 @@ class Linear(nn.Module):
 
 
 class RowParallelLinear(Linear):
-    """A projection of which each tensor-parallel rank holds some columns: results are summed, then the bias is added."""
+    """A projection of which each tensor-parallel rank holds some columns; the bias is added to the sum."""
 
     def __init__(self, in_features: int, out_features: int, group: AxisGroup, *, bias: bool) -> None:
         super().__init__(in_features, out_features, bias=bias)
@@ -126,7 +126,7 @@ def apply_activation(x: torch.Tensor, config: ModelConfig) -> torch.Tensor:
 
 
 class MLP(nn.Module):
-    """The feed-forward block with its norm; its inner width is cut over tp. A shared expert's input is already normed."""
+    """The feed-forward block with its norm, cut over tp. The input of a shared expert is already normed."""
 
     def __init__(self, config: ModelConfig, ffn: int, axes: ParallelAxes, *, normed: bool = False) -> None:
         super().__init__()

@@ -173,7 +173,7 @@ def padded_vocab_size(vocab_size: int, divisible_by: int, tp: int) -> int:
 
 
 def extra_state_modules(config: ModelConfig, spec: LayerSpec) -> list[str]:
-    """Return the modules of a layer, without experts, that have an `_extra_state` (empty except for fp8) in `torch_dist`."""
+    """Return a layer's modules, without experts, that have an `_extra_state` (empty except for fp8) in `torch_dist`."""
     modules = ["self_attention.linear_qkv", "self_attention.linear_proj"]
     if config.moe is None:
         modules += ["mlp.linear_fc1", "mlp.linear_fc2"]

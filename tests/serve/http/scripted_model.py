@@ -29,7 +29,7 @@ BEGINNING = 1
 class Letters:
     """Tokens are code points; 0 ends a text, 1 begins it."""
 
-    beginning: int | None = BEGINNING
+    bos_token: int | None = BEGINNING
     can_chat = True
 
     def encode(self, text: str) -> list[int]:
