@@ -39,7 +39,7 @@ class Letters:
         special = {END: "<end>", BEGINNING: "<begin>"}
         return "".join(special.get(token) or chr(token) for token in tokens)
 
-    def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         if messages[0]["role"] == "assistant":
             raise InputError("the conversation must begin with the user")
         return self.encode("".join(f"{each['role']}:{each['content']}\n" for each in messages) + "assistant:")

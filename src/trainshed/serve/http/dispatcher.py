@@ -52,7 +52,7 @@ class CompletionOutput:
     prompt_tokens: tuple[OutputToken, ...] = ()
     tokens: list[OutputToken] = field(default_factory=list)
     text: str = ""
-    reason: FinishReason | None = None
+    finish_reason: FinishReason | None = None
 
     def add(self, event: GenerationEvent) -> None:
         """Add an event."""
