@@ -24,11 +24,10 @@ import torch
 
 from measure import table
 from trainshed.catalog import model_preset
-from trainshed.engines.torch.batch_loader import HashedBatch, LocalBatch
+from trainshed.engines.torch.batch_loader import LocalBatch
 from trainshed.engines.torch.model import RankModel, build_model, init_model
 from trainshed.engines.torch.optimizer import AdamW
 from trainshed.engines.torch.parallel import single_rank_mesh
-from trainshed.engines.torch.rank_health import STOP_SIGNALS
 from trainshed.engines.torch.step import StepRunner
 from trainshed.models.decoder import Regularization
 from trainshed.models.hf_tensors import hf_tensors
@@ -71,15 +70,15 @@ class Ours:
             single_rank_mesh(layout, device),
             sequence_length=shape.length,
             precision=precision,
-            losses=Regularization(),
+            regularization=Regularization(),
         )
         init_model(self.model, seed=0)
-        self.stepper = StepRunner(self.model, AdamW(self.model.weights, OPTIONS, device))
+        self.runner = StepRunner(self.model, AdamW(self.model.shards, OPTIONS, device))
 
     def step(self, rows: torch.Tensor) -> float:
         inputs, labels = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
-        fed = HashedBatch(LocalBatch(len(rows), inputs, labels, None), (0, 0))
-        return self.stepper.step(fed, len(rows), OPTIONS.lr, [0.0] * len(STOP_SIGNALS)).read().loss
+        batch = LocalBatch(len(rows), inputs, labels)
+        return self.runner.step(batch, len(rows), OPTIONS.lr).read().loss
 
 
 class Transformers:
@@ -142,12 +141,12 @@ def llama_config(config: ModelConfig) -> Any:
 @torch.no_grad()
 def copy_weights(ours: RankModel, theirs: torch.nn.Module) -> None:
     """Give a transformers model the weights of ours."""
-    native = {weight.name: weight.local for weight in ours.weights}
+    native = {weight.name: weight.local_tensor for weight in ours.shards}
     named = dict(theirs.named_parameters())
     for tensor in hf_tensors(ours.config):
-        for strip in tensor.strips:
-            rows = strip.native_rows(0, strip.rows)
-            named[tensor.name][strip.hf_start : strip.hf_start + strip.rows] = native[strip.native_name][rows]
+        for mapping in tensor.row_mappings:
+            rows = mapping.native_rows(0, mapping.rows)
+            named[tensor.name][mapping.hf_start : mapping.hf_start + mapping.rows] = native[mapping.native_name][rows]
 
 
 def compare(shape: Shape, precision: str, steps: int) -> list[list[str]]:

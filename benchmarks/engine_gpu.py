@@ -20,11 +20,10 @@ import torch
 
 from measure import table
 from trainshed.catalog import gpu_by_device_name, model_preset
-from trainshed.engines.torch.batch_loader import HashedBatch, LocalBatch
+from trainshed.engines.torch.batch_loader import LocalBatch
 from trainshed.engines.torch.model import build_model, init_model
 from trainshed.engines.torch.optimizer import AdamW
 from trainshed.engines.torch.parallel import single_rank_mesh
-from trainshed.engines.torch.rank_health import STOP_SIGNALS
 from trainshed.engines.torch.step import StepRunner
 from trainshed.models.decoder import Regularization
 from trainshed.models.parameters import parameter_count
@@ -55,15 +54,14 @@ def ours(config: ModelConfig, micro_batch: int, precision: str) -> Callable[[], 
         single_rank_mesh(layout, DEVICE),
         sequence_length=LENGTH,
         precision=precision,
-        losses=Regularization(),
+        regularization=Regularization(),
         compile_blocks=True,
     )
     init_model(model, seed=0)
-    stepper = StepRunner(model, AdamW(model.weights, OPTIONS, DEVICE))
+    runner = StepRunner(model, AdamW(model.shards, OPTIONS, DEVICE))
     rows = tokens(config, micro_batch)
-    fed = HashedBatch(LocalBatch(micro_batch, rows[:, :-1].contiguous(), rows[:, 1:].contiguous(), None), (0, 0))
-    votes = [0.0] * len(STOP_SIGNALS)
-    return lambda: stepper.step(fed, micro_batch, OPTIONS.lr, votes)
+    batch = LocalBatch(micro_batch, rows[:, :-1].contiguous(), rows[:, 1:].contiguous())
+    return lambda: runner.step(batch, micro_batch, OPTIONS.lr)
 
 
 def transformers(config: ModelConfig, micro_batch: int, precision: str) -> Callable[[], object]:

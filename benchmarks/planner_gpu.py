@@ -19,11 +19,10 @@ import torch
 
 from measure import table
 from trainshed.catalog import gpu_by_device_name, model_preset
-from trainshed.engines.torch.batch_loader import HashedBatch, LocalBatch
+from trainshed.engines.torch.batch_loader import LocalBatch
 from trainshed.engines.torch.model import build_model, init_model
 from trainshed.engines.torch.optimizer import AdamW
 from trainshed.engines.torch.parallel import single_rank_mesh
-from trainshed.engines.torch.rank_health import STOP_SIGNALS
 from trainshed.engines.torch.step import StepRunner
 from trainshed.models.decoder import Regularization
 from trainshed.plan.layout import resolve_layout
@@ -109,19 +108,18 @@ def measure(case: Case, device: torch.device) -> tuple[float, float]:
         single_rank_mesh(layout, device),
         sequence_length=case.length,
         precision=case.precision,
-        losses=Regularization(),
+        regularization=Regularization(),
         compile_blocks=device.type == "cuda",
     )
     init_model(model, seed=0)
-    stepper = StepRunner(model, AdamW(model.weights, OPTIONS, device))
+    runner = StepRunner(model, AdamW(model.shards, OPTIONS, device))
     batch = case.micro_batch * case.micro_batches
     generator = torch.Generator(device).manual_seed(0)
     rows = torch.randint(0, case.config.vocab_size, (batch, case.length + 1), generator=generator, device=device)
-    fed = HashedBatch(LocalBatch(batch, rows[:, :-1].contiguous(), rows[:, 1:].contiguous(), None), (0, 0))
-    votes = [0.0] * len(STOP_SIGNALS)
+    local_batch = LocalBatch(batch, rows[:, :-1].contiguous(), rows[:, 1:].contiguous())
 
     def step() -> object:
-        return stepper.step(fed, batch, OPTIONS.lr, votes)
+        return runner.step(local_batch, batch, OPTIONS.lr)
 
     for _ in range(3):
         step()

@@ -77,13 +77,13 @@ def ours(
                 firsts.append(time.perf_counter())
             answers[number].append(event.token)
         if isinstance(event, GenerationFailed):
-            raise SystemExit(event.why)
+            raise SystemExit(event.reason)
         if isinstance(event, GenerationFinished):
             left[0] -= 1
             if not left[0]:
                 over.set()
 
-    sampling = SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_end=True)
+    sampling = SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True)
     began = time.perf_counter()
     for number, prompt in enumerate(prompts):
         generator.submit(prompt, sampling, lambda event, number=number: tell(number, event))
@@ -129,7 +129,7 @@ def main() -> None:
         from transformers import AutoModelForCausalLM
 
         peer = AutoModelForCausalLM.from_pretrained(place, dtype=dtype, attn_implementation="sdpa").to(device).eval()
-        chunk = load_model(place, device=device, dtype="bf16" if arguments.gpu else "fp32").chunk
+        chunk = load_model(place, device=device, dtype="bf16" if arguments.gpu else "fp32").decoder
         for batch in batches:
             generator = torch.Generator().manual_seed(batch)
             prompts = torch.randint(config.vocab_size, (batch, arguments.prompt), generator=generator).tolist()

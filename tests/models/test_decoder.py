@@ -29,7 +29,7 @@ def ours(config: ModelConfig, folder: Path) -> RankModel:
 def our_logits(model: RankModel, tokens: torch.Tensor) -> torch.Tensor:
     """Scores as transformers lays them out: [B, S, V]."""
     with torch.no_grad():
-        return model.chunks[0].logits(model.chunks[0](tokens)).transpose(0, 1)
+        return model.stages[0].logits(model.stages[0](tokens)).transpose(0, 1)
 
 
 def next_tokens(tokens: torch.Tensor) -> torch.Tensor:
@@ -39,8 +39,8 @@ def next_tokens(tokens: torch.Tensor) -> torch.Tensor:
 
 def our_loss(model: RankModel, tokens: torch.Tensor) -> torch.Tensor:
     labels = next_tokens(tokens)
-    model.scale.tokens.fill_(1.0 / int((labels != IGNORE_INDEX).sum()))
-    return model.chunks[0](tokens, labels)[0]
+    model.normalization.tokens.fill_(1.0 / int((labels != IGNORE_INDEX).sum()))
+    return model.stages[0](tokens, labels)[0]
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -80,7 +80,7 @@ def as_native(theirs: Any, config: ModelConfig, folder: Path) -> dict[str, torch
         for weight in theirs.parameters():
             weight.copy_(weight.grad)
     theirs.save_pretrained(folder)
-    return {name: weight.local for name, weight in by_name(ours(config, folder)).items()}
+    return {name: weight.local_tensor for name, weight in by_name(ours(config, folder)).items()}
 
 
 def test_a_sliding_window_forgets_tokens_before_it(tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ def test_rope_scaling_of_llama_3_keeps_fast_frequencies_and_divides_slow_ones() 
 def test_a_shared_expert_is_added_to_what_the_router_chose() -> None:
     config = tiny_config("qwen3_moe", moe={"experts": 4, "top_k": 2, "ffn": 24, "shared_ffn": 16})
     model = one_process_model(config, length=LENGTH)
-    mlp = model.chunks[0].layers["0"].mlp
+    mlp = model.stages[0].layers["0"].mlp
     assert isinstance(mlp, MoE)
     x = torch.randn(LENGTH, 2, config.hidden, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():

@@ -16,14 +16,14 @@ from trainshed.models.parameters import parameters
 DENSE = [variant for variant in VARIANTS if tiny_config(variant).moe is None]
 
 
-def rows_by_the_definition(strip: RowMapping) -> list[int]:
-    return [strip.start + i // strip.run * strip.period + i % strip.run for i in range(strip.rows)]
+def rows_by_the_definition(mapping: RowMapping) -> list[int]:
+    return [mapping.start + i // mapping.run * mapping.period + i % mapping.run for i in range(mapping.rows)]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_tensors_of_a_family_are_called_as_they_always_were(family: str) -> None:
     lines = [
-        f"{tensor.name} {list(tensor.shape)} <- {tensor.strips[0].native_name}"
+        f"{tensor.name} {list(tensor.shape)} <- {tensor.row_mappings[0].native_name}"
         for tensor in hf_tensors(tiny_config(family))
     ]
     check_golden(f"hf_tensors/{family}.txt", "\n".join(lines) + "\n")
@@ -43,15 +43,17 @@ def test_every_row_lies_in_exactly_one_place_on_both_sides(variant: str) -> None
     config = tiny_config(variant)
     by_tensor = {tensor.name: tensor for tensor in hf_tensors(config)}
     for parameter in parameters(config):
-        strips = hf_row_mappings(config, parameter)
+        row_mappings = hf_row_mappings(config, parameter)
         rows = parameter.shape[1 if parameter.expert else 0]
         for expert in range(parameter.shape[0]) if parameter.expert else (None,):
-            laid = [row for strip in strips if strip.expert == expert for row in rows_by_the_definition(strip)]
+            laid = [
+                row for mapping in row_mappings if mapping.expert == expert for row in rows_by_the_definition(mapping)
+            ]
             assert sorted(laid) == list(range(rows))
-        assert all(strip in by_tensor[strip.hf_name].strips for strip in strips)
+        assert all(mapping in by_tensor[mapping.hf_name].row_mappings for mapping in row_mappings)
     for tensor in by_tensor.values():
-        taken = [strip.hf_start + i for strip in tensor.strips for i in range(strip.rows)]
-        assert taken == list(range(tensor.shape[1 if tensor.strips[0].transposed else 0]))
+        taken = [mapping.hf_start + i for mapping in tensor.row_mappings for i in range(mapping.rows)]
+        assert taken == list(range(tensor.shape[1 if tensor.row_mappings[0].transposed else 0]))
 
 
 @given(
@@ -62,11 +64,11 @@ def test_every_row_lies_in_exactly_one_place_on_both_sides(variant: str) -> None
     cut=st.tuples(st.integers(0, 60), st.integers(0, 60)),
 )
 def test_any_cut_takes_one_block_of_a_strip(run: int, gap: int, runs: int, start: int, cut: tuple[int, int]) -> None:
-    strip = RowMapping("theirs", "ours", 0, run * runs, start, run, run + gap)
-    rows = rows_by_the_definition(strip)
-    first, last = strip.within(min(cut), max(cut))
+    mapping = RowMapping("theirs", "ours", 0, run * runs, start, run, run + gap)
+    rows = rows_by_the_definition(mapping)
+    first, last = mapping.within(min(cut), max(cut))
     assert [i for i, row in enumerate(rows) if min(cut) <= row < max(cut)] == list(range(first, last))
-    assert np.arange(100)[strip.native_rows(first, last)].tolist() == rows[first:last]
+    assert np.arange(100)[mapping.native_rows(first, last)].tolist() == rows[first:last]
 
 
 def test_a_tensor_that_hugging_face_does_not_have_is_named() -> None:

@@ -52,7 +52,7 @@ def test_an_input_of_zeros_has_a_finite_norm_and_gradient() -> None:
 
 
 def test_gates_and_ups_alternate_in_the_weight_and_not_in_the_output() -> None:
-    matrix = Linear(HIDDEN, 6, bias=True, paired=True)
+    matrix = Linear(HIDDEN, 6, bias=True, gate_up_interleaved=True)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for each in matrix.parameters():
@@ -67,8 +67,8 @@ def test_gates_and_ups_alternate_in_the_weight_and_not_in_the_output() -> None:
 def test_dropout_keeps_the_mean_and_depends_on_layer_branch_and_seed() -> None:
     x = torch.ones(16, 4, 64)
     samples, positions = torch.arange(4), torch.arange(16)
-    site = CounterDropout(layer=1, branch="mlp", probability=0.25, seed=7)
-    dropped = site(x, samples, positions)
+    dropout = CounterDropout(layer=1, site="mlp", probability=0.25, seed=7)
+    dropped = dropout(x, samples, positions)
     assert set(dropped.flatten().tolist()) == {0.0, torch.tensor(1 / 0.75).item()}
     assert abs(dropped.mean() - 1) < 5 * (0.25 / 0.75 / x.numel()) ** 0.5
     others = (
@@ -78,7 +78,7 @@ def test_dropout_keeps_the_mean_and_depends_on_layer_branch_and_seed() -> None:
     )
     assert not any(torch.equal(dropped, other(x, samples, positions)) for other in others)
     # A late part of the sequence, for one of the samples: what a rank with other parts of the batch drops.
-    torch.testing.assert_close(site(x[8:, 2:3], samples[2:3], positions[8:]), dropped[8:, 2:3], rtol=0, atol=0)
+    torch.testing.assert_close(dropout(x[8:, 2:3], samples[2:3], positions[8:]), dropped[8:, 2:3], rtol=0, atol=0)
 
 
 def test_nothing_is_dropped_without_a_probability_or_without_samples() -> None:
@@ -93,10 +93,10 @@ def test_compiled_dropout_drops_the_same_and_all_layers_share_its_code() -> None
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(16, 4, 64, generator=generator, requires_grad=True)
     samples, positions = torch.arange(4) + 2**26, torch.arange(16)
-    sites = [CounterDropout(layer, branch, 0.25, 7) for layer in range(8) for branch in ("attention", "mlp")]
-    compiled = torch.compile(lambda site: site(x, samples, positions), backend=compiler, fullgraph=True)
-    for site in sites:
-        eager, captured = site(x, samples, positions), compiled(site)
+    dropouts = [CounterDropout(layer, site, 0.25, 7) for layer in range(8) for site in ("attention", "mlp")]
+    compiled = torch.compile(lambda dropout: dropout(x, samples, positions), backend=compiler, fullgraph=True)
+    for dropout in dropouts:
+        eager, captured = dropout(x, samples, positions), compiled(dropout)
         assert torch.equal(captured, eager)
         found, expected = (torch.autograd.grad(each.sum(), x)[0] for each in (captured, eager))
         assert torch.equal(found, expected)

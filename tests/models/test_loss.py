@@ -32,7 +32,7 @@ def plain(
 
 
 def in_slices(monkeypatch: pytest.MonkeyPatch, slices: int) -> None:
-    monkeypatch.setattr(loss, "SLICE_ELEMENTS", -(-TOKENS // slices) * WORDS)
+    monkeypatch.setattr(loss, "CHUNK_ELEMENTS", -(-TOKENS // slices) * WORDS)
 
 
 @pytest.mark.parametrize("z_loss", [0.0, Z_LOSS])

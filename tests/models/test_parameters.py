@@ -16,7 +16,7 @@ SHARED = {"experts": 4, "top_k": 2, "ffn": 24, "shared_ffn": 8}
 
 
 def line(parameter: Parameter) -> str:
-    words = [parameter.name, str(list(parameter.shape)), f"split={parameter.split}", parameter.start]
+    words = [parameter.name, str(list(parameter.shape)), f"split={parameter.tp_dim}", parameter.init]
     return " ".join([*words, *(["expert"] if parameter.expert else []), *(["decays"] if parameter.decays else [])])
 
 
@@ -37,8 +37,8 @@ def test_a_shared_expert_adds_tensors_of_its_own() -> None:
 @pytest.mark.parametrize("variant", [*VARIANTS, "shared expert"])
 def test_the_decoder_has_exactly_the_tensors_of_the_table(variant: str) -> None:
     config = tiny_config("qwen3_moe", moe=SHARED) if variant == "shared expert" else tiny_config(variant)
-    (chunk,) = one_process_model(config, length=8).chunks
-    held = {name: tuple(weight.shape) for name, weight in chunk.named_parameters()}
+    (stage,) = one_process_model(config, length=8).stages
+    held = {name: tuple(weight.shape) for name, weight in stage.named_parameters()}
     assert held == {parameter.name: parameter.shape for parameter in parameters(config)}
 
 
@@ -55,5 +55,5 @@ def test_every_tensor_has_one_name_and_can_be_cut_where_it_says(variant: str) ->
     assert max(Counter(parameter.name for parameter in table).values()) == 1
     for parameter in table:
         assert (parameter.layer is not None) == parameter.name.startswith("layers.")
-        if parameter.split is not None:
-            assert parameter.shape[parameter.split] % config.kv_heads == 0
+        if parameter.tp_dim is not None:
+            assert parameter.shape[parameter.tp_dim] % config.kv_heads == 0

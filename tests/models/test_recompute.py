@@ -36,15 +36,15 @@ class Outcome:
 
     def __init__(self, variant: str, recompute: str) -> None:
         config = tiny_config(variant)
-        model = one_process_model(config, length=LENGTH, losses=LOSSES, recompute=recompute, micro_batch=ROWS)
+        model = one_process_model(config, length=LENGTH, regularization=LOSSES, recompute=recompute, micro_batch=ROWS)
         tokens, labels = (token_rows(config, ROWS, LENGTH, seed=seed) for seed in (0, 1))
-        model.scale.tokens.fill_(1.0 / tokens.numel())
-        model.scale.sequences.fill_(1.0 / ROWS)
-        (chunk,) = model.chunks
-        loss = chunk(tokens, labels, torch.tensor([3, 8]))
+        model.normalization.tokens.fill_(1.0 / tokens.numel())
+        model.normalization.sequences.fill_(1.0 / ROWS)
+        (stage,) = model.stages
+        loss = stage(tokens, labels, torch.tensor([3, 8]))
         with CountedOperations() as counted:
             loss[0].backward()
-        self.loss, self.router_losses, self.gradients = loss.detach(), chunk.router_losses, gradients(model)
+        self.loss, self.router_losses, self.gradients = loss.detach(), stage.router_losses, gradients(model)
         self.products = sum(counted.calls[name] for name in PRODUCTS)
         self.attentions = sum(
             calls
@@ -81,11 +81,11 @@ def test_selective_computes_no_product_twice_and_full_all_of_them(variant: str) 
 
 def test_dropout_depends_on_the_sample_and_not_on_its_place_in_the_batch() -> None:
     config = tiny_config("qwen3")
-    model = one_process_model(config, length=LENGTH, losses=LOSSES, micro_batch=ROWS)
+    model = one_process_model(config, length=LENGTH, regularization=LOSSES, micro_batch=ROWS)
     tokens = token_rows(config, ROWS, LENGTH)
     with torch.no_grad():
-        first = model.chunks[0](tokens, None, torch.tensor([3, 8]))
-        second = model.chunks[0](tokens.flip(0), None, torch.tensor([8, 3]))
-        other = model.chunks[0](tokens, None, torch.tensor([8, 3]))
+        first = model.stages[0](tokens, None, torch.tensor([3, 8]))
+        second = model.stages[0](tokens.flip(0), None, torch.tensor([8, 3]))
+        other = model.stages[0](tokens, None, torch.tensor([8, 3]))
     torch.testing.assert_close(first, second.flip(1))
     assert not torch.equal(first, other)

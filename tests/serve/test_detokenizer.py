@@ -100,9 +100,9 @@ def test_a_stop_text_ends_the_answer_wherever_tokens_are_cut(text: str, stops: l
         assert not any(stop in told for stop in stops)
         if watch.found:
             break
-    ends = [(text.find(stop) + len(stop), text.find(stop)) for stop in stops if stop in text]
-    first = min(ends)[1] if ends else None
-    assert watch.found == bool(ends)
+    eos_tokens = [(text.find(stop) + len(stop), text.find(stop)) for stop in stops if stop in text]
+    first = min(eos_tokens)[1] if eos_tokens else None
+    assert watch.found == bool(eos_tokens)
     assert told + ("" if watch.found else watch.finish()) == text[:first]
 
 

@@ -17,7 +17,7 @@ from trainshed.serve.request import GenerationFinished
 
 LENGTHS = (3, 17, 1, 40)
 """Prompts of different lengths, one longer than the window of the model that has one, one of a single token."""
-GREEDY = {"max_tokens": 16, "temperature": 0.0, "ignore_end": True, "logprobs": 3}
+GREEDY = {"max_tokens": 16, "temperature": 0.0, "ignore_eos": True, "logprobs": 3}
 
 
 def prompts(config: ModelConfig) -> list[list[int]]:
@@ -35,8 +35,8 @@ def check_against(theirs: Any, prompt: list[int], answer: Answered) -> None:
     for piece, logprobs in zip(answer.pieces, whole[len(prompt) - 1 :], strict=False):
         assert piece.logprob == pytest.approx(float(logprobs[piece.token]), abs=2e-5)
         best = logprobs.topk(3)
-        assert [each.token for each in piece.alternatives] == best.indices.tolist()
-        assert [each.logprob for each in piece.alternatives] == pytest.approx(best.values.tolist(), abs=2e-5)
+        assert [each.token for each in piece.top_logprobs] == best.indices.tolist()
+        assert [each.logprob for each in piece.top_logprobs] == pytest.approx(best.values.tolist(), abs=2e-5)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -52,7 +52,7 @@ def test_many_answers_at_once_are_those_of_transformers(variant: str, tmp_path: 
 @pytest.mark.parametrize("variant", ["llama", "mixtral", "gpt2", "mistral"])
 def test_an_answer_is_the_same_to_the_bit_alone_and_among_others(variant: str, tmp_path: Path) -> None:
     config = save_tiny_hf(variant, tmp_path, seed=3)
-    drawn = {"max_tokens": 12, "temperature": 0.9, "seed": 5, "logprobs": 2, "ignore_end": True}
+    drawn = {"max_tokens": 12, "temperature": 0.9, "seed": 5, "logprobs": 2, "ignore_eos": True}
     with generating(tmp_path) as generator:
         alone = [ask(generator, prompt, **drawn) for prompt in prompts(config)]
         among = [begin(generator, prompt, **drawn) for prompt in prompts(config)]
@@ -86,7 +86,7 @@ def test_the_prompt_is_told_token_by_token(tmp_path: Path) -> None:
     expected = [float(whole[at, token]) for at, token in enumerate(prompt[1:])]
     assert [piece.logprob for piece in answer.prompt_pieces] == pytest.approx(expected, abs=2e-5)
     best = whole[0].topk(2).indices.tolist()
-    assert [each.token for each in answer.prompt_pieces[0].alternatives] == best
+    assert [each.token for each in answer.prompt_pieces[0].top_logprobs] == best
     assert answer.events[-1] == GenerationFinished("length")
     assert answer.pieces == []
 

@@ -76,10 +76,10 @@ def test_many_answers_at_once_are_those_of_one_pass_in_full_precision(name: str,
     chunk = fresh_chunk(config, device=GPU, dtype=torch.bfloat16)
     prompts = [token_rows(config, 1, length, seed=length)[0].tolist() for length in LENGTHS]
     with generating(on(chunk, torch.bfloat16, GPU), room=ROOM, eager=eager) as generator:
-        assert generator._stepper.uses_graphs is not eager
+        assert generator._runner.uses_graphs is not eager
         answers = [begin(generator, prompt, **GREEDY) for prompt in prompts]
         found = [answer.wait() for answer in answers]
-        assert bool(generator._stepper._graphs) is not eager
+        assert bool(generator._runner._graphs) is not eager
     reference = on(chunk, torch.bfloat16 if name == "experts" else torch.float32, GPU)
     for prompt, answer in zip(prompts, found, strict=True):
         apart = errors(reference, prompt, answer)
@@ -93,7 +93,7 @@ def test_in_float32_the_answers_are_exact(name: str) -> None:
     config = config_of(name)
     chunk = fresh_chunk(config, device=GPU)
     with generating(on(chunk, torch.float32, GPU), room=ROOM) as generator:
-        assert not generator._stepper.uses_graphs
+        assert not generator._runner.uses_graphs
         for length in (1, 5, 300):
             prompt = token_rows(config, 1, length, seed=length)[0].tolist()
             assert errors(on(chunk, torch.float32, GPU), prompt, ask(generator, prompt, **GREEDY)).max() < 1e-3
@@ -111,7 +111,7 @@ def test_seeds_are_ones_own_and_rows_come_and_go() -> None:
             assert len(answer.wait().tokens) == 3 + number
         again = [ask(generator, prompts[4], max_tokens=9, temperature=1.0, seed=4).tokens for _ in range(2)]
         assert again[0] == again[1]
-        assert set(generator._stepper._graphs) <= {1, 2, 4, 8}
+        assert set(generator._runner._graphs) <= {1, 2, 4, 8}
         assert generator.load().cached_tokens == 0
 
 

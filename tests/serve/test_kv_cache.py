@@ -23,27 +23,27 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 def test_runs_never_overlap_and_all_room_comes_back(steps: list[tuple[int, int]]) -> None:
     places, held = BlockAllocator(32), []
     for length, which in steps:
-        begin = places.take(length)
+        begin = places.allocate(length)
         if begin is not None:
             held.append(range(begin, begin + length))
         elif held:
             gone = held.pop(which % len(held))
-            places.give_back(gone.start, len(gone))
+            places.free(gone.start, len(gone))
         taken = [place for run in held for place in run]
         assert len(set(taken)) == len(taken)
         assert not taken or max(taken) < 32
-        assert places.free == 32 - len(taken)
+        assert places.free_tokens == 32 - len(taken)
     for run in held:
-        places.give_back(run.start, len(run))
-    assert places.take(32) == 0
+        places.free(run.start, len(run))
+    assert places.allocate(32) == 0
 
 
 def test_the_first_run_that_is_long_enough_is_taken() -> None:
     places = BlockAllocator(10)
-    assert [places.take(3), places.take(3), places.take(3)] == [0, 3, 6]
-    places.give_back(3, 3)
-    assert places.take(4) is None
-    assert [places.take(2), places.take(1), places.take(1), places.take(1)] == [3, 5, 9, None]
+    assert [places.allocate(3), places.allocate(3), places.allocate(3)] == [0, 3, 6]
+    places.free(3, 3)
+    assert places.allocate(4) is None
+    assert [places.allocate(2), places.allocate(1), places.allocate(1), places.allocate(1)] == [3, 5, 9, None]
 
 
 @pytest.mark.parametrize(

@@ -36,9 +36,9 @@ def hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def answered(model: LoadedModel) -> list[Any]:
-    assert model.words is not None
-    with generating(model.chunk, decode=model.words.plain) as generator:
-        prompt = model.words.encode("Return the value of")
+    assert model.tokenizer is not None
+    with generating(model.decoder, decode=model.tokenizer.decode_plain) as generator:
+        prompt = model.tokenizer.encode("Return the value of")
         return ask(generator, prompt, max_tokens=8, temperature=0.0, logprobs=1).events
 
 
@@ -48,8 +48,8 @@ def test_every_format_gives_the_same_answer_with_the_same_words(format: str, hf:
     expected, found = load_model(str(hf), device="cpu"), load_model(str(tmp_path / format), device="cpu")
     assert answered(found) == answered(expected)
     assert (found.name, expected.name) == (format, "hf")
-    assert found.words is not None
-    assert found.words.can_chat
+    assert found.tokenizer is not None
+    assert found.tokenizer.can_chat
 
 
 def test_a_step_has_the_words_of_the_whole(hf: Path, tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_an_adapter_is_loaded_with_its_base(tmp_path: Path) -> None:
     for given in (None, str(base)):
         notes = Notes()
         model = load_model(str(tmp_path / "adapter"), base=given, device="cpu", reporter=notes)
-        with generating(model.chunk) as generator:
+        with generating(model.decoder) as generator:
             told = ask(generator, tokens.tolist(), max_tokens=0, prompt_logprobs=True).prompt_pieces
         own = [float(expected[at, token]) for at, token in enumerate(tokens[1:])]
         assert [piece.logprob for piece in told] == pytest.approx(own, abs=1e-4)
@@ -110,35 +110,37 @@ def test_weights_whose_proof_failed_are_refused_unless_one_insists(hf: Path, tmp
     (step,) = (tmp_path / "made" / "checkpoints").glob("step-*")
     with pytest.raises(InputError, match="failed the proof"):
         load_model(str(step), device="cpu")
-    assert load_model(str(tmp_path / "made"), device="cpu", ignore_verdict=True).words is not None
+    assert load_model(str(tmp_path / "made"), device="cpu", ignore_verdict=True).tokenizer is not None
 
 
 def test_the_dtype_is_fp32_on_a_cpu_and_told_unless_it_is_asked_for(hf: Path) -> None:
     notes = Notes()
     model = load_model(str(hf), device="cpu", reporter=notes)
-    assert {weight.dtype for weight in model.chunk.parameters()} == {torch.float32}
+    assert {weight.dtype for weight in model.decoder.parameters()} == {torch.float32}
     assert any("in fp32 on cpu (stored in float32" in said for said in notes.said)
     model = load_model(str(hf), device="cpu", dtype="bf16")
-    assert {weight.dtype for weight in model.chunk.parameters()} == {torch.bfloat16}
+    assert {weight.dtype for weight in model.decoder.parameters()} == {torch.bfloat16}
     assert len(answered(model)) == 10
 
 
 def test_gates_are_put_in_order_once(hf: Path) -> None:
     model = load_model(str(hf), device="cpu")
-    assert not any(module.paired for module in model.chunk.modules() if isinstance(module, GroupedExperts))
+    assert not any(
+        module.gate_up_interleaved for module in model.decoder.modules() if isinstance(module, GroupedExperts)
+    )
 
 
 def test_another_tokenizer_can_be_named(hf: Path, tmp_path: Path) -> None:
     save(KINDS["gpt2"](), CONFIGS["gpt2"], tmp_path / "words")
     for named in (tmp_path / "words", tmp_path / "words" / "tokenizer.json"):
         model = load_model(str(hf), device="cpu", tokenizer=str(named))
-        assert model.words is not None
-        assert not model.words.can_chat
+        assert model.tokenizer is not None
+        assert not model.tokenizer.can_chat
 
 
 def test_weights_without_a_tokenizer_have_no_words(tmp_path: Path) -> None:
     save_tiny_hf("llama", tmp_path)
-    assert load_model(str(tmp_path), device="cpu").words is None
+    assert load_model(str(tmp_path), device="cpu").tokenizer is None
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model_is_pointed_out(tmp_path: Path) -> None:

@@ -136,8 +136,8 @@ def test_logprobs_are_the_models_own_whatever_was_done_to_the_scores() -> None:
     for _ in range(4):
         choice = one(SCORES, chooser)
         assert choice.logprob == pytest.approx(float(expected[choice.token]))
-        assert [each.token for each in choice.alternatives] == [0, 6, 1]
-        assert [each.logprob for each in choice.alternatives] == pytest.approx(expected[[0, 6, 1]].tolist())
+        assert [each.token for each in choice.top_logprobs] == [0, 6, 1]
+        assert [each.logprob for each in choice.top_logprobs] == pytest.approx(expected[[0, 6, 1]].tolist())
 
 
 def test_each_row_is_told_as_many_alternatives_as_it_asked_for() -> None:
@@ -145,7 +145,7 @@ def test_each_row_is_told_as_many_alternatives_as_it_asked_for() -> None:
     choices = sample(
         SCORES.repeat(4, 1), [SamplerState(SamplingParams(temperature=0.0, logprobs=count)) for count in counts]
     )
-    assert [len(choice.alternatives) for choice in choices if choice] == [0, 0, 2, 8]
+    assert [len(choice.top_logprobs) for choice in choices if choice] == [0, 0, 2, 8]
     assert [choice.logprob is None for choice in choices if choice] == [True, False, False, False]
 
 

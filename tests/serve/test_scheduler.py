@@ -149,7 +149,7 @@ def test_a_failure_is_told_to_everybody_and_stays(generator: ModelGenerator, mon
     def broken(*_: object) -> torch.Tensor:
         raise RuntimeError("the device is gone")
 
-    monkeypatch.setattr(generator._stepper, "advance", broken)
+    monkeypatch.setattr(generator._runner, "decode", broken)
     held.go_on.set()
     for answer in (held, *others):
         assert answer.wait().end == GenerationFailed("RuntimeError: the device is gone")
@@ -166,7 +166,7 @@ def test_weights_that_are_no_numbers_are_told_and_not_answered() -> None:
     with generating(chunk) as generator:
         broken, sound = begin(generator, [1, 7], max_tokens=4), begin(generator, [1, 2], max_tokens=4, top_k=1)
         assert isinstance(failed := broken.wait().end, GenerationFailed)
-        assert "are no numbers" in failed.why
+        assert "are no numbers" in failed.reason
         assert sound.wait().end == GenerationFinished("length")
         assert generator.failure() is None
 

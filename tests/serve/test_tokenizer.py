@@ -62,7 +62,7 @@ def test_conversations_are_written_as_transformers_writes_them(kind: str, templa
     theirs = AutoTokenizer.from_pretrained(tmp_path)
     expected = theirs.apply_chat_template(TALK, add_generation_prompt=True, return_dict=False)
     assert words.can_chat
-    assert words.chat(TALK) == expected
+    assert words.encode_chat(TALK) == expected
     assert words.encode("Hello you") == theirs("Hello you")["input_ids"]
 
 
@@ -75,14 +75,14 @@ def test_a_template_may_lie_in_a_file_of_its_own_or_among_others_by_name() -> No
         made("qwen", chat_template=named),
     ):
         words = ChatTokenizer("there", files)
-        assert words.decode(words.chat([{"role": "user", "content": "Hey"}])) == "Hey!"
+        assert words.decode(words.encode_chat([{"role": "user", "content": "Hey"}])) == "Hey!"
 
 
 def test_without_a_template_a_conversation_is_refused() -> None:
     words = ChatTokenizer("there", made("gpt2"))
     assert not words.can_chat
     with pytest.raises(InputError, match="no chat template"):
-        words.chat(TALK)
+        words.encode_chat(TALK)
 
 
 @pytest.mark.parametrize(
@@ -99,22 +99,22 @@ def test_without_a_template_a_conversation_is_refused() -> None:
 def test_a_template_that_fails_or_reaches_out_is_refused(template: str, said: str) -> None:
     words = ChatTokenizer("there", made("qwen", chat_template=template))
     with pytest.raises(InputError, match=said):
-        words.chat([{"role": "user", "content": "a"}, {"role": "system", "content": "b"}])
+        words.encode_chat([{"role": "user", "content": "a"}, {"role": "system", "content": "b"}])
 
 
 def test_ends_are_what_the_model_says_then_what_its_tokenizer_says() -> None:
     files = made("llama3")
     backend = KINDS["llama3"]()
-    assert ChatTokenizer("there", files).ends == {backend.token_to_id("<|end_of_text|>")}
+    assert ChatTokenizer("there", files).eos_tokens == {backend.token_to_id("<|end_of_text|>")}
     both = files | {"generation_config.json": b'{"eos_token_id": [5, 7]}', "config.json": b'{"eos_token_id": 5}'}
-    assert ChatTokenizer("there", both).ends == {5, 7}
-    assert ChatTokenizer("there", files | {"config.json": b'{"eos_token_id": 9}'}).ends == {9}
+    assert ChatTokenizer("there", both).eos_tokens == {5, 7}
+    assert ChatTokenizer("there", files | {"config.json": b'{"eos_token_id": 9}'}).eos_tokens == {9}
 
 
 def test_special_tokens_are_no_part_of_an_answer() -> None:
     words = ChatTokenizer("there", made("llama3"))
     tokens = words.encode("Hello")
-    assert tokens[0] == words.beginning
+    assert tokens[0] == words.bos_token
     assert words.decode(tokens) == "<|begin_of_text|>Hello"
-    assert words.plain(tokens) == "Hello"
-    assert ChatTokenizer("there", made("qwen")).beginning is None
+    assert words.decode_plain(tokens) == "Hello"
+    assert ChatTokenizer("there", made("qwen")).bos_token is None

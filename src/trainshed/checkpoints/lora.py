@@ -199,7 +199,7 @@ class LoraAdapter:
     def _is_transposed(self, module: str) -> bool:
         """Whether B @ A is the transpose of the base tensor: for GPT-2's [in, out] matrices and for embeddings."""
         embedding = "embedding" in self._factors[module]["A"].rsplit("lora_", 1)[1]
-        return embedding or self._base[f"{module}.weight"].strips[0].transposed
+        return embedding or self._base[f"{module}.weight"].row_mappings[0].transposed
 
     def _read(self, key: str) -> torch.Tensor:
         with safe_open(self.folder / ADAPTER_WEIGHTS, framework="pt") as file:

@@ -76,13 +76,13 @@ class ModelOptions:
             ignore_verdict=self.ignore_verdict,
             reporter=reporter,
         )
-        if model.words is None:
+        if model.tokenizer is None:
             raise TokenizerError(
                 "there is no tokenizer beside these weights",
                 where=model.address,
                 hint="write --tokenizer FOLDER (or hf://org/name)",
             )
-        return model, model.words
+        return model, model.tokenizer
 
 
 DEFAULT_MODEL_OPTIONS = ModelOptions()
@@ -238,12 +238,12 @@ def generate(
         top_k=top_k,
         seed=seed,
         stop=stop,
-        ignore_end=ignore_end,
+        ignore_eos=ignore_end,
     )
     sampling.check()
     report = reporter()
     loaded, words = model.load(checkpoint, report)
-    tokens = words.chat([{"role": "user", "content": text}]) if chat else words.encode(text)
+    tokens = words.encode_chat([{"role": "user", "content": text}]) if chat else words.encode(text)
     data = _generate(loaded, tokens, sampling, eager=model.eager, streams=output == "text", report=report)
     data = {"schema": "trainshed.generate/1", "model": loaded.address, "prompt": text, **data}
     if output == "json":
@@ -297,7 +297,7 @@ def _generate(
         while True:
             event = events.get()
             if isinstance(event, GenerationFailed):
-                raise TrainshedError(f"the model could not go on: {event.why}")
+                raise TrainshedError(f"the model could not go on: {event.reason}")
             if isinstance(event, PrefillDone):
                 began = time.perf_counter()
                 continue
@@ -325,6 +325,6 @@ def _generate(
         "text": text,
         "tokens": len(pieces),
         "prompt_tokens": len(tokens),
-        "finish_reason": event.reason,
+        "finish_reason": event.finish_reason,
         "tokens_per_second": len(pieces) / max(seconds, 1e-9),
     }

@@ -3,8 +3,8 @@
 Shapes: S tokens of this context-parallel rank, L whole sequence, B sequences, G key/value groups of this
 tensor-parallel rank, r query heads per group, D head_dim, H hidden.
 
-Context parallel all_gathers keys and values of all ranks (their gradients are reduce_scattered back) and computes
-this rank's queries. A rank holds two parts of the sequence, one early and one late, so that causal work is even.
+With context parallel, keys and values are all_gathered (their gradients are reduce_scattered back) and each rank
+computes its own queries. A rank holds two parts of the sequence, one early and one late, so that causal work is even.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from trainshed.models.collectives import ParallelAxes, all_gather
 from trainshed.models.layers import Linear, Norm, RowParallelLinear
 from trainshed.recipe import ModelConfig
 
-# cuDNN's kernel is about twice as fast as the flash one on Hopper; the rest are there for shapes it does not take.
+# cuDNN's kernel is about twice as fast as the flash one on Hopper; the others are for shapes it does not support.
 SDPA_BACKENDS = [
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.FLASH_ATTENTION,
@@ -35,31 +35,31 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig, axes: ParallelAxes) -> None:
         super().__init__()
         self.config, self.axes = config, axes
-        self.groups = config.kv_heads // axes.tp.size
-        self.ratio = config.heads // config.kv_heads
-        rows = self.groups * (self.ratio + 2) * config.head_dim
+        self.kv_groups = config.kv_heads // axes.tp.size
+        self.queries_per_group = config.heads // config.kv_heads
+        rows = self.kv_groups * (self.queries_per_group + 2) * config.head_dim
         self.norm = Norm(config.hidden, config)
         self.qkv = Linear(config.hidden, rows, bias=config.qkv_bias)
         if config.qk_norm:
             self.query_norm = Norm(config.head_dim, config, kind="rms")
             self.key_norm = Norm(config.head_dim, config, kind="rms")
-        heads = self.groups * self.ratio * config.head_dim
+        heads = self.kv_groups * self.queries_per_group * config.head_dim
         self.out = RowParallelLinear(heads, config.hidden, axes.tp, bias=config.output_bias)
 
     def forward(self, x: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor] | None) -> torch.Tensor:
         """Attend from this rank's tokens [s, B, H]; `rotary` are cosines and sines [S, 1, 1, D]."""
-        query, key, value = self.project(x, rotary)
+        query, key, value = self.qkv_projection(x, rotary)
         out = self._attend(query, key, value)
         return self.out(out.reshape(*out.shape[:2], -1))
 
-    def project(
+    def qkv_projection(
         self, x: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor] | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Make queries [S, B, G · r, D], keys and values [S, B, G, D] of this rank's tokens, turned by position."""
+        """Compute queries [S, B, G · r, D], keys and values [S, B, G, D] of this rank's tokens, rotated by position."""
         projected = self.qkv(all_gather(self.norm(x), self.axes.tp))
         length, batch = projected.shape[:2]
-        heads = projected.view(length, batch, self.groups, self.ratio + 2, self.config.head_dim)
-        query, key, value = heads.split([self.ratio, 1, 1], dim=3)
+        heads = projected.view(length, batch, self.kv_groups, self.queries_per_group + 2, self.config.head_dim)
+        query, key, value = heads.split([self.queries_per_group, 1, 1], dim=3)
         query, key, value = query.flatten(2, 3), key.squeeze(3), value.squeeze(3)
         if self.config.qk_norm:
             query, key = self.query_norm(query), self.key_norm(key)
@@ -69,22 +69,22 @@ class Attention(nn.Module):
         return query, key, value
 
     def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """[S, B, heads, D] each to [S, B, heads, D]."""
+        """Attend over the whole sequence: [S, B, heads, D] each to [S, B, heads, D]."""
         cp, window = self.axes.cp, self.config.sliding_window
         if cp.size == 1:
             return causal_attention(query, key, value, window)
         both = restore_sequence_order(all_gather(torch.cat([key, value], dim=2), cp), cp.size)
-        key, value = both.split(self.groups, dim=2)
-        part = query.shape[0] // 2
+        key, value = both.split(self.kv_groups, dim=2)
+        half_length = query.shape[0] // 2
         halves = []
-        for number, queries in zip((cp.rank, 2 * cp.size - 1 - cp.rank), query.split(part), strict=True):
-            end = (number + 1) * part
+        for number, queries in zip((cp.rank, 2 * cp.size - 1 - cp.rank), query.split(half_length), strict=True):
+            end = (number + 1) * half_length
             halves.append(causal_attention(queries, key[:end], value[:end], window))
         return torch.cat(halves)
 
 
 def restore_sequence_order(gathered: torch.Tensor, cp_size: int) -> torch.Tensor:
-    """Put what was gathered over cp (each rank's early and late part) into the order of the sequence, on dim 0."""
+    """Put the gathered parts of all cp ranks (an early and a late one each) into sequence order, on dim 0."""
     length = gathered.shape[0]
     parts = gathered.split(length // (2 * cp_size))
     early, late = parts[0::2], parts[1::2]
@@ -92,7 +92,7 @@ def restore_sequence_order(gathered: torch.Tensor, cp_size: int) -> torch.Tensor
 
 
 def causal_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int | None) -> torch.Tensor:
-    """Attend causally: [S, B, heads, D] throughout; the last query stands at the last key."""
+    """Attend causally: [S, B, heads, D] throughout; the last query is at the position of the last key."""
     queries, keys = query.shape[0], key.shape[0]
     windowed = window is not None and window < keys
     if (windowed or keys > queries) and _flash_supports(query):
@@ -142,12 +142,12 @@ def context_parallel_shard(tokens: torch.Tensor, cp_size: int, cp_rank: int) -> 
 
 
 def context_parallel_positions(length: int, cp_size: int, cp_rank: int) -> torch.Tensor:
-    """Return the positions a rank holds: parts r and 2·cp-1-r of the sequence, so causal work is even: int64 [S]."""
+    """Return a rank's positions: parts r and 2·cp-1-r of the sequence, so that causal work is even. int64 [S]."""
     if cp_size == 1:
         return torch.arange(length)
-    part = length // (2 * cp_size)
+    half_length = length // (2 * cp_size)
     halves = (cp_rank, 2 * cp_size - 1 - cp_rank)
-    return torch.cat([torch.arange(half * part, (half + 1) * part) for half in halves])
+    return torch.cat([torch.arange(half * half_length, (half + 1) * half_length) for half in halves])
 
 
 def inverse_frequencies(config: ModelConfig) -> torch.Tensor:
@@ -180,6 +180,6 @@ def rotary_table(config: ModelConfig, positions: torch.Tensor) -> tuple[torch.Te
 
 
 def apply_rotary(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
-    """Turn heads [S, B, heads, D] by their positions; cosine and sine are [S, 1, 1, D]."""
+    """Rotate heads [S, B, heads, D] by their positions; cosine and sine are [S, 1, 1, D]."""
     first, second = x.chunk(2, dim=-1)
     return x * cosine + torch.cat([-second, first], dim=-1) * sine

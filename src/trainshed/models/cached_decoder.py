@@ -1,7 +1,7 @@
 """The decoder with a KV cache: new tokens of many sequences at once, over the cached keys and values before them.
 
-It is the decoder that trains, layer by layer; only its attention differs. Keys and values of all sequences lie in one
-row of slots, each sequence in consecutive slots of its own, and every new token sees the slots of its sequence.
+It runs the layers of the decoder that trains; only attention differs. The keys and values of all sequences are stored
+in one row of slots. Each sequence has a block of consecutive slots, and its new tokens attend to this block.
 
 Shapes: T new tokens of all sequences, one sequence after the other; B sequences; N slots of the cache; G key/value
 groups, r query heads per group, D head_dim, H hidden, V vocabulary.
@@ -22,97 +22,98 @@ from trainshed.models.layers import Linear, gates_first
 from trainshed.models.moe import GroupedExperts, MoE
 
 AttentionFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""How new queries [T, G · r, D] see the cached keys and values [N, G, D]: gives [T, G · r, D]."""
+"""How new queries [T, G · r, D] attend to the cached keys and values [N, G, D]: gives [T, G · r, D]."""
 
 
 @dataclass(frozen=True)
 class SequenceSpan:
-    """A sequence in a step: its new tokens are `count` rows from `row` on, all its keys `length` places from `place`.
+    """One sequence of a step: where its new tokens are among all new tokens, and where its keys are in the cache.
 
-    The keys of the new tokens are the last of them.
+    The keys of the new tokens are the last `query_length` of its `key_length` keys.
     """
 
-    row: int
-    count: int
-    place: int
-    length: int
+    query_start: int
+    query_length: int
+    slot_start: int
+    key_length: int
 
 
 class CachedDecoder:
-    """A whole decoder on one device, and the keys and values of what it has read."""
+    """A whole decoder on one device, with its KV cache of `slots` tokens."""
 
-    def __init__(self, chunk: DecoderStage, places: int) -> None:
-        assert chunk.spec.first, "a decoder that answers is whole"
-        assert chunk.spec.last, "a decoder that answers is whole"
-        self.chunk, self.config = chunk, chunk.config
-        shape = (self.config.layers, places, self.config.kv_heads, self.config.head_dim)
-        self.keys = torch.zeros(shape, dtype=chunk.spec.dtype, device=chunk.spec.device)
+    def __init__(self, decoder: DecoderStage, slots: int) -> None:
+        assert decoder.spec.first, "generation needs the whole decoder"
+        assert decoder.spec.last, "generation needs the whole decoder"
+        self.decoder, self.config = decoder, decoder.config
+        shape = (self.config.layers, slots, self.config.kv_heads, self.config.head_dim)
+        self.keys = torch.zeros(shape, dtype=decoder.spec.dtype, device=decoder.spec.device)
         self.values = torch.zeros_like(self.keys)
 
     def hidden(
         self,
         tokens: torch.Tensor,
         positions: torch.Tensor,
-        places: torch.Tensor,
-        attending: AttentionFunction,
+        slots: torch.Tensor,
+        attention: AttentionFunction,
         *,
-        apart: int = 0,
+        one_by_one: int = 0,
     ) -> torch.Tensor:
-        """Read new tokens [T] at their positions [T], keep their keys at `places` [T]: normalised states [T, H].
+        """Run new tokens [T] at their positions [T], store their keys in `slots` [T]: normalised hidden states [T, H].
 
-        With `apart` only so many of the tokens go through experts, one by one: what a token gets then never depends on
-        who else chose the same expert.
+        With `one_by_one` only that many of the tokens go through experts, each by itself. Then the result of a token
+        never depends on the other tokens that chose the same expert.
         """
-        chunk = self.chunk
-        x = F.embedding(tokens, chunk.embedding.weight).to(chunk.spec.dtype)
+        decoder = self.decoder
+        x = F.embedding(tokens, decoder.embedding.weight).to(decoder.spec.dtype)
         if self.config.positions == "learned":
-            x = x + F.embedding(positions, chunk.positions.weight).to(x.dtype)
-        rotary = None if chunk.rotary is None else (chunk.rotary[0][positions], chunk.rotary[1][positions])
+            x = x + F.embedding(positions, decoder.positions.weight).to(x.dtype)
+        rotary = None if decoder.rotary is None else (decoder.rotary[0][positions], decoder.rotary[1][positions])
         x = x[:, None]
-        for layer, block in enumerate(chunk.layers.values()):
+        for layer, block in enumerate(decoder.layers.values()):
             assert isinstance(block, DecoderLayer), "a decoder's layers are blocks"
             keys, values = self.keys[layer], self.values[layer]
-            query, key, value = block.attention.project(x, None)
+            query, key, value = block.attention.qkv_projection(x, None)
             if rotary is not None:
-                # Both at once: a step of few tokens is as long as it has operations.
+                # Both at once: the time of a step with few tokens is the number of its operations.
                 turned = apply_rotary(torch.cat([query, key], dim=2), *rotary).to(x.dtype)
                 query, key = turned.split([query.shape[2], key.shape[2]], dim=2)
-            keys.index_copy_(0, places, key[:, 0])
-            values.index_copy_(0, places, value[:, 0])
-            out = attending(query[:, 0], keys, values)
+            keys.index_copy_(0, slots, key[:, 0])
+            values.index_copy_(0, slots, value[:, 0])
+            out = attention(query[:, 0], keys, values)
             x = x + block.attention.out(out.reshape(len(tokens), 1, -1))
             if isinstance(block.mlp, MoE):
-                parts = [block.mlp(part, None)[0] for part in (x[:apart].split(1) if apart else (x,))]
-                x = x + torch.cat([*parts, torch.zeros_like(x[apart:])] if apart else parts)
+                parts = [block.mlp(part, None)[0] for part in (x[:one_by_one].split(1) if one_by_one else (x,))]
+                x = x + torch.cat([*parts, torch.zeros_like(x[one_by_one:])] if one_by_one else parts)
             else:
                 x = x + block.mlp(x)
-        return chunk.norm(x)[:, 0]
+        return decoder.norm(x)[:, 0]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Scores of the vocabulary for states [T, H]: float32 [T, V]."""
-        return self.chunk.logits(hidden).float()
+        """Return the logits of hidden states [T, H]: float32 [T, V]."""
+        return self.decoder.logits(hidden).float()
 
 
 def per_sequence_attention(spans: Sequence[SequenceSpan], window: int | None) -> AttentionFunction:
-    """Attend sequence by sequence: on every device and in every dtype, and whatever the others are."""
+    """Attend sequence by sequence: works on every device and in every dtype, and no sequence changes another."""
 
-    def attending(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    def attention(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         out = torch.zeros_like(query)
         for span in spans:
-            seen = span.length if window is None else min(span.length, window + span.count - 1)
-            own = slice(span.place + span.length - seen, span.place + span.length)
-            rows = slice(span.row, span.row + span.count)
-            if span.count == 1:
-                out[rows] = _decode_attention(query[rows], keys[own], values[own])
+            visible = span.key_length if window is None else min(span.key_length, window + span.query_length - 1)
+            slot_stop = span.slot_start + span.key_length
+            block = slice(slot_stop - visible, slot_stop)
+            rows = slice(span.query_start, span.query_start + span.query_length)
+            if span.query_length == 1:
+                out[rows] = _decode_attention(query[rows], keys[block], values[block])
             else:
-                out[rows] = causal_attention(query[rows, None], keys[own, None], values[own, None], window)[:, 0]
+                out[rows] = causal_attention(query[rows, None], keys[block, None], values[block, None], window)[:, 0]
         return out
 
-    return attending
+    return attention
 
 
 def _decode_attention(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """One query token sees all it is given: the heads of a group stand as tokens, so that nothing is repeated."""
+    """Attend from one token to all given keys; a group's heads are passed as tokens, so that no key is repeated."""
     groups = keys.shape[1]
     grouped = query.view(1, groups, -1, query.shape[-1])
     out = F.scaled_dot_product_attention(grouped, keys.transpose(0, 1)[None], values.transpose(0, 1)[None])
@@ -123,15 +124,15 @@ def _decode_attention(query: torch.Tensor, keys: torch.Tensor, values: torch.Ten
 class VarlenMetadata:
     """The spans of a step on the device, for one kernel over all sequences: int32 throughout.
 
-    `rows` [B + 1] is where the new tokens of each sequence begin, and where the last end; `places` [B + 1] where its
-    keys begin (the last entry is not read); `lengths` [B] how many there are.
+    `cu_query_lengths` [B + 1] is where the new tokens of each sequence begin, and where the last end. `slot_starts`
+    [B + 1] is where its keys begin (the last entry is not read), `key_lengths` [B] how many it has.
     """
 
-    rows: torch.Tensor
-    places: torch.Tensor
-    lengths: torch.Tensor
-    most_rows: int
-    most_keys: int
+    cu_query_lengths: torch.Tensor
+    slot_starts: torch.Tensor
+    key_lengths: torch.Tensor
+    max_query_length: int
+    max_key_length: int
 
 
 def supports_varlen_flash(head_dim: int, dtype: torch.dtype, device: torch.device) -> bool:
@@ -145,43 +146,43 @@ def supports_varlen_flash(head_dim: int, dtype: torch.dtype, device: torch.devic
     )
 
 
-def varlen_flash_attention(ragged: VarlenMetadata, window: int | None) -> AttentionFunction:
-    """Attend with one kernel; it reads where sequences begin and end on the device, so that a graph can hold it."""
-    # A single new token sees everything before it: the kernel then shares long sequences out over the GPU, which it
-    # does only where it is told of neither a mask nor a window.
-    causal = ragged.most_rows > 1
+def varlen_flash_attention(metadata: VarlenMetadata, window: int | None) -> AttentionFunction:
+    """Attend with one kernel, which reads the spans on the device, so that a CUDA graph can replay it."""
+    # A single new token attends to everything before it, without a mask. Only without mask and window does the kernel
+    # split long sequences over the GPU.
+    causal = metadata.max_query_length > 1
     left = None if window is None else window - 1
     right = None if window is None else 0
 
-    def attending(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    def attention(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         return torch.ops.aten._flash_attention_forward(
             query,
             keys,
             values,
-            ragged.rows,
-            ragged.places,
-            ragged.most_rows,
-            ragged.most_keys,
+            metadata.cu_query_lengths,
+            metadata.slot_starts,
+            metadata.max_query_length,
+            metadata.max_key_length,
             0.0,
             causal,
             False,
             window_size_left=left,
             window_size_right=right,
-            seqused_k=ragged.lengths,
+            seqused_k=metadata.key_lengths,
         )[0]
 
-    return attending
+    return attention
 
 
 @torch.no_grad()
 def put_gates_first(model: nn.Module) -> None:
-    """Lay gate and up projections out as they are used, once: training does so at each step, where it costs nothing."""
+    """Reorder gate and up projections once, as they are used; training does so at each step, where it costs nothing."""
     for module in model.modules():
-        if isinstance(module, Linear) and module.paired:
+        if isinstance(module, Linear) and module.gate_up_interleaved:
             module.weight = nn.Parameter(gates_first(module.weight, 0), requires_grad=False)
             if module.bias is not None:
                 module.bias = nn.Parameter(gates_first(module.bias, 0), requires_grad=False)
-            module.paired = False
-        elif isinstance(module, GroupedExperts) and module.paired:
+            module.gate_up_interleaved = False
+        elif isinstance(module, GroupedExperts) and module.gate_up_interleaved:
             module.gate_up = nn.Parameter(gates_first(module.gate_up, 1), requires_grad=False)
-            module.paired = False
+            module.gate_up_interleaved = False

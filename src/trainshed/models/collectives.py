@@ -22,7 +22,7 @@ _reduce_scatter_autograd = (
 
 @dataclass(frozen=True)
 class AxisGroup:
-    """The ranks along one axis of the mesh, and this rank's place among them."""
+    """The ranks along one axis of the mesh, and this rank's index among them."""
 
     size: int = 1
     rank: int = 0
@@ -30,15 +30,15 @@ class AxisGroup:
 
     @property
     def ranks(self) -> dist.ProcessGroup:
-        """The process group; only asked for where there is more than one rank."""
+        """The process group; only for axes of more than one rank."""
         assert self.process_group is not None, "a group of several ranks has a process group"
         return self.process_group
 
-    def bounds(self, length: int) -> tuple[int, int]:
-        """Return this rank's share [start, stop) of a length; the first ranks take one more where it is uneven."""
-        each, extra = divmod(length, self.size)
-        start = self.rank * each + min(self.rank, extra)
-        return start, start + each + (self.rank < extra)
+    def shard_bounds(self, length: int) -> tuple[int, int]:
+        """Return this rank's share [start, stop) of a length; if it is uneven, the first ranks take one more."""
+        share, extra = divmod(length, self.size)
+        start = self.rank * share + min(self.rank, extra)
+        return start, start + share + (self.rank < extra)
 
 
 SINGLE_RANK = AxisGroup()
@@ -46,7 +46,7 @@ SINGLE_RANK = AxisGroup()
 
 @dataclass(frozen=True)
 class ParallelAxes:
-    """The groups that a model's layers talk within."""
+    """The groups within which a model's layers communicate."""
 
     tp: AxisGroup = SINGLE_RANK
     cp: AxisGroup = SINGLE_RANK
@@ -57,7 +57,7 @@ class ParallelAxes:
 
 
 def all_gather(x: torch.Tensor, group: AxisGroup) -> torch.Tensor:
-    """Put the parts of all ranks together on dim 0; the gradient of each part is summed over the ranks."""
+    """Concatenate the parts of all ranks on dim 0; the gradient of each part is summed over the ranks."""
     if group.size == 1:
         return x
     return _wait(_all_gather_autograd(x.contiguous(), 0, group.ranks))

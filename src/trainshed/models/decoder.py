@@ -1,7 +1,7 @@
 """The decoder: one class for every family, in stages for the pipeline.
 
-A stage is a range of layers, with the embedding where it is the first and the norm, head and loss where it is the
-last. A single process has one stage that is both. Parameter names are those of `parameters.py`.
+A stage is a range of layers. The first stage also has the embedding; the last also has the norm, the head and the
+loss. A single process has one stage that is both. Parameter names are those of `parameters.py`.
 
 Shapes: L whole sequence, S tokens of this context-parallel rank, s = S / tp, B sequences of the micro-batch, H hidden.
 """
@@ -21,14 +21,14 @@ from trainshed.models.attention import Attention, context_parallel_positions, ro
 from trainshed.models.collectives import ParallelAxes, all_gather, reduce_scatter
 from trainshed.models.layers import MLP, CounterDropout, Norm
 from trainshed.models.loss import linear_cross_entropy
-from trainshed.models.moe import MoE
+from trainshed.models.moe import ROUTER_LOSS_TERMS, MoE
 from trainshed.recipe import ModelConfig
 from trainshed.recipe.schema import Recompute
 
 
 @dataclass(frozen=True)
 class Regularization:
-    """What is added to the cross-entropy, and dropout: the parts of `train` that live inside the model."""
+    """Weights of the terms that are added to the cross-entropy, and dropout."""
 
     z_loss: float = 0.0
     moe_balance: float = 0.0
@@ -39,7 +39,7 @@ class Regularization:
 
 @dataclass
 class LossNormalization:
-    """What one step divides by; written before each step, read by every chunk.
+    """What the sums of a step are divided by; written before each step, read by every stage.
 
     `tokens` is 1 / labelled tokens of the global batch, `sequences` 1 / its sequences.
     """
@@ -65,7 +65,7 @@ _SAVED_OPS = (
 
 @dataclass(frozen=True)
 class DecoderStageSpec:
-    """Which part of the model a chunk is, and how it is computed."""
+    """Which part of the model a stage is, and how it is computed."""
 
     layers: range
     first: bool
@@ -83,14 +83,14 @@ class DecoderLayer(nn.Module):
         self,
         config: ModelConfig,
         axes: ParallelAxes,
-        losses: Regularization,
+        regularization: Regularization,
         layer: int,
         recompute: Recompute,
         device: torch.device | str = "cpu",
     ) -> None:
         super().__init__()
         self.recompute = recompute
-        self.keeping = (
+        self.checkpoint_contexts = (
             selective_checkpoint_contexts if config.moe is None else selective_checkpoint_contexts_beside_hooks
         )
         self.attention = Attention(config, axes)
@@ -98,43 +98,46 @@ class DecoderLayer(nn.Module):
             assert config.ffn is not None, "the schema asks for it wherever there are no experts"
             self.mlp: MLP | MoE = MLP(config, config.ffn, axes)
         else:
-            self.mlp = MoE(config, axes, balance_loss=losses.moe_balance, z_loss=losses.moe_z)
-        self.after_attention = CounterDropout(layer, "attention", losses.dropout, losses.seed, device)
-        self.after_mlp = CounterDropout(layer, "mlp", losses.dropout, losses.seed, device)
+            self.mlp = MoE(config, axes, balance_loss=regularization.moe_balance, z_loss=regularization.moe_z)
+        self.attention_dropout = CounterDropout(layer, "attention", regularization.dropout, regularization.seed, device)
+        self.mlp_dropout = CounterDropout(layer, "mlp", regularization.dropout, regularization.seed, device)
 
     def forward(
         self,
         x: torch.Tensor,
         rotary: tuple[torch.Tensor, torch.Tensor] | None,
-        scale: torch.Tensor | None,
+        sequence_scale: torch.Tensor | None,
         samples: torch.Tensor | None,
         positions: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the residual stream [s, B, H] and the router's losses, if there is a router."""
+        """Return the residual stream [s, B, H] and the router's losses, if there is a router.
+
+        `sequence_scale` is 1 / sequences of the global batch, for the router's losses.
+        """
         if self.recompute == "none" or not torch.is_grad_enabled():
-            return self._forward(x, rotary, scale, samples, positions)
-        keep: dict[str, Any] = {"context_fn": self.keeping} if self.recompute == "selective" else {}
-        return checkpoint(self._forward, x, rotary, scale, samples, positions, use_reentrant=False, **keep)
+            return self._forward(x, rotary, sequence_scale, samples, positions)
+        keep: dict[str, Any] = {"context_fn": self.checkpoint_contexts} if self.recompute == "selective" else {}
+        return checkpoint(self._forward, x, rotary, sequence_scale, samples, positions, use_reentrant=False, **keep)
 
     def _forward(
         self,
         x: torch.Tensor,
         rotary: tuple[torch.Tensor, torch.Tensor] | None,
-        scale: torch.Tensor | None,
+        sequence_scale: torch.Tensor | None,
         samples: torch.Tensor | None,
         positions: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        x = x + self.after_attention(self.attention(x, rotary), samples, positions)
+        x = x + self.attention_dropout(self.attention(x, rotary), samples, positions)
         if isinstance(self.mlp, MoE):
-            out, losses = self.mlp(x, scale)
-            out, losses = _AttachLosses.apply(out, losses), losses.detach()
+            out, router_losses = self.mlp(x, sequence_scale)
+            out, router_losses = _AttachLosses.apply(out, router_losses), router_losses.detach()
         else:
-            out, losses = self.mlp(x), None
-        return x + self.after_mlp(out, samples, positions), losses
+            out, router_losses = self.mlp(x), None
+        return x + self.mlp_dropout(out, samples, positions), router_losses
 
 
 class Embedding(nn.Module):
-    """A table of vectors, as rows of a weight; holds the embedding, the learned positions, the head."""
+    """A table of vectors, as rows of a weight: the embedding, the learned positions or the head."""
 
     def __init__(self, rows: int, width: int) -> None:
         super().__init__()
@@ -142,27 +145,28 @@ class Embedding(nn.Module):
 
 
 class DecoderStage(nn.Module):
-    """A run of layers of the decoder."""
+    """A range of the decoder's layers, with embedding, head and loss where it has them."""
 
     def __init__(
         self,
         config: ModelConfig,
         axes: ParallelAxes,
         spec: DecoderStageSpec,
-        losses: Regularization,
-        scale: LossNormalization,
+        regularization: Regularization,
+        normalization: LossNormalization,
     ) -> None:
         super().__init__()
-        self.config, self.axes, self.spec, self.losses, self.scale = config, axes, spec, losses, scale
-        self.first_row, last_row = axes.tp.bounds(config.vocab_size)
-        vocabulary = last_row - self.first_row
+        self.config, self.axes, self.spec = config, axes, spec
+        self.regularization, self.normalization = regularization, normalization
+        self.vocab_start, vocab_stop = axes.tp.shard_bounds(config.vocab_size)
+        vocabulary = vocab_stop - self.vocab_start
         if spec.first or (spec.last and config.tied_embeddings):
             self.embedding = Embedding(vocabulary, config.hidden)
         if spec.first and config.positions == "learned":
             self.positions = Embedding(config.max_positions, config.hidden)
         self.layers = nn.ModuleDict(
             {
-                str(layer): DecoderLayer(config, axes, losses, layer, spec.recompute, spec.device)
+                str(layer): DecoderLayer(config, axes, regularization, layer, spec.recompute, spec.device)
                 for layer in spec.layers
             }
         )
@@ -170,40 +174,42 @@ class DecoderStage(nn.Module):
             self.norm = Norm(config.hidden, config)
             if not config.tied_embeddings:
                 self.head = Embedding(vocabulary, config.hidden)
-        self.after_embedding = CounterDropout(-1, "embedding", losses.dropout, losses.seed, spec.device)
-        self._tables(spec)
+        self.embedding_dropout = CounterDropout(
+            -1, "embedding", regularization.dropout, regularization.seed, spec.device
+        )
+        self._build_position_tables(spec)
 
-    def _tables(self, spec: DecoderStageSpec) -> None:
-        """Positions and rotary angles, made on the true device even while parameters are being laid out on none."""
+    def _build_position_tables(self, spec: DecoderStageSpec) -> None:
+        """Make positions and rotary angles on the real device, even while parameters are made on the meta device."""
         device, cp, tp = spec.device, self.axes.cp, self.axes.tp
         with torch.device("cpu"):
             local = context_parallel_positions(spec.sequence_length, cp.size, cp.rank)
             self.rotary: tuple[torch.Tensor, torch.Tensor] | None = None
             if self.config.positions == "rope":
-                wide = torch.promote_types(spec.dtype, torch.float32)
+                dtype = torch.promote_types(spec.dtype, torch.float32)
                 cosine, sine = rotary_table(self.config, local)
                 self.rotary = (
-                    cosine[:, None, None].to(device, wide),
-                    sine[:, None, None].to(device, wide),
+                    cosine[:, None, None].to(device, dtype),
+                    sine[:, None, None].to(device, dtype),
                 )
-            start, stop = tp.bounds(len(local))
-            self.own_positions = local[start:stop].to(device)
-        self.router_losses = torch.zeros(2, dtype=torch.float64, device=device)
+            start, stop = tp.shard_bounds(len(local))
+            self.local_positions = local[start:stop].to(device)
+        self.router_losses = torch.zeros(len(ROUTER_LOSS_TERMS), dtype=torch.float64, device=device)
 
     def forward(
         self, x: torch.Tensor, labels: torch.Tensor | None = None, samples: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Carry a micro-batch through this chunk.
+        """Run a micro-batch through this stage.
 
-        `x` is token ids [B, S] in the first chunk, the residual stream [s, B, H] in others. The last chunk returns
-        [loss, z-loss part] where there are labels [B, S], and normalised hidden states [S, B, H] where there are none.
+        `x` is token ids [B, S] in the first stage, the residual stream [s, B, H] in others. With labels [B, S] the last
+        stage returns the `LOSS_TERMS`, without them the normalised hidden states [S, B, H].
         """
         if self.spec.first:
             x = self._embed(x, samples)
         for block in self.layers.values():
-            x, losses = block(x, self.rotary, self.scale.sequences, samples, self.own_positions)
-            if losses is not None:
-                self.router_losses += losses
+            x, router_losses = block(x, self.rotary, self.normalization.sequences, samples, self.local_positions)
+            if router_losses is not None:
+                self.router_losses += router_losses
         if not self.spec.last:
             return x
         hidden = all_gather(self.norm(x), self.axes.tp)
@@ -213,62 +219,62 @@ class DecoderStage(nn.Module):
             hidden.flatten(0, 1),
             self._head(),
             labels.t().flatten(),
-            self.scale.tokens,
-            z_loss=self.losses.z_loss,
+            self.normalization.tokens,
+            z_loss=self.regularization.z_loss,
             group=self.axes.tp,
-            first_row=self.first_row,
+            vocab_start=self.vocab_start,
             vocab_size=self.config.vocab_size,
         )
         return torch.stack([loss, z])
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Scores of this rank's part of the vocabulary for hidden states [S, B, H]: [S, B, V]."""
+        """Return the logits of this rank's part of the vocabulary for hidden states [S, B, H]: [S, B, V]."""
         return hidden @ self._head().to(hidden.dtype).t()
 
     def _head(self) -> torch.Tensor:
         return self.embedding.weight if self.config.tied_embeddings else self.head.weight
 
     def _embed(self, tokens: torch.Tensor, samples: torch.Tensor | None) -> torch.Tensor:
-        """Token ids [B, S] to this rank's part of the residual stream [s, B, H]; each rank knows some of the words."""
-        ids = tokens.t() - self.first_row
+        """Embed token ids [B, S]: this rank's part of the residual stream [s, B, H]. Each tp rank has some rows."""
+        ids = tokens.t() - self.vocab_start
         weight, tp = self.embedding.weight, self.axes.tp
         if tp.size == 1:
             x = F.embedding(ids, weight)
         else:
-            known = (ids >= 0) & (ids < weight.shape[0])
-            rows = F.embedding(torch.where(known, ids, 0), weight)
-            x = reduce_scatter(torch.where(known[..., None], rows, 0.0), tp)
+            on_this_rank = (ids >= 0) & (ids < weight.shape[0])
+            rows = F.embedding(torch.where(on_this_rank, ids, 0), weight)
+            x = reduce_scatter(torch.where(on_this_rank[..., None], rows, 0.0), tp)
         x = x.to(self.spec.dtype)
         if self.config.positions == "learned":
-            x = x + F.embedding(self.own_positions, self.positions.weight)[:, None].to(x.dtype)
-        return self.after_embedding(x, samples, self.own_positions)
+            x = x + F.embedding(self.local_positions, self.positions.weight)[:, None].to(x.dtype)
+        return self.embedding_dropout(x, samples, self.local_positions)
 
 
 class _AttachLosses(torch.autograd.Function):
-    """Ties the router's losses to the activations, so that backward reaches them from any pipeline stage."""
+    """Attaches the router's losses to the activations, so that backward reaches them on any pipeline stage."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, losses: torch.Tensor) -> torch.Tensor:
-        ctx.like = losses.dtype
+        ctx.losses_dtype = losses.dtype
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return grads[0], torch.ones(2, dtype=ctx.like, device=grads[0].device)
+        return grads[0], torch.ones(len(ROUTER_LOSS_TERMS), dtype=ctx.losses_dtype, device=grads[0].device)
 
 
 def selective_checkpoint_contexts() -> Any:
-    """Selective recompute: keep what matrix products, attention and other ranks gave; compute the rest again."""
+    """Selective recompute: save the results of matrix products, attention and collectives; recompute the rest."""
     return create_selective_checkpoint_contexts(list(_SAVED_OPS))
 
 
 def selective_checkpoint_contexts_beside_hooks() -> Any:
-    """The same where FSDP gathers experts within a block: what its hooks do is not the same the second time."""
+    """The same for blocks in which FSDP gathers experts: its hooks run other operations the second time."""
     return tuple(_OnlySavedOps(mode) for mode in selective_checkpoint_contexts())
 
 
 class _OnlySavedOps(TorchDispatchMode):
-    """Shows a selective checkpoint only what it is to keep: it counts operations, and refuses any other number."""
+    """Hides all operations but the saved ones from a selective checkpoint, which refuses another number of them."""
 
     def __init__(self, counting: Any) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
 """Hugging Face's model families: one row of data for each, and `config.json` read and written by these rows.
 
 A row says how a family writes its config and names its tensors; `hf_tensors.py` finds tensors by it. No key of a
-config is ignored in silence: it is read, or it is known not to change what the model computes, or it is switched off,
-or it is an error that names it.
+config is ignored in silence: it is read, or it is known not to change the model's result, or it is switched off.
+Otherwise it is an error that names it.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from trainshed.recipe.yaml_io import KeyPath, SourceMap, SourcePosition, YamlDoc
 class HfTensorNames:
     """What a family calls its tensors.
 
-    `base` is the prefix of all but the head; checkpoints saved without a head lack it. `layer` is the prefix of a
-    layer's. `tensors` goes from our names (without layer and without `.weight` or `.bias`) to theirs: as many as are
-    fused in ours, or one where theirs is fused as well. Weights of `transposed` ones are [in, out] (Conv1D).
+    `base` is the prefix of all tensors but the head; checkpoints saved without a head lack it. `layer` is the prefix of
+    a layer's tensors. `tensors` maps our names (without layer and without `.weight` or `.bias`) to theirs: several if
+    only ours is fused, one if theirs is fused as well. Weights of `transposed` tensors are [in, out] (Conv1D).
     """
 
     base: str
@@ -37,8 +37,8 @@ class HfTensorNames:
 class HfFamily:
     """How transformers writes one family.
 
-    `keys` are plain translations from our keys, `defaults` what transformers takes where a key is left out (any other
-    must be there), `experts` the translations inside `moe` (the first that is there is read).
+    `keys` maps our keys to theirs. `defaults` is what transformers uses if a key is left out; any other key must be
+    present. `experts` maps the keys inside `moe`; the first name that is present is read.
     """
 
     architecture: str
@@ -117,7 +117,7 @@ _COMMON = {
     "tied_embeddings": "tie_word_embeddings",
     "init_std": "initializer_range",
 }
-_WITH_EXPERTS = {ours: theirs for ours, theirs in _COMMON.items() if ours != "ffn"}
+_WITH_EXPERTS = {native_key: hf_key for native_key, hf_key in _COMMON.items() if native_key != "ffn"}
 # The signatures of transformers' configuration classes, 4.40 to 5.22; sizes are always written, so they have none.
 _DEFAULTS = {
     "head_dim": None,
@@ -216,27 +216,29 @@ _UNREAD_HINT = (
 
 def read_hf_config(config: Mapping[str, Any], where: str) -> ModelConfig:
     """Return the architecture a parsed `config.json` describes; `where` is its address, for errors."""
-    reading = _ConfigReader(config, where)
-    found = reading.architecture()
-    reading.refuse_the_rest()
-    places = SourceMap(where, keys={path: SourcePosition(f"{where}, {key}") for path, key in reading.places.items()})
-    return validate(ModelConfig, YamlDocument(found, places))
+    reader = _ConfigReader(config, where)
+    architecture = reader.architecture()
+    reader.check_unread_keys()
+    source_map = SourceMap(
+        where, keys={path: SourcePosition(f"{where}, {key}") for path, key in reader.key_locations.items()}
+    )
+    return validate(ModelConfig, YamlDocument(architecture, source_map))
 
 
 def to_hf_config(config: ModelConfig) -> dict[str, Any]:
     """Return the `config.json` of an architecture, as transformers 4 and 5 read it.
 
-    Raises `InputError` where Hugging Face's family has no word for something of it.
+    Raises `InputError` if Hugging Face's family cannot express a part of it.
     """
     family = HF_FAMILIES[config.family]
     written: dict[str, Any] = {"architectures": [family.architecture], "model_type": config.family}
-    written |= {theirs: getattr(config, ours) for ours, theirs in family.keys.items()}
+    written |= {hf_key: getattr(config, native_key) for native_key, hf_key in family.keys.items()}
     written[family.keys["activation"]] = _activation_name(config)
     if config.rope is not None:
         written["rope_theta"] = config.rope.base
         written["rope_scaling"] = _rope_scaling(config)
     if config.moe is not None:
-        written |= {theirs[0]: getattr(config.moe, ours) for ours, theirs in family.experts.items()}
+        written |= {hf_key[0]: getattr(config.moe, native_key) for native_key, hf_key in family.experts.items()}
     if config.family == "qwen3_moe" and config.moe is not None:
         # Read by no layer; the published models have this product here.
         written["intermediate_size"] = config.moe.ffn * config.moe.top_k
@@ -258,22 +260,22 @@ def to_hf_config(config: ModelConfig) -> dict[str, Any]:
     return written
 
 
-def config_differences(wanted: ModelConfig, found: ModelConfig) -> list[str]:
-    """Say where two architectures compute differently, key by key: a recipe's, and that of its base weights."""
+def config_differences(wanted: ModelConfig, stored: ModelConfig) -> list[str]:
+    """Say where two architectures differ, key by key: that of a recipe and that of its base weights."""
     return [
-        f"`{key}` is {_as_json(getattr(wanted, key))}, of the weights it is {_as_json(getattr(found, key))}"
+        f"`{key}` is {_as_json(getattr(wanted, key))}, of the weights it is {_as_json(getattr(stored, key))}"
         for key in ModelConfig.model_fields
-        if key != "init_std" and getattr(wanted, key) != getattr(found, key)
+        if key != "init_std" and getattr(wanted, key) != getattr(stored, key)
     ]
 
 
 class _ConfigReader:
-    """One config on its way into our words; remembers which keys were read."""
+    """Reads one `config.json` into our keys; remembers which keys were read."""
 
     def __init__(self, config: Mapping[str, Any], where: str) -> None:
         self._config, self._where = config, where
         self._read: set[str] = set()
-        self.places: dict[KeyPath, str] = {}
+        self.key_locations: dict[KeyPath, str] = {}
         model_type = config.get("model_type")
         if not isinstance(model_type, str) or model_type not in HF_FAMILIES:
             raise self._error(
@@ -289,31 +291,35 @@ class _ConfigReader:
             )
 
     def architecture(self) -> dict[str, Any]:
-        found: dict[str, Any] = {"family": self._name}
-        for ours, theirs in self._family.keys.items():
-            found[ours] = self._take(theirs)
-            self.places[(ours,)] = theirs
-            if ours in ("layers", "hidden", "heads") and (type(found[ours]) is not int or found[ours] < 1):
-                raise self._error(f"`{theirs}: {_as_json(found[ours])}` is no size", "write a whole number from 1 up")
-        found["activation"] = self._activation(self._family.keys["activation"])
-        found["kv_heads"] = found.get("kv_heads") or found["heads"]
-        found["head_dim"] = found.get("head_dim") or found["hidden"] // found["heads"]
+        config: dict[str, Any] = {"family": self._name}
+        for native_key, hf_key in self._family.keys.items():
+            config[native_key] = self._take(hf_key)
+            self.key_locations[(native_key,)] = hf_key
+            if native_key in ("layers", "hidden", "heads") and (
+                type(config[native_key]) is not int or config[native_key] < 1
+            ):
+                raise self._error(
+                    f"`{hf_key}: {_as_json(config[native_key])}` is no size", "write a whole number from 1 up"
+                )
+        config["activation"] = self._activation(self._family.keys["activation"])
+        config["kv_heads"] = config.get("kv_heads") or config["heads"]
+        config["head_dim"] = config.get("head_dim") or config["hidden"] // config["heads"]
         if self._name == "gpt2":
-            found["ffn"] = found["ffn"] or 4 * found["hidden"]
+            config["ffn"] = config["ffn"] or 4 * config["hidden"]
         else:
-            found["rope"] = self._rope()
-            found["sliding_window"] = self._sliding_window(found["layers"])
+            config["rope"] = self._rope()
+            config["sliding_window"] = self._sliding_window(config["layers"])
         if self._family.experts:
-            found["moe"] = {}
-            for ours, names in self._family.experts.items():
-                theirs = next((name for name in names if name in self._config), names[0])
-                found["moe"][ours] = self._take(theirs)
-                self.places[("moe", ours)] = theirs
+            config["moe"] = {}
+            for native_key, names in self._family.experts.items():
+                hf_key = next((name for name in names if name in self._config), names[0])
+                config["moe"][native_key] = self._take(hf_key)
+                self.key_locations[("moe", native_key)] = hf_key
         if self._name == "qwen3_moe":
             self._read.add("intermediate_size")  # of layers without experts, and `mlp_only_layers` must name none
-        return found
+        return config
 
-    def refuse_the_rest(self) -> None:
+    def check_unread_keys(self) -> None:
         rest = {key: value for key, value in self._config.items() if key not in self._read | _HARMLESS}
         refused = [key for key, value in rest.items() if (value != _ONLY_VALUE[key] if key in _ONLY_VALUE else value)]
         if refused:
@@ -350,7 +356,7 @@ class _ConfigReader:
         scaling: dict[str, Any] | None = None
         if kind in ("linear", "llama3"):
             scaling = {"kind": kind, "factor": nested.pop("factor", None)}
-            self.places[("rope", "scaling")] = name
+            self.key_locations[("rope", "scaling")] = name
         if kind == "llama3":
             scaling = (scaling or {}) | {
                 "low_frequency_factor": nested.pop("low_freq_factor", None),

@@ -1,9 +1,9 @@
-"""Where every row of our tensors lies in Hugging Face's, and the other way round.
+"""Which row of Hugging Face's tensors is which row of ours, and the other way round.
 
-A native tensor interleaves row mappings. Each is a block of consecutive rows of one Hugging Face tensor, laid into the
-native tensor in runs at a fixed distance. This covers key/value groups, alternating gate and up rows, stacked experts
-and GPT-2's fused, transposed matrices. A mapping keeps the order of its rows, so any cut of a native tensor needs one
-consecutive block of each, and nothing more is read.
+A native tensor is interleaved from blocks of consecutive rows of Hugging Face tensors. A row mapping describes one
+block: its rows are in the native tensor in runs at a fixed distance. This covers key/value groups, alternating gate and
+up rows, stacked experts and GPT-2's fused, transposed matrices. A mapping keeps the order of its rows, so any cut of a
+native tensor needs one consecutive block of each, and nothing more is read.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from trainshed.recipe import ModelConfig
 
 @dataclass(frozen=True)
 class RowMapping:
-    """Rows [hf_start, hf_start + rows) of a Hugging Face tensor, and where they lie in a native one.
+    """Rows [hf_start, hf_start + rows) of a Hugging Face tensor, and where they are in a native one.
 
     Row `hf_start + i` is native row `start + (i // run) · period + i % run`. Rows of a `transposed` tensor are its
     dim 1. `expert` is the index on dim 0 of a native tensor of stacked experts, whose rows are its dim 1.
@@ -39,11 +39,11 @@ class RowMapping:
     expert: int | None = None
 
     def within(self, first: int, last: int) -> tuple[int, int]:
-        """Return which rows of the strip, [from, to), lie in native rows [first, last)."""
+        """Return which rows of the mapping, [from, to), are in native rows [first, last)."""
         return self._rows_before(first), self._rows_before(last)
 
     def native_rows(self, first: int, last: int) -> slice | np.ndarray:
-        """Return the native rows of the strip's rows [first, last), as something that indexes a dim."""
+        """Return the native rows of the mapping's rows [first, last), as an index of a dim."""
         if first >= last:
             return slice(0, 0)
         if self.run == 1:
@@ -56,11 +56,11 @@ class RowMapping:
         return self.start + row // self.run * self.period + row % self.run
 
     def runs(self, first: int, last: int) -> Iterator[tuple[int, slice]]:
-        """Cut the strip's rows [first, last) so that each part is one slice of native rows: (from, that slice)."""
+        """Cut the mapping's rows [first, last) so that each part is one slice of native rows: (from, that slice)."""
         while first < last:
             stop = last if self.run == 1 else min(last, (first // self.run + 1) * self.run)
             rows = self.native_rows(first, stop)
-            assert isinstance(rows, slice), "the rows of one run, or every so-manieth"
+            assert isinstance(rows, slice), "one run of rows, or rows at a fixed distance"
             yield first, rows
             first = stop
 
@@ -71,50 +71,50 @@ class RowMapping:
 
 @dataclass(frozen=True)
 class HfTensor:
-    """One tensor as transformers saves it; `megatron_row_mappings` covers its rows, first to last."""
+    """One tensor as transformers saves it; `row_mappings` covers its rows, first to last."""
 
     name: str
     shape: tuple[int, ...]
-    strips: tuple[RowMapping, ...]
+    row_mappings: tuple[RowMapping, ...]
 
 
 def hf_row_mappings(config: ModelConfig, parameter: Parameter) -> tuple[RowMapping, ...]:
-    """Return the strips a native tensor is woven from; together they cover it."""
+    """Return the mappings that a native tensor is interleaved from; together they cover it."""
     names = HF_FAMILIES[config.family].names
     prefix, local = "", parameter.name
     if parameter.layer is not None:
         prefix, local = names.layer.format(layer=parameter.layer), local.removeprefix(f"layers.{parameter.layer}.")
-    ours, ending = (local, "weight") if parameter.expert else local.rsplit(".", 1)
-    if ours not in names.tensors:
+    native_name, ending = (local, "weight") if parameter.expert else local.rsplit(".", 1)
+    if native_name not in names.tensors:
         raise InputError(
             f"Hugging Face's {config.family} has no tensor for `{parameter.name}`",
             hint="choose another family, or keep it native",
         )
-    transposed = ours in names.transposed and ending == "weight"
-    woven = _interleaving(config, ours, parameter.shape[1 if parameter.expert else 0])
-    strips = []
+    transposed = native_name in names.transposed and ending == "weight"
+    interleaving = _interleaving(config, native_name, parameter.shape[1 if parameter.expert else 0])
+    row_mappings = []
     for expert in range(parameter.shape[0]) if parameter.expert else (None,):
         hf_start = 0
-        for number, (rows, start, run, period) in enumerate(woven):
-            fused = len(names.tensors[ours]) < len(woven)
-            hf_name = prefix + names.tensors[ours][0 if fused else number].format(expert=expert) + f".{ending}"
-            strips.append(
+        for number, (rows, start, run, period) in enumerate(interleaving):
+            fused = len(names.tensors[native_name]) < len(interleaving)
+            hf_name = prefix + names.tensors[native_name][0 if fused else number].format(expert=expert) + f".{ending}"
+            row_mappings.append(
                 RowMapping(hf_name, parameter.name, hf_start, rows, start, run, period, transposed, expert),
             )
             hf_start += rows if fused else 0
-    return tuple(strips)
+    return tuple(row_mappings)
 
 
 def hf_tensors(config: ModelConfig) -> Iterator[HfTensor]:
     """Yield every tensor that transformers saves for an architecture, in our order."""
     for parameter in parameters(config):
         by_name: dict[str, list[RowMapping]] = defaultdict(list)
-        for strip in hf_row_mappings(config, parameter):
-            by_name[strip.hf_name].append(strip)
+        for mapping in hf_row_mappings(config, parameter):
+            by_name[mapping.hf_name].append(mapping)
         columns = parameter.shape[2 if parameter.expert else 1 :]
-        for name, strips in by_name.items():
-            shape = (sum(strip.rows for strip in strips), *columns)
-            yield HfTensor(name, shape[::-1] if strips[0].transposed else shape, tuple(strips))
+        for name, row_mappings in by_name.items():
+            shape = (sum(mapping.rows for mapping in row_mappings), *columns)
+            yield HfTensor(name, shape[::-1] if row_mappings[0].transposed else shape, tuple(row_mappings))
 
 
 def hf_names(config: ModelConfig) -> set[str]:
@@ -122,9 +122,9 @@ def hf_names(config: ModelConfig) -> set[str]:
     return {tensor.name for tensor in hf_tensors(config)}
 
 
-def _interleaving(config: ModelConfig, ours: str, rows: int) -> list[tuple[int, int, int, int]]:
+def _interleaving(config: ModelConfig, native_name: str, rows: int) -> list[tuple[int, int, int, int]]:
     """Return (rows, start, run, period) of each part of a native tensor."""
-    if ours == "attention.qkv":
+    if native_name == "attention.qkv":
         query, head = config.heads // config.kv_heads * config.head_dim, config.head_dim
         group = query + 2 * head
         return [
@@ -132,6 +132,6 @@ def _interleaving(config: ModelConfig, ours: str, rows: int) -> list[tuple[int, 
             (config.kv_heads * head, query, head, group),
             (config.kv_heads * head, query + head, head, group),
         ]
-    if ours.endswith("gate_up"):
+    if native_name.endswith("gate_up"):
         return [(rows // 2, 0, 1, 2), (rows // 2, 1, 1, 2)]
     return [(rows, 0, rows, rows)]

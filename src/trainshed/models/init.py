@@ -110,12 +110,12 @@ def init_parameter(
     out: torch.Tensor, parameter: Parameter, offset: Sequence[int], config: ModelConfig, seed: int
 ) -> None:
     """Fill `out`, the box at `offset` of a parameter, with its starting values."""
-    if parameter.start == "ones":
+    if parameter.init == "ones":
         out.fill_(1.0)
-    elif parameter.start == "zeros":
+    elif parameter.init == "zeros":
         out.zero_()
     else:
         std = config.init_std
-        if parameter.start == "output":
+        if parameter.init == "output":
             std /= math.sqrt(2 * config.layers)
         fill_normal(out, rng_key("init", INIT_VERSION, seed, parameter.name), std, parameter.shape, offset)

@@ -1,8 +1,8 @@
-"""The parts that every layer is made of: Linear, Norm, MLP, dropout.
+"""The parts of every layer: Linear, Norm, MLP, dropout.
 
-Shapes: s tokens of the sequence this rank holds (cut over cp, then tp), S the same after all_gather over tp, B
-sequences of the micro-batch, H hidden, F ffn (this rank's columns). Weights are kept in full precision and cast to
-the activations' dtype where they are used; under FSDP they arrive already cast.
+Shapes: s tokens of the sequence on this rank (cut over cp, then tp), S the same after all_gather over tp, B sequences
+of the micro-batch, H hidden, F ffn (this rank's columns). Weights are kept in full precision and cast to the
+activations' dtype where they are used; under FSDP they are already cast.
 """
 
 from __future__ import annotations
@@ -20,42 +20,43 @@ from trainshed.models.init import dropout_mask_compiled, rng_key, rng_key_tensor
 from trainshed.recipe import ModelConfig
 
 MatmulFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""How a projection multiplies: (input [..., columns], weight [rows, columns]) to [..., rows]."""
+"""How a projection multiplies: (input [..., in], weight [out, in]) to [..., out]."""
 
 
 class Linear(nn.Module):
-    """A projection; `paired` where its rows alternate gate and up: its output then has all gates first, then all ups.
+    """A projection.
 
-    Putting the rows in order costs nothing where the weight is cast anyway, and the halves are read at full speed.
+    With `gate_up_interleaved` the rows of its weight alternate gate and up; its output has all gates first, then all
+    ups. To reorder the rows costs nothing, because the weight is cast anyway, and the halves are read at full speed.
     """
 
-    def __init__(self, columns: int, rows: int, *, bias: bool, paired: bool = False) -> None:
+    def __init__(self, in_features: int, out_features: int, *, bias: bool, gate_up_interleaved: bool = False) -> None:
         super().__init__()
-        self.paired = paired
-        self.weight = nn.Parameter(torch.empty(rows, columns))
-        self.bias = nn.Parameter(torch.empty(rows)) if bias else None
-        self.product: MatmulFunction = F.linear
-        """Replaced by a float8 product where the recipe says so."""
+        self.gate_up_interleaved = gate_up_interleaved
+        self.weight = nn.Parameter(torch.empty(out_features, in_features))
+        self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
+        self.matmul: MatmulFunction = F.linear
+        """Replaced by a float8 product if the recipe asks for it."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Project in the input's dtype."""
         weight, bias = self.weight, self.bias
-        if self.paired:
+        if self.gate_up_interleaved:
             weight, bias = gates_first(weight, 0), None if bias is None else gates_first(bias, 0)
-        out = self.product(x, weight.to(x.dtype))
+        out = self.matmul(x, weight.to(x.dtype))
         return out if bias is None else out + bias.to(x.dtype)
 
 
 class RowParallelLinear(Linear):
-    """A projection of which each tensor-parallel rank holds some columns: results are summed, then the bias added."""
+    """A projection of which each tensor-parallel rank holds some columns; the bias is added to the sum."""
 
-    def __init__(self, columns: int, rows: int, group: AxisGroup, *, bias: bool) -> None:
-        super().__init__(columns, rows, bias=bias)
+    def __init__(self, in_features: int, out_features: int, group: AxisGroup, *, bias: bool) -> None:
+        super().__init__(in_features, out_features, bias=bias)
         self.group = group
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Project [S, B, columns] to this rank's tokens [s, B, rows]."""
-        out = reduce_scatter(self.product(x, self.weight.to(x.dtype)), self.group)
+        """Project [S, B, in_features] to this rank's tokens [s, B, out_features]."""
+        out = reduce_scatter(self.matmul(x, self.weight.to(x.dtype)), self.group)
         return out if self.bias is None else out + self.bias.to(x.dtype)
 
 
@@ -79,7 +80,7 @@ class Norm(nn.Module):
 
 
 class _RmsNorm(torch.autograd.Function):
-    """RMS normalisation where PyTorch has no kernel of its own: a third of the passes over memory of F.rms_norm.
+    """RMS normalisation for dtypes and devices without a fused kernel: a third of F.rms_norm's passes over memory.
 
     y = x · w / r with r² = mean(x²) + eps, so dx = g · w / r - x · mean(g · w · x) / r³.
     """
@@ -125,14 +126,16 @@ def apply_activation(x: torch.Tensor, config: ModelConfig) -> torch.Tensor:
 
 
 class MLP(nn.Module):
-    """The feed-forward block with its norm, its inner width cut over tp; a shared expert's input is normed already."""
+    """The feed-forward block with its norm, cut over tp. The input of a shared expert is already normed."""
 
     def __init__(self, config: ModelConfig, ffn: int, axes: ParallelAxes, *, normed: bool = False) -> None:
         super().__init__()
         self.config, self.axes = config, axes
         self.norm = nn.Identity() if normed else Norm(config.hidden, config)
         width = ffn // axes.tp.size
-        up = Linear(config.hidden, 2 * width if config.gated else width, bias=config.mlp_bias, paired=config.gated)
+        up = Linear(
+            config.hidden, 2 * width if config.gated else width, bias=config.mlp_bias, gate_up_interleaved=config.gated
+        )
         if config.gated:
             self.gate_up = up
         else:
@@ -147,13 +150,13 @@ class MLP(nn.Module):
 
 @dataclass
 class CounterDropout:
-    """Where in the model a dropout stands: masks depend on it, the sample and the position, never on the layout.
+    """Dropout at one site of the model. Its masks depend on the site, the sample and the position, not on the layout.
 
     The key is a tensor on the device of the activations, so that all layers run the same compiled code.
     """
 
     layer: int
-    branch: str
+    site: str
     probability: float
     seed: int
     device: torch.device | str = "cpu"
@@ -161,13 +164,13 @@ class CounterDropout:
 
     def __post_init__(self) -> None:
         if self.probability > 0:
-            self.key = rng_key_tensor(rng_key("dropout", self.seed, self.layer, self.branch), self.device)
+            self.key = rng_key_tensor(rng_key("dropout", self.seed, self.layer, self.site), self.device)
 
     def __call__(self, x: torch.Tensor, samples: torch.Tensor | None, positions: torch.Tensor) -> torch.Tensor:
         """Drop elements of [s, B, H]; `samples` are the run's sample numbers [B], `positions` [s]."""
         if self.key is None or samples is None:
             return x
-        # One counter per (sample, position, channel): 2^20 positions and 2^16 channels at most, 2^27 samples apart.
+        # One counter per (sample, position, channel): at most 2^20 positions, 2^16 channels and 2^27 samples.
         token = (samples[None, :] << 36) + (positions[:, None] << 16)
         index = token[..., None] + torch.arange(x.shape[-1], device=x.device)
         keep = dropout_mask_compiled(index, self.key, self.probability)

@@ -1,11 +1,11 @@
-"""What Megatron calls our tensors, which rows of ours become theirs, and which of them a rank of a layout holds.
+"""Megatron's names of our tensors, which of our rows become Megatron's, and which of them each rank of a layout holds.
 
-Megatron's tensors are ours but for two things: `linear_fc1` of a gated block has all gate rows first and then all up
-rows where ours alternate, and experts stand one by one. Since ours alternate, the share of a tensor-parallel rank is a
-plain cut of ours whose rows are then put apart (gate, up), which is how Megatron cuts it too.
+Megatron's tensors differ from ours in two ways. `linear_fc1` of a gated block has all gate rows first and then all up
+rows, where ours alternate; and each expert is a tensor of its own. Because ours alternate, the share of a
+tensor-parallel rank is a plain cut of ours, whose rows are then separated into gate and up. Megatron has the same cut.
 
 Two specs build the same model under different names: `te` (TransformerEngine, which fuses norms into the linear layer
-behind them) and `local`. Stacked `torch_dist` keys are spelled as `te` by both, but for the norm before experts.
+after them) and `local`. Both spell stacked `torch_dist` keys as `te` does, except the norm before experts.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _MODULES = {
     "mlp.shared.up": "mlp.shared_experts.linear_fc1",
     "mlp.shared.down": "mlp.shared_experts.linear_fc2",
 }
-# A norm by itself, and fused into the linear layer behind it.
+# A norm by itself, and fused into the linear layer after it.
 _NORMS = {
     "attention.norm": ("input_layernorm.", "self_attention.linear_qkv.layer_norm_"),
     "mlp.norm": ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"),
@@ -56,7 +56,7 @@ _NORMS = {
 
 @dataclass(frozen=True)
 class MegatronTensor:
-    """One tensor that Megatron holds: a box of a native one, its rows put apart where it is `gated`.
+    """One tensor of Megatron: a box of a native one, with gate and up rows separated if it is `gated`.
 
     `rows` and `columns` are the native box, [from, to); a vector has no columns. `padding` rows of zeros follow (the
     vocabulary is padded), `expert` is the index on dim 0 of stacked experts.
@@ -93,13 +93,13 @@ def whole_tensors(config: ModelConfig, parameter: Parameter, padded_vocab_size: 
 
 
 def shard_tensor(whole: MegatronTensor, name: str, ranks: int, rank: int) -> MegatronTensor:
-    """Return the share of one of so many (expert-)tensor-parallel ranks, under a name."""
-    split = whole.parameter.split
+    """Return the share of one (expert-)tensor-parallel rank, under a name."""
+    tp_dim = whole.parameter.tp_dim
     rows, columns, padding = whole.rows, whole.columns, whole.padding
-    if split is not None and split == (2 if whole.expert is not None else 1):
+    if tp_dim is not None and tp_dim == (2 if whole.expert is not None else 1):
         assert columns is not None, "only a matrix is cut by columns"
         columns = _share(columns[1], ranks, rank, whole.parameter)
-    elif split is not None:
+    elif tp_dim is not None:
         first, last = _share(rows[1] + padding, ranks, rank, whole.parameter)
         real = rows[1]
         rows = (min(first, real), min(last, real))
@@ -110,7 +110,7 @@ def shard_tensor(whole: MegatronTensor, name: str, ranks: int, rank: int) -> Meg
 
 
 def megatron_row_mappings(parameter: Parameter) -> tuple[RowMapping, ...]:
-    """Return where the rows of Megatron's uncut tensor lie in the native one."""
+    """Return where the rows of Megatron's uncut tensor are in the native one."""
     rows = parameter.shape[1 if parameter.expert else 0]
     if not _gated(parameter):
         return (RowMapping("", parameter.name, 0, rows, 0, rows, rows),)
@@ -129,7 +129,7 @@ def non_layer_name(parameter: Parameter) -> str:
 
 
 def layer_name(config: ModelConfig, parameter: Parameter, spec: LayerSpec, *, stacked: bool) -> str:
-    """The name of a layer's tensor behind `decoder.layers.{i}.`; not that of an expert."""
+    """The name of a layer's tensor after `decoder.layers.{i}.`; not that of an expert."""
     module, ending = name_in_layer(parameter).rsplit(".", 1)
     if module in _NORMS:
         alone, fused = _NORMS[module]
@@ -141,7 +141,7 @@ def layer_name(config: ModelConfig, parameter: Parameter, spec: LayerSpec, *, st
 
 
 def layer_name_variants(parameter: Parameter) -> tuple[str, ...]:
-    """All names a layer's tensor may have behind `decoder.layers.{i}.`; not those of an expert."""
+    """All names a layer's tensor may have after `decoder.layers.{i}.`; not those of an expert."""
     module, ending = name_in_layer(parameter).rsplit(".", 1)
     if module in _NORMS:
         return tuple(prefix + ending for prefix in _NORMS[module])
@@ -154,7 +154,7 @@ def expert_linear(parameter: Parameter) -> Literal["linear_fc1", "linear_fc2"]:
 
 
 def expert_name(parameter: Parameter, local_expert: int, experts: ExpertNaming) -> str:
-    """The name of one expert's tensor in a rank's file, behind `decoder.layers.{i}.`."""
+    """The name of one expert's tensor in a rank's file, after `decoder.layers.{i}.`."""
     linear = expert_linear(parameter)
     if experts == "grouped":
         return f"mlp.experts.{linear}.weight{local_expert}"
@@ -173,26 +173,26 @@ def padded_vocab_size(vocab_size: int, divisible_by: int, tp: int) -> int:
 
 
 def extra_state_modules(config: ModelConfig, spec: LayerSpec) -> list[str]:
-    """The modules of a layer, experts apart, that keep an `_extra_state` (empty but for fp8) in `torch_dist`."""
-    found = ["self_attention.linear_qkv", "self_attention.linear_proj"]
+    """Return a layer's modules, without experts, that have an `_extra_state` (empty except for fp8) in `torch_dist`."""
+    modules = ["self_attention.linear_qkv", "self_attention.linear_proj"]
     if config.moe is None:
-        found += ["mlp.linear_fc1", "mlp.linear_fc2"]
+        modules += ["mlp.linear_fc1", "mlp.linear_fc2"]
     elif config.moe.shared_ffn:
-        found += ["mlp.shared_experts.linear_fc1", "mlp.shared_experts.linear_fc2"]
+        modules += ["mlp.shared_experts.linear_fc1", "mlp.shared_experts.linear_fc2"]
     if spec == "te":
         # What TransformerEngine adds; names that a version of it does not ask for are not read.
-        found += ["self_attention.core_attention"]
-        found += ["self_attention.q_layernorm", "self_attention.k_layernorm"] if config.qk_norm else []
-        found += ["pre_mlp_layernorm"] if config.moe is not None else []
-    return found
+        modules += ["self_attention.core_attention"]
+        modules += ["self_attention.q_layernorm", "self_attention.k_layernorm"] if config.qk_norm else []
+        modules += ["pre_mlp_layernorm"] if config.moe is not None else []
+    return modules
 
 
 def parameters_by_layer(config: ModelConfig) -> dict[int | None, list[Parameter]]:
     """All tensors by layer; None holds those outside."""
-    found: dict[int | None, list[Parameter]] = {}
+    by_layer: dict[int | None, list[Parameter]] = {}
     for parameter in parameters(config):
-        found.setdefault(parameter.layer, []).append(parameter)
-    return found
+        by_layer.setdefault(parameter.layer, []).append(parameter)
+    return by_layer
 
 
 def _gated(parameter: Parameter) -> bool:
@@ -206,8 +206,8 @@ def _in_vocabulary(parameter: Parameter) -> bool:
 def _share(length: int, ranks: int, rank: int, parameter: Parameter) -> tuple[int, int]:
     if length % ranks:
         raise _uneven_split_error(parameter, ranks)
-    each = length // ranks
-    return rank * each, (rank + 1) * each
+    share = length // ranks
+    return rank * share, (rank + 1) * share
 
 
 def _uneven_split_error(parameter: Parameter, ranks: int) -> InputError:

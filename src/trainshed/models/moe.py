@@ -1,8 +1,8 @@
 """A mixture of experts: top-k routing, nothing dropped, experts spread over ep ranks and cut over etp ranks.
 
 Shapes: s tokens of this rank, B sequences, T = s · B tokens, H hidden, F inner width, E experts (e on this rank), K
-experts per token. Expert-parallel ranks hold different tokens (sequence parallel sees to that within tp), so tokens
-travel to their experts and back by all-to-all. Everything is gathered by permutation, so gradients add in one order.
+experts per token. Expert-parallel ranks hold different tokens (within tp because of sequence parallel), so tokens are
+sent to their experts and back by all_to_all. Rows are moved by permutations, so gradients always add in one order.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ from trainshed.models.collectives import ParallelAxes, all_gather, all_reduce, a
 from trainshed.models.layers import MLP, Linear, Norm, apply_activation, gates_first
 from trainshed.recipe import ModelConfig
 
+ROUTER_LOSS_TERMS = ("moe_balance", "moe_z")
+"""The losses that `MoE` returns, in this order."""
+
 
 class GroupedExperts(nn.Module):
     """The weights of this rank's experts, stacked."""
@@ -25,8 +28,8 @@ class GroupedExperts(nn.Module):
         super().__init__()
         assert config.moe is not None, "only models with experts have them"
         self.config = config
-        self.paired = config.gated
-        """Whether rows of the up projection alternate gate and up, as for `Linear`."""
+        self.gate_up_interleaved = config.gated
+        """Whether rows of the up projection alternate gate and up, as in `Linear`."""
         count, width = config.moe.experts // axes.ep.size, config.moe.ffn // axes.etp.size
         up = nn.Parameter(torch.empty(count, 2 * width if config.gated else width, config.hidden))
         if config.gated:
@@ -38,7 +41,7 @@ class GroupedExperts(nn.Module):
     def forward(self, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """Send rows, sorted by expert, through their experts: [rows, H] to [rows, H]; counts: int64 [e]."""
         up = self.gate_up if self.config.gated else self.up
-        up = (gates_first(up, 1) if self.paired else up).to(x.dtype)
+        up = (gates_first(up, 1) if self.gate_up_interleaved else up).to(x.dtype)
         down = self.down.to(x.dtype)
         if x.is_cuda and x.dtype == torch.bfloat16:
             ends = counts.cumsum(0).to(torch.int32)
@@ -51,7 +54,7 @@ class GroupedExperts(nn.Module):
 
 
 class MoE(nn.Module):
-    """A norm, a router and its experts in place of the feed-forward block."""
+    """A norm, a router and its experts, instead of the feed-forward block."""
 
     def __init__(self, config: ModelConfig, axes: ParallelAxes, *, balance_loss: float, z_loss: float) -> None:
         super().__init__()
@@ -64,79 +67,87 @@ class MoE(nn.Module):
         if config.moe.shared_ffn:
             self.shared = MLP(config, config.moe.shared_ffn, axes, normed=True)
 
-    def forward(self, x: torch.Tensor, scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Transform tokens [s, B, H]; `scale` is 1 / sequences of the global batch.
+    def forward(self, x: torch.Tensor, sequence_scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Transform tokens [s, B, H]; `sequence_scale` is 1 / sequences of the global batch.
 
-        Returns the output and this rank's part of the router's losses, [balance, z], already weighted and scaled.
+        Returns the output and this rank's part of the `ROUTER_LOSS_TERMS`, already weighted and scaled.
         """
         x = self.norm(x)
         tokens = x.flatten(0, 1)
-        # The router decides in float32 or better, whatever the activations are in.
-        wide = torch.promote_types(x.dtype, torch.float32)
-        logits = F.linear(tokens.to(wide), self.router.weight.to(x.dtype).to(wide))
+        # The router computes in float32 or better, whatever the dtype of the activations.
+        router_dtype = torch.promote_types(x.dtype, torch.float32)
+        logits = F.linear(tokens.to(router_dtype), self.router.weight.to(x.dtype).to(router_dtype))
         probabilities = logits.softmax(-1)
-        weights, chosen = probabilities.topk(self.moe.top_k, dim=-1)
+        weights, expert_ids = probabilities.topk(self.moe.top_k, dim=-1)
         if self.moe.normalize_top_k:
             weights = weights / weights.sum(-1, keepdim=True)
-        losses = self._losses(logits, probabilities, chosen, x.shape[:2], scale)
+        losses = self._losses(logits, probabilities, expert_ids, x.shape[:2], sequence_scale)
         group = self.axes.etp
-        out = self._through_experts(all_gather(tokens, group), all_gather(weights, group), all_gather(chosen, group))
+        out = self._dispatch_and_combine(
+            all_gather(tokens, group), all_gather(weights, group), all_gather(expert_ids, group)
+        )
         out = reduce_scatter(out, group).view_as(x)
         if self.moe.shared_ffn:
             out = out + self.shared(x)
         return out, losses
 
-    def _through_experts(self, tokens: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    def _dispatch_and_combine(
+        self, tokens: torch.Tensor, weights: torch.Tensor, expert_ids: torch.Tensor
+    ) -> torch.Tensor:
         """Tokens [T, H] to their experts [T, K], weighted by [T, K], and back."""
-        by_expert = chosen.flatten().argsort(stable=True)
+        by_expert = expert_ids.flatten().argsort(stable=True)
         copies = tokens[:, None].expand(-1, self.moe.top_k, -1).flatten(0, 1)
         rows = permute_rows(copies, by_expert)
         counts = torch.zeros(self.moe.experts, dtype=torch.int64, device=tokens.device)
-        counts = counts.scatter_add_(0, chosen.flatten(), torch.ones_like(chosen.flatten()))
-        out = self.experts(rows, counts) if self.axes.ep.size == 1 else self._exchanged(rows, counts)
-        out = permute_rows(out, inverse_permutation(by_expert)).view(*chosen.shape, -1)
+        counts = counts.scatter_add_(0, expert_ids.flatten(), torch.ones_like(expert_ids.flatten()))
+        out = self.experts(rows, counts) if self.axes.ep.size == 1 else self._dispatch_over_ep(rows, counts)
+        out = permute_rows(out, inverse_permutation(by_expert)).view(*expert_ids.shape, -1)
         return (out * weights[..., None].to(out.dtype)).sum(1)
 
-    def _exchanged(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        """Rows sorted by expert to the ranks that hold the experts, through them, and back in the same order."""
+    def _dispatch_over_ep(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """Send rows, sorted by expert, to the ranks that hold the experts, and return the results in the same order."""
         ep = self.axes.ep
-        each = self.moe.experts // ep.size
-        arriving = _all_to_all_counts(counts, ep)  # [ep, e]: rows from each rank for each of this rank's experts
-        send, receive = counts.view(ep.size, each).sum(1).tolist(), arriving.sum(1).tolist()
-        here = all_to_all(rows, receive, send, ep)
-        expert = torch.arange(each, device=rows.device).repeat(ep.size).repeat_interleave(arriving.flatten())
+        local_experts = self.moe.experts // ep.size
+        received_counts = _all_to_all_counts(counts, ep)  # [ep, e]: rows from each rank for each of this rank's experts
+        send, receive = counts.view(ep.size, local_experts).sum(1).tolist(), received_counts.sum(1).tolist()
+        received = all_to_all(rows, receive, send, ep)
+        expert = (
+            torch.arange(local_experts, device=rows.device).repeat(ep.size).repeat_interleave(received_counts.flatten())
+        )
         by_expert = expert.argsort(stable=True)
-        out = self.experts(permute_rows(here, by_expert), arriving.sum(0))
+        out = self.experts(permute_rows(received, by_expert), received_counts.sum(0))
         return all_to_all(permute_rows(out, inverse_permutation(by_expert)), send, receive, ep)
 
     def _losses(
         self,
         logits: torch.Tensor,
         probabilities: torch.Tensor,
-        chosen: torch.Tensor,
+        expert_ids: torch.Tensor,
         shape: torch.Size,
-        scale: torch.Tensor | None,
+        sequence_scale: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Balance per whole sequence (so that it does not change with the layout), z over tokens: [2]."""
-        if scale is None or not (self.balance_loss or self.z_loss):
-            return logits.new_zeros(2)
+        """Return the `ROUTER_LOSS_TERMS`. Balance is per whole sequence, so that it does not change with the layout."""
+        if sequence_scale is None or not (self.balance_loss or self.z_loss):
+            return logits.new_zeros(len(ROUTER_LOSS_TERMS))
         length, batch = shape
         experts = self.moe.experts
         whole = length * self.axes.sequence.size
-        load = logits.new_zeros(length * batch, experts).scatter_(1, chosen, 1.0).view(length, batch, experts).sum(0)
+        load = (
+            logits.new_zeros(length * batch, experts).scatter_(1, expert_ids, 1.0).view(length, batch, experts).sum(0)
+        )
         load = all_reduce(load, self.axes.sequence) / (whole * self.moe.top_k)  # [B, E], the same on all parts
         share = probabilities.view(length, batch, experts).sum(0) / whole
-        balance = self.balance_loss * experts * (load * share).sum() * scale
-        z = self.z_loss * logits.logsumexp(-1).square().sum() / whole * scale
+        balance = self.balance_loss * experts * (load * share).sum() * sequence_scale
+        z = self.z_loss * logits.logsumexp(-1).square().sum() / whole * sequence_scale
         return torch.stack([balance, z])
 
 
 def _all_to_all_counts(counts: torch.Tensor, ep: Any) -> torch.Tensor:
-    each = counts.numel() // ep.size
-    # Integers carry no gradient; the plain collective will do.
+    local_experts = counts.numel() // ep.size
+    # Integers carry no gradient, so the plain collective is enough.
     received = torch.empty_like(counts)
     torch.distributed.all_to_all_single(received, counts, group=ep.process_group)
-    return received.view(ep.size, each)
+    return received.view(ep.size, local_experts)
 
 
 def inverse_permutation(permutation: torch.Tensor) -> torch.Tensor:

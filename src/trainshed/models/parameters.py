@@ -1,4 +1,4 @@
-"""The tensors of a model: one global name each, its shape, how ranks may split it, how it starts; and their counts.
+"""The tensors of a model: global name, shape, how ranks may split it, how it is initialised; and their counts.
 
 Names and shapes do not depend on a layout; they are the names of native checkpoints, of the optimizer's state and of
 fresh weights. Rows are ordered so that every split is a plain cut:
@@ -26,15 +26,15 @@ InitScheme = Literal["normal", "output", "ones", "zeros"]
 class Parameter:
     """One tensor of a model.
 
-    `split` is the dim that tensor-parallel ranks share out (expert tensors: the expert-tensor-parallel ranks); None is
-    a tensor every one of them holds. `expert` tensors are stacked on dim 0, which expert-parallel ranks share out.
-    `layer` is None for what stands before the first layer or after the last.
+    `tp_dim` is the dim that is split over tensor-parallel ranks (of expert tensors: over expert-tensor-parallel ranks);
+    None for a tensor that each of them holds whole. `expert` tensors are stacked on dim 0, which is split over
+    expert-parallel ranks. `layer` is None for tensors before the first layer or after the last.
     """
 
     name: str
     shape: tuple[int, ...]
-    split: int | None
-    start: InitScheme
+    tp_dim: int | None
+    init: InitScheme
     layer: int | None = None
     expert: bool = False
 
@@ -123,8 +123,8 @@ def _mlp_parameters(config: ModelConfig, prefix: str, ffn: int, layer: int) -> I
 def lora_parameter_count(config: ModelConfig, lora: Lora) -> int:
     """Return the number of weights of the adapters: for each projection rank x (inputs + outputs)."""
     shapes = dict(_lora_projections(config))
-    each = sum(sum(shapes[target]) for target in lora.targets if target in shapes)
-    return config.layers * lora.rank * each
+    per_layer = sum(sum(shapes[target]) for target in lora.targets if target in shapes)
+    return config.layers * lora.rank * per_layer
 
 
 def trained_fraction(config: ModelConfig, lora: Lora | None) -> float:

@@ -1,6 +1,6 @@
-"""A model ready to generate, from weights in any format: a folder for transformers, a run, Megatron's, an adapter.
+"""Load a model that can generate, from weights in any format: a transformers folder, a run, Megatron's, an adapter.
 
-Its tokenizer and its name are found beside the weights or with the run that trained them.
+Its tokenizer and its name come from beside the weights or from the run that trained them.
 """
 
 from __future__ import annotations
@@ -43,23 +43,23 @@ ServingDtype = Literal["fp32", "bf16", "fp16"]
 DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _READ_THREADS = 4
 _VerdictCheck = Callable[[str, StoreOptions | None], None]
-"""Looks at the verdict beside weights."""
+"""Checks the verdict that is stored beside weights."""
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model on its device, with its words (None where no tokenizer was found)."""
+    """A model on its device, with its tokenizer (None if there is none)."""
 
     name: str
     address: str
     format: WeightsFormat
-    chunk: DecoderStage
-    words: ChatTokenizer | None
+    decoder: DecoderStage
+    tokenizer: ChatTokenizer | None
 
     @property
     def config(self) -> ModelConfig:
         """The architecture."""
-        return self.chunk.config
+        return self.decoder.config
 
     def generator(
         self,
@@ -70,9 +70,9 @@ class LoadedModel:
         eager: bool = False,
         reporter: Reporter = SILENT,
     ) -> ModelGenerator:
-        """Begin to answer; what is left open is chosen by the free memory, and told."""
-        spec = self.chunk.spec
-        room = choose_limits(
+        """Start a generator; limits that are not given are chosen by the free memory, and reported."""
+        spec = self.decoder.spec
+        limits = choose_limits(
             self.config,
             spec.dtype,
             spec.device,
@@ -81,12 +81,12 @@ class LoadedModel:
             cache_tokens=cache_tokens,
             reporter=reporter,
         )
-        words = self.words
+        tokenizer = self.tokenizer
         return ModelGenerator(
-            self.chunk,
-            room,
-            decode=None if words is None else words.plain,
-            ends=frozenset() if words is None else words.ends,
+            self.decoder,
+            limits,
+            decode=None if tokenizer is None else tokenizer.decode_plain,
+            eos_tokens=frozenset() if tokenizer is None else tokenizer.eos_tokens,
             eager=eager,
             reporter=reporter,
         )
@@ -106,10 +106,10 @@ def load_model(
 ) -> LoadedModel:
     """Load the model at an address, in any format that is known and from any store.
 
-    `dtype`: as stored on a GPU, fp32 on a CPU, unless it is said. `tokenizer` names another than the one beside the
-    weights, `base` the weights that a LoRA adapter belongs to. Weights whose conversion was not proven are refused.
+    Without a `dtype` weights are as stored on a GPU, and fp32 on a CPU. `tokenizer` names another one than that beside
+    the weights, `base` the weights that a LoRA adapter belongs to. Weights with a failed verdict are refused.
     """
-    place = _choose_device(device)
+    torch_device = _choose_device(device)
     is_adapter = open_folder(address, options).head(ADAPTER_CONFIG) is not None
     if base is not None and not is_adapter:
         raise InputError(
@@ -122,27 +122,31 @@ def load_model(
         else _opened_weights(ConversionSource(address, options, vocab_size), proven, options, reporter)
     )
     with opened as (weights, origin):
-        chosen = _choose_dtype(weights, dtype, place, reporter)
-        words = find_tokenizer(address, "hf", tokenizer=tokenizer, options=options) if is_adapter else None
-        words = words or find_tokenizer(origin.address, origin.format, tokenizer=tokenizer, options=options)
-        _compare_vocabularies(words, weights.config, reporter)
-        chunk = _load_weights(weights, chosen, place, reporter)
-    return LoadedModel(model_name(address), address, origin.format, chunk, words)
+        chosen = _choose_dtype(weights, dtype, torch_device, reporter)
+        chat_tokenizer = find_tokenizer(address, "hf", tokenizer=tokenizer, options=options) if is_adapter else None
+        chat_tokenizer = chat_tokenizer or find_tokenizer(
+            origin.address, origin.format, tokenizer=tokenizer, options=options
+        )
+        _compare_vocabularies(chat_tokenizer, weights.config, reporter)
+        decoder = _load_weights(weights, chosen, torch_device, reporter)
+    return LoadedModel(model_name(address), address, origin.format, decoder, chat_tokenizer)
 
 
 def build_decoder(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> DecoderStage:
-    """Lay out a whole decoder without memory, with its tables of positions on the device."""
+    """Build a whole decoder on the meta device, with its tables of positions on the real one."""
     spec = DecoderStageSpec(range(config.layers), True, True, config.max_positions, dtype, device)
-    scale = LossNormalization(torch.ones(()), torch.ones(()))
+    normalization = LossNormalization(torch.ones(()), torch.ones(()))
     with torch.device("meta"):
-        return DecoderStage(config, ParallelAxes(), spec, Regularization(), scale).to(dtype).requires_grad_(False)
+        return (
+            DecoderStage(config, ParallelAxes(), spec, Regularization(), normalization).to(dtype).requires_grad_(False)
+        )
 
 
 @contextmanager
 def _opened_weights(
     origin: ConversionSource, proven: _VerdictCheck, options: StoreOptions | None, reporter: Reporter
 ) -> Iterator[tuple[Weights, ConversionSource]]:
-    """Open weights; those elsewhere are fetched first."""
+    """Open weights; those in another store are fetched first."""
     with origin.open(_download_folder(origin.pinned), reporter) as weights:
         proven(origin.address, options)
         yield weights, origin
@@ -152,35 +156,35 @@ def _opened_weights(
 def _merged_weights(
     adapter: str, base: str | None, proven: _VerdictCheck, options: StoreOptions | None, reporter: Reporter
 ) -> Iterator[tuple[Weights, ConversionSource]]:
-    """Open the weights that an adapter and its base are together."""
+    """Merge an adapter into its base and open the result."""
     folder = local_folder(adapter)
-    with tempfile.TemporaryDirectory(prefix="trainshed-adapter-") as made:
+    with tempfile.TemporaryDirectory(prefix="trainshed-adapter-") as temporary:
         origin = ConversionSource(base or _adapter_base(folder, reporter), options)
         with _opened_weights(origin, proven, options, reporter):
-            merge_adapter(local_folder(origin.address), folder, Path(made) / folder.name, reporter=reporter)
-        merged = ConversionSource(str(Path(made) / folder.name), options)
-        with merged.open(Path(made), reporter) as weights:
+            merge_adapter(local_folder(origin.address), folder, Path(temporary) / folder.name, reporter=reporter)
+        merged = ConversionSource(str(Path(temporary) / folder.name), options)
+        with merged.open(Path(temporary), reporter) as weights:
             yield weights, merged
 
 
 def _adapter_base(adapter: Path, reporter: Reporter) -> str:
-    """Where the base of an adapter is: PEFT keeps a path, or a name on the Hub."""
+    """Return the address of an adapter's base: PEFT stores a path, or a name on the Hub."""
     named = LoraAdapterConfig.read(adapter).base
     if not named:
         raise InputError("the adapter does not say what it was trained on", where=str(adapter), hint="write --base")
-    found = named if Path(named).expanduser().is_dir() else f"hf://{named}"
-    reporter.note(f"the adapter says that its base is {found}")
-    return found
+    base = named if Path(named).expanduser().is_dir() else f"hf://{named}"
+    reporter.note(f"the adapter says that its base is {base}")
+    return base
 
 
 def _download_folder(address: str) -> Path:
-    """Where weights that are fetched stay, so that they are fetched once."""
+    """Return where fetched weights are kept, so that they are fetched once."""
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(root) / "trainshed" / "weights" / hashlib.sha256(address.encode()).hexdigest()[:16]
 
 
 def _refuse_failed_verdict(address: str, options: StoreOptions | None) -> None:
-    """Refuse weights of which it is known that they are not those they were made from."""
+    """Refuse weights whose verdict says that they differ from their source."""
     if parse(address).scheme == "file":
         verdict = read_verdict(Path(str(parse(address))))
     else:
@@ -197,7 +201,7 @@ def _refuse_failed_verdict(address: str, options: StoreOptions | None) -> None:
 
 
 def _choose_device(wanted: str | None) -> torch.device:
-    """The device that is asked for; otherwise a GPU if there is one."""
+    """Return the requested device, or else a GPU if there is one."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     known = ["cpu", *(["cuda"] if gpus else []), *(f"cuda:{number}" for number in range(gpus))]
     if wanted is not None and wanted not in known:
@@ -206,7 +210,7 @@ def _choose_device(wanted: str | None) -> torch.device:
 
 
 def _accept_any_verdict(address: str, options: StoreOptions | None) -> None:
-    """What somebody wants who tries weights all the same."""
+    """Accept weights whatever their verdict, for `--ignore-verdict`."""
 
 
 def _choose_dtype(
@@ -216,7 +220,7 @@ def _choose_dtype(
         return DTYPES[wanted]
     stored = reduce(torch.promote_types, (getattr(torch, name) for name in weights.dtypes))
     chosen = torch.float32 if device.type == "cpu" or stored not in DTYPES.values() else stored
-    named = next(name for name, each in DTYPES.items() if each == chosen)
+    named = next(name for name, dtype in DTYPES.items() if dtype == chosen)
     reporter.note(
         f"{parameter_count(weights.config):,} weights in {named} on {device.type} "
         f"(stored in {' and '.join(weights.dtypes)}; --dtype changes it)"
@@ -224,8 +228,8 @@ def _choose_dtype(
     return chosen
 
 
-def _compare_vocabularies(words: ChatTokenizer | None, config: ModelConfig, reporter: Reporter) -> None:
-    known = 0 if words is None else words.tokenizer.vocab_size
+def _compare_vocabularies(chat_tokenizer: ChatTokenizer | None, config: ModelConfig, reporter: Reporter) -> None:
+    known = 0 if chat_tokenizer is None else chat_tokenizer.tokenizer.vocab_size
     if known > config.vocab_size:
         reporter.warn(
             f"the tokenizer has {known:,} tokens and the model knows {config.vocab_size:,}: it may be another model's"
@@ -234,18 +238,21 @@ def _compare_vocabularies(words: ChatTokenizer | None, config: ModelConfig, repo
 
 def _load_weights(weights: Weights, dtype: torch.dtype, device: torch.device, reporter: Reporter) -> DecoderStage:
     """Read every tensor onto the device."""
-    chunk = build_decoder(weights.config, dtype, device)
+    decoder = build_decoder(weights.config, dtype, device)
     table = list(parameters(weights.config))
     state: dict[str, torch.Tensor] = {}
     total = sum(parameter.size * dtype.itemsize for parameter in table)
     with reporter.task("loading", total=total, unit="B") as task, ThreadPoolExecutor(_READ_THREADS) as pool:
-        read = pool.map(lambda each: weights.read(each, (0,) * len(each.shape), each.shape, dtype).to(device), table)
+        read = pool.map(
+            lambda parameter: weights.read(parameter, (0,) * len(parameter.shape), parameter.shape, dtype).to(device),
+            table,
+        )
         for parameter, tensor in zip(table, read, strict=True):
             state[parameter.name] = tensor
             task.advance(tensor.nbytes)
-    chunk.load_state_dict(state, assign=True)
-    put_gates_first(chunk)
-    return chunk.eval()
+    decoder.load_state_dict(state, assign=True)
+    put_gates_first(decoder)
+    return decoder.eval()
 
 
 _RECIPE_FILE, _PREPARED_FILE = "recipe.yaml", "prepared.json"
@@ -254,20 +261,20 @@ _RECIPE_FILE, _PREPARED_FILE = "recipe.yaml", "prepared.json"
 def find_tokenizer(
     address: str, format: WeightsFormat, *, tokenizer: str | None = None, options: StoreOptions | None = None
 ) -> ChatTokenizer | None:
-    """Return the words of weights: of the tokenizer that is named, else the one beside them, else their run's."""
+    """Return the tokenizer of weights: the one that is named, else the one beside them, else that of their run."""
     if tokenizer is not None:
         return _read_tokenizer(tokenizer, "hf", options, must=True)
-    for home in _tokenizer_folders(address):
-        found = _read_tokenizer(home, format, options)
-        if found is not None:
-            return found
+    for folder in _tokenizer_folders(address):
+        beside = _read_tokenizer(folder, format, options)
+        if beside is not None:
+            return beside
     run = _run_folder(address)
     tokenizer = None if run is None else _run_tokenizer(run)
     return None if tokenizer is None else _read_tokenizer(tokenizer, "hf", options)
 
 
 def model_name(address: str) -> str:
-    """Return what weights are called: as the run that trained them, else as the folder they lie in."""
+    """Return the name of weights: that of the run that trained them, else that of their folder."""
     run = _run_folder(address)
     if run is not None:
         return load_recipe(str(run / _RECIPE_FILE)).name
@@ -277,7 +284,7 @@ def model_name(address: str) -> str:
 def _read_tokenizer(
     address: str, format: str, options: StoreOptions | None, *, must: bool = False
 ) -> ChatTokenizer | None:
-    """The words in a folder; a lone tokenizer.json is in one, too."""
+    """Read the tokenizer of a folder; the address may also be a tokenizer.json."""
     if address.endswith("tokenizer.json"):
         address = address.removesuffix("tokenizer.json").rstrip("/") or "."
     files = read_companions(address, format, tokenizer=address if must else None, options=options)
@@ -285,26 +292,26 @@ def _read_tokenizer(
 
 
 def _tokenizer_folders(address: str) -> Iterator[str]:
-    """Where what goes with weights may lie: one step of a checkpoint shares it with the others."""
+    """Yield the folders that may hold the tokenizer: the checkpoints of a run share one."""
     yield address
     if parse(address).scheme == "file":
         folder = Path(os.path.abspath(str(parse(address))))
         if folder.name.startswith("step-"):
-            yield from (str(each) for each in folder.parents[1:2])
+            yield from map(str, folder.parents[1:2])
         elif folder.name == "release" or folder.name.startswith("iter_"):
             yield str(folder.parent)
 
 
 def _run_folder(address: str) -> Path | None:
-    """The folder of the run that weights belong to: its own, or one that they (an export, a checkpoint) lie in."""
+    """Return the folder of the run that weights belong to: this folder, or one that contains it."""
     if parse(address).scheme != "file":
         return None
     folder = Path(os.path.abspath(str(parse(address))))
-    return next((each for each in (folder, *folder.parents[:2]) if (each / _RECIPE_FILE).is_file()), None)
+    return next((run for run in (folder, *folder.parents[:2]) if (run / _RECIPE_FILE).is_file()), None)
 
 
 def _run_tokenizer(run: Path) -> str | None:
-    """Where the tokenizer of a run is: where its recipe says, or where its tokens say that it was learned."""
+    """Return the address of a run's tokenizer: from its recipe, or from the manifest of its tokens."""
     recipe: Recipe = load_recipe(str(run / _RECIPE_FILE))
     if isinstance(recipe.tokenizer, str):
         return recipe.tokenizer
@@ -319,7 +326,7 @@ def _run_tokenizer(run: Path) -> str | None:
 
 
 def _local_artefact(path: str, run: Path) -> str:
-    """A path of an artefact, which a run may have written as seen from where it was started."""
+    """Return the path of an artefact; a run may have stored it relative to where it was started."""
     if parse(path).scheme != "file" or Path(path).is_absolute() or "artefacts" not in Path(path).parts:
         return path
     parts = Path(path).parts

@@ -1,5 +1,5 @@
-"""What is asked of a model and what comes back: sampling parameters, the events of a generation, and the `Generator`
-protocol that the scheduler and every API share. It imports no torch.
+"""A generation request and its events: sampling parameters, output tokens, and the `Generator` protocol that the
+scheduler and every API share. It imports no torch.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from trainshed.errors import InputError
 
 FinishReason = Literal["stop", "length", "cancelled"]
 MAX_TOP_LOGPROBS = 100
-"""More are refused: they are for people, and each costs a row of text."""
+"""More are refused: people read them, and each is a line of text."""
 
 
 @dataclass(frozen=True)
@@ -21,27 +21,27 @@ class SamplingParams:
     """How tokens are chosen, and when to stop."""
 
     max_tokens: int | None = None
-    """None: until the model's length is full."""
+    """None: until the model's maximum length."""
     temperature: float = 1.0
-    """0: always the likeliest token."""
+    """0: always the most likely token."""
     top_k: int = 0
-    """0: no bound."""
+    """0: no limit."""
     top_p: float = 1.0
     seed: int | None = None
-    """The same seed, prompt and sampling give the same answer, whoever else is being answered."""
+    """The same seed, prompt and sampling give the same output, whatever other requests run."""
     stop: tuple[str, ...] = ()
-    """Texts that end the answer; they are not part of it."""
-    ignore_end: bool = False
-    """Go on after the model's own end token."""
+    """Stop strings: they end the output and are not part of it."""
+    ignore_eos: bool = False
+    """Go on after an EOS token."""
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     logprobs: int | None = None
-    """How many alternatives are told with each token; None: no log-probabilities at all."""
+    """How many top tokens are returned with each output token; None: no log-probabilities at all."""
     prompt_logprobs: bool = False
-    """Tell the log-probability of each token of the prompt, too."""
+    """Also return the log-probability of each token of the prompt."""
 
     def check(self) -> None:
-        """Refuse settings that mean nothing."""
+        """Refuse parameters that are out of range."""
         wrong = {
             "max_tokens": self.max_tokens is not None and self.max_tokens < 0,
             "temperature": not 0.0 <= self.temperature < math.inf,
@@ -69,7 +69,7 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """A token that could have stood there."""
+    """A token of the vocabulary and its log-probability."""
 
     token: int
     logprob: float
@@ -77,36 +77,36 @@ class TokenLogprob:
 
 @dataclass(frozen=True)
 class OutputToken:
-    """One token of an answer."""
+    """One token of the output."""
 
     token: int
     text: str
-    """What it adds to the text: nothing while a character is half there or a stop text may be beginning."""
+    """What it adds to the text: nothing while a character is incomplete or a stop string may be beginning."""
     logprob: float | None = None
-    """Of the model itself, before temperature and bounds."""
-    alternatives: tuple[TokenLogprob, ...] = ()
+    """Of the model itself, before temperature, top_k and top_p."""
+    top_logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True)
 class PrefillDone:
-    """The prompt has been read; log-probabilities of its tokens from the second on, where they were asked for."""
+    """Prefill is done; `logprobs` are those of the prompt's tokens from the second on, if they were requested."""
 
     logprobs: tuple[OutputToken, ...] = ()
 
 
 @dataclass(frozen=True)
 class GenerationFinished:
-    """The answer is whole. `text` is what was held back and is part of it after all."""
+    """The output is complete. `text` is the rest that was held back."""
 
-    reason: FinishReason
+    finish_reason: FinishReason
     text: str = ""
 
 
 @dataclass(frozen=True)
 class GenerationFailed:
-    """The model could not go on; the sentence says why."""
+    """The model could not go on; `reason` is a sentence."""
 
-    why: str
+    reason: str
 
 
 GenerationEvent = PrefillDone | OutputToken | GenerationFinished | GenerationFailed
@@ -114,47 +114,47 @@ GenerationEvent = PrefillDone | OutputToken | GenerationFinished | GenerationFai
 
 @dataclass(frozen=True)
 class GeneratorLoad:
-    """How busy a generator is."""
+    """The load of a generator."""
 
     running: int
     waiting: int
     cached_tokens: int
     cache_tokens: int
-    """Room for tokens, in all."""
+    """Size of the KV cache."""
     prompt_tokens_total: int
     generated_tokens_total: int
 
 
 class GenerationHandle(Protocol):
-    """A question that is being answered."""
+    """A request that was submitted."""
 
     def cancel(self) -> None:
-        """Stop answering; an `Ended("cancelled")` follows unless the answer was whole already."""
+        """Stop generating; a `GenerationFinished("cancelled")` follows unless the request has already finished."""
         ...
 
 
 class Generator(Protocol):
-    """Answers many questions at once. Its events come from a thread of its own, in order for each question."""
+    """Runs many requests at once. Its events come from its own thread, in order for each request."""
 
     @property
     def max_length(self) -> int:
-        """Prompt and answer together, in tokens."""
+        """The most tokens of prompt and output together."""
         ...
 
     def submit(
-        self, prompt: Sequence[int], sampling: SamplingParams, tell: Callable[[GenerationEvent], None]
+        self, prompt: Sequence[int], sampling: SamplingParams, on_event: Callable[[GenerationEvent], None]
     ) -> GenerationHandle:
-        """Take a question; raises `InputError` for a prompt that is empty, too long or of unknown tokens."""
+        """Submit a request; raises `InputError` for a prompt that is empty, too long or of unknown tokens."""
         ...
 
     def load(self) -> GeneratorLoad:
-        """Say how busy it is."""
+        """Return the current load."""
         ...
 
     def failure(self) -> str | None:
-        """Say why it can answer nothing any more; None while all is well."""
+        """Return why no request can run any more; None while all is well."""
         ...
 
     def close(self) -> None:
-        """Answer nothing more: running questions end as cancelled."""
+        """Stop; running requests end as cancelled."""
         ...

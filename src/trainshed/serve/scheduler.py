@@ -1,8 +1,8 @@
 """The scheduler: one thread that generates for many requests at once, first come first served.
 
-Requests wait in order until there is a row and room in the KV cache for all they may need. Between two decode
-steps some of the prompts that are still in prefill is read, each in its turn: a long prompt holds nobody up for
-long. Once something has failed, nothing more is generated: everybody is told why.
+Requests wait in order until there is a row and a block of the KV cache for all tokens they may need. Between two decode
+steps there is one chunk of prefill, and prompts take turns in it, so a long prompt does not delay others for long. Once
+something has failed, nothing more is generated, and every request ends with the reason.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from trainshed.serve.tokenizer import DecodeTokens, IncrementalDetokenizer, Stop
 
 
 def check_prompt(tokens: Sequence[int], sampling: SamplingParams, *, vocab_size: int, max_length: int) -> None:
-    """Refuse a prompt that a model cannot read, or after which it has no room for a token that is wanted."""
+    """Refuse a prompt that the model cannot take, or that leaves no room for an output token."""
     if not tokens:
         raise InputError("the prompt is empty", hint="write at least one token")
     unknown = [token for token in tokens if not 0 <= token < vocab_size]
@@ -51,96 +51,100 @@ def check_prompt(tokens: Sequence[int], sampling: SamplingParams, *, vocab_size:
 
 
 class ScheduledRequest:
-    """A question that waits, whose prompt is being read, that is being answered, or that has ended.
+    """A request that waits, is in prefill, is in decode or has ended.
 
-    It is also the ticket that whoever asked holds: `wake` tells the generator that it was cancelled.
+    It is also the `GenerationHandle` of the caller: `wake` tells the scheduler that it was cancelled.
     """
 
     def __init__(
         self,
         prompt: list[int],
         sampling: SamplingParams,
-        limit: int,
-        tell: Callable[[GenerationEvent], None],
+        max_new_tokens: int,
+        on_event: Callable[[GenerationEvent], None],
         *,
         decode: DecodeTokens | None = None,
         wake: Callable[[], None] = lambda: None,
     ) -> None:
-        self.prompt, self.sampling, self.limit, self.tell = prompt, sampling, limit, tell
-        self.chooser = SamplerState(sampling)
+        self.prompt, self.sampling, self.max_new_tokens, self.on_event = prompt, sampling, max_new_tokens, on_event
+        self.sampler = SamplerState(sampling)
         self.prompt_logprobs: list[OutputToken] = []
-        self.place: int | None = None
-        """Where its run of the cache begins; None while it has none."""
-        self.read = 0
-        """How many tokens of the prompt have been read."""
-        self.chosen: list[int] = []
-        self.full: FinishReason | None = None
-        """Why no further token is wanted, as far as tokens alone tell."""
+        self.block_start: int | None = None
+        """Where its block of the cache begins; None while it has none."""
+        self.prefilled = 0
+        """How many tokens of the prompt are in the cache."""
+        self.output_tokens: list[int] = []
+        self.finish_reason: FinishReason | None = None
+        """Why no further token is needed, as far as tokens alone decide; a stop string may end it earlier."""
         self.cancelled = self.ended = False
         self._stops = StopStrings(sampling.stop)
         self._decode, self._wake = decode, wake
         self._text: IncrementalDetokenizer | None = None
 
     @property
-    def room(self) -> int:
-        """How many places of the cache it can ever need."""
-        return len(self.prompt) + self.limit
+    def block_length(self) -> int:
+        """How many slots of the cache it can ever need."""
+        return len(self.prompt) + self.max_new_tokens
 
     @property
     def cached_tokens(self) -> int:
-        """How many tokens have keys and values."""
-        return self.read + max(len(self.chosen) - 1, 0)
+        """How many of its tokens are in the cache."""
+        return self.prefilled + max(len(self.output_tokens) - 1, 0)
 
     @property
     def is_stopped(self) -> bool:
-        """Whether a stop text has been found."""
+        """Whether its text contains a stop string."""
         return self._stops.found
 
     def cancel(self) -> None:
-        """Stop answering."""
+        """Stop generating."""
         self.cancelled = True
         self._wake()
 
-    def next_prompt(self, most: int) -> ScheduledTokens:
-        """Return what of the prompt is to be read next."""
-        assert self.place is not None, "read only once it has been admitted"
-        return ScheduledTokens(self.prompt[self.read : self.read + most], self.read, self.place)
+    def next_prefill(self, max_tokens: int) -> ScheduledTokens:
+        """Return the next tokens of the prompt."""
+        assert self.block_start is not None, "prefill comes after admission"
+        return ScheduledTokens(
+            self.prompt[self.prefilled : self.prefilled + max_tokens], self.prefilled, self.block_start
+        )
 
-    def last_token(self) -> ScheduledTokens:
-        """Return the token that the next one is chosen after."""
-        assert self.place is not None, "answered only once it has been admitted"
-        return ScheduledTokens(self.chosen[-1:], len(self.prompt) + len(self.chosen) - 1, self.place)
+    def next_decode(self) -> ScheduledTokens:
+        """Return the last token, after which the next one is sampled."""
+        assert self.block_start is not None, "decode comes after admission"
+        return ScheduledTokens(
+            self.output_tokens[-1:], len(self.prompt) + len(self.output_tokens) - 1, self.block_start
+        )
 
-    def take(self, choice: SampledToken, ends: frozenset[int]) -> None:
-        """Add a token; `ends` are the model's end tokens."""
-        self.chosen.append(choice.token)
-        if choice.token in ends and not self.sampling.ignore_end:
-            self.full = "stop"
-        elif len(self.chosen) == self.limit:
-            self.full = "length"
+    def append(self, sampled: SampledToken, eos_tokens: frozenset[int]) -> None:
+        """Append a sampled token to the output."""
+        self.output_tokens.append(sampled.token)
+        if sampled.token in eos_tokens and not self.sampling.ignore_eos:
+            self.finish_reason = "stop"
+        elif len(self.output_tokens) == self.max_new_tokens:
+            self.finish_reason = "length"
 
-    def piece(self, choice: SampledToken) -> OutputToken:
-        """Tell a token with the text that it adds."""
-        text = self._stops.push(self._stream().push(choice.token)) if self._decode is not None else ""
-        return OutputToken(choice.token, text, choice.logprob, choice.alternatives)
+    def output_token(self, sampled: SampledToken) -> OutputToken:
+        """Return a sampled token with the text that it adds."""
+        text = self._stops.push(self._detokenizer().push(sampled.token)) if self._decode is not None else ""
+        return OutputToken(sampled.token, text, sampled.logprob, sampled.top_logprobs)
 
-    def ending(self, reason: FinishReason) -> GenerationFinished:
-        """End it with what was held back; that may still hold a stop text."""
-        rest = self._stops.push(self._stream().finish()) if self._decode is not None else ""
+    def finish(self, reason: FinishReason) -> GenerationFinished:
+        """Return the end with the text that was held back, which may still contain a stop string."""
+        rest = self._stops.push(self._detokenizer().finish()) if self._decode is not None else ""
         return (
             GenerationFinished("stop", rest)
             if self.is_stopped
             else GenerationFinished(reason, rest + self._stops.finish())
         )
 
-    def _stream(self) -> IncrementalDetokenizer:
+    def _detokenizer(self) -> IncrementalDetokenizer:
         if self._text is None:
-            assert self._decode is not None, "asked only where there is text"
+            assert self._decode is not None, "only a generator with a tokenizer makes text"
             self._text = IncrementalDetokenizer(self._decode, self.prompt)
         return self._text
 
 
-# Scores of a prompt's tokens are made so many at a time: each is a row of the vocabulary.
+# Logits of so many tokens of a prompt are computed at a time: each is as long as the vocabulary.
 _LOGPROB_ROWS = 128
 _NOT_FINITE = (
     "the scores of the model are no numbers: its weights are broken, or too large for its dtype "
@@ -151,35 +155,35 @@ SampledTokens = list[tuple[ScheduledRequest, SampledToken]]
 
 @dataclass(frozen=True)
 class _DecodeStep:
-    """A step of answers that has been started; on a GPU it runs while what came before is told."""
+    """A decode step that was launched; on a GPU it runs while the tokens of the last one are emitted."""
 
-    answers: Sequence[ScheduledRequest]
+    requests: Sequence[ScheduledRequest]
     logits: torch.Tensor
 
 
 class ModelGenerator:
-    """Answers questions with a model; `decode` turns tokens into text (None: answers have no text)."""
+    """Runs requests on a model; `decode` turns tokens into text (None: outputs have no text)."""
 
     def __init__(
         self,
-        chunk: DecoderStage,
-        room: ServingLimits,
+        decoder: DecoderStage,
+        limits: ServingLimits,
         *,
         decode: DecodeTokens | None = None,
-        ends: frozenset[int] = frozenset(),
+        eos_tokens: frozenset[int] = frozenset(),
         eager: bool = False,
         reporter: Reporter = SILENT,
     ) -> None:
-        self._room, self._decode, self._ends = room, decode, ends
-        self._vocab_size = chunk.config.vocab_size
-        self._stepper = ModelRunner(chunk, room, eager=eager, reporter=reporter)
-        self._places = BlockAllocator(room.cache_tokens)
+        self._limits, self._decode, self._eos_tokens = limits, decode, eos_tokens
+        self._vocab_size = decoder.config.vocab_size
+        self._runner = ModelRunner(decoder, limits, eager=eager, reporter=reporter)
+        self._allocator = BlockAllocator(limits.cache_tokens)
         self._waiting: deque[ScheduledRequest] = deque()
-        self._reading: deque[ScheduledRequest] = deque()
-        self._answering: list[ScheduledRequest] = []
-        self._step: _DecodeStep | None = None
+        self._prefilling: deque[ScheduledRequest] = deque()
+        self._decoding: list[ScheduledRequest] = []
+        self._decode_step: _DecodeStep | None = None
         self._prompt_tokens = self._generated_tokens = 0
-        # Guards the three lists, the totals and the two words below.
+        # Guards the three queues, the totals and the two attributes below.
         self._changed = threading.Condition()
         self._closed = False
         self._failure: str | None = None
@@ -188,48 +192,48 @@ class ModelGenerator:
 
     @property
     def max_length(self) -> int:
-        """Prompt and answer together, in tokens."""
-        return self._room.max_length
+        """The most tokens of prompt and output together."""
+        return self._limits.max_length
 
     def submit(
-        self, prompt: Sequence[int], sampling: SamplingParams, tell: Callable[[GenerationEvent], None]
+        self, prompt: Sequence[int], sampling: SamplingParams, on_event: Callable[[GenerationEvent], None]
     ) -> ScheduledRequest:
-        """Take a question; raises `InputError` for a prompt that is empty, too long or of unknown tokens.
+        """Submit a request; raises `InputError` for a prompt that is empty, too long or of unknown tokens.
 
-        An answer that reaches the model's length ends there, whatever `max_tokens` says.
+        An output that reaches the maximum length ends there, whatever `max_tokens` says.
         """
         tokens = [int(token) for token in prompt]
         sampling.check()
         check_prompt(tokens, sampling, vocab_size=self._vocab_size, max_length=self.max_length)
         space = self.max_length - len(tokens)
-        limit = space if sampling.max_tokens is None else min(sampling.max_tokens, space)
-        answer = ScheduledRequest(tokens, sampling, limit, tell, decode=self._decode, wake=self._wake)
+        max_new_tokens = space if sampling.max_tokens is None else min(sampling.max_tokens, space)
+        request = ScheduledRequest(tokens, sampling, max_new_tokens, on_event, decode=self._decode, wake=self._wake)
         with self._changed:
             if self._failure is not None or self._closed:
                 raise TrainshedError(f"nothing is answered any more: {self._failure or 'the generator is closed'}")
-            self._waiting.append(answer)
+            self._waiting.append(request)
             self._changed.notify()
-        return answer
+        return request
 
     def load(self) -> GeneratorLoad:
-        """Say how busy it is."""
+        """Return the current load."""
         with self._changed:
-            running = [*self._reading, *self._answering]
+            running = [*self._prefilling, *self._decoding]
             return GeneratorLoad(
                 running=len(running),
                 waiting=len(self._waiting),
-                cached_tokens=sum(answer.cached_tokens for answer in running),
-                cache_tokens=self._room.cache_tokens,
+                cached_tokens=sum(request.cached_tokens for request in running),
+                cache_tokens=self._limits.cache_tokens,
                 prompt_tokens_total=self._prompt_tokens,
                 generated_tokens_total=self._generated_tokens,
             )
 
     def failure(self) -> str | None:
-        """Say why it can answer nothing any more; None while all is well."""
+        """Return why no request can run any more; None while all is well."""
         return self._failure
 
     def close(self) -> None:
-        """Answer nothing more: running questions end as cancelled."""
+        """Stop; running requests end as cancelled."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -243,20 +247,20 @@ class ModelGenerator:
     def _run(self) -> None:
         try:
             with torch.inference_mode():
-                while self._next():
-                    self._turn()
+                while self._wait_for_work():
+                    self._run_step()
         except BaseException as error:
             self._fail(f"{type(error).__name__}: {error}")
 
-    def _next(self) -> bool:
-        """Wait for something to do, let go of who was cancelled, take on who waits; False once it is over."""
+    def _wait_for_work(self) -> bool:
+        """Wait for work, end cancelled requests, admit waiting ones; False once the generator is closed."""
         with self._changed:
-            self._changed.wait_for(lambda: self._waiting or self._reading or self._answering or self._closed)
+            self._changed.wait_for(lambda: self._waiting or self._prefilling or self._decoding or self._closed)
             closed = self._closed
-            everybody = [*self._reading, *self._answering, *self._waiting]
-        for answer in everybody:
-            if closed or answer.cancelled:
-                self._end(answer, GenerationFinished("cancelled"))
+            unfinished = [*self._prefilling, *self._decoding, *self._waiting]
+        for request in unfinished:
+            if closed or request.cancelled:
+                self._end(request, GenerationFinished("cancelled"))
         if closed:
             return False
         with self._changed:
@@ -264,136 +268,138 @@ class ModelGenerator:
         return True
 
     def _admit(self) -> None:
-        """Take on whoever came first, as long as there is a row and a run of the cache."""
-        while self._waiting and len(self._reading) + len(self._answering) < self._room.max_sequences:
-            place = self._places.take(self._waiting[0].room)
-            if place is None:
+        """Admit requests in order, as long as there is a row and a block of the cache."""
+        while self._waiting and len(self._prefilling) + len(self._decoding) < self._limits.max_sequences:
+            block_start = self._allocator.allocate(self._waiting[0].block_length)
+            if block_start is None:
                 return
-            self._waiting[0].place = place
-            self._reading.append(self._waiting.popleft())
+            self._waiting[0].block_start = block_start
+            self._prefilling.append(self._waiting.popleft())
 
-    def _turn(self) -> None:
-        """Finish the step of answers under way, read some of the prompts, start the next step, tell what came."""
-        came = [*self._finish_step(), *self._read_prompts()]
-        if not self._stepper.on_gpu:
-            # There a step is not made beside anything else: what came is told before it.
-            self._tell(came)
-            came = []
-        wanting = [answer for answer in self._answering if answer.full is None]
-        if wanting:
-            self._step = _DecodeStep(wanting, self._stepper.advance([answer.last_token() for answer in wanting]))
-        self._tell(came)
+    def _run_step(self) -> None:
+        """Finish the decode step that runs, do some prefill, launch the next decode step, emit the sampled tokens."""
+        sampled_tokens = [*self._finish_decode(), *self._prefill()]
+        if not self._runner.on_gpu:
+            # On a CPU nothing runs beside a step, so tokens are emitted before it.
+            self._emit_tokens(sampled_tokens)
+            sampled_tokens = []
+        decoding = [request for request in self._decoding if request.finish_reason is None]
+        if decoding:
+            self._decode_step = _DecodeStep(
+                decoding, self._runner.decode([request.next_decode() for request in decoding])
+            )
+        self._emit_tokens(sampled_tokens)
 
-    def _finish_step(self) -> SampledTokens:
-        step, self._step = self._step, None
+    def _finish_decode(self) -> SampledTokens:
+        step, self._decode_step = self._decode_step, None
         if step is None:
             return []
-        return self._chosen(step.answers, step.logits)
+        return self._sample(step.requests, step.logits)
 
-    def _chosen(self, answers: Sequence[ScheduledRequest], logits: torch.Tensor) -> SampledTokens:
-        """Choose a token for each answer; some may have ended by their text since the step began."""
-        came: SampledTokens = []
-        for answer, choice in zip(answers, sample(logits, [each.chooser for each in answers]), strict=True):
-            if choice is None:
-                self._end(answer, GenerationFailed(_NOT_FINITE))
-            elif not answer.ended:
-                answer.take(choice, self._ends)
-                came.append((answer, choice))
-        return came
+    def _sample(self, requests: Sequence[ScheduledRequest], logits: torch.Tensor) -> SampledTokens:
+        """Sample a token for each request; some may have ended by a stop string since the step began."""
+        sampled_tokens: SampledTokens = []
+        for request, sampled in zip(requests, sample(logits, [request.sampler for request in requests]), strict=True):
+            if sampled is None:
+                self._end(request, GenerationFailed(_NOT_FINITE))
+            elif not request.ended:
+                request.append(sampled, self._eos_tokens)
+                sampled_tokens.append((request, sampled))
+        return sampled_tokens
 
-    def _read_prompts(self) -> SampledTokens:
-        """Read as much of prompts as one turn may take; whoever is read through gets a first token."""
-        turn = self._next_parts()
-        if not turn:
+    def _prefill(self) -> SampledTokens:
+        """Prefill one chunk; requests whose prompt is complete get their first token."""
+        scheduled = self._schedule_prefill()
+        if not scheduled:
             return []
-        hidden = self._stepper.read([part for _, part in turn])
-        through: list[ScheduledRequest] = []
+        hidden = self._runner.prefill([part for _, part in scheduled])
+        prefilled: list[ScheduledRequest] = []
         rows: list[int] = []
         end = 0
-        for answer, part in turn:
+        for request, part in scheduled:
             start, end = end, end + len(part.tokens)
-            if answer.sampling.prompt_logprobs:
-                self._score_prompt(answer, part, hidden[start:end])
+            if request.sampling.prompt_logprobs:
+                self._add_prompt_logprobs(request, part, hidden[start:end])
             with self._changed:
-                answer.read += len(part.tokens)
+                request.prefilled += len(part.tokens)
                 self._prompt_tokens += len(part.tokens)
-                if answer.read < len(answer.prompt):
+                if request.prefilled < len(request.prompt):
                     continue
-                self._reading.remove(answer)
-                self._answering.append(answer)
-            self._say(answer, PrefillDone(tuple(answer.prompt_logprobs)))
-            if answer.limit:
-                through.append(answer)
+                self._prefilling.remove(request)
+                self._decoding.append(request)
+            self._emit(request, PrefillDone(tuple(request.prompt_logprobs)))
+            if request.max_new_tokens:
+                prefilled.append(request)
                 rows.append(end - 1)
             else:
-                self._end(answer, GenerationFinished("length"))
-        if not through:
+                self._end(request, GenerationFinished("length"))
+        if not prefilled:
             return []
-        return self._chosen(through, self._stepper.first_logits(hidden, rows))
+        return self._sample(prefilled, self._runner.last_logits(hidden, rows))
 
-    def _next_parts(self) -> list[tuple[ScheduledRequest, ScheduledTokens]]:
-        """Choose what is read now, about one chunk in all; whoever has had a turn comes last.
+    def _schedule_prefill(self) -> list[tuple[ScheduledRequest, ScheduledTokens]]:
+        """Choose the prompt tokens of the next chunk; requests that are in it go to the end of the queue.
 
-        On a CPU how a prompt is cut depends on nobody else, on a GPU the chunk is filled up.
+        On a CPU a prompt is always cut at the same positions, on a GPU the chunk is filled up.
         """
-        turn: list[tuple[ScheduledRequest, ScheduledTokens]] = []
-        chunk = left = self._stepper.chunk_tokens
+        scheduled: list[tuple[ScheduledRequest, ScheduledTokens]] = []
+        chunk = left = self._runner.prefill_chunk_tokens
         with self._changed:
-            for answer in self._reading:
-                part = answer.next_prompt(left if self._stepper.on_gpu else chunk)
+            for request in self._prefilling:
+                part = request.next_prefill(left if self._runner.on_gpu else chunk)
                 if not part.tokens or len(part.tokens) > left:
                     break
-                turn.append((answer, part))
+                scheduled.append((request, part))
                 left -= len(part.tokens)
-            self._reading.rotate(-len(turn))
-        return turn
+            self._prefilling.rotate(-len(scheduled))
+        return scheduled
 
-    def _score_prompt(self, answer: ScheduledRequest, part: ScheduledTokens, hidden: torch.Tensor) -> None:
-        """Tell each token of a prompt by the state before it."""
-        following = answer.prompt[part.position + 1 : part.position + 1 + len(part.tokens)]
-        for start in range(0, len(following), _LOGPROB_ROWS):
-            tokens = torch.tensor(following[start : start + _LOGPROB_ROWS], device=hidden.device)
-            logits = self._stepper.logits(hidden[start : start + len(tokens)])
-            for choice in compute_logprobs(logits, tokens, answer.sampling.logprobs or 0):
-                answer.prompt_logprobs.append(OutputToken(choice.token, "", choice.logprob, choice.alternatives))
+    def _add_prompt_logprobs(self, request: ScheduledRequest, part: ScheduledTokens, hidden: torch.Tensor) -> None:
+        """Compute the log-probability of each prompt token from the hidden state before it."""
+        next_tokens = request.prompt[part.position + 1 : part.position + 1 + len(part.tokens)]
+        for start in range(0, len(next_tokens), _LOGPROB_ROWS):
+            tokens = torch.tensor(next_tokens[start : start + _LOGPROB_ROWS], device=hidden.device)
+            logits = self._runner.logits(hidden[start : start + len(tokens)])
+            for sampled in compute_logprobs(logits, tokens, request.sampling.logprobs or 0):
+                request.prompt_logprobs.append(OutputToken(sampled.token, "", sampled.logprob, sampled.top_logprobs))
 
-    def _tell(self, came: SampledTokens) -> None:
-        """Make text of what was chosen and hand it out; an answer may end by its text."""
-        for answer, choice in came:
-            if answer.ended:
+    def _emit_tokens(self, sampled_tokens: SampledTokens) -> None:
+        """Detokenize sampled tokens and emit them; a request may end by a stop string."""
+        for request, sampled in sampled_tokens:
+            if request.ended:
                 continue
-            if answer.full != "stop":
+            if request.finish_reason != "stop":
                 with self._changed:
                     self._generated_tokens += 1
-                self._say(answer, answer.piece(choice))
-            if answer.is_stopped:
-                self._end(answer, GenerationFinished("stop"))
-            elif answer.full is not None:
-                self._end(answer, answer.ending(answer.full))
+                self._emit(request, request.output_token(sampled))
+            if request.is_stopped:
+                self._end(request, GenerationFinished("stop"))
+            elif request.finish_reason is not None:
+                self._end(request, request.finish(request.finish_reason))
 
-    def _end(self, answer: ScheduledRequest, event: GenerationEvent) -> None:
+    def _end(self, request: ScheduledRequest, event: GenerationEvent) -> None:
         with self._changed:
-            if answer.ended:
+            if request.ended:
                 return
-            answer.ended = True
-            for part in (self._waiting, self._reading, self._answering):
-                if answer in part:
-                    part.remove(answer)
-            if answer.place is not None:
-                self._places.give_back(answer.place, answer.room)
-                answer.place = None
-        self._say(answer, event)
+            request.ended = True
+            for queue in (self._waiting, self._prefilling, self._decoding):
+                if request in queue:
+                    queue.remove(request)
+            if request.block_start is not None:
+                self._allocator.free(request.block_start, request.block_length)
+                request.block_start = None
+        self._emit(request, event)
 
-    def _say(self, answer: ScheduledRequest, event: GenerationEvent) -> None:
+    def _emit(self, request: ScheduledRequest, event: GenerationEvent) -> None:
         try:
-            answer.tell(event)
+            request.on_event(event)
         except Exception:
-            # Whoever asked cannot listen any more: that ends their answer, and nobody else's.
-            answer.cancelled = True
+            # The caller cannot take events any more: that ends this request and no other.
+            request.cancelled = True
 
-    def _fail(self, why: str) -> None:
+    def _fail(self, reason: str) -> None:
         with self._changed:
-            self._failure = why
-            everybody = [*self._reading, *self._answering, *self._waiting]
-        for answer in everybody:
-            self._end(answer, GenerationFailed(why))
+            self._failure = reason
+            unfinished = [*self._prefilling, *self._decoding, *self._waiting]
+        for request in unfinished:
+            self._end(request, GenerationFailed(reason))

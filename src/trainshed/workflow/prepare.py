@@ -28,7 +28,7 @@ from trainshed.recipe.data import SourceKeys
 from trainshed.recipe.section import Problem
 from trainshed.recipe.validation import recipe_error
 from trainshed.reporting import SILENT, Reporter
-from trainshed.run_folder import PREPARED_FILE, RECIPE_FILE, run_path
+from trainshed.run_folder import PREPARED_FILE, RECIPE_FILE, artefacts_of, run_path, store_of
 from trainshed.storage import LocalStore, Store, StoreOptions, join, open_store, parse
 from trainshed.storage.attempts import newest_attempt
 from trainshed.workflow.runnable import check_runnable

@@ -100,9 +100,9 @@ def run_rank(scenario: Callable[[World], None], folder: Path, rank: int) -> None
     watchdog_module._GRACE_SECONDS = 1.0
     patience = {"budget_seconds": BUDGETS, "collective_seconds": TIMEOUT_SECONDS}
     with Watchdog(folder, rank, **patience, poll_seconds=0.1) as watchdog:
-        watchdog.beat(0, "first_step")
+        watchdog.heartbeat(0, "first_step")
         world = World(folder, rank)
-        watchdog.beat(1, "step")
+        watchdog.heartbeat(1, "step")
         try:
             scenario(world)
         except Exception as error:

@@ -6,11 +6,10 @@ import pytest
 import torch
 
 from trainshed.engines.torch import optimizer
-from trainshed.engines.torch.batch_loader import HashedBatch, LocalBatch
+from trainshed.engines.torch.batch_loader import LocalBatch
 from trainshed.engines.torch.model import RankModel, build_model, describe_float8_exclusions, init_model
 from trainshed.engines.torch.optimizer import AdamW
 from trainshed.engines.torch.parallel import single_rank_mesh
-from trainshed.engines.torch.rank_health import STOP_SIGNALS
 from trainshed.engines.torch.step import StepMetrics, StepRunner
 from trainshed.models.attention import causal_attention
 from trainshed.models.collectives import ParallelAxes
@@ -70,18 +69,18 @@ def outcomes(
         single_rank_mesh(layout, place),
         sequence_length=LENGTH,
         precision=precision,
-        losses=Regularization(z_loss=1e-4, moe_balance=0.01, moe_z=1e-3, dropout=dropout, seed=7),
+        regularization=Regularization(z_loss=1e-4, moe_balance=0.01, moe_z=1e-3, dropout=dropout, seed=7),
         compile_blocks=place.type == "cuda",
     )
     init_model(model, seed=1)
-    stepper = StepRunner(model, AdamW(model.weights, Optimizer(lr=1e-3), place))
+    runner = StepRunner(model, AdamW(model.shards, Optimizer(lr=1e-3), place))
     generator = torch.Generator().manual_seed(0)
     found = []
     for step in range(steps):
         rows = torch.randint(0, config.vocab_size, (BATCH, LENGTH + 1), generator=generator)
         samples = torch.arange(step * BATCH, (step + 1) * BATCH, device=place) if dropout else None
         batch = LocalBatch(BATCH, rows[:, :-1].contiguous().to(place), rows[:, 1:].contiguous().to(place), samples)
-        found.append(stepper.step(HashedBatch(batch, (0, 0)), BATCH, 1e-3, [0.0] * len(STOP_SIGNALS)).read())
+        found.append(runner.step(batch, BATCH, 1e-3).read())
     torch.compiler.reset()
     return found
 
@@ -94,12 +93,12 @@ def test_a_gpu_computes_what_a_cpu_computes(config: ModelConfig, precision: str,
     for gpu, cpu in zip(there, here, strict=True):
         assert gpu.loss == pytest.approx(cpu.loss, rel=bound)
         assert gpu.grad_norm == pytest.approx(cpu.grad_norm, rel=5 * bound)
-        assert gpu.moe_balance == pytest.approx(cpu.moe_balance, rel=bound, abs=1e-9)
+        assert gpu.loss_terms == pytest.approx(cpu.loss_terms, rel=bound, abs=1e-9)
 
 
 def test_tensors_are_updated_alike_together_and_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     together = outcomes(DENSE, "cuda", "fp32")
-    monkeypatch.setattr(optimizer, "SMALL", 0)
+    monkeypatch.setattr(optimizer, "FUSED_MAX_ELEMENTS", 0)
     apart = outcomes(DENSE, "cuda", "fp32")
     for one, other in zip(together, apart, strict=True):
         assert other.loss == pytest.approx(one.loss, rel=1e-5)
@@ -132,7 +131,7 @@ def test_projections_that_fp8_does_not_take_are_counted() -> None:
     layout = resolve_layout(Layout.model_validate({"micro_batch": 2}), odd)
     place = single_rank_mesh(layout, torch.device("cuda"))
     built = [
-        build_model(config, place, sequence_length=LENGTH, precision="fp8", losses=Regularization())
+        build_model(config, place, sequence_length=LENGTH, precision="fp8", regularization=Regularization())
         for config in (DENSE, odd)
     ]
     said = [describe_float8_exclusions(model) for model in built]

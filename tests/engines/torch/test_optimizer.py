@@ -25,14 +25,14 @@ def put_gradients(model: RankModel, step: int) -> list[torch.Tensor]:
     """Random gradients, in some steps larger than the clip and in some smaller."""
     generator = torch.Generator().manual_seed(step)
     size = 0.1 if step % 3 else 0.001
-    made = [torch.randn(w.held.shape, generator=generator, dtype=torch.float64) * size for w in model.weights]
-    for weight, gradient in zip(model.weights, made, strict=True):
-        weight.held.grad = gradient.to(weight.held.dtype)
+    made = [torch.randn(w.tensor.shape, generator=generator, dtype=torch.float64) * size for w in model.shards]
+    for weight, gradient in zip(model.shards, made, strict=True):
+        weight.tensor.grad = gradient.to(weight.tensor.dtype)
     return made
 
 
 def values(model: RankModel) -> list[torch.Tensor]:
-    return [weight.local.clone() for weight in model.weights]
+    return [weight.local_tensor.clone() for weight in model.shards]
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def values(model: RankModel) -> list[torch.Tensor]:
 )
 def test_ten_steps_are_those_of_torch_with_clip_grad_norm(precision: str, clip: float | None, tolerance: float) -> None:
     model = small_model(precision)
-    optimizer = AdamW(model.weights, OPTIONS.model_copy(update={"clip": clip}), CPU)
+    optimizer = AdamW(model.shards, OPTIONS.model_copy(update={"clip": clip}), CPU)
     copies = [value.requires_grad_() for value in values(model)]
     theirs = torch.optim.AdamW(
         [
@@ -57,7 +57,7 @@ def test_ten_steps_are_those_of_torch_with_clip_grad_norm(precision: str, clip: 
         lr = 1e-2 / (step + 1)
         for copy, gradient in zip(copies, put_gradients(model, step), strict=True):
             copy.grad = gradient.to(copy.dtype)
-        norm = squared_grad_norm(model.weights).sqrt()
+        norm = squared_grad_norm(model.shards).sqrt()
         optimizer.step(lr, norm, GOOD)
         if clip is not None:
             clipped.append(float(torch.nn.utils.clip_grad_norm_(copies, clip)) > clip)
@@ -65,22 +65,22 @@ def test_ten_steps_are_those_of_torch_with_clip_grad_norm(precision: str, clip: 
             group["lr"] = lr
         theirs.step()
     assert set(clipped) == (set() if clip is None else {True, False})
-    for weight, copy in zip(model.weights, copies, strict=True):
-        torch.testing.assert_close(weight.local, copy.detach(), rtol=tolerance, atol=tolerance)
+    for weight, copy in zip(model.shards, copies, strict=True):
+        torch.testing.assert_close(weight.local_tensor, copy.detach(), rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp64"])
 def test_a_bad_step_changes_nothing_and_does_not_count(precision: str) -> None:
     with_bad, without = small_model(precision), small_model(precision)
-    first, second = (AdamW(model.weights, OPTIONS, CPU) for model in (with_bad, without))
+    first, second = (AdamW(model.shards, OPTIONS, CPU) for model in (with_bad, without))
     for step in range(3):
         for model, optimizer in ((with_bad, first), (without, second)):
             put_gradients(model, step)
-            optimizer.step(1e-2, squared_grad_norm(model.weights).sqrt(), GOOD)
+            optimizer.step(1e-2, squared_grad_norm(model.shards).sqrt(), GOOD)
         before = values(with_bad)
         for poison in (torch.nan, torch.inf):
-            with_bad.weights[0].held.grad = torch.full_like(with_bad.weights[0].held, poison)
-            first.step(1e-2, squared_grad_norm(with_bad.weights).sqrt(), BAD)
+            with_bad.shards[0].tensor.grad = torch.full_like(with_bad.shards[0].tensor, poison)
+            first.step(1e-2, squared_grad_norm(with_bad.shards).sqrt(), BAD)
         assert all(map(torch.equal, values(with_bad), before))
     assert float(first.updates) == float(second.updates) == 3
     for mine, other in (
@@ -94,22 +94,22 @@ def test_a_bad_step_changes_nothing_and_does_not_count(precision: str) -> None:
 def test_decay_is_on_matrices_only() -> None:
     model = small_model()
     before = values(model)
-    optimizer = AdamW(model.weights, OPTIONS, CPU)
-    for weight in model.weights:
-        weight.held.grad = torch.zeros_like(weight.held)
-    optimizer.step(1e-2, squared_grad_norm(model.weights).sqrt(), GOOD)
-    for weight, old in zip(model.weights, before, strict=True):
-        factor = 1 - 1e-2 * 0.3 if weight.local.dim() > 1 else 1.0
-        torch.testing.assert_close(weight.local, old * factor)
+    optimizer = AdamW(model.shards, OPTIONS, CPU)
+    for weight in model.shards:
+        weight.tensor.grad = torch.zeros_like(weight.tensor)
+    optimizer.step(1e-2, squared_grad_norm(model.shards).sqrt(), GOOD)
+    for weight, old in zip(model.shards, before, strict=True):
+        factor = 1 - 1e-2 * 0.3 if weight.local_tensor.dim() > 1 else 1.0
+        torch.testing.assert_close(weight.local_tensor, old * factor)
 
 
 def test_a_tensor_without_a_gradient_stays_as_it_is() -> None:
     model = small_model()
     before = values(model)
-    optimizer = AdamW(model.weights, OPTIONS, CPU)
+    optimizer = AdamW(model.shards, OPTIONS, CPU)
     put_gradients(model, 1)
-    model.weights[0].held.grad = None
-    optimizer.step(1e-2, squared_grad_norm(model.weights).sqrt(), GOOD)
+    model.shards[0].tensor.grad = None
+    optimizer.step(1e-2, squared_grad_norm(model.shards).sqrt(), GOOD)
     same = [torch.equal(*pair) for pair in zip(values(model), before, strict=True)]
     assert same == [True] + [False] * (len(same) - 1)
 
@@ -118,13 +118,13 @@ def test_the_norm_is_over_all_gradients_in_float64() -> None:
     model = small_model()
     gradients = put_gradients(model, 1)
     expected = sum(gradient.float().double().square().sum() for gradient in gradients)
-    torch.testing.assert_close(squared_grad_norm(model.weights), expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(squared_grad_norm(model.shards), expected, rtol=1e-6, atol=0)
 
 
 def test_state_has_the_names_and_boxes_of_the_weights() -> None:
     model = small_model()
-    pieces = AdamW(model.weights, OPTIONS, CPU).pieces()
-    wanted = [f"optimizer.{kind}.{weight.name}" for weight in model.weights for kind in ("exp_avg", "exp_avg_sq")]
+    pieces = AdamW(model.shards, OPTIONS, CPU).state_tensors()
+    wanted = [f"optimizer.{kind}.{weight.name}" for weight in model.shards for kind in ("exp_avg", "exp_avg_sq")]
     assert list(pieces) == wanted
-    for weight in model.weights:
+    for weight in model.shards:
         assert tuple(pieces[f"optimizer.exp_avg.{weight.name}"].shape) == weight.parameter.shape

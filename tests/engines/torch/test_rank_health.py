@@ -147,9 +147,9 @@ def test_an_error_stays_recorded_when_the_watchdog_comes_later(tmp_path: Path) -
 def test_the_watchdog_knows_the_phases_of_the_events_and_stops(tmp_path: Path) -> None:
     with Watchdog(tmp_path, 0, budget_seconds={"step": 0.02}, poll_seconds=0.01) as watchdog:
         time.sleep(0.05)  # before the first beat nothing is watched
-        watchdog.beat(3, "step")
+        watchdog.heartbeat(3, "step")
         with pytest.raises(ValueError, match="no budget for the phase 'stop'"):
-            watchdog.beat(3, "stop")
+            watchdog.heartbeat(3, "stop")
         watchdog.stop()
         time.sleep(0.05)
     assert list(tmp_path.iterdir()) == []

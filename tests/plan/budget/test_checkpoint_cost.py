@@ -9,7 +9,7 @@ import pytest
 from support.models.one_process import CPU, one_process_model
 from trainshed.catalog import gpu, machine, model_preset
 from trainshed.engines.torch.optimizer import AdamW
-from trainshed.engines.torch.state import state_pieces
+from trainshed.engines.torch.state import state_tensors
 from trainshed.errors import RecipeError
 from trainshed.models.parameters import parameter_count
 from trainshed.plan.budget.checkpoint_cost import (
@@ -37,7 +37,7 @@ def layout(world_size: int, **keys: object) -> RankLayout:
 def test_our_engine_keeps_as_many_bytes_as_the_plan_counts() -> None:
     config = model_preset("tiny")
     model = one_process_model(config, length=8, precision="bf16")
-    pieces = state_pieces(model, AdamW(model.weights, Optimizer(lr=1e-3), CPU))
+    pieces = state_tensors(model, AdamW(model.shards, Optimizer(lr=1e-3), CPU))
     kept = sum(piece.tensor.nbytes for piece in pieces.values() if piece.owner)
     assert kept == checkpoint_bytes(parameter_count(config)) + 4  # and how many updates were made
 

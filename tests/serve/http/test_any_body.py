@@ -33,8 +33,8 @@ MEGATRON = (
     *("length_penalty", "no_log", "prompt", "max_tokens", "echo", "seed", "n", "best_of", "stop", "model"),
 )
 KEYS = {
-    "POST /v1/completions": [*CompletionRequest.model_fields, *CompletionRequest.NOT_DONE],
-    "POST /v1/chat/completions": [*ChatRequest.model_fields, *ChatRequest.NOT_DONE],
+    "POST /v1/completions": [*CompletionRequest.model_fields, *CompletionRequest.UNSUPPORTED],
+    "POST /v1/chat/completions": [*ChatRequest.model_fields, *ChatRequest.UNSUPPORTED],
     "PUT /api": MEGATRON,
     "POST /completions": MEGATRON,
 }

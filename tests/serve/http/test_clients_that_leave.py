@@ -40,7 +40,7 @@ def test_a_client_that_goes_away_cancels_its_questions(
     assert not any(asked.cancelled.is_set() for asked in served.generator.said)
     connection.close()
     wait_until(lambda: all(asked.cancelled.is_set() for asked in served.generator.said))
-    wait_until(lambda: served.generator.running == 0 and not served.condition.busy)
+    wait_until(lambda: served.generator.running == 0 and not served.state.busy)
 
 
 def test_a_client_that_leaves_a_stream_half_way_frees_its_room(served: Served) -> None:
@@ -48,7 +48,7 @@ def test_a_client_that_leaves_a_stream_half_way_frees_its_room(served: Served) -
     for _ in range(3):  # more than there is room for at once
         stream = served.openai.completions.create(model="letters", prompt="say", n=8, stream=True)
         stream.close()
-        wait_until(lambda: served.generator.running == 0 and not served.condition.busy)
+        wait_until(lambda: served.generator.running == 0 and not served.state.busy)
     served.generator.hold.set()
     assert served.openai.completions.create(model="letters", prompt="say").choices[0].text == "hello world"
 

@@ -131,7 +131,7 @@ def test_a_fault_of_ours_is_an_error_object_and_is_reported(served: Served, monk
     def broken(text: str) -> list[int]:
         raise RuntimeError("a fault")
 
-    monkeypatch.setattr(served.words, "encode", broken)
+    monkeypatch.setattr(served.tokenizer, "encode", broken)
     response = served.http.post("/v1/completions", json=ASK)
     assert response.status_code == 500
     assert response.json()["error"]["type"] == "server_error"

@@ -23,7 +23,7 @@ def sentence_of(response: Any) -> str:
 def test_very_many_prompts_times_n_are_refused_before_anything_is_made_for_each(
     served: Served, prompts: list[Any], stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(served.words, "encode", lambda text: pytest.fail("a prompt was encoded"))
+    monkeypatch.setattr(served.tokenizer, "encode", lambda text: pytest.fail("a prompt was encoded"))
     response = served.http.post("/v1/completions", json=ASK | {"prompt": prompts, "n": 128, "stream": stream})
     assert response.status_code == 400
     assert "this asks for 64000000 answers at once; this server takes 8" in sentence_of(response)
@@ -113,7 +113,7 @@ def test_stop_texts_are_few_and_short(served: Served, method: str, path: str, bo
 
 
 def test_after_refusals_the_server_answers_as_before() -> None:
-    with serve_letters(max_questions=4) as served:
+    with serve_letters(max_requests=4) as served:
         for _ in range(3):
             assert served.http.post("/v1/completions", json=ASK | {"prompt": ["a"] * 5}).status_code == 400
         assert served.http.post("/v1/completions", json=ASK | {"prompt": ["a"] * 4}).status_code == 200

@@ -61,7 +61,7 @@ def test_options_that_megatron_drops_are_honoured(served: Served) -> None:
     _, begun = put(served, prompts=["", "a"], tokens_to_generate=1, add_BOS=True)
     assert begun["tokens"] == [[BEGINNING, ord("o")], [BEGINNING, ord("a"), ord("o")]]
     assert begun["text"] == ["o", "ao"]
-    served.words.beginning = None
+    served.tokenizer.bos_token = None
     assert put(served, prompts=["a"], add_BOS=True)[0] == 400
 
 

@@ -17,7 +17,7 @@ def chat(served: Served, **keys: Any) -> Any:
 
 
 def prompt_of(served: Served) -> str:
-    return served.words.decode(served.generator.said[-1].prompt)
+    return served.tokenizer.decode(served.generator.said[-1].prompt)
 
 
 def test_a_chat_is_answered_by_the_assistant(served: Served) -> None:
@@ -113,6 +113,6 @@ def test_what_asks_for_nothing_is_no_reason_to_refuse(served: Served) -> None:
 
 
 def test_a_model_without_a_chat_template_says_where_to_ask_instead(served: Served) -> None:
-    served.words.can_chat = False
+    served.tokenizer.can_chat = False
     with pytest.raises(openai.BadRequestError, match=r"no chat template: ask /v1/completions"):
         chat(served)

@@ -56,7 +56,7 @@ def test_every_option_reaches_the_generator(served: Served) -> None:
     )
     sampling = asked_of(served)
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_tokens) == (0.5, 0.9, 40, 7)
-    assert (sampling.stop, sampling.seed, sampling.ignore_end) == (("z", "y"), 11, True)
+    assert (sampling.stop, sampling.seed, sampling.ignore_eos) == (("z", "y"), 11, True)
     assert (sampling.frequency_penalty, sampling.presence_penalty) == (0.25, -0.5)
     assert (sampling.logprobs, sampling.prompt_logprobs) == (2, True)
 

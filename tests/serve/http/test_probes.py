@@ -29,13 +29,13 @@ def metrics(served: Served) -> dict[tuple[str, frozenset], float]:
 def test_a_server_that_loads_is_alive_and_not_ready_and_says_how_far_it_is() -> None:
     with serve_letters(loaded=False) as served:
         assert probe(served, "/health") == (200, {"status": "loading"})
-        with LoadProgress(SILENT, served.condition).task("reading weights", total=100, unit="B") as task:
+        with LoadProgress(SILENT, served.state).task("reading weights", total=100, unit="B") as task:
             task.advance(40)
             status, report = probe(served, "/ready")
             assert (status, report["status"]) == (503, "loading")
             assert report["step"] == {"label": "reading weights", "done": 40, "total": 100, "unit": "B"}
             assert metrics(served)["trainshed_ready", frozenset()] == 0
-        served.condition.loaded(ServedModel("letters", served.generator, served.words))
+        served.state.loaded(ServedModel("letters", served.generator, served.tokenizer))
         assert probe(served, "/ready") == (200, {"status": "ready", "model": "letters", "chat": True})
         assert probe(served, "/health") == (200, {"status": "ready"})
 
@@ -47,14 +47,14 @@ def test_a_model_that_failed_is_neither_alive_nor_ready(served: Served) -> None:
 
 
 def test_a_draining_server_is_alive_not_ready_and_lets_go_of_connections(served: Served) -> None:
-    served.condition.draining = True
+    served.state.draining = True
     assert probe(served, "/health") == (200, {"status": "draining"})
     assert probe(served, "/ready")[0] == 503
     # Whoever has not heard of it yet is still answered; the next question goes elsewhere.
     response = served.http.post("/v1/completions", json={"model": "letters", "prompt": "say"})
     assert response.status_code == 200
     assert response.headers["connection"] == "close"
-    served.condition.closed = True
+    served.state.closed = True
     refused = served.http.post("/v1/completions", json={"model": "letters", "prompt": "say"})
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")
 

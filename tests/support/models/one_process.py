@@ -22,7 +22,7 @@ def one_process_model(
     *,
     length: int,
     precision: str = "fp32",
-    losses: Regularization = NO_LOSSES,
+    regularization: Regularization = NO_LOSSES,
     recompute: str = "none",
     micro_batch: int = 1,
     seed: int = 0,
@@ -30,7 +30,7 @@ def one_process_model(
     """Build a whole model with fresh weights."""
     layout = resolve_layout(Layout.model_validate({"recompute": recompute, "micro_batch": micro_batch}), config)
     mesh = single_rank_mesh(layout, CPU)
-    model = build_model(config, mesh, sequence_length=length, precision=precision, losses=losses)
+    model = build_model(config, mesh, sequence_length=length, precision=precision, regularization=regularization)
     init_model(model, seed)
     return model
 
@@ -38,21 +38,21 @@ def one_process_model(
 def fill_from_hf(model: RankModel, folder: Path) -> None:
     """Give a model the weights that transformers saved."""
     with HfWeights(folder) as saved:
-        for weight in model.weights:
-            box = weight.local
+        for weight in model.shards:
+            box = weight.local_tensor
             box.copy_(saved.read(weight.parameter, weight.offset, box.shape, box.dtype))
 
 
 def by_name(model: RankModel) -> dict[str, ParameterShard]:
     """The tensors of a model by their global names."""
-    return {weight.name: weight for weight in model.weights}
+    return {weight.name: weight for weight in model.shards}
 
 
 def gradients(model: RankModel) -> dict[str, torch.Tensor]:
     """Take the gradients out of a model."""
-    found = {weight.name: gradient.clone() for weight in model.weights if (gradient := weight.gradient) is not None}
-    for weight in model.weights:
-        weight.held.grad = None
+    found = {weight.name: gradient.clone() for weight in model.shards if (gradient := weight.gradient) is not None}
+    for weight in model.shards:
+        weight.tensor.grad = None
     return found
 
 

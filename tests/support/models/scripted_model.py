@@ -29,7 +29,7 @@ BEGINNING = 1
 class Letters:
     """Tokens are code points; 0 ends a text, 1 begins it."""
 
-    beginning: int | None = BEGINNING
+    bos_token: int | None = BEGINNING
     can_chat = True
 
     def encode(self, text: str) -> list[int]:
@@ -39,7 +39,7 @@ class Letters:
         special = {END: "<end>", BEGINNING: "<begin>"}
         return "".join(special.get(token) or chr(token) for token in tokens)
 
-    def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         if messages[0]["role"] == "assistant":
             raise InputError("the conversation must begin with the user")
         return self.encode("".join(f"{each['role']}:{each['content']}\n" for each in messages) + "assistant:")

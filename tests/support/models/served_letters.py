@@ -22,35 +22,35 @@ class Served:
     """Where it is, what it is made of, and two clients."""
 
     url: str
-    condition: ServerState
+    state: ServerState
     generator: ScriptedGenerator
-    words: Letters
+    tokenizer: Letters
     http: httpx2.Client
     openai: openai.OpenAI
 
     def begin_anew(self) -> None:
         """Serve a model that was never asked, as a server does that just came up."""
         self.generator.close()
-        self.generator, self.words = ScriptedGenerator(), Letters()
-        self.condition.draining = self.condition.closed = False
-        self.condition.metrics = ServerMetrics()
-        self.condition.loaded(ServedModel("letters", self.generator, self.words))
+        self.generator, self.tokenizer = ScriptedGenerator(), Letters()
+        self.state.draining = self.state.closed = False
+        self.state.metrics = ServerMetrics()
+        self.state.loaded(ServedModel("letters", self.generator, self.tokenizer))
 
 
 @contextmanager
-def serve_letters(*, loaded: bool = True, api_key: str | None = None, max_questions: int = 8) -> Iterator[Served]:
+def serve_letters(*, loaded: bool = True, api_key: str | None = None, max_requests: int = 8) -> Iterator[Served]:
     """Serve the model of letters until this is left."""
-    generator, words = ScriptedGenerator(), Letters()
-    condition = ServerState(max_questions=max_questions)
+    generator, tokenizer = ScriptedGenerator(), Letters()
+    state = ServerState(max_requests=max_requests)
     if loaded:
-        condition.loaded(ServedModel("letters", generator, words))
-    with bind_socket("127.0.0.1", 0) as listener, run_in_thread(build_app(condition, api_key=api_key), listener):
+        state.loaded(ServedModel("letters", generator, tokenizer))
+    with bind_socket("127.0.0.1", 0) as listener, run_in_thread(build_app(state, api_key=api_key), listener):
         url = listener_url(listener)
         with (
             httpx2.Client(base_url=url, timeout=120) as http,
             openai.OpenAI(base_url=f"{url}/v1", api_key=api_key or "none", max_retries=0, timeout=120) as client,
         ):
-            served = Served(url, condition, generator, words, http, client)
+            served = Served(url, state, generator, tokenizer, http, client)
             yield served
             served.generator.close()
 

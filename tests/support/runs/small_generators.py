@@ -113,7 +113,7 @@ def generating(
     folder: Path | DecoderStage, *, room: ServingLimits | None = None, **options: Any
 ) -> Iterator[ModelGenerator]:
     """A generator over the weights in a folder, or over a decoder."""
-    chunk = folder if isinstance(folder, DecoderStage) else load_model(str(folder), device="cpu").chunk
+    chunk = folder if isinstance(folder, DecoderStage) else load_model(str(folder), device="cpu").decoder
     length = chunk.config.max_positions
     generator = ModelGenerator(chunk, room or ServingLimits(4, length, 4 * length), **options)
     try:

@@ -54,7 +54,7 @@ def train_unchecked(folder: Path, model: str, layout: str, overrides: Sequence[s
 def train_in_slices(folder: Path, model: str, layout: str, overrides: Sequence[str], elements: int) -> int:
     """Train as one rank with at most so many logits at a time."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loss, "SLICE_ELEMENTS", elements)
+        patch.setattr(loss, "CHUNK_ELEMENTS", elements)
         return train_small(folder, model, layout, overrides)
 
 

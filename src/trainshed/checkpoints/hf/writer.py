@@ -76,7 +76,7 @@ class HfWeightsWriter:
         shard = self._shards[output.path]
         mappings: dict[str, list[RowMapping]] = defaultdict(list)
         for tensor in shard.tensors:
-            for mapping in tensor.strips:
+            for mapping in tensor.row_mappings:
                 mappings[mapping.native_name].append(mapping)
         with HashedFile(file) as hashed:
             hashed.write(0, shard.header)

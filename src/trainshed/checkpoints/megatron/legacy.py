@@ -256,7 +256,7 @@ class _TensorMatcher:
                 self.padded_vocab_size = padded
             full = next(whole_tensors(self.config, parameter, max(padded, self.config.vocab_size)))
             shard = shard_tensor(full, name, self.layout.tp, rank.tp)
-            self._add_tensor(shard, file, stored[name], wrong, rank.tp if parameter.split is not None else 0)
+            self._add_tensor(shard, file, stored[name], wrong, rank.tp if parameter.tp_dim is not None else 0)
         extra = sorted(name for name in stored if name not in read and not _NOT_WEIGHTS.search(name))
         refuse_mismatches(missing, extra, wrong, str(file.path))
 

@@ -1,8 +1,8 @@
-"""Measure one group of ranks before a training: versions, products of each GPU, all-reduces among them all.
+"""Measure one group of ranks before training starts: versions, matrix products of each GPU, all-reduces of them all.
 
-Every rank is a process of its own that finds its place in RANK, LOCAL_RANK, WORLD_SIZE and MASTER_*:
-`python -m trainshed.engines.torch.fabric_probe REQUEST OUT`, the request as text. The first rank of each node writes
-what was found to OUT.
+Every rank is a process that reads RANK, LOCAL_RANK, WORLD_SIZE and MASTER_*:
+`python -m trainshed.engines.torch.fabric_probe REQUEST OUT`, with the request as text. The first rank of each node
+writes the result to OUT.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def probe(request: ProbeRequest, out: Path) -> None:
         torch.cuda.set_device(device)
     else:
         torch.set_num_threads(1)
-    found: dict[str, Any] = {"versions": _versions(request.kind), "ranks": world}
+    result: dict[str, Any] = {"versions": _versions(request.kind), "ranks": world}
     dist.init_process_group(
         "nccl" if request.kind == "cuda" else "gloo",
         timeout=datetime.timedelta(seconds=request.timeout_seconds),
@@ -42,15 +42,15 @@ def probe(request: ProbeRequest, out: Path) -> None:
     )
     try:
         if request.products:
-            found["tflops"] = _all_gather_values(_tflops(device), device, world)
-        found["all_reduces"] = [
+            result["tflops"] = _all_gather_values(_tflops(device), device, world)
+        result["all_reduces"] = [
             _all_reduce(mebibytes, request.seconds, device, world) for mebibytes in request.mebibytes if world > 1
         ]
     finally:
         dist.destroy_process_group()
     if local == 0:
         partial = out.with_suffix(f".{rank}.part")
-        partial.write_bytes(orjson.dumps(found))
+        partial.write_bytes(orjson.dumps(result))
         partial.rename(out)
 
 
@@ -62,7 +62,7 @@ def _versions(kind: str) -> dict[str, str]:
 
 
 def _all_reduce(mebibytes: float, seconds: float, device: torch.device, world: int) -> dict[str, float]:
-    """Rounds until the time is up. Every rank counts the slowest rank's time, so that all stop after the same one."""
+    """Measure rounds until the time is up. Ranks count the slowest rank's time, so all stop after the same round."""
     size = int(mebibytes * 2**20)
     message = torch.zeros(size // 4, device=device)
     once = _all_reduce_max_seconds(time_all_reduce(message, device, _WARM_UP_CALLS), device)
@@ -70,7 +70,7 @@ def _all_reduce(mebibytes: float, seconds: float, device: torch.device, world: i
     rounds: list[float] = []
     while not rounds or (sum(rounds) * calls < seconds and len(rounds) < 10_000):
         rounds.append(_all_reduce_max_seconds(time_all_reduce(message, device, calls), device))
-    rates = [bus_gb_per_s(world, size, each) for each in rounds]
+    rates = [bus_gb_per_s(world, size, round_seconds) for round_seconds in rounds]
     return {
         "mebibytes": mebibytes,
         "rounds": len(rounds),
@@ -81,9 +81,9 @@ def _all_reduce(mebibytes: float, seconds: float, device: torch.device, world: i
 
 
 def _all_reduce_max_seconds(seconds: float, device: torch.device) -> float:
-    told = torch.tensor([seconds], dtype=torch.float64, device=device)
-    dist.all_reduce(told, op=dist.ReduceOp.MAX)
-    return float(told.item())
+    slowest = torch.tensor([seconds], dtype=torch.float64, device=device)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return float(slowest.item())
 
 
 def _all_gather_values(value: float, device: torch.device, world: int) -> list[float]:
@@ -93,7 +93,7 @@ def _all_gather_values(value: float, device: torch.device, world: int) -> list[f
 
 
 def _tflops(device: torch.device) -> float:
-    """The best of some rounds of large bf16 products."""
+    """Return the best rate of some rounds of large bf16 products."""
     left = torch.randn(_GEMM_SIZE, _GEMM_SIZE, device=device, dtype=torch.bfloat16)
     right = torch.randn(_GEMM_SIZE, _GEMM_SIZE, device=device, dtype=torch.bfloat16)
     best = float("inf")

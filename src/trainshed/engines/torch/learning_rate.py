@@ -16,8 +16,8 @@ DecaySpan = tuple[int, int]
 def decay_span(steps: int, schedule: Schedule) -> DecaySpan | None:
     """Return where the learning rate of a run of `steps` steps decays; None where it does not.
 
-    Cosine and linear reach `min_lr` at step `decay`, which is the end of the run where the recipe does not say; wsd
-    stays at the peak until `decay` steps before the end.
+    Cosine and linear reach `min_lr` at step `decay`, or at the end of the run if the recipe has no `decay`; wsd stays
+    at the peak until `decay` steps before the end.
     """
     if schedule.name == "constant":
         return None
@@ -47,11 +47,11 @@ def _rate(step: int, span: DecaySpan | None, peak: float, schedule: Schedule) ->
 
 
 def check_decay(recipe: Recipe, steps: int, done: int, before: DecaySpan | None) -> str | None:
-    """Refuse to go on where the steps already done would have had other learning rates, unless the recipe says so.
+    """Refuse to resume if the steps already done would have had other learning rates, unless the recipe asks for it.
 
-    `before` is where the learning rate of the `done` steps decays, as their checkpoint says it. A run that is made
-    longer would stretch its decay, and its learning rate would jump. Returns a sentence about a jump that the recipe
-    asks for with `train.schedule.decay`.
+    `before` is the decay span of the `done` steps, from their checkpoint. A run that is made longer would stretch its
+    decay, and its learning rate would jump. A recipe asks for that with `train.schedule.decay`; then the result is a
+    sentence about the jump.
     """
     schedule, peak = recipe.train.schedule, recipe.train.optimizer.lr
     now = decay_span(steps, schedule)
@@ -79,15 +79,15 @@ def check_decay(recipe: Recipe, steps: int, done: int, before: DecaySpan | None)
     )
 
 
-def check_resumed_decay(recipe: Recipe, steps: int, found: CompleteCheckpoint) -> str | None:
-    """Ask `check_decay` about going on from a checkpoint; one of an earlier version does not say how it decayed."""
-    if "lr_decay" in found.facts:
-        before = found.facts["lr_decay"]
-        return check_decay(recipe, steps, found.step, before and (before[0], before[1]))
+def check_resumed_decay(recipe: Recipe, steps: int, checkpoint: CompleteCheckpoint) -> str | None:
+    """Call `check_decay` for a checkpoint; one of an earlier version does not say how its learning rate decays."""
+    if "lr_decay" in checkpoint.facts:
+        before = checkpoint.facts["lr_decay"]
+        return check_decay(recipe, steps, checkpoint.step, before and (before[0], before[1]))
     span = decay_span(steps, recipe.train.schedule)
-    if span is None or found.step >= steps or found.step - 1 <= span[0]:
+    if span is None or checkpoint.step >= steps or checkpoint.step - 1 <= span[0]:
         return None
     return (
-        f"the checkpoint of step {found.step:,} does not say until which step its learning rate decays: "
+        f"the checkpoint of step {checkpoint.step:,} does not say until which step its learning rate decays: "
         f"taken to be {span[1]:,}"
     )

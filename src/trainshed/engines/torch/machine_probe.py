@@ -1,11 +1,11 @@
-"""Measure what the planner's arithmetic rests on, on the machine this runs on: its GPUs, or its CPU without any.
+"""Measure this machine for the planner: its GPUs, or its CPU if it has none.
 
-Matrix products, attention, memory, kernel launches and all_reduces are each measured for as long as it takes to be
-sure: seconds on a GPU, under a minute on two cores. The best of several rounds counts, as others on the machine only
-ever slow it. Network cards are listed as Linux knows them; nothing is sent.
+Matrix products, attention, memory, kernel launches and all_reduces are each measured until the figure is certain:
+seconds on a GPU, under a minute on two cores. The best of several rounds counts, because other work on the machine can
+only slow a round down. Network cards are listed as Linux describes them; nothing is sent.
 
 The ranks of an all_reduce are processes of their own, `python -m trainshed.engines.torch.machine_probe RANK RANKS KIND
-FOLDER`: a GPU belongs to one process, and whatever NCCL or gloo keep goes away with theirs.
+FOLDER`: each GPU belongs to one process, and what NCCL or gloo keep ends with it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _GPU_ATTENTION = ((2048, 32, 128), (8192, 32, 128), (4096, 32, 64))
 _CPU_ATTENTION = ((512, 8, 64), (1024, 8, 64))
 _TIMING_ROUNDS = 3
 _BACKWARD_PER_FORWARD = 2.5
-"""Products of attention's backward pass (five) to those of its forward pass (two): it computes the scores again."""
+"""Attention's backward pass has five products, its forward pass two: backward computes the scores again."""
 
 
 def measure_machine(reporter: Reporter = SILENT) -> MachineMeasurements:
@@ -88,7 +88,7 @@ def measure_machine(reporter: Reporter = SILENT) -> MachineMeasurements:
 
 
 def _best_seconds(work: Callable[[], object], device: torch.device, at_least: float = 0.05) -> float:
-    """Seconds of one call: the best of some rounds, each long enough for the clock."""
+    """Return the seconds of one call: the best of some rounds, each long enough for the clock."""
     _timed(work, device, 1)
     once = max(_timed(work, device, 1), 1e-7)
     calls = max(1, min(1000, int(at_least / once)))
@@ -121,10 +121,10 @@ def _gemms(device: torch.device) -> Iterator[GemmRate]:
 
 
 def _matmul(rows: int, inputs: int, outputs: int, dtype: str, device: torch.device) -> Callable[[], object] | None:
-    """A product of tokens with a weight as a linear layer holds it; None where the device has no such units."""
-    wide = torch.float32 if dtype == "fp32" else torch.bfloat16
-    tokens = torch.randn(rows, inputs, device=device).to(wide)
-    weight = torch.randn(outputs, inputs, device=device).to(wide)
+    """Return a product of tokens with the weight of a linear layer; None if the device has no units for the dtype."""
+    input_dtype = torch.float32 if dtype == "fp32" else torch.bfloat16
+    tokens = torch.randn(rows, inputs, device=device).to(input_dtype)
+    weight = torch.randn(outputs, inputs, device=device).to(input_dtype)
     if dtype != "fp8":
         return lambda: functional.linear(tokens, weight)
     if torch.version.hip is not None or torch.cuda.get_device_capability(device) < (8, 9):
@@ -171,7 +171,7 @@ def _launch_us(device: torch.device) -> float:
 
 
 def _cpu_name() -> str:
-    """The processor's name, as Linux has it."""
+    """Return the processor's name from Linux."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -191,13 +191,13 @@ def find_network(root: Path = Path("/sys/class")) -> tuple[str | None, float | N
     """
     rates: dict[str, list[float]] = {}
     for port in sorted(root.glob("infiniband/*/ports/*")):
-        found = _PORT_RATE.search(_read_text(port / "rate"))
-        if found and "ACTIVE" in _read_text(port / "state"):
-            rates.setdefault(_fabric_of_port(port, float(found[1])), []).append(float(found[1]))
+        rate = _PORT_RATE.search(_read_text(port / "rate"))
+        if rate and "ACTIVE" in _read_text(port / "state"):
+            rates.setdefault(_fabric_of_port(port, float(rate[1])), []).append(float(rate[1]))
     if rates:
         fabric = max(rates, key=lambda name: sum(rates[name]))
         return fabric, sum(rates[fabric])
-    # Only real cards have a device behind them; their speed is in megabits, -1 where it is unknown.
+    # Only real cards have a `device`; their speed is in megabits a second, -1 if it is unknown.
     speeds = [_read_text(card / "speed") for card in sorted(root.glob("net/*")) if (card / "device").exists()]
     known = [int(speed) / 1000 for speed in speeds if speed.isdecimal() and int(speed)]
     return ("ethernet", sum(known)) if known else (None, None)
@@ -224,43 +224,43 @@ _CPU_MESSAGES_MIB = (0.25, 4, 32)
 _CPU_RANKS = 2
 _ALL_REDUCE_ROUNDS, _ALL_REDUCE_CALLS = 3, 5
 _TIMEOUT_SECONDS = 180
-"""A fabric that does not come up waits for ever; starting takes seconds, the sizes below a second each."""
+"""A fabric that does not come up waits for ever; starting takes seconds, each size less than one."""
 
 
 def measure_all_reduce(kind: str) -> tuple[AllReduceRate, ...]:
-    """Measure every message size; nothing where there is one GPU only."""
+    """Measure every message size; nothing if there is only one GPU."""
     ranks = torch.cuda.device_count() if kind == "cuda" else _CPU_RANKS
     if ranks < 2:
         return ()
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-P", "-m", "trainshed.engines.torch.machine_probe"]
-        started: list[subprocess.Popen[bytes]] = []
+        processes: list[subprocess.Popen[bytes]] = []
         for rank in range(ranks):
             with open(Path(folder) / f"rank-{rank}.log", "wb") as log:
                 arguments = [str(rank), str(ranks), kind, folder]
-                started.append(subprocess.Popen([*command, *arguments], stdout=log, stderr=log))
-        _wait_for_ranks(started, Path(folder))
-        found = orjson.loads((Path(folder) / "found.json").read_bytes())
-    return tuple(AllReduceRate(**one) for one in found)
+                processes.append(subprocess.Popen([*command, *arguments], stdout=log, stderr=log))
+        _wait_for_ranks(processes, Path(folder))
+        results = orjson.loads((Path(folder) / "results.json").read_bytes())
+    return tuple(AllReduceRate(**result) for result in results)
 
 
-def _wait_for_ranks(started: list[subprocess.Popen[bytes]], folder: Path) -> None:
+def _wait_for_ranks(processes: list[subprocess.Popen[bytes]], folder: Path) -> None:
     """Wait for all ranks; one that fails ends the others, which would wait for it."""
     until = time.monotonic() + _TIMEOUT_SECONDS
     try:
-        while running := [process for process in started if process.poll() is None]:
-            if time.monotonic() > until or any(process.returncode for process in started):
+        while running := [process for process in processes if process.poll() is None]:
+            if time.monotonic() > until or any(process.returncode for process in processes):
                 break
             time.sleep(0.02)
     finally:
-        for process in started:
+        for process in processes:
             if process.poll() is None:
                 process.kill()
                 process.wait()
-    failed = [rank for rank, process in enumerate(started) if process.returncode and process not in running]
+    failed = [rank for rank, process in enumerate(processes) if process.returncode and process not in running]
     if failed:
-        said = (folder / f"rank-{failed[0]}.log").read_text(encoding="utf-8", errors="replace").strip()
-        last = said.rpartition("\n")[2]
+        log = (folder / f"rank-{failed[0]}.log").read_text(encoding="utf-8", errors="replace").strip()
+        last = log.rpartition("\n")[2]
         raise TrainshedError(f"measuring all-reduces failed: {last}", hint="is every GPU of the machine free?")
     if running:
         raise TrainshedError(
@@ -281,16 +281,16 @@ def _run_rank(rank: int, ranks: int, kind: str, folder: str) -> None:
         world_size=ranks,
         device_id=device if kind == "cuda" else None,
     )
-    found: list[dict[str, float]] = []
+    results: list[dict[str, float]] = []
     for mebibytes in _GPU_MESSAGES_MIB if kind == "cuda" else _CPU_MESSAGES_MIB:
         size = int(mebibytes * 2**20)
         message = torch.zeros(size // 4, device=device)
         time_all_reduce(message, device, _ALL_REDUCE_CALLS)
         seconds = min(time_all_reduce(message, device, _ALL_REDUCE_CALLS) for _ in range(_ALL_REDUCE_ROUNDS))
         bus = bus_gb_per_s(ranks, size, seconds)
-        found.append({"ranks": ranks, "mebibytes": mebibytes, "seconds": seconds, "bus_gb_per_s": bus})
+        results.append({"ranks": ranks, "mebibytes": mebibytes, "seconds": seconds, "bus_gb_per_s": bus})
     if rank == 0:
-        (Path(folder) / "found.json").write_bytes(orjson.dumps(found))
+        (Path(folder) / "results.json").write_bytes(orjson.dumps(results))
     dist.destroy_process_group()
 
 

@@ -1,7 +1,7 @@
 """A rank's part of the model: built on the meta device, sharded, given memory, filled.
 
-`ParameterShard` says which box of which global tensor a rank holds, and which rank writes it. Layouts differ only in
-these boxes, so fresh weights, base weights and checkpoints are all filled box by box.
+A `ParameterShard` is the box of a global tensor that a rank holds. Layouts differ only in these boxes, so fresh
+weights, base weights and checkpoints are all filled box by box.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from trainshed.errors import MissingExtra
 from trainshed.models.decoder import DecoderStage, DecoderStageSpec, LossNormalization, Regularization
 from trainshed.models.init import init_parameter
 from trainshed.models.layers import Linear
+from trainshed.models.loss import LOSS_TERMS
+from trainshed.models.moe import ROUTER_LOSS_TERMS
 from trainshed.models.parameters import Parameter, parameters
 from trainshed.recipe import ModelConfig
 
@@ -30,16 +32,16 @@ TensorBox = tuple[tuple[int, ...], tuple[int, ...]]
 class ParameterShard:
     """One tensor of this rank.
 
-    `owner` is true on exactly one of the ranks that hold the same box: that one writes it and counts it in the norm.
-    `summed_over_tp` marks tensors every tensor-parallel rank holds whole while it sees only some tokens, so that their
-    gradients are parts of a sum; `tied` the embedding that the first and last stage share.
+    `owner` is true on exactly one of the ranks that hold the same box: that rank writes it and counts it in the norm.
+    `partial_over_tp` marks tensors that every tensor-parallel rank holds whole. Each of these ranks sees only some
+    tokens, so their gradients are parts of a sum. `tied` marks the embedding that the first and last stage share.
     """
 
     parameter: Parameter
-    held: nn.Parameter
+    tensor: nn.Parameter
     offset: tuple[int, ...]
     owner: bool
-    summed_over_tp: bool
+    partial_over_tp: bool
     tied: bool
 
     @property
@@ -48,14 +50,14 @@ class ParameterShard:
         return self.parameter.name
 
     @property
-    def local(self) -> torch.Tensor:
+    def local_tensor(self) -> torch.Tensor:
         """This rank's box."""
-        return _local_tensor(self.held)
+        return _local_tensor(self.tensor)
 
     @property
     def gradient(self) -> torch.Tensor | None:
         """The gradient of this rank's box."""
-        return None if self.held.grad is None else _local_tensor(self.held.grad)
+        return None if self.tensor.grad is None else _local_tensor(self.tensor.grad)
 
 
 def _local_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -63,72 +65,78 @@ def _local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def model_parallel_box(parameter: Parameter, mesh: ParallelMesh) -> TensorBox:
-    """The part of a tensor that model parallelism leaves to this rank, before FSDP shares it out."""
+    """Return the box of a tensor that model parallelism gives this rank, before FSDP shards it."""
     offset, shape = [0] * len(parameter.shape), list(parameter.shape)
     axes = mesh.axes
     if parameter.expert:
-        start, stop = axes.ep.bounds(shape[0])
+        start, stop = axes.ep.shard_bounds(shape[0])
         offset[0], shape[0] = start, stop - start
-    if parameter.split is not None:
+    if parameter.tp_dim is not None:
         group = axes.etp if parameter.expert else axes.tp
-        start, stop = group.bounds(shape[parameter.split])
-        offset[parameter.split], shape[parameter.split] = start, stop - start
+        start, stop = group.shard_bounds(shape[parameter.tp_dim])
+        offset[parameter.tp_dim], shape[parameter.tp_dim] = start, stop - start
     return tuple(offset), tuple(shape)
 
 
-def collect_parameter_shards(chunks: list[nn.Module], config: ModelConfig, mesh: ParallelMesh) -> list[ParameterShard]:
-    """List the tensors of this rank's chunks, in the order of the model."""
+def collect_parameter_shards(stages: list[nn.Module], config: ModelConfig, mesh: ParallelMesh) -> list[ParameterShard]:
+    """List the tensors of this rank's stages, in the order of the model."""
     table = {parameter.name: parameter for parameter in parameters(config)}
-    layout, at = mesh.layout, mesh.at
-    weights: list[ParameterShard] = []
-    for chunk in chunks:
-        for name, held in chunk.named_parameters():
+    layout, coordinates = mesh.layout, mesh.coordinates
+    shards: list[ParameterShard] = []
+    for stage in stages:
+        for name, tensor in stage.named_parameters():
             parameter = table[name]
             offset, shape = model_parallel_box(parameter, mesh)
             first_copy = True
-            if isinstance(held, DTensor):
-                offset = _fsdp_offset(held, offset, shape)
-                first_copy = held.device_mesh.get_local_rank("replicate") == 0
+            if isinstance(tensor, DTensor):
+                offset = _fsdp_offset(tensor, offset, shape)
+                first_copy = tensor.device_mesh.get_local_rank("replicate") == 0
             tied = config.tied_embeddings and layout.pp > 1 and name == "embedding.weight"
-            whole_on_tp = parameter.split is None and not parameter.expert
-            owner = first_copy and not (tied and at.pp != 0) and not (whole_on_tp and at.tp != 0)
-            weights.append(ParameterShard(parameter, held, offset, owner, whole_on_tp and layout.tp > 1, tied))
-    return weights
+            whole_on_tp = parameter.tp_dim is None and not parameter.expert
+            owner = first_copy and not (tied and coordinates.pp != 0) and not (whole_on_tp and coordinates.tp != 0)
+            shards.append(ParameterShard(parameter, tensor, offset, owner, whole_on_tp and layout.tp > 1, tied))
+    return shards
 
 
-def _fsdp_offset(held: DTensor, offset: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Where FSDP's part begins: it cuts one dim into pieces of ceil(length / ranks), the last ones short or empty."""
-    placement = next((each for each in held.placements if isinstance(each, Shard)), None)
+def _fsdp_offset(tensor: DTensor, offset: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return where FSDP's shard begins. It cuts one dim into ceil(length / ranks) each; the last are short or empty."""
+    placement = next((placement for placement in tensor.placements if isinstance(placement, Shard)), None)
     if placement is None:
         return offset
-    ranks, rank = held.device_mesh.size(1), held.device_mesh.get_local_rank("shard")
+    ranks, rank = tensor.device_mesh.size(1), tensor.device_mesh.get_local_rank("shard")
     length = shape[placement.dim]
     start = min(rank * -(-length // ranks), length)
-    moved = list(offset)
-    moved[placement.dim] += start
-    return tuple(moved)
+    shard_offset = list(offset)
+    shard_offset[placement.dim] += start
+    return tuple(shard_offset)
 
 
 COMPUTE_DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
-"""What activations and matrix products are in; the weights of record are fp32, with fp64 fp64."""
+"""The dtype of activations and matrix products. Master weights are fp32; with fp64 they are fp64."""
 
 
 @dataclass(frozen=True)
 class RankModel:
-    """This rank's chunks, first to last, and their tensors."""
+    """This rank's stages, first to last, and their tensors."""
 
     config: ModelConfig
     mesh: ParallelMesh
-    chunks: list[DecoderStage]
-    weights: list[ParameterShard]
-    scale: LossNormalization
+    stages: list[DecoderStage]
+    shards: list[ParameterShard]
+    normalization: LossNormalization
     sequence_length: int
     dtype: torch.dtype
 
     @property
     def sharded(self) -> bool:
         """Whether FSDP holds the tensors."""
-        return isinstance(self.chunks[0], FSDPModule)
+        return isinstance(self.stages[0], FSDPModule)
+
+    @property
+    def loss_terms(self) -> tuple[str, ...]:
+        """The terms that this model is trained on besides the cross-entropy; they are reported by themselves."""
+        of_loss = LOSS_TERMS[1:] if self.stages[0].regularization.z_loss else ()
+        return of_loss if self.config.moe is None else (*of_loss, *ROUTER_LOSS_TERMS)
 
 
 def build_model(
@@ -137,18 +145,18 @@ def build_model(
     *,
     sequence_length: int,
     precision: str,
-    losses: Regularization,
+    regularization: Regularization,
     compile_blocks: bool = False,
 ) -> RankModel:
-    """Build this rank's chunks with memory but without values."""
+    """Build this rank's stages with memory but without values."""
     layout, device = mesh.layout, mesh.device
     check_sharding(mesh)
     dtype = COMPUTE_DTYPES[precision]
-    kept = torch.float64 if precision == "fp64" else torch.float32
-    scale = LossNormalization(torch.ones((), dtype=kept, device=device), torch.ones((), dtype=kept, device=device))
-    numbers = layout.chunks(mesh.at.pp)
-    chunks: list[DecoderStage] = []
-    for number in numbers:
+    master_dtype = torch.float64 if precision == "fp64" else torch.float32
+    one = torch.ones((), dtype=master_dtype, device=device)
+    normalization = LossNormalization(one, one.clone())
+    stages: list[DecoderStage] = []
+    for number in layout.chunks(mesh.coordinates.pp):
         spec = DecoderStageSpec(
             layers=layout.chunk_layers(number),
             first=number == 0,
@@ -159,27 +167,27 @@ def build_model(
             recompute=layout.recompute,
         )
         with torch.device("meta"):
-            chunk = DecoderStage(config, mesh.axes, spec, losses, scale).to(kept)
+            stage = DecoderStage(config, mesh.axes, spec, regularization, normalization).to(master_dtype)
         if precision == "fp8":
-            _convert_to_float8(chunk)
+            _convert_to_float8(stage)
         if compile_blocks:
-            for block in chunk.layers.values():
+            for block in stage.layers.values():
                 block.compile(fullgraph=config.moe is None)
-        apply_fsdp(chunk, mesh, dtype, kept)
-        chunk.to_empty(device=device)
-        chunks.append(chunk)
-    weights = collect_parameter_shards(list(chunks), config, mesh)
-    return RankModel(config, mesh, chunks, weights, scale, sequence_length, dtype)
+        apply_fsdp(stage, mesh, dtype, master_dtype)
+        stage.to_empty(device=device)
+        stages.append(stage)
+    shards = collect_parameter_shards(list(stages), config, mesh)
+    return RankModel(config, mesh, stages, shards, normalization, sequence_length, dtype)
 
 
 def init_model(model: RankModel, seed: int) -> None:
-    """Give every tensor its fresh values."""
-    for weight in model.weights:
-        init_parameter(weight.local, weight.parameter, weight.offset, model.config, seed)
+    """Fill every tensor with fresh values."""
+    for shard in model.shards:
+        init_parameter(shard.local_tensor, shard.parameter, shard.offset, model.config, seed)
 
 
-def _convert_to_float8(chunk: DecoderStage) -> None:
-    """Let projections multiply in float8 with dynamic scales (torchao); the router and the head do not."""
+def _convert_to_float8(stage: DecoderStage) -> None:
+    """Make projections multiply in float8 with dynamic scales (torchao); the router and the head stay as they are."""
     try:
         from torchao.float8 import Float8LinearConfig
         from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
@@ -188,25 +196,25 @@ def _convert_to_float8(chunk: DecoderStage) -> None:
         raise MissingExtra.named("fp8", "`precision: fp8`") from None
     config = Float8LinearConfig()
     fast, exact = ScaledMMConfig(use_fast_accum=True), ScaledMMConfig(use_fast_accum=False)
-    products = LinearMMConfig(output=fast, grad_input=exact, grad_weight=exact)
+    matmul_config = LinearMMConfig(output=fast, grad_input=exact, grad_weight=exact)
 
-    def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return matmul_with_hp_or_float8_args.apply(x, weight.t(), products, config)
+    def matmul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return matmul_with_hp_or_float8_args.apply(x, weight.t(), matmul_config, config)
 
-    for module in _projections(chunk):
-        # The kernels need sizes in steps of 16.
+    for module in _projections(stage):
+        # The kernels need sizes in multiples of 16.
         if not any(size % 16 for size in module.weight.shape):
-            module.product = product
+            module.matmul = matmul
 
 
-def _projections(chunk: DecoderStage) -> list[Linear]:
-    return [module for name, module in chunk.named_modules() if isinstance(module, Linear) and "router" not in name]
+def _projections(stage: DecoderStage) -> list[Linear]:
+    return [module for name, module in stage.named_modules() if isinstance(module, Linear) and "router" not in name]
 
 
 def describe_float8_exclusions(model: RankModel) -> str | None:
-    """Say how many projections of an fp8 model multiply in bf16 all the same; None where none does."""
-    found = [module for chunk in model.chunks for module in _projections(chunk)]
-    outside = sum(module.product is F.linear for module in found)
-    if not outside:
+    """Say how many projections of an fp8 model still multiply in bf16; None if none does."""
+    projections = [module for stage in model.stages for module in _projections(stage)]
+    excluded = sum(module.matmul is F.linear for module in projections)
+    if not excluded:
         return None
-    return f"{outside} of {len(found)} projections stay in bf16: fp8 products take sizes in multiples of 16"
+    return f"{excluded} of {len(projections)} projections stay in bf16: fp8 products take sizes in multiples of 16"

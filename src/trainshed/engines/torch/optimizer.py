@@ -1,9 +1,9 @@
-"""AdamW over a rank's boxes, with clipping and skipping inside the update so that the host never waits.
+"""AdamW over a rank's shards, with clipping and skipping inside the update so that the host never waits.
 
-The clip and the decision to skip are read on the device within the one pass over memory that updates. On a CPU that is
-PyTorch's fused kernel (in float64, which is for proofs, the scale is applied apart, as the kernel takes it in float32);
-on a GPU a compiled one for each large tensor, which reaches the memory's bandwidth where the fused one does not, and
-the fused one for all small ones together, since launching each takes longer than updating it.
+The update is one pass over memory, which reads the clip and the decision to skip on the device. On a CPU it is
+PyTorch's fused kernel. (It takes the scale in float32, so in float64, which is for proofs, gradients are scaled before
+it.) On a GPU each large tensor has a compiled kernel, which reaches the memory's bandwidth where the fused one does
+not. All small tensors share the fused kernel, because launching a kernel takes longer than updating one of them.
 """
 
 from __future__ import annotations
@@ -17,57 +17,61 @@ from trainshed.checkpoints.native.shards import TensorShard
 from trainshed.engines.torch.model import ParameterShard
 from trainshed.recipe.train import Optimizer
 
-SMALL = 1 << 22
-"""Elements up to which tensors are updated together on a GPU: about what is updated while one kernel is launched."""
+FUSED_MAX_ELEMENTS = 1 << 22
+"""Tensors up to this size are updated together on a GPU: about as much as is updated while one kernel is launched."""
+
+
+_Gradients = list[tuple[int, torch.Tensor]]
+"""Gradients with the index of their shard."""
 
 
 class AdamW:
     """Decoupled weight decay on matrices, none on norms and biases."""
 
-    def __init__(self, weights: list[ParameterShard], options: Optimizer, device: torch.device) -> None:
-        self.weights, self.options = weights, options
-        self.average = [torch.zeros_like(weight.local) for weight in weights]
-        self.square = [torch.zeros_like(weight.local) for weight in weights]
+    def __init__(self, shards: list[ParameterShard], options: Optimizer, device: torch.device) -> None:
+        self.shards, self.options = shards, options
+        self.exp_avg = [torch.zeros_like(shard.local_tensor) for shard in shards]
+        self.exp_avg_sq = [torch.zeros_like(shard.local_tensor) for shard in shards]
         self.updates = torch.zeros((), dtype=torch.float32, device=device)
-        """Updates made so far; a skipped step is none."""
+        """Updates made so far; a skipped step does not count."""
 
     @torch.no_grad()
-    def step(self, lr: float, norm: torch.Tensor, bad: torch.Tensor) -> None:
-        """Update with the gradients at hand; `norm` is their global norm, `bad` 1.0 where the step is skipped."""
+    def step(self, lr: float, norm: torch.Tensor, skip: torch.Tensor) -> None:
+        """Update with the shards' gradients; `norm` is their global norm, `skip` is 1.0 if the step is skipped."""
         clip = self.options.clip
         # max(1, norm / clip): gradients are divided by it.
         scale = (norm / clip).clamp(min=1.0) if clip is not None else torch.ones_like(norm)
-        scale = torch.where(bad > 0, torch.ones_like(scale), scale)
-        bad32 = bad.to(torch.float32)
-        self.updates += 1.0 - bad32
+        scale = torch.where(skip > 0, torch.ones_like(scale), scale)
+        skip = skip.to(torch.float32)
+        self.updates += 1.0 - skip
         for decays in (True, False):
-            numbers = [i for i, weight in enumerate(self.weights) if weight.parameter.decays == decays]
-            self._update(numbers, lr, decays, scale, bad32)
+            numbers = [i for i, shard in enumerate(self.shards) if shard.parameter.decays == decays]
+            self._update(numbers, lr, decays, scale, skip)
 
-    def _update(self, numbers: list[int], lr: float, decays: bool, scale: torch.Tensor, bad: torch.Tensor) -> None:
-        pairs = [(i, gradient) for i in numbers if (gradient := self.weights[i].gradient) is not None]
-        pairs = [(i, gradient) for i, gradient in pairs if gradient.numel()]
-        if not pairs:
+    def _update(self, numbers: list[int], lr: float, decays: bool, scale: torch.Tensor, skip: torch.Tensor) -> None:
+        gradients = [(i, gradient) for i in numbers if (gradient := self.shards[i].gradient) is not None]
+        gradients = [(i, gradient) for i, gradient in gradients if gradient.numel()]
+        if not gradients:
             return
-        if pairs[0][1].is_cuda and pairs[0][1].dtype == torch.float32:
-            if large := [(i, gradient) for i, gradient in pairs if gradient.numel() > SMALL]:
-                self._update_compiled(large, lr, decays, scale, bad)
-            pairs = [(i, gradient) for i, gradient in pairs if gradient.numel() <= SMALL]
-        if pairs:
-            self._update_fused(pairs, lr, decays, scale, bad)
+        if gradients[0][1].is_cuda and gradients[0][1].dtype == torch.float32:
+            if large := [(i, gradient) for i, gradient in gradients if gradient.numel() > FUSED_MAX_ELEMENTS]:
+                self._update_compiled(large, lr, decays, scale, skip)
+            gradients = [(i, gradient) for i, gradient in gradients if gradient.numel() <= FUSED_MAX_ELEMENTS]
+        if gradients:
+            self._update_fused(gradients, lr, decays, scale, skip)
 
     def _update_fused(
-        self, pairs: list[tuple[int, torch.Tensor]], lr: float, decays: bool, scale: torch.Tensor, bad: torch.Tensor
+        self, gradients: _Gradients, lr: float, decays: bool, scale: torch.Tensor, skip: torch.Tensor
     ) -> None:
-        numbers, gradients = [i for i, _ in pairs], [gradient for _, gradient in pairs]
-        apart = gradients[0].dtype == torch.float64
-        if apart:
-            gradients = list(torch._foreach_div(gradients, scale.to(torch.float64)))
+        numbers, values = [i for i, _ in gradients], [gradient for _, gradient in gradients]
+        is_float64 = values[0].dtype == torch.float64
+        if is_float64:
+            values = list(torch._foreach_div(values, scale.to(torch.float64)))
         torch._fused_adamw_(
-            [self.weights[i].local for i in numbers],
-            gradients,
-            [self.average[i] for i in numbers],
-            [self.square[i] for i in numbers],
+            [self.shards[i].local_tensor for i in numbers],
+            values,
+            [self.exp_avg[i] for i in numbers],
+            [self.exp_avg_sq[i] for i in numbers],
             [],
             [self.updates] * len(numbers),
             lr=lr,
@@ -77,20 +81,20 @@ class AdamW:
             eps=self.options.eps,
             amsgrad=False,
             maximize=False,
-            grad_scale=None if apart else scale.to(torch.float32),
-            found_inf=bad,
+            grad_scale=None if is_float64 else scale.to(torch.float32),
+            found_inf=skip,
         )
 
     def _update_compiled(
-        self, pairs: list[tuple[int, torch.Tensor]], lr: float, decays: bool, scale: torch.Tensor, bad: torch.Tensor
+        self, gradients: _Gradients, lr: float, decays: bool, scale: torch.Tensor, skip: torch.Tensor
     ) -> None:
         beta1, beta2 = self.options.betas
-        # What changes from step to step comes as tensors, so that nothing is compiled again.
-        corrections = torch.stack([1 - beta1**self.updates, (1 - beta2**self.updates).sqrt(), scale.float(), bad])
+        # What changes from step to step is a tensor, so that nothing is compiled again.
+        corrections = torch.stack([1 - beta1**self.updates, (1 - beta2**self.updates).sqrt(), scale.float(), skip])
         rate = torch.tensor(lr)
         update = _compiled_update()
-        for i, gradient in pairs:
-            parts = [self.weights[i].local, gradient, self.average[i], self.square[i]]
+        for i, gradient in gradients:
+            parts = [self.shards[i].local_tensor, gradient, self.exp_avg[i], self.exp_avg_sq[i]]
             update(
                 *(part.view(-1) for part in parts),
                 corrections,
@@ -101,21 +105,21 @@ class AdamW:
                 self.options.weight_decay if decays else 0.0,
             )
 
-    def pieces(self) -> Mapping[str, TensorShard]:
-        """The state for a checkpoint, under the names of the weights."""
-        pieces = {}
-        for weight, average, square in zip(self.weights, self.average, self.square, strict=True):
-            for kind, tensor in (("exp_avg", average), ("exp_avg_sq", square)):
-                name = f"optimizer.{kind}.{weight.name}"
-                pieces[name] = TensorShard(weight.parameter.shape, weight.offset, tensor, weight.owner)
-        return pieces
+    def state_tensors(self) -> Mapping[str, TensorShard]:
+        """Return the state for a checkpoint, under the names of the weights."""
+        tensors = {}
+        for shard, exp_avg, exp_avg_sq in zip(self.shards, self.exp_avg, self.exp_avg_sq, strict=True):
+            for kind, tensor in (("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)):
+                name = f"optimizer.{kind}.{shard.name}"
+                tensors[name] = TensorShard(shard.parameter.shape, shard.offset, tensor, shard.owner)
+        return tensors
 
 
 def _update_one(
     weight: torch.Tensor,
     gradient: torch.Tensor,
-    average: torch.Tensor,
-    square: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
     corrections: torch.Tensor,
     rate: torch.Tensor,
     beta1: float,
@@ -124,18 +128,18 @@ def _update_one(
     weight_decay: float,
 ) -> None:
     """AdamW on one flat tensor; `corrections` are [1 - beta1^t, sqrt(1 - beta2^t), gradient scale, skip]."""
-    first, second, scale, bad = corrections.unbind()
-    skip = bad > 0
+    first, second, scale, skip_flag = corrections.unbind()
+    skip = skip_flag > 0
     gradient = gradient / scale
-    moved = average + (1 - beta1) * (gradient - average)
-    squared = square * beta2 + (1 - beta2) * gradient * gradient
-    updated = weight * (1 - rate * weight_decay) - rate / first * moved / (squared.sqrt() / second + eps)
+    new_exp_avg = exp_avg + (1 - beta1) * (gradient - exp_avg)
+    new_exp_avg_sq = exp_avg_sq * beta2 + (1 - beta2) * gradient * gradient
+    updated = weight * (1 - rate * weight_decay) - rate / first * new_exp_avg / (new_exp_avg_sq.sqrt() / second + eps)
     weight.copy_(torch.where(skip, weight, updated))
-    average.copy_(torch.where(skip, average, moved))
-    square.copy_(torch.where(skip, square, squared))
+    exp_avg.copy_(torch.where(skip, exp_avg, new_exp_avg))
+    exp_avg_sq.copy_(torch.where(skip, exp_avg_sq, new_exp_avg_sq))
 
 
 @cache
 def _compiled_update() -> Callable[..., None]:
-    """Compiled where it is first used: loading the compiler costs seconds, and a CPU never asks for it."""
+    """Compile on first use: loading the compiler takes seconds, and a CPU never needs it."""
     return torch.compile(_update_one, dynamic=True)

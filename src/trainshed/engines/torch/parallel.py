@@ -21,25 +21,26 @@ from trainshed.plan.layout import MeshCoordinates, RankLayout
 
 @dataclass(frozen=True)
 class ParallelMesh:
-    """This rank's groups.
+    """This rank's coordinates and process groups.
 
-    `weights` and `experts` are the (replicate, shard) meshes that FSDP spreads dense and expert tensors over, None
-    where every such mesh is a single rank. `tied` joins the first and last pipeline stage (None elsewhere).
+    `fsdp_mesh` and `expert_fsdp_mesh` are the (replicate, shard) meshes over which FSDP shards dense and expert
+    tensors; None if every such mesh is a single rank. `tied_embedding` joins the first and the last pipeline stage; on
+    other stages it is a single rank.
     """
 
     layout: RankLayout
-    at: MeshCoordinates
+    coordinates: MeshCoordinates
     device: torch.device
     axes: ParallelAxes
     pp: AxisGroup
-    weights: DeviceMesh | None
-    experts: DeviceMesh | None
-    tied: AxisGroup
+    fsdp_mesh: DeviceMesh | None
+    expert_fsdp_mesh: DeviceMesh | None
+    tied_embedding: AxisGroup
 
     @property
     def reads_tokens(self) -> bool:
-        """Whether this rank's chunks need token ids: the first and the last stage do."""
-        return self.at.pp in (0, self.layout.pp - 1)
+        """Whether this rank's stages need token ids: the first and the last do."""
+        return self.coordinates.pp in (0, self.layout.pp - 1)
 
 
 def single_rank_mesh(layout: RankLayout, device: torch.device) -> ParallelMesh:
@@ -64,17 +65,17 @@ def build_mesh(layout: RankLayout, device: torch.device) -> ParallelMesh:
         etp=expert.group("etp"),
         sequence=sequence.group("sequence"),
     )
-    weights = experts = None
+    fsdp_mesh = expert_fsdp_mesh = None
     if max(layout.dp * layout.cp, layout.edp if layout.ep * layout.etp < layout.stage_ranks else 1) > 1:
-        weights, experts = _fsdp_meshes(layout, device, ranks)
+        fsdp_mesh, expert_fsdp_mesh = _fsdp_meshes(layout, device, ranks)
     return ParallelMesh(
         layout,
         layout.coordinates(rank),
         device,
         axes,
         dense.group("pp"),
-        weights,
-        experts,
+        fsdp_mesh,
+        expert_fsdp_mesh,
         _tied_embedding_group(layout, ranks, rank),
     )
 
@@ -83,10 +84,10 @@ class _AxisGroups:
     """Groups along the axes of one arrangement of the ranks; axes of length 1 get none."""
 
     def __init__(self, device: torch.device, ranks: torch.Tensor, names: tuple[str, ...]) -> None:
-        kept = [axis for axis, length in enumerate(ranks.shape) if length > 1]
-        self._names = [names[axis] for axis in kept]
+        long_axes = [axis for axis, length in enumerate(ranks.shape) if length > 1]
+        self._names = [names[axis] for axis in long_axes]
         self._mesh = DeviceMesh(
-            device.type, ranks.reshape([ranks.shape[axis] for axis in kept]), mesh_dim_names=tuple(self._names)
+            device.type, ranks.reshape([ranks.shape[axis] for axis in long_axes]), mesh_dim_names=tuple(self._names)
         )
 
     def group(self, name: str) -> AxisGroup:
@@ -97,38 +98,38 @@ class _AxisGroups:
 
 
 def _fsdp_meshes(layout: RankLayout, device: torch.device, ranks: torch.Tensor) -> tuple[DeviceMesh, DeviceMesh]:
-    """(replicate, shard) for dense and for expert tensors: who holds copies, who shares out one copy."""
+    """Return the (replicate, shard) meshes of dense and of expert tensors: who holds copies, who shards one copy."""
     pp, copies, shard, cp, tp = layout.dense_shape
     dense = ranks.permute(0, 4, 1, 2, 3).reshape(pp * tp, copies, shard * cp)
     expert_copies = copies if layout.shard != "none" else 1
     expert = ranks.view(pp, expert_copies, layout.edp // expert_copies, layout.ep * layout.etp)
     expert = expert.permute(0, 3, 1, 2).reshape(-1, expert_copies, layout.edp // expert_copies)
     if layout.shard == "none":
-        dense, expert = (each.reshape(each.shape[0], -1, 1) for each in (dense, expert))
+        dense, expert = dense.reshape(len(dense), -1, 1), expert.reshape(len(expert), -1, 1)
     names = ("others", "replicate", "shard")
-    meshes = [DeviceMesh(device.type, each.contiguous(), mesh_dim_names=names) for each in (dense, expert)]
+    meshes = [DeviceMesh(device.type, mesh.contiguous(), mesh_dim_names=names) for mesh in (dense, expert)]
     return meshes[0]["replicate", "shard"], meshes[1]["replicate", "shard"]
 
 
 def _tied_embedding_group(layout: RankLayout, ranks: torch.Tensor, rank: int) -> AxisGroup:
-    """The pair of ranks on the first and last stage that hold the same part of a tied embedding."""
+    """Return the pair of ranks on the first and last stage that hold the same part of a tied embedding."""
     if layout.pp == 1:
         return SINGLE_RANK
-    mine = SINGLE_RANK
+    group_of_rank = SINGLE_RANK
     for pair in ranks[[0, -1]].flatten(1).t().tolist():
         group = dist.new_group(pair)
         if rank in pair and isinstance(group, dist.ProcessGroup):
-            mine = AxisGroup(2, pair.index(rank), group)
-    return mine
+            group_of_rank = AxisGroup(2, pair.index(rank), group)
+    return group_of_rank
 
 
 def check_sharding(mesh: ParallelMesh) -> None:
-    """Refuse what PyTorch's pipeline schedules do not do.
+    """Refuse sharding that PyTorch's pipeline schedules do not support.
 
-    They keep gradients whole until a stage's last micro-batch, and weights whole from its first backward on.
+    They keep gradients unsharded until a stage's last micro-batch, and weights unsharded from its first backward on.
     """
     layout = mesh.layout
-    if layout.pp > 1 and layout.shard in ("zero2", "full") and mesh.weights is not None:
+    if layout.pp > 1 and layout.shard in ("zero2", "full") and mesh.fsdp_mesh is not None:
         raise InputError(
             f"shard: {layout.shard} with pp: {layout.pp}: with a pipeline our engine shards optimizer states only",
             where="layout.shard",
@@ -136,28 +137,28 @@ def check_sharding(mesh: ParallelMesh) -> None:
         )
 
 
-def apply_fsdp(chunk: DecoderStage, mesh: ParallelMesh, dtype: torch.dtype, kept: torch.dtype) -> None:
-    """Spread a chunk's tensors over the data-parallel ranks with FSDP2, layer by layer.
+def apply_fsdp(stage: DecoderStage, mesh: ParallelMesh, dtype: torch.dtype, master_dtype: torch.dtype) -> None:
+    """Shard a stage's tensors over the data-parallel ranks with FSDP2, layer by layer.
 
-    All sharding modes are FSDP2 over a (replicate, shard) mesh; they differ in how long weights and gradients stay
-    whole, which `step.py` says for each micro-batch.
+    All sharding modes are FSDP2 over a (replicate, shard) mesh. They differ in how long weights and gradients stay
+    unsharded, which `step.py` sets for each micro-batch.
     """
-    if mesh.weights is None or mesh.experts is None:
+    if mesh.fsdp_mesh is None or mesh.expert_fsdp_mesh is None:
         return
-    policy = MixedPrecisionPolicy(param_dtype=None if dtype == kept else dtype, reduce_dtype=kept)
-    free = mesh.layout.shard == "full"
-    for block in chunk.layers.values():
+    policy = MixedPrecisionPolicy(param_dtype=None if dtype == master_dtype else dtype, reduce_dtype=master_dtype)
+    reshard = mesh.layout.shard == "full"
+    for block in stage.layers.values():
         if isinstance(block.mlp, MoE):
             fully_shard(
                 block.mlp.experts,
-                mesh=mesh.experts,
+                mesh=mesh.expert_fsdp_mesh,
                 mp_policy=policy,
-                reshard_after_forward=free,
-                shard_placement_fn=_expert_placement(mesh.experts.size(1)),
+                reshard_after_forward=reshard,
+                shard_placement_fn=_expert_placement(mesh.expert_fsdp_mesh.size(1)),
             )
-        fully_shard(block, mesh=mesh.weights, mp_policy=policy, reshard_after_forward=free)
-    fully_shard(chunk, mesh=mesh.weights, mp_policy=policy, reshard_after_forward=False)
-    for module in chunk.modules():
+        fully_shard(block, mesh=mesh.fsdp_mesh, mp_policy=policy, reshard_after_forward=reshard)
+    fully_shard(stage, mesh=mesh.fsdp_mesh, mp_policy=policy, reshard_after_forward=False)
+    for module in stage.modules():
         if isinstance(module, FSDPModule):
             # The loss is already divided by the global batch: gradients are summed, not averaged.
             module.set_gradient_divide_factor(1.0)
@@ -165,11 +166,11 @@ def apply_fsdp(chunk: DecoderStage, mesh: ParallelMesh, dtype: torch.dtype, kept
 
 
 def _expert_placement(ranks: int) -> Callable[[nn.Parameter], Shard | None]:
-    """Cut stacked experts by expert where that comes out even, else within each expert."""
+    """Shard stacked experts by expert if that comes out even, otherwise within each expert."""
 
-    def place(parameter: nn.Parameter) -> Shard | None:
+    def placement(parameter: nn.Parameter) -> Shard | None:
         if parameter.shape[0] % ranks == 0 or parameter.shape[1] % ranks:
             return None
         return Shard(1)
 
-    return place
+    return placement

@@ -1,4 +1,4 @@
-"""What one rank runs: rendezvous, build, load, train, and a clear account of whatever ends it."""
+"""What one rank runs: rendezvous, build, load, train. A rank that fails leaves a record of the reason."""
 
 from __future__ import annotations
 
@@ -43,18 +43,18 @@ from trainshed.storage.attempts import Attempt, take_attempt
 
 @dataclass(frozen=True)
 class RankSession:
-    """What a rank has at hand besides its job, for one attempt."""
+    """What a rank has besides its job, for one attempt."""
 
-    place: RankEnv
+    env: RankEnv
     device: torch.device
     store: dist.Store | None
     attempt: int
     health: Path
-    voice: EventEmitter
+    emit: EventEmitter
     watchdog: Watchdog
-    requests: StopSignals
-    met_seconds: float
-    """How long it took to meet the other ranks."""
+    stop_signals: StopSignals
+    rendezvous_seconds: float
+    """How long the rendezvous with the other ranks took."""
 
 
 def train_rank(
@@ -68,115 +68,115 @@ def train_rank(
 ) -> int:
     """Train as one rank of `job.layout`; returns the exit code: 0, or 128 + signal after a requested stop.
 
-    `attempt` is the number that whoever started the ranks has taken; without it rank 0 takes the next one. A rank ends
-    with an account of where it stood when it waits for others in a step longer than `collective_seconds`, or shows no
-    sign of life for longer than its phase may take.
+    `attempt` is the number that the launcher has taken; without it rank 0 takes the next one. A rank ends with a flight
+    record if it waits for others in a step longer than `collective_seconds`, or if it sends no heartbeat for longer
+    than its phase may take (`budget_seconds`).
     """
-    place = RankEnv.from_environment()
+    env = RankEnv.from_environment()
     began = time.monotonic()
     try:
-        device = rank_device(place, job)
-        store = rendezvous_store(place, job)
+        device = rank_device(env, job)
+        store = rendezvous_store(env, job)
     except TrainshedError as error:
         if attempt is not None:
-            write_rank_error(health_folder(run_folder, attempt), place.rank, error)
+            write_rank_error(health_folder(run_folder, attempt), env.rank, error)
         raise
     with ExitStack() as stack:
-        number = _attempt_number(job, place, store, attempt)
+        number = _attempt_number(job, env, store, attempt)
         health = health_folder(run_folder, number)
-        writer = stack.enter_context(EventWriter(job.store, job.folder, attempt=number, rank=place.rank))
-        voice = EventEmitter(writer)
-        if place.rank == 0:
-            _add_listeners(voice, listener, job, run_folder, stack)
+        writer = stack.enter_context(EventWriter(job.store, job.folder, attempt=number, rank=env.rank))
+        emit = EventEmitter(writer)
+        if env.rank == 0:
+            _add_listeners(emit, listener, job, run_folder, stack)
         watchdog = stack.enter_context(
             Watchdog(
                 health,
-                place.rank,
+                env.rank,
                 budget_seconds=budget_seconds,
                 collective_seconds=collective_seconds,
                 on_stall=lambda _: writer.dump(10),
             )
         )
-        requests = stack.enter_context(StopSignals())
-        met_seconds = time.monotonic() - began
-        session = RankSession(place, device, store, number, health, voice, watchdog, requests, met_seconds)
+        stop_signals = stack.enter_context(StopSignals())
+        rendezvous_seconds = time.monotonic() - began
+        session = RankSession(env, device, store, number, health, emit, watchdog, stop_signals, rendezvous_seconds)
         try:
             code = _train_session(job, session)
         except BaseException as error:
             if isinstance(error, TrainshedError):
-                write_rank_error(health, place.rank, error)
-            watchdog.beat(None, "rendezvous")
-            rank_health.write_flight_record(health, place.rank, reason="failed", error=error)
+                write_rank_error(health, env.rank, error)
+            watchdog.heartbeat(None, "rendezvous")
+            rank_health.write_flight_record(health, env.rank, reason="failed", error=error)
             exit_code = getattr(error, "exit_code", 1)
-            voice("end", reason="failed", exit_code=exit_code)
+            emit("end", reason="failed", exit_code=exit_code)
             writer.dump(10)
             raise
-        voice("end", reason="signal" if code else "finished", exit_code=code)
+        emit("end", reason="signal" if code else "finished", exit_code=code)
     if dist.is_initialized():
         dist.destroy_process_group()
     return code
 
 
 def _add_listeners(
-    voice: EventEmitter,
+    emit: EventEmitter,
     listener: Callable[[dict[str, Any]], None] | None,
     job: TrainJob,
     run_folder: Path,
     stack: ExitStack,
 ) -> None:
-    """Let whoever started rank 0, and the files that `observe` asks for, follow the events."""
+    """Send the events to the launcher of rank 0 and to the exporters that `observe` asks for."""
     if listener is not None:
-        voice.listeners.append(listener)
+        emit.listeners.append(listener)
     for exporter in EXPORTERS:
         if getattr(job.recipe.observe, exporter.name) is not False:
             length = job.order.sequence_length
-            made = exporter(run_folder, sequence_length=length, warn=lambda text: voice("warning", text=text))
-            voice.listeners.append(stack.enter_context(made))
+            opened = exporter(run_folder, sequence_length=length, warn=lambda text: emit("warning", text=text))
+            emit.listeners.append(stack.enter_context(opened))
 
 
 def _train_session(job: TrainJob, session: RankSession) -> int:
-    place, voice, watchdog = session.place, session.voice, session.watchdog
+    env, emit, watchdog = session.env, session.emit, session.watchdog
     began = time.monotonic()
-    watchdog.beat(None, "rendezvous")
-    _emit_start(job, session.device, voice)
-    voice("phase", name="rendezvous", seconds=session.met_seconds)
-    init_process_groups(place, session.device, session.store, session.health)
+    watchdog.heartbeat(None, "rendezvous")
+    _emit_start(job, session.device, emit)
+    emit("phase", name="rendezvous", seconds=session.rendezvous_seconds)
+    init_process_groups(env, session.device, session.store, session.health)
     mesh = build_mesh(job.layout, session.device)
-    voice("phase", name="process_groups", seconds=time.monotonic() - began)
+    emit("phase", name="process_groups", seconds=time.monotonic() - began)
     began = time.monotonic()
-    watchdog.beat(None, "load")
+    watchdog.heartbeat(None, "load")
     model = _build_model(job, mesh)
-    if job.recipe.train.precision == "fp8" and (outside := describe_float8_exclusions(model)) is not None:
-        voice("warning", text=outside)
-    stepper = StepRunner(model, AdamW(model.weights, job.recipe.train.optimizer, session.device))
+    if job.recipe.train.precision == "fp8" and (exclusions := describe_float8_exclusions(model)) is not None:
+        emit("warning", text=exclusions)
+    runner = StepRunner(model, AdamW(model.shards, job.recipe.train.optimizer, session.device))
     attempt = _checkpoint_attempt(job, session)
-    found = find_resume_point(job, attempt, place.rank, session.store, voice)
-    start = load_start_state(job, stepper, voice, attempt.store, found)
-    voice("phase", name="load", seconds=time.monotonic() - began)
-    traces = session.health.parents[1] / "profile" / session.health.name
-    profiler = StepProfiler(job.recipe.observe.profile, place.rank, start.step, traces)
+    checkpoint = find_resume_point(job, attempt, env.rank, session.store, emit)
+    start = load_start_state(job, runner, emit, attempt.store, checkpoint)
+    emit("phase", name="load", seconds=time.monotonic() - began)
+    profile_folder = session.health.parents[1] / "profile" / session.health.name
+    profiler = StepProfiler(job.recipe.observe.profile, env.rank, start.step, profile_folder)
     with CheckpointWriter(
         attempt,
         spec=_checkpoint_spec(job),
-        rank=place.rank,
-        world_size=place.world_size,
+        rank=env.rank,
+        world_size=env.world_size,
         store=None if session.store is None else dist.PrefixStore("checkpoints", session.store),
         keep=job.recipe.checkpoint.keep,
         resumed_step=start.step or None,
-        on_event=voice,
+        on_event=emit,
     ) as checkpoints:
-        ending = Trainer(job, stepper, checkpoints, voice, watchdog, session.requests, profiler, start).run()
-    if ending.signal is None:
+        end = Trainer(job, runner, checkpoints, emit, watchdog, session.stop_signals, profiler, start).run()
+    if end.signal is None:
         return 0
-    voice("signal", ending.step, name=signal.Signals(ending.signal).name)
-    return 128 + ending.signal
+    emit("signal", end.step, name=signal.Signals(end.signal).name)
+    return 128 + end.signal
 
 
 def _build_model(job: TrainJob, mesh: ParallelMesh) -> RankModel:
     train = job.recipe.train
-    # Models with experts have the router's losses as the schema defaults them, written or not.
+    # Models with experts have the router's losses even if the recipe leaves them out: by the schema's defaults.
     moe = None if job.config.moe is None else train.moe or MoeLosses()
-    losses = Regularization(
+    regularization = Regularization(
         z_loss=train.z_loss,
         moe_balance=moe.balance_loss if moe else 0.0,
         moe_z=moe.z_loss if moe else 0.0,
@@ -190,36 +190,36 @@ def _build_model(job: TrainJob, mesh: ParallelMesh) -> RankModel:
         mesh,
         sequence_length=job.order.sequence_length,
         precision=train.precision,
-        losses=losses,
+        regularization=regularization,
         compile_blocks=mesh.device.type == "cuda",
     )
 
 
-def _attempt_number(job: TrainJob, place: RankEnv, store: dist.Store | None, given: int | None) -> int:
+def _attempt_number(job: TrainJob, env: RankEnv, store: dist.Store | None, given: int | None) -> int:
     if given is not None:
         return given
     if store is None:
         return take_attempt(job.store, job.folder).number
-    if place.rank == 0:
+    if env.rank == 0:
         store.set("attempt", str(take_attempt(job.store, job.folder).number))
     return int(store.get("attempt"))
 
 
 def _checkpoint_attempt(job: TrainJob, session: RankSession) -> Attempt:
-    """The attempt that fences checkpoints: the run's own, or one taken where they are kept apart from it."""
+    """Return the attempt that fences checkpoints: the run's, or one of the folder in which they are kept apart."""
     if job.checkpoint_home is None:
         return Attempt(job.store, job.folder, session.attempt)
     home, folder = job.checkpoint_home
     if session.store is None:
         return take_attempt(home, folder)
-    if session.place.rank == 0:
+    if session.env.rank == 0:
         session.store.set("checkpoint-attempt", str(take_attempt(home, folder).number))
     return Attempt(home, folder, int(session.store.get("checkpoint-attempt")))
 
 
-def _emit_start(job: TrainJob, device: torch.device, voice: EventEmitter) -> None:
+def _emit_start(job: TrainJob, device: torch.device, emit: EventEmitter) -> None:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    voice(
+    emit(
         "start",
         run=f"{job.recipe.name}/{job.name}",
         layout=str(job.layout),

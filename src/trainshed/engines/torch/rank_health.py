@@ -1,8 +1,8 @@
 """A rank's health: the watchdog that ends a stuck rank, the flight record it leaves, the signals that ask it to stop.
 
 The flight record is compared with those of the other ranks. PyTorch's flight recorder keeps the last collectives of
-gloo and of NCCL; both are read here. gloo records no point-to-point operations and does not end them at a group's
-timeout either: there the Python stack says that a rank waits, and the watchdog ends it.
+gloo and of NCCL; both are read here. gloo neither records point-to-point operations nor ends them at a group's timeout:
+there the Python stack shows that a rank waits, and the watchdog ends it.
 
 A signal only sets a flag; ranks agree on it at a step boundary.
 """
@@ -51,26 +51,26 @@ BUDGET_SECONDS: Mapping[str, float] = {
     "validation": 3600,
     "checkpoint": 3600,
 }
-"""How long a rank may be in each phase without a sign of life, and wait there for others."""
+"""How long a rank may be in each phase without a heartbeat, and wait there for others."""
 
 COLLECTIVE_SECONDS = 300
-"""How long a rank waits for the others in a collective of a plain step, for which nobody loads or compiles."""
+"""How long a rank waits for the others in a collective of a usual step, in which nobody loads or compiles."""
 
 _PHASE_TEXT = {"step": "step {step}", "first_step": "step {step}", "checkpoint": "the checkpoint of step {done}"}
-"""Where a rank stands once `done` steps are done, for people."""
+"""Where a rank is when `done` steps are done, for messages."""
 
 _GRACE_SECONDS = 60.0
-"""For the flight record and `on_stall`, before the process is ended without waiting for them."""
+"""Time for the flight record and `on_stall`; after it the process is ended without them."""
 
 
 class Watchdog:
-    """Ends this process when it shows no sign of life for longer than the phase it is in may take.
+    """Ends this process when there is no heartbeat for longer than its phase may take.
 
-    It writes the flight record, calls `on_stall` with a sentence and exits with `STALLED_EXIT_CODE`: a rank that is
-    stuck in Python, or in a collective that has no timeout, ends in bounded time. Between `with` and the first `beat`
-    nothing is watched.
+    It writes the flight record, calls `on_stall` with a sentence and exits with `STALLED_EXIT_CODE`. So a rank that is
+    stuck in Python, or in a collective that has no timeout, ends in bounded time. Before the first `heartbeat` nothing
+    is watched.
 
-    The phase also says how long collectives wait: as long as the phase may take, in a `step` for `collective_seconds`.
+    The phase also sets the timeout of collectives: the phase's budget, in a `step` `collective_seconds`.
     """
 
     def __init__(
@@ -87,8 +87,8 @@ class Watchdog:
         self._budget_seconds, self._collective_seconds = budget_seconds, collective_seconds
         self._on_stall = on_stall
         self._poll_seconds = poll_seconds
-        self._last: tuple[float, int | None, str] | None = None
-        self._arming = threading.Lock()
+        self._last_beat: tuple[float, int | None, str] | None = None
+        self._lock = threading.Lock()
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
@@ -99,30 +99,30 @@ class Watchdog:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def beat(self, step: int | None, phase: str) -> None:
-        """Show a sign of life, and say what comes now; costs nothing, so every step can."""
+    def heartbeat(self, step: int | None, phase: str) -> None:
+        """Record that this rank is alive and which phase begins; it is cheap enough for every step."""
         if phase not in self._budget_seconds:
             raise ValueError(f"no budget for the phase '{phase}'; there are {', '.join(self._budget_seconds)}")
-        with self._arming:
-            changed = self._last is None or self._last[2] != phase
-            self._last = time.monotonic(), step, phase
+        with self._lock:
+            changed = self._last_beat is None or self._last_beat[2] != phase
+            self._last_beat = time.monotonic(), step, phase
             if changed:  # within a phase the thread does it
                 _arm_faulthandler(self._budget_seconds[phase] + _GRACE_SECONDS)
         if changed:
             set_collective_timeout(self._collective_seconds if phase == "step" else self._budget_seconds[phase])
 
     def stop(self) -> None:
-        """Watch no longer."""
+        """Stop watching."""
         self._stopped.set()
         self._thread.join()
         faulthandler.cancel_dump_traceback_later()
 
     def _watch(self) -> None:
         while not self._stopped.wait(self._poll_seconds):
-            with self._arming:
-                if self._last is None:
+            with self._lock:
+                if self._last_beat is None:
                     continue
-                since, step, phase = self._last
+                since, step, phase = self._last_beat
                 left = since + self._budget_seconds[phase] - time.monotonic()
                 _arm_faulthandler(max(left, 0) + _GRACE_SECONDS)
             if left <= 0:
@@ -139,14 +139,14 @@ class Watchdog:
             write_flight_record(self._folder, self._rank, reason=text, step=step, phase=phase)
             if self._on_stall is not None:
                 self._on_stall(text)
-        except BaseException:  # whatever it is, this process must end, and its log is the one place left
+        except BaseException:  # whatever it is, this process must end; its log is the only place left to write to
             traceback.print_exc()
         finally:
             os._exit(STALLED_EXIT_CODE)
 
 
 def _arm_faulthandler(seconds: float) -> None:
-    """Have this process ended without Python's help: one that holds the interpreter lock stops our thread too."""
+    """End this process later without Python's help: code that holds the interpreter lock stops our thread too."""
     if sys.__stderr__ is None or seconds > threading.TIMEOUT_MAX:
         faulthandler.cancel_dump_traceback_later()
     else:
@@ -156,16 +156,16 @@ def _arm_faulthandler(seconds: float) -> None:
 _RECORDERS = {"gloo": "_dump_fr_trace_json", "nccl": "_dump_nccl_trace_json"}
 _BUFFER_ENTRIES = "2000"  # PyTorch's own default since 2.9; some builds and images turn it off
 _PEER_ERROR = re.compile(r"gloo|nccl|closed by peer|timed out waiting|connection reset", re.IGNORECASE)
-# Frames of PyTorch that stand between the wait and who asked for it.
+# Frames of PyTorch between the wait and its caller.
 _SKIPPED_FRAMES = ("/torch/_ops.py", "/torch/utils/", "/torch/autograd/")
 _record_lock = threading.Lock()
 _error_records: set[Path] = set()
 
 
 def enable_flight_recorder(folder: Path) -> None:
-    """Have collectives recorded; called before the first process group is made.
+    """Turn PyTorch's flight recorder on; called before the first process group is made.
 
-    NCCL's own watchdog, where it is first, leaves PyTorch's dump in `folder` too.
+    If NCCL's own watchdog acts first, it leaves PyTorch's dump in `folder` too.
     """
     folder.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", _BUFFER_ENTRIES)
@@ -174,7 +174,7 @@ def enable_flight_recorder(folder: Path) -> None:
 
 
 def set_collective_timeout(seconds: float) -> None:
-    """Give every process group made so far one timeout: those of a mesh do not inherit the first group's."""
+    """Set one timeout for every existing process group: those of a mesh do not inherit the first group's."""
     for group in distributed_c10d._world.pg_map:
         distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
@@ -190,7 +190,7 @@ def write_flight_record(
 ) -> Path:
     """Write this rank's flight record into `folder` (`health/attempt-0001`); returns its file.
 
-    An error's record stays: when the watchdog comes to its end while one is being written, that is no news.
+    The record of an error is never overwritten, for example by the watchdog while the error is being handled.
     """
     path = folder / flight_record_name(rank)
     with _record_lock:
@@ -218,11 +218,11 @@ def _write_record(
         missing="the recorder did not answer",
     )
     path.parent.mkdir(parents=True, exist_ok=True)
-    # First without the collectives: reading them asks CUDA, which may be what hangs.
+    # First without the collectives: reading them calls CUDA, which may be what hangs.
     _write_atomically(path, stacks)
     groups = _process_groups()
-    found, missing = _recorded_collectives(groups)
-    _write_atomically(path, replace(stacks, groups=groups, collectives=found, missing=missing))
+    collectives, missing = _recorded_collectives(groups)
+    _write_atomically(path, replace(stacks, groups=groups, collectives=collectives, missing=missing))
 
 
 def _rank_error(error: BaseException) -> RecordedError:
@@ -234,7 +234,7 @@ def _rank_error(error: BaseException) -> RecordedError:
 
 
 def _frames(error: BaseException | None) -> list[traceback.FrameSummary]:
-    """Where an error came from; without one, where the main thread is."""
+    """Return the stack of an error, or of the main thread if there is none."""
     if error is not None:
         return list(traceback.extract_tb(error.__traceback__))
     main = sys._current_frames().get(threading.main_thread().ident or 0)
@@ -242,7 +242,7 @@ def _frames(error: BaseException | None) -> list[traceback.FrameSummary]:
 
 
 def _waits_for(frames: list[traceback.FrameSummary]) -> Literal["collective", "point-to-point"] | None:
-    """What the innermost frames wait for, if it is for other ranks."""
+    """Return what the innermost frame waits for, if it waits for other ranks."""
     inner = [frame for frame in frames if not any(part in frame.filename for part in _SKIPPED_FRAMES)][-1:]
     for frame in inner:
         if "/torch/distributed/pipelining/" in frame.filename or frame.name in ("recv", "send", "irecv", "isend"):
@@ -264,17 +264,17 @@ def _thread_stacks() -> str:
 def _process_groups() -> list[ProcessGroupRecord]:
     if not dist.is_initialized():
         return []
-    found = []
+    records = []
     for group, name in distributed_c10d._world.pg_names.items():
         described = group.group_desc not in ("", "undefined")
-        found.append(
+        records.append(
             ProcessGroupRecord(name, group.group_desc if described else name, dist.get_process_group_ranks(group))
         )
-    return found
+    return records
 
 
 def _recorded_collectives(groups: list[ProcessGroupRecord]) -> tuple[list[CollectiveRecord], str | None]:
-    """The last collectives of each group, oldest first; if there are none to be had, why."""
+    """Return the last collectives of each group, oldest first; or no collectives and the reason."""
     if os.environ.get("TORCH_FR_BUFFER_SIZE") == "0":
         return [], "TORCH_FR_BUFFER_SIZE=0 turns the recorder off"
     if not dist.is_initialized():
@@ -291,39 +291,41 @@ def _recorded_collectives(groups: list[ProcessGroupRecord]) -> tuple[list[Collec
 
 
 def _write_atomically(path: Path, written: FlightRecord) -> None:
-    """Whole or not at all: whoever started us may be reading, or may kill us."""
+    """Write the whole file or nothing: the launcher may read it or kill this process at any moment."""
     part = path.with_suffix(".part")
     part.write_bytes(written.to_json())
     os.replace(part, path)
 
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+NO_STOP_VOTES: Mapping[str, float] = {number.name: 0.0 for number in STOP_SIGNALS}
+"""The votes of a rank that has received no signal."""
 
 
 class StopSignals:
-    """Which stop signals this rank has received; each rank votes with every step, and one vote stops all."""
+    """The stop signals this rank has received. Each rank votes with every step; one vote stops all ranks."""
 
     def __init__(self) -> None:
-        self.seen: set[int] = set()
-        self._before: dict[int, object] = {}
+        self.received: set[int] = set()
+        self._previous_handlers: dict[int, object] = {}
 
     def __enter__(self) -> StopSignals:
         for number in STOP_SIGNALS:
-            self._before[number] = signal.signal(number, self._note)
+            self._previous_handlers[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
+        for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)  # pyrefly: ignore[bad-argument-type]
 
-    def votes(self) -> list[float]:
-        """One number per watched signal, to be summed over all ranks."""
-        return [float(number in self.seen) for number in STOP_SIGNALS]
+    def votes(self) -> dict[str, float]:
+        """Return 1.0 for each stop signal that was received, by its name; to be summed over all ranks."""
+        return {number.name: float(number in self.received) for number in STOP_SIGNALS}
 
-    def _note(self, number: int, _frame: FrameType | None) -> None:
-        self.seen.add(number)
+    def _handle(self, number: int, _frame: FrameType | None) -> None:
+        self.received.add(number)
 
 
-def agreed_signal(votes: list[float]) -> int | None:
+def agreed_signal(summed_votes: Mapping[str, float]) -> int | None:
     """Return the signal that some rank has received, if any."""
-    return next((int(number) for number, count in zip(STOP_SIGNALS, votes, strict=True) if count > 0), None)
+    return next((int(number) for number in STOP_SIGNALS if summed_votes[number.name] > 0), None)

@@ -23,7 +23,7 @@ from trainshed.checkpoints.native.shards import TensorShard
 from trainshed.checkpoints.prove.probe import PROBE_ROWS, PROBE_TOKENS, check_probe, probe_batch, read_probe
 from trainshed.data.order import DataOrder
 from trainshed.data.sampling.schedule import SkipList
-from trainshed.engines.torch.batch_loader import BatchLoader, HashedBatch, LocalBatch
+from trainshed.engines.torch.batch_loader import LocalBatch, to_local_batch
 from trainshed.engines.torch.learning_rate import DecaySpan, check_resumed_decay
 from trainshed.engines.torch.model import RankModel, init_model
 from trainshed.engines.torch.optimizer import AdamW
@@ -36,31 +36,33 @@ from trainshed.storage import Store, join
 from trainshed.storage.attempts import Attempt
 
 
-def state_pieces(model: RankModel, optimizer: AdamW) -> dict[str, TensorShard]:
-    """Every tensor of the state under its global name; loading fills the same tensors in place."""
-    pieces = {
-        f"model.{weight.name}": TensorShard(weight.parameter.shape, weight.offset, weight.local, weight.owner)
-        for weight in model.weights
+def state_tensors(model: RankModel, optimizer: AdamW) -> dict[str, TensorShard]:
+    """Return every tensor of the state under its global name; loading fills these tensors in place."""
+    tensors = {
+        f"model.{shard.name}": TensorShard(shard.parameter.shape, shard.offset, shard.local_tensor, shard.owner)
+        for shard in model.shards
     }
-    at = model.mesh.at
-    speaks = not any((at.pp, at.dp, at.cp, at.tp))
-    return pieces | dict(optimizer.pieces()) | {"optimizer.updates": TensorShard((), (), optimizer.updates, speaks)}
+    coordinates = model.mesh.coordinates
+    owner = not any((coordinates.pp, coordinates.dp, coordinates.cp, coordinates.tp))
+    return (
+        tensors | dict(optimizer.state_tensors()) | {"optimizer.updates": TensorShard((), (), optimizer.updates, owner)}
+    )
 
 
 def state_facts(order: DataOrder, step: int, skipped: int, decay: DecaySpan | None) -> dict[str, Any]:
-    """What besides tensors a resumed run must know; `step` is the next one, `decay` where the learning rate decays."""
+    """Return what a resumed run must know besides tensors; `step` is the next one."""
     return {
         "step": step,
         "consumed_samples": order.consumed(step),
         "skipped_steps": skipped,
-        "data_skip": [list(each) for each in order.skip.ranges],
+        "data_skip": [list(skipped_range) for skipped_range in order.skip.ranges],
         "sequence_length": order.sequence_length,
         "lr_decay": decay,
     }
 
 
 def check_state_facts(facts: Mapping[str, Any], order: DataOrder) -> None:
-    """Refuse to go on where the data behind the checkpoint is no longer what the recipe says."""
+    """Refuse to resume if the data that the checkpoint was trained on is not what the recipe says."""
     step, consumed = facts["step"], facts["consumed_samples"]
     if order.sequence_length != facts["sequence_length"]:
         raise InputError(
@@ -86,11 +88,11 @@ def check_state_facts(facts: Mapping[str, Any], order: DataOrder) -> None:
 
 
 def _skipped_before(skip: SkipList, end: int) -> list[tuple[int, int]]:
-    """The skipped ranges below a sample of the stream."""
+    """Return the skipped ranges before a sample of the stream."""
     return [(start, min(stop, end)) for start, stop in skip.ranges if start < end]
 
 
-# Against a probe measured in fp32 on one process: rounding of the products is what may differ.
+# The probe was measured in fp32 on one process; only the rounding of matrix products may differ.
 PROBE_BOUNDS = {"fp64": 1e-3, "fp32": 1e-3, "bf16": 0.05, "fp8": 0.2}
 
 
@@ -103,32 +105,32 @@ class StartPoint:
 
 
 def find_resume_point(
-    job: TrainJob, attempt: Attempt, rank: int, store: dist.Store | None, voice: EventEmitter
+    job: TrainJob, attempt: Attempt, rank: int, store: dist.Store | None, emit: EventEmitter
 ) -> CompleteCheckpoint | None:
-    """Return the checkpoint to go on from; rank 0 looks and settles it, the others are told."""
-    found = None
+    """Return the checkpoint to resume from; rank 0 chooses it and tells the others."""
+    checkpoint = None
     if rank == 0:
         folder = checkpoints_folder(attempt.run_folder)
-        found = latest_complete(attempt.store, folder, attempt=attempt, reporter=_EventReporter(voice))
-        _check_resume_policy(job, found)
-        if found is not None and (said := check_resumed_decay(job.recipe, job.steps, found)):
-            voice("warning", text=said)
+        checkpoint = latest_complete(attempt.store, folder, attempt=attempt, reporter=_EventReporter(emit))
+        _check_resume_policy(job, checkpoint)
+        if checkpoint is not None and (warning := check_resumed_decay(job.recipe, job.steps, checkpoint)):
+            emit("warning", text=warning)
         if store is not None:
-            store.set("resume", "" if found is None else found.path)
+            store.set("resume", "" if checkpoint is None else checkpoint.path)
     elif store is not None and (path := store.get("resume").decode()):
-        found = open_checkpoint(attempt.store, path)
-    return found
+        checkpoint = open_checkpoint(attempt.store, path)
+    return checkpoint
 
 
-def _check_resume_policy(job: TrainJob, found: CompleteCheckpoint | None) -> None:
+def _check_resume_policy(job: TrainJob, checkpoint: CompleteCheckpoint | None) -> None:
     resume = job.recipe.checkpoint.resume
-    if found is not None and resume == "fresh":
+    if checkpoint is not None and resume == "fresh":
         raise InputError(
-            f"`resume: fresh`, and there is a checkpoint of step {found.step}",
+            f"`resume: fresh`, and there is a checkpoint of step {checkpoint.step}",
             where=job.recipe.where("checkpoint.resume"),
             hint="write `resume: auto` to go on from it, or start another run with --id",
         )
-    if found is None and resume == "must":
+    if checkpoint is None and resume == "must":
         raise InputError(
             "`resume: must`, and this run has no complete checkpoint",
             where=job.recipe.where("checkpoint.resume"),
@@ -137,26 +139,26 @@ def _check_resume_policy(job: TrainJob, found: CompleteCheckpoint | None) -> Non
 
 
 def load_start_state(
-    job: TrainJob, stepper: StepRunner, voice: EventEmitter, store: Store, found: CompleteCheckpoint | None
+    job: TrainJob, runner: StepRunner, emit: EventEmitter, store: Store, checkpoint: CompleteCheckpoint | None
 ) -> StartPoint:
-    """Fill the model and the optimiser from a checkpoint found in `store`, from base weights, or fresh."""
-    if found is not None:
+    """Fill the model and the optimizer from a checkpoint in `store`, from base weights, or with fresh values."""
+    if checkpoint is not None:
         began = time.monotonic()
-        check_state_facts(found.facts, job.order)
-        facts = load_checkpoint(store, found, state_pieces(stepper.model, stepper.optimizer))
-        voice(
+        check_state_facts(checkpoint.facts, job.order)
+        facts = load_checkpoint(store, checkpoint, state_tensors(runner.model, runner.optimizer))
+        emit(
             "resume",
             facts["step"],
-            from_attempt=found.attempt,
-            checkpoint=join(store.url, found.path),
+            from_attempt=checkpoint.attempt,
+            checkpoint=join(store.url, checkpoint.path),
             seconds=time.monotonic() - began,
         )
         return StartPoint(int(facts["step"]), int(facts["skipped_steps"]))
     if job.base is not None:
-        load_base_weights(stepper.model, job.base)
-        _check_base_loss(job, stepper, job.base, voice)
+        load_base_weights(runner.model, job.base)
+        _check_base_loss(job, runner, job.base, emit)
     elif job.recipe.model.init == "random":
-        init_model(stepper.model, job.recipe.seed)
+        init_model(runner.model, job.recipe.seed)
     else:
         raise InputError(
             "there are no weights to start from: `model.from` is not resolved",
@@ -168,65 +170,63 @@ def load_start_state(
 
 @torch.no_grad()
 def load_base_weights(model: RankModel, base: BaseWeights) -> None:
-    """Read this rank's boxes from base weights."""
+    """Fill this rank's shards from base weights."""
     with base.open(model.config) as weights:
-        for weight in model.weights:
-            local = weight.local
+        for shard in model.shards:
+            local = shard.local_tensor
             if local.numel():
-                local.copy_(weights.read(weight.parameter, weight.offset, tuple(local.shape), local.dtype))
+                local.copy_(weights.read(shard.parameter, shard.offset, tuple(local.shape), local.dtype))
 
 
-def measure_probe_loss(stepper: StepRunner, sequence_length: int, global_batch: int) -> float:
-    """The loss on the probe batch as the model lies on this layout.
+def measure_probe_loss(runner: StepRunner, sequence_length: int, global_batch: int) -> float:
+    """Return the model's loss on the probe batch, computed on this layout.
 
-    The probe's rows take the first places of a batch; everything else in it carries no loss.
+    The probe's rows are the first of a batch; all other tokens of the batch carry no loss.
     """
-    mesh = stepper.model.mesh
-    probe = probe_batch(stepper.model.config.vocab_size, PROBE_TOKENS)
+    mesh = runner.model.mesh
+    probe = probe_batch(runner.model.config.vocab_size, PROBE_TOKENS)
     tokens = np.zeros((global_batch, sequence_length + 1), np.int64)
     labelled = np.full((global_batch, sequence_length), IGNORE_INDEX, np.int64)
     tokens[:PROBE_ROWS, : PROBE_TOKENS + 1] = probe
     labelled[:PROBE_ROWS, :PROBE_TOKENS] = probe[:, 1:]
-    mine = mesh.layout.rows(global_batch, mesh.at.dp)
-    padding = ((0, mesh.layout.padding(global_batch, mesh.at.dp)), (0, 0))
-    count = len(mine) + padding[0][1]
-    batch = LocalBatch(count, None, None, None)
+    local_rows = mesh.layout.rows(global_batch, mesh.coordinates.dp)
+    padding = mesh.layout.padding(global_batch, mesh.coordinates.dp)
+    batch = LocalBatch(len(local_rows) + padding, None, None)
     if mesh.reads_tokens:
-        inputs = np.pad(tokens[mine.start : mine.stop, :-1], padding)
-        labels = np.pad(labelled[mine.start : mine.stop], padding, constant_values=IGNORE_INDEX)
-        batch = LocalBatch(count, BatchLoader.placed(inputs, mesh), BatchLoader.placed(labels, mesh), None)
-    return stepper.evaluate(HashedBatch(batch, (0, 0)), global_batch, labelled=PROBE_ROWS * PROBE_TOKENS)
+        rows = slice(local_rows.start, local_rows.stop)
+        batch = to_local_batch(tokens[rows, :-1], labelled[rows], mesh, padding=padding)
+    return runner.evaluate(batch, global_batch, labelled=PROBE_ROWS * PROBE_TOKENS)
 
 
-def _check_base_loss(job: TrainJob, stepper: StepRunner, base: BaseWeights, voice: EventEmitter) -> None:
+def _check_base_loss(job: TrainJob, runner: StepRunner, base: BaseWeights, emit: EventEmitter) -> None:
     """Compare the loss of the base weights on this layout with the one stored beside them."""
     length = job.order.sequence_length
     if length < PROBE_TOKENS or job.order.batch_size(0) < PROBE_ROWS:
         text = f"the probe of the base weights needs {PROBE_ROWS} rows of {PROBE_TOKENS} tokens; it was not compared"
-        voice("warning", text=text)
+        emit("warning", text=text)
         return
-    loss = measure_probe_loss(stepper, length, job.order.batch_size(0))
+    loss = measure_probe_loss(runner, length, job.order.batch_size(0))
     probe = read_probe(base.folder)
     if probe is None:
         text = f"the base weights' loss on the probe batch is {loss:.6f} here, and nobody has measured it before"
-        voice("warning", text=text)
+        emit("warning", text=text)
         return
     bound = PROBE_BOUNDS[job.recipe.train.precision]
-    voice("probe", loss=loss if loss - loss == 0 else None, expected=probe.loss, bound=bound)
+    emit("probe", loss=loss if loss - loss == 0 else None, expected=probe.loss, bound=bound)
     check_probe(loss, probe, bound)
 
 
 class _EventReporter:
     """A reporter whose notes and warnings become events."""
 
-    def __init__(self, voice: EventEmitter) -> None:
-        self._voice = voice
+    def __init__(self, emit: EventEmitter) -> None:
+        self._emit = emit
 
     def note(self, text: str) -> None:
-        self._voice("note", text=text)
+        self._emit("note", text=text)
 
     def warn(self, text: str) -> None:
-        self._voice("warning", text=text)
+        self._emit("warning", text=text)
 
     def task(self, label: str, *, total: float | None, unit: str) -> AbstractContextManager[ProgressTask]:
         return SILENT.task(label, total=total, unit=unit)

@@ -1,9 +1,10 @@
 """One training step, from batch to updated weights, without the host waiting for the device.
 
 `StepRunner.step` runs forward and backward over the micro-batches (`ForwardBackward`: a plain loop, or PyTorch's
-pipeline schedules), sums the gradients that backward left in parts, and updates. Everything that ranks must agree on
-travels in one vector that is summed over the world once per step: gradient norm, losses, the batch's hash, requests to
-stop. The update reads the norm from it on the device; the host reads it when it has arrived, a step later on a GPU.
+pipeline schedules), sums the gradients that backward left in parts, and updates the weights. Everything that ranks
+must agree on is a named figure in one vector, which is summed over the world once per step: gradient norm, losses, the
+batch's hash, votes to stop. The update reads the norm from it on the device. The host reads the vector when it has
+arrived, which on a GPU is a step later.
 
 Shapes: R rows of the global batch on this rank, S tokens of a row on this context-parallel rank, B rows of a
 micro-batch, s = S / tp, H hidden.
@@ -12,7 +13,7 @@ micro-batch, s = S / tp, H hidden.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -30,58 +31,102 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from trainshed.data.order import format_batch_hash
-from trainshed.engines.torch.batch_loader import HashedBatch, LocalBatch
+from trainshed.engines.torch.batch_loader import LocalBatch
 from trainshed.engines.torch.model import ParameterShard, RankModel
 from trainshed.engines.torch.optimizer import AdamW
 from trainshed.engines.torch.parallel import ParallelMesh
-from trainshed.engines.torch.rank_health import STOP_SIGNALS, agreed_signal
+from trainshed.engines.torch.rank_health import NO_STOP_VOTES, agreed_signal
 from trainshed.models.collectives import AxisGroup
+from trainshed.models.loss import LOSS_TERMS
+from trainshed.models.moe import ROUTER_LOSS_TERMS
 
-_METRIC_NAMES = ("squared_norm", "loss", "z_loss", "moe_balance", "moe_z", "hash_low", "hash_high")
+
+class StepFigures:
+    """The figures of a step by name, in one float64 vector on the device that a single all_reduce sums.
+
+    A new figure is one more `add`, and is then read by its name. Every rank adds the same names in the same order.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._names: list[str] = []
+        self._vector = torch.empty(0, dtype=torch.float64, device=device)
+        self._parts: list[torch.Tensor] = []
+
+    def add(self, names: Sequence[str], values: torch.Tensor) -> None:
+        """Add this rank's part of some figures; `values` is a vector on the device with one value for each name."""
+        assert len(values) == len(names), f"{len(values)} values for {names}"
+        self._names += names
+        self._parts.append(values.double())
+
+    def add_from_host(self, figures: Mapping[str, float]) -> None:
+        """Add this rank's part of figures that the host knows, with one copy that nobody waits for."""
+        values = torch.tensor(list(figures.values()), dtype=torch.float64)
+        if self.device.type == "cuda":
+            values = values.pin_memory().to(self.device, non_blocking=True)
+        self.add(list(figures), values)
+
+    def all_reduce(self, world_size: int) -> None:
+        """Sum the figures over all ranks; from then on they can be read."""
+        self._vector = torch.cat(self._parts)
+        if world_size > 1:
+            dist.all_reduce(self._vector)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        """Return one summed figure as a scalar on the device."""
+        return self._vector[self._names.index(name)]
+
+    def copy_to_host(self) -> torch.Tensor:
+        """Start to copy the vector to the host."""
+        if not self._vector.is_cuda:
+            return self._vector
+        host = torch.empty(self._vector.shape, dtype=self._vector.dtype, pin_memory=True)
+        return host.copy_(self._vector, non_blocking=True)
+
+    def named(self, host: torch.Tensor) -> dict[str, float]:
+        """Return the figures of a copy that has arrived, by their names."""
+        return dict(zip(self._names, host.tolist(), strict=True))
 
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """What all ranks agree a step gave."""
+    """The result of a step, the same on all ranks."""
 
     loss: float
     grad_norm: float
-    z_loss: float
-    moe_balance: float
-    moe_z: float
+    loss_terms: Mapping[str, float]
+    """The other terms that were trained on, by name: those of `RankModel.loss_terms`."""
     batch_hash: str
-    bad: bool
-    """Loss or gradient was no number: nothing was updated."""
-    stop: int | None
+    non_finite: bool
+    """Loss or gradient was not a number: nothing was updated."""
+    stop_signal: int | None
     """A signal that some rank has received."""
 
 
 class PendingMetrics:
-    """A step's figures on their way to the host."""
+    """The metrics of a step on their way to the host."""
 
-    def __init__(self, summed: torch.Tensor) -> None:
-        self._host = summed
-        if summed.is_cuda:
-            self._host = torch.empty(summed.shape, dtype=summed.dtype, pin_memory=True)
-            self._host.copy_(summed, non_blocking=True)
-        self.mark = DeviceTimestamp(summed.device)
+    def __init__(self, figures: StepFigures, loss_terms: Sequence[str]) -> None:
+        self._figures, self._loss_terms = figures, loss_terms
+        self._host = figures.copy_to_host()
+        self.finished_at = DeviceTimestamp(figures.device)
 
     def read(self) -> StepMetrics:
-        """Wait for the figures and return them."""
-        self.mark.wait()
-        values = self._host.tolist()
-        figures = dict(zip(_METRIC_NAMES, values, strict=False))
-        norm = figures["squared_norm"] ** 0.5 if figures["squared_norm"] >= 0 else float("nan")
+        """Wait for the figures and return what they mean."""
+        self.finished_at.wait()
+        figures = self._figures.named(self._host)
+        squared_norm = figures["squared_grad_norm"]
+        norm = squared_norm**0.5 if squared_norm >= 0 else float("nan")
         finite = all(value - value == 0 for value in (norm, figures["loss"]))
+        # `loss` is what was differentiated; what is reported is the cross-entropy in it.
+        loss = figures["loss"] - sum(figures[term] for term in LOSS_TERMS[1:])
         return StepMetrics(
-            loss=figures["loss"] - figures["z_loss"],
+            loss=loss,
             grad_norm=norm,
-            z_loss=figures["z_loss"],
-            moe_balance=figures["moe_balance"],
-            moe_z=figures["moe_z"],
+            loss_terms={term: figures[term] for term in self._loss_terms},
             batch_hash=format_batch_hash(int(figures["hash_low"]), int(figures["hash_high"])),
-            bad=not finite,
-            stop=agreed_signal(values[len(_METRIC_NAMES) :]),
+            non_finite=not finite,
+            stop_signal=agreed_signal(figures),
         )
 
 
@@ -90,112 +135,118 @@ class StepRunner:
 
     def __init__(self, model: RankModel, optimizer: AdamW) -> None:
         self.model, self.optimizer = model, optimizer
-        self.passes = ForwardBackward(model)
-        mesh = model.mesh
-        # The loss is the same on all tensor-parallel ranks: one of them speaks.
-        self._speaks = float(mesh.at.tp == 0)
+        self.forward_backward = ForwardBackward(model)
+        # The loss is the same on all tensor-parallel ranks: one of them counts.
+        self._counts_loss = float(model.mesh.coordinates.tp == 0)
 
-    def step(self, fed: HashedBatch, global_batch: int, lr: float, votes: list[float]) -> PendingMetrics:
+    def step(
+        self, batch: LocalBatch, global_batch: int, lr: float, stop_votes: Mapping[str, float] = NO_STOP_VOTES
+    ) -> PendingMetrics:
         """Forward, backward, sum, update."""
-        losses = self._with_scale(fed, global_batch, backward=True)
-        reduce_gradients(self.model.weights, self.model.mesh)
-        squared = squared_grad_norm(self.model.weights).to(self.model.mesh.device)
-        summed = self._sum_over_world(squared, losses, fed.hashes, votes)
-        norm = summed[0].sqrt()
-        bad = 1.0 - (torch.isfinite(norm) & torch.isfinite(summed[1])).double()
-        self.optimizer.step(lr, norm, bad)
-        for weight in self.model.weights:
-            weight.held.grad = None
-        return PendingMetrics(summed)
+        losses = self._forward_backward(batch, global_batch, backward=True)
+        reduce_gradients(self.model.shards, self.model.mesh)
+        squared_norm = squared_grad_norm(self.model.shards).to(self.model.mesh.device)
+        figures = self._all_reduce_figures(squared_norm, losses, batch.hashes, stop_votes)
+        norm = figures["squared_grad_norm"].sqrt()
+        skip = 1.0 - (torch.isfinite(norm) & torch.isfinite(figures["loss"])).double()
+        self.optimizer.step(lr, norm, skip)
+        for shard in self.model.shards:
+            shard.tensor.grad = None
+        return PendingMetrics(figures, self.model.loss_terms)
 
-    def evaluate(self, fed: HashedBatch, global_batch: int, labelled: int | None = None) -> float:
-        """The cross-entropy of a batch, summed over its labelled tokens and divided by their count."""
-        losses = self._with_scale(fed, global_batch, backward=False, labelled=labelled)
-        nothing = torch.zeros((), dtype=torch.float64, device=self.model.mesh.device)
-        return PendingMetrics(self._sum_over_world(nothing, losses, (0, 0), [0.0] * len(STOP_SIGNALS))).read().loss
+    def evaluate(self, batch: LocalBatch, global_batch: int, labelled: int | None = None) -> float:
+        """Return the cross-entropy of a batch, summed over its labelled tokens and divided by their count."""
+        losses = self._forward_backward(batch, global_batch, backward=False, labelled=labelled)
+        no_gradient = torch.zeros((), dtype=torch.float64, device=self.model.mesh.device)
+        figures = self._all_reduce_figures(no_gradient, losses, (0, 0), NO_STOP_VOTES)
+        return PendingMetrics(figures, ()).read().loss
 
-    def _with_scale(
-        self, fed: HashedBatch, global_batch: int, *, backward: bool, labelled: int | None = None
+    def _forward_backward(
+        self, batch: LocalBatch, global_batch: int, *, backward: bool, labelled: int | None = None
     ) -> torch.Tensor:
-        scale = self.model.scale
-        scale.tokens.fill_(1.0 / (labelled or global_batch * self.model.sequence_length))
-        scale.sequences.fill_(1.0 / global_batch)
-        for chunk in self.model.chunks:
-            chunk.router_losses.zero_()
-        return self.passes.train(fed.batch) if backward else self.passes.evaluate(fed.batch)
+        normalization = self.model.normalization
+        normalization.tokens.fill_(1.0 / (labelled or global_batch * self.model.sequence_length))
+        normalization.sequences.fill_(1.0 / global_batch)
+        for stage in self.model.stages:
+            stage.router_losses.zero_()
+        return self.forward_backward.train(batch) if backward else self.forward_backward.evaluate(batch)
 
-    def _sum_over_world(
-        self, squared: torch.Tensor, losses: torch.Tensor, hashes: tuple[int, int], votes: list[float]
-    ) -> torch.Tensor:
-        device = self.model.mesh.device
-        router = torch.stack([chunk.router_losses for chunk in self.model.chunks]).sum(0)
-        told = torch.tensor([*map(float, hashes), *votes], dtype=torch.float64)
-        if device.type == "cuda":
-            told = told.pin_memory().to(device, non_blocking=True)
-        summed = torch.cat([squared.double()[None], losses.double() * self._speaks, router.double(), told])
-        if self.model.mesh.layout.world_size > 1:
-            dist.all_reduce(summed)
-        return summed
+    def _all_reduce_figures(
+        self,
+        squared_norm: torch.Tensor,
+        losses: torch.Tensor,
+        hashes: tuple[int, int],
+        stop_votes: Mapping[str, float],
+    ) -> StepFigures:
+        """Sum everything that ranks must agree on: every figure of a step is added here."""
+        router_losses = torch.stack([stage.router_losses for stage in self.model.stages]).sum(0)
+        figures = StepFigures(self.model.mesh.device)
+        figures.add(("squared_grad_norm",), squared_norm[None])
+        figures.add(LOSS_TERMS, losses.double() * self._counts_loss)
+        figures.add(ROUTER_LOSS_TERMS, router_losses)
+        figures.add_from_host({"hash_low": float(hashes[0]), "hash_high": float(hashes[1]), **stop_votes})
+        figures.all_reduce(self.model.mesh.layout.world_size)
+        return figures
 
 
 class ForwardBackward:
-    """Runs a rank's model over its rows; the sum of losses comes back, gradients stay with the weights."""
+    """Runs a rank's model over its rows: returns the sum of the losses, leaves the gradients with the weights."""
 
     def __init__(self, model: RankModel) -> None:
         self.model = model
-        self._schedule_now: tuple[int, Any, list[torch.Tensor]] | None = None
+        self._schedule_cache: tuple[int, Any, list[torch.Tensor]] | None = None
 
     def train(self, batch: LocalBatch) -> torch.Tensor:
-        """Forward and backward; returns this rank's part of [loss, z-loss part]."""
+        """Run forward and backward; returns this rank's part of the `LOSS_TERMS`."""
         return self._run(batch, backward=True)
 
     def evaluate(self, batch: LocalBatch) -> torch.Tensor:
-        """Forward alone."""
+        """Run forward alone."""
         with torch.no_grad():
             return self._run(batch, backward=False)
 
     def _run(self, batch: LocalBatch, *, backward: bool) -> torch.Tensor:
-        count = batch.rows // self.model.mesh.layout.micro_batch
+        micro_batches = batch.rows // self.model.mesh.layout.micro_batch
         if self.model.mesh.layout.pp == 1:
-            return self._loop(batch, count, backward=backward)
-        return self._pipeline(batch, count, backward=backward)
+            return self._loop(batch, micro_batches, backward=backward)
+        return self._pipeline(batch, micro_batches, backward=backward)
 
-    def _loop(self, batch: LocalBatch, count: int, *, backward: bool) -> torch.Tensor:
-        (chunk,) = self.model.chunks
+    def _loop(self, batch: LocalBatch, micro_batches: int, *, backward: bool) -> torch.Tensor:
+        (stage,) = self.model.stages
         assert batch.tokens is not None
         assert batch.labels is not None
-        samples = [None] * count if batch.samples is None else batch.samples.chunk(count)
-        total = self._nothing.clone()
-        for number, (tokens, labels, rows) in enumerate(
-            zip(batch.tokens.chunk(count), batch.labels.chunk(count), samples, strict=True)
+        samples = [None] * micro_batches if batch.samples is None else batch.samples.chunk(micro_batches)
+        total = self._zero_losses.clone()
+        for number, (tokens, labels, sample_ids) in enumerate(
+            zip(batch.tokens.chunk(micro_batches), batch.labels.chunk(micro_batches), samples, strict=True)
         ):
             if backward:
-                self._stay_whole(chunk, last=number == count - 1)
-            loss = chunk(tokens, labels, rows)
+                self._set_fsdp_sync(stage, last=number == micro_batches - 1)
+            losses = stage(tokens, labels, sample_ids)
             if backward:
-                loss[0].backward()
-            total += loss.detach()
+                losses[0].backward()
+            total += losses.detach()
         return total
 
-    def _stay_whole(self, chunk: torch.nn.Module, *, last: bool) -> None:
-        """Say how long FSDP keeps weights and gradients whole between micro-batches.
+    def _set_fsdp_sync(self, stage: torch.nn.Module, *, last: bool) -> None:
+        """Set how long FSDP keeps weights and gradients unsharded between micro-batches.
 
-        none, zero1: gradients add up whole and are summed over ranks after the last; zero2: they are summed and cut
-        after each; in both, weights stay whole until the last. full: nothing stays whole.
+        none, zero1: gradients accumulate unsharded and are reduced after the last micro-batch. zero2: they are
+        reduce_scattered after each. In all three, weights stay unsharded until the last. full: nothing stays unsharded.
         """
-        if not isinstance(chunk, FSDPModule):
+        if not isinstance(stage, FSDPModule):
             return
         mode = self.model.mesh.layout.shard
-        chunk.set_is_last_backward(last)
-        chunk.set_requires_gradient_sync(last or mode in ("zero2", "full"))
-        chunk.set_reshard_after_backward(last or mode == "full")
+        stage.set_is_last_backward(last)
+        stage.set_requires_gradient_sync(last or mode in ("zero2", "full"))
+        stage.set_reshard_after_backward(last or mode == "full")
 
-    def _pipeline(self, batch: LocalBatch, count: int, *, backward: bool) -> torch.Tensor:
-        schedule, outcomes = self._schedule(count)
-        outcomes.clear()
+    def _pipeline(self, batch: LocalBatch, micro_batches: int, *, backward: bool) -> torch.Tensor:
+        schedule, losses = self._schedule(micro_batches)
+        losses.clear()
         mesh = self.model.mesh
-        last = mesh.at.pp == mesh.layout.pp - 1
-        arguments = (batch.tokens,) if mesh.at.pp == 0 else ()
+        last = mesh.coordinates.pp == mesh.layout.pp - 1
+        arguments = (batch.tokens,) if mesh.coordinates.pp == 0 else ()
         keywords: dict[str, torch.Tensor] = {}
         if batch.samples is not None:
             keywords["samples"] = batch.samples
@@ -204,79 +255,80 @@ class ForwardBackward:
             keywords["labels"] = batch.labels
         run: Callable[..., Any] = schedule.step if backward else schedule.eval
         options: dict[str, Any] = {"return_outputs": False} if backward else {}
-        # The loss comes out of the last chunk itself; `target` is what makes the schedule ask for it.
+        # The last stage computes the loss itself; the schedule asks for it only where there is a `target`.
         run(*arguments, target=batch.labels if last else None, **options, **keywords)
-        return torch.stack(outcomes).sum(0) if outcomes else self._nothing.clone()
+        return torch.stack(losses).sum(0) if losses else self._zero_losses.clone()
 
-    def _schedule(self, count: int) -> tuple[Any, list[torch.Tensor]]:
-        """The pipeline schedule for this many micro-batches.
+    def _schedule(self, micro_batches: int) -> tuple[Any, list[torch.Tensor]]:
+        """Return the pipeline schedule for this many micro-batches, and the list that it fills with their losses.
 
         A schedule holds buffers for all its micro-batches, so only one is kept: a batch that grows, or a validation
-        with another batch, makes a new one in its place.
+        with another batch, replaces it.
         """
-        if self._schedule_now is None or self._schedule_now[0] != count:
-            self._schedule_now = None
-            outcomes: list[torch.Tensor] = []
+        if self._schedule_cache is None or self._schedule_cache[0] != micro_batches:
+            self._schedule_cache = None
+            losses: list[torch.Tensor] = []
 
-            def keep(out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-                outcomes.append(out.detach())
+            def keep_losses(out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+                losses.append(out.detach())
                 return out[0].clone()  # not a view: zero-bubble schedules detach it in place
 
-            stages: list[Any] = [self._stage(number) for number in range(len(self.model.chunks))]
+            stages: list[Any] = [self._pipeline_stage(number) for number in range(len(self.model.stages))]
             kind = self.model.mesh.layout.schedule
-            several = {"interleaved": ScheduleInterleaved1F1B, "zero_bubble": ScheduleInterleavedZeroBubble}
-            if kind in several:
-                schedule: Any = several[kind](stages, count, loss_fn=keep, scale_grads=False)
+            multi_stage = {"interleaved": ScheduleInterleaved1F1B, "zero_bubble": ScheduleInterleavedZeroBubble}
+            if kind in multi_stage:
+                schedule: Any = multi_stage[kind](stages, micro_batches, loss_fn=keep_losses, scale_grads=False)
             else:
-                single = ScheduleGPipe if kind == "gpipe" else Schedule1F1B
-                schedule = single(stages[0], count, loss_fn=keep, scale_grads=False)
-            self._schedule_now = (count, schedule, outcomes)
-        return self._schedule_now[1:]
+                single_stage = ScheduleGPipe if kind == "gpipe" else Schedule1F1B
+                schedule = single_stage(stages[0], micro_batches, loss_fn=keep_losses, scale_grads=False)
+            self._schedule_cache = (micro_batches, schedule, losses)
+        return self._schedule_cache[1:]
 
-    def _stage(self, number: int) -> PipelineStage:
+    def _pipeline_stage(self, number: int) -> PipelineStage:
         model, mesh = self.model, self.model.mesh
-        layout, chunk = mesh.layout, self.model.chunks[number]
+        layout, stage = mesh.layout, self.model.stages[number]
         rows, length = layout.micro_batch, model.sequence_length // layout.cp
-        # Metadata stands for tensors, so that stages need not ask each other for shapes.
+        # With tensors on the meta device, stages need not ask each other for shapes.
         stream = torch.empty(length // layout.tp, rows, model.config.hidden, dtype=model.dtype, device="meta")
         tokens = torch.empty(rows, length, dtype=torch.int64, device="meta")
+        losses = self._zero_losses.to("meta")
         return PipelineStage(
-            chunk,
-            layout.chunks(mesh.at.pp)[number],
+            stage,
+            layout.chunks(mesh.coordinates.pp)[number],
             layout.pp * layout.vp,
             mesh.device,
-            input_args=(tokens if chunk.spec.first else stream.requires_grad_(),),
-            output_args=(self._nothing.to("meta").requires_grad_() if chunk.spec.last else stream.requires_grad_(),),
+            input_args=(tokens if stage.spec.first else stream.requires_grad_(),),
+            output_args=(losses.requires_grad_() if stage.spec.last else stream.requires_grad_(),),
             group=mesh.pp.process_group,
         )
 
     @cached_property
-    def _nothing(self) -> torch.Tensor:
-        wide = torch.promote_types(self.model.dtype, torch.float32)
-        return torch.zeros(2, dtype=wide, device=self.model.mesh.device)
+    def _zero_losses(self) -> torch.Tensor:
+        dtype = torch.promote_types(self.model.dtype, torch.float32)
+        return torch.zeros(len(LOSS_TERMS), dtype=dtype, device=self.model.mesh.device)
 
 
-def reduce_gradients(weights: Iterable[ParameterShard], mesh: ParallelMesh) -> None:
+def reduce_gradients(shards: Iterable[ParameterShard], mesh: ParallelMesh) -> None:
     """Sum the gradients that are still in parts: over tp, and over the two ends of a pipeline with tied embeddings.
 
-    FSDP has summed over the data-parallel ranks already; sums commute, so doing these once per step on what is left on
-    each rank gives the same as doing them for every micro-batch.
+    FSDP has already summed over the data-parallel ranks. Sums commute, so one sum per step over what is left on each
+    rank gives the same result as one for every micro-batch.
     """
-    weights = list(weights)
-    _all_reduce_gradients(_gradients(weight for weight in weights if weight.tied), mesh.tied)
-    _all_reduce_gradients(_gradients(weight for weight in weights if weight.summed_over_tp), mesh.axes.tp)
+    shards = list(shards)
+    _all_reduce_gradients(_gradients(shard for shard in shards if shard.tied), mesh.tied_embedding)
+    _all_reduce_gradients(_gradients(shard for shard in shards if shard.partial_over_tp), mesh.axes.tp)
 
 
-def _gradients(weights: Iterable[ParameterShard]) -> list[torch.Tensor]:
-    """Gradients of these weights, zeros where a rank saw nothing of one, so that all ranks sum the same."""
-    found = []
-    for weight in weights:
-        if weight.held.grad is None:
-            weight.held.grad = torch.zeros_like(weight.held)
-        gradient = weight.gradient
+def _gradients(shards: Iterable[ParameterShard]) -> list[torch.Tensor]:
+    """Return the gradients of these shards, zeros where a rank has none, so that all ranks sum the same tensors."""
+    gradients = []
+    for shard in shards:
+        if shard.tensor.grad is None:
+            shard.tensor.grad = torch.zeros_like(shard.tensor)
+        gradient = shard.gradient
         assert gradient is not None
-        found.append(gradient)
-    return found
+        gradients.append(gradient)
+    return gradients
 
 
 def _all_reduce_gradients(gradients: list[torch.Tensor], group: AxisGroup) -> None:
@@ -288,9 +340,9 @@ def _all_reduce_gradients(gradients: list[torch.Tensor], group: AxisGroup) -> No
         gradient.copy_(summed)
 
 
-def squared_grad_norm(weights: Iterable[ParameterShard]) -> torch.Tensor:
+def squared_grad_norm(shards: Iterable[ParameterShard]) -> torch.Tensor:
     """Sum the squares of the gradients this rank owns: float64 scalar, to be summed over all ranks."""
-    owned = [g for weight in weights if weight.owner and (g := weight.gradient) is not None and g.numel()]
+    owned = [g for shard in shards if shard.owner and (g := shard.gradient) is not None and g.numel()]
     if not owned:
         return torch.zeros((), dtype=torch.float64)
     norms = torch._foreach_norm(owned)
@@ -298,7 +350,7 @@ def squared_grad_norm(weights: Iterable[ParameterShard]) -> torch.Tensor:
 
 
 class DeviceTimestamp:
-    """A point in the device's work, made when it is queued; on a CPU simply now."""
+    """A point in the device's queue of work, recorded when it is made; on a CPU it is the current time."""
 
     def __init__(self, device: torch.device) -> None:
         self._event: torch.cuda.Event | None = None
@@ -308,12 +360,12 @@ class DeviceTimestamp:
             self._event.record()
 
     def wait(self) -> None:
-        """Wait until the device has passed it."""
+        """Wait until the device has reached it."""
         if self._event is not None:
             self._event.synchronize()
 
     def seconds_since(self, earlier: DeviceTimestamp) -> float:
-        """Seconds between two marks that have been passed."""
+        """Return the seconds between two timestamps that the device has reached."""
         if self._event is not None and earlier._event is not None:
             return earlier._event.elapsed_time(self._event) / 1000
         return self._time - earlier._time

@@ -25,15 +25,15 @@ Handler = Callable[[Request], Awaitable[Response]]
 ApiDialect = Literal["openai", "megatron"]
 
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS"})
-# The page brings all it needs, and talks to nobody but this server.
+# The page has no external parts and sends requests to this server only.
 _PAGE_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
 
 
-def build_app(condition: ServerState, *, api_key: str | None = None, reporter: Reporter = SILENT) -> Starlette:
-    """Assemble the server; with an `api_key`, all routes that ask the model want it as a bearer token."""
-    openai, megatron = OpenAIRoutes(condition), MegatronRoutes(condition)
-    shared = _RouteBuilder(condition, api_key, reporter)
-    probes = _Probes(condition)
+def build_app(state: ServerState, *, api_key: str | None = None, reporter: Reporter = SILENT) -> Starlette:
+    """Build the server; with an `api_key`, all routes that use the model need it as a bearer token."""
+    openai, megatron = OpenAIRoutes(state), MegatronRoutes(state)
+    shared = _RouteBuilder(state, api_key, reporter)
+    probes = _Probes(state)
     return Starlette(
         routes=[
             shared.open("GET", "/", probes.page),
@@ -52,10 +52,10 @@ def build_app(condition: ServerState, *, api_key: str | None = None, reporter: R
 
 
 class _Probes:
-    """What is asked about the server itself."""
+    """The routes about the server itself."""
 
-    def __init__(self, condition: ServerState) -> None:
-        self._condition = condition
+    def __init__(self, state: ServerState) -> None:
+        self._state = state
         self._page = files("trainshed.serve.http").joinpath("page.html").read_text(encoding="utf-8")
 
     async def page(self, request: Request) -> Response:
@@ -63,33 +63,33 @@ class _Probes:
         return HTMLResponse(self._page, headers=headers)
 
     async def health(self, request: Request) -> Response:
-        status, report = self._condition.health()
+        status, report = self._state.health()
         return json_response(report, status)
 
     async def ready(self, request: Request) -> Response:
-        status, report = self._condition.readiness()
+        status, report = self._state.readiness()
         return json_response(report, status)
 
     async def metrics(self, request: Request) -> Response:
-        model = self._condition.model
+        model = self._state.model
         load = model.generator.load() if model else None
-        text = self._condition.metrics.text(ready=self._condition.is_ready, load=load)
+        text = self._state.metrics.text(ready=self._state.is_ready, load=load)
         return Response(text, headers={"content-type": metrics.CONTENT_TYPE})
 
 
 class _RouteBuilder:
-    """Wraps handlers in what all of them share."""
+    """Makes routes whose handlers share error handling, request counting and the API key."""
 
-    def __init__(self, condition: ServerState, api_key: str | None, reporter: Reporter) -> None:
-        self._condition, self._reporter = condition, reporter
+    def __init__(self, state: ServerState, api_key: str | None, reporter: Reporter) -> None:
+        self._state, self._reporter = state, reporter
         self._api_key = api_key.encode() if api_key else None
 
     def open(self, method: str, path: str, handler: Handler) -> Route:
-        """Return a route that anybody may ask."""
+        """Return a route without a key."""
         return self._route(method, path, handler, "openai")
 
     def guarded(self, method: str, path: str, handler: Handler, dialect: ApiDialect) -> Route:
-        """Return a route that wants the key; its errors are in its dialect."""
+        """Return a route that needs the key; its errors are in its dialect."""
 
         async def with_key(request: Request) -> Response:
             self._check_key(request)
@@ -98,14 +98,14 @@ class _RouteBuilder:
         return self._route(method, path, with_key, dialect)
 
     async def no_such_route(self, request: Request, error: Exception) -> Response:
-        """Answer what no route answers; counted under one name, so that clients cannot make up new ones."""
+        """Answer a request that no route matches; all count under one name, so that clients cannot add new ones."""
         status = error.status_code if isinstance(error, HTTPException) else 500
         if status == 405:
             sentence = f"{request.url.path} is not for {request.method}"
         else:
             sentence = f"there is nothing at {request.method} {request.url.path}"
         method = request.method if request.method in _METHODS else "(other)"
-        self._condition.metrics.count_request(method, "(none)", status)
+        self._state.metrics.count_request(method, "(none)", status)
         response = ApiError(status, sentence).response()
         if isinstance(error, HTTPException) and error.headers:
             response.headers.update(error.headers)
@@ -115,13 +115,13 @@ class _RouteBuilder:
         async def endpoint(request: Request) -> Response:
             try:
                 response = await handler(request)
-            except (ApiError, MegatronError) as refusal:
-                response = _error_response(refusal, dialect)
+            except (ApiError, MegatronError) as error:
+                response = _error_response(error, dialect)
             except Exception as error:
                 self._reporter.warn(f"{method} {path} failed:\n{traceback.format_exc().rstrip()}")
                 response = _error_response(ApiError(500, f"a fault of Trainshed: {type(error).__name__}"), dialect)
-            self._condition.metrics.count_request(request.method, path, response.status_code)
-            if self._condition.draining:
+            self._state.metrics.count_request(request.method, path, response.status_code)
+            if self._state.draining:
                 response.headers["connection"] = "close"  # the next request finds a server that stays
             return response
 
@@ -136,7 +136,7 @@ class _RouteBuilder:
             raise ApiError(401, sentence, code="invalid_api_key")
 
 
-def _error_response(refusal: ApiError | MegatronError, dialect: ApiDialect) -> Response:
-    if dialect == "megatron" or isinstance(refusal, MegatronError):
-        return megatron_error_response(refusal)
-    return refusal.response()
+def _error_response(error: ApiError | MegatronError, dialect: ApiDialect) -> Response:
+    if dialect == "megatron" or isinstance(error, MegatronError):
+        return megatron_error_response(error)
+    return error.response()

@@ -1,7 +1,7 @@
 """Between the event loop and the generator's thread: requests go in, their events come out as they happen.
 
-A request lives no longer than somebody waits for it: whoever sends one waits in `attending(...)`, which cancels
-what is unfinished when it is left, and when the client goes away.
+A request lives only as long as its caller waits for it in `awaiting(...)`. This cancels unfinished requests when it is
+left, and when the client disconnects.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from trainshed.serve.request import (
 )
 
 MAX_REQUEST_TOKENS = 2**21
-"""Of all prompts and answers of one request; each is an object of some 200 bytes until the answer is sent."""
+"""Of all prompts and outputs of one HTTP request; each is an object of about 200 bytes until the response is sent."""
 MAX_REQUEST_LOGPROBS = 2**21
-"""Of one request. With `echo`, `logprobs: 20` asks for 21 of them for each token of the prompt as well."""
+"""Of one HTTP request. With `echo`, `logprobs: 20` asks for 21 of them for each token of the prompt as well."""
 
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """A prompt and how to go on from it."""
+    """A prompt and its sampling parameters."""
 
     prompt: Sequence[int]
     sampling: SamplingParams
@@ -47,33 +47,33 @@ class GenerationRequest:
 
 @dataclass
 class CompletionOutput:
-    """An answer that is being gathered, or is whole."""
+    """The output of one request so far."""
 
-    prompt_pieces: tuple[OutputToken, ...] = ()
-    pieces: list[OutputToken] = field(default_factory=list)
+    prompt_tokens: tuple[OutputToken, ...] = ()
+    tokens: list[OutputToken] = field(default_factory=list)
     text: str = ""
-    reason: FinishReason | None = None
+    finish_reason: FinishReason | None = None
 
     def add(self, event: GenerationEvent) -> None:
-        """Take in what happened."""
+        """Add an event."""
         match event:
             case PrefillDone():
-                self.prompt_pieces = event.logprobs
+                self.prompt_tokens = event.logprobs
             case OutputToken():
-                self.pieces.append(event)
+                self.tokens.append(event)
                 self.text += event.text
             case GenerationFinished():
                 self.text += event.text
-                self.reason = event.reason
+                self.finish_reason = event.finish_reason
             case GenerationFailed():
-                raise ApiError(500, event.why, code="generation_failed")
+                raise ApiError(500, event.reason, code="generation_failed")
 
 
 class RequestBatch:
-    """The questions of one request. Iterate over it for (number of the question, event), each until its end."""
+    """The requests of one HTTP request. Iterate over it for (number of the request, event), until all have ended."""
 
     def __init__(self, count: int) -> None:
-        self.tickets: list[GenerationHandle] = []
+        self.handles: list[GenerationHandle] = []
         self.client_left = False
         self._events: asyncio.Queue[tuple[int, GenerationEvent]] = asyncio.Queue()
         self._unread = count
@@ -85,65 +85,65 @@ class RequestBatch:
             yield number, event
 
     def put(self, number: int, event: GenerationEvent) -> None:
-        """Take an event of a question (on the event loop)."""
+        """Add an event of a request (on the event loop)."""
         self._events.put_nowait((number, event))
 
     def cancel(self) -> None:
-        """Stop answering all of it."""
-        for ticket in self.tickets:
-            ticket.cancel()
+        """Cancel all its requests."""
+        for handle in self.handles:
+            handle.cancel()
 
-    async def whole(self) -> list[CompletionOutput]:
-        """Wait for all answers."""
-        answers = [CompletionOutput() for _ in self.tickets]
+    async def collect(self) -> list[CompletionOutput]:
+        """Wait for all outputs."""
+        outputs = [CompletionOutput() for _ in self.handles]
         async for number, event in self:
-            answers[number].add(event)
-        if any(answer.reason == "cancelled" for answer in answers):
-            raise self.cut_short()
-        return answers
+            outputs[number].add(event)
+        if any(output.finish_reason == "cancelled" for output in outputs):
+            raise self.cancelled_error()
+        return outputs
 
-    def cut_short(self) -> ApiError:
-        """Return what to say of an answer that was cancelled: the client left, or the server is going away."""
+    def cancelled_error(self) -> ApiError:
+        """Return the error of a cancelled request: the client has left, or the server is shutting down."""
         if self.client_left:
             return ApiError(499, "the client has left")  # nginx's status; seen in the metrics only
         return ApiError(503, "the server is shutting down", code="shutting_down")
 
 
 class RequestDispatcher:
-    """Takes questions from coroutines; refuses more than `max_questions` at once, running and waiting together."""
+    """Submits requests from coroutines; refuses more than `max_requests` at once, running and waiting together."""
 
-    def __init__(self, generator: Generator, metrics: ServerMetrics, max_questions: int) -> None:
-        self.max_questions = max_questions
+    def __init__(self, generator: Generator, metrics: ServerMetrics, max_requests: int) -> None:
+        self.max_requests = max_requests
         self._generator, self._metrics = generator, metrics
-        self._asked: set[RequestBatch] = set()
-        self._open = 0
-        self._mail = _EventRelay()
+        self._batches: set[RequestBatch] = set()
+        self._open_requests = 0
+        self._relay = _EventRelay()
 
     @property
     def busy(self) -> bool:
-        """Whether somebody still waits for an answer, or for the rest of its text."""
-        return bool(self._asked)
+        """Whether a caller still waits for outputs, or for the rest of a stream."""
+        return bool(self._batches)
 
     def cancel_all(self) -> None:
-        """Stop answering everybody; from any thread."""
-        for asked in list(self._asked):
-            asked.cancel()
+        """Cancel all requests; from any thread."""
+        for batch in list(self._batches):
+            batch.cancel()
 
-    def check_count(self, answers: int) -> None:
-        """Refuse more answers than this server takes at once; routes ask before they do anything for each of them."""
-        if answers > self.max_questions:
-            raise bad_request(f"this asks for {answers} answers at once; this server takes {self.max_questions}")
+    def check_count(self, outputs: int) -> None:
+        """Refuse more outputs than this server takes at once; routes check this first."""
+        if outputs > self.max_requests:
+            raise bad_request(f"this asks for {outputs} answers at once; this server takes {self.max_requests}")
 
-    def _check_size(self, questions: Sequence[GenerationRequest]) -> None:
-        """Refuse what a small body can ask for and no machine can hold."""
+    def _check_size(self, requests: Sequence[GenerationRequest]) -> None:
+        """Refuse an output size that a small body can ask for and no machine can hold."""
         longest = self._generator.max_length
         tokens = logprobs = 0
-        for question in questions:
-            prompt, sampling = len(question.prompt), question.sampling
-            answer = sampling.max_tokens if sampling.max_tokens is not None else max(longest - prompt, 0)
-            tokens += prompt + answer
+        for request in requests:
+            prompt, sampling = len(request.prompt), request.sampling
+            output = sampling.max_tokens if sampling.max_tokens is not None else max(longest - prompt, 0)
+            tokens += prompt + output
             if sampling.logprobs is not None:
-                logprobs += (answer + prompt * sampling.prompt_logprobs) * (1 + sampling.logprobs)
+                logprobs += (output + prompt * sampling.prompt_logprobs) * (1 + sampling.logprobs)
         if tokens > max(MAX_REQUEST_TOKENS, longest):
             raise bad_request(
                 f"this asks for {tokens} tokens of prompts and answers together; one request may ask for "
@@ -155,49 +155,51 @@ class RequestDispatcher:
                 "send fewer prompts, or a smaller `n`, `max_tokens` or number of `logprobs`"
             )
 
-    def ask(self, questions: Sequence[GenerationRequest]) -> RequestBatch:
-        """Take the questions of a request, all or none; whoever asks must then be `attending`."""
-        self.check_count(len(questions))
-        self._check_size(questions)
-        if self._open + len(questions) > self.max_questions:
-            raise ApiError(429, f"{self._open} questions are being answered or wait: try later", code="queue_full")
-        asked = RequestBatch(len(questions))
-        self._mail.loop = asyncio.get_running_loop()
+    def submit(self, requests: Sequence[GenerationRequest]) -> RequestBatch:
+        """Submit the requests of one HTTP request, all or none; the caller must then wait in `awaiting`."""
+        self.check_count(len(requests))
+        self._check_size(requests)
+        if self._open_requests + len(requests) > self.max_requests:
+            raise ApiError(
+                429, f"{self._open_requests} questions are being answered or wait: try later", code="queue_full"
+            )
+        batch = RequestBatch(len(requests))
+        self._relay.loop = asyncio.get_running_loop()
         try:
-            for number, question in enumerate(questions):
-                deliver = partial(self._deliver, asked, number, _LatencyTimer(self._metrics))
-                tell = partial(self._mail.send, deliver)
-                asked.tickets.append(self._generator.submit(question.prompt, question.sampling, tell))
-                self._open += 1
+            for number, request in enumerate(requests):
+                deliver = partial(self._deliver, batch, number, _LatencyTimer(self._metrics))
+                on_event = partial(self._relay.send, deliver)
+                batch.handles.append(self._generator.submit(request.prompt, request.sampling, on_event))
+                self._open_requests += 1
         except TrainshedError as error:
             raise _as_api_error(error) from None
         finally:
-            if len(asked.tickets) < len(questions):
-                asked.cancel()
-        self._asked.add(asked)
-        return asked
+            if len(batch.handles) < len(requests):
+                batch.cancel()
+        self._batches.add(batch)
+        return batch
 
     @asynccontextmanager
-    async def attending(self, asked: RequestBatch, receive: Receive) -> AsyncIterator[RequestBatch]:
-        """Wait for answers in here: they are cancelled when the client goes away, and when this is left."""
-        watch = asyncio.create_task(_cancel_when_client_leaves(receive, asked))
+    async def awaiting(self, batch: RequestBatch, receive: Receive) -> AsyncIterator[RequestBatch]:
+        """Wait for outputs in this context: requests are cancelled when the client disconnects, and when it is left."""
+        watch = asyncio.create_task(_cancel_when_client_leaves(receive, batch))
         try:
-            yield asked
+            yield batch
         finally:
             watch.cancel()
-            self._asked.discard(asked)
-            asked.cancel()
+            self._batches.discard(batch)
+            batch.cancel()
 
-    def _deliver(self, asked: RequestBatch, number: int, clock: _LatencyTimer, event: GenerationEvent) -> None:
+    def _deliver(self, batch: RequestBatch, number: int, clock: _LatencyTimer, event: GenerationEvent) -> None:
         if isinstance(event, GenerationFinished | GenerationFailed):
-            self._open -= 1
+            self._open_requests -= 1
         elif isinstance(event, OutputToken):
             clock.token()
-        asked.put(number, event)
+        batch.put(number, event)
 
 
 class _LatencyTimer:
-    """Measures one answer: the time to its first token, then from token to token."""
+    """Measures one request: the time to its first token, then from token to token."""
 
     def __init__(self, metrics: ServerMetrics) -> None:
         self._metrics = metrics
@@ -212,27 +214,27 @@ class _LatencyTimer:
 
 
 class _EventRelay:
-    """Brings events from the generator's thread to the loop, which is woken once for all that came together."""
+    """Passes events from the generator's thread to the event loop, which is woken once for several events."""
 
     loop: asyncio.AbstractEventLoop
 
     def __init__(self) -> None:
-        self._letters: deque[tuple[Callable[[GenerationEvent], None], GenerationEvent]] = deque()
-        self._is_called = False
+        self._events: deque[tuple[Callable[[GenerationEvent], None], GenerationEvent]] = deque()
+        self._is_scheduled = False
 
     def send(self, deliver: Callable[[GenerationEvent], None], event: GenerationEvent) -> None:
-        """Let the loop deliver an event."""
-        self._letters.append((deliver, event))
-        if not self._is_called:
-            self._is_called = True
-            with suppress(RuntimeError):  # once the loop has ended nobody listens
+        """Have the event loop deliver an event."""
+        self._events.append((deliver, event))
+        if not self._is_scheduled:
+            self._is_scheduled = True
+            with suppress(RuntimeError):  # after the loop has ended there is nobody to deliver to
                 self.loop.call_soon_threadsafe(self._deliver_all)
 
     def _deliver_all(self) -> None:
-        # Before the letters are taken: what comes from now on calls again.
-        self._is_called = False
-        while self._letters:
-            deliver, event = self._letters.popleft()
+        # Before the events are taken: an event that comes from now on schedules another call.
+        self._is_scheduled = False
+        while self._events:
+            deliver, event = self._events.popleft()
             deliver(event)
 
 
@@ -242,8 +244,8 @@ def _as_api_error(error: TrainshedError) -> ApiError:
     return ApiError(503, str(error), code="model_failed")
 
 
-async def _cancel_when_client_leaves(receive: Receive, asked: RequestBatch) -> None:
+async def _cancel_when_client_leaves(receive: Receive, batch: RequestBatch) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-    asked.client_left = True
-    asked.cancel()
+    batch.client_left = True
+    batch.cancel()

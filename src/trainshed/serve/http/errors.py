@@ -16,9 +16,9 @@ _ERROR_TYPES = {
 
 
 class ApiError(Exception):
-    """A request that gets an error instead of an answer.
+    """An error response.
 
-    `param` is the key of the body that is wrong, `code` a word that programs can tell errors apart by.
+    `param` is the key of the body that is wrong, `code` a name of the error for programs.
     """
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
@@ -35,12 +35,12 @@ class ApiError(Exception):
         return JSONResponse(self.body(), self.status, headers=self.headers())
 
     def headers(self) -> dict[str, str]:
-        """Return the headers that tell a client how to go on."""
+        """Return the headers that tell a client what to do next."""
         if self.status == 401:
             return {"www-authenticate": "Bearer"}
         return {"retry-after": "1"} if self.status in (429, 503) else {}
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """Return the refusal of a request that is wrong."""
+    """Return the error of a wrong request."""
     return ApiError(400, message, param=param, code=code)

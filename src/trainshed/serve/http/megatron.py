@@ -1,8 +1,8 @@
 """Megatron's routes, for clients that were written for its text generation server: `PUT /api`, `POST /completions`.
 
-Bodies are checked in Megatron's order and refused in its words. Taken from megatron-core 0.16.1,
-`inference/text_generation_server/`. There, most refusals come with status 200 and many options are checked and
-then dropped; here every refusal has status 400, and what cannot be honoured is refused.
+Bodies are checked in Megatron's order and refused with its sentences. Taken from megatron-core 0.16.1,
+`inference/text_generation_server/`. There, most errors have status 200, and many options are checked and then ignored.
+Here every error has status 400, and unsupported options are refused.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _COMPLETION_KEYS = frozenset(
 
 
 class MegatronError(Exception):
-    """A request that is answered with a bare sentence."""
+    """An error whose response is a bare sentence."""
 
     def __init__(self, sentence: str, status: int = 400) -> None:
         super().__init__(sentence)
@@ -68,7 +68,7 @@ class MegatronGenerateRequest:
     stop_token: int | None
 
     def sampling(self, number: int) -> SamplingParams:
-        """Say it to the generator; Megatron draws a batch from one seed, so its prompts get different ones."""
+        """Return a prompt's sampling parameters. Megatron has one seed for a batch, so each prompt gets another one."""
         return SamplingParams(
             max_tokens=self.max_tokens,
             temperature=self.temperature,
@@ -90,13 +90,13 @@ class MegatronCompletionRequest:
     temperature: float
     top_k: int
     top_p: float
-    alternatives: int
+    top_logprobs: int
     echo: bool
     seed: int | None
     stop: tuple[str, ...]
 
     def sampling(self, number: int) -> SamplingParams:
-        """Say it to the generator."""
+        """Return the sampling parameters of a prompt."""
         return SamplingParams(
             max_tokens=self.max_tokens,
             temperature=self.temperature,
@@ -104,7 +104,7 @@ class MegatronCompletionRequest:
             top_p=self.top_p or 1.0,
             seed=choice_seed(self.seed, number),
             stop=self.stop,
-            logprobs=self.alternatives,
+            logprobs=self.top_logprobs,
             prompt_logprobs=self.echo,
         )
 
@@ -134,7 +134,7 @@ def parse_generate(body: Any) -> MegatronGenerateRequest:
     take.refuse("prevent_newline_after_colon", neutral=(False,))
     seed = take("random_seed", None, _is_int, "random_seed must be integer")
     _require(seed is None or seed >= 0, "random_seed must be a positive integer")
-    take.flag("no_log")  # nothing that is asked is ever logged here
+    take.flag("no_log")  # prompts are never logged here
     stop_token = take("stop_token", None, _is_int, "stop_token must be an integer")
     take.refuse("length_penalty", neutral=(1.0,))
     return MegatronGenerateRequest(
@@ -184,22 +184,22 @@ def parse_completions(body: Any) -> MegatronCompletionRequest:
     sentence = "top_p must be a number from 0 to 1.0"
     top_p = take("top_p", 1.0, lambda value: _is_number(value) and 0 <= value <= 1, sentence)
     sentence = "logprobs must be an integer greater than or equal to 0"
-    alternatives = take("logprobs", 0, lambda value: _is_int(value) and value >= 0, sentence)
+    top_logprobs = take("logprobs", 0, lambda value: _is_int(value) and value >= 0, sentence)
     echo = take.flag("echo")
     seed = take("seed", -1, _is_int, "seed must be an integer")
     _require(echo or max_tokens > 0, "echo=False not supported when tokens_to_generate == 0")
     _require(take("best_of", 1, _is_int, "best_of must be an integer") <= 1, "best_of > 1 not supported")
     _require(take("n", 1, _is_int, "n must be an integer") <= 1, "num_completions > 1 not supported")
-    _require(not (max_tokens and alternatives), "cannot return top-k unless tokens_to_generate=0 at this time")
-    _require(alternatives <= 10, "return_topk_logprobs > 10 not supported")
+    _require(not (max_tokens and top_logprobs), "cannot return top-k unless tokens_to_generate=0 at this time")
+    _require(top_logprobs <= 10, "return_topk_logprobs > 10 not supported")
     stop = take.body.get("stop") or []
     stops = [stop] if isinstance(stop, str) else stop
     _require(
-        isinstance(stops, list) and all(isinstance(each, str) for each in stops),
+        isinstance(stops, list) and all(isinstance(text, str) for text in stops),
         "stop must be a string or a list of strings",
     )
     try:
-        stops = parse_stops([each for each in stops if each])
+        stops = parse_stops([text for text in stops if text])
     except ValueError as error:
         raise MegatronError(str(error)) from None
     return MegatronCompletionRequest(
@@ -209,7 +209,7 @@ def parse_completions(body: Any) -> MegatronCompletionRequest:
         temperature=float(temperature),
         top_k=top_k,
         top_p=float(top_p),
-        alternatives=alternatives,
+        top_logprobs=top_logprobs,
         echo=echo,
         seed=None if seed < 0 else seed,
         stop=stops,
@@ -217,7 +217,7 @@ def parse_completions(body: Any) -> MegatronCompletionRequest:
 
 
 class _BodyReader:
-    """Takes keys out of a body, with Megatron's sentence for a value of the wrong kind."""
+    """Reads keys of a body, with Megatron's sentence for a value of the wrong type."""
 
     def __init__(self, body: dict[str, Any]) -> None:
         self.body = body
@@ -267,85 +267,89 @@ def _is_number(value: Any) -> bool:
 class MegatronRoutes:
     """The handlers of Megatron's two routes."""
 
-    def __init__(self, condition: ServerState) -> None:
-        self._condition = condition
+    def __init__(self, state: ServerState) -> None:
+        self._state = state
 
     async def generate(self, request: Request) -> Response:
         """Answer `PUT /api`."""
-        model, desk = self._condition.serving()
+        model, dispatcher = self._state.serving()
         body = parse_generate(await read_json(request))
-        desk.check_count(len(body.prompts))
+        dispatcher.check_count(len(body.prompts))
         prompts = [_with_bos(prompt, body, model) for prompt in await encode_prompts(model, body.prompts)]
         _check_lengths(model, prompts, body.max_tokens)
-        asked = desk.ask([GenerationRequest(prompt, body.sampling(number)) for number, prompt in enumerate(prompts)])
-        async with desk.attending(asked, request.receive):
-            answers = await _until_stopped(asked, body)
+        batch = dispatcher.submit(
+            [GenerationRequest(prompt, body.sampling(number)) for number, prompt in enumerate(prompts)]
+        )
+        async with dispatcher.awaiting(batch, request.receive):
+            outputs = await _until_stopped(batch, body)
         tokens = [
-            [*prompt, *(piece.token for piece in answer.pieces)]
-            for prompt, answer in zip(prompts, answers, strict=True)
+            [*prompt, *(token.token for token in output.tokens)]
+            for prompt, output in zip(prompts, outputs, strict=True)
         ]
         report: dict[str, Any] = {
-            "text": [prompt + answer.text for prompt, answer in zip(body.prompts, answers, strict=True)],
-            "segments": [[model.words.decode([token]) for token in each] for each in tokens],
+            "text": [prompt + output.text for prompt, output in zip(body.prompts, outputs, strict=True)],
+            "segments": [[model.tokenizer.decode([token]) for token in sequence] for sequence in tokens],
             "tokens": tokens,
         }
         if body.logprobs:
             report["logprobs"] = [
-                [finite_logprob(piece.logprob or 0.0) for piece in (*answer.prompt_pieces, *answer.pieces)]
-                for answer in answers
+                [finite_logprob(token.logprob or 0.0) for token in (*output.prompt_tokens, *output.tokens)]
+                for output in outputs
             ]
         return json_response(report)
 
     async def completions(self, request: Request) -> Response:
         """Answer `POST /completions`."""
-        model, desk = self._condition.serving()
+        model, dispatcher = self._state.serving()
         body = parse_completions(await read_json(request))
         if body.model is not None:
             check_model_name(body.model, model)
-        desk.check_count(len(body.prompts))
+        dispatcher.check_count(len(body.prompts))
         prompts = await encode_prompts(model, body.prompts)
         _check_lengths(model, prompts, body.max_tokens)
-        asked = desk.ask([GenerationRequest(prompt, body.sampling(number)) for number, prompt in enumerate(prompts)])
-        async with desk.attending(asked, request.receive):
-            answers = await asked.whole()
+        batch = dispatcher.submit(
+            [GenerationRequest(prompt, body.sampling(number)) for number, prompt in enumerate(prompts)]
+        )
+        async with dispatcher.awaiting(batch, request.receive):
+            outputs = await batch.collect()
         choices = [
-            _choice(number, body, model, prompt, answer)
-            for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))
+            _choice(number, body, model, prompt, output)
+            for number, (prompt, output) in enumerate(zip(prompts, outputs, strict=True))
         ]
         return json_response({"choices": choices})
 
 
-def megatron_error_response(refusal: ApiError | MegatronError) -> Response:
-    """Return a refusal as Megatron writes it: a bare sentence."""
-    if isinstance(refusal, MegatronError):
-        return json_response(refusal.sentence, refusal.status)
-    response = json_response(refusal.message, refusal.status)
-    response.headers.update(refusal.headers())
+def megatron_error_response(error: ApiError | MegatronError) -> Response:
+    """Return an error as Megatron writes it: a bare sentence."""
+    if isinstance(error, MegatronError):
+        return json_response(error.sentence, error.status)
+    response = json_response(error.message, error.status)
+    response.headers.update(error.headers())
     return response
 
 
 def _choice(
-    number: int, body: MegatronCompletionRequest, model: ServedModel, prompt: Sequence[int], answer: CompletionOutput
+    number: int, body: MegatronCompletionRequest, model: ServedModel, prompt: Sequence[int], output: CompletionOutput
 ) -> dict[str, Any]:
     written = body.prompts[number]
-    before = written if isinstance(written, str) else model.words.decode(list(written))
-    columns = CompletionLogprobs(model.words)
+    before = written if isinstance(written, str) else model.tokenizer.decode(list(written))
+    columns = CompletionLogprobs(model.tokenizer)
     if body.echo:
-        columns.add_prompt(prompt, answer.prompt_pieces, before)
-    columns.add(answer.pieces, len(before))
-    told = columns.body()
-    if not body.alternatives:
-        told["top_logprobs"] = None
-    return {"index": number, "text": (before if body.echo else "") + answer.text, "logprobs": told}
+        columns.add_prompt(prompt, output.prompt_tokens, before)
+    columns.add(output.tokens, len(before))
+    logprobs = columns.body()
+    if not body.top_logprobs:
+        logprobs["top_logprobs"] = None
+    return {"index": number, "text": (before if body.echo else "") + output.text, "logprobs": logprobs}
 
 
 def _with_bos(prompt: Sequence[int], body: MegatronGenerateRequest, model: ServedModel) -> Sequence[int]:
     if not body.add_bos:
         return prompt
-    beginning = model.words.beginning
-    if beginning is None:
+    bos_token = model.tokenizer.bos_token
+    if bos_token is None:
         raise MegatronError("add_BOS: this model's tokenizer has no token that begins a text")
-    return prompt if prompt and prompt[0] == beginning else [beginning, *prompt]
+    return prompt if prompt and prompt[0] == bos_token else [bos_token, *prompt]
 
 
 def _check_lengths(model: ServedModel, prompts: Sequence[Sequence[int]], max_tokens: int) -> None:
@@ -353,24 +357,24 @@ def _check_lengths(model: ServedModel, prompts: Sequence[Sequence[int]], max_tok
         raise MegatronError("Length of prompt + tokens_to_generate longer than allowed")
 
 
-async def _until_stopped(asked: RequestBatch, body: MegatronGenerateRequest) -> list[CompletionOutput]:
-    """Wait for all answers, and end those that reach what Megatron stops at: that token is part of them."""
-    answers = [CompletionOutput() for _ in asked.tickets]
-    async for number, event in asked:
-        answer = answers[number]
-        if answer.reason is not None:
-            continue  # a token that was under way when the answer was stopped
-        answer.add(event)
-        if isinstance(event, OutputToken) and (reason := _stop_reason(answer, event, body)) is not None:
-            answer.reason = reason
-            asked.tickets[number].cancel()
-    if any(answer.reason == "cancelled" for answer in answers):
-        raise asked.cut_short()
-    return answers
+async def _until_stopped(batch: RequestBatch, body: MegatronGenerateRequest) -> list[CompletionOutput]:
+    """Wait for all outputs, and end those that reach one of Megatron's stops; the stop is part of the output."""
+    outputs = [CompletionOutput() for _ in batch.handles]
+    async for number, event in batch:
+        output = outputs[number]
+        if output.finish_reason is not None:
+            continue  # a token that was sampled before the cancellation
+        output.add(event)
+        if isinstance(event, OutputToken) and (reason := _stop_reason(output, event, body)) is not None:
+            output.finish_reason = reason
+            batch.handles[number].cancel()
+    if any(output.finish_reason == "cancelled" for output in outputs):
+        raise batch.cancelled_error()
+    return outputs
 
 
-def _stop_reason(answer: CompletionOutput, piece: OutputToken, body: MegatronGenerateRequest) -> FinishReason | None:
-    at_token = piece.token == body.stop_token
-    at_line = body.stop_on_eol and "\n" in answer.text
-    at_double = body.stop_on_double_eol and "\n\n" in answer.text
+def _stop_reason(output: CompletionOutput, token: OutputToken, body: MegatronGenerateRequest) -> FinishReason | None:
+    at_token = token.token == body.stop_token
+    at_line = body.stop_on_eol and "\n" in output.text
+    at_double = body.stop_on_double_eol and "\n\n" in output.text
     return "stop" if at_token or at_line or at_double else None

@@ -1,6 +1,6 @@
-"""What the server counts, in Prometheus' text format (https://prometheus.io/docs/instrumenting/exposition_formats/).
+"""The server's metrics, in Prometheus' text format (https://prometheus.io/docs/instrumenting/exposition_formats/).
 
-Requests and times are counted here, on the event loop; how busy the generator is, it says itself.
+Requests and times are counted here, on the event loop; the load comes from the generator itself.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
 
 
 class Histogram:
-    """How often a value fell below each bound."""
+    """A Prometheus histogram."""
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self.bounds = bounds
@@ -33,16 +33,16 @@ class Histogram:
     def lines(self, name: str) -> Iterator[str]:
         """Yield the samples: cumulative buckets, their sum and their count."""
         total = 0
-        for bound, count in zip((*self.bounds, float("inf")), self._counts, strict=True):
+        for max_new_tokens, count in zip((*self.bounds, float("inf")), self._counts, strict=True):
             total += count
-            label = "+Inf" if bound == float("inf") else f"{bound:g}"
+            label = "+Inf" if max_new_tokens == float("inf") else f"{max_new_tokens:g}"
             yield f'{name}_bucket{{le="{label}"}} {total}'
         yield f"{name}_sum {self._sum!r}"
         yield f"{name}_count {total}"
 
 
 class ServerMetrics:
-    """Everything that is counted since the server began."""
+    """All counters since the server started."""
 
     def __init__(self) -> None:
         self._requests: Counter[tuple[str, str, int]] = Counter()
@@ -50,11 +50,11 @@ class ServerMetrics:
         self.token_seconds = Histogram(_TOKEN_SECONDS)
 
     def count_request(self, method: str, route: str, status: int) -> None:
-        """Count a request that has been answered; `route` is the pattern, never what a client wrote."""
+        """Count a finished HTTP request; `route` is the pattern, never the path that a client sent."""
         self._requests[method, route, status] += 1
 
     def text(self, *, ready: bool, load: GeneratorLoad | None) -> str:
-        """Write all metrics; those of the generator only once there is one."""
+        """Return all metrics; those of the generator only when there is one."""
         lines = [*_family("trainshed_ready", "gauge", "1 when questions are welcome.", [f"trainshed_ready {ready:d}"])]
         name = "trainshed_http_requests_total"
         counted = [

@@ -1,6 +1,6 @@
-"""Request bodies: read within bounds, as JSON, strictly; and the bodies of OpenAI's two routes as pydantic models.
+"""Request bodies: size limit, JSON, strict validation; and the bodies of OpenAI's two routes as pydantic models.
 
-A key we do not know or cannot honour is refused by its name. References:
+An unknown or unsupported key is refused by its name. References:
 https://platform.openai.com/docs/api-reference/completions and /chat; `top_k` and `ignore_eos` are vLLM's.
 """
 
@@ -23,14 +23,14 @@ MAX_BODY_BYTES = 16 * 2**20
 
 
 class RequestBody(BaseModel):
-    """A body of OpenAI's API: what we honour are its fields."""
+    """A body of OpenAI's API; its fields are the supported keys."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
 
-    NOT_DONE: ClassVar[dict[str, tuple[Any, ...]]] = {}
-    """Keys of OpenAI's that we cannot honour, with the values that ask for nothing."""
-    LABELS: ClassVar[frozenset[str]] = frozenset()
-    """Keys that change no answer at OpenAI either: they name whoever asks."""
+    UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...]]] = {}
+    """OpenAI's keys that are not supported, with the values that ask for nothing."""
+    LABEL_KEYS: ClassVar[frozenset[str]] = frozenset()
+    """Keys that never change the output: they identify the caller."""
 
 
 Body = TypeVar("Body", bound=RequestBody)
@@ -38,7 +38,7 @@ Body = TypeVar("Body", bound=RequestBody)
 
 async def read_json(request: Request) -> Any:
     """Read a request's body as JSON."""
-    # A page of another site may send plain text to a server on this machine, but not JSON: that takes our consent.
+    # A page of another site may send plain text to a server on this machine, but not JSON without our consent (CORS).
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise ApiError(415, "the body must be JSON, with the header `Content-Type: application/json`")
     received = bytearray()
@@ -53,15 +53,15 @@ async def read_json(request: Request) -> Any:
 
 
 def parse_body(kind: type[Body], body: Any) -> Body:
-    """Make a request of a body; OpenAI's clients may write null for what they leave out."""
+    """Validate a body; OpenAI's clients may write null for keys they leave out."""
     if not isinstance(body, dict):
         raise bad_request("the body must be a JSON object")
     for key, value in body.items():
-        if key in kind.model_fields or key in kind.LABELS:
+        if key in kind.model_fields or key in kind.LABEL_KEYS:
             continue
-        if key not in kind.NOT_DONE:
+        if key not in kind.UNSUPPORTED:
             raise _unknown_parameter(kind, key)
-        if value is not None and value not in kind.NOT_DONE[key]:
+        if value is not None and value not in kind.UNSUPPORTED[key]:
             raise bad_request(f"`{key}` is not supported by this server: leave it out", key, "unsupported_parameter")
     written = {key: value for key, value in body.items() if key in kind.model_fields and value is not None}
     try:
@@ -76,27 +76,27 @@ def _unknown_parameter(kind: type[RequestBody], key: str) -> ApiError:
     return bad_request(f"unknown parameter `{key}`: {known}", key, "unknown_parameter")
 
 
-def _wrong_value(found: dict[str, Any]) -> ApiError:
-    # Of a value that takes several shapes pydantic names each shape that it tried: nobody wrote those.
-    path = [step for step in found["loc"] if not (isinstance(step, str) and not step.isidentifier())]
+def _wrong_value(error: dict[str, Any]) -> ApiError:
+    # For a union pydantic names each type that it tried; these are not in the body.
+    path = [step for step in error["loc"] if not (isinstance(step, str) and not step.isidentifier())]
     param = ".".join(str(step) for step in path) or None
-    if found["type"] == "missing":
+    if error["type"] == "missing":
         return bad_request(f"`{param}` is missing", param, "missing_required_parameter")
-    if found["type"] == "extra_forbidden":
+    if error["type"] == "extra_forbidden":
         return bad_request(f"unknown parameter `{param}`", param, "unknown_parameter")
-    if found["type"] == "value_error":
-        return bad_request(str(found["ctx"]["error"]), param, "invalid_value")
-    sentence = f"{found['msg'][0].lower()}{found['msg'][1:]}"
+    if error["type"] == "value_error":
+        return bad_request(str(error["ctx"]["error"]), param, "invalid_value")
+    sentence = f"{error['msg'][0].lower()}{error['msg'][1:]}"
     named = f"`{param}`: " if param else ""
-    return bad_request(f"{named}{sentence}, and is {shown_value(found['input'])}", param, "invalid_value")
+    return bad_request(f"{named}{sentence}, and is {shown_value(error['input'])}", param, "invalid_value")
 
 
 DEFAULT_MAX_TOKENS = 16
-"""Of completions, as OpenAI's; a chat's answer has no bound but the model's length."""
+"""Of completions, as in OpenAI's API; a chat is limited by the model's length only."""
 OPENAI_MAX_TOP_LOGPROBS = 20
 _MAX_STOPS = 16
 _MAX_STOP_CHARACTERS = 1000
-"""After each token the text is compared with every beginning of every stop text."""
+"""After each token the text is compared with every prefix of every stop string."""
 _MAX_CHOICES = 128
 
 _LABEL_KEYS = frozenset({"user", "safety_identifier", "prompt_cache_key", "metadata"})
@@ -104,7 +104,7 @@ _UNSUPPORTED_KEYS: dict[str, tuple[Any, ...]] = {"logit_bias": ({},)}
 
 
 def parse_stops(value: Any) -> tuple[str, ...]:
-    """Read a stop text or a list of them."""
+    """Read a stop string or a list of them."""
     stops = [value] if isinstance(value, str) else value
     if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
         raise ValueError("`stop` must be a text or a list of texts")
@@ -123,21 +123,21 @@ Prompt = str | tuple[int, ...]
 
 
 def parse_prompts(value: Any) -> tuple[Prompt, ...]:
-    """Read a text, several, tokens, or several lists of them."""
+    """Read one prompt or several, each a text or a list of tokens."""
     if isinstance(value, str):
         return (value,)
     if isinstance(value, list) and value:
         if _is_tokens(value):
             return (tuple(value),)
-        if all(isinstance(each, str) for each in value):
+        if all(isinstance(prompt, str) for prompt in value):
             return tuple(value)
-        if all(_is_tokens(each) for each in value):
-            return tuple(tuple(each) for each in value)
+        if all(_is_tokens(prompt) for prompt in value):
+            return tuple(tuple(prompt) for prompt in value)
     raise ValueError("`prompt` must be a text, a list of texts, a list of tokens, or a list of lists of tokens")
 
 
 class StreamOptions(BaseModel):
-    """What a stream tells besides its text."""
+    """What a stream contains besides its text."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
@@ -145,13 +145,13 @@ class StreamOptions(BaseModel):
 
 
 class _GenerationBody(RequestBody):
-    LABELS: ClassVar[frozenset[str]] = _LABEL_KEYS
+    LABEL_KEYS: ClassVar[frozenset[str]] = _LABEL_KEYS
 
     model: str
     temperature: Annotated[float, Field(ge=0, le=100)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: Annotated[int, Field(ge=-1)] = 0
-    """vLLM writes -1 for no bound; 0 is the same."""
+    """vLLM writes -1 for no limit; 0 is the same."""
     n: Annotated[int, Field(ge=1, le=_MAX_CHOICES)] = 1
     stop: Annotated[tuple[str, ...], BeforeValidator(parse_stops)] = ()
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
@@ -169,7 +169,7 @@ class _GenerationBody(RequestBody):
 
     @property
     def include_usage(self) -> bool:
-        """Whether a stream ends with what it took."""
+        """Whether a stream ends with its token usage."""
         return self.stream_options is not None and self.stream_options.include_usage
 
     def _sampling(
@@ -182,7 +182,7 @@ class _GenerationBody(RequestBody):
             top_p=self.top_p,
             seed=choice_seed(self.seed, choice),
             stop=self.stop,
-            ignore_end=self.ignore_eos,
+            ignore_eos=self.ignore_eos,
             frequency_penalty=self.frequency_penalty,
             presence_penalty=self.presence_penalty,
             logprobs=logprobs,
@@ -193,7 +193,7 @@ class _GenerationBody(RequestBody):
 class CompletionRequest(_GenerationBody):
     """The body of `POST /v1/completions`."""
 
-    NOT_DONE: ClassVar[dict[str, tuple[Any, ...]]] = _UNSUPPORTED_KEYS | {"best_of": (1,), "suffix": ("",)}
+    UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...]]] = _UNSUPPORTED_KEYS | {"best_of": (1,), "suffix": ("",)}
 
     prompt: Annotated[tuple[Prompt, ...], BeforeValidator(parse_prompts)]
     max_tokens: Annotated[int, Field(ge=0)] = DEFAULT_MAX_TOKENS
@@ -207,18 +207,22 @@ class CompletionRequest(_GenerationBody):
         return self
 
     def sampling(self, choice: int) -> SamplingParams:
-        """Say it to the generator, for one of the `n` answers to a prompt."""
+        """Return the sampling parameters of one of the `n` choices of a prompt."""
         of_prompt = self.echo and self.logprobs is not None
         return self._sampling(self.max_tokens, choice, self.logprobs, of_prompt=of_prompt)
 
 
 def _read_message(value: Any) -> Any:
-    """Clients send answers back as they got them, with empty fields."""
-    return {key: each for key, each in value.items() if each not in (None, [])} if isinstance(value, dict) else value
+    """Drop empty fields: clients send messages back as they got them."""
+    return (
+        {key: content for key, content in value.items() if content not in (None, [])}
+        if isinstance(value, dict)
+        else value
+    )
 
 
 def _read_content(value: Any) -> Any:
-    """A message's content may come in parts; of these only text is understood."""
+    """Join a message's content if it comes in parts; only text parts are supported."""
     if not isinstance(value, list):
         return value
     for part in value:
@@ -246,7 +250,7 @@ class ChatMessage(BaseModel):
 class ChatRequest(_GenerationBody):
     """The body of `POST /v1/chat/completions`."""
 
-    NOT_DONE: ClassVar[dict[str, tuple[Any, ...]]] = _UNSUPPORTED_KEYS | {
+    UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...]]] = _UNSUPPORTED_KEYS | {
         "audio": (),
         "function_call": ("none",),
         "functions": ([],),
@@ -280,17 +284,19 @@ class ChatRequest(_GenerationBody):
         return self
 
     @property
-    def bound(self) -> int | None:
-        """How many tokens the answer may have; None: until the model's length is full."""
+    def max_new_tokens(self) -> int | None:
+        """How many tokens the output may have; None: until the model's maximum length."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     def sampling(self, choice: int) -> SamplingParams:
-        """Say it to the generator, for one of the `n` answers."""
-        return self._sampling(self.bound, choice, (self.top_logprobs or 0) if self.logprobs else None, of_prompt=False)
+        """Return the sampling parameters of one of the `n` choices."""
+        return self._sampling(
+            self.max_new_tokens, choice, (self.top_logprobs or 0) if self.logprobs else None, of_prompt=False
+        )
 
 
 def choice_seed(seed: int | None, choice: int) -> int | None:
-    """Return the seed of one of several answers: the first has the client's own, all differ, each is repeatable."""
+    """Return the seed of one of several choices: the first has the client's, the others are derived from it."""
     if seed is None or choice == 0:
         return seed
     digest = hashlib.blake2b(f"{seed} {choice}".encode(), digest_size=7).digest()

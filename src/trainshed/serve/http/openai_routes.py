@@ -37,40 +37,41 @@ from trainshed.serve.request import (
 class CompletionLogprobs:
     """The log-probabilities of a completion, token after token; offsets are into its text."""
 
-    words: TokenizerLike
+    tokenizer: TokenizerLike
     tokens: list[str] = field(default_factory=list)
     token_logprobs: list[float | None] = field(default_factory=list)
     text_offset: list[int] = field(default_factory=list)
     top_logprobs: list[dict[str, float] | None] = field(default_factory=list)
 
-    def add_prompt(self, prompt: Sequence[int], pieces: Sequence[OutputToken], text: str) -> None:
-        """Add the tokens of a prompt, of which the first has no probability."""
+    def add_prompt(self, prompt: Sequence[int], tokens: Sequence[OutputToken], text: str) -> None:
+        """Add the tokens of a prompt; the first has no log-probability."""
         offset = 0
-        known = iter(pieces)
+        known = iter(tokens)
         for position, token in enumerate(prompt):
             self._add(token, next(known, None) if position else None, min(offset, len(text)))
-            # What the tokenizer put before the text takes no place in it.
+            # A special token that the tokenizer added before the text is not part of it.
             if position or text.startswith(self.tokens[-1]):
                 offset += len(self.tokens[-1])
 
-    def add(self, pieces: Iterable[OutputToken], offset: int) -> None:
-        """Add the tokens of an answer whose text begins at `offset`."""
-        for piece in pieces:
-            self._add(piece.token, piece, offset)
-            offset += len(piece.text)
+    def add(self, tokens: Iterable[OutputToken], offset: int) -> None:
+        """Add the tokens of an output whose text begins at `offset`."""
+        for output in tokens:
+            self._add(output.token, output, offset)
+            offset += len(output.text)
 
-    def _add(self, token: int, piece: OutputToken | None, offset: int) -> None:
-        self.tokens.append(self.words.decode([token]))
+    def _add(self, token: int, output: OutputToken | None, offset: int) -> None:
+        self.tokens.append(self.tokenizer.decode([token]))
         self.text_offset.append(offset)
-        if piece is None or piece.logprob is None:
+        if output is None or output.logprob is None:
             self.token_logprobs.append(None)
             self.top_logprobs.append(None)
             return
-        self.token_logprobs.append(finite_logprob(piece.logprob))
+        self.token_logprobs.append(finite_logprob(output.logprob))
         top: dict[str, float] = {}
-        # The likeliest first: where two tokens read alike (halves of characters), it is the one that is told.
-        for each in sorted((*piece.alternatives, TokenLogprob(token, piece.logprob)), key=lambda each: -each.logprob):
-            top.setdefault(self.words.decode([each.token]), finite_logprob(each.logprob))
+        # The most likely first: if two tokens have the same text (halves of characters), the more likely one counts.
+        candidates = (*output.top_logprobs, TokenLogprob(token, output.logprob))
+        for candidate in sorted(candidates, key=lambda candidate: -candidate.logprob):
+            top.setdefault(self.tokenizer.decode([candidate.token]), finite_logprob(candidate.logprob))
         self.top_logprobs.append(top)
 
     def body(self) -> dict[str, Any]:
@@ -84,51 +85,51 @@ class CompletionLogprobs:
 
 
 def finite_logprob(logprob: float) -> float:
-    """JSON has no infinity: OpenAI writes -9999 for what cannot be."""
+    """Return at least -9999: JSON has no infinity, and OpenAI writes this for impossible tokens."""
     return max(logprob, -9999.0)
 
 
-def chat_logprobs(words: TokenizerLike, pieces: Iterable[OutputToken]) -> dict[str, Any]:
-    """Return the log-probabilities of a chat's answer."""
+def chat_logprobs(tokenizer: TokenizerLike, tokens: Iterable[OutputToken]) -> dict[str, Any]:
+    """Return the log-probabilities of a chat's output."""
     content = [
         {
-            **_chat_logprob(words, TokenLogprob(piece.token, piece.logprob or 0.0)),
-            "top_logprobs": [_chat_logprob(words, each) for each in piece.alternatives],
+            **_chat_logprob(tokenizer, TokenLogprob(token.token, token.logprob or 0.0)),
+            "top_logprobs": [_chat_logprob(tokenizer, candidate) for candidate in token.top_logprobs],
         }
-        for piece in pieces
+        for token in tokens
     ]
     return {"content": content, "refusal": None}
 
 
-def _chat_logprob(words: TokenizerLike, of: TokenLogprob) -> dict[str, Any]:
-    text = words.decode([of.token])
-    # A token may be half a character: its bytes cannot be told from its text.
-    known = None if "\ufffd" in text else list(text.encode())
-    return {"token": text, "logprob": finite_logprob(of.logprob), "bytes": known}
+def _chat_logprob(tokenizer: TokenizerLike, token: TokenLogprob) -> dict[str, Any]:
+    text = tokenizer.decode([token.token])
+    # A token may be half a character; then its text does not show its bytes.
+    utf8 = None if "\ufffd" in text else list(text.encode())
+    return {"token": text, "logprob": finite_logprob(token.logprob), "bytes": utf8}
 
 
 class Choices(Protocol):
-    """What the two routes differ in. Choice `number` is answer `number % n` to prompt `number // n`."""
+    """The differences of the two routes. Choice `number` is output `number % n` of prompt `number // n`."""
 
     id_prefix: str
     kind: str
     chunk_kind: str
     prompts: Sequence[Sequence[int]]
 
-    def questions(self) -> list[GenerationRequest]:
-        """Return what to ask the generator, one question for each choice."""
+    def requests(self) -> list[GenerationRequest]:
+        """Return one generation request for each choice."""
         ...
 
-    def whole(self, number: int, answer: CompletionOutput) -> dict[str, Any]:
-        """Return a choice whose answer is there."""
+    def complete(self, number: int, output: CompletionOutput) -> dict[str, Any]:
+        """Return a choice whose output is complete."""
         ...
 
-    def opening(self, number: int) -> dict[str, Any] | None:
-        """Return what a stream says of a choice before anything has happened."""
+    def first_chunk(self, number: int) -> dict[str, Any] | None:
+        """Return the first chunk of a choice in a stream, before any event."""
         ...
 
     def chunks(self, number: int, event: GenerationEvent) -> Iterator[dict[str, Any]]:
-        """Yield what a stream says of an event."""
+        """Yield the chunks of an event in a stream."""
         ...
 
 
@@ -137,32 +138,32 @@ class CompletionChoices:
 
     id_prefix, kind, chunk_kind = "cmpl-", "text_completion", "text_completion"
 
-    def __init__(self, request: CompletionRequest, words: TokenizerLike, prompts: Sequence[Sequence[int]]) -> None:
+    def __init__(self, request: CompletionRequest, tokenizer: TokenizerLike, prompts: Sequence[Sequence[int]]) -> None:
         self.prompts = prompts
-        self._request, self._words = request, words
-        # Where the text of each choice's stream stands.
+        self._request, self._tokenizer = request, tokenizer
+        # The length of each choice's text so far.
         self._offsets = [0] * (len(prompts) * request.n)
 
-    def questions(self) -> list[GenerationRequest]:
-        """Ask each prompt n times."""
+    def requests(self) -> list[GenerationRequest]:
+        """Return n requests for each prompt."""
         sampling = [self._request.sampling(choice) for choice in range(self._request.n)]
-        return [GenerationRequest(prompt, each) for prompt in self.prompts for each in sampling]
+        return [GenerationRequest(prompt, params) for prompt in self.prompts for params in sampling]
 
-    def whole(self, number: int, answer: CompletionOutput) -> dict[str, Any]:
-        """Return a choice whose answer is there."""
+    def complete(self, number: int, output: CompletionOutput) -> dict[str, Any]:
+        """Return a choice whose output is complete."""
         before = self._echoed(number)
         logprobs = self._columns()
         if logprobs is not None:
             if self._request.echo:
-                logprobs.add_prompt(self._prompt(number), answer.prompt_pieces, before)
-            logprobs.add(answer.pieces, len(before))
-        return _completion_choice(number, before + answer.text, logprobs, answer.reason)
+                logprobs.add_prompt(self._prompt(number), output.prompt_tokens, before)
+            logprobs.add(output.tokens, len(before))
+        return _completion_choice(number, before + output.text, logprobs, output.finish_reason)
 
-    def opening(self, number: int) -> None:
-        """A completion's stream begins with its text."""
+    def first_chunk(self, number: int) -> None:
+        """Return None: a completion's stream begins with its text."""
 
     def chunks(self, number: int, event: GenerationEvent) -> Iterator[dict[str, Any]]:
-        """Yield what a stream says of an event."""
+        """Yield the chunks of an event in a stream."""
         logprobs = self._columns()
         offset = self._offsets[number]
         match event:
@@ -178,7 +179,7 @@ class CompletionChoices:
                 self._offsets[number] += len(event.text)
                 yield _completion_choice(number, event.text, logprobs, None)
             case GenerationFinished():
-                yield _completion_choice(number, event.text, None, event.reason)
+                yield _completion_choice(number, event.text, None, event.finish_reason)
 
     def _prompt(self, number: int) -> Sequence[int]:
         return self.prompts[number // self._request.n]
@@ -187,17 +188,17 @@ class CompletionChoices:
         if not self._request.echo:
             return ""
         written = self._request.prompt[number // self._request.n]
-        return written if isinstance(written, str) else self._words.decode(list(written))
+        return written if isinstance(written, str) else self._tokenizer.decode(list(written))
 
     def _columns(self) -> CompletionLogprobs | None:
-        return None if self._request.logprobs is None else CompletionLogprobs(self._words)
+        return None if self._request.logprobs is None else CompletionLogprobs(self._tokenizer)
 
 
 def _completion_choice(
     number: int, text: str, logprobs: CompletionLogprobs | None, reason: str | None
 ) -> dict[str, Any]:
-    told = None if logprobs is None else logprobs.body()
-    return {"index": number, "text": text, "logprobs": told, "finish_reason": reason}
+    columns = None if logprobs is None else logprobs.body()
+    return {"index": number, "text": text, "logprobs": columns, "finish_reason": reason}
 
 
 class ChatChoices:
@@ -205,41 +206,41 @@ class ChatChoices:
 
     id_prefix, kind, chunk_kind = "chatcmpl-", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, request: ChatRequest, words: TokenizerLike, prompt: Sequence[int]) -> None:
+    def __init__(self, request: ChatRequest, tokenizer: TokenizerLike, prompt: Sequence[int]) -> None:
         self.prompts: Sequence[Sequence[int]] = [prompt]
-        self._request, self._words = request, words
+        self._request, self._tokenizer = request, tokenizer
 
-    def questions(self) -> list[GenerationRequest]:
-        """Ask the conversation n times."""
+    def requests(self) -> list[GenerationRequest]:
+        """Return n requests for the conversation."""
         return [GenerationRequest(self.prompts[0], self._request.sampling(choice)) for choice in range(self._request.n)]
 
-    def whole(self, number: int, answer: CompletionOutput) -> dict[str, Any]:
-        """Return a choice whose answer is there."""
+    def complete(self, number: int, output: CompletionOutput) -> dict[str, Any]:
+        """Return a choice whose output is complete."""
         return {
             "index": number,
-            "message": {"role": "assistant", "content": answer.text, "refusal": None},
-            "logprobs": chat_logprobs(self._words, answer.pieces) if self._request.logprobs else None,
-            "finish_reason": answer.reason,
+            "message": {"role": "assistant", "content": output.text, "refusal": None},
+            "logprobs": chat_logprobs(self._tokenizer, output.tokens) if self._request.logprobs else None,
+            "finish_reason": output.finish_reason,
         }
 
-    def opening(self, number: int) -> dict[str, Any]:
-        """A chat's stream begins with who speaks."""
+    def first_chunk(self, number: int) -> dict[str, Any]:
+        """Return the role, with which a chat's stream begins."""
         return self._delta(number, {"role": "assistant", "content": "", "refusal": None})
 
     def chunks(self, number: int, event: GenerationEvent) -> Iterator[dict[str, Any]]:
-        """Yield what a stream says of an event."""
+        """Yield the chunks of an event in a stream."""
         match event:
             case OutputToken() if event.text or self._request.logprobs:
-                yield self._delta(number, {"content": event.text}, pieces=[event])
+                yield self._delta(number, {"content": event.text}, tokens=[event])
             case GenerationFinished():
-                yield self._delta(number, {"content": event.text} if event.text else {}, reason=event.reason)
+                yield self._delta(number, {"content": event.text} if event.text else {}, reason=event.finish_reason)
             case PrefillDone() | GenerationFailed():
                 pass
 
     def _delta(
-        self, number: int, delta: dict[str, Any], *, pieces: Sequence[OutputToken] = (), reason: str | None = None
+        self, number: int, delta: dict[str, Any], *, tokens: Sequence[OutputToken] = (), reason: str | None = None
     ) -> dict[str, Any]:
-        logprobs = chat_logprobs(self._words, pieces) if self._request.logprobs and pieces else None
+        logprobs = chat_logprobs(self._tokenizer, tokens) if self._request.logprobs and tokens else None
         return {"index": number, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
 
 
@@ -247,29 +248,31 @@ DONE = b"data: [DONE]\n\n"
 
 
 class EventStreamResponse(Response):
-    """Sends each object of `chunks` as an event, then `[DONE]`; a refusal under way becomes an event of its own.
+    """Sends each object of `chunks` as an event, then `[DONE]`; an error in between becomes an event of its own.
 
-    Starlette's own streaming response would cancel the coroutine when the client leaves; here the questions are
-    cancelled, and everything ends by itself.
+    Starlette's own streaming response would cancel the coroutine when the client disconnects. Here the requests are
+    cancelled, and the coroutine ends by itself.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, chunks: AsyncIterator[dict[str, Any]], asked: RequestBatch, desk: RequestDispatcher) -> None:
-        # A proxy that gathers events before it sends them (nginx) would make a stream useless.
+    def __init__(
+        self, chunks: AsyncIterator[dict[str, Any]], batch: RequestBatch, dispatcher: RequestDispatcher
+    ) -> None:
+        # A proxy that buffers events (nginx) would make a stream useless.
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
-        self._chunks, self._asked, self._desk = chunks, asked, desk
+        self._chunks, self._batches, self._dispatcher = chunks, batch, dispatcher
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send it, as an ASGI application does."""
-        async with self._desk.attending(self._asked, receive):
+        async with self._dispatcher.awaiting(self._batches, receive):
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             try:
                 async for chunk in self._chunks:
                     await send(_body_message(b"data: " + orjson.dumps(chunk) + b"\n\n"))
-            except ApiError as refusal:
-                await send(_body_message(b"data: " + orjson.dumps(refusal.body()) + b"\n\n"))
+            except ApiError as error:
+                await send(_body_message(b"data: " + orjson.dumps(error.body()) + b"\n\n"))
             await send(_body_message(DONE))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
@@ -281,49 +284,51 @@ def _body_message(data: bytes) -> dict[str, Any]:
 class OpenAIRoutes:
     """The handlers under `/v1`."""
 
-    def __init__(self, condition: ServerState) -> None:
-        self._condition = condition
+    def __init__(self, state: ServerState) -> None:
+        self._state = state
         self._created = int(time.time())
 
     async def models(self, request: Request) -> Response:
         """List the one model that is served."""
-        model, _ = self._condition.serving()
+        model, _ = self._state.serving()
         return json_response({"object": "list", "data": [self._described(model)]})
 
     async def model(self, request: Request) -> Response:
         """Describe a model by its name."""
-        model, _ = self._condition.serving()
+        model, _ = self._state.serving()
         check_model_name(request.path_params["name"], model)
         return json_response(self._described(model))
 
     async def completions(self, request: Request) -> Response:
-        """Go on from prompts."""
-        model, desk = self._condition.serving()
+        """Complete prompts."""
+        model, dispatcher = self._state.serving()
         body = parse_body(CompletionRequest, await read_json(request))
         check_model_name(body.model, model)
-        desk.check_count(len(body.prompt) * body.n)
+        dispatcher.check_count(len(body.prompt) * body.n)
         prompts = await encode_prompts(model, body.prompt)
         for prompt in prompts:
             check_length(model, len(prompt), body.max_tokens, "prompt")
-        choices = CompletionChoices(body, model.words, prompts)
-        return await _respond(request, body, choices, model, desk)
+        choices = CompletionChoices(body, model.tokenizer, prompts)
+        return await _respond(request, body, choices, model, dispatcher)
 
     async def chat(self, request: Request) -> Response:
         """Answer a conversation."""
-        model, desk = self._condition.serving()
+        model, dispatcher = self._state.serving()
         body = parse_body(ChatRequest, await read_json(request))
         check_model_name(body.model, model)
-        desk.check_count(body.n)
-        if not model.words.can_chat:
+        dispatcher.check_count(body.n)
+        if not model.tokenizer.can_chat:
             raise bad_request(
                 "this model's tokenizer has no chat template: ask /v1/completions", code="no_chat_template"
             )
         try:
-            prompt = await asyncio.to_thread(model.words.chat, [message.for_template() for message in body.messages])
+            prompt = await asyncio.to_thread(
+                model.tokenizer.encode_chat, [message.for_template() for message in body.messages]
+            )
         except InputError as error:
             raise bad_request(str(error), "messages", "invalid_value") from None
-        check_length(model, len(prompt), body.bound or 1, "messages")
-        return await _respond(request, body, ChatChoices(body, model.words, prompt), model, desk)
+        check_length(model, len(prompt), body.max_new_tokens or 1, "messages")
+        return await _respond(request, body, ChatChoices(body, model.tokenizer, prompt), model, dispatcher)
 
     def _described(self, model: ServedModel) -> dict[str, Any]:
         return {
@@ -336,17 +341,20 @@ class OpenAIRoutes:
 
 
 def json_response(body: Any, status: int = 200) -> Response:
-    """Return an answer as JSON."""
+    """Return a JSON response."""
     return Response(orjson.dumps(body), status, media_type="application/json")
 
 
 async def encode_prompts(model: ServedModel, prompts: Sequence[Prompt]) -> list[Sequence[int]]:
-    """Return the tokens of prompts; a long text is encoded beside the event loop, not on it."""
-    return [await asyncio.to_thread(model.words.encode, each) if isinstance(each, str) else each for each in prompts]
+    """Return the tokens of prompts; texts are encoded in a thread, because a long one would block the event loop."""
+    return [
+        await asyncio.to_thread(model.tokenizer.encode, prompt) if isinstance(prompt, str) else prompt
+        for prompt in prompts
+    ]
 
 
 def check_length(model: ServedModel, prompt_tokens: int, max_tokens: int, param: str) -> None:
-    """Refuse what does not fit into the model, rather than to cut the answer short without a word."""
+    """Refuse a request that does not fit into the model; a shorter output would go unnoticed."""
     if prompt_tokens + max_tokens > (longest := model.generator.max_length):
         raise bad_request(
             f"this model's maximum context length is {longest} tokens, and this asks for {prompt_tokens + max_tokens}: "
@@ -357,7 +365,7 @@ def check_length(model: ServedModel, prompt_tokens: int, max_tokens: int, param:
 
 
 def check_model_name(name: str, model: ServedModel) -> None:
-    """Refuse to answer in the name of another model."""
+    """Refuse a request for another model."""
     if name != model.name:
         sentence = f"there is no model `{name}`: `{model.name}` is served"
         raise ApiError(404, sentence, param="model", code="model_not_found")
@@ -368,7 +376,7 @@ async def _respond(
     body: CompletionRequest | ChatRequest,
     choices: Choices,
     model: ServedModel,
-    desk: RequestDispatcher,
+    dispatcher: RequestDispatcher,
 ) -> Response:
     head = {
         "id": f"{choices.id_prefix}{uuid.uuid4().hex}",
@@ -376,30 +384,32 @@ async def _respond(
         "created": int(time.time()),
         "model": model.name,
     }
-    asked = desk.ask(choices.questions())
+    batch = dispatcher.submit(choices.requests())
     if body.stream:
-        return EventStreamResponse(_stream_chunks(asked, choices, head, include_usage=body.include_usage), asked, desk)
-    async with desk.attending(asked, request.receive):
-        answers = await asked.whole()
-    told = [choices.whole(number, answer) for number, answer in enumerate(answers)]
-    usage = _usage(choices, sum(len(answer.pieces) for answer in answers))
-    return json_response({**head, "choices": told, "usage": usage})
+        return EventStreamResponse(
+            _stream_chunks(batch, choices, head, include_usage=body.include_usage), batch, dispatcher
+        )
+    async with dispatcher.awaiting(batch, request.receive):
+        outputs = await batch.collect()
+    complete = [choices.complete(number, output) for number, output in enumerate(outputs)]
+    usage = _usage(choices, sum(len(output.tokens) for output in outputs))
+    return json_response({**head, "choices": complete, "usage": usage})
 
 
 async def _stream_chunks(
-    asked: RequestBatch, choices: Choices, head: dict[str, Any], *, include_usage: bool
+    batch: RequestBatch, choices: Choices, head: dict[str, Any], *, include_usage: bool
 ) -> AsyncIterator[dict[str, Any]]:
     if include_usage:
         head = {**head, "usage": None}
-    for number in range(len(asked.tickets)):
-        if (opening := choices.opening(number)) is not None:
-            yield {**head, "choices": [opening]}
+    for number in range(len(batch.handles)):
+        if (first_chunk := choices.first_chunk(number)) is not None:
+            yield {**head, "choices": [first_chunk]}
     generated_tokens = 0
-    async for number, event in asked:
+    async for number, event in batch:
         if isinstance(event, GenerationFailed):
-            raise ApiError(500, event.why, code="generation_failed")
-        if isinstance(event, GenerationFinished) and event.reason == "cancelled":
-            raise asked.cut_short()
+            raise ApiError(500, event.reason, code="generation_failed")
+        if isinstance(event, GenerationFinished) and event.finish_reason == "cancelled":
+            raise batch.cancelled_error()
         generated_tokens += isinstance(event, OutputToken)
         for chunk in choices.chunks(number, event):
             yield {**head, "choices": [chunk]}

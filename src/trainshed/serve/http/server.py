@@ -28,12 +28,12 @@ from trainshed.serve.http.app import build_app
 from trainshed.serve.http.server_state import LoadProgress, ServedModel, ServerState
 
 LINGER_SECONDS = 5.0
-"""How long new questions are still taken after SIGTERM: a load balancer hears late that a server is not ready."""
+"""How long new requests are still accepted after SIGTERM: a load balancer notices late that a server is not ready."""
 _KEEP_ALIVE_SECONDS = 75
-"""Longer than the 60 s of usual load balancers: they, not we, end a connection that both could use."""
+"""Longer than the 60 s of usual load balancers, so that they and not we close idle connections."""
 _CLOSING_SECONDS = 5
 _UNLOADING_SECONDS = 5.0
-"""How long loading may take to be undone after a signal; reads under way cannot be interrupted."""
+"""How long loading may take to end after a signal; running reads cannot be interrupted."""
 _POLL_SECONDS = 0.05
 
 
@@ -44,58 +44,58 @@ class ServerSettings:
     host: str = "127.0.0.1"
     port: int = 8000
     grace_seconds: float = 30.0
-    """How long answers may still take after a signal."""
-    max_questions: int = 256
+    """How long running requests may still take after a signal."""
+    max_requests: int = 256
     """Running and waiting together; more are refused with 429."""
     api_key: str | None = None
 
 
 def serve_http(load: Callable[[Reporter], ServedModel], settings: ServerSettings, reporter: Reporter) -> int:
     """Serve what `load` returns until SIGTERM or SIGINT; the port is bound before it is called."""
-    condition = ServerState(max_questions=settings.max_questions)
-    app = build_app(condition, api_key=settings.api_key, reporter=reporter)
+    state = ServerState(max_requests=settings.max_requests)
+    app = build_app(state, api_key=settings.api_key, reporter=reporter)
     with (
         _Signals() as signals,
         bind_socket(settings.host, settings.port) as listener,
-        run_in_thread(app, listener) as answers,
+        run_in_thread(app, listener) as outputs,
     ):
         where = listener_url(listener)
         reporter.note(f"listening at {where}; /ready says when the model is loaded")
         try:
             with signals.raised():
-                model = load(LoadProgress(reporter, condition))
+                model = load(LoadProgress(reporter, state))
         except _StoppedBySignal:
             reporter.note("stopped while the model was being loaded")
             return 0
         try:
-            condition.loaded(model)
+            state.loaded(model)
             reporter.note(f"serving {model.name} at {where}")
-            number = signals.wait(answers.is_alive)
-            _drain(condition, settings.grace_seconds, number, reporter)
+            number = signals.wait(outputs.is_alive)
+            _drain(state, settings.grace_seconds, number, reporter)
         finally:
             model.generator.close()
     return 0
 
 
-def _drain(condition: ServerState, grace_seconds: float, number: int, reporter: Reporter) -> None:
-    """Stop being ready, finish what runs, cut short what takes longer than the grace."""
-    condition.draining = True
+def _drain(state: ServerState, grace_seconds: float, number: int, reporter: Reporter) -> None:
+    """Stop being ready, finish running requests, cancel those that take longer than the grace."""
+    state.draining = True
     ends = time.monotonic() + grace_seconds
     reporter.note(f"{signal.Signals(number).name}: finishing running answers, for at most {grace_seconds:g} s")
     if number == signal.SIGTERM:
-        # Nobody balances load over a server in a terminal: Ctrl-C need not wait.
+        # There is no load balancer before a server in a terminal: Ctrl-C need not wait.
         time.sleep(min(LINGER_SECONDS, grace_seconds / 2))
-    condition.closed = True
-    while condition.busy and time.monotonic() < ends:
+    state.closed = True
+    while state.busy and time.monotonic() < ends:
         time.sleep(_POLL_SECONDS)
-    if condition.busy:
+    if state.busy:
         reporter.warn(f"answers were cut short: they took longer than {grace_seconds:g} s after the signal")
-        condition.cancel_all()
+        state.cancel_all()
 
 
 @contextmanager
 def bind_socket(host: str, port: int) -> Iterator[socket.socket]:
-    """Yield a socket that listens; nobody is answered yet, and nobody is turned away."""
+    """Yield a listening socket; connections wait until the server runs."""
     if not 0 <= port <= 65535:
         raise InputError(f"--port {port} is no port", hint="write a number from 0 (any that is free) to 65535")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -110,14 +110,14 @@ def bind_socket(host: str, port: int) -> Iterator[socket.socket]:
 
 
 def listener_url(listener: socket.socket) -> str:
-    """Return the URL of a socket that listens."""
+    """Return the URL of a listening socket."""
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 @contextmanager
 def run_in_thread(app: ASGIApp, listener: socket.socket) -> Iterator[threading.Thread]:
-    """Answer requests for as long as this is entered, in the thread that is yielded."""
+    """Run the app inside this context, in the thread that is yielded."""
     config = uvicorn.Config(
         app,
         http="h11",
@@ -146,51 +146,51 @@ class _StoppedBySignal(BaseException):
 
 
 class _Signals:
-    """SIGTERM and SIGINT, while entered: the first asks to stop, the second ends the process at once."""
+    """Handles SIGTERM and SIGINT inside its context: the first asks to stop, the second ends the process at once."""
 
     def __init__(self) -> None:
-        # Unlike an Event, a SimpleQueue may be filled by a handler that interrupts its own reader.
-        self._came: queue.SimpleQueue[int] = queue.SimpleQueue()
+        # Unlike an Event, a SimpleQueue may be filled by a signal handler that interrupts its own reader.
+        self._received: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._first: int | None = None
-        self._raises = False
-        self._before: dict[int, Any] = {}
-        self._impatient = threading.Timer(_UNLOADING_SECONDS, os._exit, (0,))
-        self._impatient.daemon = True
+        self._raise_on_signal = False
+        self._previous_handlers: dict[int, Any] = {}
+        self._kill_timer = threading.Timer(_UNLOADING_SECONDS, os._exit, (0,))
+        self._kill_timer.daemon = True
 
     def __enter__(self) -> _Signals:
         for number in (signal.SIGTERM, signal.SIGINT):
-            self._before[number] = signal.signal(number, self._handle)
+            self._previous_handlers[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._impatient.cancel()
-        for number, handler in self._before.items():
+        self._kill_timer.cancel()
+        for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)
 
     def wait(self, is_well: Callable[[], bool]) -> int:
-        """Wait for the first signal and return its number, as long as all is well."""
+        """Wait for the first signal and return its number, while `is_well`."""
         while is_well():
             with suppress(queue.Empty):
-                return self._came.get(timeout=1)
+                return self._received.get(timeout=1)
         raise TrainshedError("the HTTP server ended by itself", hint="this is a fault of Trainshed: please report it")
 
     @contextmanager
     def raised(self) -> Iterator[None]:
-        """Let a signal raise `_StoppedBySignal` in here."""
-        self._raises = True
+        """Raise `_StoppedBySignal` on a signal inside this context."""
+        self._raise_on_signal = True
         try:
             if self._first is not None:
                 raise _StoppedBySignal
             yield
         finally:
-            self._raises = False
+            self._raise_on_signal = False
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self._first is not None:
             sys.stderr.flush()
             os._exit(128 + number)
         self._first = number
-        self._came.put(number)
-        if self._raises:
-            self._impatient.start()
+        self._received.put(number)
+        if self._raise_on_signal:
+            self._kill_timer.start()
             raise _StoppedBySignal

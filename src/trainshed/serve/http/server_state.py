@@ -1,5 +1,5 @@
-"""The state of the server: loading, ready, draining or failed; and the model that it serves. Probes ask for it, and
-requests are let in by it.
+"""The state of the server: loading, ready, draining or failed; and the model that it serves. Probes report it, and it
+decides whether requests are accepted.
 """
 
 from __future__ import annotations
@@ -20,40 +20,40 @@ class TokenizerLike(Protocol):
     """A model's tokenizer, as the API uses it."""
 
     @property
-    def beginning(self) -> int | None:
-        """The token that begins a text; None where the tokenizer has none."""
+    def bos_token(self) -> int | None:
+        """The BOS token; None if the tokenizer has none."""
         ...
 
     @property
     def can_chat(self) -> bool:
-        """Whether the tokenizer says how a conversation is written."""
+        """Whether the tokenizer has a chat template."""
         ...
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of a prompt, with what the tokenizer itself puts around a text."""
+        """Return the tokens of a prompt, with the special tokens that the tokenizer adds."""
         ...
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens, special ones included."""
         ...
 
-    def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Return the tokens of a conversation up to where the answer begins; raises `InputError`."""
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Return the tokens of a conversation with the generation prompt; raises `InputError`."""
         ...
 
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A model that can be asked."""
+    """A model that takes requests."""
 
     name: str
     generator: Generator
-    words: TokenizerLike
+    tokenizer: TokenizerLike
 
 
 @dataclass
 class LoadStep:
-    """The part of loading that is under way."""
+    """The part of loading that runs now."""
 
     label: str
     total: float | None
@@ -64,20 +64,20 @@ class LoadStep:
 class ServerState:
     """The one object that the loading thread, the signal handlers and every route share."""
 
-    def __init__(self, *, max_questions: int) -> None:
+    def __init__(self, *, max_requests: int) -> None:
         self.metrics = ServerMetrics()
         self.step: LoadStep | None = None
         self.draining = False
-        """Not ready any more; still answers those that have not heard of it."""
+        """Not ready any more; requests are still accepted until load balancers have noticed."""
         self.closed = False
-        """Takes no new question."""
-        self._max_questions = max_questions
+        """Accepts no new request."""
+        self._max_requests = max_requests
         self._model: ServedModel | None = None
-        self._desk: RequestDispatcher | None = None
+        self._dispatcher: RequestDispatcher | None = None
 
     def loaded(self, model: ServedModel) -> None:
         """Begin to serve a model."""
-        self._desk = RequestDispatcher(model.generator, self.metrics, self._max_questions)
+        self._dispatcher = RequestDispatcher(model.generator, self.metrics, self._max_requests)
         self._model = model
 
     @property
@@ -87,28 +87,28 @@ class ServerState:
 
     @property
     def busy(self) -> bool:
-        """Whether somebody still waits for an answer."""
-        return self._desk is not None and self._desk.busy
+        """Whether a request is still running."""
+        return self._dispatcher is not None and self._dispatcher.busy
 
     def cancel_all(self) -> None:
-        """Stop answering everybody."""
-        if self._desk is not None:
-            self._desk.cancel_all()
+        """Cancel all requests."""
+        if self._dispatcher is not None:
+            self._dispatcher.cancel_all()
 
     @property
     def failure(self) -> str | None:
-        """Why nothing can be answered any more."""
+        """Why no request can run any more."""
         return self._model.generator.failure() if self._model else None
 
     def serving(self) -> tuple[ServedModel, RequestDispatcher]:
-        """Return what answers a question, or refuse it."""
-        if self._model is None or self._desk is None:
+        """Return what runs a request, or refuse it."""
+        if self._model is None or self._dispatcher is None:
             raise ApiError(503, "the model is being loaded: GET /ready says how far it is", code="model_loading")
         if self.closed:
             raise ApiError(503, "the server is shutting down", code="shutting_down")
         if (why := self.failure) is not None:
             raise ApiError(503, f"the model can answer nothing any more: {why}", code="model_failed")
-        return self._model, self._desk
+        return self._model, self._dispatcher
 
     def health(self) -> tuple[int, dict[str, Any]]:
         """Answer the liveness probe: whether a restart would help."""
@@ -117,12 +117,12 @@ class ServerState:
         return 200, {"status": self._status()}
 
     def readiness(self) -> tuple[int, dict[str, Any]]:
-        """Answer the readiness probe: whether questions are welcome, and if not why."""
+        """Answer the readiness probe: whether requests are accepted, and if not why."""
         if (why := self.failure) is not None:
             return 503, {"status": "failed", "reason": why}
         status = self._status()
         if self._model is not None and status == "ready":
-            return 200, {"status": status, "model": self._model.name, "chat": self._model.words.can_chat}
+            return 200, {"status": status, "model": self._model.name, "chat": self._model.tokenizer.can_chat}
         if status == "draining":
             return 503, {"status": status, "reason": "the server was asked to stop"}
         report: dict[str, Any] = {"status": status, "reason": "the model is being loaded"}
@@ -132,7 +132,7 @@ class ServerState:
 
     @property
     def is_ready(self) -> bool:
-        """Whether questions are welcome."""
+        """Whether requests are accepted."""
         return self._status() == "ready" and self.failure is None
 
     def _status(self) -> str:
@@ -142,23 +142,23 @@ class ServerState:
 
 
 class LoadProgress:
-    """A reporter that also keeps how far loading is, for `/ready`."""
+    """A reporter that also stores how far loading is, for `/ready`."""
 
-    def __init__(self, shown: Reporter, condition: ServerState) -> None:
-        self._shown, self._condition = shown, condition
+    def __init__(self, shown: Reporter, state: ServerState) -> None:
+        self._shown, self._state = shown, state
 
     def note(self, text: str) -> None:
-        """Tell a choice that was made, and why."""
+        """Report a choice and its reason."""
         self._shown.note(text)
 
     def warn(self, text: str) -> None:
-        """Tell something that is legal and probably not wanted."""
+        """Report something that is legal and probably not intended."""
         self._shown.warn(text)
 
     @contextmanager
     def task(self, label: str, *, total: float | None, unit: str) -> Iterator[ProgressTask]:
         """Open a measured task."""
-        step = self._condition.step = LoadStep(label, total, unit)
+        step = self._state.step = LoadStep(label, total, unit)
         with self._shown.task(label, total=total, unit=unit) as shown:
             yield _LoadTask(shown, step)
 
