@@ -29,10 +29,12 @@ from trainshed.plan.performance.gpu_efficiency import GpuEfficiency
 from trainshed.plan.performance.memory import rank_memory
 from trainshed.plan.performance.prediction import LayoutPrediction, predict, predict_seconds
 from trainshed.plan.published.cases import PublishedCase, row_case
-from trainshed.plan.published.rows import PublishedRow, SkippedRow, own_engine_table, read_tables, shipped_tables
+from trainshed.plan.published.rows import PublishedRow, SkippedRow, read_tables, shipped_tables
 from trainshed.plan.published.validation import JudgedRow, ranked_measurements, regret_scores, validate_rows
 
 PLAN = Path(reach_module.__file__).parent
+OWN_ENGINE_TABLE = Path(__file__).with_name("own_engine.csv")
+"""What our own engine did on one GPU, in the columns of the published tables."""
 DAMPED_FROM = 0.1
 """Errors beyond this count in proportion, not squared."""
 Bounds = Mapping[str, tuple[float, float, float]]
@@ -370,7 +372,7 @@ def _changed(reach: GpuEfficiency, measured: GpuEfficiency, name: str, value: fl
 def measured_rows() -> dict[str, list[Measured]]:
     """Read the shipped tables, by stack."""
     found: dict[str, list[Measured]] = defaultdict(list)
-    for row in read_tables([*shipped_tables(), own_engine_table()]):
+    for row in read_tables([*shipped_tables(), OWN_ENGINE_TABLE]):
         try:
             case = row_case(row)
         except SkippedRow:
@@ -640,7 +642,7 @@ def _interval(ratios: Sequence[float]) -> dict[str, float | int]:
 
 def _measured_kinds() -> list[dict[str, object]]:
     groups: dict[tuple[str, str, str, str], list[JudgedRow]] = defaultdict(list)
-    for one in validate_rows(read_tables([*shipped_tables(), own_engine_table()])).judged:
+    for one in validate_rows(read_tables([*shipped_tables(), OWN_ENGINE_TABLE])).judged:
         if one.step_seconds is not None:
             job = one.case.job
             groups[job.hardware.gpu_name, job.precision, job.stack.name, _kind(one.case)].append(one)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 from trainshed.errors import InputError
+from trainshed.shipped import shipped_folder
 
 
 class SkippedRow(Exception):
@@ -135,21 +136,21 @@ def read_rows(path: str | Path) -> list[PublishedRow]:
     return rows
 
 
-def shipped_tables() -> Iterator[Path]:
-    """Yield the published tables that come with the project."""
-    folder = Path(__file__).parent
-    yield from (folder / name for name in ("throughput_memory.csv", "out_of_memory.csv"))
+def shipped_tables() -> list[Path]:
+    """Return the published tables that come with the project; code that was packed for a job does not have them."""
+    folder = shipped_folder("measurements")
+    if not folder.is_dir():
+        raise InputError(
+            "the published measurements are not in the code that travels with a job",
+            hint="name a table, or run this command where Trainshed is installed",
+        )
+    return [folder / name for name in ("throughput_memory.csv", "out_of_memory.csv")]
 
 
 def column_names() -> list[str]:
     """Return the columns of the tables."""
-    with open(next(shipped_tables()), encoding="utf-8", newline="") as file:
+    with open(shipped_tables()[0], encoding="utf-8", newline="") as file:
         return next(csv.reader(file))
-
-
-def own_engine_table() -> Path:
-    """Return what our own engine did on one GPU, in the same columns."""
-    return Path(__file__).with_name("own_engine.csv")
 
 
 def read_tables(paths: Iterable[str | Path]) -> list[PublishedRow]:
