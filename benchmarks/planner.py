@@ -77,7 +77,7 @@ def llm_analysis(timed: Sequence[JudgedRow], python: Path | None, folder: Path) 
     command = python or _installed(folder)
     if command is None:
         return
-    dense = [one for one in timed if one.case.job.model.experts is None and one.case.layout.cp == 1]
+    dense = [one for one in timed if one.case.training.model.experts is None and one.case.layout.cp == 1]
     found = _asked(command, dense)
     if not found:
         return
@@ -134,8 +134,8 @@ def _asked(python: Path, ones: Sequence[JudgedRow]) -> list[Peer]:
 
 
 def _case(number: int, one: JudgedRow) -> dict[str, Any]:
-    job, layout = one.case.job, one.case.layout
-    model, hardware = job.model, job.hardware
+    training, layout = one.case.training, one.case.layout
+    model, hardware = training.model, training.hardware
     peak = one.prediction.peak_tflops
     return {
         "number": number,
@@ -146,7 +146,7 @@ def _case(number: int, one: JudgedRow) -> dict[str, Any]:
             "n_head": model.heads,
             "hidden_dim": model.hidden,
             "vocab_size": model.vocab_size,
-            "max_seq_len": job.sequence_length,
+            "max_seq_len": training.sequence_length,
             "num_key_value_heads": model.kv_heads,
             "ffn_embed_dim": model.ffn,
         },
@@ -161,8 +161,8 @@ def _case(number: int, one: JudgedRow) -> dict[str, Any]:
         },
         "parallelism": {"tp_size": layout.tp, "pp_size": layout.pp, "dp_size": layout.dp},
         "micro_batch": layout.micro_batch,
-        "micro_batches": layout.micro_batches(job.global_batch),
-        "sequence_length": job.sequence_length,
+        "micro_batches": layout.micro_batches(training.global_batch),
+        "sequence_length": training.sequence_length,
         "recompute": RECOMPUTE[layout.recompute],
         "zero": ZERO[layout.shard],
         "gated": model.gated,
@@ -178,7 +178,7 @@ def _without_bias(found: Sequence[Peer]) -> list[tuple[float, float]]:
 
 
 def _group(one: JudgedRow) -> tuple[str, str, str]:
-    return (one.row.source, one.case.job.hardware.gpu_name, one.case.job.precision)
+    return (one.row.source, one.case.training.hardware.gpu_name, one.case.training.precision)
 
 
 def simumax(timed: Iterable[JudgedRow]) -> None:
@@ -214,18 +214,18 @@ def searches() -> None:
     """Time whole searches, each with cold caches: a process of its own would only add the import."""
     rows = []
     for name, gpus, length, batch in SEARCHES:
-        job = TrainingShape(
+        training = TrainingShape(
             model=model_shape(model_preset(name), name),
             sequence_length=length,
             global_batch=batch,
             precision="bf16",
             hardware=hardware_of_gpu("h100"),
             gpus=gpus,
-            stack=engine_constants("megatron"),
+            constants=engine_constants("megatron"),
         )
         started = time.perf_counter()
         try:
-            found = search_layouts(job, engine="megatron")
+            found = search_layouts(training, engine="megatron")
         except TrainshedError as error:
             rows.append([f"{name} on {gpus:,} H100", "", "", error.what])
             continue

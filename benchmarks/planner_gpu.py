@@ -146,10 +146,10 @@ def predicted(case: Case, gpu_name: str) -> tuple[float, float]:
     layout = resolve_layout(Layout.model_validate(keys), case.config, world_size=1)
     batch = case.micro_batch * case.micro_batches
     hardware = hardware_of_gpu(gpu_name)
-    job = TrainingShape(
+    training = TrainingShape(
         model_shape(case.config), case.length, batch, case.precision, hardware, 1, engine_constants("torch")
     )
-    found = predict(job, layout)
+    found = predict(training, layout)
     return found.step_seconds, found.memory.allocated
 
 

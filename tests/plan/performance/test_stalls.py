@@ -26,8 +26,8 @@ def job_on(gpus: int, **constants: float) -> TrainingShape:
     return TrainingShape(model_shape(CONFIG), 4096, 1024, "bf16", hardware_of_gpu("h100"), gpus, engine)
 
 
-def predicted(job: TrainingShape, **keys: object) -> LayoutPrediction:
-    return predict(job, resolve_layout(Layout.model_validate(keys), CONFIG, world_size=job.gpus))
+def predicted(training: TrainingShape, **keys: object) -> LayoutPrediction:
+    return predict(training, resolve_layout(Layout.model_validate(keys), CONFIG, world_size=training.gpus))
 
 
 def test_on_64_nodes_every_transfer_of_a_pipeline_stalls_and_a_middle_stage_has_twice_as_many() -> None:
@@ -59,13 +59,13 @@ def test_on_64_nodes_tensor_parallel_may_stall_without_a_pipeline_and_least_wher
 
 
 def test_what_is_pending_grows_with_tokens_and_width_but_not_with_depth() -> None:
-    job = job_on(64)
+    training = job_on(64)
     layout = resolve_layout(Layout(tp=8), CONFIG, world_size=64)
-    pending = pending_gathered_bytes(job, layout, 0)
+    pending = pending_gathered_bytes(training, layout, 0)
     assert pending == pytest.approx(NANOTRON.pending_bytes * 4096 * CONFIG.hidden)
-    deeper = replace(job, model=replace(job.model, layers=2 * job.model.layers))
+    deeper = replace(training, model=replace(training.model, layers=2 * training.model.layers))
     assert pending_gathered_bytes(deeper, layout, 0) == pending
-    assert pending_gathered_bytes(job, replace(layout, micro_batch=2), 0) == pytest.approx(2 * pending)
+    assert pending_gathered_bytes(training, replace(layout, micro_batch=2), 0) == pytest.approx(2 * pending)
 
 
 def test_nothing_is_pending_without_tensor_parallel_nor_where_a_run_is_held_up() -> None:
@@ -76,16 +76,20 @@ def test_nothing_is_pending_without_tensor_parallel_nor_where_a_run_is_held_up()
 
 
 def test_the_last_stage_waits_for_its_first_backward_and_is_never_ahead() -> None:
-    job, layout = job_on(64), resolve_layout(Layout(tp=2, pp=4), CONFIG, world_size=64)
-    assert pending_gathered_bytes(job, layout, 0) > 0
-    assert pending_gathered_bytes(job, layout, 3) == 0
+    training, layout = job_on(64), resolve_layout(Layout(tp=2, pp=4), CONFIG, world_size=64)
+    assert pending_gathered_bytes(training, layout, 0) > 0
+    assert pending_gathered_bytes(training, layout, 3) == 0
 
 
 def test_what_is_only_pending_is_a_risk_and_never_the_reason_why_a_layout_does_not_fit() -> None:
     keys = {"tp": 8, "micro_batch": 14}
     without, found = predicted(job_on(64, pending_bytes=0.0), **keys), predicted(job_on(64), **keys)
-    job = job_on(64)
-    assert backward_share(job, found.layout, 0, pending=True) > 1 > backward_share(job, found.layout, 0, pending=False)
+    training = job_on(64)
+    assert (
+        backward_share(training, found.layout, 0, pending=True)
+        > 1
+        > backward_share(training, found.layout, 0, pending=False)
+    )
     assert without.fits
     assert found.fits
     assert found.memory.total > without.memory.total

@@ -86,7 +86,7 @@ class BatchLoader:
         self._reader.shutdown(wait=False, cancel_futures=True)
 
     def _rows(self, step: int) -> range:
-        return self.mesh.layout.rows(self.order.batch_size(step), self.mesh.at.dp)
+        return self.mesh.layout.sample_range(self.order.batch_size(step), self.mesh.at.dp)
 
     def _read(self, step: int) -> tuple[np.ndarray | None, tuple[int, int]]:
         if not self.mesh.reads_tokens:

@@ -187,7 +187,7 @@ def measure_probe_loss(stepper: StepRunner, sequence_length: int, global_batch: 
     labelled = np.full((global_batch, sequence_length), IGNORE_INDEX, np.int64)
     tokens[:PROBE_ROWS, : PROBE_TOKENS + 1] = probe
     labelled[:PROBE_ROWS, :PROBE_TOKENS] = probe[:, 1:]
-    mine = mesh.layout.rows(global_batch, mesh.at.dp)
+    mine = mesh.layout.sample_range(global_batch, mesh.at.dp)
     padding = ((0, mesh.layout.padding(global_batch, mesh.at.dp)), (0, 0))
     count = len(mine) + padding[0][1]
     batch = LocalBatch(count, None, None, None)
