@@ -19,7 +19,7 @@ from trainshed.recipe import Layout
 CONFIG = model_preset("llama3-8b")
 
 
-def job_of(**changes: object) -> TrainingShape:
+def training_of(**changes: object) -> TrainingShape:
     training = TrainingShape(
         model_shape(CONFIG), 8192, 128, "bf16", hardware_of_gpu("h100"), 64, engine_constants("megatron")
     )
@@ -32,7 +32,7 @@ def predicted(training: TrainingShape, **keys: object) -> LayoutPrediction:
 
 @pytest.mark.parametrize("name", engine_constant_names())
 def test_the_parts_of_a_step_add_up(name: str) -> None:
-    found = predicted(job_of(constants=engine_constants(name)), tp=2, pp=2)
+    found = predicted(training_of(constants=engine_constants(name)), tp=2, pp=2)
     assert found.times.total == pytest.approx(found.step_seconds)
     assert min(vars(found.times).values()) >= 0
     assert 0 < found.mfu < 1
@@ -42,7 +42,7 @@ def test_the_parts_of_a_step_add_up(name: str) -> None:
 
 
 def test_seconds_and_memory_alone_are_those_of_the_whole_prediction() -> None:
-    training = job_of()
+    training = training_of()
     layout = resolve_layout(Layout(tp=2, pp=4, vp=2), CONFIG, world_size=64)
     found = predict(training, layout)
     assert predict_seconds(training, layout) == pytest.approx(found.step_seconds)
@@ -50,7 +50,7 @@ def test_seconds_and_memory_alone_are_those_of_the_whole_prediction() -> None:
 
 
 def test_tensor_parallel_across_nodes_costs_more_than_inside() -> None:
-    near, far = predicted(job_of(), tp=8), predicted(replace(job_of(), hardware=_one_gpu_nodes()), tp=8)
+    near, far = predicted(training_of(), tp=8), predicted(replace(training_of(), hardware=_one_gpu_nodes()), tp=8)
     assert far.times.tp > 2 * near.times.tp
 
 
@@ -59,14 +59,14 @@ def _one_gpu_nodes():
 
 
 def test_megatron_hides_tensor_parallel_only_where_it_is_asked_to() -> None:
-    plain = predicted(job_of(), tp=4)
-    hidden = predicted(job_of(options=EngineOptions(tp_overlap=True)), tp=4)
+    plain = predicted(training_of(), tp=4)
+    hidden = predicted(training_of(options=EngineOptions(tp_overlap=True)), tp=4)
     assert hidden.times.tp < plain.times.tp
 
 
 def test_a_fused_dispatcher_crosses_the_network_once_per_node_and_token() -> None:
     config = model_preset("qwen3-30b-a3b")
-    training = replace(job_of(), model=model_shape(config), hardware=hardware_of_gpu("h100"))
+    training = replace(training_of(), model=model_shape(config), hardware=hardware_of_gpu("h100"))
 
     def seconds(ep: int, *, fused: bool) -> float:
         layout = resolve_layout(Layout(ep=ep), config, world_size=64)
@@ -78,14 +78,14 @@ def test_a_fused_dispatcher_crosses_the_network_once_per_node_and_token() -> Non
 
 
 def test_recomputation_trades_time_for_memory() -> None:
-    training = job_of()
+    training = training_of()
     none, full = predicted(training, micro_batch=2), predicted(training, micro_batch=2, recompute="full")
     assert full.memory.activations < none.memory.activations / 4
     assert 1.15 < full.times.compute / none.times.compute < 1.4
 
 
 def test_sharding_shares_out_what_it_says() -> None:
-    training = job_of()
+    training = training_of()
     states = {shard: predicted(training, shard=shard).memory for shard in ("none", "zero1", "zero2", "full")}
     assert states["zero1"].optimizer == pytest.approx(states["none"].optimizer / 64)
     assert states["zero2"].gradients == pytest.approx(states["none"].gradients / 64)
@@ -100,11 +100,11 @@ def test_the_first_stages_of_a_pipeline_hold_the_most_micro_batches() -> None:
 
 
 def _pipeline():
-    return job_of(), resolve_layout(Layout(pp=4), CONFIG, world_size=64)
+    return training_of(), resolve_layout(Layout(pp=4), CONFIG, world_size=64)
 
 
 def test_a_ring_through_a_node_uses_all_its_network_shares() -> None:
-    training = job_of(constants=replace(engine_constants("torch"), rails=1.0))
+    training = training_of(constants=replace(engine_constants("torch"), rails=1.0))
     across, alone = collective_group(64, 1, training), collective_group(8, 8, training)
     assert across.in_node == 8
     link = training.hardware.link_gb_per_s * training.constants.link
@@ -112,20 +112,20 @@ def test_a_ring_through_a_node_uses_all_its_network_shares() -> None:
 
 
 def test_a_fit_can_try_another_efficiency_of_the_gpu() -> None:
-    training = job_of()
+    training = training_of()
     slower = replace(training, gpu_efficiency=replace(training.efficiency, forward=training.efficiency.forward / 2))
     assert predicted(slower).times.compute > predicted(training).times.compute
     assert training.efficiency == gpu_efficiency("h100-sxm")
 
 
 def test_a_calibration_scales_the_step() -> None:
-    plain, scaled = predicted(job_of()), predicted(job_of(calibration=1.2, memory_calibration=0.9))
+    plain, scaled = predicted(training_of()), predicted(training_of(calibration=1.2, memory_calibration=0.9))
     assert scaled.step_seconds == pytest.approx(1.2 * plain.step_seconds)
     assert scaled.memory.allocated == pytest.approx(0.9 * plain.memory.allocated)
 
 
 def test_a_nearly_full_card_is_slow() -> None:
-    roomy = job_of(constants=replace(engine_constants("torch"), full_memory_slowdown=2.0))
+    roomy = training_of(constants=replace(engine_constants("torch"), full_memory_slowdown=2.0))
     small = roomy.hardware.gpu.model_copy(update={"memory_gib": 1.0})
     full = replace(roomy, hardware=replace(roomy.hardware, gpu=small))
     assert predicted(full, tp=8).step_seconds == pytest.approx(3 * predicted(roomy, tp=8).step_seconds)

@@ -32,7 +32,7 @@ from trainshed.plan.training_shape import TrainingShape, hardware_of_gpu
 from trainshed.recipe import Layout
 
 
-def job_of(model: str, gpu: str, gpus: int, sequence_length: int, global_batch: int, engine: str) -> TrainingShape:
+def training_of(model: str, gpu: str, gpus: int, sequence_length: int, global_batch: int, engine: str) -> TrainingShape:
     described = model_shape(model_preset(model), model)
     return TrainingShape(
         described, sequence_length, global_batch, "bf16", hardware_of_gpu(gpu), gpus, engine_constants(engine)
@@ -40,11 +40,11 @@ def job_of(model: str, gpu: str, gpus: int, sequence_length: int, global_batch: 
 
 
 SMALL = {
-    "dense": job_of("llama3-8b", "h100", 8, 8192, 16, "torch"),
-    "little memory": job_of("llama3-8b", "a10g", 32, 4096, 8, "torch"),
-    "pipelines": job_of("llama3-70b", "h200", 32, 4096, 16, "megatron"),
-    "experts": job_of("mixtral-8x7b", "h100", 16, 4096, 16, "megatron"),
-    "fsdp": job_of("llama3-8b", "a100-80gb", 8, 4096, 32, "torchtune"),
+    "dense": training_of("llama3-8b", "h100", 8, 8192, 16, "torch"),
+    "little memory": training_of("llama3-8b", "a10g", 32, 4096, 8, "torch"),
+    "pipelines": training_of("llama3-70b", "h200", 32, 4096, 16, "megatron"),
+    "experts": training_of("mixtral-8x7b", "h100", 16, 4096, 16, "megatron"),
+    "fsdp": training_of("llama3-8b", "a100-80gb", 8, 4096, 32, "torchtune"),
 }
 
 
@@ -136,21 +136,21 @@ def test_all_that_is_found_is_legal_and_fits(
 
 
 def test_keys_that_somebody_chose_are_kept() -> None:
-    training = job_of("llama3-8b", "h100", 16, 8192, 64, "megatron")
+    training = training_of("llama3-8b", "h100", 16, 8192, 64, "megatron")
     found = search_layouts(training, engine="megatron", fixed={"tp": 4, "pp": 2, "recompute": "full"}, top=5)
     for each in (found.chosen, *found.runners_up):
         assert (each.layout.tp, each.layout.pp, each.layout.recompute) == (4, 2, "full")
 
 
 def test_batches_of_a_ramp_are_kept_to() -> None:
-    training = job_of("llama3-8b", "h100", 16, 8192, 64, "megatron")
+    training = training_of("llama3-8b", "h100", 16, 8192, 64, "megatron")
     found = search_layouts(training, engine="megatron", batch_sizes=(12,), top=5)
     for each in (found.chosen, *found.runners_up):
         assert 12 % (each.layout.dp * each.layout.micro_batch) == 0
 
 
 def test_rejected_layouts_come_with_reasons() -> None:
-    training = job_of("llama3-70b", "h100", 64, 8192, 96, "megatron")
+    training = training_of("llama3-70b", "h100", 64, 8192, 96, "megatron")
     found = search_layouts(training, engine="megatron", top=3)
     reasons = [each.reason for each in found.rejected]
     assert any("GiB more than the 79.6 GiB of h100-sxm; " in reason for reason in reasons)
@@ -160,7 +160,7 @@ def test_rejected_layouts_come_with_reasons() -> None:
 
 
 def test_what_does_not_fit_says_how_close_it_came_and_how_many_gpus_would_do() -> None:
-    training = job_of("llama3-70b", "h100", 8, 8192, 64, "megatron")
+    training = training_of("llama3-70b", "h100", 8, 8192, 64, "megatron")
     with pytest.raises(InputError) as refused:
         search_layouts(training, engine="megatron")
     assert refused.value.what.startswith("llama3-70b does not fit on 8 h100-sxm: the closest layout, ")
@@ -174,7 +174,7 @@ def test_what_does_not_fit_says_how_close_it_came_and_how_many_gpus_would_do() -
 
 
 def test_where_no_layout_is_legal_the_rules_are_named() -> None:
-    training = job_of("llama3-8b", "h100", 8, 8192, 6, "torchtune")
+    training = training_of("llama3-8b", "h100", 8, 8192, 6, "torchtune")
     with pytest.raises(
         InputError, match=r"no layout of 8 GPUs with tp: 1 is legal for llama3-8b on torchtune"
     ) as refused:
@@ -185,7 +185,7 @@ def test_where_no_layout_is_legal_the_rules_are_named() -> None:
 
 
 def judged(**keys: Any) -> SearchResult:
-    training = job_of("llama3-8b", "h100", 8, 8192, 16, "megatron")
+    training = training_of("llama3-8b", "h100", 8, 8192, 16, "megatron")
     layout = resolve_layout(Layout.model_validate(keys), model_preset("llama3-8b"), world_size=8)
     return evaluate_layout(training, layout, engine="megatron")
 
@@ -205,7 +205,7 @@ def test_a_given_layout_that_is_illegal_says_all_that_is_wrong() -> None:
     assert "dp 4 · micro_batch 5 = 20 does not divide the global batch of 16" in refused.value.what
     layout = resolve_layout(Layout(tp=4), model_preset("llama3-8b"))
     with pytest.raises(InputError, match="the layout tp4 is 4 GPUs, and there are 8"):
-        evaluate_layout(job_of("llama3-8b", "h100", 8, 8192, 16, "torch"), layout, engine="torch")
+        evaluate_layout(training_of("llama3-8b", "h100", 8, 8192, 16, "torch"), layout, engine="torch")
 
 
 def test_a_layout_that_barely_fits_says_so() -> None:
@@ -224,14 +224,14 @@ def test_a_layout_that_barely_fits_says_so() -> None:
 
 
 def test_a_pipeline_of_our_own_engine_is_never_proposed_with_more_than_its_optimiser_states_shared_out() -> None:
-    training = job_of("llama3-70b", "h100", 32, 8192, 64, "torch")
+    training = training_of("llama3-70b", "h100", 32, 8192, 64, "torch")
     proposed = list(SearchSpace.for_training(training, "torch", {}).layouts(lambda layout, broken: None))
     assert {layout.shard for layout in proposed if layout.pp > 1} == {"zero1"}
     assert {layout.shard for layout in proposed if layout.pp == 1} == {"zero1", "zero2", "full"}
 
 
 def test_a_choice_between_near_ties_names_two_different_layouts() -> None:
-    training = job_of("llama3-8b", "h100", 16, 131072, 1, "torch")
+    training = training_of("llama3-8b", "h100", 16, 131072, 1, "torch")
     chosen, *others = [
         replace(predict(training, layout), step_seconds=seconds)
         for layout, seconds in (
