@@ -1,11 +1,11 @@
-"""The planner beside its peers on the same published measurements, and how fast it searches.
+"""The planner compared with its peers on the same published measurements, and how fast it searches.
 
     python benchmarks/planner.py [CSV ...] [--llm-analysis PYTHON] [--folder store/bench]
 
-- llm-analysis runs in a Python of its own (it wants an old transformers): `--llm-analysis PYTHON` names one that has
-  it, else a virtual environment is made and it is installed from PyPI. It takes the share of the peak that products
-  reach as an input; it is shown at 100%, its lower bound, and with the one factor per source, GPU and precision that
-  makes its median error zero: the best anybody could have told it, from the very rows it is judged on.
+- llm-analysis runs in a Python of its own, as it needs an old transformers: `--llm-analysis PYTHON` names one that has
+  it; without the flag a virtual environment is made and it is installed from PyPI. Its input is the share of the peak
+  that matmuls reach. It is shown at 100%, its lower bound, and with one factor per source, GPU and precision that makes
+  its median error zero: the best input possible, from the very rows it is judged on.
 - SimuMax is not on PyPI; its own predictions for its own B200 runs, which it publishes beside the measurements, are
   compared with ours on those rows.
 - The null model is a constant TFLOP/s per GPU: the median of the same source, GPU and precision.
@@ -51,7 +51,7 @@ SEARCHES = (("llama3-8b", 64, 8192, 512), ("llama3-70b", 512, 8192, 1024), ("lla
 class Peer:
     """What a peer predicted for a row."""
 
-    one: JudgedRow
+    judged: JudgedRow
     seconds: float
     gib: float
 
@@ -77,29 +77,29 @@ def llm_analysis(timed: Sequence[JudgedRow], python: Path | None, folder: Path) 
     command = python or _installed(folder)
     if command is None:
         return
-    dense = [one for one in timed if one.case.job.model.experts is None and one.case.layout.cp == 1]
-    found = _asked(command, dense)
-    if not found:
+    dense = [one for one in timed if one.case.training.model.experts is None and one.case.layout.cp == 1]
+    peers = _predictions_of_peer(command, dense)
+    if not peers:
         return
     groups: defaultdict[str, list[int]] = defaultdict(list)
-    for index, peer in enumerate(found):
-        name = short_source(peer.one.row.source)
+    for index, peer in enumerate(peers):
+        name = short_source(peer.judged.row.source)
         groups[name].append(index)
-        if name == SWEEP and peer.one.mfu > SLOW_MFU:
+        if name == SWEEP and peer.judged.mfu > SLOW_MFU:
             groups[f"{name}, above 10% MFU"].append(index)
-    chosen = [(name, rows) for name, rows in groups.items() if len(rows) >= 5] + [("all of them", range(len(found)))]
+    chosen = [(name, rows) for name, rows in groups.items() if len(rows) >= 5] + [("all of them", range(len(peers)))]
     rows = []
     for name, indices in chosen:
-        ones = [found[index].one for index in indices]
+        ones = [peers[index].judged for index in indices]
         ours, null = step_time_scores(ones), step_time_scores(ones).null_mape
-        theirs = error_scores((found[index].seconds, _measured(found[index].one)) for index in indices)
-        told = error_scores(_without_bias([found[index] for index in indices]))
-        rows.append([name, str(len(ones)), *map(_percent, (ours.mape, null, told.mape, theirs.mape))])
+        theirs = error_scores((peers[index].seconds, _measured(peers[index].judged)) for index in indices)
+        corrected = error_scores(_without_bias([peers[index] for index in indices]))
+        rows.append([name, str(len(ones)), *map(_percent, (ours.mape, null, corrected.mape, theirs.mape))])
     columns = ["step time, mean error", "rows", "trainshed", "null model", "llm-analysis, told", "llm-analysis"]
     table("llm-analysis: dense models without context parallel", columns, rows)
-    memory = [peer for peer in found if peer.one.memory_gib]
-    pairs = [(peer.one.predicted_gib, peer.one.memory_gib or 1.0) for peer in memory]
-    theirs = [(peer.gib, peer.one.memory_gib or 1.0) for peer in memory]
+    memory = [peer for peer in peers if peer.judged.memory_gib]
+    pairs = [(peer.judged.predicted_gib, peer.judged.memory_gib or 1.0) for peer in memory]
+    theirs = [(peer.gib, peer.judged.memory_gib or 1.0) for peer in memory]
     line = ["peak memory", str(len(memory)), _percent(error_scores(pairs).mape), _percent(error_scores(theirs).mape)]
     table("", ["mean error", "rows", "trainshed", "llm-analysis"], [line])
 
@@ -120,7 +120,7 @@ def _installed(folder: Path) -> Path | None:
     return python
 
 
-def _asked(python: Path, ones: Sequence[JudgedRow]) -> list[Peer]:
+def _predictions_of_peer(python: Path, ones: Sequence[JudgedRow]) -> list[Peer]:
     cases = "".join(json.dumps(_case(number, one)) + "\n" for number, one in enumerate(ones))
     started = time.perf_counter()
     done = subprocess.run([python, PEER], input=cases, capture_output=True, text=True, timeout=1800)
@@ -128,14 +128,16 @@ def _asked(python: Path, ones: Sequence[JudgedRow]) -> list[Peer]:
         print(f"\nllm-analysis failed: {done.stderr.strip().rpartition(chr(10))[2]}")
         return []
     answers = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    found = [Peer(ones[each["number"]], each["seconds"], each["gib"]) for each in answers if each.get("seconds")]
-    print(f"\nllm-analysis predicted {len(found)} of {len(ones)} rows in {time.perf_counter() - started:.1f} s")
-    return found
+    peers = [
+        Peer(ones[answer["number"]], answer["seconds"], answer["gib"]) for answer in answers if answer.get("seconds")
+    ]
+    print(f"\nllm-analysis predicted {len(peers)} of {len(ones)} rows in {time.perf_counter() - started:.1f} s")
+    return peers
 
 
 def _case(number: int, one: JudgedRow) -> dict[str, Any]:
-    job, layout = one.case.job, one.case.layout
-    model, hardware = job.model, job.hardware
+    training, layout = one.case.training, one.case.layout
+    model, hardware = training.model, training.hardware
     peak = one.prediction.peak_tflops
     return {
         "number": number,
@@ -146,7 +148,7 @@ def _case(number: int, one: JudgedRow) -> dict[str, Any]:
             "n_head": model.heads,
             "hidden_dim": model.hidden,
             "vocab_size": model.vocab_size,
-            "max_seq_len": job.sequence_length,
+            "max_seq_len": training.sequence_length,
             "num_key_value_heads": model.kv_heads,
             "ffn_embed_dim": model.ffn,
         },
@@ -161,49 +163,49 @@ def _case(number: int, one: JudgedRow) -> dict[str, Any]:
         },
         "parallelism": {"tp_size": layout.tp, "pp_size": layout.pp, "dp_size": layout.dp},
         "micro_batch": layout.micro_batch,
-        "micro_batches": layout.micro_batches(job.global_batch),
-        "sequence_length": job.sequence_length,
+        "micro_batches": layout.micro_batches(training.global_batch),
+        "sequence_length": training.sequence_length,
         "recompute": RECOMPUTE[layout.recompute],
         "zero": ZERO[layout.shard],
         "gated": model.gated,
     }
 
 
-def _without_bias(found: Sequence[Peer]) -> list[tuple[float, float]]:
+def _without_bias(peers: Sequence[Peer]) -> list[tuple[float, float]]:
     """Its seconds times the factor of their source, GPU and precision that makes the median right, and the measured."""
     factors: defaultdict[tuple[str, str, str], list[float]] = defaultdict(list)
-    for peer in found:
-        factors[_group(peer.one)].append(_measured(peer.one) / peer.seconds)
-    return [(peer.seconds * median(factors[_group(peer.one)]), _measured(peer.one)) for peer in found]
+    for peer in peers:
+        factors[_group(peer.judged)].append(_measured(peer.judged) / peer.seconds)
+    return [(peer.seconds * median(factors[_group(peer.judged)]), _measured(peer.judged)) for peer in peers]
 
 
 def _group(one: JudgedRow) -> tuple[str, str, str]:
-    return (one.row.source, one.case.job.hardware.gpu_name, one.case.job.precision)
+    return (one.row.source, one.case.training.hardware.gpu_name, one.case.training.precision)
 
 
 def simumax(timed: Iterable[JudgedRow]) -> None:
     """Compare on the rows that SimuMax publishes its own predictions for."""
-    found = [
+    peers = [
         Peer(one, float(match[1]) / 1000, float(match[2]))
         for one in timed
         if (match := SIMUMAX.search(one.row.text("notes")))
     ]
-    if not found:
+    if not peers:
         print("\nSimuMax: none of these rows carries its prediction")
         return
-    ones = [peer.one for peer in found]
+    ones = [peer.judged for peer in peers]
     ours = step_time_scores(ones)
     rows = [
-        ["step time", str(len(found)), _percent(ours.mape), _percent(ours.null_mape), _mean(found, "seconds")],
-        ["peak memory", str(len(found)), _percent(_memory_error(ones)), "", _mean(found, "gib")],
+        ["step time", str(len(peers)), _percent(ours.mape), _percent(ours.null_mape), _mean(peers, "seconds")],
+        ["peak memory", str(len(peers)), _percent(_memory_error(ones)), "", _mean(peers, "gib")],
     ]
     columns = ["mean error", "rows", "trainshed", "null model", "SimuMax"]
     table("SimuMax: its own runs on 8 B200, by tables measured on that machine", columns, rows)
 
 
-def _mean(found: Sequence[Peer], what: str) -> str:
-    measured = [_measured(peer.one) if what == "seconds" else peer.one.memory_gib or 1.0 for peer in found]
-    return _percent(error_scores(zip((getattr(peer, what) for peer in found), measured, strict=True)).mape)
+def _mean(peers: Sequence[Peer], what: str) -> str:
+    measured = [_measured(peer.judged) if what == "seconds" else peer.judged.memory_gib or 1.0 for peer in peers]
+    return _percent(error_scores(zip((getattr(peer, what) for peer in peers), measured, strict=True)).mape)
 
 
 def _memory_error(ones: Sequence[JudgedRow]) -> float | None:
@@ -214,29 +216,29 @@ def searches() -> None:
     """Time whole searches, each with cold caches: a process of its own would only add the import."""
     rows = []
     for name, gpus, length, batch in SEARCHES:
-        job = TrainingShape(
+        training = TrainingShape(
             model=model_shape(model_preset(name), name),
             sequence_length=length,
             global_batch=batch,
             precision="bf16",
             hardware=hardware_of_gpu("h100"),
             gpus=gpus,
-            stack=engine_constants("megatron"),
+            constants=engine_constants("megatron"),
         )
         started = time.perf_counter()
         try:
-            found = search_layouts(job, engine="megatron")
+            result = search_layouts(training, engine="megatron")
         except TrainshedError as error:
             rows.append([f"{name} on {gpus:,} H100", "", "", error.what])
             continue
         seconds = time.perf_counter() - started
-        chosen = f"{found.chosen.layout}, {found.chosen.step_seconds:.2f} s"
-        rows.append([f"{name} on {gpus:,} H100", f"{seconds:.2f}", f"{found.considered:,}", chosen])
+        chosen = f"{result.chosen.layout}, {result.chosen.step_seconds:.2f} s"
+        rows.append([f"{name} on {gpus:,} H100", f"{seconds:.2f}", f"{result.considered:,}", chosen])
     table("search, megatron, bf16", ["job", "seconds", "layouts", "chosen"], rows)
 
 
 def _measured(one: JudgedRow) -> float:
-    assert one.step_seconds is not None, "only rows with a step time are asked about"
+    assert one.step_seconds is not None, "only rows with a step time are compared"
     return one.step_seconds
 
 

@@ -1,4 +1,4 @@
-"""What the planner says of our own engine beside what it does: training steps on this machine's GPU.
+"""Predicted and measured training steps of our own engine, on this machine's GPU.
 
     python benchmarks/planner_gpu.py [--only NAME ...] [--small]
 
@@ -57,7 +57,7 @@ class Case:
         return config.model_copy(update={"layers": self.layers, "max_positions": positions})
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         """What it is, for the table."""
         parts = [f"{self.preset} x{self.layers}", f"seq {self.length}", f"mb {self.micro_batch}"]
         if self.micro_batches > 1:
@@ -138,21 +138,21 @@ def measure(case: Case, device: torch.device) -> tuple[float, float]:
     return times[STEPS // 2] / 1000, torch.cuda.max_memory_allocated() / 2**30
 
 
-def predicted(case: Case, gpu_name: str) -> tuple[float, float]:
-    """What the planner says of the same."""
+def prediction_of(case: Case, gpu_name: str) -> tuple[float, float]:
+    """Predicted seconds of a step, and GiB that tensors fill at its peak."""
     keys = {"micro_batch": case.micro_batch, "recompute": case.recompute}
     layout = resolve_layout(Layout.model_validate(keys), case.config, world_size=1)
     batch = case.micro_batch * case.micro_batches
     hardware = hardware_of_gpu(gpu_name)
-    job = TrainingShape(
+    training = TrainingShape(
         model_shape(case.config), case.length, batch, case.precision, hardware, 1, engine_constants("torch")
     )
-    found = predict(job, layout)
-    return found.step_seconds, found.memory.allocated
+    prediction = predict(training, layout)
+    return prediction.step_seconds, prediction.memory.allocated
 
 
 def main() -> None:
-    """Measure every case that was asked for."""
+    """Measure the chosen cases, or all."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", default=[], help="names of cases")
     parser.add_argument("--small", action="store_true", help="tiny shapes, on the CPU where there is no GPU")
@@ -166,19 +166,29 @@ def main() -> None:
     for key, case in (SMALL if arguments.small else CASES).items():
         if arguments.only and key not in arguments.only:
             continue
-        said, said_gib = predicted(case, name)
+        predicted_seconds, predicted_gib = prediction_of(case, name)
         try:
             took, gib = measure(case, device)
         except torch.cuda.OutOfMemoryError:
-            rows.append([case.words, f"{said * 1e3:.0f}", "out of memory", "", f"{said_gib:.1f}", "", ""])
+            rows.append(
+                [
+                    case.description,
+                    f"{predicted_seconds * 1e3:.0f}",
+                    "out of memory",
+                    "",
+                    f"{predicted_gib:.1f}",
+                    "",
+                    "",
+                ]
+            )
             continue
         finally:
             gc.collect()
             torch.cuda.empty_cache()
             torch.compiler.reset()
-        off, off_gib = said / took - 1, said_gib / gib - 1 if gib else 0.0
-        seconds = [f"{said * 1e3:.0f}", f"{took * 1e3:.0f}", f"{off:+.1%}"]
-        rows.append([case.words, *seconds, f"{said_gib:.1f}", f"{gib:.1f}", f"{off_gib:+.1%}"])
+        off, off_gib = predicted_seconds / took - 1, predicted_gib / gib - 1 if gib else 0.0
+        seconds = [f"{predicted_seconds * 1e3:.0f}", f"{took * 1e3:.0f}", f"{off:+.1%}"]
+        rows.append([case.description, *seconds, f"{predicted_gib:.1f}", f"{gib:.1f}", f"{off_gib:+.1%}"])
         print(*rows[-1], sep=" | ", flush=True)
     columns = ["case", "predicted ms", "measured ms", "off", "predicted GiB", "measured GiB", "off"]
     table(f"the planner beside the torch engine, {name}", columns, rows)

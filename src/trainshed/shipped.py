@@ -1,4 +1,4 @@
-"""Where the shipped recipes and cluster files are: inside the wheel, or beside `src/` in a checkout."""
+"""Where shipped recipes, cluster files and measurements are: inside the wheel, or beside `src/` in a checkout."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from pathlib import Path
 
 
 def shipped_folder(kind: str) -> Path:
-    """Return the folder of shipped files of a kind: `recipes` or `clusters`."""
+    """Return the folder of shipped files of a kind: `recipes`, `clusters` or `measurements`."""
     in_wheel = Path(__file__).parent / "shipped" / kind
     return in_wheel if in_wheel.is_dir() else Path(__file__).parents[2] / kind

@@ -77,3 +77,11 @@ def test_what_cannot_be_read_or_drawn_is_refused(
 def test_the_columns_are_shown_to_who_wants_to_write_a_table(capsys: pytest.CaptureFixture[str]):
     assert run_cli(["plan", "validate", "--columns"]) == 0
     assert "step_time_s" in capsys.readouterr().out.split(",")
+
+
+def test_code_that_travels_with_a_job_says_that_it_has_no_tables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("trainshed.plan.published.rows.shipped_folder", lambda kind: tmp_path / kind)
+    assert run_cli(["plan", "validate"]) == 2
+    assert "not in the code that travels with a job" in capsys.readouterr().err

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tarfile
+import tomllib
+from io import BytesIO
 from pathlib import Path
 
+import pytest
+
+import trainshed
 from trainshed.launch.packaging import pack_code, provenance
+from trainshed.shipped import shipped_folder
 
 
 def test_the_packed_code_is_named_by_its_content_and_packed_alike_each_time() -> None:
@@ -38,6 +45,33 @@ def test_a_node_unpacks_and_runs_it_without_installing_anything(tmp_path: Path) 
         text=True,
     )
     assert found.stdout.startswith(str(tmp_path / "code"))
+
+
+def test_it_leaves_the_published_measurements_behind_in_a_checkout_and_in_an_installed_wheel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def names() -> list[str]:
+        with tarfile.open(fileobj=BytesIO(pack_code().data)) as archive:
+            return archive.getnames()
+
+    assert not [name for name in names() if "measurements" in name]
+    # A wheel has the shipped folders inside the package.
+    installed = tmp_path / "trainshed"
+    (installed / "shipped" / "measurements").mkdir(parents=True)
+    (installed / "shipped" / "measurements" / "throughput_memory.csv").write_text("model\n")
+    (installed / "__init__.py").write_text("")
+    monkeypatch.setattr(trainshed, "__file__", str(installed / "__init__.py"))
+    packed = names()
+    assert "trainshed/__init__.py" in packed
+    assert not [name for name in packed if "measurements" in name]
+
+
+def test_every_shipped_folder_is_in_the_wheel() -> None:
+    project = Path(__file__).parents[2] / "pyproject.toml"
+    included = tomllib.loads(project.read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
+    for kind in ("recipes", "clusters", "measurements"):
+        assert included[kind] == f"trainshed/shipped/{kind}"
+        assert shipped_folder(kind) == project.parent / kind
 
 
 def test_it_leaves_room_in_a_configmap() -> None:

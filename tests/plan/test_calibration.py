@@ -24,7 +24,7 @@ def test_what_was_kept_is_read_again_with_the_hash_of_the_file(tmp_path: Path):
     assert stored == read_calibrations(file)
     assert stored.entries == (kept,)
     assert stored.digest == hashlib.sha256(file.read_bytes()).hexdigest()
-    used = stored.used(kept)
+    used = stored.to_plain(kept)
     assert (used["sha256"], used["entry"]["from"]) == (stored.digest, "llama/ab12")
 
 
@@ -43,14 +43,14 @@ def test_a_plan_gets_the_last_entry_of_its_gpu_and_engine_and_of_its_version_whe
     assert known.entry_for("h100-sxm", "torch", "1.0") == older
     assert known.entry_for("h100-sxm", "torch", "0.9") is None
     assert known.entry_for("a100-80gb", "torch") is None
-    assert known.why_none("a100-80gb", "torch") == (
+    assert known.missing_note("a100-80gb", "torch") == (
         "c.yaml has no calibration of torch on a100-80gb (only of megatron on h100-sxm, torch on h100-sxm, torch on "
         "h200): the plan is not calibrated"
     )
 
 
 def test_an_entry_is_named_in_words():
-    assert learnt(date="2026-03-01").words == (
+    assert learnt(date="2026-03-01").description == (
         "steps times 1.100 for torch 1.0 on h100-sxm, from llama/ab12 of 2026-03-01"
     )
 

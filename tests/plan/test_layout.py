@@ -10,7 +10,14 @@ from hypothesis import strategies as st
 
 from support.models.tiny_models import tiny_config
 from trainshed.errors import InputError
-from trainshed.plan.layout import MeshCoordinates, RankLayout, even_stages, parse_layout, resolve_layout
+from trainshed.plan.layout import (
+    MeshCoordinates,
+    RankLayout,
+    distinct_names,
+    even_stages,
+    parse_layout,
+    resolve_layout,
+)
 from trainshed.recipe import Layout
 
 CONFIG = tiny_config("llama", layers=8)
@@ -53,7 +60,7 @@ def test_every_rank_has_one_place_in_each_mesh(layout: RankLayout) -> None:
 def test_the_data_parallel_index_counts_copies_and_shards(layout: RankLayout) -> None:
     for rank in range(layout.world_size):
         at = layout.coordinates(rank)
-        assert at.dp == at.replicate * (layout.dp // layout.copies) + at.shard
+        assert at.dp == at.replicate * (layout.dp // layout.replicas) + at.shard
     assert {layout.coordinates(rank).dp for rank in range(layout.world_size)} == set(range(layout.dp))
 
 
@@ -103,7 +110,7 @@ def test_interleaved_chunks_go_round_the_pipeline() -> None:
 
 def test_each_data_parallel_index_reads_its_own_consecutive_rows() -> None:
     layout = resolved(dp=4, micro_batch=2)
-    assert [list(layout.rows(16, index)) for index in (0, 3)] == [[0, 1, 2, 3], [12, 13, 14, 15]]
+    assert [list(layout.sample_range(16, index)) for index in (0, 3)] == [[0, 1, 2, 3], [12, 13, 14, 15]]
     assert layout.micro_batches(16) == 2
     assert layout.padding(16, 3) == 0
 
@@ -113,7 +120,7 @@ def test_uneven_shares_cover_the_batch_once_and_are_made_up_to_equal_micro_batch
     batch: int, dp: int, micro_batch: int
 ) -> None:
     layout = replace(resolved(dp=dp, micro_batch=micro_batch), uneven=True)
-    shares = [layout.rows(batch, index) for index in range(dp)]
+    shares = [layout.sample_range(batch, index) for index in range(dp)]
     assert [row for share in shares for row in share] == list(range(batch))
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
     whole = {len(share) + layout.padding(batch, index) for index, share in enumerate(shares)}
@@ -131,7 +138,7 @@ def test_uneven_shares_cover_the_batch_once_and_are_made_up_to_equal_micro_batch
 )
 def test_sharding_says_how_many_copies_there_are(keys: dict[str, object], copies: int, dp_shard: int) -> None:
     layout = resolved(dp=4, **keys)
-    assert (layout.copies, layout.dp_shard) == (copies, dp_shard)
+    assert (layout.replicas, layout.dp_shard) == (copies, dp_shard)
 
 
 @pytest.mark.parametrize(
@@ -162,6 +169,39 @@ def test_a_pipeline_gets_a_schedule(keys: dict[str, object], schedule: str | Non
 )
 def test_a_layout_shows_only_what_is_not_one(keys: dict[str, object], shown: str) -> None:
     assert str(resolved(**keys)) == shown
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "names"),
+    [
+        ({"tp": 2}, {"pp": 2}, ["tp2", "pp2"]),
+        ({"tp": 2}, {"tp": 2, "shard": "full"}, ["tp2 with shard zero1", "tp2 with shard full"]),
+        ({}, {"micro_batch": 2}, ["one process with micro_batch 1", "one process with micro_batch 2"]),
+        (
+            {"cp": 16},
+            {"cp": 16, "recompute": "full"},
+            ["cp16 zero1 with recompute none", "cp16 zero1 with recompute full"],
+        ),
+        ({"pp": 2}, {"pp": 2, "stages": [3, 5]}, ["pp2 with stages 4+4", "pp2 with stages 3+5"]),
+        ({"tp": 2}, {"tp": 2}, ["tp2", "tp2"]),
+    ],
+)
+def test_names_say_what_differs(first: dict[str, object], second: dict[str, object], names: list[str]) -> None:
+    assert distinct_names(resolved(**first), resolved(**second)) == names
+
+
+@given(layouts(), st.data())
+def test_no_two_different_layouts_have_the_same_name(layout: RankLayout, data: st.DataObject) -> None:
+    change = {
+        "shard": data.draw(st.sampled_from(["none", "zero1", "zero2", "full"])),
+        "micro_batch": data.draw(SMALL),
+        "recompute": data.draw(st.sampled_from(["none", "selective", "full"])),
+        "schedule": data.draw(st.sampled_from([None, "gpipe", "1f1b"])),
+        "stages": data.draw(st.sampled_from([layout.stages, (*layout.stages[:-1], layout.stages[-1] + 1)])),
+    }
+    other = replace(layout, **change)
+    first, second = distinct_names(layout, other)
+    assert (first == second) == (layout == other)
 
 
 def test_dp_is_one_or_what_the_world_leaves() -> None:

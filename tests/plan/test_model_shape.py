@@ -31,7 +31,7 @@ def test_layers_are_told_apart_by_experts_and_window() -> None:
     model = ModelShape(
         "x", 8, 64, 4, 4, 16, 16, 256, 512, experts=ExpertShape(4, 2, 128), dense_first=2, window=8, windowed_every=2
     )
-    assert model.kinds(range(8)) == {
+    assert model.layer_kinds(range(8)) == {
         LayerKind(False, True): 1,
         LayerKind(False, False): 1,
         LayerKind(True, True): 3,

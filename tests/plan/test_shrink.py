@@ -99,7 +99,7 @@ def test_more_ranks_than_there_is_room_for_lose_copies_or_are_refused(
 ) -> None:
     config, layout, length, batches = run
     try:
-        small = shrink(config, layout, sequence_length=length, batch_sizes=batches, most_ranks=room)
+        small = shrink(config, layout, sequence_length=length, batch_sizes=batches, max_ranks=room)
     except InputError:
         assert layout.world_size > room
         return
@@ -107,7 +107,7 @@ def test_more_ranks_than_there_is_room_for_lose_copies_or_are_refused(
     assert small.layout.world_size <= max(room, 1)
     for key in ("tp", "pp", "vp", "cp", "ep", "etp", "shard"):
         assert getattr(small.layout, key) == getattr(layout, key)
-    assert (small.layout.copies > 1, small.layout.dp_shard > 1) == (layout.copies > 1, layout.dp_shard > 1)
+    assert (small.layout.replicas > 1, small.layout.dp_shard > 1) == (layout.replicas > 1, layout.dp_shard > 1)
 
 
 def shrunk(preset: str, *, length: int = 8192, batches: tuple[int, ...] = (64,), **keys: Any) -> ShrunkRun:
@@ -167,5 +167,5 @@ def test_a_model_no_machine_has_room_for_says_what_to_check_instead() -> None:
     config = model_preset("llama3.1-405b")
     layout = place(config, tp=8, pp=8, dp=16)
     with pytest.raises(InputError, match="is 1024 ranks, there is room for 16 here") as error:
-        shrink(config, layout, sequence_length=8192, batch_sizes=[128], most_ranks=16)
+        shrink(config, layout, sequence_length=8192, batch_sizes=[128], max_ranks=16)
     assert "--layout" in (error.value.hint or "")

@@ -1,9 +1,9 @@
 """Networks between nodes: `fabrics.yaml` has their speed, `fabric_setups/` what jobs need to use them.
 
-A file of `fabric_setups/` is one `FabricSetupFile` with its source: what every job needs, and what is added for a
-version of the plugin, for SHARP, for AMD's GPUs, for one machine, and for pods on the node's own network. `{name}` in
-any text is filled in from `fill`; `{gpus}`, `{nics}` and `{nodes}` are the machine's and the job's, `{job}` is the
-job's name. `launch/fabric.py` puts the parts together.
+A file of `fabric_setups/` is one `FabricSetupFile` with its source. It has what every job needs, and what is added for
+a version of the plugin, for SHARP, for AMD's GPUs, for one machine, and for pods on the host network. `{name}` in any
+text is replaced from `fill`; `{gpus}`, `{nics}` and `{nodes}` are those of the machine and the job, `{job}` is the name
+of the job. `launch/fabric.py` combines the parts.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Fabric(CatalogEntry):
     setup: Text = Field(description="What jobs need to use it: the name of a file in fabric_setups/")
 
 
-# What the networks are called in other files and manuals.
+# Names of the networks in other files and manuals.
 _SHORT_NAMES = {
     "ib": "infiniband",
     "mellanox": "infiniband",
@@ -71,7 +71,7 @@ ObjectList = Annotated[tuple[dict[str, Any], ...], Field(strict=False)]
 
 
 class RefusedVariable(Section):
-    """A variable that does not belong, and why."""
+    """An environment variable that is refused, and why."""
 
     value: Text | None = Field(None, description="Which values are meant, as a regular expression; null: any")
     because: Text = Field(description="What it would do")
@@ -80,7 +80,7 @@ class RefusedVariable(Section):
 
 
 class FabricPodPart(Section):
-    """What a pod needs, in Kubernetes' words."""
+    """What a pod needs; the fields are named as in Kubernetes."""
 
     annotations: dict[str, str] = Field(default_factory=dict, description="Of the pod")
     init_containers: ObjectList = Field((), description="In order; with restartPolicy Always they stay beside the job")
@@ -107,21 +107,21 @@ class FabricSlurmPart(Section):
 
 
 class FabricDeviceFiles(Section):
-    """Device files that a node must show."""
+    """Device files that a node must have."""
 
     path: Text = Field(description="As a glob", examples=["/dev/infiniband/uverbs*"])
     count: int | Text = Field(description="How many")
 
 
 class PairThresholds(Section):
-    """How far a pair of nodes may fall short of the others."""
+    """How much slower than the others a pair of nodes may be."""
 
     warn: Fraction = Field(0.035, description="More is worth a look")
     replace: Fraction = Field(0.07, description="More is a bad node")
 
 
 class FabricSetupPart(Section):
-    """Something that is added to a setup."""
+    """A part that is added to a setup."""
 
     source: Text | None = Field(None, description="Where it is published")
     fill: dict[str, str] = Field(default_factory=dict, description="What `{name}` stands for")
@@ -139,7 +139,7 @@ class FabricSetupPart(Section):
 
 
 class FabricSetupFile(FabricSetupPart):
-    """One file: a fabric's setup."""
+    """One file of `fabric_setups/`."""
 
     source: Text = Field(description="Where it is published")
     default: Text = Field(description="The version that is taken where none is named")
@@ -156,7 +156,7 @@ class FabricSetupFile(FabricSetupPart):
 
 
 class RefusedVariables(Section):
-    """Variables that do not belong on any fabric, and those that belong to some."""
+    """Variables that are refused on every fabric, and those that only some fabrics may have."""
 
     everywhere: dict[str, RefusedVariable] = Field(description="Refused on all")
     families: dict[str, TextList] = Field(description="The setups they belong to; refused on the others")
@@ -176,7 +176,7 @@ def fabric_setup_file(name: str) -> FabricSetupFile:
 
 @cache
 def refused_variables() -> RefusedVariables:
-    """Return what is refused whatever the fabric."""
+    """Return the variables that are refused on every fabric."""
     return validate(RefusedVariables, _setup_document(_VARIABLES_FILE))
 
 

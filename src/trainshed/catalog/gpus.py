@@ -1,4 +1,4 @@
-"""GPUs by name and by what their driver calls them, from `gpus.yaml`: peaks, memory, links, each with its source."""
+"""GPUs by name and by their driver's name, from `gpus.yaml`: peaks, memory, links, each with its source."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HOW_TO_DESCRIBE_GPU = (
 
 
 class DenseTflops(Section):
-    """Peaks without sparsity by the dtype of a product's inputs, in 10^12 FLOP a second; None: not published."""
+    """Peaks without sparsity by the dtype of a matmul's inputs, in 10^12 FLOP a second; None: not published."""
 
     fp4: PositiveFloat | None = Field(None, description="NVFP4 or MXFP4")
     fp8: PositiveFloat | None = Field(None, description="E4M3 and E5M2")
@@ -31,19 +31,19 @@ class DenseTflops(Section):
     fp64: PositiveFloat | None = Field(None, description="fp64, matrix units where they have it")
 
     def problems(self) -> Iterator[Problem]:
-        """A GPU without 16-bit products trains nothing here."""
+        """A GPU needs a peak for 16-bit matmuls."""
         if self.bf16 is None and self.fp16 is None:
             yield Problem(("bf16",), "neither bf16 nor fp16 has a peak", "write the dense one of its datasheet")
 
     @property
     def half(self) -> float:
-        """The peak of 16-bit products: of bf16, or of fp16 where there is no other."""
-        found = self.bf16 or self.fp16
-        assert found is not None, "`problems` asks for one of them"
-        return found
+        """The peak of 16-bit matmuls: of bf16, or of fp16 if there is no bf16."""
+        peak = self.bf16 or self.fp16
+        assert peak is not None, "`problems` requires one of them"
+        return peak
 
     def peak(self, dtype: str) -> float | None:
-        """Return the peak of a dtype by name, None where it is not published."""
+        """Return the peak of a dtype by name; None if it is not published."""
         return getattr(self, dtype) if dtype in type(self).model_fields else None
 
 
@@ -70,7 +70,7 @@ class Gpu(CatalogEntry):
 
     @property
     def vendor(self) -> Literal["nvidia", "amd"]:
-        """Who makes it, by what its driver calls it."""
+        """Who makes it, by the names of its driver."""
         return "amd" if any(name.startswith("AMD") for name in self.device_names) else "nvidia"
 
 
@@ -98,10 +98,10 @@ def find_gpu(name_or_path: str | os.PathLike[str]) -> Gpu:
 
 
 def gpu_by_device_name(text: str) -> Gpu | None:
-    """Return the GPU that a driver calls by this name, None where the catalog has none: nothing is guessed."""
+    """Return the GPU of which this is the driver's name; None if the catalog has none: nothing is guessed."""
     wanted = " ".join(text.split()).casefold()
     for name in gpu_names():
-        found = gpu(name)
-        if any(wanted == device.casefold() for device in found.device_names):
-            return found
+        entry = gpu(name)
+        if any(wanted == device.casefold() for device in entry.device_names):
+            return entry
     return None

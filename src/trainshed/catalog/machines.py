@@ -1,7 +1,7 @@
-"""Machines by name and by instance type: what they have, what they cost, and what healthy ones reach.
+"""Machines by name and by instance type: what they have, what they cost, and which rates healthy ones reach.
 
-`machines.yaml` has GPUs, links, networks, memory and power; `prices.yaml` list prices with their date, or why there
-is none; `expected_rates.yaml` the collective and matmul rates that `preflight` compares measurements with.
+`machines.yaml` has GPUs, links, networks, memory and power. `prices.yaml` has list prices with their date, or why there
+is none. `expected_rates.yaml` has the rates of collectives and matmuls that `preflight` compares measurements with.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Machine(CatalogEntry):
     watts: PositiveFloat | None = Field(None, description="The node's rated maximum; null: unknown")
 
     def problems(self) -> Iterator[Problem]:
-        """A domain is a part of the node, or whole nodes."""
+        """A link domain is a part of the node, or several nodes."""
         domain = self.link_domain or self.gpus
         if domain % self.gpus and self.gpus % domain:
             yield Problem(
@@ -65,7 +65,7 @@ class Machine(CatalogEntry):
 
     @property
     def storage_gb_per_s(self) -> float:
-        """What one node can move to or from storage at most, 10^9 bytes a second."""
+        """The most that one node can move to or from storage, 10^9 bytes a second."""
         return (self.frontend_gbps or self.network_gbps) / 8
 
 
@@ -85,13 +85,13 @@ def machine(name: str) -> Machine:
 
 
 def machine_from_file(path: str | os.PathLike[str]) -> Machine:
-    """Return the machine that a file describes; a `gpu:` that is a file lies beside it."""
-    found = _TABLE.from_file(path)
-    if not is_path(found.gpu):
-        return found
-    beside = found.model_copy(update={"gpu": str(Path(path).parent / found.gpu)})
-    beside._name = found.name
-    return beside
+    """Return the machine that a file describes; a `gpu:` that is a file is relative to its folder."""
+    entry = _TABLE.from_file(path)
+    if not is_path(entry.gpu):
+        return entry
+    with_gpu_path = entry.model_copy(update={"gpu": str(Path(path).parent / entry.gpu)})
+    with_gpu_path._name = entry.name
+    return with_gpu_path
 
 
 def find_machine(name_or_path: str | os.PathLike[str]) -> Machine:
@@ -103,18 +103,18 @@ def find_machine(name_or_path: str | os.PathLike[str]) -> Machine:
 def machines_with(gpu_name: str) -> list[Machine]:
     """Return the machines that have a GPU, in the order of the catalog."""
     wanted = gpu(gpu_name).name
-    return [found for found in map(machine, machine_names()) if gpu(found.gpu).name == wanted]
+    return [entry for entry in map(machine, machine_names()) if gpu(entry.gpu).name == wanted]
 
 
-def machine_of_gpu(wanted: Gpu | str) -> Machine:
-    """Return the machine that is meant where only a GPU is named: its own entry says which."""
-    found = find_gpu(wanted) if isinstance(wanted, str) else wanted
-    if found.machine is None:
+def machine_of_gpu(gpu_or_name: Gpu | str) -> Machine:
+    """Return the machine for a GPU that is named without a machine: the GPU's entry says which."""
+    entry = find_gpu(gpu_or_name) if isinstance(gpu_or_name, str) else gpu_or_name
+    if entry.machine is None:
         raise InputError(
-            f"the GPU {found.name} does not say which machine it is in",
+            f"the GPU {entry.name} does not say which machine it is in",
             hint="write `machine: NAME` into its entry; `trainshed plan --on CLUSTER` takes the cluster's machine",
         )
-    return find_machine(found.machine)
+    return find_machine(entry.machine)
 
 
 NO_PRICE_HINT = "no price known: write price_per_gpu_hour in the cluster file, or `plan --price DOLLARS`"
@@ -129,7 +129,7 @@ class MachinePrice(CatalogEntry):
     unknown_because: Text | None = Field(None, description="Why there is no price")
 
     def problems(self) -> Iterator[Problem]:
-        """A price, or the reason why not."""
+        """Exactly one of a price and the reason why there is none."""
         if (self.usd_per_hour is None) == (self.unknown_because is None):
             yield Problem((), "needs exactly one of usd_per_hour and unknown_because", "write the one that is known")
 
@@ -138,22 +138,22 @@ _PRICE_TABLE = CatalogTable(Path(__file__).with_name("prices.yaml"), MachinePric
 
 
 def priced_machines() -> list[str]:
-    """Return the names of the machines that the price list speaks of."""
+    """Return the names of the machines in the price list."""
     return _PRICE_TABLE.names()
 
 
 def price_of(machine: Machine) -> MachinePrice | None:
-    """Return the list entry of a machine; None for one that nobody rents out (bought, or a person's own)."""
+    """Return the entry of a machine in the price list; None for one that is not rented out."""
     return _PRICE_TABLE.entry(machine.name) if machine.name in _PRICE_TABLE.names() else None
 
 
 RateVerdict = Literal["pass", "warn", "fail"]
-# Of the planner's estimate, which is no measurement: far below it something is wrong, near it nothing is proven.
+# Share of the planner's estimate. It is not a measurement, so only a rate far below it is worth a warning.
 _WARN_SHARE_OF_ESTIMATE = 2 / 3
 
 
 class RateThreshold(Section):
-    """A figure and how far below it a machine may fall."""
+    """An expected figure, and how far below it a machine may be."""
 
     expected: PositiveFloat = Field(description="The usual figure")
     warn: PositiveFloat = Field(description="Below it a node is worth a look")
@@ -161,14 +161,14 @@ class RateThreshold(Section):
 
 
 class BusRate(RateThreshold):
-    """Bus bandwidth of an all-reduce, 10^9 bytes a second."""
+    """Bus bandwidth of an all-reduce, in 10^9 bytes a second."""
 
     mebibytes: PositiveInt = Field(description="Size of the message")
     nodes: PositiveInt | None = Field(None, description="Only among so many nodes")
 
 
 class MachineRates(Section):
-    """One machine's figures."""
+    """The rates of one machine."""
 
     source: Text = Field(description="Where they are published")
     inside: BusRate | None = Field(None, description="Among the GPUs of a node")
@@ -177,14 +177,14 @@ class MachineRates(Section):
 
 
 class GpuRates(Section):
-    """One GPU's figures."""
+    """The rates of one GPU."""
 
     source: Text = Field(description="Where they are published")
     tflops: RateThreshold = Field(description="bf16 products, 10^12 FLOP a second")
 
 
 class ExpectedRatesFile(Section):
-    """The whole file."""
+    """`expected_rates.yaml`."""
 
     machines: dict[str, MachineRates]
     gpus: dict[str, GpuRates]
@@ -192,7 +192,7 @@ class ExpectedRatesFile(Section):
 
 @dataclass(frozen=True)
 class ExpectedRate:
-    """What an all-reduce should reach; `replace` is None where the figure is an estimate."""
+    """The rate that an all-reduce should reach; `replace` is None if it is an estimate."""
 
     gb_per_s: float
     warn: float
@@ -201,7 +201,7 @@ class ExpectedRate:
     source: str
 
     def verdict(self, measured: float) -> RateVerdict:
-        """Hold a measurement against it."""
+        """Compare a measurement with it."""
         if self.replace is not None and measured < self.replace:
             return "fail"
         return "warn" if measured < self.warn else "pass"
@@ -209,28 +209,28 @@ class ExpectedRate:
 
 @cache
 def expected_rates() -> ExpectedRatesFile:
-    """Return the file."""
+    """Return `expected_rates.yaml`."""
     file = Path(__file__).with_name("expected_rates.yaml")
     return validate(ExpectedRatesFile, parse_yaml(file.read_text(encoding="utf-8"), file.name))
 
 
 def expected_in_node(machine: Machine | None) -> ExpectedRate | None:
-    """Return what the GPUs of one node should reach together, None where nobody says."""
+    """Return the rate among the GPUs of one node; None if none is published."""
     rates = expected_rates().machines.get(machine.name) if machine is not None else None
     return _published_rate(rates.inside, rates.source) if rates is not None and rates.inside is not None else None
 
 
 def expected_between_nodes(machine: Machine | None, nodes: int, fabric_name: str | None) -> ExpectedRate | None:
-    """Return what that many nodes should reach together; the planner's estimate where nobody measured it."""
+    """Return the rate among that many nodes: the published one, or the planner's estimate."""
     if machine is None:
         return None
     rates = expected_rates().machines.get(machine.name)
-    # A figure of a machine holds on the network it is sold with.
+    # Published rates are for the network that the machine is sold with.
     if rates is not None and fabric_name == machine.fabric:
         joined = machine.link_domain is not None and nodes * machine.gpus <= machine.link_domain
-        found = rates.rack if joined else rates.network
-        if found is not None and found.nodes in (None, nodes):
-            return _published_rate(found, rates.source)
+        rate = rates.rack if joined else rates.network
+        if rate is not None and rate.nodes in (None, nodes):
+            return _published_rate(rate, rates.source)
         if joined:
             return None
     if fabric_name is None:

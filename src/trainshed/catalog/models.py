@@ -43,7 +43,7 @@ def model_entry(name: str) -> ModelEntry:
         near = difflib.get_close_matches(name.lower().replace("_", "-"), names, n=3, cutoff=0.5)
         hint = f"did you mean {' or '.join(near)}?" if near else f"known presets: {', '.join(names)}"
         raise InputError(f"there is no model preset `{name}`", hint=hint)
-    # Entries are checked one by one when asked for: building all of them would cost every command.
+    # Each entry is checked when it is first used: to build all of them would slow down every command.
     entry = YamlDocument(_document().value[name], SourceMap(f"{_FILE.name}, {name}"))
     return validate(ModelEntry, entry)
 
@@ -54,7 +54,7 @@ def model_preset(name: str) -> ModelConfig:
 
 
 def architecture(recipe: Recipe) -> ModelConfig | None:
-    """Return the architecture a recipe names, or None where it is to be read from the weights (`model.from`).
+    """Return the architecture that a recipe names; None if it is read from the weights (`model.from`).
 
     Raises `RecipeError` for an unknown preset, and for one that is too small for the recipe.
     """

@@ -1,4 +1,4 @@
-"""Storage tiers by name, from `storage_tiers.yaml`: how fast they are, what sizes there are, what they cost."""
+"""Storage tiers by name, from `storage_tiers.yaml`: their speed, the sizes that are sold, and the price."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from trainshed.catalog.table import CatalogEntry, CatalogTable
 from trainshed.errors import InputError
 from trainshed.recipe.section import NotNegativeFloat, PositiveFloat, Problem, Section, Text
 
-# Sizes are written with few digits: 1.2 TiB is 1200 GiB to whoever sells it.
+# Sizes are written with few digits: 1.2 TiB stands for 1200 GiB.
 _TOLERANCE_TIB = 0.05
 
 
 class StorageRate(Section):
-    """How fast bytes move: the smallest of the limits that are given."""
+    """The speed of reads or writes: the smallest of the given limits."""
 
     mb_per_s_per_tib: PositiveFloat | None = Field(None, description="Of the size that was bought")
     gb_per_s_per_node: PositiveFloat | None = Field(None, description="Of the nodes that use it")
@@ -31,14 +31,14 @@ class StorageRate(Section):
 
 
 class TierSizes(Section):
-    """What can be bought, in TiB."""
+    """The sizes that are sold, in TiB."""
 
     least: PositiveFloat = Field(description="The smallest")
     step: PositiveFloat | None = Field(None, description="What every size is a multiple of")
     most: PositiveFloat | None = Field(None, description="The largest")
 
     def fits(self, size_tib: float) -> bool:
-        """Whether a size can be bought."""
+        """Whether a size is sold."""
         if size_tib < self.least - _TOLERANCE_TIB or (self.most is not None and size_tib > self.most + _TOLERANCE_TIB):
             return False
         return self.step is None or abs(size_tib - round(size_tib / self.step) * self.step) <= _TOLERANCE_TIB
@@ -84,7 +84,7 @@ def storage_tier(name: str) -> StorageTier:
 
 
 def check_tier_size(tier: StorageTier, size_tib: float | None, servers: int | None = None) -> None:
-    """Raise unless what was bought of a tier is known where its speed depends on it, and can be bought."""
+    """Raise if the speed depends on a size or on servers that are not given, or if the size is not sold."""
     if tier.needs_size and size_tib is None:
         raise InputError(
             f"the speed of {tier.name} grows with its size, and no size is given",

@@ -230,7 +230,9 @@ def _validation_text(validation: PlannerValidation, worst: int, *, shipped: bool
         lines += ["", "predicted worst (predicted / measured)"]
         for one in validation.worst(worst):
             place = f"{short_source(one.row.source)}, row {one.row.number}"
-            lines.append(f"  {one.prediction.step_seconds:>9.3f} / {one.step_seconds:<9.3f} s  {place}: {one.words}")
+            lines.append(
+                f"  {one.prediction.step_seconds:>9.3f} / {one.step_seconds:<9.3f} s  {place}: {one.description}"
+            )
     return "\n".join(lines)
 
 

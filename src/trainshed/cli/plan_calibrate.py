@@ -27,7 +27,7 @@ _PLAUSIBLE = (0.5, 2.0)
 @dataclass(frozen=True)
 class _LearntCalibration:
     measured: MeasuredRun
-    job: TrainingShape
+    training: TrainingShape
     layout: RankLayout
     prediction: LayoutPrediction
     calibration: Calibration
@@ -146,17 +146,17 @@ def _from_run(folder: Path, flags: PlanFlags) -> _LearntCalibration:
     assert config is not None, "a run's recipe is resolved"
     assert measured.attempt is not None, "our events say it"
     layout = read_plan(folder, measured.attempt)
-    job = TrainingShape(
+    training = TrainingShape(
         model=model_shape(config),
         sequence_length=recipe.data.sequence_length or config.max_positions,
         global_batch=recipe.train.global_batch,
         precision=recipe.train.precision,
         hardware=hardware,
         gpus=layout.world_size,
-        stack=engine_constants(recipe.engine.name),
+        constants=engine_constants(recipe.engine.name),
     )
     return _learn_factor(
-        measured, job, layout, recipe.engine.name, measured.version, f"{recipe.name}/{folder.absolute().name}"
+        measured, training, layout, recipe.engine.name, measured.version, f"{recipe.name}/{folder.absolute().name}"
     )
 
 
@@ -198,35 +198,40 @@ def _from_log(path: Path, flags: PlanFlags, version: str | None) -> _LearntCalib
         flags = replace(flags, global_batch=measured.global_batch)
     if flags.recipe is None and flags.engine is None:
         flags = replace(flags, engine="megatron" if measured.kind == "megatron" else "nemo")
-    question = request_from_flags(flags)
-    if question.layout is None:
+    request = request_from_flags(flags)
+    if request.layout is None:
         raise InputError(
             "a log does not say which layout it ran with", where="--layout", hint="write for example --layout tp=4,pp=4"
         )
-    job = question.job
-    layout = resolve_layout(question.layout, question.config, world_size=job.gpus)
-    if measured.global_batch not in (None, job.global_batch):
+    training = request.training
+    layout = resolve_layout(request.layout, request.config, world_size=training.gpus)
+    if measured.global_batch not in (None, training.global_batch):
         raise InputError(
-            f"the log is of a global batch of {measured.global_batch}, the job of {job.global_batch}",
+            f"the log is of a global batch of {measured.global_batch}, the job of {training.global_batch}",
             where=str(path),
             hint=f"write --global-batch {measured.global_batch}",
         )
-    return _learn_factor(measured, job, layout, question.engine, version, path.name)
+    return _learn_factor(measured, training, layout, request.engine, version, path.name)
 
 
 def _learn_factor(
-    measured: MeasuredRun, job: TrainingShape, layout: RankLayout, engine: str, version: str | None, learnt_from: str
+    measured: MeasuredRun,
+    training: TrainingShape,
+    layout: RankLayout,
+    engine: str,
+    version: str | None,
+    learnt_from: str,
 ) -> _LearntCalibration:
     from trainshed.plan.calibration import Calibration, round_factor, utc_day
     from trainshed.plan.performance.prediction import predict
 
-    prediction = predict(job, layout)
+    prediction = predict(training, layout)
     # Our events are rank 0's, of the first stage; a foreign log's peak is the largest it prints.
     stages = prediction.stages[:1] if measured.kind == "torch" else prediction.stages
     allocated = max(stage.memory.allocated for stage in stages)
     memory = None if measured.memory_gib is None else round_factor(measured.memory_gib / allocated)
     entry = {
-        "gpu": job.hardware.gpu_name,
+        "gpu": training.hardware.gpu_name,
         "engine": engine,
         "version": version,
         "factor": round_factor(measured.step_seconds / prediction.step_seconds),
@@ -235,7 +240,7 @@ def _learn_factor(
         "steps": measured.steps,
         "date": utc_day(measured.time) if measured.time is not None else measured.day,
     }
-    return _LearntCalibration(measured, job, layout, prediction, Calibration.model_validate(entry))
+    return _LearntCalibration(measured, training, layout, prediction, Calibration.model_validate(entry))
 
 
 def _plain(learnt: _LearntCalibration) -> dict[str, Any]:
@@ -252,7 +257,7 @@ def _text(learnt: _LearntCalibration, to: Path) -> str:
     calibration, measured = learnt.calibration, learnt.measured
     version = f" {calibration.version}" if calibration.version else ""
     lines = [
-        f"{calibration.engine}{version} on {learnt.job.gpus} x {calibration.gpu}, {learnt.layout}",
+        f"{calibration.engine}{version} on {learnt.training.gpus} x {calibration.gpu}, {learnt.layout}",
         f"  measured   {measured.step_seconds:.4g} s a step, median of {measured.steps}",
         f"  predicted  {learnt.prediction.step_seconds:.4g} s",
         f"  factor     {calibration.factor:g}"

@@ -70,11 +70,11 @@ BOX_WORDS = {
 
 
 def _part_cells(part: BarPart, count: int, *, colours: bool) -> Text:
-    return Text("█" * count, Style(color=part.colour)) if colours else Text(part.letter * count)
+    return Text("█" * count, Style(color=part.colour)) if colours else Text(part.symbol * count)
 
 
 def _swatch(part: BarPart, *, colours: bool) -> Text:
-    return Text("■", Style(color=part.colour)) if colours else Text(part.letter)
+    return Text("■", Style(color=part.colour)) if colours else Text(part.symbol)
 
 
 def legend(entries: list[tuple[Text, str]], width: int, *, indent: int = 4) -> list[Text]:
@@ -98,7 +98,7 @@ def time_bar(prediction: LayoutPrediction, width: int, *, colours: bool) -> list
         bar.append_text(_part_cells(part, cells, colours=colours))
     total = prediction.times.total
     entries = [
-        (_swatch(part, colours=colours), f"{part.word} {format_seconds(share)} {format_share(share / total)}")
+        (_swatch(part, colours=colours), f"{part.label} {format_seconds(share)} {format_share(share / total)}")
         for part, share in parts
     ]
     return [bar, *legend(entries, width)]
@@ -119,7 +119,7 @@ def memory_bars(prediction: LayoutPrediction, width: int, *, colours: bool) -> l
     fullest = dict(part_amounts(prediction.memory, MEMORY_PARTS))
     entries = [
         # The figures are the fullest stage's, so that they add up to its bar.
-        (_swatch(part, colours=colours), f"{part.word} {fullest[part]:.1f}" if part in fullest else part.word)
+        (_swatch(part, colours=colours), f"{part.label} {fullest[part]:.1f}" if part in fullest else part.label)
         for part in MEMORY_PARTS
         if part.key in present
     ]
@@ -258,8 +258,8 @@ def picture(answer: Plan, console: Console, *, top: int) -> str:
     """Draw an answer as wide as the console, in its colours if it has any."""
     width, colours = min(console.width, WIDEST), console.color_system is not None
     chosen = answer.chosen
-    job = answer.question.job
-    drawn = step_timeline(chosen, job.global_batch)
+    training = answer.request.training
+    drawn = step_timeline(chosen, training.global_batch)
     capacity = chosen.memory.capacity
     blocks = [
         _headline(answer),
@@ -294,19 +294,19 @@ def _title(text: str) -> Text:
 
 
 def _headline(answer: Plan) -> list[Text]:
-    chosen, job = answer.chosen, answer.question.job
-    hardware = job.hardware
-    where = f"{job.gpus:,} × {hardware.gpu_name}" + (f" ({hardware.machine})" if hardware.machine else "")
+    chosen, training = answer.chosen, answer.request.training
+    hardware = training.hardware
+    where = f"{training.gpus:,} × {hardware.gpu_name}" + (f" ({hardware.machine})" if hardware.machine else "")
     asked = (
-        f"{job.sequence_length:,} tokens × {job.global_batch:,} sequences a step, "
-        f"{job.precision}, {answer.question.engine}" + ("" if answer.searched else ", layout as given")
+        f"{training.sequence_length:,} tokens × {training.global_batch:,} sequences a step, "
+        f"{training.precision}, {answer.request.engine}" + ("" if answer.searched else ", layout as given")
     )
     memory = chosen.memory
     fits = Text(f"fits: {memory.total:.1f} of {memory.capacity:.1f} GiB", style="green")
     if not chosen.fits:
         fits = Text(f"DOES NOT FIT: {memory.total:.1f} of {memory.capacity:.1f} GiB", style="bold red")
     return [
-        Text.assemble((answer.question.name, "bold"), f" on {where}"),
+        Text.assemble((answer.request.name, "bold"), f" on {where}"),
         Text(f"  {asked}", style="dim"),
         Text.assemble("  layout  ", (describe_layout(chosen.layout), "bold cyan")),
         Text.assemble(
@@ -356,7 +356,7 @@ def _layouts_table(answer: Plan, width: int, top: int) -> list[Text]:
 
 def _loses(other: LayoutPrediction, chosen: LayoutPrediction) -> str:
     change = other.step_seconds / chosen.step_seconds - 1
-    why = time_differences(chosen.times, other.times, word="word")
+    why = time_differences(chosen.times, other.times, name="label")
     return f"{change:+.1%}".replace("-", "−") + (f": {why}" if why else "")
 
 
@@ -450,13 +450,13 @@ def comparison_text(compared: list[ComparedPlan], width: int) -> str:
     plans = [(entry.gpu, entry.plan) for entry in compared if entry.plan is not None]
     fastest = max(plans, key=lambda named: _tokens_per_second(named[1]))[1]
     first = plans[0][1]
-    job = first.question.job
+    training = first.request.training
     rows = [_COMPARISON_HEAD, *(_comparison_cells(plan, plan is fastest) for _, plan in plans)]
     used = [column for column in range(len(_COMPARISON_HEAD)) if column == 0 or any(row[column] for row in rows[1:])]
     widths = {column: max(len(row[column]) for row in rows) for column in used}
     lines = [
-        f"{first.question.name}: {job.sequence_length:,} tokens × {job.global_batch:,} sequences a step, "
-        f"{job.precision}, {first.question.engine}",
+        f"{first.request.name}: {training.sequence_length:,} tokens × {training.global_batch:,} sequences a step, "
+        f"{training.precision}, {first.request.engine}",
         "",
     ]
     for row in rows:
@@ -470,12 +470,12 @@ def comparison_text(compared: list[ComparedPlan], width: int) -> str:
 
 
 def _comparison_cells(plan: Plan, fastest: bool) -> tuple[str, ...]:
-    chosen, job = plan.chosen, plan.question.job
+    chosen, training = plan.chosen, plan.request.training
     run = plan.budget.run if plan.budget is not None else None
     return (
         "▸" if fastest else "",
-        job.hardware.gpu_name,
-        f"{job.gpus:,}",
+        training.hardware.gpu_name,
+        f"{training.gpus:,}",
         str(chosen.layout),
         str(chosen.layout.micro_batch),
         chosen.layout.recompute,
@@ -489,7 +489,7 @@ def _comparison_cells(plan: Plan, fastest: bool) -> tuple[str, ...]:
 
 
 def _tokens_per_second(plan: Plan) -> float:
-    return plan.chosen.tokens_per_second_per_gpu * plan.question.job.gpus
+    return plan.chosen.tokens_per_second_per_gpu * plan.request.training.gpus
 
 
 def _comparison_notes(plans: list[tuple[str, Plan]], width: int) -> list[str]:
@@ -497,7 +497,7 @@ def _comparison_notes(plans: list[tuple[str, Plan]], width: int) -> list[str]:
     notes: dict[str, list[str]] = {}
     for _, plan in plans:
         for note in plan.notes:
-            notes.setdefault(note, []).append(plan.question.job.hardware.gpu_name)
+            notes.setdefault(note, []).append(plan.request.training.hardware.gpu_name)
     shared = [note for note, whose in notes.items() if len(whose) == len(plans)]
     own = [f"{', '.join(whose)}: {note}" for note, whose in notes.items() if len(whose) < len(plans)]
     return [

@@ -12,20 +12,20 @@ from typing import Any
 
 from trainshed.plan.performance.engine_constants import EngineOptions
 
-HabitChange = Callable[[Any], Mapping[str, Any]]
+OptionChange = Callable[[Any], Mapping[str, Any]]
 
 
 def apply_performance_args(args: Mapping[str, Any], usual: EngineOptions) -> tuple[EngineOptions, list[str]]:
-    """Return the habits that `engine.args` ask for, and the keys that were counted."""
-    chosen: dict[str, Any] = {"graphs": usual.graphs}
+    """Return the options that `engine.args` set, and the keys that were counted."""
+    chosen: dict[str, Any] = {"cuda_graph_share": usual.cuda_graph_share}
     counted: list[str] = []
     for key, value in args.items():
         change = _CHANGES.get(_option_name(key))
         if change is None or value is None or not (changed := change(value)):
             continue
         # Two options say what graphs capture: together they save what the further-reaching one does.
-        graphs = max(found.get("graphs", 0.0) for found in (chosen, changed))
-        chosen |= {**changed, "graphs": graphs}
+        share = max(options.get("cuda_graph_share", 0.0) for options in (chosen, changed))
+        chosen |= {**changed, "cuda_graph_share": share}
         counted.append(key)
     return replace(usual, **chosen), counted
 
@@ -34,11 +34,11 @@ def _option_name(key: str) -> str:
     return key.lstrip("-").rpartition(".")[2].replace("-", "_").removeprefix("ub_")
 
 
-def _if_on(**changes: Any) -> HabitChange:
+def _if_on(**changes: Any) -> OptionChange:
     return lambda value: changes if value is True else {}
 
 
-def _if_off(**changes: Any) -> HabitChange:
+def _if_off(**changes: Any) -> OptionChange:
     return lambda value: changes if value is False else {}
 
 
@@ -51,19 +51,19 @@ def _graphs(value: Any) -> Mapping[str, Any]:
     written = " ".join(map(str, value)) if isinstance(value, list) else str(value)
     if written in ("none", "False"):
         return {}
-    return {"graphs": 1.0 if "full_iteration" in written else 0.3}
+    return {"cuda_graph_share": 1.0 if "full_iteration" in written else 0.3}
 
 
 def _modules(value: Any) -> Mapping[str, Any]:
-    return {"selective": "+".join(map(str, value)) if isinstance(value, list) else str(value)}
+    return {"selective_recompute": "+".join(map(str, value)) if isinstance(value, list) else str(value)}
 
 
-_CHANGES: Mapping[str, HabitChange] = {
+_CHANGES: Mapping[str, OptionChange] = {
     "tp_comm_overlap": _if_on(tp_overlap=True),
     "overlap_moe_expert_parallel_comm": _if_on(ep_overlap=True),
     "overlap_grad_reduce": _if_off(overlap=False),
-    "grad_reduce_in_bf16": _if_on(half_gradients=True),
-    "grad_reduce_in_fp32": _if_off(half_gradients=True),
+    "grad_reduce_in_bf16": _if_on(bf16_gradients=True),
+    "grad_reduce_in_fp32": _if_off(bf16_gradients=True),
     "moe_token_dispatcher_type": _dispatcher,
     "moe_enable_deepep": _if_on(fused_dispatch=True),
     "moe_expert_capacity_factor": lambda value: {"fixed_routing": True},

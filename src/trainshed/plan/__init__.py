@@ -1,4 +1,4 @@
-"""Arithmetic before any GPU is held: which rank does what, what is legal, what a token costs."""
+"""The planner: which rank does what, which layouts are legal, how fast they are and what a run costs; no torch."""
 
 from trainshed.plan.flops import TokenFlops, token_flops, training_flops_per_token
 from trainshed.plan.layout import MeshCoordinates, RankLayout, parse_layout, resolve_layout

@@ -1,7 +1,7 @@
-"""What measured runs taught: how much longer steps take than predicted, by GPU, engine and version.
+"""Calibrations: how much longer the steps of measured runs take than predicted, by GPU, engine and version.
 
-Kept in a YAML file that the cluster file names, one entry per run; nothing is calibrated unless such a file is given,
-and a plan says which entry it used. The order of the file is the order in which runs were learnt from.
+They are stored in a YAML file that the cluster file names, one entry per run, in the order in which they were added. No
+other file calibrates a plan, and a plan says which entry it used.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _FILE_HEADER = """\
 
 
 class Calibration(Section):
-    """What one run taught."""
+    """Measured divided by predicted figures of one run."""
 
     gpu: Text = Field(description="Name in the catalog")
     engine: Text = Field(description="What stepped the model: torch, megatron, nemo or torchtune")
@@ -43,8 +43,8 @@ class Calibration(Section):
     date: Text | None = Field(None, description="When the run was, by its own account; null: it does not say")
 
     @property
-    def words(self) -> str:
-        """How a plan names it."""
+    def description(self) -> str:
+        """How a plan describes it."""
         version = f" {self.version}" if self.version else ""
         when = f" of {self.date}" if self.date else ""
         memory = f", memory times {self.memory_factor:.3f}" if self.memory_factor else ""
@@ -53,12 +53,12 @@ class Calibration(Section):
 
     @property
     def key(self) -> tuple[str | None, ...]:
-        """What the same run would be written under again."""
+        """What identifies the run: a second entry of the same run replaces the first."""
         return (self.gpu, self.engine, self.version, self.learnt_from)
 
 
 class _CalibrationFile(Section):
-    """A file of them."""
+    """A calibration file."""
 
     calibrations: list[Calibration] = Field(description="One entry per run, the latest last")
 
@@ -70,7 +70,7 @@ class Calibrations:
     entries: tuple[Calibration, ...] = ()
     path: str | None = None
     digest: str | None = None
-    """The file's sha256, as plans keep it."""
+    """The sha256 of the file, which plans store."""
 
     def entry_for(self, gpu: str, engine: str, version: str | None = None) -> Calibration | None:
         """Return the last entry of a GPU and an engine, and of a version where one is given."""
@@ -79,13 +79,13 @@ class Calibrations:
             fitting = [entry for entry in fitting if entry.version == version]
         return fitting[-1] if fitting else None
 
-    def used(self, entry: Calibration | None) -> dict[str, Any]:
-        """Return what a plan keeps: the file, its hash, the entry that was used or null."""
-        plain = None if entry is None else entry.model_dump(by_alias=True)
-        return {"file": self.path, "sha256": self.digest, "entry": plain}
+    def to_plain(self, entry: Calibration | None) -> dict[str, Any]:
+        """Return what a plan stores: the file, its hash, and the entry that was used or null."""
+        values = None if entry is None else entry.model_dump(by_alias=True)
+        return {"file": self.path, "sha256": self.digest, "entry": values}
 
-    def why_none(self, gpu: str, engine: str, version: str | None = None) -> str:
-        """Say what the file has instead of the entry that was asked for."""
+    def missing_note(self, gpu: str, engine: str, version: str | None = None) -> str:
+        """Say that the file has no entry for a GPU and an engine, and which entries it has."""
         known = sorted({f"{entry.engine} on {entry.gpu}" for entry in self.entries}) or ["nothing"]
         wanted = f"{engine}{f' {version}' if version else ''} on {gpu}"
         return f"{self.path} has no calibration of {wanted} (only of {', '.join(known)}): the plan is not calibrated"
@@ -102,15 +102,15 @@ def read_calibrations(path: str | os.PathLike[str]) -> Calibrations:
             where=str(file),
             hint=f"`trainshed plan calibrate RUN --to {file}` writes one",
         ) from None
-    found = validate(_CalibrationFile, parse_yaml(decode_utf8(content, str(file)), str(file)))
-    return Calibrations(tuple(found.calibrations), str(file), hashlib.sha256(content).hexdigest())
+    checked = validate(_CalibrationFile, parse_yaml(decode_utf8(content, str(file)), str(file)))
+    return Calibrations(tuple(checked.calibrations), str(file), hashlib.sha256(content).hexdigest())
 
 
-def store_calibration(path: str | os.PathLike[str], learnt: Calibration) -> Calibrations:
-    """Add an entry to a file, or replace what the same run taught before; the file is made where there is none."""
+def store_calibration(path: str | os.PathLike[str], added: Calibration) -> Calibrations:
+    """Add an entry to a file, or replace the earlier entry of the same run; a missing file is created."""
     file = Path(path)
     before = read_calibrations(file).entries if file.exists() else ()
-    entries = [*(entry for entry in before if entry.key != learnt.key), learnt]
+    entries = [*(entry for entry in before if entry.key != added.key), added]
     plain = [entry.model_dump(by_alias=True, exclude_none=True) for entry in entries]
     body = _FILE_HEADER + yaml.safe_dump({"calibrations": plain}, sort_keys=False, allow_unicode=True, width=110)
     LocalStore(file.absolute().parent).put(file.name, body.encode())

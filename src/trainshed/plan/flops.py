@@ -1,9 +1,8 @@
 """How many floating-point operations a token costs, from the shapes of the model's own tensors.
 
-A product of a token with a weight is 2 FLOPs: one multiplication, one addition. Counted are matrix products alone:
-norms, activations, softmax, rotary turns, biases and the embedding's look-up are not, nor is what recomputation
-repeats. Training costs three times the forward pass (once more for the gradients of inputs, once for those of
-weights).
+A token times a weight is 2 FLOPs: one multiplication, one addition. Only matmuls are counted: no norms, activations,
+softmax, rotary embeddings, biases or embedding look-ups, and no recomputation. Training costs three times the forward
+pass: once more for the gradients of inputs, once for those of weights.
 """
 
 from __future__ import annotations
@@ -18,21 +17,21 @@ TRAINING_PER_FORWARD = 3
 
 @dataclass(frozen=True)
 class TokenFlops:
-    """What the forward pass of one token costs, all layers together, by the part of the model that costs it."""
+    """FLOPs of the forward pass of one token through all layers, by part of the model."""
 
     projections: int
     """Query, key, value and output projections."""
     attention: float
-    """Queries against keys, and the weighted sum of values."""
+    """Queries times keys, and attention weights times values."""
     feed_forward: int
-    """Dense blocks; with experts, those a token visits and the shared one."""
+    """Dense MLPs; with experts, those that a token is routed to and the shared one."""
     router: int
     head: int
-    """The logits, tied to the embedding or not."""
+    """The logits, whether tied to the embedding or not."""
 
     @property
     def matmul(self) -> int:
-        """Products with weights."""
+        """Matmuls with weights."""
         return self.projections + self.feed_forward + self.router + self.head
 
     @property
@@ -68,27 +67,27 @@ def token_flops(config: ModelConfig, sequence_length: int, *, causal: bool = Tru
 
 
 def matmul_flops(config: ModelConfig) -> int:
-    """Return the forward FLOPs of one token in products with weights."""
+    """Return the forward FLOPs of one token in matmuls with weights."""
     return token_flops(config, 1).matmul
 
 
 def attention_flops(config: ModelConfig, sequence_length: int, *, causal: bool) -> float:
     """Return the forward FLOPs of one token in attention itself, on average over a sequence.
 
-    With `causal`, token i looks at the i + 1 keys up to itself, or at as many of them as the sliding window holds: the
-    work that must be done. Without, every token looks at the whole sequence, as many papers and frameworks count.
+    With `causal`, token i attends to the i + 1 keys up to itself, or to as many of them as the sliding window has: the
+    work that must be done. Without, every token attends to the whole sequence, as many papers and frameworks count.
     """
     keys = mean_keys(config, sequence_length) if causal else sequence_length
     return config.layers * 4 * config.heads * config.head_dim * keys
 
 
 def mean_keys(config: ModelConfig, sequence_length: int) -> float:
-    """Return how many keys a token looks at, on average over a sequence with causal attention."""
+    """Return how many keys a token attends to, on average over a sequence with causal attention."""
     return causal_keys(config.sliding_window, sequence_length)
 
 
 def causal_keys(window: int | None, sequence_length: int) -> float:
-    """Return the same for one layer, which looks back through a window or at everything."""
+    """Return the same for one layer, with a sliding window or without."""
     seen = min(window or sequence_length, sequence_length)
     growing = seen * (seen + 1) / 2
     return (growing + (sequence_length - seen) * seen) / sequence_length

@@ -1,8 +1,8 @@
-"""The arithmetic of layouts: which rank does what. The engine, the planner, `verify` and the launcher all ask here.
+"""The arithmetic of layouts: which rank does what, for the engine, the planner, `verify` and the launcher alike.
 
-Two meshes lie over the same ranks, the last axis fastest:
+There are two meshes over the same ranks; the last axis varies fastest:
 
-    dense   pp, dp_replicate, dp_shard, cp, tp      attention, dense feed-forward, embeddings
+    dense   pp, dp_replicate, dp_shard, cp, tp      attention, dense MLPs, embeddings
     expert  pp, edp, ep, etp                        experts; edp · ep · etp = dp · cp · tp
 
 What a layout may not do is in `plan/legality/`.
@@ -10,7 +10,7 @@ What a layout may not do is in `plan/legality/`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -27,7 +27,7 @@ _AXES_SHOWN = ("tp", "pp", "vp", "cp", "ep", "etp", "dp", "replicate")
 
 @dataclass(frozen=True)
 class MeshCoordinates:
-    """Where a rank stands in both meshes; `dp` counts its copy and its shard as one data-parallel index."""
+    """Coordinates of a rank in both meshes; `dp` counts its replica and its shard as one data-parallel index."""
 
     pp: int
     replicate: int
@@ -61,7 +61,7 @@ class RankLayout:
     schedule: PipelineSchedule | None
     stages: tuple[int, ...]
     uneven: bool = False
-    """dp ranks may have a row more or less than others, made up for by rows without a loss: a run that lost nodes."""
+    """Some dp ranks have one sample more than others, which get padding without a loss: a run that lost nodes."""
 
     @property
     def world_size(self) -> int:
@@ -70,7 +70,7 @@ class RankLayout:
 
     @property
     def stage_ranks(self) -> int:
-        """Ranks of one pipeline stage: both meshes divide these."""
+        """Ranks of one pipeline stage; both meshes divide them."""
         return self.dp * self.cp * self.tp
 
     @property
@@ -79,29 +79,29 @@ class RankLayout:
         return self.stage_ranks // (self.ep * self.etp)
 
     @property
-    def copies(self) -> int:
-        """How many full copies of the model's states the dp ranks hold."""
+    def replicas(self) -> int:
+        """How many full copies of the model states the dp ranks hold."""
         return self.dp if self.shard == "none" else self.replicate
 
     @property
     def dp_shard(self) -> int:
-        """Among how many dp ranks one copy is shared out."""
-        return self.dp // self.copies
+        """Among how many dp ranks one copy is sharded."""
+        return self.dp // self.replicas
 
     @property
     def dense_shards(self) -> int:
-        """Among how many ranks the states of one dense weight are shared out."""
+        """Among how many ranks the states of a dense weight are sharded."""
         return 1 if self.shard == "none" else self.dp_shard * self.cp
 
     @property
     def expert_shards(self) -> int:
-        """The same for a weight of an expert."""
-        return 1 if self.shard == "none" else max(1, self.edp // self.copies)
+        """Among how many ranks the states of an expert's weight are sharded."""
+        return 1 if self.shard == "none" else max(1, self.edp // self.replicas)
 
     @property
     def dense_shape(self) -> tuple[int, ...]:
         """Lengths of the dense mesh: pp, dp_replicate, dp_shard, cp, tp."""
-        return (self.pp, self.copies, self.dp_shard, self.cp, self.tp)
+        return (self.pp, self.replicas, self.dp_shard, self.cp, self.tp)
 
     @property
     def expert_shape(self) -> tuple[int, ...]:
@@ -109,17 +109,17 @@ class RankLayout:
         return (self.pp, self.edp, self.ep, self.etp)
 
     def coordinates(self, rank: int) -> MeshCoordinates:
-        """Return where a rank stands."""
+        """Return the coordinates of a rank."""
         pp, replicate, shard, cp, tp = _unravel(rank, self.dense_shape)
         _, edp, ep, etp = _unravel(rank, self.expert_shape)
         return MeshCoordinates(pp, replicate, shard, cp, tp, edp, ep, etp, dp=replicate * self.dp_shard + shard)
 
     def rank_of(self, pp: int = 0, replicate: int = 0, shard: int = 0, cp: int = 0, tp: int = 0) -> int:
-        """Return the rank that stands at a place of the dense mesh."""
-        return (((pp * self.copies + replicate) * self.dp_shard + shard) * self.cp + cp) * self.tp + tp
+        """Return the rank at these coordinates of the dense mesh."""
+        return (((pp * self.replicas + replicate) * self.dp_shard + shard) * self.cp + cp) * self.tp + tp
 
     def chunks(self, pp_rank: int) -> tuple[int, ...]:
-        """Return the model chunks of a pipeline rank, first to last: chunk i sits on rank i % pp."""
+        """Return the model chunks of a pipeline rank, first to last: chunk i is on rank i % pp."""
         return tuple(range(pp_rank, self.pp * self.vp, self.pp))
 
     def chunk_layers(self, chunk: int) -> range:
@@ -137,27 +137,28 @@ class RankLayout:
         whole = self.dp * self.micro_batch
         return -(-global_batch // whole) if self.uneven else global_batch // whole
 
-    def rows(self, global_batch: int, dp_index: int) -> range:
-        """Return which consecutive rows of the global batch a data-parallel index reads."""
-        each, over = divmod(global_batch, self.dp) if self.uneven else (global_batch // self.dp, 0)
-        start = dp_index * each + min(dp_index, over)
-        return range(start, start + each + (dp_index < over))
+    def sample_range(self, global_batch: int, dp_index: int) -> range:
+        """Return which consecutive samples of the global batch a data-parallel index reads."""
+        share, left = divmod(global_batch, self.dp) if self.uneven else (global_batch // self.dp, 0)
+        start = dp_index * share + min(dp_index, left)
+        return range(start, start + share + (dp_index < left))
 
     def padding(self, global_batch: int, dp_index: int) -> int:
-        """Return how many rows without a loss make this index's rows up to those of all others."""
-        return self.micro_batches(global_batch) * self.micro_batch - len(self.rows(global_batch, dp_index))
+        """Return how many samples without a loss this index needs to have as many as all others."""
+        return self.micro_batches(global_batch) * self.micro_batch - len(self.sample_range(global_batch, dp_index))
 
     def recipe_keys(self) -> dict[str, Any]:
-        """Return it as a recipe writes it out, every key of `layout` with its value."""
+        """Return every key of a recipe's `layout` with its value."""
         return {key: getattr(self, key) for key in Layout.model_fields}
 
     def __str__(self) -> str:
         if self.world_size == 1:
             return "one process"
         parts = [f"{key}{value}" for key in _AXES_SHOWN if (value := getattr(self, key)) != 1]
-        # Context-parallel ranks share the same states out among them as dp ranks do.
-        shared = [*parts, self.shard] if self.dp * self.cp > 1 else parts
-        return " ".join([*shared, "uneven"] if self.uneven else shared)
+        # Context-parallel ranks shard the same states as dp ranks do.
+        if self.dp * self.cp > 1:
+            parts.append(self.shard)
+        return " ".join([*parts, "uneven"] if self.uneven else parts)
 
 
 def _unravel(rank: int, shape: Sequence[int]) -> tuple[int, ...]:
@@ -201,8 +202,8 @@ def _did_you_mean(key: str) -> str:
 def resolve_layout(layout: Layout, config: ModelConfig, *, world_size: int | None = None) -> RankLayout:
     """Fill in every key that was left out.
 
-    `dp` becomes what `world_size` leaves, or 1. Raises `InputError` where the ranks do not come out even; what the
-    model and the batch ask is in `layout_problems`.
+    `dp` takes the ranks that the other axes leave of `world_size`, or is 1. Raises `InputError` where the axes do not
+    divide the ranks; the rules of the model and the batch are in `layout_problems`.
     """
     dp = _data_parallel(layout, world_size)
     if dp % layout.replicate:
@@ -256,14 +257,14 @@ def _data_parallel(layout: Layout, world_size: int | None) -> int:
 
 
 def even_stages(layers: int, chunks: int) -> tuple[int, ...]:
-    """Cut layers into chunks as evenly as possible.
+    """Divide layers into chunks as evenly as possible.
 
-    Extra layers go to the late chunks, never to the last: that one has the head's product and the loss besides, and
-    the early ranks of a pipeline keep the most activations.
+    Extra layers go to the late chunks, since the early ranks of a pipeline keep the most activations. They never go to
+    the last chunk, which also has the head and the loss.
     """
-    each, extra = divmod(layers, chunks)
+    share, extra = divmod(layers, chunks)
     last = chunks - 1
-    return tuple(each + (last - extra <= chunk < last) for chunk in range(chunks))
+    return tuple(share + (last - extra <= chunk < last) for chunk in range(chunks))
 
 
 def layout_plain(layout: RankLayout) -> dict[str, Any]:
@@ -279,10 +280,30 @@ def describe_layout(layout: RankLayout) -> str:
     return ", ".join(parts)
 
 
-def format_layout(layout: RankLayout) -> str:
-    """Write a layout so that `--layout` gives it again: `tp=4,pp=4,micro_batch=2`, without keys at their default.
+def distinct_names(*layouts: RankLayout, describe: Callable[[RankLayout], str] = str) -> list[str]:
+    """Name layouts so that no two different ones have the same name.
 
-    Unequal chunks are written out: Megatron asks for it.
+    A key that `describe` leaves out is added where the names are equal and the key differs:
+    `cp16 full with micro_batch 2`.
+    """
+    names = [describe(layout) for layout in layouts]
+    for key in ("shard", "micro_batch", "recompute", "schedule", "stages"):
+        if len(set(names)) == len(set(layouts)):
+            break
+        values = [_format_value(getattr(layout, key)) for layout in layouts]
+        if len(set(values)) > 1:
+            names = [f"{name} with {key} {value}" for name, value in zip(names, values, strict=True)]
+    return names
+
+
+def _format_value(value: object) -> str:
+    return "+".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def format_layout(layout: RankLayout) -> str:
+    """Write a layout as `--layout` takes it: `tp=4,pp=4,micro_batch=2`, without keys at their default.
+
+    Unequal chunks are written out, since Megatron requires it.
     """
     keys = Layout.model_fields
     names = ("tp", "pp", "vp", "cp", "ep", "etp", "replicate", "shard", "micro_batch", "recompute")
@@ -290,6 +311,6 @@ def format_layout(layout: RankLayout) -> str:
     if layout.schedule not in (None, "interleaved" if layout.vp > 1 else "1f1b"):
         parts.append(f"schedule={layout.schedule}")
     if len(set(layout.stages)) > 1:
-        parts.append(f"stages={'+'.join(map(str, layout.stages))}")
-    # At least one key: an empty text would be no layout, and be searched.
+        parts.append(f"stages={_format_value(layout.stages)}")
+    # At least one key: an empty text would mean that the layout is searched.
     return ",".join(parts or [f"tp={layout.tp}"])

@@ -23,7 +23,7 @@ from trainshed.storage import LocalStore
 class GemmRate:
     """One shape of matrix product: `rows` tokens, times a weight of `inputs` x `outputs`.
 
-    Called from Python, one behind the other, as an engine does without graphs: of small shapes the host is the limit.
+    Called from Python, one after the other, as an engine does without CUDA graphs: the host limits small shapes.
     """
 
     rows: int
@@ -60,7 +60,7 @@ class MachineMeasurements:
     """One machine as it was measured."""
 
     device: str
-    """What the driver calls the GPU; the processor's name where there is none."""
+    """The driver's name of the GPU; the processor's name without a GPU."""
     kind: str
     """`cuda` or `cpu`."""
     devices: int
@@ -75,7 +75,7 @@ class MachineMeasurements:
     copy_gb_per_s: float
     """Reading and writing together."""
     launch_us: float
-    """Between two of the smallest kernels, one behind the other."""
+    """Between two of the smallest kernels, one after the other."""
     all_reduces: tuple[AllReduceRate, ...]
     """Empty with one GPU."""
     fabric: str | None = None
@@ -90,15 +90,15 @@ class MachineMeasurements:
     @property
     def bus_gb_per_s(self) -> float | None:
         """The best bus bandwidth among the machine's own devices."""
-        return max((one.bus_gb_per_s for one in self.all_reduces), default=None)
+        return max((rate.bus_gb_per_s for rate in self.all_reduces), default=None)
 
     def to_plain(self) -> dict[str, Any]:
         """Return the measurements as JSON has them."""
         return asdict(self)
 
 
-# What the best measurement reaches of the published figure on GPUs whose figures are published, by which figures are
-# made up for others: 0.8 of the bf16 peak in the largest products, 0.9 of the memory bandwidth in copies, 0.8 of NVLink
+# What the best measurement reaches of the published figure, on GPUs that have one. Other GPUs get their measurement
+# divided by it: 0.8 of the bf16 peak in the largest products, 0.9 of the memory bandwidth in copies, 0.8 of NVLink
 # in all-reduces of 1 GiB (nccl-tests on DGX A100 and H100).
 TFLOPS_EFFICIENCY, MEMORY_EFFICIENCY, LINK_EFFICIENCY = 0.8, 0.9, 0.8
 _UNKNOWN_NETWORK = ("ethernet", 10.0)
@@ -119,17 +119,17 @@ def write_machine_file(measured: MachineMeasurements, path: Path) -> list[Path]:
 
 
 def machine_entry(measured: MachineMeasurements, gpu_name: str, known: Gpu | None) -> dict[str, Any]:
-    """Return the machine's entry; what cannot be measured on one machine is taken from its kind, and said."""
-    fabric, gbps, whence = measured.fabric, measured.network_gbps, "network cards as Linux lists them"
+    """Return the machine's entry; a network that was not found is that of the usual machine, and `source` says so."""
+    fabric, gbps, source = measured.fabric, measured.network_gbps, "network cards as Linux lists them"
     if fabric is None or gbps is None:
         if known is not None and known.machine is not None:
             usual = find_machine(known.machine)
-            fabric, gbps, whence = usual.fabric, usual.network_gbps, f"no network card found: that of {usual.name}"
+            fabric, gbps, source = usual.fabric, usual.network_gbps, f"no network card found: that of {usual.name}"
         else:
             fabric, gbps = _UNKNOWN_NETWORK
-            whence = f"no network card found: {gbps:g} Gbit/s of {fabric} assumed"
+            source = f"no network card found: {gbps:g} Gbit/s of {fabric} assumed"
     return {
-        "source": f"trainshed plan probe, torch {measured.torch}; {whence}",
+        "source": f"trainshed plan probe, torch {measured.torch}; {source}",
         "gpu": gpu_name,
         "gpus": measured.devices,
         "fabric": fabric,
@@ -164,14 +164,14 @@ def reached_shares(measured: MachineMeasurements) -> dict[str, float]:
     known = gpu_by_device_name(measured.device)
     if known is None:
         return {}
-    found = {"memory": measured.copy_gb_per_s / known.memory_gb_per_s}
+    shares = {"memory": measured.copy_gb_per_s / known.memory_gb_per_s}
     for dtype in ("bf16", "fp8"):
         peak, best = known.dense_tflops.peak(dtype), measured.best_tflops(dtype)
         if peak is not None and best is not None:
-            found[dtype] = best / peak
+            shares[dtype] = best / peak
     if known.link_gb_per_s is not None and measured.bus_gb_per_s is not None:
-        found["link"] = 2 * measured.bus_gb_per_s / known.link_gb_per_s
-    return found
+        shares["link"] = 2 * measured.bus_gb_per_s / known.link_gb_per_s
+    return shares
 
 
 def _write_entries(path: Path, entries: dict[str, Any], measured: MachineMeasurements) -> None:
@@ -180,7 +180,7 @@ def _write_entries(path: Path, entries: dict[str, Any], measured: MachineMeasure
 
 
 def _measurements(measured: MachineMeasurements) -> str:
-    """What was measured, as comments: a later reader may want to fit something else to it."""
+    """The measurements as comments, for readers who need more than the entry."""
     lines = [f"{measured.devices} x {measured.device}, measured with torch {measured.torch}"]
     lines += [f"{g.rows} x {g.inputs} x {g.outputs} {g.dtype}: {g.tflops:.4g} TFLOP/s" for g in measured.gemms]
     lines += [

@@ -2,7 +2,7 @@
 
 A `ModelConfig` is what our own engine can train. Published measurements are also of models it cannot train (latent
 attention, dense first layers, every second layer windowed), so the planner's arithmetic uses this wider description.
-`model_shape` turns a `ModelConfig` into a `ModelShape`; a test holds both to the same counts of weights and FLOPs.
+`model_shape` turns a `ModelConfig` into a `ModelShape`; a test checks that both count the same weights and FLOPs.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Literal, NamedTuple
 from trainshed.plan.flops import causal_keys
 from trainshed.recipe import ModelConfig
 
-TensorParallelCut = Literal["out", "in", "none"]
-"""What tensor parallel ranks share of a weight: its outputs, its inputs, nothing."""
+TensorParallelSplit = Literal["out", "in", "none"]
+"""Which dimension of a weight tensor parallel splits: its outputs, its inputs, or none."""
 
 
 @dataclass(frozen=True)
@@ -26,51 +26,51 @@ class WeightMatrix:
     name: str
     inputs: int
     outputs: int
-    cut: TensorParallelCut
+    tp_split: TensorParallelSplit
     bias: bool = False
 
     @property
     def weights(self) -> int:
-        """Number of elements, the bias too."""
+        """Number of elements, with the bias."""
         return self.inputs * self.outputs + (self.outputs if self.bias else 0)
 
 
 class LayerKind(NamedTuple):
-    """What tells the layers of a model apart."""
+    """In what the layers of one model can differ."""
 
     experts: bool
     windowed: bool
 
 
 class LayerWeights(NamedTuple):
-    """Elements of the weights of one layer, by how ranks share them."""
+    """Number of weights in one layer, by how ranks divide them."""
 
-    attention_cut: int
-    """Among tensor-parallel ranks."""
-    attention_whole: int
-    """On every rank."""
-    feed_forward: int
+    attention_split: int
+    """Divided among tensor-parallel ranks."""
+    attention_replicated: int
+    """Whole on every rank."""
+    mlp: int
     router: int
     shared: int
-    """Of experts that every token goes through."""
+    """Of the shared expert, which every token goes through."""
     experts: int
     """Of all routed experts together."""
 
 
 @dataclass(frozen=True)
 class LatentAttention:
-    """Multi-head latent attention (DeepSeek-V2): queries, keys and values through narrow waists."""
+    """Multi-head latent attention (DeepSeek-V2): low-rank projections of queries, keys and values."""
 
     query_rank: int
-    """0: queries are projected at once."""
+    """0: queries have one full-rank projection."""
     value_rank: int
     rope_dim: int
-    """The part of a key that carries the position, shared by all heads."""
+    """Width of the rotary part of a key, which all heads share."""
 
 
 @dataclass(frozen=True)
 class ExpertShape:
-    """A mixture of experts in place of a feed-forward block."""
+    """A mixture of experts in place of a dense MLP."""
 
     count: int
     top_k: int
@@ -80,7 +80,7 @@ class ExpertShape:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A decoder-only transformer, as far as its costs go."""
+    """The sizes of a decoder-only transformer that decide what it costs."""
 
     name: str
     layers: int
@@ -92,12 +92,12 @@ class ModelShape:
     value_dim: int
     """Width of a value head."""
     ffn: int
-    """Inner width of the dense feed-forward blocks; 0 where every layer has experts."""
+    """Inner width of the dense MLPs; 0 where every layer has experts."""
     vocab_size: int
     gated: bool = True
     tied: bool = False
-    positions: int = 0
-    """Rows of learned positions; 0: rotary or none."""
+    learned_positions: int = 0
+    """Rows of the position embedding; 0: rotary or none."""
     norm_vectors: int = 1
     """Vectors of one norm: 1 (RMS) or 2 (with a bias)."""
     qkv_bias: bool = False
@@ -105,21 +105,21 @@ class ModelShape:
     mlp_bias: bool = False
     qk_norm: bool = False
     window: int | None = None
-    """How far back windowed layers look."""
+    """How many tokens back the layers with a sliding window look."""
     windowed_every: int = 1
-    """Every how many layers one is windowed."""
+    """Every so many layers one has a sliding window."""
     experts: ExpertShape | None = None
     dense_first: int = 0
-    """Layers without experts at the front of a model that has them."""
+    """Number of first layers without experts in a model that has experts."""
     experts_every: int = 1
-    """Every how many layers one has experts."""
+    """Every so many layers one has experts."""
     latent: LatentAttention | None = None
-    extra_heads: int = 0
+    mtp_layers: int = 0
     """Multi-token prediction: extra layers after the last, each with a pass through the head."""
 
     @cached_property
-    def attention_products(self) -> tuple[WeightMatrix, ...]:
-        """The projections around attention, in order."""
+    def attention_matrices(self) -> tuple[WeightMatrix, ...]:
+        """The projections before and after attention, in order."""
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         out = WeightMatrix("out", self.heads * self.value_dim, self.hidden, "in", self.output_bias)
         if self.latent is None:
@@ -141,8 +141,8 @@ class ModelShape:
         yield WeightMatrix("q_down", self.hidden, latent.query_rank, "none")
         yield WeightMatrix("q_up", latent.query_rank, queries, "out")
 
-    def feed_forward(self, ffn: int) -> tuple[WeightMatrix, ...]:
-        """A dense block of this inner width; none where it is 0."""
+    def mlp_matrices(self, ffn: int) -> tuple[WeightMatrix, ...]:
+        """Return the matrices of an MLP of this inner width; none where it is 0."""
         if not ffn:
             return ()
         rows = 2 * ffn if self.gated else ffn
@@ -152,9 +152,9 @@ class ModelShape:
         )
 
     @cached_property
-    def expert_products(self) -> tuple[WeightMatrix, ...]:
-        """One routed expert."""
-        return () if self.experts is None else self.feed_forward(self.experts.ffn)
+    def expert_matrices(self) -> tuple[WeightMatrix, ...]:
+        """The matrices of one routed expert."""
+        return () if self.experts is None else self.mlp_matrices(self.experts.ffn)
 
     @cached_property
     def expert_layers(self) -> int:
@@ -174,83 +174,88 @@ class ModelShape:
         return (layer - self.dense_first) % self.experts_every == self.experts_every - 1
 
     def is_windowed(self, layer: int) -> bool:
-        """Whether a layer looks back through the window only."""
+        """Whether a layer has a sliding window."""
         return self.window is not None and layer % self.windowed_every == 0
 
     @cached_property
     def _one_kind(self) -> LayerKind | None:
-        """The kind of every layer where all are alike, as in most models; a search asks very often."""
-        found = {LayerKind(self.has_experts(layer), self.is_windowed(layer)) for layer in range(self.layers)}
-        return found.pop() if len(found) == 1 else None
+        """The kind of every layer where all are equal, as in most models; a search asks very often."""
+        kinds = {LayerKind(self.has_experts(layer), self.is_windowed(layer)) for layer in range(self.layers)}
+        return kinds.pop() if len(kinds) == 1 else None
 
-    def kinds(self, layers: range) -> dict[LayerKind, int]:
+    def layer_kinds(self, layers: range) -> dict[LayerKind, int]:
         """Return how many of these layers are of each kind."""
         if self._one_kind is not None:
             return {self._one_kind: len(layers)} if layers else {}
-        found: dict[LayerKind, int] = {}
+        counts: dict[LayerKind, int] = {}
         for layer in layers:
             kind = LayerKind(self.has_experts(layer), self.is_windowed(layer))
-            found[kind] = found.get(kind, 0) + 1
-        return found
+            counts[kind] = counts.get(kind, 0) + 1
+        return counts
 
     def mean_keys(self, sequence_length: int, *, windowed: bool) -> float:
-        """Return how many keys a token looks at, on average over a sequence with causal attention."""
+        """Return how many keys a token attends to, on average over a sequence with causal attention."""
         return causal_keys(self.window if windowed else None, sequence_length)
 
     @cached_property
     def layer_vectors(self) -> int:
-        """Elements of a layer that every tensor-parallel rank holds whole: norms."""
+        """Elements of the norms of a layer, which every tensor-parallel rank holds whole."""
         latent = self.latent.query_rank + self.latent.value_rank if self.latent else 0
         return 2 * self.norm_vectors * self.hidden + (2 * self.head_dim if self.qk_norm else 0) + latent
 
     @property
     def head_weights(self) -> int:
-        """Elements of the head, or of the embedding: they are of one size."""
+        """Elements of the head, or of the embedding, which has the same size."""
         return self.vocab_size * self.hidden
 
     @cached_property
     def layer_sizes(self) -> LayerWeights:
-        """How large the weights of a layer are, whatever its kind."""
-        attention, experts = self.attention_products, self.experts or ExpertShape(0, 0, 0)
+        """Number of weights in every part that a layer can have."""
+        attention, experts = self.attention_matrices, self.experts or ExpertShape(0, 0, 0)
         return LayerWeights(
-            attention_cut=_count_weights(product for product in attention if product.cut != "none"),
-            attention_whole=_count_weights(product for product in attention if product.cut == "none"),
-            feed_forward=_count_weights(self.feed_forward(self.ffn)),
+            attention_split=_count_weights(matrix for matrix in attention if matrix.tp_split != "none"),
+            attention_replicated=_count_weights(matrix for matrix in attention if matrix.tp_split == "none"),
+            mlp=_count_weights(self.mlp_matrices(self.ffn)),
             router=experts.count * self.hidden,
-            shared=_count_weights(self.feed_forward(experts.shared_ffn)),
-            experts=experts.count * _count_weights(self.expert_products),
+            shared=_count_weights(self.mlp_matrices(experts.shared_ffn)),
+            experts=experts.count * _count_weights(self.expert_matrices),
         )
 
     @cached_property
     def weights(self) -> int:
-        """Elements of the model, tied ones once."""
+        """Number of weights in the model, tied ones counted once."""
         sizes, with_experts = self.layer_sizes, self.expert_layers
-        total = self.layers * (sizes.attention_cut + sizes.attention_whole + self.layer_vectors)
-        total += self.norm_vectors * self.hidden + self.positions * self.hidden
+        total = self.layers * (sizes.attention_split + sizes.attention_replicated + self.layer_vectors)
+        total += self.norm_vectors * self.hidden + self.learned_positions * self.hidden
         total += self.head_weights * (1 if self.tied else 2)
-        total += (self.layers - with_experts) * sizes.feed_forward
+        total += (self.layers - with_experts) * sizes.mlp
         return total + with_experts * (sizes.router + sizes.shared + sizes.experts)
 
     def token_flops(self, sequence_length: int, *, causal: bool = True) -> float:
         """Return the forward FLOPs of one token, on average over a sequence; as `plan/flops.py` counts them."""
-        products = sum(product.inputs * product.outputs for product in self.attention_products)
-        total = 2.0 * self.layers * products + 2 * self.head_weights * (1 + self.extra_heads)
+        projections = _count_elements(self.attention_matrices)
+        total = 2.0 * self.layers * projections + 2 * self.head_weights * (1 + self.mtp_layers)
         dense, per_key = self.layers - self.expert_layers, 2 * self.heads * (self.head_dim + self.value_dim)
-        total += 2 * dense * sum(product.inputs * product.outputs for product in self.feed_forward(self.ffn))
+        total += 2 * dense * _count_elements(self.mlp_matrices(self.ffn))
         if self.experts is not None:
-            active = self.experts.top_k * sum(p.inputs * p.outputs for p in self.expert_products)
-            active += sum(p.inputs * p.outputs for p in self.feed_forward(self.experts.shared_ffn))
+            active = self.experts.top_k * _count_elements(self.expert_matrices)
+            active += _count_elements(self.mlp_matrices(self.experts.shared_ffn))
             total += 2 * self.expert_layers * (active + self.experts.count * self.hidden)
-        for kind, count in self.kinds(range(self.layers)).items():
+        for kind, count in self.layer_kinds(range(self.layers)).items():
             keys = self.mean_keys(sequence_length, windowed=kind.windowed) if causal else sequence_length
             total += count * per_key * keys
-        if self.extra_heads:
-            total *= 1 + self.extra_heads / self.layers
+        if self.mtp_layers:
+            total *= 1 + self.mtp_layers / self.layers
         return total
 
 
-def _count_weights(products: Iterable[WeightMatrix]) -> int:
-    return sum(product.weights for product in products)
+def _count_weights(matrices: Iterable[WeightMatrix]) -> int:
+    return sum(matrix.weights for matrix in matrices)
+
+
+def _count_elements(matrices: Iterable[WeightMatrix]) -> int:
+    """Elements without biases: those that cost FLOPs."""
+    return sum(matrix.inputs * matrix.outputs for matrix in matrices)
 
 
 def model_shape(config: ModelConfig, name: str = "") -> ModelShape:
@@ -268,7 +273,7 @@ def model_shape(config: ModelConfig, name: str = "") -> ModelShape:
         vocab_size=config.vocab_size,
         gated=config.gated,
         tied=config.tied_embeddings,
-        positions=config.max_positions if config.positions == "learned" else 0,
+        learned_positions=config.max_positions if config.positions == "learned" else 0,
         norm_vectors=2 if config.norm == "layer" else 1,
         qkv_bias=config.qkv_bias,
         output_bias=config.output_bias,

@@ -1,8 +1,8 @@
-"""The planner's one entrance: `plan`, `render`, `submit`, `run` and `train` all ask here.
+"""The planner's one entrance, for `plan`, `render`, `submit`, `run` and `train` alike.
 
-`build_request` is the only place where a training, a cluster and its GPUs become a `PlanRequest`, so that the same
-recipe, cluster and calibration give the same plan whoever asks. `make_plan` searches the layout, or judges a given
-one, and returns the `Plan`: the layout, its prediction, the next best, and what the whole run takes.
+`build_request` is the only place where a training, a cluster and its GPUs become a `PlanRequest`, so the same recipe,
+cluster and calibration give the same plan in every command. `make_plan` searches the layout, or evaluates a given one,
+and returns the `Plan`: the layout, its prediction, the next best, and what the whole run takes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from trainshed.errors import InputError
 from trainshed.plan.budget.budget import RunBudget, RunTerms, run_budget
 from trainshed.plan.budget.storage import cluster_storage
 from trainshed.plan.calibration import Calibrations, read_calibrations
-from trainshed.plan.layout import RankLayout, format_layout, layout_plain, resolve_layout
+from trainshed.plan.layout import RankLayout, distinct_names, format_layout, layout_plain, resolve_layout
 from trainshed.plan.legality import layout_problems
 from trainshed.plan.model_shape import model_shape
 from trainshed.plan.performance.engine_constants import EngineOptions, engine_constants
@@ -37,70 +37,67 @@ from trainshed.recipe import Cluster, Layout, ModelConfig, Recipe
 from trainshed.recipe.yaml_io import SourceMap
 
 PLANNED_PRECISIONS = ("fp32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4")
-"""The dtypes of matrix products that a plan can be asked for; fp64 is for proofs, on one process."""
+"""The dtypes of matmuls that can be planned; fp64 is for proofs, on one process."""
 _ENGINE_PRECISIONS = {"torch": ("fp32", "bf16", "fp8")}
-"""The dtypes that an engine trains in, where they are not all of them."""
+"""The dtypes that an engine trains in, if it does not have them all."""
 _PEAK_DTYPES = {"fp32": ("tf32", "fp32"), "mxfp8": ("fp8",), "nvfp4": ("fp4",)}
 
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """A job and all that bears on the answer."""
+    """Everything a plan depends on: the training, the engine, the layout if one is given, and the terms of the run."""
 
     name: str
-    """Of the recipe, or of the model where there is none."""
-    job: TrainingShape
+    """Of the recipe, or of the model if there is no recipe."""
+    training: TrainingShape
     config: ModelConfig
     engine: str
     layout: Layout | None = None
-    """The layout to judge; None: search."""
+    """The layout to evaluate; None: search."""
     places: SourceMap | None = None
     """Where in a recipe the layout is written; None: on the command line."""
     calibrations: Calibrations | None = None
     batch_sizes: tuple[int, ...] = ()
-    """Every global batch the run passes; empty: that of the job alone."""
+    """Every global batch size of the run; empty: that of the training alone."""
     gpu_counts: tuple[int, ...] = ()
-    """For a scaling curve: every number of GPUs that is asked about."""
+    """For a scaling curve: every number of GPUs in it."""
     terms: RunTerms = field(default_factory=RunTerms)
-    """How long it runs, how it is saved, what it costs."""
+    """How long it runs, how often it saves, what it costs."""
     notes: tuple[str, ...] = field(default=())
-    """What was chosen on the way from what a person wrote to this, and why."""
+    """What was chosen for the person who wrote the recipe or the flags, and why."""
 
     @property
     def batches(self) -> tuple[int, ...]:
-        """Every global batch the run passes."""
-        return self.batch_sizes or (self.job.global_batch,)
+        """Every global batch size of the run."""
+        return self.batch_sizes or (self.training.global_batch,)
 
 
 def check_precision(precision: str, hardware: Hardware, engine: str, *, where: str = "--precision") -> None:
-    """Refuse a dtype that no plan is made for, one that the engine has not, and one that the GPU has no peak for."""
+    """Refuse a dtype that cannot be planned, that the engine does not have, or that the GPU has no peak for."""
     if precision not in PLANNED_PRECISIONS:
         hint = "fp64 is for proofs: write bf16" if precision == "fp64" else f"one of {_join_or(PLANNED_PRECISIONS)}"
         raise InputError(f"there is no plan for products in `{precision}`", where=where, hint=hint)
-    able = [
-        each
-        for each in PLANNED_PRECISIONS
-        if _has_peak(each, hardware) and each in _ENGINE_PRECISIONS.get(engine, PLANNED_PRECISIONS)
-    ]
-    if precision == "fp16" and precision not in _ENGINE_PRECISIONS.get(engine, PLANNED_PRECISIONS):
+    trained_in = _ENGINE_PRECISIONS.get(engine, PLANNED_PRECISIONS)
+    possible = [dtype for dtype in PLANNED_PRECISIONS if _has_peak(dtype, hardware) and dtype in trained_in]
+    if precision == "fp16" and precision not in trained_in:
         raise InputError(
             f"the engine {engine} does not train in fp16: it has no loss scale",
             where=where,
-            hint=f"write {_join_or(able)}, or another engine: megatron",
+            hint=f"write {_join_or(possible)}, or another engine: megatron",
         )
     if not _has_peak(precision, hardware):
-        other = "; fp16 with the engine megatron" if "fp16" not in able and _has_peak("fp16", hardware) else ""
+        other = "; fp16 with the engine megatron" if "fp16" not in possible and _has_peak("fp16", hardware) else ""
         raise InputError(
             f"{hardware.gpu_name} has no published peak for products in {precision}",
             where=where,
-            hint=f"write {_join_or(able)}{other}",
+            hint=f"write {_join_or(possible)}{other}",
         )
 
 
 def _has_peak(precision: str, hardware: Hardware) -> bool:
     peaks = hardware.gpu.dense_tflops
     if precision == "mxfp8" and peaks.peak("fp4") is None:
-        # Block scales are the work of the same matrix units that have fp4: Blackwell, CDNA 4.
+        # Only matrix units that have fp4 have block scales: Blackwell, CDNA 4.
         return False
     return any(peaks.peak(dtype) is not None for dtype in _PEAK_DTYPES.get(precision, (precision,)))
 
@@ -111,23 +108,23 @@ def _join_or(words: tuple[str, ...] | list[str]) -> str:
 
 @dataclass(frozen=True)
 class PlannedModel:
-    """What is trained, whether a recipe says it or flags do."""
+    """What is trained, from a recipe or from flags."""
 
     name: str
     config: ModelConfig
     preset: str
-    """What the model is called in a plan."""
+    """Name of the model in a plan."""
     sequence_length: int
     batch_sizes: tuple[int, ...]
-    """Every global batch the run passes; a plan is for the largest."""
+    """Every global batch size of the run; the plan is for the largest."""
     precision: str
     engine: str
     layout: Layout | None
-    """The layout to judge; None: search."""
+    """The layout to evaluate; None: search."""
     steps: int | None
     notes: tuple[str, ...] = ()
-    habits: EngineOptions = field(default_factory=EngineOptions)
-    """What the run does otherwise than the usual of its engine: adapters, and what `engine.args` ask for."""
+    options: EngineOptions = field(default_factory=EngineOptions)
+    """Options of the run: LoRA, and what `engine.args` set."""
 
 
 def build_request(
@@ -142,27 +139,27 @@ def build_request(
     calibration: str | None = None,
     price: float | None = None,
 ) -> PlanRequest:
-    """Put a question to the planner: a model on GPUs of a cluster.
+    """Build the request for a model on GPUs of a cluster.
 
-    More than one number of GPUs, smallest first, ask for a scaling curve. `format_layout` says that the layout is not
-    the recipe's own. `calibration` is a file that wins over the one the cluster names; nothing else is calibrated by.
+    More than one number of GPUs, smallest first, means a scaling curve. `layout_flag` says that the layout is not the
+    recipe's own. `calibration` is a file that wins over the one that the cluster names; no other file is used.
     """
     where = recipe.where("train.precision") if recipe is not None else "--precision"
     check_precision(model.precision, hardware, model.engine, where=where)
     file = calibration or cluster.calibration
-    job = TrainingShape(
+    training = TrainingShape(
         model=model_shape(model.config, model.preset),
         sequence_length=model.sequence_length,
         global_batch=max(model.batch_sizes),
         precision=model.precision,
         hardware=hardware,
         gpus=gpus[-1],
-        stack=engine_constants(model.engine),
-        habits=model.habits,
+        constants=engine_constants(model.engine),
+        options=model.options,
     )
     return PlanRequest(
         name=model.name,
-        job=job,
+        training=training,
         config=model.config,
         engine=model.engine,
         layout=model.layout,
@@ -178,16 +175,16 @@ def build_request(
 def _run_terms(
     model: PlannedModel, recipe: Recipe | None, cluster: Cluster, machine: Machine | None, price: float | None
 ) -> RunTerms:
-    """What bears on a run beside its job and layout."""
-    saved = recipe.checkpoint if recipe is not None else None
+    """What a run depends on besides its training and layout."""
+    checkpoint = recipe.checkpoint if recipe is not None else None
     return RunTerms(
         engine=model.engine,
         machine=machine,
         storage=cluster_storage(cluster),
         steps=model.steps,
-        checkpoint_every=saved.every if saved is not None else None,
-        keep=saved.keep if saved is not None else 3,
-        asynchronous=saved.async_ if saved is not None else True,
+        checkpoint_every=checkpoint.every if checkpoint is not None else None,
+        keep=checkpoint.keep if checkpoint is not None else 3,
+        asynchronous=checkpoint.async_ if checkpoint is not None else True,
         mtbf_hours=cluster.mtbf_hours,
         price_per_gpu_hour=price or cluster.price_per_gpu_hour,
     )
@@ -200,7 +197,7 @@ PLAN_SCHEMA = "trainshed.plan-report/1"
 class Plan:
     """What `trainshed plan` reports."""
 
-    question: PlanRequest
+    request: PlanRequest
     chosen: LayoutPrediction
     runners_up: tuple[LayoutPrediction, ...] = ()
     rejected: tuple[RejectedLayout, ...] = ()
@@ -210,28 +207,28 @@ class Plan:
     notes: tuple[str, ...] = ()
     explanation: tuple[str, ...] = ()
     calibration: dict[str, Any] | None = None
-    """The file, its hash and the entry that was used; None where no file was given."""
+    """The file, its hash and the entry that was used; None if no file was given."""
     evidence: PredictionEvidence | None = None
-    """How far off the step may be, and what was ever measured like it."""
+    """How far off the step may be, and the best MFU that was measured."""
     budget: RunBudget | None = None
-    """Hours, money, checkpoints, failures, the hosts and the data."""
+    """Hours, money, checkpoints, failures, host memory and data."""
     scaling: ScalingCurve | None = None
 
     def to_plain(self) -> dict[str, Any]:
-        """Return the report as JSON has it; the keys are stable."""
-        beyond = {} if self.budget is None else self.budget.to_plain()
-        run = beyond.get("run") or {}
+        """Return the plan as JSON has it; the keys are stable."""
+        budget = {} if self.budget is None else self.budget.to_plain()
+        run = budget.get("run") or {}
         return {
             "schema": PLAN_SCHEMA,
-            "job": self._job(),
+            "job": self._training_plain(),
             "chosen": prediction_plain(self.chosen)
             | {"stages": [_stage_plain(stage) for stage in self.chosen.stages]}
             | {"hours": run.get("hours"), "cost": run.get("cost")},
             "layout_flag": format_layout(self.chosen.layout),
-            "runners_up": [prediction_plain(each) for each in self.runners_up],
+            "runners_up": [prediction_plain(prediction) for prediction in self.runners_up],
             "rejected": [
-                {"layout": layout_plain(each.layout), "reason": each.reason, "alike": each.alike}
-                for each in self.rejected
+                {"layout": layout_plain(layout.layout), "reason": layout.reason, "alike": layout.alike}
+                for layout in self.rejected
             ],
             "notes": list(self.notes),
             "explanation": list(self.explanation),
@@ -239,29 +236,29 @@ class Plan:
             "considered": self.considered,
             "calibration": self.calibration,
             "evidence": None if self.evidence is None else self.evidence.to_plain(),
-            "checkpoint": beyond.get("checkpoint"),
-            "goodput": beyond.get("goodput"),
-            "data": beyond.get("data"),
-            "host_memory": beyond.get("host_memory"),
+            "checkpoint": budget.get("checkpoint"),
+            "goodput": budget.get("goodput"),
+            "data": budget.get("data"),
+            "host_memory": budget.get("host_memory"),
             "run": run or None,
             "energy_kwh": run.get("energy_kwh"),
             "scaling": None if self.scaling is None else scaling_plain(self.scaling),
         }
 
-    def _job(self) -> dict[str, Any]:
-        job, question = self.question.job, self.question
-        hardware = job.hardware
+    def _training_plain(self) -> dict[str, Any]:
+        training, request = self.request.training, self.request
+        hardware = training.hardware
         return {
-            "name": question.name,
-            "model": job.model.name,
-            "parameters": job.model.weights,
-            "sequence_length": job.sequence_length,
-            "global_batch": job.global_batch,
-            "tokens_per_step": job.tokens_per_step,
-            "precision": job.precision,
-            "engine": question.engine,
-            "gpus": job.gpus,
-            "steps": question.terms.steps,
+            "name": request.name,
+            "model": training.model.name,
+            "parameters": training.model.weights,
+            "sequence_length": training.sequence_length,
+            "global_batch": training.global_batch,
+            "tokens_per_step": training.tokens_per_step,
+            "precision": training.precision,
+            "engine": request.engine,
+            "gpus": training.gpus,
+            "steps": request.terms.steps,
             "hardware": {
                 "gpu": hardware.gpu_name,
                 "machine": hardware.machine,
@@ -292,7 +289,7 @@ def prediction_plain(prediction: LayoutPrediction) -> dict[str, Any]:
 
 
 def memory_plain(memory: GpuMemory) -> dict[str, float]:
-    """Return the parts, their sum and what the card has."""
+    """Return the parts, their sum and the memory of the GPU."""
     parts = {part.key: getattr(memory, part.key) for part in MEMORY_PARTS}
     return parts | {"total": memory.total, "capacity": memory.capacity}
 
@@ -331,128 +328,128 @@ def _point_plain(point: ScalingPoint) -> dict[str, Any]:
     }
 
 
-def make_plan(question: PlanRequest, *, top: int = 5, explained: bool = False) -> Plan:
-    """Search the best layout, or judge the given one, and say what the run would take."""
-    question = _calibrated(question)
-    notes = [] if (used := calibration_note(question)) is None else [used]
-    curve = _requested_curve(question)
+def make_plan(request: PlanRequest, *, top: int = 5, explained: bool = False) -> Plan:
+    """Search the best layout, or evaluate the given one, and predict what the run takes."""
+    request = _calibrated(request)
+    notes = [] if (used := calibration_note(request)) is None else [used]
+    curve = _requested_curve(request)
     if curve is not None:
-        question, more = _at_most_gpus(question, curve)
+        request, more = _at_most_gpus(request, curve)
         notes += more
-    found = _search_or_evaluate(question, top)
-    beyond = run_budget(question.job, found.chosen, question.terms)
-    calibration = _used_calibration(question)
-    held = evidence_for(
-        question.job, question.engine, found.chosen, calibrated=calibration is not None and bool(calibration["entry"])
-    )
+    result = _search_or_evaluate(request, top)
+    budget = run_budget(request.training, result.chosen, request.terms)
+    calibration = _used_calibration(request)
+    calibrated = calibration is not None and bool(calibration["entry"])
+    evidence = evidence_for(request.training, request.engine, result.chosen, calibrated=calibrated)
     return Plan(
-        question=question,
-        chosen=found.chosen,
-        runners_up=found.runners_up,
-        rejected=found.rejected,
-        searched=question.layout is None,
-        considered=found.considered,
-        notes=(*beyond.warnings, *found.notes, *held.notes, *question.notes, *notes, *beyond.notes),
-        explanation=tuple(_explanation(question, found.chosen)) if explained else (),
+        request=request,
+        chosen=result.chosen,
+        runners_up=result.runners_up,
+        rejected=result.rejected,
+        searched=request.layout is None,
+        considered=result.considered,
+        notes=(*budget.warnings, *result.notes, *evidence.notes, *request.notes, *notes, *budget.notes),
+        explanation=tuple(_explanation(request, result.chosen)) if explained else (),
         calibration=calibration,
-        evidence=held,
-        budget=beyond,
+        evidence=evidence,
+        budget=budget,
         scaling=curve,
     )
 
 
-def calibration_note(question: PlanRequest) -> str | None:
+def calibration_note(request: PlanRequest) -> str | None:
     """Say which entry of the calibration file a plan uses, or that it has none; None where no file was named."""
-    known, gpu = question.calibrations, question.job.hardware.gpu_name
-    if known is None:
+    calibrations, gpu = request.calibrations, request.training.hardware.gpu_name
+    if calibrations is None:
         return None
-    entry = known.entry_for(gpu, question.engine)
-    return known.why_none(gpu, question.engine) if entry is None else f"calibrated: {entry.words}"
+    entry = calibrations.entry_for(gpu, request.engine)
+    return calibrations.missing_note(gpu, request.engine) if entry is None else f"calibrated: {entry.description}"
 
 
-def _calibrated(question: PlanRequest) -> PlanRequest:
+def _calibrated(request: PlanRequest) -> PlanRequest:
     """Apply the entry of the GPU and the engine, where a calibration file was named."""
-    known, job = question.calibrations, question.job
-    entry = None if known is None else known.entry_for(job.hardware.gpu_name, question.engine)
+    calibrations, training = request.calibrations, request.training
+    entry = None if calibrations is None else calibrations.entry_for(training.hardware.gpu_name, request.engine)
     if entry is None:
-        return question
-    learnt = replace(job, calibration=entry.factor, memory_calibration=entry.memory_factor or 1.0)
-    return replace(question, job=learnt)
+        return request
+    calibrated = replace(training, calibration=entry.factor, memory_calibration=entry.memory_factor or 1.0)
+    return replace(request, training=calibrated)
 
 
-def _used_calibration(question: PlanRequest) -> dict[str, object] | None:
-    known, job = question.calibrations, question.job
-    return None if known is None else known.used(known.entry_for(job.hardware.gpu_name, question.engine))
+def _used_calibration(request: PlanRequest) -> dict[str, object] | None:
+    calibrations, gpu = request.calibrations, request.training.hardware.gpu_name
+    return None if calibrations is None else calibrations.to_plain(calibrations.entry_for(gpu, request.engine))
 
 
-def _search_or_evaluate(question: PlanRequest, top: int) -> SearchResult:
-    job = question.job
-    if question.layout is None:
-        return search_layouts(job, engine=question.engine, batch_sizes=question.batches, top=top)
+def _search_or_evaluate(request: PlanRequest, top: int) -> SearchResult:
+    training = request.training
+    if request.layout is None:
+        return search_layouts(training, engine=request.engine, batch_sizes=request.batches, top=top)
     return evaluate_layout(
-        job,
-        resolve_layout(question.layout, question.config, world_size=job.gpus),
-        engine=question.engine,
-        batch_sizes=question.batches,
-        stages_written=question.layout.stages is not None,
-        places=question.places,
+        training,
+        resolve_layout(request.layout, request.config, world_size=training.gpus),
+        engine=request.engine,
+        batch_sizes=request.batches,
+        stages_written=request.layout.stages is not None,
+        places=request.places,
     )
 
 
-def _requested_curve(question: PlanRequest) -> ScalingCurve | None:
-    if not question.gpu_counts:
+def _requested_curve(request: PlanRequest) -> ScalingCurve | None:
+    if not request.gpu_counts:
         return None
-    fixed = None if question.layout is None else question.layout.model_dump(exclude_unset=True, exclude={"dp"})
+    fixed = None if request.layout is None else request.layout.model_dump(exclude_unset=True, exclude={"dp"})
     return scaling_curve(
-        question.job, question.gpu_counts, engine=question.engine, fixed=fixed, batch_sizes=question.batches
+        request.training, request.gpu_counts, engine=request.engine, fixed=fixed, batch_sizes=request.batches
     )
 
 
-def _at_most_gpus(question: PlanRequest, curve: ScalingCurve) -> tuple[PlanRequest, list[str]]:
-    """The plan that is shown beside a curve: of the most GPUs that have one."""
-    able = [point.gpus for point in curve.points if point.prediction is not None]
-    if not able:
+def _at_most_gpus(request: PlanRequest, curve: ScalingCurve) -> tuple[PlanRequest, list[str]]:
+    """The request for the most GPUs that have a layout: its plan is shown beside the curve."""
+    planned = [point.gpus for point in curve.points if point.prediction is not None]
+    if not planned:
         reason = curve.points[-1].reason or "no layout is legal"
         raise InputError(f"none of {curve.points[0].gpus} to {curve.points[-1].gpus} GPUs has a layout: {reason}")
-    shown = f"the layout shown is the one for {able[-1]:,} GPUs"
-    if able[-1] != question.job.gpus:
+    shown = f"the layout shown is the one for {planned[-1]:,} GPUs"
+    if planned[-1] != request.training.gpus:
         shown += f": {curve.points[-1].reason}"
     above = [] if curve.above is None else [f"efficiency above 100%: {curve.above}"]
-    return replace(question, job=replace(question.job, gpus=able[-1])), [shown, *above]
+    return replace(request, training=replace(request.training, gpus=planned[-1])), [shown, *above]
 
 
-def _explanation(question: PlanRequest, chosen: LayoutPrediction) -> list[str]:
-    """Words for the chosen layout; for a given one also what the search would have taken."""
-    job = question.job
+def _explanation(request: PlanRequest, chosen: LayoutPrediction) -> list[str]:
+    """Sentences about the chosen layout; for a given one also what the search would have chosen."""
+    training = request.training
 
-    def complaint(layout: RankLayout, asked: TrainingShape = job) -> str | None:
+    def find_problem(layout: RankLayout) -> str | None:
         problems = layout_problems(
             layout,
-            asked.model,
-            sequence_length=asked.sequence_length,
-            batch_sizes=question.batches,
-            engine=question.engine,
-            lora=asked.habits.adapters,
+            training.model,
+            sequence_length=training.sequence_length,
+            batch_sizes=request.batches,
+            engine=request.engine,
+            lora=training.options.is_lora,
             stages_written=True,
         )
         return problems[0].what if problems else None
 
     def best_with(fixed: dict[str, int | str]) -> LayoutPrediction | None:
-        return best_fitting_layout(job, engine=question.engine, fixed=fixed, batch_sizes=question.batches)
+        return best_fitting_layout(training, engine=request.engine, fixed=fixed, batch_sizes=request.batches)
 
-    if question.layout is None:
-        return explain_layout(job, chosen, complaint, best_with)
-    said = explain_layout(job, chosen, complaint)
+    if request.layout is None:
+        return explain_layout(training, chosen, find_problem, best_with)
+    sentences = explain_layout(training, chosen, find_problem)
     try:
-        best = search_layouts(job, engine=question.engine, batch_sizes=question.batches, top=1).chosen
+        best = search_layouts(training, engine=request.engine, batch_sizes=request.batches, top=1).chosen
     except InputError as refused:
-        return [*said, f"The search finds nothing better: {refused.what}."]
+        return [*sentences, f"The search finds nothing better: {refused.what}."]
     gain = 1 - best.step_seconds / chosen.step_seconds
     if chosen.fits and gain <= 0.01:
-        return [*said, "The search finds no layout that is more than 1% faster."]
-    micro = f"micro_batch {best.layout.micro_batch}, recompute {best.layout.recompute}"
+        return [*sentences, "The search finds no layout that is more than 1% faster."]
+    name, _ = distinct_names(
+        best.layout,
+        chosen.layout,
+        describe=lambda layout: f"{layout} (micro_batch {layout.micro_batch}, recompute {layout.recompute})",
+    )
     faster = f"{format_percent(gain)} {'faster' if gain > 0 else 'slower'}"
-    return [
-        *said,
-        f"The search would take {best.layout} ({micro}): {format_seconds(best.step_seconds)} a step, {faster}.",
-    ]
+    return [*sentences, f"The search would take {name}: {format_seconds(best.step_seconds)} a step, {faster}."]

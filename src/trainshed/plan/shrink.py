@@ -1,14 +1,14 @@
 """Smaller versions of a run that stay legal: a small model for a check, and a layout for fewer nodes.
 
-`shrink` makes a model, a batch and a sequence small and keeps everything that makes a layout hard. What divides stays
-divisible and what comes out uneven stays uneven: heads and rows over tp, experts over ep, layers over the chunks of a
-pipeline, micro-batches over its stages, every tensor over the ranks that share it. The family and everything that is
-not a size (norms, biases, tied embeddings, rotary scaling, routing) are kept; fresh weights grow as the width
-shrinks, so that every layer moves the loss as much as it did.
+`shrink` makes the model, the batch and the sequence small and keeps what makes a layout hard. What divides evenly
+still does, and what does not still does not: heads and rows over tp, experts over ep, layers over the chunks of a
+pipeline, micro-batches over its stages, every tensor over the ranks that shard it. The family and everything that is
+not a size (norms, biases, tied embeddings, rotary scaling, routing) are kept. Fresh weights are larger where the model
+is narrower, so every layer changes the loss as much as before.
 
-`layout_for_nodes` gives up whole replicas of the model and keeps the rest. The global batch and the order of the data
-do not change, so the run continues with the same samples: each replica that is left takes more of them, and where
-they do not come out even, some take one more than others.
+`layout_for_nodes` drops whole replicas of the model and keeps the rest. The global batch and the order of the data do
+not change, so the run continues with the same samples: each replica that is left takes more of them, and if they do
+not divide evenly, some replicas take one more than others.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from trainshed.recipe import ModelConfig
 # Small enough for a CPU to step in milliseconds, large enough that no rank's part is a single row.
 _HIDDEN, _HEAD_DIM, _FFN, _EXPERT_FFN, _VOCABULARY, _TOKENS = 32, 8, 32, 16, 96, 32
 _LAYERS = 2
-"""Layers of a model without a pipeline; with one, a chunk has one layer, or up to two more where chunks differ."""
+"""Layers of a model without a pipeline; with one, a chunk has one layer, or up to three where chunks differ."""
 _MICRO_BATCH = 2
 
 
 @dataclass(frozen=True)
 class ShrunkRun:
-    """What a check runs in place of the real thing; `batch_sizes` are two where the batch grows, else one."""
+    """What a check runs in place of the real run; `batch_sizes` are two if the batch grows, one if it does not."""
 
     config: ModelConfig
     layout: RankLayout
@@ -45,14 +45,14 @@ def shrink(
     *,
     sequence_length: int,
     batch_sizes: Sequence[int],
-    most_ranks: int | None = None,
+    max_ranks: int | None = None,
 ) -> ShrunkRun:
     """Shrink what a legal layout trains, so that it stays legal.
 
-    The layout keeps its ranks unless they are more than `most_ranks`: then data parallel is cut down to what fits.
+    The layout keeps its ranks unless they are more than `max_ranks`: then data parallel is reduced to what fits.
     """
     counts = [layout.micro_batches(size) for size in sorted({min(batch_sizes), max(batch_sizes)})]
-    layout = _fewer_copies(layout, config, sequence_length, most_ranks or layout.world_size)
+    layout = _fewer_replicas(layout, config, sequence_length, max_ranks or layout.world_size)
     stages = _stages(layout)
     small = replace(layout, stages=stages, micro_batch=min(layout.micro_batch, _MICRO_BATCH))
     length = _smallest_like(
@@ -66,21 +66,21 @@ def shrink(
     return ShrunkRun(shrunk, small, length, tuple(sizes))
 
 
-def _fewer_copies(layout: RankLayout, config: ModelConfig, sequence_length: int, most_ranks: int) -> RankLayout:
-    """Cut data parallel down to what fits: what was replicated stays so, what was shared out stays so."""
-    if layout.world_size <= most_ranks:
+def _fewer_replicas(layout: RankLayout, config: ModelConfig, sequence_length: int, max_ranks: int) -> RankLayout:
+    """Reduce data parallel to what fits; replicated states stay replicated, sharded ones stay sharded."""
+    if layout.world_size <= max_ranks:
         return layout
-    for dp in range(most_ranks * layout.dp // layout.world_size, 1, -1):
-        for copies in (size for size in range(1, dp + 1) if dp % size == 0):
-            if (copies > 1, dp // copies > 1) != (layout.copies > 1, layout.dp_shard > 1):
+    for dp in range(max_ranks * layout.dp // layout.world_size, 1, -1):
+        for replicas in (size for size in range(1, dp + 1) if dp % size == 0):
+            if (replicas > 1, dp // replicas > 1) != (layout.replicas > 1, layout.dp_shard > 1):
                 continue
-            # With `shard: none` every dp rank is a copy, whether `replicate` says so or not.
-            fewer = replace(layout, dp=dp, replicate=1 if layout.shard == "none" else copies)
+            # With `shard: none` every dp rank is a replica, whatever `replicate` is.
+            fewer = replace(layout, dp=dp, replicate=1 if layout.shard == "none" else replicas)
             batch = dp * layout.micro_batch * layout.pp
             if not layout_problems(fewer, config, sequence_length=sequence_length, batch_sizes=[batch]):
                 return fewer
     raise InputError(
-        f"{layout} is {layout.world_size} ranks, there is room for {most_ranks} here, and fewer dp ranks do not help",
+        f"{layout} is {layout.world_size} ranks, there is room for {max_ranks} here, and fewer dp ranks do not help",
         where="layout",
         hint="check its dimensions by themselves, for example --layout tp=2,pp=2, or run where there is more room",
     )
@@ -104,7 +104,7 @@ def _model(config: ModelConfig, layout: RankLayout, sequence_length: int, length
     if config.ffn is not None:
         sizes["ffn"] = _smallest_like(config.ffn, max(_FFN, 2 * tp), 2, tp, tp * shares)
     if config.sliding_window is not None:
-        # A window that cuts still cuts, at the same fraction of the sequence; one that does not still does not.
+        # The window is the same fraction of the sequence: it limits attention if it did before.
         sizes["sliding_window"] = max(1, config.sliding_window * length // sequence_length)
     if config.moe is not None:
         moe = config.moe
@@ -119,7 +119,7 @@ def _model(config: ModelConfig, layout: RankLayout, sequence_length: int, length
 
 
 def _stages(layout: RankLayout) -> tuple[int, ...]:
-    """The layers of each chunk: uneven where they are uneven."""
+    """The layers of each chunk: uneven where they were uneven."""
     if len(layout.stages) == 1:
         return (min(layout.stages[0], _LAYERS),)
     fewest = min(layout.stages)
@@ -127,7 +127,7 @@ def _stages(layout: RankLayout) -> tuple[int, ...]:
 
 
 def _batch(count: int, config: ModelConfig, layout: RankLayout, length: int, *, more_than: int) -> int:
-    """The smallest global batch whose micro-batches fill the pipeline as `count` of them do."""
+    """The smallest global batch whose micro-batches fill the pipeline like `count` of them."""
     pp, step = layout.pp, layout.dp * layout.micro_batch
 
     def kind(number: int) -> tuple[bool, ...]:
@@ -141,7 +141,7 @@ def _batch(count: int, config: ModelConfig, layout: RankLayout, length: int, *, 
 
 
 def _smallest_like(value: int, floor: int, *divisors: int) -> int:
-    """The smallest number from `floor` on that each divisor divides exactly where it divides `value`."""
+    """The smallest number of at least `floor` that has the same of these divisors as `value`."""
     for number in range(min(floor, value), value):
         if all((number % divisor == 0) == (value % divisor == 0) for divisor in divisors):
             return number
@@ -158,9 +158,9 @@ def layout_for_nodes(
     sequence_length: int,
     batch_sizes: Sequence[int],
 ) -> tuple[RankLayout, int] | str:
-    """Return the largest legal layout on at most `nodes` nodes and how many it takes, or the reason why there is none.
+    """Return the largest legal layout on at most `nodes` nodes and its number of nodes, or why there is none.
 
-    The size of a replica is kept: what fits into the memory of a GPU depends on it.
+    The size of a replica is kept, since the memory of a GPU depends on it.
     """
     replica = layout.tp * layout.pp * layout.cp
     reason = f"a replica is {replica} ranks, and {nodes} nodes have {nodes * ranks_per_node}"
@@ -179,9 +179,9 @@ def layout_for_nodes(
 
 
 def _with_replicas(layout: RankLayout, dp: int) -> list[RankLayout]:
-    """The layout with another dp: equal shares first, then uneven ones; each with the micro-batch it has, then smaller.
+    """The layout with another dp: equal shares first, then uneven ones; each with its micro-batch, then smaller ones.
 
-    An uneven share costs at most one micro-batch a step, giving up a replica always more.
+    An uneven share costs at most one micro-batch a step; dropping a replica always costs more.
     """
     replicate = layout.replicate if dp % layout.replicate == 0 else 1
     sizes = [size for size in range(layout.micro_batch, 0, -1) if layout.micro_batch % size == 0]

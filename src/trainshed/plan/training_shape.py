@@ -1,9 +1,10 @@
-"""What the planner predicts: a training (model, batch, precision, engine) on GPUs of one kind in nodes of one kind."""
+"""What the planner predicts: a training (model, batch, precision, engine) on equal GPUs in equal nodes."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from trainshed.catalog.fabrics import fabric
 from trainshed.catalog.gpus import Gpu, find_gpu
@@ -11,21 +12,22 @@ from trainshed.catalog.machines import Machine, machine_of_gpu
 from trainshed.plan.layout import RankLayout
 from trainshed.plan.model_shape import ModelShape
 from trainshed.plan.performance.engine_constants import EngineConstants, EngineOptions
+from trainshed.plan.performance.gpu_efficiency import GpuEfficiency, gpu_efficiency
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """GPUs of one kind in nodes of one kind.
+    """Equal GPUs in equal nodes.
 
-    Bandwidths are 10^9 bytes a second, per GPU and direction, as the vendor states them; what collectives reach of
-    them is the planner's business.
+    Bandwidths are 10^9 bytes a second, per GPU and direction, as the vendor states them. What collectives reach of them
+    is in `EngineConstants` and `GpuEfficiency`.
     """
 
     gpu_name: str
     gpu: Gpu
     gpus_per_node: int
     link_domain: int
-    """How many GPUs NVLink or xGMI joins: a node, or a rack of 72."""
+    """How many GPUs NVLink or xGMI connects: a node, or a rack of 72."""
     link_gb_per_s: float
     """Inside that domain."""
     network_gb_per_s: float
@@ -48,8 +50,8 @@ def hardware_of(machine: Machine) -> Hardware:
 
 def hardware_of_gpu(name_or_path: str | os.PathLike[str]) -> Hardware:
     """Describe a GPU to the planner, in the machine that its entry names."""
-    found = find_gpu(name_or_path)
-    return replace(_hardware(machine_of_gpu(found), found), machine=None)
+    gpu = find_gpu(name_or_path)
+    return replace(_hardware(machine_of_gpu(gpu), gpu), machine=None)
 
 
 def _hardware(machine: Machine, gpu: Gpu) -> Hardware:
@@ -68,24 +70,31 @@ def _hardware(machine: Machine, gpu: Gpu) -> Hardware:
 
 @dataclass(frozen=True)
 class TrainingShape:
-    """One training job, before a layout is chosen for it."""
+    """One training, before a layout is chosen for it."""
 
     model: ModelShape
     sequence_length: int
     global_batch: int
     """Sequences per step."""
     precision: str
-    """The dtype of matrix products: fp32, fp16, bf16, fp8, mxfp8 or nvfp4."""
+    """The dtype of matmuls: fp32, fp16, bf16, fp8, mxfp8 or nvfp4."""
     hardware: Hardware
     gpus: int
-    stack: EngineConstants
-    """The software that steps the model, and what is known of its habits."""
-    habits: EngineOptions = field(default_factory=EngineOptions)
-    """What this run does otherwise than the usual of its engine."""
+    constants: EngineConstants
+    """Fitted constants of the engine that steps the model."""
+    options: EngineOptions = field(default_factory=EngineOptions)
+    """Options of this run."""
     calibration: float = 1.0
     """Measured step seconds divided by predicted ones, from runs like this one."""
     memory_calibration: float = 1.0
-    """The same for what tensors fill."""
+    """The same for memory that tensors fill."""
+    gpu_efficiency: GpuEfficiency | None = None
+    """None: the one that is stored for this GPU; a fit tries others."""
+
+    @cached_property
+    def efficiency(self) -> GpuEfficiency:
+        """Which share of its datasheet the GPU reaches; a search asks very often."""
+        return self.gpu_efficiency or gpu_efficiency(self.hardware.gpu_name)
 
     @property
     def tokens_per_step(self) -> int:
@@ -93,9 +102,9 @@ class TrainingShape:
         return self.global_batch * self.sequence_length
 
     def rank_tokens(self, layout: RankLayout) -> float:
-        """Tokens of a micro-batch that one rank computes with: a context-parallel rank has its part of each."""
+        """Return the tokens of a micro-batch on one rank: a context-parallel rank has a part of each sequence."""
         return layout.micro_batch * self.sequence_length / layout.cp
 
     def stream_shards(self, layout: RankLayout) -> int:
-        """Among how many ranks the residual stream of those tokens is shared out."""
-        return layout.tp if self.habits.sequence_parallel else 1
+        """Return among how many ranks the residual stream of those tokens is divided."""
+        return layout.tp if self.options.sequence_parallel else 1

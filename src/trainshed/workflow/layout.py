@@ -63,7 +63,7 @@ def planned_model(recipe: Recipe, cluster: Cluster) -> PlannedModel:
     share = trained_fraction(config, train.lora)
     if train.lora is not None:
         notes.append(f"planned for adapters: {share:.2%} of the weights are trained and saved, the rest are read only")
-    habits, counted = apply_performance_args(recipe.engine.args, EngineOptions(trained_share=share))
+    options, counted = apply_performance_args(recipe.engine.args, EngineOptions(trained_share=share))
     if counted:
         notes.append(f"counted of engine.args: {', '.join(counted)}")
     layout = None if isinstance(recipe.layout, str) else recipe.layout
@@ -79,7 +79,7 @@ def planned_model(recipe: Recipe, cluster: Cluster) -> PlannedModel:
         layout,
         steps,
         tuple(notes),
-        habits,
+        options,
     )
 
 
@@ -207,7 +207,7 @@ def _check_memory(recipe: Recipe, plan: Plan, despite_memory: bool) -> None:
     chosen = plan.chosen
     if chosen.fits or despite_memory:
         return
-    capacity = plan.question.job.hardware.memory_gib
+    capacity = plan.request.training.hardware.memory_gib
     raise RecipeError(
         f"{chosen.layout} needs {chosen.memory.total:.0f} GiB on its fullest GPU, which has {capacity:.0f}",
         where=recipe.where("layout"),
@@ -242,15 +242,16 @@ def _plan_on_cpus(recipe: Recipe, cluster: Cluster, model: PlannedModel, nodes: 
 
 
 def _headline(plan: Plan, budget: RunBudget) -> str:
-    chosen, job = plan.chosen, plan.question.job
+    chosen, training = plan.chosen, plan.request.training
     saving = budget.checkpoint.write_seconds
     saved = f", a checkpoint in {saving:.0f} s" if saving is not None else ""
     run = budget.run
     hours = f", {run.hours:.1f} hours" if run is not None else ""
     cost = f" and {run.cost:,.0f} dollars" if run is not None and run.cost is not None else ""
     return (
-        f"planned: {chosen.layout} on {job.gpus} {job.hardware.gpu_name}, {chosen.step_seconds:.3g} s a step, "
-        f"{chosen.mfu:.1%} MFU, {chosen.memory.total:.0f} of {job.hardware.memory_gib:.0f} GiB{saved}{hours}{cost}"
+        f"planned: {chosen.layout} on {training.gpus} {training.hardware.gpu_name}, {chosen.step_seconds:.3g} s a "
+        f"step, {chosen.mfu:.1%} MFU, {chosen.memory.total:.0f} of {training.hardware.memory_gib:.0f} GiB"
+        f"{saved}{hours}{cost}"
     )
 
 

@@ -312,12 +312,12 @@ def _shrink_to_fit(whole: PreparedRun, layout: RankLayout, reporter: Reporter) -
     gpus = gpu_count()
     room = max(_MOST_PROCESSES, len(os.sched_getaffinity(0)))
     try:
-        small, on_gpus = shrink(whole.config, layout, **asked, most_ranks=gpus or room), gpus > 0
+        small, on_gpus = shrink(whole.config, layout, **asked, max_ranks=gpus or room), gpus > 0
     except InputError:
         if not gpus:
             raise
         reporter.note(f"{layout} does not fit on {gpus} GPUs: it is checked on the CPU")
-        small, on_gpus = shrink(whole.config, layout, **asked, most_ranks=room), False
+        small, on_gpus = shrink(whole.config, layout, **asked, max_ranks=room), False
     if small.layout.dp != layout.dp:
         ranks = gpus if on_gpus else room
         reporter.note(f"there is room for {ranks} ranks: checked with dp {small.layout.dp} in place of {layout.dp}")

@@ -10,6 +10,7 @@ from trainshed.catalog.models import model_preset
 from trainshed.plan import resolve_layout
 from trainshed.plan.model_shape import model_shape
 from trainshed.plan.performance.engine_constants import EngineOptions, engine_constant_names, engine_constants
+from trainshed.plan.performance.gpu_efficiency import gpu_efficiency
 from trainshed.plan.performance.layer_time import collective_group
 from trainshed.plan.performance.prediction import LayoutPrediction, predict, predict_memory, predict_seconds
 from trainshed.plan.training_shape import TrainingShape, hardware_of_gpu
@@ -18,20 +19,20 @@ from trainshed.recipe import Layout
 CONFIG = model_preset("llama3-8b")
 
 
-def job_of(**changes: object) -> TrainingShape:
-    job = TrainingShape(
+def training_of(**changes: object) -> TrainingShape:
+    training = TrainingShape(
         model_shape(CONFIG), 8192, 128, "bf16", hardware_of_gpu("h100"), 64, engine_constants("megatron")
     )
-    return replace(job, **changes)
+    return replace(training, **changes)
 
 
-def predicted(job: TrainingShape, **keys: object) -> LayoutPrediction:
-    return predict(job, resolve_layout(Layout.model_validate(keys), CONFIG, world_size=job.gpus))
+def predicted(training: TrainingShape, **keys: object) -> LayoutPrediction:
+    return predict(training, resolve_layout(Layout.model_validate(keys), CONFIG, world_size=training.gpus))
 
 
 @pytest.mark.parametrize("name", engine_constant_names())
 def test_the_parts_of_a_step_add_up(name: str) -> None:
-    found = predicted(job_of(stack=engine_constants(name)), tp=2, pp=2)
+    found = predicted(training_of(constants=engine_constants(name)), tp=2, pp=2)
     assert found.times.total == pytest.approx(found.step_seconds)
     assert min(vars(found.times).values()) >= 0
     assert 0 < found.mfu < 1
@@ -41,15 +42,15 @@ def test_the_parts_of_a_step_add_up(name: str) -> None:
 
 
 def test_seconds_and_memory_alone_are_those_of_the_whole_prediction() -> None:
-    job = job_of()
+    training = training_of()
     layout = resolve_layout(Layout(tp=2, pp=4, vp=2), CONFIG, world_size=64)
-    found = predict(job, layout)
-    assert predict_seconds(job, layout) == pytest.approx(found.step_seconds)
-    assert [stage.memory for stage in found.stages] == list(predict_memory(job, layout))
+    found = predict(training, layout)
+    assert predict_seconds(training, layout) == pytest.approx(found.step_seconds)
+    assert [stage.memory for stage in found.stages] == list(predict_memory(training, layout))
 
 
 def test_tensor_parallel_across_nodes_costs_more_than_inside() -> None:
-    near, far = predicted(job_of(), tp=8), predicted(replace(job_of(), hardware=_one_gpu_nodes()), tp=8)
+    near, far = predicted(training_of(), tp=8), predicted(replace(training_of(), hardware=_one_gpu_nodes()), tp=8)
     assert far.times.tp > 2 * near.times.tp
 
 
@@ -58,18 +59,18 @@ def _one_gpu_nodes():
 
 
 def test_megatron_hides_tensor_parallel_only_where_it_is_asked_to() -> None:
-    plain = predicted(job_of(), tp=4)
-    hidden = predicted(job_of(habits=EngineOptions(tp_overlap=True)), tp=4)
+    plain = predicted(training_of(), tp=4)
+    hidden = predicted(training_of(options=EngineOptions(tp_overlap=True)), tp=4)
     assert hidden.times.tp < plain.times.tp
 
 
 def test_a_fused_dispatcher_crosses_the_network_once_per_node_and_token() -> None:
     config = model_preset("qwen3-30b-a3b")
-    job = replace(job_of(), model=model_shape(config), hardware=hardware_of_gpu("h100"))
+    training = replace(training_of(), model=model_shape(config), hardware=hardware_of_gpu("h100"))
 
     def seconds(ep: int, *, fused: bool) -> float:
         layout = resolve_layout(Layout(ep=ep), config, world_size=64)
-        return predict(replace(job, habits=EngineOptions(fused_dispatch=fused)), layout).times.ep
+        return predict(replace(training, options=EngineOptions(fused_dispatch=fused)), layout).times.ep
 
     inside = seconds(8, fused=True) / seconds(8, fused=False)
     across = seconds(32, fused=True) / seconds(32, fused=False)
@@ -77,15 +78,15 @@ def test_a_fused_dispatcher_crosses_the_network_once_per_node_and_token() -> Non
 
 
 def test_recomputation_trades_time_for_memory() -> None:
-    job = job_of()
-    none, full = predicted(job, micro_batch=2), predicted(job, micro_batch=2, recompute="full")
+    training = training_of()
+    none, full = predicted(training, micro_batch=2), predicted(training, micro_batch=2, recompute="full")
     assert full.memory.activations < none.memory.activations / 4
     assert 1.15 < full.times.compute / none.times.compute < 1.4
 
 
 def test_sharding_shares_out_what_it_says() -> None:
-    job = job_of()
-    states = {shard: predicted(job, shard=shard).memory for shard in ("none", "zero1", "zero2", "full")}
+    training = training_of()
+    states = {shard: predicted(training, shard=shard).memory for shard in ("none", "zero1", "zero2", "full")}
     assert states["zero1"].optimizer == pytest.approx(states["none"].optimizer / 64)
     assert states["zero2"].gradients == pytest.approx(states["none"].gradients / 64)
     assert states["full"].weights == pytest.approx(states["none"].weights / 64)
@@ -99,24 +100,32 @@ def test_the_first_stages_of_a_pipeline_hold_the_most_micro_batches() -> None:
 
 
 def _pipeline():
-    return job_of(), resolve_layout(Layout(pp=4), CONFIG, world_size=64)
+    return training_of(), resolve_layout(Layout(pp=4), CONFIG, world_size=64)
 
 
 def test_a_ring_through_a_node_uses_all_its_network_shares() -> None:
-    hardware, found = hardware_of_gpu("h100"), replace(engine_constants("torch"), rails=1.0)
-    across, alone = collective_group(64, 1, hardware, found), collective_group(8, 8, hardware, found)
-    assert across.near == 8
-    assert across.gb_per_s == pytest.approx(min(8 * alone.gb_per_s, hardware.link_gb_per_s * found.link))
+    training = training_of(constants=replace(engine_constants("torch"), rails=1.0))
+    across, alone = collective_group(64, 1, training), collective_group(8, 8, training)
+    assert across.in_node == 8
+    link = training.hardware.link_gb_per_s * training.constants.link
+    assert across.gb_per_s == pytest.approx(min(8 * alone.gb_per_s, link))
+
+
+def test_a_fit_can_try_another_efficiency_of_the_gpu() -> None:
+    training = training_of()
+    slower = replace(training, gpu_efficiency=replace(training.efficiency, forward=training.efficiency.forward / 2))
+    assert predicted(slower).times.compute > predicted(training).times.compute
+    assert training.efficiency == gpu_efficiency("h100-sxm")
 
 
 def test_a_calibration_scales_the_step() -> None:
-    plain, scaled = predicted(job_of()), predicted(job_of(calibration=1.2, memory_calibration=0.9))
+    plain, scaled = predicted(training_of()), predicted(training_of(calibration=1.2, memory_calibration=0.9))
     assert scaled.step_seconds == pytest.approx(1.2 * plain.step_seconds)
     assert scaled.memory.allocated == pytest.approx(0.9 * plain.memory.allocated)
 
 
 def test_a_nearly_full_card_is_slow() -> None:
-    roomy = job_of(stack=replace(engine_constants("torch"), squeeze=2.0))
+    roomy = training_of(constants=replace(engine_constants("torch"), full_memory_slowdown=2.0))
     small = roomy.hardware.gpu.model_copy(update={"memory_gib": 1.0})
     full = replace(roomy, hardware=replace(roomy.hardware, gpu=small))
     assert predicted(full, tp=8).step_seconds == pytest.approx(3 * predicted(roomy, tp=8).step_seconds)
@@ -126,7 +135,7 @@ def test_the_published_step_of_the_gke_recipe_is_predicted() -> None:
     """Llama-3-70B on 128 H100 (A3 Mega), FP8: 45.81 s in the recipe's own log, a row of no table that was fitted to."""
     config = model_preset("llama3-70b")
     layout = resolve_layout(Layout(tp=4, pp=4, vp=5, cp=2), config, world_size=128)
-    job = TrainingShape(
+    training = TrainingShape(
         model_shape(config), 8192, 1024, "fp8", hardware_of_gpu("h100"), 128, engine_constants("megatron")
     )
-    assert predict_seconds(job, layout) == pytest.approx(45.81, rel=0.08)
+    assert predict_seconds(training, layout) == pytest.approx(45.81, rel=0.08)

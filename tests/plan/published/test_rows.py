@@ -47,9 +47,9 @@ def case(**changes: str) -> PublishedCase:
 
 def test_a_row_is_the_job_and_the_layout_it_describes() -> None:
     found = case()
-    assert found.job.model.weights == model_shape(model_preset("llama3-8b")).weights
+    assert found.training.model.weights == model_shape(model_preset("llama3-8b")).weights
     assert (found.layout.tp, found.layout.pp, found.layout.vp, found.layout.dp) == (2, 4, 2, 8)
-    assert found.job.hardware.network_gb_per_s == 50.0
+    assert found.training.hardware.network_gb_per_s == 50.0
 
 
 @pytest.mark.parametrize(
@@ -71,14 +71,14 @@ def test_what_a_row_does_not_say_is_never_guessed(changes: dict[str, str], reaso
 
 
 def test_a_gpu_by_its_name_in_the_catalog() -> None:
-    assert case(gpu="L40S").job.hardware.network_gb_per_s == 100 / 8 / 8
-    assert case(gpu="h200").job.hardware.gpu_name == "h200"
+    assert case(gpu="L40S").training.hardware.network_gb_per_s == 100 / 8 / 8
+    assert case(gpu="h200").training.hardware.gpu_name == "h200"
 
 
 def test_tied_embeddings_are_told_by_the_number_of_weights() -> None:
     sizes = {"layers": "16", "hidden": "2048", "heads": "32", "kv_heads": "32", "ffn": "8192", "vocab": "131072"}
-    assert case(**sizes, params_b="1.342").job.model.tied
-    assert not case(**sizes, params_b="1.610").job.model.tied
+    assert case(**sizes, params_b="1.342").training.model.tied
+    assert not case(**sizes, params_b="1.610").training.model.tied
 
 
 def test_megatrons_written_pipeline_is_read() -> None:
@@ -94,7 +94,7 @@ def test_chunks_that_count_the_embedding_and_the_loss_as_layers() -> None:
 def test_nanotron_cuts_by_the_cost_of_blocks() -> None:
     """Worked by hand: 16 layers of cost 1 and a head of cost 4, on 8 stages of 2.5 each."""
     sizes = {"layers": "16", "hidden": "2048", "heads": "32", "kv_heads": "32", "ffn": "8192", "vocab": "131072"}
-    model = case(**sizes, params_b="1.342").job.model
+    model = case(**sizes, params_b="1.342").training.model
     assert nanotron_stages(model, 8) == ((3, 3, 2, 3, 2, 3, 0, 0), 6)
 
 
@@ -121,5 +121,5 @@ def test_a_nanotron_row_has_the_memory_of_rank_0_whatever_its_table_says() -> No
 
 def test_megatron_deepspeed_without_zero_is_megatron_of_its_time_except_on_omni_path() -> None:
     plain = {"engine": "megatron-deepspeed", "dp_shard": "none", "vp": "1"}
-    assert case(**plain).job.stack.name == "megatron-2021"
-    assert case(**plain, notes="Jean Zay A100 4xOPA100").job.stack.name == "megatron-deepspeed"
+    assert case(**plain).training.constants.name == "megatron-2021"
+    assert case(**plain, notes="Jean Zay A100 4xOPA100").training.constants.name == "megatron-deepspeed"

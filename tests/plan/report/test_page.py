@@ -47,7 +47,7 @@ def test_a_page_needs_nothing_but_itself_and_has_a_dark_side() -> None:
 
 def test_a_name_cannot_break_the_page() -> None:
     named = answer()
-    named = replace(named, question=replace(named.question, name='<script>"&'))
+    named = replace(named, request=replace(named.request, name='<script>"&'))
     assert "<script>" not in html_page(named, top=5)
     ElementTree.fromstring(svg_sheet(named, top=5))
 

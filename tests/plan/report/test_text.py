@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
+
+from hypothesis import given
+from hypothesis import strategies as st
 
 from support.recipes.small_plans import JOB, MEMORY, TIMES, layout, prediction
 from trainshed.catalog import model_preset
@@ -12,11 +15,14 @@ from trainshed.plan.performance.engine_constants import engine_constants
 from trainshed.plan.performance.memory import GpuMemory
 from trainshed.plan.performance.prediction import LayoutPrediction, StepTimes, predict
 from trainshed.plan.report.text import (
+    MEMORY_PARTS,
+    TIME_PARTS,
     LayoutVariant,
     compare_variant,
     explain_layout,
     format_seconds,
     layout_variants,
+    share_cells,
     time_differences,
 )
 from trainshed.plan.search.search import best_fitting_layout, search_layouts
@@ -137,3 +143,19 @@ def test_a_neighbour_of_a_searched_layout_is_the_best_that_has_the_other_value()
     assert compared_with >= 3
     said = explain_layout(FAIR, found.chosen, lambda other: None, best_with)
     assert any(", at best with " in words for words in said)
+
+
+@given(st.lists(st.floats(0, 1e3), min_size=1, max_size=8), st.integers(8, 200))
+def test_cells_add_up_and_nothing_vanishes(amounts: list[float], width: int) -> None:
+    cells = share_cells(amounts, width)
+    assert sum(cells) == (width if sum(amounts) > 0 else 0)
+    assert all(
+        (count > 0) == (amount / sum(amounts) > 0) for count, amount in zip(cells, amounts, strict=True) if sum(amounts)
+    )
+
+
+def test_every_field_has_a_part_and_parts_keep_apart() -> None:
+    assert [part.key for part in MEMORY_PARTS] == [part.name for part in fields(GpuMemory) if part.name != "capacity"]
+    assert [part.key for part in TIME_PARTS] == [part.name for part in fields(StepTimes)]
+    for parts in (MEMORY_PARTS, TIME_PARTS):
+        assert len({part.symbol for part in parts}) == len({part.colour for part in parts}) == len(parts)

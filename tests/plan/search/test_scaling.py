@@ -13,13 +13,13 @@ from trainshed.plan.training_shape import TrainingShape, hardware_of_gpu
 
 
 @pytest.fixture(scope="module")
-def job() -> TrainingShape:
+def training() -> TrainingShape:
     model = model_shape(model_preset("llama3-8b"), "llama3-8b")
     return TrainingShape(model, 8192, 64, "bf16", hardware_of_gpu("h100"), 8, engine_constants("megatron"))
 
 
-def test_efficiency_is_measured_against_the_smallest_that_fits_and_breaks_for_a_reason(job: TrainingShape) -> None:
-    curve = scaling_curve(job, [1, 8, 64, 512, 2048], engine="megatron")
+def test_efficiency_is_measured_against_the_smallest_that_fits_and_breaks_for_a_reason(training: TrainingShape) -> None:
+    curve = scaling_curve(training, [1, 8, 64, 512, 2048], engine="megatron")
     one, first, *_ = curve.points
     assert one.prediction is None
     assert (one.reason or "").startswith("llama3-8b does not fit on 1 h100-sxm")
@@ -32,8 +32,8 @@ def test_efficiency_is_measured_against_the_smallest_that_fits_and_breaks_for_a_
     assert "% of a step on 8 GPUs and takes " in curve.reason
 
 
-def test_a_curve_that_holds_has_no_break(job: TrainingShape) -> None:
-    curve = scaling_curve(job, [8, 16], engine="megatron")
+def test_a_curve_that_holds_has_no_break(training: TrainingShape) -> None:
+    curve = scaling_curve(training, [8, 16], engine="megatron")
     assert (curve.breaks_at, curve.reason) == (None, None)
 
 
@@ -47,12 +47,12 @@ def test_counts_double_and_end_where_they_are_told() -> None:
 
 def test_more_than_100_percent_is_explained() -> None:
     model = model_shape(model_preset("llama3-8b"), "llama3-8b")
-    job = TrainingShape(model, 8192, 64, "bf16", hardware_of_gpu("h100"), 8, engine_constants("torch"))
-    curve = scaling_curve(job, [2, 8], engine="torch")
+    training = TrainingShape(model, 8192, 64, "bf16", hardware_of_gpu("h100"), 8, engine_constants("torch"))
+    curve = scaling_curve(training, [2, 8], engine="torch")
     assert (curve.points[-1].efficiency or 0) > 1.05
     assert curve.above is not None
     assert curve.above.startswith(
         "it is counted against 2 GPUs, the fewest asked about that fit, and memory holds them"
     )
     assert "recompute full on 2" in curve.above
-    assert scaling_curve(job, [8, 16], engine="torch").above is None
+    assert scaling_curve(training, [8, 16], engine="torch").above is None

@@ -22,6 +22,7 @@ from trainshed.plan.search.search import (
     SearchResult,
     evaluate_layout,
     is_tight,
+    rank_predictions,
     search_layouts,
     tie_break,
     why_not_the_fastest,
@@ -31,7 +32,7 @@ from trainshed.plan.training_shape import TrainingShape, hardware_of_gpu
 from trainshed.recipe import Layout
 
 
-def job_of(model: str, gpu: str, gpus: int, sequence_length: int, global_batch: int, engine: str) -> TrainingShape:
+def training_of(model: str, gpu: str, gpus: int, sequence_length: int, global_batch: int, engine: str) -> TrainingShape:
     described = model_shape(model_preset(model), model)
     return TrainingShape(
         described, sequence_length, global_batch, "bf16", hardware_of_gpu(gpu), gpus, engine_constants(engine)
@@ -39,11 +40,11 @@ def job_of(model: str, gpu: str, gpus: int, sequence_length: int, global_batch: 
 
 
 SMALL = {
-    "dense": job_of("llama3-8b", "h100", 8, 8192, 16, "torch"),
-    "little memory": job_of("llama3-8b", "a10g", 32, 4096, 8, "torch"),
-    "pipelines": job_of("llama3-70b", "h200", 32, 4096, 16, "megatron"),
-    "experts": job_of("mixtral-8x7b", "h100", 16, 4096, 16, "megatron"),
-    "fsdp": job_of("llama3-8b", "a100-80gb", 8, 4096, 32, "torchtune"),
+    "dense": training_of("llama3-8b", "h100", 8, 8192, 16, "torch"),
+    "little memory": training_of("llama3-8b", "a10g", 32, 4096, 8, "torch"),
+    "pipelines": training_of("llama3-70b", "h200", 32, 4096, 16, "megatron"),
+    "experts": training_of("mixtral-8x7b", "h100", 16, 4096, 16, "megatron"),
+    "fsdp": training_of("llama3-8b", "a100-80gb", 8, 4096, 32, "torchtune"),
 }
 
 
@@ -53,26 +54,26 @@ def brute_force(space: SearchSpace) -> list[LayoutPrediction]:
     for first in space.layouts(lambda layout, broken: None):
         layout: RankLayout | None = first
         while layout is not None:
-            found = predict(space.job, layout)
+            found = predict(space.training, layout)
             if found.fits:
                 fitting.append(found)
                 if not is_tight(found):
                     break
-            layout = space.relieved(layout)
+            layout = space.with_more_recompute(layout)
     return sorted(fitting, key=lambda each: each.step_seconds)
 
 
-def legal(job: TrainingShape, layout: RankLayout, engine: str) -> bool:
-    asked: dict[str, Any] = {"sequence_length": job.sequence_length, "batch_sizes": [job.global_batch]}
-    return not layout_problems(layout, job.model, **asked, engine=engine, stages_written=True)
+def legal(training: TrainingShape, layout: RankLayout, engine: str) -> bool:
+    context: dict[str, Any] = {"sequence_length": training.sequence_length, "batch_sizes": [training.global_batch]}
+    return not layout_problems(layout, training.model, **context, engine=engine, stages_written=True)
 
 
 @pytest.mark.parametrize("name", SMALL)
 def test_the_best_are_those_that_predicting_every_layout_gives(name: str) -> None:
-    job = SMALL[name]
-    engine = job.stack.name
-    every = brute_force(SearchSpace.of(job, engine, {}))
-    found = search_layouts(job, engine=engine, top=6)
+    training = SMALL[name]
+    engine = training.constants.name
+    every = brute_force(SearchSpace.for_training(training, engine, {}))
+    found = search_layouts(training, engine=engine, top=6)
     seconds = sorted(each.step_seconds for each in (found.chosen, *found.runners_up))
     assert seconds == pytest.approx([each.step_seconds for each in every[:6]])
     close = [each for each in every if each.step_seconds <= (1 + CLOSE_WITHIN) * every[0].step_seconds]
@@ -82,21 +83,25 @@ def test_the_best_are_those_that_predicting_every_layout_gives(name: str) -> Non
 
 @pytest.mark.parametrize("name", SMALL)
 def test_no_layout_is_better_than_its_bounds(name: str) -> None:
-    job = SMALL[name]
-    engine = job.stack.name
-    space, seconds, states = SearchSpace.of(job, engine, {}), StepTimeBound(job), StateMemoryBound(job)
+    training = SMALL[name]
+    engine = training.constants.name
+    space, seconds, states = (
+        SearchSpace.for_training(training, engine, {}),
+        StepTimeBound(training),
+        StateMemoryBound(training),
+    )
     for number, first in enumerate(space.layouts(lambda layout, broken: None)):
         bound = seconds(first)
         if number % 7:  # a sample is enough, and predictions are dear
             continue
-        found = predict(job, first)
+        found = predict(training, first)
         assert bound <= found.step_seconds * (1 + 1e-9), first
         assert states(first) <= found.memory.total, first
-        leaner = space.relieved(first)
+        leaner = space.with_more_recompute(first)
         # What is computed again can hide a little more of what is said between ranks.
-        assert leaner is None or is_tight(found) or predict(job, leaner).step_seconds >= found.step_seconds * 0.98, (
-            first
-        )
+        assert (
+            leaner is None or is_tight(found) or predict(training, leaner).step_seconds >= found.step_seconds * 0.98
+        ), first
 
 
 @settings(max_examples=25)
@@ -114,39 +119,39 @@ def test_all_that_is_found_is_legal_and_fits(
 ) -> None:
     kv_heads = heads[0] if family == "gpt2" else heads[1]
     config = tiny_config(family, layers=layers, heads=heads[0], kv_heads=kv_heads)
-    job = TrainingShape(
+    training = TrainingShape(
         model_shape(config), length, batch, "bf16", hardware_of_gpu("h100"), gpus, engine_constants(engine)
     )
-    space = SearchSpace.of(job, engine, {})
+    space = SearchSpace.for_training(training, engine, {})
     if next(space.layouts(lambda layout, broken: None), None) is None:
         with pytest.raises(InputError, match=r"no layout of \d+ GPUs is legal for"):
-            search_layouts(job, engine=engine)
+            search_layouts(training, engine=engine)
         return
-    found = search_layouts(job, engine=engine, top=4)
+    found = search_layouts(training, engine=engine, top=4)
     for each in (found.chosen, *found.runners_up):
         assert each.layout.world_size == gpus
-        assert legal(job, each.layout, engine)
+        assert legal(training, each.layout, engine)
         assert each.fits
-    assert search_layouts(job, engine=engine, top=4) == found
+    assert search_layouts(training, engine=engine, top=4) == found
 
 
 def test_keys_that_somebody_chose_are_kept() -> None:
-    job = job_of("llama3-8b", "h100", 16, 8192, 64, "megatron")
-    found = search_layouts(job, engine="megatron", fixed={"tp": 4, "pp": 2, "recompute": "full"}, top=5)
+    training = training_of("llama3-8b", "h100", 16, 8192, 64, "megatron")
+    found = search_layouts(training, engine="megatron", fixed={"tp": 4, "pp": 2, "recompute": "full"}, top=5)
     for each in (found.chosen, *found.runners_up):
         assert (each.layout.tp, each.layout.pp, each.layout.recompute) == (4, 2, "full")
 
 
 def test_batches_of_a_ramp_are_kept_to() -> None:
-    job = job_of("llama3-8b", "h100", 16, 8192, 64, "megatron")
-    found = search_layouts(job, engine="megatron", batch_sizes=(12,), top=5)
+    training = training_of("llama3-8b", "h100", 16, 8192, 64, "megatron")
+    found = search_layouts(training, engine="megatron", batch_sizes=(12,), top=5)
     for each in (found.chosen, *found.runners_up):
         assert 12 % (each.layout.dp * each.layout.micro_batch) == 0
 
 
 def test_rejected_layouts_come_with_reasons() -> None:
-    job = job_of("llama3-70b", "h100", 64, 8192, 96, "megatron")
-    found = search_layouts(job, engine="megatron", top=3)
+    training = training_of("llama3-70b", "h100", 64, 8192, 96, "megatron")
+    found = search_layouts(training, engine="megatron", top=3)
     reasons = [each.reason for each in found.rejected]
     assert any("GiB more than the 79.6 GiB of h100-sxm; " in reason for reason in reasons)
     assert any("alone are" in reason and "GiB or more on a GPU, which has 79.6" in reason for reason in reasons)
@@ -155,34 +160,34 @@ def test_rejected_layouts_come_with_reasons() -> None:
 
 
 def test_what_does_not_fit_says_how_close_it_came_and_how_many_gpus_would_do() -> None:
-    job = job_of("llama3-70b", "h100", 8, 8192, 64, "megatron")
+    training = training_of("llama3-70b", "h100", 8, 8192, 64, "megatron")
     with pytest.raises(InputError) as refused:
-        search_layouts(job, engine="megatron")
+        search_layouts(training, engine="megatron")
     assert refused.value.what.startswith("llama3-70b does not fit on 8 h100-sxm: the closest layout, ")
     assert "GiB more than the 79.6 GiB of a GPU" in refused.value.what
     hint = refused.value.hint or ""
     assert hint.endswith(" GPUs would do")
     enough = int(hint.split()[0])
-    assert search_layouts(replace(job, gpus=enough), engine="megatron", top=1).chosen.fits
+    assert search_layouts(replace(training, gpus=enough), engine="megatron", top=1).chosen.fits
     with pytest.raises(InputError, match="does not fit"):
-        search_layouts(replace(job, gpus=enough // 2), engine="megatron", top=1)
+        search_layouts(replace(training, gpus=enough // 2), engine="megatron", top=1)
 
 
 def test_where_no_layout_is_legal_the_rules_are_named() -> None:
-    job = job_of("llama3-8b", "h100", 8, 8192, 6, "torchtune")
+    training = training_of("llama3-8b", "h100", 8, 8192, 6, "torchtune")
     with pytest.raises(
         InputError, match=r"no layout of 8 GPUs with tp: 1 is legal for llama3-8b on torchtune"
     ) as refused:
-        search_layouts(job, engine="torchtune", fixed={"tp": 1})
+        search_layouts(training, engine="torchtune", fixed={"tp": 1})
     assert "dp 8 · micro_batch 1 = 8 does not divide the global batch of 6" in (refused.value.hint or "")
     with pytest.raises(InputError, match="no layout of 8 GPUs with tp: 3") as refused:
-        search_layouts(job, engine="torch", fixed={"tp": 3})
+        search_layouts(training, engine="torch", fixed={"tp": 3})
 
 
 def judged(**keys: Any) -> SearchResult:
-    job = job_of("llama3-8b", "h100", 8, 8192, 16, "megatron")
+    training = training_of("llama3-8b", "h100", 8, 8192, 16, "megatron")
     layout = resolve_layout(Layout.model_validate(keys), model_preset("llama3-8b"), world_size=8)
-    return evaluate_layout(job, layout, engine="megatron")
+    return evaluate_layout(training, layout, engine="megatron")
 
 
 def test_a_given_layout_is_predicted_whether_or_not_it_fits() -> None:
@@ -200,31 +205,35 @@ def test_a_given_layout_that_is_illegal_says_all_that_is_wrong() -> None:
     assert "dp 4 · micro_batch 5 = 20 does not divide the global batch of 16" in refused.value.what
     layout = resolve_layout(Layout(tp=4), model_preset("llama3-8b"))
     with pytest.raises(InputError, match="the layout tp4 is 4 GPUs, and there are 8"):
-        evaluate_layout(job_of("llama3-8b", "h100", 8, 8192, 16, "torch"), layout, engine="torch")
+        evaluate_layout(training_of("llama3-8b", "h100", 8, 8192, 16, "torch"), layout, engine="torch")
 
 
 def test_a_layout_that_barely_fits_says_so() -> None:
-    job = next(iter(SMALL.values()))
-    found = search_layouts(job, engine=job.stack.name)
+    training = next(iter(SMALL.values()))
+    found = search_layouts(training, engine=training.constants.name)
     needed = found.chosen.memory.total
-    tight = job.hardware.gpu.model_copy(update={"memory_gib": needed / 0.99})
+    tight = training.hardware.gpu.model_copy(update={"memory_gib": needed / 0.99})
     layout = found.chosen.layout
-    squeezed = evaluate_layout(replace(job, hardware=replace(job.hardware, gpu=tight)), layout, engine=job.stack.name)
+    squeezed = evaluate_layout(
+        replace(training, hardware=replace(training.hardware, gpu=tight)), layout, engine=training.constants.name
+    )
     assert any(note.startswith("it fills 99% of the card") for note in squeezed.notes)
-    assert not any("of the card" in note for note in evaluate_layout(job, layout, engine=job.stack.name).notes)
+    assert not any(
+        "of the card" in note for note in evaluate_layout(training, layout, engine=training.constants.name).notes
+    )
 
 
 def test_a_pipeline_of_our_own_engine_is_never_proposed_with_more_than_its_optimiser_states_shared_out() -> None:
-    job = job_of("llama3-70b", "h100", 32, 8192, 64, "torch")
-    proposed = list(SearchSpace.of(job, "torch", {}).layouts(lambda layout, broken: None))
+    training = training_of("llama3-70b", "h100", 32, 8192, 64, "torch")
+    proposed = list(SearchSpace.for_training(training, "torch", {}).layouts(lambda layout, broken: None))
     assert {layout.shard for layout in proposed if layout.pp > 1} == {"zero1"}
     assert {layout.shard for layout in proposed if layout.pp == 1} == {"zero1", "zero2", "full"}
 
 
 def test_a_choice_between_near_ties_names_two_different_layouts() -> None:
-    job = job_of("llama3-8b", "h100", 16, 131072, 1, "torch")
+    training = training_of("llama3-8b", "h100", 16, 131072, 1, "torch")
     chosen, *others = [
-        replace(predict(job, layout), step_seconds=seconds)
+        replace(predict(training, layout), step_seconds=seconds)
         for layout, seconds in (
             (resolve_layout(Layout(cp=16, shard="full", recompute="full"), model_preset("llama3-8b")), 10.0),
             (resolve_layout(Layout(cp=16, shard="full", recompute="none"), model_preset("llama3-8b")), 9.95),
@@ -233,3 +242,55 @@ def test_a_choice_between_near_ties_names_two_different_layouts() -> None:
     (note,) = why_not_the_fastest(chosen, others)
     assert note.startswith("cp16 full with recompute none is predicted 0.5% faster")
     assert "cp16 full with recompute full leaves more of the card free" in note
+
+
+CONFIG = model_preset("llama3-8b")
+JOB = TrainingShape(model_shape(CONFIG), 8192, 128, "bf16", hardware_of_gpu("h100"), 64, engine_constants("megatron"))
+
+
+def layout_that_takes(seconds: float, *, tp: int, risk: float = 0.0, likely: float = 0.0) -> LayoutPrediction:
+    found = predict(JOB, resolve_layout(Layout(tp=tp), CONFIG, world_size=64))
+    return replace(found, step_seconds=seconds, risk_seconds=risk, stall_likelihood=likely, stall_seconds=9.0)
+
+
+def filled(found: LayoutPrediction, share: float) -> LayoutPrediction:
+    """Return it with a card that is this full."""
+    (stage,) = found.stages
+    memory = stage.memory
+    more = share * memory.capacity - memory.total
+    return replace(found, stages=(replace(stage, memory=replace(memory, activations=memory.activations + more)),))
+
+
+def test_the_fastest_is_taken_and_of_near_ties_the_simplest() -> None:
+    simple, wide = (filled(layout_that_takes(seconds, tp=tp), 0.5) for seconds, tp in ((1.009, 2), (1.0, 4)))
+    assert rank_predictions([wide, simple]) == [simple, wide]
+    slower = replace(simple, step_seconds=1.011)
+    assert rank_predictions([slower, wide]) == [wide, slower]
+
+
+def test_of_near_ties_one_that_leaves_room_on_the_card_is_taken_before_a_simpler_one() -> None:
+    simple, wide = layout_that_takes(1.0, tp=2), layout_that_takes(1.009, tp=4)
+    assert rank_predictions([filled(simple, 0.9), filled(wide, 0.8)])[0].layout == wide.layout
+    assert rank_predictions([filled(simple, 0.55), filled(wide, 0.2)])[0].layout == simple.layout
+
+
+def test_what_may_stall_comes_after_what_takes_a_little_longer_for_sure() -> None:
+    risky, sure = layout_that_takes(1.0, risk=0.5, tp=2), layout_that_takes(1.2, tp=4)
+    assert rank_predictions([risky, sure]) == [sure, risky]
+
+
+def test_beside_a_layout_that_may_stall_stands_what_does_best_with_it() -> None:
+    risky = [layout_that_takes(1 + tp / 10, tp=tp, likely=0.75) for tp in (1, 2)]
+    safe = [layout_that_takes(2 + tp / 10, tp=tp, likely=0.25) for tp in (4, 8)]
+    # One that rarely stalls covers most; then another draw at the fast ones is worth more than a second safe one.
+    assert rank_predictions([*risky, *safe]) == [risky[0], safe[0], risky[1], safe[1]]
+    rarer = [replace(each, stall_likelihood=0.99) for each in risky]
+    assert rank_predictions([*rarer, *safe]) == [rarer[0], *safe, rarer[1]]
+    calm = [replace(each, stall_likelihood=0.0) for each in risky]
+    assert rank_predictions([*calm, *safe]) == [*calm, *safe]
+
+
+def test_what_is_fastest_if_nothing_stalls_is_tried_second() -> None:
+    sure, also_sure = layout_that_takes(1.2, tp=1), layout_that_takes(1.3, tp=2)
+    risky = layout_that_takes(1.0, tp=4, risk=0.5, likely=0.5)
+    assert rank_predictions([risky, also_sure, sure]) == [sure, risky, also_sure]

@@ -56,7 +56,7 @@ def answer() -> Plan:
     """Return an answer with everything a picture can show."""
     chosen = prediction(layout(tp=4, pp=4, vp=5, cp=2))
     return Plan(
-        question=PlanRequest("llama3-70b", JOB, CONFIG, "megatron"),
+        request=PlanRequest("llama3-70b", JOB, CONFIG, "megatron"),
         chosen=chosen,
         runners_up=(
             prediction(layout(tp=8, pp=4, vp=5), replace(TIMES, tp=8.0, compute=31.0, cp=0.0)),

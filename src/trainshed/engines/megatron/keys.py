@@ -16,7 +16,7 @@ from trainshed.engines.megatron.settings import MegatronSettings
 from trainshed.errors import InputError
 from trainshed.plan.layout import RankLayout
 from trainshed.plan.legality.check import MEGATRON_VOCABULARY_MULTIPLE
-from trainshed.plan.legality.torch_rules import round_up
+from trainshed.plan.legality.rules import round_up
 from trainshed.recipe import MoeLosses
 
 _ROPE_ARGUMENTS = ("rotary_base", "rotary_percent", "rotary_interleaved", "rotary_seq_len_interpolation_factor")

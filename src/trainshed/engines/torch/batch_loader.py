@@ -61,7 +61,7 @@ class BatchLoader:
         self._reader.shutdown(wait=False, cancel_futures=True)
 
     def _local_rows(self, step: int) -> range:
-        return self.mesh.layout.rows(self.order.batch_size(step), self.mesh.coordinates.dp)
+        return self.mesh.layout.sample_range(self.order.batch_size(step), self.mesh.coordinates.dp)
 
     def _read(self, step: int) -> tuple[np.ndarray | None, tuple[int, int]]:
         if not self.mesh.reads_tokens:

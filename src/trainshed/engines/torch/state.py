@@ -189,7 +189,7 @@ def measure_probe_loss(runner: StepRunner, sequence_length: int, global_batch: i
     labelled = np.full((global_batch, sequence_length), IGNORE_INDEX, np.int64)
     tokens[:PROBE_ROWS, : PROBE_TOKENS + 1] = probe
     labelled[:PROBE_ROWS, :PROBE_TOKENS] = probe[:, 1:]
-    local_rows = mesh.layout.rows(global_batch, mesh.coordinates.dp)
+    local_rows = mesh.layout.sample_range(global_batch, mesh.coordinates.dp)
     padding = mesh.layout.padding(global_batch, mesh.coordinates.dp)
     batch = LocalBatch(len(local_rows) + padding, None, None)
     if mesh.reads_tokens:

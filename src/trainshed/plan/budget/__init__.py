@@ -1,1 +1,1 @@
-"""Beyond layouts: checkpoints, failures, data, host memory, hours, energy and money."""
+"""What a run takes besides its layout: checkpoints, failures, data, host memory, hours, energy and money."""

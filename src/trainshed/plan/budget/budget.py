@@ -1,4 +1,4 @@
-"""What a plan says beyond its layout: checkpoints, failures, data, the host's memory, hours, energy and money."""
+"""What a run takes besides its layout: checkpoints, failures, data, host memory, hours, energy and money."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from trainshed.plan.training_shape import TrainingShape
 
 # A rank's interpreter, libraries, CUDA context and NCCL: an estimate, not measured.
 _RANK_GIB = 6.0
-# The page cache, the node agent and the system want some as well.
+# The page cache, the node agent and the system need the rest.
 _MOST_FILLED = 0.85
 
 
@@ -31,11 +31,11 @@ class HostMemory:
 
     processes_gib: float
     staged_checkpoint_gib: float
-    """Page-locked: the copy that is written while training goes on."""
+    """Page-locked: the copy that is written while training continues."""
     tokens_gib: float
     """Tokens in shared memory, with `data.stage: shm`."""
     capacity_gib: float | None
-    """None where the machine is not known."""
+    """None if the machine is unknown."""
 
     @property
     def total_gib(self) -> float:
@@ -44,7 +44,7 @@ class HostMemory:
 
     @property
     def fits(self) -> bool | None:
-        """Whether the node has it with room to breathe; None where nobody knows what it has."""
+        """Whether the node has that much and some to spare; None if its memory is unknown."""
         return None if self.capacity_gib is None else self.total_gib <= _MOST_FILLED * self.capacity_gib
 
     def to_plain(self) -> dict[str, Any]:
@@ -66,7 +66,7 @@ def host_memory(
 
 
 def host_memory_warning(memory: HostMemory) -> str | None:
-    """Say that a node's memory is too small, None where it is not."""
+    """Say that a node's memory is too small; None if it is not."""
     if memory.fits is not False:
         return None
     return (
@@ -81,16 +81,16 @@ _HOURS_PER_MONTH = 730.0
 
 @dataclass(frozen=True)
 class RunCost:
-    """A number of steps on a number of GPUs; what is not known is None."""
+    """What a number of steps costs on a number of GPUs; None for what is unknown."""
 
     steps: int
     training_hours: float
-    """Steps alone, with nothing going wrong."""
+    """Steps alone, without failures."""
     hours: float
     """With saves and failures, at the expected goodput."""
     gpu_hours: float
     energy_kwh: float | None
-    """At the machines' rated maximum, without the building's cooling: a bound."""
+    """At the machines' rated power, without cooling: an upper bound."""
     price_per_gpu_hour: float | None
     price_source: str
     cost: float | None
@@ -104,7 +104,7 @@ class RunCost:
 
 
 def price_per_gpu_hour(machine: Machine | None, given: float | None = None) -> tuple[float | None, str]:
-    """Return the price of a GPU by the hour in US dollars, and where it comes from or why there is none."""
+    """Return the price of a GPU per hour in US dollars, and its source or why there is none."""
     if given is not None:
         return given, "as given"
     if machine is None:
@@ -131,10 +131,10 @@ def run_cost(
     checkpoint: CheckpointCost | None = None,
     keep: int | None = 3,
 ) -> RunCost:
-    """Return what `steps` cost; `price` is dollars per GPU and hour and wins over the list's."""
+    """Return what `steps` cost; `price` is dollars per GPU and hour and wins over the list price."""
     training = steps * step_seconds / 3600
     share = goodput.goodput if goodput is not None else 1.0
-    # Without a save on the way no share can be told: a failure loses all. The hours are then those without failures.
+    # Without saves there is no goodput, as a failure loses everything: the hours are then those without failures.
     hours = training / share if share else training
     nodes = ceil(gpus / gpus_per_node)
     per_hour, source = price_per_gpu_hour(machine, price)
@@ -156,7 +156,7 @@ def run_cost(
 
 @dataclass(frozen=True)
 class RunTerms:
-    """What bears on a run beside its job and layout; None where nobody said."""
+    """What a run depends on besides its training and layout; None for what was not given."""
 
     engine: str = "torch"
     machine: Machine | None = None
@@ -175,14 +175,14 @@ class RunTerms:
 
 @dataclass(frozen=True)
 class RunBudget:
-    """Everything beyond the layout, and what a person should know of it."""
+    """What a run takes besides its layout, with warnings and notes."""
 
     checkpoint: CheckpointCost
     goodput: Goodput
     data: TokenSupply
     host_memory: HostMemory
     run: RunCost | None
-    """None where nobody said how many steps."""
+    """None if the number of steps was not given."""
     warnings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -199,32 +199,32 @@ class RunBudget:
         }
 
 
-def run_budget(job: TrainingShape, prediction: LayoutPrediction, terms: RunTerms) -> RunBudget:
+def run_budget(training: TrainingShape, prediction: LayoutPrediction, terms: RunTerms) -> RunBudget:
     """Return what a predicted layout costs to save, to feed and to run."""
-    layout, hardware, step = prediction.layout, job.hardware, prediction.step_seconds
-    kept = {"storage": terms.storage, "machine": terms.machine, "engine": terms.engine}
-    saved = ceil(job.model.weights * job.habits.trained_share)
-    checkpoint = checkpoint_cost(saved, layout, hardware, **kept)
+    layout, hardware, step = prediction.layout, training.hardware, prediction.step_seconds
+    where = {"storage": terms.storage, "machine": terms.machine, "engine": terms.engine}
+    trained_weights = ceil(training.model.weights * training.options.trained_share)
+    checkpoint = checkpoint_cost(trained_weights, layout, hardware, **where)
     mtbf, mtbf_source = node_mtbf_hours(hardware.gpus_per_node, terms.mtbf_hours)
-    expected = goodput(
+    run_goodput = goodput(
         checkpoint,
         step_seconds=step,
-        nodes=ceil(job.gpus / hardware.gpus_per_node),
+        nodes=ceil(training.gpus / hardware.gpus_per_node),
         mtbf_hours=mtbf,
         mtbf_source=mtbf_source,
         interval_steps=terms.checkpoint_every,
         asynchronous=terms.asynchronous,
     )
-    supply = token_supply(job, layout, step, **kept, stage=terms.stage, corpus_tokens=terms.corpus_tokens)
-    memory = host_memory(min(job.gpus, hardware.gpus_per_node), checkpoint, supply, terms.machine)
+    supply = token_supply(training, layout, step, **where, stage=terms.stage, corpus_tokens=terms.corpus_tokens)
+    memory = host_memory(min(training.gpus, hardware.gpus_per_node), checkpoint, supply, terms.machine)
     run = None
     if terms.steps is not None:
         run = run_cost(
             terms.steps,
             step,
-            job.gpus,
+            training.gpus,
             hardware.gpus_per_node,
-            goodput=expected,
+            goodput=run_goodput,
             machine=terms.machine,
             price=terms.price_per_gpu_hour,
             storage=terms.storage,
@@ -235,25 +235,27 @@ def run_budget(job: TrainingShape, prediction: LayoutPrediction, terms: RunTerms
     if terms.checkpoint_every is not None:
         saving = checkpoint_warning(checkpoint, terms.checkpoint_every * step, asynchronous=terms.asynchronous)
     warnings = (saving, supply_warning(supply, step), host_memory_warning(memory))
-    found = RunBudget(checkpoint, expected, supply, memory, run, tuple(each for each in warnings if each is not None))
-    return replace(found, notes=tuple(_budget_notes(found, terms)))
+    budget = RunBudget(
+        checkpoint, run_goodput, supply, memory, run, tuple(text for text in warnings if text is not None)
+    )
+    return replace(budget, notes=tuple(_budget_notes(budget, terms)))
 
 
-def _budget_notes(found: RunBudget, terms: RunTerms) -> list[str]:
+def _budget_notes(budget: RunBudget, terms: RunTerms) -> list[str]:
     notes = []
     if terms.storage is None:
         notes.append(
             "no storage is named, so the time to write a checkpoint and to read tokens is not known: write "
             "`storage: {tier: …}` into the cluster file"
         )
-    if found.run is not None and found.run.cost is None:
-        notes.append(found.run.price_source)
-    expected = found.goodput
-    gain = expected.best_goodput - expected.goodput if expected.goodput is not None else 0.0
+    if budget.run is not None and budget.run.cost is None:
+        notes.append(budget.run.price_source)
+    run_goodput = budget.goodput
+    gain = run_goodput.best_goodput - run_goodput.goodput if run_goodput.goodput is not None else 0.0
     # Below half a percent the advice would be worth less than reading it.
     if gain > 0.005:
         notes.append(
-            f"saving every {expected.best_interval_steps:,} steps instead of {expected.interval_steps:,} would raise "
-            f"the expected goodput from {expected.goodput:.1%} to {expected.best_goodput:.1%}"
+            f"saving every {run_goodput.best_interval_steps:,} steps instead of {run_goodput.interval_steps:,} would "
+            f"raise the expected goodput from {run_goodput.goodput:.1%} to {run_goodput.best_goodput:.1%}"
         )
     return notes

@@ -1,8 +1,8 @@
-"""What a checkpoint costs, and how much of the time trains with failures, saves and restarts (goodput).
+"""What a checkpoint costs, and the share of time that trains despite failures, saves and restarts (goodput).
 
-A checkpoint has its bytes, its writers, the time training stops and the time it is written. Young's interval between
-saves is sqrt(2 · save · MTBF) (CACM 17(9), 1974); Daly's is its higher-order form, and his expected run time under
-exponential failures (FGCS 22(3), 2006, equations 20 and 37) is what `expected_goodput` divides by:
+A checkpoint has a size, ranks that write it, a time in which training stops and a time to write it. Young's interval
+between saves is sqrt(2 · save · MTBF) (CACM 17(9), 1974); Daly's is its higher-order form. `expected_goodput` divides
+by his expected run time under exponential failures (FGCS 22(3), 2006, equations 20 and 37):
 
     wall time per interval = M · e^(R/M) · (e^((interval + save)/M) - 1)
 """
@@ -22,7 +22,7 @@ from trainshed.plan.training_shape import Hardware
 _GIB = 2**30
 
 BYTES_PER_WEIGHT = {
-    # Weights and Adam's two moments, all fp32 (`engines/torch/state.py`); a bf16 copy is made again from them.
+    # Weights and Adam's two moments, all fp32 (`engines/torch/state.py`); bf16 weights are cast from them.
     "torch": 12,
     # bf16 weights besides fp32 ones and two moments (torch_dist, distributed optimizer): AKS's 2.3 TiB for 175B.
     "megatron": 14,
@@ -32,9 +32,9 @@ BYTES_PER_WEIGHT = {
 }
 """Bytes of a checkpoint per weight, by engine."""
 
-# What device-to-host copies keep of PCIe's rate when all GPUs of a node copy at once into page-locked memory: estimate.
+# Share of PCIe's rate when all GPUs of a node copy to page-locked host memory at once: an estimate.
 _COPY_EFFICIENCY = 0.7
-# Beyond these parts of the time between two saves the plan warns.
+# Above these shares of the time between two saves the plan warns.
 MAX_WRITE_SHARE = 0.5
 _MAX_STALL_SHARE = 0.05
 
@@ -45,20 +45,20 @@ class CheckpointCost:
 
     bytes: int
     writers: int
-    """Ranks that hold a part nobody else writes."""
+    """Ranks that write a part."""
     writing_nodes: int
     staged_gib_per_node: float
-    """Page-locked host memory on the fullest node: a copy of all that its ranks write."""
+    """Page-locked host memory on the fullest node: a copy of everything its ranks write."""
     stage_seconds: float
-    """Training stands still while the state is copied to the host's memory."""
+    """Training stops while the state is copied to host memory."""
     write_seconds: float | None = None
     read_seconds: float | None = None
-    """To load it again, on all nodes."""
+    """To load it on all nodes."""
     write_gb_per_s: float | None = None
     storage: str | None = None
 
     def stall_seconds(self, interval_seconds: float, *, asynchronous: bool = True) -> float:
-        """Return how long one save holds training up: a save waits for the one before it."""
+        """Return how long one save stops training: a save waits for the previous one."""
         write = self.write_seconds or 0.0
         return self.stage_seconds + (max(0.0, write - interval_seconds) if asynchronous else write)
 
@@ -75,7 +75,7 @@ def checkpoint_bytes(weights: int, engine: str = "torch") -> int:
 def writers_by_node(layout: RankLayout, gpus_per_node: int, engine: str = "torch") -> dict[int, int]:
     """Return how many ranks of each node write; nodes are filled in the order of ranks.
 
-    Our engine writes the first copy of each pipeline rank's state; Megatron's parallel save shares it among all ranks.
+    Our engine writes the first replica of each pipeline rank's state; Megatron's parallel save uses all ranks.
     """
     block = layout.stage_ranks
     if engine == "torch":
@@ -98,7 +98,7 @@ def checkpoint_cost(
     machine: Machine | None = None,
     engine: str = "torch",
 ) -> CheckpointCost:
-    """Return what a checkpoint of a model with so many weights costs; state is taken as evenly shared out."""
+    """Return what a checkpoint of a model with so many weights costs; state is assumed to be evenly divided."""
     size = checkpoint_bytes(weights, engine)
     counts = writers_by_node(layout, hardware.gpus_per_node, engine)
     writers = sum(counts.values())
@@ -119,7 +119,7 @@ def checkpoint_cost(
 
 
 def checkpoint_warning(cost: CheckpointCost, interval_seconds: float, *, asynchronous: bool = True) -> str | None:
-    """Say what is wrong with saving this often, None where nothing is."""
+    """Say that saves come too often; None if they do not."""
     if cost.write_seconds is None:
         return None
     busy = cost.write_seconds if asynchronous else cost.stall_seconds(interval_seconds, asynchronous=False)
@@ -136,7 +136,7 @@ def checkpoint_warning(cost: CheckpointCost, interval_seconds: float, *, asynchr
 
 
 def format_duration(seconds: float) -> str:
-    """A duration as people say it."""
+    """Write a duration in days, hours, minutes or seconds."""
     for size, unit in ((86400, "days"), (3600, "hours"), (60, "minutes")):
         if seconds >= 1.5 * size:
             return f"{seconds / size:.1f} {unit}"
@@ -153,18 +153,18 @@ _LARGEST_EXPONENT = 700.0
 
 @dataclass(frozen=True)
 class Goodput:
-    """The share of time that moves training forward, with the interval as written and with the best one."""
+    """The share of time that trains, with the interval of the recipe and with the best one."""
 
     mtbf_hours: float
-    """Of the whole job: any node stops it."""
+    """Of the whole run: a failure of any node stops it."""
     mtbf_source: str
     restart_seconds: float
     interval_steps: int | None
-    """As the recipe says; None: it saves at the end only."""
+    """As in the recipe; None: it saves only at the end."""
     stall_seconds: float
-    """What one save holds training up, at that interval."""
+    """How long one save stops training, at that interval."""
     goodput: float | None
-    """None where nothing is saved on the way: a failure loses all."""
+    """None if it saves only at the end: a failure loses everything."""
     best_interval_steps: int
     best_goodput: float
 
@@ -174,7 +174,7 @@ class Goodput:
 
 
 def node_mtbf_hours(gpus_per_node: int, stated: float | None = None) -> tuple[float, str]:
-    """Return the mean time between failures of one node, and who says so."""
+    """Return the mean time between failures of one node, and its source."""
     if stated is not None:
         return stated, "as given"
     return LLAMA3_GPU_HOURS_PER_FAILURE / gpus_per_node, MTBF_SOURCE
@@ -211,8 +211,8 @@ def goodput(
 ) -> Goodput:
     """Return the expected goodput of a run; `mtbf_hours` is one node's.
 
-    A save that is written while training goes on counts from its snapshot but protects only when it is written, so
-    each failure loses the time of one write more.
+    An asynchronous save contains the state of its snapshot but can be used only once it is written, so each failure
+    also loses the time of one write.
     """
     mtbf_seconds = mtbf_hours * 3600 / nodes
     write = cost.write_seconds or 0.0

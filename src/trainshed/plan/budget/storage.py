@@ -1,4 +1,4 @@
-"""The storage a run would use: how fast nodes write and read it, and whether tokens come as fast as GPUs take them."""
+"""The storage of a run: how fast nodes write and read it, and whether tokens are read as fast as GPUs need them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class PlannedStorage:
         return self._rate(self.tier.read, nodes, machine)
 
     def usd_per_month(self, used_bytes: float) -> float | None:
-        """Return its list price: of the size that was bought, or of what is used where it has no size."""
+        """Return its list price: of the size that was bought, or of the used bytes if it has no size."""
         if self.tier.usd_per_gb_month is None:
             return None
         size_bytes = used_bytes if self.size_tib is None else self.size_tib * TIB
@@ -58,14 +58,14 @@ class PlannedStorage:
 
 
 def planned_storage(name: str, size_tib: float | None = None, servers: int | None = None) -> PlannedStorage:
-    """Return a tier by name, checked: it exists, it is sold in that size, and nothing its speed needs is missing."""
+    """Return a tier by name; raises if it does not exist, or if its size cannot be bought or is missing."""
     tier = storage_tier(name)
     check_tier_size(tier, size_tib, servers)
     return PlannedStorage(tier, size_tib, servers)
 
 
 def cluster_storage(cluster: Cluster) -> PlannedStorage | None:
-    """Return the storage that a cluster file names, None where it names none."""
+    """Return the storage that a cluster file names; None if it names none."""
     wanted = cluster.storage
     if wanted is None:
         return None
@@ -89,11 +89,11 @@ class TokenSupply:
     """How many ranks read each token."""
     needed_gb_per_s: float
     given_gb_per_s: float | None
-    """None where no storage is named, or tokens lie in memory."""
+    """None if no storage is named, or if tokens are in memory."""
     read_seconds: float | None
     limits_the_step: bool
     staging_seconds: float | None = None
-    """Before the first step: a copy of all tokens onto every node; None where they stay where they are."""
+    """Before the first step: a copy of all tokens to every node; None if they are read in place."""
     staged_gib_per_node: float | None = None
 
     def to_plain(self) -> dict[str, Any]:
@@ -109,14 +109,14 @@ def bytes_per_token(vocab_size: int) -> int:
 def readers_per_token(layout: RankLayout, engine: str = "torch") -> int:
     """Return how many ranks read each token: those of the first and the last stage.
 
-    Megatron's tensor-parallel ranks are told by the first of them.
+    Of Megatron's tensor-parallel ranks only the first reads, and broadcasts.
     """
     ranks = layout.cp * (layout.tp if engine == "torch" else 1)
     return ranks * (2 if layout.pp > 1 else 1)
 
 
 def token_supply(
-    job: TrainingShape,
+    training: TrainingShape,
     layout: RankLayout,
     step_seconds: float,
     *,
@@ -127,14 +127,14 @@ def token_supply(
     corpus_tokens: int | None = None,
 ) -> TokenSupply:
     """Return whether reading keeps up; latencies are counted one after the other, sample by sample, as a rank reads."""
-    width, readers = bytes_per_token(job.model.vocab_size), readers_per_token(layout, engine)
-    nodes = ceil(job.gpus / job.hardware.gpus_per_node)
-    step_bytes = float(job.tokens_per_step) * width * readers
+    width, readers = bytes_per_token(training.model.vocab_size), readers_per_token(layout, engine)
+    nodes = ceil(training.gpus / training.hardware.gpus_per_node)
+    step_bytes = float(training.tokens_per_step) * width * readers
     source = planned_storage("nvme") if stage == "nvme" else storage if stage == "direct" else None
     rate = source.read_gb_per_s(nodes, machine) if source is not None else None
     seconds = None
     if source is not None and rate is not None:
-        samples = ceil(job.global_batch / layout.dp)
+        samples = ceil(training.global_batch / layout.dp)
         seconds = step_bytes / (rate * 1e9) + samples * source.tier.latency_ms / 1e3
     staged = corpus_tokens * width if stage != "direct" and corpus_tokens is not None else None
     copying = storage.read_gb_per_s(nodes, machine) if storage is not None else None
@@ -152,7 +152,7 @@ def token_supply(
 
 
 def supply_warning(supply: TokenSupply, step_seconds: float) -> str | None:
-    """Say that the step waits for its tokens, None where it does not."""
+    """Say that the step waits for its tokens; None if it does not."""
     if not supply.limits_the_step or supply.read_seconds is None:
         return None
     return (

@@ -1,7 +1,7 @@
-"""Is a layout legal on an engine (`layout_problems`), and is it wise (`layout_warnings`, `layout_notes`)?
+"""Whether a layout is legal on an engine (`layout_problems`), and whether it is wise (`layout_warnings`).
 
-A layout is *illegal* where its engine cannot run it; the tables below say which rules hold for which engine. It is
-*unwise* where it only costs, and the planner says how much.
+A layout is *illegal* where its engine cannot run it; the tables below say which rules each engine has. It is *unwise*
+where it runs but is slow; the planner says how slow.
 """
 
 from __future__ import annotations
@@ -10,46 +10,46 @@ from collections.abc import Iterable, Iterator
 
 from trainshed.errors import InputError
 from trainshed.plan.layout import RankLayout
-from trainshed.plan.legality import foreign_rules, torch_rules
-from trainshed.plan.legality.torch_rules import LayoutRule, LegalityContext, round_up
+from trainshed.plan.legality import rules
+from trainshed.plan.legality.rules import LayoutRule, LegalityContext, round_up
 from trainshed.plan.model_shape import ModelShape, model_shape
 from trainshed.recipe import ModelConfig
 from trainshed.recipe.section import Problem
 
 _TORCH_RULES: tuple[LayoutRule, ...] = (
-    torch_rules.check_heads_and_rows,
-    torch_rules.check_vocabulary_rows,
-    torch_rules.check_experts,
-    torch_rules.check_expert_mesh,
-    torch_rules.check_sequence_pieces,
-    torch_rules.check_stages,
-    torch_rules.check_torch_sharding,
-    torch_rules.check_torch_recompute,
-    torch_rules.check_copies,
-    torch_rules.check_equal_shares,
-    torch_rules.check_torch_schedule,
+    rules.check_heads_and_rows,
+    rules.check_vocabulary_rows,
+    rules.check_experts,
+    rules.check_expert_mesh,
+    rules.check_sequence_pieces,
+    rules.check_stages,
+    rules.check_torch_sharding,
+    rules.check_torch_recompute,
+    rules.check_replicate,
+    rules.check_equal_shares,
+    rules.check_torch_schedule,
 )
 # No rule for the vocabulary: Megatron pads it until tp divides it (`layout_notes` says to what).
 _MEGATRON_RULES: tuple[LayoutRule, ...] = (
-    foreign_rules.check_megatron_tp,
-    torch_rules.check_expert_sizes,
-    foreign_rules.check_megatron_expert_ranks,
-    torch_rules.check_sequence_pieces,
-    torch_rules.check_stages,
-    foreign_rules.check_megatron_chunks,
-    foreign_rules.check_megatron_sharding,
-    torch_rules.check_copies,
-    foreign_rules.check_megatron_replicate,
-    torch_rules.check_equal_shares,
-    foreign_rules.check_megatron_schedule,
+    rules.check_megatron_tp,
+    rules.check_expert_sizes,
+    rules.check_megatron_expert_ranks,
+    rules.check_sequence_pieces,
+    rules.check_stages,
+    rules.check_megatron_chunks,
+    rules.check_megatron_sharding,
+    rules.check_replicate,
+    rules.check_megatron_replicate,
+    rules.check_equal_shares,
+    rules.check_megatron_schedule,
 )
 _TORCHTUNE_RULES: tuple[LayoutRule, ...] = (
-    foreign_rules.check_torchtune_axes,
-    torch_rules.check_heads_and_rows,
-    foreign_rules.check_torchtune_tp,
-    foreign_rules.check_torchtune_sharding,
-    foreign_rules.check_torchtune_recompute,
-    torch_rules.check_equal_shares,
+    rules.check_torchtune_axes,
+    rules.check_heads_and_rows,
+    rules.check_torchtune_tp,
+    rules.check_torchtune_sharding,
+    rules.check_torchtune_recompute,
+    rules.check_equal_shares,
 )
 _ENGINE_RULES: dict[str, tuple[LayoutRule, ...]] = {
     "torch": _TORCH_RULES,
@@ -71,17 +71,17 @@ def layout_problems(
 ) -> list[Problem]:
     """Return everything that makes a layout illegal, with paths from the root of the recipe.
 
-    `batch_sizes` are all global batches of the run: with a ramp, every size it passes. `stages_written` says that
-    somebody wrote the layers of each chunk.
+    `batch_sizes` are all global batch sizes of the run: with a ramp, every size of it. `stages_written` says that the
+    layers of each chunk were written out.
     """
-    asked = LegalityContext(sequence_length, tuple(sorted(set(batch_sizes))), lora, stages_written)
-    return list(broken_rules(layout, model if isinstance(model, ModelShape) else model_shape(model), asked, engine))
+    context = LegalityContext(sequence_length, tuple(sorted(set(batch_sizes))), lora, stages_written)
+    return list(broken_rules(layout, model if isinstance(model, ModelShape) else model_shape(model), context, engine))
 
 
-def broken_rules(layout: RankLayout, model: ModelShape, asked: LegalityContext, engine: str) -> Iterator[Problem]:
-    """Yield what makes a layout illegal, one problem at a time: the planner's search asks for the first alone."""
+def broken_rules(layout: RankLayout, model: ModelShape, context: LegalityContext, engine: str) -> Iterator[Problem]:
+    """Yield what makes a layout illegal, one problem at a time: the search needs only the first."""
     for rule in engine_rules(engine):
-        yield from rule(layout, model, asked)
+        yield from rule(layout, model, context)
 
 
 def engine_rules(engine: str) -> tuple[LayoutRule, ...]:
@@ -96,10 +96,10 @@ def engine_rules(engine: str) -> tuple[LayoutRule, ...]:
 
 
 _WORST_BUBBLE = 0.25
-"""Idle share of a step from which a pipeline is called unwise: a quarter of the GPUs bought for nothing."""
+"""Idle share of a step above which a pipeline is unwise: a quarter of the GPUs' time is wasted."""
 _FEW_TOKENS = 512
-"""Rows of a product below which reading a bf16 weight takes about as long as multiplying with it: an H100 makes 295
-FLOPs in the time of a byte, two per row and element of two bytes."""
+"""Tokens of a matmul below which reading a bf16 weight takes about as long as multiplying with it: an H100 makes 295
+FLOPs in the time it reads a byte, and a token needs two per weight of two bytes."""
 MEGATRON_VOCABULARY_MULTIPLE = 128
 """`--make-vocab-size-divisible-by`, times tp."""
 
@@ -115,7 +115,7 @@ def layout_warnings(
 ) -> list[str]:
     """Return what is unwise about a legal layout.
 
-    `link_domain` is how many GPUs fast links join; None where no GPU is known, and what hangs on them is not said.
+    `link_domain` is how many GPUs fast links connect; None where the hardware is unknown: no warning is about it then.
     """
     model = model if isinstance(model, ModelShape) else model_shape(model)
     largest = layout.micro_batches(max(batch_sizes))
@@ -127,7 +127,7 @@ def layout_warnings(
 
 
 def layout_notes(layout: RankLayout, model: ModelConfig | ModelShape, *, engine: str) -> list[str]:
-    """Return what the engine does with a layout that nobody wrote."""
+    """Return what the engine does with a layout that its keys do not say."""
     if engine not in ("megatron", "nemo"):
         return []
     notes = []

@@ -1,1 +1,1 @@
-"""How fast and how full: one layout of one job, predicted operation by operation."""
+"""The prediction of one layout: step time and memory, computed operation by operation."""

@@ -1,7 +1,6 @@
-"""What is known of the software that steps the model: its options, and constants fitted to its measurements.
+"""What the planner knows of an engine: the options of a run, and constants fitted to measurements of the engine.
 
-The constants are in `engine_constants.yaml`, each with the measurements behind it; `benchmarks/fit_planner.py` fits
-them again.
+The constants are in `engine_constants.yaml`, which names the measurements. `benchmarks/fit_planner.py` writes it.
 """
 
 from __future__ import annotations
@@ -20,174 +19,174 @@ _FILE = Path(__file__).with_name("engine_constants.yaml")
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """What one run does otherwise than the usual of its engine."""
+    """Options of one run; the defaults are what its engine usually does."""
 
     sequence_parallel: bool = True
     head_chunk: int | None = None
     """The chunk that holds the head where it is not the last."""
-    selective: str = ""
-    """What `recompute: selective` computes again, joined by +; empty: what the engine's own choice is."""
+    selective_recompute: str = ""
+    """What `recompute: selective` computes again, joined by +; empty: the engine's own choice."""
     overlap: bool = True
-    """Whether gradients are reduced and weights gathered under other work."""
+    """Whether gradients are reduced and weights gathered while the GPU computes."""
     tp_overlap: bool = False
-    """Whether tensor-parallel communication runs under products: Megatron's --tp-comm-overlap, off unless asked for."""
+    """Whether tensor-parallel communication overlaps with matmuls: Megatron's --tp-comm-overlap, off by default."""
     ep_overlap: bool = False
-    """Expert all-to-alls run under the other half of a split micro-batch."""
+    """Expert all-to-alls overlap with the other half of a split micro-batch."""
     fused_dispatch: bool = False
-    """Tokens are permuted inside the exchange itself (DeepEP, HybridEP): Megatron's `flex` dispatcher."""
+    """One kernel permutes tokens and sends them (DeepEP, HybridEP): Megatron's `flex` dispatcher."""
     fixed_routing: bool = False
-    """Tokens over capacity are dropped, so that no count is read back by the host."""
-    graphs: float = 0.0
-    """Share of the launches that CUDA graphs save."""
+    """Tokens over capacity are dropped, so the host does not wait for the router's counts."""
+    cuda_graph_share: float = 0.0
+    """Share of the kernel launches that CUDA graphs save."""
     trained_share: float = 1.0
-    """Share of the weights that are trained: next to nothing with adapters."""
-    half_gradients: bool = False
+    """Share of the weights that are trained: almost 0 with LoRA."""
+    bf16_gradients: bool = False
     """Gradients are kept and reduced in 16 bits."""
-    power: float = 1.0
-    """Clock under a lower power limit, as a share of the usual one."""
+    clock_share: float = 1.0
+    """The GPU's clock under a lower power limit, as a share of the usual one."""
 
     @property
-    def adapters(self) -> bool:
-        """Whether only adapters are trained."""
+    def is_lora(self) -> bool:
+        """Whether only adapter weights are trained."""
         return self.trained_share < 1
 
 
 @dataclass(frozen=True)
 class EngineConstants:
-    """One engine as the planner sees it. Times are of one GPU; the defaults are those of a tidy PyTorch engine."""
+    """Fitted constants of one engine. Times are those of one GPU; the defaults are those of a good PyTorch engine."""
 
     name: str
     source: str = ""
-    # Products and kernels.
+    # Kernels.
     gemm: float = 1.0
-    """Speed of matrix products against the GPU's reach alone on the card: power limits and neighbours take some."""
+    """Speed of matmuls, relative to the same matmuls alone on the GPU: power limits and other kernels slow them."""
     gemm_fp8: float = 1.0
-    """The same for fp8 and fp4, casts and scales included."""
+    """The same for fp8 and fp4, with casts and scales."""
     attention: float = 0.55
     """Share of the dense peak that attention reaches on long sequences with heads of 128."""
     windowed: float = 1.0
-    """Speed of attention through a window, against attention over all that is before."""
+    """Speed of sliding-window attention, relative to full causal attention."""
     score_passes: float = 0.0
-    """Times the scores of attention are read or written in 16 bits; 0 with kernels that never write them."""
+    """How many times attention scores are read or written in 16 bits; 0 with FlashAttention, which writes none."""
     elementwise: float = 1.0
-    """Bytes moved by norms, activations, rotary turns and residuals, against fused kernels."""
+    """Bytes moved by norms, activations, rotary embeddings and residuals, relative to fused kernels."""
     expert_elementwise: float = 1.0
-    """The same for permuting, routing and activating tokens of experts."""
+    """The same for routing, permuting and activating the tokens of experts."""
     cast_bytes: float = 4.0
-    """Bytes moved per element to cast the input of an fp8 or fp4 product."""
+    """Bytes moved per element to cast the input of an fp8 or fp4 matmul."""
     loss_passes: float = 4.0
-    """Times the logits are read or written by the loss, in fp32."""
+    """How many times the loss reads or writes the logits, in fp32."""
     # Launches.
-    host_layer_us: float = 300.0
-    """What the host needs to launch a layer forward and backward; the GPU waits where it is quicker."""
-    host_collective_us: float = 0.0
-    """More of it with tensor parallel: collectives are waited for on other streams."""
-    host_expert_us: float = 300.0
-    """More of it where a layer has experts: routing is read back by the host."""
-    host_micro_batch_us: float = 500.0
-    """What every micro-batch costs the host besides its layers."""
-    added_bytes: float = 0.0
-    """Bytes moved per weight to add a micro-batch's gradients to those before; 0 where the products add them."""
+    launch_layer_us: float = 300.0
+    """Host time to launch the kernels of a layer, forward and backward; a faster GPU waits for it."""
+    launch_collective_us: float = 0.0
+    """Added per layer with tensor parallel: collectives are waited for on other streams."""
+    launch_expert_us: float = 300.0
+    """Added where a layer has experts: the host reads the router's counts."""
+    launch_micro_batch_us: float = 500.0
+    """Host time of a micro-batch besides its layers."""
+    accumulate_bytes: float = 0.0
+    """Bytes moved per weight to accumulate a micro-batch's gradients; 0 where the matmul accumulates them."""
     step_ms: float = 10.0
-    """What every step costs whatever its size: data, clipping, logging."""
+    """Fixed time of a step: data, clipping, logging."""
     # Tensor, context, expert, pipeline communication.
     tp_hidden: float = 0.0
-    """Share of the tensor-parallel communication that runs under products where that is asked for."""
+    """Share of tensor-parallel communication that is hidden where `tp_overlap` is on."""
     cp_hidden: float = 0.5
+    """Share of context-parallel communication that is hidden."""
     ep_hidden: float = 0.0
-    """Share of the all-to-alls of experts that runs under other work anyway."""
+    """Share of the expert all-to-alls that is hidden where `ep_overlap` is off."""
     ep_overlapped: float = 0.15
-    """Share that is left where they run under the other half of a split micro-batch."""
+    """Share of them that is not hidden where `ep_overlap` is on."""
     ep_link: float = 0.5
-    """Of the speed inside a node or rack, what an all-to-all reaches."""
+    """Share of the bandwidth inside a node or rack that an all-to-all reaches."""
     ep_network: float = 0.8
-    """Of the speed between nodes, the same."""
-    fused_exchange: float = 0.6
-    """Of the seconds of an all-to-all, what a fused dispatcher takes."""
+    """The same between nodes."""
+    fused_dispatch_share: float = 0.6
+    """Time of a fused dispatcher, relative to an all-to-all."""
     rails: float = 1.0
-    """Of the network shares that a group's further members on a node bring, what its rings use."""
+    """Share of the NICs of a group's further members on a node that its rings use."""
     pp_hidden: float = 0.0
-    """Share of a hand-over to the next stage that runs under other work."""
-    pp_busy: float = 0.0
-    """Share of a hand-over during which the stage can do nothing else: blocking sends."""
-    handover_us: float = 0.0
-    """What the stage loses besides at each hand-over."""
-    far_rails: float = 1.0
-    """Of the network shares of a tensor-parallel group's members on a node, what its collectives use together."""
-    far_tp_us: float = 20.0
-    """Latency of a tensor-parallel collective per further node."""
+    """Share of a pipeline send that is hidden."""
+    pp_blocking: float = 0.0
+    """Share of a pipeline send that blocks the stage."""
+    pp_send_us: float = 0.0
+    """Fixed time that a stage loses with each pipeline send."""
+    cross_node_tp_rails: float = 1.0
+    """Share of the NICs of a node that a tensor-parallel group across nodes uses."""
+    cross_node_tp_us: float = 20.0
+    """Latency that each further node adds to a tensor-parallel collective."""
     pipeline_hop_us: float = 0.0
-    """What each tensor-parallel neighbour adds to a layer once a pipeline crosses nodes."""
+    """Host time that each further tensor-parallel rank adds to a layer where a pipeline crosses nodes."""
     pipeline_layer_us: float = 0.0
-    """What a layer costs besides, once tensor parallel meets a pipeline that crosses nodes."""
+    """Host time added to a layer where tensor parallel is combined with a pipeline that crosses nodes."""
     stall_ms: float = 0.0
-    """What each transfer between stages takes besides where pipelines stall (`stalling.py`)."""
+    """Added to each transfer between stages where pipelines stall (`stalls.py`)."""
     node_ms: float = 0.0
-    """What every node adds to a step: its end waits for the slowest."""
+    """Time that each further node adds to a step, which ends when the slowest node does."""
     # Data parallel.
     dp_hidden: float = 0.8
-    """Share of the last backward pass under which gradients may be reduced."""
+    """Share of the last backward pass that can hide the reduction of gradients."""
     shard_messages: float = 1.0
-    """Collectives per layer for reducing and gathering sharded states: few with buckets, one per tensor without."""
+    """Collectives per layer to reduce and gather sharded states: few with buckets, one per tensor without."""
     gather_hidden: float = 0.0
-    """Share of the first forward pass under which weights may be gathered."""
+    """Share of the first forward pass that can hide the all-gather of weights."""
     network: float = 0.8
-    """Of the line rate between nodes, what large collectives reach."""
+    """Share of the line rate between nodes that large collectives reach."""
     link: float = 0.75
-    """Of the rate inside a node, what large collectives reach."""
+    """Share of the bandwidth inside a node that large collectives reach."""
     hop_us: float = 20.0
-    """Latency of one step of a ring between nodes; inside one it is an eighth."""
+    """Latency of one step of a ring between nodes; inside a node it is an eighth."""
     reduces_whole: bool = False
-    """Gradients are all-reduced also where their optimiser states are sharded."""
+    """Gradients are all-reduced even where optimizer states are sharded."""
     reduce_bytes: float = 4.0
-    """Bytes of a gradient on the wire."""
+    """Bytes of a gradient in a collective."""
     optimizer: float = 1.0
-    """Time of the optimiser against its bytes at the speed of memory."""
+    """Time of the optimizer step, relative to its bytes at the memory bandwidth."""
     fsdp_slowdown: float = 0.0
-    """Share of hidden weight gathering that slows the kernels above it."""
-    squeeze: float = 0.0
-    """How much longer a step takes on a card that is full: the allocator gives back and asks again."""
+    """Share of the hidden all-gathers that slows down the kernels they overlap with."""
+    full_memory_slowdown: float = 0.0
+    """How much longer a step takes on a full GPU: the allocator frees cached blocks and allocates again."""
     imbalance: float = 1.0
-    """How much longer the slowest rank of a micro-batch takes than the mean: jitter, routing."""
+    """Time of the slowest rank of a micro-batch, relative to the mean: jitter, routing."""
     # Memory.
     weight_bytes: float = 2.0
     gradient_bytes: float = 4.0
-    """Bytes of a kept gradient, per weight."""
+    """Bytes of a stored gradient, per weight."""
     gradients_freed: bool = False
-    """Gradients are freed after every step, so that with one micro-batch they never meet all activations."""
+    """Gradients are freed after every step: with one micro-batch they never coexist with all activations."""
     optimizer_bytes: float = 12.0
     """Master weights and moments."""
     hidden_bytes: float = 8.0
-    """Kept for backward per token and unit of the residual stream's width in a layer: two norms in and out."""
+    """Kept for backward in a layer, per token and element of the residual stream: inputs and outputs of two norms."""
     head_bytes: float = 4.0
-    """Kept per token and unit of the width of queries, keys and values."""
+    """Kept per token and element of queries, keys and values."""
     inner_bytes: float = 6.0
-    """Kept per token and unit of a gated block's inner width; two thirds of it where there is no gate."""
+    """Kept per token and element of a gated MLP's inner width; two thirds of it without a gate."""
     scattered_bytes: float = 0.0
-    """Kept besides, per token and unit of width, of what tensor-parallel ranks scattered."""
+    """Added with tensor parallel, per token and element of the residual stream: scattered outputs."""
     pending_bytes: float = 0.0
-    """Held per token and unit of width of what tensor-parallel ranks gathered, until another stream has let go of it:
-    as many layers as the host is ahead of the GPU, so it does not grow with the model's depth."""
+    """Bytes of gathered tensor-parallel inputs, per token and element, that another stream has not freed yet. The host
+    is only so many layers ahead of the GPU, so they do not grow with the model's depth."""
     selective_kept: float = 1.0
-    """Share of a layer's bytes that the engine's own `recompute: selective` keeps: Megatron's drops the scores of
-    attention, which kernels of today never write."""
-    low_kept: float = 0.8
-    """With fp8 and fp4 products, the share of those bytes that is still kept: inputs are kept as they were cast."""
+    """Share of a layer's bytes that the engine's own `recompute: selective` keeps. Megatron's drops attention scores,
+    which FlashAttention never writes."""
+    fp8_kept: float = 0.8
+    """Share of those bytes that is kept with fp8 and fp4 matmuls, which keep their inputs as they were cast."""
     logit_bytes: float = 10.0
-    """Per logit of a micro-batch at the peak of the loss."""
+    """Bytes per logit of a micro-batch at the peak of the loss."""
     logit_slice: float = inf
-    """Logits that exist at once, on all tensor-parallel ranks together, where the loss goes through a micro-batch slice
-    by slice."""
-    work_bytes: float = 8.0
-    """Of backward through one layer, per token and unit of the inner width."""
+    """Logits that exist at once, on all tensor-parallel ranks together, where the loss is computed in slices."""
+    backward_work_bytes: float = 8.0
+    """Temporary bytes of backward through one layer, per token and element of the inner width."""
     step_bytes: float = 0.0
-    """What the optimiser's step makes besides, per weight of the rank."""
+    """Temporary bytes of the optimizer step, per weight of the rank."""
     buffer_gib: float = 0.3
     """Workspaces and communication buffers inside the allocator."""
     context_gib: float = 1.5
-    """What the driver and the communication library hold outside it."""
+    """Memory of the driver and the communication library, outside the allocator."""
     reserve: float = 0.04
-    """What the allocator holds beyond what is allocated."""
+    """Cached memory of the allocator, as a share of what is allocated."""
 
 
 @cache
@@ -196,13 +195,13 @@ def _document() -> dict[str, dict[str, Any]]:
 
 
 def engine_constant_names() -> list[str]:
-    """Return the names of all stacks."""
+    """Return the names of all engines that have constants."""
     return list(_document())
 
 
 @cache
 def engine_constants(name: str) -> EngineConstants:
-    """Return a stack by name."""
+    """Return the constants of an engine."""
     known = _document()
     if name not in known:
         raise InputError(f"the engine `{name}` has no constants in the planner", hint=f"known: {', '.join(known)}")

@@ -1,4 +1,4 @@
-"""What a plan is held against: how far off predictions of unseen models were, and what was ever measured like it.
+"""How far a prediction may be off: errors on models that no constant was fitted to, and the best measured MFU.
 
 The figures are in `evidence.yaml`, computed from the published tables and our own runs by
 `benchmarks/fit_planner.py --evidence`.
@@ -18,27 +18,27 @@ from trainshed.recipe.yaml_io import parse_yaml
 _FILE = Path(__file__).with_name("evidence.yaml")
 _MEGATRON = ("megatron", "megatron-fsdp", "megatron-26.06")
 _MEASURED_AS = {"megatron": _MEGATRON, "nemo": _MEGATRON}
-"""The stacks of the tables that are an engine of ours; those that are left out have its name."""
+"""Names in the tables that are this engine; other engines have the same name there."""
 _BETWEEN_GPUS = {"torch": "torchtitan"}
-"""Whose communication an engine is planned with, where its own was never measured on several GPUs."""
+"""The engine whose communication is used where an engine was never measured on several GPUs."""
 _KINDS = {"dense": "a dense model", "experts": "a model with experts"}
 
 
 @dataclass(frozen=True)
 class HeldOutErrors:
-    """How measured step times lie about predicted ones, for models that no constant was fitted to."""
+    """Measured divided by predicted step times, for models that no constant was fitted to."""
 
     engine: str
     kind: str
     rows: int
     low: float
-    """Measured divided by predicted: eight of ten rows lie between these, all where there are fewer than 20."""
+    """Eight of ten rows are between `low` and `high`; all rows where there are fewer than 20."""
     high: float
 
 
 @dataclass(frozen=True)
 class MeasuredKind:
-    """All rows of one GPU, precision, stack and kind of model."""
+    """All rows of one GPU, precision, engine and kind of model."""
 
     gpu: str
     precision: str
@@ -53,14 +53,14 @@ class MeasuredKind:
 
 @dataclass(frozen=True)
 class PredictionEvidence:
-    """What measurements say for a prediction, and against it."""
+    """What measurements say about one prediction."""
 
     held_out: HeldOutErrors | None
-    """None where no rows like it were ever left out of a fit."""
+    """None where there are no such rows."""
     seconds: tuple[float, float] | None
-    """Between which a step is to be expected."""
+    """The expected range of a step."""
     best: MeasuredKind | None
-    """The best of the same GPU, precision and kind of model, on any engine; None where there is none."""
+    """The best MFU of the same GPU, precision and kind of model on any engine; None where nothing was measured."""
     notes: tuple[str, ...]
 
     def to_plain(self) -> dict[str, Any]:
@@ -90,28 +90,29 @@ def measured_kinds() -> tuple[MeasuredKind, ...]:
 
 def held_out_errors(engine: str, kind: str) -> HeldOutErrors | None:
     """Return the errors on rows of an engine that no constant was fitted to; None where there are none."""
-    found = _document()["held_out"].get(engine, {}).get(kind)
-    return None if found is None else HeldOutErrors(engine, kind, **found)
+    errors = _document()["held_out"].get(engine, {}).get(kind)
+    return None if errors is None else HeldOutErrors(engine, kind, **errors)
 
 
 def evidence_for(
-    job: TrainingShape, engine: str, chosen: LayoutPrediction, *, calibrated: bool = False
+    training: TrainingShape, engine: str, chosen: LayoutPrediction, *, calibrated: bool = False
 ) -> PredictionEvidence:
-    """Hold a prediction against what was measured; a calibrated one has a measured run of its own behind it."""
-    kind = "dense" if job.model.experts is None else "experts"
-    own = [each for each in measured_kinds() if each.engine in _MEASURED_AS.get(engine, (engine,))]
-    alone = job.gpus > 1 and all(each.most_gpus == 1 for each in own)
-    like = _BETWEEN_GPUS.get(engine, engine) if alone else _MEASURED_AS.get(engine, (engine,))[0]
-    gpu = job.hardware.gpu_name
-    known = any(each.gpu == gpu for each in measured_kinds())
+    """Compare a prediction with measurements; `calibrated` says that a run of this GPU and engine was measured."""
+    kind = "dense" if training.model.experts is None else "experts"
+    own = [rows for rows in measured_kinds() if rows.engine in _MEASURED_AS.get(engine, (engine,))]
+    only_one_gpu = training.gpus > 1 and all(rows.most_gpus == 1 for rows in own)
+    like = _BETWEEN_GPUS.get(engine, engine) if only_one_gpu else _MEASURED_AS.get(engine, (engine,))[0]
+    gpu = training.hardware.gpu_name
+    known = any(rows.gpu == gpu for rows in measured_kinds())
     errors = held_out_errors(like, kind) if known else None
     seconds = None if errors is None else (errors.low * chosen.step_seconds, errors.high * chosen.step_seconds)
-    same = [each for each in measured_kinds() if (each.gpu, each.precision, each.kind) == (gpu, job.precision, kind)]
-    best = max(same, key=lambda each: each.best_mfu, default=None)
+    wanted = (gpu, training.precision, kind)
+    same = [rows for rows in measured_kinds() if (rows.gpu, rows.precision, rows.kind) == wanted]
+    best = max(same, key=lambda rows: rows.best_mfu, default=None)
     notes = [_expected_range(errors, seconds, f"of {like} with {_KINDS[kind]}" if known else f"on {gpu}")]
     if not calibrated:
-        notes += _never_measured(job, engine, own, like if alone else None)
-    notes += _above_measured(job, kind, chosen, best, sum(each.rows for each in same))
+        notes += _never_measured(training, engine, own, like if only_one_gpu else None)
+    notes += _above_measured(training, kind, chosen, best, sum(kind_rows.rows for kind_rows in same))
     return PredictionEvidence(errors, seconds, best, tuple(notes))
 
 
@@ -125,9 +126,9 @@ def _expected_range(errors: HeldOutErrors | None, seconds: tuple[float, float] |
     )
 
 
-def _never_measured(job: TrainingShape, engine: str, own: list[MeasuredKind], stand_in: str | None) -> list[str]:
+def _never_measured(training: TrainingShape, engine: str, own: list[MeasuredKind], stand_in: str | None) -> list[str]:
     """Say where the engine itself was never measured: on this GPU, on several of them."""
-    gpus, wanted = sorted({each.gpu for each in own}), job.hardware.gpu_name
+    gpus, wanted = sorted({rows.gpu for rows in own}), training.hardware.gpu_name
     missing = []
     if wanted not in gpus:
         missing.append(f"on {wanted} (only on {', '.join(gpus)})")
@@ -137,9 +138,9 @@ def _never_measured(job: TrainingShape, engine: str, own: list[MeasuredKind], st
 
 
 def _above_measured(
-    job: TrainingShape, kind: str, chosen: LayoutPrediction, best: MeasuredKind | None, rows: int
+    training: TrainingShape, kind: str, chosen: LayoutPrediction, best: MeasuredKind | None, rows: int
 ) -> list[str]:
-    where = f"{job.hardware.gpu_name} in {job.precision} with {_KINDS[kind]}"
+    where = f"{training.hardware.gpu_name} in {training.precision} with {_KINDS[kind]}"
     if best is None:
         return [f"no measurement of {where} is known, on any engine: the MFU has nothing to be held against"]
     if chosen.mfu <= best.best_mfu:

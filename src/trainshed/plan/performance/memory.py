@@ -1,8 +1,8 @@
-"""Peak memory of every pipeline rank: what stays all the time, and what each moment of a step adds.
+"""Peak memory of every pipeline rank: model states, which stay allocated, and what the fullest moment of a step adds.
 
-Two moments can be the fullest: inside backward, with the activations of all micro-batches in flight, and at the
-optimizer's step. Activations are counted tensor by tensor as the kernels keep them (attention keeps no scores); what
-recomputation drops is not counted.
+That moment is either in backward, with the activations of all micro-batches in flight, or in the optimizer step.
+Activations are counted tensor by tensor as the kernels keep them (attention keeps no scores), without those that are
+recomputed.
 """
 
 from __future__ import annotations
@@ -19,43 +19,43 @@ from trainshed.plan.training_shape import TrainingShape
 
 @dataclass(frozen=True)
 class GpuMemory:
-    """What fills one GPU at the peak of a step, in GiB."""
+    """Memory of one GPU at the peak of a step, in GiB."""
 
     weights: float
     gradients: float
     optimizer: float
     activations: float
     logits: float
-    """Logits and what the loss makes of them."""
+    """Logits, and the temporaries of the loss."""
     buffers: float
     """Gathered weights, communication buffers, workspaces."""
     reserve: float
-    """What the allocator holds and does not use, and the driver's own share."""
+    """Cached memory of the allocator, and memory of the driver and NCCL."""
     capacity: float
 
     @property
     def allocated(self) -> float:
-        """What tensors fill: `torch.cuda.max_memory_allocated`."""
+        """Memory that tensors fill: `torch.cuda.max_memory_allocated`."""
         return self.total - self.reserve
 
     @property
     def total(self) -> float:
-        """What the card must have."""
+        """Memory that the GPU must have."""
         return sum(getattr(self, part.name) for part in fields(self) if part.name != "capacity")
 
     @property
     def fits(self) -> bool:
-        """Whether the card has it."""
+        """Whether the GPU has that much."""
         return self.total <= self.capacity
 
 
 _GIB = 2.0**30
 _FULL = 0.85
-"""Of the card, what tensors fill when the allocator begins to take back what is only pending."""
+"""Share of the GPU's memory that tensors fill when the allocator begins to reclaim pending blocks."""
 
 
-class _Demand(NamedTuple):
-    """Bytes that a rank has all along, and those that it asks for at the moments that can be the fullest."""
+class _RankBytes(NamedTuple):
+    """Bytes of a rank: its states, and what it allocates at the moments that can be the fullest."""
 
     weights: float
     gradients: float
@@ -65,7 +65,9 @@ class _Demand(NamedTuple):
     working: float
     gathered: float
     pending: float
+    """Gathered inputs that another stream has not freed yet."""
     at_step: float
+    """Temporaries of the optimizer step."""
 
     @property
     def states(self) -> float:
@@ -73,126 +75,130 @@ class _Demand(NamedTuple):
 
     @property
     def in_backward(self) -> float:
-        """Without what is only pending."""
+        """Allocated in backward, without pending blocks."""
         return self.activations + max(self.logits, self.working) + self.gathered
 
 
-def rank_memory(job: TrainingShape, layout: RankLayout, rank: int) -> GpuMemory:
+def rank_memory(training: TrainingShape, layout: RankLayout, rank: int) -> GpuMemory:
     """Predict the peak of one pipeline rank."""
-    stack, asked = job.stack, _demand(job, layout, rank)
-    scale = job.memory_calibration / _GIB
-    activations, logits = asked.activations, asked.logits
-    buffers = asked.gathered + max(0.0, asked.working - logits)
-    if asked.pending:
-        # Before it runs out the allocator takes back what is only pending.
-        full = (_FULL * job.hardware.memory_gib - stack.buffer_gib) / scale
-        activations += min(asked.pending, max(0.0, full - asked.states - asked.in_backward))
-    if asked.at_step > activations + logits + buffers:
-        activations, logits, buffers = 0.0, 0.0, asked.at_step
-    allocated = asked.states + activations + logits + buffers
+    constants, needed = training.constants, _rank_bytes(training, layout, rank)
+    scale = training.memory_calibration / _GIB
+    activations, logits = needed.activations, needed.logits
+    buffers = needed.gathered + max(0.0, needed.working - logits)
+    if needed.pending:
+        # Before it runs out of memory the allocator reclaims pending blocks.
+        full = (_FULL * training.hardware.memory_gib - constants.buffer_gib) / scale
+        activations += min(needed.pending, max(0.0, full - needed.states - needed.in_backward))
+    if needed.at_step > activations + logits + buffers:
+        activations, logits, buffers = 0.0, 0.0, needed.at_step
+    allocated = needed.states + activations + logits + buffers
     return GpuMemory(
-        weights=asked.weights * scale,
-        gradients=asked.gradients * scale,
-        optimizer=asked.optimizer * scale,
+        weights=needed.weights * scale,
+        gradients=needed.gradients * scale,
+        optimizer=needed.optimizer * scale,
         activations=activations * scale,
         logits=logits * scale,
-        buffers=buffers * scale + stack.buffer_gib * job.memory_calibration,
-        reserve=stack.reserve * allocated * scale + stack.context_gib,
-        capacity=job.hardware.memory_gib,
+        buffers=buffers * scale + constants.buffer_gib * training.memory_calibration,
+        reserve=constants.reserve * allocated * scale + constants.context_gib,
+        capacity=training.hardware.memory_gib,
     )
 
 
-def backward_share(job: TrainingShape, layout: RankLayout, rank: int, *, pending: bool) -> float:
-    """Return the share of its card that a rank asks for in backward, with or without what is only pending.
+def backward_share(training: TrainingShape, layout: RankLayout, rank: int, *, pending: bool) -> float:
+    """Return the share of its GPU's memory that a rank allocates in backward, with or without pending blocks.
 
-    With it the share may be more than there is: the allocator then waits for the GPU, gives back and asks again.
+    With them the share may be above 1: the allocator then waits for the GPU, frees cached blocks and allocates again.
     """
-    stack, asked = job.stack, _demand(job, layout, rank)
-    allocated = (asked.states + asked.in_backward + (asked.pending if pending else 0.0)) / _GIB + stack.buffer_gib
-    return ((1 + stack.reserve) * allocated * job.memory_calibration + stack.context_gib) / job.hardware.memory_gib
+    constants, needed = training.constants, _rank_bytes(training, layout, rank)
+    allocated = (
+        needed.states + needed.in_backward + (needed.pending if pending else 0.0)
+    ) / _GIB + constants.buffer_gib
+    return (
+        (1 + constants.reserve) * allocated * training.memory_calibration + constants.context_gib
+    ) / training.hardware.memory_gib
 
 
-def _demand(job: TrainingShape, layout: RankLayout, rank: int) -> _Demand:
-    stack = job.stack
-    dense, expert, largest = rank_weights(job, layout, rank)
-    weights, gradients, optimizer, gathered = _state_bytes(job, layout, dense, expert, largest)
-    activations, working = _activation_bytes(job, layout, rank)
-    logits = _logits_bytes(job, layout) if rank == head_rank(job, layout) else 0.0
-    if stack.gradients_freed and layout.micro_batches(job.global_batch) == 1:
-        # Backward makes gradients as it lets go of activations.
+def _rank_bytes(training: TrainingShape, layout: RankLayout, rank: int) -> _RankBytes:
+    constants = training.constants
+    dense, expert, largest = rank_weights(training, layout, rank)
+    weights, gradients, optimizer, gathered = _state_bytes(training, layout, dense, expert, largest)
+    activations, working = _activation_bytes(training, layout, rank)
+    logits = _logits_bytes(training, layout) if rank == head_rank(training, layout) else 0.0
+    if constants.gradients_freed and layout.micro_batches(training.global_batch) == 1:
+        # Backward allocates gradients as it frees activations.
         gradients = max(0.0, gradients - activations - max(logits, working))
-    pending = pending_gathered_bytes(job, layout, rank)
-    at_step = stack.step_bytes * (dense + expert)
-    return _Demand(weights, gradients, optimizer, activations, logits, working, gathered, pending, at_step)
+    pending = pending_gathered_bytes(training, layout, rank)
+    at_step = constants.step_bytes * (dense + expert)
+    return _RankBytes(weights, gradients, optimizer, activations, logits, working, gathered, pending, at_step)
 
 
-def head_rank(job: TrainingShape, layout: RankLayout) -> int:
+def head_rank(training: TrainingShape, layout: RankLayout) -> int:
     """Return the pipeline rank that computes the logits."""
-    return head_chunk(job, layout) % layout.pp
+    return head_chunk(training, layout) % layout.pp
 
 
-def head_chunk(job: TrainingShape, layout: RankLayout) -> int:
+def head_chunk(training: TrainingShape, layout: RankLayout) -> int:
     """Return the chunk that holds the head."""
-    return layout.pp * layout.vp - 1 if job.habits.head_chunk is None else job.habits.head_chunk
+    return layout.pp * layout.vp - 1 if training.options.head_chunk is None else training.options.head_chunk
 
 
-def rank_weights(job: TrainingShape, layout: RankLayout, rank: int) -> tuple[float, float, float]:
-    """Return how many weights a rank computes with: dense ones, expert ones, and those of its largest unit."""
-    model = job.model
+def rank_weights(training: TrainingShape, layout: RankLayout, rank: int) -> tuple[float, float, float]:
+    """Return how many weights a rank computes with: dense, of experts, and of its largest FSDP unit."""
+    model = training.model
     dense = expert = 0.0
     unit = 0.0
-    for experts, count in _rank_layers(job, layout, rank):
+    for experts, count in _rank_layers(training, layout, rank):
         one_dense, one_expert = layer_weights(model, layout, experts=experts)
         dense, expert = dense + count * one_dense, expert + count * one_expert
         unit = max(unit, one_dense + one_expert)
     ends = model.head_weights / layout.tp
-    first, last = rank == 0, rank == head_rank(job, layout)
+    first, last = rank == 0, rank == head_rank(training, layout)
     if first:
-        dense += ends + model.positions * model.hidden
+        dense += ends + model.learned_positions * model.hidden
     if last:
         dense += model.norm_vectors * model.hidden
         if not (model.tied and first):
             dense += ends
-        for _ in range(model.extra_heads):
+        for _ in range(model.mtp_layers):
             one_dense, one_expert = layer_weights(model, layout, experts=model.has_experts(model.layers - 1))
             dense, expert = dense + one_dense + 2 * model.hidden**2, expert + one_expert
     return dense, expert, max(unit, ends if first or last else 0.0)
 
 
-def _rank_layers(job: TrainingShape, layout: RankLayout, rank: int) -> list[tuple[bool, int]]:
-    """How many layers a rank has with experts, and without."""
+def _rank_layers(training: TrainingShape, layout: RankLayout, rank: int) -> list[tuple[bool, int]]:
+    """How many layers a rank has without experts, and with."""
     with_experts = without = 0
     for chunk in layout.chunks(rank):
         layers = layout.chunk_layers(chunk)
-        found = job.model.expert_layers_in(layers)
-        with_experts, without = with_experts + found, without + len(layers) - found
+        count = training.model.expert_layers_in(layers)
+        with_experts, without = with_experts + count, without + len(layers) - count
     return [(experts, count) for experts, count in ((False, without), (True, with_experts)) if count]
 
 
 def layer_weights(model: ModelShape, layout: RankLayout, *, experts: bool) -> tuple[float, float]:
     """Return how many dense and expert weights of a layer one rank computes with."""
     sizes = model.layer_sizes
-    dense = sizes.attention_cut / layout.tp + sizes.attention_whole + model.layer_vectors
+    dense = sizes.attention_split / layout.tp + sizes.attention_replicated + model.layer_vectors
     if not experts:
-        return dense + sizes.feed_forward / layout.tp, 0.0
+        return dense + sizes.mlp / layout.tp, 0.0
     assert model.experts is not None, "a layer with experts"
     dense += sizes.router + sizes.shared / layout.tp
     return dense, sizes.experts / (layout.ep * layout.etp)
 
 
 def _state_bytes(
-    job: TrainingShape, layout: RankLayout, dense: float, expert: float, largest: float
+    training: TrainingShape, layout: RankLayout, dense: float, expert: float, largest: float
 ) -> tuple[float, float, float, float]:
-    """Bytes of weights, gradients and optimiser states, and of weights gathered for use."""
-    stack, trained = job.stack, job.habits.trained_share
+    """Bytes of weights, gradients and optimizer states, and of weights that are gathered for use."""
+    constants, trained = training.constants, training.options.trained_share
     in_shards = dense / layout.dense_shards + expert / layout.expert_shards
     whole = dense + expert
     shard = layout.shard
-    weights = stack.weight_bytes * (in_shards if shard == "full" else whole)
-    each = 2.0 if job.habits.half_gradients else stack.gradient_bytes
-    gradients = each * (in_shards if shard in ("full", "zero2") else whole) * trained
-    optimizer = stack.optimizer_bytes * (whole if shard == "none" else in_shards) * trained
-    # Two units at a time: the one in use and the one fetched ahead; backward holds the gradients of one besides.
+    weights = constants.weight_bytes * (in_shards if shard == "full" else whole)
+    gradient_bytes = 2.0 if training.options.bf16_gradients else constants.gradient_bytes
+    gradients = gradient_bytes * (in_shards if shard in ("full", "zero2") else whole) * trained
+    optimizer = constants.optimizer_bytes * (whole if shard == "none" else in_shards) * trained
+    # Two FSDP units at a time, the one in use and the prefetched one; backward also has the gradients of one.
     gathered = 2 * 2 * largest + 2 * largest * trained if shard == "full" and layout.dense_shards > 1 else 0.0
     return weights, gradients, optimizer, gathered
 
@@ -210,75 +216,77 @@ def micro_batches_in_flight(layout: RankLayout, rank: int, micro_batches: int) -
     return min(passes, warm + 1) / layout.vp
 
 
-def _activation_bytes(job: TrainingShape, layout: RankLayout, rank: int) -> tuple[float, float]:
-    """Bytes kept by all micro-batches in flight, and what backward through one layer makes besides."""
-    flying = micro_batches_in_flight(layout, rank, max(1, layout.micro_batches(job.global_batch)))
+def _activation_bytes(training: TrainingShape, layout: RankLayout, rank: int) -> tuple[float, float]:
+    """Bytes kept by all micro-batches in flight, and the temporaries of backward through one layer."""
+    flying = micro_batches_in_flight(layout, rank, max(1, layout.micro_batches(training.global_batch)))
     kept = working = 0.0
-    for experts, count in _rank_layers(job, layout, rank):
-        one, peak = layer_activation_bytes(job, layout, experts=experts)
+    for experts, count in _rank_layers(training, layout, rank):
+        one, peak = layer_activation_bytes(training, layout, experts=experts)
         kept, working = kept + count * one, max(working, peak)
     if rank == 0:
-        kept += 2 * job.rank_tokens(layout) * job.model.hidden / job.stream_shards(layout)
+        kept += 2 * training.rank_tokens(layout) * training.model.hidden / training.stream_shards(layout)
     return kept * flying, working
 
 
-def layer_activation_bytes(job: TrainingShape, layout: RankLayout, *, experts: bool) -> tuple[float, float]:
-    """Return the bytes a layer keeps for backward, and those that backward through it makes besides."""
-    stack, model = job.stack, job.model
-    tokens = job.rank_tokens(layout)
-    shared = job.stream_shards(layout)
+def layer_activation_bytes(training: TrainingShape, layout: RankLayout, *, experts: bool) -> tuple[float, float]:
+    """Return the bytes a layer keeps for backward, and the temporaries of backward through it."""
+    constants, model = training.constants, training.model
+    tokens = training.rank_tokens(layout)
+    shared = training.stream_shards(layout)
     heads = model.heads * (model.head_dim + model.value_dim) + model.kv_heads * (model.head_dim + model.value_dim)
     if model.latent is not None:
         heads += 2 * (model.latent.query_rank + model.latent.value_rank) * layout.tp
-    attention = stack.head_bytes * heads / 2 / layout.tp
+    attention = constants.head_bytes * heads / 2 / layout.tp
     gate = 1.0 if model.gated else 2 / 3
     if experts and model.experts is not None:
         routed = model.experts.top_k * layout.etp / layout.tp
         inner = (
-            stack.inner_bytes * gate * (routed * model.experts.ffn / layout.etp + model.experts.shared_ffn / layout.tp)
+            constants.inner_bytes
+            * gate
+            * (routed * model.experts.ffn / layout.etp + model.experts.shared_ffn / layout.tp)
         )
-        # Tokens as they went to the experts, and as they came back.
+        # Tokens as they were sent to the experts, and as they came back.
         inner += 4 * routed * model.hidden
         width = routed * (model.experts.ffn / layout.etp + model.hidden)
     else:
-        inner = stack.inner_bytes * gate * model.ffn / layout.tp
+        inner = constants.inner_bytes * gate * model.ffn / layout.tp
         width = model.ffn / layout.tp
-    hidden = stack.hidden_bytes * model.hidden / shared
+    hidden = constants.hidden_bytes * model.hidden / shared
     if layout.tp > 1:
-        hidden += stack.scattered_bytes * model.hidden / shared
-    if job.precision in LOW_PRECISIONS:
-        hidden, attention, inner = (kept * stack.low_kept for kept in (hidden, attention, inner))
-    every = tokens * (hidden + attention + inner)
-    working = tokens * stack.work_bytes * width
+        hidden += constants.scattered_bytes * model.hidden / shared
+    if training.precision in LOW_PRECISIONS:
+        hidden, attention, inner = (kept * constants.fp8_kept for kept in (hidden, attention, inner))
+    everything = tokens * (hidden + attention + inner)
+    working = tokens * constants.backward_work_bytes * width
     if layout.recompute == "full":
-        return tokens * 2 * model.hidden / shared, every + working
-    if layout.recompute == "selective" and not job.habits.selective:
-        return every * stack.selective_kept, working
+        return tokens * 2 * model.hidden / shared, everything + working
+    if layout.recompute == "selective" and not training.options.selective_recompute:
+        return everything * constants.selective_kept, working
     if layout.recompute == "selective":
         return max(
-            tokens * 2 * model.hidden / shared, every - _recomputed_bytes(job, layout, tokens, shared, inner)
+            tokens * 2 * model.hidden / shared, everything - _recomputed_bytes(training, layout, tokens, shared, inner)
         ), working
-    return every, working
+    return everything, working
 
 
-def _recomputed_bytes(job: TrainingShape, layout: RankLayout, tokens: float, shared: int, inner: float) -> float:
-    what, model = job.habits.selective, job.model
+def _recomputed_bytes(training: TrainingShape, layout: RankLayout, tokens: float, shared: int, inner: float) -> float:
+    modules, model = training.options.selective_recompute, training.model
     dropped = 0.0
-    if "layernorm" in what:
-        dropped += tokens * job.stack.hidden_bytes / 2 * model.hidden / shared
-    if "op-sac" in what:
-        dropped += tokens * (job.stack.hidden_bytes / 2 * model.hidden / shared + inner / 3)
-    if "every-2nd" in what or "ac layers" in what:
-        dropped += tokens * (job.stack.hidden_bytes * model.hidden / shared + inner) / 2
-    if "moe" in what.replace("moe_act", "").replace("moe activation", ""):
+    if "layernorm" in modules:
+        dropped += tokens * training.constants.hidden_bytes / 2 * model.hidden / shared
+    if "op-sac" in modules:
+        dropped += tokens * (training.constants.hidden_bytes / 2 * model.hidden / shared + inner / 3)
+    if "every-2nd" in modules or "ac layers" in modules:
+        dropped += tokens * (training.constants.hidden_bytes * model.hidden / shared + inner) / 2
+    if "moe" in modules.replace("moe_act", "").replace("moe activation", ""):
         dropped += tokens * inner
-    elif "act" in what:
+    elif "act" in modules:
         dropped += tokens * inner / 3
-    if "mla_up" in what:
-        dropped += tokens * job.stack.head_bytes * model.heads * model.head_dim / layout.tp
+    if "mla_up" in modules:
+        dropped += tokens * training.constants.head_bytes * model.heads * model.head_dim / layout.tp
     return dropped
 
 
-def _logits_bytes(job: TrainingShape, layout: RankLayout) -> float:
-    logits = min(job.rank_tokens(layout) * job.model.vocab_size, job.stack.logit_slice)
-    return logits / layout.tp * job.stack.logit_bytes
+def _logits_bytes(training: TrainingShape, layout: RankLayout) -> float:
+    logits = min(training.rank_tokens(layout) * training.model.vocab_size, training.constants.logit_slice)
+    return logits / layout.tp * training.constants.logit_bytes

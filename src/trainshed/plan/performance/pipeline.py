@@ -1,7 +1,7 @@
-"""The pipeline, simulated: who waits for whom, with chunks of unequal time.
+"""A simulation of the pipeline: when each rank starts and ends each pass, with chunks of unequal time.
 
-Once every stage is busy the schedule repeats itself, so a long step is simulated over a few rounds and the rest is as
-many times the last round.
+Once every stage is busy the schedule repeats itself. So a few rounds of a long step are simulated, and the last round
+is counted as often as it repeats.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Literal
 from trainshed.recipe.schema import PipelineSchedule
 
 PassKind = Literal["forward", "backward", "weights"]
-"""`weights`: the gradients of weights, where a zero-bubble schedule puts them off into what would be waiting."""
+"""`weights`: the gradients of weights, which a zero-bubble schedule computes where a rank would wait."""
 _ROUNDS = 1
 """Rounds that are simulated beyond the first before the rest is extrapolated."""
 _FORWARD, _BACKWARD = 0, 1
@@ -35,7 +35,7 @@ class PipelineSlot:
 
 @dataclass(frozen=True)
 class PipelinePasses:
-    """What has to be scheduled: seconds of each of the pp · vp chunks, and what handing over to another rank costs."""
+    """What is scheduled: seconds of each of the pp · vp chunks, and of a send to another rank (`hop`)."""
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
@@ -53,7 +53,7 @@ class PipelinePasses:
         hop: float = 0.0,
         schedule: PipelineSchedule | None = None,
     ) -> PipelinePasses:
-        """Take times as they come."""
+        """Return the passes of chunks with these seconds."""
         return cls(tuple(forward), tuple(backward), pp, hop, schedule)
 
     @property
@@ -63,7 +63,7 @@ class PipelinePasses:
 
 
 def round_size(pp: int, micro_batches: int) -> int:
-    """Micro-batches that one chunk takes before the next chunk of its rank has its turn: pp, or a few more."""
+    """Return how many micro-batches a chunk takes before the next chunk of its rank: pp, or a few more."""
     return max(1, micro_batches // max(1, micro_batches // pp))
 
 
@@ -136,12 +136,12 @@ def _pass_at(index: int, rank: int, pp: int, vp: int, size: int, way: int) -> tu
 
 
 def _simulate(passes: PipelinePasses, micro_batches: int, size: int, slots: list[PipelineSlot] | None) -> float:
-    """Let every rank work through its passes as soon as what they need is there; return when the last is done."""
+    """Start every pass as soon as its rank is free and its inputs are there; return when the last pass ends."""
     pp, chunks, hop = passes.pp, len(passes.forward), passes.hop
     orders = _orders(pp, chunks // pp, micro_batches, size, passes.schedule == "gpipe")
-    # Of a zero-bubble schedule the second half of backward waits until a rank would have to.
+    # A zero-bubble schedule computes the second half of backward where a rank would wait.
     halved = passes.schedule == "zero_bubble"
-    seconds = (passes.forward, [each / 2 for each in passes.backward] if halved else passes.backward)
+    seconds = (passes.forward, [duration / 2 for duration in passes.backward] if halved else passes.backward)
     ended = ([[-1.0] * micro_batches for _ in range(chunks)], [[-1.0] * micro_batches for _ in range(chunks)])
     at, clock, left, last = [0] * pp, [0.0] * pp, sum(map(len, orders)), chunks - 1
     put_off: list[list[tuple[int, int]]] = [[] for _ in range(pp)]

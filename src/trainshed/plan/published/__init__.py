@@ -1,1 +1,1 @@
-"""The world's published measurements, and how well the planner predicts them."""
+"""Published measurements, and how well the planner predicts them."""

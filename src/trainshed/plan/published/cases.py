@@ -1,7 +1,7 @@
-"""Published rows as trainings the planner can predict: the model, the GPUs and engine, the layout and its options.
+"""Published rows as trainings that the planner can predict: model, GPUs, engine, layout and options.
 
-A table says little about the software behind it. What a row leaves out is filled in by stated rules, and a row that
-stays ambiguous is skipped with its reason, never guessed.
+A table says little about the software that was measured. What a row leaves out is filled in by the rules here. A row
+that is still ambiguous is skipped with a reason; nothing is guessed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def row_model(row: PublishedRow) -> ModelShape:
         raise SkippedRow(f"{row.model} is not a plain transformer")
     layers, hidden, heads = (row.count(key) for key in ("layers", "hidden", "heads"))
     if row.text("engine") == "torch" and name in preset_names():
-        # Our own engine was measured with our own presets, of as many layers as fitted.
+        # Our own engine was measured with our own presets, with as many layers as fit.
         config = model_preset(name)
         positions = max(config.max_positions, row.count("seq_len"))
         return model_shape(config.model_copy(update={"layers": layers, "max_positions": positions}), row.model)
@@ -59,7 +59,7 @@ def row_model(row: PublishedRow) -> ModelShape:
     if name.startswith(_NOT_GATED) and "gpt-oss" not in name:
         base = replace(base, gated=False, tied=not name.startswith("nemotron"))
         if name.startswith("mpt"):
-            base = replace(base, positions=row.count("seq_len"))
+            base = replace(base, learned_positions=row.count("seq_len"))
         elif not name.startswith("nemotron"):
             base = replace(base, norm_vectors=2, qkv_bias=True, output_bias=True, mlp_bias=True)
         return replace(base, tied=base.tied and "untie-embeddings-and-output-weights=true" not in row.notes)
@@ -95,7 +95,7 @@ def _with_experts(row: PublishedRow, base: ModelShape, count: int) -> ModelShape
             latent=LatentAttention(query_rank=1536, value_rank=512, rope_dim=64),
             experts=replace(experts, shared_ffn=shared),
             dense_first=0 if base.layers < 20 else 1 if "v2" in name else 3,
-            extra_heads=0 if "w/o mtp" in row.notes or "v2" in name else 1,
+            mtp_layers=0 if "w/o mtp" in row.notes or "v2" in name else 1,
         )
     if "llama4" in name:
         return replace(base, experts=replace(experts, shared_ffn=experts.ffn), experts_every=2)
@@ -145,7 +145,7 @@ _ENGINES = {
 
 
 def row_engine(row: PublishedRow) -> str:
-    """Return the stack that a row ran on, as the planner names it."""
+    """Return the engine of a row, by its name in `engine_constants.yaml`."""
     engine = row.text("engine")
     if engine not in _ENGINES:
         raise SkippedRow(f"the engine `{engine}` is not known here")
@@ -153,7 +153,7 @@ def row_engine(row: PublishedRow) -> str:
     if known == "megatron" and (row_version(row) >= (26, 6) or "verification card" in row.notes):
         return "megatron-26.06"
     if known == "megatron-deepspeed" and row.text("dp_shard") == "none" and "opa100" not in row.notes:
-        # Without ZeRO it is Megatron of its time; on BLOOM's Omni-Path the network says more than ZeRO does.
+        # Without ZeRO it is the Megatron of 2021, except on BLOOM's Omni-Path, where the network matters more.
         return "megatron-2021"
     if known == "megatron" and row.text("precision") == "fp16" and row.text("gpu").startswith("A100"):
         return "megatron-2021"
@@ -161,13 +161,13 @@ def row_engine(row: PublishedRow) -> str:
 
 
 def row_version(row: PublishedRow) -> tuple[int, ...]:
-    """Return the container of NVIDIA's framework that a row was measured with: (26, 6, 1)."""
-    found = re.search(r"(?:nemo|bridge) (\d\d)\.(\d\d)(?:\.(\d\d))?", row.notes)
-    return tuple(int(part or 0) for part in found.groups()) if found else (0, 0, 0)
+    """Return the version of NVIDIA's container that a row was measured with: (26, 6, 1)."""
+    version = re.search(r"(?:nemo|bridge) (\d\d)\.(\d\d)(?:\.(\d\d))?", row.notes)
+    return tuple(int(part or 0) for part in version.groups()) if version else (0, 0, 0)
 
 
 def row_precision(row: PublishedRow) -> str:
-    """Return the dtype of its matrix products."""
+    """Return the dtype of its matmuls."""
     written = row.text("precision").lower()
     if not written:
         raise SkippedRow("the row does not say its precision")
@@ -178,24 +178,24 @@ def row_precision(row: PublishedRow) -> str:
 
 
 def row_hardware(row: PublishedRow) -> Hardware:
-    """Return its GPUs and their network: what the row says of it, else what such nodes usually have."""
+    """Return its GPUs and their network: the one that the row states, or the usual one of such nodes."""
     written = row.text("gpu")
     try:
-        found = gpu(_GPUS.get(written, written.lower()))
+        entry = gpu(_GPUS.get(written, written.lower()))
     except InputError:
         raise SkippedRow(f"the GPU `{written}` is not in the catalog") from None
-    name = found.name
+    name = entry.name
     per_node = row.count("gpus_per_node", 8)
     gbps = _stated_network(row, per_node)
     if gbps is None:
         known = (value for prefix, value in _NETWORK_GBPS.items() if name.startswith(prefix))
         gbps = next(known, _PLAIN_NETWORK_GBPS / per_node)
-    link = (found.link_gb_per_s or 64.0) / 2
+    link = (entry.link_gb_per_s or 64.0) / 2
     if row.text("gpu") == "A800-80GB":
         link = 200.0
     return Hardware(
         gpu_name=name,
-        gpu=found,
+        gpu=entry,
         gpus_per_node=per_node,
         link_domain=_RACK if name.startswith("gb") else per_node,
         link_gb_per_s=link,
@@ -205,10 +205,10 @@ def row_hardware(row: PublishedRow) -> Hardware:
 
 
 def _stated_network(row: PublishedRow, per_node: int) -> float | None:
-    if found := re.search(r"(\d+)x(\d+)gb", row.notes):
-        return int(found[1]) * int(found[2]) / per_node
-    if found := re.search(r"(\d+) ?gb(?:ps|/s)", row.notes):
-        return int(found[1]) / per_node
+    if cards := re.search(r"(\d+)x(\d+)gb", row.notes):
+        return int(cards[1]) * int(cards[2]) / per_node
+    if rate := re.search(r"(\d+) ?gb(?:ps|/s)", row.notes):
+        return int(rate[1]) / per_node
     if "4xopa100" in row.notes:
         return 400 / per_node
     return None
@@ -251,15 +251,15 @@ def row_layout(row: PublishedRow, model: ModelShape) -> RankLayout:
 
 
 def row_global_batch(row: PublishedRow, filling: int) -> int:
-    """The global batch; a row that tells memory alone needs none but a full pipeline."""
+    """Return the global batch; a row that states memory only may leave it out: a full pipeline is assumed."""
     return row.count("global_batch", None if row.step_seconds is not None else filling)
 
 
 def _shard(row: PublishedRow, dp: int) -> tuple[Shard, int]:
     written = row.text("dp_shard").lower()
     replicas = 1
-    if found := re.search(r"group=(\d+)", written):
-        replicas = max(1, dp // int(found[1]))
+    if group := re.search(r"group=(\d+)", written):
+        replicas = max(1, dp // int(group[1]))
     if written.startswith("hsdp"):
         return "full", max(1, dp // row.count("gpus_per_node", 8))
     if "shard_grad_op" in written or "not resharded" in written:
@@ -277,8 +277,8 @@ def _recompute(row: PublishedRow) -> Recompute:
 
 
 def _stages(row: PublishedRow, model: ModelShape, pp: int, vp: int) -> tuple[int, ...]:
-    if found := re.search(r"pp_layout=([a-z|()*0-9]+)", row.notes):
-        chunks = _written_stages(found[1])
+    if written := re.search(r"pp_layout=([a-z|()*0-9]+)", row.notes):
+        chunks = _written_stages(written[1])
         if len(chunks) == pp * vp and sum(chunks) == model.layers:
             return chunks
     if row.text("engine") == "nanotron":
@@ -286,35 +286,35 @@ def _stages(row: PublishedRow, model: ModelShape, pp: int, vp: int) -> tuple[int
     chunks = pp * vp
     if chunks > model.layers + 2:
         raise SkippedRow(f"{chunks} chunks for {model.layers} layers")
-    if model.extra_heads and chunks > 1:
-        # Megatron-Bridge's layouts of models that predict further tokens: full chunks, and a short last one that
-        # has those layers and both passes through the head besides.
-        each = -(-(model.layers + model.extra_heads + 2) // chunks)
-        if 0 <= model.layers - each * (chunks - 1) <= each:
-            return (*[each] * (chunks - 1), model.layers - each * (chunks - 1))
+    if model.mtp_layers and chunks > 1:
+        # Megatron-Bridge's layouts of models with multi-token prediction: full chunks, and a short last one that also
+        # has the extra layers and both passes through the head.
+        full = -(-(model.layers + model.mtp_layers + 2) // chunks)
+        if 0 <= model.layers - full * (chunks - 1) <= full:
+            return (*[full] * (chunks - 1), model.layers - full * (chunks - 1))
     if model.layers % chunks and (model.layers + 2) % chunks == 0:
         # Megatron's account-for-embedding-in-pipeline-split (and -loss-): both count as a layer.
-        each = (model.layers + 2) // chunks
-        return (each - 1, *[each] * (chunks - 2), each - 1)
+        full = (model.layers + 2) // chunks
+        return (full - 1, *[full] * (chunks - 2), full - 1)
     return even_stages(model.layers, chunks)
 
 
 def _written_stages(text: str) -> tuple[int, ...]:
     """Read Megatron's pipeline layout (`Et*4|(t*4|)*14tmL`, lower case): the layers of each chunk."""
-    spread = text
-    while found := re.search(r"\(([^()]*)\)\*(\d+)", spread):
-        spread = spread[: found.start()] + found[1] * int(found[2]) + spread[found.end() :]
-    spread = re.sub(r"([a-z])\*(\d+)", lambda match: match[1] * int(match[2]), spread)
-    return tuple(chunk.count("t") for chunk in spread.split("|"))
+    expanded = text
+    while group := re.search(r"\(([^()]*)\)\*(\d+)", expanded):
+        expanded = expanded[: group.start()] + group[1] * int(group[2]) + expanded[group.end() :]
+    expanded = re.sub(r"([a-z])\*(\d+)", lambda match: match[1] * int(match[2]), expanded)
+    return tuple(chunk.count("t") for chunk in expanded.split("|"))
 
 
 def nanotron_stages(model: ModelShape, pp: int) -> tuple[tuple[int, ...], int]:
-    """Return the layers of each stage as nanotron cuts them, and the stage of the head.
+    """Return the layers of each stage as nanotron divides them, and the stage of the head.
 
     nanotron (models/base.py, build_model) gives blocks to a stage until their running cost passes its share; a block
     costs the elements of its matrices, the head too, and everything else is free.
     """
-    layer = sum(p.inputs * p.outputs for p in (*model.attention_products, *model.feed_forward(model.ffn)))
+    layer = sum(p.inputs * p.outputs for p in (*model.attention_matrices, *model.mlp_matrices(model.ffn)))
     blocks = [layer] * model.layers + [model.head_weights]
     total, passed, stage = sum(blocks), 0, 0
     layers, head = [0] * pp, pp - 1
@@ -330,17 +330,17 @@ def nanotron_stages(model: ModelShape, pp: int) -> tuple[tuple[int, ...], int]:
 
 
 def why_it_cannot_run(row: PublishedRow, model: ModelShape, layout: RankLayout) -> str | None:
-    """Return why its engine could not have run a row, whatever the memory; None where nothing is known."""
+    """Return why its engine cannot run a row, whatever the memory; None where no reason is known."""
     if row.text("engine") != "nanotron" or layout.pp == 1:
         return None
     head = nanotron_stages(model, layout.pp)[1]
-    # The stage after the head's computes the loss; one further on gets no block at all.
+    # The stage after the head computes the loss; later stages get no block at all.
     idle = layout.pp - head - 2
     return f"{idle} of {layout.pp} stages get no block" if idle > 1 else None
 
 
 def row_options(row: PublishedRow, model: ModelShape, layout: RankLayout) -> EngineOptions:
-    """What this run did otherwise than its engine's usual."""
+    """Return the options of a run, from what its row says."""
     chosen: dict[str, Any] = {}
     if row.text("sp") == "0" and layout.tp > 1:
         chosen["sequence_parallel"] = False
@@ -348,16 +348,16 @@ def row_options(row: PublishedRow, model: ModelShape, layout: RankLayout) -> Eng
         chosen["head_chunk"] = nanotron_stages(model, layout.pp)[1]
     written = row.text("recompute").lower().removeprefix("selective:")
     if layout.recompute == "selective":
-        chosen["selective"] = "" if written == "selective" else written
+        chosen["selective_recompute"] = "" if written == "selective" else written
     if any(word in row.notes for word in ("a2a_overlap", "ep overlap on", "a2a overlap")):
         chosen["ep_overlap"] = True
     if "full_iteration" in row.notes:
-        chosen["graphs"] = 1.0
+        chosen["cuda_graph_share"] = 1.0
     elif "cudagraph" in row.notes or "cuda_graph" in row.notes:
-        chosen["graphs"] = 0.3
+        chosen["cuda_graph_share"] = 0.3
     elif row_engine(row) == "megatron-26.06" and row.text("precision") == "mxfp8" and row.text("gpu").startswith("GB"):
         # Megatron-Bridge's recipes for NVL72 racks capture whole iterations since 26.06.
-        chosen["graphs"] = 1.0
+        chosen["cuda_graph_share"] = 1.0
     if "no comm overlap" in row.notes:
         chosen["overlap"] = False
     else:
@@ -368,51 +368,53 @@ def row_options(row: PublishedRow, model: ModelShape, layout: RankLayout) -> Eng
         chosen["fixed_routing"] = True
     if row_engine(row).startswith("megatron") and re.search(r"nemo|bridge|dgxc", row.notes + row.source.lower()):
         # NVIDIA's performance recipes: grad_reduce_in_fp32 is off.
-        chosen["half_gradients"] = True
+        chosen["bf16_gradients"] = True
     if re.search(r"; lora|technique: lora", row.notes):
         chosen["trained_share"] = 0.0
     if "500w" in row.text("gpu").lower():
-        chosen["power"] = 0.85
+        chosen["clock_share"] = 0.85
     return EngineOptions(**chosen)
 
 
 def _fused_dispatch(row: PublishedRow) -> bool:
-    """Whether tokens went through DeepEP or HybridEP: what the row says, else what recipes of its release do."""
+    """Whether tokens went through DeepEP or HybridEP: as the row states, or as the recipes of its release do."""
     if "hybridep" in row.notes or "deepep" in row.notes:
         return True
     # Megatron-Bridge's recipes have HybridEP for racks of GB200 and GB300 since 25.11 and for other Blackwell since
     # 26.02.01; tables that do not name the recipe, and most of 26.06 and later, leave it out.
     since = (25, 11) if row.text("gpu").startswith("GB") else (26, 2, 1) if row.text("gpu").startswith("B") else None
-    told = "recipe=" in row.notes and row_version(row) < (26, 6)
-    return since is not None and not told and (row_version(row) >= since or row_engine(row) == "megatron-26.06")
+    states_recipe = "recipe=" in row.notes and row_version(row) < (26, 6)
+    if since is None or states_recipe:
+        return False
+    return row_version(row) >= since or row_engine(row) == "megatron-26.06"
 
 
 @dataclass(frozen=True)
 class PublishedCase:
-    """A row as the planner takes it."""
+    """A row as the planner predicts it."""
 
-    job: TrainingShape
+    training: TrainingShape
     layout: RankLayout
     cannot_run: str | None = None
-    """Why its engine cannot run the layout, whatever the memory; published failures do not tell the two apart."""
+    """Why its engine cannot run the layout, whatever the memory; published failures do not distinguish the two."""
 
 
 def row_case(row: PublishedRow) -> PublishedCase:
-    """Return the job and the layout of a row, or raise `SkippedRow`."""
+    """Return the training and the layout of a row, or raise `SkippedRow`."""
     for word in ("qlora", "8bit", "offload", "optimizer-in-bwd"):
         if f"technique: {word}" in row.notes.replace("+", "").replace("activation ", ""):
             raise SkippedRow(f"it is of a technique that no key here names: {word}")
     model = row_model(row)
     hardware = row_hardware(row)
     layout = row_layout(row, model)
-    job = TrainingShape(
+    training = TrainingShape(
         model=model,
         sequence_length=row.count("seq_len"),
         global_batch=row_global_batch(row, layout.dp * layout.micro_batch * layout.pp),
         precision=row_precision(row),
         hardware=hardware,
         gpus=layout.world_size,
-        stack=engine_constants(row_engine(row)),
-        habits=row_options(row, model, layout),
+        constants=engine_constants(row_engine(row)),
+        options=row_options(row, model, layout),
     )
-    return PublishedCase(job, layout, why_it_cannot_run(row, model, layout))
+    return PublishedCase(training, layout, why_it_cannot_run(row, model, layout))

@@ -1,4 +1,4 @@
-"""Predicted against measured, drawn as an SVG: a point on the diagonal is a prediction that came true."""
+"""Predicted against measured, drawn as an SVG: a point on the diagonal is an exact prediction."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from math import floor, log10
 
 from trainshed.plan.published.validation import JudgedRow, PlannerValidation
 
-# Told apart by people who see colours differently (Okabe and Ito, 2008); the rest of the sources share a grey.
+# Distinct for colour-blind people (Okabe and Ito, 2008); all other sources are grey.
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7b5ea7")
 _GREY = "#999999"
 _SIDE, _MARGIN, _GAP, _TOP, _LEGEND = 380, 56, 40, 36, 20
@@ -102,7 +102,7 @@ def _panel(title: str, unit: str, points: Sequence[PlotPoint], colours: dict[str
         parts.append(f'<text class="faint" text-anchor="end" x="{left - 6}" y="{y(tick) + 4:.1f}">{label}</text>')
     parts.append(_band(low, high, left))
     parts.append(f'<path class="equal" d="M{left} {_TOP + _SIDE}L{left + _SIDE} {_TOP}"/>')
-    # One path of dots a colour: a circle each would be ten times the file. Sources with colours lie above the grey.
+    # One path of dots per colour: circles would make the file ten times as large. Coloured dots are above grey ones.
     for colour in (_GREY, *colours.values()):
         dots = "".join(
             f"M{x(point.measured):.1f} {y(point.predicted):.1f}h0"
@@ -122,7 +122,7 @@ def _panel(title: str, unit: str, points: Sequence[PlotPoint], colours: dict[str
 
 
 def _band(low: float, high: float, left: int) -> str:
-    """The strip of predictions within 15%, cut off at the frame."""
+    """The band of predictions within 15%, clipped at the frame."""
     scale = _SIDE / (high - low)
     up, down = log10(1 + _BAND) * scale, -log10(1 - _BAND) * scale
     bottom, right = _TOP + _SIDE, left + _SIDE
@@ -140,8 +140,8 @@ def _band(low: float, high: float, left: int) -> str:
 def _ticks(low: float, high: float) -> list[float]:
     """Round numbers between two powers of ten: 1, 2, 5 of each decade, or decades alone where there are many."""
     steps = (1, 2, 5) if high - low < 2.5 else (1,)
-    found = (step * 10.0**decade for decade in range(floor(low), floor(high) + 1) for step in steps)
-    return [tick for tick in found if low <= log10(tick) <= high]
+    ticks = (step * 10.0**decade for decade in range(floor(low), floor(high) + 1) for step in steps)
+    return [tick for tick in ticks if low <= log10(tick) <= high]
 
 
 def _legend(names: Sequence[str], counts: Counter[str], colours: dict[str, str], *, top: int) -> list[str]:

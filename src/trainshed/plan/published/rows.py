@@ -1,19 +1,20 @@
-"""Published measurements: the tables that come with the project, and one row of a CSV as it was published."""
+"""The tables of published measurements, and one row of them as it was published."""
 
 from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 from trainshed.errors import InputError
+from trainshed.shipped import shipped_folder
 
 
 class SkippedRow(Exception):
-    """A row that says too little, or that no layout here describes."""
+    """Raised for a row that says too little, or that the planner cannot describe."""
 
 
 @dataclass(frozen=True)
@@ -36,12 +37,12 @@ class PublishedRow:
 
     def count(self, key: str, default: int | None = None) -> int:
         """Return a field as a whole number, or skip the row."""
-        found = self.value(key)
-        if found is None:
+        value = self.value(key)
+        if value is None:
             if default is None:
                 raise SkippedRow(f"the row does not say its {key}")
             return default
-        return int(found)
+        return int(value)
 
     @property
     def source(self) -> str:
@@ -55,17 +56,17 @@ class PublishedRow:
 
     @cached_property
     def notes(self) -> str:
-        """What else was said, in lower case."""
+        """Its notes, in lower case."""
         return self.text("notes").lower()
 
     @property
     def out_of_memory(self) -> bool:
-        """Whether the run died of memory."""
+        """Whether the run ran out of memory."""
         return bool(re.search(r"\boom\b", self.notes)) and self.value("step_time_s") is None
 
     @property
     def step_seconds(self) -> float | None:
-        """The measured step, or what the measured tokens a second say."""
+        """The measured step, or the one that follows from the measured tokens a second."""
         if (seconds := self.value("step_time_s")) is not None:
             return seconds
         rate, tokens = self.value("tokens_per_s_per_gpu"), self._tokens()
@@ -83,7 +84,7 @@ class PublishedRow:
 
     @property
     def memory_metric(self) -> str:
-        """Which peak it is: allocated, reserved, active, nvidia-smi or unstated."""
+        """Which peak was measured: allocated, reserved, active, nvidia-smi or unstated."""
         if stated := self.text("memory_metric"):
             return stated
         if "nvidia-smi" in self.notes:
@@ -94,9 +95,9 @@ class PublishedRow:
 
     @property
     def memory_stage(self) -> str:
-        """Whose peak it is: `last` (Megatron's golden files log the last rank), `first` or `worst`."""
+        """The stage of the peak: `last` (Megatron's golden files log the last rank), `first` or `worst`."""
         if self.text("engine") == "nanotron":
-            # The table of a benchmark is written by rank 0 (nanotron's helpers.py, log_throughput).
+            # Rank 0 writes the table of a benchmark (nanotron's helpers.py, log_throughput).
             return "first"
         if stated := self.text("memory_stage"):
             return stated
@@ -135,21 +136,21 @@ def read_rows(path: str | Path) -> list[PublishedRow]:
     return rows
 
 
-def shipped_tables() -> Iterator[Path]:
-    """Yield the published tables that come with the project."""
-    folder = Path(__file__).parent
-    yield from (folder / name for name in ("throughput_memory.csv", "out_of_memory.csv"))
+def shipped_tables() -> list[Path]:
+    """Return the published tables that come with the project; code that was packed for a job does not have them."""
+    folder = shipped_folder("measurements")
+    if not folder.is_dir():
+        raise InputError(
+            "the published measurements are not in the code that travels with a job",
+            hint="name a table, or run this command where Trainshed is installed",
+        )
+    return [folder / name for name in ("throughput_memory.csv", "out_of_memory.csv")]
 
 
 def column_names() -> list[str]:
     """Return the columns of the tables."""
-    with open(next(shipped_tables()), encoding="utf-8", newline="") as file:
+    with open(shipped_tables()[0], encoding="utf-8", newline="") as file:
         return next(csv.reader(file))
-
-
-def own_engine_table() -> Path:
-    """Return what our own engine did on one GPU, in the same columns."""
-    return Path(__file__).with_name("own_engine.csv")
 
 
 def read_tables(paths: Iterable[str | Path]) -> list[PublishedRow]:

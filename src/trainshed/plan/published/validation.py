@@ -1,19 +1,17 @@
-"""The planner against published measurements: every row predicted, or skipped with its reason.
+"""Predictions compared with published measurements: `validate_rows` predicts every row, or skips it with a reason.
 
-What is compared with what:
+- Step time: predicted seconds / measured seconds - 1. The null model, which knows no layouts, is compared too: a
+  constant TFLOP/s per GPU, the median of the rows of the same source, GPU and precision. `above_10_percent_mfu` leaves
+  out rows that are so slow that the model's arithmetic hardly explains them.
+- Memory: the figure that the source reports, on the rank that it reports: tensors alone for `allocated`, `active` and
+  where nothing is stated, with the reserve for `reserved` and `nvidia-smi`.
+- Out of memory: rows that ran out of memory and rows that ran; a row is predicted to run out if it does not fit its
+  GPU. The sweep does not distinguish memory from other crashes, so a layout that its engine cannot build counts too.
+- Regret: how much slower our choice is than the best measured layout, in groups of three or more layouts of one source,
+  model, engine, GPU, number of GPUs, sequence length, global batch and precision. We choose as the search does
+  (`rank_predictions`). A layout that was measured several times counts once, with its median.
 
-- Step time: predicted seconds / measured seconds - 1. Beside it the null model, which knows no layouts: a constant
-  TFLOP/s per GPU, the median of the very rows of the same source, GPU and precision. `above_10_percent_mfu` leaves out
-  rows so slow that what held them up is hardly the model's arithmetic.
-- Memory: the figure that the source means, on the rank it means: what tensors fill for `allocated`, `active` and where
-  nothing is said, with the reserve for `reserved` and `nvidia-smi`.
-- Out of memory: rows that ran out against rows that ran; predicted to run out is what does not fit its card. The sweep
-  does not tell memory from other crashes, so a layout that its engine cannot build counts as predicted too.
-- Regret: among the measured layouts of one source, model, engine, GPU, number of GPUs, sequence length, global batch
-  and precision, three or more of them, how much slower the one we would choose is than the best. We choose as the
-  search does (`rank_predictions`). A layout that was measured several times counts once, with its median.
-
-All scores are fractions. A score that nothing can be said about (no such rows) is None, never 0.
+All scores are fractions. A score without any rows is None, never 0.
 """
 
 from __future__ import annotations
@@ -59,23 +57,23 @@ def error_scores(pairs: Iterable[tuple[float, float]]) -> ErrorScores:
 
 @dataclass(frozen=True)
 class OutOfMemoryScores:
-    """How well predictions tell what runs out of memory from what fits."""
+    """How well predictions separate what runs out of memory from what fits."""
 
     positives: int = 0
     """Rows that ran out of memory."""
     negatives: int = 0
     """Rows that ran."""
     precision: float | None = None
-    """Of those predicted not to fit, the share that did not."""
+    """Share of those predicted not to fit that did not fit."""
     recall: float | None = None
-    """Of those that did not fit, the share predicted so."""
+    """Share of those that did not fit that were predicted so."""
     balanced_accuracy: float | None = None
-    """Mean of the shares that were right among those that did not fit and among those that did."""
+    """Mean of the shares predicted right among those that did not fit and among those that did."""
 
 
-def out_of_memory_scores(answers: Iterable[tuple[bool, bool]]) -> OutOfMemoryScores:
-    """Score (predicted, true) answers to the question whether memory runs out."""
-    pairs = list(answers)
+def out_of_memory_scores(outcomes: Iterable[tuple[bool, bool]]) -> OutOfMemoryScores:
+    """Score pairs of whether memory was predicted to run out and whether it did."""
+    pairs = list(outcomes)
     positives = sum(true for _, true in pairs)
     negatives = len(pairs) - positives
     caught = sum(predicted and true for predicted, true in pairs)
@@ -94,12 +92,12 @@ class RegretScores:
     top1_mean: float | None = None
     top1_worst: float | None = None
     top3_mean: float | None = None
-    """The best measured one of the three that we would have put first."""
+    """Of the best of the three that we would have tried first."""
     top3_worst: float | None = None
 
 
 def regret_scores(groups: Iterable[Sequence[float]]) -> RegretScores:
-    """Score groups of layouts that could have been chosen: their measured seconds, in the order we would choose."""
+    """Score groups of layouts by their measured seconds, in the order in which we would choose them."""
     first: list[float] = []
     three: list[float] = []
     for measured in groups:
@@ -123,62 +121,68 @@ class JudgedRow:
     case: PublishedCase
     prediction: LayoutPrediction
     step_seconds: float | None
-    """Measured; None where the row has none."""
+    """Measured; None if the row has none."""
     memory_gib: float | None
-    """Measured; None where the row has none."""
+    """Measured; None if the row has none."""
 
     @cached_property
     def measured_tflops(self) -> float:
         """TFLOP/s per GPU that was measured, as the planner counts FLOPs."""
         assert self.step_seconds is not None
-        # The prediction's rate is over the same FLOPs: only the seconds differ.
+        # The predicted rate has the same FLOPs: only the seconds differ.
         return self.prediction.tflops_per_gpu * self.prediction.step_seconds / self.step_seconds
 
     @property
     def mfu(self) -> float:
-        """The utilisation that the source gives, or the measured one as the planner counts it."""
+        """The published MFU, or the measured one as the planner counts FLOPs."""
         return self.row.mfu if self.row.mfu is not None else self.measured_tflops / self.prediction.peak_tflops
 
     @cached_property
     def predicted_gib(self) -> float:
-        """What the measured memory is compared with."""
+        """The predicted memory that corresponds to the measured one."""
         stages = [stage.memory for stage in self.prediction.stages]
-        if (whose := self.row.memory_stage) in ("first", "last"):
-            stages = [stages[0 if whose == "first" else -1]]
+        if (stage := self.row.memory_stage) in ("first", "last"):
+            stages = [stages[0 if stage == "first" else -1]]
         with_reserve = self.row.memory_metric in ("reserved", "nvidia-smi")
         return max(memory.total if with_reserve else memory.allocated for memory in stages)
 
     @property
-    def fails(self) -> bool:
-        """Whether the planner says that it cannot run: of memory, or because its engine has no such layout."""
+    def predicted_to_fail(self) -> bool:
+        """Whether it is predicted not to run: for lack of memory, or because its engine has no such layout."""
         return not self.prediction.fits or self.case.cannot_run is not None
 
     @property
-    def words(self) -> str:
-        """What the row is of."""
-        job, layout = self.case.job, self.case.layout
+    def description(self) -> str:
+        """The model, the GPUs and the layout of the row."""
+        training, layout = self.case.training, self.case.layout
         recompute = "" if layout.recompute == "none" else f", recompute {layout.recompute}"
-        where = f"{job.gpus} x {job.hardware.gpu_name} {job.precision}"
+        where = f"{training.gpus} x {training.hardware.gpu_name} {training.precision}"
         return f"{self.row.model} on {where}, {layout}, micro-batch {layout.micro_batch}{recompute}"
 
     def to_plain(self) -> dict[str, Any]:
         """Return the row as JSON has it."""
         predicted = {"step_seconds": self.prediction.step_seconds, "memory_gib": self.predicted_gib}
         measured = {"step_seconds": self.step_seconds, "memory_gib": self.memory_gib}
-        found = {"source": self.row.source, "row": self.row.number, "what": self.words}
-        return {**found, "predicted": predicted, "measured": measured, "mfu": self.mfu if self.step_seconds else None}
+        return {
+            "source": self.row.source,
+            "row": self.row.number,
+            "what": self.description,
+            "predicted": predicted,
+            "measured": measured,
+            "mfu": self.mfu if self.step_seconds else None,
+        }
 
 
 @dataclass(frozen=True)
 class StepTimeScores(ErrorScores):
-    """Errors of step times, beside those of the null model."""
+    """Errors of step times, and the mean error of the null model."""
 
     null_mape: float | None = None
 
 
 @dataclass(frozen=True)
 class ValidationScores:
-    """What is known of a set of rows."""
+    """All scores of a set of rows."""
 
     rows: int
     skipped: int
@@ -213,8 +217,8 @@ class PlannerValidation:
         for one in self.judged:
             judged[key(one.row)].append(one)
         skipped = Counter(key(row) for row, _ in self.skipped)
-        found = {name: self._scores(judged[name], skipped[name]) for name in {**judged, **skipped}}
-        return dict(sorted(found.items(), key=lambda item: (-item[1].rows, item[0])))
+        scores = {name: self._scores(judged[name], skipped[name]) for name in {**judged, **skipped}}
+        return dict(sorted(scores.items(), key=lambda item: (-item[1].rows, item[0])))
 
     def worst(self, count: int) -> list[JudgedRow]:
         """Return the rows whose step time was predicted worst, by how many times off it is either way."""
@@ -240,7 +244,7 @@ class PlannerValidation:
             above_10_percent_mfu=step_time_scores([one for one in timed if one.mfu > SLOW_MFU]),
             memory=error_scores((one.predicted_gib, one.memory_gib) for one in judged if one.memory_gib is not None),
             out_of_memory=out_of_memory_scores(
-                (one.fails, one.row.out_of_memory) for one in judged if _says_whether_it_fits(one)
+                (one.predicted_to_fail, one.row.out_of_memory) for one in judged if _says_whether_it_fits(one)
             ),
             regret=regret_scores(_ranked_groups(timed)),
         )
@@ -258,19 +262,22 @@ def validate_rows(rows: Iterable[PublishedRow]) -> PlannerValidation:
         except TrainshedError as error:
             skipped.append((row, error.what))
         except (ArithmeticError, AssertionError, LookupError, ValueError, TypeError) as error:
-            # A row that no rule foresaw must not cost the report of the others.
+            # A row that no rule foresaw must not stop the others.
             skipped.append((row, f"its figures do not go together ({type(error).__name__}: {error})"))
     return PlannerValidation(tuple(judged), tuple(skipped))
 
 
 def _judge(row: PublishedRow) -> JudgedRow:
     case = row_case(row)
-    if min(*case.layout.dense_shape, *case.layout.expert_shape, case.layout.micro_batch, case.job.tokens_per_step) < 1:
+    if (
+        min(*case.layout.dense_shape, *case.layout.expert_shape, case.layout.micro_batch, case.training.tokens_per_step)
+        < 1
+    ):
         raise SkippedRow("one of its sizes is not above 0")
     judged = JudgedRow(
         row,
         case,
-        predict(case.job, case.layout),
+        predict(case.training, case.layout),
         _positive_or_none(row.step_seconds),
         _positive_or_none(row.memory_gib),
     )
@@ -282,7 +289,7 @@ def _judge(row: PublishedRow) -> JudgedRow:
 
 
 def _positive_or_none(value: float | None) -> float | None:
-    """A measured amount; one that is no positive number was not measured."""
+    """A measured amount; None if it is not a positive number."""
     return value if value is not None and 0 < value < inf else None
 
 
@@ -294,8 +301,10 @@ def step_time_scores(timed: Sequence[JudgedRow]) -> StepTimeScores:
 
 
 def _null_pairs(timed: Sequence[JudgedRow]) -> list[tuple[float, float]]:
-    """What a constant TFLOP/s per GPU predicts, and what was measured: inversely, as the FLOPs are the same."""
-    groups = _grouped(timed, lambda one: (one.row.source, one.case.job.hardware.gpu_name, one.case.job.precision))
+    """Rates in place of seconds, as the FLOPs are the same: (measured, constant) for (predicted, measured) seconds."""
+    groups = _grouped(
+        timed, lambda one: (one.row.source, one.case.training.hardware.gpu_name, one.case.training.precision)
+    )
     pairs: list[tuple[float, float]] = []
     for group in groups:
         constant = median(one.measured_tflops for one in group)
@@ -304,26 +313,18 @@ def _null_pairs(timed: Sequence[JudgedRow]) -> list[tuple[float, float]]:
 
 
 def _ranked_groups(timed: Sequence[JudgedRow]) -> list[list[float]]:
-    return ranked_measurements((one.row.group, one.case, one.prediction, one.step_seconds or inf) for one in timed)
-
-
-def ranked_measurements(timed: Iterable[tuple[Hashable, PublishedCase, LayoutPrediction, float]]) -> list[list[float]]:
-    """Return the layouts of each group that one could have chosen from: measured seconds, in the order of our choice.
-
-    What goes in is the group of a row, the row as a case, what is predicted of it, and its measured seconds.
-    """
-    groups: defaultdict[Hashable, defaultdict[PublishedCase, list[tuple[LayoutPrediction, float]]]] = defaultdict(
-        lambda: defaultdict(list)
-    )
-    for group, case, prediction, seconds in timed:
-        groups[group][case].append((prediction, seconds))
+    """Measured seconds of the layouts of each group, in the order in which we would choose them."""
+    groups: defaultdict[Hashable, defaultdict[PublishedCase, list[JudgedRow]]] = defaultdict(lambda: defaultdict(list))
+    for one in timed:
+        groups[one.row.group][one.case].append(one)
     choices: list[list[float]] = []
     for cases in groups.values():
         if len(cases) >= _LAYOUTS_TO_CHOOSE_FROM:
-            # Rows of one case are predicted alike: any of them stands for all.
-            measured = {id(same[0][0]): median(seconds for _, seconds in same) for same in cases.values()}
-            order = rank_predictions(same[0][0] for same in cases.values())
-            choices.append([measured[id(prediction)] for prediction in order])
+            # Rows of one case have equal predictions: the first stands for all.
+            firsts = [same[0].prediction for same in cases.values()]
+            medians = (median(one.step_seconds or inf for one in same) for same in cases.values())
+            measured = {id(prediction): seconds for prediction, seconds in zip(firsts, medians, strict=True)}
+            choices.append([measured[id(prediction)] for prediction in rank_predictions(firsts)])
     return choices
 
 

@@ -1,1 +1,1 @@
-"""The planner's answer for people and programs: JSON, words, pictures."""
+"""A plan for people to read: sentences, charts, and an HTML page."""

@@ -1,7 +1,7 @@
 """A plan in pictures: memory by stage, the step's seconds, the pipeline in time, layouts side by side, scaling.
 
-Charts are a few SVG elements (`SvgDrawing`), without a plotting library. The step in time uses the prediction's own
-schedule (`performance/pipeline.py`), with the chunks of a rank taken as equal. A long step repeats itself in the
+Charts are a few SVG elements (`SvgDrawing`), without a plotting library. The timeline uses the prediction's own
+schedule (`performance/pipeline.py`); the chunks of a rank are assumed to be equal. A long step repeats itself in the
 middle, so a picture has fewer micro-batches than the step: enough to fill the pipeline and to drain it.
 """
 
@@ -103,14 +103,14 @@ class SvgDrawing:
 
 
 BoxKind = pipeline.PassKind | Literal["reduce", "optimizer"]
-"""What a pipeline rank does; `reduce`: exposed data-parallel traffic."""
+"""What a pipeline rank does; `reduce`: data-parallel communication that is not hidden."""
 _SHOWN_AT_LEAST = 6
 _MOST_BOXES = 3000
 
 
 @dataclass(frozen=True)
 class TimelineBox:
-    """One rank at one thing."""
+    """One pass, or another part of a step, on one pipeline rank."""
 
     rank: int
     kind: BoxKind
@@ -131,11 +131,11 @@ class StepTimeline:
     micro_batches: int
     """How many the step has."""
     shown: int
-    """How many are drawn."""
+    """How many are timeline."""
 
     @property
     def is_whole(self) -> bool:
-        """Whether all micro-batches are drawn."""
+        """Whether all micro-batches are timeline."""
         return self.shown == self.micro_batches
 
 
@@ -146,7 +146,7 @@ def step_timeline(prediction: LayoutPrediction, global_batch: int) -> StepTimeli
     shown = _micro_batches_shown(layout, count)
     boxes = _pipeline_boxes(prediction, shown)
     end = max(box.end for box in boxes)
-    # What ends the step is drawn as large beside the passes as it is beside all of them.
+    # The end of the step is scaled with the passes, of which only some are drawn.
     tail = (("reduce", prediction.times.dp_exposed), ("optimizer", prediction.times.optimizer))
     for kind, seconds in ((kind, seconds * shown / count) for kind, seconds in tail):
         if seconds > 0:
@@ -158,7 +158,7 @@ def step_timeline(prediction: LayoutPrediction, global_batch: int) -> StepTimeli
 def _micro_batches_shown(layout: RankLayout, count: int) -> int:
     if layout.vp > 1:
         size = pipeline.round_size(layout.pp, count)
-        # With one round a pipeline only fills and drains; of a very deep one two would be too many boxes to see.
+        # One round only fills and drains the pipeline; two of a very deep one would be too many boxes to see.
         rounds = 2 if 2 * size * 2 * layout.pp * layout.vp <= _MOST_BOXES else 1
         return min(count, rounds * size)
     return min(count, max(_SHOWN_AT_LEAST, 2 * layout.pp))
@@ -166,10 +166,10 @@ def _micro_batches_shown(layout: RankLayout, count: int) -> int:
 
 def _pipeline_boxes(prediction: LayoutPrediction, count: int) -> list[TimelineBox]:
     layout = prediction.layout
-    each = [prediction.stages[chunk % layout.pp] for chunk in range(layout.pp * layout.vp)]
+    chunk_stages = [prediction.stages[chunk % layout.pp] for chunk in range(layout.pp * layout.vp)]
     passes = pipeline.PipelinePasses.of(
-        [stage.forward_seconds / layout.vp for stage in each],
-        [stage.backward_seconds / layout.vp for stage in each],
+        [stage.forward_seconds / layout.vp for stage in chunk_stages],
+        [stage.backward_seconds / layout.vp for stage in chunk_stages],
         layout.pp,
         schedule=layout.schedule,
     )
@@ -197,19 +197,19 @@ _BOX_WORDS: dict[BoxKind, str] = {
 }
 
 
-def _stacked(
+def _draw_stacked_bar(
     drawing: SvgDrawing, x: float, y: float, height: float, scale: float, parts: list[tuple[BarPart, float]], unit: str
 ) -> float:
     """Draw the parts of a bar from left to right; return where it ends."""
     for part, amount in parts:
         figure = format_seconds(amount) if unit == "s" else f"{amount:.1f} {unit}"
-        drawing.rect(x, y, amount * scale, height, fill=part.colour, tip=f"{part.word}: {figure}")
+        drawing.rect(x, y, amount * scale, height, fill=part.colour, tip=f"{part.label}: {figure}")
         x += amount * scale
     return x
 
 
 def memory_chart(prediction: LayoutPrediction) -> SvgDrawing:
-    """A bar for every stage against what the card has."""
+    """A bar for every stage, compared with the memory of the GPU."""
     drawing = SvgDrawing()
     capacity = prediction.memory.capacity
     room = drawing.width - _LABEL_WIDTH - 96
@@ -220,7 +220,7 @@ def memory_chart(prediction: LayoutPrediction) -> SvgDrawing:
         memory = stage.memory
         drawing.text(0, y + height - 5, f"stage {stage.stage}", "soft")
         drawing.rect(_LABEL_WIDTH, y, capacity * scale, height, css="track")
-        end = _stacked(drawing, _LABEL_WIDTH, y, height, scale, part_amounts(memory, MEMORY_PARTS), "GiB")
+        end = _draw_stacked_bar(drawing, _LABEL_WIDTH, y, height, scale, part_amounts(memory, MEMORY_PARTS), "GiB")
         over = memory.total - capacity
         figure = f"{memory.total:.1f} GiB" if over <= 0 else f"{memory.total:.1f} (+{over:.1f})"
         at = max(end, _LABEL_WIDTH + capacity * scale) + 8
@@ -232,7 +232,7 @@ def memory_chart(prediction: LayoutPrediction) -> SvgDrawing:
     present = {part for stage in prediction.stages for part, _ in part_amounts(stage.memory, MEMORY_PARTS)}
     fullest = dict(part_amounts(prediction.memory, MEMORY_PARTS))
     words = [
-        (part.colour, f"{part.word} {fullest[part]:.1f}" if part in fullest else part.word)
+        (part.colour, f"{part.label} {fullest[part]:.1f}" if part in fullest else part.label)
         for part in MEMORY_PARTS
         if part in present
     ]
@@ -245,70 +245,70 @@ def step_chart(prediction: LayoutPrediction) -> SvgDrawing:
     drawing = SvgDrawing()
     parts = part_amounts(prediction.times, TIME_PARTS)
     total = prediction.times.total
-    _stacked(drawing, 0, 0, 30, drawing.width / total, parts, "s")
+    _draw_stacked_bar(drawing, 0, 0, 30, drawing.width / total, parts, "s")
     words = [
-        (part.colour, f"{part.word} {format_seconds(amount)} ({format_share(amount / total)})")
+        (part.colour, f"{part.label} {format_seconds(amount)} ({format_share(amount / total)})")
         for part, amount in parts
     ]
     drawing.height = drawing.legend(52, words)
     return drawing
 
 
-def timeline_chart(drawn: StepTimeline) -> SvgDrawing:
+def timeline_chart(timeline: StepTimeline) -> SvgDrawing:
     """A line for every pipeline rank, time from left to right."""
     drawing = SvgDrawing()
-    height = 26 if drawn.ranks <= 8 else 16
-    scale = (drawing.width - _LABEL_WIDTH) / drawn.seconds
-    for rank in range(drawn.ranks):
+    height = 26 if timeline.ranks <= 8 else 16
+    scale = (drawing.width - _LABEL_WIDTH) / timeline.seconds
+    for rank in range(timeline.ranks):
         y = rank * (height + 4)
         drawing.text(0, y + height - 7, f"stage {rank}", "soft")
         drawing.rect(_LABEL_WIDTH, y, drawing.width - _LABEL_WIDTH, height, css="track")
-    by_chunk = any(box.chunk for box in drawn.boxes)
-    for box in drawn.boxes:
+    by_chunk = any(box.chunk for box in timeline.boxes)
+    for box in timeline.boxes:
         shade = (box.chunk if by_chunk else box.micro_batch) % 2
         x, y, wide = _LABEL_WIDTH + box.start * scale, box.rank * (height + 4), (box.end - box.start) * scale
         tip = f"{_BOX_WORDS[box.kind]}: {format_seconds(box.end - box.start)}"
         counted = box.kind in ("forward", "backward", "weights")
         if counted:
             tip = f"micro-batch {box.micro_batch}, chunk {box.chunk}, {tip}"
-        # A little narrower than it is: the gaps part one micro-batch from the next.
+        # A little narrower than it is: gaps separate micro-batches.
         drawing.rect(x, y, max(wide - 0.6, 0.6), height, fill=_BOX_COLOURS[box.kind][shade], tip=tip)
         if counted and wide >= 15:
             drawing.text(x + wide / 2, y + height / 2 + 3.5, str(box.micro_batch), "number", "middle")
-    present = {box.kind for box in drawn.boxes}
+    present = {box.kind for box in timeline.boxes}
     words = [(_BOX_COLOURS[kind][0], word) for kind, word in _BOX_WORDS.items() if kind in present]
-    drawing.height = drawing.legend(drawn.ranks * (height + 4) + 20, words, left=_LABEL_WIDTH)
+    drawing.height = drawing.legend(timeline.ranks * (height + 4) + 20, words, left=_LABEL_WIDTH)
     return drawing
 
 
 def layouts_chart(shown: list[LayoutPrediction]) -> SvgDrawing:
-    """Layouts side by side: the seconds of each by part, and what it loses against the first."""
+    """Layouts side by side: the seconds of each by part, and what it loses to the first."""
     drawing = SvgDrawing()
     chosen = shown[0]
     room = drawing.width - 230
-    scale = room / max(each.times.total for each in shown)
+    scale = room / max(prediction.times.total for prediction in shown)
     y = 14.0
-    for each in shown:
-        first = each is chosen
-        drawing.text(0, y, describe_layout(each.layout), "accent" if first else "bold")
-        figures = f"{each.mfu:.1%} MFU · {each.memory.total:.1f} GiB"
+    for prediction in shown:
+        first = prediction is chosen
+        drawing.text(0, y, describe_layout(prediction.layout), "accent" if first else "bold")
+        figures = f"{prediction.mfu:.1%} MFU · {prediction.memory.total:.1f} GiB"
         drawing.text(drawing.width, y, figures, "soft", "end")
-        end = _stacked(drawing, 0, y + 7, 16, scale, part_amounts(each.times, TIME_PARTS), "s")
-        change = each.step_seconds / chosen.step_seconds - 1
+        end = _draw_stacked_bar(drawing, 0, y + 7, 16, scale, part_amounts(prediction.times, TIME_PARTS), "s")
+        change = prediction.step_seconds / chosen.step_seconds - 1
         lost = "" if first else f"  {change:+.1%}".replace("-", "−")
-        drawing.text(end + 8, y + 20, f"{format_seconds(each.step_seconds)}{lost}")
+        drawing.text(end + 8, y + 20, f"{format_seconds(prediction.step_seconds)}{lost}")
         y += 27
         if not first:
             y += 13
-            drawing.text(0, y, _lost_words(chosen.times, each.times), "small")
+            drawing.text(0, y, _lost_words(chosen.times, prediction.times), "small")
         y += 26
-    present = {part for each in shown for part, _ in part_amounts(each.times, TIME_PARTS)}
-    drawing.height = drawing.legend(y, [(part.colour, part.word) for part in TIME_PARTS if part in present])
+    present = {part for prediction in shown for part, _ in part_amounts(prediction.times, TIME_PARTS)}
+    drawing.height = drawing.legend(y, [(part.colour, part.label) for part in TIME_PARTS if part in present])
     return drawing
 
 
 def _lost_words(times: StepTimes, other: StepTimes) -> str:
-    return time_differences(times, other, most=3, word="word")
+    return time_differences(times, other, most=3, name="label")
 
 
 def scaling_chart(curve: ScalingCurve) -> SvgDrawing:
@@ -317,7 +317,7 @@ def scaling_chart(curve: ScalingCurve) -> SvgDrawing:
     left, right, top, bottom = 48.0, drawing.width - 30, 24.0, 204.0
     first, last = curve.points[0].gpus, curve.points[-1].gpus
     span = log2(last / first) or 1.0
-    # More than the smallest number reaches is possible: a larger one may not need to recompute.
+    # Efficiency may be above 1: with more GPUs a layout may not need to recompute.
     highest = max(1.0, *(point.efficiency or 0.0 for point in curve.points))
 
     def at(gpus: int, reached: float) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""`--report FILE`: a plan as one HTML page or one SVG, with nothing outside the file."""
+"""`--report FILE`: a plan as one HTML page or one SVG file that needs no other file."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _MARGIN = 28
 _PAGE_STYLE = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
 
 
-def write_report(answer: Plan, path: Path, *, top: int) -> None:
-    """Write the page or the picture, whichever the file's name asks for."""
+def write_report(plan: Plan, path: Path, *, top: int) -> None:
+    """Write the page or the picture, by the suffix of the file's name."""
     check_report_path(path)
-    text = html_page(answer, top=top) if path.suffix == ".html" else svg_sheet(answer, top=top)
+    text = html_page(plan, top=top) if path.suffix == ".html" else svg_sheet(plan, top=top)
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
@@ -36,7 +36,7 @@ def write_report(answer: Plan, path: Path, *, top: int) -> None:
 
 
 def check_report_path(path: Path) -> None:
-    """Refuse a file of a kind that is not written, before any work is done."""
+    """Refuse a suffix that is neither .html nor .svg, before any work is done."""
     if path.suffix not in (".html", ".svg"):
         raise InputError(
             f"a report is a page or a picture, and `{path.name}` is neither",
@@ -45,38 +45,38 @@ def check_report_path(path: Path) -> None:
         )
 
 
-def plan_charts(answer: Plan, *, top: int) -> list[tuple[str, SvgDrawing]]:
-    """Return the pictures of an answer with their titles, top to bottom."""
-    chosen = answer.chosen
-    drawn = step_timeline(chosen, answer.question.job.global_batch)
-    count = f"{drawn.micro_batches:,} micro-batch" + ("es" if drawn.micro_batches > 1 else "")
-    if not drawn.is_whole:
-        count = f"{drawn.shown} of {count} drawn: the middle repeats"
-    found = [
+def plan_charts(plan: Plan, *, top: int) -> list[tuple[str, SvgDrawing]]:
+    """Return the charts of a plan with their titles, top to bottom."""
+    chosen = plan.chosen
+    timeline = step_timeline(chosen, plan.request.training.global_batch)
+    count = f"{timeline.micro_batches:,} micro-batch" + ("es" if timeline.micro_batches > 1 else "")
+    if not timeline.is_whole:
+        count = f"{timeline.shown} of {count} drawn: the middle repeats"
+    charts = [
         ("Memory by pipeline stage" if len(chosen.stages) > 1 else "Memory", memory_chart(chosen)),
         (f"One step: {format_seconds(chosen.step_seconds)}", step_chart(chosen)),
-        (f"The step in time, {count}", timeline_chart(drawn)),
+        (f"The step in time, {count}", timeline_chart(timeline)),
     ]
-    if answer.runners_up:
-        found.append(("The best layouts side by side", layouts_chart([chosen, *answer.runners_up][:top])))
-    if answer.scaling is not None:
-        found.append(("Scaling: the best layout at each number of GPUs", scaling_chart(answer.scaling)))
-    return found
+    if plan.runners_up:
+        charts.append(("The best layouts side by side", layouts_chart([chosen, *plan.runners_up][:top])))
+    if plan.scaling is not None:
+        charts.append(("Scaling: the best layout at each number of GPUs", scaling_chart(plan.scaling)))
+    return charts
 
 
-def svg_sheet(answer: Plan, *, top: int) -> str:
+def svg_sheet(plan: Plan, *, top: int) -> str:
     """Draw everything on one sheet."""
     sheet = SvgDrawing(width=DRAWING_WIDTH + 2 * _MARGIN)
-    title, asked = plan_headline(answer)
+    title, subtitle = plan_headline(plan)
     y = float(_MARGIN)
     body = SvgDrawing()
     body.text(0, 20, title, "head")
-    body.text(0, 42, asked, "soft")
-    body.text(0, 68, describe_layout(answer.chosen.layout), "accent")
-    body.text(0, 90, " · ".join(f"{figure} {word}" for figure, word, _ in key_figures(answer)))
+    body.text(0, 42, subtitle, "soft")
+    body.text(0, 68, describe_layout(plan.chosen.layout), "accent")
+    body.text(0, 90, " · ".join(f"{figure} {word}" for figure, word, _ in key_figures(plan)))
     sheet.place(body, _MARGIN, y)
     y += 128
-    for words, chart in plan_charts(answer, top=top):
+    for words, chart in plan_charts(plan, top=top):
         name = SvgDrawing()
         name.text(0, 0, words, "title")
         sheet.place(name, _MARGIN, y)
@@ -89,32 +89,32 @@ def svg_sheet(answer: Plan, *, top: int) -> str:
     return sheet.svg(style=DRAWING_STYLE, label=title)
 
 
-def html_page(answer: Plan, *, top: int) -> str:
+def html_page(plan: Plan, *, top: int) -> str:
     """Write a page that needs nothing but itself."""
-    title, asked = plan_headline(answer)
+    title, subtitle = plan_headline(plan)
     boxes = "".join(
         f'<div class="figure{" bad" if bad else ""}"><b>{escape(figure)}</b><span>{escape(word)}</span></div>'
-        for figure, word, bad in key_figures(answer)
+        for figure, word, bad in key_figures(plan)
     )
-    drawn = "".join(
+    charts = "".join(
         f"<section><h2>{escape(words)}</h2>\n{chart.svg(label=words)}</section>\n"
-        for words, chart in plan_charts(answer, top=top)
+        for words, chart in plan_charts(plan, top=top)
     )
     rejected = "".join(
-        f"<tr><td><code>{escape(str(each.layout))}</code></td><td>{escape(each.reason)}</td>"
-        f"<td>{each.alike:,}</td></tr>"
-        for each in answer.rejected
+        f"<tr><td><code>{escape(str(entry.layout))}</code></td><td>{escape(entry.reason)}</td>"
+        f"<td>{entry.alike:,}</td></tr>"
+        for entry in plan.rejected
     )
     return (
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{escape(title)}</title>\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         '<meta name="color-scheme" content="light dark">\n'
         f"<style>\n{DRAWING_STYLE}{_PAGE_STYLE}</style>\n</head>\n<body>\n<main>\n"
-        f'<h1>{escape(title)}</h1>\n<p class="asked">{escape(asked)}</p>\n'
-        f'<p class="layout">{escape(describe_layout(answer.chosen.layout))}</p>\n'
-        f"<p><code>--layout {escape(format_layout(answer.chosen.layout))}</code></p>\n"
-        f'<div class="figures">{boxes}</div>\n{drawn}'
-        f"{_html_run(answer)}{_html_list('Why this layout', answer.explanation)}{_html_list('Notes', answer.notes)}"
+        f'<h1>{escape(title)}</h1>\n<p class="asked">{escape(subtitle)}</p>\n'
+        f'<p class="layout">{escape(describe_layout(plan.chosen.layout))}</p>\n'
+        f"<p><code>--layout {escape(format_layout(plan.chosen.layout))}</code></p>\n"
+        f'<div class="figures">{boxes}</div>\n{charts}'
+        f"{_html_run(plan)}{_html_list('Why this layout', plan.explanation)}{_html_list('Notes', plan.notes)}"
         + (
             f"<section><h2>Rejected</h2>\n<table><tr><th>layout<th>reason<th>alike</tr>{rejected}</table></section>\n"
             if rejected
@@ -124,20 +124,20 @@ def html_page(answer: Plan, *, top: int) -> str:
     )
 
 
-def plan_headline(answer: Plan) -> tuple[str, str]:
-    """What was asked: a title, and a line below it."""
-    job = answer.question.job
-    machine = f" ({job.hardware.machine})" if job.hardware.machine else ""
+def plan_headline(plan: Plan) -> tuple[str, str]:
+    """Return a title, and a line below it."""
+    training = plan.request.training
+    machine = f" ({training.hardware.machine})" if training.hardware.machine else ""
     return (
-        f"{answer.question.name} on {job.gpus:,} × {job.hardware.gpu_name}{machine}",
-        f"{job.sequence_length:,} tokens × {job.global_batch:,} sequences a step, {job.precision}, "
-        f"{answer.question.engine}",
+        f"{plan.request.name} on {training.gpus:,} × {training.hardware.gpu_name}{machine}",
+        f"{training.sequence_length:,} tokens × {training.global_batch:,} sequences a step, {training.precision}, "
+        f"{plan.request.engine}",
     )
 
 
-def key_figures(answer: Plan) -> list[tuple[str, str, bool]]:
-    """Return the figures that matter most, each with its word and whether it is bad news."""
-    chosen, memory = answer.chosen, answer.chosen.memory
+def key_figures(plan: Plan) -> list[tuple[str, str, bool]]:
+    """Return the figures that matter most, each with its label and whether it is bad."""
+    chosen, memory = plan.chosen, plan.chosen.memory
     return [
         (format_seconds(chosen.step_seconds), "a step", False),
         (f"{chosen.mfu:.1%}", "MFU", False),
@@ -154,13 +154,13 @@ def key_figures(answer: Plan) -> list[tuple[str, str, bool]]:
 def _html_list(title: str, sentences: tuple[str, ...]) -> str:
     if not sentences:
         return ""
-    items = "".join(f"<li>{escape(each)}</li>" for each in sentences)
+    items = "".join(f"<li>{escape(sentence)}</li>" for sentence in sentences)
     return f"<section><h2>{title}</h2>\n<ul>{items}</ul></section>\n"
 
 
-def _html_run(answer: Plan) -> str:
-    if answer.budget is None:
+def _html_run(plan: Plan) -> str:
+    if plan.budget is None:
         return ""
-    lines = describe_run(answer.budget)
+    lines = describe_run(plan.budget)
     rows = "".join(f"<tr><td>{escape(label)}</td><td>{escape(words)}</td></tr>" for label, words in lines)
     return f'<section><h2>The run</h2>\n<table class="run">{rows}</table></section>\n'

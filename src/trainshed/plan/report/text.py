@@ -1,14 +1,14 @@
-"""A plan in words: how its parts and amounts are written, why a layout won, and what the run takes.
+"""A plan in sentences: why a layout won, what the run takes, and how amounts are written.
 
-`explain_layout` compares the chosen layout with its neighbours, each with the numbers that decide; `describe_run` has
-hours, money, checkpoints, failures, the host's memory and the data.
+`explain_layout` compares the chosen layout with its neighbours and gives the numbers that decide. `describe_run` has
+hours, money, checkpoints, failures, host memory and data.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from trainshed.plan.budget.budget import RunBudget, RunCost
 from trainshed.plan.budget.checkpoint_cost import format_duration
@@ -24,18 +24,18 @@ class BarPart:
     """One part of a stacked bar."""
 
     key: str
-    """The field of `Memory` or `StepTimes`."""
-    word: str
-    """What a legend calls it."""
+    """The field of `GpuMemory` or `StepTimes`."""
+    label: str
+    """Its name in a legend."""
     phrase: str
-    """What a sentence calls it."""
-    letter: str
-    """What a bar is made of where there are no colours."""
+    """Its name in a sentence."""
+    symbol: str
+    """The letter that draws it where there are no colours."""
     colour: str
 
 
-# The colours are those of Observable's categorical palette, which keep apart on white and on black, and for most
-# people who see fewer colours; what is idle or unused is grey.
+# The colours are those of Observable's categorical palette, which are distinct on white, on black, and for most people
+# who are colour-blind; idle time and unused memory are grey.
 MEMORY_PARTS = (
     BarPart("weights", "weights", "weights", "W", "#4269d0"),
     BarPart("gradients", "gradients", "gradients", "G", "#3ca951"),
@@ -58,13 +58,13 @@ TIME_PARTS = (
 
 
 def part_amounts(of: GpuMemory | StepTimes, parts: tuple[BarPart, ...]) -> list[tuple[BarPart, float]]:
-    """Return the parts that there is something of, in their order."""
-    found = [(part, float(getattr(of, part.key))) for part in parts]
-    return [(part, amount) for part, amount in found if amount > 0]
+    """Return the parts that are above 0, in their order."""
+    amounts = [(part, float(getattr(of, part.key))) for part in parts]
+    return [(part, amount) for part, amount in amounts if amount > 0]
 
 
 def share_cells(amounts: list[float], width: int) -> list[int]:
-    """Share `width` cells out in proportion, so that they add up and nothing that exists is left without one."""
+    """Divide `width` cells in proportion to amounts; every amount above 0 gets at least one."""
     total = sum(amounts)
     if total <= 0 or width <= 0:
         return [0] * len(amounts)
@@ -72,10 +72,10 @@ def share_cells(amounts: list[float], width: int) -> list[int]:
     cells = [max(1, int(share)) if share > 0 else 0 for share in exact]
     while sum(cells) != width:
         missing = 1 if sum(cells) < width else -1
-        able = [place for place, count in enumerate(cells) if missing > 0 or count > 1]
-        if not able:
+        changeable = [place for place, count in enumerate(cells) if missing > 0 or count > 1]
+        if not changeable:
             break
-        cells[max(able, key=lambda place: missing * (exact[place] - cells[place]))] += missing
+        cells[max(changeable, key=lambda place: missing * (exact[place] - cells[place]))] += missing
     return cells
 
 
@@ -83,20 +83,20 @@ _SIZES = ("tp", "pp", "vp", "cp", "ep", "micro_batch")
 _RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 _SHARDS: tuple[Shard, ...] = ("none", "zero1", "zero2", "full")
 _ALIKE = 0.005
-"""Step times closer than this are called equal: the prediction does not know them better."""
+"""Step times closer than this are called equal: predictions are not that precise."""
 _WORTH_SAYING = 0.02
-"""Share of a step from which a loss, or a gain, is worth a sentence."""
+"""Share of a step from which a loss or a gain is worth a sentence."""
 
 
 FindProblem = Callable[[RankLayout], str | None]
-"""Says why a layout is illegal for the job; None where it is not."""
+"""Says why a layout is illegal for the training; None where it is legal."""
 BestWith = Callable[[dict[str, int | str]], LayoutPrediction | None]
-"""Returns the best layout that has these keys, all others chosen anew; None where none fits."""
+"""Returns the best layout with these keys, all others searched; None where none fits."""
 
 
 @dataclass(frozen=True)
 class LayoutVariant:
-    """A neighbour of the chosen layout: another value of one key."""
+    """A neighbour of the chosen layout, with another value of one key."""
 
     key: str
     value: int | str
@@ -108,36 +108,36 @@ class LayoutVariant:
 
 
 def explain_layout(
-    job: TrainingShape, chosen: LayoutPrediction, complaint: FindProblem, best_with: BestWith | None = None
+    training: TrainingShape, chosen: LayoutPrediction, find_problem: FindProblem, best_with: BestWith | None = None
 ) -> list[str]:
-    """Say why this layout, what limits it, what its neighbours would cost, and what would help.
+    """Say how good a layout is, what limits it, what its neighbours would cost, and what would help.
 
-    With `best_with` a neighbour is the best layout that has another value of one key: what the key itself costs, and
-    not what the other keys would if they stayed. Without it all else stays as it is, for a layout that was given.
+    With `best_with` a neighbour is the best layout that has another value of one key, so the sentence is about that key
+    alone. Without it the other keys stay as they are, for a layout that was given.
     """
-    tried = layout_variants(job, chosen.layout, complaint, best_with)
+    tried = layout_variants(training, chosen.layout, find_problem, best_with)
     return [
         _verdict(chosen),
         *_limits(chosen),
         *(compare_variant(variant, chosen) for variant in tried if variant.prediction is not None),
         *_illegal(tried),
-        *_remedies(job, chosen),
+        *_remedies(training, chosen),
     ]
 
 
 def layout_variants(
-    job: TrainingShape, layout: RankLayout, complaint: FindProblem, best_with: BestWith | None = None
+    training: TrainingShape, layout: RankLayout, find_problem: FindProblem, best_with: BestWith | None = None
 ) -> list[LayoutVariant]:
     """Return the neighbours of a layout: sizes halved and doubled, other recomputation, other sharding."""
     neighbours = []
-    for key, value in _changes(layout, job):
+    for key, value in _changes(layout, training):
         was = getattr(layout, key)
-        # Chunks are those of a pipeline: without it, another number of them would be another question.
+        # vp is compared within the same pipeline.
         fixed = {key: value} | ({"pp": layout.pp} if key == "vp" else {})
         best = best_with(fixed) if best_with is not None else None
-        changed = _changed(job, layout, key, value)
-        problem = None if changed is None else complaint(changed)
-        alone = None if changed is None or problem or changed == layout else predict(job, changed)
+        changed = _changed(training, layout, key, value)
+        problem = None if changed is None else find_problem(changed)
+        alone = None if changed is None or problem or changed == layout else predict(training, changed)
         if best is not None and (alone is None or not alone.fits or best.step_seconds <= alone.step_seconds):
             neighbours.append(LayoutVariant(key, value, was, best.layout, best))
         elif changed is not None and changed != layout:
@@ -145,25 +145,25 @@ def layout_variants(
     return neighbours
 
 
-def _changes(layout: RankLayout, job: TrainingShape) -> Iterator[tuple[str, int | str]]:
+def _changes(layout: RankLayout, training: TrainingShape) -> Iterator[tuple[str, int | str]]:
     for key in _SIZES:
         size = getattr(layout, key)
-        if (key == "ep" and job.model.experts is None) or (key == "vp" and layout.pp == 1):
+        if (key == "ep" and training.model.experts is None) or (key == "vp" and layout.pp == 1):
             continue
         if size > 1:
             yield key, size // 2
         yield key, size * 2
-    yield from (("recompute", each) for each in _RECOMPUTES if each != layout.recompute)
+    yield from (("recompute", value) for value in _RECOMPUTES if value != layout.recompute)
     if layout.dp > 1:
-        yield from (("shard", each) for each in _SHARDS if each != layout.shard)
+        yield from (("shard", value) for value in _SHARDS if value != layout.shard)
 
 
-def _changed(job: TrainingShape, layout: RankLayout, key: str, value: int | str) -> RankLayout | None:
-    """The layout with one key changed and what follows from it: dp, the cut of the layers, the schedule."""
+def _changed(training: TrainingShape, layout: RankLayout, key: str, value: int | str) -> RankLayout | None:
+    """The layout with one key changed, and what depends on it: dp, the stages, the schedule."""
     change: dict[str, Any] = {key: value}
     other = replace(layout, **change)
     ranks = other.tp * other.pp * other.cp
-    if job.gpus % ranks:
+    if training.gpus % ranks:
         return None
     vp = other.vp if other.pp > 1 else 1
     schedule = other.schedule
@@ -173,10 +173,10 @@ def _changed(job: TrainingShape, layout: RankLayout, key: str, value: int | str)
         schedule = "interleaved" if vp > 1 else "1f1b"
     stages = layout.stages
     if len(stages) != other.pp * vp:
-        if job.model.layers < other.pp * vp:
+        if training.model.layers < other.pp * vp:
             return None
-        stages = even_stages(job.model.layers, other.pp * vp)
-    dp = job.gpus // ranks
+        stages = even_stages(training.model.layers, other.pp * vp)
+    dp = training.gpus // ranks
     replicate = other.replicate if dp % other.replicate == 0 else 1
     return replace(other, vp=vp, dp=dp, replicate=replicate, schedule=schedule, stages=stages)
 
@@ -195,62 +195,65 @@ def _verdict(chosen: LayoutPrediction) -> str:
 def _limits(chosen: LayoutPrediction) -> Iterator[str]:
     total = chosen.times.total
     useful = chosen.times.compute / total
-    lost = sorted(part_amounts(chosen.times, TIME_PARTS[1:]), key=lambda each: -each[1])
-    worst = [(part, each) for part, each in lost if each / total >= _WORTH_SAYING]
+    lost = sorted(part_amounts(chosen.times, TIME_PARTS[1:]), key=lambda entry: -entry[1])
+    worst = [(part, seconds) for part, seconds in lost if seconds / total >= _WORTH_SAYING]
     yield f"{useful:.0%} of the step is compute." if worst else f"{useful:.0%} of the step is compute: little is lost."
     if worst:
-        named = [f"{part.phrase} {format_seconds(each)} ({each / total:.0%})" for part, each in worst[:3]]
-        yield f"What it loses: {_join_and(named)}."
-    full = sorted(part_amounts(chosen.memory, MEMORY_PARTS), key=lambda each: -each[1])[:2]
-    yield "Memory goes to " + _join_and([f"{part.phrase} ({each:.1f} GiB)" for part, each in full]) + " first of all."
+        losses = [f"{part.phrase} {format_seconds(seconds)} ({seconds / total:.0%})" for part, seconds in worst[:3]]
+        yield f"What it loses: {_join_and(losses)}."
+    largest = sorted(part_amounts(chosen.memory, MEMORY_PARTS), key=lambda entry: -entry[1])[:2]
+    parts = [f"{part.phrase} ({gib:.1f} GiB)" for part, gib in largest]
+    yield f"Memory goes to {_join_and(parts)} first of all."
 
 
 def compare_variant(variant: LayoutVariant, chosen: LayoutPrediction) -> str:
     """Say what a neighbour would cost or gain, and where."""
     other = variant.prediction
     assert other is not None, "an illegal layout has no prediction to compare"
-    named = f"{variant.key} {variant.value} instead of {variant.was}{_other_changes(variant, chosen.layout)}"
+    name = f"{variant.key} {variant.value} instead of {variant.was}{_other_changes(variant, chosen.layout)}"
     memory = other.memory
     if not other.fits:
-        stage = max(other.stages, key=lambda each: each.memory.total)
-        grown = _largest_growth(chosen, other)
+        stage = max(other.stages, key=lambda stage: stage.memory.total)
+        growth = _largest_growth(chosen, other)
         place = f" on stage {stage.stage}" if len(other.stages) > 1 else ""
-        return f"{named} does not fit: {memory.total - memory.capacity:.1f} GiB too much{place}{grown}."
+        return f"{name} does not fit: {memory.total - memory.capacity:.1f} GiB too much{place}{growth}."
     change = other.step_seconds / chosen.step_seconds - 1
     if not chosen.fits:
         slower = f"{format_percent(change)} {'slower' if change > 0 else 'faster'}"
         step = f"{format_seconds(other.step_seconds)} a step ({slower})"
-        return f"{named} would fit, with {memory.total:.1f} GiB, in {step}."
-    freed = chosen.memory.total - memory.total
-    room = f", and {'frees' if freed > 0 else 'needs'} {abs(freed):.1f} GiB" if abs(freed) >= 1 else ""
+        return f"{name} would fit, with {memory.total:.1f} GiB, in {step}."
+    freed_gib = chosen.memory.total - memory.total
+    room = f", and {'frees' if freed_gib > 0 else 'needs'} {abs(freed_gib):.1f} GiB" if abs(freed_gib) >= 1 else ""
     if abs(change) < _ALIKE:
-        return f"{named} would take as long ({format_seconds(other.step_seconds)}){room}."
+        return f"{name} would take as long ({format_seconds(other.step_seconds)}){room}."
     size = f"cost {format_percent(change)} more" if change > 0 else f"save {format_percent(change)}"
     why = time_differences(chosen.times, other.times)
-    return f"{named} would {size} ({format_seconds(other.step_seconds)}): {why}{room}."
+    return f"{name} would {size} ({format_seconds(other.step_seconds)}): {why}{room}."
 
 
 def _other_changes(variant: LayoutVariant, layout: RankLayout) -> str:
-    """The keys that another value of one is best with, where they change too; what follows from sizes is left out."""
+    """The other keys that change too; what follows from the sizes is left out."""
     keys = [key for key in (*_SIZES, "replicate", "recompute", "shard") if key != variant.key]
     changed = [f"{key} {value}" for key in keys if (value := getattr(variant.layout, key)) != getattr(layout, key)]
     return f", at best with {_join_and(changed)}," if changed else ""
 
 
-def time_differences(times: StepTimes, other: StepTimes, *, most: int = 2, word: str = "phrase") -> str:
+def time_differences(
+    times: StepTimes, other: StepTimes, *, most: int = 2, name: Literal["label", "phrase"] = "phrase"
+) -> str:
     """Name the parts that change the most: `tensor-parallel communication +1.20 s, compute -0.31 s`."""
     changes = [(part, getattr(other, part.key) - getattr(times, part.key)) for part in TIME_PARTS]
-    largest = sorted(changes, key=lambda each: -abs(each[1]))[:most]
+    largest = sorted(changes, key=lambda entry: -abs(entry[1]))[:most]
     threshold = 0.15 * abs(largest[0][1])
-    named = [(part, change) for part, change in largest if change and abs(change) >= threshold]
+    shown = [(part, change) for part, change in largest if change and abs(change) >= threshold]
     return ", ".join(
-        f"{getattr(part, word)} {'+' if change > 0 else '−'}{format_seconds(abs(change))}" for part, change in named
+        f"{getattr(part, name)} {'+' if change > 0 else '−'}{format_seconds(abs(change))}" for part, change in shown
     )
 
 
 def _largest_growth(chosen: LayoutPrediction, other: LayoutPrediction) -> str:
     changes = [(part, getattr(other.memory, part.key) - getattr(chosen.memory, part.key)) for part in MEMORY_PARTS]
-    part, growth = max(changes, key=lambda each: each[1])
+    part, growth = max(changes, key=lambda entry: entry[1])
     return f" ({part.phrase} +{growth:.1f} GiB)" if growth >= 0.1 else ""
 
 
@@ -260,23 +263,23 @@ def _illegal(tried: list[LayoutVariant]) -> Iterator[str]:
             yield f"{variant.key} {variant.value} is not possible: {variant.problem}."
 
 
-def _remedies(job: TrainingShape, chosen: LayoutPrediction) -> Iterator[str]:
-    """What would help that no layout can give: a larger batch, a faster network."""
+def _remedies(training: TrainingShape, chosen: LayoutPrediction) -> Iterator[str]:
+    """What would help besides another layout: a larger batch, a faster network."""
     total = chosen.times.total
     rate = chosen.tokens_per_second_per_gpu
-    batch = replace(job, global_batch=2 * job.global_batch)
+    batch = replace(training, global_batch=2 * training.global_batch)
     gain = predict(batch, chosen.layout).tokens_per_second_per_gpu / rate - 1
     if gain >= _WORTH_SAYING:
         yield f"A global batch of {batch.global_batch:,} would give {gain:.0%} more tokens a second on this layout."
     communication = chosen.times.tp + chosen.times.cp + chosen.times.ep + chosen.times.dp_exposed
     if communication / total < _WORTH_SAYING:
         return
-    hardware = job.hardware
+    hardware = training.hardware
     for words, faster in (
         ("network between the nodes", replace(hardware, network_gb_per_s=2 * hardware.network_gb_per_s)),
         ("link inside a node", replace(hardware, link_gb_per_s=2 * hardware.link_gb_per_s)),
     ):
-        gain = predict(replace(job, hardware=faster), chosen.layout).tokens_per_second_per_gpu / rate - 1
+        gain = predict(replace(training, hardware=faster), chosen.layout).tokens_per_second_per_gpu / rate - 1
         if gain >= _WORTH_SAYING:
             yield f"Twice the {words} would give {gain:.0%} more tokens a second."
 
@@ -287,7 +290,7 @@ def format_percent(change: float) -> str:
 
 
 def format_share(part: float) -> str:
-    """Write a part of a whole: `71%`, and `<1%` for what is there and rounds to nothing."""
+    """Write a part of a whole: `71%`, and `<1%` for what rounds to 0."""
     return f"{part:.0%}" if part >= 0.005 else "<1%"
 
 
@@ -306,9 +309,9 @@ def _join_and(words: list[str]) -> str:
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
 
 
-def describe_run(found: RunBudget) -> list[tuple[str, str]]:
-    """Return a label and a line for each thing that is known."""
-    return [*_length_lines(found.run), *_checkpoint_lines(found), *_host_lines(found)]
+def describe_run(budget: RunBudget) -> list[tuple[str, str]]:
+    """Return a label and a line for each known part of the budget."""
+    return [*_length_lines(budget.run), *_checkpoint_lines(budget), *_host_lines(budget)]
 
 
 def _length_lines(run: RunCost | None) -> Iterator[tuple[str, str]]:
@@ -332,24 +335,24 @@ def _slower(run: RunCost) -> str:
     return f", {format_hours(more)} of it saves, failures and restarts" if more > 0.005 * run.hours else ""
 
 
-def _checkpoint_lines(found: RunBudget) -> Iterator[tuple[str, str]]:
-    cost, expected = found.checkpoint, found.goodput
+def _checkpoint_lines(budget: RunBudget) -> Iterator[tuple[str, str]]:
+    cost, goodput = budget.checkpoint, budget.goodput
     words = f"{_format_bytes(cost.bytes)}, copied to the hosts in {format_seconds(cost.stage_seconds)}"
     if cost.write_seconds is not None:
         words += f", written in {format_duration(cost.write_seconds)} to {cost.storage}"
     yield "checkpoint", words
-    best = f"saved every {expected.best_interval_steps:,} steps, {expected.best_goodput:.1%} of the time trains"
-    failing = f"a failure every {format_duration(3600 * expected.mtbf_hours)} ({expected.mtbf_source})"
-    if expected.goodput is not None and expected.interval_steps is not None:
+    best = f"saved every {goodput.best_interval_steps:,} steps, {goodput.best_goodput:.1%} of the time trains"
+    failing = f"a failure every {format_duration(3600 * goodput.mtbf_hours)} ({goodput.mtbf_source})"
+    if goodput.goodput is not None and goodput.interval_steps is not None:
         best = (
-            f"saved every {expected.interval_steps:,} steps, {expected.goodput:.1%} of the time trains; "
-            f"every {expected.best_interval_steps:,} would be best ({expected.best_goodput:.1%})"
+            f"saved every {goodput.interval_steps:,} steps, {goodput.goodput:.1%} of the time trains; "
+            f"every {goodput.best_interval_steps:,} would be best ({goodput.best_goodput:.1%})"
         )
     yield "goodput", f"{best}; {failing}"
 
 
-def _host_lines(found: RunBudget) -> Iterator[tuple[str, str]]:
-    memory, data = found.host_memory, found.data
+def _host_lines(budget: RunBudget) -> Iterator[tuple[str, str]]:
+    memory, data = budget.host_memory, budget.data
     has = f" of {memory.capacity_gib:,.0f}" if memory.capacity_gib is not None else ""
     yield "host memory", f"{memory.total_gib:,.0f}{has} GiB a node"
     given = f" of {data.given_gb_per_s:.3g}" if data.given_gb_per_s is not None else ""
@@ -367,7 +370,7 @@ def format_hours(amount: float) -> str:
 
 
 def _format_amount(amount: float) -> str:
-    """Write a large number whole, a small one with its figures."""
+    """Write a large number without decimals, a small one with three figures."""
     return f"{amount:,.0f}" if amount >= 100 else f"{amount:.3g}"
 
 

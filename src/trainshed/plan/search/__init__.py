@@ -1,1 +1,1 @@
-"""The layouts there are for a job, and the fastest that fit."""
+"""The search for the fastest layout of a training that fits."""

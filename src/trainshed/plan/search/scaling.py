@@ -1,4 +1,4 @@
-"""The scaling curve: the best layout at each number of GPUs with the same global batch, and where it breaks."""
+"""The scaling curve: the best layout at each number of GPUs with the same global batch, and where efficiency breaks."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from trainshed.plan.search.search import best_fitting_layout, search_layouts
 from trainshed.plan.training_shape import Hardware, TrainingShape
 
 BREAKS_BELOW = 0.8
-"""Efficiency under which a curve counts as broken: a fifth of the GPUs added bring nothing."""
+"""Efficiency below which a curve counts as broken: a fifth of the GPUs add nothing."""
 _ABOVE_FULL = 1.005
-"""Efficiency from which a point is said to be above 100%: what would be printed so."""
+"""Efficiency from which a point is reported as above 100%: it would be printed so."""
 _ENDLESS_GIB = 1e6
-_WHAT = {
+_PART_PHRASES = {
     "compute": "kernels on smaller pieces",
     "tp": "exchanges of tensor parallel ranks",
     "cp": "exchanges of context parallel ranks",
@@ -36,7 +36,7 @@ class ScalingPoint:
     gpus: int
     prediction: LayoutPrediction | None
     efficiency: float | None
-    """Tokens per second and GPU against those at the smallest number that fits."""
+    """Tokens per second and GPU, relative to the smallest number of GPUs that fits."""
     reason: str | None = None
 
     @property
@@ -59,7 +59,7 @@ class ScalingCurve:
 
 
 def scaling_curve(
-    job: TrainingShape,
+    training: TrainingShape,
     gpus: Iterable[int],
     *,
     engine: str,
@@ -70,7 +70,9 @@ def scaling_curve(
     sizes, base, points = tuple(batch_sizes), None, []
     for count in sorted(set(gpus)):
         try:
-            best = search_layouts(replace(job, gpus=count), engine=engine, fixed=fixed, batch_sizes=sizes, top=1).chosen
+            best = search_layouts(
+                replace(training, gpus=count), engine=engine, fixed=fixed, batch_sizes=sizes, top=1
+            ).chosen
         except InputError as refused:
             points.append(ScalingPoint(count, None, None, refused.what))
             continue
@@ -83,7 +85,7 @@ def scaling_curve(
     best = max(points, key=lambda point: point.efficiency or 0.0, default=None)
     above = None
     if base is not None and best is not None and best.prediction is not None and (best.efficiency or 0) > _ABOVE_FULL:
-        roomy = replace(job, gpus=base.layout.world_size, hardware=_with_endless_memory(job.hardware))
+        roomy = replace(training, gpus=base.layout.world_size, hardware=_with_endless_memory(training.hardware))
         free = best_fitting_layout(roomy, engine=engine, fixed=fixed, batch_sizes=sizes)
         above = _why_above(base, best.prediction, best.gpus, free)
     return ScalingCurve(tuple(points), broken and broken.gpus, reason, above)
@@ -100,7 +102,7 @@ def doubling_counts(first: int, last: int) -> list[int]:
 
 
 def _what_grew(base: LayoutPrediction, broken: LayoutPrediction, gpus: int) -> str:
-    """Compare GPU-seconds of a step part by part: at equal efficiency none would grow."""
+    """Name the part of a step whose GPU-seconds grew the most; at equal efficiency none grows."""
     before = _gpu_seconds(base, base.layout.world_size)
     after = _gpu_seconds(broken, gpus)
     grown = {name: after[name] - before[name] for name in after}
@@ -108,8 +110,8 @@ def _what_grew(base: LayoutPrediction, broken: LayoutPrediction, gpus: int) -> s
     share = after[most] / sum(after.values())
     earlier = before[most] / sum(before.values())
     return (
-        f"{_WHAT[most]} ({most}) took {earlier:.0%} of a step on {base.layout.world_size} GPUs and takes {share:.0%} "
-        f"on {gpus}"
+        f"{_PART_PHRASES[most]} ({most}) took {earlier:.0%} of a step on {base.layout.world_size} GPUs and takes "
+        f"{share:.0%} on {gpus}"
     )
 
 
@@ -118,7 +120,7 @@ def _with_endless_memory(hardware: Hardware) -> Hardware:
 
 
 def _why_above(base: LayoutPrediction, best: LayoutPrediction, gpus: int, free: LayoutPrediction | None) -> str:
-    """Say why GPUs do more each when there are more of them: what the fewest that fit are held back by."""
+    """Say why a GPU does more work when there are more of them: what slows down the fewest that fit."""
     fewest = base.layout.world_size
     gained = best.tokens_per_second_per_gpu / base.tokens_per_second_per_gpu - 1
     held_back = 0.0 if free is None else free.tokens_per_second_per_gpu / base.tokens_per_second_per_gpu - 1

@@ -1,12 +1,12 @@
-"""The layouts a search looks at, and the bounds by which it drops most of them.
+"""The layouts that a search considers, and the bounds by which it drops most of them.
 
-Every axis takes its sensible sizes, cut by the engine's rules as early as they apply. Sensible means: tp divides the
-GPUs that fast links join; context parallel leaves a rank 2,048 tokens of a sequence and tensor parallel within experts
-1,024 rows of one; a micro-batch has up to 65,536 tokens on a rank, from where a GPU gains nothing more; chunks of a
-pipeline differ in layers so little that 15% of the work is lost at most, 5% where they are interleaved; hybrid
-sharding keeps a copy within the fast links. A key that is fixed has that value, sensible or not.
+Every axis takes its sensible sizes; the engine's rules drop illegal ones as early as they apply. Sensible means: tp
+divides the GPUs that fast links connect; context parallel leaves a rank 2,048 tokens of a sequence, tensor parallel
+within experts 1,024 rows of an expert; a micro-batch has up to 65,536 tokens on a rank, as more make a GPU no faster;
+uneven chunks of a pipeline lose 15% of the work at most, 5% where they are interleaved; hybrid sharding keeps a replica
+within the fast links. A key that is fixed has that value, sensible or not.
 
-A bound is what a layout cannot do better than, for less than a prediction costs.
+A bound is a limit that a layout cannot beat, and is cheaper than a prediction.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 from trainshed.plan.layout import RankLayout, even_stages
 from trainshed.plan.legality.check import broken_rules, engine_rules
-from trainshed.plan.legality.torch_rules import LegalityContext, divisors
+from trainshed.plan.legality.rules import LegalityContext, divisors
 from trainshed.plan.performance.prediction import LayoutPrediction, predict
 from trainshed.plan.training_shape import TrainingShape
 from trainshed.recipe.schema import PipelineSchedule, Recompute, Shard
@@ -29,39 +29,42 @@ _LEAST_CP_TOKENS = 2048
 _LEAST_EXPERT_ROWS = 1024
 _MOST_TOKENS = 65536
 _MOST_UNEVEN = (1.15, 1.05)
-"""Without and with interleaving, which is there to shorten a wait."""
+"""Without and with interleaving, which must not lose what it gains."""
 _RECOMPUTE_WAYS: dict[str, tuple[Recompute, ...]] = {"torchtune": ("none", "full")}
-"""Ways to recompute, from the fastest to the leanest, where an engine has not all three."""
+"""Ways to recompute, from the least to the most, of engines that do not have all three."""
 
 OnIllegal = Callable[[RankLayout, Problem], None]
 
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """The layouts of a job on an engine; `fixed` are keys of the layout with their values."""
+    """The layouts of a training on an engine; `fixed` are keys of the layout with given values."""
 
-    job: TrainingShape
+    training: TrainingShape
     engine: str
     fixed: Mapping[str, Any]
-    asked: LegalityContext
+    context: LegalityContext
 
     @classmethod
-    def of(
-        cls, job: TrainingShape, engine: str, fixed: Mapping[str, Any], batch_sizes: Iterable[int] = ()
+    def for_training(
+        cls, training: TrainingShape, engine: str, fixed: Mapping[str, Any], batch_sizes: Iterable[int] = ()
     ) -> SearchSpace:
-        """Describe the space; `batch_sizes` are further global batches that a run passes."""
+        """Return the space of a training; `batch_sizes` are further global batch sizes of the run."""
         engine_rules(engine)
-        sizes = tuple(sorted({job.global_batch, *batch_sizes}))
-        # What a search chooses is written out in full, uneven chunks too.
+        sizes = tuple(sorted({training.global_batch, *batch_sizes}))
+        # A chosen layout is written out in full, with uneven chunks.
         return cls(
-            job, engine, fixed, LegalityContext(job.sequence_length, sizes, job.habits.adapters, stages_written=True)
+            training,
+            engine,
+            fixed,
+            LegalityContext(training.sequence_length, sizes, training.options.is_lora, stages_written=True),
         )
 
     def layouts(self, on_illegal: OnIllegal) -> Iterator[RankLayout]:
-        """Yield every legal layout that recomputes as little as may be; tells the others to `on_illegal`."""
+        """Yield every legal layout, with the least recomputation; calls `on_illegal` with the others."""
         for outer in self._outer(on_illegal):
             for ep, etp in self._expert_sizes(outer.tp, outer.stage_ranks):
-                for shard, replicate in self._shares(outer):
+                for shard, replicate in self._sharding(outer):
                     for micro_batch in self._micro_batches(outer):
                         layout = self._layout(
                             outer.tp, outer.cp, outer.pp, outer.vp, outer.dp, ep, etp, shard, replicate, micro_batch
@@ -69,8 +72,8 @@ class SearchSpace:
                         if self._legal(layout, on_illegal):
                             yield layout
 
-    def relieved(self, layout: RankLayout) -> RankLayout | None:
-        """Return the layout with the next leaner way to recompute; None at the leanest."""
+    def with_more_recompute(self, layout: RankLayout) -> RankLayout | None:
+        """Return the layout with the next way to recompute more; None if there is none."""
         ways = self._ways()
         if "recompute" in self.fixed or layout.recompute == ways[-1]:
             return None
@@ -79,9 +82,9 @@ class SearchSpace:
             recompute = "full"
         return replace(layout, recompute=recompute)
 
-    def leanest(self, layout: RankLayout) -> RankLayout:
-        """Return the layout with the leanest way to recompute."""
-        while (leaner := self.relieved(layout)) is not None:
+    def with_most_recompute(self, layout: RankLayout) -> RankLayout:
+        """Return the layout that recomputes the most."""
+        while (leaner := self.with_more_recompute(layout)) is not None:
             layout = leaner
         return layout
 
@@ -89,8 +92,8 @@ class SearchSpace:
         return _RECOMPUTE_WAYS.get(self.engine, ("none", "selective", "full"))
 
     def _outer(self, on_illegal: OnIllegal) -> Iterator[RankLayout]:
-        """Yield the axes that place the dense model; rules that they break hold for all that is inside them."""
-        gpus, layers = self.job.gpus, self.job.model.layers
+        """Yield the axes of the dense model; a rule that they break excludes every layout with them."""
+        gpus, layers = self.training.gpus, self.training.model.layers
         for tp in self._sizes("tp", self._tensor_sizes()):
             if not self._legal(self._layout(tp, 1, 1, 1, 1), on_illegal):
                 continue
@@ -108,7 +111,7 @@ class SearchSpace:
                             yield self._layout(tp, cp, pp, vp, dp)
 
     def _legal(self, layout: RankLayout, on_illegal: OnIllegal) -> bool:
-        broken = next(broken_rules(layout, self.job.model, self.asked, self.engine), None)
+        broken = next(broken_rules(layout, self.training.model, self.context, self.engine), None)
         if broken is not None:
             on_illegal(layout, broken)
         return broken is None
@@ -126,7 +129,7 @@ class SearchSpace:
         replicate: int = 1,
         micro_batch: int = 1,
     ) -> RankLayout:
-        # Without a shard this is a probe of the outer axes: it must break no rule that inner ones may mend.
+        # Without a shard only the outer axes are checked: rules that depend on inner axes must not be broken.
         schedule: PipelineSchedule | None = None
         if pp > 1 and shard is not None:
             schedule = self.fixed.get("schedule") or self._schedule(pp, vp, dp * micro_batch)
@@ -143,13 +146,13 @@ class SearchSpace:
             micro_batch=micro_batch,
             recompute=self.fixed.get("recompute", "none"),
             schedule=schedule,
-            stages=tuple(self.fixed.get("stages") or ()) or _stages(self.job.model.layers, pp * vp),
+            stages=tuple(self.fixed.get("stages") or ()) or _stages(self.training.model.layers, pp * vp),
         )
 
     def _schedule(self, pp: int, vp: int, step: int) -> PipelineSchedule:
         if vp > 1:
             return "interleaved"
-        if self.engine == "torch" and self.asked.batch_sizes[0] < pp * step:
+        if self.engine == "torch" and self.context.batch_sizes[0] < pp * step:
             return "gpipe"
         return "1f1b"
 
@@ -158,18 +161,18 @@ class SearchSpace:
         return sensible if fixed is None else [int(fixed)]
 
     def _tensor_sizes(self) -> list[int]:
-        domain = min(max(self.job.hardware.link_domain, 1), self.job.gpus)
-        return [size for size in _divisors(domain) if self.job.gpus % size == 0]
+        domain = min(max(self.training.hardware.link_domain, 1), self.training.gpus)
+        return [size for size in _divisors(domain) if self.training.gpus % size == 0]
 
     def _context_sizes(self, tp: int) -> list[int]:
-        most = max(1, self.job.sequence_length // _LEAST_CP_TOKENS)
-        return [size for size in _divisors(self.job.gpus // tp) if size <= most]
+        most = max(1, self.training.sequence_length // _LEAST_CP_TOKENS)
+        return [size for size in _divisors(self.training.gpus // tp) if size <= most]
 
     def _chunk_counts(self, pp: int) -> list[int]:
-        return [1] if pp == 1 else list(range(1, self.job.model.layers // pp + 1))
+        return [1] if pp == 1 else list(range(1, self.training.model.layers // pp + 1))
 
     def _even_enough(self, pp: int, vp: int) -> bool:
-        layers, chunks = self.job.model.layers, pp * vp
+        layers, chunks = self.training.model.layers, pp * vp
         if self.fixed.get("stages"):
             return len(self.fixed["stages"]) == chunks
         if "pp" in self.fixed and ("vp" in self.fixed or vp == 1):
@@ -177,15 +180,15 @@ class SearchSpace:
         return -(-layers // chunks) * chunks <= _MOST_UNEVEN[vp > 1] * layers
 
     def _expert_sizes(self, tp: int, stage_ranks: int) -> Iterator[tuple[int, int]]:
-        found = self.job.model.experts
-        whole = found is None or found.ffn < tp * _LEAST_EXPERT_ROWS
+        experts = self.training.model.experts
+        whole = experts is None or experts.ffn < tp * _LEAST_EXPERT_ROWS
         for etp in self._sizes("etp", [1] if whole else sorted({1, tp})):
-            shared = 1 if found is None else gcd(found.count, stage_ranks // etp)
+            shared = 1 if experts is None else gcd(experts.count, stage_ranks // etp)
             for ep in self._sizes("ep", _divisors(shared)):
                 yield ep, etp
 
-    def _shares(self, outer: RankLayout) -> Iterator[tuple[Shard, int]]:
-        """What is shared out, among how many copies."""
+    def _sharding(self, outer: RankLayout) -> Iterator[tuple[Shard, int]]:
+        """How states are sharded, and the number of replicas."""
         sensible: tuple[Shard, ...] = ("zero1",)
         if outer.dp * outer.cp > 1:
             if self.engine == "torchtune":
@@ -195,19 +198,19 @@ class SearchSpace:
             elif outer.pp == 1:
                 sensible = ("zero1", "full")
         for shard in (self.fixed["shard"],) if "shard" in self.fixed else sensible:
-            for replicate in self._sizes("replicate", self._copies(outer, shard)):
+            for replicate in self._sizes("replicate", self._replica_counts(outer, shard)):
                 if outer.dp % replicate == 0:
                     yield shard, replicate
 
-    def _copies(self, outer: RankLayout, shard: Shard) -> list[int]:
-        together = self.job.hardware.link_domain // (outer.tp * outer.cp)
+    def _replica_counts(self, outer: RankLayout, shard: Shard) -> list[int]:
+        together = self.training.hardware.link_domain // (outer.tp * outer.cp)
         if shard != "full" or self.engine == "torchtune" or together < 2 or together >= outer.dp:
             return [1]
         return [1] if outer.dp % together else [1, outer.dp // together]
 
     def _micro_batches(self, outer: RankLayout) -> list[int]:
-        share = gcd(*self.asked.batch_sizes) // outer.dp
-        tokens = self.job.sequence_length // outer.cp
+        share = gcd(*self.context.batch_sizes) // outer.dp
+        tokens = self.training.sequence_length // outer.cp
         return self._sizes("micro_batch", [s for s in _divisors(share) if s == 1 or s * tokens <= _MOST_TOKENS])
 
 
@@ -223,48 +226,48 @@ def _stages(layers: int, chunks: int) -> tuple[int, ...]:
 
 _GIB = 2**30
 _SLACK = 0.98
-"""For what differs between layouts of one shape and is no part of the bound's argument: rounding, uneven chunks."""
+"""Allowance for differences between layouts of one shape that the bound ignores: rounding, uneven chunks."""
 
 
 class StateMemoryBound:
-    """GiB of weights, gradients and optimiser states that some rank of a layout holds at least."""
+    """A lower bound on the GiB of weights, gradients and optimizer states on the fullest rank of a layout."""
 
-    def __init__(self, job: TrainingShape) -> None:
-        model = job.model
+    def __init__(self, training: TrainingShape) -> None:
+        model = training.model
         self._experts = model.expert_layers * model.layer_sizes.experts
         self._dense = model.weights - self._experts
-        stack, trained = job.stack, job.habits.trained_share
-        self._job = job
-        self._weight = stack.weight_bytes
-        self._gradient = (2.0 if job.habits.half_gradients else stack.gradient_bytes) * trained
-        self._optimizer = stack.optimizer_bytes * trained
+        constants, trained = training.constants, training.options.trained_share
+        self._training = training
+        self._weight = constants.weight_bytes
+        self._gradient = (2.0 if training.options.bf16_gradients else constants.gradient_bytes) * trained
+        self._optimizer = constants.optimizer_bytes * trained
 
     def __call__(self, layout: RankLayout) -> float:
-        """Return the average over the pipeline's stages: the fullest has no less."""
+        """Return the average over the pipeline's stages; the fullest stage has at least as much."""
         dense = self._bytes(layout, layout.dense_shards) * self._dense / layout.tp
         experts = self._bytes(layout, layout.expert_shards) * self._experts / (layout.ep * layout.etp)
-        return (dense + experts) / layout.pp / _GIB * self._job.memory_calibration
+        return (dense + experts) / layout.pp / _GIB * self._training.memory_calibration
 
     def _bytes(self, layout: RankLayout, ranks: int) -> float:
         weights = self._weight / (ranks if layout.shard == "full" else 1)
         gradients = self._gradient / (ranks if layout.shard in ("zero2", "full") else 1)
-        if self._job.stack.gradients_freed and layout.micro_batches(self._job.global_batch) == 1:
+        if self._training.constants.gradients_freed and layout.micro_batches(self._training.global_batch) == 1:
             gradients = 0.0
         return weights + gradients + self._optimizer / ranks
 
 
 class StepTimeBound:
-    """Seconds that a step of a layout takes at least, from one prediction per shape.
+    """A lower bound on the seconds of a step, from one prediction per shape.
 
-    Layouts of one *shape* (tp, cp, ep, etp, micro_batch, recompute) make the same products and the same exchanges
-    within a layer; pp only says where: a rank of twice the stages has half the layers and twice the micro-batches. So
-    what all ranks are busy with together is the same for all of them. To it comes the wait that equal stages would
-    have, the least there is: (pp - 1) / (micro-batches · vp) of the work. Sharing out states, sending between stages,
-    uneven stages and the optimiser only add.
+    Layouts of one *shape* (tp, cp, ep, etp, micro_batch, recompute) have the same matmuls and collectives in a layer.
+    pp only decides which rank runs them: with twice the stages a rank has half the layers and twice the micro-batches.
+    So the work of all ranks together is the same. The bubble of equal stages is added, which is the smallest possible:
+    (pp - 1) / (micro-batches · vp) of the work. Sharding, sends between stages, uneven stages and the optimizer only
+    add to that.
     """
 
-    def __init__(self, job: TrainingShape) -> None:
-        self._job = job
+    def __init__(self, training: TrainingShape) -> None:
+        self._training = training
         self._busy: dict[tuple[int | str, ...], float] = {}
         self.predictions: dict[RankLayout, LayoutPrediction] = {}
 
@@ -277,18 +280,18 @@ class StepTimeBound:
         if layout.pp == 1:
             return _SLACK * busy
         idle = (layout.pp - 1) / (3 if layout.schedule == "zero_bubble" else 1)
-        return _SLACK * busy * (1 + idle / (layout.micro_batches(self._job.global_batch) * layout.vp))
+        return _SLACK * busy * (1 + idle / (layout.micro_batches(self._training.global_batch) * layout.vp))
 
     def predict(self, layout: RankLayout) -> LayoutPrediction:
         """Predict a layout once."""
-        found = self.predictions.get(layout)
-        if found is None:
-            found = self.predictions[layout] = predict(self._job, layout)
-        return found
+        prediction = self.predictions.get(layout)
+        if prediction is None:
+            prediction = self.predictions[layout] = predict(self._training, layout)
+        return prediction
 
 
 def _busy_seconds(prediction: LayoutPrediction) -> float:
-    """What a rank is busy with on average over the stages; `times` are those of the busiest."""
+    """Busy seconds of a rank, averaged over the stages; `times` are those of the busiest."""
     times = prediction.times
     busy = times.compute + times.tp + times.cp + times.ep
     stages = [stage.forward_seconds + stage.backward_seconds for stage in prediction.stages]
