@@ -51,7 +51,7 @@ def rm(
     folder = found.folder
     planned = None
     if folder is not None:
-        here = LocalRun.at(folder)
+        here = LocalRun.from_folder(folder)
         options = store_options(found.submission.cluster if found.submission else load_cluster(on))
         planned = plan_removal(here, folder.absolute().parents[2], options)
     elif found.submission is None:

@@ -206,8 +206,8 @@ class NodeTraining:
                 failure_grace_seconds=self._times.failure_grace_seconds,
                 on_poll=poll,
                 on_failure=say_failed,
-                others_failed=peer_failed,
-                on_asked=self._say_stopping,
+                peer_failed=peer_failed,
+                on_stop_request=self._say_stopping,
                 on_stopped=partial(self._say_stopped, order.attempt),
             )
         if echo is not None:

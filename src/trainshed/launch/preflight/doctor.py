@@ -225,7 +225,7 @@ _DOCTOR_JOB = "doctor"
 def scheduler_checks(cluster: Cluster, *, nodes: int | None = None) -> Iterator[CheckResult]:
     """Ask the scheduler; what cannot be asked from this machine is skipped, with the reason."""
     stage = preflight_stage(cluster, nodes=nodes)
-    job = Job(_DOCTOR_JOB, cluster.store_root, cluster, (stage,), {}, None)
+    job = Job(name=_DOCTOR_JOB, run=cluster.store_root, cluster=cluster, stages=(stage,), files={}, code=None)
     asked = f"{stage.nodes} nodes" if stage.nodes > 1 else "one node"
     asked += f" with {stage.gpus_per_node} GPUs" if stage.gpus_per_node else ""
     try:

@@ -114,7 +114,7 @@ class FabricProbeRunner:
                 failure_grace_seconds=5.0,
                 on_poll=heed,
             )
-            error = None if not done.failed else _probe_failure_text(done.failed[0].log_tail, done.failed[0].how)
+            error = None if not done.failed else _probe_failure_text(done.failed[0].log_tail, done.failed[0].end_text)
         except TrainshedError as raised:
             error = raised.what
         if len(world.nodes) > 1:

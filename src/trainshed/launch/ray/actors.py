@@ -203,7 +203,7 @@ class LostRank(RankFailure):
     cause: str = ""
 
     @property
-    def how(self) -> str:
+    def end_text(self) -> str:
         """How it ended, for a sentence that begins with the rank."""
         return self.cause
 
