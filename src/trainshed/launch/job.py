@@ -7,6 +7,7 @@ agent reads it. `setup.sh` is the cluster file's `setup`: a site's lines that ev
 
 from __future__ import annotations
 
+import posixpath
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -29,6 +30,8 @@ DEFAULT_PORT = 8000
 """Of a server that has its own address: a pod."""
 SERVICE_PORT = 80
 """Of the one address that all replicas of a server share (Kubernetes)."""
+MASTER_PORT = 29500
+"""Where rank 0 listens if nothing else on its node can use that port; PyTorch's own default."""
 
 
 @dataclass(frozen=True)
@@ -181,6 +184,11 @@ def _read_stage(body: dict[str, Any]) -> Stage:
 def job_folder(run: str) -> str:
     """Return the folder of a run's job files, on targets that keep them in the store."""
     return f"{run}/job"
+
+
+def store_of(run: str) -> str:
+    """Return the store of a run's folder, which is `<store>/runs/<name>/<id>`."""
+    return posixpath.dirname(posixpath.dirname(posixpath.dirname(run)))
 
 
 def version_problem(job: JobFile) -> str | None:

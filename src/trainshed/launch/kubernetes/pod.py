@@ -20,7 +20,7 @@ from pathlib import Path
 
 from trainshed.errors import InputError
 from trainshed.launch.fabric import FabricSetup, PodRequirements
-from trainshed.launch.job import DEFAULT_PORT, SETUP_FILE, CodeArchive, Job, ServingSpec, Stage
+from trainshed.launch.job import DEFAULT_PORT, MASTER_PORT, SETUP_FILE, CodeArchive, Job, ServingSpec, Stage
 from trainshed.launch.kubernetes.objects import (
     CODE_FOLDER,
     CONFIG_MAP,
@@ -185,7 +185,6 @@ def fabric_script(setup: FabricSetup, cluster: Cluster, stage: Stage) -> str | N
     return "\n".join([*head, *lines, *exports_again]) + "\n"
 
 
-MASTER_PORT = 29500
 FINISHED_TTL_SECONDS = 3 * 24 * 3600
 """How long a finished object is kept for `status` and `logs`: over a weekend."""
 _CPU_GRACE_SECONDS = 60

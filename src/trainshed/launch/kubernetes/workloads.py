@@ -32,7 +32,7 @@ import shlex
 from math import ceil
 
 from trainshed.errors import InputError
-from trainshed.launch.job import SERVICE_PORT, ServingSpec
+from trainshed.launch.job import MASTER_PORT, SERVICE_PORT, ServingSpec
 from trainshed.launch.kubernetes.objects import (
     COMPONENT_LABEL,
     DEPLOYMENT,
@@ -54,7 +54,6 @@ from trainshed.launch.kubernetes.objects import (
 )
 from trainshed.launch.kubernetes.pod import (
     FINISHED_TTL_SECONDS,
-    MASTER_PORT,
     ContainerOptions,
     PlannedStage,
     config_map_mounts,
