@@ -97,7 +97,7 @@ print("lost rank 2"); sys.exit(1)
     assert done.failed[0].rank == 2
     assert [(failure.exit_code, failure.killed) for failure in done.failed] == [(3, False), (1, False), (1, False)]
     assert done.failed[0].log_tail == "the disk is gone\n"
-    assert done.failed[0].how == "exited with 3"
+    assert done.failed[0].end_text == "exited with 3"
 
 
 def test_ranks_that_do_not_notice_a_failure_are_killed_after_a_grace() -> None:
@@ -105,9 +105,9 @@ def test_ranks_that_do_not_notice_a_failure_are_killed_after_a_grace() -> None:
     assert done.exit_code == 128 + signal.SIGKILL
     first, second = done.failed
     assert (first.rank, first.signal, first.exit_code, first.killed) == (1, "SIGKILL", None, False)
-    assert first.how == "was killed by SIGKILL"
+    assert first.end_text == "was killed by SIGKILL"
     assert (second.rank, second.killed) == (0, True)
-    assert second.how == "did not end and was killed"
+    assert second.end_text == "did not end and was killed"
     assert done.ends == {1: "was killed by SIGKILL"}
 
 
@@ -172,10 +172,10 @@ def test_whoever_interrupts_twice_does_not_wait() -> None:
         code,
         ranks=1,
         on_poll=lambda: (first(), second()),
-        on_asked=lambda *each: asked.append(each),
+        on_stop_request=lambda *each: asked.append(each),
         grace_seconds=600,
     )
-    assert done == RanksResult(128 + signal.SIGINT, [], given_up=True)
+    assert done == RanksResult(128 + signal.SIGINT, [], killed_on_request=True)
     assert asked == [(signal.SIGINT, False), (signal.SIGINT, True)]
 
 

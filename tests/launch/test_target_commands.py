@@ -56,7 +56,7 @@ def test_a_server_is_reached_by_its_service_or_on_the_port_of_its_node() -> None
     node = StageState("serve", "serving", "", id="9", nodes=("n3",))
     way = tunnel_command(cluster(slurm={"login": "login"}), on_slurm, node, 9000)
     assert way.command == ("ssh", "-N", "-L", "9000:n3:20123", "--", "login")
-    assert way.words == "serve at http://localhost:9000"
+    assert way.description == "serve at http://localhost:9000"
 
 
 @pytest.mark.parametrize(

@@ -77,5 +77,5 @@ def test_all_that_is_wrong_is_said_at_once() -> None:
 def test_every_known_flag_has_a_value_that_it_takes() -> None:
     samples = {"switch": True, "int": 1, "float": 0.5, "text": "x", "json": "{}", "ints": [1]}
     for flag in vllm_flags().values():
-        assert flag.words(flag.choices[0] if flag.choices else samples[flag.kind]), flag
-        assert flag.words(None) is None
+        assert flag.to_arguments(flag.choices[0] if flag.choices else samples[flag.kind]), flag
+        assert flag.to_arguments(None) is None

@@ -118,7 +118,7 @@ def _preflight_here(full: bool) -> list[CheckResult]:
     gpus = len(seen.gpus) if seen is not None else 0
     with tempfile.TemporaryDirectory(prefix="trainshed-doctor-") as folder:
         job = PreflightJob(LocalStore(folder), "", 1, 1, gpus, FabricSetup(SINGLE_NODE, None, ""), full=full)
-        verdict = run_preflight(job, node_rank=0, board=("127.0.0.1", 0), reporter=reporter())
+        verdict = run_preflight(job, node_rank=0, key_value_address=("127.0.0.1", 0), reporter=reporter())
     return [check for report in verdict.nodes for check in report.checks] + list(verdict.checks)
 
 

@@ -109,7 +109,7 @@ def known_runs(cluster: Cluster) -> list[KnownRun]:
     taken: set[str] = set()
     for run in local:
         record = by_folder.get(run.folder.absolute())
-        rows.append((run.changed, _known_local_run(run, record)))
+        rows.append((run.changed_seconds, _known_local_run(run, record)))
         taken |= {record.submitted.job} if record is not None else set()
     for known in submitted:
         if known.submitted.job not in taken:

@@ -52,7 +52,7 @@ def rm(
     folder = known.folder
     planned = None
     if folder is not None:
-        here = LocalRun.at(folder)
+        here = LocalRun.from_folder(folder)
         options = store_options(known.submission.cluster if known.submission else load_cluster(on))
         planned = plan_removal(here, store_of(folder), options)
     elif known.submission is None:

@@ -428,5 +428,5 @@ def _execute(way: RemoteCommand, dry_run: bool) -> int:
         return 0
     if shutil.which(way.command[0]) is None:
         raise InputError(f"there is no `{way.command[0]}` on this machine", hint=f"run it elsewhere: {way.text()}")
-    reporter().note(f"{way.words}\n  {way.text()}")
+    reporter().note(f"{way.description}\n  {way.text()}")
     return subprocess.run(way.command, check=False).returncode

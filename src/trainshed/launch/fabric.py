@@ -1,11 +1,11 @@
 """What a job needs to use the network between its nodes: variables, a script, devices, privileges, and its proof.
 
-`fabric_setup` puts a setup together from the catalog (`catalog/fabric_setups/`) for one cluster and number of nodes.
-Every setup names its network (`NCCL_NET`), so that a plugin that is missing ends the job instead of leaving it on
-sockets. It also says what NCCL's own log must show, which `preflight` looks for before step 0.
+`fabric_setup` makes a setup from the catalog (`catalog/fabric_setups/`) for one cluster and number of nodes. Every
+setup names its network (`NCCL_NET`), so that a missing plugin ends the job and does not leave it on sockets. A setup
+also says what NCCL's own log must show; `preflight` checks that before step 0.
 
 `lint_environment` names the variables of a job's environment that do not belong to its fabric, each with the reason.
-They come along when a manifest is copied from one cloud to the next, and most of them fail in silence: NCCL falls back
+Such variables remain when a manifest is copied from one cloud to another. Most of them fail silently: NCCL falls back
 to sockets, or to one algorithm for every message.
 """
 
@@ -35,7 +35,7 @@ from trainshed.recipe.cluster import Kubernetes
 
 @dataclass(frozen=True)
 class PodRequirements:
-    """What a pod needs, as plain values in Kubernetes' words, to be merged into its spec."""
+    """What a pod needs, as values of its Kubernetes spec, into which they are merged."""
 
     annotations: Mapping[str, str] = field(default_factory=dict)
     init_containers: tuple[dict[str, Any], ...] = ()
@@ -44,7 +44,7 @@ class PodRequirements:
     mounts: tuple[dict[str, Any], ...] = ()
     """volumeMounts of the job's container."""
     resources: Mapping[str, str | int] = field(default_factory=dict)
-    """Extended resources of the job's container: requests and limits alike."""
+    """Extended resources of the job's container, for both requests and limits."""
     capabilities: tuple[str, ...] = ()
     privileged: bool = False
     host_network: bool = False
@@ -55,21 +55,21 @@ class PodRequirements:
     claims: tuple[dict[str, Any], ...] = ()
     """The container's `resources.claims`."""
     objects: tuple[dict[str, Any], ...] = ()
-    """Further objects, made beside the job's own."""
+    """Further objects, created with the job's own."""
 
     @property
     def security_context(self) -> dict[str, Any]:
-        """The container's securityContext; empty where it needs none."""
-        found: dict[str, Any] = {"privileged": True} if self.privileged else {}
-        return found | ({"capabilities": {"add": list(self.capabilities)}} if self.capabilities else {})
+        """The container's securityContext; empty if it needs none."""
+        context: dict[str, Any] = {"privileged": True} if self.privileged else {}
+        return context | ({"capabilities": {"add": list(self.capabilities)}} if self.capabilities else {})
 
     def for_job(self, name: str) -> PodRequirements:
-        """Fill in the job's name, which objects and claims carry."""
-        named = {
+        """Fill in the job's name in objects and claims."""
+        filled = {
             key: fill_placeholders(getattr(self, key), {"job": name})
             for key in ("resource_claims", "claims", "objects")
         }
-        return replace(self, **named)
+        return replace(self, **filled)
 
 
 @dataclass(frozen=True)
@@ -77,14 +77,14 @@ class SlurmRequirements:
     """What a job on Slurm needs."""
 
     mounts: tuple[str, ...] = ()
-    """Into its container, as FROM:TO[:ro] (pyxis' --container-mounts)."""
+    """Mounts of its container, as FROM:TO[:ro] (pyxis' --container-mounts)."""
     prologue: tuple[str, ...] = ()
-    """Lines of shell before the agent starts."""
+    """Lines of shell that run before the agent."""
 
 
 @dataclass(frozen=True)
 class DeviceFiles:
-    """Device files that a node must show."""
+    """Device files that a node must have."""
 
     path: str
     count: int
@@ -95,20 +95,20 @@ class FabricSetup:
     """A network as one cluster uses it."""
 
     name: str
-    """The setup's (`efa`), or `single-node`, or `unknown` where the cluster file names neither machine nor fabric."""
+    """The setup's (`efa`), or `single-node`, or `unknown` if the cluster file names neither machine nor fabric."""
     fabric: str | None
-    """In the catalog's words (`efa-v2`)."""
+    """Its name in the catalog (`efa-v2`)."""
     version: str
     environment: Mapping[str, str] = field(default_factory=dict)
-    """To be set behind the profile script, which may set the same variables otherwise."""
+    """To be set after the profile script, which may give the same variables other values."""
     library_path: tuple[str, ...] = ()
     profile_script: str | None = None
     kubernetes: PodRequirements = field(default_factory=PodRequirements)
     slurm: SlurmRequirements = field(default_factory=SlurmRequirements)
     selected: tuple[str, ...] = ()
-    """What NCCL's log of every node must show, as regular expressions; all of them."""
+    """Regular expressions: NCCL's log of every node must match all of them."""
     rejected: tuple[str, ...] = ()
-    """What it must not show; none of them."""
+    """Regular expressions: the log must match none of them."""
     devices: DeviceFiles | None = None
     pairs: PairThresholds = field(default_factory=PairThresholds)
     refused: Mapping[str, RefusedVariable] = field(default_factory=dict)
@@ -129,23 +129,23 @@ class FabricSetup:
         if self.profile_script is not None:
             lib_dir = self.environment.get("NCCL_LIB_DIR")
             lines += [f"export NCCL_LIB_DIR={shlex.quote(lib_dir)}"] if lib_dir else []
-            # Scripts of vendors read variables that are not set.
+            # Vendors' scripts read variables that are not set.
             script = f". {shlex.quote(self.profile_script)}"
             lines.append(f"case $- in *u*) set +u; {script}; set -u ;; *) {script} ;; esac")
         return (*lines, *(f"export {name}={shlex.quote(value)}" for name, value in self.environment.items()))
 
 
-def fill_placeholders(value: Any, fill: Mapping[str, str | int]) -> Any:
-    """Put values in the place of `{name}` wherever it stands; other braces are shell's or JSON's and are left alone."""
+def fill_placeholders(value: Any, values: Mapping[str, str | int]) -> Any:
+    """Replace `{name}` by its value wherever it occurs; other braces belong to a shell or to JSON and stay."""
     if isinstance(value, str):
         whole = re.fullmatch(r"\{(\w+)\}", value)
-        if whole and whole[1] in fill:
-            return fill[whole[1]]
-        return re.sub(r"(?<!\$)\{(\w+)\}", lambda found: str(fill.get(found[1], found[0])), value)
+        if whole and whole[1] in values:
+            return values[whole[1]]
+        return re.sub(r"(?<!\$)\{(\w+)\}", lambda match: str(values.get(match[1], match[0])), value)
     if isinstance(value, Mapping):
-        return {key: fill_placeholders(inner, fill) for key, inner in value.items()}
+        return {key: fill_placeholders(inner, values) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(fill_placeholders(inner, fill) for inner in value)
+        return type(value)(fill_placeholders(inner, values) for inner in value)
     return value
 
 
@@ -153,7 +153,7 @@ SINGLE_NODE, UNKNOWN = "single-node", "unknown"
 
 
 def fabric_setup(cluster: Cluster, *, nodes: int) -> FabricSetup:
-    """Return the setup of a cluster's fabric: the machine's unless `fabric:` says another, as NAME or NAME@VERSION."""
+    """Return the setup of a cluster's fabric: `fabric: NAME` or `NAME@VERSION`, else the fabric of its machine."""
     machine = machine_of(cluster)
     if nodes == 1:
         return FabricSetup(SINGLE_NODE, None, "")
@@ -162,8 +162,8 @@ def fabric_setup(cluster: Cluster, *, nodes: int) -> FabricSetup:
         note = "the nodes have no GPUs, and no `fabric` is named: gloo chooses a network, and nothing can be proven"
         return FabricSetup(UNKNOWN, None, "", notes=(note,))
     name, _, version = (written or (machine.fabric if machine else "")).partition("@")
-    found = _find_fabric(name, cluster)
-    file = fabric_setup_file(found.setup)
+    catalog_fabric = _find_fabric(name, cluster)
+    file = fabric_setup_file(catalog_fabric.setup)
     version = version or file.default
     if version not in file.versions:
         raise RecipeError(
@@ -171,11 +171,11 @@ def fabric_setup(cluster: Cluster, *, nodes: int) -> FabricSetup:
             where=cluster.where("fabric"),
             hint=f"write one of {', '.join(f'{name}@{known}' for known in file.versions)}",
         )
-    return _assemble(found, file, version, cluster, machine, nodes)
+    return _assemble(catalog_fabric, file, version, cluster, machine, nodes)
 
 
 def machine_of(cluster: Cluster) -> Machine | None:
-    """Return the cluster's machine, None where it names none."""
+    """Return the cluster's machine, None if it names none."""
     if cluster.gpu_machine is None:
         return None
     try:
@@ -194,13 +194,13 @@ def _find_fabric(name: str, cluster: Cluster) -> Fabric:
 
 
 def _assemble(
-    found: Fabric, file: FabricSetupFile, version: str, cluster: Cluster, machine: Machine | None, nodes: int
+    catalog_fabric: Fabric, file: FabricSetupFile, version: str, cluster: Cluster, machine: Machine | None, nodes: int
 ) -> FabricSetup:
     parts: list[FabricSetupPart] = [file, file.versions[version]]
     if cluster.sharp:
         if file.sharp is None:
             raise RecipeError(
-                f"{found.name} has no switches that sum",
+                f"{catalog_fabric.name} has no switches that sum",
                 where=cluster.where("sharp"),
                 hint="delete it; SHARP is InfiniBand's",
             )
@@ -208,17 +208,17 @@ def _assemble(
     if machine is not None:
         parts += [file.amd] if find_gpu(machine.gpu).vendor == "amd" else []
         parts += [file.machines[machine.name]] if machine.name in file.machines else []
-    on_host = cluster.on_kubernetes.host_network is True
-    parts += [file.host_network] if on_host else []
-    fill: dict[str, str | int] = {"nodes": nodes}
+    on_host_network = cluster.on_kubernetes.host_network is True
+    parts += [file.host_network] if on_host_network else []
+    placeholders: dict[str, str | int] = {"nodes": nodes}
     if machine is not None:
-        fill |= {"gpus": machine.gpus} | ({"nics": machine.nics} if machine.nics is not None else {})
+        placeholders |= {"gpus": machine.gpus} | ({"nics": machine.nics} if machine.nics is not None else {})
     for part in parts:
-        fill |= part.fill
+        placeholders |= part.fill
     selected = next(part.selected for part in reversed(parts) if part.selected)
     setup = FabricSetup(
-        name=found.setup,
-        fabric=found.name,
+        name=catalog_fabric.setup,
+        fabric=catalog_fabric.name,
         version=version,
         environment=_environment(parts, sharp=cluster.sharp),
         library_path=tuple(path for part in parts for path in part.library_path),
@@ -230,67 +230,69 @@ def _assemble(
         ),
         selected=selected,
         rejected=tuple(pattern for part in parts for pattern in part.rejected),
-        devices=DeviceFiles(file.devices.path, _device_count(file.devices.count, fill)) if file.devices else None,
+        devices=DeviceFiles(file.devices.path, _device_count(file.devices.count, placeholders))
+        if file.devices
+        else None,
         pairs=file.pairs,
         refused=file.refused,
         profile_sets=file.profile_sets,
         notes=_notes(parts, cluster),
     )
-    complete = _fill_setup(setup, fill, cluster, machine)
-    bare = cluster.target == "slurm" and cluster.on_slurm.container == "none"
-    return _without_container(complete) if bare else complete
+    complete = _fill_setup(setup, placeholders, cluster, machine)
+    without_container = cluster.target == "slurm" and cluster.on_slurm.container == "none"
+    return _without_container(complete) if without_container else complete
 
 
 def _without_container(setup: FabricSetup) -> FabricSetup:
-    """On nodes as they are, things lie where a container would mount them from."""
-    places = [mount.split(":")[:2] for mount in setup.slurm.mounts]
+    """Replace paths inside a container by the paths on the node that would be mounted there."""
+    mounts = [mount.split(":")[:2] for mount in setup.slurm.mounts]
 
-    def outside(path: str) -> str:
-        for source, target in places:
+    def host_path(path: str) -> str:
+        for source, target in mounts:
             if path == target or path.startswith(f"{target}/"):
                 return source + path[len(target) :]
         return path
 
     return replace(
         setup,
-        environment={name: outside(value) for name, value in setup.environment.items()},
-        library_path=tuple(outside(path) for path in setup.library_path),
-        profile_script=outside(setup.profile_script) if setup.profile_script is not None else None,
+        environment={name: host_path(value) for name, value in setup.environment.items()},
+        library_path=tuple(host_path(path) for path in setup.library_path),
+        profile_script=host_path(setup.profile_script) if setup.profile_script is not None else None,
     )
 
 
 def _environment(parts: list[FabricSetupPart], *, sharp: bool) -> dict[str, str]:
-    found: dict[str, str] = {}
+    variables: dict[str, str] = {}
     for part in parts:
-        found |= part.environment | (part.sharp_environment if sharp else {})
-    return found
+        variables |= part.environment | (part.sharp_environment if sharp else {})
+    return variables
 
 
 def _notes(parts: list[FabricSetupPart], cluster: Cluster) -> tuple[str, ...]:
-    """What a person should know of the fabric, and of it on this target."""
-    found = [note for part in parts for note in part.notes]
+    """What a person should know about the fabric, in general and on this target."""
+    notes = [note for part in parts for note in part.notes]
     if cluster.target in ("slurm", "kubernetes"):
-        found += [note for part in parts for note in getattr(part, cluster.target).notes]
+        notes += [note for part in parts for note in getattr(part, cluster.target).notes]
     written = cluster.on_kubernetes.resources
     if written is not None:
         own = {name for part in parts for name in part.kubernetes.resources}
-        found = [note for note in found if not any(name in note for name in own)]
-        asked = " and ".join(f"{count} {name}" for name, count in written.items()) or "none"
-        found.append(f"of the network's devices each pod asks for {asked} ({cluster.where('kubernetes.resources')})")
-    return tuple(found)
+        notes = [note for note in notes if not any(name in note for name in own)]
+        devices = " and ".join(f"{count} {name}" for name, count in written.items()) or "none"
+        notes.append(f"of the network's devices each pod asks for {devices} ({cluster.where('kubernetes.resources')})")
+    return tuple(notes)
 
 
 def _pod_requirements(parts: list[FabricSetupPart], written: Kubernetes) -> PodRequirements:
-    """What all parts ask of a pod; the cluster file may name other devices, and forbid the node's network."""
+    """What all parts need from a pod; the cluster file may name other devices and forbid the node's network."""
     pods: list[FabricPodPart] = [part.kubernetes for part in parts]
-    kept = [] if any(part.drop_annotations for part in parts) else pods
+    annotated = [] if any(part.drop_annotations for part in parts) else pods
     privileged = {name for pod in pods for name in pod.privileged_init_containers}
     containers = [dict(container) for pod in pods for container in pod.init_containers]
     for container in containers:
         if container["name"] in privileged:
             container["securityContext"] = {**container.get("securityContext", {}), "privileged": True}
     return PodRequirements(
-        annotations={name: value for pod in kept for name, value in pod.annotations.items()},
+        annotations={name: value for pod in annotated for name, value in pod.annotations.items()},
         init_containers=tuple(containers),
         volumes=tuple(volume for pod in pods for volume in pod.volumes),
         mounts=tuple(mount for pod in pods for mount in pod.mounts),
@@ -298,10 +300,10 @@ def _pod_requirements(parts: list[FabricSetupPart], written: Kubernetes) -> PodR
         capabilities=tuple(dict.fromkeys(name for pod in pods for name in pod.capabilities)),
         privileged=any(pod.privileged for pod in pods),
         host_network=written.host_network is not False and any(pod.host_network for pod in pods),
-        tolerations=tuple(each for pod in pods for each in pod.tolerations),
-        resource_claims=tuple(each for pod in pods for each in pod.resource_claims),
-        claims=tuple(each for pod in pods for each in pod.claims),
-        objects=tuple(each for pod in pods for each in pod.objects),
+        tolerations=tuple(toleration for pod in pods for toleration in pod.tolerations),
+        resource_claims=tuple(claim for pod in pods for claim in pod.resource_claims),
+        claims=tuple(claim for pod in pods for claim in pod.claims),
+        objects=tuple(obj for pod in pods for obj in pod.objects),
     )
 
 
@@ -310,16 +312,16 @@ def _extended_resources(pods: list[FabricPodPart]) -> dict[str, str | int]:
 
 
 def _fill_setup(
-    setup: FabricSetup, fill: Mapping[str, str | int], cluster: Cluster, machine: Machine | None
+    setup: FabricSetup, placeholders: Mapping[str, str | int], cluster: Cluster, machine: Machine | None
 ) -> FabricSetup:
     pod = setup.kubernetes
     complete = replace(
         setup,
-        environment=fill_placeholders(setup.environment, fill),
-        selected=fill_placeholders(setup.selected, fill),
-        kubernetes=replace(pod, **{key: fill_placeholders(getattr(pod, key), fill) for key in _FILLED_KEYS}),
+        environment=fill_placeholders(setup.environment, placeholders),
+        selected=fill_placeholders(setup.selected, placeholders),
+        kubernetes=replace(pod, **{key: fill_placeholders(getattr(pod, key), placeholders) for key in _FILLED_KEYS}),
     )
-    if "nics" not in fill and cluster.target == "kubernetes" and "{nics}" in repr(complete.kubernetes):
+    if "nics" not in placeholders and cluster.target == "kubernetes" and "{nics}" in repr(complete.kubernetes):
         subject = f"the machine {machine.name} does not say" if machine else "no `machine` says"
         raise RecipeError(
             f"{subject} how many cards of {setup.fabric} a node has, and pods must ask for each",
@@ -333,21 +335,21 @@ def _fill_setup(
 _FILLED_KEYS = ("annotations", "init_containers", "resources", "objects")
 
 
-def _device_count(written: int | str, fill: Mapping[str, str | int]) -> int:
-    """How many devices a node must show; 1 where the machine does not say."""
-    value = fill_placeholders(written, fill)
+def _device_count(written: int | str, placeholders: Mapping[str, str | int]) -> int:
+    """How many devices a node must have; 1 if the machine does not say."""
+    value = fill_placeholders(written, placeholders)
     return value if isinstance(value, int) else 1
 
 
 def lint_environment(
     setup: FabricSetup, environment: Mapping[str, str], where: Callable[[str], str] | None = None
 ) -> list[str]:
-    """Return what is odd in an environment; raise `InputError` for what never belongs there.
+    """Return warnings about an environment; raise `InputError` for a variable that never belongs there.
 
-    `where` tells the place of a key of the cluster file (`cluster.where`); without it a variable is its own place.
+    `where` gives the file and line of a key of the cluster file (`cluster.where`); without it the variable is named.
     """
-    found = misplaced_variables(setup, environment)
-    refused = [(name, rule) for name, rule in found if rule.severity == "refuse"]
+    misplaced = misplaced_variables(setup, environment)
+    refused = [(name, rule) for name, rule in misplaced if rule.severity == "refuse"]
     if refused:
         place = where or (lambda key: key.removeprefix("environment."))
         name, rule = refused[0]
@@ -358,11 +360,11 @@ def lint_environment(
             where=place(f"environment.{name}"),
             hint="\n".join([hint, *(f"nor does {other}" for other in others)]),
         )
-    return [f"{name} is not needed: {rule.because}" for name, rule in found]
+    return [f"{name} is not needed: {rule.because}" for name, rule in misplaced]
 
 
 def misplaced_variables(setup: FabricSetup, environment: Mapping[str, str]) -> list[tuple[str, RefusedVariable]]:
-    """Return every variable that does not belong, with the rule that says so."""
+    """Return every variable that does not belong to the fabric, with the rule that says so."""
     return [
         (name, rule)
         for name, value in environment.items()
@@ -372,7 +374,7 @@ def misplaced_variables(setup: FabricSetup, environment: Mapping[str, str]) -> l
 
 
 def _rules_about(setup: FabricSetup, name: str) -> Iterator[RefusedVariable]:
-    """Every rule about a variable, the fabric's own first."""
+    """Yield every rule about a variable, the fabric's own first."""
     tables = refused_variables()
     own = [rule for pattern, rule in setup.refused.items() if fnmatchcase(name, pattern)]
     yield from own

@@ -1,12 +1,13 @@
 """A job: one recipe on one cluster as stages, decided in full before anything is rendered.
 
-A target renders a job into a `SubmitRequest` (`target.py`) and decides nothing itself. The files of a job travel
-inside the request (a heredoc, a ConfigMap) and lie in one folder on every node. `job.json` is the job as the node
-agent reads it, `setup.sh` the cluster file's `setup`: lines of a site that every node runs before anything of ours.
+A target renders a job into a `SubmitRequest` (`target.py`) and decides nothing itself. The files of a job are sent
+inside the request (a heredoc, a ConfigMap) and stored in one folder on every node. `job.json` is the job as the node
+agent reads it. `setup.sh` is the cluster file's `setup`: a site's lines that every node runs first.
 """
 
 from __future__ import annotations
 
+import posixpath
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -29,25 +30,27 @@ DEFAULT_PORT = 8000
 """Of a server that has its own address: a pod."""
 SERVICE_PORT = 80
 """Of the one address that all replicas of a server share (Kubernetes)."""
+MASTER_PORT = 29500
+"""Where rank 0 listens if nothing else on its node can use that port; PyTorch's own default."""
 
 
 @dataclass(frozen=True)
 class ServingSpec:
-    """What a stage that serves runs, and how it is asked whether it does. Such a stage never ends by itself."""
+    """What a serving stage runs, and how it is probed. Such a stage never ends by itself."""
 
     words: tuple[str, ...] = ()
-    """What follows `trainshed` in place of the agent, without the port; empty: the stage's script starts the server."""
+    """Arguments of `trainshed` that start the server, without the port; empty: the stage's script starts it."""
     port: int | None = None
-    """None: `DEFAULT_PORT`, or on Slurm one that follows from the job's id."""
+    """None: `DEFAULT_PORT`, or on Slurm a port computed from the job's id."""
     replicas: int = 1
     live: str = "/health"
-    """Answers as long as the server can go on."""
+    """Path that answers as long as the server works."""
     ready: str = "/ready"
-    """Answers once the weights are loaded, and no more while it drains."""
+    """Path that answers once the weights are loaded, and not while the server drains."""
     startup_seconds: int = 120
     """How long it may take until `live` answers for the first time."""
     drain_seconds: int = 120
-    """How long answers that are under way may take to end after TERM."""
+    """How long running requests may take to finish after TERM."""
 
 
 @dataclass(frozen=True)
@@ -62,13 +65,13 @@ class Stage:
     parts: int = 1
     """Independent tasks the stage is cut into (an array, an indexed job); only stages of one node have parts."""
     script: str | None = None
-    """A file of the job that each node runs with bash in place of the node agent: a foreign engine's launcher."""
+    """A file of the job that each node runs with bash instead of the node agent: a foreign engine's launcher."""
     image: str | None = None
     """None: the cluster's."""
     environment: Mapping[str, str] = field(default_factory=dict)
     restarts: int = 0
     spares: int = 0
-    """Further nodes held in the allocation to stand in for bad ones."""
+    """Further nodes in the allocation, to replace bad ones."""
     preflight: bool = False
     """Prove nodes, fabric and storage before ranks start."""
     full_preflight: bool = False
@@ -88,7 +91,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class CodeArchive:
-    """Our own code as it travels: a `.tar.xz` of the package, named by its content.
+    """Our own code as it is sent: a `.tar.xz` of the package, named by its content.
 
     A node unpacks it with `python3 -m tarfile -e FILE DIR` (its Python needs no package for that) and puts DIR on
     PYTHONPATH; what the package depends on is in the image or environment.
@@ -106,15 +109,15 @@ class Job:
     """A recipe's stages on a cluster."""
 
     name: str
-    """Of its objects: run and id, `quickstart-1a2b3c4d`; at most 49 characters, so that suffixes fit into 63."""
+    """Also of its objects: run and id, `quickstart-1a2b3c4d`; at most 49 characters, so that suffixes fit into 63."""
     run: str
-    """The run's folder, as its nodes see it."""
+    """The run's folder, as a path on its nodes."""
     cluster: Cluster
     stages: tuple[Stage, ...]
     files: Mapping[str, str]
     """Text files by their name in the job's folder: recipe.yaml, cluster.yaml, plan.json, job.json, scripts."""
     code: CodeArchive | None
-    """None: the image or environment has this version installed."""
+    """None: the image or environment already has this version."""
     steps: int | None = None
     """None: only known once the data is prepared."""
     grace_seconds: int = 600
@@ -148,7 +151,7 @@ class JobFile:
         return next(stage for stage in self.stages if stage.name == name)
 
     def to_text(self) -> str:
-        """Write it; the same job gives the same bytes."""
+        """Return its JSON; the same job gives the same bytes."""
         body = asdict(self)
         for stage in body["stages"]:
             if stage["serving"] is None:
@@ -165,10 +168,10 @@ class JobFile:
                 where=str(folder / JOB_FILE),
                 hint="submit it again with the version that its nodes have",
             )
-        known = {each.name for each in fields(cls)}
+        known = {field.name for field in fields(cls)}
         stages = tuple(_read_stage(stage) for stage in body["stages"])
-        found = {key: value for key, value in body.items() if key in known}
-        return cls(**found | {"stages": stages, "wanted": tuple(found.get("wanted", ()))})
+        values = {key: value for key, value in body.items() if key in known}
+        return cls(**values | {"stages": stages, "wanted": tuple(values.get("wanted", ()))})
 
 
 def _read_stage(body: dict[str, Any]) -> Stage:
@@ -179,35 +182,40 @@ def _read_stage(body: dict[str, Any]) -> Stage:
 
 
 def job_folder(run: str) -> str:
-    """Return where the files of a run's job lie on targets that keep them in the store."""
+    """Return the folder of a run's job files, on targets that keep them in the store."""
     return f"{run}/job"
 
 
+def store_of(run: str) -> str:
+    """Return the store of a run's folder, which is `<store>/runs/<name>/<id>`."""
+    return posixpath.dirname(posixpath.dirname(posixpath.dirname(run)))
+
+
 def version_problem(job: JobFile) -> str | None:
-    """Say why this node's Trainshed must not do the job's work."""
+    """Say why this node's Trainshed must not run the job, None if it may."""
     if job.version == trainshed.__version__:
         return None
     return f"this node has Trainshed {trainshed.__version__}, and the job was written by {job.version}"
 
 
 SETUP_FILE = "setup.sh"
-"""Its name among the files of a job."""
+"""The name of the cluster file's `setup` among the files of a job."""
 _MODULE_COMMANDS = ("module", "ml")
 
 
 def setup_script(cluster: Cluster) -> str | None:
-    """Return what a node sources first, None where the cluster file asks for nothing."""
+    """Return the script that a node sources first, None if the cluster file has no `setup`."""
     if not cluster.setup:
         return None
     lines = [
         f"# `setup` of {cluster.name}: what its nodes run before a stage; to be sourced.",
         "trainshed_flags=$-",
         "set +eu",
-        # Also where a line says `exit`: a stage must not look done that has not begun.
+        # Also if a line says `exit`: a stage that has not started must not look done.
         "trap 'echo \"trainshed: setup ended the shell at line $trainshed_line\" >&2; trap - EXIT; exit 1' EXIT",
     ]
     if any(line.split()[0] in _MODULE_COMMANDS for line in cluster.setup):
-        # `module` is a function of login shells, and jobs do not get the functions of whoever submits them.
+        # `module` is a function of login shells, and a job does not get the functions of the shell that submits it.
         lines.append("type module >/dev/null 2>&1 || . /etc/profile")
     for number, line in enumerate(cluster.setup, start=1):
         lines += [
@@ -219,7 +227,7 @@ def setup_script(cluster: Cluster) -> str | None:
             "}",
         ]
     lines += ["trap - EXIT", *_restore_strict_mode(), "unset trainshed_flags trainshed_line"]
-    # Pods and Ray set variables before a process starts; those of the cluster file hold whatever a line has set.
+    # Pods and Ray set variables before a process starts; the cluster file's win over whatever `setup` has set.
     lines += [f"export {name}={quote(value)}" for name, value in cluster.environment.items()]
     return "\n".join(lines) + "\n"
 

@@ -1,9 +1,9 @@
-"""Runs on this machine: train one, hold it against a second start, list those of a store and say how each stands.
+"""Runs on this machine: train one, lock it against a second start, list those of a store with their status.
 
 <store>/runs/<name>/<id>/                 a run, once its recipe.yaml is there
 <store>/runs/<name>/<id>/running.json     who holds the run; locked for as long as its process lives
 
-The kernel drops the lock with its holder, however that ends. What the file says counts only while it is locked.
+The kernel releases the lock when its holder ends, however that happens. The file counts only while it is locked.
 """
 
 from __future__ import annotations
@@ -63,41 +63,42 @@ def train_locally(
     grace_seconds: float = 600.0,
     failure_grace_seconds: float = 20.0,
 ) -> LocalTrainingResult:
-    """Train a prepared run with all its ranks on this machine; raises what ended it, unless somebody asked it to stop.
+    """Train a prepared run with all its ranks on this machine; raises the error that ended it, if one did.
 
-    `reasons` say why the planner chose the layout, and `calibration` by what it was calibrated, for the plan that is
-    kept. `worker_arguments` tell each rank which cluster it is on. `grace_seconds` is how long ranks may take for their
-    last checkpoint after a request to stop, `failure_grace_seconds` how long to write down where they stood when one
-    fails.
+    `reasons` say why the planner chose the layout, and `calibration` what it was calibrated with; both are stored with
+    the plan. `worker_arguments` tell each rank which cluster it is on. `grace_seconds` is the time for a last
+    checkpoint after a stop request, `failure_grace_seconds` the time for the other ranks to write down where they are
+    when one fails.
     """
     store = LocalStore(run_folder)
     attempt = take_attempt(store, "").number
     write_plan(store, attempt, layout, reasons, calibration)
     follower = EventFollower(run_folder)
-    # What earlier attempts wrote is no news.
+    # Skips what earlier attempts wrote.
     follower.poll()
-    watched = RunFolderWatcher(run_folder)
-    done = saved = None
+    folder_watcher = RunFolderWatcher(run_folder)
+    done_steps = saved_step = None
 
     def follow() -> None:
-        nonlocal done, saved
-        watched.check()
+        nonlocal done_steps, saved_step
+        folder_watcher.check()
         for event in follower.poll():
-            if event["attempt"] != attempt:  # a start on another machine writes beside it
+            if event["attempt"] != attempt:  # of a start on another machine
                 continue
             kind = event["kind"]
             if kind == "step":
-                done = event["step"] + 1
+                done_steps = event["step"] + 1
             elif kind == "resume":
-                done = saved = event["step"]
+                done_steps = saved_step = event["step"]
             elif kind == "checkpoint" and event["phase"] == "committed":
-                saved = event["step"]
+                saved_step = event["step"]
             on_event(event)
 
-    def say_stopping(signum: int, again: bool) -> None:
+    def report_stop_request(signum: int, again: bool) -> None:
         follow()
-        asked = CTRL_C if signum == signal.SIGINT else signal.Signals(signum).name
-        on_event({"kind": "note", "text": format_stop_request(asked, attempt, done, saved, repeated=again)})
+        request_text = CTRL_C if signum == signal.SIGINT else signal.Signals(signum).name
+        text = format_stop_request(request_text, attempt, done_steps, saved_step, repeated=again)
+        on_event({"kind": "note", "text": text})
 
     result = run_ranks(
         rank_command(run_folder, attempt, worker_arguments),
@@ -107,18 +108,18 @@ def train_locally(
         grace_seconds=grace_seconds,
         failure_grace_seconds=failure_grace_seconds,
         on_poll=follow,
-        on_asked=say_stopping,
+        on_stop_request=report_stop_request,
         on_stopped=partial(emit_stall, store, attempt),
     )
-    watched.check(at_once=True)
+    folder_watcher.check(at_once=True)
     follow()
-    if result.given_up:
-        # No rank was left the time to say it.
+    if result.killed_on_request:
+        # The ranks had no time to write it.
         with EventWriter(store, "", attempt=attempt, rank=None) as events:
             events.emit("end", reason="signal", exit_code=result.exit_code)
     if result.exit_code and not _was_asked_to_stop(result):
         failed = [failure.rank for failure in result.failed]
-        raise explain_failure(run_folder, attempt, layout.world_size, ends=result.ends, failed=failed)
+        raise explain_failure(run_folder, attempt, layout.world_size, rank_ends=result.ends, failed_ranks=failed)
     return LocalTrainingResult(attempt, result.exit_code)
 
 
@@ -133,21 +134,22 @@ _LOCK_TRY_SECONDS = 0.05
 
 @contextmanager
 def lock_run(run_folder: Path, run: str) -> Iterator[None]:
-    """Hold a run; where somebody else does, raises `InputError` that says who, and leaves that one alone."""
-    made = [folder for folder in (run_folder, *run_folder.parents) if not folder.exists()]
+    """Lock a run; if another process holds it, raises an `InputError` that says which, and leaves that one alone."""
+    new_folders = [folder for folder in (run_folder, *run_folder.parents) if not folder.exists()]
     with ExitStack() as stack:
-        for _ in range(_LOCK_TRIES):  # somebody who only looks has the lock for a moment, too
+        for _ in range(_LOCK_TRIES):  # `run_holder` has the lock for a moment, too
             run_folder.mkdir(parents=True, exist_ok=True)
             file = stack.enter_context((run_folder / LOCK_FILE).open("a+b"))
             if _try_lock(file, fcntl.LOCK_EX) is not False and _is_same_file(file, run_folder / LOCK_FILE):
                 break
             time.sleep(_LOCK_TRY_SECONDS)
         else:
-            held = run_holder(run_folder)
+            holder = run_holder(run_folder)
+            who = holder_text(run_folder, holder) if holder else "somebody holds it"
             raise InputError(
-                f"{run} is being worked on already: {holder_text(run_folder, held) if held else 'somebody holds it'}",
+                f"{run} is being worked on already: {who}",
                 where=str(run_folder / LOCK_FILE),
-                hint=_take_over_hint(run, held),
+                hint=_take_over_hint(run, holder),
             )
         file.truncate(0)
         file.write(LockHolder.here().to_bytes())
@@ -156,11 +158,11 @@ def lock_run(run_folder: Path, run: str) -> Iterator[None]:
             yield
         finally:
             file.truncate(0)
-            _remove_empty(run_folder, made)
+            _remove_empty(run_folder, new_folders)
 
 
 def run_holder(run_folder: Path) -> LockHolder | None:
-    """Return who works on a run now, None where nobody does."""
+    """Return the process that works on a run now, None if there is none."""
     is_free: bool | None = False
     for _ in range(_LOCK_TRIES):
         try:
@@ -168,52 +170,52 @@ def run_holder(run_folder: Path) -> LockHolder | None:
                 is_free = _try_lock(file, fcntl.LOCK_SH)
                 if is_free:
                     return None
-                held = LockHolder.from_bytes(file.read())
+                holder = LockHolder.from_bytes(file.read())
         except (FileNotFoundError, NotADirectoryError):
             return None
-        if held is not None:
-            return held if is_free is False or held.is_here else None
+        if holder is not None:
+            return holder if is_free is False or holder.is_here else None
         if is_free is None:
             return None
-        time.sleep(_LOCK_TRY_SECONDS)  # it has just taken the lock, and writes who it is
+        time.sleep(_LOCK_TRY_SECONDS)  # it has just taken the lock, and still writes who it is
     return None
 
 
-def ask_holder_to_stop(held: LockHolder) -> None:
-    """Have a holder write a checkpoint and end, as Ctrl-C in its terminal does."""
+def ask_holder_to_stop(holder: LockHolder) -> None:
+    """Make a holder write a checkpoint and end, as Ctrl-C in its terminal does."""
     with suppress(ProcessLookupError):
-        os.kill(held.pid, signal.SIGTERM)
+        os.kill(holder.pid, signal.SIGTERM)
 
 
-def holder_attempt(run_folder: Path, held: LockHolder) -> int | None:
-    """Return the attempt that a holder trains, None while it still prepares."""
+def holder_attempt(run_folder: Path, holder: LockHolder) -> int | None:
+    """Return the attempt that a holder trains, None if it does not train yet."""
     newest = newest_attempt_record(LocalStore(run_folder), "")
-    if newest is None or (newest.get("pid"), newest.get("host")) != (held.pid, held.host):
+    if newest is None or (newest.get("pid"), newest.get("host")) != (holder.pid, holder.host):
         return None
     return newest["attempt"]
 
 
-def holder_text(run_folder: Path, held: LockHolder) -> str:
+def holder_text(run_folder: Path, holder: LockHolder) -> str:
     """Say which attempt a holder trains, who it is, and how far it has come."""
-    attempt = holder_attempt(run_folder, held)
+    attempt = holder_attempt(run_folder, holder)
     if attempt is None:
-        return f"{held.words()}, before its first step"
+        return f"{holder.words()}, before its first step"
     progress = read_run_status(LocalStore(run_folder), "").summary()
-    return f"attempt {attempt}, {held.words()}" + (f", {progress}" if progress else "")
+    return f"attempt {attempt}, {holder.words()}" + (f", {progress}" if progress else "")
 
 
-def _take_over_hint(run: str, held: LockHolder | None) -> str:
-    there = "" if held is None or held.is_here else f" on {held.host}"
+def _take_over_hint(run: str, holder: LockHolder | None) -> str:
+    place = "" if holder is None or holder.is_here else f" on {holder.host}"
     return (
-        f"`trainshed status {run}` shows how it goes; to take over, `trainshed cancel {run}`{there} stops it after a "
+        f"`trainshed status {run}` shows how it goes; to take over, `trainshed cancel {run}`{place} stops it after a "
         "checkpoint, then write this again"
     )
 
 
-def _try_lock(file: BinaryIO, how: int) -> bool | None:
-    """Whether the lock was free and is ours now; None on a mount that knows no locks, where only fencing protects."""
+def _try_lock(file: BinaryIO, operation: int) -> bool | None:
+    """Whether the lock was free and is ours now; None on a mount without locks, where only fencing protects a run."""
     try:
-        fcntl.flock(file, how | fcntl.LOCK_NB)
+        fcntl.flock(file, operation | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError:
@@ -222,19 +224,19 @@ def _try_lock(file: BinaryIO, how: int) -> bool | None:
 
 
 def _is_same_file(file: BinaryIO, path: Path) -> bool:
-    """Whether a file that was opened is still the one of its name."""
+    """Whether an open file is still the one at its path."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     except FileNotFoundError:
         return False
 
 
-def _remove_empty(run_folder: Path, made: Sequence[Path]) -> None:
-    """Leave nothing of a start that was refused before it had written anything."""
+def _remove_empty(run_folder: Path, new_folders: Sequence[Path]) -> None:
+    """Remove the folders that a start has made, if it has written nothing into them."""
     with suppress(OSError):
         if os.listdir(run_folder) == [LOCK_FILE]:
             (run_folder / LOCK_FILE).unlink()
-            for folder in made:
+            for folder in new_folders:
                 folder.rmdir()
 
 
@@ -251,10 +253,10 @@ class LocalRun:
     folder: Path
 
     @classmethod
-    def at(cls, folder: Path) -> LocalRun:
-        """The run of a folder, which says its name and id."""
-        there = folder.absolute()
-        return cls(there.parent.name, there.name, folder)
+    def from_folder(cls, folder: Path) -> LocalRun:
+        """Return the run in a folder, whose path ends in its name and id."""
+        absolute = folder.absolute()
+        return cls(absolute.parent.name, absolute.name, folder)
 
     @property
     def run(self) -> str:
@@ -262,15 +264,15 @@ class LocalRun:
         return f"{self.name}/{self.id}"
 
     @property
-    def changed(self) -> float:
-        """When it was last begun or trained on, in seconds since 1970."""
+    def changed_seconds(self) -> float:
+        """When it was last started or written to, in seconds since 1970."""
         parts = (self.folder / part for part in ("", RECIPE_FILE, "attempts", "checkpoints", "events"))
         return max((part.stat().st_mtime for part in parts if part.exists()), default=0.0)
 
 
 @dataclass(frozen=True)
 class LocalRunStatus:
-    """How a run stands by its own folder: `reason` is why, in a sentence without what `progress` says."""
+    """The status of a run, from its own folder; `reason` does not repeat what `progress` says."""
 
     state: LocalRunState
     reason: str
@@ -280,24 +282,26 @@ class LocalRunStatus:
 
 def local_runs(store: Path) -> list[LocalRun]:
     """Return the runs of a store, the newest first."""
-    found = [LocalRun.at(recipe.parent) for recipe in (store / "runs").glob(f"*/*/{RECIPE_FILE}")]
-    return sorted((run for run in found if not run.id.startswith(".")), key=lambda run: run.changed, reverse=True)
+    runs = [LocalRun.from_folder(recipe.parent) for recipe in (store / "runs").glob(f"*/*/{RECIPE_FILE}")]
+    return sorted(
+        (run for run in runs if not run.id.startswith(".")), key=lambda run: run.changed_seconds, reverse=True
+    )
 
 
-def local_run_status(run: Path, steps: int | None = None) -> LocalRunStatus:
-    """Say how a run stands; `steps` is how many it is to have."""
-    held = run_holder(run)
-    progress = read_run_status(LocalStore(run), "", steps)
-    newest = newest_attempt_record(LocalStore(run), "")
-    if held is not None:
-        attempt = holder_attempt(run, held)
-        what = "before its first attempt" if attempt is None else f"attempt {attempt}"
-        return LocalRunStatus("running", f"{what}, {held.words()}", progress, held)
+def local_run_status(run_folder: Path, steps: int | None = None) -> LocalRunStatus:
+    """Return the status of a run; `steps` is how many it is to have."""
+    holder = run_holder(run_folder)
+    progress = read_run_status(LocalStore(run_folder), "", steps)
+    newest = newest_attempt_record(LocalStore(run_folder), "")
+    if holder is not None:
+        attempt = holder_attempt(run_folder, holder)
+        reason = "before its first attempt" if attempt is None else f"attempt {attempt}"
+        return LocalRunStatus("running", f"{reason}, {holder.words()}", progress, holder)
     progress = replace(progress, eta_seconds=None)
     if newest is None:
-        prepared = (run / "prepared.json").is_file()
-        what = "prepared, and not trained yet" if prepared else "its preparation has not finished"
-        return LocalRunStatus("stopped", what, progress)
+        prepared = (run_folder / "prepared.json").is_file()
+        reason = "prepared, and not trained yet" if prepared else "its preparation has not finished"
+        return LocalRunStatus("stopped", reason, progress)
     number, host = newest["attempt"], newest["host"]
     ended = progress.ended if progress.attempt == number else None
     if ended == "finished":
@@ -306,7 +310,7 @@ def local_run_status(run: Path, steps: int | None = None) -> LocalRunStatus:
         return LocalRunStatus("stopped", f"attempt {number} was asked to stop", progress)
     if ended is not None:
         return LocalRunStatus("failed", f"attempt {number} failed", progress)
-    if host != socket.gethostname() or (health_folder(run, number) / "hosts.json").is_file():
-        what = f"attempt {number} was begun on {host}, and whether it still runs cannot be seen from here"
-        return LocalRunStatus("unknown", what, progress)
+    if host != socket.gethostname() or (health_folder(run_folder, number) / "hosts.json").is_file():
+        reason = f"attempt {number} was begun on {host}, and whether it still runs cannot be seen from here"
+        return LocalRunStatus("unknown", reason, progress)
     return LocalRunStatus("failed", f"attempt {number} was killed: it ended without a word", progress)

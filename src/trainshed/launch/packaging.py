@@ -1,9 +1,9 @@
-"""What jobs run in: an environment with the package's dependencies, and our own code, which travels with each job.
+"""What jobs run in: an environment with the package's dependencies, and our own code, which is sent with each job.
 
-The environment is a container image, or a Python environment on a disk that all nodes share. A base image brings its
-own PyTorch, which is kept: vendors build theirs for their GPUs and networks. The code is packed from the installed
-files, so that a change nobody has committed travels too; its commit and diff are written down beside it. The same
-files give the same bytes.
+The environment is a container image, or a Python environment on a disk that all nodes share. A base image has its own
+PyTorch, which is kept: vendors build theirs for their GPUs and networks. The code is packed from the installed files,
+so that uncommitted changes are sent too; the commit and the diff are recorded with it. The same files give the same
+bytes.
 """
 
 from __future__ import annotations
@@ -29,33 +29,33 @@ from trainshed.storage import LocalStore
 NODE_EXTRAS = ("data", "train", "serve")
 """What a node needs besides the core: to tokenise, to train, and to serve."""
 DEFAULT_BASE_IMAGE = "pytorch/pytorch:2.11.0-cuda12.8-cudnn9-runtime"
-# An image reference: registry, name, tag or digest; nothing a shell or a Dockerfile would read otherwise.
+# An image reference: registry, name, tag or digest; nothing that means more to a shell or a Dockerfile.
 _IMAGE_REFERENCE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]*")
 _EXTRA = re.compile(r"""extra\s*==\s*['"]([\w-]+)['"]""")
 
 
 def image_requirements() -> list[str]:
     """Return what an image must have installed, as pip takes it, PyTorch included."""
-    found = []
+    requirements = []
     for line in requires("trainshed") or []:
         requirement, _, marker = line.partition(";")
         extra = _EXTRA.search(marker)
         if (extra is None or extra[1] in NODE_EXTRAS) and "trainshed[" not in requirement:
-            found.append(requirement.strip().replace(" ", ""))
-    return sorted(set(found))
+            requirements.append(requirement.strip().replace(" ", ""))
+    return sorted(set(requirements))
 
 
 def dockerfile(base: str = DEFAULT_BASE_IMAGE) -> str:
     """Write the Dockerfile of an image for jobs; the PyTorch of the base stays as it is."""
     if not _IMAGE_REFERENCE.fullmatch(base):
         raise InputError(f"`{base}` is no image", where="--base", hint=f"write for example {DEFAULT_BASE_IMAGE}")
-    kept = "import importlib.metadata as m; print('torch==' + m.version('torch'))"
-    wanted = " ".join(shlex.quote(each) for each in image_requirements())
+    print_torch_version = "import importlib.metadata as m; print('torch==' + m.version('torch'))"
+    requirements = " ".join(shlex.quote(requirement) for requirement in image_requirements())
     return (
         f"# Written by `trainshed image build`: what jobs need besides the code, which travels with each of them.\n"
         f"FROM {base}\n"
-        f'RUN python3 -c "{kept}" > /tmp/kept.txt \\\n'
-        f" && python3 -m pip install --no-cache-dir -c /tmp/kept.txt {wanted} \\\n"
+        f'RUN python3 -c "{print_torch_version}" > /tmp/kept.txt \\\n'
+        f" && python3 -m pip install --no-cache-dir -c /tmp/kept.txt {requirements} \\\n"
         f" && rm /tmp/kept.txt\n"
         f"WORKDIR /workspace\n"
     )
@@ -70,17 +70,17 @@ def image_build_commands(tag: str, folder: str, *, tool: str = "docker", push: b
 
 
 def venv_script(path: str, python: str = "python3") -> str:
-    """Write the script that makes a Python environment on a shared disk; it appears only when it is complete."""
+    """Write the script that makes a Python environment on a shared disk; it appears when it is complete."""
     partial = shlex.quote(f"{path}.partial")
-    wanted = " ".join(shlex.quote(each) for each in image_requirements())
+    requirements = " ".join(shlex.quote(requirement) for requirement in image_requirements())
     return (
         "set -euo pipefail\n"
         f"if [ -e {shlex.quote(path)} ]; then echo {shlex.quote(f'{path} is already there')} >&2; exit 2; fi\n"
         f"rm -rf {partial}\n"
         f"mkdir -p -- {shlex.quote(path.rsplit('/', 1)[0] or '/')}\n"
-        # Environments name their own place: made where it will stay, hidden by its name until it is complete.
+        # The files of an environment contain its path: it is made beside its place, then the path in them is changed.
         f"{shlex.quote(python)} -m venv --copies {partial}\n"
-        f"{partial}/bin/python -m pip install --disable-pip-version-check {wanted}\n"
+        f"{partial}/bin/python -m pip install --disable-pip-version-check {requirements}\n"
         f"grep -rlIZ -- {partial} {partial}/bin | xargs -0 -r "
         f"sed -i 's|{_quote_for_sed(path)}\\.partial|{_quote_for_sed(path)}|g'\n"
         f"mv -- {partial} {shlex.quote(path)}\n"
@@ -124,15 +124,15 @@ def pack_code() -> CodeArchive:
 
 
 def provenance(recipe_folder: Path) -> dict[str, Any]:
-    """Return where recipe and code come from: the commit of the project they lie in, and what differs from it."""
+    """Return where a recipe comes from: the commit of the repository around it, and what differs from that."""
     commit = _run_git(recipe_folder, "rev-parse", "HEAD")
-    found: dict[str, Any] = {"trainshed": trainshed.__version__, "commit": commit and commit.strip()}
+    body: dict[str, Any] = {"trainshed": trainshed.__version__, "commit": commit and commit.strip()}
     diff = _run_git(recipe_folder, "diff", "HEAD", "--no-color", "--no-ext-diff") if commit else None
     if diff:
-        found["diff_sha256"] = hashlib.sha256(diff.encode()).hexdigest()
+        body["diff_sha256"] = hashlib.sha256(diff.encode()).hexdigest()
         if len(diff.encode()) <= _MOST_DIFF_BYTES:
-            found["diff"] = diff
-    return found
+            body["diff"] = diff
+    return body
 
 
 def _package_files(folder: Path) -> dict[str, bytes]:
@@ -146,7 +146,7 @@ def _package_files(folder: Path) -> dict[str, bytes]:
 
 
 def _cached_archive(files: dict[str, bytes]) -> bytes:
-    """Pack files once and keep the archive in the user's cache: to compress takes a second, to look takes none."""
+    """Pack files once and keep the archive in the user's cache: compressing takes a second."""
     digest = hashlib.sha256()
     for name in sorted(files):
         digest.update(f"{name}\0{len(files[name])}\0".encode() + files[name])
@@ -157,14 +157,14 @@ def _cached_archive(files: dict[str, bytes]) -> bytes:
     except TrainshedError:
         pass
     data = _pack(files)
-    with suppress(TrainshedError, OSError):  # a home that cannot be written is no reason not to submit
+    with suppress(TrainshedError, OSError):  # a home that cannot be written must not prevent a submission
         LocalStore(cache).put(name, data)
     return data
 
 
 def _pack(files: dict[str, bytes]) -> bytes:
     buffer = BytesIO()
-    # No owners, no times: only names and content count.
+    # Without owners and times, so that only names and content count.
     with tarfile.open(fileobj=buffer, mode="w:xz", preset=6, format=tarfile.PAX_FORMAT) as archive:
         for name in sorted(files):
             entry = tarfile.TarInfo(name)
@@ -174,7 +174,7 @@ def _pack(files: dict[str, bytes]) -> bytes:
 
 
 def _run_git(folder: Path, *arguments: str) -> str | None:
-    """What git says; None where there is no git, or no repository."""
+    """Return what git prints; None without git or a repository."""
     try:
         done = subprocess.run(
             ["git", "-C", str(folder), *arguments], capture_output=True, check=False, stdin=subprocess.DEVNULL

@@ -1,9 +1,10 @@
-"""The ranks of one node as child processes, seen through to their end.
+"""The ranks of one node as child processes, watched until the last one ends.
 
-Whoever starts them is told to stop (TERM, INT, USR1): the ranks are told once and have a grace to agree on a step,
-write their checkpoint and exit with 128 + the signal; a second INT kills them. A rank fails: the others may be waiting
-for it in a collective, so they are not told anything but have a short grace to notice and to write down where they
-stood. Whoever is left then is killed. Whoever started them is killed itself: the kernel kills them too.
+- This process gets TERM, INT or USR1: the ranks get the signal once. They have `grace_seconds` to agree on a step,
+  write their checkpoint and exit with 128 + the signal. A second INT kills them.
+- A rank fails: the others may be waiting for it in a collective. They get no signal, but have
+  `failure_grace_seconds` to notice and to write down where they are. Then those that are left are killed.
+- This process is killed: the kernel kills the ranks too.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 """A run that gets one of these writes a checkpoint and exits with 128 + its number."""
 
 STOPPED_SECONDS = 10.0
-"""A rank that has been stopped (SIGSTOP, a debugger) for so long is named."""
+"""A rank that has been stopped (SIGSTOP, a debugger) for this long is reported."""
 
 _LOG_TAIL_BYTES = 4096
-_KILL_SECONDS = 30.0  # a process that waits for a dead mount does not even die
-# 1 is PR_SET_PDEATHSIG in linux/prctl.h. The parent may have died before it was asked for.
+_KILL_SECONDS = 30.0  # a process that waits for a dead mount does not die even then
+# 1 is PR_SET_PDEATHSIG in linux/prctl.h. The parent may have died before this call, hence the check after it.
 _PARENT_DEATH_WRAPPER = """
 import ctypes, os, sys
 ctypes.CDLL(None).prctl(1, 9)
@@ -44,7 +45,7 @@ os.execvp(sys.argv[2], sys.argv[2:])
 
 @dataclass(frozen=True)
 class RankFailure:
-    """A rank that did not end as it should; `killed` where we had to end it."""
+    """A rank that did not end as it should; `killed` if we had to end it."""
 
     rank: int
     exit_code: int | None
@@ -52,11 +53,11 @@ class RankFailure:
     log_tail: str
     killed: bool = False
     stopped: bool = False
-    """Somebody had stopped it, and nobody let it go on: it is the one the others waited for."""
+    """It was stopped (SIGSTOP) and never continued: it is the one the others waited for."""
 
     @property
-    def how(self) -> str:
-        """How it ended, for a sentence that begins with the rank."""
+    def end_text(self) -> str:
+        """How it ended, as the rest of a sentence that begins with the rank."""
         if self.stopped:
             return "was stopped (SIGSTOP) and never went on"
         if self.killed:
@@ -66,17 +67,17 @@ class RankFailure:
 
 @dataclass(frozen=True)
 class RanksResult:
-    """How the ranks of a node ended; failures in the order of time."""
+    """How the ranks of a node ended; the first failure comes first."""
 
     exit_code: int
     failed: list[RankFailure]
-    given_up: bool = False
-    """Somebody interrupted twice: the ranks were killed and have saved nothing."""
+    killed_on_request: bool = False
+    """A person interrupted twice: the ranks were killed and have saved nothing."""
 
     @property
     def ends(self) -> dict[int, str]:
-        """How ranks ended, for `flight.diagnose`, without those we killed that may only have been waiting."""
-        return {failure.rank: failure.how for failure in self.failed if failure.stopped or not failure.killed}
+        """How each rank ended, for `diagnose`; without the ranks that we killed and that may only have waited."""
+        return {failure.rank: failure.end_text for failure in self.failed if failure.stopped or not failure.killed}
 
 
 def run_ranks(
@@ -92,20 +93,24 @@ def run_ranks(
     failure_grace_seconds: float = 20.0,
     on_poll: Callable[[], None] | None = None,
     on_failure: Callable[[], None] | None = None,
-    others_failed: Callable[[], bool] | None = None,
-    on_asked: Callable[[int, bool], None] | None = None,
+    peer_failed: Callable[[], bool] | None = None,
+    on_stop_request: Callable[[int, bool], None] | None = None,
     on_stopped: Callable[[int, int], None] | None = None,
     poll_seconds: float = 0.1,
     stopped_seconds: float = STOPPED_SECONDS,
 ) -> RanksResult:
     """Start `ranks` processes of one command and wait for them all.
 
-    `environment` is added to our own. `master` is where rank 0 of the whole world listens; it is found here when the
-    world is this node. `on_poll` is called every `poll_seconds`; if it raises, the ranks are killed. `on_failure`
-    is called once when a rank has failed. `others_failed` is asked with every poll whether a rank of another node has:
-    those here then have the same short grace. `on_asked` hears the signal that asks all to stop, and whether it is the
-    second one, after which nobody waits for them. `on_stopped` hears once of a rank, and its process, that has been
-    stopped for `stopped_seconds`; it is not killed for that.
+    `environment` is added to our own. `master` is where rank 0 of the whole job listens; without it, this node is the
+    whole job and a free port is chosen. The callbacks:
+
+    - `on_poll` is called every `poll_seconds`; if it raises, the ranks are killed.
+    - `on_failure` is called once, when a rank has failed.
+    - `peer_failed` is called with every poll and says whether a rank of another node has failed: the ranks here then
+      have the same short grace.
+    - `on_stop_request` gets the signal that asks the ranks to stop, and whether it is the second one, which kills them.
+    - `on_stopped` gets, once, a rank that has been stopped (SIGSTOP) for `stopped_seconds`, and its process id. The
+      rank is not killed for that.
     """
     if shutil.which(command[0]) is None:
         raise InputError(f"there is no program '{command[0]}' to start the ranks with")
@@ -113,103 +118,107 @@ def run_ranks(
         if world_size not in (None, ranks):
             raise ValueError("ranks on several nodes need to be told their master")
         master = ("127.0.0.1", free_port())
-    group = RankProcesses(grace_seconds=grace_seconds, failure_grace_seconds=failure_grace_seconds, on_asked=on_asked)
-    stops = StoppedRankWatcher(group, stopped_seconds, on_stopped)
+    group = RankProcesses(
+        grace_seconds=grace_seconds, failure_grace_seconds=failure_grace_seconds, on_stop_request=on_stop_request
+    )
+    watcher = StoppedRankWatcher(group, stopped_seconds, on_stopped)
     with ExitStack() as stack:
-        stack.enter_context(forward_stop_signals(group))
+        stack.enter_context(handle_stop_signals(group.ask_to_stop))
         stack.callback(group.close)
-        for local in range(ranks):
-            place = rank_environment(
-                first_rank + local, local, ranks=ranks, world_size=world_size or ranks, master=master
+        for local_rank in range(ranks):
+            rank_variables = rank_environment(
+                first_rank + local_rank, local_rank, ranks=ranks, world_size=world_size or ranks, master=master
             )
-            group.start(command, first_rank + local, logs, _shared_environment(environment, ranks) | place)
+            group.start(
+                command, first_rank + local_rank, logs, _shared_environment(environment, ranks) | rank_variables
+            )
         while group.wait(poll_seconds):
-            stops.look()
+            watcher.poll()
             if on_poll is not None:
                 on_poll()
             if on_failure is not None and group.failing:
                 on_failure()
                 on_failure = None
-            if others_failed is not None and others_failed():
-                group.end_soon()
+            if peer_failed is not None and peer_failed():
+                group.end_after_failure_grace()
     return group.result()
 
 
 class RankProcesses:
-    """The processes of one node's ranks: start them, `wait` until it says no, then ask for the `result`."""
+    """The processes of one node's ranks: `start` each, `wait` until none is running, then read the `result`."""
 
     def __init__(
         self,
         *,
         grace_seconds: float,
         failure_grace_seconds: float,
-        on_asked: Callable[[int, bool], None] | None = None,
+        on_stop_request: Callable[[int, bool], None] | None = None,
     ) -> None:
-        self._on_asked = on_asked
-        self._given_up = False
+        self._on_stop_request = on_stop_request
+        self._killed_on_request = False
         self._stopped: set[int] = set()
         self._grace_seconds, self._failure_grace_seconds = grace_seconds, failure_grace_seconds
         self._running: dict[int, subprocess.Popen[bytes]] = {}
         self._logs: dict[int, Path] = {}
-        self._ended: list[tuple[int, int]] = []  # rank and return code, in the order of time
+        self._ended: list[tuple[int, int]] = []  # rank and return code, in the order in which they ended
         self._killed: set[int] = set()
-        self._asked: list[int] = []  # signals to pass on, filled by a signal handler
-        self._told: int | None = None
+        self._pending_signals: list[int] = []  # to be forwarded; filled by a signal handler
+        self._forwarded_signal: int | None = None
         self._deadline = float("inf")
-        self._watched = selectors.DefaultSelector()
+        self._selector = selectors.DefaultSelector()
         self._pidfds: dict[int, int] = {}
 
     def start(
         self, command: Sequence[str], rank: int, logs: Path, environment: Mapping[str, str], *, log: str | None = None
     ) -> None:
-        """Start one rank; what it prints goes to `rank-00000.log` in `logs`, or to the file named `log` there."""
+        """Start one rank; its output goes to `rank-00000.log` in `logs`, or to the file named `log` there."""
         logs.mkdir(parents=True, exist_ok=True)
         self._logs[rank] = logs / (log or f"rank-{rank:05d}.log")
-        with self._logs[rank].open("ab") as printed:
+        with self._logs[rank].open("ab") as output:
             process = subprocess.Popen(
                 _with_parent_death_signal(command),
                 stdin=subprocess.DEVNULL,
-                stdout=printed,
+                stdout=output,
                 stderr=subprocess.STDOUT,
                 env=dict(environment),
                 process_group=0,
             )
         self._running[rank] = process
-        with suppress(OSError, AttributeError):  # where there are none, deaths are seen at the next poll
+        with suppress(OSError, AttributeError):  # a system without pidfds: deaths are seen at the next poll
             self._pidfds[rank] = os.pidfd_open(process.pid)
-            self._watched.register(self._pidfds[rank], selectors.EVENT_READ)
+            self._selector.register(self._pidfds[rank], selectors.EVENT_READ)
 
     def ask_to_stop(self, signum: int) -> None:
-        """Pass a signal on to the ranks at the next poll; may be called from a signal handler."""
-        self._asked.append(signum)
+        """Forward a signal to the ranks at the next poll; may be called from a signal handler."""
+        self._pending_signals.append(signum)
 
     @property
     def failing(self) -> bool:
-        """Whether a rank has ended that nobody had asked to."""
+        """Whether a rank has ended with an error."""
         return any(code != 0 and _shell_exit_code(code) not in _STOP_EXIT_CODES for _, code in self._ended)
 
     def stopped(self) -> dict[int, int]:
-        """The ranks that somebody has stopped, with their processes; none where the machine has no /proc."""
+        """The ranks that are stopped (SIGSTOP), with their process ids; none on a machine without /proc."""
         return {rank: process.pid for rank, process in self._running.items() if _is_stopped(process.pid)}
 
-    def end_soon(self) -> None:
-        """A rank on another node has failed: these may be waiting for it, and have the grace of a failure."""
+    def end_after_failure_grace(self) -> None:
+        """Kill the ranks after the failure grace: a rank of another node has failed, and these may wait for it."""
         self._end_within(self._failure_grace_seconds)
 
     def wait(self, seconds: float) -> bool:
-        """Wait until a rank ends, at most so long; then do what is due. Whether any rank is still running."""
+        """Wait until a rank ends, at most `seconds`; forward signals, kill after the deadline. Whether any is left."""
         if self._pidfds:
-            self._watched.select(seconds)
+            self._selector.select(seconds)
         elif self._running:
             time.sleep(seconds)
         self._collect()
-        self._pass_on()
+        self._forward_signals()
         if self._running and time.monotonic() >= self._deadline:
             self.kill()
         return bool(self._running)
 
     def kill(self) -> None:
-        """Kill whoever is left, with all their children."""
+        """Kill the ranks that are left, with all their children."""
         self._stopped |= self.stopped().keys()
         for rank, process in self._running.items():
             self._killed.add(rank)
@@ -222,64 +231,64 @@ class RankProcesses:
         self._running.clear()
 
     def close(self) -> None:
-        """Leave nobody behind."""
+        """Kill the ranks that are left and close the selector."""
         self.kill()
-        self._watched.close()
+        self._selector.close()
 
     def result(self) -> RanksResult:
-        """How it ended, once nobody is left."""
-        if self._given_up:
-            return RanksResult(128 + signal.SIGINT, [], given_up=True)
+        """Return how the ranks ended, once none is running."""
+        if self._killed_on_request:
+            return RanksResult(128 + signal.SIGINT, [], killed_on_request=True)
         codes = [_shell_exit_code(code) for _, code in self._ended if code != 0]
         if not self._killed and set(codes) <= _STOP_EXIT_CODES:
-            told = 128 + (self._told or 0)
-            return RanksResult(0 if not codes else told if told in codes else codes[0], [])
+            requested_code = 128 + (self._forwarded_signal or 0)
+            return RanksResult(0 if not codes else requested_code if requested_code in codes else codes[0], [])
         failed = [self._failure(rank, code) for rank, code in self._ended if code != 0]
-        # Ranks that reported a stop as they should are no failures beside one that did not.
-        failed = [each for each in failed if each.exit_code not in _STOP_EXIT_CODES] or failed
+        # Ranks that exited as a stop asks for are not failures if another rank really failed.
+        failed = [failure for failure in failed if failure.exit_code not in _STOP_EXIT_CODES] or failed
         return RanksResult(_shell_exit_code(next(code for rank, code in self._ended if rank == failed[0].rank)), failed)
 
     def _failure(self, rank: int, code: int) -> RankFailure:
         name = signal.Signals(-code).name if code < 0 else None
-        tail, killed = _read_tail(self._logs[rank]), rank in self._killed
+        tail, killed = read_log_tail(self._logs[rank]).decode(errors="replace"), rank in self._killed
         return RankFailure(rank, code if code >= 0 else None, name, tail, killed, killed and rank in self._stopped)
 
     def _collect(self) -> None:
-        """Take leave of the ranks that have ended."""
+        """Collect the exit codes of ranks that have ended, and kill their children."""
         ended = []
         for rank, process in list(self._running.items()):
             if os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
                 continue
-            _kill_group(process.pid)  # its children, while its number still belongs to it
+            _kill_group(process.pid)  # its children, while the process id still belongs to it
             ended.append((rank, process.wait()))
             del self._running[rank]
             if (pidfd := self._pidfds.pop(rank, None)) is not None:
-                self._watched.unregister(pidfd)
+                self._selector.unregister(pidfd)
                 os.close(pidfd)
-        # Within one look the order of time is not known; one that was killed did not fall over another.
-        ended.sort(key=lambda each: (each[1] >= 0, each[0]))
+        # The order within one poll is not known. A rank killed by a signal comes first: it is the likelier cause.
+        ended.sort(key=lambda rank_and_code: (rank_and_code[1] >= 0, rank_and_code[0]))
         self._ended += ended
         for _, code in ended:
-            if code in _STOP_EXIT_CODES or (code < 0 and -code == self._told):
+            if code in _STOP_EXIT_CODES or (code < 0 and -code == self._forwarded_signal):
                 self._end_within(self._grace_seconds)
             elif code != 0:
                 self._end_within(self._failure_grace_seconds)
 
-    def _pass_on(self) -> None:
-        while self._asked:
-            signum = self._asked.pop(0)
-            again = self._told == signum == signal.SIGINT
-            if again:  # somebody at a terminal who will not wait
-                self._given_up = True
+    def _forward_signals(self) -> None:
+        while self._pending_signals:
+            signum = self._pending_signals.pop(0)
+            again = self._forwarded_signal == signum == signal.SIGINT
+            if again:  # a person at a terminal who will not wait
+                self._killed_on_request = True
                 self._deadline = time.monotonic()
-            if self._on_asked is not None and (again or self._told is None):
-                self._on_asked(signum, again)
-            if self._told is not None:
+            if self._on_stop_request is not None and (again or self._forwarded_signal is None):
+                self._on_stop_request(signum, again)
+            if self._forwarded_signal is not None:
                 continue
-            self._told = signum
+            self._forwarded_signal = signum
             self._end_within(self._grace_seconds)
             for process in self._running.values():
-                # To the rank alone: workers that read its data are needed until its last step.
+                # Only to the rank: the workers that read its data are needed until its last step.
                 process.send_signal(signum)
 
     def _end_within(self, seconds: float) -> None:
@@ -287,7 +296,7 @@ class RankProcesses:
 
 
 class StoppedRankWatcher:
-    """Looks now and then for ranks that somebody has stopped, and says so of each once."""
+    """Checks now and then for stopped (SIGSTOP) ranks, and reports each once."""
 
     def __init__(self, group: RankProcesses, seconds: float, on_stopped: Callable[[int, int], None] | None) -> None:
         self._group, self._seconds, self._on_stopped = group, seconds, on_stopped
@@ -295,30 +304,30 @@ class StoppedRankWatcher:
         self._named: set[int] = set()
         self._due = 0.0
 
-    def look(self) -> None:
-        """Look, if it is time to."""
+    def poll(self) -> None:
+        """Check, if it is time to."""
         now = time.monotonic()
         if self._on_stopped is None or now < self._due:
             return
         self._due = now + self._seconds / 4
         stopped = self._group.stopped()
         self._since = {rank: self._since.get(rank, now) for rank in stopped}
-        self._named &= stopped.keys()  # one that went on and is stopped again is news
-        for rank, process in stopped.items():
+        self._named &= stopped.keys()  # a rank that continued and is stopped again is reported again
+        for rank, pid in stopped.items():
             if rank not in self._named and now - self._since[rank] >= self._seconds:
                 self._named.add(rank)
-                self._on_stopped(rank, process)
+                self._on_stopped(rank, pid)
 
 
-def stopped_rank_text(rank: int, process: int) -> str:
-    """What is said of a rank that somebody has stopped."""
-    return f"rank {rank} is stopped (SIGSTOP), and training waits for it: `kill -CONT {process}` lets it go on"
+def stopped_rank_text(rank: int, pid: int) -> str:
+    """Return the sentence about a rank that is stopped (SIGSTOP)."""
+    return f"rank {rank} is stopped (SIGSTOP), and training waits for it: `kill -CONT {pid}` lets it go on"
 
 
 def rank_environment(
     rank: int, local_rank: int, *, ranks: int, world_size: int, master: tuple[str, int]
 ) -> dict[str, str]:
-    """What every engine reads to find its place in the world."""
+    """Return the variables by which every engine finds its rank and its peers."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(local_rank),
@@ -331,91 +340,91 @@ def rank_environment(
 
 def _shared_environment(added: Mapping[str, str] | None, ranks: int) -> dict[str, str]:
     environment = {**os.environ, **(added or {})}
-    # Left to itself every rank would start a thread for each core of the node.
+    # By default every rank would start a thread for each core of the node.
     environment.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
-    environment.setdefault("PYTHONUNBUFFERED", "1")  # a rank that is killed takes no line with it
+    environment.setdefault("PYTHONUNBUFFERED", "1")  # so that a killed rank loses no line of its log
     return environment
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens on just now."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
+    """Return a port of this machine that nobody listens on now."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
 
 
 _STOP_EXIT_CODES = frozenset(128 + number for number in STOP_SIGNALS)
 
 
 @contextmanager
-def forward_stop_signals(group: RankProcesses) -> Generator[None]:
-    """Have the signals that ask us to stop passed on; only a main thread may, others have no say in signals."""
-    if threading.current_thread() is not threading.main_thread():
+def handle_stop_signals(handler: Callable[[int], None]) -> Generator[None]:
+    """Call `handler` with each stop signal of this process; in other threads than the main one, nothing is done."""
+    if threading.current_thread() is not threading.main_thread():  # Python lets no other thread handle signals
         yield
         return
-    before = {each: signal.signal(each, lambda number, _: group.ask_to_stop(number)) for each in STOP_SIGNALS}
+    previous = {signum: signal.signal(signum, lambda number, _: handler(number)) for signum in STOP_SIGNALS}
     try:
         yield
     finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
+        for signum, handler_before in previous.items():
+            signal.signal(signum, handler_before)
+
+
+class StopSignalListener:
+    """Remembers the first stop signal of this process; while ranks run, `run_ranks` forwards them instead."""
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+        self._handling = ExitStack()
+
+    def __enter__(self) -> StopSignalListener:
+        self._handling.enter_context(handle_stop_signals(self._remember))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._handling.close()
+
+    @property
+    def exit_code(self) -> int | None:
+        """128 + the signal; None before any."""
+        return None if self.signal is None else 128 + self.signal
+
+    def _remember(self, number: int) -> None:
+        self.signal = self.signal or number
 
 
 def _with_parent_death_signal(command: Sequence[str]) -> list[str]:
-    """The command behind a few lines that ask the kernel to kill it when we die, and then become it.
+    """Return the command in a wrapper: it asks the kernel to kill it when this process dies, then execs the command.
 
-    Not done between fork and exec: Python code there may hang in a parent that has threads.
+    This is not done between fork and exec: Python code there may hang in a parent that has threads.
     """
     if sys.platform != "linux":
         return list(command)
     return [sys.executable, "-I", "-S", "-c", _PARENT_DEATH_WRAPPER, str(os.getpid()), *command]
 
 
-def _is_stopped(process: int) -> bool:
+def _is_stopped(pid: int) -> bool:
     try:
-        facts = Path(f"/proc/{process}/stat").read_text()
+        stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return False
-    return facts.rpartition(")")[2].split()[:1] in (["T"], ["t"])  # the name before it may hold anything
+    return stat.rpartition(")")[2].split()[:1] in (["T"], ["t"])  # the process name before it may hold anything
 
 
-def _kill_group(process: int) -> None:
+def _kill_group(pid: int) -> None:
     with suppress(ProcessLookupError, PermissionError):
-        os.killpg(process, signal.SIGKILL)
+        os.killpg(pid, signal.SIGKILL)
 
 
 def _shell_exit_code(code: int) -> int:
-    """A return code as a shell would tell it."""
+    """Return a return code as a shell reports it."""
     return 128 - code if code < 0 else code
 
 
-def _read_tail(log: Path) -> str:
+def read_log_tail(log: Path, max_bytes: int = _LOG_TAIL_BYTES) -> bytes:
+    """Return the end of a log."""
     with log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - _LOG_TAIL_BYTES))
-        return file.read().decode(errors="replace")
-
-
-class StopSignalListener:
-    """Remembers the first signal that asked this process to stop; while ranks run, they are told instead."""
-
-    def __init__(self) -> None:
-        self.signal: int | None = None
-        self._before: dict[int, object] = {}
-
-    def __enter__(self) -> StopSignalListener:
-        self._before = {each: signal.signal(each, self._ask) for each in STOP_SIGNALS}
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for each, handler in self._before.items():
-            signal.signal(each, handler)  # type: ignore[arg-type]
-
-    @property
-    def exit_code(self) -> int | None:
-        """128 + the signal; None while nobody has asked."""
-        return None if self.signal is None else 128 + self.signal
-
-    def _ask(self, number: int, _: object) -> None:
-        self.signal = self.signal or number
+        file.seek(max(0, log.stat().st_size - max_bytes))
+        return file.read()

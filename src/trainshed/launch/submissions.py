@@ -1,7 +1,7 @@
 """What was submitted from this machine, so that `status`, `logs` and `cancel` find a run by its name.
 
-One small file per run under the user's state folder. It names things (ids, folders, the cluster file as it was); the
-scheduler and the run's own folder hold the truth.
+There is one small folder per run in the user's state folder, with ids, folders and the cluster file as it was. The
+state of the run itself is known to the scheduler and stored in the run's own folder.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ class Submission:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Whatever a person may call it."""
+        """Every name that a person may write for it."""
         return self.run, self.submitted.job, self.name, self.submitted.run
 
 
 def state_folder() -> Path:
-    """Return where submissions are remembered."""
+    """Return where submissions are recorded."""
     root = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     return Path(root) / "trainshed" / "runs"
 
 
 def record_submission(name: str, id: str, steps: int | None, submitted: SubmittedJob, cluster_text: str) -> None:
-    """Keep what a scheduler took; a run that is submitted again replaces its record."""
+    """Record what a scheduler accepted; a run that is submitted again replaces its record."""
     store = LocalStore(state_folder() / submitted.job)
     store.put("cluster.yaml", cluster_text.encode())
     body = {"schema": SUBMISSION_SCHEMA, "name": name, "id": id, "steps": steps, "submitted": asdict(submitted)}
@@ -69,18 +69,18 @@ def find_submission(text: str) -> Submission:
     """Return a run by `name`, `name/id` or `name-id`; of several with one name, the newest."""
     wanted = text.strip().rstrip("/")
     known = submissions()
-    for found in known:
-        if wanted in found.names:
-            return found
-    names = ", ".join(found.run for found in known[:5]) or "none yet"
+    for submission in known:
+        if wanted in submission.names:
+            return submission
+    names = ", ".join(submission.run for submission in known[:5]) or "none yet"
     raise NoSuchName(
         "no such run was submitted from this machine", where=text, hint=f"submitted from here: {names} (`trainshed ls`)"
     )
 
 
-def forget_submission(found: Submission) -> None:
+def forget_submission(submission: Submission) -> None:
     """Drop the record of a run; its folder in the store stays."""
-    folder = state_folder() / found.submitted.job
+    folder = state_folder() / submission.submitted.job
     for name in ("submitted.json", "cluster.yaml"):
         (folder / name).unlink(missing_ok=True)
     with suppress(OSError):

@@ -2,7 +2,7 @@
 
 Nothing is decided in `submit`: `submit --dry-run` prints `SubmitRequest.text()`, and that is what is sent. Only the
 ids that a scheduler gives to earlier stages are filled in, where the text shows `<id of prepare>`. `target_of` returns
-the target of a cluster; `tunnel_command` and `shell_command` are the user's own ssh, srun or kubectl.
+the target of a cluster. `tunnel_command` and `shell_command` return commands of the user's own ssh, srun or kubectl.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from trainshed.launch.job import DEFAULT_PORT, SERVICE_PORT, Job
 from trainshed.recipe import Cluster
 
 StageStateName = Literal["waiting", "running", "serving", "done", "failed", "cancelled", "unknown"]
-"""serving: a server answers; it goes on until somebody ends it."""
+"""serving: a server answers; it runs until somebody ends it."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class SubmitRequest:
     job: str
     parts: tuple[RequestPart, ...]
     uploads: Mapping[str, bytes] = field(default_factory=dict)
-    """Files that must lie in the store before, by their path there (our packed code)."""
+    """Files that must be in the store first, by their path there (our packed code)."""
     notes: tuple[str, ...] = ()
 
     def text(self) -> str:
@@ -48,7 +48,7 @@ class SubmitRequest:
 
 @dataclass(frozen=True)
 class SubmittedJob:
-    """What a scheduler took; kept on the submitting machine so that a run is found again."""
+    """What a scheduler accepted; recorded on the submitting machine so that a run is found again."""
 
     job: str
     run: str
@@ -58,19 +58,19 @@ class SubmittedJob:
     ranks_per_node: int = 1
     """Of training."""
     serve_port: int | None = None
-    """Of the stage that serves, on its node; None where it is reached by name (a Service), or there is none."""
+    """Of the serving stage, on its node; None if it is reached by name (a Service), or if no stage serves."""
     serve_ready: str = "/ready"
-    """What that stage answers once it serves."""
+    """The path that the serving stage answers once it serves."""
 
 
 @dataclass(frozen=True)
 class StageState:
-    """How a stage stands, with one sentence that says why."""
+    """The state of a stage, with one sentence that says why."""
 
     stage: str
     state: StageStateName
     reason: str
-    """Why it waits or failed, in a sentence; empty where there is nothing to say."""
+    """Why it waits or failed, in a sentence; empty if there is nothing to say."""
     id: str = ""
     nodes: tuple[str, ...] = ()
     restarts: int = 0
@@ -85,7 +85,7 @@ class Target(Protocol):
         ...
 
     def check(self, job: Job) -> Sequence[str]:
-        """Ask the scheduler whether it could take the job; sentences that say why not (too many nodes, no queue)."""
+        """Ask the scheduler whether it could run the job; returns why not, in sentences (too many nodes, no queue)."""
         ...
 
     def submit(self, request: SubmitRequest, job: Job) -> SubmittedJob:
@@ -93,7 +93,7 @@ class Target(Protocol):
         ...
 
     def status(self, submitted: SubmittedJob) -> tuple[StageState, ...]:
-        """Say how each stage stands and why."""
+        """Return the state of each stage, in order, and why."""
         ...
 
     def logs(
@@ -105,16 +105,16 @@ class Target(Protocol):
         attempt: int | None = None,
         follow: bool = False,
     ) -> Iterator[str]:
-        """Yield the lines of a stage's log as the scheduler has them; the run's folder is asked first."""
+        """Yield the lines of a stage's log as the scheduler has them."""
         ...
 
     def cancel(self, submitted: SubmittedJob) -> tuple[str, ...]:
-        """End every stage that has not ended; storage is never touched. Says what was ended."""
+        """End every stage that has not ended and return their names; storage is never touched."""
         ...
 
 
 def target_of(cluster: Cluster) -> Target:
-    """Return what schedules the work of a cluster."""
+    """Return the target of a cluster."""
     if cluster.target == "slurm":
         from trainshed.launch.slurm.target import SlurmTarget
 
@@ -136,10 +136,10 @@ def target_of(cluster: Cluster) -> Target:
 
 @dataclass(frozen=True)
 class RemoteCommand:
-    """A command, and what a person finds at its end."""
+    """A command, and what a person reaches with it."""
 
     command: tuple[str, ...]
-    words: str
+    description: str
 
     def text(self) -> str:
         """The command as a shell takes it."""
@@ -147,58 +147,63 @@ class RemoteCommand:
 
 
 def tunnel_command(
-    cluster: Cluster, submitted: SubmittedJob, state: StageState, port: int | None = None
+    cluster: Cluster, submitted: SubmittedJob, stage_state: StageState, port: int | None = None
 ) -> RemoteCommand:
-    """Return the command that brings the server of a run to a port of this machine."""
-    here = port or DEFAULT_PORT
-    there = submitted.serve_port or DEFAULT_PORT
-    words = f"serve at http://localhost:{here}"
+    """Return the command that forwards a port of this machine to the server of a run."""
+    local_port = port or DEFAULT_PORT
+    remote_port = submitted.serve_port or DEFAULT_PORT
+    description = f"serve at http://localhost:{local_port}"
     if cluster.target == "ray":
         raise InputError("Ray has no server of ours to reach", where=cluster.where("target"))
-    node = node_of(state, 0)
+    node = node_of(stage_state, 0)
     if cluster.target == "kubernetes":
         # To the Service: whichever replica is ready answers.
-        name = state.id.partition("/")[2]
+        name = stage_state.id.partition("/")[2]
         return RemoteCommand(
-            (*_kubectl_command(cluster), "port-forward", f"service/{name}", f"{here}:{SERVICE_PORT}"), words
+            (*_kubectl_command(cluster), "port-forward", f"service/{name}", f"{local_port}:{SERVICE_PORT}"), description
         )
     login = cluster.on_slurm.login
     if login is not None:
-        return RemoteCommand(("ssh", "-N", "-L", f"{here}:{node}:{there}", "--", login), words)
-    return RemoteCommand(("ssh", "-N", "-L", f"{here}:localhost:{there}", "--", node), words)
+        return RemoteCommand(("ssh", "-N", "-L", f"{local_port}:{node}:{remote_port}", "--", login), description)
+    return RemoteCommand(("ssh", "-N", "-L", f"{local_port}:localhost:{remote_port}", "--", node), description)
 
 
 def shell_command(
-    cluster: Cluster, submitted: SubmittedJob, state: StageState, rank: int, command: tuple[str, ...] = ("bash",)
+    cluster: Cluster, submitted: SubmittedJob, stage_state: StageState, rank: int, command: tuple[str, ...] = ("bash",)
 ) -> RemoteCommand:
     """Return the command that runs something on the node of a rank, inside its job."""
-    serves = state.stage == "serve"
-    node = node_of(state, rank if serves else rank // submitted.ranks_per_node)
-    words = f"on {node}, beside {'its server' if serves else f'rank {rank}'}"
+    serves = stage_state.stage == "serve"
+    node = node_of(stage_state, rank if serves else rank // submitted.ranks_per_node)
+    description = f"on {node}, beside {'its server' if serves else f'rank {rank}'}"
     if cluster.target == "kubernetes":
-        return RemoteCommand((*_kubectl_command(cluster), "exec", "-it", node, "--", *command), words)
+        return RemoteCommand((*_kubectl_command(cluster), "exec", "-it", node, "--", *command), description)
     if cluster.target == "ray":
         raise InputError(
             "Ray has no way into the place of an actor",
             where=cluster.where("target"),
             hint="open a shell on its node by ssh or kubectl",
         )
-    inside = ("srun", f"--jobid={state.id}", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={node}", "--pty")
+    srun = ("srun", f"--jobid={stage_state.id}", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={node}", "--pty")
     login = cluster.on_slurm.login
     if login is not None:
-        return RemoteCommand(("ssh", "-t", "--", login, shlex.join((*inside, *command))), words)
-    return RemoteCommand((*inside, *command), words)
+        return RemoteCommand(("ssh", "-t", "--", login, shlex.join((*srun, *command))), description)
+    return RemoteCommand((*srun, *command), description)
 
 
-def node_of(state: StageState, index: int) -> str:
-    """Return the node (on Kubernetes the pod) at a place of a running stage."""
-    if state.state not in ("running", "serving") or not state.nodes:
-        raise InputError(f"{state.stage} is not running: {state.reason or state.state}", hint="`trainshed status RUN`")
-    if index >= len(state.nodes):
+def node_of(stage_state: StageState, index: int) -> str:
+    """Return a node of a running stage by its index; on Kubernetes, a pod."""
+    if stage_state.state not in ("running", "serving") or not stage_state.nodes:
         raise InputError(
-            f"{state.stage} runs on {len(state.nodes)} nodes", where="--rank", hint="write the number of a rank it has"
+            f"{stage_state.stage} is not running: {stage_state.reason or stage_state.state}",
+            hint="`trainshed status RUN`",
         )
-    return state.nodes[index]
+    if index >= len(stage_state.nodes):
+        raise InputError(
+            f"{stage_state.stage} runs on {len(stage_state.nodes)} nodes",
+            where="--rank",
+            hint="write the number of a rank it has",
+        )
+    return stage_state.nodes[index]
 
 
 def _kubectl_command(cluster: Cluster) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""vLLM as a server: its command, and `serve.args` held against the flags that it knows (`vllm-flags-VERSION.json`)."""
+"""vLLM as a server: its command, and `serve.args` checked against its flags (`vllm-flags-VERSION.json`)."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from trainshed.recipe.section import Problem
 from trainshed.recipe.validation import recipe_error
 
 VllmFlagKind = Literal["switch", "int", "float", "text", "json", "ints"]
-"""switch: `--x` or `--no-x`; json: a mapping written as text; ints: several whole numbers behind one flag."""
+"""switch: `--x` or `--no-x`; json: a mapping written as text; ints: several whole numbers after one flag."""
 
 VLLM_VERSION = "0.27.1"
-"""Of the flags; `--shutdown-timeout`, by which it drains, is there since 0.18."""
-# Flags that follow from the recipe, by the key that says them.
+"""The version that the flags are of; `--shutdown-timeout`, with which a server drains, exists since 0.18."""
+# Flags that Trainshed sets, with the recipe's key for each.
 _FLAGS_OF_THE_RECIPE = {
     "--model": "export",
     "--served-model-name": "name",
@@ -50,25 +50,25 @@ class VllmFlag:
     choices: tuple[str, ...] = ()
 
     @property
-    def wants(self) -> str:
-        """What stands behind it, in words."""
+    def expected(self) -> str:
+        """The values that it takes, in words."""
         return f"one of {', '.join(self.choices)}" if self.choices else _KIND_TEXT[self.kind]
 
-    def words(self, value: Any) -> list[str] | None:
-        """Return the words that set it; None where the value is not what it takes."""
+    def to_arguments(self, value: Any) -> list[str] | None:
+        """Return the arguments that set it; None if it does not take the value."""
         if self.kind == "switch":
             if not isinstance(value, bool):
                 return None
             return [self.option if value else f"--no-{self.option.removeprefix('--')}"]
         values = value if self.kind == "ints" else [value]
-        if not isinstance(values, list | tuple) or not values or not all(self._takes(each) for each in values):
+        if not isinstance(values, list | tuple) or not values or not all(self._accepts(item) for item in values):
             return None
         if self.kind == "ints":
             return [self.option, *map(str, values)]
-        # One word, so that a value which begins with a dash is not taken for a flag.
+        # One argument, so that a value which begins with a dash is not taken for a flag.
         return [f"{self.option}={value}"]
 
-    def _takes(self, value: Any) -> bool:
+    def _accepts(self, value: Any) -> bool:
         if isinstance(value, bool):
             return False
         if self.kind in ("int", "ints"):
@@ -81,16 +81,16 @@ class VllmFlag:
 
 
 def vllm_command(recipe: Recipe, folder: str, *, drain_seconds: int) -> list[str]:
-    """Return `vllm serve` of an exported folder, without its port; raises one error with all wrong `serve.args`."""
+    """Return `vllm serve` for an exported folder, without its port; raises one error with all wrong `serve.args`."""
     serve = recipe.serve
     assert serve is not None
-    words = ["vllm", "serve", folder, "--served-model-name", recipe.name, "--host", "0.0.0.0"]
-    words += ["--tensor-parallel-size", str(serve.gpus), "--shutdown-timeout", str(drain_seconds)]
+    command = ["vllm", "serve", folder, "--served-model-name", recipe.name, "--host", "0.0.0.0"]
+    command += ["--tensor-parallel-size", str(serve.gpus), "--shutdown-timeout", str(drain_seconds)]
     if serve.max_length is not None:
-        words += ["--max-model-len", str(serve.max_length)]
+        command += ["--max-model-len", str(serve.max_length)]
     if serve.max_sequences is not None:
-        words += ["--max-num-seqs", str(serve.max_sequences)]
-    return [*words, *_argument_words(recipe, serve.args)]
+        command += ["--max-num-seqs", str(serve.max_sequences)]
+    return [*command, *_serve_arguments(recipe, serve.args)]
 
 
 @cache
@@ -98,31 +98,31 @@ def vllm_flags() -> dict[str, VllmFlag]:
     """Return the flags that `serve.args` may have."""
     document = json.loads(Path(__file__).with_name(f"vllm-flags-{VLLM_VERSION}.json").read_text(encoding="utf-8"))
     return {
-        option: VllmFlag(option, each["kind"], tuple(each.get("choices", ())))
-        for option, each in document["flags"].items()
+        option: VllmFlag(option, flag["kind"], tuple(flag.get("choices", ())))
+        for option, flag in document["flags"].items()
     }
 
 
-def _argument_words(recipe: Recipe, args: dict[str, Any]) -> list[str]:
-    words: list[str] = []
+def _serve_arguments(recipe: Recipe, args: dict[str, Any]) -> list[str]:
+    arguments: list[str] = []
     problems: list[Problem] = []
     for name, value in args.items():
         option = f"--{name.lstrip('-').replace('_', '-')}"
         path = ("serve", "args", name)
-        found = vllm_flags().get(option)
-        if found is None:
+        flag = vllm_flags().get(option)
+        if flag is None:
             problems.append(_unknown_flag(path, option))
             continue
         if value is None:
             continue
-        said = found.words(value)
-        if said is None:
-            problems.append(Problem(path, f"`{value}` is not what {option} takes", f"write {found.wants}"))
+        flag_arguments = flag.to_arguments(value)
+        if flag_arguments is None:
+            problems.append(Problem(path, f"`{value}` is not what {option} takes", f"write {flag.expected}"))
         else:
-            words += said
+            arguments += flag_arguments
     if problems:
         raise recipe_error(problems, recipe.places)
-    return words
+    return arguments
 
 
 def _unknown_flag(path: tuple[str, ...], option: str) -> Problem:

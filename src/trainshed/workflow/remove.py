@@ -145,7 +145,7 @@ def _remove(folder: Path) -> None:
 def _refuse_unprepared(store: Path) -> None:
     """Stop where it is not known what a run refers to, or where it is about to change."""
     for folder in runs_in(store):
-        run = LocalRun.at(folder)
+        run = LocalRun.from_folder(folder)
         held = run_holder(folder)
         if held is not None and holder_attempt(folder, held) is None:
             raise InputError(

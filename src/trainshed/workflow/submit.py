@@ -266,8 +266,22 @@ def preflight_job(cluster: Cluster, nodes: int, *, full: bool = False, code: Cod
         precision="fp32",
         version=trainshed.__version__,
     )
-    # Nothing is trained on it; an attempt has a layout all the same.
-    layout = RankLayout(1, 1, 1, 1, 1, 1, stage.world_size, 1, "none", 1, "none", None, (1,))
+    # Nothing is trained with it, but every attempt has a layout.
+    layout = RankLayout(
+        tp=1,
+        pp=1,
+        vp=1,
+        cp=1,
+        ep=1,
+        etp=1,
+        dp=stage.world_size,
+        replicate=1,
+        shard="none",
+        micro_batch=1,
+        recompute="none",
+        schedule=None,
+        stages=(1,),
+    )
     plan = {"schema": PLAN_SCHEMA, "layout": asdict(layout), "reasons": ["only preflight"]}
     files = {
         CLUSTER_FILE: text,
@@ -275,5 +289,11 @@ def preflight_job(cluster: Cluster, nodes: int, *, full: bool = False, code: Cod
         JOB_FILE: job_file.to_text(),
     }
     return Job(
-        job_file.name, run, cluster, (stage,), files, code or pack_code(), grace_seconds=_PREFLIGHT_GRACE_SECONDS
+        name=job_file.name,
+        run=run,
+        cluster=cluster,
+        stages=(stage,),
+        files=files,
+        code=code or pack_code(),
+        grace_seconds=_PREFLIGHT_GRACE_SECONDS,
     )

@@ -68,9 +68,9 @@ def end(server: KubernetesServer, stage: str, condition: str | None = None, **st
     server.objects[path]["status"] = {"conditions": listed} | status
 
 
-def run(server: KubernetesServer, manifests: Path, notes: Notes, patience_seconds: float = 5.0) -> None:
+def run(server: KubernetesServer, manifests: Path, notes: Notes, api_retry_seconds: float = 5.0) -> None:
     with api_of(server) as api:
-        drive(api, manifests, reporter=notes, poll_seconds=0.02, patience_seconds=patience_seconds)
+        drive(api, manifests, reporter=notes, poll_seconds=0.02, api_retry_seconds=api_retry_seconds)
 
 
 def created(server: KubernetesServer) -> list[str]:

@@ -260,7 +260,7 @@ def run_driver(server: KubernetesServer, manifests: Path, then: Callable[[], Non
     controllers = Controllers(server, then)
     client = httpx2.Client(base_url=server.url, headers={"Authorization": f"Bearer {TOKEN}"}, trust_env=False)
     with KubeApi(client, "ml") as api:
-        drive(api, manifests, reporter=controllers, poll_seconds=0.02, patience_seconds=1)
+        drive(api, manifests, reporter=controllers, poll_seconds=0.02, api_retry_seconds=1)
     return controllers.texts
 
 

@@ -218,7 +218,7 @@ def test_an_object_that_is_gone_is_not_called_failed() -> None:
 
 def line_states(fetch: KubeObject | None, driver: KubeObject | None, *pods: KubeObject) -> tuple[StageState, ...]:
     stages = {"fetch": fetch, "prepare": None, "train": None}
-    return stage_states(LINE, JobObjects(stages, pods, driver=driver, has_driver=True))
+    return stage_states(LINE, JobObjects(stages, pods, driver_job=driver, has_driver=True))
 
 
 def test_later_stages_wait_for_earlier_ones() -> None:

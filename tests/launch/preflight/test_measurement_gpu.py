@@ -42,7 +42,7 @@ def test_a_plugin_that_is_missing_ends_the_job_instead_of_leaving_it_on_sockets(
 
 def test_a_machine_with_a_gpu_is_checked_whole(tmp_path: Path) -> None:
     job = PreflightJob(LocalStore(tmp_path), "", 1, 1, 1, FabricSetup(SINGLE_NODE, None, ""))
-    verdict = run_preflight(job, node_rank=0, board=("127.0.0.1", 0))
+    verdict = run_preflight(job, node_rank=0, key_value_address=("127.0.0.1", 0))
     assert verdict.outcome in ("pass", "warn")
     checks = {check.name: check for check in verdict.nodes[0].checks}
     assert checks["products"].measured["tflops"][0] > 10

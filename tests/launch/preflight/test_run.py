@@ -37,15 +37,17 @@ def start(
     nodes: int, folder: Path, faults: dict[int, str], *, come: int | None = None, report_seconds: float = 60.0
 ) -> list[PreflightVerdict]:
     """Run the first nodes of a job as threads, their probes as processes; return what each was told."""
-    limits = PreflightTimeouts(reports=report_seconds, world=120.0, measuring=0.1)
+    timeouts = PreflightTimeouts(report_seconds=report_seconds, measurement_seconds=120.0, sample_seconds=0.1)
     setup = FabricSetup(UNKNOWN, None, "")
-    job = PreflightJob(LocalStore(folder), "", 1, nodes, 0, setup, storage_bytes=2**20, limits=limits)
+    job = PreflightJob(LocalStore(folder), "", 1, nodes, 0, setup, storage_bytes=2**20, timeouts=timeouts)
     port = free_port()
 
     def node(rank: int) -> PreflightVerdict:
         fault = FAULTS.get(faults.get(rank, ""))
         probe = PROBE_COMMAND if fault is None else (sys.executable, "-c", FAULTY_PROBE.format(fault=fault))
-        return run_preflight(job, node_rank=rank, board=("127.0.0.1", port), host=f"host-{rank}", probe=probe)
+        return run_preflight(
+            job, node_rank=rank, key_value_address=("127.0.0.1", port), host=f"host-{rank}", probe=probe
+        )
 
     with ThreadPoolExecutor(nodes) as threads:
         return list(threads.map(node, range(come or nodes)))
@@ -104,7 +106,7 @@ def test_a_node_that_does_not_come_is_named(tmp_path: Path) -> None:
 
 def test_one_node_is_checked_by_itself(tmp_path: Path) -> None:
     job = PreflightJob(LocalStore(tmp_path), "runs/a", 3, 1, 0, FabricSetup(SINGLE_NODE, None, ""), storage_bytes=2**20)
-    verdict = run_preflight(job, node_rank=0, board=("127.0.0.1", 0))
+    verdict = run_preflight(job, node_rank=0, key_value_address=("127.0.0.1", 0))
     assert verdict.outcome in ("pass", "warn")
     assert (tmp_path / "runs/a/health/attempt-0003/preflight/verdict.json").exists()
     assert {check.name for check in verdict.nodes[0].checks} >= {"storage", "clock", "disk"}

@@ -209,8 +209,8 @@ class Leader:
             self._run,
             attempt,
             len(nodes) * self._stage.ranks_per_node,
-            ends=ends,
-            failed=[rank.rank for rank in first],
+            rank_ends=ends,
+            failed_ranks=[rank.rank for rank in first],
         )
         hosts = {node.node: node.host for node in nodes if node.ended in ("failed", "lost")}
         self._reporter.warn(f"attempt {attempt} failed on {', '.join(hosts.values()) or 'no node in particular'}")

@@ -13,7 +13,7 @@ from trainshed.errors import InputError, TrainshedError
 from trainshed.launch.agent.training import NodeTraining
 from trainshed.launch.attempt import worker_command
 from trainshed.launch.job import JOB_FILE, JobFile, Stage, version_problem
-from trainshed.launch.ranks import RankProcesses, RanksResult, forward_stop_signals
+from trainshed.launch.ranks import RankProcesses, RanksResult, handle_stop_signals
 from trainshed.launch.rendezvous import AgentOrder, AgentTimeouts, NodeEnv, Rendezvous, send_heartbeats, stage_part
 from trainshed.reporting import SILENT, Reporter
 
@@ -69,7 +69,7 @@ def run_cpu_stage(
         return result.exit_code
     failure = result.failed[0]
     said = last_error_line(failure.log_tail)
-    what = f"{stage.name} {failure.how}" + (f": {said}" if said else "")
+    what = f"{stage.name} {failure.end_text}" + (f": {said}" if said else "")
     code = InputError.exit_code if failure.exit_code == InputError.exit_code else TrainshedError.exit_code
     meeting.give(AgentOrder(1, exit_code=code, what=what))
     kind = InputError if code == InputError.exit_code else TrainshedError
@@ -79,7 +79,7 @@ def run_cpu_stage(
 def _run_to_end(command: list[str], logs: Path, name: str, grace_seconds: float) -> RanksResult:
     group = RankProcesses(grace_seconds=grace_seconds, failure_grace_seconds=0.0)
     with ExitStack() as stack:
-        stack.enter_context(forward_stop_signals(group))
+        stack.enter_context(handle_stop_signals(group.ask_to_stop))
         stack.callback(group.close)
         group.start(command, 0, logs, {"PYTHONUNBUFFERED": "1", **os.environ}, log=name)
         while group.wait(0.2):

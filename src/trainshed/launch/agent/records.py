@@ -57,7 +57,7 @@ class NodeRecord:
     def of(cls, result: RanksResult, *, node: int, slot: int, host: str, peer_failed: bool) -> NodeRecord:
         """Put down how the ranks of a node ended."""
         failed = tuple(
-            FailedRankRecord(each.rank, each.how, each.exit_code, each.signal, each.killed and not each.stopped)
+            FailedRankRecord(each.rank, each.end_text, each.exit_code, each.signal, each.killed and not each.stopped)
             for each in result.failed
         )
         tail = next((each.log_tail for each in result.failed if not each.killed), "")
@@ -93,7 +93,7 @@ def bad_node_reason(result: RanksResult) -> str | None:
         if failure.killed:
             continue
         if failure.signal in _BAD_NODE_SIGNALS:
-            return f"rank {failure.rank} {failure.how} from outside"
+            return f"rank {failure.rank} {failure.end_text} from outside"
         words = next((each for each in _BAD_NODE_MESSAGES if each in failure.log_tail), None)
         if words is not None:
             return f"rank {failure.rank} reported '{words}'"

@@ -206,8 +206,8 @@ class NodeTraining:
                 failure_grace_seconds=self._times.failure_grace_seconds,
                 on_poll=poll,
                 on_failure=say_failed,
-                others_failed=peer_failed,
-                on_asked=self._say_stopping,
+                peer_failed=peer_failed,
+                on_stop_request=self._say_stopping,
                 on_stopped=partial(self._say_stopped, order.attempt),
             )
         if echo is not None:
@@ -268,7 +268,7 @@ def preflight_node(
     )
     board = (order.master[0], order.master[1] + _PREFLIGHT_PORT_OFFSET)
     try:
-        verdict = run_preflight(checks, node_rank=node, board=board, host=place.host, reporter=reporter)
+        verdict = run_preflight(checks, node_rank=node, key_value_address=board, host=place.host, reporter=reporter)
     except TrainshedError as error:
         return NodeRecord(node, place.slot, place.host, "failed", 1, what=f"preflight: {error.what}")
     if verdict.outcome in ("pass", "warn"):

@@ -1,8 +1,8 @@
-"""The few requests we make of an API server, over plain HTTPS.
+"""The few requests that we send to an API server, over plain HTTPS.
 
-The same client serves a person's machine (`connect`, with the credentials that kubectl would use, read by
-lightkube) and the driver in a pod (`connect_in_cluster`, with the credentials of its service account). Objects
-are sent as the very text that `render` prints: server-side apply takes YAML.
+The same client is used on a person's machine (`connect`, with kubectl's credentials, read by lightkube) and by the
+driver in a pod (`connect_in_cluster`, with the credentials of its service account). Objects are sent as exactly the
+text that `render` prints: server-side apply takes YAML.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ class KubeApi:
         self._client.close()
 
     def apply(self, text: str) -> str:
-        """Apply one object, sent byte for byte; returns what it is, as Kind/name."""
-        (found,) = read_documents(text)
-        kind, name = kind_of(found), found["metadata"]["name"]
-        namespace = found["metadata"].get("namespace", self.namespace)
+        """Apply one object, sent byte for byte; returns its Kind/name."""
+        (obj,) = read_documents(text)
+        kind, name = kind_of(obj), obj["metadata"]["name"]
+        namespace = obj["metadata"].get("namespace", self.namespace)
         response = self._send(
             "PATCH",
             kind.path(namespace, name),
@@ -66,7 +66,7 @@ class KubeApi:
         return f"{kind.name}/{name}"
 
     def annotate(self, kind: KubeKind, name: str, annotations: Mapping[str, str]) -> None:
-        """Write annotations of an object; applying it later leaves them, as they are another manager's."""
+        """Write annotations of an object; `apply` leaves them, since they have another field manager."""
         response = self._send(
             "PATCH",
             kind.path(self.namespace, name),
@@ -77,39 +77,39 @@ class KubeApi:
         self._check(response, f"{kind.name}/{name}")
 
     def get(self, kind: KubeKind, name: str) -> KubeObject | None:
-        """Return an object, None where there is none or its kind is not known here."""
-        response = self._send("GET", self._as_served(kind).path(self.namespace, name))
+        """Return an object, None if it or its kind does not exist."""
+        response = self._send("GET", self._served_version(kind).path(self.namespace, name))
         return None if response.status_code == 404 else self._check(response, f"{kind.name}/{name}").json()
 
     def list(self, kind: KubeKind, selector: str = "", *, fields: str = "") -> list[KubeObject]:
-        """Return all objects of a kind that selectors of labels and fields select; none where it is not known here."""
-        found: list[KubeObject] = []
+        """Return all objects of a kind that match the label and field selectors; none if the kind does not exist."""
+        items: list[KubeObject] = []
         params = {"limit": str(_PAGE_SIZE)} | ({"labelSelector": selector} if selector else {})
         params |= {"fieldSelector": fields} if fields else {}
         while True:
-            response = self._send("GET", self._as_served(kind).path(self.namespace), params=params)
+            response = self._send("GET", self._served_version(kind).path(self.namespace), params=params)
             if response.status_code == 404:
                 return []
             body = self._check(response, kind.plural).json()
-            # Items of a list do not say what they are.
-            found += [{"apiVersion": kind.api_version, "kind": kind.name} | item for item in body["items"]]
+            # The items of a list do not contain their kind.
+            items += [{"apiVersion": kind.api_version, "kind": kind.name} | item for item in body["items"]]
             token = body.get("metadata", {}).get("continue")
             if not token:
-                return found
+                return items
             params["continue"] = token
 
     def delete(self, kind: KubeKind, name: str) -> None:
-        """Delete an object and what it owns; one that is gone already is fine."""
+        """Delete an object and what it owns; one that is gone already is not an error."""
         response = self._send("DELETE", kind.path(self.namespace, name), params={"propagationPolicy": "Background"})
         if response.status_code != 404:
             self._check(response, f"{kind.name}/{name}")
 
-    def resources(self, kind: KubeKind) -> set[str]:
-        """Return the kinds that a group and version serve; none where it is not installed."""
+    def served_kinds(self, kind: KubeKind) -> set[str]:
+        """Return the names of all kinds in the API group and version of a kind; none if it is not installed."""
         response = self._send("GET", kind.base)
         if response.status_code == 404:
             return set()
-        return {each["kind"] for each in self._check(response, kind.base).json().get("resources", [])}
+        return {resource["kind"] for resource in self._check(response, kind.base).json().get("resources", [])}
 
     def log(self, pod: str, container: str, *, follow: bool = False, previous: bool = False) -> Iterator[str]:
         """Yield the lines of a container's log."""
@@ -128,14 +128,14 @@ class KubeApi:
         except httpx2.HTTPError as error:
             raise self._unreachable(error) from None
 
-    def _as_served(self, kind: KubeKind) -> KubeKind:
-        """Kueue's kinds in a version that this cluster serves: clusters have it old and new."""
+    def _served_version(self, kind: KubeKind) -> KubeKind:
+        """Return a kind of Kueue in a version that this cluster serves: clusters have different versions of Kueue."""
         if kind.group != KUEUE:
             return kind
         if kind.group not in self._versions:
             response = self._send("GET", f"/apis/{kind.group}")
-            found = [] if response.status_code >= 400 else response.json().get("versions", [])
-            self._versions[kind.group] = [each["groupVersion"] for each in found]
+            versions = [] if response.status_code >= 400 else response.json().get("versions", [])
+            self._versions[kind.group] = [version["groupVersion"] for version in versions]
         served = self._versions[kind.group]
         return kind if not served or kind.api_version in served else replace(kind, api_version=served[0])
 
@@ -150,7 +150,7 @@ class KubeApi:
             f"the API server does not answer: {error or type(error).__name__}", where=str(self._client.base_url)
         )
 
-    def _check(self, response: httpx2.Response, what: str) -> httpx2.Response:
+    def _check(self, response: httpx2.Response, subject: str) -> httpx2.Response:
         if response.status_code < 400:
             return response
         try:
@@ -159,11 +159,11 @@ class KubeApi:
             message = response.text
         if response.status_code in (401, 403):
             raise ApiForbidden(
-                f"{what}: {message}", where=str(self._client.base_url), hint="ask for the right to do that"
+                f"{subject}: {message}", where=str(self._client.base_url), hint="ask for the right to do that"
             )
         if response.status_code in (400, 422):
-            raise InputError(f"the API server refuses {what}: {message}", where=str(self._client.base_url))
-        raise ApiServerError(f"{what}: {message} (HTTP {response.status_code})", where=str(self._client.base_url))
+            raise InputError(f"the API server refuses {subject}: {message}", where=str(self._client.base_url))
+        raise ApiServerError(f"{subject}: {message} (HTTP {response.status_code})", where=str(self._client.base_url))
 
 
 class ApiForbidden(TrainshedError):
@@ -175,7 +175,7 @@ class ApiServerError(TrainshedError):
 
 
 class _ServiceAccountToken(httpx2.Auth):
-    """The token of a service account, read anew for each request: the kubelet replaces it every hour."""
+    """The token of a service account, read again for each request: the kubelet replaces it every hour."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -187,9 +187,9 @@ class _ServiceAccountToken(httpx2.Auth):
 
 def connect_in_cluster(host: str, port: str, folder: Path = SERVICE_ACCOUNT_FOLDER) -> KubeApi:
     """Connect from inside a pod, as its service account."""
-    name = f"[{host}]" if ":" in host else host
+    host_in_url = f"[{host}]" if ":" in host else host
     client = httpx2.Client(
-        base_url=f"https://{name}:{port}",
+        base_url=f"https://{host_in_url}:{port}",
         auth=_ServiceAccountToken(folder / "token"),
         verify=ssl.create_default_context(cafile=folder / "ca.crt"),
         timeout=TIMEOUT_SECONDS,
@@ -206,8 +206,6 @@ def connect(cluster: Cluster) -> KubeApi:
         from lightkube.core.exceptions import ConfigError
     except ImportError:
         raise MissingExtra.named("k8s", "Kubernetes") from None
-    import httpx2
-
     context = cluster.on_kubernetes.context
     file = Path(os.environ.get("KUBECONFIG") or Path.home() / ".kube" / "config").expanduser()
     try:

@@ -1,7 +1,7 @@
 """What the status of one object means: its phase, why its pods wait or fail, and what Kueue says about it.
 
-Each kind of object reports its phase in other words; `object_status` makes them one. Of several problems of pods
-the worst is named first. Everything here is pure: objects in, sentences out.
+Each kind of object reports its phase in its own way; `object_status` translates them all into an `ObjectPhase`.
+Everything here is pure: objects in, sentences out.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from trainshed.launch.kubernetes.objects import MAX_RESTARTS_ANNOTATION, RESTARTS_ANNOTATION, KubeObject
+from trainshed.launch.kubernetes.objects import KUEUE, MAX_RESTARTS_ANNOTATION, RESTARTS_ANNOTATION, KubeObject
 
 ObjectPhase = Literal["suspended", "active", "serving", "done", "failed"]
 
@@ -24,16 +24,18 @@ class ObjectStatus:
     restarts: int = 0
 
 
-def object_status(found: KubeObject) -> ObjectStatus:
-    """Return how an object stands."""
-    status = found.get("status") or {}
-    if found["kind"] == "RayJob":
-        return _rayjob_status(found, status)
-    if found["kind"] == "Deployment":
-        return _deployment_status(found, status)
-    conditions = {each["type"]: each for each in status.get("conditions", ()) if each.get("status") == "True"}
-    restarts = int(status.get("restarts") or _annotations(found).get(RESTARTS_ANNOTATION) or 0)
-    if found["kind"] == "PyTorchJob" and "Restarting" in conditions:
+def object_status(stage_object: KubeObject) -> ObjectStatus:
+    """Return the phase of an object of any kind that can be a stage."""
+    status = stage_object.get("status") or {}
+    if stage_object["kind"] == "RayJob":
+        return _rayjob_status(stage_object, status)
+    if stage_object["kind"] == "Deployment":
+        return _deployment_status(stage_object, status)
+    conditions = {
+        condition["type"]: condition for condition in status.get("conditions", ()) if condition.get("status") == "True"
+    }
+    restarts = int(status.get("restarts") or _annotations(stage_object).get(RESTARTS_ANNOTATION) or 0)
+    if stage_object["kind"] == "PyTorchJob" and "Restarting" in conditions:
         restarts = max(restarts, 1)
     for name in ("Complete", "Completed", "Succeeded", "SuccessCriteriaMet"):
         if name in conditions:
@@ -41,78 +43,82 @@ def object_status(found: KubeObject) -> ObjectStatus:
     for name in ("Failed", "FailureTarget"):
         if name in conditions:
             return ObjectStatus("failed", _condition_message(conditions[name]), restarts)
-    if "Suspended" in conditions or _is_suspended(found):
+    if "Suspended" in conditions or _is_suspended(stage_object):
         return ObjectStatus("suspended", _condition_message(conditions.get("Suspended", {})), restarts)
     return ObjectStatus("active", restarts=restarts)
 
 
-def should_recreate(found: KubeObject, restarts: int | None = None) -> bool:
-    """Whether the driver makes a plain Job anew that has failed: wrong input would only fail again."""
-    most = _annotations(found).get(MAX_RESTARTS_ANNOTATION)
-    if most is None or object_status(found).phase != "failed" or _failure_reason(found) == "PodFailurePolicy":
+def should_recreate(job: KubeObject, restarts: int | None = None) -> bool:
+    """Whether the driver recreates a failed plain Job: not after wrong input, which would only fail again."""
+    max_restarts = _annotations(job).get(MAX_RESTARTS_ANNOTATION)
+    if max_restarts is None or object_status(job).phase != "failed" or _failure_reason(job) == "PodFailurePolicy":
         return False
-    return deadline_exceeded(found) or (object_status(found).restarts if restarts is None else restarts) < int(most)
+    return deadline_exceeded(job) or (object_status(job).restarts if restarts is None else restarts) < int(max_restarts)
 
 
-def deadline_exceeded(found: KubeObject) -> bool:
-    """Whether a Job was ended by its own clock: it has saved, and goes on in a new one that is not counted."""
-    return _failure_reason(found) == "DeadlineExceeded"
+def deadline_exceeded(job: KubeObject) -> bool:
+    """Whether a Job reached its own time limit: it has saved, and continues in a new Job without using up a restart."""
+    return _failure_reason(job) == "DeadlineExceeded"
 
 
-def _failure_reason(found: KubeObject) -> str:
-    conditions = (found.get("status") or {}).get("conditions", ())
-    failed = [each for each in conditions if each["type"] in ("Failed", "FailureTarget") and each["status"] == "True"]
+def _failure_reason(job: KubeObject) -> str:
+    conditions = (job.get("status") or {}).get("conditions", ())
+    failed = [
+        condition
+        for condition in conditions
+        if condition["type"] in ("Failed", "FailureTarget") and condition["status"] == "True"
+    ]
     return failed[0].get("reason", "") if failed else ""
 
 
-def _annotations(found: KubeObject) -> dict[str, str]:
-    return found["metadata"].get("annotations") or {}
+def _annotations(obj: KubeObject) -> dict[str, str]:
+    return obj["metadata"].get("annotations") or {}
 
 
-def desired_pods(found: KubeObject) -> int:
+def desired_pods(stage_object: KubeObject) -> int:
     """Return how many pods an object is to have."""
-    spec = found.get("spec", {})
-    if found["kind"] == "Deployment":
+    spec = stage_object.get("spec", {})
+    if stage_object["kind"] == "Deployment":
         return int(spec["replicas"])
-    if found["kind"] == "Job":
+    if stage_object["kind"] == "Job":
         return int(spec.get("parallelism") or 1)
-    if found["kind"] == "JobSet":
+    if stage_object["kind"] == "JobSet":
         return sum(
             int(job.get("replicas", 1)) * int(job["template"]["spec"].get("parallelism") or 1)
             for job in spec["replicatedJobs"]
         )
-    if found["kind"] == "PyTorchJob":
-        return sum(int(each.get("replicas") or 1) for each in spec["pytorchReplicaSpecs"].values())
-    if found["kind"] == "TrainJob":
+    if stage_object["kind"] == "PyTorchJob":
+        return sum(int(replica_spec.get("replicas") or 1) for replica_spec in spec["pytorchReplicaSpecs"].values())
+    if stage_object["kind"] == "TrainJob":
         return int(spec["trainer"]["numNodes"])
     return 1 + sum(int(group["replicas"]) for group in spec["rayClusterSpec"].get("workerGroupSpecs", ()))
 
 
-def ready_replicas(found: KubeObject) -> int:
-    """Return how many replicas of a Deployment answer; none while its controller has not seen the newest version."""
-    status = found.get("status") or {}
-    if int(status.get("observedGeneration") or 0) < int(found["metadata"].get("generation") or 0):
+def ready_replicas(deployment: KubeObject) -> int:
+    """Return how many replicas of a Deployment are ready; 0 while its controller has not seen the newest version."""
+    status = deployment.get("status") or {}
+    if int(status.get("observedGeneration") or 0) < int(deployment["metadata"].get("generation") or 0):
         return 0
     return min(int(status.get("readyReplicas") or 0), int(status.get("updatedReplicas") or 0))
 
 
-def _deployment_status(found: KubeObject, status: KubeObject) -> ObjectStatus:
-    """A server is never done; it has failed when it was not ready in the time that it was given."""
-    if ready_replicas(found) >= desired_pods(found):
+def _deployment_status(deployment: KubeObject, status: KubeObject) -> ObjectStatus:
+    """Return the phase of a server: it is never done, and has failed if it was not ready before its deadline."""
+    if ready_replicas(deployment) >= desired_pods(deployment):
         return ObjectStatus("serving")
-    conditions = {each["type"]: each for each in status.get("conditions", ())}
+    conditions = {condition["type"]: condition for condition in status.get("conditions", ())}
     progressing = conditions.get("Progressing", {})
     if progressing.get("status") == "False" and progressing.get("reason") == "ProgressDeadlineExceeded":
         return ObjectStatus("failed", _condition_message(progressing))
     return ObjectStatus("active")
 
 
-def _is_suspended(found: KubeObject) -> bool:
-    spec = found.get("spec", {})
+def _is_suspended(stage_object: KubeObject) -> bool:
+    spec = stage_object.get("spec", {})
     return bool(spec.get("suspend") or spec.get("runPolicy", {}).get("suspend"))
 
 
-def _rayjob_status(found: KubeObject, status: KubeObject) -> ObjectStatus:
+def _rayjob_status(rayjob: KubeObject, status: KubeObject) -> ObjectStatus:
     deployment, job = status.get("jobDeploymentStatus", ""), status.get("jobStatus", "")
     restarts = int(status.get("failed") or 0)
     message = " ".join((status.get("message") or "").split())
@@ -120,7 +126,7 @@ def _rayjob_status(found: KubeObject, status: KubeObject) -> ObjectStatus:
         return ObjectStatus("done", restarts=restarts)
     if deployment in ("Failed", "ValidationFailed") or job in ("FAILED", "STOPPED"):
         return ObjectStatus("failed", message or status.get("reason", ""), restarts)
-    if deployment in ("Suspended", "Suspending") or (not deployment and _is_suspended(found)):
+    if deployment in ("Suspended", "Suspending") or (not deployment and _is_suspended(rayjob)):
         return ObjectStatus("suspended", message, restarts)
     return ObjectStatus("active", message, restarts)
 
@@ -131,7 +137,7 @@ def _condition_message(condition: KubeObject) -> str:
 
 _PULL_FAILURES = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "RegistryUnavailable")
 _CONFIG_FAILURES = ("CreateContainerConfigError", "CreateContainerError", "RunContainerError")
-# Reasons of the condition DisruptionTarget, in people's words.
+# Reasons of the condition DisruptionTarget, in plain words.
 _DISRUPTIONS = {
     "PreemptionByScheduler": "was driven out by a job of higher priority",
     "DeletionByTaintManager": "lost its node: the node went down or was tainted",
@@ -139,62 +145,61 @@ _DISRUPTIONS = {
     "DeletionByPodGC": "lost its node: the node is gone",
     "TerminationByKubelet": "was ended by its node, which shuts down or is short of resources",
 }
-OUT_OF_MEMORY_EXIT_CODE = 137
 
 
 @dataclass(frozen=True)
 class PodProblem:
-    """Why a pod is not what it should be; `failed`: it will not become that by itself."""
+    """Why a pod does not run; `is_final`: waiting will not help."""
 
-    sentence: str
-    failed: bool
+    message: str
+    is_final: bool
     exit_code: int | None = None
 
 
 def first_failure(pods: Sequence[KubeObject]) -> PodProblem | None:
-    """Return why a gang failed: what ended first says it, the others followed."""
-    ended = sorted(_failures(pods), key=lambda found: found[0])
+    """Return why pods failed: the problem of the one that ended first, since the others follow it."""
+    ended = sorted(_failures(pods), key=lambda time_and_problem: time_and_problem[0])
     return ended[0][1] if ended else None
 
 
 def startup_problem(pods: Sequence[KubeObject]) -> PodProblem | None:
-    """Return what keeps pods that have a node from running: an image, a secret, a mount."""
+    """Return why pods that have a node do not run: an image, a secret, a mount."""
     for pod in pods:
         for status in _container_statuses(pod):
             waiting = status.get("state", {}).get("waiting") or {}
             reason, message = waiting.get("reason", ""), _first_line(waiting.get("message", ""))
             if reason in _PULL_FAILURES:
-                said = f" ({message})" if message else ""
-                return PodProblem(f"the image {status.get('image') or 'of a container'} cannot be pulled{said}", True)
+                detail = f" ({message})" if message else ""
+                return PodProblem(f"the image {status.get('image') or 'of a container'} cannot be pulled{detail}", True)
             if reason in _CONFIG_FAILURES:
                 return PodProblem(f"{_pod_and_node(pod)} cannot start its container: {message or reason}", True)
             if reason == "CrashLoopBackOff":
                 ended = (status.get("lastState") or {}).get("terminated")
-                said = (
+                problem = (
                     _termination_problem(pod, ended)
                     if ended
                     else PodProblem(f"{_pod_and_node(pod)} ends again and again", True)
                 )
-                return PodProblem(f"{said.sentence}; it is started again soon", False, said.exit_code)
+                return PodProblem(f"{problem.message}; it is started again soon", False, problem.exit_code)
     return None
 
 
 def scheduling_problem(pods: Sequence[KubeObject], wanted: int) -> PodProblem | None:
-    """Return why pods have no node; half a gang that has one holds it for nothing."""
+    """Return why pods have no node; pods that have one hold it while they wait for the others."""
     waiting = [pod for pod in pods if not pod.get("spec", {}).get("nodeName")]
     if not waiting and len(pods) >= wanted:
         return None
     placed = len(pods) - len(waiting)
-    why = next((find_condition(pod, "PodScheduled").get("message") for pod in waiting), None)
-    said = f": {_first_line(why)}" if why else ""
+    message = next((find_condition(pod, "PodScheduled").get("message") for pod in waiting), None)
+    detail = f": {_first_line(message)}" if message else ""
     if placed:
-        return PodProblem(f"only {placed} of {wanted} pods have a node, which wait for the others{said}", False)
-    return PodProblem(f"none of {wanted} pods has a node yet{said}", False)
+        return PodProblem(f"only {placed} of {wanted} pods have a node, which wait for the others{detail}", False)
+    return PodProblem(f"none of {wanted} pods has a node yet{detail}", False)
 
 
 def last_termination_line(pods: Sequence[KubeObject]) -> str:
-    """Return the last line that the container which failed first has left."""
-    for _, terminated in sorted(_terminations(pods), key=lambda found: found[0]):
+    """Return the last line in the log of the container that failed first."""
+    for _, terminated in sorted(_terminations(pods), key=lambda time_and_end: time_and_end[0]):
         lines = [line for line in (terminated.get("message") or "").splitlines() if line.strip()]
         if lines:
             return lines[-1].strip()
@@ -214,12 +219,12 @@ def _failures(pods: Sequence[KubeObject]) -> Iterator[tuple[str, PodProblem]]:
             lost = "lost its node" if status["reason"] == "NodeLost" else "was evicted"
             yield _last_transition(pod), PodProblem(f"{_pod_and_node(pod)} {lost}: {message}", True)
             continue
-        for when, terminated in _terminations([pod]):
-            yield when, _termination_problem(pod, terminated)
+        for time, terminated in _terminations([pod]):
+            yield time, _termination_problem(pod, terminated)
 
 
 def _terminations(pods: Sequence[KubeObject]) -> Iterator[tuple[str, KubeObject]]:
-    """Containers that ended badly, with the time; earlier ends count while a container is being started again."""
+    """Yield failed ends of containers, each with its time; also the end before the current start of a container."""
     for pod in pods:
         for status in _container_statuses(pod):
             for state in (status.get("state"), status.get("lastState")):
@@ -242,9 +247,10 @@ def _container_statuses(pod: KubeObject) -> list[KubeObject]:
     return [*status.get("initContainerStatuses", ()), *status.get("containerStatuses", ())]
 
 
-def find_condition(found: KubeObject, kind: str) -> KubeObject:
-    """Return a condition of an object; nothing where it has none such."""
-    return next((each for each in (found.get("status") or {}).get("conditions", ()) if each["type"] == kind), {})
+def find_condition(obj: KubeObject, type: str) -> KubeObject:
+    """Return a condition of an object by its type; empty if it has none."""
+    conditions = (obj.get("status") or {}).get("conditions", ())
+    return next((condition for condition in conditions if condition["type"] == type), {})
 
 
 def as_sentence(text: str) -> str:
@@ -255,7 +261,8 @@ def as_sentence(text: str) -> str:
 
 def _last_transition(pod: KubeObject) -> str:
     return max(
-        (each.get("lastTransitionTime") or "" for each in pod.get("status", {}).get("conditions", ())), default=""
+        (condition.get("lastTransitionTime") or "" for condition in pod.get("status", {}).get("conditions", ())),
+        default="",
     )
 
 
@@ -268,13 +275,12 @@ def _first_line(text: str) -> str:
     return next(iter((text or "").strip().splitlines()), "").rstrip(".")
 
 
-ADMISSION_GATE = "kueue.x-k8s.io/admission"
-"""The gate that keeps a pod from being scheduled before its workload is admitted."""
-QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
+ADMISSION_GATE = f"{KUEUE}/admission"
+"""The scheduling gate of a pod whose workload is not admitted yet."""
 
 
 def is_gated(pod: KubeObject) -> bool:
-    """Whether Kueue still holds a pod back."""
+    """Whether a pod waits for Kueue to admit its workload."""
     return any(gate["name"] == ADMISSION_GATE for gate in pod.get("spec", {}).get("schedulingGates", ()))
 
 
@@ -283,7 +289,7 @@ def why_queued(queue: str, workload: KubeObject | None) -> str:
     if workload is None:
         return f"Kueue has not looked at it yet: is there a queue {queue}?"
     status = workload.get("status") or {}
-    conditions = {each["type"]: each for each in status.get("conditions", ())}
+    conditions = {condition["type"]: condition for condition in status.get("conditions", ())}
     evicted = conditions.get("Evicted", {})
     reserved = conditions.get("QuotaReserved", {})
     if conditions.get("Admitted", {}).get("status") == "True":

@@ -1,7 +1,7 @@
 """The driver: runs in a small pod, and creates each stage when the one before it has succeeded.
 
-It may be killed and restarted at any moment: it leaves existing objects as they are, and does not wait for stages
-that have succeeded.
+It may be killed and restarted at any moment: applying the same object again changes nothing, and a stage that has
+succeeded is not waited for.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from trainshed.reporting import SILENT, Reporter
 
 POLL_SECONDS = 15.0
 API_RETRY_SECONDS = 900.0
-"""How long the API server may not answer: an upgrade of the control plane takes minutes."""
+"""How long requests are repeated while the API server does not answer: a control plane upgrade takes minutes."""
 T = TypeVar("T")
 
 
@@ -42,136 +42,137 @@ def drive(
     *,
     reporter: Reporter = SILENT,
     poll_seconds: float = POLL_SECONDS,
-    patience_seconds: float = API_RETRY_SECONDS,
+    api_retry_seconds: float = API_RETRY_SECONDS,
 ) -> None:
-    """Create the stages of a folder of manifests in the order of their names; raises what ended one."""
-    patient = _ApiRetry(patience_seconds, poll_seconds, reporter)
+    """Create the stages of a folder of manifests in the order of their names; raises the error of one that fails."""
+    retry = _ApiRetry(api_retry_seconds, poll_seconds, reporter)
     for file in sorted(manifests.glob("*.yaml")):
         stage = file.stem.partition("-")[2]
         text = file.read_text(encoding="utf-8")
         stage_documents = split_documents(text)
-        written = [patient.try_to(api.apply, document) for document in stage_documents]
+        object_id = [retry.call(api.apply, document) for document in stage_documents][-1]
         job = read_documents(text)[-1]["metadata"]["labels"][INSTANCE_LABEL]
-        reporter.note(f"{stage}: {written[-1]} is created")
-        remaking = _JobRestarter(api, stage, stage_documents[-1], patient, reporter, poll_seconds)
-        _wait_for_stage(api, job, stage, written[-1], patient, reporter, poll_seconds, remaking)
-        reporter.note(f"{stage}: {'serves' if written[-1].startswith(DEPLOYMENT.name) else 'done'}")
+        reporter.note(f"{stage}: {object_id} is created")
+        restarter = _JobRestarter(api, stage, stage_documents[-1], retry, reporter, poll_seconds)
+        _wait_for_stage(api, job, stage, object_id, retry, reporter, poll_seconds, restarter)
+        reporter.note(f"{stage}: {'serves' if object_id.startswith(DEPLOYMENT.name) else 'done'}")
 
 
 def _wait_for_stage(
     api: KubeApi,
     job: str,
     stage: str,
-    written: str,
-    patient: _ApiRetry,
+    object_id: str,
+    retry: _ApiRetry,
     reporter: Reporter,
     poll_seconds: float,
-    remaking: _JobRestarter,
+    restarter: _JobRestarter,
 ) -> None:
-    """Wait for the end of a stage, or until a server answers, and tell what it waits for whenever that changes."""
-    ids = {stage: written}
-    told, placed_since = "", None
+    """Wait until a stage ends or serves, and report what it waits for whenever that changes."""
+    ids = {stage: object_id}
+    last_reason, placed_since = "", None
     pause = min(1.0, poll_seconds)  # a stage that skips everything is over in seconds, others take hours
     while True:
-        # One look decides: between two the stage may fail, and what is to be made anew would be taken for the end.
-        listing = patient.try_to(list_job_objects, api, job, ids)
-        found = listing.stages[stage]
-        if found is None:
-            raise TrainshedError(f"{stage}: {written} was deleted before its end", where=f"namespace {api.namespace}")
-        if object_status(found).phase in ("done", "serving"):
+        # One listing for all decisions: between two, a stage may fail that is to be recreated and not to end the job.
+        objects = retry.call(list_job_objects, api, job, ids)
+        stage_object = objects.stages[stage]
+        if stage_object is None:
+            raise TrainshedError(f"{stage}: {object_id} was deleted before its end", where=f"namespace {api.namespace}")
+        if object_status(stage_object).phase in ("done", "serving"):
             return
-        if remaking.is_due(found):
-            remaking.make_anew(found)
-            told = ""
+        if restarter.should_restart(stage_object):
+            restarter.restart(stage_object)
+            last_reason = ""
             continue
-        (state,) = stage_states(ids, listing)
-        where = f"namespace {api.namespace}, {written}"
+        (state,) = stage_states(ids, objects)
+        where = f"namespace {api.namespace}, {object_id}"
         if state.state == "failed":
             raise TrainshedError(
                 f"{stage} failed: {state.reason}",
                 where=where,
                 hint="later stages are not created; the same `trainshed submit` goes on from what is done",
             )
-        if found["kind"] == DEPLOYMENT.name and is_placed(stage, found, listing):
-            # Counted from here: the controller's own clock also runs while Kueue or the scheduler has no node for it.
+        if stage_object["kind"] == DEPLOYMENT.name and is_placed(stage, stage_object, objects):
+            # Counted from here: the deadline of the controller also runs while there is no node for the pods.
             placed_since = placed_since or time.monotonic()
-            if time.monotonic() - placed_since > found["spec"]["progressDeadlineSeconds"]:
+            if time.monotonic() - placed_since > stage_object["spec"]["progressDeadlineSeconds"]:
                 raise TrainshedError(
-                    f"{stage} was not ready within {found['spec']['progressDeadlineSeconds']} s: {state.reason}",
+                    f"{stage} was not ready within {stage_object['spec']['progressDeadlineSeconds']} s: {state.reason}",
                     where=where,
                     hint="it goes on trying: `trainshed status` says how it stands, `trainshed cancel` ends it",
                 )
-        if state.reason and state.reason != told:
-            told = state.reason
-            reporter.note(f"{stage}: {told}")
+        if state.reason and state.reason != last_reason:
+            last_reason = state.reason
+            reporter.note(f"{stage}: {last_reason}")
         time.sleep(pause)
         pause = min(pause * 1.5, poll_seconds)
 
 
 class _JobRestarter:
-    """Makes a plain Job anew that has failed: all its pods end before the first of the next starts.
+    """Recreates a failed plain Job; all its pods end before the first pod of the next one starts.
 
-    Its Service outlives it and keeps the count, so that a driver which is killed in between goes on counting.
+    The number of restarts is stored in the Job's Service, which is not recreated, so that a driver which is killed in
+    between counts on.
     """
 
     def __init__(
-        self, api: KubeApi, stage: str, document: str, patient: _ApiRetry, reporter: Reporter, poll_seconds: float
+        self, api: KubeApi, stage: str, document: str, retry: _ApiRetry, reporter: Reporter, poll_seconds: float
     ) -> None:
         self._api, self._stage, self._document = api, stage, document
-        self._patient, self._reporter, self._poll_seconds = patient, reporter, poll_seconds
+        self._retry, self._reporter, self._poll_seconds = retry, reporter, poll_seconds
 
-    def is_due(self, found: KubeObject) -> bool:
-        """Whether a failed object is to be made anew."""
-        if not should_recreate(found, restarts=0):
+    def should_restart(self, failed_job: KubeObject) -> bool:
+        """Whether a failed Job is to be recreated."""
+        if not should_recreate(failed_job, restarts=0):
             return False
-        count, last = self._counted(found)
-        return last == found["metadata"]["uid"] or should_recreate(found, restarts=count)
+        count, last_uid = self._restart_count(failed_job)
+        return last_uid == failed_job["metadata"]["uid"] or should_recreate(failed_job, restarts=count)
 
-    def make_anew(self, found: KubeObject) -> None:
+    def restart(self, failed_job: KubeObject) -> None:
         """Count it, delete it, wait for the last of its pods, and create it again as it was rendered."""
-        name, uid = found["metadata"]["name"], found["metadata"]["uid"]
-        count, last = self._counted(found)
-        if last != uid and not deadline_exceeded(found):
+        name, uid = failed_job["metadata"]["name"], failed_job["metadata"]["uid"]
+        count, last_uid = self._restart_count(failed_job)
+        if last_uid != uid and not deadline_exceeded(failed_job):
             count += 1
-        most = found["metadata"]["annotations"][MAX_RESTARTS_ANNOTATION]
-        why = "its time was up" if deadline_exceeded(found) else f"it failed ({count} of {most} restarts)"
+        max_restarts = failed_job["metadata"]["annotations"][MAX_RESTARTS_ANNOTATION]
+        why = "its time was up" if deadline_exceeded(failed_job) else f"it failed ({count} of {max_restarts} restarts)"
         self._reporter.note(f"{self._stage}: {why}; it is made anew")
-        self._patient.try_to(
+        self._retry.call(
             self._api.annotate, SERVICE, name, {RESTARTS_ANNOTATION: str(count), RESTARTED_UID_ANNOTATION: uid}
         )
-        self._patient.try_to(self._api.delete, JOB, name)
-        # Two pods of one rank would answer to one name.
-        while self._is_there(name, uid):
+        self._retry.call(self._api.delete, JOB, name)
+        # Two pods of one rank would have the same DNS name.
+        while self._still_exists(name, uid):
             time.sleep(min(1.0, self._poll_seconds))
-        self._patient.try_to(self._api.apply, self._document)
-        self._patient.try_to(self._api.annotate, JOB, name, {RESTARTS_ANNOTATION: str(count)})
+        self._retry.call(self._api.apply, self._document)
+        self._retry.call(self._api.annotate, JOB, name, {RESTARTS_ANNOTATION: str(count)})
 
-    def _counted(self, found: KubeObject) -> tuple[int, str]:
-        service = self._patient.try_to(self._api.get, SERVICE, found["metadata"]["name"]) or {"metadata": {}}
+    def _restart_count(self, failed_job: KubeObject) -> tuple[int, str]:
+        service = self._retry.call(self._api.get, SERVICE, failed_job["metadata"]["name"]) or {"metadata": {}}
         annotations = service["metadata"].get("annotations") or {}
         return int(annotations.get(RESTARTS_ANNOTATION, 0)), annotations.get(RESTARTED_UID_ANNOTATION, "")
 
-    def _is_there(self, name: str, uid: str) -> bool:
-        found = self._patient.try_to(self._api.get, JOB, name)
-        if found is not None and found["metadata"]["uid"] == uid:
+    def _still_exists(self, name: str, uid: str) -> bool:
+        job = self._retry.call(self._api.get, JOB, name)
+        if job is not None and job["metadata"]["uid"] == uid:
             return True
-        return bool(self._patient.try_to(self._api.list, POD, f"batch.kubernetes.io/controller-uid={uid}"))
+        return bool(self._retry.call(self._api.list, POD, f"batch.kubernetes.io/controller-uid={uid}"))
 
 
 class _ApiRetry:
-    """Tries again where the API server does not answer or fails; what it refuses is final."""
+    """Repeats a request if the API server does not answer or fails; a refusal is final."""
 
     def __init__(self, seconds: float, poll_seconds: float, reporter: Reporter) -> None:
         self._seconds = seconds
         self._poll_seconds = poll_seconds
         self._reporter = reporter
 
-    def try_to(self, ask: Callable[..., T], *arguments: object) -> T:
-        """Call until it answers."""
+    def call(self, request: Callable[..., T], *arguments: object) -> T:
+        """Call `request` until the API server answers."""
         deadline = time.monotonic() + self._seconds
         while True:
             try:
-                return ask(*arguments)
+                return request(*arguments)
             except (InputError, ApiForbidden):
                 raise
             except TrainshedError as error:

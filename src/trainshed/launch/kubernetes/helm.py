@@ -1,7 +1,7 @@
 """A job as a Helm chart: a frozen plan with the few values that may change without planning again.
 
-`helm template` of the chart gives the objects that `render` prints. To find where each value stands, the job is
-rendered once more with placeholders; a placeholder is a word that occurs nowhere else.
+`helm template` of the chart gives the objects that `render` prints. To find where each value occurs, the job is
+rendered a second time with placeholders in place of the values; a placeholder is a word that occurs nowhere else.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FROZEN_VALUE_MESSAGE = (
     "is part of the plan: change the recipe or the cluster file and run `trainshed render --as helm` again; "
     "a chart takes only the values of its values.yaml"
 )
-"""Said of every other value."""
+"""The error for every other value."""
 
 
 @dataclass(frozen=True)
@@ -36,39 +36,39 @@ class ChartValue:
     name: str
     default: Any
     schema: KubeObject
-    marks: dict[str, str]
-    """What stands in the manifests → what Helm makes of it."""
+    placeholders: dict[str, str]
+    """Placeholder in the manifests → the template expression that replaces it."""
 
 
 @dataclass(frozen=True)
 class JobWithPlaceholders:
-    """A job with marks in the place of values."""
+    """A job with placeholders in place of values."""
 
     job: Job
     values: tuple[ChartValue, ...]
-    labels_mark: str
+    labels_placeholder: str
 
 
 def with_placeholders(job: Job, text: str) -> JobWithPlaceholders:
-    """Put marks into a job; `text` is what it renders to, in which no mark may occur."""
-    stem = _new_placeholders(text)
-    for put in _VALUE_BUILDERS:
-        job, stem = put(job, stem)
-    return JobWithPlaceholders(job, tuple(stem.values), stem.mark("labels"))
+    """Put placeholders into a job; `text` is what it renders to, in which no placeholder may occur."""
+    placeholders = _new_placeholders(text)
+    for build in _VALUE_BUILDERS:
+        job, placeholders = build(job, placeholders)
+    return JobWithPlaceholders(job, tuple(placeholders.values), placeholders.placeholder("labels"))
 
 
 @dataclass
 class _Placeholders:
-    """The beginning of every mark, and the values found so far."""
+    """The beginning of every placeholder, and the values that have one so far."""
 
     word: str
     values: list[ChartValue]
 
-    def mark(self, name: str) -> str:
+    def placeholder(self, name: str) -> str:
         return f"{self.word}x{name.encode().hex()}x"
 
-    def add(self, name: str, default: Any, schema: KubeObject, marks: dict[str, str]) -> None:
-        self.values.append(ChartValue(name, default, schema, marks))
+    def add(self, name: str, default: Any, schema: KubeObject, placeholders: dict[str, str]) -> None:
+        self.values.append(ChartValue(name, default, schema, placeholders))
 
 
 def _new_placeholders(text: str) -> _Placeholders:
@@ -78,46 +78,60 @@ def _new_placeholders(text: str) -> _Placeholders:
     return _Placeholders(word, [])
 
 
-def _image_value(job: Job, stem: _Placeholders) -> tuple[Job, _Placeholders]:
-    """The cluster's image; a stage with an image of its own has it from its engine, which is part of the plan."""
+def _image_value(job: Job, placeholders: _Placeholders) -> tuple[Job, _Placeholders]:
+    """The cluster's image; a stage's own image comes from its engine, which is part of the plan."""
     if job.cluster.image is None:
-        return job, stem
+        return job, placeholders
     schema = {"type": "string", "minLength": 1, "pattern": r"^\S+$", "description": "Container image, best by digest"}
-    stem.add("image", job.cluster.image, schema, {stem.mark("image"): '{{ include "trainshed.text" .Values.image }}'})
-    return _with_cluster(job, image=stem.mark("image")), stem
+    placeholders.add(
+        "image",
+        job.cluster.image,
+        schema,
+        {placeholders.placeholder("image"): '{{ include "trainshed.text" .Values.image }}'},
+    )
+    return _with_cluster(job, image=placeholders.placeholder("image")), placeholders
 
 
-def _namespace_and_queue_values(job: Job, stem: _Placeholders) -> tuple[Job, _Placeholders]:
-    """Namespace and queues; a job without a queue cannot be given one, as that changes more than a label."""
+def _namespace_and_queue_values(job: Job, placeholders: _Placeholders) -> tuple[Job, _Placeholders]:
+    """Namespace and queues; a job without a queue cannot get one, since that changes more than a label."""
     kubernetes = job.cluster.on_kubernetes
-    found = {"namespace": "Namespace", "queue": "Kueue's LocalQueue", "cpu_queue": "LocalQueue of stages without GPUs"}
+    descriptions = {
+        "namespace": "Namespace",
+        "queue": "Kueue's LocalQueue",
+        "cpu_queue": "LocalQueue of stages without GPUs",
+    }
     changed = {}
-    for name, description in found.items():
+    for name, description in descriptions.items():
         default = getattr(kubernetes, name)
         if default is None:
             continue
         schema = {"type": "string", "pattern": _DNS_NAME, "maxLength": 63, "description": description}
-        stem.add(name, default, schema, {stem.mark(name): f'{{{{ include "trainshed.text" .Values.{name} }}}}'})
-        changed[name] = stem.mark(name)
-    return _with_cluster(job, kubernetes=kubernetes.model_copy(update=changed)), stem
+        placeholders.add(
+            name,
+            default,
+            schema,
+            {placeholders.placeholder(name): f'{{{{ include "trainshed.text" .Values.{name} }}}}'},
+        )
+        changed[name] = placeholders.placeholder(name)
+    return _with_cluster(job, kubernetes=kubernetes.model_copy(update=changed)), placeholders
 
 
-def _volume_values(job: Job, stem: _Placeholders) -> tuple[Job, _Placeholders]:
+def _volume_values(job: Job, placeholders: _Placeholders) -> tuple[Job, _Placeholders]:
     """Claims and buckets, by where they are mounted."""
-    volumes, defaults, schemas, marks = [], {}, {}, {}
+    volumes, defaults, schemas, expressions = [], {}, {}, {}
     for number, volume in enumerate(job.cluster.volumes):
         key = "pvc" if volume.pvc is not None else "bucket"
         default = getattr(volume, key)
         if default is None:
             volumes.append(volume)
             continue
-        mark = stem.mark(f"volume{number}")
+        placeholder = placeholders.placeholder(f"volume{number}")
         path = _go_quoted(volume.mount)
-        marks[mark] = f'{{{{ include "trainshed.text" (index .Values.volumes {path}) }}}}'
+        expressions[placeholder] = f'{{{{ include "trainshed.text" (index .Values.volumes {path}) }}}}'
         defaults[volume.mount] = default
         what = "PersistentVolumeClaim" if key == "pvc" else "Bucket"
         schemas[volume.mount] = {"type": "string", "minLength": 1, "description": f"{what} at {volume.mount}"}
-        volumes.append(volume.model_copy(update={key: mark}))
+        volumes.append(volume.model_copy(update={key: placeholder}))
     if defaults:
         schema = {
             "type": "object",
@@ -126,25 +140,25 @@ def _volume_values(job: Job, stem: _Placeholders) -> tuple[Job, _Placeholders]:
             "required": list(schemas),
             "additionalProperties": {"enum": [FROZEN_VALUE_MESSAGE]},
         }
-        stem.add("volumes", defaults, schema, marks)
-    return _with_cluster(job, volumes=tuple(volumes)), stem
+        placeholders.add("volumes", defaults, schema, expressions)
+    return _with_cluster(job, volumes=tuple(volumes)), placeholders
 
 
-def _steps_value(job: Job, stem: _Placeholders) -> tuple[Job, _Placeholders]:
-    """The length of a training by our own engine; others have it in their arguments."""
+def _steps_value(job: Job, placeholders: _Placeholders) -> tuple[Job, _Placeholders]:
+    """The steps of a training with our own engine; other engines have them in their arguments."""
     recipe = job.files.get("recipe.yaml", "")
-    found = _STEPS_LINE.findall(recipe)
+    steps = _STEPS_LINE.findall(recipe)
     ours = all(stage.script is None or stage.serving is not None for stage in job.stages)
-    if not ours or job.steps is None or found != [str(job.steps)]:
-        return job, stem
+    if not ours or job.steps is None or steps != [str(job.steps)]:
+        return job, placeholders
     schema = {"type": "integer", "minimum": 1, "description": "Steps of the training; extending it keeps its past"}
-    stem.add("steps", job.steps, schema, {stem.mark("steps"): "{{ int .Values.steps }}"})
-    files = dict(job.files) | {"recipe.yaml": _STEPS_LINE.sub(f"  steps: {stem.mark('steps')}", recipe)}
-    return replace(job, files=files), stem
+    placeholders.add("steps", job.steps, schema, {placeholders.placeholder("steps"): "{{ int .Values.steps }}"})
+    files = dict(job.files) | {"recipe.yaml": _STEPS_LINE.sub(f"  steps: {placeholders.placeholder('steps')}", recipe)}
+    return replace(job, files=files), placeholders
 
 
-def _label_values(job: Job, stem: _Placeholders) -> tuple[Job, _Placeholders]:
-    """Labels of everything; ours are not theirs to change."""
+def _label_values(job: Job, placeholders: _Placeholders) -> tuple[Job, _Placeholders]:
+    """Further labels of every object; Trainshed's own cannot be changed."""
     kubernetes = job.cluster.on_kubernetes
     schema = {
         "type": "object",
@@ -152,9 +166,10 @@ def _label_values(job: Job, stem: _Placeholders) -> tuple[Job, _Placeholders]:
         "propertyNames": {"not": {"pattern": r"^(app\.kubernetes\.io|kueue\.x-k8s\.io)/"}},
         "additionalProperties": {"type": "string", "maxLength": 63},
     }
-    stem.add("labels", dict(kubernetes.labels), schema, {})
-    mark = stem.mark("labels")
-    return _with_cluster(job, kubernetes=kubernetes.model_copy(update={"labels": {mark: mark}})), stem
+    placeholders.add("labels", dict(kubernetes.labels), schema, {})
+    placeholder = placeholders.placeholder("labels")
+    labels = {placeholder: placeholder}
+    return _with_cluster(job, kubernetes=kubernetes.model_copy(update={"labels": labels})), placeholders
 
 
 _VALUE_BUILDERS: tuple[Callable[[Job, _Placeholders], tuple[Job, _Placeholders]], ...] = (
@@ -172,29 +187,29 @@ def _with_cluster(job: Job, **changed: Any) -> Job:
 
 
 def _go_quoted(text: str) -> str:
-    """A string of Go's template language that has any content."""
+    """Write any text as a string of Go's template language."""
     return '"' + "".join(char if char.isalnum() or char in "/._-" else f"\\u{ord(char):04x}" for char in text) + '"'
 
 
 MAX_RELEASE_BYTES = 1024 * 1024
-"""What a release may have: `helm install` keeps chart and manifests in one Secret."""
+"""The size of a release at most: `helm install` stores chart and manifests in one Secret."""
 _CHANGED_SUFFIX = '{{ include "trainshed.changed" . }}'
 
 
 def write_chart(job: Job, request: SubmitRequest, folder: Path) -> tuple[str, ...]:
-    """Write a chart of what was rendered into a folder; says what a person should know about it."""
-    found = with_placeholders(job, request.text())
-    again = render(found.job)
-    defaults = {value.name: value.default for value in found.values}
+    """Write a chart of what was rendered into a folder; returns notes about it for a person."""
+    templated = with_placeholders(job, request.text())
+    templated_request = render(templated.job)
+    defaults = {value.name: value.default for value in templated.values}
     templates = folder / "templates"
     templates.mkdir(parents=True, exist_ok=True)
-    for part, original in zip(again.parts, request.parts, strict=True):
+    for part, original in zip(templated_request.parts, request.parts, strict=True):
         text = _keep_config_map_names(original.text, part.text)
-        (templates / part.name).write_text(_template(text, found), encoding="utf-8")
+        (templates / part.name).write_text(_template(text, templated), encoding="utf-8")
     (templates / "_text.tpl").write_text(_text_template() + _changed_template(defaults), encoding="utf-8")
     (folder / "Chart.yaml").write_text(to_yaml(_chart_metadata(job)), encoding="utf-8")
-    (folder / "values.yaml").write_text(_values_text(found, defaults), encoding="utf-8")
-    (folder / "values.schema.json").write_text(json.dumps(_values_schema(found), indent=2) + "\n", encoding="utf-8")
+    (folder / "values.yaml").write_text(_values_text(templated, defaults), encoding="utf-8")
+    (folder / "values.schema.json").write_text(json.dumps(_values_schema(templated), indent=2) + "\n", encoding="utf-8")
     size = sum(path.stat().st_size for path in templates.iterdir())
     if 2 * size > MAX_RELEASE_BYTES:
         return (
@@ -215,26 +230,26 @@ def _chart_metadata(job: Job) -> KubeObject:
     }
 
 
-def _values_text(found: JobWithPlaceholders, defaults: dict[str, Any]) -> str:
+def _values_text(templated: JobWithPlaceholders, defaults: dict[str, Any]) -> str:
     head = "# What may change without planning anew; every other value is refused.\n"
-    comments = {value.name: value.schema["description"] for value in found.values}
+    comments = {value.name: value.schema["description"] for value in templated.values}
     return head + "".join(f"# {comments[name]}\n{to_yaml({name: value})}" for name, value in defaults.items())
 
 
-def _values_schema(found: JobWithPlaceholders) -> KubeObject:
+def _values_schema(templated: JobWithPlaceholders) -> KubeObject:
     return {
         "$schema": "http://json-schema.org/draft-07/schema#",
         "title": "Values of this chart",
         "type": "object",
-        "properties": {value.name: value.schema for value in found.values},
-        "required": [value.name for value in found.values],
+        "properties": {value.name: value.schema for value in templated.values},
+        "required": [value.name for value in templated.values],
         # A list of allowed values with one entry, the reason: Helm prints it.
         "additionalProperties": {"enum": [FROZEN_VALUE_MESSAGE]},
     }
 
 
 def _text_template() -> str:
-    """A text as `yaml_text` writes it: a plain word as it is, anything else in quotes."""
+    """A template that writes a text as `to_yaml` does: a plain word as it is, anything else in quotes."""
     words = " ".join(json.dumps(word) for word in sorted(RESERVED_WORDS))
     return (
         '{{- define "trainshed.text" -}}\n'
@@ -244,7 +259,7 @@ def _text_template() -> str:
 
 
 def _changed_template(defaults: dict[str, Any]) -> str:
-    """A suffix for ConfigMaps whose text depends on values: they are immutable, and named by what they hold."""
+    """A template of a suffix for ConfigMaps whose text depends on values: they are immutable and named by a hash."""
     names = " ".join(json.dumps(name) for name in defaults)
     planned = json.dumps(json.dumps(defaults))
     return (
@@ -258,7 +273,7 @@ def _changed_template(defaults: dict[str, Any]) -> str:
 
 
 def _go_string(quoted: str) -> str:
-    """A JSON string as one of Go: the same but for pairs of surrogates, which Go does not take."""
+    """Write a JSON string as a Go string: the same, except for surrogate pairs, which Go does not take."""
     return re.sub(
         r"\\ud([89ab][0-9a-f]{2})\\ud([c-f][0-9a-f]{2})",
         lambda pair: f"\\U{0x10000 + (int(pair[1], 16) - 0x800 << 10) + int(pair[2], 16) - 0xC00:08x}",
@@ -266,33 +281,33 @@ def _go_string(quoted: str) -> str:
     )
 
 
-def _keep_config_map_names(original: str, again: str) -> str:
-    """Give ConfigMaps with marks in their text the names they had, which are made of what they hold."""
+def _keep_config_map_names(original: str, templated_text: str) -> str:
+    """Give ConfigMaps with placeholders in their text their original names, which contain a hash of the text."""
     pattern = r"-(?:files|stages)-[0-9a-f]{10}"
-    names = dict(zip(_distinct_matches(pattern, again), _distinct_matches(pattern, original), strict=True))
-    return re.sub(pattern, lambda found: names[found[0]], again)
+    names = dict(zip(_distinct_matches(pattern, templated_text), _distinct_matches(pattern, original), strict=True))
+    return re.sub(pattern, lambda match: names[match[0]], templated_text)
 
 
 def _distinct_matches(pattern: str, text: str) -> list[str]:
     return list(dict.fromkeys(re.findall(pattern, text)))
 
 
-def _template(text: str, found: JobWithPlaceholders) -> str:
-    """Keep what looks like a template from being one, then put expressions in the place of marks."""
+def _template(text: str, templated: JobWithPlaceholders) -> str:
+    """Escape what looks like a template, then replace placeholders by expressions."""
     text = text.replace("{{", '{{ "{{" }}')
     text = re.sub(r"(-(?:files|stages)-[0-9a-f]{10})(?![0-9a-f])", lambda name: name[1] + _CHANGED_SUFFIX, text)
-    mark = re.escape(found.labels_mark)
-    text = re.sub(rf"(?m)^( *){mark}: {mark}\n", _labels_template, text)
-    for value in found.values:
-        for mark, expression in value.marks.items():
-            text = text.replace(mark, expression)
+    placeholder = re.escape(templated.labels_placeholder)
+    text = re.sub(rf"(?m)^( *){placeholder}: {placeholder}\n", _labels_template, text)
+    for value in templated.values:
+        for placeholder, expression in value.placeholders.items():
+            text = text.replace(placeholder, expression)
     return text
 
 
 def _labels_template(line: re.Match[str]) -> str:
-    each = (
+    lines = (
         "{{ range $key, $value := .Values.labels }}"
         + line[1]
         + '{{ include "trainshed.text" $key }}: {{ include "trainshed.text" $value }}\n'
     )
-    return each + "{{ end }}"
+    return lines + "{{ end }}"

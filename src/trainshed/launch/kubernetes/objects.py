@@ -1,8 +1,8 @@
 """Kubernetes objects: their kinds, the names, labels and annotations that we give them, and their YAML.
 
-Objects are plain dicts in Kubernetes' own words. YAML readers differ in what they take for a number, a date or a
-truth value (`1e3`, `y`, `0o17`), so everything but plain words is quoted. Texts of several lines are written as
-blocks, for people.
+Objects are plain dicts, as in Kubernetes' YAML. YAML readers differ in what they read as a number, a date or a truth
+value (`1e3`, `y`, `0o17`), so everything except plain words is quoted. Texts of several lines are written as blocks,
+for people.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from trainshed.launch.job import MOUNTED_JOB, Job, Stage
 from trainshed.recipe.yaml_io import UNICODE_LINE_BREAKS, PlainDumper
 
 KubeObject = dict[str, Any]
-"""A Kubernetes object in Kubernetes' own words."""
+"""A Kubernetes object, or a part of one, as a plain dict."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ PRIORITY_CLASS = KubeKind(f"{KUEUE}/v1beta1", "WorkloadPriorityClass", "workload
 WORKLOAD = KubeKind(f"{KUEUE}/v1beta1", "Workload", "workloads")
 
 TRAINING_KINDS = {"jobset": JOB_SET, "pytorchjob": PYTORCH_JOB, "trainjob": TRAIN_JOB, "rayjob": RAY_JOB, "job": JOB}
-"""What training becomes, by the word in the cluster file."""
+"""The kind that trains, by `kubernetes.kind` of the cluster file."""
 CREATED_KINDS = (
     CONFIG_MAP, SERVICE_ACCOUNT, ROLE, ROLE_BINDING, DAEMON_SET, COMPUTE_DOMAIN,
     *TRAINING_KINDS.values(),
@@ -91,13 +91,13 @@ def new_object(kind: KubeKind, metadata: KubeObject, **body: Any) -> KubeObject:
     return {"apiVersion": kind.api_version, "kind": kind.name, "metadata": metadata} | body
 
 
-def kind_of(found: Mapping[str, Any]) -> KubeKind:
-    """Return the kind of an object that we made."""
-    return _KINDS_BY_NAME[found["apiVersion"], found["kind"]]
+def kind_of(obj: Mapping[str, Any]) -> KubeKind:
+    """Return the kind of an object that we create."""
+    return _KINDS_BY_NAME[obj["apiVersion"], obj["kind"]]
 
 
 def kind_named(name: str) -> KubeKind:
-    """Return the kind with a name, as it stands in `Submitted.ids`."""
+    """Return the kind with a name, as in `SubmittedJob.ids`."""
     return next(kind for kind in CREATED_KINDS if kind.name == name)
 
 
@@ -106,51 +106,60 @@ CODE_FOLDER = "/etc/trainshed/code"
 LOCAL_FOLDER = "/var/tmp/trainshed"
 UNPACKED_FOLDER = f"{LOCAL_FOLDER}/code"
 ENTRY_FILE = "entry.sh"
+DRIVER = "driver"
 
 MAX_NAME_LENGTH = 63
 # A pod of a JobSet is <name>-train-0-<four digits>-<five letters>, and JobSet refuses names that would not fit.
 MAX_TRAINING_NAME_LENGTH = 44
 INSTANCE_LABEL = "app.kubernetes.io/instance"
 COMPONENT_LABEL = "app.kubernetes.io/component"
+QUEUE_LABEL = f"{KUEUE}/queue-name"
+PRIORITY_LABEL = f"{KUEUE}/priority-class"
+MAX_RUN_SECONDS_ANNOTATION = f"provreq.{KUEUE}/maxRunDurationSeconds"
 MAX_RESTARTS_ANNOTATION = "trainshed.io/most-restarts"
-"""On a training that the driver makes anew where it fails: how often."""
+"""On a training that the driver recreates if it fails: how often at most."""
 RESTARTS_ANNOTATION = "trainshed.io/restarts"
-"""How often it was; on its Service, which outlives it, and on itself for `status`."""
+"""How often it was recreated; on its Service, which outlives it, and on the training itself for `status`."""
 RESTARTED_UID_ANNOTATION = "trainshed.io/restarted"
-"""On its Service: the uid of the last one that was made anew, so that a driver which was killed counts it once."""
+"""On its Service: the uid of the last training that was recreated, so that a restarted driver counts it only once."""
 
 
-def fit_name(name: str, suffix: str = "", longest: int = MAX_NAME_LENGTH) -> str:
-    """Return a name with its suffix in at most `longest` characters; a cut one keeps apart by a hash of the whole."""
-    room = longest - len(suffix)
+def fit_name(name: str, suffix: str = "", max_length: int = MAX_NAME_LENGTH) -> str:
+    """Return a name with its suffix in at most `max_length` characters; a truncated name ends in a hash."""
+    room = max_length - len(suffix)
     if len(name) <= room:
         return name + suffix
-    mark = hashlib.sha256(name.encode()).hexdigest()[:6]
-    return f"{name[: room - len(mark) - 1].rstrip('-.')}-{mark}{suffix}"
+    digest = hashlib.sha256(name.encode()).hexdigest()[:6]
+    return f"{name[: room - len(digest) - 1].rstrip('-.')}-{digest}{suffix}"
 
 
 def stage_object_name(job: str, stage: str, *, training: bool) -> str:
-    """Return the name of a stage's object; the training has the job's own."""
+    """Return the name of a stage's object; the training has the job's name."""
     if training:
         return fit_name(job, "" if stage == "train" else f"-{stage}", MAX_TRAINING_NAME_LENGTH)
     return fit_name(job, f"-{stage}", MAX_NAME_LENGTH - 11)  # room for the index and the letters of its pods
 
 
 def needs_driver(ids: Mapping[str, str]) -> bool:
-    """Whether a driver creates the stages (as Kind/name): several of them, or a plain Job that it makes anew."""
+    """Whether a driver creates the stages (as Kind/name): there are several, or a plain Job that it recreates."""
     return len(ids) > 1 or ids.get("train", "").startswith(f"{JOB.name}/")
 
 
 def is_training(stage: Stage) -> bool:
-    """Whether a stage is a gang of nodes rather than a CPU job or a server."""
+    """Whether the nodes of a stage start together and train, in contrast to a CPU job or a server."""
     return stage.serving is None and (stage.name == "train" or stage.gpus_per_node > 0 or stage.nodes > 1)
 
 
 def job_labels(job: Job, component: str) -> dict[str, str]:
     """Return the labels of everything that belongs to a job."""
-    return dict(sorted(job.cluster.on_kubernetes.labels.items())) | {
+    return dict(sorted(job.cluster.on_kubernetes.labels.items())) | trainshed_labels(component, job.name)
+
+
+def trainshed_labels(component: str, instance: str | None = None) -> dict[str, str]:
+    """Return our own labels; `instance` is a job's name, by which `cancel` selects what it deletes."""
+    return {
         "app.kubernetes.io/name": "trainshed",
-        INSTANCE_LABEL: job.name,
+        **({INSTANCE_LABEL: instance} if instance is not None else {}),
         COMPONENT_LABEL: component,
         "app.kubernetes.io/managed-by": "trainshed",
         "app.kubernetes.io/version": __version__,
@@ -166,14 +175,6 @@ def job_metadata(job: Job, name: str, component: str) -> KubeObject:
     }
 
 
-QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
-PRIORITY_LABEL = "kueue.x-k8s.io/priority-class"
-MAX_RUN_SECONDS_ANNOTATION = "provreq.kueue.x-k8s.io/maxRunDurationSeconds"
-
-
-DRIVER = "driver"
-
-
 def driver_name(job: str) -> str:
     """Return the name of the driver's job, and of its account and role."""
     return fit_name(job, f"-{DRIVER}", MAX_NAME_LENGTH - 11)
@@ -185,7 +186,7 @@ _NEVER_FOLD = 1 << 30
 
 
 class _ManifestDumper(PlainDumper):
-    """Quotes everything but plain words."""
+    """Quotes everything except plain words."""
 
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
@@ -193,31 +194,31 @@ def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
     if PLAIN_WORD.fullmatch(text) and text.lower() not in RESERVED_WORDS:
         style = None
     elif "\n" in text and not UNICODE_LINE_BREAKS.search(text):
-        style = "|"  # where a block cannot hold it (tabs, spaces before a line's end) PyYAML quotes it after all
+        style = "|"  # PyYAML quotes what a block cannot hold (tabs, spaces at the end of a line)
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 
 _ManifestDumper.add_representer(str, _represent_text)
 
 
-def to_yaml(found: KubeObject) -> str:
+def to_yaml(obj: KubeObject) -> str:
     """Write one object; the same object gives the same bytes."""
-    return yaml.dump(found, Dumper=_ManifestDumper, sort_keys=False, allow_unicode=True, width=_NEVER_FOLD)
+    return yaml.dump(obj, Dumper=_ManifestDumper, sort_keys=False, allow_unicode=True, width=_NEVER_FOLD)
 
 
 def to_documents(objects: Iterable[KubeObject]) -> str:
     """Write objects one after another, as `kubectl apply -f -` reads them."""
-    return "".join(f"---\n{to_yaml(found)}" for found in objects)
+    return "".join(f"---\n{to_yaml(obj)}" for obj in objects)
 
 
 def split_documents(text: str) -> list[str]:
-    """Cut a text into its objects without changing a byte of them; inside of one, every line is indented."""
-    return [each for each in re.split(r"(?m)^(?=---\n)", text) if each]
+    """Split a text into its objects without changing a byte of them; inside an object no line begins with `---`."""
+    return [document for document in re.split(r"(?m)^(?=---\n)", text) if document]
 
 
 def read_documents(text: str) -> list[KubeObject]:
     """Read objects back."""
-    return [found for found in yaml.load_all(text, Loader=_YAML_LOADER) if found]
+    return [document for document in yaml.load_all(text, Loader=_YAML_LOADER) if document]
 
 
 _YAML_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)

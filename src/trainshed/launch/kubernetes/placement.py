@@ -1,4 +1,4 @@
-"""Where pods may run and under which terms: selectors, taints, Kueue's labels, spot and reserved nodes."""
+"""On which nodes pods may run: selectors, tolerations, Kueue's labels, spot and reserved nodes."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ _RESERVATION_LABELS: dict[CloudProvider, str] = {
 
 @dataclass(frozen=True)
 class PodPlacement:
-    """What a stage says about its nodes; `labels` and `annotations` are the object's, not the pods'."""
+    """On which nodes a stage runs; `labels` and `annotations` are those of the object, not of its pods."""
 
     labels: dict[str, str] = field(default_factory=dict)
     annotations: dict[str, str] = field(default_factory=dict)
-    suspended: bool = False
-    """Kueue starts it; without that, pods would exist before they are admitted."""
+    suspend: bool = False
+    """The object is created suspended, and Kueue starts it: otherwise pods would exist before they are admitted."""
     pod_annotations: dict[str, str] = field(default_factory=dict)
-    pod: KubeObject = field(default_factory=dict)
+    pod_spec: KubeObject = field(default_factory=dict)
     """Keys of the pod's spec."""
 
 
 def pod_placement(cluster: Cluster, stage: Stage) -> PodPlacement:
     """Return where a stage runs."""
     kubernetes = cluster.on_kubernetes
-    gang = is_training(stage)
-    among_gpus = gang or stage.gpus_per_node > 0
-    queue = kubernetes.queue if among_gpus else kubernetes.cpu_queue
+    training = is_training(stage)
+    needs_gpu_node = training or stage.gpus_per_node > 0
+    queue = kubernetes.queue if needs_gpu_node else kubernetes.cpu_queue
     labels: dict[str, str] = {}
     if queue is not None:
         labels[QUEUE_LABEL] = queue
@@ -56,31 +56,31 @@ def pod_placement(cluster: Cluster, stage: Stage) -> PodPlacement:
             labels[PRIORITY_LABEL] = kubernetes.priority
     annotations: dict[str, str] = {}
     pod_annotations: dict[str, str] = {}
-    selector = dict(kubernetes.node_selector if among_gpus else kubernetes.cpu_node_selector)
-    tolerations = [each.model_dump(exclude_none=True) for each in kubernetes.tolerations]
-    if gang:
-        # An autoscaler that tidies up must not take a node from under a training.
+    selector = dict(kubernetes.node_selector if needs_gpu_node else kubernetes.cpu_node_selector)
+    tolerations = [toleration.model_dump(exclude_none=True) for toleration in kubernetes.tolerations]
+    if training:
+        # An autoscaler that removes underused nodes must not evict a training.
         pod_annotations["cluster-autoscaler.kubernetes.io/safe-to-evict"] = "false"
         if kubernetes.topology is not None:
             need = "required" if kubernetes.topology.required else "preferred"
             pod_annotations[f"kueue.x-k8s.io/podset-{need}-topology"] = kubernetes.topology.level
         annotations |= _flex_start(cluster)
-    if among_gpus:
-        key, taint = _capacity_terms(cluster)
-        selector |= key
-        tolerations = [*_gpu_tolerations(cluster, stage), *taint, *tolerations]
-    pod: KubeObject = {}
+    if needs_gpu_node:
+        capacity_labels, capacity_tolerations = _capacity_terms(cluster)
+        selector |= capacity_labels
+        tolerations = [*_gpu_tolerations(cluster, stage), *capacity_tolerations, *tolerations]
+    pod_spec: KubeObject = {}
     if selector:
-        pod["nodeSelector"] = selector
+        pod_spec["nodeSelector"] = selector
     if tolerations:
-        pod["tolerations"] = tolerations
+        pod_spec["tolerations"] = tolerations
     if kubernetes.avoid_nodes:
-        pod["affinity"] = _avoid_nodes(kubernetes.avoid_nodes)
-    return PodPlacement(labels, annotations, queue is not None, pod_annotations, pod)
+        pod_spec["affinity"] = _avoid_nodes(kubernetes.avoid_nodes)
+    return PodPlacement(labels, annotations, queue is not None, pod_annotations, pod_spec)
 
 
 def gpu_resource(cluster: Cluster) -> str:
-    """Return the name under which nodes offer their GPUs."""
+    """Return the resource name of a node's GPUs."""
     if cluster.gpu_machine is None:
         raise InputError(
             "the machine is not named, so nobody knows what its GPUs are called",
@@ -91,7 +91,7 @@ def gpu_resource(cluster: Cluster) -> str:
 
 
 def cloud_provider(cluster: Cluster) -> CloudProvider | None:
-    """Return whose machines these are, by their instance types; None where nobody rents them out."""
+    """Return which cloud the machines belong to, by their instance types; None if they belong to none."""
     names = find_machine(cluster.gpu_machine).names if cluster.gpu_machine is not None else ()
     if any(name.startswith("Standard_") for name in names):
         return "azure"
@@ -105,7 +105,7 @@ def _gpu_tolerations(cluster: Cluster, stage: Stage) -> list[KubeObject]:
         return []
     tolerations: list[KubeObject] = [{"key": gpu_resource(cluster), "operator": "Exists"}]
     if cloud_provider(cluster) == "google" and stage.serving is None:
-        # GKE marks a node before it takes it down; a training saves and leaves by itself.
+        # GKE taints a node before it takes it down; a training saves and ends by itself.
         tolerations.append({"key": "cloud.google.com/impending-node-termination", "operator": "Exists"})
     return tolerations
 
@@ -123,7 +123,7 @@ def _flex_start(cluster: Cluster) -> dict[str, str]:
 
 
 def _capacity_terms(cluster: Cluster) -> tuple[dict[str, str], list[KubeObject]]:
-    """Labels of nodes under the cluster's terms, and the taints that such nodes have."""
+    """Return the labels of spot or reserved nodes, and the tolerations for their taints."""
     cloud = cloud_provider(cluster)
     if cluster.capacity.spot:
         if cloud is None:

@@ -1,8 +1,8 @@
 """The pod of a stage: the ConfigMaps it mounts, its variables, and one container with all that the job asks for.
 
-The files of a job and our code travel in ConfigMaps that are named by their content. `kubectl apply` keeps a copy
-of each object in an annotation of at most 256 KiB, so no ConfigMap holds more than fits there: files are spread
-over several, and the code is split into pieces. The kubelet puts them together again in one folder.
+The files of a job and our code are sent in ConfigMaps that are named by a hash of their content. `kubectl apply`
+keeps a copy of each object in an annotation of at most 256 KiB, so no ConfigMap holds more than fits there: files are
+spread over several, and the code is split into pieces. The kubelet puts them together again in one folder.
 
 The value of a variable that the user wrote is never changed, and a secret is only ever a reference.
 """
@@ -20,7 +20,7 @@ from pathlib import Path
 
 from trainshed.errors import InputError
 from trainshed.launch.fabric import FabricSetup, PodRequirements
-from trainshed.launch.job import DEFAULT_PORT, SETUP_FILE, CodeArchive, Job, ServingSpec, Stage
+from trainshed.launch.job import DEFAULT_PORT, MASTER_PORT, SETUP_FILE, CodeArchive, Job, ServingSpec, Stage
 from trainshed.launch.kubernetes.objects import (
     CODE_FOLDER,
     CONFIG_MAP,
@@ -40,9 +40,9 @@ from trainshed.launch.kubernetes.storage import pod_volumes, shared_memory_volum
 from trainshed.recipe import Cluster
 
 MAX_TEXT_BYTES = 200 * 1024
-"""Of files in one ConfigMap, as JSON writes them."""
+"""The size of the files in one ConfigMap, as JSON."""
 CODE_PIECE_BYTES = 150 * 1024
-"""Of code in one ConfigMap: base64 makes 200 KiB of it."""
+"""The size of the code in one ConfigMap: 200 KiB in base64."""
 MAX_CODE_BYTES = 900 * 1024
 MAX_FILE_BYTES = 1000 * 1024
 """The API server refuses a ConfigMap of more than 1 MiB."""
@@ -62,9 +62,9 @@ class JobConfigMaps:
 def job_config_maps(job: Job) -> JobConfigMaps:
     """Return a job's files and code as ConfigMaps."""
     files = dict(job.files) | {ENTRY_FILE: entry_script()}
-    dealt = list(_file_config_maps(job, files))
-    objects = [found for found, _ in dealt]
-    volumes: list[KubeObject] = [{"name": "job", "projected": {"sources": [source for _, source in dealt]}}]
+    maps_and_sources = list(_file_config_maps(job, files))
+    objects = [config_map for config_map, _ in maps_and_sources]
+    volumes: list[KubeObject] = [{"name": "job", "projected": {"sources": [source for _, source in maps_and_sources]}}]
     mounts: list[KubeObject] = [{"name": "job", "mountPath": JOB_FOLDER, "readOnly": True}]
     if job.code is not None:
         pieces = list(_code_config_maps(job, job.code))
@@ -78,32 +78,32 @@ def job_config_maps(job: Job) -> JobConfigMaps:
 
 
 def entry_script() -> str:
-    """Return what every container starts with."""
+    """Return the script that every container starts with."""
     return (Path(__file__).with_name(ENTRY_FILE)).read_text(encoding="utf-8")
 
 
 def _file_config_maps(job: Job, files: Mapping[str, str]) -> Iterator[tuple[KubeObject, KubeObject]]:
-    """ConfigMaps of files, each with the source that mounts it: a path in folders has a key that stands for it."""
-    mark = hashlib.sha256(json.dumps(dict(files), sort_keys=True).encode()).hexdigest()[:10]
-    for number, dealt in enumerate(_group_files(job, files)):
-        name = fit_name(job.name, f"-files-{mark}" + (f"-{number}" if number else ""))
-        paths = {path if _CONFIG_MAP_KEY.fullmatch(path) else f"path-{place}": path for place, path in enumerate(dealt)}
-        found = new_object(
+    """Yield ConfigMaps of files, each with the source that mounts it; a path that is not a valid key gets one."""
+    digest = hashlib.sha256(json.dumps(dict(files), sort_keys=True).encode()).hexdigest()[:10]
+    for number, group in enumerate(_group_files(job, files)):
+        name = fit_name(job.name, f"-files-{digest}" + (f"-{number}" if number else ""))
+        paths = {path if _CONFIG_MAP_KEY.fullmatch(path) else f"path-{index}": path for index, path in enumerate(group)}
+        config_map = new_object(
             CONFIG_MAP,
             job_metadata(job, name, "content"),
             immutable=True,
-            data={key: dealt[path] for key, path in paths.items()},
+            data={key: group[path] for key, path in paths.items()},
         )
         source: KubeObject = {"name": name}
         if any(key != path for key, path in paths.items()):
             source["items"] = [{"key": key, "path": path} for key, path in paths.items()]
-        yield found, {"configMap": source}
+        yield config_map, {"configMap": source}
 
 
 def _group_files(job: Job, files: Mapping[str, str]) -> Iterator[dict[str, str]]:
-    """Deal files among ConfigMaps; a large one has its own."""
+    """Distribute files over ConfigMaps; a large file has its own."""
     group: dict[str, str] = {}
-    taken = 0
+    group_bytes = 0
     for name in sorted(files):
         size = len(json.dumps(files[name]))
         if size > MAX_FILE_BYTES:
@@ -112,11 +112,11 @@ def _group_files(job: Job, files: Mapping[str, str]) -> Iterator[dict[str, str]]
                 where=job.name,
                 hint="put it into the store, or into the image",
             )
-        if group and taken + size > MAX_TEXT_BYTES:
+        if group and group_bytes + size > MAX_TEXT_BYTES:
             yield group
-            group, taken = {}, 0
+            group, group_bytes = {}, 0
         group[name] = files[name]
-        taken += size
+        group_bytes += size
     yield group
 
 
@@ -138,8 +138,8 @@ def _code_config_maps(job: Job, code: CodeArchive) -> Iterator[KubeObject]:
 
 
 def escape_var_references(text: str) -> str:
-    """Write a text so that the kubelet, which puts variables in the place of `$(NAME)`, leaves it as it is."""
-    return re.sub(r"\$\$+|\$(?=\()", lambda found: found.group() * 2, text)
+    """Escape a text for the kubelet, which replaces `$(NAME)` by variables."""
+    return re.sub(r"\$\$+|\$(?=\()", lambda match: match.group() * 2, text)
 
 
 def env_vars(values: Mapping[str, str]) -> list[KubeObject]:
@@ -148,95 +148,94 @@ def env_vars(values: Mapping[str, str]) -> list[KubeObject]:
 
 
 def env_var_from_label(name: str, label: str) -> KubeObject:
-    """Return a variable that has the value of a label of its pod."""
+    """Return a variable whose value is a label of its pod."""
     return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": f"metadata.labels['{label}']"}}}
 
 
 def secret_env_vars(cluster: Cluster) -> list[KubeObject]:
-    """Return the cluster's secrets as references to Kubernetes' own."""
-    found = []
+    """Return the cluster's secrets as references to Kubernetes Secrets."""
+    variables = []
     for name, reference in cluster.secrets.items():
         if reference.k8s is None:
-            written = "an environment variable" if reference.env is not None else "a file"
+            source = "an environment variable" if reference.env is not None else "a file"
             raise InputError(
-                f"{written} of this machine is not there in a pod",
+                f"{source} of this machine is not there in a pod",
                 where=cluster.where(f"secrets.{name}"),
                 hint=f"kubectl create secret generic NAME --from-literal=KEY=…, then write {name}: {{k8s: NAME/KEY}}",
             )
         secret, _, key = reference.k8s.partition("/")
-        found.append({"name": name, "valueFrom": {"secretKeyRef": {"name": secret, "key": key}}})
-    return found
+        variables.append({"name": name, "valueFrom": {"secretKeyRef": {"name": secret, "key": key}}})
+    return variables
 
 
 def fabric_script(setup: FabricSetup, cluster: Cluster, stage: Stage) -> str | None:
-    """Return what a node sources before its command, None where the fabric asks for nothing.
+    """Return the script that a node sources before its command, None if the fabric needs none.
 
-    The vendor's script sets variables too; what the cluster file says is said once more behind it, so that it holds.
+    The vendor's script sets variables too; the cluster file's are exported again after it, so that they win.
     """
     lines = setup.shell_prologue()
     if not lines:
         return None
     written = cluster.environment | dict(stage.environment)
-    again = [f"export {name}={shlex.quote(value)}" for name, value in written.items()]
+    exports_again = [f"export {name}={shlex.quote(value)}" for name, value in written.items()]
     head = [f"# {setup.name} {setup.version}: the network between nodes.".replace("  ", " ")]
     if setup.profile_script is not None:
-        # Sourcing what is not there would only be a line in the log.
+        # Otherwise a missing script would only be a line in the log.
         head.append(f"[ -r {shlex.quote(setup.profile_script)} ] || return 1")
-    return "\n".join([*head, *lines, *again]) + "\n"
+    return "\n".join([*head, *lines, *exports_again]) + "\n"
 
 
-MASTER_PORT = 29500
 FINISHED_TTL_SECONDS = 3 * 24 * 3600
-"""How long a finished object stays for `status` and `logs`: over a weekend."""
+"""How long a finished object is kept for `status` and `logs`: over a weekend."""
 _CPU_GRACE_SECONDS = 60
 _EXIT_SECONDS = 30
-"""Besides the time to drain: for a hook before it and the end of the process."""
+"""Added to the time to drain: for a preStop hook before it, and for the process to end."""
 
 
 @dataclass(frozen=True)
 class PlannedStage:
-    """A stage with all that its object is made of."""
+    """A stage with everything that its object is built from."""
 
     job: Job
     stage: Stage
-    content: JobConfigMaps
+    config_maps: JobConfigMaps
     fabric: FabricSetup
     name: str
     """Of its object."""
-    where: PodPlacement
+    placement: PodPlacement
     has_fabric_script: bool = False
 
     @property
-    def carries_code(self) -> bool:
-        """Whether pods unpack our code; a foreign engine's image does without, unless Ray starts it."""
+    def mounts_code(self) -> bool:
+        """Whether pods unpack our code; a foreign engine's image does not need it, unless Ray starts the engine."""
         by_ray = is_training(self.stage) and self.job.cluster.on_kubernetes.kind == "rayjob"
         return self.job.code is not None and (self.stage.script is None or by_ray)
 
     @property
     def pods(self) -> int:
-        """How many there are: replicas of a server, a gang's nodes with its spares, or the parts of a CPU stage."""
+        """Number of pods: replicas of a server, nodes of a training with its spares, or parts of a CPU stage."""
         if self.stage.serving is not None:
             return self.stage.serving.replicas
         return self.stage.nodes + self.stage.spares if is_training(self.stage) else self.stage.parts
 
     @property
-    def needs(self) -> PodRequirements:
-        """What the fabric asks of a pod."""
+    def fabric_needs(self) -> PodRequirements:
+        """What the fabric needs from a pod."""
         return self.fabric.kubernetes.for_job(self.name)
 
     @property
-    def labels(self) -> dict[str, str]:
+    def object_labels(self) -> dict[str, str]:
         """Labels of the object."""
-        return job_labels(self.job, self.stage.name) | self.where.labels
+        return job_labels(self.job, self.stage.name) | self.placement.labels
 
     @property
-    def metadata(self) -> KubeObject:
+    def object_metadata(self) -> KubeObject:
         """Metadata of the object."""
-        found: KubeObject = {"name": self.name, "namespace": self.job.cluster.on_kubernetes.namespace}
-        found["labels"] = self.labels
-        if self.where.annotations:
-            found["annotations"] = self.where.annotations
-        return found
+        metadata: KubeObject = {"name": self.name, "namespace": self.job.cluster.on_kubernetes.namespace}
+        metadata["labels"] = self.object_labels
+        if self.placement.annotations:
+            metadata["annotations"] = self.placement.annotations
+        return metadata
 
 
 @dataclass(frozen=True)
@@ -244,18 +243,18 @@ class ContainerOptions:
     """What the kinds of objects do differently with their container."""
 
     name: str
-    extra: Mapping[str, str] = field(default_factory=dict)
+    env: Mapping[str, str] = field(default_factory=dict)
     """Further variables."""
-    references: Sequence[KubeObject] = ()
-    """Variables whose value is taken from elsewhere."""
+    env_references: Sequence[KubeObject] = ()
+    """Variables that refer to a field, a label or a secret."""
 
 
 def plan_stage(
-    job: Job, stage: Stage, content: JobConfigMaps, fabric: FabricSetup, *, has_fabric_script: bool
+    job: Job, stage: Stage, config_maps: JobConfigMaps, fabric: FabricSetup, *, has_fabric_script: bool
 ) -> PlannedStage:
     """Decide everything about a stage that does not depend on the kind of its object."""
     name = stage_object_name(job.name, stage.name, training=is_training(stage))
-    return PlannedStage(job, stage, content, fabric, name, pod_placement(job.cluster, stage), has_fabric_script)
+    return PlannedStage(job, stage, config_maps, fabric, name, pod_placement(job.cluster, stage), has_fabric_script)
 
 
 def stage_command(job: Job, stage: Stage) -> list[str]:
@@ -294,11 +293,14 @@ def stage_image(job: Job, stage: Stage | None = None) -> str:
 
 def pod_template(plan: PlannedStage, container: ContainerOptions, *, restart_policy: str = "Never") -> KubeObject:
     """Return the template of a stage's pods."""
-    cluster, needs = plan.job.cluster, plan.needs
+    cluster, needs = plan.job.cluster, plan.fabric_needs
     storage = pod_volumes(cluster)
     memory_volume, _ = shared_memory_volume(cluster.limits.shared_memory)
     annotations = (
-        plan.where.pod_annotations | storage.annotations | dict(needs.annotations) | cluster.on_kubernetes.annotations
+        plan.placement.pod_annotations
+        | storage.annotations
+        | dict(needs.annotations)
+        | cluster.on_kubernetes.annotations
     )
     metadata: KubeObject = {"labels": job_labels(plan.job, plan.stage.name)}
     if annotations:
@@ -306,19 +308,19 @@ def pod_template(plan: PlannedStage, container: ContainerOptions, *, restart_pol
     spec: KubeObject = {
         "restartPolicy": restart_policy,
         "terminationGracePeriodSeconds": termination_grace_seconds(plan.job, plan.stage),
-        # Nothing in the pods asks the API for anything.
+        # Nothing in the pods uses the API server.
         "automountServiceAccountToken": False,
     }
     if cluster.service_account is not None:
-        # Clouds hand out credentials by the account's own token, which they mount themselves.
+        # Clouds give credentials for the account's own token, which they mount themselves.
         spec["serviceAccountName"] = cluster.service_account
         del spec["automountServiceAccountToken"]
     if cluster.on_kubernetes.image_pull_secrets:
         spec["imagePullSecrets"] = [{"name": name} for name in cluster.on_kubernetes.image_pull_secrets]
-    spec |= plan.where.pod
+    spec |= plan.placement.pod_spec
     if needs.tolerations:
         spec["tolerations"] = [*spec.get("tolerations", ()), *needs.tolerations]
-    # A server speaks to no other node, and two on one node would want the same port.
+    # A server does not talk to other nodes, and two on one node would use the same port.
     if (cluster.on_kubernetes.host_network or needs.host_network) and plan.stage.serving is None:
         spec |= {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
     if needs.resource_claims:
@@ -334,14 +336,14 @@ def main_container(
     plan: PlannedStage, container: ContainerOptions, *, command: Sequence[str] | None = None
 ) -> KubeObject:
     """Return the container that does the work."""
-    cluster, stage, needs = plan.job.cluster, plan.stage, plan.needs
+    cluster, stage, needs = plan.job.cluster, plan.stage, plan.fabric_needs
     _, memory_mount = shared_memory_volume(cluster.limits.shared_memory)
-    words = stage_command(plan.job, stage) if command is None else list(command)
-    found: KubeObject = {
+    arguments = stage_command(plan.job, stage) if command is None else list(command)
+    body: KubeObject = {
         "name": container.name,
         "image": stage_image(plan.job, stage),
         "command": ["bash", f"{JOB_FOLDER}/{ENTRY_FILE}"],
-        "args": [escape_var_references(word) for word in words],
+        "args": [escape_var_references(word) for word in arguments],
         "env": container_env(plan, container),
         "resources": container_resources(plan),
         "volumeMounts": [*config_map_mounts(plan), *pod_volumes(cluster).mounts, memory_mount, *needs.mounts],
@@ -349,45 +351,45 @@ def main_container(
         "terminationMessagePolicy": "FallbackToLogsOnError",
     }
     if needs.security_context:
-        found["securityContext"] = needs.security_context
-    return found
+        body["securityContext"] = needs.security_context
+    return body
 
 
 def container_env(plan: PlannedStage, container: ContainerOptions) -> list[KubeObject]:
     """Return the variables of the container: ours, the cluster's, the stage's, and references to secrets."""
     cluster, stage = plan.job.cluster, plan.stage
-    own = entry_env_vars(cluster)
-    if plan.job.code is not None and plan.carries_code:
-        own["TRAINSHED_CODE"] = plan.job.code.name
+    values = entry_env_vars(cluster)
+    if plan.job.code is not None and plan.mounts_code:
+        values["TRAINSHED_CODE"] = plan.job.code.name
     if is_training(stage):
-        own |= {"NNODES": str(stage.nodes), "MASTER_PORT": str(MASTER_PORT)}
+        values |= {"NNODES": str(stage.nodes), "MASTER_PORT": str(MASTER_PORT)}
     if stage.serving is not None and stage.script is not None:
-        own["TRAINSHED_PORT"] = str(serving_port(stage.serving))
+        values["TRAINSHED_PORT"] = str(serving_port(stage.serving))
     if plan.has_fabric_script:
-        own["TRAINSHED_FABRIC"] = f"{JOB_FOLDER}/{fabric_script_file(stage)}"
-    values = own | dict(container.extra) | cluster.environment | dict(stage.environment)
-    return [*env_vars(values), *container.references, *secret_env_vars(cluster)]
+        values["TRAINSHED_FABRIC"] = f"{JOB_FOLDER}/{fabric_script_file(stage)}"
+    values |= dict(container.env) | cluster.environment | dict(stage.environment)
+    return [*env_vars(values), *container.env_references, *secret_env_vars(cluster)]
 
 
 def entry_env_vars(cluster: Cluster) -> dict[str, str]:
-    """Return what every container tells the script that it starts with."""
-    found = {"TRAINSHED_PYTHON": cluster.python}
-    return found | ({"TRAINSHED_SETUP": f"{JOB_FOLDER}/{SETUP_FILE}"} if cluster.setup else {})
+    """Return the variables that `entry.sh` reads in every container."""
+    variables = {"TRAINSHED_PYTHON": cluster.python}
+    return variables | ({"TRAINSHED_SETUP": f"{JOB_FOLDER}/{SETUP_FILE}"} if cluster.setup else {})
 
 
 def container_resources(plan: PlannedStage) -> KubeObject:
-    """Return requests and limits: devices are asked for in both, memory too, processors only as a request."""
+    """Return requests and limits: devices and memory in both, CPUs only as a request."""
     cluster, stage = plan.job.cluster, plan.stage
     limits = cluster.limits
     devices: KubeObject = {gpu_resource(cluster): str(stage.gpus_per_node)} if stage.gpus_per_node else {}
-    devices |= {name: str(count) for name, count in plan.needs.resources.items()}
-    among_gpus = is_training(stage) or stage.gpus_per_node > 0
-    cpus = stage.cpus or (None if among_gpus else limits.cpu_stage_cpus)
-    memory = stage.memory or (None if among_gpus else limits.cpu_stage_memory)
-    bounded: KubeObject = devices | ({"memory": memory} if memory is not None else {})
-    requests: KubeObject = ({"cpu": str(cpus)} if cpus is not None else {}) | bounded
-    found: KubeObject = {"requests": requests, "limits": bounded} if requests else {}
-    return found | ({"claims": list(plan.needs.claims)} if plan.needs.claims else {})
+    devices |= {name: str(count) for name, count in plan.fabric_needs.resources.items()}
+    needs_gpu_node = is_training(stage) or stage.gpus_per_node > 0
+    cpus = stage.cpus or (None if needs_gpu_node else limits.cpu_stage_cpus)
+    memory = stage.memory or (None if needs_gpu_node else limits.cpu_stage_memory)
+    bounds: KubeObject = devices | ({"memory": memory} if memory is not None else {})
+    requests: KubeObject = ({"cpu": str(cpus)} if cpus is not None else {}) | bounds
+    resources: KubeObject = {"requests": requests, "limits": bounds} if requests else {}
+    return resources | ({"claims": list(plan.fabric_needs.claims)} if plan.fabric_needs.claims else {})
 
 
 def fabric_script_file(stage: Stage) -> str:
@@ -397,9 +399,9 @@ def fabric_script_file(stage: Stage) -> str:
 
 def config_map_volumes(plan: PlannedStage) -> list[KubeObject]:
     """Return the volumes of the job's files, and of our code where pods need it."""
-    return [each for each in plan.content.volumes if plan.carries_code or each["name"] != "code"]
+    return [volume for volume in plan.config_maps.volumes if plan.mounts_code or volume["name"] != "code"]
 
 
 def config_map_mounts(plan: PlannedStage) -> list[KubeObject]:
-    """Return where they are mounted."""
-    return [each for each in plan.content.mounts if plan.carries_code or each["name"] != "code"]
+    """Return the mounts of the job's files, and of our code where pods need it."""
+    return [mount for mount in plan.config_maps.mounts if plan.mounts_code or mount["name"] != "code"]

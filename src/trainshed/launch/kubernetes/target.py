@@ -1,7 +1,7 @@
 """Kubernetes as a target: render, check, apply exactly what was rendered, and report on it afterwards.
 
-`check` asks whether the cluster could take a job before anything is sent. What we have no right to look at does
-not count against the cluster.
+`check` asks whether the cluster could run a job before anything is sent. A check that we have no permission for is
+left out.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ class KubernetesTarget:
         return render(job)
 
     def check(self, job: Job) -> Sequence[str]:
-        """Ask whether the cluster could take the job."""
+        """Return why the cluster could not run the job."""
         with connect(self.cluster) as api:
             return unschedulable_reasons(api, job)
 
     def submit(self, request: SubmitRequest, job: Job) -> SubmittedJob:
-        """Apply the request's objects in order; what an earlier, ended submission of the same run left is removed."""
+        """Apply the request's objects in order, after deleting those of an earlier, ended submission of the run."""
         submitted = SubmittedJob(job.name, job.run, "kubernetes", stage_ids(job))
         with connect(self.cluster) as api:
             _delete_earlier_submission(api, submitted)
@@ -74,7 +74,7 @@ class KubernetesTarget:
         return submitted
 
     def status(self, submitted: SubmittedJob) -> tuple[StageState, ...]:
-        """Say how each stage stands and why."""
+        """Return the state of each stage, in order, and why."""
         with connect(self.cluster) as api:
             return stage_states(submitted.ids, list_job_objects(api, submitted.job, submitted.ids))
 
@@ -87,36 +87,36 @@ class KubernetesTarget:
         attempt: int | None = None,
         follow: bool = False,
     ) -> Iterator[str]:
-        """Yield a pod's log: the one of a rank's node. Pods of earlier attempts are gone; their logs are in the run."""
+        """Yield the log of the pod of a rank. Pods of earlier attempts are gone; their logs are in the run's folder."""
         with connect(self.cluster) as api:
             pods = list_job_objects(api, submitted.job, submitted.ids).pods_of(stage)
-            ranks = submitted.ranks_per_node if stage == "train" else 1
-            place = (rank or 0) // ranks
+            ranks_per_node = submitted.ranks_per_node if stage == "train" else 1
+            node_index = (rank or 0) // ranks_per_node
             if attempt is not None:
                 raise NotFound(
                     f"Kubernetes keeps no logs of attempt {attempt} of {stage}",
                     where=submitted.run,
                     hint="they are in the run's folder, which is not reachable from here",
                 )
-            if place >= len(pods):
+            if node_index >= len(pods):
                 raise NotFound(
                     f"{stage} has {len(pods)} pods now, none for rank {rank or 0}",
                     where=submitted.job,
                     hint="`trainshed status RUN` says what it waits for",
                 )
-            pod = pods[place]
+            pod = pods[node_index]
             yield from api.log(pod["metadata"]["name"], pod["spec"]["containers"][0]["name"], follow=follow)
 
     def cancel(self, submitted: SubmittedJob) -> tuple[str, ...]:
-        """Delete everything of the job, the driver first; claims and volumes are never touched."""
+        """Delete all objects of the job, the driver first; claims and volumes are never touched."""
         with connect(self.cluster) as api:
             return tuple(_delete_all(api, submitted.job))
 
 
 def _delete_earlier_submission(api: KubeApi, submitted: SubmittedJob) -> None:
-    """Remove what an earlier submission left; names are the run's, so that two cannot be under way at once."""
-    listing = list_job_objects(api, submitted.job, submitted.ids)
-    active = _unfinished(listing)
+    """Delete what an earlier submission left. Objects are named after the run, so that it cannot be submitted twice."""
+    objects = list_job_objects(api, submitted.job, submitted.ids)
+    active = _unfinished(objects)
     if active is not None:
         raise TrainshedError(
             f"{submitted.job} is under way already: {active} has not ended",
@@ -125,7 +125,7 @@ def _delete_earlier_submission(api: KubeApi, submitted: SubmittedJob) -> None:
         )
     removed = _delete_all(api, submitted.job)
     deadline = time.monotonic() + _DELETION_SECONDS
-    while removed and any(_exists(api, each) for each in removed):
+    while removed and any(_exists(api, object_id) for object_id in removed):
         if time.monotonic() > deadline:
             raise TrainshedError(
                 f"what an earlier submission of {submitted.job} left does not go away",
@@ -135,37 +135,42 @@ def _delete_earlier_submission(api: KubeApi, submitted: SubmittedJob) -> None:
         time.sleep(0.5)
 
 
-def _unfinished(listing: JobObjects) -> str | None:
-    """What has not ended: a stage, or the driver that would create the next."""
-    found = {**listing.stages, DRIVER: listing.driver}
-    ended = ("done", "failed")
+def _unfinished(objects: JobObjects) -> str | None:
+    """Return what has not ended: a stage, or the driver, which would create the next stage."""
+    stage_objects = {**objects.stages, DRIVER: objects.driver_job}
+    final_phases = ("done", "failed")
     return next(
-        (name for name, each in found.items() if each is not None and object_status(each).phase not in ended), None
+        (
+            name
+            for name, stage_object in stage_objects.items()
+            if stage_object is not None and object_status(stage_object).phase not in final_phases
+        ),
+        None,
     )
 
 
 def _delete_all(api: KubeApi, job: str) -> list[str]:
     removed = []
     # The driver first: it would create the next stage while this one is being removed.
-    for kind in (JOB, *(each for each in CREATED_KINDS if each not in (JOB, *_KEPT_KINDS))):
-        for found in _list_driver_first(api, kind, f"{INSTANCE_LABEL}={job}"):
-            if kind is JOB and found["metadata"].get("ownerReferences"):
-                continue  # goes with what owns it
-            api.delete(kind, found["metadata"]["name"])
-            removed.append(f"{kind.name}/{found['metadata']['name']}")
+    for kind in (JOB, *(other for other in CREATED_KINDS if other not in (JOB, *_KEPT_KINDS))):
+        for obj in _list_driver_first(api, kind, f"{INSTANCE_LABEL}={job}"):
+            if kind is JOB and obj["metadata"].get("ownerReferences"):
+                continue  # deleted with its owner
+            api.delete(kind, obj["metadata"]["name"])
+            removed.append(f"{kind.name}/{obj['metadata']['name']}")
     return removed
 
 
 def _list_driver_first(api: KubeApi, kind: KubeKind, selector: str) -> list[dict]:
     try:
-        found = api.list(kind, selector)
+        objects = api.list(kind, selector)
     except ApiForbidden:
         return []
-    return sorted(found, key=lambda each: each["metadata"].get("labels", {}).get(COMPONENT_LABEL) != DRIVER)
+    return sorted(objects, key=lambda obj: obj["metadata"].get("labels", {}).get(COMPONENT_LABEL) != DRIVER)
 
 
-def _exists(api: KubeApi, written: str) -> bool:
-    kind, _, name = written.partition("/")
+def _exists(api: KubeApi, object_id: str) -> bool:
+    kind, _, name = object_id.partition("/")
     return api.get(kind_named(kind), name) is not None
 
 
@@ -173,14 +178,14 @@ _QUANTITY_FACTORS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "Ki": 2**10, "Mi
 
 
 def unschedulable_reasons(api: KubeApi, job: Job) -> list[str]:
-    """Return sentences that say why the cluster could not take a job."""
+    """Return why the cluster could not run a job, in sentences."""
     return [sentence for check in _CHECKS for sentence in _until_forbidden(check(api, job))]
 
 
-def _until_forbidden(found: Iterator[str]) -> Iterator[str]:
-    """Yield until something may not be looked at."""
+def _until_forbidden(reasons: Iterator[str]) -> Iterator[str]:
+    """Yield reasons until a request is forbidden."""
     try:
-        yield from found
+        yield from reasons
     except ApiForbidden:
         return
 
@@ -195,8 +200,8 @@ def _check_kinds(api: KubeApi, job: Job) -> Iterator[str]:
     kinds = {
         DEPLOYMENT if stage.serving is not None else training if is_training(stage) else JOB for stage in job.stages
     }
-    for kind in sorted(kinds, key=lambda each: each.name):
-        if kind.name not in api.resources(kind):
+    for kind in sorted(kinds, key=lambda kind: kind.name):
+        if kind.name not in api.served_kinds(kind):
             yield f"the cluster does not know {kind.name} ({kind.api_version}): its controller is not installed"
 
 
@@ -205,7 +210,7 @@ def _check_queues(api: KubeApi, job: Job) -> Iterator[str]:
     for name in dict.fromkeys(filter(None, (kubernetes.queue, kubernetes.cpu_queue))):
         queue = api.get(LOCAL_QUEUE, name)
         if queue is None:
-            known = ", ".join(each["metadata"]["name"] for each in api.list(LOCAL_QUEUE)) or "none"
+            known = ", ".join(local_queue["metadata"]["name"] for local_queue in api.list(LOCAL_QUEUE)) or "none"
             yield f"there is no queue {name} in namespace {api.namespace} (there: {known})"
         elif name == kubernetes.queue:
             yield from _until_forbidden(_check_quota(api, job, name, queue))
@@ -215,18 +220,23 @@ def _check_queues(api: KubeApi, job: Job) -> Iterator[str]:
 
 
 def _check_quota(api: KubeApi, job: Job, name: str, queue: KubeObject) -> Iterator[str]:
-    """Compare GPUs with what the queue may ever have; what others use now is a matter of waiting."""
-    found = api.get(CLUSTER_QUEUE, queue["spec"]["clusterQueue"])
+    """Compare the GPUs with the queue's nominal quota; a job can wait for what others use now."""
+    cluster_queue = api.get(CLUSTER_QUEUE, queue["spec"]["clusterQueue"])
     wanted = max((stage.gpus_per_node * _node_count(stage) for stage in job.stages), default=0)
-    if found is None or not wanted or found["spec"].get("cohort") or found["spec"].get("cohortName"):
-        return  # a cohort lends
+    if (
+        cluster_queue is None
+        or not wanted
+        or cluster_queue["spec"].get("cohort")
+        or cluster_queue["spec"].get("cohortName")
+    ):
+        return  # a cohort lends quota
     resource = gpu_resource(job.cluster)
     offered = [
-        _parse_quantity(each["nominalQuota"])
-        for group in found["spec"].get("resourceGroups", ())
+        _parse_quantity(quota["nominalQuota"])
+        for group in cluster_queue["spec"].get("resourceGroups", ())
         for flavor in group["flavors"]
-        for each in flavor["resources"]
-        if each["name"] == resource
+        for quota in flavor["resources"]
+        if quota["name"] == resource
     ]
     if sum(offered) < wanted:
         yield f"the queue {name} may have {sum(offered):g} {resource} at most, and the job needs {wanted}"
@@ -239,12 +249,12 @@ def _node_count(stage: Stage) -> int:
 def _check_claims(api: KubeApi, job: Job) -> Iterator[str]:
     for volume in job.cluster.volumes:
         if volume.pvc is not None and api.get(CLAIM, volume.pvc) is None:
-            how = f": `trainshed storage up --on {job.cluster.name}` makes it" if volume.create is not None else ""
-            yield f"there is no claim {volume.pvc} in namespace {api.namespace}{how}"
+            hint = f": `trainshed storage up --on {job.cluster.name}` makes it" if volume.create is not None else ""
+            yield f"there is no claim {volume.pvc} in namespace {api.namespace}{hint}"
 
 
 def _check_fabric_devices(api: KubeApi, job: Job) -> Iterator[str]:
-    """Look for the network's devices on nodes with GPUs; where there is none yet, an autoscaler may make it."""
+    """Look for the network's devices on nodes with GPUs; if there is no such node yet, an autoscaler may make one."""
     gangs = [stage for stage in job.stages if is_training(stage) and stage.gpus_per_node]
     wanted = {
         name for stage in gangs for name in fabric_setup(job.cluster, nodes=_node_count(stage)).kubernetes.resources
@@ -270,13 +280,15 @@ def _check_service_account(api: KubeApi, job: Job) -> Iterator[str]:
 
 
 def _check_secrets(api: KubeApi, job: Job) -> Iterator[str]:
-    secret = KubeKind("v1", "Secret", "secrets")
-    references = {each.k8s.partition("/")[::2] for each in job.cluster.secrets.values() if each.k8s is not None}
+    secret_kind = KubeKind("v1", "Secret", "secrets")
+    references = {
+        reference.k8s.partition("/")[::2] for reference in job.cluster.secrets.values() if reference.k8s is not None
+    }
     for name, key in sorted(references):
-        found = api.get(secret, name)
-        if found is None:
+        stored = api.get(secret_kind, name)
+        if stored is None:
             yield f"there is no secret {name} in namespace {api.namespace}"
-        elif key not in found.get("data", {}):
+        elif key not in stored.get("data", {}):
             yield f"the secret {name} has no key {key}"
 
 
@@ -291,7 +303,7 @@ _CHECKS: tuple[Callable[[KubeApi, Job], Iterator[str]], ...] = (
 )
 
 
-def _parse_quantity(written: str | int) -> float:
+def _parse_quantity(quantity: str | int) -> float:
     """Read a quantity as Kubernetes writes it."""
-    found = re.fullmatch(r"([0-9.]+)([A-Za-z]*)", str(written))
-    return float(found[1]) * _QUANTITY_FACTORS.get(found[2], 1) if found else 0.0
+    match = re.fullmatch(r"([0-9.]+)([A-Za-z]*)", str(quantity))
+    return float(match[1]) * _QUANTITY_FACTORS.get(match[2], 1) if match else 0.0

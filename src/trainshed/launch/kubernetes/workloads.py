@@ -1,6 +1,6 @@
 """Each stage as the object that runs it: JobSet, Job, PyTorchJob, TrainJob, RayJob, or a Deployment for serving.
 
-JobSet: one Indexed Job is the gang. A failure restarts the whole set; wrong input does not.
+JobSet: the pods of a training are one Indexed Job. A failure restarts the whole set; wrong input does not.
 
 Job, for a training where no gang controller is installed: an Indexed Job and a headless Service. Kubernetes gives
 each pod of an Indexed Job a rank and a hostname, and the Service makes that a DNS name. A pod that fails ends all
@@ -13,16 +13,16 @@ PyTorchJob (Kubeflow's training operator v1): a master, workers, and our own ran
 and means the pod; the agent derives the ranks of processes from it. The operator restarts containers one by one,
 so a restart of the whole gang counts as many restarts as there are pods.
 
-TrainJob (Kubeflow Trainer v2): the runtime has the pods, and we patch in what they lack. A patch cannot add init
-containers or change the network, so fabrics that need them are refused. What the trainer asks for per node
-replaces the resources of the runtime, so the devices of the fabric are listed there too (NVIDIA/aicr#2275: EFA
-devices were lost that way).
+TrainJob (Kubeflow Trainer v2): the runtime defines the pods, and we patch in what they lack. A patch cannot add init
+containers or change the network, so fabrics that need them are refused. The trainer's resources per node replace
+those of the runtime, so the devices of the fabric are listed there too (NVIDIA/aicr#2275: EFA devices were lost that
+way).
 
 RayJob: the head is a node like the others, and our driver in it starts one actor per GPU.
 
 Deployment, with a Service in front of it: probes say when a server is up, ready and alive. Our own server needs
-no preStop hook: TERM makes it unready, it accepts requests for some more seconds, until the Service has forgotten
-its pod, and then it finishes its answers. vLLM accepts none from TERM on, so its pods wait before they get it.
+no preStop hook: after TERM it is unready but accepts requests for some more seconds, until the Service has removed
+its pod, and then finishes its answers. vLLM accepts no request after TERM, so its pods wait before they get it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import shlex
 from math import ceil
 
 from trainshed.errors import InputError
-from trainshed.launch.job import SERVICE_PORT, ServingSpec
+from trainshed.launch.job import MASTER_PORT, SERVICE_PORT, ServingSpec
 from trainshed.launch.kubernetes.objects import (
     COMPONENT_LABEL,
     DEPLOYMENT,
@@ -54,7 +54,6 @@ from trainshed.launch.kubernetes.objects import (
 )
 from trainshed.launch.kubernetes.pod import (
     FINISHED_TTL_SECONDS,
-    MASTER_PORT,
     ContainerOptions,
     PlannedStage,
     config_map_mounts,
@@ -66,14 +65,12 @@ from trainshed.launch.kubernetes.pod import (
     stage_image,
 )
 
-# The uid of the job that a pod belongs to. JobSet makes its jobs anew for a restart, so that it names one start.
+# The uid of the Job that a pod belongs to. JobSet recreates its Jobs for a restart, so that the uid names one start.
 START_ENV_VAR = env_var_from_label("TRAINSHED_START", "batch.kubernetes.io/controller-uid")
-WRONG_INPUT_EXIT_CODE = 2
-"""The exit code of what would only fail again (`errors.py`)."""
 
 
 def jobset(plan: PlannedStage) -> KubeObject:
-    """Return the object of a gang."""
+    """Return the JobSet of a training."""
     stage, limits = plan.stage, plan.job.cluster.limits
     first = f"{plan.name}-{stage.name}-0-0.{plan.name}"
     container = ContainerOptions(stage.name, {"MASTER_ADDR": first}, (START_ENV_VAR,))
@@ -85,7 +82,7 @@ def jobset(plan: PlannedStage) -> KubeObject:
         "podFailurePolicy": {"rules": [fail_on_wrong_input(stage.name)]},
         "template": pod_template(plan, container),
     }
-    # Reasons that no rule names restart the set and are counted.
+    # A failure that no rule names restarts the set and counts as a restart.
     rules: list[KubeObject] = [_jobset_rule("wrong-input", "FailJobSet", "PodFailurePolicy", stage.name)]
     if limits.hours is not None:
         gang["activeDeadlineSeconds"] = int(limits.hours * 3600)
@@ -97,12 +94,12 @@ def jobset(plan: PlannedStage) -> KubeObject:
         "ttlSecondsAfterFinished": FINISHED_TTL_SECONDS,
         "replicatedJobs": [{"name": stage.name, "replicas": 1, "template": {"spec": gang}}],
     }
-    return new_object(JOB_SET, plan.metadata, spec=({"suspend": True} if plan.where.suspended else {}) | spec)
+    return new_object(JOB_SET, plan.object_metadata, spec=({"suspend": True} if plan.placement.suspend else {}) | spec)
 
 
 def fail_on_wrong_input(container: str) -> KubeObject:
-    """Return the rule by which a job fails at once where another start would fail alike."""
-    codes = {"containerName": container, "operator": "In", "values": [WRONG_INPUT_EXIT_CODE]}
+    """Return the rule by which a Job fails at once if another start would fail the same way."""
+    codes = {"containerName": container, "operator": "In", "values": [InputError.exit_code]}
     return {"action": "FailJob", "onExitCodes": codes}
 
 
@@ -111,12 +108,12 @@ def _jobset_rule(name: str, action: str, reason: str, job: str) -> KubeObject:
 
 
 def plain_job(plan: PlannedStage) -> KubeObject:
-    """Return the object of a gang."""
+    """Return the Job of a training."""
     stage, limits = plan.stage, plan.job.cluster.limits
     container = ContainerOptions(stage.name, {"MASTER_ADDR": f"{plan.name}-0.{plan.name}"}, (START_ENV_VAR,))
     template = pod_template(plan, container)
     template["spec"] = {"subdomain": plan.name} | template["spec"]
-    spec: KubeObject = {"suspend": True} if plan.where.suspended else {}
+    spec: KubeObject = {"suspend": True} if plan.placement.suspend else {}
     spec |= {
         "completionMode": "Indexed",
         "completions": plan.pods,
@@ -127,13 +124,13 @@ def plain_job(plan: PlannedStage) -> KubeObject:
     }
     if limits.hours is not None:
         spec["activeDeadlineSeconds"] = int(limits.hours * 3600)
-    found = plan.metadata
-    found["annotations"] = found.get("annotations", {}) | {MAX_RESTARTS_ANNOTATION: str(stage.restarts)}
-    return new_object(JOB, found, spec=spec | {"template": template})
+    metadata = plan.object_metadata
+    metadata["annotations"] = metadata.get("annotations", {}) | {MAX_RESTARTS_ANNOTATION: str(stage.restarts)}
+    return new_object(JOB, metadata, spec=spec | {"template": template})
 
 
 def headless_service(plan: PlannedStage) -> KubeObject:
-    """Return what gives the pods their names, before they are ready: they meet to become that."""
+    """Return the Service that gives pods their DNS names, also before they are ready: they need them to rendezvous."""
     spec: KubeObject = {
         "clusterIP": "None",
         "publishNotReadyAddresses": True,
@@ -144,7 +141,7 @@ def headless_service(plan: PlannedStage) -> KubeObject:
 
 
 def plain_job_notes(plan: PlannedStage) -> tuple[str, ...]:
-    """Say what a plain Job does otherwise."""
+    """Say how a plain Job differs from a JobSet."""
     return (
         "a plain Job is started again by the driver, a small pod on CPUs: without it a training that fails stays so; "
         "all pods of a gang have their nodes at once only where a queue or a JobSet sees to it",
@@ -152,7 +149,7 @@ def plain_job_notes(plan: PlannedStage) -> tuple[str, ...]:
 
 
 _CPU_JOB_RETRIES = 3
-"""Of each part: downloads and nodes fail now and then, and whatever is done already is not done again."""
+"""Retries of each part: downloads and nodes fail now and then, and finished work is not repeated."""
 
 
 def cpu_job(plan: PlannedStage) -> KubeObject:
@@ -165,13 +162,13 @@ def cpu_job(plan: PlannedStage) -> KubeObject:
         "backoffLimit": max(stage.restarts, _CPU_JOB_RETRIES) * stage.parts,
         "podFailurePolicy": {"rules": [fail_on_wrong_input(stage.name), ignore_disruption()]},
         "ttlSecondsAfterFinished": FINISHED_TTL_SECONDS,
-        "template": pod_template(plan, ContainerOptions(stage.name, references=(START_ENV_VAR,))),
+        "template": pod_template(plan, ContainerOptions(stage.name, env_references=(START_ENV_VAR,))),
     }
-    return new_object(JOB, plan.metadata, spec=({"suspend": True} if plan.where.suspended else {}) | spec)
+    return new_object(JOB, plan.object_metadata, spec=({"suspend": True} if plan.placement.suspend else {}) | spec)
 
 
 def ignore_disruption() -> KubeObject:
-    """Return the rule by which a pod that was driven out does not count as failed."""
+    """Return the rule by which an evicted pod does not count as failed."""
     return {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
 
 
@@ -181,27 +178,27 @@ _PYTORCHJOB_PORT = "pytorchjob-port"
 
 
 def pytorchjob(plan: PlannedStage) -> KubeObject:
-    """Return the object of a gang."""
+    """Return the PyTorchJob of a training."""
     stage, limits = plan.stage, plan.job.cluster.limits
     policy: KubeObject = {
         "cleanPodPolicy": "Running",
         "ttlSecondsAfterFinished": FINISHED_TTL_SECONDS,
-        # The operator gives up when so many restarts have happened, not when one more would be needed.
+        # The operator gives up when this many restarts have happened, not when one more would be needed.
         "backoffLimit": stage.restarts * plan.pods + 1 if stage.restarts else 0,
     }
     if limits.hours is not None:
         policy["activeDeadlineSeconds"] = int(limits.hours * 3600)
-    if plan.where.suspended:
+    if plan.placement.suspend:
         policy["suspend"] = True
     replicas: KubeObject = {"Master": _pytorchjob_replicas(plan, 1)}
     if plan.pods > 1:
         replicas["Worker"] = _pytorchjob_replicas(plan, plan.pods - 1)
     spec = {"runPolicy": policy, "pytorchReplicaSpecs": replicas}
-    return new_object(PYTORCH_JOB, plan.metadata, spec=spec)
+    return new_object(PYTORCH_JOB, plan.object_metadata, spec=spec)
 
 
 def pytorchjob_notes(plan: PlannedStage) -> tuple[str, ...]:
-    """Say what a PyTorchJob does otherwise."""
+    """Say how a PyTorchJob differs from a JobSet."""
     if not plan.stage.restarts:
         return ()
     return ("a PyTorchJob is started again whatever ended it, wrong input too; a JobSet tells these apart",)
@@ -209,26 +206,28 @@ def pytorchjob_notes(plan: PlannedStage) -> tuple[str, ...]:
 
 def _pytorchjob_replicas(plan: PlannedStage, count: int) -> KubeObject:
     restart_policy = "OnFailure" if plan.stage.restarts else "Never"
-    # The operator sets MASTER_ADDR and MASTER_PORT; no two starts of pods that it makes have a name in common.
-    meet = {"TRAINSHED_MEET": str(plan.pods)} if plan.pods > 1 and plan.stage.script is None else {}
+    # The operator sets MASTER_ADDR and MASTER_PORT, but nothing that names one start of all pods: `rendezvous.py`.
+    rendezvous_env = {"TRAINSHED_MEET": str(plan.pods)} if plan.pods > 1 and plan.stage.script is None else {}
     uid = {"name": "POD_UID", "valueFrom": {"fieldRef": {"fieldPath": "metadata.uid"}}}
     template = pod_template(
-        plan, ContainerOptions(_PYTORCHJOB_CONTAINER, meet, (uid,) if meet else ()), restart_policy=restart_policy
+        plan,
+        ContainerOptions(_PYTORCHJOB_CONTAINER, rendezvous_env, (uid,) if rendezvous_env else ()),
+        restart_policy=restart_policy,
     )
     container = template["spec"]["containers"][0]
     container["ports"] = [{"name": _PYTORCHJOB_PORT, "containerPort": MASTER_PORT}]
-    container["env"] = [each for each in container["env"] if each["name"] != "MASTER_PORT"]
+    container["env"] = [variable for variable in container["env"] if variable["name"] != "MASTER_PORT"]
     del template["spec"]["restartPolicy"]  # the operator takes it from beside the template
     return {"replicas": count, "restartPolicy": restart_policy, "template": template}
 
 
-# Of the replicated job that trains, and of its container, in the runtimes that Kubeflow ships.
+# The name of the replicated job that trains, and of its container, in the runtimes that Kubeflow ships.
 _TRAINJOB_NODE = "node"
 _TRAINJOB_MANAGER = "trainshed.io/launch"
 
 
 def trainjob(plan: PlannedStage) -> KubeObject:
-    """Return the object of a gang."""
+    """Return the TrainJob of a training."""
     _refuse_unpatchable_needs(plan)
     cluster = plan.job.cluster
     first = f"{plan.name}-{_TRAINJOB_NODE}-0-0.{plan.name}"
@@ -240,8 +239,8 @@ def trainjob(plan: PlannedStage) -> KubeObject:
     patched = {key: spec[key] for key in _TRAINJOB_PATCHED_KEYS if key in spec} | {"containers": [patch]}
     pods = {"metadata": template["metadata"], "spec": patched}
     jobs = [{"name": _TRAINJOB_NODE, "template": {"spec": {"template": pods}}}]
-    body: KubeObject = {"suspend": True} if plan.where.suspended else {}
-    body |= {
+    job_spec: KubeObject = {"suspend": True} if plan.placement.suspend else {}
+    job_spec |= {
         "runtimeRef": {
             "apiGroup": "trainer.kubeflow.org",
             "kind": "ClusterTrainingRuntime",
@@ -260,12 +259,12 @@ def trainjob(plan: PlannedStage) -> KubeObject:
         ],
     }
     if cluster.limits.hours is not None:
-        body["activeDeadlineSeconds"] = int(cluster.limits.hours * 3600)
-    return new_object(TRAIN_JOB, plan.metadata, spec=body)
+        job_spec["activeDeadlineSeconds"] = int(cluster.limits.hours * 3600)
+    return new_object(TRAIN_JOB, plan.object_metadata, spec=job_spec)
 
 
 def trainjob_notes(plan: PlannedStage) -> tuple[str, ...]:
-    """Say what a TrainJob does otherwise."""
+    """Say how a TrainJob differs from a JobSet."""
     runtime = plan.job.cluster.on_kubernetes.runtime
     return (f"how often a TrainJob is started again is the business of its runtime ({runtime}), not of this file",)
 
@@ -282,7 +281,7 @@ _TRAINJOB_PATCHED_KEYS = (
 
 
 def _refuse_unpatchable_needs(plan: PlannedStage) -> None:
-    needs, cluster = plan.needs, plan.job.cluster
+    needs, cluster = plan.fabric_needs, plan.job.cluster
     lacking = [
         word
         for word, needed in (
@@ -304,7 +303,7 @@ _RAY_HEAD_PORTS = {"gcs-server": 6379, "dashboard": 8265, "client": 10001}
 
 
 def rayjob(plan: PlannedStage) -> KubeObject:
-    """Return the object of a gang."""
+    """Return the RayJob of a training."""
     if plan.fabric.profile_script is not None:
         raise InputError(
             f"{plan.fabric.fabric} is set up by a script that must run before each rank, which Ray's actors do not do",
@@ -323,12 +322,12 @@ def rayjob(plan: PlannedStage) -> KubeObject:
         worker: KubeObject = {"groupName": "workers", "numOfHosts": 1} | workers
         worker |= {"rayStartParams": {"num-gpus": gpus}, "template": _ray_pod(plan, "ray-worker", head=False)}
         cluster["workerGroupSpecs"] = [worker]
-    spec: KubeObject = {"suspend": True} if plan.where.suspended else {}
+    spec: KubeObject = {"suspend": True} if plan.placement.suspend else {}
     spec |= {
         "submissionMode": "K8sJobMode",
         "entrypoint": shlex.join(command),
         "shutdownAfterJobFinishes": True,
-        # How long the cluster, with its GPUs, stays after the end.
+        # How long the Ray cluster, with its GPUs, is kept after the end.
         "ttlSecondsAfterFinished": 0,
         # The driver starts the ranks again by itself, on the same pods.
         "backoffLimit": 0,
@@ -337,21 +336,21 @@ def rayjob(plan: PlannedStage) -> KubeObject:
     }
     if plan.job.cluster.limits.hours is not None:
         spec["activeDeadlineSeconds"] = int(plan.job.cluster.limits.hours * 3600)
-    return new_object(RAY_JOB, plan.metadata, spec=spec)
+    return new_object(RAY_JOB, plan.object_metadata, spec=spec)
 
 
 def _ray_pod(plan: PlannedStage, name: str, *, head: bool) -> KubeObject:
-    # Actors get the fabric's variables from the container: nothing runs between Ray's processes and ours.
-    extra = dict(plan.fabric.environment)
+    # Actors get the fabric's variables from the container: no script runs between Ray's processes and ours.
+    env = dict(plan.fabric.environment)
     if plan.fabric.library_path:
-        extra["LD_LIBRARY_PATH"] = ":".join(plan.fabric.library_path)
+        env["LD_LIBRARY_PATH"] = ":".join(plan.fabric.library_path)
     if plan.job.code is not None:
-        extra["PYTHONPATH"] = UNPACKED_FOLDER
-    template = copy.deepcopy(pod_template(plan, ContainerOptions(name, extra)))
+        env["PYTHONPATH"] = UNPACKED_FOLDER
+    template = copy.deepcopy(pod_template(plan, ContainerOptions(name, env)))
     spec, container = template["spec"], template["spec"]["containers"][0]
     del spec["restartPolicy"]  # KubeRay's to set
     del container["command"], container["args"]
-    container["env"] = [each for each in container["env"] if each["name"] not in ("NNODES", "MASTER_PORT")]
+    container["env"] = [variable for variable in container["env"] if variable["name"] not in ("NNODES", "MASTER_PORT")]
     if head:
         container["ports"] = [{"name": key, "containerPort": port} for key, port in _RAY_HEAD_PORTS.items()]
     if plan.job.code is not None:
@@ -360,7 +359,7 @@ def _ray_pod(plan: PlannedStage, name: str, *, head: bool) -> KubeObject:
 
 
 def _code_init_container(plan: PlannedStage) -> KubeObject:
-    """A container that puts our code into its place before Ray starts."""
+    """Return the init container that unpacks our code before Ray starts."""
     code = plan.job.code.name if plan.job.code is not None else ""
     return {
         "name": "trainshed-code",
@@ -372,7 +371,7 @@ def _code_init_container(plan: PlannedStage) -> KubeObject:
 
 
 def _ray_submitter_pod(plan: PlannedStage) -> KubeObject:
-    """The pod that hands the entrypoint to the head; Ray's own one would not know the pull secrets."""
+    """Return the pod that submits the entrypoint to the head; KubeRay's default has no pull secrets."""
     kubernetes = plan.job.cluster.on_kubernetes
     container = {
         "name": "ray-job-submitter",
@@ -390,23 +389,23 @@ def _ray_submitter_pod(plan: PlannedStage) -> KubeObject:
 _HTTP_PORT = "http"
 _PROBE_PERIOD_SECONDS = 5
 _PROBE_TIMEOUT_SECONDS = 5
-# Missed answers in a row: one long pause of a busy process is no reason to load all weights again.
+# Failures in a row: one long pause of a busy process must not make it load all weights again.
 _LIVENESS_FAILURES = 6
 _ENDPOINT_REMOVAL_SECONDS = 10
-"""How long the proxies of a cluster take to send no more requests to a pod that is ending."""
+"""How long the proxies of a cluster may still send requests to a pod that is ending."""
 _IMAGE_PULL_SECONDS = 900
 """For images of some ten gigabytes, before the server itself starts."""
 
 
 def serving_service(plan: PlannedStage) -> KubeObject:
-    """Return the address of all replicas."""
+    """Return the Service in front of all replicas."""
     ports = [{"name": _HTTP_PORT, "port": SERVICE_PORT, "targetPort": _HTTP_PORT, "protocol": "TCP"}]
     spec = {"type": "ClusterIP", "selector": _serving_selector(plan), "ports": ports}
     return new_object(SERVICE, job_metadata(plan.job, plan.name, plan.stage.name), spec=spec)
 
 
 def serving_deployment(plan: PlannedStage) -> KubeObject:
-    """Return the object of a stage that serves."""
+    """Return the Deployment of a serving stage."""
     serving = _serving_of(plan)
     template = pod_template(plan, ContainerOptions(plan.stage.name), restart_policy="Always")
     container = template["spec"]["containers"][0]
@@ -414,7 +413,7 @@ def serving_deployment(plan: PlannedStage) -> KubeObject:
     container |= _probes(serving)
     if plan.stage.script is not None:
         container["lifecycle"] = {"preStop": {"exec": {"command": ["sleep", str(_ENDPOINT_REMOVAL_SECONDS)]}}}
-    # One more than asked for, and none less, while a new version takes over; a single server has no GPU beside its own.
+    # A new version starts one pod more than `replicas` and never has less; a single server has no second GPU for that.
     rolling = {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": 0, "maxSurge": 1}}
     spec: KubeObject = {
         "replicas": serving.replicas,
@@ -424,16 +423,16 @@ def serving_deployment(plan: PlannedStage) -> KubeObject:
         "revisionHistoryLimit": 2,
         "template": template,
     }
-    return new_object(DEPLOYMENT, plan.metadata, spec=spec)
+    return new_object(DEPLOYMENT, plan.object_metadata, spec=spec)
 
 
 def _probes(serving: ServingSpec) -> KubeObject:
-    often = {"periodSeconds": _PROBE_PERIOD_SECONDS, "timeoutSeconds": _PROBE_TIMEOUT_SECONDS}
+    timing = {"periodSeconds": _PROBE_PERIOD_SECONDS, "timeoutSeconds": _PROBE_TIMEOUT_SECONDS}
     starts = ceil(serving.startup_seconds / _PROBE_PERIOD_SECONDS)
     return {
-        "startupProbe": {"httpGet": _http_get(serving.live)} | often | {"failureThreshold": starts},
-        "readinessProbe": {"httpGet": _http_get(serving.ready)} | often | {"failureThreshold": 2},
-        "livenessProbe": {"httpGet": _http_get(serving.live)} | often | {"failureThreshold": _LIVENESS_FAILURES},
+        "startupProbe": {"httpGet": _http_get(serving.live)} | timing | {"failureThreshold": starts},
+        "readinessProbe": {"httpGet": _http_get(serving.ready)} | timing | {"failureThreshold": 2},
+        "livenessProbe": {"httpGet": _http_get(serving.live)} | timing | {"failureThreshold": _LIVENESS_FAILURES},
     }
 
 

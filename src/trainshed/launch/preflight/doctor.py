@@ -26,7 +26,7 @@ from trainshed.launch.target import target_of
 from trainshed.recipe import Cluster, SecretReference
 from trainshed.storage import parse
 
-# The extra, a module that only it brings, and what cannot be done without it.
+# An extra, a module that only it installs, and what cannot be done without it.
 _EXTRAS = (
     ("data", "tokenizers", "tokenising text and reading from the Hub"),
     ("train", "torch", "training, converting and comparing weights"),
@@ -49,7 +49,7 @@ print(json.dumps({"torch": torch.__version__, "cuda": torch.version.cuda, "hip":
 
 
 def machine_checks() -> Iterator[CheckResult]:
-    """Look at this machine."""
+    """Check this machine."""
     yield _check_python()
     yield from _check_extras()
     if find_spec("torch") is not None:
@@ -75,35 +75,41 @@ def _check_extras() -> Iterator[CheckResult]:
 
 
 def _check_torch() -> Iterator[CheckResult]:
-    """PyTorch in a process of its own: a broken driver may take the process with it."""
+    """Load PyTorch in a process of its own: a broken driver may kill the process."""
     done = subprocess.run([sys.executable, "-c", _TORCH_SCRIPT], capture_output=True, text=True, check=False)
     if done.returncode:
-        said = done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"]
+        error_lines = done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"]
         yield CheckResult(
-            "torch", "fail", f"cannot be loaded: {said[-1]}", "install it again: pip install 'trainshed[train]'"
+            "torch", "fail", f"cannot be loaded: {error_lines[-1]}", "install it again: pip install 'trainshed[train]'"
         )
         return
-    found = orjson.loads(done.stdout.splitlines()[-1])
-    build = f"CUDA {found['cuda']}" if found["cuda"] else f"ROCm {found['hip']}" if found["hip"] else "CPU only"
-    yield CheckResult("torch", "pass", f"{found['torch']} ({build})", measured=found)
-    seen = find_gpus()
-    if seen is None and not found["devices"]:
+    torch_facts = orjson.loads(done.stdout.splitlines()[-1])
+    build = (
+        f"CUDA {torch_facts['cuda']}"
+        if torch_facts["cuda"]
+        else f"ROCm {torch_facts['hip']}"
+        if torch_facts["hip"]
+        else "CPU only"
+    )
+    yield CheckResult("torch", "pass", f"{torch_facts['torch']} ({build})", measured=torch_facts)
+    node_gpus = find_gpus()
+    if node_gpus is None and not torch_facts["devices"]:
         yield CheckResult("gpus", "skipped", "none here; small models train on the processor")
         return
-    yield from check_gpus(seen, len(seen.gpus) if seen else len(found["devices"]))
-    if seen is not None and len(found["devices"]) < len(seen.gpus):
-        what = f"PyTorch sees {len(found['devices'])} of {len(seen.gpus)} GPUs"
+    yield from check_gpus(node_gpus, len(node_gpus.gpus) if node_gpus else len(torch_facts["devices"]))
+    if node_gpus is not None and len(torch_facts["devices"]) < len(node_gpus.gpus):
+        what = f"PyTorch sees {len(torch_facts['devices'])} of {len(node_gpus.gpus)} GPUs"
         yield CheckResult("torch and gpus", "fail", what, f"a PyTorch for this driver ({build} is installed)")
-    unknown = sorted({name for name in found["devices"] if gpu_by_device_name(name) is None})
+    unknown = sorted({name for name in torch_facts["devices"] if gpu_by_device_name(name) is None})
     if unknown:
         hint = "`trainshed plan probe --to FILE` measures it"
         yield CheckResult("gpu kind", "warn", f"the catalog does not know {', '.join(unknown)}: there is no MFU", hint)
 
 
 def _check_bf16() -> CheckResult:
-    """Processors that claim matrix units which their hypervisor forbids kill bf16 products with SIGILL."""
-    needed = machine_environment("bf16")
-    if WITHOUT_AMX.keys() & needed.keys():
+    """Check whether a bf16 matmul dies of SIGILL: a CPU may report matrix units (AMX) that its hypervisor forbids."""
+    variables = machine_environment("bf16")
+    if WITHOUT_AMX.keys() & variables.keys():
         setting = " ".join(f"{name}={value}" for name, value in WITHOUT_AMX.items())
         return CheckResult(
             "bf16", "pass", f"products in bf16 die on this processor (SIGILL): ranks are started with {setting}"
@@ -112,16 +118,16 @@ def _check_bf16() -> CheckResult:
 
 
 def _check_programs() -> Iterator[CheckResult]:
-    for program, without in _PROGRAMS:
-        place = shutil.which(program)
-        if place is not None:
-            yield CheckResult(program, "pass", f"found: {place}")
+    for program, consequence in _PROGRAMS:
+        path = shutil.which(program)
+        if path is not None:
+            yield CheckResult(program, "pass", f"found: {path}")
         else:
-            yield CheckResult(program, "skipped", f"not found: {without}")
+            yield CheckResult(program, "skipped", f"not found: {consequence}")
 
 
 def cluster_file_checks(cluster: Cluster, environment: Mapping[str, str] = os.environ) -> Iterator[CheckResult]:
-    """Look at a cluster file."""
+    """Check a cluster file."""
     yield from _check_image(cluster)
     yield _check_store(cluster)
     for name, reference in cluster.secrets.items():
@@ -189,7 +195,7 @@ def _check_secret(
 
 
 def _check_machine(cluster: Cluster) -> Iterator[CheckResult]:
-    """Machine, fabric and environment are known and belong together."""
+    """Check whether machine, fabric and environment are known and belong together."""
     nodes = max(2, cluster.nodes.default)
     try:
         machine = machine_of(cluster)
@@ -219,15 +225,15 @@ def _check_machine(cluster: Cluster) -> Iterator[CheckResult]:
 
 
 _DOCTOR_JOB = "doctor"
-"""The name of a job that is asked about and never sent."""
+"""The name of a job that the scheduler is asked about and that is never submitted."""
 
 
 def scheduler_checks(cluster: Cluster, *, nodes: int | None = None) -> Iterator[CheckResult]:
-    """Ask the scheduler; what cannot be asked from this machine is skipped, with the reason."""
+    """Ask the scheduler; what cannot be asked from this machine is skipped with the reason."""
     stage = preflight_stage(cluster, nodes=nodes)
-    job = Job(_DOCTOR_JOB, cluster.store_root, cluster, (stage,), {}, None)
-    asked = f"{stage.nodes} nodes" if stage.nodes > 1 else "one node"
-    asked += f" with {stage.gpus_per_node} GPUs" if stage.gpus_per_node else ""
+    job = Job(name=_DOCTOR_JOB, run=cluster.store_root, cluster=cluster, stages=(stage,), files={}, code=None)
+    request_text = f"{stage.nodes} nodes" if stage.nodes > 1 else "one node"
+    request_text += f" with {stage.gpus_per_node} GPUs" if stage.gpus_per_node else ""
     try:
         refusals = target_of(cluster).check(job)
     except InputError as error:
@@ -242,7 +248,7 @@ def scheduler_checks(cluster: Cluster, *, nodes: int | None = None) -> Iterator[
             cluster.target, "fail", sentence.removeprefix(f"{stage.name}: "), _where_in_cluster_file(cluster)
         )
     if not refusals:
-        yield CheckResult(cluster.target, "pass", f"answers, and could give a job {asked}")
+        yield CheckResult(cluster.target, "pass", f"answers, and could give a job {request_text}")
     if cluster.target == "kubernetes" and find_spec("lightkube") is not None:
         from trainshed.launch.preflight.kubernetes_permissions import check_permissions
 

@@ -1,4 +1,4 @@
-"""May we do in a namespace what a job needs? The API server itself is asked, permission by permission."""
+"""Whether we have the permissions in a namespace that a job needs; the API server is asked for each of them."""
 
 from __future__ import annotations
 
@@ -17,41 +17,41 @@ from trainshed.recipe import Cluster
 
 
 def check_permissions(cluster: Cluster) -> CheckResult:
-    """Ask for each right that submitting, following and cancelling a job takes."""
+    """Check each permission that submitting, following and cancelling a job needs."""
     kubernetes = cluster.on_kubernetes
     training = TRAINING_KINDS[kubernetes.kind]
     kinds = dict.fromkeys((training, JOB, CONFIG_MAP, *((SERVICE,) if training is JOB else ())))
-    wanted = [(verb, kind, "") for kind in kinds for verb in ("create", "patch", "delete")]
-    wanted += [("list", POD, ""), ("get", POD, "log")]
-    to_serve = [(verb, kind, "") for kind in (DEPLOYMENT, SERVICE) for verb in ("create", "patch", "delete")]
+    needed = [(verb, kind, "") for kind in kinds for verb in ("create", "patch", "delete")]
+    needed += [("list", POD, ""), ("get", POD, "log")]
+    needed_to_serve = [(verb, kind, "") for kind in (DEPLOYMENT, SERVICE) for verb in ("create", "patch", "delete")]
     file = Path(os.environ.get("KUBECONFIG") or Path.home() / ".kube" / "config").expanduser()
     try:
         configuration = KubeConfig.from_file(file) if file.is_file() else KubeConfig.from_env()
         client = Client(config=configuration.get(kubernetes.context), namespace=kubernetes.namespace)
-        denied, not_to_serve = (
+        denied, denied_to_serve = (
             [
-                f"{verb} {kind.plural}{f'/{part}' if part else ''}"
-                for verb, kind, part in rights
-                if not _is_allowed(client, kubernetes.namespace, verb, kind, part)
+                f"{verb} {kind.plural}{f'/{subresource}' if subresource else ''}"
+                for verb, kind, subresource in permissions
+                if not _is_allowed(client, kubernetes.namespace, verb, kind, subresource)
             ]
-            for rights in (wanted, to_serve)
+            for permissions in (needed, needed_to_serve)
         )
     except (ConfigError, ApiError, httpx2.HTTPError, OSError) as error:
         return CheckResult("rights", "skipped", f"cannot be asked: {error}")
     if denied:
         what = f"you may not {', '.join(denied)} in namespace {kubernetes.namespace}"
         return CheckResult("rights", "fail", what, "ask whoever runs the cluster for a role that allows it")
-    if not_to_serve:
-        what = f"you may submit jobs in namespace {kubernetes.namespace}, and not {', '.join(not_to_serve)}"
+    if denied_to_serve:
+        what = f"you may submit jobs in namespace {kubernetes.namespace}, and not {', '.join(denied_to_serve)}"
         return CheckResult("rights", "warn", what, "recipes with `serve` need a role that allows it")
     return CheckResult("rights", "pass", f"you may submit, follow and cancel jobs in namespace {kubernetes.namespace}")
 
 
-def _is_allowed(client: Client, namespace: str, verb: str, kind: KubeKind, part: str) -> bool:
-    asked = ResourceAttributes(
-        group=kind.group, namespace=namespace, resource=kind.plural, subresource=part or None, verb=verb
+def _is_allowed(client: Client, namespace: str, verb: str, kind: KubeKind, subresource: str) -> bool:
+    attributes = ResourceAttributes(
+        group=kind.group, namespace=namespace, resource=kind.plural, subresource=subresource or None, verb=verb
     )
-    spec = SelfSubjectAccessReviewSpec(resourceAttributes=asked)
+    spec = SelfSubjectAccessReviewSpec(resourceAttributes=attributes)
     review = client.create(
         SelfSubjectAccessReview(apiVersion="authorization.k8s.io/v1", kind="SelfSubjectAccessReview", spec=spec)
     )

@@ -1,6 +1,6 @@
 """What one node can check without any other: GPUs, memory, disk, limits, devices, variables, versions, storage.
 
-GPUs are read as their driver's own program shows them (`nvidia-smi -q -x`, `amd-smi static`); no CUDA is touched here.
+GPUs are read from the driver's own program (`nvidia-smi -q -x`, `amd-smi static`), without CUDA.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from trainshed.launch.preflight.verdict import CheckResult
 from trainshed.storage import Store
 
 GIB = 2**30
-# NCCL keeps about 32 MiB of shared memory for each pair of a node's GPUs, loaders of data keep batches there; Docker's
-# own default of 64 MiB kills both.
+# NCCL uses about 32 MiB of shared memory for each pair of a node's GPUs, and data loaders keep batches there. Docker's
+# default of 64 MiB is too small for both.
 _SHARED_MEMORY_FAIL, _SHARED_MEMORY_WARN_PER_GPU = 0.5 * GIB, 1 * GIB
 _DISK_FAIL, _DISK_WARN = 2 * GIB, 20 * GIB
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
-# Images set these for MPI; they take no fabric away from NCCL.
+# Images set these for MPI; they do not change the network that NCCL uses.
 _HARMLESS_PREFIXES = ("UCX_", "SHARP_")
 _SCHEDULER_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "NCCL_NET")
 
 
 def node_checks(setup: FabricSetup, machine: Machine | None, *, gpus: int, scratch: Path) -> list[CheckResult]:
-    """Look at this node; `gpus` is how many a job uses here, 0 where it trains on processors."""
-    seen = find_gpus() if gpus else None
+    """Check this node; `gpus` is how many the job uses here, 0 if it trains on CPUs."""
+    node_gpus = find_gpus() if gpus else None
     names = find_gpu(machine.gpu).device_names if machine is not None else ()
     return [
-        *check_gpus(seen, gpus, names),
+        *check_gpus(node_gpus, gpus, names),
         *([check_kernel_log(read_kernel_log())] if gpus else []),
         check_shared_memory(Path("/dev/shm"), gpus),
         check_disk(scratch),
@@ -55,19 +55,19 @@ def node_checks(setup: FabricSetup, machine: Machine | None, *, gpus: int, scrat
     ]
 
 
-def node_versions(seen: NodeGpus | None = None) -> dict[str, str]:
-    """Return what should be the same on every node, as far as it can be known without loading PyTorch."""
-    found = {"trainshed": __version__, "python": platform.python_version()}
+def node_versions(node_gpus: NodeGpus | None = None) -> dict[str, str]:
+    """Return the versions that should be the same on every node, as far as they are known without loading PyTorch."""
+    versions = {"trainshed": __version__, "python": platform.python_version()}
     for package in ("torch", "numpy"):
         try:
-            found[package] = metadata.version(package)
+            versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    return found | ({"driver": seen.driver} if seen is not None and seen.driver else {})
+    return versions | ({"driver": node_gpus.driver} if node_gpus is not None and node_gpus.driver else {})
 
 
 def check_shared_memory(path: Path, gpus: int) -> CheckResult:
-    """Is there room in /dev/shm for NCCL and for loaders?"""
+    """Check whether /dev/shm has room for NCCL and for data loaders."""
     if not path.is_dir():
         return CheckResult("shared memory", "skipped", f"there is no {path}")
     usage = os.statvfs(path)
@@ -80,21 +80,21 @@ def check_shared_memory(path: Path, gpus: int) -> CheckResult:
 
 
 def check_disk(path: Path) -> CheckResult:
-    """Is there room on the node's own disk for logs and caches?"""
+    """Check whether the node's own disk has room for logs and caches."""
     free = shutil.disk_usage(path).free
     verdict = "fail" if free < _DISK_FAIL else "warn" if free < _DISK_WARN else "pass"
     return CheckResult("disk", verdict, f"{free / GIB:.0f} GiB are free at {path}", measured={"free_bytes": free})
 
 
 def check_limits(setup: FabricSetup, memlock: int) -> Iterator[CheckResult]:
-    """May ranks lock the memory that cards write into?"""
+    """Check whether ranks may lock the memory that network cards write into."""
     if not setup.rdma:
         return
     if memlock == resource.RLIM_INFINITY:
         yield CheckResult("locked memory", "pass", "ranks may lock as much as they like")
     else:
         hint = "Slurm: `ulimit -l unlimited` and PropagateResourceLimitsExcept=MEMLOCK; pods: capability IPC_LOCK"
-        # With IPC_LOCK the limit does not count, and whether we have it only the kernel knows.
+        # With the capability IPC_LOCK the limit does not count.
         verdict = "pass" if _has_ipc_lock() else "fail"
         what = f"ranks may lock {memlock // 1024} KiB, and {setup.fabric} locks what it sends"
         yield CheckResult(
@@ -113,13 +113,13 @@ def _has_ipc_lock() -> bool:
 
 
 def check_devices(setup: FabricSetup) -> Iterator[CheckResult]:
-    """Are the fabric's cards, and the files its variables name, on this node?"""
+    """Check whether this node has the fabric's cards, and the files that its variables name."""
     if setup.devices is not None:
-        found = glob(setup.devices.path)
-        verdict = "pass" if len(found) >= setup.devices.count else "fail"
-        what = f"{len(found)} of {setup.devices.count} devices {setup.devices.path} are there"
+        devices = glob(setup.devices.path)
+        verdict = "pass" if len(devices) >= setup.devices.count else "fail"
+        what = f"{len(devices)} of {setup.devices.count} devices {setup.devices.path} are there"
         hint = None if verdict == "pass" else f"does the job ask for them, and is the driver of {setup.fabric} loaded?"
-        yield CheckResult("fabric devices", verdict, what, hint, {"count": len(found)})
+        yield CheckResult("fabric devices", verdict, what, hint, {"count": len(devices)})
     for name in ("NCCL_TOPO_FILE", "NCCL_TUNER_CONFIG_PATH"):
         file = setup.environment.get(name)
         if file is not None and not Path(file).is_file():
@@ -133,18 +133,18 @@ def check_devices(setup: FabricSetup) -> Iterator[CheckResult]:
 
 
 def check_environment(setup: FabricSetup, environment: Mapping[str, str]) -> Iterator[CheckResult]:
-    """Which variables of this process (the image's, the scheduler's) do not belong to the fabric?"""
-    ours = {name: value for name, value in environment.items() if not _is_expected(setup, name, value)}
-    found = misplaced_variables(setup, ours)
-    if found:
-        what = "; ".join(f"{name}: {rule.because}" for name, rule in found)
+    """Check for variables of the image or the scheduler that do not belong to the fabric."""
+    unexpected = {name: value for name, value in environment.items() if not _is_expected(setup, name, value)}
+    misplaced = misplaced_variables(setup, unexpected)
+    if misplaced:
+        what = "; ".join(f"{name}: {rule.because}" for name, rule in misplaced)
         yield CheckResult("environment", "warn", what, "the image or the scheduler sets them; unset them there")
     else:
         yield CheckResult("environment", "pass", "no variable that does not belong to the fabric")
 
 
 def _is_expected(setup: FabricSetup, name: str, value: str) -> bool:
-    """Whether a variable is what the setup, its script or the scheduler has put there."""
+    """Whether the setup, its script or the scheduler has set a variable."""
     if (
         name in (*_RANK_VARIABLES, *_SCHEDULER_VARIABLES)
         or name.startswith(_HARMLESS_PREFIXES)
@@ -157,41 +157,41 @@ def _is_expected(setup: FabricSetup, name: str, value: str) -> bool:
 
 
 def compare_versions(by_node: Mapping[int, Mapping[str, Any]]) -> CheckResult:
-    """Are they the same on all nodes? A driver may differ, what talks over the network may not."""
+    """Check whether versions are the same on all nodes; only the driver may differ."""
     different: dict[str, dict[str, list[int]]] = {}
-    for name in sorted({name for found in by_node.values() for name in found}):
+    for name in sorted({name for versions in by_node.values() for name in versions}):
         values: dict[str, list[int]] = {}
-        for node, found in by_node.items():
-            values.setdefault(str(found.get(name, "none")), []).append(node)
+        for node, versions in by_node.items():
+            values.setdefault(str(versions.get(name, "none")), []).append(node)
         if len(values) > 1:
             different[name] = values
     if not different:
         common = next(iter(by_node.values()), {})
         what = ", ".join(f"{name} {value}" for name, value in common.items())
         return CheckResult("versions", "pass", what, measured=dict(common))
-    told = "; ".join(f"{name}: {_format_minority(values)}" for name, values in different.items())
+    differences = "; ".join(f"{name}: {_format_minority(values)}" for name, values in different.items())
     verdict = "fail" if different.keys() - {"driver"} else "warn"
     return CheckResult(
-        "versions", verdict, f"nodes differ in {told}", "give all nodes the same image and driver", different
+        "versions", verdict, f"nodes differ in {differences}", "give all nodes the same image and driver", different
     )
 
 
 def _format_minority(values: Mapping[str, list[int]]) -> str:
-    usual = max(values, key=lambda value: len(values[value]))
-    others = [f"{value} on {format_nodes(nodes)}" for value, nodes in values.items() if value != usual]
-    return f"{', '.join(others)}, {usual} elsewhere"
+    most_common = max(values, key=lambda value: len(values[value]))
+    others = [f"{value} on {format_nodes(nodes)}" for value, nodes in values.items() if value != most_common]
+    return f"{', '.join(others)}, {most_common} elsewhere"
 
 
 def format_nodes(nodes: list[int]) -> str:
-    """Write a list of nodes, cut where it is long."""
+    """Write a list of nodes; a long one is cut."""
     shown = ", ".join(str(node) for node in nodes[:8])
     more = f" and {len(nodes) - 8} more" if len(nodes) > 8 else ""
     return f"{'node' if len(nodes) == 1 else 'nodes'} {shown}{more}"
 
 
 _TOOL_SECONDS = 60.0
-# What AWS's health suite (awslabs/awsome-distributed-ai) does about an Xid of NVIDIA's driver. Not listed: those that a
-# program causes (13, 31, 94, 126) and those that need nothing (43, 63, 92, 121).
+# What AWS's health suite (awslabs/awsome-distributed-ai) does about an Xid error of NVIDIA's driver. Not listed: those
+# that a program causes (13, 31, 94, 126) and those that need no action (43, 63, 92, 121).
 _XID_BAD = {54: "isolate the node", 79: "reboot it", 151: "reboot it", 168: "reboot it"}
 _XID_RESET = frozenset({48, 64, 74, 95, 109, 110, 119, 120, 136, 140, 143, 155, 156, 158})
 _XID = re.compile(r"NVRM: Xid \((?:PCI:)?([^)]*)\): (\d+)")
@@ -202,9 +202,9 @@ class GpuReading:
     """One GPU."""
 
     name: str
-    trouble: tuple[str, ...] = ()
+    errors: tuple[str, ...] = ()
     """Why it should not be used."""
-    doubts: tuple[str, ...] = ()
+    slowdowns: tuple[str, ...] = ()
     """Why it may be slow."""
 
 
@@ -218,13 +218,13 @@ class NodeGpus:
 
 
 def find_gpus() -> NodeGpus | None:
-    """Ask the driver's program; None where there is none."""
+    """Read the GPUs from the driver's program; None if there is none."""
     if shutil.which("nvidia-smi"):
-        done = _run_tool("nvidia-smi", "-q", "-x")
-        return None if done is None else parse_nvidia_smi(done)
+        printed = _run_tool("nvidia-smi", "-q", "-x")
+        return None if printed is None else parse_nvidia_smi(printed)
     if shutil.which("amd-smi"):
-        listed = _run_tool("amd-smi", "static", "--asic", "--driver", "--json")
-        return None if listed is None else parse_amd_smi(listed)
+        printed = _run_tool("amd-smi", "static", "--asic", "--driver", "--json")
+        return None if printed is None else parse_amd_smi(printed)
     return None
 
 
@@ -252,15 +252,15 @@ def _nvidia_errors(gpu: ElementTree.Element) -> Iterator[str]:
 
 
 def _nvidia_slowdowns(gpu: ElementTree.Element) -> Iterator[str]:
-    for reason, words in (("hw_thermal_slowdown", "too hot"), ("hw_power_brake_slowdown", "short of power")):
+    for reason, cause in (("hw_thermal_slowdown", "too hot"), ("hw_power_brake_slowdown", "short of power")):
         for group, item in (("clocks_event_reasons", "event"), ("clocks_throttle_reasons", "throttle")):
             if _xml_text(gpu, f"{group}/clocks_{item}_reason_{reason}") == "Active":
-                yield f"slowed down: {words}"
+                yield f"slowed down: {cause}"
                 break
 
 
 def parse_amd_smi(text: str) -> NodeGpus:
-    """Read what `amd-smi static --asic --driver --json` prints; a list, in newer versions below `gpu_data`."""
+    """Read what `amd-smi static --asic --driver --json` prints: a list, in newer versions below `gpu_data`."""
     body = orjson.loads(text)
     listed: list[dict[str, Any]] = body.get("gpu_data", []) if isinstance(body, dict) else body
     names = [str(gpu.get("asic", {}).get("market_name", "GPU")) for gpu in listed]
@@ -268,57 +268,64 @@ def parse_amd_smi(text: str) -> NodeGpus:
     return NodeGpus("amd", drivers[0] if drivers else None, tuple(GpuReading(name) for name in names))
 
 
-def check_gpus(seen: NodeGpus | None, wanted: int, device_names: tuple[str, ...] = ()) -> Iterator[CheckResult]:
-    """Are all GPUs there, of the kind that was paid for, and well?"""
+def check_gpus(node_gpus: NodeGpus | None, wanted: int, device_names: tuple[str, ...] = ()) -> Iterator[CheckResult]:
+    """Check whether all GPUs are there, of the machine's kind, and without errors."""
     if not wanted:
         yield CheckResult("gpus", "skipped", "the job asks for no GPUs")
         return
-    if seen is None:
+    if node_gpus is None:
         hint = "does the job ask for GPUs, and has the image the driver's tools?"
         yield CheckResult("gpus", "fail", f"{wanted} GPUs are wanted, and neither nvidia-smi nor amd-smi answers", hint)
         return
-    measured = {"count": len(seen.gpus), "names": sorted({gpu.name for gpu in seen.gpus}), "driver": seen.driver}
-    if len(seen.gpus) < wanted:
-        what = f"{len(seen.gpus)} of {wanted} GPUs are there"
+    measured = {
+        "count": len(node_gpus.gpus),
+        "names": sorted({gpu.name for gpu in node_gpus.gpus}),
+        "driver": node_gpus.driver,
+    }
+    if len(node_gpus.gpus) < wanted:
+        what = f"{len(node_gpus.gpus)} of {wanted} GPUs are there"
         yield CheckResult("gpus", "fail", what, "a GPU may have fallen off the bus: `dmesg | grep Xid`", measured)
     else:
         yield CheckResult(
-            "gpus", "pass", f"{len(seen.gpus)} x {seen.gpus[0].name}, driver {seen.driver}", measured=measured
+            "gpus",
+            "pass",
+            f"{len(node_gpus.gpus)} x {node_gpus.gpus[0].name}, driver {node_gpus.driver}",
+            measured=measured,
         )
-    others = sorted({gpu.name for gpu in seen.gpus if device_names and gpu.name not in device_names})
+    others = sorted({gpu.name for gpu in node_gpus.gpus if device_names and gpu.name not in device_names})
     if others:
         yield CheckResult(
             "gpu kind", "warn", f"the machine's GPUs should be {device_names[0]}, not {', '.join(others)}"
         )
-    trouble = [f"GPU {index}: {what}" for index, gpu in enumerate(seen.gpus) for what in gpu.trouble]
-    doubts = [f"GPU {index} is {what}" for index, gpu in enumerate(seen.gpus) for what in gpu.doubts]
-    if trouble or doubts:
-        yield CheckResult("gpu health", "fail" if trouble else "warn", "; ".join([*trouble, *doubts]))
+    errors = [f"GPU {index}: {what}" for index, gpu in enumerate(node_gpus.gpus) for what in gpu.errors]
+    slowdowns = [f"GPU {index} is {what}" for index, gpu in enumerate(node_gpus.gpus) for what in gpu.slowdowns]
+    if errors or slowdowns:
+        yield CheckResult("gpu health", "fail" if errors else "warn", "; ".join([*errors, *slowdowns]))
     else:
         yield CheckResult("gpu health", "pass", "no GPU reports errors or slows down")
 
 
 def check_kernel_log(log: str | None) -> CheckResult:
-    """What the driver said of its GPUs since the node was started."""
+    """Check for errors that the driver reported since the node was started."""
     if log is None:
         return CheckResult("kernel log", "skipped", "it may not be read here")
-    found = {(place, int(number)) for place, number in _XID.findall(log)}
-    bad = sorted((place, number) for place, number in found if number in _XID_BAD)
-    reset = sorted((place, number) for place, number in found if number in _XID_RESET)
-    measured = {"xids": sorted({number for _, number in found})}
+    xids = {(gpu_address, int(number)) for gpu_address, number in _XID.findall(log)}
+    bad = sorted((gpu_address, number) for gpu_address, number in xids if number in _XID_BAD)
+    reset = sorted((gpu_address, number) for gpu_address, number in xids if number in _XID_RESET)
+    measured = {"xids": sorted({number for _, number in xids})}
     if bad:
-        place, number = bad[0]
-        what = f"the driver reported Xid {number} of the GPU at {place}: {_XID_BAD[number]}"
+        gpu_address, number = bad[0]
+        what = f"the driver reported Xid {number} of the GPU at {gpu_address}: {_XID_BAD[number]}"
         return CheckResult("kernel log", "fail", what, measured=measured)
     if reset:
-        place, number = reset[0]
-        what = f"the driver reported Xid {number} of the GPU at {place} since the node was started"
+        gpu_address, number = reset[0]
+        what = f"the driver reported Xid {number} of the GPU at {gpu_address} since the node was started"
         return CheckResult("kernel log", "warn", what, "reset the GPU if it was not done since", measured)
     return CheckResult("kernel log", "pass", "no Xid that asks for a reset", measured=measured)
 
 
 def read_kernel_log() -> str | None:
-    """Return the kernel's messages, None where they may not be read."""
+    """Return the kernel's messages, None if they may not be read."""
     return _run_tool("dmesg") if shutil.which("dmesg") else None
 
 
@@ -333,8 +340,8 @@ def _run_tool(*command: str) -> str | None:
 
 
 def _xml_text(element: ElementTree.Element, path: str) -> str | None:
-    found = element.findtext(path)
-    return found.strip() if found else None
+    text = element.findtext(path)
+    return text.strip() if text else None
 
 
 def _parse_count(text: str | None) -> int:
@@ -343,7 +350,7 @@ def _parse_count(text: str | None) -> int:
 
 STORAGE_SAMPLE_BYTES = 64 * 2**20
 _MAX_SAMPLED_NODES = 4
-# One file says little about what many writers reach: only what is far off is worth a word.
+# One file says little about what many writers reach: only a rate far below the expected one is a warning.
 _SLOW_STORAGE_FRACTION = 0.25
 
 
@@ -356,34 +363,36 @@ def sampled_nodes(nodes: int) -> tuple[int, ...]:
 def check_storage(
     store: Store, path: str, *, expected_gb_per_s: float | None = None, size_bytes: int = STORAGE_SAMPLE_BYTES
 ) -> CheckResult:
-    """Write a file, read it back, remove it; `expected_gb_per_s` is what this node should get of the storage."""
+    """Write a file, read it back, delete it; `expected_gb_per_s` is this node's share of the storage's bandwidth."""
     block = os.urandom(min(size_bytes, 2**20))
     blocks: Sequence[bytes] = [block] * max(1, size_bytes // len(block))
     total = len(block) * len(blocks)
     try:
         started = time.perf_counter()
         with store.writer(path, size=total) as writer:
-            for each in blocks:
-                writer.write(each)
-        written = time.perf_counter() - started
+            for chunk in blocks:
+                writer.write(chunk)
+        write_seconds = time.perf_counter() - started
         started = time.perf_counter()
-        whole = sum(len(chunk) for chunk in store.stream(path)) == total and store.read(path, 0, len(block)) == block
-        read = time.perf_counter() - started
+        is_intact = (
+            sum(len(chunk) for chunk in store.stream(path)) == total and store.read(path, 0, len(block)) == block
+        )
+        read_seconds = time.perf_counter() - started
         store.delete(path)
     except (StorageError, OSError) as error:
         return CheckResult(
             "storage", "fail", f"the run's folder cannot be written: {error}", f"is {store.url} reachable?"
         )
-    if not whole:
+    if not is_intact:
         return CheckResult(
             "storage", "fail", "what was written does not come back", f"is {store.url} mounted everywhere?"
         )
-    rates = {"write_gb_per_s": total / written / 1e9, "read_gb_per_s": total / read / 1e9, "bytes": total}
-    told = f"{rates['write_gb_per_s']:.2f} GB/s written, {rates['read_gb_per_s']:.2f} read"
+    rates = {"write_gb_per_s": total / write_seconds / 1e9, "read_gb_per_s": total / read_seconds / 1e9, "bytes": total}
+    rates_text = f"{rates['write_gb_per_s']:.2f} GB/s written, {rates['read_gb_per_s']:.2f} read"
     if expected_gb_per_s is None:
-        return CheckResult("storage", "pass", f"{told}; measured, nothing to compare with", measured=rates)
+        return CheckResult("storage", "pass", f"{rates_text}; measured, nothing to compare with", measured=rates)
     slow = rates["write_gb_per_s"] < _SLOW_STORAGE_FRACTION * expected_gb_per_s
-    what = f"{told}; the tier gives this node {expected_gb_per_s:.2f}"
+    what = f"{rates_text}; the tier gives this node {expected_gb_per_s:.2f}"
     hint = "checkpoints will take longer than planned" if slow else None
     return CheckResult(
         "storage", "warn" if slow else "pass", what, hint, rates | {"expected_gb_per_s": expected_gb_per_s}

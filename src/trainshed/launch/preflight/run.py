@@ -1,8 +1,9 @@
 """The checks before a training, on every node at once: the node itself, pairs of nodes, all nodes together.
 
 `run_preflight` is called on every node and returns the same verdict on all of them. Node 0 serves a key-value store
-(`launch/rendezvous.py`) and leads (`coordinator.py`); every node checks itself and takes part in the measurements it is
-told to. Results are kept under `<run>/health/attempt-0001/preflight/`, one file a node and `verdict.json`.
+(`launch/rendezvous.py`) and gives instructions (`coordinator.py`). Every node checks itself and takes part in the
+measurements of its instructions. Results are stored in `<run>/health/attempt-0001/preflight/`: one file per node and
+`verdict.json`.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from trainshed.launch.preflight.node import (
     sampled_nodes,
 )
 from trainshed.launch.preflight.verdict import PREFLIGHT_SCHEMA, NodeCheckReport, PreflightVerdict
+from trainshed.launch.ranks import read_log_tail
 from trainshed.launch.rendezvous import KeyValueClient, KeyValueServer
 from trainshed.observe.events import EventWriter
 from trainshed.plan.budget.storage import cluster_storage
@@ -47,27 +49,27 @@ _LOG_BYTES = 64 * 1024
 
 @dataclass(frozen=True)
 class PreflightJob:
-    """What preflight must know, the same on every node; `preflight_job` makes it from a cluster file."""
+    """What preflight needs to know, the same on every node; `preflight_job` makes it from a cluster file."""
 
     store: Store
     run_folder: str
-    """Inside the store; empty where the store is the run's own folder."""
+    """Inside the store; empty if the store is the run's own folder."""
     attempt: int
     nodes: int
     gpus: int
-    """Of each node that the job uses; 0: it trains on processors, with gloo."""
+    """How many the job uses on each node; 0: it trains on CPUs, with gloo."""
     setup: FabricSetup
     machine: Machine | None = None
     full: bool = False
-    """Measure the whole for a minute, not for half a second."""
+    """Measure all nodes together for a minute, not for half a second."""
     storage_gb_per_s: float | None = None
-    """What one node should get of the storage, where it is known."""
+    """One node's share of the storage's bandwidth, if known."""
     storage_bytes: int = STORAGE_SAMPLE_BYTES
-    limits: PreflightTimeouts = field(default_factory=PreflightTimeouts)
+    timeouts: PreflightTimeouts = field(default_factory=PreflightTimeouts)
 
     @property
     def folder(self) -> str:
-        """Where results are kept, inside the store."""
+        """The folder of the results, inside the store."""
         return "/".join([*filter(None, [self.run_folder]), "health", f"attempt-{self.attempt:04d}", "preflight"])
 
 
@@ -75,102 +77,106 @@ def run_preflight(
     job: PreflightJob,
     *,
     node_rank: int,
-    board: tuple[str, int],
+    key_value_address: tuple[str, int],
     host: str | None = None,
     reporter: Reporter = SILENT,
     probe: Sequence[str] = PROBE_COMMAND,
 ) -> PreflightVerdict:
     """Check this node and all together; every node of the job calls this, and all get the same verdict.
 
-    `board` is an address of node 0 with a port that is free there. `host` is what people call this node. `probe` is
-    the command that measures.
+    `key_value_address` is an address of node 0 with a port that is free there. `host` is the name of this node for
+    people. `probe` is the command that measures.
     """
     host = host or socket.gethostname()
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="trainshed-preflight-")))
-        view = stack.enter_context(_connect(job, node_rank, board))
-        address = board[0] if node_rank == 0 else view.own_address()
-        worlds = FabricProbeRunner(node_rank, address, max(job.gpus, 1), view, job.setup, scratch, probe)
+        key_values = stack.enter_context(_connect(job, node_rank, key_value_address))
+        address = key_value_address[0] if node_rank == 0 else key_values.own_address()
+        probes = FabricProbeRunner(node_rank, address, max(job.gpus, 1), key_values, job.setup, scratch, probe)
         with reporter.task("preflight", total=None, unit="measurements") as task:
-            report = _check_node(job, node_rank, host, view, worlds, scratch)
-            view.put(f"node/{node_rank}", report.to_plain())
+            report = _check_node(job, node_rank, host, key_values, probes, scratch)
+            key_values.put(f"node/{node_rank}", report.to_plain())
             task.advance(1)
             number = 0
             while True:
                 number += 1
-                plan = _next_instruction(job, view, number)
-                if "verdict" in plan:
+                instruction = _next_instruction(job, key_values, number)
+                if "verdict" in instruction:
                     break
-                for world in map(FabricProbeGroup.from_plain, plan["worlds"]):
-                    if node_rank in world.nodes:
-                        task.describe(world.name)
-                        found = worlds.measure(world, job.limits.world + world.request.seconds)
-                        view.put(f"result/{world.name}/{node_rank}", found.to_plain())
+                for group in map(FabricProbeGroup.from_plain, instruction["groups"]):
+                    if node_rank in group.nodes:
+                        task.describe(group.name)
+                        result = probes.measure(group, job.timeouts.measurement_seconds + group.request.seconds)
+                        key_values.put(f"result/{group.name}/{node_rank}", result.to_plain())
                         task.advance(1)
-        verdict = PreflightVerdict.from_plain(plan["verdict"])
+        verdict = PreflightVerdict.from_plain(instruction["verdict"])
         _store_results(job, node_rank, verdict, scratch)
         if node_rank:
-            view.put(f"bye/{node_rank}", True)
+            key_values.put(f"bye/{node_rank}", True)
     return verdict
 
 
 @contextmanager
 def _connect(job: PreflightJob, node_rank: int, address: tuple[str, int]) -> Iterator[KeyValueClient]:
-    """This node's view of the board; on node 0 the board itself and whoever leads."""
+    """Connect to the key-value store; node 0 also starts its server and the coordinator."""
     token = f"{job.store.url}/{job.run_folder}#{job.attempt}"
     if node_rank:
         yield KeyValueClient(address, token)
         return
     with KeyValueServer(address[1], token) as server:
-        view = KeyValueClient(("127.0.0.1", server.port), token)
-        leader = PreflightCoordinator(view, job.nodes, bool(job.gpus), job.setup, job.machine, job.full, job.limits)
-        thread = threading.Thread(target=leader.run, daemon=True)
+        key_values = KeyValueClient(("127.0.0.1", server.port), token)
+        coordinator = PreflightCoordinator(
+            key_values, job.nodes, bool(job.gpus), job.setup, job.machine, job.full, job.timeouts
+        )
+        thread = threading.Thread(target=coordinator.run, daemon=True)
         thread.start()
-        yield view
+        yield key_values
         thread.join()
 
 
 def _check_node(
-    job: PreflightJob, node: int, host: str, view: KeyValueClient, worlds: FabricProbeRunner, scratch: Path
+    job: PreflightJob, node: int, host: str, key_values: KeyValueClient, probes: FabricProbeRunner, scratch: Path
 ) -> NodeCheckReport:
-    """Everything that this node can be asked alone."""
+    """Run the checks that need no other node."""
     checks = [
         *node_checks(job.setup, job.machine, gpus=job.gpus, scratch=scratch),
-        check_clock(view.clock_offset_seconds()),
+        check_clock(key_values.clock_offset_seconds()),
     ]
     if node in sampled_nodes(job.nodes):
         path = f"{job.folder}/write-{node:05d}"
         checks.append(
             check_storage(job.store, path, expected_gb_per_s=job.storage_gb_per_s, size_bytes=job.storage_bytes)
         )
-    found = node_versions(find_gpus() if job.gpus else None)
+    versions = node_versions(find_gpus() if job.gpus else None)
     if job.gpus:
         expected = expected_in_node(job.machine)
         size = float(expected.mebibytes) if expected is not None and expected.mebibytes else _INTRA_NODE_MEBIBYTES
         sizes = (size,) if job.gpus > 1 else ()
-        request = ProbeRequest("cuda", sizes, job.limits.measuring, products=True, timeout_seconds=job.limits.world)
-        inside = worlds.measure(FabricProbeGroup("inside", (node,), request), job.limits.world)
+        request = ProbeRequest(
+            "cuda", sizes, job.timeouts.sample_seconds, products=True, timeout_seconds=job.timeouts.measurement_seconds
+        )
+        inside = probes.measure(FabricProbeGroup("inside", (node,), request), job.timeouts.measurement_seconds)
         checks += check_inside(inside, job.machine)
-        found |= inside.figures.get("versions", {})
-    return NodeCheckReport(node, host, tuple(checks), found)
+        versions |= inside.figures.get("versions", {})
+    return NodeCheckReport(node, host, tuple(checks), versions)
 
 
-def _next_instruction(job: PreflightJob, view: KeyValueClient, number: int) -> dict:
-    """What node 0 wants next; it waits for the slowest node of a measurement, and so do we for it."""
+def _next_instruction(job: PreflightJob, key_values: KeyValueClient, number: int) -> dict:
+    """Return node 0's next instruction; it may take as long as the slowest node of a measurement."""
     key = f"plan/{number}"
-    patience = job.limits.reports + job.limits.world + 120.0
-    found = view.get([key], patience)
-    if key not in found:
-        raise TrainshedError(f"node 0 decided nothing for {patience:.0f} s", hint="its log says what it waits for")
-    return found[key]
+    wait_seconds = job.timeouts.report_seconds + job.timeouts.measurement_seconds + 120.0
+    answers = key_values.get([key], wait_seconds)
+    if key not in answers:
+        raise TrainshedError(f"node 0 decided nothing for {wait_seconds:.0f} s", hint="its log says what it waits for")
+    return answers[key]
 
 
 def _store_results(job: PreflightJob, node: int, verdict: PreflightVerdict, scratch: Path) -> None:
     """Store what this node found, its logs where something is wrong, and on node 0 the verdict and its event."""
-    own = next((report for report in verdict.nodes if report.node == node), None)
-    body = {"schema": PREFLIGHT_SCHEMA, **(own.to_plain() if own else {"node": node})}
+    own_report = next((report for report in verdict.nodes if report.node == node), None)
+    body = {"schema": PREFLIGHT_SCHEMA, **(own_report.to_plain() if own_report else {"node": node})}
     _put_json(job, f"node-{node:05d}.json", body)
-    tails = b"".join(_log_tail(log) for log in sorted(scratch.rglob("*.log")))
+    tails = b"".join(_titled_log_tail(log) for log in sorted(scratch.rglob("*.log")))
     if tails and verdict.outcome in ("replace", "fail"):
         job.store.put(f"{job.folder}/node-{node:05d}.log", tails)
     if node == 0:
@@ -191,16 +197,14 @@ def _put_json(job: PreflightJob, name: str, body: dict) -> None:
     job.store.put(f"{job.folder}/{name}", orjson.dumps(body, option=orjson.OPT_INDENT_2) + b"\n")
 
 
-def _log_tail(log: Path) -> bytes:
-    with log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - _LOG_BYTES))
-        return f"==> {log.parent.name}/{log.name} <==\n".encode() + file.read() + b"\n"
+def _titled_log_tail(log: Path) -> bytes:
+    return f"==> {log.parent.name}/{log.name} <==\n".encode() + read_log_tail(log, _LOG_BYTES) + b"\n"
 
 
 def preflight_job(
     cluster: Cluster, *, store: Store, run_folder: str, attempt: int, nodes: int, gpus: int, full: bool = False
 ) -> PreflightJob:
-    """Return what every node of a job is to prove; `gpus` of each node that the job uses, 0 on processors."""
+    """Return what every node of a job checks; `gpus` is how many it uses on each node, 0 on CPUs."""
     machine = machine_of(cluster)
     storage = cluster_storage(cluster)
     writers = len(sampled_nodes(nodes))
@@ -218,7 +222,7 @@ def preflight_job(
 
 
 def preflight_stage(cluster: Cluster, *, nodes: int | None = None) -> Stage:
-    """Return a stage that takes a training's nodes and proves them; what runs behind the proof is the submitter's."""
+    """Return a stage that has a training's nodes and runs preflight on them."""
     machine = machine_of(cluster)
     gpus = machine.gpus if machine is not None else 0
     return Stage("train", nodes or cluster.nodes.default, gpus, max(gpus, 1), preflight=True)

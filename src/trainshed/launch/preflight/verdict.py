@@ -17,7 +17,7 @@ _BY_SEVERITY: tuple[CheckVerdict, ...] = ("skipped", "pass", "warn", "fail")
 
 @dataclass(frozen=True)
 class CheckResult:
-    """What was looked at (`name`) and what was found (`what`), in one sentence; `hint` says what to do about it."""
+    """The result of one check: `what` is a sentence about it, `hint` says what to do."""
 
     name: str
     verdict: CheckVerdict
@@ -42,7 +42,7 @@ class CheckResult:
 
 
 def worst_verdict(checks: Iterable[CheckResult]) -> CheckVerdict:
-    """Return the gravest verdict; nothing looked at is skipped."""
+    """Return the worst verdict; "skipped" if there is no check."""
     return max((check.verdict for check in checks), key=_BY_SEVERITY.index, default="skipped")
 
 
@@ -57,7 +57,7 @@ PreflightOutcome = Literal["pass", "warn", "replace", "fail"]
 
 @dataclass(frozen=True)
 class NodeCheckReport:
-    """One node: where it is and what was found of it."""
+    """The checks of one node."""
 
     node: int
     host: str
@@ -83,10 +83,10 @@ class NodeCheckReport:
 
 @dataclass(frozen=True)
 class PreflightVerdict:
-    """What was found before the ranks start.
+    """The result of preflight on all nodes.
 
-    `replace`: the nodes named are bad, the others are not. `fail`: something is wrong with all of them, or between
-    them, and another node would not help.
+    `replace`: only the named nodes are bad. `fail`: something is wrong with most nodes, or between them, and replacing
+    a node would not help.
     """
 
     outcome: PreflightOutcome
@@ -132,7 +132,7 @@ class PreflightVerdict:
         )
 
     def raise_unless_ready(self, where: str | None = None) -> None:
-        """Raise where training should not start."""
+        """Raise if training should not start."""
         if self.outcome in ("replace", "fail"):
             hints = [check.hint for report in self.nodes for check in failed_checks(report.checks) if check.hint]
             hints += [check.hint for check in failed_checks(self.checks) if check.hint]
@@ -140,7 +140,7 @@ class PreflightVerdict:
 
 
 def newest_verdict(run: Path) -> PreflightVerdict | None:
-    """Return the verdict of a run's newest attempt; None where its folder is not here, or holds none."""
+    """Return the verdict of a run's newest attempt; None if its folder is not here or has none."""
     files = sorted((run / "health").glob("attempt-*/preflight/verdict.json"))
     return PreflightVerdict.from_plain(orjson.loads(files[-1].read_bytes())) if files else None
 
@@ -153,7 +153,7 @@ def conclude(
     bus_gb_per_s: float | None = None,
     seconds: float = 0.0,
 ) -> PreflightVerdict:
-    """Draw the conclusion from each node's checks and from those of all together."""
+    """Return the verdict from each node's checks and from those of all nodes together."""
     bad = [report for report in reports if worst_verdict(report.checks) == "fail"]
     doubtful = tuple(report.node for report in reports if worst_verdict(report.checks) == "warn")
     outcome, sentence = _draw_outcome(reports, bad, checks, doubtful)
@@ -177,13 +177,13 @@ def _draw_outcome(
     doubtful: Sequence[int],
 ) -> tuple[PreflightOutcome, str]:
     if bad and len(bad) * 2 > len(reports):
-        # What most nodes have is no fault of theirs.
+        # A problem of most nodes is not the fault of single ones.
         what = failed_checks(bad[0].checks)[0].what
         names = "the node" if len(reports) == 1 else f"{len(bad)} of {len(reports)} nodes"
         return "fail", f"{names} cannot train: {what}"
     if bad:
-        told = "; ".join(f"{report.name}: {failed_checks(report.checks)[0].what}" for report in bad[:8])
-        return "replace", f"{_nodes_are(len(bad))} to be replaced, of {len(reports)}: {told}"
+        reasons = "; ".join(f"{report.name}: {failed_checks(report.checks)[0].what}" for report in bad[:8])
+        return "replace", f"{_nodes_are(len(bad))} to be replaced, of {len(reports)}: {reasons}"
     if failed := failed_checks(checks):
         return "fail", failed[0].what
     warned = [check for check in checks if check.verdict == "warn"]
@@ -191,9 +191,9 @@ def _draw_outcome(
         by_node = [
             f"{report.name}: {check.what}" for report in reports for check in report.checks if check.verdict == "warn"
         ]
-        told = [check.what for check in warned] + by_node
-        more = f" (and {len(told) - 1} more)" if len(told) > 1 else ""
-        return "warn", f"{told[0]}{more}"
+        reasons = [check.what for check in warned] + by_node
+        more = f" (and {len(reasons) - 1} more)" if len(reasons) > 1 else ""
+        return "warn", f"{reasons[0]}{more}"
     last = [check.what for check in checks if check.verdict == "pass" and check.name in ("fabric", "all-reduce")]
     return "pass", f"{_nodes_are(len(reports))} ready" + (f": {'; '.join(last)}" if last else "")
 

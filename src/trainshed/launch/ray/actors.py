@@ -110,7 +110,7 @@ class ProcessActor:
             nodes=task.nodes,
             gpus=task.gpus,
         )
-        return run_preflight(checks, node_rank=task.node, board=task.board, host=task.host)
+        return run_preflight(checks, node_rank=task.node, key_value_address=task.board, host=task.host)
 
     def run(self, task: ActorTask) -> RanksResult:
         """Run a process and wait for its end; what it prints goes to its log."""
@@ -203,7 +203,7 @@ class LostRank(RankFailure):
     cause: str = ""
 
     @property
-    def how(self) -> str:
+    def end_text(self) -> str:
         """How it ended, for a sentence that begins with the rank."""
         return self.cause
 

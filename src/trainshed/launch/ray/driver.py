@@ -103,7 +103,9 @@ class RayJobContext:
     def says_log(self, failure: RankFailure, what: str) -> None:
         """Say the end of the log of whatever failed first."""
         tail = failure.log_tail.strip()
-        self.reporter.warn(f"{what} {failure.how}; the end of its log:\n{tail}" if tail else f"{what} {failure.how}")
+        self.reporter.warn(
+            f"{what} {failure.end_text}; the end of its log:\n{tail}" if tail else f"{what} {failure.end_text}"
+        )
 
 
 def actor_options(bundle: dict[str, float]) -> dict[str, Any]:
@@ -185,7 +187,7 @@ def _part_failure(work: RayJobContext, stage: Stage, result: RanksResult) -> Tra
     what = stage.name if stage.parts == 1 else f"part {first.rank} of {stage.name}"
     work.says_log(first, what)
     kind = InputError if first.exit_code == InputError.exit_code else TrainshedError
-    return kind(f"{what} {first.how}", where=str(work.run_folder / "logs" / stage.name / _part_log(first.rank)))
+    return kind(f"{what} {first.end_text}", where=str(work.run_folder / "logs" / stage.name / _part_log(first.rank)))
 
 
 _PREFLIGHT_POLL_SECONDS = 0.5
@@ -398,11 +400,13 @@ class RayTraining:
         if self._stage.script is None:
             self._work.says_log(first, f"rank {first.rank}")
             failed = [each.rank for each in result.failed]
-            return explain_failure(self._work.run_folder, attempt, world_size, ends=result.ends, failed=failed)
+            return explain_failure(
+                self._work.run_folder, attempt, world_size, rank_ends=result.ends, failed_ranks=failed
+            )
         self._work.says_log(first, f"node {first.rank}")
         kind = InputError if first.exit_code == InputError.exit_code else TrainshedError
         log = logs_folder(self._work.run_folder, attempt) / f"rank-{first.rank:05d}.log"
-        return kind(f"{self._stage.name} failed: node {first.rank} {first.how}", where=str(log))
+        return kind(f"{self._stage.name} failed: node {first.rank} {first.end_text}", where=str(log))
 
 
 def _rank_order(place: ActorLocation) -> tuple[int, str, tuple[int, ...], int]:

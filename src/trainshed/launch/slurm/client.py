@@ -12,8 +12,9 @@ from trainshed.errors import InputError, TrainshedError
 from trainshed.recipe import Cluster
 
 _COMMAND_SECONDS = 120.0
-# What sbatch is told lies in the script alone: SBATCH_* of whoever submits would win over its lines (SBATCH_EXPORT=ALL
-# hands the whole environment on), and a job inherits every SLURM_*, which are another job's where one submits from it.
+# Only the script may say what sbatch does. SBATCH_* variables of the submitting shell would win over its lines
+# (SBATCH_EXPORT=ALL passes on the whole environment). A job inherits every SLURM_* variable; a shell inside another
+# job has that job's.
 _WITHOUT_SLURM_VARIABLES = (
     'for name in $(env | sed -n "s/^\\(SBATCH_[A-Za-z0-9_]*\\|SLURM_[A-Za-z0-9_]*\\)=.*/\\1/p"); do '
     'case "$name" in SLURM_CONF | SLURM_CONF_SERVER | SLURM_CLUSTERS | SLURM_JWT) ;; *) unset "$name" ;; esac; done; '
@@ -22,7 +23,7 @@ _WITHOUT_SLURM_VARIABLES = (
 
 
 class SlurmClient:
-    """Runs commands where Slurm is; arguments are quoted for the shell that ssh starts there."""
+    """Runs commands on the machine that has Slurm; arguments are quoted for the shell that ssh starts there."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
@@ -34,32 +35,34 @@ class SlurmClient:
 
     @property
     def is_remote(self) -> bool:
-        """Whether every command is a connection."""
+        """Whether every command needs an ssh connection."""
         return self._login is not None
 
     def run(self, *command: str, input: bytes | None = None) -> str:
-        """Run a command and return what it prints; raises what it says where it fails."""
-        return self._printed(command, self.attempt(*command, input=input))
+        """Run a command and return what it prints; raises an error with its last line if it fails."""
+        return self._checked_output(command, self.run_unchecked(*command, input=input))
 
     def submit(self, script: str) -> str:
-        """Give a script to sbatch, which sees nothing of Slurm's variables here; returns what it prints."""
+        """Give a script to sbatch, without Slurm's variables of this shell; returns what it prints."""
         command = ("sbatch", "--parsable")
-        return self._printed(command, self._attempt(command, script.encode(), ("sh", "-c", _WITHOUT_SLURM_VARIABLES)))
+        return self._checked_output(
+            command, self._execute(command, script.encode(), ("sh", "-c", _WITHOUT_SLURM_VARIABLES))
+        )
 
-    def _printed(self, command: Sequence[str], done: subprocess.CompletedProcess[bytes]) -> str:
+    def _checked_output(self, command: Sequence[str], done: subprocess.CompletedProcess[bytes]) -> str:
         if done.returncode:
-            said = done.stderr.decode(errors="replace").strip() or f"exit code {done.returncode}"
-            raise TrainshedError(f"{command[0]}: {_last_line(said)}", where=self._where)
+            message = done.stderr.decode(errors="replace").strip() or f"exit code {done.returncode}"
+            raise TrainshedError(f"{command[0]}: {_last_line(message)}", where=self._where)
         return done.stdout.decode(errors="replace")
 
-    def attempt(self, *command: str, input: bytes | None = None) -> subprocess.CompletedProcess[bytes]:
-        """Run a command and return how it went."""
-        return self._attempt(command, input)
+    def run_unchecked(self, *command: str, input: bytes | None = None) -> subprocess.CompletedProcess[bytes]:
+        """Run a command and return its result, whatever the exit code."""
+        return self._execute(command, input)
 
-    def _attempt(
-        self, command: Sequence[str], input: bytes | None, inside: Sequence[str] = ()
+    def _execute(
+        self, command: Sequence[str], input: bytes | None, wrapper: Sequence[str] = ()
     ) -> subprocess.CompletedProcess[bytes]:
-        line = self._line(command, inside)
+        line = self._command_line(command, wrapper)
         try:
             done = subprocess.run(line, input=input or b"", capture_output=True, timeout=_COMMAND_SECONDS, check=False)
         except subprocess.TimeoutExpired:
@@ -67,14 +70,14 @@ class SlurmClient:
                 f"{command[0]} did not answer for {_COMMAND_SECONDS:.0f} s", where=self._where
             ) from None
         if self._login is not None and done.returncode == 255:
-            said = _last_line(done.stderr.decode(errors="replace")) or "the connection failed"
+            message = _last_line(done.stderr.decode(errors="replace")) or "the connection failed"
             raise TrainshedError(
-                f"ssh: {said}", where=self._cluster.where("slurm.login"), hint=f"try `ssh {self._login} true`"
+                f"ssh: {message}", where=self._cluster.where("slurm.login"), hint=f"try `ssh {self._login} true`"
             )
         return done
 
-    def put(self, path: str, data: bytes) -> None:
-        """Write a file of the shared disk, complete or not at all; one that is there already is left alone."""
+    def upload_file(self, path: str, data: bytes) -> None:
+        """Write a file on the shared disk, completely or not at all; an existing file is not changed."""
         script = (
             'set -e; [ ! -e "$1" ] || exit 0; mkdir -p "$(dirname "$1")"; new="$(mktemp "$1.XXXXXXXX")"; '
             'cat >"$new"; chmod 644 "$new"; mv "$new" "$1"'
@@ -82,35 +85,37 @@ class SlurmClient:
         self.run("sh", "-c", script, "sh", path, input=data)
 
     def make_folder(self, path: str) -> None:
-        """Make a folder of the shared disk."""
+        """Make a folder on the shared disk."""
         self.run("mkdir", "-p", "--", path)
 
     def read(self, path: str, start: int = 0) -> bytes | None:
-        """Return a file of the shared disk from a byte on; None where there is none."""
-        done = self.attempt("tail", "-c", f"+{start + 1}", "--", path)
+        """Return a file on the shared disk from a byte offset on; None if it does not exist."""
+        done = self.run_unchecked("tail", "-c", f"+{start + 1}", "--", path)
         return None if done.returncode else done.stdout
 
-    def files(self, folder: str, pattern: str) -> list[str]:
-        """Return the files below a folder whose path there fits a pattern of find, sorted."""
-        done = self.attempt("find", folder, "-maxdepth", "3", "-path", f"{_escape_find_pattern(folder)}/{pattern}")
+    def find_files(self, folder: str, pattern: str) -> list[str]:
+        """Return the files below a folder whose relative path matches a pattern of `find -path`, sorted."""
+        done = self.run_unchecked(
+            "find", folder, "-maxdepth", "3", "-path", f"{_escape_find_pattern(folder)}/{pattern}"
+        )
         return sorted(done.stdout.decode(errors="replace").splitlines())
 
     @property
     def _where(self) -> str | None:
         return None if self._login is None else self._login
 
-    def _line(self, command: Sequence[str], inside: Sequence[str]) -> list[str]:
+    def _command_line(self, command: Sequence[str], wrapper: Sequence[str]) -> list[str]:
         if self._login is not None:
             if shutil.which("ssh") is None:
                 raise InputError("there is no ssh on this machine", where=self._cluster.where("slurm.login"))
-            return ["ssh", "-o", "BatchMode=yes", "--", self._login, shlex.join([*inside, *command])]
+            return ["ssh", "-o", "BatchMode=yes", "--", self._login, shlex.join([*wrapper, *command])]
         if shutil.which(command[0]) is None:
             raise InputError(
                 f"there is no `{command[0]}` on this machine",
                 where=self._cluster.where("slurm.login"),
                 hint="write `login: HOST` under `slurm`, where Slurm's programs are",
             )
-        return [*inside, *command]
+        return [*wrapper, *command]
 
 
 def _last_line(text: str) -> str:
@@ -119,7 +124,7 @@ def _last_line(text: str) -> str:
 
 
 def _escape_find_pattern(folder: str) -> str:
-    """A folder as part of a pattern that stands for itself."""
+    """Escape a folder for a pattern of `find`."""
     return "".join(f"\\{letter}" if letter in "*?[]\\" else letter for letter in folder)
 
 
@@ -127,8 +132,8 @@ _SCONTROL_FIELD = re.compile(r"(?:^|\s)([A-Za-z][A-Za-z0-9_:/]*)=(\S*)")
 
 
 def parse_scontrol(line: str) -> dict[str, str]:
-    """Read one line; of a key that is there twice the first counts (later ones may be part of a person's text)."""
-    found: dict[str, str] = {}
+    """Read the fields of one line; of a repeated key the first counts, since later ones may be part of a comment."""
+    fields: dict[str, str] = {}
     for match in _SCONTROL_FIELD.finditer(line):
-        found.setdefault(match[1], match[2])
-    return found
+        fields.setdefault(match[1], match[2])
+    return fields

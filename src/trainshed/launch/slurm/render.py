@@ -1,12 +1,12 @@
 """A job as sbatch scripts, one per stage, each complete in itself: it runs with plain `sbatch` and without us.
 
-A script first writes the job's files into `<run>/jobs/<hash>/`. Then it starts one task per node with srun, keeps
-its exit code, and requeues itself where a new start is worth it. Each node runs one of these files
-(`train.node.sh`), so that it also runs inside a container: it puts our code and the environment in place, then
-starts the agent or the script of a foreign engine.
+A script first writes the job's files into `<run>/jobs/<hash>/`. Then it starts one task per node with srun, and exits
+with its exit code or requeues itself if a new start may succeed. What each node runs is one of these files
+(`train.node.sh`), so that it also runs inside a container: it unpacks our code, sets the environment, then starts the
+agent or the script of a foreign engine.
 
-Whatever a person wrote (names, paths, values, files) is quoted by a function of this module or of
-`sbatch_options.py`; nothing else reaches a script.
+Everything that a person wrote (names, paths, values, files) is quoted by a function of this module or of
+`sbatch_options.py`.
 """
 
 from __future__ import annotations
@@ -20,34 +20,45 @@ import orjson
 
 from trainshed.errors import InputError, RecipeError
 from trainshed.launch.fabric import FabricSetup, fabric_setup
-from trainshed.launch.job import JOB_FILE, SETUP_FILE, CodeArchive, Job, ServingSpec, Stage, job_folder, setup_script
+from trainshed.launch.job import (
+    JOB_FILE,
+    MASTER_PORT,
+    SETUP_FILE,
+    CodeArchive,
+    Job,
+    ServingSpec,
+    Stage,
+    job_folder,
+    setup_script,
+    store_of,
+)
 from trainshed.launch.slurm.sbatch_options import logs_folder, secret_references, stage_options
 from trainshed.launch.target import RequestPart, SubmitRequest
 from trainshed.recipe import Cluster
 
 FIRST_COMMAND = "set -euo pipefail"
-"""Where a script's options end and its body begins."""
-FIRST_PORT, PORTS = 20000, 12000
-"""Below 32768, where Linux begins to hand out ports by itself."""
+"""The first line after a script's options."""
+FIRST_PORT, PORT_COUNT = 20000, 12000
+"""A range below 32768, where Linux's ephemeral ports begin."""
 _TASK_ID = "${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}"
 _START_NAME = f'"slurm-{_TASK_ID}-${{SLURM_RESTART_COUNT:-0}}-$TRAINSHED_BEGAN"'
 """Names one start of a job or of a part of it."""
 
 
 def render(job: Job) -> SubmitRequest:
-    """Return the scripts of a job, and what must lie in the store before they run."""
+    """Return the scripts of a job, and what must be in the store before they run."""
     _check_run_folder_and_images(job)
-    store = posixpath.dirname(posixpath.dirname(posixpath.dirname(job.run)))
+    store = store_of(job.run)
     setups = {stage.name: _stage_fabric(job, stage) for stage in job.stages}
     files = dict(job.files) | {
         node_script_file(stage): node_script(job, stage, store, setups[stage.name]) for stage in job.stages
     }
-    site = setup_script(job.cluster)
-    files |= {SETUP_FILE: site} if site is not None else {}
+    setup_text = setup_script(job.cluster)
+    files |= {SETUP_FILE: setup_text} if setup_text is not None else {}
     parts = []
     for number, stage in enumerate(job.stages):
-        before = job.stages[number - 1].name if number else None
-        text = _sbatch_script(job, stage, before, files, store, setups[stage.name])
+        previous_stage = job.stages[number - 1].name if number else None
+        text = _sbatch_script(job, stage, previous_stage, files, store, setups[stage.name])
         parts.append(RequestPart(f"{stage.name}.sbatch", stage.name, text))
     uploads = {f"code/{job.code.sha256}/{job.code.name}": job.code.data} if job.code is not None else {}
     notes = [note for setup in setups.values() if setup is not None for note in setup.notes]
@@ -84,16 +95,16 @@ def _stage_fabric(job: Job, stage: Stage) -> FabricSetup | None:
 
 
 def _sbatch_script(
-    job: Job, stage: Stage, before: str | None, files: Mapping[str, str], store: str, setup: FabricSetup | None
+    job: Job, stage: Stage, previous_stage: str | None, files: Mapping[str, str], store: str, setup: FabricSetup | None
 ) -> str:
     elastic = _is_elastic(job, stage)
     lines = [
         "#!/bin/bash",
-        *stage_options(job, stage, before, elastic=elastic),
+        *stage_options(job, stage, previous_stage, elastic=elastic),
         "#",
         f"# The stage {stage.name} of {job.name}, written by Trainshed. With plain sbatch, first:",
         f"#   mkdir -p {quote(logs_folder(job.run))}",
-        *_manual_steps(job, before),
+        *_manual_steps(job, previous_stage),
         FIRST_COMMAND,
         f"run={quote(job.run)}",
         'TRAINSHED_BEGAN="$(date +%s)"',
@@ -111,24 +122,24 @@ def _sbatch_script(
 
 
 def _is_elastic(job: Job, stage: Stage) -> bool:
-    """Whether the agents of a stage go on in the same allocation when a node is lost."""
+    """Whether the agents of a stage continue in the same allocation after losing a node."""
     if stage.name != "train" or stage.script is not None:
         return False
     return stage.spares > 0 or orjson.loads(job.files.get(JOB_FILE, "{}")).get("min_nodes") is not None
 
 
-def _manual_steps(job: Job, before: str | None) -> list[str]:
-    """What a person does who submits the script without us."""
+def _manual_steps(job: Job, previous_stage: str | None) -> list[str]:
+    """Return comments that say what to do before submitting the script by hand."""
     lines = []
     if job.code is not None:
         lines.append(f"#   and {job.code.name} in code/{job.code.sha256[:12]}… of the store (`render --out DIR`)")
-    if before is not None:
-        lines.append(f"#   and the job id of {before} in the --dependency line")
+    if previous_stage is not None:
+        lines.append(f"#   and the job id of {previous_stage} in the --dependency line")
     return lines
 
 
 def _write_job_files(files: Mapping[str, str]) -> list[str]:
-    """The job's files, complete or not there at all; `<run>/job` is where foreign engines look for them."""
+    """Return the lines that write the job's files, all or none; foreign engines read them in `<run>/job`."""
     lines = [
         f'files="$run/jobs/{files_hash(files)}"',
         'mkdir -p "$run/jobs" "$run/starts"',
@@ -149,7 +160,7 @@ def _write_job_files(files: Mapping[str, str]) -> list[str]:
 
 
 def files_hash(files: Mapping[str, str]) -> str:
-    """Return the name of a set of files: 16 hex of their names and texts."""
+    """Return the name of a set of files: 16 hex digits of a hash of their names and texts."""
     digest = hashlib.sha256()
     for name in sorted(files):
         for text in (name, files[name]):
@@ -159,35 +170,35 @@ def files_hash(files: Mapping[str, str]) -> str:
 
 
 def _site_setup(job: Job, stage: Stage) -> list[str]:
-    """The site's lines where nodes cannot run them: a container has no `module`, so they run once before srun enters.
+    """Return the line that sources the cluster's `setup` before srun: a container has no `module` command.
 
-    What they export reaches every container by srun.
+    srun passes what it exports to every container.
     """
     return [f'. "$files"/{SETUP_FILE}'] if job.cluster.setup and runs_in_container(job, stage) else []
 
 
 def _rendezvous(job: Job, stage: Stage) -> list[str]:
-    """Which start this is, and where the first node is reached."""
+    """Return the lines that name this start and the address of the first node."""
     if stage.serving is not None:
-        own = stage.serving.port
-        said = own if own is not None else f"$(({FIRST_PORT} + SLURM_JOB_ID % {PORTS}))"
-        return [f"export TRAINSHED_START={_START_NAME}", f"export TRAINSHED_PORT={said}"]
+        own_port = stage.serving.port
+        port_expression = own_port if own_port is not None else f"$(({FIRST_PORT} + SLURM_JOB_ID % {PORT_COUNT}))"
+        return [f"export TRAINSHED_START={_START_NAME}", f"export TRAINSHED_PORT={port_expression}"]
     port = job.cluster.on_slurm.port
     lines = [f"export TRAINSHED_START={_START_NAME}"]
     if stage.nodes + stage.spares > 1:
         lines += [
             'mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")',
             'export MASTER_ADDR="${hosts[0]}"',
-            f"export MASTER_PORT={port if port is not None else f'$(({FIRST_PORT} + SLURM_JOB_ID % {PORTS}))'}",
+            f"export MASTER_PORT={port if port is not None else f'$(({FIRST_PORT} + SLURM_JOB_ID % {PORT_COUNT}))'}",
             'echo "trainshed: $TRAINSHED_START on ${hosts[*]}" >&2',
         ]
     elif stage.script is not None:
-        lines += ["export MASTER_ADDR=127.0.0.1", f"export MASTER_PORT={port or 29500}"]
+        lines += ["export MASTER_ADDR=127.0.0.1", f"export MASTER_PORT={port or MASTER_PORT}"]
     return lines
 
 
 def _srun_options(job: Job, stage: Stage, store: str, setup: FabricSetup | None, elastic: bool) -> str:
-    # The job's own environment is a short list (--export), and srun would otherwise pass on no more than that.
+    # The job's own environment is a short list (--export), and by default srun would pass on only that.
     options = ["--export=ALL", f"--nodes={stage.nodes + stage.spares}", "--ntasks-per-node=1", "--cpu-bind=none"]
     options += ["--kill-on-bad-exit=0", "--no-kill"] if elastic else ["--kill-on-bad-exit=1"]
     if stage.nodes + stage.spares > 1:
@@ -200,11 +211,11 @@ def _srun_options(job: Job, stage: Stage, store: str, setup: FabricSetup | None,
             f"--container-mounts={','.join(_container_mounts(job, store, setup))}",
             "--no-container-mount-home",
         ]
-    return " ".join(quote(each) for each in options)
+    return " ".join(quote(option) for option in options)
 
 
 def _pyxis_image(image: str) -> str:
-    """An image as pyxis names it: a `#` behind the registry, where there is one; a file as it is."""
+    """Return an image as pyxis names it: with a `#` after the registry, if it has one; a file as it is."""
     registry, slash, name = image.partition("/")
     if image.startswith(("/", "./")) or not slash or not ("." in registry or ":" in registry):
         return image
@@ -224,18 +235,18 @@ def _container_mounts(job: Job, store: str, setup: FabricSetup | None) -> list[s
 
 def serving_port(serving: ServingSpec, id: str) -> int:
     """Return the port of a server, as its script computes it."""
-    return serving.port if serving.port is not None else FIRST_PORT + int(id) % PORTS
+    return serving.port if serving.port is not None else FIRST_PORT + int(id) % PORT_COUNT
 
 
 def _start_and_wait(stage: Stage, command: str) -> list[str]:
-    """Start a stage and wait for it; a server is told to drain when its time is nearly up."""
+    """Return the lines that start a stage and wait for it; a server gets TERM shortly before its time limit."""
     if stage.serving is None:
         return ["code=0", f"{command} || code=$?"]
     return [
         f"{command} &",
         "server=$! late=",
-        # bash obeys a signal only once what it waits for has ended, unless that is `wait` itself. By scancel and its
-        # step, as srun kills what it has started when it gets TERM itself.
+        # bash handles a signal only after its current command, unless that is `wait`. TERM is sent by scancel to the
+        # job step, because srun kills what it has started when it gets TERM itself.
         "trap 'late=1; scancel --signal=TERM \"$SLURM_JOB_ID.0\" || true' USR1",
         "while :; do",
         "  code=0",
@@ -246,29 +257,29 @@ def _start_and_wait(stage: Stage, command: str) -> list[str]:
 
 
 def _exit_or_requeue(stage: Stage) -> list[str]:
-    """Keep the exit code, or have the job queued again where a new start is worth it."""
+    """Return the lines that exit with the exit code, or requeue the job if a new start may succeed."""
     if stage.name != "train" and stage.serving is None:
         return ['exit "$code"']
-    ours = stage.script is None and stage.serving is None
+    runs_agent = stage.script is None and stage.serving is None
     verdict = [
-        # The word of the first agent goes before srun's: a node that was lost and replaced has not failed the job.
+        # The first agent's exit code wins over srun's: a node that was lost and replaced has not failed the job.
         'verdict="$run/starts/$TRAINSHED_START/exit-code"',
         'if [ -s "$verdict" ]; then code="$(cat "$verdict")"; fi',
     ]
     return [
-        *(verdict if ours else []),
+        *(verdict if runs_agent else []),
         "again() {",
         '  echo "trainshed: $1; queued again" >&2',
-        # Slurm sends TERM with it, and some seconds later KILL.
-        *(["  trap '' TERM"] if ours else []),
-        f'  if scontrol requeue "$SLURM_JOB_ID"; then {"avoid || true; " if ours else ""}exit 0; fi',
+        # Requeueing makes Slurm send TERM, and some seconds later KILL.
+        *(["  trap '' TERM"] if runs_agent else []),
+        f'  if scontrol requeue "$SLURM_JOB_ID"; then {"avoid || true; " if runs_agent else ""}exit 0; fi',
         '  echo "trainshed: Slurm refused to queue it again" >&2',
         "}",
-        *(_avoid_bad_nodes(stage) if ours else []),
+        *(_avoid_bad_nodes(stage) if runs_agent else []),
         *(['[ -z "$late" ] || again "drained before the time limit"'] if stage.serving is not None else []),
         'failures="$run/starts/slurm-$SLURM_JOB_ID.failures"',
         'case "$code" in',
-        # 2: the input is wrong, a new start changes nothing. TERM and INT: somebody wanted it to end.
+        # 2: the input is wrong, a new start changes nothing. TERM and INT: a person ended it.
         "0 | 2 | 130 | 143) ;;",
         *(['138) again "saved before the time limit" ;;'] if stage.serving is None else []),
         "*)",
@@ -284,13 +295,18 @@ def _exit_or_requeue(stage: Stage) -> list[str]:
 
 
 def _avoid_bad_nodes(stage: Stage) -> list[str]:
-    """Keep a new start off the nodes that were to blame, where enough others are left; only a waiting job takes it."""
-    others = 'sinfo -h -N -p "$SLURM_JOB_PARTITION" -t idle,alloc,mix,comp -o %N | sort -u | grep -vcxF -f "$bad"'
+    """Return a function that excludes bad nodes from the next start, if enough others are left.
+
+    Slurm changes the excluded nodes only of a pending job, so it is called after the requeue.
+    """
+    count_other_nodes = (
+        'sinfo -h -N -p "$SLURM_JOB_PARTITION" -t idle,alloc,mix,comp -o %N | sort -u | grep -vcxF -f "$bad"'
+    )
     return [
         "avoid() {",
         '  local bad="$run/starts/$TRAINSHED_START/bad-nodes" before all left',
         '  [ -s "$bad" ] || return 0',
-        f'  left="$({others})" || true',
+        f'  left="$({count_other_nodes})" || true',
         f'  if [ "${{left:-0}}" -lt {stage.nodes + stage.spares} ]; then',
         '    echo "trainshed: too few nodes are left to avoid $(paste -sd, "$bad")" >&2',
         "    return 0",
@@ -313,7 +329,7 @@ def node_script_file(stage: Stage) -> str:
 
 
 def node_script(job: Job, stage: Stage, store: str, setup: FabricSetup | None) -> str:
-    """Return that file's text."""
+    """Return the script that each node of a stage runs."""
     cluster = job.cluster
     lines = [
         "#!/usr/bin/env bash",
@@ -352,14 +368,14 @@ def node_script(job: Job, stage: Stage, store: str, setup: FabricSetup | None) -
 
 
 def _server_command(stage: Stage, serving: ServingSpec) -> list[str]:
-    """What serves; the stage's own script has said the port."""
+    """Return the lines that start a server; the sbatch script has exported its port."""
     if stage.script is not None:
         check_file_name(stage.script)
         return [f'exec bash "$files"/{quote(stage.script)}']
-    for word in serving.words:
-        refuse_nul(word, "serve")
-    words = " ".join(quote(word) for word in serving.words)
-    return [f'exec "$python" -P -m trainshed {words} --port "$TRAINSHED_PORT"']
+    for argument in serving.words:
+        refuse_nul(argument, "serve")
+    arguments = " ".join(quote(argument) for argument in serving.words)
+    return [f'exec "$python" -P -m trainshed {arguments} --port "$TRAINSHED_PORT"']
 
 
 def _python_lines(job: Job, stage: Stage) -> list[str]:
@@ -380,7 +396,7 @@ def runs_in_container(job: Job, stage: Stage) -> bool:
 
 
 def _unpack_code(code: CodeArchive, store: str) -> list[str]:
-    """Our own code: unpacked once beside its archive, however many nodes and jobs want it."""
+    """Return the lines that unpack our code beside its archive, once for all nodes and jobs."""
     return [
         f"code={quote(f'{store}/code/{code.sha256}')}",
         f"archive={quote(code.name)}",
@@ -406,13 +422,13 @@ def _unpack_code(code: CodeArchive, store: str) -> list[str]:
 
 
 def secret_lines(cluster: Cluster) -> list[str]:
-    """Return the lines of bash that set the secrets on a node, or end the job by name where one is missing."""
+    """Return the lines that set the secrets on a node; a missing one ends the job with its name."""
     lines = []
     for name, reference in secret_references(cluster):
         if reference.env is not None:
             lines.append(f'export {name}="${{{reference.env}:?is not set where the job was submitted}}"')
         elif reference.file is not None:
-            # Apart from `export`, which would hide that the file cannot be read.
+            # Not in one line with `export`, which would hide that the file cannot be read.
             lines += [f'{name}="$(cat -- {quote(reference.file)})"', f"export {name}"]
     return lines
 
@@ -429,30 +445,30 @@ def write_file_lines(folder: str, name: str, text: str) -> list[str]:
     refuse_nul(text, name)
     path = f'"${folder}"/{quote(name)}'
     lines = [f'mkdir -p "${folder}"/{quote(posixpath.dirname(name))}'] if "/" in name else []
-    word = _heredoc_delimiter(text)
+    delimiter = _heredoc_delimiter(text)
     if text.endswith("\n"):
-        return [*lines, f"cat >{path} <<'{word}'", text[:-1], word]
+        return [*lines, f"cat >{path} <<'{delimiter}'", text[:-1], delimiter]
     # A heredoc always ends with a line break.
-    return [*lines, f"head -c -1 >{path} <<'{word}'", text, word]
+    return [*lines, f"head -c -1 >{path} <<'{delimiter}'", text, delimiter]
 
 
 def check_file_name(name: str) -> None:
-    """Refuse a file of a job that would lie outside its folder."""
+    """Refuse a name of a job's file that is outside the job's folder."""
     parts = name.split("/")
     if name.startswith("/") or ".." in parts or "" in parts or "\x00" in name or "\n" in name:
         raise InputError(f"{name!r} is no name for a file of a job", hint="write a path inside the job's folder")
 
 
-def refuse_nul(text: str, what: str) -> None:
+def refuse_nul(text: str, subject: str) -> None:
     """Refuse the one character that no script can hold."""
     if "\x00" in text:
-        raise InputError(f"{what} holds a NUL character, which no script can", hint="take it out")
+        raise InputError(f"{subject} holds a NUL character, which no script can", hint="take it out")
 
 
 def _heredoc_delimiter(text: str) -> str:
-    """Return a word that is no line of the text; the same text gives the same word."""
+    """Return a delimiter that is not a line of the text; the same text gives the same delimiter."""
     lines = set(text.split("\n"))
     number = 0
-    while (word := f"END_OF_FILE{number or ''}") in lines:
+    while (delimiter := f"END_OF_FILE{number or ''}") in lines:
         number += 1
-    return word
+    return delimiter

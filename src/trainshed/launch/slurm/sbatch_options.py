@@ -21,8 +21,8 @@ _CONTROL_CHARACTER = re.compile(r"[\x00-\x1f\x7f]")
 def sbatch_option(name: str, value: str | int | None = None, *, where: str | None = None) -> str:
     """Return an #SBATCH line.
 
-    Slurm reads these lines itself: it takes quotes and backslashes much like a shell, knows no variables, and ends the
-    option at the line's end, so that no line break can be written at all.
+    Slurm reads these lines itself: it treats quotes and backslashes much like a shell, expands no variables, and an
+    option ends with its line, so that no line break can be written at all.
     """
     text = name if value is None else f"{name}={value}"
     if _CONTROL_CHARACTER.search(text):
@@ -38,7 +38,7 @@ def sbatch_option(name: str, value: str | int | None = None, *, where: str | Non
 
 
 def output_pattern(path: str) -> str:
-    """Return a path for --output, where Slurm replaces what begins with % and takes a backslash for a switch."""
+    """Return a path for --output, in which Slurm replaces %x; a backslash would turn that off for the whole path."""
     if "\\" in path:
         raise InputError(
             f"{path!r} has a backslash, with which Slurm names no log", where="store", hint="choose another folder"
@@ -47,10 +47,10 @@ def output_pattern(path: str) -> str:
 
 
 _EXPORTED_VARIABLES = ("HOME", "USER", "LOGNAME", "PATH", "LANG")
-"""Of whoever submits; anything else a job needs is in the cluster file, so that it runs the same for everybody."""
+"""Variables of the submitting user; all others come from the cluster file, so that a job is the same for everybody."""
 
 _END_SECONDS = 60
-"""Besides the time to drain: Slurm looks at its clock once a minute."""
+"""Added to the time to drain: Slurm checks time limits once a minute."""
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)([kKMGTP]i?)?")
 _BYTES = {None: 1, "k": 1e3, "Ki": 2**10, "M": 1e6, "Mi": 2**20, "G": 1e9, "Gi": 2**30}
 _BYTES |= {"T": 1e12, "Ti": 2**40, "P": 1e15, "Pi": 2**50}
@@ -109,15 +109,15 @@ _RESERVED_OPTIONS |= {
 _RESERVED_OPTIONS |= {"--requeue", "--signal", "--wrap"}
 
 
-def stage_options(job: Job, stage: Stage, before: str | None, *, elastic: bool) -> list[str]:
-    """Return the #SBATCH lines of a stage; `before` is the stage it waits for."""
+def stage_options(job: Job, stage: Stage, previous_stage: str | None, *, elastic: bool) -> list[str]:
+    """Return the #SBATCH lines of a stage; `previous_stage` is the one it waits for."""
     cluster = job.cluster
     slurm = cluster.on_slurm
-    trains = stage.name == "train"
+    is_training = stage.name == "train"
     task = "%A_%a" if stage.parts > 1 else "%j"
     lines = [
         sbatch_option("--job-name", f"{job.name}-{stage.name}"),
-        # The folder must be there before: Slurm ends a job without a word when it cannot write its output.
+        # The folder must exist before: Slurm ends a job silently if it cannot write its output.
         sbatch_option("--output", output_pattern(logs_folder(job.run)) + f"/{stage.name}-{task}.log", where="store"),
         sbatch_option("--open-mode", "append"),
         sbatch_option("--requeue"),
@@ -125,23 +125,23 @@ def stage_options(job: Job, stage: Stage, before: str | None, *, elastic: bool) 
         sbatch_option("--nodes", stage.nodes + stage.spares),
         sbatch_option("--ntasks-per-node", 1),
     ]
-    if before is not None:
-        lines += [dependency_line(f"<id of {before}>"), sbatch_option("--kill-on-invalid-dep", "yes")]
+    if previous_stage is not None:
+        lines += [dependency_line(f"<id of {previous_stage}>"), sbatch_option("--kill-on-invalid-dep", "yes")]
     if stage.parts > 1:
         lines.append(sbatch_option("--array", f"0-{stage.parts - 1}"))
-    partition = slurm.partition if stage.gpus_per_node or trains else slurm.cpu_partition or slurm.partition
-    named = {"partition": partition, "account": slurm.account, "qos": slurm.qos}
-    if stage.gpus_per_node or trains:
-        named |= {"constraint": slurm.constraint, "reservation": cluster.capacity.reservation}
-    for name, value in named.items():
+    partition = slurm.partition if stage.gpus_per_node or is_training else slurm.cpu_partition or slurm.partition
+    named_options = {"partition": partition, "account": slurm.account, "qos": slurm.qos}
+    if stage.gpus_per_node or is_training:
+        named_options |= {"constraint": slurm.constraint, "reservation": cluster.capacity.reservation}
+    for name, value in named_options.items():
         if value is not None:
             lines.append(sbatch_option(f"--{name}", value, where=cluster.where(f"slurm.{name}")))
     if stage.gpus_per_node and slurm.gpus is not None:
         lines.append(sbatch_option("--gres", f"{slurm.gpus}:{stage.gpus_per_node}", where=cluster.where("slurm.gpus")))
-    if trains:
+    if is_training:
         lines += _training_options(job, cluster, elastic)
     if stage.serving is not None:
-        # To the script alone (`B:`): it has the server drain, and knows that it was the time limit.
+        # Only to the script (`B:`): it makes the server drain, and knows that it was the time limit.
         lines.append(sbatch_option("--signal", f"B:USR1@{stage.serving.drain_seconds + _END_SECONDS}"))
         lines += _time_limit(cluster)
     if stage.cpus is not None:
@@ -157,19 +157,19 @@ def dependency_line(id: str) -> str:
 
 
 def logs_folder(run: str) -> str:
-    """Return where Slurm writes what the scripts of a run print."""
+    """Return the folder of the output of a run's scripts."""
     return f"{run}/logs/slurm"
 
 
 def _training_options(job: Job, cluster: Cluster, elastic: bool) -> list[str]:
-    # Without `B:` the signal goes to the agents, not to the script: they have the ranks save and end.
+    # Without `B:` the signal goes to the agents, not to the script: they make the ranks save and end.
     lines = [sbatch_option("--signal", f"USR1@{min(job.grace_seconds, 65535)}")]
     if cluster.on_slurm.exclusive:
-        # 0 is all of a node's memory; without it many clusters give a job a few gibibytes per CPU.
+        # 0 is all memory of a node; the default of many clusters is a few gibibytes per CPU.
         lines += [sbatch_option("--exclusive"), sbatch_option("--mem", 0)]
     lines += _time_limit(cluster)
     if elastic:
-        # A node that is lost costs its ranks, not the allocation: a spare steps in.
+        # A lost node must not end the allocation: a spare replaces it.
         lines.append(sbatch_option("--no-kill"))
     return lines
 
@@ -182,41 +182,45 @@ def _time_limit(cluster: Cluster) -> list[str]:
 
 
 def _user_options(cluster: Cluster) -> Iterator[str]:
-    for number, written in enumerate(cluster.on_slurm.options):
+    for number, option_text in enumerate(cluster.on_slurm.options):
         where = cluster.where(f"slurm.options.{number}")
-        if not written.startswith("-"):
-            raise RecipeError(f"`{written}` is no option of sbatch", where=where, hint="write for example --comment=x")
-        name = re.split(r"[=\s]", written, maxsplit=1)[0]
+        if not option_text.startswith("-"):
+            raise RecipeError(
+                f"`{option_text}` is no option of sbatch", where=where, hint="write for example --comment=x"
+            )
+        name = re.split(r"[=\s]", option_text, maxsplit=1)[0]
         name = _LONG_NAMES.get(name[:2], name) if not name.startswith("--") else name
         if name in _RESERVED_OPTIONS:
             key = _CLUSTER_KEYS.get(name)
             hint = f"write `{key}` in place of it" if key else "delete it"
             raise RecipeError(f"`{name}` is set by Trainshed", where=where, hint=hint)
-        yield sbatch_option(written, where=where)
+        yield sbatch_option(option_text, where=where)
 
 
 def _mebibytes(size: str) -> int:
-    found = _SIZE.fullmatch(size)
-    if found is None:
+    match = _SIZE.fullmatch(size)
+    if match is None:
         raise RecipeError(f"`{size}` is no amount of memory", hint="write for example 32Gi")
-    return max(1, int(float(found[1]) * _BYTES[found[2]] / 2**20))
+    return max(1, int(float(match[1]) * _BYTES[match[2]] / 2**20))
 
 
 _VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 def exported_names(cluster: Cluster) -> list[str]:
-    """Return the variables of whoever submits that jobs may see."""
+    """Return the names of the submitting user's variables that hold secrets for jobs."""
     return sorted({reference.env for _, reference in secret_references(cluster) if reference.env is not None})
 
 
 def secret_references(cluster: Cluster) -> Iterator[tuple[str, SecretReference]]:
-    """Yield the cluster\'s secrets by variable name; refuse what is not a variable name or not a path."""
+    """Yield the cluster's secrets by variable name; refuse what is not a variable name or not a path."""
     for name, reference in sorted(cluster.secrets.items()):
         where = cluster.where(f"secrets.{name}")
-        for each in (name, reference.env):
-            if each is not None and not _VARIABLE_NAME.fullmatch(each):
-                raise RecipeError(f"{each!r} is no name of a variable", where=where, hint="write for example HF_TOKEN")
+        for variable in (name, reference.env):
+            if variable is not None and not _VARIABLE_NAME.fullmatch(variable):
+                raise RecipeError(
+                    f"{variable!r} is no name of a variable", where=where, hint="write for example HF_TOKEN"
+                )
         if reference.file is not None and ("\x00" in reference.file or "\n" in reference.file):
             raise RecipeError("this is no path", where=where, hint="write the path of a file that every node reads")
         yield name, reference

@@ -75,105 +75,105 @@ _FAILURE_REASONS = {
     "PREEMPTED": "was preempted by another job",
 }
 
-# As the script names a start: the job or the part of an array, its restarts, the time it began.
+# The name that the script gives to a start: the job or the part of an array, its restarts, the time it began.
 _START_RECORD = re.compile(r"/slurm-(?P<task>[0-9_]+)-(?P<restart>[0-9]+)-[0-9]+(-part-[0-9]+)?/order\.json$")
 
 
 @dataclass(frozen=True)
 class SlurmJobState:
-    """What somebody knows about one job, or about one part of an array."""
+    """What scontrol, sacct or the run's folder says about one job, or about one part of an array."""
 
     state: str
     reason: str = ""
     exit_code: int | None = None
     signal: int = 0
-    nodes: str = ""
+    hostlist: str = ""
     restarts: int = 0
 
 
 def stage_state(client: SlurmClient, run: str, stage: str, id: str) -> StageState:
-    """Say how a stage stands."""
-    found = _from_scontrol(client, id) or _from_sacct(client, id)
-    own = _from_run_folder(client, run, id)
-    if not found:
-        return _state_from_run_folder(stage, id, own)
-    worst = min(found, key=lambda each: _WORST_FIRST.index(_state(each)))
+    """Return the state of a stage."""
+    jobs = _from_scontrol(client, id) or _from_sacct(client, id)
+    recorded = _from_run_folder(client, run, id)
+    if not jobs:
+        return _state_from_run_folder(stage, id, recorded)
+    worst = min(jobs, key=lambda job: _WORST_FIRST.index(_state(job)))
     state = _state(worst)
     why = _reason(state, worst)
-    if len(found) > 1:
-        count = sum(_state(each) == state for each in found)
-        why = f"{count} of {len(found)} parts {why}" if why else f"{count} of {len(found)} parts"
-    last = next((each.reason for each in own if each.reason), "")
-    if state == "failed" and last:
-        why = f"{why}: {last}" if why else last
-    elif state == "waiting" and worst.restarts and last:
-        why = f"{why}; its last start ended: {last}"
+    if len(jobs) > 1:
+        count = sum(_state(job) == state for job in jobs)
+        why = f"{count} of {len(jobs)} parts {why}" if why else f"{count} of {len(jobs)} parts"
+    last_error = next((job.reason for job in recorded if job.reason), "")
+    if state == "failed" and last_error:
+        why = f"{why}: {last_error}" if why else last_error
+    elif state == "waiting" and worst.restarts and last_error:
+        why = f"{why}; its last start ended: {last_error}"
     return StageState(
         stage,
         state,
         why,
         id,
-        nodes=_hostnames(client, worst.nodes) if state == "running" else (),
+        nodes=_hostnames(client, worst.hostlist) if state == "running" else (),
         restarts=worst.restarts,
         exit_code=worst.exit_code if state in ("done", "failed") else None,
     )
 
 
 _WORST_FIRST: tuple[StageStateName, ...] = ("failed", "cancelled", "running", "waiting", "done", "unknown")
-"""Of several parts the first of these decides."""
+"""The first of these that any part is in is the state of the stage."""
 
 
-def _state(account: SlurmJobState) -> StageStateName:
-    return _STATE_BY_SLURM_STATE.get(account.state.split("+")[0].split(" ")[0], "unknown")
+def _state(job: SlurmJobState) -> StageStateName:
+    return _STATE_BY_SLURM_STATE.get(job.state.split("+")[0].split(" ")[0], "unknown")
 
 
-def _reason(state: StageStateName, account: SlurmJobState) -> str:
+def _reason(state: StageStateName, job: SlurmJobState) -> str:
     if state == "waiting":
-        reason = account.reason.strip("()")
+        reason = job.reason.strip("()")
         plain = reason.split(",")[0]
         if plain in _PENDING_REASONS:
             return _PENDING_REASONS[plain]
         if plain.startswith(("QOS", "Assoc", "MaxNode", "MaxCpu")):
             return f"waits for a limit of its account or quality of service ({reason})"
         return f"waits: {reason}" if reason else "waits"
-    if account.reason == "DependencyNeverSatisfied":
-        return _PENDING_REASONS[account.reason]
+    if job.reason == "DependencyNeverSatisfied":
+        return _PENDING_REASONS[job.reason]
     if state != "failed":
         return ""
-    kind = account.state.split("+")[0]
+    kind = job.state.split("+")[0]
     if kind in _FAILURE_REASONS:
         return _FAILURE_REASONS[kind]
-    if account.signal:
-        return f"was killed by signal {account.signal}"
-    return f"exit code {account.exit_code}" if account.exit_code is not None else kind.lower()
+    if job.signal:
+        return f"was killed by signal {job.signal}"
+    return f"exit code {job.exit_code}" if job.exit_code is not None else kind.lower()
 
 
 def _from_scontrol(client: SlurmClient, id: str) -> list[SlurmJobState]:
-    done = client.attempt("scontrol", "--oneliner", "show", "job", id)
+    done = client.run_unchecked("scontrol", "--oneliner", "show", "job", id)
     if done.returncode:
         return []
-    found = []
+    jobs = []
     for line in done.stdout.decode(errors="replace").splitlines():
         fields = parse_scontrol(line)
         if "JobState" not in fields:
             continue
         code, _, signal = fields.get("ExitCode", "0:0").partition(":")
-        nodes = fields.get("NodeList", "")
-        found.append(
+        hostlist = fields.get("NodeList", "")
+        jobs.append(
             SlurmJobState(
                 fields["JobState"],
                 fields.get("Reason", ""),
                 int(code or 0),
                 int(signal or 0),
-                "" if nodes == "(null)" else nodes,
+                "" if hostlist == "(null)" else hostlist,
                 int(fields.get("Restarts", "0")),
             )
         )
-    return found
+    return jobs
 
 
 def _from_sacct(client: SlurmClient, id: str) -> list[SlurmJobState]:
-    done = client.attempt(
+    done = client.run_unchecked(
         "sacct",
         "--noheader",
         "--parsable2",
@@ -183,20 +183,22 @@ def _from_sacct(client: SlurmClient, id: str) -> list[SlurmJobState]:
     )
     if done.returncode:
         return []
-    found = []
+    jobs = []
     for line in done.stdout.decode(errors="replace").splitlines():
-        state, reason, exits, nodes = (line.split("|") + [""] * 4)[:4]
-        code, _, signal = exits.partition(":")
-        found.append(SlurmJobState(state, reason, int(code or 0), int(signal or 0), nodes))
-    return found
+        state, reason, exit_code_text, hostlist = (line.split("|") + [""] * 4)[:4]
+        code, _, signal = exit_code_text.partition(":")
+        jobs.append(SlurmJobState(state, reason, int(code or 0), int(signal or 0), hostlist))
+    return jobs
 
 
 def _from_run_folder(client: SlurmClient, run: str, id: str) -> list[SlurmJobState]:
-    """How the last start of a job, or of each of its parts, ended by the word of the agents."""
-    starts = {path: _START_RECORD.search(path) for path in client.files(f"{run}/starts", f"slurm-{id}[-_]*/order.json")}
-    known = [(found["task"], int(found["restart"]), path) for path, found in starts.items() if found]
+    """Return how the last start of a job, or of each of its parts, ended, as the agents recorded it."""
+    starts = {
+        path: _START_RECORD.search(path) for path in client.find_files(f"{run}/starts", f"slurm-{id}[-_]*/order.json")
+    }
+    starts_of_tasks = [(match["task"], int(match["restart"]), path) for path, match in starts.items() if match]
     last: dict[str, SlurmJobState] = {}
-    for task, restart, path in sorted(known):
+    for task, restart, path in sorted(starts_of_tasks):
         try:
             order = orjson.loads(client.read(path) or b"")
         except orjson.JSONDecodeError:
@@ -207,22 +209,22 @@ def _from_run_folder(client: SlurmClient, run: str, id: str) -> list[SlurmJobSta
     return list(last.values())
 
 
-def _state_from_run_folder(stage: str, id: str, own: list[SlurmJobState]) -> StageState:
-    if not own:
+def _state_from_run_folder(stage: str, id: str, recorded: list[SlurmJobState]) -> StageState:
+    if not recorded:
         return StageState(stage, "unknown", "Slurm no longer knows it, and it left no account of its end", id)
-    worst = next((each for each in own if each.exit_code), own[-1])
+    worst = next((job for job in recorded if job.exit_code), recorded[-1])
     state: StageStateName = "failed" if worst.exit_code else "done"
     why = worst.reason or (f"exit code {worst.exit_code}" if worst.exit_code else "")
     return StageState(stage, state, why, id, restarts=worst.restarts, exit_code=worst.exit_code)
 
 
-def _hostnames(client: SlurmClient, nodes: str) -> tuple[str, ...]:
-    if not nodes:
+def _hostnames(client: SlurmClient, hostlist: str) -> tuple[str, ...]:
+    if not hostlist:
         return ()
-    return tuple(client.run("scontrol", "show", "hostnames", nodes).split())
+    return tuple(client.run("scontrol", "show", "hostnames", hostlist).split())
 
 
-# bash itself can speak to a port, so that this needs no program which a login node may lack.
+# With bash's own /dev/tcp: a login node may have no curl.
 _HTTP_GET = (
     'exec 3<>"/dev/tcp/$1/$2" && printf "GET %s HTTP/1.0\\r\\nHost: %s\\r\\n\\r\\n" "$3" "$1" >&3 && head -n 1 <&3'
 )
@@ -230,7 +232,7 @@ _HTTP_TIMEOUT_SECONDS = "5"
 
 
 def serving_state(client: SlurmClient, state: StageState, port: int, ready: str) -> StageState:
-    """Return how a stage that serves stands: a running job serves once its server says that it is ready."""
+    """Return the state of a serving stage: a running job serves once its server says that it is ready."""
     if state.state == "done":
         return replace(state, reason="Its server was told to end, and has.")
     if state.state != "running" or not state.nodes:
@@ -239,18 +241,20 @@ def serving_state(client: SlurmClient, state: StageState, port: int, ready: str)
     code = _http_status(client, _node_address(client, node), port, ready)
     if code == "200":
         return replace(state, state="serving", reason=f"Serving at {node}:{port}, 1 of 1 ready.")
-    said = f"answers {code} at {ready}" if code else f"does not answer at {node}:{port} yet"
-    return replace(state, reason=f"Its server {said}: it starts, loads its weights or drains.")
+    answer = f"answers {code} at {ready}" if code else f"does not answer at {node}:{port} yet"
+    return replace(state, reason=f"Its server {answer}: it starts, loads its weights or drains.")
 
 
 def _node_address(client: SlurmClient, node: str) -> str:
-    """Where Slurm itself reaches a node; its name where Slurm has no other."""
-    done = client.attempt("scontrol", "--oneliner", "show", "node", node)
+    """Return the address at which Slurm itself reaches a node; its name if Slurm has no other."""
+    done = client.run_unchecked("scontrol", "--oneliner", "show", "node", node)
     return parse_scontrol(done.stdout.decode(errors="replace")).get("NodeAddr") or node
 
 
 def _http_status(client: SlurmClient, address: str, port: int, path: str) -> str:
-    """The code of an answer; empty where there is none."""
-    done = client.attempt("timeout", _HTTP_TIMEOUT_SECONDS, "bash", "-c", _HTTP_GET, "bash", address, str(port), path)
+    """Return the HTTP status of an answer; empty if there is none."""
+    done = client.run_unchecked(
+        "timeout", _HTTP_TIMEOUT_SECONDS, "bash", "-c", _HTTP_GET, "bash", address, str(port), path
+    )
     words = done.stdout.decode(errors="replace").split()
     return words[1] if len(words) > 1 and words[0].startswith("HTTP/") else ""

@@ -1,6 +1,6 @@
 """Slurm as a target: render, check, submit exactly what was rendered, and report on it afterwards.
 
-`check` asks whether the cluster could ever take a job before anything is submitted: Slurm itself accepts a job
+`check` asks whether the cluster could ever run a job before anything is submitted: Slurm itself accepts a job
 for nine nodes on a partition of four and leaves it pending for ever.
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from trainshed.errors import InputError, NotFound, TrainshedError
-from trainshed.launch.job import Job, Stage
+from trainshed.launch.job import Job, Stage, store_of
 from trainshed.launch.slurm.client import SlurmClient, parse_scontrol
 from trainshed.launch.slurm.render import FIRST_COMMAND, render, serving_port
 from trainshed.launch.slurm.sbatch_options import dependency_line, exported_names, logs_folder
@@ -35,14 +35,14 @@ class SlurmTarget:
         return render(job)
 
     def check(self, job: Job) -> Sequence[str]:
-        """Say why the cluster could never take the job."""
+        """Return why the cluster could never run the job."""
         return list(unschedulable_reasons(self._client, job))
 
     def submit(self, request: SubmitRequest, job: Job) -> SubmittedJob:
-        """Send the scripts; where one is refused, those before it are taken back."""
-        store = posixpath.dirname(posixpath.dirname(posixpath.dirname(job.run)))
+        """Submit the scripts; if one is refused, those before it are cancelled."""
+        store = store_of(job.run)
         for path, data in request.uploads.items():
-            self._client.put(f"{store}/{path}", data)
+            self._client.upload_file(f"{store}/{path}", data)
         self._client.make_folder(logs_folder(job.run))
         ids: dict[str, str] = {}
         for part in request.parts:
@@ -51,14 +51,14 @@ class SlurmTarget:
                 ids[part.stage] = self._sbatch(fill_dependency_ids(part.text, ids))
             except TrainshedError as error:
                 for id in ids.values():
-                    self._client.attempt("scancel", id)
+                    self._client.run_unchecked("scancel", id)
                 hint = "nothing is left in the queue" if ids else "nothing was submitted"
                 raise TrainshedError(f"{part.stage} was refused: {error.what}", where=error.where, hint=hint) from None
-        served = next((stage.serving for stage in job.stages if stage.serving is not None), None)
-        if served is None:
+        serving = next((stage.serving for stage in job.stages if stage.serving is not None), None)
+        if serving is None:
             return SubmittedJob(request.job, job.run, "slurm", ids)
-        port = serving_port(served, ids["serve"])
-        return SubmittedJob(request.job, job.run, "slurm", ids, serve_port=port, serve_ready=served.ready)
+        port = serving_port(serving, ids["serve"])
+        return SubmittedJob(request.job, job.run, "slurm", ids, serve_port=port, serve_ready=serving.ready)
 
     def _sbatch(self, script: str) -> str:
         printed = self._client.submit(script).strip()
@@ -68,7 +68,7 @@ class SlurmTarget:
         return id
 
     def status(self, submitted: SubmittedJob) -> tuple[StageState, ...]:
-        """Say how each stage stands and why."""
+        """Return the state of each stage, in order, and why."""
         states = (stage_state(self._client, submitted.run, stage, id) for stage, id in submitted.ids.items())
         return tuple(
             serving_state(self._client, state, submitted.serve_port, submitted.serve_ready)
@@ -86,46 +86,46 @@ class SlurmTarget:
         attempt: int | None = None,
         follow: bool = False,
     ) -> Iterator[str]:
-        """Yield the lines of a stage's log: what its script printed, or one rank's of training."""
-        path = self._log(submitted, stage, rank, attempt)
+        """Yield the lines of a stage's log: the output of its script, or the log of one rank of the training."""
+        path = self._log_path(submitted, stage, rank, attempt)
         seconds = _REMOTE_FOLLOW_SECONDS if self._client.is_remote else _FOLLOW_SECONDS
-        read, kept = 0, b""
+        offset, partial_line = 0, b""
         while True:
-            # Asked before reading: what was written before the end is read after it.
-            goes_on = follow and self._is_running(submitted, stage)
-            new = self._client.read(path, read) or b""
-            read += len(new)
-            *lines, kept = (kept + new).split(b"\n")
+            # Asked before reading, so that what was written before the end is still read.
+            is_active = follow and self._is_active(submitted, stage)
+            new = self._client.read(path, offset) or b""
+            offset += len(new)
+            *lines, partial_line = (partial_line + new).split(b"\n")
             for line in lines:
                 yield line.decode(errors="replace") + "\n"
-            if not goes_on:
+            if not is_active:
                 break
             time.sleep(seconds)
-        if kept:
-            yield kept.decode(errors="replace")
+        if partial_line:
+            yield partial_line.decode(errors="replace")
 
     def cancel(self, submitted: SubmittedJob) -> tuple[str, ...]:
         """End every stage that has not ended."""
         states = self.status(submitted)
-        ended = [state.stage for state in states if state.state in ("waiting", "running", "serving")]
-        # The last first: a stage that is told to end must not set the next one free.
-        for stage in reversed(ended):
+        cancelled = [state.stage for state in states if state.state in ("waiting", "running", "serving")]
+        # The last stage first: the end of a stage must not start the next one.
+        for stage in reversed(cancelled):
             self._client.run("scancel", submitted.ids[stage])
-        return tuple(ended)
+        return tuple(cancelled)
 
-    def _is_running(self, submitted: SubmittedJob, stage: str) -> bool:
+    def _is_active(self, submitted: SubmittedJob, stage: str) -> bool:
         state = stage_state(self._client, submitted.run, stage, submitted.ids[stage])
         return state.state in ("waiting", "running")
 
-    def _log(self, submitted: SubmittedJob, stage: str, rank: int | None, attempt: int | None) -> str:
+    def _log_path(self, submitted: SubmittedJob, stage: str, rank: int | None, attempt: int | None) -> str:
         if stage not in submitted.ids:
             raise InputError(f"this run has no stage `{stage}`", hint=f"it has {', '.join(submitted.ids)}")
         if stage == "train" and (rank is not None or attempt is not None):
-            found = self._client.files(f"{submitted.run}/logs", f"attempt-*/rank-{rank or 0:05d}.log")
-            wanted = [path for path in found if attempt is None or f"/attempt-{attempt:04d}/" in path]
+            files = self._client.find_files(f"{submitted.run}/logs", f"attempt-*/rank-{rank or 0:05d}.log")
+            wanted = [path for path in files if attempt is None or f"/attempt-{attempt:04d}/" in path]
         else:
-            found = self._client.files(logs_folder(submitted.run), f"{stage}-{submitted.ids[stage]}[._]*")
-            wanted = sorted(found, key=_by_number)[rank or 0 :][:1]
+            files = self._client.find_files(logs_folder(submitted.run), f"{stage}-{submitted.ids[stage]}[._]*")
+            wanted = sorted(files, key=_by_number)[rank or 0 :][:1]
         if not wanted:
             raise NotFound(
                 f"{stage} has written no log yet",
@@ -136,8 +136,8 @@ class SlurmTarget:
 
 
 def fill_dependency_ids(script: str, ids: dict[str, str]) -> str:
-    """Fill in the id of the stage before, in the one line that asks for it; everything else stays as it is."""
-    # Only among the script's own first lines: the files inside it may say anything.
+    """Fill in the id of the previous stage in the dependency line; everything else stays as it is."""
+    # Only in the script's own first lines: the files inside it may contain anything.
     options, begin, rest = script.partition(FIRST_COMMAND)
     for stage, id in ids.items():
         options = options.replace(f"{dependency_line(f'<id of {stage}>')}\n", f"{dependency_line(id)}\n")
@@ -163,12 +163,12 @@ class SlurmPartition:
 
 
 def unschedulable_reasons(client: SlurmClient, job: Job) -> Iterator[str]:
-    """Say why a cluster could never run a job; nothing where it could."""
+    """Yield why a cluster could never run a job."""
     yield from _missing_secrets(client, job)
     slurm = job.cluster.on_slurm
     for stage in job.stages:
-        trains = stage.name == "train"
-        name = slurm.partition if stage.gpus_per_node or trains else slurm.cpu_partition or slurm.partition
+        is_training = stage.name == "train"
+        name = slurm.partition if stage.gpus_per_node or is_training else slurm.cpu_partition or slurm.partition
         try:
             partition = _find_partition(client, name)
         except TrainshedError:
@@ -187,21 +187,24 @@ def unschedulable_reasons(client: SlurmClient, job: Job) -> Iterator[str]:
 
 def _missing_secrets(client: SlurmClient, job: Job) -> Iterator[str]:
     for name in exported_names(job.cluster):
-        if client.attempt("sh", "-c", f'[ -n "${{{name}:+x}}" ]').returncode:
-            there = "on the login node" if client.is_remote else "here"
-            yield f"the secret {name} is not set {there}, and jobs would be without it"
+        if client.run_unchecked("sh", "-c", f'[ -n "${{{name}:+x}}" ]').returncode:
+            place = "on the login node" if client.is_remote else "here"
+            yield f"the secret {name} is not set {place}, and jobs would be without it"
 
 
 def _exceeded_limits(job: Job, stage: Stage, partition: SlurmPartition) -> Iterator[str]:
-    asked = stage.nodes + stage.spares
+    wanted_nodes = stage.nodes + stage.spares
     spare = f" ({stage.spares} of them spare)" if stage.spares else ""
     if partition.state != "UP":
         yield f"{stage.name}: the partition {partition.name} is {partition.state}"
-    if asked > partition.nodes:
-        yield f"{stage.name} asks for {asked} nodes{spare}, and the partition {partition.name} has {partition.nodes}"
-    elif partition.max_nodes is not None and asked > partition.max_nodes:
+    if wanted_nodes > partition.nodes:
         yield (
-            f"{stage.name} asks for {asked} nodes{spare}, and the partition {partition.name} gives a job "
+            f"{stage.name} asks for {wanted_nodes} nodes{spare}, "
+            f"and the partition {partition.name} has {partition.nodes}"
+        )
+    elif partition.max_nodes is not None and wanted_nodes > partition.max_nodes:
+        yield (
+            f"{stage.name} asks for {wanted_nodes} nodes{spare}, and the partition {partition.name} gives a job "
             f"{partition.max_nodes} at most"
         )
     hours = job.cluster.limits.hours if stage.name == "train" or stage.serving is not None else None
@@ -230,12 +233,12 @@ def _missing_gpus(client: SlurmClient, stage: Stage, partition: SlurmPartition, 
 
 def _gpu_count(offer: str, wanted: str) -> int:
     """How many of a kind of GPU a node has, from `gpu:h100:8(S:0-1),gpu:a100:2`."""
-    found = 0
+    total = 0
     for part in offer.split(","):
         kind, _, count = re.sub(r"\(.*?\)", "", part).rpartition(":")
         if count.isdecimal() and (kind == wanted or kind.startswith(f"{wanted}:")):
-            found += int(count)
-    return found
+            total += int(count)
+    return total
 
 
 def _partition_names(client: SlurmClient) -> list[str]:
@@ -245,19 +248,19 @@ def _partition_names(client: SlurmClient) -> list[str]:
 def _find_partition(client: SlurmClient, name: str | None) -> SlurmPartition | None:
     if name is None:
         printed = client.run("scontrol", "--oneliner", "show", "partition")
-        found = [each for each in map(parse_scontrol, printed.splitlines()) if each.get("Default") == "YES"]
-        return _parse_partition(found[0]) if found else None
+        defaults = [fields for fields in map(parse_scontrol, printed.splitlines()) if fields.get("Default") == "YES"]
+        return _parse_partition(defaults[0]) if defaults else None
     return _parse_partition(parse_scontrol(client.run("scontrol", "--oneliner", "show", "partition", name)))
 
 
-def _parse_partition(found: dict[str, str]) -> SlurmPartition:
-    most = found.get("MaxNodes", "")
+def _parse_partition(fields: dict[str, str]) -> SlurmPartition:
+    max_nodes = fields.get("MaxNodes", "")
     return SlurmPartition(
-        found["PartitionName"],
-        found.get("State", "UP"),
-        int(found.get("TotalNodes", "0")),
-        None if most in _UNLIMITED else int(most),
-        parse_time_limit(found.get("MaxTime", "")),
+        fields["PartitionName"],
+        fields.get("State", "UP"),
+        int(fields.get("TotalNodes", "0")),
+        None if max_nodes in _UNLIMITED else int(max_nodes),
+        parse_time_limit(fields.get("MaxTime", "")),
     )
 
 
