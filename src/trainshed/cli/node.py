@@ -192,9 +192,10 @@ def meet() -> int:
 
     from trainshed.launch.kubernetes.objects import LOCAL_FOLDER
     from trainshed.launch.kubernetes.rendezvous import fetch_start, next_start, publish_start
+    from trainshed.launch.rendezvous import START_PORT_OFFSET
 
     rank, pods = int(os.environ["TRAINSHED_NODE_RANK"]), int(os.environ["TRAINSHED_MEET"])
-    port = int(os.environ["MASTER_PORT"]) + 1
+    port = int(os.environ["MASTER_PORT"]) + START_PORT_OFFSET
     if rank:
         start = fetch_start(os.environ["MASTER_ADDR"], port, rank)
     else:

@@ -31,6 +31,9 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 STOPPED_SECONDS = 10.0
 """A rank that has been stopped (SIGSTOP, a debugger) for so long is named."""
 
+FAILURE_GRACE_SECONDS = 20.0
+"""How long ranks have to write their flight records after another has failed."""
+
 _LOG_TAIL_BYTES = 4096
 _KILL_SECONDS = 30.0  # a process that waits for a dead mount does not even die
 # 1 is PR_SET_PDEATHSIG in linux/prctl.h. The parent may have died before it was asked for.
@@ -89,7 +92,7 @@ def run_ranks(
     master: tuple[str, int] | None = None,
     environment: Mapping[str, str] | None = None,
     grace_seconds: float = 60.0,
-    failure_grace_seconds: float = 20.0,
+    failure_grace_seconds: float = FAILURE_GRACE_SECONDS,
     on_poll: Callable[[], None] | None = None,
     on_failure: Callable[[], None] | None = None,
     others_failed: Callable[[], bool] | None = None,
@@ -241,7 +244,7 @@ class RankProcesses:
 
     def _failure(self, rank: int, code: int) -> RankFailure:
         name = signal.Signals(-code).name if code < 0 else None
-        tail, killed = _read_tail(self._logs[rank]), rank in self._killed
+        tail, killed = read_log_tail(self._logs[rank]), rank in self._killed
         return RankFailure(rank, code if code >= 0 else None, name, tail, killed, killed and rank in self._stopped)
 
     def _collect(self) -> None:
@@ -389,10 +392,14 @@ def _shell_exit_code(code: int) -> int:
     return 128 - code if code < 0 else code
 
 
-def _read_tail(log: Path) -> str:
-    with log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - _LOG_TAIL_BYTES))
-        return file.read().decode(errors="replace")
+def read_log_tail(log: Path) -> str:
+    """Return the end of a log; empty where there is none."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - _LOG_TAIL_BYTES))
+            return file.read().decode(errors="replace")
+    except FileNotFoundError:
+        return ""
 
 
 class StopSignalListener:

@@ -44,36 +44,36 @@ class Leader:
         stage: Stage,
         folder: Path,
         plan: tuple[RankLayout, Sequence[str]],
-        place: NodeEnv,
-        meeting: Rendezvous,
-        times: AgentTimeouts,
+        node_env: NodeEnv,
+        rendezvous: Rendezvous,
+        timeouts: AgentTimeouts,
         requests: StopSignalListener,
         reporter: Reporter,
     ) -> None:
-        self._job, self._stage, self._folder, self._place = job, stage, folder, place
-        self._meeting, self._times, self._requests, self._reporter = meeting, times, requests, reporter
+        self._job, self._stage, self._folder, self._node_env = job, stage, folder, place
+        self._rendezvous, self._timeouts, self._requests, self._reporter = rendezvous, timeouts, requests, reporter
         self._planned, self._reasons = plan
         self._layout = self._planned
         self._run = Path(job.run)
         self._elastic = stage.spares > 0 or job.min_nodes is not None
         self._joined: dict[int, JoinedNode] = {}
-        self._bad: dict[int, str] = {}
-        self._signs = HeartbeatMonitor(meeting)
+        self._bad_slots: dict[int, str] = {}
+        self._heartbeats = HeartbeatMonitor(rendezvous)
         self._orders = 0
-        self._watched = time.monotonic()
+        self._watched_at = time.monotonic()
         # Every look opens a file of each node.
-        self._pause = times.look_seconds if place.slots > _FEW_NODES else min(0.2, times.look_seconds)
+        self._pause = timeouts.look_seconds if node_env.slots > _FEW_NODES else min(0.2, timeouts.look_seconds)
         self.error: TrainshedError | None = None
         """What ended it, once it is over and was no success."""
 
     def first_order(self) -> AgentOrder:
         """Wait for all nodes, then begin the first attempt; or say why not."""
         began = time.monotonic()
-        slots = range(self._place.slots)
+        slots = range(self._node_env.slots)
         while True:
             # Asked first: a node that refuses says why before it ends, and its end is what asks the others to stop.
             asked = self._requests.exit_code
-            self._joined = self._meeting.joined()
+            self._joined = self._rendezvous.joined()
             late = [slot for slot in slots if slot not in self._joined]
             problem = next((each.problem for each in self._joined.values() if each.problem), None)
             if problem is not None:
@@ -82,40 +82,40 @@ class Leader:
                 # Most likely because one of them could not even start its agent, and the scheduler ends the rest.
                 return self.fail(TrainshedError(f"asked to stop while {_format_slots(late)} had not started"))
             if asked is not None:
-                return self._over(asked, "asked to stop before training began")
-            if not late or time.monotonic() - began >= self._times.meet_seconds:
+                return self._finish(asked, "asked to stop before training began")
+            if not late or time.monotonic() - began >= self._timeouts.meet_seconds:
                 break
             time.sleep(self._pause)
-        self._bad = {slot: f"node {slot} did not start within {self._times.meet_seconds:.0f} s" for slot in late}
+        self._bad_slots = {slot: f"node {slot} did not start within {self._timeouts.meet_seconds:.0f} s" for slot in late}
         if late and not self._elastic:
-            return self.fail(TrainshedError(", ".join(self._bad.values()), hint="look at the scheduler's own log"))
+            return self.fail(TrainshedError(", ".join(self._bad_slots.values()), hint="look at the scheduler's own log"))
         training = first_training_slots(self._stage)
         if not late:
-            return self._begin(training, startup_phases() | {"meeting": time.monotonic() - began})
-        return self._go_on(training, TrainshedError(", ".join(self._bad.values())))
+            return self._begin_attempt(training, startup_phases() | {"meeting": time.monotonic() - began})
+        return self._restart_without_bad_nodes(training, TrainshedError(", ".join(self._bad_slots.values())))
 
     def watch(self, order: AgentOrder, records: AttemptRecords) -> None:
         """Look now and then whether a node of the attempt has fallen silent."""
-        if time.monotonic() - self._watched < self._times.beat_seconds:
+        if time.monotonic() - self._watched_at < self._timeouts.beat_seconds:
             return
-        self._watched = time.monotonic()
-        for slot in self._signs.silent(order.slots, self._times.lost_seconds):
-            records.say_failed(self._joined[slot].host, f"{self._joined[slot].host} shows no sign of life")
+        self._watched_at = time.monotonic()
+        for slot in self._heartbeats.silent_slots(order.slots, self._timeouts.lost_seconds):
+            records.mark_failed(self._joined[slot].host, f"{self._joined[slot].host} shows no sign of life")
 
     def next_order(self, order: AgentOrder) -> AgentOrder:
         """Wait until the ranks of all nodes have ended, then say what comes next."""
         assert order.attempt is not None
-        nodes = self._collect(order, AttemptRecords(self._run, order.attempt))
+        nodes = self._collect_records(order, AttemptRecords(self._run, order.attempt))
         if all(node.ended == "finished" for node in nodes):
-            return self._over(0, "")
+            return self._finish(0, "")
         if not any(node.ended in ("failed", "lost") for node in nodes):
             stopped = [node.exit_code for node in nodes if node.ended == "stopped"]
             if stopped:
                 return self._stopped(order.attempt, max(stopped))
         error = self._explain(order.attempt, nodes)
-        self._bad |= {node.slot: f"{node.host}: {node.bad_node}" for node in nodes if node.bad_node is not None}
+        self._bad_slots |= {node.slot: f"{node.host}: {node.bad_node}" for node in nodes if node.bad_node is not None}
         if self._elastic and any(node.bad_node is not None for node in nodes) and error.exit_code != 2:
-            return self._go_on(order.slots, error)
+            return self._restart_without_bad_nodes(order.slots, error)
         return self.fail(error)
 
     def _stopped(self, attempt: int, exit_code: int) -> AgentOrder:
@@ -124,36 +124,36 @@ class Leader:
             # Queued again after each time limit, it would never end.
             what = "the time limit came before the first step was done"
             return self.fail(TrainshedError(what, hint="raise limits.hours in the cluster file"))
-        return self._over(exit_code, "asked to stop")
+        return self._finish(exit_code, "asked to stop")
 
-    def _go_on(self, training: tuple[int, ...], error: TrainshedError) -> AgentOrder:
+    def _restart_without_bad_nodes(self, training: tuple[int, ...], error: TrainshedError) -> AgentOrder:
         """Begin again without the bad nodes, or give up."""
-        found = replace_bad_slots(training, self._place.slots, self._bad)
-        bad = "; ".join(self._bad.values())
+        found = replace_bad_slots(training, self._node_env.slots, self._bad_slots)
+        bad = "; ".join(self._bad_slots.values())
         if found is not None:
             self._reporter.warn(f"{bad}: a spare node steps in")
-            return self._begin(found, {})
-        smaller = plan_for_fewer_nodes(self._job, self._stage, self._folder, self._planned, self._bad)
+            return self._begin_attempt(found, {})
+        smaller = plan_for_fewer_nodes(self._job, self._stage, self._folder, self._planned, self._bad_slots)
         if isinstance(smaller, str):
             return self.fail(TrainshedError(f"{error.what}; {smaller}", where=error.where, hint=error.hint))
         found, self._layout = smaller
         self._reasons = (f"planned anew as {self._layout} for {len(found)} nodes: {bad}",)
         self._reporter.warn(self._reasons[0])
-        return self._begin(found, {})
+        return self._begin_attempt(found, {})
 
-    def _begin(self, training: tuple[int, ...], phases: dict[str, float]) -> AgentOrder:
-        """Take the next attempt and tell everybody its place."""
+    def _begin_attempt(self, training: tuple[int, ...], phases: dict[str, float]) -> AgentOrder:
+        """Take the next attempt and tell everybody its node_env."""
         store = LocalStore(self._run)
         attempt = take_attempt(store, "").number
         write_plan(store, attempt, self._layout, self._reasons)
         self._orders += 1
-        host, port = self._place.master
+        host, port = self._node_env.master
         if training[0] != 0:
             host = self._joined[training[0]].host
         # Not the port of the attempt before: a rank that was killed may hold it a little longer.
         order = AgentOrder(self._orders, attempt, training, (host, port + self._orders - 1))
         records = AttemptRecords(self._run, attempt)
-        lines = records.keep_hosts(self._place.start, order, self._joined, self._bad, self._stage.ranks_per_node)
+        lines = records.write_hosts(self._node_env.start, order, self._joined, self._bad_slots, self._stage.ranks_per_node)
         self._reporter.note(f"attempt {attempt}: {self._layout}, rank 0 at {host}:{order.master[1]}")
         with EventWriter(store, "", attempt=attempt, rank=None) as events:
             for name, seconds in phases.items():
@@ -161,38 +161,38 @@ class Leader:
             for line in lines:
                 self._reporter.note(line)
                 events.emit("note", text=line)
-        self._meeting.end_the_roll_call()
-        self._meeting.give(order)
-        self._signs.begin()
+        self._rendezvous.end_fast_heartbeats()
+        self._rendezvous.publish(order)
+        self._heartbeats.reset()
         return order
 
-    def _collect(self, order: AgentOrder, records: AttemptRecords) -> list[NodeRecord]:
+    def _collect_records(self, order: AgentOrder, records: AttemptRecords) -> list[NodeRecord]:
         """Wait for the account of every node; one that falls silent meanwhile gets one from here."""
         found: dict[int, NodeRecord] = {}
         called = False
         while True:
             # Slow signs of life do until somebody's ranks have ended: this node may be no part of the attempt.
-            if not called and self._meeting.roll_is_called:
+            if not called and self._rendezvous.wants_fast_heartbeats:
                 called = True
-                self._signs.begin()
-            patience = self._times.roll_call_seconds if called else self._times.lost_seconds
+                self._heartbeats.reset()
+            patience = self._timeouts.roll_call_seconds if called else self._timeouts.lost_seconds
             for node in range(len(order.slots)):
-                if node not in found and (record := records.record(node)) is not None:
+                if node not in found and (record := records.read_node(node)) is not None:
                     found[node] = record
             missing = {order.slots[node]: node for node in range(len(order.slots)) if node not in found}
             if not missing:
                 return [found[node] for node in sorted(found)]
-            for slot in self._signs.silent(tuple(missing), patience):
-                found[missing[slot]] = self._lost(missing[slot], slot, records)
+            for slot in self._heartbeats.silent_slots(tuple(missing), patience):
+                found[missing[slot]] = self._record_lost_node(missing[slot], slot, records)
             time.sleep(self._pause)
 
-    def _lost(self, node: int, slot: int, records: AttemptRecords) -> NodeRecord:
+    def _record_lost_node(self, node: int, slot: int, records: AttemptRecords) -> NodeRecord:
         host, per_node = self._joined[slot].host, self._stage.ranks_per_node
         how = f"was on {host}, which shows no sign of life"
         failed = tuple(FailedRankRecord(rank, how) for rank in range(node * per_node, (node + 1) * per_node))
         record = NodeRecord(node, slot, host, "lost", 1, failed, "shows no sign of life")
-        records.say_failed(host, f"{host} shows no sign of life")
-        records.keep(record)
+        records.mark_failed(host, f"{host} shows no sign of life")
+        records.write_node(record)
         return record
 
     def _explain(self, attempt: int, nodes: list[NodeRecord]) -> TrainshedError:
@@ -219,13 +219,13 @@ class Leader:
     def fail(self, error: TrainshedError) -> AgentOrder:
         """End it, everywhere."""
         self.error = error
-        return self._over(error.exit_code, error.what)
+        return self._finish(error.exit_code, error.what)
 
-    def _over(self, exit_code: int, what: str) -> AgentOrder:
+    def _finish(self, exit_code: int, what: str) -> AgentOrder:
         self._orders += 1
-        self._meeting.blame([self._joined[slot].host for slot in sorted(self._bad) if slot in self._joined])
+        self._rendezvous.write_bad_nodes([self._joined[slot].host for slot in sorted(self._bad_slots) if slot in self._joined])
         order = AgentOrder(self._orders, exit_code=exit_code, what=what)
-        self._meeting.give(order)
+        self._rendezvous.publish(order)
         return order
 
 
@@ -241,7 +241,7 @@ def first_training_slots(stage: Stage) -> tuple[int, ...]:
 def replace_bad_slots(training: tuple[int, ...], slots: int, bad: Collection[int]) -> tuple[int, ...] | None:
     """Return who trains when the bad nodes are left out, spares in their places; None where too few are well.
 
-    Ranks are static: every node that is well keeps its place.
+    Ranks are static: every node that is well keeps its node_env.
     """
     free = [slot for slot in range(slots) if slot not in bad and slot not in training]
     replaced = [slot if slot not in bad else (free.pop(0) if free else None) for slot in training]

@@ -32,19 +32,19 @@ def run_agent(stage: str, folder: Path, *, part: str | None = None, reporter: Re
     if found is None:
         known = ", ".join(each.name for each in job.stages)
         raise InputError(f"this job has no stage `{stage}`", where=str(folder / JOB_FILE), hint=f"it has {known}")
-    place = NodeEnv.from_environment(found)
-    times = AgentTimeouts.from_environment()
+    node_env = NodeEnv.from_environment(found)
+    timeouts = AgentTimeouts.from_environment()
     if stage == TRAIN_STAGE:
-        return NodeTraining(job, found, folder, place, times, reporter).run()
-    return run_cpu_stage(job, found, folder, place, times, reporter, part=stage_part(found, part))
+        return NodeTraining(job, found, folder, node_env, timeouts, reporter).run()
+    return run_cpu_stage(job, found, folder, node_env, timeouts, reporter, part=stage_part(found, part))
 
 
 def run_cpu_stage(
     job: JobFile,
     stage: Stage,
     folder: Path,
-    place: NodeEnv,
-    times: AgentTimeouts,
+    node_env: NodeEnv,
+    timeouts: AgentTimeouts,
     reporter: Reporter,
     *,
     part: str | None,
@@ -55,23 +55,23 @@ def run_cpu_stage(
         raise InputError(problem, hint="submit it again, so that its own code travels with it")
     run = Path(job.run)
     number = int(part.partition("/")[0]) if part else 0
-    meeting = Rendezvous(run, f"{place.start}-part-{number:04d}" if part else place.start)
+    rendezvous = Rendezvous(run, f"{node_env.start}-part-{number:04d}" if part else node_env.start)
     logs = run / "logs" / stage.name
     name = f"part-{number:04d}.log"
     command = worker_command(stage.name, "--job", str(folder), *(["--part", part] if part else []))
-    with send_heartbeats(meeting, place.slot, times):
+    with send_heartbeats(rendezvous, node_env.slot, timeouts):
         result = _run_to_end(command, logs, name, job.grace_seconds)
     if result.exit_code == 0:
-        meeting.give(AgentOrder(1, exit_code=0))
+        rendezvous.publish(AgentOrder(1, exit_code=0))
         return 0
     if not result.failed:
-        meeting.give(AgentOrder(1, exit_code=result.exit_code, what="asked to stop"))
+        rendezvous.publish(AgentOrder(1, exit_code=result.exit_code, what="asked to stop"))
         return result.exit_code
     failure = result.failed[0]
     said = last_error_line(failure.log_tail)
     what = f"{stage.name} {failure.how}" + (f": {said}" if said else "")
     code = InputError.exit_code if failure.exit_code == InputError.exit_code else TrainshedError.exit_code
-    meeting.give(AgentOrder(1, exit_code=code, what=what))
+    rendezvous.publish(AgentOrder(1, exit_code=code, what=what))
     kind = InputError if code == InputError.exit_code else TrainshedError
     raise kind(what, where=str(logs / name))
 

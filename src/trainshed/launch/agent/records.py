@@ -107,7 +107,7 @@ class AttemptRecords:
         self.folder = health_folder(run_folder, attempt)
         self._store = LocalStore(self.folder)
 
-    def keep_hosts(
+    def write_hosts(
         self, start: str, order: AgentOrder, joined: Mapping[int, JoinedNode], bad: Collection[int], ranks_per_node: int
     ) -> list[str]:
         """Keep which host has which ranks; returns it as lines for people."""
@@ -127,11 +127,11 @@ class AttemptRecords:
         lines = [f"node {each['node']}: {each['host']}, ranks {_format_ranks(each['ranks'])}" for each in nodes]
         return lines + [f"spare: {each['host']}" for each in spares]
 
-    def keep(self, record: NodeRecord) -> None:
+    def write_node(self, record: NodeRecord) -> None:
         """Keep how a node's ranks ended."""
         self._put(f"node-{record.node:05d}.json", asdict(record))
 
-    def record(self, node: int) -> NodeRecord | None:
+    def read_node(self, node: int) -> NodeRecord | None:
         """Return how a node's ranks ended; None while they run."""
         try:
             body: dict[str, Any] = orjson.loads(self._store.read(f"node-{node:05d}.json"))
@@ -139,7 +139,7 @@ class AttemptRecords:
             return None
         return NodeRecord(**body | {"failed": tuple(FailedRankRecord(**each) for each in body["failed"])})
 
-    def say_failed(self, host: str, what: str) -> None:
+    def mark_failed(self, host: str, what: str) -> None:
         """Tell all nodes that the attempt has failed; only the first to say so is kept."""
         try:
             body = orjson.dumps({"host": host, "what": what}, option=orjson.OPT_INDENT_2) + b"\n"

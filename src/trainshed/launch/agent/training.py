@@ -52,21 +52,21 @@ class NodeTraining:
     """One node's part in the training of a job."""
 
     def __init__(
-        self, job: JobFile, stage: Stage, folder: Path, place: NodeEnv, times: AgentTimeouts, reporter: Reporter
+        self, job: JobFile, stage: Stage, folder: Path, node_env: NodeEnv, timeouts: AgentTimeouts, reporter: Reporter
     ) -> None:
         self._job, self._stage, self._folder = job, stage, folder
-        self._place, self._times, self._reporter = place, times, reporter
+        self._node_env, self._timeouts, self._reporter = node_env, timeouts, reporter
         self._run = Path(job.run)
-        self._meeting = Rendezvous(self._run, place.start)
+        self._rendezvous = Rendezvous(self._run, node_env.start)
         self._requests = StopSignalListener()
 
     def run(self) -> int:
         """See it through; returns 0, 128 + the signal of a requested stop, or `PEER_FAILED_EXIT_CODE`, else raises."""
         problem = version_problem(self._job)
         with self._requests:
-            self._meeting.join(JoinedNode(self._place.slot, self._place.host, trainshed.__version__, problem))
-            with send_heartbeats(self._meeting, self._place.slot, self._times):
-                if self._place.leads:
+            self._rendezvous.join(JoinedNode(self._node_env.slot, self._node_env.host, trainshed.__version__, problem))
+            with send_heartbeats(self._rendezvous, self._node_env.slot, self._timeouts):
+                if self._node_env.is_leader:
                     return self._lead()
                 if problem is not None:
                     raise InputError(problem, hint="submit it again, so that its own code travels with it")
@@ -78,16 +78,16 @@ class NodeTraining:
             self._stage,
             self._folder,
             read_job_plan(self._folder),
-            self._place,
-            self._meeting,
-            self._times,
+            self._node_env,
+            self._rendezvous,
+            self._timeouts,
             self._requests,
             self._reporter,
         )
         try:
             order = leader.first_order()
             while order.exit_code is None:
-                self._take_part(order, leader)
+                self._run_attempt(order, leader)
                 order = leader.next_order(order)
         except TrainshedError as error:
             leader.fail(error)
@@ -108,82 +108,82 @@ class NodeTraining:
                     self._reporter.note(order.what)
                 return order.exit_code
             done = order.number
-            self._take_part(order)
+            self._run_attempt(order)
 
     def _next_order(self, done: int) -> AgentOrder | None:
         """Wait for an order that is not done yet; None where nobody is left to give one."""
-        signs = HeartbeatMonitor(self._meeting)
+        heartbeats = HeartbeatMonitor(self._rendezvous)
         called = False
         looked = 0.0
         while True:
-            order = self._meeting.order()
+            order = self._rendezvous.latest_order()
             if order is not None and order.number > done:
                 return order
-            if time.monotonic() - looked >= self._times.look_seconds:
+            if time.monotonic() - looked >= self._timeouts.look_seconds:
                 looked = time.monotonic()
-                if not called and self._meeting.roll_is_called:
+                if not called and self._rendezvous.wants_fast_heartbeats:
                     called = True
-                    signs.begin()
-                patience = self._times.roll_call_seconds if called else self._times.lost_seconds
-                if signs.silent((0,), max(patience, 0 if done else self._times.meet_seconds)):
+                    heartbeats.reset()
+                patience = self._timeouts.roll_call_seconds if called else self._timeouts.lost_seconds
+                if heartbeats.silent_slots((0,), max(patience, 0 if done else self._timeouts.meet_seconds)):
                     return None
-            time.sleep(min(0.2, self._times.look_seconds))
+            time.sleep(min(0.2, self._timeouts.look_seconds))
 
-    def _take_part(self, order: AgentOrder, leader: Leader | None = None) -> None:
+    def _run_attempt(self, order: AgentOrder, leader: Leader | None = None) -> None:
         """Run this node's ranks of an attempt, where it has any, and leave an account of their end."""
         assert order.attempt is not None
-        if self._place.slot not in order.slots:
-            self._reporter.note(f"{self._place.host} is a spare node of attempt {order.attempt}")
+        if self._node_env.slot not in order.slots:
+            self._reporter.note(f"{self._node_env.host} is a spare node of attempt {order.attempt}")
             return
-        node = order.slots.index(self._place.slot)
+        node = order.slots.index(self._node_env.slot)
         records = AttemptRecords(self._run, order.attempt)
-        record = self._refusal(node, order, records)
+        record = self._reason_not_to_start(node, order, records)
         if record is None and self._stage.only_preflight:
-            record = NodeRecord(node, self._place.slot, self._place.host, "finished", 0)
+            record = NodeRecord(node, self._node_env.slot, self._node_env.host, "finished", 0)
         elif record is None:
             record = self._run_ranks(node, order, records, leader)
         if record.ended == "failed":
-            records.say_failed(record.host, record.what or _failure_text(record))
-        self._meeting.call_the_roll()
-        records.keep(record)
+            records.mark_failed(record.host, record.what or _failure_text(record))
+        self._rendezvous.request_fast_heartbeats()
+        records.write_node(record)
 
-    def _refusal(self, node: int, order: AgentOrder, records: AttemptRecords) -> NodeRecord | None:
+    def _reason_not_to_start(self, node: int, order: AgentOrder, records: AttemptRecords) -> NodeRecord | None:
         """Say why this node's ranks are not started; None: they are."""
-        place = self._place
+        node_env = self._node_env
         if self._requests.exit_code is not None:
-            records.say_failed(place.host, "asked to stop before its ranks started")
-            return NodeRecord(node, place.slot, place.host, "stopped", self._requests.exit_code)
+            records.mark_failed(node_env.host, "asked to stop before its ranks started")
+            return NodeRecord(node, node_env.slot, node_env.host, "stopped", self._requests.exit_code)
         if not self._stage.preflight:
             return None
         began = time.monotonic()
-        refused = preflight_node(self._run, self._stage, self._folder, order, node, place, self._reporter)
+        refused = preflight_node(self._run, self._stage, self._folder, order, node, node_env, self._reporter)
         if node == 0 and refused is None:
-            self._keep_phase(order, "preflight", time.monotonic() - began)
+            self._emit_phase(order, "preflight", time.monotonic() - began)
         if refused is None and self._requests.exit_code is not None:
-            return self._refusal(node, order, records)
+            return self._reason_not_to_start(node, order, records)
         return refused
 
-    def _keep_phase(self, order: AgentOrder, name: str, seconds: float) -> None:
+    def _emit_phase(self, order: AgentOrder, name: str, seconds: float) -> None:
         assert order.attempt is not None
         with EventWriter(LocalStore(self._run), "", attempt=order.attempt, rank=None) as events:
             events.emit("phase", name=name, seconds=seconds)
 
     def _run_ranks(self, node: int, order: AgentOrder, records: AttemptRecords, leader: Leader | None) -> NodeRecord:
         assert order.attempt is not None
-        per_node, place = self._stage.ranks_per_node, self._place
+        per_node, node_env = self._stage.ranks_per_node, self._node_env
         own_failure = False
 
         def say_failed() -> None:
             nonlocal own_failure
             if not records.has_failed:
                 own_failure = True
-                records.say_failed(place.host, "a rank failed")
+                records.mark_failed(node_env.host, "a rank failed")
 
         logs = logs_folder(self._run, order.attempt)
         # What rank 0 says is what a person wants to see in the scheduler's own log.
         echo = LogEcho(logs / f"rank-{0:05d}.log", self._reporter.note) if node == 0 else None
 
-        watched = RunFolderWatcher(self._run, seconds=3 * self._times.look_seconds)
+        watched = RunFolderWatcher(self._run, seconds=3 * self._timeouts.look_seconds)
 
         def poll() -> None:
             watched.check()
@@ -192,8 +192,8 @@ class NodeTraining:
             if leader is not None:
                 leader.watch(order, records)
 
-        peer_failed = _at_most_every(self._times.look_seconds, lambda: self._overtaken(order) or records.has_failed)
-        with sample_gpus(records.folder / f"gpus-{node:05d}.jsonl", self._times.beat_seconds):
+        peer_failed = _at_most_every(self._timeouts.look_seconds, lambda: self._is_superseded(order) or records.has_failed)
+        with sample_gpus(records.folder / f"gpus-{node:05d}.jsonl", self._timeouts.beat_seconds):
             result = run_ranks(
                 rank_command(self._run, order.attempt, ("--on", str(self._folder / "cluster.yaml"))),
                 ranks=per_node,
@@ -203,7 +203,7 @@ class NodeTraining:
                 master=order.master,
                 environment={"TRAINSHED_ATTEMPT": str(order.attempt)} | machine_environment(self._job.precision),
                 grace_seconds=self._job.grace_seconds,
-                failure_grace_seconds=self._times.failure_grace_seconds,
+                failure_grace_seconds=self._timeouts.failure_grace_seconds,
                 on_poll=poll,
                 on_failure=say_failed,
                 others_failed=peer_failed,
@@ -213,20 +213,20 @@ class NodeTraining:
         if echo is not None:
             echo.poll(at_once=True)
         fell_to_peer = not own_failure and records.has_failed
-        return NodeRecord.of(result, node=node, slot=place.slot, host=place.host, peer_failed=fell_to_peer)
+        return NodeRecord.of(result, node=node, slot=node_env.slot, host=node_env.host, peer_failed=fell_to_peer)
 
     def _say_stopping(self, signum: int, again: bool) -> None:
         name = signal.Signals(signum).name
         how = "are stopped at once and save nothing" if again else "stop after their step and save a checkpoint"
-        self._reporter.note(f"{name}{' again' if again else ''}: the ranks of {self._place.host} {how}")
+        self._reporter.note(f"{name}{' again' if again else ''}: the ranks of {self._node_env.host} {how}")
 
     def _say_stopped(self, attempt: int, rank: int, process: int) -> None:
-        self._reporter.warn(f"{self._place.host}: {stopped_rank_text(rank, process)}")
+        self._reporter.warn(f"{self._node_env.host}: {stopped_rank_text(rank, process)}")
         emit_stall(LocalStore(self._run), attempt, rank, process)
 
-    def _overtaken(self, order: AgentOrder) -> bool:
+    def _is_superseded(self, order: AgentOrder) -> bool:
         """Whether all were given another order meanwhile: this node was taken for lost."""
-        newest = self._meeting.order()
+        newest = self._rendezvous.latest_order()
         return newest is not None and newest.number > order.number
 
 
@@ -252,7 +252,7 @@ _PREFLIGHT_PORT_OFFSET = 100
 
 
 def preflight_node(
-    run: Path, stage: Stage, folder: Path, order: AgentOrder, node: int, place: NodeEnv, reporter: Reporter
+    run: Path, stage: Stage, folder: Path, order: AgentOrder, node: int, node_env: NodeEnv, reporter: Reporter
 ) -> NodeRecord | None:
     """Take part in the checks of all nodes of an attempt; returns how that ended for this node, None: it trains."""
     assert order.attempt is not None
@@ -268,18 +268,18 @@ def preflight_node(
     )
     board = (order.master[0], order.master[1] + _PREFLIGHT_PORT_OFFSET)
     try:
-        verdict = run_preflight(checks, node_rank=node, board=board, host=place.host, reporter=reporter)
+        verdict = run_preflight(checks, node_rank=node, board=board, host=node_env.host, reporter=reporter)
     except TrainshedError as error:
-        return NodeRecord(node, place.slot, place.host, "failed", 1, what=f"preflight: {error.what}")
+        return NodeRecord(node, node_env.slot, node_env.host, "failed", 1, what=f"preflight: {error.what}")
     if verdict.outcome in ("pass", "warn"):
         (reporter.note if verdict.outcome == "pass" else reporter.warn)(f"preflight: {verdict.sentence}")
         return None
     what = f"preflight: {verdict.sentence}"
     if verdict.outcome == "fail":
-        return NodeRecord(node, place.slot, place.host, "failed", 1, what=what)
+        return NodeRecord(node, node_env.slot, node_env.host, "failed", 1, what=what)
     if node in verdict.replace:
-        return NodeRecord(node, place.slot, place.host, "failed", 1, bad_node="preflight says to replace it", what=what)
-    return NodeRecord(node, place.slot, place.host, "peer", 1)
+        return NodeRecord(node, node_env.slot, node_env.host, "failed", 1, bad_node="preflight says to replace it", what=what)
+    return NodeRecord(node, node_env.slot, node_env.host, "peer", 1)
 
 
 _GPU_KEYS = ("index", "temperature.gpu", "power.draw", "utilization.gpu", "memory.used", "clocks.sm")

@@ -21,14 +21,13 @@ import orjson
 from trainshed.errors import InputError, RecipeError
 from trainshed.launch.fabric import FabricSetup, fabric_setup
 from trainshed.launch.job import JOB_FILE, SETUP_FILE, CodeArchive, Job, ServingSpec, Stage, job_folder, setup_script
+from trainshed.launch.rendezvous import FIRST_PORT, PORTS
 from trainshed.launch.slurm.sbatch_options import logs_folder, secret_references, stage_options
 from trainshed.launch.target import RequestPart, SubmitRequest
 from trainshed.recipe import Cluster
 
 FIRST_COMMAND = "set -euo pipefail"
 """Where a script's options end and its body begins."""
-FIRST_PORT, PORTS = 20000, 12000
-"""Below 32768, where Linux begins to hand out ports by itself."""
 _TASK_ID = "${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}"
 _START_NAME = f'"slurm-{_TASK_ID}-${{SLURM_RESTART_COUNT:-0}}-$TRAINSHED_BEGAN"'
 """Names one start of a job or of a part of it."""
