@@ -122,8 +122,6 @@ class RayTarget:
     def _notes(self, job: Job) -> Iterator[str]:
         for image in sorted({stage.image for stage in job.stages if stage.image}):
             yield f"the nodes must run {image}: a running Ray cluster's image cannot be chosen"
-        if any(stage.spares for stage in job.stages):
-            yield "no spare nodes are held: Ray places a training anew when a node is lost"
         if job.code is not None:
             address = self._cluster.ray.address.rstrip("/") if self._cluster.ray else ""
             yield (
@@ -136,10 +134,11 @@ class RayTarget:
         assert self._cluster.ray is not None
         bundle = stage_bundle(stage, self._cluster.ray.gpu_resource)
         large_enough = sum(bundle_fits(bundle, node.resources) for node in nodes)
-        if large_enough >= stage.nodes:
+        needed = stage.nodes + stage.spares
+        if large_enough >= needed:
             return None
         return (
-            f"{stage.name} needs {stage.nodes} {'nodes' if stage.nodes > 1 else 'node'} with {format_bundle(bundle)}, "
+            f"{stage.name} needs {needed} {'nodes' if needed > 1 else 'node'} with {format_bundle(bundle)}, "
             f"and {large_enough} of the Ray cluster's {len(nodes)} are that large"
         )
 
