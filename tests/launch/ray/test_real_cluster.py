@@ -28,7 +28,7 @@ from trainshed.errors import InputError
 from trainshed.launch.attempt import PLAN_SCHEMA
 from trainshed.launch.job import JOB_FILE, CodeArchive, Job, JobFile, Stage
 from trainshed.launch.packaging import pack_code
-from trainshed.launch.ray.target import RayTarget
+from trainshed.launch.ray.target import ENDED_STATUSES, RayDashboard, RayTarget
 from trainshed.launch.target import StageState, SubmittedJob
 from trainshed.observe.event_log import read_events, read_steps
 from trainshed.plan import resolve_layout
@@ -289,6 +289,32 @@ def test_parts_take_turns_and_a_stage_without_room_says_what_is_missing(tmp_path
     assert len(list(tmp_path.glob("part-*"))) == 7
     target.cancel(submitted)
     assert ended(target, submitted)["train"].state == "cancelled"
+
+
+RESERVE = """
+import ray
+from trainshed.launch.ray.placement import count_fitting_nodes, reserve_nodes
+
+ray.init(address="auto")
+bad = ray.nodes()[0]["NodeID"]
+options = {"is_stopping": lambda: False, "on_wait": print}
+with reserve_nodes(2, {"CPU": 1}, avoided_nodes=[bad], **options) as group:
+    placed = ray.util.placement_group_table(group)["bundles_to_node_id"].values()
+assert len(set(placed)) == 2 and bad not in placed, placed
+assert (count_fitting_nodes({"CPU": 1}), count_fitting_nodes({"CPU": 1}, [bad])) == (3, 2)
+"""
+
+
+def test_a_new_start_is_kept_off_bad_nodes(cluster: Cluster, tmp_path: Path) -> None:
+    (tmp_path / "reserve.py").write_text(RESERVE)
+    dashboard = RayDashboard(cluster)
+    id = dashboard.submit(orjson.dumps({"entrypoint": f"python3 {tmp_path}/reserve.py"}))
+
+    def status() -> str | None:
+        job = dashboard.job(id)
+        return job["status"] if job is not None and job["status"] in ENDED_STATUSES else None
+
+    assert until(status, "the end of the script") == "SUCCEEDED", dashboard.log(id)
 
 
 def crafted(
