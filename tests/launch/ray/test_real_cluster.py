@@ -23,7 +23,7 @@ import yaml
 
 import trainshed
 from ray_cluster import SECRET, shared_cluster
-from small_recipes import recipe_text
+from small_recipes import recipe_text, small_recipe
 from trainshed.errors import InputError
 from trainshed.launch.attempt import PLAN_SCHEMA
 from trainshed.launch.job import JOB_FILE, CodeArchive, Job, JobFile, Stage
@@ -83,15 +83,20 @@ def training(
     """A job that prepares and trains a small model on two nodes, data parallel."""
     recipe = parse_recipe(recipe_text("dense"), ["layout.dp=2", "layout.micro_batch=2", *overrides])
     assert isinstance(recipe.layout, Layout)
-    assert recipe.model.config is not None
-    layout = asdict(resolve_layout(recipe.layout, recipe.model.config))
     train = Stage("train", nodes=2, spares=spares, restarts=restarts, preflight=preflight)
     stages = (Stage("prepare", cpus=1, memory="100Mi"), train)
     files = {
         "recipe.yaml": to_yaml(recipe),
-        "plan.json": orjson.dumps({"schema": PLAN_SCHEMA, "layout": layout, "reasons": []}).decode(),
+        "plan.json": plan_text(recipe.layout),
     }
     return crafted(tmp_path, cluster, stages, files, name=recipe.name, code=code)
+
+
+def plan_text(layout: Layout) -> str:
+    config = small_recipe("dense").model.config
+    assert config is not None
+    body = {"schema": PLAN_SCHEMA, "layout": asdict(resolve_layout(layout, config)), "reasons": []}
+    return orjson.dumps(body).decode()
 
 
 def until(done: Callable[[], Any], what: str, seconds: float = 180) -> Any:
@@ -124,6 +129,11 @@ def actors(job: Job) -> list[dict[str, Any]]:
 
 def kill_actor(job: Job, slot: int) -> None:
     os.kill(actors(job)[slot]["process"], signal.SIGKILL)
+
+
+def kill_agent(job: Job, slot: int) -> None:
+    for child in psutil.Process(actors(job)[slot]["process"]).children():
+        child.kill()
 
 
 def first_step(job: Job, attempt: int) -> dict[str, Any]:
@@ -209,7 +219,7 @@ def test_a_stopped_job_saves_and_goes_on_by_curl_until_more_actors_are_killed_th
     assert resumed[0]["step"] == saved[-1]["step"]
 
     assert [node["slot"] for node in hosts(job, attempt=2)] == [0, 1]
-    kill_actor(job, 1)
+    kill_agent(job, 1)
     first_step(job, attempt=3)
     assert [node["slot"] for node in hosts(job, attempt=3)] == [0, 2], "the spare node has taken its place"
 
@@ -220,7 +230,7 @@ def test_a_stopped_job_saves_and_goes_on_by_curl_until_more_actors_are_killed_th
     assert "rank 1 was lost: its Ray actor" in states["train"].reason
     assert "1 of 3 nodes are left, and 2 are needed" in states["train"].reason
     log = "\n".join(target.logs(again, "train", follow=True))
-    assert "has died: a spare node steps in" in log
+    assert "was lost: its node agent was killed by SIGKILL: a spare node steps in" in log
     assert until(lambda: not rank_processes(job), "the ranks to be gone")
 
 
@@ -239,7 +249,10 @@ def test_a_lost_first_node_ends_the_start_and_the_next_one_goes_on(tmp_path: Pat
     assert not rank_processes(job)
 
 
-def test_a_foreign_engines_script_runs_once_a_node_and_its_exit_code_is_told(tmp_path: Path, cluster: Cluster) -> None:
+@pytest.mark.parametrize("preflight", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_a_foreign_engines_script_runs_once_a_node_and_its_exit_code_is_told(
+    tmp_path: Path, cluster: Cluster, preflight: bool
+) -> None:
     script = """
 echo "node $NODE_RANK of $NNODES meets at $MASTER_ADDR:$MASTER_PORT"
 test ${#TOKEN} = LENGTH || exit 9
@@ -252,8 +265,9 @@ fi
 echo "the engine is broken" >&2
 exit 3
 """.replace("LENGTH", str(len(SECRET)))
-    stage = Stage("train", nodes=2, script="train.sh", restarts=1, environment={"RUN": str(tmp_path)})
-    job = crafted(tmp_path, cluster, (stage,), {"train.sh": script})
+    environment = {"RUN": str(tmp_path)}
+    stage = Stage("train", nodes=2, script="train.sh", restarts=1, environment=environment, preflight=preflight)
+    job = crafted(tmp_path, cluster, (stage,), {"train.sh": script, "plan.json": plan_text(Layout(dp=2))})
     target = RayTarget(cluster)
     request = target.render(job)
     submitted = target.submit(request, job)
@@ -262,6 +276,7 @@ exit 3
     assert "train failed: node 1 exited with 3" in state.reason
     assert log.count("the engine is broken") == 2, "it was started again once"
     assert "1 of 1 restarts left" in log
+    assert len([event for event in events(job) if event["kind"] == "preflight"]) == 2 * preflight
     assert SECRET not in request.text() + log
 
 
