@@ -60,6 +60,14 @@ class InputError(TrainshedError):
     exit_code = 2
 
 
+def error_with_exit_code(
+    exit_code: int | None, what: str, *, where: str | None = None, hint: str | None = None
+) -> TrainshedError:
+    """Return the error of a process by its exit code: `InputError` after 2."""
+    kind = InputError if exit_code == InputError.exit_code else TrainshedError
+    return kind(what, where=where, hint=hint)
+
+
 class RecipeError(InputError):
     """A key of a recipe or cluster file is wrong."""
 

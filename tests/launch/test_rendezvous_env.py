@@ -14,26 +14,26 @@ PLACE = {"TRAINSHED_START": "s", "MASTER_ADDR": "first", "MASTER_PORT": "29500",
 
 @pytest.mark.parametrize("name", ["TRAINSHED_NODE_RANK", "SLURM_NODEID", "JOB_COMPLETION_INDEX"])
 def test_every_target_says_in_its_own_way_which_node_this_is(name: str) -> None:
-    place = NodeEnv.from_environment(TWO, PLACE | {name: "2"})
-    assert place == NodeEnv(2, 3, "here", ("first", 29500), "s")
-    assert not place.leads
+    node_env = NodeEnv.from_environment(TWO, PLACE | {name: "2"})
+    assert node_env == NodeEnv(2, 3, "here", ("first", 29500), "s")
+    assert not node_env.is_leader
 
 
 def test_our_own_variable_goes_before_the_schedulers() -> None:
-    place = NodeEnv.from_environment(TWO, PLACE | {"TRAINSHED_NODE_RANK": "0", "SLURM_NODEID": "1"})
-    assert place.leads
+    node_env = NodeEnv.from_environment(TWO, PLACE | {"TRAINSHED_NODE_RANK": "0", "SLURM_NODEID": "1"})
+    assert node_env.is_leader
 
 
 def test_slurm_says_under_which_name_a_node_is_reached() -> None:
     environment = {name: value for name, value in PLACE.items() if name != "TRAINSHED_HOST"}
-    place = NodeEnv.from_environment(TWO, environment | {"SLURM_NODEID": "1", "SLURMD_NODENAME": "n7"})
-    assert place.host == "n7"
+    node_env = NodeEnv.from_environment(TWO, environment | {"SLURM_NODEID": "1", "SLURMD_NODENAME": "n7"})
+    assert node_env.host == "n7"
 
 
 def test_a_node_alone_needs_nothing() -> None:
-    place = NodeEnv.from_environment(Stage("train"), {})
-    assert (place.slot, place.slots, place.master[0]) == (0, 1, "127.0.0.1")
-    assert place.start != NodeEnv.from_environment(Stage("train"), {}).start
+    node_env = NodeEnv.from_environment(Stage("train"), {})
+    assert (node_env.slot, node_env.slots, node_env.master[0]) == (0, 1, "127.0.0.1")
+    assert node_env.start != NodeEnv.from_environment(Stage("train"), {}).start
 
 
 @pytest.mark.parametrize(

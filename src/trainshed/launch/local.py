@@ -30,7 +30,7 @@ from trainshed.launch.attempt import (
     rank_command,
     write_plan,
 )
-from trainshed.launch.ranks import RanksResult, run_ranks
+from trainshed.launch.ranks import FAILURE_GRACE_SECONDS, RanksResult, run_ranks
 from trainshed.observe.event_log import EventFollower
 from trainshed.observe.event_text import CTRL_C, format_stop_request
 from trainshed.observe.events import EventWriter
@@ -61,7 +61,7 @@ def train_locally(
     on_event: Callable[[dict[str, Any]], None] = lambda _: None,
     environment: dict[str, str] | None = None,
     grace_seconds: float = 600.0,
-    failure_grace_seconds: float = 20.0,
+    failure_grace_seconds: float = FAILURE_GRACE_SECONDS,
 ) -> LocalTrainingResult:
     """Train a prepared run with all its ranks on this machine; raises the error that ended it, if one did.
 

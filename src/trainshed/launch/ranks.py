@@ -16,21 +16,20 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 from trainshed.errors import InputError
-
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-"""A run that gets one of these writes a checkpoint and exits with 128 + its number."""
+from trainshed.signals import STOP_SIGNALS, StopSignals
 
 STOPPED_SECONDS = 10.0
 """A rank that has been stopped (SIGSTOP, a debugger) for this long is reported."""
+
+FAILURE_GRACE_SECONDS = 20.0
+"""How long ranks have to write their flight records after another has failed."""
 
 _LOG_TAIL_BYTES = 4096
 _KILL_SECONDS = 30.0  # a process that waits for a dead mount does not die even then
@@ -90,7 +89,7 @@ def run_ranks(
     master: tuple[str, int] | None = None,
     environment: Mapping[str, str] | None = None,
     grace_seconds: float = 60.0,
-    failure_grace_seconds: float = 20.0,
+    failure_grace_seconds: float = FAILURE_GRACE_SECONDS,
     on_poll: Callable[[], None] | None = None,
     on_failure: Callable[[], None] | None = None,
     peer_failed: Callable[[], bool] | None = None,
@@ -123,7 +122,7 @@ def run_ranks(
     )
     watcher = StoppedRankWatcher(group, stopped_seconds, on_stopped)
     with ExitStack() as stack:
-        stack.enter_context(handle_stop_signals(group.ask_to_stop))
+        stack.enter_context(StopSignals(on_signal=group.ask_to_stop))
         stack.callback(group.close)
         for local_rank in range(ranks):
             rank_variables = rank_environment(
@@ -250,7 +249,7 @@ class RankProcesses:
 
     def _failure(self, rank: int, code: int) -> RankFailure:
         name = signal.Signals(-code).name if code < 0 else None
-        tail, killed = read_log_tail(self._logs[rank]).decode(errors="replace"), rank in self._killed
+        tail, killed = read_log_tail(self._logs[rank]), rank in self._killed
         return RankFailure(rank, code if code >= 0 else None, name, tail, killed, killed and rank in self._stopped)
 
     def _collect(self) -> None:
@@ -356,45 +355,6 @@ def free_port() -> int:
 _STOP_EXIT_CODES = frozenset(128 + number for number in STOP_SIGNALS)
 
 
-@contextmanager
-def handle_stop_signals(handler: Callable[[int], None]) -> Generator[None]:
-    """Call `handler` with each stop signal of this process; in other threads than the main one, nothing is done."""
-    if threading.current_thread() is not threading.main_thread():  # Python lets no other thread handle signals
-        yield
-        return
-    previous = {signum: signal.signal(signum, lambda number, _: handler(number)) for signum in STOP_SIGNALS}
-    try:
-        yield
-    finally:
-        for signum, handler_before in previous.items():
-            signal.signal(signum, handler_before)
-
-
-class StopSignalListener:
-    """Remembers the first stop signal of this process; while ranks run, `run_ranks` forwards them instead."""
-
-    def __init__(self) -> None:
-        self.signal: int | None = None
-        self._handling = ExitStack()
-
-    def __enter__(self) -> StopSignalListener:
-        self._handling.enter_context(handle_stop_signals(self._remember))
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._handling.close()
-
-    @property
-    def exit_code(self) -> int | None:
-        """128 + the signal; None before any."""
-        return None if self.signal is None else 128 + self.signal
-
-    def _remember(self, number: int) -> None:
-        self.signal = self.signal or number
-
-
 def _with_parent_death_signal(command: Sequence[str]) -> list[str]:
     """Return the command in a wrapper: it asks the kernel to kill it when this process dies, then execs the command.
 
@@ -423,8 +383,11 @@ def _shell_exit_code(code: int) -> int:
     return 128 - code if code < 0 else code
 
 
-def read_log_tail(log: Path, max_bytes: int = _LOG_TAIL_BYTES) -> bytes:
-    """Return the end of a log."""
-    with log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - max_bytes))
-        return file.read()
+def read_log_tail(log: Path, max_bytes: int = _LOG_TAIL_BYTES) -> str:
+    """Return the end of a log; empty where there is none."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - max_bytes))
+            return file.read().decode(errors="replace")
+    except FileNotFoundError:
+        return ""

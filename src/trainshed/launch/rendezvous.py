@@ -1,22 +1,31 @@
-"""How the nodes of a job find each other and tell each other things: by files in the run's folder, or by TCP.
+"""How the nodes of a job meet: who they are, where they exchange what, and which ports they use.
 
-`NodeEnv` is what the target's script says of a node: which one it is, where the first one is reached, which start of
-the job this is. A start is one placement by the scheduler (job id and restart count). Several attempts may lie within
-one: where a spare node steps in, the ranks start anew without a new placement.
+`NodeEnv` is what the target says about a node: which one it is, where the first one is reached, which start of the job
+this is. A start is one placement by the scheduler (job id and restart count). One start can hold several attempts: when
+a spare node steps in, the ranks start again without a new placement.
 
-`Rendezvous` is where agents meet: small files in the run's folder, each with one writer.
+Nodes meet in three ways, each for one reason:
 
-    <run>/starts/<start>/node-00001.json    who came (`JoinedNode`), written once by each agent
+- Files in the run folder (`Rendezvous`), between agents: they outlive processes and nodes, so that a target's script,
+  the next start and a person with `ls` read the same.
+- A TCP key-value store (`KeyValueServer`, `KeyValueClient`), before ranks start: preflight checks the shared disk
+  itself and measures clocks and addresses, and the pods of a PyTorchJob need an answer from a live node 0, not a file
+  of an earlier start.
+- PyTorch's TCPStore (`engines/torch`), between ranks: `init_process_group` needs one, also under torchrun, where no
+  agent runs.
+
+Each file of `Rendezvous` has one writer:
+
+    <run>/starts/<start>/node-00001.json    an agent that has joined (`JoinedNode`), written once by it
     <run>/starts/<start>/beat-00001         its heartbeats, counted: clocks of different machines are not compared
     <run>/starts/<start>/order.json         what the first agent has decided (`AgentOrder`): an attempt, or the end
     <run>/starts/<start>/exit-code          how it ends, for the target's script: a lost node does not decide
-    <run>/starts/<start>/bad-nodes          hosts that were to blame, for the target's script: a new start avoids them
-    <run>/starts/<start>/roll-call          there while ranks are ending: agents send a heartbeat with every look
+    <run>/starts/<start>/bad-nodes          hosts that caused the end, for the target's script: a new start avoids them
+    <run>/starts/<start>/roll-call          exists while ranks are ending: agents send a heartbeat with every look
 
-`KeyValueServer` and `KeyValueClient` serve preflight, which needs answers in milliseconds. Node 0 keeps the values in
-memory and serves them by TCP, one line of JSON for a request and one for its answer; nothing that is received is
-executed. A request names the run and its attempt: another job's node that has the wrong port is turned away. Reading
-waits for what is not there yet, so nobody polls.
+The key-value store is held in memory by node 0. A request is one line of JSON, and so is its answer; nothing that is
+received is executed. A request carries a token, so that a node of another job with the wrong port is turned away.
+Reading waits for keys that are not set yet, so nobody polls.
 """
 
 from __future__ import annotations
@@ -27,6 +36,7 @@ import socketserver
 import threading
 import time
 import uuid
+import zlib
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
@@ -35,36 +45,48 @@ from typing import Any
 
 import orjson
 
-from trainshed.errors import InputError, NotFound, StorageError, TrainshedError
+from trainshed.errors import InputError, NotFound, StorageError, TrainshedError, error_with_exit_code
 from trainshed.launch.job import Stage
-from trainshed.launch.ranks import free_port
+from trainshed.launch.ranks import FAILURE_GRACE_SECONDS, free_port
 from trainshed.storage import LocalStore
 
+FIRST_PORT, PORTS = 20000, 12000
+"""The range of `MASTER_PORT`: below the ports that Linux hands out itself (32768 and up), above those of services."""
+START_PORT_OFFSET = 1
+"""From `MASTER_PORT` to the port where the pods of a PyTorchJob agree on a start. It is closed before ranks start."""
+PREFLIGHT_PORT_OFFSET = 100
+"""From an attempt's port to that of its preflight; the attempt's own port must be free when the ranks start."""
 _NODE_VARIABLES = ("TRAINSHED_NODE_RANK", "SLURM_NODEID", "JOB_COMPLETION_INDEX")
 _PART_VARIABLES = ("TRAINSHED_PART", "SLURM_ARRAY_TASK_ID", "JOB_COMPLETION_INDEX")
 
 
+def port_of_start(start: str) -> int:
+    """Return `MASTER_PORT` for a start; starts on the same node seldom share one."""
+    return FIRST_PORT + zlib.crc32(start.encode()) % PORTS
+
+
 @dataclass(frozen=True)
 class NodeEnv:
-    """Where this agent stands: `slot` counts the nodes of the allocation, the spare ones included."""
+    """Which node this is, as the target's script says in the environment."""
 
     slot: int
+    """Its number among the nodes of the allocation, spares included."""
     slots: int
     host: str
     """How others reach this node."""
     master: tuple[str, int]
     """Where rank 0 listens when it is on slot 0."""
     start: str
-    """Names this start of the job, alike on all its nodes and never used again."""
+    """Name of this start of the job: the same on all its nodes, and never used again."""
 
     @property
-    def leads(self) -> bool:
-        """Whether this agent decides for all: the scheduler ends the whole job when the first node is lost."""
+    def is_leader(self) -> bool:
+        """Whether this agent decides for all: the target ends the whole start when the first node is lost."""
         return self.slot == 0
 
     @classmethod
     def from_environment(cls, stage: Stage, environment: Mapping[str, str] = os.environ) -> NodeEnv:
-        """Read what the target's script has set; a node alone needs none of it."""
+        """Read what the target's script has set; a job on one node needs none of it."""
         slots = stage.nodes + stage.spares
         host = environment.get("TRAINSHED_HOST") or environment.get("SLURMD_NODENAME") or socket.gethostname()
         start = environment.get("TRAINSHED_START")
@@ -80,7 +102,7 @@ class NodeEnv:
 
 
 def stage_part(stage: Stage, written: str | None, environment: Mapping[str, str] = os.environ) -> str | None:
-    """Return which part of a stage this node does, as `3/8` with parts counted from 0; None for a stage in one."""
+    """Return which part of a stage this node does, as `3/8` counted from 0; None if the stage has one part."""
     if stage.parts == 1:
         return None
     if written is not None:
@@ -101,21 +123,21 @@ class AgentTimeouts:
     """How long agents wait for each other; `TRAINSHED_LOST_SECONDS=60` and so on change them."""
 
     beat_seconds: float = 30.0
-    """Between two signs of life."""
+    """Between two heartbeats."""
     look_seconds: float = 2.0
     """Between two looks at what others have written."""
     lost_seconds: float = 150.0
-    """Without a sign of life for so long a node is lost."""
+    """A node without a heartbeat for so long is lost."""
     roll_call_seconds: float = 20.0
-    """The same once ranks have ended somewhere: all agents beat with every look then."""
+    """The same once ranks have ended somewhere: all agents then send a heartbeat with every look."""
     meet_seconds: float = 600.0
     """How long the first node waits for the others to start."""
-    failure_grace_seconds: float = 20.0
-    """How long ranks may take to write down where they stood when another has failed."""
+    failure_grace_seconds: float = FAILURE_GRACE_SECONDS
+    """How long ranks have to write their flight records after another has failed."""
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> AgentTimeouts:
-        """Read what the environment changes."""
+        """Read the changes that the environment makes."""
         changed = {}
         for field in fields(cls):
             name = f"TRAINSHED_{field.name.upper()}"
@@ -130,7 +152,7 @@ class AgentTimeouts:
 
 
 def startup_phases(environment: Mapping[str, str] = os.environ) -> dict[str, float]:
-    """Return how long it took before this agent ran, as the target's script has noted it: our code, then the image."""
+    """Return how long each step before this agent took, from the times that the target's script has noted."""
     try:
         began, installed = float(environment["TRAINSHED_BEGAN"]), float(environment["TRAINSHED_INSTALLED"])
     except (KeyError, ValueError):
@@ -159,85 +181,105 @@ def _missing_variable(name: str, meaning: str) -> InputError:
 
 @dataclass(frozen=True)
 class JoinedNode:
-    """One agent that came; `problem` says why its node cannot take part."""
+    """An agent that has joined."""
 
     slot: int
     host: str
     version: str
     problem: str | None = None
+    """Why its node cannot take part."""
 
 
 @dataclass(frozen=True)
 class AgentOrder:
-    """What all agents do next; those later in time have larger numbers."""
+    """What all agents do next. A later order has a larger number."""
 
     number: int
     attempt: int | None = None
     slots: tuple[int, ...] = ()
-    """The slot of each node rank; whoever is not among them waits as a spare."""
+    """The slot of each node rank; the other slots are spares."""
     master: tuple[str, int] = ("", 0)
     exit_code: int | None = None
-    """Set when it is over: every agent ends with this."""
+    """Set when the start is over: every agent exits with this."""
     what: str = ""
     """Why it is over, in a sentence."""
+    where: str | None = None
+    """The file to look at, where it failed."""
+    hint: str | None = None
+
+    @classmethod
+    def failed(cls, number: int, error: TrainshedError) -> AgentOrder:
+        """Return the order that ends a start with an error."""
+        return cls(number, exit_code=error.exit_code, what=error.what, where=error.where, hint=error.hint)
+
+    def error(self) -> TrainshedError:
+        """Return the error that ended the start."""
+        return error_with_exit_code(self.exit_code, self.what, where=self.where, hint=self.hint)
 
 
 class Rendezvous:
-    """The files of one start."""
+    """The files of one start, through which its agents meet."""
 
     def __init__(self, run_folder: Path, start: str) -> None:
         self.folder = run_folder / "starts" / start
         self._store = LocalStore(self.folder)
 
     def join(self, joined: JoinedNode) -> None:
-        """Say that this agent is here."""
+        """Announce this agent."""
         self._put(f"node-{joined.slot:05d}.json", asdict(joined))
 
     def joined(self) -> dict[int, JoinedNode]:
-        """Return who is here, by slot."""
-        found = [JoinedNode(**self._get(path.name) or {}) for path in sorted(self.folder.glob("node-*.json"))]
-        return {each.slot: each for each in found}
+        """Return the agents that have joined, by slot."""
+        nodes = [JoinedNode(**self._get(path.name) or {}) for path in sorted(self.folder.glob("node-*.json"))]
+        return {node.slot: node for node in nodes}
 
-    def beat(self, slot: int, count: int) -> None:
-        """Give a sign of life."""
+    def send_heartbeat(self, slot: int, count: int) -> None:
+        """Write this agent's count of heartbeats."""
         self._store.put(f"beat-{slot:05d}", str(count).encode())
 
-    def beats(self, slots: tuple[int, ...]) -> dict[int, int]:
-        """Return how many signs of life each slot has given."""
-        found: dict[int, int] = {}
+    def heartbeat_counts(self, slots: tuple[int, ...]) -> dict[int, int]:
+        """Return how many heartbeats each slot has sent."""
+        counts: dict[int, int] = {}
         for slot in slots:
             try:
-                found[slot] = int(self._store.read(f"beat-{slot:05d}") or b"0")
+                counts[slot] = int(self._store.read(f"beat-{slot:05d}") or b"0")
             except NotFound:
-                found[slot] = 0
-        return found
+                counts[slot] = 0
+        return counts
 
-    def call_the_roll(self) -> None:
-        """Have all agents beat with every look."""
+    def request_fast_heartbeats(self) -> None:
+        """Make all agents send a heartbeat with every look."""
         self._store.put("roll-call", b"")
 
-    def end_the_roll_call(self) -> None:
-        """Have them beat slowly again."""
+    def end_fast_heartbeats(self) -> None:
+        """Make all agents send heartbeats slowly again."""
         self._store.delete("roll-call")
 
     @property
-    def roll_is_called(self) -> bool:
-        """Whether agents beat with every look."""
+    def wants_fast_heartbeats(self) -> bool:
+        """Whether agents send a heartbeat with every look."""
         return (self.folder / "roll-call").exists()
 
-    def give(self, order: AgentOrder) -> None:
-        """Tell all agents what to do; only the first agent does."""
+    def publish(self, order: AgentOrder) -> None:
+        """Tell all agents what to do next; only the first agent does."""
         if order.exit_code is not None:
             self._store.put("exit-code", f"{order.exit_code}\n".encode())
         self._put("order.json", asdict(order))
 
-    def blame(self, hosts: Sequence[str]) -> None:
-        """Say which hosts were to blame for the end."""
+    def write_bad_nodes(self, hosts: Sequence[str]) -> None:
+        """Write which hosts caused the end."""
         if hosts:
             self._store.put("bad-nodes", "".join(f"{host}\n" for host in hosts).encode())
 
-    def order(self) -> AgentOrder | None:
-        """Return what the first agent has decided last."""
+    def bad_nodes(self) -> list[str]:
+        """Return the hosts that caused the end."""
+        try:
+            return self._store.read("bad-nodes").decode().split()
+        except NotFound:
+            return []
+
+    def latest_order(self) -> AgentOrder | None:
+        """Return the latest order of the first agent; None before its first."""
         body = self._get("order.json")
         if body is None:
             return None
@@ -254,33 +296,33 @@ class Rendezvous:
 
 
 @contextmanager
-def send_heartbeats(meeting: Rendezvous, slot: int, times: AgentTimeouts) -> Generator[None]:
-    """Give signs of life for as long as the block runs, more often while the roll is called."""
+def send_heartbeats(rendezvous: Rendezvous, slot: int, timeouts: AgentTimeouts) -> Generator[None]:
+    """Send heartbeats as long as the block runs."""
     count, due = 0, 0.0
 
-    def beat() -> None:
+    def send() -> None:
         nonlocal count, due
-        if time.monotonic() >= due or meeting.roll_is_called:
-            count, due = count + 1, time.monotonic() + times.beat_seconds
+        if time.monotonic() >= due or rendezvous.wants_fast_heartbeats:
+            count, due = count + 1, time.monotonic() + timeouts.beat_seconds
             try:
-                meeting.beat(slot, count)
+                rendezvous.send_heartbeat(slot, count)
             except StorageError:
-                due = 0.0  # once more at the next look
+                due = 0.0  # again at the next look
                 raise
 
-    with repeat_in_thread(min(times.look_seconds, times.beat_seconds), beat):
+    with repeat_in_thread(min(timeouts.look_seconds, timeouts.beat_seconds), send):
         yield
 
 
 @contextmanager
-def repeat_in_thread(seconds: float, do: Callable[[], None]) -> Generator[None]:
-    """Do something now and then in a thread of its own, so that a hanging driver or disk holds nothing up."""
+def repeat_in_thread(seconds: float, action: Callable[[], None]) -> Generator[None]:
+    """Repeat an action in a thread of its own, so that a hanging driver or disk blocks nothing else."""
     over = threading.Event()
 
     def repeat() -> None:
         while True:
-            with suppress(Exception):  # one that fails is followed by the next
-                do()
+            with suppress(Exception):  # the next one may succeed
+                action()
             if over.wait(seconds):
                 return
 
@@ -294,38 +336,41 @@ def repeat_in_thread(seconds: float, do: Callable[[], None]) -> Generator[None]:
 
 
 class HeartbeatMonitor:
-    """Who has beaten since when, by this machine's clock alone."""
+    """Notices slots that send no heartbeats, by this machine's clock alone."""
 
-    def __init__(self, meeting: Rendezvous) -> None:
-        self._meeting = meeting
+    def __init__(self, rendezvous: Rendezvous) -> None:
+        self._rendezvous = rendezvous
         self._seen: dict[int, tuple[int, float]] = {}
         self._began = time.monotonic()
 
-    def begin(self) -> None:
-        """Wait for everybody anew: agents have just been told to beat at another pace."""
+    def reset(self) -> None:
+        """Start waiting again: agents have just been told to send heartbeats at another pace."""
         self._began = time.monotonic()
 
-    def silent(self, slots: tuple[int, ...], seconds: float) -> list[int]:
-        """Return who has given no sign of life for so long."""
+    def silent_slots(self, slots: tuple[int, ...], seconds: float) -> list[int]:
+        """Return the slots that have sent no heartbeat for so long."""
         now = time.monotonic()
-        for slot, count in self._meeting.beats(slots).items():
+        for slot, count in self._rendezvous.heartbeat_counts(slots).items():
             if slot not in self._seen or self._seen[slot][0] != count:
                 self._seen[slot] = (count, now)
         return [slot for slot in slots if now - max(self._began, self._seen[slot][1]) >= seconds]
 
 
 _MAX_LINE_BYTES = 16 * 2**20
-_RETRY_SECONDS = 0.2
-_ANSWER_SECONDS = 30.0  # for a line to come back, besides what was asked to be waited for
+_FIRST_RETRY_SECONDS = 0.2
+_LAST_RETRY_SECONDS = 2.0  # a thousand nodes may be trying
+_ANSWER_SECONDS = 30.0  # for a line to come back, besides the time that a read waits
 
 
 class KeyValueServer:
-    """The board on node 0; a context manager."""
+    """The key-value store on node 0; a context manager. It ends once every request that it has read is answered."""
 
     def __init__(self, port: int, token: str) -> None:
         self._values: dict[str, Any] = {}
         self._changed = threading.Condition()
-        board = self
+        self._open_requests = 0
+        self._closing = False
+        server = self
 
         class Handler(socketserver.StreamRequestHandler):
             timeout = _ANSWER_SECONDS
@@ -333,10 +378,11 @@ class KeyValueServer:
             def handle(self) -> None:
                 try:
                     request = orjson.loads(self.rfile.readline(_MAX_LINE_BYTES))
-                    answer = board._answer(request, self.client_address[0], token)
-                except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError, TimeoutError):
+                except (orjson.JSONDecodeError, TimeoutError):
                     return  # not one of ours
-                self.wfile.write(orjson.dumps(answer) + b"\n")
+                with server._answering(), suppress(KeyError, TypeError, AttributeError):
+                    answer = server._handle(request, self.client_address[0], token)
+                    self.wfile.write(orjson.dumps(answer) + b"\n")
 
         self._server = _DualStackServer(port, Handler)
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True)
@@ -354,8 +400,23 @@ class KeyValueServer:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not self._open_requests, _ANSWER_SECONDS)
 
-    def _answer(self, request: dict[str, Any], peer: str, token: str) -> dict[str, Any]:
+    @contextmanager
+    def _answering(self) -> Generator[None]:
+        with self._changed:
+            self._open_requests += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._open_requests -= 1
+                self._changed.notify_all()
+
+    def _handle(self, request: dict[str, Any], peer: str, token: str) -> dict[str, Any]:
         if request["token"] != token:
             return {"error": "this board belongs to another run or attempt"}
         if "put" in request:
@@ -363,15 +424,12 @@ class KeyValueServer:
                 self._values[request["put"]] = request["value"]
                 self._changed.notify_all()
         keys = request.get("get", [])
-        deadline = time.monotonic() + float(request.get("seconds", 0))
         with self._changed:
-            while not all(key in self._values for key in keys):
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    break
-                self._changed.wait(left)
-            found = {key: self._values[key] for key in keys if key in self._values}
-        return {"found": found, "time": time.time(), "peer": peer.removeprefix("::ffff:")}
+            self._changed.wait_for(
+                lambda: self._closing or all(key in self._values for key in keys), float(request.get("seconds", 0))
+            )
+            values = {key: self._values[key] for key in keys if key in self._values}
+        return {"values": values, "time": time.time(), "peer": peer.removeprefix("::ffff:")}
 
 
 class _DualStackServer(socketserver.ThreadingTCPServer):
@@ -385,51 +443,57 @@ class _DualStackServer(socketserver.ThreadingTCPServer):
         super().__init__(("", port), handler)
 
     def server_bind(self) -> None:
-        """Take IPv4 too."""
+        """Accept IPv4 too."""
         if self.address_family == socket.AF_INET6:
             self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         super().server_bind()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A node that went away in the middle is missed where it is waited for."""
+        """Ignore a connection that breaks: whoever waits for that node notices."""
 
 
 @dataclass(frozen=True)
 class KeyValueClient:
-    """A node's view of the board; `address` is node 0's."""
+    """A node's access to the key-value store on node 0."""
 
     address: tuple[str, int]
+    """Of node 0."""
     token: str
     connect_seconds: float = 120.0
 
     def put(self, key: str, value: Any) -> None:
-        """Write."""
-        self._ask({"put": key, "value": value})
+        """Set a key."""
+        self._request({"put": key, "value": value})
 
     def get(self, keys: Iterable[str], seconds: float) -> dict[str, Any]:
-        """Wait until all keys are there, at most so long; return those that are."""
-        return self._ask({"get": list(keys), "seconds": seconds}, seconds)["found"]
+        """Wait until all keys are set, at most so long; return those that are."""
+        return self._request({"get": list(keys), "seconds": seconds}, seconds)["values"]
+
+    def put_and_get(self, key: str, value: Any, keys: Iterable[str], seconds: float) -> dict[str, Any]:
+        """Set a key, then `get` others, in one request: both reach the same server."""
+        return self._request({"put": key, "value": value, "get": list(keys), "seconds": seconds}, seconds)["values"]
 
     def own_address(self) -> str:
         """Return the address that node 0 sees this node under."""
-        return self._ask({})["peer"]
+        return self._request({})["peer"]
 
     def clock_offset_seconds(self) -> float:
         """Return how far node 0's clock is ahead of ours, from the quickest of a few answers."""
         tries = []
         for _ in range(3):
             before = time.time()
-            theirs = self._ask({})["time"]
+            theirs = self._request({})["time"]
             after = time.time()
             tries.append((after - before, theirs - (before + after) / 2))
         return min(tries)[1]
 
-    def _ask(self, request: dict[str, Any], seconds: float = 0.0) -> dict[str, Any]:
+    def _request(self, request: dict[str, Any], seconds: float = 0.0) -> dict[str, Any]:
         line = orjson.dumps({"token": self.token, **request}) + b"\n"
         deadline = time.monotonic() + self.connect_seconds
+        pause = _FIRST_RETRY_SECONDS
         while True:
             try:
-                # Names of pods are known a little after the pods are.
+                # The name of a pod is known only some time after the pod runs.
                 with socket.create_connection(self.address, timeout=_ANSWER_SECONDS) as connection:
                     connection.settimeout(seconds + _ANSWER_SECONDS)
                     connection.sendall(line)
@@ -445,8 +509,9 @@ class KeyValueClient:
                     where=f"{host}:{port}",
                     hint="is it running, and may nodes reach each other on this port?",
                 )
-            time.sleep(_RETRY_SECONDS)
-        found = orjson.loads(answer)
-        if "error" in found:
-            raise TrainshedError(found["error"], where=f"{self.address[0]}:{self.address[1]}")
-        return found
+            time.sleep(pause)
+            pause = min(_LAST_RETRY_SECONDS, 1.5 * pause)
+        body = orjson.loads(answer)
+        if "error" in body:
+            raise TrainshedError(body["error"], where=f"{self.address[0]}:{self.address[1]}")
+        return body

@@ -24,7 +24,7 @@ from typing import Any, Literal, NoReturn
 
 import orjson
 
-from trainshed.errors import CorruptData, InputError, TrainshedError
+from trainshed.errors import CorruptData, TrainshedError, error_with_exit_code
 
 
 def health_folder(run_folder: Path, attempt: int) -> Path:
@@ -46,8 +46,7 @@ def read_rank_error(folder: Path) -> TrainshedError | None:
             body = orjson.loads(path.read_bytes())
         except orjson.JSONDecodeError:
             continue
-        kind = InputError if body["exit_code"] == InputError.exit_code else TrainshedError
-        return kind(body["what"], where=body["where"], hint=body["hint"])
+        return error_with_exit_code(body["exit_code"], body["what"], where=body["where"], hint=body["hint"])
     return None
 
 

@@ -24,8 +24,8 @@ def cluster(tmp_path: Path) -> None:
 
 def proven(folder: Path, node: int, monkeypatch: pytest.MonkeyPatch, verdict: PreflightVerdict) -> NodeRecord | None:
     monkeypatch.setattr(training, "run_preflight", lambda *_, **__: verdict)
-    place = NodeEnv(ORDER.slots[node], 3, f"host-{node}", ("first", 29500), "s")
-    return training.preflight_node(folder, Stage("train", nodes=2, spares=1), folder, ORDER, node, place, SILENT)
+    node_env = NodeEnv(ORDER.slots[node], 3, f"host-{node}", ("first", 29500), "s")
+    return training.preflight_node(folder, Stage("train", nodes=2, spares=1), folder, ORDER, node, node_env, SILENT)
 
 
 @pytest.mark.parametrize("outcome", ["pass", "warn"])
@@ -54,7 +54,7 @@ def test_a_preflight_that_breaks_off_is_a_failure_too(tmp_path: Path, monkeypatc
         raise TrainshedError("node 0 did not answer")
 
     monkeypatch.setattr(training, "run_preflight", break_off)
-    place = NodeEnv(2, 3, "host-1", ("first", 29500), "s")
-    found = training.preflight_node(tmp_path, Stage("train", nodes=2), tmp_path, ORDER, 1, place, SILENT)
+    node_env = NodeEnv(2, 3, "host-1", ("first", 29500), "s")
+    found = training.preflight_node(tmp_path, Stage("train", nodes=2), tmp_path, ORDER, 1, node_env, SILENT)
     assert found is not None
     assert found.what == "preflight: node 0 did not answer"

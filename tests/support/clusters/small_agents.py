@@ -75,7 +75,7 @@ class SmallAgents:
 
     def start(self, *slots: int, **environment: str) -> None:
         for slot in slots:
-            place = {
+            node_env = {
                 "TRAINSHED_NODE_RANK": str(slot),
                 "TRAINSHED_HOST": f"host-{slot}",
                 "TRAINSHED_START": "start-1",
@@ -84,7 +84,7 @@ class SmallAgents:
             }
             self.agents[slot] = subprocess.Popen(
                 [sys.executable, "-c", _AGENT, self._rank, str(self.job)],
-                env={**os.environ, **FAST, **place, **environment},
+                env={**os.environ, **FAST, **node_env, **environment},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
@@ -100,9 +100,9 @@ class SmallAgents:
         return [agent.returncode for agent in self.agents.values()], "".join(printed)
 
     def record(self, node: int, attempt: int = 1) -> NodeRecord:
-        found = AttemptRecords(self.run, attempt).record(node)
-        assert found is not None
-        return found
+        record = AttemptRecords(self.run, attempt).read_node(node)
+        assert record is not None
+        return record
 
     def close(self) -> None:
         for agent in self.agents.values():

@@ -1,21 +1,21 @@
 """How the pods of a PyTorchJob agree on a name for their start: node 0 gives out its own.
 
-The operator of PyTorchJobs restarts containers one by one and tells them nothing about it. Node 0 makes a name of
-its pod's uid and of how often its container has started, and sends it to every other pod. A pod that restarts
-alone waits until node 0 restarts too.
+The operator of PyTorchJobs restarts containers one by one and tells them nothing about it. Node 0 makes a name from
+its pod's uid and from how often its container has started, and serves it to every other pod by the key-value store of
+`launch/rendezvous.py`. The store closes once all pods have the name, so a pod that restarts alone waits until node 0
+restarts too.
 """
 
 from __future__ import annotations
 
-import socket
-import time
 from pathlib import Path
 
 from trainshed.errors import TrainshedError
+from trainshed.launch.rendezvous import KeyValueClient, KeyValueServer
 
 RENDEZVOUS_SECONDS = 900.0
-_CONNECT_SECONDS = 2.0
-_MAX_MESSAGE_BYTES = 256
+_TOKEN = "start of a PyTorchJob"
+_START_KEY = "start"
 
 
 def next_start(folder: Path, uid: str) -> str:
@@ -27,46 +27,31 @@ def next_start(folder: Path, uid: str) -> str:
 
 
 def publish_start(port: int, pods: int, start: str, *, seconds: float = RENDEZVOUS_SECONDS) -> None:
-    """Hand a name to all other pods; one that comes twice has lost it and gets it again."""
-    served: set[int] = set()
-    deadline = time.monotonic() + seconds
-    with socket.create_server(("", port)) as server:
-        while len(served) < pods - 1:
-            missing = [str(rank) for rank in range(1, pods) if rank not in served]
-            server.settimeout(max(0.01, deadline - time.monotonic()))
-            try:
-                connection, _ = server.accept()
-            except TimeoutError:
-                raise TrainshedError(
-                    f"pods {', '.join(missing[:8])} of {pods} did not come within {seconds:g} s",
-                    hint="are they placed? `trainshed status RUN` says what they wait for",
-                ) from None
-            with connection:
-                try:
-                    connection.settimeout(_CONNECT_SECONDS)
-                    rank = connection.recv(_MAX_MESSAGE_BYTES).decode("ascii", "replace").strip()
-                    if rank.isdecimal() and 0 < int(rank) < pods:
-                        connection.sendall(start.encode())
-                        served.add(int(rank))
-                except OSError:
-                    continue  # it comes again
+    """Serve a name until all other pods have it; one that asks twice gets it twice."""
+    with KeyValueServer(port, _TOKEN) as server:
+        store = KeyValueClient(("127.0.0.1", server.port), _TOKEN)
+        store.put(_START_KEY, start)
+        served = store.get([_served_key(rank) for rank in range(1, pods)], seconds)
+    missing = [str(rank) for rank in range(1, pods) if _served_key(rank) not in served]
+    if missing:
+        raise TrainshedError(
+            f"pods {', '.join(missing[:8])} of {pods} did not come within {seconds:g} s",
+            hint="are they placed? `trainshed status RUN` says what they wait for",
+        )
 
 
 def fetch_start(address: str, port: int, rank: int, *, seconds: float = RENDEZVOUS_SECONDS) -> str:
     """Ask node 0 for the name of this start until it answers."""
-    deadline = time.monotonic() + seconds
-    while True:
-        try:
-            with socket.create_connection((address, port), timeout=_CONNECT_SECONDS) as connection:
-                connection.sendall(f"{rank}\n".encode())
-                start = connection.recv(_MAX_MESSAGE_BYTES).decode("ascii", "replace")
-            if start:
-                return start
-        except OSError:
-            pass
-        if time.monotonic() > deadline:
-            raise TrainshedError(
-                f"node 0 ({address}:{port}) did not say which start this is within {seconds:g} s",
-                hint="did its container start? its log says why not",
-            )
-        time.sleep(min(_CONNECT_SECONDS, seconds / 10))
+    store = KeyValueClient((address, port), _TOKEN, connect_seconds=seconds)
+    try:
+        # In one request: node 0 may restart, with another name, between two.
+        return store.put_and_get(_served_key(rank), True, [_START_KEY], seconds)[_START_KEY]
+    except (TrainshedError, KeyError):
+        raise TrainshedError(
+            f"node 0 ({address}:{port}) did not say which start this is within {seconds:g} s",
+            hint="did its container start? its log says why not",
+        ) from None
+
+
+def _served_key(rank: int) -> str:
+    return f"served/{rank}"

@@ -198,7 +198,7 @@ def _put_json(job: PreflightJob, name: str, body: dict) -> None:
 
 
 def _titled_log_tail(log: Path) -> bytes:
-    return f"==> {log.parent.name}/{log.name} <==\n".encode() + read_log_tail(log, _LOG_BYTES) + b"\n"
+    return f"==> {log.parent.name}/{log.name} <==\n".encode() + read_log_tail(log, _LOG_BYTES).encode() + b"\n"
 
 
 def preflight_job(

@@ -32,14 +32,13 @@ from trainshed.launch.job import (
     setup_script,
     store_of,
 )
+from trainshed.launch.rendezvous import FIRST_PORT, PORTS
 from trainshed.launch.slurm.sbatch_options import logs_folder, secret_references, stage_options
 from trainshed.launch.target import RequestPart, SubmitRequest
 from trainshed.recipe import Cluster
 
 FIRST_COMMAND = "set -euo pipefail"
 """The first line after a script's options."""
-FIRST_PORT, PORT_COUNT = 20000, 12000
-"""A range below 32768, where Linux's ephemeral ports begin."""
 _TASK_ID = "${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}"
 _START_NAME = f'"slurm-{_TASK_ID}-${{SLURM_RESTART_COUNT:-0}}-$TRAINSHED_BEGAN"'
 """Names one start of a job or of a part of it."""
@@ -181,7 +180,7 @@ def _rendezvous(job: Job, stage: Stage) -> list[str]:
     """Return the lines that name this start and the address of the first node."""
     if stage.serving is not None:
         own_port = stage.serving.port
-        port_expression = own_port if own_port is not None else f"$(({FIRST_PORT} + SLURM_JOB_ID % {PORT_COUNT}))"
+        port_expression = own_port if own_port is not None else f"$(({FIRST_PORT} + SLURM_JOB_ID % {PORTS}))"
         return [f"export TRAINSHED_START={_START_NAME}", f"export TRAINSHED_PORT={port_expression}"]
     port = job.cluster.on_slurm.port
     lines = [f"export TRAINSHED_START={_START_NAME}"]
@@ -189,7 +188,7 @@ def _rendezvous(job: Job, stage: Stage) -> list[str]:
         lines += [
             'mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")',
             'export MASTER_ADDR="${hosts[0]}"',
-            f"export MASTER_PORT={port if port is not None else f'$(({FIRST_PORT} + SLURM_JOB_ID % {PORT_COUNT}))'}",
+            f"export MASTER_PORT={port if port is not None else f'$(({FIRST_PORT} + SLURM_JOB_ID % {PORTS}))'}",
             'echo "trainshed: $TRAINSHED_START on ${hosts[*]}" >&2',
         ]
     elif stage.script is not None:
@@ -235,7 +234,7 @@ def _container_mounts(job: Job, store: str, setup: FabricSetup | None) -> list[s
 
 def serving_port(serving: ServingSpec, id: str) -> int:
     """Return the port of a server, as its script computes it."""
-    return serving.port if serving.port is not None else FIRST_PORT + int(id) % PORT_COUNT
+    return serving.port if serving.port is not None else FIRST_PORT + int(id) % PORTS
 
 
 def _start_and_wait(stage: Stage, command: str) -> list[str]:
