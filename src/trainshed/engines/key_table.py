@@ -17,6 +17,7 @@ from typing import Any, Final
 from trainshed.engines.importing import ConfigImport
 from trainshed.engines.keys import EngineSetting, format_value
 from trainshed.engines.launch import EngineTask
+from trainshed.recipe.data import SourceKeys
 
 
 class _NoValue:
@@ -116,6 +117,42 @@ class KeyTable:
         """Where a row is read: with the longest beginning of its key that `read_order` has, or at the end."""
         beginnings = [start for start in self.read_order if f"{row.path}.".startswith(f"{start}.")]
         return self.read_order.index(max(beginnings, key=len)) if beginnings else len(self.read_order)
+
+
+REFUSED = "the engine does not have it: refused before anything is rendered"
+_COPY = "the engine reads a copy in the run's folder"
+_TOKENS = "the engine reads prepared tokens, and another stage lists their files"
+COMMON_UNSAID: Mapping[str, str] = {
+    "trainshed": "the version of the recipe's format",
+    "name": "the engine is told where to write, not what the run is called",
+    "model.from": _COPY,
+    "model.init": "what does not start from weights starts from random ones",
+    "model.verdict": "base weights are proven before the engine starts",
+    "tokenizer": _COPY,
+    **dict.fromkeys(("data.skip", "data.stage", "train.z_loss", "checkpoint.to"), REFUSED),
+    "train.optimizer.name": "there is one, AdamW",
+    "train.non_finite": "foreign engines stop, and skipping is refused",
+    "train.tokens": "the length of the run is written in steps",
+    "layout.dp": "it is what the other keys leave of the ranks",
+    "layout.schedule": "it follows pp and vp",
+    **dict.fromkeys(("engine.name", "engine.version"), "the form of the file tells it"),
+    **dict.fromkeys(("engine.image", "engine.program"), "the job says it"),
+    **dict.fromkeys(("elastic", "export", "serve", "store", "resources"), "the engine has no part in it"),
+}
+"""Keys of a recipe that no foreign engine is told, and why."""
+PRETRAINING_UNSAID: Mapping[str, str] = {
+    **COMMON_UNSAID,
+    "model.preset": "the architecture is written out",
+    "data.train": _TOKENS,
+    **dict.fromkeys((f"data.validation.{key}" for key in SourceKeys.model_fields), _TOKENS),
+    **dict.fromkeys(
+        (f"data.{key}" for key in ("shards", "eod", "bos", "on_bad_line")),
+        "text becomes tokens before the engine starts",
+    ),
+    "train.epochs": "the length of the run is written in steps",
+    **dict.fromkeys(("train.mode", "train.lora"), REFUSED),
+}
+"""What engines that pretrain on prepared tokens are not told, and why."""
 
 
 def recipe_value(task: EngineTask, path: str) -> Any:

@@ -13,6 +13,8 @@ from typing import Any
 from trainshed.engines.importing import ConfigImport
 from trainshed.engines.key_table import (
     OMIT,
+    PRETRAINING_UNSAID,
+    REFUSED,
     WRITTEN_ANYWAY,
     KeyRow,
     KeyTable,
@@ -478,4 +480,9 @@ BRIDGE_TABLE = KeyTable(
         *("train.optimizer", "train.schedule.name", "train.schedule", "train.dropout", "train.moe"),
         *("train.deterministic", "seed", "layout", "checkpoint", "observe"),
     ),
+    unsaid={
+        **PRETRAINING_UNSAID,
+        "model.config.max_positions": "Megatron-Bridge takes the length of the samples",
+        **dict.fromkeys(("layout.stages", "observe.dllogger"), REFUSED),
+    },
 )

@@ -138,29 +138,41 @@ def _source_address(config: ConfigImport, prefix: str) -> str:
     return f"{cache.rstrip('/')}/{prefix.removeprefix(local.rstrip('/')).lstrip('/')}"
 
 
+def _measured(config: ConfigImport) -> tuple[Any, Any] | None:
+    """Return how often and how long the loss is measured, None where it is not."""
+    every, batches = config.get("trainer.val_check_interval"), config.get("trainer.limit_val_batches")
+    split = read_split(config.get(f"{_SECTION}.splits_string"))
+    documents = config.get(f"{_SECTION}.data_prefix.validation") or (split is not None and split["validation"] > 0)
+    return (every, batches) if documents and isinstance(every, int) and isinstance(batches, int) else None
+
+
+def read_documents(config: ConfigImport) -> Any:
+    """Return `data.split`."""
+    if is_synthetic(config) or config.get(f"{_SECTION}.data_prefix.validation"):
+        config.drop("validation has documents of its own", f"{_SECTION}.splits_string")
+        return OMIT
+    split = read_split(config.get(f"{_SECTION}.splits_string"))
+    if split is None or split["train"] == 1:
+        return OMIT
+    if _measured(config) is None:
+        # `split` alone would validate at Trainshed's own interval: keep the documents apart, as the file does.
+        return {"train": split["train"], "test": round(split["test"] + split["validation"], 6)}
+    return split
+
+
 def read_validation(config: ConfigImport) -> Any:
-    """Return `data.validation`, and write `data.split`: what is measured, and on which documents."""
+    """Return `data.validation`."""
     if is_synthetic(config):
         return OMIT
-    every, batches = config.get("trainer.val_check_interval"), config.get("trainer.limit_val_batches")
     own = config.get(f"{_SECTION}.data_prefix.validation")
     tokens = [_source_address(config, str(prefix)) for _, prefix in _weights_and_prefixes(own or [])]
     if own:
         config.note_mapped(f"data.validation.tokens: {format_value(tokens)}", f"{_SECTION}.data_prefix.validation")
         config.drop("nothing is tested during training", f"{_SECTION}.data_prefix.test")
-        config.drop("validation has documents of its own", f"{_SECTION}.splits_string")
-    split = None if own else read_split(config.get(f"{_SECTION}.splits_string"))
-    documents = bool(own) or (split is not None and split["validation"] > 0)
-    validated = documents and isinstance(every, int) and isinstance(batches, int)
-    if split is not None and split["train"] < 1:
-        if not validated:
-            # `split` alone would validate at Trainshed's own interval: keep the documents apart, as the file does.
-            split = {"train": split["train"], "test": round(split["test"] + split["validation"], 6)}
-        config.set_recipe("data.split", split)
-        config.note_mapped(f"data.split: {format_value(split)}", f"{_SECTION}.splits_string")
-    if not validated:
+    if (measured := _measured(config)) is None:
         config.drop("nothing is validated", "trainer.val_check_interval", "trainer.limit_val_batches")
         return OMIT
+    every, batches = measured
     config.note_mapped(f"data.validation.every: {every}", "trainer.val_check_interval")
     config.note_mapped(f"data.validation.batches: {batches}", "trainer.limit_val_batches")
     steps = config.get("trainer.max_steps", 0)

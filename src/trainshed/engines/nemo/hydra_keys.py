@@ -13,6 +13,8 @@ from typing import Any
 from trainshed.engines.key_table import (
     KEEP,
     OMIT,
+    PRETRAINING_UNSAID,
+    REFUSED,
     KeyRow,
     KeyTable,
     choice,
@@ -27,6 +29,7 @@ from trainshed.engines.launch import EngineTask
 from trainshed.engines.nemo.hydra_data import (
     is_gpt2,
     is_not_gpt2,
+    read_documents,
     read_length,
     read_prefixes,
     read_synthetic,
@@ -55,7 +58,6 @@ from trainshed.engines.nemo.hydra_training import (
     read_router_loss,
     read_saving,
     read_schedule,
-    read_seed,
     read_sharp,
     read_steps,
     render_ramp,
@@ -212,7 +214,8 @@ HYDRA_TABLE = KeyTable(
         KeyRow(
             ("model.attention_dropout",), "train.dropout", lambda task: task.recipe.train.dropout, lambda config: KEEP
         ),
-        KeyRow(("model.seed",), "seed", lambda task: task.recipe.seed, read_seed),
+        same("model.seed", "seed", default=1234),
+        KeyRow((), "data.seed", read=lambda config: config.recipe["seed"]),
         KeyRow(
             ("model.sharp",), "the cluster's sharp", lambda task: True, read_sharp, when=lambda task: task.place.sharp
         ),
@@ -301,7 +304,7 @@ HYDRA_TABLE = KeyTable(
             read_synthetic,
             note="follows data",
         ),
-        follows("model.data.splits_string", "data.split", lambda task: split_text(task.recipe), "data.split"),
+        KeyRow(("model.data.splits_string",), "data.split", lambda task: split_text(task.recipe), read_documents),
         # The tokens' files are known when the job starts: the launch reads the value of this key from a file.
         KeyRow(
             ("model.data.data_prefix",),
@@ -335,15 +338,22 @@ HYDRA_TABLE = KeyTable(
     read_order=(
         *ARCHITECTURE_ORDER,
         *("model.init", "model", "train.moe", "tokenizer"),
-        *("data.sequence_length", "data.synthetic", "data.train", "data.validation", "data.split"),
+        *("data.sequence_length", "data.synthetic", "data.train", "data.split", "data.validation"),
         *("train.steps", "train.global_batch", "train.batch_ramp", "train.precision"),
         *(f"train.optimizer.{key}" for key in ("lr", "weight_decay", "betas", "name", "clip")),
-        *("train.schedule", "train.dropout", "seed"),
+        *("train.schedule", "train.dropout", "seed", "data.seed"),
         *(f"layout.{key}" for key in ("tp", "pp", "vp", "cp", "ep", "micro_batch", "etp", "recompute", "shard")),
         "resources.nodes",
         *(f"checkpoint.{key}" for key in ("every", "keep", "async", "resume")),
         "observe",
     ),
+    unsaid={
+        **PRETRAINING_UNSAID,
+        "model.config.vocab_size": "NeMo 24.07 takes the tokenizer's",
+        "train.optimizer.eps": "NeMo 24.07 does not hand an epsilon on: another than its own is refused",
+        **dict.fromkeys(("model.config.sliding_window", "train.deterministic", "layout.replicate"), REFUSED),
+        "layout.stages": REFUSED,
+    },
 )
 # Given as overrides: they hang on where the job runs.
 HYDRA_PLACES = KeyTable(

@@ -7,9 +7,10 @@ from typing import Any
 
 from trainshed.catalog import model_preset, preset_names
 from trainshed.engines.importing import GPT2_VOCABULARY, ConfigImport
-from trainshed.engines.key_table import OMIT, WRITTEN_ANYWAY, KeyRow, follows, same, to_floats
+from trainshed.engines.key_table import KEEP, OMIT, WRITTEN_ANYWAY, KeyRow, follows, same, to_floats
 from trainshed.engines.launch import EngineTask
 from trainshed.recipe import ModelConfig
+from trainshed.recipe.model import DEFAULT_BY_FAMILY
 from trainshed.recipe.section import Problem
 
 _GPT2_NAMES = ("GPT2BPETokenizer", "gpt2")
@@ -45,12 +46,24 @@ def _read_family(config: ConfigImport) -> str:
 def _family(config: ConfigImport) -> str:
     if config.get("model.position_embedding_type", "learned_absolute") != "rope":
         return "gpt2"
-    activation = config.get("model.activation", "gelu")
-    if activation not in ("swiglu", *{name for (ours, _), name in _ACTIVATIONS.items() if ours == "silu"}):
-        config.ask(f"model.activation is {activation}; model.config.family is a family with SwiGLU")
     if config.get("model.num_moe_experts") is not None:
         return "mixtral"
     return "qwen2" if config.get("model.qkv_bias") else "llama"
+
+
+def _read_activation(config: ConfigImport) -> Any:
+    """Return the activation, where it is not the family's own."""
+    family, name = config.recipe["model"]["config"]["family"], config.get("model.activation", "gelu")
+    if family == "gpt2":
+        # megatron-core's fused kernel is the tanh approximation, which `openai_gelu` asks for too.
+        fused = config.get("model.openai_gelu", False) or config.get("model.bias_activation_fusion", True)
+        activation = "gelu_tanh" if fused else "gelu"
+    else:
+        gated = {theirs.removeprefix("fast-"): ours for (ours, gate), theirs in _ACTIVATIONS.items() if gate}
+        activation = gated.get(name.removeprefix("fast-"))
+        if activation is None:
+            config.ask(f"model.activation is {name}; model.config.family is a family with SwiGLU")
+    return OMIT if activation in (None, DEFAULT_BY_FAMILY[family]["activation"]) else activation
 
 
 def _by_family(key: str, value: Callable[[ModelConfig], Any]) -> KeyRow:
@@ -68,17 +81,30 @@ def _render_width(task: EngineTask) -> Any:
 
 
 def _read_width(config: ConfigImport) -> Any:
-    """Return the width of the feed-forward block, or write the experts that stand in its place."""
-    width = config.get("model.ffn_hidden_size", 4 * config.recipe["model"]["config"]["hidden"])
+    if config.get("model.num_moe_experts") is not None:
+        return OMIT
+    return _width(config)
+
+
+def _width(config: ConfigImport) -> int:
+    return config.get("model.ffn_hidden_size", 4 * config.recipe["model"]["config"]["hidden"])
+
+
+def _render_experts(task: EngineTask) -> dict[str, int]:
+    assert task.config.moe is not None, "asked for experts"
+    return {"model.num_moe_experts": task.config.moe.experts, "model.moe_router_topk": task.config.moe.top_k}
+
+
+def _read_experts(config: ConfigImport) -> Any:
+    """Return the experts that stand in the place of the feed-forward block."""
     experts = config.get("model.num_moe_experts")
     if experts is None:
-        return width
-    top_k = config.get("model.moe_router_topk", 2)
-    config.set_recipe("model.config.moe", {"experts": experts, "top_k": top_k, "ffn": width})
-    config.note_mapped(f"model.config.moe.ffn: {width}", "model.ffn_hidden_size")
+        return KEEP
+    moe = {"experts": experts, "top_k": config.get("model.moe_router_topk", 2), "ffn": _width(config)}
     config.note_mapped(f"model.config.moe.experts: {experts}", "model.num_moe_experts")
-    config.note_mapped(f"model.config.moe.top_k: {top_k}", "model.moe_router_topk")
-    return OMIT
+    config.note_mapped(f"model.config.moe.top_k: {moe['top_k']}", "model.moe_router_topk")
+    config.note_mapped(f"model.config.moe.ffn: {moe['ffn']}", "model.ffn_hidden_size")
+    return moe
 
 
 def _render_head_width(task: EngineTask) -> int | None:
@@ -156,7 +182,13 @@ ARCHITECTURE_ROWS = (
     ),
     _size("layernorm_epsilon", "norm_eps", default=1e-5, to_recipe=to_floats),
     _by_family("bias", lambda model: model.mlp_bias),
-    _by_family("activation", lambda model: _ACTIVATIONS.get((model.activation, model.gated))),
+    KeyRow(
+        ("model.activation",),
+        "model.config.activation",
+        lambda task: _ACTIVATIONS.get((task.config.activation, task.config.gated)),
+        _read_activation,
+        decided_by="model",
+    ),
     _by_family("openai_gelu", lambda model: model.activation == "gelu_tanh"),
     # megatron-core's fused kernel is the tanh approximation: neither of the two others may use it.
     _by_family("bias_activation_fusion", lambda model: model.activation == "silu"),
@@ -174,10 +206,8 @@ ARCHITECTURE_ROWS = (
     KeyRow(
         ("model.num_moe_experts", "model.moe_router_topk"),
         "model.config.moe",
-        lambda task: {
-            "model.num_moe_experts": task.config.moe and task.config.moe.experts,
-            "model.moe_router_topk": task.config.moe and task.config.moe.top_k,
-        },
+        _render_experts,
+        _read_experts,
         when=has_experts,
         decided_by="model",
     ),
@@ -188,7 +218,7 @@ ARCHITECTURE_ORDER = tuple(
     f"model.config.{key}"
     for key in (
         *("family", "layers", "hidden", "heads", "kv_heads", "max_positions", "init_std", "norm_eps", "head_dim"),
-        *("ffn", "moe", "vocab_size", "tied_embeddings", "rope"),
+        *("moe", "ffn", "vocab_size", "activation", "tied_embeddings", "rope"),
     )
 )
 

@@ -49,13 +49,6 @@ def read_dropout(config: ConfigImport) -> Any:
     return dropout or OMIT
 
 
-def read_seed(config: ConfigImport) -> int:
-    """Return `seed`, and write `data.seed`: NeMo has one."""
-    seed = config.get("model.seed", 1234)
-    config.set_recipe("data.seed", seed)
-    return seed
-
-
 def read_optimizer(config: ConfigImport) -> Any:
     """Note what the optimizer stands for: a recipe has AdamW alone."""
     name = config.get("model.optim.name", "fused_adam")

@@ -1,12 +1,14 @@
-"""The models that torchtune builds, by the catalog's names; tokenizer and checkpoint type go with the builder."""
+"""The models that torchtune builds, by the catalog's names, with the tokenizer and checkpoint type of each builder."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import PurePosixPath
+from typing import Any, Literal
 
 from trainshed.catalog import model_preset
 from trainshed.engines.importing import ConfigImport
+from trainshed.engines.key_table import OMIT
 from trainshed.engines.launch import EngineTask
 from trainshed.errors import InputError
 from trainshed.recipe import ModelConfig, Recipe
@@ -150,3 +152,36 @@ def config_builder(config: ConfigImport) -> TorchtuneBuilder:
             hint="Trainshed reads files of Llama, Mistral and Qwen text models",
         )
     return builder
+
+
+_HUB_OWNERS = {"llama": "meta-llama", "meta-llama": "meta-llama", "qwen": "Qwen", "mistral": "mistralai"}
+_NO_ADDRESS = "hf://org/name"
+
+
+def read_base(config: ConfigImport) -> str:
+    """Return the address of the base weights, whose folder is named after the repository of the Hub."""
+    folder = config.get("checkpointer.checkpoint_dir", "")
+    base = PurePosixPath(folder).name
+    owner = next((owner for start, owner in _HUB_OWNERS.items() if base.lower().startswith(start)), None)
+    address = f"hf://{owner}/{base}" if owner else folder or _NO_ADDRESS
+    if address == _NO_ADDRESS:
+        config.ask("the file names no weights: write model.from and tokenizer")
+    elif owner:
+        config.ask(f"no revision is named: pin the weights, model.from: {address}@<commit>, and the tokenizer")
+    return address
+
+
+_TOKENIZER_FILES = {
+    "tiktoken": "original/tokenizer.model",
+    "sentencepiece": "tokenizer.model",
+    "vocabulary": "vocab.json",
+}
+
+
+def render_tokenizer_files(task: EngineTask) -> dict[str, Any]:
+    """Return the files of the tokenizer in the run's folder."""
+    files, folder = task_builder(task).family.files, f"{task.place.engine}/tokenizer"
+    return {
+        "tokenizer.path": f"{folder}/{_TOKENIZER_FILES[files]}",
+        "tokenizer.merges_file": f"{folder}/merges.txt" if files == "vocabulary" else OMIT,
+    }

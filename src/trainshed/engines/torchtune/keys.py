@@ -5,13 +5,15 @@ The recipe says where chat data is stored, `engine.args` say what form it has.
 
 from __future__ import annotations
 
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 from trainshed.catalog import model_preset
 from trainshed.engines.importing import ConfigImport
 from trainshed.engines.key_table import (
+    COMMON_UNSAID,
     OMIT,
+    REFUSED,
     WRITTEN_ANYWAY,
     KeyRow,
     KeyTable,
@@ -25,7 +27,7 @@ from trainshed.engines.key_table import (
 )
 from trainshed.engines.keys import KnownKeys, format_value
 from trainshed.engines.launch import EngineTask
-from trainshed.engines.torchtune.builders import config_builder, task_builder
+from trainshed.engines.torchtune.builders import config_builder, read_base, render_tokenizer_files, task_builder
 from trainshed.engines.torchtune.dataset import (
     FOLLOWS_VALIDATION,
     dataset_component,
@@ -93,38 +95,6 @@ def _adapter_key(key: str, path: str, default: Any, **conversions: Any) -> KeyRo
     return KeyRow(row.keys, row.path, row.render, lambda c: read(c) if has_adapters(c) else OMIT, when=_trains_adapters)
 
 
-_HUB_OWNERS = {"llama": "meta-llama", "meta-llama": "meta-llama", "qwen": "Qwen", "mistral": "mistralai"}
-_NO_ADDRESS = "hf://org/name"
-
-
-def _read_base(config: ConfigImport) -> str:
-    """Return the address of the base weights, whose folder is named after the repository of the Hub."""
-    folder = config.get("checkpointer.checkpoint_dir", "")
-    base = PurePosixPath(folder).name
-    owner = next((owner for start, owner in _HUB_OWNERS.items() if base.lower().startswith(start)), None)
-    address = f"hf://{owner}/{base}" if owner else folder or _NO_ADDRESS
-    if address == _NO_ADDRESS:
-        config.ask("the file names no weights: write model.from and tokenizer")
-    elif owner:
-        config.ask(f"no revision is named: pin the weights, model.from: {address}@<commit>, and the tokenizer")
-    return address
-
-
-_TOKENIZER_FILES = {
-    "tiktoken": "original/tokenizer.model",
-    "sentencepiece": "tokenizer.model",
-    "vocabulary": "vocab.json",
-}
-
-
-def _render_tokenizer_files(task: EngineTask) -> dict[str, Any]:
-    files, folder = task_builder(task).family.files, f"{task.place.engine}/tokenizer"
-    return {
-        "tokenizer.path": f"{folder}/{_TOKENIZER_FILES[files]}",
-        "tokenizer.merges_file": f"{folder}/merges.txt" if files == "vocabulary" else OMIT,
-    }
-
-
 _SEQUENCE_LENGTH = 8192
 
 
@@ -161,25 +131,26 @@ def _read_seed(config: ConfigImport) -> int:
             "seed: null draws another seed for every start: a restart shuffles the data anew",
             "a number; the recipe has 1234",
         )
-        seed = 1234
-    config.set_recipe("data.seed", seed)
+        return 1234
     return seed
 
 
-def _render_steps(task: EngineTask) -> dict[str, Any]:
+def _whole_epochs(task: EngineTask) -> int | None:
     epochs = task.recipe.train.epochs
-    whole = epochs is not None and epochs.is_integer()
-    return {
-        "epochs": int(epochs) if epochs and whole else 1,
-        "max_steps_per_epoch": None if whole else task.steps,
-    }
+    return int(epochs) if epochs is not None and epochs.is_integer() else None
+
+
+def _read_epochs(config: ConfigImport) -> Any:
+    epochs, limit = config.get("epochs", 1), config.get("max_steps_per_epoch")
+    if limit is None:
+        return float(epochs)
+    config.note_mapped(f"train.steps: {limit * epochs}", "epochs")
+    return OMIT
 
 
 def _read_steps(config: ConfigImport) -> Any:
     epochs, limit = config.get("epochs", 1), config.get("max_steps_per_epoch")
     if limit is None:
-        config.set_recipe("train.epochs", float(epochs))
-        config.note_mapped(f"train.epochs: {float(epochs)}", "epochs")
         config.drop("says nothing", "max_steps_per_epoch")
         return OMIT
     if epochs > 1:
@@ -377,7 +348,7 @@ TORCHTUNE_TABLE = KeyTable(
         KeyRow(
             ("tokenizer.path", "tokenizer.merges_file"),
             "tokenizer",
-            _render_tokenizer_files,
+            render_tokenizer_files,
             drop="files come with the tokenizer's address",
         ),
         KeyRow(
@@ -392,7 +363,7 @@ TORCHTUNE_TABLE = KeyTable(
             lambda task: "torchtune.training.FullModelHFCheckpointer",
             WRITTEN_ANYWAY,
         ),
-        KeyRow(("checkpointer.checkpoint_dir",), "model.from", lambda task: f"{task.place.engine}/base", _read_base),
+        KeyRow(("checkpointer.checkpoint_dir",), "model.from", lambda task: f"{task.place.engine}/base", read_base),
         KeyRow(("checkpointer.output_dir",), _STORE, lambda task: f"{task.place.run}/checkpoints", drop=_PLACES),
         same("checkpointer.keep_last_n_checkpoints", "checkpoint.keep"),
         same("save_every_n_steps", "checkpoint.every"),
@@ -462,7 +433,14 @@ TORCHTUNE_TABLE = KeyTable(
             when=validates,
         ),
         KeyRow(("seed",), "seed", lambda task: task.recipe.seed, _read_seed),
-        KeyRow(("epochs", "max_steps_per_epoch"), "train.steps", _render_steps, _read_steps),
+        KeyRow((), "data.seed", read=lambda config: config.recipe["seed"]),
+        KeyRow(("epochs",), "train.epochs", lambda task: _whole_epochs(task) or 1, _read_epochs),
+        KeyRow(
+            ("max_steps_per_epoch",),
+            "train.steps",
+            lambda task: task.steps if _whole_epochs(task) is None else None,
+            _read_steps,
+        ),
         KeyRow(
             ("dtype", "enable_fp8_training", "fp8_recipe_name"), "train.precision", _render_precision, _read_precision
         ),
@@ -566,7 +544,7 @@ TORCHTUNE_TABLE = KeyTable(
     read_order=(
         *("model.preset", "model.from", "tokenizer", "train.lora"),
         *("data.sequence_length", "data.train", "data.split", "data.validation", "train.mode"),
-        *("train.steps", "train.precision", "train.optimizer", "train.schedule", "seed"),
+        *("train.epochs", "train.steps", "train.precision", "train.optimizer", "train.schedule", "seed", "data.seed"),
         *(
             "layout.tp",
             "layout.cp",
@@ -578,5 +556,16 @@ TORCHTUNE_TABLE = KeyTable(
         ),
         *("checkpoint.every", "checkpoint.keep", "checkpoint.async", "checkpoint.resume", "observe"),
     ),
-    unsaid={},
+    unsaid={
+        **COMMON_UNSAID,
+        "model.config": "a builder is named after the preset",
+        **dict.fromkeys(
+            (f"data.{key}" for key in ("synthetic", "shards", "eod", "bos", "on_bad_line")),
+            "torchtune reads and tokenises text by itself",
+        ),
+        **dict.fromkeys((f"train.{key}" for key in ("batch_ramp", "moe", "dropout", "deterministic")), REFUSED),
+        **dict.fromkeys((f"layout.{key}" for key in ("pp", "vp", "ep", "etp", "stages")), REFUSED),
+        "observe.dllogger": REFUSED,
+        "checkpoint.resume": "an argument of the program that starts torchtune",
+    },
 )
