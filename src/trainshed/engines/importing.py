@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
+from trainshed.catalog import model_preset, preset_names
 from trainshed.engines.keys import KnownKeys, flatten, format_value, resolve_references
 from trainshed.errors import InputError, RecipeError
 from trainshed.recipe import parse_recipe
-from trainshed.recipe.schema import Recipe
+from trainshed.recipe.schema import MAX_NAME_LENGTH, Recipe
 from trainshed.recipe.yaml_io import YamlDocument, decode_utf8, dump_yaml, parse_yaml
 
 
@@ -66,6 +67,7 @@ class ImportedConfig:
 ForeignEngine = Literal["megatron", "nemo", "torchtune"]
 _MEGATRON_PATTERN = re.compile(r"(^|[\s\"'=(\[])--[a-z][a-z0-9]*-[a-z0-9-]+|pretrain_gpt", re.MULTILINE)
 """An argument of several words, or the name of Megatron-LM's program."""
+_BRIDGE_PATTERN = re.compile(r"^from megatron\.bridge\b", re.MULTILINE)
 READABLE_FILES = "a NeMo or torchtune YAML file, or a Megatron-LM argument list or script"
 
 
@@ -83,9 +85,9 @@ def import_text(text: str, name: str, *, gpus: int | None = None) -> ImportedCon
     """Read another engine's configuration as a recipe; errors call it `name`."""
     match detect_engine(text, name):
         case "nemo":
-            from trainshed.engines.nemo.importing import read_nemo
+            from trainshed.engines.nemo.importing import read_bridge, read_nemo
 
-            return read_nemo(text, name)
+            return read_bridge(text, name) if _BRIDGE_PATTERN.search(text) else read_nemo(text, name)
         case "torchtune":
             from trainshed.engines.torchtune.importing import read_torchtune
 
@@ -109,104 +111,117 @@ def detect_engine(text: str, name: str) -> ForeignEngine:
         return "torchtune"
     if isinstance(tree.get("model"), dict) and ({"trainer", "exp_manager"} & set(tree)):
         return "nemo"
+    if _BRIDGE_PATTERN.search(text):
+        return "nemo"
     if _MEGATRON_PATTERN.search(text):
         return "megatron"
     raise InputError("is no configuration that Trainshed reads", where=name, hint=f"give {READABLE_FILES}")
 
 
 class ConfigImport:
-    """The settings of one file, and what has become of them so far."""
+    """The settings of one configuration, and what has become of them so far."""
 
-    def __init__(self, document: YamlDocument) -> None:
-        self.values = resolve_references(flatten(document.value))
+    gpus: int | None = None
+    """How many the run had, where the file does not say it and somebody else does."""
+
+    def __init__(
+        self,
+        values: Mapping[str, Any],
+        written: Mapping[str, str],
+        *,
+        kind: str,
+        name: str,
+        where: Callable[[str], str] | None = None,
+    ) -> None:
+        self.kind, self.name = kind, name
+        self.values = values
+        """By key, as the engine would take them."""
+        self.written = written
+        """The same settings as they are written there: `model.seed: 7`, `--seed 7`."""
         self.recipe: dict[str, Any] = {}
         self.cluster: dict[str, Any] = {}
-        self.written = flatten(document.value)
-        self._places = document.places
+        self._where = where or (lambda key: f"{name} ({key})")
         self._mapped: list[MappedSetting] = []
         self._dropped: list[DroppedSetting] = []
         self._mistakes: list[ImportMistake] = []
         self._questions: list[str] = []
-        self._seen: set[str] = set()
+        self._accounted: set[str] = set()
+
+    @classmethod
+    def from_yaml(cls, document: YamlDocument, kind: str, name: str) -> Self:
+        """Begin with a YAML file: its references are followed."""
+        flat = flatten(document.value)
+        written = {key: f"{key}: {format_value(value)}" for key, value in flat.items()}
+
+        def where(key: str) -> str:
+            return document.places.where(tuple(key.split(".")))
+
+        return cls(resolve_references(flat), written, kind=kind, name=name, where=where)
 
     def __contains__(self, key: str) -> bool:
         return key in self.values
 
-    def get(self, key: str, otherwise: Any = None) -> Any:
-        """Return a value; a key that is there and null is `otherwise` too."""
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return a value, or the default for a key that is missing or null."""
         value = self.values.get(key)
-        return otherwise if value is None else value
+        return default if value is None else value
 
-    def take(self, key: str, ours: str, value: Any) -> None:
-        """Write a key of the recipe that one of theirs became."""
-        self.write(ours, value)
-        self.mapped(key, f"{ours}: {format_value(value)}")
-
-    def mapped(self, key: str, ours: str) -> None:
-        """Say what became of a key whose value is already in the recipe, if it is there and nothing has yet."""
-        if key in self.values and key not in self._seen:
-            self._seen.add(key)
-            self._mapped.append(MappedSetting(self._as_written(key), ours))
-
-    def write(self, ours: str, value: Any) -> None:
+    def set_recipe(self, path: str, value: Any) -> None:
         """Write a key of the recipe."""
-        _set_dotted(self.recipe, ours, value)
+        _set_dotted(self.recipe, path, value)
 
-    def hint(self, key: str, ours: str, value: Any) -> None:
-        """Write a key of a cluster file that one of theirs speaks of."""
-        _set_dotted(self.cluster, ours, value)
-        self.mapped(key, f"cluster file, {ours}: {format_value(value)}")
+    def set_cluster(self, key: str, path: str, value: Any) -> None:
+        """Write a key of the cluster file that one of theirs says."""
+        _set_dotted(self.cluster, path, value)
+        self.note_mapped(f"cluster file, {path}: {format_value(value)}", key)
 
-    def drop(self, key: str, why: str) -> None:
-        """Leave a key out, if it is there and nobody has taken it."""
-        if key in self.values and key not in self._seen:
-            self._seen.add(key)
-            self._dropped.append(DroppedSetting(self._as_written(key), why))
+    def note_mapped(self, ours: str, *keys: str) -> None:
+        """Note what some keys became, unless they are missing or already accounted for."""
+        for key in keys:
+            if self._account_for(key):
+                self._mapped.append(MappedSetting(self.written[key], ours))
 
-    def drop_section(self, section: str, why: str) -> None:
-        """Leave out what is left of a section."""
-        for key in self.left():
-            if key.startswith(f"{section}."):
-                self.drop(key, why)
+    def drop(self, why: str, *keys: str) -> None:
+        """Leave some keys out, unless they are already accounted for; `section.*` is what is left of a section."""
+        for key in keys:
+            for name in self._below(key):
+                if self._account_for(name):
+                    self._dropped.append(DroppedSetting(self.written[name], why))
 
-    def mistake(self, key: str, what: str, instead: str) -> None:
-        """Note something that the file gets wrong, at the line where it stands."""
-        path = tuple(key.split("."))
-        where = self._places.where(path)
-        self._mistakes.append(ImportMistake(where, what, instead))
+    def add_mistake(self, key: str, what: str, instead: str) -> None:
+        """Note something that the file gets wrong, at the line of a key."""
+        self._mistakes.append(ImportMistake(self._where(key), what, instead))
 
     def ask(self, question: str) -> None:
         """Note what the file leaves open."""
         self._questions.append(question)
 
-    def left(self) -> list[str]:
-        """Return the keys that nothing has become of yet."""
-        return [key for key in self.values if key not in self._seen]
+    def unread_keys(self) -> list[str]:
+        """Return the keys that are not yet accounted for."""
+        return [key for key in self.written if key not in self._accounted]
 
-    def keep_rest(self, known: KnownKeys, fixed: Mapping[str, Any]) -> None:
-        """Keep the rest as `engine.args`, less what is written anyway and what the engine never reads."""
+    def keep_rest(self, known: KnownKeys) -> None:
+        """Keep the rest as `engine.args`, except what the engine never reads."""
         arguments: dict[str, Any] = {}
-        for key in self.left():
+        for key in self.unread_keys():
             value = self.values[key]
-            if key in fixed and fixed[key] == value:
-                self.mapped(key, "written by Trainshed in any case")
-            elif not known.knows(key):
-                self.drop(key, f"{known.engine} has no such key: nobody reads it")
+            if not known.knows(key):
+                self.drop(f"{known.engine} has no such key: nobody reads it", key)
             elif value is None or value == {}:
-                self.drop(key, "says nothing")
+                self.drop("says nothing", key)
             elif _is_argument(value):
                 arguments[key] = value
-                self.mapped(key, f"engine.args.{key}: {format_value(value)}")
+                self.note_mapped(f"engine.args.{key}: {format_value(value)}", key)
             else:
-                self.drop(key, "is neither a value nor a list of values")
+                self.drop("is neither a value nor a list of values", key)
         if arguments:
             self.recipe.setdefault("engine", {})["args"] = arguments
 
-    def imported(self, kind: str) -> ImportedConfig:
+    def imported(self) -> ImportedConfig:
         """Return what was read."""
         order = [field.alias or name for name, field in Recipe.model_fields.items()]
         return ImportedConfig(
-            kind=kind,
+            kind=self.kind,
             recipe={key: self.recipe[key] for key in order if key in self.recipe},
             cluster=self.cluster,
             mapped=tuple(self._mapped),
@@ -215,12 +230,20 @@ class ConfigImport:
             open_questions=tuple(self._questions),
         )
 
-    def _as_written(self, key: str) -> str:
-        return f"{key}: {format_value(self.written[key])}"
+    def _account_for(self, key: str) -> bool:
+        """Mark a key as accounted for; return whether it is there and was not."""
+        is_new = key in self.written and key not in self._accounted
+        self._accounted.add(key)
+        return is_new
+
+    def _below(self, key: str) -> list[str]:
+        if not key.endswith(".*"):
+            return [key]
+        return [name for name in self.unread_keys() if name.startswith(key.removesuffix("*"))]
 
 
 def _is_argument(value: Any) -> bool:
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return all(isinstance(item, bool | int | float | str) for item in value)
     return isinstance(value, bool | int | float | str)
 
@@ -230,6 +253,27 @@ def _set_dotted(tree: dict[str, Any], dotted: str, value: Any) -> None:
     for parent in parents:
         tree = tree.setdefault(parent, {})
     tree[last] = value
+
+
+GPT2_TOKENIZER = "hf://openai-community/gpt2"
+GPT2_VOCABULARY = 50257
+"""Of GPT-2's tokenizer, which Megatron and NeMo take where none is named."""
+
+
+def vocabulary_of_sizes(layers: int, hidden: int, heads: int, width: int) -> int | None:
+    """Return the vocabulary of the catalog's model of these sizes: often only the tokenizer says it."""
+    for name in preset_names():
+        model = model_preset(name)
+        known_width = model.ffn if model.moe is None else model.moe.ffn
+        if (model.layers, model.hidden, model.heads, known_width) == (layers, hidden, heads, width):
+            return model.vocab_size
+    return None
+
+
+def recipe_name(text: str, prefix: str) -> str:
+    """Return a name for the recipe; one that does not begin with a letter gets a prefix."""
+    plain = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:MAX_NAME_LENGTH].strip("-")
+    return plain if plain[:1].isalpha() else f"{prefix}-{plain}"[:MAX_NAME_LENGTH].strip("-")
 
 
 _SECTIONS = "|".join(field.alias or name for name, field in Recipe.model_fields.items())

@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -28,7 +28,8 @@ class EngineSetting:
 
     key: str
     value: Any
-    source: str
+    decided_by: str | None
+    """None: chosen here, and `engine.args` may choose another value."""
 
 
 @dataclass(frozen=True)
@@ -75,9 +76,10 @@ class KnownKeys:
 
 
 def argument_problems(
-    arguments: Mapping[str, Any], known: KnownKeys, decided: Mapping[str, EngineSetting]
+    arguments: Mapping[str, Any], known: KnownKeys, settings: Iterable[EngineSetting]
 ) -> Iterator[Problem]:
     """Yield what is wrong with `engine.args`: keys nobody reads, and those that contradict recipe, plan or cluster."""
+    decided = {setting.key: setting for setting in settings if setting.decided_by is not None}
     for key, value in arguments.items():
         path = ("engine", "args", key)
         if key in decided:
@@ -85,8 +87,8 @@ def argument_problems(
             if setting.value != value:
                 yield Problem(
                     path,
-                    f"contradicts `{setting.source}`, which makes it {format_value(setting.value)}",
-                    f"change {setting.source}, and delete it here",
+                    f"contradicts `{setting.decided_by}`, which makes it {format_value(setting.value)}",
+                    f"change {setting.decided_by}, and delete it here",
                 )
         elif not known.knows(key):
             near = known.nearest(key)
@@ -95,6 +97,12 @@ def argument_problems(
                 f"{known.engine} reads no `{key}`",
                 f"did you mean {near}?" if near else f"its keys are in {known.file.name}",
             )
+
+
+def added_arguments(arguments: Mapping[str, Any], settings: Iterable[EngineSetting]) -> dict[str, Any]:
+    """Return the `engine.args` that add to a configuration: those that nothing decides."""
+    decided = {setting.key for setting in settings if setting.decided_by is not None}
+    return {key: value for key, value in arguments.items() if key not in decided}
 
 
 def format_value(value: Any) -> str:
@@ -168,14 +176,14 @@ def _resolve(value: Any, key: str, flat: Mapping[str, Any]) -> Any:
     for _ in range(_MAX_REFERENCES):
         if not isinstance(value, str):
             return value
-        found = _REFERENCE.search(value)
-        if found is None:
+        reference = _REFERENCE.search(value)
+        if reference is None:
             return _product(value)
-        target = _target(found[1], key)
+        target = _target(reference[1], key)
         if target not in flat:
             return value
-        whole = found[0] == value
-        value = flat[target] if whole else value.replace(found[0], str(flat[target]))
+        whole = reference[0] == value
+        value = flat[target] if whole else value.replace(reference[0], str(flat[target]))
     return value
 
 
@@ -190,6 +198,6 @@ def _target(reference: str, key: str) -> str:
 
 def _product(value: str) -> Any:
     """Read NeMo's `${multiply:4,4}` once its references are numbers."""
-    found = _PRODUCT.match(value)
-    parts = [part.strip() for part in found[1].split(",")] if found else []
+    product = _PRODUCT.match(value)
+    parts = [part.strip() for part in product[1].split(",")] if product else []
     return math.prod(map(int, parts)) if parts and all(part.isdigit() for part in parts) else value

@@ -21,14 +21,8 @@ from trainshed.engines.importing import import_file
 from trainshed.engines.keys import flatten
 from trainshed.engines.launch import EngineTask, build_launch
 from trainshed.engines.torchtune import start
-from trainshed.engines.torchtune.keys import (
-    TORCHTUNE_KEYS,
-    builder_named,
-    builder_of,
-    fixed_settings,
-    known_presets,
-    task_settings,
-)
+from trainshed.engines.torchtune.builders import builder_named, builder_of, known_presets
+from trainshed.engines.torchtune.keys import TORCHTUNE_KEYS, TORCHTUNE_TABLE
 from trainshed.errors import InputError
 
 RECIPE = """
@@ -127,13 +121,8 @@ def test_keys_of_the_recipe_become_torchtunes(overrides: tuple[str, ...], expect
 
 @pytest.mark.parametrize("overrides", [(), LORA, ("observe.profile={}",)])
 def test_every_key_we_can_write_is_one_that_torchtune_reads(overrides: tuple[str, ...]) -> None:
-    given = task(*overrides)
-    builder = builder_of(given.recipe, given.config)
-    assert builder is not None
-    decided = {setting.key for setting in task_settings(given, builder)}
-    fixed = set(fixed_settings(lora=given.recipe.train.lora is not None))
-    assert not decided & fixed
-    assert [key for key in decided | fixed if not TORCHTUNE_KEYS.knows(key)] == []
+    keys = [setting.key for setting in TORCHTUNE_TABLE.render(task(*overrides))]
+    assert [key for key in keys if not TORCHTUNE_KEYS.knows(key)] == []
 
 
 @pytest.mark.parametrize("preset", known_presets())

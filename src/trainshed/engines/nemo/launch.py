@@ -12,16 +12,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from trainshed.engines.keys import argument_problems, format_value, to_yaml
+from trainshed.engines.keys import added_arguments, argument_problems, format_value, to_yaml
 from trainshed.engines.launch import EngineInput, EngineLaunch, EngineTask
-from trainshed.engines.nemo.bridge_keys import BRIDGE_KEYS, PRECISION, bridge_settings
-from trainshed.engines.nemo.hydra_keys import (
-    HYDRA_KEYS,
-    architecture_problems,
-    fixed_settings,
-    place_settings,
-    task_settings,
-)
+from trainshed.engines.nemo.bridge_keys import BRIDGE_KEYS, BRIDGE_TABLE
+from trainshed.engines.nemo.hydra_keys import HYDRA_KEYS, HYDRA_PLACES, HYDRA_TABLE
+from trainshed.engines.nemo.hydra_model import architecture_problems
 from trainshed.errors import RecipeError
 from trainshed.plan import layout_problems
 from trainshed.recipe import Recipe, TrainedTokenizer
@@ -181,7 +176,7 @@ def hydra_launch(task: EngineTask) -> EngineLaunch:
     if problems:
         raise recipe_error(problems, recipe.places)
     config = hydra_config(task)
-    overrides = [f"++{setting.key}={_hydra_value(setting.value)}" for setting in place_settings(task)]
+    overrides = [f"++{setting.key}={_hydra_value(setting.value)}" for setting in HYDRA_PLACES.render(task)]
     wanted: tuple[EngineInput, ...] = ("tokenizer",) if recipe.data.synthetic else ("data-prefix", "tokenizer")
     late = {} if recipe.data.synthetic else {"++model.data.data_prefix=": f"{task.place.engine}/data_prefix.txt"}
     heading = f"NeMo 24.07, written by Trainshed for {recipe.name}; overrides on the command line say where things lie."
@@ -199,13 +194,12 @@ def hydra_launch(task: EngineTask) -> EngineLaunch:
 def hydra_config(task: EngineTask) -> dict[str, Any]:
     """Return the whole configuration but the places, by dotted key."""
     recipe = task.recipe
-    settings = task_settings(task)
-    decided = {setting.key: setting for setting in (*place_settings(task), *settings)}
-    wrong = list(argument_problems(recipe.engine.args, HYDRA_KEYS, decided))
-    if wrong:
-        raise recipe_error(wrong, recipe.places)
-    own = {setting.key: setting.value for setting in settings}
-    return own | fixed_settings() | {key: value for key, value in recipe.engine.args.items() if key not in decided}
+    settings = HYDRA_TABLE.render(task)
+    decided = [*HYDRA_PLACES.render(task), *settings]
+    problems = list(argument_problems(recipe.engine.args, HYDRA_KEYS, decided))
+    if problems:
+        raise recipe_error(problems, recipe.places)
+    return {setting.key: setting.value for setting in settings} | added_arguments(recipe.engine.args, decided)
 
 
 def _hydra_value(value: Any) -> str:
@@ -241,13 +235,6 @@ _CONFIG_CLASSES = {
     "dist": "DistributedInitConfig",
     "profiling": "ProfilingConfig",
 }
-# torch.nn.functional's; megatron-core asks for the function itself.
-_ACTIVATIONS = {
-    "silu": "F.silu",
-    "gelu": "F.gelu",
-    "gelu_tanh": "partial(F.gelu, approximate='tanh')",
-    "relu": "F.relu",
-}
 _BRIDGE_ENVIRONMENT = {
     # megatron-core: with tp or cp, kernels and communication must be queued in the order they are launched.
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
@@ -259,12 +246,11 @@ _BRIDGE_ENVIRONMENT = {
 def bridge_launch(task: EngineTask) -> EngineLaunch:
     """Return how NeMo 26.06 is started for a task."""
     recipe = task.recipe
-    settings = bridge_settings(task)
-    decided = {setting.key: setting for setting in settings}
-    problems: list[Problem] = [*bridge_problems(task), *argument_problems(recipe.engine.args, BRIDGE_KEYS, decided)]
+    settings = BRIDGE_TABLE.render(task)
+    problems = [*bridge_problems(task), *argument_problems(recipe.engine.args, BRIDGE_KEYS, settings)]
     if problems:
         raise recipe_error(problems, recipe.places)
-    extra = {key: value for key, value in recipe.engine.args.items() if key not in decided}
+    extra = added_arguments(recipe.engine.args, settings)
     wanted: list[EngineInput] = ["tokenizer"]
     if not recipe.data.synthetic:
         wanted.insert(0, "data-args")
@@ -282,9 +268,7 @@ def bridge_launch(task: EngineTask) -> EngineLaunch:
 
 def _script(task: EngineTask, values: dict[str, Any], extra: dict[str, Any]) -> str:
     data = task.recipe.data
-    classes = dict(_CONFIG_CLASSES)
-    if data.synthetic:
-        classes["dataset"] = "MockGPTDatasetConfig"
+    classes = {**_CONFIG_CLASSES, "dataset": values["dataset"]}
     sections = {name: _section_values(values, name) for name in classes}
     used = {name: kind for name, kind in classes.items() if sections[name]}
     imports = ",\n    ".join(sorted({"ConfigContainer", *used.values()}))
@@ -307,7 +291,7 @@ def _script(task: EngineTask, values: dict[str, Any], extra: dict[str, Any]) -> 
             *_model_function(task, values),
             "",
             "",
-            *_config_function(task, sections, used, extra),
+            *_config_function(task, values["mixed_precision"], sections, used, extra),
             "",
             "",
             'if __name__ == "__main__":',
@@ -332,16 +316,13 @@ def _model_function(task: EngineTask, values: dict[str, Any]) -> list[str]:
     else:
         sizes = ("num_layers", "hidden_size", "num_attention_heads")
         given = ", ".join(f"{key}={values.pop(key)!r}" for key in sizes)
-        start = [
-            f"    model = GPTModelProvider({given})",
-            f"    model.activation_func = {_ACTIVATIONS[task.config.activation]}",
-        ]
+        start = [f"    model = GPTModelProvider({given})"]
     fields = [f"    model.{key} = {value!r}" for key, value in values.items()]
     return ["def provider():", *start, *fields, "    return model"]
 
 
 def _config_function(
-    task: EngineTask, sections: dict[str, dict[str, Any]], used: dict[str, str], extra: dict[str, Any]
+    task: EngineTask, precision: str, sections: dict[str, dict[str, Any]], used: dict[str, str], extra: dict[str, Any]
 ) -> list[str]:
     lines = ["def configuration():"]
     if not task.recipe.data.synthetic:
@@ -358,7 +339,6 @@ def _config_function(
             shared_out = task.recipe.data.split is not None
             lines.append(f"            {'blend=blends[0]' if shared_out else 'blend_per_split=blends'},")
         lines.append("        ),")
-    precision = PRECISION[task.recipe.train.precision]
     lines += [f"        mixed_precision=get_mixed_precision_config({precision!r}),", "    )"]
     lines += [f"    config.{key} = {value!r}" for key, value in extra.items()]
     return [*lines, "    return config"]

@@ -1,424 +1,571 @@
-"""A task as keys of torchtune's configuration: the model's builder, the data, and what recipe, plan or cluster decides.
+"""torchtune's keys, each once: the table by which its configurations are written and read.
 
-A model is found among torchtune's builders by the catalog's name; tokenizer and checkpoint type go with it. The recipe
-says where chat data lies, `engine.args` say what form it has.
+The recipe says where chat data is stored, `engine.args` say what form it has.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any
 
 from trainshed.catalog import model_preset
-from trainshed.engines.keys import EngineSetting, KnownKeys
+from trainshed.engines.importing import ConfigImport
+from trainshed.engines.key_table import (
+    COMMON_UNSAID,
+    OMIT,
+    REFUSED,
+    WRITTEN_ANYWAY,
+    KeyRow,
+    KeyTable,
+    always,
+    choice,
+    follows,
+    not_read,
+    recipe_value,
+    same,
+    to_floats,
+)
+from trainshed.engines.keys import KnownKeys, format_value
 from trainshed.engines.launch import EngineTask
-from trainshed.recipe import DataSection, Lora, ModelConfig, Recipe
-from trainshed.recipe.data import TEXT_DEFAULTS, SourceKeys, ValidationSource
-from trainshed.recipe.section import Problem
-from trainshed.recipe.yaml_io import KeyPath
-
-TokenizerFiles = Literal["tiktoken", "sentencepiece", "vocabulary"]
-
-
-@dataclass(frozen=True)
-class TorchtuneFamily:
-    """What models of one module of torchtune share."""
-
-    tokenizer: str
-    files: TokenizerFiles
-    model_type: str
-    """The checkpointer's name of the way weights are called."""
-    tp_plan: str | None = None
-
-
-_LLAMA_PLAN = "torchtune.models.llama3.base_llama_tp_plan"
-_LLAMA3 = TorchtuneFamily("torchtune.models.llama3.llama3_tokenizer", "tiktoken", "LLAMA3", _LLAMA_PLAN)
-_FAMILIES = {
-    "llama2": TorchtuneFamily("torchtune.models.llama2.llama2_tokenizer", "sentencepiece", "LLAMA2", _LLAMA_PLAN),
-    "llama3": _LLAMA3,
-    "llama3_1": _LLAMA3,
-    "llama3_2": TorchtuneFamily("torchtune.models.llama3.llama3_tokenizer", "tiktoken", "LLAMA3_2", _LLAMA_PLAN),
-    "llama3_3": _LLAMA3,
-    "mistral": TorchtuneFamily("torchtune.models.mistral.mistral_tokenizer", "sentencepiece", "MISTRAL"),
-    "qwen2_5": TorchtuneFamily("torchtune.models.qwen2_5.qwen2_5_tokenizer", "vocabulary", "QWEN2"),
-    "qwen3": TorchtuneFamily("torchtune.models.qwen3.qwen3_tokenizer", "vocabulary", "QWEN3"),
-}
-# Qwen's builders differ between base and instruct models where both are named.
-_BUILDERS: dict[str, tuple[str, ...]] = {
-    "llama2-7b": ("llama2_7b",),
-    "llama2-13b": ("llama2_13b",),
-    "llama2-70b": ("llama2_70b",),
-    "llama3-8b": ("llama3_8b",),
-    "llama3-70b": ("llama3_70b",),
-    "llama3.1-8b": ("llama3_1_8b",),
-    "llama3.1-70b": ("llama3_1_70b",),
-    "llama3.1-405b": ("llama3_1_405b",),
-    "llama3.2-1b": ("llama3_2_1b",),
-    "llama3.2-3b": ("llama3_2_3b",),
-    "llama3.3-70b": ("llama3_3_70b",),
-    "mistral-7b-v0.1": ("mistral_7b",),
-    "qwen2.5-0.5b": ("qwen2_5_0_5b",),
-    "qwen2.5-1.5b": ("qwen2_5_1_5b_base", "qwen2_5_1_5b_instruct"),
-    "qwen2.5-3b": ("qwen2_5_3b",),
-    "qwen2.5-7b": ("qwen2_5_7b_base", "qwen2_5_7b_instruct"),
-    "qwen2.5-14b": ("qwen2_5_14b_base", "qwen2_5_14b_instruct"),
-    "qwen2.5-32b": ("qwen2_5_32b_base", "qwen2_5_32b_instruct"),
-    "qwen2.5-72b": ("qwen2_5_72b_base", "qwen2_5_72b_instruct"),
-    "qwen3-0.6b": ("qwen3_0_6b_base", "qwen3_0_6b_instruct"),
-    "qwen3-1.7b": ("qwen3_1_7b_base", "qwen3_1_7b_instruct"),
-    "qwen3-4b": ("qwen3_4b_base", "qwen3_4b_instruct"),
-    "qwen3-8b": ("qwen3_8b_base", "qwen3_8b_instruct"),
-    "qwen3-14b": ("qwen3_14b_base", "qwen3_14b_instruct"),
-    "qwen3-32b": ("qwen3_32b",),
-}
-_COMPARED_KEYS = ("family", "layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab_size", "rope")
-
-
-@dataclass(frozen=True)
-class TorchtuneBuilder:
-    """One builder, with what its module shares."""
-
-    preset: str
-    module: str
-    name: str
-
-    @property
-    def family(self) -> TorchtuneFamily:
-        """What the models of its module share."""
-        return _FAMILIES[self.module]
-
-    def component(self, *, lora: bool) -> str:
-        """Return the name that a configuration calls it by."""
-        return f"torchtune.models.{self.module}.{'lora_' if lora else ''}{self.name}"
-
-
-def builder_of(recipe: Recipe, config: ModelConfig) -> TorchtuneBuilder | None:
-    """Return the builder of a recipe's model, None where torchtune has none."""
-    names = [name for name in _BUILDERS if _same_architecture(model_preset(name), config)]
-    if recipe.model.preset in names:
-        preset = recipe.model.preset
-    else:
-        # Llama 3.1 and 3.3 are built alike: the address says which is meant, and either builds the same model.
-        address = (recipe.model.from_ or "").lower()
-        named = [name for name in names if name.partition("-")[0].removeprefix("llama") in address]
-        preset = next(iter([*named, *names]), None)
-    return None if preset is None else _builder_of_preset(preset, recipe.model.from_ or "")
-
-
-def builder_named(component: str) -> TorchtuneBuilder | None:
-    """Return the builder that a configuration names: `torchtune.models.llama3_3.lora_llama3_3_70b`."""
-    name = component.rpartition(".")[2].removeprefix("q").removeprefix("lora_")
-    for given in (component.rpartition(".")[2], name, name.removeprefix("lora_")):
-        for preset, names in _BUILDERS.items():
-            if given in names:
-                return TorchtuneBuilder(preset, _module_of_preset(preset), given)
-    return None
-
-
-def known_presets() -> tuple[str, ...]:
-    """Return the catalog's names of the models that torchtune builds."""
-    return tuple(_BUILDERS)
-
-
-def _builder_of_preset(preset: str, address: str) -> TorchtuneBuilder:
-    names = _BUILDERS[preset]
-    if len(names) == 1:
-        return TorchtuneBuilder(preset, _module_of_preset(preset), names[0])
-    lower = address.lower()
-    # Qwen2.5-7B is a base model and Qwen3-8B an instruct one; each says so where it is the other.
-    instruct = "instruct" in lower if preset.startswith("qwen2.5") else "base" not in lower
-    return TorchtuneBuilder(preset, _module_of_preset(preset), names[1] if instruct else names[0])
-
-
-def _module_of_preset(preset: str) -> str:
-    return preset.partition("-")[0].replace(".", "_")
-
-
-def _same_architecture(ours: ModelConfig, theirs: ModelConfig) -> bool:
-    return all(getattr(ours, key) == getattr(theirs, key) for key in _COMPARED_KEYS)
-
-
-_DATASETS = "torchtune.datasets"
-DATASET_COMPONENTS = {
-    f"{_DATASETS}.chat_dataset": ("source", "conversation_column", "conversation_style"),
-    f"{_DATASETS}.instruct_dataset": ("source",),
-    f"{_DATASETS}.alpaca_dataset": ("source",),
-    f"{_DATASETS}.alpaca_cleaned_dataset": ("source",),
-}
-"""The components that fine-tune on answers, and the keys that each must be given."""
-CONVERSATION_STYLES = ("openai", "sharegpt")
-HUB_DATASETS = "hf://datasets/"
-_READER_OF_SUFFIX = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
-DATASET_HINT = (
-    "engine.args: {dataset.conversation_style: openai, dataset.conversation_column: messages} (or sharegpt, "
-    "conversations), or {dataset._component_: torchtune.datasets.instruct_dataset} (input, output), or "
-    "{dataset._component_: torchtune.datasets.alpaca_dataset} (instruction, input, output)"
+from trainshed.engines.torchtune.builders import config_builder, read_base, render_tokenizer_files, task_builder
+from trainshed.engines.torchtune.dataset import (
+    FOLLOWS_VALIDATION,
+    dataset_component,
+    read_component,
+    read_mode,
+    read_split,
+    read_training_data,
+    read_validation,
+    render_source,
+    render_validation_source,
+    split_text,
+    validates,
 )
 
-
-def dataset_component(recipe: Recipe) -> str | None:
-    """Return the component that reads the data, None where nobody said its form."""
-    said = recipe.engine.args.get("dataset._component_")
-    if isinstance(said, str):
-        return said
-    return f"{_DATASETS}.chat_dataset" if "dataset.conversation_style" in recipe.engine.args else None
-
-
-def dataset_settings(recipe: Recipe) -> Iterator[EngineSetting]:
-    """Yield the keys of the data to train on and, where there is any, to validate on."""
-    data, form = recipe.data, dataset_component(recipe)
-    yield EngineSetting("dataset._component_", form, "the form of the data")
-    yield from _source_settings("dataset", data.train[0], "data.train")
-    # The recipe's fine-tuning: loss on the answers only. alpaca_dataset would train on prompts if not told.
-    yield EngineSetting("dataset.train_on_input", False, "train.mode")
-    yield EngineSetting("dataset.split", _split_text(data, "train"), "data.split")
-    if data.validation is None:
-        yield EngineSetting("run_val_every_n_steps", None, "data.validation")
-        return
-    yield EngineSetting("run_val_every_n_steps", data.validation.every, "data.validation.every")
-    yield EngineSetting("dataset_val._component_", form, "the form of the data")
-    own = data.validation if data.validation.kind is not None else data.train[0]
-    yield from _source_settings("dataset_val", own, "data.validation")
-    yield EngineSetting("dataset_val.train_on_input", False, "train.mode")
-    yield EngineSetting("dataset_val.split", _split_text(data, "validation"), "data.split")
-
-
-def dataset_problems(recipe: Recipe) -> Iterator[Problem]:
-    """Yield what torchtune cannot read."""
-    data, form = recipe.data, dataset_component(recipe)
-    if data.synthetic:
-        yield Problem(("data",), "torchtune has no synthetic data", "write data.train: {path: hf://datasets/…}")
-        return
-    if len(data.train) > 1:
-        yield Problem(("data", "train", 1), "torchtune is rendered for one source", "join them into one file")
-    sources: list[tuple[SourceKeys, tuple[str | int, ...]]] = [(data.train[0], ("data", "train", 0))]
-    if data.validation is not None and data.validation.kind is not None:
-        sources.append((data.validation, ("data", "validation")))
-    for source, path in sources:
-        yield from _source_problems(source, path)
-    yield from _unread_key_problems(data)
-    if data.split is not None and any(100 * part % 1 > 1e-9 for part in (data.split.train, data.split.validation)):
-        yield Problem(("data", "split"), "torchtune cuts data at whole percents", "{train: 0.95, validation: 0.05}")
-    if form is None:
-        yield Problem(("engine", "args"), "torchtune must be told what form the chat data has", DATASET_HINT)
-    elif form not in DATASET_COMPONENTS:
-        yield Problem(
-            ("engine", "args", "dataset._component_"),
-            f"{form} is not known here",
-            f"one of {', '.join(DATASET_COMPONENTS)}",
-        )
-    else:
-        missing = [key for key in DATASET_COMPONENTS[form][1:] if f"dataset.{key}" not in recipe.engine.args]
-        if missing:
-            yield Problem(("engine", "args"), f"{form} needs dataset.{missing[0]}", DATASET_HINT)
-    style = recipe.engine.args.get("dataset.conversation_style")
-    if style is not None and style not in CONVERSATION_STYLES:
-        yield Problem(
-            ("engine", "args", "dataset.conversation_style"),
-            f"`{style}` is not a style",
-            " or ".join(CONVERSATION_STYLES),
-        )
-
-
-def _unread_key_problems(data: DataSection) -> Iterator[Problem]:
-    """Yield the keys by which text becomes tokens: torchtune does that itself, in the form that `engine.args` says."""
-    usual = DataSection.model_fields
-    for key in ("shards", "eod", "bos", "on_bad_line"):
-        if getattr(data, key) != usual[key].default:
-            yield Problem(("data", key), "torchtune tokenises by itself, and does not read it", "delete it")
-    sources: list[tuple[KeyPath, SourceKeys]] = [(("data", "train", n), source) for n, source in enumerate(data.train)]
-    if data.validation is not None:
-        sources.append((("data", "validation"), data.validation))
-    for path, source in sources:
-        for key in ("key", "documents", "name"):
-            if getattr(source, key) not in (None, TEXT_DEFAULTS.get(key)):
-                what = "torchtune finds its data by the form that `engine.args` says, and does not read it"
-                yield Problem((*path, key), what, "delete it")
-    if data.validation is not None and data.validation.batches != ValidationSource.model_fields["batches"].default:
-        what = "torchtune validates on all of the validation data, not on `batches` of it"
-        yield Problem(("data", "validation", "batches"), what, "delete it")
-
-
-def _source_problems(source: SourceKeys, path: tuple[str | int, ...]) -> Iterator[Problem]:
-    hint = "write path: hf://datasets/org/name, or the path of a .jsonl file that every node sees"
-    if source.path is None:
-        yield Problem(path, "torchtune reads chat data itself: neither tokens nor a script", hint)
-        return
-    if source.format is not None:
-        yield Problem((*path, "format"), "torchtune tells formats by the names of files", "delete it")
-    for address in source.path:
-        if "://" in address and not address.startswith(HUB_DATASETS):
-            yield Problem((*path, "path"), f"torchtune cannot read {address}", hint)
-        elif "://" not in address and PurePosixPath(address).suffix not in _READER_OF_SUFFIX:
-            known = ", ".join(_READER_OF_SUFFIX)
-            yield Problem((*path, "path"), f"torchtune cannot read {address}", f"write one of {known}")
-    if len(source.path) > 1 and any(address.startswith(HUB_DATASETS) for address in source.path):
-        yield Problem((*path, "path"), "torchtune reads one dataset of the Hub", "write one address")
-
-
-def _source_settings(section: str, source: SourceKeys, key: str) -> Iterator[EngineSetting]:
-    addresses = list(source.path or ())
-    if addresses and addresses[0].startswith(HUB_DATASETS):
-        name, _, revision = addresses[0].removeprefix(HUB_DATASETS).partition("@")
-        revision, _, inside = revision.partition("/")
-        org_name = "/".join(name.split("/")[:2])
-        inside = inside or "/".join(name.split("/")[2:])
-        yield EngineSetting(f"{section}.source", org_name, key)
-        if revision:
-            yield EngineSetting(f"{section}.revision", revision, key)
-        if inside:
-            yield EngineSetting(f"{section}.data_files", inside, key)
-        return
-    yield EngineSetting(f"{section}.source", _READER_OF_SUFFIX.get(PurePosixPath(addresses[0]).suffix), key)
-    files: Any = addresses[0] if len(addresses) == 1 else addresses
-    yield EngineSetting(f"{section}.data_files", files, key)
-
-
-def _split_text(data: DataSection, part: str) -> str:
-    if data.split is None or (data.validation is not None and data.validation.kind is not None):
-        return "train"
-    first = round(100 * data.split.train)
-    last = first + round(100 * data.split.validation)
-    if part == "train":
-        return f"train[:{first}%]" if first < 100 else "train"
-    return f"train[{first}%:]" if last >= 100 else f"train[{first}%:{last}%]"
-
-
 TORCHTUNE_KEYS = KnownKeys("torchtune 0.7.0", Path(__file__).with_name("keys-0.7.0.yaml"))
+_STORE = "the cluster's store"
+_PLACES = "places come from the cluster file"
+
+
+def _trains_adapters(task: EngineTask) -> bool:
+    return task.recipe.train.lora is not None
+
+
+def _trains_weights(task: EngineTask) -> bool:
+    return task.recipe.train.lora is None
+
+
+def has_adapters(config: ConfigImport) -> bool:
+    """Tell whether a configuration trains adapters."""
+    return "model.lora_rank" in config or "lora_rank" in config
+
+
 MLP_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 """torchtune adapts all three of a feed-forward block or none."""
-ATTENTION_PROJECTIONS = {"q_proj": "q_proj", "k_proj": "k_proj", "v_proj": "v_proj", "o_proj": "output_proj"}
-"""Our names of the attention's projections to torchtune's."""
-COSINE_SCHEDULER = "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup"
+_ATTENTION_PROJECTIONS = {"q_proj": "q_proj", "k_proj": "k_proj", "v_proj": "v_proj", "o_proj": "output_proj"}
+"""The recipe's names of the attention's projections to torchtune's."""
+
+
+def _render_targets(task: EngineTask) -> dict[str, Any]:
+    assert task.recipe.train.lora is not None, "asked for adapters"
+    targets = task.recipe.train.lora.targets
+    return {
+        "model.lora_attn_modules": [theirs for ours, theirs in _ATTENTION_PROJECTIONS.items() if ours in targets],
+        "model.apply_lora_to_mlp": all(name in targets for name in MLP_PROJECTIONS),
+    }
+
+
+def _read_targets(config: ConfigImport) -> Any:
+    if not has_adapters(config):
+        return OMIT
+    modules = config.get("model.lora_attn_modules", [])
+    targets = [ours for ours, theirs in _ATTENTION_PROJECTIONS.items() if theirs in modules]
+    if config.get("model.apply_lora_to_mlp"):
+        targets += MLP_PROJECTIONS
+    config.note_mapped(f"train.lora.targets: [{', '.join(targets)}]", "model.lora_attn_modules")
+    config.note_mapped("train.lora.targets", "model.apply_lora_to_mlp")
+    return targets
+
+
+def _adapter_key(key: str, path: str, default: Any, **conversions: Any) -> KeyRow:
+    """Return the row of a key that only files with adapters have."""
+    row = same(f"model.{key}", f"train.lora.{path}", default=default, when=_trains_adapters, **conversions)
+    read = row.read
+    assert read is not None
+    return KeyRow(row.keys, row.path, row.render, lambda c: read(c) if has_adapters(c) else OMIT, when=_trains_adapters)
+
+
+_SEQUENCE_LENGTH = 8192
+
+
+def _read_length(config: ConfigImport) -> int:
+    length = config.get("tokenizer.max_seq_len")
+    if length is None:
+        config.ask(
+            f"tokenizer.max_seq_len is null, so that no sample is cut: data.sequence_length is written as "
+            f"{_SEQUENCE_LENGTH}; write the longest you want"
+        )
+    return length or _SEQUENCE_LENGTH
+
+
 _LOGGERS = "torchtune.training.metric_logging"
+
+
+def _writes_tensorboard(task: EngineTask) -> bool:
+    # It has one logger. Its own text is what `trainshed` reads.
+    return bool(task.recipe.observe.tensorboard)
+
+
+def _read_logger(config: ConfigImport) -> Any:
+    if str(config.get("metric_logger._component_", "")).endswith(".TensorBoardLogger"):
+        return True
+    config.note_mapped(WRITTEN_ANYWAY, "metric_logger._component_")
+    return OMIT
+
+
+def _read_seed(config: ConfigImport) -> int:
+    seed = config.get("seed")
+    if seed is None:
+        config.add_mistake(
+            "seed",
+            "seed: null draws another seed for every start: a restart shuffles the data anew",
+            "a number; the recipe has 1234",
+        )
+        return 1234
+    return seed
+
+
+def _whole_epochs(task: EngineTask) -> int | None:
+    epochs = task.recipe.train.epochs
+    return int(epochs) if epochs is not None and epochs.is_integer() else None
+
+
+def _read_epochs(config: ConfigImport) -> Any:
+    epochs, limit = config.get("epochs", 1), config.get("max_steps_per_epoch")
+    if limit is None:
+        return float(epochs)
+    config.note_mapped(f"train.steps: {limit * epochs}", "epochs")
+    return OMIT
+
+
+def _read_steps(config: ConfigImport) -> Any:
+    epochs, limit = config.get("epochs", 1), config.get("max_steps_per_epoch")
+    if limit is None:
+        config.drop("says nothing", "max_steps_per_epoch")
+        return OMIT
+    if epochs > 1:
+        config.add_mistake(
+            "max_steps_per_epoch",
+            f"each of the {epochs} epochs stops after {limit} steps: the same samples may be seen again, others never",
+            f"train.steps: {limit * epochs}, one pass that goes on",
+        )
+    return limit * epochs
+
+
+def _render_precision(task: EngineTask) -> dict[str, Any]:
+    precision = task.recipe.train.precision
+    values: dict[str, Any] = {"dtype": "fp32" if precision == "fp32" else "bf16"}
+    return values | ({"enable_fp8_training": True, "fp8_recipe_name": "tensorwise"} if precision == "fp8" else {})
+
+
+def _read_precision(config: ConfigImport) -> str:
+    return "fp8" if config.get("enable_fp8_training") else config.get("dtype", "bf16")
+
+
+def _read_optimizer(config: ConfigImport) -> Any:
+    component = config.get("optimizer._component_", _ADAMW)
+    if component != _ADAMW:
+        config.ask(f"the optimiser is {component}: a recipe has AdamW only")
+    return OMIT
+
+
+_ADAMW = "torch.optim.AdamW"
+_COSINE_SCHEDULER = "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup"
+
+
+def _render_schedule(task: EngineTask) -> dict[str, Any]:
+    schedule = task.recipe.train.schedule
+    if schedule.name != "cosine":
+        return {}
+    return {"lr_scheduler._component_": _COSINE_SCHEDULER, "lr_scheduler.num_warmup_steps": schedule.warmup}
+
+
+def _read_schedule(config: ConfigImport) -> Any:
+    component = config.get("lr_scheduler._component_")
+    if component == _COSINE_SCHEDULER:
+        warmup = config.get("lr_scheduler.num_warmup_steps", 0)
+        config.note_mapped("train.schedule.name: cosine", "lr_scheduler._component_")
+        config.note_mapped(f"train.schedule.warmup: {warmup}", "lr_scheduler.num_warmup_steps")
+        return {"name": "cosine", "warmup": warmup}
+    if component is not None:
+        config.ask(f"the schedule is {component}, which a recipe has no word for: it is written as constant")
+        config.drop("a recipe has no word for it", "lr_scheduler.*")
+    elif has_adapters(config):
+        config.ask("the file has no lr_scheduler, which torchtune's LoRA recipe asks for: it is written as constant")
+    return OMIT
+
+
+def _read_global_batch(config: ConfigImport) -> int:
+    """Return the global batch; torchtune counts the accumulation steps of one replica."""
+    tp, micro_batch = config.get("tensor_parallel_dim", 1), config.get("batch_size", 1)
+    accumulation = config.get("gradient_accumulation_steps", 1)
+    if config.gpus is None:
+        config.ask(
+            f"the file does not say how many GPUs: train.global_batch is batch_size {micro_batch} · "
+            f"gradient_accumulation_steps {accumulation} for one replica (tp {tp}); write it times GPUs / {tp}, "
+            "or import with --gpus N"
+        )
+    elif config.gpus % tp:
+        config.add_mistake(
+            "tensor_parallel_dim", f"{tp} does not divide {config.gpus} GPUs", f"a divisor of {config.gpus}"
+        )
+    if accumulation > 1 and config.get("optimizer_in_bwd"):
+        config.add_mistake(
+            "optimizer_in_bwd", "updates in the backward pass do not work with gradient accumulation", "false"
+        )
+    return micro_batch * accumulation * (config.gpus // tp if config.gpus else 1)
+
+
+def _read_context_parallel(config: ConfigImport) -> Any:
+    if (cp := config.get("context_parallel_dim", 1)) > 1:
+        config.ask(f"context_parallel_dim is {cp}, which the layouts of engine torchtune do not have")
+    config.drop("the layouts of engine torchtune do not have it", "context_parallel_dim")
+    return OMIT
+
+
+def _read_resume(config: ConfigImport) -> str:
+    if not config.get("resume_from_checkpoint"):
+        config.add_mistake(
+            "resume_from_checkpoint",
+            "a restart begins at the first step again, whatever checkpoints there are",
+            "checkpoint.resume: auto, which the recipe has",
+        )
+    return "auto"
+
+
 _PROFILER_WARMUP_STEPS = 3
 
 
-def fixed_settings(*, lora: bool, tied: bool = False) -> dict[str, Any]:
-    """Return what is written whatever the recipe says: the values of ml-cookbook's Slurm recipe."""
-    values: dict[str, Any] = {
-        "dataset.packed": False,
-        "shuffle": True,
-        "loss._component_": "torchtune.modules.loss.LinearCrossEntropyLoss",
-        "device": "cuda",
-        "enable_activation_offloading": False,
-        "compile": not lora,
-        "log_every_n_steps": 1,
-        "log_peak_memory_stats": True,
-        "log_level": "INFO",
-        "profiler._component_": "torchtune.training.setup_torch_profiler",
-    }
-    if lora:
-        return values | {"save_adapter_weights_only": True, "model.apply_lora_to_output": False}
-    # Large vocabularies are sharded apart from the layers; a tied head is no layer of its own.
-    sharded = ["tok_embeddings"] if tied else ["tok_embeddings", "output"]
-    return values | {"custom_sharded_layers": sharded, "fsdp_cpu_offload": False, "optimizer_in_bwd": False}
+def _profiles(task: EngineTask) -> bool:
+    return task.recipe.observe.profile is not None
 
 
-def task_settings(task: EngineTask, builder: TorchtuneBuilder) -> list[EngineSetting]:
-    """Return what recipe, plan and cluster decide."""
-    return [
-        *_model_settings(task, builder),
-        *_path_settings(task, builder),
-        *dataset_settings(task.recipe),
-        *_training_settings(task),
-        *_layout_settings(task, builder),
-        *_profiler_settings(task),
-    ]
+def _profiler_steps(task: EngineTask) -> dict[str, int]:
+    assert task.recipe.observe.profile is not None, "asked for a profile"
+    before = task.recipe.observe.profile.steps_before
+    warmup = min(_PROFILER_WARMUP_STEPS, before)
+    return {"profiler.wait_steps": before - warmup, "profiler.warmup_steps": warmup}
 
 
-def _model_settings(task: EngineTask, builder: TorchtuneBuilder) -> Iterator[EngineSetting]:
-    lora = task.recipe.train.lora
-    yield EngineSetting("model._component_", builder.component(lora=lora is not None), "model")
-    yield EngineSetting("checkpointer.model_type", builder.family.model_type, "model")
-    if lora is not None:
-        yield from _lora_settings(lora)
+def _read_profiler(config: ConfigImport) -> Any:
+    if not config.get("profiler.enabled"):
+        config.note_mapped(WRITTEN_ANYWAY, "profiler._component_")
+        config.drop("the profiler is off", "profiler.*")
+        return OMIT
+    # Steps are counted from 1 in a recipe: the first that is profiled comes after those it waits for.
+    before = config.get("profiler.wait_steps", 0) + config.get("profiler.warmup_steps", 0)
+    profile = {"start": before + 1, "steps": config.get("profiler.active_steps", 1)}
+    config.note_mapped(f"observe.profile: {format_value(profile)}", "profiler.enabled")
+    config.note_mapped(WRITTEN_ANYWAY, "profiler._component_")
+    config.drop("observe.profile says it", "profiler.*")
+    return profile
 
 
-def _lora_settings(lora: Lora) -> Iterator[EngineSetting]:
-    modules = [theirs for ours, theirs in ATTENTION_PROJECTIONS.items() if ours in lora.targets]
-    alpha = int(lora.alpha) if lora.alpha.is_integer() else lora.alpha
-    yield EngineSetting("model.lora_attn_modules", modules, "train.lora.targets")
-    yield EngineSetting(
-        "model.apply_lora_to_mlp", all(name in lora.targets for name in MLP_PROJECTIONS), "train.lora.targets"
-    )
-    yield EngineSetting("model.lora_rank", lora.rank, "train.lora.rank")
-    yield EngineSetting("model.lora_alpha", alpha, "train.lora.alpha")
-    yield EngineSetting("model.lora_dropout", lora.dropout, "train.lora.dropout")
+def _tied(preset: str) -> bool:
+    return model_preset(preset).tied_embeddings
 
 
-def _path_settings(task: EngineTask, builder: TorchtuneBuilder) -> Iterator[EngineSetting]:
-    run, engine, store = task.place.run, task.place.engine, "the cluster's store"
-    tokenizer, length = f"{engine}/tokenizer", task.recipe.data.sequence_length
-    names = {"tiktoken": "original/tokenizer.model", "sentencepiece": "tokenizer.model", "vocabulary": "vocab.json"}
-    yield EngineSetting("output_dir", f"{run}/checkpoints", store)
-    yield EngineSetting("tokenizer._component_", builder.family.tokenizer, "tokenizer")
-    yield EngineSetting("tokenizer.path", f"{tokenizer}/{names[builder.family.files]}", "tokenizer")
-    if builder.family.files == "vocabulary":
-        yield EngineSetting("tokenizer.merges_file", f"{tokenizer}/merges.txt", "tokenizer")
-    yield EngineSetting("tokenizer.max_seq_len", length, "data.sequence_length")
-    yield EngineSetting("checkpointer._component_", "torchtune.training.FullModelHFCheckpointer", "checkpoint")
-    yield EngineSetting("checkpointer.checkpoint_dir", f"{engine}/base", "model.from")
-    yield EngineSetting("checkpointer.output_dir", f"{run}/checkpoints", store)
-    yield EngineSetting("checkpointer.keep_last_n_checkpoints", task.recipe.checkpoint.keep, "checkpoint.keep")
-    yield EngineSetting("save_every_n_steps", task.recipe.checkpoint.every, "checkpoint.every")
-    # It has one logger. Its own text is what `trainshed` reads.
-    tensorboard = bool(task.recipe.observe.tensorboard)
-    logger = "TensorBoardLogger" if tensorboard else "DiskLogger"
-    yield EngineSetting("metric_logger._component_", f"{_LOGGERS}.{logger}", "observe.tensorboard")
-    yield EngineSetting("metric_logger.log_dir", f"{run}/{'tensorboard' if tensorboard else 'torchtune'}", store)
+def _sharded_layers(tied: bool) -> list[str]:
+    # Large vocabularies are sharded apart from the layers; a tied head is not a layer of its own.
+    return ["tok_embeddings"] if tied else ["tok_embeddings", "output"]
 
 
-def _training_settings(task: EngineTask) -> Iterator[EngineSetting]:
-    train = task.recipe.train
-    optimizer, schedule = train.optimizer, train.schedule
-    whole = train.epochs is not None and train.epochs.is_integer()
-    yield EngineSetting("seed", task.recipe.seed, "seed")
-    yield EngineSetting("epochs", int(train.epochs) if whole and train.epochs else 1, "train.epochs")
-    yield EngineSetting("max_steps_per_epoch", None if whole else task.steps, "train.steps")
-    yield EngineSetting("dtype", "fp32" if train.precision == "fp32" else "bf16", "train.precision")
-    if train.precision == "fp8":
-        yield EngineSetting("enable_fp8_training", True, "train.precision")
-        yield EngineSetting("fp8_recipe_name", "tensorwise", "train.precision")
-    yield EngineSetting("optimizer._component_", "torch.optim.AdamW", "train.optimizer.name")
-    yield EngineSetting("optimizer.lr", optimizer.lr, "train.optimizer.lr")
-    yield EngineSetting("optimizer.betas", list(optimizer.betas), "train.optimizer.betas")
-    yield EngineSetting("optimizer.eps", optimizer.eps, "train.optimizer.eps")
-    yield EngineSetting("optimizer.weight_decay", optimizer.weight_decay, "train.optimizer.weight_decay")
-    # PyTorch's fused AdamW does not take the DTensors of tensor parallel beside plain ones.
-    yield EngineSetting("optimizer.fused", task.layout.tp == 1, "layout.tp")
-    yield EngineSetting("clip_grad_norm", optimizer.clip, "train.optimizer.clip")
-    if schedule.name == "cosine":
-        yield EngineSetting("lr_scheduler._component_", COSINE_SCHEDULER, "train.schedule.name")
-        yield EngineSetting("lr_scheduler.num_warmup_steps", schedule.warmup, "train.schedule.warmup")
+# What is written whatever the recipe says: the values of ml-cookbook's Slurm recipe.
+_CHOSEN_ROWS = (
+    choice("dataset.packed", False),
+    choice("shuffle", True),
+    choice("loss._component_", "torchtune.modules.loss.LinearCrossEntropyLoss"),
+    choice("device", "cuda"),
+    choice("enable_activation_offloading", False),
+    KeyRow(
+        ("compile",),
+        "engine.args",
+        lambda task: not _trains_adapters(task),
+        lambda config: not has_adapters(config),
+        chosen=True,
+    ),
+    choice("log_every_n_steps", 1),
+    choice("log_peak_memory_stats", True),
+    choice("log_level", "INFO"),
+    choice("profiler._component_", "torchtune.training.setup_torch_profiler"),
+    choice("save_adapter_weights_only", True, when=_trains_adapters),
+    choice("model.apply_lora_to_output", False, when=_trains_adapters),
+    KeyRow(
+        ("custom_sharded_layers",),
+        "engine.args",
+        lambda task: _sharded_layers(task.config.tied_embeddings),
+        lambda config: _sharded_layers(_tied(config_builder(config).preset)),
+        chosen=True,
+        when=_trains_weights,
+    ),
+    choice("fsdp_cpu_offload", False, when=_trains_weights),
+    choice("optimizer_in_bwd", False, when=_trains_weights),
+)
 
-
-def _layout_settings(task: EngineTask, builder: TorchtuneBuilder) -> Iterator[EngineSetting]:
-    layout, batch = task.layout, task.recipe.train.global_batch
-    yield EngineSetting("batch_size", layout.micro_batch, "layout.micro_batch")
-    yield EngineSetting("gradient_accumulation_steps", layout.micro_batches(batch), "train.global_batch")
-    yield EngineSetting("enable_activation_checkpointing", layout.recompute == "full", "layout.recompute")
-    if task.recipe.data.validation is not None:
-        yield EngineSetting("batch_size_val", layout.micro_batch, "layout.micro_batch")
-    if task.recipe.train.lora is not None:
-        return
-    yield EngineSetting("tensor_parallel_dim", layout.tp, "layout.tp")
-    if layout.tp > 1:
-        yield EngineSetting("tensor_parallel_plan._component_", builder.family.tp_plan, "layout.tp")
-    yield EngineSetting("data_parallel_shard_dim", layout.dp, "layout.dp")
-    yield EngineSetting("data_parallel_replicate_dim", 1, "layout.replicate")
-
-
-def _profiler_settings(task: EngineTask) -> Iterator[EngineSetting]:
-    profile = task.recipe.observe.profile
-    yield EngineSetting("profiler.enabled", profile is not None, "observe.profile")
-    if profile is None:
-        return
-    warmup = min(_PROFILER_WARMUP_STEPS, profile.steps_before)
-    yield EngineSetting("profiler.output_dir", f"{task.place.run}/profiles", "the cluster's store")
-    yield EngineSetting("profiler.wait_steps", profile.steps_before - warmup, "observe.profile.start")
-    yield EngineSetting("profiler.warmup_steps", warmup, "observe.profile.start")
-    yield EngineSetting("profiler.active_steps", profile.steps, "observe.profile.steps")
-    yield EngineSetting("profiler.num_cycles", 1, "observe.profile")
+TORCHTUNE_TABLE = KeyTable(
+    rows=(
+        KeyRow(
+            ("model._component_",),
+            "model.preset",
+            lambda task: task_builder(task).component(lora=_trains_adapters(task)),
+            lambda config: config_builder(config).preset,
+            decided_by="model",
+        ),
+        follows("checkpointer.model_type", "model", lambda task: task_builder(task).family.model_type, "follows model"),
+        KeyRow(
+            ("model.lora_attn_modules", "model.apply_lora_to_mlp"),
+            "train.lora.targets",
+            _render_targets,
+            _read_targets,
+            when=_trains_adapters,
+        ),
+        _adapter_key("lora_rank", "rank", 8),
+        _adapter_key(
+            "lora_alpha",
+            "alpha",
+            16,
+            to_engine=lambda alpha: int(alpha) if alpha.is_integer() else alpha,
+            to_recipe=float,
+        ),
+        _adapter_key("lora_dropout", "dropout", 0.0, to_recipe=float),
+        KeyRow(("output_dir",), _STORE, lambda task: f"{task.place.run}/checkpoints", drop=_PLACES),
+        KeyRow(
+            ("tokenizer._component_",),
+            "tokenizer",
+            lambda task: task_builder(task).family.tokenizer,
+            lambda config: config.recipe["model"]["from"],
+        ),
+        KeyRow(
+            ("tokenizer.path", "tokenizer.merges_file"),
+            "tokenizer",
+            render_tokenizer_files,
+            drop="files come with the tokenizer's address",
+        ),
+        KeyRow(
+            ("tokenizer.max_seq_len",),
+            "data.sequence_length",
+            lambda task: task.recipe.data.sequence_length,
+            _read_length,
+        ),
+        follows(
+            "checkpointer._component_",
+            "checkpoint",
+            lambda task: "torchtune.training.FullModelHFCheckpointer",
+            WRITTEN_ANYWAY,
+        ),
+        KeyRow(("checkpointer.checkpoint_dir",), "model.from", lambda task: f"{task.place.engine}/base", read_base),
+        KeyRow(("checkpointer.output_dir",), _STORE, lambda task: f"{task.place.run}/checkpoints", drop=_PLACES),
+        same("checkpointer.keep_last_n_checkpoints", "checkpoint.keep"),
+        same("save_every_n_steps", "checkpoint.every"),
+        KeyRow(
+            ("metric_logger._component_",),
+            "observe.tensorboard",
+            lambda task: f"{_LOGGERS}.{'TensorBoardLogger' if _writes_tensorboard(task) else 'DiskLogger'}",
+            _read_logger,
+        ),
+        KeyRow(
+            ("metric_logger.log_dir",),
+            _STORE,
+            lambda task: f"{task.place.run}/{'tensorboard' if _writes_tensorboard(task) else 'torchtune'}",
+            drop=_PLACES,
+        ),
+        KeyRow(
+            ("dataset._component_",),
+            "the form of the data",
+            lambda task: dataset_component(task.recipe),
+            read_component,
+        ),
+        KeyRow(
+            ("dataset.source", "dataset.revision", "dataset.data_files"),
+            "data.train",
+            lambda task: render_source("dataset", task.recipe.data.train[0]),
+            read_training_data,
+        ),
+        # The recipe's fine-tuning: loss on the answers only. alpaca_dataset would train on prompts if not told.
+        KeyRow(("dataset.train_on_input",), "train.mode", lambda task: False, read_mode),
+        KeyRow(("dataset.split",), "data.split", lambda task: split_text(task.recipe.data, "train"), read_split),
+        KeyRow(
+            ("run_val_every_n_steps",),
+            "data.validation",
+            lambda task: task.recipe.data.validation.every if task.recipe.data.validation else None,
+            read_validation,
+            decided_by="data.validation.every",
+        ),
+        KeyRow(
+            ("dataset_val._component_",),
+            "data.validation",
+            lambda task: dataset_component(task.recipe),
+            drop=FOLLOWS_VALIDATION,
+            decided_by="the form of the data",
+            when=validates,
+        ),
+        KeyRow(
+            ("dataset_val.source", "dataset_val.revision", "dataset_val.data_files"),
+            "data.validation",
+            render_validation_source,
+            drop=FOLLOWS_VALIDATION,
+            when=validates,
+        ),
+        always(
+            "dataset_val.train_on_input",
+            "data.validation",
+            False,
+            FOLLOWS_VALIDATION,
+            decided_by="train.mode",
+            when=validates,
+        ),
+        KeyRow(
+            ("dataset_val.split",),
+            "data.validation",
+            lambda task: split_text(task.recipe.data, "validation"),
+            drop=FOLLOWS_VALIDATION,
+            decided_by="data.split",
+            when=validates,
+        ),
+        KeyRow(("seed",), "seed", lambda task: task.recipe.seed, _read_seed),
+        KeyRow((), "data.seed", read=lambda config: config.recipe["seed"]),
+        KeyRow(("epochs",), "train.epochs", lambda task: _whole_epochs(task) or 1, _read_epochs),
+        KeyRow(
+            ("max_steps_per_epoch",),
+            "train.steps",
+            lambda task: task.steps if _whole_epochs(task) is None else None,
+            _read_steps,
+        ),
+        KeyRow(
+            ("dtype", "enable_fp8_training", "fp8_recipe_name"), "train.precision", _render_precision, _read_precision
+        ),
+        KeyRow(
+            ("optimizer._component_",),
+            "train.optimizer.name",
+            lambda task: _ADAMW,
+            _read_optimizer,
+            note="train.optimizer.name: adamw",
+        ),
+        # Defaults are torch.optim.AdamW's own.
+        same("optimizer.lr", "train.optimizer.lr", to_recipe=to_floats),
+        same("optimizer.betas", "train.optimizer.betas", default=[0.9, 0.999], to_recipe=to_floats),
+        same("optimizer.eps", "train.optimizer.eps", default=1e-8, to_recipe=to_floats),
+        same("optimizer.weight_decay", "train.optimizer.weight_decay", default=0.01, to_recipe=to_floats),
+        # PyTorch's fused AdamW does not take the DTensors of tensor parallel beside plain ones.
+        follows(
+            "optimizer.fused",
+            "layout.tp",
+            lambda task: task.layout.tp == 1,
+            "off with tp, which it does not work with",
+        ),
+        same("clip_grad_norm", "train.optimizer.clip", to_recipe=lambda clip: None if clip is None else float(clip)),
+        KeyRow(
+            ("lr_scheduler._component_", "lr_scheduler.num_warmup_steps"),
+            "train.schedule",
+            _render_schedule,
+            _read_schedule,
+        ),
+        same("batch_size", "layout.micro_batch", default=1),
+        KeyRow(
+            ("gradient_accumulation_steps",),
+            "train.global_batch",
+            lambda task: task.layout.micro_batches(task.recipe.train.global_batch),
+            _read_global_batch,
+        ),
+        same(
+            "enable_activation_checkpointing",
+            "layout.recompute",
+            to_engine=lambda recompute: recompute == "full",
+            to_recipe=lambda enabled: "full" if enabled else "none",
+        ),
+        follows(
+            "batch_size_val",
+            "layout.micro_batch",
+            lambda task: task.layout.micro_batch,
+            "follows layout.micro_batch",
+            when=validates,
+        ),
+        same("tensor_parallel_dim", "layout.tp", default=1, when=_trains_weights),
+        follows(
+            "tensor_parallel_plan._component_",
+            "layout.tp",
+            lambda task: task_builder(task).family.tp_plan if task.layout.tp > 1 else OMIT,
+            "follows layout.tp",
+            when=_trains_weights,
+        ),
+        follows(
+            "data_parallel_shard_dim",
+            "layout.dp",
+            lambda task: task.layout.dp,
+            "layout.dp: what tp leaves",
+            when=_trains_weights,
+        ),
+        same("data_parallel_replicate_dim", "layout.replicate", default=1, unless=1, when=_trains_weights),
+        KeyRow(("profiler.enabled",), "observe.profile", _profiles, _read_profiler),
+        KeyRow(
+            ("profiler.output_dir",),
+            _STORE,
+            lambda task: f"{task.place.run}/profiles",
+            drop=_PLACES,
+            when=_profiles,
+        ),
+        KeyRow(
+            ("profiler.wait_steps", "profiler.warmup_steps"),
+            "observe.profile.start",
+            _profiler_steps,
+            note="observe.profile",
+            when=_profiles,
+        ),
+        follows(
+            "profiler.active_steps",
+            "observe.profile.steps",
+            lambda task: recipe_value(task, "observe.profile.steps"),
+            "observe.profile",
+            when=_profiles,
+        ),
+        follows("profiler.num_cycles", "observe.profile", lambda task: 1, "observe.profile", when=_profiles),
+        KeyRow(("resume_from_checkpoint",), "checkpoint.resume", read=_read_resume),
+        KeyRow(("enable_async_checkpointing",), "checkpoint.async", read=lambda config: False),
+        KeyRow((), "layout.shard", read=lambda config: "full"),
+        KeyRow(("context_parallel_dim",), "layout.cp", read=_read_context_parallel),
+        not_read(
+            "the files are found when the job starts",
+            "checkpointer.checkpoint_files",
+            "checkpointer.checkpoint_files.*",
+        ),
+        not_read(_PLACES, "checkpointer.recipe_checkpoint"),
+        *_CHOSEN_ROWS,
+    ),
+    read_order=(
+        *("model.preset", "model.from", "tokenizer", "train.lora"),
+        *("data.sequence_length", "data.train", "data.split", "data.validation", "train.mode"),
+        *("train.epochs", "train.steps", "train.precision", "train.optimizer", "train.schedule", "seed", "data.seed"),
+        *(
+            "layout.tp",
+            "layout.cp",
+            "layout.shard",
+            "layout.micro_batch",
+            "layout.recompute",
+            "layout.replicate",
+            "train.global_batch",
+        ),
+        *("checkpoint.every", "checkpoint.keep", "checkpoint.async", "checkpoint.resume", "observe"),
+    ),
+    unsaid={
+        **COMMON_UNSAID,
+        "model.config": "a builder is named after the preset",
+        **dict.fromkeys(
+            (f"data.{key}" for key in ("synthetic", "shards", "eod", "bos", "on_bad_line")),
+            "torchtune reads and tokenises text by itself",
+        ),
+        **dict.fromkeys((f"train.{key}" for key in ("batch_ramp", "moe", "dropout", "deterministic")), REFUSED),
+        **dict.fromkeys((f"layout.{key}" for key in ("pp", "vp", "ep", "etp", "stages")), REFUSED),
+        "observe.dllogger": REFUSED,
+        "checkpoint.resume": "an argument of the program that starts torchtune",
+    },
+)

@@ -6,26 +6,26 @@ The program (`start.py`) runs under ranks that are already set.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
-from trainshed.engines.keys import argument_problems, to_yaml
+from trainshed.engines.keys import added_arguments, argument_problems, to_yaml
 from trainshed.engines.launch import EngineLaunch, EngineTask
-from trainshed.engines.torchtune.keys import (
-    MLP_PROJECTIONS,
-    TORCHTUNE_KEYS,
-    TorchtuneBuilder,
-    builder_of,
-    dataset_problems,
-    fixed_settings,
-    known_presets,
-    task_settings,
+from trainshed.engines.torchtune.builders import TorchtuneBuilder, builder_of, known_presets, task_builder
+from trainshed.engines.torchtune.dataset import (
+    DATASET_COMPONENTS,
+    HUB_DATASETS,
+    READER_OF_SUFFIX,
+    dataset_component,
 )
+from trainshed.engines.torchtune.keys import MLP_PROJECTIONS, TORCHTUNE_KEYS, TORCHTUNE_TABLE
 from trainshed.errors import RecipeError
 from trainshed.plan import layout_problems
-from trainshed.recipe import Profile, TrainedTokenizer
+from trainshed.recipe import DataSection, Profile, Recipe, TrainedTokenizer
+from trainshed.recipe.data import TEXT_DEFAULTS, SourceKeys, ValidationSource
 from trainshed.recipe.section import Problem
 from trainshed.recipe.validation import recipe_error
+from trainshed.recipe.yaml_io import KeyPath
 
 TORCHTUNE_VERSION = "0.7.0"
 CONFIG_FILE = "torchtune.yaml"
@@ -49,8 +49,7 @@ def torchtune_launch(task: EngineTask) -> EngineLaunch:
             hint=f'version: "{TORCHTUNE_VERSION}"',
         )
     problems = list(task_problems(task))
-    builder = builder_of(recipe, task.config)
-    if problems or builder is None:
+    if problems:
         raise recipe_error(problems, recipe.places)
     name = "full_finetune_distributed" if recipe.train.lora is None else "lora_finetune_distributed"
     heading = f"torchtune {TORCHTUNE_VERSION}, {name}, written by Trainshed for {recipe.name}."
@@ -64,33 +63,30 @@ def torchtune_launch(task: EngineTask) -> EngineLaunch:
             recipe.checkpoint.resume,
         ),
         files={
-            CONFIG_FILE: to_yaml(torchtune_config(task, builder), heading),
+            CONFIG_FILE: to_yaml(torchtune_config(task), heading),
             START_FILE: Path(__file__).with_name("start.py").read_text(encoding="utf-8"),
         },
         environment=_ENVIRONMENT,
         wanted=("tokenizer", "base-hf"),
-        notes=tuple(_notes(task, builder)),
+        notes=tuple(_notes(task)),
     )
 
 
-def torchtune_config(task: EngineTask, builder: TorchtuneBuilder) -> dict[str, Any]:
+def torchtune_config(task: EngineTask) -> dict[str, Any]:
     """Return the configuration by dotted key; the program that starts it adds what only the job can know."""
     recipe = task.recipe
-    settings = task_settings(task, builder)
-    decided = {setting.key: setting for setting in settings}
-    wrong = list(argument_problems(recipe.engine.args, TORCHTUNE_KEYS, decided))
-    if wrong:
-        raise recipe_error(wrong, recipe.places)
-    fixed = fixed_settings(lora=recipe.train.lora is not None, tied=task.config.tied_embeddings)
-    extra = {key: value for key, value in recipe.engine.args.items() if key not in decided}
-    own = {setting.key: setting.value for setting in settings}
+    settings = TORCHTUNE_TABLE.render(task)
+    problems = list(argument_problems(recipe.engine.args, TORCHTUNE_KEYS, settings))
+    if problems:
+        raise recipe_error(problems, recipe.places)
+    extra = added_arguments(recipe.engine.args, settings)
     if recipe.data.validation is not None:
         # Validation data has the form of the training data, packed or not.
         same = {
             f"dataset_val.{key.removeprefix('dataset.')}": value for key, value in extra.items() if _is_dataset_key(key)
         }
         extra = same | extra
-    return _sort_sections(own | fixed | extra)
+    return _sort_sections({setting.key: setting.value for setting in settings} | extra)
 
 
 def _is_dataset_key(key: str) -> bool:
@@ -105,7 +101,7 @@ def _sort_sections(values: dict[str, Any]) -> dict[str, Any]:
     return dict(sorted(values.items(), key=lambda item: place[item[0].partition(".")[0]]))
 
 
-def _notes(task: EngineTask, builder: TorchtuneBuilder) -> list[str]:
+def _notes(task: EngineTask) -> list[str]:
     train = task.recipe.train
     notes = [
         "torchtune is no longer maintained (its README, 2025): prefer engine: torch where it can do the same",
@@ -117,7 +113,7 @@ def _notes(task: EngineTask, builder: TorchtuneBuilder) -> list[str]:
         notes.append(f"torchtune ends with its data: fewer than {task.steps} steps where one pass has fewer")
     if task.recipe.data.validation is not None:
         notes.append("torchtune validates on all of the validation data, not on `batches` of it")
-    if builder.family.files == "tiktoken":
+    if task_builder(task).family.files == "tiktoken":
         notes.append("torchtune reads Llama 3's tokenizer from original/tokenizer.model")
     return notes
 
@@ -153,6 +149,87 @@ def task_problems(task: EngineTask) -> Iterator[Problem]:
                 f"torchtune adapts all of {', '.join(MLP_PROJECTIONS)} or none",
                 "write all three, or none of them",
             )
+
+
+CONVERSATION_STYLES = ("openai", "sharegpt")
+DATASET_HINT = (
+    "engine.args: {dataset.conversation_style: openai, dataset.conversation_column: messages} (or sharegpt, "
+    "conversations), or {dataset._component_: torchtune.datasets.instruct_dataset} (input, output), or "
+    "{dataset._component_: torchtune.datasets.alpaca_dataset} (instruction, input, output)"
+)
+
+
+def dataset_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Yield what torchtune cannot read."""
+    data, form = recipe.data, dataset_component(recipe)
+    if data.synthetic:
+        yield Problem(("data",), "torchtune has no synthetic data", "write data.train: {path: hf://datasets/…}")
+        return
+    if len(data.train) > 1:
+        yield Problem(("data", "train", 1), "torchtune is rendered for one source", "join them into one file")
+    sources: list[tuple[SourceKeys, tuple[str | int, ...]]] = [(data.train[0], ("data", "train", 0))]
+    if data.validation is not None and data.validation.kind is not None:
+        sources.append((data.validation, ("data", "validation")))
+    for source, path in sources:
+        yield from _source_problems(source, path)
+    yield from _unread_key_problems(data)
+    if data.split is not None and any(100 * part % 1 > 1e-9 for part in (data.split.train, data.split.validation)):
+        yield Problem(("data", "split"), "torchtune cuts data at whole percents", "{train: 0.95, validation: 0.05}")
+    if form is None:
+        yield Problem(("engine", "args"), "torchtune must be told what form the chat data has", DATASET_HINT)
+    elif form not in DATASET_COMPONENTS:
+        yield Problem(
+            ("engine", "args", "dataset._component_"),
+            f"{form} is not known here",
+            f"one of {', '.join(DATASET_COMPONENTS)}",
+        )
+    else:
+        missing = [key for key in DATASET_COMPONENTS[form][1:] if f"dataset.{key}" not in recipe.engine.args]
+        if missing:
+            yield Problem(("engine", "args"), f"{form} needs dataset.{missing[0]}", DATASET_HINT)
+    style = recipe.engine.args.get("dataset.conversation_style")
+    if style is not None and style not in CONVERSATION_STYLES:
+        yield Problem(
+            ("engine", "args", "dataset.conversation_style"),
+            f"`{style}` is not a style",
+            " or ".join(CONVERSATION_STYLES),
+        )
+
+
+def _unread_key_problems(data: DataSection) -> Iterator[Problem]:
+    """Yield the keys by which text becomes tokens: torchtune does that itself, in the form that `engine.args` says."""
+    usual = DataSection.model_fields
+    for key in ("shards", "eod", "bos", "on_bad_line"):
+        if getattr(data, key) != usual[key].default:
+            yield Problem(("data", key), "torchtune tokenises by itself, and does not read it", "delete it")
+    sources: list[tuple[KeyPath, SourceKeys]] = [(("data", "train", n), source) for n, source in enumerate(data.train)]
+    if data.validation is not None:
+        sources.append((("data", "validation"), data.validation))
+    for path, source in sources:
+        for key in ("key", "documents", "name"):
+            if getattr(source, key) not in (None, TEXT_DEFAULTS.get(key)):
+                what = "torchtune finds its data by the form that `engine.args` says, and does not read it"
+                yield Problem((*path, key), what, "delete it")
+    if data.validation is not None and data.validation.batches != ValidationSource.model_fields["batches"].default:
+        what = "torchtune validates on all of the validation data, not on `batches` of it"
+        yield Problem(("data", "validation", "batches"), what, "delete it")
+
+
+def _source_problems(source: SourceKeys, path: tuple[str | int, ...]) -> Iterator[Problem]:
+    hint = "write path: hf://datasets/org/name, or the path of a .jsonl file that every node sees"
+    if source.path is None:
+        yield Problem(path, "torchtune reads chat data itself: neither tokens nor a script", hint)
+        return
+    if source.format is not None:
+        yield Problem((*path, "format"), "torchtune tells formats by the names of files", "delete it")
+    for address in source.path:
+        if "://" in address and not address.startswith(HUB_DATASETS):
+            yield Problem((*path, "path"), f"torchtune cannot read {address}", hint)
+        elif "://" not in address and PurePosixPath(address).suffix not in READER_OF_SUFFIX:
+            known = ", ".join(READER_OF_SUFFIX)
+            yield Problem((*path, "path"), f"torchtune cannot read {address}", f"write one of {known}")
+    if len(source.path) > 1 and any(address.startswith(HUB_DATASETS) for address in source.path):
+        yield Problem((*path, "path"), "torchtune reads one dataset of the Hub", "write one address")
 
 
 def _builder_problems(task: EngineTask, builder: TorchtuneBuilder) -> Iterator[Problem]:

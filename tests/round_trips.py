@@ -1,0 +1,63 @@
+"""Recipes that go through a foreign engine's configuration and back: what must come back, and what cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import yaml
+
+from trainshed.catalog import architecture
+from trainshed.engines.importing import ImportedConfig, recipe_text
+from trainshed.engines.key_table import KeyTable
+from trainshed.engines.keys import flatten, nest
+from trainshed.recipe import Recipe, parse_recipe, to_plain
+from trainshed.recipe.model import FIXED_BY_FAMILY
+from trainshed.recipe.schema_export import key_list
+
+Alike = Mapping[str, tuple[str, Callable[[dict[str, Any]], Any]]]
+"""Recipes that an engine is told in the same words: the key, why, and what stands for all of its values."""
+
+
+def recipe_of(keys: Mapping[str, Any]) -> Recipe:
+    """Return a recipe from dotted keys."""
+    return parse_recipe(yaml.safe_dump(nest(keys), sort_keys=False))
+
+
+def said_keys(recipe: Recipe, unsaid: Mapping[str, str], alike: Alike) -> dict[str, Any]:
+    """Return every key of a recipe that an engine is told, defaults included."""
+    tree = to_plain(recipe)
+    config = architecture(recipe)
+    if "model.preset" in unsaid and config is not None:
+        tree["model"] = {"config": to_plain(config)}
+    flat = flatten(tree)
+    said = {key: value for key, value in flat.items() if value not in (None, {}) and not _below(key, unsaid)}
+    for key, (_, stands_for) in alike.items():
+        if (value := stands_for(flat)) is None:
+            said.pop(key, None)
+        else:
+            said[key] = value
+    return said
+
+
+def read_back(imported: ImportedConfig) -> Recipe:
+    """Return the recipe that a configuration was imported as, through its text."""
+    return parse_recipe(recipe_text(imported, "imported"))
+
+
+def forgotten_keys(table: KeyTable) -> list[str]:
+    """Return the keys of a recipe that no row reads and that are not listed as unsaid."""
+    every = key_list(Recipe)
+    leaves = [key for key in every if not any(other.startswith(f"{key}.") for other in every)]
+    read = [row.path for row in table.rows if row.read is not None and not row.chosen] + ["engine.args"]
+    if "model.config.family" in read:
+        read += [f"model.config.{key}" for key in FIXED_BY_FAMILY["llama"]]
+    return [key for key in leaves if not _below(key, table.unsaid) and not any(_is_below(key, path) for path in read)]
+
+
+def _below(key: str, parents: Mapping[str, str]) -> bool:
+    return any(_is_below(key, parent) for parent in parents)
+
+
+def _is_below(key: str, parent: str) -> bool:
+    return key == parent or key.startswith(f"{parent}.")
