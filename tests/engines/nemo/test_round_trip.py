@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import yaml
+from foreign_tasks import task_of
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from foreign_tasks import task_of
 from round_trips import Alike, forgotten_keys, read_back, recipe_of, said_keys
 from trainshed.catalog import model_preset
 from trainshed.engines.importing import ImportedConfig, import_text
