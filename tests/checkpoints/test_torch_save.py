@@ -23,20 +23,20 @@ TENSORS = {
 
 
 def write(path: Path) -> None:
-    frame = TorchSaveLayout(
+    layout = TorchSaveLayout(
         {"model": {name: TensorPlaceholder(tuple(each.shape), each.dtype) for name, each in TENSORS.items()}, "step": 3}
     )
     with HashedFile(path) as file:
         file.write(0, b"before")  # an item among others
-        framing = TorchSaveWriter(frame, file, 6)
+        writer = TorchSaveWriter(layout, file, 6)
         # Last to first, and each in two parts, the second before the first.
         for number, data in reversed(list(enumerate(map(bytes_of, TENSORS.values())))):
             middle = len(data) // 3
-            framing.write(number, middle, data[middle:])
+            writer.write(number, middle, data[middle:])
             if middle:
-                framing.write(number, 0, data[:middle])
-        assert path.stat().st_size == 6 + frame.length
-        assert file.checksum(6 + frame.length) == checksum_of(path.read_bytes())
+                writer.write(number, 0, data[:middle])
+        assert path.stat().st_size == 6 + layout.length
+        assert file.checksum(6 + layout.length) == checksum_of(path.read_bytes())
 
 
 def check(path: Path) -> None:
@@ -58,7 +58,7 @@ def check(path: Path) -> None:
         assert raw == bytes(bytes_of(wanted))
 
 
-def test_torch_and_zip_read_what_was_framed(tmp_path: Path) -> None:
+def test_torch_and_zip_read_what_was_written(tmp_path: Path) -> None:
     write(tmp_path / "items")
     check(tmp_path / "items")
 

@@ -128,7 +128,10 @@ def test_elements_without_an_owner_or_with_two_are_refused(store: LocalStore) ->
     ranks = Ranks(take_attempt(store, RUN), 2)
     for pieces in (
         [{"x": TensorShard((4, 4), (0, 0), tensor)}, {"x": TensorShard((4, 4), (0, 0), tensor)}],
-        [{"x": TensorShard((4, 4), (0, 0), tensor[:2])}, {"x": TensorShard((4, 4), (2, 0), tensor[2:], owner=False)}],
+        [
+            {"x": TensorShard((4, 4), (0, 0), tensor[:2])},
+            {"x": TensorShard((4, 4), (2, 0), tensor[2:], is_owner=False)},
+        ],
     ):
         errors = ranks.save(1, pieces)
         assert all("elements of a tensor of 16" in str(error) for error in errors)

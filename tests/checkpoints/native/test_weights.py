@@ -78,7 +78,7 @@ def test_of_a_run_the_latest_checkpoint_is_read_and_of_a_step_that_one(run: tupl
     addresses = {RUN: 2, f"{RUN}/checkpoints": 2, f"{RUN}/checkpoints/step-00000001": 1}
     for path, step in addresses.items():
         with NativeWeights(store, path) as weights:
-            assert weights.found.step == step
+            assert weights.checkpoint.step == step
             assert all(torch.equal(whole(weights, each), step * whole(source, each)) for each in every), path
 
 
@@ -142,7 +142,7 @@ def test_a_checkpoint_of_before_is_read_its_items_saved_by_torch_and_hashed_with
     manifest["totals"]["bytes"] = sum(entry["size"] for entry in manifest["files"])
     (step / "manifest.json").write_text(json.dumps(manifest | {"format": 1}))
     with NativeWeights(LocalStore(folder), RUN) as weights:
-        weights.found.manifest.verify_files(LocalStore(folder), weights.found.path)
+        weights.checkpoint.manifest.verify_files(LocalStore(folder), weights.checkpoint.path)
         for each in parameters(source.config):
             assert torch.equal(whole(weights, each), 2 * whole(source, each))
             with weights.borrow(each, [0] * len(each.shape), each.shape, torch.float32) as box:

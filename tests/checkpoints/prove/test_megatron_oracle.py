@@ -21,6 +21,7 @@ from trainshed.checkpoints.formats import TargetFormat, open_weights
 from trainshed.checkpoints.hf.weights import HfWeights
 from trainshed.checkpoints.megatron import weights
 from trainshed.checkpoints.megatron.torch_dist import MegatronDistWeights
+from trainshed.checkpoints.megatron.weights import MegatronWeights
 from trainshed.checkpoints.prove import megatron_oracle
 from trainshed.checkpoints.prove.compare import compare_weights
 from trainshed.checkpoints.prove.layerwise import TransformersOracle
@@ -31,7 +32,7 @@ from trainshed.checkpoints.prove.logits import (
     PromptBatch,
     compare_logits,
 )
-from trainshed.checkpoints.prove.megatron_oracle import AnyMegatronWeights, MegatronOracle
+from trainshed.checkpoints.prove.megatron_oracle import MegatronOracle
 from trainshed.cli import run_cli
 from trainshed.errors import TrainshedError
 from trainshed.models.megatron_tensors import megatron_row_mappings
@@ -73,9 +74,9 @@ def pair(folder: Path, to: TargetFormat, variant: str = "llama", **changes: Any)
     return folder / "hf", folder / "megatron"
 
 
-def opened(folder: Path) -> AnyMegatronWeights:
+def opened(folder: Path) -> MegatronWeights:
     weights = open_weights(folder)
-    assert isinstance(weights, AnyMegatronWeights)
+    assert isinstance(weights, MegatronWeights)
     return weights
 
 
