@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from trainshed.checkpoints.hf.weights import HfWeights
 
+from trainshed.checkpoints.hf.weights import HfWeights
 from trainshed.engines.torch.model import ParameterShard, RankModel, build_model, init_model
 from trainshed.engines.torch.parallel import single_rank_mesh
 from trainshed.models.decoder import Regularization
