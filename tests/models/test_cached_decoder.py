@@ -101,7 +101,7 @@ def test_tokens_apart_get_what_they_get_together() -> None:
     spans = [SequenceSpan(0, 1, 0, 1), SequenceSpan(1, 1, 1, 1)]
     with torch.inference_mode():
         together = decoder.hidden(tokens, at, torch.arange(4), per_sequence_attention(spans, None))
-        apart = decoder.hidden(tokens, at, torch.arange(4), per_sequence_attention(spans, None), apart=2)
+        apart = decoder.hidden(tokens, at, torch.arange(4), per_sequence_attention(spans, None), one_by_one=2)
     torch.testing.assert_close(apart[:2], together[:2], rtol=0, atol=1e-5)
 
 

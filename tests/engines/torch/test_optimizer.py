@@ -85,8 +85,8 @@ def test_a_bad_step_changes_nothing_and_does_not_count(precision: str) -> None:
     assert float(first.updates) == float(second.updates) == 3
     for mine, other in (
         (values(with_bad), values(without)),
-        (first.average, second.average),
-        (first.square, second.square),
+        (first.exp_avg, second.exp_avg),
+        (first.exp_avg_sq, second.exp_avg_sq),
     ):
         assert all(map(torch.equal, mine, other))
 
