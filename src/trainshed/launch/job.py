@@ -104,7 +104,7 @@ class CodeArchive:
     version: str = ""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Job:
     """A recipe's stages on a cluster."""
 

@@ -177,7 +177,14 @@ def test_the_sites_lines_run_in_every_pod_before_its_command(runner: PodRunner, 
     lines = ['export SITE="of $(hostname)" # as it says', "export OMP_NUM_THREADS=9"]
     stages = (Stage("first", script="seen.sh"), Stage("second", script="seen.sh"))
     files = {"seen.sh": 'env >"/mnt/data/$(hostname)"\n'}
-    job = Job("seen-1", "/mnt/data/runs/seen/1", written_cluster(tmp_path, setup=lines), stages, files, None)
+    job = Job(
+        name="seen-1",
+        run="/mnt/data/runs/seen/1",
+        cluster=written_cluster(tmp_path, setup=lines),
+        stages=stages,
+        files=files,
+        code=None,
+    )
     submitted = submit(job)
     runner.until(lambda: states(job, submitted)["second"].state in ("done", "failed"), "both stages to end")
     assert states(job, submitted)["second"].state == "done", runner.logs()
@@ -190,7 +197,14 @@ def test_the_sites_lines_run_in_every_pod_before_its_command(runner: PodRunner, 
 
 def test_a_line_of_setup_that_fails_ends_the_pod_and_is_named(runner: PodRunner, tmp_path: Path) -> None:
     cluster = written_cluster(tmp_path, setup=["exit 0"])
-    job = Job("seen-1", "/mnt/data/runs/seen/1", cluster, (Stage("first", script="seen.sh"),), {"seen.sh": ""}, None)
+    job = Job(
+        name="seen-1",
+        run="/mnt/data/runs/seen/1",
+        cluster=cluster,
+        stages=(Stage("first", script="seen.sh"),),
+        files={"seen.sh": ""},
+        code=None,
+    )
     submitted = submit(job)
     runner.until(lambda: states(job, submitted)["first"].state == "failed", "the stage to fail")
     assert "trainshed: setup ended the shell at line 1: exit 0" in states(job, submitted)["first"].reason

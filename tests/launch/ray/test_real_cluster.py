@@ -347,7 +347,7 @@ def crafted(
     version = code.version if code is not None else trainshed.__version__
     file = JobFile(f"{name}-{id}", run, stages, 60, "fp64", version)
     files = {JOB_FILE: file.to_text(), "cluster.yaml": to_yaml(cluster), **files}
-    return Job(file.name, run, cluster, stages, files, code, grace_seconds=60)
+    return Job(name=file.name, run=run, cluster=cluster, stages=stages, files=files, code=code, grace_seconds=60)
 
 
 def marked_code() -> CodeArchive:

@@ -34,7 +34,7 @@ def cluster_of(folder: Path, body: dict[str, Any]) -> Cluster:
 def job_of(cluster: Cluster, *stages: Stage, run: str = "/shared/store/runs/small/1a2b3c4d", **changed: Any) -> Job:
     job_file = JobFile("small-1a2b3c4d", run, stages, 120, "bf16", "0.1.0")
     files = {"job.json": job_file.to_text(), "recipe.yaml": "name: small\n"}
-    job = Job("small-1a2b3c4d", run, cluster, stages, files, CODE, grace_seconds=120)
+    job = Job(name="small-1a2b3c4d", run=run, cluster=cluster, stages=stages, files=files, code=CODE, grace_seconds=120)
     return replace(job, **changed)
 
 

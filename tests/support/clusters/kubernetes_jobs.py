@@ -63,7 +63,7 @@ def job_of(
     described = JobFile(name, RUN, steps, 300, "bf16", "0.1.0").to_text()
     given = {"recipe.yaml": RECIPE, "job.json": described} if files is None else files
     given |= {stage.script: MEGATRON_SCRIPT for stage in steps if stage.script is not None}
-    return Job(name, RUN, found, steps, given, code, steps=1000, grace_seconds=300)
+    return Job(name=name, run=RUN, cluster=found, stages=steps, files=given, code=code, steps=1000, grace_seconds=300)
 
 
 def served(cluster: Cluster, *, script: bool = False, **serving: Any) -> tuple[Stage, ...]:

@@ -46,7 +46,15 @@ class SlurmRuns:
         files = {f"{stage.name}.sh": text for stage, text in named}
         run = str(self.folder / "store" / "runs" / "scripts" / "1")
         made = tuple(stage for stage, _ in named)
-        return Job("scripts-1", run, self.cluster(**changed), made, files, None, grace_seconds=60)
+        return Job(
+            name="scripts-1",
+            run=run,
+            cluster=self.cluster(**changed),
+            stages=made,
+            files=files,
+            code=None,
+            grace_seconds=60,
+        )
 
     def submit(self, job: Job) -> SlurmRun:
         target = SlurmTarget(job.cluster)
