@@ -16,12 +16,13 @@
     tensorboard/, dllogger/, export/           exported figures; exported weights
 
 Names are relative POSIX strings. They serve a `Path` (`folder / name`), a store (`store.read(name)`) and a script
-(`f"{run}/{name}"`). What is inside a file is known where its type is: `data/tokens/prepared_data.py`,
+(`f"{run}/{name}"`). What is inside a file is known where its type is: `data/tokens/token_source.py`,
 `observe/events.py`, `checkpoints/native/folder.py`, `launch/job.py`.
 """
 
 from __future__ import annotations
 
+import posixpath
 import re
 from pathlib import Path
 
@@ -66,6 +67,11 @@ def run_path(store: Path, name: str, id: str) -> Path:
 def store_of(run: Path) -> Path:
     """Return the store that a run's folder is in."""
     return run.absolute().parents[2]
+
+
+def store_address(run: str) -> str:
+    """Return the store that a run's folder is in, as a text."""
+    return posixpath.dirname(posixpath.dirname(posixpath.dirname(run)))
 
 
 def artefacts_of(store: Path) -> Path:

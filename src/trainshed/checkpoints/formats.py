@@ -22,6 +22,7 @@ from trainshed.checkpoints.weights import Weights, WeightsWriter
 from trainshed.errors import InputError, NoSuchName
 from trainshed.recipe import ModelConfig
 from trainshed.reporting import SILENT, Reporter
+from trainshed.run_folder import CHECKPOINTS
 from trainshed.storage import Store, StoreOptions, open_folder, open_store, parse
 from trainshed.storage.manifest import MANIFEST
 
@@ -131,7 +132,7 @@ def detect_format(address: str | Path, options: StoreOptions | None = None) -> W
         return megatron
     if any(folder.head(name) is not None for name in (f"checkpoints/{LATEST}", LATEST, ".metadata")):
         return "native"
-    if any(info.path.rpartition("/")[2] == MANIFEST for info in folder.list("checkpoints")):
+    if any(info.path.rpartition("/")[2] == MANIFEST for info in folder.list(CHECKPOINTS)):
         return "native"  # a run that was stopped between its first manifest and `latest`
     raise NoSuchName(
         f"there are no weights that anyone here can read ({', '.join(get_args(WeightsFormat))})",

@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -25,6 +24,7 @@ from trainshed.launch.ranks import stopped_rank_text
 from trainshed.observe.events import EventWriter
 from trainshed.observe.health import diagnose, health_folder, read_flight_records, read_rank_error
 from trainshed.plan import RankLayout
+from trainshed.run_folder import LOGS, attempt_folder, attempt_number, plan_file, rank_log, rank_name
 from trainshed.storage import LocalStore
 
 PLAN_SCHEMA = "trainshed.plan/1"
@@ -46,12 +46,12 @@ def write_plan(
     }
     if calibration is not None:
         body["calibration"] = calibration
-    store.put(f"plans/attempt-{attempt:04d}.json", orjson.dumps(body, option=orjson.OPT_INDENT_2) + b"\n")
+    store.put(plan_file(attempt), orjson.dumps(body, option=orjson.OPT_INDENT_2) + b"\n")
 
 
 def read_plan(run_folder: Path, attempt: int) -> RankLayout:
     """Return the layout of an attempt."""
-    return _read_layout(orjson.loads(LocalStore(run_folder).read(f"plans/attempt-{attempt:04d}.json")))
+    return _read_layout(orjson.loads(LocalStore(run_folder).read(plan_file(attempt))))
 
 
 def read_job_plan(folder: Path) -> tuple[RankLayout, tuple[str, ...]]:
@@ -101,10 +101,9 @@ def _amx_is_forbidden() -> bool:
 
 def logs_folder(run_folder: Path, attempt: int) -> Path:
     """Return the folder of the logs of an attempt's ranks."""
-    return run_folder / "logs" / f"attempt-{attempt:04d}"
+    return run_folder / attempt_folder(LOGS, attempt)
 
 
-_ATTEMPT_FOLDER = re.compile(r"attempt-(\d{4,})")
 _LOG_POLL_SECONDS = 0.5
 _MAX_READ_BYTES = 1 << 20
 
@@ -112,20 +111,17 @@ _MAX_READ_BYTES = 1 << 20
 def log_file(run_folder: Path, stage: str, *, rank: int | None = None, attempt: int | None = None) -> Path | None:
     """Return the file with a stage's log, None if it has written none yet; an unknown attempt is an error."""
     if stage != "train":
-        files = sorted((run_folder / "logs" / stage).glob("*.log"))
+        files = sorted((run_folder / LOGS / stage).glob("*.log"))
         return files[rank or 0] if len(files) > (rank or 0) else None
-    attempts = sorted(
-        int(match[1])
-        for folder in (run_folder / "logs").glob("attempt-*")
-        if (match := _ATTEMPT_FOLDER.fullmatch(folder.name))
-    )
+    numbers = (attempt_number(folder.name) for folder in (run_folder / LOGS).glob("attempt-*"))
+    attempts = sorted(number for number in numbers if number is not None)
     if attempt is not None and attempt not in attempts:
         known = ", ".join(map(str, attempts)) or "none"
         raise NotFound(f"there is no attempt {attempt} of this run", where=str(run_folder), hint=f"attempts: {known}")
     if not attempts:
         return None
     folder = logs_folder(run_folder, attempt or attempts[-1])
-    file = folder / f"rank-{rank or 0:05d}.log"
+    file = folder / f"{rank_name(rank or 0)}.log"
     if not file.is_file():
         if rank is not None:
             raise NotFound(f"rank {rank} of attempt {attempt or attempts[-1]} left no log", where=str(folder))
@@ -226,6 +222,6 @@ def explain_failure(
     first = diagnosis.ranks[0] if diagnosis.ranks else (failed_ranks[0] if failed_ranks else 0)
     return TrainshedError(
         diagnosis.sentence,
-        where=str(logs_folder(run_folder, attempt) / f"rank-{first:05d}.log"),
+        where=str(run_folder / rank_log(attempt, first)),
         hint="the same command goes on from the last checkpoint",
     )

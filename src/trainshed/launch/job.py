@@ -7,7 +7,6 @@ agent reads it. `setup.sh` is the cluster file's `setup`: a site's lines that ev
 
 from __future__ import annotations
 
-import posixpath
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -184,11 +183,6 @@ def _read_stage(body: dict[str, Any]) -> Stage:
 def job_folder(run: str) -> str:
     """Return the folder of a run's job files, on targets that keep them in the store."""
     return f"{run}/job"
-
-
-def store_of(run: str) -> str:
-    """Return the store of a run's folder, which is `<store>/runs/<name>/<id>`."""
-    return posixpath.dirname(posixpath.dirname(posixpath.dirname(run)))
 
 
 def version_problem(job: JobFile) -> str | None:

@@ -37,6 +37,7 @@ from trainshed.observe.events import EventWriter
 from trainshed.observe.health import health_folder
 from trainshed.observe.run_status import RunStatus, read_run_status
 from trainshed.plan import RankLayout
+from trainshed.run_folder import ATTEMPTS, CHECKPOINTS, EVENTS, LOCK_FILE, PREPARED_FILE, RECIPE_FILE
 from trainshed.storage import LocalStore
 from trainshed.storage.attempts import newest_attempt_record, take_attempt
 from trainshed.storage.locks import LockHolder
@@ -127,7 +128,6 @@ def _was_asked_to_stop(result: RanksResult) -> bool:
     return result.exit_code > 128 and not result.failed
 
 
-LOCK_FILE = "running.json"
 _LOCK_TRIES = 20
 _LOCK_TRY_SECONDS = 0.05
 
@@ -240,7 +240,6 @@ def _remove_empty(run_folder: Path, new_folders: Sequence[Path]) -> None:
                 folder.rmdir()
 
 
-RECIPE_FILE = "recipe.yaml"
 LocalRunState = Literal["running", "done", "stopped", "failed", "unknown"]
 
 
@@ -266,7 +265,7 @@ class LocalRun:
     @property
     def changed_seconds(self) -> float:
         """When it was last started or written to, in seconds since 1970."""
-        parts = (self.folder / part for part in ("", RECIPE_FILE, "attempts", "checkpoints", "events"))
+        parts = (self.folder / part for part in ("", RECIPE_FILE, ATTEMPTS, CHECKPOINTS, EVENTS))
         return max((part.stat().st_mtime for part in parts if part.exists()), default=0.0)
 
 
@@ -299,7 +298,7 @@ def local_run_status(run_folder: Path, steps: int | None = None) -> LocalRunStat
         return LocalRunStatus("running", f"{reason}, {holder.words()}", progress, holder)
     progress = replace(progress, eta_seconds=None)
     if newest is None:
-        prepared = (run_folder / "prepared.json").is_file()
+        prepared = (run_folder / PREPARED_FILE).is_file()
         reason = "prepared, and not trained yet" if prepared else "its preparation has not finished"
         return LocalRunStatus("stopped", reason, progress)
     number, host = newest["attempt"], newest["host"]

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainshed.errors import InputError
+from trainshed.run_folder import rank_name
 from trainshed.signals import STOP_SIGNALS, StopSignals
 
 STOPPED_SECONDS = 10.0
@@ -172,7 +173,7 @@ class RankProcesses:
     ) -> None:
         """Start one rank; its output goes to `rank-00000.log` in `logs`, or to the file named `log` there."""
         logs.mkdir(parents=True, exist_ok=True)
-        self._logs[rank] = logs / (log or f"rank-{rank:05d}.log")
+        self._logs[rank] = logs / (log or f"{rank_name(rank)}.log")
         with self._logs[rank].open("ab") as output:
             process = subprocess.Popen(
                 _with_parent_death_signal(command),

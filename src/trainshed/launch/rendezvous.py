@@ -48,6 +48,7 @@ import orjson
 from trainshed.errors import InputError, NotFound, StorageError, TrainshedError, error_with_exit_code
 from trainshed.launch.job import Stage
 from trainshed.launch.ranks import FAILURE_GRACE_SECONDS, free_port
+from trainshed.run_folder import STARTS, node_name
 from trainshed.storage import LocalStore
 
 FIRST_PORT, PORTS = 20000, 12000
@@ -221,12 +222,12 @@ class Rendezvous:
     """The files of one start, through which its agents meet."""
 
     def __init__(self, run_folder: Path, start: str) -> None:
-        self.folder = run_folder / "starts" / start
+        self.folder = run_folder / STARTS / start
         self._store = LocalStore(self.folder)
 
     def join(self, joined: JoinedNode) -> None:
         """Announce this agent."""
-        self._put(f"node-{joined.slot:05d}.json", asdict(joined))
+        self._put(f"{node_name(joined.slot)}.json", asdict(joined))
 
     def joined(self) -> dict[int, JoinedNode]:
         """Return the agents that have joined, by slot."""

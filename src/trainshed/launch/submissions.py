@@ -17,6 +17,7 @@ import orjson
 from trainshed.errors import InputError, NoSuchName
 from trainshed.launch.target import SubmittedJob
 from trainshed.recipe import Cluster, load_cluster
+from trainshed.run_folder import CLUSTER_FILE
 from trainshed.storage import LocalStore
 
 SUBMISSION_SCHEMA = "trainshed.submitted/1"
@@ -54,14 +55,14 @@ def state_folder() -> Path:
 def record_submission(name: str, id: str, steps: int | None, submitted: SubmittedJob, cluster_text: str) -> None:
     """Record what a scheduler accepted; a run that is submitted again replaces its record."""
     store = LocalStore(state_folder() / submitted.job)
-    store.put("cluster.yaml", cluster_text.encode())
+    store.put(CLUSTER_FILE, cluster_text.encode())
     body = {"schema": SUBMISSION_SCHEMA, "name": name, "id": id, "steps": steps, "submitted": asdict(submitted)}
     store.put("submitted.json", orjson.dumps(body, option=orjson.OPT_INDENT_2) + b"\n")
 
 
 def submissions() -> list[Submission]:
     """Return everything that was submitted from here, newest first."""
-    files = [file for file in state_folder().glob("*/submitted.json") if (file.parent / "cluster.yaml").is_file()]
+    files = [file for file in state_folder().glob("*/submitted.json") if (file.parent / CLUSTER_FILE).is_file()]
     return [_read_submission(file) for file in sorted(files, key=lambda file: file.stat().st_mtime, reverse=True)]
 
 
@@ -81,7 +82,7 @@ def find_submission(text: str) -> Submission:
 def forget_submission(submission: Submission) -> None:
     """Drop the record of a run; its folder in the store stays."""
     folder = state_folder() / submission.submitted.job
-    for name in ("submitted.json", "cluster.yaml"):
+    for name in ("submitted.json", CLUSTER_FILE):
         (folder / name).unlink(missing_ok=True)
     with suppress(OSError):
         folder.rmdir()
@@ -98,6 +99,6 @@ def _read_submission(file: Path) -> Submission:
         id=body["id"],
         steps=body["steps"],
         submitted=SubmittedJob(**body["submitted"]),
-        cluster=load_cluster(file.parent / "cluster.yaml", checked=False),
+        cluster=load_cluster(file.parent / CLUSTER_FILE, checked=False),
         at=file.stat().st_mtime,
     )

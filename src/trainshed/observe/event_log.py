@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import orjson
 
 from trainshed.errors import Conflict, CorruptData, StorageError, TrainshedError
+from trainshed.run_folder import EVENTS, attempt_name, attempt_number, rank_name
 from trainshed.storage import ABSENT, Store, join, parse
 
 EVENT_VERSION = 1
@@ -34,13 +35,13 @@ _SEGMENT = re.compile(r"(\d{6,})\.jsonl")
 
 def events_folder(folder: str, attempt: int | None = None) -> str:
     """Return the folder of a run's events, or of one attempt's, inside the store."""
-    parts = [folder.strip("/"), "events", "" if attempt is None else f"attempt-{attempt:04d}"]
+    parts = [folder.strip("/"), EVENTS, "" if attempt is None else attempt_name(attempt)]
     return "/".join(part for part in parts if part)
 
 
 def ring_dump_path(folder: str, attempt: int, rank: int) -> str:
     """Return where a rank other than 0 stores its last events when it fails."""
-    return f"{events_folder(folder, attempt)}/rank-{rank:05d}.jsonl"
+    return f"{events_folder(folder, attempt)}/{rank_name(rank)}.jsonl"
 
 
 def segment_number(name: str) -> int | None:
@@ -277,7 +278,6 @@ class BucketSegmentWriter:
             return
 
 
-_ATTEMPT = re.compile(r"attempt-(\d{4,})")
 _RING = re.compile(r"rank-(\d{5,})\.jsonl")
 _SEGMENTS_PER_READ = 32
 """Segments of a bucket that are read at a time: a month of them is some 90,000."""
@@ -389,6 +389,6 @@ def parse_events(content: bytes, where: str) -> list[dict[str, Any]]:
 
 def _segment_key(name: str) -> tuple[int, int, str] | None:
     """Return a segment's attempt, number and name below the events' folder; None for any other file."""
-    attempt, _, file = name.partition("/")
-    match, number = _ATTEMPT.fullmatch(attempt), segment_number(file)
-    return (int(match[1]), number, name) if match and number is not None else None
+    folder, _, file = name.partition("/")
+    attempt, number = attempt_number(folder), segment_number(file)
+    return (attempt, number, name) if attempt is not None and number is not None else None

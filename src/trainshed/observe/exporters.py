@@ -22,6 +22,8 @@ from typing import Any, BinaryIO, ClassVar, Self
 
 import orjson
 
+from trainshed.run_folder import DLLOGGER, TENSORBOARD
+
 FLUSH_SECONDS = 30.0
 _FLOAT32_MAX = 3.4028234663852886e38
 
@@ -108,7 +110,7 @@ class TensorBoardExporter(Exporter):
     The format is TensorFlow's: masked CRC-32C around `Event` protocol buffers (event.proto, summary.proto).
     """
 
-    name = "tensorboard"
+    name = TENSORBOARD
 
     def open(self) -> BinaryIO:
         """Open a file that sorts after those of earlier attempts."""
@@ -135,7 +137,7 @@ class TensorBoardExporter(Exporter):
 class DLLoggerExporter(Exporter):
     """NVIDIA's DLLogger lines with NeMo's names of the figures; attempts of a run follow each other in one file."""
 
-    name = "dllogger"
+    name = DLLOGGER
 
     def open(self) -> BinaryIO:
         """Open the file where NeMo has it; a line that a kill left unfinished is ended first."""

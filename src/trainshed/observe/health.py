@@ -25,11 +25,12 @@ from typing import Any, Literal, NoReturn
 import orjson
 
 from trainshed.errors import CorruptData, TrainshedError, error_with_exit_code
+from trainshed.run_folder import HEALTH, attempt_folder, rank_name
 
 
 def health_folder(run_folder: Path, attempt: int) -> Path:
     """Return where the ranks of an attempt store what explains their end."""
-    return run_folder / "health" / f"attempt-{attempt:04d}"
+    return run_folder / attempt_folder(HEALTH, attempt)
 
 
 def write_rank_error(folder: Path, rank: int, error: TrainshedError) -> None:
@@ -133,7 +134,7 @@ class FlightRecord:
 
 def flight_record_name(rank: int) -> str:
     """Return the file name of a rank's flight record."""
-    return f"rank-{rank:05d}.json"
+    return f"{rank_name(rank)}.json"
 
 
 _KEPT_PER_GROUP = 20

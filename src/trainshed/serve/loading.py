@@ -34,6 +34,7 @@ from trainshed.models.decoder import DecoderStage, DecoderStageSpec, LossNormali
 from trainshed.models.parameters import parameter_count, parameters
 from trainshed.recipe import ModelConfig, Recipe, load_recipe
 from trainshed.reporting import SILENT, Reporter
+from trainshed.run_folder import PREPARED_FILE, RECIPE_FILE, step_number, store_of
 from trainshed.serve.kv_cache import choose_limits
 from trainshed.serve.scheduler import ModelGenerator
 from trainshed.serve.tokenizer import ChatTokenizer
@@ -255,9 +256,6 @@ def _load_weights(weights: Weights, dtype: torch.dtype, device: torch.device, re
     return decoder.eval()
 
 
-_RECIPE_FILE, _PREPARED_FILE = "recipe.yaml", "prepared.json"
-
-
 def find_tokenizer(
     address: str, format: WeightsFormat, *, tokenizer: str | None = None, options: StoreOptions | None = None
 ) -> ChatTokenizer | None:
@@ -277,7 +275,7 @@ def model_name(address: str) -> str:
     """Return the name of weights: that of the run that trained them, else that of their folder."""
     run = _run_folder(address)
     if run is not None:
-        return load_recipe(str(run / _RECIPE_FILE)).name
+        return load_recipe(str(run / RECIPE_FILE)).name
     return parse(address).path.rstrip("/").rpartition("/")[2] or address
 
 
@@ -296,7 +294,7 @@ def _tokenizer_folders(address: str) -> Iterator[str]:
     yield address
     if parse(address).scheme == "file":
         folder = Path(os.path.abspath(str(parse(address))))
-        if folder.name.startswith("step-"):
+        if step_number(folder.name) is not None:
             yield from map(str, folder.parents[1:2])
         elif folder.name == "release" or folder.name.startswith("iter_"):
             yield str(folder.parent)
@@ -307,17 +305,17 @@ def _run_folder(address: str) -> Path | None:
     if parse(address).scheme != "file":
         return None
     folder = Path(os.path.abspath(str(parse(address))))
-    return next((run for run in (folder, *folder.parents[:2]) if (run / _RECIPE_FILE).is_file()), None)
+    return next((run for run in (folder, *folder.parents[:2]) if (run / RECIPE_FILE).is_file()), None)
 
 
 def _run_tokenizer(run: Path) -> str | None:
     """Return the address of a run's tokenizer: from its recipe, or from the manifest of its tokens."""
-    recipe: Recipe = load_recipe(str(run / _RECIPE_FILE))
+    recipe: Recipe = load_recipe(str(run / RECIPE_FILE))
     if isinstance(recipe.tokenizer, str):
         return recipe.tokenizer
-    if not (run / _PREPARED_FILE).is_file():
+    if not (run / PREPARED_FILE).is_file():
         return None
-    data = RunTokens.from_plain(orjson.loads((run / _PREPARED_FILE).read_bytes())["data"])
+    data = RunTokens.from_plain(orjson.loads((run / PREPARED_FILE).read_bytes())["data"])
     for prefix in (prefix for source in data.sources for prefix in source.prefixes):
         manifest = read_token_manifest(_local_artefact(prefix, run))
         if manifest is not None:
@@ -330,4 +328,4 @@ def _local_artefact(path: str, run: Path) -> str:
     if parse(path).scheme != "file" or Path(path).is_absolute() or "artefacts" not in Path(path).parts:
         return path
     parts = Path(path).parts
-    return str(run.parents[2].joinpath(*parts[len(parts) - 1 - parts[::-1].index("artefacts") :]))
+    return str(store_of(run).joinpath(*parts[len(parts) - 1 - parts[::-1].index("artefacts") :]))

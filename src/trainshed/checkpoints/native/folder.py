@@ -33,6 +33,7 @@ from trainshed.recipe import ModelConfig
 from trainshed.recipe.validation import validate
 from trainshed.recipe.yaml_io import SourceMap, YamlDocument
 from trainshed.reporting import SILENT, Reporter
+from trainshed.run_folder import CHECKPOINTS, step_name, step_number
 from trainshed.storage import Manifest, ObjectInfo, Store, join, parse
 from trainshed.storage.attempts import Attempt
 from trainshed.storage.manifest import MANIFEST
@@ -40,18 +41,17 @@ from trainshed.storage.manifest import MANIFEST
 FORMAT = 1
 KIND = "checkpoint"
 METADATA, LATEST = ".metadata", "latest"
-_STEP = re.compile(r"step-(\d{8,})")
 _OF_ATTEMPT = re.compile(r"__\d+_(\d+)\.distcp|pieces-(\d+)\.json")
 
 
 def checkpoints_folder(run_folder: str) -> str:
     """The checkpoints folder of a run."""
-    return f"{run_folder.strip('/')}/checkpoints" if run_folder.strip("/") else "checkpoints"
+    return f"{run_folder.strip('/')}/{CHECKPOINTS}" if run_folder.strip("/") else CHECKPOINTS
 
 
 def step_folder(folder: str, step: int) -> str:
     """The folder of one step's checkpoint."""
-    return f"{folder}/step-{step:08d}"
+    return f"{folder}/{step_name(step)}"
 
 
 def rank_file_name(rank: int, attempt: int) -> str:
@@ -138,9 +138,9 @@ def list_checkpoints(store: Store, folder: str) -> CheckpointListing:
     _refuse_folder(store, f"{folder}/{LATEST}")
     for info in store.list(folder):
         top, _, name = info.path[len(folder) + 1 :].partition("/")
-        step = _STEP.fullmatch(top)
-        if step and name:
-            files.setdefault(int(step[1]), {})[name] = info
+        step = step_number(top)
+        if step is not None and name:
+            files.setdefault(step, {})[name] = info
         elif top == LATEST:
             latest = _read_latest(store, folder)
     complete: list[CompleteCheckpoint] = []
@@ -274,7 +274,7 @@ def latest_complete(
 def find_checkpoint(store: Store, path: str, reporter: Reporter = SILENT) -> CompleteCheckpoint:
     """Find the checkpoint of a path: a step's folder, or the latest of a run or of a checkpoints folder."""
     path = path.strip("/")
-    if path.rpartition("/")[2].startswith("step-") and store.head(f"{path}/{MANIFEST}") is not None:
+    if step_number(path.rpartition("/")[2]) is not None and store.head(f"{path}/{MANIFEST}") is not None:
         return open_checkpoint(store, path)
     for folder in (checkpoints_folder(path), path):
         checkpoint = latest_complete(store, folder, reporter=reporter) if folder else None

@@ -21,6 +21,7 @@ from trainshed.checkpoints.prove.probe import LossProbe
 from trainshed.checkpoints.weights import Weights, dtype_name
 from trainshed.errors import CorruptData, InputError, NotFound
 from trainshed.reporting import SILENT, Reporter
+from trainshed.run_folder import step_number
 from trainshed.storage import LocalStore
 
 if TYPE_CHECKING:
@@ -140,7 +141,7 @@ def read_verdict(folder: Path) -> Verdict | None:
 
 def _verdict_folders(folder: Path) -> Iterator[Path]:
     yield folder
-    if folder.name.startswith("step-"):
+    if step_number(folder.name) is not None:
         yield from folder.parents[1:2]
     elif is_iteration_name(folder.name):
         yield folder.parent

@@ -27,7 +27,7 @@ from trainshed.engines.torch.rank_env import (
     rank_device,
     rendezvous_store,
 )
-from trainshed.engines.torch.rank_health import BUDGET_SECONDS, COLLECTIVE_SECONDS, StopSignals, Watchdog
+from trainshed.engines.torch.rank_health import BUDGET_SECONDS, COLLECTIVE_SECONDS, Watchdog
 from trainshed.engines.torch.state import find_resume_point, load_start_state
 from trainshed.engines.torch.step import StepRunner
 from trainshed.engines.torch.trainer import StepProfiler, Trainer
@@ -38,6 +38,8 @@ from trainshed.observe.events import EventWriter
 from trainshed.observe.exporters import EXPORTERS
 from trainshed.observe.health import health_folder, write_rank_error
 from trainshed.recipe.train import MoeLosses
+from trainshed.run_folder import PROFILE
+from trainshed.signals import StopSignals
 from trainshed.storage.attempts import Attempt, take_attempt
 
 
@@ -153,7 +155,7 @@ def _train_session(job: TrainJob, session: RankSession) -> int:
     checkpoint = find_resume_point(job, attempt, env.rank, session.store, emit)
     start = load_start_state(job, runner, emit, attempt.store, checkpoint)
     emit("phase", name="load", seconds=time.monotonic() - began)
-    profile_folder = session.health.parents[1] / "profile" / session.health.name
+    profile_folder = session.health.parents[1] / PROFILE / session.health.name
     profiler = StepProfiler(job.recipe.observe.profile, env.rank, start.step, profile_folder)
     with CheckpointWriter(
         attempt,

@@ -12,7 +12,6 @@ from __future__ import annotations
 import faulthandler
 import os
 import re
-import signal
 import sys
 import tempfile
 import threading
@@ -22,7 +21,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from types import FrameType
 from typing import Literal
 
 import orjson
@@ -41,6 +39,7 @@ from trainshed.observe.health import (
     flight_record_name,
     parse_collectives,
 )
+from trainshed.signals import STOP_SIGNALS, StopSignals
 
 BUDGET_SECONDS: Mapping[str, float] = {
     "rendezvous": 600,
@@ -297,33 +296,16 @@ def _write_atomically(path: Path, written: FlightRecord) -> None:
     os.replace(part, path)
 
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 NO_STOP_VOTES: Mapping[str, float] = {number.name: 0.0 for number in STOP_SIGNALS}
 """The votes of a rank that has received no signal."""
 
 
-class StopSignals:
-    """The stop signals this rank has received. Each rank votes with every step; one vote stops all ranks."""
+def stop_votes(signals: StopSignals) -> dict[str, float]:
+    """Return 1.0 for each stop signal that was received, by its name; to be summed over all ranks.
 
-    def __init__(self) -> None:
-        self.received: set[int] = set()
-        self._previous_handlers: dict[int, object] = {}
-
-    def __enter__(self) -> StopSignals:
-        for number in STOP_SIGNALS:
-            self._previous_handlers[number] = signal.signal(number, self._handle)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._previous_handlers.items():
-            signal.signal(number, handler)  # pyrefly: ignore[bad-argument-type]
-
-    def votes(self) -> dict[str, float]:
-        """Return 1.0 for each stop signal that was received, by its name; to be summed over all ranks."""
-        return {number.name: float(number in self.received) for number in STOP_SIGNALS}
-
-    def _handle(self, number: int, _frame: FrameType | None) -> None:
-        self.received.add(number)
+    Each rank votes with every step, and one vote stops all ranks.
+    """
+    return {number.name: float(number in signals.received) for number in STOP_SIGNALS}
 
 
 def agreed_signal(summed_votes: Mapping[str, float]) -> int | None:

@@ -15,12 +15,14 @@ from trainshed.data.sampling.schedule import SkipList
 from trainshed.engines.torch.batch_loader import BatchLoader
 from trainshed.engines.torch.learning_rate import decay_span, learning_rate
 from trainshed.engines.torch.rank_env import EventEmitter, TrainJob
-from trainshed.engines.torch.rank_health import StopSignals, Watchdog
+from trainshed.engines.torch.rank_health import Watchdog, stop_votes
 from trainshed.engines.torch.state import StartPoint, state_facts, state_tensors
 from trainshed.engines.torch.step import DeviceTimestamp, PendingMetrics, StepMetrics, StepRunner
 from trainshed.errors import TrainshedError
 from trainshed.observe.mfu import measure_mfu
 from trainshed.recipe.schema import Profile
+from trainshed.run_folder import rank_name
+from trainshed.signals import StopSignals
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,7 @@ class Trainer:
         train, step = self.job.recipe.train, self.step
         batch = self.loader.batch(step, ahead=step + 1 < self.job.steps)
         lr = learning_rate(step, self.job.steps, train.optimizer.lr, train.schedule)
-        pending = self.runner.step(batch, self.job.order.batch_size(step), lr, self.stop_signals.votes())
+        pending = self.runner.step(batch, self.job.order.batch_size(step), lr, stop_votes(self.stop_signals))
         self._pending.append((step, lr, pending))
 
     def _read_metrics(self, keep: int) -> None:
@@ -238,7 +240,7 @@ class StepProfiler:
         self._steps = range(0)
         if profile is not None and rank in profile.ranks:
             self._steps = range(max(profile.steps_before, first), profile.steps_before + profile.steps)
-        self._path = folder / f"rank-{rank:05d}.json"
+        self._path = folder / f"{rank_name(rank)}.json"
         self._running: torch.profiler.profile | None = None
 
     def before(self, step: int) -> None:

@@ -27,6 +27,7 @@ from trainshed.plan import RankLayout
 from trainshed.plan.shrink import layout_for_nodes
 from trainshed.recipe import load_recipe
 from trainshed.reporting import Reporter
+from trainshed.run_folder import RECIPE_FILE
 from trainshed.signals import StopSignals
 from trainshed.storage import LocalStore
 from trainshed.storage.attempts import take_attempt
@@ -264,8 +265,8 @@ def plan_for_fewer_nodes(
         return f"{left}, and {stage.nodes} are needed"
     if len(good) < job.min_nodes:
         return f"{left}, and elastic.min_nodes asks for {job.min_nodes}"
-    resolved = Path(job.run) / "recipe.yaml"  # has the architecture, which the job's file may leave to base weights
-    recipe = load_recipe(str(resolved if resolved.is_file() else folder / "recipe.yaml"))
+    resolved = Path(job.run) / RECIPE_FILE  # has the architecture, which the job's file may leave to base weights
+    recipe = load_recipe(str(resolved if resolved.is_file() else folder / RECIPE_FILE))
     config = recipe.model.config
     if config is None:
         return f"{left}, and the architecture to plan them for is not known"

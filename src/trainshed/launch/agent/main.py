@@ -16,6 +16,7 @@ from trainshed.launch.job import JOB_FILE, JobFile, Stage, version_problem
 from trainshed.launch.ranks import RankProcesses, RanksResult
 from trainshed.launch.rendezvous import AgentOrder, AgentTimeouts, NodeEnv, Rendezvous, send_heartbeats, stage_part
 from trainshed.reporting import SILENT, Reporter
+from trainshed.run_folder import LOGS
 from trainshed.signals import StopSignals
 
 TRAIN_STAGE = "train"
@@ -81,7 +82,7 @@ def start_of_part(stage: Stage, start: str, part: int) -> str:
 
 def part_log(run_folder: Path, stage: Stage, part: int) -> Path:
     """Return the log of one part of a stage."""
-    return run_folder / "logs" / stage.name / f"part-{part:04d}.log"
+    return run_folder / LOGS / stage.name / f"part-{part:04d}.log"
 
 
 def _run_to_end(command: list[str], log: Path, grace_seconds: float) -> RanksResult:

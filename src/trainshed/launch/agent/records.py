@@ -19,6 +19,7 @@ from trainshed.errors import Conflict, NotFound
 from trainshed.launch.ranks import RanksResult
 from trainshed.launch.rendezvous import AgentOrder, JoinedNode
 from trainshed.observe.health import health_folder
+from trainshed.run_folder import node_name
 from trainshed.storage import ABSENT, LocalStore
 
 NodeOutcome = Literal["finished", "stopped", "failed", "peer", "lost"]
@@ -129,7 +130,7 @@ class AttemptRecords:
 
     def write_node(self, record: NodeRecord) -> None:
         """Write how a node's ranks ended."""
-        self._put(f"node-{record.node:05d}.json", asdict(record))
+        self._put(f"{node_name(record.node)}.json", asdict(record))
 
     def write_lost_node(
         self, node: int, slot: int, host: str, ranks_per_node: int, *, ranks_text: str, node_text: str
@@ -148,7 +149,7 @@ class AttemptRecords:
     def read_node(self, node: int) -> NodeRecord | None:
         """Return how a node's ranks ended; None while they run."""
         try:
-            body: dict[str, Any] = orjson.loads(self._store.read(f"node-{node:05d}.json"))
+            body: dict[str, Any] = orjson.loads(self._store.read(f"{node_name(node)}.json"))
         except NotFound:
             return None
         return NodeRecord(**body | {"failed": tuple(FailedRankRecord(**rank) for rank in body["failed"])})

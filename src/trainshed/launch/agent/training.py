@@ -44,6 +44,7 @@ from trainshed.launch.rendezvous import (
 from trainshed.observe.events import EventWriter
 from trainshed.recipe import load_cluster
 from trainshed.reporting import Reporter
+from trainshed.run_folder import CLUSTER_FILE, rank_name
 from trainshed.signals import StopSignals
 from trainshed.storage import LocalStore
 
@@ -186,7 +187,7 @@ class NodeTraining:
 
         logs = logs_folder(self._run, order.attempt)
         # What rank 0 prints is what a person wants to see in the scheduler's own log.
-        echo = LogEcho(logs / f"rank-{0:05d}.log", self._reporter.note) if node == 0 else None
+        echo = LogEcho(logs / f"{rank_name(0)}.log", self._reporter.note) if node == 0 else None
         run_folder = RunFolderWatcher(self._run, seconds=3 * self._timeouts.look_seconds)
 
         def poll() -> None:
@@ -201,7 +202,7 @@ class NodeTraining:
         )
         with sample_gpus(records.folder / f"gpus-{node:05d}.jsonl", self._timeouts.beat_seconds):
             result = run_ranks(
-                rank_command(self._run, order.attempt, ("--on", str(self._folder / "cluster.yaml"))),
+                rank_command(self._run, order.attempt, ("--on", str(self._folder / CLUSTER_FILE))),
                 ranks=per_node,
                 logs=logs,
                 world_size=len(order.slots) * per_node,
@@ -258,7 +259,7 @@ def preflight_node(
 ) -> NodeRecord | None:
     """Take part in the preflight of an attempt; returns the record of a node that does not train, None: it trains."""
     assert order.attempt is not None
-    cluster = load_cluster(folder / "cluster.yaml")
+    cluster = load_cluster(folder / CLUSTER_FILE)
     on_processors = cluster.ray is not None and cluster.ray.gpu_resource == "CPU"
     checks = preflight_job(
         cluster,

@@ -19,6 +19,7 @@ from trainshed.launch.job import Job
 from trainshed.launch.kubernetes.objects import PLAIN_WORD, RESERVED_WORDS, KubeObject, to_yaml
 from trainshed.launch.kubernetes.render import render
 from trainshed.launch.target import SubmitRequest
+from trainshed.run_folder import RECIPE_FILE
 
 _DNS_NAME = r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$"
 _STEPS_LINE = re.compile(r"(?m)^  steps: ([0-9]+)$")
@@ -146,14 +147,14 @@ def _volume_values(job: Job, placeholders: _Placeholders) -> tuple[Job, _Placeho
 
 def _steps_value(job: Job, placeholders: _Placeholders) -> tuple[Job, _Placeholders]:
     """The steps of a training with our own engine; other engines have them in their arguments."""
-    recipe = job.files.get("recipe.yaml", "")
+    recipe = job.files.get(RECIPE_FILE, "")
     steps = _STEPS_LINE.findall(recipe)
     ours = all(stage.script is None or stage.serving is not None for stage in job.stages)
     if not ours or job.steps is None or steps != [str(job.steps)]:
         return job, placeholders
     schema = {"type": "integer", "minimum": 1, "description": "Steps of the training; extending it keeps its past"}
     placeholders.add("steps", job.steps, schema, {placeholders.placeholder("steps"): "{{ int .Values.steps }}"})
-    files = dict(job.files) | {"recipe.yaml": _STEPS_LINE.sub(f"  steps: {placeholders.placeholder('steps')}", recipe)}
+    files = dict(job.files) | {RECIPE_FILE: _STEPS_LINE.sub(f"  steps: {placeholders.placeholder('steps')}", recipe)}
     return replace(job, files=files), placeholders
 
 

@@ -41,6 +41,7 @@ from trainshed.observe.events import EventWriter
 from trainshed.plan.budget.storage import cluster_storage
 from trainshed.recipe import Cluster
 from trainshed.reporting import SILENT, Reporter
+from trainshed.run_folder import node_name, preflight_folder
 from trainshed.storage import Store
 
 _INTRA_NODE_MEBIBYTES = 1024.0
@@ -70,7 +71,7 @@ class PreflightJob:
     @property
     def folder(self) -> str:
         """The folder of the results, inside the store."""
-        return "/".join([*filter(None, [self.run_folder]), "health", f"attempt-{self.attempt:04d}", "preflight"])
+        return "/".join([*filter(None, [self.run_folder]), preflight_folder(self.attempt)])
 
 
 def run_preflight(
@@ -175,10 +176,10 @@ def _store_results(job: PreflightJob, node: int, verdict: PreflightVerdict, scra
     """Store what this node found, its logs where something is wrong, and on node 0 the verdict and its event."""
     own_report = next((report for report in verdict.nodes if report.node == node), None)
     body = {"schema": PREFLIGHT_SCHEMA, **(own_report.to_plain() if own_report else {"node": node})}
-    _put_json(job, f"node-{node:05d}.json", body)
+    _put_json(job, f"{node_name(node)}.json", body)
     tails = b"".join(_titled_log_tail(log) for log in sorted(scratch.rglob("*.log")))
     if tails and verdict.outcome in ("replace", "fail"):
-        job.store.put(f"{job.folder}/node-{node:05d}.log", tails)
+        job.store.put(f"{job.folder}/{node_name(node)}.log", tails)
     if node == 0:
         _put_json(job, "verdict.json", verdict.to_plain())
         with EventWriter(job.store, job.run_folder, attempt=job.attempt, rank=None) as events:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import orjson
 
 from trainshed.errors import TrainshedError
+from trainshed.run_folder import HEALTH
 
 CheckVerdict = Literal["pass", "warn", "fail", "skipped"]
 _BY_SEVERITY: tuple[CheckVerdict, ...] = ("skipped", "pass", "warn", "fail")
@@ -141,7 +142,7 @@ class PreflightVerdict:
 
 def newest_verdict(run: Path) -> PreflightVerdict | None:
     """Return the verdict of a run's newest attempt; None if its folder is not here or has none."""
-    files = sorted((run / "health").glob("attempt-*/preflight/verdict.json"))
+    files = sorted((run / HEALTH).glob("attempt-*/preflight/verdict.json"))
     return PreflightVerdict.from_plain(orjson.loads(files[-1].read_bytes())) if files else None
 
 

@@ -51,6 +51,7 @@ from trainshed.launch.ray.status import StageLogLine
 from trainshed.launch.rendezvous import AgentOrder, AgentTimeouts, Rendezvous, port_of_start
 from trainshed.recipe import Cluster, load_cluster
 from trainshed.reporting import SILENT, Reporter
+from trainshed.run_folder import CLUSTER_FILE, rank_name
 from trainshed.signals import STOP_SIGNALS, StopSignals
 from trainshed.storage import LocalStore
 from trainshed.storage.attempts import take_attempt
@@ -84,7 +85,7 @@ def drive(folder: Path, only: str | None = None, *, reporter: Reporter = SILENT)
         stack.enter_context(_connect_to_ray())
         # After `ray.init`, which sets a handler of its own for TERM.
         stop = stack.enter_context(StopSignals())
-        context = RayJobContext(job, folder, load_cluster(folder / "cluster.yaml"), reporter, stop)
+        context = RayJobContext(job, folder, load_cluster(folder / CLUSTER_FILE), reporter, stop)
         for stage in stages:
             try:
                 code = stop.exit_code or _run_stage(context, stage)
@@ -497,7 +498,7 @@ def run_scripts(context: RayJobContext, stage: Stage, nodes: Sequence[PlacedActo
         task = ActorTask(
             (str(context.folder / stage.script),),
             number,
-            logs / f"rank-{number:05d}.log",
+            logs / f"{rank_name(number)}.log",
             {**environment, "NODE_RANK": str(number)},
             program="bash",
             prologue=_prologue(context, stage),

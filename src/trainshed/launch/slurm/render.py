@@ -30,12 +30,12 @@ from trainshed.launch.job import (
     Stage,
     job_folder,
     setup_script,
-    store_of,
 )
 from trainshed.launch.rendezvous import FIRST_PORT, PORTS
 from trainshed.launch.slurm.sbatch_options import logs_folder, secret_references, stage_options
 from trainshed.launch.target import RequestPart, SubmitRequest
 from trainshed.recipe import Cluster
+from trainshed.run_folder import store_address
 
 FIRST_COMMAND = "set -euo pipefail"
 """The first line after a script's options."""
@@ -47,7 +47,7 @@ _START_NAME = f'"slurm-{_TASK_ID}-${{SLURM_RESTART_COUNT:-0}}-$TRAINSHED_BEGAN"'
 def render(job: Job) -> SubmitRequest:
     """Return the scripts of a job, and what must be in the store before they run."""
     _check_run_folder_and_images(job)
-    store = store_of(job.run)
+    store = store_address(job.run)
     setups = {stage.name: _stage_fabric(job, stage) for stage in job.stages}
     files = dict(job.files) | {
         node_script_file(stage): node_script(job, stage, store, setups[stage.name]) for stage in job.stages

@@ -13,13 +13,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from trainshed.errors import InputError, NotFound, TrainshedError
-from trainshed.launch.job import Job, Stage, store_of
+from trainshed.launch.job import Job, Stage
 from trainshed.launch.slurm.client import SlurmClient, parse_scontrol
 from trainshed.launch.slurm.render import FIRST_COMMAND, render, serving_port
 from trainshed.launch.slurm.sbatch_options import dependency_line, exported_names, logs_folder
 from trainshed.launch.slurm.status import serving_state, stage_state
 from trainshed.launch.target import StageState, SubmitRequest, SubmittedJob
 from trainshed.recipe import Cluster
+from trainshed.run_folder import LOGS, attempt_name, rank_name, store_address
 
 _FOLLOW_SECONDS, _REMOTE_FOLLOW_SECONDS = 0.5, 5.0
 
@@ -40,7 +41,7 @@ class SlurmTarget:
 
     def submit(self, request: SubmitRequest, job: Job) -> SubmittedJob:
         """Submit the scripts; if one is refused, those before it are cancelled."""
-        store = store_of(job.run)
+        store = store_address(job.run)
         for path, data in request.uploads.items():
             self._client.upload_file(f"{store}/{path}", data)
         self._client.make_folder(logs_folder(job.run))
@@ -121,8 +122,8 @@ class SlurmTarget:
         if stage not in submitted.ids:
             raise InputError(f"this run has no stage `{stage}`", hint=f"it has {', '.join(submitted.ids)}")
         if stage == "train" and (rank is not None or attempt is not None):
-            files = self._client.find_files(f"{submitted.run}/logs", f"attempt-*/rank-{rank or 0:05d}.log")
-            wanted = [path for path in files if attempt is None or f"/attempt-{attempt:04d}/" in path]
+            files = self._client.find_files(f"{submitted.run}/{LOGS}", f"attempt-*/{rank_name(rank or 0)}.log")
+            wanted = [path for path in files if attempt is None or f"/{attempt_name(attempt)}/" in path]
         else:
             files = self._client.find_files(logs_folder(submitted.run), f"{stage}-{submitted.ids[stage]}[._]*")
             wanted = sorted(files, key=_by_number)[rank or 0 :][:1]

@@ -16,8 +16,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from types import FrameType
-from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -26,6 +24,7 @@ from trainshed.errors import InputError, TrainshedError
 from trainshed.reporting import Reporter
 from trainshed.serve.http.app import build_app
 from trainshed.serve.http.server_state import LoadProgress, ServedModel, ServerState
+from trainshed.signals import StopSignals, exit_code_of
 
 LINGER_SECONDS = 5.0
 """How long new requests are still accepted after SIGTERM: a load balancer notices late that a server is not ready."""
@@ -55,7 +54,7 @@ def serve_http(load: Callable[[Reporter], ServedModel], settings: ServerSettings
     state = ServerState(max_requests=settings.max_requests)
     app = build_app(state, api_key=settings.api_key, reporter=reporter)
     with (
-        _Signals() as signals,
+        _ServerSignals() as signals,
         bind_socket(settings.host, settings.port) as listener,
         run_in_thread(app, listener) as outputs,
     ):
@@ -145,33 +144,27 @@ class _StoppedBySignal(BaseException):
     """A signal came while the model was being loaded; no `except Exception` on the way may swallow it."""
 
 
-class _Signals:
-    """Handles SIGTERM and SIGINT inside its context: the first asks to stop, the second ends the process at once."""
+class _ServerSignals(StopSignals):
+    """SIGTERM and SIGINT of a server: the first asks to stop, the second ends the process at once."""
 
     def __init__(self) -> None:
+        super().__init__((signal.SIGTERM, signal.SIGINT), on_signal=self._stop)
         # Unlike an Event, a SimpleQueue may be filled by a signal handler that interrupts its own reader.
-        self._received: queue.SimpleQueue[int] = queue.SimpleQueue()
-        self._first: int | None = None
-        self._raise_on_signal = False
-        self._previous_handlers: dict[int, Any] = {}
+        self._queue: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._is_stopping = self._raise_on_signal = False
         self._kill_timer = threading.Timer(_UNLOADING_SECONDS, os._exit, (0,))
         self._kill_timer.daemon = True
 
-    def __enter__(self) -> _Signals:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            self._previous_handlers[number] = signal.signal(number, self._handle)
-        return self
-
     def __exit__(self, *_: object) -> None:
+        """Put the earlier handlers back; nobody is killed any more."""
         self._kill_timer.cancel()
-        for number, handler in self._previous_handlers.items():
-            signal.signal(number, handler)
+        super().__exit__()
 
     def wait(self, is_well: Callable[[], bool]) -> int:
         """Wait for the first signal and return its number, while `is_well`."""
         while is_well():
             with suppress(queue.Empty):
-                return self._received.get(timeout=1)
+                return self._queue.get(timeout=1)
         raise TrainshedError("the HTTP server ended by itself", hint="this is a fault of Trainshed: please report it")
 
     @contextmanager
@@ -179,18 +172,18 @@ class _Signals:
         """Raise `_StoppedBySignal` on a signal inside this context."""
         self._raise_on_signal = True
         try:
-            if self._first is not None:
+            if self.first is not None:
                 raise _StoppedBySignal
             yield
         finally:
             self._raise_on_signal = False
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self._first is not None:
+    def _stop(self, number: int) -> None:
+        if self._is_stopping:
             sys.stderr.flush()
-            os._exit(128 + number)
-        self._first = number
-        self._received.put(number)
+            os._exit(exit_code_of(number))
+        self._is_stopping = True
+        self._queue.put(number)
         if self._raise_on_signal:
             self._kill_timer.start()
             raise _StoppedBySignal
