@@ -28,8 +28,8 @@ from trainshed.workflow import find_start, note_other_runs, open_run_folder, pre
 HOLD = """
 import sys, time
 from pathlib import Path
-from trainshed.launch.local import only_start
-with only_start(Path(sys.argv[1]), "small/x"):
+from trainshed.launch.local import lock_run
+with lock_run(Path(sys.argv[1]), "small/x"):
     print("held", flush=True)
     time.sleep(600)
 """
