@@ -85,7 +85,7 @@ def report(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -
 @contextmanager
 def held(run: Path) -> Iterator[subprocess.Popen[str]]:
     """Somebody else who works on a run."""
-    with subprocess.Popen([sys.executable, "-c", HOLD, str(run)], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen([sys.executable, "-P", "-c", HOLD, str(run)], stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
             assert process.stdout.readline() == "held\n"
