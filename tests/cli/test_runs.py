@@ -28,8 +28,8 @@ from trainshed.workflow import find_start, note_other_runs, open_run_folder, pre
 HOLD = """
 import sys, time
 from pathlib import Path
-from trainshed.launch.local import only_start
-with only_start(Path(sys.argv[1]), "small/x"):
+from trainshed.launch.local import lock_run
+with lock_run(Path(sys.argv[1]), "small/x"):
     print("held", flush=True)
     time.sleep(600)
 """
@@ -85,7 +85,7 @@ def report(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -
 @contextmanager
 def held(run: Path) -> Iterator[subprocess.Popen[str]]:
     """Somebody else who works on a run."""
-    with subprocess.Popen([sys.executable, "-c", HOLD, str(run)], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen([sys.executable, "-P", "-c", HOLD, str(run)], stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
             assert process.stdout.readline() == "held\n"
