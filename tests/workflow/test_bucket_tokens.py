@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
-from s3_server import S3Server
-from text_recipes import write_recipe
 
+from support.recipes.text_recipes import write_recipe
+from support.servers.s3_server import S3Server
 from trainshed.data.tokens.indexed_dataset import write_index
 from trainshed.data.tokens.verify import verify_tokens
 from trainshed.recipe import Cluster, Recipe, load_cluster, load_recipe

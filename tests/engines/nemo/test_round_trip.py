@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import yaml
-from foreign_tasks import task_of
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from round_trips import Alike, forgotten_keys, read_back, recipe_of, said_keys
+from support.recipes.foreign_tasks import task_of
 from trainshed.catalog import model_preset
 from trainshed.engines.importing import ImportedConfig, import_text
 from trainshed.engines.key_table import KeyTable

@@ -6,9 +6,9 @@ import signal
 
 import pytest
 import torch
-from one_process import CPU, one_process_model, token_rows
-from tiny_models import tiny_config
 
+from support.models.one_process import CPU, one_process_model, token_rows
+from support.models.tiny_models import tiny_config
 from trainshed.engines.torch.batch_loader import LocalBatch
 from trainshed.engines.torch.optimizer import AdamW
 from trainshed.engines.torch.rank_health import NO_STOP_VOTES

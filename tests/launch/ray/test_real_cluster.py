@@ -20,10 +20,10 @@ import orjson
 import psutil
 import pytest
 import yaml
-from ray_cluster import SECRET, shared_cluster
-from small_recipes import recipe_text, small_recipe
 
 import trainshed
+from support.clusters.ray_cluster import SECRET, shared_cluster
+from support.recipes.small_recipes import recipe_text, small_recipe
 from trainshed.errors import InputError
 from trainshed.launch.attempt import PLAN_SCHEMA
 from trainshed.launch.job import JOB_FILE, CodeArchive, Job, JobFile, Stage
