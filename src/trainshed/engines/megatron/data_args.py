@@ -25,6 +25,7 @@ def read_synthetic(config: ArgumentImport) -> Any:
     if not config.get("mock_data"):
         return KEEP
     config.drop("synthetic data has no tokenizer", "tokenizer_type", "tokenizer_model")
+    config.drop("synthetic data is not validated on", "split", "eval_interval", "eval_iters")
     return True
 
 

@@ -199,6 +199,10 @@ def _slides_over_ranks(task: EngineTask) -> bool:
     return task.layout.cp > 1 and task.config.sliding_window is not None
 
 
+def _imports_sliding_ranks(config: ArgumentImport) -> bool:
+    return config.get("context_parallel_size") > 1 and config.get("window_size") is not None
+
+
 _MODEL_ROWS = (
     KeyRow(ARCHITECTURE, "model", render_architecture, read_architecture),
     KeyRow(
@@ -313,11 +317,15 @@ _LAYOUT_ROWS = (
     ),
     same("context_parallel_size", "layout.cp", unless=1),
     # The ring (p2p) of TransformerEngine has no window.
-    _choice_if(
-        "cp_comm_type",
-        "all_gather",
-        _slides_over_ranks,
-        lambda config: config.get("context_parallel_size") > 1 and config.get("window_size") is not None,
+    KeyRow(
+        ("cp_comm_type",),
+        "engine.args",
+        lambda task: "all_gather",
+        lambda config: (
+            ["all_gather"] if config.get("context_parallel_size") > 1 and config.get("window_size") else OMIT
+        ),
+        when=_slides_over_ranks,
+        chosen=True,
     ),
     # Said outright: left alone it is tp.
     KeyRow(
