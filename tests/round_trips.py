@@ -19,6 +19,23 @@ Alike = Mapping[str, tuple[str, Callable[[dict[str, Any]], Any]]]
 """Recipes that an engine is told in the same words: the key, why, and what stands for all of its values."""
 
 
+def _decay(flat: dict[str, Any]) -> Any:
+    decay = flat.get("train.schedule.decay")
+    return decay if flat["train.schedule.name"] == "wsd" or decay != flat["train.steps"] else None
+
+
+def _of_router(key: str, default: float) -> Callable[[dict[str, Any]], Any]:
+    return lambda flat: flat.get(f"train.moe.{key}", default) if "model.config.moe.experts" in flat else None
+
+
+_ROUTER = "null is what the schema defaults it to, for a model with experts"
+PRETRAINING_ALIKE: Alike = {
+    "train.schedule.decay": ("a decay that ends with the run need not be written", _decay),
+    "train.moe.balance_loss": (_ROUTER, _of_router("balance_loss", 0.001)),
+    "train.moe.z_loss": (_ROUTER, _of_router("z_loss", 0.0)),
+}
+
+
 def recipe_of(keys: Mapping[str, Any]) -> Recipe:
     """Return a recipe from dotted keys."""
     return parse_recipe(yaml.safe_dump(nest(keys), sort_keys=False))

@@ -113,6 +113,8 @@ def format_value(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(format_value, value))}]"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {format_value(item)}" for key, item in value.items()) + "}"
     return str(value)
 
 

@@ -19,7 +19,7 @@ import orjson
 import trainshed
 from trainshed.catalog.gpus import find_gpu
 from trainshed.engines.launch import EngineLaunch, EngineSite, EngineTask, build_launch, launcher_script
-from trainshed.engines.megatron.keys import uses_fsdp
+from trainshed.engines.megatron.layout_args import uses_fsdp
 from trainshed.errors import InputError, RecipeError
 from trainshed.launch.attempt import PLAN_SCHEMA
 from trainshed.launch.fabric import fabric_setup, lint_environment

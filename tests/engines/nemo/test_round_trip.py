@@ -9,8 +9,13 @@ import yaml
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+<<<<<<< HEAD
 from round_trips import Alike, forgotten_keys, read_back, recipe_of, said_keys
 from support.recipes.foreign_tasks import task_of
+=======
+from foreign_tasks import task_of
+from round_trips import PRETRAINING_ALIKE, Alike, forgotten_keys, read_back, recipe_of, said_keys
+>>>>>>> hforeign
 from trainshed.catalog import model_preset
 from trainshed.engines.importing import ImportedConfig, import_text
 from trainshed.engines.key_table import KeyTable
@@ -92,16 +97,8 @@ LAYOUT = st.fixed_dictionaries(
         "recompute": st.sampled_from(["none", "selective", "full"]),
     },
 )
-ALIKE: Alike = {
+ALIKE: Alike = PRETRAINING_ALIKE | {
     "observe.tensorboard": ("true and null are both on", lambda flat: flat.get("observe.tensorboard", True)),
-    "train.moe.balance_loss": (
-        "null is what the schema defaults it to, for a model with experts",
-        lambda flat: flat.get("train.moe.balance_loss", 0.001) if "model.config.moe.experts" in flat else None,
-    ),
-    "train.moe.z_loss": (
-        "null is what the schema defaults it to, for a model with experts",
-        lambda flat: flat.get("train.moe.z_loss", 0.0) if "model.config.moe.experts" in flat else None,
-    ),
 }
 HYDRA_ALIKE: Alike = ALIKE | {
     "observe.dllogger": ("true and null are both on", lambda flat: flat.get("observe.dllogger", True)),

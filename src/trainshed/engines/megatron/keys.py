@@ -1,21 +1,93 @@
-"""The recipe's keys as Megatron's arguments: model, training, layout, data, checkpoints, logs.
+"""Megatron's arguments, each once: the table by which command lines are written and read.
 
-Every fact of the architecture is written, since `--use-checkpoint-args` restores only a part. Where Megatron's files
-lie in the run's folder is said here too.
+An argument is called by the name of what it sets (argparse's dest). One that a row renders as None is not written, and
+`engine.args` may not write it either.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from decimal import Decimal
+from collections.abc import Callable
+from typing import Any
 
-from trainshed.checkpoints.megatron.args import architecture_args
-from trainshed.data.sampling.schedule import BatchRampUp, BatchSchedule
+from trainshed.engines.key_table import (
+    KEEP,
+    OMIT,
+    PRETRAINING_UNSAID,
+    REFUSED,
+    KeyRow,
+    KeyTable,
+    choice,
+    follows,
+    not_read,
+    same,
+)
 from trainshed.engines.launch import EngineSite, EngineTask
-from trainshed.engines.megatron.settings import MegatronSettings
-from trainshed.errors import InputError
-from trainshed.plan.layout import RankLayout
+from trainshed.engines.megatron.argument_import import ArgumentImport
+from trainshed.engines.megatron.data_args import (
+    read_length,
+    read_profile,
+    read_resume,
+    read_sources,
+    read_split,
+    read_synthetic,
+    read_tokenizer,
+    read_validation,
+    render_profile,
+    render_split,
+    writes_tensorboard,
+)
+from trainshed.engines.megatron.layout_args import (
+    read_experts,
+    read_recompute,
+    read_sharding,
+    read_stages,
+    read_virtual_stages,
+    render_recompute,
+    render_sharding,
+    render_stages,
+    render_virtual_stages,
+    sharding,
+    uses_fsdp,
+)
+from trainshed.engines.megatron.model_args import (
+    ARCHITECTURE,
+    has_experts,
+    has_tokenizer,
+    padded_vocabulary,
+    read_architecture,
+    render_architecture,
+    sequence_length,
+    vocabulary,
+)
+from trainshed.engines.megatron.training_args import (
+    SCHEDULES,
+    STEPPED_VERSIONS,
+    has_ramp,
+    is_fp8,
+    read_decay,
+    read_dropout,
+    read_global_batch,
+    read_lowest_rate,
+    read_optimizer,
+    read_precision,
+    read_ramp,
+    read_rate,
+    read_router,
+    read_shape,
+    read_steps,
+    read_warmup,
+    render_decay,
+    render_final_decay,
+    render_global_batch,
+    render_precision,
+    render_ramp,
+    render_router,
+    render_stepped_ramp,
+    render_steps,
+    render_warmup,
+)
 from trainshed.plan.legality.check import MEGATRON_VOCABULARY_MULTIPLE
+<<<<<<< HEAD
 from trainshed.plan.legality.rules import round_up
 from trainshed.recipe import MoeLosses
 
@@ -272,126 +344,469 @@ def _render_recompute(settings: MegatronSettings, layout: RankLayout) -> None:
     if layout.recompute == "selective":
         settings.choose(recompute_modules=("core_attn",))
 
+=======
+>>>>>>> hforeign
 
 # Loading and the first compiled step of a large model may keep a rank from the others for longer than the 10 minutes
 # that Megatron gives a collective.
-TIMEOUT_MINUTES = 30
-
-
+_TIMEOUT_MINUTES = 30
 MEGATRON_CHECKPOINTS = "checkpoints-megatron"
 """Where checkpoints are kept in the run's folder: apart from our own, whose names they share."""
+_RUN_FOLDER = "the run has its own folder"
+_DECIDED_HERE = "Trainshed decides it"
+_STATE_OF_BASE = "base weights bring no state, own checkpoints are loaded whole"
+_STATE_IS_SAVED = "a run that cannot resume is none here: state is always saved"
+_EVERY_TOKEN = "documents follow each other in a sample and every token counts here"
+_TOKENIZER_FILES = "the tokenizer's own files are found by its address"
+_SCHEDULE_COUNTS = "the recipe's schedule always counts"
+_IN_STORE = "runs are kept in the store"
 
 
-def checkpoint_folder(place: EngineSite) -> str:
+def checkpoint_folder(site: EngineSite) -> str:
     """Where Megatron keeps its checkpoints."""
-    return f"{place.run}/{MEGATRON_CHECKPOINTS}"
+    return f"{site.run}/{MEGATRON_CHECKPOINTS}"
 
 
-def index_folder(place: EngineSite) -> str:
-    """Where the cached order of samples lies, built before GPUs are asked for."""
-    return f"{place.engine}/index"
+def index_folder(site: EngineSite) -> str:
+    """Where the cached order of samples is kept, built before GPUs are asked for."""
+    return f"{site.engine}/index"
 
 
-def render_data(settings: MegatronSettings, task: EngineTask) -> None:
-    """Decide what is read."""
-    data, place = task.recipe.data, task.place
-    settings.put("data.sequence_length", seq_length=sequence_length(task))
-    settings.put("data.synthetic", mock_data=data.synthetic)
-    _render_tokenizer(settings, task)
-    settings.put("data.train", data_path=None, train_data_path=None, valid_data_path=None, test_data_path=None)
-    if data.synthetic:
-        settings.put("data", per_split_data_args_path=None, data_args_path=None, split=None, data_cache_path=None)
-    else:
-        shared_out = data.split is not None
-        settings.put(
-            "data",
-            per_split_data_args_path=None if shared_out else f"{place.engine}/data.json",
-            data_args_path=f"{place.engine}/data-args.txt" if shared_out else None,
-            data_cache_path=index_folder(place),
-        )
-        fractions = (data.split.train, data.split.validation, data.split.test) if data.split else ()
-        # Never as 1e-05: Megatron picks digits and points out of the text.
-        settings.put("data.split", split=",".join(format(Decimal(repr(each)), "f") for each in fractions) or None)
-    # Documents follow each other in a sample and every token counts, as with our own engine.
-    settings.put("data", eod_mask_loss=False, reset_position_ids=False, reset_attention_mask=False)
-    settings.put("data", dataloader_type="single")
-    # The mask is causal, and TransformerEngine needs no tensor of it.
-    settings.choose(create_attention_mask_in_dataloader=False)
-    validation = data.validation
-    settings.put(
-        "data.validation",
-        eval_interval=validation.every if validation else task.steps,
-        eval_iters=validation.batches if validation else 0,
+def _is_prepared(task: EngineTask) -> bool:
+    return not task.recipe.data.synthetic
+
+
+def _must_resume(task: EngineTask) -> bool:
+    return task.recipe.checkpoint.resume == "must"
+
+
+def _base_folder(task: EngineTask) -> str | None:
+    return f"{task.place.engine}/base" if task.recipe.model.from_ is not None and not _must_resume(task) else None
+
+
+def _betas(task: EngineTask) -> dict[str, float]:
+    first, second = task.recipe.train.optimizer.betas
+    return {"adam_beta1": first, "adam_beta2": second}
+
+
+def _every_validation(task: EngineTask) -> dict[str, int]:
+    validation = task.recipe.data.validation
+    every, batches = (validation.every, validation.batches) if validation else (task.steps, 0)
+    return {"eval_interval": every, "eval_iters": batches}
+
+
+def _read_saving(config: ArgumentImport) -> Any:
+    return config.get("save_interval") if config.get("save") else None
+
+
+def _read_async(config: ArgumentImport) -> bool:
+    return bool(config.get("async_save") and config.get("use_persistent_ckpt_worker"))
+
+
+def _read_tensorboard(config: ArgumentImport) -> Any:
+    return False if config.get("tensorboard_dir") is None else OMIT
+
+
+def _read_sharp(config: ArgumentImport) -> Any:
+    if not config.get("use_sharp"):
+        return KEEP
+    config.cluster["sharp"] = True
+    return OMIT
+
+
+def _read_mask(config: ArgumentImport) -> Any:
+    config.note_mapped("engine: megatron, which needs no tensor of the mask", "create_attention_mask_in_dataloader")
+    return OMIT
+
+
+def _unset(path: str, *keys: str, value: Any = None, drop: str = "") -> KeyRow:
+    """Return the row of arguments that are never written; an import drops them, or keeps them as `engine.args`."""
+    values = dict.fromkeys(keys, value)
+    return KeyRow(
+        keys, path, lambda task: value if len(keys) == 1 else values, None if drop else lambda config: KEEP, drop=drop
     )
 
 
-def _render_tokenizer(settings: MegatronSettings, task: EngineTask) -> None:
-    size = task.config.vocab_size
-    if task.recipe.tokenizer is not None and not task.recipe.data.synthetic:
-        settings.put(
-            "tokenizer", tokenizer_type="HuggingFaceTokenizer", tokenizer_model=f"{task.place.engine}/tokenizer"
-        )
-        # Tokens are prepared, so nothing is encoded; but only the fast kind reads a tokenizer.json alone.
-        settings.choose(tokenizer_hf_use_fast=True)
-    else:
-        settings.put("tokenizer", tokenizer_type="NullTokenizer", tokenizer_model=None)
-        # Until 0.18 it counts the end of a document besides.
-        size -= not settings.known.has("null_tokenizer_eod_id")
+def _dropped_choice(key: str, value: Any, drop: str, **more: Any) -> KeyRow:
+    """Return the row of an argument that Trainshed chooses and that an import leaves out."""
+    return KeyRow((key,), "engine.args", lambda task: value, chosen=True, drop=drop, **more)
+
+
+def _choice_if(
+    key: str, value: Any, when: Callable[[EngineTask], bool], read: Callable[[ArgumentImport], Any]
+) -> KeyRow:
+    """Return the row of an argument that Trainshed chooses for some tasks; `read` tells the same of an import."""
+    return KeyRow(
+        (key,),
+        "engine.args",
+        lambda task: value,
+        lambda config: value if read(config) else OMIT,
+        when=when,
+        chosen=True,
+    )
+
+
+def _imports_experts(config: ArgumentImport) -> bool:
+    return bool(config.get("num_experts"))
+
+
+def _imports_fp8(config: ArgumentImport) -> bool:
+    return config.get("fp8") is not None
+
+
+def _slides_over_ranks(task: EngineTask) -> bool:
+    return task.layout.cp > 1 and task.config.sliding_window is not None
+
+
+def _imports_sliding_ranks(config: ArgumentImport) -> bool:
+    return config.get("context_parallel_size") > 1 and config.get("window_size") is not None
+
+
+_MODEL_ROWS = (
+    KeyRow(ARCHITECTURE, "model", render_architecture, read_architecture),
+    KeyRow(
+        ("attention_dropout", "hidden_dropout"),
+        "train.dropout",
+        lambda task: dict.fromkeys(("attention_dropout", "hidden_dropout"), task.recipe.train.dropout),
+        read_dropout,
+    ),
+    # Said outright: left alone, Megatron makes as many rows as the tokenizer has tokens, and drops the model's others.
+    follows("padded_vocab_size", "model", padded_vocabulary, "model"),
+    choice("make_vocab_size_divisible_by", MEGATRON_VOCABULARY_MULTIPLE),
+    choice("transformer_impl", "transformer_engine"),
+    _choice_if("moe_grouped_gemm", True, has_experts, _imports_experts),
+    _choice_if("moe_token_dispatcher_type", "alltoall", has_experts, _imports_experts),
+    _choice_if("moe_router_dtype", "fp32", has_experts, _imports_experts),
+    KeyRow(
+        ("moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff"),
+        "train.moe",
+        render_router,
+        read_router,
+        when=has_experts,
+    ),
+)
+_TRAINING_ROWS = (
+    same("micro_batch_size", "layout.micro_batch", default=1, unless=1),
+    KeyRow(("global_batch_size",), "train.global_batch", render_global_batch, read_global_batch),
+    KeyRow(("train_iters", "train_samples"), "train.steps", render_steps, read_steps),
+    KeyRow(("rampup_batch_size",), "train.batch_ramp", render_ramp, read_ramp),
+    follows(
+        "step_batch_size_schedule",
+        "train.batch_ramp",
+        render_stepped_ramp,
+        "train.batch_ramp",
+        when=has_ramp,
+        versions=STEPPED_VERSIONS,
+    ),
+    KeyRow(("lr",), "train.optimizer.lr", lambda task: task.recipe.train.optimizer.lr, read_rate),
+    KeyRow(("min_lr",), "train.schedule.min_lr", lambda task: task.recipe.train.schedule.min_lr, read_lowest_rate),
+    KeyRow(
+        ("lr_decay_style",),
+        "train.schedule.name",
+        lambda task: SCHEDULES[task.recipe.train.schedule.name],
+        read_shape,
+    ),
+    KeyRow(
+        ("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_fraction", "lr_warmup_init"),
+        "train.schedule.warmup",
+        render_warmup,
+        read_warmup,
+    ),
+    KeyRow(("lr_decay_iters", "lr_decay_samples"), "train.schedule.decay", render_decay, read_decay),
+    KeyRow(
+        ("lr_wsd_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_samples"),
+        "train.schedule.decay",
+        render_final_decay,
+        lambda config: KEEP,
+    ),
+    KeyRow(
+        ("optimizer",),
+        "train.optimizer.name",
+        lambda task: "adam",
+        read_optimizer,
+        note="train.optimizer.name: adamw",
+    ),
+    KeyRow(
+        ("adam_beta1", "adam_beta2"),
+        "train.optimizer.betas",
+        _betas,
+        lambda config: [config.get("adam_beta1"), config.get("adam_beta2")],
+    ),
+    same("adam_eps", "train.optimizer.eps"),
+    same("weight_decay", "train.optimizer.weight_decay"),
+    same(
+        "clip_grad",
+        "train.optimizer.clip",
+        to_engine=lambda clip: clip or 0.0,
+        to_recipe=lambda clip: clip or None,
+    ),
+    same("seed", "seed"),
+    KeyRow((), "data.seed", read=lambda config: config.get("seed")),
+    _unset("train.non_finite", "check_for_nan_in_loss_and_grad", value=True),
+    same("deterministic_mode", "train.deterministic", unless=False),
+    KeyRow(("bf16", "fp16", "fp8"), "train.precision", render_precision, read_precision),
+    _unset("train.precision", "fp4"),
+    # Delayed scaling as NVIDIA's recipes have it (GKE's llama3-70b-fp8: history 1024, algorithm max).
+    _choice_if("fp8_recipe", "delayed", is_fp8, _imports_fp8),
+    _choice_if("fp8_amax_history_len", 1024, is_fp8, _imports_fp8),
+    _choice_if("fp8_amax_compute_algo", "max", is_fp8, _imports_fp8),
+)
+_LAYOUT_ROWS = (
+    KeyRow((), "layout", read=lambda config: {}),
+    same("tensor_model_parallel_size", "layout.tp", unless=1),
+    follows("sequence_parallel", "layout.tp", lambda task: task.layout.tp > 1, "layout.tp, which has it always"),
+    same("pipeline_model_parallel_size", "layout.pp", unless=1),
+    KeyRow(
+        ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"),
+        "layout.vp",
+        render_virtual_stages,
+        read_virtual_stages,
+    ),
+    KeyRow(
+        ("pipeline_model_parallel_layout", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
+        "layout.stages",
+        render_stages,
+        read_stages,
+    ),
+    _unset(
+        "layout.stages",
+        "account_for_embedding_in_pipeline_split",
+        "account_for_loss_in_pipeline_split",
+        value=False,
+    ),
+    same("context_parallel_size", "layout.cp", unless=1),
+    # The ring (p2p) of TransformerEngine has no window.
+    KeyRow(
+        ("cp_comm_type",),
+        "engine.args",
+        lambda task: "all_gather",
+        lambda config: (
+            ["all_gather"] if config.get("context_parallel_size") > 1 and config.get("window_size") else OMIT
+        ),
+        when=_slides_over_ranks,
+        chosen=True,
+    ),
+    # Said outright: left alone it is tp.
+    KeyRow(
+        ("expert_tensor_parallel_size",), "layout.etp", lambda task: task.layout.etp, read_experts, when=has_experts
+    ),
+    same("expert_model_parallel_size", "layout.ep", unless=1, when=has_experts),
+    KeyRow(
+        ("use_distributed_optimizer", "use_megatron_fsdp", "data_parallel_sharding_strategy"),
+        "layout.shard",
+        render_sharding,
+        read_sharding,
+    ),
+    _unset("layout.shard", "use_torch_fsdp2", value=False),
+    same("num_distributed_optimizer_instances", "layout.replicate", unless=1),
+    choice("overlap_grad_reduce", True),
+    KeyRow(
+        ("overlap_param_gather",),
+        "engine.args",
+        lambda task: task.layout.shard != "none",
+        lambda config: sharding(config) != "none",
+        chosen=True,
+    ),
+    _choice_if(
+        "gradient_accumulation_fusion",
+        False,
+        lambda task: uses_fsdp(task.layout),
+        lambda config: config.get("use_megatron_fsdp"),
+    ),
+    KeyRow(
+        ("recompute_granularity", "recompute_activations", "recompute_method", "recompute_num_layers"),
+        "layout.recompute",
+        render_recompute,
+        read_recompute,
+    ),
+    KeyRow(
+        ("recompute_modules",),
+        "engine.args",
+        lambda task: ("core_attn",),
+        lambda config: ["core_attn"] if config.recipe["layout"].get("recompute") == "selective" else OMIT,
+        when=lambda task: task.layout.recompute == "selective",
+        chosen=True,
+    ),
+    KeyRow(
+        ("use_sharp",),
+        "the fabric of the cluster file",
+        lambda task: task.place.sharp,
+        _read_sharp,
+        note="sharp: true in the cluster file",
+    ),
+)
+_DATA_ROWS = (
+    KeyRow(("seq_length",), "data.sequence_length", sequence_length, read_length),
+    KeyRow(("mock_data",), "data.synthetic", lambda task: task.recipe.data.synthetic, read_synthetic),
+    KeyRow(
+        ("tokenizer_type", "tokenizer_model"),
+        "tokenizer",
+        lambda task: {
+            "tokenizer_type": "HuggingFaceTokenizer" if has_tokenizer(task) else "NullTokenizer",
+            "tokenizer_model": f"{task.place.engine}/tokenizer" if has_tokenizer(task) else None,
+        },
+        read_tokenizer,
+    ),
+    # Tokens are prepared, so nothing is encoded; but only the fast kind reads a tokenizer.json alone.
+    _dropped_choice("tokenizer_hf_use_fast", True, _DECIDED_HERE, when=has_tokenizer, versions=("0.16.1",)),
     # So that a checkpoint says how many rows of the embedding are tokens.
-    settings.put("model", vocab_size=size)
-    settings.put("tokenizer", vocab_file=None, merge_file=None, trust_remote_code=False)
-
-
-def render_checkpoints(settings: MegatronSettings, task: EngineTask) -> None:
-    """Decide what is saved, and what a start begins with.
-
-    `--load` names the run's own checkpoints always: a restart goes on with them. Where there are none, Megatron takes
-    `--pretrained-checkpoint` (as with --finetune: weights alone, from step 0); it looks for own ones first.
-    """
-    checkpoint, place = task.recipe.checkpoint, task.place
-    own = checkpoint_folder(place)
-    must = checkpoint.resume == "must"
-    settings.put("checkpoint", save=own, load=own)
-    settings.put("checkpoint.every", save_interval=checkpoint.every or task.steps)
+    follows("vocab_size", "model", vocabulary, "model"),
+    _unset("tokenizer", "vocab_file", "merge_file", drop=_TOKENIZER_FILES),
+    _unset("tokenizer", "trust_remote_code", value=False, drop="code of strangers is never run"),
+    KeyRow(
+        ("data_path", "train_data_path", "test_data_path"),
+        "data.train",
+        lambda task: dict.fromkeys(("data_path", "train_data_path", "test_data_path")),
+        read_sources,
+    ),
+    _unset("data.train", "valid_data_path"),
+    KeyRow(
+        ("per_split_data_args_path", "data_args_path"),
+        "data",
+        lambda task: {
+            "per_split_data_args_path": (
+                f"{task.place.engine}/data.json" if _is_prepared(task) and task.recipe.data.split is None else None
+            ),
+            "data_args_path": (
+                f"{task.place.engine}/data-args.txt" if _is_prepared(task) and task.recipe.data.split else None
+            ),
+        },
+        lambda config: KEEP,
+    ),
+    KeyRow(
+        ("data_cache_path",),
+        "data",
+        lambda task: index_folder(task.place) if _is_prepared(task) else None,
+        drop="the index is built in the run's folder, before GPUs are asked for",
+    ),
+    KeyRow(("split",), "data.split", render_split, read_split),
+    # Documents follow each other in a sample and every token counts, as with our own engine.
+    _unset("data", "eod_mask_loss", "reset_position_ids", "reset_attention_mask", value=False, drop=_EVERY_TOKEN),
+    KeyRow(
+        ("dataloader_type",),
+        "data",
+        lambda task: "single",
+        drop="samples come in the order of the index, once each",
+    ),
+    # The mask is causal, and TransformerEngine needs no tensor of it.
+    KeyRow(
+        ("create_attention_mask_in_dataloader",),
+        "engine.args",
+        lambda task: False,
+        _read_mask,
+        chosen=True,
+    ),
+    KeyRow(("eval_interval", "eval_iters"), "data.validation", _every_validation, read_validation),
+)
+# `--load` names the run's own checkpoints always: a restart goes on with them. Where there are none, Megatron takes
+# `--pretrained-checkpoint` (as with --finetune: weights alone, from step 0); it looks for own ones first.
+_CHECKPOINT_ROWS = (
+    KeyRow(
+        ("save", "load"),
+        "checkpoint",
+        lambda task: dict.fromkeys(("save", "load"), checkpoint_folder(task.place)),
+        drop=_RUN_FOLDER,
+    ),
+    KeyRow(
+        ("save_interval",),
+        "checkpoint.every",
+        lambda task: task.recipe.checkpoint.every or task.steps,
+        _read_saving,
+    ),
     # Megatron's FSDP knows no other.
-    settings.put("checkpoint", ckpt_format="fsdp_dtensor" if uses_fsdp(task.layout) else "torch_dist")
+    KeyRow(
+        ("ckpt_format",),
+        "checkpoint",
+        lambda task: "fsdp_dtensor" if uses_fsdp(task.layout) else "torch_dist",
+        drop="checkpoints are torch_dist (with Megatron's FSDP its own), which load on any layout",
+    ),
+    KeyRow(("async_save",), "checkpoint.async", lambda task: task.recipe.checkpoint.async_, _read_async),
     # Without a worker that stays, --async-save is switched off with a warning.
-    settings.put("checkpoint.async", async_save=checkpoint.async_, use_persistent_ckpt_worker=checkpoint.async_)
-    if checkpoint.async_:
-        # The other one is a package that not every image has.
-        settings.choose(async_strategy="mcore")
-    base = task.recipe.model.from_ is not None and not must
-    settings.put("model.from", pretrained_checkpoint=f"{place.engine}/base" if base else None, finetune=False)
-    settings.put("model", use_checkpoint_args=False)
-    settings.put("checkpoint.resume", exit_on_missing_checkpoint=must)
-    settings.put("checkpoint", no_load_optim=None, no_load_rng=None, no_save_optim=None, no_save_rng=None)
+    KeyRow(
+        ("use_persistent_ckpt_worker",),
+        "checkpoint.async",
+        lambda task: task.recipe.checkpoint.async_,
+        drop="it comes with checkpoint.async",
+    ),
+    # The other one is a package that not every image has.
+    _dropped_choice(
+        "async_strategy",
+        "mcore",
+        _DECIDED_HERE,
+        when=lambda task: task.recipe.checkpoint.async_,
+        versions=("head",),
+    ),
+    follows("pretrained_checkpoint", "model.from", _base_folder, "model.from"),
+    _unset("model.from", "finetune", value=False, drop="own checkpoints are loaded whole"),
+    _unset("model", "use_checkpoint_args", value=False, drop="the architecture is in the recipe"),
+    KeyRow(("exit_on_missing_checkpoint",), "checkpoint.resume", _must_resume, read_resume),
+    _unset("checkpoint", "no_load_optim", "no_load_rng", drop=_STATE_OF_BASE),
+    _unset("checkpoint", "no_save_optim", "no_save_rng", drop=_STATE_IS_SAVED),
     # What the recipe says today counts, not what the checkpoint was trained with: a run may be made longer.
-    settings.put("train.schedule", override_opt_param_scheduler=True, use_checkpoint_opt_param_scheduler=False)
-    settings.choose(exit_signal_handler=True)
-
-
-def render_logs(settings: MegatronSettings, task: EngineTask) -> None:
-    """Decide what is written about the run."""
-    observe = task.recipe.observe
-    settings.choose(log_interval=1, log_throughput=True, distributed_timeout_minutes=TIMEOUT_MINUTES)
-    settings.choose(attention_backend="auto")
-    profile = observe.profile
-    # The profiler writes its traces there, too.
-    tensorboard = observe.tensorboard is not False or profile is not None
-    settings.put("observe.tensorboard", tensorboard_dir=f"{task.place.run}/tensorboard" if tensorboard else None)
-    if tensorboard:
-        settings.choose(log_timers_to_tensorboard=True, log_memory_to_tensorboard=True)
-    settings.put("observe.profile", profile=profile is not None)
-    if profile is not None:
-        settings.put(
-            "observe.profile",
-            use_pytorch_profiler=True,
-            profile_step_start=profile.steps_before,
-            profile_step_end=profile.steps_before + profile.steps,
-            profile_ranks=profile.ranks,
-        )
-    if task.place.vendor == "amd":
-        # As AMD's own images are started (rocm/megatron-lm): their kernels for these are missing.
-        settings.choose(masked_softmax_fusion=False)
-        if settings.decided("gradient_accumulation_fusion") is None:
-            settings.choose(gradient_accumulation_fusion=False)
+    KeyRow(("override_opt_param_scheduler",), "train.schedule", lambda task: True, drop=_SCHEDULE_COUNTS),
+    KeyRow(("use_checkpoint_opt_param_scheduler",), "train.schedule", lambda task: False, drop=_SCHEDULE_COUNTS),
+    _dropped_choice("exit_signal_handler", True, "it is always on"),
+)
+_LOG_ROWS = (
+    _dropped_choice("log_interval", 1, "every step is logged"),
+    _dropped_choice("log_throughput", True, "it is always on"),
+    choice("distributed_timeout_minutes", _TIMEOUT_MINUTES),
+    choice("attention_backend", "auto"),
+    KeyRow(
+        ("tensorboard_dir",),
+        "observe.tensorboard",
+        lambda task: f"{task.place.run}/tensorboard" if writes_tensorboard(task) else None,
+        _read_tensorboard,
+        note="observe.tensorboard, which Megatron writes where it is left out",
+    ),
+    choice("log_timers_to_tensorboard", True, when=writes_tensorboard),
+    choice("log_memory_to_tensorboard", True, when=writes_tensorboard),
+    KeyRow(
+        ("profile", "use_pytorch_profiler", "profile_step_start", "profile_step_end", "profile_ranks"),
+        "observe.profile",
+        render_profile,
+        read_profile,
+    ),
+    # As AMD's own images are started (rocm/megatron-lm): their kernels for these are missing.
+    KeyRow(
+        ("masked_softmax_fusion",),
+        "engine.args",
+        lambda task: False,
+        when=lambda task: task.place.vendor == "amd",
+        chosen=True,
+    ),
+    KeyRow(
+        ("gradient_accumulation_fusion",),
+        "engine.args",
+        lambda task: False,
+        when=lambda task: task.place.vendor == "amd" and not uses_fsdp(task.layout),
+        chosen=True,
+    ),
+)
+MEGATRON_TABLE = KeyTable(
+    rows=(
+        *_MODEL_ROWS,
+        *_TRAINING_ROWS,
+        *_LAYOUT_ROWS,
+        *_DATA_ROWS,
+        *_CHECKPOINT_ROWS,
+        *_LOG_ROWS,
+        not_read(_DECIDED_HERE, "distributed_backend", "legacy_tokenizer"),
+        not_read(_IN_STORE, "wandb_project", "wandb_exp_name", "wandb_save_dir"),
+    ),
+    read_order=(
+        *("model", "train.batch_ramp", "train.steps", "train.global_batch", "train.precision"),
+        *(f"train.optimizer.{key}" for key in ("lr", "betas", "eps", "weight_decay", "clip", "name")),
+        *(f"train.schedule.{key}" for key in ("name", "warmup", "decay", "min_lr")),
+        *("train.dropout", "seed", "train.moe", "train.deterministic", "layout"),
+        *(f"layout.{key}" for key in ("tp", "pp", "vp", "cp", "ep", "etp", "micro_batch", "shard", "replicate")),
+        *("layout.recompute", "layout.stages"),
+        *("data.sequence_length", "data.seed", "data.synthetic", "data.train", "data.split", "data.validation"),
+        *("tokenizer", "checkpoint.every", "checkpoint.async", "checkpoint.resume", "observe", "engine.args"),
+    ),
+    unsaid={
+        **PRETRAINING_UNSAID,
+        "checkpoint.keep": "Megatron deletes no checkpoints",
+        "observe.dllogger": REFUSED,
+    },
+)

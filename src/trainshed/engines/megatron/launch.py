@@ -14,20 +14,11 @@ from typing import Any
 
 from trainshed.engines.launch import CpuStage, EngineInput, EngineLaunch, EngineTask
 from trainshed.engines.megatron.arguments import NEWEST_VERSION, known_arguments
-from trainshed.engines.megatron.keys import (
-    checkpoint_folder,
-    padded_vocabulary,
-    render_checkpoints,
-    render_data,
-    render_layout,
-    render_logs,
-    render_model,
-    render_training,
-    run_length,
-    sequence_length,
-    uses_fsdp,
-)
+from trainshed.engines.megatron.keys import MEGATRON_TABLE, checkpoint_folder
+from trainshed.engines.megatron.layout_args import uses_fsdp
+from trainshed.engines.megatron.model_args import padded_vocabulary, sequence_length
 from trainshed.engines.megatron.settings import MegatronSettings, add_engine_args
+from trainshed.engines.megatron.training_args import run_length
 from trainshed.errors import InputError
 from trainshed.plan.legality import layout_problems
 from trainshed.recipe.section import Problem
@@ -72,9 +63,7 @@ def megatron_launch(task: EngineTask) -> EngineLaunch:
     except InputError as error:
         raise InputError(error.what, where=task.recipe.where("engine.version"), hint=error.hint) from None
     check_task(task)
-    settings = MegatronSettings(known)
-    for put in (render_model, render_training, render_layout, render_data, render_checkpoints, render_logs):
-        put(settings, task)
+    settings = MegatronSettings(known, MEGATRON_TABLE.render(task, known.version))
     add_engine_args(settings, task)
     return EngineLaunch(
         program=program,

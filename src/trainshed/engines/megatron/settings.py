@@ -8,46 +8,28 @@ recipe's own arguments never conflict.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from trainshed.engines.keys import EngineSetting
 from trainshed.engines.launch import EngineTask
 from trainshed.engines.megatron.arguments import RETIRED_ARGUMENTS, KnownArguments, MegatronArgument
 from trainshed.recipe.section import Problem
 from trainshed.recipe.validation import recipe_error
 
 
-@dataclass(frozen=True)
-class MegatronSetting:
-    """One thing that Megatron is told; None: it must not be told."""
-
-    dest: str
-    value: Any
-    key: str | None
-    """The key of the recipe that says it; None: chosen here, and `engine.args` may choose otherwise."""
-
-
 class MegatronSettings:
     """All settings of one launch, in the order in which they are written."""
 
-    def __init__(self, known: KnownArguments) -> None:
+    def __init__(self, known: KnownArguments, settings: Iterable[EngineSetting]) -> None:
         self.known = known
-        self._settings: dict[str, MegatronSetting] = {}
+        self._settings = {setting.key: setting for setting in settings}
+        for dest in self._settings:
+            assert known.has(dest), f"Megatron-LM {known.version} has no argument for {dest}"
 
-    def put(self, key: str | None, **values: Any) -> None:
-        """Decide some settings; each may be decided once."""
-        for dest, value in values.items():
-            assert self.known.has(dest), f"Megatron-LM {self.known.version} has no argument for {dest}"
-            assert dest not in self._settings, f"{dest} is decided twice"
-            self._settings[dest] = MegatronSetting(dest, value, key)
-
-    def choose(self, **values: Any) -> None:
-        """Choose some settings that no key of the recipe speaks about; those that a version does not have are left."""
-        self.put(None, **{dest: value for dest, value in values.items() if self.known.has(dest)})
-
-    def decided(self, dest: str) -> MegatronSetting | None:
-        """Return who decided something, None where nobody did."""
+    def decided(self, dest: str) -> EngineSetting | None:
+        """Return the setting of an argument, None where nothing sets it."""
         return self._settings.get(dest)
 
     def value(self, dest: str) -> Any:
@@ -57,28 +39,30 @@ class MegatronSettings:
             return setting.value
         return self.known.default(dest) if self.known.has(dest) else None
 
-    def add(self, setting: MegatronSetting) -> None:
-        """Add what `engine.args` says, over nothing that was decided."""
-        self._settings[setting.dest] = setting
+    def add(self, setting: EngineSetting) -> None:
+        """Add one of `engine.args`."""
+        self._settings[setting.key] = setting
 
     def words(self) -> tuple[str, ...]:
         """Return the command line."""
-        return tuple(word for each in self._settings.values() for word in self.known.written(each.dest, each.value))
+        return tuple(
+            word for setting in self._settings.values() for word in self.known.written(setting.key, setting.value)
+        )
 
 
 def add_engine_args(settings: MegatronSettings, task: EngineTask) -> None:
     """Add the recipe's `engine.args`, or raise one error with all that is wrong with them."""
     problems: list[Problem] = []
-    asked: dict[str, str] = {}
+    names: dict[str, str] = {}
     for name, value in task.recipe.engine.args.items():
-        found = _engine_arg_setting(settings, name, value)
-        if isinstance(found, Problem):
-            problems.append(found)
-        elif found is not None:
-            settings.add(found)
-            asked[found.dest] = name
+        setting = _engine_arg_setting(settings, name, value)
+        if isinstance(setting, Problem):
+            problems.append(setting)
+        elif setting is not None:
+            settings.add(setting)
+            names[setting.key] = name
     for dest, needs in find_conflicts(settings):
-        name = asked.get(dest)
+        name = names.get(dest)
         path = ("engine", "args", name) if name else ("engine", "args")
         problems.append(
             Problem(path, f"Megatron refuses {_written_as(settings, dest)} without {needs}", "delete it, or both")
@@ -98,7 +82,7 @@ def find_argument(known: KnownArguments, name: str) -> MegatronArgument | None:
     return known.option(exact) or known.option(option_name(name))
 
 
-def _engine_arg_setting(settings: MegatronSettings, name: str, value: Any) -> MegatronSetting | Problem | None:
+def _engine_arg_setting(settings: MegatronSettings, name: str, value: Any) -> EngineSetting | Problem | None:
     path = ("engine", "args", name)
     argument = find_argument(settings.known, name)
     retired = RETIRED_ARGUMENTS.get(option_name(name))
@@ -119,13 +103,15 @@ def _engine_arg_setting(settings: MegatronSettings, name: str, value: Any) -> Me
     if isinstance(read, str):
         return Problem(path, f"`{value}` is not what {argument.option} takes", f"write {read}")
     decided = settings.decided(argument.dest)
-    if decided is None or decided.key is None:
-        return MegatronSetting(argument.dest, read[0], "engine.args")
+    if decided is None or decided.decided_by is None:
+        return EngineSetting(argument.dest, read[0], "engine.args")
     if decided.value == read[0] or (not decided.value and not read[0]):
         return None
-    said = f"says {_written_as(settings, argument.dest)}" if decided.value is not None else "leaves it out"
+    does = f"says {_written_as(settings, argument.dest)}" if decided.value is not None else "leaves it out"
     return Problem(
-        path, f"`{argument.option}` contradicts `{decided.key}`, which {said}", f"delete it and write `{decided.key}`"
+        path,
+        f"`{argument.option}` contradicts `{decided.decided_by}`, which {does}",
+        f"delete it and write `{decided.decided_by}`",
     )
 
 
@@ -144,8 +130,8 @@ def _read_values(argument: MegatronArgument, option: str, value: Any) -> tuple[A
     many = isinstance(value, list | tuple)
     if many != (argument.nargs is not None or argument.kind == "ints"):
         return argument.wants
-    values = [_read_value(argument, each) for each in (value if many else [value])]
-    if any(each is None for each in values) or (isinstance(argument.nargs, int) and len(values) != argument.nargs):
+    values = [_read_value(argument, item) for item in (value if many else [value])]
+    if any(item is None for item in values) or (isinstance(argument.nargs, int) and len(values) != argument.nargs):
         return argument.wants
     if many and not values and argument.nargs != "*":
         return argument.wants
@@ -179,9 +165,9 @@ class ArgumentConflict:
 
 def find_conflicts(settings: MegatronSettings) -> Iterator[tuple[str, str]]:
     """Yield each setting that does not go with the others, and what it needs."""
-    for each in ARGUMENT_CONFLICTS:
-        if settings.known.has(each.dest) and settings.value(each.dest) and each.broken(settings):
-            yield each.dest, each.needs
+    for conflict in ARGUMENT_CONFLICTS:
+        if settings.known.has(conflict.dest) and settings.value(conflict.dest) and conflict.broken(settings):
+            yield conflict.dest, conflict.needs
 
 
 def _without(*dests: str) -> SettingsTest:
