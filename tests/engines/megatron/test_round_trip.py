@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from megatron_tasks import task_of
 
-from round_trips import PRETRAINING_ALIKE, Alike, forgotten_keys, read_back, recipe_of, said_keys
+from support.recipes.megatron_tasks import task_of
+from support.recipes.round_trips import PRETRAINING_ALIKE, Alike, forgotten_keys, read_back, recipe_of, said_keys
 from trainshed.catalog import architecture, model_preset, preset_names
 from trainshed.checkpoints.megatron.args import architecture_args
 from trainshed.engines.launch import EngineTask

@@ -9,13 +9,8 @@ import yaml
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-<<<<<<< HEAD
-from round_trips import Alike, forgotten_keys, read_back, recipe_of, said_keys
 from support.recipes.foreign_tasks import task_of
-=======
-from foreign_tasks import task_of
-from round_trips import PRETRAINING_ALIKE, Alike, forgotten_keys, read_back, recipe_of, said_keys
->>>>>>> hforeign
+from support.recipes.round_trips import PRETRAINING_ALIKE, Alike, forgotten_keys, read_back, recipe_of, said_keys
 from trainshed.catalog import model_preset
 from trainshed.engines.importing import ImportedConfig, import_text
 from trainshed.engines.key_table import KeyTable

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from round_trips import Alike, forgotten_keys, read_back, recipe_of, said_keys
 from support.recipes.foreign_tasks import task_of
+from support.recipes.round_trips import Alike, forgotten_keys, read_back, recipe_of, said_keys
 from trainshed.engines.importing import import_text
 from trainshed.engines.launch import EngineLaunch, build_launch
 from trainshed.engines.torchtune.builders import known_presets

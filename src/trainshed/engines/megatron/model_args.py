@@ -19,7 +19,7 @@ from trainshed.engines.megatron.argument_import import ArgumentImport
 from trainshed.engines.megatron.arguments import NEWEST_VERSION, known_arguments
 from trainshed.errors import InputError
 from trainshed.plan.legality.check import MEGATRON_VOCABULARY_MULTIPLE
-from trainshed.plan.legality.torch_rules import round_up
+from trainshed.plan.legality.rules import round_up
 from trainshed.recipe import ModelConfig, to_plain
 
 _ROPE_ARGUMENTS = ("rotary_base", "rotary_percent", "rotary_interleaved", "rotary_seq_len_interpolation_factor")
