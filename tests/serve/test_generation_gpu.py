@@ -62,7 +62,7 @@ def errors(reference: DecoderStage, prompt: list[int], answer: Answered) -> torc
     assert answer.end == GenerationFinished("length"), answer.end
     tokens = torch.tensor([prompt + answer.tokens], device=reference.spec.device)
     reference.spec = replace(reference.spec, sequence_length=tokens.shape[1])
-    reference._tables(reference.spec)
+    reference._build_position_tables(reference.spec)
     with torch.no_grad():
         logprobs = reference.logits(reference(tokens))[:, 0].float().log_softmax(-1)[len(prompt) - 1 : -1]
     found = torch.tensor([piece.logprob for piece in answer.pieces], device=logprobs.device)

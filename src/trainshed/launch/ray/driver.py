@@ -371,8 +371,7 @@ class AgentGroup:
         """Wait for the end; returns 0, or 128 + the signal of a requested stop; raises a failure."""
         self._write_locations()
         result = self._group.run(lambda: self._context.stop.first, self._poll)
-        for echo in self._echoes:
-            echo.poll(at_once=True)
+        self._echo(at_once=True)
         end = self._rendezvous.latest_order()
         if end is None or end.exit_code is None:
             raise self._leader_failure(result.failed[0])
@@ -428,9 +427,12 @@ class AgentGroup:
         elif order is not None:
             self._order = order
             self._record_lost_nodes(order)
-        # The first agent says what it decides, and the agent beside rank 0 what that prints.
+        self._echo()
+
+    def _echo(self, *, at_once: bool = False) -> None:
+        """Show what the first agent decides, and what rank 0 prints: the agent beside it repeats that."""
         for slot in {0, *(self._order.slots[:1] if self._order is not None else ())}:
-            self._echoes[slot].poll()
+            self._echoes[slot].poll(at_once=at_once)
 
     def _survives(self, slot: int, failure: RankFailure) -> bool:
         """Whether the other agents go on without one that has ended: the first one decides how, if it is there."""
