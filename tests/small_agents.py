@@ -100,9 +100,9 @@ class SmallAgents:
         return [agent.returncode for agent in self.agents.values()], "".join(printed)
 
     def record(self, node: int, attempt: int = 1) -> NodeRecord:
-        found = AttemptRecords(self.run, attempt).read_node(node)
-        assert found is not None
-        return found
+        record = AttemptRecords(self.run, attempt).read_node(node)
+        assert record is not None
+        return record
 
     def close(self) -> None:
         for agent in self.agents.values():

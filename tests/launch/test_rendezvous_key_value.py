@@ -1,4 +1,4 @@
-"""The board: what one node writes, another reads, over real sockets."""
+"""The key-value store: what one node writes, another reads, over real sockets."""
 
 from __future__ import annotations
 
@@ -13,45 +13,57 @@ from trainshed.launch.ranks import free_port
 from trainshed.launch.rendezvous import KeyValueClient, KeyValueServer
 
 
-def view(server: KeyValueServer, token: str = "run#1", seconds: float = 60.0) -> KeyValueClient:
+def client(server: KeyValueServer, token: str = "run#1", seconds: float = 60.0) -> KeyValueClient:
     return KeyValueClient(("127.0.0.1", server.port), token, seconds)
 
 
 def test_a_reader_waits_for_whoever_has_not_written_yet() -> None:
     with KeyValueServer(0, "run#1") as server:
-        writer = threading.Timer(0.2, lambda: view(server).put("b", [1, {"x": None}]))
+        writer = threading.Timer(0.2, lambda: client(server).put("b", [1, {"x": None}]))
         writer.start()
-        view(server).put("a", 1)
-        assert view(server).get(["a", "b"], seconds=30) == {"a": 1, "b": [1, {"x": None}]}
+        client(server).put("a", 1)
+        assert client(server).get(["a", "b"], seconds=30) == {"a": 1, "b": [1, {"x": None}]}
         writer.join()
 
 
 def test_a_reader_gets_what_is_there_when_its_time_is_up() -> None:
     with KeyValueServer(0, "run#1") as server:
-        view(server).put("a", 1)
-        assert view(server).get(["a", "never"], seconds=0.1) == {"a": 1}
+        client(server).put("a", 1)
+        assert client(server).get(["a", "never"], seconds=0.1) == {"a": 1}
 
 
-def test_a_node_may_come_before_the_board_does() -> None:
+def test_whoever_waits_is_answered_before_the_store_closes() -> None:
+    answers: list[object] = []
+    with KeyValueServer(0, "run#1") as server:
+        reader = threading.Thread(target=lambda: answers.append(client(server).get(["a", "never"], seconds=600)))
+        reader.start()
+        client(server).put("a", 1)
+        while not server._open_requests:
+            time.sleep(0.01)
+    reader.join(60)
+    assert answers == [{"a": 1}]
+
+
+def test_a_node_may_come_before_the_store_does() -> None:
     port = free_port()
-    found: list[object] = []
+    answers: list[object] = []
     early = threading.Thread(
-        target=lambda: found.append(KeyValueClient(("127.0.0.1", port), "run#1").get(["a"], seconds=30))
+        target=lambda: answers.append(KeyValueClient(("127.0.0.1", port), "run#1").get(["a"], seconds=30))
     )
     early.start()
     time.sleep(0.3)
     with KeyValueServer(port, "run#1") as server:
-        view(server).put("a", "here")
+        client(server).put("a", "here")
         early.join()
-    assert found == [{"a": "here"}]
+    assert answers == [{"a": "here"}]
 
 
 def test_another_runs_node_is_turned_away() -> None:
     with KeyValueServer(0, "run#2") as server:
         with pytest.raises(TrainshedError) as caught:
-            view(server, "run#1").put("a", 1)
+            client(server, "run#1").put("a", 1)
         assert caught.value.what == "this board belongs to another run or attempt"
-        assert view(server, "run#2").get(["a"], seconds=0) == {}
+        assert client(server, "run#2").get(["a"], seconds=0) == {}
 
 
 def test_nobody_answers_where_nobody_is() -> None:
@@ -67,11 +79,11 @@ def test_what_is_not_ours_neither_answers_nor_breaks_it(sent: bytes) -> None:
             stranger.sendall(sent)
             stranger.shutdown(socket.SHUT_WR)
             assert stranger.recv(100) == b""
-        view(server).put("a", 1)
-        assert view(server).get(["a"], seconds=0) == {"a": 1}
+        client(server).put("a", 1)
+        assert client(server).get(["a"], seconds=0) == {"a": 1}
 
 
 def test_clocks_are_compared_and_addresses_told() -> None:
     with KeyValueServer(0, "run#1") as server:
-        assert abs(view(server).clock_offset_seconds()) < 5
-        assert view(server).own_address() == "127.0.0.1"
+        assert abs(client(server).clock_offset_seconds()) < 5
+        assert client(server).own_address() == "127.0.0.1"

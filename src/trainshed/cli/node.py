@@ -9,15 +9,12 @@ kubernetes drive, meet  what runs inside the pods of a job
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from cyclopts import App
 
 if TYPE_CHECKING:
-    from trainshed.launch.job import JobFile
     from trainshed.storage import StoreOptions
     from trainshed.workflow import PreparedRun
 
@@ -145,16 +142,7 @@ def ray_driver(stage: str | None = None, *, job: Path) -> int:
     from trainshed.cli.console import reporter
     from trainshed.launch.ray.driver import drive
 
-    return drive(job, stage, reporter=reporter(), watching=_watch_training)
-
-
-@contextmanager
-def _watch_training(job: JobFile) -> Generator[Callable[[dict[str, Any]], None]]:
-    from trainshed.cli.console import training_progress
-    from trainshed.workflow import open_run_folder
-
-    with training_progress(open_run_folder(Path(job.run)).steps) as on_event:
-        yield on_event
+    return drive(job, stage, reporter=reporter())
 
 
 app = App(name="kubernetes", help="What runs inside the pods of a job.")

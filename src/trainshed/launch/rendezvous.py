@@ -271,6 +271,13 @@ class Rendezvous:
         if hosts:
             self._store.put("bad-nodes", "".join(f"{host}\n" for host in hosts).encode())
 
+    def bad_nodes(self) -> list[str]:
+        """Return the hosts that caused the end."""
+        try:
+            return self._store.read("bad-nodes").decode().split()
+        except NotFound:
+            return []
+
     def latest_order(self) -> AgentOrder | None:
         """Return the latest order of the first agent; None before its first."""
         body = self._get("order.json")

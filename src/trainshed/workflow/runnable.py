@@ -111,8 +111,6 @@ def _not_elastic(recipe: Recipe, cluster: Cluster) -> str | None:
         return f"{recipe.engine.name} is started with a fixed number of nodes, and knows no spare ones"
     if cluster.target == "local":
         return "this machine is one node: none can be lost or stand in"
-    if cluster.target == "ray" or cluster.on_kubernetes.kind == "rayjob":
-        return "Ray places a training anew when a node is lost: it holds no spare ones and plans for no fewer"
     return None
 
 

@@ -60,6 +60,7 @@ def test_a_stage_that_fails_keeps_the_workers_exit_code_and_repeats_its_error(tm
     order = orjson.loads((run / "starts" / "start-1-part-0001" / "order.json").read_bytes())
     assert order["exit_code"] == 2
     assert "there are no base weights to convert" in order["what"]
+    assert order["where"] == str(run / "logs" / "convert" / "part-0001.log")
     assert "there are no base weights" in (run / "logs" / "convert" / "part-0001.log").read_text()
 
 

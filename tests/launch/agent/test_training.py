@@ -150,7 +150,7 @@ def test_a_spare_steps_in_for_a_node_whose_rank_was_killed(agents: Start) -> Non
     assert codes == [0, 0, 0], printed
     assert "host-0: rank 0 was killed by SIGKILL from outside: a spare node steps in" in printed
     hosts = orjson.loads((job.run / "health/attempt-0002/hosts.json").read_bytes())
-    # Whoever is well keeps its node_env, and rank 0 is now elsewhere.
+    # Whoever is well keeps its place, and rank 0 is now elsewhere.
     assert [node["host"] for node in hosts["nodes"]] == ["host-2", "host-1"]
     assert hosts["master"][0] == "host-2"
     assert hosts["spares"] == []

@@ -9,7 +9,7 @@ import pytest
 
 from trainshed.errors import InputError, TrainshedError
 from trainshed.launch.job import Stage
-from trainshed.launch.ray.actors import ActorLocation, actor_death_reason, read_secrets, visible_devices_environment
+from trainshed.launch.ray.actors import ActorLocation, actor_death_reason, read_secrets
 from trainshed.launch.ray.placement import bundle_fits, format_bundle, parse_quantity, stage_bundle
 from trainshed.launch.ray.status import StageLogLine, stage_log_lines, stage_states
 from trainshed.launch.ray.target import RayDashboard
@@ -90,23 +90,12 @@ def test_a_stage_asks_each_node_for_what_its_ranks_take() -> None:
     assert [parse_quantity(text) for text in ("5", "1k", "1.5Ki", "2G")] == [5, 1000, 1536, 2 * 10**9]
 
 
-def place(gpus: tuple[str, ...], *, amd: bool = False) -> ActorLocation:
-    return ActorLocation("10.0.0.1", "one", "a1", 17, gpus, amd)
-
-
-def test_each_rank_sees_all_gpus_of_its_node_in_the_order_of_ranks() -> None:
-    assert visible_devices_environment([place(("0",)), place(("5",))]) == {"CUDA_VISIBLE_DEVICES": "0,5"}
-    amd = visible_devices_environment([place(("2",), amd=True), place(("3",), amd=True)])
-    assert amd == {"CUDA_VISIBLE_DEVICES": "2,3", "HIP_VISIBLE_DEVICES": "2,3"}
-    assert visible_devices_environment([place(())]) == {}
-
-
 def test_an_actors_death_has_a_cause() -> None:
-    assert actor_death_reason("The actor died", place(())) == (
-        "was lost: its Ray actor (process 17 on 10.0.0.1) has died"
-    )
+    location = ActorLocation("10.0.0.1", "one", "a1", 17)
+    died = actor_death_reason("The actor died", location)
+    assert died == "was lost: its Ray actor (process 17 on 10.0.0.1) has died"
     memory = "Task was killed due to the node running low on memory."
-    assert actor_death_reason(memory, place(())) == "was killed by Ray: its node 10.0.0.1 ran low on memory"
+    assert actor_death_reason(memory, location) == "was killed by Ray: its node 10.0.0.1 ran low on memory"
     assert "left the Ray cluster" in actor_death_reason("The actor is dead because its node has died.", None)
 
 

@@ -99,7 +99,7 @@ def test_our_code_travels_as_a_package_that_ray_unpacks(tmp_path: Path) -> None:
     assert request.uploads == {ray_package_name(code): ray_package(code)}, "the same bytes each time"
     with zipfile.ZipFile(io.BytesIO(ray_package(code))) as package:
         assert "trainshed/launch/ray/target.py" in package.namelist()
-        assert b"def job_body" in package.read("trainshed/launch/ray/target.py")
+        assert b"def ray_job_body" in package.read("trainshed/launch/ray/target.py")
     assert [note for note in request.notes if "curl -X PUT" in note]
 
 

@@ -1,4 +1,4 @@
-"""What the first agent decides for all: who trains, when an attempt has failed, whether and how it goes on."""
+"""What the first agent decides for all: which nodes train, when an attempt has failed, and what happens then."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from trainshed.data.sampling.schedule import BatchRampUp, BatchSchedule
 from trainshed.errors import InputError, TrainshedError
-from trainshed.launch.agent.records import AttemptRecords, FailedRankRecord, NodeRecord
+from trainshed.launch.agent.records import AttemptRecords, NodeRecord
 from trainshed.launch.attempt import explain_failure, write_plan
 from trainshed.launch.job import JobFile, Stage
 from trainshed.launch.ranks import StopSignalListener
@@ -36,7 +36,7 @@ _FEW_NODES = 16
 
 
 class Leader:
-    """Gives the orders of one start. Only the agent of the first node is one."""
+    """Gives the orders of one start; only the agent of the first node does."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class Leader:
         requests: StopSignalListener,
         reporter: Reporter,
     ) -> None:
-        self._job, self._stage, self._folder, self._node_env = job, stage, folder, place
+        self._job, self._stage, self._folder, self._node_env = job, stage, folder, node_env
         self._rendezvous, self._timeouts, self._requests, self._reporter = rendezvous, timeouts, requests, reporter
         self._planned, self._reasons = plan
         self._layout = self._planned
@@ -61,41 +61,43 @@ class Leader:
         self._heartbeats = HeartbeatMonitor(rendezvous)
         self._orders = 0
         self._watched_at = time.monotonic()
-        # Every look opens a file of each node.
+        # Every look opens one file per node.
         self._pause = timeouts.look_seconds if node_env.slots > _FEW_NODES else min(0.2, timeouts.look_seconds)
         self.error: TrainshedError | None = None
-        """What ended it, once it is over and was no success."""
+        """What ended the start, where it failed."""
 
     def first_order(self) -> AgentOrder:
-        """Wait for all nodes, then begin the first attempt; or say why not."""
+        """Wait for all nodes, then begin the first attempt, or end the start and say why."""
         began = time.monotonic()
         slots = range(self._node_env.slots)
         while True:
-            # Asked first: a node that refuses says why before it ends, and its end is what asks the others to stop.
-            asked = self._requests.exit_code
+            # Read before the joined nodes: a node that refuses writes why, and its end then stops the others.
+            stop_exit_code = self._requests.exit_code
             self._joined = self._rendezvous.joined()
-            late = [slot for slot in slots if slot not in self._joined]
-            problem = next((each.problem for each in self._joined.values() if each.problem), None)
+            missing = [slot for slot in slots if slot not in self._joined]
+            problem = next((node.problem for node in self._joined.values() if node.problem), None)
             if problem is not None:
                 return self.fail(InputError(problem))
-            if asked is not None and late:
-                # Most likely because one of them could not even start its agent, and the scheduler ends the rest.
-                return self.fail(TrainshedError(f"asked to stop while {_format_slots(late)} had not started"))
-            if asked is not None:
-                return self._finish(asked, "asked to stop before training began")
-            if not late or time.monotonic() - began >= self._timeouts.meet_seconds:
+            if stop_exit_code is not None and missing:
+                # Most likely one of them could not even start its agent, and the scheduler ends the rest.
+                return self.fail(TrainshedError(f"asked to stop while {_format_slots(missing)} had not started"))
+            if stop_exit_code is not None:
+                return self._finish(stop_exit_code, "asked to stop before training began")
+            if not missing or time.monotonic() - began >= self._timeouts.meet_seconds:
                 break
             time.sleep(self._pause)
-        self._bad_slots = {slot: f"node {slot} did not start within {self._timeouts.meet_seconds:.0f} s" for slot in late}
-        if late and not self._elastic:
-            return self.fail(TrainshedError(", ".join(self._bad_slots.values()), hint="look at the scheduler's own log"))
         training = first_training_slots(self._stage)
-        if not late:
+        if not missing:
             return self._begin_attempt(training, startup_phases() | {"meeting": time.monotonic() - began})
-        return self._restart_without_bad_nodes(training, TrainshedError(", ".join(self._bad_slots.values())))
+        seconds = f"{self._timeouts.meet_seconds:.0f} s"
+        self._bad_slots = {slot: f"node {slot} did not start within {seconds}" for slot in missing}
+        what = ", ".join(self._bad_slots.values())
+        if not self._elastic:
+            return self.fail(TrainshedError(what, hint="look at the scheduler's own log"))
+        return self._restart_without_bad_nodes(training, TrainshedError(what))
 
     def watch(self, order: AgentOrder, records: AttemptRecords) -> None:
-        """Look now and then whether a node of the attempt has fallen silent."""
+        """Check from time to time whether a node of the attempt has stopped sending heartbeats."""
         if time.monotonic() - self._watched_at < self._timeouts.beat_seconds:
             return
         self._watched_at = time.monotonic()
@@ -103,7 +105,7 @@ class Leader:
             records.mark_failed(self._joined[slot].host, f"{self._joined[slot].host} shows no sign of life")
 
     def next_order(self, order: AgentOrder) -> AgentOrder:
-        """Wait until the ranks of all nodes have ended, then say what comes next."""
+        """Wait until the ranks of all nodes have ended, then decide what comes next."""
         assert order.attempt is not None
         nodes = self._collect_records(order, AttemptRecords(self._run, order.attempt))
         if all(node.ended == "finished" for node in nodes):
@@ -121,28 +123,28 @@ class Leader:
     def _stopped(self, attempt: int, exit_code: int) -> AgentOrder:
         events = read_events(LocalStore(self._run), "", attempt=attempt)
         if exit_code == _NEAR_TIME_LIMIT_EXIT_CODE and not any(event["kind"] == "step" for event in events):
-            # Queued again after each time limit, it would never end.
+            # It would be queued again after each time limit, and never end.
             what = "the time limit came before the first step was done"
             return self.fail(TrainshedError(what, hint="raise limits.hours in the cluster file"))
         return self._finish(exit_code, "asked to stop")
 
     def _restart_without_bad_nodes(self, training: tuple[int, ...], error: TrainshedError) -> AgentOrder:
-        """Begin again without the bad nodes, or give up."""
-        found = replace_bad_slots(training, self._node_env.slots, self._bad_slots)
+        """Begin another attempt without the bad nodes, or end the start."""
+        slots = replace_bad_slots(training, self._node_env.slots, self._bad_slots)
         bad = "; ".join(self._bad_slots.values())
-        if found is not None:
+        if slots is not None:
             self._reporter.warn(f"{bad}: a spare node steps in")
-            return self._begin_attempt(found, {})
+            return self._begin_attempt(slots, {})
         smaller = plan_for_fewer_nodes(self._job, self._stage, self._folder, self._planned, self._bad_slots)
         if isinstance(smaller, str):
             return self.fail(TrainshedError(f"{error.what}; {smaller}", where=error.where, hint=error.hint))
-        found, self._layout = smaller
-        self._reasons = (f"planned anew as {self._layout} for {len(found)} nodes: {bad}",)
+        slots, self._layout = smaller
+        self._reasons = (f"planned anew as {self._layout} for {len(slots)} nodes: {bad}",)
         self._reporter.warn(self._reasons[0])
-        return self._begin_attempt(found, {})
+        return self._begin_attempt(slots, {})
 
     def _begin_attempt(self, training: tuple[int, ...], phases: dict[str, float]) -> AgentOrder:
-        """Take the next attempt and tell everybody its node_env."""
+        """Take the next attempt number and tell all agents who has which ranks."""
         store = LocalStore(self._run)
         attempt = take_attempt(store, "").number
         write_plan(store, attempt, self._layout, self._reasons)
@@ -150,10 +152,11 @@ class Leader:
         host, port = self._node_env.master
         if training[0] != 0:
             host = self._joined[training[0]].host
-        # Not the port of the attempt before: a rank that was killed may hold it a little longer.
+        # Not the port of the previous attempt: a rank that was killed may hold it a little longer.
         order = AgentOrder(self._orders, attempt, training, (host, port + self._orders - 1))
         records = AttemptRecords(self._run, attempt)
-        lines = records.write_hosts(self._node_env.start, order, self._joined, self._bad_slots, self._stage.ranks_per_node)
+        per_node = self._stage.ranks_per_node
+        lines = records.write_hosts(self._node_env.start, order, self._joined, self._bad_slots, per_node)
         self._reporter.note(f"attempt {attempt}: {self._layout}, rank 0 at {host}:{order.master[1]}")
         with EventWriter(store, "", attempt=attempt, rank=None) as events:
             for name, seconds in phases.items():
@@ -167,64 +170,64 @@ class Leader:
         return order
 
     def _collect_records(self, order: AgentOrder, records: AttemptRecords) -> list[NodeRecord]:
-        """Wait for the account of every node; one that falls silent meanwhile gets one from here."""
-        found: dict[int, NodeRecord] = {}
-        called = False
+        """Wait for the record of every node; for a node that stops sending heartbeats it is written here."""
+        by_node: dict[int, NodeRecord] = {}
+        fast = False
         while True:
-            # Slow signs of life do until somebody's ranks have ended: this node may be no part of the attempt.
-            if not called and self._rendezvous.wants_fast_heartbeats:
-                called = True
+            # Slow heartbeats are enough until ranks have ended somewhere: this node may not train itself.
+            if not fast and self._rendezvous.wants_fast_heartbeats:
+                fast = True
                 self._heartbeats.reset()
-            patience = self._timeouts.roll_call_seconds if called else self._timeouts.lost_seconds
+            silence_seconds = self._timeouts.roll_call_seconds if fast else self._timeouts.lost_seconds
             for node in range(len(order.slots)):
-                if node not in found and (record := records.read_node(node)) is not None:
-                    found[node] = record
-            missing = {order.slots[node]: node for node in range(len(order.slots)) if node not in found}
+                if node not in by_node and (record := records.read_node(node)) is not None:
+                    by_node[node] = record
+            missing = {order.slots[node]: node for node in range(len(order.slots)) if node not in by_node}
             if not missing:
-                return [found[node] for node in sorted(found)]
-            for slot in self._heartbeats.silent_slots(tuple(missing), patience):
-                found[missing[slot]] = self._record_lost_node(missing[slot], slot, records)
+                return [by_node[node] for node in sorted(by_node)]
+            for slot in self._heartbeats.silent_slots(tuple(missing), silence_seconds):
+                by_node[missing[slot]] = self._record_lost_node(missing[slot], slot, records)
             time.sleep(self._pause)
 
     def _record_lost_node(self, node: int, slot: int, records: AttemptRecords) -> NodeRecord:
-        host, per_node = self._joined[slot].host, self._stage.ranks_per_node
-        how = f"was on {host}, which shows no sign of life"
-        failed = tuple(FailedRankRecord(rank, how) for rank in range(node * per_node, (node + 1) * per_node))
-        record = NodeRecord(node, slot, host, "lost", 1, failed, "shows no sign of life")
-        records.mark_failed(host, f"{host} shows no sign of life")
-        records.write_node(record)
-        return record
+        host = self._joined[slot].host
+        return records.write_lost_node(
+            node,
+            slot,
+            host,
+            self._stage.ranks_per_node,
+            ranks_text=f"was on {host}, which shows no sign of life",
+            node_text="shows no sign of life",
+        )
 
     def _explain(self, attempt: int, nodes: list[NodeRecord]) -> TrainshedError:
-        before = next((node.what for node in nodes if node.what), None)
-        if before is not None:
+        refusal = next((node.what for node in nodes if node.what), None)
+        if refusal is not None:
             health = AttemptRecords(self._run, attempt).folder
             with EventWriter(LocalStore(self._run), "", attempt=attempt, rank=None) as events:
-                events.emit("failure", ranks=[], collective=None, what=before)
-            return TrainshedError(before, where=str(health), hint="its files say what was found on each node")
+                events.emit("failure", ranks=[], collective=None, what=refusal)
+            return TrainshedError(refusal, where=str(health), hint="its files say what was found on each node")
         failed = [rank for node in nodes for rank in node.failed]
         ends = {rank.rank: rank.how for rank in failed if not rank.killed}
-        first = sorted(failed, key=lambda rank: rank.killed)
-        found = explain_failure(
-            self._run,
-            attempt,
-            len(nodes) * self._stage.ranks_per_node,
-            ends=ends,
-            failed=[rank.rank for rank in first],
-        )
-        hosts = {node.node: node.host for node in nodes if node.ended in ("failed", "lost")}
-        self._reporter.warn(f"attempt {attempt} failed on {', '.join(hosts.values()) or 'no node in particular'}")
-        return found
+        failed.sort(key=lambda rank: rank.killed)
+        world_size = len(nodes) * self._stage.ranks_per_node
+        error = explain_failure(self._run, attempt, world_size, ends=ends, failed=[rank.rank for rank in failed])
+        hosts = [node.host for node in nodes if node.ended in ("failed", "lost")]
+        self._reporter.warn(f"attempt {attempt} failed on {', '.join(hosts) or 'no node in particular'}")
+        return error
 
     def fail(self, error: TrainshedError) -> AgentOrder:
-        """End it, everywhere."""
+        """End the start with an error, on all nodes."""
         self.error = error
-        return self._finish(error.exit_code, error.what)
+        return self._publish_end(AgentOrder.failed(self._orders + 1, error))
 
     def _finish(self, exit_code: int, what: str) -> AgentOrder:
-        self._orders += 1
-        self._rendezvous.write_bad_nodes([self._joined[slot].host for slot in sorted(self._bad_slots) if slot in self._joined])
-        order = AgentOrder(self._orders, exit_code=exit_code, what=what)
+        return self._publish_end(AgentOrder(self._orders + 1, exit_code=exit_code, what=what))
+
+    def _publish_end(self, order: AgentOrder) -> AgentOrder:
+        self._orders = order.number
+        bad_slots = [slot for slot in sorted(self._bad_slots) if slot in self._joined]
+        self._rendezvous.write_bad_nodes([self._joined[slot].host for slot in bad_slots])
         self._rendezvous.publish(order)
         return order
 
@@ -234,33 +237,33 @@ def _format_slots(slots: list[int]) -> str:
 
 
 def first_training_slots(stage: Stage) -> tuple[int, ...]:
-    """Return the slots that train when all nodes are well: the first ones, in the scheduler's order."""
+    """Return the slots that train when no node is bad: the first ones, in the scheduler's order."""
     return tuple(range(stage.nodes))
 
 
 def replace_bad_slots(training: tuple[int, ...], slots: int, bad: Collection[int]) -> tuple[int, ...] | None:
-    """Return who trains when the bad nodes are left out, spares in their places; None where too few are well.
+    """Return the slots that train, with spares in place of the bad ones; None where there are too few spares.
 
-    Ranks are static: every node that is well keeps its node_env.
+    Ranks are static: every other node keeps its node rank.
     """
     free = [slot for slot in range(slots) if slot not in bad and slot not in training]
     replaced = [slot if slot not in bad else (free.pop(0) if free else None) for slot in training]
-    found = tuple(slot for slot in replaced if slot is not None)
-    return found if len(found) == len(training) else None
+    slots_left = tuple(slot for slot in replaced if slot is not None)
+    return slots_left if len(slots_left) == len(training) else None
 
 
 def plan_for_fewer_nodes(
     job: JobFile, stage: Stage, folder: Path, layout: RankLayout, bad: Collection[int]
 ) -> tuple[tuple[int, ...], RankLayout] | str:
-    """Plan anew for the nodes that are left; returns who trains and on what layout, or why nobody does."""
-    well = [slot for slot in range(stage.nodes + stage.spares) if slot not in bad]
-    left = f"{len(well)} of {stage.nodes + stage.spares} nodes are left"
+    """Plan for the nodes that are left; returns the slots that train and their layout, or why nothing can train."""
+    good = [slot for slot in range(stage.nodes + stage.spares) if slot not in bad]
+    left = f"{len(good)} of {stage.nodes + stage.spares} nodes are left"
     if job.min_nodes is None:
         return f"{left}, and {stage.nodes} are needed"
-    if len(well) < job.min_nodes:
+    if len(good) < job.min_nodes:
         return f"{left}, and elastic.min_nodes asks for {job.min_nodes}"
-    kept = Path(job.run) / "recipe.yaml"  # with the architecture written out; the job's may leave it to base weights
-    recipe = load_recipe(str(kept if kept.is_file() else folder / "recipe.yaml"))
+    resolved = Path(job.run) / "recipe.yaml"  # has the architecture, which the job's file may leave to base weights
+    recipe = load_recipe(str(resolved if resolved.is_file() else folder / "recipe.yaml"))
     config = recipe.model.config
     if config is None:
         return f"{left}, and the architecture to plan them for is not known"
@@ -268,16 +271,16 @@ def plan_for_fewer_nodes(
     schedule = BatchSchedule(
         recipe.train.global_batch, BatchRampUp(ramp.start, ramp.increment, ramp.samples) if ramp is not None else None
     )
-    found = layout_for_nodes(
+    planned = layout_for_nodes(
         layout,
         config,
-        nodes=min(len(well), stage.nodes),
+        nodes=min(len(good), stage.nodes),
         min_nodes=job.min_nodes,
         ranks_per_node=stage.ranks_per_node,
         sequence_length=recipe.data.sequence_length or config.max_positions,
         batch_sizes=schedule.sizes,
     )
-    if isinstance(found, str):
-        return f"{left}, and {found}"
-    smaller, count = found
-    return tuple(well[:count]), smaller
+    if isinstance(planned, str):
+        return f"{left}, and {planned}"
+    smaller, count = planned
+    return tuple(good[:count]), smaller

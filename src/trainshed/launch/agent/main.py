@@ -1,6 +1,6 @@
-"""The agent's entry: which job and stage, which node, and what runs there: training, or a CPU stage.
+"""The agent's entry: it reads the job, the stage and which node this is, and runs training or a CPU stage.
 
-A CPU stage is one `trainshed worker` as a child, with its log in the run's folder and its exit code kept.
+A CPU stage is one `trainshed worker` as a child. Its log and its exit code are kept in the run's folder.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import os
 from contextlib import ExitStack
 from pathlib import Path
 
-from trainshed.errors import InputError, TrainshedError
+from trainshed.errors import InputError, error_with_exit_code
 from trainshed.launch.agent.training import NodeTraining
 from trainshed.launch.attempt import worker_command
 from trainshed.launch.job import JOB_FILE, JobFile, Stage, version_problem
@@ -23,20 +23,20 @@ TRAIN_STAGE = "train"
 def run_agent(stage: str, folder: Path, *, part: str | None = None, reporter: Reporter = SILENT) -> int:
     """Do this node's part of a stage; returns its exit code, and raises what ended it where that is known.
 
-    `folder` holds the files of the job. `part` is which part of a stage with several, as `3/8` counted from 0.
+    `folder` holds the files of the job. `part` names one part of a stage that has several, as `3/8` counted from 0.
     """
     if not (folder / JOB_FILE).is_file():
         raise InputError("there are no files of a job", where=str(folder / JOB_FILE), hint="--job names their folder")
     job = JobFile.read(folder)
-    found = next((each for each in job.stages if each.name == stage), None)
-    if found is None:
-        known = ", ".join(each.name for each in job.stages)
-        raise InputError(f"this job has no stage `{stage}`", where=str(folder / JOB_FILE), hint=f"it has {known}")
-    node_env = NodeEnv.from_environment(found)
+    known = {known_stage.name: known_stage for known_stage in job.stages}
+    if stage not in known:
+        where = str(folder / JOB_FILE)
+        raise InputError(f"this job has no stage `{stage}`", where=where, hint=f"it has {', '.join(known)}")
+    node_env = NodeEnv.from_environment(known[stage])
     timeouts = AgentTimeouts.from_environment()
     if stage == TRAIN_STAGE:
-        return NodeTraining(job, found, folder, node_env, timeouts, reporter).run()
-    return run_cpu_stage(job, found, folder, node_env, timeouts, reporter, part=stage_part(found, part))
+        return NodeTraining(job, known[stage], folder, node_env, timeouts, reporter).run()
+    return run_cpu_stage(job, known[stage], folder, node_env, timeouts, part=stage_part(known[stage], part))
 
 
 def run_cpu_stage(
@@ -45,22 +45,20 @@ def run_cpu_stage(
     folder: Path,
     node_env: NodeEnv,
     timeouts: AgentTimeouts,
-    reporter: Reporter,
     *,
     part: str | None,
 ) -> int:
-    """Do a stage, or one part of it; returns 0 or 128 + the signal of a requested stop, else raises why it failed."""
+    """Run a stage or one part of it; returns 0, or 128 + the signal of a requested stop; raises why it failed."""
     problem = version_problem(job)
     if problem is not None:
         raise InputError(problem, hint="submit it again, so that its own code travels with it")
     run = Path(job.run)
     number = int(part.partition("/")[0]) if part else 0
-    rendezvous = Rendezvous(run, f"{node_env.start}-part-{number:04d}" if part else node_env.start)
-    logs = run / "logs" / stage.name
-    name = f"part-{number:04d}.log"
+    rendezvous = Rendezvous(run, start_of_part(stage, node_env.start, number))
+    log = part_log(run, stage, number)
     command = worker_command(stage.name, "--job", str(folder), *(["--part", part] if part else []))
     with send_heartbeats(rendezvous, node_env.slot, timeouts):
-        result = _run_to_end(command, logs, name, job.grace_seconds)
+        result = _run_to_end(command, log, job.grace_seconds)
     if result.exit_code == 0:
         rendezvous.publish(AgentOrder(1, exit_code=0))
         return 0
@@ -68,27 +66,36 @@ def run_cpu_stage(
         rendezvous.publish(AgentOrder(1, exit_code=result.exit_code, what="asked to stop"))
         return result.exit_code
     failure = result.failed[0]
-    said = last_error_line(failure.log_tail)
-    what = f"{stage.name} {failure.how}" + (f": {said}" if said else "")
-    code = InputError.exit_code if failure.exit_code == InputError.exit_code else TrainshedError.exit_code
-    rendezvous.publish(AgentOrder(1, exit_code=code, what=what))
-    kind = InputError if code == InputError.exit_code else TrainshedError
-    raise kind(what, where=str(logs / name))
+    line = last_error_line(failure.log_tail)
+    what = f"{stage.name} {failure.how}" + (f": {line}" if line else "")
+    error = error_with_exit_code(failure.exit_code, what, where=str(log))
+    rendezvous.publish(AgentOrder.failed(1, error))
+    raise error
 
 
-def _run_to_end(command: list[str], logs: Path, name: str, grace_seconds: float) -> RanksResult:
+def start_of_part(stage: Stage, start: str, part: int) -> str:
+    """Return the name of the start of one part of a stage."""
+    return f"{start}-part-{part:04d}" if stage.parts > 1 else start
+
+
+def part_log(run_folder: Path, stage: Stage, part: int) -> Path:
+    """Return the log of one part of a stage."""
+    return run_folder / "logs" / stage.name / f"part-{part:04d}.log"
+
+
+def _run_to_end(command: list[str], log: Path, grace_seconds: float) -> RanksResult:
     group = RankProcesses(grace_seconds=grace_seconds, failure_grace_seconds=0.0)
     with ExitStack() as stack:
         stack.enter_context(forward_stop_signals(group))
         stack.callback(group.close)
-        group.start(command, 0, logs, {"PYTHONUNBUFFERED": "1", **os.environ}, log=name)
+        group.start(command, 0, log.parent, {"PYTHONUNBUFFERED": "1", **os.environ}, log=log.name)
         while group.wait(0.2):
             pass
     return group.result()
 
 
 def last_error_line(log_tail: str) -> str:
-    """Return the last error that a log tells of, or else its last line."""
+    """Return the last error in a log, or else its last line."""
     lines = [line.strip() for line in log_tail.splitlines() if line.strip()]
     errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     return errors[-1] if errors else (lines[-1] if lines else "")

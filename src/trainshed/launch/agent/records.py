@@ -1,8 +1,8 @@
-"""What agents leave beside an attempt, so that it is explained without the cluster.
+"""The files that agents leave beside an attempt, so that it can be explained without the cluster.
 
 <run>/health/attempt-0001/hosts.json        which host had which ranks
 <run>/health/attempt-0001/node-00001.json   how the ranks of a node ended
-<run>/health/attempt-0001/failed.json       the first failure: its file tells all other nodes to end
+<run>/health/attempt-0001/failed.json       the first failure: it tells all other nodes to end
 <run>/health/attempt-0001/gpus-00001.jsonl  samples of a node's GPUs
 """
 
@@ -22,7 +22,7 @@ from trainshed.observe.health import health_folder
 from trainshed.storage import ABSENT, LocalStore
 
 NodeOutcome = Literal["finished", "stopped", "failed", "peer", "lost"]
-"""How a node's part of an attempt ended: `peer` where another node's failure ended it, `lost` where it fell silent."""
+"""How a node's part of an attempt ended: `peer` where another node's failure ended it, `lost` where it disappeared."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class FailedRankRecord:
     exit_code: int | None = None
     signal: str | None = None
     killed: bool = False
-    """Ended by its agent: it may only have been waiting for others."""
+    """Its agent ended it: it may only have been waiting for others."""
 
 
 @dataclass(frozen=True)
@@ -48,19 +48,19 @@ class NodeRecord:
     exit_code: int
     failed: tuple[FailedRankRecord, ...] = ()
     bad_node: str | None = None
-    """Why the node itself is to blame, where it seems to be."""
+    """Why the node itself seems to be the cause."""
     what: str = ""
-    """What ended it before its ranks started."""
+    """Why its ranks were not started."""
     log_tail: str = field(default="", repr=False)
 
     @classmethod
     def of(cls, result: RanksResult, *, node: int, slot: int, host: str, peer_failed: bool) -> NodeRecord:
-        """Put down how the ranks of a node ended."""
+        """Return the record for the result of a node's ranks."""
         failed = tuple(
-            FailedRankRecord(each.rank, each.how, each.exit_code, each.signal, each.killed and not each.stopped)
-            for each in result.failed
+            FailedRankRecord(rank.rank, rank.how, rank.exit_code, rank.signal, rank.killed and not rank.stopped)
+            for rank in result.failed
         )
-        tail = next((each.log_tail for each in result.failed if not each.killed), "")
+        tail = next((rank.log_tail for rank in result.failed if not rank.killed), "")
         ended: NodeOutcome
         if result.exit_code == 0:
             ended = "finished"
@@ -73,7 +73,7 @@ class NodeRecord:
         return cls(node, slot, host, ended, result.exit_code, failed, bad_node_reason(result), log_tail=tail)
 
 
-# Of the machine, not of the program: what CUDA, NCCL and the driver print when hardware fails.
+# What CUDA, NCCL and the driver print when hardware fails, and not the program.
 _BAD_NODE_MESSAGES = (
     "uncorrectable ECC error",
     "GPU is lost",
@@ -84,19 +84,19 @@ _BAD_NODE_MESSAGES = (
     "NVLink error",
 )
 _BAD_NODE_SIGNALS = ("SIGKILL", "SIGBUS")
-"""Nobody asked for these: the kernel ran out of memory, or a page of it is broken."""
+"""From the kernel: the node ran out of memory, or a page of its memory is broken."""
 
 
 def bad_node_reason(result: RanksResult) -> str | None:
-    """Say why a node itself is to blame for a failure; None where its program may be."""
+    """Return why a node itself is the cause of a failure; None where the program may be."""
     for failure in result.failed:
         if failure.killed:
             continue
         if failure.signal in _BAD_NODE_SIGNALS:
             return f"rank {failure.rank} {failure.how} from outside"
-        words = next((each for each in _BAD_NODE_MESSAGES if each in failure.log_tail), None)
-        if words is not None:
-            return f"rank {failure.rank} reported '{words}'"
+        message = next((message for message in _BAD_NODE_MESSAGES if message in failure.log_tail), None)
+        if message is not None:
+            return f"rank {failure.rank} reported '{message}'"
     return None
 
 
@@ -110,7 +110,7 @@ class AttemptRecords:
     def write_hosts(
         self, start: str, order: AgentOrder, joined: Mapping[int, JoinedNode], bad: Collection[int], ranks_per_node: int
     ) -> list[str]:
-        """Keep which host has which ranks; returns it as lines for people."""
+        """Write which host has which ranks; returns the same as lines for people."""
         nodes = [
             {
                 "node": node,
@@ -124,12 +124,26 @@ class AttemptRecords:
         spares = [{"slot": slot, "host": joined[slot].host} for slot in free]
         body = {"start": start, "master": list(order.master), "nodes": nodes, "spares": spares}
         self._put("hosts.json", body)
-        lines = [f"node {each['node']}: {each['host']}, ranks {_format_ranks(each['ranks'])}" for each in nodes]
-        return lines + [f"spare: {each['host']}" for each in spares]
+        lines = [f"node {node['node']}: {node['host']}, ranks {_format_ranks(node['ranks'])}" for node in nodes]
+        return lines + [f"spare: {spare['host']}" for spare in spares]
 
     def write_node(self, record: NodeRecord) -> None:
-        """Keep how a node's ranks ended."""
+        """Write how a node's ranks ended."""
         self._put(f"node-{record.node:05d}.json", asdict(record))
+
+    def write_lost_node(
+        self, node: int, slot: int, host: str, ranks_per_node: int, *, ranks_text: str, node_text: str
+    ) -> NodeRecord:
+        """Write the record of a node that cannot write it itself, and end the attempt on the others.
+
+        `ranks_text` says what happened to each of its ranks, `node_text` to the node.
+        """
+        ranks = range(node * ranks_per_node, (node + 1) * ranks_per_node)
+        failed = tuple(FailedRankRecord(rank, ranks_text) for rank in ranks)
+        record = NodeRecord(node, slot, host, "lost", 1, failed, node_text)
+        self.mark_failed(host, f"{host} {node_text}")
+        self.write_node(record)
+        return record
 
     def read_node(self, node: int) -> NodeRecord | None:
         """Return how a node's ranks ended; None while they run."""
@@ -137,10 +151,10 @@ class AttemptRecords:
             body: dict[str, Any] = orjson.loads(self._store.read(f"node-{node:05d}.json"))
         except NotFound:
             return None
-        return NodeRecord(**body | {"failed": tuple(FailedRankRecord(**each) for each in body["failed"])})
+        return NodeRecord(**body | {"failed": tuple(FailedRankRecord(**rank) for rank in body["failed"])})
 
     def mark_failed(self, host: str, what: str) -> None:
-        """Tell all nodes that the attempt has failed; only the first to say so is kept."""
+        """Tell all nodes that the attempt has failed; only the first failure is kept."""
         try:
             body = orjson.dumps({"host": host, "what": what}, option=orjson.OPT_INDENT_2) + b"\n"
             self._store.put("failed.json", body, expect=ABSENT)

@@ -1,4 +1,4 @@
-"""The train stage on one node: wait for orders, check the node, run its ranks, say how they ended."""
+"""The train stage on one node: wait for an order, check the node, run its ranks, record how they ended."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import subprocess
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from trainshed.launch.job import JobFile, Stage, version_problem
 from trainshed.launch.preflight import preflight_job, run_preflight
 from trainshed.launch.ranks import StopSignalListener, run_ranks, stopped_rank_text
 from trainshed.launch.rendezvous import (
+    PREFLIGHT_PORT_OFFSET,
     AgentOrder,
     AgentTimeouts,
     HeartbeatMonitor,
@@ -45,7 +47,7 @@ from trainshed.reporting import Reporter
 from trainshed.storage import LocalStore
 
 PEER_FAILED_EXIT_CODE = 76
-"""This node did nothing wrong, and the first node is gone and cannot say how it ends (EX_PROTOCOL of sysexits.h)."""
+"""The first node is gone, so nothing says how the start ends; this node did not fail (EX_PROTOCOL of sysexits.h)."""
 
 
 class NodeTraining:
@@ -61,7 +63,7 @@ class NodeTraining:
         self._requests = StopSignalListener()
 
     def run(self) -> int:
-        """See it through; returns 0, 128 + the signal of a requested stop, or `PEER_FAILED_EXIT_CODE`, else raises."""
+        """Train; returns 0, 128 + the signal of a requested stop, or `PEER_FAILED_EXIT_CODE`; raises a failure."""
         problem = version_problem(self._job)
         with self._requests:
             self._rendezvous.join(JoinedNode(self._node_env.slot, self._node_env.host, trainshed.__version__, problem))
@@ -97,9 +99,9 @@ class NodeTraining:
         return order.exit_code
 
     def _follow(self) -> int:
-        done = 0
+        done_number = 0
         while True:
-            order = self._next_order(done)
+            order = self._next_order(done_number)
             if order is None:
                 self._reporter.warn("the first node shows no sign of life: this one ends too")
                 return PEER_FAILED_EXIT_CODE
@@ -107,30 +109,32 @@ class NodeTraining:
                 if order.what:
                     self._reporter.note(order.what)
                 return order.exit_code
-            done = order.number
+            done_number = order.number
             self._run_attempt(order)
 
-    def _next_order(self, done: int) -> AgentOrder | None:
-        """Wait for an order that is not done yet; None where nobody is left to give one."""
+    def _next_order(self, done_number: int) -> AgentOrder | None:
+        """Wait for an order after the last one; None where the first node is gone."""
         heartbeats = HeartbeatMonitor(self._rendezvous)
-        called = False
-        looked = 0.0
+        fast = False
+        checked_at = 0.0
         while True:
             order = self._rendezvous.latest_order()
-            if order is not None and order.number > done:
+            if order is not None and order.number > done_number:
                 return order
-            if time.monotonic() - looked >= self._timeouts.look_seconds:
-                looked = time.monotonic()
-                if not called and self._rendezvous.wants_fast_heartbeats:
-                    called = True
+            if time.monotonic() - checked_at >= self._timeouts.look_seconds:
+                checked_at = time.monotonic()
+                if not fast and self._rendezvous.wants_fast_heartbeats:
+                    fast = True
                     heartbeats.reset()
-                patience = self._timeouts.roll_call_seconds if called else self._timeouts.lost_seconds
-                if heartbeats.silent_slots((0,), max(patience, 0 if done else self._timeouts.meet_seconds)):
+                silence_seconds = self._timeouts.roll_call_seconds if fast else self._timeouts.lost_seconds
+                if not done_number:
+                    silence_seconds = max(silence_seconds, self._timeouts.meet_seconds)
+                if heartbeats.silent_slots((0,), silence_seconds):
                     return None
             time.sleep(min(0.2, self._timeouts.look_seconds))
 
     def _run_attempt(self, order: AgentOrder, leader: Leader | None = None) -> None:
-        """Run this node's ranks of an attempt, where it has any, and leave an account of their end."""
+        """Run this node's ranks of an attempt, where it has any, and record how they ended."""
         assert order.attempt is not None
         if self._node_env.slot not in order.slots:
             self._reporter.note(f"{self._node_env.host} is a spare node of attempt {order.attempt}")
@@ -138,7 +142,7 @@ class NodeTraining:
         node = order.slots.index(self._node_env.slot)
         records = AttemptRecords(self._run, order.attempt)
         record = self._reason_not_to_start(node, order, records)
-        if record is None and self._stage.only_preflight:
+        if record is None and (self._stage.only_preflight or self._stage.script is not None):
             record = NodeRecord(node, self._node_env.slot, self._node_env.host, "finished", 0)
         elif record is None:
             record = self._run_ranks(node, order, records, leader)
@@ -148,7 +152,7 @@ class NodeTraining:
         records.write_node(record)
 
     def _reason_not_to_start(self, node: int, order: AgentOrder, records: AttemptRecords) -> NodeRecord | None:
-        """Say why this node's ranks are not started; None: they are."""
+        """Return the record of a node whose ranks are not started; None: they are."""
         node_env = self._node_env
         if self._requests.exit_code is not None:
             records.mark_failed(node_env.host, "asked to stop before its ranks started")
@@ -173,26 +177,27 @@ class NodeTraining:
         per_node, node_env = self._stage.ranks_per_node, self._node_env
         own_failure = False
 
-        def say_failed() -> None:
+        def mark_failed() -> None:
             nonlocal own_failure
             if not records.has_failed:
                 own_failure = True
                 records.mark_failed(node_env.host, "a rank failed")
 
         logs = logs_folder(self._run, order.attempt)
-        # What rank 0 says is what a person wants to see in the scheduler's own log.
+        # What rank 0 prints is what a person wants to see in the scheduler's own log.
         echo = LogEcho(logs / f"rank-{0:05d}.log", self._reporter.note) if node == 0 else None
-
-        watched = RunFolderWatcher(self._run, seconds=3 * self._timeouts.look_seconds)
+        run_folder = RunFolderWatcher(self._run, seconds=3 * self._timeouts.look_seconds)
 
         def poll() -> None:
-            watched.check()
+            run_folder.check()
             if echo is not None:
                 echo.poll()
             if leader is not None:
                 leader.watch(order, records)
 
-        peer_failed = _at_most_every(self._timeouts.look_seconds, lambda: self._is_superseded(order) or records.has_failed)
+        peer_failed = _at_most_every(
+            self._timeouts.look_seconds, lambda: self._is_superseded(order) or records.has_failed
+        )
         with sample_gpus(records.folder / f"gpus-{node:05d}.jsonl", self._timeouts.beat_seconds):
             result = run_ranks(
                 rank_command(self._run, order.attempt, ("--on", str(self._folder / "cluster.yaml"))),
@@ -205,27 +210,27 @@ class NodeTraining:
                 grace_seconds=self._job.grace_seconds,
                 failure_grace_seconds=self._timeouts.failure_grace_seconds,
                 on_poll=poll,
-                on_failure=say_failed,
+                on_failure=mark_failed,
                 others_failed=peer_failed,
-                on_asked=self._say_stopping,
-                on_stopped=partial(self._say_stopped, order.attempt),
+                on_asked=self._report_stop_request,
+                on_stopped=partial(self._report_suspended_rank, order.attempt),
             )
         if echo is not None:
             echo.poll(at_once=True)
-        fell_to_peer = not own_failure and records.has_failed
-        return NodeRecord.of(result, node=node, slot=node_env.slot, host=node_env.host, peer_failed=fell_to_peer)
+        ended_by_peer = not own_failure and records.has_failed
+        return NodeRecord.of(result, node=node, slot=node_env.slot, host=node_env.host, peer_failed=ended_by_peer)
 
-    def _say_stopping(self, signum: int, again: bool) -> None:
+    def _report_stop_request(self, signum: int, again: bool) -> None:
         name = signal.Signals(signum).name
-        how = "are stopped at once and save nothing" if again else "stop after their step and save a checkpoint"
-        self._reporter.note(f"{name}{' again' if again else ''}: the ranks of {self._node_env.host} {how}")
+        effect = "are stopped at once and save nothing" if again else "stop after their step and save a checkpoint"
+        self._reporter.note(f"{name}{' again' if again else ''}: the ranks of {self._node_env.host} {effect}")
 
-    def _say_stopped(self, attempt: int, rank: int, process: int) -> None:
+    def _report_suspended_rank(self, attempt: int, rank: int, process: int) -> None:
         self._reporter.warn(f"{self._node_env.host}: {stopped_rank_text(rank, process)}")
         emit_stall(LocalStore(self._run), attempt, rank, process)
 
     def _is_superseded(self, order: AgentOrder) -> bool:
-        """Whether all were given another order meanwhile: this node was taken for lost."""
+        """Whether there is a newer order: the first agent took this node for lost."""
         newest = self._rendezvous.latest_order()
         return newest is not None and newest.number > order.number
 
@@ -234,52 +239,50 @@ def _failure_text(record: NodeRecord) -> str:
     return f"rank {record.failed[0].rank} {record.failed[0].how}" if record.failed else "its ranks failed"
 
 
-def _at_most_every(seconds: float, ask: Callable[[], bool]) -> Callable[[], bool]:
-    """The same question, asked at most so often: the answer lies on a disk that a thousand nodes share."""
-    asked, answer = 0.0, False
+def _at_most_every(seconds: float, check: Callable[[], bool]) -> Callable[[], bool]:
+    """Return a check that is made at most so often, as it reads a disk that a thousand nodes share."""
+    checked_at, result = 0.0, False
 
-    def question() -> bool:
-        nonlocal asked, answer
-        if not answer and time.monotonic() - asked >= seconds:
-            asked, answer = time.monotonic(), ask()
-        return answer
+    def rare_check() -> bool:
+        nonlocal checked_at, result
+        if not result and time.monotonic() - checked_at >= seconds:
+            checked_at, result = time.monotonic(), check()
+        return result
 
-    return question
-
-
-_PREFLIGHT_PORT_OFFSET = 100
-"""How far preflight's own port is from that of rank 0, which must be free when the ranks start."""
+    return rare_check
 
 
 def preflight_node(
     run: Path, stage: Stage, folder: Path, order: AgentOrder, node: int, node_env: NodeEnv, reporter: Reporter
 ) -> NodeRecord | None:
-    """Take part in the checks of all nodes of an attempt; returns how that ended for this node, None: it trains."""
+    """Take part in the preflight of an attempt; returns the record of a node that does not train, None: it trains."""
     assert order.attempt is not None
     cluster = load_cluster(folder / "cluster.yaml")
+    on_processors = cluster.ray is not None and cluster.ray.gpu_resource == "CPU"
     checks = preflight_job(
         cluster,
         store=LocalStore(run),
         run_folder="",
         attempt=order.attempt,
         nodes=len(order.slots),
-        gpus=stage.gpus_per_node,
+        gpus=0 if on_processors else stage.gpus_per_node,
         full=stage.full_preflight,
     )
-    board = (order.master[0], order.master[1] + _PREFLIGHT_PORT_OFFSET)
+    board = (order.master[0], order.master[1] + PREFLIGHT_PORT_OFFSET)
+    record = NodeRecord(node, node_env.slot, node_env.host, "peer", 1)
     try:
         verdict = run_preflight(checks, node_rank=node, board=board, host=node_env.host, reporter=reporter)
     except TrainshedError as error:
-        return NodeRecord(node, node_env.slot, node_env.host, "failed", 1, what=f"preflight: {error.what}")
+        return replace(record, ended="failed", what=f"preflight: {error.what}")
     if verdict.outcome in ("pass", "warn"):
         (reporter.note if verdict.outcome == "pass" else reporter.warn)(f"preflight: {verdict.sentence}")
         return None
     what = f"preflight: {verdict.sentence}"
     if verdict.outcome == "fail":
-        return NodeRecord(node, node_env.slot, node_env.host, "failed", 1, what=what)
+        return replace(record, ended="failed", what=what)
     if node in verdict.replace:
-        return NodeRecord(node, node_env.slot, node_env.host, "failed", 1, bad_node="preflight says to replace it", what=what)
-    return NodeRecord(node, node_env.slot, node_env.host, "peer", 1)
+        return replace(record, ended="failed", bad_node="preflight says to replace it", what=what)
+    return record
 
 
 _GPU_KEYS = ("index", "temperature.gpu", "power.draw", "utilization.gpu", "memory.used", "clocks.sm")
@@ -289,7 +292,7 @@ _SMI_SECONDS = 20.0
 
 @contextmanager
 def sample_gpus(file: Path, seconds: float) -> Generator[None]:
-    """Sample the node's GPUs into a file of JSON lines; does nothing where there is no nvidia-smi."""
+    """Sample the node's GPUs into a file of JSON lines; does nothing without nvidia-smi."""
     if shutil.which("nvidia-smi") is None:
         yield
         return
@@ -307,7 +310,7 @@ def sample_gpus(file: Path, seconds: float) -> Generator[None]:
 
 
 def _query_gpus() -> list[dict[str, float | None]] | None:
-    """Ask the driver; None where it does not answer."""
+    """Ask nvidia-smi; None where it does not answer."""
     keys = (*_GPU_KEYS, _GPU_ECC_KEY)
     command = ["nvidia-smi", f"--query-gpu={','.join(keys)}", "--format=csv,noheader,nounits"]
     try:

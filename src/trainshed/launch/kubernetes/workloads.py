@@ -18,7 +18,7 @@ containers or change the network, so fabrics that need them are refused. What th
 replaces the resources of the runtime, so the devices of the fabric are listed there too (NVIDIA/aicr#2275: EFA
 devices were lost that way).
 
-RayJob: the head is a node like the others, and our driver in it starts one actor per GPU.
+RayJob: the head is a node like the others, and our driver in it starts one actor per node.
 
 Deployment, with a Service in front of it: probes say when a server is up, ready and alive. Our own server needs
 no preStop hook: TERM makes it unready, it accepts requests for some more seconds, until the Service has forgotten

@@ -4,6 +4,6 @@
     inside the cluster               driver.py  actors.py
     both                             placement.py
 
-Ray knows no jobs that wait for others, so that one Ray job runs all stages of a job in order: its entrypoint is the
-driver. The same driver is the entrypoint of a RayJob on Kubernetes.
+A Ray job cannot wait for another, so one Ray job runs all stages in order. Its entrypoint is the driver, which is also
+the entrypoint of a RayJob on Kubernetes. On each node of a training the driver starts the node agent (`launch/agent`).
 """

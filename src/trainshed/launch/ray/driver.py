@@ -1,430 +1,72 @@
-"""The driver: runs inside a Ray cluster and carries a job through its stages, one after the other.
+"""The driver: runs inside a Ray cluster and takes a job through its stages, one after the other.
 
-It is the entrypoint of a Ray job or of a RayJob on Kubernetes. Nothing is decided here that the job's files do not say.
-A CPU stage is one process in an actor for each of its parts, which Ray starts when there is room. A stage whose
-processes run together has an actor for each rank, or for each node where a foreign engine's script runs there.
+It is the entrypoint of a Ray job, and of a RayJob on Kubernetes. It places actors, starts a process in each and notices
+when an actor dies; the job's files decide everything else. A CPU stage has one actor per part, which Ray starts when
+there is room. Training has one actor per node, and its process is the node agent (`launch/agent`), as on every other
+target. A foreign engine's script takes the agent's place; the agent runs before it where preflight is on.
+
+    <run>/starts/<start>/ray.json           where each actor runs
+    <run>/starts/<start>/agent-00001.log    what the agent of a node prints
 """
 
 from __future__ import annotations
 
 import ipaddress
 import logging
-import signal
-import time
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import replace
-from itertools import groupby
+import uuid
+from collections.abc import Generator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import orjson
 
-from trainshed.errors import InputError, MissingExtra, TrainshedError
-from trainshed.launch.attempt import explain_failure, logs_folder, read_job_plan, write_plan
+from trainshed.errors import InputError, MissingExtra, TrainshedError, error_with_exit_code
+from trainshed.launch.agent.main import part_log, start_of_part
+from trainshed.launch.agent.records import AttemptRecords, NodeRecord
+from trainshed.launch.attempt import LogEcho, explain_failure, logs_folder
 from trainshed.launch.fabric import fabric_setup
 from trainshed.launch.job import JobFile, Stage, setup_script, version_problem
-from trainshed.launch.ranks import STOP_SIGNALS, RankFailure, RanksResult, rank_environment
+from trainshed.launch.ranks import STOP_SIGNALS, RankFailure, RanksResult, StopSignalListener, read_log_tail
 from trainshed.launch.ray.actors import (
-    DEVICE_VARIABLES,
-    FAILURE_GRACE_SECONDS,
     ActorGroup,
     ActorGroupMember,
     ActorLocation,
     ActorTask,
-    PreflightTask,
+    LostActor,
     ProcessActor,
-    actor_death_reason,
-    visible_devices_environment,
 )
 from trainshed.launch.ray.placement import (
     CPU,
     GPU,
     MEMORY,
-    READY_SECONDS,
     StopRequestedWhileWaiting,
-    describe_shortage,
-    no_room_error,
+    count_fitting_nodes,
     reserve_nodes,
     stage_bundle,
+    wait_for_room,
 )
 from trainshed.launch.ray.status import StageLogLine
-from trainshed.observe.event_log import EventFollower
-from trainshed.observe.health import health_folder
+from trainshed.launch.rendezvous import AgentOrder, AgentTimeouts, Rendezvous, port_of_start
 from trainshed.recipe import Cluster, load_cluster
 from trainshed.reporting import SILENT, Reporter
 from trainshed.storage import LocalStore
 from trainshed.storage.attempts import take_attempt
 
 _ACTOR_CONCURRENCY = 4  # methods of an actor: a stop must get through while `run` waits
+_AGENT_MARGIN_SECONDS = 30.0  # an agent kills its ranks itself when the grace is over, and records it
+_END_SECONDS = 15.0  # for the agents to read that the start is over
+_SCRIPT_GRACE_SECONDS = 5.0  # foreign engines write no flight records
+_DEVICE_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
+_THREADS_VARIABLE = "OMP_NUM_THREADS"
+_GOOD_EXIT_CODES = frozenset({0, *(128 + number for number in STOP_SIGNALS)})
 
 
-class RayJobContext:
-    """One job under way."""
-
-    def __init__(self, job: JobFile, folder: Path, cluster: Cluster, reporter: Reporter) -> None:
-        self.job, self.folder, self.cluster, self.reporter = job, folder, cluster, reporter
-        self.run_folder = Path(job.run)
-        self.asked: int | None = None
-        """The first signal that asked for a stop."""
-
-    @property
-    def gpu_resource(self) -> str:
-        """Ray's name for one GPU; a RayJob's pods bring Ray's own."""
-        return self.cluster.ray.gpu_resource if self.cluster.ray is not None else GPU
-
-    @property
-    def site_setup(self) -> tuple[str, ...]:
-        """The cluster file's `setup`, as a process of a stage runs it before anything else."""
-        script = setup_script(self.cluster)
-        return () if script is None else (script,)
-
-    def ask_to_stop(self, signum: int) -> None:
-        """Have everything stop; called from a signal handler."""
-        if self.asked is None:
-            self.asked = signum
-
-    def stopped(self) -> bool:
-        """Whether somebody asked for a stop."""
-        return self.asked is not None
-
-    def is_gang(self, stage: Stage) -> bool:
-        """Whether a stage's processes run together, on GPUs or on several nodes, or train."""
-        return stage.name == "train" or stage.nodes > 1 or stage.gpus_per_node > 0
-
-    def says_waits(self, stage: Stage, why: str) -> None:
-        """Say that a stage waits, and for what."""
-        self.reporter.note(str(StageLogLine(stage.name, "waits", why)))
-
-    def says_runs(self, stage: Stage, nodes: Sequence[str]) -> None:
-        """Say that a stage runs, and where."""
-        self.reporter.note(str(StageLogLine(stage.name, "runs", " ".join(dict.fromkeys(nodes)))))
-
-    def says_log(self, failure: RankFailure, what: str) -> None:
-        """Say the end of the log of whatever failed first."""
-        tail = failure.log_tail.strip()
-        self.reporter.warn(f"{what} {failure.how}; the end of its log:\n{tail}" if tail else f"{what} {failure.how}")
-
-
-def actor_options(bundle: dict[str, float]) -> dict[str, Any]:
-    """How an actor that takes so much is asked of Ray."""
-    known = {CPU: "num_cpus", GPU: "num_gpus", MEMORY: "memory"}
-    options: dict[str, Any] = {known[name]: amount for name, amount in bundle.items() if name in known}
-    others = {name: amount for name, amount in bundle.items() if name not in known}
-    return options | {"resources": others, "max_restarts": 0, "max_concurrency": _ACTOR_CONCURRENCY}
-
-
-_LOOK_SECONDS = 1.0
-_SAY_AFTER_SECONDS = 5.0
-
-
-def run_cpu_stage(work: RayJobContext, stage: Stage) -> RanksResult:
-    """Run all parts of a stage; raises what failed, unless somebody asked for a stop."""
-    import ray
-
-    bundle = stage_bundle(stage, work.gpu_resource)
-    actors: dict[int, Any] = {
-        part: ray.remote(ProcessActor).options(**actor_options(bundle)).remote() for part in range(stage.parts)
-    }
-    try:
-        first = _wait_for_first_part(work, stage, actors, bundle)
-        work.says_runs(stage, [first.address])
-        members = {part: ActorGroupMember(actor, None, _part_task(work, stage, part)) for part, actor in actors.items()}
-        result = ActorGroup(members, failure_grace_seconds=0.0).see_through(lambda: work.asked)
-    finally:
-        for actor in actors.values():
-            ray.kill(actor)
-    if result.failed:
-        raise _part_failure(work, stage, result)
-    return result
-
-
-def _wait_for_first_part(
-    work: RayJobContext, stage: Stage, actors: dict[int, Any], bundle: dict[str, float]
-) -> ActorLocation:
-    """Wait until one part has its place; the others follow as there is room."""
-    import ray
-
-    places = [actor.place.remote() for actor in actors.values()]
-    began, said = time.monotonic(), False
-    while True:
-        done, _ = ray.wait(places, num_returns=1, timeout=_LOOK_SECONDS)
-        if work.stopped():
-            raise StopRequestedWhileWaiting
-        if done:
-            return ray.get(done[0])
-        waited = time.monotonic() - began
-        if waited >= READY_SECONDS:
-            raise no_room_error(1, bundle, READY_SECONDS)
-        if not said and waited >= _SAY_AFTER_SECONDS:
-            said = True
-            work.says_waits(stage, describe_shortage(1, bundle))
-
-
-def _part_task(work: RayJobContext, stage: Stage, part: int) -> ActorTask:
-    logs = str(work.run_folder / "logs" / stage.name)
-    secrets = work.cluster.secrets
-    if stage.script is not None:
-        arguments = (str(work.folder / stage.script),)
-        return ActorTask(
-            arguments, part, logs, stage.environment, "bash", work.site_setup, secrets=secrets, log=_part_log(part)
-        )
-    arguments = ("-P", "-m", "trainshed", "worker", stage.name, "--job", str(work.folder))
-    arguments += ("--part", f"{part}/{stage.parts}") if stage.parts > 1 else ()
-    return ActorTask(
-        arguments, part, logs, stage.environment, prologue=work.site_setup, secrets=secrets, log=_part_log(part)
-    )
-
-
-def _part_log(part: int) -> str:
-    return f"part-{part:04d}.log"
-
-
-def _part_failure(work: RayJobContext, stage: Stage, result: RanksResult) -> TrainshedError:
-    first = result.failed[0]
-    what = stage.name if stage.parts == 1 else f"part {first.rank} of {stage.name}"
-    work.says_log(first, what)
-    kind = InputError if first.exit_code == InputError.exit_code else TrainshedError
-    return kind(f"{what} {first.how}", where=str(work.run_folder / "logs" / stage.name / _part_log(first.rank)))
-
-
-_PREFLIGHT_POLL_SECONDS = 0.5
-
-
-class PreflightRefused(TrainshedError):
-    """Nodes or the network between them are not what they should be; the same ones would fail again."""
-
-
-def preflight_nodes(
-    work: RayJobContext,
-    stage: Stage,
-    attempt: int,
-    first_actors: Sequence[tuple[Any, ActorLocation]],
-    devices: Sequence[Mapping],
-) -> None:
-    """Check every node and all together; raises `PreflightRefused` with the sentence that names the bad ones."""
-    import ray
-    from ray.exceptions import RayActorError, RayTaskError
-
-    leader, place = first_actors[0]
-    board = (place.address, ray.get(leader.free_port.remote()))
-    gpus = 0 if work.gpu_resource == CPU else stage.gpus_per_node
-    pending = {}
-    for node, (actor, where) in enumerate(first_actors):
-        task = PreflightTask(
-            str(work.folder / "cluster.yaml"),
-            work.job.run,
-            attempt,
-            stage.nodes,
-            gpus,
-            node,
-            board,
-            where.address,
-            dict(devices[node]),
-        )
-        pending[actor.prove.remote(task)] = where
-    verdict = None
-    while pending:
-        done, _ = ray.wait(list(pending), num_returns=1, timeout=_PREFLIGHT_POLL_SECONDS)
-        if work.stopped():
-            raise StopRequestedWhileWaiting
-        for reference in done:
-            where = pending.pop(reference)
-            try:
-                verdict = ray.get(reference)
-            except RayActorError as error:
-                raise TrainshedError(f"preflight: the check of {actor_death_reason(str(error), where)}") from None
-            except RayTaskError as error:
-                what = error.cause.what if isinstance(error.cause, TrainshedError) else str(error.cause)
-                raise TrainshedError(f"preflight on {where.address}: {what}") from None
-    assert verdict is not None, "there is a node"
-    if verdict.outcome in ("replace", "fail"):
-        raise PreflightRefused(
-            f"preflight: {verdict.sentence}",
-            where=str(work.run_folder / "health" / f"attempt-{attempt:04d}" / "preflight"),
-            hint="take the named nodes out of the Ray cluster (`ray stop` there) and submit again; "
-            "`preflight: false` in the cluster file skips the proof",
-        )
-    (work.reporter.note if verdict.outcome == "pass" else work.reporter.warn)(f"preflight: {verdict.sentence}")
-
-
-_SCRIPT_GRACE_SECONDS = 5.0  # foreign engines leave no flight records of ours
-PlacedActor = tuple[Any, ActorLocation]
-"""An actor, and where it is."""
-
-
-class RayTraining:
-    """One attempt; `run` once."""
-
-    def __init__(self, work: RayJobContext, stage: Stage, listener: Callable[[dict[str, Any]], None]) -> None:
-        self._work, self._stage, self._listener = work, stage, listener
-        self._per_node = 1 if stage.script is not None else stage.ranks_per_node
-
-    def run(self) -> RanksResult:
-        """Place the actors, run their processes, and raise what ended them, unless somebody asked for a stop."""
-        work, stage = self._work, self._stage
-        bundle = stage_bundle(stage, work.gpu_resource)
-        with reserve_nodes(
-            stage.nodes, bundle, stopped=work.stopped, on_wait=lambda why: work.says_waits(stage, why)
-        ) as group:
-            nodes = self._placed(group, bundle)
-            attempt = take_attempt(LocalStore(work.run_folder), "").number
-            if stage.script is None:
-                layout, reasons = read_job_plan(work.folder)
-                write_plan(LocalStore(work.run_folder), attempt, layout, reasons)
-            self._keep_hosts(attempt, nodes)
-            if stage.preflight:
-                devices = [visible_devices_environment([each for _, each in node]) for node in nodes]
-                preflight_nodes(work, stage, attempt, [node[0] for node in nodes], devices)
-            members = self._members(nodes, attempt)
-            grace = FAILURE_GRACE_SECONDS if stage.script is None else _SCRIPT_GRACE_SECONDS
-            crew = ActorGroup(members, failure_grace_seconds=grace)
-            result = crew.see_through(lambda: work.asked, self._following())
-        if result.failed:
-            raise self._failure(attempt, result, len(members))
-        return result
-
-    def _placed(self, group: Any, bundle: dict[str, float]) -> list[list[PlacedActor]]:
-        """Start the actors, and put them in the order of their ranks: by node, and on a node by GPU."""
-        import ray
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-        share = {name: amount / self._per_node for name, amount in bundle.items()}
-        actors = []
-        for node in range(self._stage.nodes):
-            strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=node)
-            made = ray.remote(ProcessActor).options(**actor_options(share), scheduling_strategy=strategy)
-            actors += [made.remote() for _ in range(self._per_node)]
-        # When the driver ends, however it does, Ray kills its actors, and the kernel their processes with them.
-        places = ray.get([actor.place.remote() for actor in actors])
-        placed = sorted(zip(actors, places, strict=True), key=lambda each: _rank_order(each[1]))
-        return [list(each) for _, each in groupby(placed, key=lambda each: each[1].node)]
-
-    def _members(self, nodes: Sequence[Sequence[PlacedActor]], attempt: int) -> dict[int, ActorGroupMember]:
-        import ray
-
-        first, place = nodes[0][0]
-        master = (place.address, ray.get(first.free_port.remote()))
-        members = {}
-        for number, node in enumerate(nodes):
-            devices = visible_devices_environment([each for _, each in node])
-            for local, (actor, where) in enumerate(node):
-                task = self._task(number, local, attempt, master)
-                members[task.rank] = ActorGroupMember(
-                    actor, where, replace(task, environment={**task.environment, **devices}, hidden=self._hidden())
-                )
-        return members
-
-    def _task(self, node: int, local: int, attempt: int, master: tuple[str, int]) -> ActorTask:
-        work, stage = self._work, self._stage
-        rank = node * self._per_node + local
-        places = {
-            **stage.environment,
-            "TRAINSHED_ATTEMPT": str(attempt),
-            "NODE_RANK": str(node),
-            "NNODES": str(stage.nodes),
-            "MASTER_ADDR": master[0],
-            "MASTER_PORT": str(master[1]),
-        }
-        if stage.script is None:
-            sizes = {"ranks": self._per_node, "world_size": stage.world_size}
-            places |= rank_environment(rank, local, **sizes, master=master)
-            arguments = ("-P", "-m", "trainshed", "worker", "train", "--run", work.job.run, "--attempt", str(attempt))
-            arguments += ("--on", str(work.folder / "cluster.yaml"))
-        else:
-            arguments = (str(work.folder / stage.script),)
-        return ActorTask(
-            arguments,
-            rank,
-            str(logs_folder(work.run_folder, attempt)),
-            places,
-            program=None if stage.script is None else "bash",
-            prologue=self._prologue(),
-            secrets=work.cluster.secrets,
-            precision=work.job.precision,
-            grace_seconds=work.job.grace_seconds,
-        )
-
-    def _prologue(self) -> tuple[str, ...]:
-        """What a node runs before a rank: the site's lines, and what its fabric needs besides; pods have that."""
-        cluster, own = self._work.cluster, self._work.site_setup
-        if cluster.target != "ray":
-            return own
-        setup = fabric_setup(cluster, nodes=self._stage.nodes)
-        if setup.profile_script is None and not setup.library_path and not own:
-            return ()
-        return own + replace(setup, environment={**setup.environment, **cluster.environment}).shell_prologue()
-
-    def _hidden(self) -> tuple[str, ...]:
-        """Ray blanks these for actors that take no "GPU", also where GPUs have another name there."""
-        other_name = self._work.gpu_resource not in (CPU, GPU)
-        return DEVICE_VARIABLES if other_name and self._stage.gpus_per_node else ()
-
-    def _keep_hosts(self, attempt: int, nodes: Sequence[Sequence[PlacedActor]]) -> None:
-        """Keep and say which node has which ranks."""
-        self._work.says_runs(self._stage, [node[0][1].address for node in nodes])
-        listed = []
-        for number, node in enumerate(nodes):
-            first = number * self._per_node
-            place = node[0][1]
-            listed.append(
-                {
-                    "node": number,
-                    "host": place.address,
-                    "hostname": place.hostname,
-                    "ray_node": place.node,
-                    "ranks": list(range(first, first + len(node))),
-                    "processes": [each.process for _, each in node],
-                }
-            )
-            last = first + len(node) - 1
-            ranks = f"rank {first}" if last == first else f"ranks {first}-{last}"
-            self._work.reporter.note(f"attempt {attempt}: {ranks} on {place.address} ({place.hostname})")
-        folder = health_folder(self._work.run_folder, attempt)
-        LocalStore(folder).put("hosts.json", orjson.dumps({"nodes": listed}, option=orjson.OPT_INDENT_2) + b"\n")
-
-    def _following(self) -> Callable[[], None]:
-        follower = EventFollower(self._work.run_folder)
-        follower.poll()  # what earlier attempts wrote is no news
-
-        def follow() -> None:
-            for event in follower.poll():
-                self._listener(event)
-
-        return follow
-
-    def _failure(self, attempt: int, result: RanksResult, world_size: int) -> TrainshedError:
-        first = result.failed[0]
-        if self._stage.script is None:
-            self._work.says_log(first, f"rank {first.rank}")
-            failed = [each.rank for each in result.failed]
-            return explain_failure(self._work.run_folder, attempt, world_size, ends=result.ends, failed=failed)
-        self._work.says_log(first, f"node {first.rank}")
-        kind = InputError if first.exit_code == InputError.exit_code else TrainshedError
-        log = logs_folder(self._work.run_folder, attempt) / f"rank-{first.rank:05d}.log"
-        return kind(f"{self._stage.name} failed: node {first.rank} {first.how}", where=str(log))
-
-
-def _rank_order(place: ActorLocation) -> tuple[int, str, tuple[int, ...], int]:
-    """Nodes by address as numbers, alike at every start; on a node by GPU."""
-    gpus = tuple(int(gpu) if gpu.isdecimal() else 0 for gpu in place.gpus)
-    return int(ipaddress.ip_address(place.address)), place.node, gpus, place.process
-
-
-EventListenerFactory = Callable[[JobFile], AbstractContextManager[Callable[[dict[str, Any]], None]]]
-"""Opens what is told every event of a training."""
-
-
-def drive(
-    folder: Path,
-    only: str | None = None,
-    *,
-    reporter: Reporter = SILENT,
-    watching: EventListenerFactory = lambda _: nullcontext(lambda _: None),
-) -> int:
+def drive(folder: Path, only: str | None = None, *, reporter: Reporter = SILENT) -> int:
     """Run all stages of the job in a folder, or one; returns the exit code: 0, or 128 + signal after a requested stop.
 
-    Whatever fails is raised, with the end of the log that explains it reported before.
+    A failure is raised, after the end of the log that explains it has been reported.
     """
     job = JobFile.read(folder)
     if (problem := version_problem(job)) is not None:
@@ -437,44 +79,20 @@ def drive(
             where=str(folder),
             hint=f"its stages are {', '.join(stage.name for stage in job.stages)}",
         )
-    work = RayJobContext(job, folder, load_cluster(folder / "cluster.yaml"), reporter)
     with ExitStack() as stack:
         stack.enter_context(_connect_to_ray())
-        stack.enter_context(_note_stop_signals(work))
+        # After `ray.init`, which sets a handler of its own for TERM.
+        stop = stack.enter_context(StopSignalListener())
+        context = RayJobContext(job, folder, load_cluster(folder / "cluster.yaml"), reporter, stop)
         for stage in stages:
             try:
-                code = _run_stage(work, stage, watching)
+                code = stop.exit_code or _run_stage(context, stage)
             except StopRequestedWhileWaiting:
-                code = 128 + (work.asked or signal.SIGTERM)
+                code = stop.exit_code
             if code:
                 return code
             reporter.note(str(StageLogLine(stage.name, "done")))
     return 0
-
-
-def _run_stage(work: RayJobContext, stage: Stage, watching: EventListenerFactory) -> int:
-    if work.asked is not None:
-        return 128 + work.asked
-    if not work.is_gang(stage):
-        return run_cpu_stage(work, stage).exit_code
-    on_event = watching(work.job) if stage.script is None else nullcontext(lambda _: None)
-    with on_event as listener:
-        return _train_with_restarts(work, stage, listener)
-
-
-def _train_with_restarts(work: RayJobContext, stage: Stage, listener: Callable[[dict[str, Any]], None]) -> int:
-    """Train; a failure that another start might not have is given as many more as the stage allows."""
-    for left in range(stage.restarts, -1, -1):
-        try:
-            result: RanksResult = RayTraining(work, stage, listener).run()
-            return result.exit_code
-        except (InputError, PreflightRefused):
-            raise  # it would only happen again
-        except TrainshedError as error:
-            if not left or work.asked is not None:
-                raise
-            work.reporter.warn(f"{error}\nstarting again, {left} of {stage.restarts} restarts left")
-    raise AssertionError("unreachable")
 
 
 @contextmanager
@@ -496,12 +114,420 @@ def _connect_to_ray() -> Generator[None]:
         ray.shutdown()
 
 
-@contextmanager
-def _note_stop_signals(work: RayJobContext) -> Generator[None]:
-    """Note requests to stop; after `ray.init`, which puts a handler of its own in the way of TERM."""
-    before = {each: signal.signal(each, lambda number, _: work.ask_to_stop(number)) for each in STOP_SIGNALS}
+class RayJobContext:
+    """One job that is running."""
+
+    def __init__(
+        self, job: JobFile, folder: Path, cluster: Cluster, reporter: Reporter, stop: StopSignalListener
+    ) -> None:
+        self.job, self.folder, self.cluster, self.reporter, self.stop = job, folder, cluster, reporter, stop
+        self.run_folder = Path(job.run)
+        self._id = uuid.uuid4().hex[:8]
+        self._starts = 0
+
+    def next_start(self) -> str:
+        """Return a name for a start of a stage, which is never used again."""
+        self._starts += 1
+        return f"ray-{self._id}-{self._starts}"
+
+    @property
+    def gpu_resource(self) -> str:
+        """Ray's name for one GPU; the pods of a RayJob have Ray's own."""
+        return self.cluster.ray.gpu_resource if self.cluster.ray is not None else GPU
+
+    @property
+    def site_setup(self) -> tuple[str, ...]:
+        """The cluster file's `setup`, which a process of a stage runs before anything else."""
+        script = setup_script(self.cluster)
+        return () if script is None else (script,)
+
+    def is_stopping(self) -> bool:
+        """Whether somebody asked for a stop."""
+        return self.stop.signal is not None
+
+    def report_waiting(self, stage: Stage, reason: str) -> None:
+        """Report that a stage waits, and for what."""
+        self.reporter.note(str(StageLogLine(stage.name, "waits", reason)))
+
+    def report_running(self, stage: Stage, nodes: Sequence[str]) -> None:
+        """Report that a stage runs, and where."""
+        self.reporter.note(str(StageLogLine(stage.name, "runs", " ".join(dict.fromkeys(nodes)))))
+
+    def report_log(self, subject: str, log_tail: str) -> None:
+        """Report the end of the log of whatever failed first; `subject` says how it failed."""
+        tail = log_tail.strip()
+        self.reporter.warn(f"{subject}; the end of its log:\n{tail}" if tail else subject)
+
+
+def _run_stage(context: RayJobContext, stage: Stage) -> int:
+    if stage.name == "train" or stage.nodes > 1 or stage.gpus_per_node > 0:
+        return _train_with_restarts(context, stage)
+    return run_cpu_stage(context, stage).exit_code
+
+
+def _train_with_restarts(context: RayJobContext, stage: Stage) -> int:
+    """Train; after a failure that another start might not have, start again as often as the stage allows."""
+    bad_nodes: set[str] = set()
+    for left in range(stage.restarts, -1, -1):
+        training = RayTraining(context, stage, frozenset(bad_nodes))
+        try:
+            return training.run()
+        except InputError:
+            raise  # it would only happen again
+        except TrainshedError as error:
+            if not left or context.is_stopping():
+                raise
+            bad_nodes |= training.bad_nodes
+            enough = count_fitting_nodes(training.bundle, bad_nodes) >= training.nodes
+            if training.refused and not (training.bad_nodes and enough):
+                raise  # the same nodes would be refused again
+            if bad_nodes and not enough:
+                context.reporter.warn("too few nodes are left to avoid the bad ones")
+                bad_nodes.clear()
+            context.reporter.warn(f"{error}\nstarting again, {left} of {stage.restarts} restarts left")
+    raise AssertionError("unreachable")
+
+
+def run_cpu_stage(context: RayJobContext, stage: Stage) -> RanksResult:
+    """Run all parts of a stage; raises what failed, unless somebody asked for a stop."""
+    import ray
+
+    bundle = stage_bundle(stage, context.gpu_resource)
+    start = context.next_start()
+    actors: dict[int, Any] = {
+        part: ray.remote(ProcessActor).options(**actor_options(bundle)).remote() for part in range(stage.parts)
+    }
     try:
-        yield
+        locations = [actor.location.remote() for actor in actors.values()]
+        # The other parts follow as there is room.
+        wait_for_room(
+            lambda seconds: bool(ray.wait(locations, num_returns=1, timeout=seconds)[0]),
+            1,
+            bundle,
+            is_stopping=context.is_stopping,
+            on_wait=lambda reason: context.report_waiting(stage, reason),
+        )
+        first: ActorLocation = ray.get(ray.wait(locations, num_returns=1)[0][0])
+        context.report_running(stage, [first.address])
+        members = {
+            part: ActorGroupMember(actor, None, _part_task(context, stage, start, part))
+            for part, actor in actors.items()
+        }
+        result = ActorGroup(members, failure_grace_seconds=0.0).run(lambda: context.stop.signal)
     finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
+        for actor in actors.values():
+            ray.kill(actor)
+    if result.failed:
+        raise _part_failure(context, stage, start, result.failed[0])
+    return result
+
+
+def actor_options(bundle: dict[str, float]) -> dict[str, Any]:
+    """Return the options of an actor that takes so much."""
+    options = {CPU: "num_cpus", GPU: "num_gpus", MEMORY: "memory"}
+    known: dict[str, Any] = {options[name]: amount for name, amount in bundle.items() if name in options}
+    others = {name: amount for name, amount in bundle.items() if name not in options}
+    return known | {"resources": others, "max_restarts": 0, "max_concurrency": _ACTOR_CONCURRENCY}
+
+
+def _part_task(context: RayJobContext, stage: Stage, start: str, part: int) -> ActorTask:
+    task = ActorTask(
+        (),
+        part,
+        part_log(context.run_folder, stage, part),
+        stage.environment,
+        prologue=context.site_setup,
+        secrets=context.cluster.secrets,
+        grace_seconds=context.job.grace_seconds + _AGENT_MARGIN_SECONDS,
+    )
+    if stage.script is not None:
+        return replace(task, arguments=(str(context.folder / stage.script),), program="bash")
+    arguments = _agent_arguments(context, stage)
+    arguments += ("--part", f"{part}/{stage.parts}") if stage.parts > 1 else ()
+    folder = Rendezvous(context.run_folder, start_of_part(stage, start, part)).folder
+    environment = {**stage.environment, "TRAINSHED_START": start}
+    return replace(task, arguments=arguments, environment=environment, log=_agent_log(folder, 0))
+
+
+def _part_failure(context: RayJobContext, stage: Stage, start: str, failure: RankFailure) -> TrainshedError:
+    name = stage.name if stage.parts == 1 else f"part {failure.rank} of {stage.name}"
+    log = part_log(context.run_folder, stage, failure.rank)
+    context.report_log(f"{name} {failure.how}", read_log_tail(log) or failure.log_tail)
+    order = Rendezvous(context.run_folder, start_of_part(stage, start, failure.rank)).latest_order()
+    if order is not None and not isinstance(failure, LostActor):
+        return order.error()
+    return error_with_exit_code(failure.exit_code, f"{name} {failure.how}", where=str(log))
+
+
+def _agent_arguments(context: RayJobContext, stage: Stage) -> tuple[str, ...]:
+    # -P: a file of the user's named like one of Python's modules must not be taken for it.
+    return ("-P", "-m", "trainshed", "agent", stage.name, "--job", str(context.folder))
+
+
+def _agent_log(folder: Path, slot: int) -> Path:
+    return folder / f"agent-{slot:05d}.log"
+
+
+@dataclass(frozen=True)
+class PlacedActor:
+    """An actor, and where it runs."""
+
+    actor: Any
+    location: ActorLocation
+
+
+class RayTraining:
+    """One start of a training; call `run` once."""
+
+    def __init__(self, context: RayJobContext, stage: Stage, avoided_nodes: frozenset[str]) -> None:
+        self._context, self._stage, self._avoided_nodes = context, stage, avoided_nodes
+        self.bundle = stage_bundle(stage, context.gpu_resource)
+        self.nodes = stage.nodes + (stage.spares if stage.script is None else 0)
+        self.refused = False
+        """Whether preflight refused the nodes."""
+        self.bad_nodes: frozenset[str] = frozenset()
+        """Ray's ids of the nodes that caused the end."""
+
+    def run(self) -> int:
+        """Place the actors and run their processes; raises what ended them, unless somebody asked for a stop."""
+        context, stage = self._context, self._stage
+        attempt = None
+        with reserve_nodes(
+            self.nodes,
+            self.bundle,
+            avoided_nodes=self._avoided_nodes,
+            is_stopping=context.is_stopping,
+            on_wait=lambda reason: context.report_waiting(stage, reason),
+        ) as group:
+            if stage.script is None or stage.preflight:
+                agents = AgentGroup(context, stage, self._start_actors(group))
+                try:
+                    code = agents.run()
+                finally:
+                    self.refused, self.bad_nodes, attempt = agents.refused, agents.bad_nodes, agents.attempt
+                if code or stage.script is None:
+                    return code
+            return run_scripts(context, stage, self._start_actors(group), attempt)
+
+    def _start_actors(self, group: Any) -> list[PlacedActor]:
+        """Start one actor per node, in the order of the node ranks."""
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        actors: list[Any] = []
+        for node in range(self.nodes):
+            strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=node)
+            remote_class = ray.remote(ProcessActor)
+            options = actor_options(self.bundle)
+            actors.append(remote_class.options(**options, scheduling_strategy=strategy).remote())
+        # When the driver ends, however it does, Ray kills its actors, and the kernel their processes with them.
+        locations = ray.get([actor.location.remote() for actor in actors])
+        placed = [PlacedActor(actor, location) for actor, location in zip(actors, locations, strict=True)]
+        placed.sort(key=lambda node: _node_order(node.location))
+        self._context.report_running(self._stage, [node.location.address for node in placed])
+        return placed
+
+
+def _node_order(location: ActorLocation) -> tuple[int, str]:
+    """Nodes by address as a number: the same order at every start."""
+    return int(ipaddress.ip_address(location.address)), location.node
+
+
+class AgentGroup:
+    """The node agents of one start, each in an actor. They decide; only an actor's death is seen here first."""
+
+    def __init__(self, context: RayJobContext, stage: Stage, nodes: Sequence[PlacedActor]) -> None:
+        self._context, self._stage, self._nodes = context, stage, nodes
+        self._start = context.next_start()
+        self._rendezvous = Rendezvous(context.run_folder, self._start)
+        self._timeouts = AgentTimeouts.from_environment()
+        members = {
+            slot: ActorGroupMember(node.actor, node.location, self._task(slot)) for slot, node in enumerate(nodes)
+        }
+        self._group = ActorGroup(
+            members, failure_grace_seconds=self._timeouts.failure_grace_seconds, survives=self._survives
+        )
+        self._echoes = [LogEcho(member.task.log, context.reporter.note) for member in members.values()]
+        self._order: AgentOrder | None = None  # the latest that began an attempt
+        self._lost: dict[int, str] = {}  # how the agents ended that ended too early, by slot
+
+    @property
+    def attempt(self) -> int | None:
+        """The latest attempt."""
+        return self._order.attempt if self._order is not None else None
+
+    @property
+    def refused(self) -> bool:
+        """Whether preflight refused the nodes of the latest attempt."""
+        return any(record.what for record in self._records())
+
+    @property
+    def bad_nodes(self) -> frozenset[str]:
+        """Ray's ids of the nodes that caused the end."""
+        hosts = self._rendezvous.bad_nodes()
+        return frozenset(node.location.node for node in self._nodes if node.location.address in hosts)
+
+    def run(self) -> int:
+        """Wait for the end; returns 0, or 128 + the signal of a requested stop; raises a failure."""
+        self._write_locations()
+        result = self._group.run(lambda: self._context.stop.signal, self._poll)
+        self._echo(at_once=True)
+        end = self._rendezvous.latest_order()
+        if end is None or end.exit_code is None:
+            raise self._leader_failure(result.failed[0])
+        if end.exit_code in _GOOD_EXIT_CODES:
+            return end.exit_code
+        for record in self._records():
+            if record.ended == "failed" and record.log_tail:
+                self._context.report_log(f"rank {record.failed[0].rank} {record.failed[0].how}", record.log_tail)
+                break
+        raise end.error()
+
+    def _task(self, slot: int) -> ActorTask:
+        context, stage, location = self._context, self._stage, self._nodes[slot].location
+        unset = _unset_device_variables(context, stage)
+        if _THREADS_VARIABLE not in {**context.cluster.environment, **stage.environment}:
+            unset += (_THREADS_VARIABLE,)  # Ray sets it to the CPUs of the whole node, and each rank would take it
+        return ActorTask(
+            _agent_arguments(context, stage),
+            slot,
+            _agent_log(self._rendezvous.folder, slot),
+            {
+                **stage.environment,
+                "TRAINSHED_START": self._start,
+                "TRAINSHED_NODE_RANK": str(slot),
+                "TRAINSHED_HOST": location.address,
+                "MASTER_ADDR": self._nodes[0].location.address,
+                "MASTER_PORT": str(port_of_start(self._start)),
+            },
+            prologue=_prologue(context, stage),
+            unset=unset,
+            secrets=context.cluster.secrets,
+            grace_seconds=context.job.grace_seconds + _AGENT_MARGIN_SECONDS,
+        )
+
+    def _write_locations(self) -> None:
+        nodes = [
+            {
+                "slot": slot,
+                "host": node.location.address,
+                "hostname": node.location.hostname,
+                "ray_node": node.location.node,
+                "process": node.location.process,
+            }
+            for slot, node in enumerate(self._nodes)
+        ]
+        body = orjson.dumps({"nodes": nodes}, option=orjson.OPT_INDENT_2) + b"\n"
+        LocalStore(self._rendezvous.folder).put("ray.json", body)
+
+    def _poll(self) -> None:
+        order = self._rendezvous.latest_order()
+        if order is not None and order.exit_code is not None:
+            self._group.end_within(self._timeouts.failure_grace_seconds + _END_SECONDS)
+        elif order is not None:
+            self._order = order
+            self._record_lost_nodes(order)
+        self._echo()
+
+    def _echo(self, *, at_once: bool = False) -> None:
+        """Show what the first agent decides, and what rank 0 prints: the agent beside it repeats that."""
+        for slot in {0, *(self._order.slots[:1] if self._order is not None else ())}:
+            self._echoes[slot].poll(at_once=at_once)
+
+    def _survives(self, slot: int, failure: RankFailure) -> bool:
+        """Whether the other agents go on without one that has ended: the first one decides how, if it is there."""
+        order = self._rendezvous.latest_order()
+        if order is not None and order.exit_code is not None:
+            return slot != 0
+        self._lost[slot] = failure.how if isinstance(failure, LostActor) else f"was lost: its node agent {failure.how}"
+        if not isinstance(failure, LostActor):
+            self._context.report_log(f"the agent of node {slot} {failure.how}", failure.log_tail)
+        # Without an attempt the first agent would wait for a node that never comes.
+        return slot != 0 and order is not None
+
+    def _record_lost_nodes(self, order: AgentOrder) -> None:
+        """Write the records that agents which are gone cannot write, so that the others need not miss them first."""
+        assert order.attempt is not None
+        records = AttemptRecords(self._context.run_folder, order.attempt)
+        for slot, text in self._lost.items():
+            if slot in order.slots and records.read_node(order.slots.index(slot)) is None:
+                records.write_lost_node(
+                    order.slots.index(slot),
+                    slot,
+                    self._nodes[slot].location.address,
+                    self._stage.ranks_per_node,
+                    ranks_text=text,
+                    node_text=text,
+                )
+
+    def _leader_failure(self, failure: RankFailure) -> TrainshedError:
+        """Explain a start whose first agent has not: it is gone, or no attempt had begun."""
+        slot, text = next(iter(sorted(self._lost.items())), (failure.rank, failure.how))
+        order, per_node = self._order, self._stage.ranks_per_node
+        if order is None or order.attempt is None or slot not in order.slots:
+            log = _agent_log(self._rendezvous.folder, slot)
+            return error_with_exit_code(failure.exit_code, f"node {slot} {text}", where=str(log))
+        node = order.slots.index(slot)
+        ends = dict.fromkeys(range(node * per_node, (node + 1) * per_node), text)
+        world_size = len(order.slots) * per_node
+        return explain_failure(self._context.run_folder, order.attempt, world_size, ends=ends, failed=list(ends))
+
+    def _records(self) -> list[NodeRecord]:
+        if self._order is None or self._order.attempt is None:
+            return []
+        records = AttemptRecords(self._context.run_folder, self._order.attempt)
+        return [record for node in range(len(self._order.slots)) if (record := records.read_node(node)) is not None]
+
+
+def run_scripts(context: RayJobContext, stage: Stage, nodes: Sequence[PlacedActor], attempt: int | None) -> int:
+    """Run a foreign engine's script once per node; `attempt` is that of its preflight, None: it takes one."""
+    assert stage.script is not None
+    attempt = attempt or take_attempt(LocalStore(context.run_folder), "").number
+    logs = logs_folder(context.run_folder, attempt)
+    environment = {
+        **stage.environment,
+        "TRAINSHED_ATTEMPT": str(attempt),
+        "NNODES": str(stage.nodes),
+        "MASTER_ADDR": nodes[0].location.address,
+        "MASTER_PORT": str(port_of_start(context.next_start())),
+    }
+    members = {}
+    for number, node in enumerate(nodes):
+        task = ActorTask(
+            (str(context.folder / stage.script),),
+            number,
+            logs / f"rank-{number:05d}.log",
+            {**environment, "NODE_RANK": str(number)},
+            program="bash",
+            prologue=_prologue(context, stage),
+            precision=context.job.precision,
+            unset=_unset_device_variables(context, stage),
+            secrets=context.cluster.secrets,
+            grace_seconds=context.job.grace_seconds,
+        )
+        members[number] = ActorGroupMember(node.actor, node.location, task)
+        context.reporter.note(f"attempt {attempt}: node {number} on {node.location.address} ({node.location.hostname})")
+    result = ActorGroup(members, failure_grace_seconds=_SCRIPT_GRACE_SECONDS).run(lambda: context.stop.signal)
+    if not result.failed:
+        return result.exit_code
+    first = result.failed[0]
+    context.report_log(f"node {first.rank} {first.how}", first.log_tail)
+    what = f"{stage.name} failed: node {first.rank} {first.how}"
+    raise error_with_exit_code(first.exit_code, what, where=str(members[first.rank].task.log))
+
+
+def _prologue(context: RayJobContext, stage: Stage) -> tuple[str, ...]:
+    """What a node runs first: the site's lines, and what its fabric needs besides; pods have that already."""
+    cluster, site_setup = context.cluster, context.site_setup
+    if cluster.target != "ray":
+        return site_setup
+    setup = fabric_setup(cluster, nodes=stage.nodes)
+    if setup.profile_script is None and not setup.library_path and not site_setup:
+        return ()
+    return site_setup + replace(setup, environment={**setup.environment, **cluster.environment}).shell_prologue()
+
+
+def _unset_device_variables(context: RayJobContext, stage: Stage) -> tuple[str, ...]:
+    """Ray sets these to nothing for actors that take no "GPU", also where GPUs have another name."""
+    other_name = context.gpu_resource not in (CPU, GPU)
+    return _DEVICE_VARIABLES if other_name and stage.gpus_per_node else ()

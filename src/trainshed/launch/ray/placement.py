@@ -1,13 +1,13 @@
-"""What a stage asks of each node in Ray's words, and its placement: all its nodes at once, or what is missing.
+"""What a stage needs of each node as one of Ray's bundles, and the placement of all its nodes at once.
 
-One placement group holds one bundle for each node, spread strictly: Ray gives all of them or none, and no two on one
-node. With a group for each node, two jobs could each hold half of the cluster, and two groups could share a node.
+One placement group holds one bundle per node, spread strictly: Ray gives all of them or none, and no two on one node.
+With a group for each node, two jobs could each hold half of the cluster, and two groups could share a node.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,7 +24,7 @@ _UNITS |= {f"{letter}i": 1024**power for power, letter in enumerate("KMGTP", 1)}
 def stage_bundle(stage: Stage, gpu_resource: str) -> dict[str, float]:
     """Return what one node must have for a stage.
 
-    A rank takes one CPU and one GPU, whatever Ray calls it; on a cluster that trains on processors, one CPU.
+    A rank takes one CPU and one GPU, under Ray's name for it; on a cluster that trains on processors, one CPU.
     """
     if stage.gpus_per_node or (stage.nodes * stage.ranks_per_node > 1):
         count = float(stage.gpus_per_node or stage.ranks_per_node)
@@ -40,11 +40,11 @@ def bundle_fits(bundle: Mapping[str, float], resources: Mapping[str, float]) -> 
 
 def format_bundle(bundle: Mapping[str, float]) -> str:
     """Write a bundle for people: `8 CPU and 8 GPU`."""
-    words = [
+    amounts = [
         f"{amount / 2**30:.3g} GiB of memory" if name == MEMORY else f"{amount:g} {name}"
         for name, amount in bundle.items()
     ]
-    return " and ".join(words)
+    return " and ".join(amounts)
 
 
 def parse_quantity(text: str) -> int:
@@ -55,8 +55,9 @@ def parse_quantity(text: str) -> int:
 
 READY_SECONDS = 300.0
 """How long a stage waits for its nodes."""
-_LOOK_SECONDS = 1.0
-_SAY_AFTER_SECONDS = 5.0
+_POLL_SECONDS = 1.0
+_REPORT_AFTER_SECONDS = 5.0
+_NODE_ID_LABEL = "ray.io/node-id"
 
 
 class StopRequestedWhileWaiting(Exception):
@@ -68,47 +69,71 @@ def reserve_nodes(
     nodes: int,
     bundle: Mapping[str, float],
     *,
-    stopped: Callable[[], bool],
+    avoided_nodes: Collection[str] = (),
+    is_stopping: Callable[[], bool],
     on_wait: Callable[[str], None],
     seconds: float = READY_SECONDS,
 ) -> Generator[Any]:
-    """Hold a placement group with one bundle on each of so many nodes; `on_wait` is told why it takes long."""
+    """Hold a placement group with one bundle on each of so many nodes.
+
+    `avoided_nodes` are Ray's ids of nodes to leave out. `on_wait` is called with the reason when it takes long.
+    """
     from ray.util.placement_group import placement_group, remove_placement_group
 
-    group = placement_group([dict(bundle)] * nodes, strategy="STRICT_SPREAD" if nodes > 1 else "STRICT_PACK")
+    options: dict[str, Any] = {"strategy": "STRICT_SPREAD" if nodes > 1 else "STRICT_PACK"}
+    if avoided_nodes:
+        selector = {_NODE_ID_LABEL: f"!in({','.join(sorted(avoided_nodes))})"}
+        options["bundle_label_selector"] = [selector] * nodes
+    group = placement_group([dict(bundle)] * nodes, **options)
     try:
-        began, said = time.monotonic(), False
-        while not group.wait(_LOOK_SECONDS):
-            waited = time.monotonic() - began
-            if stopped():
-                raise StopRequestedWhileWaiting
-            if waited >= seconds:
-                raise no_room_error(nodes, bundle, seconds)
-            if not said and waited >= _SAY_AFTER_SECONDS:
-                said = True
-                on_wait(describe_shortage(nodes, bundle))
+        wait_for_room(group.wait, nodes, bundle, is_stopping=is_stopping, on_wait=on_wait, seconds=seconds)
         yield group
     finally:
         remove_placement_group(group)
 
 
-def no_room_error(nodes: int, bundle: Mapping[str, float], seconds: float) -> TrainshedError:
-    """Return the error of a stage that found no room in time."""
-    return TrainshedError(
-        f"no room after {seconds:.0f} s: {describe_shortage(nodes, bundle)}",
-        hint="add nodes, end what holds them (`ray status` shows it), or ask for fewer: --nodes",
-    )
+def wait_for_room(
+    wait: Callable[[float], bool],
+    nodes: int,
+    bundle: Mapping[str, float],
+    *,
+    is_stopping: Callable[[], bool],
+    on_wait: Callable[[str], None],
+    seconds: float = READY_SECONDS,
+) -> None:
+    """Call `wait` until it returns whether Ray has found room; raises after `seconds` and after a request to stop."""
+    began, reported = time.monotonic(), False
+    while not wait(_POLL_SECONDS):
+        waited = time.monotonic() - began
+        if is_stopping():
+            raise StopRequestedWhileWaiting
+        if waited >= seconds:
+            raise TrainshedError(
+                f"no room after {seconds:.0f} s: {describe_shortage(nodes, bundle)}",
+                hint="add nodes, end what holds them (`ray status` shows it), or ask for fewer: --nodes",
+            )
+        if not reported and waited >= _REPORT_AFTER_SECONDS:
+            reported = True
+            on_wait(describe_shortage(nodes, bundle))
+
+
+def count_fitting_nodes(bundle: Mapping[str, float], avoided_nodes: Collection[str] = ()) -> int:
+    """Return how many living nodes could hold a bundle if nothing else ran."""
+    import ray
+
+    nodes = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] not in avoided_nodes]
+    return sum(bundle_fits(bundle, node["Resources"]) for node in nodes)
 
 
 def describe_shortage(nodes: int, bundle: Mapping[str, float]) -> str:
-    """Say what is missing for so many nodes of this size, from what the cluster has just now."""
+    """Describe what is missing for so many nodes of this size, from what the cluster has now."""
     import ray
 
-    alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    large_enough = sum(bundle_fits(bundle, resources) for resources in alive)
-    asked = f"{nodes} {'nodes' if nodes > 1 else 'node'} with {format_bundle(bundle)}"
+    needed = f"{nodes} {'nodes' if nodes > 1 else 'node'} with {format_bundle(bundle)}"
+    large_enough = count_fitting_nodes(bundle)
     if large_enough < nodes:
-        return f"it takes {asked}, and {large_enough} of the cluster's {len(alive)} nodes are that large"
+        alive = sum(node["Alive"] for node in ray.nodes())
+        return f"it takes {needed}, and {large_enough} of the cluster's {alive} nodes are that large"
     free = ray.available_resources()
     left = format_bundle({name: free.get(name, 0.0) for name in bundle})
-    return f"it takes {asked}; the cluster has them, but others hold them: {left} are free in all"
+    return f"it takes {needed}; the cluster has them, but others hold them: {left} are free in all"

@@ -1,4 +1,4 @@
-"""How the stages of a Ray job stand: Ray knows only the job as a whole, the driver's log has a line for each stage."""
+"""The state of each stage of a Ray job. Ray knows only the job as a whole; the driver's log has a line per stage."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from trainshed.launch.target import StageState
 
-StageLogWord = Literal["waits", "runs", "done"]
+StageLogState = Literal["waits", "runs", "done"]
 
 _STAGE_LINE = re.compile(r"stage (\S+) (waits|runs|done)(?:: (.*))?")
 _ERROR_LINE = re.compile(r"error: (.*)")
@@ -17,24 +17,24 @@ _ERROR_LINE = re.compile(r"error: (.*)")
 
 @dataclass(frozen=True)
 class StageLogLine:
-    """What the driver last said about a stage."""
+    """A line of the driver's log about a stage."""
 
     stage: str
-    word: StageLogWord
+    state: StageLogState
     detail: str = ""
 
     def __str__(self) -> str:
-        return f"stage {self.stage} {self.word}" + (f": {self.detail}" if self.detail else "")
+        return f"stage {self.stage} {self.state}" + (f": {self.detail}" if self.detail else "")
 
 
 def read_stage_lines(log: str) -> dict[str, StageLogLine]:
-    """Return the last line about each stage that a driver's log has, in the order of the stages."""
-    found: dict[str, StageLogLine] = {}
+    """Return the last line about each stage in a driver's log, in the order of the stages."""
+    lines: dict[str, StageLogLine] = {}
     for line in log.splitlines():
         if match := _STAGE_LINE.fullmatch(line.strip()):
-            word: StageLogWord = "waits" if match[2] == "waits" else "runs" if match[2] == "runs" else "done"
-            found[match[1]] = StageLogLine(match[1], word, match[3] or "")
-    return found
+            state: StageLogState = "waits" if match[2] == "waits" else "runs" if match[2] == "runs" else "done"
+            lines[match[1]] = StageLogLine(match[1], state, match[3] or "")
+    return lines
 
 
 def stage_log_lines(log: str, stage: str) -> list[str]:
@@ -50,30 +50,30 @@ def stage_log_lines(log: str, stage: str) -> list[str]:
 
 def last_error(log: str) -> str | None:
     """Return the error that ended a driver, as its command line printed it."""
-    found = [match[1] for line in log.splitlines() if (match := _ERROR_LINE.match(line.strip()))]
-    return found[-1] if found else None
+    errors = [match[1] for line in log.splitlines() if (match := _ERROR_LINE.match(line.strip()))]
+    return errors[-1] if errors else None
 
 
 def stage_states(stages: Sequence[str], id: str, job: Mapping[str, Any] | None, log: str) -> tuple[StageState, ...]:
-    """Say how each stage stands and why; `job` is Ray's answer, None where it knows no such job."""
+    """Return the state of each stage and why; `job` is Ray's answer, None where it knows no such job."""
     if job is None:
         reason = "Ray knows no such job: its cluster was started anew, or the job was deleted there"
         return tuple(StageState(stage, "unknown", reason, id) for stage in stages)
-    told, states = read_stage_lines(log), []
-    open_stage = next((stage for stage in stages if stage not in told or told[stage].word != "done"), None)
+    lines, states = read_stage_lines(log), []
+    done = {stage for stage, line in lines.items() if line.state == "done"}
+    open_stage = next((stage for stage in stages if stage not in done), None)
     for stage in stages:
-        if job["status"] == "SUCCEEDED" or (stage in told and told[stage].word == "done"):
+        if job["status"] == "SUCCEEDED" or stage in done:
             states.append(StageState(stage, "done", "", id))
         elif stage == open_stage:
-            states.append(_open_stage_state(stage, id, job, log))
+            states.append(_open_stage_state(stage, id, job, lines.get(stage), log))
         else:
             states.append(_later_stage_state(stage, id, job, open_stage))
     return tuple(states)
 
 
-def _open_stage_state(stage: str, id: str, job: Mapping[str, Any], log: str) -> StageState:
-    """The stage that the job is at."""
-    line = read_stage_lines(log).get(stage)
+def _open_stage_state(stage: str, id: str, job: Mapping[str, Any], line: StageLogLine | None, log: str) -> StageState:
+    """The state of the first stage that is not done."""
     if job["status"] == "PENDING":
         return StageState(stage, "waiting", f"Ray has not started the driver yet: {_ray_message(job)}", id)
     if job["status"] == "STOPPED":
@@ -84,7 +84,7 @@ def _open_stage_state(stage: str, id: str, job: Mapping[str, Any], log: str) -> 
         return StageState(stage, "failed", reason, id, exit_code=code)
     if line is None:
         return StageState(stage, "waiting", "the driver is starting", id)
-    if line.word == "waits":
+    if line.state == "waits":
         return StageState(stage, "waiting", line.detail, id)
     return StageState(stage, "running", "", id, nodes=tuple(line.detail.split()))
 
@@ -97,5 +97,5 @@ def _later_stage_state(stage: str, id: str, job: Mapping[str, Any], open_stage: 
 
 
 def _ray_message(job: Mapping[str, Any]) -> str:
-    """Ray's own words, to the end of their first line."""
+    """The first line of Ray's own message."""
     return next(iter((job.get("message") or "").strip().splitlines()), "it does not say why")

@@ -1,8 +1,8 @@
 """The Ray target: a job as the JSON body of Ray's REST API, and Ray's dashboard as the HTTP server that takes it.
 
-`curl --data-binary @job.json http://head:8265/api/jobs/` submits the same body. The job's files are written by the
-entrypoint into the run's folder, which every node mounts: the body is all there is to read, and neither the submitting
-machine nor whoever runs the body by hand needs the `ray` wheel.
+`curl --data-binary @job.json http://head:8265/api/jobs/` submits the same body. Its entrypoint writes the job's files
+into the run's folder, which every node mounts. So the body is complete, and whoever submits it does not need the `ray`
+wheel.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ class RayTarget:
         return SubmitRequest("ray", job.name, (part,), uploads, tuple(self._notes(job)))
 
     def check(self, job: Job) -> Sequence[str]:
-        """Say which stages are too large for the cluster as it stands."""
+        """Return which stages are too large for the cluster as it is now."""
         nodes = self._dashboard.nodes()
         return [sentence for stage in job.stages if (sentence := self._too_large(stage, nodes))]
 
     def submit(self, request: SubmitRequest, job: Job) -> SubmittedJob:
-        """Put our code among Ray's packages and post the body."""
+        """Upload our code as one of Ray's packages and post the body."""
         for known in self._dashboard.jobs():
             if (known.get("metadata") or {}).get(JOB_NAME_KEY) == request.job and known["status"] not in ENDED_STATUSES:
                 raise InputError(
@@ -71,7 +71,7 @@ class RayTarget:
         return SubmittedJob(request.job, job.run, "ray", {stage.name: id for stage in job.stages})
 
     def status(self, submitted: SubmittedJob) -> tuple[StageState, ...]:
-        """Say how each stage stands and why."""
+        """Return the state of each stage and why."""
         id = _submission_id(submitted)
         return stage_states(tuple(submitted.ids), id, self._dashboard.job(id), self._dashboard.log(id))
 
@@ -102,7 +102,7 @@ class RayTarget:
                 )
             log = self._dashboard.log(id)
             if follow and job["status"] not in ENDED_STATUSES:
-                log = log[: log.rfind("\n") + 1]  # the rest of a line comes with the next look
+                log = log[: log.rfind("\n") + 1]  # the rest of a line comes with the next poll
             lines = stage_log_lines(log, stage)
             yield from lines[shown:]
             shown = len(lines)
@@ -122,8 +122,6 @@ class RayTarget:
     def _notes(self, job: Job) -> Iterator[str]:
         for image in sorted({stage.image for stage in job.stages if stage.image}):
             yield f"the nodes must run {image}: a running Ray cluster's image cannot be chosen"
-        if any(stage.spares for stage in job.stages):
-            yield "no spare nodes are held: Ray places a training anew when a node is lost"
         if job.code is not None:
             address = self._cluster.ray.address.rstrip("/") if self._cluster.ray else ""
             yield (
@@ -136,16 +134,17 @@ class RayTarget:
         assert self._cluster.ray is not None
         bundle = stage_bundle(stage, self._cluster.ray.gpu_resource)
         large_enough = sum(bundle_fits(bundle, node.resources) for node in nodes)
-        if large_enough >= stage.nodes:
+        needed = stage.nodes + stage.spares
+        if large_enough >= needed:
             return None
         return (
-            f"{stage.name} needs {stage.nodes} {'nodes' if stage.nodes > 1 else 'node'} with {format_bundle(bundle)}, "
+            f"{stage.name} needs {needed} {'nodes' if needed > 1 else 'node'} with {format_bundle(bundle)}, "
             f"and {large_enough} of the Ray cluster's {len(nodes)} are that large"
         )
 
 
 def _submission_id(submitted: SubmittedJob) -> str:
-    """The id of the one job that all stages are."""
+    """The id of the one Ray job that runs all stages."""
     return next(iter(submitted.ids.values()))
 
 
@@ -164,7 +163,7 @@ def ray_job_body(job: Job) -> str:
         "env_vars": {
             **fabric_setup(job.cluster, nodes=nodes).environment,
             **job.cluster.environment,
-            # Left to itself, `ray job stop` kills 3 s after TERM, in the middle of the last checkpoint.
+            # By default `ray job stop` kills 3 s after TERM, in the middle of the last checkpoint.
             "RAY_JOB_STOP_WAIT_TIME_S": str(job.grace_seconds + _STOP_MARGIN_SECONDS),
         }
     }
@@ -172,8 +171,8 @@ def ray_job_body(job: Job) -> str:
         runtime_env["py_modules"] = [f"gcs://{ray_package_name(job.code)}"]
     body = {
         "entrypoint": _entrypoint(job),
-        # No submission_id: Ray gives one. A run that is submitted again would bring the same, and Ray (2.60) then takes
-        # the end of the old job for that of the new.
+        # No submission_id: Ray makes one. With the same id for a run that is submitted again, Ray (2.60) takes the end
+        # of the old job for that of the new one.
         "metadata": {JOB_NAME_KEY: job.name, "run": job.run},
         "runtime_env": runtime_env,
     }
@@ -181,7 +180,7 @@ def ray_job_body(job: Job) -> str:
 
 
 def ray_package_name(code: CodeArchive) -> str:
-    """Return our code's name among Ray's packages."""
+    """Return the name of our code as one of Ray's packages."""
     return f"_ray_pkg_{code.sha256[:32]}.zip"
 
 
@@ -194,10 +193,10 @@ def ray_package(code: CodeArchive) -> bytes:
     ):
         for entry in archive:
             if (content := archive.extractfile(entry)) is not None:
-                named = zipfile.ZipInfo(entry.name)  # with the first day that a zip file knows
-                named.external_attr = 0o644 << 16
-                named.compress_type = zipfile.ZIP_DEFLATED
-                package.writestr(named, content.read())
+                file = zipfile.ZipInfo(entry.name)  # its default time makes the same bytes each time
+                file.external_attr = 0o644 << 16
+                file.compress_type = zipfile.ZIP_DEFLATED
+                package.writestr(file, content.read())
     return packed.getvalue()
 
 
@@ -205,8 +204,8 @@ def _entrypoint(job: Job) -> str:
     folder = job_folder(job.run)
     lines = ["set -eu"]
     lines += [
-        f"mkdir -p {shlex.quote(each)}"
-        for each in sorted({posixpath.dirname(f"{folder}/{name}") for name in job.files})
+        f"mkdir -p {shlex.quote(parent)}"
+        for parent in sorted({posixpath.dirname(f"{folder}/{name}") for name in job.files})
     ]
     for name in sorted(job.files):
         path = f"{folder}/{name}"
@@ -243,7 +242,7 @@ _REQUEST_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class RayNode:
-    """A living node and what Ray hands out of it in all."""
+    """A living node and its resources in all."""
 
     address: str
     resources: Mapping[str, float]
@@ -259,51 +258,51 @@ class RayDashboard:
 
     def job(self, id: str) -> dict[str, Any] | None:
         """Return what Ray knows of a job; None where there is no such job."""
-        answer = self._ask("GET", f"/api/jobs/{id}", missing=True)
+        answer = self._request("GET", f"/api/jobs/{id}", missing=True)
         return None if answer is None else answer.json()
 
     def submit(self, body: bytes) -> str:
         """Post a job's body; returns its id."""
-        answer = self._ask("POST", "/api/jobs/", body)
+        answer = self._request("POST", "/api/jobs/", body)
         assert answer is not None
         return answer.json()["submission_id"]
 
     def stop(self, id: str) -> None:
         """Ask a job to stop."""
-        self._ask("POST", f"/api/jobs/{id}/stop")
+        self._request("POST", f"/api/jobs/{id}/stop")
 
     def jobs(self) -> list[dict[str, Any]]:
         """Return all jobs that Ray remembers."""
-        answer = self._ask("GET", "/api/jobs/")
+        answer = self._request("GET", "/api/jobs/")
         assert answer is not None
         return answer.json()
 
     def log(self, id: str) -> str:
         """Return all that the job's driver has printed, without Ray's echo of the entrypoint."""
-        answer = self._ask("GET", f"/api/jobs/{id}/logs", missing=True)
+        answer = self._request("GET", f"/api/jobs/{id}/logs", missing=True)
         text = "" if answer is None else answer.json().get("logs") or ""
         entrypoint = (self.job(id) or {}).get("entrypoint") or ""
         _, echoed, rest = text.partition(f"Running entrypoint for job {id}: {entrypoint}\n")
         return rest if echoed else text
 
     def put_package(self, name: str, data: bytes) -> None:
-        """Put a package where every node finds it as gcs://NAME; one that is there is kept."""
-        # Asking also keeps Ray from dropping it until the job that needs it is posted.
-        if self._ask("GET", f"/api/packages/gcs/{name}", missing=True) is None:
-            self._ask("PUT", f"/api/packages/gcs/{name}", data)
+        """Upload a package, which every node finds as gcs://NAME; one that exists is kept."""
+        # The GET also keeps Ray from deleting it until the job that needs it is posted.
+        if self._request("GET", f"/api/packages/gcs/{name}", missing=True) is None:
+            self._request("PUT", f"/api/packages/gcs/{name}", data)
 
     def nodes(self) -> list[RayNode]:
         """Return the living nodes."""
-        answer = self._ask("GET", "/api/v0/nodes?detail=true&limit=10000")
+        answer = self._request("GET", "/api/v0/nodes?detail=true&limit=10000")
         assert answer is not None
         listed = answer.json()["data"]["result"]["result"]
         return [RayNode(node["node_ip"], node["resources_total"]) for node in listed if node["state"] == "ALIVE"]
 
-    def _ask(self, method: str, path: str, content: bytes | None = None, *, missing: bool = False) -> Any:
-        """Send one request; None where nothing is there and `missing` allows it."""
+    def _request(self, method: str, path: str, content: bytes | None = None, *, missing: bool = False) -> Any:
+        """Send one request; None after a 404 if `missing` allows it."""
         import httpx2
 
-        headers = {**_user_headers()}
+        headers = _user_headers()
         if method == "POST" and content is not None:
             headers["Content-Type"] = "application/json"
         try:
@@ -324,9 +323,9 @@ class RayDashboard:
 
     def _refused(self, method: str, path: str, answer: httpx2.Response) -> TrainshedError:
         # Ray answers with a traceback, whose last line says what is wrong.
-        said = answer.text.strip().splitlines()[-1:] or [answer.reason_phrase]
+        last_line = answer.text.strip().splitlines()[-1:] or [answer.reason_phrase]
         hint = "RAY_JOB_HEADERS holds headers for every request, as JSON" if answer.status_code in (401, 403) else None
-        what = f"Ray refused {method} {path.partition('?')[0]} ({answer.status_code}): {said[0][:500]}"
+        what = f"Ray refused {method} {path.partition('?')[0]} ({answer.status_code}): {last_line[0][:500]}"
         return TrainshedError(what, where=self._where, hint=hint)
 
 
@@ -336,13 +335,13 @@ def _user_headers() -> dict[str, str]:
     if not text:
         return {}
     try:
-        found = json.loads(text)
+        headers = json.loads(text)
     except ValueError:
-        found = None
-    if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
+        headers = None
+    if not isinstance(headers, dict) or not all(isinstance(value, str) for value in headers.values()):
         raise InputError(
             "RAY_JOB_HEADERS is not a JSON object of texts",
             where="the environment",
             hint='write RAY_JOB_HEADERS=\'{"Authorization": "Bearer …"}\'',
         )
-    return found
+    return headers
