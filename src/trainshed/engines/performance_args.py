@@ -12,19 +12,19 @@ from typing import Any
 
 from trainshed.plan.performance.engine_constants import EngineOptions
 
-HabitChange = Callable[[Any], Mapping[str, Any]]
+OptionChange = Callable[[Any], Mapping[str, Any]]
 
 
 def apply_performance_args(args: Mapping[str, Any], usual: EngineOptions) -> tuple[EngineOptions, list[str]]:
-    """Return the habits that `engine.args` ask for, and the keys that were counted."""
+    """Return the options that `engine.args` ask for, and the keys that were counted."""
     chosen: dict[str, Any] = {"graphs": usual.graphs}
     counted: list[str] = []
     for key, value in args.items():
-        change = _CHANGES.get(_option_name(key))
+        change = _OPTION_CHANGES.get(_option_name(key))
         if change is None or value is None or not (changed := change(value)):
             continue
         # Two options say what graphs capture: together they save what the further-reaching one does.
-        graphs = max(found.get("graphs", 0.0) for found in (chosen, changed))
+        graphs = max(options.get("graphs", 0.0) for options in (chosen, changed))
         chosen |= {**changed, "graphs": graphs}
         counted.append(key)
     return replace(usual, **chosen), counted
@@ -34,11 +34,11 @@ def _option_name(key: str) -> str:
     return key.lstrip("-").rpartition(".")[2].replace("-", "_").removeprefix("ub_")
 
 
-def _if_on(**changes: Any) -> HabitChange:
+def _if_on(**changes: Any) -> OptionChange:
     return lambda value: changes if value is True else {}
 
 
-def _if_off(**changes: Any) -> HabitChange:
+def _if_off(**changes: Any) -> OptionChange:
     return lambda value: changes if value is False else {}
 
 
@@ -58,7 +58,7 @@ def _modules(value: Any) -> Mapping[str, Any]:
     return {"selective": "+".join(map(str, value)) if isinstance(value, list) else str(value)}
 
 
-_CHANGES: Mapping[str, HabitChange] = {
+_OPTION_CHANGES: Mapping[str, OptionChange] = {
     "tp_comm_overlap": _if_on(tp_overlap=True),
     "overlap_moe_expert_parallel_comm": _if_on(ep_overlap=True),
     "overlap_grad_reduce": _if_off(overlap=False),
