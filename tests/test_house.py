@@ -11,6 +11,8 @@ PACKAGE = Path(__file__).parents[1] / "src" / "trainshed"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 MOST_LINES = 600
 VAGUE = {"found", "each", "told", "said"}
+JOB_FILES = {"engines/megatron/build_index.py", "engines/torchtune/start.py"}
+"""Scripts that are shipped into foreign images byte for byte: golden files hold them still."""
 
 
 def shown(file: Path) -> str:
@@ -48,6 +50,7 @@ def test_variables_say_what_they_hold() -> None:
     vague = [
         f"{shown(file)}:{line} {name}"
         for file in MODULES
+        if shown(file) not in JOB_FILES
         for name, line in bound_names(ast.parse(file.read_text()))
         if name in VAGUE
     ]
