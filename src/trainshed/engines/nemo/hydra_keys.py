@@ -355,7 +355,7 @@ HYDRA_TABLE = KeyTable(
         "layout.stages": REFUSED,
     },
 )
-# Given as overrides: they hang on where the job runs.
+# Given as overrides: they depend on where the job runs.
 HYDRA_PLACES = KeyTable(
     rows=(
         KeyRow(

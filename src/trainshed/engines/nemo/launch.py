@@ -1,7 +1,7 @@
 """Starting NeMo by its release: 24.07 takes a Hydra file, 26.06 a Megatron-Bridge script.
 
-What a release cannot be asked for is refused before anything is rendered. Overrides on the Hydra command line say
-where things lie. The Bridge script builds its ConfigContainer and calls `pretrain`; every name it uses was read in
+What a release cannot do is refused before anything is rendered. Paths are overrides on the Hydra command line. The
+Bridge script builds its ConfigContainer and calls `pretrain`; every name it uses was read in
 Megatron-Bridge v0.5.0 (fcbb603) and in the Megatron-LM commit it pins (d0b3b77).
 """
 

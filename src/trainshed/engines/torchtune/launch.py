@@ -1,4 +1,4 @@
-"""Starting torchtune: what it cannot be asked for, its configuration, and the small program that starts its recipe.
+"""Starting torchtune: what it refuses, its configuration, and the small program that starts its recipe.
 
 The program (`start.py`) runs under ranks that are already set.
 """
@@ -119,7 +119,7 @@ def _notes(task: EngineTask) -> list[str]:
 
 
 def task_problems(task: EngineTask) -> Iterator[Problem]:
-    """Yield everything that torchtune would refuse, or do otherwise than the recipe says."""
+    """Yield everything that torchtune would refuse, or do differently from what the recipe says."""
     recipe, train = task.recipe, task.recipe.train
     if train.mode != "finetune":
         yield Problem(("train", "mode"), "torchtune fine-tunes; it does not pretrain", "mode: finetune")
