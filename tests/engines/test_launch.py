@@ -46,16 +46,16 @@ def environment(folder: Path, **more: str) -> dict[str, str]:
 
 
 def run(
-    folder: Path, launch: EngineLaunch, place: EngineSite, **more: str
+    folder: Path, launch: EngineLaunch, site: EngineSite, **more: str
 ) -> tuple[subprocess.CompletedProcess[bytes], list[str]]:
-    script = launcher_script(launch, place, python=fake_python(folder))
+    script = launcher_script(launch, site, python=fake_python(folder))
     done = subprocess.run(["bash", "-c", script], env=environment(folder, **more), cwd=folder, capture_output=True)
     record = folder / "record"
     return done, record.read_bytes().decode().split("\0")[:-1] if record.exists() else []
 
 
 def place_at(folder: Path) -> EngineSite:
-    return EngineSite(run=str(folder / "run"), job=str(folder), nodes=2, gpus_per_node=8)
+    return EngineSite(run_folder=str(folder / "run"), job_folder=str(folder), nodes=2, gpus_per_node=8)
 
 
 def test_torchrun_gets_static_ranks_and_the_engines_words(tmp_path: Path) -> None:
@@ -77,8 +77,8 @@ def test_a_script_is_as_it_was() -> None:
         environment={"A": "1"},
         late_arguments={"++model.data.data_prefix=": "/run/engine/data_prefix.txt"},
     )
-    place = EngineSite("/store/runs/demo/1a2b3c4d", "/job", nodes=2, gpus_per_node=8)
-    check_golden("engines/megatron/launcher.sh", launcher_script(launch, place))
+    site = EngineSite("/store/runs/demo/1a2b3c4d", "/job", nodes=2, gpus_per_node=8)
+    check_golden("engines/megatron/launcher.sh", launcher_script(launch, site))
 
 
 def test_a_failed_training_fails_the_job_and_leaves_its_log(tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def test_late_arguments_are_read_when_the_job_starts(tmp_path: Path) -> None:
 
 
 def test_a_module_is_started_as_one(tmp_path: Path) -> None:
-    _, words = run(tmp_path, EngineLaunch("torchtune._cli", (), module=True), place_at(tmp_path))
+    _, words = run(tmp_path, EngineLaunch("torchtune._cli", (), is_module=True), place_at(tmp_path))
     assert words[-2:] == ["--module", "torchtune._cli"]
 
 
@@ -160,14 +160,14 @@ def test_no_name_and_no_value_breaks_out(words: list[str], value: str, late: str
         at = Path(base)
         (at / "late").write_text(late, encoding="utf-8", newline="")
         name = folder.replace("/", "_").strip() or "run"
-        place = EngineSite(f"{at}/{name if name not in ('.', '..') else 'run'}", base, nodes=1, gpus_per_node=1)
+        site = EngineSite(f"{at}/{name if name not in ('.', '..') else 'run'}", base, nodes=1, gpus_per_node=1)
         launch = EngineLaunch(
             f"/opt/{value}",
             tuple(words),
             environment={"SECRET_OF_MINE": value},
             late_arguments={f"{key}=": str(at / "late")},
         )
-        done, seen = run(at, launch, place)
+        done, seen = run(at, launch, site)
         assert done.returncode == 0, done.stderr
         assert seen[-len(words) - 2 :] == [
             f"/opt/{value}",
@@ -176,13 +176,13 @@ def test_no_name_and_no_value_breaks_out(words: list[str], value: str, late: str
         ]
         assert (at / "record.env").read_bytes().decode() == value
         assert not (at / "hurt").exists()
-        assert Path(place.run, "logs", "attempt-0001", "node-00001.log").exists()
+        assert Path(site.run_folder, "logs", "attempt-0001", "node-00001.log").exists()
 
 
 def test_a_variable_needs_a_name() -> None:
-    place = EngineSite("/r", "/j", nodes=1, gpus_per_node=1)
+    site = EngineSite("/r", "/j", nodes=1, gpus_per_node=1)
     with pytest.raises(InputError, match="is not the name of a variable"):
-        launcher_script(EngineLaunch("p", (), environment={"A=1; rm": "x"}), place)
+        launcher_script(EngineLaunch("p", (), environment={"A=1; rm": "x"}), site)
 
 
 # Two ranks that save and go when they are told to, under a torchrun that waits for them and dies when it is told.

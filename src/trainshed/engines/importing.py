@@ -1,8 +1,9 @@
-"""Another engine's file read as a recipe: NeMo or torchtune YAML, a Megatron-LM argument list or script.
+"""Another engine's file read as a recipe: NeMo or torchtune YAML, a Megatron-Bridge script, Megatron-LM arguments.
 
-`import_file` finds out whose file it is and lets that engine's `importing` module read it. Every setting is mapped to
-a key of the recipe, dropped with a reason, or kept in `engine.args`; mistakes that the file makes are listed too.
-`recipe_text` writes the result as YAML with a comment for each open question.
+`import_file` finds out whose file it is and lets that engine's `importing` module read it by the engine's table of keys
+(`key_table.py`). Every setting is mapped to a key of the recipe, dropped with a reason, or kept in `engine.args`;
+mistakes that the file makes are listed too. `recipe_text` writes the result as YAML with a comment for each open
+question.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class DroppedSetting:
 
 @dataclass(frozen=True)
 class ImportMistake:
-    """Something the file gets wrong, whatever reads it."""
+    """Something that the file gets wrong for its own engine, too."""
 
     where: str
     what: str
@@ -51,7 +52,7 @@ class ImportMistake:
 
 @dataclass(frozen=True)
 class ImportedConfig:
-    """A foreign file as a recipe; `recipe` and `cluster` are plain mappings in the words of our files."""
+    """A foreign file as a recipe; `recipe` and `cluster` are plain mappings with the keys of our files."""
 
     kind: str
     """megatron, nemo or torchtune"""
@@ -61,7 +62,7 @@ class ImportedConfig:
     dropped: tuple[DroppedSetting, ...] = ()
     mistakes: tuple[ImportMistake, ...] = ()
     open_questions: tuple[str, ...] = ()
-    """What the file leaves open and a recipe must say; the recipe holds a line to be written out for each."""
+    """What the file leaves open and a recipe must say; the recipe has a placeholder for each."""
 
 
 ForeignEngine = Literal["megatron", "nemo", "torchtune"]

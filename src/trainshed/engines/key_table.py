@@ -2,7 +2,8 @@
 
 Three things are derived from a `KeyTable`: the configuration that the engine reads (`render`), the recipe that a
 configuration becomes (`read`), and what `engine.args` may not contradict (`EngineSetting.decided_by`). A conversion
-that needs several keys at once is one row with functions.
+that needs several keys at once is one row with functions. Reading what was rendered gives the same recipe again, which
+property tests hold for every engine and version.
 
 `unsaid` lists the keys of a recipe that the engine's format has no place for, each with the reason. A key of the
 recipe that is neither in a row nor listed there fails a test.

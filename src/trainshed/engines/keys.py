@@ -2,7 +2,8 @@
 
 `flatten` and `nest` go between a tree and dotted keys (`model.optim.lr`). A value `${other.key}` is OmegaConf's
 reference to another key; it is replaced by what it refers to. `KnownKeys` are the keys that one version of an engine
-reads; `argument_problems` finds `engine.args` that nothing reads or that contradict recipe, plan or cluster.
+reads; `argument_problems` finds `engine.args` that the engine does not read or that contradict the recipe, the plan or
+the cluster.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class EngineSetting:
 class KnownKeys:
     """The keys that one version of an engine reads, from a data file: sections by dotted name, each a list of keys.
 
-    A `*` at the end of a section's list lets any key stand there: the engine hands them on to whoever is named.
+    A `*` in a section's list allows any key there: the engine passes them to the component that the section names.
     """
 
     engine: str
@@ -190,7 +191,7 @@ def _resolve(value: Any, key: str, flat: Mapping[str, Any]) -> Any:
 
 
 def _target(reference: str, key: str) -> str:
-    """Follow OmegaConf's relative references: one dot is the mapping the key stands in, each further dot one up."""
+    """Follow OmegaConf's relative references: one dot is the mapping that holds the key, each further dot one up."""
     dots = len(reference) - len(reference.lstrip("."))
     if not dots:
         return reference

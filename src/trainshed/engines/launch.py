@@ -1,11 +1,10 @@
 """Starting another engine: what it is asked to train, what it needs, and the script that starts it on a node.
 
 An adapter (`megatron/`, `nemo/`, `torchtune/`) turns an `EngineTask` into an `EngineLaunch`; `build_launch` picks it
-by the recipe. An adapter does not import its framework and decides nothing that the recipe or the plan has decided:
-the same task gives the same bytes.
+by the recipe. An adapter does not import its framework, and the same task always gives the same bytes.
 
-Where tokens, tokenizer and base weights lie is known only after the data is prepared. The stage before training
-leaves them under fixed names in the run's folder (`EngineInput`).
+Tokens, tokenizer and base weights are ready only after the data is prepared. The stage before training stores them
+under fixed names in the run's folder (`EngineInput`).
 
 `launcher_script` is torchrun with static ranks in the engine's stock image. Its exit code is torchrun's, so a failed
 training is a failed job; after a requested stop it is 128 + signal. It needs bash and coreutils, and nothing of
@@ -40,10 +39,10 @@ base-hf         base/: the base weights as Hugging Face safetensors
 class EngineSite:
     """Where a foreign engine runs; paths are those that its processes see."""
 
-    run: str
+    run_folder: str
     """The run's folder in the store."""
-    job: str
-    """The folder in which the job's files (`EngineLaunch.files`) lie."""
+    job_folder: str
+    """The folder of the job's files (`EngineLaunch.files`)."""
     nodes: int
     gpus_per_node: int
     image: str | None = None
@@ -51,25 +50,25 @@ class EngineSite:
     vendor: Literal["nvidia", "amd"] = "nvidia"
 
     @property
-    def engine(self) -> str:
+    def input_folder(self) -> str:
         """The folder with what earlier stages made for the engine."""
-        return f"{self.run}/engine"
+        return f"{self.run_folder}/engine"
 
 
 @dataclass(frozen=True)
 class EngineTask:
-    """A recipe on one layout, ready to be written in another engine's words."""
+    """A recipe on one layout, ready to be rendered for another engine."""
 
     recipe: Recipe
     config: ModelConfig
     layout: RankLayout
     steps: int
-    place: EngineSite
+    site: EngineSite
 
 
 @dataclass(frozen=True)
 class CpuStage:
-    """Work of the engine's own that needs no GPU (an index to build): done in its image before GPUs are asked for."""
+    """Work in the engine's image that needs no GPU (building an index), done before GPUs are asked for."""
 
     name: str
     argv: tuple[str, ...]
@@ -84,14 +83,16 @@ class EngineLaunch:
     files: Mapping[str, str] = field(default_factory=dict)
     """Text files of the job, by their name in the job's folder."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    wanted: tuple[EngineInput, ...] = ()
+    inputs: tuple[EngineInput, ...] = ()
+    """What earlier stages leave in the run's folder for it."""
     late_arguments: Mapping[str, str] = field(default_factory=dict)
     """Arguments whose value is read from a file when the job starts: `{"++model.data.data_prefix=": "/run/…txt"}`."""
-    before: tuple[CpuStage, ...] = ()
-    module: bool = False
+    cpu_stages: tuple[CpuStage, ...] = ()
+    """What is done before it starts."""
+    is_module: bool = False
     """`program` is a Python module (`-m`), not a file."""
     notes: tuple[str, ...] = ()
-    """What was chosen, and what this engine does otherwise than the recipe's words would make one think."""
+    """What was chosen, and where this engine differs from what the recipe suggests."""
 
 
 def build_launch(task: EngineTask, *, gpu: Gpu | None = None) -> EngineLaunch:
@@ -158,7 +159,7 @@ exit "${requested:-$code}"
 """
 
 
-def launcher_script(launch: EngineLaunch, place: EngineSite, *, python: str = "python3") -> str:
+def launcher_script(launch: EngineLaunch, site: EngineSite, *, python: str = "python3") -> str:
     """Return the script that every node runs; `python` is the one that has the engine.
 
     It reads NODE_RANK (or what Slurm and Kubernetes call it), MASTER_ADDR and MASTER_PORT, and TRAINSHED_ATTEMPT. The
@@ -168,20 +169,20 @@ def launcher_script(launch: EngineLaunch, place: EngineSite, *, python: str = "p
         [
             "#!/usr/bin/env bash",
             "set -euo pipefail",
-            *_identity_lines(place),
+            *_identity_lines(site),
             *_environment_lines(launch),
             *_argument_lines(launch),
             _SIGNAL_HANDLER,
             'exec {log}> >(trap "" TERM USR1 INT; exec tee -a "$file")',
             "tee=$!",
-            *_torchrun_lines(launch, place, python),
+            *_torchrun_lines(launch, site, python),
             "torchrun=$!",
             _WAIT_LOOP,
         ]
     )
 
 
-def _identity_lines(place: EngineSite) -> Iterator[str]:
+def _identity_lines(site: EngineSite) -> Iterator[str]:
     yield "node=${NODE_RANK:-${TRAINSHED_NODE_RANK:-${SLURM_NODEID:-${JOB_COMPLETION_INDEX:-}}}}"
     yield "attempt=${TRAINSHED_ATTEMPT:-}"
     yield "[[ -n $attempt || ! ${SLURM_RESTART_COUNT:-0} =~ ^[0-9]+$ ]] || attempt=$((${SLURM_RESTART_COUNT:-0} + 1))"
@@ -189,7 +190,7 @@ def _identity_lines(place: EngineSite) -> Iterator[str]:
     yield '[[ $node =~ ^[0-9]+$ ]] || { echo "NODE_RANK is no number: ${node:-not set}" >&2; exit 2; }'
     yield '[[ $attempt =~ ^[0-9]+$ ]] || { echo "TRAINSHED_ATTEMPT is no number: $attempt" >&2; exit 2; }'
     yield ': "${MASTER_ADDR:?the address of node 0 is not set}" "${MASTER_PORT:?the port of node 0 is not set}"'
-    yield f"folder={shlex.quote(f'{place.run}/logs')}/$(printf 'attempt-%04d' \"$((10#$attempt))\")"
+    yield f"folder={shlex.quote(f'{site.run_folder}/logs')}/$(printf 'attempt-%04d' \"$((10#$attempt))\")"
     yield 'mkdir -p "$folder"'
     yield "file=$folder/$(printf 'node-%05d.log' \"$((10#$node))\")"
 
@@ -212,15 +213,15 @@ def _argument_lines(launch: EngineLaunch) -> Iterator[str]:
         yield f'arguments+=({shlex.quote(start)}{between}"$late")'
 
 
-def _torchrun_lines(launch: EngineLaunch, place: EngineSite, python: str) -> Iterator[str]:
+def _torchrun_lines(launch: EngineLaunch, site: EngineSite, python: str) -> Iterator[str]:
     words = [
         shlex.quote(python),
         "-m torch.distributed.run",
-        f"--nnodes {place.nodes}",
+        f"--nnodes {site.nodes}",
         '--node-rank "$node"',
         '--master-addr "$MASTER_ADDR"',
         '--master-port "$MASTER_PORT"',
-        f"--nproc-per-node {place.gpus_per_node}",
+        f"--nproc-per-node {site.gpus_per_node}",
     ]
-    yield " \\\n  ".join([*words, *(["--module"] if launch.module else [])]) + " \\"
+    yield " \\\n  ".join([*words, *(["--module"] if launch.is_module else [])]) + " \\"
     yield f'  {shlex.quote(launch.program)} "${{arguments[@]}}" >&"$log" 2>&1 &'

@@ -88,7 +88,7 @@ def build_job(
         grace_seconds=grace,
         precision=resolved.train.precision,
         version=trainshed.__version__,
-        wanted=engine.wanted if engine else (),
+        wanted=engine.inputs if engine else (),
         min_nodes=resolved.elastic.min_nodes if resolved.elastic else None,
     )
     files = {
@@ -104,7 +104,7 @@ def build_job(
     if engine is not None:
         place = _engine_place(resolved, cluster, planned, run)
         files |= dict(engine.files) | {"train.sh": launcher_script(engine, place)}
-        files |= {f"{stage.name}.sh": _command_script(stage.argv) for stage in engine.before}
+        files |= {f"{stage.name}.sh": _command_script(stage.argv) for stage in engine.cpu_stages}
     return Job(
         name=job_name,
         run=run,
@@ -198,8 +198,8 @@ def _foreign(
 def _engine_place(recipe: Recipe, cluster: Cluster, planned: PlannedRun, run: str) -> EngineSite:
     machine = planned.placement.machine
     return EngineSite(
-        run=run,
-        job=MOUNTED_JOB if cluster.target == "kubernetes" else job_folder(run),
+        run_folder=run,
+        job_folder=MOUNTED_JOB if cluster.target == "kubernetes" else job_folder(run),
         nodes=planned.placement.nodes,
         gpus_per_node=planned.placement.ranks_per_node,
         image=recipe.engine.image or cluster.image,
@@ -214,7 +214,7 @@ def _stages(recipe: Recipe, cluster: Cluster, planned: PlannedRun, engine: Engin
     stages = []
     if recipe.model.from_:
         stages.append(Stage("fetch", **on_cpus))
-    if engine is not None and {"base-megatron", "base-hf"} & set(engine.wanted):
+    if engine is not None and {"base-megatron", "base-hf"} & set(engine.inputs):
         stages.append(Stage("convert", **on_cpus))
     if limits.prepare_parts > 1 and not recipe.data.synthetic:
         stages.append(Stage("tokenise", parts=limits.prepare_parts, **on_cpus))
@@ -222,7 +222,7 @@ def _stages(recipe: Recipe, cluster: Cluster, planned: PlannedRun, engine: Engin
     image = recipe.engine.image
     stages += [
         Stage(stage.name, script=f"{stage.name}.sh", image=image, **on_cpus)
-        for stage in (engine.before if engine else ())
+        for stage in (engine.cpu_stages if engine else ())
     ]
     stages.append(
         Stage(

@@ -60,7 +60,7 @@ def prepared(folder: Path, *overrides: str, program: bool = True) -> EngineLaunc
         *overrides,
     )
     (folder / "job").mkdir()
-    task = replace(task, place=replace(task.place, run=str(run), job=str(folder / "job")))
+    task = replace(task, site=replace(task.site, run_folder=str(run), job_folder=str(folder / "job")))
     engine = task.recipe.engine.model_copy(update={"program": str(folder / "pretrain_gpt.py")})
     launch = megatron_launch(replace(task, recipe=task.recipe.model_copy(update={"engine": engine})))
     for name, text in launch.files.items():
@@ -70,7 +70,7 @@ def prepared(folder: Path, *overrides: str, program: bool = True) -> EngineLaunc
 
 def with_megatron(folder: Path, launch: EngineLaunch) -> dict[str, Any]:
     (folder / "words.json").write_text(json.dumps(launch.arguments))
-    command = [sys.executable, str(DRIVER), *launch.before[0].argv[1:], str(folder / "words.json")]
+    command = [sys.executable, str(DRIVER), *launch.cpu_stages[0].argv[1:], str(folder / "words.json")]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
@@ -95,7 +95,7 @@ def test_training_builds_no_index_after_the_cpu_stage(tmp_path: Path, overrides:
 
 
 def stage(launch: EngineLaunch) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *launch.before[0].argv[1:]], capture_output=True, text=True)
+    return subprocess.run([sys.executable, *launch.cpu_stages[0].argv[1:]], capture_output=True, text=True)
 
 
 def test_a_missing_program_is_found_before_gpus_are_asked_for(tmp_path: Path) -> None:

@@ -78,7 +78,7 @@ def round_trip_tasks() -> dict[str, EngineTask]:
 def test_what_we_render_reads_back_as_the_same_recipe(name: str, version: str) -> None:
     task = round_trip_tasks()[name]
     recipe = parse_recipe(yaml.safe_dump(to_plain(task.recipe)), [f"engine.version={version}"])
-    launch = megatron_launch(EngineTask(recipe, task.config, task.layout, task.steps, task.place))
+    launch = megatron_launch(EngineTask(recipe, task.config, task.layout, task.steps, task.site))
     again = as_recipe(read_megatron(shlex.join(launch.arguments), "again.txt"))
     before, after = settings_of(recipe), settings_of(again)
     if recipe.model.from_ is not None:

@@ -39,7 +39,7 @@ def as_text(launch: EngineLaunch) -> str:
         else:
             lines[-1] += f" {word}"
     environment = [f"{name}={value}" for name, value in launch.environment.items()]
-    parts = {"environment": environment, "wanted": launch.wanted, "notes": launch.notes}
+    parts = {"environment": environment, "wanted": launch.inputs, "notes": launch.notes}
     body = [launch.program, *lines]
     for title, each in parts.items():
         body += ["", f"{title}:", *each]
@@ -54,7 +54,7 @@ def test_a_launch_is_as_it_was(name: str) -> None:
 def test_the_index_job_is_as_it_was() -> None:
     launch = megatron_launch(TASKS["llama3.1-70b-cpt-amd"])
     check_golden("engines/megatron/index.json", launch.files["index.json"])
-    assert launch.before[0].argv == ("python3", f"{RUN}/job/build_index.py", f"{RUN}/job/index.json")
+    assert launch.cpu_stages[0].argv == ("python3", f"{RUN}/job/build_index.py", f"{RUN}/job/index.json")
 
 
 PRESETS = ("llama3-8b", "llama3.1-8b", "qwen2.5-7b", "qwen3-8b", "gpt2-xl", "mistral-7b-v0.1", "mixtral-8x7b",
@@ -202,13 +202,13 @@ def test_base_weights_are_read_where_the_run_has_none_of_its_own() -> None:
     launch = megatron_launch(megatron_task("llama3-8b", *base))
     assert values(launch)["load"] == values(launch)["save"] == f"{RUN}/checkpoints-megatron"
     assert values(launch)["pretrained_checkpoint"] == f"{RUN}/engine/base"
-    assert "base-megatron" in launch.wanted
+    assert "base-megatron" in launch.inputs
     # --finetune would make a restart begin again from step 0.
     assert "finetune" not in values(launch)
     must = megatron_launch(megatron_task("llama3-8b", *base, "checkpoint.resume=must"))
     assert values(must)["exit_on_missing_checkpoint"]
     assert "pretrained_checkpoint" not in values(must)
-    assert "base-megatron" not in must.wanted
+    assert "base-megatron" not in must.inputs
 
 
 def test_what_checkpoint_args_do_not_restore_is_said() -> None:
@@ -233,7 +233,7 @@ def test_synthetic_data_alone_is_mocked() -> None:
     synthetic = megatron_task("llama3-8b", "data={synthetic: true, sequence_length: 128}", "engine.version=0.16.1")
     launch = megatron_launch(synthetic)
     assert values(launch)["mock_data"]
-    assert launch.wanted == ()
+    assert launch.inputs == ()
     # Until 0.18 its end-of-document token came on top.
     assert values(launch)["vocab_size"] == 128255
     newest = megatron_launch(with_version(synthetic, "head"))

@@ -64,7 +64,7 @@ def test_a_layout_for_other_gpus_than_there_are_is_refused() -> None:
     from dataclasses import replace
 
     with pytest.raises(RecipeError, match="2 nodes of 8 = 16"):
-        megatron_launch(replace(task, place=replace(task.place, nodes=2)))
+        megatron_launch(replace(task, site=replace(task.site, nodes=2)))
 
 
 def test_a_model_that_megatron_cannot_be_told_is_refused() -> None:

@@ -221,7 +221,7 @@ def check_round_trip(task: EngineTask) -> None:
     imported = read_megatron(shlex.join(launch.arguments), "again.txt")
     again = read_back(imported)
     assert said_keys(again, MEGATRON_TABLE.unsaid, ALIKE) == said_keys(task.recipe, MEGATRON_TABLE.unsaid, ALIKE)
-    assert imported.cluster.get("sharp", False) == task.place.sharp
+    assert imported.cluster.get("sharp", False) == task.site.sharp
 
 
 @pytest.mark.parametrize("version", KNOWN_VERSIONS)

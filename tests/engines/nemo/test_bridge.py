@@ -103,7 +103,7 @@ def test_base_weights_are_read_from_hugging_face_files() -> None:
     text = launch.files["pretrain.py"]
     assert "AutoBridge.from_hf_pretrained('/store/runs/r/1/engine/base')" in text
     assert "load_weights=True" in text
-    assert "base-hf" in launch.wanted
+    assert "base-hf" in launch.inputs
     assert "hidden_size" not in text, "the sizes are those of the weights"
 
 
@@ -143,6 +143,6 @@ def test_wrong_combinations_fail_by_name(overrides: tuple[str, ...], what: str) 
 @settings(max_examples=40)
 @given(st.text(min_size=1).filter(lambda text: "\x00" not in text))
 def test_no_path_breaks_out_of_the_script(path: str) -> None:
-    tree = ast.parse(script(run=f"/{path}"))
+    tree = ast.parse(script(run_folder=f"/{path}"))
     texts = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
     assert f"/{path}/checkpoints" in texts

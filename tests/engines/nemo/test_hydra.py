@@ -190,21 +190,21 @@ def test_amd_gpus_fail_by_name() -> None:
 
 def test_a_path_that_hydra_would_take_apart_is_refused() -> None:
     with pytest.raises(InputError, match="Hydra would not read"):
-        build_launch(task(run="/store/${oc.env:HOME}/run"))
+        build_launch(task(run_folder="/store/${oc.env:HOME}/run"))
 
 
 def test_a_path_with_spaces_and_commas_is_quoted_for_hydra() -> None:
-    launch = build_launch(task(run="/my store/a,b"))
+    launch = build_launch(task(run_folder="/my store/a,b"))
     assert "++exp_manager.explicit_log_dir='/my store/a,b/nemo'" in launch.arguments
 
 
 def test_the_data_prefix_is_read_when_the_job_starts() -> None:
     launch = build_launch(task())
     assert launch.late_arguments == {"++model.data.data_prefix=": "/store/runs/r/1/engine/data_prefix.txt"}
-    assert "data-prefix" in launch.wanted
+    assert "data-prefix" in launch.inputs
     mock = build_launch(task("data={synthetic: true, sequence_length: 4096}"))
     assert mock.late_arguments == {}
-    assert mock.wanted == ("tokenizer",)
+    assert mock.inputs == ("tokenizer",)
 
 
 def test_the_release_is_chosen_by_version_or_image() -> None:

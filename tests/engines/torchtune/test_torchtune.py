@@ -203,14 +203,14 @@ def _quoted(override: str) -> str:
 
 def test_a_run_whose_path_torchtune_would_take_for_a_checkpoint_is_refused() -> None:
     with pytest.raises(InputError, match="takes a path with `step` in it for a checkpoint"):
-        build_launch(task(run="/store/runs/two-step/1"))
+        build_launch(task(run_folder="/store/runs/two-step/1"))
 
 
 @settings(max_examples=40)
 @given(st.text(min_size=1).filter(lambda text: not any(word in text for word in ("\x00", "step", "epoch", "${"))))
 def test_no_path_breaks_out_of_the_file(path: str) -> None:
     path = path.encode("utf-8", "replace").decode()
-    found = config(task(run=f"/{path}"))
+    found = config(task(run_folder=f"/{path}"))
     assert found["output_dir"] == f"/{path}/checkpoints"
 
 

@@ -17,7 +17,11 @@ from trainshed.recipe import Layout, ModelConfig, Recipe, parse_recipe
 
 FILES = TESTS / "engines" / "files"
 PLACE = EngineSite(
-    run="/store/runs/r/1", job="/store/runs/r/1/job", nodes=16, gpus_per_node=8, image="registry/img@sha256:0"
+    run_folder="/store/runs/r/1",
+    job_folder="/store/runs/r/1/job",
+    nodes=16,
+    gpus_per_node=8,
+    image="registry/img@sha256:0",
 )
 
 
@@ -34,7 +38,7 @@ def task_of(
         config=config,
         layout=resolve_layout(layout, config, world_size=nodes * where.gpus_per_node),
         steps=steps,
-        place=where,
+        site=where,
     )
 
 
@@ -55,7 +59,7 @@ def shown(launch: EngineLaunch) -> str:
         "arguments": list(launch.arguments),
         "late_arguments": dict(launch.late_arguments),
         "environment": dict(launch.environment),
-        "wanted": list(launch.wanted),
+        "wanted": list(launch.inputs),
         "notes": list(launch.notes),
     }
     parts = [yaml.safe_dump(plain, sort_keys=False, width=1000)]

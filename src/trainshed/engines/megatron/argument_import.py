@@ -22,7 +22,7 @@ class ArgumentImport(ConfigImport):
 
     @property
     def steps(self) -> int:
-        """The length of the run, which is read before what hangs on it."""
+        """The length of the run; it is read before the schedule."""
         return self.recipe["train"]["steps"]
 
     def get(self, key: str, default: Any = None) -> Any:

@@ -74,10 +74,10 @@ class KnownArguments:
     def __init__(self, version: str, source: str, arguments: Sequence[MegatronArgument]) -> None:
         self.version, self.source = version, source
         self.arguments = tuple(arguments)
-        self._by_option = {option: each for each in arguments for option in (each.option, *each.also)}
+        self._by_option = {option: argument for argument in arguments for option in (argument.option, *argument.also)}
         self._by_dest: dict[str, list[MegatronArgument]] = {}
-        for each in arguments:
-            self._by_dest.setdefault(each.dest, []).append(each)
+        for argument in arguments:
+            self._by_dest.setdefault(argument.dest, []).append(argument)
 
     def option(self, option: str) -> MegatronArgument | None:
         """Return an argument by one of its spellings, `--lr`; None where this version has none such."""
@@ -102,9 +102,9 @@ class KnownArguments:
             return ()
         if isinstance(value, bool):
             return self._flag(dest, arguments, value)
-        argument = next(each for each in arguments if each.takes_value)
+        argument = next(argument for argument in arguments if argument.takes_value)
         if argument.nargs is not None:
-            return (argument.option, *(_word(each) for each in (value if isinstance(value, tuple | list) else [value])))
+            return (argument.option, *map(_word, value if isinstance(value, tuple | list) else [value]))
         if argument.kind == "ints":
             return (argument.option, ",".join(map(str, value)))
         text = _word(value)
@@ -116,11 +116,11 @@ class KnownArguments:
     def _flag(self, dest: str, arguments: list[MegatronArgument], value: bool) -> tuple[str, ...]:
         if value == bool(arguments[0].default):
             return ()
-        for each in arguments:
-            if each.kind == "switch":
-                return (each.option if value else each.also[0],)
-            if each.kind == ("flag" if value else "unflag"):
-                return (each.option,)
+        for argument in arguments:
+            if argument.kind == "switch":
+                return (argument.option if value else argument.also[0],)
+            if argument.kind == ("flag" if value else "unflag"):
+                return (argument.option,)
         raise AssertionError(f"no argument of Megatron-LM {self.version} makes {dest} {value}")
 
     def nearest(self, option: str) -> str | None:
@@ -148,14 +148,14 @@ def known_arguments(version: str = NEWEST_VERSION) -> KnownArguments:
         [
             MegatronArgument(
                 option,
-                each["dest"],
-                each["kind"],
-                each.get("nargs"),
-                tuple(each["choices"]) if "choices" in each else None,
-                each.get("default"),
-                tuple(each.get("also", ())),
+                fields["dest"],
+                fields["kind"],
+                fields.get("nargs"),
+                tuple(fields["choices"]) if "choices" in fields else None,
+                fields.get("default"),
+                tuple(fields.get("also", ())),
             )
-            for option, each in document["arguments"].items()
+            for option, fields in document["arguments"].items()
         ],
     )
 
@@ -264,7 +264,7 @@ class ParsedArguments:
 
     def namespace(self) -> Namespace:
         """Return everything, defaults included, as Megatron's program would see it."""
-        every = {each.dest: each.default for each in reversed(self.known.arguments)}
+        every = {argument.dest: argument.default for argument in reversed(self.known.arguments)}
         return Namespace(**every | self.given)
 
 
@@ -272,7 +272,9 @@ def parse_arguments(words: Sequence[str], name: str) -> ParsedArguments:
     """Parse with the newest version that knows every argument, or the newest of all."""
     lists = [known_arguments(version) for version in reversed(KNOWN_VERSIONS)]
     options = {word.partition("=")[0] for word in words if word.startswith("--")}
-    fitting = [known for known in lists if all(known.option(each) or each in RETIRED_ARGUMENTS for each in options)]
+    fitting = [
+        known for known in lists if all(known.option(option) or option in RETIRED_ARGUMENTS for option in options)
+    ]
     parsed = ParsedArguments((fitting or lists)[0])
     left = list(words)
     while left:
@@ -290,7 +292,7 @@ def _parse_next(parsed: ParsedArguments, left: list[str], lists: list[KnownArgum
     while not sign and left and not left[0].startswith("--"):
         values.append(left.pop(0))
     written = " ".join([option, *values])
-    argument = next((found for known in lists if (found := known.option(option))), None)
+    argument = next(filter(None, (known.option(option) for known in lists)), None)
     if option in RETIRED_ARGUMENTS:
         parsed.retired[written] = RETIRED_ARGUMENTS[option]
     if argument is None:
@@ -298,7 +300,7 @@ def _parse_next(parsed: ParsedArguments, left: list[str], lists: list[KnownArgum
             parsed.unknown[written] = parsed.known.nearest(option)
         return
     parsed.written[argument.dest] = written
-    if any("$" in each for each in values):
+    if any("$" in value for value in values):
         parsed.open[argument.dest] = written
         if argument.kind != "text":
             return
@@ -311,7 +313,7 @@ def _parse_values(argument: MegatronArgument, option: str, values: list[str], wr
             raise InputError(f"`{written}`: {option} takes no value", where=name, hint=f"write {option} alone")
         return not (argument.kind == "unflag" or (argument.kind == "switch" and option in argument.also))
     try:
-        read = [_parse_value(argument, each) for each in values]
+        read = [_parse_value(argument, value) for value in values]
     except ValueError:
         read = []
     if not read or (argument.nargs is None and len(read) != 1):
@@ -327,7 +329,7 @@ def _parse_value(argument: MegatronArgument, text: str) -> Any:
     elif argument.kind == "float":
         value = float(text)
     elif argument.kind == "ints":
-        return tuple(int(each) for each in text.strip("()").split(","))
+        return tuple(int(part) for part in text.strip("()").split(","))
     elif argument.kind == "pattern":
         value = int(text) if text.isdigit() else text
     else:

@@ -105,12 +105,12 @@ _IN_STORE = "runs are kept in the store"
 
 def checkpoint_folder(site: EngineSite) -> str:
     """Where Megatron keeps its checkpoints."""
-    return f"{site.run}/{MEGATRON_CHECKPOINTS}"
+    return f"{site.run_folder}/{MEGATRON_CHECKPOINTS}"
 
 
 def index_folder(site: EngineSite) -> str:
     """Where the cached order of samples is kept, built before GPUs are asked for."""
-    return f"{site.engine}/index"
+    return f"{site.input_folder}/index"
 
 
 def _is_prepared(task: EngineTask) -> bool:
@@ -122,7 +122,7 @@ def _must_resume(task: EngineTask) -> bool:
 
 
 def _base_folder(task: EngineTask) -> str | None:
-    return f"{task.place.engine}/base" if task.recipe.model.from_ is not None and not _must_resume(task) else None
+    return f"{task.site.input_folder}/base" if task.recipe.model.from_ is not None and not _must_resume(task) else None
 
 
 def _betas(task: EngineTask) -> dict[str, float]:
@@ -371,7 +371,7 @@ _LAYOUT_ROWS = (
     KeyRow(
         ("use_sharp",),
         "the fabric of the cluster file",
-        lambda task: task.place.sharp,
+        lambda task: task.site.sharp,
         _read_sharp,
         note="sharp: true in the cluster file",
     ),
@@ -384,7 +384,7 @@ _DATA_ROWS = (
         "tokenizer",
         lambda task: {
             "tokenizer_type": "HuggingFaceTokenizer" if has_tokenizer(task) else "NullTokenizer",
-            "tokenizer_model": f"{task.place.engine}/tokenizer" if has_tokenizer(task) else None,
+            "tokenizer_model": f"{task.site.input_folder}/tokenizer" if has_tokenizer(task) else None,
         },
         read_tokenizer,
     ),
@@ -406,10 +406,10 @@ _DATA_ROWS = (
         "data",
         lambda task: {
             "per_split_data_args_path": (
-                f"{task.place.engine}/data.json" if _is_prepared(task) and task.recipe.data.split is None else None
+                f"{task.site.input_folder}/data.json" if _is_prepared(task) and task.recipe.data.split is None else None
             ),
             "data_args_path": (
-                f"{task.place.engine}/data-args.txt" if _is_prepared(task) and task.recipe.data.split else None
+                f"{task.site.input_folder}/data-args.txt" if _is_prepared(task) and task.recipe.data.split else None
             ),
         },
         lambda config: KEEP,
@@ -417,7 +417,7 @@ _DATA_ROWS = (
     KeyRow(
         ("data_cache_path",),
         "data",
-        lambda task: index_folder(task.place) if _is_prepared(task) else None,
+        lambda task: index_folder(task.site) if _is_prepared(task) else None,
         drop="the index is built in the run's folder, before GPUs are asked for",
     ),
     KeyRow(("split",), "data.split", render_split, read_split),
@@ -445,7 +445,7 @@ _CHECKPOINT_ROWS = (
     KeyRow(
         ("save", "load"),
         "checkpoint",
-        lambda task: dict.fromkeys(("save", "load"), checkpoint_folder(task.place)),
+        lambda task: dict.fromkeys(("save", "load"), checkpoint_folder(task.site)),
         drop=_RUN_FOLDER,
     ),
     KeyRow(
@@ -496,7 +496,7 @@ _LOG_ROWS = (
     KeyRow(
         ("tensorboard_dir",),
         "observe.tensorboard",
-        lambda task: f"{task.place.run}/tensorboard" if writes_tensorboard(task) else None,
+        lambda task: f"{task.site.run_folder}/tensorboard" if writes_tensorboard(task) else None,
         _read_tensorboard,
         note="observe.tensorboard, which Megatron writes where it is left out",
     ),
@@ -513,14 +513,14 @@ _LOG_ROWS = (
         ("masked_softmax_fusion",),
         "engine.args",
         lambda task: False,
-        when=lambda task: task.place.vendor == "amd",
+        when=lambda task: task.site.vendor == "amd",
         chosen=True,
     ),
     KeyRow(
         ("gradient_accumulation_fusion",),
         "engine.args",
         lambda task: False,
-        when=lambda task: task.place.vendor == "amd" and not uses_fsdp(task.layout),
+        when=lambda task: task.site.vendor == "amd" and not uses_fsdp(task.layout),
         chosen=True,
     ),
 )

@@ -57,7 +57,7 @@ def megatron_launch(task: EngineTask) -> EngineLaunch:
     The arguments are those of `engine.version`, the newest known where the recipe does not say; pretrain_gpt.py is
     `engine.program`, or where images of that name have it.
     """
-    program = task.recipe.engine.program or program_of_image(task.recipe.engine.image or task.place.image)
+    program = task.recipe.engine.program or program_of_image(task.recipe.engine.image or task.site.image)
     try:
         known = known_arguments(task.recipe.engine.version or NEWEST_VERSION)
     except InputError as error:
@@ -70,8 +70,8 @@ def megatron_launch(task: EngineTask) -> EngineLaunch:
         arguments=settings.words(),
         files=index_files(settings, task, program),
         environment=_environment(task),
-        wanted=tuple(_wanted(task, settings)),
-        before=(index_stage(task),),
+        inputs=tuple(_inputs(task, settings)),
+        cpu_stages=(index_stage(task),),
         notes=(f"pretrain_gpt.py is started as {program}", *_notes(task, settings)),
     )
 
@@ -82,7 +82,7 @@ def program_of_image(image: str | None) -> str:
     return _PROGRAMS[name] if (name := next(names, None)) is not None else PROGRAM
 
 
-def _wanted(task: EngineTask, settings: MegatronSettings) -> Iterator[EngineInput]:
+def _inputs(task: EngineTask, settings: MegatronSettings) -> Iterator[EngineInput]:
     if not task.recipe.data.synthetic:
         yield "data-args"
         if task.recipe.tokenizer is not None:
@@ -93,15 +93,15 @@ def _wanted(task: EngineTask, settings: MegatronSettings) -> Iterator[EngineInpu
 
 def _environment(task: EngineTask) -> dict[str, str]:
     layout = task.layout
-    found = {"TOKENIZERS_PARALLELISM": "false"}
+    environment = {"TOKENIZERS_PARALLELISM": "false"}
     # Before Blackwell, Megatron stops without it where tp or cp overlap; its FSDP stops with it.
     if not uses_fsdp(layout) and (layout.tp > 1 or layout.cp > 1):
-        found["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
-    if task.place.vendor == "amd":
-        found |= _AMD
+        environment["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    if task.site.vendor == "amd":
+        environment |= _AMD
     if task.recipe.train.deterministic:
-        found |= _DETERMINISTIC
-    return dict(sorted(found.items()))
+        environment |= _DETERMINISTIC
+    return dict(sorted(environment.items()))
 
 
 def _notes(task: EngineTask, settings: MegatronSettings) -> Iterator[str]:
@@ -126,7 +126,7 @@ def _notes(task: EngineTask, settings: MegatronSettings) -> Iterator[str]:
         yield "without a checkpoint 0.16.1 ends with exit code 0; build_index.py looks for one before"
     if config.moe is not None and recipe.train.moe is None:
         yield "the router's losses are as the schema defaults them: train.moe"
-    if task.place.sharp and layout.dp == 1:
+    if task.site.sharp and layout.dp == 1:
         yield "SHARP has nothing to sum: it works between data-parallel ranks, and dp is 1"
     if config.max_positions < (length := sequence_length(task)):
         yield f"sequences of {length} tokens are longer than the {config.max_positions} the model is made for"
@@ -226,13 +226,13 @@ def _checkpoint_problems(task: EngineTask) -> Iterator[Problem]:
 
 
 def _layout_problems(task: EngineTask) -> Iterator[Problem]:
-    layout, place, recipe = task.layout, task.place, task.recipe
-    ranks = place.nodes * place.gpus_per_node
+    layout, site, recipe = task.layout, task.site, task.recipe
+    ranks = site.nodes * site.gpus_per_node
     if layout.world_size != ranks:
         yield Problem(
             ("layout",),
-            f"the layout {layout} is for {layout.world_size} GPUs, and there are {place.nodes} nodes of "
-            f"{place.gpus_per_node} = {ranks}",
+            f"the layout {layout} is for {layout.world_size} GPUs, and there are {site.nodes} nodes of "
+            f"{site.gpus_per_node} = {ranks}",
             "plan for as many nodes as there are",
         )
     written = not isinstance(recipe.layout, str) and recipe.layout.stages is not None
@@ -254,7 +254,7 @@ def _layout_problems(task: EngineTask) -> Iterator[Problem]:
         yield Problem(("layout", "replicate"), "there is nothing to share out with `shard: none`", "delete it")
 
 
-SCRIPT, ASKED = "build_index.py", "index.json"
+SCRIPT, REQUEST_FILE = "build_index.py", "index.json"
 # What pretrain_gpt.py hands to GPTDatasetConfig, by Megatron's names of the arguments; a version takes what it has.
 _CONFIG = {
     "random_seed": "seed",
@@ -297,21 +297,21 @@ def sample_counts(task: EngineTask) -> tuple[int, int, int]:
 
 def index_files(settings: MegatronSettings, task: EngineTask, program: str) -> dict[str, str]:
     """Return the job's files for the stage."""
-    known, place, data = settings.known, task.place, task.recipe.data
-    asked: dict[str, Any] = {
+    known, site, data = settings.known, task.site, task.recipe.data
+    request: dict[str, Any] = {
         "program": program,
         "resume": task.recipe.checkpoint.resume,
-        "checkpoints": checkpoint_folder(place),
-        "data": None if data.synthetic else f"{place.engine}/data.json",
+        "checkpoints": checkpoint_folder(site),
+        "data": None if data.synthetic else f"{site.input_folder}/data.json",
         "data_args": settings.value("data_args_path"),
         "samples": sample_counts(task),
         "config": {field: settings.value(dest) for field, dest in _CONFIG.items() if known.has(dest)},
         "tokenizer": {dest: settings.value(dest) for dest in _TOKENIZER if known.has(dest)},
     }
     script = (Path(__file__).with_name(SCRIPT)).read_text(encoding="utf-8")
-    return {SCRIPT: script, ASKED: json.dumps(asked, indent=1) + "\n"}
+    return {SCRIPT: script, REQUEST_FILE: json.dumps(request, indent=1) + "\n"}
 
 
 def index_stage(task: EngineTask) -> CpuStage:
     """Return the stage that runs before training: checks first, then the index."""
-    return CpuStage("index", ("python3", f"{task.place.job}/{SCRIPT}", f"{task.place.job}/{ASKED}"))
+    return CpuStage("index", ("python3", f"{task.site.job_folder}/{SCRIPT}", f"{task.site.job_folder}/{REQUEST_FILE}"))

@@ -48,7 +48,7 @@ def _virtual_stages(config: ArgumentImport, pp: int) -> int:
 
 
 def render_stages(task: EngineTask) -> dict[str, Any]:
-    """Return uneven chunks in Megatron's words: E the embedding, t a layer, L the loss."""
+    """Return uneven chunks in Megatron's notation: E is the embedding, t a layer, L the loss."""
     chunks = "|".join(f"t*{layers}" for layers in task.layout.stages)
     return {
         "pipeline_model_parallel_layout": None if _is_even(task.layout) else f"E{chunks}L",

@@ -69,7 +69,7 @@ def _read_list(text: str) -> list[str] | None:
     if isinstance(document, dict) and len(document) == 1 and isinstance(next(iter(document.values())), list | dict):
         document = next(iter(document.values()))
     if isinstance(document, list):
-        return [word for each in document for word in _words_of_value(each)]
+        return [word for value in document for word in _words_of_value(value)]
     if isinstance(document, dict) and all(str(key).startswith("--") for key in document):
         return [word for key, value in document.items() for word in (str(key), *_words_of_value(value))]
     return None
@@ -79,7 +79,7 @@ def _words_of_value(value: Any) -> list[str]:
     if value is None or value is True:
         return []
     if isinstance(value, list):
-        return [str(each) for each in value]
+        return [str(item) for item in value]
     # `- --lr 1e-4` is one element and two words.
     return value.split() if isinstance(value, str) and value.startswith("--") else [str(value)]
 
@@ -87,12 +87,12 @@ def _words_of_value(value: Any) -> list[str]:
 def _training_arguments(script: ShellScript) -> tuple[list[str], list[str]]:
     """Return the arguments of the program, and the words before it: those of torchrun."""
     for command in script.commands:
-        for place, word in enumerate(command):
+        for position, word in enumerate(command):
             if PurePath(word).name in ("pretrain_gpt.py", "ray_entrypoint.py"):
-                return command[place + 1 :], command[:place]
+                return command[position + 1 :], command[:position]
     for command in script.commands:
         if command[0].startswith("--"):
-            return [word for each in script.commands if each[0].startswith("--") for word in each], []
+            return [word for words in script.commands if words[0].startswith("--") for word in words], []
     # A file that only sets variables, to be read by another.
     strings = [value.split() for value in script.variables.values() if value.lstrip().startswith("--")]
     return [word for words in (*strings, *script.arrays.values()) for word in words], []
@@ -163,9 +163,9 @@ class _ShellReader:
     def read(self) -> ShellScript:
         command: list[str] = []
         while self._skip_blanks(command):
-            if not command and (found := _ASSIGNMENT.match(self.text, self.at)):
-                self.at = found.end()
-                self._assign(found.group(1), more=bool(found.group(2)))
+            if not command and (assignment := _ASSIGNMENT.match(self.text, self.at)):
+                self.at = assignment.end()
+                self._assign(assignment.group(1), more=bool(assignment.group(2)))
                 continue
             start = self.at
             words = self._word()
@@ -279,18 +279,18 @@ class _ShellReader:
         if self.text.startswith("${", start):
             self.at = self._closing("{", "}", start + 1)
             return self._value(self.text[start + 2 : self.at - 1], self.text[start : self.at])
-        found = _NAME.match(self.text, start + 1)
-        if found is None:
+        name = _NAME.match(self.text, start + 1)
+        if name is None:
             self.at = min(start + 2, len(self.text))
             return [self.text[start : self.at]]
-        self.at = found.end()
-        return self._value(found.group(), found.group())
+        self.at = name.end()
+        return self._value(name.group(), name.group())
 
     def _value(self, inside: str, written: str) -> list[str]:
-        found = _EXPANSION.fullmatch(inside)
-        if found is None:
+        expansion = _EXPANSION.fullmatch(inside)
+        if expansion is None:
             return [written]
-        name, whole, default = found.groups()
+        name, whole, default = expansion.groups()
         if name in self.script.arrays:
             return self.script.arrays[name] if whole else self.script.arrays[name][:1]
         if self.script.variables.get(name):
@@ -302,15 +302,15 @@ class _ShellReader:
 
     def _closing(self, opening: str, closing: str, at: int) -> int:
         depth = 0
-        for place in range(at, len(self.text)):
-            depth += (self.text[place] == opening) - (self.text[place] == closing)
+        for position in range(at, len(self.text)):
+            depth += (self.text[position] == opening) - (self.text[position] == closing)
             if depth == 0:
-                return place + 1
+                return position + 1
         return len(self.text)
 
     def _find(self, sign: str, start: int) -> int:
-        found = self.text.find(sign, start)
-        return len(self.text) if found < 0 else found
+        position = self.text.find(sign, start)
+        return len(self.text) if position < 0 else position
 
 
 def _join_words(words: list[str], values: list[str]) -> None:

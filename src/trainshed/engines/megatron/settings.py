@@ -1,9 +1,9 @@
-"""The settings of one launch in Megatron's words, each with the recipe's key that decides it, and `engine.args` on top.
+"""The arguments of one launch, each with the recipe's key that decides it, and `engine.args` added to them.
 
-A setting that equals Megatron's default is kept too (and not written): `engine.args` may not contradict it. They are
-handed to Megatron as they are, once they are known, well typed and contradict nothing. `ARGUMENT_CONFLICTS` are
-arguments that Megatron refuses together, or takes and quietly changes (`validate_args` of its arguments.py); the
-recipe's own arguments never conflict.
+A setting that equals Megatron's default is kept too (and not written): `engine.args` may not contradict it. An engine
+argument must be known to the version, have the right type and contradict nothing. `ARGUMENT_CONFLICTS` are arguments
+that Megatron refuses together, or takes and quietly changes (`validate_args` of its arguments.py); the recipe's own
+arguments never conflict.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def _read_values(argument: MegatronArgument, option: str, value: Any) -> tuple[A
 
 
 def _read_value(argument: MegatronArgument, value: Any) -> Any:
-    """Return a single value in the argument's type, None where it has another or is no choice."""
+    """Return a single value in the argument's type, None where it has another type or is not one of the choices."""
     if isinstance(value, bool):
         return None
     if argument.kind in ("int", "ints"):

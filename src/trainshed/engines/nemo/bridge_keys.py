@@ -170,7 +170,7 @@ def _read_lowest_rate(config: ConfigImport) -> Any:
 def _render_resume(task: EngineTask) -> dict[str, Any]:
     resume = task.recipe.checkpoint.resume
     return {
-        "checkpoint.load": None if resume == "fresh" else f"{task.place.run}/checkpoints",
+        "checkpoint.load": None if resume == "fresh" else f"{task.site.run_folder}/checkpoints",
         "checkpoint.exit_on_missing_checkpoint": resume == "must",
     }
 
@@ -295,7 +295,7 @@ BRIDGE_TABLE = KeyTable(
             decided_by="data.validation.batches",
         ),
         same("rng.seed", "seed", default=1234),
-        KeyRow(("dist.use_sharp",), "the cluster's sharp", lambda task: task.place.sharp, _read_sharp),
+        KeyRow(("dist.use_sharp",), "the cluster's sharp", lambda task: task.site.sharp, _read_sharp),
         KeyRow(
             ("profiling.use_pytorch_profiler",), "observe.profile", lambda task: True, _read_profile, when=_profiles
         ),
@@ -416,7 +416,7 @@ BRIDGE_TABLE = KeyTable(
         KeyRow(
             ("dataset.path_to_cache",),
             _STORE,
-            lambda task: f"{task.place.engine}/index",
+            lambda task: f"{task.site.input_folder}/index",
             drop="the index is kept in the run's folder",
         ),
         # The script reads the tokens' files from data.json.
@@ -425,10 +425,10 @@ BRIDGE_TABLE = KeyTable(
         KeyRow(
             ("tokenizer.tokenizer_model",),
             "tokenizer",
-            lambda task: f"{task.place.engine}/tokenizer",
+            lambda task: f"{task.site.input_folder}/tokenizer",
             lambda config: config.get("tokenizer.tokenizer_model") or OMIT,
         ),
-        KeyRow(("checkpoint.save",), _STORE, lambda task: f"{task.place.run}/checkpoints", drop=_RUN_FOLDER),
+        KeyRow(("checkpoint.save",), _STORE, lambda task: f"{task.site.run_folder}/checkpoints", drop=_RUN_FOLDER),
         KeyRow(
             ("checkpoint.load", "checkpoint.exit_on_missing_checkpoint"),
             "checkpoint.resume",
@@ -456,7 +456,9 @@ BRIDGE_TABLE = KeyTable(
         KeyRow(
             ("logger.tensorboard_dir",),
             "observe.tensorboard",
-            lambda task: f"{task.place.run}/tensorboard" if task.recipe.observe.tensorboard is not False else None,
+            lambda task: (
+                f"{task.site.run_folder}/tensorboard" if task.recipe.observe.tensorboard is not False else None
+            ),
             _read_tensorboard,
         ),
         same(

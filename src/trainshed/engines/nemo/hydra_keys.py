@@ -88,7 +88,7 @@ HYDRA_TABLE = KeyTable(
         follows(
             "trainer.devices",
             "the cluster's machine",
-            lambda task: task.place.gpus_per_node,
+            lambda task: task.site.gpus_per_node,
             "cluster file, machine: one with as many GPUs",
         ),
         KeyRow(("trainer.precision",), "train.precision", lambda task: "bf16", read_precision),
@@ -217,7 +217,7 @@ HYDRA_TABLE = KeyTable(
         same("model.seed", "seed", default=1234),
         KeyRow((), "data.seed", read=lambda config: config.recipe["seed"]),
         KeyRow(
-            ("model.sharp",), "the cluster's sharp", lambda task: True, read_sharp, when=lambda task: task.place.sharp
+            ("model.sharp",), "the cluster's sharp", lambda task: True, read_sharp, when=lambda task: task.site.sharp
         ),
         follows("model.moe_router_load_balancing_type", "train.moe", lambda task: "aux_loss", "", when=has_experts),
         KeyRow(
@@ -355,49 +355,49 @@ HYDRA_TABLE = KeyTable(
         "layout.stages": REFUSED,
     },
 )
-# Given as overrides: they hang on where the job runs.
+# Given as overrides: they depend on where the job runs.
 HYDRA_PLACES = KeyTable(
     rows=(
         KeyRow(
             ("trainer.num_nodes",),
             "resources.nodes",
-            lambda task: task.place.nodes,
+            lambda task: task.site.nodes,
             read_nodes,
             decided_by="the number of nodes",
         ),
         _place("exp_manager.name", "name", lambda task: task.recipe.name, "the run's name and id take its place"),
-        _place("exp_manager.explicit_log_dir", _STORE, lambda task: f"{task.place.run}/nemo"),
-        _place(f"{CALLBACK}.dirpath", _STORE, lambda task: f"{task.place.run}/checkpoints"),
+        _place("exp_manager.explicit_log_dir", _STORE, lambda task: f"{task.site.run_folder}/nemo"),
+        _place(f"{CALLBACK}.dirpath", _STORE, lambda task: f"{task.site.run_folder}/checkpoints"),
         _place(
             "model.data.index_mapping_dir",
             _STORE,
-            lambda task: f"{task.place.engine}/index",
+            lambda task: f"{task.site.input_folder}/index",
             "the index is an artefact of the store",
         ),
         _place(
             "exp_manager.dllogger_logger_kwargs.json_file",
             _STORE,
-            lambda task: f"{task.place.run}/dllogger/rank-0/dllogger.json",
+            lambda task: f"{task.site.run_folder}/dllogger/rank-0/dllogger.json",
             when=lambda task: task.recipe.observe.dllogger is not False,
         ),
         _place(
             "model.tokenizer.vocab_file",
             "tokenizer",
-            lambda task: f"{task.place.engine}/tokenizer/vocab.json",
+            lambda task: f"{task.site.input_folder}/tokenizer/vocab.json",
             _TOKENIZER_FILES,
             when=is_gpt2,
         ),
         _place(
             "model.tokenizer.merge_file",
             "tokenizer",
-            lambda task: f"{task.place.engine}/tokenizer/merges.txt",
+            lambda task: f"{task.site.input_folder}/tokenizer/merges.txt",
             _TOKENIZER_FILES,
             when=is_gpt2,
         ),
         _place(
             "model.tokenizer.type",
             "tokenizer",
-            lambda task: f"{task.place.engine}/tokenizer",
+            lambda task: f"{task.site.input_folder}/tokenizer",
             _TOKENIZER_FILES,
             when=is_not_gpt2,
         ),

@@ -1,7 +1,7 @@
 """Starting NeMo by its release: 24.07 takes a Hydra file, 26.06 a Megatron-Bridge script.
 
-What a release cannot be asked for is refused before anything is rendered. Overrides on the Hydra command line say
-where things lie. The Bridge script builds its ConfigContainer and calls `pretrain`; every name it uses was read in
+What a release cannot do is refused before anything is rendered. Paths are overrides on the Hydra command line. The
+Bridge script builds its ConfigContainer and calls `pretrain`; every name it uses was read in
 Megatron-Bridge v0.5.0 (fcbb603) and in the Megatron-LM commit it pins (d0b3b77).
 """
 
@@ -32,7 +32,7 @@ _UNREADABLE_BY_HYDRA = "$'\"\\\n"
 def shared_problems(task: EngineTask) -> Iterator[Problem]:
     """Yield what neither release takes."""
     recipe, train = task.recipe, task.recipe.train
-    if task.place.vendor != "nvidia":
+    if task.site.vendor != "nvidia":
         yield Problem(("engine",), "NeMo's images run on NVIDIA GPUs only", "write engine: torch or megatron")
     if train.mode == "finetune":
         yield Problem(("train", "mode"), "NeMo is rendered for pretraining only", "write engine: torchtune")
@@ -110,7 +110,7 @@ def hydra_problems(task: EngineTask) -> Iterator[Problem]:
             yield Problem(
                 ("layout", "ep"), f"NeMo 24.07 spreads experts over dp: {layout.dp} alone", "write a divisor of dp"
             )
-    for path in (task.place.run, task.place.job):
+    for path in (task.site.run_folder, task.site.job_folder):
         if any(letter in path for letter in _UNREADABLE_BY_HYDRA):
             yield Problem(("store",), f"Hydra would not read `{path}` as a path", "use letters, digits and -_./:")
 
@@ -177,15 +177,15 @@ def hydra_launch(task: EngineTask) -> EngineLaunch:
         raise recipe_error(problems, recipe.places)
     config = hydra_config(task)
     overrides = [f"++{setting.key}={_hydra_value(setting.value)}" for setting in HYDRA_PLACES.render(task)]
-    wanted: tuple[EngineInput, ...] = ("tokenizer",) if recipe.data.synthetic else ("data-prefix", "tokenizer")
-    late = {} if recipe.data.synthetic else {"++model.data.data_prefix=": f"{task.place.engine}/data_prefix.txt"}
+    inputs: tuple[EngineInput, ...] = ("tokenizer",) if recipe.data.synthetic else ("data-prefix", "tokenizer")
+    late = {} if recipe.data.synthetic else {"++model.data.data_prefix=": f"{task.site.input_folder}/data_prefix.txt"}
     heading = f"NeMo 24.07, written by Trainshed for {recipe.name}; overrides on the command line say where things lie."
     return EngineLaunch(
         program=HYDRA_PROGRAM,
-        arguments=(f"--config-path={task.place.job}", f"--config-name={HYDRA_FILE}", *overrides),
+        arguments=(f"--config-path={task.site.job_folder}", f"--config-name={HYDRA_FILE}", *overrides),
         files={HYDRA_FILE: to_yaml(config, heading)},
         environment=_HYDRA_ENVIRONMENT,
-        wanted=wanted,
+        inputs=inputs,
         late_arguments=late,
         notes=tuple(_hydra_notes(task)),
     )
@@ -251,17 +251,17 @@ def bridge_launch(task: EngineTask) -> EngineLaunch:
     if problems:
         raise recipe_error(problems, recipe.places)
     extra = added_arguments(recipe.engine.args, settings)
-    wanted: list[EngineInput] = ["tokenizer"]
+    inputs: list[EngineInput] = ["tokenizer"]
     if not recipe.data.synthetic:
-        wanted.insert(0, "data-args")
+        inputs.insert(0, "data-args")
     if recipe.model.from_ is not None:
-        wanted.append("base-hf")
+        inputs.append("base-hf")
     return EngineLaunch(
-        program=f"{task.place.job}/{BRIDGE_FILE}",
+        program=f"{task.site.job_folder}/{BRIDGE_FILE}",
         arguments=(),
         files={BRIDGE_FILE: _script(task, {setting.key: setting.value for setting in settings}, extra)},
         environment=_BRIDGE_ENVIRONMENT,
-        wanted=tuple(wanted),
+        inputs=tuple(inputs),
         notes=tuple(_bridge_notes(task)),
     )
 
@@ -310,7 +310,7 @@ def _model_function(task: EngineTask, values: dict[str, Any]) -> list[str]:
     values = _section_values(values, "model")
     if task.recipe.model.from_ is not None:
         start = [
-            f"    bridge = AutoBridge.from_hf_pretrained({f'{task.place.engine}/base'!r})",
+            f"    bridge = AutoBridge.from_hf_pretrained({f'{task.site.input_folder}/base'!r})",
             "    model = bridge.to_megatron_provider(load_weights=True)",
         ]
     else:
@@ -327,7 +327,7 @@ def _config_function(
     lines = ["def configuration():"]
     if not task.recipe.data.synthetic:
         lines += [
-            f"    splits = json.loads(Path({f'{task.place.engine}/data.json'!r}).read_text())",
+            f"    splits = json.loads(Path({f'{task.site.input_folder}/data.json'!r}).read_text())",
             '    blends = [get_blend_from_list(splits.get(name) or None) for name in ("train", "valid", "test")]',
         ]
     lines += ["    config = ConfigContainer(", "        model=provider(),"]
@@ -374,7 +374,7 @@ _IMAGE_TAG = re.compile(r"nemo[^/]*:(\d\d\.\d\d)\b")
 def nemo_launch(task: EngineTask) -> EngineLaunch:
     """Return how NeMo is started for a task; `engine.version` says which release."""
     recipe = task.recipe
-    image = recipe.engine.image or task.place.image
+    image = recipe.engine.image or task.site.image
     tag = _IMAGE_TAG.search(image or "")
     version = recipe.engine.version or (tag[1] if tag else BRIDGE_RELEASE)
     if version not in _LAUNCHES:

@@ -180,7 +180,7 @@ _TOKENIZER_FILES = {
 
 def render_tokenizer_files(task: EngineTask) -> dict[str, Any]:
     """Return the files of the tokenizer in the run's folder."""
-    files, folder = task_builder(task).family.files, f"{task.place.engine}/tokenizer"
+    files, folder = task_builder(task).family.files, f"{task.site.input_folder}/tokenizer"
     return {
         "tokenizer.path": f"{folder}/{_TOKENIZER_FILES[files]}",
         "tokenizer.merges_file": f"{folder}/merges.txt" if files == "vocabulary" else OMIT,

@@ -35,7 +35,7 @@ READER_OF_SUFFIX = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".
 
 
 def dataset_component(recipe: Recipe) -> str | None:
-    """Return the component that reads the data, None where nobody said its form."""
+    """Return the component that reads the data, None where the recipe does not say its form."""
     component = recipe.engine.args.get("dataset._component_")
     if isinstance(component, str):
         return component

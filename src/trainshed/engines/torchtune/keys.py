@@ -338,7 +338,7 @@ TORCHTUNE_TABLE = KeyTable(
             to_recipe=float,
         ),
         _adapter_key("lora_dropout", "dropout", 0.0, to_recipe=float),
-        KeyRow(("output_dir",), _STORE, lambda task: f"{task.place.run}/checkpoints", drop=_PLACES),
+        KeyRow(("output_dir",), _STORE, lambda task: f"{task.site.run_folder}/checkpoints", drop=_PLACES),
         KeyRow(
             ("tokenizer._component_",),
             "tokenizer",
@@ -363,8 +363,10 @@ TORCHTUNE_TABLE = KeyTable(
             lambda task: "torchtune.training.FullModelHFCheckpointer",
             WRITTEN_ANYWAY,
         ),
-        KeyRow(("checkpointer.checkpoint_dir",), "model.from", lambda task: f"{task.place.engine}/base", read_base),
-        KeyRow(("checkpointer.output_dir",), _STORE, lambda task: f"{task.place.run}/checkpoints", drop=_PLACES),
+        KeyRow(
+            ("checkpointer.checkpoint_dir",), "model.from", lambda task: f"{task.site.input_folder}/base", read_base
+        ),
+        KeyRow(("checkpointer.output_dir",), _STORE, lambda task: f"{task.site.run_folder}/checkpoints", drop=_PLACES),
         same("checkpointer.keep_last_n_checkpoints", "checkpoint.keep"),
         same("save_every_n_steps", "checkpoint.every"),
         KeyRow(
@@ -376,7 +378,7 @@ TORCHTUNE_TABLE = KeyTable(
         KeyRow(
             ("metric_logger.log_dir",),
             _STORE,
-            lambda task: f"{task.place.run}/{'tensorboard' if _writes_tensorboard(task) else 'torchtune'}",
+            lambda task: f"{task.site.run_folder}/{'tensorboard' if _writes_tensorboard(task) else 'torchtune'}",
             drop=_PLACES,
         ),
         KeyRow(
@@ -510,7 +512,7 @@ TORCHTUNE_TABLE = KeyTable(
         KeyRow(
             ("profiler.output_dir",),
             _STORE,
-            lambda task: f"{task.place.run}/profiles",
+            lambda task: f"{task.site.run_folder}/profiles",
             drop=_PLACES,
             when=_profiles,
         ),

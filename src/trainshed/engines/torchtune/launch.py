@@ -1,4 +1,4 @@
-"""Starting torchtune: what it cannot be asked for, its configuration, and the small program that starts its recipe.
+"""Starting torchtune: what it refuses, its configuration, and the small program that starts its recipe.
 
 The program (`start.py`) runs under ranks that are already set.
 """
@@ -40,7 +40,7 @@ _ENVIRONMENT = {
 
 def torchtune_launch(task: EngineTask) -> EngineLaunch:
     """Return how torchtune is started for a task."""
-    recipe, place = task.recipe, task.place
+    recipe, site = task.recipe, task.site
     version = recipe.engine.version or TORCHTUNE_VERSION
     if version != TORCHTUNE_VERSION:
         raise RecipeError(
@@ -54,12 +54,12 @@ def torchtune_launch(task: EngineTask) -> EngineLaunch:
     name = "full_finetune_distributed" if recipe.train.lora is None else "lora_finetune_distributed"
     heading = f"torchtune {TORCHTUNE_VERSION}, {name}, written by Trainshed for {recipe.name}."
     return EngineLaunch(
-        program=f"{place.job}/{START_FILE}",
+        program=f"{site.job_folder}/{START_FILE}",
         arguments=(
             name,
-            f"{place.job}/{CONFIG_FILE}",
-            f"{place.engine}/base",
-            f"{place.run}/checkpoints",
+            f"{site.job_folder}/{CONFIG_FILE}",
+            f"{site.input_folder}/base",
+            f"{site.run_folder}/checkpoints",
             recipe.checkpoint.resume,
         ),
         files={
@@ -67,7 +67,7 @@ def torchtune_launch(task: EngineTask) -> EngineLaunch:
             START_FILE: Path(__file__).with_name("start.py").read_text(encoding="utf-8"),
         },
         environment=_ENVIRONMENT,
-        wanted=("tokenizer", "base-hf"),
+        inputs=("tokenizer", "base-hf"),
         notes=tuple(_notes(task)),
     )
 
@@ -97,8 +97,8 @@ def _sort_sections(values: dict[str, Any]) -> dict[str, Any]:
     """Keep the keys of a section together, sections in the order of torchtune's own files."""
     first = ("output_dir", "tokenizer", "dataset", "seed", "shuffle", "run_val_every_n_steps", "dataset_val", "model")
     sections = [*first, *dict.fromkeys(key.partition(".")[0] for key in values)]
-    place = {section: number for number, section in reversed(list(enumerate(sections)))}
-    return dict(sorted(values.items(), key=lambda item: place[item[0].partition(".")[0]]))
+    position = {section: number for number, section in reversed(list(enumerate(sections)))}
+    return dict(sorted(values.items(), key=lambda item: position[item[0].partition(".")[0]]))
 
 
 def _notes(task: EngineTask) -> list[str]:
@@ -119,7 +119,7 @@ def _notes(task: EngineTask) -> list[str]:
 
 
 def task_problems(task: EngineTask) -> Iterator[Problem]:
-    """Yield everything that torchtune would refuse, or do otherwise than the recipe says."""
+    """Yield everything that torchtune would refuse, or do differently from what the recipe says."""
     recipe, train = task.recipe, task.recipe.train
     if train.mode != "finetune":
         yield Problem(("train", "mode"), "torchtune fine-tunes; it does not pretrain", "mode: finetune")
@@ -237,14 +237,16 @@ def _builder_problems(task: EngineTask, builder: TorchtuneBuilder) -> Iterator[P
         yield Problem(("layout", "tp"), f"torchtune has no tensor-parallel plan for {builder.preset}", "delete it")
     if isinstance(task.recipe.tokenizer, TrainedTokenizer):
         yield Problem(("tokenizer",), "torchtune's tokenizers are the models' own", "write the address of one")
-    if "${" in task.place.run:
-        yield Problem(("store",), f"torchtune would read `{task.place.run}` as a reference", "write another store")
+    if "${" in task.site.run_folder:
+        yield Problem(
+            ("store",), f"torchtune would read `{task.site.run_folder}` as a reference", "write another store"
+        )
     # FullModelHFCheckpointer takes a base whose path holds one of these words for a checkpoint to go on from.
     for word in ("step", "epoch"):
-        if word in task.place.engine:
+        if word in task.site.input_folder:
             yield Problem(
                 ("name",),
-                f"torchtune takes a path with `{word}` in it for a checkpoint: {task.place.engine}",
+                f"torchtune takes a path with `{word}` in it for a checkpoint: {task.site.input_folder}",
                 "write another name or store",
             )
 
