@@ -12,15 +12,12 @@ PACKAGE = Path(__file__).parents[1] / "src" / "trainshed"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 MOST_LINES = 600
 VAGUE = {"found", "each", "told", "said"}
-<<<<<<< HEAD
 ROOT = PACKAGE.parents[1]
 NAMED_FILE = re.compile(r"(?<![\w/.-])((?:[a-z_]+/)+[a-z_]+\.py)\b")
 OF_OTHERS = {"torch/distributed/checkpoint/filesystem.py", "pipeline_parallel/schedules.py", "models/base.py"}
 """Files of PyTorch, Megatron-LM and nanotron that comments cite."""
-=======
 JOB_FILES = {"engines/megatron/build_index.py", "engines/torchtune/start.py"}
 """Scripts that are shipped into foreign images byte for byte: golden files hold them still."""
->>>>>>> hforeign
 
 
 def shown(file: Path) -> str:

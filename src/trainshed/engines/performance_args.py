@@ -16,26 +16,16 @@ OptionChange = Callable[[Any], Mapping[str, Any]]
 
 
 def apply_performance_args(args: Mapping[str, Any], usual: EngineOptions) -> tuple[EngineOptions, list[str]]:
-<<<<<<< HEAD
     """Return the options that `engine.args` set, and the keys that were counted."""
     chosen: dict[str, Any] = {"cuda_graph_share": usual.cuda_graph_share}
-=======
-    """Return the options that `engine.args` ask for, and the keys that were counted."""
-    chosen: dict[str, Any] = {"graphs": usual.graphs}
->>>>>>> hforeign
     counted: list[str] = []
     for key, value in args.items():
-        change = _OPTION_CHANGES.get(_option_name(key))
+        change = _CHANGES.get(_option_name(key))
         if change is None or value is None or not (changed := change(value)):
             continue
         # Two options say what graphs capture: together they save what the further-reaching one does.
-<<<<<<< HEAD
         share = max(options.get("cuda_graph_share", 0.0) for options in (chosen, changed))
         chosen |= {**changed, "cuda_graph_share": share}
-=======
-        graphs = max(options.get("graphs", 0.0) for options in (chosen, changed))
-        chosen |= {**changed, "graphs": graphs}
->>>>>>> hforeign
         counted.append(key)
     return replace(usual, **chosen), counted
 
@@ -68,11 +58,7 @@ def _modules(value: Any) -> Mapping[str, Any]:
     return {"selective_recompute": "+".join(map(str, value)) if isinstance(value, list) else str(value)}
 
 
-<<<<<<< HEAD
 _CHANGES: Mapping[str, OptionChange] = {
-=======
-_OPTION_CHANGES: Mapping[str, OptionChange] = {
->>>>>>> hforeign
     "tp_comm_overlap": _if_on(tp_overlap=True),
     "overlap_moe_expert_parallel_comm": _if_on(ep_overlap=True),
     "overlap_grad_reduce": _if_off(overlap=False),
