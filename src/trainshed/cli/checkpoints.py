@@ -78,6 +78,7 @@ def checkpoints(
 def _run_folder(run: str, overrides: Sequence[str], on: str, id: str | None) -> tuple[Store, str]:
     """The store and folder that hold a run's checkpoints."""
     from trainshed.cli.lookup import find_run
+    from trainshed.plugins import plugins_not_run
     from trainshed.recipe import load_cluster, load_recipe, split_overrides
     from trainshed.storage import join, open_store, parse
     from trainshed.workflow import store_options
@@ -88,7 +89,8 @@ def _run_folder(run: str, overrides: Sequence[str], on: str, id: str | None) -> 
     recipe = folder / "recipe.yaml" if folder is not None else None
     if recipe is not None and recipe.is_file():
         # Where `checkpoint.to` keeps them apart, they lie under the run's name and id all the same.
-        apart = load_recipe(str(recipe)).checkpoint.to
+        with plugins_not_run():
+            apart = load_recipe(str(recipe)).checkpoint.to
         if apart is not None:
             return open_store(parse(join(apart, found.run)), options)
     return open_store(parse(found.address), options)

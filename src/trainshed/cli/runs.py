@@ -105,12 +105,14 @@ def _local_status(found: KnownRun, folder: Path) -> dict[str, Any]:
 def planned_steps(run: Path) -> int | None:
     """Return how many steps a run is to have, by its own files; None where they do not say."""
     from trainshed.errors import TrainshedError
+    from trainshed.plugins import plugins_not_run
     from trainshed.recipe import load_recipe
     from trainshed.workflow import open_run_folder
 
     try:
-        steps = load_recipe(str(run / "recipe.yaml")).train.steps
-        return steps if steps is not None else open_run_folder(run).steps
+        with plugins_not_run():
+            steps = load_recipe(str(run / "recipe.yaml")).train.steps
+            return steps if steps is not None else open_run_folder(run).steps
     except TrainshedError:  # tokens or epochs, and it is not prepared
         return None
 

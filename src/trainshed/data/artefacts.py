@@ -40,6 +40,7 @@ from trainshed.data.tokens.prepared_data import (
 from trainshed.data.tokens.token_files import shard_prefixes
 from trainshed.data.tokens.verify import verify_tokens
 from trainshed.errors import CorruptData, InputError, NotFound, RecipeError
+from trainshed.plugins import source_hash
 from trainshed.recipe import Recipe, TrainedTokenizer
 from trainshed.recipe.data import Source, SourceKeys
 from trainshed.reporting import SILENT, Reporter
@@ -418,6 +419,8 @@ def _input_identity(piece: InputSlice) -> dict[str, Any]:
     elif piece.shown != piece.address:
         # A recipe's query holds no credential, but is not written anywhere: `?file=a` and `?file=b` differ by its hash.
         identity |= {"address": piece.shown, "query": hashlib.sha256(piece.address.encode()).hexdigest()[:16]}
+    if (reader := source_hash("text format", piece.format.kind)) is not None:
+        identity["reader"] = reader
     return identity
 
 

@@ -32,6 +32,7 @@ from trainshed.models.cached_decoder import put_gates_first
 from trainshed.models.collectives import ParallelAxes
 from trainshed.models.decoder import DecoderStage, DecoderStageSpec, LossNormalization, Regularization
 from trainshed.models.parameters import parameter_count, parameters
+from trainshed.plugins import plugins_not_run
 from trainshed.recipe import ModelConfig, Recipe, load_recipe
 from trainshed.reporting import SILENT, Reporter
 from trainshed.serve.kv_cache import choose_limits
@@ -270,7 +271,8 @@ def model_name(address: str) -> str:
     """Return what weights are called: as the run that trained them, else as the folder they lie in."""
     run = _run_folder(address)
     if run is not None:
-        return load_recipe(str(run / _RECIPE_FILE)).name
+        with plugins_not_run():
+            return load_recipe(str(run / _RECIPE_FILE)).name
     return parse(address).path.rstrip("/").rpartition("/")[2] or address
 
 
@@ -305,7 +307,8 @@ def _run_folder(address: str) -> Path | None:
 
 def _run_tokenizer(run: Path) -> str | None:
     """Where the tokenizer of a run is: where its recipe says, or where its tokens say that it was learned."""
-    recipe: Recipe = load_recipe(str(run / _RECIPE_FILE))
+    with plugins_not_run():
+        recipe: Recipe = load_recipe(str(run / _RECIPE_FILE))
     if isinstance(recipe.tokenizer, str):
         return recipe.tokenizer
     if not (run / _PREPARED_FILE).is_file():

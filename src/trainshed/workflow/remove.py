@@ -24,6 +24,7 @@ from trainshed.data.sampling.index import token_content_hash
 from trainshed.data.tokens.token_files import shard_prefixes
 from trainshed.errors import InputError, TrainshedError
 from trainshed.launch.local import RECIPE_FILE, LocalRun, holder_attempt, holder_text, local_runs, run_holder
+from trainshed.plugins import plugins_not_run
 from trainshed.recipe import load_recipe
 from trainshed.storage import LocalStore, Store, StoreOptions, join
 from trainshed.storage.attempts import newest_attempt_record
@@ -92,7 +93,8 @@ def plan_removal(run: LocalRun, store: Path, options: StoreOptions | None = None
             hint=f"remove {'that one' if len(users) == 1 else 'those'} first, or copy what it needs elsewhere",
         )
     parts = [_measure(run.folder, "run")]
-    apart = checkpoint_home(load_recipe(str(run.folder / RECIPE_FILE)), run.id, options)
+    with plugins_not_run():
+        apart = checkpoint_home(load_recipe(str(run.folder / RECIPE_FILE)), run.id, options)
     if apart is not None:
         infos = list(apart[0].list(apart[1]))
         if infos:

@@ -35,7 +35,7 @@ from trainshed.workflow.prepare import (
     store_root,
     tokenise_part,
 )
-from trainshed.workflow.runnable import check_runnable
+from trainshed.workflow.runnable import check_plugins, check_runnable
 from trainshed.workflow.serve import export_address
 
 
@@ -45,6 +45,7 @@ def run_stage(stage: str, job_folder: Path, *, part: int = 0, parts: int = 1, re
     recipe = load_recipe(str(job_folder / "recipe.yaml"))
     written = load_cluster(str(job_folder / "cluster.yaml"))
     check_runnable(recipe, written)
+    check_plugins(recipe, job)
     cluster = written.inside()
     run = Path(job.run)
     if stage == "fetch":

@@ -31,7 +31,7 @@ from trainshed.plan.planner import PlannedModel
 from trainshed.recipe import Cluster, Recipe, run_id, to_yaml
 from trainshed.workflow.layout import PlannedRun, check_node_count, plan_on_cluster, planned_model
 from trainshed.workflow.prepare import check_fit_before_submit, resolve, store_options
-from trainshed.workflow.runnable import check_ranks, check_runnable, store_on
+from trainshed.workflow.runnable import check_loss, check_ranks, check_runnable, store_on
 from trainshed.workflow.serve import SERVE_SCRIPT, serve_notes, serve_script, serve_stage
 
 UNKNOWN_SAVE_SECONDS = 270
@@ -68,6 +68,7 @@ def build_job(
     planned = plan_on_cluster(resolved, cluster, model, nodes, gpus, despite_memory)
     _check_export(resolved, planned.layout)
     check_ranks(resolved, planned.layout.world_size)
+    check_loss(resolved, planned.layout)
     setup = fabric_setup(cluster, nodes=planned.placement.nodes)
     warnings = lint_environment(setup, cluster.environment, cluster.where)
     name = id or run_id(resolved)
@@ -89,6 +90,7 @@ def build_job(
         version=trainshed.__version__,
         wanted=engine.wanted if engine else (),
         min_nodes=resolved.elastic.min_nodes if resolved.elastic else None,
+        plugins={plugin.name: plugin.sha256 for plugin in recipe.plugin_sources},
     )
     files = {
         "recipe.yaml": to_yaml(resolved),
@@ -110,11 +112,15 @@ def build_job(
         cluster=cluster,
         stages=stages,
         files=files,
-        code=code or pack_code(),
+        code=code or pack_code(recipe.plugin_sources),
         steps=model.steps,
         grace_seconds=grace,
-        notes=(*planned.notes, *warnings, *(engine.notes if engine else ()), *serving),
+        notes=(*planned.notes, *warnings, *(engine.notes if engine else ()), *serving, *_plugin_notes(recipe)),
     )
+
+
+def _plugin_notes(recipe: Recipe) -> tuple[str, ...]:
+    return tuple(f"{plugin.text()}, travels with the code" for plugin in recipe.plugin_sources)
 
 
 def _check_export(recipe: Recipe, layout: RankLayout) -> None:

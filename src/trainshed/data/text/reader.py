@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import orjson
 
+from trainshed.data.text.document_reader import TEXT_FORMATS, read_registered
 from trainshed.data.text.formats import (
     DocumentBoundary,
     TextFileFormat,
@@ -114,6 +115,9 @@ class InputReader:
             yield from self._csv_blocks(after)
         elif piece.format.kind == "json":
             yield from self._array_blocks(after)
+        elif TEXT_FORMATS.owner(piece.format.kind) is not None:
+            texts = read_registered(piece.format.kind, piece.key, self._plain(), piece.shown)
+            yield from self._column_blocks(texts, after)
         else:
             kind: TextBlockKind = "jsonl" if piece.format.kind == "jsonl" else piece.documents
             yield from self._text_blocks(kind, after)
@@ -133,8 +137,13 @@ class InputReader:
             line += lines
 
     def _csv_blocks(self, after: int) -> Iterator[TextBlock]:
-        piece, texts, size, first = self.piece, [], 0, 1
+        piece = self.piece
         column = read_csv_column(self._plain(), DELIMITERS[piece.format.kind], piece.key, piece.shown)
+        yield from self._column_blocks(column, after)
+
+    def _column_blocks(self, column: Iterable[str | bytes | None], after: int) -> Iterator[TextBlock]:
+        texts: list[str | bytes | None] = []
+        size, first = 0, 1
         for text in column:
             texts.append(text)
             size += len(text or "")

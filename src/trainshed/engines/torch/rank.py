@@ -17,7 +17,7 @@ import trainshed
 from trainshed.checkpoints.native.writer import CheckpointWriter
 from trainshed.engines.torch import rank_health
 from trainshed.engines.torch.model import RankModel, build_model, describe_float8_exclusions
-from trainshed.engines.torch.optimizer import AdamW
+from trainshed.engines.torch.optimizer_registry import optimizer_class
 from trainshed.engines.torch.parallel import ParallelMesh, build_mesh
 from trainshed.engines.torch.rank_env import (
     EventEmitter,
@@ -34,8 +34,9 @@ from trainshed.engines.torch.trainer import StepProfiler, Trainer
 from trainshed.errors import TrainshedError
 from trainshed.models.decoder import Regularization
 from trainshed.models.parameters import parameter_count
+from trainshed.models.token_loss import build_loss
 from trainshed.observe.events import EventWriter
-from trainshed.observe.exporters import EXPORTERS
+from trainshed.observe.exporters import open_exporters
 from trainshed.observe.health import health_folder, write_rank_error
 from trainshed.recipe.train import MoeLosses
 from trainshed.storage.attempts import Attempt, take_attempt
@@ -127,11 +128,11 @@ def _add_listeners(
     """Let whoever started rank 0, and the files that `observe` asks for, follow the events."""
     if listener is not None:
         voice.listeners.append(listener)
-    for exporter in EXPORTERS:
-        if getattr(job.recipe.observe, exporter.name) is not False:
-            length = job.order.sequence_length
-            made = exporter(run_folder, sequence_length=length, warn=lambda text: voice("warning", text=text))
-            voice.listeners.append(stack.enter_context(made))
+    length = job.order.sequence_length
+    for exporter in open_exporters(
+        job.recipe.observe, run_folder, sequence_length=length, warn=lambda text: voice("warning", text=text)
+    ):
+        voice.listeners.append(stack.enter_context(exporter))
 
 
 def _train_session(job: TrainJob, session: RankSession) -> int:
@@ -148,7 +149,8 @@ def _train_session(job: TrainJob, session: RankSession) -> int:
     model = _build_model(job, mesh)
     if job.recipe.train.precision == "fp8" and (outside := describe_float8_exclusions(model)) is not None:
         voice("warning", text=outside)
-    stepper = StepRunner(model, AdamW(model.weights, job.recipe.train.optimizer, session.device))
+    options = job.recipe.train.optimizer
+    stepper = StepRunner(model, optimizer_class(options)(model.weights, options, session.device))
     attempt = _checkpoint_attempt(job, session)
     found = find_resume_point(job, attempt, place.rank, session.store, voice)
     start = load_start_state(job, stepper, voice, attempt.store, found)
@@ -182,6 +184,7 @@ def _build_model(job: TrainJob, mesh: ParallelMesh) -> RankModel:
         moe_z=moe.z_loss if moe else 0.0,
         dropout=train.dropout,
         seed=job.recipe.seed,
+        token_loss=build_loss(train.loss),
     )
     if train.deterministic:
         torch.use_deterministic_algorithms(True)
@@ -227,6 +230,7 @@ def _emit_start(job: TrainJob, device: torch.device, voice: EventEmitter) -> Non
         versions={"trainshed": trainshed.__version__, "torch": torch.__version__},
         device=name,
         parameters=parameter_count(job.config),
+        plugins={plugin.name: plugin.sha256 for plugin in job.recipe.plugin_sources} or None,
     )
 
 

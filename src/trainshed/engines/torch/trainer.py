@@ -131,7 +131,7 @@ class Trainer:
             mfu_full_attention=mfu_full,
             batch_hash=outcome.batch_hash,
             skipped=outcome.bad,
-            z_loss=_finite_or_none(outcome.z_loss) if train.z_loss else None,
+            z_loss=_finite_or_none(outcome.z_loss) if train.z_loss or outcome.z_loss else None,
             moe_balance=_finite_or_none(outcome.moe_balance) if moe else None,
             moe_z=_finite_or_none(outcome.moe_z) if moe else None,
             memory_gib=torch.cuda.max_memory_allocated(self.device) / 2**30 if self.device.type == "cuda" else None,

@@ -279,6 +279,7 @@ ShellLine = Annotated[str, Field(pattern=LINE_PATTERN)]
 EnvironmentValue = Annotated[str, Field(pattern=TEXT_PATTERN)]
 LockableKey = Literal[
     "image",
+    "plugins",
     "store",
     "service_account",
     "slurm.account",
