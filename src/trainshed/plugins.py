@@ -17,6 +17,7 @@ import difflib
 import hashlib
 import importlib
 import importlib.util
+import os
 import re
 import sys
 import traceback
@@ -274,6 +275,27 @@ def load_plugins(
         for number, source in enumerate(sources):
             _load(source, where(number))
     return sources
+
+
+PLUGINS_VARIABLE = "TRAINSHED_PLUGINS"
+"""Names plugins, with commas between them, to commands that read weights and no recipe: serve, generate, model."""
+
+
+def load_environment_plugins(environment: Mapping[str, str] = os.environ) -> None:
+    """Load the plugins that the environment names, from the current folder or where they are installed."""
+    names = [name.strip() for name in environment.get(PLUGINS_VARIABLE, "").split(",") if name.strip()]
+    for name in names:
+        if not re.fullmatch(MODULE_PATTERN, name):
+            raise InputError(f"`{name}` is not the name of a module", where=PLUGINS_VARIABLE)
+    load_plugins(names, Path(), lambda number: PLUGINS_VARIABLE)
+
+
+def fault_place(error: BaseException) -> str | None:
+    """Return the line of a plugin that an error was raised in or through; None where no plugin was."""
+    frames = traceback.extract_tb(error.__traceback__)
+    sources = _LOADED.values()
+    own = [frame for frame in frames if any(_is_of(frame.filename, source) for source in sources)]
+    return f"{own[-1].filename}:{own[-1].lineno}" if own else None
 
 
 def _load(source: PluginSource, where: str) -> None:

@@ -147,6 +147,8 @@ def _no_image(cluster: Cluster) -> str | None:
         return "ranks run in this machine's own environment"
     if cluster.target == "ray":
         return "the nodes of a running Ray cluster have their image already"
+    if (target := registered_class("target", cluster.target)) is not None and "image" not in target.reads:
+        return f"the target {cluster.target} chooses no image"
     if cluster.target == "slurm" and cluster.on_slurm.container == "none":
         return f"{cluster.name} has no containers (slurm.container)"
     return None
@@ -158,6 +160,8 @@ def _not_elastic(recipe: Recipe, cluster: Cluster) -> str | None:
         return f"{recipe.engine.name} is started with a fixed number of nodes, and knows no spare ones"
     if cluster.target == "local":
         return "this machine is one node: none can be lost or stand in"
+    if registered_class("target", cluster.target) is not None:
+        return f"the target {cluster.target} starts a job with a fixed number of nodes"
     if cluster.target == "ray" or cluster.on_kubernetes.kind == "rayjob":
         return "Ray places a training anew when a node is lost: it holds no spare ones and plans for no fewer"
     return None
@@ -207,7 +211,8 @@ def _addresses(recipe: Recipe) -> Iterator[tuple[KeyPath, str, bool]]:
 
 def _mounts(cluster: Cluster, recipe: Recipe, *, writable: bool) -> list[str] | None:
     """Return the folders that jobs see besides their image; None where they see the node's own disks."""
-    if cluster.target == "ray" or (cluster.target == "slurm" and cluster.on_slurm.container == "none"):
+    registered = registered_class("target", cluster.target) is not None
+    if registered or cluster.target == "ray" or (cluster.target == "slurm" and cluster.on_slurm.container == "none"):
         return None
     volumes = [volume.mount for volume in cluster.volumes if not (writable and volume.read_only)]
     # Pyxis is told to mount the store besides.

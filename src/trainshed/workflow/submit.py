@@ -29,6 +29,7 @@ from trainshed.launch.preflight import preflight_stage
 from trainshed.plan.layout import RankLayout
 from trainshed.plan.planner import PlannedModel
 from trainshed.recipe import Cluster, Recipe, run_id, to_yaml
+from trainshed.recipe.registered import registered_class
 from trainshed.workflow.layout import PlannedRun, check_node_count, plan_on_cluster, planned_model
 from trainshed.workflow.prepare import check_fit_before_submit, resolve, store_options
 from trainshed.workflow.runnable import check_loss, check_ranks, check_runnable, store_on
@@ -112,7 +113,7 @@ def build_job(
         cluster=cluster,
         stages=stages,
         files=files,
-        code=code or pack_code(recipe.plugin_sources),
+        code=code or pack_code((*recipe.plugin_sources, *cluster.plugin_sources)),
         steps=model.steps,
         grace_seconds=grace,
         notes=(*planned.notes, *warnings, *(engine.notes if engine else ()), *serving, *_plugin_notes(recipe)),
@@ -193,6 +194,12 @@ def _foreign(
             f"in which image is {recipe.engine.name}?",
             where=recipe.where("engine"),
             hint=f"write `engine: {{name: {recipe.engine.name}, image: …@sha256:…}}`",
+        )
+    if registered_class("model family", model.config.family) is not None:
+        raise RecipeError(
+            f"`{model.config.family}` is the model family of a plugin, which {recipe.engine.name} does not know",
+            where=recipe.where("model"),
+            hint="engine: torch",
         )
     place = _engine_place(recipe, cluster, planned, run)
     machine = planned.placement.machine

@@ -98,7 +98,7 @@ def _sbatch_script(
         f"run={quote(job.run)}",
         'TRAINSHED_BEGAN="$(date +%s)"',
         "export TRAINSHED_BEGAN",
-        *_write_job_files(files),
+        *write_job_files(files),
         *_site_setup(job, stage),
         *_rendezvous(job, stage),
         *_start_and_wait(
@@ -127,8 +127,8 @@ def _manual_steps(job: Job, before: str | None) -> list[str]:
     return lines
 
 
-def _write_job_files(files: Mapping[str, str]) -> list[str]:
-    """The job's files, complete or not there at all; `<run>/job` is where foreign engines look for them."""
+def write_job_files(files: Mapping[str, str]) -> list[str]:
+    """Return lines that write the job's files, complete or not at all; foreign engines look for them at `<run>/job`."""
     lines = [
         f'files="$run/jobs/{files_hash(files)}"',
         'mkdir -p "$run/jobs" "$run/starts"',
