@@ -289,4 +289,4 @@ def test_a_fault_of_a_plugin_is_said_with_its_line(recipe: Path, capsys: pytest.
     assert run_cli(["render", str(recipe), "--on", str(recipe.parent / "own.yaml")]) == 1
     noted = capsys.readouterr().err
     assert "the plugin failed: ZeroDivisionError" in noted
-    assert "shell_target.py:16" in noted
+    assert "shell_target.py:15" in noted

@@ -72,7 +72,7 @@ class ScriptTarget(ABC):
 
     def status(self, submitted: SubmittedJob) -> tuple[StageState, ...]:
         """Say how each stage stands."""
-        why = f"the target {submitted.target} does not say; the run's folder does: `trainshed metrics {submitted.run}`"
+        why = f"the target {submitted.target} does not say; {submitted.run} has its events and logs"
         return tuple(StageState(stage, "unknown", why, id) for stage, id in submitted.ids.items())
 
     def logs(
