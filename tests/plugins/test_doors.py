@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
 import sys
 import tarfile
 from io import BytesIO
@@ -168,11 +169,23 @@ def test_several_nodes_are_refused_by_a_target_that_has_one(recipe: Path, capsys
 
 def test_plan_and_render_know_the_names_of_plugins(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_cli(["plan", str(recipe), "--on", "slurm-h100", "layout=auto", "train.precision=bf16"]) == 0
+    assert "planned as AdamW: what the optimizer `sgd` of a plugin takes is not known" in capsys.readouterr().out
     assert run_cli(["render", str(recipe), "--on", str(recipe.parent / "slurm.yaml"), "--out", "out"]) == 0
     assert "travels with the code" in capsys.readouterr().err.replace("\n", " ")
     (archive,) = Path("out/store/code").glob("*/*.tar.xz")
     with tarfile.open(archive) as packed:
         assert {"sgd_optimizer.py", "csv_exporter.py", "record_format.py"} < set(packed.getnames())
+
+
+def test_examples_are_loaded_without_torch_on_a_machine_that_only_plans(recipe: Path) -> None:
+    for example in EXAMPLES.glob("*.py"):
+        shutil.copy(example, recipe.parent)
+    names = ",".join(example.stem for example in EXAMPLES.glob("*.py"))
+    check = (
+        "import sys; from trainshed.recipe import load_recipe; "
+        f"load_recipe({str(recipe)!r}, ['plugins=[{names}]']); sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0
 
 
 def test_code_without_plugins_is_packed_as_before() -> None:
