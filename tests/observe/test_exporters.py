@@ -75,7 +75,7 @@ def test_steps_that_a_resumed_attempt_repeats_stand_once_in_tensorboard(tmp_path
 
 
 def test_a_loss_that_is_not_finite_has_no_point(tmp_path: Path) -> None:
-    for kind in EXPORTERS:
+    for kind in EXPORTERS.values():
         written(kind, tmp_path, step_event(0, None), step_event(1, 2.0))
     assert scalars(tmp_path, "train/loss") == [(2, 2.0)]
     assert ["reduced_train_loss" in line["data"] for line in dllogger_lines(tmp_path)] == [False, True]
@@ -116,7 +116,7 @@ def test_a_line_that_a_kill_cut_short_does_not_spoil_the_next(tmp_path: Path) ->
 
 def test_a_disk_that_is_full_is_said_once_and_training_goes_on(tiny_disk: Path) -> None:
     (tiny_disk / "filler").write_bytes(b"x" * 900_000)
-    for kind in EXPORTERS:
+    for kind in EXPORTERS.values():
         warnings = written(kind, tiny_disk, *(step_event(step, 1.0) for step in range(2000)))
         assert len(warnings) == 1
         assert warnings[0].startswith(f"observe.{kind.name}: nothing more is written there: No space left")

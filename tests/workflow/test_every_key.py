@@ -71,6 +71,48 @@ TARGETS: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 
 
+WALK_PLUGIN = """
+from trainshed.engines.torch.optimizer_registry import OPTIMIZERS, ElementwiseOptimizer
+from trainshed.models.token_loss import LOSSES, TokenLoss
+from trainshed.observe.exporters import EXPORTERS
+
+
+@OPTIMIZERS.register("walk_sgd")
+class WalkSgd(ElementwiseOptimizer):
+    def __init__(self, settings, factor=1.0):
+        super().__init__(settings)
+        self.factor = factor
+
+    def update(self, weight, gradient, state, lr, updates):
+        weight.sub_(self.factor * lr * gradient)
+
+
+@LOSSES.register("walk_loss")
+class WalkLoss(TokenLoss):
+    def __init__(self, factor=1.0):
+        self.factor = factor
+
+    def loss(self, logits, labels):
+        return self.factor * logits.cross_entropy(labels)
+
+
+@EXPORTERS.register("walk_exporter")
+class WalkExporter:
+    def __init__(self, run_folder):
+        pass
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        pass
+
+    def __call__(self, event):
+        pass
+"""
+"""One class of each kind that a recipe may name and our engine alone knows."""
+
+
 @dataclass(frozen=True)
 class Change:
     """How a key is changed, from a recipe in which it can stand."""
@@ -214,10 +256,17 @@ CHANGES = {
     "serve.memory": Change("serve.memory=99Gi", SERVED),
     "store": Change("store=/shared/other"),
     "seed": Change("seed=7"),
+    "plugins": Change("plugins=[walk_plugin]"),
+    "train.optimizer.name": Change("train.optimizer.name=walk_sgd", "plugins=[walk_plugin]"),
+    "train.optimizer.options": Change(
+        "train.optimizer.options={factor: 0.5}", "plugins=[walk_plugin] train.optimizer.name=walk_sgd"
+    ),
+    "train.loss.name": Change("train.loss={name: walk_loss}", "plugins=[walk_plugin]"),
+    "train.loss.options": Change("train.loss.options={factor: 0.5}", "plugins=[walk_plugin] train.loss.name=walk_loss"),
+    "observe.exporters": Change("observe.exporters=[walk_exporter]", "plugins=[walk_plugin]"),
 }
-NOT_WALKED = ("trainshed", "model.config", "train.optimizer.name")
-"""The format's version; facts of an architecture, which the tests of models and adapters hold against transformers;
-what has one value only."""
+NOT_WALKED = ("trainshed", "model.config")
+"""The format's version; facts of an architecture, which the tests of models and adapters hold against transformers."""
 
 
 def leaves() -> list[str]:
@@ -298,6 +347,14 @@ WITH_EXPERTS = (
     "train.moe={}",
     "train.batch_ramp={start: 2, increment: 2, samples: 4}",
 )
+WITH_PLUGINS = (
+    "name=plugged",
+    "plugins=[walk_plugin]",
+    "train.optimizer.name=walk_sgd",
+    "train.loss=walk_loss",
+    "observe={exporters: [walk_exporter]}",
+    "export=null",
+)
 FROM_TEXT = (
     "name=text",
     "train={tokens: 384, global_batch: 4, precision: fp32, optimizer: {lr: 1.0e-3}}",
@@ -312,6 +369,7 @@ def read(tmp_path_factory: pytest.TempPathFactory) -> Read:
     """What small runs read here: from a script, with experts, from text, from weights and tokens, with a bad step."""
     folder = tmp_path_factory.mktemp("traced")
     write_script(folder)
+    (folder / "walk_plugin.py").write_text(WALK_PLUGIN)
     (folder / "recipe.yaml").write_text(LOCAL)
     count = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
     lines = (" ".join(count[(line * step) % 10] for step in range(1, 40)) for line in range(300))
@@ -320,7 +378,7 @@ def read(tmp_path_factory: pytest.TempPathFactory) -> Read:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         tracer.install(patch)
-        for overrides in ((), WITH_EXPERTS, FROM_TEXT):
+        for overrides in ((), WITH_EXPERTS, FROM_TEXT, WITH_PLUGINS):
             _traced_run(overrides, tracer, stages)
         exported = next(Path("store/runs/text").glob("*/export")).absolute()
         # Weights whose conversion is said to have failed, which a recipe may take all the same.
@@ -404,8 +462,7 @@ class Walk:
     folder: Path
 
     def job(self, *overrides: str) -> Job:
-        recipe = parse_recipe(ENGINES[self.engine], overrides)
-        recipe._places.folder = self.folder
+        recipe = parse_recipe(ENGINES[self.engine], overrides, folder=self.folder)
         return build_job(recipe, self.cluster, id="walk", code=CODE, offline=True, despite_memory=True)
 
     def fate(self, key: str, read: Read) -> str:
@@ -433,6 +490,7 @@ def _names(error: InputError, key: str, *overrides: str) -> bool:
 
 def walk(engine: str, target: str, folder: Path, read: Read) -> dict[str, str]:
     write_script(folder)
+    (folder / "walk_plugin.py").write_text(WALK_PLUGIN)
     name, overrides = TARGETS[target]
     if "\n" in name:
         (folder / "cluster.yaml").write_text(name)

@@ -93,6 +93,10 @@ def run_cli(arguments: Sequence[str]) -> int:
     on_long_wait(_tell_wait)
     tokens = [token for token in arguments if token != "--debug"]
     try:
+        if os.environ.get("TRAINSHED_PLUGINS"):
+            from trainshed.plugins import load_environment_plugins
+
+            load_environment_plugins()
         result = build_app()(tokens, exit_on_error=False, print_error=False)
     except TrainshedError as error:
         return _fail(error, tokens, debug)
@@ -148,6 +152,14 @@ def _of_the_system(error: Exception) -> TrainshedError | None:
 
 
 def _fault(error: Exception) -> TrainshedError:
+    from trainshed.plugins import fault_place
+
+    if (place := fault_place(error)) is not None:
+        return TrainshedError(
+            f"the plugin failed: {type(error).__name__}: {error}",
+            where=place,
+            hint="--debug prints the whole traceback",
+        )
     hint = "this is a fault of Trainshed: run it again with --debug and report what it prints"
     return TrainshedError(f"{type(error).__name__}: {error}", hint=hint)
 

@@ -79,6 +79,7 @@ def checkpoints(
 def _run_folder(run: str, overrides: Sequence[str], on: str, id: str | None) -> tuple[Store, str]:
     """The store and folder that hold a run's checkpoints."""
     from trainshed.cli.lookup import find_run
+    from trainshed.plugins import plugins_not_run
     from trainshed.recipe import load_cluster, load_recipe, split_overrides
     from trainshed.storage import join, open_store, parse
     from trainshed.workflow import store_options
@@ -89,7 +90,8 @@ def _run_folder(run: str, overrides: Sequence[str], on: str, id: str | None) -> 
     recipe = folder / RECIPE_FILE if folder is not None else None
     if recipe is not None and recipe.is_file():
         # Where `checkpoint.to` keeps them apart, they lie under the run's name and id all the same.
-        apart = load_recipe(str(recipe)).checkpoint.to
+        with plugins_not_run():
+            apart = load_recipe(str(recipe)).checkpoint.to
         if apart is not None:
             return open_store(parse(join(apart, known.run)), options)
     return open_store(parse(known.address), options)

@@ -128,6 +128,7 @@ def _from_run(folder: Path, flags: PlanFlags) -> _LearntCalibration:
     from trainshed.plan.model_shape import model_shape
     from trainshed.plan.performance.engine_constants import engine_constants
     from trainshed.plan.training_shape import TrainingShape
+    from trainshed.plugins import plugins_not_run
     from trainshed.recipe import load_recipe
     from trainshed.storage import LocalStore
 
@@ -141,7 +142,8 @@ def _from_run(folder: Path, flags: PlanFlags) -> _LearntCalibration:
             hint="leave it out; --gpu, --machine and --on may say where it ran",
         )
     measured = measure_run(LocalStore(folder), "")
-    recipe, hardware = load_recipe(str(folder / RECIPE_FILE)), _where_it_ran(measured, flags)
+    with plugins_not_run():
+        recipe, hardware = load_recipe(str(folder / RECIPE_FILE)), _where_it_ran(measured, flags)
     config = recipe.model.config
     assert config is not None, "a run's recipe is resolved"
     assert measured.attempt is not None, "our events say it"

@@ -106,12 +106,14 @@ def _local_status(known: KnownRun, folder: Path) -> dict[str, Any]:
 def planned_steps(run: Path) -> int | None:
     """Return how many steps a run is to have, by its own files; None where they do not say."""
     from trainshed.errors import TrainshedError
+    from trainshed.plugins import plugins_not_run
     from trainshed.recipe import load_recipe
     from trainshed.workflow import prepared_steps
 
     try:
-        steps = load_recipe(str(run / RECIPE_FILE)).train.steps
-        return steps if steps is not None else prepared_steps(run)
+        with plugins_not_run():
+            steps = load_recipe(str(run / RECIPE_FILE)).train.steps
+            return steps if steps is not None else prepared_steps(run)
     except TrainshedError:  # tokens or epochs, and it is not prepared
         return None
 

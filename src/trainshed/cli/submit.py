@@ -211,7 +211,7 @@ def record_submission(job: Job, submitted: SubmittedJob) -> str:
 
     name, id = job.run.rsplit("/", 2)[1:]
     kept = replace(submitted, ranks_per_node=job.stage("train").ranks_per_node)
-    record_submission(name, id, job.steps, kept, to_yaml(job.cluster))
+    record_submission(name, id, job.steps, kept, to_yaml(job.cluster), job.cluster.plugin_sources)
     return f"{name}/{id}"
 
 

@@ -39,6 +39,7 @@ from trainshed.data.tokens.token_source import (
 )
 from trainshed.data.tokens.verify import verify_tokens
 from trainshed.errors import CorruptData, InputError, NotFound, RecipeError
+from trainshed.plugins import source_hash
 from trainshed.recipe import Recipe, TrainedTokenizer
 from trainshed.recipe.data import Source, SourceKeys
 from trainshed.reporting import SILENT, Reporter
@@ -420,6 +421,8 @@ def _input_identity(input_slice: InputSlice) -> dict[str, Any]:
         # The query of a URL is never stored, so its hash makes `?file=a` and `?file=b` differ.
         query = hashlib.sha256(input_slice.address.encode()).hexdigest()[:16]
         identity |= {"address": input_slice.display_address, "query": query}
+    if (reader := source_hash("text format", input_slice.format.kind)) is not None:
+        identity["reader"] = reader
     return identity
 
 

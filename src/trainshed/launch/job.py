@@ -143,6 +143,8 @@ class JobFile:
     """What the stages before training leave for a foreign engine (`engines/launch.py`)."""
     min_nodes: int | None = None
     """With fewer nodes the run waits; None: all or nothing."""
+    plugins: Mapping[str, str] = field(default_factory=dict)
+    """The recipe's plugins, with the hash of their source."""
     schema: str = JOB_SCHEMA
 
     def stage(self, name: str) -> Stage:
@@ -155,6 +157,8 @@ class JobFile:
         for stage in body["stages"]:
             if stage["serving"] is None:
                 del stage["serving"]
+        if not body["plugins"]:
+            del body["plugins"]
         return orjson.dumps(body, option=orjson.OPT_INDENT_2 | orjson.OPT_SORT_KEYS).decode() + "\n"
 
     @classmethod

@@ -14,6 +14,7 @@ import re
 import shlex
 import subprocess
 import tarfile
+from collections.abc import Sequence
 from contextlib import suppress
 from importlib.metadata import requires
 from io import BytesIO
@@ -23,6 +24,7 @@ from typing import Any
 import trainshed
 from trainshed.errors import InputError, TrainshedError
 from trainshed.launch.job import CodeArchive
+from trainshed.plugins import PluginSource
 from trainshed.shipped import shipped_folder
 from trainshed.storage import LocalStore
 
@@ -104,8 +106,8 @@ _NOT_PACKED = "shipped/measurements/*"
 _MOST_DIFF_BYTES = 128 * 1024
 
 
-def pack_code() -> CodeArchive:
-    """Pack the running package, with the shipped recipes and clusters.
+def pack_code(plugins: Sequence[PluginSource] = ()) -> CodeArchive:
+    """Pack the running package, with the shipped recipes and clusters, and a recipe's plugins beside it.
 
     One solid archive: as a wheel it would be twice the size, and a ConfigMap holds a mebibyte.
     """
@@ -117,6 +119,8 @@ def pack_code() -> CodeArchive:
             for path in sorted(folder.rglob("*"))
             if path.is_file() and not any(part.endswith(_SKIPPED_SUFFIXES) for part in path.parts)
         }
+    for plugin in plugins:
+        files |= plugin.read()
     data = _cached_archive(files)
     sha256 = hashlib.sha256(data).hexdigest()
     version = trainshed.__version__

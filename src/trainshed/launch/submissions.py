@@ -7,7 +7,8 @@ state of the run itself is known to the scheduler and stored in the run's own fo
 from __future__ import annotations
 
 import os
-from contextlib import suppress
+import shutil
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import orjson
 
 from trainshed.errors import InputError, NoSuchName
 from trainshed.launch.target import SubmittedJob
+from trainshed.plugins import PluginSource
 from trainshed.recipe import Cluster, load_cluster
 from trainshed.run_folder import CLUSTER_FILE
 from trainshed.storage import LocalStore
@@ -52,9 +54,19 @@ def state_folder() -> Path:
     return Path(root) / "trainshed" / "runs"
 
 
-def record_submission(name: str, id: str, steps: int | None, submitted: SubmittedJob, cluster_text: str) -> None:
-    """Record what a scheduler accepted; a run that is submitted again replaces its record."""
+def record_submission(
+    name: str,
+    id: str,
+    steps: int | None,
+    submitted: SubmittedJob,
+    cluster_text: str,
+    plugins: Sequence[PluginSource] = (),
+) -> None:
+    """Keep what a scheduler took, with its cluster's plugins; a run that is submitted again replaces its record."""
     store = LocalStore(state_folder() / submitted.job)
+    for plugin in plugins:
+        for file, source in plugin.read().items():
+            store.put(file, source)
     store.put(CLUSTER_FILE, cluster_text.encode())
     body = {"schema": SUBMISSION_SCHEMA, "name": name, "id": id, "steps": steps, "submitted": asdict(submitted)}
     store.put("submitted.json", orjson.dumps(body, option=orjson.OPT_INDENT_2) + b"\n")
@@ -82,10 +94,7 @@ def find_submission(text: str) -> Submission:
 def forget_submission(submission: Submission) -> None:
     """Drop the record of a run; its folder in the store stays."""
     folder = state_folder() / submission.submitted.job
-    for name in ("submitted.json", CLUSTER_FILE):
-        (folder / name).unlink(missing_ok=True)
-    with suppress(OSError):
-        folder.rmdir()
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _read_submission(file: Path) -> Submission:

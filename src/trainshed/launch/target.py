@@ -8,12 +8,13 @@ the target of a cluster. `tunnel_command` and `shell_command` return commands of
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from trainshed.errors import InputError
 from trainshed.launch.job import DEFAULT_PORT, SERVICE_PORT, Job
+from trainshed.plugins import Registry
 from trainshed.recipe import Cluster
 
 StageStateName = Literal["waiting", "running", "serving", "done", "failed", "cancelled", "unknown"]
@@ -113,20 +114,25 @@ class Target(Protocol):
         ...
 
 
+TARGETS: Registry[Callable[..., Target]] = Registry(
+    "target",
+    {
+        "local": "trainshed.launch.target:refuse_local_target",
+        "slurm": "trainshed.launch.slurm.target:SlurmTarget",
+        "kubernetes": "trainshed.launch.kubernetes.target:KubernetesTarget",
+        "ray": "trainshed.launch.ray.target:RayTarget",
+    },
+)
+"""By the name that a cluster file has in `target`; one of a plugin is best a `ScriptTarget` (`script_target.py`)."""
+
+
 def target_of(cluster: Cluster) -> Target:
-    """Return the target of a cluster."""
-    if cluster.target == "slurm":
-        from trainshed.launch.slurm.target import SlurmTarget
+    """Return what schedules the work of a cluster."""
+    return TARGETS.find(cluster.target)(cluster, **(cluster.target_options or {}))
 
-        return SlurmTarget(cluster)
-    if cluster.target == "kubernetes":
-        from trainshed.launch.kubernetes.target import KubernetesTarget
 
-        return KubernetesTarget(cluster)
-    if cluster.target == "ray":
-        from trainshed.launch.ray.target import RayTarget
-
-        return RayTarget(cluster)
+def refuse_local_target(cluster: Cluster) -> Target:
+    """Raise what `local` is in place of a scheduler."""
     raise InputError(
         "there is no scheduler on this machine to submit to",
         where=cluster.where("target"),
@@ -153,6 +159,7 @@ def tunnel_command(
     local_port = port or DEFAULT_PORT
     remote_port = submitted.serve_port or DEFAULT_PORT
     description = f"serve at http://localhost:{local_port}"
+    _refuse_registered(cluster)
     if cluster.target == "ray":
         raise InputError("Ray has no server of ours to reach", where=cluster.where("target"))
     node = node_of(stage_state, 0)
@@ -168,10 +175,18 @@ def tunnel_command(
     return RemoteCommand(("ssh", "-N", "-L", f"{local_port}:localhost:{remote_port}", "--", node), description)
 
 
+def _refuse_registered(cluster: Cluster) -> None:
+    if TARGETS.owner(cluster.target) is not None:
+        raise InputError(
+            f"no way to the nodes of the target {cluster.target} is known here", where=cluster.where("target")
+        )
+
+
 def shell_command(
     cluster: Cluster, submitted: SubmittedJob, stage_state: StageState, rank: int, command: tuple[str, ...] = ("bash",)
 ) -> RemoteCommand:
     """Return the command that runs something on the node of a rank, inside its job."""
+    _refuse_registered(cluster)
     serves = stage_state.stage == "serve"
     node = node_of(stage_state, rank if serves else rank // submitted.ranks_per_node)
     description = f"on {node}, beside {'its server' if serves else f'rank {rank}'}"

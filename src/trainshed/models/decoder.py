@@ -22,6 +22,8 @@ from trainshed.models.collectives import ParallelAxes, all_gather, reduce_scatte
 from trainshed.models.layers import MLP, CounterDropout, Norm
 from trainshed.models.loss import linear_cross_entropy
 from trainshed.models.moe import ROUTER_LOSS_TERMS, MoE
+from trainshed.models.registered_loss import linear_token_loss
+from trainshed.models.token_loss import TokenLoss
 from trainshed.recipe import ModelConfig
 from trainshed.recipe.schema import Recompute
 
@@ -35,6 +37,8 @@ class Regularization:
     moe_z: float = 0.0
     dropout: float = 0.0
     seed: int = 0
+    token_loss: TokenLoss | None = None
+    """What takes the place of the cross-entropy; None: nothing does."""
 
 
 @dataclass
@@ -215,6 +219,19 @@ class DecoderStage(nn.Module):
         hidden = all_gather(self.norm(x), self.axes.tp)
         if labels is None:
             return hidden
+        if (rule := self.regularization.token_loss) is not None:
+            return torch.stack(
+                linear_token_loss(
+                    hidden.flatten(0, 1),
+                    self._head(),
+                    labels.t().flatten(),
+                    self.normalization.tokens,
+                    rule,
+                    group=self.axes.tp,
+                    vocab_start=self.vocab_start,
+                    vocab_size=self.config.vocab_size,
+                )
+            )
         loss, z = linear_cross_entropy(
             hidden.flatten(0, 1),
             self._head(),

@@ -13,7 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trainshed.errors import InputError
+from trainshed.plugins import Registry
 from trainshed.recipe import ModelConfig
+from trainshed.recipe.model import FamilyName, family_decoder
 from trainshed.recipe.validation import validate
 from trainshed.recipe.yaml_io import KeyPath, SourceMap, SourcePosition, YamlDocument
 
@@ -47,6 +49,12 @@ class HfFamily:
     names: HfTensorNames
     experts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     rope_base: float = 10000.0
+    decoder: FamilyName = "llama"
+    """Of a family that a plugin registers: the built-in one whose decoder it has, and whose config it writes."""
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    """Of such a family: keys of `model.config` that it fixes otherwise than that one (`qkv_bias`, `qk_norm`)."""
+    filled_in: Mapping[str, Any] = field(default_factory=dict)
+    """Of such a family: keys of `model.config` that it gives another default (`norm_eps`, `tied_embeddings`)."""
 
 
 _ATTENTION = {
@@ -126,7 +134,7 @@ _DEFAULTS = {
     "tie_word_embeddings": False,
     "initializer_range": 0.02,
 }
-HF_FAMILIES: dict[str, HfFamily] = {
+_BUILT_IN_FAMILIES: dict[str, HfFamily] = {
     "llama": HfFamily("LlamaForCausalLM", _COMMON, _DEFAULTS | {"num_key_value_heads": None}, _DENSE),
     "mistral": HfFamily("MistralForCausalLM", _COMMON, _DEFAULTS | {"sliding_window": 4096}, _DENSE),
     "qwen2": HfFamily("Qwen2ForCausalLM", _COMMON, _DEFAULTS, _DENSE),
@@ -177,6 +185,9 @@ HF_FAMILIES: dict[str, HfFamily] = {
     ),
 }
 
+
+HF_FAMILIES: Registry[HfFamily] = Registry("model family", _BUILT_IN_FAMILIES)
+"""By transformers' `model_type`, which is also the name of the family in a recipe."""
 
 _ACTIVATIONS = {
     "silu": "silu",
@@ -239,16 +250,17 @@ def to_hf_config(config: ModelConfig) -> dict[str, Any]:
         written["rope_scaling"] = _rope_scaling(config)
     if config.moe is not None:
         written |= {hf_key[0]: getattr(config.moe, native_key) for native_key, hf_key in family.experts.items()}
-    if config.family == "qwen3_moe" and config.moe is not None:
+    decoder = family_decoder(config.family)
+    if decoder == "qwen3_moe" and config.moe is not None:
         # Read by no layer; the published models have this product here.
         written["intermediate_size"] = config.moe.ffn * config.moe.top_k
         written |= {"decoder_sparse_step": 1, "mlp_only_layers": []}
-    if config.family in ("mistral", "mixtral"):
+    if decoder in ("mistral", "mixtral"):
         written["sliding_window"] = config.sliding_window
-    elif config.family.startswith("qwen"):
+    elif decoder.startswith("qwen"):
         written["use_sliding_window"] = config.sliding_window is not None
         written["sliding_window"] = config.sliding_window
-        if config.family != "qwen3_moe":
+        if decoder != "qwen3_moe":
             written["max_window_layers"] = config.layers if config.sliding_window is None else 0
     back = read_hf_config(written, "config.json")
     lost = [key for key in ModelConfig.model_fields if getattr(back, key) != getattr(config, key)]
@@ -282,7 +294,7 @@ class _ConfigReader:
                 f"`model_type: {_as_json(model_type)}` is no family", f"known are {', '.join(HF_FAMILIES)}"
             )
         self._name = model_type
-        self._family = HF_FAMILIES[self._name]
+        self._family, self._decoder = HF_FAMILIES[self._name], family_decoder(self._name)
         architectures = config.get("architectures") or [self._family.architecture]
         if architectures != [self._family.architecture]:
             raise self._error(
@@ -304,7 +316,7 @@ class _ConfigReader:
         config["activation"] = self._activation(self._family.keys["activation"])
         config["kv_heads"] = config.get("kv_heads") or config["heads"]
         config["head_dim"] = config.get("head_dim") or config["hidden"] // config["heads"]
-        if self._name == "gpt2":
+        if self._decoder == "gpt2":
             config["ffn"] = config["ffn"] or 4 * config["hidden"]
         else:
             config["rope"] = self._rope()
@@ -315,7 +327,7 @@ class _ConfigReader:
                 hf_key = next((name for name in names if name in self._config), names[0])
                 config["moe"][native_key] = self._take(hf_key)
                 self.key_locations[("moe", native_key)] = hf_key
-        if self._name == "qwen3_moe":
+        if self._decoder == "qwen3_moe":
             self._read.add("intermediate_size")  # of layers without experts, and `mlp_only_layers` must name none
         return config
 
@@ -373,16 +385,16 @@ class _ConfigReader:
 
     def _sliding_window(self, layers: int) -> int | None:
         """One window for all layers or none; a family without the key has none."""
-        if self._name in ("mistral", "mixtral"):
+        if self._decoder in ("mistral", "mixtral"):
             return self._take("sliding_window")
-        if not self._name.startswith("qwen"):
+        if not self._decoder.startswith("qwen"):
             return None
         self._read.update(("use_sliding_window", "sliding_window", "layer_types"))
         window = self._config.get("sliding_window", 4096) if self._config.get("use_sliding_window") else None
         kinds = self._config.get("layer_types")
         if window is None and not kinds:
             return None
-        if self._name == "qwen3_moe":
+        if self._decoder == "qwen3_moe":
             full = 0  # its layers do not ask `max_window_layers`
         elif kinds:
             full = sum(kind == "full_attention" for kind in kinds)
@@ -402,7 +414,7 @@ class _ConfigReader:
 
 def _activation_name(config: ModelConfig) -> str:
     if config.activation == "gelu_tanh":
-        return "gelu_new" if config.family == "gpt2" else "gelu_pytorch_tanh"
+        return "gelu_new" if family_decoder(config.family) == "gpt2" else "gelu_pytorch_tanh"
     return config.activation
 
 

@@ -43,6 +43,8 @@ class StartEvent(Event):
     versions: Mapping[str, str]
     device: str
     parameters: int
+    plugins: Mapping[str, str] | None = None
+    """The recipe's plugins, with the hash of their source."""
 
 
 @dataclass(frozen=True, kw_only=True)

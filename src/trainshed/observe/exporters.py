@@ -16,16 +16,36 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, ClassVar, Self
+from typing import Any, BinaryIO, ClassVar, Protocol, Self
 
 import orjson
 
+from trainshed.plugins import Registry
+from trainshed.recipe import Observe
 from trainshed.run_folder import DLLOGGER, TENSORBOARD
 
 FLUSH_SECONDS = 30.0
 _FLOAT32_MAX = 3.4028234663852886e38
+
+
+class RunListener(Protocol):
+    """What an exporter is: entered when rank 0 starts, called with each of its events, left when it ends.
+
+    One that a plugin registers is made with the run's folder, and with its options as keyword arguments.
+    """
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None: ...
+
+    def __call__(self, event: Mapping[str, Any]) -> None:
+        """Take one event: `{"kind": "step", "step": 4, "loss": 2.5, …}`."""
+        ...
 
 
 class Exporter(ABC):
@@ -183,8 +203,57 @@ class DLLoggerExporter(Exporter):
         return b"DLLL " + orjson.dumps(body) + b"\n"
 
 
-EXPORTERS: tuple[type[Exporter], ...] = (TensorBoardExporter, DLLoggerExporter)
-"""Each is switched by the key of its name under `observe`."""
+EXPORTERS: Registry[Callable[..., RunListener]] = Registry(
+    "exporter", {"tensorboard": TensorBoardExporter, "dllogger": DLLoggerExporter}
+)
+"""By name. Ours are switched by the key of their name under `observe`, those of plugins by `observe.exporters`."""
+
+
+def open_exporters(
+    observe: Observe, run_folder: Path, *, sequence_length: int, warn: Callable[[str], None]
+) -> Iterator[RunListener]:
+    """Yield the exporters that a recipe asks for."""
+    for name in (TensorBoardExporter.name, DLLoggerExporter.name):
+        if getattr(observe, name) is not False:
+            yield EXPORTERS[name](run_folder, sequence_length=sequence_length, warn=warn)
+    for name, options in (observe.exporters or {}).items():
+        made = partial(EXPORTERS.find(name), run_folder, **options)
+        yield GuardedListener(name, made, warn)
+
+
+class GuardedListener:
+    """An exporter of a plugin. One that fails warns once and gets no more events; the run goes on."""
+
+    def __init__(self, name: str, make: Callable[[], RunListener], warn: Callable[[str], None]) -> None:
+        self.name, self._warn = name, warn
+        self._listener: RunListener | None = None
+        self._guarded(lambda: self._open(make))
+
+    def _open(self, make: Callable[[], RunListener]) -> None:
+        made = make()
+        made.__enter__()
+        self._listener = made
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        listener = self._listener
+        if listener is not None:
+            self._guarded(lambda: listener.__exit__(kind, error, at))
+
+    def __call__(self, event: Mapping[str, Any]) -> None:
+        """Hand an event on."""
+        listener = self._listener
+        if listener is not None:
+            self._guarded(lambda: listener(event))
+
+    def _guarded(self, work: Callable[[], object]) -> None:
+        try:
+            work()
+        except Exception as error:
+            self._listener = None
+            self._warn(f"observe.exporters.{self.name}: nothing more is exported: {type(error).__name__}: {error}")
 
 
 def _ends_a_line(path: Path) -> bool:

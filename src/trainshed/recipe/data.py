@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, Tag, model_validator
 
+from trainshed.recipe.registered import choice_or_registered
 from trainshed.recipe.section import (
     NotNegativeInt,
     PositiveFloat,
@@ -47,7 +48,7 @@ class SourceKeys(Section):
         "into DIR; its path is relative to the recipe file",
     )
     args: Annotated[tuple[str, ...], Field(strict=False)] = Field((), description="Further arguments for `script`")
-    format: TextFormat | None = Field(
+    format: Annotated[str, choice_or_registered("text format", TextFormat)] | None = Field(
         None,
         description="What the files hold, where names do not tell; `json` is one array, `jsonl` one object a line",
     )

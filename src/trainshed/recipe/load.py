@@ -13,6 +13,7 @@ from typing import Any
 
 from trainshed.errors import InputError, RecipeError
 from trainshed.recipe.overrides import apply_overrides
+from trainshed.recipe.registered import load_named_plugins
 from trainshed.recipe.schema import FORMAT_VERSION, Recipe
 from trainshed.recipe.section import Section
 from trainshed.recipe.validation import validate
@@ -39,8 +40,9 @@ def parse_recipe(
     document = parse_yaml(decode_utf8(text, source) if isinstance(text, bytes) else text, source)
     apply_overrides(document, overrides)
     check_format(document)
-    recipe = validate(Recipe, document)
     document.places.folder = folder or Path()
+    load_named_plugins(document)
+    recipe = validate(Recipe, document)
     recipe._places = document.places
     return recipe
 
@@ -142,7 +144,7 @@ def run_id(recipe: Recipe) -> str:
     """Return 8 hex digits of what makes this training this training, so that a rerun finds its run.
 
     Model, tokenizer, data, train and seed count, except the length of the run and of its cosine or linear decay,
-    `data.skip`, `data.stage` and `model.verdict`.
+    `data.skip`, `data.stage` and `model.verdict`. So does the source of plugins, where there are any.
     Layout, engine, checkpoint, observe, resources and store do not: a run may continue elsewhere. Files at
     an address do not either (their artefacts have hashes of their own): pin revisions to tell them apart.
     """
@@ -160,6 +162,8 @@ def run_identity(recipe: Recipe) -> dict[str, Any]:
     identity = {key: plain.get(key) for key in ("model", "tokenizer", "data", "train", "seed")}
     for section, keys in NOT_IN_ID.items():
         identity[section] = {key: value for key, value in plain[section].items() if key not in keys}
+    if recipe.plugins:
+        identity["plugins"] = {source.name: source.sha256 for source in recipe.plugin_sources}
     return identity
 
 
@@ -175,6 +179,9 @@ def copy_shipped_recipe(name: str, destination: Path) -> list[Path]:
     for entry in (*recipe.data.train, recipe.data.validation):
         if entry is not None and entry.script is not None and not Path(entry.script).is_absolute():
             copies[target.parent / entry.script] = source.parent / entry.script
+    for plugin in recipe.plugin_sources:
+        if plugin.root == source.parent.absolute():
+            copies |= {target.parent / name: plugin.root / name for name in plugin.files}
     for copy in copies:
         if copy.exists():
             raise InputError("is there already, and nothing is overwritten", where=str(copy), hint="name another file")

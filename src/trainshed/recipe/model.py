@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, Tag, model_validator
 
+from trainshed.recipe.registered import choice_or_registered, registered_class
 from trainshed.recipe.section import (
     NotNegativeInt,
     PositiveFloat,
@@ -120,7 +121,9 @@ class Moe(Section):
 class ModelConfig(Section):
     """A decoder-only transformer."""
 
-    family: FamilyName = Field(description="How the decoder is put together", examples=["llama"])
+    family: Annotated[str, choice_or_registered("model family", FamilyName)] = Field(
+        description="How the decoder is put together", examples=["llama"]
+    )
     layers: PositiveInt = Field(description="Number of layers", examples=[32])
     hidden: PositiveInt = Field(description="Width of the residual stream", examples=[4096])
     heads: PositiveInt = Field(description="Query heads", examples=[32])
@@ -147,7 +150,7 @@ class ModelConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _fill_from_family(cls, given: Any) -> Any:
-        if not isinstance(given, dict) or given.get("family") not in get_args(FamilyName):
+        if not isinstance(given, dict) or not _is_family(given.get("family")):
             return given
         return _family_values(given["family"], given.get("heads"), given.get("hidden")) | given
 
@@ -157,7 +160,7 @@ class ModelConfig(Section):
 
     def problems(self) -> Iterator[Problem]:
         """What the family and the sizes ask of each other."""
-        for key, fixed in FIXED_BY_FAMILY[self.family].items():
+        for key, fixed in fixed_by_family(self.family).items():
             if getattr(self, key) != fixed:
                 shown = str(fixed).lower()
                 yield Problem((key,), f"the family {self.family} has `{key}: {shown}`", "delete the line")
@@ -180,13 +183,14 @@ class ModelConfig(Section):
         yield from self._feed_forward_problems()
 
     def _feed_forward_problems(self) -> Iterator[Problem]:
-        if self.family in _EXPERT_FAMILIES and self.moe is None:
+        experts = family_decoder(self.family) in _EXPERT_FAMILIES
+        if experts and self.moe is None:
             yield Problem(
                 ("moe",),
                 f"is missing: the family {self.family} has experts",
                 "moe: {experts: 8, top_k: 2, ffn: 14336}",
             )
-        elif self.family not in _EXPERT_FAMILIES and self.moe is not None:
+        elif not experts and self.moe is not None and family_decoder(self.family) in FIXED_BY_FAMILY:
             yield Problem(
                 ("moe",), f"the family {self.family} has no experts", f"write `family: {_EXPERT_FAMILIES[0]}`"
             )
@@ -196,8 +200,26 @@ class ModelConfig(Section):
             yield Problem(("ffn",), "is not read where every layer has experts", "write the width as `moe.ffn`")
 
 
+def _is_family(name: Any) -> bool:
+    return name in get_args(FamilyName) or registered_class("model family", name) is not None
+
+
+def family_decoder(family: str) -> str:
+    """Return the built-in family whose decoder a family has: its own, or the one that a plugin names."""
+    registered = registered_class("model family", family)
+    return family if registered is None else str(registered.decoder)
+
+
+def fixed_by_family(family: str) -> dict[str, Any]:
+    """Return the keys that a family fixes; none of a family that is only known to a plugin which is not loaded."""
+    registered = registered_class("model family", family)
+    return FIXED_BY_FAMILY.get(family_decoder(family), {}) | dict(registered.fixed if registered else {})
+
+
 def _family_values(family: str, heads: Any, hidden: Any) -> dict[str, Any]:
-    filling = FIXED_BY_FAMILY[family] | DEFAULT_BY_FAMILY[family]
+    registered = registered_class("model family", family)
+    defaults = DEFAULT_BY_FAMILY.get(family_decoder(family), {}) | dict(registered.filled_in if registered else {})
+    filling = fixed_by_family(family) | defaults
     if isinstance(heads, int) and heads > 0:
         filling["kv_heads"] = heads
         if isinstance(hidden, int) and hidden % heads == 0:

@@ -13,8 +13,18 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PrivateAttr, Tag, model_validator
 
+from trainshed.plugins import PluginSource, load_plugins, registered_names
 from trainshed.recipe.data import DataSection, expand_data
 from trainshed.recipe.model import ModelConfig, ModelSection, TokenizerSection, TrainedTokenizer
+from trainshed.recipe.registered import (
+    EngineArgument,
+    ModuleNames,
+    RegisteredName,
+    choice_or_registered,
+    is_registered,
+    name_problems,
+    option_problems,
+)
 from trainshed.recipe.section import (
     VARIABLE_PATTERN,
     NotNegativeInt,
@@ -27,7 +37,7 @@ from trainshed.recipe.section import (
     by_shape,
 )
 from trainshed.recipe.train import TrainSection
-from trainshed.recipe.yaml_io import SourceMap
+from trainshed.recipe.yaml_io import KeyPath, SourceMap
 
 Shard = Literal["none", "zero1", "zero2", "full"]
 Recompute = Literal["none", "selective", "full"]
@@ -98,19 +108,6 @@ LayoutSection = Annotated[
 """`auto` (the planner chooses) or a `Layout`."""
 
 
-FlagArgument = Annotated[bool, Tag("(true or false)")]
-NumberArgument = Annotated[int | float, Tag("(a number)")]
-TextArgument = Annotated[str, Tag("(text)")]
-EngineArgument = Annotated[
-    FlagArgument
-    | NumberArgument
-    | TextArgument
-    | Annotated[list[Annotated[FlagArgument | NumberArgument | TextArgument, by_shape]], Tag("(a list)")]
-    | Annotated[None, Tag("(nothing)")],
-    by_shape,
-]
-
-
 class Engine(Section):
     """What steps the model."""
 
@@ -177,6 +174,18 @@ class Profile(Section):
         return self.start - 1
 
 
+OWN_EXPORTERS = ("tensorboard", "dllogger")
+"""Exporters that have a key of their own."""
+ExporterNames = list[RegisteredName] | dict[RegisteredName, dict[str, EngineArgument]]
+
+
+def expand_exporters(value: Any) -> Any:
+    """Let a list of names stand for names without options."""
+    if isinstance(value, list | tuple) and all(isinstance(name, str) for name in value):
+        return {name: {} for name in value}
+    return value
+
+
 class Observe(Section):
     """What is written besides the run's events."""
 
@@ -187,6 +196,31 @@ class Observe(Section):
         None, description="DLLogger JSON in the run's folder; left out: where the engine writes it"
     )
     profile: Profile | None = Field(None, description="Profile some steps")
+    exporters: (
+        Annotated[
+            dict[RegisteredName, dict[str, EngineArgument]],
+            BeforeValidator(expand_exporters, json_schema_input_type=ExporterNames),
+        ]
+        | None
+    ) = Field(
+        None,
+        description="Exporters that plugins register, by name, with their options; a list of names where none has any",
+        examples=[["csv"]],
+    )
+
+    def problems(self) -> Iterator[Problem]:
+        """Exporters are registered, and take the options that are written."""
+        for name, options in (self.exporters or {}).items():
+            path = ("exporters", name)
+            if name in OWN_EXPORTERS:
+                yield Problem(path, f"{name} has a key of its own", f"write `{name}: true` below `observe`")
+            elif not is_registered("exporter", name):
+                known = ", ".join(registered_names("exporter")) or "none"
+                yield Problem(
+                    path, f"no plugin has registered an exporter `{name}`", f"registered: {known}; see docs/plugins.md"
+                )
+            else:
+                yield from option_problems("exporter", name, options, path, positional=1)
 
 
 class Resources(Section):
@@ -224,7 +258,9 @@ VariableName = Annotated[str, Field(pattern=VARIABLE_PATTERN)]
 class Serve(Section):
     """A server of the exported weights, started by the cluster after `export`."""
 
-    engine: Literal["torch", "vllm"] = Field("torch", description="What answers: our own server, or vLLM in its image")
+    engine: Annotated[str, choice_or_registered("serving engine", Literal["torch", "vllm"])] = Field(
+        "torch", description="What answers: our own server, vLLM in its image, or one that a plugin registers"
+    )
     gpus: NotNegativeInt = Field(1, description="GPUs of one replica, all on one node; 0: processors")
     replicas: PositiveInt = Field(1, description="How many servers share the requests (Kubernetes)")
     port: Port | None = Field(
@@ -273,7 +309,7 @@ class Serve(Section):
                 yield Problem(
                     ("args",), "the torch server takes no `args`: its options are keys of the recipe", "delete it"
                 )
-        elif self.gpus == 0:
+        elif self.gpus == 0 and self.engine == "vllm":
             yield Problem(("gpus",), "vLLM serves on GPUs here", "write `gpus: 1` or more, or `engine: torch`")
 
 
@@ -331,6 +367,11 @@ class Recipe(Section):
         None, description="Where artefacts and runs are kept; left out: the cluster's store"
     )
     seed: NotNegativeInt = Field(1234, description="Seed of fresh weights and dropout (`data.seed` orders the data)")
+    plugins: ModuleNames | None = Field(
+        None,
+        description="Modules of your own that register classes: beside the recipe file, or installed (docs/plugins.md)",
+        examples=[["my_plugin"]],
+    )
 
     _places: SourceMap = PrivateAttr(default_factory=SourceMap)
 
@@ -361,10 +402,18 @@ class Recipe(Section):
         """Return the folder of the recipe file; `script` paths are relative to it."""
         return self._places.folder
 
+    @property
+    def plugin_sources(self) -> tuple[PluginSource, ...]:
+        """Return the files of the plugins, with their hashes."""
+        if self.plugins and not self._places.plugins:  # a recipe that was made in Python, not read
+            self._places.plugins = load_plugins(self.plugins, self.folder)
+        return self._places.plugins if self.plugins else ()
+
     def problems(self) -> Iterator[Problem]:
         """What only the whole recipe can tell."""
         yield from self._weights_problems()
         yield from self._tokenizer_problems()
+        yield from name_problems(self.registered_names(), self.plugins or ())
         if self.train.precision == "fp16" and self.engine.name == "torch":
             yield Problem(
                 ("train", "precision"),
@@ -387,6 +436,22 @@ class Recipe(Section):
             yield from self._serving_problems()
         if self.model.config is not None:
             yield from fit_problems(self, self.model.config)
+
+    def registered_names(self) -> Iterator[tuple[KeyPath, str, str | None]]:
+        """Every key that may name a class of a plugin, with the kind of class and the name."""
+        yield ("train", "optimizer", "name"), "optimizer", self.train.optimizer.name
+        yield ("train", "loss"), "loss", self.train.loss.name if self.train.loss is not None else None
+        yield from (
+            (("data", "train", number, "format"), "text format", source.format)
+            for number, source in enumerate(self.data.train)
+        )
+        if self.data.validation is not None:
+            yield ("data", "validation", "format"), "text format", self.data.validation.format
+        if self.model.config is not None:
+            yield ("model", "config", "family"), "model family", self.model.config.family
+        yield from ((("observe", "exporters", name), "exporter", name) for name in self.observe.exporters or {})
+        if self.serve is not None:
+            yield ("serve", "engine"), "serving engine", self.serve.engine
 
     def _known_steps(self) -> int | None:
         """The length of the run in steps, where it can be known without its data."""

@@ -16,6 +16,7 @@ from pydantic_core import PydanticUndefined
 from trainshed.recipe.cluster import Cluster
 from trainshed.recipe.load import to_plain
 from trainshed.recipe.model import FILLED_IN
+from trainshed.recipe.registered import RegisteredName
 from trainshed.recipe.schema import FORMAT_VERSION, RESERVED_KEYS, Recipe
 from trainshed.recipe.section import Section
 from trainshed.recipe.validation import ELEMENT, SchemaKey, known_keys
@@ -114,7 +115,9 @@ def _as_written(extra: Any, annotation: Any) -> Any:
 
 def _type_names(annotation: Any) -> Iterator[str]:
     origin = get_origin(annotation)
-    if origin is Annotated:
+    if annotation == RegisteredName:
+        yield "a plugin's name"
+    elif origin is Annotated:
         inner, *extras = get_args(annotation)
         for extra in extras:
             inner = _as_written(extra, inner)

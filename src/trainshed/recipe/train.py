@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
+from trainshed.recipe.registered import (
+    EngineArgument,
+    RegisteredName,
+    choice_or_registered,
+    option_problems,
+    registered_class,
+)
 from trainshed.recipe.section import (
     Count,
     Fraction,
@@ -33,12 +40,48 @@ class BatchRamp(Section):
 class Optimizer(Section):
     """What turns gradients into updates."""
 
-    name: Literal["adamw"] = Field("adamw", description="The optimiser")
+    name: Annotated[str, choice_or_registered("optimizer", Literal["adamw"])] = Field(
+        "adamw", description="The optimiser: ours, or one that a plugin registers"
+    )
     lr: PositiveFloat = Field(description="Peak learning rate", examples=[3e-4])
     betas: Annotated[tuple[Fraction, Fraction], Field(strict=False)] = Field((0.9, 0.95), description="Adam's averages")
     eps: PositiveFloat = Field(1e-8, description="Adam's epsilon")
     weight_decay: NotNegativeFloat = Field(0.1, description="Decay of matrices (not of norms and biases)")
     clip: PositiveFloat | None = Field(1.0, description="Largest gradient norm; null: no clipping")
+    options: dict[str, EngineArgument] | None = Field(
+        None, description="Options of an optimiser that a plugin registers", examples=[{"momentum": 0.9}]
+    )
+
+    def problems(self) -> Iterator[Problem]:
+        """A registered optimiser says which keys it reads."""
+        registered = registered_class("optimizer", self.name)
+        if self.options is not None and self.name == "adamw":
+            yield Problem(("options",), "adamw has none: its keys stand beside it", "delete it")
+        yield from option_problems("optimizer", self.name, self.options or {}, ("options",), positional=1)
+        for key in ("betas", "eps") if registered is not None else ():
+            usual = type(self).model_fields[key].default
+            if getattr(self, key) != usual and key not in getattr(registered, "reads", ()):
+                yield Problem((key,), f"the optimizer {self.name} does not read it", "delete it")
+
+
+class TrainingLoss(Section):
+    """What is minimised."""
+
+    name: Annotated[str, choice_or_registered("loss", Literal["cross_entropy"])] = Field(
+        "cross_entropy", description="The loss: cross entropy, or one that a plugin registers"
+    )
+    options: dict[str, EngineArgument] | None = Field(None, description="Options of a loss that a plugin registers")
+
+    def problems(self) -> Iterator[Problem]:
+        """Options belong to registered losses."""
+        if self.options is not None and self.name == "cross_entropy":
+            yield Problem(("options",), "cross_entropy has none", "delete it; `train.z_loss` is a key of its own")
+        yield from option_problems("loss", self.name, self.options or {}, ("options",), positional=0)
+
+
+def expand_loss(value: Any) -> Any:
+    """Let `loss: NAME` stand for `loss: {name: NAME}`."""
+    return {"name": value} if isinstance(value, str) else value
 
 
 class Schedule(Section):
@@ -106,6 +149,10 @@ class TrainSection(Section):
     )
     optimizer: Optimizer = Field(description="What turns gradients into updates", examples=["{lr: 3.0e-4}"])
     schedule: Schedule = Field(default_factory=Schedule, description="How the learning rate changes")
+    loss: (
+        Annotated[TrainingLoss, BeforeValidator(expand_loss, json_schema_input_type=TrainingLoss | RegisteredName)]
+        | None
+    ) = Field(None, description="What is minimised: a name, or name and options; left out: cross entropy")
     z_loss: NotNegativeFloat = Field(0.0, description="Factor of the z-loss on the logits")
     moe: MoeLosses | None = Field(None, description="Losses of the router, for models with experts")
     dropout: Fraction = Field(0.0, description="Dropout of the residual stream (Megatron and NeMo: of attention too)")
@@ -147,6 +194,8 @@ class TrainSection(Section):
                 f"`{given[0]}` and `{given[1]}` both say how long to train",
                 f"keep one of them; on the command line: train.{given[0]}=null",
             )
+        if self.z_loss and registered_class("loss", self.loss.name if self.loss is not None else None) is not None:
+            yield Problem(("z_loss",), "a registered loss has its own terms", "delete it, or `loss`")
         if self.schedule.min_lr > self.optimizer.lr:
             yield Problem(
                 ("schedule", "min_lr"),

@@ -18,6 +18,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from trainshed.errors import RecipeError
+from trainshed.plugins import MODULE_PATTERN
 from trainshed.recipe import yaml_io
 from trainshed.recipe.schema import MAX_NAME_LENGTH, NAME_PATTERN, RESERVED_KEYS, Recipe
 from trainshed.recipe.section import (
@@ -217,6 +218,7 @@ _PATTERNS = {
     VARIABLE_PATTERN: ("`{}` is no name of a variable", "use letters, digits and underscores, for example HF_HOME"),
     PATH_PATTERN: ("`{}` is no absolute path", "write for example /data, without a colon"),
     URL_PATTERN: ("`{}` is no URL", "write for example http://head:8265"),
+    MODULE_PATTERN: ("`{}` is not the name of a module", "write it as Python imports it, without .py: my_plugin"),
     # The value stays out of these: it may be a secret in the wrong place.
     LINE_PATTERN: ("is not one line of text", "write each line as an element of the list"),
     TEXT_PATTERN: ("holds a NUL character, which no job can have", "take it out"),

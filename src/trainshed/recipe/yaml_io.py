@@ -19,6 +19,7 @@ from typing import Any
 import yaml
 
 from trainshed.errors import RecipeError
+from trainshed.plugins import PluginSource
 
 Scalar = None | bool | int | float | str
 
@@ -86,6 +87,8 @@ class SourceMap:
     folder: Path = field(default_factory=Path, compare=False)
     keys: dict[KeyPath, SourcePosition] = field(default_factory=dict, compare=False, repr=False)
     values: dict[KeyPath, SourcePosition] = field(default_factory=dict, compare=False, repr=False)
+    plugins: tuple[PluginSource, ...] = field(default=(), compare=False, repr=False)
+    """The source of the plugins that the file names."""
 
     def where(self, path: KeyPath) -> str:
         """Describe the place of a key: `recipe.yaml:12 (train.optimizer.lr)`.

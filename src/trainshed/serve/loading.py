@@ -32,6 +32,7 @@ from trainshed.models.cached_decoder import put_gates_first
 from trainshed.models.collectives import ParallelAxes
 from trainshed.models.decoder import DecoderStage, DecoderStageSpec, LossNormalization, Regularization
 from trainshed.models.parameters import parameter_count, parameters
+from trainshed.plugins import plugins_not_run
 from trainshed.recipe import ModelConfig, Recipe, load_recipe
 from trainshed.reporting import SILENT, Reporter
 from trainshed.run_folder import PREPARED_FILE, RECIPE_FILE, step_number, store_of
@@ -275,7 +276,8 @@ def model_name(address: str) -> str:
     """Return the name of weights: that of the run that trained them, else that of their folder."""
     run = _run_folder(address)
     if run is not None:
-        return load_recipe(str(run / RECIPE_FILE)).name
+        with plugins_not_run():
+            return load_recipe(str(run / RECIPE_FILE)).name
     return parse(address).path.rstrip("/").rpartition("/")[2] or address
 
 
@@ -310,7 +312,8 @@ def _run_folder(address: str) -> Path | None:
 
 def _run_tokenizer(run: Path) -> str | None:
     """Return the address of a run's tokenizer: from its recipe, or from the manifest of its tokens."""
-    recipe: Recipe = load_recipe(str(run / RECIPE_FILE))
+    with plugins_not_run():
+        recipe: Recipe = load_recipe(str(run / RECIPE_FILE))
     if isinstance(recipe.tokenizer, str):
         return recipe.tokenizer
     if not (run / PREPARED_FILE).is_file():

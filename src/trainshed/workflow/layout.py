@@ -36,12 +36,13 @@ from trainshed.plan.performance.engine_constants import EngineOptions
 from trainshed.plan.planner import Plan, PlannedModel, build_request, make_plan
 from trainshed.plan.training_shape import Hardware, hardware_of
 from trainshed.recipe import Cluster, Layout, ModelConfig, Recipe, load_cluster
+from trainshed.recipe.registered import registered_class
 from trainshed.recipe.validation import recipe_error, validate
 from trainshed.recipe.yaml_io import SourceMap, YamlDocument
 from trainshed.reporting import SILENT, Reporter
 from trainshed.storage import join, open_store, parse
 from trainshed.workflow.prepare import PreparedRun, store_options
-from trainshed.workflow.runnable import check_ranks
+from trainshed.workflow.runnable import check_loss, check_ranks
 
 
 def planned_model(recipe: Recipe, cluster: Cluster) -> PlannedModel:
@@ -66,6 +67,12 @@ def planned_model(recipe: Recipe, cluster: Cluster) -> PlannedModel:
     options, counted = apply_performance_args(recipe.engine.args, EngineOptions(trained_share=share))
     if counted:
         notes.append(f"counted of engine.args: {', '.join(counted)}")
+    notes += [
+        f"planned as {usual}: what the {kind} `{name}` of a plugin takes is not known"
+        for _, kind, name in recipe.registered_names()
+        if (usual := {"optimizer": "AdamW", "loss": "cross entropy"}.get(kind)) is not None
+        and registered_class(kind, name) is not None
+    ]
     layout = None if isinstance(recipe.layout, str) else recipe.layout
     preset = recipe.model.preset or recipe.model.from_ or config.family
     return PlannedModel(
@@ -331,6 +338,7 @@ def planned_layout(
     if problems:
         raise recipe_error(problems, recipe.places)
     check_ranks(recipe, chosen.layout.world_size)
+    check_loss(recipe, chosen.layout)
     for warning in layout_warnings(chosen.layout, model.config, **asked):
         reporter.warn(warning)
     return chosen

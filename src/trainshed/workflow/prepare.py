@@ -273,7 +273,7 @@ def _check_verdict(recipe: Recipe, reporter: Reporter, files: Path) -> None:
 
 
 def save_recipe(recipe: Recipe, folder: Path) -> None:
-    """Save the resolved recipe with its run, and beside it the scripts it names by relative paths."""
+    """Save the resolved recipe with its run, and beside it its plugins and the scripts it names by relative paths."""
     store = LocalStore(folder)
     store.put(RECIPE_FILE, to_yaml(recipe).encode())
     sources = [*recipe.data.train, *([recipe.data.validation] if recipe.data.validation else [])]
@@ -281,6 +281,9 @@ def save_recipe(recipe: Recipe, folder: Path) -> None:
         if not Path(script).is_absolute() and ".." not in Path(script).parts and (recipe.folder / script).is_file():
             store.put(script, (recipe.folder / script).read_bytes())
             shutil.copymode(recipe.folder / script, folder / script)
+    for plugin in recipe.plugin_sources:
+        for name, source in plugin.read().items():
+            store.put(name, source)
 
 
 def _save_prepared(run: PreparedRun) -> None:

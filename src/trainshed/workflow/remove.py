@@ -23,6 +23,7 @@ import orjson
 from trainshed.data.tokens.token_source import RunTokens
 from trainshed.errors import InputError, TrainshedError
 from trainshed.launch.local import LocalRun, holder_attempt, holder_text, local_runs, run_holder
+from trainshed.plugins import plugins_not_run
 from trainshed.recipe import load_recipe
 from trainshed.run_folder import PREPARED_FILE, RECIPE_FILE, WITHOUT_REFERENCES, artefacts_of, runs_in
 from trainshed.storage import LocalStore, Store, StoreOptions, join
@@ -90,7 +91,8 @@ def plan_removal(run: LocalRun, store: Path, options: StoreOptions | None = None
             hint=f"remove {'that one' if len(users) == 1 else 'those'} first, or copy what it needs elsewhere",
         )
     parts = [_measure(run.folder, "run")]
-    apart = checkpoint_home(load_recipe(str(run.folder / RECIPE_FILE)), run.id, options)
+    with plugins_not_run():
+        apart = checkpoint_home(load_recipe(str(run.folder / RECIPE_FILE)), run.id, options)
     if apart is not None:
         infos = list(apart[0].list(apart[1]))
         if infos:

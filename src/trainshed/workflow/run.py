@@ -21,6 +21,7 @@ from trainshed.launch.local import LocalRun, local_runs, lock_run, train_locally
 from trainshed.observe.event_log import completed_steps, read_events
 from trainshed.observe.run_status import read_run_status
 from trainshed.plan import RankLayout
+from trainshed.plugins import plugins_not_run
 from trainshed.recipe import Cluster, Recipe, load_cluster, load_recipe, run_id, to_yaml
 from trainshed.recipe.load import run_identity
 from trainshed.reporting import SILENT, Reporter
@@ -137,7 +138,8 @@ def _last_checkpoint(start: RunStart, options: StoreOptions | None) -> CompleteC
 def _different_keys(recipe: Recipe, run: LocalRun) -> list[tuple[str, Any, Any]] | None:
     """The keys that make another run of a recipe: each with its value there and here; None where nothing is known."""
     try:
-        there = _flatten(run_identity(load_recipe(str(run.folder / RECIPE_FILE))))
+        with plugins_not_run():
+            there = _flatten(run_identity(load_recipe(str(run.folder / RECIPE_FILE))))
     except TrainshedError:  # of another version, or half a file: nothing can be said about it
         return None
     here = _flatten(run_identity(recipe))
@@ -291,6 +293,8 @@ def _hold_run(recipe: Recipe, cluster: Cluster, id: str | None, reporter: Report
     check_resumable(start, recipe.train.steps, store_options(cluster))
     with lock_run(start.folder, start.run):
         note_other_runs(start, reporter)
+        for plugin in recipe.plugin_sources:
+            reporter.note(plugin.text())
         yield start
 
 

@@ -12,8 +12,11 @@ import posixpath
 from collections.abc import Iterator
 
 from trainshed.errors import RecipeError
+from trainshed.launch.job import JobFile
+from trainshed.plan import RankLayout
 from trainshed.recipe import Cluster, Recipe
 from trainshed.recipe.cluster import check_cluster
+from trainshed.recipe.registered import registered_class
 from trainshed.recipe.secret_detection import find_secret
 from trainshed.recipe.section import Problem
 from trainshed.recipe.validation import recipe_error
@@ -25,6 +28,7 @@ def check_runnable(recipe: Recipe, cluster: Cluster) -> None:
     check_cluster(cluster)
     problems = [
         *_engine_problems(recipe),
+        *_plugin_problems(recipe),
         *_target_problems(recipe, cluster),
         *_address_problems(recipe, cluster),
         *_secret_problems(recipe),
@@ -42,6 +46,31 @@ def check_ranks(recipe: Recipe, world_size: int) -> None:
             where=recipe.where("observe.profile.ranks"),
             hint="write ranks below it",
         )
+
+
+def check_loss(recipe: Recipe, layout: RankLayout) -> None:
+    """Refuse a layout that the loss of a plugin cannot be computed on."""
+    loss = recipe.train.loss
+    rule = registered_class("loss", loss.name if loss is not None else None)
+    if rule is not None and layout.tp > 1 and not rule.vocabulary_parallel:
+        assert loss is not None
+        raise RecipeError(
+            f"the loss {loss.name} needs whole rows of logits, and tp: {layout.tp} shares the vocabulary out",
+            where=recipe.where("train.loss"),
+            hint="write `layout.tp: 1`, or compute it by the methods of VocabularyLogits (docs/plugins.md)",
+        )
+
+
+def check_plugins(recipe: Recipe, job: JobFile) -> None:
+    """Raise where a node finds other plugins than those that the job was written with."""
+    for source in recipe.plugin_sources:
+        if job.plugins.get(source.name, source.sha256) != source.sha256:
+            raise RecipeError(
+                f"the plugin `{source.name}` is another one on this node ({source.place}) than where the job was "
+                "written",
+                where=recipe.where("plugins"),
+                hint="submit it again; an installed module of the same name must be the same everywhere",
+            )
 
 
 def check_engine(recipe: Recipe) -> None:
@@ -77,6 +106,22 @@ def _engine_problems(recipe: Recipe) -> Iterator[Problem]:
         )
 
 
+_FOREIGN_KINDS = ("text format", "serving engine")
+"""Kinds of registered classes that work beside a foreign engine: our own stages use them."""
+
+
+def _plugin_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Yield classes of plugins that a foreign engine cannot use, since it trains by its own code."""
+    if recipe.engine.name == "torch":
+        return
+    for path, kind, name in recipe.registered_names():
+        own = registered_class(kind, name) is not None
+        if own and (kind not in _FOREIGN_KINDS or (kind == "text format" and recipe.engine.name == "torchtune")):
+            yield Problem(
+                path, f"`{name}` is the {kind} of a plugin, which {recipe.engine.name} does not know", "engine: torch"
+            )
+
+
 def _target_problems(recipe: Recipe, cluster: Cluster) -> Iterator[Problem]:
     """Yield what the cluster's target cannot do for this recipe."""
     if cluster.target == "local":
@@ -87,6 +132,8 @@ def _target_problems(recipe: Recipe, cluster: Cluster) -> Iterator[Problem]:
                 f"this machine is one node, and the recipe asks for {recipe.resources.nodes}",
                 "add resources.nodes=null to the command to train here, or --on CLUSTER to train there",
             )
+    if recipe.plugins and "plugins" in cluster.locked:
+        yield Problem(("plugins",), "`plugins` is locked by whoever runs this cluster", "delete it")
     if recipe.engine.image is not None and "image" in cluster.locked:
         yield Problem(("engine", "image"), "`image` is locked by whoever runs this cluster", "delete it")
     elif recipe.engine.image is not None and (why := _no_image(cluster)) is not None:
@@ -100,6 +147,8 @@ def _no_image(cluster: Cluster) -> str | None:
         return "ranks run in this machine's own environment"
     if cluster.target == "ray":
         return "the nodes of a running Ray cluster have their image already"
+    if (target := registered_class("target", cluster.target)) is not None and "image" not in target.reads:
+        return f"the target {cluster.target} chooses no image"
     if cluster.target == "slurm" and cluster.on_slurm.container == "none":
         return f"{cluster.name} has no containers (slurm.container)"
     return None
@@ -111,6 +160,8 @@ def _not_elastic(recipe: Recipe, cluster: Cluster) -> str | None:
         return f"{recipe.engine.name} is started with a fixed number of nodes, and knows no spare ones"
     if cluster.target == "local":
         return "this machine is one node: none can be lost or stand in"
+    if registered_class("target", cluster.target) is not None:
+        return f"the target {cluster.target} starts a job with a fixed number of nodes"
     return None
 
 
@@ -158,7 +209,8 @@ def _addresses(recipe: Recipe) -> Iterator[tuple[KeyPath, str, bool]]:
 
 def _mounts(cluster: Cluster, recipe: Recipe, *, writable: bool) -> list[str] | None:
     """Return the folders that jobs see besides their image; None where they see the node's own disks."""
-    if cluster.target == "ray" or (cluster.target == "slurm" and cluster.on_slurm.container == "none"):
+    registered = registered_class("target", cluster.target) is not None
+    if registered or cluster.target == "ray" or (cluster.target == "slurm" and cluster.on_slurm.container == "none"):
         return None
     volumes = [volume.mount for volume in cluster.volumes if not (writable and volume.read_only)]
     # Pyxis is told to mount the store besides.

@@ -10,11 +10,15 @@ from trainshed.catalog.gpus import find_gpu
 from trainshed.catalog.machines import Machine, find_machine
 from trainshed.errors import RecipeError
 from trainshed.launch.job import DEFAULT_PORT, ServingSpec, Stage
-from trainshed.launch.vllm import vllm_command
+from trainshed.launch.serving_engine import serving_engine
 from trainshed.plan.budget.storage import PlannedStorage, cluster_storage
 from trainshed.plan.model_shape import model_shape
 from trainshed.plan.planner import PlannedModel
+from trainshed.plugins import PLUGINS_VARIABLE
 from trainshed.recipe import Cluster, Recipe, Serve
+from trainshed.recipe.registered import registered_class
+from trainshed.recipe.section import Problem
+from trainshed.recipe.validation import recipe_error
 
 SERVE_SCRIPT = "serve.sh"
 """The file that starts a server which is not ours."""
@@ -23,8 +27,6 @@ DRAIN_SECONDS = 120
 LEAST_STARTUP_SECONDS = 120
 # Python, torch and CUDA are loaded from the same slow disks as the weights; an estimate on the safe side.
 _IMPORT_SECONDS = 60
-# vLLM compiles and captures its graphs before it answers: minutes for a large model.
-_VLLM_COMPILE_SECONDS = 600
 _UNKNOWN_READ_GB_PER_S = 0.2
 """Where no storage is named: a network disk that is busy."""
 _WEIGHT_BYTES = {"bf16": 2, "fp32": 4}
@@ -53,6 +55,7 @@ def serve_stage(recipe: Recipe, cluster: Cluster, model: PlannedModel, machine: 
         gpus_per_node=serve.gpus,
         script=None if ours else SERVE_SCRIPT,
         image=serve.image,
+        environment={PLUGINS_VARIABLE: ",".join(recipe.plugins)} if ours and recipe.plugins else {},
         restarts=limits.restarts,
         cpus=serve.cpus or (limits.cpu_stage_cpus if on_processors else None),
         memory=serve.memory or (limits.cpu_stage_memory if on_processors else None),
@@ -60,7 +63,8 @@ def serve_stage(recipe: Recipe, cluster: Cluster, model: PlannedModel, machine: 
             words=torch_serve_arguments(recipe, export_address(recipe, run)) if ours else (),
             port=serve.port,
             replicas=serve.replicas,
-            ready="/ready" if ours else "/health",  # vLLM answers anything only when it has loaded
+            # vLLM answers anything only when it has loaded.
+            ready="/ready" if ours else serving_engine(serve.engine).ready,
             startup_seconds=startup_seconds(serve, bytes_to_read, cluster_storage(cluster), machine),
             drain_seconds=DRAIN_SECONDS,
         ),
@@ -75,11 +79,13 @@ def torch_serve_arguments(recipe: Recipe, folder: str) -> tuple[str, ...]:
 
 def serve_script(recipe: Recipe, run: str) -> str:
     """Return the script of a server that is not ours; the target says the port."""
-    command = shlex.join(vllm_command(recipe, export_address(recipe, run), drain_seconds=DRAIN_SECONDS))
-    key = recipe.serve.api_key if recipe.serve is not None else None
+    serve = recipe.serve
+    assert serve is not None
+    engine, key = serving_engine(serve.engine), serve.api_key
+    command = shlex.join(engine.command(recipe, export_address(recipe, run), drain_seconds=DRAIN_SECONDS))
     lines = ["#!/usr/bin/env bash", "set -euo pipefail"]
     if key is not None:
-        lines.append(f'export VLLM_API_KEY="${{{key}:?}}"')
+        lines.append(f'export {engine.key_variable}="${{{key}:?}}"')
     lines.append(f'exec {command} --port "${{TRAINSHED_PORT:-{DEFAULT_PORT}}}"')
     return "\n".join(lines) + "\n"
 
@@ -87,13 +93,14 @@ def serve_script(recipe: Recipe, run: str) -> str:
 def local_serve_command(recipe: Recipe, folder: str) -> str:
     """Return the command by which a person serves an export on this machine."""
     serve = recipe.serve or Serve()
-    if serve.engine == "vllm":
-        words = vllm_command(recipe, folder, drain_seconds=DRAIN_SECONDS)
+    engine = None if serve.engine == "torch" else serving_engine(serve.engine)
+    if engine is not None:
+        words = engine.command(recipe, folder, drain_seconds=DRAIN_SECONDS)
     else:
         words = ["trainshed", "serve", folder, *_serve_options(recipe)]
     command = shlex.join(words + (["--port", str(serve.port)] if serve.port is not None else []))
-    wants_key = serve.engine == "vllm" and serve.api_key is not None
-    return f'VLLM_API_KEY="${serve.api_key}" {command}' if wants_key else command
+    wants_key = engine is not None and serve.api_key is not None
+    return f'{engine.key_variable}="${serve.api_key}" {command}' if engine is not None and wants_key else command
 
 
 def _serve_options(recipe: Recipe) -> list[str]:
@@ -119,8 +126,8 @@ def startup_seconds(
 ) -> int:
     """Return how long a server may take to start: twice the time to read the weights, and what else it does."""
     seconds = 2 * bytes_to_read / (_read_gb_per_s(serve, storage, machine) * 1e9) + _IMPORT_SECONDS
-    if serve.engine == "vllm":
-        seconds += _VLLM_COMPILE_SECONDS
+    if serve.engine != "torch":
+        seconds += serving_engine(serve.engine).startup_seconds
     return max(LEAST_STARTUP_SECONDS, ceil(seconds))
 
 
@@ -155,16 +162,25 @@ def _check_target(recipe: Recipe, cluster: Cluster, serve: Serve) -> None:
             where=recipe.where("serve"),
             hint="delete `serve` and serve the export elsewhere, or use a Kubernetes or Slurm cluster",
         )
+    if (target := registered_class("target", cluster.target)) is not None and not target.serves:
+        raise RecipeError(
+            f"the target {cluster.target} runs stages that end, and a server does not",
+            where=recipe.where("serve"),
+            hint="delete `serve` and serve the export elsewhere",
+        )
     if serve.image is not None and "image" in cluster.locked:
         raise RecipeError(
             "`image` is locked by whoever runs this cluster", where=recipe.where("serve.image"), hint="delete it"
         )
-    if serve.engine == "vllm" and serve.image is None and _in_images(cluster):
+    if serve.engine != "torch" and serve.image is None and _in_images(cluster):
+        ours = serve.engine == "vllm"
         raise RecipeError(
-            "in which image is vLLM?",
+            f"in which image is {'vLLM' if ours else serve.engine}?",
             where=recipe.where("serve"),
-            hint="write `image: vllm/vllm-openai@sha256:…` below `serve`",
+            hint=f"write `image: {'vllm/vllm-openai' if ours else 'registry/name'}@sha256:…` below `serve`",
         )
+    if registered_class("serving engine", serve.engine) is not None:
+        _check_registered(recipe, serve)
     if cluster.target == "slurm" and serve.image is not None and not _in_images(cluster):
         raise RecipeError(
             f"serve asks for the image {serve.image}, and this cluster has no containers",
@@ -190,6 +206,16 @@ def _check_target(recipe: Recipe, cluster: Cluster, serve: Serve) -> None:
             where=recipe.where("export.to"),
             hint="delete it, and the export lies in the run's folder; or write an absolute path that nodes mount",
         )
+
+
+def _check_registered(recipe: Recipe, serve: Serve) -> None:
+    """Refuse what the server of a plugin cannot do."""
+    engine = serving_engine(serve.engine)
+    problems = list(engine.problems(recipe))
+    if serve.api_key is not None and engine.key_variable is None:
+        problems.append(Problem(("serve", "api_key"), f"{serve.engine} knows no keys", "delete it"))
+    if problems:
+        raise recipe_error(problems, recipe.places)
 
 
 def _in_images(cluster: Cluster) -> bool:

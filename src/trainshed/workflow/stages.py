@@ -36,7 +36,7 @@ from trainshed.workflow.prepare import (
     store_root,
     tokenise_part,
 )
-from trainshed.workflow.runnable import check_runnable
+from trainshed.workflow.runnable import check_plugins, check_runnable
 from trainshed.workflow.serve import export_address
 
 
@@ -46,6 +46,7 @@ def run_stage(stage: str, job_folder: Path, *, part: int = 0, parts: int = 1, re
     recipe = load_recipe(str(job_folder / RECIPE_FILE))
     written = load_cluster(str(job_folder / CLUSTER_FILE))
     check_runnable(recipe, written)
+    check_plugins(recipe, job)
     cluster = written.inside()
     run = Path(job.run)
     if stage == "fetch":

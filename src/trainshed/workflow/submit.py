@@ -29,10 +29,11 @@ from trainshed.launch.preflight import preflight_stage
 from trainshed.plan.layout import RankLayout
 from trainshed.plan.planner import PlannedModel
 from trainshed.recipe import Cluster, Recipe, run_id, to_yaml
+from trainshed.recipe.registered import registered_class
 from trainshed.run_folder import CLUSTER_FILE, RECIPE_FILE, run_address
 from trainshed.workflow.layout import PlannedRun, check_node_count, plan_on_cluster, planned_model
 from trainshed.workflow.prepare import check_fit_before_submit, resolve, store_options
-from trainshed.workflow.runnable import check_ranks, check_runnable, shared_store
+from trainshed.workflow.runnable import check_loss, check_ranks, check_runnable, shared_store
 from trainshed.workflow.serve import SERVE_SCRIPT, serve_notes, serve_script, serve_stage
 
 UNKNOWN_SAVE_SECONDS = 270
@@ -69,6 +70,7 @@ def build_job(
     planned = plan_on_cluster(resolved, cluster, model, nodes, gpus, despite_memory)
     _check_export(resolved, planned.layout)
     check_ranks(resolved, planned.layout.world_size)
+    check_loss(resolved, planned.layout)
     setup = fabric_setup(cluster, nodes=planned.placement.nodes)
     warnings = lint_environment(setup, cluster.environment, cluster.where)
     name = id or run_id(resolved)
@@ -90,6 +92,7 @@ def build_job(
         version=trainshed.__version__,
         wanted=engine.inputs if engine else (),
         min_nodes=resolved.elastic.min_nodes if resolved.elastic else None,
+        plugins={plugin.name: plugin.sha256 for plugin in recipe.plugin_sources},
     )
     files = {
         RECIPE_FILE: to_yaml(resolved),
@@ -111,11 +114,15 @@ def build_job(
         cluster=cluster,
         stages=stages,
         files=files,
-        code=code or pack_code(),
+        code=code or pack_code((*recipe.plugin_sources, *cluster.plugin_sources)),
         steps=model.steps,
         grace_seconds=grace,
-        notes=(*planned.notes, *warnings, *(engine.notes if engine else ()), *serving),
+        notes=(*planned.notes, *warnings, *(engine.notes if engine else ()), *serving, *_plugin_notes(recipe)),
     )
+
+
+def _plugin_notes(recipe: Recipe) -> tuple[str, ...]:
+    return tuple(f"{plugin.text()}, travels with the code" for plugin in recipe.plugin_sources)
 
 
 def _check_export(recipe: Recipe, layout: RankLayout) -> None:
@@ -188,6 +195,12 @@ def _foreign(
             f"in which image is {recipe.engine.name}?",
             where=recipe.where("engine"),
             hint=f"write `engine: {{name: {recipe.engine.name}, image: …@sha256:…}}`",
+        )
+    if registered_class("model family", model.config.family) is not None:
+        raise RecipeError(
+            f"`{model.config.family}` is the model family of a plugin, which {recipe.engine.name} does not know",
+            where=recipe.where("model"),
+            hint="engine: torch",
         )
     place = _engine_place(recipe, cluster, planned, run)
     machine = planned.placement.machine

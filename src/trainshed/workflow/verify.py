@@ -290,7 +290,7 @@ def shrunk_recipe(recipe: Recipe, small: ShrunkRun, layout: Layout, store: Path,
         "store": str(store.absolute()),
     }
     # Read back as the ranks will read it, and so checked.
-    return parse_recipe(to_yaml(recipe.model_copy(update=changes)))
+    return parse_recipe(to_yaml(recipe.model_copy(update=changes)), folder=recipe.folder)
 
 
 def _full_size_run(recipe: Recipe, cluster: Cluster) -> PreparedRun:

@@ -265,6 +265,15 @@ def is_transformers_supported() -> bool:
     return int(version("transformers").partition(".")[0]) >= OLDEST_TRANSFORMERS
 
 
+def is_transformers_family(family: str) -> bool:
+    """Whether the installed oracle has a family; one that a plugin registers may be nobody else's."""
+    if HF_FAMILIES.owner(family) is None:
+        return True
+    from transformers import CONFIG_MAPPING
+
+    return family in CONFIG_MAPPING
+
+
 def _build_meta_model(weights: HfWeights) -> nn.Module:
     """Build the model with its parameters on the meta device and its buffers (rotary frequencies) in memory."""
     from transformers import AutoConfig, AutoModelForCausalLM

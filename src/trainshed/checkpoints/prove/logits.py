@@ -22,6 +22,7 @@ from trainshed.checkpoints.prove.layerwise import (
     OLDEST_TRANSFORMERS,
     LayerState,
     TransformersOracle,
+    is_transformers_family,
     is_transformers_supported,
     layer_states,
     transformers_name,
@@ -150,6 +151,8 @@ def _run_model(
             by += " (transformers is not installed)"
         elif not is_transformers_supported():
             by += f" ({name} is older than {OLDEST_TRANSFORMERS})"
+        elif not is_transformers_family(weights.config.family):
+            by += f" ({name} does not know `{weights.config.family}`)"
         else:
             oracle = TransformersOracle(weights, dtype)
             if not oracle.unknown:

@@ -13,7 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainshed.data.text.formats import DocumentBoundary, TextFormatName, detect_format
+from trainshed.data.text.formats import DocumentBoundary, detect_format
 from trainshed.data.text.reader import InputSlice, max_splits, split_input
 from trainshed.errors import AddressError, InputError, NotFound, TrainshedError
 from trainshed.storage import expand, open_store, sha256_of
@@ -26,7 +26,7 @@ def find_inputs(
     patterns: Sequence[str],
     *,
     key: str = "text",
-    format: TextFormatName | None = None,
+    format: str | None = None,
     documents: DocumentBoundary = "file",
     options: StoreOptions | None = None,
 ) -> list[InputSlice]:

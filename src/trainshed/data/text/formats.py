@@ -66,7 +66,8 @@ INFLATE_BYTES = 256 * 1024
 class TextFileFormat:
     """How to read a file: what it holds and how it is compressed."""
 
-    kind: TextFormatName
+    kind: str
+    """A `TextFormatName`, or the name of a format that a plugin registers."""
     compression: Compression | None = None
 
     @property
@@ -75,7 +76,7 @@ class TextFileFormat:
         return self.kind in ("jsonl", "text")
 
 
-def detect_format(address: str, kind: TextFormatName | None = None) -> TextFileFormat:
+def detect_format(address: str, kind: str | None = None) -> TextFileFormat:
     """Detect a file's format by its name; `kind` overrides the suffix."""
     name = shown_address(address).lower().removesuffix("?…")
     compression = next((c for ending, c in COMPRESSION_BY_SUFFIX.items() if name.endswith(ending)), None)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import orjson
 
+from trainshed.data.text.document_reader import TEXT_FORMATS, read_registered
 from trainshed.data.text.formats import (
     DocumentBoundary,
     TextFileFormat,
@@ -117,6 +118,11 @@ class InputReader:
             yield from self._csv_blocks(after)
         elif input_slice.format.kind == "json":
             yield from self._array_blocks(after)
+        elif TEXT_FORMATS.owner(input_slice.format.kind) is not None:
+            texts = read_registered(
+                input_slice.format.kind, input_slice.key, self._plain(), input_slice.display_address
+            )
+            yield from self._column_blocks(texts, after)
         else:
             kind: TextBlockKind = "jsonl" if input_slice.format.kind == "jsonl" else input_slice.documents
             yield from self._text_blocks(kind, after)
@@ -136,10 +142,15 @@ class InputReader:
             line += lines
 
     def _csv_blocks(self, after: int) -> Iterator[TextBlock]:
-        input_slice, texts, size, first = self.input_slice, [], 0, 1
+        input_slice = self.input_slice
         column = read_csv_column(
             self._plain(), DELIMITERS[input_slice.format.kind], input_slice.key, input_slice.display_address
         )
+        yield from self._column_blocks(column, after)
+
+    def _column_blocks(self, column: Iterable[str | bytes | None], after: int) -> Iterator[TextBlock]:
+        texts: list[str | bytes | None] = []
+        size, first = 0, 1
         for text in column:
             texts.append(text)
             size += len(text or "")

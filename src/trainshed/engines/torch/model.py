@@ -135,7 +135,9 @@ class RankModel:
     @property
     def loss_terms(self) -> tuple[str, ...]:
         """The terms that this model is trained on besides the cross-entropy; they are reported by themselves."""
-        of_loss = LOSS_TERMS[1:] if self.stages[0].regularization.z_loss else ()
+        regularization = self.stages[0].regularization
+        # The second term is the z-loss, or the extra part of a registered loss.
+        of_loss = LOSS_TERMS[1:] if regularization.z_loss or regularization.token_loss is not None else ()
         return of_loss if self.config.moe is None else (*of_loss, *ROUTER_LOSS_TERMS)
 
 

@@ -17,7 +17,7 @@ import trainshed
 from trainshed.checkpoints.native.writer import CheckpointWriter
 from trainshed.engines.torch import rank_health
 from trainshed.engines.torch.model import RankModel, build_model, describe_float8_exclusions
-from trainshed.engines.torch.optimizer import AdamW
+from trainshed.engines.torch.optimizer_registry import optimizer_class
 from trainshed.engines.torch.parallel import ParallelMesh, build_mesh
 from trainshed.engines.torch.rank_env import (
     EventEmitter,
@@ -34,8 +34,9 @@ from trainshed.engines.torch.trainer import StepProfiler, Trainer
 from trainshed.errors import TrainshedError
 from trainshed.models.decoder import Regularization
 from trainshed.models.parameters import parameter_count
+from trainshed.models.token_loss import build_loss
 from trainshed.observe.events import EventWriter
-from trainshed.observe.exporters import EXPORTERS
+from trainshed.observe.exporters import open_exporters
 from trainshed.observe.health import health_folder, write_rank_error
 from trainshed.recipe.train import MoeLosses
 from trainshed.run_folder import PROFILE
@@ -129,11 +130,11 @@ def _add_listeners(
     """Send the events to the launcher of rank 0 and to the exporters that `observe` asks for."""
     if listener is not None:
         emit.listeners.append(listener)
-    for exporter in EXPORTERS:
-        if getattr(job.recipe.observe, exporter.name) is not False:
-            length = job.order.sequence_length
-            opened = exporter(run_folder, sequence_length=length, warn=lambda text: emit("warning", text=text))
-            emit.listeners.append(stack.enter_context(opened))
+    length = job.order.sequence_length
+    for exporter in open_exporters(
+        job.recipe.observe, run_folder, sequence_length=length, warn=lambda text: emit("warning", text=text)
+    ):
+        emit.listeners.append(stack.enter_context(exporter))
 
 
 def _train_session(job: TrainJob, session: RankSession) -> int:
@@ -150,7 +151,8 @@ def _train_session(job: TrainJob, session: RankSession) -> int:
     model = _build_model(job, mesh)
     if job.recipe.train.precision == "fp8" and (exclusions := describe_float8_exclusions(model)) is not None:
         emit("warning", text=exclusions)
-    runner = StepRunner(model, AdamW(model.shards, job.recipe.train.optimizer, session.device))
+    options = job.recipe.train.optimizer
+    runner = StepRunner(model, optimizer_class(options)(model.shards, options, session.device))
     attempt = _checkpoint_attempt(job, session)
     checkpoint = find_resume_point(job, attempt, env.rank, session.store, emit)
     start = load_start_state(job, runner, emit, attempt.store, checkpoint)
@@ -184,6 +186,7 @@ def _build_model(job: TrainJob, mesh: ParallelMesh) -> RankModel:
         moe_z=moe.z_loss if moe else 0.0,
         dropout=train.dropout,
         seed=job.recipe.seed,
+        token_loss=build_loss(train.loss),
     )
     if train.deterministic:
         torch.use_deterministic_algorithms(True)
@@ -229,6 +232,7 @@ def _emit_start(job: TrainJob, device: torch.device, emit: EventEmitter) -> None
         versions={"trainshed": trainshed.__version__, "torch": torch.__version__},
         device=name,
         parameters=parameter_count(job.config),
+        plugins={plugin.name: plugin.sha256 for plugin in job.recipe.plugin_sources} or None,
     )
 
 

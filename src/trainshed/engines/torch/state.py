@@ -7,9 +7,9 @@ them is asked for, that is an error. The loss of base weights is compared with t
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,7 @@ from trainshed.data.sampling.schedule import SkipList
 from trainshed.engines.torch.batch_loader import LocalBatch, to_local_batch
 from trainshed.engines.torch.learning_rate import DecaySpan, check_resumed_decay
 from trainshed.engines.torch.model import RankModel, init_model
-from trainshed.engines.torch.optimizer import AdamW
+from trainshed.engines.torch.optimizer_registry import RankOptimizer
 from trainshed.engines.torch.rank_env import EventEmitter, TrainJob
 from trainshed.engines.torch.step import StepRunner
 from trainshed.errors import InputError
@@ -36,7 +36,7 @@ from trainshed.storage import Store, join
 from trainshed.storage.attempts import Attempt
 
 
-def state_tensors(model: RankModel, optimizer: AdamW) -> dict[str, TensorShard]:
+def state_tensors(model: RankModel, optimizer: RankOptimizer) -> dict[str, TensorShard]:
     """Return every tensor of the state under its global name; loading fills these tensors in place."""
     tensors = {
         f"model.{shard.name}": TensorShard(shard.parameter.shape, shard.offset, shard.local_tensor, shard.owner)
@@ -198,6 +198,19 @@ def measure_probe_loss(runner: StepRunner, sequence_length: int, global_batch: i
     return runner.evaluate(batch, global_batch, labelled=PROBE_ROWS * PROBE_TOKENS)
 
 
+@contextmanager
+def cross_entropy_alone(model: RankModel) -> Iterator[None]:
+    """Let a model with a registered loss measure the cross-entropy, which the probe's loss is."""
+    kept = [stage.regularization for stage in model.stages]
+    for stage in model.stages:
+        stage.regularization = replace(stage.regularization, token_loss=None)
+    try:
+        yield
+    finally:
+        for stage, regularization in zip(model.stages, kept, strict=True):
+            stage.regularization = regularization
+
+
 def _check_base_loss(job: TrainJob, runner: StepRunner, base: BaseWeights, emit: EventEmitter) -> None:
     """Compare the loss of the base weights on this layout with the one stored beside them."""
     length = job.order.sequence_length
@@ -205,7 +218,8 @@ def _check_base_loss(job: TrainJob, runner: StepRunner, base: BaseWeights, emit:
         text = f"the probe of the base weights needs {PROBE_ROWS} rows of {PROBE_TOKENS} tokens; it was not compared"
         emit("warning", text=text)
         return
-    loss = measure_probe_loss(runner, length, job.order.batch_size(0))
+    with cross_entropy_alone(runner.model):
+        loss = measure_probe_loss(runner, length, job.order.batch_size(0))
     probe = read_probe(base.folder)
     if probe is None:
         text = f"the base weights' loss on the probe batch is {loss:.6f} here, and nobody has measured it before"

@@ -33,7 +33,7 @@ from torch.distributed.pipelining.schedules import (
 from trainshed.data.order import format_batch_hash
 from trainshed.engines.torch.batch_loader import LocalBatch
 from trainshed.engines.torch.model import ParameterShard, RankModel
-from trainshed.engines.torch.optimizer import AdamW
+from trainshed.engines.torch.optimizer_registry import RankOptimizer
 from trainshed.engines.torch.parallel import ParallelMesh
 from trainshed.engines.torch.rank_health import NO_STOP_VOTES, agreed_signal
 from trainshed.models.collectives import AxisGroup
@@ -133,7 +133,7 @@ class PendingMetrics:
 class StepRunner:
     """Runs steps of one rank's model."""
 
-    def __init__(self, model: RankModel, optimizer: AdamW) -> None:
+    def __init__(self, model: RankModel, optimizer: RankOptimizer) -> None:
         self.model, self.optimizer = model, optimizer
         self.forward_backward = ForwardBackward(model)
         # The loss is the same on all tensor-parallel ranks: one of them counts.

@@ -108,7 +108,7 @@ def _sbatch_script(
         f"run={quote(job.run)}",
         'TRAINSHED_BEGAN="$(date +%s)"',
         "export TRAINSHED_BEGAN",
-        *_write_job_files(files),
+        *write_job_files(files),
         *_site_setup(job, stage),
         *_rendezvous(job, stage),
         *_start_and_wait(
@@ -137,7 +137,7 @@ def _manual_steps(job: Job, previous_stage: str | None) -> list[str]:
     return lines
 
 
-def _write_job_files(files: Mapping[str, str]) -> list[str]:
+def write_job_files(files: Mapping[str, str]) -> list[str]:
     """Return the lines that write the job's files, all or none; foreign engines read them in `<run>/job`."""
     lines = [
         f'files="$run/jobs/{files_hash(files)}"',

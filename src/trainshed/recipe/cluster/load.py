@@ -18,6 +18,7 @@ from trainshed.recipe.cluster.schema import Cluster
 from trainshed.recipe.cluster.target_keys import unread_keys
 from trainshed.recipe.load import YAML_SUFFIXES, check_format, to_plain
 from trainshed.recipe.overrides import apply_overrides
+from trainshed.recipe.registered import load_named_plugins
 from trainshed.recipe.secret_detection import find_secret, secret_shape
 from trainshed.recipe.section import Problem
 from trainshed.recipe.validation import recipe_error, validate
@@ -44,6 +45,8 @@ def load_cluster(
     _refuse_locked_overrides(document, overrides)
     apply_overrides(document, overrides, prefix="cluster.")
     check_format(document)
+    document.places.folder = file.parent
+    load_named_plugins(document)
     cluster = validate(Cluster, document)
     cluster._places = document.places
     if checked:

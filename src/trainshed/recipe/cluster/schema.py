@@ -13,6 +13,14 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, PrivateAttr, Tag
 
 from trainshed.errors import RecipeError
+from trainshed.plugins import PluginSource
+from trainshed.recipe.registered import (
+    EngineArgument,
+    ModuleNames,
+    choice_or_registered,
+    name_problems,
+    option_problems,
+)
 from trainshed.recipe.schema import FORMAT_VERSION, MAX_NAME_LENGTH, NAME_PATTERN
 from trainshed.recipe.section import (
     LINE_PATTERN,
@@ -279,6 +287,7 @@ ShellLine = Annotated[str, Field(pattern=LINE_PATTERN)]
 EnvironmentValue = Annotated[str, Field(pattern=TEXT_PATTERN)]
 LockableKey = Literal[
     "image",
+    "plugins",
     "store",
     "service_account",
     "slurm.account",
@@ -313,8 +322,9 @@ class Cluster(Section):
     name: Annotated[str, Field(pattern=NAME_PATTERN, max_length=MAX_NAME_LENGTH)] = Field(
         description="Name of the cluster", examples=["local"]
     )
-    target: TargetName = Field(
-        description="What schedules the work: this machine, Slurm, Kubernetes, or a running Ray cluster",
+    target: Annotated[str, choice_or_registered("target", TargetName)] = Field(
+        description="What schedules the work: this machine, Slurm, Kubernetes, a running Ray cluster, or a target that "
+        "a plugin registers",
         examples=["local"],
     )
     store: StoreAddress | None = Field(None, description="Root of artefacts and runs; left out on `local`: ./store")
@@ -364,6 +374,12 @@ class Cluster(Section):
     slurm: Slurm | None = Field(None, description="How jobs are given to Slurm")
     kubernetes: Kubernetes | None = Field(None, description="How jobs are given to Kubernetes")
     ray: Ray | None = Field(None, description="How jobs are given to a running Ray cluster")
+    plugins: ModuleNames | None = Field(
+        None,
+        description="Modules of your own that register the target: beside the cluster file, or installed "
+        "(docs/plugins.md)",
+    )
+    target_options: dict[str, EngineArgument] | None = Field(None, description="Options of a target of a plugin")
 
     _places: SourceMap = PrivateAttr(default_factory=SourceMap)
 
@@ -376,6 +392,11 @@ class Cluster(Section):
     def places(self) -> SourceMap:
         """Return where each key was written."""
         return self._places
+
+    @property
+    def plugin_sources(self) -> tuple[PluginSource, ...]:
+        """Return the files of the plugins, with their hashes."""
+        return self._places.plugins
 
     def where(self, key: str) -> str:
         """Return the place of a key for an error: `cluster.yaml:12 (nodes.max)`."""
@@ -397,7 +418,8 @@ class Cluster(Section):
 
     def inside(self) -> Cluster:
         """Return the cluster as its own jobs see it: whatever runs on a node is local there."""
-        seen = self.model_copy(update={"target": "local", "slurm": None, "kubernetes": None, "ray": None})
+        elsewhere = dict.fromkeys(("slurm", "kubernetes", "ray", "plugins", "target_options"))
+        seen = self.model_copy(update={"target": "local", **elsewhere})
         seen._places = self._places
         return seen
 
@@ -416,6 +438,8 @@ class Cluster(Section):
         for key in self.stores:
             if not _STORE_KEY.match(key):
                 yield Problem(("stores", key), f"`{key}` is neither a scheme nor a bucket", "write s3, or s3://bucket")
+        yield from name_problems([(("target",), "target", self.target)], self.plugins or ())
+        yield from option_problems("target", self.target, self.target_options or {}, ("target_options",), positional=1)
         if self.target == "ray" and self.ray is None:
             yield Problem(("ray",), "is missing: which cluster takes the jobs?", "ray: {address: http://head:8265}")
         if self.sharp and self.fabric is not None and not self.fabric.startswith("infiniband"):

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from trainshed.recipe.cluster.schema import CPU_MACHINE, Cluster, TargetName
+from trainshed.recipe.registered import registered_class
 from trainshed.recipe.section import Problem, Section
 from trainshed.recipe.validation import ELEMENT
 from trainshed.recipe.yaml_io import KeyPath, dotted_key
@@ -22,13 +23,13 @@ of it, in the plan, or in what this machine does or refuses."""
 
 TARGET_NAMES: tuple[TargetName, ...] = ("local", "slurm", "kubernetes", "ray")
 _SCHEDULED: tuple[TargetName, ...] = ("slurm", "kubernetes", "ray")
-_TARGET_PHRASES: dict[TargetName, str] = {
+_TARGET_PHRASES: dict[str, str] = {
     "local": "on this machine",
     "slurm": "on Slurm",
     "kubernetes": "on Kubernetes",
     "ray": "on a running Ray cluster",
 }
-_UNREAD_REASONS: dict[TargetName, tuple[str, str]] = {
+_UNREAD_REASONS: dict[str, tuple[str, str]] = {
     "local": ("ranks are processes here, as they are", "delete it"),
     "slurm": ("it is another target's", "delete it"),
     "kubernetes": ("it is another target's", "delete it"),
@@ -51,9 +52,9 @@ class KeySupport:
 
     targets: tuple[TargetName, ...] = TARGET_NAMES
     shown: KeyEffect = "request"
-    elsewhere: Mapping[TargetName, tuple[str, str]] = field(default_factory=dict)
+    elsewhere: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     """By target that does not read it: why, and what to write instead."""
-    needs: Mapping[TargetName, KeyCondition] = field(default_factory=dict)
+    needs: Mapping[str, KeyCondition] = field(default_factory=dict)
 
 
 def unread_keys(cluster: Cluster) -> Iterator[Problem]:
@@ -86,6 +87,10 @@ def _sections(value: Any) -> Iterator[tuple[KeyPath, Section]]:
 
 def _unread_problem(cluster: Cluster, path: KeyPath) -> Problem | None:
     reader, target = KEY_SUPPORT[table_key(path)], cluster.target
+    if (registered := registered_class("target", target)) is not None:
+        if _reads_registered(registered, table_key(path)):
+            return None
+        return Problem(path, f"`{dotted_key(path)}` is not read by the target {target}", "delete it")
     if target not in reader.targets:
         why, hint = reader.elsewhere.get(target, _UNREAD_REASONS[target])
         return Problem(path, f"`{dotted_key(path)}` is not read {_TARGET_PHRASES[target]}: {why}", hint)
@@ -93,6 +98,12 @@ def _unread_problem(cluster: Cluster, path: KeyPath) -> Problem | None:
     if need is not None and not need.met(cluster):
         return Problem(path, f"`{dotted_key(path)}` is not read: {need.what}", need.hint)
     return None
+
+
+def _reads_registered(target: Any, key: str) -> bool:
+    """Whether a target of a plugin reads a key: what every scheduler reads, what it names, and its own options."""
+    own = ("plugins", "target_options", *getattr(target, "reads", ()))
+    return set(_SCHEDULED) <= set(KEY_SUPPORT[key].targets) or key in own
 
 
 def table_key(path: KeyPath) -> str:
@@ -120,7 +131,7 @@ _SECRET_OF_NODES = (
     "kubectl create secret generic NAME --from-literal=KEY=…, then write {k8s: NAME/KEY}",
 )
 _SECRET_OF_PODS = "its nodes know no secrets of Kubernetes", "write {env: NAME} or {file: PATH}"
-_NO_DISKS_HERE: dict[TargetName, tuple[str, str]] = {
+_NO_DISKS_HERE: dict[str, tuple[str, str]] = {
     "ray": ("its nodes mount what they mount", "delete it; `store` must be a folder that they all have")
 }
 _POD_VOLUME = KeySupport(
@@ -134,6 +145,9 @@ _OF_JOBS = KeySupport(_SCHEDULED)
 _BY_SLURM = KeySupport(("slurm",), elsewhere=dict.fromkeys(TARGET_NAMES, ("it is Slurm's", "delete it")))
 _BY_KUBERNETES = KeySupport(("kubernetes",), elsewhere=dict.fromkeys(TARGET_NAMES, ("it is Kubernetes'", "delete it")))
 _BY_RAY = KeySupport(("ray",), elsewhere=dict.fromkeys(TARGET_NAMES, ("it is a running Ray cluster's", "delete it")))
+_BY_REGISTERED = KeySupport(
+    (), elsewhere=dict.fromkeys(TARGET_NAMES, ("it is for a target that a plugin registers", "delete it"))
+)
 
 
 def _section_of(target: TargetName, reader: KeySupport) -> KeySupport:
@@ -313,6 +327,8 @@ KEY_SUPPORT: dict[str, KeySupport] = {
     "kubernetes.annotations": _BY_KUBERNETES,
     "kubernetes.image_pull_secrets": _BY_KUBERNETES,
     "kubernetes.pre_pull": _BY_KUBERNETES,
+    "plugins": _BY_REGISTERED,
+    "target_options": _BY_REGISTERED,
     "ray": _section_of("ray", _BY_RAY),
     "ray.address": replace(_BY_RAY, shown="client"),
     "ray.gpu_resource": replace(_BY_RAY, shown="node"),
