@@ -8,7 +8,7 @@ import pytest
 
 from trainshed.engines.megatron.arguments import known_arguments
 from trainshed.engines.nemo.bridge_keys import BRIDGE_KEYS
-from trainshed.engines.performance_args import _OPTION_CHANGES, apply_performance_args
+from trainshed.engines.performance_args import _CHANGES, apply_performance_args
 from trainshed.plan.performance.engine_constants import EngineOptions
 
 
@@ -39,5 +39,5 @@ def test_arguments_change_what_is_planned(args: dict[str, Any], expected: dict[s
 def test_every_option_that_is_counted_is_one_of_megatron_or_of_megatron_bridge() -> None:
     lists = [known_arguments(version) for version in ("0.16.1", "head")]
     of_bridge = {key.rpartition(".")[2] for key in BRIDGE_KEYS.names}
-    for option in _OPTION_CHANGES:
+    for option in _CHANGES:
         assert any(found.has(option) for found in lists) or option in of_bridge, option
