@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from support.servers.s3_server import S3Server, missing_binaries, shared_server
+from trainshed import plugins
 
 # How long an example takes says how busy the machine is; what hangs is ended by pytest's own timeout.
 settings.register_profile("trainshed", deadline=None)
@@ -41,6 +42,14 @@ def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
     with shared_server(shared / "s3") as server:
         yield server
+
+
+@pytest.fixture(autouse=True)
+def no_plugins_left() -> Iterator[None]:
+    """Forget what a test's plugins have registered: error messages name the known classes."""
+    yield
+    for package in {package for registry in plugins._REGISTRIES.values() for package in registry.packages()}:
+        plugins._forget(package)
 
 
 @pytest.fixture

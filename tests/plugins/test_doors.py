@@ -148,7 +148,7 @@ def test_render_prints_the_scripts_of_a_target_of_a_plugin(recipe: Path, capsys:
         ("cluster.target=shall", "`shall` is not one of local, slurm, kubernetes, ray, shell"),
         ("cluster.image=x", "`image` is not read by the target shell"),
         ("cluster.target=slurm", "`plugins` is not read on Slurm: it is for a target that a plugin registers"),
-        ("cluster.plugins=null", "`plugins` does not name `shell_target`"),
+        ("cluster.plugins=null", "`shell` is not one of local, slurm, kubernetes, ray"),
         ("serve={gpus: 0}", "the target shell runs stages that end, and a server does not"),
         ("elastic={min_nodes: 1}", "the target shell starts a job with a fixed number of nodes"),
         ("engine.image=x@sha256:0", "the target shell chooses no image"),

@@ -132,6 +132,8 @@ COMMON_UNSAID: Mapping[str, str] = {
     "tokenizer": _COPY,
     **dict.fromkeys(("data.skip", "data.stage", "train.z_loss", "checkpoint.to"), REFUSED),
     "train.optimizer.name": "there is one, AdamW",
+    "plugins": "they extend the stages that run before and after the engine",
+    **dict.fromkeys(("train.optimizer.options", "train.loss.name", "train.loss.options", "observe.exporters"), REFUSED),
     "train.non_finite": "foreign engines stop, and skipping is refused",
     "train.tokens": "the length of the run is written in steps",
     "layout.dp": "it is what the other keys leave of the ranks",

@@ -123,8 +123,8 @@ def test_the_norm_is_over_all_gradients_in_float64() -> None:
 
 def test_state_has_the_names_and_boxes_of_the_weights() -> None:
     model = small_model()
-    pieces = AdamW(model.shards, OPTIONS, CPU).state_tensors()
+    tensors = AdamW(model.shards, OPTIONS, CPU).state_tensors()
     wanted = [f"optimizer.{kind}.{weight.name}" for weight in model.shards for kind in ("exp_avg", "exp_avg_sq")]
-    assert list(pieces) == wanted
+    assert list(tensors) == wanted
     for weight in model.shards:
-        assert tuple(pieces[f"optimizer.exp_avg.{weight.name}"].shape) == weight.parameter.shape
+        assert tuple(tensors[f"optimizer.exp_avg.{weight.name}"].global_shape) == weight.parameter.shape

@@ -43,8 +43,8 @@ def layout(world_size: int, **keys: object) -> RankLayout:
 def test_our_engine_keeps_as_many_bytes_as_the_plan_counts() -> None:
     config = model_preset("tiny")
     model = one_process_model(config, length=8, precision="bf16")
-    pieces = state_tensors(model, AdamW(model.shards, Optimizer(lr=1e-3), CPU))
-    kept = sum(piece.tensor.nbytes for piece in pieces.values() if piece.owner)
+    tensors = state_tensors(model, AdamW(model.shards, Optimizer(lr=1e-3), CPU))
+    kept = sum(shard.local.nbytes for shard in tensors.values() if shard.is_owner)
     assert kept == checkpoint_bytes(parameter_count(config)) + 4  # and how many updates were made
 
 
