@@ -73,3 +73,12 @@ def test_files_that_are_named_exist() -> None:
         and not list(PACKAGE.glob(f"*/{name}"))
     ]
     assert not absent
+
+
+def files_with(pattern: str) -> set[str]:
+    return {shown(file) for file in MODULES if re.search(pattern, file.read_text())}
+
+
+def test_paths_of_a_run_and_handlers_of_signals_have_one_home() -> None:
+    assert files_with(r"(attempt|rank|node)-\{\w+:0|step-\{\w+:0|re\.compile\(r\"(attempt|step)-") == {"run_folder.py"}
+    assert files_with(r"signal\.signal\(") == {"signals.py"}

@@ -47,7 +47,7 @@ def serve_stage(recipe: Recipe, cluster: Cluster, model: PlannedModel, machine: 
     _check_target(recipe, cluster, serve)
     _check_size(recipe, cluster, serve, model, machine)
     limits = cluster.limits
-    on_processors = serve.gpus == 0
+    on_cpu = serve.gpus == 0
     ours = serve.engine == "torch"
     bytes_to_read = export_bytes(recipe, model)
     return Stage(
@@ -57,8 +57,8 @@ def serve_stage(recipe: Recipe, cluster: Cluster, model: PlannedModel, machine: 
         image=serve.image,
         environment={PLUGINS_VARIABLE: ",".join(recipe.plugins)} if ours and recipe.plugins else {},
         restarts=limits.restarts,
-        cpus=serve.cpus or (limits.cpu_stage_cpus if on_processors else None),
-        memory=serve.memory or (limits.cpu_stage_memory if on_processors else None),
+        cpus=serve.cpus or (limits.cpu_stage_cpus if on_cpu else None),
+        memory=serve.memory or (limits.cpu_stage_memory if on_cpu else None),
         serving=ServingSpec(
             words=torch_serve_arguments(recipe, export_address(recipe, run)) if ours else (),
             port=serve.port,

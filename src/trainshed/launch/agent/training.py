@@ -260,14 +260,14 @@ def preflight_node(
     """Take part in the preflight of an attempt; returns the record of a node that does not train, None: it trains."""
     assert order.attempt is not None
     cluster = load_cluster(folder / CLUSTER_FILE)
-    on_processors = cluster.ray is not None and cluster.ray.gpu_resource == "CPU"
+    on_cpu = cluster.ray is not None and cluster.ray.gpu_resource == "CPU"
     checks = preflight_job(
         cluster,
         store=LocalStore(run),
         run_folder="",
         attempt=order.attempt,
         nodes=len(order.slots),
-        gpus=0 if on_processors else stage.gpus_per_node,
+        gpus=0 if on_cpu else stage.gpus_per_node,
         full=stage.full_preflight,
     )
     board = (order.master[0], order.master[1] + PREFLIGHT_PORT_OFFSET)
