@@ -85,9 +85,9 @@ def _preflight_there(cluster: Cluster, nodes: int, full: bool) -> list[CheckResu
     from trainshed.cli.submit import submit_and_follow
     from trainshed.launch.preflight.verdict import CheckResult, newest_verdict
     from trainshed.launch.target import target_of
-    from trainshed.workflow.submit import preflight_job
+    from trainshed.workflow.submit import doctor_job
 
-    job = preflight_job(cluster, nodes, full=full)
+    job = doctor_job(cluster, nodes, full=full)
     ended = submit_and_follow(job, target_of(cluster))
     verdict = newest_verdict(Path(job.run))
     if verdict is None:

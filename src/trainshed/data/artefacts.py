@@ -45,7 +45,7 @@ from trainshed.recipe.data import Source, SourceKeys
 from trainshed.reporting import SILENT, Reporter
 from trainshed.storage import LocalStore, StoreOptions, sha256_of
 from trainshed.storage.locks import artefact_lock
-from trainshed.storage.manifest import FileEntry, Manifest, artefact_folder
+from trainshed.storage.manifest import MANIFEST, FileEntry, Manifest, artefact_folder
 
 RECIPE_KEYS = (
     (r"--format with", "`format` with"),
@@ -87,7 +87,6 @@ def errors_with_recipe_keys(location: str) -> Iterator[None]:
         raise type(error)(what, where=error.where, hint=f"{hint} ({location})" if hint else f"see {location}") from None
 
 
-MANIFEST = "manifest.json"
 VERDICT_SCHEMA = "trainshed.verdict/1"
 
 

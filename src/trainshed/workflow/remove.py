@@ -29,6 +29,7 @@ from trainshed.run_folder import PREPARED_FILE, RECIPE_FILE, WITHOUT_REFERENCES,
 from trainshed.storage import LocalStore, Store, StoreOptions, join
 from trainshed.storage.attempts import newest_attempt_record
 from trainshed.storage.locks import artefact_lock
+from trainshed.storage.manifest import MANIFEST
 from trainshed.workflow.prepare import checkpoint_home
 
 REMOVED_PREFIX = ".removed-"
@@ -216,7 +217,7 @@ def _refers_to(run: LocalRun, folder: Path) -> bool:
     if not (run.folder / PREPARED_FILE).is_file():
         return False
     base = orjson.loads((run.folder / PREPARED_FILE).read_bytes())["base"]
-    manifest = Path(base) / "manifest.json" if base else None
+    manifest = Path(base) / MANIFEST if base else None
     return manifest is not None and manifest.is_file() and bool(inside.search(manifest.read_text()))
 
 

@@ -2,7 +2,7 @@
 
 The planner checks the layout, the memory and the batch; what it predicts travels with the job (`plan.json`) and
 sets how long a stopped run may take to save. What a person should know before nodes are paid for is in
-`Job.notes`. `preflight_job` is the job of `trainshed doctor --nodes`: it tests nodes and trains nothing.
+`Job.notes`. `doctor_job` is the job of `trainshed doctor --nodes`: it tests nodes and trains nothing.
 """
 
 from __future__ import annotations
@@ -264,7 +264,7 @@ DOCTOR_RUN = "doctor"
 _PREFLIGHT_GRACE_SECONDS = 60
 
 
-def preflight_job(cluster: Cluster, nodes: int, *, full: bool = False, code: CodeArchive | None = None) -> Job:
+def doctor_job(cluster: Cluster, nodes: int, *, full: bool = False, code: CodeArchive | None = None) -> Job:
     """Return the job; the same nodes of the same cluster are proven in the same run, one attempt after the other."""
     check_node_count(cluster, nodes, "--nodes")
     text = to_yaml(cluster)

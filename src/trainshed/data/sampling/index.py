@@ -38,6 +38,7 @@ from trainshed.errors import CorruptData, InputError, NotFound
 from trainshed.reporting import SILENT, Reporter
 from trainshed.storage import FileEntry, Hasher, LocalStore, Manifest, sha256_of
 from trainshed.storage.locks import artefact_lock
+from trainshed.storage.manifest import MANIFEST
 
 if TYPE_CHECKING:
     from trainshed.storage import StoreOptions
@@ -46,7 +47,6 @@ if TYPE_CHECKING:
 INDEX_KIND = "index"
 INDEX_FORMAT = 1
 ORDER_VERSION = 1
-MANIFEST = "manifest.json"
 REBUILD = "run `trainshed run RECIPE`, which makes what is missing; remove the folder first if it is damaged"
 
 
