@@ -10,7 +10,15 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from support.recipes.megatron_tasks import task_of
-from support.recipes.round_trips import PRETRAINING_ALIKE, Alike, forgotten_keys, read_back, recipe_of, said_keys
+from support.recipes.round_trips import (
+    PRETRAINING_ALIKE,
+    Alike,
+    forgotten_keys,
+    read_back,
+    recipe_of,
+    said_keys,
+    schedules,
+)
 from trainshed.catalog import architecture, model_preset, preset_names
 from trainshed.checkpoints.megatron.args import architecture_args
 from trainshed.engines.launch import EngineTask
@@ -36,21 +44,7 @@ DATA = [
     },
     {"data.train": [{"tokens": "a"}], "data.validation": {"tokens": "b", "every": 7, "batches": 2}},
 ]
-SCHEDULES = st.one_of(
-    st.fixed_dictionaries({"name": st.just("constant"), "warmup": st.integers(0, 40)}),
-    st.fixed_dictionaries(
-        {"name": st.sampled_from(["cosine", "linear"]), "warmup": st.integers(0, 40), "min_lr": st.floats(0, 1e-7)},
-        optional={"decay": st.integers(41, 50)},
-    ),
-    st.fixed_dictionaries(
-        {
-            "name": st.just("wsd"),
-            "warmup": st.integers(0, 20),
-            "decay": st.integers(1, 30),
-            "min_lr": st.floats(0, 1e-7),
-        }
-    ),
-)
+SCHEDULES = schedules(largest_min_lr=1e-7)
 TRAINING = st.fixed_dictionaries(
     {"train.optimizer.lr": RATE, "train.schedule": SCHEDULES},
     optional={

@@ -10,7 +10,15 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from support.recipes.foreign_tasks import task_of
-from support.recipes.round_trips import PRETRAINING_ALIKE, Alike, forgotten_keys, read_back, recipe_of, said_keys
+from support.recipes.round_trips import (
+    PRETRAINING_ALIKE,
+    Alike,
+    forgotten_keys,
+    read_back,
+    recipe_of,
+    said_keys,
+    schedules,
+)
 from trainshed.catalog import model_preset
 from trainshed.engines.importing import ImportedConfig, import_text
 from trainshed.engines.key_table import KeyTable
@@ -46,21 +54,7 @@ DATA = [
     },
     {"data.train": [{"tokens": "/tokens/a"}], "data.validation": {"tokens": "/tokens/b", "every": 7, "batches": 2}},
 ]
-SCHEDULES = st.one_of(
-    st.fixed_dictionaries({"name": st.just("constant"), "warmup": st.integers(0, 40)}),
-    st.fixed_dictionaries(
-        {"name": st.sampled_from(["cosine", "linear"]), "warmup": st.integers(0, 40), "min_lr": st.floats(0, 1e-6)},
-        optional={"decay": st.integers(41, 50)},
-    ),
-    st.fixed_dictionaries(
-        {
-            "name": st.just("wsd"),
-            "warmup": st.integers(0, 20),
-            "decay": st.integers(1, 30),
-            "min_lr": st.floats(0, 1e-6),
-        }
-    ),
-)
+SCHEDULES = schedules(largest_min_lr=1e-6)
 TRAINING = st.fixed_dictionaries(
     {"train.optimizer.lr": RATE, "train.schedule": SCHEDULES},
     optional={

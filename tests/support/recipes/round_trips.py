@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import yaml
+from hypothesis import strategies as st
 
 from trainshed.catalog import architecture
 from trainshed.engines.importing import ImportedConfig, recipe_text
@@ -78,3 +79,26 @@ def _below(key: str, parents: Mapping[str, str]) -> bool:
 
 def _is_below(key: str, parent: str) -> bool:
     return key == parent or key.startswith(f"{parent}.")
+
+
+def schedules(*, largest_min_lr: float) -> st.SearchStrategy[dict[str, Any]]:
+    """Learning-rate schedules that engines which pretrain can take."""
+    return st.one_of(
+        st.fixed_dictionaries({"name": st.just("constant"), "warmup": st.integers(0, 40)}),
+        st.fixed_dictionaries(
+            {
+                "name": st.sampled_from(["cosine", "linear"]),
+                "warmup": st.integers(0, 40),
+                "min_lr": st.floats(0, largest_min_lr),
+            },
+            optional={"decay": st.integers(41, 50)},
+        ),
+        st.fixed_dictionaries(
+            {
+                "name": st.just("wsd"),
+                "warmup": st.integers(0, 20),
+                "decay": st.integers(1, 30),
+                "min_lr": st.floats(0, largest_min_lr),
+            }
+        ),
+    )
