@@ -279,7 +279,6 @@ def recipe_name(text: str, prefix: str) -> str:
 
 _SECTIONS = "|".join(field.alias or name for name, field in Recipe.model_fields.items())
 _RECIPE_KEY = re.compile(rf"(?<![\w.])({_SECTIONS})(?:\.[\w.]+|:)")
-_WIDTH = 110
 
 
 def recipe_text(imported: ImportedConfig, source: str) -> str:

@@ -199,10 +199,6 @@ def _slides_over_ranks(task: EngineTask) -> bool:
     return task.layout.cp > 1 and task.config.sliding_window is not None
 
 
-def _imports_sliding_ranks(config: ArgumentImport) -> bool:
-    return config.get("context_parallel_size") > 1 and config.get("window_size") is not None
-
-
 _MODEL_ROWS = (
     KeyRow(ARCHITECTURE, "model", render_architecture, read_architecture),
     KeyRow(
