@@ -6,6 +6,7 @@ Data order is a function of this section, the consumed samples and the skip list
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, Tag, model_validator
@@ -28,8 +29,35 @@ SOURCE_KINDS = ("path", "tokens", "script")
 TextFormat = Literal["jsonl", "json", "csv", "tsv", "parquet", "text"]
 """What a file of text can hold: one JSON object a line, one JSON array, a table, or the text itself."""
 TEXT_DEFAULTS = {"key": "text", "documents": "file"}
+SampleFormat = Literal["text", "chat", "instruct", "alpaca", "preference"]
+"""What a line or row holds: text, a conversation, a prompt with its answer, or one with a better and a worse one."""
+SAMPLE_COLUMNS: dict[str, tuple[str, ...]] = {
+    "text": (),
+    "chat": ("messages", "role", "content", "tools", "system"),
+    "instruct": ("prompt", "answer", "system"),
+    "alpaca": ("instruction", "input", "output", "system"),
+    "preference": ("prompt", "chosen", "rejected", "system", "role", "content"),
+}
+"""The columns that `columns` can rename, by `data.format`."""
+TrainOn = Literal["answers", "last", "all"]
+OnTooLong = Literal["truncate", "drop", "stop"]
+CHAT_KEYS = ("template", "system", "train_on", "thinking", "packing", "on_too_long")
+"""Keys of `data` that only formats with answers read."""
 # Fractions are typed by hand; 1/3 written with four digits is still a third.
 SPLIT_SUM_TOLERANCE = 1e-3
+
+
+@dataclass(frozen=True)
+class AnswerSettings:
+    """How conversations become tokens: the keys of `data` that only formats with answers read, with their defaults."""
+
+    template: str | None
+    """A name, or the path of a file; None: the tokenizer's own."""
+    system: str | None
+    train_on: TrainOn
+    thinking: Literal["keep", "drop"] | None
+    packing: bool
+    on_too_long: OnTooLong
 
 
 class SourceKeys(Section):
@@ -55,6 +83,17 @@ class SourceKeys(Section):
     key: Text | None = Field(None, description="The field or column that holds the text; `text` if left out")
     documents: Literal["file", "line", "blank_line"] | None = Field(
         None, description="Plain text only: a document is a whole file (default), a line, or a paragraph"
+    )
+    columns: dict[Text, Text] | None = Field(
+        None,
+        description="What the file calls our columns, where it does not call them so (`data.format` says which: chat "
+        "has messages, role, content, tools, system)",
+        examples=[{"messages": "conversations"}],
+    )
+    split: Text | None = Field(
+        None,
+        description="The part of a Hub dataset or of the files that is read, as `datasets` writes it",
+        examples=["train[:95%]"],
     )
     name: Text | None = Field(None, description="How reports call this source")
 
@@ -84,7 +123,7 @@ class SourceKeys(Section):
         if self.args and not self.script:
             yield Problem(("args",), "is read with `script` only", "delete it")
         if kinds == ["tokens"]:
-            for key in ("format", "key", "documents"):
+            for key in ("format", "key", "documents", "columns", "split"):
                 if getattr(self, key) is not None:
                     yield Problem((key,), "is not read: these tokens are already prepared", "delete it")
 
@@ -112,6 +151,14 @@ class ValidationSource(SourceKeys):
 
     every: PositiveInt = Field(500, description="Steps between two measurements")
     batches: PositiveInt = Field(20, description="Global batches per measurement")
+    prompts: Annotated[tuple[Text, ...], Field(strict=False, min_length=1)] | None = Field(
+        None,
+        description="Questions that the model answers at each measurement; the answers are kept with the run",
+        examples=[["What is the capital of France?"]],
+    )
+    answer_tokens: PositiveInt | None = Field(
+        None, description="Longest answer to one of `prompts`, in tokens; left out: 64"
+    )
 
 
 class Split(Section):
@@ -147,6 +194,39 @@ class DataSection(Section):
         examples=[8192],
     )
     seed: NotNegativeInt = Field(1234, description="Seed of the data order")
+    format: SampleFormat | None = Field(
+        None,
+        description="What a line holds: text, a conversation (chat), a prompt with its answer (instruct, alpaca), or a "
+        "prompt with a better and a worse answer (preference); left out: text, chat with `mode: finetune`, preference "
+        "with `mode: dpo`",
+    )
+    template: Text | None = Field(
+        None,
+        description="Chat template: a name (chatml, llama3, …) or a .jinja file; left out: the tokenizer's own",
+        examples=["chatml"],
+    )
+    system: Text | None = Field(None, description="System prompt of conversations that have none")
+    train_on: TrainOn | None = Field(
+        None,
+        description="Which tokens are learned: of all answers (if left out), of the last answer alone, or all",
+    )
+    thinking: Literal["keep", "drop"] | None = Field(
+        None,
+        description="Thinking traces in answers: keep or drop them; left out: data that has some is an error",
+    )
+    document_mask: bool | None = Field(
+        None,
+        description="Keep the documents of a sample apart: attention, positions and loss do not cross from one into "
+        "the next; left out: false for text, true for conversations",
+    )
+    packing: bool | None = Field(
+        None, description="Put several conversations into one sample of `sequence_length`; left out: true"
+    )
+    on_too_long: OnTooLong | None = Field(
+        None,
+        description="A conversation longer than `sequence_length`: truncate it (if left out), drop it, or stop; what "
+        "is truncated or dropped is counted",
+    )
     train: Annotated[
         tuple[Source, ...],
         Field(strict=False),
@@ -176,6 +256,18 @@ class DataSection(Section):
             if isinstance(share, int | float) and share > 0:
                 return given | {"validation": {}}
         return given
+
+    @property
+    def answers(self) -> AnswerSettings:
+        """How conversations become tokens."""
+        return AnswerSettings(
+            template=self.template,
+            system=self.system,
+            train_on=self.train_on or "answers",
+            thinking=self.thinking,
+            packing=self.packing is not False,
+            on_too_long=self.on_too_long or "truncate",
+        )
 
     def weights(self) -> tuple[float, ...] | None:
         """Return the sources' shares scaled to sum to 1, or None where they follow the number of tokens."""

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, PrivateAttr, Tag, model_validator
 
 from trainshed.plugins import PluginSource, load_plugins, registered_names
-from trainshed.recipe.data import DataSection, expand_data
+from trainshed.recipe.data import CHAT_KEYS, SAMPLE_COLUMNS, DataSection, SampleFormat, SourceKeys, expand_data
 from trainshed.recipe.model import ModelConfig, ModelSection, TokenizerSection, TrainedTokenizer
 from trainshed.recipe.registered import (
     EngineArgument,
@@ -140,11 +140,20 @@ class Engine(Section):
             yield Problem(("program",), f"{self.name} is started by its own name", "delete it")
 
 
+class BestCheckpoint(Section):
+    """Which checkpoint is kept as the best."""
+
+    by: Literal["validation"] = Field("validation", description="The loss of `data.validation`, the lowest is best")
+
+
 class Checkpoint(Section):
     """When the state is saved, how many are kept, what a start does with those that are there."""
 
     every: PositiveInt | None = Field(500, description="Steps between two checkpoints; null: only at the end")
     keep: PositiveInt | None = Field(3, description="Number of checkpoints kept; null: all (Megatron: always all)")
+    best: BestCheckpoint | None = Field(
+        None, description="Keep the best checkpoint beside the newest ones, and export it; left out: the last is"
+    )
     to: StoreAddress | None = Field(
         None,
         description="Where checkpoints are kept, under the run's name and id; left out: in the run's folder",
@@ -420,8 +429,7 @@ class Recipe(Section):
                 "the torch engine has no loss scale, and fp16 needs one",
                 "write `precision: bf16`, or `engine: megatron`",
             )
-        if self.data.synthetic and self.train.mode == "finetune":
-            yield Problem(("data",), "synthetic data has no answers to fine-tune on", "write `train.mode: pretrain`")
+        yield from self._answer_problems()
         if self.data.synthetic and self.train.epochs is not None:
             yield Problem(("train", "epochs"), "synthetic data has no end to pass", "write `steps` or `tokens`")
         steps = self._known_steps()
@@ -436,6 +444,58 @@ class Recipe(Section):
             yield from self._serving_problems()
         if self.model.config is not None:
             yield from fit_problems(self, self.model.config)
+
+    @property
+    def sample_format(self) -> SampleFormat:
+        """What a line of the data holds: as `data.format` says, or what the mode reads if it says nothing."""
+        usual: dict[str, SampleFormat] = {"pretrain": "text", "finetune": "chat", "dpo": "preference"}
+        return self.data.format or usual[self.train.mode]
+
+    @property
+    def document_mask(self) -> bool:
+        """Whether attention, positions and loss keep the documents of a sample apart."""
+        if self.data.document_mask is not None:
+            return self.data.document_mask
+        return self.sample_format != "text"
+
+    def _answer_problems(self) -> Iterator[Problem]:
+        """Modes, what lines hold, and the keys that only some of them read."""
+        data, train, form = self.data, self.train, self.sample_format
+        if data.synthetic and train.mode != "pretrain":
+            yield Problem(("data",), "synthetic data has no answers to fine-tune on", "write `train.mode: pretrain`")
+        if train.mode == "pretrain" and form != "text":
+            yield Problem(("data", "format"), f"pretraining reads text, not {form}", "write `train.mode: finetune`")
+        if (train.mode == "dpo") != (form == "preference"):
+            hint = "write `data.format: preference`" if train.mode == "dpo" else "write `train.mode: dpo`"
+            yield Problem(("data", "format"), f"`mode: {train.mode}` does not learn from {form} data", hint)
+        if form == "text":
+            for key in CHAT_KEYS:
+                if getattr(data, key) != DataSection.model_fields[key].default:
+                    yield Problem(("data", key), "is read with conversations only", "delete it, or `data.format: chat`")
+        elif data.document_mask is False:
+            yield Problem(("data", "document_mask"), f"{form} samples are always kept apart", "delete it")
+        sources: list[tuple[KeyPath, SourceKeys]] = [
+            (("data", "train", number), source) for number, source in enumerate(data.train)
+        ]
+        if data.validation is not None:
+            sources.append((("data", "validation"), data.validation))
+        for path, source in sources:
+            for column in source.columns or {}:
+                if column not in SAMPLE_COLUMNS[form]:
+                    known = ", ".join(SAMPLE_COLUMNS[form])
+                    yield Problem(
+                        (*path, "columns", column),
+                        f"{form} data has no column `{column}`",
+                        f"it has {known}" if known else "write `key` for the column that holds the text",
+                    )
+        if train.dpo is not None and train.mode != "dpo":
+            yield Problem(("train", "dpo"), "is read with `mode: dpo` only", "delete it")
+        for path, asked in (
+            (("train", "early_stop"), train.early_stop),
+            (("checkpoint", "best"), self.checkpoint.best),
+        ):
+            if asked is not None and data.validation is None:
+                yield Problem(path, "needs a validation loss, and none is measured", "write `data.validation`")
 
     def registered_names(self) -> Iterator[tuple[KeyPath, str, str | None]]:
         """Every key that may name a class of a plugin, with the kind of class and the name."""
@@ -469,7 +529,7 @@ class Recipe(Section):
     def _weights_problems(self) -> Iterator[Problem]:
         if self.model.from_:
             return
-        if self.train.mode == "finetune":
+        if self.train.mode != "pretrain":
             yield Problem(("model", "from"), "is missing: there is nothing to fine-tune", "from: hf://org/name")
         if self.train.lora is not None:
             yield Problem(("model", "from"), "is missing: adapters need weights to sit on", "from: hf://org/name")
@@ -486,7 +546,7 @@ class Recipe(Section):
         sources = [*self.data.train, *([self.data.validation] if self.data.validation else [])]
         reads_text = any(source.kind in ("path", "script") for source in sources)
         trained = isinstance(self.tokenizer, TrainedTokenizer)
-        if self.tokenizer is None and (reads_text or self.train.mode == "finetune"):
+        if self.tokenizer is None and (reads_text or self.train.mode != "pretrain"):
             like = self.model.from_ or "hf://org/name"
             yield Problem(
                 ("tokenizer",),

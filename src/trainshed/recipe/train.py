@@ -26,7 +26,15 @@ from trainshed.recipe.section import (
 )
 
 LENGTH_KEYS = ("steps", "tokens", "epochs")
-LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+LoraProjection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "experts"]
+LoraTarget = Literal[LoraProjection, "attn", "mlp", "all-linear"]
+LORA_GROUPS: dict[LoraTarget, tuple[LoraProjection, ...]] = {
+    "attn": ("q_proj", "k_proj", "v_proj", "o_proj"),
+    "mlp": ("gate_proj", "up_proj", "down_proj"),
+    "all-linear": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "experts"),
+}
+"""Names that stand for several projections. `experts` are the projections of all experts; the other names of a
+feed-forward block are those of dense layers and of shared experts. The router is never adapted."""
 
 
 class BatchRamp(Section):
@@ -48,6 +56,9 @@ class Optimizer(Section):
     eps: PositiveFloat = Field(1e-8, description="Adam's epsilon")
     weight_decay: NotNegativeFloat = Field(0.1, description="Decay of matrices (not of norms and biases)")
     clip: PositiveFloat | None = Field(1.0, description="Largest gradient norm; null: no clipping")
+    states: Literal["fp32", "bf16"] | None = Field(
+        None, description="Precision of Adam's averages; left out: fp32; bf16 halves their memory"
+    )
     options: dict[str, EngineArgument] | None = Field(
         None, description="Options of an optimiser that a plugin registers", examples=[{"momentum": 0.9}]
     )
@@ -120,8 +131,43 @@ class Lora(Section):
     alpha: PositiveFloat = Field(description="Adapters are scaled by alpha / rank", examples=[32])
     dropout: Fraction = Field(0.0, description="Dropout before the adapters")
     targets: Annotated[tuple[LoraTarget, ...], Field(strict=False, min_length=1)] = Field(
-        ("q_proj", "k_proj", "v_proj", "o_proj"), description="Projections that get an adapter"
+        ("q_proj", "k_proj", "v_proj", "o_proj"),
+        description="Projections that get an adapter; attn, mlp and all-linear name several",
     )
+    rslora: bool = Field(False, description="Scale by alpha / sqrt(rank) instead (rsLoRA)")
+    dora: bool = Field(False, description="Learn the length of every weight row apart from its direction (DoRA)")
+    quantize: Literal["int8", "nf4"] | None = Field(
+        None, description="Hold the frozen weights in 8 or 4 bits (QLoRA); left out: in the precision of the products"
+    )
+
+    @property
+    def projections(self) -> tuple[LoraProjection, ...]:
+        """The projections that `targets` name, each once."""
+        return tuple(dict.fromkeys(name for target in self.targets for name in lora_projections(target)))
+
+
+class Dpo(Section):
+    """Direct preference optimisation: make the better answer of a pair likelier than the worse."""
+
+    beta: PositiveFloat = Field(0.1, description="How strongly the model is held to the reference")
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = Field(
+        0.0, description="Share of pairs that are taken to be labelled the wrong way round"
+    )
+    length_normalized: bool = Field(False, description="Compare log-probabilities per token of the answer")
+
+
+class EarlyStop(Section):
+    """End the run where the validation loss no longer falls."""
+
+    patience: PositiveInt = Field(description="Measurements without a better loss before the run ends", examples=[3])
+    min_delta: NotNegativeFloat = Field(0.0, description="A loss is better if it is lower by more than this")
+
+
+def lora_projections(target: LoraTarget) -> tuple[LoraProjection, ...]:
+    """Return the projections that a target names: itself, or those of a group."""
+    if target in ("attn", "mlp", "all-linear"):
+        return LORA_GROUPS[target]
+    return (target,)
 
 
 class MoeLosses(Section):
@@ -134,8 +180,10 @@ class MoeLosses(Section):
 class TrainSection(Section):
     """The training itself."""
 
-    mode: Literal["pretrain", "finetune"] = Field(
-        "pretrain", description="`finetune`: chat data, loss on the answers only; needs `model.from`"
+    mode: Literal["pretrain", "finetune", "dpo"] = Field(
+        "pretrain",
+        description="`finetune`: chat data, loss on the answers only; `dpo`: pairs of a better and a worse answer; "
+        "both need `model.from`",
     )
     steps: PositiveInt | None = Field(None, description="Length of the run in steps", examples=[1000])
     tokens: Count | None = Field(None, description="Length of the run in tokens", examples=["20B"])
@@ -161,6 +209,8 @@ class TrainSection(Section):
     )
     deterministic: bool = Field(False, description="Bitwise repeatable on GPUs, at a cost")
     lora: Lora | None = Field(None, description="Train adapters only; needs `model.from`")
+    dpo: Dpo | None = Field(None, description="The loss of `mode: dpo`")
+    early_stop: EarlyStop | None = Field(None, description="End the run when validation no longer improves")
 
     def warmup_problem(self, steps: int) -> Problem | None:
         """Return what is wrong where a run of so many steps ends before its warm-up does.
