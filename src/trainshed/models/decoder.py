@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from trainshed.models.attention import Attention, context_parallel_positions, rotary_table
 from trainshed.models.collectives import ParallelAxes, all_gather, reduce_scatter
@@ -65,6 +65,7 @@ _SAVED_OPS = (
     _aten._scaled_dot_product_cudnn_attention.default,
     _comm.reduce_scatter_tensor.default,
     _comm.all_to_all_single.default,
+    torch.ops.higher_order.flex_attention,
 )
 
 
@@ -317,7 +318,11 @@ class _AttachLosses(torch.autograd.Function):
 
 def selective_checkpoint_contexts() -> Any:
     """Selective recompute: save the results of matrix products, attention and collectives; recompute the rest."""
-    return create_selective_checkpoint_contexts(list(_SAVED_OPS))
+    return create_selective_checkpoint_contexts(_save_or_recompute)
+
+
+def _save_or_recompute(context: Any, operation: Any, *_args: Any, **_options: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operation in _SAVED_OPS else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def selective_checkpoint_contexts_beside_hooks() -> Any:
@@ -327,6 +332,8 @@ def selective_checkpoint_contexts_beside_hooks() -> Any:
 
 class _OnlySavedOps(TorchDispatchMode):
     """Hides all operations but the saved ones from a selective checkpoint, which refuses another number of them."""
+
+    supports_higher_order_operators = True
 
     def __init__(self, counting: Any) -> None:
         super().__init__()
