@@ -21,8 +21,8 @@ class LocalBatch:
 
     `tokens` and `labels` are int64 [R, S], None on ranks whose stages need none. `samples` are the run's sample numbers
     [R], present only where dropout needs them. `hashes` are the sums of the rows' hashes; they are zero on all but one
-    of the ranks that read the same rows. `document_starts` is int64 [R, L]: the column at which the document of each
-    column begins, of whole rows even with context parallel, on every rank; None if documents are not kept apart.
+    of the ranks that read the same rows. `document_starts` int64 [R, L] are of whole rows, on every pipeline rank; None
+    where documents are not kept apart, and then every token has a label.
     """
 
     rows: int
