@@ -78,7 +78,9 @@ class DataOrder:
                     where="data.sequence_length",
                 )
         if len({(source.keeps_documents_apart, source.has_learned) for source in self.sources}) > 1:
-            raise InputError("some sources are conversations and others are not", where="data.train")
+            raise InputError(
+                "some sources are conversations and others are not", where="data.train", hint="train on one kind"
+            )
 
     @property
     def keeps_documents_apart(self) -> bool:

@@ -366,13 +366,14 @@ def best_fit(lengths: np.ndarray, room: int) -> np.ndarray:
                 left = room
                 candidates = np.arange(rows, rows - (begin - end) // (room // length))
                 rows += len(candidates)
-            each = left // length
-            full = min(len(candidates), (end - begin) // each)
-            row_of[begin : begin + full * each] = np.repeat(candidates[:full], each)
-            begin += full * each
-            add(candidates[:full], left - each * length)
-            candidates = candidates[full:]
+            per_row = left // length
+            filled = min(len(candidates), (end - begin) // per_row)
+            row_of[begin : begin + filled * per_row] = np.repeat(candidates[:filled], per_row)
+            begin += filled * per_row
+            add(candidates[:filled], left - per_row * length)
+            candidates = candidates[filled:]
             if len(candidates) and begin < end:
+                # Fewer documents are left than this row could take.
                 row_of[begin:end] = candidates[0]
                 add(candidates[:1], left - (end - begin) * length)
                 candidates, begin = candidates[1:], end

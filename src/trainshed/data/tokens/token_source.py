@@ -180,17 +180,18 @@ class TokenSource:
 
     def learned_hash(self, options: StoreOptions | None = None) -> str:
         """Identify the `.learned` files of its shards; one without them does not hold conversations."""
-        known = {file.path: file for file in self.files}
-        digest = hashlib.sha256()
-        for shard in self.shards(options):
+        files = [file for file in self.files if file.path.endswith(f".{LEARNED_SUFFIX}")]
+        for shard in self.shards(options) if not files else ():
             address = f"{shard}.{LEARNED_SUFFIX}"
-            if address not in known and not _file_exists(address, options):
+            if not _file_exists(address, options):
                 raise NotFound(
                     f"the tokens of source '{self.name}' do not say which of them are learned",
                     where=address,
                     hint="name the conversations themselves as `path`, or write `data.format: text` to learn all",
                 )
-            file = known.get(address) or fingerprint_file(address, None, options)
+            files.append(fingerprint_file(address, None, options))
+        digest = hashlib.sha256()
+        for file in files:
             digest.update(repr(file.content).encode())
         return digest.hexdigest()
 
