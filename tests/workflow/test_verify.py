@@ -12,6 +12,8 @@ import pytest
 
 from trainshed.catalog import model_preset
 from trainshed.cli import run_cli
+from trainshed.data.order import run_orders
+from trainshed.data.tokens.token_source import RunTokens
 from trainshed.models.families import to_hf_config
 from trainshed.plan import resolve_layout
 from trainshed.plan.shrink import shrink
@@ -171,3 +173,16 @@ def test_the_small_recipe_trains_as_the_whole_one_does() -> None:
     assert (ramp.start, ramp.start + ramp.increment) == (small.batch_sizes[0], recipe.train.global_batch)
     assert (recipe.checkpoint.every, recipe.checkpoint.keep) == (4, None)
     assert recipe.checkpoint.to is None
+
+
+def test_conversations_are_checked_as_rows_of_documents_kept_apart() -> None:
+    text = RECIPE.format(model="{from: weights}\ntokenizer: weights", layout="{tp: 2}")
+    whole = parse_recipe(text.replace("train:\n", "train:\n  mode: finetune\n"))
+    config, keys = model_preset("tiny"), whole.layout
+    assert isinstance(keys, Layout)
+    small = shrink(config, resolve_layout(keys, config), sequence_length=4096, batch_sizes=[16, 32, 48, 64])
+    recipe = shrunk_recipe(whole, small, keys, Path("store"), steps=8)
+    assert (recipe.train.mode, recipe.document_mask) == ("pretrain", True)
+    order = run_orders(recipe, RunTokens(()), Path(), build=False).train
+    assert order.keeps_documents_apart
+    assert (order.batch(0).document_starts > 0).any()

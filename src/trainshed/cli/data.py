@@ -524,34 +524,47 @@ def batch(
 def _batch_rows(order: DataOrder, index: int, rows: int, tokenizer: Tokenizer | None) -> list[dict[str, Any]]:
     samples = order.sample_indices(index, 0, rows)
     place = order.locate(samples)
-    tokens = order.rows(index, 0, rows)
+    batch_rows = order.rows(index, 0, rows)
     shown_rows: list[dict[str, Any]] = []
     for row in range(rows):
         source = order.sources[place.source[row]]
         epoch, window = int(place.epoch[row]), int(place.window[row])
-        shown_rows.append(
-            {
-                "row": row,
-                "sample": int(samples[row]),
-                "source": source.name,
-                "epoch": epoch,
-                "window": window,
-                "documents": [asdict(piece) for piece in source.document_spans(epoch, window)],
-                "text": tokenizer.decode(tokens[row].tolist()) if tokenizer else None,
-                "tokens": tokens[row].tolist(),
-            }
-        )
+        spans = source.document_spans(epoch, window)
+        # Packed rows end with padding, which belongs to no document.
+        end = spans[-1].column + spans[-1].tokens if spans else order.sequence_length + 1
+        tokens = batch_rows.tokens[row, :end].tolist()
+        shown: dict[str, Any] = {
+            "row": row,
+            "sample": int(samples[row]),
+            "source": source.name,
+            "epoch": epoch,
+            "window": window,
+            "documents": [asdict(span) for span in spans],
+            "text": tokenizer.decode(tokens) if tokenizer else None,
+            "tokens": tokens,
+        }
+        if batch_rows.document_starts is not None:
+            shown["document_starts"] = batch_rows.document_starts[row, :end].tolist()
+        if batch_rows.learned is not None:
+            shown["learned"] = batch_rows.learned[row, :end].astype(int).tolist()
+            shown["padding"] = order.sequence_length + 1 - end
+        shown_rows.append(shown)
     return shown_rows
 
 
 def _batch_row_text(row: dict[str, Any]) -> str:
-    place = f"{row['source']}, epoch {row['epoch']}, window {row['window']:,}"
+    unit = "row" if "learned" in row else "window"
+    place = f"{row['source']}, epoch {row['epoch']}, {unit} {row['window']:,}"
     lines = [f"\nrow {row['row']}: sample {row['sample']:,} = {place}"]
     for piece in row["documents"]:
+        first, end = piece["column"], piece["column"] + piece["tokens"]
+        learned = f", {sum(row['learned'][first:end]):,} of {end - first:,} learned" if "learned" in row else ""
         lines.append(
-            f"  tokens {piece['column']:,} to {piece['column'] + piece['tokens'] - 1:,}: "
-            f"{piece['file']} document {piece['document']:,} from token {piece['offset']:,}"
+            f"  tokens {first:,} to {end - 1:,}: {piece['file']} document {piece['document']:,} "
+            f"from token {piece['offset']:,}{learned}"
         )
+    if row.get("padding"):
+        lines.append(f"  {row['padding']:,} columns of padding")
     content = row["text"] if row["text"] is not None else " ".join(map(str, row["tokens"]))
     lines += [f"  | {line}" for line in content.splitlines()]
     return "\n".join(lines)

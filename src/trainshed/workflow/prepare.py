@@ -35,7 +35,7 @@ from trainshed.workflow.runnable import check_runnable
 
 AnySource = TypeVar("AnySource", bound=SourceKeys)
 PREPARED_SCHEMA = "trainshed.prepared/2"
-"""Since 2 the sources say what their token files were; older ones are read as well."""
+"""Since 2 the sources say what their token files were; older ones are read as well, and those without `steps`."""
 
 
 @dataclass(frozen=True)
@@ -291,6 +291,7 @@ def _save_prepared(run: PreparedRun) -> None:
     body = {
         "schema": PREPARED_SCHEMA,
         "data": run.data.to_plain(),
+        "steps": run.steps,
         "base": None if run.base is None else str(run.base.folder.absolute()),
     }
     LocalStore(run.folder).put(PREPARED_FILE, orjson.dumps(body, option=orjson.OPT_INDENT_2) + b"\n")
@@ -333,7 +334,9 @@ def open_run_folder(folder: Path, cluster: Cluster | None = None) -> PreparedRun
 def prepared_steps(folder: Path) -> int:
     """Return how many steps a prepared run has, by its own files; no token file is opened."""
     recipe, body = _read_prepared(folder)
-    return run_steps(recipe, RunTokens.from_plain(body["data"]))
+    if "steps" in body:
+        return body["steps"]
+    return run_steps(recipe, RunTokens.from_plain(body["data"]), artefacts_of(store_of(folder)) / "index")
 
 
 def _read_prepared(folder: Path) -> tuple[Recipe, dict[str, Any]]:

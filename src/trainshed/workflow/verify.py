@@ -274,10 +274,17 @@ def shrunk_recipe(recipe: Recipe, small: ShrunkRun, layout: Layout, store: Path,
     # A warm-up of thousands of steps would leave these few without a learning rate.
     schedule = recipe.train.schedule.model_copy(update={"warmup": min(recipe.train.schedule.warmup, steps // 4)})
     train = {"steps": steps, "tokens": None, "epochs": None, "global_batch": last, "batch_ramp": ramp}
+    # Synthetic rows have no answers. What a layout can get wrong about conversations is to keep them apart.
+    train |= {"mode": "pretrain", "dpo": None, "early_stop": None}
     changes = {
         "model": ModelSection(config=small.config, init="random"),
         "tokenizer": None,
-        "data": DataSection(synthetic=True, sequence_length=small.sequence_length, seed=recipe.data.seed),
+        "data": DataSection(
+            synthetic=True,
+            sequence_length=small.sequence_length,
+            seed=recipe.data.seed,
+            document_mask=True if recipe.document_mask else None,
+        ),
         "train": recipe.train.model_copy(update=train | {"precision": PRECISION, "schedule": schedule}),
         "layout": layout,
         "engine": Engine(),

@@ -35,6 +35,8 @@ WHOLE_BYTES = 1024 * 1024
 """A file up to this size is hashed whole: that costs no more than its blocks would."""
 SAMPLE_THREADS = 8
 SHARD_SUFFIXES = ("bin", "idx")
+LEARNED_SUFFIX = "learned"
+"""`PREFIX.learned` of prepared conversations: a byte a token, 1 where the token is learned."""
 
 FileChange = Literal["missing", "size", "content", "time"]
 
@@ -62,9 +64,17 @@ class FileFingerprint:
 def fingerprint_shard(
     prefix: str, manifest: TokenManifest | None = None, options: StoreOptions | None = None
 ) -> tuple[FileFingerprint, ...]:
-    """Take the fingerprints of the `.bin` and `.idx` of one shard."""
+    """Take the fingerprints of the `.bin` and `.idx` of one shard, and of its `.learned` if it has one."""
     checksums = {entry.path.rpartition(".")[2]: entry.checksum for entry in manifest.files} if manifest else {}
-    return tuple(fingerprint_file(f"{prefix}.{suffix}", checksums.get(suffix), options) for suffix in SHARD_SUFFIXES)
+    suffixes = SHARD_SUFFIXES
+    if LEARNED_SUFFIX in checksums or (manifest is None and _file_exists(f"{prefix}.{LEARNED_SUFFIX}", options)):
+        suffixes = (*SHARD_SUFFIXES, LEARNED_SUFFIX)
+    return tuple(fingerprint_file(f"{prefix}.{suffix}", checksums.get(suffix), options) for suffix in suffixes)
+
+
+def _file_exists(address: str, options: StoreOptions | None) -> bool:
+    store, path = open_store(address, options)
+    return store.head(path) is not None
 
 
 def fingerprint_file(address: str, checksum: str | None = None, options: StoreOptions | None = None) -> FileFingerprint:
@@ -167,6 +177,23 @@ class TokenSource:
     def content_hash(self, options: StoreOptions | None = None) -> str:
         """Return `content`; where it is None, compute it."""
         return self.content or token_content_hash(self.shards(options), options)
+
+    def learned_hash(self, options: StoreOptions | None = None) -> str:
+        """Identify the `.learned` files of its shards; one without them does not hold conversations."""
+        files = [file for file in self.files if file.path.endswith(f".{LEARNED_SUFFIX}")]
+        for shard in self.shards(options) if not files else ():
+            address = f"{shard}.{LEARNED_SUFFIX}"
+            if not _file_exists(address, options):
+                raise NotFound(
+                    f"the tokens of source '{self.name}' do not say which of them are learned",
+                    where=address,
+                    hint="name the conversations themselves as `path`, or write `data.format: text` to learn all",
+                )
+            files.append(fingerprint_file(address, None, options))
+        digest = hashlib.sha256()
+        for file in files:
+            digest.update(repr(file.content).encode())
+        return digest.hexdigest()
 
     @classmethod
     def from_plain(cls, plain: dict[str, Any]) -> TokenSource:
