@@ -90,7 +90,7 @@ def our_loss(
     reference = linear_document_logps(reference_hidden, reference_weight, labels, documents, rule, vocabulary)
     scale = torch.tensor(1.0 / pairs, dtype=hidden.dtype)
     loss, figures = linear_preference_loss(hidden, weight, labels, documents, reference, scale, rule, vocabulary)
-    return loss, dict(zip(PREFERENCE_FIGURES, figures.tolist(), strict=True))
+    return loss, dict(zip(PREFERENCE_FIGURES, (figures / pairs).tolist(), strict=True))
 
 
 @pytest.mark.parametrize("frozen_head", [False, True])

@@ -24,7 +24,7 @@ from trainshed.models.collectives import SINGLE_RANK, AxisGroup, all_reduce
 from trainshed.models.loss import IGNORE_INDEX, VocabularyShard, backward_of_saved, cross_entropy_pass, sum_dtype
 
 PREFERENCE_FIGURES = ("reward_chosen", "reward_rejected", "reward_accuracy", "logp_chosen", "logp_rejected")
-"""What is reported of a batch of pairs besides the loss, in this order; each is a mean over the pairs."""
+"""What is reported of pairs besides the loss, in this order; each is summed over the pairs."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class PreferenceRule:
 
 @dataclass(frozen=True)
 class PackedDocuments:
-    """Which document each token belongs to.
+    """Which document each token of hidden states [T, H] belongs to.
 
     `numbers` [T] counts through the documents of all rows: row · `slots` + number within the row. `slots` is even, so
     that pairs stay together. With context parallelism, a document's tokens may lie on all ranks of `cp`.
@@ -74,6 +74,23 @@ def number_documents(document_starts: torch.Tensor) -> torch.Tensor:
     return (document_starts == columns).cumsum(1) - 1
 
 
+def packed_documents(document_starts: torch.Tensor, columns: torch.Tensor, cp: AxisGroup) -> PackedDocuments:
+    """Return the documents of these columns [S] of rows whose documents start at `document_starts` [B, L].
+
+    Tokens are in the order of hidden states: T = S · B, rows varying fastest.
+    """
+    rows, length = document_starts.shape
+    slots = document_slots(length)
+    first = slots * torch.arange(rows, device=document_starts.device)
+    numbers = number_documents(document_starts)[:, columns] + first[:, None]
+    return PackedDocuments(numbers.t().flatten(), rows, slots, cp)
+
+
+def count_pairs(labels: torch.Tensor, documents: PackedDocuments) -> torch.Tensor:
+    """Return how many pairs have labels [T] in both documents: the same scalar on all ranks of cp."""
+    return _complete_pairs(_sum_documents((labels != IGNORE_INDEX).double()[None], documents)[0]).sum()
+
+
 @torch.no_grad()
 def linear_document_logps(
     hidden: torch.Tensor,
@@ -88,7 +105,7 @@ def linear_document_logps(
     The arguments are those of `linear_preference_loss`. The result is the same on all ranks of tp and cp.
     """
     logps, _ = _token_logps(hidden, weight, labels, vocabulary, wants_grad_hidden=False)
-    return _sum_documents(logps, labels, documents, rule)[0]
+    return _document_logps(logps, labels, documents, rule)[0]
 
 
 def linear_preference_loss(
@@ -129,7 +146,7 @@ class _LinearPreferenceLoss(torch.autograd.Function):
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         in_one_pass = wants_hidden and not wants_weight
         logps, grad_hidden = _token_logps(hidden, weight, labels, vocabulary, wants_grad_hidden=in_one_pass)
-        document_logps, tokens = _sum_documents(logps, labels, documents, rule)
+        document_logps, tokens = _document_logps(logps, labels, documents, rule)
         loss, figures, slopes = _pair_losses(document_logps, reference_logps, tokens, scale.double(), rule)
         # The slope of the loss over the cross-entropy of a token, which is its log-probability with the other sign.
         token_weights = torch.where(labels != IGNORE_INDEX, -slopes[documents.numbers], 0.0).to(sum_dtype(hidden.dtype))
@@ -176,16 +193,26 @@ def _token_logps(
     return -result.entropy, result.grad_hidden
 
 
-def _sum_documents(
+def _document_logps(
     logps: torch.Tensor, labels: torch.Tensor, documents: PackedDocuments, rule: PreferenceRule
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (log-probability, labelled tokens) of each document, both [N] and float64."""
     values = torch.stack([logps.double(), (labels != IGNORE_INDEX).double()])
-    sums = values.new_zeros(2, documents.count).index_add_(1, documents.numbers, values)
-    document_logps, tokens = all_reduce(sums, documents.cp).unbind()
+    document_logps, tokens = _sum_documents(values, documents).unbind()
     if rule.length_normalized:
         document_logps = document_logps / tokens.clamp(min=1.0)
     return document_logps, tokens
+
+
+def _sum_documents(values: torch.Tensor, documents: PackedDocuments) -> torch.Tensor:
+    """Sum figures of tokens [..., T] over each document: [..., N]."""
+    sums = values.new_zeros(*values.shape[:-1], documents.count).index_add_(-1, documents.numbers, values)
+    return all_reduce(sums, documents.cp)
+
+
+def _complete_pairs(tokens: torch.Tensor) -> torch.Tensor:
+    """Return whether both documents of each pair have labels [P], from their numbers [N]."""
+    return (tokens.view(-1, 2) > 0).all(1)
 
 
 def _pair_losses(
@@ -197,13 +224,13 @@ def _pair_losses(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (loss, figures, slope of the loss over the sum of each document's log-probabilities [N])."""
     chosen, rejected = (rule.beta * (document_logps - reference_logps)).view(-1, 2).unbind(1)
-    weight = (tokens.view(-1, 2) > 0).all(1) * scale
+    counts = _complete_pairs(tokens).double()
     margin, smoothing = chosen - rejected, rule.label_smoothing
     losses = -(1.0 - smoothing) * F.logsigmoid(margin) - smoothing * F.logsigmoid(-margin)
-    slope = rule.beta * (smoothing * margin.sigmoid() - (1.0 - smoothing) * (-margin).sigmoid()) * weight
+    slope = rule.beta * (smoothing * margin.sigmoid() - (1.0 - smoothing) * (-margin).sigmoid()) * counts * scale
     slopes = torch.stack([slope, -slope], 1).flatten()
     if rule.length_normalized:
         slopes = slopes / tokens.clamp(min=1.0)
     logp_chosen, logp_rejected = document_logps.view(-1, 2).unbind(1)
     figures = torch.stack([chosen, rejected, (margin > 0).double(), logp_chosen, logp_rejected])
-    return (losses * weight).sum(), (figures * weight).sum(1), slopes
+    return (losses * counts).sum() * scale, (figures * counts).sum(1), slopes

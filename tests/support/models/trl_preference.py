@@ -113,7 +113,8 @@ def trl_dpo(
     trainer = DPOTrainer(model, reference, config, train_dataset=dataset, processing_class=tokenizer)
     batch = trainer.data_collator(list(trainer.train_dataset))
     loss = trainer.compute_loss(model, batch)
-    return TrlBatch(loss, {name: values[-1] for name, values in trainer._metrics["train"].items()})
+    logged = trainer._metrics["train" if model.training else "eval"]
+    return TrlBatch(loss, {name: values[-1] for name, values in logged.items()})
 
 
 def _text(tokens: list[int]) -> str:
