@@ -233,6 +233,15 @@ class EndEvent(Event):
     exit_code: int
 
 
+REWARD_KEYS = (
+    "reward_chosen",
+    "reward_rejected",
+    "reward_margin",
+    "reward_accuracy",
+    "logp_chosen",
+    "logp_rejected",
+)
+"""Keys that the steps and validations of `mode: dpo` have."""
 EVENT_KINDS: dict[str, type[Event]] = {kind.kind: kind for kind in Event.__subclasses__()}
 """Every kind by its name in the line."""
 

@@ -15,7 +15,7 @@ from support.models.one_process import CPU, by_name, fill_from_hf, gradients, on
 from support.models.tiny_models import hf_model, save_tiny_hf
 from support.models.trl_preference import pack_pairs, random_pairs, trl_dpo
 from support.recipes.small_recipes import ALONE, world_size
-from support.runs.preference_ranks import train_preference
+from support.runs.preference_ranks import train_preference, train_preference_compiled
 from support.runs.rank_pool import RankPool
 from support.runs.small_runs import events, state
 from trainshed.engines.torch.batch_loader import LocalBatch
@@ -23,6 +23,8 @@ from trainshed.engines.torch.optimizer import AdamW
 from trainshed.engines.torch.step import EvaluationResult, ReferenceModel, StepRunner
 from trainshed.models.decoder import Regularization
 from trainshed.models.preference_loss import PreferenceRule
+from trainshed.observe.event_text import EventFormatter
+from trainshed.observe.events import REWARD_KEYS
 from trainshed.recipe import Optimizer, parse_recipe
 from trainshed.workflow import PreparedRun, prepare_run
 
@@ -73,7 +75,11 @@ def test_a_tiny_model_learns_a_preference_that_holds_for_pairs_it_has_not_seen(
     assert after["reward_accuracy"] > 0.9
     assert after["reward_accuracy"] > before["reward_accuracy"]
     assert after["loss"] < 0.3
-    assert {"reward_margin", "logp_chosen", "logp_rejected"} <= after.keys()
+    assert set(REWARD_KEYS) <= after.keys()
+    lines = EventFormatter(40)
+    shown = f"reward accuracy {last['reward_accuracy']:.1%}  margin {last['reward_margin']:.3f}"
+    assert shown in (lines.format(last) or "")
+    assert f"reward accuracy {after['reward_accuracy']:.1%}" in (lines.format(after) or "")
 
 
 def figures(run: PreparedRun, kind: str) -> list[dict[str, Any]]:
@@ -133,6 +139,14 @@ def test_a_layout_compares_pairs_like_one_process(
     run = prepared(tmp_path, family)
     trained(rank_pool, run, layout)
     assert_same_curve(run, alone(family))
+
+
+@pytest.mark.full
+def test_blocks_captured_as_for_a_gpu_compare_pairs_alike(alone: Any, rank_pool: RankPool, tmp_path: Path) -> None:
+    run, layout = prepared(tmp_path), "dp=2,recompute=selective,micro_batch=2"
+    codes = rank_pool.run(train_preference_compiled, run.folder, layout, {}, {}, ranks=world_size(layout))
+    assert set(codes) == {0}
+    assert_same_curve(run, alone("llama"))
 
 
 def test_context_parallel_ranks_normalise_lengths_like_one_process(

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from support.models.trl_preference import END, TokenPair, pack_pairs
+from support.runs.small_ranks import captured_blocks
 from trainshed.data.order import DataOrder
 from trainshed.data.sampling.schedule import BatchSchedule
 from trainshed.data.sampling.sources import SyntheticSource
@@ -93,3 +94,9 @@ def train_preference(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trainer, "BatchLoader", PairLoader)
         return train_rank(job, run_folder=folder)
+
+
+def train_preference_compiled(folder: Path, layout: str, dpo: dict[str, Any], train: dict[str, Any]) -> int:
+    """Train as one rank on pairs with its blocks, and those of the reference, captured as for a GPU."""
+    with captured_blocks():
+        return train_preference(folder, layout, dpo, train)
