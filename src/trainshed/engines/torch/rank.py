@@ -153,9 +153,8 @@ def _train_session(job: TrainJob, session: RankSession) -> int:
     if job.recipe.train.precision == "fp8" and (exclusions := describe_float8_exclusions(model)) is not None:
         emit("warning", text=exclusions)
     options = job.recipe.train.optimizer
-    runner = StepRunner(
-        model, optimizer_class(options)(model.shards, options, session.device), _build_reference(job, mesh)
-    )
+    optimizer = optimizer_class(options)(model.shards, options, session.device)
+    runner = StepRunner(model, optimizer, _build_reference(job, model))
     attempt = _checkpoint_attempt(job, session)
     checkpoint = find_resume_point(job, attempt, env.rank, session.store, emit)
     start = load_start_state(job, runner, emit, attempt.store, checkpoint)
@@ -179,9 +178,9 @@ def _train_session(job: TrainJob, session: RankSession) -> int:
     return 128 + end.signal
 
 
-def _build_reference(job: TrainJob, mesh: ParallelMesh) -> ReferenceModel | None:
-    """Return the frozen base weights that a preference run compares itself with, also where it is resumed."""
-    if (rule := _preference_rule(job)) is None:
+def _build_reference(job: TrainJob, model: RankModel) -> ReferenceModel | None:
+    """Return what a preference run compares itself with: its base weights, frozen, also where it is resumed."""
+    if (rule := model.regularization.preference) is None:
         return None
     if job.base is None:
         raise InputError(
@@ -191,11 +190,11 @@ def _build_reference(job: TrainJob, mesh: ParallelMesh) -> ReferenceModel | None
         )
     reference = build_model(
         job.config,
-        mesh,
+        model.mesh,
         sequence_length=job.order.sequence_length,
         precision=job.recipe.train.precision,
         regularization=Regularization(preference=rule),
-        compile_blocks=mesh.device.type == "cuda",
+        compile_blocks=model.mesh.device.type == "cuda",
         frozen=True,
     )
     load_base_weights(reference, job.base)
