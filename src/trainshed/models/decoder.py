@@ -8,7 +8,7 @@ Shapes: L whole sequence, S tokens of this context-parallel rank, s = S / tp, B 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,8 +21,15 @@ from trainshed.models.attention import Attention, context_parallel_positions, ro
 from trainshed.models.collectives import ParallelAxes, all_gather, reduce_scatter
 from trainshed.models.documents import AttentionMask, document_masks, document_positions
 from trainshed.models.layers import MLP, CounterDropout, Norm
-from trainshed.models.loss import linear_cross_entropy
+from trainshed.models.loss import LOSS_TERMS, VocabularyShard, linear_cross_entropy
 from trainshed.models.moe import ROUTER_LOSS_TERMS, MoE
+from trainshed.models.preference_loss import (
+    PREFERENCE_FIGURES,
+    PreferenceRule,
+    linear_document_logps,
+    linear_preference_loss,
+    packed_documents,
+)
 from trainshed.models.registered_loss import linear_token_loss
 from trainshed.models.token_loss import TokenLoss
 from trainshed.recipe import ModelConfig
@@ -40,17 +47,26 @@ class Regularization:
     seed: int = 0
     token_loss: TokenLoss | None = None
     """What takes the place of the cross-entropy; None: nothing does."""
+    preference: PreferenceRule | None = None
+    """How pairs of documents are compared, in place of the cross-entropy of tokens."""
+
+    @property
+    def output_terms(self) -> tuple[str, ...]:
+        """What the last stage returns of a batch with labels, in this order."""
+        return LOSS_TERMS if self.preference is None else (*LOSS_TERMS, *PREFERENCE_FIGURES)
 
 
 @dataclass
 class LossNormalization:
     """What the sums of a step are divided by; written before each step, read by every stage.
 
-    `tokens` is 1 / labelled tokens of the global batch, `sequences` 1 / its sequences.
+    `tokens` is 1 / labelled tokens of the global batch, `sequences` 1 / its sequences, `pairs` 1 / its pairs of
+    documents, which only the loss of a `PreferenceRule` reads.
     """
 
     tokens: torch.Tensor
     sequences: torch.Tensor
+    pairs: torch.Tensor = field(default_factory=lambda: torch.ones(()))
 
 
 _aten, _comm = torch.ops.aten, torch.ops._c10d_functional
@@ -213,12 +229,16 @@ class DecoderStage(nn.Module):
         labels: torch.Tensor | None = None,
         samples: torch.Tensor | None = None,
         document_starts: torch.Tensor | None = None,
+        reference_logps: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Run a micro-batch through this stage.
 
         `x` is token ids [B, S] in the first stage, the residual stream [s, B, H] in others. With labels [B, S] the last
-        stage returns the `LOSS_TERMS`, without them the normalised hidden states [S, B, H]. `document_starts` [B, L]
+        stage returns its `output_terms`, without them the normalised hidden states [S, B, H]. `document_starts` [B, L]
         keep the documents of a row apart (`documents.py`); without them a row is one document.
+
+        A stage with a `PreferenceRule` needs to know the log-probabilities that the reference model gives the documents
+        [B, document_slots(L)]. Without them it returns its own: it then is the reference.
         """
         if self.spec.first:
             x = self._embed(x, samples, document_starts)
@@ -237,6 +257,9 @@ class DecoderStage(nn.Module):
         hidden = all_gather(self.norm(x), self.axes.tp)
         if labels is None:
             return hidden
+        if (preference := self.regularization.preference) is not None:
+            assert document_starts is not None, "pairs are documents"
+            return self._compare_pairs(preference, hidden, labels, document_starts, reference_logps)
         if (rule := self.regularization.token_loss) is not None:
             return torch.stack(
                 linear_token_loss(
@@ -261,6 +284,27 @@ class DecoderStage(nn.Module):
             vocab_size=self.config.vocab_size,
         )
         return torch.stack([loss, z])
+
+    def _compare_pairs(
+        self,
+        rule: PreferenceRule,
+        hidden: torch.Tensor,
+        labels: torch.Tensor,
+        document_starts: torch.Tensor,
+        reference_logps: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Return the `output_terms`; without the reference's log-probabilities, those of this model [B, slots]."""
+        documents = packed_documents(document_starts, self.columns, self.axes.cp)
+        vocabulary = VocabularyShard(self.config.vocab_size, self.axes.tp, self.vocab_start)
+        states, head, labels = hidden.flatten(0, 1), self._head(), labels.t().flatten()
+        if reference_logps is None:
+            logps = linear_document_logps(states, head, labels, documents, rule, vocabulary)
+            return logps.view(documents.rows, documents.slots)
+        loss, figures = linear_preference_loss(
+            states, head, labels, documents, reference_logps.flatten(), self.normalization.pairs, rule, vocabulary
+        )
+        no_terms = torch.zeros(len(LOSS_TERMS) - 1, dtype=loss.dtype, device=loss.device)
+        return torch.cat([loss[None], no_terms, figures])
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits of this rank's part of the vocabulary for hidden states [S, B, H]: [S, B, V]."""

@@ -37,7 +37,8 @@ class EventFormatter:
         if kind == "probe":
             return f"base weights: loss {event['loss']:.4f} on the probe batch, {event['expected']:.4f} when fetched"
         if kind == "validation":
-            return f"validation after step {event['step']}: loss {_format_number(event['loss'], '.4f')}"
+            parts = [f"validation after step {event['step']}: loss {_format_number(event['loss'], '.4f')}"]
+            return "  ".join([*parts, *_reward_parts(event)])
         if kind == "non_finite":
             return f"step {event['step'] + 1}: {event['what']}; {_POLICIES[event['policy']]}"
         if kind == "checkpoint" and event["phase"] in ("committed", "failed"):
@@ -55,6 +56,7 @@ class EventFormatter:
         parts = [
             f"step {done}/{self.steps}  {done / self.steps:4.0%}  ETA {format_duration(left)}",
             f"loss {_format_number(event['loss'], '.4f')}",
+            *_reward_parts(event),
             f"grad norm {_format_number(event['grad_norm'], '.3f')}",
             f"lr {event['lr']:.2e}",
             f"{event['tokens_per_second_per_gpu']:,.0f} tokens/s/GPU",
@@ -76,6 +78,13 @@ def format_stop_request(source: str, attempt: int, done: int | None, saved: int 
     if done is None:
         return f"{source}: attempt {attempt} has done no step yet, and stops as soon as it can{more}"
     return f"{source}: attempt {attempt}, in step {done + 1:,}, stops within a step or two and saves a checkpoint{more}"
+
+
+def _reward_parts(event: dict[str, Any]) -> list[str]:
+    """Say how often, and by how much, the better answer of a pair is preferred; nothing where no pairs are compared."""
+    if event.get("reward_accuracy") is None or event.get("reward_margin") is None:
+        return []
+    return [f"reward accuracy {event['reward_accuracy']:.1%}", f"margin {event['reward_margin']:.3f}"]
 
 
 CTRL_C = "Ctrl-C"

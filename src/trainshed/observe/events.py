@@ -71,6 +71,12 @@ class StepEvent(Event):
     """One optimizer step. `tokens` is what the run has consumed so far; MFU is a fraction, null if it is unknown.
 
     `learned_tokens` are the tokens of this step that carried a label, where not all of them do.
+
+    With `mode: dpo` the loss is that of the step's `pairs` of answers, and the last keys are means over them. The
+    reward of an answer is beta · (its log-probability - that of the reference model): `reward_chosen` is that of the
+    better one, `reward_margin` the difference, `reward_accuracy` the share of pairs in which the better one has the
+    higher reward. `logp_chosen` and `logp_rejected` are the log-probabilities themselves: sums over an answer's tokens,
+    or means with `train.dpo.length_normalized`.
     """
 
     kind = "step"
@@ -86,21 +92,34 @@ class StepEvent(Event):
     batch_hash: str
     skipped: bool
     learned_tokens: int | None = None
+    pairs: int | None = None
     moe_balance: float | None = None
     moe_z: float | None = None
     z_loss: float | None = None
+    reward_chosen: float | None = None
+    reward_rejected: float | None = None
+    reward_margin: float | None = None
+    reward_accuracy: float | None = None
+    logp_chosen: float | None = None
+    logp_rejected: float | None = None
     memory_gib: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class ValidationEvent(Event):
-    """The loss on the validation batches after a step."""
+    """The loss on the validation batches after a step; with `mode: dpo` the keys of `StepEvent` on their pairs too."""
 
     kind = "validation"
     needs_step = True
     loss: float | None
     batches: int
     seconds: float | None = None
+    reward_chosen: float | None = None
+    reward_rejected: float | None = None
+    reward_margin: float | None = None
+    reward_accuracy: float | None = None
+    logp_chosen: float | None = None
+    logp_rejected: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,6 +233,15 @@ class EndEvent(Event):
     exit_code: int
 
 
+REWARD_KEYS = (
+    "reward_chosen",
+    "reward_rejected",
+    "reward_margin",
+    "reward_accuracy",
+    "logp_chosen",
+    "logp_rejected",
+)
+"""Keys that the steps and validations of `mode: dpo` have."""
 EVENT_KINDS: dict[str, type[Event]] = {kind.kind: kind for kind in Event.__subclasses__()}
 """Every kind by its name in the line."""
 

@@ -28,6 +28,7 @@ def check_runnable(recipe: Recipe, cluster: Cluster) -> None:
     check_cluster(cluster)
     problems = [
         *_engine_problems(recipe),
+        *_preference_problems(recipe),
         *_plugin_problems(recipe),
         *_target_problems(recipe, cluster),
         *_address_problems(recipe, cluster),
@@ -75,7 +76,7 @@ def check_plugins(recipe: Recipe, job: JobFile) -> None:
 
 def check_engine(recipe: Recipe) -> None:
     """Raise what our own engine cannot do of a recipe, wherever it would run."""
-    problems = [*_foreign_problems(recipe), *_engine_problems(recipe)]
+    problems = [*_foreign_problems(recipe), *_engine_problems(recipe), *_preference_problems(recipe)]
     if problems:
         raise recipe_error(problems, recipe.places)
 
@@ -104,6 +105,19 @@ def _engine_problems(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(
             ("data", "stage"), f"staging tokens on {recipe.data.stage} is not built yet", "write `stage: direct`"
         )
+
+
+def _preference_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Yield what cannot be had together with `mode: dpo`."""
+    train = recipe.train
+    if train.mode != "dpo":
+        return
+    if recipe.engine.name != "torch":
+        yield Problem(("train", "mode"), f"{recipe.engine.name} is not rendered for `mode: dpo`", "engine: torch")
+    if train.loss is not None:
+        yield Problem(("train", "loss"), "`mode: dpo` compares answers, and has no other loss", "delete it")
+    if train.z_loss:
+        yield Problem(("train", "z_loss"), "the loss of `mode: dpo` has no z-loss", "delete it")
 
 
 _FOREIGN_KINDS = ("text format", "serving engine")

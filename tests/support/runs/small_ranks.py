@@ -8,7 +8,8 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -78,7 +79,14 @@ def train_validating(folder: Path, model: str, layout: str, overrides: Sequence[
 
 
 def train_compiled(folder: Path, model: str, layout: str, overrides: Sequence[str]) -> int:
-    """Train as one rank with its blocks captured as for a GPU, their graphs then run operation by operation."""
+    """Train as one rank with its blocks captured as for a GPU."""
+    with captured_blocks():
+        return train_small(folder, model, layout, overrides)
+
+
+@contextmanager
+def captured_blocks() -> Iterator[None]:
+    """Let ranks capture their blocks as for a GPU; the graphs are then run operation by operation."""
     warnings.simplefilter("ignore")  # of PyTorch's own, when it loads its compiler
 
     def build_compiled(*arguments: Any, **options: Any) -> RankModel:
@@ -90,7 +98,7 @@ def train_compiled(folder: Path, model: str, layout: str, overrides: Sequence[st
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rank, "build_model", build_compiled)
         patch.setattr(DecoderLayer, "compile", compile_block)
-        return train_small(folder, model, layout, overrides)
+        yield
 
 
 def train_counting_stages(folder: Path, model: str, layout: str, overrides: Sequence[str]) -> list[int]:

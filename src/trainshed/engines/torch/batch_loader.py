@@ -22,7 +22,8 @@ class LocalBatch:
     `tokens` and `labels` are int64 [R, S], None on ranks whose stages need none. `samples` are the run's sample numbers
     [R], present only where dropout needs them. `hashes` are the sums of the rows' hashes; they are zero on all but one
     of the ranks that read the same rows. `document_starts` int64 [R, L] are of whole rows, on every pipeline rank; None
-    where documents are not kept apart, and then every token has a label.
+    where documents are not kept apart, and then every token has a label. `reference_logps` float64 [R, D] are what the
+    reference model of a preference run gives the documents; only the last pipeline rank has them.
     """
 
     rows: int
@@ -31,6 +32,7 @@ class LocalBatch:
     samples: torch.Tensor | None = None
     hashes: tuple[int, int] = (0, 0)
     document_starts: torch.Tensor | None = None
+    reference_logps: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -133,9 +133,14 @@ class RankModel:
         return isinstance(self.stages[0], FSDPModule)
 
     @property
+    def regularization(self) -> Regularization:
+        """What the stages are trained on."""
+        return self.stages[0].regularization
+
+    @property
     def loss_terms(self) -> tuple[str, ...]:
         """The terms that this model is trained on besides the cross-entropy; they are reported by themselves."""
-        regularization = self.stages[0].regularization
+        regularization = self.regularization
         # The second term is the z-loss, or the extra part of a registered loss.
         of_loss = LOSS_TERMS[1:] if regularization.z_loss or regularization.token_loss is not None else ()
         return of_loss if self.config.moe is None else (*of_loss, *ROUTER_LOSS_TERMS)
@@ -149,14 +154,18 @@ def build_model(
     precision: str,
     regularization: Regularization,
     compile_blocks: bool = False,
+    frozen: bool = False,
 ) -> RankModel:
-    """Build this rank's stages with memory but without values."""
+    """Build this rank's stages with memory but without values.
+
+    A `frozen` model is never trained: its weights have no gradients, and only the precision of the products.
+    """
     layout, device = mesh.layout, mesh.device
     check_sharding(mesh)
     dtype = COMPUTE_DTYPES[precision]
-    master_dtype = torch.float64 if precision == "fp64" else torch.float32
-    one = torch.ones((), dtype=master_dtype, device=device)
-    normalization = LossNormalization(one, one.clone())
+    master_dtype = dtype if frozen else torch.promote_types(dtype, torch.float32)
+    one = torch.ones((), dtype=torch.promote_types(dtype, torch.float32), device=device)
+    normalization = LossNormalization(one, one.clone(), one.clone())
     stages: list[DecoderStage] = []
     for number in layout.chunks(mesh.coordinates.pp):
         spec = DecoderStageSpec(
@@ -170,6 +179,7 @@ def build_model(
         )
         with torch.device("meta"):
             stage = DecoderStage(config, mesh.axes, spec, regularization, normalization).to(master_dtype)
+        stage.requires_grad_(not frozen)
         if precision == "fp8":
             _convert_to_float8(stage)
         if compile_blocks:

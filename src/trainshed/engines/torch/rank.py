@@ -28,17 +28,18 @@ from trainshed.engines.torch.rank_env import (
     rendezvous_store,
 )
 from trainshed.engines.torch.rank_health import BUDGET_SECONDS, COLLECTIVE_SECONDS, Watchdog
-from trainshed.engines.torch.state import find_resume_point, load_start_state
-from trainshed.engines.torch.step import StepRunner
+from trainshed.engines.torch.state import find_resume_point, load_base_weights, load_start_state
+from trainshed.engines.torch.step import ReferenceModel, StepRunner
 from trainshed.engines.torch.trainer import StepProfiler, Trainer
-from trainshed.errors import TrainshedError
+from trainshed.errors import InputError, TrainshedError
 from trainshed.models.decoder import Regularization
 from trainshed.models.parameters import parameter_count
+from trainshed.models.preference_loss import PreferenceRule
 from trainshed.models.token_loss import build_loss
 from trainshed.observe.events import EventWriter
 from trainshed.observe.exporters import open_exporters
 from trainshed.observe.health import health_folder, write_rank_error
-from trainshed.recipe.train import MoeLosses
+from trainshed.recipe.train import Dpo, MoeLosses
 from trainshed.run_folder import PROFILE
 from trainshed.signals import StopSignals
 from trainshed.storage.attempts import Attempt, take_attempt
@@ -152,7 +153,8 @@ def _train_session(job: TrainJob, session: RankSession) -> int:
     if job.recipe.train.precision == "fp8" and (exclusions := describe_float8_exclusions(model)) is not None:
         emit("warning", text=exclusions)
     options = job.recipe.train.optimizer
-    runner = StepRunner(model, optimizer_class(options)(model.shards, options, session.device))
+    optimizer = optimizer_class(options)(model.shards, options, session.device)
+    runner = StepRunner(model, optimizer, _build_reference(job, model))
     attempt = _checkpoint_attempt(job, session)
     checkpoint = find_resume_point(job, attempt, env.rank, session.store, emit)
     start = load_start_state(job, runner, emit, attempt.store, checkpoint)
@@ -176,6 +178,37 @@ def _train_session(job: TrainJob, session: RankSession) -> int:
     return 128 + end.signal
 
 
+def _build_reference(job: TrainJob, model: RankModel) -> ReferenceModel | None:
+    """Return what a preference run compares itself with: its base weights, frozen, also where it is resumed."""
+    if (rule := model.regularization.preference) is None:
+        return None
+    if job.base is None:
+        raise InputError(
+            "`mode: dpo` compares with the base weights, and this run has none",
+            where=job.recipe.where("model.from"),
+            hint="run `trainshed run RECIPE`, which fetches them",
+        )
+    reference = build_model(
+        job.config,
+        model.mesh,
+        sequence_length=job.order.sequence_length,
+        precision=job.recipe.train.precision,
+        regularization=Regularization(preference=rule),
+        compile_blocks=model.mesh.device.type == "cuda",
+        frozen=True,
+    )
+    load_base_weights(reference, job.base)
+    return ReferenceModel(reference)
+
+
+def _preference_rule(job: TrainJob) -> PreferenceRule | None:
+    train = job.recipe.train
+    if train.mode != "dpo":
+        return None
+    options = train.dpo or Dpo()
+    return PreferenceRule(options.beta, options.label_smoothing, options.length_normalized)
+
+
 def _build_model(job: TrainJob, mesh: ParallelMesh) -> RankModel:
     train = job.recipe.train
     # Models with experts have the router's losses even if the recipe leaves them out: by the schema's defaults.
@@ -187,6 +220,7 @@ def _build_model(job: TrainJob, mesh: ParallelMesh) -> RankModel:
         dropout=train.dropout,
         seed=job.recipe.seed,
         token_loss=build_loss(train.loss),
+        preference=_preference_rule(job),
     )
     if train.deterministic:
         torch.use_deterministic_algorithms(True)

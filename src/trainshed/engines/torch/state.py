@@ -195,15 +195,15 @@ def measure_probe_loss(runner: StepRunner, sequence_length: int, global_batch: i
     if mesh.reads_tokens:
         rows = slice(local_rows.start, local_rows.stop)
         batch = to_local_batch(tokens[rows, :-1], labelled[rows], mesh, padding=padding)
-    return runner.evaluate(batch, global_batch, labelled=PROBE_ROWS * PROBE_TOKENS)
+    return runner.evaluate(batch, global_batch, labelled=PROBE_ROWS * PROBE_TOKENS).loss
 
 
 @contextmanager
 def cross_entropy_alone(model: RankModel) -> Iterator[None]:
-    """Let a model with a registered loss measure the cross-entropy, which the probe's loss is."""
+    """Let a model with another loss measure the cross-entropy, which the probe's loss is."""
     kept = [stage.regularization for stage in model.stages]
     for stage in model.stages:
-        stage.regularization = replace(stage.regularization, token_loss=None)
+        stage.regularization = replace(stage.regularization, token_loss=None, preference=None)
     try:
         yield
     finally:

@@ -17,7 +17,7 @@ from trainshed.engines.torch.learning_rate import decay_span, learning_rate
 from trainshed.engines.torch.rank_env import EventEmitter, TrainJob
 from trainshed.engines.torch.rank_health import Watchdog, stop_votes
 from trainshed.engines.torch.state import StartPoint, state_facts, state_tensors
-from trainshed.engines.torch.step import DeviceTimestamp, PendingMetrics, StepMetrics, StepRunner
+from trainshed.engines.torch.step import DeviceTimestamp, EvaluationResult, PendingMetrics, StepMetrics, StepRunner
 from trainshed.errors import TrainshedError
 from trainshed.observe.mfu import measure_mfu
 from trainshed.recipe.schema import Profile
@@ -132,8 +132,9 @@ class Trainer:
             mfu_full_attention=mfu_full,
             batch_hash=metrics.batch_hash,
             learned_tokens=metrics.learned_tokens,
+            pairs=metrics.pairs,
             skipped=metrics.non_finite,
-            **{name: _finite_or_none(value) for name, value in metrics.loss_terms.items()},
+            **{name: _finite_or_none(value) for name, value in {**metrics.loss_terms, **metrics.rewards}.items()},
             memory_gib=torch.cuda.max_memory_allocated(self.device) / 2**30 if self.device.type == "cuda" else None,
         )
 
@@ -211,13 +212,23 @@ class Trainer:
         self._begin_phase("validation")
         began = time.monotonic()
         loader = BatchLoader(order, self.runner.model.mesh, with_sample_ids=False)
-        total = 0.0
-        for number in range(validation.batches):
-            batch = loader.batch(number, ahead=number + 1 < validation.batches)
-            total += self.runner.evaluate(batch, order.batch_size(number))
+        result = EvaluationResult.mean(
+            [
+                self.runner.evaluate(
+                    loader.batch(number, ahead=number + 1 < validation.batches), order.batch_size(number)
+                )
+                for number in range(validation.batches)
+            ]
+        )
         loader.close()
-        loss = _finite_or_none(total / validation.batches)
-        self.emit("validation", self.step, loss=loss, batches=validation.batches, seconds=time.monotonic() - began)
+        self.emit(
+            "validation",
+            self.step,
+            loss=_finite_or_none(result.loss),
+            batches=validation.batches,
+            seconds=time.monotonic() - began,
+            **{name: _finite_or_none(value) for name, value in result.rewards.items()},
+        )
 
     def _save(self, *, blocking: bool) -> None:
         self._begin_phase("checkpoint")
