@@ -278,7 +278,9 @@ def shrunk_recipe(recipe: Recipe, small: ShrunkRun, layout: Layout, store: Path,
         "model": ModelSection(config=small.config, init="random"),
         "tokenizer": None,
         "data": DataSection(synthetic=True, sequence_length=small.sequence_length, seed=recipe.data.seed),
-        "train": recipe.train.model_copy(update=train | {"precision": PRECISION, "schedule": schedule}),
+        "train": recipe.train.model_copy(
+            update=train | {"precision": PRECISION, "schedule": schedule, "early_stop": None}
+        ),
         "layout": layout,
         "engine": Engine(),
         "checkpoint": Checkpoint(every=steps // 2, keep=None, **{"async": recipe.checkpoint.async_}),

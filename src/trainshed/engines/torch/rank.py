@@ -154,8 +154,10 @@ def _train_session(job: TrainJob, session: RankSession) -> int:
     options = job.recipe.train.optimizer
     runner = StepRunner(model, optimizer_class(options)(model.shards, options, session.device))
     attempt = _checkpoint_attempt(job, session)
-    checkpoint = find_resume_point(job, attempt, env.rank, session.store, emit)
-    start = load_start_state(job, runner, emit, attempt.store, checkpoint)
+    resume = find_resume_point(job, attempt, env.rank, session.store, emit)
+    start = load_start_state(job, runner, emit, attempt.store, resume.checkpoint)
+    if job.recipe.checkpoint.best is not None:
+        start = resume.with_best(start)
     emit("phase", name="load", seconds=time.monotonic() - began)
     profile_folder = session.health.parents[1] / PROFILE / session.health.name
     profiler = StepProfiler(job.recipe.observe.profile, env.rank, start.step, profile_folder)

@@ -130,6 +130,14 @@ class PendingMetrics:
         )
 
 
+@dataclass(frozen=True)
+class EvaluationResult:
+    """The loss of a batch on all ranks: the mean over its labelled tokens, and how many those are."""
+
+    loss: float
+    labelled: int
+
+
 class StepRunner:
     """Runs steps of one rank's model."""
 
@@ -154,12 +162,13 @@ class StepRunner:
             shard.tensor.grad = None
         return PendingMetrics(figures, self.model.loss_terms)
 
-    def evaluate(self, batch: LocalBatch, global_batch: int, labelled: int | None = None) -> float:
+    def evaluate(self, batch: LocalBatch, global_batch: int, labelled: int | None = None) -> EvaluationResult:
         """Return the cross-entropy of a batch, summed over its labelled tokens and divided by their count."""
         losses = self._forward_backward(batch, global_batch, backward=False, labelled=labelled)
         no_gradient = torch.zeros((), dtype=torch.float64, device=self.model.mesh.device)
         figures = self._all_reduce_figures(no_gradient, losses, (0, 0), NO_STOP_VOTES)
-        return PendingMetrics(figures, ()).read().loss
+        loss = PendingMetrics(figures, ()).read().loss
+        return EvaluationResult(loss, labelled or global_batch * self.model.sequence_length)
 
     def _forward_backward(
         self, batch: LocalBatch, global_batch: int, *, backward: bool, labelled: int | None = None
