@@ -15,10 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from trainshed.models.attention import Attention, context_parallel_positions, rotary_table
 from trainshed.models.collectives import ParallelAxes, all_gather, reduce_scatter
+from trainshed.models.documents import AttentionMask, document_masks, document_positions
 from trainshed.models.layers import MLP, CounterDropout, Norm
 from trainshed.models.loss import linear_cross_entropy
 from trainshed.models.moe import ROUTER_LOSS_TERMS, MoE
@@ -64,6 +65,7 @@ _SAVED_OPS = (
     _aten._scaled_dot_product_cudnn_attention.default,
     _comm.reduce_scatter_tensor.default,
     _comm.all_to_all_single.default,
+    torch.ops.higher_order.flex_attention,
 )
 
 
@@ -112,16 +114,19 @@ class DecoderLayer(nn.Module):
         rotary: tuple[torch.Tensor, torch.Tensor] | None,
         sequence_scale: torch.Tensor | None,
         samples: torch.Tensor | None,
-        positions: torch.Tensor,
+        columns: torch.Tensor,
+        masks: tuple[AttentionMask, ...] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the residual stream [s, B, H] and the router's losses, if there is a router.
 
-        `sequence_scale` is 1 / sequences of the global batch, for the router's losses.
+        `sequence_scale` is 1 / sequences of the global batch, for the router's losses. `samples` and `columns` are for
+        dropout, `masks` keep documents apart.
         """
+        arguments = (x, rotary, sequence_scale, samples, columns, masks)
         if self.recompute == "none" or not torch.is_grad_enabled():
-            return self._forward(x, rotary, sequence_scale, samples, positions)
+            return self._forward(*arguments)
         keep: dict[str, Any] = {"context_fn": self.checkpoint_contexts} if self.recompute == "selective" else {}
-        return checkpoint(self._forward, x, rotary, sequence_scale, samples, positions, use_reentrant=False, **keep)
+        return checkpoint(self._forward, *arguments, use_reentrant=False, **keep)
 
     def _forward(
         self,
@@ -129,15 +134,16 @@ class DecoderLayer(nn.Module):
         rotary: tuple[torch.Tensor, torch.Tensor] | None,
         sequence_scale: torch.Tensor | None,
         samples: torch.Tensor | None,
-        positions: torch.Tensor,
+        columns: torch.Tensor,
+        masks: tuple[AttentionMask, ...] | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        x = x + self.attention_dropout(self.attention(x, rotary), samples, positions)
+        x = x + self.attention_dropout(self.attention(x, rotary, masks), samples, columns)
         if isinstance(self.mlp, MoE):
             out, router_losses = self.mlp(x, sequence_scale)
             out, router_losses = _AttachLosses.apply(out, router_losses), router_losses.detach()
         else:
             out, router_losses = self.mlp(x), None
-        return x + self.mlp_dropout(out, samples, positions), router_losses
+        return x + self.mlp_dropout(out, samples, columns), router_losses
 
 
 class Embedding(nn.Module):
@@ -189,6 +195,7 @@ class DecoderStage(nn.Module):
         with torch.device("cpu"):
             local = context_parallel_positions(spec.sequence_length, cp.size, cp.rank)
             self.rotary: tuple[torch.Tensor, torch.Tensor] | None = None
+            self._rotary_of_position: tuple[torch.Tensor, torch.Tensor] | None = None
             if self.config.positions == "rope":
                 dtype = torch.promote_types(spec.dtype, torch.float32)
                 cosine, sine = rotary_table(self.config, local)
@@ -197,21 +204,32 @@ class DecoderStage(nn.Module):
                     sine[:, None, None].to(device, dtype),
                 )
             start, stop = tp.shard_bounds(len(local))
-            self.local_positions = local[start:stop].to(device)
+            self.columns, self.local_columns = local.to(device), local[start:stop].to(device)
         self.router_losses = torch.zeros(len(ROUTER_LOSS_TERMS), dtype=torch.float64, device=device)
 
     def forward(
-        self, x: torch.Tensor, labels: torch.Tensor | None = None, samples: torch.Tensor | None = None
+        self,
+        x: torch.Tensor,
+        labels: torch.Tensor | None = None,
+        samples: torch.Tensor | None = None,
+        document_starts: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Run a micro-batch through this stage.
 
         `x` is token ids [B, S] in the first stage, the residual stream [s, B, H] in others. With labels [B, S] the last
-        stage returns the `LOSS_TERMS`, without them the normalised hidden states [S, B, H].
+        stage returns the `LOSS_TERMS`, without them the normalised hidden states [S, B, H]. `document_starts` [B, L]
+        keep the documents of a row apart (`documents.py`); without them a row is one document.
         """
         if self.spec.first:
-            x = self._embed(x, samples)
+            x = self._embed(x, samples, document_starts)
+        rotary, masks = self.rotary, None
+        if document_starts is not None:
+            rotary = self._document_rotary(document_starts)
+            masks = document_masks(
+                document_starts, self.axes.cp, self.config.sliding_window, head_dim=self.config.head_dim
+            )
         for block in self.layers.values():
-            x, router_losses = block(x, self.rotary, self.normalization.sequences, samples, self.local_positions)
+            x, router_losses = block(x, rotary, self.normalization.sequences, samples, self.local_columns, masks)
             if router_losses is not None:
                 self.router_losses += router_losses
         if not self.spec.last:
@@ -251,7 +269,22 @@ class DecoderStage(nn.Module):
     def _head(self) -> torch.Tensor:
         return self.embedding.weight if self.config.tied_embeddings else self.head.weight
 
-    def _embed(self, tokens: torch.Tensor, samples: torch.Tensor | None) -> torch.Tensor:
+    def _document_rotary(self, document_starts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return cosines and sines of this rank's columns by their positions within documents: [S, B, 1, D] each."""
+        if self.rotary is None:
+            return None
+        if self._rotary_of_position is None:
+            with torch.device("cpu"):
+                tables = rotary_table(self.config, torch.arange(self.spec.sequence_length))
+            cosine, sine = (table[:, None].to(self.rotary[0]) for table in tables)
+            self._rotary_of_position = (cosine, sine)
+        positions = document_positions(document_starts, self.columns)
+        cosine, sine = self._rotary_of_position
+        return cosine[positions], sine[positions]
+
+    def _embed(
+        self, tokens: torch.Tensor, samples: torch.Tensor | None, document_starts: torch.Tensor | None
+    ) -> torch.Tensor:
         """Embed token ids [B, S]: this rank's part of the residual stream [s, B, H]. Each tp rank has some rows."""
         ids = tokens.t() - self.vocab_start
         weight, tp = self.embedding.weight, self.axes.tp
@@ -263,8 +296,11 @@ class DecoderStage(nn.Module):
             x = reduce_scatter(torch.where(on_this_rank[..., None], rows, 0.0), tp)
         x = x.to(self.spec.dtype)
         if self.config.positions == "learned":
-            x = x + F.embedding(self.local_positions, self.positions.weight)[:, None].to(x.dtype)
-        return self.embedding_dropout(x, samples, self.local_positions)
+            positions = self.local_columns[:, None]
+            if document_starts is not None:
+                positions = document_positions(document_starts, self.local_columns)
+            x = x + F.embedding(positions, self.positions.weight).to(x.dtype)
+        return self.embedding_dropout(x, samples, self.local_columns)
 
 
 class _AttachLosses(torch.autograd.Function):
@@ -282,7 +318,11 @@ class _AttachLosses(torch.autograd.Function):
 
 def selective_checkpoint_contexts() -> Any:
     """Selective recompute: save the results of matrix products, attention and collectives; recompute the rest."""
-    return create_selective_checkpoint_contexts(list(_SAVED_OPS))
+    return create_selective_checkpoint_contexts(_save_or_recompute)
+
+
+def _save_or_recompute(context: Any, operation: Any, *_args: Any, **_options: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operation in _SAVED_OPS else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def selective_checkpoint_contexts_beside_hooks() -> Any:
@@ -292,6 +332,8 @@ def selective_checkpoint_contexts_beside_hooks() -> Any:
 
 class _OnlySavedOps(TorchDispatchMode):
     """Hides all operations but the saved ones from a selective checkpoint, which refuses another number of them."""
+
+    supports_higher_order_operators = True
 
     def __init__(self, counting: Any) -> None:
         super().__init__()

@@ -68,7 +68,10 @@ class PhaseEvent(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class StepEvent(Event):
-    """One optimizer step. `tokens` is what the run has consumed so far; MFU is a fraction, null if it is unknown."""
+    """One optimizer step. `tokens` is what the run has consumed so far; MFU is a fraction, null if it is unknown.
+
+    `learned_tokens` are the tokens of this step that carried a label, where not all of them do.
+    """
 
     kind = "step"
     needs_step = True
@@ -82,6 +85,7 @@ class StepEvent(Event):
     mfu_full_attention: float | None
     batch_hash: str
     skipped: bool
+    learned_tokens: int | None = None
     moe_balance: float | None = None
     moe_z: float | None = None
     z_loss: float | None = None

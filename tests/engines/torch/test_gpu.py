@@ -12,8 +12,9 @@ from trainshed.engines.torch.optimizer import AdamW
 from trainshed.engines.torch.parallel import single_rank_mesh
 from trainshed.engines.torch.step import StepMetrics, StepRunner
 from trainshed.models.attention import causal_attention
-from trainshed.models.collectives import ParallelAxes
+from trainshed.models.collectives import AxisGroup, ParallelAxes
 from trainshed.models.decoder import Regularization
+from trainshed.models.documents import document_masks
 from trainshed.models.loss import linear_cross_entropy
 from trainshed.models.moe import GroupedExperts
 from trainshed.plan.layout import resolve_layout
@@ -61,6 +62,7 @@ def outcomes(
     *,
     recompute: str = "none",
     dropout: float = 0.0,
+    mean_document: int | None = None,
 ) -> list[StepMetrics]:
     layout = resolve_layout(Layout.model_validate({"micro_batch": 2, "recompute": recompute}), config)
     place = torch.device(device)
@@ -79,10 +81,52 @@ def outcomes(
     for step in range(steps):
         rows = torch.randint(0, config.vocab_size, (BATCH, LENGTH + 1), generator=generator)
         samples = torch.arange(step * BATCH, (step + 1) * BATCH, device=place) if dropout else None
-        batch = LocalBatch(BATCH, rows[:, :-1].contiguous().to(place), rows[:, 1:].contiguous().to(place), samples)
+        starts = None if mean_document is None else random_documents(mean_document, generator).to(place)
+        inputs, labels = rows[:, :-1].contiguous().to(place), rows[:, 1:].contiguous().to(place)
+        batch = LocalBatch(BATCH, inputs, labels, samples, document_starts=starts)
         found.append(runner.step(batch, BATCH, 1e-3).read())
     torch.compiler.reset()
     return found
+
+
+def random_documents(mean: int, generator: torch.Generator) -> torch.Tensor:
+    """Document starts [BATCH, LENGTH] of documents of other lengths in every batch."""
+    begins = torch.rand(BATCH, LENGTH, generator=generator) < 1 / mean
+    columns = torch.where(begins, torch.arange(LENGTH), 0)
+    return columns.cummax(1).values
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("family", ["dense", "experts", "window"])
+def test_documents_are_kept_apart_as_on_a_cpu(family: str, recompute: str) -> None:
+    windowed = DENSE.model_copy(update={"sliding_window": 48, "family": "mistral"})
+    config = {"dense": DENSE, "experts": EXPERTS, "window": windowed}[family]
+    there = outcomes(config, "cuda", "bf16", 4, mean_document=60, recompute=recompute)
+    here, without = outcomes(config, "cpu", "fp32", 4, mean_document=60), outcomes(config, "cpu", "fp32", 1)
+    for gpu, cpu in zip(there, here, strict=True):
+        assert gpu.loss == pytest.approx(cpu.loss, rel=3e-2)
+        assert gpu.grad_norm == pytest.approx(cpu.grad_norm, rel=0.1)
+    assert abs(here[0].grad_norm - without[0].grad_norm) > 1e-3 * without[0].grad_norm
+
+
+@pytest.mark.parametrize("cp", [AxisGroup(), AxisGroup(2, 0), AxisGroup(2, 1)])
+@pytest.mark.parametrize("window", [None, 100])
+def test_blocks_attend_as_the_plain_mask_does(cp: AxisGroup, window: int | None) -> None:
+    generator = torch.Generator().manual_seed(0)
+    starts = torch.where(torch.rand(2, 1024, generator=generator) < 1 / 100, torch.arange(1024), 0).cummax(1).values
+    plain, blocks = document_masks(starts, cp, window, 64), document_masks(starts.cuda(), cp, window, 64)
+    for mask, block_mask in zip(plain, blocks, strict=True):
+        assert isinstance(mask, torch.Tensor)
+        shapes = [(mask.shape[-2], 2, 8, 64), (mask.shape[-1], 2, 2, 64), (mask.shape[-1], 2, 2, 64)]
+        here = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
+        there = [x.detach().to("cuda", torch.bfloat16).requires_grad_() for x in here]
+        expected, got = causal_attention(*here, window, mask), causal_attention(*there, window, block_mask)
+        expected.square().sum().backward()
+        got.float().square().sum().backward()
+        torch.testing.assert_close(got.float().cpu(), expected, rtol=3e-2, atol=3e-2)
+        for x, y in zip(there, here, strict=True):
+            scale = y.grad.abs().max().item()
+            torch.testing.assert_close(x.grad.float().cpu(), y.grad, rtol=5e-2, atol=2e-2 * scale)
 
 
 @pytest.mark.parametrize("config", [DENSE, EXPERTS], ids=["dense", "experts"])

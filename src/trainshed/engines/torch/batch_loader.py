@@ -20,7 +20,8 @@ class LocalBatch:
 
     `tokens` and `labels` are int64 [R, S], None on ranks whose stages need none. `samples` are the run's sample numbers
     [R], present only where dropout needs them. `hashes` are the sums of the rows' hashes; they are zero on all but one
-    of the ranks that read the same rows.
+    of the ranks that read the same rows. `document_starts` int64 [R, L] are of whole rows, on every pipeline rank; None
+    where documents are not kept apart, and then every token has a label.
     """
 
     rows: int
@@ -28,6 +29,7 @@ class LocalBatch:
     labels: torch.Tensor | None
     samples: torch.Tensor | None = None
     hashes: tuple[int, int] = (0, 0)
+    document_starts: torch.Tensor | None = None
 
 
 class BatchLoader:

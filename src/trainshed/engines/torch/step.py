@@ -37,7 +37,7 @@ from trainshed.engines.torch.optimizer_registry import RankOptimizer
 from trainshed.engines.torch.parallel import ParallelMesh
 from trainshed.engines.torch.rank_health import NO_STOP_VOTES, agreed_signal
 from trainshed.models.collectives import AxisGroup
-from trainshed.models.loss import LOSS_TERMS
+from trainshed.models.loss import IGNORE_INDEX, LOSS_TERMS
 from trainshed.models.moe import ROUTER_LOSS_TERMS
 
 
@@ -97,6 +97,8 @@ class StepMetrics:
     loss_terms: Mapping[str, float]
     """The other terms that were trained on, by name: those of `RankModel.loss_terms`."""
     batch_hash: str
+    learned_tokens: int | None
+    """Tokens of the batch that carried a label; None where all of them do."""
     non_finite: bool
     """Loss or gradient was not a number: nothing was updated."""
     stop_signal: int | None
@@ -125,6 +127,7 @@ class PendingMetrics:
             grad_norm=norm,
             loss_terms={term: figures[term] for term in self._loss_terms},
             batch_hash=format_batch_hash(int(figures["hash_low"]), int(figures["hash_high"])),
+            learned_tokens=int(figures["learned_tokens"]) if "learned_tokens" in figures else None,
             non_finite=not finite,
             stop_signal=agreed_signal(figures),
         )
@@ -151,10 +154,11 @@ class StepRunner:
         self, batch: LocalBatch, global_batch: int, lr: float, stop_votes: Mapping[str, float] = NO_STOP_VOTES
     ) -> PendingMetrics:
         """Forward, backward, sum, update."""
-        losses = self._forward_backward(batch, global_batch, backward=True)
+        labelled = self._count_labels(batch)
+        losses = self._forward_backward(batch, global_batch, backward=True, labelled=labelled)
         reduce_gradients(self.model.shards, self.model.mesh)
         squared_norm = squared_grad_norm(self.model.shards).to(self.model.mesh.device)
-        figures = self._all_reduce_figures(squared_norm, losses, batch.hashes, stop_votes)
+        figures = self._all_reduce_figures(squared_norm, losses, batch.hashes, stop_votes, labelled)
         norm = figures["squared_grad_norm"].sqrt()
         skip = 1.0 - (torch.isfinite(norm) & torch.isfinite(figures["loss"])).double()
         self.optimizer.step(lr, norm, skip)
@@ -164,17 +168,37 @@ class StepRunner:
 
     def evaluate(self, batch: LocalBatch, global_batch: int, labelled: int | None = None) -> EvaluationResult:
         """Return the cross-entropy of a batch, summed over its labelled tokens and divided by their count."""
-        losses = self._forward_backward(batch, global_batch, backward=False, labelled=labelled)
+        counted = self._count_labels(batch) if labelled is None else None
+        losses = self._forward_backward(batch, global_batch, backward=False, labelled=labelled or counted)
         no_gradient = torch.zeros((), dtype=torch.float64, device=self.model.mesh.device)
         figures = self._all_reduce_figures(no_gradient, losses, (0, 0), NO_STOP_VOTES)
         loss = PendingMetrics(figures, ()).read().loss
         return EvaluationResult(loss, labelled or global_batch * self.model.sequence_length)
 
+    def _count_labels(self, batch: LocalBatch) -> torch.Tensor | None:
+        """Count the labels of the global batch, on the device: float64 scalar; None where every token has one.
+
+        The sums of the step are divided by it, so it is summed over the ranks before the forward pass.
+        """
+        if batch.document_starts is None:
+            return None
+        mesh = self.model.mesh
+        count = torch.zeros((), dtype=torch.float64, device=mesh.device)
+        if mesh.coordinates.pp == mesh.layout.pp - 1 and mesh.coordinates.tp == 0:
+            assert batch.labels is not None
+            count += (batch.labels != IGNORE_INDEX).sum()
+        if mesh.layout.world_size > 1:
+            dist.all_reduce(count)
+        return count
+
     def _forward_backward(
-        self, batch: LocalBatch, global_batch: int, *, backward: bool, labelled: int | None = None
+        self, batch: LocalBatch, global_batch: int, *, backward: bool, labelled: int | torch.Tensor | None = None
     ) -> torch.Tensor:
         normalization = self.model.normalization
-        normalization.tokens.fill_(1.0 / (labelled or global_batch * self.model.sequence_length))
+        if isinstance(labelled, torch.Tensor):
+            normalization.tokens.copy_(labelled.clamp(min=1.0).reciprocal())
+        else:
+            normalization.tokens.fill_(1.0 / (labelled or global_batch * self.model.sequence_length))
         normalization.sequences.fill_(1.0 / global_batch)
         for stage in self.model.stages:
             stage.router_losses.zero_()
@@ -186,6 +210,7 @@ class StepRunner:
         losses: torch.Tensor,
         hashes: tuple[int, int],
         stop_votes: Mapping[str, float],
+        labelled: torch.Tensor | None = None,
     ) -> StepFigures:
         """Sum everything that ranks must agree on: every figure of a step is added here."""
         router_losses = torch.stack([stage.router_losses for stage in self.model.stages]).sum(0)
@@ -193,6 +218,9 @@ class StepRunner:
         figures.add(("squared_grad_norm",), squared_norm[None])
         figures.add(LOSS_TERMS, losses.double() * self._counts_loss)
         figures.add(ROUTER_LOSS_TERMS, router_losses)
+        if labelled is not None:
+            # Already summed over the ranks.
+            figures.add(("learned_tokens",), labelled[None] / self.model.mesh.layout.world_size)
         figures.add_from_host({"hash_low": float(hashes[0]), "hash_high": float(hashes[1]), **stop_votes})
         figures.all_reduce(self.model.mesh.layout.world_size)
         return figures
@@ -224,14 +252,14 @@ class ForwardBackward:
         (stage,) = self.model.stages
         assert batch.tokens is not None
         assert batch.labels is not None
-        samples = [None] * micro_batches if batch.samples is None else batch.samples.chunk(micro_batches)
+        parts = (batch.tokens, batch.labels, batch.samples, batch.document_starts)
         total = self._zero_losses.clone()
-        for number, (tokens, labels, sample_ids) in enumerate(
-            zip(batch.tokens.chunk(micro_batches), batch.labels.chunk(micro_batches), samples, strict=True)
+        for number, inputs in enumerate(
+            zip(*([None] * micro_batches if part is None else part.chunk(micro_batches) for part in parts), strict=True)
         ):
             if backward:
                 self._set_fsdp_sync(stage, last=number == micro_batches - 1)
-            losses = stage(tokens, labels, sample_ids)
+            losses = stage(*inputs)
             if backward:
                 losses[0].backward()
             total += losses.detach()
@@ -259,6 +287,8 @@ class ForwardBackward:
         keywords: dict[str, torch.Tensor] = {}
         if batch.samples is not None:
             keywords["samples"] = batch.samples
+        if batch.document_starts is not None:
+            keywords["document_starts"] = batch.document_starts
         if last:
             assert batch.labels is not None
             keywords["labels"] = batch.labels

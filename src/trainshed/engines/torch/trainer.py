@@ -144,6 +144,7 @@ class Trainer:
             mfu=mfu,
             mfu_full_attention=mfu_full,
             batch_hash=metrics.batch_hash,
+            learned_tokens=metrics.learned_tokens,
             skipped=metrics.non_finite,
             **{name: _finite_or_none(value) for name, value in metrics.loss_terms.items()},
             memory_gib=torch.cuda.max_memory_allocated(self.device) / 2**30 if self.device.type == "cuda" else None,
