@@ -545,6 +545,7 @@ class Recipe(Section):
     def _tokenizer_problems(self) -> Iterator[Problem]:
         sources = [*self.data.train, *([self.data.validation] if self.data.validation else [])]
         reads_text = any(source.kind in ("path", "script") for source in sources)
+        reads_text |= self.data.validation is not None and self.data.validation.prompts is not None
         trained = isinstance(self.tokenizer, TrainedTokenizer)
         if self.tokenizer is None and (reads_text or self.train.mode != "pretrain"):
             like = self.model.from_ or "hf://org/name"

@@ -193,6 +193,7 @@ def train_job(run: PreparedRun, layout: RankLayout, options: StoreOptions | None
         folder="",
         base=run.base,
         checkpoint_home=checkpoint_home(run.recipe, run.id, options),
+        prompts=run.prompts,
     )
 
 

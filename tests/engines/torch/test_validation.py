@@ -16,7 +16,7 @@ from support.runs.small_runs import events, figures
 from trainshed.checkpoints.native.best import ValidationRecord
 from trainshed.checkpoints.native.folder import CheckpointListing, find_checkpoint, list_checkpoints
 from trainshed.engines.torch.step import EvaluationResult
-from trainshed.engines.torch.validation import early_stop_reason, mean_loss
+from trainshed.engines.torch.validation import early_stop_reason
 from trainshed.observe.event_log import read_steps
 from trainshed.recipe.train import EarlyStop
 from trainshed.storage import LocalStore
@@ -187,11 +187,12 @@ def test_best_that_is_asked_for_later_is_sought_among_what_is_kept(rank_pool: Ra
 
 def test_the_loss_of_several_batches_counts_each_labelled_token_once() -> None:
     batches = [EvaluationResult(2.0, 10), EvaluationResult(5.0, 30), EvaluationResult(math.nan, 0)]
-    assert mean_loss(batches) == pytest.approx((2.0 * 10 + 5.0 * 30) / 40)
+    whole = EvaluationResult.mean(batches)
+    assert (whole.loss, whole.labelled) == (pytest.approx((2.0 * 10 + 5.0 * 30) / 40), 40)
     equal = [0.1, 0.7, 1.3]
-    assert mean_loss(EvaluationResult(loss, 77) for loss in equal) == sum(equal) / 3, "bitwise the mean"
-    assert math.isnan(mean_loss([EvaluationResult(0.0, 0)]))
-    assert mean_loss([EvaluationResult(math.nan, 0), EvaluationResult(3.0, 4)]) == 3.0
+    assert EvaluationResult.mean([EvaluationResult(loss, 77) for loss in equal]).loss == sum(equal) / 3, "bitwise"
+    assert math.isnan(EvaluationResult.mean([EvaluationResult(0.0, 0)]).loss)
+    assert EvaluationResult.mean([EvaluationResult(math.nan, 0), EvaluationResult(3.0, 4)]).loss == 3.0
 
 
 def test_a_loss_must_fall_by_more_than_min_delta_to_count_and_by_anything_to_be_the_best() -> None:

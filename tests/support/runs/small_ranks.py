@@ -21,6 +21,7 @@ from support.recipes.small_recipes import small_job, small_recipe
 from support.runs.checkpoint_parts import HookedStore
 from trainshed.checkpoints.base import BaseWeights
 from trainshed.data.order import DataOrder
+from trainshed.data.prompts import ValidationPrompts
 from trainshed.data.sampling.schedule import BatchSchedule, SkipList
 from trainshed.data.sampling.sources import SyntheticSource
 from trainshed.engines.torch import rank
@@ -193,6 +194,8 @@ def train_measuring(
     early_stop: EarlyStop | None = None,
     killed_before: tuple[str, str] | None = None,
     stop_after: int | None = None,
+    prompts: ValidationPrompts | None = None,
+    document_mask: bool = False,
 ) -> int:
     """Train as one rank and measure the loss on other samples; the schema has that for real data only.
 
@@ -213,7 +216,12 @@ def train_measuring(
     recipe = job.recipe
     recipe = recipe.model_copy(
         update={
-            "data": recipe.data.model_copy(update={"validation": ValidationSource(every=every, batches=2)}),
+            "data": recipe.data.model_copy(
+                update={
+                    "validation": ValidationSource(every=every, batches=2),
+                    "document_mask": document_mask or None,
+                }
+            ),
             "train": recipe.train.model_copy(update={"early_stop": early_stop}),
             "checkpoint": recipe.checkpoint.model_copy(update={"best": BestCheckpoint() if best else None}),
         }
@@ -222,7 +230,7 @@ def train_measuring(
     order = DataOrder([other], BatchSchedule(job.order.batch_size(0)))
     home = cast(Store, HookedStore(LocalStore(folder), before))
     return train_rank(
-        replace(job, recipe=recipe, validation=order, checkpoint_home=(home, "apart")),
+        replace(job, recipe=recipe, validation=order, checkpoint_home=(home, "apart"), prompts=prompts),
         run_folder=folder,
         listener=listen,
     )

@@ -28,6 +28,7 @@ from trainshed.engines.torch.rank_env import (
     rendezvous_store,
 )
 from trainshed.engines.torch.rank_health import BUDGET_SECONDS, COLLECTIVE_SECONDS, Watchdog
+from trainshed.engines.torch.sample_answers import AnswerLog, SampleAnswers
 from trainshed.engines.torch.state import find_resume_point, load_start_state
 from trainshed.engines.torch.step import StepRunner
 from trainshed.engines.torch.trainer import StepProfiler, Trainer
@@ -171,11 +172,21 @@ def _train_session(job: TrainJob, session: RankSession) -> int:
         resumed_step=start.step or None,
         on_event=emit,
     ) as checkpoints:
-        end = Trainer(job, runner, checkpoints, emit, watchdog, session.stop_signals, profiler, start).run()
+        answers = _sample_answers(job, model, session)
+        end = Trainer(job, runner, checkpoints, emit, watchdog, session.stop_signals, profiler, start, answers).run()
     if end.signal is None:
         return 0
     emit("signal", end.step, name=signal.Signals(end.signal).name)
     return 128 + end.signal
+
+
+def _sample_answers(job: TrainJob, model: RankModel, session: RankSession) -> SampleAnswers | None:
+    if job.prompts is None:
+        return None
+    log = None
+    if session.env.rank == 0:
+        log = AnswerLog(job.prompts, Attempt(job.store, job.folder, session.attempt), session.emit)
+    return SampleAnswers(job.prompts, model, packed=job.recipe.document_mask, log=log)
 
 
 def _build_model(job: TrainJob, mesh: ParallelMesh) -> RankModel:

@@ -127,7 +127,7 @@ class PendingMetrics:
             grad_norm=norm,
             loss_terms={term: figures[term] for term in self._loss_terms},
             batch_hash=format_batch_hash(int(figures["hash_low"]), int(figures["hash_high"])),
-            learned_tokens=int(figures["learned_tokens"]) if "learned_tokens" in figures else None,
+            learned_tokens=round(figures["learned_tokens"]) if "learned_tokens" in figures else None,
             non_finite=not finite,
             stop_signal=agreed_signal(figures),
         )
@@ -139,6 +139,18 @@ class EvaluationResult:
 
     loss: float
     labelled: int
+
+    @classmethod
+    def mean(cls, results: Sequence[EvaluationResult]) -> EvaluationResult:
+        """Return the result of several batches together; NaN where nothing has a label.
+
+        A batch weighs as many times the first one as it has labels. Where all have the same number, this is the plain
+        mean of their losses, without any rounding of its own.
+        """
+        weights = [result.labelled / (results[0].labelled or 1) for result in results]
+        weighted = (weight * result.loss for weight, result in zip(weights, results, strict=True) if weight)
+        loss = sum(weighted) / sum(weights) if sum(weights) else float("nan")
+        return cls(loss, sum(result.labelled for result in results))
 
 
 class StepRunner:
@@ -173,7 +185,9 @@ class StepRunner:
         no_gradient = torch.zeros((), dtype=torch.float64, device=self.model.mesh.device)
         figures = self._all_reduce_figures(no_gradient, losses, (0, 0), NO_STOP_VOTES)
         loss = PendingMetrics(figures, ()).read().loss
-        return EvaluationResult(loss, labelled or global_batch * self.model.sequence_length)
+        if counted is not None:
+            labelled = int(counted)
+        return EvaluationResult(loss, global_batch * self.model.sequence_length if labelled is None else labelled)
 
     def _count_labels(self, batch: LocalBatch) -> torch.Tensor | None:
         """Count the labels of the global batch, on the device: float64 scalar; None where every token has one.

@@ -17,9 +17,10 @@ from trainshed.engines.torch.batch_loader import BatchLoader
 from trainshed.engines.torch.learning_rate import decay_span, learning_rate
 from trainshed.engines.torch.rank_env import EventEmitter, TrainJob
 from trainshed.engines.torch.rank_health import Watchdog, stop_votes
+from trainshed.engines.torch.sample_answers import SampleAnswers
 from trainshed.engines.torch.state import StartPoint, state_facts, state_tensors
 from trainshed.engines.torch.step import DeviceTimestamp, PendingMetrics, StepMetrics, StepRunner
-from trainshed.engines.torch.validation import early_stop_reason, validation_loss
+from trainshed.engines.torch.validation import early_stop_reason, evaluate_batches
 from trainshed.errors import TrainshedError
 from trainshed.observe.mfu import measure_mfu
 from trainshed.recipe.schema import Profile
@@ -49,9 +50,10 @@ class Trainer:
         stop_signals: StopSignals,
         profiler: StepProfiler,
         start: StartPoint,
+        answers: SampleAnswers | None = None,
     ) -> None:
         self.job, self.runner, self.writer, self.emit = job, runner, writer, emit
-        self.watchdog, self.stop_signals, self.profiler = watchdog, stop_signals, profiler
+        self.watchdog, self.stop_signals, self.profiler, self.answers = watchdog, stop_signals, profiler, answers
         self.step, self.skipped = start.step, start.skipped
         self.record = start.validation
         """The validation losses so far; None where none is measured, or where the checkpoint does not hold them."""
@@ -237,10 +239,12 @@ class Trainer:
         assert validation is not None
         self._begin_phase("validation")
         began = time.monotonic()
-        loss = _finite_or_none(validation_loss(self.runner, order, validation.batches))
+        loss = _finite_or_none(evaluate_batches(self.runner, order, validation.batches).loss)
         self.emit("validation", self.step, loss=loss, batches=validation.batches, seconds=time.monotonic() - began)
         min_delta = 0.0 if early_stop is None else early_stop.min_delta
         self.record = (self.record or ValidationRecord()).after(self.step, loss, min_delta=min_delta)
+        if self.answers is not None:
+            self.answers.run(self.step, lambda: self.watchdog.heartbeat(self.step, "validation"))
 
     @property
     def _early_stop_settings(self) -> EarlyStop | None:

@@ -5,8 +5,6 @@ Every rank gets the same loss, so that all of them find the same best checkpoint
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from trainshed.checkpoints.native.best import ValidationRecord
 from trainshed.data.order import DataOrder
 from trainshed.engines.torch.batch_loader import BatchLoader
@@ -14,32 +12,18 @@ from trainshed.engines.torch.step import EvaluationResult, StepRunner
 from trainshed.recipe.train import EarlyStop
 
 
-def validation_loss(runner: StepRunner, order: DataOrder, batches: int) -> float:
+def evaluate_batches(runner: StepRunner, order: DataOrder, batches: int) -> EvaluationResult:
     """Return the loss over the first batches of an order: its sum over all labelled tokens, divided by their number."""
     loader = BatchLoader(order, runner.model.mesh, with_sample_ids=False)
     try:
-        return mean_loss(
-            runner.evaluate(loader.batch(number, ahead=number + 1 < batches), order.batch_size(number))
-            for number in range(batches)
+        return EvaluationResult.mean(
+            [
+                runner.evaluate(loader.batch(number, ahead=number + 1 < batches), order.batch_size(number))
+                for number in range(batches)
+            ]
         )
     finally:
         loader.close()
-
-
-def mean_loss(results: Iterable[EvaluationResult]) -> float:
-    """Return the loss of several batches together; NaN where no token has a label.
-
-    A batch weighs as many times the first one as it has labelled tokens. Where all have the same number, this is the
-    plain mean of their losses, without any rounding of its own.
-    """
-    first = None
-    total = weights = 0.0
-    for result in results:
-        first = first or result.labelled
-        weight = result.labelled / first if first else 0.0
-        total += weight * result.loss if weight else 0.0
-        weights += weight
-    return total / weights if weights else float("nan")
 
 
 def early_stop_reason(record: ValidationRecord, settings: EarlyStop | None) -> str | None:
