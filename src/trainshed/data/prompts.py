@@ -10,13 +10,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import orjson
+
 from trainshed.data.tokenize.tokenizer import Tokenizer
-from trainshed.errors import InputError, MissingExtra
+from trainshed.errors import InputError, MissingExtra, NotFound
 from trainshed.recipe import Recipe
-from trainshed.run_folder import ANSWERS_TOKENIZER
+from trainshed.run_folder import ANSWERS, ANSWERS_TOKENIZER, PREPARED_FILE, step_number
 from trainshed.storage import Store
 
 DEFAULT_ANSWER_TOKENS = 64
+ANSWERS_SCHEMA = "trainshed.answers/1"
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,44 @@ def _check_length(recipe: Recipe, number: int, length: int, answer_tokens: int) 
         where=where,
         hint=hint,
     )
+
+
+@dataclass(frozen=True)
+class StepAnswers:
+    """The answers after a step, as its file holds them: `{prompt, answer, tokens, ended}` each."""
+
+    step: int
+    answers: list[dict[str, Any]]
+
+
+def read_answers(store: Store, folder: str) -> list[StepAnswers]:
+    """Read all answers of a run, in the order of the steps; those that are tokens alone are decoded where that works.
+
+    Without the `tokenizers` package such answers stay None.
+    """
+    prefix = f"{folder}/".lstrip("/")
+    steps = []
+    for info in store.list(f"{prefix}{ANSWERS}"):
+        if step_number(info.path.rpartition("/")[2].removesuffix(".json")) is None:
+            continue
+        body = orjson.loads(store.read(info.path))
+        steps.append(StepAnswers(body["step"], body["answers"]))
+    missing = [answer for step in steps for answer in step.answers if answer["answer"] is None]
+    if missing:
+        _decode_missing(store, folder, missing)
+    return sorted(steps, key=lambda step: step.step)
+
+
+def _decode_missing(store: Store, folder: str, answers: list[dict[str, Any]]) -> None:
+    try:
+        decoder = AnswerDecoder.open(store, folder)
+    except (MissingExtra, NotFound):
+        return
+    plain = orjson.loads(store.read(f"{folder}/{PREPARED_FILE}".lstrip("/"))).get("prompts")
+    prompts = ValidationPrompts.from_plain(plain) if plain else None
+    tokens = {} if prompts is None else dict(zip(prompts.texts, prompts.tokens, strict=True))
+    for answer in answers:
+        answer["answer"] = decoder.decode(tokens.get(answer["prompt"], ()), answer["tokens"])
 
 
 class AnswerDecoder:

@@ -22,7 +22,7 @@ import orjson
 import torch
 import torch.distributed as dist
 
-from trainshed.data.prompts import AnswerDecoder, ValidationPrompts
+from trainshed.data.prompts import ANSWERS_SCHEMA, AnswerDecoder, ValidationPrompts
 from trainshed.engines.torch.model import RankModel
 from trainshed.engines.torch.rank_env import EventEmitter
 from trainshed.errors import TrainshedError
@@ -31,8 +31,6 @@ from trainshed.models.collectives import AxisGroup, all_gather
 from trainshed.models.decoder import DecoderStage
 from trainshed.run_folder import answers_file
 from trainshed.storage.attempts import Attempt
-
-ANSWERS_SCHEMA = "trainshed.answers/1"
 
 
 class AnswerRows:
