@@ -1,4 +1,4 @@
-"""A real run that measures, answers, keeps its best checkpoint, ends early and exports the best: run once, looked at."""
+"""A real run that measures, answers, keeps its best checkpoint, ends early and exports the best: each is looked at."""
 
 from __future__ import annotations
 

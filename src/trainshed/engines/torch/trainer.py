@@ -256,7 +256,8 @@ class Trainer:
 
     def _is_best(self) -> bool:
         """Whether this step has just been measured, and is to be kept as the best."""
-        asked = self.job.recipe.checkpoint.best is not None
+        best = self.job.recipe.checkpoint.best
+        asked = best is not None and best.by == "validation"
         return asked and self.record is not None and self.record.best_step == self.step
 
     def _save(self, *, blocking: bool) -> None:
