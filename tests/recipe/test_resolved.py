@@ -192,3 +192,10 @@ def test_any_recipe_loads_back_equal(values: dict[str, Any]) -> None:
     again = parse_recipe(dumped)
     assert again == recipe
     assert to_yaml(again) == dumped
+
+
+def test_the_best_checkpoint_is_kept_beside_the_newest(recipe: Callable[..., Recipe]) -> None:
+    measured = "data.validation={path: v.jsonl}"
+    assert recipe().checkpoint.kept == 3
+    assert recipe(measured, "checkpoint.best={}").checkpoint.kept == 4
+    assert recipe(measured, "checkpoint.best={}", "checkpoint.keep=null").checkpoint.kept is None

@@ -167,6 +167,11 @@ class Checkpoint(Section):
         description="auto: go on where there is a checkpoint; must: fail without one; fresh: fail with one",
     )
 
+    @property
+    def kept(self) -> int | None:
+        """How many checkpoints a run keeps at most: the newest ones and the best; None: all."""
+        return None if self.keep is None else self.keep + (self.best is not None)
+
 
 class Profile(Section):
     """A profile of some steps."""
