@@ -16,7 +16,7 @@ from typing import Any
 from trainshed.checkpoints.formats import detect_format, open_weights
 from trainshed.checkpoints.hf.weights import HfWeights
 from trainshed.checkpoints.megatron.iterations import LATEST_ITERATION, read_latest_iteration
-from trainshed.checkpoints.native.folder import find_checkpoint
+from trainshed.checkpoints.native.folder import BEST, LATEST, find_checkpoint
 from trainshed.checkpoints.prove.verdict import VERDICT
 from trainshed.checkpoints.weights import Weights
 from trainshed.data.tokenize.tokenizer import TOKENIZER_FILES
@@ -238,8 +238,8 @@ def _spec_elsewhere(address: str, options: StoreOptions | None) -> dict[str, Any
 def _weights_globs(address: str, options: StoreOptions | None) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return which files of a folder belong to its weights, as globs to include and to exclude.
 
-    Of a run's checkpoints, or Megatron's, they are those of the latest and the pointer to it. A run that continues
-    changes the pointer, so its newer weights are not mistaken for these.
+    Of a run's checkpoints, or Megatron's, they are those of the best or latest and the pointers to it. A run that
+    continues changes a pointer, so its newer weights are not mistaken for these.
     """
     format = detect_format(address, options)
     if format == "hf":
@@ -248,7 +248,8 @@ def _weights_globs(address: str, options: StoreOptions | None) -> tuple[tuple[st
     if format == "native":
         store, path = open_store(address, options)
         step = find_checkpoint(store, path).path.removeprefix(path.strip("/")).strip("/")
-        return ((f"{step}/*", "checkpoints/latest", "latest", *beside) if step else ("*",)), ()
+        pointers = (f"checkpoints/{LATEST}", LATEST, f"checkpoints/{BEST}", BEST)
+        return ((f"{step}/*", *pointers, *beside) if step else ("*",)), ()
     iteration = read_latest_iteration(open_folder(address, options))
     return (("**",) if iteration is None else (LATEST_ITERATION, f"{iteration}/**", *beside)), ()
 

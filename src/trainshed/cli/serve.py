@@ -108,9 +108,9 @@ def serve(
     Parameters
     ----------
     checkpoint
-        A folder for transformers, a run (its name, name/id, folder or recipe file: the newest checkpoint), one of
-        its checkpoints, a Megatron checkpoint, a LoRA adapter; a path, or an address in any store
-        (hf://org/name[@revision], s3://…).
+        A folder for transformers, a run (its name, name/id, folder or recipe file: the best checkpoint where its
+        recipe keeps one, else the newest), one of its checkpoints, a Megatron checkpoint, a LoRA adapter; a path, or
+        an address in any store (hf://org/name[@revision], s3://…).
     host
         The address to listen at; 0.0.0.0 for everybody who can reach this machine.
     port
@@ -199,9 +199,9 @@ def generate(
     Parameters
     ----------
     checkpoint
-        A folder for transformers, a run (its name, name/id, folder or recipe file: the newest checkpoint), one of
-        its checkpoints, a Megatron checkpoint, a LoRA adapter; a path, or an address in any store
-        (hf://org/name[@revision], s3://…).
+        A folder for transformers, a run (its name, name/id, folder or recipe file: the best checkpoint where its
+        recipe keeps one, else the newest), one of its checkpoints, a Megatron checkpoint, a LoRA adapter; a path, or
+        an address in any store (hf://org/name[@revision], s3://…).
     prompt
         The text to go on with.
     file

@@ -6,6 +6,7 @@ The command line imports this at its start, so nothing heavy may be imported her
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 RECENT_STEPS = 20
@@ -39,8 +40,14 @@ class EventFormatter:
         if kind == "validation":
             parts = [f"validation after step {event['step']}: loss {_format_number(event['loss'], '.4f')}"]
             return "  ".join([*parts, *_reward_parts(event)])
+        if kind == "answers":
+            return format_answers(event["answers"])
+        if kind == "early_stop":
+            return f"stopped early after step {event['step']}: {event['reason']}"
         if kind == "non_finite":
             return f"step {event['step'] + 1}: {event['what']}; {_POLICIES[event['policy']]}"
+        if kind == "checkpoint" and event["phase"] == "best":
+            return f"step {event['step']} is the best so far, with a validation loss of {event['loss']:.4f}"
         if kind == "checkpoint" and event["phase"] in ("committed", "failed"):
             what = event.get("what") or event.get("path") or ""
             return f"checkpoint of step {event['step']} {event['phase']}  {what}".rstrip()
@@ -64,6 +71,28 @@ class EventFormatter:
         if event.get("mfu") is not None:
             parts.append(f"MFU {event['mfu']:.1%}")
         return "  ".join(parts)
+
+
+_SHOWN_ANSWERS = 5
+_SHOWN_CHARACTERS = 100
+
+
+def format_answers(answers: Sequence[Mapping[str, Any]]) -> str:
+    """Return the first answers to the prompts of a validation, one line each; `trainshed status` shows all of them."""
+    lines = [
+        f"  {_shorten(answer['prompt'])} -> {_shorten(answer['answer'])}"
+        for answer in answers[:_SHOWN_ANSWERS]
+        if answer["answer"] is not None
+    ]
+    more = len(answers) - len(lines)
+    rest = [f"  {more} more: `trainshed status RUN --answers`"] if more else []
+    return "\n".join(["answers:", *lines, *rest])
+
+
+def _shorten(text: str) -> str:
+    """Return a text on one line, cut where it is long."""
+    line = text.replace("\r", " ").replace("\n", " ")
+    return line if len(line) <= _SHOWN_CHARACTERS else f"{line[: _SHOWN_CHARACTERS - 1]}…"
 
 
 def format_stop_request(source: str, attempt: int, done: int | None, saved: int | None, *, repeated: bool) -> str:

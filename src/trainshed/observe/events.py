@@ -123,17 +123,44 @@ class ValidationEvent(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class AnswersEvent(Event):
+    """The model's answers to `data.validation.prompts` after a step: `{prompt, answer, tokens, ended}` each.
+
+    `answer` is null where rank 0 cannot decode `tokens`; readers do it by the run's `answers/tokenizer.json`. `ended`
+    says whether the model ended the answer itself.
+    """
+
+    kind = "answers"
+    needs_step = True
+    answers: list[Mapping[str, Any]]
+    seconds: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EarlyStopEvent(Event):
+    """The run ends before its last step, because validation no longer improves (`train.early_stop`)."""
+
+    kind = "early_stop"
+    needs_step = True
+    reason: str
+    best_step: int | None
+    best_loss: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class CheckpointEvent(Event):
     """A phase of writing a checkpoint; `stall_seconds` is how long training stopped for it."""
 
     kind = "checkpoint"
     needs_step = True
-    phase: Literal["staged", "committed", "failed", "pruned"]
+    phase: Literal["staged", "committed", "best", "failed", "pruned"]
+    """`best`: it has the lowest validation loss so far, which is `loss`."""
     seconds: float | None = None
     bytes: int | None = None
     stall_seconds: float | None = None
     path: str | None = None
     what: str | None = None
+    loss: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -183,7 +183,7 @@ def _run_terms(
         storage=cluster_storage(cluster),
         steps=model.steps,
         checkpoint_every=checkpoint.every if checkpoint is not None else None,
-        keep=checkpoint.keep if checkpoint is not None else 3,
+        keep=checkpoint.kept if checkpoint is not None else 3,
         asynchronous=checkpoint.async_ if checkpoint is not None else True,
         mtbf_hours=cluster.mtbf_hours,
         price_per_gpu_hour=price or cluster.price_per_gpu_hour,

@@ -160,6 +160,12 @@ class ValidationSource(SourceKeys):
         None, description="Longest answer to one of `prompts`, in tokens; left out: 64"
     )
 
+    def problems(self) -> Iterator[Problem]:
+        """Answers are to prompts."""
+        yield from super().problems()
+        if self.answer_tokens is not None and self.prompts is None:
+            yield Problem(("answer_tokens",), "is read with `prompts` only", "write `prompts: [...]`, or delete it")
+
 
 class Split(Section):
     """How the documents of the training sources are shared out."""

@@ -167,6 +167,11 @@ class Checkpoint(Section):
         description="auto: go on where there is a checkpoint; must: fail without one; fresh: fail with one",
     )
 
+    @property
+    def kept(self) -> int | None:
+        """How many checkpoints a run keeps at most: the newest ones and the best; None: all."""
+        return None if self.keep is None else self.keep + (self.best is not None)
+
 
 class Profile(Section):
     """A profile of some steps."""
@@ -545,6 +550,7 @@ class Recipe(Section):
     def _tokenizer_problems(self) -> Iterator[Problem]:
         sources = [*self.data.train, *([self.data.validation] if self.data.validation else [])]
         reads_text = any(source.kind in ("path", "script") for source in sources)
+        reads_text |= self.data.validation is not None and self.data.validation.prompts is not None
         trained = isinstance(self.tokenizer, TrainedTokenizer)
         if self.tokenizer is None and (reads_text or self.train.mode != "pretrain"):
             like = self.model.from_ or "hf://org/name"

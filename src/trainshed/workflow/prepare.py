@@ -19,6 +19,7 @@ from trainshed.checkpoints.base import BaseWeights, fetch_base, find_base
 from trainshed.checkpoints.prove.verdict import read_verdict, refuse_failed_verdict
 from trainshed.data.artefacts import DataArtefacts
 from trainshed.data.order import DataOrder, run_orders, run_steps
+from trainshed.data.prompts import ValidationPrompts, encode_prompts
 from trainshed.data.tokenize.tokenizer import Tokenizer, load_tokenizer
 from trainshed.data.tokens.token_source import RunTokens, StartedRun, TokenSource, refuse_changed_tokens
 from trainshed.errors import InputError, NotFound, TrainshedError
@@ -28,7 +29,7 @@ from trainshed.recipe.data import SourceKeys
 from trainshed.recipe.section import Problem
 from trainshed.recipe.validation import recipe_error
 from trainshed.reporting import SILENT, Reporter
-from trainshed.run_folder import PREPARED_FILE, RECIPE_FILE, artefacts_of, run_path, store_of
+from trainshed.run_folder import ANSWERS_TOKENIZER, PREPARED_FILE, RECIPE_FILE, artefacts_of, run_path, store_of
 from trainshed.storage import LocalStore, Store, StoreOptions, join, open_store, parse
 from trainshed.storage.attempts import newest_attempt
 from trainshed.workflow.runnable import check_runnable
@@ -51,6 +52,7 @@ class PreparedRun:
     validation: DataOrder | None
     tokenizer: Tokenizer | None
     base: BaseWeights | None
+    prompts: ValidationPrompts | None = None
 
     @property
     def sources(self) -> tuple[TokenSource, ...]:
@@ -137,6 +139,7 @@ def check_fit(recipe: Recipe, options: StoreOptions | None = None) -> Tokenizer 
     config = recipe.model.config or _announced_architecture(recipe, options)
     if config is not None:
         refuse_small_model(recipe, config, tokenizer)
+    encode_prompts(recipe, tokenizer)  # raises where one is too long; a tokenizer that is learned comes later
     return tokenizer
 
 
@@ -293,7 +296,10 @@ def _save_prepared(run: PreparedRun) -> None:
         "data": run.data.to_plain(),
         "steps": run.steps,
         "base": None if run.base is None else str(run.base.folder.absolute()),
+        "prompts": None if run.prompts is None else run.prompts.to_plain(),
     }
+    if run.prompts is not None and run.tokenizer is not None:
+        LocalStore(run.folder).put(ANSWERS_TOKENIZER, run.tokenizer.json)
     LocalStore(run.folder).put(PREPARED_FILE, orjson.dumps(body, option=orjson.OPT_INDENT_2) + b"\n")
 
 
@@ -328,7 +334,10 @@ def open_run_folder(folder: Path, cluster: Cluster | None = None) -> PreparedRun
     base = BaseWeights.from_folder(Path(body["base"])) if body["base"] else None
     options = store_options(cluster) if cluster is not None else None
     orders = run_orders(recipe, data, artefacts_of(store_of(folder)) / "index", build=False, options=options)
-    return PreparedRun(recipe, folder.name, folder, data, orders.steps, orders.train, orders.validation, None, base)
+    prompts = ValidationPrompts.from_plain(body["prompts"]) if body.get("prompts") else None
+    return PreparedRun(
+        recipe, folder.name, folder, data, orders.steps, orders.train, orders.validation, None, base, prompts
+    )
 
 
 def prepared_steps(folder: Path) -> int:
@@ -400,4 +409,7 @@ def _prepared_run(
             refuse_changed_tokens(began, data)
     orders = run_orders(recipe, data, artefacts.indexes, build=build, options=artefacts.options, reporter=reporter)
     tokenizer = artefacts.tokenizer()
-    return PreparedRun(recipe, name, folder, data, orders.steps, orders.train, orders.validation, tokenizer, base)
+    prompts = encode_prompts(recipe, tokenizer)
+    return PreparedRun(
+        recipe, name, folder, data, orders.steps, orders.train, orders.validation, tokenizer, base, prompts
+    )

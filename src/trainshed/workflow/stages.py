@@ -24,10 +24,11 @@ from trainshed.launch.job import JobFile
 from trainshed.recipe import Cluster, Export, Recipe, load_cluster, load_recipe
 from trainshed.reporting import SILENT, Reporter
 from trainshed.run_folder import CLUSTER_FILE, ENGINE, RECIPE_FILE
-from trainshed.storage import LocalStore, StoreOptions, copy_tree, open_folder, parse
+from trainshed.storage import LocalStore, StoreOptions, copy_tree, join, open_folder, parse
 from trainshed.workflow.prepare import (
     PreparedRun,
     check_fit,
+    checkpoint_home,
     fetch_weights,
     prepare_run,
     resolve,
@@ -116,17 +117,20 @@ def export_run(
 ) -> str:
     """Write the trained weights as the recipe's `export` says, prove them, and return where they are.
 
-    The run's tokenizer goes with them: a server such as vLLM looks for it there.
+    They are those of the best checkpoint where the run keeps one, otherwise of the last. The run's tokenizer goes with
+    them: a server such as vLLM looks for it there.
     """
     from trainshed.checkpoints.convert.convert import convert_weights
     from trainshed.checkpoints.formats import TargetFormat
 
     wanted = recipe.export or Export()
-    source = run / MEGATRON_CHECKPOINTS if recipe.engine.name == "megatron" else run
+    source = str(run / MEGATRON_CHECKPOINTS if recipe.engine.name == "megatron" else run)
+    if recipe.engine.name == "torch" and (apart := checkpoint_home(recipe, run.name, options)) is not None:
+        source = join(apart[0].url, apart[1])
     target = export_address(recipe, str(run))
     words = tokenizer_folder(tokenizer) if tokenizer is not None else None
     made = convert_weights(
-        str(source),
+        source,
         target,
         TargetFormat(wanted.format),
         dtype=wanted.dtype,

@@ -285,7 +285,9 @@ def shrunk_recipe(recipe: Recipe, small: ShrunkRun, layout: Layout, store: Path,
             seed=recipe.data.seed,
             document_mask=True if recipe.document_mask else None,
         ),
-        "train": recipe.train.model_copy(update=train | {"precision": PRECISION, "schedule": schedule}),
+        "train": recipe.train.model_copy(
+            update=train | {"precision": PRECISION, "schedule": schedule, "early_stop": None}
+        ),
         "layout": layout,
         "engine": Engine(),
         "checkpoint": Checkpoint(every=steps // 2, keep=None, **{"async": recipe.checkpoint.async_}),

@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from trainshed.data.prompts import ValidationPrompts
 from trainshed.engines.torch import optimizer
 from trainshed.engines.torch.batch_loader import LocalBatch
 from trainshed.engines.torch.model import RankModel, build_model, describe_float8_exclusions, init_model
 from trainshed.engines.torch.optimizer import AdamW
 from trainshed.engines.torch.parallel import single_rank_mesh
+from trainshed.engines.torch.sample_answers import SampleAnswers
 from trainshed.engines.torch.step import StepMetrics, StepRunner
 from trainshed.models.attention import causal_attention
 from trainshed.models.collectives import AxisGroup, ParallelAxes
@@ -248,3 +250,26 @@ def test_queries_see_what_is_before_them_as_far_as_the_window(compiled: bool, qu
     for x, y in zip(there, here, strict=True):
         scale = y.grad.abs().max().item()
         torch.testing.assert_close(x.grad.float().cpu(), y.grad, rtol=5e-2, atol=2e-2 * scale)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_prompts_are_answered_as_on_a_cpu(packed: bool) -> None:
+    generator = torch.Generator().manual_seed(3)
+    tokens = tuple(tuple(torch.randint(0, 1024, (length,), generator=generator).tolist()) for length in (3, 40, 90))
+    prompts = ValidationPrompts(("a", "b", "c"), tokens, answer_tokens=12, end_tokens=frozenset())
+    answers = []
+    for device in ("cuda", "cpu"):
+        layout = resolve_layout(Layout.model_validate({"micro_batch": 2}), DENSE)
+        model = build_model(
+            DENSE,
+            single_rank_mesh(layout, torch.device(device)),
+            sequence_length=LENGTH,
+            precision="fp32",
+            regularization=Regularization(),
+            compile_blocks=device == "cuda",
+        )
+        init_model(model, seed=1)
+        answers.append(SampleAnswers(prompts, model, packed=packed).ask().answers)
+        torch.compiler.reset()
+    assert answers[0] == answers[1]
+    assert len({str(answer) for answer in answers[0]}) == 3

@@ -28,6 +28,7 @@ from trainshed.engines.torch.rank_env import (
     rendezvous_store,
 )
 from trainshed.engines.torch.rank_health import BUDGET_SECONDS, COLLECTIVE_SECONDS, Watchdog
+from trainshed.engines.torch.sample_answers import AnswerLog, SampleAnswers
 from trainshed.engines.torch.state import find_resume_point, load_base_weights, load_start_state
 from trainshed.engines.torch.step import ReferenceModel, StepRunner
 from trainshed.engines.torch.trainer import StepProfiler, Trainer
@@ -156,8 +157,10 @@ def _train_session(job: TrainJob, session: RankSession) -> int:
     optimizer = optimizer_class(options)(model.shards, options, session.device)
     runner = StepRunner(model, optimizer, _build_reference(job, model))
     attempt = _checkpoint_attempt(job, session)
-    checkpoint = find_resume_point(job, attempt, env.rank, session.store, emit)
-    start = load_start_state(job, runner, emit, attempt.store, checkpoint)
+    resume = find_resume_point(job, attempt, env.rank, session.store, emit)
+    start = load_start_state(job, runner, emit, attempt.store, resume.checkpoint)
+    if job.recipe.checkpoint.best is not None:
+        start = resume.with_best(start)
     emit("phase", name="load", seconds=time.monotonic() - began)
     profile_folder = session.health.parents[1] / PROFILE / session.health.name
     profiler = StepProfiler(job.recipe.observe.profile, env.rank, start.step, profile_folder)
@@ -171,7 +174,8 @@ def _train_session(job: TrainJob, session: RankSession) -> int:
         resumed_step=start.step or None,
         on_event=emit,
     ) as checkpoints:
-        end = Trainer(job, runner, checkpoints, emit, watchdog, session.stop_signals, profiler, start).run()
+        answers = _sample_answers(job, model, session)
+        end = Trainer(job, runner, checkpoints, emit, watchdog, session.stop_signals, profiler, start, answers).run()
     if end.signal is None:
         return 0
     emit("signal", end.step, name=signal.Signals(end.signal).name)
@@ -207,6 +211,15 @@ def _preference_rule(job: TrainJob) -> PreferenceRule | None:
         return None
     options = train.dpo or Dpo()
     return PreferenceRule(options.beta, options.label_smoothing, options.length_normalized)
+
+
+def _sample_answers(job: TrainJob, model: RankModel, session: RankSession) -> SampleAnswers | None:
+    if job.prompts is None:
+        return None
+    log = None
+    if session.env.rank == 0:
+        log = AnswerLog(job.prompts, Attempt(job.store, job.folder, session.attempt), session.emit)
+    return SampleAnswers(job.prompts, model, packed=job.recipe.document_mask, log=log)
 
 
 def _build_model(job: TrainJob, mesh: ParallelMesh) -> RankModel:

@@ -9,15 +9,23 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
+import orjson
 import torch
 import torch.distributed as dist
 
 from trainshed.checkpoints.base import BaseWeights
-from trainshed.checkpoints.native.folder import CompleteCheckpoint, checkpoints_folder, latest_complete, open_checkpoint
+from trainshed.checkpoints.native.best import ValidationRecord, settle_best
+from trainshed.checkpoints.native.folder import (
+    BestPointer,
+    CompleteCheckpoint,
+    checkpoints_folder,
+    latest_complete,
+    open_checkpoint,
+)
 from trainshed.checkpoints.native.reader import load_checkpoint
 from trainshed.checkpoints.native.shards import TensorShard
 from trainshed.checkpoints.prove.probe import PROBE_ROWS, PROBE_TOKENS, check_probe, probe_batch, read_probe
@@ -49,7 +57,9 @@ def state_tensors(model: RankModel, optimizer: RankOptimizer) -> dict[str, Tenso
     )
 
 
-def state_facts(order: DataOrder, step: int, skipped: int, decay: DecaySpan | None) -> dict[str, Any]:
+def state_facts(
+    order: DataOrder, step: int, skipped: int, decay: DecaySpan | None, validation: ValidationRecord | None = None
+) -> dict[str, Any]:
     """Return what a resumed run must know besides tensors; `step` is the next one."""
     return {
         "step": step,
@@ -58,6 +68,7 @@ def state_facts(order: DataOrder, step: int, skipped: int, decay: DecaySpan | No
         "data_skip": [list(skipped_range) for skipped_range in order.skip.ranges],
         "sequence_length": order.sequence_length,
         "lr_decay": decay,
+        **({} if validation is None else validation.to_facts()),
     }
 
 
@@ -98,28 +109,50 @@ PROBE_BOUNDS = {"fp64": 1e-3, "fp32": 1e-3, "bf16": 0.05, "fp8": 0.2}
 
 @dataclass(frozen=True)
 class StartPoint:
-    """The first step of an attempt, and how many steps were skipped before it."""
+    """The first step of an attempt, how many steps were skipped before it, and the validation losses so far.
+
+    `validation` is None where the checkpoint does not hold them: nothing was measured, or an older version wrote it.
+    """
 
     step: int = 0
     skipped: int = 0
+    validation: ValidationRecord | None = None
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """The checkpoint to resume from, and the best one of the run so far; None where there is none."""
+
+    checkpoint: CompleteCheckpoint | None = None
+    best: BestPointer | None = None
+
+    def with_best(self, start: StartPoint) -> StartPoint:
+        """Return a start for which the best checkpoint is the one that is kept."""
+        if start.validation is None:
+            return start
+        step, loss = (None, None) if self.best is None else (self.best.step, self.best.loss)
+        return replace(start, validation=replace(start.validation, best_step=step, best_loss=loss))
 
 
 def find_resume_point(
     job: TrainJob, attempt: Attempt, rank: int, store: dist.Store | None, emit: EventEmitter
-) -> CompleteCheckpoint | None:
-    """Return the checkpoint to resume from; rank 0 chooses it and tells the others."""
-    checkpoint = None
+) -> ResumePoint:
+    """Return where to resume; rank 0 chooses the checkpoint, settles which is the best, and tells the others."""
     if rank == 0:
-        folder = checkpoints_folder(attempt.run_folder)
-        checkpoint = latest_complete(attempt.store, folder, attempt=attempt, reporter=_EventReporter(emit))
+        folder, reporter = checkpoints_folder(attempt.run_folder), _EventReporter(emit)
+        checkpoint = latest_complete(attempt.store, folder, attempt=attempt, reporter=reporter)
         _check_resume_policy(job, checkpoint)
         if checkpoint is not None and (warning := check_resumed_decay(job.recipe, job.steps, checkpoint)):
             emit("warning", text=warning)
+        best = settle_best(attempt, checkpoint, wanted=job.recipe.checkpoint.best is not None, reporter=reporter)
         if store is not None:
-            store.set("resume", "" if checkpoint is None else checkpoint.path)
-    elif store is not None and (path := store.get("resume").decode()):
-        checkpoint = open_checkpoint(attempt.store, path)
-    return checkpoint
+            path = None if checkpoint is None else checkpoint.path
+            store.set("resume", orjson.dumps({"path": path, "best": None if best is None else asdict(best)}).decode())
+        return ResumePoint(checkpoint, best)
+    assert store is not None
+    message = orjson.loads(store.get("resume"))
+    checkpoint = None if message["path"] is None else open_checkpoint(attempt.store, message["path"])
+    return ResumePoint(checkpoint, None if message["best"] is None else BestPointer(**message["best"]))
 
 
 def _check_resume_policy(job: TrainJob, checkpoint: CompleteCheckpoint | None) -> None:
@@ -153,7 +186,7 @@ def load_start_state(
             checkpoint=join(store.url, checkpoint.path),
             seconds=time.monotonic() - began,
         )
-        return StartPoint(int(facts["step"]), int(facts["skipped_steps"]))
+        return StartPoint(int(facts["step"]), int(facts["skipped_steps"]), ValidationRecord.from_facts(facts))
     if job.base is not None:
         load_base_weights(runner.model, job.base)
         _check_base_loss(job, runner, job.base, emit)

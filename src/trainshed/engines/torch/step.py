@@ -139,7 +139,7 @@ class PendingMetrics:
             grad_norm=norm,
             loss_terms={term: figures[term] for term in self._loss_terms},
             batch_hash=format_batch_hash(int(figures["hash_low"]), int(figures["hash_high"])),
-            learned_tokens=int(figures["learned_tokens"]) if "learned_tokens" in figures else None,
+            learned_tokens=round(figures["learned_tokens"]) if "learned_tokens" in figures else None,
             pairs=pairs if rewards else None,
             rewards=rewards,
             non_finite=not finite,
