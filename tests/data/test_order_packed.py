@@ -215,7 +215,8 @@ def test_conversations_that_were_cut_or_left_out_are_counted_over_all_shards(tmp
     prefixes = []
     for number, (truncated, dropped) in enumerate([(3, 1), (4, 0)]):
         prefix = write_conversations(tmp_path / f"part-{number}", numbered_documents([8] * 8))
-        facts = {"counts": {"documents": 8, "truncated": truncated, "dropped": dropped}}
+        chat = {"truncated": truncated, "dropped_too_long": dropped, "dropped_unlearned": 2}
+        facts = {"counts": {"documents": 8, "chat": chat}}
         Manifest.of("tokens", {}, [], facts).write(LocalStore(tmp_path), f"part-{number}.manifest.json")
         prefixes.append(prefix)
     notes = Notes()
@@ -223,5 +224,5 @@ def test_conversations_that_were_cut_or_left_out_are_counted_over_all_shards(tmp
     orders_of(recipe_of(), tokens, tmp_path, reporter=notes)
     assert notes.notes == [
         "source-0: 16 conversations in 4 samples of 32 tokens, 100.0% full, 50.0% of 128 tokens learned; "
-        "7 truncated, 1 dropped"
+        "7 truncated, 5 dropped"
     ]

@@ -24,7 +24,6 @@ from __future__ import annotations
 import hashlib
 import json
 from bisect import bisect_left, insort
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
@@ -37,8 +36,8 @@ from trainshed.data.sampling.index import REBUILD, STARTS, build_starts, check_a
 from trainshed.data.sampling.permutation import Permutation
 from trainshed.data.sampling.rows import SampleRows
 from trainshed.data.sampling.shard_reader import DocumentSpan, RowSegments, ShardReader, open_token_reader
-from trainshed.data.tokens.token_files import open_token_file
-from trainshed.data.tokens.token_source import LEARNED_SUFFIX, TokenSource
+from trainshed.data.tokens.token_files import learned_path, open_token_file
+from trainshed.data.tokens.token_source import TokenSource
 from trainshed.errors import CorruptData, InputError, NotFound
 from trainshed.reporting import SILENT, Reporter
 from trainshed.storage import LocalStore, Manifest, open_store
@@ -183,7 +182,7 @@ class PackedDataset:
         # With padding: so sources without weights are drawn from in proportion to their rows, and end together.
         self.tokens = index.rows * self.sequence_length
         self.reader = open_token_reader(self.name, self.shards, index.shards, str(index.folder), options)
-        self.learned_reader = ShardReader(self.shards, index.shards, f".{LEARNED_SUFFIX}", np.dtype(np.uint8), options)
+        self.learned_reader = ShardReader(self.shards, index.shards, learned_path(""), np.dtype(np.uint8), options)
         self._row_orders: dict[int, Permutation] = {}
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -390,20 +389,23 @@ def describe_packing(dataset: PackedDataset, options: StoreOptions | None = None
         f"{dataset.name}: {documents} in {samples}, {index.efficiency:.1%} full, "
         f"{index.learned_tokens / max(1, index.tokens):.1%} of {index.tokens:,} tokens learned"
     )
-    counts: Counter[str] = Counter()
+    truncated = dropped = 0
     for shard in dataset.shards:
-        manifest = _shard_manifest(shard, options)
-        if manifest is None:
+        counts = _conversation_counts(shard, options)
+        if counts is None:
             return line
-        counts.update({name: manifest.facts["counts"].get(name, 0) for name in ("truncated", "dropped")})
-    return f"{line}; {counts['truncated']:,} truncated, {counts['dropped']:,} dropped"
+        truncated += counts["truncated"]
+        dropped += counts["dropped_too_long"] + counts["dropped_unlearned"]
+    return f"{line}; {truncated:,} truncated, {dropped:,} dropped"
 
 
-def _shard_manifest(shard: str, options: StoreOptions | None) -> Manifest | None:
+def _conversation_counts(shard: str, options: StoreOptions | None) -> dict[str, int] | None:
+    """Return what became of the conversations of a shard; None for tokens whose manifest does not say it."""
     try:
-        return Manifest.read(*open_store(f"{shard}.manifest.json", options))
+        manifest = Manifest.read(*open_store(f"{shard}.manifest.json", options))
     except NotFound:
-        return None  # tokens of others
+        return None
+    return manifest.facts["counts"].get("chat")
 
 
 def _pieces(array: np.ndarray) -> Iterator[np.ndarray]:
@@ -417,7 +419,7 @@ def _count_learned(
     """Count the learned tokens of [first, last) of the concatenation; a value other than 0 and 1 is an error."""
     learned = 0
     for shard, shard_facts in zip(shards, facts, strict=True):
-        address, tokens = f"{shard}.{LEARNED_SUFFIX}", shard_facts["tokens"]
+        address, tokens = learned_path(shard), shard_facts["tokens"]
         file = open_token_file(address, options)
         try:
             for start in range(max(first, 0), min(last, tokens), SCAN_BYTES):

@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from trainshed.data.tokens.token_files import local_path, shard_prefixes
+from trainshed.data.tokens.token_files import learned_path, local_path, shard_prefixes
 from trainshed.errors import CorruptData, InputError, NotFound
 from trainshed.reporting import SILENT, Reporter
 from trainshed.storage import Store, open_store
@@ -35,8 +35,6 @@ WHOLE_BYTES = 1024 * 1024
 """A file up to this size is hashed whole: that costs no more than its blocks would."""
 SAMPLE_THREADS = 8
 SHARD_SUFFIXES = ("bin", "idx")
-LEARNED_SUFFIX = "learned"
-"""`PREFIX.learned` of prepared conversations: a byte a token, 1 where the token is learned."""
 
 FileChange = Literal["missing", "size", "content", "time"]
 
@@ -64,16 +62,19 @@ class FileFingerprint:
 def fingerprint_shard(
     prefix: str, manifest: TokenManifest | None = None, options: StoreOptions | None = None
 ) -> tuple[FileFingerprint, ...]:
-    """Take the fingerprints of the `.bin` and `.idx` of one shard, and of its `.learned` if it has one."""
+    """Take the fingerprints of the `.bin` and `.idx` of one shard, and of its `.learned` where it has one."""
     checksums = {entry.path.rpartition(".")[2]: entry.checksum for entry in manifest.files} if manifest else {}
-    suffixes = SHARD_SUFFIXES
-    if LEARNED_SUFFIX in checksums or (manifest is None and _file_exists(f"{prefix}.{LEARNED_SUFFIX}", options)):
-        suffixes = (*SHARD_SUFFIXES, LEARNED_SUFFIX)
-    return tuple(fingerprint_file(f"{prefix}.{suffix}", checksums.get(suffix), options) for suffix in suffixes)
+    files = [fingerprint_file(f"{prefix}.{suffix}", checksums.get(suffix), options) for suffix in SHARD_SUFFIXES]
+    if has_learned(prefix, manifest, options):
+        files.append(fingerprint_file(learned_path(prefix), checksums.get("learned"), options))
+    return tuple(files)
 
 
-def _file_exists(address: str, options: StoreOptions | None) -> bool:
-    store, path = open_store(address, options)
+def has_learned(prefix: str, manifest: TokenManifest | None, options: StoreOptions | None = None) -> bool:
+    """Whether a shard says which tokens are learned: as its manifest says, or where it has none, by its files."""
+    if manifest is not None:
+        return any(entry.path.endswith(".learned") for entry in manifest.files)
+    store, path = open_store(learned_path(prefix), options)
     return store.head(path) is not None
 
 
@@ -180,10 +181,10 @@ class TokenSource:
 
     def learned_hash(self, options: StoreOptions | None = None) -> str:
         """Identify the `.learned` files of its shards; one without them does not hold conversations."""
-        files = [file for file in self.files if file.path.endswith(f".{LEARNED_SUFFIX}")]
+        files = [file for file in self.files if file.path.endswith(learned_path(""))]
         for shard in self.shards(options) if not files else ():
-            address = f"{shard}.{LEARNED_SUFFIX}"
-            if not _file_exists(address, options):
+            address = learned_path(shard)
+            if not has_learned(shard, None, options):
                 raise NotFound(
                     f"the tokens of source '{self.name}' do not say which of them are learned",
                     where=address,

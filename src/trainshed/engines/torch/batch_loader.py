@@ -35,15 +35,6 @@ class LocalBatch:
     reference_logps: torch.Tensor | None = None
 
 
-@dataclass(frozen=True)
-class _ReadRows:
-    """What was read for a step: the rows, or on ranks that need no tokens only where documents begin."""
-
-    rows: SampleRows | None
-    document_starts: np.ndarray | None
-    hashes: tuple[int, int] = (0, 0)
-
-
 class BatchLoader:
     """Reads a run's batches for one rank. Only ranks whose stages need tokens read any."""
 
@@ -91,6 +82,15 @@ class BatchLoader:
         hashes_rows = coordinates.pp == 0 and coordinates.cp == 0 and coordinates.tp == 0
         hashes = hash_batch_rows(rows, local_rows.start) if hashes_rows else (0, 0)
         return _ReadRows(rows, rows.document_starts, hashes)
+
+
+@dataclass(frozen=True)
+class _ReadRows:
+    """What was read for a step: the rows, or on ranks that need no tokens only where documents begin."""
+
+    rows: SampleRows | None
+    document_starts: np.ndarray | None
+    hashes: tuple[int, int] = (0, 0)
 
 
 def to_local_batch(
