@@ -411,7 +411,7 @@ def merge(
     from trainshed.errors import MissingExtra
 
     try:
-        from trainshed.checkpoints.lora import merge_adapter
+        from trainshed.checkpoints.lora.merge import merge_adapter
     except ImportError as error:
         if error.name not in ("torch", "safetensors"):
             raise
