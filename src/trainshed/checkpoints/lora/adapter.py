@@ -57,7 +57,8 @@ class MatrixChange:
         if factors.magnitude is None:
             return cls(delta, None)
         assert weight is not None, "the length of a row is that of the changed matrix"
-        changed = weight.to(torch.promote_types(weight.dtype, delta.dtype)) + delta
+        # In one order of memory: the norm of a transposed view rounds differently.
+        changed = (weight.to(torch.promote_types(weight.dtype, delta.dtype)) + delta).contiguous()
         return cls(delta, factors.magnitude.to(changed.dtype) / torch.linalg.norm(changed, dim=1))
 
     def applied(self, box: torch.Tensor, rows: slice = slice(None), columns: slice = slice(None)) -> torch.Tensor:
