@@ -165,7 +165,7 @@ def test_what_pefts_format_cannot_hold_is_refused_with_what_to_do_instead(tmp_pa
     assert "merge: true" in (refused.value.hint or "")
     moe = {"experts": 4, "top_k": 2, "ffn": 24, "shared_ffn": 16}
     run = save_lora_checkpoint(tmp_path / "shared", tiny_config("mixtral", moe=moe), lora(targets=["mlp"]), "hf://a/b")
-    with pytest.raises(InputError, match="has no module for `layers.0.mlp.shared.down.weight:0`"):
+    with pytest.raises(InputError, match=r"has no module for `layers.0.mlp.shared.down.weight:0`"):
         export_adapter(str(run), str(tmp_path / "out"))
     config = save_tiny_hf("gpt2", tmp_path / "gpt2")
     run = save_lora_checkpoint(tmp_path / "part", config, lora(targets=["q_proj"], dora=True), tmp_path / "gpt2")

@@ -25,7 +25,7 @@ from trainshed.checkpoints.hf.companion_files import has_tokenizer, read_compani
 from trainshed.checkpoints.lora.adapted_weights import AdaptedWeights, refuse_another_base
 from trainshed.checkpoints.lora.adapter import LoraAdapter
 from trainshed.checkpoints.lora.checkpoint_spec import run_folder_of
-from trainshed.checkpoints.lora.find import adapter_base, is_adapter, local_adapter, open_adapter
+from trainshed.checkpoints.lora.find import adapter_base, is_adapter, local_adapter, open_adapter, trained_config
 from trainshed.checkpoints.lora.peft_config import ADAPTER_CONFIG
 from trainshed.checkpoints.prove.verdict import VERDICT, Verdict, read_verdict
 from trainshed.checkpoints.weights import Weights
@@ -55,10 +55,10 @@ _VerdictCheck = Callable[[str, StoreOptions | None], None]
 
 @dataclass(frozen=True)
 class LoadedAdapters:
-    """The adapters beside a model; those with a tokenizer of their own are in `tokenizers`."""
+    """The adapters beside a model, and the tokenizers that they bring (None: the model's own)."""
 
     bank: AdapterBank
-    tokenizers: Mapping[str, ChatTokenizer]
+    tokenizers: Mapping[str, ChatTokenizer | None]
 
 
 @dataclass(frozen=True)
@@ -98,14 +98,18 @@ class LoadedModel:
             reporter=reporter,
         )
         tokenizer, adapters = self.tokenizer, self.adapters
-        tokenizers = {} if adapters is None else adapters.tokenizers
+        own = {} if adapters is None else adapters.tokenizers
         return ModelGenerator(
             self.decoder,
             limits,
             decode=None if tokenizer is None else tokenizer.decode_plain,
             eos_tokens=frozenset() if tokenizer is None else tokenizer.eos_tokens,
             adapters=None if adapters is None else adapters.bank,
-            adapter_texts={name: OutputText(own.decode_plain, own.eos_tokens) for name, own in tokenizers.items()},
+            adapter_texts={
+                name: OutputText(words.decode_plain, words.eos_tokens)
+                for name, words in own.items()
+                if words is not None
+            },
             eager=eager,
             reporter=reporter,
         )
@@ -114,6 +118,7 @@ class LoadedModel:
 def load_model(
     address: str,
     *,
+    name: str | None = None,
     dtype: ServingDtype | None = None,
     device: str | None = None,
     tokenizer: str | None = None,
@@ -126,27 +131,36 @@ def load_model(
 ) -> LoadedModel:
     """Load the model at an address, in any format that is known and from any store.
 
-    Without a `dtype` weights are as stored on a GPU, and fp32 on a CPU. `tokenizer` names another one than that beside
-    the weights, `base` the weights that a LoRA adapter belongs to, `adapters` the addresses of LoRA adapters by the
-    names that requests call them. Weights with a failed verdict are refused.
+    `name` is what requests call it (default: the name of its run, else of its folder). Without a `dtype` weights are as
+    stored on a GPU, and fp32 on a CPU. `tokenizer` names another one than that beside the weights, `base` the weights
+    that a LoRA adapter belongs to. Weights with a failed verdict are refused.
+
+    `adapters` are the addresses of LoRA adapters over the same weights, by the names that requests call them. Where the
+    model is an adapter itself it becomes one of them, and the base alone is called `NAME-base`.
     """
     torch_device = _choose_device(device)
-    alone = is_adapter(address, options)
+    name = name or model_name(address)
+    places, alone = dict(adapters or {}), is_adapter(address, options)
     if base is not None and not alone:
         raise InputError(
             "--base is for a LoRA adapter, and these are whole weights", where=address, hint="leave it out"
         )
-    if adapters and alone:
+    if name in places:
         raise InputError(
-            "this is an adapter itself, and others need the base that they share",
-            where=address,
-            hint=f"name the base, and this one among the others: --adapter {model_name(address)}={address}",
+            f"the model and an adapter are both called `{name}`", hint="give one of them another name with --name"
         )
+    if places and alone:
+        places = {name: address, **places}
+        config = None if base is not None else trained_config(address, options)
+        base = base or adapter_base(address, downloads=_downloads(), options=options, reporter=reporter)
+        address, name, alone = base, f"{name}-base", False
+    else:
+        config = None
     proven = _accept_any_verdict if ignore_verdict else _refuse_failed_verdict
     opened = (
         _adapted_weights(address, base, proven, options, reporter)
         if alone
-        else _opened_weights(ConversionSource(address, options, vocab_size), proven, options, reporter)
+        else _opened_weights(ConversionSource(address, options, vocab_size), config, proven, options, reporter)
     )
     with opened as (weights, origin):
         chosen = _choose_dtype(weights, dtype, torch_device, reporter)
@@ -156,23 +170,17 @@ def load_model(
         )
         _compare_vocabularies(chat_tokenizer, weights.config, reporter)
         named = {
-            name: _open_named_adapter(name, place, weights, proven, options, reporter)
-            for name, place in (adapters or {}).items()
+            other: _open_named_adapter(other, place, weights, proven, options, reporter)
+            for other, place in places.items()
         }
         decoder = _load_weights(weights, chosen, torch_device, reporter)
     loaded = None
-    if adapters:
-        loaded = LoadedAdapters(
-            AdapterBank(decoder, named),
-            {
-                name: own
-                for name, place in adapters.items()
-                if (own := _adapter_tokenizer(place, tokenizer, options, reporter)) is not None
-            },
-        )
-        for own in loaded.tokenizers.values():
-            _compare_vocabularies(own, decoder.config, reporter)
-    return LoadedModel(model_name(address), address, origin.format, decoder, chat_tokenizer, loaded)
+    if named:
+        own = {other: _adapter_tokenizer(place, tokenizer, options, reporter) for other, place in places.items()}
+        for words in own.values():
+            _compare_vocabularies(words, decoder.config, reporter)
+        loaded = LoadedAdapters(AdapterBank(decoder, named), own)
+    return LoadedModel(name, address, origin.format, decoder, chat_tokenizer, loaded)
 
 
 def build_decoder(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> DecoderStage:
@@ -187,10 +195,16 @@ def build_decoder(config: ModelConfig, dtype: torch.dtype, device: torch.device)
 
 @contextmanager
 def _opened_weights(
-    origin: ConversionSource, proven: _VerdictCheck, options: StoreOptions | None, reporter: Reporter
+    origin: ConversionSource,
+    config: ModelConfig | None,
+    proven: _VerdictCheck,
+    options: StoreOptions | None,
+    reporter: Reporter,
 ) -> Iterator[tuple[Weights, ConversionSource]]:
-    """Open weights; those in another store are fetched first."""
-    with origin.open(_downloads() / hashlib.sha256(origin.pinned.encode()).hexdigest()[:16], reporter) as weights:
+    """Open weights, as their own files describe them or as `config` does; those in another store are fetched first."""
+    with origin.open(
+        _downloads() / hashlib.sha256(origin.pinned.encode()).hexdigest()[:16], reporter, config
+    ) as weights:
         proven(origin.address, options)
         yield weights, origin
 
@@ -200,11 +214,12 @@ def _adapted_weights(
     adapter: str, base: str | None, proven: _VerdictCheck, options: StoreOptions | None, reporter: Reporter
 ) -> Iterator[tuple[Weights, ConversionSource]]:
     """Open the base of an adapter with the adapter in it."""
-    downloads = _downloads()
+    downloads, config = _downloads(), None
     if base is None:
         base = adapter_base(adapter, downloads=downloads, options=options, reporter=reporter)
+        config = trained_config(adapter, options)
     proven(adapter, options)
-    with _opened_weights(ConversionSource(base, options), proven, options, reporter) as (weights, origin):
+    with _opened_weights(ConversionSource(base, options), config, proven, options, reporter) as (weights, origin):
         opened = open_adapter(adapter, weights.config, downloads=downloads, options=options, reporter=reporter)
         yield AdaptedWeights(weights, opened), origin
 

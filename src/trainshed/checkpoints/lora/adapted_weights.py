@@ -183,4 +183,6 @@ def open_adapted_checkpoint(
             where=where,
             hint=f"`trainshed model fetch {spec.base_address} FOLDER`, then `trainshed model merge FOLDER {where} OUT`",
         )
-    return AdaptedWeights(open_weights(base or spec.base_address, config=config), NativeAdapter(store, checkpoint))
+    adapter = NativeAdapter(store, checkpoint)
+    # The run may have stretched the base's positions: its own architecture counts.
+    return AdaptedWeights(open_weights(base or spec.base_address, config=config or adapter.config), adapter)

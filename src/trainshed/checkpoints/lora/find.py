@@ -12,6 +12,7 @@ from trainshed.checkpoints.lora.checkpoint_spec import AdapterSpec, find_adapter
 from trainshed.checkpoints.lora.native_adapter import NativeAdapter
 from trainshed.checkpoints.lora.peft_adapter import PeftAdapter
 from trainshed.checkpoints.lora.peft_config import ADAPTER_CONFIG, ADAPTER_WEIGHTS, LoraAdapterConfig
+from trainshed.checkpoints.native.folder import read_checkpoint_config
 from trainshed.errors import InputError, NoSuchName
 from trainshed.recipe import ModelConfig
 from trainshed.reporting import SILENT, Reporter
@@ -85,6 +86,12 @@ def adapter_base(
     base = named if prepared is None else str(prepared)
     reporter.note(f"the adapter says that its base is {named}" + (f", found at {base}" if base != named else ""))
     return base
+
+
+def trained_config(address: str, options: StoreOptions | None = None) -> ModelConfig | None:
+    """Return the architecture that an adapter of ours was trained with; PEFT's folders do not hold it."""
+    checkpoint = find_adapter_checkpoint(address, options)
+    return None if checkpoint is None else read_checkpoint_config(open_store(address, options)[0], checkpoint)
 
 
 def _named_base(config: LoraAdapterConfig, folder: Path) -> str:
