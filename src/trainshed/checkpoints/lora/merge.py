@@ -18,6 +18,7 @@ from safetensors import safe_open
 
 from trainshed.checkpoints.base import HF_EXCLUDE, HF_INCLUDE, KIND
 from trainshed.checkpoints.convert.target import ConversionFolder, hash_file
+from trainshed.checkpoints.formats import detect_format
 from trainshed.checkpoints.hf.weights import SAFETENSORS_DTYPES, HfWeights, SafetensorsEntry
 from trainshed.checkpoints.lora.adapted_weights import AdaptedWeights, refuse_another_base
 from trainshed.checkpoints.lora.adapter import LoraAdapter
@@ -58,6 +59,12 @@ def merge_adapter(
 
     A verdict that failed is stored and returned like one that passed: the caller decides.
     """
+    if (stored := detect_format(base)) != "hf":
+        raise InputError(
+            f"an adapter is merged into weights for transformers, and these are {stored}",
+            where=str(base),
+            hint=f"`trainshed model convert {base} FOLDER --to hf` first; a LoRA run itself converts to merged weights",
+        )
     target = Path(os.path.abspath(target))
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise InputError("there is something already", where=str(target), hint="choose another folder, or remove it")
