@@ -46,17 +46,28 @@ class Attention(nn.Module):
         heads = self.kv_groups * self.queries_per_group * config.head_dim
         self.out = RowParallelLinear(heads, config.hidden, axes.tp, bias=config.output_bias)
 
-    def forward(self, x: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor] | None) -> torch.Tensor:
-        """Attend from this rank's tokens [s, B, H]; `rotary` are cosines and sines [S, 1, 1, D]."""
-        query, key, value = self.qkv_projection(x, rotary)
+    def forward(
+        self,
+        x: torch.Tensor,
+        rotary: tuple[torch.Tensor, torch.Tensor] | None,
+        samples: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attend from this rank's tokens [s, B, H]; `rotary` are cosines and sines [S, 1, 1, D].
+
+        `samples` are the run's sample numbers [B], for the dropout of adapters.
+        """
+        query, key, value = self.qkv_projection(x, rotary, samples)
         out = self._attend(query, key, value)
-        return self.out(out.reshape(*out.shape[:2], -1))
+        return self.out(out.reshape(*out.shape[:2], -1), samples)
 
     def qkv_projection(
-        self, x: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor] | None
+        self,
+        x: torch.Tensor,
+        rotary: tuple[torch.Tensor, torch.Tensor] | None,
+        samples: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Compute queries [S, B, G · r, D], keys and values [S, B, G, D] of this rank's tokens, rotated by position."""
-        projected = self.qkv(all_gather(self.norm(x), self.axes.tp))
+        projected = self.qkv(all_gather(self.norm(x), self.axes.tp), samples)
         length, batch = projected.shape[:2]
         heads = projected.view(length, batch, self.kv_groups, self.queries_per_group + 2, self.config.head_dim)
         query, key, value = heads.split([self.queries_per_group, 1, 1], dim=3)

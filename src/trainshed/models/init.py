@@ -78,6 +78,21 @@ def fill_normal(
         part.copy_(radius.mul_(angle).mul_(std))
 
 
+def fill_uniform(
+    out: torch.Tensor, key: int, bound: float, shape: Sequence[int], offset: Sequence[int] | None = None
+) -> None:
+    """Fill `out`, the box at `offset` of a tensor of `shape`, with that tensor's numbers between ± bound."""
+    if out.numel() == 0:
+        return
+    offset = offset or (0,) * len(shape)
+    rows = max(1, _CHUNK_ELEMENTS // max(1, out[0].numel()))
+    for first in range(0, out.shape[0], rows):
+        part = out[first : first + rows]
+        index = box_indices(shape, (offset[0] + first, *offset[1:]), part.shape, out.device)
+        # Centred in their cells, so that the numbers are symmetric about 0.
+        part.copy_(random_bits(index, key).double().add_(0.5).mul_(2.0**-31).sub_(1.0).mul_(bound))
+
+
 def dropout_mask(index: torch.Tensor, key: int, probability: float) -> torch.Tensor:
     """Return which elements dropout keeps, each with `1 - probability`."""
     return random_bits(index, key, 2) >= int(probability * 2**32)
@@ -114,6 +129,11 @@ def init_parameter(
         out.fill_(1.0)
     elif parameter.init == "zeros":
         out.zero_()
+    elif parameter.init == "kaiming_uniform":
+        bound = 1.0 / math.sqrt(parameter.shape[-1])
+        fill_uniform(out, rng_key("init", INIT_VERSION, seed, parameter.name), bound, parameter.shape, offset)
+    elif parameter.init == "row_norms":
+        raise ValueError(f"{parameter.name} is computed from the weight that it belongs to")
     else:
         std = config.init_std
         if parameter.init == "output":

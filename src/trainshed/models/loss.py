@@ -150,6 +150,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if grad_hidden is None:
                 continue
             torch.mm(gradient, padded_weight, out=grad_hidden[start : start + tokens])
+            if not ctx.needs_input_grad[1]:  # a frozen head
+                continue
             grad_weight = _accumulate_product(grad_weight, gradient.t(), part, accumulate_dtype)
         ctx.save_for_backward(grad_hidden, None if grad_weight is None else grad_weight[:rows].to(weight.dtype))
         ctx.mark_non_differentiable(z)
@@ -161,7 +163,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         factor = grads[0]
         return (
             grad_hidden * factor.to(grad_hidden.dtype),
-            grad_weight * factor.to(grad_weight.dtype),
+            None if grad_weight is None else grad_weight * factor.to(grad_weight.dtype),
             *(None,) * 6,
         )
 

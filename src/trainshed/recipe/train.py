@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
@@ -145,6 +146,11 @@ class Lora(Section):
         """The projections that `targets` name, each once."""
         return tuple(dict.fromkeys(name for target in self.targets for name in lora_projections(target)))
 
+    @property
+    def scale(self) -> float:
+        """The factor of the adapters' product."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
 
 class Dpo(Section):
     """Direct preference optimisation: make the better answer of a pair likelier than the worse."""
@@ -211,6 +217,11 @@ class TrainSection(Section):
     lora: Lora | None = Field(None, description="Train adapters only; needs `model.from`")
     dpo: Dpo | None = Field(None, description="The loss of `mode: dpo`")
     early_stop: EarlyStop | None = Field(None, description="End the run when validation no longer improves")
+
+    @property
+    def drops(self) -> bool:
+        """Whether anything of a step is dropped, by the numbers of its samples."""
+        return self.dropout > 0 or (self.lora is not None and self.lora.dropout > 0)
 
     def warmup_problem(self, steps: int) -> Problem | None:
         """Return what is wrong where a run of so many steps ends before its warm-up does.

@@ -53,7 +53,7 @@ class Trainer:
         self.last_saved_step = start.step or None
         mesh = runner.model.mesh
         self.device = mesh.device
-        self.loader = BatchLoader(job.order, mesh, with_sample_ids=job.recipe.train.dropout > 0)
+        self.loader = BatchLoader(job.order, mesh, with_sample_ids=job.recipe.train.drops)
         self._pending: deque[tuple[int, float, PendingMetrics]] = deque()
         self._stop: int | None = None
         self._ranks_may_diverge = True
