@@ -87,9 +87,8 @@ def test_groups_name_what_a_model_has() -> None:
 
 def test_the_table_of_adapters_says_how_ranks_cut_them() -> None:
     config = with_experts(shared_ffn=16).model_copy(update={"layers": 1})
-    table = {
-        tensor.name: tensor for tensor in lora_parameters(config, adapters(["q_proj", "o_proj", "down_proj", "experts"]))
-    }
+    lora = adapters(["q_proj", "o_proj", "down_proj", "experts"])
+    table = {tensor.name: tensor for tensor in lora_parameters(config, lora)}
     assert {name: (tensor.shape, tensor.tp_dim, tensor.expert) for name, tensor in table.items()} == {
         "layers.0.attention.qkv.lora.q_proj.a": ((2, 64), None, False),
         "layers.0.attention.qkv.lora.q_proj.b": ((64, 2), 0, False),

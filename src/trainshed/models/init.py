@@ -99,22 +99,30 @@ def dropout_mask(index: torch.Tensor, key: int, probability: float) -> torch.Ten
 
 
 def rng_key_tensor(key: int, device: torch.device | str) -> torch.Tensor:
-    """Return a key as int64 [3] for `dropout_mask_compiled`: its low and high half, and what the last round adds."""
+    """Return a key as int64 [3] for `random_bits_compiled`: its low and high half, and what the last round adds."""
     low, high = key & _MASK, (key >> 32) & _MASK
     return torch.tensor([low, high, (low * 0x9E3779B1 + high) & _MASK], dtype=torch.int64, device=device)
 
 
-def dropout_mask_compiled(index: torch.Tensor, key: torch.Tensor, probability: float) -> torch.Tensor:
-    """Return the mask of `dropout_mask` for a key from `rng_key_tensor`.
+def random_bits_compiled(index: torch.Tensor, key: torch.Tensor, stream: int = 0) -> torch.Tensor:
+    """Return the bits of `random_bits` for a key from `rng_key_tensor`.
 
     A compiler takes a number for a constant: every key would be compiled anew. It takes a tensor as it comes.
     """
     low, high, last = key.unbind()
     x = _mix((index & _MASK) ^ low)
-    # 2 is the stream of `dropout_mask`, as `random_bits` counts it in.
-    x = x.add_((index >> 32) + high + 0x9E3779B9 * (2 * 2 + 1)).bitwise_and_(_MASK)
+    x = x.add_((index >> 32) + high + 0x9E3779B9 * (2 * stream + 1)).bitwise_and_(_MASK)
     x = _mix(x)
-    return _mix(x.bitwise_xor_(last)) >= int(probability * 2**32)
+    return _mix(x.bitwise_xor_(last))
+
+
+def dropout_mask_compiled(index: torch.Tensor, key: torch.Tensor, probability: float) -> torch.Tensor:
+    """Return the mask of `dropout_mask` for a key from `rng_key_tensor`."""
+    return random_bits_compiled(index, key, 2) >= int(probability * 2**32)
+
+
+ROUNDING_STREAM = 3
+"""The stream of the bits that decide how optimizer states are rounded."""
 
 
 INIT_VERSION = 1

@@ -74,6 +74,10 @@ class Optimizer(Section):
             usual = type(self).model_fields[key].default
             if getattr(self, key) != usual and key not in getattr(registered, "reads", ()):
                 yield Problem((key,), f"the optimizer {self.name} does not read it", "delete it")
+        if self.states is not None and registered is not None:
+            yield Problem(
+                ("states",), f"the optimizer {self.name} of a plugin keeps its states as its weights are", "delete it"
+            )
 
 
 class TrainingLoss(Section):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -61,6 +62,7 @@ def train_adapters(
 
     with pytest.MonkeyPatch.context() as patch:
         if compiled:
+            warnings.simplefilter("ignore")  # of PyTorch's own, when it loads its compiler
             patch.setattr(rank, "build_model", build_compiled)
             patch.setattr(DecoderLayer, "compile", compile_block)
         return train_rank(job, run_folder=folder)
