@@ -23,9 +23,9 @@ nodes: {{default: 1, max: 2}}
 """
 BASE = "model.from=/models/base"
 REFUSED = {
-    "train.lora": (
-        "the torch engine trains no adapters yet",
-        (BASE, "model.init=null", "train.lora={rank: 2, alpha: 4}"),
+    "train.lora.quantize": (
+        "weights that are held as int8 are multiplied in bf16, not in fp8",
+        (BASE, "model.init=null", "train.precision=fp8", "train.lora={rank: 2, alpha: 4, quantize: int8}"),
     ),
     "train.mode": (
         "the torch engine does not fine-tune yet",

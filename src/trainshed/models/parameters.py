@@ -159,7 +159,7 @@ class AdaptedProjection:
 
 def adapted_projections(config: ModelConfig, lora: Lora) -> tuple[AdaptedProjection, ...]:
     """Return the adapters that each layer of a model gets, in the order of the model."""
-    return tuple(adapter for adapter in _all_adapters(config) if _target(adapter) in lora.projections)
+    return tuple(adapter for adapter in all_projections(config) if _target(adapter) in lora.projections)
 
 
 def lora_parameters(config: ModelConfig, lora: Lora) -> Iterator[Parameter]:
@@ -188,8 +188,8 @@ def _target(adapter: AdaptedProjection) -> LoraProjection:
     return "experts" if adapter.experts is not None else adapter.projection
 
 
-def _all_adapters(config: ModelConfig) -> Iterator[AdaptedProjection]:
-    """Yield an adapter for every projection of a layer; the router has none."""
+def all_projections(config: ModelConfig) -> Iterator[AdaptedProjection]:
+    """Yield every projection of a layer as one with an adapter; the router has none."""
     hidden, queries, keys = config.hidden, config.heads * config.head_dim, config.kv_heads * config.head_dim
     yield AdaptedProjection("attention.qkv", "q_proj", hidden, queries, False)
     yield AdaptedProjection("attention.qkv", "k_proj", hidden, keys, False)

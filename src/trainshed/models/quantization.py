@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from trainshed.recipe.train import NF4_BLOCK
+
 Quantization = Literal["int8", "nf4"]
-NF4_BLOCK = 64
-"""Columns that share a scale."""
 # Table of appendix E of the paper, as bitsandbytes and torchao have it.
 NF4_LEVELS = (
     -1.0,

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
+from trainshed.recipe.model import ModelConfig
 from trainshed.recipe.registered import (
     EngineArgument,
     RegisteredName,
@@ -36,6 +37,10 @@ LORA_GROUPS: dict[LoraTarget, tuple[LoraProjection, ...]] = {
 }
 """Names that stand for several projections. `experts` are the projections of all experts; the other names of a
 feed-forward block are those of dense layers and of shared experts. The router is never adapted."""
+
+
+NF4_BLOCK = 64
+"""Columns of a weight that share a scale in nf4."""
 
 
 class BatchRamp(Section):
@@ -171,6 +176,37 @@ class EarlyStop(Section):
 
     patience: PositiveInt = Field(description="Measurements without a better loss before the run ends", examples=[3])
     min_delta: NotNegativeFloat = Field(0.0, description="A loss is better if it is lower by more than this")
+
+
+def lora_problems(lora: Lora, config: ModelConfig) -> Iterator[Problem]:
+    """Yield what an architecture cannot do of adapters; paths are within `train.lora`."""
+    moe = config.moe
+    dense = ("gate_proj", "up_proj", "down_proj") if config.gated else ("up_proj", "down_proj")
+    here: set[str] = {*LORA_GROUPS["attn"]}
+    if moe is None or moe.shared_ffn:
+        here |= {*dense}
+    if moe is not None:
+        here.add("experts")
+    for target in lora.targets:
+        if not here & {*lora_projections(target)}:
+            yield Problem(("targets",), f"the model has no `{target}`", f"it has {', '.join(sorted(here))}")
+    if "experts" in here & {*lora.projections}:
+        for key in ("dora", "dropout"):
+            if getattr(lora, key):
+                yield Problem(
+                    (key,),
+                    f"adapters of experts have no `{key}`, here as in PEFT",
+                    "delete it, or write targets without experts: [attn]",
+                )
+    if lora.quantize is not None and moe is not None:
+        yield Problem(("quantize",), "weights of experts are not held in fewer bits", "delete it")
+    widths = {config.hidden, config.heads * config.head_dim, config.ffn or NF4_BLOCK}
+    if lora.quantize == "nf4" and (uneven := sorted(width for width in widths if width % NF4_BLOCK)):
+        yield Problem(
+            ("quantize",),
+            f"nf4 has blocks of {NF4_BLOCK} columns, which do not divide {uneven[0]}",
+            "write `quantize: int8`",
+        )
 
 
 def lora_projections(target: LoraTarget) -> tuple[LoraProjection, ...]:

@@ -148,6 +148,7 @@ class Trainer:
                 precision=self.job.recipe.train.precision,
                 gpu=gpu,
                 device_name=self._gpu_name,
+                lora=self.job.recipe.train.lora,
             )
         except TrainshedError as error:
             # A wrong figure is reported once and then left out: a run must not end because of it.
