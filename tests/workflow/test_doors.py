@@ -27,9 +27,9 @@ PAIRS = (
     *("train.mode=dpo", "data.synthetic=false", "data.train=[{path: /corpus/x.jsonl}]"),
 )
 REFUSED = {
-    "train.lora": (
-        "the torch engine trains no adapters yet",
-        (BASE, "model.init=null", "train.lora={rank: 2, alpha: 4}"),
+    "train.lora.quantize": (
+        "weights that are held as int8 are multiplied in bf16, not in fp8",
+        (BASE, "model.init=null", "train.precision=fp8", "train.lora={rank: 2, alpha: 4, quantize: int8}"),
     ),
     "train.mode": (
         "the torch engine does not fine-tune yet",

@@ -52,21 +52,26 @@ class Attention(nn.Module):
         self,
         x: torch.Tensor,
         rotary: tuple[torch.Tensor, torch.Tensor] | None,
+        samples: torch.Tensor | None = None,
         masks: tuple[AttentionMask, ...] | None = None,
     ) -> torch.Tensor:
         """Attend from this rank's tokens [s, B, H]; `rotary` are cosines and sines [S, 1, 1, D] or [S, B, 1, D].
 
-        `masks` keep documents apart (`document_masks`); without them a row is one document.
+        `samples` are the run's sample numbers [B], for the dropout of adapters. `masks` keep documents apart
+        (`document_masks`); without them a row is one document.
         """
-        query, key, value = self.qkv_projection(x, rotary)
+        query, key, value = self.qkv_projection(x, rotary, samples)
         out = self._attend(query, key, value, masks)
-        return self.out(out.reshape(*out.shape[:2], -1))
+        return self.out(out.reshape(*out.shape[:2], -1), samples)
 
     def qkv_projection(
-        self, x: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor] | None
+        self,
+        x: torch.Tensor,
+        rotary: tuple[torch.Tensor, torch.Tensor] | None,
+        samples: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Compute queries [S, B, G · r, D], keys and values [S, B, G, D] of this rank's tokens, rotated by position."""
-        projected = self.qkv(all_gather(self.norm(x), self.axes.tp))
+        projected = self.qkv(all_gather(self.norm(x), self.axes.tp), samples)
         length, batch = projected.shape[:2]
         heads = projected.view(length, batch, self.kv_groups, self.queries_per_group + 2, self.config.head_dim)
         query, key, value = heads.split([self.queries_per_group, 1, 1], dim=3)

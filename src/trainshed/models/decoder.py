@@ -9,6 +9,7 @@ Shapes: L whole sequence, S tokens of this context-parallel rank, s = S / tp, B 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -115,6 +116,8 @@ class DecoderLayer(nn.Module):
         self.checkpoint_contexts = (
             selective_checkpoint_contexts if config.moe is None else selective_checkpoint_contexts_beside_hooks
         )
+        self.cheap_products: frozenset[int] = frozenset()
+        """Inner sizes of the products that selective recompute repeats: those that adapters end in."""
         self.attention = Attention(config, axes)
         if config.moe is None:
             assert config.ffn is not None, "the schema asks for it wherever there are no experts"
@@ -141,7 +144,9 @@ class DecoderLayer(nn.Module):
         arguments = (x, rotary, sequence_scale, samples, columns, masks)
         if self.recompute == "none" or not torch.is_grad_enabled():
             return self._forward(*arguments)
-        keep: dict[str, Any] = {"context_fn": self.checkpoint_contexts} if self.recompute == "selective" else {}
+        keep: dict[str, Any] = {}
+        if self.recompute == "selective":
+            keep["context_fn"] = partial(self.checkpoint_contexts, self.cheap_products)
         return checkpoint(self._forward, *arguments, use_reentrant=False, **keep)
 
     def _forward(
@@ -153,12 +158,12 @@ class DecoderLayer(nn.Module):
         columns: torch.Tensor,
         masks: tuple[AttentionMask, ...] | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        x = x + self.attention_dropout(self.attention(x, rotary, masks), samples, columns)
+        x = x + self.attention_dropout(self.attention(x, rotary, samples, masks), samples, columns)
         if isinstance(self.mlp, MoE):
-            out, router_losses = self.mlp(x, sequence_scale)
+            out, router_losses = self.mlp(x, sequence_scale, samples)
             out, router_losses = _AttachLosses.apply(out, router_losses), router_losses.detach()
         else:
-            out, router_losses = self.mlp(x), None
+            out, router_losses = self.mlp(x, samples), None
         return x + self.mlp_dropout(out, samples, columns), router_losses
 
 
@@ -360,18 +365,24 @@ class _AttachLosses(torch.autograd.Function):
         return grads[0], torch.ones(len(ROUTER_LOSS_TERMS), dtype=ctx.losses_dtype, device=grads[0].device)
 
 
-def selective_checkpoint_contexts() -> Any:
-    """Selective recompute: save the results of matrix products, attention and collectives; recompute the rest."""
-    return create_selective_checkpoint_contexts(_save_or_recompute)
+def selective_checkpoint_contexts(cheap_products: frozenset[int] = frozenset()) -> Any:
+    """Selective recompute: save the results of matrix products, attention and collectives; recompute the rest.
+
+    Products whose inner size is among the `cheap_products` are recomputed too: they are as large as those of whole
+    weights and cost next to nothing.
+    """
+    return create_selective_checkpoint_contexts(partial(_checkpoint_policy, cheap_products))
 
 
-def _save_or_recompute(context: Any, operation: Any, *_args: Any, **_options: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operation in _SAVED_OPS else CheckpointPolicy.PREFER_RECOMPUTE
+def _checkpoint_policy(cheap_products: frozenset[int], context: Any, func: Any, *args: Any, **_: Any) -> Any:
+    if func not in _SAVED_OPS or (func is _aten.mm.default and args[0].shape[1] in cheap_products):
+        return CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE
 
 
-def selective_checkpoint_contexts_beside_hooks() -> Any:
+def selective_checkpoint_contexts_beside_hooks(cheap_products: frozenset[int] = frozenset()) -> Any:
     """The same for blocks in which FSDP gathers experts: its hooks run other operations the second time."""
-    return tuple(_OnlySavedOps(mode) for mode in selective_checkpoint_contexts())
+    return tuple(_OnlySavedOps(mode) for mode in selective_checkpoint_contexts(cheap_products))
 
 
 class _OnlySavedOps(TorchDispatchMode):

@@ -2,15 +2,16 @@
 
 A token times a weight is 2 FLOPs: one multiplication, one addition. Only matmuls are counted: no norms, activations,
 softmax, rotary embeddings, biases or embedding look-ups, and no recomputation. Training costs three times the forward
-pass: once more for the gradients of inputs, once for those of weights.
+pass: once more for the gradients of inputs, once for those of weights. Weights that are frozen below adapters (LoRA)
+cost twice.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trainshed.models.parameters import layer_parameters
-from trainshed.recipe import ModelConfig
+from trainshed.models.parameters import layer_parameters, lora_parameters
+from trainshed.recipe import Lora, ModelConfig
 
 TRAINING_PER_FORWARD = 3
 
@@ -93,6 +94,23 @@ def causal_keys(window: int | None, sequence_length: int) -> float:
     return (growing + (sequence_length - seen) * seen) / sequence_length
 
 
-def training_flops_per_token(config: ModelConfig, sequence_length: int, *, causal: bool = True) -> float:
+def training_flops_per_token(
+    config: ModelConfig, sequence_length: int, *, causal: bool = True, lora: Lora | None = None
+) -> float:
     """Return what training costs per token: forward and backward, without recomputation."""
-    return token_flops(config, sequence_length, causal=causal).training
+    flops = token_flops(config, sequence_length, causal=causal)
+    if lora is None:
+        return flops.training
+    frozen = (TRAINING_PER_FORWARD - 1) * flops.matmul
+    return frozen + TRAINING_PER_FORWARD * (flops.attention + adapter_flops(config, lora))
+
+
+def adapter_flops(config: ModelConfig, lora: Lora) -> int:
+    """Return the forward FLOPs of one token in the products with adapters."""
+    used = 0
+    for parameter in lora_parameters(config, lora):
+        if len(parameter.shape) == 1:
+            continue
+        share = config.moe.top_k / config.moe.experts if parameter.expert and config.moe is not None else 1
+        used += round(parameter.size * share)
+    return 2 * used

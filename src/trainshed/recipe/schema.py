@@ -34,7 +34,7 @@ from trainshed.recipe.section import (
     by_shape,
 )
 from trainshed.recipe.serving import Export, Serve
-from trainshed.recipe.train import TrainSection
+from trainshed.recipe.train import TrainSection, lora_problems
 from trainshed.recipe.yaml_io import KeyPath, SourceMap
 
 Shard = Literal["none", "zero1", "zero2", "full"]
@@ -545,6 +545,9 @@ def fit_problems(recipe: Recipe, config: ModelConfig) -> Iterator[Problem]:
                 f"{wanted} is more than the {config.vocab_size} rows of the model's embedding",
                 f"write {config.vocab_size} or less",
             )
+    if recipe.train.lora is not None and recipe.engine.name == "torch":
+        for problem in lora_problems(recipe.train.lora, config):
+            yield Problem(("train", "lora", *problem.path), problem.what, problem.hint)
     if recipe.train.moe is not None and config.moe is None:
         yield Problem(("train", "moe"), "the model has no experts", "delete it")
     if config.moe is None and not isinstance(recipe.layout, str) and recipe.layout.ep > 1:

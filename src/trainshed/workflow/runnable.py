@@ -13,12 +13,14 @@ from collections.abc import Iterator
 
 from trainshed.errors import RecipeError
 from trainshed.launch.job import JobFile
+from trainshed.models.parameters import all_projections
 from trainshed.plan import RankLayout
-from trainshed.recipe import Cluster, Recipe
+from trainshed.recipe import Cluster, ModelConfig, Recipe
 from trainshed.recipe.cluster import check_cluster
 from trainshed.recipe.registered import registered_class
 from trainshed.recipe.secret_detection import find_secret
 from trainshed.recipe.section import Problem
+from trainshed.recipe.train import NF4_BLOCK
 from trainshed.recipe.validation import recipe_error
 from trainshed.recipe.yaml_io import KeyPath
 
@@ -62,6 +64,28 @@ def check_loss(recipe: Recipe, layout: RankLayout) -> None:
         )
 
 
+def check_adapters(recipe: Recipe, config: ModelConfig, layout: RankLayout) -> None:
+    """Refuse a layout on which frozen weights cannot be held as `train.lora.quantize` says."""
+    lora = recipe.train.lora
+    if lora is None or lora.quantize is None or recipe.engine.name != "torch":
+        return
+    if layout.shard == "full" and layout.dp * layout.cp > 1:
+        raise RecipeError(
+            f"shard: full with weights held as {lora.quantize}: every dp rank holds all of them, and shards adapters "
+            "and optimizer states only",
+            where=recipe.where("layout.shard"),
+            hint="write `layout.shard: zero1` (or `none`), or delete `train.lora.quantize`",
+        )
+    columns = [adapted.inputs for adapted in all_projections(config) if adapted.row_parallel]
+    if lora.quantize == "nf4" and any(width % (NF4_BLOCK * layout.tp) for width in columns):
+        raise RecipeError(
+            f"tp: {layout.tp} cuts blocks of {NF4_BLOCK} columns, which share a scale in nf4: "
+            f"{' and '.join(str(width) for width in sorted(set(columns)))} columns are cut over tp",
+            where=recipe.where("layout.tp"),
+            hint="write a smaller tp, or `quantize: int8`",
+        )
+
+
 def check_plugins(recipe: Recipe, job: JobFile) -> None:
     """Raise where a node finds other plugins than those that the job was written with."""
     for source in recipe.plugin_sources:
@@ -95,8 +119,12 @@ def _engine_problems(recipe: Recipe) -> Iterator[Problem]:
     if recipe.engine.name != "torch":
         return
     train = recipe.train
-    if train.lora is not None:
-        yield Problem(("train", "lora"), "the torch engine trains no adapters yet", "delete it, or engine: torchtune")
+    if train.lora is not None and train.lora.quantize is not None and train.precision == "fp8":
+        yield Problem(
+            ("train", "lora", "quantize"),
+            f"weights that are held as {train.lora.quantize} are multiplied in bf16, not in fp8",
+            "write `precision: bf16`, or delete `quantize`: fp8 products take whole weights",
+        )
     if train.mode == "finetune":
         yield Problem(
             ("train", "mode"), "the torch engine does not fine-tune yet", "write `mode: pretrain`, or engine: torchtune"

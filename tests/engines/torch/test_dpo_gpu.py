@@ -7,10 +7,11 @@ import torch
 
 from support.models.tiny_models import tiny_config
 from trainshed.engines.torch.batch_loader import LocalBatch
-from trainshed.engines.torch.model import build_model, init_model
+from trainshed.engines.torch.model import build_model
 from trainshed.engines.torch.optimizer import AdamW
 from trainshed.engines.torch.parallel import single_rank_mesh
 from trainshed.engines.torch.step import ReferenceModel, StepRunner
+from trainshed.engines.torch.weights import init_model
 from trainshed.models.collectives import SINGLE_RANK
 from trainshed.models.decoder import Regularization
 from trainshed.models.loss import IGNORE_INDEX, VocabularyShard

@@ -8,11 +8,12 @@ import torch
 from trainshed.data.prompts import ValidationPrompts
 from trainshed.engines.torch import optimizer
 from trainshed.engines.torch.batch_loader import LocalBatch
-from trainshed.engines.torch.model import RankModel, build_model, describe_float8_exclusions, init_model
+from trainshed.engines.torch.model import RankModel, build_model, describe_float8_exclusions
 from trainshed.engines.torch.optimizer import AdamW
 from trainshed.engines.torch.parallel import single_rank_mesh
 from trainshed.engines.torch.sample_answers import SampleAnswers
 from trainshed.engines.torch.step import StepMetrics, StepRunner
+from trainshed.engines.torch.weights import init_model
 from trainshed.models.attention import causal_attention
 from trainshed.models.collectives import AxisGroup, ParallelAxes
 from trainshed.models.decoder import Regularization

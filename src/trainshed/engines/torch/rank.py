@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +30,14 @@ from trainshed.engines.torch.rank_env import (
 )
 from trainshed.engines.torch.rank_health import BUDGET_SECONDS, COLLECTIVE_SECONDS, Watchdog
 from trainshed.engines.torch.sample_answers import AnswerLog, SampleAnswers
-from trainshed.engines.torch.state import find_resume_point, load_base_weights, load_start_state
+from trainshed.engines.torch.state import base_spec, find_resume_point, load_start_state
 from trainshed.engines.torch.step import ReferenceModel, StepRunner
 from trainshed.engines.torch.trainer import StepProfiler, Trainer
+from trainshed.engines.torch.weights import load_base_weights
 from trainshed.errors import InputError, TrainshedError
 from trainshed.models.decoder import Regularization
-from trainshed.models.parameters import parameter_count
+from trainshed.models.lora import adapters_disabled
+from trainshed.models.parameters import lora_parameter_count, parameter_count, trained_fraction
 from trainshed.models.preference_loss import PreferenceRule
 from trainshed.models.token_loss import build_loss
 from trainshed.observe.events import EventWriter
@@ -186,6 +189,8 @@ def _build_reference(job: TrainJob, model: RankModel) -> ReferenceModel | None:
     """Return what a preference run compares itself with: its base weights, frozen, also where it is resumed."""
     if (rule := model.regularization.preference) is None:
         return None
+    if model.lora is not None:
+        return ReferenceModel(model, partial(adapters_disabled, model.stages))
     if job.base is None:
         raise InputError(
             "`mode: dpo` compares with the base weights, and this run has none",
@@ -244,6 +249,7 @@ def _build_model(job: TrainJob, mesh: ParallelMesh) -> RankModel:
         precision=train.precision,
         regularization=regularization,
         compile_blocks=mesh.device.type == "cuda",
+        lora=train.lora,
     )
 
 
@@ -281,12 +287,19 @@ def _emit_start(job: TrainJob, device: torch.device, emit: EventEmitter) -> None
         parameters=parameter_count(job.config),
         plugins={plugin.name: plugin.sha256 for plugin in job.recipe.plugin_sources} or None,
     )
+    if (lora := job.recipe.train.lora) is not None:
+        trained, share = lora_parameter_count(job.config, lora), trained_fraction(job.config, lora)
+        emit("note", text=f"adapters are trained: {trained:,} weights, {share:.2%} of all; the others are frozen")
 
 
 def _checkpoint_spec(job: TrainJob) -> dict[str, Any]:
-    return {
+    spec = {
         "run": f"{job.recipe.name}/{job.name}",
         "model": job.config.model_dump(mode="json", by_alias=True, exclude_none=True),
         "precision": job.recipe.train.precision,
         "seed": job.recipe.seed,
     }
+    lora = job.recipe.train.lora
+    if lora is None:
+        return spec
+    return spec | {"lora": lora.model_dump(mode="json", exclude_none=True), "base": base_spec(job)}

@@ -1,7 +1,8 @@
 """A rank's training state: what a checkpoint holds, and what a run starts from.
 
 A run starts from its last checkpoint (on this layout or another), from base weights, or from fresh ones; where none of
-them is asked for, that is an error. The loss of base weights is compared with the one stored beside them.
+them is asked for, that is an error. The loss of base weights is compared with the one stored beside them. Adapters are
+saved without the weights that they sit on, so a run with adapters always reads its base as well.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import orjson
-import torch
 import torch.distributed as dist
 
 from trainshed.checkpoints.base import BaseWeights
@@ -33,10 +33,11 @@ from trainshed.data.order import DataOrder
 from trainshed.data.sampling.schedule import SkipList
 from trainshed.engines.torch.batch_loader import LocalBatch, to_local_batch
 from trainshed.engines.torch.learning_rate import DecaySpan, check_resumed_decay
-from trainshed.engines.torch.model import RankModel, init_model
+from trainshed.engines.torch.model import RankModel
 from trainshed.engines.torch.optimizer_registry import RankOptimizer
 from trainshed.engines.torch.rank_env import EventEmitter, TrainJob
 from trainshed.engines.torch.step import StepRunner
+from trainshed.engines.torch.weights import init_base_adapters, init_model, load_base_weights
 from trainshed.errors import InputError
 from trainshed.models.loss import IGNORE_INDEX
 from trainshed.reporting import SILENT, ProgressTask
@@ -175,10 +176,14 @@ def load_start_state(
     job: TrainJob, runner: StepRunner, emit: EventEmitter, store: Store, checkpoint: CompleteCheckpoint | None
 ) -> StartPoint:
     """Fill the model and the optimizer from a checkpoint in `store`, from base weights, or with fresh values."""
+    model = runner.model
     if checkpoint is not None:
         began = time.monotonic()
         check_state_facts(checkpoint.facts, job.order)
-        facts = load_checkpoint(store, checkpoint, state_tensors(runner.model, runner.optimizer))
+        if model.lora is not None:
+            _check_same_base(job, checkpoint)
+            _load_weights(job, model, emit)
+        facts = load_checkpoint(store, checkpoint, state_tensors(model, runner.optimizer))
         emit(
             "resume",
             facts["step"],
@@ -187,28 +192,49 @@ def load_start_state(
             seconds=time.monotonic() - began,
         )
         return StartPoint(int(facts["step"]), int(facts["skipped_steps"]), ValidationRecord.from_facts(facts))
+    _load_weights(job, model, emit)
     if job.base is not None:
-        load_base_weights(runner.model, job.base)
+        if model.lora is not None:
+            init_base_adapters(model, job.base, job.recipe.seed)
         _check_base_loss(job, runner, job.base, emit)
+    return StartPoint()
+
+
+def _load_weights(job: TrainJob, model: RankModel, emit: EventEmitter) -> None:
+    """Fill the model's own weights from base weights or with fresh values, and with these its adapters."""
+    if job.base is not None:
+        error = load_base_weights(model, job.base)
+        if error is not None:
+            assert model.lora is not None
+            text = f"the base weights are held as {model.lora.quantize}: relative error {error:.4f}"
+            emit("note", text=f"{text} (root of the summed squares, quantised projections only)")
     elif job.recipe.model.init == "random":
-        init_model(runner.model, job.recipe.seed)
+        init_model(model, job.recipe.seed)
     else:
         raise InputError(
             "there are no weights to start from: `model.from` is not resolved",
             where=job.recipe.where("model"),
             hint="run `trainshed run RECIPE`, which fetches them, or write `init: random` under `model`",
         )
-    return StartPoint()
 
 
-@torch.no_grad()
-def load_base_weights(model: RankModel, base: BaseWeights) -> None:
-    """Fill this rank's shards from base weights."""
-    with base.open(model.config) as weights:
-        for shard in model.shards:
-            local = shard.local_tensor
-            if local.numel():
-                local.copy_(weights.read(shard.parameter, shard.offset, tuple(local.shape), local.dtype))
+def base_spec(job: TrainJob) -> dict[str, Any] | None:
+    """Return which base weights a run starts from, as its checkpoints name them; None for fresh ones."""
+    if job.base is None:
+        return None
+    return {"from": job.recipe.model.from_, "sha256": job.base.sha256}
+
+
+def _check_same_base(job: TrainJob, checkpoint: CompleteCheckpoint) -> None:
+    """Refuse to put adapters onto other weights than those they were trained on."""
+    trained_on, here = checkpoint.manifest.spec.get("base"), base_spec(job)
+    if trained_on is not None and (here is None or here["sha256"] != trained_on["sha256"]):
+        raise InputError(
+            f"the adapters of step {checkpoint.step} were trained on {trained_on['from']} "
+            f"({trained_on['sha256'][:12]}), and the base weights here are other ones",
+            where=job.recipe.where("model.from"),
+            hint="put the old weights back, or start another run with --id",
+        )
 
 
 def measure_probe_loss(runner: StepRunner, sequence_length: int, global_batch: int) -> float:

@@ -442,7 +442,7 @@ class ForwardBackward:
 
 
 def reduce_gradients(shards: Iterable[ParameterShard], mesh: ParallelMesh) -> None:
-    """Sum the gradients that are still in parts: over tp, and over the two ends of a pipeline with tied embeddings.
+    """Sum the gradients that are still in parts: over tp, etp, and the two ends of a pipeline with tied embeddings.
 
     FSDP has already summed over the data-parallel ranks. Sums commute, so one sum per step over what is left on each
     rank gives the same result as one for every micro-batch.
@@ -450,6 +450,7 @@ def reduce_gradients(shards: Iterable[ParameterShard], mesh: ParallelMesh) -> No
     shards = list(shards)
     _all_reduce_gradients(_gradients(shard for shard in shards if shard.tied), mesh.tied_embedding)
     _all_reduce_gradients(_gradients(shard for shard in shards if shard.partial_over_tp), mesh.axes.tp)
+    _all_reduce_gradients(_gradients(shard for shard in shards if shard.partial_over_etp), mesh.axes.etp)
 
 
 def _gradients(shards: Iterable[ParameterShard]) -> list[torch.Tensor]:

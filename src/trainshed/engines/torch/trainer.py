@@ -62,7 +62,7 @@ class Trainer:
         self.last_saved_step = start.step or None
         mesh = runner.model.mesh
         self.device = mesh.device
-        self.loader = BatchLoader(job.order, mesh, with_sample_ids=job.recipe.train.dropout > 0)
+        self.loader = BatchLoader(job.order, mesh, with_sample_ids=job.recipe.train.drops)
         self._pending: deque[tuple[int, float, PendingMetrics]] = deque()
         self._stop: int | None = None
         self._early_stop: str | None = None
@@ -165,6 +165,7 @@ class Trainer:
                 precision=self.job.recipe.train.precision,
                 gpu=gpu,
                 device_name=self._gpu_name,
+                lora=self.job.recipe.train.lora,
             )
         except TrainshedError as error:
             # A wrong figure is reported once and then left out: a run must not end because of it.
