@@ -330,7 +330,9 @@ def main() -> None:
     parser.add_argument("--groups", action="store_true", help="leave out models on a number of GPUs, not whole models")
     parser.add_argument("--rounds", type=int, default=15, help="evaluations of the Jacobian at most")
     parser.add_argument("--evidence", action="store_true", help="write how far off plans may be, and keep no fit")
-    parser.add_argument("--measured", action="store_true", help="write which GPUs were measured how well, without a fit")
+    parser.add_argument(
+        "--measured", action="store_true", help="write which GPUs were measured how well, without a fit"
+    )
     arguments = parser.parse_args()
     if arguments.measured:
         write_measured()

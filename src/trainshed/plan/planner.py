@@ -301,15 +301,15 @@ def prediction_plain(prediction: LayoutPrediction) -> dict[str, Any]:
         "mfu": prediction.mfu,
         "fits": prediction.fits,
         "memory_gib": memory_plain(prediction.memory),
+        "states_gib": {"trained": prediction.memory.trained, "frozen": prediction.memory.frozen},
         "time": asdict(prediction.times),
     }
 
 
 def memory_plain(memory: GpuMemory) -> dict[str, float]:
-    """Return the parts, their sum, the memory of the GPU, and how the states divide into trained and frozen ones."""
+    """Return the parts, their sum and the memory of the GPU."""
     parts = {part.key: getattr(memory, part.key) for part in MEMORY_PARTS}
-    parts |= {"total": memory.total, "capacity": memory.capacity}
-    return parts | {"trained": memory.trained, "frozen": memory.frozen}
+    return parts | {"total": memory.total, "capacity": memory.capacity}
 
 
 def _stage_plain(stage: StagePrediction) -> dict[str, Any]:

@@ -18,7 +18,6 @@ from trainshed.data.sampling.schedule import BatchRampUp, BatchSchedule
 from trainshed.engines.performance_args import apply_performance_args
 from trainshed.errors import InputError, RecipeError, TrainshedError
 from trainshed.models.families import read_hf_config
-from trainshed.models.parameters import trained_fraction
 from trainshed.plan import layout_warnings
 from trainshed.plan.auto_layout import (
     AutoLayout,
@@ -33,6 +32,7 @@ from trainshed.plan.budget.budget import RunBudget
 from trainshed.plan.layout import RankLayout, resolve_layout
 from trainshed.plan.legality import layout_problems
 from trainshed.plan.lora_shape import LoraShape, lora_shape
+from trainshed.plan.model_shape import model_shape
 from trainshed.plan.performance.engine_constants import EngineOptions
 from trainshed.plan.planner import Plan, PlannedModel, build_request, make_plan
 from trainshed.plan.training_shape import Hardware, hardware_of
@@ -62,8 +62,11 @@ def planned_model(recipe: Recipe, cluster: Cluster) -> PlannedModel:
         notes.append("hours and cost are left out: `epochs` has a length only once the data is prepared")
     if ramp is not None:
         notes.append(f"planned for the full batch of {train.global_batch:,}: steps of the ramp are shorter")
-    if train.lora is not None:
-        share = trained_fraction(config, train.lora)
+    lora = planned_lora(recipe)
+    if lora is not None:
+        model = model_shape(config)
+        adapters = lora.weights(model)
+        share = adapters / (adapters + model.weights)
         notes.append(f"planned for adapters: {share:.2%} of the weights are trained and saved, the rest are read only")
     if train.mode == "dpo":
         notes.append("planned for DPO: a sequence holds both answers of its pairs, and the reference runs forward too")
@@ -94,7 +97,7 @@ def planned_model(recipe: Recipe, cluster: Cluster) -> PlannedModel:
         steps,
         tuple(notes),
         options,
-        lora=planned_lora(recipe),
+        lora=lora,
         document_length=documents.length,
         preference=train.mode == "dpo",
     )

@@ -212,12 +212,13 @@ def _savings(training: TrainingShape, chosen: LayoutPrediction) -> Iterator[str]
     lora = training.lora
     if lora is not None:
         full = predict(replace(training, lora=None), chosen.layout)
-        gib, longer = full.memory.total - chosen.memory.total, full.step_seconds / chosen.step_seconds - 1
+        slower = f" and take {format_percent(full.step_seconds / chosen.step_seconds - 1)} longer"
+        needs = slower if full.fits else ", which the GPU does not have"
+        trained, frozen = format_count(training.trained_weights), format_count(training.model.weights)
         yield (
-            f"LoRA trains {format_count(training.trained_weights)} of {format_count(training.model.weights)} weights. "
-            f"Training all of them on this layout would need {gib:.1f} GiB more and take {format_percent(longer)} "
-            f"longer ({format_seconds(full.step_seconds)}): frozen weights have no weight gradients, nothing to reduce "
-            "and nothing to update."
+            f"LoRA trains {trained} weights beside {frozen} frozen ones, which have no weight gradients, nothing to "
+            "reduce and nothing to update. Training all of them on this layout would need "
+            f"{full.memory.total - chosen.memory.total:.1f} GiB more{needs}."
         )
         if lora.quantized:
             plain = predict(replace(training, lora=replace(lora, base_bytes=None)), chosen.layout)
