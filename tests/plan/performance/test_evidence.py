@@ -73,13 +73,13 @@ def test_a_plan_with_adapters_is_held_against_rows_of_adapters() -> None:
     training, _ = predicted("h200", 1, "torch")
     adapters = replace(training, lora=LoraShape(16, ("q_proj", "v_proj")))
     chosen = predict(adapters, resolve_layout(Layout(), model_preset("llama3-8b"), world_size=1))
-    found = evidence_for(adapters, "torch", chosen)
+    evidence = evidence_for(adapters, "torch", chosen)
     errors = adapter_errors()
     assert errors.rows >= 40
     assert 0.85 < errors.low < 1 < errors.high < 1.15
-    assert found.seconds == (errors.low * chosen.step_seconds, errors.high * chosen.step_seconds)
-    assert "rows of LoRA on Megatron and AutoModel that no constant was fitted to" in found.notes[0]
-    assert "the engine torch was never measured with adapters" in found.notes
+    assert evidence.seconds == (errors.low * chosen.step_seconds, errors.high * chosen.step_seconds)
+    assert "rows of LoRA on Megatron and AutoModel that no constant was fitted to" in evidence.notes[0]
+    assert "the engine torch was never measured with adapters" in evidence.notes
 
 
 def test_more_than_any_measurement_has_shown_is_said_with_both_figures() -> None:

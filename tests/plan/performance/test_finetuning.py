@@ -130,8 +130,8 @@ def test_a_plan_counts_the_flops_that_the_meter_counts(lora: Lora | None, refere
     )
     counted = training_flops_per_token(CONFIG, 4096, document_length=512.0, lora=lora, reference=reference)
     assert training.flops_per_token == pytest.approx(counted)
-    found = predicted(training)
-    assert found.tflops_per_gpu == pytest.approx(counted * found.tokens_per_second_per_gpu / 1e12)
+    prediction = predicted(training)
+    assert prediction.tflops_per_gpu == pytest.approx(counted * prediction.tokens_per_second_per_gpu / 1e12)
 
 
 def test_tensor_parallel_gathers_inputs_again_only_for_adapters_that_read_them() -> None:

@@ -55,10 +55,10 @@ def test_no_constant_was_fitted_to_this_table_and_it_is_predicted_within_the_bou
     (table,) = (path for path in shipped_tables() if path.name == "finetuning.csv")
     validation = validate_rows(read_rows(table))
     assert validation.skipped == ()
-    found = errors(list(validation.judged))
-    assert len(found) == 51
-    assert fmean(found) <= 0.08
-    assert median(found) <= 0.06
+    sizes = errors(list(validation.judged))
+    assert len(sizes) == 51
+    assert fmean(sizes) <= 0.08
+    assert median(sizes) <= 0.06
 
 
 @pytest.mark.parametrize("lora", [True, False])

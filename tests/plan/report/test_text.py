@@ -152,12 +152,12 @@ def test_what_lora_saves_is_said_with_the_figures_of_training_all_weights() -> N
     training = replace(FAIR, lora=LoraShape(16, ("q_proj", "v_proj")), document_length=1024.0)
     adapted = predict(training, layout(tp=8, shard="full"))
     full = predict(replace(training, lora=None), adapted.layout)
-    said = explain_layout(training, adapted, lambda _: "of no interest here")
-    (saves,) = [words for words in said if words.startswith("LoRA trains")]
+    sentences = explain_layout(training, adapted, lambda _: "of no interest here")
+    (saves,) = [words for words in sentences if words.startswith("LoRA trains")]
     assert saves.startswith("LoRA trains 32.8M weights beside 70.6B frozen ones")
     slower = format_percent(full.step_seconds / adapted.step_seconds - 1)
     assert saves.endswith(f"{full.memory.total - adapted.memory.total:.1f} GiB more and take {slower} longer.")
-    assert any(words.startswith("Attention stays within documents of some 1,024 tokens") for words in said)
+    assert any(words.startswith("Attention stays within documents of some 1,024 tokens") for words in sentences)
     assert describe_trained(training, adapted.memory) == (
         f"adapters of 32.8M beside 70.6B frozen weights (0.05%): {adapted.memory.trained:.1f} GiB with gradients and "
         f"optimizer states, frozen {adapted.memory.frozen:.1f} GiB"
@@ -168,10 +168,10 @@ def test_what_lora_saves_is_said_with_the_figures_of_training_all_weights() -> N
 def test_narrow_weights_and_a_reference_are_said_with_what_they_save_and_cost() -> None:
     training = replace(FAIR, lora=LoraShape(16, ("q_proj",), base_bytes=0.516), preference=True)
     chosen = predict(training, layout(tp=8, pp=4))
-    said = " ".join(explain_layout(training, chosen, lambda _: "of no interest here"))
+    sentences = " ".join(explain_layout(training, chosen, lambda _: "of no interest here"))
     plain = predict(replace(training, lora=LoraShape(16, ("q_proj",))), chosen.layout)
-    assert f"in 0.52 bytes each save {plain.memory.total - chosen.memory.total:.1f} GiB" in said
-    assert "it is the base without adapters." in said
+    assert f"in 0.52 bytes each save {plain.memory.total - chosen.memory.total:.1f} GiB" in sentences
+    assert "it is the base without adapters." in sentences
     copied = replace(FAIR, preference=True)
     words = describe_trained(copied, predict(copied, chosen.layout).memory)
     assert words is not None
