@@ -30,6 +30,7 @@ _LORA = re.compile(r"(?<![a-z])(?:q|r?s?)lora(?![a-z])")
 _ALL_WEIGHTS = re.compile(r"(?<![a-z])(?:sft|full[ -]fine-?tun\w*|full sft)(?![a-z])")
 _FINE_TUNING = re.compile(r"(?<![a-z])(?:sft|dpo|peft|fine-?tun\w*)(?![a-z])")
 _NVIDIA_TABLES = re.compile(r"(?<![a-z])(?:nemo|megatron-bridge|dgxc-benchmarking)(?![a-z])")
+_MLPERF = re.compile(r"mlperf|mlcommons|training_results_v|llama-?2[-_ ]70b[-_ ]lora")
 _NEMO_LAUNCHER = "24.07"
 """NeMo's release whose table was measured with the scripts of NeMo-Framework-Launcher (examples/peft/llama/h100)."""
 _QUERIES_KEYS_VALUES: tuple[LoraProjection, ...] = ("q_proj", "k_proj", "v_proj")
@@ -113,7 +114,7 @@ def _is_nvidia_table(row: PublishedRow) -> bool:
     """Whether it is of a table of Megatron's fine-tuning; AutoModel's benchmarks have other data."""
     if _is_automodel(row) or _is_mlperf(row) or row.text("engine") not in ("megatron", "nemo", "megatron-fsdp"):
         return False
-    return bool(_NVIDIA_TABLES.search(_words(row)))
+    return bool(_NVIDIA_TABLES.search(f"{_words(row)} {row.text('engine')}"))
 
 
 def _is_of_launcher(row: PublishedRow) -> bool:
@@ -121,7 +122,7 @@ def _is_of_launcher(row: PublishedRow) -> bool:
 
 
 def _is_mlperf(row: PublishedRow) -> bool:
-    return bool(re.search(r"mlperf|training_results_v|mlcommons", _words(row)))
+    return bool(_MLPERF.search(_words(row)))
 
 
 def _is_automodel(row: PublishedRow) -> bool:
