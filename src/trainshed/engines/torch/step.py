@@ -41,8 +41,9 @@ from trainshed.models.loss import IGNORE_INDEX, LOSS_TERMS
 from trainshed.models.moe import ROUTER_LOSS_TERMS
 from trainshed.models.preference_loss import PREFERENCE_FIGURES, count_pairs, document_slots, packed_documents
 
-BATCH_COUNTS = ("learned_tokens", "pairs")
-"""What is counted in a batch before its forward pass: labels, and pairs of documents that are compared."""
+BATCH_COUNTS = ("learned_tokens", "pairs", "positions")
+"""What is counted in a batch before its forward pass: labels, pairs of documents that are compared, and the sum of the
+positions of all tokens within their documents."""
 
 
 class StepFigures:
@@ -103,6 +104,8 @@ class StepMetrics:
     batch_hash: str
     learned_tokens: int | None
     """Tokens of the batch that carried a label; None where all of them do."""
+    position_sum: float | None
+    """The sum of the positions of all tokens within their documents, where documents are kept apart."""
     pairs: int | None
     """Pairs that the batch compares; None where it compares none."""
     rewards: Mapping[str, float]
@@ -140,6 +143,7 @@ class PendingMetrics:
             loss_terms={term: figures[term] for term in self._loss_terms},
             batch_hash=format_batch_hash(int(figures["hash_low"]), int(figures["hash_high"])),
             learned_tokens=round(figures["learned_tokens"]) if "learned_tokens" in figures else None,
+            position_sum=figures.get("positions"),
             pairs=pairs if rewards else None,
             rewards=rewards,
             non_finite=not finite,
@@ -242,7 +246,7 @@ class StepRunner:
         return EvaluationResult(metrics.loss, everything if counted is None else counted, metrics.rewards)
 
     def _count_labels(self, batch: LocalBatch) -> torch.Tensor | None:
-        """Count the `BATCH_COUNTS` of the global batch, on the device: float64 [2]; None where every token has a label.
+        """Count the `BATCH_COUNTS` of the global batch, on the device: float64 [3]; None where every token has a label.
 
         The sums of the step are divided by them, so they are summed over the ranks before the forward pass.
         """
@@ -253,6 +257,9 @@ class StepRunner:
         if mesh.coordinates.pp == mesh.layout.pp - 1 and mesh.coordinates.tp == 0:
             assert batch.labels is not None
             counts[0] = (batch.labels != IGNORE_INDEX).sum()
+            if mesh.coordinates.cp == 0:  # every rank has the document starts of whole rows
+                columns = torch.arange(batch.document_starts.shape[1], device=mesh.device)
+                counts[2] = (columns - batch.document_starts).sum()
             if self.model.regularization.preference is not None:
                 documents = packed_documents(batch.document_starts, self.model.stages[-1].columns, mesh.axes.cp)
                 pairs = count_pairs(batch.labels.t().flatten(), documents)

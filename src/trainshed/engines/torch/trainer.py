@@ -133,7 +133,7 @@ class Trainer:
         job = self.job
         length, batch = job.order.sequence_length, job.order.batch_size(step)
         rate = batch * length / seconds / job.layout.world_size
-        mfu, mfu_full = self._mfu(rate)
+        mfu, mfu_full = self._mfu(rate, metrics, batch * length)
         self.emit(
             "step",
             step,
@@ -153,10 +153,14 @@ class Trainer:
             memory_gib=torch.cuda.max_memory_allocated(self.device) / 2**30 if self.device.type == "cuda" else None,
         )
 
-    def _mfu(self, rate: float) -> tuple[float | None, float | None]:
+    def _mfu(self, rate: float, metrics: StepMetrics, tokens: int) -> tuple[float | None, float | None]:
         gpu = gpu_by_device_name(self._gpu_name)
         if gpu is None or self._mfu_failed:
             return None, None
+        document_length = None
+        if metrics.position_sum is not None:
+            # In a document of n tokens the mean position is (n - 1) / 2.
+            document_length = 2 * metrics.position_sum / tokens + 1
         try:
             measured = measure_mfu(
                 rate,
@@ -166,6 +170,8 @@ class Trainer:
                 gpu=gpu,
                 device_name=self._gpu_name,
                 lora=self.job.recipe.train.lora,
+                document_length=document_length,
+                reference=self.job.recipe.train.mode == "dpo",
             )
         except TrainshedError as error:
             # A wrong figure is reported once and then left out: a run must not end because of it.
