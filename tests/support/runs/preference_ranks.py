@@ -1,4 +1,4 @@
-"""Ranks that train on pairs of answers, from the base weights of a run that was prepared."""
+"""Ranks that train on packed pairs of answers, from the base weights of a run that was prepared."""
 
 from __future__ import annotations
 
@@ -8,18 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pytest
-import torch
-
-from support.models.trl_preference import END, TokenPair, pack_pairs
+from support.models.trl_preference import END, TokenPair
+from support.runs.conversations import write_conversations
 from support.runs.small_ranks import captured_blocks
-from trainshed.data.order import DataOrder
+from trainshed.data.order import DataOrder, packed_order
+from trainshed.data.sampling.packing import PackRule
 from trainshed.data.sampling.schedule import BatchSchedule
-from trainshed.data.sampling.sources import SyntheticSource
-from trainshed.engines.torch import trainer, validation
-from trainshed.engines.torch.batch_loader import LocalBatch, to_local_batch
-from trainshed.engines.torch.parallel import ParallelMesh
+from trainshed.data.tokens.token_source import TokenSource
 from trainshed.engines.torch.rank import train_rank
 from trainshed.engines.torch.rank_env import TrainJob
 from trainshed.plan import parse_layout
@@ -29,6 +24,8 @@ from trainshed.workflow import open_run_folder, run_layout, train_job
 
 WORDS = range(1, 21)
 """The tokens that prompts and answers are made of."""
+PAIRS = {"train": 400, "validation": 100}
+"""How many pairs there are to learn from, and to validate on."""
 
 
 def learnable_pair(source: random.Random) -> TokenPair:
@@ -40,32 +37,31 @@ def learnable_pair(source: random.Random) -> TokenPair:
     return TokenPair(source.choices(WORDS, k=source.randint(1, 4)), answer(WORDS[1::2]), answer(WORDS[::2]))
 
 
-class PairLoader:
-    """Takes the place of `BatchLoader`: rows of one to three pairs, the same on every layout."""
+def write_pairs(folder: Path) -> None:
+    """Write the pairs of a run as token files: better and worse in turn, their answers learned."""
+    for name, count in PAIRS.items():
+        source = random.Random(name)
+        pairs = [learnable_pair(source) for _ in range(count)]
+        documents = [document for pair in pairs for document in pair.documents]
+        prompts = [len(pair.prompt) for pair in pairs for _ in range(2)]
+        learned = [
+            [column >= prompt for column in range(len(document))]
+            for document, prompt in zip(documents, prompts, strict=True)
+        ]
+        write_conversations(folder / "pairs" / name, documents, learned)
 
-    def __init__(self, order: DataOrder, mesh: ParallelMesh, *, with_sample_ids: bool) -> None:
-        self.order, self.mesh, self.with_sample_ids = order, mesh, with_sample_ids
 
-    def batch(self, step: int, *, ahead: bool = True) -> LocalBatch:
-        """This rank's rows of a step."""
-        source = random.Random(f"{self.order.sources[0].label} {step}")
-        size, layout, place = self.order.batch_size(step), self.mesh.layout, self.mesh.coordinates
-        rows = [[learnable_pair(source) for _ in range(source.randint(1, 3))] for _ in range(size)]
-        packed = pack_pairs(rows, self.order.sequence_length)
-        here, padding = layout.sample_range(size, place.dp), layout.padding(size, place.dp)
-        mine = slice(here.start, here.stop)
-        starts = torch.from_numpy(np.pad(packed.document_starts[mine].numpy(), ((0, padding), (0, 0))))
-        first = self.order.consumed(step) + here.start
-        samples = torch.arange(first, first + len(here) + padding) if self.with_sample_ids else None
-        batch = LocalBatch(len(here) + padding, None, None, samples)
-        if self.mesh.reads_tokens:
-            batch = to_local_batch(
-                packed.tokens[mine].numpy(), packed.labels[mine].numpy(), self.mesh, padding=padding, samples=samples
-            )
-        return replace(batch, document_starts=starts)
-
-    def close(self) -> None:
-        """There is nothing to stop."""
+def pair_order(folder: Path, name: str, length: int, batch: int, *, build: bool) -> DataOrder:
+    """The packed rows of the pairs of a run."""
+    return packed_order(
+        [TokenSource.open(name, [str(folder / "pairs" / name)])],
+        indexes=folder / "pairs" / "indexes",
+        seed=0,
+        sequence_length=length,
+        rule=PackRule(pairs=True),
+        schedule=BatchSchedule(batch),
+        build=build,
+    )
 
 
 def preference_job(folder: Path, layout: str, dpo: dict[str, Any], train: dict[str, Any]) -> TrainJob:
@@ -78,12 +74,9 @@ def preference_job(folder: Path, layout: str, dpo: dict[str, Any], train: dict[s
             "data": job.recipe.data.model_copy(update={"validation": ValidationSource(every=4, batches=2)}),
         }
     )
-    other = SyntheticSource(
-        vocab_size=job.config.vocab_size, sequence_length=job.order.sequence_length, seed=0, label="held out"
-    )
-    validation = DataOrder([other], BatchSchedule(job.order.batch_size(0)))
-    steps = train.get("steps", job.steps)
-    return replace(job, recipe=recipe, validation=validation, steps=steps)
+    length, batch = job.order.sequence_length, job.order.batch_size(0)
+    order, validation = (pair_order(folder, name, length, batch, build=False) for name in PAIRS)
+    return replace(job, recipe=recipe, order=order, validation=validation, steps=train.get("steps", job.steps))
 
 
 def train_preference(
@@ -91,10 +84,7 @@ def train_preference(
 ) -> int:
     """Train as one rank on pairs; `lost` are fields of the job that are missing."""
     job = replace(preference_job(folder, layout, dpo, train), **dict.fromkeys(lost))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer, "BatchLoader", PairLoader)
-        patch.setattr(validation, "BatchLoader", PairLoader)
-        return train_rank(job, run_folder=folder)
+    return train_rank(job, run_folder=folder)
 
 
 def train_preference_compiled(folder: Path, layout: str, dpo: dict[str, Any], train: dict[str, Any]) -> int:
