@@ -204,7 +204,7 @@ def checkpoint_address(text: str, on: str = "local") -> str:
 def _has_weights(folder: Path) -> bool:
     """Whether a folder holds weights, or an adapter to some."""
     from trainshed.checkpoints.formats import detect_format
-    from trainshed.checkpoints.lora import ADAPTER_CONFIG
+    from trainshed.checkpoints.lora.peft_config import ADAPTER_CONFIG
     from trainshed.errors import TrainshedError
 
     try:

@@ -219,6 +219,8 @@ def _addresses(recipe: Recipe) -> Iterator[tuple[KeyPath, str, bool]]:
         yield ("checkpoint", "to"), recipe.checkpoint.to, True
     if recipe.export is not None and recipe.export.to is not None:
         yield ("export", "to"), recipe.export.to, True
+    adapters = recipe.serve.adapters if recipe.serve is not None else None
+    yield from ((("serve", "adapters", name), address, False) for name, address in (adapters or {}).items())
 
 
 def _mounts(cluster: Cluster, recipe: Recipe, *, writable: bool) -> list[str] | None:

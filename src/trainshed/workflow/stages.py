@@ -118,7 +118,8 @@ def export_run(
     """Write the trained weights as the recipe's `export` says, prove them, and return where they are.
 
     They are those of the best checkpoint where the run keeps one, otherwise of the last. The run's tokenizer goes with
-    them: a server such as vLLM looks for it there.
+    them: a server such as vLLM looks for it there. The adapters of a LoRA run become a folder of PEFT's, unless they
+    are to be merged: its weights are then those of the base with the adapters in them.
     """
     from trainshed.checkpoints.convert.convert import convert_weights
     from trainshed.checkpoints.formats import TargetFormat
@@ -129,6 +130,14 @@ def export_run(
         source = join(apart[0].url, apart[1])
     target = export_address(recipe, str(run))
     words = tokenizer_folder(tokenizer) if tokenizer is not None else None
+    if recipe.engine.name == "torch" and recipe.train.lora is not None and not wanted.merge:
+        from trainshed.checkpoints.lora.export import export_adapter
+
+        exported = export_adapter(
+            str(source), target, dtype=wanted.dtype, tokenizer=words, options=options, reporter=reporter
+        )
+        check_proven(exported.verdict.passed, target)
+        return target
     made = convert_weights(
         source,
         target,

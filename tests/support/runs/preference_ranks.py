@@ -17,7 +17,7 @@ from support.runs.small_ranks import captured_blocks
 from trainshed.data.order import DataOrder
 from trainshed.data.sampling.schedule import BatchSchedule
 from trainshed.data.sampling.sources import SyntheticSource
-from trainshed.engines.torch import trainer
+from trainshed.engines.torch import trainer, validation
 from trainshed.engines.torch.batch_loader import LocalBatch, to_local_batch
 from trainshed.engines.torch.parallel import ParallelMesh
 from trainshed.engines.torch.rank import train_rank
@@ -93,6 +93,7 @@ def train_preference(
     job = replace(preference_job(folder, layout, dpo, train), **dict.fromkeys(lost))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trainer, "BatchLoader", PairLoader)
+        patch.setattr(validation, "BatchLoader", PairLoader)
         return train_rank(job, run_folder=folder)
 
 
