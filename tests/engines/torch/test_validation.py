@@ -7,18 +7,29 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
-from support.recipes.small_recipes import ALONE, world_size
+from support.recipes.small_recipes import ALONE, MODELS, world_size
+from support.runs.conversations import write_conversations
 from support.runs.rank_pool import RankPool
 from support.runs.small_ranks import train_measuring
 from support.runs.small_runs import events, figures
 from trainshed.checkpoints.native.best import ValidationRecord
 from trainshed.checkpoints.native.folder import CheckpointListing, find_checkpoint, list_checkpoints
-from trainshed.engines.torch.step import EvaluationResult
-from trainshed.engines.torch.validation import early_stop_reason
+from trainshed.data.order import run_orders
+from trainshed.data.tokens.token_source import RunTokens, TokenSource, fingerprint_shard
+from trainshed.engines.torch.model import build_model, init_model
+from trainshed.engines.torch.optimizer import AdamW
+from trainshed.engines.torch.parallel import single_rank_mesh
+from trainshed.engines.torch.step import EvaluationResult, StepRunner
+from trainshed.engines.torch.validation import early_stop_reason, evaluate_batches
+from trainshed.models.decoder import DecoderStage, Regularization
 from trainshed.observe.event_log import read_steps
-from trainshed.recipe.train import EarlyStop
+from trainshed.plan.layout import resolve_layout
+from trainshed.recipe import Layout, ModelConfig, parse_recipe
+from trainshed.recipe.train import EarlyStop, Optimizer
 from trainshed.storage import LocalStore
 
 FAST = (
@@ -31,6 +42,13 @@ FAST = (
 """So fast that the validation loss falls until step 4 and rises from then on."""
 BEST_STEP = 4
 PATIENCE = EarlyStop(patience=2)
+CONVERSATIONS = """
+name: chat
+model: {from: base}
+tokenizer: base
+data: {sequence_length: 16, train: [{tokens: a}]}
+train: {mode: finetune, epochs: 1, global_batch: 4, precision: fp64, optimizer: {lr: 1.0e-3}}
+"""
 
 
 class Measured:
@@ -211,3 +229,51 @@ def test_a_loss_must_fall_by_more_than_min_delta_to_count_and_by_anything_to_be_
         == "the validation loss has not fallen by more than 0.1 in 2 measurements; the lowest was 2.8400 after step 7"
     )
     assert early_stop_reason(worse, None) is None
+
+
+def test_the_loss_of_conversations_is_the_mean_over_their_learned_tokens(tmp_path: Path) -> None:
+    """Batches with different numbers of learned tokens, against every conversation by itself."""
+    random = np.random.default_rng(5)
+    documents = [random.integers(1, 61, random.integers(2, 16)) for _ in range(60)]
+    learned = [random.random(len(tokens)) < random.choice([0.1, 0.9]) for tokens in documents]
+    prefix = write_conversations(tmp_path / "tokens", documents, learned)
+    source = TokenSource.open("source-0", [prefix], files=fingerprint_shard(prefix))
+    recipe = parse_recipe(CONVERSATIONS)
+    order = run_orders(recipe, RunTokens((source,)), tmp_path / "index", build=True).train
+    config = ModelConfig.model_validate(MODELS["dense"])
+    mesh = single_rank_mesh(resolve_layout(Layout.model_validate({"micro_batch": 2}), config), torch.device("cpu"))
+    model = build_model(config, mesh, sequence_length=16, precision="fp64", regularization=Regularization())
+    init_model(model, seed=1)
+    runner = StepRunner(model, AdamW(model.shards, Optimizer(lr=1e-3), mesh.device))
+    result = evaluate_batches(runner, order, 4)
+    losses: list[float] = []
+    per_batch = []
+    for step in range(4):
+        rows = order.rows(step, 0, 4)
+        assert rows.document_starts is not None
+        assert rows.learned is not None
+        batch = [
+            loss
+            for tokens, starts, wanted in zip(rows.tokens, rows.document_starts, rows.learned, strict=True)
+            for loss in document_losses(model.stages[0], tokens, starts, wanted)
+        ]
+        per_batch.append(sum(batch) / len(batch))
+        losses += batch
+    assert result.labelled == len(losses)
+    assert result.loss == pytest.approx(sum(losses) / len(losses), abs=1e-12)
+    assert abs(result.loss - sum(per_batch) / 4) > 1e-6, "the mean of the batches' means would be another number"
+
+
+def document_losses(stage: DecoderStage, tokens: np.ndarray, starts: np.ndarray, learned: np.ndarray) -> list[float]:
+    """The losses of the learned tokens of a row, each document run by itself from the first column on."""
+    losses = []
+    for start in np.unique(starts):
+        document, wanted = tokens[starts == start], learned[starts == start]
+        if not wanted[1:].any():
+            continue
+        row = torch.zeros(1, stage.spec.sequence_length, dtype=torch.int64)
+        row[0, : len(document)] = torch.from_numpy(document[: row.shape[1]].astype(np.int64))
+        with torch.no_grad():
+            scores = stage.logits(stage(row))[:, 0].log_softmax(-1)
+        losses += [-float(scores[column, token]) for column, token in enumerate(document[1:]) if wanted[column + 1]]
+    return losses
