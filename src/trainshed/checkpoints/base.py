@@ -38,7 +38,7 @@ from trainshed.storage import (
     open_store,
     parse,
 )
-from trainshed.storage.checksum import DEFAULT_ALGORITHM, ChecksumAlgorithm
+from trainshed.storage.checksum import DEFAULT_ALGORITHM, ChecksumAlgorithm, sha256_of
 from trainshed.storage.copy import COPY_MANIFEST
 from trainshed.storage.listing import is_selected
 from trainshed.storage.locks import artefact_lock
@@ -82,6 +82,12 @@ class BaseWeights:
         files = Path(manifest.spec["from"]) if manifest.spec.get("in_place") else folder / "files"
         manifest.verify_files(LocalStore(files), deep=False)
         return cls(folder, files, manifest)
+
+    @property
+    def sha256(self) -> str:
+        """One hash of all files: the same for the same weights, wherever they are."""
+        entries = [[entry.path, entry.size, entry.checksum] for entry in self.manifest.files]
+        return sha256_of(json.dumps(entries).encode())
 
     def open(self, config: ModelConfig | None = None) -> Weights:
         """Open the weights, as their own files describe them or as `config` does."""

@@ -91,7 +91,7 @@ def hf_row_mappings(config: ModelConfig, parameter: Parameter) -> tuple[RowMappi
             hint="choose another family, or keep it native",
         )
     transposed = native_name in names.transposed and ending == "weight"
-    interleaving = _interleaving(config, native_name, parameter.shape[1 if parameter.expert else 0])
+    interleaving = row_interleaving(config, native_name, parameter.shape[1 if parameter.expert else 0])
     row_mappings = []
     for expert in range(parameter.shape[0]) if parameter.expert else (None,):
         hf_start = 0
@@ -120,7 +120,7 @@ def projection_tensors(config: ModelConfig) -> Iterator[HfTensor]:
         if native_name in names:
             yield from _joined_by_name(parameter, hf_row_mappings(config, parameter))
             continue
-        interleaving = _interleaving(config, native_name, parameter.shape[1 if parameter.expert else 0])
+        interleaving = row_interleaving(config, native_name, parameter.shape[1 if parameter.expert else 0])
         yield from _joined_by_name(
             parameter,
             [
@@ -150,8 +150,8 @@ def hf_names(config: ModelConfig) -> set[str]:
     return {tensor.name for tensor in hf_tensors(config)}
 
 
-def _interleaving(config: ModelConfig, native_name: str, rows: int) -> list[tuple[int, int, int, int]]:
-    """Return (rows, start, run, period) of each part of a native tensor."""
+def row_interleaving(config: ModelConfig, native_name: str, rows: int) -> list[tuple[int, int, int, int]]:
+    """Return (rows, start, run, period) of each part of a native tensor: row i of a part is as in `RowMapping`."""
     if native_name == "attention.qkv":
         query, head = config.heads // config.kv_heads * config.head_dim, config.head_dim
         group = query + 2 * head
