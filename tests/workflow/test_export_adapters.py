@@ -50,8 +50,7 @@ def run(tmp_path: Path) -> tuple[Recipe, Path, BaseWeights]:
     with HfWeights(folder) as weights:
         config = weights.config
     run = tmp_path / "store" / "runs" / "talks" / "0123abcd"
-    sha256 = base.manifest.sha256
-    save_lora_checkpoint(run, config, recipe.train.lora, folder, sha256=sha256)
+    save_lora_checkpoint(run, config, recipe.train.lora, folder, sha256=base.sha256)
     (run / RECIPE_FILE).write_text(RECIPE.format(base=folder))
     (run / PREPARED_FILE).write_bytes(orjson.dumps({"base": str(base.folder), "data": {"sources": []}}))
     return recipe, run, base
@@ -108,7 +107,7 @@ def test_merged_weights_are_those_that_peft_merges(run: tuple[Recipe, Path, Base
 
 def test_a_base_that_has_changed_since_is_not_merged(run: tuple[Recipe, Path, BaseWeights], tmp_path: Path) -> None:
     recipe, folder, base = run
-    save_tiny_chat_model(tmp_path / "other")
+    save_tiny_chat_model(tmp_path / "other", max_positions=32)
     other = fetch_base(str(tmp_path / "other"), tmp_path / "store" / "artefacts")
     (folder / PREPARED_FILE).write_bytes(orjson.dumps({"base": str(other.folder), "data": {"sources": []}}))
     with pytest.raises(InputError, match="not those that these adapters were trained on"):

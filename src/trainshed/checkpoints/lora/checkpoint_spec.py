@@ -1,7 +1,7 @@
 """What the checkpoint of a LoRA run says besides its adapters: the settings and the base, in its manifest's spec.
 
     lora    the recipe's `train.lora`
-    base    {address: the recipe's `model.from` with its commit, sha256: of the manifest of the base's artefact}
+    base    {from: the recipe's `model.from` with its commit, sha256: the hash of all its files}
     model   the architecture, as in every checkpoint
 
 Such a checkpoint holds only `model.<names of adapters>` and their optimizer state. This module needs no torch.
@@ -38,28 +38,23 @@ class AdapterSpec:
     base_address: str
     base_sha256: str | None
 
-    @classmethod
-    def of(cls, lora: Lora, address: str, base: BaseWeights) -> AdapterSpec:
-        """Return what the checkpoints of a run say about its base, which is the artefact of `address`."""
-        return cls(lora, address, base.manifest.sha256)
-
     def to_plain(self) -> dict[str, Any]:
         """As a part of a checkpoint's spec."""
-        base = {"address": self.base_address, "sha256": self.base_sha256}
+        base = {"from": self.base_address, "sha256": self.base_sha256}
         return {LORA: self.lora.model_dump(mode="json", exclude_none=True), BASE: base}
 
     @classmethod
     def read(cls, spec: Mapping[str, Any], where: str) -> AdapterSpec:
         """Read it from a checkpoint's spec."""
         base = spec.get(BASE)
-        if not isinstance(base, dict) or not isinstance(base.get("address"), str):
+        if not isinstance(base, dict) or not isinstance(base.get("from"), str):
             raise CorruptData(
                 "the checkpoint holds adapters and does not say what they were trained on",
                 where=where,
                 hint="it was written by another version: name the base with --base",
             )
         lora = validate(Lora, YamlDocument(dict(spec[LORA]), SourceMap(where)))
-        return cls(lora, base["address"], base.get("sha256"))
+        return cls(lora, base["from"], base.get("sha256"))
 
 
 def holds_adapters(checkpoint: CompleteCheckpoint) -> bool:
@@ -89,7 +84,7 @@ def run_folder_of(address: str) -> Path | None:
 def prepared_base(address: str, sha256: str | None = None) -> Path | None:
     """Return the folder of the base weights that the run of an address was prepared with, as far as it is here.
 
-    With `sha256` the artefact must be the one that the run began with.
+    With `sha256` the files must be those that the run began with.
     """
     run = run_folder_of(address)
     if run is None or not (run / PREPARED_FILE).is_file():
@@ -98,9 +93,9 @@ def prepared_base(address: str, sha256: str | None = None) -> Path | None:
     if not folder or not Path(folder).is_dir():
         return None
     base = BaseWeights.from_folder(Path(folder))
-    if sha256 is not None and base.manifest.sha256 != sha256:
+    if sha256 is not None and base.sha256 != sha256:
         raise InputError(
-            "the base weights are not those that these adapters were trained on: their manifest has changed",
+            "the base weights are not those that these adapters were trained on: their files have changed",
             where=folder,
             hint="name the base they were trained on with --base",
         )

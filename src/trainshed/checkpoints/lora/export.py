@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -300,8 +301,8 @@ def _base_name(address: str | None) -> tuple[str | None, str | None]:
     """Return how PEFT names a base: a name on the Hub and its revision, or a path."""
     if address is None:
         return None, None
-    if parse(address).scheme != "hf":
-        return address, None
+    if (parsed := parse(address)).scheme != "hf":
+        return (os.path.abspath(str(parsed)) if parsed.scheme == "file" else address), None
     name, _, revision = address.removeprefix("hf://").partition("@")
     return name, revision or None
 
