@@ -236,11 +236,6 @@ def follows(key: str, path: str, render: Callable[[EngineTask], Any], note: str,
     return KeyRow((key,), path, render, note=note, **more)
 
 
-def always(key: str, path: str, value: Any, drop: str, **more: Any) -> KeyRow:
-    """Return the row of a key that has one value in everything that is rendered, and is left out of an import."""
-    return KeyRow((key,), path, lambda task: value, drop=drop, **more)
-
-
 def choice(key: str, value: Any, **more: Any) -> KeyRow:
     """Return the row of a key that Trainshed sets to one value, unless `engine.args` say another."""
     return KeyRow((key,), "engine.args", lambda task: value, lambda config: value, chosen=True, **more)
