@@ -52,7 +52,7 @@ TRAINING = st.fixed_dictionaries(
         "train.schedule": st.one_of(
             st.just({}), st.fixed_dictionaries({"name": st.just("cosine"), "warmup": st.integers(0, 20)})
         ),
-        "checkpoint.every": st.one_of(st.none(), st.integers(1, 900)),
+        "checkpoint.every": st.one_of(st.none(), st.just(500), st.integers(1, 900)),
         "checkpoint.keep": st.one_of(st.none(), st.integers(1, 9)),
     },
     optional={
@@ -114,6 +114,10 @@ ALIKE: Alike = {
     "observe.tensorboard": (
         "false and null are both torchtune's own logger",
         lambda flat: bool(flat.get("observe.tensorboard")),
+    ),
+    "checkpoint.every": (
+        "adapters are saved after every pass",
+        lambda flat: None if "train.lora.rank" in flat else flat.get("checkpoint.every"),
     ),
     "train.lora.quantize": ("null is not written", lambda flat: flat.get("train.lora.quantize")),
     "engine.args.compile": (

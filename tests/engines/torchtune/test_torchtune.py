@@ -44,7 +44,7 @@ layout: {tp: 2, micro_batch: 2, shard: full}
 engine: torchtune
 checkpoint: {every: 100, keep: 2}
 """
-LORA = ("train.lora={rank: 16, alpha: 32}", "layout.tp=1")
+LORA = ("train.lora={rank: 16, alpha: 32}", "layout.tp=1", "checkpoint.every=null")
 
 
 def task(*overrides: str, nodes: int = 2, **place: Any) -> EngineTask:
@@ -274,6 +274,19 @@ def test_a_users_adapters_become_keys_of_the_recipe(builder: str, model: str, ex
     assert lora["rank"] == 4
 
 
+def test_adapters_that_would_fail_at_their_end_are_named_where_they_are_imported() -> None:
+    found = imported(f"chat_dataset, {TALKS}", "lora_llama3_1_8b", RANK, more="save_every_n_steps: 50")
+    assert any("fails when it saves by steps" in mistake.what for mistake in found.mistakes)
+    assert found.recipe["checkpoint"]["every"] is None
+
+
+def test_one_gpu_does_not_clip_the_gradients_of_adapters() -> None:
+    one = {"nodes": 1, "gpus_per_node": 1}
+    with pytest.raises(InputError, match="clips gradients that several GPUs share"):
+        build_launch(task(*LORA, **one))
+    assert config(task(*LORA, "train.optimizer.clip=null", **one))["clip_grad_norm"] is None
+
+
 @pytest.mark.parametrize("preset", known_presets())
 def test_every_builder_is_found_by_its_model(preset: str) -> None:
     recipe = written(RECIPE, [f"model={{preset: {preset}, from: hf://org/base}}"])
@@ -344,6 +357,7 @@ def test_a_model_without_a_preset_is_known_by_its_sizes_and_its_address() -> Non
         (("train.early_stop={patience: 2}",), "does not end a run"),
         (("checkpoint.best={}",), "does not keep the best"),
         (("train.optimizer.states=fp32",), "states in another precision"),
+        ((*LORA, "checkpoint.every=100"), "it saves after every pass"),
         ((*LORA, "train.lora.rslora=true"), "write `alpha: 128`, which is the same scale"),
         ((*LORA, "train.lora.quantize=int8"), "in NF4, not in int8"),
         ((*LORA, "train.lora.targets=[experts]"), "models without experts"),

@@ -10,13 +10,14 @@ from trainshed.engines.importing import ConfigImport
 from trainshed.engines.key_table import OMIT, KeyRow, same
 from trainshed.engines.launch import EngineTask
 from trainshed.engines.torchtune.builders import TorchtuneBuilder
+from trainshed.recipe import Checkpoint
 from trainshed.recipe.section import Problem
 
 _MLP_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 """torchtune adapts all three of a feed-forward block or none."""
 _ATTENTION_PROJECTIONS = {"q_proj": "q_proj", "k_proj": "k_proj", "v_proj": "v_proj", "o_proj": "output_proj"}
 """The recipe's names of the attention's projections to torchtune's."""
-_WITHOUT_DORA = ("llama3_1_405b",)
+WITHOUT_DORA = ("llama3_1_405b",)
 """Builders whose adapters take no `use_dora`."""
 
 
@@ -55,6 +56,19 @@ def _read_quantization(config: ConfigImport) -> Any:
     """Return `train.lora.quantize`; builders called `qlora_…` hold their base in NF4 without a key that says it."""
     named = str(config.get("model._component_", "")).rpartition(".")[2].startswith("qlora_")
     return "nf4" if named or config.get("model.quantize_base") else OMIT
+
+
+def read_saving(config: ConfigImport) -> int | None:
+    """Return `checkpoint.every`."""
+    every = config.get("save_every_n_steps")
+    if every is None or not has_adapters(config):
+        return every
+    config.add_mistake(
+        "save_every_n_steps",
+        "torchtune 0.7.0's LoRA recipe fails when it saves by steps: its last checkpoint has no number of a step",
+        "null, which saves after every pass; engine: torch saves adapters by steps",
+    )
+    return None
 
 
 def _only_adapters(row: KeyRow) -> KeyRow:
@@ -111,6 +125,18 @@ def adapter_problems(task: EngineTask, builder: TorchtuneBuilder | None) -> Iter
         )
     if "experts" in lora.targets:
         yield Problem(("train", "lora", "targets"), "torchtune is rendered for models without experts", "engine: torch")
+    if task.recipe.checkpoint.every not in (None, Checkpoint.model_fields["every"].default):
+        yield Problem(
+            ("checkpoint", "every"),
+            "torchtune 0.7.0's LoRA recipe fails when it saves by steps: it saves after every pass over the data",
+            "every: null, or engine: torch",
+        )
+    if task.recipe.train.optimizer.clip is not None and task.layout.dp == 1:
+        yield Problem(
+            ("train", "optimizer", "clip"),
+            "torchtune 0.7.0's LoRA recipe clips gradients that several GPUs share, and fails with one",
+            "clip: null, or engine: torch",
+        )
     if lora.rslora:
         same_scale = _whole_number(round(lora.alpha * math.sqrt(lora.rank), 6))
         yield Problem(
@@ -120,5 +146,5 @@ def adapter_problems(task: EngineTask, builder: TorchtuneBuilder | None) -> Iter
         )
     if lora.quantize == "int8":
         yield Problem(("train", "lora", "quantize"), "torchtune holds frozen weights in NF4, not in int8", "nf4")
-    if lora.dora and builder is not None and builder.name in _WITHOUT_DORA:
+    if lora.dora and builder is not None and builder.name in WITHOUT_DORA:
         yield Problem(("train", "lora", "dora"), f"torchtune has no DoRA for {builder.preset}", "delete it")

@@ -24,7 +24,7 @@ from trainshed.engines.key_table import (
 )
 from trainshed.engines.keys import KnownKeys, format_value
 from trainshed.engines.launch import EngineTask
-from trainshed.engines.torchtune.adapters import ADAPTER_ROWS, has_adapters, trains_adapters
+from trainshed.engines.torchtune.adapters import ADAPTER_ROWS, has_adapters, read_saving, trains_adapters
 from trainshed.engines.torchtune.builders import config_builder, read_base, render_tokenizer_files, task_builder
 from trainshed.engines.torchtune.dataset import (
     COMPONENTS,
@@ -309,7 +309,12 @@ TORCHTUNE_TABLE = KeyTable(
         ),
         KeyRow(("checkpointer.output_dir",), _STORE, lambda task: f"{task.site.run_folder}/checkpoints", drop=_PLACES),
         same("checkpointer.keep_last_n_checkpoints", "checkpoint.keep"),
-        same("save_every_n_steps", "checkpoint.every"),
+        KeyRow(
+            ("save_every_n_steps",),
+            "checkpoint.every",
+            lambda task: None if trains_adapters(task) else task.recipe.checkpoint.every,
+            read_saving,
+        ),
         KeyRow(
             ("metric_logger._component_",),
             "observe.tensorboard",

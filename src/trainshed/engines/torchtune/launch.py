@@ -123,6 +123,8 @@ def _notes(task: EngineTask) -> list[str]:
         notes.append("torchtune puts `data.system` in the place of system prompts that the data has")
     if data.train_on == "all":
         notes.append("torchtune never learns system prompts, with `train_on: all` neither")
+    if train.lora is not None:
+        notes.append("torchtune saves adapters after every pass over the data, not every so many steps")
     if task.recipe.data.validation is not None:
         notes.append("torchtune validates on all of the validation data, not on `batches` of it")
     if task_builder(task).family.files == "tiktoken":
