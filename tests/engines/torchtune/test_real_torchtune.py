@@ -15,6 +15,7 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ import pytest
 import torch
 import yaml
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from trainshed.data.sampling.rows import SampleRows
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
@@ -34,9 +36,14 @@ from support.recipes.foreign_tasks import task_of, written
 from trainshed.catalog import model_preset
 from trainshed.engines.keys import flatten, nest
 from trainshed.engines.launch import build_launch
+from trainshed.engines.torch.rank import train_rank
 from trainshed.engines.torchtune.adapters import ADAPTER_ROWS, WITHOUT_DORA
 from trainshed.engines.torchtune.builders import builder_of, known_presets
 from trainshed.launch.ranks import free_port
+from trainshed.observe.event_log import read_steps
+from trainshed.recipe import Recipe, parse_recipe
+from trainshed.storage import open_store, parse
+from trainshed.workflow import prepare_run, run_layout, train_job
 
 SPECIAL_TOKENS = (
     *("<|begin_of_text|>", "<|end_of_text|>", "<|finetune_right_pad_id|>", "<|step_id|>", "<|start_header_id|>"),
@@ -145,6 +152,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Site:
     tokenizer = llama3_tokenizer()
     write_tiktoken(tokenizer, folder / "engine/tokenizer/original/tokenizer.model")
     tokenizer.save(str(folder / "engine/tokenizer/tokenizer.json"))
+    ends = {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"}
+    (folder / "engine/tokenizer/tokenizer_config.json").write_text(json.dumps(ends))
     (folder / "talks.jsonl").write_text("".join(json.dumps(talk) + "\n" for talk in conversations()))
     torch.manual_seed(0)
     sizes = LlamaConfig(
@@ -288,6 +297,59 @@ def installed_builders() -> Iterator[tuple[str, set[str]]]:
             if isinstance(line, ast.FunctionDef):
                 taken = {argument.arg for argument in line.args.args}
                 yield f"torchtune.models.{file.parent.name}.{line.name}", taken
+
+
+OURS = """
+name: ours
+model: {{from: {folder}/engine/base}}
+tokenizer: {folder}/engine/tokenizer
+data:
+  sequence_length: {length}
+  template: torchtune_llama3.jinja
+  train: [{{path: {folder}/talks.jsonl}}]
+train: {{mode: finetune, steps: 1, global_batch: 12, precision: fp32, optimizer: {{lr: 1.0e-3, clip: null}}}}
+layout: {{dp: 1, micro_batch: 1}}
+store: {folder}/store
+"""
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_our_engine_learns_the_same_tokens_and_begins_at_the_same_loss(
+    site: Site, one_by_one: TorchtuneRun, packing: bool
+) -> None:
+    """With the chat template that writes conversations, and marks answers, as torchtune does."""
+    shutil.copy(TESTS.parent / "docs" / "examples" / "torchtune_llama3.jinja", site.folder)
+    text = OURS.format(folder=site.folder, length=SEQUENCE_LENGTH)
+    overrides = [f"data.packing={str(packing).lower()}"]
+    rows = epoch_rows(parse_recipe(text, [*overrides, "train.global_batch=1"], folder=site.folder))
+    run = prepare_run(parse_recipe(text, [*overrides, f"train.global_batch={rows}"], folder=site.folder))
+    assert (rows == len(one_by_one.samples)) is not packing
+    theirs = [(sample["tokens"], [not masked for masked in sample["mask"]]) for sample in one_by_one.samples]
+    assert sorted(documents(run.order.rows(0, 0, rows), site.tokenizer)) == sorted(theirs)
+    train_rank(train_job(run, run_layout(run)), run_folder=run.folder)
+    losses = [step["loss"] for step in read_steps(*open_store(parse(str(run.folder))))]
+    assert losses[0] == pytest.approx(one_by_one.losses[0], abs=1e-4)
+
+
+def epoch_rows(recipe: Recipe) -> int:
+    """How many rows one pass over the data has."""
+    rows = prepare_run(recipe).order.sources[0].epoch_samples
+    assert rows is not None
+    return rows
+
+
+def documents(rows: SampleRows, tokenizer: Tokenizer) -> list[tuple[list[int], list[bool]]]:
+    """The conversations of some rows, with what is learned of each."""
+    assert rows.document_starts is not None
+    assert rows.learned is not None
+    begin = tokenizer.token_to_id("<|begin_of_text|>")
+    found = []
+    for tokens, starts, learned in zip(rows.tokens, rows.document_starts, rows.learned, strict=True):
+        for start in sorted(set(starts.tolist())):
+            columns = starts == start
+            if tokens[start] == begin:  # not the padding
+                found.append((tokens[columns].tolist(), learned[columns].tolist()))
+    return found
 
 
 def packed_rows(sizes: list[int]) -> int:
