@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import orjson
@@ -46,7 +48,7 @@ ENGINES = {
     "torchtune": PRETRAIN.replace("init: random", "from: hf://org/base")
     .replace("train: {steps", "train: {mode: finetune, steps")
     .replace("layout: {tp: 8}", "layout: {tp: 8, shard: full}")
-    + "engine: {name: torchtune, args: {dataset._component_: torchtune.datasets.alpaca_dataset}}\n",
+    + "engine: torchtune\n",
 }
 VOLUMES = "volumes=[{mount: /shared, path: /shared}]"
 CLAIM = "volumes=[{mount: /shared, pvc: data}]"
@@ -128,7 +130,9 @@ OWN = "data.validation={path: /shared/v.jsonl}"
 TEXT = "data.train=[{path: /shared/x.txt}]"
 SERVED = "export={} serve={}"
 SERVED_BY_VLLM = "export={} serve={engine: vllm, image: 'vllm@sha256:0'}"
-LORA = f"{BASE} train.mode=finetune layout.tp=1 train.lora={{rank: 4, alpha: 8}}"
+CHAT = f"{BASE} train.mode=finetune"
+LORA = f"{CHAT} layout.tp=1 train.lora={{rank: 4, alpha: 8}}"
+PAIRS = f"{BASE} train.mode=dpo train.dpo={{}}"
 CHANGES = {
     "name": Change("name=other"),
     "model.preset": Change("model.preset=llama2-7b"),
@@ -141,6 +145,14 @@ CHANGES = {
     "data.synthetic": Change("data={synthetic: true, sequence_length: 2048}"),
     "data.sequence_length": Change("data.sequence_length=1024"),
     "data.seed": Change("data.seed=7"),
+    "data.format": Change("data.format=instruct", CHAT),
+    "data.template": Change("data.template=chatml", CHAT),
+    "data.system": Change("data.system=brief", CHAT),
+    "data.train_on": Change("data.train_on=all", CHAT),
+    "data.thinking": Change("data.thinking=drop", CHAT),
+    "data.document_mask": Change("data.document_mask=false", "data.document_mask=true"),
+    "data.packing": Change("data.packing=false", CHAT),
+    "data.on_too_long": Change("data.on_too_long=drop", CHAT),
     "data.train.*.path": Change("data.train=[{path: /shared/y.jsonl}]"),
     "data.train.*.tokens": Change("data.train=[{tokens: /shared/t}]"),
     "data.train.*.script": Change("data.train=[{script: numbers.py}]"),
@@ -148,6 +160,8 @@ CHANGES = {
     "data.train.*.key": Change("data.train.0.key=body"),
     "data.train.*.format": Change("data.train.0.format=text"),
     "data.train.*.documents": Change("data.train.0.documents=line", TEXT),
+    "data.train.*.columns": Change("data.train.0.columns={messages: talks}", CHAT),
+    "data.train.*.split": Change("data.train.0.split=train[:9%]"),
     "data.train.*.name": Change("data.train.0.name=other"),
     "data.train.*.weight": Change(
         "data.train.0.weight=3", "data.train=[{path: /shared/x.jsonl, weight: 1}, {path: /shared/y.jsonl, weight: 1}]"
@@ -159,6 +173,8 @@ CHANGES = {
     "data.validation.key": Change("data.validation.key=body", OWN),
     "data.validation.format": Change("data.validation.format=text", OWN),
     "data.validation.documents": Change("data.validation.documents=line", "data.validation={path: /shared/v.txt}"),
+    "data.validation.columns": Change("data.validation.columns={messages: talks}", f"{CHAT} {OWN}"),
+    "data.validation.split": Change("data.validation.split=train[:9%]", OWN),
     "data.validation.name": Change("data.validation.name=other", OWN),
     "data.validation.every": Change("data.validation.every=7", OWN),
     "data.validation.batches": Change("data.validation.batches=7", OWN),
@@ -199,6 +215,7 @@ CHANGES = {
     "train.optimizer.eps": Change("train.optimizer.eps=1e-6"),
     "train.optimizer.weight_decay": Change("train.optimizer.weight_decay=0.3"),
     "train.optimizer.clip": Change("train.optimizer.clip=0.5"),
+    "train.optimizer.states": Change("train.optimizer.states=bf16", "train.optimizer.states=fp32"),
     "train.schedule.name": Change("train.schedule.name=linear"),
     "train.schedule.warmup": Change("train.schedule.warmup=5"),
     "train.schedule.decay": Change("train.schedule.decay=60"),
@@ -215,6 +232,12 @@ CHANGES = {
     "train.lora.alpha": Change("train.lora.alpha=4", LORA),
     "train.lora.dropout": Change("train.lora.dropout=0.1", LORA),
     "train.lora.targets": Change("train.lora.targets=[q_proj]", LORA),
+    "train.lora.rslora": Change("train.lora.rslora=true", LORA),
+    "train.lora.dora": Change("train.lora.dora=true", LORA),
+    "train.lora.quantize": Change("train.lora.quantize=nf4", LORA),
+    "train.dpo.beta": Change("train.dpo.beta=0.2", PAIRS),
+    "train.dpo.label_smoothing": Change("train.dpo.label_smoothing=0.1", PAIRS),
+    "train.dpo.length_normalized": Change("train.dpo.length_normalized=true", PAIRS),
     "layout.tp": Change("layout.tp=4"),
     "layout.pp": Change("layout.pp=2"),
     "layout.vp": Change("layout.vp=2", "layout.pp=2"),
@@ -304,6 +327,15 @@ NO_READERS = re.compile(
 """Who looks at keys without doing what they say: the schema, the check of this walk, the planner's estimates."""
 
 
+def _is_property(frame: FrameType, section: Section) -> bool:
+    """Whether a frame is a function of the section itself, or a property of another section that sums keys up."""
+    owner = frame.f_locals.get("self")
+    kind = object.__getattribute__(owner, "__class__")
+    return owner is section or (
+        issubclass(kind, Section) and isinstance(getattr(kind, frame.f_code.co_name, None), property)
+    )
+
+
 class Tracer:
     """Notes which fields of a recipe's sections are read from outside of the recipe's own room."""
 
@@ -317,8 +349,8 @@ class Tracer:
             kind = object.__getattribute__(section, "__class__")
             if name in kind.__pydantic_fields__:
                 frame = sys._getframe(1)
-                while frame.f_locals.get("self") is section and frame.f_back is not None:
-                    frame = frame.f_back  # a property of the section itself: who asked for it reads the key
+                while _is_property(frame, section) and frame.f_back is not None:
+                    frame = frame.f_back  # a property of the section or of the recipe: who asked for it reads the key
                 reader = frame.f_globals.get("__name__", "")
                 if not NO_READERS.match(reader):
                     seen.add((kind.__name__, name))
@@ -379,6 +411,32 @@ FROM_TEXT = (
 )
 
 
+TEMPLATE = """\
+{%- for message in messages %}{{ message.role[0] + ":" + message.content + "\\n" }}{% endfor -%}
+{%- if add_generation_prompt %}{{ "a:" }}{% endif -%}
+"""
+TALK = {"messages": [{"role": "user", "content": "3"}, {"role": "assistant", "content": "4"}]}
+PAIR = {"prompt": "3", "chosen": "4", "rejected": "5"}
+ON_ANSWERS = (
+    "train.steps=2",
+    "train.global_batch=2",
+    "data={sequence_length: 32, template: walk.jinja, train: [{path: lines.jsonl}]}",
+    "checkpoint={every: 2}",
+    "observe={}",
+)
+
+
+def _fine_tuned(base: Path) -> Iterator[tuple[str, ...]]:
+    """Runs from weights, on conversations with adapters and on pairs of answers."""
+    start = (f"model={{from: {base}}}", f"tokenizer={base}", *ON_ANSWERS)
+    validation = "data.validation={path: lines.jsonl, every: 2, batches: 1}"
+    Path("walk.jinja").write_text(TEMPLATE)
+    Path("lines.jsonl").write_bytes(b"\n".join([orjson.dumps(TALK)] * 64))
+    yield ("name=chat", *start, validation, "train.mode=finetune", "train.lora={rank: 2, alpha: 4}")
+    Path("lines.jsonl").write_bytes(b"\n".join([orjson.dumps(PAIR)] * 64))
+    yield ("name=pairs", *start, "train.mode=dpo", "train.dpo={}", "train.early_stop=null", "export=null")
+
+
 @pytest.fixture(scope="module")
 def read(tmp_path_factory: pytest.TempPathFactory) -> Read:
     """What small runs read here: from a script, with experts, from text, from weights and tokens, with a bad step."""
@@ -396,6 +454,8 @@ def read(tmp_path_factory: pytest.TempPathFactory) -> Read:
         for overrides in ((), WITH_EXPERTS, FROM_TEXT, WITH_PLUGINS):
             _traced_run(overrides, tracer, stages)
         exported = next(Path("store/runs/text").glob("*/export")).absolute()
+        for overrides in _fine_tuned(exported):
+            _traced_run(overrides, tracer, stages)
         # Weights whose conversion is said to have failed, which a recipe may take all the same.
         verdict = exported / "verdict.json"
         verdict.write_bytes(orjson.dumps(orjson.loads(verdict.read_bytes()) | {"passed": False}))

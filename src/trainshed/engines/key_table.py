@@ -11,14 +11,17 @@ recipe that is neither in a row nor listed there fails a test.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from trainshed.engines.importing import ConfigImport
 from trainshed.engines.keys import EngineSetting, format_value
 from trainshed.engines.launch import EngineTask
-from trainshed.recipe.data import SourceKeys
+from trainshed.recipe import Recipe
+from trainshed.recipe.data import CHAT_KEYS, SourceKeys
+from trainshed.recipe.section import Problem
+from trainshed.recipe.yaml_io import KeyPath
 
 
 class _NoValue:
@@ -131,6 +134,8 @@ COMMON_UNSAID: Mapping[str, str] = {
     "model.verdict": "base weights are proven before the engine starts",
     "tokenizer": _COPY,
     **dict.fromkeys(("data.skip", "data.stage", "train.z_loss", "checkpoint.to"), REFUSED),
+    **dict.fromkeys(("data.validation.prompts", "data.validation.answer_tokens", "train.dpo"), REFUSED),
+    **dict.fromkeys(("train.early_stop", "checkpoint.best"), REFUSED),
     "train.optimizer.name": "there is one, AdamW",
     "plugins": "they extend the stages that run before and after the engine",
     **dict.fromkeys(("train.optimizer.options", "train.loss.name", "train.loss.options", "observe.exporters"), REFUSED),
@@ -152,10 +157,34 @@ PRETRAINING_UNSAID: Mapping[str, str] = {
         (f"data.{key}" for key in ("shards", "eod", "bos", "on_bad_line")),
         "text becomes tokens before the engine starts",
     ),
+    **dict.fromkeys(("data.format", *(f"data.{key}" for key in CHAT_KEYS)), "the engine pretrains on text"),
     "train.epochs": "the length of the run is written in steps",
     **dict.fromkeys(("train.mode", "train.lora"), REFUSED),
 }
 """What engines that pretrain on prepared tokens are not told, and why."""
+
+
+def unhonoured_problems(recipe: Recipe, engine: str) -> Iterator[Problem]:
+    """Yield what no foreign engine does of a recipe, and ours does."""
+    validation, train = recipe.data.validation, recipe.train
+    absent: tuple[tuple[bool, KeyPath, str], ...] = (
+        (train.mode == "dpo", ("train", "mode"), "is not rendered for pairs of answers (dpo)"),
+        (train.early_stop is not None, ("train", "early_stop"), "does not end a run by its validation loss"),
+        (recipe.checkpoint.best is not None, ("checkpoint", "best"), "does not keep the best checkpoint apart"),
+        (
+            validation is not None and validation.prompts is not None,
+            ("data", "validation", "prompts"),
+            "answers no questions during a run",
+        ),
+        (
+            validation is not None and validation.answer_tokens is not None,
+            ("data", "validation", "answer_tokens"),
+            "answers no questions during a run",
+        ),
+    )
+    for is_asked, path, what in absent:
+        if is_asked:
+            yield Problem(path, f"{engine} {what}", "delete it, or write engine: torch")
 
 
 def recipe_value(task: EngineTask, path: str) -> Any:
@@ -205,11 +234,6 @@ def same(
 def follows(key: str, path: str, render: Callable[[EngineTask], Any], note: str, **more: Any) -> KeyRow:
     """Return the row of a key that follows from a key of the recipe which another row reads."""
     return KeyRow((key,), path, render, note=note, **more)
-
-
-def always(key: str, path: str, value: Any, drop: str, **more: Any) -> KeyRow:
-    """Return the row of a key that has one value in everything that is rendered, and is left out of an import."""
-    return KeyRow((key,), path, lambda task: value, drop=drop, **more)
 
 
 def choice(key: str, value: Any, **more: Any) -> KeyRow:

@@ -62,8 +62,15 @@ class EngineTask:
     recipe: Recipe
     config: ModelConfig
     layout: RankLayout
-    steps: int
+    length: int | None
+    """In steps; None where `train.epochs` says it, which torchtune alone takes: it counts its data itself."""
     site: EngineSite
+
+    @property
+    def steps(self) -> int:
+        """The length in steps, for engines that must be told it."""
+        assert self.length is not None, "`epochs` is refused before it is rendered for an engine that counts steps"
+        return self.length
 
 
 @dataclass(frozen=True)

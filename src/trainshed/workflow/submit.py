@@ -184,7 +184,7 @@ def _foreign(
 ) -> EngineLaunch | None:
     if recipe.engine.name == "torch":
         return None
-    if model.steps is None:
+    if model.steps is None and recipe.engine.name != "torchtune":
         raise RecipeError(
             f"the engine {recipe.engine.name} must be told how many steps, and `epochs` has a length only once the "
             "data is prepared",

@@ -21,6 +21,7 @@ def refusal(*overrides: str, preset: str = "llama3-8b", **options: Any) -> Recip
 
 BASE = ("model.from=hf://org/base", "model.init=null")
 CHAT = ("train.mode=finetune", *BASE)
+VALID = "data.validation={tokens: /v}"
 
 
 @pytest.mark.parametrize(
@@ -44,6 +45,12 @@ CHAT = ("train.mode=finetune", *BASE)
         (("data.sequence_length=2047",), {"layout": {"cp": 2}}, "layout.cp", "2047"),
         (("train.precision=fp8", "data.sequence_length=1000"), {}, "train.precision", "multiples of 16"),
         (("train.global_batch=500",), {}, "layout.dp", "does not divide"),
+        (("train.optimizer.states=bf16",), {"layout": {"shard": "none"}}, "train.optimizer.states", "shard is none"),
+        ((VALID, "train.early_stop={patience: 2}"), {}, "train.early_stop", "does not end a run"),
+        ((VALID, "checkpoint.best={}"), {}, "checkpoint.best", "does not keep the best"),
+        ((VALID, "data.validation.prompts=[hello]"), {}, "data.validation.prompts", "answers no questions"),
+        ((VALID, "data.validation.answer_tokens=9"), {}, "data.validation.answer_tokens", "answers no questions"),
+        ((*BASE, "train.mode=dpo"), {}, "train.mode", "pairs of answers"),
     ],
 )
 def test_what_megatron_cannot_do_is_refused_by_name(

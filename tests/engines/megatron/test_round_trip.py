@@ -52,6 +52,7 @@ TRAINING = st.fixed_dictionaries(
         "train.optimizer.eps": RATE,
         "train.optimizer.weight_decay": st.floats(0, 0.5),
         "train.optimizer.clip": st.one_of(st.none(), st.floats(0.1, 5)),
+        "train.optimizer.states": st.just("bf16"),
         "train.precision": st.sampled_from(["bf16", "fp8", "fp16", "fp32"]),
         "train.dropout": st.floats(0, 0.5),
         "train.batch_ramp": st.just(RAMP),

@@ -169,6 +169,9 @@ def test_a_misspelt_argument_is_answered_with_the_key_that_was_meant() -> None:
         (("model={preset: llama3-8b, from: hf://org/base}",), ".nemo archives only"),
         ((MOE, "layout={tp: 2, pp: 2, ep: 4}"), "cuts experts by tp: 2"),
         (("train.mode=finetune", "model={preset: llama3-8b, from: hf://org/base}"), "pretraining only"),
+        (("train.mode=dpo", "model={preset: llama3-8b, from: hf://org/base}"), "pairs of answers"),
+        (("train.optimizer.states=bf16",), "states in fp32"),
+        (("data.validation={tokens: v}", "train.early_stop={patience: 2}"), "does not end a run"),
     ],
 )
 def test_wrong_combinations_fail_by_name(overrides: tuple[str, ...], what: str) -> None:

@@ -13,26 +13,37 @@ from support.recipes.round_trips import Alike, forgotten_keys, read_back, recipe
 from trainshed.engines.importing import import_text
 from trainshed.engines.launch import EngineLaunch, build_launch
 from trainshed.engines.torchtune.builders import known_presets
+from trainshed.engines.torchtune.dataset import split_text
 from trainshed.engines.torchtune.keys import TORCHTUNE_KEYS, TORCHTUNE_TABLE
 from trainshed.errors import InputError
+from trainshed.recipe.data import SAMPLE_COLUMNS
+from trainshed.recipe.train import lora_projections
 
-CHAT = {"dataset.conversation_style": "openai", "dataset.conversation_column": "messages"}
-FORMS = [
-    CHAT,
-    CHAT | {"dataset.packed": True, "compile": False},
-    {"dataset._component_": "torchtune.datasets.instruct_dataset", "dataset.column_map.input": "question"},
-    {"dataset._component_": "torchtune.datasets.alpaca_dataset", "optimizer_in_bwd": True},
+SHAREGPT = {"messages": "conversations", "role": "from", "content": "value"}
+FORMS: list[dict[str, Any]] = [
+    {},
+    {"columns": SHAREGPT, "data.packing": False, "data.system": "Be brief."},
+    {"columns": {"messages": "turns"}, "data.train_on": "all"},
+    {"columns": {"prompt": "question"}, "data.format": "instruct"},
+    {"columns": {"prompt": "input", "answer": "output"}, "data.format": "instruct"},
+    {"data.format": "alpaca", "engine.args": {"optimizer_in_bwd": True}},
+    {"columns": {"output": "reply"}, "data.format": "alpaca", "engine.args": {"compile": False}},
 ]
-WHOLE = {"data.train": [{"path": "hf://datasets/org/talks@abc"}]}
-DATA = [
+TALKS = {"path": "hf://datasets/org/talks@abc"}
+WHOLE = {"data.train": TALKS}
+DATA: list[dict[str, Any]] = [
     WHOLE,
-    {"data.train": [{"path": "hf://datasets/org/talks"}], "data.validation.path": "hf://datasets/org/other@def"},
-    {"data.train": [{"path": "hf://datasets/org/talks@abc/part/a.parquet"}]},
-    {"data.train": [{"path": "/shared/a.jsonl"}], "data.validation": {"path": "/shared/b.jsonl", "every": 7}},
-    {"data.train": [{"path": ["/shared/a.jsonl", "/shared/b.jsonl"]}]},
-    WHOLE | {"data.split": {"train": 0.9, "validation": 0.07, "test": 0.03}, "data.validation.every": 20},
+    {
+        "data.train": {"path": "hf://datasets/org/talks"},
+        "data.validation": {"path": "hf://datasets/org/other@def", "split": "test"},
+    },
+    {"data.train": {"path": "hf://datasets/org/talks@abc/part/a.parquet", "split": "train[10:900]"}},
+    {"data.train": {"path": "/shared/a.jsonl"}, "data.validation": {"path": "/shared/b.jsonl", "every": 7}},
+    {"data.train": {"path": ["/shared/a.jsonl", "/shared/b.jsonl"]}},
+    WHOLE | {"data.split": {"train": 0.9, "validation": 0.07, "test": 0.03}, "data.validation": {"every": 20}},
     WHOLE | {"data.split": {"train": 0.95, "validation": 0.05}},
     WHOLE | {"data.split": {"train": 0.95, "test": 0.05}},
+    {"data.train": TALKS | {"split": "train[:95%]"}, "data.validation": TALKS | {"split": "train[95%:97%]"}},
 ]
 RATE = st.floats(1e-7, 1e-2)
 TRAINING = st.fixed_dictionaries(
@@ -41,7 +52,7 @@ TRAINING = st.fixed_dictionaries(
         "train.schedule": st.one_of(
             st.just({}), st.fixed_dictionaries({"name": st.just("cosine"), "warmup": st.integers(0, 20)})
         ),
-        "checkpoint.every": st.one_of(st.none(), st.integers(1, 900)),
+        "checkpoint.every": st.one_of(st.none(), st.just(500), st.integers(1, 900)),
         "checkpoint.keep": st.one_of(st.none(), st.integers(1, 9)),
     },
     optional={
@@ -55,19 +66,60 @@ TRAINING = st.fixed_dictionaries(
             optional={
                 "dropout": st.floats(0, 0.5),
                 "targets": st.sampled_from(
-                    [["q_proj"], ["k_proj", "o_proj"], ["v_proj", "gate_proj", "up_proj", "down_proj"]]
+                    [["q_proj"], ["k_proj", "o_proj"], ["v_proj", "mlp"], ["attn"], ["all-linear"]]
                 ),
+                "dora": st.booleans(),
+                "quantize": st.sampled_from([None, "nf4"]),
             },
         ),
         "observe.tensorboard": st.booleans(),
         "observe.profile": st.fixed_dictionaries({"start": st.integers(1, 30), "steps": st.integers(1, 9)}),
     },
 )
+
+
+def told_parts(flat: dict[str, Any]) -> Any:
+    """What torchtune is told to read of its data, whether `data.split` or the sources say it."""
+    recipe = recipe_of({key: value for key, value in flat.items() if key.startswith("data.")} | ANY)
+    parts = [split_text(recipe.data, "train")]
+    if recipe.data.validation is not None:
+        parts.append(split_text(recipe.data, "validation"))
+    sources = [recipe.data.train[0], *([recipe.data.validation] if recipe.data.validation else [])]
+    named = [source if source.path else recipe.data.train[0] for source in sources]
+    return parts, [(source.path, source.columns) for source in named]
+
+
+def told_targets(flat: dict[str, Any]) -> Any:
+    """The projections that get an adapter; `all-linear` names experts too, which these models do not have."""
+    targets = flat.get("train.lora.targets")
+    if targets is None:
+        return None
+    return sorted({name for target in targets for name in lora_projections(target)} - {"experts"})
+
+
+ANY = {
+    "name": "any",
+    "model": {"preset": "llama3.1-8b", "from": "hf://org/base"},
+    "tokenizer": "hf://org/base",
+    "train": {"mode": "finetune", "steps": 1, "global_batch": 1, "optimizer": {"lr": 1.0}},
+}
+COLUMNS = {column for columns in SAMPLE_COLUMNS.values() for column in columns}
+VALIDATION_KEYS = ("path", "split", "key", "documents", *(f"columns.{column}" for column in COLUMNS))
+SPLIT_KEYS = ("data.split.train", "data.split.validation", "data.split.test")
 ALIKE: Alike = {
+    "data.train": ("a share of one dataset may be said by data.split or by the source", told_parts),
+    **{key: ("with data.train", lambda flat: None) for key in SPLIT_KEYS},
+    **{f"data.validation.{key}": ("with data.train", lambda flat: None) for key in VALIDATION_KEYS},
+    "train.lora.targets": ("groups are read back as what they stand for", told_targets),
     "observe.tensorboard": (
         "false and null are both torchtune's own logger",
         lambda flat: bool(flat.get("observe.tensorboard")),
     ),
+    "checkpoint.every": (
+        "adapters are saved after every pass",
+        lambda flat: None if "train.lora.rank" in flat else flat.get("checkpoint.every"),
+    ),
+    "train.lora.quantize": ("null is not written", lambda flat: flat.get("train.lora.quantize")),
     "engine.args.compile": (
         "false is what LoRA is rendered with in any case",
         lambda flat: None if "train.lora.rank" in flat else flat.get("engine.args.compile"),
@@ -105,6 +157,11 @@ def test_import_of_what_is_rendered_is_the_recipe(
     seed: int,
 ) -> None:
     dp = nodes * 8 // layout["tp"]
+    columns = {"columns": form["columns"]} if "columns" in form else {}
+    data = {"engine.args": {}} | data | {key: value for key, value in form.items() if key != "columns"}
+    data["data.train"] = [data["data.train"] | columns]
+    if "path" in data.get("data.validation", {}):
+        data["data.validation"] = data["data.validation"] | columns
     try:
         recipe = recipe_of(
             {
@@ -117,7 +174,6 @@ def test_import_of_what_is_rendered_is_the_recipe(
                 "train.global_batch": dp * layout["micro_batch"] * accumulation,
                 "layout": layout | {"shard": "full"},
                 "engine.name": "torchtune",
-                "engine.args": form,
                 "seed": seed,
                 **length,
                 **data,
@@ -161,7 +217,7 @@ def test_a_profile_begins_at_the_step_that_the_recipe_names(start: int) -> None:
             "data": {"sequence_length": 512, "train": [{"path": "hf://datasets/org/talks@abc"}]},
             "train": {"mode": "finetune", "steps": 50, "global_batch": 8, "optimizer": {"lr": 1e-4}},
             "layout": {"shard": "full"},
-            "engine": {"name": "torchtune", "args": CHAT},
+            "engine": "torchtune",
             "observe": {"profile": {"start": start, "steps": 3}},
         }
     )

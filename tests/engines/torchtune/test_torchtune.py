@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from support.recipes.foreign_tasks import FILES, loaded, shown, task_of, written
 from support.recipes.golden_files import check_golden
 from trainshed.catalog import model_preset
-from trainshed.engines.importing import import_file
+from trainshed.engines.importing import import_file, import_text
 from trainshed.engines.keys import flatten
 from trainshed.engines.launch import EngineTask, build_launch
 from trainshed.engines.torchtune import start
@@ -31,7 +31,7 @@ model: {preset: llama3.1-8b, from: hf://meta-llama/Llama-3.1-8B-Instruct@abc}
 tokenizer: hf://meta-llama/Llama-3.1-8B-Instruct@abc
 data:
   sequence_length: 4096
-  train: [{path: hf://datasets/org/talks@def}]
+  train: [{path: hf://datasets/org/talks@def, columns: {messages: conversations, role: from, content: value}}]
   split: {train: 0.95, validation: 0.05}
   validation: {every: 50}
 train:
@@ -41,12 +41,10 @@ train:
   optimizer: {lr: 2.0e-5}
   schedule: {name: cosine, warmup: 20}
 layout: {tp: 2, micro_batch: 2, shard: full}
-engine:
-  name: torchtune
-  args: {dataset.conversation_style: sharegpt, dataset.conversation_column: conversations, dataset.packed: true}
+engine: torchtune
 checkpoint: {every: 100, keep: 2}
 """
-LORA = ("train.lora={rank: 16, alpha: 32}", "layout.tp=1")
+LORA = ("train.lora={rank: 16, alpha: 32}", "layout.tp=1", "checkpoint.every=null")
 
 
 def task(*overrides: str, nodes: int = 2, **place: Any) -> EngineTask:
@@ -75,21 +73,76 @@ def test_conversations_of_the_hub_render_with_their_validation() -> None:
     [
         (
             ("data.train=[{path: /shared/talks.jsonl}]", "data.split=null", "data.validation=null"),
-            {"dataset.source": "json", "dataset.data_files": "/shared/talks.jsonl", "dataset.split": "train"},
+            {
+                "dataset._component_": "torchtune.datasets.chat_dataset",
+                "dataset.source": "json",
+                "dataset.data_files": "/shared/talks.jsonl",
+                "dataset.conversation_column": "messages",
+                "dataset.conversation_style": "openai",
+                "dataset.split": "train",
+                "dataset.packed": True,
+                "dataset.train_on_input": False,
+            },
         ),
         (
-            ("data.train=[{path: hf://datasets/org/talks@def/part/a.parquet}]",),
-            {"dataset.source": "org/talks", "dataset.revision": "def", "dataset.data_files": "part/a.parquet"},
+            ("data.train=[{path: hf://datasets/org/talks@def/part/a.parquet, columns: {messages: turns}}]",),
+            {
+                "dataset.source": "org/talks",
+                "dataset.revision": "def",
+                "dataset.data_files": "part/a.parquet",
+                "dataset.conversation_column": "turns",
+                "dataset.conversation_style": "openai",
+            },
+        ),
+        ((), {"dataset.conversation_column": "conversations", "dataset_val.conversation_style": "sharegpt"}),
+        (
+            ("data.format=instruct", "data.train=[{path: q.jsonl, columns: {prompt: q}}]"),
+            {
+                "dataset._component_": "torchtune.datasets.instruct_dataset",
+                "dataset.column_map.input": "q",
+                "dataset.column_map.output": "answer",
+                "dataset_val.column_map.input": "q",
+            },
         ),
         (
-            ("engine.args={dataset._component_: torchtune.datasets.instruct_dataset, dataset.column_map.input: q}",),
-            {"dataset.column_map.input": "q", "dataset_val.column_map.input": "q", "dataset.train_on_input": False},
+            ("data.format=alpaca", "data.train=[{path: a.json}]", "data.packing=false"),
+            {
+                "dataset._component_": "torchtune.datasets.alpaca_dataset",
+                "dataset.train_on_input": False,
+                "dataset.packed": False,
+            },
         ),
         (
-            ("engine.args={dataset._component_: torchtune.datasets.alpaca_dataset}",),
-            {"dataset._component_": "torchtune.datasets.alpaca_dataset", "dataset.train_on_input": False},
+            ("data.format=alpaca", "data.train=[{path: a.json, columns: {output: reply}}]"),
+            {
+                "dataset.column_map.instruction": "instruction",
+                "dataset.column_map.input": "input",
+                "dataset.column_map.output": "reply",
+            },
         ),
-        (("data.validation={path: other.jsonl}", "data.split=null"), {"dataset_val.data_files": "other.jsonl"}),
+        (
+            ("data.validation={path: other.jsonl, columns: {messages: turns}, split: 'train[:9%]'}", "data.split=null"),
+            {
+                "dataset_val.data_files": "other.jsonl",
+                "dataset_val.conversation_column": "turns",
+                "dataset_val.conversation_style": "openai",
+                "dataset_val.split": "train[:9%]",
+                "dataset.split": "train",
+            },
+        ),
+        (
+            ("data.train.0.split='train[:1000]'", "data.split=null", "data.validation=null"),
+            {"dataset.split": "train[:1000]"},
+        ),
+        (
+            ("data.system=Be brief.", "data.train_on=all"),
+            {
+                "dataset.new_system_prompt": "Be brief.",
+                "dataset_val.new_system_prompt": "Be brief.",
+                "dataset.train_on_input": True,
+                "dataset_val.train_on_input": True,
+            },
+        ),
     ],
 )
 def test_chat_data_is_read_in_its_form(overrides: tuple[str, ...], expected: dict[str, Any]) -> None:
@@ -103,6 +156,7 @@ def test_chat_data_is_read_in_its_form(overrides: tuple[str, ...], expected: dic
         ((), {"gradient_accumulation_steps": 4, "data_parallel_shard_dim": 8, "optimizer.fused": False}),
         (("layout.tp=1",), {"gradient_accumulation_steps": 2, "optimizer.fused": True, "tensor_parallel_dim": 1}),
         (("train.steps=null", "train.epochs=3"), {"epochs": 3, "max_steps_per_epoch": None}),
+        (("train.steps=null", "train.epochs=1.5"), {"epochs": 2, "max_steps_per_epoch": None}),
         ((), {"epochs": 1, "max_steps_per_epoch": 200}),
         (("train.precision=fp8",), {"dtype": "bf16", "enable_fp8_training": True}),
         (("layout.recompute=full",), {"enable_activation_checkpointing": True}),
@@ -111,6 +165,16 @@ def test_chat_data_is_read_in_its_form(overrides: tuple[str, ...], expected: dic
             (*LORA, "train.lora.targets=[q_proj, o_proj, gate_proj, up_proj, down_proj]"),
             {"model.lora_attn_modules": ["q_proj", "output_proj"], "model.apply_lora_to_mlp": True},
         ),
+        ((*LORA, "train.lora.targets=[all-linear]"), {"model.apply_lora_to_mlp": True}),
+        (
+            (*LORA, "train.lora.targets=[attn]"),
+            {
+                "model.lora_attn_modules": ["q_proj", "k_proj", "v_proj", "output_proj"],
+                "model.apply_lora_to_mlp": False,
+            },
+        ),
+        ((*LORA, "train.lora.dora=true"), {"model.use_dora": True}),
+        ((*LORA, "train.lora.quantize=nf4"), {"model.quantize_base": True}),
         (("engine.args.compile=false",), {"compile": False}),
     ],
 )
@@ -119,10 +183,108 @@ def test_keys_of_the_recipe_become_torchtunes(overrides: tuple[str, ...], expect
     assert {key: found[key] for key in expected} == expected
 
 
-@pytest.mark.parametrize("overrides", [(), LORA, ("observe.profile={}",)])
+QUANTIZED = (*LORA, "train.lora.dora=true", "train.lora.quantize=nf4", "data.system=Be brief.")
+
+
+@pytest.mark.parametrize("overrides", [(), LORA, QUANTIZED, ("observe.profile={}",)])
 def test_every_key_we_can_write_is_one_that_torchtune_reads(overrides: tuple[str, ...]) -> None:
     keys = [setting.key for setting in TORCHTUNE_TABLE.render(task(*overrides))]
     assert [key for key in keys if not TORCHTUNE_KEYS.knows(key)] == []
+
+
+FILE = """
+tokenizer: {{_component_: torchtune.models.llama3.llama3_tokenizer, path: /m/tokenizer.model, max_seq_len: 512}}
+model: {{_component_: torchtune.models.llama3_1.{builder}{model}}}
+checkpointer: {{_component_: torchtune.training.FullModelHFCheckpointer, checkpoint_dir: /models/Llama-3.1-8B-Instruct}}
+dataset: {{_component_: torchtune.datasets.{dataset}}}
+seed: 7
+epochs: {epochs}
+max_steps_per_epoch: null
+optimizer: {{_component_: torch.optim.AdamW, lr: 1.0e-4}}
+{more}
+"""
+RANK = ", lora_attn_modules: [q_proj], lora_rank: 4, lora_alpha: 8"
+TALKS = "source: json, data_files: /d/a.jsonl"
+
+
+def imported(dataset: str, builder: str = "llama3_1_8b", model: str = "", epochs: int = 1, more: str = "") -> Any:
+    text = FILE.format(dataset=dataset, builder=builder, model=model, epochs=epochs, more=more)
+    return import_text(text, "theirs.yaml", gpus=8)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "data"),
+    [
+        (
+            f"chat_dataset, {TALKS}, conversation_column: conversations, conversation_style: sharegpt, packed: true",
+            {
+                "train": [
+                    {
+                        "path": "/d/a.jsonl",
+                        "columns": {"messages": "conversations", "role": "from", "content": "value"},
+                    }
+                ]
+            },
+        ),
+        (
+            f"chat_dataset, {TALKS}, conversation_column: messages, conversation_style: openai",
+            {"packing": False, "train": [{"path": "/d/a.jsonl"}]},
+        ),
+        (
+            f"instruct_dataset, {TALKS}, packed: true, train_on_input: true, new_system_prompt: Be brief.",
+            {
+                "format": "instruct",
+                "system": "Be brief.",
+                "train_on": "all",
+                "train": [{"path": "/d/a.jsonl", "columns": {"prompt": "input", "answer": "output"}}],
+            },
+        ),
+        (
+            "alpaca_dataset, packed: true, train_on_input: false, split: 'train[:5000]'",
+            {"format": "alpaca", "train": [{"path": "hf://datasets/tatsu-lab/alpaca", "split": "train[:5000]"}]},
+        ),
+        (f"text_completion_dataset, {TALKS}, packed: true", {"format": "text", "train": [{"path": "/d/a.jsonl"}]}),
+    ],
+)
+def test_a_users_dataset_becomes_keys_of_the_recipe(dataset: str, data: dict[str, Any]) -> None:
+    found = imported(dataset).recipe
+    assert {key: value for key, value in found["data"].items() if key not in ("sequence_length", "seed")} == data
+    assert found["engine"] == {"name": "torchtune"}
+
+
+def test_a_dataset_that_is_not_known_is_asked_about() -> None:
+    found = imported("slimorca_dataset")
+    assert any("slimorca_dataset, which is not read here" in question for question in found.open_questions)
+
+
+@pytest.mark.parametrize(
+    ("builder", "model", "expected"),
+    [
+        ("lora_llama3_1_8b", RANK, {"rank": 4}),
+        ("lora_llama3_1_8b", f"{RANK}, use_dora: true", {"dora": True}),
+        ("lora_llama3_1_8b", f"{RANK}, quantize_base: true", {"quantize": "nf4"}),
+        ("qlora_llama3_1_8b", RANK, {"quantize": "nf4"}),
+    ],
+)
+def test_a_users_adapters_become_keys_of_the_recipe(builder: str, model: str, expected: dict[str, Any]) -> None:
+    lora = imported(f"chat_dataset, {TALKS}", builder, model).recipe["train"]["lora"]
+    assert {key: lora.get(key) for key in ("dora", "quantize")} == {"dora": None, "quantize": None} | {
+        key: value for key, value in expected.items() if key != "rank"
+    }
+    assert lora["rank"] == 4
+
+
+def test_adapters_that_would_fail_at_their_end_are_named_where_they_are_imported() -> None:
+    found = imported(f"chat_dataset, {TALKS}", "lora_llama3_1_8b", RANK, more="save_every_n_steps: 50")
+    assert any("fails when it saves by steps" in mistake.what for mistake in found.mistakes)
+    assert found.recipe["checkpoint"]["every"] is None
+
+
+def test_one_gpu_does_not_clip_the_gradients_of_adapters() -> None:
+    one = {"nodes": 1, "gpus_per_node": 1}
+    with pytest.raises(InputError, match="clips gradients that several GPUs share"):
+        build_launch(task(*LORA, **one))
+    assert config(task(*LORA, "train.optimizer.clip=null", **one))["clip_grad_norm"] is None
 
 
 @pytest.mark.parametrize("preset", known_presets())
@@ -166,7 +328,7 @@ def test_a_model_without_a_preset_is_known_by_its_sizes_and_its_address() -> Non
         (("layout.recompute=selective",), "every layer or none"),
         (("model={preset: mixtral-8x7b, from: hf://org/base}",), "not rendered for a mixture of experts"),
         (("model={preset: qwen2.5-7b, from: hf://org/base}",), "no tensor-parallel plan for qwen2.5-7b"),
-        (("train.mode=pretrain",), "it does not pretrain"),
+        (("train.mode=pretrain", "data.train=[{path: a.jsonl}]"), "it does not pretrain"),
         (("train.schedule={name: linear}",), "no linear schedule"),
         (("train.schedule.min_lr=1e-6",), "no cosine that ends above 0"),
         (("train.z_loss=0.1",), "no z-loss"),
@@ -176,10 +338,33 @@ def test_a_model_without_a_preset_is_known_by_its_sizes_and_its_address() -> Non
         (("data.train=[{path: s3://bucket/a.jsonl}]",), "cannot read s3://bucket/a.jsonl"),
         (("data.train=[{path: /data/a.json, format: json}]",), "torchtune tells formats by the names of files"),
         (("data.train=[{tokens: corpus_text_document}]",), "neither tokens nor a script"),
-        (("engine.args={}",), "what form the chat data has"),
-        (("engine.args={dataset.conversation_style: openai}",), "needs dataset.conversation_column"),
-        (("engine.args.dataset.conversation_style=chatml",), "`chatml` is not a style"),
-        (("engine.args.dataset.train_on_input=true",), "contradicts `train.mode`"),
+        (("engine.args.dataset.conversation_style=openai",), "contradicts `data.train`, which makes it sharegpt"),
+        (("engine.args.dataset.train_on_input=true",), "contradicts `data.train_on`"),
+        (("engine.args.dataset.packed=false",), "contradicts `data.packing`, which makes it true"),
+        (("data.format=text", "data.train=[{path: a.jsonl}]"), "is not rendered for text"),
+        (("train.mode=dpo", "data.train=[{path: a.jsonl}]"), "pairs of answers (dpo)"),
+        (("data.train.0.columns={role: speaker}",), "knows messages as role/content or from/value"),
+        (("data.train.0.columns={tools: tools}",), "no column of tools"),
+        (("data.train.0.columns={system: system}",), "no column of system prompts"),
+        (("data.template=chatml",), "as its tokenizer of the model does"),
+        (("data.train_on=last",), "learns all answers"),
+        (("data.thinking=drop",), "as they stand"),
+        (("data.on_too_long=drop",), "and does not say so"),
+        (("data.format=alpaca", "data.train=[{path: a.json}]", "data.system=Be brief."), "Alpaca no system prompt"),
+        (("data.train.0.split='train[:9%]'",), "reads one part of a dataset"),
+        (("data.validation.split='train[:9%]'",), "a share of the training data"),
+        (("data.validation.prompts=[hello]",), "answers no questions"),
+        (("train.early_stop={patience: 2}",), "does not end a run"),
+        (("checkpoint.best={}",), "does not keep the best"),
+        (("train.optimizer.states=fp32",), "states in another precision"),
+        ((*LORA, "checkpoint.every=100"), "it saves after every pass"),
+        ((*LORA, "train.lora.rslora=true"), "write `alpha: 128`, which is the same scale"),
+        ((*LORA, "train.lora.quantize=int8"), "in NF4, not in int8"),
+        ((*LORA, "train.lora.targets=[experts]"), "models without experts"),
+        (
+            (*LORA, "train.lora.dora=true", "model={preset: llama3.1-405b, from: hf://org/base}"),
+            "no DoRA for llama3.1-405b",
+        ),
         (("engine.args.batch_size=7",), "contradicts `layout.micro_batch`"),
         (("engine.args.batchsize=7",), "torchtune 0.7.0 reads no `batchsize`"),
         (("data.split={train: 0.955, validation: 0.045}",), "whole percents"),
@@ -255,6 +440,29 @@ def test_a_restart_of_an_adapter_reads_the_base_again(base: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize(
+    ("overrides", "length"),
+    [
+        ((), ["steps=200"]),
+        (("train.steps=null", "train.epochs=3"), []),
+        (("train.steps=null", "train.epochs=1.5"), ["epochs=1.5"]),
+    ],
+)
+def test_a_length_that_only_the_data_can_put_into_passes_is_told_to_the_start(
+    overrides: tuple[str, ...], length: list[str]
+) -> None:
+    assert list(build_launch(task(*overrides)).arguments[5:]) == length
+
+
+@settings(max_examples=200)
+@given(steps=st.integers(1, 3000), available=st.integers(1, 3000))
+def test_passes_over_the_data_are_exactly_the_steps_that_were_asked_for(steps: int, available: int) -> None:
+    epochs, each = start.passes(steps, available)
+    assert epochs * each == steps
+    assert each <= available
+    assert epochs == 1 or steps > available
+
+
+@pytest.mark.parametrize(
     ("resume", "checkpoint", "what"),
     [
         ("must", None, "holds no checkpoint"),
@@ -271,7 +479,10 @@ def test_a_start_that_would_not_do_what_was_asked_stops(
         start.overrides("full_finetune_distributed", base, tmp_path / "out", resume)
 
 
-def test_the_rendered_program_starts_the_installed_recipe_with_its_ranks_untouched(base: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("last", [("auto",), ("auto", "steps=12")])
+def test_the_rendered_program_starts_the_installed_recipe_with_its_ranks_untouched(
+    base: Path, tmp_path: Path, last: tuple[str, ...]
+) -> None:
     site = tmp_path / "site"
     (site / "torchtune").mkdir(parents=True)
     (site / "torchtune" / "__init__.py").write_text("")
@@ -279,14 +490,24 @@ def test_the_rendered_program_starts_the_installed_recipe_with_its_ranks_untouch
     (site / "recipes" / "__init__.py").write_text("raise ModuleNotFoundError('as torchtune does')")
     (site / "recipes" / "full_finetune_distributed.py").write_text(
         "import json, os, sys\n"
+        "class FullFinetuneRecipeDistributed:\n"
+        "    rank, total_epochs, max_steps_per_epoch, _gradient_accumulation_steps = 0, 1, 12, 2\n"
+        "    def _setup_data(self, items):\n"
+        "        return items\n"
+        "def recipe_main():\n"
+        "    recipe = FullFinetuneRecipeDistributed()\n"
+        "    recipe._setup_data(range(11))\n"
+        "    recipe._setup_data(range(3))\n"
+        "    length = [recipe.total_epochs, recipe.max_steps_per_epoch]\n"
+        "    print(json.dumps({'argv': sys.argv[1:], 'rank': os.environ['RANK'], 'length': length}))\n"
         "if __name__ == '__main__':\n"
-        "    print(json.dumps({'argv': sys.argv[1:], 'rank': os.environ['RANK']}))\n"
+        "    sys.exit(recipe_main())\n"
     )
     launch = build_launch(task())
     program = tmp_path / "start_torchtune.py"
     program.write_text(launch.files["start_torchtune.py"])
     done = subprocess.run(
-        [sys.executable, str(program), launch.arguments[0], "torchtune.yaml", str(base), str(tmp_path / "o"), "auto"],
+        [sys.executable, str(program), launch.arguments[0], "torchtune.yaml", str(base), str(tmp_path / "o"), *last],
         env={**os.environ, "PYTHONPATH": str(site), "RANK": "13"},
         capture_output=True,
         text=True,
@@ -294,5 +515,7 @@ def test_the_rendered_program_starts_the_installed_recipe_with_its_ranks_untouch
     )
     seen = json.loads(done.stdout)
     assert seen["rank"] == "13"
+    # 11 batches are 5 steps of 2: 12 steps are 3 passes of 4.
+    assert seen["length"] == ([3, 4] if "steps=12" in last else [1, 12])
     assert seen["argv"][:2] == ["--config", "torchtune.yaml"]
     assert seen["argv"][2].startswith("checkpointer.checkpoint_files=[model-00001")

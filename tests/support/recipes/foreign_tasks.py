@@ -26,7 +26,7 @@ PLACE = EngineSite(
 
 
 def task_of(
-    recipe: Recipe, *, nodes: int, steps: int = 50, config: ModelConfig | None = None, **place: Any
+    recipe: Recipe, *, nodes: int, steps: int | None = 50, config: ModelConfig | None = None, **place: Any
 ) -> EngineTask:
     """Return the task of a recipe whose layout is written out."""
     config = config or architecture(recipe)
@@ -37,7 +37,7 @@ def task_of(
         recipe=recipe,
         config=config,
         layout=resolve_layout(layout, config, world_size=nodes * where.gpus_per_node),
-        steps=steps,
+        length=steps,
         site=where,
     )
 

@@ -11,7 +11,11 @@ from trainshed.engines.key_table import KEEP, OMIT
 from trainshed.engines.keys import format_value
 from trainshed.engines.launch import EngineTask
 from trainshed.engines.megatron.argument_import import ArgumentImport
+from trainshed.engines.megatron.arguments import NEWEST_VERSION
 
+BOUNDARIES = "dataloader_inter_document_masking"
+BOUNDARY_VERSIONS = ("head",)
+"""Versions that tell TransformerEngine where documents begin (--dataloader-inter-document-masking)."""
 _TOKENS_PLACEHOLDER = "write the prefix of the .bin/.idx files here"
 
 
@@ -141,6 +145,21 @@ def read_tokenizer(config: ArgumentImport) -> Any:
     config.ask(f"tokenizer: {kind} is not read here; write the address of a Hugging Face tokenizer")
     config.drop("only Hugging Face tokenizers are read", *files)
     return OMIT
+
+
+def marks_boundaries(task: EngineTask) -> bool:
+    """Tell whether the version of a task tells TransformerEngine where documents begin."""
+    return (task.recipe.engine.version or NEWEST_VERSION) in BOUNDARY_VERSIONS
+
+
+def has_boundaries(config: ArgumentImport) -> bool:
+    """Tell whether a list of arguments tells TransformerEngine where documents begin."""
+    return config.parsed.known.has(BOUNDARIES) and bool(config.get(BOUNDARIES))
+
+
+def reads_mask(config: ArgumentImport) -> bool:
+    """Tell whether attention reads the mask that --reset-attention-mask makes: Megatron's own, unfused, does."""
+    return config.get("transformer_impl") == "local" and not config.get("masked_softmax_fusion")
 
 
 def read_resume(config: ArgumentImport) -> Any:

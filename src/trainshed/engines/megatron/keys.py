@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from trainshed.engines.document_flags import document_mask_row
 from trainshed.engines.key_table import (
     KEEP,
     OMIT,
@@ -24,6 +25,10 @@ from trainshed.engines.key_table import (
 from trainshed.engines.launch import EngineSite, EngineTask
 from trainshed.engines.megatron.argument_import import ArgumentImport
 from trainshed.engines.megatron.data_args import (
+    BOUNDARIES,
+    BOUNDARY_VERSIONS,
+    has_boundaries,
+    marks_boundaries,
     read_length,
     read_profile,
     read_resume,
@@ -32,6 +37,7 @@ from trainshed.engines.megatron.data_args import (
     read_synthetic,
     read_tokenizer,
     read_validation,
+    reads_mask,
     render_profile,
     render_split,
     writes_tensorboard,
@@ -61,6 +67,7 @@ from trainshed.engines.megatron.model_args import (
 )
 from trainshed.engines.megatron.training_args import (
     SCHEDULES,
+    STATE_TYPES,
     STEPPED_VERSIONS,
     has_ramp,
     is_fp8,
@@ -74,6 +81,7 @@ from trainshed.engines.megatron.training_args import (
     read_rate,
     read_router,
     read_shape,
+    read_states,
     read_steps,
     read_warmup,
     render_decay,
@@ -82,6 +90,7 @@ from trainshed.engines.megatron.training_args import (
     render_precision,
     render_ramp,
     render_router,
+    render_states,
     render_stepped_ramp,
     render_steps,
     render_warmup,
@@ -97,7 +106,6 @@ _RUN_FOLDER = "the run has its own folder"
 _DECIDED_HERE = "Trainshed decides it"
 _STATE_OF_BASE = "base weights bring no state, own checkpoints are loaded whole"
 _STATE_IS_SAVED = "a run that cannot resume is none here: state is always saved"
-_EVERY_TOKEN = "documents follow each other in a sample and every token counts here"
 _TOKENIZER_FILES = "the tokenizer's own files are found by its address"
 _SCHEDULE_COUNTS = "the recipe's schedule always counts"
 _IN_STORE = "runs are kept in the store"
@@ -270,6 +278,7 @@ _TRAINING_ROWS = (
         lambda config: [config.get("adam_beta1"), config.get("adam_beta2")],
     ),
     same("adam_eps", "train.optimizer.eps"),
+    KeyRow(STATE_TYPES, "train.optimizer.states", render_states, read_states),
     same("weight_decay", "train.optimizer.weight_decay"),
     same(
         "clip_grad",
@@ -417,19 +426,26 @@ _DATA_ROWS = (
         drop="the index is built in the run's folder, before GPUs are asked for",
     ),
     KeyRow(("split",), "data.split", render_split, read_split),
-    # Documents follow each other in a sample and every token counts, as with our own engine.
-    _unset("data", "eod_mask_loss", "reset_position_ids", "reset_attention_mask", value=False, drop=_EVERY_TOKEN),
+    document_mask_row(reads_mask=reads_mask, marks_boundaries=has_boundaries),
+    # Where documents begin, for TransformerEngine, which reads no tensor of a mask.
+    follows(
+        BOUNDARIES,
+        "data.document_mask",
+        lambda task: task.recipe.document_mask,
+        "data.document_mask",
+        versions=BOUNDARY_VERSIONS,
+    ),
     KeyRow(
         ("dataloader_type",),
         "data",
         lambda task: "single",
         drop="samples come in the order of the index, once each",
     ),
-    # The mask is causal, and TransformerEngine needs no tensor of it.
+    # TransformerEngine needs no tensor of the mask; Megatron's own attention does, where documents are kept apart.
     KeyRow(
         ("create_attention_mask_in_dataloader",),
         "engine.args",
-        lambda task: False,
+        lambda task: task.recipe.document_mask and not marks_boundaries(task),
         _read_mask,
         chosen=True,
     ),
@@ -533,12 +549,13 @@ MEGATRON_TABLE = KeyTable(
     ),
     read_order=(
         *("model", "train.batch_ramp", "train.steps", "train.global_batch", "train.precision"),
-        *(f"train.optimizer.{key}" for key in ("lr", "betas", "eps", "weight_decay", "clip", "name")),
+        *(f"train.optimizer.{key}" for key in ("lr", "betas", "eps", "weight_decay", "clip", "states", "name")),
         *(f"train.schedule.{key}" for key in ("name", "warmup", "decay", "min_lr")),
         *("train.dropout", "seed", "train.moe", "train.deterministic", "layout"),
         *(f"layout.{key}" for key in ("tp", "pp", "vp", "cp", "ep", "etp", "micro_batch", "shard", "replicate")),
         *("layout.recompute", "layout.stages"),
         *("data.sequence_length", "data.seed", "data.synthetic", "data.train", "data.split", "data.validation"),
+        "data.document_mask",
         *("tokenizer", "checkpoint.every", "checkpoint.async", "checkpoint.resume", "observe", "engine.args"),
     ),
     unsaid={

@@ -12,8 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from trainshed.engines.document_flags import DOCUMENT_MASK_KEY, MASK_IGNORED, document_problems
+from trainshed.engines.key_table import unhonoured_problems
 from trainshed.engines.launch import CpuStage, EngineInput, EngineLaunch, EngineTask
 from trainshed.engines.megatron.arguments import NEWEST_VERSION, known_arguments
+from trainshed.engines.megatron.data_args import BOUNDARIES
 from trainshed.engines.megatron.keys import MEGATRON_TABLE, checkpoint_folder
 from trainshed.engines.megatron.layout_args import uses_fsdp
 from trainshed.engines.megatron.model_args import padded_vocabulary, sequence_length
@@ -65,6 +68,8 @@ def megatron_launch(task: EngineTask) -> EngineLaunch:
     check_task(task)
     settings = MegatronSettings(known, MEGATRON_TABLE.render(task, known.version))
     add_engine_args(settings, task)
+    if (unread_mask := _mask_problem(task, settings)) is not None:
+        raise recipe_error([unread_mask], task.recipe.places)
     return EngineLaunch(
         program=program,
         arguments=settings.words(),
@@ -145,14 +150,21 @@ def check_task(task: EngineTask) -> None:
 
 def _training_problems(task: EngineTask) -> Iterator[Problem]:
     train = task.recipe.train
+    yield from unhonoured_problems(task.recipe, "Megatron")
     if train.mode == "finetune":
         yield Problem(
             ("train", "mode"),
             "pretrain_gpt.py has no chat data with loss on the answers",
-            "write engine: torch, nemo or torchtune, or `mode: pretrain`",
+            "write engine: torch or torchtune, or `mode: pretrain`",
         )
     if train.lora is not None:
-        yield Problem(("train", "lora"), "pretrain_gpt.py trains no adapters", "write engine: torch, nemo or torchtune")
+        yield Problem(("train", "lora"), "pretrain_gpt.py trains no adapters", "write engine: torch or torchtune")
+    if train.optimizer.states == "bf16" and task.layout.shard != "zero1":
+        yield Problem(
+            ("train", "optimizer", "states"),
+            f"Megatron has states in bf16 with its distributed optimizer only, and shard is {task.layout.shard}",
+            "write `layout.shard: zero1`, or delete it",
+        )
     if train.precision == "fp64":
         yield Problem(("train", "precision"), "Megatron has no fp64", "write fp32, bf16, fp16 or fp8")
     if train.z_loss:
@@ -187,8 +199,31 @@ def _fp8_problems(task: EngineTask) -> Iterator[Problem]:
             return
 
 
+def _mask_problem(task: EngineTask, settings: MegatronSettings) -> Problem | None:
+    """Return why attention would not read what keeps documents apart."""
+    if not task.recipe.document_mask:
+        return None
+    own = settings.value("transformer_impl") == "local"
+    if settings.value(BOUNDARIES):
+        return (
+            Problem(DOCUMENT_MASK_KEY, "Megatron's own attention takes no packed documents", "delete transformer_impl")
+            if own
+            else None
+        )
+    unfused = not settings.value("masked_softmax_fusion") and settings.value("create_attention_mask_in_dataloader")
+    if own and unfused:
+        return None
+    return Problem(
+        DOCUMENT_MASK_KEY,
+        f"in Megatron-LM {settings.known.version} {MASK_IGNORED}",
+        "write engine.version: head, or engine.args: {transformer_impl: local, no-masked-softmax-fusion: true}, or "
+        "engine: torch",
+    )
+
+
 def _data_problems(task: EngineTask) -> Iterator[Problem]:
     recipe = task.recipe
+    yield from document_problems(task)
     if recipe.data.seed != recipe.seed:
         yield Problem(
             ("data", "seed"),

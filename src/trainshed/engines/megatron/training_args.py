@@ -277,6 +277,21 @@ def read_optimizer(config: ArgumentImport) -> Any:
     return OMIT
 
 
+STATE_TYPES = ("use_precision_aware_optimizer", "exp_avg_dtype", "exp_avg_sq_dtype")
+
+
+def render_states(task: EngineTask) -> dict[str, Any]:
+    """Return the precision of Adam's averages; where the recipe does not say it, `engine.args` may."""
+    states = task.recipe.train.optimizer.states
+    return {} if states is None else dict(zip(STATE_TYPES, (states == "bf16", states, states), strict=True))
+
+
+def read_states(config: ArgumentImport) -> Any:
+    """Return `train.optimizer.states`; what a recipe has no word for (fp8, two precisions) stays in `engine.args`."""
+    aware, *types = (config.get(key) for key in STATE_TYPES)
+    return "bf16" if aware and types == ["bf16", "bf16"] else KEEP
+
+
 def read_dropout(config: ArgumentImport) -> Any:
     """Return `train.dropout`: one number here, two in the arguments."""
     if config.get("use_checkpoint_args") and not config.has_any("hidden_dropout", "attention_dropout"):

@@ -10,6 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from trainshed.engines.document_flags import document_mask_row
 from trainshed.engines.importing import ConfigImport
 from trainshed.engines.key_table import (
     OMIT,
@@ -43,7 +44,6 @@ _SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant", "w
 _RECOMPUTE = {"none": (None, None, None), "selective": ("selective", None, None), "full": ("full", "uniform", 1)}
 _STORE = "the cluster's store"
 _RUN_FOLDER = "the run has its own folder"
-_EVERY_TOKEN = "documents follow each other in a sample and every token counts here"
 
 
 def _sequence_length(task: EngineTask) -> int:
@@ -402,9 +402,8 @@ BRIDGE_TABLE = KeyTable(
             lambda task: task.recipe.data.seed,
             lambda config: config.get("dataset.random_seed", config.get("rng.seed", 1234)),
         ),
-        _fixed("dataset.reset_position_ids", "data", False, _EVERY_TOKEN),
-        _fixed("dataset.reset_attention_mask", "data", False, _EVERY_TOKEN),
-        _fixed("dataset.eod_mask_loss", "data", False, _EVERY_TOKEN),
+        # Its layers are TransformerEngine's, always.
+        document_mask_row("dataset.", reads_mask=lambda config: False),
         _fixed("dataset.dataloader_type", "data", "single", "samples come in the order of the index, once each"),
         KeyRow(
             ("dataset.split",),
@@ -478,13 +477,21 @@ BRIDGE_TABLE = KeyTable(
     ),
     read_order=(
         *("model", "tokenizer", "data.sequence_length", "data.synthetic", "data.train", "data.split"),
-        *("data.validation", "data.seed", "train.steps", "train.global_batch", "train.batch_ramp", "train.precision"),
+        *(
+            "data.document_mask",
+            "data.validation",
+            "data.seed",
+            "train.steps",
+            "train.global_batch",
+            "train.batch_ramp",
+            "train.precision",
+        ),
         *("train.optimizer", "train.schedule.name", "train.schedule", "train.dropout", "train.moe"),
         *("train.deterministic", "seed", "layout", "checkpoint", "observe"),
     ),
     unsaid={
         **PRETRAINING_UNSAID,
         "model.config.max_positions": "Megatron-Bridge takes the length of the samples",
-        **dict.fromkeys(("layout.stages", "observe.dllogger"), REFUSED),
+        **dict.fromkeys(("layout.stages", "observe.dllogger", "train.optimizer.states"), REFUSED),
     },
 )

@@ -54,6 +54,15 @@ def read_length(config: ConfigImport) -> int:
     return length
 
 
+READS_MASK = {"model.transformer_engine": False, "model.get_attention_mask_from_fusion": False}
+"""With these megatron-core's own attention reads the mask that `reset_attention_mask` makes."""
+
+
+def reads_mask(config: ConfigImport) -> bool:
+    """Tell whether a file's attention reads the mask that `reset_attention_mask` makes."""
+    return all(config.get(key) == value for key, value in READS_MASK.items())
+
+
 def is_synthetic(config: ConfigImport) -> bool:
     """Tell whether a file trains on random tokens."""
     return config.get(f"{_SECTION}.data_impl") == "mock"

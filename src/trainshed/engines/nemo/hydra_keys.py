@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from trainshed.engines.document_flags import document_mask_row
 from trainshed.engines.key_table import (
     KEEP,
     OMIT,
@@ -35,6 +36,7 @@ from trainshed.engines.nemo.hydra_data import (
     read_synthetic,
     read_tokenizer,
     read_validation,
+    reads_mask,
     split_text,
 )
 from trainshed.engines.nemo.hydra_model import ARCHITECTURE_ORDER, ARCHITECTURE_ROWS, expert_kernel, has_experts
@@ -334,12 +336,13 @@ HYDRA_TABLE = KeyTable(
         not_read("the recipe has a name of its own", "name"),
         not_read(_TOKENIZER_FILES, "model.tokenizer.sentencepiece_legacy"),
         *(choice(key, value) for key, value in fixed_settings().items()),
+        document_mask_row("model.data.", reads_mask=reads_mask),
     ),
     read_order=(
         *ARCHITECTURE_ORDER,
         *("model.init", "model", "train.moe", "tokenizer"),
-        *("data.sequence_length", "data.synthetic", "data.train", "data.split", "data.validation"),
-        *("train.steps", "train.global_batch", "train.batch_ramp", "train.precision"),
+        *("data.sequence_length", "data.synthetic", "data.train", "data.split", "data.document_mask"),
+        *("data.validation", "train.steps", "train.global_batch", "train.batch_ramp", "train.precision"),
         *(f"train.optimizer.{key}" for key in ("lr", "weight_decay", "betas", "name", "clip")),
         *("train.schedule", "train.dropout", "seed", "data.seed"),
         *(f"layout.{key}" for key in ("tp", "pp", "vp", "cp", "ep", "micro_batch", "etp", "recompute", "shard")),
@@ -352,7 +355,7 @@ HYDRA_TABLE = KeyTable(
         "model.config.vocab_size": "NeMo 24.07 takes the tokenizer's",
         "train.optimizer.eps": "NeMo 24.07 does not hand an epsilon on: another than its own is refused",
         **dict.fromkeys(("model.config.sliding_window", "train.deterministic", "layout.replicate"), REFUSED),
-        "layout.stages": REFUSED,
+        **dict.fromkeys(("layout.stages", "train.optimizer.states"), REFUSED),
     },
 )
 # Given as overrides: they depend on where the job runs.

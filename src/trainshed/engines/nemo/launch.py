@@ -12,9 +12,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from trainshed.engines.document_flags import DOCUMENT_MASK_KEY, MASK_IGNORED, document_problems
+from trainshed.engines.key_table import unhonoured_problems
 from trainshed.engines.keys import added_arguments, argument_problems, format_value, to_yaml
 from trainshed.engines.launch import EngineInput, EngineLaunch, EngineTask
 from trainshed.engines.nemo.bridge_keys import BRIDGE_KEYS, BRIDGE_TABLE
+from trainshed.engines.nemo.hydra_data import READS_MASK
 from trainshed.engines.nemo.hydra_keys import HYDRA_KEYS, HYDRA_PLACES, HYDRA_TABLE
 from trainshed.engines.nemo.hydra_model import architecture_problems
 from trainshed.errors import RecipeError
@@ -34,10 +37,16 @@ def shared_problems(task: EngineTask) -> Iterator[Problem]:
     recipe, train = task.recipe, task.recipe.train
     if task.site.vendor != "nvidia":
         yield Problem(("engine",), "NeMo's images run on NVIDIA GPUs only", "write engine: torch or megatron")
+    yield from unhonoured_problems(recipe, "NeMo")
+    yield from document_problems(task)
     if train.mode == "finetune":
-        yield Problem(("train", "mode"), "NeMo is rendered for pretraining only", "write engine: torchtune")
+        yield Problem(("train", "mode"), "NeMo is rendered for pretraining only", "write engine: torch or torchtune")
     if train.lora is not None:
-        yield Problem(("train", "lora"), "NeMo is rendered for training all weights", "write engine: torchtune")
+        yield Problem(("train", "lora"), "NeMo is rendered for training all weights", "engine: torch or torchtune")
+    if train.optimizer.states == "bf16":
+        yield Problem(
+            ("train", "optimizer", "states"), "NeMo is rendered with states in fp32", "delete it, or engine: megatron"
+        )
     if train.precision not in ("bf16", "fp8"):
         yield Problem(
             ("train", "precision"), f"NeMo is rendered for bf16 and fp8, not for {train.precision}", "precision: bf16"
@@ -87,6 +96,10 @@ def hydra_problems(task: EngineTask) -> Iterator[Problem]:
             "NeMo 24.07 starts from .nemo archives only, which nothing here writes",
             f"{newer}, which starts from Hugging Face weights",
         )
+    if recipe.document_mask and any(recipe.engine.args.get(key) != value for key, value in READS_MASK.items()):
+        yield Problem(
+            DOCUMENT_MASK_KEY, MASK_IGNORED, f"write engine.args: {format_value(READS_MASK)}, or engine: torch"
+        )
     if train.deterministic:
         yield Problem(("train", "deterministic"), "NeMo 24.07 has no deterministic mode", "delete it")
     if train.optimizer.eps != _ADAM_EPSILON:
@@ -119,6 +132,8 @@ def bridge_problems(task: EngineTask) -> Iterator[Problem]:
     """Yield what the Megatron-Bridge script does not do."""
     config, layout = task.config, task.layout
     yield from shared_problems(task)
+    if task.recipe.document_mask:
+        yield Problem(DOCUMENT_MASK_KEY, MASK_IGNORED, "write engine: torch, or megatron with engine.version: head")
     if task.recipe.observe.dllogger:
         yield Problem(
             ("observe", "dllogger"), "Megatron-Bridge writes no DLLogger file", "delete it: its log has the figures"

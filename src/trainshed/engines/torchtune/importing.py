@@ -1,4 +1,4 @@
-"""A torchtune file (`70B_full.yaml`, `70B_lora.yaml`) read as a recipe; the form of its data stays in `engine.args`."""
+"""A torchtune file (`70B_full.yaml`, `70B_lora.yaml`) read as a recipe."""
 
 from __future__ import annotations
 

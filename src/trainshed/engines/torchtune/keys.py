@@ -1,10 +1,8 @@
-"""torchtune's keys, each once: the table by which its configurations are written and read.
-
-The recipe says where chat data is stored, `engine.args` say what form it has.
-"""
+"""torchtune's keys, each once: the table by which its configurations are written and read."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,6 @@ from trainshed.engines.key_table import (
     WRITTEN_ANYWAY,
     KeyRow,
     KeyTable,
-    always,
     choice,
     follows,
     not_read,
@@ -27,13 +24,16 @@ from trainshed.engines.key_table import (
 )
 from trainshed.engines.keys import KnownKeys, format_value
 from trainshed.engines.launch import EngineTask
+from trainshed.engines.torchtune.adapters import ADAPTER_ROWS, has_adapters, read_saving, trains_adapters
 from trainshed.engines.torchtune.builders import config_builder, read_base, render_tokenizer_files, task_builder
 from trainshed.engines.torchtune.dataset import (
+    COMPONENTS,
     FOLLOWS_VALIDATION,
-    dataset_component,
-    read_component,
-    read_mode,
-    read_split,
+    dataset_keys,
+    read_format,
+    read_shares,
+    read_system,
+    read_train_on,
     read_training_data,
     read_validation,
     render_source,
@@ -47,52 +47,8 @@ _STORE = "the cluster's store"
 _PLACES = "places come from the cluster file"
 
 
-def _trains_adapters(task: EngineTask) -> bool:
-    return task.recipe.train.lora is not None
-
-
 def _trains_weights(task: EngineTask) -> bool:
     return task.recipe.train.lora is None
-
-
-def has_adapters(config: ConfigImport) -> bool:
-    """Tell whether a configuration trains adapters."""
-    return "model.lora_rank" in config or "lora_rank" in config
-
-
-MLP_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
-"""torchtune adapts all three of a feed-forward block or none."""
-_ATTENTION_PROJECTIONS = {"q_proj": "q_proj", "k_proj": "k_proj", "v_proj": "v_proj", "o_proj": "output_proj"}
-"""The recipe's names of the attention's projections to torchtune's."""
-
-
-def _render_targets(task: EngineTask) -> dict[str, Any]:
-    assert task.recipe.train.lora is not None, "asked for adapters"
-    targets = task.recipe.train.lora.targets
-    return {
-        "model.lora_attn_modules": [theirs for ours, theirs in _ATTENTION_PROJECTIONS.items() if ours in targets],
-        "model.apply_lora_to_mlp": all(name in targets for name in MLP_PROJECTIONS),
-    }
-
-
-def _read_targets(config: ConfigImport) -> Any:
-    if not has_adapters(config):
-        return OMIT
-    modules = config.get("model.lora_attn_modules", [])
-    targets = [ours for ours, theirs in _ATTENTION_PROJECTIONS.items() if theirs in modules]
-    if config.get("model.apply_lora_to_mlp"):
-        targets += MLP_PROJECTIONS
-    config.note_mapped(f"train.lora.targets: [{', '.join(targets)}]", "model.lora_attn_modules")
-    config.note_mapped("train.lora.targets", "model.apply_lora_to_mlp")
-    return targets
-
-
-def _adapter_key(key: str, path: str, default: Any, **conversions: Any) -> KeyRow:
-    """Return the row of a key that only files with adapters have."""
-    row = same(f"model.{key}", f"train.lora.{path}", default=default, when=_trains_adapters, **conversions)
-    read = row.read
-    assert read is not None
-    return KeyRow(row.keys, row.path, row.render, lambda c: read(c) if has_adapters(c) else OMIT, when=_trains_adapters)
 
 
 _SEQUENCE_LENGTH = 8192
@@ -135,9 +91,10 @@ def _read_seed(config: ConfigImport) -> int:
     return seed
 
 
-def _whole_epochs(task: EngineTask) -> int | None:
+def _epochs(task: EngineTask) -> int:
+    """Return the passes over the data; a last one that is not whole is cut when the job has counted the data."""
     epochs = task.recipe.train.epochs
-    return int(epochs) if epochs is not None and epochs.is_integer() else None
+    return 1 if epochs is None else math.ceil(epochs)
 
 
 def _read_epochs(config: ConfigImport) -> Any:
@@ -282,7 +239,6 @@ def _sharded_layers(tied: bool) -> list[str]:
 
 # What is written whatever the recipe says: the values of ml-cookbook's Slurm recipe.
 _CHOSEN_ROWS = (
-    choice("dataset.packed", False),
     choice("shuffle", True),
     choice("loss._component_", "torchtune.modules.loss.LinearCrossEntropyLoss"),
     choice("device", "cuda"),
@@ -290,7 +246,7 @@ _CHOSEN_ROWS = (
     KeyRow(
         ("compile",),
         "engine.args",
-        lambda task: not _trains_adapters(task),
+        lambda task: not trains_adapters(task),
         lambda config: not has_adapters(config),
         chosen=True,
     ),
@@ -298,8 +254,8 @@ _CHOSEN_ROWS = (
     choice("log_peak_memory_stats", True),
     choice("log_level", "INFO"),
     choice("profiler._component_", "torchtune.training.setup_torch_profiler"),
-    choice("save_adapter_weights_only", True, when=_trains_adapters),
-    choice("model.apply_lora_to_output", False, when=_trains_adapters),
+    choice("save_adapter_weights_only", True, when=trains_adapters),
+    choice("model.apply_lora_to_output", False, when=trains_adapters),
     KeyRow(
         ("custom_sharded_layers",),
         "engine.args",
@@ -317,27 +273,12 @@ TORCHTUNE_TABLE = KeyTable(
         KeyRow(
             ("model._component_",),
             "model.preset",
-            lambda task: task_builder(task).component(lora=_trains_adapters(task)),
+            lambda task: task_builder(task).component(lora=trains_adapters(task)),
             lambda config: config_builder(config).preset,
             decided_by="model",
         ),
         follows("checkpointer.model_type", "model", lambda task: task_builder(task).family.model_type, "follows model"),
-        KeyRow(
-            ("model.lora_attn_modules", "model.apply_lora_to_mlp"),
-            "train.lora.targets",
-            _render_targets,
-            _read_targets,
-            when=_trains_adapters,
-        ),
-        _adapter_key("lora_rank", "rank", 8),
-        _adapter_key(
-            "lora_alpha",
-            "alpha",
-            16,
-            to_engine=lambda alpha: int(alpha) if alpha.is_integer() else alpha,
-            to_recipe=float,
-        ),
-        _adapter_key("lora_dropout", "dropout", 0.0, to_recipe=float),
+        *ADAPTER_ROWS,
         KeyRow(("output_dir",), _STORE, lambda task: f"{task.site.run_folder}/checkpoints", drop=_PLACES),
         KeyRow(
             ("tokenizer._component_",),
@@ -368,7 +309,12 @@ TORCHTUNE_TABLE = KeyTable(
         ),
         KeyRow(("checkpointer.output_dir",), _STORE, lambda task: f"{task.site.run_folder}/checkpoints", drop=_PLACES),
         same("checkpointer.keep_last_n_checkpoints", "checkpoint.keep"),
-        same("save_every_n_steps", "checkpoint.every"),
+        KeyRow(
+            ("save_every_n_steps",),
+            "checkpoint.every",
+            lambda task: None if trains_adapters(task) else task.recipe.checkpoint.every,
+            read_saving,
+        ),
         KeyRow(
             ("metric_logger._component_",),
             "observe.tensorboard",
@@ -382,20 +328,34 @@ TORCHTUNE_TABLE = KeyTable(
             drop=_PLACES,
         ),
         KeyRow(
-            ("dataset._component_",),
-            "the form of the data",
-            lambda task: dataset_component(task.recipe),
-            read_component,
+            ("dataset._component_",), "data.format", lambda task: COMPONENTS[task.recipe.sample_format], read_format
         ),
         KeyRow(
-            ("dataset.source", "dataset.revision", "dataset.data_files"),
+            dataset_keys("dataset"),
             "data.train",
-            lambda task: render_source("dataset", task.recipe.data.train[0]),
+            lambda task: render_source("dataset", task.recipe, task.recipe.data.train[0]),
             read_training_data,
         ),
-        # The recipe's fine-tuning: loss on the answers only. alpaca_dataset would train on prompts if not told.
-        KeyRow(("dataset.train_on_input",), "train.mode", lambda task: False, read_mode),
-        KeyRow(("dataset.split",), "data.split", lambda task: split_text(task.recipe.data, "train"), read_split),
+        # Always said: alpaca_dataset would train on prompts if not told.
+        KeyRow(
+            ("dataset.train_on_input",), "data.train_on", lambda task: task.recipe.data.train_on == "all", read_train_on
+        ),
+        KeyRow(
+            ("dataset.new_system_prompt",),
+            "data.system",
+            lambda task: OMIT if task.recipe.data.system is None else task.recipe.data.system,
+            read_system,
+        ),
+        same(
+            "dataset.packed",
+            "data.packing",
+            default=False,
+            unless=True,
+            to_engine=lambda packing: packing is not False,
+            to_recipe=bool,
+        ),
+        KeyRow((), "train.mode", read=lambda config: "finetune"),
+        KeyRow(("dataset.split",), "data.split", lambda task: split_text(task.recipe.data, "train"), read_shares),
         KeyRow(
             ("run_val_every_n_steps",),
             "data.validation",
@@ -406,24 +366,32 @@ TORCHTUNE_TABLE = KeyTable(
         KeyRow(
             ("dataset_val._component_",),
             "data.validation",
-            lambda task: dataset_component(task.recipe),
+            lambda task: COMPONENTS[task.recipe.sample_format],
             drop=FOLLOWS_VALIDATION,
-            decided_by="the form of the data",
+            decided_by="data.format",
             when=validates,
         ),
         KeyRow(
-            ("dataset_val.source", "dataset_val.revision", "dataset_val.data_files"),
+            dataset_keys("dataset_val"),
             "data.validation",
             render_validation_source,
             drop=FOLLOWS_VALIDATION,
             when=validates,
         ),
-        always(
-            "dataset_val.train_on_input",
+        KeyRow(
+            ("dataset_val.train_on_input",),
             "data.validation",
-            False,
-            FOLLOWS_VALIDATION,
-            decided_by="train.mode",
+            lambda task: task.recipe.data.train_on == "all",
+            drop=FOLLOWS_VALIDATION,
+            decided_by="data.train_on",
+            when=validates,
+        ),
+        KeyRow(
+            ("dataset_val.new_system_prompt",),
+            "data.validation",
+            lambda task: OMIT if task.recipe.data.system is None else task.recipe.data.system,
+            drop=FOLLOWS_VALIDATION,
+            decided_by="data.system",
             when=validates,
         ),
         KeyRow(
@@ -436,11 +404,11 @@ TORCHTUNE_TABLE = KeyTable(
         ),
         KeyRow(("seed",), "seed", lambda task: task.recipe.seed, _read_seed),
         KeyRow((), "data.seed", read=lambda config: config.recipe["seed"]),
-        KeyRow(("epochs",), "train.epochs", lambda task: _whole_epochs(task) or 1, _read_epochs),
+        KeyRow(("epochs",), "train.epochs", _epochs, _read_epochs),
         KeyRow(
             ("max_steps_per_epoch",),
             "train.steps",
-            lambda task: task.steps if _whole_epochs(task) is None else None,
+            lambda task: task.length if task.recipe.train.epochs is None else None,
             _read_steps,
         ),
         KeyRow(
@@ -545,7 +513,8 @@ TORCHTUNE_TABLE = KeyTable(
     ),
     read_order=(
         *("model.preset", "model.from", "tokenizer", "train.lora"),
-        *("data.sequence_length", "data.train", "data.split", "data.validation", "train.mode"),
+        *("data.sequence_length", "data.format", "data.system", "data.train_on", "data.packing", "data.train"),
+        *("data.split", "data.validation", "train.mode"),
         *("train.epochs", "train.steps", "train.precision", "train.optimizer", "train.schedule", "seed", "data.seed"),
         *(
             "layout.tp",
@@ -561,6 +530,12 @@ TORCHTUNE_TABLE = KeyTable(
     unsaid={
         **COMMON_UNSAID,
         "model.config": "a builder is named after the preset",
+        "data.template": REFUSED,
+        "data.thinking": "torchtune learns answers as they stand, and dropping traces is refused",
+        "data.on_too_long": "torchtune truncates, and all else is refused",
+        "data.document_mask": "torchtune keeps packed samples apart, as conversations always are",
+        "train.optimizer.states": "they have the precision of the weights, and another is refused",
+        "train.lora.rslora": REFUSED,
         **dict.fromkeys(
             (f"data.{key}" for key in ("synthetic", "shards", "eod", "bos", "on_bad_line")),
             "torchtune reads and tokenises text by itself",

@@ -6,26 +6,21 @@ The program (`start.py`) runs under ranks that are already set.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
+from trainshed.engines.key_table import unhonoured_problems
 from trainshed.engines.keys import added_arguments, argument_problems, to_yaml
 from trainshed.engines.launch import EngineLaunch, EngineTask
+from trainshed.engines.torchtune.adapters import adapter_problems
 from trainshed.engines.torchtune.builders import TorchtuneBuilder, builder_of, known_presets, task_builder
-from trainshed.engines.torchtune.dataset import (
-    DATASET_COMPONENTS,
-    HUB_DATASETS,
-    READER_OF_SUFFIX,
-    dataset_component,
-)
-from trainshed.engines.torchtune.keys import MLP_PROJECTIONS, TORCHTUNE_KEYS, TORCHTUNE_TABLE
+from trainshed.engines.torchtune.dataset import dataset_problems
+from trainshed.engines.torchtune.keys import TORCHTUNE_KEYS, TORCHTUNE_TABLE
 from trainshed.errors import RecipeError
 from trainshed.plan import layout_problems
-from trainshed.recipe import DataSection, Profile, Recipe, TrainedTokenizer
-from trainshed.recipe.data import TEXT_DEFAULTS, SourceKeys, ValidationSource
+from trainshed.recipe import Profile, TrainedTokenizer
 from trainshed.recipe.section import Problem
 from trainshed.recipe.validation import recipe_error
-from trainshed.recipe.yaml_io import KeyPath
 
 TORCHTUNE_VERSION = "0.7.0"
 CONFIG_FILE = "torchtune.yaml"
@@ -61,6 +56,7 @@ def torchtune_launch(task: EngineTask) -> EngineLaunch:
             f"{site.input_folder}/base",
             f"{site.run_folder}/checkpoints",
             recipe.checkpoint.resume,
+            *_counted_length(task),
         ),
         files={
             CONFIG_FILE: to_yaml(torchtune_config(task), heading),
@@ -72,6 +68,14 @@ def torchtune_launch(task: EngineTask) -> EngineLaunch:
     )
 
 
+def _counted_length(task: EngineTask) -> tuple[str, ...]:
+    """Return the length of a run that only the job can put into epochs, since it counts the data."""
+    epochs = task.recipe.train.epochs
+    if epochs is None:
+        return (f"steps={task.steps}",)
+    return () if epochs.is_integer() else (f"epochs={epochs}",)
+
+
 def torchtune_config(task: EngineTask) -> dict[str, Any]:
     """Return the configuration by dotted key; the program that starts it adds what only the job can know."""
     recipe = task.recipe
@@ -81,16 +85,14 @@ def torchtune_config(task: EngineTask) -> dict[str, Any]:
         raise recipe_error(problems, recipe.places)
     extra = added_arguments(recipe.engine.args, settings)
     if recipe.data.validation is not None:
-        # Validation data has the form of the training data, packed or not.
+        # Validation data is loaded as the training data is.
         same = {
-            f"dataset_val.{key.removeprefix('dataset.')}": value for key, value in extra.items() if _is_dataset_key(key)
+            f"dataset_val.{key.removeprefix('dataset.')}": value
+            for key, value in extra.items()
+            if key.startswith("dataset.")
         }
         extra = same | extra
     return _sort_sections({setting.key: setting.value for setting in settings} | extra)
-
-
-def _is_dataset_key(key: str) -> bool:
-    return key.startswith("dataset.") and key != "dataset.packed"
 
 
 def _sort_sections(values: dict[str, Any]) -> dict[str, Any]:
@@ -110,18 +112,32 @@ def _notes(task: EngineTask) -> list[str]:
     if train.precision != "fp32":
         notes.append("torchtune keeps weights and optimiser states in bf16: `precision: fp32` keeps them in fp32")
     if train.epochs is None:
-        notes.append(f"torchtune ends with its data: fewer than {task.steps} steps where one pass has fewer")
+        notes.append(
+            f"the job counts the samples and passes over them as often as {task.steps} steps need; `tune run` with the "
+            "same file would end after one pass"
+        )
+    data = task.recipe.data
+    if task.recipe.sample_format == "chat" and "role" not in (data.train[0].columns or {}):
+        notes.append("messages are read as role and content; ShareGPT's are columns: {role: from, content: value}")
+    if data.system is not None:
+        notes.append("torchtune puts `data.system` in the place of system prompts that the data has")
+    if data.train_on == "all":
+        notes.append("torchtune never learns system prompts, with `train_on: all` neither")
+    if train.lora is not None:
+        notes.append("torchtune saves adapters after every pass over the data, not every so many steps")
     if task.recipe.data.validation is not None:
         notes.append("torchtune validates on all of the validation data, not on `batches` of it")
     if task_builder(task).family.files == "tiktoken":
         notes.append("torchtune reads Llama 3's tokenizer from original/tokenizer.model")
+        notes.append("torchtune learns the header before an answer too, and ends conversations with <|end_of_text|>")
     return notes
 
 
 def task_problems(task: EngineTask) -> Iterator[Problem]:
     """Yield everything that torchtune would refuse, or do differently from what the recipe says."""
     recipe, train = task.recipe, task.recipe.train
-    if train.mode != "finetune":
+    yield from unhonoured_problems(recipe, "torchtune")
+    if train.mode == "pretrain":
         yield Problem(("train", "mode"), "torchtune fine-tunes; it does not pretrain", "mode: finetune")
     builder = builder_of(recipe, task.config)
     if builder is None:
@@ -141,95 +157,7 @@ def task_problems(task: EngineTask) -> Iterator[Problem]:
     yield from _training_problems(task)
     if builder is not None:
         yield from _builder_problems(task, builder)
-    if train.lora is not None:
-        some = [name for name in MLP_PROJECTIONS if name in train.lora.targets]
-        if some and len(some) < len(MLP_PROJECTIONS):
-            yield Problem(
-                ("train", "lora", "targets"),
-                f"torchtune adapts all of {', '.join(MLP_PROJECTIONS)} or none",
-                "write all three, or none of them",
-            )
-
-
-CONVERSATION_STYLES = ("openai", "sharegpt")
-DATASET_HINT = (
-    "engine.args: {dataset.conversation_style: openai, dataset.conversation_column: messages} (or sharegpt, "
-    "conversations), or {dataset._component_: torchtune.datasets.instruct_dataset} (input, output), or "
-    "{dataset._component_: torchtune.datasets.alpaca_dataset} (instruction, input, output)"
-)
-
-
-def dataset_problems(recipe: Recipe) -> Iterator[Problem]:
-    """Yield what torchtune cannot read."""
-    data, form = recipe.data, dataset_component(recipe)
-    if data.synthetic:
-        yield Problem(("data",), "torchtune has no synthetic data", "write data.train: {path: hf://datasets/…}")
-        return
-    if len(data.train) > 1:
-        yield Problem(("data", "train", 1), "torchtune is rendered for one source", "join them into one file")
-    sources: list[tuple[SourceKeys, tuple[str | int, ...]]] = [(data.train[0], ("data", "train", 0))]
-    if data.validation is not None and data.validation.kind is not None:
-        sources.append((data.validation, ("data", "validation")))
-    for source, path in sources:
-        yield from _source_problems(source, path)
-    yield from _unread_key_problems(data)
-    if data.split is not None and any(100 * part % 1 > 1e-9 for part in (data.split.train, data.split.validation)):
-        yield Problem(("data", "split"), "torchtune cuts data at whole percents", "{train: 0.95, validation: 0.05}")
-    if form is None:
-        yield Problem(("engine", "args"), "torchtune must be told what form the chat data has", DATASET_HINT)
-    elif form not in DATASET_COMPONENTS:
-        yield Problem(
-            ("engine", "args", "dataset._component_"),
-            f"{form} is not known here",
-            f"one of {', '.join(DATASET_COMPONENTS)}",
-        )
-    else:
-        missing = [key for key in DATASET_COMPONENTS[form][1:] if f"dataset.{key}" not in recipe.engine.args]
-        if missing:
-            yield Problem(("engine", "args"), f"{form} needs dataset.{missing[0]}", DATASET_HINT)
-    style = recipe.engine.args.get("dataset.conversation_style")
-    if style is not None and style not in CONVERSATION_STYLES:
-        yield Problem(
-            ("engine", "args", "dataset.conversation_style"),
-            f"`{style}` is not a style",
-            " or ".join(CONVERSATION_STYLES),
-        )
-
-
-def _unread_key_problems(data: DataSection) -> Iterator[Problem]:
-    """Yield the keys by which text becomes tokens: torchtune does that itself, in the form that `engine.args` says."""
-    usual = DataSection.model_fields
-    for key in ("shards", "eod", "bos", "on_bad_line"):
-        if getattr(data, key) != usual[key].default:
-            yield Problem(("data", key), "torchtune tokenises by itself, and does not read it", "delete it")
-    sources: list[tuple[KeyPath, SourceKeys]] = [(("data", "train", n), source) for n, source in enumerate(data.train)]
-    if data.validation is not None:
-        sources.append((("data", "validation"), data.validation))
-    for path, source in sources:
-        for key in ("key", "documents", "name"):
-            if getattr(source, key) not in (None, TEXT_DEFAULTS.get(key)):
-                what = "torchtune finds its data by the form that `engine.args` says, and does not read it"
-                yield Problem((*path, key), what, "delete it")
-    if data.validation is not None and data.validation.batches != ValidationSource.model_fields["batches"].default:
-        what = "torchtune validates on all of the validation data, not on `batches` of it"
-        yield Problem(("data", "validation", "batches"), what, "delete it")
-
-
-def _source_problems(source: SourceKeys, path: tuple[str | int, ...]) -> Iterator[Problem]:
-    hint = "write path: hf://datasets/org/name, or the path of a .jsonl file that every node sees"
-    if source.path is None:
-        yield Problem(path, "torchtune reads chat data itself: neither tokens nor a script", hint)
-        return
-    if source.format is not None:
-        yield Problem((*path, "format"), "torchtune tells formats by the names of files", "delete it")
-    for address in source.path:
-        if "://" in address and not address.startswith(HUB_DATASETS):
-            yield Problem((*path, "path"), f"torchtune cannot read {address}", hint)
-        elif "://" not in address and PurePosixPath(address).suffix not in READER_OF_SUFFIX:
-            known = ", ".join(READER_OF_SUFFIX)
-            yield Problem((*path, "path"), f"torchtune cannot read {address}", f"write one of {known}")
-    if len(source.path) > 1 and any(address.startswith(HUB_DATASETS) for address in source.path):
-        yield Problem((*path, "path"), "torchtune reads one dataset of the Hub", "write one address")
+    yield from adapter_problems(task, builder)
 
 
 def _builder_problems(task: EngineTask, builder: TorchtuneBuilder) -> Iterator[Problem]:
@@ -281,6 +209,11 @@ def _training_problems(task: EngineTask) -> Iterator[Problem]:
             "LoRA in fp8",
         ),
         (train.precision not in ("fp32", "bf16", "fp8"), ("train", "precision"), train.precision),
+        (
+            train.optimizer.states not in (None, "fp32" if train.precision == "fp32" else "bf16"),
+            ("train", "optimizer", "states"),
+            "states in another precision than the weights'",
+        ),
         (recipe.checkpoint.async_, ("checkpoint", "async"), "way to go on from a checkpoint written beside the steps"),
         (recipe.data.stage != "direct", ("data", "stage"), "copy of the data on local disks or in memory"),
         (bool(recipe.observe.dllogger), ("observe", "dllogger"), "DLLogger file"),

@@ -1,8 +1,10 @@
-"""Starts a torchtune recipe in this process: `torchrun … start_torchtune.py RECIPE CONFIG BASE OUTPUT RESUME`.
+"""Starts a torchtune recipe in this process: `torchrun … start_torchtune.py NAME CONFIG BASE OUTPUT RESUME [LENGTH]`.
 
 `tune run` would start torchrun itself, and without a rendezvous endpoint as if there were one node; here the ranks
-are already set. Two things are only known when the job starts: which files hold the weights, and whether there is a
-checkpoint to go on from (`auto`: if there is; `must`: fail without; `fresh`: fail with one).
+are already set. Three things are only known when the job starts: which files hold the weights, whether there is a
+checkpoint to go on from (`auto`: if there is; `must`: fail without; `fresh`: fail with one), and how many steps one
+pass over the data has. torchtune counts a run in passes: LENGTH (`steps=200`, `epochs=1.5`) says how long it is, and
+its passes and the steps of each are set so that it has exactly that length.
 
 This file is copied into the job as it is and runs in torchtune's image: it uses the standard library only.
 """
@@ -14,7 +16,12 @@ import re
 import runpy
 import sys
 from pathlib import Path
+from typing import Any
 
+RECIPE_CLASSES = {
+    "full_finetune_distributed": "FullFinetuneRecipeDistributed",
+    "lora_finetune_distributed": "LoRAFinetuneRecipeDistributed",
+}
 CHECKPOINT = re.compile(r"^(epoch|step)_(\d+)$")
 
 
@@ -49,16 +56,57 @@ def overrides(recipe: str, base: Path, output: Path, resume: str) -> list[str]:
     ]
 
 
+def passes(steps: int, available: int) -> tuple[int, int]:
+    """Return the passes and the steps of each that together are `steps`, where a pass has `available` steps."""
+    epochs = -(-steps // available)
+    while steps % epochs:
+        epochs += 1
+    return epochs, steps // epochs
+
+
+def set_length(recipe_class: Any, length: str) -> None:
+    """Make a recipe's runs as long as asked, whatever its data: it is counted where the recipe has loaded it."""
+    kind, _, number = length.partition("=")
+    setup_data = recipe_class._setup_data
+    counted = []
+
+    def setup_counted_data(self: Any, *arguments: Any, **options: Any) -> Any:
+        loader = setup_data(self, *arguments, **options)
+        if counted:  # the validation data, which is set up after the training data
+            return loader
+        counted.append(loader)
+        available = len(loader) // self._gradient_accumulation_steps
+        if not available:
+            raise SystemExit("the data has less than one global batch: write a smaller train.global_batch")
+        steps = int(number) if kind == "steps" else max(1, int(float(number) * available))
+        self.total_epochs, self.max_steps_per_epoch = passes(steps, available)
+        if self.rank == 0:
+            steps_of_each = f"{self.max_steps_per_epoch} of the {available} steps that the data has"
+            sys.stderr.write(f"{steps} steps: {self.total_epochs} passes of {steps_of_each}\n")
+        return loader
+
+    recipe_class._setup_data = setup_counted_data
+
+
 def main(arguments: list[str]) -> None:
     """Run a recipe of the installed torchtune."""
-    recipe, config, base, output, resume = arguments
+    recipe, config, base, output, resume, *length = arguments
     found = importlib.util.find_spec("torchtune")
     if found is None or found.origin is None:
         raise SystemExit("torchtune is not installed in this image")
     # Recipes lie beside the package and are no modules: importing them is refused.
     script = Path(found.origin).parent.parent / "recipes" / f"{recipe}.py"
     sys.argv = [str(script), "--config", config, *overrides(recipe, Path(base), Path(output), resume)]
-    runpy.run_path(str(script), run_name="__main__")
+    if not length:
+        runpy.run_path(str(script), run_name="__main__")
+        return
+    spec = importlib.util.spec_from_file_location("torchtune_recipe", script)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    set_length(getattr(module, RECIPE_CLASSES[recipe]), length[0])
+    sys.exit(module.recipe_main())
 
 
 if __name__ == "__main__":
