@@ -183,11 +183,10 @@ class _AnchoredAnswer:
         alone, here = MARKER.search(self._alone_after), MARKER.search(self._after)
         if alone is None or here is None or self._alone_after[: alone.start()] != self._after[: here.start()]:
             raise self._rendering.refusal(self._number, "it ends differently when more messages follow")
-        space = self._alone_after[alone.end() :]
-        rest = self._after[here.end() :]
-        if space and not rest.startswith(space):
-            raise self._rendering.refusal(self._number, "it ends differently when more messages follow")
-        return self._content_end + here.end() + len(space)
+        # What may follow: the line end of ChatML; but not the EOS that Phi 3 puts after the last answer only.
+        rests = self._alone_after[alone.end() :], self._after[here.end() :]
+        space = rests[0][: _common_length(*rests)]
+        return self._content_end + here.end() + len(space) - len(space.lstrip())
 
 
 def _common_length(one: str, other: str) -> int:
