@@ -27,13 +27,6 @@ REFUSED = {
         "the torch engine trains no adapters yet",
         (BASE, "model.init=null", "train.lora={rank: 2, alpha: 4}"),
     ),
-    "train.mode": (
-        "the torch engine does not fine-tune yet",
-        (
-            *(BASE, "model.init=null", "tokenizer=/models/base"),
-            *("train.mode=finetune", "data.synthetic=false", "data.train=[{path: /corpus/x.jsonl}]"),
-        ),
-    ),
     "data.stage": ("staging tokens on nvme is not built yet", ("data.stage=nvme",)),
 }
 """Keys that our engine cannot do anywhere."""

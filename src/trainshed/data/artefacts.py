@@ -19,6 +19,7 @@ from typing import Any
 import orjson
 
 from trainshed.data.chat.conversation import row_columns
+from trainshed.data.chat.inspect import ChatInspection, inspect_conversations, inspect_rows
 from trainshed.data.chat.template import find_template
 from trainshed.data.chat.tokenize import ChatSettings, check_markers
 from trainshed.data.prepare import PrepareResult, ShardJob, TokenizeConfig, hash_input, prepare
@@ -122,6 +123,23 @@ class DataArtefacts:
             files=tuple(file for files in proven for file in files),
         )
 
+    def inspect(self, source: SourceKeys, label: str, *, rows: int, samples: int) -> ChatInspection:
+        """Describe the conversations of a source: prepared ones, or the first rows of those that are to be."""
+        if source.tokens is not None:
+            return inspect_conversations(source.tokens[0], self.tokenizer(), samples=samples, reporter=self._reporter)
+        config = self._tokenize_config(source)
+        assert config.chat is not None, "only conversations are inspected"
+        inputs = self._inputs(source)
+        return inspect_rows(
+            source.name or label,
+            inputs,
+            config.tokenizer,
+            config.chat,
+            rows=rows,
+            samples=samples,
+            options=self.options,
+        )
+
     def make_shards(self, source: SourceKeys, part: int, parts: int) -> int:
         """Make every `parts`-th shard of a source, from shard `part` on; return how many shards were tokenized."""
         if source.tokens is not None:
@@ -212,7 +230,7 @@ class DataArtefacts:
         LocalStore(folder).put(path.name, orjson.dumps({"rows": rows}) + b"\n")
         return rows
 
-    def chat_settings(self, source: SourceKeys) -> ChatSettings | None:
+    def _chat_settings(self, source: SourceKeys) -> ChatSettings | None:
         """Return how the conversations of a source become tokens; None where its documents are text."""
         recipe, answers = self._recipe, self._recipe.data.answers
         tokenizer = self.tokenizer()
@@ -236,7 +254,7 @@ class DataArtefacts:
         tokenizer, data = self.tokenizer(), self._recipe.data
         if tokenizer is None:
             raise InputError("there is text to tokenise and no tokenizer", where=self._recipe.where("tokenizer"))
-        chat = self.chat_settings(source)
+        chat = self._chat_settings(source)
         if chat is not None:
             with errors_with_recipe_keys(self._recipe.where("data.template")):
                 check_markers(chat, tokenizer, self._reporter)

@@ -96,10 +96,6 @@ def _engine_problems(recipe: Recipe) -> Iterator[Problem]:
     train = recipe.train
     if train.lora is not None:
         yield Problem(("train", "lora"), "the torch engine trains no adapters yet", "delete it, or engine: torchtune")
-    if train.mode == "finetune":
-        yield Problem(
-            ("train", "mode"), "the torch engine does not fine-tune yet", "write `mode: pretrain`, or engine: torchtune"
-        )
     if recipe.data.stage != "direct":
         yield Problem(
             ("data", "stage"), f"staging tokens on {recipe.data.stage} is not built yet", "write `stage: direct`"

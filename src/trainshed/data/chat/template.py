@@ -71,7 +71,7 @@ def find_template(
                 where=tokenizer.address,
                 hint=f"write --template with one of {', '.join(catalog_names())}, or with a .jinja file",
             )
-        return TemplateSource(f"that of {tokenizer.address}", own["default"], own.get("tool_use"))
+        return TemplateSource("the tokenizer's own", own["default"], own.get("tool_use"))
     if wanted in catalog_names():
         return TemplateSource(wanted, (CATALOG / f"{wanted}.jinja").read_text("utf-8"))
     if not wanted.endswith(".jinja"):

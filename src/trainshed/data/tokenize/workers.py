@@ -383,9 +383,9 @@ def default_workers(inputs: Sequence[InputSlice]) -> int:
     return 1 if small else len(os.sched_getaffinity(0))
 
 
-def prestart_workers(workers: int) -> None:
+def prestart_workers(workers: int, *, chat: bool = False) -> None:
     """Start early what workers need, so that it runs beside our own imports."""
-    if workers > MAX_THREAD_WORKERS:
+    if workers > (1 if chat else MAX_THREAD_WORKERS):
         start_fork_server()
 
 
