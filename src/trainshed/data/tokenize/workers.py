@@ -363,9 +363,6 @@ def _drain_pipe(connection: Connection, inbox: queue.Queue[Any]) -> None:
 INLINE_BYTES = 16 * 1024 * 1024
 """Below this, starting workers takes longer than the work."""
 
-INLINE_CHAT_BYTES = 2 * 1024 * 1024
-"""The same for conversations, which take longer than text."""
-
 MAX_THREAD_WORKERS = 4
 """The most workers that are threads: one core parses some 600 MB/s of JSON, four encode as much."""
 
@@ -378,8 +375,7 @@ BLOCKS_PER_CALL = 4
 
 def default_workers(inputs: Sequence[InputSlice]) -> int:
     """Return one worker per core that we may use; for a few megabytes one, which is this thread."""
-    chat = any(item.columns is not None for item in inputs)
-    small = sum(item.read_bytes for item in inputs) < (INLINE_CHAT_BYTES if chat else INLINE_BYTES)
+    small = sum(item.read_bytes for item in inputs) < INLINE_BYTES
     return 1 if small else len(os.sched_getaffinity(0))
 
 
