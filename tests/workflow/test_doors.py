@@ -31,13 +31,6 @@ REFUSED = {
         "weights that are held as int8 are multiplied in bf16, not in fp8",
         (BASE, "model.init=null", "train.precision=fp8", "train.lora={rank: 2, alpha: 4, quantize: int8}"),
     ),
-    "train.mode": (
-        "the torch engine does not fine-tune yet",
-        (
-            *(BASE, "model.init=null", "tokenizer=/models/base"),
-            *("train.mode=finetune", "data.synthetic=false", "data.train=[{path: /corpus/x.jsonl}]"),
-        ),
-    ),
     "train.z_loss": ("the loss of `mode: dpo` has no z-loss", (*PAIRS, "train.z_loss=1e-4")),
     "train.loss": ("`mode: dpo` compares answers, and has no other loss", (*PAIRS, "train.loss=cross_entropy")),
     "data.stage": ("staging tokens on nvme is not built yet", ("data.stage=nvme",)),

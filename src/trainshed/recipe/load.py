@@ -186,6 +186,9 @@ def copy_shipped_recipe(name: str, destination: Path) -> list[Path]:
     for entry in (*recipe.data.train, recipe.data.validation):
         if entry is not None and entry.script is not None and not Path(entry.script).is_absolute():
             copies[target.parent / entry.script] = source.parent / entry.script
+    template = recipe.data.template_file
+    if template is not None and not Path(template).is_absolute():
+        copies[target.parent / template] = source.parent / template
     for plugin in recipe.plugin_sources:
         if plugin.root == source.parent.absolute():
             copies |= {target.parent / name: plugin.root / name for name in plugin.files}

@@ -407,7 +407,12 @@ class Recipe(Section):
             for key in CHAT_KEYS:
                 if getattr(data, key) != DataSection.model_fields[key].default:
                     yield Problem(("data", key), "is read with conversations only", "delete it, or `data.format: chat`")
-        elif data.document_mask is False:
+        else:
+            for key, written in (("bos", data.bos), ("eod", data.eod is not True)):
+                if written:
+                    what = f"is not read with {form} data: the chat template writes what begins and ends a conversation"
+                    yield Problem(("data", key), what, "delete it")
+        if form != "text" and data.document_mask is False:
             yield Problem(("data", "document_mask"), f"{form} samples are always kept apart", "delete it")
         sources: list[tuple[KeyPath, SourceKeys]] = [
             (("data", "train", number), source) for number, source in enumerate(data.train)

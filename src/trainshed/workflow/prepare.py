@@ -18,6 +18,7 @@ from trainshed.catalog.models import architecture
 from trainshed.checkpoints.base import BaseWeights, fetch_base, find_base
 from trainshed.checkpoints.prove.verdict import read_verdict, refuse_failed_verdict
 from trainshed.data.artefacts import DataArtefacts
+from trainshed.data.chat.inspect import ChatInspection
 from trainshed.data.order import DataOrder, run_orders, run_steps
 from trainshed.data.prompts import ValidationPrompts, encode_prompts
 from trainshed.data.tokenize.tokenizer import Tokenizer, load_tokenizer
@@ -223,6 +224,25 @@ def tokenise_part(
     return sum(artefacts.make_shards(source, part, parts) for source in sources.values())
 
 
+def inspect_recipe(
+    recipe: Recipe, cluster: Cluster, *, rows: int, samples: int, reporter: Reporter = SILENT
+) -> list[ChatInspection]:
+    """Tokenize the first rows of each source of conversations and describe them; no artefact is made."""
+    if recipe.sample_format == "text":
+        raise InputError(
+            "this recipe reads text, in which all tokens are learned",
+            where=recipe.where("train.mode"),
+            hint="`trainshed data inspect PREFIX` shows its tokens, `trainshed data batch RECIPE` what a step reads",
+        )
+    options = store_options(cluster)
+    resolved = resolve(recipe, options)
+    artefacts = DataArtefacts(resolved, store_root(recipe, cluster), make=False, options=options, reporter=reporter)
+    return [
+        artefacts.inspect(source, label, rows=rows, samples=samples)
+        for label, source in _named_sources(resolved).items()
+    ]
+
+
 def _named_sources(recipe: Recipe) -> dict[str, SourceKeys]:
     """Every source that has documents of its own by its label: those of training first."""
     named: dict[str, SourceKeys] = {f"source-{number}": source for number, source in enumerate(recipe.data.train)}
@@ -276,11 +296,11 @@ def _check_verdict(recipe: Recipe, reporter: Reporter, files: Path) -> None:
 
 
 def save_recipe(recipe: Recipe, folder: Path) -> None:
-    """Save the resolved recipe with its run, and beside it its plugins and the scripts it names by relative paths."""
+    """Save the resolved recipe with its run, and beside it its plugins and the files it names by relative paths."""
     store = LocalStore(folder)
     store.put(RECIPE_FILE, to_yaml(recipe).encode())
     sources = [*recipe.data.train, *([recipe.data.validation] if recipe.data.validation else [])]
-    for script in {source.script for source in sources if source.script}:
+    for script in {name for name in (*(source.script for source in sources), recipe.data.template_file) if name}:
         if not Path(script).is_absolute() and ".." not in Path(script).parts and (recipe.folder / script).is_file():
             store.put(script, (recipe.folder / script).read_bytes())
             shutil.copymode(recipe.folder / script, folder / script)

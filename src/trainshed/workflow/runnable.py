@@ -125,10 +125,6 @@ def _engine_problems(recipe: Recipe) -> Iterator[Problem]:
             f"weights that are held as {train.lora.quantize} are multiplied in bf16, not in fp8",
             "write `precision: bf16`, or delete `quantize`: fp8 products take whole weights",
         )
-    if train.mode == "finetune":
-        yield Problem(
-            ("train", "mode"), "the torch engine does not fine-tune yet", "write `mode: pretrain`, or engine: torchtune"
-        )
     if recipe.data.stage != "direct":
         yield Problem(
             ("data", "stage"), f"staging tokens on {recipe.data.stage} is not built yet", "write `stage: direct`"

@@ -159,18 +159,19 @@ def _json(body: Any) -> str:
 
 
 def _scripts(recipe: Recipe) -> dict[str, str]:
-    """The scripts that a recipe names: they are beside it here, and beside its copy on the nodes."""
+    """The scripts and the chat template that a recipe names: they travel with it, to lie beside it on the nodes too."""
     sources = [*recipe.data.train, *([recipe.data.validation] if recipe.data.validation else [])]
+    named = [(f"data.train.{number}.script", source.script) for number, source in enumerate(sources)]
     files = {}
-    for number, source in enumerate(sources):
-        if source.script is None:
+    for key, name in (*named, ("data.template", recipe.data.template_file)):
+        if name is None:
             continue
-        path = Path(source.script)
+        path = Path(name)
         if path.is_absolute() or ".." in path.parts:
             raise RecipeError(
                 f"`{path}` does not lie beside the recipe, so that it cannot travel with it",
-                where=recipe.where(f"data.train.{number}.script"),
-                hint="put the script into the recipe's folder and write its path from there",
+                where=recipe.where(key),
+                hint="put the file into the recipe's folder and write its path from there",
             )
         try:
             files[path.as_posix()] = (recipe.folder / path).read_text(encoding="utf-8")
