@@ -30,7 +30,6 @@ from trainshed.engines.torch.model import build_model
 from trainshed.engines.torch.optimizer import AdamW
 from trainshed.engines.torch.parallel import single_rank_mesh
 from trainshed.engines.torch.step import StepRunner
-from trainshed.engines.torch.weights import init_model
 from trainshed.models.decoder import Regularization
 from trainshed.models.loss import IGNORE_INDEX
 from trainshed.plan.layout import resolve_layout
@@ -68,7 +67,10 @@ def ours(config: ModelConfig, batch: Batch, lora: Lora | None, precision: str) -
         compile_blocks=True,
         lora=lora,
     )
-    init_model(model, seed=0)
+    with torch.no_grad():
+        for shard in (*model.shards, *model.frozen_shards):
+            # Fresh weights of our own, which are the same on any layout, would take minutes for 8B.
+            shard.local_tensor.normal_(std=0.02) if shard.parameter.init != "ones" else shard.local_tensor.fill_(1.0)
     runner = StepRunner(model, AdamW(model.shards, OPTIONS, DEVICE))
     starts = cycle(batch.starts)
 
