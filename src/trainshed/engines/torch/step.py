@@ -282,7 +282,7 @@ class StepRunner:
             batch = replace(batch, reference_logps=self.reference.document_logps(batch))
         normalization = self.model.normalization
         if counts is not None:
-            tokens, pairs = counts.clamp(min=1.0).reciprocal().unbind()
+            tokens, pairs, _ = counts.clamp(min=1.0).reciprocal().unbind()
             normalization.tokens.copy_(tokens)
             normalization.pairs.copy_(pairs)
         else:
