@@ -7,16 +7,20 @@ where the answers will be. Rank 0 decodes them if it has the `tokenizers` packag
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import orjson
 
+from trainshed.data.chat.answers import ANCHOR
+from trainshed.data.chat.template import ChatTemplate, find_template
+from trainshed.data.recipe_keys import errors_with_recipe_keys
 from trainshed.data.tokenize.tokenizer import Tokenizer
-from trainshed.errors import InputError, MissingExtra, NotFound
+from trainshed.errors import InputError, MissingExtra, NotFound, TokenizerError
 from trainshed.recipe import Recipe
 from trainshed.run_folder import ANSWERS, ANSWERS_TOKENIZER, PREPARED_FILE, step_number
-from trainshed.storage import Store
+from trainshed.storage import Store, StoreOptions
 
 DEFAULT_ANSWER_TOKENS = 64
 ANSWERS_SCHEMA = "trainshed.answers/1"
@@ -56,21 +60,56 @@ class ValidationPrompts:
         )
 
 
-def encode_prompts(recipe: Recipe, tokenizer: Tokenizer | None) -> ValidationPrompts | None:
+def encode_prompts(
+    recipe: Recipe, tokenizer: Tokenizer | None, options: StoreOptions | None = None
+) -> ValidationPrompts | None:
     """Return the prompts of a recipe as tokens; None where it has none.
 
-    In pretraining a prompt is a text to go on with, encoded as `trainshed generate` does.
+    Where the run learns from conversations, a prompt is what a user says, written by the chat template of the run after
+    its system prompt. Otherwise it is a text to go on with, encoded as `trainshed generate` does.
     """
     validation = recipe.data.validation
     if validation is None or validation.prompts is None or tokenizer is None:
         return None
     answer_tokens = validation.answer_tokens or DEFAULT_ANSWER_TOKENS
-    encoded = [tuple(tokenizer.backend.encode(text).ids) for text in validation.prompts]
+    if recipe.sample_format == "text":
+        encoded = [tuple(tokenizer.backend.encode(text).ids) for text in validation.prompts]
+        eod = recipe.data.eod
+        end_tokens = {tokenizer.end_of_document(eod if isinstance(eod, str) else None).id} if eod else set()
+    else:
+        with errors_with_recipe_keys(recipe.where("data.template")):
+            encoded, end_tokens = _encode_chat(recipe, tokenizer, validation.prompts, options)
     for number, tokens in enumerate(encoded):
         _check_length(recipe, number, len(tokens), answer_tokens)
-    eod = recipe.data.eod
-    end_tokens = {tokenizer.end_of_document(eod if isinstance(eod, str) else None).id} if eod else set()
     return ValidationPrompts(validation.prompts, tuple(encoded), answer_tokens, frozenset(end_tokens))
+
+
+def _encode_chat(
+    recipe: Recipe, tokenizer: Tokenizer, prompts: Sequence[str], options: StoreOptions | None
+) -> tuple[list[tuple[int, ...]], set[int]]:
+    """Return the tokens of each prompt up to where its answer begins, and the tokens that end an answer.
+
+    Those are the tokenizer's own end token, and the special token that the template writes after an answer.
+    """
+    answers = recipe.data.answers
+    source = find_template(answers.template, tokenizer, folder=recipe.folder, options=options)
+    template = ChatTemplate(source.text, tokenizer.special_texts)
+    system = [] if answers.system is None else [{"role": "system", "content": answers.system}]
+
+    def encode(text: str) -> list[int]:
+        return tokenizer.backend.encode(text, add_special_tokens=False).ids
+
+    encoded = [
+        tuple(encode(template.render([*system, {"role": "user", "content": text}], add_generation_prompt=True).text))
+        for text in prompts
+    ]
+    dialogue = [*system, {"role": "user", "content": prompts[0]}, {"role": "assistant", "content": ANCHOR}]
+    after = encode(template.render(dialogue).text.partition(ANCHOR)[2])
+    special = {token.id for text in tokenizer.special_tokens if (token := tokenizer.token(text)) is not None}
+    end_tokens = set(after[:1]) & special
+    with suppress(TokenizerError):  # a template may end answers by a token of its own
+        end_tokens.add(tokenizer.end_of_document().id)
+    return encoded, end_tokens
 
 
 def _check_length(recipe: Recipe, number: int, length: int, answer_tokens: int) -> None:

@@ -140,7 +140,7 @@ def check_fit(recipe: Recipe, options: StoreOptions | None = None) -> Tokenizer 
     config = recipe.model.config or _announced_architecture(recipe, options)
     if config is not None:
         refuse_small_model(recipe, config, tokenizer)
-    encode_prompts(recipe, tokenizer)  # raises where one is too long; a tokenizer that is learned comes later
+    encode_prompts(recipe, tokenizer, options)  # raises where one is too long; a tokenizer that is learned comes later
     return tokenizer
 
 
@@ -429,7 +429,7 @@ def _prepared_run(
             refuse_changed_tokens(began, data)
     orders = run_orders(recipe, data, artefacts.indexes, build=build, options=artefacts.options, reporter=reporter)
     tokenizer = artefacts.tokenizer()
-    prompts = encode_prompts(recipe, tokenizer)
+    prompts = encode_prompts(recipe, tokenizer, artefacts.options)
     return PreparedRun(
         recipe, name, folder, data, orders.steps, orders.train, orders.validation, tokenizer, base, prompts
     )
