@@ -81,7 +81,7 @@ def ours(config: ModelConfig, batch: Batch, lora: Lora | None, precision: str) -
     return step
 
 
-def flash_varlen(
+def varlen_attention(
     module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **options: Any
 ) -> tuple[torch.Tensor, None]:
     """Attention of transformers' interface over a flattened row: [1, heads, T, D] each."""
@@ -99,7 +99,7 @@ def peer(config: ModelConfig, batch: Batch, lora: Lora | None, precision: str, *
         from liger_kernel.transformers import apply_liger_kernel_to_llama
 
         apply_liger_kernel_to_llama(rope=False, rms_norm=False, swiglu=False, fused_linear_cross_entropy=True)
-    AttentionInterface.register("flash_varlen", flash_varlen)
+    AttentionInterface.register("varlen", varlen_attention)
     shape: dict[str, Any] = {
         "hidden_size": config.hidden,
         "intermediate_size": config.ffn,
@@ -109,7 +109,7 @@ def peer(config: ModelConfig, batch: Batch, lora: Lora | None, precision: str, *
         "vocab_size": config.vocab_size,
         "max_position_embeddings": batch.length,
         "rope_theta": 500000.0,
-        "attn_implementation": "flash_varlen",
+        "attn_implementation": "varlen",
     }
     with torch.device(DEVICE):
         model: Any = LlamaForCausalLM(LlamaConfig(**shape))

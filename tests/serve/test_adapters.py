@@ -268,3 +268,28 @@ def test_bad_adapters_are_refused_by_name(tmp_path: Path) -> None:
 def test_rows_of_one_adapter_that_follow_each_other_are_one_run() -> None:
     assert RowRuns.of([3, 2, 4, 1], [1, 1, 0, 2]) == RowRuns(((0, 5, 1), (9, 10, 2)))
     assert RowRuns.of([3, 2], [0, 0]) is None
+
+
+@pytest.mark.s3
+def test_adapters_in_a_bucket_are_fetched_once(tmp_path: Path, s3_bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from trainshed.storage import copy_tree
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    config = save_tiny_hf("llama", tmp_path / "base", seed=2)
+    folder = saved_adapter(tmp_path / "adapter", config, tmp_path / "base")
+    save(KINDS["gpt2"](), CONFIGS["gpt2"], Path(folder))
+    copy_tree(folder, f"s3://{s3_bucket}/adapter")
+    copy_tree(str(tmp_path / "adapter-run"), f"s3://{s3_bucket}/run")
+    prompt = token_rows(config, 1, 20, seed=3)[0].tolist()
+    places = {"here": folder, "folder": f"s3://{s3_bucket}/adapter", "run": f"s3://{s3_bucket}/run"}
+    for _ in range(2):
+        model = load_model(str(tmp_path / "base"), adapters=places, device="cpu")
+        assert model.adapters is not None
+        assert model.adapters.tokenizers["folder"] is not None
+        generator = model.generator(max_sequences=2)
+        answers = {name: tuple(ask(generator, prompt, adapter=name, **DRAWN).tokens) for name in places}
+        generator.close()
+        assert len(set(answers.values())) == 1
+    assert len(list((tmp_path / "cache").rglob("adapter_model.safetensors"))) == 1
+    alone = load_model(places["folder"], device="cpu")
+    assert alone.tokenizer is not None

@@ -63,7 +63,8 @@ def logits(folder: Path) -> torch.Tensor:
 
 def test_adapters_become_a_folder_of_pefts_that_is_served_at_once(run: tuple[Recipe, Path, BaseWeights]) -> None:
     recipe, folder, base = run
-    target = Path(export_run(recipe, folder, tokenizer=load_tokenizer(str(base.files))))
+    words = load_tokenizer(str(base.files))
+    target = Path(export_run(recipe, folder, tokenizer=words, chat_template="{{ messages[0].content }}"))
     assert target == folder / "export"
     names = {path.name for path in target.iterdir()}
     assert names >= {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json", "tokenizer_config.json"}
@@ -78,7 +79,7 @@ def test_adapters_become_a_folder_of_pefts_that_is_served_at_once(run: tuple[Rec
     assert any(f"its base is {base.files}" in text for text in notes.said)
     assert model.name == "talks"
     assert model.tokenizer is not None
-    assert model.tokenizer.can_chat
+    assert model.tokenizer.decode(model.tokenizer.encode_chat([{"role": "user", "content": "hi"}])) == "hi"
 
 
 def test_merged_weights_are_those_that_peft_merges(run: tuple[Recipe, Path, BaseWeights]) -> None:
@@ -92,7 +93,9 @@ def test_merged_weights_are_those_that_peft_merges(run: tuple[Recipe, Path, Base
     shutil.rmtree(adapter)
     overrides = ["export.merge=true"]
     merged = parse_recipe((folder / RECIPE_FILE).read_text(), overrides)
-    target = Path(export_run(merged, folder, tokenizer=load_tokenizer(str(base.files))))
+    words = load_tokenizer(str(base.files))
+    target = Path(export_run(merged, folder, tokenizer=words, chat_template="{{ messages }}"))
+    assert (target / "chat_template.jinja").read_text() == "{{ messages }}"
     assert (target / "config.json").is_file()
     assert (target / "tokenizer.json").is_file()
     torch.testing.assert_close(logits(target), expected, rtol=0, atol=1e-5)

@@ -55,7 +55,7 @@ class ModelRunner:
         reporter: Reporter = SILENT,
     ) -> None:
         self.config, self.limits, self.device = decoder.config, limits, decoder.spec.device
-        self._adapter_step = AdapterStep() if adapters is None else adapters.step
+        self._adapter_step = None if adapters is None else adapters.step
         # One slot more, for padding rows of a step.
         self._padding_slot = limits.cache_tokens
         self._cached_decoder = CachedDecoder(decoder, limits.cache_tokens + 1)
@@ -83,9 +83,9 @@ class ModelRunner:
         positions = [part.position + i for part in scheduled for i in range(len(part.tokens))]
         slots = [part.block_start + part.position + i for part in scheduled for i in range(len(part.tokens))]
         token_ids, position_ids, slot_ids = torch.tensor([tokens, positions, slots], device=self.device).unbind(0)
-        self._adapter_step.rows = RowRuns.of(
-            [len(part.tokens) for part in scheduled], [part.adapter for part in scheduled]
-        )
+        if self._adapter_step is not None:
+            lengths, adapters = [len(part.tokens) for part in scheduled], [part.adapter for part in scheduled]
+            self._adapter_step.rows = RowRuns.of(lengths, adapters)
         return self._cached_decoder.hidden(token_ids, position_ids, slot_ids, self._attention(scheduled))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -103,13 +103,14 @@ class ModelRunner:
             (part.tokens[0], part.position, part.block_start + part.position, part.block_start, part.adapter)
             for part in scheduled
         ]
-        adapted = any(part.adapter for part in scheduled)
+        adapted = self._adapter_step is not None and any(part.adapter for part in scheduled)
         if self.uses_graphs:
             return self._graph(len(rows), adapted=adapted).run(rows)[: len(rows)]
         width = len(rows) if self.on_gpu else self.limits.max_sequences
         rows += [_padding_row(self._padding_slot)] * (width - len(rows))
         tokens, positions, slots, _, adapters = torch.tensor(rows, device=self.device).unbind(1)
-        self._adapter_step.rows = adapters if adapted else None
+        if self._adapter_step is not None:
+            self._adapter_step.rows = adapters if adapted else None
         one_by_one = len(scheduled) if self.config.moe is not None and not self.on_gpu else 0
         hidden = self._cached_decoder.hidden(
             tokens, positions, slots, self._attention(scheduled), one_by_one=one_by_one

@@ -113,12 +113,14 @@ def export_run(
     reporter: Reporter = SILENT,
     *,
     tokenizer: Tokenizer | None = None,
+    chat_template: str | None = None,
     options: StoreOptions | None = None,
 ) -> str:
     """Write the trained weights as the recipe's `export` says, prove them, and return where they are.
 
     They are those of the best checkpoint where the run keeps one, otherwise of the last. The run's tokenizer goes with
-    them: a server such as vLLM looks for it there. The adapters of a LoRA run become a folder of PEFT's, unless they
+    them: a server such as vLLM looks for it there; so does the text of a `chat_template` that conversations were
+    written with, where it is not the tokenizer's own. The adapters of a LoRA run become a folder of PEFT's, unless they
     are to be merged: its weights are then those of the base with the adapters in them.
     """
     from trainshed.checkpoints.convert.convert import convert_weights
@@ -134,7 +136,13 @@ def export_run(
         from trainshed.checkpoints.lora.export import export_adapter
 
         exported = export_adapter(
-            str(source), target, dtype=wanted.dtype, tokenizer=words, options=options, reporter=reporter
+            str(source),
+            target,
+            dtype=wanted.dtype,
+            tokenizer=words,
+            chat_template=chat_template,
+            options=options,
+            reporter=reporter,
         )
         check_proven(exported.verdict.passed, target)
         return target
@@ -144,6 +152,7 @@ def export_run(
         TargetFormat(wanted.format),
         dtype=wanted.dtype,
         tokenizer=words,
+        chat_template=chat_template,
         options=options,
         reporter=reporter,
     )

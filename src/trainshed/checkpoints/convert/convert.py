@@ -63,6 +63,7 @@ def convert_weights(
     *,
     dtype: Dtype | None = None,
     tokenizer: str | None = None,
+    chat_template: str | None = None,
     vocab_size: int | None = None,
     logits: bool = True,
     workers: int = DEFAULT_WORKERS,
@@ -72,9 +73,10 @@ def convert_weights(
 ) -> Conversion:
     """Convert the weights at `source` into the folder `target`, both addresses in any store, and prove them.
 
-    `tokenizer` is a folder whose tokenizer replaces the source's own; `vocab_size` is as for `open_weights`. A target
-    in a bucket is first written to the local disk, below `scratch`, and each file is uploaded when it is complete. A
-    verdict that failed is stored and returned like one that passed: the caller decides.
+    `tokenizer` is a folder whose tokenizer replaces the source's own, `chat_template` the text of a template that
+    replaces that of the tokenizer; `vocab_size` is as for `open_weights`. A target in a bucket is first written to the
+    local disk, below `scratch`, and each file is uploaded when it is complete. A verdict that failed is stored and
+    returned like one that passed: the caller decides.
     """
     if workers < 1:
         raise InputError(f"{workers} workers", hint="write at least 1")
@@ -86,6 +88,8 @@ def convert_weights(
     spec = {"from": source_weights.pinned, "format": source_weights.format, "tokenizer": tokenizer, **to.to_plain()}
     if dtype is not None:
         spec["dtype"] = dtype_name(_DTYPES[dtype])
+    if chat_template is not None:
+        spec["chat_template"] = chat_template
     if earlier is not None:
         _refuse_another(earlier, spec, target_place)
         if not (target_place.is_local and source_weights.is_read_in_place):
@@ -95,6 +99,8 @@ def convert_weights(
         companions = read_companions(
             source_weights.address, source_weights.format, tokenizer=tokenizer, options=options
         )
+        if chat_template is not None:
+            companions["chat_template.jinja"] = chat_template.encode()
         job = _ConversionJob(
             weights, target_place, to, _choose_dtype(dtype, weights, reporter), companions, workers, reporter
         )
