@@ -209,6 +209,10 @@ CHANGES = {
     "train.lora.alpha": Change("train.lora.alpha=4", LORA),
     "train.lora.dropout": Change("train.lora.dropout=0.1", LORA),
     "train.lora.targets": Change("train.lora.targets=[q_proj]", LORA),
+    "train.lora.rslora": Change("train.lora.rslora=true", LORA),
+    "train.lora.dora": Change("train.lora.dora=true", LORA),
+    "train.lora.quantize": Change("train.lora.quantize=nf4", LORA),
+    "train.optimizer.states": Change("train.optimizer.states=bf16"),
     "layout.tp": Change("layout.tp=4"),
     "layout.pp": Change("layout.pp=2"),
     "layout.vp": Change("layout.vp=2", "layout.pp=2"),
@@ -395,6 +399,9 @@ def read(tmp_path_factory: pytest.TempPathFactory) -> Read:
             "train={epochs: 0.01, global_batch: 4, precision: fp32, optimizer: {lr: 1.0e-3}}",
         )
         _traced_run(based, tracer, stages)
+        lora = "{rank: 2, alpha: 4, dropout: 0.1, targets: [attn], rslora: true, dora: true, quantize: int8}"
+        adapted = ("name=adapted", f"train.lora={lora}", "train.optimizer.states=bf16", "export=null")
+        _traced_run((*based, *adapted), tracer, stages)
         _traced_run(("name=bad", "train.optimizer.lr=1e38", "train.non_finite=skip", "export=null"), tracer, stages)
     return Read(*(frozenset(found) for found in stages))
 
