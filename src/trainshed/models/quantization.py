@@ -18,7 +18,7 @@ from torch import nn
 from trainshed.recipe.train import NF4_BLOCK
 
 Quantization = Literal["int8", "nf4"]
-# Table of appendix E of the paper, as bitsandbytes and torchao have it.
+# The table of appendix E of the paper, as bitsandbytes has it; torchao rounds it to four digits.
 NF4_LEVELS = (
     -1.0,
     -0.6961928009986877,
@@ -93,14 +93,15 @@ class QuantizedWeight(nn.Module):
         Scales are those of the whole rows, so the weight is the same however its columns are cut over ranks.
         """
         codes, scales = quantize_rows(weight, self.kind)
-        lost = dequantize_rows(codes, scales, torch.float32) - weight.float()
+        own = slice(first_column, first_column + self.columns)
+        lost = (dequantize_rows(codes, scales, torch.float32) - weight.float())[:, own]
         if self.kind == "nf4":
             scales = scales[:, first_column // NF4_BLOCK :][:, : self.columns // NF4_BLOCK]
             codes = codes[:, first_column // 2 :]
         else:
             codes = codes[:, first_column:]
         self.codes[rows], self.scales[rows] = codes[:, : self.codes.shape[1]], scales
-        return lost.double().square().sum(), weight.double().square().sum()
+        return lost.double().square().sum(), weight[:, own].double().square().sum()
 
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the weight."""
