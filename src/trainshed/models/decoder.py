@@ -23,6 +23,7 @@ from trainshed.models.collectives import ParallelAxes, all_gather, reduce_scatte
 from trainshed.models.layers import MLP, CounterDropout, Norm
 from trainshed.models.loss import linear_cross_entropy
 from trainshed.models.moe import ROUTER_LOSS_TERMS, MoE
+from trainshed.models.quantization import QUANTIZED_LINEAR
 from trainshed.models.registered_loss import linear_token_loss
 from trainshed.models.token_loss import TokenLoss
 from trainshed.recipe import ModelConfig
@@ -65,6 +66,7 @@ _SAVED_OPS = (
     _aten._scaled_dot_product_cudnn_attention.default,
     _comm.reduce_scatter_tensor.default,
     _comm.all_to_all_single.default,
+    QUANTIZED_LINEAR,
 )
 
 
