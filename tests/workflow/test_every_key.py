@@ -238,6 +238,7 @@ CHANGES = {
     "train.dpo.beta": Change("train.dpo.beta=0.2", PAIRS),
     "train.dpo.label_smoothing": Change("train.dpo.label_smoothing=0.1", PAIRS),
     "train.dpo.length_normalized": Change("train.dpo.length_normalized=true", PAIRS),
+    "train.optimizer.states": Change("train.optimizer.states=bf16"),
     "layout.tp": Change("layout.tp=4"),
     "layout.pp": Change("layout.pp=2"),
     "layout.vp": Change("layout.vp=2", "layout.pp=2"),
@@ -470,6 +471,9 @@ def read(tmp_path_factory: pytest.TempPathFactory) -> Read:
             "train={epochs: 0.01, global_batch: 4, precision: fp32, optimizer: {lr: 1.0e-3}}",
         )
         _traced_run(based, tracer, stages)
+        lora = "{rank: 2, alpha: 4, dropout: 0.1, targets: [attn], rslora: true, dora: true, quantize: int8}"
+        adapted = ("name=adapted", f"train.lora={lora}", "train.optimizer.states=bf16", "export=null")
+        _traced_run((*based, *adapted), tracer, stages)
         _traced_run(("name=bad", "train.optimizer.lr=1e38", "train.non_finite=skip", "export=null"), tracer, stages)
     return Read(*(frozenset(found) for found in stages))
 

@@ -31,6 +31,7 @@ from trainshed.models.preference_loss import (
     linear_preference_loss,
     packed_documents,
 )
+from trainshed.models.quantization import QUANTIZED_LINEAR
 from trainshed.models.registered_loss import linear_token_loss
 from trainshed.models.token_loss import TokenLoss
 from trainshed.recipe import ModelConfig
@@ -83,6 +84,7 @@ _SAVED_OPS = (
     _comm.reduce_scatter_tensor.default,
     _comm.all_to_all_single.default,
     torch.ops.higher_order.flex_attention,
+    QUANTIZED_LINEAR,
 )
 
 

@@ -9,6 +9,8 @@ Backward needs the weight again. It is dequantised again: a copy in full precisi
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -18,7 +20,7 @@ from torch import nn
 from trainshed.recipe.train import NF4_BLOCK
 
 Quantization = Literal["int8", "nf4"]
-# Table of appendix E of the paper, as bitsandbytes and torchao have it.
+# The table of appendix E of the paper, as bitsandbytes has it; torchao rounds it to four digits.
 NF4_LEVELS = (
     -1.0,
     -0.6961928009986877,
@@ -93,14 +95,15 @@ class QuantizedWeight(nn.Module):
         Scales are those of the whole rows, so the weight is the same however its columns are cut over ranks.
         """
         codes, scales = quantize_rows(weight, self.kind)
-        lost = dequantize_rows(codes, scales, torch.float32) - weight.float()
+        own = slice(first_column, first_column + self.columns)
+        lost = (dequantize_rows(codes, scales, torch.float32) - weight.float())[:, own]
         if self.kind == "nf4":
             scales = scales[:, first_column // NF4_BLOCK :][:, : self.columns // NF4_BLOCK]
             codes = codes[:, first_column // 2 :]
         else:
             codes = codes[:, first_column:]
         self.codes[rows], self.scales[rows] = codes[:, : self.codes.shape[1]], scales
-        return lost.double().square().sum(), weight.double().square().sum()
+        return lost.double().square().sum(), weight[:, own].double().square().sum()
 
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the weight."""
@@ -108,17 +111,54 @@ class QuantizedWeight(nn.Module):
 
     def matmul(self, x: torch.Tensor) -> torch.Tensor:
         """Multiply x [..., columns] with the weight: [..., rows]."""
-        return _QuantizedMatmul.apply(x, self.codes, self.scales)
+        return quantized_linear(x, self.codes, self.scales)
 
 
-class _QuantizedMatmul(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(codes, scales)
-        return F.linear(x, dequantize_rows(codes, scales, x.dtype))
+@torch.library.custom_op("trainshed::quantized_linear", mutates_args=())
+def quantized_linear(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Multiply x [..., columns] with a quantised weight: [..., rows].
 
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        codes, scales = ctx.saved_tensors
-        (grad,) = grads
-        return grad @ dequantize_rows(codes, scales, grad.dtype), None, None
+    An operation of its own: a compiler that looked inside would see that forward and backward dequantise the same
+    weight, and keep it.
+    """
+    return F.linear(x, _dequantize(codes, scales, x.dtype))
+
+
+@torch.library.custom_op("trainshed::quantized_linear_input_grad", mutates_args=())
+def quantized_linear_input_grad(grad: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of the input of `quantized_linear`."""
+    return grad @ _dequantize(codes, scales, grad.dtype)
+
+
+def _dequantize(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return (_compiled_dequantize() if codes.is_cuda else dequantize_rows)(codes, scales, dtype)
+
+
+@cache
+def _compiled_dequantize() -> Callable[..., torch.Tensor]:
+    """One kernel on a GPU; compiled on first use."""
+    return torch.compile(dequantize_rows, dynamic=False)
+
+
+@quantized_linear.register_fake
+def _(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    return x.new_empty((*x.shape[:-1], codes.shape[0]))
+
+
+@quantized_linear_input_grad.register_fake
+def _(grad: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    columns = codes.shape[1] if codes.dtype == torch.int8 else 2 * codes.shape[1]
+    return grad.new_empty((*grad.shape[:-1], columns))
+
+
+def _keep_codes(ctx: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+    ctx.save_for_backward(*inputs[1:])
+
+
+def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    return quantized_linear_input_grad(grad.contiguous(), *ctx.saved_tensors), None, None
+
+
+quantized_linear.register_autograd(_backward, setup_context=_keep_codes)
+QUANTIZED_LINEAR = torch.ops.trainshed.quantized_linear.default
+"""The operation as a dispatcher sees it."""

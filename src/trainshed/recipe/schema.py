@@ -471,7 +471,8 @@ class Recipe(Section):
             return
         if self.train.mode != "pretrain":
             yield Problem(("model", "from"), "is missing: there is nothing to fine-tune", "from: hf://org/name")
-        if self.train.lora is not None:
+        # On synthetic data nothing is learned anyway: fresh weights do for a check or a measurement.
+        if self.train.lora is not None and not self.data.synthetic:
             yield Problem(("model", "from"), "is missing: adapters need weights to sit on", "from: hf://org/name")
 
     def _export_problems(self, export: Export) -> Iterator[Problem]:

@@ -21,7 +21,7 @@ from trainshed.models.documents import document_masks
 from trainshed.models.loss import linear_cross_entropy
 from trainshed.models.moe import GroupedExperts
 from trainshed.plan.layout import resolve_layout
-from trainshed.recipe import Layout, ModelConfig
+from trainshed.recipe import Layout, Lora, ModelConfig
 from trainshed.recipe.train import Optimizer
 
 pytestmark = [
@@ -66,6 +66,8 @@ def outcomes(
     recompute: str = "none",
     dropout: float = 0.0,
     mean_document: int | None = None,
+    lora: Lora | None = None,
+    states: str | None = None,
 ) -> list[StepMetrics]:
     layout = resolve_layout(Layout.model_validate({"micro_batch": 2, "recompute": recompute}), config)
     place = torch.device(device)
@@ -76,14 +78,17 @@ def outcomes(
         precision=precision,
         regularization=Regularization(z_loss=1e-4, moe_balance=0.01, moe_z=1e-3, dropout=dropout, seed=7),
         compile_blocks=place.type == "cuda",
+        lora=lora,
     )
     init_model(model, seed=1)
-    runner = StepRunner(model, AdamW(model.shards, Optimizer(lr=1e-3), place))
+    options = Optimizer.model_validate({"lr": 1e-3, "states": states})
+    runner = StepRunner(model, AdamW(model.shards, options, place))
     generator = torch.Generator().manual_seed(0)
     found = []
     for step in range(steps):
         rows = torch.randint(0, config.vocab_size, (BATCH, LENGTH + 1), generator=generator)
-        samples = torch.arange(step * BATCH, (step + 1) * BATCH, device=place) if dropout else None
+        drops = dropout or (lora is not None and lora.dropout)
+        samples = torch.arange(step * BATCH, (step + 1) * BATCH, device=place) if drops else None
         starts = None if mean_document is None else random_documents(mean_document, generator).to(place)
         inputs, labels = rows[:, :-1].contiguous().to(place), rows[:, 1:].contiguous().to(place)
         batch = LocalBatch(BATCH, inputs, labels, samples, document_starts=starts)
@@ -141,6 +146,42 @@ def test_a_gpu_computes_what_a_cpu_computes(config: ModelConfig, precision: str,
         assert gpu.loss == pytest.approx(cpu.loss, rel=bound)
         assert gpu.grad_norm == pytest.approx(cpu.grad_norm, rel=5 * bound)
         assert gpu.loss_terms == pytest.approx(cpu.loss_terms, rel=bound, abs=1e-9)
+
+
+ADAPTERS: dict[str, tuple[ModelConfig, dict[str, object]]] = {
+    "lora": (DENSE, {"targets": ["all-linear"]}),
+    "dora with dropout": (DENSE, {"targets": ["attn", "mlp"], "dora": True, "dropout": 0.2}),
+    "some projections": (DENSE, {"targets": ["v_proj", "up_proj"], "rank": 3}),
+    "int8": (DENSE, {"targets": ["attn", "mlp"], "quantize": "int8"}),
+    "nf4": (DENSE, {"targets": ["attn"], "quantize": "nf4", "dora": True}),
+    "experts": (EXPERTS, {"targets": ["all-linear"], "rank": 5}),
+}
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+@pytest.mark.parametrize(("config", "options"), ADAPTERS.values(), ids=ADAPTERS)
+def test_adapters_on_a_gpu_train_as_on_a_cpu(config: ModelConfig, options: dict[str, object], recompute: str) -> None:
+    lora = Lora.model_validate({"rank": 8, "alpha": 16, **options})
+    there = outcomes(config, "cuda", "bf16", 4, lora=lora, recompute=recompute)
+    here = outcomes(config, "cpu", "fp32", 4, lora=lora)
+    for gpu, cpu in zip(there, here, strict=True):
+        assert gpu.loss == pytest.approx(cpu.loss, rel=3e-2)
+        assert gpu.grad_norm == pytest.approx(cpu.grad_norm, rel=0.15)
+
+
+def test_fp8_products_with_frozen_weights_follow_bf16() -> None:
+    pytest.importorskip("torchao")
+    lora = Lora.model_validate({"rank": 8, "alpha": 16, "targets": ["all-linear"]})
+    wide, narrow = (outcomes(DENSE, "cuda", precision, lora=lora) for precision in ("bf16", "fp8"))
+    assert [step.loss for step in narrow] == pytest.approx([step.loss for step in wide], rel=3e-2)
+    assert [step.grad_norm for step in narrow] == pytest.approx([step.grad_norm for step in wide], rel=0.2)
+    assert [step.loss for step in narrow] != [step.loss for step in wide], "the products were not in fp8"
+
+
+def test_states_in_bf16_are_rounded_as_on_a_cpu() -> None:
+    there, here = (outcomes(DENSE, device, "fp32", states="bf16") for device in ("cuda", "cpu"))
+    for gpu, cpu in zip(there, here, strict=True):
+        assert gpu.loss == pytest.approx(cpu.loss, rel=2e-3)
 
 
 def test_tensors_are_updated_alike_together_and_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 from support.models.megatron_folders import MadeWeights
 from support.recipes.small_recipes import ALONE, MODELS, small_job, small_recipe, world_size
@@ -19,6 +21,7 @@ from trainshed.checkpoints.native.weights import NativeWeightsWriter
 from trainshed.engines.torch import rank
 from trainshed.engines.torch.model import RankModel, build_model
 from trainshed.engines.torch.rank import train_rank
+from trainshed.engines.torch.trainer import Trainer, TrainingEnd
 from trainshed.models.decoder import DecoderLayer
 from trainshed.observe.event_log import read_steps
 from trainshed.recipe import ModelConfig, Recipe
@@ -27,10 +30,10 @@ from trainshed.storage import LocalStore
 LORA = "{rank: 4, alpha: 8, targets: [all-linear]}"
 
 
-def write_base(model: str, folder: Path, **changes: Any) -> Path:
+def write_base(model: str, folder: Path, seed: int = 7, **changes: Any) -> Path:
     """Write a base for a small model; returns the folder of its artefact."""
     config = ModelConfig.model_validate(MODELS[model] | changes)
-    made = MadeWeights(config, seed=7)
+    made = MadeWeights(config, seed=seed)
     for name, tensor in made.tensors.items():
         # Activations stay near 1 through all layers.
         made.tensors[name] = tensor * config.hidden**-0.5 if tensor.dim() > 1 else 1 + 0.2 * tensor
@@ -108,3 +111,50 @@ class AdaptedRuns:
         if key not in self._alone:
             self._alone[key] = self.train(self.new_folder(), model, ALONE, *overrides, lora=lora)
         return self._alone[key]
+
+
+def train_hashing(
+    folder: Path, model: str, layout: str, base: Path, lora: str, overrides: Sequence[str]
+) -> dict[str, Any]:
+    """Train as one rank; returns what became of its frozen weights: hashes before and after, dtypes, gradients."""
+    report: dict[str, Any] = {}
+
+    class HashingTrainer(Trainer):
+        def run(self) -> TrainingEnd:
+            model = self.runner.model
+            report["before"] = _hash_frozen(model)
+            end = super().run()
+            report["after"] = _hash_frozen(model)
+            report["frozen"] = {str(shard.local_tensor.dtype) for shard in model.frozen_shards}
+            report["trained"] = {str(shard.local_tensor.dtype) for shard in model.shards}
+            report["gradients"] = [shard.name for shard in model.frozen_shards if shard.gradient is not None]
+            report["gathered"] = _gathered_dtypes(model)
+            return end
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rank, "Trainer", HashingTrainer)
+        train_adapters(folder, model, layout, base, lora, overrides)
+    return report
+
+
+def _hash_frozen(model: RankModel) -> dict[str, str]:
+    tensors = {shard.name: shard.local_tensor for shard in model.frozen_shards}
+    for shard in model.quantized:
+        name = shard.parameter.name
+        tensors |= {f"{name}.codes": shard.weight.codes, f"{name}.scales": shard.weight.scales}
+    return {
+        name: hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+        for name, tensor in tensors.items()
+        if tensor.numel()
+    }
+
+
+def _gathered_dtypes(model: RankModel) -> dict[str, set[str]]:
+    """In which dtypes FSDP gathers weights: frozen and trained ones."""
+    dtypes: dict[str, set[str]] = {"frozen": set(), "trained": set()}
+    for module in model.stages[0].modules():
+        group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
+        for parameter in group.fsdp_params if group is not None else ():
+            kind = "trained" if parameter.sharded_param.requires_grad else "frozen"
+            dtypes[kind].add(str(parameter.param_dtype or parameter.orig_dtype))
+    return dtypes
