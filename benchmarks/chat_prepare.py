@@ -154,7 +154,8 @@ def _compare(out: Path) -> None:
     assert learned == Path(f"{out / 'plain'}.learned").read_bytes()
     with IndexedDataset(str(out / "ours")) as reader:
         at = 0
-        for number, row in enumerate(load_from_disk(str(out / "map"))):
+        rows: Any = load_from_disk(str(out / "map"))
+        for number, row in enumerate(rows):
             ids = reader.sequence(number)
             assert ids.tolist() == row["input_ids"], number
             assert list(learned[at : at + len(ids)]) == row["assistant_masks"], number

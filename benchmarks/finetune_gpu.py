@@ -86,7 +86,7 @@ def varlen_attention(
 ) -> tuple[torch.Tensor, None]:
     """Attention of transformers' interface over a flattened row: [1, heads, T, D] each."""
     ends, longest = options["cu_seq_lens_q"], options["max_length_q"]
-    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
+    query, key, value = (x[0].transpose(0, 1).to(torch.bfloat16) for x in (query, key, value))
     out = torch.ops.aten._flash_attention_forward(query, key, value, ends, ends, longest, longest, 0.0, True, False)[0]
     return out[None], None
 

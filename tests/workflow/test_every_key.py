@@ -238,7 +238,6 @@ CHANGES = {
     "train.dpo.beta": Change("train.dpo.beta=0.2", PAIRS),
     "train.dpo.label_smoothing": Change("train.dpo.label_smoothing=0.1", PAIRS),
     "train.dpo.length_normalized": Change("train.dpo.length_normalized=true", PAIRS),
-    "train.optimizer.states": Change("train.optimizer.states=bf16"),
     "layout.tp": Change("layout.tp=4"),
     "layout.pp": Change("layout.pp=2"),
     "layout.vp": Change("layout.vp=2", "layout.pp=2"),

@@ -29,7 +29,7 @@ _READ_ELEMENTS = 1 << 26
 def init_model(model: RankModel, seed: int) -> None:
     """Fill every tensor with fresh values."""
     if model.lora is None:
-        for shard in model.shards:
+        for shard in (*model.shards, *model.frozen_shards):
             init_parameter(shard.local_tensor, shard.parameter, shard.offset, model.config, seed)
         return
     read = _fresh_boxes(model.config, seed)
