@@ -193,7 +193,7 @@ _GROUPED_MULTIPLE = 8
 def add_adapters(stage: DecoderStage, lora: Lora, *, dtype: torch.dtype) -> None:
     """Freeze a stage's weights and give its projections adapters of `dtype`, without values.
 
-    Frozen weights keep their order: their gates are put first once, when they are loaded.
+    From now on gates are stored before ups: whoever loads the frozen weights puts them in this order once.
     """
     _freeze(stage, lora.quantize)
     config, axes, spec = stage.config, stage.axes, stage.spec
