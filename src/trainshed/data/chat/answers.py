@@ -80,13 +80,16 @@ class _Rendering:
 
     def answer_span(self, number: int) -> Span:
         """Find one answer, from the end of the generation prompt to the end of its turn."""
-        start = self._start(number)
+        start, end = self._start(number), self._end(number)
+        if self.text.find(self.content(number), start, end) < 0:
+            raise self.refusal(number, "what it says is not in the text")
+        return start, end
+
+    def _end(self, number: int) -> int:
         if number == len(self._messages) - 1:
-            return start, len(self.text)
+            return len(self.text)
         until = self._render(self._messages[: number + 1])
-        if self.text.startswith(until) and len(until) >= start:
-            return start, len(until)
-        return start, _AnchoredAnswer(self, number).end()
+        return len(until) if self.text.startswith(until) else _AnchoredAnswer(self, number).end()
 
     def _start(self, number: int) -> int:
         prompt = self.prompt(number)
