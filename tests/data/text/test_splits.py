@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support.servers.hub_server import COMMIT, running
 from trainshed.data.text.corpus import assign_shards, count_file_rows, find_inputs
 from trainshed.data.text.reader import InputReader, InputSlice, extract_documents, extract_rows
 from trainshed.data.text.splits import parse_split, split_of
@@ -220,3 +221,31 @@ def test_rows_are_counted_once_by_what_is_given_for_it(tmp_path: Path) -> None:
     assert not counted
     find_inputs([str(path)], columns=COLUMNS, split="train[:1]", count_rows=count)
     assert counted == [str(path)]
+
+
+def test_a_dataset_on_the_hub_is_named_by_its_split(
+    no_cloud: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = {
+        name: write_rows(tmp_path / "x.parquet", rows).read_bytes()
+        for name, rows in (("a", range(4)), ("b", range(4, 9)))
+    }
+    files = {
+        "README.md": b"# A dataset",
+        "data/train-00000-of-00002.parquet": parts["a"],
+        "data/train-00001-of-00002.parquet": parts["b"],
+        "data/test-00000-of-00001.parquet": parts["a"],
+    }
+    configurations = {f"{name}/train-00000-of-00001.parquet": parts["a"] for name in ("main", "socratic")}
+    with running() as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        hub.repos |= {"datasets/org/chats": files, "datasets/org/two": configurations}
+        read = find_inputs(["hf://datasets/org/chats"], columns=COLUMNS, split="train[50%:]")
+        assert numbers(read) == [4, 5, 6, 7, 8]
+        pinned = find_inputs([f"hf://datasets/org/chats@{COMMIT}"], columns=COLUMNS, split="test")
+        assert numbers(pinned) == [0, 1, 2, 3]
+        with pytest.raises(InputError, match="several splits here: test, train"):
+            find_inputs(["hf://datasets/org/chats"], columns=COLUMNS)
+        with pytest.raises(InputError, match=r"several folders \(main, socratic\)"):
+            find_inputs(["hf://datasets/org/two"], columns=COLUMNS, split="train")
+        assert numbers(find_inputs(["hf://datasets/org/two/main"], columns=COLUMNS, split="train[:1]")) == [0]
