@@ -30,7 +30,7 @@ _CHECKED_ROLES = ("system", "developer", "user", "assistant")
 
 def render_learned(template: ChatTemplate, conversation: Conversation, train_on: TrainOn) -> tuple[str, list[Span]]:
     """Return a conversation as text, and the characters of it that are learned."""
-    rendering = _Rendering(template, conversation, template.new_budget())
+    rendering = _Rendering(template, conversation, template.new_budget(len(conversation.messages)))
     answers = conversation.answers[-1:] if train_on == "last" else conversation.answers
     if train_on == "all":
         spans = [(0, len(rendering.text))]
