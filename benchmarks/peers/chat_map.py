@@ -21,7 +21,7 @@ def main() -> None:
     from transformers import AutoTokenizer
 
     disable_progress_bars()
-    tokenizer = AutoTokenizer.from_pretrained(arguments.tokenizer)
+    tokenizer: Any = AutoTokenizer.from_pretrained(arguments.tokenizer)
 
     def tokenize(rows: dict[str, Any]) -> dict[str, Any]:
         result = tokenizer.apply_chat_template(rows["messages"], return_dict=True, return_assistant_tokens_mask=True)

@@ -20,8 +20,7 @@ import orjson
 
 from trainshed.data.chat.conversation import row_columns
 from trainshed.data.chat.inspect import ChatInspection, inspect_conversations, inspect_rows
-from trainshed.data.chat.template import find_template
-from trainshed.data.chat.tokenize import ChatSettings, check_markers
+from trainshed.data.chat.tokenize import check_markers, recipe_chat_settings
 from trainshed.data.prepare import PrepareResult, ShardJob, TokenizeConfig, hash_input, prepare
 from trainshed.data.recipe_keys import errors_with_recipe_keys
 from trainshed.data.text.corpus import assign_shards, count_file_rows, find_inputs, run_script, script_spec
@@ -230,32 +229,12 @@ class DataArtefacts:
         LocalStore(folder).put(path.name, orjson.dumps({"rows": rows}) + b"\n")
         return rows
 
-    def _chat_settings(self, source: SourceKeys) -> ChatSettings | None:
-        """Return how the conversations of a source become tokens; None where its documents are text."""
-        recipe, answers = self._recipe, self._recipe.data.answers
-        tokenizer = self.tokenizer()
-        if recipe.sample_format == "text" or tokenizer is None:
-            return None
-        assert recipe.data.sequence_length is not None
-        with errors_with_recipe_keys(recipe.where("data.template")):
-            template = find_template(answers.template, tokenizer, folder=recipe.folder, options=self.options)
-        return ChatSettings(
-            sample_format=recipe.sample_format,
-            template=template,
-            sequence_length=recipe.data.sequence_length,
-            columns=tuple(sorted((source.columns or {}).items())),
-            system=answers.system,
-            train_on=answers.train_on,
-            thinking=answers.thinking,
-            on_too_long=answers.on_too_long,
-        )
-
     def _tokenize_config(self, source: SourceKeys) -> TokenizeConfig:
         tokenizer, data = self.tokenizer(), self._recipe.data
         if tokenizer is None:
             raise InputError("there is text to tokenise and no tokenizer", where=self._recipe.where("tokenizer"))
-        chat = self._chat_settings(source)
-        if chat is not None:
+        if self._recipe.sample_format != "text":
+            chat = recipe_chat_settings(self._recipe, tokenizer, source, self.options)
             with errors_with_recipe_keys(self._recipe.where("data.template")):
                 check_markers(chat, tokenizer, self._reporter)
             return TokenizeConfig(tokenizer, eod=None, on_bad_line=data.on_bad_line, chat=chat)

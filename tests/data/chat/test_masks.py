@@ -210,3 +210,11 @@ def test_what_is_learned_reads_as_the_answers(tmp_path: Path, name: str, content
         at = text.index(answer, at) + len(answer)
     assert len(text) - sum(map(len, answers)) <= 45 * len(answers)
     assert all(content in text for content in answers)
+
+
+def test_a_conversation_of_hundreds_of_messages_works(tmp_path: Path) -> None:
+    style = STYLES["qwen3"]
+    plain, marked = write_style(tmp_path / "p", style), write_style(tmp_path / "m", style, marked=True)
+    roles = ("user", "assistant") * 150
+    chat = [{"role": role, "content": f"word {number}"} for number, role in enumerate(roles)]
+    assert learned(plain, [chat]) == expected(marked, [chat])

@@ -12,7 +12,9 @@ import pytest
 
 from support.models.chat_styles import STYLES, conversations, write_style, write_tokenizer
 from support.runs.chatting import tokenized, tokens_of
-from trainshed.data.chat.template import FIXED_DATE
+from trainshed.data.chat.answers import render_learned
+from trainshed.data.chat.conversation import BadSample, Conversation
+from trainshed.data.chat.template import FIXED_DATE, ChatTemplate
 
 
 @pytest.fixture(scope="module")
@@ -114,3 +116,42 @@ def test_dpo_learns_the_same_answers(trl: SimpleNamespace, name: str, tmp_path: 
     # Without a prompt it is what both begin with, as in trl's extract_prompt.
     implicit = [{key: row["prompt"] + row[key] for key in ("chosen", "rejected")} for row in rows]
     assert tokens_of(tokenized(folder, implicit, sample_format="preference")) == expected
+
+
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+AGENT: list[dict[str, Any]] = [
+    {"role": "user", "content": "1?"},
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "content": "result", "name": "add"},
+    {"role": "assistant", "content": "It is so."},
+    {"role": "user", "content": "Sure?"},
+    {"role": "assistant", "content": "Yes."},
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "last", "turn_end"),
+    [
+        ("qwen3", "<think>\n\n</think>\n\nYes.", "<|im_end|>\n"),
+        ("qwen3_5_think", "\n</think>\n\nYes.", "<|im_end|>\n"),
+        ("qwen3_instruct_2507", "Yes.", "<|im_end|>\n"),
+        ("llama3_1", "Yes.", "<|eot_id|>"),
+    ],
+)
+def test_published_templates_are_followed_where_they_rewrite_earlier_answers(
+    trl: SimpleNamespace, name: str, last: str, turn_end: str
+) -> None:
+    """Qwen 3 writes thinking after the last question only: both earlier answers change when a question follows."""
+    template = ChatTemplate(getattr(trl.templates, f"{name}_chat_template"), {"bos_token": "<s>", "eos_token": "</s>"})
+    text, spans = render_learned(template, Conversation([dict(message) for message in AGENT]), "answers")
+    call, answer, end = (text[start:stop] for start, stop in spans)
+    assert "add" in call
+    assert "result" not in call
+    assert call.startswith("<tool_call>" if name.startswith("qwen") else '{"name"')
+    assert (call[-len(turn_end) :], answer, end) == (turn_end, f"It is so.{turn_end}", f"{last}{turn_end}")
+
+
+def test_a_template_that_leaves_a_tool_call_out_is_refused(trl: SimpleNamespace) -> None:
+    template = ChatTemplate(trl.templates.llama3_chat_template, {"bos_token": "<s>"})
+    with pytest.raises(BadSample, match=r"message 2 \(assistant\) cannot be found"):
+        render_learned(template, Conversation([dict(message) for message in AGENT]), "answers")

@@ -30,7 +30,7 @@ _CHECKED_ROLES = ("system", "developer", "user", "assistant")
 
 def render_learned(template: ChatTemplate, conversation: Conversation, train_on: TrainOn) -> tuple[str, list[Span]]:
     """Return a conversation as text, and the characters of it that are learned."""
-    rendering = _Rendering(template, conversation, template.new_budget())
+    rendering = _Rendering(template, conversation, template.new_budget(len(conversation.messages)))
     answers = conversation.answers[-1:] if train_on == "last" else conversation.answers
     if train_on == "all":
         spans = [(0, len(rendering.text))]
@@ -80,24 +80,33 @@ class _Rendering:
 
     def answer_span(self, number: int) -> Span:
         """Find one answer, from the end of the generation prompt to the end of its turn."""
-        start = self._start(number)
+        start, end = self._start(number), self._end(number)
+        if self.text.find(self.content(number), start, end) < 0:
+            raise self.refusal(number, "what it says is not in the text")
+        return start, end
+
+    def _end(self, number: int) -> int:
         if number == len(self._messages) - 1:
-            return start, len(self.text)
+            return len(self.text)
         until = self._render(self._messages[: number + 1])
-        if self.text.startswith(until) and len(until) >= start:
-            return start, len(until)
-        return start, _AnchoredAnswer(self, number).end()
+        return len(until) if self.text.startswith(until) else _AnchoredAnswer(self, number).end()
 
     def _start(self, number: int) -> int:
         prompt = self.prompt(number)
         if self.text.startswith(prompt):
             return len(prompt)
-        common = _common_length(self.text, prompt)
         # A generation prompt may go further than an earlier answer does: it may open the thinking already.
-        before = self._render(self._messages[:number])
-        if len(before) < common and self.text.startswith(before):
-            return common
-        return _AnchoredAnswer(self, number).start()
+        before = len(prompt) - len(self.generation_prompt(number))
+        common = _common_length(self.text, prompt)
+        common -= _open_mark(prompt[:common])
+        return common if common > before else _AnchoredAnswer(self, number).start()
+
+    def generation_prompt(self, number: int) -> str:
+        """Return what the template writes to begin an answer."""
+        before, prompt = self._render(self._messages[:number]), self.prompt(number)
+        if not prompt.startswith(before):
+            raise self.refusal(number, "the generation prompt changes what comes before it")
+        return prompt[len(before) :]
 
     def prompt(self, number: int) -> str:
         """Return the messages before an answer, with the generation prompt."""
@@ -108,11 +117,11 @@ class _Rendering:
         return self._prompts[number]
 
     def anchored(self, number: int, *, last: bool) -> tuple[str, str]:
-        """Render with a mark in place of an answer's content, and return what comes before and after the mark.
+        """Render with a mark in place of what an answer says, and return what comes before and after the mark.
 
         With `last`, the conversation ends with this answer.
         """
-        marked = self._messages[number] | {"content": ANCHOR}
+        marked = _with_anchor(self._messages[number])
         rest = [] if last else self._messages[number + 1 :]
         before, mark, after = self._render([*self._messages[:number], marked, *rest]).partition(ANCHOR)
         if not mark or ANCHOR in after:
@@ -140,8 +149,9 @@ class _Rendering:
         )
 
     def content(self, number: int) -> str:
-        """Return what a reader sees of an answer."""
-        return visible_content(self._messages[number]).strip()
+        """Return what a reader sees of an answer; of one that only calls tools, the name of the first."""
+        content = visible_content(self._messages[number]).strip()
+        return content or _first_tool(self._messages[number])
 
     def _render(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = False) -> str:
         return self._template.render(
@@ -172,9 +182,13 @@ class _AnchoredAnswer:
 
     def start(self) -> int:
         """Return where it begins: what stands between the generation prompt and the content is part of it."""
-        if not self._before.endswith(self._lead):
-            raise self._rendering.refusal(self._number, "it begins differently when more messages follow")
-        return len(self._before) - len(self._lead)
+        if self._before.endswith(self._lead):
+            return len(self._before) - len(self._lead)
+        begun = self._rendering.generation_prompt(self._number)
+        for length in range(len(begun), 0, -1):
+            if self._before.endswith(begun[:length]) and MARKER.search(begun[:length]):
+                return len(self._before)
+        raise self._rendering.refusal(self._number, "it begins differently when more messages follow")
 
     def end(self) -> int:
         """Return where it ends, with its end-of-turn token even if that is another one when more messages follow."""
@@ -187,6 +201,26 @@ class _AnchoredAnswer:
         rests = self._alone_after[alone.end() :], self._after[here.end() :]
         space = rests[0][: _common_length(*rests)]
         return self._content_end + here.end() + len(space) - len(space.lstrip())
+
+
+def _open_mark(text: str) -> int:
+    """Return how many characters at the end of a text begin a mark such as `<think>` and do not end it."""
+    at = text.rfind("<")
+    return 0 if at < 0 or ">" in text[at:] else len(text) - at
+
+
+def _with_anchor(message: dict[str, Any]) -> dict[str, Any]:
+    """Put a mark in place of what an answer says: its content, or the name of the tool that it calls."""
+    if message["content"].strip() or not message.get("tool_calls"):
+        return message | {"content": ANCHOR}
+    call, *others = message["tool_calls"]
+    named = call | {"function": call["function"] | {"name": ANCHOR}} if "function" in call else call | {"name": ANCHOR}
+    return message | {"tool_calls": [named, *others]}
+
+
+def _first_tool(message: dict[str, Any]) -> str:
+    calls = message.get("tool_calls") or [{"name": ""}]
+    return calls[0].get("function", calls[0])["name"]
 
 
 def _common_length(one: str, other: str) -> int:

@@ -27,6 +27,9 @@ from trainshed.errors import InputError
 MAX_SECONDS = 5.0
 """Processor time that the template may take for one conversation, however often it is rendered."""
 
+MESSAGES_OF_MAX_SECONDS = 100
+"""Conversations of more messages than this get more time, in proportion."""
+
 MAX_CHARACTERS = 64 * 1024 * 1024
 """Longest text that a template may write or hold."""
 
@@ -51,8 +54,8 @@ class TemplateOverrun(TemplateFailure):
 class RenderBudget:
     """The processor time that is left for one conversation."""
 
-    def __init__(self, seconds: float | None = None) -> None:
-        self._seconds = MAX_SECONDS if seconds is None else seconds
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
         self._end = time.thread_time() + self._seconds
         self._steps = 0
 

@@ -130,11 +130,11 @@ class ChatTemplate:
         """Whether it has asked for today's date so far."""
         return self._compiled[0].asks_for_date
 
-    def new_budget(self) -> RenderBudget:
-        """Return the time for one conversation."""
-        from trainshed.data.chat.sandbox import RenderBudget
+    def new_budget(self, messages: int = 1) -> RenderBudget:
+        """Return the time for one conversation, which is rendered about twice for each answer."""
+        from trainshed.data.chat.sandbox import MAX_SECONDS, MESSAGES_OF_MAX_SECONDS, RenderBudget
 
-        return RenderBudget()
+        return RenderBudget(MAX_SECONDS * max(1.0, messages / MESSAGES_OF_MAX_SECONDS))
 
     def render(
         self,

@@ -17,15 +17,17 @@ import numpy as np
 
 from trainshed.data.chat.answers import render_learned
 from trainshed.data.chat.conversation import BadSample, Conversation, SampleParser, row_columns
-from trainshed.data.chat.template import MARKER, ChatTemplate, TemplateSource
+from trainshed.data.chat.template import FIXED_DATE, MARKER, ChatTemplate, TemplateSource, find_template
 from trainshed.data.chat.token_mask import TokenMasks
+from trainshed.data.recipe_keys import errors_with_recipe_keys
 from trainshed.data.text.reader import BadLine, extract_rows
 from trainshed.data.tokenize.encoders import Encoder, EncoderName, choose_encoder, require_reference_ids
 from trainshed.data.tokenize.tokenizer import Tokenizer
 from trainshed.data.tokenize.workers import BlockTask, TokenBlock, comparison_sample, utf8_bytes
 from trainshed.data.tokens.shard_writer import ChatCounts
 from trainshed.errors import TokenizerError
-from trainshed.recipe.data import OnTooLong, SampleFormat, TrainOn
+from trainshed.recipe import Recipe
+from trainshed.recipe.data import OnTooLong, SampleFormat, SourceKeys, TrainOn
 from trainshed.reporting import Reporter
 
 if TYPE_CHECKING:
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 
     from trainshed.data.chat.conversation import Thinking
     from trainshed.data.chat.sandbox import Span
+    from trainshed.storage import StoreOptions
 
 CHAT_FORMAT = 1
 """Part of the spec: another number where the same rows would give other tokens."""
@@ -69,6 +72,36 @@ class ChatSettings:
             "sequence_length": self.sequence_length,
             "on_too_long": self.on_too_long,
         }
+
+
+def recipe_chat_settings(
+    recipe: Recipe, tokenizer: Tokenizer, source: SourceKeys | None = None, options: StoreOptions | None = None
+) -> ChatSettings:
+    """Return how a recipe's conversations become tokens; a source may have names of its own for columns."""
+    answers, columns = recipe.data.answers, (source.columns if source is not None else None) or {}
+    assert recipe.data.sequence_length is not None, "only synthetic data may leave it out"
+    with errors_with_recipe_keys(recipe.where("data.template")):
+        template = find_template(answers.template, tokenizer, folder=recipe.folder, options=options)
+    return ChatSettings(
+        sample_format=recipe.sample_format,
+        template=template,
+        sequence_length=recipe.data.sequence_length,
+        columns=tuple(sorted(columns.items())),
+        system=answers.system,
+        train_on=answers.train_on,
+        thinking=answers.thinking,
+        on_too_long=answers.on_too_long,
+    )
+
+
+def encode_prompt(tokenizer: Tokenizer, settings: ChatSettings, question: str) -> list[int]:
+    """Return the tokens of a question as the model sees it before it answers: with the generation prompt."""
+    messages = [{"role": "user", "content": question}]
+    if settings.system:
+        messages.insert(0, {"role": "system", "content": settings.system})
+    template = ChatTemplate(settings.template.text, tokenizer.special_texts)
+    text = template.render(messages, add_generation_prompt=True).text
+    return tokenizer.backend.encode(text, add_special_tokens=False).ids
 
 
 @dataclass
@@ -261,6 +294,4 @@ def check_markers(settings: ChatSettings, tokenizer: Tokenizer, reporter: Report
             "they are in prompts only"
         )
     if template.asks_for_date:
-        from trainshed.data.chat.template import FIXED_DATE
-
         reporter.note(f"the chat template asks for today's date, and gets {FIXED_DATE:%d %B %Y} on any day")

@@ -85,8 +85,7 @@ def split_of(path: str) -> str | None:
     shard = _SHARD.match(name)
     if shard:
         return shard["name"]
-    stem = name.partition(".")[0]
-    for part in (stem, *reversed(folders)):
+    for part in (name, *reversed(folders)):
         split = next((split for split, word in _WORD.items() if word.search(part)), None)
         if split is not None:
             return split
