@@ -142,8 +142,6 @@ def _never_measured(training: TrainingShape, engine: str, own: list[MeasuredKind
         missing.append(f"on {wanted} (only on {', '.join(gpus)})")
     if stand_in is not None:
         missing.append(f"on more than one GPU (what it says between them is planned as {stand_in}'s)")
-    if training.lora is not None and engine == "torch":
-        missing.append("with adapters")
     return [f"the engine {engine} was never measured {' nor '.join(missing)}"] if missing else []
 
 

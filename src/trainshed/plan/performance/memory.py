@@ -340,7 +340,8 @@ def layer_activation_bytes(training: TrainingShape, layout: RankLayout, *, exper
     hidden = constants.hidden_bytes * kept.hidden * model.hidden / shared
     if layout.tp > 1:
         hidden += constants.scattered_bytes * model.hidden / shared
-    if training.precision in LOW_PRECISIONS:
+    # Beside adapters nothing is kept in fp8: a frozen weight has no gradient, and adapters read bf16.
+    if training.precision in LOW_PRECISIONS and training.lora is None:
         hidden, attention, inner = (part * constants.fp8_kept for part in (hidden, attention, inner))
     everything = tokens * (hidden + attention + inner + _adapter_activation_bytes(training, layout, experts=experts))
     working = tokens * constants.backward_work_bytes * width
