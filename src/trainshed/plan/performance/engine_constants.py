@@ -172,6 +172,8 @@ class EngineConstants:
     which FlashAttention never writes."""
     fp8_kept: float = 0.8
     """Share of those bytes that is kept with fp8 and fp4 matmuls, which keep their inputs as they were cast."""
+    fp8_kept_beside_adapters: float | None = None
+    """The same where adapters read those inputs, in bf16; None: as without adapters."""
     logit_bytes: float = 10.0
     """Bytes per logit of a micro-batch at the peak of the loss."""
     logit_slice: float = inf

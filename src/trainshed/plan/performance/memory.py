@@ -340,9 +340,11 @@ def layer_activation_bytes(training: TrainingShape, layout: RankLayout, *, exper
     hidden = constants.hidden_bytes * kept.hidden * model.hidden / shared
     if layout.tp > 1:
         hidden += constants.scattered_bytes * model.hidden / shared
-    # Beside adapters nothing is kept in fp8: a frozen weight has no gradient, and adapters read bf16.
-    if training.precision in LOW_PRECISIONS and training.lora is None:
-        hidden, attention, inner = (part * constants.fp8_kept for part in (hidden, attention, inner))
+    if training.precision in LOW_PRECISIONS:
+        share = constants.fp8_kept
+        if training.lora is not None and constants.fp8_kept_beside_adapters is not None:
+            share = constants.fp8_kept_beside_adapters
+        hidden, attention, inner = (part * share for part in (hidden, attention, inner))
     everything = tokens * (hidden + attention + inner + _adapter_activation_bytes(training, layout, experts=experts))
     working = tokens * constants.backward_work_bytes * width
     if layout.recompute == "full":
