@@ -5,7 +5,6 @@ It works on prepared tokens, and on the first rows of a source before anything i
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,6 +15,7 @@ import numpy as np
 
 from trainshed.data.chat.conversation import BadSample, SampleParser
 from trainshed.data.chat.tokenize import ChatSettings, ConversationTokenizer
+from trainshed.data.sampling.packing import best_fit
 from trainshed.data.text.reader import InputReader, InputSlice, TextBlock, extract_rows, format_line_location
 from trainshed.data.tokenize.tokenizer import Tokenizer
 from trainshed.data.tokenize.workers import BlockTask, TokenBlock
@@ -310,25 +310,7 @@ def _runs(ids: list[int], learned: list[int], tokenizer: Tokenizer | None) -> li
 
 
 def packing_efficiency(lengths: Sequence[int], room: int) -> float:
-    """Return the share of rows of `room` tokens that is filled if conversations are packed, the longest first.
-
-    Each goes into the row that it fills best.
-    """
-    free_by_size: Counter[int] = Counter()
-    sizes: list[int] = []  # of free room in rows that are begun, in order
-    rows = 0
-    for length in sorted(lengths, reverse=True):
-        at = bisect_left(sizes, length)
-        if at == len(sizes):
-            rows, free = rows + 1, room
-        else:
-            free = sizes[at]
-            free_by_size[free] -= 1
-            if not free_by_size[free]:
-                del sizes[at]
-        left = free - length
-        if left > 0:
-            if not free_by_size[left]:
-                insort(sizes, left)
-            free_by_size[left] += 1
+    """Return the share of rows of `room` tokens that is filled if conversations of these lengths are packed."""
+    falling = np.sort(np.asarray(lengths, np.int64))[::-1]
+    rows = int(best_fit(falling, room).max(initial=-1)) + 1
     return sum(lengths) / (rows * room) if rows else 0.0
