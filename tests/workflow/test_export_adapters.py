@@ -17,6 +17,7 @@ from support.runs.small_generators import Notes
 from trainshed.checkpoints.base import BaseWeights, fetch_base
 from trainshed.checkpoints.hf.weights import HfWeights
 from trainshed.checkpoints.prove.verdict import read_verdict
+from trainshed.data.chat.template import CATALOG
 from trainshed.data.tokenize.tokenizer import load_tokenizer
 from trainshed.errors import InputError, RecipeError
 from trainshed.recipe import Recipe, parse_recipe
@@ -62,9 +63,13 @@ def logits(folder: Path) -> torch.Tensor:
 
 
 def test_adapters_become_a_folder_of_pefts_that_is_served_at_once(run: tuple[Recipe, Path, BaseWeights]) -> None:
-    recipe, folder, base = run
+    _, folder, base = run
     words = load_tokenizer(str(base.files))
-    target = Path(export_run(recipe, folder, tokenizer=words, chat_template="{{ messages[0].content }}"))
+    (base.files.parent / "template.jinja").write_text("{{ messages[0].content }}")
+    keys = ["data.format=chat", f"data.template={base.files.parent}/template.jinja"]
+    recipe = parse_recipe((folder / RECIPE_FILE).read_text(), keys)
+    target = Path(export_run(recipe, folder, tokenizer=words))
+    assert (target / "chat_template.jinja").read_text() == "{{ messages[0].content }}"
     assert target == folder / "export"
     names = {path.name for path in target.iterdir()}
     assert names >= {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json", "tokenizer_config.json"}
@@ -92,10 +97,10 @@ def test_merged_weights_are_those_that_peft_merges(run: tuple[Recipe, Path, Base
         expected = theirs(TOKENS).logits
     shutil.rmtree(adapter)
     overrides = ["export.merge=true"]
-    merged = parse_recipe((folder / RECIPE_FILE).read_text(), overrides)
+    merged = parse_recipe((folder / RECIPE_FILE).read_text(), [*overrides, "data.format=chat", "data.template=chatml"])
     words = load_tokenizer(str(base.files))
-    target = Path(export_run(merged, folder, tokenizer=words, chat_template="{{ messages }}"))
-    assert (target / "chat_template.jinja").read_text() == "{{ messages }}"
+    target = Path(export_run(merged, folder, tokenizer=words))
+    assert (target / "chat_template.jinja").read_text() == (CATALOG / "chatml.jinja").read_text()
     assert (target / "config.json").is_file()
     assert (target / "tokenizer.json").is_file()
     torch.testing.assert_close(logits(target), expected, rtol=0, atol=1e-5)
