@@ -19,7 +19,7 @@ from trainshed.checkpoints.hf.weights import HfWeights
 from trainshed.checkpoints.prove.verdict import read_verdict
 from trainshed.data.tokenize.tokenizer import load_tokenizer
 from trainshed.errors import InputError, RecipeError
-from trainshed.recipe import Recipe, parse_recipe
+from trainshed.recipe import Recipe, load_recipe, parse_recipe, to_yaml
 from trainshed.run_folder import PREPARED_FILE, RECIPE_FILE
 from trainshed.serve.loading import load_model
 from trainshed.workflow.stages import export_run
@@ -63,12 +63,11 @@ def logits(folder: Path) -> torch.Tensor:
 
 def test_adapters_become_a_folder_of_pefts_that_is_served_at_once(run: tuple[Recipe, Path, BaseWeights]) -> None:
     recipe, folder, base = run
-    words = load_tokenizer(str(base.files))
-    target = Path(export_run(recipe, folder, tokenizer=words, chat_template="{{ messages[0].content }}"))
+    target = Path(export_run(recipe, folder, tokenizer=load_tokenizer(str(base.files))))
     assert target == folder / "export"
     names = {path.name for path in target.iterdir()}
     assert names >= {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json", "tokenizer_config.json"}
-    assert "config.json" not in names
+    assert not names & {"config.json", "chat_template.jinja"}
     verdict = read_verdict(target)
     assert verdict is not None
     assert verdict.passed
@@ -79,7 +78,31 @@ def test_adapters_become_a_folder_of_pefts_that_is_served_at_once(run: tuple[Rec
     assert any(f"its base is {base.files}" in text for text in notes.said)
     assert model.name == "talks"
     assert model.tokenizer is not None
-    assert model.tokenizer.decode(model.tokenizer.encode_chat([{"role": "user", "content": "hi"}])) == "hi"
+
+
+@pytest.mark.parametrize("merge", [False, True])
+def test_a_run_and_its_export_are_asked_by_the_template_of_its_conversations(
+    run: tuple[Recipe, Path, BaseWeights], merge: bool
+) -> None:
+    _, folder, base = run
+    text = "{% for m in messages %}[{{ m.content }}{% if m.role == 'assistant' %}{{ bos_token }}{% endif %}{% endfor %}"
+    (folder / "own.jinja").write_text(text)
+    keys = ["data.format=chat", "data.template=own.jinja", f"export.merge={str(merge).lower()}"]
+    recipe = load_recipe(str(folder / RECIPE_FILE), keys)
+    (folder / RECIPE_FILE).write_text(to_yaml(recipe))
+    words = load_tokenizer(str(base.files))
+    begin, end = words.beginning_of_document().id, words.end_of_document().id
+    trained = load_model(str(folder), device="cpu")
+    exported = load_model(export_run(recipe, folder, tokenizer=words), device="cpu")
+    for model in (trained, exported):
+        assert model.tokenizer is not None
+        assert model.tokenizer.decode(model.tokenizer.encode_chat([{"role": "user", "content": "hi"}])) == "[hi"
+        assert model.tokenizer.eos_tokens == {begin, end}, "its answers end with <s>"
+    files = folder / "export"
+    assert (files / "chat_template.jinja").read_text() == text
+    assert "chat_template" not in json.loads((files / "tokenizer_config.json").read_text())
+    settings = json.loads((files / "generation_config.json").read_text())
+    assert settings == {"eos_token_id": [end, begin], "bos_token_id": begin}
 
 
 def test_merged_weights_are_those_that_peft_merges(run: tuple[Recipe, Path, BaseWeights]) -> None:
@@ -94,8 +117,7 @@ def test_merged_weights_are_those_that_peft_merges(run: tuple[Recipe, Path, Base
     overrides = ["export.merge=true"]
     merged = parse_recipe((folder / RECIPE_FILE).read_text(), overrides)
     words = load_tokenizer(str(base.files))
-    target = Path(export_run(merged, folder, tokenizer=words, chat_template="{{ messages }}"))
-    assert (target / "chat_template.jinja").read_text() == "{{ messages }}"
+    target = Path(export_run(merged, folder, tokenizer=words))
     assert (target / "config.json").is_file()
     assert (target / "tokenizer.json").is_file()
     torch.testing.assert_close(logits(target), expected, rtol=0, atol=1e-5)

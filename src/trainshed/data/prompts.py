@@ -14,7 +14,7 @@ from typing import Any
 import orjson
 
 from trainshed.data.chat.answers import ANCHOR
-from trainshed.data.chat.template import ChatTemplate, find_template
+from trainshed.data.chat.template import ChatTemplate, TemplateSource, find_template
 from trainshed.data.recipe_keys import errors_with_recipe_keys
 from trainshed.data.tokenize.tokenizer import Tokenizer
 from trainshed.errors import InputError, MissingExtra, NotFound, TokenizerError
@@ -95,21 +95,39 @@ def _encode_chat(
     source = find_template(answers.template, tokenizer, folder=recipe.folder, options=options)
     template = ChatTemplate(source.text, tokenizer.special_texts)
     system = [] if answers.system is None else [{"role": "system", "content": answers.system}]
-
-    def encode(text: str) -> list[int]:
-        return tokenizer.backend.encode(text, add_special_tokens=False).ids
-
-    encoded = [
-        tuple(encode(template.render([*system, {"role": "user", "content": text}], add_generation_prompt=True).text))
-        for text in prompts
-    ]
-    dialogue = [*system, {"role": "user", "content": prompts[0]}, {"role": "assistant", "content": ANCHOR}]
-    after = encode(template.render(dialogue).text.partition(ANCHOR)[2])
-    special = {token.id for text in tokenizer.special_tokens if (token := tokenizer.token(text)) is not None}
-    end_tokens = set(after[:1]) & special
+    encoded = []
+    for text in prompts:
+        rendered = template.render([*system, {"role": "user", "content": text}], add_generation_prompt=True).text
+        encoded.append(tuple(tokenizer.backend.encode(rendered, add_special_tokens=False).ids))
+    end_tokens = set(_answer_end(source, tokenizer, answers.system))
     with suppress(TokenizerError):  # a template may end answers by a token of its own
         end_tokens.add(tokenizer.end_of_document().id)
     return encoded, end_tokens
+
+
+def chat_format(
+    recipe: Recipe, tokenizer: Tokenizer, options: StoreOptions | None = None
+) -> tuple[str | None, tuple[int, ...]]:
+    """Return what a model that learned conversations needs beside its tokenizer, so that it is asked as it was trained.
+
+    These are the chat template of the run, where it is not the tokenizer's own, and the tokens that end an answer.
+    """
+    template = recipe.data.template
+    if recipe.sample_format == "text" or (template is None and "default" not in tokenizer.chat_templates):
+        return None, ()
+    with errors_with_recipe_keys(recipe.where("data.template")):
+        source = find_template(template, tokenizer, folder=recipe.folder, options=options)
+        return (None if template is None else source.text), _answer_end(source, tokenizer, recipe.data.system)
+
+
+def _answer_end(source: TemplateSource, tokenizer: Tokenizer, system: str | None) -> tuple[int, ...]:
+    """Return the special token that a template writes after an answer, if there is one."""
+    messages = [] if system is None else [{"role": "system", "content": system}]
+    messages += [{"role": "user", "content": "?"}, {"role": "assistant", "content": ANCHOR}]
+    text = ChatTemplate(source.text, tokenizer.special_texts).render(messages).text
+    after = tokenizer.backend.encode(text.partition(ANCHOR)[2], add_special_tokens=False).ids
+    special = {token.id for text in tokenizer.special_tokens if (token := tokenizer.token(text)) is not None}
+    return tuple(id for id in after[:1] if id in special)
 
 
 def _check_length(recipe: Recipe, number: int, length: int, answer_tokens: int) -> None:

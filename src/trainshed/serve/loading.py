@@ -29,6 +29,7 @@ from trainshed.checkpoints.lora.find import adapter_base, is_adapter, local_adap
 from trainshed.checkpoints.lora.peft_config import ADAPTER_CONFIG
 from trainshed.checkpoints.prove.verdict import VERDICT, Verdict, read_verdict
 from trainshed.checkpoints.weights import Weights
+from trainshed.data.prompts import chat_format
 from trainshed.data.tokens.manifest import read_token_manifest
 from trainshed.data.tokens.token_source import RunTokens
 from trainshed.errors import InputError, NotFound
@@ -335,8 +336,7 @@ def find_tokenizer(
         if beside is not None:
             return beside
     run = run_folder_of(address)
-    tokenizer = None if run is None else _run_tokenizer(run)
-    return None if tokenizer is None else _read_tokenizer(tokenizer, "hf", options)
+    return None if run is None else _run_tokenizer(run, options)
 
 
 def model_name(address: str) -> str:
@@ -369,10 +369,20 @@ def _tokenizer_folders(address: str) -> Iterator[str]:
             yield str(folder.parent)
 
 
-def _run_tokenizer(run: Path) -> str | None:
-    """Return the address of a run's tokenizer: from its recipe, or from the manifest of its tokens."""
+def _run_tokenizer(run: Path, options: StoreOptions | None) -> ChatTokenizer | None:
+    """Return the tokenizer of a run, with the chat template that its conversations were written with."""
     with plugins_not_run():
         recipe: Recipe = load_recipe(str(run / RECIPE_FILE))
+    address = _run_tokenizer_address(run, recipe)
+    own = None if address is None else _read_tokenizer(address, "hf", options)
+    if own is None:
+        return None
+    template, end_tokens = chat_format(recipe, own.tokenizer, options)
+    return own.with_chat_template(template, end_tokens)
+
+
+def _run_tokenizer_address(run: Path, recipe: Recipe) -> str | None:
+    """Return the address of a run's tokenizer: from its recipe, or from the manifest of its tokens."""
     if isinstance(recipe.tokenizer, str):
         return recipe.tokenizer
     if not (run / PREPARED_FILE).is_file():

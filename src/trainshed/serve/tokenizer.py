@@ -7,11 +7,11 @@ Streamed text has whole characters only, and nothing that may still become a sto
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
 
-from trainshed.checkpoints.hf.companion_files import special_token_ids
+from trainshed.checkpoints.hf.companion_files import special_token_ids, with_chat_template
 from trainshed.data.chat.template import ChatTemplate
 from trainshed.data.tokenize.tokenizer import TEMPLATE_FILES, TOKENIZER_FILES, Tokenizer, tokenizer_from_files
 from trainshed.errors import InputError, TokenizerError
@@ -24,6 +24,10 @@ class ChatTokenizer:
         self._files = files
         known = {name: data for name, data in files.items() if name in (*TOKENIZER_FILES, *TEMPLATE_FILES)}
         self.tokenizer: Tokenizer = tokenizer_from_files(address, known)
+
+    def with_chat_template(self, template: str | None, end_tokens: Collection[int]) -> ChatTokenizer:
+        """Return it with the text of another chat template, and with further tokens that end an answer."""
+        return ChatTokenizer(self.tokenizer.address, with_chat_template(self._files, template, end_tokens))
 
     @cached_property
     def bos_token(self) -> int | None:

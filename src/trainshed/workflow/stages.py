@@ -16,6 +16,7 @@ import orjson
 from trainshed.checkpoints.base import BaseWeights
 from trainshed.checkpoints.formats import TargetFormat, detect_format
 from trainshed.data.artefacts import DataArtefacts
+from trainshed.data.prompts import chat_format
 from trainshed.data.tokenize.tokenizer import TOKENIZER_FILES, Tokenizer
 from trainshed.data.tokens.token_source import TokenSource
 from trainshed.engines.megatron.keys import MEGATRON_CHECKPOINTS
@@ -113,15 +114,14 @@ def export_run(
     reporter: Reporter = SILENT,
     *,
     tokenizer: Tokenizer | None = None,
-    chat_template: str | None = None,
     options: StoreOptions | None = None,
 ) -> str:
     """Write the trained weights as the recipe's `export` says, prove them, and return where they are.
 
     They are those of the best checkpoint where the run keeps one, otherwise of the last. The run's tokenizer goes with
-    them: a server such as vLLM looks for it there; so does the text of a `chat_template` that conversations were
-    written with, where it is not the tokenizer's own. The adapters of a LoRA run become a folder of PEFT's, unless they
-    are to be merged: its weights are then those of the base with the adapters in them.
+    them: a server such as vLLM looks for it there; so do the chat template of `data.template`, with which the
+    conversations were written, and the token that ends its answers. The adapters of a LoRA run become a folder of
+    PEFT's, unless they are to be merged: its weights are then those of the base with the adapters in them.
     """
     from trainshed.checkpoints.convert.convert import convert_weights
     from trainshed.checkpoints.formats import TargetFormat
@@ -132,6 +132,7 @@ def export_run(
         source = join(apart[0].url, apart[1])
     target = export_address(recipe, str(run))
     words = tokenizer_folder(tokenizer) if tokenizer is not None else None
+    chat_template, end_tokens = (None, ()) if tokenizer is None else chat_format(recipe, tokenizer, options)
     if recipe.engine.name == "torch" and recipe.train.lora is not None and not wanted.merge:
         from trainshed.checkpoints.lora.export import export_adapter
 
@@ -141,6 +142,7 @@ def export_run(
             dtype=wanted.dtype,
             tokenizer=words,
             chat_template=chat_template,
+            end_tokens=end_tokens,
             options=options,
             reporter=reporter,
         )
@@ -153,6 +155,7 @@ def export_run(
         dtype=wanted.dtype,
         tokenizer=words,
         chat_template=chat_template,
+        end_tokens=end_tokens,
         options=options,
         reporter=reporter,
     )

@@ -14,7 +14,7 @@ import json
 import math
 import os
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 
 from trainshed.checkpoints.convert.convert import Dtype
 from trainshed.checkpoints.convert.target import ConversionTarget, explain_disk_errors, hash_file
-from trainshed.checkpoints.hf.companion_files import has_tokenizer, read_companions
+from trainshed.checkpoints.hf.companion_files import has_tokenizer, read_companions, with_chat_template
 from trainshed.checkpoints.lora.adapter import LoraAdapter, LoraFactors
 from trainshed.checkpoints.lora.native_adapter import NativeAdapter
 from trainshed.checkpoints.lora.peft_adapter import EXPERT_PARAMETERS, EXPERTS_MODULE, PeftAdapter
@@ -65,14 +65,15 @@ def export_adapter(
     dtype: Dtype | None = None,
     tokenizer: str | None = None,
     chat_template: str | None = None,
+    end_tokens: Sequence[int] = (),
     options: StoreOptions | None = None,
     reporter: Reporter = SILENT,
 ) -> AdapterExport:
     """Write the adapters of a run (its newest checkpoint) or of a checkpoint as a folder of PEFT's, and prove it.
 
     `tokenizer` is the folder of the run's tokenizer, `chat_template` the text of the template that conversations were
-    written with, where it is not the tokenizer's own. A verdict that failed is stored and returned like one that
-    passed: the caller decides.
+    written with, where it is not the tokenizer's own, and `end_tokens` what ends an answer by it. A verdict that failed
+    is stored and returned like one that passed: the caller decides.
     """
     store, path = open_store(source, options)
     checkpoint = find_checkpoint(store, path, reporter)
@@ -86,6 +87,8 @@ def export_adapter(
         "tokenizer": tokenizer,
         "chat_template": chat_template,
     }
+    if end_tokens:
+        spec["end_tokens"] = list(end_tokens)
     earlier = place.manifest()
     if earlier is not None:
         if earlier.kind != KIND or dict(earlier.spec) != spec:
@@ -93,7 +96,7 @@ def export_adapter(
         reporter.note("this export is done already")
         return _result(spec["from"], target, adapter, earlier, place.verdict())
     written = _CastAdapter(adapter, _DTYPES[dtype] if dtype else torch.float32)
-    companions = _companions(source, tokenizer, chat_template, options)
+    companions = with_chat_template(_companions(source, tokenizer, options), chat_template, end_tokens)
     if not has_tokenizer(companions):
         reporter.warn("the export has no tokenizer: the run brings none")
     with place.folder.locked():
@@ -116,14 +119,10 @@ def _result(source: str, target: str, adapter: LoraAdapter, manifest: Manifest, 
     return AdapterExport(source, target, adapter.rank, len(adapter.adapted), manifest.total_bytes, verdict)
 
 
-def _companions(
-    source: str, tokenizer: str | None, chat_template: str | None, options: StoreOptions | None
-) -> dict[str, bytes]:
+def _companions(source: str, tokenizer: str | None, options: StoreOptions | None) -> dict[str, bytes]:
     """Return the files of the tokenizer; the config of a whole model has no place beside an adapter."""
     companions = read_companions(source, "native", tokenizer=tokenizer, options=options)
     companions.pop("config.json", None)
-    if chat_template is not None:
-        companions["chat_template.jinja"] = chat_template.encode()
     return companions
 
 
