@@ -32,7 +32,9 @@ lint: setup
 bench: setup
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
 	$(BIN)/python benchmarks/data_prepare.py
+	$(BIN)/python benchmarks/chat_prepare.py
 	$(BIN)/python benchmarks/data_order.py
+	$(BIN)/python benchmarks/packing.py
 	$(BIN)/python benchmarks/data_fetch.py
 	$(BIN)/python benchmarks/engine_cpu.py
 	$(BIN)/python benchmarks/checkpoints.py

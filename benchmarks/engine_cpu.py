@@ -25,10 +25,11 @@ import torch
 from measure import table
 from trainshed.catalog import model_preset
 from trainshed.engines.torch.batch_loader import LocalBatch
-from trainshed.engines.torch.model import RankModel, build_model, init_model
+from trainshed.engines.torch.model import RankModel, build_model
 from trainshed.engines.torch.optimizer import AdamW
 from trainshed.engines.torch.parallel import single_rank_mesh
 from trainshed.engines.torch.step import StepRunner
+from trainshed.engines.torch.weights import init_model
 from trainshed.models.decoder import Regularization
 from trainshed.models.hf_tensors import hf_tensors
 from trainshed.plan.layout import resolve_layout

@@ -1,10 +1,12 @@
 """Training steps on one GPU: the torch engine beside transformers, Llama-3-8B's layer shapes, in one run.
 
     python benchmarks/engine_gpu.py [--layers 16] [--micro-batch 1 2] [--precision bf16] [--peer] [--profile]
+                                    [--documents 1000]
 
 Sequence 8192, bf16 products, fp32 master weights and Adam states, clipping, AdamW (fused on both sides). The peer is
-LlamaForCausalLM under autocast with every layer compiled and cuDNN attention. Prints tokens/s, MFU, memory and where
-the device's time goes by kind of kernel; asserts nothing.
+LlamaForCausalLM under autocast with every layer compiled and cuDNN attention. With `--documents`, our engine is
+measured a second time with rows of documents of this mean length, kept apart (the lengths change in every step).
+Prints tokens/s, MFU, memory and where the device's time goes by kind of kernel; asserts nothing.
 """
 
 from __future__ import annotations
@@ -15,16 +17,18 @@ import itertools
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
 from measure import table
 from trainshed.catalog import gpu_by_device_name, model_preset
 from trainshed.engines.torch.batch_loader import LocalBatch
-from trainshed.engines.torch.model import build_model, init_model
+from trainshed.engines.torch.model import build_model
 from trainshed.engines.torch.optimizer import AdamW
 from trainshed.engines.torch.parallel import single_rank_mesh
 from trainshed.engines.torch.step import StepRunner
+from trainshed.engines.torch.weights import init_model
 from trainshed.models.decoder import Regularization
 from trainshed.models.parameters import parameter_count
 from trainshed.observe.mfu import measure_mfu
@@ -36,7 +40,7 @@ LENGTH = 8192
 OPTIONS = Optimizer(lr=1e-4)
 DEVICE = torch.device("cuda", 0)
 KINDS = {
-    "attention": ("flash", "fmha", "attention", "cudnn_generated", "sdpa"),
+    "attention": ("flash", "fmha", "attention", "cudnn_generated", "sdpa", "flex"),
     "products": ("gemm", "nvjet", "cutlass", "wgmma", "cublas", "xmma"),
     "optimizer": ("adam", "rsub_sqrt"),
     "gradient norm": ("multi_tensor", "lpnorm", "norm_reduce"),
@@ -46,7 +50,9 @@ KINDS = {
 """Kernels by what their names hold; the first that fits counts."""
 
 
-def ours(config: ModelConfig, micro_batch: int, precision: str) -> Callable[[], object]:
+def ours(
+    config: ModelConfig, micro_batch: int, precision: str, mean_document: int | None = None
+) -> Callable[[], object]:
     """A function that makes one step with our engine and returns its loss."""
     layout = resolve_layout(Layout.model_validate({"micro_batch": micro_batch}), config)
     model = build_model(
@@ -60,8 +66,28 @@ def ours(config: ModelConfig, micro_batch: int, precision: str) -> Callable[[], 
     init_model(model, seed=0)
     runner = StepRunner(model, AdamW(model.shards, OPTIONS, DEVICE))
     rows = tokens(config, micro_batch)
-    batch = LocalBatch(micro_batch, rows[:, :-1].contiguous(), rows[:, 1:].contiguous())
-    return lambda: runner.step(batch, micro_batch, OPTIONS.lr)
+    inputs, labels = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+    starts = itertools.cycle([None])
+    if mean_document is not None:
+        starts = itertools.cycle([document_starts(micro_batch, LENGTH, mean_document, seed) for seed in range(5)])
+
+    def step() -> object:
+        batch = LocalBatch(micro_batch, inputs, labels, document_starts=next(starts))
+        return runner.step(batch, micro_batch, OPTIONS.lr)
+
+    return step
+
+
+def document_starts(rows: int, length: int, mean: int, seed: int) -> torch.Tensor:
+    """Return where documents of lengths around a mean begin: int64 [rows, length]."""
+    generator = torch.Generator().manual_seed(seed)
+    starts = torch.zeros(rows, length, dtype=torch.int64)
+    for row in starts:
+        column = 0
+        while column < length:
+            row[column:] = column
+            column += int(torch.randint(mean // 2, 3 * mean // 2, (), generator=generator))
+    return starts.to(DEVICE)
 
 
 def transformers(config: ModelConfig, micro_batch: int, precision: str) -> Callable[[], object]:
@@ -146,6 +172,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--precision", nargs="+", default=["bf16"], choices=["bf16", "fp8"])
     parser.add_argument("--peer", action="store_true", help="also transformers, in the same run")
+    parser.add_argument("--documents", type=int, help="also rows of documents of this mean length, kept apart")
     parser.add_argument("--profile", action="store_true", help="also kernels by kind")
     arguments = parser.parse_args()
     config = model_preset("llama3-8b").model_copy(update={"layers": arguments.layers})
@@ -153,7 +180,12 @@ def main() -> None:
     print(f"{name}, torch {torch.__version__}, {parameter_count(config) / 1e9:.2f}B parameters, sequence {LENGTH}")
     rows: list[list[str]] = []
     for micro_batch in arguments.micro_batch:
-        sides = [("trainshed", precision, ours) for precision in arguments.precision]
+        sides: list[tuple[str, str, Callable[[ModelConfig, int, str], Callable[[], object]]]] = []
+        for precision in arguments.precision:
+            sides.append(("trainshed", precision, ours))
+            if arguments.documents:
+                masked = partial(ours, mean_document=arguments.documents)
+                sides.append((f"trainshed, documents of {arguments.documents},", precision, masked))
         if arguments.peer:
             sides.append(("transformers", "bf16", transformers))
         for side, precision, build in sides:

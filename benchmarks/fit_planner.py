@@ -6,7 +6,8 @@ the measurements and a prior pulls it back to its start, so what a table does no
 logarithms, with outliers damped.
 `--held-out` fits without one model at a time (or a share of them, or models on a number of GPUs) and prints how well
 that model is then predicted. `--evidence` keeps no fit: it writes `evidence.yaml`, which plans quote
-(`planner_evidence.py`). Needs scipy.
+(`planner_evidence.py`). Needs scipy; `--measured` does not: it keeps the intervals of left-out models in that file and
+writes the rest of it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import numpy as np
 import yaml
 
 import trainshed.plan.performance
-from planner_evidence import evidence
+from planner_evidence import evidence, held_out_intervals
 from planner_fits import FITS, STARTS_FROM, Bounds, Fit, FitRow, capacity_error, fit_rows, memory_error, seconds_error
 from trainshed.plan.performance.engine_constants import EngineConstants, engine_constant_names, engine_constants
 from trainshed.plan.performance.gpu_efficiency import GpuEfficiency, all_gpu_efficiencies
@@ -246,6 +247,9 @@ def share_constants(constants: FittedConstants) -> None:
     names = ("network", "link", "rails", "hop_us", "dp_hidden", "fsdp_slowdown")
     engines["torch"] = with_constants(engines["torch"], {name: getattr(engines["torchtitan"], name) for name in names})
     engines["nemo"] = replace(engines["megatron"], name="nemo")
+    kernels = {name: getattr(engines["megatron"], name) for name in ("gemm", "gemm_fp8", "attention")}
+    automodel = replace(engines["torchtitan"], name="automodel", source=engines["automodel"].source)
+    engines["automodel"] = with_constants(automodel, kernels)
 
 
 _GPU_EFFICIENCY_HEAD = """\
@@ -283,9 +287,10 @@ def _write_yaml(name: str, head: str, content: Mapping[str, object]) -> None:
 _EVIDENCE_HEAD = """\
 # How far predictions may be off (evidence.py). `held_out`: measured seconds divided by predicted ones, for models that
 # were left out of the fit, by engine and kind of model: eight of ten rows are between `low` and `high`, all of them
-# where there are fewer than twenty. `measured`: every GPU, precision, engine and kind of model that has rows, the most
-# GPUs among them, and the best MFU, with FLOPs counted as in a plan.
-# Written by benchmarks/fit_planner.py --evidence.
+# where there are fewer than twenty. `adapters`: the same for all rows of LoRA in measurements/finetuning.csv, which no
+# constant was fitted to. `measured`: every GPU, precision, engine and kind of model that has rows, the most GPUs among
+# them, and the best MFU, with FLOPs counted as in a plan.
+# Written by benchmarks/fit_planner.py --evidence; all but `held_out` also by --measured.
 """
 _EVIDENCE_ENGINES = ("torch", "torchtitan", "torchtune", "megatron", "megatron-fsdp")
 """Engines that can be planned for, and torchtitan, whose communication the torch engine is planned with."""
@@ -300,7 +305,13 @@ def write_evidence(
         for fit in FITS
         if fit.engine in _EVIDENCE_ENGINES
     }
-    _write_yaml("evidence.yaml", _EVIDENCE_HEAD, evidence(errors))
+    _write_yaml("evidence.yaml", _EVIDENCE_HEAD, evidence(held_out_intervals(errors)))
+
+
+def write_measured() -> None:
+    """Write what was measured, and keep how far off left-out models are."""
+    stored = yaml.safe_load((CONSTANTS_FOLDER / "evidence.yaml").read_text(encoding="utf-8"))
+    _write_yaml("evidence.yaml", _EVIDENCE_HEAD, evidence(stored["held_out"]))
 
 
 def chosen_fits(names: Sequence[str]) -> Iterator[Fit]:
@@ -319,7 +330,13 @@ def main() -> None:
     parser.add_argument("--groups", action="store_true", help="leave out models on a number of GPUs, not whole models")
     parser.add_argument("--rounds", type=int, default=15, help="evaluations of the Jacobian at most")
     parser.add_argument("--evidence", action="store_true", help="write how far off plans may be, and keep no fit")
+    parser.add_argument(
+        "--measured", action="store_true", help="write which GPUs were measured how well, without a fit"
+    )
     arguments = parser.parse_args()
+    if arguments.measured:
+        write_measured()
+        return
     constants, by_engine = FittedConstants(), fit_rows()
     if arguments.evidence:
         write_evidence(by_engine, constants, arguments.rounds, Split(folds=arguments.folds or 6))

@@ -9,6 +9,7 @@
 - SimuMax is not on PyPI; its own predictions for its own B200 runs, which it publishes beside the measurements, are
   compared with ours on those rows.
 - The null model is a constant TFLOP/s per GPU: the median of the same source, GPU and precision.
+- Rows of fine-tuning are shown by themselves: no peer plans adapters, or documents that are kept apart.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from trainshed.catalog import model_preset
 from trainshed.errors import TrainshedError
 from trainshed.plan.model_shape import model_shape
 from trainshed.plan.performance.engine_constants import engine_constants
+from trainshed.plan.published.finetuning import is_fine_tuning
 from trainshed.plan.published.plot import short_source
 from trainshed.plan.published.rows import read_tables, shipped_tables
 from trainshed.plan.published.validation import SLOW_MFU, JudgedRow, error_scores, step_time_scores, validate_rows
@@ -67,8 +69,10 @@ def main() -> None:
     seconds = time.perf_counter() - started
     print(f"{len(validation.judged):,} rows predicted in {seconds:.1f} s ({len(validation.skipped)} skipped)")
     timed = [one for one in validation.judged if one.step_seconds]
-    llm_analysis(timed, arguments.llm_analysis, arguments.folder)
+    tuned = [one for one in timed if is_fine_tuning(one.row)]
+    llm_analysis([one for one in timed if not is_fine_tuning(one.row)], arguments.llm_analysis, arguments.folder)
     simumax(timed)
+    fine_tuning(tuned)
     searches()
 
 
@@ -210,6 +214,20 @@ def _mean(peers: Sequence[Peer], what: str) -> str:
 
 def _memory_error(ones: Sequence[JudgedRow]) -> float | None:
     return error_scores((one.predicted_gib, one.memory_gib) for one in ones if one.memory_gib).mape
+
+
+def fine_tuning(tuned: Sequence[JudgedRow]) -> None:
+    """Print how far off fine-tuning is, by source; no peer here predicts adapters or packed documents."""
+    groups: defaultdict[tuple[str, str], list[JudgedRow]] = defaultdict(list)
+    for one in tuned:
+        kind = "all weights" if one.case.training.lora is None else "adapters"
+        groups[(short_source(one.row.source), kind)].append(one)
+        groups[("all of them", kind)].append(one)
+    rows = []
+    for (source, kind), ones in sorted(groups.items()):
+        scores = step_time_scores(ones)
+        rows.append([source, kind, str(len(ones)), *map(_percent, (scores.mape, scores.median, scores.bias))])
+    table("fine-tuning: step time", ["source", "trained", "rows", "mean error", "median", "bias"], rows)
 
 
 def searches() -> None:

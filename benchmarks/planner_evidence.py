@@ -1,4 +1,7 @@
-"""What `evidence.yaml` says: how far off predictions of left-out models are, and which GPUs were measured how well."""
+"""What `evidence.yaml` says: how far off predictions of left-out models are, and which GPUs were measured how well.
+
+No constant is fitted to `measurements/finetuning.csv`: its rows of LoRA say how far off plans with adapters may be.
+"""
 
 from __future__ import annotations
 
@@ -12,18 +15,29 @@ from trainshed.plan.published.cases import PublishedCase
 from trainshed.plan.published.rows import read_tables, shipped_tables
 from trainshed.plan.published.validation import JudgedRow, validate_rows
 
+FINE_TUNING_TABLE = "finetuning.csv"
 _ALL_BELOW = 20
 """Rows below which an interval has all of them, not eight of ten."""
 
 
-def evidence(errors: Mapping[str, Sequence[tuple[FitRow, float]]]) -> dict[str, object]:
-    """Return the file's content; `errors` are left-out rows by engine, with logarithms of predicted over measured."""
+def held_out_intervals(errors: Mapping[str, Sequence[tuple[FitRow, float]]]) -> dict[str, object]:
+    """Return the intervals of engines; `errors` are left-out rows, with logarithms of predicted over measured."""
     ratios: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for engine, rows in errors.items():
         for one, error in rows:
             ratios[engine.removesuffix("-fsdp")][_model_kind(one.case)].append(float(np.exp(-error)))
-    held_out = {name: {kind: _interval(kinds[kind]) for kind in sorted(kinds)} for name, kinds in ratios.items()}
-    return {"held_out": held_out, "measured": _measured_kinds()}
+    return {name: {kind: _interval(kinds[kind]) for kind in sorted(kinds)} for name, kinds in ratios.items()}
+
+
+def evidence(held_out: Mapping[str, object]) -> dict[str, object]:
+    """Return the file's content: the intervals of engines, that of rows with adapters, and all that was measured."""
+    return {"held_out": dict(held_out), "adapters": _adapter_interval(), "measured": _measured_kinds()}
+
+
+def _adapter_interval() -> dict[str, float | int]:
+    (table,) = (path for path in shipped_tables() if path.name == FINE_TUNING_TABLE)
+    judged = [one for one in validate_rows(read_tables([table])).judged if one.case.training.lora is not None]
+    return _interval([one.step_seconds / one.prediction.step_seconds for one in judged if one.step_seconds is not None])
 
 
 def _model_kind(case: PublishedCase) -> str:

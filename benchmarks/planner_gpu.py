@@ -20,10 +20,11 @@ import torch
 from measure import table
 from trainshed.catalog import gpu_by_device_name, model_preset
 from trainshed.engines.torch.batch_loader import LocalBatch
-from trainshed.engines.torch.model import build_model, init_model
+from trainshed.engines.torch.model import build_model
 from trainshed.engines.torch.optimizer import AdamW
 from trainshed.engines.torch.parallel import single_rank_mesh
 from trainshed.engines.torch.step import StepRunner
+from trainshed.engines.torch.weights import init_model
 from trainshed.models.decoder import Regularization
 from trainshed.plan.layout import resolve_layout
 from trainshed.plan.model_shape import model_shape

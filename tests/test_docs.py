@@ -106,9 +106,9 @@ def test_what_a_tunnel_is_offered_to_exists(capsys: pytest.CaptureFixture[str]) 
         assert "serve" in capsys.readouterr().err
 
 
-def test_the_recipe_of_the_readme_loads() -> None:
-    (recipe,) = blocks(ROOT / "README.md", "yaml")
-    assert parse_recipe(recipe).name == "llama3-8b-tech"
+def test_the_recipes_of_the_readme_load() -> None:
+    names = [parse_recipe(recipe).name for recipe in blocks(ROOT / "README.md", "yaml")]
+    assert names == ["llama3-8b-tech", "my-chats"]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -10,7 +10,8 @@
     logs/attempt-0001/rank-00000.log           what a rank printed; `logs/<stage>/` for stages on CPUs
     health/attempt-0001/                       flight records and errors of ranks, hosts, preflight
     profile/attempt-0001/rank-00000.json       traces
-    checkpoints/step-00000100/, latest         the state; `checkpoints-megatron/` is Megatron's own
+    checkpoints/step-00000100/, latest, best   the state; `checkpoints-megatron/` is Megatron's own
+    answers/step-00000100.json                 answers to `data.validation.prompts`; `tokenizer.json` decodes them
     engine/                                    what CPU stages leave for a foreign engine
     starts/<start>/                            where the agents of one start meet
     tensorboard/, dllogger/, export/           exported figures; exported weights
@@ -38,7 +39,9 @@ LOGS = "logs"
 HEALTH = "health"
 PROFILE = "profile"
 CHECKPOINTS = "checkpoints"
+ANSWERS = "answers"
 MEGATRON_CHECKPOINTS = "checkpoints-megatron"
+ANSWERS_TOKENIZER = f"{ANSWERS}/tokenizer.json"
 ENGINE = "engine"
 STARTS = "starts"
 TENSORBOARD = "tensorboard"
@@ -46,7 +49,7 @@ DLLOGGER = "dllogger"
 EXPORT = "export"
 
 WITHOUT_REFERENCES = frozenset(
-    {ATTEMPTS, EVENTS, LOGS, HEALTH, PROFILE, CHECKPOINTS, MEGATRON_CHECKPOINTS, STARTS, TENSORBOARD, DLLOGGER}
+    {ATTEMPTS, EVENTS, LOGS, HEALTH, PROFILE, CHECKPOINTS, ANSWERS, MEGATRON_CHECKPOINTS, STARTS, TENSORBOARD, DLLOGGER}
 )
 """Folders in which no file names an artefact that the run needs."""
 
@@ -119,6 +122,11 @@ def step_number(name: str) -> int | None:
     """Return the step that a checkpoint folder's name says; None where it says none."""
     match = _STEP.fullmatch(name)
     return int(match[1]) if match else None
+
+
+def answers_file(step: int) -> str:
+    """Return the file with the answers after a step."""
+    return f"{ANSWERS}/{step_name(step)}.json"
 
 
 def plan_file(attempt: int) -> str:

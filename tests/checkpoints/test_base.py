@@ -14,6 +14,7 @@ from support.servers.hub_server import COMMIT, HubServer, running
 from trainshed.checkpoints.base import BaseWeights, fetch_base, find_base
 from trainshed.checkpoints.convert.convert import convert_weights
 from trainshed.checkpoints.formats import TargetFormat
+from trainshed.checkpoints.native.folder import BestPointer, LatestPointer, find_checkpoint
 from trainshed.errors import AddressError, CorruptData, InputError, NotFound
 from trainshed.models.parameters import parameter_count
 from trainshed.recipe import ModelConfig
@@ -187,3 +188,18 @@ def test_weights_of_other_formats_come_from_a_bucket_with_what_points_to_them(
     with base.open() as weights:
         assert weights.config == model[1]
     assert find_base(f"s3://{s3_bucket}/made", tmp_path / "artefacts") == base
+
+
+@pytest.mark.s3
+def test_the_best_checkpoint_of_a_run_comes_from_a_bucket_with_the_pointer_to_it(
+    model: tuple[Path, ModelConfig], s3_bucket: str, tmp_path: Path
+) -> None:
+    convert_weights(str(model[0]), str(tmp_path / "made"), TargetFormat("native"), logits=False)
+    made = LocalStore(tmp_path / "made")
+    made.put("checkpoints/best", BestPointer(0, 2.5, 1).to_bytes())
+    made.put("checkpoints/latest", LatestPointer(7, 1, 1).to_bytes())
+    made.put("checkpoints/step-00000007/__0_1.distcp", b"newer, and not the best")
+    copy_tree(str(tmp_path / "made"), f"s3://{s3_bucket}/made")
+    base = fetch_base(f"s3://{s3_bucket}/made", tmp_path / "artefacts")
+    assert find_checkpoint(LocalStore(base.files), "").step == 0
+    assert not [entry.path for entry in base.manifest.files if "step-00000007" in entry.path]

@@ -12,11 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from support.models.tiny_models import hf_model, save_tiny_hf, tiny_config
-from trainshed.checkpoints.hf.weights import HfWeights
-from trainshed.checkpoints.lora import LoraFactors, merge_adapter, write_adapter
-from trainshed.errors import InputError, NotFound, TrainshedError
-from trainshed.models.parameters import parameters
+from support.models.tiny_models import hf_model, save_tiny_hf
+from trainshed.checkpoints.lora.merge import merge_adapter
+from trainshed.errors import InputError, NotFound
 from trainshed.storage import LocalStore, Manifest
 
 Tensors = dict[str, torch.Tensor]
@@ -67,7 +65,7 @@ def test_only_the_adapted_tensors_change_and_the_folder_stays_what_it_was(llama:
         torch.testing.assert_close(after[f"{module}.weight"], before[f"{module}.weight"] + scale * product)
     assert bool((after["lm_head.weight"] == 1).all())
     names = {path.name for path in llama.iterdir()}
-    assert {path.name for path in (tmp_path / "out").iterdir()} == names | {"manifest.json"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == names | {"manifest.json", "verdict.json"}
     for name in names:
         assert (llama / name).stat().st_size == (tmp_path / "out" / name).stat().st_size
     Manifest.read(LocalStore(tmp_path / "out"), "manifest.json").verify_files(LocalStore(tmp_path / "out"))
@@ -79,7 +77,7 @@ def test_only_the_adapted_tensors_change_and_the_folder_stays_what_it_was(llama:
 def test_a_merge_that_was_killed_goes_on_with_the_shards_that_are_missing(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from trainshed.checkpoints import lora as module
+    from trainshed.checkpoints.lora import merge as module
 
     adapter = write(tmp_path / "adapter", factors(QUERY, 32, 32))
     merge_adapter(llama, adapter, tmp_path / "whole")
@@ -108,11 +106,10 @@ def test_a_merge_that_was_killed_goes_on_with_the_shards_that_are_missing(
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ({"use_dora": True}, "`use_dora: true`: only plain LoRA is merged"),
-        ({"target_parameters": ["mlp.experts.gate_up_proj"]}, "`target_parameters:"),
+        ({"use_dora": True}, "has lora_A, lora_B and not lora_A, lora_B, lora_magnitude_vector"),
         ({"some_later_trick": 1}, "`some_later_trick: 1`"),
-        ({"peft_type": "IA3"}, "`peft_type: IA3` is not merged"),
-        ({"bias": "all"}, "`bias: all` is not merged"),
+        ({"peft_type": "IA3"}, "`peft_type: IA3` is not read"),
+        ({"bias": "all"}, "`bias: all` is not read"),
         ({"init_lora_weights": "pissa"}, "`init_lora_weights: pissa` also changed the base weights"),
     ],
 )
@@ -135,7 +132,7 @@ def test_what_is_not_plain_lora_is_refused_by_name(
         (factors("model.layers.7.mlp.up_proj", 48, 32), "no tensor of its own for `model.layers.7.mlp.up_proj`"),
         ({"lm_head.weight": torch.ones(100, 32)}, "is [100, 32], in the base it is [96, 32]"),
         ({"score.weight": torch.ones(2, 32)}, "`base_model.model.score.weight` has no place in the base model"),
-        ({f"{QUERY}.lora_A.weight": torch.ones(4, 32)}, "has only one of its two factors"),
+        ({f"{QUERY}.lora_A.weight": torch.ones(4, 32)}, "has lora_A and not lora_A, lora_B"),
     ],
 )
 def test_an_adapter_of_another_model_is_refused(llama: Path, tmp_path: Path, tensors: Tensors, said: str) -> None:
@@ -152,56 +149,11 @@ def test_an_embedding_that_is_the_head_too_is_not_changed_as_one(tmp_path: Path)
 
 
 def test_folders_that_are_no_adapters(llama: Path, tmp_path: Path) -> None:
-    with pytest.raises(NotFound, match=r"there is no adapter_config.json"):
+    with pytest.raises(NotFound, match=r"there is no adapter: neither adapter_config.json"):
         merge_adapter(llama, llama, tmp_path / "out")
     (write(tmp_path / "adapter", factors(QUERY, 32, 32)) / "adapter_model.safetensors").unlink()
     with pytest.raises(NotFound, match=r"there is no adapter_model.safetensors"):
         merge_adapter(llama, tmp_path / "adapter", tmp_path / "out")
-
-
-def native_factors(family: str, rank: int = 4) -> dict[str, LoraFactors]:
-    random = torch.Generator().manual_seed(5)
-    wanted = ("attention.qkv.weight", "attention.out.weight", "mlp.gate_up.weight", "mlp.up.weight", "mlp.down.weight")
-    return {
-        each.name: LoraFactors(
-            torch.randn(rank, each.shape[1], generator=random), torch.randn(each.shape[0], rank, generator=random)
-        )
-        for each in parameters(tiny_config(family))
-        if each.name.endswith(wanted)
-    }
-
-
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_exported_factors_merge_into_the_native_tensors_they_were_given_for(family: str, tmp_path: Path) -> None:
-    config = save_tiny_hf(family, tmp_path / "base", seed=1)
-    given = native_factors(family)
-    write_adapter(tmp_path / "adapter", config, given, alpha=16, base="org/name")
-    merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
-    before, after = HfWeights(tmp_path / "base"), HfWeights(tmp_path / "out")
-    for parameter in parameters(config):
-        box = ((0,) * len(parameter.shape), parameter.shape, torch.float32)
-        expected = before.read(parameter, *box)
-        if parameter.name in given:
-            expected = expected + 4.0 * given[parameter.name].b @ given[parameter.name].a
-        torch.testing.assert_close(after.read(parameter, *box), expected, rtol=1e-6, atol=1e-5)
-    body = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
-    assert (body["r"], body["lora_alpha"], body["base_model_name_or_path"]) == (4, 16, "org/name")
-    everything = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
-    assert body["target_modules"] == (everything if family == "llama" else ["c_attn", "c_fc", "c_proj"])
-
-
-def test_factors_that_no_adapter_can_hold(tmp_path: Path) -> None:
-    config = tiny_config("mixtral")
-    one = LoraFactors(torch.ones(4, 32), torch.ones(96, 4))
-    with pytest.raises(InputError, match=r"`embedding.weight` cannot be exported"):
-        write_adapter(tmp_path, config, {"embedding.weight": one}, alpha=1)
-    experts = LoraFactors(torch.ones(4, 32), torch.ones(48, 4))
-    with pytest.raises(InputError, match=r"`layers.0.mlp.experts.gate_up` cannot be exported"):
-        write_adapter(tmp_path, config, {"layers.0.mlp.experts.gate_up": experts}, alpha=1)
-    with pytest.raises(InputError, match=r"the factors of `head.weight` are \[4, 32\] and \[48, 4\], not"):
-        write_adapter(tmp_path, config, {"head.weight": experts}, alpha=1)
-    with pytest.raises(TrainshedError, match=r"factors of ranks \[\]"):
-        write_adapter(tmp_path, config, {}, alpha=1)
 
 
 CASES: dict[str, tuple[str, torch.dtype, dict[str, Any]]] = {
@@ -219,6 +171,8 @@ CASES: dict[str, tuple[str, torch.dtype, dict[str, Any]]] = {
     "bf16": ("llama", torch.bfloat16, {"target_modules": "all-linear"}),
     "turned matrices": ("gpt2", torch.float32, {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True}),
     "experts beside": ("qwen3_moe", torch.float32, {"target_modules": ["q_proj", "o_proj"]}),
+    "dora": ("llama", torch.float32, {"target_modules": "all-linear", "use_dora": True}),
+    "dora in bf16": ("qwen2", torch.bfloat16, {"target_modules": ["q_proj", "up_proj"], "use_dora": True}),
 }
 
 
@@ -243,23 +197,6 @@ def test_the_merge_is_pefts_own_bit_by_bit(case: str, tmp_path: Path) -> None:
     assert ours.keys() == expected.keys()
     assert [name for name in ours if not torch.equal(ours[name], expected[name])] == []
     assert {each.dtype for each in ours.values()} == {dtype}
-
-
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_peft_loads_what_we_export(family: str, tmp_path: Path) -> None:
-    peft = peft_or_skip()
-    config = save_tiny_hf(family, tmp_path / "base", seed=1)
-    # Not in every layer: the modules are then named in full.
-    some = {name: each for name, each in native_factors(family).items() if name.startswith("layers.1.")}
-    write_adapter(tmp_path / "adapter", config, some, alpha=16, rank_stabilized=True)
-    merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "ours")
-    theirs = peft.PeftModel.from_pretrained(hf_model(tmp_path / "base"), tmp_path / "adapter")
-    tokens = torch.arange(20)[None]
-    with torch.no_grad():
-        torch.testing.assert_close(theirs(tokens).logits, hf_model(tmp_path / "ours")(tokens).logits, rtol=0, atol=1e-3)
-    theirs.merge_and_unload().save_pretrained(tmp_path / "theirs")
-    ours, expected = loaded(tmp_path / "ours"), loaded(tmp_path / "theirs")
-    assert [name for name in ours if not torch.equal(ours[name], expected[name])] == []
 
 
 def peft_or_skip() -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from support.runs.checkpoint_parts import FOLDER, RUN, save_whole, some_state
+from trainshed.checkpoints.native.folder import BestPointer
 from trainshed.cli import run_cli
 from trainshed.storage import LocalStore
 from trainshed.storage.attempts import take_attempt
@@ -94,6 +95,25 @@ def test_prune_removes_the_old_the_broken_and_the_abandoned_and_spares_what_is_b
     assert folders == ["step-00000200", "step-00000400"]
     code, data = report(capsys, f"{store.url}/{RUN}", "--prune")
     assert (code, data["removed"]) == (0, [])
+
+
+def test_the_best_is_shown_with_its_loss_and_no_prune_takes_it(
+    store: LocalStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store.put(f"{FOLDER}/best", BestPointer(100, 2.34567, 1).to_bytes())
+    _, data = report(capsys, f"{store.url}/{RUN}")
+    assert data["best"] == {"step": 100, "loss": 2.34567}
+    assert [row["step"] for row in data["checkpoints"] if row["best"]] == [100]
+    assert run_cli(["checkpoints", f"{store.url}/{RUN}"]) == 0
+    assert "complete  <- best, validation loss 2.3457" in capsys.readouterr().out
+    code, data = report(capsys, f"{store.url}/{RUN}", "--prune", "--keep", "1")
+    assert (code, data["removed"]) == (0, [200, 250])
+    rot(store, 100)
+    code, data = report(capsys, f"{store.url}/{RUN}", "--verify", "--prune")
+    assert (code, data["removed"]) == (1, []), "a broken best is left to a person"
+    assert run_cli(["checkpoints", f"{store.url}/{RUN}", "--verify"]) == 1
+    assert "  <- best, validation loss 2.3457" in capsys.readouterr().out
+    assert (Path(store.url) / FOLDER / "step-00000100" / "manifest.json").is_file()
 
 
 def test_a_run_is_found_by_its_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

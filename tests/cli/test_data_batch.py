@@ -8,8 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from support.models import made_tokenizers
+from support.models.tiny_models import save_tiny_hf
+from support.runs.conversations import write_conversations
 from trainshed.cli import run_cli
 from trainshed.data.tokens.indexed_dataset import IndexedDataset, write_index
+from trainshed.recipe import load_recipe
+from trainshed.workflow import prepare_run, prepared_steps
 
 RECIPE = """
 trainshed: 1
@@ -97,3 +102,52 @@ def test_what_is_missing_is_named(recipe, capsys):
     assert run_cli(["data", "batch", recipe, "--step", "0"]) == 2
     assert "there is no step 0: steps count from 1" in capsys.readouterr().err
     assert report_of(capsys, "batch", recipe, "--step", "12")["consumed"] == 88
+
+
+def test_masked_documents_are_shown_where_they_begin(recipe, capsys):
+    assert run_cli(["run", recipe, "data.document_mask=true"]) == 0
+    capsys.readouterr()
+    (row,) = report_of(capsys, "batch", recipe, "data.document_mask=true", "--step", "2", "--rows", "1")["rows"]
+    expected = [piece["column"] for piece in row["documents"] for _ in range(piece["tokens"])]
+    assert row["document_starts"] == expected
+    assert "learned" not in row
+
+
+CHAT_RECIPE = """
+trainshed: 1
+name: chat
+model: {from: base}
+tokenizer: base
+data:
+  sequence_length: 16
+  train: {tokens: C}
+train: {mode: finetune, epochs: 2, global_batch: 4, precision: fp32, optimizer: {lr: 1.0e-3}}
+layout: {dp: 1}
+"""
+
+
+def test_rows_of_conversations_show_what_is_learned(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    save_tiny_hf("llama", tmp_path / "base", vocab_size=2000)
+    made_tokenizers.save(made_tokenizers.KINDS["gpt2"](), made_tokenizers.CONFIGS["gpt2"], tmp_path / "base")
+    lengths = [int(n) for n in 2 + np.arange(40) * 5 % 13]
+    write_conversations(tmp_path / "C", [np.arange(n) + 40 for n in lengths])
+    Path("chat.yaml").write_text(CHAT_RECIPE)
+    prepared = prepare_run(load_recipe("chat.yaml"))
+    rows = prepared.order.sources[0].epoch_samples
+    assert prepared.steps == prepared_steps(prepared.folder) == -(-2 * rows // 4)
+    report = report_of(capsys, "batch", "chat.yaml", "--step", "3", "--rows", "4")
+    for row in report["rows"]:
+        sizes = [piece["tokens"] for piece in row["documents"]]
+        assert row["padding"] == 17 - sum(sizes) == 17 - len(row["tokens"])
+        assert row["tokens"] == [40 + column for size in sizes for column in range(size)]
+        assert row["learned"] == [int(column >= size // 2) for size in sizes for column in range(size)]
+        assert len(set(row["document_starts"])) == len(sizes)
+    assert run_cli(["data", "batch", "chat.yaml", "--step", "3", "--rows", "1"]) == 0
+    text = capsys.readouterr().out
+    first = report["rows"][0]["documents"][0]
+    learned = first["tokens"] - first["tokens"] // 2
+    assert f"document {first['document']} from token 0, {learned} of {first['tokens']} learned" in text
+    assert f"  {report['rows'][0]['padding']} columns of padding" in text
+    (source,) = report_of(capsys, "blend", "chat.yaml")["sources"]
+    assert source["source_tokens"] == rows * 16

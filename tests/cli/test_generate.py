@@ -12,12 +12,15 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
+from support.models.lora_checkpoints import save_lora_checkpoint
 from support.models.made_tokenizers import CONFIGS, KINDS, save
 from support.models.tiny_models import save_tiny_hf
 from support.recipes.text_recipes import write_recipe, write_script
+from trainshed.checkpoints.hf.weights import HfWeights
 from trainshed.cli import run_cli
 from trainshed.cli.lookup import checkpoint_address
 from trainshed.errors import NoSuchName, NotFound
+from trainshed.recipe import Lora
 from trainshed.serve.loading import model_name
 
 
@@ -193,3 +196,24 @@ def test_weights_without_a_tokenizer_ask_for_one(tmp_path: Path, capsys: pytest.
     save_tiny_hf("llama", tmp_path)
     assert run_cli(["generate", str(tmp_path), "--prompt", "a", "--device", "cpu"]) == 2
     assert "write --tokenizer FOLDER" in capsys.readouterr().err
+
+
+def test_an_adapter_is_tried_over_the_weights_that_are_named(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with HfWeights(model) as weights:
+        config = weights.config
+    # Its own base is not here: the weights that are named count.
+    run = save_lora_checkpoint(tmp_path / "run", config, Lora(rank=4, alpha=32.0), "hf://org/gone", seed=1)
+    (step,) = (run / "checkpoints").glob("step-*")
+    asked = ("--prompt", "Return the value", "--max-tokens", 8)
+    plain = report(capsys, model, *asked)
+    adapted = report(capsys, model, "--adapter", run, *asked)
+    assert adapted["text"] != plain["text"]
+    assert report(capsys, model, "--adapter", step, *asked)["text"] == adapted["text"]
+    assert report(capsys, run, "--base", model, *asked)["text"] == adapted["text"]
+    merged = tmp_path / "merged"
+    assert run_cli(["model", "merge", str(model), str(run), str(merged), "--no-logits"]) == 0
+    assert report(capsys, merged, *asked)["text"] == adapted["text"]
+    assert run_cli(["generate", str(model), "--adapter", str(run), "--base", str(model), "--prompt", "x"]) == 2
+    assert "--base and --adapter both name weights" in capsys.readouterr().err

@@ -10,10 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from support.models.lora_checkpoints import save_lora_checkpoint
 from support.models.tiny_models import save_tiny_hf
 from trainshed.checkpoints.convert.convert import convert_weights
 from trainshed.checkpoints.formats import TargetFormat
+from trainshed.checkpoints.hf.weights import HfWeights
 from trainshed.cli import run_cli
+from trainshed.recipe import Lora
 
 
 @pytest.fixture(scope="module")
@@ -118,3 +121,24 @@ def test_merge_makes_a_folder_that_compares_as_expected(
     assert difference["max_absolute"] == pytest.approx(1.0)
     assert run_cli(["model", *map(str, arguments)]) == 2
     assert "there is something already" in capsys.readouterr().err
+
+
+def test_the_adapters_of_a_run_are_inspected_and_merged(
+    models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with HfWeights(models / "hf") as weights:
+        config = weights.config
+    lora = Lora(rank=2, alpha=4.0, targets=("attn",), dora=True)
+    run = save_lora_checkpoint(tmp_path / "run", config, lora, models / "hf")
+    code, data = report(capsys, "inspect", run)
+    assert (code, data["adapters"]["rank"], data["adapters"]["base"]) == (0, 2, str(models / "hf"))
+    assert data["adapters"]["parameters"] == 2 * (2 * (32 * 4 + 32 + 16 + 16 + 32) + 32 + 16 + 16 + 32)
+    assert run_cli(["model", "inspect", str(run)]) == 0
+    assert "weights of rank 2 on attn; the others are in" in capsys.readouterr().out
+    code, data = report(capsys, "merge", models / "hf", run, tmp_path / "out")
+    assert (code, data["changed"], data["verdict"]["passed"]) == (0, 8, True)
+    assert data["verdict"]["logits"]["ran"]
+    code, data = report(capsys, "compare", run, tmp_path / "out")
+    assert code == 0
+    assert run_cli(["model", "merge", str(models / "native"), str(run), str(tmp_path / "other")]) == 2
+    assert "merged into weights for transformers, and these are native" in capsys.readouterr().err

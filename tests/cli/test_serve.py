@@ -36,6 +36,18 @@ def test_what_means_nothing_is_refused(
     assert sentence in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("adapters", "sentence"),
+    [
+        (["some/folder"], "--adapter some/folder is no name and address"),
+        (["a=x", "a=y"], "two adapters are called `a`"),
+    ],
+)
+def test_adapters_need_a_name_each(adapters: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_cli(["serve", "weights", *(f"--adapter={adapter}" for adapter in adapters)]) == 2
+    assert sentence in capsys.readouterr().err
+
+
 def test_weights_that_are_not_there_end_the_server(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert run_cli(["serve", str(tmp_path), "--port", "0"]) == 2
     said = capsys.readouterr().err

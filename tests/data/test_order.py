@@ -22,6 +22,7 @@ from trainshed.data.order import (
     hash_batch_rows,
     open_order,
 )
+from trainshed.data.sampling.rows import SampleRows
 from trainshed.data.sampling.schedule import BatchRampUp, BatchSchedule, SkipList
 from trainshed.data.tokens.indexed_dataset import write_index
 from trainshed.data.tokens.token_files import shard_name
@@ -83,14 +84,14 @@ def digest(batch: np.ndarray) -> str:
 
 def test_batches_are_frozen(corpus, order):
     """Order algorithm 1: if one of these changes, runs that resume see other data."""
-    assert [digest(order.batch(step)) for step in (0, 1, 60, 119)] == [
+    assert [digest(order.batch(step).tokens) for step in (0, 1, 60, 119)] == [
         "81a8ad5e747cffa0",
         "ed66eda418dbb575",
         "d2cbda1bf5ff6ccd",
         "27ed3f305f3412a8",
     ]
     skipped = order_of(corpus, skip=[(24, 30), (100, 1000)], schedule=BatchSchedule(BATCH, BatchRampUp(8, 8, 64)))
-    assert [digest(skipped.batch(step)) for step in (0, 5, 60)] == [
+    assert [digest(skipped.batch(step).tokens) for step in (0, 5, 60)] == [
         "62ae5afb14251a78",
         "40183f25570ec4d1",
         "6429ad6f93e54418",
@@ -99,20 +100,20 @@ def test_batches_are_frozen(corpus, order):
 
 
 def test_ranks_that_hash_their_rows_make_the_batch_hash_together(order):
-    whole = order.batch(3)
-    parts = [hash_batch_rows(whole[start : start + 6], start) for start in range(0, BATCH, 6)]
+    whole = order.batch(3).tokens
+    parts = [hash_batch_rows(SampleRows(whole[start : start + 6]), start) for start in range(0, BATCH, 6)]
     assert format_batch_hash(sum(low for low, _ in parts), sum(high for _, high in parts)) == order.batch_hash(3)
     swapped = whole[[1, 0, *range(2, BATCH)]]
-    assert hash_batch(swapped) != order.batch_hash(3), "the place of a row counts"
+    assert hash_batch(SampleRows(swapped)) != order.batch_hash(3), "the place of a row counts"
 
 
 def test_any_division_into_ranks_gives_the_same_batch(order):
     for step in (0, 7, 119):
-        whole = order.batch(step)
+        whole = order.batch(step).tokens
         assert whole.shape == (BATCH, SEQUENCE_LENGTH + 1)
         for ranks in (1, 2, 3, 8, 24):
             each = BATCH // ranks
-            parts = [order.rows(step, rank * each, (rank + 1) * each) for rank in range(ranks)]
+            parts = [order.rows(step, rank * each, (rank + 1) * each).tokens for rank in range(ranks)]
             assert np.array_equal(np.concatenate(parts), whole)
     with pytest.raises(IndexError, match="rows 0 to 25 of a batch of 24"):
         order.rows(0, 0, 25)
@@ -151,23 +152,23 @@ def test_a_longer_run_begins_as_the_shorter_one(corpus, tmp_path):
     before = [order_of(fresh, steps=20).batch_hash(step) for step in range(20)]
     longer = order_of(fresh, steps=2000)
     assert [longer.batch_hash(step) for step in range(20)] == before
-    assert longer.batch(1999).shape == (BATCH, SEQUENCE_LENGTH + 1)
+    assert longer.batch(1999).tokens.shape == (BATCH, SEQUENCE_LENGTH + 1)
 
 
 def test_ramp_up_takes_the_same_samples_in_other_batches(corpus, order):
     ramped = order_of(corpus, schedule=BatchSchedule(BATCH, BatchRampUp(4, 4, 100)))
-    stream = np.concatenate([ramped.batch(step) for step in range(20)])
-    plain = np.concatenate([order.batch(step) for step in range(20)])
+    stream = np.concatenate([ramped.batch(step).tokens for step in range(20)])
+    plain = np.concatenate([order.batch(step).tokens for step in range(20)])
     assert [len(ramped.batch(step)) for step in (0, 19)] == [4, BATCH]
     assert ramped.consumed(20) == len(stream) < len(plain)
     assert np.array_equal(stream, plain[: len(stream)])
 
 
 def test_skipping_removes_samples_and_changes_nothing_before_them(corpus, order):
-    stream = np.concatenate([order.batch(step) for step in range(12)])
+    stream = np.concatenate([order.batch(step).tokens for step in range(12)])
     skipped = order_of(corpus, skip=[(100, 130), (200, 210)])
-    kept = np.concatenate([order_of(corpus, skip=[(100, 130)]).batch(step) for step in range(6)])
-    ours = np.concatenate([skipped.batch(step) for step in range(10)])
+    kept = np.concatenate([order_of(corpus, skip=[(100, 130)]).batch(step).tokens for step in range(6)])
+    ours = np.concatenate([skipped.batch(step).tokens for step in range(10)])
     expected = np.delete(stream, [*range(100, 130), *range(200, 210)], axis=0)
     assert np.array_equal(ours, expected[: len(ours)])
     assert np.array_equal(kept, ours[: len(kept)])
@@ -177,7 +178,7 @@ def test_every_token_comes_from_where_the_order_says(corpus, order):
     """Rebuild rows from (source, epoch, window) with plain Python and the permutations alone."""
     samples = order.sample_indices(55)
     location = order.locate(samples)
-    batch = order.batch(55)
+    batch = order.batch(55).tokens
     for row in range(0, BATCH, 5):
         source = order.sources[location.source[row]]
         units, _ = source.index.epoch_order(int(location.epoch[row]))
@@ -190,7 +191,7 @@ def test_every_token_comes_from_where_the_order_says(corpus, order):
             skipped = max(0, skipped - length)
             if len(tokens) >= wanted:
                 break
-        raw = np.concatenate([np.fromfile(shard + ".bin", source._dtype) for shard in source.shards])
+        raw = np.concatenate([np.fromfile(shard + ".bin", source.reader.dtype) for shard in source.shards])
         assert np.array_equal(batch[row], raw[tokens[:wanted]])
 
 
@@ -251,7 +252,7 @@ def test_what_was_not_prepared_is_named(corpus, tmp_path, order):
 
 
 def test_batches_are_read_only_and_hash_by_value(order):
-    batch = order.batch(0)
+    batch = order.batch(0).tokens
     with pytest.raises(ValueError, match="read-only"):
         batch[0, 0] = 1
-    assert hash_batch(batch.astype(np.int64)) == order.batch_hash(0)
+    assert hash_batch(SampleRows(batch.astype(np.int64))) == order.batch_hash(0)

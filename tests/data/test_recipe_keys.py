@@ -11,7 +11,7 @@ import pytest
 import trainshed.data
 from support.recipes.text_recipes import write_recipe
 from trainshed.cli import run_cli
-from trainshed.data.artefacts import RECIPE_KEYS, flags_to_recipe_keys
+from trainshed.data.recipe_keys import RECIPE_KEYS, flags_to_recipe_keys
 from trainshed.errors import InputError
 from trainshed.recipe import load_recipe
 from trainshed.workflow import prepare_run

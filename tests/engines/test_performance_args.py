@@ -30,8 +30,8 @@ from trainshed.plan.performance.engine_constants import EngineOptions
     ],
 )
 def test_arguments_change_what_is_planned(args: dict[str, Any], expected: dict[str, Any]) -> None:
-    found, counted = apply_performance_args(args, EngineOptions(trained_share=0.5))
-    assert found == EngineOptions(trained_share=0.5, **expected)
+    found, counted = apply_performance_args(args, EngineOptions(bf16_states=True))
+    assert found == EngineOptions(bf16_states=True, **expected)
     assert bool(counted) == bool(expected)
     assert set(counted) <= set(args)
 

@@ -24,6 +24,8 @@ SEEDS = {
     "minio-llama3-1-70b-cpt": ("minio-mi300x-ray", ()),
     "soperator-llama3-3-70b": ("soperator-h100", ()),
     "soperator-llama3-3-70b-lora": ("soperator-h100", ()),
+    "soperator-llama3-3-70b-torch": ("soperator-h100", ()),
+    "soperator-llama3-3-70b-lora-torch": ("soperator-h100", ()),
 }
 IMAGE = "image=registry.example/trainshed@sha256:" + "1" * 64
 

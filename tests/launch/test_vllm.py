@@ -28,6 +28,13 @@ def test_what_the_recipe_says_becomes_flags() -> None:
     )
 
 
+def test_adapters_are_served_by_name() -> None:
+    adapters = "serve.adapters={one: /shared/one, org/two: 'hf://org/two'}"
+    assert command(adapters, "serve.args={max_lora_rank: 64}").removeprefix(command()).strip() == (
+        "--enable-lora --max-loras 2 --lora-modules one=/shared/one org/two=org/two --max-lora-rank=64"
+    )
+
+
 @pytest.mark.parametrize(
     ("args", "words"),
     [
@@ -53,6 +60,7 @@ def test_flags_are_written_as_vllm_reads_them(args: str, words: str) -> None:
         ("{enforce_eger: true}", "`--enforce-eger` is none of the flags of vLLM", "did you mean enforce-eager?"),
         ("{tensor_parallel_size: 4}", "is set by Trainshed", "write `serve.gpus`"),
         ("{max_model_len: 4}", "is set by Trainshed", "write `serve.max_length`"),
+        ("{enable_lora: true}", "is set by Trainshed", "write `serve.adapters`"),
         ("{trust_remote_code: true}", "never run", "delete it"),
         ("{seed: one}", "`one` is not what --seed takes", "write a whole number"),
         ("{seed: true}", "is not what --seed takes", "write a whole number"),

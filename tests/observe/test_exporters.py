@@ -67,6 +67,15 @@ def test_tensorboard_reads_every_figure_with_steps_counted_from_one(tmp_path: Pa
     assert scalars(tmp_path, "validation/loss") == [(2, 3.25)]
 
 
+def test_rewards_of_a_preference_run_are_curves_in_tensorboard(tmp_path: Path) -> None:
+    rewards = {"reward_chosen": 0.5, "reward_margin": 0.75, "reward_accuracy": 0.875}
+    measured = {"kind": "validation", "step": 1, "loss": 0.5, "batches": 4, "reward_accuracy": 0.625}
+    written(TensorBoardExporter, tmp_path, START, step_event(0, 0.6) | rewards, measured)
+    assert scalars(tmp_path, "train/reward_margin") == [(1, 0.75)]
+    assert scalars(tmp_path, "train/reward_accuracy") == [(1, 0.875)]
+    assert scalars(tmp_path, "validation/reward_accuracy") == [(1, 0.625)]
+
+
 def test_steps_that_a_resumed_attempt_repeats_stand_once_in_tensorboard(tmp_path: Path) -> None:
     written(TensorBoardExporter, tmp_path, *(step_event(step, 9.0) for step in range(5)))
     resumed = {"kind": "resume", "step": 2, "from_attempt": 1, "checkpoint": "step-00000002"}

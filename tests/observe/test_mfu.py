@@ -6,8 +6,10 @@ import pytest
 
 from trainshed.catalog import gpu, model_preset
 from trainshed.errors import TrainshedError
+from trainshed.models.parameters import lora_parameter_count
 from trainshed.observe.mfu import FORMULA, measure_mfu
-from trainshed.plan.flops import training_flops_per_token
+from trainshed.plan.flops import adapter_flops, token_flops, training_flops_per_token
+from trainshed.recipe import Lora
 
 CONFIG = model_preset("llama3-8b")
 H200 = gpu("h200")
@@ -73,3 +75,19 @@ def test_more_than_the_peak_is_an_error_that_shows_every_figure() -> None:
     assert "tokens/s/GPU" in hint
     assert "sequence length 8192" in hint
     assert H200.source in hint
+
+
+def test_frozen_weights_cost_two_forwards_and_adapters_three() -> None:
+    lora = Lora.model_validate({"rank": 16, "alpha": 32, "targets": ["all-linear"]})
+    adapters = 2 * lora_parameter_count(CONFIG, lora)
+    whole = token_flops(CONFIG, LENGTH)
+    expected = 2 * whole.matmul + 3 * whole.attention + 3 * adapters
+    assert training_flops_per_token(CONFIG, LENGTH, lora=lora) == expected
+    frozen = measure_mfu(1000.0, CONFIG, LENGTH, precision="bf16", gpu=H200, lora=lora)
+    assert frozen.model_tflops == pytest.approx(1000.0 * expected / 1e12)
+
+
+def test_a_token_meets_the_adapters_of_its_own_experts() -> None:
+    mixtral = model_preset("mixtral-8x7b")
+    lora = Lora.model_validate({"rank": 16, "alpha": 32, "targets": ["experts"]})
+    assert adapter_flops(mixtral, lora) == 2 * lora_parameter_count(mixtral, lora) // 4

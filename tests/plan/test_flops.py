@@ -6,7 +6,15 @@ import pytest
 
 from support.models.tiny_models import FAMILIES, tiny_config, transformers_config
 from trainshed.catalog import model_preset
-from trainshed.plan.flops import attention_flops, matmul_flops, mean_keys, token_flops, training_flops_per_token
+from trainshed.plan.flops import (
+    attended_length,
+    attention_flops,
+    matmul_flops,
+    mean_keys,
+    token_flops,
+    training_flops_per_token,
+)
+from trainshed.recipe import Lora
 
 BATCH, LENGTH = 2, 16
 
@@ -40,6 +48,50 @@ def test_torch_counts_the_same_forward_pass_of_every_family(family: str) -> None
 def test_torch_counts_the_same_training_step(family: str) -> None:
     config = tiny_config(family)
     assert counted(family, backward=True) == BATCH * LENGTH * training_flops_per_token(config, LENGTH, causal=False)
+
+
+@pytest.mark.parametrize("targets", [("q_proj", "v_proj"), ("q_proj", "k_proj", "v_proj", "o_proj", "down_proj")])
+def test_torch_counts_the_same_training_step_of_adapters(targets: tuple[str, ...]) -> None:
+    """Adapters of `peft` on a model of `transformers`; inputs have gradients, so that the first layer's are counted."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from torch.utils.flop_counter import FlopCounterMode
+    from transformers import AutoModelForCausalLM
+
+    config = tiny_config("llama")
+    base = AutoModelForCausalLM.from_config(transformers_config(config), attn_implementation="eager")
+    model = get_peft_model(base, LoraConfig(r=4, lora_alpha=8, target_modules=list(targets)))
+    model.enable_input_require_grads()
+    tokens = torch.arange(BATCH * LENGTH).reshape(BATCH, LENGTH)
+    with FlopCounterMode(display=False) as counter:
+        model(tokens, use_cache=False).logits.sum().backward()
+    counts = counter.get_flop_counts().items()
+    rotary = sum(sum(parts.values()) for name, parts in counts if name.endswith(".rotary_emb"))
+    lora = Lora(rank=4, alpha=8.0, targets=targets)
+    expected = BATCH * LENGTH * training_flops_per_token(config, LENGTH, causal=False, lora=lora)
+    assert counter.get_total_flops() - rotary == expected
+
+
+def test_frozen_weights_cost_two_thirds_and_a_reference_one_more_forward_pass() -> None:
+    config = model_preset("llama3-8b")
+    lora = Lora(rank=16, alpha=32.0)
+    full, adapted = (token_flops(config, 8192, lora=which) for which in (None, lora))
+    assert adapted.adapters is not None
+    assert adapted.training == pytest.approx(full.training - full.matmul + 3 * adapted.adapters)
+    assert adapted.adapters == 2 * 16 * 32 * (4 * 4096 + 4096 + 2 * 1024 + 4096)
+    dpo = training_flops_per_token(config, 8192, lora=lora, reference=True)
+    assert dpo == pytest.approx(adapted.training + full.forward)
+
+
+def test_documents_that_are_kept_apart_attend_to_themselves() -> None:
+    config = model_preset("llama3-8b")
+    lengths = [100, 300, 624]
+    # What an average token sees: a document of n tokens has n · (n + 1) / 2 pairs.
+    seen = sum(length * (length + 1) / 2 for length in lengths) / sum(lengths)
+    document = sum(length**2 for length in lengths) / sum(lengths)
+    assert mean_keys(config, attended_length(1024, document)) == pytest.approx(seen)
+    assert token_flops(config, 1024, document_length=document).attention < token_flops(config, 1024).attention
+    assert token_flops(config, 1024, document_length=5000.0) == token_flops(config, 1024)
 
 
 def test_the_parts_of_a_token_add_up() -> None:

@@ -91,6 +91,13 @@ def test_the_id_changes_with_what_is_trained(recipe: Callable[..., Recipe], chan
     assert len(run_id(recipe(change))) == 8
 
 
+def test_what_is_asked_between_steps_is_not_what_is_trained(recipe: Callable[..., Recipe]) -> None:
+    measured = "data.validation={path: v.jsonl}"
+    asked = ("train.early_stop={patience: 3}", "data.validation.prompts=[Why?]", "data.validation.answer_tokens=8")
+    assert run_id(recipe(measured, *asked, "checkpoint.best={}")) == run_id(recipe(measured))
+    assert run_id(recipe(measured)) != run_id(recipe())
+
+
 def test_a_decay_that_is_stretched_keeps_the_id_and_one_that_is_a_length_does_not(
     recipe: Callable[..., Recipe],
 ) -> None:
@@ -185,3 +192,10 @@ def test_any_recipe_loads_back_equal(values: dict[str, Any]) -> None:
     again = parse_recipe(dumped)
     assert again == recipe
     assert to_yaml(again) == dumped
+
+
+def test_the_best_checkpoint_is_kept_beside_the_newest(recipe: Callable[..., Recipe]) -> None:
+    measured = "data.validation={path: v.jsonl}"
+    assert recipe().checkpoint.kept == 3
+    assert recipe(measured, "checkpoint.best={}").checkpoint.kept == 4
+    assert recipe(measured, "checkpoint.best={}", "checkpoint.keep=null").checkpoint.kept is None

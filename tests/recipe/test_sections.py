@@ -172,6 +172,31 @@ CASES: dict[str, tuple[tuple[str, ...], str, str, str | None]] = {
         "is not read: these tokens are already prepared",
         "delete it",
     ),
+    # between steps
+    "answers without prompts": (
+        ("data.validation={path: v.jsonl, answer_tokens: 8}",),
+        "data.validation.answer_tokens",
+        "is read with `prompts` only",
+        "write `prompts: [...]`, or delete it",
+    ),
+    "prompts without a tokenizer": (
+        ("data.train=[{tokens: x}]", "tokenizer=null", "data.validation={tokens: v, prompts: [Why?]}"),
+        "tokenizer",
+        "is missing: text must become tokens",
+        "tokenizer: hf://org/name, or {train: {vocab_size: 8192}}",
+    ),
+    "early stop without a loss": (
+        ("train.early_stop={patience: 3}",),
+        "train.early_stop",
+        "needs a validation loss, and none is measured",
+        "write `data.validation`",
+    ),
+    "best without a loss": (
+        ("checkpoint.best={by: validation}",),
+        "checkpoint.best",
+        "needs a validation loss, and none is measured",
+        "write `data.validation`",
+    ),
     # data
     "data is a word": (
         ("data=corpus.jsonl",),

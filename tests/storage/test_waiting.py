@@ -111,9 +111,12 @@ def test_a_slow_server_that_lives_is_not_given_up(kind: str) -> None:
 
 def test_silence_ends_all_attempts_however_many_are_left() -> None:
     retry = Retry(attempts=1000, first_seconds=0.001, max_seconds=0.001, answer_seconds=0.2, silent_seconds=0.5)
-    with serving() as url, pytest.raises(StorageError, match=r"\([2345] attempts in \d s\)"):
+    with serving() as url, pytest.raises(StorageError, match=r"\([12345] attempts? in \d s\)"):
         open_store(f"{url}/a", options_for(url, retry))[0].read("a")
-    with serving(b"x" * 9, sent=0) as url, pytest.raises(StorageError, match=r"broke [23456] times in a row at byte 0"):
+    with (
+        serving(b"x" * 9, sent=0) as url,
+        pytest.raises(StorageError, match=r"broke [123456] times in a row at byte 0"),
+    ):
         open_store(f"{url}/a", options_for(url, retry))[0].read("a")
 
 

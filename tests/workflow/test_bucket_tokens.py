@@ -59,9 +59,9 @@ def recipe(bucket: str, s3_server: S3Server, tmp_path: Path, cluster: Cluster) -
 def test_tokens_are_found_indexed_and_read_where_the_cluster_file_says(recipe: Recipe, cluster: Cluster) -> None:
     made = prepare_run(recipe, cluster)
     assert (made.sources[0].documents, made.sources[0].tokens) == (40, 4000)
-    batch = made.order.batch(1)
-    assert np.array_equal(open_run(recipe, cluster).order.batch(1), batch)
-    assert np.array_equal(open_run_folder(made.folder, cluster).order.batch(1), batch)
+    batch = made.order.batch(1).tokens
+    assert np.array_equal(open_run(recipe, cluster).order.batch(1).tokens, batch)
+    assert np.array_equal(open_run_folder(made.folder, cluster).order.batch(1).tokens, batch)
     (prefix,) = made.sources[0].prefixes
     (span, *_) = made.order.sources[0].document_spans(0, 0)
     assert span.file.startswith(prefix)

@@ -22,18 +22,17 @@ store: {store}
 nodes: {{default: 1, max: 2}}
 """
 BASE = "model.from=/models/base"
+PAIRS = (
+    *(BASE, "model.init=null", "tokenizer=/models/base"),
+    *("train.mode=dpo", "data.synthetic=false", "data.train=[{path: /corpus/x.jsonl}]"),
+)
 REFUSED = {
-    "train.lora": (
-        "the torch engine trains no adapters yet",
-        (BASE, "model.init=null", "train.lora={rank: 2, alpha: 4}"),
+    "train.lora.quantize": (
+        "weights that are held as int8 are multiplied in bf16, not in fp8",
+        (BASE, "model.init=null", "train.precision=fp8", "train.lora={rank: 2, alpha: 4, quantize: int8}"),
     ),
-    "train.mode": (
-        "the torch engine does not fine-tune yet",
-        (
-            *(BASE, "model.init=null", "tokenizer=/models/base"),
-            *("train.mode=finetune", "data.synthetic=false", "data.train=[{path: /corpus/x.jsonl}]"),
-        ),
-    ),
+    "train.z_loss": ("the loss of `mode: dpo` has no z-loss", (*PAIRS, "train.z_loss=1e-4")),
+    "train.loss": ("`mode: dpo` compares answers, and has no other loss", (*PAIRS, "train.loss=cross_entropy")),
     "data.stage": ("staging tokens on nvme is not built yet", ("data.stage=nvme",)),
 }
 """Keys that our engine cannot do anywhere."""
@@ -133,6 +132,16 @@ def test_a_profile_that_nobody_would_write_is_refused(
     text = said(capsys, "run", "recipe.yaml", "layout={dp: 1}", *overrides)
     assert key in text
     assert what in text
+
+
+@pytest.mark.parametrize("engine", ["megatron", "nemo", "torchtune"])
+def test_preferences_are_learned_by_our_own_engine_alone(
+    engine: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = said(capsys, "render", "recipe.yaml", *PAIRS, f"engine={engine}", "--on", "slurm-h100", "--offline")
+    assert "train.mode" in text
+    assert f"{engine} is not rendered for `mode: dpo`" in text
+    assert "engine: torch" in text
 
 
 def test_a_secret_among_the_arguments_of_an_engine_is_refused_and_not_repeated(

@@ -178,6 +178,10 @@ CHANGES = {
     "data.validation.name": Change("data.validation.name=other", OWN),
     "data.validation.every": Change("data.validation.every=7", OWN),
     "data.validation.batches": Change("data.validation.batches=7", OWN),
+    "data.validation.prompts": Change("data.validation.prompts=[one]", OWN),
+    "data.validation.answer_tokens": Change(
+        "data.validation.answer_tokens=7", "data.validation={path: /shared/v.jsonl, prompts: [one]}"
+    ),
     "data.split.train": Change("data.split={train: 0.9, validation: 0.1}", "data.split={train: 0.8, validation: 0.2}"),
     "data.split.validation": Change("data.split={train: 0.9, validation: 0.1}"),
     "data.split.test": Change(
@@ -222,6 +226,8 @@ CHANGES = {
     "train.dropout": Change("train.dropout=0.1"),
     "train.non_finite": Change("train.non_finite=skip"),
     "train.deterministic": Change("train.deterministic=true"),
+    "train.early_stop.patience": Change("train.early_stop={patience: 3}", OWN),
+    "train.early_stop.min_delta": Change("train.early_stop.min_delta=0.1", f"{OWN} train.early_stop={{patience: 3}}"),
     "train.lora.rank": Change("train.lora.rank=8", LORA),
     "train.lora.alpha": Change("train.lora.alpha=4", LORA),
     "train.lora.dropout": Change("train.lora.dropout=0.1", LORA),
@@ -252,6 +258,7 @@ CHANGES = {
     "engine.args": Change('engine.args."log_interval"=7'),
     "checkpoint.every": Change("checkpoint.every=7"),
     "checkpoint.keep": Change("checkpoint.keep=7"),
+    "checkpoint.best.by": Change("checkpoint.best={by: validation}", OWN),
     "checkpoint.to": Change("checkpoint.to=s3://bucket/checkpoints"),
     "checkpoint.async": Change("checkpoint.async=false", "checkpoint.async=true"),
     "checkpoint.resume": Change("checkpoint.resume=must"),
@@ -265,6 +272,7 @@ CHANGES = {
     "elastic.spares": Change("elastic={min_nodes: 2, spares: 1}", "elastic={min_nodes: 2}"),
     "export.format": Change("export.format=megatron", "export={}"),
     "export.dtype": Change("export.dtype=fp32", "export={}"),
+    "export.merge": Change("export.merge=true", f"{LORA} export={{}}"),
     "export.to": Change("export.to=/shared/weights", "export={}"),
     "serve.engine": Change(SERVED_BY_VLLM, SERVED),
     "serve.gpus": Change("serve.gpus=2", SERVED_BY_VLLM),
@@ -275,6 +283,7 @@ CHANGES = {
     "serve.image": Change("serve.image=other@sha256:1", SERVED),
     "serve.api_key": Change("serve.api_key=HF_TOKEN", SERVED),
     "serve.args": Change("serve.args={seed: 3}", SERVED_BY_VLLM),
+    "serve.adapters": Change("serve.adapters={one: /shared/one}", SERVED),
     "serve.cpus": Change("serve.cpus=3", SERVED),
     "serve.memory": Change("serve.memory=99Gi", SERVED),
     "store": Change("store=/shared/other"),
@@ -366,10 +375,16 @@ data:
   sequence_length: 32
   train: [{{script: numbers.py, args: [a]}}]
   split: {{train: 0.9, validation: 0.1}}
-  validation: {{every: 2, batches: 1}}
-train: {{steps: 3, global_batch: 4, precision: fp32, optimizer: {{lr: 1.0e-3}}, schedule: {{name: cosine}}}}
+  validation: {{every: 2, batches: 1, prompts: [one two], answer_tokens: 4}}
+train:
+  steps: 3
+  global_batch: 4
+  precision: fp32
+  optimizer: {{lr: 1.0e-3}}
+  schedule: {{name: cosine}}
+  early_stop: {{patience: 3, min_delta: 0.1}}
 layout: {{dp: 1, micro_batch: 2}}
-checkpoint: {{every: 2}}
+checkpoint: {{every: 2, best: {{by: validation}}}}
 observe: {{profile: {{start: 1, steps: 1}}}}
 export: {{}}
 """
@@ -455,6 +470,9 @@ def read(tmp_path_factory: pytest.TempPathFactory) -> Read:
             "train={epochs: 0.01, global_batch: 4, precision: fp32, optimizer: {lr: 1.0e-3}}",
         )
         _traced_run(based, tracer, stages)
+        lora = "{rank: 2, alpha: 4, dropout: 0.1, targets: [attn], rslora: true, dora: true, quantize: int8}"
+        adapted = ("name=adapted", f"train.lora={lora}", "train.optimizer.states=bf16", "export=null")
+        _traced_run((*based, *adapted), tracer, stages)
         _traced_run(("name=bad", "train.optimizer.lr=1e38", "train.non_finite=skip", "export=null"), tracer, stages)
     return Read(*(frozenset(found) for found in stages))
 

@@ -166,8 +166,8 @@ def test_synthetic_data_needs_no_files_and_no_tokenizer(tmp_path: Path) -> None:
     )
     one, other = prepare_run(load_recipe("recipe.yaml")), open_run(load_recipe("recipe.yaml"))
     assert (one.steps, one.sources, one.tokenizer) == (5, (), None)
-    batch = one.order.batch(3)
-    assert np.array_equal(batch, other.order.batch(3))
+    batch = one.order.batch(3).tokens
+    assert np.array_equal(batch, other.order.batch(3).tokens)
     assert batch.shape[0] == 2
     assert not (tmp_path / "store" / "artefacts").exists()
 
@@ -209,7 +209,7 @@ def test_nothing_is_opened_that_was_not_made_and_nothing_is_made_by_opening(tmp_
     before = everything(tmp_path)
     opened = open_run(recipe)
     assert everything(tmp_path) == before
-    assert np.array_equal(opened.order.batch(2), made.order.batch(2))
+    assert np.array_equal(opened.order.batch(2).tokens, made.order.batch(2).tokens)
 
 
 def test_tokens_that_do_not_read_back_are_not_proven(tmp_path: Path) -> None:

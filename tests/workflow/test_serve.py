@@ -41,6 +41,15 @@ def test_serving_is_the_last_stage_and_says_what_it_runs(tmp_path: Path) -> None
     assert JobFile.read(tmp_path).stages == job.stages
 
 
+def test_our_server_is_told_the_adapters(tmp_path: Path) -> None:
+    job = job_of(tmp_path, "serve={gpus: 0, adapters: {one: /shared/one, two: 's3://bucket/two'}}")
+    serving = job.stages[-1].serving
+    assert serving is not None
+    assert serving.words[4:10] == (
+        *("--name", "proof", "--adapter", "one=/shared/one", "--adapter", "two=s3://bucket/two"),
+    )
+
+
 def test_vllm_is_started_by_a_script_of_the_job_in_its_own_image(tmp_path: Path) -> None:
     asked = "serve={engine: vllm, gpus: 4, image: vllm@sha256:1, replicas: 2, args: {seed: 3}, cpus: 16, memory: 64Gi}"
     job = job_of(tmp_path, asked, *LARGE, cluster="aks-nd-h100-v5", on=("image=a/b",))
@@ -71,6 +80,7 @@ GPUS = "serve={engine: vllm, gpus: 4, image: x}"
         (["serve={gpus: 0, image: x}"], LAPTOPS, "serve.image", "this cluster has no containers", "container: pyxis"),
         (["serve={gpus: 0, max_length: 64}"], LAPTOPS, "serve.max_length", "the 32 positions", "write 32 or less"),
         (["serve={gpus: 0}", "export.to=s3://b/x"], LAPTOPS, "export.to", "a path that its node mounts", "delete it"),
+        (["serve={gpus: 0, adapters: {a: b/c}}"], LAPTOPS, "serve.adapters.a", "is relative to", "an absolute path"),
         (["serve={gpus: 0, image: x}"], f"{LAPTOPS}locked: [image]\n", "serve.image", "`image` is locked", "delete it"),
         (["serve={engine: vllm}", *LARGE], "aks-nd-h100-v5", "serve", "in which image is vLLM?", "vllm/vllm-openai@"),
         (["serve={}", *LARGE], "aks-nd-h100-v5", "serve.gpus", "take 131 GiB of each GPU", "engine: vllm, gpus: 2"),

@@ -12,6 +12,8 @@ import pytest
 
 from trainshed.catalog import model_preset
 from trainshed.cli import run_cli
+from trainshed.data.order import run_orders
+from trainshed.data.tokens.token_source import RunTokens
 from trainshed.models.families import to_hf_config
 from trainshed.plan import resolve_layout
 from trainshed.plan.shrink import shrink
@@ -156,6 +158,22 @@ def test_an_architecture_is_read_beside_weights_that_are_not_fetched(
     assert "tp: 7 does not divide the 2 key/value heads" in capsys.readouterr().err
 
 
+def test_adapters_on_a_layout_are_checked_without_their_weights(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "config.json").write_text(json.dumps(to_hf_config(model_preset("llama3-8b"))))
+    recipe = write_recipe(tmp_path, model=f"{{from: {tmp_path / 'base'}}}", layout="{tp: 2, shard: zero1}")
+    lora = "train.lora={rank: 4, alpha: 8, targets: [all-linear], dora: true, dropout: 0.1, quantize: nf4}"
+    code, report, said = checked(capsys, recipe, lora, "--steps", "4")
+    assert code == 0, said
+    assert report["verdict"] == "equal"
+    assert "the frozen weights are checked as int8" in said
+    code, _, said = checked(capsys, recipe, lora, "layout={dp: 2, shard: full}")
+    assert code == 2
+    assert "shard: full with weights held as nf4: every dp rank holds all of them" in said
+
+
 def test_the_small_recipe_trains_as_the_whole_one_does() -> None:
     whole = parse_recipe(RECIPE.format(model="{preset: tiny, init: random}", layout="{tp: 2}"))
     config, keys = model_preset("tiny"), whole.layout
@@ -171,3 +189,16 @@ def test_the_small_recipe_trains_as_the_whole_one_does() -> None:
     assert (ramp.start, ramp.start + ramp.increment) == (small.batch_sizes[0], recipe.train.global_batch)
     assert (recipe.checkpoint.every, recipe.checkpoint.keep) == (4, None)
     assert recipe.checkpoint.to is None
+
+
+def test_conversations_are_checked_as_rows_of_documents_kept_apart() -> None:
+    text = RECIPE.format(model="{from: weights}\ntokenizer: weights", layout="{tp: 2}")
+    whole = parse_recipe(text.replace("train:\n", "train:\n  mode: finetune\n"))
+    config, keys = model_preset("tiny"), whole.layout
+    assert isinstance(keys, Layout)
+    small = shrink(config, resolve_layout(keys, config), sequence_length=4096, batch_sizes=[16, 32, 48, 64])
+    recipe = shrunk_recipe(whole, small, keys, Path("store"), steps=8)
+    assert (recipe.train.mode, recipe.document_mask) == ("pretrain", True)
+    order = run_orders(recipe, RunTokens(()), Path(), build=False).train
+    assert order.keeps_documents_apart
+    assert (order.batch(0).document_starts > 0).any()

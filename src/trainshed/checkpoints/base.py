@@ -16,7 +16,7 @@ from typing import Any
 from trainshed.checkpoints.formats import detect_format, open_weights
 from trainshed.checkpoints.hf.weights import HfWeights
 from trainshed.checkpoints.megatron.iterations import LATEST_ITERATION, read_latest_iteration
-from trainshed.checkpoints.native.folder import find_checkpoint
+from trainshed.checkpoints.native.folder import BEST, LATEST, find_checkpoint
 from trainshed.checkpoints.prove.verdict import VERDICT
 from trainshed.checkpoints.weights import Weights
 from trainshed.data.tokenize.tokenizer import TOKENIZER_FILES
@@ -38,7 +38,7 @@ from trainshed.storage import (
     open_store,
     parse,
 )
-from trainshed.storage.checksum import DEFAULT_ALGORITHM, ChecksumAlgorithm
+from trainshed.storage.checksum import DEFAULT_ALGORITHM, ChecksumAlgorithm, sha256_of
 from trainshed.storage.copy import COPY_MANIFEST
 from trainshed.storage.listing import is_selected
 from trainshed.storage.locks import artefact_lock
@@ -82,6 +82,12 @@ class BaseWeights:
         files = Path(manifest.spec["from"]) if manifest.spec.get("in_place") else folder / "files"
         manifest.verify_files(LocalStore(files), deep=False)
         return cls(folder, files, manifest)
+
+    @property
+    def sha256(self) -> str:
+        """One hash of all files: the same for the same weights, wherever they are."""
+        entries = [[entry.path, entry.size, entry.checksum] for entry in self.manifest.files]
+        return sha256_of(json.dumps(entries).encode())
 
     def open(self, config: ModelConfig | None = None) -> Weights:
         """Open the weights, as their own files describe them or as `config` does."""
@@ -238,8 +244,8 @@ def _spec_elsewhere(address: str, options: StoreOptions | None) -> dict[str, Any
 def _weights_globs(address: str, options: StoreOptions | None) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return which files of a folder belong to its weights, as globs to include and to exclude.
 
-    Of a run's checkpoints, or Megatron's, they are those of the latest and the pointer to it. A run that continues
-    changes the pointer, so its newer weights are not mistaken for these.
+    Of a run's checkpoints, or Megatron's, they are those of the best or latest and the pointers to it. A run that
+    continues changes a pointer, so its newer weights are not mistaken for these.
     """
     format = detect_format(address, options)
     if format == "hf":
@@ -248,7 +254,8 @@ def _weights_globs(address: str, options: StoreOptions | None) -> tuple[tuple[st
     if format == "native":
         store, path = open_store(address, options)
         step = find_checkpoint(store, path).path.removeprefix(path.strip("/")).strip("/")
-        return ((f"{step}/*", "checkpoints/latest", "latest", *beside) if step else ("*",)), ()
+        pointers = (f"checkpoints/{LATEST}", LATEST, f"checkpoints/{BEST}", BEST)
+        return ((f"{step}/*", *pointers, *beside) if step else ("*",)), ()
     iteration = read_latest_iteration(open_folder(address, options))
     return (("**",) if iteration is None else (LATEST_ITERATION, f"{iteration}/**", *beside)), ()
 

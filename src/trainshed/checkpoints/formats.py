@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from trainshed.checkpoints.hf.weights import CONFIG, INDEX, WEIGHTS, HfWeights
 from trainshed.checkpoints.megatron.iterations import LATEST_ITERATION, is_iteration_name, read_latest_iteration
-from trainshed.checkpoints.native.folder import LATEST
+from trainshed.checkpoints.native.folder import LATEST, find_checkpoint
 from trainshed.checkpoints.weights import Weights, WeightsWriter
 from trainshed.errors import InputError, NoSuchName
 from trainshed.recipe import ModelConfig
@@ -161,7 +161,12 @@ def open_weights(
         from trainshed.checkpoints.native.weights import NativeWeights
 
         store, path = open_store(str(address), options)
-        return NativeWeights(store, path, config, reporter)
+        checkpoint = find_checkpoint(store, path, reporter)
+        if "lora" in checkpoint.manifest.spec:
+            from trainshed.checkpoints.lora.adapted_weights import open_adapted_checkpoint
+
+            return open_adapted_checkpoint(store, checkpoint, config)
+        return NativeWeights(store, checkpoint.path, config)
     folder = local_folder(address)
     if format == "hf":
         return HfWeights(folder, config)

@@ -6,6 +6,7 @@ checkpoints need torch.
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from trainshed.checkpoints.base import HF_EXCLUDE, HF_INCLUDE
 from trainshed.checkpoints.formats import WeightsFormat, detect_format, local_folder, open_weights
 from trainshed.checkpoints.hf.companion_files import COMPANIONS_FOLDER
 from trainshed.checkpoints.hf.weights import HfWeights
+from trainshed.checkpoints.lora.checkpoint_spec import AdapterSpec, holds_adapters
 from trainshed.checkpoints.native.folder import find_checkpoint, read_checkpoint_config
 from trainshed.checkpoints.prove.verdict import VERDICT, Verdict
 from trainshed.data.tokenize.tokenizer import load_tokenizer
@@ -33,6 +35,16 @@ class WeightsFile:
 
     path: str
     bytes: int
+
+
+@dataclass(frozen=True)
+class AdaptersInspection:
+    """The adapters in the checkpoint of a LoRA run: how many weights they have, and where the others are."""
+
+    rank: int
+    targets: tuple[str, ...]
+    parameters: int
+    base: str
 
 
 @dataclass(frozen=True)
@@ -55,6 +67,8 @@ class WeightsInspection:
     step: int | None
     files: tuple[WeightsFile, ...]
     verdict: Verdict | None
+    adapters: AdaptersInspection | None = None
+    """Of the checkpoint of a LoRA run, which holds no other weights."""
 
     @property
     def parameters(self) -> int:
@@ -79,12 +93,13 @@ def inspect_weights(address: str, options: StoreOptions | None = None) -> Weight
     layout: dict[str, int] | None = None
     step: int | None = None
     padded: int | None = None
+    adapters: AdaptersInspection | None = None
     if format == "hf":
         with HfWeights(local_folder(address)) as weights:
             config, dtypes = weights.config, weights.dtypes
             files = _list_files(address, options, HF_INCLUDE, HF_EXCLUDE)
     elif format == "native":
-        config, dtypes, step, files = _inspect_native(address, options)
+        config, dtypes, step, files, adapters = _inspect_native(address, options)
     else:
         config, dtypes, padded, layout = _inspect_megatron(address, options)
         layout = layout if format == "megatron-torch" else None  # only these files depend on the layout
@@ -101,6 +116,7 @@ def inspect_weights(address: str, options: StoreOptions | None = None) -> Weight
         step=step,
         files=files,
         verdict=_read_verdict(address, options),
+        adapters=adapters,
     )
 
 
@@ -125,15 +141,21 @@ def _count_parts(config: ModelConfig) -> dict[str, int]:
 
 def _inspect_native(
     address: str, options: StoreOptions | None
-) -> tuple[ModelConfig, list[str], int, tuple[WeightsFile, ...]]:
+) -> tuple[ModelConfig, list[str], int, tuple[WeightsFile, ...], AdaptersInspection | None]:
     """Describe a checkpoint by its manifest alone."""
     store, path = open_store(address, options)
     checkpoint = find_checkpoint(store, path)
     config = read_checkpoint_config(store, checkpoint)
     tensors = checkpoint.facts.get("tensors", {})
-    dtypes = {tensor["dtype"] for name, tensor in tensors.items() if name.startswith("model.")}
+    stored = [tensor for name, tensor in tensors.items() if name.startswith("model.")]
+    dtypes = {tensor["dtype"] for tensor in stored}
+    adapters = None
+    if holds_adapters(checkpoint):
+        spec = AdapterSpec.read(checkpoint.manifest.spec, join(store.url, checkpoint.path))
+        count = sum(math.prod(tensor["shape"]) for tensor in stored)
+        adapters = AdaptersInspection(spec.lora.rank, spec.lora.targets, count, spec.base_address)
     files = tuple(WeightsFile(entry.path, entry.size) for entry in checkpoint.manifest.files)
-    return config, sorted(dtypes), checkpoint.step, files
+    return config, sorted(dtypes), checkpoint.step, files, adapters
 
 
 def _inspect_megatron(

@@ -45,7 +45,7 @@ VERBS = {
 DATA_VERBS = {
     "fetch": ("trainshed.cli.data:fetch", "Copy a corpus from the Hub, HTTP or any store to a store."),
     "prepare": ("trainshed.cli.data:prepare", "Turn text into Megatron-compatible token files."),
-    "inspect": ("trainshed.cli.data:inspect", "Show what is inside token files."),
+    "inspect": ("trainshed.cli.data_inspect:inspect", "Show what is inside token files, and what is learned."),
     "verify": ("trainshed.cli.data:verify", "Prove token files against their manifest and tokenizer."),
     "merge": ("trainshed.cli.data:merge", "Concatenate shards into one pair of files."),
     "blend": ("trainshed.cli.data:blend", "Show how much of each source a recipe's run will see."),

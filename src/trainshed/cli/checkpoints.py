@@ -27,7 +27,8 @@ def checkpoints(
 ) -> int:
     """List the checkpoints of a run; prove them; remove old and broken ones.
 
-    Exit code 1 if `--verify` finds a broken one and `--prune` does not remove it.
+    The best one, where `checkpoint.best` keeps it, is never removed. Exit code 1 if `--verify` finds a broken one and
+    `--prune` does not remove it.
 
     Parameters
     ----------
@@ -40,7 +41,7 @@ def checkpoints(
     prune
         Remove what earlier attempts left unfinished; with --keep old checkpoints, with --verify broken ones.
     keep
-        With --prune: how many complete checkpoints to keep, the newest ones.
+        With --prune: how many complete checkpoints to keep, the newest ones (and the best).
     on
         The cluster file whose store is looked through for the name, or is the recipe's.
     id
@@ -69,6 +70,7 @@ def checkpoints(
         "schema": "trainshed.checkpoints/1",
         "run": join(store.url, run_folder),
         "latest": there.latest and there.latest.step,
+        "best": _best(there),
         "checkpoints": rows,
         "removed": removed,
     }
@@ -123,8 +125,8 @@ def _prune(
     from trainshed.storage.attempts import newest_attempt
 
     folder = checkpoints_folder(run_folder)
-    removed = set(broken)
-    for step in broken:
+    removed = set(broken) - {there.best_step}
+    for step in removed:
         remove_checkpoint(store, folder, step, there)
     # No attempt is taken for this: it would fence the one that may be running. What that one writes is left alone.
     newest = newest_attempt(store, run_folder)
@@ -132,6 +134,11 @@ def _prune(
     removed |= set(remove_leftovers(store, folder, newest, committed=None, check_fence=lambda: None))
     store.sweep(folder)
     return sorted(removed)
+
+
+def _best(there: CheckpointListing) -> dict[str, Any] | None:
+    best = there.best
+    return None if best is None or best.step is None else {"step": best.step, "loss": best.loss}
 
 
 def _rows(there: CheckpointListing, broken: dict[int, str], *, verified: bool) -> list[dict[str, Any]]:
@@ -144,6 +151,7 @@ def _rows(there: CheckpointListing, broken: dict[int, str], *, verified: bool) -
             "bytes": checkpoint.manifest.total_bytes,
             "complete": True,
             "latest": checkpoint.step == latest,
+            "best": checkpoint.step == there.best_step,
             "verified": checkpoint.step not in broken if verified else None,
             "problem": broken.get(checkpoint.step),
         }
@@ -157,6 +165,7 @@ def _rows(there: CheckpointListing, broken: dict[int, str], *, verified: bool) -
             "bytes": checkpoint.size,
             "complete": False,
             "latest": checkpoint.step == latest,
+            "best": checkpoint.step == there.best_step,
             "verified": False if verified and checkpoint.step in broken else None,
             "problem": checkpoint.reason,
         }
@@ -177,10 +186,15 @@ def _text(data: dict[str, Any], rows: list[dict[str, Any]], removed: list[int]) 
             state = "proven" if row["verified"] else "BROKEN"
         state += f": {row['problem']}" if row["problem"] else ""
         attempt = "?" if row["attempt"] is None else row["attempt"]
-        mark = "  <- latest" if row["latest"] else ""
+        marks = ["latest"] if row["latest"] else []
+        marks += [f"best, validation loss {data['best']['loss']:.4f}"] if row["best"] else []
+        mark = f"  <- {'; '.join(marks)}" if marks else ""
         lines.append(
             f"  step {row['step']:>9,}  attempt {attempt:>3}  {format_amount(row['bytes'], 'B'):>9}  {state}{mark}"
         )
+    best = data["best"]["step"] if data["best"] else None
+    if best is not None and all(row["step"] != best for row in rows):
+        lines.append(f"  step {best:,} was the best, and is not there any more")
     if removed:
         lines.append(f"  removed: step {', '.join(f'{step:,}' for step in removed)}")
     return "\n".join(lines)

@@ -10,10 +10,10 @@ from cyclopts import Parameter
 from trainshed.cli.console import Output
 
 if TYPE_CHECKING:
+    from trainshed.data.chat.tokenize import ChatSettings
     from trainshed.data.order import DataOrder
     from trainshed.data.sampling.blend import SourceBudget
     from trainshed.data.tokenize.tokenizer import Tokenizer
-    from trainshed.data.tokens.inspect import TokenInspection
 
 
 def fetch(
@@ -85,10 +85,21 @@ def prepare(
     format: Literal["jsonl", "json", "csv", "tsv", "parquet", "text"] | None = None,
     documents: Literal["file", "line", "blank-line"] = "file",
     encoder: Literal["auto", "gigatoken", "tokenizers"] = "auto",
+    split: str | None = None,
+    rows: Literal["text", "chat", "instruct", "alpaca", "preference"] = "text",
+    sequence_length: int | None = None,
+    template: str | None = None,
+    columns: Annotated[list[str] | None, Parameter(consume_multiple=True, negative="")] = None,
+    system: str | None = None,
+    train_on: Literal["answers", "last", "all"] | None = None,
+    thinking: Literal["keep", "drop"] | None = None,
+    on_too_long: Literal["truncate", "drop", "stop"] | None = None,
     overwrite: Annotated[bool, Parameter(negative="")] = False,
     output_format: Annotated[Output, Parameter(name="-o")] = "text",
 ) -> int:
     """Turn text into `PREFIX.bin`, `PREFIX.idx` and `PREFIX.manifest.json`, readable by Megatron.
+
+    Rows of conversations become tokens by a chat template, and `PREFIX.learned` says which of them are learned.
 
     Killed at any moment, the same command goes on where it stopped; run again, it does only what is missing or has
     changed. The bytes do not depend on the number of workers.
@@ -123,6 +134,26 @@ def prepare(
         Plain text: one document per file, per line, or between blank lines.
     encoder
         Which library encodes; auto takes the fast one where it is proven equal.
+    split
+        The part of the rows to read, as `datasets` writes it: train, train[:95%], train[10:200], train[:10%]+test.
+    rows
+        What a row holds: text, a conversation (chat: OpenAI's messages or ShareGPT's conversations), prompt and answer
+        (instruct, alpaca), or a prompt with a better and a worse answer (preference).
+    sequence_length
+        Conversations: the longest in tokens; of preference, a pair together.
+    template
+        Conversations: the chat template, by name (chatml, gemma, llama3, mistral, plain, qwen) or as a .jinja file
+        (default: the tokenizer's own).
+    columns
+        Conversations: what the file calls our columns, as NAME=THEIRS (messages=dialogue role=speaker).
+    system
+        Conversations: the system prompt of those that have none.
+    train_on
+        Conversations: which tokens are learned: of all answers (default), of the last, or all.
+    thinking
+        Conversations: keep or drop the thinking in answers; without it, data that has some is an error.
+    on_too_long
+        Conversations longer than --sequence-length: truncate them (default), drop them, or stop.
     overwrite
         Make shards anew that exist and were made with another tokenizer or other options.
     output_format
@@ -135,6 +166,17 @@ def prepare(
 
     if eod is not None and no_eod:
         raise InputError("--eod and --no-eod contradict each other", hint="write one of them")
+    chat_flags = {
+        "--sequence-length": sequence_length,
+        "--template": template,
+        "--columns": columns,
+        "--system": system,
+        "--train-on": train_on,
+        "--thinking": thinking,
+        "--on-too-long": on_too_long,
+    }
+    _check_chat_flags(rows, chat_flags, {"--eod": eod, "--no-eod": no_eod, "--bos": bos})
+    renamed = _parse_columns(rows, columns or [])
     report = reporter()
     part = parse_task(task) if task else None
     for flag, number in (("--shards", shards), ("--workers", workers)):
@@ -146,29 +188,58 @@ def prepare(
             f"--task {task}: {part[1]} tasks cannot share {shards} shards",
             hint="write --shards with at least as many shards as tasks",
         )
+    from trainshed.data.chat.conversation import row_columns
+
     pieces = find_inputs(
-        inputs, key=key, format=format, documents="blank_line" if documents == "blank-line" else documents
+        inputs,
+        key=key,
+        format=format,
+        documents="blank_line" if documents == "blank-line" else documents,
+        columns=row_columns(rows, renamed) if rows != "text" else None,
+        split=split,
     )
     workers = workers or default_workers(pieces)
-    prestart_workers(workers)
+    prestart_workers(workers, chat=rows != "text")
     from trainshed.data.prepare import ShardJob, TokenizeConfig
     from trainshed.data.prepare import prepare as prepare_shards
     from trainshed.data.tokenize.tokenizer import load_tokenizer
-    from trainshed.data.tokens.manifest import combine_manifests, write_set_manifest
+    from trainshed.data.tokens.manifest import combine_manifests, describe_conversations, write_set_manifest
     from trainshed.data.tokens.token_files import refuse_other_shards, shard_name
 
     loaded = load_tokenizer(tokenizer)
+    chat: ChatSettings | None = None
+    if rows != "text":
+        from trainshed.data.chat.template import find_template
+        from trainshed.data.chat.tokenize import ChatSettings, check_markers
+
+        assert sequence_length is not None
+        chat = ChatSettings(
+            sample_format=rows,
+            template=find_template(template, loaded),
+            sequence_length=sequence_length,
+            columns=tuple(sorted(renamed.items())),
+            system=system,
+            train_on=train_on or "answers",
+            thinking=thinking,
+            on_too_long=on_too_long or "truncate",
+        )
+        check_markers(chat, loaded, report)
     how = TokenizeConfig(
         tokenizer=loaded,
-        eod=None if no_eod else loaded.end_of_document(eod),
+        eod=None if no_eod or chat is not None else loaded.end_of_document(eod),
         bos=loaded.beginning_of_document() if bos else None,
         on_bad_line=on_bad_line,
         encoder=encoder,
+        chat=chat,
     )
     report.note(
         f"tokenizer: {loaded.address}, {loaded.vocab_size:,} tokens stored as {how.dtype}; "
-        + (f"documents end with {how.eod.text} ({how.eod.id})" if how.eod else "documents end with no token")
-        + (f" and begin with {how.bos.text} ({how.bos.id})" if how.bos else "")
+        + (
+            f"chat template: {chat.template.name}"
+            if chat is not None
+            else (f"documents end with {how.eod.text} ({how.eod.id})" if how.eod else "documents end with no token")
+            + (f" and begin with {how.bos.text} ({how.bos.id})" if how.bos else "")
+        )
     )
     refuse_other_shards(output, shards)
     jobs = [
@@ -183,7 +254,7 @@ def prepare(
         report.warn(f"no documents: {len(pieces)} files hold none")
     for example in total.counts.bad_line_examples[:5]:
         report.warn(f"skipped {example}")
-    data = {
+    data: dict[str, Any] = {
         "schema": "trainshed.data.prepare/1",
         "prefix": output,
         "shards": shards,
@@ -198,10 +269,17 @@ def prepare(
         "bad_lines": total.counts.bad_lines,
         "files": [file.path for file in total.files],
     }
+    if total.counts.chat is not None:
+        data["chat"] = asdict(total.counts.chat)
+        amounts = describe_conversations(total.counts)
+    else:
+        amounts = (
+            f"{total.counts.documents:,} documents, {total.counts.tokens:,} tokens "
+            f"from {format_amount(total.counts.text_bytes, 'B')} of text"
+            + (f", {total.counts.bad_lines:,} bad lines skipped" if total.counts.bad_lines else "")
+        )
     text = (
-        f"{output}: {total.counts.documents:,} documents, {total.counts.tokens:,} tokens "
-        f"from {format_amount(total.counts.text_bytes, 'B')} of text"
-        + (f", {total.counts.bad_lines:,} bad lines skipped" if total.counts.bad_lines else "")
+        f"{output}: {amounts}"
         + (f"; {done.made} of {shards} shards made, {done.reused} already there" if shards > 1 or done.reused else "")
         + ("" if whole else "; other tasks have shards to make")
     )
@@ -209,98 +287,35 @@ def prepare(
     return 0
 
 
-_HISTOGRAM_CELLS = 40
+def _check_chat_flags(rows: str, chat_flags: dict[str, Any], text_flags: dict[str, Any]) -> None:
+    """Refuse flags that are not read with such rows."""
+    from trainshed.errors import InputError
 
-
-def inspect(
-    prefix: str,
-    *,
-    tokenizer: str | None = None,
-    samples: int = 3,
-    output: Annotated[Output, Parameter(name=["-o", "--output"])] = "text",
-) -> int:
-    """Show what token files hold: counts, document lengths, special tokens, and some of the text.
-
-    Parameters
-    ----------
-    prefix
-        PREFIX of PREFIX.bin and PREFIX.idx, or of a set of shards.
-    tokenizer
-        Decode samples with this tokenizer (default: where the manifest says it was found).
-    samples
-        How many documents to show the beginning of.
-    output
-        Report as text or json.
-    """
-    from trainshed.cli.console import print_report, reporter
-    from trainshed.data.tokenize.tokenizer import load_tokenizer
-    from trainshed.data.tokens.inspect import inspect_tokens as inspect_files
-    from trainshed.data.tokens.manifest import read_token_manifest
-    from trainshed.data.tokens.token_files import shard_prefixes
-    from trainshed.errors import TrainshedError
-
-    report = reporter()
-    loaded: Tokenizer | None = None
-    if tokenizer:
-        loaded = load_tokenizer(tokenizer)
-    elif manifest := read_token_manifest(shard_prefixes(prefix)[0]):
-        try:
-            loaded = load_tokenizer(manifest.tokenizer)
-        except TrainshedError as error:
-            report.warn(f"cannot decode: {error.what} ({manifest.tokenizer}); write --tokenizer")
-    inspection = inspect_files(prefix, tokenizer=loaded, samples=samples, reporter=report)
-    data = {"schema": "trainshed.data.tokens.inspect/1", **asdict(inspection)}
-    data["histogram"] = {str(bucket): count for bucket, count in inspection.histogram.items()}
-    print_report(data, output, _inspection_text(inspection))
-    return 0
-
-
-def _inspection_text(inspection: TokenInspection) -> str:
-    from trainshed.cli.console import format_amount
-
-    files = "file" if inspection.shards == 1 else "shards"
-    size = format_amount(inspection.file_bytes, "B")
-    lines = [
-        f"{inspection.prefix}  ({inspection.shards} {files}, {inspection.dtype}, {size})",
-        f"  documents   {inspection.documents:>15,}"
-        + (f"   ({inspection.empty_documents:,} empty)" if inspection.empty_documents else ""),
-        f"  tokens      {inspection.tokens:>15,}   largest id {inspection.largest_id:,}",
-    ]
-    if inspection.bytes_per_token is not None:
-        lines.append(f"  bytes/token {inspection.bytes_per_token:>15.2f}")
-    if inspection.eod:
-        inside = f", {inspection.eod_inside_documents:,} inside documents" if inspection.eod_inside_documents else ""
-        lines.append(
-            f"  EOD         {inspection.eod_count:>15,}   {inspection.eod['text']} ({inspection.eod['id']}){inside}"
+    unread, needed = (chat_flags, "--rows chat") if rows == "text" else (text_flags, "--rows text")
+    for flag, value in unread.items():
+        if value:
+            raise InputError(f"{flag} is read with {needed} only", hint=f"leave {flag} out")
+    if rows != "text" and chat_flags["--sequence-length"] is None:
+        raise InputError(
+            f"--rows {rows} needs --sequence-length, the longest conversation in tokens",
+            hint="write for example --sequence-length 4096",
         )
-    if inspection.bos:
-        lines.append(f"  BOS         {inspection.bos_count:>15,}   {inspection.bos['text']} ({inspection.bos['id']})")
-    lines.append(
-        f"  length      {inspection.mean_length:>15,.1f}   tokens a document, shortest {inspection.shortest:,}, "
-        f"longest {inspection.longest:,}"
-    )
-    lines += ["", "  tokens a document", *_histogram(inspection.histogram)]
-    for sample in inspection.samples:
-        text = sample.text if sample.text is not None else " ".join(map(str, sample.ids))
-        shown = text.replace("\n", "⏎")[:200]
-        lines += ["", f"  document {sample.document:,} ({sample.tokens:,} tokens)", f"    {shown}"]
-    return "\n".join(lines)
 
 
-def _histogram(histogram: dict[int, int]) -> list[str]:
-    """Bars over powers of two, with eighths of a character."""
-    if not histogram:
-        return ["    (none)"]
-    most = max(histogram.values())
-    lines = []
-    for bucket in range(min(histogram), max(histogram) + 1):
-        count = histogram.get(bucket, 0)
-        eighths = round(count / most * _HISTOGRAM_CELLS * 8)
-        bar = "█" * (eighths // 8) + (" ▏▎▍▌▋▊▉"[eighths % 8] if eighths % 8 else "")
-        if count and not bar:
-            bar = "▏"
-        lines.append(f"    {2**bucket:>10,} – {2 ** (bucket + 1) - 1:<10,} {count:>12,}  {bar}".rstrip())
-    return lines
+def _parse_columns(rows: str, columns: list[str]) -> dict[str, str]:
+    from trainshed.errors import InputError
+    from trainshed.recipe.data import SAMPLE_COLUMNS
+
+    renamed = {}
+    for column in columns:
+        ours, mark, theirs = column.partition("=")
+        if not mark or not theirs or ours not in SAMPLE_COLUMNS[rows]:
+            raise InputError(
+                f"--columns {column} is not understood",
+                hint=f"write NAME=THEIRS; names of {rows} rows are {', '.join(SAMPLE_COLUMNS[rows])}",
+            )
+        renamed[ours] = theirs
+    return renamed
 
 
 def verify(
@@ -524,34 +539,47 @@ def batch(
 def _batch_rows(order: DataOrder, index: int, rows: int, tokenizer: Tokenizer | None) -> list[dict[str, Any]]:
     samples = order.sample_indices(index, 0, rows)
     place = order.locate(samples)
-    tokens = order.rows(index, 0, rows)
+    batch_rows = order.rows(index, 0, rows)
     shown_rows: list[dict[str, Any]] = []
     for row in range(rows):
         source = order.sources[place.source[row]]
         epoch, window = int(place.epoch[row]), int(place.window[row])
-        shown_rows.append(
-            {
-                "row": row,
-                "sample": int(samples[row]),
-                "source": source.name,
-                "epoch": epoch,
-                "window": window,
-                "documents": [asdict(piece) for piece in source.document_spans(epoch, window)],
-                "text": tokenizer.decode(tokens[row].tolist()) if tokenizer else None,
-                "tokens": tokens[row].tolist(),
-            }
-        )
+        spans = source.document_spans(epoch, window)
+        # Packed rows end with padding, which belongs to no document.
+        end = spans[-1].column + spans[-1].tokens if spans else order.sequence_length + 1
+        tokens = batch_rows.tokens[row, :end].tolist()
+        shown: dict[str, Any] = {
+            "row": row,
+            "sample": int(samples[row]),
+            "source": source.name,
+            "epoch": epoch,
+            "window": window,
+            "documents": [asdict(span) for span in spans],
+            "text": tokenizer.decode(tokens) if tokenizer else None,
+            "tokens": tokens,
+        }
+        if batch_rows.document_starts is not None:
+            shown["document_starts"] = batch_rows.document_starts[row, :end].tolist()
+        if batch_rows.learned is not None:
+            shown["learned"] = batch_rows.learned[row, :end].astype(int).tolist()
+            shown["padding"] = order.sequence_length + 1 - end
+        shown_rows.append(shown)
     return shown_rows
 
 
 def _batch_row_text(row: dict[str, Any]) -> str:
-    place = f"{row['source']}, epoch {row['epoch']}, window {row['window']:,}"
+    unit = "row" if "learned" in row else "window"
+    place = f"{row['source']}, epoch {row['epoch']}, {unit} {row['window']:,}"
     lines = [f"\nrow {row['row']}: sample {row['sample']:,} = {place}"]
     for piece in row["documents"]:
+        first, end = piece["column"], piece["column"] + piece["tokens"]
+        learned = f", {sum(row['learned'][first:end]):,} of {end - first:,} learned" if "learned" in row else ""
         lines.append(
-            f"  tokens {piece['column']:,} to {piece['column'] + piece['tokens'] - 1:,}: "
-            f"{piece['file']} document {piece['document']:,} from token {piece['offset']:,}"
+            f"  tokens {first:,} to {end - 1:,}: {piece['file']} document {piece['document']:,} "
+            f"from token {piece['offset']:,}{learned}"
         )
+    if row.get("padding"):
+        lines.append(f"  {row['padding']:,} columns of padding")
     content = row["text"] if row["text"] is not None else " ".join(map(str, row["tokens"]))
     lines += [f"  | {line}" for line in content.splitlines()]
     return "\n".join(lines)

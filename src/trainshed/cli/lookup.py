@@ -189,7 +189,7 @@ def _no_such_run(text: str, known: Sequence[KnownRun]) -> NoSuchName:
 def checkpoint_address(text: str, on: str = "local") -> str:
     """Return where the weights are that somebody means: a folder of weights, or a run as `find_run` finds it.
 
-    Of a run that is its newest checkpoint, or its export where an engine of others trained it.
+    Of a run that is its best or newest checkpoint, or its export where an engine of others trained it.
     """
     if "://" in text:
         return text
@@ -204,7 +204,7 @@ def checkpoint_address(text: str, on: str = "local") -> str:
 def _has_weights(folder: Path) -> bool:
     """Whether a folder holds weights, or an adapter to some."""
     from trainshed.checkpoints.formats import detect_format
-    from trainshed.checkpoints.lora import ADAPTER_CONFIG
+    from trainshed.checkpoints.lora.peft_config import ADAPTER_CONFIG
     from trainshed.errors import TrainshedError
 
     try:

@@ -360,6 +360,11 @@ def _inspection_text(inspection: WeightsInspection) -> str:
     for part, count in inspection.parts.items():
         tied = " (and head: they are one)" if part == "embedding" and config.tied_embeddings else ""
         lines.append(f"    {part:<10}{count:>18,}  {count / inspection.parameters:>6.1%}{tied}")
+    if (adapters := inspection.adapters) is not None:
+        lines.append(
+            f"  adapters    {adapters.parameters:,} weights of rank {adapters.rank} on {', '.join(adapters.targets)}; "
+            f"the others are in {adapters.base}"
+        )
     if inspection.step is not None:
         lines.append(f"  step        {inspection.step:,}")
     if inspection.layout is not None:
@@ -388,41 +393,54 @@ def merge(
     adapter: str,
     out: str,
     *,
+    logits: bool = True,
+    on: str = "local",
     output: Annotated[Output, Parameter(name=["-o", "--output"])] = "text",
 ) -> int:
-    """Merge a PEFT LoRA adapter into Hugging Face weights: the weights that PEFT's own merge_and_unload gives.
+    """Merge a LoRA adapter into Hugging Face weights: the weights that PEFT's own merge_and_unload gives.
 
-    Goes through the base shard by shard, in the memory of one tensor. OUT appears when it is complete; killed at any
-    moment, the same command goes on where it stopped.
+    Goes through the base shard by shard, in the memory of one tensor. OUT appears when it is complete and proven: every
+    tensor is read back and compared with base and adapter, the logits are compared, and the verdict is stored as
+    OUT/verdict.json. Killed at any moment, the same command goes on where it stopped. Exit code 1 if the proof fails.
 
     Parameters
     ----------
     base
         The folder of the base model, as transformers saves it.
     adapter
-        The folder with adapter_config.json and adapter_model.safetensors.
+        LoRA or DoRA: PEFT's folder (adapter_config.json and adapter_model.safetensors), a LoRA run (its name, name/id,
+        folder or recipe file: the newest checkpoint) or one of its checkpoints.
     out
         The folder to make.
+    logits
+        Compare logits too, besides every tensor.
+    on
+        The cluster file whose store is looked through for the name of a run.
     output
         Report as text or json.
     """
     from trainshed.checkpoints.formats import local_folder
     from trainshed.cli.console import format_amount, print_report, reporter
+    from trainshed.cli.lookup import checkpoint_address
     from trainshed.errors import MissingExtra
 
     try:
-        from trainshed.checkpoints.lora import merge_adapter
+        from trainshed.checkpoints.lora.merge import merge_adapter
     except ImportError as error:
         if error.name not in ("torch", "safetensors"):
             raise
         raise MissingExtra.named("train", "merging adapters") from None
-    made = merge_adapter(local_folder(base), local_folder(adapter), local_folder(out), reporter=reporter())
+    made = merge_adapter(
+        local_folder(base), checkpoint_address(adapter, on), local_folder(out), logits=logits, reporter=reporter()
+    )
     lines = [
         f"{made.family}: {made.changed} of {made.tensors} tensors changed (rank {made.rank}), {made.files} files, "
         f"{format_amount(made.bytes, 'B')}",
         f"base     {made.base}",
         f"adapter  {made.adapter}",
         f"to       {made.target}",
+        *made.verdict.lines(),
+        "verdict  " + ("passed" if made.verdict.passed else "FAILED"),
     ]
     print_report({"schema": "trainshed.model.merge/1", **made.to_plain()}, output, "\n".join(lines))
-    return 0
+    return 0 if made.verdict.passed else 1

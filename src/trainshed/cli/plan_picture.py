@@ -28,6 +28,7 @@ from trainshed.plan.report.text import (
     TIME_PARTS,
     BarPart,
     describe_run,
+    describe_trained,
     format_hours,
     format_seconds,
     format_share,
@@ -305,6 +306,7 @@ def _headline(answer: Plan) -> list[Text]:
     fits = Text(f"fits: {memory.total:.1f} of {memory.capacity:.1f} GiB", style="green")
     if not chosen.fits:
         fits = Text(f"DOES NOT FIT: {memory.total:.1f} of {memory.capacity:.1f} GiB", style="bold red")
+    trained = describe_trained(training, memory)
     return [
         Text.assemble((answer.request.name, "bold"), f" on {where}"),
         Text(f"  {asked}", style="dim"),
@@ -317,6 +319,7 @@ def _headline(answer: Plan) -> list[Text]:
             f"{chosen.tflops_per_gpu:,.0f} TFLOP/s/GPU",
         ),
         Text("  memory  ").append_text(fits),
+        *([] if trained is None else [Text(f"  trains  {trained}")]),
     ]
 
 

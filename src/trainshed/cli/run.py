@@ -229,13 +229,15 @@ def training_report(trained: TrainedRun) -> dict[str, Any]:
         "tokens_per_second_per_gpu": last and last["tokens_per_second_per_gpu"],
         "mfu": last and last["mfu"],
         "checkpoint": trained.checkpoint,
+        "best": trained.best,
+        "stopped_early": trained.early_stop,
         "stopped_by_signal": trained.exit_code - 128 if trained.exit_code > 128 else None,
     }
 
 
 def training_text(data: dict[str, Any]) -> str:
     """Write a training's report for people."""
-    ended = "trained" if data["step"] == data["steps"] else "stopped"
+    ended = "trained" if data["step"] == data["steps"] or data["stopped_early"] else "stopped"
     lines = [
         f"{ended} {data['name']}/{data['id']} on {data['layout']}: step {data['step']:,} of {data['steps']:,}, "
         f"{data['tokens']:,} tokens"
@@ -243,6 +245,10 @@ def training_text(data: dict[str, Any]) -> str:
     if data["loss"] is not None:
         measured = f", validation loss {data['validation_loss']:.4f}" if data["validation_loss"] is not None else ""
         lines.append(f"  loss {data['loss']:.4f}{measured}")
+    if data["stopped_early"] is not None:
+        lines.append(f"  stopped early: {data['stopped_early']}; raise train.early_stop.patience to go on")
     if data["checkpoint"] is not None:
         lines.append(f"  checkpoint: {data['checkpoint']}")
+    if (best := data["best"]) is not None:
+        lines.append(f"  best: step {best['step']:,}, validation loss {best['loss']:.4f}")
     return "\n".join(lines)

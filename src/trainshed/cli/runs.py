@@ -20,7 +20,11 @@ if TYPE_CHECKING:
 
 
 def status(
-    run: str, *, on: str = "local", output: Annotated[Output, Parameter(name=["-o", "--output"])] = "text"
+    run: str,
+    *,
+    answers: Annotated[bool, Parameter(negative="")] = False,
+    on: str = "local",
+    output: Annotated[Output, Parameter(name=["-o", "--output"])] = "text",
 ) -> int:
     """Say in a sentence how a run stands, why it waits or failed, and how far training is.
 
@@ -30,6 +34,8 @@ def status(
     ----------
     run
         A run: its name, name/id, folder or recipe file (`trainshed ls`).
+    answers
+        Show what the model answered to `data.validation.prompts` instead, step by step.
     on
         The cluster file whose store is looked through for the name.
     output
@@ -38,6 +44,12 @@ def status(
     from trainshed.cli.console import print_report
     from trainshed.cli.lookup import find_run
 
+    if answers:
+        from trainshed.cli.answers import answers_report, answers_text
+
+        data = answers_report(find_run(run, on=on))
+        print_report(data, output, "" if output == "json" else answers_text(data))
+        return 0
     data = run_status(find_run(run, on=on))
     print_report(data, output, status_text(data))
     return 1 if data["state"] == "failed" else 0

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -55,11 +56,18 @@ class ModelOptions:
     ignore_verdict: Annotated[bool, Parameter(negative="")] = False
     on: str = "local"
 
-    def load(self, checkpoint: str, reporter: Reporter) -> tuple[LoadedModel, ChatTokenizer]:
-        """Load what somebody calls `checkpoint`; raises `MissingExtra` where the parts for it are not installed."""
+    def load(
+        self, checkpoint: str, reporter: Reporter, *, name: str | None = None, adapters: Mapping[str, str] | None = None
+    ) -> tuple[LoadedModel, ChatTokenizer]:
+        """Load what somebody calls `checkpoint`, and adapters by name; `name` is what requests call it.
+
+        Raises `MissingExtra` where the parts for it are not installed.
+        """
         from trainshed.errors import MissingExtra, TokenizerError
 
         address = checkpoint_address(checkpoint, self.on)
+        base = None if self.base is None else checkpoint_address(self.base, self.on)
+        places = {name: checkpoint_address(place, self.on) for name, place in (adapters or {}).items()}
         try:
             from trainshed.serve.loading import load_model
         except ModuleNotFoundError as error:
@@ -68,10 +76,12 @@ class ModelOptions:
             raise MissingExtra.named("serve", "asking a model") from None
         model = load_model(
             address,
+            name=name,
             dtype=self.dtype,
             device=self.device,
             tokenizer=self.tokenizer,
-            base=self.base,
+            base=base,
+            adapters=places,
             vocab_size=self.vocab_size,
             ignore_verdict=self.ignore_verdict,
             reporter=reporter,
@@ -94,6 +104,7 @@ def serve(
     host: str = "127.0.0.1",
     port: int = 8000,
     name: str | None = None,
+    adapter: tuple[str, ...] = (),
     max_length: int | None = None,
     max_sequences: int | None = None,
     max_questions: int = 256,
@@ -108,15 +119,18 @@ def serve(
     Parameters
     ----------
     checkpoint
-        A folder for transformers, a run (its name, name/id, folder or recipe file: the newest checkpoint), one of
-        its checkpoints, a Megatron checkpoint, a LoRA adapter; a path, or an address in any store
-        (hf://org/name[@revision], s3://…).
+        A folder for transformers, a run (its name, name/id, folder or recipe file: the best checkpoint where its
+        recipe keeps one, else the newest), one of its checkpoints, a Megatron checkpoint, a LoRA adapter; a path, or
+        an address in any store (hf://org/name[@revision], s3://…).
     host
         The address to listen at; 0.0.0.0 for everybody who can reach this machine.
     port
         The port to listen at; 0 for any that is free.
     name
         What requests call the model (default: the name of its run, else of its folder).
+    adapter
+        NAME=ADDRESS of a LoRA adapter over these weights (PEFT's folder, a LoRA run or its checkpoint); may be
+        written several times. Requests choose by the name, which they write as their model.
     max_length
         The most tokens of a prompt and its answer together (default: the model's own length).
     max_sequences
@@ -138,6 +152,7 @@ def serve(
 
     if max_questions < 1:
         raise InputError(f"--max-questions {max_questions} answers nobody", hint="write 1 or more")
+    adapters = _named_adapters(adapter)
     settings = ServerSettings(host, port, _checked_seconds("--grace", grace), max_questions, _api_key(api_key_env))
     shown = reporter()
     if settings.api_key is None and host not in ("127.0.0.1", "localhost", "::1"):
@@ -147,11 +162,12 @@ def serve(
         # Here: PyTorch takes seconds to load, and the port must answer before.
         from trainshed.serve.http.server_state import ServedModel
 
-        loaded, words = model.load(checkpoint, progress)
+        loaded, words = model.load(checkpoint, progress, name=name, adapters=adapters)
         generator = loaded.generator(
             max_sequences=max_sequences, max_length=max_length, eager=model.eager, reporter=progress
         )
-        return ServedModel(name or loaded.name, generator, words)
+        own = {} if loaded.adapters is None else loaded.adapters.tokenizers
+        return ServedModel(loaded.name, generator, words, {other: brought or words for other, brought in own.items()})
 
     return serve_http(load, settings, shown)
 
@@ -159,6 +175,19 @@ def serve(
 def _missing_extra(error: ModuleNotFoundError) -> Exception:
     ours = (error.name or "").partition(".")[0] in ("starlette", "uvicorn")
     return MissingExtra.named("serve", "`trainshed serve`") if ours else error
+
+
+def _named_adapters(written: tuple[str, ...]) -> dict[str, str]:
+    """Read NAME=ADDRESS of each adapter."""
+    adapters: dict[str, str] = {}
+    for text in written:
+        name, separator, address = text.partition("=")
+        if not (name and separator and address):
+            raise InputError(f"--adapter {text} is no name and address", hint="write --adapter NAME=ADDRESS")
+        if name in adapters:
+            raise InputError(f"two adapters are called `{name}`", hint="give each a name of its own")
+        adapters[name] = address
+    return adapters
 
 
 def _api_key(variable: str | None) -> str | None:
@@ -189,6 +218,7 @@ def generate(
     seed: int | None = None,
     stop: tuple[str, ...] = (),
     ignore_end: Annotated[bool, Parameter(negative="")] = False,
+    adapter: str | None = None,
     model: ModelOptions = DEFAULT_MODEL_OPTIONS,
     output: Annotated[Output, Parameter(name=["-o", "--output"])] = "text",
 ) -> int:
@@ -199,9 +229,9 @@ def generate(
     Parameters
     ----------
     checkpoint
-        A folder for transformers, a run (its name, name/id, folder or recipe file: the newest checkpoint), one of
-        its checkpoints, a Megatron checkpoint, a LoRA adapter; a path, or an address in any store
-        (hf://org/name[@revision], s3://…).
+        A folder for transformers, a run (its name, name/id, folder or recipe file: the best checkpoint where its
+        recipe keeps one, else the newest), one of its checkpoints, a Megatron checkpoint, a LoRA adapter; a path, or
+        an address in any store (hf://org/name[@revision], s3://…).
     prompt
         The text to go on with.
     file
@@ -222,6 +252,8 @@ def generate(
         A text that ends the answer; may be written several times.
     ignore_end
         Go on after the model's own end token.
+    adapter
+        A LoRA adapter over these weights: PEFT's folder, a LoRA run or its checkpoint.
     model
         How it is loaded.
     output
@@ -242,7 +274,11 @@ def generate(
     )
     sampling.check()
     report = reporter()
-    loaded, words = model.load(checkpoint, report)
+    if adapter is not None and model.base is not None:
+        raise InputError("--base and --adapter both name weights besides CHECKPOINT", hint="leave --base out")
+    # An adapter alone is merged into its base, which is then what CHECKPOINT names.
+    loading = model if adapter is None else replace(model, base=checkpoint)
+    loaded, words = loading.load(adapter or checkpoint, report)
     tokens = words.encode_chat([{"role": "user", "content": text}]) if chat else words.encode(text)
     data = _generate(loaded, tokens, sampling, eager=model.eager, streams=output == "text", report=report)
     data = {"schema": "trainshed.generate/1", "model": loaded.address, "prompt": text, **data}

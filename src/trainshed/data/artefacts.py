@@ -3,16 +3,12 @@
 Each one is kept in `<store>/artefacts/<kind>/<hash>/` and shared by runs. The hash is of what the artefact is made
 from, so a rerun finds it and a change makes another one. Each shard of tokens is an artefact of its own: a changed
 input costs its shard and nothing else.
-
-The code that reads text names the flags of `data prepare` in its errors. A person who runs a recipe writes keys
-instead of flags, so here errors are rewritten to name the keys.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,11 +18,21 @@ from typing import Any
 
 import orjson
 
+from trainshed.data.chat.conversation import row_columns
+from trainshed.data.chat.inspect import ChatInspection, inspect_conversations, inspect_rows
+from trainshed.data.chat.tokenize import check_markers, recipe_chat_settings
 from trainshed.data.prepare import PrepareResult, ShardJob, TokenizeConfig, hash_input, prepare
-from trainshed.data.text.corpus import assign_shards, find_inputs, run_script, script_spec
+from trainshed.data.recipe_keys import errors_with_recipe_keys
+from trainshed.data.text.corpus import assign_shards, count_file_rows, find_inputs, run_script, script_spec
 from trainshed.data.text.reader import InputSlice
 from trainshed.data.tokenize.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
-from trainshed.data.tokens.manifest import InputRecord, TokenManifest, read_token_manifest
+from trainshed.data.tokens.manifest import (
+    InputRecord,
+    TokenManifest,
+    combine_manifests,
+    describe_conversations,
+    read_token_manifest,
+)
 from trainshed.data.tokens.token_files import shard_prefixes
 from trainshed.data.tokens.token_source import (
     FileFingerprint,
@@ -36,9 +42,10 @@ from trainshed.data.tokens.token_source import (
     check_token_files,
     find_file_change,
     fingerprint_shard,
+    has_learned,
 )
 from trainshed.data.tokens.verify import verify_tokens
-from trainshed.errors import CorruptData, InputError, NotFound, RecipeError
+from trainshed.errors import CorruptData, InputError, NotFound
 from trainshed.plugins import source_hash
 from trainshed.recipe import Recipe, TrainedTokenizer
 from trainshed.recipe.data import Source, SourceKeys
@@ -46,46 +53,6 @@ from trainshed.reporting import SILENT, Reporter
 from trainshed.storage import LocalStore, StoreOptions, sha256_of
 from trainshed.storage.locks import artefact_lock
 from trainshed.storage.manifest import MANIFEST, FileEntry, Manifest, artefact_folder
-
-RECIPE_KEYS = (
-    (r"--format with", "`format` with"),
-    (r"--format (\w+)", r"`format: \1`"),
-    (r"--key", "`key`"),
-    (r"--on-bad-line (\w+)", r"`data.on_bad_line: \1`"),
-    (r"--shards (\d+)", r"`data.shards: \1`"),
-    (r"--no-eod", "`data.eod: false`"),
-    (r"--eod (TOKEN)", r"`data.eod: \1`"),
-    (r"--eod", "`data.eod`"),
-    (r"no --bos", "`data.bos: false`"),
-    (r"--bos", "`data.bos`"),
-    (
-        r"write --encoder tokenizers",
-        "prepare the text by `trainshed data prepare --encoder tokenizers` and name it as `tokens: PREFIX`",
-    ),
-)
-"""Flags of `data prepare` and the keys that stand for them."""
-
-
-def flags_to_recipe_keys(text: str) -> str:
-    """Write the keys of a recipe in place of flags."""
-    for flag, key in RECIPE_KEYS:
-        text = re.sub(rf"(?<![\w-]){flag}(?![\w-])", key, text)
-    return text
-
-
-@contextmanager
-def errors_with_recipe_keys(location: str) -> Iterator[None]:
-    """Let errors about text name keys; `location` is where in the recipe the source or the section is."""
-    try:
-        yield
-    except RecipeError:
-        raise
-    except InputError as error:
-        what, hint = flags_to_recipe_keys(error.what), flags_to_recipe_keys(error.hint or "")
-        if (what, hint) == (error.what, error.hint or ""):
-            raise
-        raise type(error)(what, where=error.where, hint=f"{hint} ({location})" if hint else f"see {location}") from None
-
 
 VERDICT_SCHEMA = "trainshed.verdict/1"
 
@@ -132,7 +99,7 @@ class DataArtefacts:
         name, weight = source.name or label, source.weight if isinstance(source, Source) else None
         if source.tokens is not None:
             return self._given_tokens(source.tokens, name, label, weight)
-        config = self._tokenize_config()
+        config = self._tokenize_config(source)
         jobs = self._shard_jobs(source, config)
         existing = [manifest for job in jobs if (manifest := self._existing_manifest(job.prefix)) is not None]
         if len(existing) == len(jobs):
@@ -142,6 +109,7 @@ class DataArtefacts:
             prepared = self._prepare(source, jobs, config)
             manifests, reused = prepared.manifests, not prepared.made
         proven = [self._verify_once(job.prefix, manifest) for job, manifest in zip(jobs, manifests, strict=True)]
+        self._report_conversations(name, manifests)
         return TokenSource(
             name=name,
             label=label,
@@ -154,11 +122,28 @@ class DataArtefacts:
             files=tuple(file for files in proven for file in files),
         )
 
+    def inspect(self, source: SourceKeys, label: str, *, rows: int, samples: int) -> ChatInspection:
+        """Describe the conversations of a source: prepared ones, or the first rows of those that are to be."""
+        if source.tokens is not None:
+            return inspect_conversations(source.tokens[0], self.tokenizer(), samples=samples, reporter=self._reporter)
+        config = self._tokenize_config(source)
+        assert config.chat is not None, "only conversations are inspected"
+        inputs = self._inputs(source)
+        return inspect_rows(
+            source.name or label,
+            inputs,
+            config.tokenizer,
+            config.chat,
+            rows=rows,
+            samples=samples,
+            options=self.options,
+        )
+
     def make_shards(self, source: SourceKeys, part: int, parts: int) -> int:
         """Make every `parts`-th shard of a source, from shard `part` on; return how many shards were tokenized."""
         if source.tokens is not None:
             return 0
-        config = self._tokenize_config()
+        config = self._tokenize_config(source)
         jobs = self._shard_jobs(source, config)[part::parts]
         prepared = self._prepare(source, jobs, config)
         for job, manifest in zip(jobs, prepared.manifests, strict=True):
@@ -221,13 +206,38 @@ class DataArtefacts:
                 key=source.key or "text",
                 format=source.format,
                 documents=source.documents or "file",
+                columns=self._row_columns(source),
+                split=source.split,
+                count_rows=self._count_rows,
                 options=self.options,
             )
 
-    def _tokenize_config(self) -> TokenizeConfig:
+    def _row_columns(self, source: SourceKeys) -> tuple[str, ...] | None:
+        """Return the columns that conversations of a source are read from; None where its documents are text."""
+        if self._recipe.sample_format == "text":
+            return None
+        return row_columns(self._recipe.sample_format, source.columns or {})
+
+    def _count_rows(self, item: InputSlice) -> int:
+        """Count the rows of a file once: a file that has to be read for it is not read at every start."""
+        folder = self._folder("rows", _input_identity(item))
+        path = folder / "rows.json"
+        if path.exists():
+            return int(orjson.loads(path.read_bytes())["rows"])
+        rows = count_file_rows(item, self.options)
+        folder.mkdir(parents=True, exist_ok=True)
+        LocalStore(folder).put(path.name, orjson.dumps({"rows": rows}) + b"\n")
+        return rows
+
+    def _tokenize_config(self, source: SourceKeys) -> TokenizeConfig:
         tokenizer, data = self.tokenizer(), self._recipe.data
         if tokenizer is None:
             raise InputError("there is text to tokenise and no tokenizer", where=self._recipe.where("tokenizer"))
+        if self._recipe.sample_format != "text":
+            chat = recipe_chat_settings(self._recipe, tokenizer, source, self.options)
+            with errors_with_recipe_keys(self._recipe.where("data.template")):
+                check_markers(chat, tokenizer, self._reporter)
+            return TokenizeConfig(tokenizer, eod=None, on_bad_line=data.on_bad_line, chat=chat)
         eod = data.eod if isinstance(data.eod, str) else None
         with errors_with_recipe_keys(self._recipe.where("data")):
             return TokenizeConfig(
@@ -236,6 +246,11 @@ class DataArtefacts:
                 bos=tokenizer.beginning_of_document() if data.bos else None,
                 on_bad_line=data.on_bad_line,
             )
+
+    def _report_conversations(self, name: str, manifests: Sequence[TokenManifest]) -> None:
+        counts = combine_manifests(manifests).counts
+        if counts.chat is not None:
+            self._reporter.note(f"{name}: {describe_conversations(counts)}")
 
     def _script_output(self, source: SourceKeys) -> Path:
         script = self._recipe.folder / str(source.script)
@@ -287,7 +302,41 @@ class DataArtefacts:
                 self._reporter.note(f"{shard}: no manifest (not made by Trainshed); taken as it is")
             else:
                 self._check_vocabulary(shard, manifest)
+            self._check_learned(shard, manifest)
         return TokenSource.open(label, prefixes, name=name, weight=weight, files=files, options=self.options)
+
+    def _check_learned(self, shard: str, manifest: TokenManifest | None) -> None:
+        """Refuse conversations where the recipe wants text, text where it wants conversations, and too long ones."""
+        wanted, length = self._recipe.sample_format, self._recipe.data.sequence_length
+        learned = has_learned(shard, manifest, self.options)
+        if learned and wanted == "text":
+            raise InputError(
+                "these tokens are conversations: some of them are learned, and others are not",
+                where=shard,
+                hint="write `train.mode: finetune` without `data.format: text`",
+            )
+        if not learned and wanted != "text":
+            raise InputError(
+                "these tokens do not say which of them are learned (there is no .learned file)",
+                where=shard,
+                hint="prepare them from conversations, or write `data.format: text` to learn all of them",
+            )
+        answers = manifest.spec.get("answers") if manifest is not None else None
+        if answers is None or wanted == "text":
+            return
+        if (answers["format"] == "preference") != (wanted == "preference"):
+            raise InputError(
+                f"these tokens were made of {answers['format']} rows, and the recipe wants {wanted}",
+                where=shard,
+                hint="prepare them again, or write another `train.mode`",
+            )
+        if length is not None and answers["sequence_length"] > length:
+            raise InputError(
+                f"these conversations have up to {answers['sequence_length']:,} tokens, more than the {length:,} of "
+                "data.sequence_length",
+                where=shard,
+                hint=f"write `data.sequence_length: {answers['sequence_length']}`, or prepare them again",
+            )
 
     def _check_vocabulary(self, shard: str, manifest: TokenManifest) -> None:
         """Refuse tokens of another tokenizer than the recipe's, or of a larger vocabulary than the model's."""
@@ -413,7 +462,10 @@ class DataArtefacts:
 
 def _input_identity(input_slice: InputSlice) -> dict[str, Any]:
     """Identify an input without reading it: a store's version changes whenever the content does."""
-    identity = asdict(input_slice)
+    identity: dict[str, Any] = asdict(input_slice)
+    for name in ("columns", "rows"):  # whole files of text are identified as ever
+        if identity[name] is None:
+            del identity[name]
     if "://" not in input_slice.address:
         identity["address"] = os.path.abspath(input_slice.address)
     elif input_slice.display_address != input_slice.address:

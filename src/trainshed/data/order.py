@@ -1,11 +1,12 @@
 """Exactly which tokens a step trains on, from (data section, seed, step, skip list) and nothing else.
 
 Step n takes samples consumed(n) .. consumed(n + 1) of the run. Skips turn them into samples of the stream. The blend
-gives each sample a source and a number within it. The source's two keyed permutations (documents, windows) give the
-tokens. Each part has a closed form, so any step costs the same to reach, and a rank can read its own rows alone.
+gives each sample a source and a number within it. Text is cut into windows, which two keyed permutations (documents,
+windows) find. Conversations are packed into rows, which one permutation finds (`sampling/packing.py`). Each part has a
+closed form, so any step costs the same to reach, and a rank can read its own rows alone.
 
 `DataOrder` is that function. `build_order` makes the source indexes that it needs, before any GPU is held.
-`open_order` only opens them. `run_orders` does one or the other for a recipe.
+`open_order` only opens them; `packed_order` does both for conversations. `run_orders` does so for a recipe.
 
 Shapes: B samples of a step (the global batch, ramp-up included), R rows to read, L sequence_length.
 """
@@ -17,12 +18,21 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from trainshed.data.sampling.blend import Blend, SourceBudget
 from trainshed.data.sampling.index import IndexSpec, SourceIndex, build_index
+from trainshed.data.sampling.packing import (
+    PackedDataset,
+    PackIndex,
+    PackRule,
+    PackSpec,
+    build_pack_index,
+    describe_packing,
+)
+from trainshed.data.sampling.rows import SampleRows
 from trainshed.data.sampling.schedule import BatchRampUp, BatchSchedule, SkipList
 from trainshed.data.sampling.sources import SampleSource, SyntheticSource, TokenDataset
 from trainshed.data.tokens.token_source import RunTokens, TokenSource
@@ -67,6 +77,15 @@ class DataOrder:
                     f"source '{source.name}' is cut to {source.sequence_length}, others to {self.sequence_length}",
                     where="data.sequence_length",
                 )
+        if len({(source.keeps_documents_apart, source.has_learned) for source in self.sources}) > 1:
+            raise InputError(
+                "some sources are conversations and others are not", where="data.train", hint="train on one kind"
+            )
+
+    @property
+    def keeps_documents_apart(self) -> bool:
+        """Whether rows say where documents begin."""
+        return self.sources[0].keeps_documents_apart
 
     def consumed(self, step: int) -> int:
         """Return how many samples were taken before a step; steps count from 0."""
@@ -94,28 +113,43 @@ class DataOrder:
             epoch[chosen], window[chosen] = self.sources[source].locate(draw[chosen])
         return SampleLocation(number, epoch, window)
 
-    def read(self, samples: np.ndarray) -> np.ndarray:
-        """Return the tokens of samples of the stream: int32 [R, L + 1], read-only."""
+    def read(self, samples: np.ndarray) -> SampleRows:
+        """Read samples of the stream; the arrays are read-only."""
         number, draw = self.blend.locate(samples)
-        out = np.empty((len(samples), self.sequence_length + 1), np.int32)
         used = sorted(set(number.tolist()))
+        if len(used) == 1:
+            return self.sources[used[0]].read(draw).read_only()
+        rows = SampleRows.empty(
+            len(samples),
+            self.sequence_length,
+            document_starts=self.keeps_documents_apart,
+            learned=self.sources[0].has_learned,
+        )
         for source in used:
-            if len(used) == 1:
-                self.sources[source].read(draw, out)
-            else:
-                rows = np.flatnonzero(number == source)
-                part = np.empty((len(rows), self.sequence_length + 1), np.int32)
-                self.sources[source].read(draw[rows], part)
-                out[rows] = part
-        out.flags.writeable = False
-        return out
+            places = np.flatnonzero(number == source)
+            rows.put(places, self.sources[source].read(draw[places]))
+        return rows.read_only()
 
-    def rows(self, step: int, start: int, stop: int) -> np.ndarray:
-        """Return rows [start, stop) of a step's batch, reading nothing else: int32 [R, L + 1]."""
+    def rows(self, step: int, start: int, stop: int) -> SampleRows:
+        """Read rows [start, stop) of a step's batch, and nothing else."""
         return self.read(self.sample_indices(step, start, stop))
 
-    def batch(self, step: int) -> np.ndarray:
-        """Return a step's whole batch: int32 [B, L + 1]; inputs are [:, :-1], labels [:, 1:]."""
+    def document_starts(self, step: int, start: int, stop: int) -> np.ndarray | None:
+        """Return the `document_starts` of rows [start, stop) of a step, from the indexes alone: int32 [R, L + 1].
+
+        None if documents are not kept apart.
+        """
+        if not self.keeps_documents_apart:
+            return None
+        number, draw = self.blend.locate(self.sample_indices(step, start, stop))
+        starts = np.empty((stop - start, self.sequence_length + 1), np.int32)
+        for source in sorted(set(number.tolist())):
+            places = np.flatnonzero(number == source)
+            starts[places] = self.sources[source].document_starts(draw[places])
+        return starts
+
+    def batch(self, step: int) -> SampleRows:
+        """Read a step's whole batch: B rows."""
         return self.read(self.sample_indices(step))
 
     def batch_hash(self, step: int) -> str:
@@ -141,22 +175,30 @@ class DataOrder:
         return budgets
 
 
-def hash_batch(tokens: np.ndarray) -> str:
-    """Return 16 hex digits of a whole batch of tokens [B, L + 1]."""
-    return format_batch_hash(*hash_batch_rows(tokens, 0))
+def hash_batch(rows: SampleRows) -> str:
+    """Return 16 hex digits of the rows of a whole batch."""
+    return format_batch_hash(*hash_batch_rows(rows, 0))
 
 
-def hash_batch_rows(tokens: np.ndarray, first_row: int) -> tuple[int, int]:
+def hash_batch_rows(rows: SampleRows, first_row: int) -> tuple[int, int]:
     """Return two sums of the rows' hashes. `format_batch_hash` takes the sums over all rows of a batch.
 
-    A row's hash is BLAKE2b over its number in the batch and its tokens as little-endian int32. It is cut into two
-    32-bit numbers: their sums stay exact in float64, so ranks can add them with their other figures.
+    A row's hash is BLAKE2b over its number in the batch and its tokens as little-endian int32, followed by its
+    `document_starts` as the same and by its `learned` as bytes, where it has them. It is cut into two 32-bit numbers:
+    their sums stay exact in float64, so ranks can add them with their other figures.
     """
+    tokens = np.ascontiguousarray(rows.tokens, "<i4")
+    starts = None if rows.document_starts is None else np.ascontiguousarray(rows.document_starts, "<i4")
+    learned = None if rows.learned is None else np.ascontiguousarray(rows.learned, np.uint8)
     low = high = 0
-    for number, row in enumerate(np.ascontiguousarray(tokens, "<i4"), first_row):
-        digest = hashlib.blake2b(row.data, digest_size=8, salt=number.to_bytes(8, "little")).digest()
-        low += int.from_bytes(digest[:4], "little")
-        high += int.from_bytes(digest[4:], "little")
+    for row in range(len(rows)):
+        digest = hashlib.blake2b(tokens[row].data, digest_size=8, salt=(first_row + row).to_bytes(8, "little"))
+        for more in (starts, learned):
+            if more is not None:
+                digest.update(more[row].data)
+        value = digest.digest()
+        low += int.from_bytes(value[:4], "little")
+        high += int.from_bytes(value[4:], "little")
     return low, high
 
 
@@ -175,22 +217,40 @@ def build_order(
     steps: int,
     split: tuple[float, float] = (0.0, 1.0),
     skip: SkipList | None = None,
+    document_mask: bool = False,
     options: StoreOptions | None = None,
     check: Callable[[DataOrder], None] = lambda _: None,
     reporter: Reporter = SILENT,
 ) -> DataOrder:
     """Open the order; first make what `steps` steps need and `indexes/<key>/` lacks.
 
-    `check` gets an order that knows how much each source holds, before any epoch is made. It raises to refuse it.
+    With `document_mask` rows say where documents begin. `check` gets an order that knows how much each source holds,
+    before any epoch is made. It raises to refuse it.
     """
     listed = _list_shards(sources, seed, split, options)
 
     def order_of(epochs: list[int]) -> DataOrder:
         datasets: list[TokenDataset] = []
         for (source, spec, shards), count in zip(listed, epochs, strict=True):
-            folder = indexes / spec.key
-            index = build_index(folder, spec, shards, epochs=count, options=options, reporter=reporter)
-            datasets.append(TokenDataset(source, index, sequence_length, shards=shards, options=options))
+            index = build_index(
+                indexes / spec.key,
+                spec,
+                shards,
+                epochs=count,
+                documents=document_mask,
+                options=options,
+                reporter=reporter,
+            )
+            datasets.append(
+                TokenDataset(
+                    source,
+                    index,
+                    sequence_length,
+                    keeps_documents_apart=document_mask,
+                    shards=shards,
+                    options=options,
+                )
+            )
         return DataOrder(datasets, schedule, skip=skip)
 
     # How many epochs a source needs follows from the blend, which may need to know how large the sources are.
@@ -208,6 +268,7 @@ def open_order(
     schedule: BatchSchedule,
     split: tuple[float, float] = (0.0, 1.0),
     skip: SkipList | None = None,
+    document_mask: bool = False,
     options: StoreOptions | None = None,
 ) -> DataOrder:
     """Open an order whose indexes exist; nothing is built."""
@@ -216,13 +277,17 @@ def open_order(
         try:
             index = SourceIndex(indexes / spec.key)
         except NotFound:
-            raise NotFound(
-                f"source '{source.name}' has no index",
-                where=str(indexes / spec.key),
-                hint="run `trainshed run RECIPE` first",
-            ) from None
-        datasets.append(TokenDataset(source, index, sequence_length, shards=shards, options=options))
+            raise _no_index(source, indexes / spec.key) from None
+        datasets.append(
+            TokenDataset(
+                source, index, sequence_length, keeps_documents_apart=document_mask, shards=shards, options=options
+            )
+        )
     return DataOrder(datasets, schedule, skip=skip)
+
+
+def _no_index(source: TokenSource, folder: Path) -> NotFound:
+    return NotFound(f"source '{source.name}' has no index", where=str(folder), hint="run `trainshed run RECIPE` first")
 
 
 def _list_shards(
@@ -230,6 +295,41 @@ def _list_shards(
 ) -> list[tuple[TokenSource, IndexSpec, list[str]]]:
     """Return each source with the spec of its index, and its shards."""
     return [(source, IndexSpec.of(source, seed, split, options), source.shards(options)) for source in sources]
+
+
+def packed_order(
+    sources: Sequence[TokenSource],
+    *,
+    indexes: Path,
+    seed: int,
+    sequence_length: int,
+    rule: PackRule,
+    schedule: BatchSchedule,
+    build: bool,
+    split: tuple[float, float] = (0.0, 1.0),
+    skip: SkipList | None = None,
+    options: StoreOptions | None = None,
+    reporter: Reporter = SILENT,
+) -> DataOrder:
+    """Open the order of prepared conversations. With `build`, missing pack indexes are made."""
+    datasets: list[PackedDataset] = []
+    for source in sources:
+        spec = PackSpec.of(source, seed, sequence_length, rule, split, options)
+        folder, shards = indexes / spec.key, source.shards(options)
+        if build:
+            index = build_pack_index(folder, spec, shards, options=options, reporter=reporter)
+        else:
+            index = open_pack_index(source, folder)
+        datasets.append(PackedDataset(source, index, shards=shards, options=options))
+    return DataOrder(datasets, schedule, skip=skip)
+
+
+def open_pack_index(source: TokenSource, folder: Path) -> PackIndex:
+    """Open the pack index of a source; a missing one is an error that names the source."""
+    try:
+        return PackIndex(folder)
+    except NotFound:
+        raise _no_index(source, folder) from None
 
 
 @dataclass(frozen=True)
@@ -253,14 +353,20 @@ def run_orders(
     """Put a run's orders together. With `build`, missing indexes are made; otherwise they are an error."""
     section, train = recipe.data, recipe.train
     schedule = _batch_schedule(recipe)
-    steps = run_steps(recipe, data)
     if section.synthetic:
-        return RunOrders(steps, DataOrder([_synthetic_source(recipe)], schedule), None)
+        return RunOrders(run_steps(recipe, data, indexes), DataOrder([_synthetic_source(recipe)], schedule), None)
     share = section.split.train if section.split else 1.0
     builder = _OrderBuilder(recipe, indexes, build, options, reporter)
-    order = builder.order(
-        data.sources, (0.0, share), schedule, steps, SkipList(section.skip), minimum_samples=train.global_batch
-    )
+    if pack_rule(recipe) is None:
+        steps = run_steps(recipe, data, indexes, options)
+        order = builder.windows(
+            data.sources, (0.0, share), schedule, steps, SkipList(section.skip), minimum_samples=train.global_batch
+        )
+    else:
+        order = builder.packed(
+            data.sources, (0.0, share), schedule, SkipList(section.skip), minimum_samples=train.global_batch
+        )
+        steps = run_steps(recipe, data, indexes, options)
     too_short = list(recipe.warmup_problems(steps))
     if too_short:
         raise recipe_error(too_short, recipe.places)
@@ -272,24 +378,52 @@ def run_orders(
             assert section.split is not None, "the schema asks for a split or a source"
             validation_sources, split = data.sources, (share, min(1.0, share + section.split.validation))
         renamed = [replace(source, name=f"{source.name} (validation)") for source in validation_sources]
-        batches = section.validation.batches
-        validation = builder.order(renamed, split, BatchSchedule(train.global_batch), batches, SkipList())
+        validation_schedule = BatchSchedule(train.global_batch)
+        if pack_rule(recipe) is None:
+            batches = section.validation.batches
+            validation = builder.windows(renamed, split, validation_schedule, batches, SkipList())
+        else:
+            validation = builder.packed(renamed, split, validation_schedule, SkipList())
     return RunOrders(steps, order, validation)
 
 
-def run_steps(recipe: Recipe, data: RunTokens) -> int:
-    """Return the length of a run in steps, in whichever way its recipe says it; no token file is opened."""
+def pack_rule(recipe: Recipe) -> PackRule | None:
+    """Return how conversations become rows; None for text, which is cut into windows."""
+    if recipe.sample_format == "text":
+        return None
+    return PackRule(packed=recipe.data.answers.packing, pairs=recipe.sample_format == "preference")
+
+
+def run_steps(recipe: Recipe, data: RunTokens, indexes: Path, options: StoreOptions | None = None) -> int:
+    """Return the length of a run in steps, in whichever way its recipe says it; no token file is opened.
+
+    How many rows conversations make is read from their pack indexes, which must exist.
+    """
     train = recipe.train
     if train.steps is not None:
         return train.steps
+    length = _synthetic_source(recipe).sequence_length if recipe.data.synthetic else recipe.data.sequence_length
+    assert length is not None, "the schema asks for it wherever data is not synthetic"
     tokens = train.tokens
     if tokens is None:
         share = recipe.data.split.train if recipe.data.split else 1.0
-        epoch_tokens = int(sum(source.tokens for source in data.sources) * share)
+        rule = pack_rule(recipe)
+        if rule is None:
+            epoch_tokens = int(sum(source.tokens for source in data.sources) * share)
+        else:
+            split = _clipped((0.0, share))
+            specs = [PackSpec.of(source, recipe.data.seed, length, rule, split, options) for source in data.sources]
+            epoch_tokens = length * sum(
+                open_pack_index(source, indexes / spec.key).rows
+                for source, spec in zip(data.sources, specs, strict=True)
+            )
         tokens = int((train.epochs or 0) * epoch_tokens)
-    length = _synthetic_source(recipe).sequence_length if recipe.data.synthetic else recipe.data.sequence_length
-    assert length is not None, "the schema asks for it wherever data is not synthetic"
     return _batch_schedule(recipe).steps_for(-(-tokens // length))
+
+
+def _clipped(split: tuple[float, float]) -> tuple[float, float]:
+    """Fractions are typed by hand and may sum to a little more than 1."""
+    return split[0], min(split[1], 1.0)
 
 
 @dataclass(frozen=True)
@@ -300,7 +434,7 @@ class _OrderBuilder:
     options: StoreOptions | None
     reporter: Reporter
 
-    def order(
+    def windows(
         self,
         sources: Sequence[TokenSource],
         split: tuple[float, float],
@@ -310,15 +444,8 @@ class _OrderBuilder:
         *,
         minimum_samples: int = 1,
     ) -> DataOrder:
-        common = {
-            "indexes": self.indexes,
-            "seed": self.recipe.data.seed,
-            "sequence_length": self.recipe.data.sequence_length or 0,
-            "schedule": schedule,
-            "split": (split[0], min(split[1], 1.0)),
-            "skip": skip,
-            "options": self.options,
-        }
+        """The order of text, which is cut into windows."""
+        common = self._common(split, schedule, skip) | {"document_mask": self.recipe.document_mask}
         if not self.build:
             return open_order(sources, **common)
         return build_order(
@@ -329,6 +456,39 @@ class _OrderBuilder:
             reporter=self.reporter,
         )
 
+    def packed(
+        self,
+        sources: Sequence[TokenSource],
+        split: tuple[float, float],
+        schedule: BatchSchedule,
+        skip: SkipList,
+        *,
+        minimum_samples: int = 1,
+    ) -> DataOrder:
+        """The order of conversations, which are packed into rows."""
+        rule = pack_rule(self.recipe)
+        assert rule is not None, "text is not packed"
+        order = packed_order(
+            sources, **self._common(split, schedule, skip), rule=rule, build=self.build, reporter=self.reporter
+        )
+        if self.build:
+            self._require_text(order, minimum_samples, of_split=split != (0.0, 1.0))
+            for source in order.sources:
+                assert isinstance(source, PackedDataset)
+                self.reporter.note(describe_packing(source, self.options))
+        return order
+
+    def _common(self, split: tuple[float, float], schedule: BatchSchedule, skip: SkipList) -> dict[str, Any]:
+        return {
+            "indexes": self.indexes,
+            "seed": self.recipe.data.seed,
+            "sequence_length": self.recipe.data.sequence_length or 0,
+            "schedule": schedule,
+            "split": _clipped(split),
+            "skip": skip,
+            "options": self.options,
+        }
+
     def _require_text(self, order: DataOrder, minimum_samples: int, *, of_split: bool) -> None:
         """Refuse a source without a whole sample, and sources that hold less than one batch together."""
         length = order.sequence_length
@@ -336,6 +496,12 @@ class _OrderBuilder:
         more = "give it more text" + (", another `data.split`" if of_split else "") + " or a smaller"
         samples = 0
         for source in order.sources:
+            if source.epoch_samples == 0 and source.has_learned:
+                raise InputError(
+                    f"source '{source.name}' holds no conversations",
+                    where=where,
+                    hint="give it some" + (", or another `data.split`" if of_split else ", or leave it out"),
+                )
             if source.epoch_samples == 0:
                 raise InputError(
                     f"source '{source.name}' holds {source.tokens or 'no'} tokens, and a sample takes {length + 1}",
@@ -362,7 +528,12 @@ def _synthetic_source(recipe: Recipe) -> SyntheticSource:
             hint="write `preset` or `config` under `model`",
         )
     length = recipe.data.sequence_length or config.max_positions
-    return SyntheticSource(vocab_size=config.vocab_size, sequence_length=length, seed=recipe.data.seed)
+    return SyntheticSource(
+        vocab_size=config.vocab_size,
+        sequence_length=length,
+        seed=recipe.data.seed,
+        keeps_documents_apart=recipe.document_mask,
+    )
 
 
 def _batch_schedule(recipe: Recipe) -> BatchSchedule:

@@ -45,6 +45,7 @@ from trainshed.reporting import SILENT, Reporter
 from trainshed.storage import open_store
 
 if TYPE_CHECKING:
+    from trainshed.data.chat.tokenize import ChatSettings
     from trainshed.storage import StoreOptions
 
 
@@ -57,6 +58,8 @@ class TokenizeConfig:
     bos: SpecialToken | None = None
     on_bad_line: OnBadLine = "stop"
     encoder: EncoderName = "auto"
+    chat: ChatSettings | None = None
+    """Given where rows are conversations: then their template writes what begins and ends them."""
 
     @property
     def dtype(self) -> str:
@@ -66,7 +69,7 @@ class TokenizeConfig:
     def for_workers(self) -> BlockTokenizerConfig:
         """Return the part of it that the workers need."""
         eod, bos = (token.id if token else None for token in (self.eod, self.bos))
-        return BlockTokenizerConfig(self.tokenizer, eod, bos, self.dtype, self.encoder)
+        return BlockTokenizerConfig(self.tokenizer, eod, bos, self.dtype, self.encoder, self.chat)
 
     def spec(self) -> dict[str, object]:
         """Return what the manifest records; it also decides whether an existing shard is the same work.
@@ -79,6 +82,7 @@ class TokenizeConfig:
             "eod": self.eod and {"text": self.eod.text, "id": self.eod.id},
             "bos": self.bos and {"text": self.bos.text, "id": self.bos.id},
             "dtype": self.dtype,
+            **({"answers": self.chat.spec()} if self.chat is not None else {}),
         }
 
 
@@ -173,7 +177,8 @@ def _is_current(
     if manifest.spec != config.spec():
         if overwrite:
             return False
-        changed = sorted(k for k in config.spec() if config.spec()[k] != manifest.spec.get(k))
+        keys = sorted({*config.spec(), *manifest.spec})
+        changed = [key for key in keys if config.spec().get(key) != manifest.spec.get(key)]
         raise InputError(
             f"this shard exists and was made differently ({', '.join(changed)})",
             where=job.prefix,
@@ -292,13 +297,16 @@ class _Preparation:
                 for input_slice in job.inputs
             ]
             bad_lines = self._config.on_bad_line == "skip"
-            writer: ShardWriter = LocalShardWriter(local, key, identities, stack, bad_lines=bad_lines)
+            writer: ShardWriter = LocalShardWriter(
+                local, key, identities, stack, bad_lines=bad_lines, learned=self._config.chat is not None
+            )
             if writer.progress.counts.documents:
                 self._reporter.note(
                     f"{job.prefix}: going on behind {writer.progress.counts.documents:,} documents done earlier"
                 )
         else:
-            writer = RemoteShardWriter(*open_store(job.prefix, self._options), stack)
+            store, path = open_store(job.prefix, self._options)
+            writer = RemoteShardWriter(store, path, stack, learned=self._config.chat is not None)
         self._writers[shard] = writer
         return writer
 
@@ -311,6 +319,7 @@ class _Preparation:
             text_bytes=tokens.text_bytes,
             bad_lines=len(tokens.bad_lines),
             bad_line_examples=self._bad_line_examples(origin, tokens.bad_lines),
+            chat=tokens.chat,
         )
         self._finish_inputs(origin.shard, origin.input)
         self._writers[origin.shard].append(tokens, counts, origin.position)
@@ -319,8 +328,9 @@ class _Preparation:
     def _bad_line_examples(self, origin: _BlockOrigin, bad_lines: list[BadLine]) -> tuple[str, ...]:
         """Return the bad lines that the manifest quotes. If they are not to be skipped, the first one is an error."""
         input_slice = self._jobs[origin.shard].inputs[origin.input]
-        if bad_lines and self._config.on_bad_line == "stop":
-            raise bad_lines[0].to_error(input_slice, self._line_number(input_slice, bad_lines[0]))
+        for bad in bad_lines:
+            if bad.fatal or self._config.on_bad_line == "stop":
+                raise bad.to_error(input_slice, self._line_number(input_slice, bad))
         room = BAD_LINES_KEPT - len(self._writers[origin.shard].progress.counts.bad_line_examples)
         return tuple(
             f"{format_line_location(input_slice, self._line_number(input_slice, bad))}: {bad.what}"

@@ -25,6 +25,8 @@ class ServingEngine(ABC):
     """What it takes to start besides reading the weights: compiling, capturing graphs."""
     key_variable: ClassVar[str | None] = None
     """The variable it reads the key from that every request must bring; None: it knows no keys."""
+    serves_adapters: ClassVar[bool] = False
+    """Whether `command` honours `serve.adapters`."""
 
     @abstractmethod
     def command(self, recipe: Recipe, folder: str, *, drain_seconds: int) -> list[str]:
@@ -44,6 +46,7 @@ class VllmServer(ServingEngine):
     # It compiles and captures its graphs before it answers: minutes for a large model.
     startup_seconds = 600
     key_variable = "VLLM_API_KEY"
+    serves_adapters = True
 
     def command(self, recipe: Recipe, folder: str, *, drain_seconds: int) -> list[str]:
         """Return `vllm serve`."""

@@ -30,6 +30,9 @@ _FLAGS_OF_THE_RECIPE = {
     "--max-model-len": "serve.max_length",
     "--max-num-seqs": "serve.max_sequences",
     "--shutdown-timeout": None,
+    "--enable-lora": "serve.adapters",
+    "--lora-modules": "serve.adapters",
+    "--max-loras": "serve.adapters",
 }
 _KIND_TEXT = {
     "switch": "true or false",
@@ -90,6 +93,10 @@ def vllm_command(recipe: Recipe, folder: str, *, drain_seconds: int) -> list[str
         command += ["--max-model-len", str(serve.max_length)]
     if serve.max_sequences is not None:
         command += ["--max-num-seqs", str(serve.max_sequences)]
+    if serve.adapters:
+        # Of as many adapters as there are, in one batch; vLLM would otherwise take one after the other.
+        command += ["--enable-lora", "--max-loras", str(len(serve.adapters)), "--lora-modules"]
+        command += [f"{name}={address.removeprefix('hf://')}" for name, address in serve.adapters.items()]
     return [*command, *_serve_arguments(recipe, serve.args)]
 
 

@@ -15,8 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import BlockMask
 
 from trainshed.models.collectives import ParallelAxes, all_gather
+from trainshed.models.documents import AttentionMask, block_attention
 from trainshed.models.layers import Linear, Norm, RowParallelLinear
 from trainshed.recipe import ModelConfig
 
@@ -46,17 +48,30 @@ class Attention(nn.Module):
         heads = self.kv_groups * self.queries_per_group * config.head_dim
         self.out = RowParallelLinear(heads, config.hidden, axes.tp, bias=config.output_bias)
 
-    def forward(self, x: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor] | None) -> torch.Tensor:
-        """Attend from this rank's tokens [s, B, H]; `rotary` are cosines and sines [S, 1, 1, D]."""
-        query, key, value = self.qkv_projection(x, rotary)
-        out = self._attend(query, key, value)
-        return self.out(out.reshape(*out.shape[:2], -1))
+    def forward(
+        self,
+        x: torch.Tensor,
+        rotary: tuple[torch.Tensor, torch.Tensor] | None,
+        samples: torch.Tensor | None = None,
+        masks: tuple[AttentionMask, ...] | None = None,
+    ) -> torch.Tensor:
+        """Attend from this rank's tokens [s, B, H]; `rotary` are cosines and sines [S, 1, 1, D] or [S, B, 1, D].
+
+        `samples` are the run's sample numbers [B], for the dropout of adapters. `masks` keep documents apart
+        (`document_masks`); without them a row is one document.
+        """
+        query, key, value = self.qkv_projection(x, rotary, samples)
+        out = self._attend(query, key, value, masks)
+        return self.out(out.reshape(*out.shape[:2], -1), samples)
 
     def qkv_projection(
-        self, x: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor] | None
+        self,
+        x: torch.Tensor,
+        rotary: tuple[torch.Tensor, torch.Tensor] | None,
+        samples: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Compute queries [S, B, G · r, D], keys and values [S, B, G, D] of this rank's tokens, rotated by position."""
-        projected = self.qkv(all_gather(self.norm(x), self.axes.tp))
+        projected = self.qkv(all_gather(self.norm(x), self.axes.tp), samples)
         length, batch = projected.shape[:2]
         heads = projected.view(length, batch, self.kv_groups, self.queries_per_group + 2, self.config.head_dim)
         query, key, value = heads.split([self.queries_per_group, 1, 1], dim=3)
@@ -68,18 +83,21 @@ class Attention(nn.Module):
             key = apply_rotary(key, *rotary).to(x.dtype)
         return query, key, value
 
-    def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def _attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, masks: tuple[AttentionMask, ...] | None
+    ) -> torch.Tensor:
         """Attend over the whole sequence: [S, B, heads, D] each to [S, B, heads, D]."""
         cp, window = self.axes.cp, self.config.sliding_window
         if cp.size == 1:
-            return causal_attention(query, key, value, window)
+            return causal_attention(query, key, value, window, None if masks is None else masks[0])
         both = restore_sequence_order(all_gather(torch.cat([key, value], dim=2), cp), cp.size)
         key, value = both.split(self.kv_groups, dim=2)
         half_length = query.shape[0] // 2
         halves = []
-        for number, queries in zip((cp.rank, 2 * cp.size - 1 - cp.rank), query.split(half_length), strict=True):
-            end = (number + 1) * half_length
-            halves.append(causal_attention(queries, key[:end], value[:end], window))
+        for half, queries in enumerate(query.split(half_length)):
+            end = ((cp.rank, 2 * cp.size - 1 - cp.rank)[half] + 1) * half_length
+            mask = None if masks is None else masks[half]
+            halves.append(causal_attention(queries, key[:end], value[:end], window, mask))
         return torch.cat(halves)
 
 
@@ -91,13 +109,23 @@ def restore_sequence_order(gathered: torch.Tensor, cp_size: int) -> torch.Tensor
     return torch.cat([*early, *reversed(late)])
 
 
-def causal_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int | None) -> torch.Tensor:
-    """Attend causally: [S, B, heads, D] throughout; the last query is at the position of the last key."""
+def causal_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    window: int | None,
+    document_mask: AttentionMask | None = None,
+) -> torch.Tensor:
+    """Attend causally: [S, B, heads, D] throughout; the last query is at the position of the last key.
+
+    A `document_mask` takes the place of causality and window, which it contains.
+    """
     queries, keys = query.shape[0], key.shape[0]
     windowed = window is not None and window < keys
+    if document_mask is not None:
+        return _masked_attention(query, key, value, document_mask)
     if (windowed or keys > queries) and _flash_supports(query):
         return _flash_attention(query, key, value, window if windowed else None)
-    query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
     mask = None
     if keys != queries or windowed:
         at = torch.arange(keys - queries, keys, device=query.device)[:, None]
@@ -105,7 +133,17 @@ def causal_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
         mask = other <= at
         if window is not None:
             mask = mask & (other > at - window)
-    if query.is_cuda:
+    return _masked_attention(query, key, value, mask)
+
+
+def _masked_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: AttentionMask | None
+) -> torch.Tensor:
+    """Attend under a mask, or causally without one: [S, B, heads, D] throughout."""
+    query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+    if isinstance(mask, BlockMask):
+        out = block_attention(query, key, value, mask)
+    elif query.is_cuda:
         with sdpa_kernel(SDPA_BACKENDS, set_priority=True):
             out = F.scaled_dot_product_attention(query, key, value, mask, is_causal=mask is None, enable_gqa=True)
     else:
@@ -180,6 +218,6 @@ def rotary_table(config: ModelConfig, positions: torch.Tensor) -> tuple[torch.Te
 
 
 def apply_rotary(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
-    """Rotate heads [S, B, heads, D] by their positions; cosine and sine are [S, 1, 1, D]."""
+    """Rotate heads [S, B, heads, D] by their positions; cosine and sine are [S, 1, 1, D] or [S, B, 1, D]."""
     first, second = x.chunk(2, dim=-1)
     return x * cosine + torch.cat([-second, first], dim=-1) * sine

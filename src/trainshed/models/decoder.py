@@ -8,20 +8,30 @@ Shapes: L whole sequence, S tokens of this context-parallel rank, s = S / tp, B 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from trainshed.models.attention import Attention, context_parallel_positions, rotary_table
 from trainshed.models.collectives import ParallelAxes, all_gather, reduce_scatter
+from trainshed.models.documents import AttentionMask, document_masks, document_positions
 from trainshed.models.layers import MLP, CounterDropout, Norm
-from trainshed.models.loss import linear_cross_entropy
+from trainshed.models.loss import LOSS_TERMS, VocabularyShard, linear_cross_entropy
 from trainshed.models.moe import ROUTER_LOSS_TERMS, MoE
+from trainshed.models.preference_loss import (
+    PREFERENCE_FIGURES,
+    PreferenceRule,
+    linear_document_logps,
+    linear_preference_loss,
+    packed_documents,
+)
+from trainshed.models.quantization import QUANTIZED_LINEAR
 from trainshed.models.registered_loss import linear_token_loss
 from trainshed.models.token_loss import TokenLoss
 from trainshed.recipe import ModelConfig
@@ -39,17 +49,26 @@ class Regularization:
     seed: int = 0
     token_loss: TokenLoss | None = None
     """What takes the place of the cross-entropy; None: nothing does."""
+    preference: PreferenceRule | None = None
+    """How pairs of documents are compared, in place of the cross-entropy of tokens."""
+
+    @property
+    def output_terms(self) -> tuple[str, ...]:
+        """What the last stage returns of a batch with labels, in this order."""
+        return LOSS_TERMS if self.preference is None else (*LOSS_TERMS, *PREFERENCE_FIGURES)
 
 
 @dataclass
 class LossNormalization:
     """What the sums of a step are divided by; written before each step, read by every stage.
 
-    `tokens` is 1 / labelled tokens of the global batch, `sequences` 1 / its sequences.
+    `tokens` is 1 / labelled tokens of the global batch, `sequences` 1 / its sequences, `pairs` 1 / its pairs of
+    documents, which only the loss of a `PreferenceRule` reads.
     """
 
     tokens: torch.Tensor
     sequences: torch.Tensor
+    pairs: torch.Tensor = field(default_factory=lambda: torch.ones(()))
 
 
 _aten, _comm = torch.ops.aten, torch.ops._c10d_functional
@@ -64,6 +83,8 @@ _SAVED_OPS = (
     _aten._scaled_dot_product_cudnn_attention.default,
     _comm.reduce_scatter_tensor.default,
     _comm.all_to_all_single.default,
+    torch.ops.higher_order.flex_attention,
+    QUANTIZED_LINEAR,
 )
 
 
@@ -97,6 +118,8 @@ class DecoderLayer(nn.Module):
         self.checkpoint_contexts = (
             selective_checkpoint_contexts if config.moe is None else selective_checkpoint_contexts_beside_hooks
         )
+        self.cheap_products: frozenset[int] = frozenset()
+        """Inner sizes of the products that selective recompute repeats: those that adapters end in."""
         self.attention = Attention(config, axes)
         if config.moe is None:
             assert config.ffn is not None, "the schema asks for it wherever there are no experts"
@@ -112,16 +135,21 @@ class DecoderLayer(nn.Module):
         rotary: tuple[torch.Tensor, torch.Tensor] | None,
         sequence_scale: torch.Tensor | None,
         samples: torch.Tensor | None,
-        positions: torch.Tensor,
+        columns: torch.Tensor,
+        masks: tuple[AttentionMask, ...] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the residual stream [s, B, H] and the router's losses, if there is a router.
 
-        `sequence_scale` is 1 / sequences of the global batch, for the router's losses.
+        `sequence_scale` is 1 / sequences of the global batch, for the router's losses. `samples` and `columns` are for
+        dropout, `masks` keep documents apart.
         """
+        arguments = (x, rotary, sequence_scale, samples, columns, masks)
         if self.recompute == "none" or not torch.is_grad_enabled():
-            return self._forward(x, rotary, sequence_scale, samples, positions)
-        keep: dict[str, Any] = {"context_fn": self.checkpoint_contexts} if self.recompute == "selective" else {}
-        return checkpoint(self._forward, x, rotary, sequence_scale, samples, positions, use_reentrant=False, **keep)
+            return self._forward(*arguments)
+        keep: dict[str, Any] = {}
+        if self.recompute == "selective":
+            keep["context_fn"] = partial(self.checkpoint_contexts, self.cheap_products)
+        return checkpoint(self._forward, *arguments, use_reentrant=False, **keep)
 
     def _forward(
         self,
@@ -129,15 +157,16 @@ class DecoderLayer(nn.Module):
         rotary: tuple[torch.Tensor, torch.Tensor] | None,
         sequence_scale: torch.Tensor | None,
         samples: torch.Tensor | None,
-        positions: torch.Tensor,
+        columns: torch.Tensor,
+        masks: tuple[AttentionMask, ...] | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        x = x + self.attention_dropout(self.attention(x, rotary), samples, positions)
+        x = x + self.attention_dropout(self.attention(x, rotary, samples, masks), samples, columns)
         if isinstance(self.mlp, MoE):
-            out, router_losses = self.mlp(x, sequence_scale)
+            out, router_losses = self.mlp(x, sequence_scale, samples)
             out, router_losses = _AttachLosses.apply(out, router_losses), router_losses.detach()
         else:
-            out, router_losses = self.mlp(x), None
-        return x + self.mlp_dropout(out, samples, positions), router_losses
+            out, router_losses = self.mlp(x, samples), None
+        return x + self.mlp_dropout(out, samples, columns), router_losses
 
 
 class Embedding(nn.Module):
@@ -189,6 +218,7 @@ class DecoderStage(nn.Module):
         with torch.device("cpu"):
             local = context_parallel_positions(spec.sequence_length, cp.size, cp.rank)
             self.rotary: tuple[torch.Tensor, torch.Tensor] | None = None
+            self._rotary_of_position: tuple[torch.Tensor, torch.Tensor] | None = None
             if self.config.positions == "rope":
                 dtype = torch.promote_types(spec.dtype, torch.float32)
                 cosine, sine = rotary_table(self.config, local)
@@ -197,21 +227,36 @@ class DecoderStage(nn.Module):
                     sine[:, None, None].to(device, dtype),
                 )
             start, stop = tp.shard_bounds(len(local))
-            self.local_positions = local[start:stop].to(device)
+            self.columns, self.local_columns = local.to(device), local[start:stop].to(device)
         self.router_losses = torch.zeros(len(ROUTER_LOSS_TERMS), dtype=torch.float64, device=device)
 
     def forward(
-        self, x: torch.Tensor, labels: torch.Tensor | None = None, samples: torch.Tensor | None = None
+        self,
+        x: torch.Tensor,
+        labels: torch.Tensor | None = None,
+        samples: torch.Tensor | None = None,
+        document_starts: torch.Tensor | None = None,
+        reference_logps: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Run a micro-batch through this stage.
 
         `x` is token ids [B, S] in the first stage, the residual stream [s, B, H] in others. With labels [B, S] the last
-        stage returns the `LOSS_TERMS`, without them the normalised hidden states [S, B, H].
+        stage returns its `output_terms`, without them the normalised hidden states [S, B, H]. `document_starts` [B, L]
+        keep the documents of a row apart (`documents.py`); without them a row is one document.
+
+        A stage with a `PreferenceRule` needs to know the log-probabilities that the reference model gives the documents
+        [B, document_slots(L)]. Without them it returns its own: it then is the reference.
         """
         if self.spec.first:
-            x = self._embed(x, samples)
+            x = self._embed(x, samples, document_starts)
+        rotary, masks = self.rotary, None
+        if document_starts is not None:
+            rotary = self._document_rotary(document_starts)
+            masks = document_masks(
+                document_starts, self.axes.cp, self.config.sliding_window, head_dim=self.config.head_dim
+            )
         for block in self.layers.values():
-            x, router_losses = block(x, self.rotary, self.normalization.sequences, samples, self.local_positions)
+            x, router_losses = block(x, rotary, self.normalization.sequences, samples, self.local_columns, masks)
             if router_losses is not None:
                 self.router_losses += router_losses
         if not self.spec.last:
@@ -219,6 +264,9 @@ class DecoderStage(nn.Module):
         hidden = all_gather(self.norm(x), self.axes.tp)
         if labels is None:
             return hidden
+        if (preference := self.regularization.preference) is not None:
+            assert document_starts is not None, "pairs are documents"
+            return self._compare_pairs(preference, hidden, labels, document_starts, reference_logps)
         if (rule := self.regularization.token_loss) is not None:
             return torch.stack(
                 linear_token_loss(
@@ -244,6 +292,27 @@ class DecoderStage(nn.Module):
         )
         return torch.stack([loss, z])
 
+    def _compare_pairs(
+        self,
+        rule: PreferenceRule,
+        hidden: torch.Tensor,
+        labels: torch.Tensor,
+        document_starts: torch.Tensor,
+        reference_logps: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Return the `output_terms`; without the reference's log-probabilities, those of this model [B, slots]."""
+        documents = packed_documents(document_starts, self.columns, self.axes.cp)
+        vocabulary = VocabularyShard(self.config.vocab_size, self.axes.tp, self.vocab_start)
+        states, head, labels = hidden.flatten(0, 1), self._head(), labels.t().flatten()
+        if reference_logps is None:
+            logps = linear_document_logps(states, head, labels, documents, rule, vocabulary)
+            return logps.view(documents.rows, documents.slots)
+        loss, figures = linear_preference_loss(
+            states, head, labels, documents, reference_logps.flatten(), self.normalization.pairs, rule, vocabulary
+        )
+        no_terms = torch.zeros(len(LOSS_TERMS) - 1, dtype=loss.dtype, device=loss.device)
+        return torch.cat([loss[None], no_terms, figures])
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits of this rank's part of the vocabulary for hidden states [S, B, H]: [S, B, V]."""
         return hidden @ self._head().to(hidden.dtype).t()
@@ -251,7 +320,22 @@ class DecoderStage(nn.Module):
     def _head(self) -> torch.Tensor:
         return self.embedding.weight if self.config.tied_embeddings else self.head.weight
 
-    def _embed(self, tokens: torch.Tensor, samples: torch.Tensor | None) -> torch.Tensor:
+    def _document_rotary(self, document_starts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return cosines and sines of this rank's columns by their positions within documents: [S, B, 1, D] each."""
+        if self.rotary is None:
+            return None
+        if self._rotary_of_position is None:
+            with torch.device("cpu"):
+                tables = rotary_table(self.config, torch.arange(self.spec.sequence_length))
+            cosine, sine = (table[:, None].to(self.rotary[0]) for table in tables)
+            self._rotary_of_position = (cosine, sine)
+        positions = document_positions(document_starts, self.columns)
+        cosine, sine = self._rotary_of_position
+        return cosine[positions], sine[positions]
+
+    def _embed(
+        self, tokens: torch.Tensor, samples: torch.Tensor | None, document_starts: torch.Tensor | None
+    ) -> torch.Tensor:
         """Embed token ids [B, S]: this rank's part of the residual stream [s, B, H]. Each tp rank has some rows."""
         ids = tokens.t() - self.vocab_start
         weight, tp = self.embedding.weight, self.axes.tp
@@ -263,8 +347,11 @@ class DecoderStage(nn.Module):
             x = reduce_scatter(torch.where(on_this_rank[..., None], rows, 0.0), tp)
         x = x.to(self.spec.dtype)
         if self.config.positions == "learned":
-            x = x + F.embedding(self.local_positions, self.positions.weight)[:, None].to(x.dtype)
-        return self.embedding_dropout(x, samples, self.local_positions)
+            positions = self.local_columns[:, None]
+            if document_starts is not None:
+                positions = document_positions(document_starts, self.local_columns)
+            x = x + F.embedding(positions, self.positions.weight).to(x.dtype)
+        return self.embedding_dropout(x, samples, self.local_columns)
 
 
 class _AttachLosses(torch.autograd.Function):
@@ -280,18 +367,30 @@ class _AttachLosses(torch.autograd.Function):
         return grads[0], torch.ones(len(ROUTER_LOSS_TERMS), dtype=ctx.losses_dtype, device=grads[0].device)
 
 
-def selective_checkpoint_contexts() -> Any:
-    """Selective recompute: save the results of matrix products, attention and collectives; recompute the rest."""
-    return create_selective_checkpoint_contexts(list(_SAVED_OPS))
+def selective_checkpoint_contexts(cheap_products: frozenset[int] = frozenset()) -> Any:
+    """Selective recompute: save the results of matrix products, attention and collectives; recompute the rest.
+
+    Products whose inner size is among the `cheap_products` are recomputed too: they are as large as those of whole
+    weights and cost next to nothing.
+    """
+    return create_selective_checkpoint_contexts(partial(_checkpoint_policy, cheap_products))
 
 
-def selective_checkpoint_contexts_beside_hooks() -> Any:
+def _checkpoint_policy(cheap_products: frozenset[int], context: Any, func: Any, *args: Any, **_: Any) -> Any:
+    if func not in _SAVED_OPS or (func is _aten.mm.default and args[0].shape[1] in cheap_products):
+        return CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE
+
+
+def selective_checkpoint_contexts_beside_hooks(cheap_products: frozenset[int] = frozenset()) -> Any:
     """The same for blocks in which FSDP gathers experts: its hooks run other operations the second time."""
-    return tuple(_OnlySavedOps(mode) for mode in selective_checkpoint_contexts())
+    return tuple(_OnlySavedOps(mode) for mode in selective_checkpoint_contexts(cheap_products))
 
 
 class _OnlySavedOps(TorchDispatchMode):
     """Hides all operations but the saved ones from a selective checkpoint, which refuses another number of them."""
+
+    supports_higher_order_operators = True
 
     def __init__(self, counting: Any) -> None:
         super().__init__()

@@ -9,7 +9,7 @@ native tensor needs one consecutive block of each, and nothing more is read.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -91,7 +91,7 @@ def hf_row_mappings(config: ModelConfig, parameter: Parameter) -> tuple[RowMappi
             hint="choose another family, or keep it native",
         )
     transposed = native_name in names.transposed and ending == "weight"
-    interleaving = _interleaving(config, native_name, parameter.shape[1 if parameter.expert else 0])
+    interleaving = row_interleaving(config, native_name, parameter.shape[1 if parameter.expert else 0])
     row_mappings = []
     for expert in range(parameter.shape[0]) if parameter.expert else (None,):
         hf_start = 0
@@ -108,13 +108,41 @@ def hf_row_mappings(config: ModelConfig, parameter: Parameter) -> tuple[RowMappi
 def hf_tensors(config: ModelConfig) -> Iterator[HfTensor]:
     """Yield every tensor that transformers saves for an architecture, in our order."""
     for parameter in parameters(config):
-        by_name: dict[str, list[RowMapping]] = defaultdict(list)
-        for mapping in hf_row_mappings(config, parameter):
-            by_name[mapping.hf_name].append(mapping)
-        columns = parameter.shape[2 if parameter.expert else 1 :]
-        for name, row_mappings in by_name.items():
-            shape = (sum(mapping.rows for mapping in row_mappings), *columns)
-            yield HfTensor(name, shape[::-1] if row_mappings[0].transposed else shape, tuple(row_mappings))
+        yield from _joined_by_name(parameter, hf_row_mappings(config, parameter))
+
+
+def projection_tensors(config: ModelConfig) -> Iterator[HfTensor]:
+    """As `hf_tensors`, also for tensors that the family has no name for: each projection then has one of our own."""
+    names = HF_FAMILIES[config.family].names.tensors
+    for parameter in parameters(config):
+        native_name = parameter.name.removeprefix(f"layers.{parameter.layer}.")
+        native_name = native_name if parameter.expert else native_name.rsplit(".", 1)[0]
+        if native_name in names:
+            yield from _joined_by_name(parameter, hf_row_mappings(config, parameter))
+            continue
+        interleaving = row_interleaving(config, native_name, parameter.shape[1 if parameter.expert else 0])
+        yield from _joined_by_name(
+            parameter,
+            [
+                RowMapping(
+                    f"{parameter.name}:{number}" if expert is None else f"{parameter.name}:{expert}:{number}",
+                    *(parameter.name, 0, rows, start, run, period),
+                    expert=expert,
+                )
+                for expert in (range(parameter.shape[0]) if parameter.expert else (None,))
+                for number, (rows, start, run, period) in enumerate(interleaving)
+            ],
+        )
+
+
+def _joined_by_name(parameter: Parameter, row_mappings: Iterable[RowMapping]) -> Iterator[HfTensor]:
+    by_name: dict[str, list[RowMapping]] = defaultdict(list)
+    for mapping in row_mappings:
+        by_name[mapping.hf_name].append(mapping)
+    columns = parameter.shape[2 if parameter.expert else 1 :]
+    for name, of_name in by_name.items():
+        shape = (sum(mapping.rows for mapping in of_name), *columns)
+        yield HfTensor(name, shape[::-1] if of_name[0].transposed else shape, tuple(of_name))
 
 
 def hf_names(config: ModelConfig) -> set[str]:
@@ -122,8 +150,8 @@ def hf_names(config: ModelConfig) -> set[str]:
     return {tensor.name for tensor in hf_tensors(config)}
 
 
-def _interleaving(config: ModelConfig, native_name: str, rows: int) -> list[tuple[int, int, int, int]]:
-    """Return (rows, start, run, period) of each part of a native tensor."""
+def row_interleaving(config: ModelConfig, native_name: str, rows: int) -> list[tuple[int, int, int, int]]:
+    """Return (rows, start, run, period) of each part of a native tensor: row i of a part is as in `RowMapping`."""
     if native_name == "attention.qkv":
         query, head = config.heads // config.kv_heads * config.head_dim, config.head_dim
         group = query + 2 * head

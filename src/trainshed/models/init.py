@@ -78,28 +78,51 @@ def fill_normal(
         part.copy_(radius.mul_(angle).mul_(std))
 
 
+def fill_uniform(
+    out: torch.Tensor, key: int, bound: float, shape: Sequence[int], offset: Sequence[int] | None = None
+) -> None:
+    """Fill `out`, the box at `offset` of a tensor of `shape`, with that tensor's numbers between ± bound."""
+    if out.numel() == 0:
+        return
+    offset = offset or (0,) * len(shape)
+    rows = max(1, _CHUNK_ELEMENTS // max(1, out[0].numel()))
+    for first in range(0, out.shape[0], rows):
+        part = out[first : first + rows]
+        index = box_indices(shape, (offset[0] + first, *offset[1:]), part.shape, out.device)
+        # Centred in their cells, so that the numbers are symmetric about 0.
+        part.copy_(random_bits(index, key).double().add_(0.5).mul_(2.0**-31).sub_(1.0).mul_(bound))
+
+
 def dropout_mask(index: torch.Tensor, key: int, probability: float) -> torch.Tensor:
     """Return which elements dropout keeps, each with `1 - probability`."""
     return random_bits(index, key, 2) >= int(probability * 2**32)
 
 
 def rng_key_tensor(key: int, device: torch.device | str) -> torch.Tensor:
-    """Return a key as int64 [3] for `dropout_mask_compiled`: its low and high half, and what the last round adds."""
+    """Return a key as int64 [3] for `random_bits_compiled`: its low and high half, and what the last round adds."""
     low, high = key & _MASK, (key >> 32) & _MASK
     return torch.tensor([low, high, (low * 0x9E3779B1 + high) & _MASK], dtype=torch.int64, device=device)
 
 
-def dropout_mask_compiled(index: torch.Tensor, key: torch.Tensor, probability: float) -> torch.Tensor:
-    """Return the mask of `dropout_mask` for a key from `rng_key_tensor`.
+def random_bits_compiled(index: torch.Tensor, key: torch.Tensor, stream: int = 0) -> torch.Tensor:
+    """Return the bits of `random_bits` for a key from `rng_key_tensor`.
 
     A compiler takes a number for a constant: every key would be compiled anew. It takes a tensor as it comes.
     """
     low, high, last = key.unbind()
     x = _mix((index & _MASK) ^ low)
-    # 2 is the stream of `dropout_mask`, as `random_bits` counts it in.
-    x = x.add_((index >> 32) + high + 0x9E3779B9 * (2 * 2 + 1)).bitwise_and_(_MASK)
+    x = x.add_((index >> 32) + high + 0x9E3779B9 * (2 * stream + 1)).bitwise_and_(_MASK)
     x = _mix(x)
-    return _mix(x.bitwise_xor_(last)) >= int(probability * 2**32)
+    return _mix(x.bitwise_xor_(last))
+
+
+def dropout_mask_compiled(index: torch.Tensor, key: torch.Tensor, probability: float) -> torch.Tensor:
+    """Return the mask of `dropout_mask` for a key from `rng_key_tensor`."""
+    return random_bits_compiled(index, key, 2) >= int(probability * 2**32)
+
+
+ROUNDING_STREAM = 3
+"""The stream of the bits that decide how optimizer states are rounded."""
 
 
 INIT_VERSION = 1
@@ -114,6 +137,11 @@ def init_parameter(
         out.fill_(1.0)
     elif parameter.init == "zeros":
         out.zero_()
+    elif parameter.init == "kaiming_uniform":
+        bound = 1.0 / math.sqrt(parameter.shape[-1])
+        fill_uniform(out, rng_key("init", INIT_VERSION, seed, parameter.name), bound, parameter.shape, offset)
+    elif parameter.init == "row_norms":
+        raise ValueError(f"{parameter.name} is computed from the weight that it belongs to")
     else:
         std = config.init_std
         if parameter.init == "output":

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,10 @@ from torch import nn
 from trainshed.models.collectives import AxisGroup, ParallelAxes, all_gather, reduce_scatter
 from trainshed.models.init import dropout_mask_compiled, rng_key, rng_key_tensor
 from trainshed.recipe import ModelConfig
+
+if TYPE_CHECKING:
+    from trainshed.models.lora import LoraAdapters
+    from trainshed.models.quantization import QuantizedWeight
 
 MatmulFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """How a projection multiplies: (input [..., in], weight [out, in]) to [..., out]."""
@@ -37,14 +41,31 @@ class Linear(nn.Module):
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
         self.matmul: MatmulFunction = F.linear
         """Replaced by a float8 product if the recipe asks for it."""
+        self.lora: LoraAdapters | None = None
+        self.quantized: QuantizedWeight | None = None
+        """In place of `weight`, where frozen weights are held in fewer bits."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Project in the input's dtype."""
-        weight, bias = self.weight, self.bias
-        if self.gate_up_interleaved:
-            weight, bias = gates_first(weight, 0), None if bias is None else gates_first(bias, 0)
-        out = self.matmul(x, weight.to(x.dtype))
-        return out if bias is None else out + bias.to(x.dtype)
+    def forward(self, x: torch.Tensor, samples: torch.Tensor | None = None) -> torch.Tensor:
+        """Project in the input's dtype; `samples` are the run's sample numbers [B], for the dropout of adapters."""
+        out, bias = self.product(x, samples), self.bias
+        if bias is None:
+            return out
+        return out + (gates_first(bias, 0) if self.gate_up_interleaved else bias).to(x.dtype)
+
+    def product(self, x: torch.Tensor, samples: torch.Tensor | None) -> torch.Tensor:
+        """Multiply with the weight, adapters included, without the bias."""
+        adapters = self.lora
+        return adapters(x, samples, self) if adapters is not None and adapters.enabled else self.base_product(x)
+
+    def base_product(self, x: torch.Tensor) -> torch.Tensor:
+        """Multiply with the weight alone."""
+        return self.quantized.matmul(x) if self.quantized is not None else self.matmul(x, self.matrix(x.dtype))
+
+    def matrix(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return the weight as it is multiplied: [out_features, in_features], gates first."""
+        if self.quantized is not None:
+            return self.quantized.dequantize(dtype)
+        return (gates_first(self.weight, 0) if self.gate_up_interleaved else self.weight).to(dtype)
 
 
 class RowParallelLinear(Linear):
@@ -54,9 +75,9 @@ class RowParallelLinear(Linear):
         super().__init__(in_features, out_features, bias=bias)
         self.group = group
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, samples: torch.Tensor | None = None) -> torch.Tensor:
         """Project [S, B, in_features] to this rank's tokens [s, B, out_features]."""
-        out = reduce_scatter(self.matmul(x, self.weight.to(x.dtype)), self.group)
+        out = reduce_scatter(self.product(x, samples), self.group)
         return out if self.bias is None else out + self.bias.to(x.dtype)
 
 
@@ -142,10 +163,10 @@ class MLP(nn.Module):
             self.up = up
         self.down = RowParallelLinear(width, config.hidden, axes.tp, bias=config.mlp_bias)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Transform this rank's tokens [s, B, H]."""
+    def forward(self, x: torch.Tensor, samples: torch.Tensor | None = None) -> torch.Tensor:
+        """Transform this rank's tokens [s, B, H]; `samples` are for the dropout of adapters."""
         up = self.gate_up if self.config.gated else self.up
-        return self.down(apply_activation(up(all_gather(self.norm(x), self.axes.tp)), self.config))
+        return self.down(apply_activation(up(all_gather(self.norm(x), self.axes.tp), samples), self.config), samples)
 
 
 @dataclass
@@ -160,6 +181,8 @@ class CounterDropout:
     probability: float
     seed: int
     device: torch.device | str = "cpu"
+    first_channel: int = 0
+    """The number of the first channel of the activations, where ranks hold different ones."""
     key: torch.Tensor | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
@@ -172,6 +195,6 @@ class CounterDropout:
             return x
         # One counter per (sample, position, channel): at most 2^20 positions, 2^16 channels and 2^27 samples.
         token = (samples[None, :] << 36) + (positions[:, None] << 16)
-        index = token[..., None] + torch.arange(x.shape[-1], device=x.device)
+        index = token[..., None] + torch.arange(x.shape[-1], device=x.device) + self.first_channel
         keep = dropout_mask_compiled(index, self.key, self.probability)
         return torch.where(keep, x / (1.0 - self.probability), torch.zeros((), dtype=x.dtype, device=x.device))

@@ -4,12 +4,16 @@ The gradient is computed in the same pass, while the logits of a chunk exist; ba
 loss is the sum over the labelled tokens times `scale` (1 / their count in the global batch), so it does not depend on
 how the batch is cut into micro-batches.
 
+`cross_entropy_pass` gives every token a weight of its own, so other losses that are functions of the tokens'
+log-probabilities (`preference_loss.py`) use it too.
+
 Shapes: T tokens, C tokens of a chunk, H hidden, V rows of the vocabulary on this rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -29,22 +33,31 @@ _VOCABULARY_MULTIPLE = 64
 sixth of the speed. Rows of zeros are added to the copy that is multiplied, and their logits are minus infinity."""
 
 
+@dataclass(frozen=True)
+class VocabularyShard:
+    """This rank's part of the vocabulary, cut over tp: from row `start` on, of `size` rows in all."""
+
+    size: int
+    group: AxisGroup = SINGLE_RANK
+    start: int = 0
+
+
 def _chunk_loss(
     logits: torch.Tensor,
     labels: torch.Tensor,
-    scale: torch.Tensor,
+    token_weights: torch.Tensor,
     z_loss: float,
     group: AxisGroup,
     vocab_start: int,
     rows: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return (cross-entropy sum, z sum, gradient of the logits) of a chunk; both sums are scaled.
+    with_gradient: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Return (cross-entropy [C], z sum, gradient of the logits) of a chunk, weighted by token.
 
     Only the first `rows` of a token's logits belong to the vocabulary. The logits may be overwritten: without a
     compiler, each pass over a new tensor of their size costs time.
     """
-    accumulate_dtype = torch.promote_types(logits.dtype, torch.float32)
-    scores = logits.to(accumulate_dtype)
+    scores = logits.to(token_weights.dtype)
     max_logit = all_reduce_max(scores.amax(-1), group)
     on_this_rank = (labels >= vocab_start) & (labels < vocab_start + rows)
     column = torch.where(on_this_rank, labels - vocab_start, 0)[:, None]
@@ -52,11 +65,13 @@ def _chunk_loss(
     exp_logits = _exp_shifted(scores, max_logit[:, None])
     total, label_logit = all_reduce(torch.stack([exp_logits.sum(-1), label_logit]), group).unbind()
     log_total = max_logit + total.log()
-    weight = (labels != IGNORE_INDEX).to(accumulate_dtype) * scale.to(accumulate_dtype)
-    entropy = ((log_total - label_logit) * weight).sum()
-    z = z_loss * (log_total.square() * weight).sum()
-    slope = weight * (1.0 + 2.0 * z_loss * log_total) / total
-    gradient = _scale_and_subtract(exp_logits, slope[:, None], column, torch.where(on_this_rank, weight, 0.0)[:, None])
+    entropy = (log_total - label_logit) * token_weights
+    z = z_loss * (log_total.square() * token_weights).sum()
+    if not with_gradient:
+        return entropy, z, None
+    slope = token_weights * (1.0 + 2.0 * z_loss * log_total) / total
+    label_weight = torch.where(on_this_rank, token_weights, 0.0)
+    gradient = _scale_and_subtract(exp_logits, slope[:, None], column, label_weight[:, None])
     return entropy, z, gradient.to(logits.dtype)
 
 
@@ -80,7 +95,7 @@ def _scale_and_subtract(
 
 
 @cache
-def _compiled_chunk_loss() -> Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+def _compiled_chunk_loss() -> Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
     """Compile on first use: loading the compiler takes seconds, and a CPU never needs it."""
     return torch.compile(_chunk_loss, dynamic=False)
 
@@ -112,6 +127,81 @@ def _accumulate_product(
     return total.addmm_(left, right) if left.dtype == accumulate_dtype else total.add_(left @ right)
 
 
+@dataclass(frozen=True)
+class CrossEntropyPass:
+    """What a pass over the tokens gives: weighted cross-entropies [T], their z sum, and the gradients asked for."""
+
+    entropy: torch.Tensor
+    z: torch.Tensor
+    grad_hidden: torch.Tensor | None
+    grad_weight: torch.Tensor | None
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which sums over activations of a dtype are kept."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+@torch.no_grad()
+def cross_entropy_pass(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    token_weights: torch.Tensor,
+    vocabulary: VocabularyShard,
+    *,
+    z_loss: float = 0.0,
+    wants_grad_hidden: bool,
+    wants_grad_weight: bool,
+) -> CrossEntropyPass:
+    """Compute the cross-entropy of each token times its weight [T], and the gradients of their sum.
+
+    Tokens without a label need a weight of 0. The weights are in the `sum_dtype` of `hidden`; `weight` and `labels` are
+    those of `linear_cross_entropy`.
+    """
+    with_gradient = wants_grad_hidden or wants_grad_weight
+    chunk_loss = _compiled_chunk_loss() if hidden.is_cuda and vocabulary.group.size == 1 else _chunk_loss
+    entropy, z = torch.empty_like(token_weights), token_weights.new_zeros(())
+    # Computed from the whole vocabulary: ranks may hold parts of different sizes, but must use the same chunks.
+    tokens = max(1, CHUNK_ELEMENTS // vocabulary.size)
+    chunks = -(-hidden.shape[0] // tokens)
+    tokens = -(-hidden.shape[0] // chunks)  # equal chunks: one shape to compile
+    grad_hidden = torch.empty_like(hidden) if wants_grad_hidden else None
+    grad_weight: torch.Tensor | None = None
+    rows = weight.shape[0]
+    padded_weight = _pad_vocabulary(weight, hidden.dtype)
+    for start in range(0, hidden.shape[0], tokens):
+        chunk = slice(start, start + tokens)
+        logits = hidden[chunk] @ padded_weight.t()
+        if rows < padded_weight.shape[0]:
+            logits[:, rows:] = -torch.inf
+        entropy[chunk], chunk_z, gradient = chunk_loss(
+            logits,
+            labels[chunk],
+            token_weights[chunk],
+            z_loss,
+            vocabulary.group,
+            vocabulary.start,
+            rows,
+            with_gradient,
+        )
+        z = z + chunk_z
+        if gradient is None:
+            continue
+        if grad_hidden is not None:
+            torch.mm(gradient, padded_weight, out=grad_hidden[chunk])
+        if wants_grad_weight:
+            grad_weight = _accumulate_product(grad_weight, gradient.t(), hidden[chunk], token_weights.dtype)
+    return CrossEntropyPass(
+        entropy, z, grad_hidden, None if grad_weight is None else grad_weight[:rows].to(weight.dtype)
+    )
+
+
+def backward_of_saved(ctx: Any, factor: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    """Return the gradients that a forward pass has saved, times the gradient of its loss."""
+    return tuple(None if saved is None else saved * factor.to(saved.dtype) for saved in ctx.saved_tensors)
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -121,49 +211,26 @@ class _LinearCrossEntropy(torch.autograd.Function):
         labels: torch.Tensor,
         scale: torch.Tensor,
         z_loss: float,
-        group: AxisGroup,
-        vocab_start: int,
-        vocab_size: int,
+        vocabulary: VocabularyShard,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        chunk_loss = _compiled_chunk_loss() if hidden.is_cuda and group.size == 1 else _chunk_loss
-        accumulate_dtype = torch.promote_types(hidden.dtype, torch.float32)
-        wants_grad = any(ctx.needs_input_grad)
-        entropy = torch.zeros((), dtype=accumulate_dtype, device=hidden.device)
-        z = torch.zeros_like(entropy)
-        # Computed from the whole vocabulary: ranks may hold parts of different sizes, but must use the same chunks.
-        tokens = max(1, CHUNK_ELEMENTS // vocab_size)
-        chunks = -(-hidden.shape[0] // tokens)
-        tokens = -(-hidden.shape[0] // chunks)  # equal chunks: one shape to compile
-        grad_hidden = torch.empty_like(hidden) if wants_grad else None
-        grad_weight: torch.Tensor | None = None
-        rows = weight.shape[0]
-        padded_weight = _pad_vocabulary(weight, hidden.dtype)
-        for start in range(0, hidden.shape[0], tokens):
-            part = hidden[start : start + tokens]
-            logits = part @ padded_weight.t()
-            if rows < padded_weight.shape[0]:
-                logits[:, rows:] = -torch.inf
-            chunk_entropy, chunk_z, gradient = chunk_loss(
-                logits, labels[start : start + tokens], scale, z_loss, group, vocab_start, rows
-            )
-            entropy, z = entropy + chunk_entropy, z + chunk_z
-            if grad_hidden is None:
-                continue
-            torch.mm(gradient, padded_weight, out=grad_hidden[start : start + tokens])
-            grad_weight = _accumulate_product(grad_weight, gradient.t(), part, accumulate_dtype)
-        ctx.save_for_backward(grad_hidden, None if grad_weight is None else grad_weight[:rows].to(weight.dtype))
-        ctx.mark_non_differentiable(z)
-        return entropy + z, z
+        dtype = sum_dtype(hidden.dtype)
+        result = cross_entropy_pass(
+            hidden,
+            weight,
+            labels,
+            (labels != IGNORE_INDEX).to(dtype) * scale.to(dtype),
+            vocabulary,
+            z_loss=z_loss,
+            wants_grad_hidden=ctx.needs_input_grad[0],
+            wants_grad_weight=ctx.needs_input_grad[1],
+        )
+        ctx.save_for_backward(result.grad_hidden, result.grad_weight)
+        ctx.mark_non_differentiable(result.z)
+        return result.entropy.sum() + result.z, result.z
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        grad_hidden, grad_weight = ctx.saved_tensors
-        factor = grads[0]
-        return (
-            grad_hidden * factor.to(grad_hidden.dtype),
-            grad_weight * factor.to(grad_weight.dtype),
-            *(None,) * 6,
-        )
+        return *backward_of_saved(ctx, grads[0]), *(None,) * 4
 
 
 def linear_cross_entropy(
@@ -187,5 +254,6 @@ def linear_cross_entropy(
         if group.size > 1:
             raise ValueError("ranks that share a vocabulary need to be told its size")
         vocab_size = weight.shape[0]
-    loss, z = _LinearCrossEntropy.apply(hidden, weight, labels, scale, z_loss, group, vocab_start, vocab_size)
+    vocabulary = VocabularyShard(vocab_size, group, vocab_start)
+    loss, z = _LinearCrossEntropy.apply(hidden, weight, labels, scale, z_loss, vocabulary)
     return loss, z.detach()

@@ -7,7 +7,7 @@ sent to their experts and back by all_to_all. Rows are moved by permutations, so
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,9 @@ from torch import nn
 from trainshed.models.collectives import ParallelAxes, all_gather, all_reduce, all_to_all, reduce_scatter
 from trainshed.models.layers import MLP, Linear, Norm, apply_activation, gates_first
 from trainshed.recipe import ModelConfig
+
+if TYPE_CHECKING:
+    from trainshed.models.lora import ExpertAdapters
 
 ROUTER_LOSS_TERMS = ("moe_balance", "moe_z")
 """The losses that `MoE` returns, in this order."""
@@ -37,20 +40,29 @@ class GroupedExperts(nn.Module):
         else:
             self.up = up
         self.down = nn.Parameter(torch.empty(count, config.hidden, width))
+        self.lora: ExpertAdapters | None = None
 
     def forward(self, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """Send rows, sorted by expert, through their experts: [rows, H] to [rows, H]; counts: int64 [e]."""
         up = self.gate_up if self.config.gated else self.up
         up = (gates_first(up, 1) if self.gate_up_interleaved else up).to(x.dtype)
-        down = self.down.to(x.dtype)
-        if x.is_cuda and x.dtype == torch.bfloat16:
-            ends = counts.cumsum(0).to(torch.int32)
-            hidden = apply_activation(torch._grouped_mm(x, up.transpose(1, 2), offs=ends), self.config)
-            return torch._grouped_mm(hidden, down.transpose(1, 2), offs=ends)
-        parts = x.split(counts.tolist())
-        return torch.cat(
-            [F.linear(apply_activation(F.linear(part, up[i]), self.config), down[i]) for i, part in enumerate(parts)]
-        )
+        groups = counts.cumsum(0).to(torch.int32) if x.is_cuda and x.dtype == torch.bfloat16 else counts.tolist()
+        hidden = grouped_linear(x, up, groups)
+        adapters = self.lora if self.lora is not None and self.lora.enabled else None
+        hidden = apply_activation(hidden if adapters is None else hidden + adapters.up(x, groups), self.config)
+        out = grouped_linear(hidden, self.down.to(x.dtype), groups)
+        return out if adapters is None else out + adapters.down(hidden, groups)
+
+
+GroupSizes = torch.Tensor | list[int]
+"""How many rows belong to each expert: a list, or int32 [e] with the ends of the groups for the grouped kernel."""
+
+
+def grouped_linear(x: torch.Tensor, weight: torch.Tensor, groups: GroupSizes) -> torch.Tensor:
+    """Multiply rows [rows, in], sorted by expert, with their expert's weight of [e, out, in]: [rows, out]."""
+    if isinstance(groups, torch.Tensor):
+        return torch._grouped_mm(x, weight.transpose(1, 2), offs=groups)
+    return torch.cat([F.linear(part, weight[i]) for i, part in enumerate(x.split(groups))])
 
 
 class MoE(nn.Module):
@@ -67,9 +79,12 @@ class MoE(nn.Module):
         if config.moe.shared_ffn:
             self.shared = MLP(config, config.moe.shared_ffn, axes, normed=True)
 
-    def forward(self, x: torch.Tensor, sequence_scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        self, x: torch.Tensor, sequence_scale: torch.Tensor | None, samples: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Transform tokens [s, B, H]; `sequence_scale` is 1 / sequences of the global batch.
 
+        `samples` are the run's sample numbers [B], for the dropout of the shared expert's adapters.
         Returns the output and this rank's part of the `ROUTER_LOSS_TERMS`, already weighted and scaled.
         """
         x = self.norm(x)
@@ -88,7 +103,7 @@ class MoE(nn.Module):
         )
         out = reduce_scatter(out, group).view_as(x)
         if self.moe.shared_ffn:
-            out = out + self.shared(x)
+            out = out + self.shared(x, samples)
         return out, losses
 
     def _dispatch_and_combine(

@@ -7,19 +7,27 @@ fresh weights. Rows are ordered so that every split is a plain cut:
 - `gate_up`: rows alternate, gate 0, up 0, gate 1, up 1, …;
 - `experts.*`: all experts of a layer stacked on dim 0.
 
+Adapters (LoRA) are tensors of their own, one pair for each of Hugging Face's projections, below the module that holds
+the projection: `attention.qkv.lora.q_proj.a` [rank, in] and `.b` [out, rank]. The rows of `b` are in Hugging Face's
+order. `.magnitude` [out] is DoRA's length of each row. Those of experts are stacked as the experts are.
+
 This module does not import torch: `inspect` and the planner read this table on a laptop.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from trainshed.recipe import Lora, ModelConfig
+from trainshed.recipe.train import LoraProjection
 
-InitScheme = Literal["normal", "output", "ones", "zeros"]
-"""How a fresh tensor is filled; `output` is `normal` scaled down by sqrt(2 · layers), as GPT-2 and Megatron do."""
+InitScheme = Literal["normal", "output", "ones", "zeros", "kaiming_uniform", "row_norms"]
+"""How a fresh tensor is filled; `output` is `normal` scaled down by sqrt(2 · layers), as GPT-2 and Megatron do.
+
+`kaiming_uniform` is that of `nn.Linear`: within ± 1 / sqrt(in). `row_norms` are the lengths of the rows of the weight
+that an adapter is for; they are known once the weight is."""
 
 
 @dataclass(frozen=True)
@@ -120,11 +128,51 @@ def _mlp_parameters(config: ModelConfig, prefix: str, ffn: int, layer: int) -> I
         yield Parameter(f"{prefix}.down.bias", (config.hidden,), None, "zeros", layer)
 
 
+@dataclass(frozen=True)
+class AdaptedProjection:
+    """One projection of a layer that has an adapter: two factors, and DoRA's magnitude.
+
+    `module` is the name, within the layer, of the module that holds the projection. `experts` is how many of them are
+    stacked; None outside of experts. A `row_parallel` projection is cut over its inputs, others over their outputs.
+    """
+
+    module: str
+    projection: LoraProjection
+    inputs: int
+    outputs: int
+    row_parallel: bool
+    experts: int | None = None
+
+    def parameters(self, lora: Lora, layer: int) -> Iterator[Parameter]:
+        """Yield the tensors of one layer; what is not cut over tp is whole on every rank."""
+        prefix = f"layers.{layer}.{self.module}.lora.{self.projection}"
+        stacked = () if self.experts is None else (self.experts,)
+        dims, expert = len(stacked), self.experts is not None
+        a, b = (*stacked, lora.rank, self.inputs), (*stacked, self.outputs, lora.rank)
+        yield Parameter(f"{prefix}.a", a, dims + 1 if self.row_parallel else None, "kaiming_uniform", layer, expert)
+        cut_outputs = None if self.row_parallel else dims
+        yield Parameter(f"{prefix}.b", b, cut_outputs, "zeros", layer, expert)
+        if lora.dora:
+            magnitude = (*stacked, self.outputs)
+            yield Parameter(f"{prefix}.magnitude", magnitude, cut_outputs, "row_norms", layer, expert)
+
+
+def adapted_projections(config: ModelConfig, lora: Lora) -> tuple[AdaptedProjection, ...]:
+    """Return the adapters that each layer of a model gets, in the order of the model."""
+    return tuple(adapter for adapter in all_projections(config) if _target(adapter) in lora.projections)
+
+
+def lora_parameters(config: ModelConfig, lora: Lora) -> Iterator[Parameter]:
+    """Yield every tensor of a model's adapters, first to last."""
+    adapters = adapted_projections(config, lora)
+    for layer in range(config.layers):
+        for adapter in adapters:
+            yield from adapter.parameters(lora, layer)
+
+
 def lora_parameter_count(config: ModelConfig, lora: Lora) -> int:
     """Return the number of weights of the adapters: for each projection rank x (inputs + outputs)."""
-    shapes = dict(_lora_projections(config))
-    per_layer = sum(sum(shapes[target]) for target in lora.targets if target in shapes)
-    return config.layers * lora.rank * per_layer
+    return sum(parameter.size for parameter in lora_parameters(config, lora))
 
 
 def trained_fraction(config: ModelConfig, lora: Lora | None) -> float:
@@ -135,13 +183,31 @@ def trained_fraction(config: ModelConfig, lora: Lora | None) -> float:
     return adapters / (adapters + parameter_count(config))
 
 
-def _lora_projections(config: ModelConfig) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Inputs and outputs of each projection of a layer; experts have adapters of their own."""
+def _target(adapter: AdaptedProjection) -> LoraProjection:
+    """The name under which `train.lora.targets` names an adapter."""
+    return "experts" if adapter.experts is not None else adapter.projection
+
+
+def all_projections(config: ModelConfig) -> Iterator[AdaptedProjection]:
+    """Yield every projection of a layer as one with an adapter; the router has none."""
     hidden, queries, keys = config.hidden, config.heads * config.head_dim, config.kv_heads * config.head_dim
-    yield from {"q_proj": (hidden, queries), "k_proj": (hidden, keys), "v_proj": (hidden, keys)}.items()
-    yield "o_proj", (queries, hidden)
-    ffn = config.ffn if config.moe is None else config.moe.ffn
-    experts = 1 if config.moe is None else config.moe.experts
-    assert ffn is not None, "the schema asks for it wherever there are no experts"
-    for name in ("gate_proj", "up_proj", "down_proj") if config.gated else ("up_proj", "down_proj"):
-        yield name, (experts * hidden, experts * ffn)
+    yield AdaptedProjection("attention.qkv", "q_proj", hidden, queries, False)
+    yield AdaptedProjection("attention.qkv", "k_proj", hidden, keys, False)
+    yield AdaptedProjection("attention.qkv", "v_proj", hidden, keys, False)
+    yield AdaptedProjection("attention.out", "o_proj", queries, hidden, True)
+    if config.moe is None:
+        assert config.ffn is not None, "the schema asks for it wherever there are no experts"
+        yield from _mlp_adapters(config, "mlp", config.ffn)
+        return
+    for adapter in _mlp_adapters(config, "mlp.experts", config.moe.ffn):
+        yield replace(adapter, module="mlp.experts", experts=config.moe.experts)
+    if config.moe.shared_ffn:
+        yield from _mlp_adapters(config, "mlp.shared", config.moe.shared_ffn)
+
+
+def _mlp_adapters(config: ModelConfig, prefix: str, ffn: int) -> Iterator[AdaptedProjection]:
+    up = f"{prefix}.{up_projection_name(config)}"
+    if config.gated:
+        yield AdaptedProjection(up, "gate_proj", config.hidden, ffn, False)
+    yield AdaptedProjection(up, "up_proj", config.hidden, ffn, False)
+    yield AdaptedProjection(f"{prefix}.down", "down_proj", ffn, config.hidden, True)

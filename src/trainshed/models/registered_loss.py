@@ -108,6 +108,8 @@ class _LinearTokenLoss(torch.autograd.Function):
                 continue
             gradient = torch.autograd.grad(slice_total, values)[0].to(hidden.dtype)
             torch.mm(gradient, used, out=grad_hidden[start : start + tokens])
+            if not ctx.needs_input_grad[1]:  # a frozen head
+                continue
             product = (gradient.t() @ part).to(wide)
             grad_weight = product if grad_weight is None else grad_weight.add_(product)
         ctx.save_for_backward(grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype))
@@ -120,7 +122,7 @@ class _LinearTokenLoss(torch.autograd.Function):
         factor = grads[0]
         return (
             grad_hidden * factor.to(grad_hidden.dtype),
-            grad_weight * factor.to(grad_weight.dtype),
+            None if grad_weight is None else grad_weight * factor.to(grad_weight.dtype),
             *(None,) * 6,
         )
 

@@ -6,6 +6,7 @@ The command line imports this at its start, so nothing heavy may be imported her
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 RECENT_STEPS = 20
@@ -37,9 +38,16 @@ class EventFormatter:
         if kind == "probe":
             return f"base weights: loss {event['loss']:.4f} on the probe batch, {event['expected']:.4f} when fetched"
         if kind == "validation":
-            return f"validation after step {event['step']}: loss {_format_number(event['loss'], '.4f')}"
+            parts = [f"validation after step {event['step']}: loss {_format_number(event['loss'], '.4f')}"]
+            return "  ".join([*parts, *_reward_parts(event)])
+        if kind == "answers":
+            return format_answers(event["answers"])
+        if kind == "early_stop":
+            return f"stopped early after step {event['step']}: {event['reason']}"
         if kind == "non_finite":
             return f"step {event['step'] + 1}: {event['what']}; {_POLICIES[event['policy']]}"
+        if kind == "checkpoint" and event["phase"] == "best":
+            return f"step {event['step']} is the best so far, with a validation loss of {event['loss']:.4f}"
         if kind == "checkpoint" and event["phase"] in ("committed", "failed"):
             what = event.get("what") or event.get("path") or ""
             return f"checkpoint of step {event['step']} {event['phase']}  {what}".rstrip()
@@ -55,6 +63,7 @@ class EventFormatter:
         parts = [
             f"step {done}/{self.steps}  {done / self.steps:4.0%}  ETA {format_duration(left)}",
             f"loss {_format_number(event['loss'], '.4f')}",
+            *_reward_parts(event),
             f"grad norm {_format_number(event['grad_norm'], '.3f')}",
             f"lr {event['lr']:.2e}",
             f"{event['tokens_per_second_per_gpu']:,.0f} tokens/s/GPU",
@@ -62,6 +71,28 @@ class EventFormatter:
         if event.get("mfu") is not None:
             parts.append(f"MFU {event['mfu']:.1%}")
         return "  ".join(parts)
+
+
+_SHOWN_ANSWERS = 5
+_SHOWN_CHARACTERS = 100
+
+
+def format_answers(answers: Sequence[Mapping[str, Any]]) -> str:
+    """Return the first answers to the prompts of a validation, one line each; `trainshed status` shows all of them."""
+    lines = [
+        f"  {_shorten(answer['prompt'])} -> {_shorten(answer['answer'])}"
+        for answer in answers[:_SHOWN_ANSWERS]
+        if answer["answer"] is not None
+    ]
+    more = len(answers) - len(lines)
+    rest = [f"  {more} more: `trainshed status RUN --answers`"] if more else []
+    return "\n".join(["answers:", *lines, *rest])
+
+
+def _shorten(text: str) -> str:
+    """Return a text on one line, cut where it is long."""
+    line = text.replace("\r", " ").replace("\n", " ")
+    return line if len(line) <= _SHOWN_CHARACTERS else f"{line[: _SHOWN_CHARACTERS - 1]}…"
 
 
 def format_stop_request(source: str, attempt: int, done: int | None, saved: int | None, *, repeated: bool) -> str:
@@ -76,6 +107,13 @@ def format_stop_request(source: str, attempt: int, done: int | None, saved: int 
     if done is None:
         return f"{source}: attempt {attempt} has done no step yet, and stops as soon as it can{more}"
     return f"{source}: attempt {attempt}, in step {done + 1:,}, stops within a step or two and saves a checkpoint{more}"
+
+
+def _reward_parts(event: dict[str, Any]) -> list[str]:
+    """Say how often, and by how much, the better answer of a pair is preferred; nothing where no pairs are compared."""
+    if event.get("reward_accuracy") is None or event.get("reward_margin") is None:
+        return []
+    return [f"reward accuracy {event['reward_accuracy']:.1%}", f"margin {event['reward_margin']:.3f}"]
 
 
 CTRL_C = "Ctrl-C"

@@ -68,7 +68,16 @@ class PhaseEvent(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class StepEvent(Event):
-    """One optimizer step. `tokens` is what the run has consumed so far; MFU is a fraction, null if it is unknown."""
+    """One optimizer step. `tokens` is what the run has consumed so far; MFU is a fraction, null if it is unknown.
+
+    `learned_tokens` are the tokens of this step that carried a label, where not all of them do.
+
+    With `mode: dpo` the loss is that of the step's `pairs` of answers, and the last keys are means over them. The
+    reward of an answer is beta · (its log-probability - that of the reference model): `reward_chosen` is that of the
+    better one, `reward_margin` the difference, `reward_accuracy` the share of pairs in which the better one has the
+    higher reward. `logp_chosen` and `logp_rejected` are the log-probabilities themselves: sums over an answer's tokens,
+    or means with `train.dpo.length_normalized`.
+    """
 
     kind = "step"
     needs_step = True
@@ -82,21 +91,60 @@ class StepEvent(Event):
     mfu_full_attention: float | None
     batch_hash: str
     skipped: bool
+    learned_tokens: int | None = None
+    pairs: int | None = None
     moe_balance: float | None = None
     moe_z: float | None = None
     z_loss: float | None = None
+    reward_chosen: float | None = None
+    reward_rejected: float | None = None
+    reward_margin: float | None = None
+    reward_accuracy: float | None = None
+    logp_chosen: float | None = None
+    logp_rejected: float | None = None
     memory_gib: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class ValidationEvent(Event):
-    """The loss on the validation batches after a step."""
+    """The loss on the validation batches after a step; with `mode: dpo` the keys of `StepEvent` on their pairs too."""
 
     kind = "validation"
     needs_step = True
     loss: float | None
     batches: int
     seconds: float | None = None
+    reward_chosen: float | None = None
+    reward_rejected: float | None = None
+    reward_margin: float | None = None
+    reward_accuracy: float | None = None
+    logp_chosen: float | None = None
+    logp_rejected: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswersEvent(Event):
+    """The model's answers to `data.validation.prompts` after a step: `{prompt, answer, tokens, ended}` each.
+
+    `answer` is null where rank 0 cannot decode `tokens`; readers do it by the run's `answers/tokenizer.json`. `ended`
+    says whether the model ended the answer itself.
+    """
+
+    kind = "answers"
+    needs_step = True
+    answers: list[Mapping[str, Any]]
+    seconds: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EarlyStopEvent(Event):
+    """The run ends before its last step, because validation no longer improves (`train.early_stop`)."""
+
+    kind = "early_stop"
+    needs_step = True
+    reason: str
+    best_step: int | None
+    best_loss: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,12 +153,14 @@ class CheckpointEvent(Event):
 
     kind = "checkpoint"
     needs_step = True
-    phase: Literal["staged", "committed", "failed", "pruned"]
+    phase: Literal["staged", "committed", "best", "failed", "pruned"]
+    """`best`: it has the lowest validation loss so far, which is `loss`."""
     seconds: float | None = None
     bytes: int | None = None
     stall_seconds: float | None = None
     path: str | None = None
     what: str | None = None
+    loss: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,6 +260,15 @@ class EndEvent(Event):
     exit_code: int
 
 
+REWARD_KEYS = (
+    "reward_chosen",
+    "reward_rejected",
+    "reward_margin",
+    "reward_accuracy",
+    "logp_chosen",
+    "logp_rejected",
+)
+"""Keys that the steps and validations of `mode: dpo` have."""
 EVENT_KINDS: dict[str, type[Event]] = {kind.kind: kind for kind in Event.__subclasses__()}
 """Every kind by its name in the line."""
 

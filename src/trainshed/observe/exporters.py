@@ -23,6 +23,7 @@ from typing import Any, BinaryIO, ClassVar, Protocol, Self
 
 import orjson
 
+from trainshed.observe.events import REWARD_KEYS
 from trainshed.plugins import Registry
 from trainshed.recipe import Observe
 from trainshed.run_folder import DLLOGGER, TENSORBOARD
@@ -116,6 +117,7 @@ _TAGS = {
     "z_loss": "train/z_loss",
     "moe_balance": "train/moe_balance",
     "moe_z": "train/moe_z",
+    **{name: f"train/{name}" for name in REWARD_KEYS},
     "tokens": "train/tokens",
     "step_seconds": "performance/step_seconds",
     "tokens_per_second_per_gpu": "performance/tokens_per_second_per_gpu",
@@ -151,7 +153,9 @@ class TensorBoardExporter(Exporter):
             scalars = [(tag, event[key]) for key, tag in _TAGS.items() if event.get(key) is not None]
             yield _record(_event(step + 1, _scalars(scalars)))
         elif kind == "validation" and event["loss"] is not None:
-            yield _record(_event(step, _scalars([("validation/loss", event["loss"])])))
+            keys = ("loss", *REWARD_KEYS)
+            scalars = [(f"validation/{key}", event[key]) for key in keys if event.get(key) is not None]
+            yield _record(_event(step, _scalars(scalars)))
 
 
 class DLLoggerExporter(Exporter):

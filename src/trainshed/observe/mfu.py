@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from trainshed.catalog import Gpu
 from trainshed.errors import TrainshedError
 from trainshed.plan.flops import training_flops_per_token
-from trainshed.recipe import ModelConfig
+from trainshed.recipe import Lora, ModelConfig
 
 FORMULA = (
     "MFU = tokens/s/GPU · FLOPs per token / dense peak of the products' dtype; FLOPs per token = 3 · forward, 2 per "
-    "weight a token meets + attention over the keys it may see (full attention: all keys); recomputation not counted"
+    "weight a token meets + attention over the keys it may see (full attention: all keys); recomputation not counted; "
+    "frozen weights 2 · forward, as they have no gradient; a reference (DPO) 1 · forward"
 )
 
 
@@ -48,14 +49,22 @@ def measure_mfu(
     precision: str,
     gpu: Gpu | None,
     device_name: str | None = None,
+    lora: Lora | None = None,
+    document_length: float | None = None,
+    reference: bool = False,
 ) -> Mfu:
-    """Return the utilisation of a training that trains all weights.
+    """Return the utilisation of a training: of all weights, or of adapters (`lora`).
 
     `precision` is the dtype of the products' inputs: a `train.precision`, or `tf32` if fp32 inputs may be rounded.
-    `gpu` is None if the device is not in the catalog.
+    `gpu` is None if the device is not in the catalog. `document_length` is the length of the document that an average
+    token is in, where documents are kept apart; `reference` says that one runs forward besides (DPO).
     """
-    per_token = training_flops_per_token(config, sequence_length)
-    per_token_full = training_flops_per_token(config, sequence_length, causal=False)
+    per_token, per_token_full = (
+        training_flops_per_token(
+            config, sequence_length, causal=causal, document_length=document_length, lora=lora, reference=reference
+        )
+        for causal in (True, False)
+    )
     model_tflops = tokens_per_second_per_gpu * per_token / 1e12
     peak = gpu.dense_tflops.peak(precision) if gpu is not None else None
     if gpu is None or peak is None:

@@ -32,6 +32,8 @@ class RunStatus:
     phase: str | None = None
     last_error: str | None = None
     ended: str | None = None
+    early_stop: str | None = None
+    """Why the run ended before its last step, where it is done all the same."""
 
     def to_plain(self) -> dict[str, Any]:
         """The values, for JSON."""
@@ -51,6 +53,8 @@ class RunStatus:
             parts.append(f"{self.tokens_per_second_per_gpu:,.0f} tokens/s/GPU")
         if self.mfu is not None:
             parts.append(f"MFU {self.mfu:.1%}")
+        if self.early_stop is not None:
+            parts.append(f"stopped early: {self.early_stop}")
         return ", ".join(parts)
 
 
@@ -63,14 +67,16 @@ def run_status_from_events(events: Iterable[dict[str, Any]], steps: int | None =
     """Return the status of a run by its events, in the order they were written."""
     events = list(events)
     done = completed_steps(events)
-    attempt = phase = error = ended = None
+    attempt = phase = error = ended = early_stop = None
     for event in events:
         attempt = max(attempt or 0, event["attempt"])
         kind = event["kind"]
         if kind == "step":
             phase = None
         elif kind == "start":
-            ended = None
+            ended = early_stop = None
+        elif kind == "early_stop":
+            early_stop = event["reason"]
         elif kind == "phase":
             phase = event["name"]
         elif kind == "failure":
@@ -94,6 +100,7 @@ def run_status_from_events(events: Iterable[dict[str, Any]], steps: int | None =
         phase=phase,
         last_error=error,
         ended=ended,
+        early_stop=early_stop,
     )
 
 

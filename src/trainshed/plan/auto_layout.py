@@ -80,7 +80,7 @@ def auto_layout_for_cpu(run: PlannedModel, ranks: int, memory_gib: float) -> Aut
     """Data parallel over `ranks` processes here, and the largest micro-batch whose activations fit half the memory."""
     model = model_shape(run.config)
     sequence_gib = _cpu_activations_gib(model, run)
-    room = _CPU_SHARE * memory_gib / ranks - _states_gib(model)
+    room = _CPU_SHARE * memory_gib / ranks - _states_gib(model, run)
     share = gcd(*run.batch_sizes) // ranks or 1
     fitting = [size for size in divisors(share) if size * sequence_gib <= room]
     micro_batch = max(fitting, default=1)
@@ -88,7 +88,7 @@ def auto_layout_for_cpu(run: PlannedModel, ranks: int, memory_gib: float) -> Aut
     processes = "one process" if ranks == 1 else f"{ranks} processes"
     reason = f"layout: auto found no GPU here and chose {processes} with micro_batch {micro_batch}: "
     if not fitting:
-        least = sequence_gib + _states_gib(model)
+        least = sequence_gib + _states_gib(model, run)
         reason += f"even one sequence is some {least:.1f} GiB, more than half of the {memory_gib:.1f} GiB here"
     elif micro_batch == share:
         reason += f"all that a rank has of a batch, some {micro_batch * sequence_gib:.1f} GiB"
@@ -107,7 +107,7 @@ def auto_layout_for_cpu_nodes(run: PlannedModel, nodes: int) -> AutoLayout:
     """
     layout = resolve_layout(Layout(dp=nodes, micro_batch=1), run.config)
     sequence_gib = _cpu_activations_gib(model_shape(run.config), run)
-    needed = _states_gib(model_shape(run.config)) + sequence_gib
+    needed = _states_gib(model_shape(run.config), run) + sequence_gib
     reason = (
         f"layout: auto chose one process on each of {nodes} nodes without GPUs with micro_batch 1, some {needed:.1f} "
         f"GiB a node: what memory they have is not known here; a larger layout.micro_batch takes {sequence_gib:.1f} "
@@ -142,6 +142,8 @@ def _cpu_activations_gib(model: ModelShape, run: PlannedModel) -> float:
     return 4 * elements * run.sequence_length / _GIB
 
 
-def _states_gib(model: ModelShape) -> float:
-    """Weights, gradients and moments in fp32."""
-    return 16 * model.weights / _GIB
+def _states_gib(model: ModelShape, run: PlannedModel) -> float:
+    """Weights, gradients and moments in fp32; of adapters, and the frozen weights, or a copy for reference."""
+    if run.lora is not None:
+        return (4 * model.weights + 16 * run.lora.weights(model)) / _GIB
+    return (20 if run.preference else 16) * model.weights / _GIB

@@ -3,16 +3,23 @@
 A token times a weight is 2 FLOPs: one multiplication, one addition. Only matmuls are counted: no norms, activations,
 softmax, rotary embeddings, biases or embedding look-ups, and no recomputation. Training costs three times the forward
 pass: once more for the gradients of inputs, once for those of weights.
+
+Model FLOPs are what the training needs, on any hardware and with any software. So with LoRA a frozen weight costs 4 per
+token, not 6: forward and the gradient of its input. Adapters are trained, and attention has no weights: both cost three
+times their forward pass. The base in 8 or 4 bits costs the same: turning it back into bf16 is not a matmul. DPO runs
+the reference forward besides. Where documents are kept apart, a token attends to its own document only.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trainshed.models.parameters import layer_parameters
-from trainshed.recipe import ModelConfig
+from trainshed.models.parameters import layer_parameters, lora_parameters
+from trainshed.recipe import Lora, ModelConfig
 
 TRAINING_PER_FORWARD = 3
+FROZEN_PER_FORWARD = 2
+"""The same for a weight without a gradient."""
 
 
 @dataclass(frozen=True)
@@ -28,25 +35,46 @@ class TokenFlops:
     router: int
     head: int
     """The logits, whether tied to the embedding or not."""
+    adapters: int | None = None
+    """Adapters of a model whose other weights are frozen; None where all weights are trained."""
 
     @property
     def matmul(self) -> int:
-        """Matmuls with weights."""
+        """Matmuls with weights, without adapters."""
         return self.projections + self.feed_forward + self.router + self.head
 
     @property
     def forward(self) -> float:
         """The forward pass."""
+        return self.matmul + self.attention + (self.adapters or 0)
+
+    @property
+    def reference(self) -> float:
+        """The forward pass of DPO's reference, which has no adapters."""
         return self.matmul + self.attention
 
     @property
     def training(self) -> float:
         """Forward and backward."""
-        return TRAINING_PER_FORWARD * self.forward
+        return training_flops(self.matmul, self.attention, self.adapters)
 
 
-def token_flops(config: ModelConfig, sequence_length: int, *, causal: bool = True) -> TokenFlops:
-    """Count the FLOPs of one token, on average over a sequence."""
+def training_flops(matmul: float, attention: float, adapters: float | None) -> float:
+    """Return forward and backward, from the forward FLOPs; `adapters` is None where all weights are trained."""
+    if adapters is None:
+        return TRAINING_PER_FORWARD * (matmul + attention)
+    return FROZEN_PER_FORWARD * matmul + TRAINING_PER_FORWARD * (attention + adapters)
+
+
+def token_flops(
+    config: ModelConfig,
+    sequence_length: int,
+    *,
+    causal: bool = True,
+    document_length: float | None = None,
+    lora: Lora | None = None,
+) -> TokenFlops:
+    """Count the FLOPs of one token, on average over a sequence; `document_length` is that of `attended_length`."""
     parts = {"attention": 0, "router": 0, "mlp": 0}
     for parameter in layer_parameters(config, 0):
         if len(parameter.shape) == 1:
@@ -59,11 +87,23 @@ def token_flops(config: ModelConfig, sequence_length: int, *, causal: bool = Tru
         parts["router" if part == "router" else block] += 2 * used * config.layers
     return TokenFlops(
         projections=parts["attention"],
-        attention=attention_flops(config, sequence_length, causal=causal),
+        attention=attention_flops(config, attended_length(sequence_length, document_length), causal=causal),
         feed_forward=parts["mlp"],
         router=parts["router"],
         head=2 * config.hidden * config.vocab_size,
+        adapters=None if lora is None else adapter_flops(config, lora),
     )
+
+
+def adapter_flops(config: ModelConfig, lora: Lora) -> int:
+    """Return the forward FLOPs of one token in adapters; it passes through those of the experts it is routed to."""
+    used = 0
+    for parameter in lora_parameters(config, lora):
+        if len(parameter.shape) == 1:
+            continue
+        share = config.moe.top_k / config.moe.experts if parameter.expert and config.moe is not None else 1
+        used += round(parameter.size * share)
+    return 2 * used
 
 
 def matmul_flops(config: ModelConfig) -> int:
@@ -71,7 +111,16 @@ def matmul_flops(config: ModelConfig) -> int:
     return token_flops(config, 1).matmul
 
 
-def attention_flops(config: ModelConfig, sequence_length: int, *, causal: bool) -> float:
+def attended_length(sequence_length: int, document_length: float | None) -> float:
+    """Return the length of what attention sees as one sequence: a document where documents are kept apart.
+
+    `document_length` is the length of the document that an average token is in, which is the sum of the squared lengths
+    divided by their sum; None where documents are not kept apart.
+    """
+    return sequence_length if document_length is None else min(float(sequence_length), document_length)
+
+
+def attention_flops(config: ModelConfig, sequence_length: float, *, causal: bool) -> float:
     """Return the forward FLOPs of one token in attention itself, on average over a sequence.
 
     With `causal`, token i attends to the i + 1 keys up to itself, or to as many of them as the sliding window has: the
@@ -81,18 +130,27 @@ def attention_flops(config: ModelConfig, sequence_length: int, *, causal: bool) 
     return config.layers * 4 * config.heads * config.head_dim * keys
 
 
-def mean_keys(config: ModelConfig, sequence_length: int) -> float:
+def mean_keys(config: ModelConfig, sequence_length: float) -> float:
     """Return how many keys a token attends to, on average over a sequence with causal attention."""
     return causal_keys(config.sliding_window, sequence_length)
 
 
-def causal_keys(window: int | None, sequence_length: int) -> float:
+def causal_keys(window: int | None, sequence_length: float) -> float:
     """Return the same for one layer, with a sliding window or without."""
     seen = min(window or sequence_length, sequence_length)
     growing = seen * (seen + 1) / 2
     return (growing + (sequence_length - seen) * seen) / sequence_length
 
 
-def training_flops_per_token(config: ModelConfig, sequence_length: int, *, causal: bool = True) -> float:
-    """Return what training costs per token: forward and backward, without recomputation."""
-    return token_flops(config, sequence_length, causal=causal).training
+def training_flops_per_token(
+    config: ModelConfig,
+    sequence_length: int,
+    *,
+    causal: bool = True,
+    document_length: float | None = None,
+    lora: Lora | None = None,
+    reference: bool = False,
+) -> float:
+    """Return what training costs per token: forward and backward, without recomputation; `reference`: that of DPO."""
+    flops = token_flops(config, sequence_length, causal=causal, document_length=document_length, lora=lora)
+    return flops.training + (flops.reference if reference else 0.0)

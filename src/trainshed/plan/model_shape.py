@@ -193,7 +193,7 @@ class ModelShape:
             counts[kind] = counts.get(kind, 0) + 1
         return counts
 
-    def mean_keys(self, sequence_length: int, *, windowed: bool) -> float:
+    def mean_keys(self, sequence_length: float, *, windowed: bool) -> float:
         """Return how many keys a token attends to, on average over a sequence with causal attention."""
         return causal_keys(self.window if windowed else None, sequence_length)
 
@@ -231,22 +231,35 @@ class ModelShape:
         total += (self.layers - with_experts) * sizes.mlp
         return total + with_experts * (sizes.router + sizes.shared + sizes.experts)
 
-    def token_flops(self, sequence_length: int, *, causal: bool = True) -> float:
-        """Return the forward FLOPs of one token, on average over a sequence; as `plan/flops.py` counts them."""
+    @cached_property
+    def matmul_flops(self) -> float:
+        """Forward FLOPs of one token in matmuls with weights; as `plan/flops.py` counts them."""
         projections = _count_elements(self.attention_matrices)
         total = 2.0 * self.layers * projections + 2 * self.head_weights * (1 + self.mtp_layers)
-        dense, per_key = self.layers - self.expert_layers, 2 * self.heads * (self.head_dim + self.value_dim)
+        dense = self.layers - self.expert_layers
         total += 2 * dense * _count_elements(self.mlp_matrices(self.ffn))
         if self.experts is not None:
             active = self.experts.top_k * _count_elements(self.expert_matrices)
             active += _count_elements(self.mlp_matrices(self.experts.shared_ffn))
             total += 2 * self.expert_layers * (active + self.experts.count * self.hidden)
+        return total * self._mtp_share
+
+    def attention_flops(self, sequence_length: float, *, causal: bool = True) -> float:
+        """Return the forward FLOPs of one token in attention itself, on average over a sequence."""
+        per_key, total = 2 * self.heads * (self.head_dim + self.value_dim), 0.0
         for kind, count in self.layer_kinds(range(self.layers)).items():
             keys = self.mean_keys(sequence_length, windowed=kind.windowed) if causal else sequence_length
             total += count * per_key * keys
-        if self.mtp_layers:
-            total *= 1 + self.mtp_layers / self.layers
-        return total
+        return total * self._mtp_share
+
+    def token_flops(self, sequence_length: float, *, causal: bool = True) -> float:
+        """Return the forward FLOPs of one token, on average over a sequence."""
+        return self.matmul_flops + self.attention_flops(sequence_length, causal=causal)
+
+    @property
+    def _mtp_share(self) -> float:
+        """All layers with those of multi-token prediction, relative to the layers."""
+        return 1 + self.mtp_layers / self.layers
 
 
 def _count_weights(matrices: Iterable[WeightMatrix]) -> int:

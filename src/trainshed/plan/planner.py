@@ -18,6 +18,7 @@ from trainshed.plan.budget.storage import cluster_storage
 from trainshed.plan.calibration import Calibrations, read_calibrations
 from trainshed.plan.layout import RankLayout, distinct_names, format_layout, layout_plain, resolve_layout
 from trainshed.plan.legality import layout_problems
+from trainshed.plan.lora_shape import LoraShape
 from trainshed.plan.model_shape import model_shape
 from trainshed.plan.performance.engine_constants import EngineOptions, engine_constants
 from trainshed.plan.performance.evidence import PredictionEvidence, evidence_for
@@ -124,7 +125,18 @@ class PlannedModel:
     steps: int | None
     notes: tuple[str, ...] = ()
     options: EngineOptions = field(default_factory=EngineOptions)
-    """Options of the run: LoRA, and what `engine.args` set."""
+    """Options of the run: what `engine.args` set, and the precision of optimizer states."""
+    lora: LoraShape | None = None
+    """The adapters; None: all weights are trained."""
+    document_length: float | None = None
+    """Length of the document that an average token is in, where documents are kept apart; None: they are not."""
+    preference: bool = False
+    """Whether it is DPO, which runs a reference forward."""
+
+    @property
+    def quantized(self) -> bool:
+        """Whether frozen weights are held in 8 or 4 bits."""
+        return self.lora is not None and self.lora.quantized
 
 
 def build_request(
@@ -156,6 +168,9 @@ def build_request(
         gpus=gpus[-1],
         constants=engine_constants(model.engine),
         options=model.options,
+        lora=model.lora,
+        document_length=model.document_length,
+        preference=model.preference,
     )
     return PlanRequest(
         name=model.name,
@@ -183,7 +198,7 @@ def _run_terms(
         storage=cluster_storage(cluster),
         steps=model.steps,
         checkpoint_every=checkpoint.every if checkpoint is not None else None,
-        keep=checkpoint.keep if checkpoint is not None else 3,
+        keep=checkpoint.kept if checkpoint is not None else 3,
         asynchronous=checkpoint.async_ if checkpoint is not None else True,
         mtbf_hours=cluster.mtbf_hours,
         price_per_gpu_hour=price or cluster.price_per_gpu_hour,
@@ -252,7 +267,9 @@ class Plan:
             "name": request.name,
             "model": training.model.name,
             "parameters": training.model.weights,
+            "trained_parameters": training.trained_weights,
             "sequence_length": training.sequence_length,
+            "document_length": training.document_length,
             "global_batch": training.global_batch,
             "tokens_per_step": training.tokens_per_step,
             "precision": training.precision,
@@ -284,6 +301,7 @@ def prediction_plain(prediction: LayoutPrediction) -> dict[str, Any]:
         "mfu": prediction.mfu,
         "fits": prediction.fits,
         "memory_gib": memory_plain(prediction.memory),
+        "states_gib": {"trained": prediction.memory.trained, "frozen": prediction.memory.frozen},
         "time": asdict(prediction.times),
     }
 
@@ -428,7 +446,8 @@ def _explanation(request: PlanRequest, chosen: LayoutPrediction) -> list[str]:
             sequence_length=training.sequence_length,
             batch_sizes=request.batches,
             engine=request.engine,
-            lora=training.options.is_lora,
+            lora=training.lora is not None,
+            quantized=training.quantized,
             stages_written=True,
         )
         return problems[0].what if problems else None

@@ -9,7 +9,9 @@ from functools import cached_property
 from trainshed.catalog.fabrics import fabric
 from trainshed.catalog.gpus import Gpu, find_gpu
 from trainshed.catalog.machines import Machine, machine_of_gpu
+from trainshed.plan.flops import attended_length, training_flops
 from trainshed.plan.layout import RankLayout
+from trainshed.plan.lora_shape import LoraShape
 from trainshed.plan.model_shape import ModelShape
 from trainshed.plan.performance.engine_constants import EngineConstants, EngineOptions
 from trainshed.plan.performance.gpu_efficiency import GpuEfficiency, gpu_efficiency
@@ -84,6 +86,12 @@ class TrainingShape:
     """Fitted constants of the engine that steps the model."""
     options: EngineOptions = field(default_factory=EngineOptions)
     """Options of this run."""
+    lora: LoraShape | None = None
+    """The adapters; None: all weights are trained."""
+    document_length: float | None = None
+    """Length of the document that an average token is in, where documents are kept apart; None: they are not."""
+    preference: bool = False
+    """DPO: a reference runs forward besides. It is a second copy of the weights, or the base without its adapters."""
     calibration: float = 1.0
     """Measured step seconds divided by predicted ones, from runs like this one."""
     memory_calibration: float = 1.0
@@ -95,6 +103,28 @@ class TrainingShape:
     def efficiency(self) -> GpuEfficiency:
         """Which share of its datasheet the GPU reaches; a search asks very often."""
         return self.gpu_efficiency or gpu_efficiency(self.hardware.gpu_name)
+
+    @cached_property
+    def trained_weights(self) -> int:
+        """Number of weights that are trained."""
+        return self.model.weights if self.lora is None else self.lora.weights(self.model)
+
+    @property
+    def quantized(self) -> bool:
+        """Whether frozen weights are held in fewer bytes than the matmuls' dtype has."""
+        return self.lora is not None and self.lora.quantized
+
+    @property
+    def attended_length(self) -> float:
+        """Length of what attention sees as one sequence: a document, or all of it."""
+        return attended_length(self.sequence_length, self.document_length)
+
+    @cached_property
+    def flops_per_token(self) -> float:
+        """Model FLOPs of a token, as `plan/flops.py` counts them."""
+        matmul, attention = self.model.matmul_flops, self.model.attention_flops(self.attended_length)
+        adapters = None if self.lora is None else self.lora.token_flops(self.model)
+        return training_flops(matmul, attention, adapters) + (matmul + attention if self.preference else 0.0)
 
     @property
     def tokens_per_step(self) -> int:

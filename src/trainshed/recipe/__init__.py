@@ -28,16 +28,15 @@ from trainshed.recipe.schema import (
     Checkpoint,
     Elastic,
     Engine,
-    Export,
     Layout,
     Observe,
     Profile,
     Recipe,
     Resources,
-    Serve,
     fit_problems,
 )
 from trainshed.recipe.schema_export import cluster_json_schema, recipe_json_schema
+from trainshed.recipe.serving import Export, Serve
 from trainshed.recipe.train import BatchRamp, Lora, MoeLosses, Optimizer, Schedule, TrainSection
 
 __all__ = [

@@ -52,7 +52,7 @@ class AnswerSettings:
     """How conversations become tokens: the keys of `data` that only formats with answers read, with their defaults."""
 
     template: str | None
-    """A name, or the path of a file; None: the tokenizer's own."""
+    """A name, or a .jinja file (an address, or a path that is relative to the recipe file); None: the tokenizer's."""
     system: str | None
     train_on: TrainOn
     thinking: Literal["keep", "drop"] | None
@@ -160,6 +160,12 @@ class ValidationSource(SourceKeys):
         None, description="Longest answer to one of `prompts`, in tokens; left out: 64"
     )
 
+    def problems(self) -> Iterator[Problem]:
+        """Answers are to prompts."""
+        yield from super().problems()
+        if self.answer_tokens is not None and self.prompts is None:
+            yield Problem(("answer_tokens",), "is read with `prompts` only", "write `prompts: [...]`, or delete it")
+
 
 class Split(Section):
     """How the documents of the training sources are shared out."""
@@ -202,7 +208,8 @@ class DataSection(Section):
     )
     template: Text | None = Field(
         None,
-        description="Chat template: a name (chatml, llama3, …) or a .jinja file; left out: the tokenizer's own",
+        description="Chat template: a name (chatml, gemma, llama3, mistral, plain, qwen) or a .jinja file, with a path "
+        "relative to the recipe file; left out: the tokenizer's own",
         examples=["chatml"],
     )
     system: Text | None = Field(None, description="System prompt of conversations that have none")
@@ -268,6 +275,12 @@ class DataSection(Section):
             packing=self.packing is not False,
             on_too_long=self.on_too_long or "truncate",
         )
+
+    @property
+    def template_file(self) -> str | None:
+        """The chat template's file, where it is one that lies beside the recipe."""
+        is_file = self.template is not None and self.template.endswith(".jinja") and "://" not in self.template
+        return self.template if is_file else None
 
     def weights(self) -> tuple[float, ...] | None:
         """Return the sources' shares scaled to sum to 1, or None where they follow the number of tokens."""

@@ -99,8 +99,11 @@ def _display_path(file: Path) -> str:
 
 
 # Keys whose change continues the same run. The length may grow; a skip list may grow while the run goes on;
-# `stage` says where tokens are read, never which; `verdict` whether weights are taken, never which.
-NOT_IN_ID = {"model": ("verdict",), "train": ("steps", "tokens", "epochs"), "data": ("skip", "stage")}
+# `stage` says where tokens are read, never which; `verdict` whether weights are taken, never which; `early_stop` is a
+# length, too.
+NOT_IN_ID = {"model": ("verdict",), "train": ("steps", "tokens", "epochs", "early_stop"), "data": ("skip", "stage")}
+# Keys of `data.validation` that show what the model says and change nothing of it.
+PROMPT_KEYS = ("prompts", "answer_tokens")
 # Schedules whose `decay` says to which step of the run it goes: whoever makes the run longer is asked for it. That of
 # wsd is a length, and stays as it is.
 DECAY_NOT_IN_ID = ("cosine", "linear")
@@ -144,9 +147,10 @@ def run_id(recipe: Recipe) -> str:
     """Return 8 hex digits of what makes this training this training, so that a rerun finds its run.
 
     Model, tokenizer, data, train and seed count, except the length of the run and of its cosine or linear decay,
-    `data.skip`, `data.stage` and `model.verdict`. So does the source of plugins, where there are any.
-    Layout, engine, checkpoint, observe, resources and store do not: a run may continue elsewhere. Files at
-    an address do not either (their artefacts have hashes of their own): pin revisions to tell them apart.
+    `train.early_stop`, `data.skip`, `data.stage`, the prompts of `data.validation` and `model.verdict`. So does the
+    source of plugins, where there are any. Layout, engine, checkpoint, observe, resources and store do not: a run may
+    continue elsewhere. Files at an address do not either (their artefacts have hashes of their own): pin revisions to
+    tell them apart.
     """
     canonical = json.dumps(run_identity(recipe), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return hashlib.sha256(canonical.encode()).hexdigest()[:8]
@@ -162,6 +166,9 @@ def run_identity(recipe: Recipe) -> dict[str, Any]:
     identity = {key: plain.get(key) for key in ("model", "tokenizer", "data", "train", "seed")}
     for section, keys in NOT_IN_ID.items():
         identity[section] = {key: value for key, value in plain[section].items() if key not in keys}
+    if isinstance(validation := plain["data"].get("validation"), dict):
+        shown = {key: value for key, value in validation.items() if key not in PROMPT_KEYS}
+        identity["data"] = {**(identity["data"] or {}), "validation": shown}
     if recipe.plugins:
         identity["plugins"] = {source.name: source.sha256 for source in recipe.plugin_sources}
     return identity
@@ -179,6 +186,9 @@ def copy_shipped_recipe(name: str, destination: Path) -> list[Path]:
     for entry in (*recipe.data.train, recipe.data.validation):
         if entry is not None and entry.script is not None and not Path(entry.script).is_absolute():
             copies[target.parent / entry.script] = source.parent / entry.script
+    template = recipe.data.template_file
+    if template is not None and not Path(template).is_absolute():
+        copies[target.parent / template] = source.parent / template
     for plugin in recipe.plugin_sources:
         if plugin.root == source.parent.absolute():
             copies |= {target.parent / name: plugin.root / name for name in plugin.files}

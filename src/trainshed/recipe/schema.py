@@ -1,8 +1,8 @@
 """The recipe as a whole, its smaller sections, and what the sections ask of each other.
 
-`model`, `data` and `train` have modules of their own. The others are here: `layout` (its arithmetic lives in
-`plan/layout.py`; only what is wrong for any model and cluster is refused here), `engine`, `checkpoint`,
-`observe`, `resources`, `elastic`, `export` and `serve`.
+`model`, `data`, `train`, `export` and `serve` have modules of their own. The others are here: `layout` (its arithmetic
+lives in `plan/layout.py`; only what is wrong for any model and cluster is refused here), `engine`, `checkpoint`,
+`observe`, `resources` and `elastic`.
 """
 
 from __future__ import annotations
@@ -20,23 +20,21 @@ from trainshed.recipe.registered import (
     EngineArgument,
     ModuleNames,
     RegisteredName,
-    choice_or_registered,
     is_registered,
     name_problems,
     option_problems,
 )
 from trainshed.recipe.section import (
-    VARIABLE_PATTERN,
     NotNegativeInt,
     PositiveInt,
     Problem,
-    Quantity,
     Section,
     StoreAddress,
     Text,
     by_shape,
 )
-from trainshed.recipe.train import TrainSection
+from trainshed.recipe.serving import Export, Serve
+from trainshed.recipe.train import TrainSection, lora_problems
 from trainshed.recipe.yaml_io import KeyPath, SourceMap
 
 Shard = Literal["none", "zero1", "zero2", "full"]
@@ -167,6 +165,11 @@ class Checkpoint(Section):
         description="auto: go on where there is a checkpoint; must: fail without one; fresh: fail with one",
     )
 
+    @property
+    def kept(self) -> int | None:
+        """How many checkpoints a run keeps at most: the newest ones and the best; None: all."""
+        return None if self.keep is None else self.keep + (self.best is not None)
+
 
 class Profile(Section):
     """A profile of some steps."""
@@ -247,79 +250,9 @@ class Elastic(Section):
     spares: NotNegativeInt = Field(0, description="Nodes held in the allocation to stand in for bad ones")
 
 
-class Export(Section):
-    """What becomes of the trained weights."""
-
-    format: Literal["hf", "megatron"] = Field("hf", description="Format of the exported weights")
-    dtype: Literal["bf16", "fp32"] = Field("bf16", description="Their dtype")
-    to: StoreAddress | None = Field(None, description="Where they go; left out: `export` in the run's folder")
-
-
 def expand_engine(value: Any) -> Any:
     """Let `engine: torch` stand for `engine: {name: torch}`."""
     return {"name": value} if isinstance(value, str) else value
-
-
-Port = Annotated[int, Field(ge=1, le=65535)]
-VariableName = Annotated[str, Field(pattern=VARIABLE_PATTERN)]
-
-
-class Serve(Section):
-    """A server of the exported weights, started by the cluster after `export`."""
-
-    engine: Annotated[str, choice_or_registered("serving engine", Literal["torch", "vllm"])] = Field(
-        "torch", description="What answers: our own server, vLLM in its image, or one that a plugin registers"
-    )
-    gpus: NotNegativeInt = Field(1, description="GPUs of one replica, all on one node; 0: processors")
-    replicas: PositiveInt = Field(1, description="How many servers share the requests (Kubernetes)")
-    port: Port | None = Field(
-        None,
-        description="Port of the server; left out: 8000, and on Slurm, where jobs share nodes, one that follows from "
-        "the job's id",
-    )
-    max_length: PositiveInt | None = Field(
-        None, description="Tokens of prompt and answer together; left out: the model's own length"
-    )
-    max_sequences: PositiveInt | None = Field(
-        None, description="How many questions are answered at once; left out: what the server's memory holds"
-    )
-    image: Text | None = Field(
-        None,
-        description="Container image of the server, best by digest; left out: the cluster's",
-        examples=["vllm/vllm-openai@sha256:…"],
-    )
-    api_key: VariableName | None = Field(
-        None,
-        description="Name of a secret of the cluster file which every question must bring; left out: none is asked for",
-        examples=["SERVE_KEY"],
-    )
-    args: dict[str, EngineArgument] = Field(
-        default_factory=dict, description="Flags handed to vLLM as they are (checked against its list)"
-    )
-    cpus: PositiveInt | None = Field(
-        None, description="CPUs of one replica; left out: the cluster's `limits.cpu_stage_cpus` on processors"
-    )
-    memory: Quantity | None = Field(
-        None,
-        description="Memory of one replica; left out: the cluster's `limits.cpu_stage_memory` on processors",
-        examples=["64Gi"],
-    )
-
-    def problems(self) -> Iterator[Problem]:
-        """Our own server is one process on at most one GPU; flags are vLLM's."""
-        if self.engine == "torch":
-            if self.gpus > 1:
-                yield Problem(
-                    ("gpus",),
-                    f"the torch server is one process on one GPU, and {self.gpus} are asked for",
-                    "write `engine: vllm` to spread a model over several, or `gpus: 1`",
-                )
-            if self.args:
-                yield Problem(
-                    ("args",), "the torch server takes no `args`: its options are keys of the recipe", "delete it"
-                )
-        elif self.gpus == 0 and self.engine == "vllm":
-            yield Problem(("gpus",), "vLLM serves on GPUs here", "write `gpus: 1` or more, or `engine: torch`")
 
 
 FORMAT_VERSION = 1
@@ -440,6 +373,8 @@ class Recipe(Section):
             yield Problem(
                 ("observe", "profile", "start"), f"the run ends after {steps} steps, before it", "write a smaller one"
             )
+        if self.export is not None:
+            yield from self._export_problems(self.export)
         if self.serve is not None:
             yield from self._serving_problems()
         if self.model.config is not None:
@@ -472,7 +407,12 @@ class Recipe(Section):
             for key in CHAT_KEYS:
                 if getattr(data, key) != DataSection.model_fields[key].default:
                     yield Problem(("data", key), "is read with conversations only", "delete it, or `data.format: chat`")
-        elif data.document_mask is False:
+        else:
+            for key, written in (("bos", data.bos), ("eod", data.eod is not True)):
+                if written:
+                    what = f"is not read with {form} data: the chat template writes what begins and ends a conversation"
+                    yield Problem(("data", key), what, "delete it")
+        if form != "text" and data.document_mask is False:
             yield Problem(("data", "document_mask"), f"{form} samples are always kept apart", "delete it")
         sources: list[tuple[KeyPath, SourceKeys]] = [
             (("data", "train", number), source) for number, source in enumerate(data.train)
@@ -531,10 +471,34 @@ class Recipe(Section):
             return
         if self.train.mode != "pretrain":
             yield Problem(("model", "from"), "is missing: there is nothing to fine-tune", "from: hf://org/name")
-        if self.train.lora is not None:
+        # On synthetic data nothing is learned anyway: fresh weights do for a check or a measurement.
+        if self.train.lora is not None and not self.data.synthetic:
             yield Problem(("model", "from"), "is missing: adapters need weights to sit on", "from: hf://org/name")
 
+    def _export_problems(self, export: Export) -> Iterator[Problem]:
+        """What becomes of adapters: a folder of PEFT's, or merged weights in any format."""
+        if self.train.lora is None:
+            if export.merge is not None:
+                yield Problem(("export", "merge"), "there is nothing to merge: no adapters are trained", "delete it")
+        elif export.format != "hf" and not export.merge:
+            yield Problem(
+                ("export", "format"),
+                f"adapters are exported for PEFT, and there is no such format of {export.format}",
+                "write `merge: true` beside it, or `format: hf`",
+            )
+
     def _serving_problems(self) -> Iterator[Problem]:
+        assert self.serve is not None
+        if self.name in (self.serve.adapters or {}):
+            yield Problem(
+                ("serve", "adapters", self.name), "the served weights themselves have this name", "choose another"
+            )
+        if self.serve.engine != "torch" and self.train.lora is not None and not (self.export and self.export.merge):
+            yield Problem(
+                ("export",),
+                f"{self.serve.engine} is given whole weights, and a run with `train.lora` exports its adapters",
+                "write `export: {merge: true}`, or `serve: {engine: torch}`",
+            )
         if self.export is None or self.export.format != "hf":
             reason = "the recipe exports no weights" if self.export is None else "Megatron's format is not served"
             yield Problem(("serve",), f"there is nothing to serve: {reason}", "write `export: {format: hf}`")
@@ -545,6 +509,7 @@ class Recipe(Section):
     def _tokenizer_problems(self) -> Iterator[Problem]:
         sources = [*self.data.train, *([self.data.validation] if self.data.validation else [])]
         reads_text = any(source.kind in ("path", "script") for source in sources)
+        reads_text |= self.data.validation is not None and self.data.validation.prompts is not None
         trained = isinstance(self.tokenizer, TrainedTokenizer)
         if self.tokenizer is None and (reads_text or self.train.mode != "pretrain"):
             like = self.model.from_ or "hf://org/name"
@@ -586,6 +551,9 @@ def fit_problems(recipe: Recipe, config: ModelConfig) -> Iterator[Problem]:
                 f"{wanted} is more than the {config.vocab_size} rows of the model's embedding",
                 f"write {config.vocab_size} or less",
             )
+    if recipe.train.lora is not None and recipe.engine.name == "torch":
+        for problem in lora_problems(recipe.train.lora, config):
+            yield Problem(("train", "lora", *problem.path), problem.what, problem.hint)
     if recipe.train.moe is not None and config.moe is None:
         yield Problem(("train", "moe"), "the model has no experts", "delete it")
     if config.moe is None and not isinstance(recipe.layout, str) and recipe.layout.ep > 1:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
+from trainshed.recipe.model import ModelConfig
 from trainshed.recipe.registered import (
     EngineArgument,
     RegisteredName,
@@ -35,6 +37,10 @@ LORA_GROUPS: dict[LoraTarget, tuple[LoraProjection, ...]] = {
 }
 """Names that stand for several projections. `experts` are the projections of all experts; the other names of a
 feed-forward block are those of dense layers and of shared experts. The router is never adapted."""
+
+
+NF4_BLOCK = 64
+"""Columns of a weight that share a scale in nf4."""
 
 
 class BatchRamp(Section):
@@ -73,6 +79,10 @@ class Optimizer(Section):
             usual = type(self).model_fields[key].default
             if getattr(self, key) != usual and key not in getattr(registered, "reads", ()):
                 yield Problem((key,), f"the optimizer {self.name} does not read it", "delete it")
+        if self.states is not None and registered is not None:
+            yield Problem(
+                ("states",), f"the optimizer {self.name} of a plugin keeps its states as its weights are", "delete it"
+            )
 
 
 class TrainingLoss(Section):
@@ -145,6 +155,11 @@ class Lora(Section):
         """The projections that `targets` name, each once."""
         return tuple(dict.fromkeys(name for target in self.targets for name in lora_projections(target)))
 
+    @property
+    def scale(self) -> float:
+        """The factor of the adapters' product."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
 
 class Dpo(Section):
     """Direct preference optimisation: make the better answer of a pair likelier than the worse."""
@@ -161,6 +176,37 @@ class EarlyStop(Section):
 
     patience: PositiveInt = Field(description="Measurements without a better loss before the run ends", examples=[3])
     min_delta: NotNegativeFloat = Field(0.0, description="A loss is better if it is lower by more than this")
+
+
+def lora_problems(lora: Lora, config: ModelConfig) -> Iterator[Problem]:
+    """Yield what an architecture cannot do of adapters; paths are within `train.lora`."""
+    moe = config.moe
+    dense = ("gate_proj", "up_proj", "down_proj") if config.gated else ("up_proj", "down_proj")
+    here: set[str] = {*LORA_GROUPS["attn"]}
+    if moe is None or moe.shared_ffn:
+        here |= {*dense}
+    if moe is not None:
+        here.add("experts")
+    for target in lora.targets:
+        if not here & {*lora_projections(target)}:
+            yield Problem(("targets",), f"the model has no `{target}`", f"it has {', '.join(sorted(here))}")
+    if "experts" in here & {*lora.projections}:
+        for key in ("dora", "dropout"):
+            if getattr(lora, key):
+                yield Problem(
+                    (key,),
+                    f"adapters of experts have no `{key}`, here as in PEFT",
+                    "delete it, or write targets without experts: [attn]",
+                )
+    if lora.quantize is not None and moe is not None:
+        yield Problem(("quantize",), "weights of experts are not held in fewer bits", "delete it")
+    widths = {config.hidden, config.heads * config.head_dim, config.ffn or NF4_BLOCK}
+    if lora.quantize == "nf4" and (uneven := sorted(width for width in widths if width % NF4_BLOCK)):
+        yield Problem(
+            ("quantize",),
+            f"nf4 has blocks of {NF4_BLOCK} columns, which do not divide {uneven[0]}",
+            "write `quantize: int8`",
+        )
 
 
 def lora_projections(target: LoraTarget) -> tuple[LoraProjection, ...]:
@@ -211,6 +257,11 @@ class TrainSection(Section):
     lora: Lora | None = Field(None, description="Train adapters only; needs `model.from`")
     dpo: Dpo | None = Field(None, description="The loss of `mode: dpo`")
     early_stop: EarlyStop | None = Field(None, description="End the run when validation no longer improves")
+
+    @property
+    def drops(self) -> bool:
+        """Whether anything of a step is dropped, by the numbers of its samples."""
+        return self.dropout > 0 or (self.lora is not None and self.lora.dropout > 0)
 
     def warmup_problem(self, steps: int) -> Problem | None:
         """Return what is wrong where a run of so many steps ends before its warm-up does.

@@ -31,6 +31,7 @@ from trainshed.recipe.section import (
     VARIABLE_PATTERN,
     Problem,
 )
+from trainshed.recipe.serving import ADAPTER_NAME_PATTERN
 from trainshed.recipe.yaml_io import KeyPath, SourceMap, YamlDocument, dotted_key
 
 ELEMENT = "*"
@@ -215,6 +216,7 @@ _PATTERNS = {
         "use lower-case letters, digits and dashes; begin with a letter",
     ),
     QUANTITY_PATTERN: ("`{}` is no size", "write a number and its unit, for example 250Gi"),
+    ADAPTER_NAME_PATTERN: ("`{}` is no name of an adapter", "use letters, digits, dots, dashes and slashes"),
     VARIABLE_PATTERN: ("`{}` is no name of a variable", "use letters, digits and underscores, for example HF_HOME"),
     PATH_PATTERN: ("`{}` is no absolute path", "write for example /data, without a colon"),
     URL_PATTERN: ("`{}` is no URL", "write for example http://head:8265"),

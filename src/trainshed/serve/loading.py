@@ -1,14 +1,14 @@
 """Load a model that can generate, from weights in any format: a transformers folder, a run, Megatron's, an adapter.
 
-Its tokenizer and its name come from beside the weights or from the run that trained them.
+An adapter alone (PEFT's folder, a LoRA run) is merged into its base in memory. Several adapters by name stay beside one
+copy of the base (`adapters.py`). Tokenizer and name come from beside the weights or from the run that trained them.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,11 +20,16 @@ import orjson
 import torch
 
 from trainshed.checkpoints.convert.source import ConversionSource
-from trainshed.checkpoints.formats import WeightsFormat, local_folder
+from trainshed.checkpoints.formats import WeightsFormat
 from trainshed.checkpoints.hf.companion_files import has_tokenizer, read_companions
-from trainshed.checkpoints.lora import ADAPTER_CONFIG, LoraAdapterConfig, merge_adapter
+from trainshed.checkpoints.lora.adapted_weights import AdaptedWeights, refuse_another_base
+from trainshed.checkpoints.lora.adapter import LoraAdapter
+from trainshed.checkpoints.lora.checkpoint_spec import run_folder_of
+from trainshed.checkpoints.lora.find import adapter_base, is_adapter, local_adapter, open_adapter, trained_config
+from trainshed.checkpoints.lora.peft_config import ADAPTER_CONFIG
 from trainshed.checkpoints.prove.verdict import VERDICT, Verdict, read_verdict
 from trainshed.checkpoints.weights import Weights
+from trainshed.data.prompts import chat_format
 from trainshed.data.tokens.manifest import read_token_manifest
 from trainshed.data.tokens.token_source import RunTokens
 from trainshed.errors import InputError, NotFound
@@ -36,8 +41,9 @@ from trainshed.plugins import plugins_not_run
 from trainshed.recipe import ModelConfig, Recipe, load_recipe
 from trainshed.reporting import SILENT, Reporter
 from trainshed.run_folder import PREPARED_FILE, RECIPE_FILE, step_number, store_of
+from trainshed.serve.adapters import AdapterBank
 from trainshed.serve.kv_cache import choose_limits
-from trainshed.serve.scheduler import ModelGenerator
+from trainshed.serve.scheduler import ModelGenerator, OutputText
 from trainshed.serve.tokenizer import ChatTokenizer
 from trainshed.storage import StoreOptions, open_folder, parse
 
@@ -49,14 +55,23 @@ _VerdictCheck = Callable[[str, StoreOptions | None], None]
 
 
 @dataclass(frozen=True)
+class LoadedAdapters:
+    """The adapters beside a model, and the tokenizers that they bring (None: the model's own)."""
+
+    bank: AdapterBank
+    tokenizers: Mapping[str, ChatTokenizer | None]
+
+
+@dataclass(frozen=True)
 class LoadedModel:
-    """A model on its device, with its tokenizer (None if there is none)."""
+    """A model on its device, with its tokenizer (None if there is none) and the adapters that requests may name."""
 
     name: str
     address: str
     format: WeightsFormat
     decoder: DecoderStage
     tokenizer: ChatTokenizer | None
+    adapters: LoadedAdapters | None = None
 
     @property
     def config(self) -> ModelConfig:
@@ -83,12 +98,19 @@ class LoadedModel:
             cache_tokens=cache_tokens,
             reporter=reporter,
         )
-        tokenizer = self.tokenizer
+        tokenizer, adapters = self.tokenizer, self.adapters
+        own = {} if adapters is None else adapters.tokenizers
         return ModelGenerator(
             self.decoder,
             limits,
             decode=None if tokenizer is None else tokenizer.decode_plain,
             eos_tokens=frozenset() if tokenizer is None else tokenizer.eos_tokens,
+            adapters=None if adapters is None else adapters.bank,
+            adapter_texts={
+                name: OutputText(words.decode_plain, words.eos_tokens)
+                for name, words in own.items()
+                if words is not None
+            },
             eager=eager,
             reporter=reporter,
         )
@@ -97,10 +119,12 @@ class LoadedModel:
 def load_model(
     address: str,
     *,
+    name: str | None = None,
     dtype: ServingDtype | None = None,
     device: str | None = None,
     tokenizer: str | None = None,
     base: str | None = None,
+    adapters: Mapping[str, str] | None = None,
     vocab_size: int | None = None,
     ignore_verdict: bool = False,
     options: StoreOptions | None = None,
@@ -108,30 +132,56 @@ def load_model(
 ) -> LoadedModel:
     """Load the model at an address, in any format that is known and from any store.
 
-    Without a `dtype` weights are as stored on a GPU, and fp32 on a CPU. `tokenizer` names another one than that beside
-    the weights, `base` the weights that a LoRA adapter belongs to. Weights with a failed verdict are refused.
+    `name` is what requests call it (default: the name of its run, else of its folder). Without a `dtype` weights are as
+    stored on a GPU, and fp32 on a CPU. `tokenizer` names another one than that beside the weights, `base` the weights
+    that a LoRA adapter belongs to. Weights with a failed verdict are refused.
+
+    `adapters` are the addresses of LoRA adapters over the same weights, by the names that requests call them. Where the
+    model is an adapter itself it becomes one of them, and the base alone is called `NAME-base`.
     """
     torch_device = _choose_device(device)
-    is_adapter = open_folder(address, options).head(ADAPTER_CONFIG) is not None
-    if base is not None and not is_adapter:
+    name = name or model_name(address)
+    places, alone = dict(adapters or {}), is_adapter(address, options)
+    if base is not None and not alone:
         raise InputError(
             "--base is for a LoRA adapter, and these are whole weights", where=address, hint="leave it out"
         )
+    if name in places:
+        raise InputError(
+            f"the model and an adapter are both called `{name}`", hint="give one of them another name with --name"
+        )
+    if places and alone:
+        places = {name: address, **places}
+        config = None if base is not None else trained_config(address, options)
+        base = base or adapter_base(address, downloads=_downloads(), options=options, reporter=reporter)
+        address, name, alone = base, f"{name}-base", False
+    else:
+        config = None
     proven = _accept_any_verdict if ignore_verdict else _refuse_failed_verdict
     opened = (
-        _merged_weights(address, base, proven, options, reporter)
-        if is_adapter
-        else _opened_weights(ConversionSource(address, options, vocab_size), proven, options, reporter)
+        _adapted_weights(address, base, proven, options, reporter)
+        if alone
+        else _opened_weights(ConversionSource(address, options, vocab_size), config, proven, options, reporter)
     )
     with opened as (weights, origin):
         chosen = _choose_dtype(weights, dtype, torch_device, reporter)
-        chat_tokenizer = find_tokenizer(address, "hf", tokenizer=tokenizer, options=options) if is_adapter else None
+        chat_tokenizer = _adapter_tokenizer(address, tokenizer, options, reporter) if alone else None
         chat_tokenizer = chat_tokenizer or find_tokenizer(
             origin.address, origin.format, tokenizer=tokenizer, options=options
         )
         _compare_vocabularies(chat_tokenizer, weights.config, reporter)
+        named = {
+            other: _open_named_adapter(other, place, weights, proven, options, reporter)
+            for other, place in places.items()
+        }
         decoder = _load_weights(weights, chosen, torch_device, reporter)
-    return LoadedModel(model_name(address), address, origin.format, decoder, chat_tokenizer)
+    loaded = None
+    if named:
+        own = {other: _adapter_tokenizer(place, tokenizer, options, reporter) for other, place in places.items()}
+        for words in own.values():
+            _compare_vocabularies(words, decoder.config, reporter)
+        loaded = LoadedAdapters(AdapterBank(decoder, named), own)
+    return LoadedModel(name, address, origin.format, decoder, chat_tokenizer, loaded)
 
 
 def build_decoder(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> DecoderStage:
@@ -146,43 +196,61 @@ def build_decoder(config: ModelConfig, dtype: torch.dtype, device: torch.device)
 
 @contextmanager
 def _opened_weights(
-    origin: ConversionSource, proven: _VerdictCheck, options: StoreOptions | None, reporter: Reporter
+    origin: ConversionSource,
+    config: ModelConfig | None,
+    proven: _VerdictCheck,
+    options: StoreOptions | None,
+    reporter: Reporter,
 ) -> Iterator[tuple[Weights, ConversionSource]]:
-    """Open weights; those in another store are fetched first."""
-    with origin.open(_download_folder(origin.pinned), reporter) as weights:
+    """Open weights, as their own files describe them or as `config` does; those in another store are fetched first."""
+    with origin.open(
+        _downloads() / hashlib.sha256(origin.pinned.encode()).hexdigest()[:16], reporter, config
+    ) as weights:
         proven(origin.address, options)
         yield weights, origin
 
 
 @contextmanager
-def _merged_weights(
+def _adapted_weights(
     adapter: str, base: str | None, proven: _VerdictCheck, options: StoreOptions | None, reporter: Reporter
 ) -> Iterator[tuple[Weights, ConversionSource]]:
-    """Merge an adapter into its base and open the result."""
-    folder = local_folder(adapter)
-    with tempfile.TemporaryDirectory(prefix="trainshed-adapter-") as temporary:
-        origin = ConversionSource(base or _adapter_base(folder, reporter), options)
-        with _opened_weights(origin, proven, options, reporter):
-            merge_adapter(local_folder(origin.address), folder, Path(temporary) / folder.name, reporter=reporter)
-        merged = ConversionSource(str(Path(temporary) / folder.name), options)
-        with merged.open(Path(temporary), reporter) as weights:
-            yield weights, merged
+    """Open the base of an adapter with the adapter in it."""
+    downloads, config = _downloads(), None
+    if base is None:
+        base = adapter_base(adapter, downloads=downloads, options=options, reporter=reporter)
+        config = trained_config(adapter, options)
+    proven(adapter, options)
+    with _opened_weights(ConversionSource(base, options), config, proven, options, reporter) as (weights, origin):
+        opened = open_adapter(adapter, weights.config, downloads=downloads, options=options, reporter=reporter)
+        yield AdaptedWeights(weights, opened), origin
 
 
-def _adapter_base(adapter: Path, reporter: Reporter) -> str:
-    """Return the address of an adapter's base: PEFT stores a path, or a name on the Hub."""
-    named = LoraAdapterConfig.read(adapter).base
-    if not named:
-        raise InputError("the adapter does not say what it was trained on", where=str(adapter), hint="write --base")
-    base = named if Path(named).expanduser().is_dir() else f"hf://{named}"
-    reporter.note(f"the adapter says that its base is {base}")
-    return base
+def _open_named_adapter(
+    name: str, address: str, weights: Weights, proven: _VerdictCheck, options: StoreOptions | None, reporter: Reporter
+) -> LoraAdapter:
+    """Open one of several adapters over the same base."""
+    proven(address, options)
+    adapter = open_adapter(address, weights.config, downloads=_downloads(), options=options, reporter=reporter)
+    refuse_another_base(adapter, weights)
+    reporter.note(f"adapter {name}: {address}, rank {adapter.rank}, {len(adapter.adapted)} matrices")
+    return adapter
 
 
-def _download_folder(address: str) -> Path:
+def _adapter_tokenizer(
+    address: str, tokenizer: str | None, options: StoreOptions | None, reporter: Reporter
+) -> ChatTokenizer | None:
+    """Return the tokenizer that an adapter brings: beside it, or that of its run."""
+    if tokenizer is not None:
+        return find_tokenizer(address, "hf", tokenizer=tokenizer, options=options)
+    if open_folder(address, options).head(ADAPTER_CONFIG) is None:
+        return find_tokenizer(address, "native", options=options)
+    return find_tokenizer(str(local_adapter(address, _downloads(), options, reporter)), "hf", options=options)
+
+
+def _downloads() -> Path:
     """Return where fetched weights are kept, so that they are fetched once."""
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root) / "trainshed" / "weights" / hashlib.sha256(address.encode()).hexdigest()[:16]
+    return Path(root) / "trainshed" / "weights"
 
 
 def _refuse_failed_verdict(address: str, options: StoreOptions | None) -> None:
@@ -267,14 +335,13 @@ def find_tokenizer(
         beside = _read_tokenizer(folder, format, options)
         if beside is not None:
             return beside
-    run = _run_folder(address)
-    tokenizer = None if run is None else _run_tokenizer(run)
-    return None if tokenizer is None else _read_tokenizer(tokenizer, "hf", options)
+    run = run_folder_of(address)
+    return None if run is None else _run_tokenizer(run, options)
 
 
 def model_name(address: str) -> str:
     """Return the name of weights: that of the run that trained them, else that of their folder."""
-    run = _run_folder(address)
+    run = run_folder_of(address)
     if run is not None:
         with plugins_not_run():
             return load_recipe(str(run / RECIPE_FILE)).name
@@ -302,18 +369,20 @@ def _tokenizer_folders(address: str) -> Iterator[str]:
             yield str(folder.parent)
 
 
-def _run_folder(address: str) -> Path | None:
-    """Return the folder of the run that weights belong to: this folder, or one that contains it."""
-    if parse(address).scheme != "file":
-        return None
-    folder = Path(os.path.abspath(str(parse(address))))
-    return next((run for run in (folder, *folder.parents[:2]) if (run / RECIPE_FILE).is_file()), None)
-
-
-def _run_tokenizer(run: Path) -> str | None:
-    """Return the address of a run's tokenizer: from its recipe, or from the manifest of its tokens."""
+def _run_tokenizer(run: Path, options: StoreOptions | None) -> ChatTokenizer | None:
+    """Return the tokenizer of a run, with the chat template that its conversations were written with."""
     with plugins_not_run():
         recipe: Recipe = load_recipe(str(run / RECIPE_FILE))
+    address = _run_tokenizer_address(run, recipe)
+    own = None if address is None else _read_tokenizer(address, "hf", options)
+    if own is None:
+        return None
+    template, end_tokens = chat_format(recipe, own.tokenizer, options)
+    return own.with_chat_template(template, end_tokens)
+
+
+def _run_tokenizer_address(run: Path, recipe: Recipe) -> str | None:
+    """Return the address of a run's tokenizer: from its recipe, or from the manifest of its tokens."""
     if isinstance(recipe.tokenizer, str):
         return recipe.tokenizer
     if not (run / PREPARED_FILE).is_file():

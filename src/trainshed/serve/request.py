@@ -142,9 +142,17 @@ class Generator(Protocol):
         ...
 
     def submit(
-        self, prompt: Sequence[int], sampling: SamplingParams, on_event: Callable[[GenerationEvent], None]
+        self,
+        prompt: Sequence[int],
+        sampling: SamplingParams,
+        on_event: Callable[[GenerationEvent], None],
+        *,
+        adapter: str | None = None,
     ) -> GenerationHandle:
-        """Submit a request; raises `InputError` for a prompt that is empty, too long or of unknown tokens."""
+        """Submit a request; raises `InputError` for a prompt that is empty, too long or of unknown tokens.
+
+        `adapter` names one of the adapters that are loaded; None: the base alone answers.
+        """
         ...
 
     def load(self) -> GeneratorLoad:

@@ -24,6 +24,7 @@ from trainshed.models.cached_decoder import (
 )
 from trainshed.models.decoder import DecoderStage
 from trainshed.reporting import SILENT, Reporter
+from trainshed.serve.adapters import AdapterBank, AdapterStep, RowRuns
 from trainshed.serve.kv_cache import ServingLimits
 
 PREFILL_CHUNK_TOKENS = {"cpu": 128, "cuda": 2048}
@@ -37,22 +38,31 @@ class ScheduledTokens:
     tokens: Sequence[int]
     position: int
     block_start: int
+    adapter: int = 0
+    """Its number in the `AdapterBank`; 0: the base."""
 
 
 class ModelRunner:
     """Runs a decoder with its KV cache."""
 
     def __init__(
-        self, decoder: DecoderStage, limits: ServingLimits, *, eager: bool = False, reporter: Reporter = SILENT
+        self,
+        decoder: DecoderStage,
+        limits: ServingLimits,
+        *,
+        adapters: AdapterBank | None = None,
+        eager: bool = False,
+        reporter: Reporter = SILENT,
     ) -> None:
         self.config, self.limits, self.device = decoder.config, limits, decoder.spec.device
+        self._adapter_step = None if adapters is None else adapters.step
         # One slot more, for padding rows of a step.
         self._padding_slot = limits.cache_tokens
         self._cached_decoder = CachedDecoder(decoder, limits.cache_tokens + 1)
         self.prefill_chunk_tokens = PREFILL_CHUNK_TOKENS.get(self.device.type, PREFILL_CHUNK_TOKENS["cpu"])
         self.on_gpu = self.device.type == "cuda"
         self._flash = supports_varlen_flash(self.config.head_dim, decoder.spec.dtype, self.device)
-        self._graphs: dict[int, _DecodeGraph] = {}
+        self._graphs: dict[tuple[int, bool], _DecodeGraph] = {}
         # Experts in another dtype than bfloat16 copy their token counts to the host.
         self.uses_graphs = (
             self._flash and not eager and (self.config.moe is None or decoder.spec.dtype == torch.bfloat16)
@@ -73,6 +83,9 @@ class ModelRunner:
         positions = [part.position + i for part in scheduled for i in range(len(part.tokens))]
         slots = [part.block_start + part.position + i for part in scheduled for i in range(len(part.tokens))]
         token_ids, position_ids, slot_ids = torch.tensor([tokens, positions, slots], device=self.device).unbind(0)
+        if self._adapter_step is not None:
+            lengths, adapters = [len(part.tokens) for part in scheduled], [part.adapter for part in scheduled]
+            self._adapter_step.rows = RowRuns.of(lengths, adapters)
         return self._cached_decoder.hidden(token_ids, position_ids, slot_ids, self._attention(scheduled))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -87,13 +100,17 @@ class ModelRunner:
     def decode(self, scheduled: Sequence[ScheduledTokens]) -> torch.Tensor:
         """Run the last token of every request: logits of the next, float32 [B, V]. On a GPU it may still be running."""
         rows = [
-            (part.tokens[0], part.position, part.block_start + part.position, part.block_start) for part in scheduled
+            (part.tokens[0], part.position, part.block_start + part.position, part.block_start, part.adapter)
+            for part in scheduled
         ]
+        adapted = self._adapter_step is not None and any(part.adapter for part in scheduled)
         if self.uses_graphs:
-            return self._graph(len(rows)).run(rows)[: len(rows)]
+            return self._graph(len(rows), adapted=adapted).run(rows)[: len(rows)]
         width = len(rows) if self.on_gpu else self.limits.max_sequences
-        rows += [(0, 0, self._padding_slot, self._padding_slot)] * (width - len(rows))
-        tokens, positions, slots, _ = torch.tensor(rows, device=self.device).unbind(1)
+        rows += [_padding_row(self._padding_slot)] * (width - len(rows))
+        tokens, positions, slots, _, adapters = torch.tensor(rows, device=self.device).unbind(1)
+        if self._adapter_step is not None:
+            self._adapter_step.rows = adapters if adapted else None
         one_by_one = len(scheduled) if self.config.moe is not None and not self.on_gpu else 0
         hidden = self._cached_decoder.hidden(
             tokens, positions, slots, self._attention(scheduled), one_by_one=one_by_one
@@ -119,26 +136,47 @@ class ModelRunner:
         max_query_length = max(len(part.tokens) for part in scheduled)
         return varlen_flash_attention(VarlenMetadata(rows, slots, ends[:-1], max_query_length, max(lengths)), window)
 
-    def _graph(self, rows: int) -> _DecodeGraph:
+    def _graph(self, rows: int, *, adapted: bool) -> _DecodeGraph:
         width = min(1 << (rows - 1).bit_length(), self.limits.max_sequences)
-        if width not in self._graphs:
-            self._graphs[width] = _DecodeGraph(self._cached_decoder, self.limits, width, self._padding_slot)
-        return self._graphs[width]
+        if (width, adapted) not in self._graphs:
+            step = self._adapter_step if adapted else None
+            self._graphs[width, adapted] = _DecodeGraph(
+                self._cached_decoder, self.limits, width, self._padding_slot, step
+            )
+        return self._graphs[width, adapted]
+
+
+_Row = tuple[int, int, int, int, int]
+"""Of a decode step: the token, its position, its slot, where its sequence's block begins, its adapter."""
+
+
+def _padding_row(slot: int) -> _Row:
+    return (0, 0, slot, slot, 0)
 
 
 class _DecodeGraph:
-    """A decode step of a fixed number of rows as a CUDA graph: to launch its kernels one by one takes longer."""
+    """A decode step of a fixed number of rows as a CUDA graph: to launch its kernels one by one takes longer.
 
-    def __init__(self, decoder: CachedDecoder, limits: ServingLimits, width: int, padding_slot: int) -> None:
+    With an `adapter_step` its rows may have adapters.
+    """
+
+    def __init__(
+        self,
+        decoder: CachedDecoder,
+        limits: ServingLimits,
+        width: int,
+        padding_slot: int,
+        adapter_step: AdapterStep | None = None,
+    ) -> None:
         device = decoder.keys.device
-        self._padding_row = (0, 0, padding_slot, padding_slot)
+        self._padding_row = _padding_row(padding_slot)
         self._width = width
         self._inputs = torch.tensor([self._padding_row] * width, device=device).t().contiguous()
         # Kept, because the graph goes on reading this memory.
         self._starts = torch.arange(width + 1, dtype=torch.int32, device=device)
 
         def step() -> torch.Tensor:
-            tokens, positions, slots, begins = self._inputs.unbind(0)
+            tokens, positions, slots, begins, _ = self._inputs.unbind(0)
             lengths = (positions + 1).int()
             metadata = VarlenMetadata(
                 self._starts, torch.cat([begins, begins[:1]]).int(), lengths, 1, limits.max_length
@@ -148,6 +186,8 @@ class _DecodeGraph:
             )
             return decoder.logits(hidden)
 
+        if adapter_step is not None:
+            adapter_step.rows = self._inputs[4]
         warmup_stream = torch.cuda.Stream(device)
         warmup_stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(warmup_stream):
@@ -158,8 +198,10 @@ class _DecodeGraph:
         # Other threads may use the GPU at the same time (a server measures its memory).
         with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
             self._logits = step()
+        if adapter_step is not None:
+            adapter_step.rows = None
 
-    def run(self, rows: Sequence[tuple[int, int, int, int]]) -> torch.Tensor:
+    def run(self, rows: Sequence[_Row]) -> torch.Tensor:
         """Run a step; the next one overwrites its result."""
         table = [*rows, *([self._padding_row] * (self._width - len(rows)))]
         self._inputs.copy_(torch.tensor(table).t(), non_blocking=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +17,7 @@ import torch
 from trainshed.errors import InputError, TrainshedError
 from trainshed.models.decoder import DecoderStage
 from trainshed.reporting import SILENT, Reporter
+from trainshed.serve.adapters import AdapterBank
 from trainshed.serve.kv_cache import BlockAllocator, ServingLimits
 from trainshed.serve.request import (
     FinishReason,
@@ -64,6 +65,8 @@ class ScheduledRequest:
         on_event: Callable[[GenerationEvent], None],
         *,
         decode: DecodeTokens | None = None,
+        eos_tokens: frozenset[int] = frozenset(),
+        adapter: int = 0,
         wake: Callable[[], None] = lambda: None,
     ) -> None:
         self.prompt, self.sampling, self.max_new_tokens, self.on_event = prompt, sampling, max_new_tokens, on_event
@@ -78,7 +81,7 @@ class ScheduledRequest:
         """Why no further token is needed, as far as tokens alone decide; a stop string may end it earlier."""
         self.cancelled = self.ended = False
         self._stops = StopStrings(sampling.stop)
-        self._decode, self._wake = decode, wake
+        self._decode, self._eos_tokens, self._adapter, self._wake = decode, eos_tokens, adapter, wake
         self._text: IncrementalDetokenizer | None = None
 
     @property
@@ -104,21 +107,19 @@ class ScheduledRequest:
     def next_prefill(self, max_tokens: int) -> ScheduledTokens:
         """Return the next tokens of the prompt."""
         assert self.block_start is not None, "prefill comes after admission"
-        return ScheduledTokens(
-            self.prompt[self.prefilled : self.prefilled + max_tokens], self.prefilled, self.block_start
-        )
+        tokens = self.prompt[self.prefilled : self.prefilled + max_tokens]
+        return ScheduledTokens(tokens, self.prefilled, self.block_start, self._adapter)
 
     def next_decode(self) -> ScheduledTokens:
         """Return the last token, after which the next one is sampled."""
         assert self.block_start is not None, "decode comes after admission"
-        return ScheduledTokens(
-            self.output_tokens[-1:], len(self.prompt) + len(self.output_tokens) - 1, self.block_start
-        )
+        position = len(self.prompt) + len(self.output_tokens) - 1
+        return ScheduledTokens(self.output_tokens[-1:], position, self.block_start, self._adapter)
 
-    def append(self, sampled: SampledToken, eos_tokens: frozenset[int]) -> None:
+    def append(self, sampled: SampledToken) -> None:
         """Append a sampled token to the output."""
         self.output_tokens.append(sampled.token)
-        if sampled.token in eos_tokens and not self.sampling.ignore_eos:
+        if sampled.token in self._eos_tokens and not self.sampling.ignore_eos:
             self.finish_reason = "stop"
         elif len(self.output_tokens) == self.max_new_tokens:
             self.finish_reason = "length"
@@ -161,8 +162,19 @@ class _DecodeStep:
     logits: torch.Tensor
 
 
+@dataclass(frozen=True)
+class OutputText:
+    """How tokens become text (None: outputs have no text), and which tokens end an output."""
+
+    decode: DecodeTokens | None = None
+    eos_tokens: frozenset[int] = frozenset()
+
+
 class ModelGenerator:
-    """Runs requests on a model; `decode` turns tokens into text (None: outputs have no text)."""
+    """Runs requests on a model; `decode` turns tokens into text (None: outputs have no text).
+
+    `adapters` are those that requests may name; an adapter with a tokenizer of its own is in `adapter_texts`.
+    """
 
     def __init__(
         self,
@@ -171,12 +183,15 @@ class ModelGenerator:
         *,
         decode: DecodeTokens | None = None,
         eos_tokens: frozenset[int] = frozenset(),
+        adapters: AdapterBank | None = None,
+        adapter_texts: Mapping[str, OutputText] | None = None,
         eager: bool = False,
         reporter: Reporter = SILENT,
     ) -> None:
-        self._limits, self._decode, self._eos_tokens = limits, decode, eos_tokens
+        self._limits, self._text = limits, OutputText(decode, eos_tokens)
+        self._adapters, self._adapter_texts = adapters, dict(adapter_texts or {})
         self._vocab_size = decoder.config.vocab_size
-        self._runner = ModelRunner(decoder, limits, eager=eager, reporter=reporter)
+        self._runner = ModelRunner(decoder, limits, adapters=adapters, eager=eager, reporter=reporter)
         self._allocator = BlockAllocator(limits.cache_tokens)
         self._waiting: deque[ScheduledRequest] = deque()
         self._prefilling: deque[ScheduledRequest] = deque()
@@ -196,18 +211,34 @@ class ModelGenerator:
         return self._limits.max_length
 
     def submit(
-        self, prompt: Sequence[int], sampling: SamplingParams, on_event: Callable[[GenerationEvent], None]
+        self,
+        prompt: Sequence[int],
+        sampling: SamplingParams,
+        on_event: Callable[[GenerationEvent], None],
+        *,
+        adapter: str | None = None,
     ) -> ScheduledRequest:
         """Submit a request; raises `InputError` for a prompt that is empty, too long or of unknown tokens.
 
-        An output that reaches the maximum length ends there, whatever `max_tokens` says.
+        `adapter` names one of the adapters; None: the base alone answers. An output that reaches the maximum length
+        ends there, whatever `max_tokens` says.
         """
         tokens = [int(token) for token in prompt]
         sampling.check()
         check_prompt(tokens, sampling, vocab_size=self._vocab_size, max_length=self.max_length)
         space = self.max_length - len(tokens)
         max_new_tokens = space if sampling.max_tokens is None else min(sampling.max_tokens, space)
-        request = ScheduledRequest(tokens, sampling, max_new_tokens, on_event, decode=self._decode, wake=self._wake)
+        text = self._text if adapter is None else self._adapter_texts.get(adapter, self._text)
+        request = ScheduledRequest(
+            tokens,
+            sampling,
+            max_new_tokens,
+            on_event,
+            decode=text.decode,
+            eos_tokens=text.eos_tokens,
+            adapter=self._adapter_number(adapter),
+            wake=self._wake,
+        )
         with self._changed:
             if self._failure is not None or self._closed:
                 raise TrainshedError(f"nothing is answered any more: {self._failure or 'the generator is closed'}")
@@ -239,6 +270,11 @@ class ModelGenerator:
             self._changed.notify()
         if threading.current_thread() is not self._thread:
             self._thread.join()
+
+    def _adapter_number(self, name: str | None) -> int:
+        if name is not None and self._adapters is None:
+            raise InputError(f"there is no adapter `{name}`: none is loaded", hint="ask the base alone")
+        return 0 if self._adapters is None else self._adapters.number(name)
 
     def _wake(self) -> None:
         with self._changed:
@@ -303,7 +339,7 @@ class ModelGenerator:
             if sampled is None:
                 self._end(request, GenerationFailed(_NOT_FINITE))
             elif not request.ended:
-                request.append(sampled, self._eos_tokens)
+                request.append(sampled)
                 sampled_tokens.append((request, sampled))
         return sampled_tokens
 

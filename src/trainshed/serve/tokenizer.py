@@ -1,22 +1,20 @@
 """A model's tokenizer: text to tokens and back, conversations by its own chat template, incremental detokenizing.
 
-Templates are programs that come with the model: they run in Jinja's sandbox, and no other code of a model is ever run.
+Templates are programs that come with the model: they run in the sandbox of `data/chat`, and no other code of a model is
+ever run.
 Streamed text has whole characters only, and nothing that may still become a stop string.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
-from typing import Any
 
-from trainshed.checkpoints.hf.companion_files import special_token_ids
-from trainshed.data.tokenize.tokenizer import TOKENIZER_FILES, Tokenizer, tokenizer_from_files
-from trainshed.errors import InputError, MissingExtra, TokenizerError
-
-_SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
+from trainshed.checkpoints.hf.companion_files import special_token_ids, with_chat_template
+from trainshed.data.chat.template import ChatTemplate
+from trainshed.data.tokenize.tokenizer import TEMPLATE_FILES, TOKENIZER_FILES, Tokenizer, tokenizer_from_files
+from trainshed.errors import InputError, TokenizerError
 
 
 class ChatTokenizer:
@@ -24,13 +22,17 @@ class ChatTokenizer:
 
     def __init__(self, address: str, files: Mapping[str, bytes]) -> None:
         self._files = files
-        known = {name: data for name, data in files.items() if name in TOKENIZER_FILES}
+        known = {name: data for name, data in files.items() if name in (*TOKENIZER_FILES, *TEMPLATE_FILES)}
         self.tokenizer: Tokenizer = tokenizer_from_files(address, known)
+
+    def with_chat_template(self, template: str | None, end_tokens: Collection[int]) -> ChatTokenizer:
+        """Return it with the text of another chat template, and with further tokens that end an answer."""
+        return ChatTokenizer(self.tokenizer.address, with_chat_template(self._files, template, end_tokens))
 
     @cached_property
     def bos_token(self) -> int | None:
         """The BOS token; None if the tokenizer has none."""
-        text = self._special_texts.get("bos_token")
+        text = self.tokenizer.special_texts.get("bos_token")
         return None if text is None else self.tokenizer.backend.token_to_id(text)
 
     @cached_property
@@ -69,58 +71,13 @@ class ChatTokenizer:
                 where=self.tokenizer.address,
                 hint="ask it to go on with a text instead, or put a chat_template.jinja beside its tokenizer",
             )
-        text = _render_chat(self._template, messages, self._special_texts)
+        text = self._template.render(messages, add_generation_prompt=True).text
         return self.tokenizer.backend.encode(text, add_special_tokens=False).ids
 
     @cached_property
-    def _special_texts(self) -> dict[str, str]:
-        named = {role: self.tokenizer.config.get(role) for role in _SPECIAL_TOKENS}
-        texts = {role: token.get("content") if isinstance(token, dict) else token for role, token in named.items()}
-        return {role: text for role, text in texts.items() if isinstance(text, str)}
-
-    @cached_property
-    def _template(self) -> str | None:
-        """The chat template: a file of its own, or in the tokenizer's config, where there may be several by name."""
-        if "chat_template.jinja" in self._files:
-            return self._files["chat_template.jinja"].decode()
-        template = self.tokenizer.config.get("chat_template")
-        if template is None and "chat_template.json" in self._files:
-            template = json.loads(self._files["chat_template.json"]).get("chat_template")
-        if isinstance(template, list):
-            template = next((named.get("template") for named in template if named.get("name") == "default"), None)
-        return template if isinstance(template, str) else None
-
-
-def _render_chat(template: str, messages: Sequence[Mapping[str, str]], special: Mapping[str, str]) -> str:
-    """Render a conversation as transformers does: with the same settings of Jinja and the same functions."""
-    try:
-        import jinja2
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-    except ImportError:
-        raise MissingExtra.named("serve", "writing a conversation") from None
-
-    def refuse(text: str) -> None:
-        raise jinja2.TemplateError(text)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = _to_json
-    functions: dict[str, Any] = {"raise_exception": refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
-    try:
-        return environment.from_string(template, functions).render(
-            messages=[dict(message) for message in messages], add_generation_prompt=True, **special
-        )
-    except (jinja2.TemplateError, TypeError, ValueError) as error:
-        raise InputError(
-            f"the chat template does not take this conversation: {error}",
-            hint="messages have a `role` (system, user, assistant) and a `content`",
-        ) from None
-
-
-def _to_json(value: Any, indent: int | None = None) -> str:
-    """Return plain JSON; Jinja's own filter would escape it for HTML."""
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+    def _template(self) -> ChatTemplate | None:
+        source = self.tokenizer.chat_templates.get("default")
+        return None if source is None else ChatTemplate(source, self.tokenizer.special_texts, now=datetime.now)
 
 
 REPLACEMENT_CHARACTER = "\ufffd"

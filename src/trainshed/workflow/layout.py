@@ -18,7 +18,6 @@ from trainshed.data.sampling.schedule import BatchRampUp, BatchSchedule
 from trainshed.engines.performance_args import apply_performance_args
 from trainshed.errors import InputError, RecipeError, TrainshedError
 from trainshed.models.families import read_hf_config
-from trainshed.models.parameters import trained_fraction
 from trainshed.plan import layout_warnings
 from trainshed.plan.auto_layout import (
     AutoLayout,
@@ -32,17 +31,19 @@ from trainshed.plan.auto_layout import (
 from trainshed.plan.budget.budget import RunBudget
 from trainshed.plan.layout import RankLayout, resolve_layout
 from trainshed.plan.legality import layout_problems
+from trainshed.plan.lora_shape import LoraShape, lora_shape
+from trainshed.plan.model_shape import model_shape
 from trainshed.plan.performance.engine_constants import EngineOptions
 from trainshed.plan.planner import Plan, PlannedModel, build_request, make_plan
 from trainshed.plan.training_shape import Hardware, hardware_of
-from trainshed.recipe import Cluster, Layout, ModelConfig, Recipe, load_cluster
+from trainshed.recipe import Cluster, Layout, ModelConfig, Recipe, Source, load_cluster
 from trainshed.recipe.registered import registered_class
 from trainshed.recipe.validation import recipe_error, validate
 from trainshed.recipe.yaml_io import SourceMap, YamlDocument
 from trainshed.reporting import SILENT, Reporter
-from trainshed.storage import join, open_store, parse
+from trainshed.storage import StoreOptions, join, open_store, parse
 from trainshed.workflow.prepare import PreparedRun, store_options
-from trainshed.workflow.runnable import check_loss, check_ranks
+from trainshed.workflow.runnable import check_adapters, check_loss, check_ranks
 
 
 def planned_model(recipe: Recipe, cluster: Cluster) -> PlannedModel:
@@ -61,10 +62,19 @@ def planned_model(recipe: Recipe, cluster: Cluster) -> PlannedModel:
         notes.append("hours and cost are left out: `epochs` has a length only once the data is prepared")
     if ramp is not None:
         notes.append(f"planned for the full batch of {train.global_batch:,}: steps of the ramp are shorter")
-    share = trained_fraction(config, train.lora)
-    if train.lora is not None:
+    lora = planned_lora(recipe)
+    if lora is not None:
+        model = model_shape(config)
+        adapters = lora.weights(model)
+        share = adapters / (adapters + model.weights)
         notes.append(f"planned for adapters: {share:.2%} of the weights are trained and saved, the rest are read only")
-    options, counted = apply_performance_args(recipe.engine.args, EngineOptions(trained_share=share))
+    if train.mode == "dpo":
+        notes.append("planned for DPO: a sequence holds both answers of its pairs, and the reference runs forward too")
+    documents = PlannedDocuments.of(recipe, cluster, length)
+    if documents.note is not None:
+        notes.append(documents.note)
+    usual = EngineOptions(bf16_states=train.optimizer.states == "bf16")
+    options, counted = apply_performance_args(recipe.engine.args, usual)
     if counted:
         notes.append(f"counted of engine.args: {', '.join(counted)}")
     notes += [
@@ -87,7 +97,71 @@ def planned_model(recipe: Recipe, cluster: Cluster) -> PlannedModel:
         steps,
         tuple(notes),
         options,
+        lora=lora,
+        document_length=documents.length,
+        preference=train.mode == "dpo",
     )
+
+
+def planned_lora(recipe: Recipe) -> LoraShape | None:
+    """Describe the adapters of a recipe to the planner; Megatron has one for matrices that it keeps as one."""
+    if recipe.train.lora is None:
+        return None
+    return replace(lora_shape(recipe.train.lora), joint=recipe.engine.name in ("megatron", "nemo"))
+
+
+ASSUMED_DOCUMENT = 1024
+"""Tokens of a conversation, where none is prepared yet: an assumption, which a plan states."""
+_LENGTHS_READ = 1_000_000
+"""Documents of a shard whose lengths are read: more say nothing more."""
+
+
+@dataclass(frozen=True)
+class PlannedDocuments:
+    """How long the documents are that a run keeps apart, and what a plan says of it."""
+
+    length: float | None = None
+    """Of the document that an average token is in; None where documents are not kept apart."""
+    note: str | None = None
+
+    @classmethod
+    def of(cls, recipe: Recipe, cluster: Cluster, sequence_length: int) -> PlannedDocuments:
+        """Read the lengths of prepared tokens on this machine; what is not prepared has an assumed length."""
+        if not recipe.document_mask:
+            return cls()
+        options, sources = store_options(cluster), recipe.data.train
+        lengths = [_source_document_length(source, options, sequence_length) for source in sources]
+        known = [length for length in lengths if length is not None]
+        if known and len(known) == len(sources):
+            shares = recipe.data.weights() or (1 / len(known),) * len(known)
+            length = sum(share * length for share, length in zip(shares, known, strict=True))
+            return cls(length, f"planned for documents of {length:,.0f} tokens, as the data has them, kept apart")
+        length = min(ASSUMED_DOCUMENT, sequence_length)
+        return cls(
+            float(length),
+            f"planned for documents of {length:,} tokens, kept apart: an assumption, as the data is not prepared here; "
+            "shorter ones make attention cheaper",
+        )
+
+
+def _source_document_length(source: Source, options: StoreOptions, sequence_length: int) -> float | None:
+    """The length of the document that an average token of prepared tokens is in; None where they are not here."""
+    if source.tokens is None or any("://" in prefix for prefix in source.tokens):
+        return None
+    from trainshed.data.tokens.indexed_dataset import IndexedDataset
+    from trainshed.data.tokens.token_files import shard_prefixes
+
+    tokens = squares = 0.0
+    try:
+        for shard in (shard for prefix in source.tokens for shard in shard_prefixes(prefix, options)):
+            with IndexedDataset(shard, options) as dataset:
+                every = max(1, dataset.sequences // _LENGTHS_READ)
+                # What is longer than a sequence is cut into sequences.
+                lengths = dataset.lengths[::every].clip(max=sequence_length).astype("f8")
+                tokens, squares = tokens + every * float(lengths.sum()), squares + every * float((lengths**2).sum())
+    except TrainshedError:
+        return None
+    return squares / tokens if tokens else None
 
 
 def weights_architecture(recipe: Recipe, cluster: Cluster) -> ModelConfig:
@@ -240,7 +314,13 @@ def _plan_on_cpus(recipe: Recipe, cluster: Cluster, model: PlannedModel, nodes: 
             hint=f"write a number of nodes that divides {layout.world_size}",
         )
     problems = layout_problems(
-        layout, model.config, sequence_length=model.sequence_length, batch_sizes=sizes, engine=model.engine
+        layout,
+        model.config,
+        sequence_length=model.sequence_length,
+        batch_sizes=sizes,
+        engine=model.engine,
+        lora=model.lora is not None,
+        quantized=model.quantized,
     )
     if problems:
         raise recipe_error(problems, recipe.places)
@@ -334,11 +414,14 @@ def planned_layout(
     for reason in chosen.reasons:
         reporter.note(reason)
     asked = {"sequence_length": model.sequence_length, "batch_sizes": model.batch_sizes}
-    problems = layout_problems(chosen.layout, model.config, **asked)
+    problems = layout_problems(
+        chosen.layout, model.config, **asked, lora=model.lora is not None, quantized=model.quantized
+    )
     if problems:
         raise recipe_error(problems, recipe.places)
     check_ranks(recipe, chosen.layout.world_size)
     check_loss(recipe, chosen.layout)
+    check_adapters(recipe, model.config, chosen.layout)
     for warning in layout_warnings(chosen.layout, model.config, **asked):
         reporter.warn(warning)
     return chosen

@@ -18,7 +18,9 @@ from trainshed.catalog.models import architecture
 from trainshed.checkpoints.base import BaseWeights, fetch_base, find_base
 from trainshed.checkpoints.prove.verdict import read_verdict, refuse_failed_verdict
 from trainshed.data.artefacts import DataArtefacts
+from trainshed.data.chat.inspect import ChatInspection
 from trainshed.data.order import DataOrder, run_orders, run_steps
+from trainshed.data.prompts import ValidationPrompts, encode_prompts
 from trainshed.data.tokenize.tokenizer import Tokenizer, load_tokenizer
 from trainshed.data.tokens.token_source import RunTokens, StartedRun, TokenSource, refuse_changed_tokens
 from trainshed.errors import InputError, NotFound, TrainshedError
@@ -28,14 +30,14 @@ from trainshed.recipe.data import SourceKeys
 from trainshed.recipe.section import Problem
 from trainshed.recipe.validation import recipe_error
 from trainshed.reporting import SILENT, Reporter
-from trainshed.run_folder import PREPARED_FILE, RECIPE_FILE, artefacts_of, run_path, store_of
+from trainshed.run_folder import ANSWERS_TOKENIZER, PREPARED_FILE, RECIPE_FILE, artefacts_of, run_path, store_of
 from trainshed.storage import LocalStore, Store, StoreOptions, join, open_store, parse
 from trainshed.storage.attempts import newest_attempt
 from trainshed.workflow.runnable import check_runnable
 
 AnySource = TypeVar("AnySource", bound=SourceKeys)
 PREPARED_SCHEMA = "trainshed.prepared/2"
-"""Since 2 the sources say what their token files were; older ones are read as well."""
+"""Since 2 the sources say what their token files were; older ones are read as well, and those without `steps`."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,7 @@ class PreparedRun:
     validation: DataOrder | None
     tokenizer: Tokenizer | None
     base: BaseWeights | None
+    prompts: ValidationPrompts | None = None
 
     @property
     def sources(self) -> tuple[TokenSource, ...]:
@@ -137,6 +140,7 @@ def check_fit(recipe: Recipe, options: StoreOptions | None = None) -> Tokenizer 
     config = recipe.model.config or _announced_architecture(recipe, options)
     if config is not None:
         refuse_small_model(recipe, config, tokenizer)
+    encode_prompts(recipe, tokenizer, options)  # raises where one is too long; a tokenizer that is learned comes later
     return tokenizer
 
 
@@ -220,6 +224,25 @@ def tokenise_part(
     return sum(artefacts.make_shards(source, part, parts) for source in sources.values())
 
 
+def inspect_recipe(
+    recipe: Recipe, cluster: Cluster, *, rows: int, samples: int, reporter: Reporter = SILENT
+) -> list[ChatInspection]:
+    """Tokenize the first rows of each source of conversations and describe them; no artefact is made."""
+    if recipe.sample_format == "text":
+        raise InputError(
+            "this recipe reads text, in which all tokens are learned",
+            where=recipe.where("train.mode"),
+            hint="`trainshed data inspect PREFIX` shows its tokens, `trainshed data batch RECIPE` what a step reads",
+        )
+    options = store_options(cluster)
+    resolved = resolve(recipe, options)
+    artefacts = DataArtefacts(resolved, store_root(recipe, cluster), make=False, options=options, reporter=reporter)
+    return [
+        artefacts.inspect(source, label, rows=rows, samples=samples)
+        for label, source in _named_sources(resolved).items()
+    ]
+
+
 def _named_sources(recipe: Recipe) -> dict[str, SourceKeys]:
     """Every source that has documents of its own by its label: those of training first."""
     named: dict[str, SourceKeys] = {f"source-{number}": source for number, source in enumerate(recipe.data.train)}
@@ -273,11 +296,11 @@ def _check_verdict(recipe: Recipe, reporter: Reporter, files: Path) -> None:
 
 
 def save_recipe(recipe: Recipe, folder: Path) -> None:
-    """Save the resolved recipe with its run, and beside it its plugins and the scripts it names by relative paths."""
+    """Save the resolved recipe with its run, and beside it its plugins and the files it names by relative paths."""
     store = LocalStore(folder)
     store.put(RECIPE_FILE, to_yaml(recipe).encode())
     sources = [*recipe.data.train, *([recipe.data.validation] if recipe.data.validation else [])]
-    for script in {source.script for source in sources if source.script}:
+    for script in {name for name in (*(source.script for source in sources), recipe.data.template_file) if name}:
         if not Path(script).is_absolute() and ".." not in Path(script).parts and (recipe.folder / script).is_file():
             store.put(script, (recipe.folder / script).read_bytes())
             shutil.copymode(recipe.folder / script, folder / script)
@@ -291,8 +314,12 @@ def _save_prepared(run: PreparedRun) -> None:
     body = {
         "schema": PREPARED_SCHEMA,
         "data": run.data.to_plain(),
+        "steps": run.steps,
         "base": None if run.base is None else str(run.base.folder.absolute()),
+        "prompts": None if run.prompts is None else run.prompts.to_plain(),
     }
+    if run.prompts is not None and run.tokenizer is not None:
+        LocalStore(run.folder).put(ANSWERS_TOKENIZER, run.tokenizer.json)
     LocalStore(run.folder).put(PREPARED_FILE, orjson.dumps(body, option=orjson.OPT_INDENT_2) + b"\n")
 
 
@@ -327,13 +354,18 @@ def open_run_folder(folder: Path, cluster: Cluster | None = None) -> PreparedRun
     base = BaseWeights.from_folder(Path(body["base"])) if body["base"] else None
     options = store_options(cluster) if cluster is not None else None
     orders = run_orders(recipe, data, artefacts_of(store_of(folder)) / "index", build=False, options=options)
-    return PreparedRun(recipe, folder.name, folder, data, orders.steps, orders.train, orders.validation, None, base)
+    prompts = ValidationPrompts.from_plain(body["prompts"]) if body.get("prompts") else None
+    return PreparedRun(
+        recipe, folder.name, folder, data, orders.steps, orders.train, orders.validation, None, base, prompts
+    )
 
 
 def prepared_steps(folder: Path) -> int:
     """Return how many steps a prepared run has, by its own files; no token file is opened."""
     recipe, body = _read_prepared(folder)
-    return run_steps(recipe, RunTokens.from_plain(body["data"]))
+    if "steps" in body:
+        return body["steps"]
+    return run_steps(recipe, RunTokens.from_plain(body["data"]), artefacts_of(store_of(folder)) / "index")
 
 
 def _read_prepared(folder: Path) -> tuple[Recipe, dict[str, Any]]:
@@ -397,4 +429,7 @@ def _prepared_run(
             refuse_changed_tokens(began, data)
     orders = run_orders(recipe, data, artefacts.indexes, build=build, options=artefacts.options, reporter=reporter)
     tokenizer = artefacts.tokenizer()
-    return PreparedRun(recipe, name, folder, data, orders.steps, orders.train, orders.validation, tokenizer, base)
+    prompts = encode_prompts(recipe, tokenizer, artefacts.options)
+    return PreparedRun(
+        recipe, name, folder, data, orders.steps, orders.train, orders.validation, tokenizer, base, prompts
+    )

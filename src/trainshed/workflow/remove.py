@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 import orjson
 
+from trainshed.checkpoints.native.folder import BEST, LATEST, checkpoints_folder, list_checkpoints
 from trainshed.data.tokens.token_source import RunTokens
 from trainshed.errors import InputError, TrainshedError
 from trainshed.launch.local import LocalRun, holder_attempt, holder_text, local_runs, run_holder
@@ -91,15 +92,27 @@ def plan_removal(run: LocalRun, store: Path, options: StoreOptions | None = None
             where=str(run.folder),
             hint=f"remove {'that one' if len(users) == 1 else 'those'} first, or copy what it needs elsewhere",
         )
-    parts = [_measure(run.folder, "run")]
     with plugins_not_run():
         apart = checkpoint_home(load_recipe(str(run.folder / RECIPE_FILE)), run.id, options)
+    best = _best_words(*(apart or (LocalStore(run.folder), "")))
+    parts = [_measure(run.folder, "run", "" if apart is not None else best)]
     if apart is not None:
         infos = list(apart[0].list(apart[1]))
         if infos:
             size = sum(info.size for info in infos)
-            parts.append(Removal(join(apart[0].url, apart[1]), "checkpoints", len(infos), size))
+            parts.append(Removal(join(apart[0].url, apart[1]), "checkpoints", len(infos), size, best))
     return RunRemoval(run, parts, apart)
+
+
+def _best_words(store: Store, folder: str) -> str:
+    """Say which checkpoint a run keeps as its best, for a person who is about to remove it; empty where none is."""
+    try:
+        best = list_checkpoints(store, checkpoints_folder(folder)).best
+    except TrainshedError:  # a pointer that cannot be read keeps nobody from removing the run
+        return ""
+    if best is None or best.step is None:
+        return ""
+    return f"with its best checkpoint: step {best.step:,}, validation loss {best.loss:.4f}"
 
 
 def find_unneeded(store: Path, options: StoreOptions | None = None) -> list[Removal]:
@@ -223,7 +236,7 @@ def _refers_to(run: LocalRun, folder: Path) -> bool:
 
 def _removal_order(path: str) -> tuple[bool, bool, str]:
     name = path.rpartition("/")[2]
-    return name != "latest", _MANIFEST.fullmatch(name) is None, path
+    return name not in (LATEST, BEST), _MANIFEST.fullmatch(name) is None, path
 
 
 def _measure(folder: Path, kind: Literal["run", "artefact", "leftover"], why: str = "") -> Removal:

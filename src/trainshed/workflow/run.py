@@ -15,7 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainshed.catalog.models import architecture
-from trainshed.checkpoints.native.folder import CompleteCheckpoint, checkpoints_folder, latest_complete
+from trainshed.checkpoints.native.folder import (
+    CompleteCheckpoint,
+    checkpoints_folder,
+    latest_complete,
+    list_checkpoints,
+)
 from trainshed.errors import InputError, MissingExtra, RecipeError, TrainshedError
 from trainshed.launch.local import LocalRun, local_runs, lock_run, train_locally
 from trainshed.observe.event_log import completed_steps, read_events
@@ -188,6 +193,7 @@ def train_job(run: PreparedRun, layout: RankLayout, options: StoreOptions | None
         folder="",
         base=run.base,
         checkpoint_home=checkpoint_home(run.recipe, run.id, options),
+        prompts=run.prompts,
     )
 
 
@@ -214,6 +220,10 @@ class TrainedRun:
     checkpoint: str | None
     export: str | None = None
     """Where the exported weights are; None where the recipe exports none, or the training was stopped."""
+    early_stop: str | None = None
+    """Why the run ended before its last step (`train.early_stop`); None where it did not."""
+    best: dict[str, Any] | None = None
+    """The step with the lowest validation loss, and that loss, where `checkpoint.best` keeps it."""
 
     @property
     def steps_done(self) -> int:
@@ -222,8 +232,8 @@ class TrainedRun:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all its steps are done."""
-        return self.steps_done == self.prepared.steps
+        """Whether all its steps are done, or it has stopped early."""
+        return self.steps_done == self.prepared.steps or self.early_stop is not None
 
 
 def watching(listener: EventListener) -> WatchTraining:
@@ -321,6 +331,7 @@ def _train_prepared(
     done = completed_steps(events)
     measured = [event["loss"] for event in events if event["kind"] == "validation"]
     saved = [event["path"] for event in events if event["kind"] == "checkpoint" and event["phase"] == "committed"]
+    early_stops = [event for event in events if event["kind"] == "early_stop" and event["attempt"] == ended.attempt]
     return TrainedRun(
         prepared=prepared,
         layout=chosen.layout,
@@ -329,4 +340,14 @@ def _train_prepared(
         last_step=done[-1] if done else None,
         validation_loss=measured[-1] if measured else None,
         checkpoint=saved[-1] if saved else None,
+        early_stop=early_stops[-1]["reason"] if early_stops else None,
+        best=_best_checkpoint(prepared, store_options(cluster)),
     )
+
+
+def _best_checkpoint(run: PreparedRun, options: StoreOptions) -> dict[str, Any] | None:
+    if run.recipe.checkpoint.best is None:
+        return None
+    store, folder = checkpoint_home(run.recipe, run.id, options) or (LocalStore(run.folder), "")
+    best = list_checkpoints(store, checkpoints_folder(folder)).best
+    return None if best is None or best.step is None else {"step": best.step, "loss": best.loss}

@@ -13,12 +13,14 @@ from collections.abc import Iterator
 
 from trainshed.errors import RecipeError
 from trainshed.launch.job import JobFile
+from trainshed.models.parameters import all_projections
 from trainshed.plan import RankLayout
-from trainshed.recipe import Cluster, Recipe
+from trainshed.recipe import Cluster, ModelConfig, Recipe
 from trainshed.recipe.cluster import check_cluster
 from trainshed.recipe.registered import registered_class
 from trainshed.recipe.secret_detection import find_secret
 from trainshed.recipe.section import Problem
+from trainshed.recipe.train import NF4_BLOCK
 from trainshed.recipe.validation import recipe_error
 from trainshed.recipe.yaml_io import KeyPath
 
@@ -28,6 +30,7 @@ def check_runnable(recipe: Recipe, cluster: Cluster) -> None:
     check_cluster(cluster)
     problems = [
         *_engine_problems(recipe),
+        *_preference_problems(recipe),
         *_plugin_problems(recipe),
         *_target_problems(recipe, cluster),
         *_address_problems(recipe, cluster),
@@ -61,6 +64,28 @@ def check_loss(recipe: Recipe, layout: RankLayout) -> None:
         )
 
 
+def check_adapters(recipe: Recipe, config: ModelConfig, layout: RankLayout) -> None:
+    """Refuse a layout on which frozen weights cannot be held as `train.lora.quantize` says."""
+    lora = recipe.train.lora
+    if lora is None or lora.quantize is None or recipe.engine.name != "torch":
+        return
+    if layout.shard == "full" and layout.dp * layout.cp > 1:
+        raise RecipeError(
+            f"shard: full with weights held as {lora.quantize}: every dp rank holds all of them, and shards adapters "
+            "and optimizer states only",
+            where=recipe.where("layout.shard"),
+            hint="write `layout.shard: zero1` (or `none`), or delete `train.lora.quantize`",
+        )
+    columns = [adapted.inputs for adapted in all_projections(config) if adapted.row_parallel]
+    if lora.quantize == "nf4" and any(width % (NF4_BLOCK * layout.tp) for width in columns):
+        raise RecipeError(
+            f"tp: {layout.tp} cuts blocks of {NF4_BLOCK} columns, which share a scale in nf4: "
+            f"{' and '.join(str(width) for width in sorted(set(columns)))} columns are cut over tp",
+            where=recipe.where("layout.tp"),
+            hint="write a smaller tp, or `quantize: int8`",
+        )
+
+
 def check_plugins(recipe: Recipe, job: JobFile) -> None:
     """Raise where a node finds other plugins than those that the job was written with."""
     for source in recipe.plugin_sources:
@@ -75,7 +100,7 @@ def check_plugins(recipe: Recipe, job: JobFile) -> None:
 
 def check_engine(recipe: Recipe) -> None:
     """Raise what our own engine cannot do of a recipe, wherever it would run."""
-    problems = [*_foreign_problems(recipe), *_engine_problems(recipe)]
+    problems = [*_foreign_problems(recipe), *_engine_problems(recipe), *_preference_problems(recipe)]
     if problems:
         raise recipe_error(problems, recipe.places)
 
@@ -94,16 +119,29 @@ def _engine_problems(recipe: Recipe) -> Iterator[Problem]:
     if recipe.engine.name != "torch":
         return
     train = recipe.train
-    if train.lora is not None:
-        yield Problem(("train", "lora"), "the torch engine trains no adapters yet", "delete it, or engine: torchtune")
-    if train.mode == "finetune":
+    if train.lora is not None and train.lora.quantize is not None and train.precision == "fp8":
         yield Problem(
-            ("train", "mode"), "the torch engine does not fine-tune yet", "write `mode: pretrain`, or engine: torchtune"
+            ("train", "lora", "quantize"),
+            f"weights that are held as {train.lora.quantize} are multiplied in bf16, not in fp8",
+            "write `precision: bf16`, or delete `quantize`: fp8 products take whole weights",
         )
     if recipe.data.stage != "direct":
         yield Problem(
             ("data", "stage"), f"staging tokens on {recipe.data.stage} is not built yet", "write `stage: direct`"
         )
+
+
+def _preference_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Yield what cannot be had together with `mode: dpo`."""
+    train = recipe.train
+    if train.mode != "dpo":
+        return
+    if recipe.engine.name != "torch":
+        yield Problem(("train", "mode"), f"{recipe.engine.name} is not rendered for `mode: dpo`", "engine: torch")
+    if train.loss is not None:
+        yield Problem(("train", "loss"), "`mode: dpo` compares answers, and has no other loss", "delete it")
+    if train.z_loss:
+        yield Problem(("train", "z_loss"), "the loss of `mode: dpo` has no z-loss", "delete it")
 
 
 _FOREIGN_KINDS = ("text format", "serving engine")
@@ -205,6 +243,8 @@ def _addresses(recipe: Recipe) -> Iterator[tuple[KeyPath, str, bool]]:
         yield ("checkpoint", "to"), recipe.checkpoint.to, True
     if recipe.export is not None and recipe.export.to is not None:
         yield ("export", "to"), recipe.export.to, True
+    adapters = recipe.serve.adapters if recipe.serve is not None else None
+    yield from ((("serve", "adapters", name), address, False) for name, address in (adapters or {}).items())
 
 
 def _mounts(cluster: Cluster, recipe: Recipe, *, writable: bool) -> list[str] | None:

@@ -106,6 +106,8 @@ def local_serve_command(recipe: Recipe, folder: str) -> str:
 def _serve_options(recipe: Recipe) -> list[str]:
     serve = recipe.serve or Serve()
     words = ["--name", recipe.name]
+    for name, address in (serve.adapters or {}).items():
+        words += ["--adapter", f"{name}={address}"]
     if serve.max_length is not None:
         words += ["--max-length", str(serve.max_length)]
     if serve.max_sequences is not None:
@@ -214,6 +216,8 @@ def _check_registered(recipe: Recipe, serve: Serve) -> None:
     problems = list(engine.problems(recipe))
     if serve.api_key is not None and engine.key_variable is None:
         problems.append(Problem(("serve", "api_key"), f"{serve.engine} knows no keys", "delete it"))
+    if serve.adapters is not None and not engine.serves_adapters:
+        problems.append(Problem(("serve", "adapters"), f"{serve.engine} serves no adapters", "delete it"))
     if problems:
         raise recipe_error(problems, recipe.places)
 

@@ -16,6 +16,7 @@ import orjson
 from trainshed.checkpoints.base import BaseWeights
 from trainshed.checkpoints.formats import TargetFormat, detect_format
 from trainshed.data.artefacts import DataArtefacts
+from trainshed.data.prompts import chat_format
 from trainshed.data.tokenize.tokenizer import TOKENIZER_FILES, Tokenizer
 from trainshed.data.tokens.token_source import TokenSource
 from trainshed.engines.megatron.keys import MEGATRON_CHECKPOINTS
@@ -24,10 +25,11 @@ from trainshed.launch.job import JobFile
 from trainshed.recipe import Cluster, Export, Recipe, load_cluster, load_recipe
 from trainshed.reporting import SILENT, Reporter
 from trainshed.run_folder import CLUSTER_FILE, ENGINE, RECIPE_FILE
-from trainshed.storage import LocalStore, StoreOptions, copy_tree, open_folder, parse
+from trainshed.storage import LocalStore, StoreOptions, copy_tree, join, open_folder, parse
 from trainshed.workflow.prepare import (
     PreparedRun,
     check_fit,
+    checkpoint_home,
     fetch_weights,
     prepare_run,
     resolve,
@@ -116,21 +118,44 @@ def export_run(
 ) -> str:
     """Write the trained weights as the recipe's `export` says, prove them, and return where they are.
 
-    The run's tokenizer goes with them: a server such as vLLM looks for it there.
+    They are those of the best checkpoint where the run keeps one, otherwise of the last. The run's tokenizer goes with
+    them: a server such as vLLM looks for it there; so do the chat template of `data.template`, with which the
+    conversations were written, and the token that ends its answers. The adapters of a LoRA run become a folder of
+    PEFT's, unless they are to be merged: its weights are then those of the base with the adapters in them.
     """
     from trainshed.checkpoints.convert.convert import convert_weights
     from trainshed.checkpoints.formats import TargetFormat
 
     wanted = recipe.export or Export()
-    source = run / MEGATRON_CHECKPOINTS if recipe.engine.name == "megatron" else run
+    source = str(run / MEGATRON_CHECKPOINTS if recipe.engine.name == "megatron" else run)
+    if recipe.engine.name == "torch" and (apart := checkpoint_home(recipe, run.name, options)) is not None:
+        source = join(apart[0].url, apart[1])
     target = export_address(recipe, str(run))
     words = tokenizer_folder(tokenizer) if tokenizer is not None else None
+    chat_template, end_tokens = (None, ()) if tokenizer is None else chat_format(recipe, tokenizer, options)
+    if recipe.engine.name == "torch" and recipe.train.lora is not None and not wanted.merge:
+        from trainshed.checkpoints.lora.export import export_adapter
+
+        exported = export_adapter(
+            str(source),
+            target,
+            dtype=wanted.dtype,
+            tokenizer=words,
+            chat_template=chat_template,
+            end_tokens=end_tokens,
+            options=options,
+            reporter=reporter,
+        )
+        check_proven(exported.verdict.passed, target)
+        return target
     made = convert_weights(
-        str(source),
+        source,
         target,
         TargetFormat(wanted.format),
         dtype=wanted.dtype,
         tokenizer=words,
+        chat_template=chat_template,
+        end_tokens=end_tokens,
         options=options,
         reporter=reporter,
     )

@@ -33,7 +33,7 @@ from trainshed.recipe.registered import registered_class
 from trainshed.run_folder import CLUSTER_FILE, RECIPE_FILE, run_address
 from trainshed.workflow.layout import PlannedRun, check_node_count, plan_on_cluster, planned_model
 from trainshed.workflow.prepare import check_fit_before_submit, resolve, store_options
-from trainshed.workflow.runnable import check_loss, check_ranks, check_runnable, shared_store
+from trainshed.workflow.runnable import check_adapters, check_loss, check_ranks, check_runnable, shared_store
 from trainshed.workflow.serve import SERVE_SCRIPT, serve_notes, serve_script, serve_stage
 
 UNKNOWN_SAVE_SECONDS = 270
@@ -71,6 +71,7 @@ def build_job(
     _check_export(resolved, planned.layout)
     check_ranks(resolved, planned.layout.world_size)
     check_loss(resolved, planned.layout)
+    check_adapters(resolved, model.config, planned.layout)
     setup = fabric_setup(cluster, nodes=planned.placement.nodes)
     warnings = lint_environment(setup, cluster.environment, cluster.where)
     name = id or run_id(resolved)
@@ -158,18 +159,19 @@ def _json(body: Any) -> str:
 
 
 def _scripts(recipe: Recipe) -> dict[str, str]:
-    """The scripts that a recipe names: they are beside it here, and beside its copy on the nodes."""
+    """The scripts and the chat template that a recipe names: they travel with it, to lie beside it on the nodes too."""
     sources = [*recipe.data.train, *([recipe.data.validation] if recipe.data.validation else [])]
+    named = [(f"data.train.{number}.script", source.script) for number, source in enumerate(sources)]
     files = {}
-    for number, source in enumerate(sources):
-        if source.script is None:
+    for key, name in (*named, ("data.template", recipe.data.template_file)):
+        if name is None:
             continue
-        path = Path(source.script)
+        path = Path(name)
         if path.is_absolute() or ".." in path.parts:
             raise RecipeError(
                 f"`{path}` does not lie beside the recipe, so that it cannot travel with it",
-                where=recipe.where(f"data.train.{number}.script"),
-                hint="put the script into the recipe's folder and write its path from there",
+                where=recipe.where(key),
+                hint="put the file into the recipe's folder and write its path from there",
             )
         try:
             files[path.as_posix()] = (recipe.folder / path).read_text(encoding="utf-8")

@@ -37,6 +37,7 @@ from trainshed.recipe import (
     DataSection,
     Engine,
     Layout,
+    Lora,
     ModelSection,
     Observe,
     Recipe,
@@ -239,6 +240,8 @@ def verify(
     for reason in chosen.reasons:
         reporter.note(reason)
     asked = chosen.layout
+    if recipe.train.lora is not None and recipe.train.lora.quantize == "nf4":
+        reporter.note("the frozen weights are checked as int8: a shrunk model has no blocks of nf4")
     if asked.world_size == 1:
         reporter.note("the layout is one process: its micro-batches, its recomputation and its resuming are checked")
     small, on_gpus = _shrink_to_fit(whole, asked, reporter)
@@ -273,12 +276,30 @@ def shrunk_recipe(recipe: Recipe, small: ShrunkRun, layout: Layout, store: Path,
         ramp = BatchRamp(start=first, increment=last - first, samples=first * max(1, steps // 3))
     # A warm-up of thousands of steps would leave these few without a learning rate.
     schedule = recipe.train.schedule.model_copy(update={"warmup": min(recipe.train.schedule.warmup, steps // 4)})
-    train = {"steps": steps, "tokens": None, "epochs": None, "global_batch": last, "batch_ramp": ramp}
+    # Synthetic rows have no answers. What a layout can get wrong about conversations is to keep them apart.
+    train = {
+        "mode": "pretrain",
+        "steps": steps,
+        "tokens": None,
+        "epochs": None,
+        "global_batch": last,
+        "batch_ramp": ramp,
+        "lora": _checked_adapters(recipe.train.lora),
+        "dpo": None,
+        "early_stop": None,
+    }
     changes = {
         "model": ModelSection(config=small.config, init="random"),
         "tokenizer": None,
-        "data": DataSection(synthetic=True, sequence_length=small.sequence_length, seed=recipe.data.seed),
-        "train": recipe.train.model_copy(update=train | {"precision": PRECISION, "schedule": schedule}),
+        "data": DataSection(
+            synthetic=True,
+            sequence_length=small.sequence_length,
+            seed=recipe.data.seed,
+            document_mask=True if recipe.document_mask else None,
+        ),
+        "train": recipe.train.model_copy(
+            update=train | {"precision": PRECISION, "schedule": schedule, "early_stop": None}
+        ),
         "layout": layout,
         "engine": Engine(),
         "checkpoint": Checkpoint(every=steps // 2, keep=None, **{"async": recipe.checkpoint.async_}),
@@ -291,6 +312,13 @@ def shrunk_recipe(recipe: Recipe, small: ShrunkRun, layout: Layout, store: Path,
     }
     # Read back as the ranks will read it, and so checked.
     return parse_recipe(to_yaml(recipe.model_copy(update=changes)), folder=recipe.folder)
+
+
+def _checked_adapters(lora: Lora | None) -> Lora | None:
+    """Return the adapters of a check: nf4 has blocks of 64 columns, which a shrunk model does not have."""
+    if lora is None or lora.quantize != "nf4":
+        return lora
+    return lora.model_copy(update={"quantize": "int8"})
 
 
 def _full_size_run(recipe: Recipe, cluster: Cluster) -> PreparedRun:

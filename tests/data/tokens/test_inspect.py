@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from support.recipes.golden_files import check_golden
 from support.runs.preparing import MadeTokenizer, TokenizerFolder, WriteTokens, documents, jsonl, prepare_text
 from trainshed.cli import run_cli
-from trainshed.cli.data import _histogram
+from trainshed.cli.data_inspect import _histogram
 from trainshed.data.tokenize.tokenizer import Tokenizer
 from trainshed.data.tokens.inspect import inspect_tokens
 

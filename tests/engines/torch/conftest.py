@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from support.runs.lora_runs import AdaptedRuns
 from support.runs.rank_pool import RankPool
 from support.runs.small_runs import SmallRuns
 
@@ -20,3 +21,8 @@ def rank_pool() -> Iterator[RankPool]:
 @pytest.fixture(scope="session")
 def small_runs(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> SmallRuns:
     return SmallRuns(rank_pool, tmp_path_factory.mktemp("runs"))
+
+
+@pytest.fixture(scope="session")
+def adapted_runs(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> AdaptedRuns:
+    return AdaptedRuns(rank_pool, tmp_path_factory.mktemp("adapted"))

@@ -5,19 +5,23 @@ from __future__ import annotations
 import pytest
 import torch
 
+from trainshed.data.prompts import ValidationPrompts
 from trainshed.engines.torch import optimizer
 from trainshed.engines.torch.batch_loader import LocalBatch
-from trainshed.engines.torch.model import RankModel, build_model, describe_float8_exclusions, init_model
+from trainshed.engines.torch.model import RankModel, build_model, describe_float8_exclusions
 from trainshed.engines.torch.optimizer import AdamW
 from trainshed.engines.torch.parallel import single_rank_mesh
+from trainshed.engines.torch.sample_answers import SampleAnswers
 from trainshed.engines.torch.step import StepMetrics, StepRunner
+from trainshed.engines.torch.weights import init_model
 from trainshed.models.attention import causal_attention
-from trainshed.models.collectives import ParallelAxes
+from trainshed.models.collectives import AxisGroup, ParallelAxes
 from trainshed.models.decoder import Regularization
+from trainshed.models.documents import document_masks
 from trainshed.models.loss import linear_cross_entropy
 from trainshed.models.moe import GroupedExperts
 from trainshed.plan.layout import resolve_layout
-from trainshed.recipe import Layout, ModelConfig
+from trainshed.recipe import Layout, Lora, ModelConfig
 from trainshed.recipe.train import Optimizer
 
 pytestmark = [
@@ -61,6 +65,9 @@ def outcomes(
     *,
     recompute: str = "none",
     dropout: float = 0.0,
+    mean_document: int | None = None,
+    lora: Lora | None = None,
+    states: str | None = None,
 ) -> list[StepMetrics]:
     layout = resolve_layout(Layout.model_validate({"micro_batch": 2, "recompute": recompute}), config)
     place = torch.device(device)
@@ -71,18 +78,63 @@ def outcomes(
         precision=precision,
         regularization=Regularization(z_loss=1e-4, moe_balance=0.01, moe_z=1e-3, dropout=dropout, seed=7),
         compile_blocks=place.type == "cuda",
+        lora=lora,
     )
     init_model(model, seed=1)
-    runner = StepRunner(model, AdamW(model.shards, Optimizer(lr=1e-3), place))
+    options = Optimizer.model_validate({"lr": 1e-3, "states": states})
+    runner = StepRunner(model, AdamW(model.shards, options, place))
     generator = torch.Generator().manual_seed(0)
     found = []
     for step in range(steps):
         rows = torch.randint(0, config.vocab_size, (BATCH, LENGTH + 1), generator=generator)
-        samples = torch.arange(step * BATCH, (step + 1) * BATCH, device=place) if dropout else None
-        batch = LocalBatch(BATCH, rows[:, :-1].contiguous().to(place), rows[:, 1:].contiguous().to(place), samples)
+        drops = dropout or (lora is not None and lora.dropout)
+        samples = torch.arange(step * BATCH, (step + 1) * BATCH, device=place) if drops else None
+        starts = None if mean_document is None else random_documents(mean_document, generator).to(place)
+        inputs, labels = rows[:, :-1].contiguous().to(place), rows[:, 1:].contiguous().to(place)
+        batch = LocalBatch(BATCH, inputs, labels, samples, document_starts=starts)
         found.append(runner.step(batch, BATCH, 1e-3).read())
     torch.compiler.reset()
     return found
+
+
+def random_documents(mean: int, generator: torch.Generator) -> torch.Tensor:
+    """Document starts [BATCH, LENGTH] of documents of other lengths in every batch."""
+    begins = torch.rand(BATCH, LENGTH, generator=generator) < 1 / mean
+    columns = torch.where(begins, torch.arange(LENGTH), 0)
+    return columns.cummax(1).values
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("family", ["dense", "experts", "window"])
+def test_documents_are_kept_apart_as_on_a_cpu(family: str, recompute: str) -> None:
+    windowed = DENSE.model_copy(update={"sliding_window": 48, "family": "mistral"})
+    config = {"dense": DENSE, "experts": EXPERTS, "window": windowed}[family]
+    there = outcomes(config, "cuda", "bf16", 4, mean_document=60, recompute=recompute)
+    here, without = outcomes(config, "cpu", "fp32", 4, mean_document=60), outcomes(config, "cpu", "fp32", 1)
+    for gpu, cpu in zip(there, here, strict=True):
+        assert gpu.loss == pytest.approx(cpu.loss, rel=3e-2)
+        assert gpu.grad_norm == pytest.approx(cpu.grad_norm, rel=0.1)
+    assert abs(here[0].grad_norm - without[0].grad_norm) > 1e-3 * without[0].grad_norm
+
+
+@pytest.mark.parametrize("cp", [AxisGroup(), AxisGroup(2, 0), AxisGroup(2, 1)])
+@pytest.mark.parametrize("window", [None, 100])
+def test_blocks_attend_as_the_plain_mask_does(cp: AxisGroup, window: int | None) -> None:
+    generator = torch.Generator().manual_seed(0)
+    starts = torch.where(torch.rand(2, 1024, generator=generator) < 1 / 100, torch.arange(1024), 0).cummax(1).values
+    plain, blocks = document_masks(starts, cp, window, 64), document_masks(starts.cuda(), cp, window, 64)
+    for mask, block_mask in zip(plain, blocks, strict=True):
+        assert isinstance(mask, torch.Tensor)
+        shapes = [(mask.shape[-2], 2, 8, 64), (mask.shape[-1], 2, 2, 64), (mask.shape[-1], 2, 2, 64)]
+        here = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
+        there = [x.detach().to("cuda", torch.bfloat16).requires_grad_() for x in here]
+        expected, got = causal_attention(*here, window, mask), causal_attention(*there, window, block_mask)
+        expected.square().sum().backward()
+        got.float().square().sum().backward()
+        torch.testing.assert_close(got.float().cpu(), expected, rtol=3e-2, atol=3e-2)
+        for x, y in zip(there, here, strict=True):
+            scale = y.grad.abs().max().item()
+            torch.testing.assert_close(x.grad.float().cpu(), y.grad, rtol=5e-2, atol=2e-2 * scale)
 
 
 @pytest.mark.parametrize("config", [DENSE, EXPERTS], ids=["dense", "experts"])
@@ -94,6 +146,42 @@ def test_a_gpu_computes_what_a_cpu_computes(config: ModelConfig, precision: str,
         assert gpu.loss == pytest.approx(cpu.loss, rel=bound)
         assert gpu.grad_norm == pytest.approx(cpu.grad_norm, rel=5 * bound)
         assert gpu.loss_terms == pytest.approx(cpu.loss_terms, rel=bound, abs=1e-9)
+
+
+ADAPTERS: dict[str, tuple[ModelConfig, dict[str, object]]] = {
+    "lora": (DENSE, {"targets": ["all-linear"]}),
+    "dora with dropout": (DENSE, {"targets": ["attn", "mlp"], "dora": True, "dropout": 0.2}),
+    "some projections": (DENSE, {"targets": ["v_proj", "up_proj"], "rank": 3}),
+    "int8": (DENSE, {"targets": ["attn", "mlp"], "quantize": "int8"}),
+    "nf4": (DENSE, {"targets": ["attn"], "quantize": "nf4", "dora": True}),
+    "experts": (EXPERTS, {"targets": ["all-linear"], "rank": 5}),
+}
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+@pytest.mark.parametrize(("config", "options"), ADAPTERS.values(), ids=ADAPTERS)
+def test_adapters_on_a_gpu_train_as_on_a_cpu(config: ModelConfig, options: dict[str, object], recompute: str) -> None:
+    lora = Lora.model_validate({"rank": 8, "alpha": 16, **options})
+    there = outcomes(config, "cuda", "bf16", 4, lora=lora, recompute=recompute)
+    here = outcomes(config, "cpu", "fp32", 4, lora=lora)
+    for gpu, cpu in zip(there, here, strict=True):
+        assert gpu.loss == pytest.approx(cpu.loss, rel=3e-2)
+        assert gpu.grad_norm == pytest.approx(cpu.grad_norm, rel=0.15)
+
+
+def test_fp8_products_with_frozen_weights_follow_bf16() -> None:
+    pytest.importorskip("torchao")
+    lora = Lora.model_validate({"rank": 8, "alpha": 16, "targets": ["all-linear"]})
+    wide, narrow = (outcomes(DENSE, "cuda", precision, lora=lora) for precision in ("bf16", "fp8"))
+    assert [step.loss for step in narrow] == pytest.approx([step.loss for step in wide], rel=3e-2)
+    assert [step.grad_norm for step in narrow] == pytest.approx([step.grad_norm for step in wide], rel=0.2)
+    assert [step.loss for step in narrow] != [step.loss for step in wide], "the products were not in fp8"
+
+
+def test_states_in_bf16_are_rounded_as_on_a_cpu() -> None:
+    there, here = (outcomes(DENSE, device, "fp32", states="bf16") for device in ("cuda", "cpu"))
+    for gpu, cpu in zip(there, here, strict=True):
+        assert gpu.loss == pytest.approx(cpu.loss, rel=2e-3)
 
 
 def test_tensors_are_updated_alike_together_and_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,3 +292,26 @@ def test_queries_see_what_is_before_them_as_far_as_the_window(compiled: bool, qu
     for x, y in zip(there, here, strict=True):
         scale = y.grad.abs().max().item()
         torch.testing.assert_close(x.grad.float().cpu(), y.grad, rtol=5e-2, atol=2e-2 * scale)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_prompts_are_answered_as_on_a_cpu(packed: bool) -> None:
+    generator = torch.Generator().manual_seed(3)
+    tokens = tuple(tuple(torch.randint(0, 1024, (length,), generator=generator).tolist()) for length in (3, 40, 90))
+    prompts = ValidationPrompts(("a", "b", "c"), tokens, answer_tokens=12, end_tokens=frozenset())
+    answers = []
+    for device in ("cuda", "cpu"):
+        layout = resolve_layout(Layout.model_validate({"micro_batch": 2}), DENSE)
+        model = build_model(
+            DENSE,
+            single_rank_mesh(layout, torch.device(device)),
+            sequence_length=LENGTH,
+            precision="fp32",
+            regularization=Regularization(),
+            compile_blocks=device == "cuda",
+        )
+        init_model(model, seed=1)
+        answers.append(SampleAnswers(prompts, model, packed=packed).ask().answers)
+        torch.compiler.reset()
+    assert answers[0] == answers[1]
+    assert len({str(answer) for answer in answers[0]}) == 3

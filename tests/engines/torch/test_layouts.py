@@ -134,6 +134,32 @@ def test_a_layout_gives_the_losses_and_gradient_norms_of_one_process(
     assert_same_curve(expected, got, loss=1e-9, grad_norm=1e-9)
 
 
+DOCUMENTS = "data.document_mask=true"
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "overrides"),
+    [
+        *(("dense", layout, ()) for layout in NAMED),
+        ("dense", "cp=2,tp=2,micro_batch=4", ("model.config.sliding_window=5", "model.config.family=mistral")),
+        ("dense", "pp=2,vp=2,schedule=zero_bubble,micro_batch=2", (FOUR_LAYERS,)),
+        ("dense", "tp=2,recompute=selective,micro_batch=4", ()),
+        ("tied", "tp=2,cp=2,micro_batch=4", ()),
+        ("tied", "pp=2,dp=2,micro_batch=2", ()),
+        ("moe", "tp=2,ep=2,micro_batch=4", ()),
+        ("moe", "cp=2,ep=2,micro_batch=4", ()),
+    ],
+)
+def test_documents_are_kept_apart_on_every_layout(
+    small_runs: SmallRuns, model: str, layout: str, overrides: tuple[str, ...]
+) -> None:
+    expected = small_runs.alone(model, DOCUMENTS, *overrides)
+    assert_same_curve(expected, small_runs.fresh(model, layout, DOCUMENTS, *overrides), loss=1e-9, grad_norm=1e-9)
+    plain = small_runs.alone(model, *overrides)
+    assert {event["learned_tokens"] < 8 * 16 for event in expected} == {True}
+    assert [event["loss"] for event in plain] != [event["loss"] for event in expected]
+
+
 @pytest.mark.parametrize(
     ("model", "layout"),
     [

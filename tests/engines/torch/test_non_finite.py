@@ -39,7 +39,7 @@ def poisoned(tmp_path_factory: pytest.TempPathFactory) -> Poisoned:
     folder = tmp_path_factory.mktemp("poisoned")
     recipe = small_recipe("dense", RUN)
     order = small_job(folder, recipe, "micro_batch=1").order
-    bad = {token: [step for step in range(STEPS) if token in order.batch(step)[:, :-1]] for token in range(61)}
+    bad = {token: [step for step in range(STEPS) if token in order.batch(step).tokens[:, :-1]] for token in range(61)}
     # Some good steps before it, and some after it.
     token = next(token for token, samples in bad.items() if len(samples) > 2 and 2 <= samples[0] < samples[1] - 3)
     assert recipe.model.config is not None

@@ -27,13 +27,13 @@ import pytest
 import torch
 import yaml
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from trainshed.data.sampling.rows import SampleRows
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from support import TESTS
 from support.recipes.foreign_tasks import task_of, written
 from trainshed.catalog import model_preset
+from trainshed.data.sampling.rows import SampleRows
 from trainshed.engines.keys import flatten, nest
 from trainshed.engines.launch import build_launch
 from trainshed.engines.torch.rank import train_rank

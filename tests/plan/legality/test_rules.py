@@ -287,3 +287,16 @@ def test_a_pipeline_of_our_own_engine_shares_out_optimiser_states_alone(
     assert found.what.startswith(f"shard: {shard} with pp: 2 would leave ")
     assert found.hint == "write shard: zero1, or pp: 1"
     assert problems({"pp": 2, "shard": "zero1", **keys}, config) == []
+
+
+def test_narrow_weights_are_not_shared_out_and_adapters_are_cut_with_their_projections() -> None:
+    def broken(shard: str, *, quantized: bool) -> list[Problem]:
+        keys = Layout.model_validate({"dp": 2, "tp": 2, "shard": shard})
+        asked = {"sequence_length": 64, "batch_sizes": (48,), "lora": True}
+        return layout_problems(resolve_layout(keys, DENSE), DENSE, **asked, quantized=quantized)
+
+    assert broken("full", quantized=False) == broken("zero1", quantized=True) == []
+    (problem,) = broken("full", quantized=True)
+    assert problem.path == ("layout", "shard")
+    assert "`lora.quantize` holds in 8 or 4 bits" in problem.what
+    assert problem.hint == "write shard: zero1, or delete train.lora.quantize"

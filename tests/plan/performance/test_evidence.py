@@ -9,9 +9,10 @@ import pytest
 
 from trainshed.catalog import model_preset
 from trainshed.plan.layout import resolve_layout
+from trainshed.plan.lora_shape import LoraShape
 from trainshed.plan.model_shape import model_shape
 from trainshed.plan.performance.engine_constants import engine_constants
-from trainshed.plan.performance.evidence import evidence_for, held_out_errors, measured_kinds
+from trainshed.plan.performance.evidence import adapter_errors, evidence_for, held_out_errors, measured_kinds
 from trainshed.plan.performance.prediction import LayoutPrediction, predict
 from trainshed.plan.published.rows import read_tables, shipped_tables
 from trainshed.plan.published.validation import validate_rows
@@ -66,6 +67,18 @@ def test_where_no_model_was_ever_left_out_there_is_no_range() -> None:
     found = evidence_for(training, "torchtune", chosen)
     assert (found.held_out, found.seconds) == (None, None)
     assert found.notes[0].startswith("how far off the step may be is not known: ")
+
+
+def test_a_plan_with_adapters_is_held_against_rows_of_adapters() -> None:
+    training, _ = predicted("h200", 1, "torch")
+    adapters = replace(training, lora=LoraShape(16, ("q_proj", "v_proj")))
+    chosen = predict(adapters, resolve_layout(Layout(), model_preset("llama3-8b"), world_size=1))
+    evidence = evidence_for(adapters, "torch", chosen)
+    errors = adapter_errors()
+    assert errors.rows >= 40
+    assert 0.85 < errors.low < 1 < errors.high < 1.15
+    assert evidence.seconds == (errors.low * chosen.step_seconds, errors.high * chosen.step_seconds)
+    assert "rows of LoRA on Megatron and AutoModel that no constant was fitted to" in evidence.notes[0]
 
 
 def test_more_than_any_measurement_has_shown_is_said_with_both_figures() -> None:

@@ -210,6 +210,7 @@ def test_the_plot_has_a_panel_for_what_was_measured_and_names_its_sources():
     [
         ("NVIDIA-NeMo/Megatron-Bridge:docs/performance-summary.md", "Megatron-Bridge"),
         ("pytorch/torchtitan:docs/performance.md@395a52627", "torchtitan"),
+        ("mlcommons/training_results_v5.1:NVIDIA/results/theia_ngpu8/llama2_70b_lora", "MLPerf Training"),
         ("paper:Narayanan2021 arXiv:2104.04473 Table 1", "Narayanan2021"),
         ("HF ultra-scale playbook benchmarks_interactive.html (copy: x)", "HF ultra-scale playbook"),
         ("", "(no source)"),

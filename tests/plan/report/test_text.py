@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from support.recipes.small_plans import JOB, MEMORY, TIMES, layout, prediction
 from trainshed.catalog import model_preset
 from trainshed.plan.layout import RankLayout
+from trainshed.plan.lora_shape import LoraShape
 from trainshed.plan.model_shape import model_shape
 from trainshed.plan.performance.engine_constants import engine_constants
 from trainshed.plan.performance.memory import GpuMemory
@@ -19,7 +20,9 @@ from trainshed.plan.report.text import (
     TIME_PARTS,
     LayoutVariant,
     compare_variant,
+    describe_trained,
     explain_layout,
+    format_percent,
     format_seconds,
     layout_variants,
     share_cells,
@@ -145,6 +148,36 @@ def test_a_neighbour_of_a_searched_layout_is_the_best_that_has_the_other_value()
     assert any(", at best with " in words for words in said)
 
 
+def test_what_lora_saves_is_said_with_the_figures_of_training_all_weights() -> None:
+    training = replace(FAIR, lora=LoraShape(16, ("q_proj", "v_proj")), document_length=1024.0)
+    adapted = predict(training, layout(tp=8, shard="full"))
+    full = predict(replace(training, lora=None), adapted.layout)
+    sentences = explain_layout(training, adapted, lambda _: "of no interest here")
+    (saves,) = [words for words in sentences if words.startswith("LoRA trains")]
+    assert saves.startswith("LoRA trains 32.8M weights beside 70.6B frozen ones")
+    slower = format_percent(full.step_seconds / adapted.step_seconds - 1)
+    assert saves.endswith(f"{full.memory.total - adapted.memory.total:.1f} GiB more and take {slower} longer.")
+    assert any(words.startswith("Attention stays within documents of some 1,024 tokens") for words in sentences)
+    assert describe_trained(training, adapted.memory) == (
+        f"adapters of 32.8M beside 70.6B frozen weights (0.05%): {adapted.memory.trained:.1f} GiB with gradients and "
+        f"optimizer states, frozen {adapted.memory.frozen:.1f} GiB"
+    )
+    assert describe_trained(FAIR, adapted.memory) is None
+
+
+def test_narrow_weights_and_a_reference_are_said_with_what_they_save_and_cost() -> None:
+    training = replace(FAIR, lora=LoraShape(16, ("q_proj",), base_bytes=0.516), preference=True)
+    chosen = predict(training, layout(tp=8, pp=4))
+    sentences = " ".join(explain_layout(training, chosen, lambda _: "of no interest here"))
+    plain = predict(replace(training, lora=LoraShape(16, ("q_proj",))), chosen.layout)
+    assert f"in 0.52 bytes each save {plain.memory.total - chosen.memory.total:.1f} GiB" in sentences
+    assert "it is the base without adapters." in sentences
+    copied = replace(FAIR, preference=True)
+    words = describe_trained(copied, predict(copied, chosen.layout).memory)
+    assert words is not None
+    assert words.startswith("all 70.6B weights, beside a frozen copy of ")
+
+
 @given(st.lists(st.floats(0, 1e3), min_size=1, max_size=8), st.integers(8, 200))
 def test_cells_add_up_and_nothing_vanishes(amounts: list[float], width: int) -> None:
     cells = share_cells(amounts, width)
@@ -155,7 +188,8 @@ def test_cells_add_up_and_nothing_vanishes(amounts: list[float], width: int) -> 
 
 
 def test_every_field_has_a_part_and_parts_keep_apart() -> None:
-    assert [part.key for part in MEMORY_PARTS] == [part.name for part in fields(GpuMemory) if part.name != "capacity"]
+    beside = ("capacity", "frozen")
+    assert [part.key for part in MEMORY_PARTS] == [part.name for part in fields(GpuMemory) if part.name not in beside]
     assert [part.key for part in TIME_PARTS] == [part.name for part in fields(StepTimes)]
     for parts in (MEMORY_PARTS, TIME_PARTS):
         assert len({part.symbol for part in parts}) == len({part.colour for part in parts}) == len(parts)

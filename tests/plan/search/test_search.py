@@ -14,6 +14,7 @@ from trainshed.catalog import model_preset
 from trainshed.errors import InputError
 from trainshed.plan.layout import RankLayout, resolve_layout
 from trainshed.plan.legality import layout_problems
+from trainshed.plan.lora_shape import LoraShape
 from trainshed.plan.model_shape import model_shape
 from trainshed.plan.performance.engine_constants import engine_constants
 from trainshed.plan.performance.prediction import LayoutPrediction, predict
@@ -45,6 +46,11 @@ SMALL = {
     "pipelines": training_of("llama3-70b", "h200", 32, 4096, 16, "megatron"),
     "experts": training_of("mixtral-8x7b", "h100", 16, 4096, 16, "megatron"),
     "fsdp": training_of("llama3-8b", "a100-80gb", 8, 4096, 32, "torchtune"),
+    "adapters": replace(training_of("llama3-70b", "h100", 8, 4096, 16, "torch"), lora=LoraShape(16, ("q_proj",))),
+    "narrow": replace(
+        training_of("llama3-70b", "a100-40gb", 8, 4096, 16, "torch"),
+        lora=LoraShape(16, ("q_proj",), base_bytes=0.516),
+    ),
 }
 
 

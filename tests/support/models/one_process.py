@@ -7,11 +7,12 @@ from pathlib import Path
 import torch
 
 from trainshed.checkpoints.hf.weights import HfWeights
-from trainshed.engines.torch.model import ParameterShard, RankModel, build_model, init_model
+from trainshed.engines.torch.model import ParameterShard, RankModel, build_model
 from trainshed.engines.torch.parallel import single_rank_mesh
+from trainshed.engines.torch.weights import init_model
 from trainshed.models.decoder import Regularization
 from trainshed.plan.layout import resolve_layout
-from trainshed.recipe import Layout, ModelConfig
+from trainshed.recipe import Layout, Lora, ModelConfig
 
 CPU = torch.device("cpu")
 NO_LOSSES = Regularization()
@@ -26,11 +27,14 @@ def one_process_model(
     recompute: str = "none",
     micro_batch: int = 1,
     seed: int = 0,
+    lora: Lora | None = None,
 ) -> RankModel:
     """Build a whole model with fresh weights."""
     layout = resolve_layout(Layout.model_validate({"recompute": recompute, "micro_batch": micro_batch}), config)
     mesh = single_rank_mesh(layout, CPU)
-    model = build_model(config, mesh, sequence_length=length, precision=precision, regularization=regularization)
+    model = build_model(
+        config, mesh, sequence_length=length, precision=precision, regularization=regularization, lora=lora
+    )
     init_model(model, seed)
     return model
 

@@ -50,6 +50,7 @@ class Asked:
     prompt: list[int]
     sampling: SamplingParams
     tell: Callable[[GenerationEvent], None]
+    adapter: str | None = None
     cancelled: threading.Event = field(default_factory=threading.Event)
 
     def cancel(self) -> None:
@@ -72,12 +73,19 @@ class ScriptedGenerator:
     def __post_init__(self) -> None:
         self.hold.set()
 
-    def submit(self, prompt: Sequence[int], sampling: SamplingParams, tell: Callable[[GenerationEvent], None]) -> Asked:
+    def submit(
+        self,
+        prompt: Sequence[int],
+        sampling: SamplingParams,
+        on_event: Callable[[GenerationEvent], None],
+        *,
+        adapter: str | None = None,
+    ) -> Asked:
         if not prompt:
             raise InputError("the prompt is empty")
         if not all(0 <= token < 0xD800 for token in prompt):
             raise InputError("these are no letters")
-        asked = Asked(list(prompt), sampling, tell)
+        asked = Asked(list(prompt), sampling, on_event, adapter)
         self.said.append(asked)
         with self._lock:
             self.running += 1

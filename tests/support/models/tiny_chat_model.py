@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
@@ -16,8 +17,8 @@ TEMPLATE = (
 )
 
 
-def save_tiny_chat_model(folder: Path, max_positions: int = 64) -> Path:
-    """Save it and return where; its tokens are the 256 bytes, then <s> and </s>."""
+def save_tiny_chat_model(folder: Path, max_positions: int = 64, **changes: Any) -> Path:
+    """Save it, with some sizes changed, and return where; its tokens are the 256 bytes, then <s> and </s>."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {letter: number for number, letter in enumerate(letters)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -26,7 +27,7 @@ def save_tiny_chat_model(folder: Path, max_positions: int = 64) -> Path:
     tokenizer.add_special_tokens(["<s>", "</s>"])
     begin, end = tokenizer.token_to_id("<s>"), tokenizer.token_to_id("</s>")
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", begin)])
-    save_tiny_hf("llama", folder, vocab_size=len(letters) + 2, max_positions=max_positions)
+    save_tiny_hf("llama", folder, vocab_size=len(letters) + 2, max_positions=max_positions, **changes)
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": TEMPLATE}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))

@@ -84,16 +84,16 @@ class Answered:
         return next(event.logprobs for event in self.events if isinstance(event, PrefillDone))
 
 
-def begin(generator: Generator, prompt: Sequence[int], **sampling: Any) -> Answered:
+def begin(generator: Generator, prompt: Sequence[int], *, adapter: str | None = None, **sampling: Any) -> Answered:
     """Ask, without waiting for the answer."""
     answer = Answered()
-    answer.ticket = generator.submit(prompt, SamplingParams(**sampling), answer.tell)
+    answer.ticket = generator.submit(prompt, SamplingParams(**sampling), answer.tell, adapter=adapter)
     return answer
 
 
-def ask(generator: Generator, prompt: Sequence[int], **sampling: Any) -> Answered:
+def ask(generator: Generator, prompt: Sequence[int], *, adapter: str | None = None, **sampling: Any) -> Answered:
     """Ask and wait for the whole answer."""
-    return begin(generator, prompt, **sampling).wait()
+    return begin(generator, prompt, adapter=adapter, **sampling).wait()
 
 
 def fresh_chunk(

@@ -8,7 +8,8 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -21,6 +22,7 @@ from support.recipes.small_recipes import small_job, small_recipe
 from support.runs.checkpoint_parts import HookedStore
 from trainshed.checkpoints.base import BaseWeights
 from trainshed.data.order import DataOrder
+from trainshed.data.prompts import ValidationPrompts
 from trainshed.data.sampling.schedule import BatchSchedule, SkipList
 from trainshed.data.sampling.sources import SyntheticSource
 from trainshed.engines.torch import rank
@@ -32,6 +34,8 @@ from trainshed.models.decoder import DecoderLayer
 from trainshed.observe.event_log import EventFollower
 from trainshed.plan import parse_layout
 from trainshed.recipe.data import ValidationSource
+from trainshed.recipe.schema import BestCheckpoint
+from trainshed.recipe.train import EarlyStop
 from trainshed.storage import LocalStore, Store
 from trainshed.workflow import open_run_folder, run_layout, train_job
 
@@ -78,7 +82,14 @@ def train_validating(folder: Path, model: str, layout: str, overrides: Sequence[
 
 
 def train_compiled(folder: Path, model: str, layout: str, overrides: Sequence[str]) -> int:
-    """Train as one rank with its blocks captured as for a GPU, their graphs then run operation by operation."""
+    """Train as one rank with its blocks captured as for a GPU."""
+    with captured_blocks():
+        return train_small(folder, model, layout, overrides)
+
+
+@contextmanager
+def captured_blocks() -> Iterator[None]:
+    """Let ranks capture their blocks as for a GPU; the graphs are then run operation by operation."""
     warnings.simplefilter("ignore")  # of PyTorch's own, when it loads its compiler
 
     def build_compiled(*arguments: Any, **options: Any) -> RankModel:
@@ -90,7 +101,7 @@ def train_compiled(folder: Path, model: str, layout: str, overrides: Sequence[st
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rank, "build_model", build_compiled)
         patch.setattr(DecoderLayer, "compile", compile_block)
-        return train_small(folder, model, layout, overrides)
+        yield
 
 
 def train_counting_stages(folder: Path, model: str, layout: str, overrides: Sequence[str]) -> list[int]:
@@ -179,3 +190,55 @@ def train_prepared(folder: Path, layout: str, with_base: bool = True) -> int:
     run = open_run_folder(folder)
     job = train_job(run, run_layout(run, keys=parse_layout(layout)))
     return train_rank(job if with_base else replace(job, base=None), run_folder=folder)
+
+
+def train_measuring(
+    folder: Path,
+    model: str,
+    layout: str,
+    overrides: Sequence[str],
+    every: int = 2,
+    best: bool = False,
+    early_stop: EarlyStop | None = None,
+    killed_before: tuple[str, str] | None = None,
+    stop_after: int | None = None,
+    prompts: ValidationPrompts | None = None,
+    document_mask: bool = False,
+) -> int:
+    """Train as one rank and measure the loss on other samples; the schema has that for real data only.
+
+    The checkpoints are kept apart; `killed_before` is a change there, as in `train_keeping_apart`. A signal makes the
+    run stop after `stop_after` steps.
+    """
+
+    def before(what: str, path: str) -> None:
+        if killed_before is not None and what == killed_before[0] and path.endswith(killed_before[1]):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def listen(event: dict[str, Any]) -> None:
+        # Ranks agree on a signal in the step that follows.
+        if event["kind"] == "step" and stop_after is not None and event["step"] + 2 == stop_after:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    job = small_job(folder, small_recipe(model, overrides), layout)
+    recipe = job.recipe
+    recipe = recipe.model_copy(
+        update={
+            "data": recipe.data.model_copy(
+                update={
+                    "validation": ValidationSource(every=every, batches=2),
+                    "document_mask": document_mask or None,
+                }
+            ),
+            "train": recipe.train.model_copy(update={"early_stop": early_stop}),
+            "checkpoint": recipe.checkpoint.model_copy(update={"best": BestCheckpoint() if best else None}),
+        }
+    )
+    other = SyntheticSource(vocab_size=job.config.vocab_size, sequence_length=job.order.sequence_length, seed=99)
+    order = DataOrder([other], BatchSchedule(job.order.batch_size(0)))
+    home = cast(Store, HookedStore(LocalStore(folder), before))
+    return train_rank(
+        replace(job, recipe=recipe, validation=order, checkpoint_home=(home, "apart"), prompts=prompts),
+        run_folder=folder,
+        listener=listen,
+    )

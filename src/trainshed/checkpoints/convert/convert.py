@@ -8,7 +8,7 @@ and, last of all, the manifest are written, and the target appears. Killed befor
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +20,12 @@ import torch
 from trainshed.checkpoints.convert.source import ConversionSource
 from trainshed.checkpoints.convert.target import ConversionTarget, explain_disk_errors, hash_file
 from trainshed.checkpoints.formats import TargetFormat, open_weights
-from trainshed.checkpoints.hf.companion_files import COMPANIONS_FOLDER, has_tokenizer, read_companions
+from trainshed.checkpoints.hf.companion_files import (
+    COMPANIONS_FOLDER,
+    has_tokenizer,
+    read_companions,
+    with_chat_template,
+)
 from trainshed.checkpoints.prove.verdict import Verdict, prove, write_verdict
 from trainshed.checkpoints.weights import OutputFile, Weights, WeightsWriter, dtype_name
 from trainshed.errors import InputError, TrainshedError
@@ -63,6 +68,8 @@ def convert_weights(
     *,
     dtype: Dtype | None = None,
     tokenizer: str | None = None,
+    chat_template: str | None = None,
+    end_tokens: Sequence[int] = (),
     vocab_size: int | None = None,
     logits: bool = True,
     workers: int = DEFAULT_WORKERS,
@@ -72,9 +79,10 @@ def convert_weights(
 ) -> Conversion:
     """Convert the weights at `source` into the folder `target`, both addresses in any store, and prove them.
 
-    `tokenizer` is a folder whose tokenizer replaces the source's own; `vocab_size` is as for `open_weights`. A target
-    in a bucket is first written to the local disk, below `scratch`, and each file is uploaded when it is complete. A
-    verdict that failed is stored and returned like one that passed: the caller decides.
+    `tokenizer` is a folder whose tokenizer replaces the source's own, `chat_template` the text of a template that
+    replaces that of the tokenizer, `end_tokens` what ends an answer by it; `vocab_size` is as for `open_weights`. A
+    target in a bucket is first written to the local disk, below `scratch`, and each file is uploaded when it is
+    complete. A verdict that failed is stored and returned like one that passed: the caller decides.
     """
     if workers < 1:
         raise InputError(f"{workers} workers", hint="write at least 1")
@@ -86,6 +94,10 @@ def convert_weights(
     spec = {"from": source_weights.pinned, "format": source_weights.format, "tokenizer": tokenizer, **to.to_plain()}
     if dtype is not None:
         spec["dtype"] = dtype_name(_DTYPES[dtype])
+    if chat_template is not None:
+        spec["chat_template"] = chat_template
+    if end_tokens:
+        spec["end_tokens"] = list(end_tokens)
     if earlier is not None:
         _refuse_another(earlier, spec, target_place)
         if not (target_place.is_local and source_weights.is_read_in_place):
@@ -95,6 +107,7 @@ def convert_weights(
         companions = read_companions(
             source_weights.address, source_weights.format, tokenizer=tokenizer, options=options
         )
+        companions = with_chat_template(companions, chat_template, end_tokens)
         job = _ConversionJob(
             weights, target_place, to, _choose_dtype(dtype, weights, reporter), companions, workers, reporter
         )

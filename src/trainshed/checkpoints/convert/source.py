@@ -13,6 +13,7 @@ from trainshed.checkpoints.base import HF_EXCLUDE, HF_INCLUDE
 from trainshed.checkpoints.formats import WeightsFormat, detect_format, open_weights
 from trainshed.checkpoints.native.folder import find_checkpoint
 from trainshed.checkpoints.weights import Weights
+from trainshed.recipe import ModelConfig
 from trainshed.reporting import Reporter
 from trainshed.storage import LocalStore, StoreOptions, copy_tree, join, open_folder, open_store, parse
 
@@ -39,8 +40,11 @@ class ConversionSource:
         return self._address if self._folder is None else str(self._folder)
 
     @contextmanager
-    def open(self, working_folder: Path, reporter: Reporter) -> Iterator[Weights]:
-        """Open the weights; where they are not read in place, they are first fetched into `working_folder`."""
+    def open(self, working_folder: Path, reporter: Reporter, config: ModelConfig | None = None) -> Iterator[Weights]:
+        """Open the weights; where they are not read in place, they are first fetched into `working_folder`.
+
+        With `config` they are checked against that architecture instead of their own.
+        """
         if not self.is_read_in_place:
             name = f"source-{hashlib.sha256(self.pinned.encode()).hexdigest()[:16]}"
             for other in working_folder.glob("source-*"):
@@ -57,7 +61,7 @@ class ConversionSource:
                 options=self._options,
             )
         with open_weights(
-            self.address, vocab_size=self._vocab_size, options=self._options, reporter=reporter
+            self.address, config=config, vocab_size=self._vocab_size, options=self._options, reporter=reporter
         ) as weights:
             yield weights
 

@@ -7,7 +7,7 @@ that a later export has what the first download had.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from trainshed.data.tokenize.tokenizer import TOKENIZER_FILES, tokenizer_from_files
@@ -46,6 +46,29 @@ def read_companions(
         # Another tokenizer has other ids: these come from the tokenizer, the rest of config.json from the weights.
         kept["config.json"] = json.dumps(json.loads(kept["config.json"]) | ids).encode()
     return {name: data for name, data in given.items() if name != "config.json"} | kept
+
+
+def with_chat_template(
+    companions: Mapping[str, bytes], template: str | None, end_tokens: Collection[int] = ()
+) -> dict[str, bytes]:
+    """Return the files with the text of another chat template, and with the tokens that end its answers.
+
+    No second template stays beside it: older programs would read that one. Tokens that ended a text before still do.
+    """
+    files = dict(companions)
+    if template is not None:
+        files.pop("chat_template.json", None)
+        files["chat_template.jinja"] = template.encode()
+        if "chat_template" in (settings := json.loads(files.get("tokenizer_config.json", b"{}"))):
+            settings.pop("chat_template")
+            files["tokenizer_config.json"] = json.dumps(settings, indent=2).encode() + b"\n"
+    ids = special_token_ids(files)
+    ends = ids.get("eos_token_id", [])
+    ends = ends if isinstance(ends, list) else [ends]
+    if further := sorted(set(end_tokens) - set(ends)):
+        settings = ids | json.loads(files.get("generation_config.json", b"{}")) | {"eos_token_id": [*ends, *further]}
+        files["generation_config.json"] = json.dumps(settings, indent=2).encode() + b"\n"
+    return files
 
 
 def has_tokenizer(companions: Mapping[str, bytes]) -> bool:

@@ -1,6 +1,6 @@
 """One rank's file of a checkpoint, hashed while it is written; and the commit of all ranks' files by rank 0.
 
-The commit writes the index and `.metadata`, then the manifest, then `latest`.
+The commit writes the index and `.metadata`, then the manifest, then `latest`, and `best` where it is the best so far.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ import torch
 
 from trainshed.checkpoints.io import bytes_of
 from trainshed.checkpoints.native.folder import (
+    BEST,
     FORMAT,
     KIND,
     LATEST,
     METADATA,
+    BestPointer,
     LatestPointer,
     index_name,
     step_folder,
@@ -252,10 +254,22 @@ def checkpoint_contents(
     return CheckpointContents(index, metadata, Manifest.of(KIND, spec, files, {**facts, **own_facts}))
 
 
-def commit_checkpoint(attempt: Attempt, folder: str, step: int, manifest: Manifest) -> None:
-    """Store the manifest, which makes the checkpoint exist, and point `latest` to it."""
+def commit_checkpoint(
+    attempt: Attempt, folder: str, step: int, manifest: Manifest, best_loss: float | None = None
+) -> None:
+    """Store the manifest, which makes the checkpoint exist, and point `latest` to it.
+
+    With `best_loss` it is the best checkpoint so far, and `best` points to it as well.
+    """
     attempt.put(f"{step_folder(folder, step)}/{MANIFEST}", manifest.to_bytes())
     attempt.put(f"{folder}/{LATEST}", LatestPointer(step, attempt.number, attempt.number).to_bytes())
+    if best_loss is not None:
+        commit_best(attempt, folder, step, best_loss)
+
+
+def commit_best(attempt: Attempt, folder: str, step: int, loss: float) -> None:
+    """Point `best` to a checkpoint that is stored."""
+    attempt.put(f"{folder}/{BEST}", BestPointer(step, loss, attempt.number).to_bytes())
 
 
 def _encode_metadata(tensors: Mapping[str, IndexedTensor]) -> bytes:

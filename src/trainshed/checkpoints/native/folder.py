@@ -1,6 +1,7 @@
 """The checkpoints folder of a run: its file names, which checkpoints are complete, which one to resume, what to remove.
 
-    checkpoints/latest                          the newest checkpoint, written last of all
+    checkpoints/latest                          the newest checkpoint, written after its manifest
+    checkpoints/best                            the one with the lowest validation loss, written after `latest`
     checkpoints/step-00000100/manifest.json     its commit: a folder without one is not a checkpoint
                               .metadata         PyTorch's table of contents, for `torch.distributed.checkpoint`
                               pieces-0002.json  our index: the same with a checksum for every item (`index.py`)
@@ -8,8 +9,10 @@
 
 Names carry the attempt. A step that is saved again (after a crash before its commit, or while a zombie still
 writes) therefore never mixes files: each attempt writes its own, and only those count that the manifest names. No
-rename is needed, which buckets do not have. `.metadata`, the manifest and `latest` have one name for all attempts
-and are written by `Attempt.put`.
+rename is needed, which buckets do not have. `.metadata`, the manifest, `latest` and `best` have one name for all
+attempts and are written by `Attempt.put`.
+
+`best` exists only where `checkpoint.best` asks for it (`best.py`).
 
 Retention removes the manifest first: a prune that is killed leaves a folder without one, which is not a checkpoint.
 Files are removed by name and attempt, never those of a later attempt. So a zombie that passes its check and then
@@ -22,7 +25,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,7 +43,8 @@ from trainshed.storage.manifest import MANIFEST
 
 FORMAT = 1
 KIND = "checkpoint"
-METADATA, LATEST = ".metadata", "latest"
+METADATA, LATEST, BEST = ".metadata", "latest", "best"
+_POINTERS = {LATEST: "newest", BEST: "best"}
 _OF_ATTEMPT = re.compile(r"__\d+_(\d+)\.distcp|pieces-(\d+)\.json")
 
 
@@ -118,6 +122,20 @@ class LatestPointer:
 
 
 @dataclass(frozen=True)
+class BestPointer:
+    """The contents of `best`: the checkpoint with the lowest validation loss, and that loss; None: there is none."""
+
+    step: int | None
+    loss: float | None
+    written_by: int
+
+    def to_bytes(self) -> bytes:
+        """The pointer as it is stored."""
+        document = {"format": FORMAT, "step": self.step, "loss": self.loss, "written_by": self.written_by}
+        return json.dumps(document, sort_keys=True).encode() + b"\n"
+
+
+@dataclass(frozen=True)
 class CheckpointListing:
     """Everything in a checkpoints folder; `complete` is newest first, `files` are those in each step's folder.
 
@@ -129,13 +147,20 @@ class CheckpointListing:
     incomplete: tuple[IncompleteCheckpoint, ...]
     latest: LatestPointer | None
     files: Mapping[int, Mapping[str, ObjectInfo]]
+    best: BestPointer | None = None
+
+    @property
+    def best_step(self) -> int | None:
+        """The step that `best` names: retention keeps it, and whoever wants the run's weights gets it."""
+        return None if self.best is None else self.best.step
 
 
 def list_checkpoints(store: Store, folder: str) -> CheckpointListing:
     """List a checkpoints folder: one listing, and one small read per checkpoint."""
     files: dict[int, dict[str, ObjectInfo]] = {}
-    latest = None
-    _refuse_folder(store, f"{folder}/{LATEST}")
+    latest = best = None
+    for pointer in _POINTERS:
+        _refuse_folder(store, f"{folder}/{pointer}")
     for info in store.list(folder):
         top, _, name = info.path[len(folder) + 1 :].partition("/")
         step = step_number(top)
@@ -143,6 +168,8 @@ def list_checkpoints(store: Store, folder: str) -> CheckpointListing:
             files.setdefault(step, {})[name] = info
         elif top == LATEST:
             latest = _read_latest(store, folder)
+        elif top == BEST:
+            best = _read_best(store, folder)
     complete: list[CompleteCheckpoint] = []
     incomplete: list[IncompleteCheckpoint] = []
     for step, step_files in files.items():
@@ -153,7 +180,7 @@ def list_checkpoints(store: Store, folder: str) -> CheckpointListing:
             incomplete.append(checkpoint)
     complete.sort(key=commit_order, reverse=True)
     incomplete.sort(key=lambda checkpoint: checkpoint.step, reverse=True)
-    return CheckpointListing(tuple(complete), tuple(incomplete), latest, files)
+    return CheckpointListing(tuple(complete), tuple(incomplete), latest, files, best)
 
 
 def complete_checkpoints(store: Store, folder: str) -> list[CompleteCheckpoint]:
@@ -182,30 +209,42 @@ def commit_order(checkpoint: CompleteCheckpoint) -> tuple[int, int]:
 
 
 def _read_latest(store: Store, folder: str) -> LatestPointer | None:
-    path = f"{folder}/{LATEST}"
+    hint = "remove it: the newest complete one is used"
+    document = _read_pointer(store, folder, LATEST, ("step", "attempt", "written_by"), hint)
+    return None if document is None else LatestPointer(document["step"], document["attempt"], document["written_by"])
+
+
+def _read_best(store: Store, folder: str) -> BestPointer | None:
+    hint = "remove it: the next start of the run writes it again, and until then the newest checkpoint counts"
+    document = _read_pointer(store, folder, BEST, ("step", "loss", "written_by"), hint)
+    return None if document is None else BestPointer(document["step"], document["loss"], document["written_by"])
+
+
+def _read_pointer(store: Store, folder: str, name: str, keys: Sequence[str], hint: str) -> dict[str, Any] | None:
+    """Read a pointer; None where it was removed since the folder was listed."""
+    path = f"{folder}/{name}"
     try:
         document = json.loads(store.read(path))
         if document["format"] > FORMAT:
             raise CorruptData(
-                f"`latest` has format {document['format']}, this Trainshed reads up to {FORMAT}",
+                f"`{name}` has format {document['format']}, this Trainshed reads up to {FORMAT}",
                 where=join(store.url, path),
                 hint="upgrade Trainshed",
             )
-        return LatestPointer(document["step"], document["attempt"], document["written_by"])
+        return {key: document[key] for key in keys}
     except NotFound:
         return None
     except (ValueError, KeyError, TypeError):
-        raise CorruptData(
-            "`latest` cannot be read", where=join(store.url, path), hint="remove it: the newest complete one is used"
-        ) from None
+        raise CorruptData(f"`{name}` cannot be read", where=join(store.url, path), hint=hint) from None
 
 
 def _refuse_folder(store: Store, pointer: str) -> None:
     """Refuse a folder with the pointer's name: it can neither be read nor overwritten."""
     address = parse(join(store.url, pointer))
     if address.scheme == "file" and Path(str(address)).is_dir():
+        name = pointer.rpartition("/")[2]
         raise CorruptData(
-            f"`{LATEST}` is a folder, and must be the file that names the newest checkpoint",
+            f"`{name}` is a folder, and must be the file that names the {_POINTERS[name]} checkpoint",
             where=str(address),
             hint="remove or rename it: the newest complete checkpoint is used",
         )
@@ -272,18 +311,44 @@ def latest_complete(
 
 
 def find_checkpoint(store: Store, path: str, reporter: Reporter = SILENT) -> CompleteCheckpoint:
-    """Find the checkpoint of a path: a step's folder, or the latest of a run or of a checkpoints folder."""
+    """Find the checkpoint of a path: a step's folder, or the best or latest of a run or of a checkpoints folder.
+
+    The best one where the run keeps one (`checkpoint.best`), otherwise the latest.
+    """
     path = path.strip("/")
     if step_number(path.rpartition("/")[2]) is not None and store.head(f"{path}/{MANIFEST}") is not None:
         return open_checkpoint(store, path)
     for folder in (checkpoints_folder(path), path):
-        checkpoint = latest_complete(store, folder, reporter=reporter) if folder else None
+        checkpoint = _best_complete(store, folder, reporter) if folder else None
+        checkpoint = checkpoint or (latest_complete(store, folder, reporter=reporter) if folder else None)
         if checkpoint is not None:
             return checkpoint
     raise NotFound(
         "there is no complete checkpoint",
         where=join(store.url, path),
         hint="name a run's folder or one of its checkpoints/step-… folders; `trainshed checkpoints RUN` lists them",
+    )
+
+
+def _best_complete(store: Store, folder: str, reporter: Reporter) -> CompleteCheckpoint | None:
+    """Return the checkpoint that `best` names; None where nothing is the best."""
+    if store.head(f"{folder}/{BEST}") is None:
+        return None
+    listing = list_checkpoints(store, folder)
+    best = listing.best
+    if best is None or best.step is None:
+        return None
+    for checkpoint in listing.complete:
+        if checkpoint.step == best.step:
+            reporter.note(
+                f"step {best.step} has the lowest validation loss, {best.loss:.4f}: it is the one that is used"
+            )
+            return checkpoint
+    reasons = {incomplete.step: incomplete.reason for incomplete in listing.incomplete}
+    raise CorruptData(
+        f"`{BEST}` names step {best.step}, which is not complete ({reasons.get(best.step, 'it is not there')})",
+        where=join(store.url, f"{folder}/{BEST}"),
+        hint="name another of its checkpoints/step-… folders; `trainshed checkpoints RUN` lists them",
     )
 
 
@@ -320,7 +385,7 @@ _PARALLEL_DELETES = 8
 
 
 def keep_newest(store: Store, folder: str, keep: int | None, *, check_fence: Callable[[], None]) -> list[int]:
-    """Remove all complete checkpoints but the newest `keep` (None: remove none); return the removed steps.
+    """Remove all complete checkpoints but the newest `keep` (None: remove none) and the best; return the removed steps.
 
     `check_fence` is called before each removal. It raises where this process may no longer remove anything.
     """
@@ -329,7 +394,7 @@ def keep_newest(store: Store, folder: str, keep: int | None, *, check_fence: Cal
     if keep < 1:
         raise InputError(f"keep {keep}: the newest checkpoint is never removed", hint="keep 1 or more")
     listing = list_checkpoints(store, folder)
-    removed = [checkpoint.step for checkpoint in listing.complete[keep:]]
+    removed = [checkpoint.step for checkpoint in listing.complete[keep:] if checkpoint.step != listing.best_step]
     for step in removed:
         check_fence()
         remove_checkpoint(store, folder, step, listing)

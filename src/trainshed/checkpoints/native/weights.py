@@ -64,7 +64,7 @@ _SLOTS = 4  # items in the cache; more only while more threads read
 
 
 class NativeWeights:
-    """The weights of a checkpoint: a step's folder, a run's folder (its latest), or weights that were converted.
+    """The weights of a checkpoint: a step's folder, a run's folder (its best or latest), or converted weights.
 
     `config` is the one its manifest holds, unless it is given.
     """

@@ -1,7 +1,7 @@
 """The writer of checkpoints: training waits for a copy to CPU memory, and a thread does the rest.
 
     every rank   stage → stream its items into one file, hashing → send a record to rank 0
-    rank 0       wait for all records → index → manifest → `latest` → retention → send the outcome to all
+    rank 0       wait for all records → index → manifest → `latest` → `best` → retention → send the outcome to all
 
 No step uses a process group, so nothing here can interfere with the collectives of training.
 """
@@ -18,7 +18,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trainshed.checkpoints.native.commit import RankFileRecord, commit_checkpoint, write_index_files, write_rank_file
+from trainshed.checkpoints.native.commit import (
+    RankFileRecord,
+    commit_best,
+    commit_checkpoint,
+    write_index_files,
+    write_rank_file,
+)
 from trainshed.checkpoints.native.coordination import SaveCoordinator, SaveOutcome
 from trainshed.checkpoints.native.folder import (
     checkpoints_folder,
@@ -116,13 +122,19 @@ class BackgroundSave:
         self._first = True
 
     def run(
-        self, save: str, step: int, plan: SavePlan, staged: Sequence[torch.Tensor], facts: Mapping[str, Any]
+        self,
+        save: str,
+        step: int,
+        plan: SavePlan,
+        staged: Sequence[torch.Tensor],
+        facts: Mapping[str, Any],
+        best_loss: float | None = None,
     ) -> None:
         """Write and commit one checkpoint, or raise why it failed; `save` is its name among the ranks."""
         started = time.monotonic()
         try:
             if self._rank == 0:
-                outcome = self._save_as_rank_0(save, step, plan, staged, facts)
+                outcome = self._save_as_rank_0(save, step, plan, staged, facts, best_loss)
             else:
                 outcome = self._save_as_other_rank(save, step, plan, staged)
         except Exception as error:  # the ranks cannot reach each other
@@ -147,7 +159,13 @@ class BackgroundSave:
         return self._coordinator.wait_for_outcome(save)
 
     def _save_as_rank_0(
-        self, save: str, step: int, plan: SavePlan, staged: Sequence[torch.Tensor], facts: Mapping[str, Any]
+        self,
+        save: str,
+        step: int,
+        plan: SavePlan,
+        staged: Sequence[torch.Tensor],
+        facts: Mapping[str, Any],
+        best_loss: float | None,
     ) -> SaveOutcome:
         started = time.monotonic()
         discard = True
@@ -158,17 +176,25 @@ class BackgroundSave:
             parts = [own, *(self._with_items(RankFileRecord.from_bytes(gathered[rank])) for rank in sorted(gathered))]
             manifest = write_index_files(self._attempt, self._folder, step, parts, self._spec, facts)
             discard = False  # the manifest may exist even where its request seems to fail
-            commit_checkpoint(self._attempt, self._folder, step, manifest)
+            commit_checkpoint(self._attempt, self._folder, step, manifest, best_loss)
         except Exception as error:
             outcome = SaveOutcome(as_trainshed_error(error), discard)
         else:
             outcome = SaveOutcome()
             self._known_items = {part.plan_digest: part.items for part in parts if part.items is not None}
             self._emit_committed(step, manifest, time.monotonic() - started)
+            if best_loss is not None:
+                self._on_event("checkpoint", step=step, phase="best", loss=best_loss)
             self._retain(step)
         # Sent last: while the others wait for it, no rank writes into the folder that retention lists.
         self._coordinator.send_outcome(save, outcome)
         return outcome
+
+    def mark_best(self, step: int, loss: float) -> None:
+        """Point `best` to a step that is stored already; the other ranks have nothing to do for it."""
+        if self._rank == 0:
+            commit_best(self._attempt, self._folder, step, loss)
+            self._on_event("checkpoint", step=step, phase="best", loss=loss)
 
     def _write_part(self, step: int, plan: SavePlan, staged: Sequence[torch.Tensor]) -> RankFileRecord:
         name = rank_file_name(self._rank, self._attempt.number)
@@ -275,16 +301,25 @@ class CheckpointWriter:
         return self._thread is not None and self._thread.is_alive()
 
     def save(
-        self, step: int, tensors: Mapping[str, TensorShard], facts: Mapping[str, Any], *, blocking: bool = False
+        self,
+        step: int,
+        tensors: Mapping[str, TensorShard],
+        facts: Mapping[str, Any],
+        *,
+        blocking: bool = False,
+        best_loss: float | None = None,
     ) -> None:
         """Copy all owned shards and write them in the background; `load_checkpoint` returns `facts` (JSON) again.
 
-        Waits for the save before, and raises its failure instead of starting this one.
+        With `best_loss` this is the best checkpoint so far. Waits for the save before, and raises its failure instead
+        of starting this one.
         """
         started = time.monotonic()
         self.wait()
         if step in self._stored_steps:
             self._on_event("note", step=step, text=f"the checkpoint of step {step} is stored already")
+            if best_loss is not None:
+                self._background.mark_best(step, best_loss)
             return
         waited = time.monotonic()
         if self._plan is None or self._plan.key != save_plan_key(tensors):
@@ -307,7 +342,7 @@ class CheckpointWriter:
         # A daemon: a process that ends by an error does not stay to wait for ranks that are gone.
         self._thread = threading.Thread(
             target=self._write,
-            args=(f"{self._saves}-{step}", step, self._plan, staged, dict(facts)),
+            args=(f"{self._saves}-{step}", step, self._plan, staged, dict(facts), best_loss),
             name="trainshed-checkpoint",
             daemon=True,
         )
@@ -336,10 +371,16 @@ class CheckpointWriter:
             self._staging.release()
 
     def _write(
-        self, save: str, step: int, plan: SavePlan, staged: Sequence[torch.Tensor], facts: Mapping[str, Any]
+        self,
+        save: str,
+        step: int,
+        plan: SavePlan,
+        staged: Sequence[torch.Tensor],
+        facts: Mapping[str, Any],
+        best_loss: float | None,
     ) -> None:
         try:
-            self._background.run(save, step, plan, staged, facts)
+            self._background.run(save, step, plan, staged, facts, best_loss)
         except Exception as error:
             self._failure = error
         else:

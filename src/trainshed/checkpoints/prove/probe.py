@@ -55,10 +55,8 @@ class LossProbe:
 
 def probe_batch(vocab_size: int, sequence_length: int) -> np.ndarray:
     """Return the batch: int32 [2, sequence_length + 1], inputs and next tokens, the same on every machine."""
-    batch = np.empty((PROBE_ROWS, sequence_length + 1), np.int32)
     source = SyntheticSource(vocab_size=vocab_size, sequence_length=sequence_length, seed=0, label="probe-1")
-    source.read(np.arange(PROBE_ROWS), batch)
-    return batch
+    return source.read(np.arange(PROBE_ROWS)).tokens
 
 
 def write_probe(folder: Path, probe: LossProbe) -> None:

@@ -121,6 +121,12 @@ def prove(
     return _verdict(comparison, logits_result.comparison, probe, cast)
 
 
+def verdict_of_tensors(tensors: TensorProof, why_no_logits: str) -> Verdict:
+    """Return the verdict of a comparison of tensors alone."""
+    logits = {"ran": False, "reason": why_no_logits}
+    return Verdict(tensors.first_difference is None, tensors, logits, None, _versions())
+
+
 def write_verdict(folder: Path, verdict: Verdict) -> None:
     """Store a verdict beside its weights."""
     LocalStore(folder).put(VERDICT, verdict.to_bytes())

@@ -9,6 +9,8 @@ changes the past, and the index does not depend on the sequence length.
 
     starts.npy        int64 [units + 1]   token offset of each unit in the concatenation
     epoch-00000.npy   int64 [blocks + 1]  tokens before every 64th position of that epoch's order
+    continued.npy     int64 [..]          units that continue the document of the unit before them: files of others may
+                                          have several sequences in a document; made only where documents are kept apart
     manifest.json     written last; grows when epochs are added
 
 The arrays are written in pieces and read by memory map.
@@ -22,7 +24,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -116,6 +118,7 @@ def check_array(folder: Path, entry: FileEntry) -> None:
 # walk about 100 evaluations of the permutation (some microseconds).
 STRIDE = 64
 STARTS = "starts.npy"
+CONTINUED = "continued.npy"
 CHUNK_UNITS = 1 << 18
 CHUNK_POSITIONS = 1 << 16
 
@@ -186,6 +189,16 @@ class SourceIndex:
             self._orders[number] = (unit_order(self.spec, self.units, number), table)
         return self._orders[number]
 
+    def continued_units(self) -> np.ndarray:
+        """Return the units that continue the document of the unit before them, in order; none in files of ours."""
+        if CONTINUED not in self._files:
+            raise NotFound(
+                f"the index of source '{self.spec.label}' does not say where documents begin",
+                where=str(self.folder),
+                hint="run `trainshed run RECIPE` with `data.document_mask: true` first: it adds what is missing",
+            )
+        return open_array(self.folder, self._files[CONTINUED])
+
     def check(self) -> None:
         """Compare every file with its hash."""
         for entry in self._files.values():
@@ -203,13 +216,20 @@ def build_index(
     shards: Sequence[str],
     *,
     epochs: int,
+    documents: bool = False,
     options: StoreOptions | None = None,
     reporter: Reporter = SILENT,
 ) -> SourceIndex:
-    """Make the index in `folder`, or add the epochs that it lacks. A complete index is only opened."""
-    complete = (folder / MANIFEST).exists() and load_index_manifest(folder).facts["epochs"] >= epochs
+    """Make the index in `folder`, or add the epochs that it lacks. A complete index is only opened.
+
+    With `documents` it also says which units are documents of their own.
+    """
+    complete = False
+    if (folder / MANIFEST).exists():
+        manifest = load_index_manifest(folder)
+        complete = manifest.facts["epochs"] >= epochs and (not documents or _has_continued(manifest.files))
     with nullcontext() if complete else artefact_lock(folder, reporter):
-        _extend_index(folder, spec, shards, epochs, options, reporter)
+        _extend_index(folder, spec, shards, epochs, documents, options, reporter)
     return SourceIndex(folder)
 
 
@@ -218,12 +238,14 @@ def _extend_index(
     spec: IndexSpec,
     shards: Sequence[str],
     epochs: int,
+    documents: bool,
     options: StoreOptions | None,
     reporter: Reporter,
 ) -> None:
     fresh = not (folder / MANIFEST).exists()
     if fresh:
-        files, facts = _build_starts(folder, spec, shards, options)
+        starts_file, facts = build_starts(folder, spec.split, shards, options)
+        files, facts = [starts_file], facts | {"epochs": 0}
     else:
         manifest = load_index_manifest(folder)
         if spec != _spec_of_manifest(manifest):
@@ -238,15 +260,48 @@ def _extend_index(
                 files.append(save_array(folder / _epoch_name(epoch), blocks + 1, table))
                 task.advance(1)
         facts["epochs"] = epochs
-    if fresh or have < epochs:
+    lacks_documents = documents and not _has_continued(files)
+    if lacks_documents:
+        files.append(_build_continued(folder, spec, shards, options))
+    if fresh or have < epochs or lacks_documents:
         save_index_manifest(folder, asdict(spec), facts, files)
 
 
-def _build_starts(
-    folder: Path, spec: IndexSpec, shards: Sequence[str], options: StoreOptions | None
-) -> tuple[list[FileEntry], dict[str, Any]]:
-    readers = [IndexedDataset(shard, options) for shard in shards]
-    try:
+def build_starts(
+    folder: Path,
+    split: tuple[float, float],
+    shards: Sequence[str],
+    options: StoreOptions | None,
+    *,
+    sequences_together: int = 1,
+) -> tuple[FileEntry, dict[str, Any]]:
+    """Write where each unit of a share of the shards begins; return the file, and facts on shards and units.
+
+    With `sequences_together` the sequences come in groups of that many, which a split does not cut.
+    """
+    with _open_shards(shards, options) as readers:
+        for reader in readers if sequences_together > 1 else ():
+            if reader.sequences % sequences_together or not reader.lengths.all():
+                raise CorruptData(
+                    f"its {reader.sequences:,} sequences are not groups of {sequences_together} with tokens in each",
+                    where=reader.index_address,
+                    hint="prepare the data again",
+                )
+        first, last = _sequences_of(split, readers, sequences_together)
+        units = sum(int(np.count_nonzero(lengths)) for _, lengths in _lengths_between(readers, first, last))
+        facts = [
+            {"name": os.path.basename(reader.prefix), "tokens": reader.tokens, "dtype": reader.dtype.str}
+            for reader in readers
+        ]
+        saved = save_array(folder / STARTS, units + 1, _unit_starts(readers, first, last))
+    return saved, {"shards": facts, "units": units}
+
+
+@contextmanager
+def _open_shards(shards: Sequence[str], options: StoreOptions | None) -> Iterator[list[IndexedDataset]]:
+    """Open shards that hold tokens of one type."""
+    with ExitStack() as stack:
+        readers = [stack.enter_context(IndexedDataset(shard, options)) for shard in shards]
         for reader in readers:
             if reader.dtype != readers[0].dtype:
                 raise InputError(
@@ -254,17 +309,52 @@ def _build_starts(
                     where=reader.prefix,
                     hint="prepare all files of a source with the same tokenizer",
                 )
-        first, last = split_range(spec.split, sum(reader.sequences for reader in readers))
-        units = sum(int(np.count_nonzero(lengths)) for _, lengths in _lengths_between(readers, first, last))
-        facts = [
-            {"name": os.path.basename(reader.prefix), "tokens": reader.tokens, "dtype": reader.dtype.str}
-            for reader in readers
-        ]
-        saved = save_array(folder / STARTS, units + 1, _unit_starts(readers, first, last))
-    finally:
-        for reader in readers:
-            reader.close()
-    return [saved], {"shards": facts, "units": units, "epochs": 0}
+        yield readers
+
+
+def _sequences_of(split: tuple[float, float], readers: Sequence[IndexedDataset], together: int = 1) -> tuple[int, int]:
+    """Return the sequences [first, last) of a share of all shards."""
+    first, last = split_range(split, sum(reader.sequences for reader in readers) // together)
+    return first * together, last * together
+
+
+def _build_continued(folder: Path, spec: IndexSpec, shards: Sequence[str], options: StoreOptions | None) -> FileEntry:
+    with _open_shards(shards, options) as readers:
+        continued = np.concatenate(
+            [np.empty(0, np.int64), *_continued_units(readers, *_sequences_of(spec.split, readers))]
+        )
+    return save_array(folder / CONTINUED, len(continued), iter([continued]))
+
+
+def _continued_units(readers: Sequence[IndexedDataset], first: int, last: int) -> Iterator[np.ndarray]:
+    """Yield the units of sequences [first, last) that belong to the document of the unit before them."""
+    sequence = unit = 0
+    for reader in readers:
+        begin, end = max(first - sequence, 0), min(last - sequence, reader.sequences)
+        several = _has_documents_of_several_sequences(reader)
+        document_before = -1
+        for start in range(begin, end, CHUNK_UNITS):
+            lengths = reader.lengths[start : min(start + CHUNK_UNITS, end)]
+            filled = np.flatnonzero(lengths)
+            if several and len(filled):
+                document = np.searchsorted(reader.document_indices, start + filled, "right")
+                same = document == np.concatenate(([document_before], document[:-1]))
+                yield unit + np.flatnonzero(same)
+                document_before = int(document[-1])
+            unit += len(filled)
+        sequence += reader.sequences
+
+
+def _has_documents_of_several_sequences(reader: IndexedDataset) -> bool:
+    bounds = reader.document_indices
+    return any(
+        bool((np.diff(bounds[start : start + CHUNK_UNITS + 1]) > 1).any())
+        for start in range(0, reader.documents, CHUNK_UNITS)
+    )
+
+
+def _has_continued(files: Iterable[FileEntry]) -> bool:
+    return any(entry.path == CONTINUED for entry in files)
 
 
 def _lengths_between(readers: Sequence[IndexedDataset], first: int, last: int) -> Iterator[tuple[int, np.ndarray]]:

@@ -5,34 +5,21 @@ Shapes: R rows to read, L sequence_length, S segments (a part of one unit inside
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from trainshed.data.sampling.index import REBUILD, STRIDE, SourceIndex
+from trainshed.data.sampling.index import STRIDE, SourceIndex
 from trainshed.data.sampling.permutation import Permutation, derive_words
-from trainshed.data.tokens.indexed_dataset import IndexedDataset
-from trainshed.data.tokens.token_files import TokenFile, open_token_file
+from trainshed.data.sampling.rows import SampleRows
+from trainshed.data.sampling.shard_reader import DocumentSpan, RowSegments, open_token_reader
 from trainshed.data.tokens.token_source import TokenSource
-from trainshed.errors import CorruptData, InputError, NotFound
-from trainshed.storage import open_store
+from trainshed.errors import InputError
 
 if TYPE_CHECKING:
     from trainshed.storage import StoreOptions
-
-
-@dataclass(frozen=True)
-class DocumentSpan:
-    """A part of a window: `tokens` tokens of a document of `file` (a prefix), from its token `offset` on."""
-
-    file: str
-    document: int
-    offset: int
-    column: int
-    tokens: int
 
 
 class SampleSource(Protocol):
@@ -60,7 +47,7 @@ class SampleSource(Protocol):
 
     @property
     def tokens(self) -> int | None:
-        """Tokens of one epoch; None for a source that never repeats (synthetic)."""
+        """Tokens of one epoch, padding included; None for a source that never repeats (synthetic)."""
         ...
 
     @property
@@ -68,12 +55,26 @@ class SampleSource(Protocol):
         """Samples of one epoch; None for a source that never repeats."""
         ...
 
+    @property
+    def keeps_documents_apart(self) -> bool:
+        """Whether its rows say where documents begin."""
+        ...
+
+    @property
+    def has_learned(self) -> bool:
+        """Whether its rows say which tokens are learned."""
+        ...
+
     def locate(self, draws: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Map the k-th sample drawn from this source to (epoch, window): int64 [R] each."""
         ...
 
-    def read(self, draws: np.ndarray, out: np.ndarray) -> None:
-        """Write the tokens of the k-th samples into `out`: int32 [R, L + 1]."""
+    def read(self, draws: np.ndarray) -> SampleRows:
+        """Read the k-th samples."""
+        ...
+
+    def document_starts(self, draws: np.ndarray) -> np.ndarray:
+        """Return only where their documents begin, from the index alone: int32 [R, L + 1]."""
         ...
 
     def document_spans(self, epoch: int, window: int) -> list[DocumentSpan]:
@@ -84,39 +85,70 @@ class SampleSource(Protocol):
 SHIFT = np.uint64(32)
 
 
+SYNTHETIC_DOCUMENTS = 4
+"""Documents of a synthetic row on average, where they are kept apart."""
+
+
 class SyntheticSource:
-    """Uniform tokens in [0, vocab_size), the same for the same (seed, label, sample, position) everywhere."""
+    """Uniform tokens in [0, vocab_size), the same for the same (seed, label, sample, position) everywhere.
+
+    With `keeps_documents_apart`, documents begin at random columns of a row, which are a function of the same values.
+    """
 
     weight: float | None = None
     tokens: int | None = None
     epoch_samples: int | None = None
+    has_learned = False
 
-    def __init__(self, *, vocab_size: int, sequence_length: int, seed: int, label: str = "synthetic") -> None:
+    def __init__(
+        self,
+        *,
+        vocab_size: int,
+        sequence_length: int,
+        seed: int,
+        label: str = "synthetic",
+        keeps_documents_apart: bool = False,
+    ) -> None:
         if not 0 < vocab_size <= 1 << 31:
             raise ValueError(f"a vocabulary of {vocab_size} tokens")
         self.name = self.label = label
         self.vocab_size = vocab_size
         self.sequence_length = sequence_length
-        words = derive_words(seed, ("synthetic", label), 4)
-        self._row_keys = np.uint64(words[0] | 1), np.uint64(words[1])
-        self._column_keys = np.uint64(words[2] | 1), np.uint64(words[3] | 1)
+        self.keeps_documents_apart = keeps_documents_apart
+        self._token_keys = derive_words(seed, ("synthetic", label), 4)
+        self._document_keys = derive_words(seed, ("synthetic documents", label), 4)
 
     def locate(self, draws: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Every sample is a new one: epoch 0, window k."""
         return np.zeros_like(draws), draws
 
-    def read(self, draws: np.ndarray, out: np.ndarray) -> None:
-        """Write the tokens of the k-th samples into `out`: int32 [R, L + 1]."""
-        column = np.arange(self.sequence_length + 1, dtype=np.uint64) * self._column_keys[0]
-        for row, draw in enumerate(draws):
-            # One row at a time: 8 bytes a token of scratch would not fit the cache for a whole batch.
-            state = _splitmix64(np.full(1, draw, np.uint64) * self._row_keys[0] + self._row_keys[1])
-            word = _splitmix64((column + state) * self._column_keys[1])
-            out[row] = ((word >> SHIFT) * np.uint64(self.vocab_size)) >> SHIFT
+    def read(self, draws: np.ndarray) -> SampleRows:
+        """Make the k-th samples."""
+        tokens = self._random_values(draws, self._token_keys, self.vocab_size)
+        return SampleRows(tokens, self.document_starts(draws) if self.keeps_documents_apart else None)
+
+    def document_starts(self, draws: np.ndarray) -> np.ndarray:
+        """Return where documents begin: int32 [R, L + 1]."""
+        draw = self._random_values(draws, self._document_keys, max(1, self.sequence_length // SYNTHETIC_DOCUMENTS))
+        columns = np.arange(self.sequence_length + 1, dtype=np.int32)
+        return np.maximum.accumulate(np.where(draw == 0, columns, 0), axis=1, dtype=np.int32)
 
     def document_spans(self, epoch: int, window: int) -> list[DocumentSpan]:
-        """There are no documents."""
+        """There are no documents in files."""
         return []
+
+    def _random_values(self, draws: np.ndarray, keys: list[int], end: int) -> np.ndarray:
+        """Return uniform values in [0, end): int32 [R, L + 1]."""
+        row_multiplier, row_addend = np.uint64(keys[0] | 1), np.uint64(keys[1])
+        column_multiplier, last = np.uint64(keys[2] | 1), np.uint64(keys[3] | 1)
+        column = np.arange(self.sequence_length + 1, dtype=np.uint64) * column_multiplier
+        out = np.empty((len(draws), self.sequence_length + 1), np.int32)
+        for row, draw in enumerate(draws):
+            # One row at a time: 8 bytes a token of scratch would not fit the cache for a whole batch.
+            state = _splitmix64(np.full(1, draw, np.uint64) * row_multiplier + row_addend)
+            word = _splitmix64((column + state) * last)
+            out[row] = ((word >> SHIFT) * np.uint64(end)) >> SHIFT
+        return out
 
 
 def _splitmix64(word: np.ndarray) -> np.ndarray:
@@ -126,25 +158,14 @@ def _splitmix64(word: np.ndarray) -> np.ndarray:
     return word ^ (word >> np.uint64(31))
 
 
-TOKEN_TYPES = {"<u1", "<i1", "<i2", "<u2", "<i4"}
-
-
-@dataclass(frozen=True)
-class WindowSegments:
-    """The parts of units that make up windows, in reading order; every array is [S]."""
-
-    row: np.ndarray
-    column: np.ndarray
-    unit: np.ndarray
-    start: np.ndarray
-    count: np.ndarray
-
-
 class TokenDataset:
     """The samples of a token source: reads windows of its files as its index cuts them.
 
-    `shards` are the source's, for a caller that has listed them already.
+    `shards` are the source's, for a caller that has listed them already. With `keeps_documents_apart`, rows say where
+    documents begin. One that continues from the window before begins at column 0.
     """
+
+    has_learned = False
 
     def __init__(
         self,
@@ -152,30 +173,29 @@ class TokenDataset:
         index: SourceIndex,
         sequence_length: int,
         *,
+        keeps_documents_apart: bool = False,
         shards: Sequence[str] | None = None,
         options: StoreOptions | None = None,
     ) -> None:
         self.source, self.index, self._options = source, index, options
         self.name, self.label, self.weight = source.name, source.label, source.weight
         self.sequence_length = sequence_length
+        self.keeps_documents_apart = keeps_documents_apart
         self.shards = source.shards(options) if shards is None else list(shards)
         self.tokens = index.tokens
         self.epoch_samples = max(0, (index.tokens - 1) // sequence_length)
-        self._dtype = np.dtype(index.shards[0]["dtype"]) if index.shards else np.dtype("<u2")
-        self._check_shards()
-        ends = np.cumsum([shard["tokens"] for shard in index.shards], dtype=np.int64)
-        self._shard_starts = np.concatenate(([0], ends))
+        self.reader = open_token_reader(self.name, self.shards, index.shards, str(index.folder), options)
+        self._continued = index.continued_units() if keeps_documents_apart else None
         self._window_orders: dict[int, Permutation] = {}
-        self._files: dict[int, TokenFile] = {}
 
     def __reduce__(self) -> tuple[object, ...]:
         # Worker processes map and open the files themselves.
-        return (_reopen, (self.source, self.index.folder, self.sequence_length, self.shards, self._options))
+        apart = self.keeps_documents_apart
+        return (_reopen, (self.source, self.index.folder, self.sequence_length, apart, self.shards, self._options))
 
     def close(self) -> None:
         """Close the token files; reading opens them again."""
-        while self._files:
-            self._files.popitem()[1].close()
+        self.reader.close()
 
     def locate(self, draws: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Map the k-th sample drawn from this source to (epoch, window)."""
@@ -191,22 +211,44 @@ class TokenDataset:
             window[chosen] = self._window_order(number)(position[chosen])
         return epoch, window
 
-    def read(self, draws: np.ndarray, out: np.ndarray) -> None:
-        """Write the tokens of the k-th samples into `out`: int32 [R, L + 1]."""
+    def read(self, draws: np.ndarray) -> SampleRows:
+        """Read the k-th samples."""
+        shape = (len(draws), self.sequence_length + 1)
+        tokens = np.empty(shape, self.reader.dtype)
+        starts = np.empty(shape, np.int32) if self.keeps_documents_apart else None
+        for rows, segments in self._segments_by_epoch(draws):
+            targets = rows[segments.row] * shape[1] + segments.column
+            self.reader.read_segments(segments, targets, tokens.reshape(-1))
+            if starts is not None:
+                starts[rows] = self._starts_of(segments)
+        return SampleRows(tokens.astype(np.int32, copy=False), starts)
+
+    def document_starts(self, draws: np.ndarray) -> np.ndarray:
+        """Return where documents begin, from the index alone: int32 [R, L + 1]."""
+        starts = np.empty((len(draws), self.sequence_length + 1), np.int32)
+        for rows, segments in self._segments_by_epoch(draws):
+            starts[rows] = self._starts_of(segments)
+        return starts
+
+    def _segments_by_epoch(self, draws: np.ndarray) -> Iterator[tuple[np.ndarray, RowSegments]]:
+        """Yield the rows that come from one epoch, and the segments of their windows."""
         epoch, window = self.locate(draws)
-        # If the file has the type of the rows, read straight into them; otherwise through a buffer.
-        direct = self._dtype == out.dtype and out.flags.c_contiguous
-        tokens = out if direct else np.empty(out.shape, self._dtype)
-        flat = tokens.reshape(-1)
         for number in sorted(set(epoch.tolist())):
             rows = np.flatnonzero(epoch == number)
-            segments = self.segments(number, window[rows])
-            targets = rows[segments.row] * (self.sequence_length + 1) + segments.column
-            self._read_segments(segments, targets, flat)
-        if not direct:
-            out[...] = tokens
+            yield rows, self.segments(number, window[rows])
 
-    def segments(self, epoch: int, windows: np.ndarray) -> WindowSegments:
+    def _starts_of(self, segments: RowSegments) -> np.ndarray:
+        """Return the column at which the document of each column begins: int32 [rows of the segments, L + 1]."""
+        unit, column = segments.unit, segments.column
+        if self._continued is not None and len(self._continued):
+            place = np.minimum(np.searchsorted(self._continued, unit), len(self._continued) - 1)
+            joined = (self._continued[place] == unit) & (column > 0)
+            joined[1:] &= unit[1:] == unit[:-1] + 1
+            head = np.maximum.accumulate(np.where(joined, 0, np.arange(len(unit))))
+            column = column[head]
+        return np.repeat(column.astype(np.int32), segments.count).reshape(-1, self.sequence_length + 1)
+
+    def segments(self, epoch: int, windows: np.ndarray) -> RowSegments:
         """Find the parts of units in these windows of an epoch; `row` counts within `windows`."""
         order, table = self.index.epoch_order(epoch)
         begin = windows * self.sequence_length
@@ -232,40 +274,11 @@ class TokenDataset:
         high = np.minimum(lower + length, end[row])
         kept = high > low
         low, high, lower, row = low[kept], high[kept], lower[kept], row[kept]
-        return WindowSegments(row, low - begin[row], unit[kept], start[kept] + low - lower, high - low)
+        return RowSegments(row, low - begin[row], unit[kept], start[kept] + low - lower, high - low)
 
     def document_spans(self, epoch: int, window: int) -> list[DocumentSpan]:
-        """Return the parts of documents that make up a window (for people: it reads the token files' own index)."""
-        segments = self.segments(epoch, np.array([window]))
-        spans: list[DocumentSpan] = []
-        for start, column, count in zip(segments.start, segments.column, segments.count, strict=True):
-            shard = int(np.searchsorted(self._shard_starts, start, "right")) - 1
-            with IndexedDataset(self.shards[shard], self._options) as reader:
-                token = int(start - self._shard_starts[shard])
-                sequence = int(np.searchsorted(reader.pointers, token * reader.dtype.itemsize, "right")) - 1
-                document = int(np.searchsorted(reader.document_indices, sequence, "right")) - 1
-                first = int(reader.pointers[reader.document_indices[document]]) // reader.dtype.itemsize
-                spans.append(DocumentSpan(reader.prefix, document, token - first, int(column), int(count)))
-        return spans
-
-    def _read_segments(self, segments: WindowSegments, targets: np.ndarray, flat: np.ndarray) -> None:
-        start, count = segments.start, segments.count
-        shard = np.searchsorted(self._shard_starts, start, "right") - 1
-        # Segments that are adjacent both in the file and in the output are one read.
-        joined = (start[1:] == start[:-1] + count[:-1]) & (targets[1:] == targets[:-1] + count[:-1])
-        joined &= shard[1:] == shard[:-1]
-        heads = np.concatenate(([0], np.flatnonzero(~joined) + 1))
-        width = self._dtype.itemsize
-        offsets = (start[heads] - self._shard_starts[shard[heads]]) * width
-        lows = targets[heads] * width
-        highs = lows + np.add.reduceat(count, heads) * width
-        view = flat.view(np.uint8).data
-        reads = zip(shard[heads].tolist(), offsets.tolist(), lows.tolist(), highs.tolist(), strict=True)
-        for number, offset, low, high in reads:
-            file = self._files.get(number)
-            if file is None:
-                file = self._files.setdefault(number, open_token_file(self.shards[number] + ".bin", self._options))
-            file.read_into(view[low:high], offset)
+        """Return the parts of documents that make up a window."""
+        return self.reader.document_spans(self.segments(epoch, np.array([window])))
 
     def _window_order(self, epoch: int) -> Permutation:
         """Return the order of an epoch's windows."""
@@ -274,35 +287,20 @@ class TokenDataset:
             self._window_orders[epoch] = Permutation(self.epoch_samples, spec.seed, "windows", spec.label, epoch)
         return self._window_orders[epoch]
 
-    def _check_shards(self) -> None:
-        if len(self.shards) != len(self.index.shards):
-            raise CorruptData(
-                f"source '{self.name}' has {len(self.shards)} token files, its index was made of "
-                f"{len(self.index.shards)}",
-                where=str(self.index.folder),
-                hint=REBUILD,
-            )
-        if self._dtype.str not in TOKEN_TYPES:
-            raise InputError(
-                f"source '{self.name}' holds {self._dtype} values; tokens are integers of at most 32 bits",
-                where=self.shards[0],
-                hint="prepare it again with `trainshed data prepare`",
-            )
-        for shard, facts in zip(self.shards, self.index.shards, strict=True):
-            address = shard + ".bin"
-            store, path = open_store(address, self._options)
-            info = store.head(path)
-            if info is None:
-                raise NotFound("no such token file", where=address, hint="copy it here or prepare again")
-            if info.size != facts["tokens"] * self._dtype.itemsize:
-                raise CorruptData(
-                    f"has {info.size} bytes, its index says {facts['tokens']} tokens of {self._dtype}",
-                    where=address,
-                    hint=REBUILD,
-                )
-
 
 def _reopen(
-    source: TokenSource, index: Path, sequence_length: int, shards: Sequence[str], options: StoreOptions | None
+    source: TokenSource,
+    index: Path,
+    sequence_length: int,
+    keeps_documents_apart: bool,
+    shards: Sequence[str],
+    options: StoreOptions | None,
 ) -> TokenDataset:
-    return TokenDataset(source, SourceIndex(index), sequence_length, shards=shards, options=options)
+    return TokenDataset(
+        source,
+        SourceIndex(index),
+        sequence_length,
+        keeps_documents_apart=keeps_documents_apart,
+        shards=shards,
+        options=options,
+    )

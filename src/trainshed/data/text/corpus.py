@@ -8,18 +8,27 @@ from __future__ import annotations
 import heapq
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainshed.data.text.formats import DocumentBoundary, detect_format
-from trainshed.data.text.reader import InputSlice, max_splits, split_input
+from trainshed.data.text.reader import InputReader, InputSlice, max_splits, split_input
+from trainshed.data.text.splits import SplitTerm, parse_split, pick_files, split_of
 from trainshed.errors import AddressError, InputError, NotFound, TrainshedError
-from trainshed.storage import expand, open_store, sha256_of
+from trainshed.storage import expand, open_store, parse, sha256_of
+from trainshed.storage.listing import has_pattern, literal_folder
 
 if TYPE_CHECKING:
     from trainshed.storage import MatchedObject, StoreOptions
+
+
+RowCounter = Callable[[InputSlice], int]
+Matches = list[tuple[str, list["MatchedObject"]]]
 
 
 def find_inputs(
@@ -28,34 +37,150 @@ def find_inputs(
     key: str = "text",
     format: str | None = None,
     documents: DocumentBoundary = "file",
+    columns: tuple[str, ...] | None = None,
+    split: str | None = None,
+    count_rows: RowCounter | None = None,
     options: StoreOptions | None = None,
 ) -> list[InputSlice]:
     """List the files of a corpus: patterns in the order given, the files of each sorted by path.
 
-    The order of documents in the output is this order, so it must not depend on anything else.
+    The order of documents in the output is this order, so it must not depend on anything else. `columns` is given where
+    documents are rows and not text. `split` keeps a part of the rows; `count_rows` counts those of a file for it.
     """
     inputs: list[InputSlice] = []
-    seen: set[str] = set()
-    for pattern in patterns:
-        for match in _expand_pattern(pattern, options):
-            if match.address in seen:
-                raise InputError(
-                    "this file is named by two inputs",
-                    where=match.address,
-                    hint="write inputs that do not overlap",
-                )
-            seen.add(match.address)
-            inputs.append(
-                InputSlice(
-                    match.address,
-                    match.info.size,
-                    match.info.version,
-                    detect_format(match.address, format),
-                    key,
-                    documents,
-                )
+    terms = parse_split(split) if split is not None else []
+    if terms and documents == "blank_line":
+        raise InputError(
+            f"the split `{split}` is of rows, and paragraphs are not counted", hint="write one document a line"
+        )
+    matches = [(pattern, _expand_pattern(pattern, options)) for pattern in patterns]
+    if columns is not None or terms:
+        matches = [(pattern, _data_files(pattern, objects, format)) for pattern, objects in matches]
+    _refuse_repeated(matches)
+
+    def slices(objects: Sequence[MatchedObject]) -> list[InputSlice]:
+        return [
+            InputSlice(
+                match.address,
+                match.info.size,
+                match.info.version,
+                detect_format(match.address, format),
+                key,
+                documents,
+                columns=columns,
             )
+            for match in objects
+        ]
+
+    if not terms:
+        if columns is not None:
+            _refuse_several_splits(matches)
+        return slices([match for _, objects in matches for match in objects])
+    for term in terms:
+        picked = [
+            objects[number]
+            for pattern, objects in matches
+            for number in pick_files(
+                [_path_below(pattern, match) for match in objects],
+                term.name,
+                named=not _is_folder(pattern, objects),
+                where=pattern,
+            )
+        ]
+        inputs += _slice_rows(slices(picked), term, count_rows or partial(count_file_rows, options=options))
+    if not inputs:
+        raise InputError(f"the split `{split}` has no rows", where=patterns[0], hint="write a larger one")
     return inputs
+
+
+def count_file_rows(input_slice: InputSlice, options: StoreOptions | None = None) -> int:
+    """Count the rows of a file. It is read for that, unless it is parquet."""
+    return InputReader(input_slice, *open_store(input_slice.address, options)).count_rows()
+
+
+def _slice_rows(inputs: list[InputSlice], term: SplitTerm, count_rows: RowCounter) -> list[InputSlice]:
+    """Keep the rows of a term, of the rows of all files together."""
+    if term.whole:
+        return inputs
+    counts = [count_rows(item) for item in inputs]
+    first, last = term.rows(sum(counts))
+    kept, start = [], 0
+    for item, count in zip(inputs, counts, strict=True):
+        rows = (max(first - start, 0), min(last - start, count))
+        if rows[0] < rows[1]:
+            kept.append(item if rows == (0, count) else replace(item, rows=rows))
+        start += count
+    return kept
+
+
+NOT_DATA = ("readme", "license", "dataset_info", "dataset_infos", "config", "croissant")
+"""Names, without their suffix, of files that lie beside the data of datasets on the Hub."""
+
+
+def _data_files(pattern: str, objects: list[MatchedObject], format: str | None) -> list[MatchedObject]:
+    """Leave out what lies beside the data in a folder: its description, hidden files, files that hold no rows."""
+    if not _is_folder(pattern, objects):
+        return objects
+    kept = []
+    for match in objects:
+        path = _path_below(pattern, match)
+        hidden = any(part.startswith(".") for part in path.split("/"))
+        if hidden or path.rpartition("/")[2].partition(".")[0].lower() in NOT_DATA:
+            continue
+        with suppress(InputError):
+            if detect_format(match.address, format).kind != "text" or format is not None:
+                kept.append(match)
+    if not kept:
+        raise AddressError(
+            "there are no .jsonl, .json, .parquet, .csv or .tsv files here", where=pattern, hint="name the files"
+        )
+    folders = {_path_below(pattern, match).rpartition("/")[0] for match in kept}
+    if pattern.startswith("hf://") and len(folders) > 1:
+        shown = ", ".join(sorted(folder or "." for folder in folders))
+        raise InputError(
+            f"this dataset has files in several folders ({shown}), which may be different configurations",
+            where=pattern,
+            hint=f"name one of them, e.g. {pattern}/{max(folders)}",
+        )
+    return kept
+
+
+def _is_folder(pattern: str, objects: Sequence[MatchedObject]) -> bool:
+    """Whether an address means all files below it, and not one file or those that a glob names."""
+    path = parse(pattern).path
+    return not has_pattern(path) and all(match.info.path != path for match in objects)
+
+
+def _path_below(pattern: str, match: MatchedObject) -> str:
+    """Return the path of a file below the folder that a person has named: what is above says nothing about it."""
+    path = parse(pattern).path
+    folder = path
+    if has_pattern(path) or match.info.path == path:
+        folder = literal_folder(path)
+    return match.info.path.removeprefix(folder).lstrip("/")
+
+
+def _refuse_several_splits(matches: Matches) -> None:
+    """Refuse a folder whose files belong to several splits, where nothing says which of them is meant."""
+    for pattern, objects in matches:
+        if _is_folder(pattern, objects):
+            splits = sorted({split_of(_path_below(pattern, match)) or "train" for match in objects})
+            if len(splits) > 1:
+                raise InputError(
+                    f"there are files of several splits here: {', '.join(splits)}",
+                    where=pattern,
+                    hint=f"write --split {splits[-1]}, or name the files",
+                )
+
+
+def _refuse_repeated(matches: Matches) -> None:
+    seen: set[str] = set()
+    for match in (match for _, objects in matches for match in objects):
+        if match.address in seen:
+            raise InputError(
+                "this file is named by two inputs", where=match.address, hint="write inputs that do not overlap"
+            )
+        seen.add(match.address)
 
 
 def _expand_pattern(pattern: str, options: StoreOptions | None) -> list[MatchedObject]:

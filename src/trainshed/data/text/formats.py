@@ -180,23 +180,38 @@ def read_csv_column(chunks: Iterable[bytes], delimiter: str, column: str, where:
     The first line names the columns. Quoted fields may hold line ends, as RFC 4180 says; broken quoting is an error,
     since everything after it would be read as something else.
     """
+    rows = _csv_fields(chunks, delimiter, where)
+    header = next(rows, None)
+    if header is None:
+        return
+    if header.count(column) != 1:
+        count = "no column" if column not in header else "more than one column"
+        raise InputError(
+            f"there is {count} {column!r}",
+            where=where,
+            hint=f"write --key with one of its columns, which its first line names: {', '.join(header)}",
+        )
+    at = header.index(column)
+    for row in rows:
+        yield _text_or_bytes(row[at]) if at < len(row) else None
+
+
+def read_csv_rows(chunks: Iterable[bytes], delimiter: str, where: str) -> Iterator[dict[str, str | bytes]]:
+    """Yield the rows of a table as objects; an empty field is left out of its row, one that is not UTF-8 is bytes."""
+    rows = _csv_fields(chunks, delimiter, where)
+    header = next(rows, None)
+    for row in rows:
+        assert header is not None
+        fields = ((name, _text_or_bytes(text)) for name, text in zip(header, row, strict=False))
+        yield {name: text for name, text in fields if text}
+
+
+def _csv_fields(chunks: Iterable[bytes], delimiter: str, where: str) -> Iterator[list[str]]:
+    """Yield the fields of each line that is not empty, those of the header first."""
     csv.field_size_limit(FIELD_BYTES)
     reader = csv.reader(_decode_lines(chunks), delimiter=delimiter, strict=True)
     try:
-        header = next(reader, None)
-        if header is None:
-            return
-        if header.count(column) != 1:
-            count = "no column" if column not in header else "more than one column"
-            raise InputError(
-                f"there is {count} {column!r}",
-                where=where,
-                hint=f"write --key with one of its columns, which its first line names: {', '.join(header)}",
-            )
-        at = header.index(column)
-        for row in reader:
-            if row:
-                yield _text_or_bytes(row[at]) if at < len(row) else None
+        yield from (row for row in reader if row)
     except csv.Error as error:
         raise BadDocument(
             f"broken CSV: {error}", where=f"{where}:{reader.line_num}", hint='write fields with " as "…""…"'
@@ -279,13 +294,13 @@ PARQUET_BATCH_BYTES = 4 * 1024 * 1024
 
 @dataclass(frozen=True)
 class ParquetBatch:
-    """Some rows of a text column: None for a null, bytes where they are not UTF-8.
+    """Some rows: those of a text column (None for a null, bytes where they are not UTF-8), or objects.
 
-    `fingerprint` is a hash of the texts (the file's own bytes do not arrive in order, and hold other columns too);
+    `fingerprint` is a hash of what was read (the file's own bytes do not arrive in order, and hold other columns too);
     `share_done` is how much of the file has been read with this batch, 0 to 1.
     """
 
-    texts: list[str | bytes | None]
+    contents: list[Any]
     fingerprint: bytes
     share_done: float
 
@@ -295,28 +310,68 @@ def count_row_groups(store: Store, path: str, address: str) -> int:
     return _open_parquet(store, path, address).num_row_groups
 
 
-def count_rows_before_group(store: Store, path: str, address: str, group: int) -> int:
-    """Return how many rows come before a row group."""
+def count_rows_before_group(store: Store, path: str, address: str, group: int | None) -> int:
+    """Return how many rows come before a row group; with None, how many there are."""
     metadata = _open_parquet(store, path, address).metadata
-    return sum(metadata.row_group(number).num_rows for number in range(group))
+    groups = metadata.num_row_groups if group is None else group
+    return sum(metadata.row_group(number).num_rows for number in range(groups))
 
 
 def read_parquet_batches(
-    store: Store, path: str, address: str, column: str, first: int = 0, last: int | None = None
+    store: Store, path: str, address: str, wanted: str | tuple[str, ...], first: int = 0, last: int | None = None
 ) -> Iterator[ParquetBatch]:
-    """Yield the texts of row groups [first, last) of a file, a few megabytes at a time."""
+    """Yield row groups [first, last) of a file, a few megabytes at a time: the texts of a column, or several columns.
+
+    Of several columns, those that the file does not have are left out.
+    """
     parquet = _open_parquet(store, path, address)
-    at = _text_column(parquet, column, address)
+    if isinstance(wanted, str):
+        _check_text_column(parquet, wanted, address)
+        columns = [wanted]
+    else:
+        columns = [name for name in wanted if name in parquet.schema_arrow.names]
+        if not columns:
+            raise InputError(
+                f"there is no column {' or '.join(map(repr, wanted))}",
+                where=address,
+                hint=f"its columns are {', '.join(parquet.schema_arrow.names)}: name the right one with --columns",
+            )
     groups = range(first, parquet.num_row_groups if last is None else last)
     total = sum(parquet.metadata.row_group(group).num_rows for group in groups)
     done = 0
     for group in groups:
         rows = parquet.metadata.row_group(group).num_rows
-        text_bytes = max(parquet.metadata.row_group(group).column(at).total_uncompressed_size, 1)
-        batch_rows = max(64, min(65536, PARQUET_BATCH_BYTES * rows // text_bytes))
-        for batch in _explain_damage(parquet.iter_batches(batch_rows, [group], [column]), address):
+        size = max(_column_bytes(parquet.metadata.row_group(group), columns), 1)
+        batch_rows = max(64, min(65536, PARQUET_BATCH_BYTES * rows // size))
+        for batch in _explain_damage(parquet.iter_batches(batch_rows, [group], columns), address):
             done += batch.num_rows
-            yield ParquetBatch(_column_texts(batch.column(0)), _hash_column(batch.column(0)), done / max(total, 1))
+            if isinstance(wanted, str):
+                contents, fingerprint = _column_texts(batch.column(0)), _hash_column(batch.column(0))
+            else:
+                contents = _batch_rows(batch, address)
+                fingerprint = hashlib.sha256(orjson.dumps(contents, default=str)).digest()
+            yield ParquetBatch(contents, fingerprint, done / max(total, 1))
+
+
+def _column_bytes(group: Any, columns: list[str]) -> int:
+    """Return how many bytes some columns take, with all that is nested in them."""
+    leaves = (group.column(number) for number in range(group.num_columns))
+    inside = tuple(f"{column}." for column in columns)
+    return sum(leaf.total_uncompressed_size for leaf in leaves if f"{leaf.path_in_schema}.".startswith(inside))
+
+
+def _batch_rows(batch: Any, address: str) -> list[dict[str, Any]]:
+    """Return rows as objects. A table gives every object of a column the same keys, and null where one has none."""
+    try:
+        return [_without_nulls(row) for row in batch.to_pylist()]
+    except UnicodeDecodeError:
+        raise BadDocument("text that is not UTF-8", where=address, hint="write the file as UTF-8") from None
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_nulls(item) for name, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _open_parquet(store: Store, path: str, address: str) -> Any:
@@ -343,7 +398,7 @@ def _explain_damage(batches: Iterator[Any], address: str) -> Iterator[Any]:
         ) from None
 
 
-def _text_column(parquet: Any, column: str, address: str) -> int:
+def _check_text_column(parquet: Any, column: str, address: str) -> None:
     import pyarrow as pa
 
     schema = parquet.schema_arrow
@@ -359,8 +414,6 @@ def _text_column(parquet: Any, column: str, address: str) -> int:
         raise InputError(
             f"the column {column!r} holds {kind}, not text", where=address, hint="write --key with a text column"
         )
-    paths = [parquet.metadata.schema.column(i).path for i in range(parquet.metadata.num_columns)]
-    return paths.index(column)
 
 
 def _column_texts(column: Any) -> list[str | bytes | None]:

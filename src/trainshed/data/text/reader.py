@@ -24,11 +24,12 @@ from trainshed.data.text.formats import (
     count_rows_before_group,
     decompress,
     read_csv_column,
+    read_csv_rows,
     read_json_array,
     read_parquet_batches,
     refuse_json_array,
 )
-from trainshed.errors import BadDocument
+from trainshed.errors import BadDocument, InputError
 from trainshed.redaction import shown_address
 
 if TYPE_CHECKING:
@@ -47,7 +48,9 @@ class InputSlice:
     """One input file, or the part of it that a shard reads.
 
     `start` and `end` count bytes in text files and row groups in parquet files; a whole file has `end=None`. A line
-    belongs to the slice in which it starts.
+    belongs to the slice in which it starts. Where documents are text, `columns` is None; else they are whole rows, and
+    `columns` names those that are read. `rows` [first, last) are the rows of the file that are read, where not all
+    are: a row is a document, a line that is not blank, or a row of a table.
     """
 
     address: str
@@ -58,6 +61,8 @@ class InputSlice:
     documents: DocumentBoundary = "file"
     start: int = 0
     end: int | None = None
+    columns: tuple[str, ...] | None = None
+    rows: tuple[int, int] | None = None
 
     @property
     def display_address(self) -> str:
@@ -72,7 +77,7 @@ class InputSlice:
     @property
     def splittable(self) -> bool:
         """Whether several shards can share the file: a reader must find documents from the middle of it."""
-        if self.format.kind == "parquet":
+        if self.format.kind == "parquet" or self.rows is not None:
             return True
         by_line = self.format.kind == "jsonl" or (self.format.kind == "text" and self.documents == "line")
         return by_line and self.format.compression is None
@@ -111,66 +116,93 @@ class InputReader:
 
     def blocks(self, after: int = 0) -> Iterator[TextBlock]:
         """Yield the blocks after position `after` (0: all)."""
-        input_slice = self.input_slice
-        if input_slice.format.kind == "parquet":
-            yield from self._parquet_blocks(after)
-        elif input_slice.format.kind in DELIMITERS:
-            yield from self._csv_blocks(after)
-        elif input_slice.format.kind == "json":
-            yield from self._array_blocks(after)
-        elif TEXT_FORMATS.owner(input_slice.format.kind) is not None:
-            texts = read_registered(
-                input_slice.format.kind, input_slice.key, self._plain(), input_slice.display_address
-            )
-            yield from self._column_blocks(texts, after)
-        else:
-            kind: TextBlockKind = "jsonl" if input_slice.format.kind == "jsonl" else input_slice.documents
-            yield from self._text_blocks(kind, after)
+        rows, start, first_row, bytes_read = self.input_slice.rows, 0, 0, 0
+        for block in self._all_blocks():
+            bytes_read += block.bytes_read
+            if block.resume_position > after:
+                # A store may cut its chunks, and so our blocks, differently each time.
+                rest = _skip(block, max(after - start, 0))
+                if rows is not None:
+                    skipped = first_row + _count_rows(block) - _count_rows(rest)
+                    rest = _select_rows(rest, rows[0] - skipped, rows[1] - skipped)
+                yield replace(rest, bytes_read=bytes_read)
+                bytes_read = 0
+            if rows is not None:
+                first_row += _count_rows(block)
+            start = block.resume_position
         self.sha256 = f"sha256:{self._digest.hexdigest()}"
 
-    def _text_blocks(self, kind: TextBlockKind, after: int) -> Iterator[TextBlock]:
+    def count_rows(self) -> int:
+        """Return how many rows a slice has. It reads them all, except those of parquet."""
+        input_slice = self.input_slice
+        if input_slice.format.kind == "parquet":
+            return count_rows_before_group(self._store, self._path, input_slice.display_address, None)
+        return sum(_count_rows(block) for block in self._all_blocks())
+
+    def _all_blocks(self) -> Iterator[TextBlock]:
+        input_slice = self.input_slice
+        kind = input_slice.format.kind
+        if kind == "parquet":
+            yield from self._parquet_blocks()
+        elif kind == "json":
+            yield from self._array_blocks()
+        elif kind == "jsonl":
+            yield from self._text_blocks("jsonl")
+        elif kind in DELIMITERS:
+            yield from self._csv_blocks()
+        elif input_slice.columns is not None:
+            raise InputError(
+                f"a file in the format {kind} holds text, and no rows with columns",
+                where=input_slice.display_address,
+                hint="conversations are read from .jsonl, .json, .parquet, .csv and .tsv files",
+            )
+        elif TEXT_FORMATS.owner(kind) is not None:
+            texts = read_registered(kind, input_slice.key, self._plain(), input_slice.display_address)
+            yield from self._row_blocks("strings", texts)
+        else:
+            yield from self._text_blocks(input_slice.documents)
+
+    def _text_blocks(self, kind: TextBlockKind) -> Iterator[TextBlock]:
         position, line = 0, 1
         for data in _cut_at_boundaries(self._plain(), _boundary_finder(kind)):
             if kind == "jsonl" and position == 0 and self.input_slice.start == 0:
                 refuse_json_array(data, self.input_slice.display_address)
-            lines, start, position = data.count(b"\n"), position, position + len(data)
-            if position > after:
-                # A store may cut its chunks, and so our blocks, differently each time.
-                skip = max(after - start, 0)
-                read, self._bytes_read = self._bytes_read, 0
-                yield TextBlock(kind, data[skip:], line + data.count(b"\n", 0, skip), position, read)
-            line += lines
+            position += len(data)
+            yield TextBlock(kind, data, line, position, self._take_bytes_read())
+            line += data.count(b"\n")
 
-    def _csv_blocks(self, after: int) -> Iterator[TextBlock]:
+    def _csv_blocks(self) -> Iterator[TextBlock]:
         input_slice = self.input_slice
-        column = read_csv_column(
-            self._plain(), DELIMITERS[input_slice.format.kind], input_slice.key, input_slice.display_address
-        )
-        yield from self._column_blocks(column, after)
+        delimiter, where = DELIMITERS[input_slice.format.kind], input_slice.display_address
+        if input_slice.columns is None:
+            yield from self._row_blocks("strings", read_csv_column(self._plain(), delimiter, input_slice.key, where))
+        else:
+            yield from self._row_blocks("rows", read_csv_rows(self._plain(), delimiter, where))
 
-    def _column_blocks(self, column: Iterable[str | bytes | None], after: int) -> Iterator[TextBlock]:
-        texts: list[str | bytes | None] = []
+    def _row_blocks(self, kind: TextBlockKind, contents: Iterable[Any]) -> Iterator[TextBlock]:
+        rows: list[Any] = []
         size, first = 0, 1
-        for text in column:
-            texts.append(text)
-            size += len(text or "")
+        for row in contents:
+            rows.append(row)
+            size += sum(map(len, row.values())) if isinstance(row, dict) else len(row or "")
             if size >= BLOCK_BYTES:
-                yield from self._rows_block("strings", texts, first, after)
-                texts, size, first = [], 0, first + len(texts)
-        yield from self._rows_block("strings", texts, first, after)
+                yield self._rows_block(kind, rows, first)
+                rows, size, first = [], 0, first + len(rows)
+        if rows:
+            yield self._rows_block(kind, rows, first)
 
-    def _array_blocks(self, after: int) -> Iterator[TextBlock]:
+    def _array_blocks(self) -> Iterator[TextBlock]:
         rows = read_json_array(self._plain(), self.input_slice.display_address)
         block_rows = max(1, BLOCK_BYTES * len(rows) // max(self.input_slice.size, 1))
         for start in range(0, len(rows), block_rows):
-            yield from self._rows_block("rows", rows[start : start + block_rows], start + 1, after)
+            yield self._rows_block("rows", rows[start : start + block_rows], start + 1)
 
-    def _rows_block(self, kind: TextBlockKind, rows: list[Any], first: int, after: int) -> Iterator[TextBlock]:
-        position = first - 1 + len(rows)
-        if position > after:
-            skip = max(after - (first - 1), 0)
-            read, self._bytes_read = self._bytes_read, 0
-            yield TextBlock(kind, rows[skip:], first + skip, position, read)
+    def _rows_block(self, kind: TextBlockKind, rows: list[Any], first: int) -> TextBlock:
+        return TextBlock(kind, rows, first, first - 1 + len(rows), self._take_bytes_read())
+
+    def _take_bytes_read(self) -> int:
+        read, self._bytes_read = self._bytes_read, 0
+        return read
 
     def _plain(self) -> Iterator[bytes]:
         """Yield the bytes of the slice, counted, hashed and decompressed."""
@@ -183,19 +215,56 @@ class InputReader:
             self._bytes_read += len(chunk)
             yield chunk
 
-    def _parquet_blocks(self, after: int) -> Iterator[TextBlock]:
+    def _parquet_blocks(self) -> Iterator[TextBlock]:
         input_slice, first, reported = self.input_slice, 1, 0
+        kind: TextBlockKind = "strings" if input_slice.columns is None else "rows"
         for batch in read_parquet_batches(
-            self._store, self._path, input_slice.display_address, input_slice.key, input_slice.start, input_slice.end
+            self._store,
+            self._path,
+            input_slice.display_address,
+            input_slice.key if input_slice.columns is None else input_slice.columns,
+            input_slice.start,
+            input_slice.end,
         ):
             self._digest.update(batch.fingerprint)
-            position = first - 1 + len(batch.texts)
-            self._bytes_read = int(input_slice.size * batch.share_done) - reported
-            if position > after:
-                reported += self._bytes_read
-                skip = max(after - (first - 1), 0)
-                yield TextBlock("strings", batch.texts[skip:], first + skip, position, self._bytes_read)
-            first += len(batch.texts)
+            read = int(input_slice.size * batch.share_done) - reported
+            reported += read
+            yield TextBlock(kind, batch.contents, first, first - 1 + len(batch.contents), read)
+            first += len(batch.contents)
+
+
+def _skip(block: TextBlock, count: int) -> TextBlock:
+    """Leave out the first bytes of a block (whole lines), or its first rows."""
+    if count == 0:
+        return block
+    lines = block.payload.count(b"\n", 0, count) if isinstance(block.payload, bytes) else count
+    return replace(block, payload=block.payload[count:], first_line=block.first_line + lines)
+
+
+def _count_rows(block: TextBlock) -> int:
+    if not isinstance(block.payload, bytes):
+        return len(block.payload)
+    if block.kind == "file":
+        return 1
+    return sum(1 for line in block.payload.split(b"\n") if line.strip())
+
+
+def _select_rows(block: TextBlock, first: int, last: int) -> TextBlock:
+    """Keep rows [first, last) of a block; lines are made blank, so that those after them keep their numbers."""
+    count = _count_rows(block)
+    first, last = max(first, 0), min(last, count)
+    if first == 0 and last == count:
+        return block
+    if not isinstance(block.payload, bytes):
+        return replace(block, payload=block.payload[first : max(last, first)], first_line=block.first_line + first)
+    if block.kind == "file":
+        return replace(block, payload=b"")
+    row, kept = 0, []
+    for line in block.payload.split(b"\n"):
+        is_row = bool(line.strip())
+        kept.append(line if is_row and first <= row < last else b"")
+        row += is_row
+    return replace(block, payload=b"\n".join(kept))
 
 
 def _boundary_finder(kind: TextBlockKind) -> Callable[[bytes], int] | None:
@@ -271,6 +340,8 @@ def count_lines_before(input_slice: InputSlice, store: Store, path: str) -> int:
 
 def max_splits(input_slice: InputSlice, store: Store, path: str) -> int:
     """Return into how many slices a file can be cut."""
+    if input_slice.rows is not None:
+        return input_slice.rows[1] - input_slice.rows[0]
     if not input_slice.splittable:
         return 1
     if input_slice.format.kind == "parquet":
@@ -283,6 +354,9 @@ def split_input(input_slice: InputSlice, parts: int, store: Store, path: str) ->
     total = max_splits(input_slice, store, path)
     parts = max(1, min(parts, total))
     cuts = [total * i // parts for i in range(parts + 1)]
+    if input_slice.rows is not None:
+        first = input_slice.rows[0]
+        return [replace(input_slice, rows=(first + a, first + b)) for a, b in pairwise(cuts)]
     return [replace(input_slice, start=a, end=b) for a, b in pairwise(cuts)]
 
 
@@ -295,19 +369,20 @@ _LEADING_BLANK_LINES = re.compile(rb"(?:[ \t\r]*\n)*")
 
 @dataclass(frozen=True)
 class BadLine:
-    """A line or row without a document: its number (from 1 at the start of the slice), the problem, and a hint."""
+    """A line or row without a document: its number (from 1 at the start of the slice), the problem, and a hint.
+
+    A `fatal` one is never skipped: it shows that the settings are wrong.
+    """
 
     number: int
     what: str
     hint: str
+    fatal: bool = False
 
     def to_error(self, input_slice: InputSlice, number: int) -> BadDocument:
         """Return the error for this line, for when bad lines are not skipped; `number` counts within the file."""
-        return BadDocument(
-            self.what,
-            where=format_line_location(input_slice, number),
-            hint=f"{self.hint}, or write --on-bad-line skip to leave such lines out and count them",
-        )
+        skip = "" if self.fatal else ", or write --on-bad-line skip to leave such lines out and count them"
+        return BadDocument(self.what, where=format_line_location(input_slice, number), hint=f"{self.hint}{skip}")
 
 
 def format_line_location(input_slice: InputSlice, number: int) -> str:
@@ -354,6 +429,38 @@ def extract_documents(block: TextBlock, key: str) -> tuple[list[str], list[BadLi
     return documents, bad_lines
 
 
+def extract_rows(block: TextBlock) -> Iterator[tuple[int, dict[str, Any] | BadLine]]:
+    """Yield the rows of a block with their numbers: objects, or lines that hold none."""
+    payload = block.payload
+    if isinstance(payload, bytes):
+        if block.first_line == 1 and payload.startswith(_BOM):
+            payload = payload[len(_BOM) :]
+        contents: Iterable[Any] = (_json_row(line) for line in payload.split(b"\n"))
+    else:
+        contents = payload
+    for number, row in enumerate(contents, block.first_line):
+        if isinstance(row, dict):
+            yield number, row
+        elif isinstance(row, _InvalidText):
+            yield number, BadLine(number, row.what, row.hint)
+        elif row is not None or block.kind != "jsonl":
+            yield number, BadLine(number, f"a JSON {_json_name(row)}, not an object", _WRITE_OBJECT)
+
+
+_WRITE_OBJECT = 'each row must be one JSON object such as {"messages": […]}'
+
+
+def _json_row(line: bytes) -> Any:
+    """The value of a JSONL line; None for a blank line."""
+    if not line.strip():
+        return None
+    try:
+        row = orjson.loads(line)
+    except orjson.JSONDecodeError as error:
+        return _broken_json(line, error, _WRITE_OBJECT)
+    return _InvalidText("a JSON null, not an object", _WRITE_OBJECT) if row is None else row
+
+
 @dataclass(frozen=True)
 class _InvalidText:
     what: str
@@ -371,12 +478,16 @@ def _json_document(line: bytes, key: str) -> _LineContent:
     try:
         row: Any = orjson.loads(line)
     except orjson.JSONDecodeError as error:
-        try:
-            line.decode()
-        except UnicodeDecodeError as broken:
-            return _InvalidText(f"invalid UTF-8 at byte {broken.start}", "write the file as UTF-8")
-        return _InvalidText(f"broken JSON: {error}", 'each line must be one JSON object such as {"' + key + '": "…"}')
+        return _broken_json(line, error, 'each line must be one JSON object such as {"' + key + '": "…"}')
     return _row_document(row, key)
+
+
+def _broken_json(line: bytes, error: orjson.JSONDecodeError, hint: str) -> _InvalidText:
+    try:
+        line.decode()
+    except UnicodeDecodeError as broken:
+        return _InvalidText(f"invalid UTF-8 at byte {broken.start}", "write the file as UTF-8")
+    return _InvalidText(f"broken JSON: {error}", hint)
 
 
 def _row_document(row: Any, key: str) -> _LineContent:

@@ -35,6 +35,11 @@ TOKENIZER_FILES = (
 )
 """What is read of a tokenizer folder; the hash of a tokenizer covers those that exist."""
 
+TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
+"""Where a chat template may be besides tokenizer_config.json. Text becomes the same tokens with any: not hashed."""
+
+SPECIAL_TOKEN_ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
 COMMON_EOD = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eot|>")
 """End-of-document names that GPT-2/Qwen, Llama 3, Llama 2/Mistral, Gemma and others use, for a bare tokenizer.json."""
 
@@ -55,6 +60,15 @@ class Tokenizer:
     json: bytes = field(repr=False)
     config: dict[str, Any] = field(repr=False)
     sha256: str
+    chat_templates: dict[str, str] = field(default_factory=dict, repr=False)
+    """Its chat templates by name: `default`, and `tool_use` where it has one for conversations with tools."""
+
+    @property
+    def special_texts(self) -> dict[str, str]:
+        """The special tokens that its configuration names, as chat templates get them."""
+        named = {role: self.config.get(role) for role in SPECIAL_TOKEN_ROLES}
+        texts = {role: token.get("content") if isinstance(token, dict) else token for role, token in named.items()}
+        return {role: text for role, text in texts.items() if isinstance(text, str)}
 
     @cached_property
     def backend(self) -> tokenizers.Tokenizer:
@@ -151,7 +165,7 @@ def _read_files(address: str, options: StoreOptions | None) -> dict[str, bytes]:
     store, path = open_store(address, options)
     folder = f"{path.rstrip('/')}/" if path else ""
     files: dict[str, bytes] = {}
-    for name in TOKENIZER_FILES:
+    for name in (*TOKENIZER_FILES, *TEMPLATE_FILES):
         if store.head(folder + name):
             files[name] = store.read(folder + name)
     if "tokenizer.json" not in files and not {"vocab.json", "merges.txt"} <= files.keys():
@@ -178,10 +192,39 @@ def tokenizer_from_files(address: str, files: dict[str, bytes]) -> Tokenizer:
     if data is None:
         data = _byte_level_bpe(files["vocab.json"], files["merges.txt"], address)
     digest = hashlib.sha256()
-    for name in sorted(files):
+    for name in sorted(files.keys() & set(TOKENIZER_FILES)):
         digest.update(f"{name}\0{len(files[name])}\0".encode())
         digest.update(files[name])
-    return Tokenizer(address=address, json=data, config=config, sha256=f"sha256:{digest.hexdigest()}")
+    return Tokenizer(
+        address=address,
+        json=data,
+        config=config,
+        sha256=f"sha256:{digest.hexdigest()}",
+        chat_templates=_chat_templates(address, files, config),
+    )
+
+
+def _chat_templates(address: str, files: dict[str, bytes], config: dict[str, Any]) -> dict[str, str]:
+    """Find the chat templates: a file of its own, or in the configuration, where there may be several by name."""
+    if "chat_template.jinja" in files:
+        try:
+            return {"default": files["chat_template.jinja"].decode()}
+        except UnicodeDecodeError:
+            raise TokenizerError("chat_template.jinja is not UTF-8", where=address) from None
+    template = config.get("chat_template")
+    if template is None and "chat_template.json" in files:
+        try:
+            template = orjson.loads(files["chat_template.json"]).get("chat_template")
+        except (orjson.JSONDecodeError, AttributeError) as error:
+            raise TokenizerError(f"chat_template.json is not a JSON object: {error}", where=address) from None
+    if isinstance(template, str):
+        return {"default": template}
+    named = template if isinstance(template, list) else []
+    return {
+        entry["name"]: entry["template"]
+        for entry in named
+        if isinstance(entry, dict) and isinstance(entry.get("name"), str) and isinstance(entry.get("template"), str)
+    }
 
 
 def _byte_level_bpe(vocab: bytes, merges: bytes, address: str) -> bytes:

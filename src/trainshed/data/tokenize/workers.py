@@ -29,7 +29,9 @@ from trainshed.data.tokenize.tokenizer import Tokenizer
 from trainshed.errors import TrainshedError
 
 if TYPE_CHECKING:
+    from trainshed.data.chat.tokenize import ChatSettings, ConversationTokenizer
     from trainshed.data.text.reader import InputSlice, TextBlock
+    from trainshed.data.tokens.shard_writer import ChatCounts
 
 
 COMPARED_BYTES = 64 * 1024
@@ -38,24 +40,43 @@ COMPARED_BYTES = 64 * 1024
 
 @dataclass(frozen=True)
 class BlockTokenizerConfig:
-    """What every worker needs: the same for all blocks of a preparation."""
+    """What every worker needs: the same for all blocks of a preparation. With `chat`, rows are conversations."""
 
     tokenizer: Tokenizer
     eod: int | None
     bos: int | None
     dtype: str
     encoder: EncoderName = "auto"
+    chat: ChatSettings | None = None
+
+    def block_tokenizer(self, *, parallel: bool = False) -> BlockTokenizer | ConversationTokenizer:
+        """Return what turns blocks into tokens; `parallel` lets the encoder of text use several cores by itself."""
+        if self.chat is None:
+            return BlockTokenizer(self, parallel=parallel)
+        from trainshed.data.chat.tokenize import ConversationTokenizer
+
+        return ConversationTokenizer(self.tokenizer, self.chat, self.dtype, self.encoder)
+
+    @property
+    def max_threads(self) -> int:
+        """The most workers that are threads. Templates hold the interpreter lock, so threads do not help them."""
+        return MAX_THREAD_WORKERS if self.chat is None else 1
 
 
 @dataclass(frozen=True)
 class TokenBlock:
-    """A block as tokens: `data` is T tokens in the file's dtype, `lengths` N int32 (0: an empty document)."""
+    """A block as tokens: `data` is T tokens in the file's dtype, `lengths` N int32 (0: an empty document).
+
+    Conversations also say which tokens are `learned`: T bytes, 0 or 1.
+    """
 
     data: bytes
     lengths: bytes
     documents: int
     text_bytes: int
     bad_lines: list[BadLine] = field(default_factory=list)
+    learned: bytes | None = None
+    chat: ChatCounts | None = None
 
 
 Tag = TypeVar("Tag")
@@ -90,11 +111,11 @@ class BlockTokenizer:
         extracted = [extract_documents(task.block, task.key) for task in tasks]
         for task, (documents, _) in zip(tasks, extracted, strict=True):
             if task.check_against_reference and self._options.encoder != "tokenizers":
-                require_reference_ids(self._options.tokenizer, self.encoder, _comparison_sample(documents), task.where)
+                require_reference_ids(self._options.tokenizer, self.encoder, comparison_sample(documents), task.where)
         encoded = self.encoder.encode([document for documents, _ in extracted for document in documents])
         parts = encoded.split([len(documents) for documents, _ in extracted])
         return [
-            TokenBlock(*self.add_special_tokens(part), len(documents), _utf8_bytes(documents), bad_lines)
+            TokenBlock(*self.add_special_tokens(part), len(documents), utf8_bytes(documents), bad_lines)
             for part, (documents, bad_lines) in zip(parts, extracted, strict=True)
         ]
 
@@ -122,12 +143,13 @@ class BlockTokenizer:
         return out.tobytes(), lengths.astype("<i4").tobytes()
 
 
-def _utf8_bytes(documents: list[str]) -> int:
+def utf8_bytes(documents: list[str]) -> int:
+    """Return how many bytes documents have in UTF-8."""
     # Whether a string is ASCII is known at no cost, and most are: then its characters are its bytes.
     return sum(len(text) if text.isascii() else len(text.encode()) for text in documents)
 
 
-def _comparison_sample(documents: list[str]) -> list[str]:
+def comparison_sample(documents: list[str]) -> list[str]:
     """Return the first documents of a block up to COMPARED_BYTES; a huge one is cut."""
     sample: list[str] = []
     room = COMPARED_BYTES
@@ -233,7 +255,7 @@ def start_fork_server() -> multiprocessing.context.ForkServerContext:
     """
     context = multiprocessing.get_context("forkserver")
     # A module that is not installed is passed over. awkward is by far the slowest import of gigatoken.
-    context.set_forkserver_preload(["trainshed.data.tokenize.workers", "awkward", "gigatoken", "tokenizers"])
+    context.set_forkserver_preload(["trainshed.data.tokenize.workers", "awkward", "gigatoken", "tokenizers", "jinja2"])
     multiprocessing.forkserver.ensure_running()
     return context
 
@@ -311,7 +333,7 @@ def _worker_main(connection: Connection, options: BlockTokenizerConfig) -> None:
     """Run in the worker process: send the name of the encoder, then answer blocks until the pipe closes."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     try:
-        tokenizer = BlockTokenizer(options)
+        tokenizer = options.block_tokenizer()
         connection.send((tokenizer.encoder.name, tokenizer.reason))
     except Exception as error:
         connection.send(error)
@@ -357,9 +379,9 @@ def default_workers(inputs: Sequence[InputSlice]) -> int:
     return 1 if small else len(os.sched_getaffinity(0))
 
 
-def prestart_workers(workers: int) -> None:
+def prestart_workers(workers: int, *, chat: bool = False) -> None:
     """Start early what workers need, so that it runs beside our own imports."""
-    if workers > MAX_THREAD_WORKERS:
+    if workers > (1 if chat else MAX_THREAD_WORKERS):
         start_fork_server()
 
 
@@ -370,15 +392,15 @@ class WorkerPool:
         self._options, self.workers = options, workers
         self.encoder_name = ""
         self.encoder_reason = ""
-        self._inline_tokenizer: BlockTokenizer | None = None
+        self._inline_tokenizer: BlockTokenizer | ConversationTokenizer | None = None
         self.processes: list[WorkerProcess] = []
 
     def __enter__(self) -> WorkerPool:
-        if self.workers <= MAX_THREAD_WORKERS:
+        if self.workers <= self._options.max_threads:
             if self.workers > 1:
                 # The encoders' thread pools read it when they first start. A value that is set already stays.
                 os.environ.setdefault("RAYON_NUM_THREADS", str(self.workers))
-            self._inline_tokenizer = BlockTokenizer(self._options, parallel=self.workers > 1)
+            self._inline_tokenizer = self._options.block_tokenizer(parallel=self.workers > 1)
             self.encoder_name, self.encoder_reason = self._inline_tokenizer.encoder.name, self._inline_tokenizer.reason
             return self
         try:
@@ -414,7 +436,7 @@ class WorkerPool:
                 yield task.tag, tokenizer.tokenize_block(task)
 
 
-def _tokenize_in_thread(dispatcher: TaskDispatcher[Tag], tokenizer: BlockTokenizer) -> None:
+def _tokenize_in_thread(dispatcher: TaskDispatcher[Tag], tokenizer: BlockTokenizer | ConversationTokenizer) -> None:
     """Tokenize in this thread; if several blocks are waiting, several at a time."""
     more = True
     while more:

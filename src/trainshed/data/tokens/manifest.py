@@ -34,6 +34,21 @@ class InputRecord:
     documents: str
     start: int = 0
     end: int | None = None
+    columns: tuple[str, ...] | None = None
+    rows: tuple[int, int] | None = None
+
+    @classmethod
+    def from_plain(cls, plain: dict[str, Any]) -> InputRecord:
+        """Read what `to_plain` gave."""
+        lists: dict[str, Any] = {
+            name: tuple(plain[name]) for name in ("columns", "rows") if plain.get(name) is not None
+        }
+        return cls(**plain | lists)
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return it as JSON takes it; whole files of text have no columns or rows."""
+        plain = asdict(self)
+        return {name: value for name, value in plain.items() if name not in ("columns", "rows") or value is not None}
 
     @classmethod
     def from_input(cls, input_slice: InputSlice, sha256: str | None) -> InputRecord:
@@ -47,12 +62,14 @@ class InputRecord:
             input_slice.documents if input_slice.format.kind == "text" else input_slice.format.kind,
             input_slice.start,
             input_slice.end,
+            input_slice.columns,
+            input_slice.rows,
         )
 
     @property
     def identity(self) -> tuple[object, ...]:
         """Which bytes of which file these are, whatever their content."""
-        return (self.address, self.key, self.documents, self.start, self.end)
+        return (self.address, self.key, self.documents, self.start, self.end, self.columns, self.rows)
 
 
 @dataclass(frozen=True)
@@ -75,8 +92,8 @@ class TokenManifest:
         facts = {
             "tokenizer": self.tokenizer,
             "encoder": self.encoder,
-            "inputs": [asdict(record) for record in self.inputs],
-            "counts": asdict(self.counts),
+            "inputs": [record.to_plain() for record in self.inputs],
+            "counts": self.counts.to_plain(),
             "shards": self.shards,
         }
         return Manifest.of(TOKENS_KIND, self.spec, self.files, facts)
@@ -88,13 +105,12 @@ class TokenManifest:
             raise CorruptData(f"this is the manifest of {manifest.kind}, not of tokens", where=where)
         facts = manifest.facts
         try:
-            counts = facts["counts"] | {"bad_line_examples": tuple(facts["counts"]["bad_line_examples"])}
             return cls(
                 spec=dict(manifest.spec),
                 tokenizer=facts["tokenizer"],
                 encoder=facts["encoder"],
-                inputs=[InputRecord(**record) for record in facts["inputs"]],
-                counts=TokenCounts(**counts),
+                inputs=[InputRecord.from_plain(record) for record in facts["inputs"]],
+                counts=TokenCounts.from_plain(facts["counts"]),
                 files=list(manifest.files),
                 shards=facts["shards"],
             )
@@ -141,6 +157,23 @@ def combine_manifests(manifests: Sequence[TokenManifest]) -> TokenManifest:
         files=[file for manifest in manifests for file in manifest.files],
         shards=len(manifests),
     )
+
+
+def describe_conversations(counts: TokenCounts) -> str:
+    """Say what became of conversations, for people: how many there are, what is learned, what was cut or left out."""
+    chat = counts.chat
+    assert chat is not None
+    share = chat.learned_tokens / counts.tokens if counts.tokens else 0.0
+    parts = [f"{chat.conversations:,} conversations, {counts.tokens:,} tokens, {share:.1%} of them learned"]
+    for number, what in (
+        (chat.truncated, f"truncated ({chat.cut_answers:,} in an answer)"),
+        (chat.dropped_too_long, "dropped as too long"),
+        (chat.dropped_unlearned, "dropped because nothing to learn was left after truncating"),
+        (counts.bad_lines, "bad lines skipped"),
+    ):
+        if number:
+            parts.append(f"{number:,} {what}")
+    return "; ".join(parts)
 
 
 def delete_set_manifest(prefix: str, options: StoreOptions | None = None) -> None:

@@ -10,6 +10,7 @@ import errno
 import hashlib
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO
@@ -18,7 +19,8 @@ import numpy as np
 
 from trainshed.data.tokens.indexed_dataset import SCAN_ITEMS, IndexedDataset, IndexHeader
 from trainshed.data.tokens.manifest import combine_manifests, read_token_manifest
-from trainshed.data.tokens.token_files import commit_file, local_path, partial_file, shard_prefixes
+from trainshed.data.tokens.token_files import commit_file, learned_path, local_path, partial_file, shard_prefixes
+from trainshed.data.tokens.token_source import has_learned
 from trainshed.errors import InputError
 from trainshed.reporting import SILENT, ProgressTask, Reporter
 from trainshed.storage.manifest import FileEntry
@@ -41,6 +43,8 @@ def merge_tokens(
         raise InputError("the output is also an input", where=output, hint="give another --output")
     if index_path.exists() and not overwrite:
         raise InputError("the output exists already", where=output, hint="give another --output, or --overwrite")
+    with_learned = _have_learned(inputs)
+    learned_file = Path(learned_path(output))
     readers = [IndexedDataset(name) for name in inputs]
     try:
         header = _joint_header(readers)
@@ -48,18 +52,24 @@ def merge_tokens(
         with (
             partial_file(bin_path) as tokens,
             partial_file(index_path) as index,
+            partial_file(learned_file) if with_learned else nullcontext() as learned,
             reporter.task("merge", total=total, unit="B") as task,
         ):
             for reader in readers:
                 reader.check()
                 _append_file(Path(reader.bin_address), reader.bin_bytes, tokens, task)
+                if learned is not None:
+                    _append_file(Path(learned_path(reader.prefix)), reader.tokens, learned, task)
             for piece in _joint_index(header, readers):
                 index.write(piece)
                 task.advance(len(piece))
             # An old index or manifest must never be beside new tokens.
             Path(f"{output}.manifest.json").unlink(missing_ok=True)
             index_path.unlink(missing_ok=True)
+            learned_file.unlink(missing_ok=True)
             commit_file(tokens, bin_path)
+            if learned is not None:
+                commit_file(learned, learned_file)
             commit_file(index, index_path)
     finally:
         for reader in readers:
@@ -74,11 +84,25 @@ def _write_manifest(inputs: Sequence[str], output: str) -> None:
     if len(manifests) < len(inputs) or any(manifest.spec != manifests[0].spec for manifest in manifests):
         return
     files = []
-    for path in (Path(f"{output}.bin"), Path(f"{output}.idx")):
+    for path in (Path(f"{output}.bin"), Path(f"{output}.idx"), Path(learned_path(output))):
+        if not path.exists():
+            continue
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         files.append(FileEntry(path.name, path.stat().st_size, f"sha256:{digest}"))
     replace(combine_manifests(manifests), files=files, shards=1).write(output)
+
+
+def _have_learned(inputs: Sequence[str]) -> bool:
+    """Whether all inputs say which tokens are learned; it must be all or none."""
+    having = [has_learned(name, read_token_manifest(name)) for name in inputs]
+    if any(having) and not all(having):
+        raise InputError(
+            "is text, and others are conversations that say which tokens are learned",
+            where=inputs[having.index(False)],
+            hint="merge conversations with conversations only",
+        )
+    return any(having)
 
 
 def _joint_header(readers: Sequence[IndexedDataset]) -> IndexHeader:

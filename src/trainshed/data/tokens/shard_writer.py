@@ -1,8 +1,9 @@
 """Writing one shard of tokens, to a disk or to a bucket.
 
-On a disk the process may be killed at any moment. Tokens are appended to `PREFIX.bin.partial` and document lengths to
-`PREFIX.lengths.partial`. About once a second a journal records the sizes of both and how far reading has got. A rerun
-cuts both files back to the journal, checks the rest by its hash, and goes on; the result is the same bytes.
+On a disk the process may be killed at any moment. Tokens are appended to `PREFIX.bin.partial`, document lengths to
+`PREFIX.lengths.partial`, and of conversations which tokens are learned to `PREFIX.learned.partial`. About once a second
+a journal records the sizes of all and how far reading has got. A rerun cuts the files back to the journal, checks the
+rest by its hash, and goes on; the result is the same bytes.
 
 In a bucket a shard is one multipart object that is visible only when complete. A rerun starts the shard again.
 """
@@ -24,6 +25,7 @@ from typing import IO, TYPE_CHECKING, Any, Protocol
 
 import orjson
 
+from trainshed.data.tokens.token_files import learned_path
 from trainshed.errors import AccessDenied, Conflict, NoSpace, StorageError
 from trainshed.reporting import Reporter
 from trainshed.storage.locks import LockHolder, describe_holder, wait_for_lock
@@ -40,6 +42,27 @@ BAD_LINES_KEPT = 20
 """How many bad lines the manifest quotes; it counts them all."""
 
 
+@dataclass
+class ChatCounts:
+    """What became of the conversations of a shard; a pair of a better and a worse answer counts as one."""
+
+    conversations: int = 0
+    learned_tokens: int = 0
+    truncated: int = 0
+    """Cut to `sequence_length`, among them `cut_answers` that lost a part of an answer."""
+    cut_answers: int = 0
+    dropped_too_long: int = 0
+    dropped_unlearned: int = 0
+    """Left out because nothing to learn was left after they were cut."""
+    longest: int = 0
+    """Tokens of the longest one, before it was cut."""
+
+    def plus(self, other: ChatCounts) -> ChatCounts:
+        """Add two counts."""
+        sums = {name: value + getattr(other, name) for name, value in asdict(self).items()}
+        return ChatCounts(**sums | {"longest": max(self.longest, other.longest)})
+
+
 @dataclass(frozen=True)
 class TokenCounts:
     """What a shard holds so far."""
@@ -50,6 +73,22 @@ class TokenCounts:
     text_bytes: int = 0
     bad_lines: int = 0
     bad_line_examples: tuple[str, ...] = ()
+    chat: ChatCounts | None = None
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return it as JSON takes it; text has no counts of conversations."""
+        plain = asdict(self)
+        if self.chat is None:
+            del plain["chat"]
+        return plain
+
+    @classmethod
+    def from_plain(cls, plain: dict[str, Any]) -> TokenCounts:
+        """Read what `to_plain` gave."""
+        chat = plain.get("chat")
+        return cls(
+            **plain | {"bad_line_examples": tuple(plain["bad_line_examples"]), "chat": chat and ChatCounts(**chat)}
+        )
 
     def plus(self, other: TokenCounts) -> TokenCounts:
         """Add two counts."""
@@ -60,6 +99,7 @@ class TokenCounts:
             self.text_bytes + other.text_bytes,
             self.bad_lines + other.bad_lines,
             (self.bad_line_examples + other.bad_line_examples)[:BAD_LINES_KEPT],
+            self.chat.plus(other.chat) if self.chat and other.chat else self.chat or other.chat,
         )
 
 
@@ -73,7 +113,7 @@ class ShardProgress:
 
 
 class ShardWriter(Protocol):
-    """Takes the tokens of one shard, in order."""
+    """Takes the tokens of one shard, in order. Where it is opened with `learned`, every block says what is learned."""
 
     progress: ShardProgress
     """How far it has got: after opening, how far an earlier attempt had got."""
@@ -87,7 +127,7 @@ class ShardWriter(Protocol):
         ...
 
     def finish(self, dtype: np.dtype) -> list[FileEntry]:
-        """Make `.bin` and `.idx` complete and visible."""
+        """Make `.bin`, `.idx` and, where there is one, `.learned` complete and visible."""
         ...
 
 
@@ -147,16 +187,24 @@ class LocalShardWriter:
     """A shard on a local or mounted disk.
 
     The journal is a list of entries, only ever appended to. An entry has the inputs that were finished since the last
-    one with their hashes, the position in the next input, and the sizes and hashes of both files at that moment. A
+    one with their hashes, the position in the next input, and the sizes and hashes of all files at that moment. A
     rerun goes on from the last entry up to which every input is still the same: mending one input does not cost the
     work before it. With `bad_lines=False` that entry must also be before the first bad line that was skipped.
     """
 
     def __init__(
-        self, prefix: str, key: str, input_ids: Sequence[str], stack: ExitStack, *, bad_lines: bool = True
+        self,
+        prefix: str,
+        key: str,
+        input_ids: Sequence[str],
+        stack: ExitStack,
+        *,
+        bad_lines: bool = True,
+        learned: bool = False,
     ) -> None:
         self._key, self._input_ids, self._bad_lines = key, input_ids, bad_lines
         self._bin, self._index = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
+        self._learned_path = Path(learned_path(prefix))
         self._tokens_path = Path(f"{prefix}.bin.partial")
         self._lengths_path = Path(f"{prefix}.lengths.partial")
         self._journal_path = _journal_path(prefix)
@@ -168,9 +216,12 @@ class LocalShardWriter:
             self._journal = stack.enter_context(open(self._journal_path, "ab+", buffering=0))
             self._lock(prefix)
             self._holder_path.write_bytes(LockHolder.here().to_bytes())
-            self._tokens = stack.enter_context(open(self._tokens_path, "ab+", buffering=0))
-            self._lengths = stack.enter_context(open(self._lengths_path, "ab+", buffering=0))
-            self._digest, self._lengths_digest = hashlib.sha256(), hashlib.sha256()
+            self._tokens = _PartialFile(self._tokens_path, stack)
+            self._lengths = _PartialFile(self._lengths_path, stack)
+            self._learned = _PartialFile(Path(f"{self._learned_path}.partial"), stack) if learned else None
+            self._files = {"tokens": self._tokens, "lengths": self._lengths}
+            if self._learned is not None:
+                self._files["learned"] = self._learned
             self.progress = self._resume()
         self._recorded_inputs = len(self.progress.input_hashes)
         self._recorded_at = time.monotonic()
@@ -194,23 +245,12 @@ class LocalShardWriter:
     def _resume(self) -> ShardProgress:
         """Cut the files back to the last valid journal entry; without one, start again."""
         progress, entry, journal_bytes = self._last_valid_entry()
-        if entry is not None:
-            for file, digest, (size, sha256) in (
-                (self._tokens, self._digest, entry["tokens"]),
-                (self._lengths, self._lengths_digest, entry["lengths"]),
-            ):
-                if _size(file) > size:
-                    file.truncate(size)
-                _hash_into(digest, file)
-                if digest.hexdigest() != sha256:
-                    entry = None
-                    break
-        if entry is not None:
+        if entry is not None and all(file.cut_back(*entry[name]) for name, file in self._files.items()):
             self._journal.truncate(journal_bytes)
             return progress
-        self._digest, self._lengths_digest = hashlib.sha256(), hashlib.sha256()
-        for file in (self._tokens, self._lengths, self._journal):
-            file.truncate(0)
+        for file in self._files.values():
+            file.clear()
+        self._journal.truncate(0)
         self._append_journal({"format": JOURNAL_FORMAT, "key": self._key})
         return ShardProgress()
 
@@ -234,20 +274,18 @@ class LocalShardWriter:
                 if entry["counts"]["bad_lines"] and not self._bad_lines:
                     break
                 hashes += [sha256 for _, sha256 in entry["done"]]
-                counts = entry["counts"] | {"bad_line_examples": tuple(entry["counts"]["bad_line_examples"])}
-                progress, last_entry = ShardProgress(list(hashes), entry["position"], TokenCounts(**counts)), entry
+                counts = TokenCounts.from_plain(entry["counts"])
+                progress, last_entry = ShardProgress(list(hashes), entry["position"], counts), entry
             valid_bytes += len(line)
         return progress, last_entry, valid_bytes
 
     def append(self, tokens: TokenBlock, counts: TokenCounts, position: int) -> None:
         """Append a block; write a journal entry every second or so."""
         with explain_disk_errors(str(self._bin)):
-            for file, digest, data in (
-                (self._tokens, self._digest, tokens.data),
-                (self._lengths, self._lengths_digest, tokens.lengths),
-            ):
-                _write_all(file, data)
-                digest.update(data)
+            self._tokens.write(tokens.data)
+            self._lengths.write(tokens.lengths)
+            if self._learned is not None:
+                self._learned.write(_learned_bytes(tokens))
             self.progress.counts = self.progress.counts.plus(counts)
             self.progress.position = position
             if time.monotonic() - self._recorded_at >= JOURNAL_SECONDS:
@@ -266,10 +304,8 @@ class LocalShardWriter:
             "done": [(self._input_ids[i], hashes[i]) for i in new],
             "piece": self._input_ids[len(hashes)],
             "position": self.progress.position,
-            "counts": asdict(self.progress.counts),
-            "tokens": (_size(self._tokens), self._digest.hexdigest()),
-            "lengths": (_size(self._lengths), self._lengths_digest.hexdigest()),
-        }
+            "counts": self.progress.counts.to_plain(),
+        } | {name: (file.size, file.hexdigest) for name, file in self._files.items()}
         self._append_journal(entry)
         self._recorded_inputs, self._recorded_at = len(hashes), time.monotonic()
 
@@ -277,7 +313,7 @@ class LocalShardWriter:
         _write_all(self._journal, _with_checksum(orjson.dumps(entry) + b"\n"))
 
     def finish(self, dtype: np.dtype) -> list[FileEntry]:
-        """Write the index, flush everything to disk, then give both files their names."""
+        """Write the index, flush everything to disk, then give the files their names."""
         from trainshed.data.tokens.indexed_dataset import encode_index, lengths_from_file
 
         index_digest, index_partial = hashlib.sha256(), Path(f"{self._index}.partial")
@@ -288,23 +324,73 @@ class LocalShardWriter:
             file.flush()
             os.fsync(file.fileno())
             index_size = file.tell()
-        size = _size(self._tokens)
         with explain_disk_errors(str(self._bin)):
-            os.fsync(self._tokens.fileno())
+            self._tokens.sync()
+            if self._learned is not None:
+                self._learned.sync()
             # Older tokens lose their manifest and index first, and the new ones get theirs last: two preparations are
             # never mixed.
             self._manifest_path.unlink(missing_ok=True)
             self._index.unlink(missing_ok=True)
+            self._learned_path.unlink(missing_ok=True)
             self._tokens_path.replace(self._bin)
+            if self._learned is not None:
+                self._learned.path.replace(self._learned_path)
             index_partial.replace(self._index)
             # Not needed any more. Removed before the manifest is written, so a kill after it leaves none of them.
             self._lengths_path.unlink()
             self._holder_path.unlink(missing_ok=True)
             self._journal_path.unlink()
-        return [
-            FileEntry(self._bin.name, size, f"sha256:{self._digest.hexdigest()}"),
+        entries = [
+            FileEntry(self._bin.name, self._tokens.size, f"sha256:{self._tokens.hexdigest}"),
             FileEntry(self._index.name, index_size, f"sha256:{index_digest.hexdigest()}"),
         ]
+        if self._learned is not None:
+            entries.append(FileEntry(self._learned_path.name, self._learned.size, f"sha256:{self._learned.hexdigest}"))
+        return entries
+
+
+class _PartialFile:
+    """A file that is appended to, with the hash of what it holds."""
+
+    def __init__(self, path: Path, stack: ExitStack) -> None:
+        self.path = path
+        self._file: IO[bytes] = stack.enter_context(open(path, "ab+", buffering=0))
+        self._digest = hashlib.sha256()
+
+    @property
+    def size(self) -> int:
+        return os.fstat(self._file.fileno()).st_size
+
+    @property
+    def hexdigest(self) -> str:
+        return self._digest.hexdigest()
+
+    def write(self, data: bytes) -> None:
+        _write_all(self._file, data)
+        self._digest.update(data)
+
+    def cut_back(self, size: int, sha256: str) -> bool:
+        """Cut it back to a size; return whether what is left has this hash."""
+        if self.size > size:
+            self._file.truncate(size)
+        self._digest = hashlib.sha256()
+        self._file.seek(0)
+        while data := self._file.read(8 * 1024 * 1024):
+            self._digest.update(data)
+        return self.hexdigest == sha256
+
+    def clear(self) -> None:
+        self._file.truncate(0)
+        self._digest = hashlib.sha256()
+
+    def sync(self) -> None:
+        os.fsync(self._file.fileno())
+
+
+def _learned_bytes(tokens: TokenBlock) -> bytes:
+    assert tokens.learned is not None, "conversations say which tokens are learned"
+    return tokens.learned
 
 
 def _with_checksum(line: bytes) -> bytes:
@@ -318,35 +404,24 @@ def _write_all(file: IO[bytes], data: bytes) -> None:
         view = view[file.write(view) :]
 
 
-def _size(file: IO[bytes]) -> int:
-    return os.fstat(file.fileno()).st_size
-
-
-def _hash_into(digest: Any, file: IO[bytes]) -> None:
-    file.seek(0)
-    while data := file.read(8 * 1024 * 1024):
-        digest.update(data)
-
-
 class RemoteShardWriter:
     """A shard in a bucket: tokens are uploaded as they come, lengths wait in a local file for the index."""
 
-    def __init__(self, store: Store, path: str, stack: ExitStack) -> None:
+    def __init__(self, store: Store, path: str, stack: ExitStack, *, learned: bool = False) -> None:
         self._store, self._path = store, path
         self.progress = ShardProgress()
         # Its own stack: `finish` completes the upload, any other exit aborts it.
         self._upload = ExitStack()
         stack.callback(self._abort)
-        self._writer = self._upload.enter_context(store.writer(f"{path}.bin"))
+        self._tokens = _UploadedFile(store, f"{path}.bin", self._upload)
+        self._learned = _UploadedFile(store, learned_path(path), self._upload) if learned else None
         self._lengths: IO[bytes] = stack.enter_context(tempfile.NamedTemporaryFile(prefix="trainshed-lengths-"))
-        self._digest = hashlib.sha256()
-        self._size = 0
 
     def append(self, tokens: TokenBlock, counts: TokenCounts, position: int) -> None:
         """Upload a block."""
-        self._writer.write(tokens.data)
-        self._digest.update(tokens.data)
-        self._size += len(tokens.data)
+        self._tokens.write(tokens.data)
+        if self._learned is not None:
+            self._learned.write(_learned_bytes(tokens))
         with explain_disk_errors(self._lengths.name):
             self._lengths.write(tokens.lengths)
         self.progress.counts = self.progress.counts.plus(counts)
@@ -357,30 +432,42 @@ class RemoteShardWriter:
         self.progress.input_hashes.append(sha256)
 
     def finish(self, dtype: np.dtype) -> list[FileEntry]:
-        """Complete the upload, then write the index."""
+        """Complete the uploads, then write the index."""
         from trainshed.data.tokens.indexed_dataset import encode_index, lengths_from_file
 
         with explain_disk_errors(self._lengths.name):
             self._lengths.flush()
-        for suffix in ("manifest.json", "idx"):  # of older tokens: see LocalShardWriter.finish
-            self._store.delete(f"{self._path}.{suffix}")
+        # Of older tokens: see LocalShardWriter.finish.
+        for old in (f"{self._path}.manifest.json", f"{self._path}.idx", learned_path(self._path)):
+            self._store.delete(old)
         self._upload.close()
-        digest, size = hashlib.sha256(), 0
-        with self._store.writer(f"{self._path}.idx") as writer:
+        with ExitStack() as stack:
+            index = _UploadedFile(self._store, f"{self._path}.idx", stack)
             for data in encode_index(dtype, lengths_from_file(self._lengths.name)):
-                writer.write(data)
-                digest.update(data)
-                size += len(data)
-        name = self._path.rsplit("/", 1)[-1]
-        return [
-            FileEntry(f"{name}.bin", self._size, f"sha256:{self._digest.hexdigest()}"),
-            FileEntry(f"{name}.idx", size, f"sha256:{digest.hexdigest()}"),
-        ]
+                index.write(data)
+        return [file.entry for file in (self._tokens, index, self._learned) if file is not None]
 
     def _abort(self) -> None:
         """Abort the upload as an error would: a part of a shard is never visible. A finished upload stays."""
         with suppress(_UploadAborted), self._upload:
             raise _UploadAborted
+
+
+class _UploadedFile:
+    """An object that is uploaded piece by piece, with the hash of what it holds."""
+
+    def __init__(self, store: Store, path: str, stack: ExitStack) -> None:
+        self._path, self._writer = path, stack.enter_context(store.writer(path))
+        self._digest, self._size = hashlib.sha256(), 0
+
+    def write(self, data: bytes) -> None:
+        self._writer.write(data)
+        self._digest.update(data)
+        self._size += len(data)
+
+    @property
+    def entry(self) -> FileEntry:
+        return FileEntry(self._path.rsplit("/", 1)[-1], self._size, f"sha256:{self._digest.hexdigest()}")
 
 
 class _UploadAborted(Exception):

@@ -1,7 +1,8 @@
 """The token files of a PREFIX: names of shards, reading from a disk or a store, and writing atomically.
 
-One PREFIX may stand for many shards: `PREFIX-00003-of-00072.bin` and `.idx`. Local files are read with pread, stored
-ones with ranged gets. A file that is written locally appears whole or not at all, however the process ends.
+One PREFIX may stand for many shards: `PREFIX-00003-of-00072.bin` and `.idx`, with `.learned` where they hold
+conversations. Local files are read with pread, stored ones with ranged gets. A file that is written locally appears
+whole or not at all, however the process ends.
 """
 
 from __future__ import annotations
@@ -130,6 +131,14 @@ def local_copy(address: str, options: StoreOptions | None = None) -> Iterator[Bi
 
 def _truncated_file(where: str, offset: int) -> CorruptData:
     return CorruptData(f"ends at byte {offset} in the middle of a read", where=where, hint=REPREPARE)
+
+
+def learned_path(prefix: str) -> str:
+    """Return the address of the file that says which tokens are learned.
+
+    It has one byte per token, 0 or 1, at the offsets that tokens have in `.bin`. Only conversations have it.
+    """
+    return f"{prefix}.learned"
 
 
 def shard_name(prefix: str, shard: int, shards: int) -> str:

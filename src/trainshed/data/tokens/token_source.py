@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from trainshed.data.tokens.token_files import local_path, shard_prefixes
+from trainshed.data.tokens.token_files import learned_path, local_path, shard_prefixes
 from trainshed.errors import CorruptData, InputError, NotFound
 from trainshed.reporting import SILENT, Reporter
 from trainshed.storage import Store, open_store
@@ -62,9 +62,20 @@ class FileFingerprint:
 def fingerprint_shard(
     prefix: str, manifest: TokenManifest | None = None, options: StoreOptions | None = None
 ) -> tuple[FileFingerprint, ...]:
-    """Take the fingerprints of the `.bin` and `.idx` of one shard."""
+    """Take the fingerprints of the `.bin` and `.idx` of one shard, and of its `.learned` where it has one."""
     checksums = {entry.path.rpartition(".")[2]: entry.checksum for entry in manifest.files} if manifest else {}
-    return tuple(fingerprint_file(f"{prefix}.{suffix}", checksums.get(suffix), options) for suffix in SHARD_SUFFIXES)
+    files = [fingerprint_file(f"{prefix}.{suffix}", checksums.get(suffix), options) for suffix in SHARD_SUFFIXES]
+    if has_learned(prefix, manifest, options):
+        files.append(fingerprint_file(learned_path(prefix), checksums.get("learned"), options))
+    return tuple(files)
+
+
+def has_learned(prefix: str, manifest: TokenManifest | None, options: StoreOptions | None = None) -> bool:
+    """Whether a shard says which tokens are learned: as its manifest says, or where it has none, by its files."""
+    if manifest is not None:
+        return any(entry.path.endswith(".learned") for entry in manifest.files)
+    store, path = open_store(learned_path(prefix), options)
+    return store.head(path) is not None
 
 
 def fingerprint_file(address: str, checksum: str | None = None, options: StoreOptions | None = None) -> FileFingerprint:
@@ -167,6 +178,23 @@ class TokenSource:
     def content_hash(self, options: StoreOptions | None = None) -> str:
         """Return `content`; where it is None, compute it."""
         return self.content or token_content_hash(self.shards(options), options)
+
+    def learned_hash(self, options: StoreOptions | None = None) -> str:
+        """Identify the `.learned` files of its shards; one without them does not hold conversations."""
+        files = [file for file in self.files if file.path.endswith(learned_path(""))]
+        for shard in self.shards(options) if not files else ():
+            address = learned_path(shard)
+            if not has_learned(shard, None, options):
+                raise NotFound(
+                    f"the tokens of source '{self.name}' do not say which of them are learned",
+                    where=address,
+                    hint="name the conversations themselves as `path`, or write `data.format: text` to learn all",
+                )
+            files.append(fingerprint_file(address, None, options))
+        digest = hashlib.sha256()
+        for file in files:
+            digest.update(repr(file.content).encode())
+        return digest.hexdigest()
 
     @classmethod
     def from_plain(cls, plain: dict[str, Any]) -> TokenSource:

@@ -1,4 +1,4 @@
-"""Verify token files in one pass: structure, sizes, hashes, counts, token range and end-of-document tokens."""
+"""Verify token files: structure, sizes, hashes, counts, token range, end-of-document tokens and learned tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import numpy as np
 from trainshed.data.tokenize.tokenizer import Tokenizer
 from trainshed.data.tokens.indexed_dataset import IndexedDataset
 from trainshed.data.tokens.manifest import TokenManifest, read_token_manifest
-from trainshed.data.tokens.token_files import shard_prefixes
+from trainshed.data.tokens.token_files import learned_path, open_token_file, shard_prefixes
+from trainshed.data.tokens.token_source import has_learned
 from trainshed.errors import CorruptData, NotFound
 from trainshed.reporting import SILENT, ProgressTask, Reporter
 from trainshed.storage import ObjectInfo, open_store, sha256_of
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 
 EXAMPLES = 3
 """How many places of one problem are named."""
+
+LEARNED_SEQUENCES = 4096
+"""Sequences whose learned tokens are checked at a time."""
 
 
 @dataclass
@@ -72,6 +76,9 @@ def _verify_shard(
             scan.run(task)
             verdict.checked += scan.checked
             verdict.problems += scan.problems
+            if has_learned(prefix, manifest, options):
+                verdict.problems += _check_learned(prefix, reader, manifest, options)
+                verdict.checked.append("learned tokens")
     except (CorruptData, NotFound) as error:
         verdict.problems.append(f"{error.where}: {error.what}" if error.where else error.what)
         scan = None
@@ -108,6 +115,35 @@ def _compare_to_manifest(
         problems.append(f"{verdict.documents:,} documents, its manifest says {manifest.counts.documents:,}")
     if verdict.tokens and verdict.tokens != manifest.counts.tokens:
         problems.append(f"{verdict.tokens:,} tokens, its manifest says {manifest.counts.tokens:,}")
+    return problems
+
+
+def _check_learned(
+    prefix: str, reader: IndexedDataset, manifest: TokenManifest | None, options: StoreOptions | None
+) -> list[str]:
+    """Check that there is a 0 or a 1 for every token, and something to learn in every sequence."""
+    address = learned_path(prefix)
+    file = open_token_file(address, options)
+    try:
+        if file.size != reader.tokens:
+            return [f"{address}: {file.size:,} bytes for {reader.tokens:,} tokens"]
+        learned_total, odd, unlearned = 0, [], []
+        for first in range(0, reader.sequences, LEARNED_SEQUENCES):
+            lengths = reader.lengths[first : first + LEARNED_SEQUENCES].astype(np.int64)
+            start = int(reader.pointers[first]) // reader.dtype.itemsize
+            flags = np.empty(int(lengths.sum()), np.uint8)
+            file.read_into(flags.data, start)
+            odd += [start + int(at) for at in np.flatnonzero(flags > 1)[:EXAMPLES]]
+            sums = np.diff(np.concatenate(([0], np.cumsum(flags, dtype=np.int64)))[np.cumsum([0, *lengths])])
+            unlearned += [first + int(at) for at in np.flatnonzero(sums == 0)[:EXAMPLES]]
+            learned_total += int(sums.sum())
+    finally:
+        file.close()
+    problems = [f"{address}: token {at:,} is neither 0 nor 1" for at in odd[:EXAMPLES]]
+    problems += [f"{address}: nothing of sequence {number:,} is learned" for number in unlearned[:EXAMPLES]]
+    chat = manifest.counts.chat if manifest is not None else None
+    if chat is not None and chat.learned_tokens != learned_total:
+        problems.append(f"{learned_total:,} learned tokens, its manifest says {chat.learned_tokens:,}")
     return problems
 
 

@@ -2,11 +2,14 @@
 
 A `ParameterShard` is the box of a global tensor that a rank holds. Layouts differ only in these boxes, so fresh
 weights, base weights and checkpoints are all filled box by box.
+
+With adapters (LoRA) the model's own weights are frozen: they are stored in the dtype of the products, and only the
+adapters are trained. Frozen weights are never saved, so gate and up rows are stored in the order of use.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -14,15 +17,16 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
+from trainshed.engines.torch.float8 import convert_to_float8
 from trainshed.engines.torch.parallel import ParallelMesh, apply_fsdp, check_sharding
-from trainshed.errors import MissingExtra
 from trainshed.models.decoder import DecoderStage, DecoderStageSpec, LossNormalization, Regularization
-from trainshed.models.init import init_parameter
 from trainshed.models.layers import Linear
+from trainshed.models.lora import add_adapters
 from trainshed.models.loss import LOSS_TERMS
-from trainshed.models.moe import ROUTER_LOSS_TERMS
-from trainshed.models.parameters import Parameter, parameters
-from trainshed.recipe import ModelConfig
+from trainshed.models.moe import ROUTER_LOSS_TERMS, GroupedExperts
+from trainshed.models.parameters import Parameter, lora_parameters, parameters
+from trainshed.models.quantization import QuantizedWeight
+from trainshed.recipe import Lora, ModelConfig
 
 TensorBox = tuple[tuple[int, ...], tuple[int, ...]]
 """(offset, shape) within the global tensor."""
@@ -34,7 +38,10 @@ class ParameterShard:
 
     `owner` is true on exactly one of the ranks that hold the same box: that rank writes it and counts it in the norm.
     `partial_over_tp` marks tensors that every tensor-parallel rank holds whole. Each of these ranks sees only some
-    tokens, so their gradients are parts of a sum. `tied` marks the embedding that the first and last stage share.
+    tokens, or computes only some columns, so their gradients are parts of a sum. `partial_over_etp` marks those that
+    every expert-tensor-parallel rank holds whole. `tied` marks the embedding that the first and last stage share.
+    `gates_first` is the dim along which a frozen tensor has all gates before all ups, within the box that model
+    parallelism gives this rank; None: it is stored as the table has it.
     """
 
     parameter: Parameter
@@ -42,7 +49,9 @@ class ParameterShard:
     offset: tuple[int, ...]
     owner: bool
     partial_over_tp: bool
+    partial_over_etp: bool
     tied: bool
+    gates_first: int | None = None
 
     @property
     def name(self) -> str:
@@ -78,9 +87,13 @@ def model_parallel_box(parameter: Parameter, mesh: ParallelMesh) -> TensorBox:
     return tuple(offset), tuple(shape)
 
 
-def collect_parameter_shards(stages: list[nn.Module], config: ModelConfig, mesh: ParallelMesh) -> list[ParameterShard]:
+def collect_parameter_shards(
+    stages: list[DecoderStage], config: ModelConfig, mesh: ParallelMesh, lora: Lora | None
+) -> list[ParameterShard]:
     """List the tensors of this rank's stages, in the order of the model."""
     table = {parameter.name: parameter for parameter in parameters(config)}
+    if lora is not None:
+        table |= {parameter.name: parameter for parameter in lora_parameters(config, lora)}
     layout, coordinates = mesh.layout, mesh.coordinates
     shards: list[ParameterShard] = []
     for stage in stages:
@@ -93,9 +106,36 @@ def collect_parameter_shards(stages: list[nn.Module], config: ModelConfig, mesh:
                 first_copy = tensor.device_mesh.get_local_rank("replicate") == 0
             tied = config.tied_embeddings and layout.pp > 1 and name == "embedding.weight"
             whole_on_tp = parameter.tp_dim is None and not parameter.expert
-            owner = first_copy and not (tied and coordinates.pp != 0) and not (whole_on_tp and coordinates.tp != 0)
-            shards.append(ParameterShard(parameter, tensor, offset, owner, whole_on_tp and layout.tp > 1, tied))
+            whole_on_etp = parameter.tp_dim is None and parameter.expert
+            owner = (
+                first_copy
+                and not (tied and coordinates.pp != 0)
+                and not (whole_on_tp and coordinates.tp != 0)
+                and not (whole_on_etp and coordinates.etp != 0)
+            )
+            shards.append(
+                ParameterShard(
+                    parameter,
+                    tensor,
+                    offset,
+                    owner,
+                    whole_on_tp and layout.tp > 1,
+                    whole_on_etp and layout.etp > 1,
+                    tied,
+                    _gates_first_dim(stage, parameter),
+                )
+            )
     return shards
+
+
+def _gates_first_dim(stage: DecoderStage, parameter: Parameter) -> int | None:
+    """Return the dim of a tensor along which its module stores all gates before all ups; None if they alternate."""
+    owner = parameter.name.rpartition(".")[0]
+    if "gate_up" not in parameter.name or ".lora." in parameter.name:
+        return None
+    module = stage.get_submodule(owner)
+    assert isinstance(module, Linear | GroupedExperts)
+    return None if module.gate_up_interleaved else int(parameter.expert)
 
 
 def _fsdp_offset(tensor: DTensor, offset: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -111,13 +151,27 @@ def _fsdp_offset(tensor: DTensor, offset: tuple[int, ...], shape: tuple[int, ...
     return tuple(shard_offset)
 
 
+@dataclass(frozen=True)
+class QuantizedShard:
+    """A frozen projection that this rank holds in fewer bits: its box of the weight, gates first where it has gates."""
+
+    parameter: Parameter
+    weight: QuantizedWeight
+    offset: tuple[int, ...]
+    gates_first: bool
+
+
 COMPUTE_DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
-"""The dtype of activations and matrix products. Master weights are fp32; with fp64 they are fp64."""
+"""The dtype of activations, matrix products and frozen weights. Master weights are fp32; with fp64 they are fp64."""
 
 
 @dataclass(frozen=True)
 class RankModel:
-    """This rank's stages, first to last, and their tensors."""
+    """This rank's stages, first to last, and their tensors.
+
+    `shards` are those that are trained: the optimizer, the gradient norm and checkpoints know no others. With adapters
+    the model's own are in `frozen_shards`, or `quantized` if they are held in fewer bits.
+    """
 
     config: ModelConfig
     mesh: ParallelMesh
@@ -126,6 +180,9 @@ class RankModel:
     normalization: LossNormalization
     sequence_length: int
     dtype: torch.dtype
+    lora: Lora | None = None
+    frozen_shards: list[ParameterShard] = field(default_factory=list)
+    quantized: list[QuantizedShard] = field(default_factory=list)
 
     @property
     def sharded(self) -> bool:
@@ -133,9 +190,14 @@ class RankModel:
         return isinstance(self.stages[0], FSDPModule)
 
     @property
+    def regularization(self) -> Regularization:
+        """What the stages are trained on."""
+        return self.stages[0].regularization
+
+    @property
     def loss_terms(self) -> tuple[str, ...]:
         """The terms that this model is trained on besides the cross-entropy; they are reported by themselves."""
-        regularization = self.stages[0].regularization
+        regularization = self.regularization
         # The second term is the z-loss, or the extra part of a registered loss.
         of_loss = LOSS_TERMS[1:] if regularization.z_loss or regularization.token_loss is not None else ()
         return of_loss if self.config.moe is None else (*of_loss, *ROUTER_LOSS_TERMS)
@@ -149,14 +211,19 @@ def build_model(
     precision: str,
     regularization: Regularization,
     compile_blocks: bool = False,
+    lora: Lora | None = None,
+    frozen: bool = False,
 ) -> RankModel:
-    """Build this rank's stages with memory but without values."""
+    """Build this rank's stages with memory but without values; with `lora` they are frozen and have adapters.
+
+    A `frozen` model is never trained: its weights have no gradients, and only the precision of the products.
+    """
     layout, device = mesh.layout, mesh.device
     check_sharding(mesh)
     dtype = COMPUTE_DTYPES[precision]
-    master_dtype = torch.float64 if precision == "fp64" else torch.float32
-    one = torch.ones((), dtype=master_dtype, device=device)
-    normalization = LossNormalization(one, one.clone())
+    master_dtype = dtype if frozen else torch.promote_types(dtype, torch.float32)
+    one = torch.ones((), dtype=torch.promote_types(dtype, torch.float32), device=device)
+    normalization = LossNormalization(one, one.clone(), one.clone())
     stages: list[DecoderStage] = []
     for number in layout.chunks(mesh.coordinates.pp):
         spec = DecoderStageSpec(
@@ -169,54 +236,59 @@ def build_model(
             recompute=layout.recompute,
         )
         with torch.device("meta"):
-            stage = DecoderStage(config, mesh.axes, spec, regularization, normalization).to(master_dtype)
+            stage = DecoderStage(config, mesh.axes, spec, regularization, normalization)
+            stage = stage.to(master_dtype if lora is None else dtype)
+            if lora is not None:
+                add_adapters(stage, lora, dtype=master_dtype)
+        if frozen:
+            stage.requires_grad_(False)
         if precision == "fp8":
-            _convert_to_float8(stage)
+            convert_to_float8(projections(stage), frozen=lora is not None)
         if compile_blocks:
             for block in stage.layers.values():
                 block.compile(fullgraph=config.moe is None)
         apply_fsdp(stage, mesh, dtype, master_dtype)
         stage.to_empty(device=device)
         stages.append(stage)
-    shards = collect_parameter_shards(list(stages), config, mesh)
-    return RankModel(config, mesh, stages, shards, normalization, sequence_length, dtype)
+    shards = collect_parameter_shards(stages, config, mesh, lora)
+    return RankModel(
+        config,
+        mesh,
+        stages,
+        [shard for shard in shards if shard.tensor.requires_grad],
+        normalization,
+        sequence_length,
+        dtype,
+        lora,
+        [shard for shard in shards if not shard.tensor.requires_grad],
+        collect_quantized_shards(stages, config, mesh),
+    )
 
 
-def init_model(model: RankModel, seed: int) -> None:
-    """Fill every tensor with fresh values."""
-    for shard in model.shards:
-        init_parameter(shard.local_tensor, shard.parameter, shard.offset, model.config, seed)
+def collect_quantized_shards(
+    stages: list[DecoderStage], config: ModelConfig, mesh: ParallelMesh
+) -> list[QuantizedShard]:
+    """List the projections of this rank that are held in fewer bits, in the order of the model."""
+    table = {parameter.name: parameter for parameter in parameters(config)}
+    shards = []
+    for stage in stages:
+        for name, module in stage.named_modules():
+            if isinstance(module, Linear) and module.quantized is not None:
+                parameter = table[f"{name}.weight"]
+                offset, _ = model_parallel_box(parameter, mesh)
+                shards.append(QuantizedShard(parameter, module.quantized, offset, name.endswith("gate_up")))
+    return shards
 
 
-def _convert_to_float8(stage: DecoderStage) -> None:
-    """Make projections multiply in float8 with dynamic scales (torchao); the router and the head stay as they are."""
-    try:
-        from torchao.float8 import Float8LinearConfig
-        from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
-        from torchao.float8.float8_training_tensor import LinearMMConfig, ScaledMMConfig
-    except ImportError:
-        raise MissingExtra.named("fp8", "`precision: fp8`") from None
-    config = Float8LinearConfig()
-    fast, exact = ScaledMMConfig(use_fast_accum=True), ScaledMMConfig(use_fast_accum=False)
-    matmul_config = LinearMMConfig(output=fast, grad_input=exact, grad_weight=exact)
-
-    def matmul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return matmul_with_hp_or_float8_args.apply(x, weight.t(), matmul_config, config)
-
-    for module in _projections(stage):
-        # The kernels need sizes in multiples of 16.
-        if not any(size % 16 for size in module.weight.shape):
-            module.matmul = matmul
-
-
-def _projections(stage: DecoderStage) -> list[Linear]:
+def projections(stage: DecoderStage) -> list[Linear]:
+    """Return the projections of a stage's layers; the router is none."""
     return [module for name, module in stage.named_modules() if isinstance(module, Linear) and "router" not in name]
 
 
 def describe_float8_exclusions(model: RankModel) -> str | None:
     """Say how many projections of an fp8 model still multiply in bf16; None if none does."""
-    projections = [module for stage in model.stages for module in _projections(stage)]
-    excluded = sum(module.matmul is F.linear for module in projections)
+    modules = [module for stage in model.stages for module in projections(stage)]
+    excluded = sum(module.matmul is F.linear for module in modules)
     if not excluded:
         return None
-    return f"{excluded} of {len(projections)} projections stay in bf16: fp8 products take sizes in multiples of 16"
+    return f"{excluded} of {len(modules)} projections stay in bf16: fp8 products take sizes in multiples of 16"

@@ -145,7 +145,11 @@ def apply_fsdp(stage: DecoderStage, mesh: ParallelMesh, dtype: torch.dtype, mast
     """
     if mesh.fsdp_mesh is None or mesh.expert_fsdp_mesh is None:
         return
-    policy = MixedPrecisionPolicy(param_dtype=None if dtype == master_dtype else dtype, reduce_dtype=master_dtype)
+    # Activations have the right dtype already. What else a stage is given (rotary tables, the reference's
+    # log-probabilities) must not be rounded, as it is not on a single rank.
+    policy = MixedPrecisionPolicy(
+        param_dtype=None if dtype == master_dtype else dtype, reduce_dtype=master_dtype, cast_forward_inputs=False
+    )
     reshard = mesh.layout.shard == "full"
     for block in stage.layers.values():
         if isinstance(block.mlp, MoE):

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,17 +29,21 @@ from trainshed.engines.torch.rank_env import (
     rendezvous_store,
 )
 from trainshed.engines.torch.rank_health import BUDGET_SECONDS, COLLECTIVE_SECONDS, Watchdog
-from trainshed.engines.torch.state import find_resume_point, load_start_state
-from trainshed.engines.torch.step import StepRunner
+from trainshed.engines.torch.sample_answers import AnswerLog, SampleAnswers
+from trainshed.engines.torch.state import base_spec, find_resume_point, load_start_state
+from trainshed.engines.torch.step import ReferenceModel, StepRunner
 from trainshed.engines.torch.trainer import StepProfiler, Trainer
-from trainshed.errors import TrainshedError
+from trainshed.engines.torch.weights import load_base_weights
+from trainshed.errors import InputError, TrainshedError
 from trainshed.models.decoder import Regularization
-from trainshed.models.parameters import parameter_count
+from trainshed.models.lora import adapters_disabled
+from trainshed.models.parameters import lora_parameter_count, parameter_count, trained_fraction
+from trainshed.models.preference_loss import PreferenceRule
 from trainshed.models.token_loss import build_loss
 from trainshed.observe.events import EventWriter
 from trainshed.observe.exporters import open_exporters
 from trainshed.observe.health import health_folder, write_rank_error
-from trainshed.recipe.train import MoeLosses
+from trainshed.recipe.train import Dpo, MoeLosses
 from trainshed.run_folder import PROFILE
 from trainshed.signals import StopSignals
 from trainshed.storage.attempts import Attempt, take_attempt
@@ -152,10 +157,13 @@ def _train_session(job: TrainJob, session: RankSession) -> int:
     if job.recipe.train.precision == "fp8" and (exclusions := describe_float8_exclusions(model)) is not None:
         emit("warning", text=exclusions)
     options = job.recipe.train.optimizer
-    runner = StepRunner(model, optimizer_class(options)(model.shards, options, session.device))
+    optimizer = optimizer_class(options)(model.shards, options, session.device)
+    runner = StepRunner(model, optimizer, _build_reference(job, model))
     attempt = _checkpoint_attempt(job, session)
-    checkpoint = find_resume_point(job, attempt, env.rank, session.store, emit)
-    start = load_start_state(job, runner, emit, attempt.store, checkpoint)
+    resume = find_resume_point(job, attempt, env.rank, session.store, emit)
+    start = load_start_state(job, runner, emit, attempt.store, resume.checkpoint)
+    if job.recipe.checkpoint.best is not None:
+        start = resume.with_best(start)
     emit("phase", name="load", seconds=time.monotonic() - began)
     profile_folder = session.health.parents[1] / PROFILE / session.health.name
     profiler = StepProfiler(job.recipe.observe.profile, env.rank, start.step, profile_folder)
@@ -169,11 +177,54 @@ def _train_session(job: TrainJob, session: RankSession) -> int:
         resumed_step=start.step or None,
         on_event=emit,
     ) as checkpoints:
-        end = Trainer(job, runner, checkpoints, emit, watchdog, session.stop_signals, profiler, start).run()
+        answers = _sample_answers(job, model, session)
+        end = Trainer(job, runner, checkpoints, emit, watchdog, session.stop_signals, profiler, start, answers).run()
     if end.signal is None:
         return 0
     emit("signal", end.step, name=signal.Signals(end.signal).name)
     return 128 + end.signal
+
+
+def _build_reference(job: TrainJob, model: RankModel) -> ReferenceModel | None:
+    """Return what a preference run compares itself with: its base weights, frozen, also where it is resumed."""
+    if (rule := model.regularization.preference) is None:
+        return None
+    if model.lora is not None:
+        return ReferenceModel(model, partial(adapters_disabled, model.stages))
+    if job.base is None:
+        raise InputError(
+            "`mode: dpo` compares with the base weights, and this run has none",
+            where=job.recipe.where("model.from"),
+            hint="run `trainshed run RECIPE`, which fetches them",
+        )
+    reference = build_model(
+        job.config,
+        model.mesh,
+        sequence_length=job.order.sequence_length,
+        precision=job.recipe.train.precision,
+        regularization=Regularization(preference=rule),
+        compile_blocks=model.mesh.device.type == "cuda",
+        frozen=True,
+    )
+    load_base_weights(reference, job.base)
+    return ReferenceModel(reference)
+
+
+def _preference_rule(job: TrainJob) -> PreferenceRule | None:
+    train = job.recipe.train
+    if train.mode != "dpo":
+        return None
+    options = train.dpo or Dpo()
+    return PreferenceRule(options.beta, options.label_smoothing, options.length_normalized)
+
+
+def _sample_answers(job: TrainJob, model: RankModel, session: RankSession) -> SampleAnswers | None:
+    if job.prompts is None:
+        return None
+    log = None
+    if session.env.rank == 0:
+        log = AnswerLog(job.prompts, Attempt(job.store, job.folder, session.attempt), session.emit)
+    return SampleAnswers(job.prompts, model, packed=job.recipe.document_mask, log=log)
 
 
 def _build_model(job: TrainJob, mesh: ParallelMesh) -> RankModel:
@@ -187,6 +238,7 @@ def _build_model(job: TrainJob, mesh: ParallelMesh) -> RankModel:
         dropout=train.dropout,
         seed=job.recipe.seed,
         token_loss=build_loss(train.loss),
+        preference=_preference_rule(job),
     )
     if train.deterministic:
         torch.use_deterministic_algorithms(True)
@@ -197,6 +249,7 @@ def _build_model(job: TrainJob, mesh: ParallelMesh) -> RankModel:
         precision=train.precision,
         regularization=regularization,
         compile_blocks=mesh.device.type == "cuda",
+        lora=train.lora,
     )
 
 
@@ -234,12 +287,19 @@ def _emit_start(job: TrainJob, device: torch.device, emit: EventEmitter) -> None
         parameters=parameter_count(job.config),
         plugins={plugin.name: plugin.sha256 for plugin in job.recipe.plugin_sources} or None,
     )
+    if (lora := job.recipe.train.lora) is not None:
+        trained, share = lora_parameter_count(job.config, lora), trained_fraction(job.config, lora)
+        emit("note", text=f"adapters are trained: {trained:,} weights, {share:.2%} of all; the others are frozen")
 
 
 def _checkpoint_spec(job: TrainJob) -> dict[str, Any]:
-    return {
+    spec = {
         "run": f"{job.recipe.name}/{job.name}",
         "model": job.config.model_dump(mode="json", by_alias=True, exclude_none=True),
         "precision": job.recipe.train.precision,
         "seed": job.recipe.seed,
     }
+    lora = job.recipe.train.lora
+    if lora is None:
+        return spec
+    return spec | {"lora": lora.model_dump(mode="json", exclude_none=True), "base": base_spec(job)}

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from trainshed.checkpoints.base import BaseWeights
 from trainshed.data.order import DataOrder
+from trainshed.data.prompts import ValidationPrompts
 from trainshed.engines.torch import rank_health
 from trainshed.errors import InputError
 from trainshed.observe.events import EventWriter
@@ -41,6 +42,8 @@ class TrainJob:
     base: BaseWeights | None = None
     checkpoint_home: tuple[Store, str] | None = None
     """Store and folder of this run's checkpoints if they are not in the run's own folder."""
+    prompts: ValidationPrompts | None = None
+    """What the model is asked at every validation."""
 
 
 class EventEmitter:

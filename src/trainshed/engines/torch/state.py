@@ -1,7 +1,8 @@
 """A rank's training state: what a checkpoint holds, and what a run starts from.
 
 A run starts from its last checkpoint (on this layout or another), from base weights, or from fresh ones; where none of
-them is asked for, that is an error. The loss of base weights is compared with the one stored beside them.
+them is asked for, that is an error. The loss of base weights is compared with the one stored beside them. Adapters are
+saved without the weights that they sit on, so a run with adapters always reads its base as well.
 """
 
 from __future__ import annotations
@@ -9,15 +10,22 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
-import torch
+import orjson
 import torch.distributed as dist
 
 from trainshed.checkpoints.base import BaseWeights
-from trainshed.checkpoints.native.folder import CompleteCheckpoint, checkpoints_folder, latest_complete, open_checkpoint
+from trainshed.checkpoints.native.best import ValidationRecord, settle_best
+from trainshed.checkpoints.native.folder import (
+    BestPointer,
+    CompleteCheckpoint,
+    checkpoints_folder,
+    latest_complete,
+    open_checkpoint,
+)
 from trainshed.checkpoints.native.reader import load_checkpoint
 from trainshed.checkpoints.native.shards import TensorShard
 from trainshed.checkpoints.prove.probe import PROBE_ROWS, PROBE_TOKENS, check_probe, probe_batch, read_probe
@@ -25,10 +33,11 @@ from trainshed.data.order import DataOrder
 from trainshed.data.sampling.schedule import SkipList
 from trainshed.engines.torch.batch_loader import LocalBatch, to_local_batch
 from trainshed.engines.torch.learning_rate import DecaySpan, check_resumed_decay
-from trainshed.engines.torch.model import RankModel, init_model
+from trainshed.engines.torch.model import RankModel
 from trainshed.engines.torch.optimizer_registry import RankOptimizer
 from trainshed.engines.torch.rank_env import EventEmitter, TrainJob
 from trainshed.engines.torch.step import StepRunner
+from trainshed.engines.torch.weights import init_base_adapters, init_model, load_base_weights
 from trainshed.errors import InputError
 from trainshed.models.loss import IGNORE_INDEX
 from trainshed.reporting import SILENT, ProgressTask
@@ -49,7 +58,9 @@ def state_tensors(model: RankModel, optimizer: RankOptimizer) -> dict[str, Tenso
     )
 
 
-def state_facts(order: DataOrder, step: int, skipped: int, decay: DecaySpan | None) -> dict[str, Any]:
+def state_facts(
+    order: DataOrder, step: int, skipped: int, decay: DecaySpan | None, validation: ValidationRecord | None = None
+) -> dict[str, Any]:
     """Return what a resumed run must know besides tensors; `step` is the next one."""
     return {
         "step": step,
@@ -58,6 +69,7 @@ def state_facts(order: DataOrder, step: int, skipped: int, decay: DecaySpan | No
         "data_skip": [list(skipped_range) for skipped_range in order.skip.ranges],
         "sequence_length": order.sequence_length,
         "lr_decay": decay,
+        **({} if validation is None else validation.to_facts()),
     }
 
 
@@ -98,28 +110,50 @@ PROBE_BOUNDS = {"fp64": 1e-3, "fp32": 1e-3, "bf16": 0.05, "fp8": 0.2}
 
 @dataclass(frozen=True)
 class StartPoint:
-    """The first step of an attempt, and how many steps were skipped before it."""
+    """The first step of an attempt, how many steps were skipped before it, and the validation losses so far.
+
+    `validation` is None where the checkpoint does not hold them: nothing was measured, or an older version wrote it.
+    """
 
     step: int = 0
     skipped: int = 0
+    validation: ValidationRecord | None = None
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """The checkpoint to resume from, and the best one of the run so far; None where there is none."""
+
+    checkpoint: CompleteCheckpoint | None = None
+    best: BestPointer | None = None
+
+    def with_best(self, start: StartPoint) -> StartPoint:
+        """Return a start for which the best checkpoint is the one that is kept."""
+        if start.validation is None:
+            return start
+        step, loss = (None, None) if self.best is None else (self.best.step, self.best.loss)
+        return replace(start, validation=replace(start.validation, best_step=step, best_loss=loss))
 
 
 def find_resume_point(
     job: TrainJob, attempt: Attempt, rank: int, store: dist.Store | None, emit: EventEmitter
-) -> CompleteCheckpoint | None:
-    """Return the checkpoint to resume from; rank 0 chooses it and tells the others."""
-    checkpoint = None
+) -> ResumePoint:
+    """Return where to resume; rank 0 chooses the checkpoint, settles which is the best, and tells the others."""
     if rank == 0:
-        folder = checkpoints_folder(attempt.run_folder)
-        checkpoint = latest_complete(attempt.store, folder, attempt=attempt, reporter=_EventReporter(emit))
+        folder, reporter = checkpoints_folder(attempt.run_folder), _EventReporter(emit)
+        checkpoint = latest_complete(attempt.store, folder, attempt=attempt, reporter=reporter)
         _check_resume_policy(job, checkpoint)
         if checkpoint is not None and (warning := check_resumed_decay(job.recipe, job.steps, checkpoint)):
             emit("warning", text=warning)
+        best = settle_best(attempt, checkpoint, wanted=job.recipe.checkpoint.best is not None, reporter=reporter)
         if store is not None:
-            store.set("resume", "" if checkpoint is None else checkpoint.path)
-    elif store is not None and (path := store.get("resume").decode()):
-        checkpoint = open_checkpoint(attempt.store, path)
-    return checkpoint
+            path = None if checkpoint is None else checkpoint.path
+            store.set("resume", orjson.dumps({"path": path, "best": None if best is None else asdict(best)}).decode())
+        return ResumePoint(checkpoint, best)
+    assert store is not None
+    message = orjson.loads(store.get("resume"))
+    checkpoint = None if message["path"] is None else open_checkpoint(attempt.store, message["path"])
+    return ResumePoint(checkpoint, None if message["best"] is None else BestPointer(**message["best"]))
 
 
 def _check_resume_policy(job: TrainJob, checkpoint: CompleteCheckpoint | None) -> None:
@@ -142,10 +176,14 @@ def load_start_state(
     job: TrainJob, runner: StepRunner, emit: EventEmitter, store: Store, checkpoint: CompleteCheckpoint | None
 ) -> StartPoint:
     """Fill the model and the optimizer from a checkpoint in `store`, from base weights, or with fresh values."""
+    model = runner.model
     if checkpoint is not None:
         began = time.monotonic()
         check_state_facts(checkpoint.facts, job.order)
-        facts = load_checkpoint(store, checkpoint, state_tensors(runner.model, runner.optimizer))
+        if model.lora is not None:
+            _check_same_base(job, checkpoint)
+            _load_weights(job, model, emit)
+        facts = load_checkpoint(store, checkpoint, state_tensors(model, runner.optimizer))
         emit(
             "resume",
             facts["step"],
@@ -153,29 +191,50 @@ def load_start_state(
             checkpoint=join(store.url, checkpoint.path),
             seconds=time.monotonic() - began,
         )
-        return StartPoint(int(facts["step"]), int(facts["skipped_steps"]))
+        return StartPoint(int(facts["step"]), int(facts["skipped_steps"]), ValidationRecord.from_facts(facts))
+    _load_weights(job, model, emit)
     if job.base is not None:
-        load_base_weights(runner.model, job.base)
+        if model.lora is not None:
+            init_base_adapters(model, job.base, job.recipe.seed)
         _check_base_loss(job, runner, job.base, emit)
+    return StartPoint()
+
+
+def _load_weights(job: TrainJob, model: RankModel, emit: EventEmitter) -> None:
+    """Fill the model's own weights from base weights or with fresh values, and with these its adapters."""
+    if job.base is not None:
+        error = load_base_weights(model, job.base)
+        if error is not None:
+            assert model.lora is not None
+            text = f"the base weights are held as {model.lora.quantize}: relative error {error:.4f}"
+            emit("note", text=f"{text} (root of the summed squares, quantised projections only)")
     elif job.recipe.model.init == "random":
-        init_model(runner.model, job.recipe.seed)
+        init_model(model, job.recipe.seed)
     else:
         raise InputError(
             "there are no weights to start from: `model.from` is not resolved",
             where=job.recipe.where("model"),
             hint="run `trainshed run RECIPE`, which fetches them, or write `init: random` under `model`",
         )
-    return StartPoint()
 
 
-@torch.no_grad()
-def load_base_weights(model: RankModel, base: BaseWeights) -> None:
-    """Fill this rank's shards from base weights."""
-    with base.open(model.config) as weights:
-        for shard in model.shards:
-            local = shard.local_tensor
-            if local.numel():
-                local.copy_(weights.read(shard.parameter, shard.offset, tuple(local.shape), local.dtype))
+def base_spec(job: TrainJob) -> dict[str, Any] | None:
+    """Return which base weights a run starts from, as its checkpoints name them; None for fresh ones."""
+    if job.base is None:
+        return None
+    return {"from": job.recipe.model.from_, "sha256": job.base.sha256}
+
+
+def _check_same_base(job: TrainJob, checkpoint: CompleteCheckpoint) -> None:
+    """Refuse to put adapters onto other weights than those they were trained on."""
+    trained_on, here = checkpoint.manifest.spec.get("base"), base_spec(job)
+    if trained_on is not None and (here is None or here["sha256"] != trained_on["sha256"]):
+        raise InputError(
+            f"the adapters of step {checkpoint.step} were trained on {trained_on['from']} "
+            f"({trained_on['sha256'][:12]}), and the base weights here are other ones",
+            where=job.recipe.where("model.from"),
+            hint="put the old weights back, or start another run with --id",
+        )
 
 
 def measure_probe_loss(runner: StepRunner, sequence_length: int, global_batch: int) -> float:
@@ -195,15 +254,15 @@ def measure_probe_loss(runner: StepRunner, sequence_length: int, global_batch: i
     if mesh.reads_tokens:
         rows = slice(local_rows.start, local_rows.stop)
         batch = to_local_batch(tokens[rows, :-1], labelled[rows], mesh, padding=padding)
-    return runner.evaluate(batch, global_batch, labelled=PROBE_ROWS * PROBE_TOKENS)
+    return runner.evaluate(batch, global_batch, labelled=PROBE_ROWS * PROBE_TOKENS).loss
 
 
 @contextmanager
 def cross_entropy_alone(model: RankModel) -> Iterator[None]:
-    """Let a model with a registered loss measure the cross-entropy, which the probe's loss is."""
+    """Let a model with another loss measure the cross-entropy, which the probe's loss is."""
     kept = [stage.regularization for stage in model.stages]
     for stage in model.stages:
-        stage.regularization = replace(stage.regularization, token_loss=None)
+        stage.regularization = replace(stage.regularization, token_loss=None, preference=None)
     try:
         yield
     finally:

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -37,8 +37,13 @@ from trainshed.engines.torch.optimizer_registry import RankOptimizer
 from trainshed.engines.torch.parallel import ParallelMesh
 from trainshed.engines.torch.rank_health import NO_STOP_VOTES, agreed_signal
 from trainshed.models.collectives import AxisGroup
-from trainshed.models.loss import LOSS_TERMS
+from trainshed.models.loss import IGNORE_INDEX, LOSS_TERMS
 from trainshed.models.moe import ROUTER_LOSS_TERMS
+from trainshed.models.preference_loss import PREFERENCE_FIGURES, count_pairs, document_slots, packed_documents
+
+BATCH_COUNTS = ("learned_tokens", "pairs", "positions")
+"""What is counted in a batch before its forward pass: labels, pairs of documents that are compared, and the sum of the
+positions of all tokens within their documents."""
 
 
 class StepFigures:
@@ -97,6 +102,14 @@ class StepMetrics:
     loss_terms: Mapping[str, float]
     """The other terms that were trained on, by name: those of `RankModel.loss_terms`."""
     batch_hash: str
+    learned_tokens: int | None
+    """Tokens of the batch that carried a label; None where all of them do."""
+    position_sum: float | None
+    """The sum of the positions of all tokens within their documents, where documents are kept apart."""
+    pairs: int | None
+    """Pairs that the batch compares; None where it compares none."""
+    rewards: Mapping[str, float]
+    """Means over these pairs: the `PREFERENCE_FIGURES` and `reward_margin`."""
     non_finite: bool
     """Loss or gradient was not a number: nothing was updated."""
     stop_signal: int | None
@@ -120,21 +133,84 @@ class PendingMetrics:
         finite = all(value - value == 0 for value in (norm, figures["loss"]))
         # `loss` is what was differentiated; what is reported is the cross-entropy in it.
         loss = figures["loss"] - sum(figures[term] for term in LOSS_TERMS[1:])
+        pairs = int(figures.get("pairs", 0))
+        rewards = {name: figures[name] / max(1, pairs) for name in PREFERENCE_FIGURES if name in figures}
+        if rewards:
+            rewards["reward_margin"] = rewards["reward_chosen"] - rewards["reward_rejected"]
         return StepMetrics(
             loss=loss,
             grad_norm=norm,
             loss_terms={term: figures[term] for term in self._loss_terms},
             batch_hash=format_batch_hash(int(figures["hash_low"]), int(figures["hash_high"])),
+            learned_tokens=round(figures["learned_tokens"]) if "learned_tokens" in figures else None,
+            position_sum=figures.get("positions"),
+            pairs=pairs if rewards else None,
+            rewards=rewards,
             non_finite=not finite,
             stop_signal=agreed_signal(figures),
         )
 
 
-class StepRunner:
-    """Runs steps of one rank's model."""
+@dataclass(frozen=True)
+class EvaluationResult:
+    """The loss of a batch on all ranks: the mean over its labelled tokens (or pairs), and how many those are."""
 
-    def __init__(self, model: RankModel, optimizer: RankOptimizer) -> None:
-        self.model, self.optimizer = model, optimizer
+    loss: float
+    labelled: int
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    """Those of `StepMetrics`, where pairs are compared."""
+
+    @classmethod
+    def mean(cls, results: Sequence[EvaluationResult]) -> EvaluationResult:
+        """Return the result of several batches together; NaN where nothing has a label.
+
+        A batch weighs as many times the first one as it has labels. Where all have the same number, this is the plain
+        mean of their losses, without any rounding of its own.
+        """
+        weights = [result.labelled / (results[0].labelled or 1) for result in results]
+
+        def mean(values: Sequence[float]) -> float:
+            weighted = (weight * value for weight, value in zip(weights, values, strict=True) if weight)
+            return sum(weighted) / sum(weights) if sum(weights) else float("nan")
+
+        return cls(
+            mean([result.loss for result in results]),
+            sum(result.labelled for result in results),
+            {name: mean([result.rewards[name] for result in results]) for name in results[0].rewards},
+        )
+
+
+class ReferenceModel:
+    """The model that a preference run compares itself with; it is never updated.
+
+    It is a frozen model of its own, or the one that is trained with its adapters switched off: then
+    `adapters_disabled` makes the context in which they are.
+    """
+
+    def __init__(
+        self, model: RankModel, adapters_disabled: Callable[[], AbstractContextManager[None]] | None = None
+    ) -> None:
+        self.model, self._adapters_disabled = model, adapters_disabled
+        self._forward_backward = ForwardBackward(model)
+
+    def document_logps(self, batch: LocalBatch) -> torch.Tensor | None:
+        """Return the log-probability of each document of a batch [R, D]; None on ranks without the last stage."""
+        if self._adapters_disabled is not None:
+            with self._adapters_disabled():
+                return self._forward_backward.document_logps(batch)
+        logps = self._forward_backward.document_logps(batch)
+        for stage in self.model.stages:
+            for module in stage.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()  # no backward pass follows that would
+        return logps
+
+
+class StepRunner:
+    """Runs steps of one rank's model. A model that compares pairs of documents needs a reference."""
+
+    def __init__(self, model: RankModel, optimizer: RankOptimizer, reference: ReferenceModel | None = None) -> None:
+        self.model, self.optimizer, self.reference = model, optimizer, reference
         self.forward_backward = ForwardBackward(model)
         # The loss is the same on all tensor-parallel ranks: one of them counts.
         self._counts_loss = float(model.mesh.coordinates.tp == 0)
@@ -143,10 +219,11 @@ class StepRunner:
         self, batch: LocalBatch, global_batch: int, lr: float, stop_votes: Mapping[str, float] = NO_STOP_VOTES
     ) -> PendingMetrics:
         """Forward, backward, sum, update."""
-        losses = self._forward_backward(batch, global_batch, backward=True)
+        counts = self._count_labels(batch)
+        losses = self._forward_backward(batch, global_batch, counts, backward=True)
         reduce_gradients(self.model.shards, self.model.mesh)
         squared_norm = squared_grad_norm(self.model.shards).to(self.model.mesh.device)
-        figures = self._all_reduce_figures(squared_norm, losses, batch.hashes, stop_votes)
+        figures = self._all_reduce_figures(squared_norm, losses, batch.hashes, stop_votes, counts)
         norm = figures["squared_grad_norm"].sqrt()
         skip = 1.0 - (torch.isfinite(norm) & torch.isfinite(figures["loss"])).double()
         self.optimizer.step(lr, norm, skip)
@@ -154,18 +231,62 @@ class StepRunner:
             shard.tensor.grad = None
         return PendingMetrics(figures, self.model.loss_terms)
 
-    def evaluate(self, batch: LocalBatch, global_batch: int, labelled: int | None = None) -> float:
-        """Return the cross-entropy of a batch, summed over its labelled tokens and divided by their count."""
-        losses = self._forward_backward(batch, global_batch, backward=False, labelled=labelled)
+    def evaluate(self, batch: LocalBatch, global_batch: int, labelled: int | None = None) -> EvaluationResult:
+        """Return the loss of a batch: of its labelled tokens, or of its pairs.
+
+        `labelled` says how many labels a batch has that does not keep documents apart, where not every token has one.
+        """
+        counts = self._count_labels(batch)
+        everything = labelled or global_batch * self.model.sequence_length
+        losses = self._forward_backward(batch, global_batch, counts, backward=False, labelled=everything)
         no_gradient = torch.zeros((), dtype=torch.float64, device=self.model.mesh.device)
-        figures = self._all_reduce_figures(no_gradient, losses, (0, 0), NO_STOP_VOTES)
-        return PendingMetrics(figures, ()).read().loss
+        figures = self._all_reduce_figures(no_gradient, losses, (0, 0), NO_STOP_VOTES, counts)
+        metrics = PendingMetrics(figures, ()).read()
+        counted = metrics.learned_tokens if metrics.pairs is None else metrics.pairs
+        return EvaluationResult(metrics.loss, everything if counted is None else counted, metrics.rewards)
+
+    def _count_labels(self, batch: LocalBatch) -> torch.Tensor | None:
+        """Count the `BATCH_COUNTS` of the global batch, on the device: float64 [3]; None where every token has a label.
+
+        The sums of the step are divided by them, so they are summed over the ranks before the forward pass.
+        """
+        if batch.document_starts is None:
+            return None
+        mesh = self.model.mesh
+        counts = torch.zeros(len(BATCH_COUNTS), dtype=torch.float64, device=mesh.device)
+        if mesh.coordinates.pp == mesh.layout.pp - 1 and mesh.coordinates.tp == 0:
+            assert batch.labels is not None
+            counts[0] = (batch.labels != IGNORE_INDEX).sum()
+            if mesh.coordinates.cp == 0:  # every rank has the document starts of whole rows
+                columns = torch.arange(batch.document_starts.shape[1], device=mesh.device)
+                counts[2] = (columns - batch.document_starts).sum()
+            if self.model.regularization.preference is not None:
+                documents = packed_documents(batch.document_starts, self.model.stages[-1].columns, mesh.axes.cp)
+                pairs = count_pairs(batch.labels.t().flatten(), documents)
+                counts[1] = pairs * (mesh.coordinates.cp == 0)  # the same on all ranks that hold parts of these rows
+        if mesh.layout.world_size > 1:
+            dist.all_reduce(counts)
+        return counts
 
     def _forward_backward(
-        self, batch: LocalBatch, global_batch: int, *, backward: bool, labelled: int | None = None
+        self,
+        batch: LocalBatch,
+        global_batch: int,
+        counts: torch.Tensor | None,
+        *,
+        backward: bool,
+        labelled: int | None = None,
     ) -> torch.Tensor:
+        if self.model.regularization.preference is not None:
+            assert self.reference is not None, "a model that compares pairs has a reference"
+            batch = replace(batch, reference_logps=self.reference.document_logps(batch))
         normalization = self.model.normalization
-        normalization.tokens.fill_(1.0 / (labelled or global_batch * self.model.sequence_length))
+        if counts is not None:
+            tokens, pairs, _ = counts.clamp(min=1.0).reciprocal().unbind()
+            normalization.tokens.copy_(tokens)
+            normalization.pairs.copy_(pairs)
+        else:
+            normalization.tokens.fill_(1.0 / (labelled or global_batch * self.model.sequence_length))
         normalization.sequences.fill_(1.0 / global_batch)
         for stage in self.model.stages:
             stage.router_losses.zero_()
@@ -177,13 +298,17 @@ class StepRunner:
         losses: torch.Tensor,
         hashes: tuple[int, int],
         stop_votes: Mapping[str, float],
+        counts: torch.Tensor | None,
     ) -> StepFigures:
         """Sum everything that ranks must agree on: every figure of a step is added here."""
         router_losses = torch.stack([stage.router_losses for stage in self.model.stages]).sum(0)
         figures = StepFigures(self.model.mesh.device)
         figures.add(("squared_grad_norm",), squared_norm[None])
-        figures.add(LOSS_TERMS, losses.double() * self._counts_loss)
+        figures.add(self.model.regularization.output_terms, losses.double() * self._counts_loss)
         figures.add(ROUTER_LOSS_TERMS, router_losses)
+        if counts is not None:
+            # Already summed over the ranks.
+            figures.add(BATCH_COUNTS, counts / self.model.mesh.layout.world_size)
         figures.add_from_host({"hash_low": float(hashes[0]), "hash_high": float(hashes[1]), **stop_votes})
         figures.all_reduce(self.model.mesh.layout.world_size)
         return figures
@@ -194,39 +319,48 @@ class ForwardBackward:
 
     def __init__(self, model: RankModel) -> None:
         self.model = model
-        self._schedule_cache: tuple[int, Any, list[torch.Tensor]] | None = None
+        self._schedule_cache: tuple[tuple[int, ...], Any, list[torch.Tensor]] | None = None
 
     def train(self, batch: LocalBatch) -> torch.Tensor:
-        """Run forward and backward; returns this rank's part of the `LOSS_TERMS`."""
-        return self._run(batch, backward=True)
+        """Run forward and backward; returns this rank's part of the `output_terms`."""
+        return sum(self._run(batch, self._zero_losses, backward=True), self._zero_losses)
 
     def evaluate(self, batch: LocalBatch) -> torch.Tensor:
         """Run forward alone."""
         with torch.no_grad():
-            return self._run(batch, backward=False)
+            return sum(self._run(batch, self._zero_losses, backward=False), self._zero_losses)
 
-    def _run(self, batch: LocalBatch, *, backward: bool) -> torch.Tensor:
+    def document_logps(self, batch: LocalBatch) -> torch.Tensor | None:
+        """Return the log-probability of each document [R, D], without dropout; None on ranks without the last stage."""
+        rows, slots = self.model.mesh.layout.micro_batch, document_slots(self.model.sequence_length)
+        output = torch.empty(rows, slots, dtype=torch.float64, device="meta")
+        with torch.no_grad():
+            logps = self._run(replace(batch, samples=None, reference_logps=None), output, backward=False)
+        return torch.cat(logps) if logps else None
+
+    def _run(self, batch: LocalBatch, output: torch.Tensor, *, backward: bool) -> list[torch.Tensor]:
+        """Return what the last stage gives for each micro-batch, each like `output`; nothing on ranks without it."""
         micro_batches = batch.rows // self.model.mesh.layout.micro_batch
         if self.model.mesh.layout.pp == 1:
             return self._loop(batch, micro_batches, backward=backward)
-        return self._pipeline(batch, micro_batches, backward=backward)
+        return self._pipeline(batch, micro_batches, output, backward=backward)
 
-    def _loop(self, batch: LocalBatch, micro_batches: int, *, backward: bool) -> torch.Tensor:
+    def _loop(self, batch: LocalBatch, micro_batches: int, *, backward: bool) -> list[torch.Tensor]:
         (stage,) = self.model.stages
         assert batch.tokens is not None
         assert batch.labels is not None
-        samples = [None] * micro_batches if batch.samples is None else batch.samples.chunk(micro_batches)
-        total = self._zero_losses.clone()
-        for number, (tokens, labels, sample_ids) in enumerate(
-            zip(batch.tokens.chunk(micro_batches), batch.labels.chunk(micro_batches), samples, strict=True)
+        parts = (batch.tokens, batch.labels, batch.samples, batch.document_starts, batch.reference_logps)
+        outputs: list[torch.Tensor] = []
+        for number, inputs in enumerate(
+            zip(*([None] * micro_batches if part is None else part.chunk(micro_batches) for part in parts), strict=True)
         ):
             if backward:
                 self._set_fsdp_sync(stage, last=number == micro_batches - 1)
-            losses = stage(tokens, labels, sample_ids)
+            output = stage(*inputs)
             if backward:
-                losses[0].backward()
-            total += losses.detach()
-        return total
+                output[0].backward()
+            outputs.append(output.detach())
+        return outputs
 
     def _set_fsdp_sync(self, stage: torch.nn.Module, *, last: bool) -> None:
         """Set how long FSDP keeps weights and gradients unsharded between micro-batches.
@@ -241,75 +375,81 @@ class ForwardBackward:
         stage.set_requires_gradient_sync(last or mode in ("zero2", "full"))
         stage.set_reshard_after_backward(last or mode == "full")
 
-    def _pipeline(self, batch: LocalBatch, micro_batches: int, *, backward: bool) -> torch.Tensor:
-        schedule, losses = self._schedule(micro_batches)
-        losses.clear()
+    def _pipeline(
+        self, batch: LocalBatch, micro_batches: int, output: torch.Tensor, *, backward: bool
+    ) -> list[torch.Tensor]:
+        schedule, outputs = self._schedule(micro_batches, output)
+        outputs.clear()
         mesh = self.model.mesh
         last = mesh.coordinates.pp == mesh.layout.pp - 1
         arguments = (batch.tokens,) if mesh.coordinates.pp == 0 else ()
         keywords: dict[str, torch.Tensor] = {}
         if batch.samples is not None:
             keywords["samples"] = batch.samples
+        if batch.document_starts is not None:
+            keywords["document_starts"] = batch.document_starts
         if last:
             assert batch.labels is not None
             keywords["labels"] = batch.labels
+            if batch.reference_logps is not None:
+                keywords["reference_logps"] = batch.reference_logps
         run: Callable[..., Any] = schedule.step if backward else schedule.eval
         options: dict[str, Any] = {"return_outputs": False} if backward else {}
         # The last stage computes the loss itself; the schedule asks for it only where there is a `target`.
         run(*arguments, target=batch.labels if last else None, **options, **keywords)
-        return torch.stack(losses).sum(0) if losses else self._zero_losses.clone()
+        return list(outputs)
 
-    def _schedule(self, micro_batches: int) -> tuple[Any, list[torch.Tensor]]:
-        """Return the pipeline schedule for this many micro-batches, and the list that it fills with their losses.
+    def _schedule(self, micro_batches: int, output: torch.Tensor) -> tuple[Any, list[torch.Tensor]]:
+        """Return the pipeline schedule for this many micro-batches, and the list that it fills with their outputs.
 
         A schedule holds buffers for all its micro-batches, so only one is kept: a batch that grows, or a validation
         with another batch, replaces it.
         """
-        if self._schedule_cache is None or self._schedule_cache[0] != micro_batches:
+        key = (micro_batches, *output.shape)
+        if self._schedule_cache is None or self._schedule_cache[0] != key:
             self._schedule_cache = None
-            losses: list[torch.Tensor] = []
+            outputs: list[torch.Tensor] = []
 
-            def keep_losses(out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-                losses.append(out.detach())
+            def keep_output(out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+                outputs.append(out.detach())
                 return out[0].clone()  # not a view: zero-bubble schedules detach it in place
 
-            stages: list[Any] = [self._pipeline_stage(number) for number in range(len(self.model.stages))]
+            stages: list[Any] = [self._pipeline_stage(number, output) for number in range(len(self.model.stages))]
             kind = self.model.mesh.layout.schedule
             multi_stage = {"interleaved": ScheduleInterleaved1F1B, "zero_bubble": ScheduleInterleavedZeroBubble}
             if kind in multi_stage:
-                schedule: Any = multi_stage[kind](stages, micro_batches, loss_fn=keep_losses, scale_grads=False)
+                schedule: Any = multi_stage[kind](stages, micro_batches, loss_fn=keep_output, scale_grads=False)
             else:
                 single_stage = ScheduleGPipe if kind == "gpipe" else Schedule1F1B
-                schedule = single_stage(stages[0], micro_batches, loss_fn=keep_losses, scale_grads=False)
-            self._schedule_cache = (micro_batches, schedule, losses)
+                schedule = single_stage(stages[0], micro_batches, loss_fn=keep_output, scale_grads=False)
+            self._schedule_cache = (key, schedule, outputs)
         return self._schedule_cache[1:]
 
-    def _pipeline_stage(self, number: int) -> PipelineStage:
+    def _pipeline_stage(self, number: int, output: torch.Tensor) -> PipelineStage:
         model, mesh = self.model, self.model.mesh
         layout, stage = mesh.layout, self.model.stages[number]
         rows, length = layout.micro_batch, model.sequence_length // layout.cp
         # With tensors on the meta device, stages need not ask each other for shapes.
         stream = torch.empty(length // layout.tp, rows, model.config.hidden, dtype=model.dtype, device="meta")
         tokens = torch.empty(rows, length, dtype=torch.int64, device="meta")
-        losses = self._zero_losses.to("meta")
         return PipelineStage(
             stage,
             layout.chunks(mesh.coordinates.pp)[number],
             layout.pp * layout.vp,
             mesh.device,
             input_args=(tokens if stage.spec.first else stream.requires_grad_(),),
-            output_args=(losses.requires_grad_() if stage.spec.last else stream.requires_grad_(),),
+            output_args=(output.to("meta").requires_grad_() if stage.spec.last else stream.requires_grad_(),),
             group=mesh.pp.process_group,
         )
 
-    @cached_property
+    @property
     def _zero_losses(self) -> torch.Tensor:
-        dtype = torch.promote_types(self.model.dtype, torch.float32)
-        return torch.zeros(len(LOSS_TERMS), dtype=dtype, device=self.model.mesh.device)
+        terms, dtype = self.model.regularization.output_terms, torch.promote_types(self.model.dtype, torch.float32)
+        return torch.zeros(len(terms), dtype=dtype, device=self.model.mesh.device)
 
 
 def reduce_gradients(shards: Iterable[ParameterShard], mesh: ParallelMesh) -> None:
-    """Sum the gradients that are still in parts: over tp, and over the two ends of a pipeline with tied embeddings.
+    """Sum the gradients that are still in parts: over tp, etp, and the two ends of a pipeline with tied embeddings.
 
     FSDP has already summed over the data-parallel ranks. Sums commute, so one sum per step over what is left on each
     rank gives the same result as one for every micro-batch.
@@ -317,6 +457,7 @@ def reduce_gradients(shards: Iterable[ParameterShard], mesh: ParallelMesh) -> No
     shards = list(shards)
     _all_reduce_gradients(_gradients(shard for shard in shards if shard.tied), mesh.tied_embedding)
     _all_reduce_gradients(_gradients(shard for shard in shards if shard.partial_over_tp), mesh.axes.tp)
+    _all_reduce_gradients(_gradients(shard for shard in shards if shard.partial_over_etp), mesh.axes.etp)
 
 
 def _gradients(shards: Iterable[ParameterShard]) -> list[torch.Tensor]:

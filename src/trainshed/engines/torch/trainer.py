@@ -10,17 +10,21 @@ from pathlib import Path
 import torch
 
 from trainshed.catalog import gpu_by_device_name
+from trainshed.checkpoints.native.best import ValidationRecord
 from trainshed.checkpoints.native.writer import CheckpointWriter
 from trainshed.data.sampling.schedule import SkipList
 from trainshed.engines.torch.batch_loader import BatchLoader
 from trainshed.engines.torch.learning_rate import decay_span, learning_rate
 from trainshed.engines.torch.rank_env import EventEmitter, TrainJob
 from trainshed.engines.torch.rank_health import Watchdog, stop_votes
+from trainshed.engines.torch.sample_answers import SampleAnswers
 from trainshed.engines.torch.state import StartPoint, state_facts, state_tensors
 from trainshed.engines.torch.step import DeviceTimestamp, PendingMetrics, StepMetrics, StepRunner
+from trainshed.engines.torch.validation import early_stop_reason, evaluate_batches
 from trainshed.errors import TrainshedError
 from trainshed.observe.mfu import measure_mfu
 from trainshed.recipe.schema import Profile
+from trainshed.recipe.train import EarlyStop
 from trainshed.run_folder import rank_name
 from trainshed.signals import StopSignals
 
@@ -46,16 +50,22 @@ class Trainer:
         stop_signals: StopSignals,
         profiler: StepProfiler,
         start: StartPoint,
+        answers: SampleAnswers | None = None,
     ) -> None:
         self.job, self.runner, self.writer, self.emit = job, runner, writer, emit
-        self.watchdog, self.stop_signals, self.profiler = watchdog, stop_signals, profiler
+        self.watchdog, self.stop_signals, self.profiler, self.answers = watchdog, stop_signals, profiler, answers
         self.step, self.skipped = start.step, start.skipped
+        self.record = start.validation
+        """The validation losses so far; None where none is measured, or where the checkpoint does not hold them."""
+        if start.step == 0 and job.validation is not None:
+            self.record = ValidationRecord()
         self.last_saved_step = start.step or None
         mesh = runner.model.mesh
         self.device = mesh.device
-        self.loader = BatchLoader(job.order, mesh, with_sample_ids=job.recipe.train.dropout > 0)
+        self.loader = BatchLoader(job.order, mesh, with_sample_ids=job.recipe.train.drops)
         self._pending: deque[tuple[int, float, PendingMetrics]] = deque()
         self._stop: int | None = None
+        self._early_stop: str | None = None
         self._ranks_may_diverge = True
         """Whether ranks may reach the next step at different times, because they load, compile or save something."""
         self._phases_seen: set[str] = set()
@@ -64,13 +74,14 @@ class Trainer:
         self._mfu_failed = False
 
     def run(self) -> TrainingEnd:
-        """Train to the end of the run, or to the step boundary after a signal to stop."""
+        """Train to the end of the run, to an early stop, or to the step boundary after a signal to stop."""
         # On a GPU the host stays one step ahead, so that the device never waits for it.
         steps_in_flight = 1 if self.device.type == "cuda" else 0
-        first, began = self.step, time.monotonic()
-        self._last_timestamp = DeviceTimestamp(self.device)
+        first = self.step
         try:
-            while self.step < self.job.steps and self._stop is None:
+            self._catch_up()
+            began, self._last_timestamp = time.monotonic(), DeviceTimestamp(self.device)
+            while self.step < self.job.steps and self._stop is None and self._early_stop is None:
                 self.watchdog.heartbeat(self.step, "first_step" if self._ranks_may_diverge else "step")
                 self.profiler.before(self.step)
                 self._launch_step()
@@ -85,6 +96,10 @@ class Trainer:
             self._read_metrics(0)
         finally:
             self.loader.close()
+        if self._early_stop is not None:
+            assert self.record is not None
+            best = {"best_step": self.record.best_step, "best_loss": self.record.best_loss}
+            self.emit("early_stop", self.step, reason=self._early_stop, **best)
         if self.last_saved_step != self.step and self.step > first:
             self._save(blocking=True)
         self.watchdog.heartbeat(self.step, "checkpoint")
@@ -118,7 +133,7 @@ class Trainer:
         job = self.job
         length, batch = job.order.sequence_length, job.order.batch_size(step)
         rate = batch * length / seconds / job.layout.world_size
-        mfu, mfu_full = self._mfu(rate)
+        mfu, mfu_full = self._mfu(rate, metrics, batch * length)
         self.emit(
             "step",
             step,
@@ -131,15 +146,21 @@ class Trainer:
             mfu=mfu,
             mfu_full_attention=mfu_full,
             batch_hash=metrics.batch_hash,
+            learned_tokens=metrics.learned_tokens,
+            pairs=metrics.pairs,
             skipped=metrics.non_finite,
-            **{name: _finite_or_none(value) for name, value in metrics.loss_terms.items()},
+            **{name: _finite_or_none(value) for name, value in {**metrics.loss_terms, **metrics.rewards}.items()},
             memory_gib=torch.cuda.max_memory_allocated(self.device) / 2**30 if self.device.type == "cuda" else None,
         )
 
-    def _mfu(self, rate: float) -> tuple[float | None, float | None]:
+    def _mfu(self, rate: float, metrics: StepMetrics, tokens: int) -> tuple[float | None, float | None]:
         gpu = gpu_by_device_name(self._gpu_name)
         if gpu is None or self._mfu_failed:
             return None, None
+        document_length = None
+        if metrics.position_sum is not None:
+            # In a document of n tokens the mean position is (n - 1) / 2.
+            document_length = 2 * metrics.position_sum / tokens + 1
         try:
             measured = measure_mfu(
                 rate,
@@ -148,6 +169,9 @@ class Trainer:
                 precision=self.job.recipe.train.precision,
                 gpu=gpu,
                 device_name=self._gpu_name,
+                lora=self.job.recipe.train.lora,
+                document_length=document_length,
+                reference=self.job.recipe.train.mode == "dpo",
             )
         except TrainshedError as error:
             # A wrong figure is reported once and then left out: a run must not end because of it.
@@ -188,11 +212,25 @@ class Trainer:
             return False
         return self.step % validation.every == 0 or self.step == self.job.steps
 
+    def _catch_up(self) -> None:
+        """Do what a run that never stopped had done at this step: measure the loss, or end early.
+
+        A run that was asked to stop saves at once, without the validation that was due.
+        """
+        if self.record is None or self.step == 0:
+            return
+        if self._validation_due() and self.record.step != self.step:
+            self._validate()
+            if self._is_best():
+                self._save(blocking=True)
+        self._stop_early_if_due()
+
     def _between_steps(self) -> None:
         """Validate and save if it is time to. The time this takes does not count for the next step."""
         if self._validation_due():
             self._validate()
-        if self._checkpoint_due():
+            self._stop_early_if_due()
+        if self._checkpoint_due() or self._is_best():
             self._save(blocking=not self.job.recipe.checkpoint.async_)
         if self._between_steps_due():
             self._last_timestamp = DeviceTimestamp(self.device)
@@ -204,26 +242,47 @@ class Trainer:
         self._phases_seen.add(phase)
 
     def _validate(self) -> None:
-        order, validation = self.job.validation, self.job.recipe.data.validation
+        order, validation, early_stop = self.job.validation, self.job.recipe.data.validation, self._early_stop_settings
         assert order is not None
         assert validation is not None
         self._begin_phase("validation")
         began = time.monotonic()
-        loader = BatchLoader(order, self.runner.model.mesh, with_sample_ids=False)
-        total = 0.0
-        for number in range(validation.batches):
-            batch = loader.batch(number, ahead=number + 1 < validation.batches)
-            total += self.runner.evaluate(batch, order.batch_size(number))
-        loader.close()
-        loss = _finite_or_none(total / validation.batches)
-        self.emit("validation", self.step, loss=loss, batches=validation.batches, seconds=time.monotonic() - began)
+        result = evaluate_batches(self.runner, order, validation.batches)
+        loss = _finite_or_none(result.loss)
+        self.emit(
+            "validation",
+            self.step,
+            loss=loss,
+            batches=validation.batches,
+            seconds=time.monotonic() - began,
+            **{name: _finite_or_none(value) for name, value in result.rewards.items()},
+        )
+        min_delta = 0.0 if early_stop is None else early_stop.min_delta
+        self.record = (self.record or ValidationRecord()).after(self.step, loss, min_delta=min_delta)
+        if self.answers is not None:
+            self.answers.run(self.step, lambda: self.watchdog.heartbeat(self.step, "validation"))
+
+    @property
+    def _early_stop_settings(self) -> EarlyStop | None:
+        return self.job.recipe.train.early_stop
+
+    def _stop_early_if_due(self) -> None:
+        if self.record is not None and self.step < self.job.steps:
+            self._early_stop = early_stop_reason(self.record, self._early_stop_settings)
+
+    def _is_best(self) -> bool:
+        """Whether this step has just been measured, and is to be kept as the best."""
+        best = self.job.recipe.checkpoint.best
+        asked = best is not None and best.by == "validation"
+        return asked and self.record is not None and self.record.best_step == self.step
 
     def _save(self, *, blocking: bool) -> None:
         self._begin_phase("checkpoint")
         decay = decay_span(self.job.steps, self.job.recipe.train.schedule)
-        facts = state_facts(self.job.order, self.step, self.skipped, decay)
+        facts = state_facts(self.job.order, self.step, self.skipped, decay, self.record)
         tensors = state_tensors(self.runner.model, self.runner.optimizer)
-        self.writer.save(self.step, tensors, facts, blocking=blocking)
+        best_loss = self.record.best_loss if self.record is not None and self._is_best() else None
+        self.writer.save(self.step, tensors, facts, blocking=blocking, best_loss=best_loss)
         self.last_saved_step = self.step
 
 

@@ -203,8 +203,7 @@ def run_budget(training: TrainingShape, prediction: LayoutPrediction, terms: Run
     """Return what a predicted layout costs to save, to feed and to run."""
     layout, hardware, step = prediction.layout, training.hardware, prediction.step_seconds
     where = {"storage": terms.storage, "machine": terms.machine, "engine": terms.engine}
-    trained_weights = ceil(training.model.weights * training.options.trained_share)
-    checkpoint = checkpoint_cost(trained_weights, layout, hardware, **where)
+    checkpoint = checkpoint_cost(training.trained_weights, layout, hardware, **where)
     mtbf, mtbf_source = node_mtbf_hours(hardware.gpus_per_node, terms.mtbf_hours)
     run_goodput = goodput(
         checkpoint,

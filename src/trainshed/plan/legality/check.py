@@ -24,6 +24,7 @@ _TORCH_RULES: tuple[LayoutRule, ...] = (
     rules.check_sequence_pieces,
     rules.check_stages,
     rules.check_torch_sharding,
+    rules.check_torch_quantized,
     rules.check_torch_recompute,
     rules.check_replicate,
     rules.check_equal_shares,
@@ -67,14 +68,15 @@ def layout_problems(
     batch_sizes: Iterable[int],
     engine: str = "torch",
     lora: bool = False,
+    quantized: bool = False,
     stages_written: bool = False,
 ) -> list[Problem]:
     """Return everything that makes a layout illegal, with paths from the root of the recipe.
 
-    `batch_sizes` are all global batch sizes of the run: with a ramp, every size of it. `stages_written` says that the
-    layers of each chunk were written out.
+    `batch_sizes` are all global batch sizes of the run: with a ramp, every size of it. `quantized` says that LoRA's
+    frozen weights are held in 8 or 4 bits, `stages_written` that the layers of each chunk were written out.
     """
-    context = LegalityContext(sequence_length, tuple(sorted(set(batch_sizes))), lora, stages_written)
+    context = LegalityContext(sequence_length, tuple(sorted(set(batch_sizes))), lora, quantized, stages_written)
     return list(broken_rules(layout, model if isinstance(model, ModelShape) else model_shape(model), context, engine))
 
 

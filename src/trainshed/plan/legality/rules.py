@@ -51,6 +51,8 @@ class LegalityContext:
     sequence_length: int
     batch_sizes: tuple[int, ...]
     lora: bool = False
+    quantized: bool = False
+    """Whether frozen weights are held in 8 or 4 bits (`lora.quantize`)."""
     stages_written: bool = False
     """Whether `stages` was written: engines that need equal chunks accept uneven ones that are written out."""
 
@@ -251,6 +253,17 @@ def check_torch_sharding(layout: RankLayout, model: ModelShape, context: Legalit
             f"shard: {layout.shard} with pp: {layout.pp} would leave {cut} whole on every rank, as zero1 does: our own "
             "engine does not share them out in a pipeline yet",
             "write shard: zero1, or pp: 1",
+        )
+
+
+def check_torch_quantized(layout: RankLayout, model: ModelShape, context: LegalityContext) -> Iterator[Problem]:
+    """Weights in 8 or 4 bits are whole on every dp rank: FSDP shares out tensors of floating-point numbers."""
+    if context.quantized and layout.shard == "full" and max(layout.dense_shards, layout.expert_shards) > 1:
+        yield key_problem(
+            "shard",
+            "shard: full would share out the frozen weights, which `lora.quantize` holds in 8 or 4 bits with their "
+            "scales, and FSDP shares out plain tensors only",
+            "write shard: zero1, or delete train.lora.quantize",
         )
 
 

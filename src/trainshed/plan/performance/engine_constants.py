@@ -38,17 +38,12 @@ class EngineOptions:
     """Tokens over capacity are dropped, so the host does not wait for the router's counts."""
     cuda_graph_share: float = 0.0
     """Share of the kernel launches that CUDA graphs save."""
-    trained_share: float = 1.0
-    """Share of the weights that are trained: almost 0 with LoRA."""
     bf16_gradients: bool = False
     """Gradients are kept and reduced in 16 bits."""
+    bf16_states: bool = False
+    """Adam's two averages are kept in 16 bits."""
     clock_share: float = 1.0
     """The GPU's clock under a lower power limit, as a share of the usual one."""
-
-    @property
-    def is_lora(self) -> bool:
-        """Whether only adapter weights are trained."""
-        return self.trained_share < 1
 
 
 @dataclass(frozen=True)
@@ -83,12 +78,16 @@ class EngineConstants:
     """Added per layer with tensor parallel: collectives are waited for on other streams."""
     launch_expert_us: float = 300.0
     """Added where a layer has experts: the host reads the router's counts."""
+    launch_adapter_us: float = 100.0
+    """Added for each adapter of a layer: some 12 small kernels, forward and backward."""
     launch_micro_batch_us: float = 500.0
     """Host time of a micro-batch besides its layers."""
     accumulate_bytes: float = 0.0
     """Bytes moved per weight to accumulate a micro-batch's gradients; 0 where the matmul accumulates them."""
     step_ms: float = 10.0
     """Fixed time of a step: data, clipping, logging."""
+    adapter_step: float = 1.0
+    """Share of that time that is left with LoRA, where few gradients are cleared, scanned and clipped."""
     # Tensor, context, expert, pipeline communication.
     tp_hidden: float = 0.0
     """Share of tensor-parallel communication that is hidden where `tp_overlap` is on."""
@@ -173,6 +172,8 @@ class EngineConstants:
     which FlashAttention never writes."""
     fp8_kept: float = 0.8
     """Share of those bytes that is kept with fp8 and fp4 matmuls, which keep their inputs as they were cast."""
+    fp8_kept_beside_adapters: float | None = None
+    """The same where adapters read those inputs, in bf16; None: as without adapters."""
     logit_bytes: float = 10.0
     """Bytes per logit of a micro-batch at the peak of the loss."""
     logit_slice: float = inf

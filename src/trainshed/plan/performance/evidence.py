@@ -94,6 +94,11 @@ def held_out_errors(engine: str, kind: str) -> HeldOutErrors | None:
     return None if errors is None else HeldOutErrors(engine, kind, **errors)
 
 
+def adapter_errors() -> HeldOutErrors:
+    """Return the errors on all rows with adapters, none of which a constant was fitted to."""
+    return HeldOutErrors("any engine", "adapters", **_document()["adapters"])
+
+
 def evidence_for(
     training: TrainingShape, engine: str, chosen: LayoutPrediction, *, calibrated: bool = False
 ) -> PredictionEvidence:
@@ -104,12 +109,15 @@ def evidence_for(
     like = _BETWEEN_GPUS.get(engine, engine) if only_one_gpu else _MEASURED_AS.get(engine, (engine,))[0]
     gpu = training.hardware.gpu_name
     known = any(rows.gpu == gpu for rows in measured_kinds())
-    errors = held_out_errors(like, kind) if known else None
+    errors = None
+    if known:
+        errors = held_out_errors(like, kind) if training.lora is None else adapter_errors()
     seconds = None if errors is None else (errors.low * chosen.step_seconds, errors.high * chosen.step_seconds)
     wanted = (gpu, training.precision, kind)
     same = [rows for rows in measured_kinds() if (rows.gpu, rows.precision, rows.kind) == wanted]
     best = max(same, key=lambda rows: rows.best_mfu, default=None)
-    notes = [_expected_range(errors, seconds, f"of {like} with {_KINDS[kind]}" if known else f"on {gpu}")]
+    rows_like = f"of {like} with {_KINDS[kind]}" if training.lora is None else "of LoRA on Megatron and AutoModel"
+    notes = [_expected_range(errors, seconds, rows_like if known else f"on {gpu}")]
     if not calibrated:
         notes += _never_measured(training, engine, own, like if only_one_gpu else None)
     notes += _above_measured(training, kind, chosen, best, sum(kind_rows.rows for kind_rows in same))

@@ -9,8 +9,10 @@ network: a ring with g members on a node uses g of those shares, up to the speed
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from trainshed.plan.layout import RankLayout
+from trainshed.plan.lora_shape import Adapter, layer_adapters
 from trainshed.plan.model_shape import LayerKind, WeightMatrix
 from trainshed.plan.training_shape import TrainingShape
 
@@ -123,7 +125,22 @@ class LayerTimes:
     forward: PassTimes
     backward: PassTimes
     host: float
-    """Host time to launch the kernels of both passes."""
+    """Host time to launch the kernels of all passes."""
+    reference: PassTimes = PassTimes()
+    """The forward pass of DPO's reference; 0 without one."""
+
+
+class MatmulTimes(NamedTuple):
+    """Seconds of tokens times a weight."""
+
+    forward: float
+    input_gradient: float
+    weight_gradient: float
+
+    @property
+    def backward(self) -> float:
+        """Both gradients."""
+        return self.input_gradient + self.weight_gradient
 
 
 class KernelTimes:
@@ -144,8 +161,8 @@ class KernelTimes:
 
     def matmul(
         self, tokens: float, matrix: WeightMatrix, tp: int, *, allow_fp8: bool = True, groups: int = 1
-    ) -> tuple[float, float]:
-        """Return forward and backward seconds of tokens times a weight; `groups` experts share the tokens evenly."""
+    ) -> MatmulTimes:
+        """Return the seconds of tokens times a weight; `groups` experts share the tokens evenly."""
         inputs = matrix.inputs / tp if matrix.tp_split == "in" else matrix.inputs
         outputs = matrix.outputs / tp if matrix.tp_split == "out" else matrix.outputs
         efficiency, constants = self.efficiency, self.training.constants
@@ -153,7 +170,9 @@ class KernelTimes:
         flops = 2 * tokens * _whole_tiles(inputs, _DEPTH_TILE) * _whole_tiles(outputs, _WIDTH_TILE)
         cast = 0.0
         if allow_fp8 and self.fp8_peak is not None:
-            cast = self.memory_seconds(constants.cast_bytes * tokens * inputs)
+            # Without a weight gradient no input is also cast for it, transposed: a quarter of the bytes.
+            cast_bytes = constants.cast_bytes * (1.0 if self.training.lora is None else 0.75)
+            cast = self.memory_seconds(cast_bytes * tokens * inputs)
             share = efficiency.fp8 * (efficiency.fp4 if self.training.precision == "nvfp4" else 1.0)
             peak = self.fp8_peak * 1e12 * self.training.options.clock_share * share * constants.gemm_fp8
         else:
@@ -165,7 +184,37 @@ class KernelTimes:
         input_gradient = max(ideal / efficiency.input_gradient * (1 + efficiency.half_depth / outputs), moved)
         depth = efficiency.half_depth * groups / tokens
         weight_gradient = max(ideal / efficiency.weight_gradient * (1 + depth), moved)
-        return forward + cast + self.start, input_gradient + weight_gradient + cast + 2 * self.start
+        return MatmulTimes(
+            forward + cast + self.start, input_gradient + cast + self.start, weight_gradient + self.start
+        )
+
+    def projection(self, tokens: float, matrix: WeightMatrix, tp: int, *, groups: int = 1) -> tuple[float, float]:
+        """Return forward and backward seconds of a projection of the model, which is frozen beside adapters."""
+        times, lora = self.matmul(tokens, matrix, tp, groups=groups), self.training.lora
+        if lora is None:
+            return times.forward, times.backward
+        unpacked = 0.0
+        if lora.base_bytes is not None and self.fp8_peak is None:
+            # Each pass reads the narrow weights and writes them as the matmul takes them.
+            unpacked = self.memory_seconds((lora.base_bytes + 2) * groups * matrix.weights / tp)
+        return times.forward + unpacked, times.input_gradient + unpacked
+
+    def adapter(self, tokens: float, adapter: Adapter, tp: int, *, groups: int = 1) -> tuple[float, float]:
+        """Return forward and backward seconds of an adapter: both factors, and adding to the projection's output."""
+        a = self.matmul(tokens, adapter.a, tp, allow_fp8=False, groups=groups)
+        b = self.matmul(tokens, adapter.b, tp, allow_fp8=False, groups=groups)
+        inputs = adapter.matrix.inputs / (tp if adapter.matrix.tp_split == "in" else 1)
+        outputs = adapter.matrix.outputs / (tp if adapter.matrix.tp_split == "out" else 1)
+        lora, elementwise = self.training.lora, self.training.constants.elementwise
+        # Two reads and a write for each sum; dropout reads and writes the input, and keeps a mask of a byte.
+        dropout = self.memory_seconds(5 * tokens * inputs) if lora is not None and lora.dropout else 0.0
+        forward = self.memory_seconds(6 * tokens * outputs) + dropout
+        backward = self.memory_seconds(6 * tokens * inputs) + dropout
+        if lora is not None and lora.dora:
+            # Every output is scaled by its magnitude, whose gradient reads outputs and their gradients.
+            forward += self.memory_seconds(4 * tokens * outputs)
+            backward += self.memory_seconds(6 * tokens * outputs)
+        return a.forward + b.forward + forward * elementwise, a.backward + b.backward + backward * elementwise
 
     def attention(self, batch: float, queries: float, mean_keys: float, heads: float) -> tuple[float, float]:
         """Return forward and backward seconds of attention itself; backward has 2.5 times the FLOPs."""
@@ -210,24 +259,40 @@ def layer_times(training: TrainingShape, layout: RankLayout, kernels: KernelTime
     else:
         block = _dense_block(training, layout, kernels, tokens, model.ffn)
     forward, backward = forward + block[0], backward + block[1]
+    base_forward = forward
+    for adapter in () if training.lora is None else layer_adapters(model, training.lora, experts=experts):
+        times = _adapter_times(layout, kernels, tokens, adapter)
+        forward, backward = forward + times[0], backward + times[1]
+        host += constants.launch_adapter_us
     backward += _recompute_seconds(training, layout, kernels, forward, block[0], tokens, windowed=windowed)
     if layout.recompute == "full":
         tp_backward += tp_forward
         cp_backward += cp_forward
     if layout.tp > 1:
         host += constants.launch_collective_us
-    if layout.recompute == "full":
-        host *= 4 / 3
+    # A further forward pass launches a third of what forward and backward do.
+    host *= 1 + ((layout.recompute == "full") + training.preference) / 3
     tp_exposed = 1 - constants.tp_hidden if training.options.tp_overlap else 1.0
     ep_exposed = constants.ep_overlapped if training.options.ep_overlap else 1 - constants.ep_hidden
     ep_backward = ep_pass * (2 if layout.recompute == "full" else 1)
+    around = PassTimes(0.0, tp_forward * tp_exposed, cp_forward * (1 - constants.cp_hidden), ep_pass * ep_exposed)
     return LayerTimes(
-        PassTimes(forward, tp_forward * tp_exposed, cp_forward * (1 - constants.cp_hidden), ep_pass * ep_exposed),
+        PassTimes(forward) + around,
         PassTimes(
             backward, tp_backward * tp_exposed, cp_backward * (1 - constants.cp_hidden), ep_backward * ep_exposed
         ),
         host * 1e-6 * (1 - training.options.cuda_graph_share),
+        PassTimes(base_forward) + around if training.preference else PassTimes(),
     )
+
+
+def _adapter_times(layout: RankLayout, kernels: KernelTimes, tokens: float, adapter: Adapter) -> tuple[float, float]:
+    experts = kernels.training.model.experts
+    if not adapter.routed:
+        return kernels.adapter(tokens, adapter, layout.tp)
+    assert experts is not None, "only experts have routed adapters"
+    routed = tokens / layout.tp * layout.etp * experts.top_k
+    return kernels.adapter(routed, adapter, layout.etp, groups=max(1, experts.count // layout.ep))
 
 
 def _attention_block(
@@ -236,7 +301,7 @@ def _attention_block(
     model = training.model
     forward = backward = 0.0
     for matrix in model.attention_matrices:
-        times = kernels.matmul(tokens, matrix, layout.tp)
+        times = kernels.projection(tokens, matrix, layout.tp)
         forward, backward = forward + times[0], backward + times[1]
     core = _core_attention(training, layout, kernels, windowed=windowed)
     # Norm and residual, each read and written, on the tokens of this rank; rotary embeddings work in place.
@@ -251,9 +316,9 @@ def _attention_block(
 def _core_attention(
     training: TrainingShape, layout: RankLayout, kernels: KernelTimes, *, windowed: bool
 ) -> tuple[float, float]:
-    model, length = training.model, training.sequence_length
-    keys = model.mean_keys(length, windowed=windowed)
-    forward, backward = kernels.attention(layout.micro_batch, length / layout.cp, keys, model.heads / layout.tp)
+    model, length = training.model, training.attended_length
+    keys, queries = model.mean_keys(length, windowed=windowed), training.sequence_length / layout.cp
+    forward, backward = kernels.attention(layout.micro_batch, queries, keys, model.heads / layout.tp)
     if not windowed or model.window is None or model.window >= length:
         return forward, backward
     return forward / training.constants.windowed, backward / training.constants.windowed
@@ -264,7 +329,7 @@ def _dense_block(
 ) -> tuple[float, float]:
     forward = backward = 0.0
     for matrix in training.model.mlp_matrices(ffn):
-        times = kernels.matmul(tokens, matrix, layout.tp)
+        times = kernels.projection(tokens, matrix, layout.tp)
         forward, backward = forward + times[0], backward + times[1]
     shared = training.stream_shards(layout)
     inner = (3 if training.model.gated else 2) * ffn / layout.tp
@@ -285,11 +350,12 @@ def _expert_block(
     local = max(1, experts.count // layout.ep)
     forward = backward = 0.0
     for matrix in training.model.expert_matrices:
-        times = kernels.matmul(routed, matrix, layout.etp, groups=local)
+        times = kernels.projection(routed, matrix, layout.etp, groups=local)
         forward, backward = forward + times[0], backward + times[1]
     shared = _dense_block(training, layout, kernels, tokens, experts.shared_ffn) if experts.shared_ffn else (0.0, 0.0)
     router_weight = WeightMatrix("router", training.model.hidden, experts.count, "none")
     router = kernels.matmul(tokens / layout.tp, router_weight, 1, allow_fp8=False)
+    router_backward = router.backward if training.lora is None else router.input_gradient
     inner = (3 if training.model.gated else 2) * experts.ffn / layout.etp
     if training.model.mlp_bias:
         # Grouped matmuls take no bias: a kernel of its own adds it to their outputs.
@@ -302,7 +368,7 @@ def _expert_block(
     moved = (
         kernels.memory_seconds(2 * routed * (6 * training.model.hidden + inner)) * training.constants.expert_elementwise
     )
-    return forward + shared[0] + router[0] + moved, backward + shared[1] + router[1] + 2 * moved
+    return forward + shared[0] + router.forward + moved, backward + shared[1] + router_backward + 2 * moved
 
 
 def _recompute_seconds(
@@ -333,7 +399,7 @@ def _recompute_seconds(
         again += kernels.memory_seconds(2 * tokens / layout.tp * model.experts.top_k * 3 * model.experts.ffn)
     if "mla_up" in modules:
         ups = [matrix for matrix in model.attention_matrices if matrix.name.endswith("_up")]
-        again += sum(kernels.matmul(tokens, matrix, layout.tp)[0] for matrix in ups)
+        again += sum(kernels.matmul(tokens, matrix, layout.tp).forward for matrix in ups)
     return again
 
 
@@ -348,9 +414,12 @@ def _tensor_parallel(
     # Experts take the tokens each rank has: nothing is gathered around their block, unless etp splits them too.
     blocks = 1 if experts and layout.etp == 1 else 2
     forward = blocks * 2 * gather
-    # Gathered inputs are not kept: backward gathers them once more for the gradients of weights.
-    again = blocks * gather if training.options.sequence_parallel else 0.0
-    return forward, forward + again
+    if not training.options.sequence_parallel:
+        return forward, forward
+    # Gathered inputs are not kept: backward gathers them once more for the gradients of weights, or of adapters.
+    lora = training.lora
+    again = blocks if lora is None else lora.adapts_attention_input + (blocks == 2 and lora.adapts_mlp_input)
+    return forward, forward + again * gather
 
 
 def _context_parallel(training: TrainingShape, layout: RankLayout, tokens: float) -> tuple[float, float]:

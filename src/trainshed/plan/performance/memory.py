@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 from trainshed.plan.layout import RankLayout
+from trainshed.plan.lora_shape import layer_adapters
 from trainshed.plan.model_shape import ModelShape
 from trainshed.plan.performance.layer_time import LOW_PRECISIONS
 from trainshed.plan.performance.stalls import pending_gathered_bytes
@@ -32,6 +33,13 @@ class GpuMemory:
     reserve: float
     """Cached memory of the allocator, and memory of the driver and NCCL."""
     capacity: float
+    frozen: float = 0.0
+    """The part of `weights` that is not trained: the base of adapters, or the copy that DPO refers to."""
+
+    @property
+    def trained(self) -> float:
+        """Weights that are trained, their gradients and their optimizer states."""
+        return self.weights - self.frozen + self.gradients + self.optimizer
 
     @property
     def allocated(self) -> float:
@@ -41,7 +49,7 @@ class GpuMemory:
     @property
     def total(self) -> float:
         """Memory that the GPU must have."""
-        return sum(getattr(self, part.name) for part in fields(self) if part.name != "capacity")
+        return sum(getattr(self, part.name) for part in fields(self) if part.name not in ("capacity", "frozen"))
 
     @property
     def fits(self) -> bool:
@@ -58,6 +66,7 @@ class _RankBytes(NamedTuple):
     """Bytes of a rank: its states, and what it allocates at the moments that can be the fullest."""
 
     weights: float
+    frozen: float
     gradients: float
     optimizer: float
     activations: float
@@ -101,6 +110,7 @@ def rank_memory(training: TrainingShape, layout: RankLayout, rank: int) -> GpuMe
         buffers=buffers * scale + constants.buffer_gib * training.memory_calibration,
         reserve=constants.reserve * allocated * scale + constants.context_gib,
         capacity=training.hardware.memory_gib,
+        frozen=needed.frozen * scale,
     )
 
 
@@ -120,16 +130,16 @@ def backward_share(training: TrainingShape, layout: RankLayout, rank: int, *, pe
 
 def _rank_bytes(training: TrainingShape, layout: RankLayout, rank: int) -> _RankBytes:
     constants = training.constants
-    dense, expert, largest = rank_weights(training, layout, rank)
-    weights, gradients, optimizer, gathered = _state_bytes(training, layout, dense, expert, largest)
+    trained = sum(trained_rank_weights(training, layout, rank))
+    weights, frozen, gradients, optimizer, gathered = _state_bytes(training, layout, rank)
     activations, working = _activation_bytes(training, layout, rank)
     logits = _logits_bytes(training, layout) if rank == head_rank(training, layout) else 0.0
     if constants.gradients_freed and layout.micro_batches(training.global_batch) == 1:
         # Backward allocates gradients as it frees activations.
         gradients = max(0.0, gradients - activations - max(logits, working))
     pending = pending_gathered_bytes(training, layout, rank)
-    at_step = constants.step_bytes * (dense + expert)
-    return _RankBytes(weights, gradients, optimizer, activations, logits, working, gathered, pending, at_step)
+    at_step = constants.step_bytes * trained
+    return _RankBytes(weights, frozen, gradients, optimizer, activations, logits, working, gathered, pending, at_step)
 
 
 def head_rank(training: TrainingShape, layout: RankLayout) -> int:
@@ -186,21 +196,93 @@ def layer_weights(model: ModelShape, layout: RankLayout, *, experts: bool) -> tu
     return dense, sizes.experts / (layout.ep * layout.etp)
 
 
-def _state_bytes(
-    training: TrainingShape, layout: RankLayout, dense: float, expert: float, largest: float
-) -> tuple[float, float, float, float]:
-    """Bytes of weights, gradients and optimizer states, and of weights that are gathered for use."""
-    constants, trained = training.constants, training.options.trained_share
-    in_shards = dense / layout.dense_shards + expert / layout.expert_shards
-    whole = dense + expert
+def trained_rank_weights(training: TrainingShape, layout: RankLayout, rank: int) -> tuple[float, float]:
+    """Return how many of its weights a rank trains: dense, and of experts; all, or those of adapters."""
+    if training.lora is None:
+        return rank_weights(training, layout, rank)[:2]
+    dense = expert = 0.0
+    for experts, count in _rank_layers(training, layout, rank):
+        one_dense, one_expert = training.lora.layer_weights(
+            training.model, experts=experts, tp=layout.tp, etp=layout.etp, ep=layout.ep
+        )
+        dense, expert = dense + count * one_dense, expert + count * one_expert
+    return dense, expert
+
+
+class _StateBytes(NamedTuple):
+    weights: float
+    frozen: float
+    """The part of `weights` that is not trained."""
+    gradients: float
+    optimizer: float
+    gathered: float
+    """Weights that are gathered for use."""
+
+
+def _state_bytes(training: TrainingShape, layout: RankLayout, rank: int) -> _StateBytes:
+    """Bytes of weights, gradients and optimizer states."""
     shard = layout.shard
-    weights = constants.weight_bytes * (in_shards if shard == "full" else whole)
-    gradient_bytes = 2.0 if training.options.bf16_gradients else constants.gradient_bytes
-    gradients = gradient_bytes * (in_shards if shard in ("full", "zero2") else whole) * trained
-    optimizer = constants.optimizer_bytes * (whole if shard == "none" else in_shards) * trained
+    dense, expert, largest = rank_weights(training, layout, rank)
+    bytes_of = trained_bytes(training)
+    in_shards, whole = _divided(layout, *trained_rank_weights(training, layout, rank))
+    weights = bytes_of.weight * (in_shards if shard == "full" else whole)
+    gradients = bytes_of.gradient * (in_shards if shard in ("full", "zero2") else whole)
+    optimizer = bytes_of.optimizer * (whole if shard == "none" else in_shards)
+    frozen = 0.0
+    if training.lora is not None or training.preference:
+        base_shards, base = _divided(layout, dense, expert)
+        share = base_shards / base if shard == "full" else 1.0
+        frozen = share * _base_bytes(training, layout, rank, base)
     # Two FSDP units at a time, the one in use and the prefetched one; backward also has the gradients of one.
-    gathered = 2 * 2 * largest + 2 * largest * trained if shard == "full" and layout.dense_shards > 1 else 0.0
-    return weights, gradients, optimizer, gathered
+    gathered = 0.0
+    if shard == "full" and layout.dense_shards > 1:
+        gathered = 2 * 2 * largest + (2 * largest if training.lora is None else 0.0)
+    return _StateBytes(weights + frozen, frozen, gradients, optimizer, gathered)
+
+
+def _divided(layout: RankLayout, dense: float, expert: float) -> tuple[float, float]:
+    """Weights of a rank in shards, and whole."""
+    return dense / layout.dense_shards + expert / layout.expert_shards, dense + expert
+
+
+class TrainedBytes(NamedTuple):
+    """Bytes of a weight that is trained."""
+
+    weight: float
+    gradient: float
+    optimizer: float
+
+
+def trained_bytes(training: TrainingShape) -> TrainedBytes:
+    """Return the bytes of each trained weight, before they are shared out.
+
+    Adapters have no copy in 16 bits where optimizer states are fp32: they are fp32 themselves.
+    """
+    constants = training.constants
+    weight, gradient, optimizer = constants.weight_bytes, constants.gradient_bytes, constants.optimizer_bytes
+    if training.options.bf16_gradients:
+        gradient = 2.0
+    if training.lora is not None and optimizer >= _FP32_STATES:
+        weight, gradient, optimizer = 4.0, max(gradient, 4.0), optimizer - 4.0
+    if training.options.bf16_states and constants.optimizer_bytes >= _FP32_STATES:
+        optimizer -= 4.0
+    return TrainedBytes(weight, gradient, optimizer)
+
+
+_FP32_STATES = 12.0
+"""Bytes of a master weight and two moments in fp32."""
+
+
+def _base_bytes(training: TrainingShape, layout: RankLayout, rank: int, whole: float) -> float:
+    """Bytes of all the weights of a rank that are not trained; those of layers may be held in fewer."""
+    usual = training.constants.weight_bytes
+    if training.lora is None or training.lora.base_bytes is None:
+        return usual * whole
+    layers = sum(
+        count * sum(layer_weights(training.model, layout, experts=experts))
+        for experts, count in _rank_layers(training, layout, rank)
+    )
+    return training.lora.base_bytes * layers + usual * (whole - layers)
 
 
 def micro_batches_in_flight(layout: RankLayout, rank: int, micro_batches: int) -> float:
@@ -238,25 +320,32 @@ def layer_activation_bytes(training: TrainingShape, layout: RankLayout, *, exper
         heads += 2 * (model.latent.query_rank + model.latent.value_rank) * layout.tp
     attention = constants.head_bytes * heads / 2 / layout.tp
     gate = 1.0 if model.gated else 2 / 3
+    kept = _kept_shares(training)
     if experts and model.experts is not None:
         routed = model.experts.top_k * layout.etp / layout.tp
         inner = (
             constants.inner_bytes
             * gate
-            * (routed * model.experts.ffn / layout.etp + model.experts.shared_ffn / layout.tp)
+            * (
+                kept.expert_inner * routed * model.experts.ffn / layout.etp
+                + kept.inner * model.experts.shared_ffn / layout.tp
+            )
         )
         # Tokens as they were sent to the experts, and as they came back.
-        inner += 4 * routed * model.hidden
+        inner += 4 * kept.expert_input * routed * model.hidden
         width = routed * (model.experts.ffn / layout.etp + model.hidden)
     else:
-        inner = constants.inner_bytes * gate * model.ffn / layout.tp
+        inner = constants.inner_bytes * gate * kept.inner * model.ffn / layout.tp
         width = model.ffn / layout.tp
-    hidden = constants.hidden_bytes * model.hidden / shared
+    hidden = constants.hidden_bytes * kept.hidden * model.hidden / shared
     if layout.tp > 1:
         hidden += constants.scattered_bytes * model.hidden / shared
     if training.precision in LOW_PRECISIONS:
-        hidden, attention, inner = (kept * constants.fp8_kept for kept in (hidden, attention, inner))
-    everything = tokens * (hidden + attention + inner)
+        share = constants.fp8_kept
+        if training.lora is not None and constants.fp8_kept_beside_adapters is not None:
+            share = constants.fp8_kept_beside_adapters
+        hidden, attention, inner = (part * share for part in (hidden, attention, inner))
+    everything = tokens * (hidden + attention + inner + _adapter_activation_bytes(training, layout, experts=experts))
     working = tokens * constants.backward_work_bytes * width
     if layout.recompute == "full":
         return tokens * 2 * model.hidden / shared, everything + working
@@ -267,6 +356,47 @@ def layer_activation_bytes(training: TrainingShape, layout: RankLayout, *, exper
             tokens * 2 * model.hidden / shared, everything - _recomputed_bytes(training, layout, tokens, shared, inner)
         ), working
     return everything, working
+
+
+class _KeptShares(NamedTuple):
+    """Which share of a layer's activations is kept, by what they belong to."""
+
+    hidden: float = 1.0
+    inner: float = 1.0
+    expert_inner: float = 1.0
+    expert_input: float = 1.0
+
+
+def _kept_shares(training: TrainingShape) -> _KeptShares:
+    """All of it; beside adapters, what no weight gradient reads is not kept.
+
+    `hidden_bytes` are the inputs and outputs of two norms, a quarter each: an output is read by weight gradients only.
+    So is the last of an MLP's inner activations, one of three with a gate and one of two without, and what is sent to
+    experts; what comes back from them is weighted, which has a gradient of its own.
+    """
+    lora = training.lora
+    if lora is None:
+        return _KeptShares()
+    without_last = 2 / 3 if training.model.gated else 1 / 2
+    return _KeptShares(
+        hidden=1 - (not lora.adapts_attention_input) / 4 - (not lora.adapts_mlp_input) / 4,
+        inner=1.0 if lora.adapts_inner else without_last,
+        expert_inner=1.0 if lora.adapts_experts else without_last,
+        expert_input=1.0 if lora.adapts_experts else 1 / 2,
+    )
+
+
+def _adapter_activation_bytes(training: TrainingShape, layout: RankLayout, *, experts: bool) -> float:
+    """Bytes per token that adapters keep: the product with `a`, and with dropout its input again and a mask."""
+    lora, kept = training.lora, 0.0
+    for adapter in () if lora is None else layer_adapters(training.model, lora, experts=experts):
+        tp = layout.etp if adapter.routed else layout.tp
+        inputs = adapter.matrix.inputs / (tp if adapter.matrix.tp_split == "in" else 1)
+        routed = 1.0
+        if adapter.routed and training.model.experts is not None:
+            routed = training.model.experts.top_k * layout.etp / layout.tp
+        kept += routed * (2 * adapter.rank + (3 * inputs if lora is not None and lora.dropout else 0.0))
+    return kept
 
 
 def _recomputed_bytes(training: TrainingShape, layout: RankLayout, tokens: float, shared: int, inner: float) -> float:

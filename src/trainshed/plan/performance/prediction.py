@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
-from trainshed.plan.flops import TRAINING_PER_FORWARD
 from trainshed.plan.layout import RankLayout
 from trainshed.plan.model_shape import LayerKind, ModelShape, WeightMatrix
 from trainshed.plan.performance.layer_time import (
@@ -21,7 +20,14 @@ from trainshed.plan.performance.layer_time import (
     collective_group,
     layer_times,
 )
-from trainshed.plan.performance.memory import GpuMemory, backward_share, head_chunk, rank_memory, rank_weights
+from trainshed.plan.performance.memory import (
+    GpuMemory,
+    backward_share,
+    head_chunk,
+    rank_memory,
+    rank_weights,
+    trained_rank_weights,
+)
 from trainshed.plan.performance.pipeline import PipelinePasses, pipeline_seconds
 from trainshed.plan.performance.stalls import (
     stall_likelihood,
@@ -150,10 +156,7 @@ def predict(training: TrainingShape, layout: RankLayout) -> LayoutPrediction:
     times = _times(training, layout, chunks)
     stages = tuple(_stage(training, layout, chunks, rank) for rank in range(layout.pp))
     peak = peak_tflops(training)
-    # Frozen weights have no gradient: their backward pass is one matmul instead of two.
-    passes = TRAINING_PER_FORWARD - (1 - training.options.trained_share)
-    flops = passes * training.model.token_flops(training.sequence_length) * training.tokens_per_step
-    tflops = flops / times.total / training.gpus / 1e12
+    tflops = training.flops_per_token * training.tokens_per_step / times.total / training.gpus / 1e12
     return LayoutPrediction(
         layout=layout,
         step_seconds=times.total,
@@ -267,19 +270,17 @@ def _chunk(
     forward, backward, host = PassTimes(), PassTimes(), constants.launch_micro_batch_us * 1e-6 / layout.vp
     for kind, count in layers.items():
         layer = kinds[kind]
-        forward, backward = forward + layer.forward.times(count), backward + layer.backward.times(count)
+        forward = forward + (layer.forward + layer.reference).times(count)
+        backward = backward + layer.backward.times(count)
         host += count * (layer.host + slow)
-    if index == 0:
+    if index == 0 and training.lora is None:
         backward += PassTimes(_embedding_seconds(training, layout, kernels))
     if index == head_chunk(training, layout):
         head = _head(training, layout, kernels)
-        forward, backward = forward + head[0], backward + head[1]
+        forward, backward = forward + head[0].times(2 if training.preference else 1), backward + head[1]
         for _ in range(model.mtp_layers):
             layer = kinds[_mtp_kind(model)]
             forward, backward = forward + layer.forward + head[0], backward + layer.backward + head[1]
-    trained = training.options.trained_share
-    if trained < 1:
-        backward = backward.times((1 + trained) / 2)
     return _Chunk(forward, backward, host, send)
 
 
@@ -291,9 +292,10 @@ def _head(training: TrainingShape, layout: RankLayout, kernels: KernelTimes) -> 
     model = training.model
     tokens = training.rank_tokens(layout)
     matrix = WeightMatrix("head", model.hidden, model.vocab_size, "out")
-    forward, backward = kernels.matmul(tokens, matrix, layout.tp, allow_fp8=False)
+    times = kernels.matmul(tokens, matrix, layout.tp, allow_fp8=False)
+    backward = times.backward if training.lora is None else times.input_gradient
     loss = kernels.memory_seconds(4 * tokens * model.vocab_size / layout.tp * training.constants.loss_passes)
-    return PassTimes(forward + loss / 2), PassTimes(backward + loss / 2)
+    return PassTimes(times.forward + loss / 2), PassTimes(backward + loss / 2)
 
 
 def _hop_seconds(training: TrainingShape, layout: RankLayout) -> float:
@@ -328,7 +330,7 @@ def _step_times(
     waiting = sum(chunk.waiting for chunk in own) * factor
     bubble = max(0.0, passes - work[worst] * factor) + 2 * sum(chunk.send for chunk in own) * factor
     exposed = _data_parallel_seconds(training, layout, worst, own, micro)
-    dense, expert, _ = rank_weights(training, layout, worst)
+    dense, expert = trained_rank_weights(training, layout, worst)
     return StepTimes(
         compute=spent.compute * factor,
         tp=spent.tp * factor,
@@ -338,22 +340,29 @@ def _step_times(
         dp_exposed=exposed,
         optimizer=_optimizer_seconds(training, layout, dense, expert)
         + _accumulation_seconds(training, layout, dense, expert, micro),
-        other=waiting + (training.constants.step_ms + training.constants.node_ms * (_nodes(training) - 1)) * 1e-3,
+        other=waiting + _fixed_seconds(training),
     )
+
+
+def _fixed_seconds(training: TrainingShape) -> float:
+    """Seconds of a step besides its passes, communication and update."""
+    constants = training.constants
+    step_ms = constants.step_ms * (1.0 if training.lora is None else constants.adapter_step)
+    return (step_ms + constants.node_ms * (_nodes(training) - 1)) * 1e-3
 
 
 def _data_parallel_seconds(
     training: TrainingShape, layout: RankLayout, rank: int, own: list[_Chunk], micro: int
 ) -> float:
     """Seconds of gradient reduction and weight gathering that are not hidden."""
-    dense, expert, _ = rank_weights(training, layout, rank)
-    constants, trained = training.constants, training.options.trained_share
+    dense, expert = trained_rank_weights(training, layout, rank)
+    constants = training.constants
     dense_group = collective_group(layout.dp * layout.cp, layout.tp, training)
     expert_group = collective_group(layout.edp, layout.ep * layout.etp, training)
     one_forward = sum(chunk.forward_seconds for chunk in own)
     one_backward = sum(chunk.backward_seconds for chunk in own)
     if layout.shard == "full":
-        return _fully_sharded_seconds(training, layout, dense, expert, one_forward, one_backward, micro)
+        return _fully_sharded_seconds(training, layout, rank, one_forward, one_backward, micro)
     # Hybrid: states are sharded among some ranks, and all replicas still all-reduce their gradients.
     rings = 2 if layout.replicas > 1 or constants.reduces_whole else 1
     gradient_bytes = 2.0 if training.options.bf16_gradients else constants.reduce_bytes
@@ -367,7 +376,6 @@ def _data_parallel_seconds(
         gather = shard_group.all_gather_seconds(2 * dense) + expert_group.all_gather_seconds(2 * expert)
         layers = sum(layout.stages[index] for index in layout.chunks(rank))
         gather += 2 * layers * constants.shard_messages * shard_group.latency_us * 1e-6
-    reduce, gather = reduce * trained, gather * trained
     if not training.options.overlap:
         return reduce + gather
     return max(0.0, reduce - constants.dp_hidden * one_backward) + max(
@@ -378,24 +386,26 @@ def _data_parallel_seconds(
 def _fully_sharded_seconds(
     training: TrainingShape,
     layout: RankLayout,
-    dense: float,
-    expert: float,
+    rank: int,
     forward: float,
     backward: float,
     micro: int,
 ) -> float:
     constants = training.constants
+    dense, expert, _ = rank_weights(training, layout, rank)
+    trained = sum(trained_rank_weights(training, layout, rank))
     shard = layout.dense_shards
     group = collective_group(shard, layout.tp, training)
     replicas = collective_group(layout.replicas, layout.tp * shard, training)
     gather = group.all_gather_seconds(2 * (dense + expert))
-    scatter = group.all_gather_seconds(constants.reduce_bytes * (dense + expert)) * training.options.trained_share
-    # Weights are gathered for every pass, gradients are reduce-scattered after every backward pass.
-    per_micro_batch = _exposed_seconds(gather, forward, constants.fsdp_slowdown) + _exposed_seconds(
+    scatter = group.all_gather_seconds(constants.reduce_bytes * trained)
+    # Weights are gathered for every pass, that of a reference too; gradients are reduce-scattered after every backward.
+    gathers = gather * (2 if training.preference else 1)
+    per_micro_batch = _exposed_seconds(gathers, forward, constants.fsdp_slowdown) + _exposed_seconds(
         gather + scatter, backward, constants.fsdp_slowdown
     )
     # Replicas all-reduce their gradients layer by layer during the last backward pass.
-    last = 2 * replicas.all_gather_seconds(constants.reduce_bytes * (dense + expert) / shard)
+    last = 2 * replicas.all_gather_seconds(constants.reduce_bytes * trained / shard)
     return micro * per_micro_batch + max(0.0, last - constants.dp_hidden * backward)
 
 
@@ -405,11 +415,12 @@ def _exposed_seconds(communication: float, compute: float, slowdown: float) -> f
 
 
 def _optimizer_seconds(training: TrainingShape, layout: RankLayout, dense: float, expert: float) -> float:
-    """Read and write the states once: 16 bytes per weight, with gradients and weights 30."""
+    """Read and write the states once: 16 bytes per trained weight, with gradients and weights 30."""
     kernels = KernelTimes(training)
-    mine = (dense / layout.dense_shards + expert / layout.expert_shards) * training.options.trained_share
+    mine = dense / layout.dense_shards + expert / layout.expert_shards
     norm = kernels.memory_seconds(training.constants.gradient_bytes * mine)
-    return kernels.memory_seconds(30 * mine) * training.constants.optimizer + norm
+    moved = 22 if training.options.bf16_states else 30
+    return kernels.memory_seconds(moved * mine) * training.constants.optimizer + norm
 
 
 def _accumulation_seconds(
@@ -418,7 +429,7 @@ def _accumulation_seconds(
     """Accumulate the gradients of every micro-batch but the first."""
     if layout.shard in ("full", "zero2"):
         dense, expert = dense / layout.dense_shards, expert / layout.expert_shards
-    volume = training.constants.accumulate_bytes * (dense + expert) * training.options.trained_share
+    volume = training.constants.accumulate_bytes * (dense + expert)
     return (micro - 1) * KernelTimes(training).memory_seconds(volume)
 
 

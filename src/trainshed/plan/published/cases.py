@@ -16,6 +16,13 @@ from trainshed.errors import InputError
 from trainshed.plan.layout import RankLayout, even_stages
 from trainshed.plan.model_shape import ExpertShape, LatentAttention, ModelShape, model_shape
 from trainshed.plan.performance.engine_constants import EngineOptions, engine_constants
+from trainshed.plan.published.finetuning import (
+    has_sequence_parallel,
+    is_preference,
+    row_chunks,
+    row_document_length,
+    row_lora,
+)
 from trainshed.plan.published.rows import PublishedRow, SkippedRow
 from trainshed.plan.training_shape import Hardware, TrainingShape
 from trainshed.recipe.schema import Recompute, Shard
@@ -137,6 +144,8 @@ _ENGINES = {
     "torchtitan-fsdp2": "torchtitan",
     "pytorch-fsdp": "torchtitan",
     "torchtune": "torchtune",
+    "automodel": "automodel",
+    "nemo-automodel": "automodel",
     "internevo": "internevo",
     "maxtext-jax": "jax",
     "paxml-jax": "jax",
@@ -217,7 +226,7 @@ def _stated_network(row: PublishedRow, per_node: int) -> float | None:
 def row_layout(row: PublishedRow, model: ModelShape) -> RankLayout:
     """Return the layout of a row; columns that it leaves empty are 1."""
     tp, pp, cp = row.count("tp"), row.count("pp"), row.count("cp", 1)
-    vp, ep = row.count("vp", 1), row.count("ep", 1)
+    vp, ep = row.count("vp", row_chunks(row, model.layers, pp)), row.count("ep", 1)
     etp = row.count("etp", 1 if ep > 1 else tp)
     gpus = row.count("num_gpus")
     if gpus % (tp * pp * cp):
@@ -342,7 +351,7 @@ def why_it_cannot_run(row: PublishedRow, model: ModelShape, layout: RankLayout) 
 def row_options(row: PublishedRow, model: ModelShape, layout: RankLayout) -> EngineOptions:
     """Return the options of a run, from what its row says."""
     chosen: dict[str, Any] = {}
-    if row.text("sp") == "0" and layout.tp > 1:
+    if layout.tp > 1 and (row.text("sp") == "0" or not has_sequence_parallel(row)):
         chosen["sequence_parallel"] = False
     if row.text("engine") == "nanotron" and layout.pp > 1:
         chosen["head_chunk"] = nanotron_stages(model, layout.pp)[1]
@@ -369,8 +378,6 @@ def row_options(row: PublishedRow, model: ModelShape, layout: RankLayout) -> Eng
     if row_engine(row).startswith("megatron") and re.search(r"nemo|bridge|dgxc", row.notes + row.source.lower()):
         # NVIDIA's performance recipes: grad_reduce_in_fp32 is off.
         chosen["bf16_gradients"] = True
-    if re.search(r"; lora|technique: lora", row.notes):
-        chosen["trained_share"] = 0.0
     if "500w" in row.text("gpu").lower():
         chosen["clock_share"] = 0.85
     return EngineOptions(**chosen)
@@ -401,7 +408,7 @@ class PublishedCase:
 
 def row_case(row: PublishedRow) -> PublishedCase:
     """Return the training and the layout of a row, or raise `SkippedRow`."""
-    for word in ("qlora", "8bit", "offload", "optimizer-in-bwd"):
+    for word in ("8bit", "offload", "optimizer-in-bwd"):
         if f"technique: {word}" in row.notes.replace("+", "").replace("activation ", ""):
             raise SkippedRow(f"it is of a technique that no key here names: {word}")
     model = row_model(row)
@@ -416,5 +423,8 @@ def row_case(row: PublishedRow) -> PublishedCase:
         gpus=layout.world_size,
         constants=engine_constants(row_engine(row)),
         options=row_options(row, model, layout),
+        lora=row_lora(row),
+        document_length=row_document_length(row),
+        preference=is_preference(row),
     )
     return PublishedCase(training, layout, why_it_cannot_run(row, model, layout))

@@ -40,6 +40,8 @@ class PlotPoint:
 def short_source(source: str) -> str:
     """Name a source in a word or three: the repository, the paper, or how its text begins."""
     head = re.split(r"[:@(]", source.removeprefix("paper:"))[0].strip()
+    if head.startswith("mlcommons/"):
+        return "MLPerf Training"
     if "/" in head and " " not in head:
         return head.partition("/")[2]
     return " ".join(word for word in head.split()[:3] if word != "arXiv") or "(no source)"

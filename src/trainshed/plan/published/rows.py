@@ -79,8 +79,8 @@ class PublishedRow:
 
     @property
     def memory_gib(self) -> float | None:
-        """The measured peak."""
-        return self.value("peak_mem_gib")
+        """The measured peak; None for LoRA and QLoRA in torchtune's ablation, which keep activations on the host."""
+        return None if re.search(r"technique: q?lora", self.notes) else self.value("peak_mem_gib")
 
     @property
     def memory_metric(self) -> str:
@@ -144,7 +144,7 @@ def shipped_tables() -> list[Path]:
             "the published measurements are not in the code that travels with a job",
             hint="name a table, or run this command where Trainshed is installed",
         )
-    return [folder / name for name in ("throughput_memory.csv", "out_of_memory.csv")]
+    return [folder / name for name in ("throughput_memory.csv", "finetuning.csv", "out_of_memory.csv")]
 
 
 def column_names() -> list[str]:

@@ -19,7 +19,7 @@ from trainshed.plan.report.charts import (
     step_timeline,
     timeline_chart,
 )
-from trainshed.plan.report.text import describe_run, format_seconds
+from trainshed.plan.report.text import describe_run, describe_trained, format_seconds
 
 _MARGIN = 28
 _PAGE_STYLE = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
@@ -128,10 +128,11 @@ def plan_headline(plan: Plan) -> tuple[str, str]:
     """Return a title, and a line below it."""
     training = plan.request.training
     machine = f" ({training.hardware.machine})" if training.hardware.machine else ""
+    trained = describe_trained(training, plan.chosen.memory)
     return (
         f"{plan.request.name} on {training.gpus:,} × {training.hardware.gpu_name}{machine}",
         f"{training.sequence_length:,} tokens × {training.global_batch:,} sequences a step, {training.precision}, "
-        f"{plan.request.engine}",
+        f"{plan.request.engine}" + ("" if trained is None else f"; trains {trained}"),
     )
 
 

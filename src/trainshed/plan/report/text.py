@@ -119,6 +119,7 @@ def explain_layout(
     return [
         _verdict(chosen),
         *_limits(chosen),
+        *_savings(training, chosen),
         *(compare_variant(variant, chosen) for variant in tried if variant.prediction is not None),
         *_illegal(tried),
         *_remedies(training, chosen),
@@ -204,6 +205,66 @@ def _limits(chosen: LayoutPrediction) -> Iterator[str]:
     largest = sorted(part_amounts(chosen.memory, MEMORY_PARTS), key=lambda entry: -entry[1])[:2]
     parts = [f"{part.phrase} ({gib:.1f} GiB)" for part, gib in largest]
     yield f"Memory goes to {_join_and(parts)} first of all."
+
+
+def _savings(training: TrainingShape, chosen: LayoutPrediction) -> Iterator[str]:
+    """What adapters, narrow weights and documents that are kept apart save, and what a reference costs."""
+    lora = training.lora
+    if lora is not None:
+        full = predict(replace(training, lora=None), chosen.layout)
+        slower = f" and take {format_percent(full.step_seconds / chosen.step_seconds - 1)} longer"
+        needs = slower if full.fits else ", which the GPU does not have"
+        trained, frozen = format_count(training.trained_weights), format_count(training.model.weights)
+        yield (
+            f"LoRA trains {trained} weights beside {frozen} frozen ones, which have no weight gradients, nothing to "
+            "reduce and nothing to update. Training all of them on this layout would need "
+            f"{full.memory.total - chosen.memory.total:.1f} GiB more{needs}."
+        )
+        if lora.quantized:
+            plain = predict(replace(training, lora=replace(lora, base_bytes=None)), chosen.layout)
+            cost = chosen.step_seconds / plain.step_seconds - 1
+            yield (
+                f"Frozen weights in {lora.base_bytes:.2g} bytes each save "
+                f"{plain.memory.total - chosen.memory.total:.1f} GiB, and turning them back into 16 bits costs "
+                f"{format_percent(cost)} of the step."
+            )
+    if training.document_length is not None and training.attended_length < training.sequence_length:
+        whole = predict(replace(training, document_length=None), chosen.layout).step_seconds
+        yield (
+            f"Attention stays within documents of some {training.attended_length:,.0f} tokens; over whole sequences "
+            f"the step would take {format_percent(whole / chosen.step_seconds - 1)} longer."
+        )
+    if training.preference:
+        without = predict(replace(training, preference=False), chosen.layout)
+        gib = chosen.memory.total - without.memory.total
+        held = f", and its copy of the weights {gib:.1f} GiB" if lora is None else "; it is the base without adapters"
+        yield (
+            "The forward pass of the reference takes "
+            f"{format_percent(1 - without.step_seconds / chosen.step_seconds)} of the step{held}."
+        )
+
+
+def describe_trained(training: TrainingShape, memory: GpuMemory) -> str | None:
+    """Say what is trained and what it takes on the fullest GPU; None where all weights are, without a reference."""
+    weights = format_count(training.model.weights)
+    if training.lora is not None:
+        trained = training.trained_weights
+        share = trained / (trained + training.model.weights)
+        return (
+            f"adapters of {format_count(trained)} beside {weights} frozen weights ({share:.2%}): {memory.trained:.1f} "
+            f"GiB with gradients and optimizer states, frozen {memory.frozen:.1f} GiB"
+        )
+    if training.preference:
+        return f"all {weights} weights, beside a frozen copy of {memory.frozen:.1f} GiB as the reference"
+    return None
+
+
+def format_count(count: int) -> str:
+    """Write a number of weights: `8.03B`, `41.9M`."""
+    for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if count >= size:
+            return f"{count / size:.3g}{unit}"
+    return str(count)
 
 
 def compare_variant(variant: LayoutVariant, chosen: LayoutPrediction) -> str:

@@ -285,7 +285,8 @@ def evaluate_layout(
         sequence_length=training.sequence_length,
         batch_sizes=sizes,
         engine=engine,
-        lora=training.options.is_lora,
+        lora=training.lora is not None,
+        quantized=training.quantized,
         stages_written=stages_written,
     )
     if problems:

@@ -20,6 +20,7 @@ from typing import Any
 from trainshed.plan.layout import RankLayout, even_stages
 from trainshed.plan.legality.check import broken_rules, engine_rules
 from trainshed.plan.legality.rules import LegalityContext, divisors
+from trainshed.plan.performance.memory import trained_bytes
 from trainshed.plan.performance.prediction import LayoutPrediction, predict
 from trainshed.plan.training_shape import TrainingShape
 from trainshed.recipe.schema import PipelineSchedule, Recompute, Shard
@@ -53,12 +54,9 @@ class SearchSpace:
         engine_rules(engine)
         sizes = tuple(sorted({training.global_batch, *batch_sizes}))
         # A chosen layout is written out in full, with uneven chunks.
-        return cls(
-            training,
-            engine,
-            fixed,
-            LegalityContext(training.sequence_length, sizes, training.options.is_lora, stages_written=True),
-        )
+        lora = training.lora is not None
+        context = LegalityContext(training.sequence_length, sizes, lora, training.quantized, stages_written=True)
+        return cls(training, engine, fixed, context)
 
     def layouts(self, on_illegal: OnIllegal) -> Iterator[RankLayout]:
         """Yield every legal layout, with the least recomputation; calls `on_illegal` with the others."""
@@ -233,14 +231,17 @@ class StateMemoryBound:
     """A lower bound on the GiB of weights, gradients and optimizer states on the fullest rank of a layout."""
 
     def __init__(self, training: TrainingShape) -> None:
-        model = training.model
+        model, lora = training.model, training.lora
+        self._training = training
+        self._trained = trained_bytes(training)
         self._experts = model.expert_layers * model.layer_sizes.experts
         self._dense = model.weights - self._experts
-        constants, trained = training.constants, training.options.trained_share
-        self._training = training
-        self._weight = constants.weight_bytes
-        self._gradient = (2.0 if training.options.bf16_gradients else constants.gradient_bytes) * trained
-        self._optimizer = constants.optimizer_bytes * trained
+        self._frozen = 0.0
+        if lora is not None or training.preference:
+            usual = training.constants.weight_bytes
+            self._frozen = usual if lora is None or lora.base_bytes is None else min(usual, lora.base_bytes)
+        # Adapters are small, and some of them are whole on every tensor-parallel rank: the bound leaves them out.
+        self._counts_trained = lora is None
 
     def __call__(self, layout: RankLayout) -> float:
         """Return the average over the pipeline's stages; the fullest stage has at least as much."""
@@ -249,11 +250,14 @@ class StateMemoryBound:
         return (dense + experts) / layout.pp / _GIB * self._training.memory_calibration
 
     def _bytes(self, layout: RankLayout, ranks: int) -> float:
-        weights = self._weight / (ranks if layout.shard == "full" else 1)
-        gradients = self._gradient / (ranks if layout.shard in ("zero2", "full") else 1)
+        shards = ranks if layout.shard == "full" else 1
+        if not self._counts_trained:
+            return self._frozen / shards
+        weights = (self._trained.weight + self._frozen) / shards
+        gradients = self._trained.gradient / (ranks if layout.shard in ("zero2", "full") else 1)
         if self._training.constants.gradients_freed and layout.micro_batches(self._training.global_batch) == 1:
             gradients = 0.0
-        return weights + gradients + self._optimizer / ranks
+        return weights + gradients + self._trained.optimizer / ranks
 
 
 class StepTimeBound:

@@ -39,10 +39,11 @@ MAX_REQUEST_LOGPROBS = 2**21
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """A prompt and its sampling parameters."""
+    """A prompt and its sampling parameters, and the adapter that answers it (None: the base)."""
 
     prompt: Sequence[int]
     sampling: SamplingParams
+    adapter: str | None = None
 
 
 @dataclass
@@ -169,7 +170,9 @@ class RequestDispatcher:
             for number, request in enumerate(requests):
                 deliver = partial(self._deliver, batch, number, _LatencyTimer(self._metrics))
                 on_event = partial(self._relay.send, deliver)
-                batch.handles.append(self._generator.submit(request.prompt, request.sampling, on_event))
+                batch.handles.append(
+                    self._generator.submit(request.prompt, request.sampling, on_event, adapter=request.adapter)
+                )
                 self._open_requests += 1
         except TrainshedError as error:
             raise _as_api_error(error) from None

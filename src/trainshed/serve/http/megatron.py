@@ -19,8 +19,8 @@ from trainshed.serve.http.errors import ApiError
 from trainshed.serve.http.openai_requests import Prompt, choice_seed, parse_prompts, parse_stops, read_json
 from trainshed.serve.http.openai_routes import (
     CompletionLogprobs,
-    check_model_name,
     encode_prompts,
+    find_model,
     finite_logprob,
     json_response,
 )
@@ -300,15 +300,14 @@ class MegatronRoutes:
 
     async def completions(self, request: Request) -> Response:
         """Answer `POST /completions`."""
-        model, dispatcher = self._state.serving()
+        served, dispatcher = self._state.serving()
         body = parse_completions(await read_json(request))
-        if body.model is not None:
-            check_model_name(body.model, model)
+        model = served if body.model is None else find_model(body.model, served)
         dispatcher.check_count(len(body.prompts))
         prompts = await encode_prompts(model, body.prompts)
         _check_lengths(model, prompts, body.max_tokens)
         batch = dispatcher.submit(
-            [GenerationRequest(prompt, body.sampling(number)) for number, prompt in enumerate(prompts)]
+            [GenerationRequest(prompt, body.sampling(number), model.adapter) for number, prompt in enumerate(prompts)]
         )
         async with dispatcher.awaiting(batch, request.receive):
             outputs = await batch.collect()

@@ -116,7 +116,7 @@ class Choices(Protocol):
     chunk_kind: str
     prompts: Sequence[Sequence[int]]
 
-    def requests(self) -> list[GenerationRequest]:
+    def requests(self, adapter: str | None) -> list[GenerationRequest]:
         """Return one generation request for each choice."""
         ...
 
@@ -144,10 +144,10 @@ class CompletionChoices:
         # The length of each choice's text so far.
         self._offsets = [0] * (len(prompts) * request.n)
 
-    def requests(self) -> list[GenerationRequest]:
+    def requests(self, adapter: str | None) -> list[GenerationRequest]:
         """Return n requests for each prompt."""
         sampling = [self._request.sampling(choice) for choice in range(self._request.n)]
-        return [GenerationRequest(prompt, params) for prompt in self.prompts for params in sampling]
+        return [GenerationRequest(prompt, params, adapter) for prompt in self.prompts for params in sampling]
 
     def complete(self, number: int, output: CompletionOutput) -> dict[str, Any]:
         """Return a choice whose output is complete."""
@@ -210,9 +210,10 @@ class ChatChoices:
         self.prompts: Sequence[Sequence[int]] = [prompt]
         self._request, self._tokenizer = request, tokenizer
 
-    def requests(self) -> list[GenerationRequest]:
+    def requests(self, adapter: str | None) -> list[GenerationRequest]:
         """Return n requests for the conversation."""
-        return [GenerationRequest(self.prompts[0], self._request.sampling(choice)) for choice in range(self._request.n)]
+        sampling = [self._request.sampling(choice) for choice in range(self._request.n)]
+        return [GenerationRequest(self.prompts[0], params, adapter) for params in sampling]
 
     def complete(self, number: int, output: CompletionOutput) -> dict[str, Any]:
         """Return a choice whose output is complete."""
@@ -289,21 +290,22 @@ class OpenAIRoutes:
         self._created = int(time.time())
 
     async def models(self, request: Request) -> Response:
-        """List the one model that is served."""
+        """List what is served: the base, then the adapters over it."""
         model, _ = self._state.serving()
-        return json_response({"object": "list", "data": [self._described(model)]})
+        return json_response(
+            {"object": "list", "data": [self._described(find_model(name, model)) for name in model.all_names]}
+        )
 
     async def model(self, request: Request) -> Response:
         """Describe a model by its name."""
         model, _ = self._state.serving()
-        check_model_name(request.path_params["name"], model)
-        return json_response(self._described(model))
+        return json_response(self._described(find_model(request.path_params["name"], model)))
 
     async def completions(self, request: Request) -> Response:
         """Complete prompts."""
-        model, dispatcher = self._state.serving()
+        served, dispatcher = self._state.serving()
         body = parse_body(CompletionRequest, await read_json(request))
-        check_model_name(body.model, model)
+        model = find_model(body.model, served)
         dispatcher.check_count(len(body.prompt) * body.n)
         prompts = await encode_prompts(model, body.prompt)
         for prompt in prompts:
@@ -313,9 +315,9 @@ class OpenAIRoutes:
 
     async def chat(self, request: Request) -> Response:
         """Answer a conversation."""
-        model, dispatcher = self._state.serving()
+        served, dispatcher = self._state.serving()
         body = parse_body(ChatRequest, await read_json(request))
-        check_model_name(body.model, model)
+        model = find_model(body.model, served)
         dispatcher.check_count(body.n)
         if not model.tokenizer.can_chat:
             raise bad_request(
@@ -331,13 +333,15 @@ class OpenAIRoutes:
         return await _respond(request, body, ChatChoices(body, model.tokenizer, prompt), model, dispatcher)
 
     def _described(self, model: ServedModel) -> dict[str, Any]:
-        return {
+        described = {
             "id": model.name,
             "object": "model",
             "created": self._created,
             "owned_by": "trainshed",
             "max_model_len": model.generator.max_length,
         }
+        # As vLLM describes an adapter.
+        return described if model.base is None else described | {"parent": model.base}
 
 
 def json_response(body: Any, status: int = 200) -> Response:
@@ -364,11 +368,13 @@ def check_length(model: ServedModel, prompt_tokens: int, max_tokens: int, param:
         )
 
 
-def check_model_name(name: str, model: ServedModel) -> None:
-    """Refuse a request for another model."""
-    if name != model.name:
-        sentence = f"there is no model `{name}`: `{model.name}` is served"
-        raise ApiError(404, sentence, param="model", code="model_not_found")
+def find_model(name: str, served: ServedModel) -> ServedModel:
+    """Return the model that a request names, or refuse a request for another one."""
+    if (model := served.find(name)) is not None:
+        return model
+    names = ", ".join(f"`{known}`" for known in served.all_names)
+    sentence = f"there is no model `{name}`: {names} {'are' if served.adapters else 'is'} served"
+    raise ApiError(404, sentence, param="model", code="model_not_found")
 
 
 async def _respond(
@@ -384,7 +390,7 @@ async def _respond(
         "created": int(time.time()),
         "model": model.name,
     }
-    batch = dispatcher.submit(choices.requests())
+    batch = dispatcher.submit(choices.requests(model.adapter))
     if body.stream:
         return EventStreamResponse(
             _stream_chunks(batch, choices, head, include_usage=body.include_usage), batch, dispatcher

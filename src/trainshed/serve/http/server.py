@@ -68,7 +68,7 @@ def serve_http(load: Callable[[Reporter], ServedModel], settings: ServerSettings
             return 0
         try:
             state.loaded(model)
-            reporter.note(f"serving {model.name} at {where}")
+            reporter.note(f"serving {', '.join(model.all_names)} at {where}")
             number = signals.wait(outputs.is_alive)
             _drain(state, settings.grace_seconds, number, reporter)
         finally:

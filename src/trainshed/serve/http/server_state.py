@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from trainshed.reporting import ProgressTask, Reporter
@@ -44,11 +44,30 @@ class TokenizerLike(Protocol):
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A model that takes requests."""
+    """A model that takes requests: the base, or an adapter over it, which is served under a name of its own."""
 
     name: str
     generator: Generator
     tokenizer: TokenizerLike
+    adapters: Mapping[str, TokenizerLike] = field(default_factory=dict)
+    """Of the base: the adapters by name, each with the tokenizer that it was trained with."""
+    adapter: str | None = None
+    """Of an adapter: its name for the generator."""
+    base: str | None = None
+    """Of an adapter: the name of the model that it changes."""
+
+    @property
+    def all_names(self) -> list[str]:
+        """The names that requests may call: the base first."""
+        return [self.name, *self.adapters]
+
+    def find(self, name: str) -> ServedModel | None:
+        """Return the model of a name: this one, or an adapter over it."""
+        if name == self.name:
+            return self
+        if name not in self.adapters:
+            return None
+        return ServedModel(name, self.generator, self.adapters[name], adapter=name, base=self.name)
 
 
 @dataclass
@@ -122,13 +141,16 @@ class ServerState:
             return 503, {"status": "failed", "reason": why}
         status = self._status()
         if self._model is not None and status == "ready":
-            return 200, {"status": status, "model": self._model.name, "chat": self._model.tokenizer.can_chat}
+            model = self._model
+            names = {name: words.can_chat for name, words in model.adapters.items()}
+            report = {"status": status, "model": model.name, "chat": model.tokenizer.can_chat}
+            return 200, report | ({"adapters": names} if names else {})
         if status == "draining":
             return 503, {"status": status, "reason": "the server was asked to stop"}
-        report: dict[str, Any] = {"status": status, "reason": "the model is being loaded"}
+        loading: dict[str, Any] = {"status": status, "reason": "the model is being loaded"}
         if (step := self.step) is not None:
-            report["step"] = {"label": step.label, "done": step.done, "total": step.total, "unit": step.unit}
-        return 503, report
+            loading["step"] = {"label": step.label, "done": step.done, "total": step.total, "unit": step.unit}
+        return 503, loading
 
     @property
     def is_ready(self) -> bool:

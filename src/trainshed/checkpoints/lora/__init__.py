@@ -1,0 +1,1 @@
+"""LoRA adapters: in PEFT's folders and in our checkpoints, merged into weights, exported."""

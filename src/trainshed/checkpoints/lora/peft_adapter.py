@@ -1,0 +1,240 @@
+"""An adapter as PEFT saves it.
+
+    adapter_config.json          rank, alpha, which modules (`peft_config.py`)
+    adapter_model.safetensors    base_model.model.<module>.lora_A.weight [r, C], .lora_B.weight [R, r],
+                                 .lora_magnitude_vector [R] (DoRA), .lora_embedding_A, .lora_embedding_B;
+                                 <module>.weight for a module that was trained whole
+
+The experts of a layer are one parameter in transformers 5, and PEFT adapts it as one (`target_parameters`): its factors
+hold those of all experts, A expert after expert, B with the experts alternating. The factors of `gate_up_proj` are at
+`mlp.experts.base_layer` where `down_proj` is adapted as well, otherwise at `mlp.experts`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+from trainshed.checkpoints.hf.weights import read_safetensors_header
+from trainshed.checkpoints.lora.adapter import LoraAdapter, LoraFactors
+from trainshed.checkpoints.lora.peft_config import ADAPTER_CONFIG, ADAPTER_PREFIX, ADAPTER_WEIGHTS, LoraAdapterConfig
+from trainshed.errors import NotFound
+from trainshed.models.families import HF_FAMILIES
+from trainshed.models.hf_tensors import hf_row_mappings
+from trainshed.models.parameters import Parameter, parameters
+from trainshed.recipe import ModelConfig
+
+_FACTOR = re.compile(r"(.*)\.lora_(A|B|embedding_A|embedding_B|magnitude_vector)(?:\.weight)?")
+_MAGNITUDE = "magnitude_vector"
+EXPERTS_MODULE = "mlp.experts"
+"""What transformers 5 calls the experts of a layer."""
+EXPERT_PARAMETERS = {"gate_up": "gate_up_proj", "up": "up_proj", "down": "down_proj"}
+"""What transformers 5 calls our stacked tensors of experts."""
+
+
+@dataclass(frozen=True)
+class _ExpertPart:
+    """The factors of one matrix of one expert, as a part of those of all experts."""
+
+    number: int
+    experts: int
+    first_row: int
+    rows: int
+    all_rows: int
+    """Of gate and up together."""
+
+
+@dataclass(frozen=True)
+class _StoredFactors:
+    """Where the factors of a tensor are: keys of the file by what they are; `module` is what patterns name."""
+
+    module: str
+    keys: dict[str, str]
+    expert: _ExpertPart | None = None
+
+    @property
+    def is_embedding(self) -> bool:
+        """Whether PEFT stores the factors of the transposed tensor."""
+        return "embedding_A" in self.keys or "embedding_B" in self.keys
+
+
+class PeftAdapter(LoraAdapter):
+    """The adapter in a folder, checked against the architecture of its base."""
+
+    def __init__(self, folder: Path, config: ModelConfig) -> None:
+        super().__init__(os.path.abspath(folder), config)
+        self.folder, self.settings = folder, LoraAdapterConfig.read(folder)
+        if not (folder / ADAPTER_WEIGHTS).exists():
+            raise NotFound(
+                f"there is no {ADAPTER_WEIGHTS}",
+                where=str(folder),
+                hint="pickled adapters (.bin) are never opened: save it with save_pretrained",
+            )
+        self._stored = read_safetensors_header(folder / ADAPTER_WEIGHTS)
+        self._factors: dict[str, _StoredFactors] = {}
+        self._replaced: dict[str, str] = {}
+        by_module: dict[str, dict[str, str]] = {}
+        for key in sorted(self._stored):
+            self._classify(key, by_module)
+        for module, keys in by_module.items():
+            self._factors.update(self._factors_of(module, keys))
+        self._check()
+
+    @property
+    def version(self) -> str:
+        """The sizes and times of its two files."""
+        states = [(self.folder / name).stat() for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)]
+        return " ".join(f"{state.st_size}:{state.st_mtime_ns}" for state in states)
+
+    @property
+    def rank(self) -> int:
+        """The rank of its factors, unless some modules have another."""
+        return self.settings.rank
+
+    @property
+    def adapted(self) -> frozenset[str]:
+        """The tensors that have factors."""
+        return frozenset(self._factors)
+
+    @property
+    def replaced(self) -> frozenset[str]:
+        """The tensors that are replaced whole."""
+        return frozenset(self._replaced)
+
+    def factors(self, name: str) -> LoraFactors:
+        """Return the factors of an adapted tensor."""
+        stored = self._factors[name]
+        keys, part = stored.keys, stored.expert
+        if stored.is_embedding:
+            a, b = self._read(keys["embedding_B"]).T, self._read(keys["embedding_A"]).T
+        else:
+            a, b = self._read(keys["A"]), self._read(keys["B"])
+        if part is not None:
+            a = a.reshape(part.experts, -1, a.shape[-1])[part.number]
+            b = b.reshape(b.shape[0], -1, part.experts)[part.first_row : part.first_row + part.rows, :, part.number]
+        magnitude = self._read(keys[_MAGNITUDE]) if _MAGNITUDE in keys else None
+        return LoraFactors(a, b, self.settings.scale(stored.module, a.shape[0]), magnitude)
+
+    def replacement(self, name: str) -> torch.Tensor:
+        """Return what replaces a tensor."""
+        return self._read(self._replaced[name])
+
+    def _classify(self, key: str, by_module: dict[str, dict[str, str]]) -> None:
+        """Classify a stored tensor: it is one of a module's factors, or it replaces a tensor of the base."""
+        name = key.removeprefix(ADAPTER_PREFIX)
+        match = _FACTOR.fullmatch(name)
+        if match and key.startswith(ADAPTER_PREFIX):
+            by_module.setdefault(match[1], {})[match[2]] = key
+            return
+        # PEFT saves an embedding's own weights beside its factors.
+        name = self._saved_name(name.replace(".base_layer.", "."))
+        if not key.startswith(ADAPTER_PREFIX) or name not in self.tensors:
+            raise self.error(f"`{key}` has no place in the base model", "name the base that it was trained on")
+        self._replaced[name] = key
+
+    def _factors_of(self, module: str, keys: dict[str, str]) -> Iterator[tuple[str, _StoredFactors]]:
+        """Yield the tensors that a module's factors change: one, or those of all experts of a layer."""
+        sides = {"embedding_A", "embedding_B"} if keys.keys() & {"embedding_A", "embedding_B"} else {"A", "B"}
+        wanted = sides | ({_MAGNITUDE} if self.settings.dora else set())
+        if keys.keys() != wanted:
+            raise self.error(
+                f"`{module}` has {_named(keys)} and not {_named(wanted)}", "fetch or save the adapter again"
+            )
+        if self.settings.dora and "embedding_A" in keys:
+            raise self.error(
+                f"`{module}` is an embedding with `use_dora`", "merge it with PEFT itself (merge_and_unload)"
+            )
+        plain = module.removesuffix(".base_layer")
+        if plain.endswith(f".{EXPERTS_MODULE}") and self.config.moe is not None and self.settings.target_parameters:
+            yield from self._expert_factors(plain, keys, inner=plain != module)
+            return
+        name = self._saved_name(f"{module}.weight")
+        if name not in self.tensors:
+            raise self.error(
+                f"the base has no tensor of its own for `{module}`",
+                "name the base it was trained on; a head that is tied to the embedding is not adapted alone",
+            )
+        yield name, _StoredFactors(module, keys)
+
+    def _expert_factors(
+        self, module: str, keys: dict[str, str], *, inner: bool
+    ) -> Iterator[tuple[str, _StoredFactors]]:
+        """Yield the tensors of all experts that one pair of factors changes."""
+        assert self.config.moe is not None, "only models with experts have them"
+        nested = f"{ADAPTER_PREFIX}{module}.base_layer.lora_A.weight" in self._stored
+        named = {name.rsplit(".", 1)[-1] for name in self.settings.target_parameters}
+        parameter = self._expert_parameter(module, down=not inner and (nested or named == {"down_proj"}))
+        parameter_name = EXPERT_PARAMETERS[parameter.name.rsplit(".", 1)[-1]]
+        first_rows = dict.fromkeys(range(self.config.moe.experts), 0)
+        for mapping in hf_row_mappings(self.config, parameter):
+            assert mapping.expert is not None, "each mapping is that of one expert"
+            first_row = first_rows[mapping.expert]
+            first_rows[mapping.expert] += mapping.rows
+            part = _ExpertPart(mapping.expert, self.config.moe.experts, first_row, mapping.rows, parameter.shape[1])
+            yield mapping.hf_name, _StoredFactors(f"{module}.{parameter_name}", keys, part)
+
+    def _expert_parameter(self, module: str, *, down: bool) -> Parameter:
+        """Return the stacked tensor of a layer's experts: the down projection, or the one before it."""
+        layer_name = HF_FAMILIES[self.config.family].names.layer
+        for parameter in parameters(self.config):
+            in_module = layer_name.format(layer=parameter.layer) + EXPERTS_MODULE == module
+            if parameter.expert and in_module and parameter.name.endswith(".down") == down:
+                return parameter
+        raise self.error(f"the base has no experts at `{module}`", "name the base that it was trained on")
+
+    def _saved_name(self, name: str) -> str:
+        """Return the name under which transformers saves a tensor; in memory it calls Mixtral's blocks otherwise."""
+        saved = name.replace(".mlp.", ".block_sparse_moe.")
+        return saved if name not in self.tensors and saved in self.tensors else name
+
+    def _check(self) -> None:
+        """Check that the shapes fit the base."""
+        for name, stored in self._factors.items():
+            rank = self.settings.rank_of(stored.module)
+            wanted = self._wanted_shapes(name, stored, rank)
+            shapes = {side: self._stored[key].shape for side, key in stored.keys.items()}
+            if shapes == wanted:
+                continue
+            first, second = sorted(wanted.keys() - {_MAGNITUDE})
+            if shapes[first] == wanted[first] and shapes[second] == wanted[second]:
+                what = (
+                    f"the magnitude of `{stored.module}` is {list(shapes[_MAGNITUDE])}, not {list(wanted[_MAGNITUDE])}"
+                )
+            else:
+                what = (
+                    f"the factors of `{stored.module}` are {list(shapes[first])} and {list(shapes[second])}, "
+                    f"not {list(wanted[first])} and {list(wanted[second])}"
+                )
+            raise self.error(what, f"the base and the rank in {ADAPTER_CONFIG} must be those it was trained with")
+        for name, key in self._replaced.items():
+            if self._stored[key].shape != self.tensors[name].shape:
+                raise self.error(
+                    f"`{key}` is {list(self._stored[key].shape)}, in the base it is {list(self.tensors[name].shape)}",
+                    "resize the base's vocabulary with transformers first",
+                )
+
+    def _wanted_shapes(self, name: str, stored: _StoredFactors, rank: int) -> dict[str, tuple[int, ...]]:
+        shape = self.tensors[name].shape
+        rows, columns = shape[::-1] if self.tensors[name].row_mappings[0].transposed else shape
+        if stored.is_embedding:
+            return {"embedding_A": (rank, rows), "embedding_B": (columns, rank)}
+        if (part := stored.expert) is not None:
+            return {"A": (rank * part.experts, columns), "B": (part.all_rows, rank * part.experts)}
+        wanted: dict[str, tuple[int, ...]] = {"A": (rank, columns), "B": (rows, rank)}
+        if self.settings.dora:
+            wanted[_MAGNITUDE] = (rows,)
+        return wanted
+
+    def _read(self, key: str) -> torch.Tensor:
+        with safe_open(self.folder / ADAPTER_WEIGHTS, framework="pt") as file:
+            return file.get_tensor(key)
+
+
+def _named(sides: dict[str, str] | set[str]) -> str:
+    return ", ".join(f"lora_{side}" for side in sorted(sides)) or "nothing"

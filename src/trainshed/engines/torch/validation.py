@@ -1,0 +1,36 @@
+"""The validation loss of a run, and when it no longer improves.
+
+Every rank gets the same loss, so that all of them find the same best checkpoint and end at the same step.
+"""
+
+from __future__ import annotations
+
+from trainshed.checkpoints.native.best import ValidationRecord
+from trainshed.data.order import DataOrder
+from trainshed.engines.torch.batch_loader import BatchLoader
+from trainshed.engines.torch.step import EvaluationResult, StepRunner
+from trainshed.recipe.train import EarlyStop
+
+
+def evaluate_batches(runner: StepRunner, order: DataOrder, batches: int) -> EvaluationResult:
+    """Return the loss over the first batches of an order: its sum over all labelled tokens, divided by their number."""
+    loader = BatchLoader(order, runner.model.mesh, with_sample_ids=False)
+    try:
+        return EvaluationResult.mean(
+            [
+                runner.evaluate(loader.batch(number, ahead=number + 1 < batches), order.batch_size(number))
+                for number in range(batches)
+            ]
+        )
+    finally:
+        loader.close()
+
+
+def early_stop_reason(record: ValidationRecord, settings: EarlyStop | None) -> str | None:
+    """Say why a run ends early; None while it goes on."""
+    if settings is None or record.without_better < settings.patience:
+        return None
+    measurements = f"{record.without_better} measurement{'s' if record.without_better > 1 else ''}"
+    by = f" by more than {settings.min_delta:g}" if settings.min_delta else ""
+    lowest = f"; the lowest was {record.best_loss:.4f} after step {record.best_step}" if record.best_step else ""
+    return f"the validation loss has not fallen{by} in {measurements}{lowest}"

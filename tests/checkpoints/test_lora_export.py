@@ -1,0 +1,248 @@
+"""The adapters of a LoRA run are exported for PEFT, merged, and read as weights: PEFT itself is the oracle."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from support.models.lora_checkpoints import random_adapters, save_lora_checkpoint
+from support.models.made_tokenizers import CONFIGS, KINDS, save
+from support.models.tiny_models import hf_model, save_tiny_hf, tiny_config
+from support.runs.small_generators import Notes
+from trainshed.checkpoints.convert.convert import convert_weights
+from trainshed.checkpoints.formats import TargetFormat, open_weights
+from trainshed.checkpoints.hf.weights import HfWeights
+from trainshed.checkpoints.lora import export as export_module
+from trainshed.checkpoints.lora.export import export_adapter
+from trainshed.checkpoints.lora.merge import merge_adapter
+from trainshed.checkpoints.prove.compare import compare_weights
+from trainshed.checkpoints.prove.verdict import read_verdict
+from trainshed.errors import InputError, TrainshedError
+from trainshed.recipe import Lora
+from trainshed.storage import LocalStore, Manifest
+
+TOKENS = torch.arange(3, 23)[None]
+ALL_DENSE = ("attn", "mlp")
+
+
+def lora(**keys: Any) -> Lora:
+    return Lora.model_validate({"rank": 4, "alpha": 8.0, "targets": ALL_DENSE, **keys})
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model(TOKENS).logits
+
+
+def with_peft(base: Path, adapter: Path) -> Any:
+    peft = pytest.importorskip("peft", reason="peft is not installed: exports are not held against it")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PEFT has much to say about Conv1D
+        return peft.PeftModel.from_pretrained(hf_model(base), adapter).eval()
+
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama, rsLoRA": ("llama", {"rslora": True, "targets": ["q_proj", "v_proj"], "alpha": 5.0}),
+    "llama, DoRA": ("llama", {"dora": True, "dropout": 0.1}),
+    "qwen2 (tied, biases), DoRA": ("qwen2", {"dora": True}),
+    "qwen3": ("qwen3", {"targets": ["o_proj", "up_proj"]}),
+    "gpt2: q, k and v are one matrix": ("gpt2", {}),
+    "gpt2, some of q, k and v, rsLoRA": ("gpt2", {"targets": ["q_proj", "v_proj", "down_proj"], "rslora": True}),
+    "gpt2, DoRA": ("gpt2", {"dora": True}),
+    "mixtral": ("mixtral", {"targets": ["attn"]}),
+    "mixtral with experts": ("mixtral", {"targets": ["all-linear"], "alpha": 7.0, "dropout": 0.1}),
+    "qwen3_moe with experts, rsLoRA": ("qwen3_moe", {"targets": ["all-linear"], "rslora": True}),
+    "mixtral, experts alone": ("mixtral", {"targets": ["experts"]}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_peft_answers_with_our_export_as_the_merged_weights_do(case: str, tmp_path: Path) -> None:
+    family, keys = CASES[case]
+    config = save_tiny_hf(family, tmp_path / "base", seed=1)
+    run = save_lora_checkpoint(tmp_path / "run", config, lora(**keys), tmp_path / "base")
+    made = export_adapter(str(run), str(tmp_path / "adapter"), dtype="fp32")
+    assert made.verdict.passed
+    assert made.verdict.tensors.compared == made.tensors > 0
+    merged = merge_adapter(tmp_path / "base", run, tmp_path / "merged")
+    assert merged.verdict.passed
+    assert merged.verdict.logits["ran"]
+    theirs = with_peft(tmp_path / "base", tmp_path / "adapter")
+    expected = logits(theirs)
+    assert float((expected - logits(hf_model(tmp_path / "base"))).abs().max()) > 0.1, "the adapters say something"
+    torch.testing.assert_close(logits(hf_model(tmp_path / "merged")), expected, rtol=0, atol=1e-5)
+    again = merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "again", logits=False)
+    assert again.verdict.passed
+    assert again.changed == merged.changed
+    for name, tensor in load_file(tmp_path / "again" / "model.safetensors").items():
+        torch.testing.assert_close(
+            tensor, load_file(tmp_path / "merged" / "model.safetensors")[name], rtol=0, atol=1e-6
+        )
+
+
+def test_the_folder_says_what_peft_reads_and_brings_the_words(tmp_path: Path) -> None:
+    config = save_tiny_hf("llama", tmp_path / "base")
+    save(KINDS["gpt2"](), CONFIGS["gpt2"], tmp_path / "words")
+    settings = lora(targets=["q_proj", "down_proj"], dropout=0.25, rslora=True, dora=True)
+    run = save_lora_checkpoint(tmp_path / "run", config, settings, "hf://org/name@0123abc")
+    made = export_adapter(
+        str(run), str(tmp_path / "out"), dtype="bf16", tokenizer=str(tmp_path / "words"), chat_template="{{ messages }}"
+    )
+    body = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    expected = {
+        "r": 4, "lora_alpha": 8, "lora_dropout": 0.25, "use_rslora": True, "use_dora": True, "bias": "none",
+        "target_modules": ["down_proj", "q_proj"], "base_model_name_or_path": "org/name", "revision": "0123abc",
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "rank_pattern": {}, "alpha_pattern": {},
+    }  # fmt: skip
+    assert {key: body[key] for key in expected} == expected
+    stored = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    assert {each.dtype for each in stored.values()} == {torch.bfloat16}
+    assert len(stored) == 2 * 2 * 3
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert names >= {"tokenizer.json", "tokenizer_config.json", "verdict.json", "manifest.json"}
+    assert (tmp_path / "out" / "chat_template.jinja").read_text() == "{{ messages }}"
+    Manifest.read(LocalStore(tmp_path / "out"), "manifest.json").verify_files(LocalStore(tmp_path / "out"))
+    verdict = read_verdict(tmp_path / "out")
+    assert verdict == made.verdict
+    assert (made.verdict.tensors.dtype, made.verdict.tensors.equal) == ("bfloat16", 4)
+
+
+def test_some_layers_alone_are_named_in_full(tmp_path: Path) -> None:
+    config = save_tiny_hf("llama", tmp_path / "base", seed=1)
+    settings = lora(targets=["q_proj"])
+    second = {name: each for name, each in random_adapters(config, settings).items() if name.startswith("layers.1.")}
+    run = save_lora_checkpoint(tmp_path / "run", config, settings, tmp_path / "base", tensors=second)
+    export_adapter(str(run), str(tmp_path / "out"), dtype="fp32")
+    body = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert body["target_modules"] == ["model.layers.1.self_attn.q_proj"]
+    merge_adapter(tmp_path / "base", run, tmp_path / "merged", logits=False)
+    expected = logits(with_peft(tmp_path / "base", tmp_path / "out"))
+    torch.testing.assert_close(logits(hf_model(tmp_path / "merged")), expected, rtol=0, atol=1e-5)
+
+
+def test_a_finished_export_is_kept_and_another_checkpoint_is_not_written_over_it(tmp_path: Path) -> None:
+    config = save_tiny_hf("llama", tmp_path / "base")
+    run = save_lora_checkpoint(tmp_path / "run", config, lora(), tmp_path / "base")
+    first = export_adapter(str(run), str(tmp_path / "out"))
+    notes = Notes()
+    assert export_adapter(str(run), str(tmp_path / "out"), reporter=notes) == first
+    assert any("done already" in text for text in notes.said)
+    other = save_lora_checkpoint(tmp_path / "other", config, lora(), tmp_path / "base", seed=1)
+    with pytest.raises(InputError, match="there is the export of"):
+        export_adapter(str(other), str(tmp_path / "out"))
+
+
+def test_an_export_that_differs_from_the_run_fails_its_proof(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = save_tiny_hf("llama", tmp_path / "base")
+    run = save_lora_checkpoint(tmp_path / "run", config, lora(), tmp_path / "base")
+    original = export_module.write_peft_folder
+
+    def damaged(folder: Path, *rest: Any, **keys: Any) -> None:
+        original(folder, *rest, **keys)
+        tensors = load_file(folder / "adapter_model.safetensors")
+        tensors[max(tensors)][0, 0] += 1e-3
+        save_file(tensors, folder / "adapter_model.safetensors")
+
+    monkeypatch.setattr(export_module, "write_peft_folder", damaged)
+    made = export_adapter(str(run), str(tmp_path / "out"), dtype="fp32")
+    assert not made.verdict.passed
+    assert made.verdict.tensors.equal == made.verdict.tensors.compared - 1
+    assert "is changed otherwise" in (made.verdict.tensors.first_difference or "")
+
+
+def test_what_pefts_format_cannot_hold_is_refused_with_what_to_do_instead(tmp_path: Path) -> None:
+    config = save_tiny_hf("mixtral", tmp_path / "base")
+    run = save_lora_checkpoint(tmp_path / "run", config, lora(targets=["experts"], dora=True), tmp_path / "base")
+    with pytest.raises(InputError, match="PEFT has no DoRA of experts") as refused:
+        export_adapter(str(run), str(tmp_path / "out"))
+    assert "merge: true" in (refused.value.hint or "")
+    moe = {"experts": 4, "top_k": 2, "ffn": 24, "shared_ffn": 16}
+    run = save_lora_checkpoint(tmp_path / "shared", tiny_config("mixtral", moe=moe), lora(targets=["mlp"]), "hf://a/b")
+    with pytest.raises(InputError, match=r"has no module for `layers.0.mlp.shared.down.weight:0`"):
+        export_adapter(str(run), str(tmp_path / "out"))
+    config = save_tiny_hf("gpt2", tmp_path / "gpt2")
+    run = save_lora_checkpoint(tmp_path / "part", config, lora(targets=["q_proj"], dora=True), tmp_path / "gpt2")
+    with pytest.raises(InputError, match="DoRA has a length for some rows"):
+        export_adapter(str(run), str(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3_moe"])
+def test_a_lora_run_is_read_as_the_weights_that_a_merge_writes(family: str, dora: bool, tmp_path: Path) -> None:
+    config = save_tiny_hf(family, tmp_path / "base", seed=1)
+    settings = lora(targets=["all-linear"], dora=dora)
+    run = save_lora_checkpoint(tmp_path / "run", config, settings, tmp_path / "base")
+    merge_adapter(tmp_path / "base", run, tmp_path / "merged", logits=False)
+    with open_weights(run) as ours, HfWeights(tmp_path / "merged") as written:
+        assert compare_weights(ours, written).equal
+    for to in (TargetFormat("hf"), TargetFormat("native"), TargetFormat("megatron")):
+        if family == "gpt2" and to.to == "megatron":
+            continue
+        made = convert_weights(str(run), str(tmp_path / to.to), to, logits=to.to == "hf")
+        assert made.verdict.passed, made.verdict.lines()
+    torch.testing.assert_close(
+        logits(hf_model(tmp_path / "hf")), logits(hf_model(tmp_path / "merged")), rtol=0, atol=1e-5
+    )
+
+
+def test_a_base_of_ours_is_merged_as_well_as_one_of_transformers(tmp_path: Path) -> None:
+    config = save_tiny_hf("llama", tmp_path / "hf", seed=1)
+    convert_weights(str(tmp_path / "hf"), str(tmp_path / "native"), TargetFormat("native"), logits=False)
+    for base in ("hf", "native"):
+        run = save_lora_checkpoint(tmp_path / f"run-{base}", config, lora(), tmp_path / base)
+        convert_weights(str(run), str(tmp_path / f"merged-{base}"), TargetFormat("hf"), logits=False)
+    one, other = (load_file(tmp_path / f"merged-{base}" / "model.safetensors") for base in ("hf", "native"))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "another rank": ({"rank": 8}, r"are a \[4, 32\], b \[32, 4\], not a \[8, 32\], b \[32, 8\]"),
+    "no magnitudes": ({"dora": True}, r"not a \[4, 32\], b \[32, 4\], magnitude \[32\]"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_adapters_that_are_not_what_their_spec_says_are_refused(case: str, tmp_path: Path) -> None:
+    keys, message = WRONG[case]
+    config = tiny_config("llama")
+    tensors = random_adapters(config, lora())
+    run = save_lora_checkpoint(tmp_path / "run", config, lora(**keys), "hf://a/b", tensors=tensors)
+    with pytest.raises(InputError, match=message):
+        export_adapter(str(run), str(tmp_path / "out"))
+
+
+def test_a_checkpoint_with_half_an_adapter_or_something_else_is_refused(tmp_path: Path) -> None:
+    config = tiny_config("llama")
+    tensors = random_adapters(config, lora(targets=["q_proj"]))
+    half = {name: each for name, each in tensors.items() if name != "layers.0.attention.qkv.lora.q_proj.b"}
+    run = save_lora_checkpoint(tmp_path / "half", config, lora(), "hf://a/b", tensors=half)
+    with pytest.raises(InputError, match=r"q_proj.weight` are a \[4, 32\], not a \[4, 32\], b \[32, 4\]"):
+        export_adapter(str(run), str(tmp_path / "out"))
+    run = save_lora_checkpoint(tmp_path / "x", config, lora(), "hf://a/b", tensors={"layers.0.x": torch.ones(2)})
+    with pytest.raises(InputError, match=r"`layers.0.x` is no adapter of its model"):
+        export_adapter(str(run), str(tmp_path / "out"))
+
+
+def test_another_base_than_the_run_began_with_is_refused(tmp_path: Path) -> None:
+    config = save_tiny_hf("llama", tmp_path / "base")
+    wide = save_tiny_hf("llama", tmp_path / "wide", ffn=64)
+    run = save_lora_checkpoint(tmp_path / "run", config, lora(), tmp_path / "base")
+    with pytest.raises(InputError, match="trained on another model: `ffn` is 48, of the weights it is 64"):
+        merge_adapter(tmp_path / "wide", run, tmp_path / "out")
+    export_adapter(str(run), str(tmp_path / "adapter"))
+    with pytest.raises(InputError, match=r"down_proj` are \[4, 48\] and \[32, 4\], not \[4, 64\]"):
+        merge_adapter(tmp_path / "wide", tmp_path / "adapter", tmp_path / "out")
+    away = save_lora_checkpoint(tmp_path / "away", wide, lora(), "hf://org/name@abc")
+    with pytest.raises(InputError, match="adapters to hf://org/name@abc, which is not on this disk") as refused:
+        open_weights(away)
+    assert "model fetch hf://org/name@abc" in (refused.value.hint or "")
+    with pytest.raises(TrainshedError):
+        merge_adapter(tmp_path / "base", tmp_path / "nothing", tmp_path / "out")
