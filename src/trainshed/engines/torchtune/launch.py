@@ -119,6 +119,8 @@ def _notes(task: EngineTask) -> list[str]:
     data = task.recipe.data
     if task.recipe.sample_format == "chat" and "role" not in (data.train[0].columns or {}):
         notes.append("messages are read as role and content; ShareGPT's are columns: {role: from, content: value}")
+    if task.recipe.sample_format == "alpaca":
+        notes.append("torchtune puts Alpaca's own prompt around instruction and input: Below is an instruction …")
     if data.system is not None:
         notes.append("torchtune puts `data.system` in the place of system prompts that the data has")
     if data.train_on == "all":
