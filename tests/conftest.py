@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import uuid
@@ -19,6 +20,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from support.servers.s3_server import S3Server, missing_binaries, shared_server
 from trainshed import plugins
+
+# Whoever starts the tests with nohup or in the background of a shell ignores these, and so would every process here.
+for ignorable in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
+    if signal.getsignal(ignorable) == signal.SIG_IGN:
+        signal.signal(ignorable, signal.default_int_handler if ignorable == signal.SIGINT else signal.SIG_DFL)
 
 # How long an example takes says how busy the machine is; what hangs is ended by pytest's own timeout.
 settings.register_profile("trainshed", deadline=None)

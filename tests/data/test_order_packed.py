@@ -15,7 +15,6 @@ from trainshed.data.sampling.packing import PackedDataset
 from trainshed.data.tokens.token_source import RunTokens, TokenSource, fingerprint_shard
 from trainshed.errors import CorruptData, InputError, NotFound
 from trainshed.recipe import Recipe, parse_recipe
-from trainshed.storage import LocalStore, Manifest
 
 LENGTH = 32
 BATCH = 4
@@ -211,18 +210,9 @@ def test_the_mask_of_learned_tokens_is_one_of_the_files_of_a_run(tokens, tmp_pat
         tokens.check_files()
 
 
-def test_conversations_that_were_cut_or_left_out_are_counted_over_all_shards(tmp_path):
-    prefixes = []
-    for number, (truncated, dropped) in enumerate([(3, 1), (4, 0)]):
-        prefix = write_conversations(tmp_path / f"part-{number}", numbered_documents([8] * 8))
-        chat = {"truncated": truncated, "dropped_too_long": dropped, "dropped_unlearned": 2}
-        facts = {"counts": {"documents": 8, "chat": chat}}
-        Manifest.of("tokens", {}, [], facts).write(LocalStore(tmp_path), f"part-{number}.manifest.json")
-        prefixes.append(prefix)
+def test_how_full_rows_are_is_told_over_all_shards(tmp_path):
+    prefixes = [write_conversations(tmp_path / f"part-{number}", numbered_documents([8] * 8)) for number in range(2)]
     notes = Notes()
     tokens = RunTokens((TokenSource.open("source-0", prefixes),))
     orders_of(recipe_of(), tokens, tmp_path, reporter=notes)
-    assert notes.notes == [
-        "source-0: 16 conversations in 4 samples of 32 tokens, 100.0% full, 50.0% of 128 tokens learned; "
-        "7 truncated, 5 dropped"
-    ]
+    assert notes.notes == ["source-0: 16 documents in 4 samples of 32 tokens, 100.0% full"]

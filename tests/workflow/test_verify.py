@@ -171,7 +171,7 @@ def test_adapters_on_a_layout_are_checked_without_their_weights(
     assert "the frozen weights are checked as int8" in said
     code, _, said = checked(capsys, recipe, lora, "layout={dp: 2, shard: full}")
     assert code == 2
-    assert "shard: full with weights held as nf4: every dp rank holds all of them" in said
+    assert "shard: full would share out the frozen weights, which `lora.quantize` holds" in said
 
 
 def test_the_small_recipe_trains_as_the_whole_one_does() -> None:

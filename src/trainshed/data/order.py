@@ -475,7 +475,7 @@ class _OrderBuilder:
             self._require_text(order, minimum_samples, of_split=split != (0.0, 1.0))
             for source in order.sources:
                 assert isinstance(source, PackedDataset)
-                self.reporter.note(describe_packing(source, self.options))
+                self.reporter.note(describe_packing(source))
         return order
 
     def _common(self, split: tuple[float, float], schedule: BatchSchedule, skip: SkipList) -> dict[str, Any]:

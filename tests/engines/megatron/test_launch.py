@@ -49,7 +49,6 @@ VALID = "data.validation={tokens: /v}"
         ((VALID, "train.early_stop={patience: 2}"), {}, "train.early_stop", "does not end a run"),
         ((VALID, "checkpoint.best={}"), {}, "checkpoint.best", "does not keep the best"),
         ((VALID, "data.validation.prompts=[hello]"), {}, "data.validation.prompts", "answers no questions"),
-        ((VALID, "data.validation.answer_tokens=9"), {}, "data.validation.answer_tokens", "answers no questions"),
         ((*BASE, "train.mode=dpo"), {}, "train.mode", "pairs of answers"),
     ],
 )

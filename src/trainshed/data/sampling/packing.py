@@ -40,7 +40,7 @@ from trainshed.data.tokens.token_files import learned_path, open_token_file
 from trainshed.data.tokens.token_source import TokenSource
 from trainshed.errors import CorruptData, InputError, NotFound
 from trainshed.reporting import SILENT, Reporter
-from trainshed.storage import LocalStore, Manifest, open_store
+from trainshed.storage import LocalStore, Manifest
 from trainshed.storage.locks import artefact_lock
 from trainshed.storage.manifest import MANIFEST
 
@@ -380,32 +380,12 @@ def best_fit(lengths: np.ndarray, room: int) -> np.ndarray:
     return row_of
 
 
-def describe_packing(dataset: PackedDataset, options: StoreOptions | None = None) -> str:
-    """Say in one line what became of a source's conversations: rows, how full they are, what was cut or left out."""
+def describe_packing(dataset: PackedDataset) -> str:
+    """Say in one line into how many rows a source's conversations went, and how full these are."""
     index, rule = dataset.index, dataset.index.spec.rule
-    documents = f"{index.documents // 2:,} pairs" if rule.pairs else f"{index.documents:,} conversations"
+    documents = f"{index.documents // 2:,} pairs" if rule.pairs else f"{index.documents:,} documents"
     samples = f"{index.rows:,} samples of {dataset.sequence_length:,} tokens"
-    line = (
-        f"{dataset.name}: {documents} in {samples}, {index.efficiency:.1%} full, "
-        f"{index.learned_tokens / max(1, index.tokens):.1%} of {index.tokens:,} tokens learned"
-    )
-    truncated = dropped = 0
-    for shard in dataset.shards:
-        counts = _conversation_counts(shard, options)
-        if counts is None:
-            return line
-        truncated += counts["truncated"]
-        dropped += counts["dropped_too_long"] + counts["dropped_unlearned"]
-    return f"{line}; {truncated:,} truncated, {dropped:,} dropped"
-
-
-def _conversation_counts(shard: str, options: StoreOptions | None) -> dict[str, int] | None:
-    """Return what became of the conversations of a shard; None for tokens whose manifest does not say it."""
-    try:
-        manifest = Manifest.read(*open_store(f"{shard}.manifest.json", options))
-    except NotFound:
-        return None
-    return manifest.facts["counts"].get("chat")
+    return f"{dataset.name}: {documents} in {samples}, {index.efficiency:.1%} full"
 
 
 def _pieces(array: np.ndarray) -> Iterator[np.ndarray]:
