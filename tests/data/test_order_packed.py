@@ -176,9 +176,7 @@ def test_what_packing_did_is_said(tmp_path):
     lengths = [31, 1, 16, 16, 16]
     notes = Notes()
     orders_of(recipe_of(train={"steps": 1, "global_batch": 2}), one_source(tmp_path, lengths), tmp_path, reporter=notes)
-    assert notes.notes == [
-        "source-0: 5 conversations in 3 samples of 32 tokens, 83.3% full, 51.2% of 80 tokens learned"
-    ]
+    assert notes.notes == ["source-0: 5 documents in 3 samples of 32 tokens, 83.3% full"]
     notes = Notes()
     recipe = recipe_of(data={"packing": False}, train={"steps": 1, "global_batch": 2})
     orders_of(recipe, one_source(tmp_path, lengths), tmp_path, reporter=notes)
