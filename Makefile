@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: setup demo test test-all lint bench clean
+.PHONY: setup demo demo-chat test test-all lint bench clean
 
 setup: $(STAMP)
 
@@ -16,6 +16,12 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: setup
 	$(BIN)/trainshed run recipes/quickstart.yaml
+
+# The quickstart's model, fine-tuned by LoRA on conversations, and what it answered on the way.
+demo-chat: setup
+	$(BIN)/trainshed run recipes/quickstart.yaml --id base export.format=hf
+	$(BIN)/trainshed run recipes/quickstart-chat.yaml
+	$(BIN)/trainshed status quickstart-chat --answers
 
 test: setup lint
 	$(BIN)/pytest -n 2 -m "not full and not gpu"
