@@ -72,8 +72,6 @@ layout: {layout}
 @pytest.mark.parametrize(
     ("quantize", "layout", "where", "what"),
     [
-        ("int8", {"dp": 2, "shard": "full"}, "layout.shard", "shard: full with weights held as int8"),
-        ("nf4", {"cp": 2, "shard": "full"}, "layout.shard", "shard: full with weights held as nf4"),
         ("nf4", {"tp": 4}, "layout.tp", "tp: 4 cuts blocks of 64 columns"),
     ],
 )

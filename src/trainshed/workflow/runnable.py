@@ -65,19 +65,12 @@ def check_loss(recipe: Recipe, layout: RankLayout) -> None:
 
 
 def check_adapters(recipe: Recipe, config: ModelConfig, layout: RankLayout) -> None:
-    """Refuse a layout on which frozen weights cannot be held as `train.lora.quantize` says."""
+    """Refuse a layout that cuts what shares a scale in `quantize: nf4`; the rest is a rule of `plan/legality`."""
     lora = recipe.train.lora
-    if lora is None or lora.quantize is None or recipe.engine.name != "torch":
+    if lora is None or lora.quantize != "nf4" or recipe.engine.name != "torch":
         return
-    if layout.shard == "full" and layout.dp * layout.cp > 1:
-        raise RecipeError(
-            f"shard: full with weights held as {lora.quantize}: every dp rank holds all of them, and shards adapters "
-            "and optimizer states only",
-            where=recipe.where("layout.shard"),
-            hint="write `layout.shard: zero1` (or `none`), or delete `train.lora.quantize`",
-        )
     columns = [adapted.inputs for adapted in all_projections(config) if adapted.row_parallel]
-    if lora.quantize == "nf4" and any(width % (NF4_BLOCK * layout.tp) for width in columns):
+    if any(width % (NF4_BLOCK * layout.tp) for width in columns):
         raise RecipeError(
             f"tp: {layout.tp} cuts blocks of {NF4_BLOCK} columns, which share a scale in nf4: "
             f"{' and '.join(str(width) for width in sorted(set(columns)))} columns are cut over tp",

@@ -219,7 +219,7 @@ class StepRunner:
         self, batch: LocalBatch, global_batch: int, lr: float, stop_votes: Mapping[str, float] = NO_STOP_VOTES
     ) -> PendingMetrics:
         """Forward, backward, sum, update."""
-        counts = self._count_labels(batch)
+        counts = self._count_batch(batch)
         losses = self._forward_backward(batch, global_batch, counts, backward=True)
         reduce_gradients(self.model.shards, self.model.mesh)
         squared_norm = squared_grad_norm(self.model.shards).to(self.model.mesh.device)
@@ -236,7 +236,7 @@ class StepRunner:
 
         `labelled` says how many labels a batch has that does not keep documents apart, where not every token has one.
         """
-        counts = self._count_labels(batch)
+        counts = self._count_batch(batch)
         everything = labelled or global_batch * self.model.sequence_length
         losses = self._forward_backward(batch, global_batch, counts, backward=False, labelled=everything)
         no_gradient = torch.zeros((), dtype=torch.float64, device=self.model.mesh.device)
@@ -245,7 +245,7 @@ class StepRunner:
         counted = metrics.learned_tokens if metrics.pairs is None else metrics.pairs
         return EvaluationResult(metrics.loss, everything if counted is None else counted, metrics.rewards)
 
-    def _count_labels(self, batch: LocalBatch) -> torch.Tensor | None:
+    def _count_batch(self, batch: LocalBatch) -> torch.Tensor | None:
         """Count the `BATCH_COUNTS` of the global batch, on the device: float64 [3]; None where every token has a label.
 
         The sums of the step are divided by them, so they are summed over the ranks before the forward pass.
