@@ -8,8 +8,9 @@ import pytest
 
 from trainshed.catalog import model_preset
 from trainshed.models.parameters import lora_parameter_count
+from trainshed.models.quantization import QuantizedWeight
 from trainshed.plan.flops import adapter_flops
-from trainshed.plan.lora_shape import QUANTIZED_BYTES, LoraShape, layer_adapters, lora_shape
+from trainshed.plan.lora_shape import DOUBLE_QUANTIZED_NF4_BYTES, QUANTIZED_BYTES, LoraShape, layer_adapters, lora_shape
 from trainshed.plan.model_shape import ExpertShape, model_shape
 from trainshed.recipe import Lora
 
@@ -61,6 +62,11 @@ def test_every_expert_has_adapters_of_its_own_and_a_token_passes_through_those_i
 
 
 def test_frozen_weights_of_4_bits_take_a_little_more_than_half_a_byte() -> None:
-    assert QUANTIZED_BYTES["nf4"] == pytest.approx(0.516, abs=1e-3)
+    assert pytest.approx(0.516, abs=1e-3) == DOUBLE_QUANTIZED_NF4_BYTES
+    # What our own engine holds: codes and scales.
+    for kind in ("int8", "nf4"):
+        held = QuantizedWeight(kind, 4096, 4096)
+        size = sum(buffer.numel() * buffer.element_size() for buffer in held.buffers())
+        assert size / 4096**2 == pytest.approx(QUANTIZED_BYTES[kind], rel=2e-3)
     assert lora_shape(Lora(rank=4, alpha=8.0, quantize="nf4")).quantized
     assert not lora_shape(Lora(rank=4, alpha=8.0)).quantized

@@ -12,11 +12,14 @@ from functools import cache
 
 from trainshed.plan.model_shape import ModelShape, WeightMatrix
 from trainshed.recipe import Lora
-from trainshed.recipe.train import LORA_GROUPS, LoraProjection
+from trainshed.recipe.train import LORA_GROUPS, NF4_BLOCK, LoraProjection
 
-QUANTIZED_BYTES = {"int8": 1.0 + 4 / 64, "nf4": 0.5 + 1 / 64 + 4 / (64 * 256)}
-"""Bytes of a frozen weight: an fp32 scale for 64 weights of int8; for nf4 a scale of 8 bits for 64 weights, and an fp32
-scale for 256 of those (double quantization, Dettmers et al. 2023)."""
+QUANTIZED_BYTES = {"int8": 1.0, "nf4": 0.5 + 4 / NF4_BLOCK}
+"""Bytes of a frozen weight as our own engine holds it (`models/quantization.py`): in int8 with one fp32 scale a row,
+which is too little to count, in nf4 with one for each block."""
+DOUBLE_QUANTIZED_NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
+"""The same in torchtune and PEFT: a scale of 8 bits for 64 weights, and an fp32 scale for 256 of those (double
+quantization, Dettmers et al. 2023)."""
 _QUERIES_KEYS_VALUES = ("q_proj", "k_proj", "v_proj")
 _UP = ("gate_proj", "up_proj")
 
@@ -115,7 +118,7 @@ class LoraShape:
 
 
 def lora_shape(lora: Lora) -> LoraShape:
-    """Describe the adapters of a recipe."""
+    """Describe the adapters of a recipe, as our own engine has them."""
     return LoraShape(
         rank=lora.rank,
         projections=lora.projections,

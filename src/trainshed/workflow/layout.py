@@ -31,7 +31,7 @@ from trainshed.plan.auto_layout import (
 from trainshed.plan.budget.budget import RunBudget
 from trainshed.plan.layout import RankLayout, resolve_layout
 from trainshed.plan.legality import layout_problems
-from trainshed.plan.lora_shape import LoraShape, lora_shape
+from trainshed.plan.lora_shape import DOUBLE_QUANTIZED_NF4_BYTES, LoraShape, lora_shape
 from trainshed.plan.model_shape import model_shape
 from trainshed.plan.performance.engine_constants import EngineOptions
 from trainshed.plan.planner import Plan, PlannedModel, build_request, make_plan
@@ -105,9 +105,13 @@ def planned_model(recipe: Recipe, cluster: Cluster) -> PlannedModel:
 
 def planned_lora(recipe: Recipe) -> LoraShape | None:
     """Describe the adapters of a recipe to the planner; Megatron has one for matrices that it keeps as one."""
-    if recipe.train.lora is None:
+    lora, engine = recipe.train.lora, recipe.engine.name
+    if lora is None:
         return None
-    return replace(lora_shape(recipe.train.lora), joint=recipe.engine.name in ("megatron", "nemo"))
+    shape = replace(lora_shape(lora), joint=engine in ("megatron", "nemo"))
+    if engine == "torchtune" and lora.quantize == "nf4":
+        return replace(shape, base_bytes=DOUBLE_QUANTIZED_NF4_BYTES)
+    return shape
 
 
 ASSUMED_DOCUMENT = 1024

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import re
 
-from trainshed.plan.lora_shape import QUANTIZED_BYTES, LoraShape
+from trainshed.plan.lora_shape import DOUBLE_QUANTIZED_NF4_BYTES, LoraShape
 from trainshed.plan.published.rows import PublishedRow
 from trainshed.recipe.train import LORA_GROUPS, LoraProjection
 
@@ -83,7 +83,7 @@ def _projections(row: PublishedRow) -> tuple[LoraProjection, ...]:
 
 def _base_bytes(row: PublishedRow) -> float | None:
     if "qlora" in row.notes or "nf4" in row.notes:
-        return QUANTIZED_BYTES["nf4"]
+        return DOUBLE_QUANTIZED_NF4_BYTES
     narrow = row.text("precision").lower().startswith(("fp8", "mxfp8", "nvfp4"))
     return 1.0 if narrow and (_is_mlperf(row) or "fp8 param" in row.notes) else None
 
