@@ -45,6 +45,25 @@ class StartEvent(Event):
     parameters: int
     plugins: Mapping[str, str] | None = None
     """The recipe's plugins, with the hash of their source."""
+    engine: str | None = None
+    """What trains, if it is not our own engine."""
+    hosts: list[str] | None = None
+    """The host of each node, in the order of node ranks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageEvent(Event):
+    """A stage of the workflow before or after training; `what` says what came out, or why it was skipped or failed.
+
+    Those of `attempt: 0` belong to no attempt: they are done before the first one, and by `run` after the last.
+    """
+
+    kind = "stage"
+    name: str
+    """`prepare`, `index`, `export`, …: as the stages of a job are called."""
+    state: Literal["started", "done", "skipped", "failed"]
+    seconds: float | None = None
+    what: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +122,63 @@ class StepEvent(Event):
     logp_chosen: float | None = None
     logp_rejected: float | None = None
     memory_gib: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RanksEvent(Event):
+    """All ranks over the last `steps` steps, gathered by rank 0: lists with one item a rank, null for what is unknown.
+
+    A rank that is slow has long `compute_seconds`, and the others wait for it.
+    """
+
+    kind = "ranks"
+    needs_step = True
+    steps: int
+    compute_seconds: list[float | None]
+    """Seconds of a step that the rank itself computed: without collectives, without waiting. The mean of the window."""
+    wait_seconds: list[float | None] | None = None
+    """Seconds of a step in which it waited for other ranks."""
+    memory_gib: list[float | None] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DevicesEvent(Event):
+    """What the nodes' agents read off the hardware: lists with one item a rank, null for what cannot be read."""
+
+    kind = "devices"
+    temperature_celsius: list[float | None]
+    power_watts: list[float | None]
+    utilization: list[float | None]
+    """Fraction of the time in which a kernel ran."""
+    memory_gib: list[float | None]
+    clock_mhz: list[float | None] | None = None
+    throttled: list[str | None] | None = None
+    """Why the clock is held down: `power`, `temperature`, `hardware`."""
+    nvlink_gb_per_s: list[float | None] | None = None
+    network_gb_per_s: list[float | None] | None = None
+    """Received and sent by the node's network cards; each rank of a node has the node's figure."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlarmEvent(Event):
+    """Something that a person should look at; training goes on."""
+
+    kind = "alarm"
+    name: Literal["loss_spike", "divergence", "straggler", "throttling", "gpu_error", "low_goodput"]
+    what: str
+    ranks: list[int] | None = None
+    hosts: list[str] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileEvent(Event):
+    """A profile was written, after the last of its `steps` steps; these are slower than others."""
+
+    kind = "profile"
+    needs_step = True
+    steps: int
+    path: str
+    rank_profiled: int
 
 
 @dataclass(frozen=True, kw_only=True)
