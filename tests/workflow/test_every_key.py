@@ -249,6 +249,7 @@ CHANGES = {
     "layout.shard": Change("layout.shard=none"),
     "layout.micro_batch": Change("layout.micro_batch=2"),
     "layout.recompute": Change("layout.recompute=full"),
+    "layout.offload": Change("layout.offload=activations"),
     "layout.schedule": Change("layout.schedule=gpipe", "layout.pp=2"),
     "layout.stages": Change("layout.stages=[10, 22]", "layout.pp=2"),
     "engine.name": Change("engine=megatron", "engine=torch"),

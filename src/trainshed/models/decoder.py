@@ -8,6 +8,8 @@ Shapes: L whole sequence, S tokens of this context-parallel rank, s = S / tp, B 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -24,6 +26,7 @@ from trainshed.models.documents import AttentionMask, document_masks, document_p
 from trainshed.models.layers import MLP, CounterDropout, Norm
 from trainshed.models.loss import LOSS_TERMS, VocabularyShard, linear_cross_entropy
 from trainshed.models.moe import ROUTER_LOSS_TERMS, MoE
+from trainshed.models.offload import ActivationOffload
 from trainshed.models.preference_loss import (
     PREFERENCE_FIGURES,
     PreferenceRule,
@@ -99,6 +102,8 @@ class DecoderStageSpec:
     dtype: torch.dtype
     device: torch.device
     recompute: Recompute = "none"
+    offload: ActivationOffload | None = None
+    """Where activations wait for backward; None: on the device."""
 
 
 class DecoderLayer(nn.Module):
@@ -255,8 +260,9 @@ class DecoderStage(nn.Module):
             masks = document_masks(
                 document_starts, self.axes.cp, self.config.sliding_window, head_dim=self.config.head_dim
             )
-        for block in self.layers.values():
-            x, router_losses = block(x, rotary, self.normalization.sequences, samples, self.local_columns, masks)
+        for block, saving in self._layers(rotary, masks, samples):
+            with saving:
+                x, router_losses = block(x, rotary, self.normalization.sequences, samples, self.local_columns, masks)
             if router_losses is not None:
                 self.router_losses += router_losses
         if not self.spec.last:
@@ -291,6 +297,23 @@ class DecoderStage(nn.Module):
             vocab_size=self.config.vocab_size,
         )
         return torch.stack([loss, z])
+
+    def _layers(
+        self,
+        rotary: tuple[torch.Tensor, torch.Tensor] | None,
+        masks: tuple[AttentionMask, ...] | None,
+        samples: torch.Tensor | None,
+    ) -> Iterator[tuple[nn.Module, AbstractContextManager[None]]]:
+        """Yield each layer with the context that it runs in, which says where its activations wait for backward."""
+        blocks = list(self.layers.values())
+        if self.spec.offload is None or not torch.is_grad_enabled():
+            yield from ((block, nullcontext()) for block in blocks)
+            return
+        shared = (*(rotary or ()), *(mask for mask in masks or () if isinstance(mask, torch.Tensor)), samples)
+        one_stage = self.spec.first and self.spec.last
+        forward_pass = self.spec.offload.forward_pass(shared, keep_last=one_stage)
+        for block in blocks:
+            yield block, forward_pass.layer(block, last=block is blocks[-1])
 
     def _compare_pairs(
         self,

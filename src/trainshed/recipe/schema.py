@@ -39,6 +39,7 @@ from trainshed.recipe.yaml_io import KeyPath, SourceMap
 
 Shard = Literal["none", "zero1", "zero2", "full"]
 Recompute = Literal["none", "selective", "full"]
+Offload = Literal["activations"]
 PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
 
 
@@ -60,6 +61,9 @@ class Layout(Section):
     )
     micro_batch: PositiveInt = Field(1, description="Sequences per forward pass on one rank")
     recompute: Recompute = Field("none", description="Activations computed again in backward")
+    offload: Offload | None = Field(
+        None, description="What waits in the host's memory between forward and backward; left out: nothing"
+    )
     schedule: PipelineSchedule | None = Field(
         None, description="Pipeline schedule; left out: 1f1b, or interleaved where vp > 1"
     )

@@ -68,8 +68,10 @@ def outcomes(
     mean_document: int | None = None,
     lora: Lora | None = None,
     states: str | None = None,
+    offload: str | None = None,
 ) -> list[StepMetrics]:
-    layout = resolve_layout(Layout.model_validate({"micro_batch": 2, "recompute": recompute}), config)
+    keys = {"micro_batch": 2, "recompute": recompute, "offload": offload}
+    layout = resolve_layout(Layout.model_validate(keys), config)
     place = torch.device(device)
     model: RankModel = build_model(
         config,
@@ -199,6 +201,22 @@ def test_recomputing_changes_nothing_that_matters(config: ModelConfig, recompute
     plain, again = (outcomes(config, "cuda", "bf16", 4, recompute=each) for each in ("none", recompute))
     for one, other in zip(plain, again, strict=True):
         assert other.loss == pytest.approx(one.loss, rel=2e-3)
+
+
+@pytest.mark.parametrize("mean_document", [None, 60])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+@pytest.mark.parametrize("config", [DENSE, EXPERTS], ids=["dense", "experts"])
+def test_activations_that_wait_in_host_memory_change_nothing(
+    config: ModelConfig, precision: str, recompute: str, mean_document: int | None
+) -> None:
+    plain, offloaded = (
+        outcomes(config, "cuda", precision, 4, recompute=recompute, mean_document=mean_document, offload=offload)
+        for offload in (None, "activations")
+    )
+    for one, other in zip(plain, offloaded, strict=True):
+        assert other.loss == pytest.approx(one.loss, rel=1e-4)
+        assert other.grad_norm == pytest.approx(one.grad_norm, rel=1e-3)
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])

@@ -28,9 +28,11 @@ def one_process_model(
     micro_batch: int = 1,
     seed: int = 0,
     lora: Lora | None = None,
+    offload: str | None = None,
 ) -> RankModel:
     """Build a whole model with fresh weights."""
-    layout = resolve_layout(Layout.model_validate({"recompute": recompute, "micro_batch": micro_batch}), config)
+    keys = {"recompute": recompute, "micro_batch": micro_batch, "offload": offload}
+    layout = resolve_layout(Layout.model_validate(keys), config)
     mesh = single_rank_mesh(layout, CPU)
     model = build_model(
         config, mesh, sequence_length=length, precision=precision, regularization=regularization, lora=lora

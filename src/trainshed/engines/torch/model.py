@@ -24,6 +24,7 @@ from trainshed.models.layers import Linear
 from trainshed.models.lora import add_adapters
 from trainshed.models.loss import LOSS_TERMS
 from trainshed.models.moe import ROUTER_LOSS_TERMS, GroupedExperts
+from trainshed.models.offload import ActivationOffload
 from trainshed.models.parameters import Parameter, lora_parameters, parameters
 from trainshed.models.quantization import QuantizedWeight
 from trainshed.recipe import Lora, ModelConfig
@@ -224,6 +225,7 @@ def build_model(
     master_dtype = dtype if frozen else torch.promote_types(dtype, torch.float32)
     one = torch.ones((), dtype=torch.promote_types(dtype, torch.float32), device=device)
     normalization = LossNormalization(one, one.clone(), one.clone())
+    offload = ActivationOffload(device) if layout.offload == "activations" and not frozen else None
     stages: list[DecoderStage] = []
     for number in layout.chunks(mesh.coordinates.pp):
         spec = DecoderStageSpec(
@@ -234,6 +236,7 @@ def build_model(
             dtype=dtype,
             device=device,
             recompute=layout.recompute,
+            offload=offload,
         )
         with torch.device("meta"):
             stage = DecoderStage(config, mesh.axes, spec, regularization, normalization)

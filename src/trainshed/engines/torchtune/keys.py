@@ -242,7 +242,6 @@ _CHOSEN_ROWS = (
     choice("shuffle", True),
     choice("loss._component_", "torchtune.modules.loss.LinearCrossEntropyLoss"),
     choice("device", "cuda"),
-    choice("enable_activation_offloading", False),
     KeyRow(
         ("compile",),
         "engine.args",
@@ -453,6 +452,12 @@ TORCHTUNE_TABLE = KeyTable(
             to_engine=lambda recompute: recompute == "full",
             to_recipe=lambda enabled: "full" if enabled else "none",
         ),
+        same(
+            "enable_activation_offloading",
+            "layout.offload",
+            to_engine=lambda offload: offload is not None,
+            to_recipe=lambda enabled: "activations" if enabled else OMIT,
+        ),
         follows(
             "batch_size_val",
             "layout.micro_batch",
@@ -522,6 +527,7 @@ TORCHTUNE_TABLE = KeyTable(
             "layout.shard",
             "layout.micro_batch",
             "layout.recompute",
+            "layout.offload",
             "layout.replicate",
             "train.global_batch",
         ),

@@ -26,6 +26,7 @@ _TORCH_RULES: tuple[LayoutRule, ...] = (
     rules.check_torch_sharding,
     rules.check_torch_quantized,
     rules.check_torch_recompute,
+    rules.check_torch_offload,
     rules.check_replicate,
     rules.check_equal_shares,
     rules.check_torch_schedule,
@@ -43,6 +44,7 @@ _MEGATRON_RULES: tuple[LayoutRule, ...] = (
     rules.check_megatron_replicate,
     rules.check_equal_shares,
     rules.check_megatron_schedule,
+    rules.check_no_offload,
 )
 _TORCHTUNE_RULES: tuple[LayoutRule, ...] = (
     rules.check_torchtune_axes,
@@ -50,6 +52,7 @@ _TORCHTUNE_RULES: tuple[LayoutRule, ...] = (
     rules.check_torchtune_tp,
     rules.check_torchtune_sharding,
     rules.check_torchtune_recompute,
+    rules.check_torchtune_offload,
     rules.check_equal_shares,
 )
 _ENGINE_RULES: dict[str, tuple[LayoutRule, ...]] = {

@@ -278,6 +278,34 @@ def check_torch_recompute(layout: RankLayout, model: ModelShape, context: Legali
         )
 
 
+def check_torch_offload(layout: RankLayout, model: ModelShape, context: LegalityContext) -> Iterator[Problem]:
+    """What selective recomputation keeps does not pass through autograd's hooks, by which activations are caught."""
+    if layout.offload is not None and layout.recompute == "selective":
+        yield key_problem(
+            "offload",
+            "activations that recompute: selective keeps cannot wait in the host's memory",
+            "write recompute: none or full, or delete offload",
+        )
+
+
+def check_no_offload(layout: RankLayout, model: ModelShape, context: LegalityContext) -> Iterator[Problem]:
+    """Megatron's own offload is another: it names modules or counts layers."""
+    if layout.offload is not None:
+        yield key_problem(
+            "offload",
+            "is not rendered for Megatron-LM and NeMo, which offload by modules and numbers of layers",
+            "delete it, and write theirs below engine.args",
+        )
+
+
+def check_torchtune_offload(layout: RankLayout, model: ModelShape, context: LegalityContext) -> Iterator[Problem]:
+    """torchtune offloads the inputs of checkpointed layers only."""
+    if layout.offload is not None and layout.recompute != "full":
+        yield key_problem(
+            "offload", "torchtune offloads the inputs of recomputed layers only", "write recompute: full beside it"
+        )
+
+
 MEGATRON_SCHEDULES = (None, "1f1b", "interleaved")
 
 

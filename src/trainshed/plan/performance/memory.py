@@ -298,16 +298,24 @@ def micro_batches_in_flight(layout: RankLayout, rank: int, micro_batches: int) -
     return min(passes, warm + 1) / layout.vp
 
 
+OFFLOADED_LAYERS = 2
+"""Layers whose activations are on the GPU at once where they wait in the host's memory: of the layer that is computed,
+and of the one that is on its way."""
+
+
 def _activation_bytes(training: TrainingShape, layout: RankLayout, rank: int) -> tuple[float, float]:
     """Bytes kept by all micro-batches in flight, and the temporaries of backward through one layer."""
     flying = micro_batches_in_flight(layout, rank, max(1, layout.micro_batches(training.global_batch)))
-    kept = working = 0.0
+    kept = working = largest = 0.0
     for experts, count in _rank_layers(training, layout, rank):
         one, peak = layer_activation_bytes(training, layout, experts=experts)
-        kept, working = kept + count * one, max(working, peak)
+        kept, working, largest = kept + count * one, max(working, peak), max(largest, one)
     if rank == 0:
         kept += 2 * training.rank_tokens(layout) * training.model.hidden / training.stream_shards(layout)
-    return kept * flying, working
+    kept *= flying
+    if layout.offload is not None:
+        kept = min(kept, OFFLOADED_LAYERS * largest)
+    return kept, working
 
 
 def layer_activation_bytes(training: TrainingShape, layout: RankLayout, *, experts: bool) -> tuple[float, float]:

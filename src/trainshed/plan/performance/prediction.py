@@ -24,6 +24,7 @@ from trainshed.plan.performance.memory import (
     GpuMemory,
     backward_share,
     head_chunk,
+    layer_activation_bytes,
     rank_memory,
     rank_weights,
     trained_rank_weights,
@@ -246,7 +247,23 @@ def _layers(training: TrainingShape, layout: RankLayout, kernels: KernelTimes) -
     """The times of each kind of layer that the model has, with those of multi-token prediction."""
     model = training.model
     kinds = {*model.layer_kinds(range(model.layers)), *([_mtp_kind(model)] if model.mtp_layers else [])}
-    return {kind: layer_times(training, layout, kernels, kind) for kind in kinds}
+    times = {kind: layer_times(training, layout, kernels, kind) for kind in kinds}
+    if layout.offload is None:
+        return times
+    return {kind: _with_offload(training, layout, layer, kind) for kind, layer in times.items()}
+
+
+_HOST_LINK_SHARE = 0.8
+"""Share of the link to the host that copies from and to pinned memory reach."""
+
+
+def _with_offload(training: TrainingShape, layout: RankLayout, layer: LayerTimes, kind: LayerKind) -> LayerTimes:
+    """Let a layer wait where its activations take longer to the host, or back, than it computes."""
+    kept, _ = layer_activation_bytes(training, layout, experts=kind.experts)
+    copy = kept / (training.hardware.gpu.host_gb_per_s * 1e9 * _HOST_LINK_SHARE)
+    computing = (layer.forward.total, layer.backward.total)
+    waiting = sum(max(0.0, copy - seconds) for seconds in computing)
+    return replace(layer, host=max(layer.host, sum(computing) + waiting)) if waiting else layer
 
 
 def _mtp_kind(model: ModelShape) -> LayerKind:

@@ -143,6 +143,7 @@ class SearchSpace:
             shard=shard or ("full" if self.engine == "torchtune" else "zero1"),
             micro_batch=micro_batch,
             recompute=self.fixed.get("recompute", "none"),
+            offload=self.fixed.get("offload"),
             schedule=schedule,
             stages=tuple(self.fixed.get("stages") or ()) or _stages(self.training.model.layers, pp * vp),
         )
