@@ -30,7 +30,7 @@ from trainshed.recipe.train import Optimizer
 
 
 def run(options: argparse.Namespace, recompute: str, offload: str | None, around: Callable[[], Any]) -> str:
-    """Train a few steps; returns one line of the table, and the seconds of a step before it."""
+    """Train a few steps; returns one line of the table."""
     config = ModelConfig.model_validate(
         {
             "family": "llama",

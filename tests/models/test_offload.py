@@ -77,7 +77,8 @@ def test_after_forward_only_the_last_layer_is_on_the_device(saved: list[_SavedSt
     loss = forward(model)
     here = [storage.on_device is not None for storage in saved]
     gone, staying = here.index(True), len(here) - here.index(True)
-    assert not any(here[:gone]) and all(here[gone:])
+    assert not any(here[:gone])
+    assert all(here[gone:])
     assert staying <= len(saved) / model.config.layers + 1
     assert all((storage.on_host is not None) == (storage.on_device is None) for storage in saved)
     loss[0].backward()
