@@ -10,6 +10,7 @@ without compilation.
 from __future__ import annotations
 
 import argparse
+import gc
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -104,6 +105,7 @@ def main() -> None:
             ("on the GPU, uncompiled", None, nullcontext, False),
             ("save_on_cpu, uncompiled", None, peer, False),
         ):
+            gc.collect()
             if options.device == "cuda":
                 torch.cuda.empty_cache()
             print(f"recompute {recompute:4}  {name:23}  ", end="", flush=True)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.models.tiny_models import tiny_config
-from trainshed.catalog import model_preset
+from trainshed.catalog import machine_of_gpu, model_preset
 from trainshed.errors import InputError
 from trainshed.plan.layout import RankLayout, resolve_layout
 from trainshed.plan.legality import layout_problems
@@ -21,8 +21,10 @@ from trainshed.plan.performance.prediction import LayoutPrediction, predict
 from trainshed.plan.search.search import (
     CLOSE_WITHIN,
     SearchResult,
+    best_fitting_layout,
     evaluate_layout,
     is_tight,
+    offloaded_gib,
     rank_predictions,
     search_layouts,
     tie_break,
@@ -300,3 +302,40 @@ def test_what_is_fastest_if_nothing_stalls_is_tried_second() -> None:
     sure, also_sure = layout_that_takes(1.2, tp=1), layout_that_takes(1.3, tp=2)
     risky = layout_that_takes(1.0, tp=4, risk=0.5, likely=0.5)
     assert rank_predictions([risky, also_sure, sure]) == [sure, risky, also_sure]
+
+
+def test_where_nothing_fits_activations_wait_in_the_hosts_memory() -> None:
+    training = training_of("llama3.2-3b", "h100", 1, 131072, 1, "torch")
+    found = search_layouts(training, engine="torch", top=1)
+    assert found.chosen.layout.offload == "activations"
+    assert found.chosen.fits
+    assert any("wait in the host's memory" in note for note in found.notes)
+    best = best_fitting_layout(training, engine="torch")
+    assert best is not None
+    assert best.layout == found.chosen.layout
+    with pytest.raises(InputError, match="does not fit"):
+        search_layouts(training, engine="megatron", top=1)
+
+
+def test_activations_that_the_host_cannot_hold_are_computed_again() -> None:
+    training = training_of("llama3.2-3b", "h100", 1, 131072, 1, "torch")
+    needed = offloaded_gib(training, search_layouts(training, engine="torch").chosen.layout)
+    small = machine_of_gpu("h100").model_copy(update={"memory_gib": needed})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("trainshed.plan.search.search.machine_of_gpu", lambda gpu: small)
+        patch.setattr("trainshed.plan.search.search.find_machine", lambda name: small)
+        found = search_layouts(training, engine="torch", top=1)
+    assert (found.chosen.layout.recompute, found.chosen.layout.offload) == ("full", "activations")
+
+
+@pytest.mark.parametrize("engine", ["torch", "torchtune"])
+def test_a_search_with_offload_keeps_to_what_the_engine_can(engine: str) -> None:
+    training = training_of("llama3-8b", "h100", 8, 8192, 16, engine)
+    found = search_layouts(training, engine=engine, fixed={"offload": "activations"}, top=5)
+    for prediction in (found.chosen, *found.runners_up):
+        assert prediction.layout.offload == "activations"
+        assert legal(training, prediction.layout, engine)
+        kept = predict(training, replace(prediction.layout, offload=None))
+        assert prediction.memory.activations <= kept.memory.activations
+        if kept.fits:  # one that does not is slowed down by its allocator
+            assert prediction.step_seconds >= kept.step_seconds

@@ -7,7 +7,7 @@ recomputed.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
 from trainshed.plan.layout import RankLayout
@@ -296,6 +296,13 @@ def micro_batches_in_flight(layout: RankLayout, rank: int, micro_batches: int) -
     passes = micro_batches * layout.vp
     warm = passes if micro_batches == layout.pp else (layout.pp - rank - 1) * 2 + (layout.vp - 1) * layout.pp
     return min(passes, warm + 1) / layout.vp
+
+
+def offloaded_bytes(training: TrainingShape, layout: RankLayout, rank: int) -> float:
+    """Return the bytes of a rank's activations that wait in the host's memory with `layout.offload`."""
+    here, _ = _activation_bytes(training, layout, rank)
+    everywhere, _ = _activation_bytes(training, replace(layout, offload=None), rank)
+    return everywhere - here
 
 
 OFFLOADED_LAYERS = 2

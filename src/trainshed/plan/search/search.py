@@ -20,12 +20,18 @@ from itertools import product
 from math import inf, log, prod
 from typing import Any
 
+from trainshed.catalog import find_machine, machine_of_gpu
 from trainshed.errors import InputError
 from trainshed.plan.layout import RankLayout, distinct_names
 from trainshed.plan.legality import layout_notes, layout_problems, layout_warnings
-from trainshed.plan.performance.memory import GpuMemory, rank_memory
-from trainshed.plan.performance.prediction import NEARLY_FULL, LayoutPrediction, predict, predict_memory
-from trainshed.plan.search.space import SearchSpace, StateMemoryBound, StepTimeBound
+from trainshed.plan.performance.memory import GpuMemory, offloaded_bytes, rank_memory
+from trainshed.plan.performance.prediction import (
+    NEARLY_FULL,
+    LayoutPrediction,
+    predict,
+    predict_memory,
+)
+from trainshed.plan.search.space import OFFLOADING_ENGINES, SearchSpace, StateMemoryBound, StepTimeBound
 from trainshed.plan.training_shape import TrainingShape
 from trainshed.recipe.section import Problem
 from trainshed.recipe.validation import recipe_error
@@ -229,14 +235,17 @@ def search_layouts(
 ) -> SearchResult:
     """Find the fastest layout of a training on all its GPUs, and the `top` - 1 next best.
 
-    `fixed` are keys of the layout with given values; `batch_sizes` are further global batch sizes of the run. Raises
-    `InputError` where no layout is legal, or where none fits: then with the closest one, and with a number of GPUs that
-    would do.
+    `fixed` are keys of the layout with given values; `batch_sizes` are further global batch sizes of the run. Where
+    nothing fits otherwise, layouts whose activations wait in the host's memory are searched too. Raises `InputError`
+    where no layout is legal, or where none fits: then with the closest one, and with a number of GPUs that would do.
     """
     space = SearchSpace.for_training(training, engine, _without_none(fixed), batch_sizes)
     state = _LayoutSearch(space, max(1, top)).run()
     if not state.fitting:
-        raise _nothing_fits_error(space, state)
+        offloaded = _search_offloaded(space, top)
+        if offloaded is None:
+            raise _nothing_fits_error(space, state)
+        space, state = offloaded
     chosen, *others = rank_predictions(state.fitting)
     notes = [*_notes(training, engine, chosen, space.context.batch_sizes), *why_not_the_fastest(chosen, others)]
     return SearchResult(
@@ -254,8 +263,47 @@ def best_fitting_layout(
     training: TrainingShape, *, engine: str, fixed: Mapping[str, Any] | None = None, batch_sizes: Iterable[int] = ()
 ) -> LayoutPrediction | None:
     """Find the layout that `search_layouts` would choose; None where no layout is legal, or none fits."""
-    state = _LayoutSearch(SearchSpace.for_training(training, engine, _without_none(fixed), batch_sizes), 1).run()
-    return rank_predictions(state.fitting)[0] if state.fitting else None
+    space = SearchSpace.for_training(training, engine, _without_none(fixed), batch_sizes)
+    state: _SearchState | None = _LayoutSearch(space, 1).run()
+    if state is not None and not state.fitting:
+        _, state = _search_offloaded(space, 1) or (space, None)
+    return rank_predictions(state.fitting)[0] if state is not None else None
+
+
+def _search_offloaded(space: SearchSpace, top: int) -> tuple[SearchSpace, _SearchState] | None:
+    """Search layouts whose activations wait in the host's memory; None where that is settled, or where none fits."""
+    if "offload" in space.fixed or space.engine not in OFFLOADING_ENGINES or "selective" in space.fixed.values():
+        return None
+    ways = [space.fixed["recompute"]] if "recompute" in space.fixed else OFFLOADING_ENGINES[space.engine]
+    for recompute in ways:
+        keys = {**space.fixed, "offload": "activations", "recompute": recompute}
+        offloaded = replace(space, fixed=keys)
+        state = _LayoutSearch(offloaded, max(1, top)).run()
+        state.fitting = [
+            prediction
+            for prediction in state.fitting
+            if offloaded_gib(space.training, prediction.layout) <= host_memory_gib(space.training)
+        ]
+        if state.fitting:
+            return offloaded, state
+    return None
+
+
+def offloaded_gib(training: TrainingShape, layout: RankLayout) -> float:
+    """Return how much of a node's memory the activations of its GPUs take with `layout.offload`."""
+    fullest = max(offloaded_bytes(training, layout, rank) for rank in range(layout.pp))
+    return fullest * min(training.gpus, training.hardware.gpus_per_node) / 2**30
+
+
+_HOST_SHARE = 0.7
+"""Share of a node's memory that activations may take: data, checkpoints and the system need the rest."""
+
+
+def host_memory_gib(training: TrainingShape) -> float:
+    """Return the memory of a node that activations may take."""
+    name = training.hardware.machine
+    machine = find_machine(name) if name is not None else machine_of_gpu(training.hardware.gpu)
+    return _HOST_SHARE * machine.memory_gib
 
 
 def evaluate_layout(
@@ -439,7 +487,19 @@ def _notes(training: TrainingShape, engine: str, chosen: LayoutPrediction, batch
         engine=engine,
         link_domain=training.hardware.link_domain,
     )
-    return [*layout_notes(chosen.layout, training.model, engine=engine), *warnings, *_tight_memory_note(chosen)]
+    notes = layout_notes(chosen.layout, training.model, engine=engine)
+    return [*notes, *warnings, *_offload_note(training, chosen), *_tight_memory_note(chosen)]
+
+
+def _offload_note(training: TrainingShape, chosen: LayoutPrediction) -> list[str]:
+    """Say how much of the host's memory activations take."""
+    if chosen.layout.offload is None:
+        return []
+    needed, there = offloaded_gib(training, chosen.layout), host_memory_gib(training)
+    note = f"activations wait in the host's memory: {needed:,.1f} GiB on a node"
+    if needed > there:
+        note += f", more than the {there:,.0f} GiB that can be spared there; write recompute: full beside it"
+    return [note]
 
 
 def _tight_memory_note(chosen: LayoutPrediction) -> list[str]:

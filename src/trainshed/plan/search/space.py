@@ -33,6 +33,8 @@ _MOST_UNEVEN = (1.15, 1.05)
 """Without and with interleaving, which must not lose what it gains."""
 _RECOMPUTE_WAYS: dict[str, tuple[Recompute, ...]] = {"torchtune": ("none", "full")}
 """Ways to recompute, from the least to the most, of engines that do not have all three."""
+OFFLOADING_ENGINES: dict[str, tuple[Recompute, ...]] = {"torch": ("none", "full"), "torchtune": ("full",)}
+"""Ways to recompute of engines that let activations wait in the host's memory, where they do."""
 
 OnIllegal = Callable[[RankLayout, Problem], None]
 
@@ -87,6 +89,8 @@ class SearchSpace:
         return layout
 
     def _ways(self) -> tuple[Recompute, ...]:
+        if "offload" in self.fixed and self.engine in OFFLOADING_ENGINES:
+            return OFFLOADING_ENGINES[self.engine]
         return _RECOMPUTE_WAYS.get(self.engine, ("none", "selective", "full"))
 
     def _outer(self, on_illegal: OnIllegal) -> Iterator[RankLayout]:
@@ -142,7 +146,7 @@ class SearchSpace:
             replicate=replicate,
             shard=shard or ("full" if self.engine == "torchtune" else "zero1"),
             micro_batch=micro_batch,
-            recompute=self.fixed.get("recompute", "none"),
+            recompute=self.fixed.get("recompute", self._ways()[0]),
             offload=self.fixed.get("offload"),
             schedule=schedule,
             stages=tuple(self.fixed.get("stages") or ()) or _stages(self.training.model.layers, pp * vp),
