@@ -19,10 +19,11 @@ ROWS, LENGTH = 2, 16
 LOSSES = Regularization(z_loss=0.01, moe_balance=0.02, moe_z=0.03, dropout=0.2, seed=5)
 
 
-def build(variant: str, recompute: str, offload: str | None) -> RankModel:
+def build(variant: str, recompute: str, offload: str | None, *, precision: str = "fp32") -> RankModel:
     model = one_process_model(
         tiny_config(variant),
         length=LENGTH,
+        precision=precision,
         regularization=LOSSES,
         recompute=recompute,
         micro_batch=ROWS,
@@ -140,9 +141,33 @@ def test_nothing_is_caught_without_gradients(saved: list[_SavedStorage]) -> None
     assert not saved
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+def test_copies_of_weights_that_compiled_layers_save_stay() -> None:
+    model = build("qwen3", "none", "activations", precision="bf16")
+    for block in model.stages[0].layers.values():
+        block.compile(backend="aot_eager_decomp_partition", fullgraph=True)
+    packed: list[tuple[bool, tuple[int, ...]]] = []
+    original = _LayerActivations.pack
+
+    def pack(self: _LayerActivations, tensor: torch.Tensor) -> object:
+        handle = original(self, tensor)
+        packed.append((handle.storage is not None, tuple(tensor.shape)))
+        return handle
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_LayerActivations, "pack", pack)
+        forward(model)[0].backward()
+    torch.compiler.reset()
+    weights = {tuple(parameter.shape) for parameter in model.stages[0].layers.parameters() if parameter.dim() > 1}
+    copies = [gone for gone, shape in packed if shape in weights or shape[::-1] in weights]
+    assert copies, "else this shows nothing"
+    assert not any(copies)
+    assert any(gone for gone, _ in packed)
+
+
 def test_views_of_one_storage_are_copied_once() -> None:
     offload = ActivationOffload(torch.device("cpu"), min_bytes=1)
-    layer = _LayerActivations(offload, torch.nn.Identity(), set(), None)
+    layer = _LayerActivations(offload, torch.nn.Identity(), set(), frozenset(), None)
     whole = torch.arange(24.0)
     packed = [layer.pack(view) for view in (whole, whole.view(4, 6).t(), whole[5:9])]
     layer.send()

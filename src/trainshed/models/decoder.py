@@ -260,7 +260,7 @@ class DecoderStage(nn.Module):
             masks = document_masks(
                 document_starts, self.axes.cp, self.config.sliding_window, head_dim=self.config.head_dim
             )
-        for block, saving in self._layers(rotary, masks, samples):
+        for block, saving in self._layers(x, rotary, masks, samples):
             with saving:
                 x, router_losses = block(x, rotary, self.normalization.sequences, samples, self.local_columns, masks)
             if router_losses is not None:
@@ -300,6 +300,7 @@ class DecoderStage(nn.Module):
 
     def _layers(
         self,
+        x: torch.Tensor,
         rotary: tuple[torch.Tensor, torch.Tensor] | None,
         masks: tuple[AttentionMask, ...] | None,
         samples: torch.Tensor | None,
@@ -311,7 +312,10 @@ class DecoderStage(nn.Module):
             return
         shared = (*(rotary or ()), *(mask for mask in masks or () if isinstance(mask, torch.Tensor)), samples)
         one_stage = self.spec.first and self.spec.last
-        forward_pass = self.spec.offload.forward_pass(shared, keep_last=one_stage)
+        tokens = x.shape[0] * x.shape[1]
+        forward_pass = self.spec.offload.forward_pass(
+            shared, token_counts=(tokens, tokens * self.axes.tp.size), keep_last=one_stage
+        )
         for block in blocks:
             yield block, forward_pass.layer(block, last=block is blocks[-1])
 

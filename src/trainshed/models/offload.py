@@ -4,9 +4,10 @@ While a layer runs forward, the activations that the layer before it saved are c
 runs backward, those of the layer before it come back. One side stream does both. So a stage holds the activations of
 about two layers, whatever its depth, and no more host memory is used than was once needed.
 
-What a layer saves is caught by autograd's hooks for saved tensors, also in compiled blocks. Weights, buffers, and what
-all layers read alike (rotary tables) stay where they are. A storage is copied once, however many views of it are saved.
-On a CPU the same copies are made without a stream; nothing is won there, and nothing changes.
+What a layer saves is caught by autograd's hooks for saved tensors, also in compiled blocks. Weights, their copies in
+the dtype of the products, buffers, and what all layers read alike (rotary tables) stay where they are. A storage is
+copied once, however many views of it are saved. On a CPU the same copies are made without a stream; nothing is won
+there, and nothing changes.
 """
 
 from __future__ import annotations
@@ -35,13 +36,17 @@ class ActivationOffload:
         """Host memory taken so far."""
         self._free_buffers: dict[int, list[torch.Tensor]] = defaultdict(list)
 
-    def forward_pass(self, shared: Iterable[torch.Tensor | None], *, keep_last: bool) -> OffloadedPass:
+    def forward_pass(
+        self, shared: Iterable[torch.Tensor | None], *, token_counts: Iterable[int] = (), keep_last: bool
+    ) -> OffloadedPass:
         """Begin the forward pass of a micro-batch through a stage.
 
-        `shared` are tensors that all layers read. `keep_last` leaves the last layer's activations on the device: its
-        backward comes next.
+        `shared` are tensors that all layers read. `token_counts` are how many tokens this rank has: what is as long is
+        taken for an activation even where a weight has the same shape. `keep_last` leaves the last layer's activations
+        on the device: its backward comes next.
         """
-        return OffloadedPass(self, {_address(tensor) for tensor in shared if tensor is not None}, keep_last=keep_last)
+        addresses = {_address(tensor) for tensor in shared if tensor is not None}
+        return OffloadedPass(self, addresses, frozenset(token_counts), keep_last=keep_last)
 
     def take_buffer(self, size: int) -> torch.Tensor:
         """Return `size` bytes of host memory."""
@@ -58,14 +63,17 @@ class ActivationOffload:
 class OffloadedPass:
     """The layers of one forward pass, in order."""
 
-    def __init__(self, offload: ActivationOffload, shared: set[int], *, keep_last: bool) -> None:
-        self._offload, self._shared, self._keep_last = offload, shared, keep_last
+    def __init__(
+        self, offload: ActivationOffload, shared: set[int], token_counts: frozenset[int], *, keep_last: bool
+    ) -> None:
+        self._offload, self._shared, self._token_counts = offload, shared, token_counts
+        self._keep_last = keep_last
         self._previous: _LayerActivations | None = None
 
     @contextmanager
     def layer(self, module: nn.Module, *, last: bool) -> Iterator[None]:
         """Send away what `module` saves in this context, and give up the memory of the layer before it."""
-        activations = _LayerActivations(self._offload, module, self._shared, self._previous)
+        activations = _LayerActivations(self._offload, module, self._shared, self._token_counts, self._previous)
         with saved_tensors_hooks(activations.pack, activations.unpack):
             yield
         if self._previous is not None:
@@ -103,10 +111,17 @@ class _LayerActivations:
     """What one layer saved in one forward pass. Only autograd holds the storages, so they end with its graph."""
 
     def __init__(
-        self, offload: ActivationOffload, module: nn.Module, shared: set[int], previous: _LayerActivations | None
+        self,
+        offload: ActivationOffload,
+        module: nn.Module,
+        shared: set[int],
+        token_counts: frozenset[int],
+        previous: _LayerActivations | None,
     ) -> None:
         self._offload, self._module, self._shared, self._previous = offload, module, shared, previous
+        self._token_counts = token_counts
         self._staying: set[int] | None = None
+        self._weight_shapes: set[tuple[int, ...]] = set()
         self._storages: dict[int, weakref.ref[_SavedStorage]] = {}
         self._sent: torch.cuda.Event | None = None
         self._fetched: torch.cuda.Event | None = None
@@ -118,12 +133,14 @@ class _LayerActivations:
             # Not before the layer runs: FSDP gathers its weights only then.
             own = [*self._module.parameters(), *self._module.buffers()]
             self._staying = self._shared | {_address(parameter) for parameter in own}
+            self._weight_shapes = {tuple(parameter.shape) for parameter in own if parameter.dim() > 1}
         storage = tensor.untyped_storage() if type(tensor) in (torch.Tensor, nn.Parameter) else None
         if (
             storage is None
             or tensor.device.type != self._offload.device.type
             or storage.nbytes() < self._offload.min_bytes
             or storage.data_ptr() in self._staying
+            or self._is_weight_copy(tensor)
         ):
             return _SavedTensor(self, tensor)
         reference = self._storages.get(storage.data_ptr())
@@ -134,6 +151,12 @@ class _LayerActivations:
         return _SavedTensor(
             self, None, saved, tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
         )
+
+    def _is_weight_copy(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is a weight in another dtype, or transposed, which a compiled layer saves for backward."""
+        shape = tuple(tensor.shape)
+        transposed = (*shape[:-2], *shape[:-3:-1])
+        return not self._token_counts & set(shape) and bool({shape, transposed} & self._weight_shapes)
 
     def send(self) -> None:
         """Copy the storages to host memory, after what the device is doing now."""
