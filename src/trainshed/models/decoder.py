@@ -189,13 +189,10 @@ class Embedding(nn.Module):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Return the rows of ids [...], counted from the first of this rank: [..., H]."""
-        vectors, rows = F.embedding(ids, self.weight), self.trained_rows()
-        if rows is None:
-            return vectors
-        index = ids - self.trained_start
-        is_trained = (index >= 0) & (index < rows.shape[0])
-        trained = F.embedding(torch.where(is_trained, index, 0), rows).to(vectors.dtype)
-        return torch.where(is_trained[..., None], trained, vectors)
+        # `where` lays its result out as the condition is, and pipeline stages send only contiguous tensors.
+        ids = ids.contiguous()
+        vectors = F.embedding(ids, self.weight)
+        return vectors if self.added is None or not self.added.enabled else self.added.put_into(vectors, ids)
 
     def matrix(self) -> torch.Tensor:
         """Return all rows of this rank as they are used."""
@@ -212,7 +209,19 @@ class TrainedRows(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(added.count, width))
         self._first, self._last = added.within(vocab_start, vocab_stop)
-        self.start = max(added.start - vocab_start, 0)
+        self._offset = added.start - vocab_start
+        self.start = max(self._offset, 0)
+        """Where they begin among the rows of this rank."""
+
+    def put_into(self, vectors: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """Return the vectors [..., H] of ids [...] with those of added tokens in place of the frozen ones.
+
+        A rank that has no added token computes the same, so that all ranks of tp have a gradient and meet in backward.
+        """
+        index = ids - self._offset
+        is_added = (index >= self._first) & (index < self._last)
+        trained = F.embedding(torch.where(is_added, index, 0), self.weight).to(vectors.dtype)
+        return torch.where(is_added[..., None], trained, vectors)
 
     def rows(self) -> torch.Tensor | None:
         """Return those that this rank has; None where it has none."""

@@ -48,7 +48,8 @@ def added_token_files(tokenizer: Tokenizer, texts: Sequence[str]) -> dict[str, b
         *(body.get("added_tokens") or ()),
         *({"id": id, **entry} for id, entry in entries.items()),
     ]
-    settings = dict(tokenizer.config)
+    # How a special token is matched is in tokenizer.json; here its text suffices.
+    settings = tokenizer.config | tokenizer.special_texts
     if isinstance(known := settings.get("added_tokens_decoder"), dict):
         settings["added_tokens_decoder"] = {**known, **{str(id): entry for id, entry in entries.items()}}
     files = {"tokenizer.json": orjson.dumps(body)}
