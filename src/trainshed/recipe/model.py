@@ -248,7 +248,7 @@ class ModelSection(Section):
     verdict: Literal["ignore"] | None = Field(
         None, description="`ignore`: train on converted weights although the proof of their conversion failed"
     )
-    added_tokens: tuple[Text, ...] | None = Field(
+    added_tokens: Annotated[tuple[Text, ...], Field(strict=False, min_length=1)] | None = Field(
         None,
         description="Tokens that the tokenizer of `from` lacks; their rows begin as the mean of all rows, and are "
         "trained with adapters too",
@@ -276,8 +276,6 @@ class ModelSection(Section):
 
     def _added_token_problems(self, texts: tuple[str, ...]) -> Iterator[Problem]:
         """Added tokens are texts that can be told apart, for weights that do not know them."""
-        if not texts:
-            yield Problem(("added_tokens",), "names no token", "write some, or delete the line")
         if not self.from_:
             yield Problem(
                 ("added_tokens",),

@@ -80,7 +80,7 @@ def test_the_rows_of_added_tokens_and_no_others_are_trained_beside_adapters(
             # Two steps of Adam move a weight by at most twice the learning rate, and each row was moved.
             moved = (trained - mean).abs()
             assert trained.shape == (7, 16)
-            assert 0 < float(moved.max(1).values.min()), name
+            assert float(moved.max(1).values.min()) > 0, name
             assert float(moved.max()) <= 1e-2, name
     notes = [event["text"] for event in events(folder, "note")]
     assert "7 added tokens begin as the mean of the 58 before them" in notes
