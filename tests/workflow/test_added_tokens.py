@@ -120,10 +120,11 @@ def test_lora_trains_the_rows_of_the_tokens_and_peft_says_the_same(here: Path, b
     tokens = torch.randint(262, (1, 64), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         expected = theirs(tokens).logits
+        bound = 2e-6 * float(expected.abs().max())
         model = AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float32)
-        assert float((model(tokens).logits - expected).abs().max()) <= 1e-5
+        assert float((model(tokens).logits - expected).abs().max()) <= bound
         ours = load_model(str(exported), device="cpu").decoder
-        assert float((ours.logits(ours(tokens))[:, 0] - expected[0]).abs().max()) <= 1e-5
+        assert float((ours.logits(ours(tokens))[:, 0] - expected[0]).abs().max()) <= bound
     assert len(AutoTokenizer.from_pretrained(merged)) == model.config.vocab_size == 262
 
 

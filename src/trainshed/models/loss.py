@@ -171,10 +171,10 @@ def cross_entropy_pass(
     Tokens without a label need a weight of 0. The weights are in the `sum_dtype` of `hidden`; `weight`, `labels` and
     `trained_rows` are those of `linear_cross_entropy`. With trained rows the gradient of the weight is that of these.
     """
-    counted = slice(None)
+    columns = slice(None)
     if trained_rows is not None:
-        counted = slice(vocabulary.trained_start, vocabulary.trained_start + trained_rows.shape[0])
-        weight = replace_rows(weight, trained_rows, counted.start)
+        columns = slice(vocabulary.trained_start, vocabulary.trained_start + trained_rows.shape[0])
+        weight = replace_rows(weight, trained_rows, columns.start)
     with_gradient = wants_grad_hidden or wants_grad_weight
     chunk_loss = _compiled_chunk_loss() if hidden.is_cuda and vocabulary.group.size == 1 else _chunk_loss
     entropy, z = torch.empty_like(token_weights), token_weights.new_zeros(())
@@ -207,7 +207,7 @@ def cross_entropy_pass(
         if grad_hidden is not None:
             torch.mm(gradient, padded_weight, out=grad_hidden[chunk])
         if wants_grad_weight:
-            part = gradient[:, counted].t()
+            part = gradient[:, columns].t()
             grad_weight = _accumulate_product(grad_weight, part, hidden[chunk], token_weights.dtype)
     return CrossEntropyPass(
         entropy, z, grad_hidden, _in_dtype(grad_weight, weight if trained_rows is None else trained_rows)

@@ -93,9 +93,9 @@ class _LinearTokenLoss(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if wants_grad else None
         grad_weight: torch.Tensor | None = None
         used, trained = cross_entropy.replace_rows(weight, trained_rows, trained_start).to(hidden.dtype), weight
-        counted = slice(None)
+        columns = slice(None)
         if trained_rows is not None:
-            trained, counted = trained_rows, slice(trained_start, trained_start + trained_rows.shape[0])
+            trained, columns = trained_rows, slice(trained_start, trained_start + trained_rows.shape[0])
         for start in range(0, hidden.shape[0], tokens):
             part, label = hidden[start : start + tokens], labels[start : start + tokens]
             values = (part @ used.t()).to(wide).requires_grad_(wants_grad)
@@ -115,7 +115,7 @@ class _LinearTokenLoss(torch.autograd.Function):
             torch.mm(gradient, used, out=grad_hidden[start : start + tokens])
             if not any(ctx.needs_input_grad[1:3]):  # a frozen head
                 continue
-            product = (gradient[:, counted].t() @ part).to(wide)
+            product = (gradient[:, columns].t() @ part).to(wide)
             grad_weight = product if grad_weight is None else grad_weight.add_(product)
         ctx.save_for_backward(grad_hidden, None if grad_weight is None else grad_weight.to(trained.dtype))
         ctx.mark_non_differentiable(extra)

@@ -325,7 +325,7 @@ def _checked_adapters(lora: Lora | None) -> Lora | None:
 
 
 def _with_added_rows(run: PreparedRun, added_tokens: Sequence[str] | None) -> PreparedRun:
-    """Let the last tokens of a shrunk model stand for those that a recipe adds: beside adapters their rows are trained."""
+    """Let the last tokens of a shrunk model stand for added ones: with adapters their rows are trained."""
     if not added_tokens:
         return run
     rows = run.config.vocab_size
