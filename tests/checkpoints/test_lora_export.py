@@ -24,7 +24,9 @@ from trainshed.checkpoints.lora.merge import merge_adapter
 from trainshed.checkpoints.prove.compare import compare_weights
 from trainshed.checkpoints.prove.verdict import read_verdict
 from trainshed.errors import InputError, TrainshedError
+from trainshed.models.parameters import AddedRows
 from trainshed.recipe import Lora
+from trainshed.serve.loading import load_model
 from trainshed.storage import LocalStore, Manifest
 
 TOKENS = torch.arange(3, 23)[None]
@@ -85,6 +87,60 @@ def test_peft_answers_with_our_export_as_the_merged_weights_do(case: str, tmp_pa
         torch.testing.assert_close(
             tensor, load_file(tmp_path / "merged" / "model.safetensors")[name], rtol=0, atol=1e-6
         )
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gpt2"])  # an own head; one that is tied; another name for both
+@pytest.mark.parametrize("grown", [0, 3])
+def test_peft_answers_with_the_rows_of_added_tokens(family: str, grown: int, tmp_path: Path) -> None:
+    config = save_tiny_hf(family, tmp_path / "base", seed=1)
+    rows = config.vocab_size
+    added = AddedRows(rows - 5 + grown, 5, rows)
+    run = save_lora_checkpoint(tmp_path / "run", config, lora(dora=True), tmp_path / "base", added=added)
+    reporter = Notes()
+    made = export_adapter(str(run), str(tmp_path / "adapter"), dtype="fp32", reporter=reporter)
+    assert made.verdict.passed
+    assert any(f"resize_token_embeddings({rows + grown})" in note for note in reporter.said) == bool(grown)
+    peft = pytest.importorskip("peft", reason="peft is not installed: exports are not held against it")
+    theirs = hf_model(tmp_path / "base")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        theirs.resize_token_embeddings(rows + grown, mean_resizing=False)
+        theirs = peft.PeftModel.from_pretrained(theirs, tmp_path / "adapter").eval()
+    tokens = torch.cat([TOKENS, torch.arange(added.start, added.stop)[None]], dim=1)
+    with torch.no_grad():
+        expected = theirs(tokens).logits
+        # The run itself, and PEFT's folder over a base without the rows, converted to whole weights.
+        convert_weights(str(run), str(tmp_path / "merged"), TargetFormat("hf"), dtype="fp32")
+        found = hf_model(tmp_path / "merged")(tokens).logits
+        ours = load_model(str(tmp_path / "adapter"), device="cpu")
+    assert found.shape == expected.shape == (1, tokens.shape[1], rows + grown)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    table = ours.decoder.embedding.weight[added.start : added.stop]
+    assert table.equal(
+        load_file(tmp_path / "adapter" / "adapter_model.safetensors")[
+            f"base_model.model.{'transformer.wte' if family == 'gpt2' else 'model.embed_tokens'}"
+            ".token_adapter.trainable_tokens_delta"
+        ]
+    )
+    if not grown:
+        merged = merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "in-place")
+        assert merged.verdict.passed
+        torch.testing.assert_close(hf_model(tmp_path / "in-place")(tokens).logits, expected, rtol=0, atol=1e-5)
+
+
+def test_an_adapter_that_peft_trained_with_token_indices_is_read(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed: its adapters are not made here")
+    save_tiny_hf("llama", tmp_path / "base", seed=1)
+    settings = peft.LoraConfig(r=2, target_modules=["q_proj"], trainable_token_indices=[7, 3])
+    model = peft.get_peft_model(hf_model(tmp_path / "base"), settings)
+    with torch.no_grad():
+        for name, tensor in model.named_parameters():
+            if tensor.requires_grad:
+                tensor.add_(0.3 * torch.randn(tensor.shape, generator=torch.Generator().manual_seed(len(name))))
+    model.save_pretrained(tmp_path / "adapter")
+    merged = merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "merged")
+    assert merged.verdict.passed
+    torch.testing.assert_close(logits(hf_model(tmp_path / "merged")), logits(model), rtol=0, atol=1e-5)
 
 
 def test_the_folder_says_what_peft_reads_and_brings_the_words(tmp_path: Path) -> None:

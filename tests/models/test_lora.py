@@ -21,6 +21,8 @@ from trainshed.engines.torch.model import RankModel
 from trainshed.engines.torch.weights import fill_frozen, init_adapters
 from trainshed.models.decoder import Regularization
 from trainshed.models.layers import CounterDropout, Linear
+from trainshed.models.lora import adapters_disabled
+from trainshed.models.parameters import AddedRows
 from trainshed.recipe import Lora, ModelConfig
 
 ROWS, LENGTH, SEED = 2, 16, 3
@@ -33,7 +35,7 @@ ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 class Pair:
     """One model with random adapters twice: PEFT's around transformers', and ours."""
 
-    def __init__(self, family: str, folder: Path, options: dict[str, Any]) -> None:
+    def __init__(self, family: str, folder: Path, options: dict[str, Any], added: AddedRows | None = None) -> None:
         from peft import LoraConfig, get_peft_model
 
         self.lora = Lora.model_validate({"rank": 4, "alpha": 6, **options})
@@ -52,10 +54,11 @@ class Pair:
                 use_rslora=self.lora.rslora,
                 use_dora=self.lora.dora,
                 fan_in_fan_out=family == "gpt2",
+                trainable_token_indices=None if added is None else trained_tokens(self.config, added),
             ),
         )
         self.theirs.train()
-        self.ours = adapted_model(self.config, self.lora, "fp64")
+        self.ours = adapted_model(self.config, self.lora, "fp64", added=added)
         with HfWeights(folder) as saved:
             fill_frozen(self.ours, saved.read)
             init_adapters(self.ours, saved.read, SEED)
@@ -129,7 +132,19 @@ class CountedMask(nn.Module):
         return self.dropout(x.transpose(0, 1), SAMPLES, torch.arange(LENGTH)).transpose(0, 1)
 
 
-def adapted_model(config: ModelConfig, lora: Lora, precision: str = "fp32", recompute: str = "none") -> RankModel:
+def trained_tokens(config: ModelConfig, added: AddedRows) -> dict[str, list[int]]:
+    """What PEFT is told of added tokens."""
+    tables = ["wte" if config.family == "gpt2" else "embed_tokens", *([] if config.tied_embeddings else ["lm_head"])]
+    return {table: list(range(added.start, added.stop)) for table in tables}
+
+
+def adapted_model(
+    config: ModelConfig,
+    lora: Lora,
+    precision: str = "fp32",
+    recompute: str = "none",
+    added: AddedRows | None = None,
+) -> RankModel:
     """Ours, with fresh weights."""
     return one_process_model(
         config,
@@ -139,11 +154,14 @@ def adapted_model(config: ModelConfig, lora: Lora, precision: str = "fp32", reco
         recompute=recompute,
         regularization=Regularization(seed=SEED),
         lora=lora,
+        added=added,
     )
 
 
 def native_name(name: str) -> str:
     """Say a tensor of PEFT's in our words: base_model.model.model.layers.0.self_attn.q_proj.lora_A.default.weight."""
+    if "trainable_tokens" in name:
+        return f"{'head' if 'lm_head' in name else 'embedding'}.added.weight"
     path, _, kind = name.partition(".lora_")
     parts = path.split(".")
     layer, projection = parts[next(i for i, part in enumerate(parts) if part in ("layers", "h")) + 1], parts[-1]
@@ -206,6 +224,17 @@ def test_every_family_is_that_of_peft(tmp_path: Path, family: str, dora: bool) -
 @pytest.mark.parametrize("dora", [False, True])
 def test_gpt2_is_that_of_peft_where_its_projections_are_apart(tmp_path: Path, dora: bool) -> None:
     Pair("gpt2", tmp_path, {"targets": ["o_proj", "up_proj", "down_proj"], "dora": dora}).compare()
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gpt2"])  # a head of its own; a tied one; other names
+def test_the_rows_of_added_tokens_are_those_of_peft(tmp_path: Path, family: str) -> None:
+    rows = tiny_config(family).vocab_size
+    pair = Pair(family, tmp_path, {"targets": ["o_proj"]}, AddedRows(rows - 40, 30, rows))
+    pair.compare()
+    (stage,) = pair.ours.stages
+    tokens = token_rows(pair.config, ROWS, LENGTH)
+    with torch.no_grad(), adapters_disabled([stage]), pair.theirs.disable_adapter():
+        assert_close(stage.logits(stage(tokens)).transpose(0, 1), pair.theirs(tokens).logits, "the base", 1e-9)
 
 
 def block_diagonal(blocks: list[torch.Tensor]) -> torch.Tensor:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from trainshed.catalog import model_preset
-from trainshed.models.parameters import lora_parameter_count
+from trainshed.models.parameters import AddedRows, lora_parameter_count
 from trainshed.models.quantization import QuantizedWeight
 from trainshed.plan.flops import adapter_flops
 from trainshed.plan.lora_shape import DOUBLE_QUANTIZED_NF4_BYTES, QUANTIZED_BYTES, LoraShape, layer_adapters, lora_shape
@@ -26,6 +26,15 @@ def test_a_recipe_and_the_planner_count_the_same_weights_and_flops(preset: str, 
     model = model_shape(config)
     assert lora_shape(lora).weights(model) == lora_parameter_count(config, lora)
     assert lora_shape(lora).token_flops(model) == adapter_flops(config, lora)
+
+
+@pytest.mark.parametrize("preset", ["llama3-8b", "llama3.2-1b"])
+def test_the_rows_of_added_tokens_are_counted_in_each_table_that_a_model_has(preset: str) -> None:
+    config, lora = model_preset(preset), Lora(rank=16, alpha=32.0, targets=("q_proj",))
+    added = AddedRows(config.vocab_size, 3, config.vocab_size)
+    shape, model = lora_shape(lora, 3), model_shape(config)
+    assert shape.weights(model) == lora_parameter_count(config, lora, added)
+    assert shape.weights(model) - lora_shape(lora).weights(model) == 3 * config.hidden * (2 - config.tied_embeddings)
 
 
 def test_tensor_parallel_divides_the_factor_that_its_projection_is_cut_along() -> None:

@@ -33,6 +33,42 @@ CASES: dict[str, tuple[tuple[str, ...], str, str, str | None]] = {
         "names no architecture",
         "write `preset: llama3.1-8b`, `config: {…}` or `from: hf://…`",
     ),
+    "added tokens without weights": (
+        ("model.added_tokens=[<tool>]",),
+        "model.added_tokens",
+        "are for weights that lack them, and there are none to start from",
+        "delete the line: a model that starts from nothing has the words of its tokenizer",
+    ),
+    "added tokens of synthetic data": (
+        (*FROM, "model.added_tokens=[<tool>]", "data={synthetic: true, sequence_length: 8}"),
+        "model.added_tokens",
+        "synthetic data has no text",
+        "delete the line",
+    ),
+    "added tokens without a tokenizer": (
+        (*FROM, "model.added_tokens=[<tool>]", "data.train=[{tokens: prefix}]", "tokenizer=null"),
+        "model.added_tokens",
+        "there is no tokenizer to add them to",
+        "write `tokenizer: hf://org/name`",
+    ),
+    "an added token with white space": (
+        (*FROM, "model.added_tokens=['<tool> ']"),
+        "model.added_tokens.0",
+        "'<tool> ' begins or ends with white space, which templates and tokenizers remove",
+        "write '<tool>'",
+    ),
+    "an added token that is white space": (
+        (*FROM, "model.added_tokens=['<tool>', ' ']"),
+        "model.added_tokens.1",
+        "' ' begins or ends with white space, which templates and tokenizers remove",
+        "write a text",
+    ),
+    "an added token twice": (
+        (*FROM, "model.added_tokens=[<a>, <b>, <a>]"),
+        "model.added_tokens.2",
+        "'<a>' is named twice",
+        "delete one of them",
+    ),
     "no weights": (
         ("model.init=null",),
         "model.init",

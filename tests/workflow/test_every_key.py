@@ -139,6 +139,7 @@ CHANGES = {
     "model.from": Change("model={preset: llama3-8b, from: hf://org/other}", BASE),
     "model.init": Change("model={preset: llama3-8b, init: random}", BASE),
     "model.verdict": Change("model.verdict=ignore", BASE),
+    "model.added_tokens": Change("model.added_tokens=['<tool>', '</tool>']", BASE),
     "tokenizer.train.vocab_size": Change("tokenizer.train.vocab_size=400", LEARNED),
     "tokenizer.train.min_frequency": Change("tokenizer.train.min_frequency=4", LEARNED),
     "tokenizer.train.eod": Change("tokenizer.train.eod=<e>", LEARNED),
@@ -433,7 +434,8 @@ def _fine_tuned(base: Path) -> Iterator[tuple[str, ...]]:
     validation = "data.validation={path: lines.jsonl, every: 2, batches: 1}"
     Path("walk.jinja").write_text(TEMPLATE)
     Path("lines.jsonl").write_bytes(b"\n".join([orjson.dumps(TALK)] * 64))
-    yield ("name=chat", *start, validation, "train.mode=finetune", "train.lora={rank: 2, alpha: 4}")
+    added = "model.added_tokens=['<tool>']"
+    yield ("name=chat", *start, added, validation, "train.mode=finetune", "train.lora={rank: 2, alpha: 4}")
     Path("lines.jsonl").write_bytes(b"\n".join([orjson.dumps(PAIR)] * 64))
     yield ("name=pairs", *start, "train.mode=dpo", "train.dpo={}", "train.early_stop=null", "export=null")
 

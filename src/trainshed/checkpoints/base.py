@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trainshed.checkpoints.added_rows import open_with_added_rows
 from trainshed.checkpoints.formats import detect_format, open_weights
 from trainshed.checkpoints.hf.weights import HfWeights
 from trainshed.checkpoints.megatron.iterations import LATEST_ITERATION, read_latest_iteration
@@ -21,7 +22,7 @@ from trainshed.checkpoints.prove.verdict import VERDICT
 from trainshed.checkpoints.weights import Weights
 from trainshed.data.tokenize.tokenizer import TOKENIZER_FILES
 from trainshed.errors import AddressError, CorruptData, NoSuchName, NotFound
-from trainshed.models.parameters import parameter_count
+from trainshed.models.parameters import AddedRows, parameter_count
 from trainshed.recipe import ModelConfig
 from trainshed.reporting import SILENT, Reporter
 from trainshed.storage import (
@@ -89,9 +90,12 @@ class BaseWeights:
         entries = [[entry.path, entry.size, entry.checksum] for entry in self.manifest.files]
         return sha256_of(json.dumps(entries).encode())
 
-    def open(self, config: ModelConfig | None = None) -> Weights:
-        """Open the weights, as their own files describe them or as `config` does."""
-        return open_weights(self.files, config=config)
+    def open(self, config: ModelConfig | None = None, added: AddedRows | None = None) -> Weights:
+        """Open the weights, as their own files describe them or as `config` does; `added`: with rows for added tokens.
+
+        `config` counts the rows of added tokens then.
+        """
+        return open_with_added_rows(self.files, config, added)
 
 
 def fetch_base(

@@ -45,6 +45,8 @@ class AdaptersInspection:
     targets: tuple[str, ...]
     parameters: int
     base: str
+    added_tokens: int = 0
+    """Tokens whose rows are among these weights."""
 
 
 @dataclass(frozen=True)
@@ -153,7 +155,8 @@ def _inspect_native(
     if holds_adapters(checkpoint):
         spec = AdapterSpec.read(checkpoint.manifest.spec, join(store.url, checkpoint.path))
         count = sum(math.prod(tensor["shape"]) for tensor in stored)
-        adapters = AdaptersInspection(spec.lora.rank, spec.lora.targets, count, spec.base_address)
+        added = 0 if spec.added is None else spec.added.count
+        adapters = AdaptersInspection(spec.lora.rank, spec.lora.targets, count, spec.base_address, added)
     files = tuple(WeightsFile(entry.path, entry.size) for entry in checkpoint.manifest.files)
     return config, sorted(dtypes), checkpoint.step, files, adapters
 

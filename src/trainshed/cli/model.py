@@ -362,8 +362,9 @@ def _inspection_text(inspection: WeightsInspection) -> str:
         lines.append(f"    {part:<10}{count:>18,}  {count / inspection.parameters:>6.1%}{tied}")
     if (adapters := inspection.adapters) is not None:
         lines.append(
-            f"  adapters    {adapters.parameters:,} weights of rank {adapters.rank} on {', '.join(adapters.targets)}; "
-            f"the others are in {adapters.base}"
+            f"  adapters    {adapters.parameters:,} weights of rank {adapters.rank} on {', '.join(adapters.targets)}"
+            + (f", rows of {adapters.added_tokens} added tokens among them" if adapters.added_tokens else "")
+            + f"; the others are in {adapters.base}"
         )
     if inspection.step is not None:
         lines.append(f"  step        {inspection.step:,}")

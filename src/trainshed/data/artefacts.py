@@ -25,7 +25,8 @@ from trainshed.data.prepare import PrepareResult, ShardJob, TokenizeConfig, hash
 from trainshed.data.recipe_keys import errors_with_recipe_keys
 from trainshed.data.text.corpus import assign_shards, count_file_rows, find_inputs, run_script, script_spec
 from trainshed.data.text.reader import InputSlice
-from trainshed.data.tokenize.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+from trainshed.data.tokenize.added_tokens import added_token_files, read_generation_config
+from trainshed.data.tokenize.tokenizer import Tokenizer, load_tokenizer, tokenizer_from_files, train_tokenizer
 from trainshed.data.tokens.manifest import (
     InputRecord,
     TokenManifest,
@@ -61,7 +62,8 @@ class DataArtefacts:
     """Makes and finds the data artefacts of one recipe.
 
     With `make=False` nothing is made: what is missing is an error that says which command makes it. `started_run` is
-    the run that they are for, if it has started: it must go on with the text and the tokens it began with.
+    the run that they are for, if it has started: it must go on with the text and the tokens it began with. `tokenizer`
+    is the one at the recipe's address, if it is loaded already, without the tokens that `model.added_tokens` adds.
     """
 
     def __init__(
@@ -78,7 +80,8 @@ class DataArtefacts:
     ) -> None:
         self._recipe, self._root, self._started_run = recipe, store / "artefacts", started_run
         self._make, self._workers, self.options, self._reporter = make, workers, options, reporter
-        self._tokenizer = tokenizer
+        self._loaded_tokenizer = tokenizer
+        self._tokenizer: Tokenizer | None = None
 
     @property
     def indexes(self) -> Path:
@@ -86,13 +89,41 @@ class DataArtefacts:
         return self._root / "index"
 
     def tokenizer(self) -> Tokenizer | None:
-        """Return the recipe's tokenizer, trained on its sources if the recipe says so; None if it names none."""
-        if self._tokenizer is None and self._recipe.tokenizer is not None:
-            if isinstance(self._recipe.tokenizer, TrainedTokenizer):
-                self._tokenizer = load_tokenizer(str(self._trained_tokenizer(self._recipe.tokenizer)), self.options)
-            else:
-                self._tokenizer = load_tokenizer(self._recipe.tokenizer, self.options)
+        """Return the recipe's tokenizer, trained on its sources if the recipe says so; None if it names none.
+
+        It has the tokens of `model.added_tokens`.
+        """
+        if self._tokenizer is None:
+            plain, texts = self._plain_tokenizer(), self._recipe.model.added_tokens
+            self._tokenizer = plain if plain is None or not texts else self._extended_tokenizer(plain, texts)
         return self._tokenizer
+
+    def _plain_tokenizer(self) -> Tokenizer | None:
+        if self._loaded_tokenizer is None and self._recipe.tokenizer is not None:
+            if isinstance(self._recipe.tokenizer, TrainedTokenizer):
+                address = str(self._trained_tokenizer(self._recipe.tokenizer))
+            else:
+                address = self._recipe.tokenizer
+            self._loaded_tokenizer = load_tokenizer(address, self.options)
+        return self._loaded_tokenizer
+
+    def _extended_tokenizer(self, plain: Tokenizer, texts: Sequence[str]) -> Tokenizer:
+        """Return a tokenizer with added tokens as an artefact; where it is not made yet and may not be, in memory."""
+        files = added_token_files(plain, texts)
+        spec = {
+            "tokenizer": plain.sha256,
+            "added_tokens": list(texts),
+            "files": {name: hashlib.sha256(data).hexdigest() for name, data in sorted(files.items())},
+        }
+        folder = self._folder("tokenizer", spec)
+        if not self._make and not _artefact_exists(folder):
+            return tokenizer_from_files(plain.address, files)
+        with self._making_artefact(folder, "the tokenizer with added tokens") as partial:
+            if partial is not None:
+                for name, data in {**files, **read_generation_config(plain.address, self.options)}.items():
+                    (partial / name).write_bytes(data)
+                _publish(partial, folder, "tokenizer", spec)
+        return load_tokenizer(str(folder / "files"), self.options)
 
     def source(self, source: SourceKeys, label: str) -> TokenSource:
         """Make or find the tokens of one source; `label` is its part of the shuffle's key."""
@@ -347,7 +378,8 @@ class DataArtefacts:
                 where=shard,
                 hint=f"prepare the text again with {tokenizer.address}, or name its tokenizer in the recipe",
             )
-        if config is not None and manifest.spec["vocab_size"] > config.vocab_size:
+        grows = tokenizer is not None and self._recipe.model.added_tokens is not None
+        if config is not None and not grows and manifest.spec["vocab_size"] > config.vocab_size:
             raise InputError(
                 f"these tokens are of a vocabulary of {manifest.spec['vocab_size']:,} ({manifest.tokenizer}), "
                 f"more than the {config.vocab_size:,} rows of the model's embedding",

@@ -89,7 +89,7 @@ def _encode_chat(
 ) -> tuple[list[tuple[int, ...]], set[int]]:
     """Return the tokens of each prompt up to where its answer begins, and the tokens that end an answer.
 
-    Those are the tokenizer's own end token, and the special token that the template writes after an answer.
+    Those are the tokenizer's own end token, and the one that the template writes after an answer.
     """
     answers = recipe.data.answers
     source = find_template(answers.template, tokenizer, folder=recipe.folder, options=options)
@@ -121,13 +121,14 @@ def chat_format(
 
 
 def _answer_end(source: TemplateSource, tokenizer: Tokenizer, system: str | None) -> tuple[int, ...]:
-    """Return the special token that a template writes after an answer, if there is one."""
+    """Return the token that a template writes after an answer, where it is a special or an added one."""
     messages = [] if system is None else [{"role": "system", "content": system}]
     messages += [{"role": "user", "content": "?"}, {"role": "assistant", "content": ANCHOR}]
     text = ChatTemplate(source.text, tokenizer.special_texts).render(messages).text
     after = tokenizer.backend.encode(text.partition(ANCHOR)[2], add_special_tokens=False).ids
-    special = {token.id for text in tokenizer.special_tokens if (token := tokenizer.token(text)) is not None}
-    return tuple(id for id in after[:1] if id in special)
+    # Some tokenizers have runs of white space as added tokens, which end nothing.
+    whole = {id for id, token in tokenizer.backend.get_added_tokens_decoder().items() if token.content.strip()}
+    return tuple(id for id in after[:1] if id in whole)
 
 
 def _check_length(recipe: Recipe, number: int, length: int, answer_tokens: int) -> None:

@@ -132,6 +132,7 @@ COMMON_UNSAID: Mapping[str, str] = {
     "model.from": _COPY,
     "model.init": "what does not start from weights starts from random ones",
     "model.verdict": "base weights are proven before the engine starts",
+    "model.added_tokens": REFUSED,
     "tokenizer": _COPY,
     **dict.fromkeys(("data.skip", "data.stage", "train.z_loss", "checkpoint.to"), REFUSED),
     **dict.fromkeys(("data.validation.prompts", "data.validation.answer_tokens", "train.dpo"), REFUSED),
@@ -171,6 +172,7 @@ def unhonoured_problems(recipe: Recipe, engine: str) -> Iterator[Problem]:
         (train.mode == "dpo", ("train", "mode"), "is not rendered for pairs of answers (dpo)"),
         (train.early_stop is not None, ("train", "early_stop"), "does not end a run by its validation loss"),
         (recipe.checkpoint.best is not None, ("checkpoint", "best"), "does not keep the best checkpoint apart"),
+        (recipe.model.added_tokens is not None, ("model", "added_tokens"), "does not add tokens to a model"),
         (
             validation is not None and validation.prompts is not None,
             ("data", "validation", "prompts"),

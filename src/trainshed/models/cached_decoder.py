@@ -64,7 +64,7 @@ class CachedDecoder:
         never depends on the other tokens that chose the same expert.
         """
         decoder = self.decoder
-        x = F.embedding(tokens, decoder.embedding.weight).to(decoder.spec.dtype)
+        x = decoder.embedding(tokens).to(decoder.spec.dtype)
         if self.config.positions == "learned":
             x = x + F.embedding(positions, decoder.positions.weight).to(x.dtype)
         rotary = None if decoder.rotary is None else (decoder.rotary[0][positions], decoder.rotary[1][positions])

@@ -24,9 +24,10 @@ from trainshed.models.attention import Attention, context_parallel_positions, ro
 from trainshed.models.collectives import ParallelAxes, all_gather, reduce_scatter
 from trainshed.models.documents import AttentionMask, document_masks, document_positions
 from trainshed.models.layers import MLP, CounterDropout, Norm
-from trainshed.models.loss import LOSS_TERMS, VocabularyShard, linear_cross_entropy
+from trainshed.models.loss import LOSS_TERMS, VocabularyShard, linear_cross_entropy, replace_rows
 from trainshed.models.moe import ROUTER_LOSS_TERMS, MoE
 from trainshed.models.offload import ActivationOffload
+from trainshed.models.parameters import AddedRows
 from trainshed.models.preference_loss import (
     PREFERENCE_FIGURES,
     PreferenceRule,
@@ -180,6 +181,56 @@ class Embedding(nn.Module):
     def __init__(self, rows: int, width: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(rows, width))
+        self.added: TrainedRows | None = None
+
+    def trained_rows(self) -> torch.Tensor | None:
+        """The rows of this rank that are trained while the others are frozen; None where there are none."""
+        return None if self.added is None or not self.added.enabled else self.added.rows()
+
+    @property
+    def trained_start(self) -> int:
+        """Where they begin among the rows of this rank."""
+        return 0 if self.added is None else self.added.start
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return the rows of ids [...], counted from the first of this rank: [..., H]."""
+        # `where` lays its result out as the condition is, and pipeline stages send only contiguous tensors.
+        ids = ids.contiguous()
+        vectors = F.embedding(ids, self.weight)
+        return vectors if self.added is None or not self.added.enabled else self.added.put_into(vectors, ids)
+
+    def matrix(self) -> torch.Tensor:
+        """Return all rows of this rank as they are used."""
+        return replace_rows(self.weight, self.trained_rows(), self.trained_start)
+
+
+class TrainedRows(nn.Module):
+    """The rows of added tokens, which are trained beside adapters. Each tp rank holds all and uses those it has."""
+
+    enabled = True
+    """Whether they are used, and not those of the frozen table; see `adapters_disabled`."""
+
+    def __init__(self, added: AddedRows, width: int, vocab_start: int, vocab_stop: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(added.count, width))
+        self._first, self._last = added.within(vocab_start, vocab_stop)
+        self._offset = added.start - vocab_start
+        self.start = max(self._offset, 0)
+        """Where they begin among the rows of this rank."""
+
+    def put_into(self, vectors: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """Return the vectors [..., H] of ids [...] with those of added tokens in place of the frozen ones.
+
+        A rank that has no added token computes the same, so that all ranks of tp have a gradient and meet in backward.
+        """
+        index = ids - self._offset
+        is_added = (index >= self._first) & (index < self._last)
+        trained = F.embedding(torch.where(is_added, index, 0), self.weight).to(vectors.dtype)
+        return torch.where(is_added[..., None], trained, vectors)
+
+    def rows(self) -> torch.Tensor | None:
+        """Return those that this rank has; None where it has none."""
+        return self.weight[self._first : self._last] if self._last > self._first else None
 
 
 class DecoderStage(nn.Module):
@@ -277,24 +328,28 @@ class DecoderStage(nn.Module):
             return torch.stack(
                 linear_token_loss(
                     hidden.flatten(0, 1),
-                    self._head(),
+                    self._head.weight,
                     labels.t().flatten(),
                     self.normalization.tokens,
                     rule,
                     group=self.axes.tp,
                     vocab_start=self.vocab_start,
                     vocab_size=self.config.vocab_size,
+                    trained_rows=self._head.trained_rows(),
+                    trained_start=self._head.trained_start,
                 )
             )
         loss, z = linear_cross_entropy(
             hidden.flatten(0, 1),
-            self._head(),
+            self._head.weight,
             labels.t().flatten(),
             self.normalization.tokens,
             z_loss=self.regularization.z_loss,
             group=self.axes.tp,
             vocab_start=self.vocab_start,
             vocab_size=self.config.vocab_size,
+            trained_rows=self._head.trained_rows(),
+            trained_start=self._head.trained_start,
         )
         return torch.stack([loss, z])
 
@@ -329,23 +384,26 @@ class DecoderStage(nn.Module):
     ) -> torch.Tensor:
         """Return the `output_terms`; without the reference's log-probabilities, those of this model [B, slots]."""
         documents = packed_documents(document_starts, self.columns, self.axes.cp)
-        vocabulary = VocabularyShard(self.config.vocab_size, self.axes.tp, self.vocab_start)
-        states, head, labels = hidden.flatten(0, 1), self._head(), labels.t().flatten()
+        head = self._head
+        vocabulary = VocabularyShard(self.config.vocab_size, self.axes.tp, self.vocab_start, head.trained_start)
+        states, rows, labels = hidden.flatten(0, 1), head.trained_rows(), labels.t().flatten()
         if reference_logps is None:
-            logps = linear_document_logps(states, head, labels, documents, rule, vocabulary)
+            logps = linear_document_logps(states, head.weight, labels, documents, rule, vocabulary, rows)
             return logps.view(documents.rows, documents.slots)
+        scale = self.normalization.pairs
         loss, figures = linear_preference_loss(
-            states, head, labels, documents, reference_logps.flatten(), self.normalization.pairs, rule, vocabulary
+            states, head.weight, labels, documents, reference_logps.flatten(), scale, rule, vocabulary, rows
         )
         no_terms = torch.zeros(len(LOSS_TERMS) - 1, dtype=loss.dtype, device=loss.device)
         return torch.cat([loss[None], no_terms, figures])
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits of this rank's part of the vocabulary for hidden states [S, B, H]: [S, B, V]."""
-        return hidden @ self._head().to(hidden.dtype).t()
+        return hidden @ self._head.matrix().to(hidden.dtype).t()
 
-    def _head(self) -> torch.Tensor:
-        return self.embedding.weight if self.config.tied_embeddings else self.head.weight
+    @property
+    def _head(self) -> Embedding:
+        return self.embedding if self.config.tied_embeddings else self.head
 
     def _document_rotary(self, document_starts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Return cosines and sines of this rank's columns by their positions within documents: [S, B, 1, D] each."""
@@ -365,12 +423,12 @@ class DecoderStage(nn.Module):
     ) -> torch.Tensor:
         """Embed token ids [B, S]: this rank's part of the residual stream [s, B, H]. Each tp rank has some rows."""
         ids = tokens.t() - self.vocab_start
-        weight, tp = self.embedding.weight, self.axes.tp
+        tp = self.axes.tp
         if tp.size == 1:
-            x = F.embedding(ids, weight)
+            x = self.embedding(ids)
         else:
-            on_this_rank = (ids >= 0) & (ids < weight.shape[0])
-            rows = F.embedding(torch.where(on_this_rank, ids, 0), weight)
+            on_this_rank = (ids >= 0) & (ids < self.embedding.weight.shape[0])
+            rows = self.embedding(torch.where(on_this_rank, ids, 0))
             x = reduce_scatter(torch.where(on_this_rank[..., None], rows, 0.0), tp)
         x = x.to(self.spec.dtype)
         if self.config.positions == "learned":

@@ -145,6 +145,11 @@ def _joined_by_name(parameter: Parameter, row_mappings: Iterable[RowMapping]) ->
         yield HfTensor(name, shape[::-1] if of_name[0].transposed else shape, tuple(of_name))
 
 
+def hf_table_name(config: ModelConfig, table: str) -> str:
+    """Return the name under which transformers saves the `embedding` or the `head`."""
+    return f"{HF_FAMILIES[config.family].names.tensors[table][0]}.weight"
+
+
 def hf_names(config: ModelConfig) -> set[str]:
     """Return the names of all tensors that transformers saves for an architecture."""
     return {tensor.name for tensor in hf_tensors(config)}

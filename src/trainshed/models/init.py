@@ -140,7 +140,7 @@ def init_parameter(
     elif parameter.init == "kaiming_uniform":
         bound = 1.0 / math.sqrt(parameter.shape[-1])
         fill_uniform(out, rng_key("init", INIT_VERSION, seed, parameter.name), bound, parameter.shape, offset)
-    elif parameter.init == "row_norms":
+    elif parameter.init in ("row_norms", "base_rows"):
         raise ValueError(f"{parameter.name} is computed from the weight that it belongs to")
     else:
         std = config.init_std

@@ -26,10 +26,10 @@ from torch import nn
 
 from trainshed.models.attention import context_parallel_positions
 from trainshed.models.collectives import AxisGroup, ParallelAxes, all_reduce
-from trainshed.models.decoder import DecoderLayer, DecoderStage
+from trainshed.models.decoder import DecoderLayer, DecoderStage, Embedding, TrainedRows
 from trainshed.models.layers import CounterDropout, Linear, RowParallelLinear
 from trainshed.models.moe import GroupedExperts, GroupSizes, grouped_linear
-from trainshed.models.parameters import AdaptedProjection, adapted_projections
+from trainshed.models.parameters import AdaptedProjection, AddedRows, adapted_projections
 from trainshed.models.quantization import Quantization, QuantizedWeight
 from trainshed.recipe import Lora, ModelConfig
 
@@ -190,13 +190,18 @@ _GROUPED_MULTIPLE = 8
 """Rows of bf16 must be whole multiples of 16 bytes for grouped products on a GPU; other ranks are padded."""
 
 
-def add_adapters(stage: DecoderStage, lora: Lora, *, dtype: torch.dtype) -> None:
+def add_adapters(stage: DecoderStage, lora: Lora, *, dtype: torch.dtype, added: AddedRows | None = None) -> None:
     """Freeze a stage's weights and give its projections adapters of `dtype`, without values.
 
-    From now on gates are stored before ups: whoever loads the frozen weights puts them in this order once.
+    The rows of added tokens, in the embedding and in the head, are trained too. From now on gates are stored before
+    ups: whoever loads the frozen weights puts them in this order once.
     """
     _freeze(stage, lora.quantize)
     config, axes, spec = stage.config, stage.axes, stage.spec
+    for table in (getattr(stage, name, None) for name in ("embedding", "head")):
+        if added is not None and isinstance(table, Embedding):
+            stop = stage.vocab_start + table.weight.shape[0]
+            table.added = TrainedRows(added, config.hidden, stage.vocab_start, stop).to(dtype)
     by_module: dict[str, list[AdaptedProjection]] = {}
     for adapted in adapted_projections(config, lora):
         by_module.setdefault(adapted.module, []).append(adapted)
@@ -235,7 +240,7 @@ def add_adapters(stage: DecoderStage, lora: Lora, *, dtype: torch.dtype) -> None
 @contextmanager
 def adapters_disabled(stages: Iterable[nn.Module]) -> Iterator[None]:
     """Let a model compute what its frozen base computes."""
-    adapters = [module for stage in stages for module in stage.modules() if isinstance(module, _Adapters)]
+    adapters = [module for stage in stages for module in stage.modules() if isinstance(module, _Adapters | TrainedRows)]
     for module in adapters:
         module.enabled = False
     try:

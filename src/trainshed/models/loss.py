@@ -35,11 +35,15 @@ sixth of the speed. Rows of zeros are added to the copy that is multiplied, and 
 
 @dataclass(frozen=True)
 class VocabularyShard:
-    """This rank's part of the vocabulary, cut over tp: from row `start` on, of `size` rows in all."""
+    """This rank's part of the vocabulary, cut over tp: from row `start` on, of `size` rows in all.
+
+    `trained_start` is where, among the rows of this rank, those begin that are trained while the others are frozen.
+    """
 
     size: int
     group: AxisGroup = SINGLE_RANK
     start: int = 0
+    trained_start: int = 0
 
 
 def _chunk_loss(
@@ -127,6 +131,13 @@ def _accumulate_product(
     return total.addmm_(left, right) if left.dtype == accumulate_dtype else total.add_(left @ right)
 
 
+def replace_rows(weight: torch.Tensor, rows: torch.Tensor | None, start: int) -> torch.Tensor:
+    """Return a copy of a weight [V, H] with other rows from `start` on; the weight itself where there are none."""
+    if rows is None:
+        return weight
+    return torch.cat([weight[:start], rows.to(weight.dtype), weight[start + rows.shape[0] :]])
+
+
 @dataclass(frozen=True)
 class CrossEntropyPass:
     """What a pass over the tokens gives: weighted cross-entropies [T], their z sum, and the gradients asked for."""
@@ -153,12 +164,17 @@ def cross_entropy_pass(
     z_loss: float = 0.0,
     wants_grad_hidden: bool,
     wants_grad_weight: bool,
+    trained_rows: torch.Tensor | None = None,
 ) -> CrossEntropyPass:
     """Compute the cross-entropy of each token times its weight [T], and the gradients of their sum.
 
-    Tokens without a label need a weight of 0. The weights are in the `sum_dtype` of `hidden`; `weight` and `labels` are
-    those of `linear_cross_entropy`.
+    Tokens without a label need a weight of 0. The weights are in the `sum_dtype` of `hidden`; `weight`, `labels` and
+    `trained_rows` are those of `linear_cross_entropy`. With trained rows the gradient of the weight is that of these.
     """
+    columns = slice(None)
+    if trained_rows is not None:
+        columns = slice(vocabulary.trained_start, vocabulary.trained_start + trained_rows.shape[0])
+        weight = replace_rows(weight, trained_rows, columns.start)
     with_gradient = wants_grad_hidden or wants_grad_weight
     chunk_loss = _compiled_chunk_loss() if hidden.is_cuda and vocabulary.group.size == 1 else _chunk_loss
     entropy, z = torch.empty_like(token_weights), token_weights.new_zeros(())
@@ -191,10 +207,22 @@ def cross_entropy_pass(
         if grad_hidden is not None:
             torch.mm(gradient, padded_weight, out=grad_hidden[chunk])
         if wants_grad_weight:
-            grad_weight = _accumulate_product(grad_weight, gradient.t(), hidden[chunk], token_weights.dtype)
+            part = gradient[:, columns].t()
+            grad_weight = _accumulate_product(grad_weight, part, hidden[chunk], token_weights.dtype)
     return CrossEntropyPass(
-        entropy, z, grad_hidden, None if grad_weight is None else grad_weight[:rows].to(weight.dtype)
+        entropy, z, grad_hidden, _in_dtype(grad_weight, weight if trained_rows is None else trained_rows)
     )
+
+
+def _in_dtype(gradient: torch.Tensor | None, of: torch.Tensor) -> torch.Tensor | None:
+    """Return the gradient of a weight in its dtype, without the rows that were added for the product."""
+    return None if gradient is None else gradient[: of.shape[0]].to(of.dtype)
+
+
+def place_row_gradients(ctx: Any, grads: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
+    """Return the gradients of (hidden, weight, trained rows), given those of hidden and of whichever is trained."""
+    grad_hidden, grad_weight = grads
+    return (grad_hidden, None, grad_weight) if ctx.needs_input_grad[2] else (grad_hidden, grad_weight, None)
 
 
 def backward_of_saved(ctx: Any, factor: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -208,6 +236,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx: Any,
         hidden: torch.Tensor,
         weight: torch.Tensor,
+        trained_rows: torch.Tensor | None,
         labels: torch.Tensor,
         scale: torch.Tensor,
         z_loss: float,
@@ -222,7 +251,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             vocabulary,
             z_loss=z_loss,
             wants_grad_hidden=ctx.needs_input_grad[0],
-            wants_grad_weight=ctx.needs_input_grad[1],
+            wants_grad_weight=ctx.needs_input_grad[1] or ctx.needs_input_grad[2],
+            trained_rows=trained_rows,
         )
         ctx.save_for_backward(result.grad_hidden, result.grad_weight)
         ctx.mark_non_differentiable(result.z)
@@ -230,7 +260,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return *backward_of_saved(ctx, grads[0]), *(None,) * 4
+        return *place_row_gradients(ctx, backward_of_saved(ctx, grads[0])), *(None,) * 4
 
 
 def linear_cross_entropy(
@@ -243,17 +273,21 @@ def linear_cross_entropy(
     group: AxisGroup = SINGLE_RANK,
     vocab_start: int = 0,
     vocab_size: int | None = None,
+    trained_rows: torch.Tensor | None = None,
+    trained_start: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (loss, the z-loss part of it) of hidden states [T, H] against labels [T].
 
     `weight` [V, H] is this rank's part of the vocabulary, from row `vocab_start` on, in any precision; products are in
     the precision of `hidden`. `vocab_size` is the size of the whole vocabulary, which a group of several ranks needs.
     The result is the same on all ranks of the group; the gradient of `hidden` is this rank's part of a sum.
+
+    `trained_rows` [n, H] are used in place of the rows of `weight` from `trained_start` on; `weight` is frozen then.
     """
     if vocab_size is None:
         if group.size > 1:
             raise ValueError("ranks that share a vocabulary need to be told its size")
         vocab_size = weight.shape[0]
-    vocabulary = VocabularyShard(vocab_size, group, vocab_start)
-    loss, z = _LinearCrossEntropy.apply(hidden, weight, labels, scale, z_loss, vocabulary)
+    vocabulary = VocabularyShard(vocab_size, group, vocab_start, trained_start)
+    loss, z = _LinearCrossEntropy.apply(hidden, weight, trained_rows, labels, scale, z_loss, vocabulary)
     return loss, z.detach()

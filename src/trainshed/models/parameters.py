@@ -9,7 +9,8 @@ fresh weights. Rows are ordered so that every split is a plain cut:
 
 Adapters (LoRA) are tensors of their own, one pair for each of Hugging Face's projections, below the module that holds
 the projection: `attention.qkv.lora.q_proj.a` [rank, in] and `.b` [out, rank]. The rows of `b` are in Hugging Face's
-order. `.magnitude` [out] is DoRA's length of each row. Those of experts are stacked as the experts are.
+order. `.magnitude` [out] is DoRA's length of each row. Those of experts are stacked as the experts are. The rows of
+added tokens, which are trained beside adapters, are `embedding.added.weight` and `head.added.weight` [count, hidden].
 
 This module does not import torch: `inspect` and the planner read this table on a laptop.
 """
@@ -23,11 +24,11 @@ from typing import Literal
 from trainshed.recipe import Lora, ModelConfig
 from trainshed.recipe.train import LoraProjection
 
-InitScheme = Literal["normal", "output", "ones", "zeros", "kaiming_uniform", "row_norms"]
+InitScheme = Literal["normal", "output", "ones", "zeros", "kaiming_uniform", "row_norms", "base_rows"]
 """How a fresh tensor is filled; `output` is `normal` scaled down by sqrt(2 · layers), as GPT-2 and Megatron do.
 
 `kaiming_uniform` is that of `nn.Linear`: within ± 1 / sqrt(in). `row_norms` are the lengths of the rows of the weight
-that an adapter is for; they are known once the weight is."""
+that an adapter is for, `base_rows` some of its rows; both are known once the weight is."""
 
 
 @dataclass(frozen=True)
@@ -162,24 +163,64 @@ def adapted_projections(config: ModelConfig, lora: Lora) -> tuple[AdaptedProject
     return tuple(adapter for adapter in all_projections(config) if _target(adapter) in lora.projections)
 
 
-def lora_parameters(config: ModelConfig, lora: Lora) -> Iterator[Parameter]:
-    """Yield every tensor of a model's adapters, first to last."""
+@dataclass(frozen=True)
+class AddedRows:
+    """Where the tokens that a run adds are in the vocabulary: `count` rows from `start` on.
+
+    `base_rows` is how many rows the base has; some of those may be padding that no token used. Rows of added tokens
+    begin as the mean of the rows before `start`, which are those of the tokens that were there.
+    """
+
+    start: int
+    count: int
+    base_rows: int
+
+    @property
+    def stop(self) -> int:
+        """One more than the last added token."""
+        return self.start + self.count
+
+    @property
+    def vocab_size(self) -> int:
+        """The rows of the model: more than the base has only where its padding does not suffice."""
+        return max(self.base_rows, self.stop)
+
+    def within(self, start: int, stop: int) -> tuple[int, int]:
+        """Return which added tokens are among rows [start, stop), counted from the first: empty where none is."""
+        first = min(max(start - self.start, 0), self.count)
+        return first, max(first, min(stop - self.start, self.count))
+
+    def grown(self, config: ModelConfig) -> ModelConfig:
+        """Return the architecture of the base with the rows of the model."""
+        return config.model_copy(update={"vocab_size": self.vocab_size})
+
+    def of_base(self, config: ModelConfig) -> ModelConfig:
+        """Return the architecture of the model with the rows of the base."""
+        return config.model_copy(update={"vocab_size": self.base_rows})
+
+
+def lora_parameters(config: ModelConfig, lora: Lora, added: AddedRows | None = None) -> Iterator[Parameter]:
+    """Yield every tensor of a model's adapters, first to last, and the rows of added tokens, whole on every rank."""
+    if added is not None:
+        yield Parameter("embedding.added.weight", (added.count, config.hidden), None, "base_rows")
     adapters = adapted_projections(config, lora)
     for layer in range(config.layers):
         for adapter in adapters:
             yield from adapter.parameters(lora, layer)
+    if added is not None and not config.tied_embeddings:
+        yield Parameter("head.added.weight", (added.count, config.hidden), None, "base_rows")
 
 
-def lora_parameter_count(config: ModelConfig, lora: Lora) -> int:
+def lora_parameter_count(config: ModelConfig, lora: Lora, added: AddedRows | None = None) -> int:
     """Return the number of weights of the adapters: for each projection rank x (inputs + outputs)."""
-    return sum(parameter.size for parameter in lora_parameters(config, lora))
+    return sum(parameter.size for parameter in lora_parameters(config, lora, added))
 
 
-def trained_fraction(config: ModelConfig, lora: Lora | None) -> float:
+def trained_fraction(config: ModelConfig, lora: Lora | None, added: AddedRows | None = None) -> float:
     """Return which part of all weights a run trains."""
     if lora is None:
         return 1.0
-    adapters = lora_parameter_count(config, lora)
+    adapters = lora_parameter_count(config, lora, added)
     return adapters / (adapters + parameter_count(config))
 
 

@@ -21,7 +21,14 @@ import torch
 import torch.nn.functional as F
 
 from trainshed.models.collectives import SINGLE_RANK, AxisGroup, all_reduce
-from trainshed.models.loss import IGNORE_INDEX, VocabularyShard, backward_of_saved, cross_entropy_pass, sum_dtype
+from trainshed.models.loss import (
+    IGNORE_INDEX,
+    VocabularyShard,
+    backward_of_saved,
+    cross_entropy_pass,
+    place_row_gradients,
+    sum_dtype,
+)
 
 PREFERENCE_FIGURES = ("reward_chosen", "reward_rejected", "reward_accuracy", "logp_chosen", "logp_rejected")
 """What is reported of pairs besides the loss, in this order; each is summed over the pairs."""
@@ -99,12 +106,13 @@ def linear_document_logps(
     documents: PackedDocuments,
     rule: PreferenceRule,
     vocabulary: VocabularyShard,
+    trained_rows: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the log-probability of each document [N], float64; a document without labels has 0.
 
     The arguments are those of `linear_preference_loss`. The result is the same on all ranks of tp and cp.
     """
-    logps, _ = _token_logps(hidden, weight, labels, vocabulary, wants_grad_hidden=False)
+    logps, _ = _token_logps(hidden, weight, trained_rows, labels, vocabulary, wants_grad_hidden=False)
     return _document_logps(logps, labels, documents, rule)[0]
 
 
@@ -117,15 +125,17 @@ def linear_preference_loss(
     scale: torch.Tensor,
     rule: PreferenceRule,
     vocabulary: VocabularyShard,
+    trained_rows: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (the loss, the `PREFERENCE_FIGURES`) of hidden states [T, H] against labels [T].
 
     `reference_logps` [N] are `linear_document_logps` of the reference model; `scale` is 1 / pairs of the global batch.
     Loss and figures are to be summed over the ranks of cp: the first returns them, the others return zeros. They are
-    the same on all ranks of tp. The gradient of `hidden` is this rank's part of a sum over tp.
+    the same on all ranks of tp. The gradient of `hidden` is this rank's part of a sum over tp. `trained_rows` are those
+    of `linear_cross_entropy`.
     """
     loss, figures = _LinearPreferenceLoss.apply(
-        hidden, weight, labels, documents, reference_logps, scale, rule, vocabulary
+        hidden, weight, trained_rows, labels, documents, reference_logps, scale, rule, vocabulary
     )
     return loss, figures.detach()
 
@@ -136,6 +146,7 @@ class _LinearPreferenceLoss(torch.autograd.Function):
         ctx: Any,
         hidden: torch.Tensor,
         weight: torch.Tensor,
+        trained_rows: torch.Tensor | None,
         labels: torch.Tensor,
         documents: PackedDocuments,
         reference_logps: torch.Tensor,
@@ -143,9 +154,11 @@ class _LinearPreferenceLoss(torch.autograd.Function):
         rule: PreferenceRule,
         vocabulary: VocabularyShard,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
+        wants_hidden, wants_weight = ctx.needs_input_grad[0], any(ctx.needs_input_grad[1:3])
         in_one_pass = wants_hidden and not wants_weight
-        logps, grad_hidden = _token_logps(hidden, weight, labels, vocabulary, wants_grad_hidden=in_one_pass)
+        logps, grad_hidden = _token_logps(
+            hidden, weight, trained_rows, labels, vocabulary, wants_grad_hidden=in_one_pass
+        )
         document_logps, tokens = _document_logps(logps, labels, documents, rule)
         loss, figures, slopes = _pair_losses(document_logps, reference_logps, tokens, scale.double(), rule)
         # The slope of the loss over the cross-entropy of a token, which is its log-probability with the other sign.
@@ -161,6 +174,7 @@ class _LinearPreferenceLoss(torch.autograd.Function):
                 vocabulary,
                 wants_grad_hidden=wants_hidden,
                 wants_grad_weight=True,
+                trained_rows=trained_rows,
             )
             ctx.save_for_backward(result.grad_hidden, result.grad_weight)
         ctx.mark_non_differentiable(figures)
@@ -169,12 +183,13 @@ class _LinearPreferenceLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return *backward_of_saved(ctx, grads[0]), *(None,) * 6
+        return *place_row_gradients(ctx, backward_of_saved(ctx, grads[0])), *(None,) * 6
 
 
 def _token_logps(
     hidden: torch.Tensor,
     weight: torch.Tensor,
+    trained_rows: torch.Tensor | None,
     labels: torch.Tensor,
     vocabulary: VocabularyShard,
     *,
@@ -189,6 +204,7 @@ def _token_logps(
         vocabulary,
         wants_grad_hidden=wants_grad_hidden,
         wants_grad_weight=False,
+        trained_rows=trained_rows,
     )
     return -result.entropy, result.grad_hidden
 

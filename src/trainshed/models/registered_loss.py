@@ -75,12 +75,14 @@ class _LinearTokenLoss(torch.autograd.Function):
         ctx: Any,
         hidden: torch.Tensor,
         weight: torch.Tensor,
+        trained_rows: torch.Tensor | None,
         labels: torch.Tensor,
         scale: torch.Tensor,
         rule: TokenLoss,
         group: AxisGroup,
         vocab_start: int,
         vocab_size: int,
+        trained_start: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         wide = torch.promote_types(hidden.dtype, torch.float32)
         wants_grad = any(ctx.needs_input_grad)
@@ -90,7 +92,10 @@ class _LinearTokenLoss(torch.autograd.Function):
         tokens = max(1, cross_entropy.CHUNK_ELEMENTS // _SLICE_SHARE // vocab_size)
         grad_hidden = torch.empty_like(hidden) if wants_grad else None
         grad_weight: torch.Tensor | None = None
-        used = weight.to(hidden.dtype)
+        used, trained = cross_entropy.replace_rows(weight, trained_rows, trained_start).to(hidden.dtype), weight
+        columns = slice(None)
+        if trained_rows is not None:
+            trained, columns = trained_rows, slice(trained_start, trained_start + trained_rows.shape[0])
         for start in range(0, hidden.shape[0], tokens):
             part, label = hidden[start : start + tokens], labels[start : start + tokens]
             values = (part @ used.t()).to(wide).requires_grad_(wants_grad)
@@ -108,11 +113,11 @@ class _LinearTokenLoss(torch.autograd.Function):
                 continue
             gradient = torch.autograd.grad(slice_total, values)[0].to(hidden.dtype)
             torch.mm(gradient, used, out=grad_hidden[start : start + tokens])
-            if not ctx.needs_input_grad[1]:  # a frozen head
+            if not any(ctx.needs_input_grad[1:3]):  # a frozen head
                 continue
-            product = (gradient.t() @ part).to(wide)
+            product = (gradient[:, columns].t() @ part).to(wide)
             grad_weight = product if grad_weight is None else grad_weight.add_(product)
-        ctx.save_for_backward(grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype))
+        ctx.save_for_backward(grad_hidden, None if grad_weight is None else grad_weight.to(trained.dtype))
         ctx.mark_non_differentiable(extra)
         return total, extra
 
@@ -120,11 +125,9 @@ class _LinearTokenLoss(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         grad_hidden, grad_weight = ctx.saved_tensors
         factor = grads[0]
-        return (
-            grad_hidden * factor.to(grad_hidden.dtype),
-            None if grad_weight is None else grad_weight * factor.to(grad_weight.dtype),
-            *(None,) * 6,
-        )
+        scaled = None if grad_weight is None else grad_weight * factor.to(grad_weight.dtype)
+        placed = cross_entropy.place_row_gradients(ctx, (grad_hidden * factor.to(grad_hidden.dtype), scaled))
+        return *placed, *(None,) * 7
 
 
 def linear_token_loss(
@@ -137,11 +140,15 @@ def linear_token_loss(
     group: AxisGroup = SINGLE_RANK,
     vocab_start: int = 0,
     vocab_size: int,
+    trained_rows: torch.Tensor | None = None,
+    trained_start: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (loss, the extra part of it) of hidden states [T, H] against labels [T], as `linear_cross_entropy` does.
 
     `weight` [V, H] is this rank's part of the vocabulary, from `vocab_start` on. The result is the same on all ranks of
-    the group, the gradient of `hidden` this rank's part of a sum.
+    the group, the gradient of `hidden` this rank's part of a sum. `trained_rows` are those of `linear_cross_entropy`.
     """
-    total, extra = _LinearTokenLoss.apply(hidden, weight, labels, scale, rule, group, vocab_start, vocab_size)
+    total, extra = _LinearTokenLoss.apply(
+        hidden, weight, trained_rows, labels, scale, rule, group, vocab_start, vocab_size, trained_start
+    )
     return total, extra.detach()

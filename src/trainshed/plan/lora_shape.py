@@ -63,6 +63,8 @@ class LoraShape:
     """Bytes of a frozen weight of a layer; None: as the engine holds weights."""
     joint: bool = False
     """One adapter for queries, keys and values, and one for gate and up, as Megatron's joint matrices have them."""
+    added_tokens: int = 0
+    """Tokens whose rows of the embedding and of the head are trained too."""
 
     @property
     def quantized(self) -> bool:
@@ -103,9 +105,14 @@ class LoraShape:
         return dense, routed
 
     def weights(self, model: ModelShape) -> int:
-        """Return the number of weights of all adapters."""
+        """Return the number of weights of all adapters, with the rows of added tokens."""
         kinds = ((False, model.layers - model.expert_layers), (True, model.expert_layers))
-        return round(sum(count * sum(self.layer_weights(model, experts=experts)) for experts, count in kinds if count))
+        layers = sum(count * sum(self.layer_weights(model, experts=experts)) for experts, count in kinds if count)
+        return round(layers) + self.table_weights(model) * (1 if model.tied else 2)
+
+    def table_weights(self, model: ModelShape) -> int:
+        """Return the number of weights of added tokens in the embedding, or in the head; each rank of tp has them."""
+        return self.added_tokens * model.hidden
 
     def token_flops(self, model: ModelShape) -> float:
         """Return the forward FLOPs of one token in adapters; as `plan/flops.py` counts them."""
@@ -117,7 +124,7 @@ class LoraShape:
         return total
 
 
-def lora_shape(lora: Lora) -> LoraShape:
+def lora_shape(lora: Lora, added_tokens: int = 0) -> LoraShape:
     """Describe the adapters of a recipe, as our own engine has them."""
     return LoraShape(
         rank=lora.rank,
@@ -125,6 +132,7 @@ def lora_shape(lora: Lora) -> LoraShape:
         dropout=lora.dropout > 0,
         dora=lora.dora,
         base_bytes=None if lora.quantize is None else QUANTIZED_BYTES[lora.quantize],
+        added_tokens=added_tokens,
     )
 
 

@@ -248,6 +248,12 @@ class ModelSection(Section):
     verdict: Literal["ignore"] | None = Field(
         None, description="`ignore`: train on converted weights although the proof of their conversion failed"
     )
+    added_tokens: Annotated[tuple[Text, ...], Field(strict=False, min_length=1)] | None = Field(
+        None,
+        description="Tokens that the tokenizer of `from` lacks; their rows begin as the mean of all rows, and are "
+        "trained with adapters too",
+        examples=[["<tool>", "</tool>"]],
+    )
 
     def problems(self) -> Iterator[Problem]:
         """One architecture, one origin of the weights."""
@@ -265,6 +271,26 @@ class ModelSection(Section):
             yield Problem(("init",), "`from` and `init: random` contradict each other", "keep one of them")
         if self.verdict == "ignore" and not self.from_:
             yield Problem(("verdict",), "there are no weights with a verdict", "delete the line")
+        if self.added_tokens is not None:
+            yield from self._added_token_problems(self.added_tokens)
+
+    def _added_token_problems(self, texts: tuple[str, ...]) -> Iterator[Problem]:
+        """Added tokens are texts that can be told apart, for weights that do not know them."""
+        if not self.from_:
+            yield Problem(
+                ("added_tokens",),
+                "are for weights that lack them, and there are none to start from",
+                "delete the line: a model that starts from nothing has the words of its tokenizer",
+            )
+        for number, text in enumerate(texts):
+            if text != text.strip():
+                yield Problem(
+                    ("added_tokens", number),
+                    f"{text!r} begins or ends with white space, which templates and tokenizers remove",
+                    f"write {text.strip()!r}" if text.strip() else "write a text",
+                )
+            elif text in texts[:number]:
+                yield Problem(("added_tokens", number), f"{text!r} is named twice", "delete one of them")
 
 
 class TokenizerTraining(Section):

@@ -528,6 +528,10 @@ class Recipe(Section):
                 "a new tokenizer does not fit weights that know another",
                 f"tokenizer: {self.model.from_}",
             )
+        if self.model.added_tokens and (self.tokenizer is None or self.data.synthetic):
+            reason = "synthetic data has no text" if self.data.synthetic else "there is no tokenizer to add them to"
+            like = "delete the line" if self.data.synthetic else f"write `tokenizer: {self.model.from_}`"
+            yield Problem(("model", "added_tokens"), reason, like)
         if trained and not any(source.kind in ("path", "script") for source in self.data.train):
             yield Problem(("tokenizer",), "there is no text to learn a tokenizer from", "write the address of one")
 

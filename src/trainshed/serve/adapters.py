@@ -132,7 +132,7 @@ class AdapterBank:
         modules = dict(decoder.named_modules())
         factors: dict[str, dict[int, _NativeFactors]] = {}
         for name, adapter in adapters.items():
-            _refuse_unserved(name, adapter)
+            refuse_unserved(name, adapter)
             for parameter, mappings in _adapted_parameters(adapter):
                 module = modules[parameter.name.removesuffix(".weight")]
                 assert isinstance(module, Linear), "only projections are served with adapters"
@@ -152,10 +152,13 @@ class AdapterBank:
         return self._numbers[name]
 
 
-def _refuse_unserved(name: str, adapter: LoraAdapter) -> None:
+def refuse_unserved(name: str, adapter: LoraAdapter) -> None:
     """Refuse an adapter that cannot be one of several: what it changes is not only a product of rows."""
     if adapter.replaced:
         raise adapter.error(f"the adapter `{name}` replaces `{min(adapter.replaced)}` as a whole", _ALONE)
+    if adapter.token_rows:
+        changed = min(adapter.token_rows)
+        raise adapter.error(f"the adapter `{name}` has rows of added tokens in `{changed}`, which all share", _ALONE)
     for tensor_name in sorted(adapter.adapted):
         native_name = adapter.tensors[tensor_name].row_mappings[0].native_name
         if not native_name.endswith(_SERVED) or ".experts." in native_name:

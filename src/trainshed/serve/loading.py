@@ -25,7 +25,14 @@ from trainshed.checkpoints.hf.companion_files import has_tokenizer, read_compani
 from trainshed.checkpoints.lora.adapted_weights import AdaptedWeights, refuse_another_base
 from trainshed.checkpoints.lora.adapter import LoraAdapter
 from trainshed.checkpoints.lora.checkpoint_spec import run_folder_of
-from trainshed.checkpoints.lora.find import adapter_base, is_adapter, local_adapter, open_adapter, trained_config
+from trainshed.checkpoints.lora.find import (
+    adapter_base,
+    is_adapter,
+    local_adapter,
+    open_adapter,
+    trained_config,
+    with_rows_of,
+)
 from trainshed.checkpoints.lora.peft_config import ADAPTER_CONFIG
 from trainshed.checkpoints.prove.verdict import VERDICT, Verdict, read_verdict
 from trainshed.checkpoints.weights import Weights
@@ -41,7 +48,7 @@ from trainshed.plugins import plugins_not_run
 from trainshed.recipe import ModelConfig, Recipe, load_recipe
 from trainshed.reporting import SILENT, Reporter
 from trainshed.run_folder import PREPARED_FILE, RECIPE_FILE, step_number, store_of
-from trainshed.serve.adapters import AdapterBank
+from trainshed.serve.adapters import AdapterBank, refuse_unserved
 from trainshed.serve.kv_cache import choose_limits
 from trainshed.serve.scheduler import ModelGenerator, OutputText
 from trainshed.serve.tokenizer import ChatTokenizer
@@ -221,6 +228,7 @@ def _adapted_weights(
         config = trained_config(adapter, options)
     proven(adapter, options)
     with _opened_weights(ConversionSource(base, options), config, proven, options, reporter) as (weights, origin):
+        weights = with_rows_of(adapter, weights, downloads=downloads, options=options, reporter=reporter)
         opened = open_adapter(adapter, weights.config, downloads=downloads, options=options, reporter=reporter)
         yield AdaptedWeights(weights, opened), origin
 
@@ -231,6 +239,7 @@ def _open_named_adapter(
     """Open one of several adapters over the same base."""
     proven(address, options)
     adapter = open_adapter(address, weights.config, downloads=_downloads(), options=options, reporter=reporter)
+    refuse_unserved(name, adapter)
     refuse_another_base(adapter, weights)
     reporter.note(f"adapter {name}: {address}, rank {adapter.rank}, {len(adapter.adapted)} matrices")
     return adapter
@@ -377,6 +386,8 @@ def _run_tokenizer(run: Path, options: StoreOptions | None) -> ChatTokenizer | N
     own = None if address is None else _read_tokenizer(address, "hf", options)
     if own is None:
         return None
+    if recipe.model.added_tokens and isinstance(recipe.tokenizer, str):
+        own = own.with_added_tokens(recipe.model.added_tokens)
     template, end_tokens = chat_format(recipe, own.tokenizer, options)
     return own.with_chat_template(template, end_tokens)
 

@@ -13,6 +13,7 @@ from functools import cached_property
 
 from trainshed.checkpoints.hf.companion_files import special_token_ids, with_chat_template
 from trainshed.data.chat.template import ChatTemplate
+from trainshed.data.tokenize.added_tokens import REPLACED_FILES, added_token_files
 from trainshed.data.tokenize.tokenizer import TEMPLATE_FILES, TOKENIZER_FILES, Tokenizer, tokenizer_from_files
 from trainshed.errors import InputError, TokenizerError
 
@@ -28,6 +29,11 @@ class ChatTokenizer:
     def with_chat_template(self, template: str | None, end_tokens: Collection[int]) -> ChatTokenizer:
         """Return it with the text of another chat template, and with further tokens that end an answer."""
         return ChatTokenizer(self.tokenizer.address, with_chat_template(self._files, template, end_tokens))
+
+    def with_added_tokens(self, texts: Sequence[str]) -> ChatTokenizer:
+        """Return it with further tokens, as a run with `model.added_tokens` has it."""
+        kept = {name: data for name, data in self._files.items() if name not in REPLACED_FILES}
+        return ChatTokenizer(self.tokenizer.address, kept | added_token_files(self.tokenizer, texts))
 
     @cached_property
     def bos_token(self) -> int | None:

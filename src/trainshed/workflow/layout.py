@@ -68,6 +68,10 @@ def planned_model(recipe: Recipe, cluster: Cluster) -> PlannedModel:
         adapters = lora.weights(model)
         share = adapters / (adapters + model.weights)
         notes.append(f"planned for adapters: {share:.2%} of the weights are trained and saved, the rest are read only")
+    if added := recipe.model.added_tokens:
+        notes.append(
+            f"planned with the vocabulary of the base, {config.vocab_size:,}, without {len(added)} added tokens"
+        )
     if train.mode == "dpo":
         notes.append("planned for DPO: a sequence holds both answers of its pairs, and the reference runs forward too")
     documents = PlannedDocuments.of(recipe, cluster, length)
@@ -108,7 +112,7 @@ def planned_lora(recipe: Recipe) -> LoraShape | None:
     lora, engine = recipe.train.lora, recipe.engine.name
     if lora is None:
         return None
-    shape = replace(lora_shape(lora), joint=engine in ("megatron", "nemo"))
+    shape = replace(lora_shape(lora, len(recipe.model.added_tokens or ())), joint=engine in ("megatron", "nemo"))
     if engine == "torchtune" and lora.quantize == "nf4":
         return replace(shape, base_bytes=DOUBLE_QUANTIZED_NF4_BYTES)
     return shape

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import shutil
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,10 +21,12 @@ from trainshed.data.artefacts import DataArtefacts
 from trainshed.data.chat.inspect import ChatInspection
 from trainshed.data.order import DataOrder, run_orders, run_steps
 from trainshed.data.prompts import ValidationPrompts, encode_prompts
+from trainshed.data.tokenize.added_tokens import added_token_problems, with_added_tokens
 from trainshed.data.tokenize.tokenizer import Tokenizer, load_tokenizer
 from trainshed.data.tokens.token_source import RunTokens, StartedRun, TokenSource, refuse_changed_tokens
-from trainshed.errors import InputError, NotFound, TrainshedError
+from trainshed.errors import InputError, NotFound, RecipeError, TokenizerError, TrainshedError
 from trainshed.models.families import read_hf_config
+from trainshed.models.parameters import AddedRows
 from trainshed.recipe import Cluster, ModelConfig, Recipe, fit_problems, load_cluster, load_recipe, run_id, to_yaml
 from trainshed.recipe.data import SourceKeys
 from trainshed.recipe.section import Problem
@@ -54,6 +56,8 @@ class PreparedRun:
     tokenizer: Tokenizer | None
     base: BaseWeights | None
     prompts: ValidationPrompts | None = None
+    added: AddedRows | None = None
+    """The rows of the tokens of `model.added_tokens`."""
 
     @property
     def sources(self) -> tuple[TokenSource, ...]:
@@ -62,9 +66,9 @@ class PreparedRun:
 
     @property
     def config(self) -> ModelConfig:
-        """The architecture."""
+        """The architecture; the recipe holds that of the base, which may have fewer rows."""
         assert self.recipe.model.config is not None, "preparing writes it out"
-        return self.recipe.model.config
+        return self.recipe.model.config if self.added is None else self.added.grown(self.recipe.model.config)
 
 
 def resolve(recipe: Recipe, options: StoreOptions | None = None, *, pin: bool = True) -> Recipe:
@@ -116,7 +120,7 @@ def prepare_run(
     resolved = resolve(recipe, options)
     name = id or run_id(resolved)
     tokenizer = check_fit(resolved, options)
-    base = fetch_weights(resolved, store, options, reporter)
+    base = fetch_weights(resolved, store, options, reporter, tokenizer)
     resolved = _with_architecture(resolved, base, tokenizer) if base is not None else resolved
     folder = run_path(store, resolved.name, name)
     began = begun_run(folder)
@@ -125,6 +129,7 @@ def prepare_run(
     )
     save_recipe(resolved, folder)
     run = _prepared_run(resolved, name, folder, artefacts, base, began, build=True, reporter=reporter)
+    run = replace(run, added=added_rows(resolved, tokenizer))
     _save_prepared(run)
     return run
 
@@ -132,7 +137,8 @@ def prepare_run(
 def check_fit(recipe: Recipe, options: StoreOptions | None = None) -> Tokenizer | None:
     """Refuse, before anything is fetched or made, a model that is too small for the recipe; returns its tokenizer.
 
-    The architecture may be that of base weights whose config.json can be read alone; other weights bring it later.
+    The architecture may be that of base weights whose config.json can be read alone; other weights bring it later. The
+    tokenizer is the one at the recipe's address, without `model.added_tokens`.
     """
     tokenizer = None
     if isinstance(recipe.tokenizer, str) and not recipe.data.synthetic:
@@ -140,8 +146,32 @@ def check_fit(recipe: Recipe, options: StoreOptions | None = None) -> Tokenizer 
     config = recipe.model.config or _announced_architecture(recipe, options)
     if config is not None:
         refuse_small_model(recipe, config, tokenizer)
-    encode_prompts(recipe, tokenizer, options)  # raises where one is too long; a tokenizer that is learned comes later
+    # Raises where one is too long; a tokenizer that is learned comes later.
+    encode_prompts(recipe, _with_added_tokens(recipe, tokenizer), options)
     return tokenizer
+
+
+def _with_added_tokens(recipe: Recipe, tokenizer: Tokenizer | None) -> Tokenizer | None:
+    """Return the tokenizer with the tokens that the recipe adds; raises where they are no further tokens of it."""
+    texts = recipe.model.added_tokens
+    if tokenizer is None or not texts:
+        return tokenizer
+    if problems := list(added_token_problems(tokenizer, texts)):
+        raise recipe_error(problems, recipe.places)
+    try:
+        return with_added_tokens(tokenizer, texts)
+    except TokenizerError as error:
+        raise RecipeError(error.what, where=recipe.where("model.added_tokens"), hint=error.hint) from None
+
+
+def added_rows(recipe: Recipe, tokenizer: Tokenizer | None) -> AddedRows | None:
+    """Return the rows of the tokens that a recipe with an architecture adds to its `tokenizer`; None without any."""
+    texts, config = recipe.model.added_tokens, recipe.model.config
+    if not texts:
+        return None
+    assert tokenizer is not None, "the schema asks for a tokenizer"
+    assert config is not None, "the base weights have brought it"
+    return AddedRows(tokenizer.vocab_size, len(texts), config.vocab_size)
 
 
 def refuse_small_model(recipe: Recipe, config: ModelConfig, tokenizer: Tokenizer | None) -> None:
@@ -183,10 +213,16 @@ def check_fit_before_submit(recipe: Recipe, config: ModelConfig, options: StoreO
         with suppress(TrainshedError):
             tokenizer = load_tokenizer(address, options)
     refuse_small_model(recipe, config, tokenizer)
+    _with_added_tokens(recipe, tokenizer)
 
 
-def fetch_weights(recipe: Recipe, store: Path, options: StoreOptions, reporter: Reporter) -> BaseWeights | None:
-    """Fetch and prove the base weights of a resolved recipe, and measure their loss; None where it has none."""
+def fetch_weights(
+    recipe: Recipe, store: Path, options: StoreOptions, reporter: Reporter, tokenizer: Tokenizer | None
+) -> BaseWeights | None:
+    """Fetch and prove the base weights of a resolved recipe, and measure their loss; None where it has none.
+
+    The loss is that of the weights with the rows of added tokens, whose numbers follow those of the `tokenizer`.
+    """
     if not recipe.model.from_:
         return None
     base = fetch_base(
@@ -197,7 +233,8 @@ def fetch_weights(recipe: Recipe, store: Path, options: StoreOptions, reporter: 
         reporter=reporter,
         accept=partial(_check_verdict, recipe, reporter),
     )
-    _measure_base(base, _with_architecture(recipe, base, None), reporter)
+    recipe = _with_architecture(recipe, base, tokenizer)
+    _measure_base(base, recipe, added_rows(recipe, tokenizer), reporter)
     return base
 
 
@@ -235,8 +272,10 @@ def inspect_recipe(
             hint="`trainshed data inspect PREFIX` shows its tokens, `trainshed data batch RECIPE` what a step reads",
         )
     options = store_options(cluster)
-    resolved = resolve(recipe, options)
-    artefacts = DataArtefacts(resolved, store_root(recipe, cluster), make=False, options=options, reporter=reporter)
+    resolved, store = resolve(recipe, options), store_root(recipe, cluster)
+    tokenizer = load_tokenizer(resolved.tokenizer, options) if isinstance(resolved.tokenizer, str) else None
+    _with_added_tokens(resolved, tokenizer)  # raises where they are no further tokens of it
+    artefacts = DataArtefacts(resolved, store, make=False, tokenizer=tokenizer, options=options, reporter=reporter)
     return [
         artefacts.inspect(source, label, rows=rows, samples=samples)
         for label, source in _named_sources(resolved).items()
@@ -260,29 +299,30 @@ def _with_architecture(recipe: Recipe, base: BaseWeights, tokenizer: Tokenizer |
     return recipe.model_copy(update={"model": recipe.model.model_copy(update={"config": config})})
 
 
-def _measure_base(base: BaseWeights, recipe: Recipe, reporter: Reporter) -> None:
+def _measure_base(base: BaseWeights, recipe: Recipe, added: AddedRows | None, reporter: Reporter) -> None:
     """Measure the loss of base weights on the probe batch; every run compares itself with it before step 0.
 
     A loss that a conversion measured is taken over, so that the run is compared with it.
     """
     from trainshed.checkpoints.prove.probe import read_probe, write_probe
 
-    if read_probe(base.folder) is not None:
+    if read_probe(base.folder, added) is not None:
         return
     config = recipe.model.config
     assert config is not None
-    verdict = read_verdict(base.files)
+    verdict = read_verdict(base.files) if added is None else None
     probe = verdict.probe if verdict is not None else None
     if probe is None or not probe.is_current(config.vocab_size):
         from trainshed.checkpoints.prove.layerwise import measure_probe
 
-        with base.open(config) as weights:
+        with base.open(config if added is None else added.grown(config), added) as weights:
             probe = measure_probe(weights, reporter)
     if probe is None:
         reporter.warn(f"the loss of the base weights was not measured: they know only {config.max_positions} positions")
         return
-    write_probe(base.folder, probe)
-    reporter.note(f"base weights: loss {probe.loss:.4f} on the probe batch")
+    write_probe(base.folder, probe, added)
+    tokens = "" if added is None else f" with {added.count} added tokens"
+    reporter.note(f"base weights{tokens}: loss {probe.loss:.4f} on the probe batch")
 
 
 def _check_verdict(recipe: Recipe, reporter: Reporter, files: Path) -> None:
@@ -318,6 +358,8 @@ def _save_prepared(run: PreparedRun) -> None:
         "base": None if run.base is None else str(run.base.folder.absolute()),
         "prompts": None if run.prompts is None else run.prompts.to_plain(),
     }
+    if run.added is not None:
+        body["added"] = asdict(run.added)
     if run.prompts is not None and run.tokenizer is not None:
         LocalStore(run.folder).put(ANSWERS_TOKENIZER, run.tokenizer.json)
     LocalStore(run.folder).put(PREPARED_FILE, orjson.dumps(body, option=orjson.OPT_INDENT_2) + b"\n")
@@ -339,7 +381,8 @@ def open_run(recipe: Recipe, cluster: Cluster | None = None, *, id: str | None =
     folder = run_path(store, resolved.name, name)
     began = begun_run(folder)
     artefacts = DataArtefacts(resolved, store, make=False, tokenizer=tokenizer, options=options, started_run=began)
-    return _prepared_run(resolved, name, folder, artefacts, base, began, build=False, reporter=SILENT)
+    run = _prepared_run(resolved, name, folder, artefacts, base, began, build=False, reporter=SILENT)
+    return replace(run, added=added_rows(resolved, tokenizer))
 
 
 def open_run_folder(folder: Path, cluster: Cluster | None = None) -> PreparedRun:
@@ -355,8 +398,9 @@ def open_run_folder(folder: Path, cluster: Cluster | None = None) -> PreparedRun
     options = store_options(cluster) if cluster is not None else None
     orders = run_orders(recipe, data, artefacts_of(store_of(folder)) / "index", build=False, options=options)
     prompts = ValidationPrompts.from_plain(body["prompts"]) if body.get("prompts") else None
+    added = AddedRows(**body["added"]) if body.get("added") else None
     return PreparedRun(
-        recipe, folder.name, folder, data, orders.steps, orders.train, orders.validation, None, base, prompts
+        recipe, folder.name, folder, data, orders.steps, orders.train, orders.validation, None, base, prompts, added
     )
 
 

@@ -194,6 +194,7 @@ def train_job(run: PreparedRun, layout: RankLayout, options: StoreOptions | None
         base=run.base,
         checkpoint_home=checkpoint_home(run.recipe, run.id, options),
         prompts=run.prompts,
+        added=run.added,
     )
 
 

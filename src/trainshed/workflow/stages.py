@@ -74,8 +74,8 @@ def run_stage(stage: str, job_folder: Path, *, part: int = 0, parts: int = 1, re
 def _fetch_base(recipe: Recipe, cluster: Cluster, reporter: Reporter) -> BaseWeights | None:
     options = store_options(cluster)
     resolved = resolve(recipe, options)
-    check_fit(resolved, options)
-    return fetch_weights(resolved, store_root(recipe, cluster), options, reporter)
+    tokenizer = check_fit(resolved, options)
+    return fetch_weights(resolved, store_root(recipe, cluster), options, reporter, tokenizer)
 
 
 def _prepare_data(recipe: Recipe, cluster: Cluster, run: Path, wanted: tuple[str, ...], reporter: Reporter) -> None:

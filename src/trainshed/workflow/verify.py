@@ -26,7 +26,7 @@ from trainshed.data.order import run_orders
 from trainshed.data.tokens.token_source import RunTokens
 from trainshed.errors import InputError, TrainshedError
 from trainshed.launch.local import train_locally
-from trainshed.models.parameters import parameter_count
+from trainshed.models.parameters import AddedRows, parameter_count
 from trainshed.observe.event_log import read_events
 from trainshed.plan import RankLayout
 from trainshed.plan.shrink import ShrunkRun, shrink
@@ -249,7 +249,10 @@ def verify(
     alone = Layout(dp=1, micro_batch=gcd(*small.batch_sizes))
     spread = Layout.model_validate(small.layout.recipe_keys())
     one, run = (
-        prepare_run(shrunk_recipe(whole.recipe, small, trial, folder, steps=steps), cluster, id=id)
+        _with_added_rows(
+            prepare_run(shrunk_recipe(whole.recipe, small, trial, folder, steps=steps), cluster, id=id),
+            recipe.model.added_tokens,
+        )
         for trial, id in ((alone, "one-process"), (spread, "layout"))
     )
     expected = trials.train(one, "one process")
@@ -319,6 +322,17 @@ def _checked_adapters(lora: Lora | None) -> Lora | None:
     if lora is None or lora.quantize != "nf4":
         return lora
     return lora.model_copy(update={"quantize": "int8"})
+
+
+def _with_added_rows(run: PreparedRun, added_tokens: Sequence[str] | None) -> PreparedRun:
+    """Let the last tokens of a shrunk model stand for added ones: with adapters their rows are trained."""
+    if not added_tokens:
+        return run
+    rows = run.config.vocab_size
+    count = min(len(added_tokens), rows // 2)
+    run = replace(run, added=AddedRows(rows - count, count, rows))
+    save_run(run)
+    return run
 
 
 def _full_size_run(recipe: Recipe, cluster: Cluster) -> PreparedRun:

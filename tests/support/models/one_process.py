@@ -11,6 +11,7 @@ from trainshed.engines.torch.model import ParameterShard, RankModel, build_model
 from trainshed.engines.torch.parallel import single_rank_mesh
 from trainshed.engines.torch.weights import init_model
 from trainshed.models.decoder import Regularization
+from trainshed.models.parameters import AddedRows
 from trainshed.plan.layout import resolve_layout
 from trainshed.recipe import Layout, Lora, ModelConfig
 
@@ -29,13 +30,20 @@ def one_process_model(
     seed: int = 0,
     lora: Lora | None = None,
     offload: str | None = None,
+    added: AddedRows | None = None,
 ) -> RankModel:
     """Build a whole model with fresh weights."""
     keys = {"recompute": recompute, "micro_batch": micro_batch, "offload": offload}
     layout = resolve_layout(Layout.model_validate(keys), config)
     mesh = single_rank_mesh(layout, CPU)
     model = build_model(
-        config, mesh, sequence_length=length, precision=precision, regularization=regularization, lora=lora
+        config,
+        mesh,
+        sequence_length=length,
+        precision=precision,
+        regularization=regularization,
+        lora=lora,
+        added=added,
     )
     init_model(model, seed)
     return model

@@ -23,6 +23,7 @@ from trainshed.engines.torch.model import RankModel, build_model
 from trainshed.engines.torch.rank import train_rank
 from trainshed.engines.torch.trainer import Trainer, TrainingEnd
 from trainshed.models.decoder import DecoderLayer
+from trainshed.models.parameters import AddedRows
 from trainshed.observe.event_log import read_steps
 from trainshed.recipe import ModelConfig, Recipe
 from trainshed.storage import LocalStore
@@ -51,11 +52,22 @@ def adapted_recipe(model: str, base: Path, lora: str, overrides: Sequence[str]) 
 
 
 def train_adapters(
-    folder: Path, model: str, layout: str, base: Path, lora: str, overrides: Sequence[str], compiled: bool = False
+    folder: Path,
+    model: str,
+    layout: str,
+    base: Path,
+    lora: str,
+    overrides: Sequence[str],
+    compiled: bool = False,
+    added: AddedRows | None = None,
 ) -> int:
-    """Train as one rank; `compiled`: with its blocks captured as for a GPU, their graphs run operation by operation."""
+    """Train as one rank; `compiled`: with its blocks captured as for a GPU, their graphs run operation by operation.
+
+    With `added` the model has the rows of added tokens; with `lora` null all weights are trained.
+    """
     job = small_job(folder, adapted_recipe(model, base, lora, overrides), layout)
-    job = replace(job, base=BaseWeights.from_folder(base))
+    config = job.config if added is None else added.grown(job.config)
+    job = replace(job, base=BaseWeights.from_folder(base), config=config, added=added)
 
     def build_compiled(*arguments: Any, **options: Any) -> RankModel:
         return build_model(*arguments, **options | {"compile_blocks": True})
@@ -95,21 +107,30 @@ class AdaptedRuns:
         return self._bases[model]
 
     def train(
-        self, folder: Path, model: str, layout: str, *overrides: str, lora: str = LORA, compiled: bool = False
+        self,
+        folder: Path,
+        model: str,
+        layout: str,
+        *overrides: str,
+        lora: str = LORA,
+        compiled: bool = False,
+        added: AddedRows | None = None,
     ) -> list[dict[str, Any]]:
         """Train a run, or train on; returns its step events. A model `dense-4` has four layers."""
         if model.endswith("-4"):
             overrides = ("model.config.layers=4", *overrides)
-        arguments = (folder, model.removesuffix("-4"), layout, self.base(model), lora, overrides, compiled)
+        arguments = (folder, model.removesuffix("-4"), layout, self.base(model), lora, overrides, compiled, added)
         codes = self.pool.run(train_adapters, *arguments, ranks=world_size(layout))
         assert set(codes) == {0}
         return read_steps(LocalStore(folder), "")
 
-    def alone(self, model: str, *overrides: str, lora: str = LORA) -> list[dict[str, Any]]:
+    def alone(
+        self, model: str, *overrides: str, lora: str = LORA, added: AddedRows | None = None
+    ) -> list[dict[str, Any]]:
         """The step events of one process, trained once."""
-        key = (model, overrides, lora)
+        key = (model, overrides, lora, added)
         if key not in self._alone:
-            self._alone[key] = self.train(self.new_folder(), model, ALONE, *overrides, lora=lora)
+            self._alone[key] = self.train(self.new_folder(), model, ALONE, *overrides, lora=lora, added=added)
         return self._alone[key]
 
 

@@ -21,8 +21,8 @@ from trainshed.checkpoints.lora.native_adapter import NativeAdapter
 from trainshed.checkpoints.native.folder import CompleteCheckpoint
 from trainshed.checkpoints.weights import Weights, box_ends
 from trainshed.errors import InputError
-from trainshed.models.families import HF_FAMILIES, config_differences
-from trainshed.models.hf_tensors import RowMapping
+from trainshed.models.families import config_differences
+from trainshed.models.hf_tensors import RowMapping, hf_table_name
 from trainshed.models.parameters import Parameter, parameters
 from trainshed.recipe import ModelConfig
 from trainshed.storage import Store, join
@@ -116,6 +116,9 @@ class AdaptedWeights:
         if name in self.adapter.adapted:
             assert columns is not None, "only matrices have factors"
             part = self._matrix_change(name).applied(part, rows, columns)
+        if (trained := self.adapter.token_rows.get(name)) is not None:
+            assert columns is not None, "embeddings are matrices"
+            part = trained.put_into(part, rows.start, columns)
         if self._stored_dtype is not None:
             part = part.to(self._stored_dtype(name))
         box[index] = part.to(box.dtype)
@@ -159,8 +162,8 @@ def refuse_another_base(adapter: LoraAdapter, base: Weights) -> None:
             f"the adapter was trained on another model: {'; '.join(differences)}",
             "name the base it was trained on with --base",
         )
-    embedding = HF_FAMILIES[base.config.family].names.tensors["embedding"][0] + ".weight"
-    if base.config.tied_embeddings and embedding in adapter.changed_tensors:
+    embedding = hf_table_name(base.config, "embedding")
+    if base.config.tied_embeddings and embedding in adapter.adapted | adapter.replaced:
         raise adapter.error(
             f"the adapter changes `{embedding}`, which is the head of this model too, and PEFT changed it only as one",
             "untie them first: save the base with transformers under `tie_word_embeddings: false`",
@@ -171,7 +174,7 @@ def open_adapted_checkpoint(
     store: Store, checkpoint: CompleteCheckpoint, config: ModelConfig | None = None
 ) -> AdaptedWeights:
     """Open the weights of a LoRA run's checkpoint: its base, as far as it is on this disk, with its adapters in it."""
-    from trainshed.checkpoints.formats import open_weights
+    from trainshed.checkpoints.added_rows import open_with_added_rows
 
     assert holds_adapters(checkpoint), "whole weights are opened by NativeWeights"
     where = join(store.url, checkpoint.path)
@@ -185,4 +188,5 @@ def open_adapted_checkpoint(
         )
     adapter = NativeAdapter(store, checkpoint)
     # The run may have stretched the base's positions: its own architecture counts.
-    return AdaptedWeights(open_weights(base or spec.base_address, config=config or adapter.config), adapter)
+    weights = open_with_added_rows(base or spec.base_address, config or adapter.config, spec.added)
+    return AdaptedWeights(weights, adapter)

@@ -2,7 +2,8 @@
 
 Tensors have the names that transformers saves them under (`models/hf_tensors.py`), so that an adapter of PEFT's and one
 of ours are the same thing. A matrix is changed by two factors (LoRA), and its rows may get lengths of their own (DoRA).
-A tensor may also be replaced whole (PEFT's `modules_to_save`).
+A tensor may also be replaced whole (PEFT's `modules_to_save`), or in some rows: those of tokens that were trained
+(`trainable_token_indices`).
 
 Shapes: R rows (outputs) and C columns (inputs) of a matrix, r rank.
 """
@@ -41,6 +42,27 @@ class LoraFactors:
         """Return the factors in another dtype."""
         magnitude = None if self.magnitude is None else self.magnitude.to(dtype)
         return LoraFactors(self.a.to(dtype), self.b.to(dtype), self.scale, magnitude)
+
+
+@dataclass(frozen=True)
+class TokenRows:
+    """The rows of trained tokens, in place of those of an embedding or a head."""
+
+    ids: tuple[int, ...]
+    values: torch.Tensor
+    """[tokens, hidden], in the order of the ids."""
+
+    def to(self, dtype: torch.dtype) -> TokenRows:
+        """Return the rows in another dtype."""
+        return TokenRows(self.ids, self.values.to(dtype))
+
+    def put_into(self, box: torch.Tensor, first: int = 0, columns: slice = slice(None)) -> torch.Tensor:
+        """Return rows [first, …) of a tensor with these in them; of a tensor's columns, some."""
+        here = [(id - first, number) for number, id in enumerate(self.ids) if first <= id < first + box.shape[0]]
+        if not here:
+            return box
+        index, numbers = (torch.tensor(part) for part in zip(*here, strict=True))
+        return box.index_copy(0, index, self.values[numbers][:, columns].to(box.dtype))
 
 
 @dataclass(frozen=True)
@@ -96,9 +118,14 @@ class LoraAdapter(ABC):
         return frozenset()
 
     @property
+    def token_rows(self) -> Mapping[str, TokenRows]:
+        """The rows of trained tokens, by the tensor that they are rows of."""
+        return {}
+
+    @property
     def changed_tensors(self) -> frozenset[str]:
         """All tensors that merging changes."""
-        return self.adapted | self.replaced
+        return self.adapted | self.replaced | self.token_rows.keys()
 
     @abstractmethod
     def factors(self, name: str) -> LoraFactors:
@@ -114,6 +141,8 @@ class LoraAdapter(ABC):
         dtype = tensor.dtype
         if name in self.replaced:
             tensor = self.replacement(name).to(dtype)
+        if (rows := self.token_rows.get(name)) is not None:
+            return rows.put_into(tensor)
         if name not in self.adapted:
             return tensor
         transposed = self.tensors[name].row_mappings[0].transposed

@@ -2,6 +2,7 @@
 
     lora    the recipe's `train.lora`
     base    {from: the recipe's `model.from` with its commit, sha256: the hash of all its files}
+    added   {start, count, base_rows} of `model.added_tokens`: the rows that the base lacks
     model   the architecture, as in every checkpoint
 
 Such a checkpoint holds only `model.<names of adapters>` and their optimizer state. This module needs no torch.
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,14 @@ from trainshed.checkpoints.base import BaseWeights
 from trainshed.checkpoints.formats import detect_format
 from trainshed.checkpoints.native.folder import CompleteCheckpoint, find_checkpoint
 from trainshed.errors import CorruptData, InputError, NotFound
+from trainshed.models.parameters import AddedRows
 from trainshed.recipe import Lora
 from trainshed.recipe.validation import validate
 from trainshed.recipe.yaml_io import SourceMap, YamlDocument
 from trainshed.run_folder import PREPARED_FILE, RECIPE_FILE
 from trainshed.storage import StoreOptions, open_store, parse
 
-LORA, BASE = "lora", "base"
+LORA, BASE, ADDED = "lora", "base", "added"
 
 
 @dataclass(frozen=True)
@@ -37,11 +39,13 @@ class AdapterSpec:
     lora: Lora
     base_address: str
     base_sha256: str | None
+    added: AddedRows | None = None
 
     def to_plain(self) -> dict[str, Any]:
         """As a part of a checkpoint's spec."""
         base = {"from": self.base_address, "sha256": self.base_sha256}
-        return {LORA: self.lora.model_dump(mode="json", exclude_none=True), BASE: base}
+        plain: dict[str, Any] = {LORA: self.lora.model_dump(mode="json", exclude_none=True), BASE: base}
+        return plain if self.added is None else plain | {ADDED: asdict(self.added)}
 
     @classmethod
     def read(cls, spec: Mapping[str, Any], where: str) -> AdapterSpec:
@@ -54,7 +58,8 @@ class AdapterSpec:
                 hint="it was written by another version: name the base with --base",
             )
         lora = validate(Lora, YamlDocument(dict(spec[LORA]), SourceMap(where)))
-        return cls(lora, base["from"], base.get("sha256"))
+        added = spec.get(ADDED)
+        return cls(lora, base["from"], base.get("sha256"), None if added is None else AddedRows(**added))
 
 
 def holds_adapters(checkpoint: CompleteCheckpoint) -> bool:

@@ -1,7 +1,7 @@
 """Export the adapters of a LoRA run for PEFT and for servers that read its folders, proven and with the tokenizer.
 
     adapter_model.safetensors, adapter_config.json    what PEFT loads (`peft_adapter.py`)
-    tokenizer.json, …, chat_template.jinja            the words that the adapters were trained with
+    tokenizer.json, …, chat_template.jinja            the words that the adapters were trained with, added tokens too
     verdict.json, manifest.json                       as beside all converted weights
 
 Each projection is a module of its own, with its own pair of factors. Experts are one parameter in transformers 5
@@ -25,9 +25,9 @@ from safetensors.torch import save_file
 from trainshed.checkpoints.convert.convert import Dtype
 from trainshed.checkpoints.convert.target import ConversionTarget, explain_disk_errors, hash_file
 from trainshed.checkpoints.hf.companion_files import has_tokenizer, read_companions, with_chat_template
-from trainshed.checkpoints.lora.adapter import LoraAdapter, LoraFactors
+from trainshed.checkpoints.lora.adapter import LoraAdapter, LoraFactors, TokenRows
 from trainshed.checkpoints.lora.native_adapter import NativeAdapter
-from trainshed.checkpoints.lora.peft_adapter import EXPERT_PARAMETERS, EXPERTS_MODULE, PeftAdapter
+from trainshed.checkpoints.lora.peft_adapter import EXPERT_PARAMETERS, EXPERTS_MODULE, TOKEN_ROWS, PeftAdapter
 from trainshed.checkpoints.lora.peft_config import ADAPTER_CONFIG, ADAPTER_PREFIX, ADAPTER_WEIGHTS
 from trainshed.checkpoints.native.folder import find_checkpoint
 from trainshed.checkpoints.prove.verdict import TensorProof, Verdict, verdict_of_tensors, write_verdict
@@ -99,6 +99,11 @@ def export_adapter(
     companions = with_chat_template(_companions(source, tokenizer, options), chat_template, end_tokens)
     if not has_tokenizer(companions):
         reporter.warn("the export has no tokenizer: the run brings none")
+    if (added := adapter.spec.added) is not None and added.stop > added.base_rows:
+        reporter.note(
+            f"the base has {added.base_rows:,} rows, and these adapters use {added.vocab_size:,}: before PEFT loads "
+            f"them, call model.resize_token_embeddings({added.vocab_size})"
+        )
     with place.folder.locked():
         place.folder.start(spec)
         folder = place.folder.target
@@ -109,14 +114,14 @@ def export_adapter(
         verdict = _prove(written, PeftAdapter(folder, adapter.config), spec["dtype"])
         write_verdict(folder, verdict)
         paths = [info.path for info in LocalStore(folder).list() if info.path != MANIFEST]
-        facts = {"family": adapter.config.family, "rank": adapter.rank, "tensors": len(adapter.adapted)}
+        facts = {"family": adapter.config.family, "rank": adapter.rank, "tensors": len(adapter.changed_tensors)}
         manifest = Manifest.of(KIND, spec, [hash_file(folder, path) for path in paths], facts)
         place.publish(manifest, set())
     return _result(spec["from"], target, adapter, manifest, verdict)
 
 
 def _result(source: str, target: str, adapter: LoraAdapter, manifest: Manifest, verdict: Verdict) -> AdapterExport:
-    return AdapterExport(source, target, adapter.rank, len(adapter.adapted), manifest.total_bytes, verdict)
+    return AdapterExport(source, target, adapter.rank, len(adapter.changed_tensors), manifest.total_bytes, verdict)
 
 
 def _companions(source: str, tokenizer: str | None, options: StoreOptions | None) -> dict[str, bytes]:
@@ -145,19 +150,28 @@ class _CastAdapter(LoraAdapter):
     def adapted(self) -> frozenset[str]:
         return self._adapter.adapted
 
+    @property
+    def token_rows(self) -> Mapping[str, TokenRows]:
+        return {name: rows.to(self._dtype) for name, rows in self._adapter.token_rows.items()}
+
     def factors(self, name: str) -> LoraFactors:
         return self._adapter.factors(name).to(self._dtype)
 
 
 def _prove(source: LoraAdapter, target: LoraAdapter, dtype: str) -> Verdict:
     """Compare what each tensor is changed by: the adapters of the run, and what PEFT's folder says when it is read."""
-    problems = [f"`{name}` is only in the run" for name in sorted(source.adapted - target.adapted)]
-    problems += [f"`{name}` is only in the export" for name in sorted(target.adapted - source.adapted)]
+    ours, theirs = source.changed_tensors, target.changed_tensors
+    problems = [f"`{name}` is only in the run" for name in sorted(ours - theirs)]
+    problems += [f"`{name}` is only in the export" for name in sorted(theirs - ours)]
     both = sorted(source.adapted & target.adapted)
     problems += [
         f"`{name}` is changed otherwise" for name in both if not _same(source.factors(name), target.factors(name))
     ]
-    compared = len(source.adapted | target.adapted)
+    for name in sorted(source.token_rows.keys() & target.token_rows.keys()):
+        rows, stored = source.token_rows[name], target.token_rows[name]
+        if rows.ids != stored.ids or not rows.values.equal(stored.values):
+            problems.append(f"the rows of trained tokens of `{name}` are others")
+    compared = len(ours | theirs)
     proof = TensorProof(compared, compared - len(problems), problems[0] if problems else None, dtype)
     return verdict_of_tensors(proof, _NO_LOGITS)
 
@@ -197,6 +211,8 @@ def write_peft_folder(
         tensors[f"{prefix}.lora_A.weight"] = torch.cat([factors.a for factors in stacked])
         b = torch.stack([factors.b for factors in stacked], dim=-1)
         tensors[f"{prefix}.lora_B.weight"] = b.reshape(b.shape[0], b.shape[1] * count)
+    for name, rows in adapter.token_rows.items():
+        tensors[f"{ADAPTER_PREFIX}{name.removesuffix('.weight')}{TOKEN_ROWS}"] = rows.values
     body = _peft_config(adapter, lora, modules, experts, base)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / ADAPTER_CONFIG).write_text(json.dumps(body, indent=2, sort_keys=True) + "\n")
@@ -288,6 +304,10 @@ def _peft_config(
     }
     if experts:
         body["target_parameters"] = sorted({f"{EXPERTS_MODULE}.{parameter}" for _, parameter in experts})
+    if adapter.token_rows:
+        body["trainable_token_indices"] = {
+            name.removesuffix(".weight").rsplit(".", 1)[-1]: list(rows.ids) for name, rows in adapter.token_rows.items()
+        }
     return body
 
 

@@ -6,6 +6,7 @@ import hashlib
 import tempfile
 from pathlib import Path
 
+from trainshed.checkpoints.added_rows import GrownWeights
 from trainshed.checkpoints.hf.companion_files import COMPANION_FILES
 from trainshed.checkpoints.lora.adapter import LoraAdapter
 from trainshed.checkpoints.lora.checkpoint_spec import AdapterSpec, find_adapter_checkpoint, prepared_base
@@ -13,7 +14,9 @@ from trainshed.checkpoints.lora.native_adapter import NativeAdapter
 from trainshed.checkpoints.lora.peft_adapter import PeftAdapter
 from trainshed.checkpoints.lora.peft_config import ADAPTER_CONFIG, ADAPTER_WEIGHTS, LoraAdapterConfig
 from trainshed.checkpoints.native.folder import read_checkpoint_config
+from trainshed.checkpoints.weights import Weights
 from trainshed.errors import InputError, NoSuchName
+from trainshed.models.parameters import AddedRows
 from trainshed.recipe import ModelConfig
 from trainshed.reporting import SILENT, Reporter
 from trainshed.storage import StoreOptions, copy_tree, join, open_folder, open_store, parse
@@ -46,6 +49,28 @@ def open_adapter(
             )
         return NativeAdapter(open_store(address, options)[0], checkpoint)
     return PeftAdapter(local_adapter(address, downloads, options, reporter), config)
+
+
+def with_rows_of(
+    address: str,
+    base: Weights,
+    *,
+    downloads: Path | None = None,
+    options: StoreOptions | None = None,
+    reporter: Reporter = SILENT,
+) -> Weights:
+    """Return a base with rows for the tokens that an adapter adds to it; the base itself where it has them."""
+    rows = base.config.vocab_size
+    checkpoint = None
+    if open_folder(address, options).head(ADAPTER_CONFIG) is None:
+        checkpoint = find_adapter_checkpoint(address, options)
+    if checkpoint is not None:
+        added = AdapterSpec.read(checkpoint.manifest.spec, address).added
+        return base if added is None or added.stop <= rows else GrownWeights(base, added)
+    tokens = LoraAdapterConfig.read(local_adapter(address, downloads, options, reporter)).trained_tokens
+    beyond = [id for ids in tokens.values() for id in ids if id >= rows]
+    # All of these rows are the adapter's own: with what they begin does not matter.
+    return GrownWeights(base, AddedRows(rows, max(beyond) + 1 - rows, rows)) if beyond else base
 
 
 def local_adapter(
@@ -89,9 +114,16 @@ def adapter_base(
 
 
 def trained_config(address: str, options: StoreOptions | None = None) -> ModelConfig | None:
-    """Return the architecture that an adapter of ours was trained with; PEFT's folders do not hold it."""
+    """Return the architecture that an adapter of ours was trained on; PEFT's folders do not hold it.
+
+    It has the rows of the base: those of added tokens are not among them.
+    """
     checkpoint = find_adapter_checkpoint(address, options)
-    return None if checkpoint is None else read_checkpoint_config(open_store(address, options)[0], checkpoint)
+    if checkpoint is None:
+        return None
+    config = read_checkpoint_config(open_store(address, options)[0], checkpoint)
+    added = AdapterSpec.read(checkpoint.manifest.spec, address).added
+    return config if added is None else added.of_base(config)
 
 
 def _named_base(config: LoraAdapterConfig, folder: Path) -> str:

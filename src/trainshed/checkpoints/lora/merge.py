@@ -22,7 +22,7 @@ from trainshed.checkpoints.formats import detect_format
 from trainshed.checkpoints.hf.weights import SAFETENSORS_DTYPES, HfWeights, SafetensorsEntry
 from trainshed.checkpoints.lora.adapted_weights import AdaptedWeights, refuse_another_base
 from trainshed.checkpoints.lora.adapter import LoraAdapter
-from trainshed.checkpoints.lora.find import open_adapter
+from trainshed.checkpoints.lora.find import open_adapter, with_rows_of
 from trainshed.checkpoints.prove.verdict import VERDICT, Verdict, prove, write_verdict
 from trainshed.checkpoints.weights import OutputFile
 from trainshed.errors import InputError
@@ -70,6 +70,14 @@ def merge_adapter(
         raise InputError("there is something already", where=str(target), hint="choose another folder, or remove it")
     folder = ConversionFolder(target.with_name(f".{target.name}.merging"))
     with HfWeights(base) as weights, folder.locked():
+        if with_rows_of(str(adapter), weights, reporter=reporter) is not weights:
+            raise InputError(
+                f"the adapter has rows for added tokens beyond the {weights.config.vocab_size:,} of the base, and a "
+                "merge writes tensors of the same size",
+                where=str(adapter),
+                hint="write `export: {merge: true}` in the recipe, or `trainshed model convert RUN FOLDER --to hf`; of "
+                "a folder of PEFT's, resize the base with transformers first (resize_token_embeddings)",
+            )
         added = open_adapter(str(adapter), weights.config, reporter=reporter)
         refuse_another_base(added, weights)
         shards = _shards_by_file(weights)

@@ -4,6 +4,7 @@
     model.layers.0.attention.qkv.lora.q_proj.b            [R, r], rows in Hugging Face's order
     model.layers.0.attention.qkv.lora.q_proj.magnitude    [R] (DoRA)
     model.layers.0.mlp.experts.lora.gate_proj.a           [experts, r, C]: those of experts are stacked
+    model.embedding.added.weight, model.head.added.weight [tokens, C]: the rows of added tokens
 
 A family whose tensors are fused (GPT-2's `c_attn`) has several projections in one matrix: their factors become one
 pair, with the second factor block by block.
@@ -18,18 +19,19 @@ from collections.abc import Mapping
 
 import torch
 
-from trainshed.checkpoints.lora.adapter import LoraAdapter, LoraFactors
+from trainshed.checkpoints.lora.adapter import LoraAdapter, LoraFactors, TokenRows
 from trainshed.checkpoints.lora.checkpoint_spec import AdapterSpec
 from trainshed.checkpoints.native.folder import CompleteCheckpoint, read_checkpoint_config
 from trainshed.checkpoints.native.index import read_index
 from trainshed.checkpoints.native.reader import load_checkpoint
 from trainshed.checkpoints.native.shards import DTYPES, TensorShard
 from trainshed.checkpoints.native.weights import MODEL_PREFIX
-from trainshed.models.hf_tensors import HfTensor, RowMapping
+from trainshed.models.hf_tensors import HfTensor, RowMapping, hf_table_name
 from trainshed.models.parameters import Parameter, parameters, up_projection_name
 from trainshed.storage import Store, join
 
 _NAME = re.compile(r"(layers\.\d+\..+)\.lora\.(\w+)\.(a|b|magnitude)")
+_TOKEN_ROWS = ("embedding.added.weight", "head.added.weight")
 _PROJECTIONS = {"q_proj": 0, "k_proj": 1, "v_proj": 2, "o_proj": 0, "gate_proj": 0, "up_proj": 1, "down_proj": 0}
 """Which part of its native tensor a projection is; without a gate, `up_proj` is the first."""
 _Part = tuple[str, int]
@@ -46,6 +48,7 @@ class NativeAdapter(LoraAdapter):
         self._version = checkpoint.manifest.sha256
         self._parameters = {parameter.name: parameter for parameter in parameters(self.config)}
         self._parts: dict[_Part, dict[str, torch.Tensor]] = defaultdict(dict)
+        self._token_rows: dict[str, TokenRows] = {}
         for name, tensor in self._load(store, checkpoint).items():
             self._add(name, tensor)
         self._mappings: dict[tuple[str, int], list[RowMapping]] = defaultdict(list)
@@ -76,6 +79,11 @@ class NativeAdapter(LoraAdapter):
     def adapted(self) -> frozenset[str]:
         """The tensors that have factors."""
         return frozenset(self._adapted)
+
+    @property
+    def token_rows(self) -> Mapping[str, TokenRows]:
+        """The rows of added tokens, by the tensor that they are rows of."""
+        return self._token_rows
 
     def factors(self, name: str) -> LoraFactors:
         """Return the factors of an adapted tensor."""
@@ -115,6 +123,10 @@ class NativeAdapter(LoraAdapter):
         return {name.removeprefix(MODEL_PREFIX): tensor for name, tensor in tensors.items()}
 
     def _add(self, name: str, tensor: torch.Tensor) -> None:
+        if name in _TOKEN_ROWS and (added := self.spec.added) is not None:
+            saved = hf_table_name(self.config, name.partition(".")[0])
+            self._token_rows[saved] = TokenRows(tuple(range(added.start, added.stop)), tensor)
+            return
         match = _NAME.fullmatch(name)
         parameter = None if match is None else self._parameter_of(match[1], match[2])
         if match is None or parameter is None:

@@ -3,7 +3,9 @@
     adapter_config.json          rank, alpha, which modules (`peft_config.py`)
     adapter_model.safetensors    base_model.model.<module>.lora_A.weight [r, C], .lora_B.weight [R, r],
                                  .lora_magnitude_vector [R] (DoRA), .lora_embedding_A, .lora_embedding_B;
-                                 <module>.weight for a module that was trained whole
+                                 <module>.weight for a module that was trained whole,
+                                 <module>.token_adapter.trainable_tokens_delta [tokens, C] for rows of tokens; a head
+                                 that is tied to the embedding has its rows
 
 The experts of a layer are one parameter in transformers 5, and PEFT adapts it as one (`target_parameters`): its factors
 hold those of all experts, A expert after expert, B with the experts alternating. The factors of `gate_up_proj` are at
@@ -14,7 +16,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +24,7 @@ import torch
 from safetensors import safe_open
 
 from trainshed.checkpoints.hf.weights import read_safetensors_header
-from trainshed.checkpoints.lora.adapter import LoraAdapter, LoraFactors
+from trainshed.checkpoints.lora.adapter import LoraAdapter, LoraFactors, TokenRows
 from trainshed.checkpoints.lora.peft_config import ADAPTER_CONFIG, ADAPTER_PREFIX, ADAPTER_WEIGHTS, LoraAdapterConfig
 from trainshed.errors import NotFound
 from trainshed.models.families import HF_FAMILIES
@@ -32,6 +34,8 @@ from trainshed.recipe import ModelConfig
 
 _FACTOR = re.compile(r"(.*)\.lora_(A|B|embedding_A|embedding_B|magnitude_vector)(?:\.weight)?")
 _MAGNITUDE = "magnitude_vector"
+TOKEN_ROWS = ".token_adapter.trainable_tokens_delta"
+"""How the name of trained rows ends, after that of their module."""
 EXPERTS_MODULE = "mlp.experts"
 """What transformers 5 calls the experts of a layer."""
 EXPERT_PARAMETERS = {"gate_up": "gate_up_proj", "up": "up_proj", "down": "down_proj"}
@@ -79,6 +83,7 @@ class PeftAdapter(LoraAdapter):
         self._stored = read_safetensors_header(folder / ADAPTER_WEIGHTS)
         self._factors: dict[str, _StoredFactors] = {}
         self._replaced: dict[str, str] = {}
+        self._token_rows: dict[str, TokenRows] = {}
         by_module: dict[str, dict[str, str]] = {}
         for key in sorted(self._stored):
             self._classify(key, by_module)
@@ -107,6 +112,11 @@ class PeftAdapter(LoraAdapter):
         """The tensors that are replaced whole."""
         return frozenset(self._replaced)
 
+    @property
+    def token_rows(self) -> Mapping[str, TokenRows]:
+        """The rows of trained tokens, by the tensor that they are rows of."""
+        return self._token_rows
+
     def factors(self, name: str) -> LoraFactors:
         """Return the factors of an adapted tensor."""
         stored = self._factors[name]
@@ -132,11 +142,35 @@ class PeftAdapter(LoraAdapter):
         if match and key.startswith(ADAPTER_PREFIX):
             by_module.setdefault(match[1], {})[match[2]] = key
             return
+        if name.endswith(TOKEN_ROWS) and key.startswith(ADAPTER_PREFIX):
+            self._add_token_rows(key, name.removesuffix(TOKEN_ROWS))
+            return
         # PEFT saves an embedding's own weights beside its factors.
         name = self._saved_name(name.replace(".base_layer.", "."))
         if not key.startswith(ADAPTER_PREFIX) or name not in self.tensors:
             raise self.error(f"`{key}` has no place in the base model", "name the base that it was trained on")
         self._replaced[name] = key
+
+    def _add_token_rows(self, key: str, module: str) -> None:
+        """Add the rows of trained tokens of an embedding or a head."""
+        tokens, name = self.settings.trained_tokens, f"{module}.weight"
+        ids = next((ids for end, ids in tokens.items() if not end or f".{module}".endswith(f".{end}")), None)
+        if ids is None or name not in self.tensors:
+            raise self.error(
+                f"`{key}` has no place: the base has no such tensor, or `trainable_token_indices` in {ADAPTER_CONFIG} "
+                "does not name it",
+                "name the base that it was trained on",
+            )
+        rows, width = self.tensors[name].shape
+        if self._stored[key].shape != (len(ids), width):
+            wanted = [len(ids), width]
+            raise self.error(f"`{key}` is {list(self._stored[key].shape)}, not {wanted}", "fetch or save it again")
+        if max(ids) >= rows:
+            raise self.error(
+                f"the adapter trains the row of token {max(ids)}, and the base has {rows:,} rows",
+                f"resize the base first: transformers' resize_token_embeddings({max(ids) + 1})",
+            )
+        self._token_rows[name] = TokenRows(ids, self._read(key))
 
     def _factors_of(self, module: str, keys: dict[str, str]) -> Iterator[tuple[str, _StoredFactors]]:
         """Yield the tensors that a module's factors change: one, or those of all experts of a layer."""

@@ -30,7 +30,7 @@ _HARMLESS = frozenset({
 # `fan_in_fan_out` is not used either: like PEFT itself we derive it from the kind of the module.
 _READ = frozenset({
     "r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "bias", "init_lora_weights",
-    "fan_in_fan_out", "target_parameters",
+    "fan_in_fan_out", "target_parameters", "trainable_token_indices",
 })  # fmt: skip
 # Initializations that leave the base unchanged; the others (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA) subtract from it.
 _PLAIN_INITS = (True, False, None, "gaussian", "eva", "orthogonal")
@@ -49,6 +49,8 @@ class LoraAdapterConfig:
     target_parameters: tuple[str, ...]
     base: str | None
     revision: str | None
+    trained_tokens: Mapping[str, tuple[int, ...]]
+    """The tokens whose rows were trained (`trainable_token_indices`), by the end of the module's name."""
 
     @classmethod
     def read(cls, folder: Path) -> LoraAdapterConfig:
@@ -76,9 +78,12 @@ class LoraAdapterConfig:
                 target_parameters=tuple(body.get("target_parameters") or ()),
                 base=body.get("base_model_name_or_path"),
                 revision=body.get("revision"),
+                trained_tokens=_trained_tokens(body.get("trainable_token_indices")),
             )
         except (TypeError, ValueError):
-            raise CorruptData("has a rank or alpha that is no number", where=where, hint="fetch it again") from None
+            raise CorruptData(
+                "has a rank, alpha or token that is no number", where=where, hint="fetch it again"
+            ) from None
 
     def scale(self, module: str, rank: int) -> float:
         """Return the factor for the product of a module's factors."""
@@ -88,6 +93,12 @@ class LoraAdapterConfig:
     def rank_of(self, module: str) -> int:
         """Return the rank of a module."""
         return self.rank_pattern.get(_matching_pattern(self.rank_pattern, module), self.rank)
+
+
+def _trained_tokens(written: Any) -> dict[str, tuple[int, ...]]:
+    """Return the trained tokens by module; a list without one is of the input embedding, which has several names."""
+    by_module = written if isinstance(written, dict) else {"": written}
+    return {str(module): tuple(int(id) for id in ids) for module, ids in by_module.items() if ids}
 
 
 def _refuse_unsupported(body: dict[str, Any], where: str) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 
 from trainshed.data.sampling.sources import SyntheticSource
 from trainshed.errors import CorruptData, NotFound
+from trainshed.models.parameters import AddedRows
 from trainshed.storage import LocalStore, Manifest, sha256_of
 from trainshed.storage.manifest import MANIFEST
 
@@ -59,18 +60,24 @@ def probe_batch(vocab_size: int, sequence_length: int) -> np.ndarray:
     return source.read(np.arange(PROBE_ROWS)).tokens
 
 
-def write_probe(folder: Path, probe: LossProbe) -> None:
+def probe_file(added: AddedRows | None) -> str:
+    """Return the name of a probe's file: with added tokens, weights have another loss."""
+    return PROBE if added is None else f"probe-with-{added.start}-{added.stop}.json"
+
+
+def write_probe(folder: Path, probe: LossProbe, added: AddedRows | None = None) -> None:
     """Store a probe beside the manifest of an artefact, with the manifest's hash."""
     store = LocalStore(folder)
     body = {"schema": SCHEMA, "manifest": Manifest.read(store, MANIFEST).sha256, **asdict(probe)}
-    store.put(PROBE, json.dumps(body, indent=1, sort_keys=True, allow_nan=False).encode() + b"\n")
+    store.put(probe_file(added), json.dumps(body, indent=1, sort_keys=True, allow_nan=False).encode() + b"\n")
 
 
-def read_probe(folder: Path) -> LossProbe | None:
+def read_probe(folder: Path, added: AddedRows | None = None) -> LossProbe | None:
     """Return the probe of an artefact, None where it has none (or one of another version)."""
-    store, where = LocalStore(folder), str(folder / PROBE)
+    name = probe_file(added)
+    store, where = LocalStore(folder), str(folder / name)
     try:
-        body = json.loads(store.read(PROBE))
+        body = json.loads(store.read(name))
         schema, manifest = body.pop("schema"), body.pop("manifest")
         probe = LossProbe(**body)
     except NotFound:

@@ -25,7 +25,7 @@ from trainshed.models.lora import add_adapters
 from trainshed.models.loss import LOSS_TERMS
 from trainshed.models.moe import ROUTER_LOSS_TERMS, GroupedExperts
 from trainshed.models.offload import ActivationOffload
-from trainshed.models.parameters import Parameter, lora_parameters, parameters
+from trainshed.models.parameters import AddedRows, Parameter, lora_parameters, parameters
 from trainshed.models.quantization import QuantizedWeight
 from trainshed.recipe import Lora, ModelConfig
 
@@ -89,12 +89,16 @@ def model_parallel_box(parameter: Parameter, mesh: ParallelMesh) -> TensorBox:
 
 
 def collect_parameter_shards(
-    stages: list[DecoderStage], config: ModelConfig, mesh: ParallelMesh, lora: Lora | None
+    stages: list[DecoderStage],
+    config: ModelConfig,
+    mesh: ParallelMesh,
+    lora: Lora | None,
+    added: AddedRows | None = None,
 ) -> list[ParameterShard]:
     """List the tensors of this rank's stages, in the order of the model."""
     table = {parameter.name: parameter for parameter in parameters(config)}
     if lora is not None:
-        table |= {parameter.name: parameter for parameter in lora_parameters(config, lora)}
+        table |= {parameter.name: parameter for parameter in lora_parameters(config, lora, added)}
     layout, coordinates = mesh.layout, mesh.coordinates
     shards: list[ParameterShard] = []
     for stage in stages:
@@ -105,7 +109,7 @@ def collect_parameter_shards(
             if isinstance(tensor, DTensor):
                 offset = _fsdp_offset(tensor, offset, shape)
                 first_copy = tensor.device_mesh.get_local_rank("replicate") == 0
-            tied = config.tied_embeddings and layout.pp > 1 and name == "embedding.weight"
+            tied = config.tied_embeddings and layout.pp > 1 and name.startswith("embedding.")
             whole_on_tp = parameter.tp_dim is None and not parameter.expert
             whole_on_etp = parameter.tp_dim is None and parameter.expert
             owner = (
@@ -184,6 +188,8 @@ class RankModel:
     lora: Lora | None = None
     frozen_shards: list[ParameterShard] = field(default_factory=list)
     quantized: list[QuantizedShard] = field(default_factory=list)
+    added: AddedRows | None = None
+    """The rows of the tokens that the run adds to those of its base."""
 
     @property
     def sharded(self) -> bool:
@@ -213,11 +219,13 @@ def build_model(
     regularization: Regularization,
     compile_blocks: bool = False,
     lora: Lora | None = None,
+    added: AddedRows | None = None,
     frozen: bool = False,
 ) -> RankModel:
     """Build this rank's stages with memory but without values; with `lora` they are frozen and have adapters.
 
-    A `frozen` model is never trained: its weights have no gradients, and only the precision of the products.
+    `added` are the rows of added tokens, which `config` counts. A `frozen` model is never trained: its weights have no
+    gradients, and only the precision of the products.
     """
     layout, device = mesh.layout, mesh.device
     check_sharding(mesh)
@@ -242,7 +250,7 @@ def build_model(
             stage = DecoderStage(config, mesh.axes, spec, regularization, normalization)
             stage = stage.to(master_dtype if lora is None else dtype)
             if lora is not None:
-                add_adapters(stage, lora, dtype=master_dtype)
+                add_adapters(stage, lora, dtype=master_dtype, added=added)
         if frozen:
             stage.requires_grad_(False)
         if precision == "fp8":
@@ -253,7 +261,7 @@ def build_model(
         apply_fsdp(stage, mesh, dtype, master_dtype)
         stage.to_empty(device=device)
         stages.append(stage)
-    shards = collect_parameter_shards(stages, config, mesh, lora)
+    shards = collect_parameter_shards(stages, config, mesh, lora, added)
     return RankModel(
         config,
         mesh,
@@ -265,6 +273,7 @@ def build_model(
         lora,
         [shard for shard in shards if not shard.tensor.requires_grad],
         collect_quantized_shards(stages, config, mesh),
+        added,
     )
 
 

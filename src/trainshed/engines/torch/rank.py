@@ -6,7 +6,7 @@ import signal
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 import trainshed
+from trainshed.checkpoints.lora.checkpoint_spec import ADDED, BASE, LORA
 from trainshed.checkpoints.native.writer import CheckpointWriter
 from trainshed.engines.torch import rank_health
 from trainshed.engines.torch.model import RankModel, build_model, describe_float8_exclusions
@@ -204,6 +205,7 @@ def _build_reference(job: TrainJob, model: RankModel) -> ReferenceModel | None:
         precision=job.recipe.train.precision,
         regularization=Regularization(preference=rule),
         compile_blocks=model.mesh.device.type == "cuda",
+        added=job.added,
         frozen=True,
     )
     load_base_weights(reference, job.base)
@@ -250,6 +252,7 @@ def _build_model(job: TrainJob, mesh: ParallelMesh) -> RankModel:
         regularization=regularization,
         compile_blocks=mesh.device.type == "cuda",
         lora=train.lora,
+        added=job.added,
     )
 
 
@@ -288,8 +291,11 @@ def _emit_start(job: TrainJob, device: torch.device, emit: EventEmitter) -> None
         plugins={plugin.name: plugin.sha256 for plugin in job.recipe.plugin_sources} or None,
     )
     if (lora := job.recipe.train.lora) is not None:
-        trained, share = lora_parameter_count(job.config, lora), trained_fraction(job.config, lora)
+        model = (job.config, lora, job.added)
+        trained, share = lora_parameter_count(*model), trained_fraction(*model)
         emit("note", text=f"adapters are trained: {trained:,} weights, {share:.2%} of all; the others are frozen")
+    if job.added is not None:
+        emit("note", text=f"{job.added.count} added tokens begin as the mean of the {job.added.start:,} before them")
 
 
 def _checkpoint_spec(job: TrainJob) -> dict[str, Any]:
@@ -302,4 +308,5 @@ def _checkpoint_spec(job: TrainJob) -> dict[str, Any]:
     lora = job.recipe.train.lora
     if lora is None:
         return spec
-    return spec | {"lora": lora.model_dump(mode="json", exclude_none=True), "base": base_spec(job)}
+    spec |= {LORA: lora.model_dump(mode="json", exclude_none=True), BASE: base_spec(job)}
+    return spec if job.added is None else spec | {ADDED: asdict(job.added)}

@@ -17,6 +17,7 @@ from trainshed.data.order import DataOrder
 from trainshed.data.prompts import ValidationPrompts
 from trainshed.engines.torch import rank_health
 from trainshed.errors import InputError
+from trainshed.models.parameters import AddedRows
 from trainshed.observe.events import EventWriter
 from trainshed.plan.layout import RankLayout
 from trainshed.recipe import ModelConfig, Recipe
@@ -44,6 +45,8 @@ class TrainJob:
     """Store and folder of this run's checkpoints if they are not in the run's own folder."""
     prompts: ValidationPrompts | None = None
     """What the model is asked at every validation."""
+    added: AddedRows | None = None
+    """The rows of the tokens that the run adds; `config` counts them."""
 
 
 class EventEmitter:

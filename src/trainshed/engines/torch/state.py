@@ -279,7 +279,7 @@ def _check_base_loss(job: TrainJob, runner: StepRunner, base: BaseWeights, emit:
         return
     with cross_entropy_alone(runner.model):
         loss = measure_probe_loss(runner, length, job.order.batch_size(0))
-    probe = read_probe(base.folder)
+    probe = read_probe(base.folder, job.added)
     if probe is None:
         text = f"the base weights' loss on the probe batch is {loss:.6f} here, and nobody has measured it before"
         emit("warning", text=text)

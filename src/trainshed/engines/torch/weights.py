@@ -43,7 +43,7 @@ def load_base_weights(model: RankModel, base: BaseWeights) -> float | None:
 
     Returns the relative error of quantised weights, None without any.
     """
-    with base.open(model.config) as weights:
+    with base.open(model.config, model.added) as weights:
         if model.lora is None:
             for shard in (*model.shards, *model.frozen_shards):
                 _fill_shard(shard, model, weights.read)
@@ -53,7 +53,7 @@ def load_base_weights(model: RankModel, base: BaseWeights) -> float | None:
 
 def init_base_adapters(model: RankModel, base: BaseWeights, seed: int) -> None:
     """Fill the adapters as PEFT does, so that the adapted model is the base."""
-    with base.open(model.config) as weights:
+    with base.open(model.config, model.added) as weights:
         init_adapters(model, weights.read, seed)
 
 
@@ -74,13 +74,22 @@ def fill_frozen(model: RankModel, read: BoxReader) -> float | None:
 
 @torch.no_grad()
 def init_adapters(model: RankModel, read: BoxReader, seed: int) -> None:
-    """Fill the adapters as PEFT does: A as `nn.Linear` does, B with zeros, magnitudes with the rows' lengths."""
+    """Fill the adapters as PEFT does: A as `nn.Linear` does, B with zeros, magnitudes with the rows' lengths.
+
+    The rows of added tokens begin as those of the base.
+    """
     table = {parameter.name: parameter for parameter in parameters(model.config)}
     for shard in model.shards:
-        if shard.parameter.init != "row_norms":
-            init_parameter(shard.local_tensor, shard.parameter, shard.offset, model.config, seed)
-        elif shard.local_tensor.numel():
-            shard.local_tensor.copy_(_row_norms(shard, model, table, read))
+        local = shard.local_tensor
+        if shard.parameter.init not in ("row_norms", "base_rows"):
+            init_parameter(local, shard.parameter, shard.offset, model.config, seed)
+        elif local.numel() and shard.parameter.init == "row_norms":
+            local.copy_(_row_norms(shard, model, table, read))
+        elif local.numel():
+            assert model.added is not None, "only added tokens have such rows"
+            whole = table[shard.name.replace(".added.", ".")]
+            offset = (model.added.start + shard.offset[0], *shard.offset[1:])
+            local.copy_(read(whole, offset, tuple(local.shape), local.dtype))
 
 
 def _fresh_boxes(config: ModelConfig, seed: int) -> BoxReader:

@@ -206,7 +206,9 @@ def trained_rank_weights(training: TrainingShape, layout: RankLayout, rank: int)
             training.model, experts=experts, tp=layout.tp, etp=layout.etp, ep=layout.ep
         )
         dense, expert = dense + count * one_dense, expert + count * one_expert
-    return dense, expert
+    first, last = rank == 0, rank == head_rank(training, layout)
+    tables = int(first) + int(last and not (training.model.tied and first))
+    return dense + tables * training.lora.table_weights(training.model), expert
 
 
 class _StateBytes(NamedTuple):
