@@ -50,6 +50,9 @@ VALID = "data.validation={tokens: /v}"
         ((VALID, "checkpoint.best={}"), {}, "checkpoint.best", "does not keep the best"),
         ((VALID, "data.validation.prompts=[hello]"), {}, "data.validation.prompts", "answers no questions"),
         ((*BASE, "train.mode=dpo"), {}, "train.mode", "pairs of answers"),
+        (("observe.profile={cycles: 2}",), {}, "observe.profile.cycles", "runs its profiler once"),
+        (("observe.profile={warmup: 3}",), {}, "observe.profile.warmup", "warms its profiler up for one step"),
+        (("observe.profile={memory: true}",), {}, "observe.profile.memory", "records memory during the whole run"),
     ],
 )
 def test_what_megatron_cannot_do_is_refused_by_name(
