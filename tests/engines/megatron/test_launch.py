@@ -181,6 +181,26 @@ def test_our_own_engine_has_no_version() -> None:
         megatron_recipe("llama3-8b", ["engine={name: torch, version: 0.16.1}"])
 
 
+def test_shapes_and_stacks_are_asked_for_where_a_version_can_be() -> None:
+    asked = ("observe.profile={start: 5, steps: 2, ranks: [0, 1], shapes: true, stacks: true}",)
+    newest = words(*asked)
+    assert {"--pytorch-profiler-collect-shapes", "--pytorch-profiler-collect-callstack"} <= set(newest)
+    start = newest.index("--profile-step-start")
+    assert newest[start : start + 4] == ("--profile-step-start", "4", "--profile-step-end", "6")
+    older = megatron_launch(megatron_task("llama3-8b", *asked, "engine.version=0.16.1"))
+    assert not {"--pytorch-profiler-collect-shapes"} & set(older.arguments)
+    assert "Megatron-LM 0.16.1 records shapes and stacks in every profile" in older.notes
+
+
+def test_old_checkpoints_are_removed_by_a_program_of_the_job() -> None:
+    launch = megatron_launch(megatron_task("llama3-8b", "checkpoint.keep=2"))
+    assert launch.companion == ("python3", "/job/keep_checkpoints.py", "/store/runs/r/1/checkpoints-megatron", "2")
+    assert "remove_old" in launch.files["keep_checkpoints.py"]
+    assert any("removes all but the newest 2" in note for note in launch.notes)
+    all_kept = megatron_launch(megatron_task("llama3-8b", "checkpoint.keep=null"))
+    assert (all_kept.companion, "keep_checkpoints.py" in all_kept.files) == ((), False)
+
+
 def test_nothing_of_the_run_lies_outside_its_folder() -> None:
     paths = [word for word in words() if word.startswith("/")]
     assert paths

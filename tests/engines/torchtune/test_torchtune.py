@@ -180,7 +180,7 @@ def test_chat_data_is_read_in_its_form(overrides: tuple[str, ...], expected: dic
                 "profiler.record_shapes": True,
             },
         ),
-        (("observe.profile={}",), {"profiler.record_shapes": False, "profiler.output_dir": "/store/runs/x/profile"}),
+        (("observe.profile={}",), {"profiler.record_shapes": False, "profiler.num_cycles": 1}),
         (
             (*LORA, "train.lora.targets=[q_proj, o_proj, gate_proj, up_proj, down_proj]"),
             {"model.lora_attn_modules": ["q_proj", "output_proj"], "model.apply_lora_to_mlp": True},
