@@ -110,9 +110,7 @@ def uneven(stages: Any) -> Any:
     return stages if stages is not None and len(set(stages)) > 1 else None
 
 
-OLDER_ALIKE: Alike = {
-    "observe.profile.shapes": ("they are always recorded, and no argument says so", lambda flat: True)
-}
+OLDER_ALIKE: Alike = {"observe.profile.shapes": ("they are always recorded, which nothing says", lambda flat: True)}
 ALIKE: Alike = PRETRAINING_ALIKE | {
     "observe.tensorboard": (
         "true and null are both on, and a profile is written there too",
