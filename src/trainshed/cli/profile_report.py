@@ -1,4 +1,4 @@
-"""The profiles of a run as text or JSON: for `trainshed metrics RUN --profile`."""
+"""The profiles of a run as text or JSON; the command that reports the figures of a run calls it."""
 
 from __future__ import annotations
 

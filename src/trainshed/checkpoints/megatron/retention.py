@@ -26,7 +26,6 @@ from typing import Callable  # noqa: UP035 (of Python 3.8)
 LATEST_ITERATION = "latest_checkpointed_iteration.txt"
 LOOK_SECONDS = 30.0
 _ITERATION = re.compile(r"iter_(\d{7,})")
-_ATTEMPT = re.compile(r"attempt-(\d{4,})")
 # `.metadata` is the table of torch.distributed.checkpoint, `metadata.json` names the format, `common.pt` has the rest.
 _COMMIT_FILES = (".metadata", "metadata.json", "common.pt")
 _LEGACY_FILES = "mp_rank_*/model_optim_rng.pt"
@@ -88,9 +87,9 @@ def remove_old(folder: Path, keep: int | None, may_remove: Callable[[], bool]) -
 
 def is_newest_attempt(logs: Path) -> bool:
     """Say whether no later attempt of the run has begun; `logs` is this attempt's folder among theirs."""
-    own = _ATTEMPT.fullmatch(logs.name)
-    others = (_ATTEMPT.fullmatch(path.name) for path in logs.parent.iterdir())
-    return own is not None and all(int(other[1]) <= int(own[1]) for other in others if other)
+    kind, _, own = logs.name.rpartition("-")
+    others = (path.name.rpartition("-") for path in logs.parent.iterdir())
+    return all(int(number) <= int(own) for other, _, number in others if other == kind and number.isdecimal())
 
 
 def main(arguments: list[str]) -> None:
