@@ -187,9 +187,11 @@ def test_shapes_and_stacks_are_asked_for_where_a_version_can_be() -> None:
     assert {"--pytorch-profiler-collect-shapes", "--pytorch-profiler-collect-callstack"} <= set(newest)
     start = newest.index("--profile-step-start")
     assert newest[start : start + 4] == ("--profile-step-start", "4", "--profile-step-end", "6")
-    older = megatron_launch(megatron_task("llama3-8b", *asked, "engine.version=0.16.1"))
-    assert not {"--pytorch-profiler-collect-shapes"} & set(older.arguments)
+    older = megatron_launch(megatron_task("llama3-8b", "observe.profile={}", "engine.version=0.16.1"))
     assert "Megatron-LM 0.16.1 records shapes and stacks in every profile" in older.notes
+    refused = str(refusal(*asked, "engine.version=0.16.1"))
+    assert "Megatron-LM 0.16.1 records shapes in every profile" in refused
+    assert "observe.profile.stacks" in refused
 
 
 def test_old_checkpoints_are_removed_by_a_program_of_the_job() -> None:

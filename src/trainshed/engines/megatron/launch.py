@@ -17,7 +17,7 @@ from trainshed.engines.document_flags import DOCUMENT_MASK_KEY, MASK_IGNORED, do
 from trainshed.engines.key_table import unhonoured_problems
 from trainshed.engines.launch import CpuStage, EngineInput, EngineLaunch, EngineTask
 from trainshed.engines.megatron.arguments import NEWEST_VERSION, known_arguments
-from trainshed.engines.megatron.data_args import BOUNDARIES, PROFILE_OPTION_VERSIONS
+from trainshed.engines.megatron.data_args import BOUNDARIES, PROFILE_OPTION_VERSIONS, PROFILE_OPTIONS
 from trainshed.engines.megatron.keys import MEGATRON_TABLE, checkpoint_folder
 from trainshed.engines.megatron.layout_args import uses_fsdp
 from trainshed.engines.megatron.model_args import padded_vocabulary, sequence_length
@@ -70,8 +70,8 @@ def megatron_launch(task: EngineTask) -> EngineLaunch:
     check_task(task)
     settings = MegatronSettings(known, MEGATRON_TABLE.render(task, known.version))
     add_engine_args(settings, task)
-    if (unread_mask := _mask_problem(task, settings)) is not None:
-        raise recipe_error([unread_mask], task.recipe.places)
+    if problems := [*_mask_problems(task, settings), *_profile_option_problems(task, known.version)]:
+        raise recipe_error(problems, task.recipe.places)
     return EngineLaunch(
         program=program,
         arguments=settings.words(),
@@ -226,21 +226,33 @@ def _fp8_problems(task: EngineTask) -> Iterator[Problem]:
             return
 
 
-def _mask_problem(task: EngineTask, settings: MegatronSettings) -> Problem | None:
-    """Return why attention would not read what keeps documents apart."""
+def _profile_option_problems(task: EngineTask, version: str) -> Iterator[Problem]:
+    """Yield options of a profile that a version cannot be asked for, as it always has them."""
+    profile = task.recipe.observe.profile
+    if profile is None or version in PROFILE_OPTION_VERSIONS:
+        return
+    for key in PROFILE_OPTIONS:
+        if getattr(profile, key):
+            yield Problem(
+                ("observe", "profile", key), f"Megatron-LM {version} records {key} in every profile", "delete it"
+            )
+
+
+def _mask_problems(task: EngineTask, settings: MegatronSettings) -> Iterator[Problem]:
+    """Yield why attention would not read what keeps documents apart."""
     if not task.recipe.document_mask:
-        return None
+        return
     own = settings.value("transformer_impl") == "local"
     if settings.value(BOUNDARIES):
-        return (
-            Problem(DOCUMENT_MASK_KEY, "Megatron's own attention takes no packed documents", "delete transformer_impl")
-            if own
-            else None
-        )
+        if own:
+            yield Problem(
+                DOCUMENT_MASK_KEY, "Megatron's own attention takes no packed documents", "delete transformer_impl"
+            )
+        return
     unfused = not settings.value("masked_softmax_fusion") and settings.value("create_attention_mask_in_dataloader")
     if own and unfused:
-        return None
-    return Problem(
+        return
+    yield Problem(
         DOCUMENT_MASK_KEY,
         f"in Megatron-LM {settings.known.version} {MASK_IGNORED}",
         "write engine.version: head, or engine.args: {transformer_impl: local, no-masked-softmax-fusion: true}, or "
