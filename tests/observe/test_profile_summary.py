@@ -115,3 +115,13 @@ def test_what_is_no_trace_is_said(tmp_path: Path) -> None:
 def _file(path: Path, content: bytes) -> Path:
     path.write_bytes(content)
     return path
+
+
+def test_a_trace_of_a_real_gpu_adds_up() -> None:
+    """Two steps on an H200: matrix products, their backward, and a copy from the host (PyTorch 2.11)."""
+    summary = summarize_trace(Path(__file__).parent / "data" / "h200.pt.trace.json.gz")
+    assert (summary.device, summary.rank, summary.steps) == ("gpu", 0, 2)
+    assert summary.compute + summary.exposed_communication + summary.copies + summary.idle == pytest.approx(1)
+    assert summary.kernels[0].name == "Memcpy HtoD (Pinned -> Device)"
+    assert summary.copies == pytest.approx(0.276, abs=1e-3)
+    assert summary.compute == pytest.approx(0.138, abs=1e-3)
