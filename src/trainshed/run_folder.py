@@ -9,7 +9,7 @@
     events/attempt-0001/000001.jsonl           the truth; `rank-00003.jsonl` is what a failed rank had in memory
     logs/attempt-0001/rank-00000.log           what a rank printed; `logs/<stage>/` for stages on CPUs
     health/attempt-0001/                       flight records and errors of ranks, hosts, preflight
-    profile/attempt-0001/rank-00000.json       traces
+    profile/attempt-0001/                      traces, their summaries, memory snapshots (`engines/torch/profiler.py`)
     checkpoints/step-00000100/, latest, best   the state; `checkpoints-megatron/` is Megatron's own
     answers/step-00000100.json                 answers to `data.validation.prompts`; `tokenizer.json` decodes them
     engine/                                    what CPU stages leave for a foreign engine
@@ -89,7 +89,8 @@ def runs_in(store: Path, pattern: str = "*/*") -> list[Path]:
 
 def is_run(folder: Path) -> bool:
     """Say whether a folder is a run's: it was started here, or it has attempts, checkpoints or events."""
-    return any((folder / part).exists() for part in (RECIPE_FILE, ATTEMPTS, CHECKPOINTS, EVENTS))
+    parts = (RECIPE_FILE, ATTEMPTS, CHECKPOINTS, MEGATRON_CHECKPOINTS, EVENTS)
+    return any((folder / part).exists() for part in parts)
 
 
 def attempt_name(attempt: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import tempfile
@@ -16,7 +17,9 @@ from hypothesis import strategies as st
 
 from support.recipes.golden_files import check_golden
 from trainshed.engines.launch import EngineLaunch, EngineSite, launcher_script
+from trainshed.engines.profiles import NSYS_SCRIPT, nsys_script, nsys_stage
 from trainshed.errors import InputError
+from trainshed.recipe import Profile
 
 # In place of Python: writes its arguments and one variable down, says something, ends as it is told.
 FAKE = """#!/bin/sh
@@ -210,3 +213,89 @@ def test_ranks_are_told_to_stop_and_are_waited_for(tmp_path: Path, sent: signal.
     assert running.returncode == code
     assert sorted(line for line in output.decode().splitlines() if "saved" in line) == ["saved 0", "saved 1"]
     assert "torchrun was told" not in output.decode()
+
+
+# In place of nsys: says how it was started, and runs what follows its options.
+NSYS = """#!/bin/bash
+echo "nsys $*" > "$RECORD.nsys"
+while [[ $1 != -o ]]; do shift; done
+shift 2
+exec "$@"
+"""
+RANK = """#!/bin/bash
+trap 'echo "rank $RANK saved"; exit 0' TERM
+echo "up $RANK: $*"
+while [[ -n ${WAIT-} ]]; do sleep 0.05; done
+exit "${FAKE_EXIT:-0}"
+"""
+
+
+def nsys_site(folder: Path, **more: str) -> tuple[list[str], dict[str, str]]:
+    """The command of a rank under the script, and its environment."""
+    tools = folder / "tools"
+    tools.mkdir()
+    for name, body in (("nsys", NSYS), ("python3", RANK)):
+        (tools / name).write_text(body)
+        (tools / name).chmod(0o755)
+    script = folder / NSYS_SCRIPT
+    script.write_text(nsys_script(Profile(ranks=(0, 9))))
+    place = {"PATH": f"{tools}:{os.environ['PATH']}", "RECORD": str(folder / "record"), **more}
+    return ["bash", str(script), "python3", "train.py", "a b"], place | {"TRAINSHED_PROFILE": f"{folder}/the profile"}
+
+
+@pytest.mark.parametrize(("rank", "exit_code"), [("9", 0), ("9", 7), ("1", 0)])
+def test_ranks_that_the_recipe_names_are_started_by_nsys(tmp_path: Path, rank: str, exit_code: int) -> None:
+    command, place = nsys_site(tmp_path, RANK=rank, FAKE_EXIT=str(exit_code))
+    done = subprocess.run(command, env=place, capture_output=True, text=True)
+    assert done.returncode == exit_code
+    assert done.stdout == f"up {rank}: train.py a b\n"
+    record = tmp_path / "record.nsys"
+    assert record.exists() == (rank == "9")
+    if rank == "9":
+        words = record.read_text()
+        assert "profile -t cuda,nvtx -s none -c cudaProfilerApi --capture-range-end=stop --kill=none" in words
+        assert f"-o {tmp_path}/the profile/rank-00009" in words
+
+
+def test_a_rank_under_nsys_is_told_to_stop_and_saves(tmp_path: Path) -> None:
+    command, place = nsys_site(tmp_path, RANK="0", WAIT="1")
+    running = subprocess.Popen(command, env=place, stdout=subprocess.PIPE, text=True)
+    assert running.stdout is not None
+    assert running.stdout.readline().startswith("up 0")
+    running.send_signal(signal.SIGTERM)
+    output, _ = running.communicate(timeout=60)
+    assert (running.returncode, output) == (0, "rank 0 saved\n")
+
+
+def test_torchrun_starts_the_script_that_starts_ranks(tmp_path: Path) -> None:
+    launch = EngineLaunch("/opt/train.py", ("--lr", "1"), rank_script="nsys_rank.sh")
+    done, words = run(tmp_path, launch, place_at(tmp_path))
+    assert done.returncode == 0
+    python = fake_python(tmp_path)
+    assert words[-6:] == ["--no-python", "bash", f"{tmp_path}/nsys_rank.sh", python, "/opt/train.py", "--lr", "1"][-6:]
+
+
+@pytest.mark.parametrize(("found", "code"), [(True, 0), (False, 2)])
+def test_an_image_without_nsys_is_found_before_gpus_are_asked_for(tmp_path: Path, found: bool, code: int) -> None:
+    if found:
+        (tmp_path / "nsys").write_text("")
+        (tmp_path / "nsys").chmod(0o755)
+    bash = shutil.which("bash") or "bash"
+    done = subprocess.run([bash, *nsys_stage().argv[1:]], env={"PATH": str(tmp_path)}, capture_output=True, text=True)
+    assert done.returncode == code
+    assert ("this image has no nsys" in done.stderr) != found
+
+
+@pytest.mark.parametrize(("node", "runs"), [("0", 2), ("1", 0)])
+def test_the_first_node_runs_a_companion_beside_training_and_once_after(tmp_path: Path, node: str, runs: int) -> None:
+    companion = tmp_path / "companion.sh"
+    companion.write_text(f'echo "$@" >> {tmp_path}/companion; [[ $* == *--once* ]] || exec sleep 600\n')
+    launch = EngineLaunch("p", (), companion=("bash", str(companion), "it's"))
+    body = "#!/bin/bash\nwhile [[ $NODE_RANK == 0 && ! -s $COMPANION ]]; do sleep 0.02; done\nexit 3\n"
+    script = launcher_script(launch, place_at(tmp_path), python=fake_python(tmp_path, body))
+    place = environment(tmp_path, NODE_RANK=node, COMPANION=str(tmp_path / "companion"))
+    done = subprocess.run(["bash", "-c", script], env=place, cwd=tmp_path, capture_output=True, timeout=60)
+    assert done.returncode == 3
+    lines = (tmp_path / "companion").read_text().splitlines() if runs else []
+    logs = f"{tmp_path}/run/logs/attempt-0001"
+    assert lines == [f"it's {logs}", f"it's {logs} --once"][:runs]

@@ -12,7 +12,8 @@ import struct
 import zipfile
 from argparse import Namespace
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -174,17 +175,25 @@ class TorchSaveFile:
 def read_torch_save(path: Path, start: int = 0, length: int | None = None) -> TorchSaveFile:
     """Read everything but the tensors' bytes."""
     try:
-        with path.open("rb") as file:
-            size = file.seek(0, io.SEEK_END)
-            if start + (length or 0) > size:
-                raise zipfile.BadZipFile
-            window: Any = io.BufferedReader(_FileWindow(file, start, size - start if length is None else length))
-            with zipfile.ZipFile(window) as archive:
-                return _read_archive(path, archive, window, start)
+        with open_zip_window(path, start, length) as archive:
+            assert archive.fp is not None
+            return _read_archive(path, archive, archive.fp, start)
     except FileNotFoundError:
         raise NotFound(f"there is no {path.name}", where=str(path.parent), hint="fetch the checkpoint again") from None
     except (zipfile.BadZipFile, KeyError, EOFError, struct.error):
         raise CorruptData("is no file of torch.save, or only its beginning", where=str(path), hint=_AGAIN) from None
+
+
+@contextmanager
+def open_zip_window(path: Path, start: int = 0, length: int | None = None) -> Generator[zipfile.ZipFile]:
+    """Open a file of torch.save, or one inside a larger file, as the zip archive that it is."""
+    with path.open("rb") as file:
+        size = file.seek(0, io.SEEK_END)
+        if start + (length or 0) > size:
+            raise zipfile.BadZipFile
+        window: Any = io.BufferedReader(_FileWindow(file, start, size - start if length is None else length))
+        with zipfile.ZipFile(window) as archive:
+            yield archive
 
 
 def _read_archive(path: Path, archive: zipfile.ZipFile, window: IO[bytes], start: int) -> TorchSaveFile:

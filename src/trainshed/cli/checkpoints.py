@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
@@ -11,6 +12,7 @@ from trainshed.cli.console import Output
 from trainshed.run_folder import RECIPE_FILE
 
 if TYPE_CHECKING:
+    from trainshed.checkpoints.foreign import ForeignListing
     from trainshed.checkpoints.native.folder import CheckpointListing
     from trainshed.storage import Store
 
@@ -28,7 +30,9 @@ def checkpoints(
     """List the checkpoints of a run; prove them; remove old and broken ones.
 
     The best one, where `checkpoint.best` keeps it, is never removed. Exit code 1 if `--verify` finds a broken one and
-    `--prune` does not remove it.
+    `--prune` does not remove it. Megatron's checkpoints are listed, proven and removed like our own (those that are
+    found broken are left to you), torchtune's and NeMo's are listed and proven: these engines remove old ones
+    themselves.
 
     Parameters
     ----------
@@ -59,6 +63,8 @@ def checkpoints(
     store, run_folder = _run_folder(run, overrides, on, id)
     folder = checkpoints_folder(run_folder)
     there = list_checkpoints(store, folder)
+    if not there.files and (foreign := _foreign(store, run_folder)) is not None:
+        return _report_foreign(foreign, verify=verify, prune=prune, keep=keep, output=output)
     if not there.files:
         raise NotFound("this run has no checkpoints", where=join(store.url, folder), hint="check the run's folder")
     broken = _broken(store, there) if verify else {}
@@ -97,6 +103,51 @@ def _run_folder(run: str, overrides: Sequence[str], on: str, id: str | None) -> 
         if apart is not None:
             return open_store(parse(join(apart, known.run)), options)
     return open_store(parse(known.address), options)
+
+
+def _foreign(store: Store, run_folder: str) -> ForeignListing | None:
+    """What another engine has saved: it writes to disks alone."""
+    from trainshed.checkpoints.foreign import list_foreign
+    from trainshed.storage import join, parse
+
+    address = parse(join(store.url, run_folder))
+    return list_foreign(Path(str(address))) if address.scheme == "file" else None
+
+
+def _report_foreign(foreign: ForeignListing, *, verify: bool, prune: bool, keep: int | None, output: Output) -> int:
+    from trainshed.checkpoints.foreign import find_damage, list_foreign, prune_foreign
+    from trainshed.cli.console import print_report
+
+    removed = prune_foreign(foreign, keep) if prune else []
+    if prune:
+        foreign = list_foreign(foreign.folder.parent) or foreign
+    complete = [checkpoint for checkpoint in foreign.checkpoints if checkpoint.complete]
+    broken = {checkpoint.step: damage for checkpoint in complete if verify and (damage := find_damage(checkpoint))}
+    rows: list[dict[str, Any]] = [
+        {
+            "step": checkpoint.step,
+            "path": str(checkpoint.path),
+            "attempt": None,
+            "bytes": checkpoint.bytes,
+            "complete": checkpoint.complete,
+            "latest": checkpoint.latest,
+            "best": False,
+            "verified": checkpoint.step not in broken if verify and checkpoint.complete else None,
+            "problem": checkpoint.reason or broken.get(checkpoint.step),
+        }
+        for checkpoint in foreign.checkpoints
+    ]
+    data = {
+        "schema": "trainshed.checkpoints/1",
+        "run": str(foreign.folder.parent),
+        "engine": foreign.engine,
+        "latest": foreign.latest,
+        "best": None,
+        "checkpoints": rows,
+        "removed": removed,
+    }
+    print_report(data, output, _text(data, rows, removed))
+    return 1 if broken else 0
 
 
 def _broken(store: Store, there: CheckpointListing) -> dict[int, str]:
@@ -179,19 +230,19 @@ def _text(data: dict[str, Any], rows: list[dict[str, Any]], removed: list[int]) 
 
     complete = [row for row in rows if row["complete"]]
     count = f"{len(complete)} checkpoint{'' if len(complete) == 1 else 's'}"
-    lines = [f"{data['run']}: {count}, {format_amount(sum(row['bytes'] for row in complete), 'B')}"]
+    engine = f" of {data['engine']}" if "engine" in data else ""
+    lines = [f"{data['run']}: {count}{engine}, {format_amount(sum(row['bytes'] for row in complete), 'B')}"]
     for row in rows:
         state = "complete" if row["complete"] else "incomplete"
         if row["verified"] is not None:
             state = "proven" if row["verified"] else "BROKEN"
         state += f": {row['problem']}" if row["problem"] else ""
         attempt = "?" if row["attempt"] is None else row["attempt"]
+        attempt_text = "" if "engine" in data else f"  attempt {attempt:>3}"
         marks = ["latest"] if row["latest"] else []
         marks += [f"best, validation loss {data['best']['loss']:.4f}"] if row["best"] else []
         mark = f"  <- {'; '.join(marks)}" if marks else ""
-        lines.append(
-            f"  step {row['step']:>9,}  attempt {attempt:>3}  {format_amount(row['bytes'], 'B'):>9}  {state}{mark}"
-        )
+        lines.append(f"  step {row['step']:>9,}{attempt_text}  {format_amount(row['bytes'], 'B'):>9}  {state}{mark}")
     best = data["best"]["step"] if data["best"] else None
     if best is not None and all(row["step"] != best for row in rows):
         lines.append(f"  step {best:,} was the best, and is not there any more")

@@ -23,6 +23,7 @@ from trainshed.catalog import Gpu
 from trainshed.errors import InputError, RecipeError
 from trainshed.plan.layout import RankLayout
 from trainshed.recipe import ModelConfig, Recipe
+from trainshed.run_folder import PROFILE
 
 EngineInput = Literal["data-args", "data-prefix", "tokenizer", "base-megatron", "base-hf"]
 """What a CPU stage leaves under `<run>/engine/` for the engine:
@@ -98,6 +99,11 @@ class EngineLaunch:
     """What is done before it starts."""
     is_module: bool = False
     """`program` is a Python module (`-m`), not a file."""
+    companion: tuple[str, ...] = ()
+    """A command that the first node runs beside training, with the folder of the attempt's logs as its last word; and
+    once more after it, with `--once`."""
+    rank_script: str | None = None
+    """A bash script of the job that starts each rank, given its command; None: torchrun starts Python itself."""
     notes: tuple[str, ...] = ()
     """What was chosen, and where this engine differs from what the recipe suggests."""
 
@@ -159,7 +165,9 @@ while true; do
   code=0
   wait "$torchrun" || code=$?
   [[ -n $interrupted ]] || break
-done
+done"""
+
+_END = """\
 exec {log}>&-
 wait "$tee" || true
 exit "${requested:-$code}"
@@ -177,6 +185,7 @@ def launcher_script(launch: EngineLaunch, site: EngineSite, *, python: str = "py
             "#!/usr/bin/env bash",
             "set -euo pipefail",
             *_identity_lines(site),
+            *_profile_lines(launch, site),
             *_environment_lines(launch),
             *_argument_lines(launch),
             _SIGNAL_HANDLER,
@@ -184,7 +193,10 @@ def launcher_script(launch: EngineLaunch, site: EngineSite, *, python: str = "py
             "tee=$!",
             *_torchrun_lines(launch, site, python),
             "torchrun=$!",
+            *_companion_lines(launch),
             _WAIT_LOOP,
+            *_companion_end(launch),
+            _END,
         ]
     )
 
@@ -200,6 +212,32 @@ def _identity_lines(site: EngineSite) -> Iterator[str]:
     yield f"folder={shlex.quote(f'{site.run_folder}/logs')}/$(printf 'attempt-%04d' \"$((10#$attempt))\")"
     yield 'mkdir -p "$folder"'
     yield "file=$folder/$(printf 'node-%05d.log' \"$((10#$node))\")"
+
+
+def _companion_lines(launch: EngineLaunch) -> Iterator[str]:
+    if launch.companion:
+        yield "companion="
+        yield "if ((10#$node == 0)); then"
+        yield f'  {shlex.join(launch.companion)} "$folder" >&"$log" 2>&1 &'
+        yield "  companion=$!"
+        yield "fi"
+
+
+def _companion_end(launch: EngineLaunch) -> Iterator[str]:
+    if launch.companion:
+        yield "if [[ -n $companion ]]; then"
+        yield '  kill "$companion" 2>/dev/null || true'
+        yield '  wait "$companion" || true'
+        yield f'  {shlex.join(launch.companion)} "$folder" --once >&"$log" 2>&1 || true'
+        yield "fi"
+
+
+def _profile_lines(launch: EngineLaunch, site: EngineSite) -> Iterator[str]:
+    """Say where a script that starts ranks under a profiler puts its reports."""
+    if launch.rank_script is not None:
+        attempt = "$(printf 'attempt-%04d' \"$((10#$attempt))\")"
+        yield f"TRAINSHED_PROFILE={shlex.quote(f'{site.run_folder}/{PROFILE}')}/{attempt}"
+        yield "export TRAINSHED_PROFILE"
 
 
 def _environment_lines(launch: EngineLaunch) -> Iterator[str]:
@@ -230,5 +268,12 @@ def _torchrun_lines(launch: EngineLaunch, site: EngineSite, python: str) -> Iter
         '--master-port "$MASTER_PORT"',
         f"--nproc-per-node {site.gpus_per_node}",
     ]
-    yield " \\\n  ".join([*words, *(["--module"] if launch.is_module else [])]) + " \\"
-    yield f'  {shlex.quote(launch.program)} "${{arguments[@]}}" >&"$log" 2>&1 &'
+    program = shlex.quote(launch.program)
+    if launch.rank_script is not None:
+        words.append("--no-python")
+        starter = f"bash {shlex.quote(f'{site.job_folder}/{launch.rank_script}')} {shlex.quote(python)}"
+        program = f"{starter} {'-m ' if launch.is_module else ''}{program}"
+    elif launch.is_module:
+        words.append("--module")
+    yield " \\\n  ".join(words) + " \\"
+    yield f'  {program} "${{arguments[@]}}" >&"$log" 2>&1 &'

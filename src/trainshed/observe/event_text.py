@@ -51,6 +51,8 @@ class EventFormatter:
         if kind == "checkpoint" and event["phase"] in ("committed", "failed"):
             what = event.get("what") or event.get("path") or ""
             return f"checkpoint of step {event['step']} {event['phase']}  {what}".rstrip()
+        if kind == "profile":
+            return format_profile(event)
         if kind == "signal":
             return f"asked to stop by {event['name']}: stopped after step {event['step']}"
         return None
@@ -71,6 +73,18 @@ class EventFormatter:
         if event.get("mfu") is not None:
             parts.append(f"MFU {event['mfu']:.1%}")
         return "  ".join(parts)
+
+
+def format_profile(event: Mapping[str, Any]) -> str:
+    """Return where a profile is, and its figures where rank 0 has them."""
+    # Reading traces is not needed at the start of the command line.
+    from trainshed.observe.profile_summary import shares_text
+
+    first, last = event["step"] - event["steps"] + 1, event["step"]
+    steps = f"step {last}" if first == last else f"steps {first} to {last}"
+    text = f"profile of {steps} on rank {event['rank_profiled']}: {event['path']}"
+    summary = event.get("summary")
+    return text if summary is None else f"{text}\n  {shares_text(summary)}"
 
 
 _SHOWN_ANSWERS = 5

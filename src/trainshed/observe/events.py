@@ -172,13 +172,19 @@ class AlarmEvent(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileEvent(Event):
-    """A profile was written, after the last of its `steps` steps; these are slower than others."""
+    """A profile was written, after the last of its `steps` steps; these are slower than others, and so is the next.
+
+    `step` is how many steps the run had done then. `summary` are the figures of `profile_summary.py`, where rank 0
+    itself was profiled; those of other ranks lie beside their traces.
+    """
 
     kind = "profile"
     needs_step = True
     steps: int
     path: str
+    """In the run's folder."""
     rank_profiled: int
+    summary: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

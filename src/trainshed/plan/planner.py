@@ -15,6 +15,7 @@ from trainshed.catalog.machines import Machine
 from trainshed.errors import InputError
 from trainshed.plan.budget.budget import RunBudget, RunTerms, run_budget
 from trainshed.plan.budget.storage import cluster_storage
+from trainshed.plan.budget.volume import volume_terms
 from trainshed.plan.calibration import Calibrations, read_calibrations
 from trainshed.plan.layout import RankLayout, distinct_names, format_layout, layout_plain, resolve_layout
 from trainshed.plan.legality import layout_problems
@@ -202,6 +203,7 @@ def _run_terms(
         asynchronous=checkpoint.async_ if checkpoint is not None else True,
         mtbf_hours=cluster.mtbf_hours,
         price_per_gpu_hour=price or cluster.price_per_gpu_hour,
+        volume=volume_terms(recipe, cluster) if recipe is not None else None,
     )
 
 

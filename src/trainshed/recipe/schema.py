@@ -16,6 +16,7 @@ from pydantic import BeforeValidator, Field, PrivateAttr, Tag, model_validator
 from trainshed.plugins import PluginSource, load_plugins, registered_names
 from trainshed.recipe.data import CHAT_KEYS, SAMPLE_COLUMNS, DataSection, SampleFormat, SourceKeys, expand_data
 from trainshed.recipe.model import ModelConfig, ModelSection, TokenizerSection, TrainedTokenizer
+from trainshed.recipe.profile import Profile
 from trainshed.recipe.registered import (
     EngineArgument,
     ModuleNames,
@@ -152,7 +153,7 @@ class Checkpoint(Section):
     """When the state is saved, how many are kept, what a start does with those that are there."""
 
     every: PositiveInt | None = Field(500, description="Steps between two checkpoints; null: only at the end")
-    keep: PositiveInt | None = Field(3, description="Number of checkpoints kept; null: all (Megatron: always all)")
+    keep: PositiveInt | None = Field(3, description="Number of checkpoints kept; null: all")
     best: BestCheckpoint | None = Field(
         None, description="Keep the best checkpoint beside the newest ones, and export it; left out: the last is"
     )
@@ -173,21 +174,6 @@ class Checkpoint(Section):
     def kept(self) -> int | None:
         """How many checkpoints a run keeps at most: the newest ones and the best; None: all."""
         return None if self.keep is None else self.keep + (self.best is not None)
-
-
-class Profile(Section):
-    """A profile of some steps."""
-
-    start: PositiveInt = Field(10, description="First step that is profiled, counted from 1 as everywhere")
-    steps: PositiveInt = Field(3, description="Number of steps")
-    ranks: Annotated[tuple[NotNegativeInt, ...], Field(strict=False, min_length=1)] = Field(
-        (0,), description="Ranks that are profiled"
-    )
-
-    @property
-    def steps_before(self) -> int:
-        """Steps of the run before the first that is profiled."""
-        return self.start - 1
 
 
 OWN_EXPORTERS = ("tensorboard", "dllogger")
@@ -263,8 +249,8 @@ FORMAT_VERSION = 1
 RESERVED_KEYS = ("eval", "budgets", "engine_options")
 """Top-level keys that later versions will read; writing one today is an error, not a silence."""
 
-CHECKPOINT_DEFAULTS: dict[Any, dict[str, Any]] = {"megatron": {"keep": None}, "torchtune": {"async": False}}
-"""Megatron-LM deletes no checkpoints, torchtune writes them while training waits."""
+CHECKPOINT_DEFAULTS: dict[Any, dict[str, Any]] = {"torchtune": {"async": False}}
+"""torchtune writes checkpoints while training waits."""
 
 # Names of objects are name + id + suffix, 63 characters at most; a service's name begins with a letter.
 MAX_NAME_LENGTH = 40
@@ -372,11 +358,9 @@ class Recipe(Section):
         steps = self._known_steps()
         if steps is not None:
             yield from self.warmup_problems(steps)
-        profile, steps = self.observe.profile, self.train.steps
-        if profile is not None and steps is not None and profile.start > steps:
-            yield Problem(
-                ("observe", "profile", "start"), f"the run ends after {steps} steps, before it", "write a smaller one"
-            )
+        if self.observe.profile is not None and self.train.steps is not None:
+            for problem in self.observe.profile.length_problems(self.train.steps):
+                yield Problem(("observe", "profile", *problem.path), problem.what, problem.hint)
         if self.export is not None:
             yield from self._export_problems(self.export)
         if self.serve is not None:

@@ -97,6 +97,19 @@ URL_PATTERN = r"^https?://[^\s]+$"
 LINE_PATTERN = r"^[^\x00-\x08\x0a-\x1f\x7f]*[^\x00-\x20\x7f][^\x00-\x08\x0a-\x1f\x7f]*$"
 TEXT_PATTERN = r"^[^\x00]*$"
 Quantity = Annotated[str, Field(pattern=QUANTITY_PATTERN)]
+_QUANTITY_UNITS = {"": 1} | {
+    unit: base**power
+    for base, units in ((1024, ("Ki", "Mi", "Gi", "Ti", "Pi")), (1000, ("k", "M", "G", "T", "P")))
+    for power, unit in enumerate(units, start=1)
+}
+
+
+def quantity_bytes(text: str) -> float:
+    """Return a size as Kubernetes writes it, `250Gi`, in bytes."""
+    number = text.rstrip("KMGTPki")
+    return float(number) * _QUANTITY_UNITS[text[len(number) :]]
+
+
 """A size as Kubernetes writes it: `250Gi`."""
 
 _COUNT_SUFFIXES = {"k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}

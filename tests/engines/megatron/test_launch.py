@@ -50,6 +50,9 @@ VALID = "data.validation={tokens: /v}"
         ((VALID, "checkpoint.best={}"), {}, "checkpoint.best", "does not keep the best"),
         ((VALID, "data.validation.prompts=[hello]"), {}, "data.validation.prompts", "answers no questions"),
         ((*BASE, "train.mode=dpo"), {}, "train.mode", "pairs of answers"),
+        (("observe.profile={cycles: 2}",), {}, "observe.profile.cycles", "runs its profiler once"),
+        (("observe.profile={warmup: 3}",), {}, "observe.profile.warmup", "warms its profiler up for one step"),
+        (("observe.profile={memory: true}",), {}, "observe.profile.memory", "records memory during the whole run"),
     ],
 )
 def test_what_megatron_cannot_do_is_refused_by_name(
@@ -176,6 +179,28 @@ def test_half_precision_is_for_engines_with_a_loss_scale() -> None:
 def test_our_own_engine_has_no_version() -> None:
     with pytest.raises(RecipeError, match="no version of its own"):
         megatron_recipe("llama3-8b", ["engine={name: torch, version: 0.16.1}"])
+
+
+def test_shapes_and_stacks_are_asked_for_where_a_version_can_be() -> None:
+    asked = ("observe.profile={start: 5, steps: 2, ranks: [0, 1], shapes: true, stacks: true}",)
+    newest = words(*asked)
+    assert {"--pytorch-profiler-collect-shapes", "--pytorch-profiler-collect-callstack"} <= set(newest)
+    start = newest.index("--profile-step-start")
+    assert newest[start : start + 4] == ("--profile-step-start", "4", "--profile-step-end", "6")
+    older = megatron_launch(megatron_task("llama3-8b", "observe.profile={}", "engine.version=0.16.1"))
+    assert "Megatron-LM 0.16.1 records shapes and stacks in every profile" in older.notes
+    refused = str(refusal(*asked, "engine.version=0.16.1"))
+    assert "Megatron-LM 0.16.1 records shapes in every profile" in refused
+    assert "observe.profile.stacks" in refused
+
+
+def test_old_checkpoints_are_removed_by_a_program_of_the_job() -> None:
+    launch = megatron_launch(megatron_task("llama3-8b", "checkpoint.keep=2"))
+    assert launch.companion == ("python3", f"{RUN}/job/keep_checkpoints.py", f"{RUN}/checkpoints-megatron", "2")
+    assert "remove_old" in launch.files["keep_checkpoints.py"]
+    assert any("removes all but the newest 2" in note for note in launch.notes)
+    all_kept = megatron_launch(megatron_task("llama3-8b", "checkpoint.keep=null"))
+    assert (all_kept.companion, "keep_checkpoints.py" in all_kept.files) == ((), False)
 
 
 def test_nothing_of_the_run_lies_outside_its_folder() -> None:

@@ -128,6 +128,8 @@ def test_arguments_become_fields() -> None:
         (("layout.shard=full", "layout.pp=1"), "distributed optimizer, and shard is full"),
         (("train.global_batch=511",), "does not divide the global batch of 511"),
         (("train.precision=fp32",), "bf16 and fp8"),
+        (("observe.profile={cycles: 2}",), "runs its profiler once"),
+        (("observe.profile={memory: true}",), "records memory during the whole run"),
         (
             ("model={preset: llama3.1-8b, from: hf://org/base}", "train.lora={rank: 8, alpha: 16}"),
             "training all weights",

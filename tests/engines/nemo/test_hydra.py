@@ -99,8 +99,13 @@ def test_schedules_are_named_as_nemo_names_them(overrides: tuple[str, ...], expe
         ),
         (
             ("observe.profile={start: 10, steps: 3}",),
-            {"model.nsys_profile.start_step": 9, "model.nsys_profile.end_step": 11},
+            {
+                "model.nsys_profile.start_step": 9,
+                "model.nsys_profile.end_step": 11,
+                "model.nsys_profile.gen_shape": False,
+            },
         ),
+        (("observe.profile={shapes: true}",), {"model.nsys_profile.gen_shape": True}),
         (
             (MOE, "layout={tp: 1, pp: 4, ep: 4}", "train.moe={balance_loss: 0.02, z_loss: 0.001}"),
             {"model.num_moe_experts": 8, "model.moe_aux_loss_coeff": 0.02, "model.moe_z_loss_coeff": 0.001},
@@ -171,6 +176,8 @@ def test_a_misspelt_argument_is_answered_with_the_key_that_was_meant() -> None:
         (("train.mode=finetune", "model={preset: llama3-8b, from: hf://org/base}"), "pretraining only"),
         (("train.mode=dpo", "model={preset: llama3-8b, from: hf://org/base}"), "pairs of answers"),
         (("train.optimizer.states=bf16",), "states in fp32"),
+        (("observe.profile={cycles: 2}",), "marks the profiled steps once"),
+        (("observe.profile={warmup: 1}",), "has no warm-up"),
         (("data.validation={tokens: v}", "train.early_stop={patience: 2}"), "does not end a run"),
     ],
 )
@@ -208,6 +215,17 @@ def test_the_data_prefix_is_read_when_the_job_starts() -> None:
     mock = build_launch(task("data={synthetic: true, sequence_length: 4096}"))
     assert mock.late_arguments == {}
     assert mock.inputs == ("tokenizer",)
+
+
+def test_a_profile_is_recorded_by_nsys() -> None:
+    launch = build_launch(task("observe.profile={ranks: [0, 9], memory: true, stacks: true}"))
+    assert launch.rank_script == "nsys_rank.sh"
+    script = launch.files["nsys_rank.sh"]
+    assert 'case " 0 9 " in' in script
+    assert "--cuda-memory-usage=true --python-backtrace=cuda -o" in script
+    assert [stage.name for stage in launch.cpu_stages] == ["nsys"]
+    plain = build_launch(task())
+    assert (plain.rank_script, plain.cpu_stages) == (None, ())
 
 
 def test_the_release_is_chosen_by_version_or_image() -> None:

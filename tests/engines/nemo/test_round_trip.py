@@ -70,7 +70,8 @@ TRAINING = st.fixed_dictionaries(
         "checkpoint.resume": st.sampled_from(["auto", "must", "fresh"]),
         "observe.tensorboard": st.booleans(),
         "observe.profile": st.fixed_dictionaries(
-            {"start": st.integers(1, 30), "steps": st.integers(1, 9), "ranks": st.just([0, 3])}
+            {"start": st.integers(1, 30), "steps": st.integers(1, 9), "ranks": st.just([0, 3])},
+            optional={"shapes": st.just(True)},
         ),
     },
 )

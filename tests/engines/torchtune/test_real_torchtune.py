@@ -41,6 +41,7 @@ from trainshed.engines.torchtune.adapters import ADAPTER_ROWS, WITHOUT_DORA
 from trainshed.engines.torchtune.builders import builder_of, known_presets
 from trainshed.launch.ranks import free_port
 from trainshed.observe.event_log import read_steps
+from trainshed.observe.profile_summary import find_traces, summarize_trace
 from trainshed.recipe import Recipe, parse_recipe
 from trainshed.storage import open_store, parse
 from trainshed.workflow import prepare_run, run_layout, train_job
@@ -242,7 +243,7 @@ def run_torchtune(site: Site, name: str, *overrides: str, program: str = "llama3
 
 @pytest.fixture(scope="module")
 def one_by_one(site: Site) -> TorchtuneRun:
-    return run_torchtune(site, "one-by-one", *ONE_BY_ONE)
+    return run_torchtune(site, "one-by-one", *ONE_BY_ONE, "observe.profile={start: 2, steps: 1, shapes: true}")
 
 
 def test_torchtune_reads_the_conversations_as_the_recipe_says(site: Site, one_by_one: TorchtuneRun) -> None:
@@ -260,6 +261,14 @@ def test_a_run_has_exactly_the_steps_of_the_recipe_though_the_data_has_fewer(one
     assert len(one_by_one.losses) == ASKED_STEPS
     assert "3 steps: 3 passes of 1 of the 1 steps that the data has" in one_by_one.output
     assert one_by_one.losses == sorted(one_by_one.losses, reverse=True), "the weights did not move"
+
+
+def test_the_profile_covers_the_step_that_the_recipe_names(site: Site, one_by_one: TorchtuneRun) -> None:
+    assert one_by_one.losses, "it has run"
+    (trace,) = find_traces(site.folder / "one-by-one")
+    summary = summarize_trace(trace)
+    assert (summary.device, summary.steps) == ("cpu", 1)
+    assert summary.compute > 0
 
 
 def test_packed_conversations_do_not_see_each_other(site: Site) -> None:

@@ -73,7 +73,14 @@ TRAINING = st.fixed_dictionaries(
             },
         ),
         "observe.tensorboard": st.booleans(),
-        "observe.profile": st.fixed_dictionaries({"start": st.integers(1, 30), "steps": st.integers(1, 9)}),
+        "observe.profile": st.fixed_dictionaries(
+            {"start": st.integers(5, 30), "steps": st.integers(1, 9)},
+            optional={
+                "warmup": st.sampled_from([2, 4]),
+                "cycles": st.integers(2, 4),
+                **dict.fromkeys(("memory", "stacks", "shapes"), st.just(True)),
+            },
+        ),
     },
 )
 

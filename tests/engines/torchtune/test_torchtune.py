@@ -160,7 +160,27 @@ def test_chat_data_is_read_in_its_form(overrides: tuple[str, ...], expected: dic
         ((), {"epochs": 1, "max_steps_per_epoch": 200}),
         (("train.precision=fp8",), {"dtype": "bf16", "enable_fp8_training": True}),
         (("layout.recompute=full",), {"enable_activation_checkpointing": True}),
-        (("observe.profile={start: 10, steps: 3}",), {"profiler.wait_steps": 6, "profiler.active_steps": 3}),
+        (
+            ("observe.profile={start: 10, steps: 3}",),
+            {
+                "profiler.wait_steps": 8,
+                "profiler.warmup_steps": 1,
+                "profiler.active_steps": 3,
+                "profiler.num_cycles": 1,
+            },
+        ),
+        (
+            ("observe.profile={start: 10, warmup: 3, cycles: 2, memory: true, stacks: true, shapes: true}",),
+            {
+                "profiler.wait_steps": 6,
+                "profiler.warmup_steps": 3,
+                "profiler.num_cycles": 2,
+                "profiler.profile_memory": True,
+                "profiler.with_stack": True,
+                "profiler.record_shapes": True,
+            },
+        ),
+        (("observe.profile={}",), {"profiler.record_shapes": False, "profiler.num_cycles": 1}),
         (
             (*LORA, "train.lora.targets=[q_proj, o_proj, gate_proj, up_proj, down_proj]"),
             {"model.lora_attn_modules": ["q_proj", "output_proj"], "model.apply_lora_to_mlp": True},
@@ -365,6 +385,8 @@ def test_a_model_without_a_preset_is_known_by_its_sizes_and_its_address() -> Non
             (*LORA, "train.lora.dora=true", "model={preset: llama3.1-405b, from: hf://org/base}"),
             "no DoRA for llama3.1-405b",
         ),
+        (("observe.profile={cycles: 2, wait: 1}",), "waits before every cycle as long as before the first"),
+        (("observe.profile={ranks: [1], memory: true}",), "torchtune writes the memory of rank 0 alone"),
         (("engine.args.batch_size=7",), "contradicts `layout.micro_batch`"),
         (("engine.args.batchsize=7",), "torchtune 0.7.0 reads no `batchsize`"),
         (("data.split={train: 0.955, validation: 0.045}",), "whole percents"),
@@ -445,6 +467,7 @@ def test_a_restart_of_an_adapter_reads_the_base_again(base: Path, tmp_path: Path
         ((), ["steps=200"]),
         (("train.steps=null", "train.epochs=3"), []),
         (("train.steps=null", "train.epochs=1.5"), ["epochs=1.5"]),
+        (("observe.profile={ranks: [0, 3]}",), ["steps=200", "profile_ranks=0,3"]),
     ],
 )
 def test_a_length_that_only_the_data_can_put_into_passes_is_told_to_the_start(

@@ -84,7 +84,7 @@ def test_everything_fits_together_in_one_budget() -> None:
     assert found.run.price_source.startswith("list price of a3-mega on demand, us-central1, 2026-08-22")
     assert found.warnings == ()
     plain = found.to_plain()
-    assert {"checkpoint", "goodput", "data", "host_memory", "run", "warnings", "notes"} == set(plain)
+    assert {"checkpoint", "goodput", "data", "host_memory", "run", "volume", "warnings", "notes"} == set(plain)
     assert plain["host_memory"]["fits"] is True
 
 

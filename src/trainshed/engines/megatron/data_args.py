@@ -12,6 +12,7 @@ from trainshed.engines.keys import format_value
 from trainshed.engines.launch import EngineTask
 from trainshed.engines.megatron.argument_import import ArgumentImport
 from trainshed.engines.megatron.arguments import NEWEST_VERSION
+from trainshed.engines.profiles import profiles
 
 BOUNDARIES = "dataloader_inter_document_masking"
 BOUNDARY_VERSIONS = ("head",)
@@ -168,11 +169,6 @@ def read_resume(config: ArgumentImport) -> Any:
     return "must" if must else KEEP
 
 
-def profiles(task: EngineTask) -> bool:
-    """Tell whether a task profiles some steps."""
-    return task.recipe.observe.profile is not None
-
-
 def writes_tensorboard(task: EngineTask) -> bool:
     """Tell whether there is a folder for TensorBoard: the profiler writes its traces there, too."""
     return task.recipe.observe.tensorboard is not False or profiles(task)
@@ -186,8 +182,8 @@ def render_profile(task: EngineTask) -> dict[str, Any]:
     return {
         "profile": True,
         "use_pytorch_profiler": True,
-        "profile_step_start": profile.steps_before,
-        "profile_step_end": profile.steps_before + profile.steps,
+        "profile_step_start": profile.recorded()[0].start,
+        "profile_step_end": profile.recorded()[0].stop,
         "profile_ranks": profile.ranks,
     }
 
@@ -201,5 +197,11 @@ def read_profile(config: ArgumentImport) -> Any:
     return {
         "start": start + 1,
         "steps": max(1, config.get("profile_step_end") - start),
-        "ranks": config.get("profile_ranks"),
+        "ranks": config.get("profile_ranks") or [0],
+        **{key: True for key, theirs in PROFILE_OPTIONS.items() if config.values.get(theirs)},
     }
+
+
+PROFILE_OPTIONS = {"shapes": "pytorch_profiler_collect_shapes", "stacks": "pytorch_profiler_collect_callstack"}
+"""Options of a profile, by Megatron's names; versions without them always record both."""
+PROFILE_OPTION_VERSIONS = ("head",)

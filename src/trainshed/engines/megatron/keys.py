@@ -7,6 +7,7 @@ An argument is called by the name of what it sets (argparse's dest). One that a 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from trainshed.engines.document_flags import document_mask_row
@@ -20,6 +21,7 @@ from trainshed.engines.key_table import (
     choice,
     follows,
     not_read,
+    recipe_value,
     same,
 )
 from trainshed.engines.launch import EngineSite, EngineTask
@@ -27,6 +29,8 @@ from trainshed.engines.megatron.argument_import import ArgumentImport
 from trainshed.engines.megatron.data_args import (
     BOUNDARIES,
     BOUNDARY_VERSIONS,
+    PROFILE_OPTION_VERSIONS,
+    PROFILE_OPTIONS,
     has_boundaries,
     marks_boundaries,
     read_length,
@@ -95,6 +99,7 @@ from trainshed.engines.megatron.training_args import (
     render_steps,
     render_warmup,
 )
+from trainshed.engines.profiles import profiles
 from trainshed.plan.legality.check import MEGATRON_VOCABULARY_MULTIPLE
 
 # Loading and the first compiled step of a large model may keep a rank from the others for longer than the 10 minutes
@@ -520,6 +525,17 @@ _LOG_ROWS = (
         render_profile,
         read_profile,
     ),
+    *(
+        follows(
+            theirs,
+            f"observe.profile.{key}",
+            partial(recipe_value, path=f"observe.profile.{key}"),
+            "observe.profile",
+            when=profiles,
+            versions=PROFILE_OPTION_VERSIONS,
+        )
+        for key, theirs in PROFILE_OPTIONS.items()
+    ),
     # As AMD's own images are started (rocm/megatron-lm): their kernels for these are missing.
     KeyRow(
         ("masked_softmax_fusion",),
@@ -560,7 +576,7 @@ MEGATRON_TABLE = KeyTable(
     ),
     unsaid={
         **PRETRAINING_UNSAID,
-        "checkpoint.keep": "Megatron deletes no checkpoints",
+        "checkpoint.keep": "Megatron deletes no checkpoints: another program of the job does",
         "observe.dllogger": REFUSED,
     },
 )

@@ -12,16 +12,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from trainshed.checkpoints.megatron import retention
 from trainshed.engines.document_flags import DOCUMENT_MASK_KEY, MASK_IGNORED, document_problems
 from trainshed.engines.key_table import unhonoured_problems
 from trainshed.engines.launch import CpuStage, EngineInput, EngineLaunch, EngineTask
 from trainshed.engines.megatron.arguments import NEWEST_VERSION, known_arguments
-from trainshed.engines.megatron.data_args import BOUNDARIES
+from trainshed.engines.megatron.data_args import BOUNDARIES, PROFILE_OPTION_VERSIONS, PROFILE_OPTIONS
 from trainshed.engines.megatron.keys import MEGATRON_TABLE, checkpoint_folder
 from trainshed.engines.megatron.layout_args import uses_fsdp
 from trainshed.engines.megatron.model_args import padded_vocabulary, sequence_length
 from trainshed.engines.megatron.settings import MegatronSettings, add_engine_args
 from trainshed.engines.megatron.training_args import run_length
+from trainshed.engines.profiles import ONCE_WITH_ONE_STEP_BEFORE, profile_problems
 from trainshed.errors import InputError
 from trainshed.plan.legality import layout_problems
 from trainshed.recipe.section import Problem
@@ -68,17 +70,35 @@ def megatron_launch(task: EngineTask) -> EngineLaunch:
     check_task(task)
     settings = MegatronSettings(known, MEGATRON_TABLE.render(task, known.version))
     add_engine_args(settings, task)
-    if (unread_mask := _mask_problem(task, settings)) is not None:
-        raise recipe_error([unread_mask], task.recipe.places)
+    if problems := [*_mask_problems(task, settings), *_profile_option_problems(task, known.version)]:
+        raise recipe_error(problems, task.recipe.places)
     return EngineLaunch(
         program=program,
         arguments=settings.words(),
-        files=index_files(settings, task, program),
+        files=index_files(settings, task, program) | _retention_files(task),
+        companion=_retention_command(task),
         environment=_environment(task),
         inputs=tuple(_inputs(task, settings)),
         cpu_stages=(index_stage(task),),
         notes=(f"pretrain_gpt.py is started as {program}", *_notes(task, settings)),
     )
+
+
+KEEP_SCRIPT = "keep_checkpoints.py"
+
+
+def _retention_files(task: EngineTask) -> dict[str, str]:
+    """Return the job's file that removes old checkpoints, where not all are kept."""
+    if task.recipe.checkpoint.keep is None:
+        return {}
+    return {KEEP_SCRIPT: Path(retention.__file__).read_text(encoding="utf-8")}
+
+
+def _retention_command(task: EngineTask) -> tuple[str, ...]:
+    keep = task.recipe.checkpoint.keep
+    if keep is None:
+        return ()
+    return ("python3", f"{task.site.job_folder}/{KEEP_SCRIPT}", checkpoint_folder(task.site), str(keep))
 
 
 def program_of_image(image: str | None) -> str:
@@ -126,9 +146,16 @@ def _notes(task: EngineTask, settings: MegatronSettings) -> Iterator[str]:
         yield "with a ramp Megatron counts warm-up and decay in samples, not in steps: the rate rises faster at first"
     if recipe.train.precision == "fp16":
         yield "fp16 trains with a dynamic loss scale: a step that overflows is skipped, whatever non_finite says"
-    yield "Megatron deletes no checkpoints: all of them are kept"
+    keep = recipe.checkpoint.keep
+    if keep is None:
+        yield "all checkpoints are kept: checkpoint.keep is null"
+    else:
+        yield f"Megatron deletes no checkpoints: the first node removes all but the newest {keep} ({KEEP_SCRIPT})"
     if recipe.checkpoint.resume == "must" and settings.known.version == "0.16.1":
         yield "without a checkpoint 0.16.1 ends with exit code 0; build_index.py looks for one before"
+    profile = recipe.observe.profile
+    if profile is not None and settings.known.version not in PROFILE_OPTION_VERSIONS:
+        yield f"Megatron-LM {settings.known.version} records shapes and stacks in every profile"
     if config.moe is not None and recipe.train.moe is None:
         yield "the router's losses are as the schema defaults them: train.moe"
     if task.site.sharp and layout.dp == 1:
@@ -199,21 +226,33 @@ def _fp8_problems(task: EngineTask) -> Iterator[Problem]:
             return
 
 
-def _mask_problem(task: EngineTask, settings: MegatronSettings) -> Problem | None:
-    """Return why attention would not read what keeps documents apart."""
+def _profile_option_problems(task: EngineTask, version: str) -> Iterator[Problem]:
+    """Yield options of a profile that a version cannot be asked for, as it always has them."""
+    profile = task.recipe.observe.profile
+    if profile is None or version in PROFILE_OPTION_VERSIONS:
+        return
+    for key in PROFILE_OPTIONS:
+        if getattr(profile, key):
+            yield Problem(
+                ("observe", "profile", key), f"Megatron-LM {version} records {key} in every profile", "delete it"
+            )
+
+
+def _mask_problems(task: EngineTask, settings: MegatronSettings) -> Iterator[Problem]:
+    """Yield why attention would not read what keeps documents apart."""
     if not task.recipe.document_mask:
-        return None
+        return
     own = settings.value("transformer_impl") == "local"
     if settings.value(BOUNDARIES):
-        return (
-            Problem(DOCUMENT_MASK_KEY, "Megatron's own attention takes no packed documents", "delete transformer_impl")
-            if own
-            else None
-        )
+        if own:
+            yield Problem(
+                DOCUMENT_MASK_KEY, "Megatron's own attention takes no packed documents", "delete transformer_impl"
+            )
+        return
     unfused = not settings.value("masked_softmax_fusion") and settings.value("create_attention_mask_in_dataloader")
     if own and unfused:
-        return None
-    return Problem(
+        return
+    yield Problem(
         DOCUMENT_MASK_KEY,
         f"in Megatron-LM {settings.known.version} {MASK_IGNORED}",
         "write engine.version: head, or engine.args: {transformer_impl: local, no-masked-softmax-fusion: true}, or "
@@ -246,10 +285,7 @@ def _checkpoint_problems(task: EngineTask) -> Iterator[Problem]:
             "Megatron writes its checkpoints to a folder of the run that every node sees",
             "delete it; `store` says where runs lie",
         )
-    if recipe.checkpoint.keep is not None:
-        yield Problem(
-            ("checkpoint", "keep"), "Megatron deletes no checkpoints", "delete it, or write `keep: null`: all are kept"
-        )
+    yield from profile_problems(recipe, "Megatron", ONCE_WITH_ONE_STEP_BEFORE)
     if recipe.observe.dllogger:
         yield Problem(("observe", "dllogger"), "Megatron writes no DLLogger file", "delete it: its log has the figures")
     if recipe.model.from_ is not None and uses_fsdp(task.layout):

@@ -34,6 +34,7 @@ from trainshed.engines.nemo.bridge_model import (
 )
 from trainshed.engines.nemo.hydra_data import read_split, split_text
 from trainshed.engines.nemo.hydra_model import has_experts
+from trainshed.engines.profiles import profiles, task_profile
 from trainshed.recipe import MoeLosses
 
 BRIDGE_KEYS = KnownKeys("Megatron-Bridge 0.5.0", Path(__file__).with_name("keys-bridge-0.5.0.yaml"))
@@ -128,20 +129,18 @@ def _read_sharp(config: ConfigImport) -> Any:
     return OMIT
 
 
-def _profiles(task: EngineTask) -> bool:
-    return task.recipe.observe.profile is not None
-
-
 def _end_of_profile(task: EngineTask) -> int:
-    assert task.recipe.observe.profile is not None, "asked for a profile"
-    return task.recipe.observe.profile.steps_before + task.recipe.observe.profile.steps
+    return task_profile(task).recorded()[0].stop
 
 
 def _read_profile(config: ConfigImport) -> Any:
     if not config.get("profiling.use_pytorch_profiler"):
         return OMIT
     start, end = config.get("profiling.profile_step_start", 10), config.get("profiling.profile_step_end", 12)
-    return {"start": start + 1, "steps": max(1, end - start), "ranks": config.get("profiling.profile_ranks", [0])}
+    options = {"shapes": "collect_shapes", "stacks": "collect_callstack"}
+    chosen = {key: True for key, theirs in options.items() if config.get(f"profiling.pytorch_profiler_{theirs}")}
+    steps = {"start": start + 1, "steps": max(1, end - start)}
+    return steps | {"ranks": config.get("profiling.profile_ranks", [0])} | chosen
 
 
 def _is_wsd(task: EngineTask) -> bool:
@@ -296,25 +295,37 @@ BRIDGE_TABLE = KeyTable(
         ),
         same("rng.seed", "seed", default=1234),
         KeyRow(("dist.use_sharp",), "the cluster's sharp", lambda task: task.site.sharp, _read_sharp),
-        KeyRow(
-            ("profiling.use_pytorch_profiler",), "observe.profile", lambda task: True, _read_profile, when=_profiles
-        ),
+        KeyRow(("profiling.use_pytorch_profiler",), "observe.profile", lambda task: True, _read_profile, when=profiles),
         follows(
             "profiling.profile_step_start",
             "observe.profile.start",
             lambda task: recipe_value(task, "observe.profile.steps_before"),
             "observe.profile",
-            when=_profiles,
+            when=profiles,
         ),
         follows(
-            "profiling.profile_step_end", "observe.profile.steps", _end_of_profile, "observe.profile", when=_profiles
+            "profiling.profile_step_end", "observe.profile.steps", _end_of_profile, "observe.profile", when=profiles
         ),
         follows(
             "profiling.profile_ranks",
             "observe.profile.ranks",
             lambda task: recipe_value(task, "observe.profile.ranks"),
             "observe.profile",
-            when=_profiles,
+            when=profiles,
+        ),
+        follows(
+            "profiling.pytorch_profiler_collect_shapes",
+            "observe.profile.shapes",
+            lambda task: recipe_value(task, "observe.profile.shapes"),
+            "observe.profile",
+            when=profiles,
+        ),
+        follows(
+            "profiling.pytorch_profiler_collect_callstack",
+            "observe.profile.stacks",
+            lambda task: recipe_value(task, "observe.profile.stacks"),
+            "observe.profile",
+            when=profiles,
         ),
         _fixed("optimizer.optimizer", "train.optimizer.name", "adam", "train.optimizer.name: adamw"),
         same("optimizer.lr", "train.optimizer.lr"),

@@ -46,7 +46,6 @@ from trainshed.engines.nemo.hydra_training import (
     SCHEDULER,
     last_profiled_step,
     losses,
-    profiles,
     read_balance_loss,
     read_dropout,
     read_expert_tensor_parallel,
@@ -66,6 +65,7 @@ from trainshed.engines.nemo.hydra_training import (
     render_resume,
     render_schedule,
 )
+from trainshed.engines.profiles import profiles
 from trainshed.recipe.yaml_io import parse_yaml
 
 HYDRA_KEYS = KnownKeys("NeMo 24.07", Path(__file__).with_name("keys-24.07.yaml"))
@@ -257,6 +257,13 @@ HYDRA_TABLE = KeyTable(
             "model.nsys_profile.ranks",
             "observe.profile.ranks",
             lambda task: recipe_value(task, "observe.profile.ranks"),
+            "observe.profile",
+            when=profiles,
+        ),
+        follows(
+            "model.nsys_profile.gen_shape",
+            "observe.profile.shapes",
+            lambda task: recipe_value(task, "observe.profile.shapes"),
             "observe.profile",
             when=profiles,
         ),

@@ -7,6 +7,7 @@ from typing import Any
 from trainshed.engines.importing import ConfigImport
 from trainshed.engines.key_table import KEEP, OMIT
 from trainshed.engines.launch import EngineTask
+from trainshed.engines.profiles import task_profile
 from trainshed.recipe import MoeLosses
 
 CALLBACK = "exp_manager.checkpoint_callback_params"
@@ -220,15 +221,9 @@ def read_resume(config: ConfigImport) -> str:
     return "must" if config.get("exp_manager.resume_ignore_no_checkpoint") is False else "auto"
 
 
-def profiles(task: EngineTask) -> bool:
-    """Tell whether a task profiles some steps."""
-    return task.recipe.observe.profile is not None
-
-
 def last_profiled_step(task: EngineTask) -> int:
     """Return the last step that is profiled, counted from 0."""
-    assert task.recipe.observe.profile is not None, "asked for a profile"
-    return task.recipe.observe.profile.steps_before + task.recipe.observe.profile.steps - 1
+    return task_profile(task).recorded()[0][-1]
 
 
 def read_profile(config: ConfigImport) -> Any:
@@ -238,8 +233,11 @@ def read_profile(config: ConfigImport) -> Any:
         config.drop("the profiler is off", f"{section}.*")
         return OMIT
     start, end = config.get(f"{section}.start_step", 10), config.get(f"{section}.end_step", 10)
-    config.note_mapped("observe.profile", *(f"{section}.{key}" for key in ("start_step", "end_step", "ranks")))
-    return {"start": start + 1, "steps": max(1, end - start + 1), "ranks": config.get(f"{section}.ranks", [0])}
+    keys = ("start_step", "end_step", "ranks", "gen_shape")
+    config.note_mapped("observe.profile", *(f"{section}.{key}" for key in keys))
+    shapes = {"shapes": True} if config.get(f"{section}.gen_shape") else {}
+    steps = {"start": start + 1, "steps": max(1, end - start + 1)}
+    return steps | {"ranks": config.get(f"{section}.ranks", [0])} | shapes
 
 
 def read_sharp(config: ConfigImport) -> Any:

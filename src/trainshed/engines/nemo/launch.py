@@ -20,6 +20,13 @@ from trainshed.engines.nemo.bridge_keys import BRIDGE_KEYS, BRIDGE_TABLE
 from trainshed.engines.nemo.hydra_data import READS_MASK
 from trainshed.engines.nemo.hydra_keys import HYDRA_KEYS, HYDRA_PLACES, HYDRA_TABLE
 from trainshed.engines.nemo.hydra_model import architecture_problems
+from trainshed.engines.profiles import (
+    NSYS_SCRIPT,
+    ONCE_WITH_ONE_STEP_BEFORE,
+    nsys_script,
+    nsys_stage,
+    profile_problems,
+)
 from trainshed.errors import RecipeError
 from trainshed.plan import layout_problems
 from trainshed.recipe import Recipe, TrainedTokenizer
@@ -123,6 +130,12 @@ def hydra_problems(task: EngineTask) -> Iterator[Problem]:
             yield Problem(
                 ("layout", "ep"), f"NeMo 24.07 spreads experts over dp: {layout.dp} alone", "write a divisor of dp"
             )
+    yield from profile_problems(
+        recipe,
+        "NeMo 24.07",
+        {"cycles": "marks the profiled steps once", "warmup": "has no warm-up: nsys records the marked steps alone"},
+        own_warmup=0,
+    )
     for path in (task.site.run_folder, task.site.job_folder):
         if any(letter in path for letter in _UNREADABLE_BY_HYDRA):
             yield Problem(("store",), f"Hydra would not read `{path}` as a path", "use letters, digits and -_./:")
@@ -138,6 +151,7 @@ def bridge_problems(task: EngineTask) -> Iterator[Problem]:
         yield Problem(
             ("observe", "dllogger"), "Megatron-Bridge writes no DLLogger file", "delete it: its log has the figures"
         )
+    yield from profile_problems(task.recipe, "Megatron-Bridge", ONCE_WITH_ONE_STEP_BEFORE)
     if layout.shard != "zero1" and layout.dp > 1:
         yield Problem(
             ("layout", "shard"),
@@ -195,10 +209,15 @@ def hydra_launch(task: EngineTask) -> EngineLaunch:
     inputs: tuple[EngineInput, ...] = ("tokenizer",) if recipe.data.synthetic else ("data-prefix", "tokenizer")
     late = {} if recipe.data.synthetic else {"++model.data.data_prefix=": f"{task.site.input_folder}/data_prefix.txt"}
     heading = f"NeMo 24.07, written by Trainshed for {recipe.name}; overrides on the command line say where things lie."
+    files, profile = {HYDRA_FILE: to_yaml(config, heading)}, recipe.observe.profile
+    if profile is not None:
+        files[NSYS_SCRIPT] = nsys_script(profile)
     return EngineLaunch(
         program=HYDRA_PROGRAM,
         arguments=(f"--config-path={task.site.job_folder}", f"--config-name={HYDRA_FILE}", *overrides),
-        files={HYDRA_FILE: to_yaml(config, heading)},
+        files=files,
+        cpu_stages=(nsys_stage(),) if profile is not None else (),
+        rank_script=NSYS_SCRIPT if profile is not None else None,
         environment=_HYDRA_ENVIRONMENT,
         inputs=inputs,
         late_arguments=late,
@@ -231,7 +250,7 @@ def _hydra_notes(task: EngineTask) -> list[str]:
     if task.recipe.checkpoint.resume == "fresh":
         notes.append("NeMo does not refuse to start where checkpoints already are: `resume: fresh` starts beside them")
     if task.recipe.observe.profile is not None:
-        notes.append("NeMo marks the profiled steps; only a program started by `nsys profile` records them")
+        notes.append("the profiled ranks are started by `nsys profile`: its reports lie in the run's profile folder")
     return notes
 
 

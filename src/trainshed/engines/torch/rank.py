@@ -21,6 +21,7 @@ from trainshed.engines.torch import rank_health
 from trainshed.engines.torch.model import RankModel, build_model, describe_float8_exclusions
 from trainshed.engines.torch.optimizer_registry import optimizer_class
 from trainshed.engines.torch.parallel import ParallelMesh, build_mesh
+from trainshed.engines.torch.profiler import StepProfiler
 from trainshed.engines.torch.rank_env import (
     EventEmitter,
     RankEnv,
@@ -33,7 +34,7 @@ from trainshed.engines.torch.rank_health import BUDGET_SECONDS, COLLECTIVE_SECON
 from trainshed.engines.torch.sample_answers import AnswerLog, SampleAnswers
 from trainshed.engines.torch.state import base_spec, find_resume_point, load_start_state
 from trainshed.engines.torch.step import ReferenceModel, StepRunner
-from trainshed.engines.torch.trainer import StepProfiler, Trainer
+from trainshed.engines.torch.trainer import Trainer
 from trainshed.engines.torch.weights import load_base_weights
 from trainshed.errors import InputError, TrainshedError
 from trainshed.models.decoder import Regularization
@@ -45,7 +46,6 @@ from trainshed.observe.events import EventWriter
 from trainshed.observe.exporters import open_exporters
 from trainshed.observe.health import health_folder, write_rank_error
 from trainshed.recipe.train import Dpo, MoeLosses
-from trainshed.run_folder import PROFILE
 from trainshed.signals import StopSignals
 from trainshed.storage.attempts import Attempt, take_attempt
 
@@ -166,8 +166,9 @@ def _train_session(job: TrainJob, session: RankSession) -> int:
     if job.recipe.checkpoint.best is not None:
         start = resume.with_best(start)
     emit("phase", name="load", seconds=time.monotonic() - began)
-    profile_folder = session.health.parents[1] / PROFILE / session.health.name
-    profiler = StepProfiler(job.recipe.observe.profile, env.rank, start.step, profile_folder)
+    observe, run = job.recipe.observe, session.health.parents[1]
+    with_tensorboard = observe.tensorboard is not False
+    profiler = StepProfiler(observe.profile, env.rank, start.step, run, session.attempt, tensorboard=with_tensorboard)
     with CheckpointWriter(
         attempt,
         spec=_checkpoint_spec(job),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -15,6 +14,7 @@ from trainshed.checkpoints.native.writer import CheckpointWriter
 from trainshed.data.sampling.schedule import SkipList
 from trainshed.engines.torch.batch_loader import BatchLoader
 from trainshed.engines.torch.learning_rate import decay_span, learning_rate
+from trainshed.engines.torch.profiler import StepProfiler
 from trainshed.engines.torch.rank_env import EventEmitter, TrainJob
 from trainshed.engines.torch.rank_health import Watchdog, stop_votes
 from trainshed.engines.torch.sample_answers import SampleAnswers
@@ -23,9 +23,7 @@ from trainshed.engines.torch.step import DeviceTimestamp, PendingMetrics, StepMe
 from trainshed.engines.torch.validation import early_stop_reason, evaluate_batches
 from trainshed.errors import TrainshedError
 from trainshed.observe.mfu import measure_mfu
-from trainshed.recipe.schema import Profile
 from trainshed.recipe.train import EarlyStop
-from trainshed.run_folder import rank_name
 from trainshed.signals import StopSignals
 
 
@@ -86,7 +84,9 @@ class Trainer:
                 self.profiler.before(self.step)
                 self._launch_step()
                 self.step += 1
-                self._read_metrics(0 if self._between_steps_due() or self._ranks_may_diverge else steps_in_flight)
+                at_once = self._between_steps_due() or self._ranks_may_diverge
+                at_once = at_once or self.profiler.ends_cycle(self.step - 1)
+                self._read_metrics(0 if at_once else steps_in_flight)
                 self._ranks_may_diverge = False
                 if self.step == first + 1:
                     self.emit("phase", name="first_step", seconds=time.monotonic() - began)
@@ -107,9 +107,16 @@ class Trainer:
         return TrainingEnd(self.step, self._stop)
 
     def _end_profile(self) -> None:
-        last = self.step == self.job.steps or self._stop is not None
-        if (path := self.profiler.after(self.step - 1, last=last)) is not None:
-            self.emit("note", text=f"profile: {path}")
+        """Report what a cycle of the profiler has left; the time to write it does not count for the next step."""
+        written = self.profiler.after(self.step - 1, last=self.step == self.job.steps or self._stop is not None)
+        for profile in written:
+            if profile.problem is not None:
+                self.emit("warning", text=profile.problem)
+            else:
+                named = {"steps": profile.steps, "path": profile.path, "rank_profiled": profile.rank}
+                self.emit("profile", self.step, **named, summary=profile.summary)
+        if written and not self._pending:
+            self._last_timestamp = DeviceTimestamp(self.device)
 
     def _launch_step(self) -> None:
         train, step = self.job.recipe.train, self.step
@@ -289,34 +296,3 @@ class Trainer:
 def _finite_or_none(value: float) -> float | None:
     """Return None for a NaN or an infinity, which JSON does not have; a `non_finite` event says what it was."""
     return value if value - value == 0 else None
-
-
-class StepProfiler:
-    """Runs PyTorch's profiler during the steps of `observe.profile`; does nothing on ranks that it does not name."""
-
-    def __init__(self, profile: Profile | None, rank: int, first: int, folder: Path) -> None:
-        """`first` is how many steps are already done; if the steps to profile are among them, nothing is profiled."""
-        self._steps = range(0)
-        if profile is not None and rank in profile.ranks:
-            self._steps = range(max(profile.steps_before, first), profile.steps_before + profile.steps)
-        self._path = folder / f"{rank_name(rank)}.json"
-        self._running: torch.profiler.profile | None = None
-
-    def before(self, step: int) -> None:
-        """Call before each step."""
-        if self._steps and step == self._steps.start:
-            activities = [torch.profiler.ProfilerActivity.CPU]
-            if torch.cuda.is_available():
-                activities.append(torch.profiler.ProfilerActivity.CUDA)
-            self._running = torch.profiler.profile(activities=activities)
-            self._running.start()
-
-    def after(self, step: int, *, last: bool = False) -> Path | None:
-        """Call after each step; returns the trace's file when it is written."""
-        if self._running is None or not (last or step + 1 >= self._steps.stop):
-            return None
-        self._running.stop()
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._running.export_chrome_trace(str(self._path))
-        self._running = None
-        return self._path

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from trainshed.engines.key_table import (
 )
 from trainshed.engines.keys import KnownKeys, format_value
 from trainshed.engines.launch import EngineTask
+from trainshed.engines.profiles import profiles, task_profile
 from trainshed.engines.torchtune.adapters import ADAPTER_ROWS, has_adapters, read_saving, trains_adapters
 from trainshed.engines.torchtune.builders import config_builder, read_base, render_tokenizer_files, task_builder
 from trainshed.engines.torchtune.dataset import (
@@ -41,6 +43,7 @@ from trainshed.engines.torchtune.dataset import (
     split_text,
     validates,
 )
+from trainshed.run_folder import PROFILE
 
 TORCHTUNE_KEYS = KnownKeys("torchtune 0.7.0", Path(__file__).with_name("keys-0.7.0.yaml"))
 _STORE = "the cluster's store"
@@ -200,18 +203,15 @@ def _read_resume(config: ConfigImport) -> str:
     return "auto"
 
 
-_PROFILER_WARMUP_STEPS = 3
-
-
-def _profiles(task: EngineTask) -> bool:
-    return task.recipe.observe.profile is not None
-
-
 def _profiler_steps(task: EngineTask) -> dict[str, int]:
-    assert task.recipe.observe.profile is not None, "asked for a profile"
-    before = task.recipe.observe.profile.steps_before
-    warmup = min(_PROFILER_WARMUP_STEPS, before)
-    return {"profiler.wait_steps": before - warmup, "profiler.warmup_steps": warmup}
+    profile = task_profile(task)
+    return {
+        "profiler.wait_steps": profile.steps_before - profile.warmup_steps,
+        "profiler.warmup_steps": profile.warmup_steps,
+    }
+
+
+_PROFILER_OPTIONS = {"memory": "profile_memory", "stacks": "with_stack", "shapes": "record_shapes"}
 
 
 def _read_profiler(config: ConfigImport) -> Any:
@@ -220,8 +220,21 @@ def _read_profiler(config: ConfigImport) -> Any:
         config.drop("the profiler is off", "profiler.*")
         return OMIT
     # Steps are counted from 1 in a recipe: the first that is profiled comes after those it waits for.
-    before = config.get("profiler.wait_steps", 0) + config.get("profiler.warmup_steps", 0)
+    warmup = config.get("profiler.warmup_steps", 0)
+    before = config.get("profiler.wait_steps", 0) + warmup
     profile = {"start": before + 1, "steps": config.get("profiler.active_steps", 1)}
+    if warmup != min(1, before):
+        profile["warmup"] = warmup
+    if (cycles := config.get("profiler.num_cycles", 1)) > 1:
+        profile["cycles"] = cycles
+    # torchtune records shapes where nothing says otherwise.
+    defaults = {"shapes": True}
+    chosen = {
+        key: True
+        for key, theirs in _PROFILER_OPTIONS.items()
+        if config.get(f"profiler.{theirs}", defaults.get(key, False))
+    }
+    profile |= chosen
     config.note_mapped(f"observe.profile: {format_value(profile)}", "profiler.enabled")
     config.note_mapped(WRITTEN_ANYWAY, "profiler._component_")
     config.drop("observe.profile says it", "profiler.*")
@@ -481,29 +494,45 @@ TORCHTUNE_TABLE = KeyTable(
             when=_trains_weights,
         ),
         same("data_parallel_replicate_dim", "layout.replicate", default=1, unless=1, when=_trains_weights),
-        KeyRow(("profiler.enabled",), "observe.profile", _profiles, _read_profiler),
+        KeyRow(("profiler.enabled",), "observe.profile", profiles, _read_profiler),
         KeyRow(
             ("profiler.output_dir",),
             _STORE,
-            lambda task: f"{task.site.run_folder}/profiles",
+            lambda task: f"{task.site.run_folder}/{PROFILE}",
             drop=_PLACES,
-            when=_profiles,
+            when=profiles,
         ),
         KeyRow(
             ("profiler.wait_steps", "profiler.warmup_steps"),
             "observe.profile.start",
             _profiler_steps,
             note="observe.profile",
-            when=_profiles,
+            when=profiles,
         ),
         follows(
             "profiler.active_steps",
             "observe.profile.steps",
             lambda task: recipe_value(task, "observe.profile.steps"),
             "observe.profile",
-            when=_profiles,
+            when=profiles,
         ),
-        follows("profiler.num_cycles", "observe.profile", lambda task: 1, "observe.profile", when=_profiles),
+        follows(
+            "profiler.num_cycles",
+            "observe.profile.cycles",
+            lambda task: task_profile(task).cycles,
+            "observe.profile",
+            when=profiles,
+        ),
+        *(
+            follows(
+                f"profiler.{theirs}",
+                f"observe.profile.{key}",
+                partial(recipe_value, path=f"observe.profile.{key}"),
+                "observe.profile",
+                when=profiles,
+            )
+            for key, theirs in _PROFILER_OPTIONS.items()
+        ),
         KeyRow(("resume_from_checkpoint",), "checkpoint.resume", read=_read_resume),
         KeyRow(("enable_async_checkpointing",), "checkpoint.async", read=lambda config: False),
         KeyRow((), "layout.shard", read=lambda config: "full"),

@@ -12,13 +12,14 @@ from typing import Any
 from trainshed.engines.key_table import unhonoured_problems
 from trainshed.engines.keys import added_arguments, argument_problems, to_yaml
 from trainshed.engines.launch import EngineLaunch, EngineTask
+from trainshed.engines.profiles import profile_problems
 from trainshed.engines.torchtune.adapters import adapter_problems
 from trainshed.engines.torchtune.builders import TorchtuneBuilder, builder_of, known_presets, task_builder
 from trainshed.engines.torchtune.dataset import dataset_problems
 from trainshed.engines.torchtune.keys import TORCHTUNE_KEYS, TORCHTUNE_TABLE
 from trainshed.errors import RecipeError
 from trainshed.plan import layout_problems
-from trainshed.recipe import Profile, TrainedTokenizer
+from trainshed.recipe import TrainedTokenizer
 from trainshed.recipe.section import Problem
 from trainshed.recipe.validation import recipe_error
 
@@ -57,6 +58,7 @@ def torchtune_launch(task: EngineTask) -> EngineLaunch:
             f"{site.run_folder}/checkpoints",
             recipe.checkpoint.resume,
             *_counted_length(task),
+            *_profiled_ranks(task),
         ),
         files={
             CONFIG_FILE: to_yaml(torchtune_config(task), heading),
@@ -74,6 +76,12 @@ def _counted_length(task: EngineTask) -> tuple[str, ...]:
     if epochs is None:
         return (f"steps={task.steps}",)
     return () if epochs.is_integer() else (f"epochs={epochs}",)
+
+
+def _profiled_ranks(task: EngineTask) -> tuple[str, ...]:
+    """Return which ranks are profiled; torchtune itself would profile all of them."""
+    profile = task.recipe.observe.profile
+    return () if profile is None else (f"profile_ranks={','.join(map(str, profile.ranks))}",)
 
 
 def torchtune_config(task: EngineTask) -> dict[str, Any]:
@@ -219,15 +227,16 @@ def _training_problems(task: EngineTask) -> Iterator[Problem]:
         (recipe.checkpoint.async_, ("checkpoint", "async"), "way to go on from a checkpoint written beside the steps"),
         (recipe.data.stage != "direct", ("data", "stage"), "copy of the data on local disks or in memory"),
         (bool(recipe.observe.dllogger), ("observe", "dllogger"), "DLLogger file"),
-        (
-            recipe.observe.profile is not None and recipe.observe.profile.ranks != Profile().ranks,
-            ("observe", "profile", "ranks"),
-            "choice of ranks to profile: it profiles all of them",
-        ),
     )
     for is_asked, path, what in absent:
         if is_asked:
             yield Problem(path, f"torchtune has no {what}", "change it, or write engine: torch")
+    yield from profile_problems(recipe, "torchtune", {"wait": "waits before every cycle as long as before the first"})
+    profile = recipe.observe.profile
+    if profile is not None and profile.memory and 0 not in profile.ranks:
+        yield Problem(
+            ("observe", "profile", "memory"), "torchtune writes the memory of rank 0 alone", "add 0 to `ranks`"
+        )
     if recipe.seed != recipe.data.seed:
         yield Problem(
             ("data", "seed"),

@@ -1,10 +1,11 @@
-"""Starts a torchtune recipe in this process: `torchrun … start_torchtune.py NAME CONFIG BASE OUTPUT RESUME [LENGTH]`.
+"""Starts a torchtune recipe in this process: `torchrun … start_torchtune.py NAME CONFIG BASE OUTPUT RESUME [OPTIONS]`.
 
 `tune run` would start torchrun itself, and without a rendezvous endpoint as if there were one node; here the ranks
 are already set. Three things are only known when the job starts: which files hold the weights, whether there is a
 checkpoint to go on from (`auto`: if there is; `must`: fail without; `fresh`: fail with one), and how many steps one
-pass over the data has. torchtune counts a run in passes: LENGTH (`steps=200`, `epochs=1.5`) says how long it is, and
-its passes and the steps of each are set so that it has exactly that length.
+pass over the data has. torchtune counts a run in passes: `steps=200` or `epochs=1.5` says how long it is, and
+its passes and the steps of each are set so that it has exactly that length. `profile_ranks=0,3` are the ranks that are
+profiled; torchtune itself profiles all of them.
 
 This file is copied into the job as it is and runs in torchtune's image: it uses the standard library only.
 """
@@ -12,6 +13,7 @@ This file is copied into the job as it is and runs in torchtune's image: it uses
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import runpy
 import sys
@@ -88,15 +90,32 @@ def set_length(recipe_class: Any, length: str) -> None:
     recipe_class._setup_data = setup_counted_data
 
 
+def set_profiled_ranks(ranks: str) -> list[str]:
+    """Switch the profiler off on all ranks but some; returns the keys that do it."""
+    rank = int(os.environ.get("RANK", "0"))
+    if rank not in map(int, ranks.split(",")):
+        return ["profiler.enabled=False"]
+    from torchtune.training import _profiler  # pyrefly: ignore
+
+    # It ends a trace with a barrier of all ranks, which the others no longer come to; the rank is in its file names.
+    _profiler.get_world_size_and_rank = lambda: (1, rank)
+    return []
+
+
 def main(arguments: list[str]) -> None:
     """Run a recipe of the installed torchtune."""
-    recipe, config, base, output, resume, *length = arguments
+    recipe, config, base, output, resume, *options = arguments
+    length = [option for option in options if not option.startswith("profile_ranks=")]
+    profiled = [option.partition("=")[2] for option in options if option.startswith("profile_ranks=")]
     found = importlib.util.find_spec("torchtune")
     if found is None or found.origin is None:
         raise SystemExit("torchtune is not installed in this image")
     # Recipes lie beside the package and are no modules: importing them is refused.
     script = Path(found.origin).parent.parent / "recipes" / f"{recipe}.py"
-    sys.argv = [str(script), "--config", config, *overrides(recipe, Path(base), Path(output), resume)]
+    keys = overrides(recipe, Path(base), Path(output), resume)
+    for ranks in profiled:
+        keys += set_profiled_ranks(ranks)
+    sys.argv = [str(script), "--config", config, *keys]
     if not length:
         runpy.run_path(str(script), run_name="__main__")
         return

@@ -16,6 +16,7 @@ from trainshed.plan.budget.checkpoint_cost import (
     node_mtbf_hours,
 )
 from trainshed.plan.budget.storage import PlannedStorage, TokenStaging, TokenSupply, supply_warning, token_supply
+from trainshed.plan.budget.volume import VolumeTerms, VolumeUse, check_volume, volume_use
 from trainshed.plan.performance.prediction import LayoutPrediction
 from trainshed.plan.training_shape import TrainingShape
 
@@ -171,6 +172,8 @@ class RunTerms:
     price_per_gpu_hour: float | None = None
     stage: TokenStaging = "direct"
     corpus_tokens: int | None = None
+    volume: VolumeTerms | None = None
+    """None: the size of its volume is not known."""
 
 
 @dataclass(frozen=True)
@@ -183,6 +186,8 @@ class RunBudget:
     host_memory: HostMemory
     run: RunCost | None
     """None if the number of steps was not given."""
+    volume: VolumeUse | None = None
+    """What it leaves on its volume; None if the size of that, or of the run, is not known."""
     warnings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -194,13 +199,14 @@ class RunBudget:
             "data": self.data.to_plain(),
             "host_memory": self.host_memory.to_plain(),
             "run": self.run.to_plain() if self.run is not None else None,
+            "volume": self.volume.to_plain() if self.volume is not None else None,
             "warnings": list(self.warnings),
             "notes": list(self.notes),
         }
 
 
 def run_budget(training: TrainingShape, prediction: LayoutPrediction, terms: RunTerms) -> RunBudget:
-    """Return what a predicted layout costs to save, to feed and to run."""
+    """Return what a predicted layout costs to save, to feed and to run; raise where its volume is too small."""
     layout, hardware, step = prediction.layout, training.hardware, prediction.step_seconds
     where = {"storage": terms.storage, "machine": terms.machine, "engine": terms.engine}
     checkpoint = checkpoint_cost(training.trained_weights, layout, hardware, **where)
@@ -235,9 +241,32 @@ def run_budget(training: TrainingShape, prediction: LayoutPrediction, terms: Run
         saving = checkpoint_warning(checkpoint, terms.checkpoint_every * step, asynchronous=terms.asynchronous)
     warnings = (saving, supply_warning(supply, step), host_memory_warning(memory))
     budget = RunBudget(
-        checkpoint, run_goodput, supply, memory, run, tuple(text for text in warnings if text is not None)
+        checkpoint,
+        run_goodput,
+        supply,
+        memory,
+        run,
+        _checked_volume(training, checkpoint, terms),
+        tuple(text for text in warnings if text is not None),
     )
     return replace(budget, notes=tuple(_budget_notes(budget, terms)))
+
+
+def _checked_volume(training: TrainingShape, checkpoint: CheckpointCost, terms: RunTerms) -> VolumeUse | None:
+    if terms.volume is None:
+        return None
+    use = volume_use(
+        terms.volume,
+        checkpoint_bytes=checkpoint.bytes,
+        weights=training.model.weights,
+        exported_weights=training.trained_weights,
+        steps=terms.steps,
+        tokens_per_step=training.tokens_per_step,
+        vocab_size=training.model.vocab_size,
+    )
+    if use is not None:
+        check_volume(use, terms.volume)
+    return use
 
 
 def _budget_notes(budget: RunBudget, terms: RunTerms) -> list[str]:
@@ -247,6 +276,9 @@ def _budget_notes(budget: RunBudget, terms: RunTerms) -> list[str]:
             "no storage is named, so the time to write a checkpoint and to read tokens is not known: write "
             "`storage: {tier: …}` into the cluster file"
         )
+    use = budget.volume
+    if use is not None and use.read_once_bytes and use.total_bytes + use.read_once_bytes > use.capacity_bytes:
+        notes.append(f"the volume is full before the end if the prepared tokens are not much smaller: {use}")
     if budget.run is not None and budget.run.cost is None:
         notes.append(budget.run.price_source)
     run_goodput = budget.goodput

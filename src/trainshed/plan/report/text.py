@@ -410,6 +410,8 @@ def _checkpoint_lines(budget: RunBudget) -> Iterator[tuple[str, str]]:
             f"every {goodput.best_interval_steps:,} would be best ({goodput.best_goodput:.1%})"
         )
     yield "goodput", f"{best}; {failing}"
+    if budget.volume is not None:
+        yield "volume", str(budget.volume)
 
 
 def _host_lines(budget: RunBudget) -> Iterator[tuple[str, str]]:

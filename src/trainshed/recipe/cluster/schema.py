@@ -400,7 +400,7 @@ class Cluster(Section):
 
     def where(self, key: str) -> str:
         """Return the place of a key for an error: `cluster.yaml:12 (nodes.max)`."""
-        return self._places.where(tuple(key.split(".")))
+        return self._places.where(tuple(int(step) if step.isdigit() else step for step in key.split(".")))
 
     def check_runs_here(self) -> None:
         """Refuse to work on this machine for a cluster that is elsewhere."""
