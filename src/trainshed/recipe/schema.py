@@ -2,7 +2,7 @@
 
 `model`, `data`, `train`, `export` and `serve` have modules of their own. The others are here: `layout` (its arithmetic
 lives in `plan/layout.py`; only what is wrong for any model and cluster is refused here), `engine`, `checkpoint`,
-`observe`, `resources` and `elastic`.
+`observe`, `budgets`, `resources` and `elastic`.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from trainshed.recipe.registered import (
     option_problems,
 )
 from trainshed.recipe.section import (
+    Duration,
     NotNegativeInt,
     PositiveInt,
     Problem,
@@ -235,6 +236,43 @@ class Observe(Section):
                 yield from option_problems("exporter", name, options, path, positional=1)
 
 
+class Budgets(Section):
+    """How long a rank may be in a phase without progress before the attempt ends as stuck: seconds, or `20m`.
+
+    Megatron and Megatron-Bridge have one limit up to the first step and one after it: each is the longest that is
+    written.
+    """
+
+    rendezvous: Duration | None = Field(
+        None, description="Until all ranks have started and met; left out: 10 minutes", examples=["30m"]
+    )
+    load: Duration | None = Field(
+        None, description="Building the model and loading weights or a checkpoint; left out: 1 hour", examples=["2h"]
+    )
+    first_step: Duration | None = Field(
+        None,
+        description="A step in which ranks compile: the first, and those after the first validation and checkpoint; "
+        "left out: 1 hour",
+        examples=["90m"],
+    )
+    step: Duration | None = Field(
+        None,
+        description="Any other step; within it a rank waits half as long for others. "
+        "Left out: 10 minutes, or 10 times a usual step of this run if that is longer",
+        examples=["20m"],
+    )
+    validation: Duration | None = Field(None, description="One validation; left out: 1 hour", examples=["30m"])
+    checkpoint: Duration | None = Field(
+        None, description="Writing a checkpoint, also in the background; left out: 1 hour", examples=["2h"]
+    )
+
+    @property
+    def written(self) -> dict[str, float]:
+        """The budgets that the recipe has, in seconds, by their phases."""
+        values = ((name, getattr(self, name)) for name in type(self).model_fields)
+        return {name: seconds for name, seconds in values if seconds is not None}
+
+
 class Resources(Section):
     """What the run asks of the cluster."""
 
@@ -256,7 +294,7 @@ def expand_engine(value: Any) -> Any:
 
 
 FORMAT_VERSION = 1
-RESERVED_KEYS = ("eval", "budgets", "engine_options")
+RESERVED_KEYS = ("eval", "engine_options")
 """Top-level keys that later versions will read; writing one today is an error, not a silence."""
 
 CHECKPOINT_DEFAULTS: dict[Any, dict[str, Any]] = {"megatron": {"keep": None}, "torchtune": {"async": False}}
@@ -299,6 +337,9 @@ class Recipe(Section):
     ] = Field(default_factory=Engine, description="What steps the model: a name, or name, image and args")
     checkpoint: Checkpoint = Field(default_factory=Checkpoint, description="Saving and resuming")
     observe: Observe = Field(default_factory=Observe, description="What is written besides the run's events")
+    budgets: Budgets | None = Field(
+        None, description="How long each phase may last before a rank counts as stuck; left out: the defaults"
+    )
     resources: Resources = Field(default_factory=Resources, description="What the run asks of the cluster")
     elastic: Elastic | None = Field(
         None, description="Spare nodes, and with how few to go on; left out: all or nothing"
