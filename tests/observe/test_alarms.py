@@ -35,7 +35,7 @@ def test_a_spike_is_named_with_how_far_it_is_off() -> None:
     (alarm,) = alarms(losses)
     assert (alarm.name, alarm.step) == ("loss_spike", 400)
     assert alarm.what.startswith("the loss jumped to 5.0000: ")
-    assert alarm.what.endswith(" standard deviations above the mean of the 100 steps before it")
+    assert alarm.what.endswith(" standard deviations, above the mean of the 100 steps before it")
 
 
 def test_the_first_steps_and_small_jumps_are_no_spikes() -> None:
@@ -53,8 +53,17 @@ def test_a_loss_that_rises_for_long_is_a_divergence_named_rarely() -> None:
     found = [alarm for alarm in alarms(rising) if alarm.name == "divergence"]
     assert len(found) == 2
     assert 500 < (found[0].step or 0) < 800
-    assert "% above its best (" in found[0].what
+    assert "%) above its best (" in found[0].what
     assert found[0].what.endswith(": the run diverges")
+
+
+def test_a_loss_near_zero_and_that_of_small_batches_may_differ_by_much() -> None:
+    for seed in range(5):
+        noise = random.Random(seed)
+        assert alarms([abs(noise.gauss(0, 0.02)) for _ in range(1000)]) == []
+        assert alarms([1 + noise.uniform(-0.5, 0.5) for _ in range(1000)]) == []
+    assert alarms([0.0] * 300) == []
+    assert [alarm.name for alarm in alarms([*[0.0] * 300, *[0.5] * 120])] == ["loss_spike", "divergence"]
 
 
 def ranks_event(compute: list[float | None], step: int = 20) -> dict[str, Any]:
@@ -67,6 +76,7 @@ def test_a_rank_is_compared_with_the_others_of_its_pipeline_stage() -> None:
     assert slow_ranks([0.3, 0.3, 0.3, 0.6], stage_ranks=4) == {3: 2.0}
     assert slow_ranks([0.3, 0.6], stage_ranks=1) == {}, "stages without peers are not compared"
     assert slow_ranks([None, 0.3, None, 0.6], stage_ranks=4) == {3: 2.0}
+    assert slow_ranks([0.8, 0.1, 0.5, 0.3], stage_ranks=4) == {0: 0.8 / 0.3, 2: 0.5 / 0.3}
 
 
 def test_two_bad_windows_in_a_row_name_node_and_gpu() -> None:

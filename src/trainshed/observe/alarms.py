@@ -6,9 +6,8 @@ A state that lasts is named once and then only now and then.
 
 from __future__ import annotations
 
-import statistics
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -26,6 +25,8 @@ DIVERGENCE_WINDOW = 100
 """Over so many steps the mean loss is taken that is compared with the best such mean."""
 DIVERGENCE_FRACTION = 0.1
 """So far above the best mean, as a part of it, a run counts as diverging."""
+_DIVERGENCE_ERRORS = 6.0
+"""And so many standard errors of the mean: the losses of small batches, or near zero, differ by more than a part."""
 _DIVERGENCE_QUIET_STEPS = 500
 
 SLOWER = 1.25
@@ -77,9 +78,7 @@ class AlarmWatcher:
         ranks, compute = sorted(slow), event["compute_seconds"]
         worst = max(slow, key=lambda rank: slow[rank])
         hosts = list(dict.fromkeys(host for rank in ranks if (host := self._host(rank)) is not None))
-        place = (
-            f" ({self._place(ranks[0])})" if len(ranks) == 1 and hosts else f" on {', '.join(hosts)}" if hosts else ""
-        )
+        place = f" ({', '.join(hosts) if len(ranks) > 1 else self._place(ranks[0])})" if hosts else ""
         verb, others = ("computes", "it") if len(ranks) == 1 else ("compute", "them")
         most = "" if len(ranks) == 1 else " up to"
         what = (
@@ -115,29 +114,33 @@ class LossWatcher:
         self._recent.append(loss)
         if len(self._recent) < DIVERGENCE_WINDOW:
             return
-        mean = statistics.fmean(self._recent)
+        mean = sum(self._recent) / DIVERGENCE_WINDOW
         if self._best is None or mean < self._best[0]:
             self._best = mean, step
             return
         best, best_step = self._best
-        if mean - best > DIVERGENCE_FRACTION * abs(best):
-            above = f"{(mean - best) / abs(best):.0%} above its best ({best:.4f} at step {best_step + 1:,})"
-            what = f"the mean loss of the last {DIVERGENCE_WINDOW} steps is {mean:.4f}, {above}: the run diverges"
+        rise = mean - best
+        # The second sum is only needed where the first bound is passed.
+        if rise > DIVERGENCE_FRACTION * abs(best) and rise > _DIVERGENCE_ERRORS * _standard_error(self._recent, mean):
+            far = f" ({rise / abs(best):.0%})" if best else ""
+            what = (
+                f"the mean loss of the last {DIVERGENCE_WINDOW} steps is {mean:.4f}, {rise:.4f}{far} above its best "
+                f"({best:.4f} at step {best_step + 1:,}): the run diverges"
+            )
             yield from self._once("divergence", step, _DIVERGENCE_QUIET_STEPS, what)
 
     def _spike(self, loss: float) -> str | None:
         """Return what is to be said of a spike. Its loss does not widen the window, unless it has come to stay."""
         if len(self._before) >= _SPIKE_MIN_STEPS:
-            mean, sigma = statistics.fmean(self._before), statistics.pstdev(self._before)
+            steps, mean = len(self._before), sum(self._before) / len(self._before)
+            sigma = _standard_error(self._before, mean) * steps**0.5
             above = loss - mean
             if above > max(SPIKE_SIGMAS * sigma, SPIKE_FRACTION * abs(mean)):
+                far = f", {above / sigma:.0f} standard deviations," if sigma else ""
                 self._spikes_in_a_row += 1
                 if self._spikes_in_a_row >= _SPIKE_MIN_STEPS:
                     self._before.clear()
-                sigmas = f"{above / sigma:.0f} standard deviations" if sigma else f"{above:.4f}"
-                return (
-                    f"the loss jumped to {loss:.4f}: {sigmas} above the {len(self._before) or 'last'} steps before it"
-                )
+                return f"the loss jumped to {loss:.4f}: {above:.4f}{far} above the mean of the {steps} steps before it"
         self._spikes_in_a_row = 0
         self._before.append(loss)
         return None
@@ -148,6 +151,11 @@ class LossWatcher:
         if step >= self._quiet_until[name]:
             self._quiet_until[name] = step + quiet_steps
             yield Alarm(name, what, step)
+
+
+def _standard_error(values: Collection[float], mean: float) -> float:
+    # Plain sums: those of `statistics` are exact, and take longer than a short step may.
+    return sum((value - mean) ** 2 for value in values) ** 0.5 / len(values)
 
 
 class StragglerWatcher:
@@ -179,16 +187,21 @@ def slow_ranks(compute_seconds: Sequence[float | None], stage_ranks: int) -> dic
     stages are not alike.
     """
     slow = {}
-    for rank, seconds in enumerate(compute_seconds):
-        first = rank // stage_ranks * stage_ranks
-        peers = [
-            other
-            for peer, other in enumerate(compute_seconds[first : first + stage_ranks], first)
-            if peer != rank and other is not None
-        ]
-        if seconds is None or not peers:
-            continue
-        usual = statistics.median(peers)
-        if usual > 0 and seconds > SLOWER * usual:
-            slow[rank] = seconds / usual
-    return slow
+    for first in range(0, len(compute_seconds), stage_ranks):
+        stage = enumerate(compute_seconds[first : first + stage_ranks], first)
+        ordered = sorted((seconds, rank) for rank, seconds in stage if seconds is not None)
+        for place, (seconds, rank) in enumerate(ordered):
+            usual = _median_without(ordered, place)
+            if usual and seconds > SLOWER * usual:
+                slow[rank] = seconds / usual
+    return dict(sorted(slow.items()))
+
+
+def _median_without(ordered: Sequence[tuple[float, int]], place: int) -> float | None:
+    """Return the median of all but one of some sorted values; None where it is the only one."""
+    count = len(ordered) - 1
+    if count == 0:
+        return None
+    # The places of the middle two (or one) among the others.
+    middle = ((count - 1) // 2, count // 2)
+    return sum(ordered[index + (index >= place)][0] for index in middle) / 2

@@ -132,7 +132,7 @@ def train_loading_slowly(folder: Path, model: str, layout: str, overrides: Seque
 
 
 def train_with_a_slow_rank(folder: Path, model: str, layout: str, overrides: Sequence[str], late_seconds: float) -> int:
-    """Train as one rank; the last one takes longer to read its rows. Windows are as short as four steps."""
+    """Train as one rank; the last one takes longer to read its rows. Windows are as short as three steps."""
     read = BatchLoader.batch
 
     def read_slowly(loader: BatchLoader, step: int, *, ahead: bool = True) -> LocalBatch:
@@ -140,7 +140,7 @@ def train_with_a_slow_rank(folder: Path, model: str, layout: str, overrides: Seq
         return read(loader, step, ahead=ahead)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rank_timing, "WINDOW_STEPS", 4)
+        patch.setattr(rank_timing, "WINDOW_STEPS", 3)
         patch.setattr(rank_timing, "WINDOW_SECONDS", 0.0)
         patch.setattr(rank_timing, "_RANKS_PER_WINDOW_SECOND", float("inf"))
         if int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:

@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as bindings
 from torch.distributed import distributed_c10d
 
+from trainshed.engines.torch import rank_timing
 from trainshed.observe.budgets import PhaseBudgets
 from trainshed.observe.health import (
     NCCL_DUMP,
@@ -244,11 +245,12 @@ def _rank_error(error: BaseException) -> RecordedError:
 
 
 def _frames(error: BaseException | None) -> list[traceback.FrameSummary]:
-    """Return the stack of an error, or of the main thread if there is none."""
+    """Return the stack of an error, or of the main thread if there is none; without what only measures waits."""
     if error is not None:
-        return list(traceback.extract_tb(error.__traceback__))
-    main = sys._current_frames().get(threading.main_thread().ident or 0)
-    return list(traceback.extract_stack(main))
+        frames: traceback.StackSummary = traceback.extract_tb(error.__traceback__)
+    else:
+        frames = traceback.extract_stack(sys._current_frames().get(threading.main_thread().ident or 0))
+    return [frame for frame in frames if frame.filename != rank_timing.__file__]
 
 
 def _waits_for(frames: list[traceback.FrameSummary]) -> Literal["collective", "point-to-point"] | None:
