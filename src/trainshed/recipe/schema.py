@@ -269,8 +269,11 @@ class Budgets(Section):
     @property
     def written(self) -> dict[str, float]:
         """The budgets that the recipe has, in seconds, by their phases."""
-        values = ((name, getattr(self, name)) for name in type(self).model_fields)
-        return {name: seconds for name, seconds in values if seconds is not None}
+        written: dict[str, float] = {}
+        for phase in type(self).model_fields:
+            if (seconds := getattr(self, phase)) is not None:
+                written[phase] = seconds
+        return written
 
 
 class Resources(Section):

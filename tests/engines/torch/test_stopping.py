@@ -241,6 +241,21 @@ def test_a_rank_that_is_stuck_is_named_with_the_collective_the_others_wait_in(
     assert "where it was only slow, write `budgets: {step: 20s}`" in error.value.hint
 
 
+def test_a_full_disk_ends_a_run_with_the_file_and_the_rank_that_could_not_be_written(
+    tmp_path: Path, tiny_disk: Path
+) -> None:
+    (tiny_disk / "other").write_bytes(bytes(1000 * 1024))
+    saved = (f"checkpoint.to={tiny_disk}", "checkpoint.every=2", "budgets={checkpoint: 2m}")
+    with training(tmp_path, "train.steps=50", *saved, "--layout", "dp=2,shard=full,micro_batch=2") as run:
+        code, said = run.end()
+    assert code == 1, said
+    assert "the disk is full" in said
+    assert "step-00000002/__" in said
+    assert f"{tiny_disk}" in said
+    failed = [event for event in events(run.run, "checkpoint") if event["phase"] == "failed"]
+    assert [event["step"] for event in failed] == [2]
+
+
 def test_loading_has_its_own_budget_and_others_wait_for_a_rank_that_is_slow_at_it(
     small_runs: SmallRuns, rank_pool: RankPool
 ) -> None:

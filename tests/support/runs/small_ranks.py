@@ -111,7 +111,11 @@ def train_counting_stages(folder: Path, model: str, layout: str, overrides: Sequ
 
     def listen(event: dict[str, Any]) -> None:
         if event["kind"] == "step":
+            frozen = gc.get_freeze_count()
+            gc.unfreeze()  # only then they are listed
             counts.append(sum(type(each) is PipelineStage for each in gc.get_objects()))
+            if frozen:
+                gc.freeze()
 
     train_rank(small_job(folder, small_recipe(model, overrides), layout), run_folder=folder, listener=listen)
     return counts

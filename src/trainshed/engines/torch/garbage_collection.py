@@ -11,6 +11,15 @@ import gc
 COLLECT_EVERY_STEPS = 100
 
 
+def collect_frozen() -> None:
+    """Collect what was built to stay too: some of it is replaced after all."""
+    frozen = gc.get_freeze_count()
+    gc.unfreeze()
+    gc.collect()
+    if frozen:
+        gc.freeze()
+
+
 class StepGarbageCollector:
     """Collects after steps that all ranks agree on; between `start` and `stop` nothing is collected by itself."""
 

@@ -12,7 +12,6 @@ micro-batch, s = S / tp, H hidden.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -33,6 +32,7 @@ from torch.distributed.pipelining.schedules import (
 from trainshed.data.order import format_batch_hash
 from trainshed.engines.torch.batch_loader import LocalBatch
 from trainshed.engines.torch.device_clock import DeviceTimestamp
+from trainshed.engines.torch.garbage_collection import collect_frozen
 from trainshed.engines.torch.model import ParameterShard, RankModel
 from trainshed.engines.torch.optimizer_registry import RankOptimizer
 from trainshed.engines.torch.parallel import ParallelMesh
@@ -414,7 +414,7 @@ class ForwardBackward:
         if self._schedule_cache is None or self._schedule_cache[0] != key:
             if self._schedule_cache is not None:
                 self._schedule_cache = None
-                gc.collect()  # stages refer to themselves, and Python collects rarely while it trains
+                collect_frozen()  # stages refer to themselves: without it their buffers would stay
             outputs: list[torch.Tensor] = []
 
             def keep_output(out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
