@@ -172,6 +172,7 @@ def test_a_misspelt_argument_is_answered_with_the_key_that_was_meant() -> None:
         (("train.mode=dpo", "model={preset: llama3-8b, from: hf://org/base}"), "pairs of answers"),
         (("train.optimizer.states=bf16",), "states in fp32"),
         (("data.validation={tokens: v}", "train.early_stop={patience: 2}"), "does not end a run"),
+        (("budgets={step: 20m}",), "NeMo 24.07 takes no limit for its collectives"),
     ],
 )
 def test_wrong_combinations_fail_by_name(overrides: tuple[str, ...], what: str) -> None:

@@ -147,6 +147,7 @@ def train_with_a_slow_rank(folder: Path, model: str, layout: str, overrides: Seq
         patch.setattr(rank_timing, "WINDOW_STEPS", 3)
         patch.setattr(rank_timing, "WINDOW_SECONDS", 0.0)
         patch.setattr(rank_timing, "_RANKS_PER_WINDOW_SECOND", float("inf"))
+        patch.setitem(rank_timing.MEASURED_EVERY, "cpu", 1)
         if int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
             patch.setattr(BatchLoader, "batch", read_slowly)
         return train_small(folder, model, layout, overrides)

@@ -13,7 +13,7 @@ could be summed in another order, and no run may depend on the time of day.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
@@ -32,8 +32,8 @@ WINDOW_SECONDS = 30.0
 """A window lasts until both have passed."""
 _RANKS_PER_WINDOW_SECOND = 8
 """Windows of many ranks are longer: their event has three numbers for each rank."""
-_MEASURED_EVERY = {"cuda": 10, "cpu": 1}
-"""On a GPU an event costs the host some microseconds, and some steps of a window tell enough."""
+MEASURED_EVERY = {"cuda": 10, "cpu": 5}
+"""A wait costs the host some microseconds to measure, and some steps of a window tell enough."""
 WINDOW_VOTE = "rank_window"
 """The name of the vote among the figures of a step."""
 
@@ -140,7 +140,7 @@ class RankTimer:
         self._steps = 0
         self._measured: list[tuple[float, float]] = []
 
-    def votes(self) -> Mapping[str, float]:
+    def votes(self) -> dict[str, float]:
         """Return the vote to be summed with the figures of the next step: rank 0's clock counts."""
         if self._world_size == 1:
             return {}
@@ -150,7 +150,7 @@ class RankTimer:
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
         """Measure a step inside the context, if it is one of those that are measured."""
-        if self._world_size == 1 or step % _MEASURED_EVERY[self._device.type]:
+        if self._world_size == 1 or step % MEASURED_EVERY[self._device.type]:
             yield
         else:
             with measured_waits(self._device) as self._waits[step]:
