@@ -6,7 +6,7 @@ import pytest
 
 from support.recipes.small_recipes import small_recipe
 from trainshed.observe.budgets import DEFAULT_BUDGET_SECONDS, PhaseBudgets
-from trainshed.recipe.schema import Budgets
+from trainshed.recipe.budgets import Budgets
 
 
 def test_every_phase_has_a_key_and_a_default() -> None:

@@ -1,8 +1,8 @@
 """The recipe as a whole, its smaller sections, and what the sections ask of each other.
 
-`model`, `data`, `train`, `export` and `serve` have modules of their own. The others are here: `layout` (its arithmetic
-lives in `plan/layout.py`; only what is wrong for any model and cluster is refused here), `engine`, `checkpoint`,
-`observe`, `budgets`, `resources` and `elastic`.
+`model`, `data`, `train`, `budgets`, `export` and `serve` have modules of their own. The others are here: `layout`
+(its arithmetic lives in `plan/layout.py`; only what is wrong for any model and cluster is refused here), `engine`,
+`checkpoint`, `observe`, `resources` and `elastic`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, PrivateAttr, Tag, model_validator
 
 from trainshed.plugins import PluginSource, load_plugins, registered_names
+from trainshed.recipe.budgets import Budgets
 from trainshed.recipe.data import CHAT_KEYS, SAMPLE_COLUMNS, DataSection, SampleFormat, SourceKeys, expand_data
 from trainshed.recipe.model import ModelConfig, ModelSection, TokenizerSection, TrainedTokenizer
 from trainshed.recipe.registered import (
@@ -25,7 +26,6 @@ from trainshed.recipe.registered import (
     option_problems,
 )
 from trainshed.recipe.section import (
-    Duration,
     NotNegativeInt,
     PositiveInt,
     Problem,
@@ -234,46 +234,6 @@ class Observe(Section):
                 )
             else:
                 yield from option_problems("exporter", name, options, path, positional=1)
-
-
-class Budgets(Section):
-    """How long a rank may be in a phase without progress before the attempt ends as stuck: seconds, or `20m`.
-
-    Megatron and Megatron-Bridge have one limit up to the first step and one after it: each is the longest that is
-    written.
-    """
-
-    rendezvous: Duration | None = Field(
-        None, description="Until all ranks have started and met; left out: 10 minutes", examples=["30m"]
-    )
-    load: Duration | None = Field(
-        None, description="Building the model and loading weights or a checkpoint; left out: 1 hour", examples=["2h"]
-    )
-    first_step: Duration | None = Field(
-        None,
-        description="A step in which ranks compile: the first, and those after the first validation and checkpoint; "
-        "left out: 1 hour",
-        examples=["90m"],
-    )
-    step: Duration | None = Field(
-        None,
-        description="Any other step; within it a rank waits half as long for others. "
-        "Left out: 10 minutes, or 10 times a usual step of this run if that is longer",
-        examples=["20m"],
-    )
-    validation: Duration | None = Field(None, description="One validation; left out: 1 hour", examples=["30m"])
-    checkpoint: Duration | None = Field(
-        None, description="Writing a checkpoint, also in the background; left out: 1 hour", examples=["2h"]
-    )
-
-    @property
-    def written(self) -> dict[str, float]:
-        """The budgets that the recipe has, in seconds, by their phases."""
-        written: dict[str, float] = {}
-        for phase in type(self).model_fields:
-            if (seconds := getattr(self, phase)) is not None:
-                written[phase] = seconds
-        return written
 
 
 class Resources(Section):
