@@ -12,16 +12,23 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from support.recipes.small_recipes import small_job, small_recipe
 from trainshed.engines.torch import rank_health
+from trainshed.engines.torch.rank import train_rank
 from trainshed.engines.torch.rank_health import Watchdog
+from trainshed.errors import TrainshedError
+from trainshed.launch.ranks import free_port
 from trainshed.observe.budgets import PhaseBudgets
 from trainshed.observe.health import (
     STALLED_EXIT_CODE,
     FailureDiagnosis,
     FlightRecord,
     diagnose,
+    health_folder,
     read_flight_records,
+    read_hosts,
     read_nccl_dump,
+    read_rank_error,
 )
 
 DRIVER = Path(__file__).parent / "flight_driver.py"
@@ -178,3 +185,28 @@ def test_collectives_wait_as_long_as_their_phase_may_take(alone: None, tmp_path:
             watchdog.add_step(300)
             watchdog.heartbeat(step + 1, "step")
         assert timeout_seconds() == 1500
+
+
+def test_a_rank_that_does_not_reach_rank_0_says_where_and_which_key_allows_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port = free_port()
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}.items():
+        monkeypatch.setenv(name, value)
+    recipe = small_recipe("dense", ["budgets={rendezvous: 1s}"])
+    with pytest.raises(TrainshedError, match=f"rank 1 did not reach rank 0 at 127.0.0.1:{port} within 1 s") as error:
+        train_rank(small_job(tmp_path, recipe, "dp=2,micro_batch=2"), run_folder=tmp_path, attempt=1)
+    assert error.value.hint == "where it was only slow, write `budgets: {rendezvous: 2s}`"
+    stored = read_rank_error(health_folder(tmp_path, 1))
+    assert stored is not None
+    assert stored.what == error.value.what, "its launcher says the same"
+
+
+def test_the_hosts_of_a_job_are_those_that_its_agents_wrote(tmp_path: Path) -> None:
+    assert read_hosts(tmp_path) is None
+    nodes = [
+        {"node": 0, "slot": 1, "host": "one", "ranks": [0, 1]},
+        {"node": 1, "slot": 0, "host": "two", "ranks": [2]},
+    ]
+    (tmp_path / "hosts.json").write_text(json.dumps({"nodes": nodes, "spares": []}))
+    assert read_hosts(tmp_path) == ["one", "two"]
