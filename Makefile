@@ -43,6 +43,7 @@ bench: setup
 	$(BIN)/python benchmarks/packing.py
 	$(BIN)/python benchmarks/data_fetch.py
 	$(BIN)/python benchmarks/engine_cpu.py
+	$(BIN)/python benchmarks/health.py
 	$(BIN)/python benchmarks/checkpoints.py
 	$(BIN)/python benchmarks/convert.py
 	$(BIN)/python benchmarks/serve.py

@@ -5,7 +5,8 @@ from collections.abc import Callable
 import pytest
 
 from trainshed.errors import RecipeError
-from trainshed.recipe import Recipe, parse_recipe
+from trainshed.recipe import Recipe, parse_recipe, run_id
+from trainshed.recipe.section import format_short_duration
 
 CONFIG = (
     "model.config={family: llama, layers: 2, hidden: 64, heads: 4, ffn: 128, vocab_size: 1000, max_positions: 256, "
@@ -594,6 +595,25 @@ resources: {nodes: 2}
     assert recipe.data.train[0].key == "text"
     assert recipe.data.weights() == pytest.approx((0.7, 0.3))
     assert recipe.engine.args == {"overlap-grad-reduce": True, "split": [1, 2]}
+
+
+@pytest.mark.parametrize(
+    ("written", "seconds", "short"),
+    [("90", 90, "1m30s"), ("2.5", 2.5, "2.5s"), ("20m", 1200, "20m"), ("1h30m", 5400, "1h30m"), ("0.5d", 43200, "12h")],
+)
+def test_durations_are_read_and_written_as_people_do(
+    recipe: Callable[..., Recipe], written: str, seconds: float, short: str
+) -> None:
+    budgets = recipe(f"budgets.step={written}").budgets
+    assert budgets is not None
+    assert budgets.written == {"step": seconds}
+    assert format_short_duration(seconds) == short
+    again = recipe(f"budgets.step={short}").budgets
+    assert again == budgets
+
+
+def test_budgets_do_not_make_another_run(recipe: Callable[..., Recipe]) -> None:
+    assert run_id(recipe("budgets={step: 20m}")) == run_id(recipe())
 
 
 def test_short_forms_mean_their_long_ones(recipe: Callable[..., Recipe], base: str) -> None:

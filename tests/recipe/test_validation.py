@@ -85,13 +85,20 @@ from trainshed.recipe import parse_recipe
         ("model.config.hiden=5", "unknown key `hiden`", "did you mean model.config.hidden?"),
         ("tokenizer.train.vocab=5", "unknown key `vocab`", "did you mean tokenizer.train.vocab_size?"),
         ("resources.xyzzy=5", "unknown key `xyzzy`", "known here: nodes"),
+        ("budgets.step=soon", "`soon` is not a duration", "write seconds, or a number with s, m, h or d: 20m"),
+        (
+            "budgets.step=0",
+            "`0` is not a duration of more than 0 seconds and at most 30 days",
+            "write for example 20m",
+        ),
+        ("budgets.steps=20m", "unknown key `steps`", "did you mean budgets.step?"),
         *(
             (
                 f"{key}=1",
                 f"`{key}` is reserved and not supported by this version of Trainshed",
                 "delete it",
             )
-            for key in ("eval", "budgets", "engine_options")
+            for key in ("eval", "engine_options")
         ),
     ],
 )

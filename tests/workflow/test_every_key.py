@@ -275,6 +275,10 @@ CHANGES = {
     "observe.profile.memory": Change("observe.profile.memory=true", "observe.profile={}"),
     "observe.profile.stacks": Change("observe.profile.stacks=true", "observe.profile={}"),
     "observe.profile.shapes": Change("observe.profile.shapes=true", "observe.profile={}"),
+    **{
+        f"budgets.{phase}": Change(f"budgets.{phase}=50m", f"budgets={{{phase}: 20m}}")
+        for phase in ("rendezvous", "load", "first_step", "step", "validation", "checkpoint")
+    },
     "resources.nodes": Change("resources.nodes=1"),
     "elastic.min_nodes": Change("elastic={min_nodes: 1}"),
     "elastic.spares": Change("elastic={min_nodes: 2, spares: 1}", "elastic={min_nodes: 2}"),
@@ -394,6 +398,7 @@ train:
 layout: {{dp: 1, micro_batch: 2}}
 checkpoint: {{every: 2, best: {{by: validation}}}}
 observe: {{profile: {{start: 1, steps: 1}}}}
+budgets: {{step: 20m}}
 export: {{}}
 """
 WITH_EXPERTS = (

@@ -212,7 +212,7 @@ class _ProgressLines:
         text = self.words.format(event)
         if text is None:
             return
-        if event["kind"] in ("warning", "non_finite", "stall"):
+        if event["kind"] in ("warning", "non_finite", "stall", "alarm"):
             self.shown.warn(text)
         else:
             self.shown.note(text)

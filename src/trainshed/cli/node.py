@@ -27,8 +27,6 @@ def worker(
     job: Path | None = None,
     part: str = "0/1",
     on: str = "local",
-    collective_seconds: float | None = None,
-    step_seconds: float | None = None,
 ) -> int:
     """Run one stage: training as one rank of an attempt, anything else as the only process.
 
@@ -48,10 +46,6 @@ def worker(
         Which part of a stage that is cut into several, as 0/4.
     on
         The cluster file that says where it runs.
-    collective_seconds
-        How long it waits for other ranks in one collective.
-    step_seconds
-        How long a step may take before it counts as stuck.
     """
     from trainshed.errors import InputError
 
@@ -63,7 +57,6 @@ def worker(
         raise InputError("a rank is told by --run and --attempt what to train")
     from trainshed.cli.console import training_progress
     from trainshed.engines.torch.rank import train_rank
-    from trainshed.engines.torch.rank_health import BUDGET_SECONDS, COLLECTIVE_SECONDS
     from trainshed.launch.attempt import read_plan
     from trainshed.observe.health import health_folder
     from trainshed.recipe import load_cluster, split_overrides
@@ -81,8 +74,6 @@ def worker(
             run_folder=run,
             attempt=attempt,
             listener=on_event,
-            collective_seconds=collective_seconds or COLLECTIVE_SECONDS,
-            budget_seconds={**BUDGET_SECONDS, "step": step_seconds or BUDGET_SECONDS["step"]},
         )
 
 

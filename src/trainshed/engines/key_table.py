@@ -11,6 +11,7 @@ recipe that is neither in a row nor listed there fails a test.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -123,6 +124,41 @@ class KeyTable:
         return self.read_order.index(max(beginnings, key=len)) if beginnings else len(self.read_order)
 
 
+START_BUDGETS = ("rendezvous", "load", "first_step")
+STEP_BUDGETS = ("step", "validation", "checkpoint")
+
+
+def budget_seconds(task: EngineTask, phases: tuple[str, ...]) -> float | None:
+    """Return the longest of some budgets, for an engine with one limit for all of them; None where none is written."""
+    written = task.recipe.budgets.written if task.recipe.budgets is not None else {}
+    return max((written[phase] for phase in phases if phase in written), default=None)
+
+
+def has_start_budget(task: EngineTask) -> bool:
+    """Whether the recipe says how long the way to the first step may take."""
+    return budget_seconds(task, START_BUDGETS) is not None
+
+
+def budget_rows(minutes_to_first_step: str, seconds_after: str) -> tuple[KeyRow, ...]:
+    """Return the rows of megatron-core's two limits of collectives, up to the first step and after it."""
+    return (
+        KeyRow(
+            (minutes_to_first_step,),
+            "budgets",
+            lambda task: math.ceil((budget_seconds(task, START_BUDGETS) or 0) / 60),
+            lambda config: KEEP,
+            when=has_start_budget,
+        ),
+        KeyRow(
+            (seconds_after,),
+            "budgets",
+            lambda task: math.ceil(budget_seconds(task, STEP_BUDGETS) or 0),
+            lambda config: KEEP,
+            when=lambda task: budget_seconds(task, STEP_BUDGETS) is not None,
+        ),
+    )
+
+
 REFUSED = "the engine does not have it: refused before anything is rendered"
 _COPY = "the engine reads a copy in the run's folder"
 _TOKENS = "the engine reads prepared tokens, and another stage lists their files"
@@ -140,6 +176,7 @@ COMMON_UNSAID: Mapping[str, str] = {
     "train.optimizer.name": "there is one, AdamW",
     "plugins": "they extend the stages that run before and after the engine",
     **dict.fromkeys(("train.optimizer.options", "train.loss.name", "train.loss.options", "observe.exporters"), REFUSED),
+    "budgets": "where the engine has a limit it stands for several of them, and is rendered as the longest",
     "train.non_finite": "foreign engines stop, and skipping is refused",
     "train.tokens": "the length of the run is written in steps",
     "layout.dp": "it is what the other keys leave of the ranks",
@@ -187,6 +224,14 @@ def unhonoured_problems(recipe: Recipe, engine: str) -> Iterator[Problem]:
     for is_asked, path, what in absent:
         if is_asked:
             yield Problem(path, f"{engine} {what}", "delete it, or write engine: torch")
+
+
+def budget_problems(recipe: Recipe, engine: str) -> Iterator[Problem]:
+    """Yield the budgets of a recipe for an engine that has no limits of its own."""
+    for phase in recipe.budgets.written if recipe.budgets is not None else ():
+        yield Problem(
+            ("budgets", phase), f"{engine} takes no limit for its collectives", "delete it, or write engine: torch"
+        )
 
 
 def recipe_value(task: EngineTask, path: str) -> Any:

@@ -212,7 +212,8 @@ def explain_failure(
     the first of them if the flight records single out no rank.
     """
     health = health_folder(run_folder, attempt)
-    diagnosis = diagnose(read_flight_records(health), world_size, exit_reasons=rank_ends)
+    records = read_flight_records(health)
+    diagnosis = diagnose(records, world_size, exit_reasons=rank_ends)
     error = read_rank_error(health)
     what = diagnosis.sentence if error is None else error.what
     with EventWriter(LocalStore(run_folder), "", attempt=attempt, rank=None) as events:
@@ -220,8 +221,6 @@ def explain_failure(
     if error is not None:
         return error
     first = diagnosis.ranks[0] if diagnosis.ranks else (failed_ranks[0] if failed_ranks else 0)
-    return TrainshedError(
-        diagnosis.sentence,
-        where=str(run_folder / rank_log(attempt, first)),
-        hint="the same command goes on from the last checkpoint",
-    )
+    advice = next((record.advice for record in records.values() if record.advice), None)
+    hints = ["the same command goes on from the last checkpoint", *([advice] if advice else [])]
+    return TrainshedError(diagnosis.sentence, where=str(run_folder / rank_log(attempt, first)), hint="; ".join(hints))

@@ -34,7 +34,7 @@ from trainshed.launch.ranks import FAILURE_GRACE_SECONDS, RanksResult, run_ranks
 from trainshed.observe.event_log import EventFollower
 from trainshed.observe.event_text import CTRL_C, format_stop_request
 from trainshed.observe.events import EventWriter
-from trainshed.observe.health import health_folder
+from trainshed.observe.health import HOSTS_FILE, health_folder
 from trainshed.observe.run_status import RunStatus, read_run_status
 from trainshed.plan import RankLayout
 from trainshed.run_folder import ATTEMPTS, CHECKPOINTS, EVENTS, LOCK_FILE, PREPARED_FILE, RECIPE_FILE
@@ -309,7 +309,7 @@ def local_run_status(run_folder: Path, steps: int | None = None) -> LocalRunStat
         return LocalRunStatus("stopped", f"attempt {number} was asked to stop", progress)
     if ended is not None:
         return LocalRunStatus("failed", f"attempt {number} failed", progress)
-    if host != socket.gethostname() or (health_folder(run_folder, number) / "hosts.json").is_file():
+    if host != socket.gethostname() or (health_folder(run_folder, number) / HOSTS_FILE).is_file():
         reason = f"attempt {number} was begun on {host}, and whether it still runs cannot be seen from here"
         return LocalRunStatus("unknown", reason, progress)
     return LocalRunStatus("failed", f"attempt {number} was killed: it ended without a word", progress)

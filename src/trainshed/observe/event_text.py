@@ -29,6 +29,9 @@ class EventFormatter:
             return event["text"]
         if kind == "stall":
             return event["what"]
+        if kind == "alarm":
+            step = event.get("step")
+            return event["what"] if step is None else f"step {step + 1}: {event['what']}"
         if kind == "start":
             return (
                 f"training {event['run']}: {event['parameters']:,} parameters on {event['device']}, {event['layout']}"

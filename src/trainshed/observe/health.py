@@ -51,6 +51,19 @@ def read_rank_error(folder: Path) -> TrainshedError | None:
     return None
 
 
+HOSTS_FILE = "hosts.json"
+"""Which host had which ranks; the agents of a job write it into `health/attempt-0001`."""
+
+
+def read_hosts(folder: Path) -> list[str] | None:
+    """Return the host of each node of an attempt, in the order of node ranks; None where no agent has written them."""
+    try:
+        nodes = orjson.loads((folder / HOSTS_FILE).read_bytes())["nodes"]
+    except (FileNotFoundError, orjson.JSONDecodeError):
+        return None
+    return [node["host"] for node in nodes]
+
+
 STALLED_EXIT_CODE = 75
 """A rank whose watchdog saw no progress exits with this (EX_TEMPFAIL of sysexits.h: try again)."""
 
@@ -101,6 +114,7 @@ class FlightRecord:
 
     `stack` is the stack of its error, otherwise of its main thread, innermost last, as `file:line in function: code`.
     `waiting` is what it was waiting for, judged by that stack. `missing` says why there are no collectives, if known.
+    `advice` is what to write in the recipe if a limit was too short.
     """
 
     rank: int
@@ -115,6 +129,7 @@ class FlightRecord:
     collectives: list[CollectiveRecord] = field(default_factory=list)
     missing: str | None = None
     threads: str = ""
+    advice: str | None = None
     v: int = 1
 
     def to_json(self) -> bytes:

@@ -1,8 +1,8 @@
 """The recipe as a whole, its smaller sections, and what the sections ask of each other.
 
-`model`, `data`, `train`, `export` and `serve` have modules of their own. The others are here: `layout` (its arithmetic
-lives in `plan/layout.py`; only what is wrong for any model and cluster is refused here), `engine`, `checkpoint`,
-`observe`, `resources` and `elastic`.
+`model`, `data`, `train`, `budgets`, `export` and `serve` have modules of their own. The others are here: `layout`
+(its arithmetic lives in `plan/layout.py`; only what is wrong for any model and cluster is refused here), `engine`,
+`checkpoint`, `observe`, `resources` and `elastic`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, PrivateAttr, Tag, model_validator
 
 from trainshed.plugins import PluginSource, load_plugins, registered_names
+from trainshed.recipe.budgets import Budgets
 from trainshed.recipe.data import CHAT_KEYS, SAMPLE_COLUMNS, DataSection, SampleFormat, SourceKeys, expand_data
 from trainshed.recipe.model import ModelConfig, ModelSection, TokenizerSection, TrainedTokenizer
 from trainshed.recipe.profile import Profile
@@ -246,7 +247,7 @@ def expand_engine(value: Any) -> Any:
 
 
 FORMAT_VERSION = 1
-RESERVED_KEYS = ("eval", "budgets", "engine_options")
+RESERVED_KEYS = ("eval", "engine_options")
 """Top-level keys that later versions will read; writing one today is an error, not a silence."""
 
 CHECKPOINT_DEFAULTS: dict[Any, dict[str, Any]] = {"torchtune": {"async": False}}
@@ -289,6 +290,9 @@ class Recipe(Section):
     ] = Field(default_factory=Engine, description="What steps the model: a name, or name, image and args")
     checkpoint: Checkpoint = Field(default_factory=Checkpoint, description="Saving and resuming")
     observe: Observe = Field(default_factory=Observe, description="What is written besides the run's events")
+    budgets: Budgets | None = Field(
+        None, description="How long each phase may last before a rank counts as stuck; left out: the defaults"
+    )
     resources: Resources = Field(default_factory=Resources, description="What the run asks of the cluster")
     elastic: Elastic | None = Field(
         None, description="Spare nodes, and with how few to go on; left out: all or nothing"

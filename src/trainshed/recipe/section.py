@@ -2,8 +2,8 @@
 
 A `Section` yields its cross-key checks from `problems()`, beside the keys they are about. They run whenever
 the section is built, all of them, and `validation` turns them into one error with file and line. The types of
-single values are here too: numbers with bounds, counts such as `20B`, sizes such as `250Gi`, and addresses, of
-which only the form is checked (whether something is there is for the stores to say).
+single values are here too: numbers with bounds, counts such as `20B`, durations such as `20m`, sizes such as `250Gi`,
+and addresses, of which only the form is checked (whether something is there is for the stores to say).
 """
 
 from __future__ import annotations
@@ -145,6 +145,51 @@ Count = Annotated[
     ),
 ]
 """A whole number that may be written with a suffix: `20B`."""
+
+_DURATION_SUFFIXES = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+_DURATION_PATTERN = r"^([0-9]+(\.[0-9]+)?[smhd])+$"
+_LONGEST_DURATION_DAYS = 30
+
+
+def parse_duration(value: Any) -> Any:
+    """Read `90s`, `20m`, `1h30m`, `2d` or a plain number as seconds."""
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        return value
+    if not isinstance(value, str):
+        seconds = float(value)
+    elif re.match(_DURATION_PATTERN, value.strip()):
+        parts = re.findall(r"([0-9.]+)([smhd])", value)
+        seconds = sum(float(number) * _DURATION_SUFFIXES[suffix] for number, suffix in parts)
+    else:
+        raise invalid_value(f"`{value}` is not a duration", "write seconds, or a number with s, m, h or d: 20m")
+    if not 0 < seconds <= _LONGEST_DURATION_DAYS * _DURATION_SUFFIXES["d"]:
+        raise invalid_value(
+            f"`{value}` is not a duration of more than 0 seconds and at most {_LONGEST_DURATION_DAYS} days",
+            "write for example 20m",
+        )
+    return seconds
+
+
+def format_short_duration(seconds: float) -> str:
+    """Write seconds as a recipe does: `20m`, `1h30m`, `2.5s`."""
+    whole, text = int(seconds), ""
+    if seconds != whole or whole == 0:
+        return f"{seconds:g}s"
+    for suffix, length in reversed(_DURATION_SUFFIXES.items()):
+        count, whole = divmod(whole, length)
+        text += f"{count}{suffix}" if count else ""
+    return text
+
+
+Duration = Annotated[
+    float,
+    Field(gt=0),
+    BeforeValidator(
+        parse_duration,
+        json_schema_input_type=Annotated[float, Field(gt=0)] | Annotated[str, Field(pattern=_DURATION_PATTERN)],
+    ),
+]
+"""Seconds, or a number with a suffix: `20m`."""
 
 
 def as_list(value: Any) -> Any:

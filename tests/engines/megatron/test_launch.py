@@ -63,6 +63,20 @@ def test_what_megatron_cannot_do_is_refused_by_name(
     assert where in str(raised.value)
 
 
+def test_budgets_become_the_limits_before_and_after_the_first_step() -> None:
+    minutes, seconds = "--distributed-timeout-minutes", "--distributed-timeout-seconds-after-init"
+
+    def limits(*overrides: str) -> list[str | None]:
+        arguments = megatron_launch(megatron_task("llama3-8b", *overrides)).arguments
+        return [arguments[arguments.index(name) + 1] if name in arguments else None for name in (minutes, seconds)]
+
+    assert limits() == ["30", None]
+    assert limits("budgets={load: 2h, first_step: 50m}") == ["120", None]
+    assert limits("budgets={first_step: 61s, step: 20m, checkpoint: 1h}") == ["2", "3600"]
+    error = refusal("budgets={load: 2h}", 'engine.args={"--distributed-timeout-minutes": 10}')
+    assert "contradicts `budgets`, which says --distributed-timeout-minutes 120" in str(error)
+
+
 def test_experts_that_the_ranks_do_not_divide_are_refused() -> None:
     error = refusal(preset="mixtral-8x7b", layout={"ep": 3}, gpus_per_node=3)
     assert "8 experts" in str(error)

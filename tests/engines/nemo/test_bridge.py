@@ -98,6 +98,13 @@ def written_fields(tree: ast.Module) -> list[str]:
     return [field.replace("dataset.seq_length", "dataset.sequence_length") for field in fields]
 
 
+def test_budgets_become_the_limits_of_collectives() -> None:
+    script = shown(build_launch(task("budgets={load: 2h, step: 20m}")))
+    assert "distributed_timeout_minutes=120" in script
+    assert "distributed_timeout_seconds_after_init=1200" in script
+    assert "distributed_timeout" not in shown(build_launch(task()))
+
+
 def test_base_weights_are_read_from_hugging_face_files() -> None:
     launch = build_launch(task(*VARIANTS["from-hf"]))
     text = launch.files["pretrain.py"]

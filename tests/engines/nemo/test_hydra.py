@@ -179,6 +179,7 @@ def test_a_misspelt_argument_is_answered_with_the_key_that_was_meant() -> None:
         (("observe.profile={cycles: 2}",), "marks the profiled steps once"),
         (("observe.profile={warmup: 1}",), "has no warm-up"),
         (("data.validation={tokens: v}", "train.early_stop={patience: 2}"), "does not end a run"),
+        (("budgets={step: 20m}",), "NeMo 24.07 takes no limit for its collectives"),
     ],
 )
 def test_wrong_combinations_fail_by_name(overrides: tuple[str, ...], what: str) -> None:

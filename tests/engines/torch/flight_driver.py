@@ -21,10 +21,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from trainshed.engines.torch import rank_health as watchdog_module
 from trainshed.engines.torch.rank_health import Watchdog, enable_flight_recorder, write_flight_record
+from trainshed.observe.budgets import PhaseBudgets
 
 RANKS = 4
-TIMEOUT_SECONDS = 3.0
-BUDGETS = {"first_step": 60.0, "step": 5.0}
+BUDGETS = {"first_step": 60.0, "step": 6.0}  # so that ranks wait 3 seconds for each other
 
 
 class World:
@@ -98,15 +98,15 @@ def run_rank(scenario: Callable[[World], None], folder: Path, rank: int) -> None
     """One rank, as the engine runs it: a watchdog beside it, and a flight record of the error that ends it."""
     os.dup2(os.open(folder / f"rank-{rank:05d}.log", os.O_WRONLY | os.O_CREAT), 2)
     watchdog_module._GRACE_SECONDS = 1.0
-    patience = {"budget_seconds": BUDGETS, "collective_seconds": TIMEOUT_SECONDS}
-    with Watchdog(folder, rank, **patience, poll_seconds=0.1) as watchdog:
+    with Watchdog(folder, rank, budgets=PhaseBudgets(BUDGETS), poll_seconds=0.1) as watchdog:
         watchdog.heartbeat(0, "first_step")
         world = World(folder, rank)
         watchdog.heartbeat(1, "step")
         try:
             scenario(world)
         except Exception as error:
-            write_flight_record(folder, rank, reason="an error", error=error, step=1, phase="step")
+            advice = watchdog.advice
+            write_flight_record(folder, rank, reason="an error", error=error, step=1, phase="step", advice=advice)
             (folder / f"pickled-{rank}").write_bytes(torch._C._distributed_c10d._dump_fr_trace(True, False, False))
             os._exit(1)
     os._exit(0)

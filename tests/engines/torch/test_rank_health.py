@@ -9,18 +9,26 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from support.recipes.small_recipes import small_job, small_recipe
 from trainshed.engines.torch import rank_health
-from trainshed.engines.torch.rank_health import BUDGET_SECONDS, Watchdog
-from trainshed.observe.events import EVENT_KINDS
+from trainshed.engines.torch.rank import train_rank
+from trainshed.engines.torch.rank_health import Watchdog
+from trainshed.errors import TrainshedError
+from trainshed.launch.ranks import free_port
+from trainshed.observe.budgets import PhaseBudgets
 from trainshed.observe.health import (
     STALLED_EXIT_CODE,
     FailureDiagnosis,
     FlightRecord,
     diagnose,
+    health_folder,
     read_flight_records,
+    read_hosts,
     read_nccl_dump,
+    read_rank_error,
 )
 
 DRIVER = Path(__file__).parent / "flight_driver.py"
@@ -85,7 +93,12 @@ def test_a_stuck_pipeline_ends_though_gloo_knows_no_timeout_there(worlds: Path) 
 def test_a_rank_without_progress_ends_with_a_code_of_its_own(worlds: Path) -> None:
     assert exit_codes(worlds / "sleeping") == {0: 1, 1: STALLED_EXIT_CODE, 2: 1, 3: 1}
     record = read_flight_records(worlds / "sleeping")[1]
-    assert record.reason == "rank 1 has shown no progress for 5 seconds in step 2"
+    assert record.reason == "rank 1 has shown no progress for 6 seconds in step 2"
+    advice = "where it was only slow, write `budgets: {step: 12s}`"
+    assert record.advice == advice
+    # A timeout of the others is about the same limit; what else ends a rank is not.
+    assert read_flight_records(worlds / "sleeping")[0].advice == advice
+    assert read_flight_records(worlds / "raising")[2].advice is None
     assert (record.step, record.phase, record.error) == (1, "step", None)
     assert "in sleeping" in record.threads
     assert "in _watch" in record.threads
@@ -144,8 +157,8 @@ def test_an_error_stays_recorded_when_the_watchdog_comes_later(tmp_path: Path) -
     assert record.error.text == "bad batch"
 
 
-def test_the_watchdog_knows_the_phases_of_the_events_and_stops(tmp_path: Path) -> None:
-    with Watchdog(tmp_path, 0, budget_seconds={"step": 0.02}, poll_seconds=0.01) as watchdog:
+def test_the_watchdog_knows_the_phases_of_the_budgets_and_stops(tmp_path: Path) -> None:
+    with Watchdog(tmp_path, 0, budgets=PhaseBudgets({"step": 0.02}), poll_seconds=0.01) as watchdog:
         time.sleep(0.05)  # before the first beat nothing is watched
         watchdog.heartbeat(3, "step")
         with pytest.raises(ValueError, match="no budget for the phase 'stop'"):
@@ -153,5 +166,47 @@ def test_the_watchdog_knows_the_phases_of_the_events_and_stops(tmp_path: Path) -
         watchdog.stop()
         time.sleep(0.05)
     assert list(tmp_path.iterdir()) == []
-    assert "phase" in EVENT_KINDS
-    assert {"rendezvous", "load", "compile", "first_step"} <= BUDGET_SECONDS.keys()
+
+
+def test_collectives_wait_as_long_as_their_phase_may_take(alone: None, tmp_path: Path) -> None:
+    world = dist.distributed_c10d._get_default_group()
+
+    def timeout_seconds() -> float:
+        return world._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+
+    with Watchdog(tmp_path, 0, budgets=PhaseBudgets({"load": 7200, "first_step": 90})) as watchdog:
+        watchdog.heartbeat(None, "load")
+        assert timeout_seconds() == 7200
+        watchdog.heartbeat(0, "first_step")
+        assert timeout_seconds() == 90
+        watchdog.heartbeat(1, "step")
+        assert timeout_seconds() == 300
+        for step in range(1, 4):  # a large model: steps of five minutes
+            watchdog.add_step(300)
+            watchdog.heartbeat(step + 1, "step")
+        assert timeout_seconds() == 1500
+
+
+def test_a_rank_that_does_not_reach_rank_0_says_where_and_which_key_allows_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port = free_port()
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}.items():
+        monkeypatch.setenv(name, value)
+    recipe = small_recipe("dense", ["budgets={rendezvous: 1s}"])
+    with pytest.raises(TrainshedError, match=f"rank 1 did not reach rank 0 at 127.0.0.1:{port} within 1 s") as error:
+        train_rank(small_job(tmp_path, recipe, "dp=2,micro_batch=2"), run_folder=tmp_path, attempt=1)
+    assert error.value.hint == "where it was only slow, write `budgets: {rendezvous: 2s}`"
+    stored = read_rank_error(health_folder(tmp_path, 1))
+    assert stored is not None
+    assert stored.what == error.value.what, "its launcher says the same"
+
+
+def test_the_hosts_of_a_job_are_those_that_its_agents_wrote(tmp_path: Path) -> None:
+    assert read_hosts(tmp_path) is None
+    nodes = [
+        {"node": 0, "slot": 1, "host": "one", "ranks": [0, 1]},
+        {"node": 1, "slot": 0, "host": "two", "ranks": [2]},
+    ]
+    (tmp_path / "hosts.json").write_text(json.dumps({"nodes": nodes, "spares": []}))
+    assert read_hosts(tmp_path) == ["one", "two"]

@@ -202,17 +202,18 @@ def test_a_rank_that_is_killed_is_named_and_nobody_is_left_behind(small_runs: Sm
 
 
 @pytest.mark.parametrize(
-    ("layout", "patience", "collective"),
+    ("layout", "collective"),
     [
-        (LAYOUT, "--collective-seconds", "(ranks 0-1; "),
+        (LAYOUT, "(ranks 0-1; "),
         # Waits that gloo neither records nor ends: the watchdog does.
-        pytest.param("pp=2,micro_batch=2", "--step-seconds", "point-to-point", marks=pytest.mark.full),
+        pytest.param("pp=2,micro_batch=2", "point-to-point", marks=pytest.mark.full),
     ],
 )
 def test_a_rank_that_is_stuck_is_named_with_the_collective_the_others_wait_in(
-    tmp_path: Path, layout: str, patience: str, collective: str
+    tmp_path: Path, layout: str, collective: str
 ) -> None:
-    run = prepare_run(parse_recipe(recipe_text("dense"), [ENDLESS, f"store={tmp_path}"]), id="it")
+    budget = "budgets={step: 10s}"
+    run = prepare_run(parse_recipe(recipe_text("dense"), [ENDLESS, budget, f"store={tmp_path}"]), id="it")
     stopped: list[psutil.Process] = []
 
     def stop_a_rank(event: dict[str, Any]) -> None:
@@ -225,7 +226,6 @@ def test_a_rank_that_is_stuck_is_named_with_the_collective_the_others_wait_in(
             run.folder,
             run_layout(run, keys=parse_layout(layout)),
             precision="fp64",
-            worker_arguments=[patience, "5"],
             on_event=stop_a_rank,
             environment=NO_GPU,
             failure_grace_seconds=1.0,
@@ -237,15 +237,32 @@ def test_a_rank_that_is_stuck_is_named_with_the_collective_the_others_wait_in(
     assert failure["what"].startswith("rank 1 was stopped (SIGSTOP) and never went on; ")
     assert collective in failure["collective"]
     assert f"rank 0 waited in {failure['collective']}" in error.value.what
+    assert error.value.hint is not None
+    assert "where it was only slow, write `budgets: {step: 20s}`" in error.value.hint
+
+
+def test_a_full_disk_ends_a_run_with_the_file_and_the_rank_that_could_not_be_written(
+    tmp_path: Path, tiny_disk: Path
+) -> None:
+    (tiny_disk / "other").write_bytes(bytes(1000 * 1024))
+    saved = (f"checkpoint.to={tiny_disk}", "checkpoint.every=2", "budgets={checkpoint: 2m}")
+    with training(tmp_path, "train.steps=50", *saved, "--layout", "dp=2,shard=full,micro_batch=2") as run:
+        code, said = run.end()
+    assert code == 1, said
+    assert "the disk is full" in said
+    assert "step-00000002/__" in said
+    assert f"{tiny_disk}" in said
+    failed = [event for event in events(run.run, "checkpoint") if event["phase"] == "failed"]
+    assert [event["step"] for event in failed] == [2]
 
 
 def test_loading_has_its_own_budget_and_others_wait_for_a_rank_that_is_slow_at_it(
     small_runs: SmallRuns, rank_pool: RankPool
 ) -> None:
     folder = small_runs.new_folder()
-    late, within_a_step = 4.5, 3.0
-    run = (folder, "dense", LAYOUT, ("train.steps=2",))
-    assert rank_pool.run(train_loading_slowly, *run, late, within_a_step, ranks=2) == [0, 0]
+    late_seconds = 4.5  # more than a rank may wait within any step, the first one included
+    run = (folder, "dense", LAYOUT, ("train.steps=2", "budgets={first_step: 4, step: 8}"))
+    assert rank_pool.run(train_loading_slowly, *run, late_seconds, ranks=2) == [0, 0]
 
 
 @pytest.mark.parametrize(

@@ -392,6 +392,7 @@ def test_a_model_without_a_preset_is_known_by_its_sizes_and_its_address() -> Non
         (("data.split={train: 0.955, validation: 0.045}",), "whole percents"),
         (("data.seed=9",), "one seed"),
         (('engine.version="0.6.1"',), "torchtune 0.6.1 is not known here"),
+        (("budgets={step: 20m}",), "torchtune takes no limit for its collectives"),
     ],
 )
 def test_wrong_combinations_fail_by_name(overrides: tuple[str, ...], what: str) -> None:

@@ -25,7 +25,8 @@ from trainshed.data.order import DataOrder
 from trainshed.data.prompts import ValidationPrompts
 from trainshed.data.sampling.schedule import BatchSchedule, SkipList
 from trainshed.data.sampling.sources import SyntheticSource
-from trainshed.engines.torch import rank
+from trainshed.engines.torch import rank, rank_timing
+from trainshed.engines.torch.batch_loader import BatchLoader, LocalBatch
 from trainshed.engines.torch.model import RankModel, build_model
 from trainshed.engines.torch.rank import train_rank
 from trainshed.engines.torch.state import StartPoint, load_start_state
@@ -110,16 +111,18 @@ def train_counting_stages(folder: Path, model: str, layout: str, overrides: Sequ
 
     def listen(event: dict[str, Any]) -> None:
         if event["kind"] == "step":
+            frozen = gc.get_freeze_count()
+            gc.unfreeze()  # only then they are listed
             counts.append(sum(type(each) is PipelineStage for each in gc.get_objects()))
+            if frozen:
+                gc.freeze()
 
     train_rank(small_job(folder, small_recipe(model, overrides), layout), run_folder=folder, listener=listen)
     return counts
 
 
-def train_loading_slowly(
-    folder: Path, model: str, layout: str, overrides: Sequence[str], late_seconds: float, collective_seconds: float
-) -> int:
-    """Train as one rank; the last one is that late with its weights, and nobody waits that long within a step."""
+def train_loading_slowly(folder: Path, model: str, layout: str, overrides: Sequence[str], late_seconds: float) -> int:
+    """Train as one rank; the last one is that late with its weights."""
 
     def load(*arguments: Any) -> StartPoint:
         if int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
@@ -129,7 +132,25 @@ def train_loading_slowly(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rank, "load_start_state", load)
         job = small_job(folder, small_recipe(model, overrides), layout)
-        return train_rank(job, run_folder=folder, collective_seconds=collective_seconds)
+        return train_rank(job, run_folder=folder)
+
+
+def train_with_a_slow_rank(folder: Path, model: str, layout: str, overrides: Sequence[str], late_seconds: float) -> int:
+    """Train as one rank; the last one takes longer to read its rows. Windows are as short as three steps."""
+    read = BatchLoader.batch
+
+    def read_slowly(loader: BatchLoader, step: int, *, ahead: bool = True) -> LocalBatch:
+        time.sleep(late_seconds)
+        return read(loader, step, ahead=ahead)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rank_timing, "WINDOW_STEPS", 3)
+        patch.setattr(rank_timing, "WINDOW_SECONDS", 0.0)
+        patch.setattr(rank_timing, "_RANKS_PER_WINDOW_SECOND", float("inf"))
+        patch.setitem(rank_timing.MEASURED_EVERY, "cpu", 1)
+        if int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
+            patch.setattr(BatchLoader, "batch", read_slowly)
+        return train_small(folder, model, layout, overrides)
 
 
 def train_until_killed(folder: Path, model: str, layout: str, overrides: Sequence[str], step: int) -> int:

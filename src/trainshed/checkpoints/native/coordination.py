@@ -137,7 +137,8 @@ class SaveCoordinator:
             if time.monotonic() > deadline:
                 raise StorageError(
                     f"{missing()} within {timeout_seconds:.0f} s",
-                    hint="its log tells what it was doing; the checkpoint before this one is untouched",
+                    hint="its log tells what it was doing; the checkpoint before this one is untouched; "
+                    "where it was only slow, raise `budgets.checkpoint`",
                 )
             pause_seconds = min(_LONGEST_PAUSE_SECONDS, 1.5 * pause_seconds)
 

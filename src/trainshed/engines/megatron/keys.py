@@ -18,8 +18,10 @@ from trainshed.engines.key_table import (
     REFUSED,
     KeyRow,
     KeyTable,
+    budget_rows,
     choice,
     follows,
+    has_start_budget,
     not_read,
     recipe_value,
     same,
@@ -508,7 +510,8 @@ _CHECKPOINT_ROWS = (
 _LOG_ROWS = (
     _dropped_choice("log_interval", 1, "every step is logged"),
     _dropped_choice("log_throughput", True, "it is always on"),
-    choice("distributed_timeout_minutes", _TIMEOUT_MINUTES),
+    choice("distributed_timeout_minutes", _TIMEOUT_MINUTES, when=lambda task: not has_start_budget(task)),
+    *budget_rows("distributed_timeout_minutes", "distributed_timeout_seconds_after_init"),
     choice("attention_backend", "auto"),
     KeyRow(
         ("tensorboard_dir",),

@@ -19,6 +19,7 @@ from trainshed.engines.key_table import (
     WRITTEN_ANYWAY,
     KeyRow,
     KeyTable,
+    budget_rows,
     follows,
     recipe_value,
     same,
@@ -484,6 +485,7 @@ BRIDGE_TABLE = KeyTable(
             lambda task: MOCK_DATASET if task.recipe.data.synthetic else "GPTDatasetConfig",
             lambda config: True if config.get("dataset") == MOCK_DATASET else OMIT,
         ),
+        *budget_rows("dist.distributed_timeout_minutes", "dist.distributed_timeout_seconds_after_init"),
         KeyRow((), "layout.shard", read=lambda config: "zero1"),
     ),
     read_order=(

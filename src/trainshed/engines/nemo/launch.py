@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from trainshed.engines.document_flags import DOCUMENT_MASK_KEY, MASK_IGNORED, document_problems
-from trainshed.engines.key_table import unhonoured_problems
+from trainshed.engines.key_table import budget_problems, unhonoured_problems
 from trainshed.engines.keys import added_arguments, argument_problems, format_value, to_yaml
 from trainshed.engines.launch import EngineInput, EngineLaunch, EngineTask
 from trainshed.engines.nemo.bridge_keys import BRIDGE_KEYS, BRIDGE_TABLE
@@ -96,6 +96,7 @@ def hydra_problems(task: EngineTask) -> Iterator[Problem]:
     recipe, train, layout = task.recipe, task.recipe.train, task.layout
     newer = 'write engine: {name: nemo, version: "26.06"}'
     yield from shared_problems(task)
+    yield from budget_problems(recipe, "NeMo 24.07")
     yield from architecture_problems(task.config)
     if recipe.model.from_ is not None:
         yield Problem(

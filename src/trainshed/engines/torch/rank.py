@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,7 +33,7 @@ from trainshed.engines.torch.rank_env import (
     rank_device,
     rendezvous_store,
 )
-from trainshed.engines.torch.rank_health import BUDGET_SECONDS, COLLECTIVE_SECONDS, Watchdog
+from trainshed.engines.torch.rank_health import Watchdog
 from trainshed.engines.torch.sample_answers import AnswerLog, SampleAnswers
 from trainshed.engines.torch.state import base_spec, find_resume_point, load_start_state
 from trainshed.engines.torch.step import ReferenceModel, StepRunner
@@ -42,9 +45,11 @@ from trainshed.models.lora import adapters_disabled
 from trainshed.models.parameters import lora_parameter_count, parameter_count, trained_fraction
 from trainshed.models.preference_loss import PreferenceRule
 from trainshed.models.token_loss import build_loss
+from trainshed.observe.alarms import AlarmWatcher
+from trainshed.observe.budgets import PhaseBudgets
 from trainshed.observe.events import EventWriter
 from trainshed.observe.exporters import open_exporters
-from trainshed.observe.health import health_folder, write_rank_error
+from trainshed.observe.health import health_folder, read_hosts, write_rank_error
 from trainshed.recipe.train import Dpo, MoeLosses
 from trainshed.signals import StopSignals
 from trainshed.storage.attempts import Attempt, take_attempt
@@ -72,20 +77,17 @@ def train_rank(
     run_folder: Path,
     attempt: int | None = None,
     listener: Callable[[dict[str, Any]], None] | None = None,
-    collective_seconds: float = COLLECTIVE_SECONDS,
-    budget_seconds: Mapping[str, float] = BUDGET_SECONDS,
 ) -> int:
     """Train as one rank of `job.layout`; returns the exit code: 0, or 128 + signal after a requested stop.
 
     `attempt` is the number that the launcher has taken; without it rank 0 takes the next one. A rank ends with a flight
-    record if it waits for others in a step longer than `collective_seconds`, or if it sends no heartbeat for longer
-    than its phase may take (`budget_seconds`).
+    record if it waits for others, or sends no heartbeat, for longer than its phase may take (`budgets`).
     """
-    env = RankEnv.from_environment()
+    env, budgets = RankEnv.from_environment(), PhaseBudgets.of(job.recipe)
     began = time.monotonic()
     try:
         device = rank_device(env, job)
-        store = rendezvous_store(env, job)
+        store = rendezvous_store(env, job, budgets)
     except TrainshedError as error:
         if attempt is not None:
             write_rank_error(health_folder(run_folder, attempt), env.rank, error)
@@ -97,15 +99,7 @@ def train_rank(
         emit = EventEmitter(writer)
         if env.rank == 0:
             _add_listeners(emit, listener, job, run_folder, stack)
-        watchdog = stack.enter_context(
-            Watchdog(
-                health,
-                env.rank,
-                budget_seconds=budget_seconds,
-                collective_seconds=collective_seconds,
-                on_stall=lambda _: writer.dump(10),
-            )
-        )
+        watchdog = stack.enter_context(Watchdog(health, env.rank, budgets=budgets, on_stall=lambda _: writer.dump(10)))
         stop_signals = stack.enter_context(StopSignals())
         rendezvous_seconds = time.monotonic() - began
         session = RankSession(env, device, store, number, health, emit, watchdog, stop_signals, rendezvous_seconds)
@@ -114,8 +108,9 @@ def train_rank(
         except BaseException as error:
             if isinstance(error, TrainshedError):
                 write_rank_error(health, env.rank, error)
+            advice = watchdog.advice
             watchdog.heartbeat(None, "rendezvous")
-            rank_health.write_flight_record(health, env.rank, reason="failed", error=error)
+            rank_health.write_flight_record(health, env.rank, reason="failed", error=error, advice=advice)
             exit_code = getattr(error, "exit_code", 1)
             emit("end", reason="failed", exit_code=exit_code)
             writer.dump(10)
@@ -133,9 +128,16 @@ def _add_listeners(
     run_folder: Path,
     stack: ExitStack,
 ) -> None:
-    """Send the events to the launcher of rank 0 and to the exporters that `observe` asks for."""
+    """Send the events to the launcher of rank 0, to the alarms and to the exporters that `observe` asks for."""
     if listener is not None:
         emit.listeners.append(listener)
+    watcher = AlarmWatcher(stage_ranks=job.layout.stage_ranks, ranks_per_node=_ranks_per_node(job))
+
+    def emit_alarms(event: dict[str, Any]) -> None:
+        for alarm in watcher.alarms(event):
+            emit("alarm", alarm.step, name=alarm.name, what=alarm.what, ranks=alarm.ranks, hosts=alarm.hosts)
+
+    emit.listeners.append(emit_alarms)
     length = job.order.sequence_length
     for exporter in open_exporters(
         job.recipe.observe, run_folder, sequence_length=length, warn=lambda text: emit("warning", text=text)
@@ -147,13 +149,15 @@ def _train_session(job: TrainJob, session: RankSession) -> int:
     env, emit, watchdog = session.env, session.emit, session.watchdog
     began = time.monotonic()
     watchdog.heartbeat(None, "rendezvous")
-    _emit_start(job, session.device, emit)
+    _emit_start(job, session.device, session.health, emit)
     emit("phase", name="rendezvous", seconds=session.rendezvous_seconds)
-    init_process_groups(env, session.device, session.store, session.health)
+    init_process_groups(env, session.device, session.store, session.health, watchdog.budgets)
     mesh = build_mesh(job.layout, session.device)
     emit("phase", name="process_groups", seconds=time.monotonic() - began)
     began = time.monotonic()
     watchdog.heartbeat(None, "load")
+    if session.store is not None:
+        session.store.set_timeout(timedelta(seconds=watchdog.budgets.seconds("load")))
     model = _build_model(job, mesh)
     if job.recipe.train.precision == "fp8" and (exclusions := describe_float8_exclusions(model)) is not None:
         emit("warning", text=exclusions)
@@ -165,6 +169,9 @@ def _train_session(job: TrainJob, session: RankSession) -> int:
     start = load_start_state(job, runner, emit, attempt.store, resume.checkpoint)
     if job.recipe.checkpoint.best is not None:
         start = resume.with_best(start)
+    if session.store is not None:
+        # The first step begins for all ranks at once, so that its budget does not count the loading of others.
+        dist.barrier()
     emit("phase", name="load", seconds=time.monotonic() - began)
     observe, run = job.recipe.observe, session.health.parents[1]
     with_tensorboard = observe.tensorboard is not False
@@ -178,6 +185,8 @@ def _train_session(job: TrainJob, session: RankSession) -> int:
         keep=job.recipe.checkpoint.keep,
         resumed_step=start.step or None,
         on_event=emit,
+        # Before the watchdog: this one says which rank has written nothing.
+        timeout_seconds=0.8 * watchdog.budgets.seconds("checkpoint"),
     ) as checkpoints:
         answers = _sample_answers(job, model, session)
         end = Trainer(job, runner, checkpoints, emit, watchdog, session.stop_signals, profiler, start, answers).run()
@@ -279,7 +288,11 @@ def _checkpoint_attempt(job: TrainJob, session: RankSession) -> Attempt:
     return Attempt(home, folder, int(session.store.get("checkpoint-attempt")))
 
 
-def _emit_start(job: TrainJob, device: torch.device, emit: EventEmitter) -> None:
+def _ranks_per_node(job: TrainJob) -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", job.layout.world_size))
+
+
+def _emit_start(job: TrainJob, device: torch.device, health: Path, emit: EventEmitter) -> None:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     emit(
         "start",
@@ -290,6 +303,7 @@ def _emit_start(job: TrainJob, device: torch.device, emit: EventEmitter) -> None
         device=name,
         parameters=parameter_count(job.config),
         plugins={plugin.name: plugin.sha256 for plugin in job.recipe.plugin_sources} or None,
+        hosts=read_hosts(health) or ([socket.gethostname()] if _ranks_per_node(job) == job.layout.world_size else None),
     )
     if (lora := job.recipe.train.lora) is not None:
         model = (job.config, lora, job.added)

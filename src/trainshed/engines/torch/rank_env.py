@@ -16,8 +16,9 @@ from trainshed.checkpoints.base import BaseWeights
 from trainshed.data.order import DataOrder
 from trainshed.data.prompts import ValidationPrompts
 from trainshed.engines.torch import rank_health
-from trainshed.errors import InputError
+from trainshed.errors import InputError, TrainshedError
 from trainshed.models.parameters import AddedRows
+from trainshed.observe.budgets import PhaseBudgets
 from trainshed.observe.events import EventWriter
 from trainshed.plan.layout import RankLayout
 from trainshed.recipe import ModelConfig, Recipe
@@ -60,10 +61,6 @@ class EventEmitter:
         self.writer.emit(kind, step, **values)
         for listener in self.listeners:
             listener({"kind": kind, "step": step, **values})
-
-
-RENDEZVOUS_SECONDS = 600
-"""How long the first ranks wait for the last one to start."""
 
 
 @dataclass(frozen=True)
@@ -128,8 +125,11 @@ def rank_device(env: RankEnv, job: TrainJob) -> torch.device:
     return torch.device("cpu")
 
 
-def rendezvous_store(env: RankEnv, job: TrainJob) -> dist.Store | None:
-    """Return the store for the rendezvous of the ranks; None for a single rank."""
+def rendezvous_store(env: RankEnv, job: TrainJob, budgets: PhaseBudgets) -> dist.Store | None:
+    """Return the store for the rendezvous of the ranks; None for a single rank.
+
+    Ranks may start at different times: the first ones wait for as long as the rendezvous may take.
+    """
     if env.world_size != job.layout.world_size:
         raise InputError(
             f"the layout {job.layout} is {job.layout.world_size} ranks, and {env.world_size} were started",
@@ -141,19 +141,29 @@ def rendezvous_store(env: RankEnv, job: TrainJob) -> dist.Store | None:
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     # torchrun's agent may already listen on this port; then its store is used.
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    store = dist.TCPStore(
-        address,
-        port,
-        env.world_size,
-        is_master=env.rank == 0 and not agent,
-        timeout=timedelta(seconds=RENDEZVOUS_SECONDS),
-        wait_for_workers=False,
-    )
+    seconds = budgets.seconds("rendezvous")
+    try:
+        store = dist.TCPStore(
+            address,
+            port,
+            env.world_size,
+            is_master=env.rank == 0 and not agent,
+            timeout=timedelta(seconds=seconds),
+            wait_for_workers=False,
+        )
+    except dist.DistError as error:
+        first_line = str(error).split("\n", 1)[0]
+        raise TrainshedError(
+            f"rank {env.rank} did not reach rank 0 at {address}:{port} within {seconds:g} seconds: {first_line}",
+            hint=budgets.advice("rendezvous"),
+        ) from error
     # torchrun restarts ranks against the same store; keys of the last start are not for this one.
     return dist.PrefixStore(f"start-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
-def init_process_groups(env: RankEnv, device: torch.device, store: dist.Store | None, health: Path) -> None:
+def init_process_groups(
+    env: RankEnv, device: torch.device, store: dist.Store | None, health: Path, budgets: PhaseBudgets
+) -> None:
     """Start PyTorch's process groups, with the flight recorder on."""
     if store is None:
         return
@@ -163,6 +173,6 @@ def init_process_groups(env: RankEnv, device: torch.device, store: dist.Store | 
         store=dist.PrefixStore("groups", store),
         rank=env.rank,
         world_size=env.world_size,
-        timeout=timedelta(seconds=RENDEZVOUS_SECONDS),
+        timeout=timedelta(seconds=budgets.seconds("rendezvous")),
         device_id=device if device.type == "cuda" else None,
     )

@@ -29,6 +29,8 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as bindings
 from torch.distributed import distributed_c10d
 
+from trainshed.engines.torch import rank_timing
+from trainshed.observe.budgets import PhaseBudgets
 from trainshed.observe.health import (
     NCCL_DUMP,
     STALLED_EXIT_CODE,
@@ -40,20 +42,6 @@ from trainshed.observe.health import (
     parse_collectives,
 )
 from trainshed.signals import STOP_SIGNALS, StopSignals
-
-BUDGET_SECONDS: Mapping[str, float] = {
-    "rendezvous": 600,
-    "load": 3600,
-    "compile": 3600,
-    "first_step": 3600,
-    "step": 600,
-    "validation": 3600,
-    "checkpoint": 3600,
-}
-"""How long a rank may be in each phase without a heartbeat, and wait there for others."""
-
-COLLECTIVE_SECONDS = 300
-"""How long a rank waits for the others in a collective of a usual step, in which nobody loads or compiles."""
 
 _PHASE_TEXT = {"step": "step {step}", "first_step": "step {step}", "checkpoint": "the checkpoint of step {done}"}
 """Where a rank is when `done` steps are done, for messages."""
@@ -69,7 +57,8 @@ class Watchdog:
     stuck in Python, or in a collective that has no timeout, ends in bounded time. Before the first `heartbeat` nothing
     is watched.
 
-    The phase also sets the timeout of collectives: the phase's budget, in a `step` `collective_seconds`.
+    The phase also sets the timeout of collectives. So ranks wait for one that loads or compiles for as long as it may
+    load or compile, and in a usual step no longer than that.
     """
 
     def __init__(
@@ -77,15 +66,15 @@ class Watchdog:
         folder: Path,
         rank: int,
         *,
-        budget_seconds: Mapping[str, float] = BUDGET_SECONDS,
-        collective_seconds: float = COLLECTIVE_SECONDS,
+        budgets: PhaseBudgets | None = None,
         on_stall: Callable[[str], None] | None = None,
         poll_seconds: float = 1.0,
     ) -> None:
         self._folder, self._rank = folder, rank
-        self._budget_seconds, self._collective_seconds = budget_seconds, collective_seconds
+        self.budgets = budgets or PhaseBudgets()
         self._on_stall = on_stall
         self._poll_seconds = poll_seconds
+        self._collective_seconds: float | None = None
         self._last_beat: tuple[float, int | None, str] | None = None
         self._lock = threading.Lock()
         self._stopped = threading.Event()
@@ -100,15 +89,27 @@ class Watchdog:
 
     def heartbeat(self, step: int | None, phase: str) -> None:
         """Record that this rank is alive and which phase begins; it is cheap enough for every step."""
-        if phase not in self._budget_seconds:
-            raise ValueError(f"no budget for the phase '{phase}'; there are {', '.join(self._budget_seconds)}")
         with self._lock:
+            budget = self.budgets.seconds(phase)
             changed = self._last_beat is None or self._last_beat[2] != phase
             self._last_beat = time.monotonic(), step, phase
             if changed:  # within a phase the thread does it
-                _arm_faulthandler(self._budget_seconds[phase] + _GRACE_SECONDS)
-        if changed:
-            set_collective_timeout(self._collective_seconds if phase == "step" else self._budget_seconds[phase])
+                _arm_faulthandler(budget + _GRACE_SECONDS)
+        wait_seconds = self.budgets.collective_seconds(phase)
+        # A step's budget may grow within the phase; a new phase may have new groups.
+        if changed or wait_seconds != self._collective_seconds:
+            set_collective_timeout(wait_seconds)
+            self._collective_seconds = wait_seconds
+
+    def add_step(self, seconds: float) -> None:
+        """Tell how long a step took: the budget of a step follows it unless the recipe has one."""
+        with self._lock:
+            self.budgets.add_step(seconds)
+
+    @property
+    def advice(self) -> str | None:
+        """Which key of the recipe allows the current phase more time."""
+        return None if self._last_beat is None else self.budgets.advice(self._last_beat[2])
 
     def stop(self) -> None:
         """Stop watching."""
@@ -122,7 +123,7 @@ class Watchdog:
                 if self._last_beat is None:
                     continue
                 since, step, phase = self._last_beat
-                left = since + self._budget_seconds[phase] - time.monotonic()
+                left = since + self.budgets.seconds(phase) - time.monotonic()
                 _arm_faulthandler(max(left, 0) + _GRACE_SECONDS)
             if left <= 0:
                 self._end(step, phase)
@@ -133,9 +134,10 @@ class Watchdog:
             if step is None
             else _PHASE_TEXT.get(phase, f"{phase} after step {{done}}").format(done=step, step=step + 1)
         )
-        text = f"rank {self._rank} has shown no progress for {self._budget_seconds[phase]:g} seconds in {at}"
+        text = f"rank {self._rank} has shown no progress for {self.budgets.seconds(phase):g} seconds in {at}"
         try:
-            write_flight_record(self._folder, self._rank, reason=text, step=step, phase=phase)
+            advice = self.budgets.advice(phase)
+            write_flight_record(self._folder, self._rank, reason=text, step=step, phase=phase, advice=advice)
             if self._on_stall is not None:
                 self._on_stall(text)
         except BaseException:  # whatever it is, this process must end; its log is the only place left to write to
@@ -155,6 +157,7 @@ def _arm_faulthandler(seconds: float) -> None:
 _RECORDERS = {"gloo": "_dump_fr_trace_json", "nccl": "_dump_nccl_trace_json"}
 _BUFFER_ENTRIES = "2000"  # PyTorch's own default since 2.9; some builds and images turn it off
 _PEER_ERROR = re.compile(r"gloo|nccl|closed by peer|timed out waiting|connection reset", re.IGNORECASE)
+_TIMEOUT_ERROR = re.compile(r"timed out|timeout", re.IGNORECASE)
 # Frames of PyTorch between the wait and its caller.
 _SKIPPED_FRAMES = ("/torch/_ops.py", "/torch/utils/", "/torch/autograd/")
 _record_lock = threading.Lock()
@@ -186,22 +189,30 @@ def write_flight_record(
     error: BaseException | None = None,
     step: int | None = None,
     phase: str | None = None,
+    advice: str | None = None,
 ) -> Path:
     """Write this rank's flight record into `folder` (`health/attempt-0001`); returns its file.
 
+    `advice` says what to write if a limit was too short; it is left out where the error is not about waiting too long.
     The record of an error is never overwritten, for example by the watchdog while the error is being handled.
     """
     path = folder / flight_record_name(rank)
     with _record_lock:
         if error is not None or path not in _error_records:
-            _write_record(path, rank, reason, error, step, phase)
+            _write_record(path, rank, reason, error, step, phase, advice)
         if error is not None:
             _error_records.add(path)
     return path
 
 
 def _write_record(
-    path: Path, rank: int, reason: str, error: BaseException | None, step: int | None, phase: str | None
+    path: Path,
+    rank: int,
+    reason: str,
+    error: BaseException | None,
+    step: int | None,
+    phase: str | None,
+    advice: str | None,
 ) -> None:
     frames = _frames(error)
     stacks = FlightRecord(
@@ -214,6 +225,7 @@ def _write_record(
         stack=[f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}" for frame in frames[-30:]],
         waiting=_waits_for(frames),
         threads=_thread_stacks(),
+        advice=advice if error is None or _TIMEOUT_ERROR.search(str(error)) else None,
         missing="the recorder did not answer",
     )
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -233,11 +245,12 @@ def _rank_error(error: BaseException) -> RecordedError:
 
 
 def _frames(error: BaseException | None) -> list[traceback.FrameSummary]:
-    """Return the stack of an error, or of the main thread if there is none."""
+    """Return the stack of an error, or of the main thread if there is none; without what only measures waits."""
     if error is not None:
-        return list(traceback.extract_tb(error.__traceback__))
-    main = sys._current_frames().get(threading.main_thread().ident or 0)
-    return list(traceback.extract_stack(main))
+        frames: traceback.StackSummary = traceback.extract_tb(error.__traceback__)
+    else:
+        frames = traceback.extract_stack(sys._current_frames().get(threading.main_thread().ident or 0))
+    return [frame for frame in frames if frame.filename != rank_timing.__file__]
 
 
 def _waits_for(frames: list[traceback.FrameSummary]) -> Literal["collective", "point-to-point"] | None:

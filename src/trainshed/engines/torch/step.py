@@ -12,7 +12,6 @@ micro-batch, s = S / tp, H hidden.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -32,10 +31,13 @@ from torch.distributed.pipelining.schedules import (
 
 from trainshed.data.order import format_batch_hash
 from trainshed.engines.torch.batch_loader import LocalBatch
+from trainshed.engines.torch.device_clock import DeviceTimestamp
+from trainshed.engines.torch.garbage_collection import collect_frozen
 from trainshed.engines.torch.model import ParameterShard, RankModel
 from trainshed.engines.torch.optimizer_registry import RankOptimizer
 from trainshed.engines.torch.parallel import ParallelMesh
 from trainshed.engines.torch.rank_health import NO_STOP_VOTES, agreed_signal
+from trainshed.engines.torch.rank_timing import WINDOW_VOTE
 from trainshed.models.collectives import AxisGroup
 from trainshed.models.loss import IGNORE_INDEX, LOSS_TERMS
 from trainshed.models.moe import ROUTER_LOSS_TERMS
@@ -114,6 +116,8 @@ class StepMetrics:
     """Loss or gradient was not a number: nothing was updated."""
     stop_signal: int | None
     """A signal that some rank has received."""
+    window_is_over: bool = False
+    """Rank 0 asks for the timings of all ranks."""
 
 
 class PendingMetrics:
@@ -148,6 +152,7 @@ class PendingMetrics:
             rewards=rewards,
             non_finite=not finite,
             stop_signal=agreed_signal(figures),
+            window_is_over=figures.get(WINDOW_VOTE, 0.0) > 0,
         )
 
 
@@ -216,14 +221,14 @@ class StepRunner:
         self._counts_loss = float(model.mesh.coordinates.tp == 0)
 
     def step(
-        self, batch: LocalBatch, global_batch: int, lr: float, stop_votes: Mapping[str, float] = NO_STOP_VOTES
+        self, batch: LocalBatch, global_batch: int, lr: float, votes: Mapping[str, float] = NO_STOP_VOTES
     ) -> PendingMetrics:
-        """Forward, backward, sum, update."""
+        """Forward, backward, sum, update; `votes` are those of `stop_votes`, and others that ranks sum with them."""
         counts = self._count_batch(batch)
         losses = self._forward_backward(batch, global_batch, counts, backward=True)
         reduce_gradients(self.model.shards, self.model.mesh)
         squared_norm = squared_grad_norm(self.model.shards).to(self.model.mesh.device)
-        figures = self._all_reduce_figures(squared_norm, losses, batch.hashes, stop_votes, counts)
+        figures = self._all_reduce_figures(squared_norm, losses, batch.hashes, votes, counts)
         norm = figures["squared_grad_norm"].sqrt()
         skip = 1.0 - (torch.isfinite(norm) & torch.isfinite(figures["loss"])).double()
         self.optimizer.step(lr, norm, skip)
@@ -297,7 +302,7 @@ class StepRunner:
         squared_norm: torch.Tensor,
         losses: torch.Tensor,
         hashes: tuple[int, int],
-        stop_votes: Mapping[str, float],
+        votes: Mapping[str, float],
         counts: torch.Tensor | None,
     ) -> StepFigures:
         """Sum everything that ranks must agree on: every figure of a step is added here."""
@@ -309,7 +314,7 @@ class StepRunner:
         if counts is not None:
             # Already summed over the ranks.
             figures.add(BATCH_COUNTS, counts / self.model.mesh.layout.world_size)
-        figures.add_from_host({"hash_low": float(hashes[0]), "hash_high": float(hashes[1]), **stop_votes})
+        figures.add_from_host({"hash_low": float(hashes[0]), "hash_high": float(hashes[1]), **votes})
         figures.all_reduce(self.model.mesh.layout.world_size)
         return figures
 
@@ -407,7 +412,9 @@ class ForwardBackward:
         """
         key = (micro_batches, *output.shape)
         if self._schedule_cache is None or self._schedule_cache[0] != key:
-            self._schedule_cache = None
+            if self._schedule_cache is not None:
+                self._schedule_cache = None
+                collect_frozen()  # stages refer to themselves: without it their buffers would stay
             outputs: list[torch.Tensor] = []
 
             def keep_output(out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -488,25 +495,3 @@ def squared_grad_norm(shards: Iterable[ParameterShard]) -> torch.Tensor:
         return torch.zeros((), dtype=torch.float64)
     norms = torch._foreach_norm(owned)
     return torch.stack([norm.double() for norm in norms]).square().sum()
-
-
-class DeviceTimestamp:
-    """A point in the device's queue of work, recorded when it is made; on a CPU it is the current time."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._event: torch.cuda.Event | None = None
-        self._time = time.monotonic()
-        if device.type == "cuda":
-            self._event = torch.cuda.Event(enable_timing=True)
-            self._event.record()
-
-    def wait(self) -> None:
-        """Wait until the device has reached it."""
-        if self._event is not None:
-            self._event.synchronize()
-
-    def seconds_since(self, earlier: DeviceTimestamp) -> float:
-        """Return the seconds between two timestamps that the device has reached."""
-        if self._event is not None and earlier._event is not None:
-            return earlier._event.elapsed_time(self._event) / 1000
-        return self._time - earlier._time

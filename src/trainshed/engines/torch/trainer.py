@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
+import torch.distributed as dist
 
 from trainshed.catalog import gpu_by_device_name
 from trainshed.checkpoints.native.best import ValidationRecord
 from trainshed.checkpoints.native.writer import CheckpointWriter
 from trainshed.data.sampling.schedule import SkipList
 from trainshed.engines.torch.batch_loader import BatchLoader
+from trainshed.engines.torch.device_clock import DeviceTimestamp
+from trainshed.engines.torch.garbage_collection import StepGarbageCollector
 from trainshed.engines.torch.learning_rate import decay_span, learning_rate
 from trainshed.engines.torch.profiler import StepProfiler
 from trainshed.engines.torch.rank_env import EventEmitter, TrainJob
 from trainshed.engines.torch.rank_health import Watchdog, stop_votes
+from trainshed.engines.torch.rank_timing import RankTimer
 from trainshed.engines.torch.sample_answers import SampleAnswers
 from trainshed.engines.torch.state import StartPoint, state_facts, state_tensors
-from trainshed.engines.torch.step import DeviceTimestamp, PendingMetrics, StepMetrics, StepRunner
+from trainshed.engines.torch.step import PendingMetrics, StepMetrics, StepRunner
 from trainshed.engines.torch.validation import early_stop_reason, evaluate_batches
 from trainshed.errors import TrainshedError
 from trainshed.observe.mfu import measure_mfu
@@ -61,6 +65,9 @@ class Trainer:
         mesh = runner.model.mesh
         self.device = mesh.device
         self.loader = BatchLoader(job.order, mesh, with_sample_ids=job.recipe.train.drops)
+        rank = dist.get_rank() if job.layout.world_size > 1 else 0
+        self.rank_timer = RankTimer(mesh.device, rank, job.layout.world_size)
+        self.collector = StepGarbageCollector()
         self._pending: deque[tuple[int, float, PendingMetrics]] = deque()
         self._stop: int | None = None
         self._early_stop: str | None = None
@@ -76,6 +83,7 @@ class Trainer:
         # On a GPU the host stays one step ahead, so that the device never waits for it.
         steps_in_flight = 1 if self.device.type == "cuda" else 0
         first = self.step
+        self.collector.start()
         try:
             self._catch_up()
             began, self._last_timestamp = time.monotonic(), DeviceTimestamp(self.device)
@@ -88,6 +96,7 @@ class Trainer:
                 at_once = at_once or self.profiler.ends_cycle(self.step - 1)
                 self._read_metrics(0 if at_once else steps_in_flight)
                 self._ranks_may_diverge = False
+                self.collector.after_step(self.step, first=self.step == first + 1)
                 if self.step == first + 1:
                     self.emit("phase", name="first_step", seconds=time.monotonic() - began)
                 self._end_profile()
@@ -96,6 +105,7 @@ class Trainer:
             self._read_metrics(0)
         finally:
             self.loader.close()
+            self.collector.stop()
         if self._early_stop is not None:
             assert self.record is not None
             best = {"best_step": self.record.best_step, "best_loss": self.record.best_loss}
@@ -122,7 +132,9 @@ class Trainer:
         train, step = self.job.recipe.train, self.step
         batch = self.loader.batch(step, ahead=step + 1 < self.job.steps)
         lr = learning_rate(step, self.job.steps, train.optimizer.lr, train.schedule)
-        pending = self.runner.step(batch, self.job.order.batch_size(step), lr, stop_votes(self.stop_signals))
+        votes = stop_votes(self.stop_signals) | self.rank_timer.votes()
+        with self.rank_timer.step(step):
+            pending = self.runner.step(batch, self.job.order.batch_size(step), lr, votes)
         self._pending.append((step, lr, pending))
 
     def _read_metrics(self, keep: int) -> None:
@@ -130,8 +142,13 @@ class Trainer:
         while len(self._pending) > keep:
             step, lr, pending = self._pending.popleft()
             metrics = pending.read()
-            self._report(step, lr, metrics, pending.finished_at.seconds_since(self._last_timestamp))
+            seconds = pending.finished_at.seconds_since(self._last_timestamp)
+            self._report(step, lr, metrics, seconds)
             self._last_timestamp = pending.finished_at
+            self.watchdog.add_step(seconds)
+            window = self.rank_timer.finished(step, seconds, window_is_over=metrics.window_is_over)
+            if window is not None:
+                self.emit("ranks", step, **asdict(window))
             if metrics.non_finite:
                 self._handle_non_finite(step, metrics)
             self._stop = self._stop or metrics.stop_signal

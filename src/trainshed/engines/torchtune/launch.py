@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from trainshed.engines.key_table import unhonoured_problems
+from trainshed.engines.key_table import budget_problems, unhonoured_problems
 from trainshed.engines.keys import added_arguments, argument_problems, to_yaml
 from trainshed.engines.launch import EngineLaunch, EngineTask
 from trainshed.engines.profiles import profile_problems
@@ -147,6 +147,7 @@ def task_problems(task: EngineTask) -> Iterator[Problem]:
     """Yield everything that torchtune would refuse, or do differently from what the recipe says."""
     recipe, train = task.recipe, task.recipe.train
     yield from unhonoured_problems(recipe, "torchtune")
+    yield from budget_problems(recipe, "torchtune")
     if train.mode == "pretrain":
         yield Problem(("train", "mode"), "torchtune fine-tunes; it does not pretrain", "mode: finetune")
     builder = builder_of(recipe, task.config)

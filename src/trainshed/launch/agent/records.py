@@ -18,7 +18,7 @@ import orjson
 from trainshed.errors import Conflict, NotFound
 from trainshed.launch.ranks import RanksResult
 from trainshed.launch.rendezvous import AgentOrder, JoinedNode
-from trainshed.observe.health import health_folder
+from trainshed.observe.health import HOSTS_FILE, health_folder
 from trainshed.run_folder import node_name
 from trainshed.storage import ABSENT, LocalStore
 
@@ -124,7 +124,7 @@ class AttemptRecords:
         free = [slot for slot in sorted(joined) if slot not in order.slots and slot not in bad]
         spares = [{"slot": slot, "host": joined[slot].host} for slot in free]
         body = {"start": start, "master": list(order.master), "nodes": nodes, "spares": spares}
-        self._put("hosts.json", body)
+        self._put(HOSTS_FILE, body)
         lines = [f"node {node['node']}: {node['host']}, ranks {_format_ranks(node['ranks'])}" for node in nodes]
         return lines + [f"spare: {spare['host']}" for spare in spares]
 
