@@ -30,6 +30,7 @@ from trainshed.engines.torch.rank_env import (
 )
 from trainshed.engines.torch.rank_health import BUDGET_SECONDS, COLLECTIVE_SECONDS, Watchdog
 from trainshed.engines.torch.sample_answers import AnswerLog, SampleAnswers
+from trainshed.engines.torch.stack_dump import write_stacks_when_asked
 from trainshed.engines.torch.state import base_spec, find_resume_point, load_start_state
 from trainshed.engines.torch.step import ReferenceModel, StepRunner
 from trainshed.engines.torch.trainer import StepProfiler, Trainer
@@ -80,6 +81,7 @@ def train_rank(
     record if it waits for others in a step longer than `collective_seconds`, or if it sends no heartbeat for longer
     than its phase may take (`budget_seconds`).
     """
+    write_stacks_when_asked()
     env = RankEnv.from_environment()
     began = time.monotonic()
     try:
