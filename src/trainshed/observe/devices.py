@@ -74,7 +74,8 @@ class NodeSample:
     @classmethod
     def from_plain(cls, body: Mapping[str, Any]) -> NodeSample:
         """Read what `to_plain` gave."""
-        return cls(**{**body, "gpus": [GpuReading(**gpu) for gpu in body["gpus"]]})
+        values: dict[str, Any] = {**body, "gpus": [GpuReading(**gpu) for gpu in body["gpus"]]}
+        return cls(**values)
 
 
 class GpuReader(Protocol):

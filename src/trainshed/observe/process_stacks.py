@@ -21,7 +21,7 @@ import socket
 import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 RUN_FOLDER_VARIABLE = "TRAINSHED_RUN_FOLDER"
@@ -103,17 +103,13 @@ def read_stack(rank: int, pid: int) -> RankStack:
     if program is not None:
         text, problem = run_py_spy(program, pid)
         if text is not None:
-            return _with(here, stack=parse_py_spy(text), source="py-spy")
+            return replace(here, stack=parse_py_spy(text), source="py-spy")
     if here.state in ("T", "t"):
-        return _with(here, problem="it is stopped (SIGSTOP, or a debugger)")
+        return replace(here, problem="it is stopped (SIGSTOP, or a debugger)")
     dump = ask_faulthandler(pid)
     if dump is not None:
-        return _with(here, stack=parse_faulthandler(dump), source="faulthandler")
-    return _with(here, problem=problem)
-
-
-def _with(stack: RankStack, **values: object) -> RankStack:
-    return RankStack(**{**asdict(stack), **values})  # type: ignore[arg-type]
+        return replace(here, stack=parse_faulthandler(dump), source="faulthandler")
+    return replace(here, problem=problem)
 
 
 def find_py_spy(pid: int) -> str | None:
