@@ -108,7 +108,7 @@ def activity_of(stack: Sequence[str], state: str = "") -> Activity:
         )
     if not frames:
         return Activity("unknown", "shows no stack")
-    return Activity("code", f"is at {short_frame(frames[-1])}", "look at what that line waits for or repeats")
+    return Activity("code", f"is at {short_frame(frames[-1])}")
 
 
 def exit_advice(how: str) -> str | None:
