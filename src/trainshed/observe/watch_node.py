@@ -37,6 +37,7 @@ if __package__:
     from trainshed.observe.process_stacks import RankStack, find_ranks, process_state, read_environment, read_stack
     from trainshed.observe.stall_advice import activity_of, short_frame
 else:  # a file beside its helpers, in the image of a foreign engine
+    sys.path.insert(0, str(Path(__file__).parent))
     from devices import (  # pyrefly: ignore
         DeviceWatch,
         NodeSample,
@@ -140,7 +141,10 @@ class NodeWatcher:
         self._log_sizes: dict[str, int] = {}
         self._grown_at = clock()
         self._stall_number = self._answered_number = 0
-        self._asked_at: float | None = None
+        self._asked_at = float("-inf")
+        self._is_waiting = False
+        """For the answers of the other nodes."""
+        self._last_report: str | None = None
 
     def look(self) -> None:
         """Look once at everything that is due."""
@@ -193,23 +197,24 @@ class NodeWatcher:
                 sizes = {entry.name: entry.stat().st_size for entry in entries if entry.name.startswith("node-")}
         if sizes != self._log_sizes:
             self._log_sizes, self._grown_at = sizes, now
-            if self._asked_at is not None or self._stall_number:
-                self._asked_at = None
+            if self._stall_number:
                 self._forget_stall()
             return
-        if self._stall_number == 0 and now - self._grown_at >= self._options.quiet_seconds:
-            self._stall_number, self._asked_at = int(time.time()), now
+        # Again after the same time: the reason may be another one by then.
+        if not self._is_waiting and now - max(self._grown_at, self._asked_at) >= self._options.quiet_seconds:
+            self._stall_number, self._asked_at = max(self._stall_number + 1, int(time.time())), now
+            self._is_waiting = True
             _write_json(self._health / STALL_FILE, {"number": self._stall_number})
         # The other nodes look for the question once a minute.
-        if self._asked_at is not None and (
+        if self._is_waiting and (
             self._all_answered() or now - self._asked_at >= 2 * self._options.sample_seconds + _DUMP_SECONDS
         ):
-            self._asked_at = None
+            self._is_waiting = False
             self._explain_stall()
 
     def _forget_stall(self) -> None:
         """The log grows again: what was written down about the stall would explain another failure wrongly."""
-        self._stall_number = 0
+        self._stall_number, self._is_waiting, self._last_report = 0, False, None
         for name in [STALL_FILE, *(f"stacks-{node:05d}.json" for node in range(self._options.nodes))]:
             _remove(self._health / name)
         for path in self._health.glob(f"{NCCL_DUMP}*"):
@@ -253,7 +258,9 @@ class NodeWatcher:
         )
         if silent:
             text += f"; {len(silent)} nodes have not answered (first of all node {silent[0]})"
-        self._report(ranks, collective, text)
+        if text != self._last_report:
+            self._last_report = text
+            self._report(ranks, collective, text)
 
     def _report(self, ranks: list[int], collective: str | None, what: str) -> None:
         sys.stderr.write(f"trainshed: {what}\n")
