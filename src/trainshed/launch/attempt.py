@@ -22,7 +22,7 @@ import orjson
 from trainshed.errors import NotFound, TrainshedError
 from trainshed.launch.ranks import stopped_rank_text
 from trainshed.observe.events import EventWriter
-from trainshed.observe.health import diagnose, health_folder, read_flight_records, read_rank_error
+from trainshed.observe.health import diagnose, failure_advice, health_folder, read_flight_records, read_rank_error
 from trainshed.plan import RankLayout
 from trainshed.run_folder import LOGS, attempt_folder, attempt_number, plan_file, rank_log, rank_name
 from trainshed.storage import LocalStore
@@ -212,7 +212,8 @@ def explain_failure(
     the first of them if the flight records single out no rank.
     """
     health = health_folder(run_folder, attempt)
-    diagnosis = diagnose(read_flight_records(health), world_size, exit_reasons=rank_ends)
+    records = read_flight_records(health)
+    diagnosis = diagnose(records, world_size, exit_reasons=rank_ends)
     error = read_rank_error(health)
     what = diagnosis.sentence if error is None else error.what
     with EventWriter(LocalStore(run_folder), "", attempt=attempt, rank=None) as events:
@@ -220,8 +221,9 @@ def explain_failure(
     if error is not None:
         return error
     first = diagnosis.ranks[0] if diagnosis.ranks else (failed_ranks[0] if failed_ranks else 0)
+    advice = failure_advice(diagnosis, records, rank_ends)
     return TrainshedError(
         diagnosis.sentence,
         where=str(run_folder / rank_log(attempt, first)),
-        hint="the same command goes on from the last checkpoint",
+        hint="; ".join([*([advice] if advice else []), "the same command goes on from the last checkpoint"]),
     )

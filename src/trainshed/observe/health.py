@@ -26,7 +26,7 @@ import orjson
 
 from trainshed.errors import CorruptData, TrainshedError, error_with_exit_code
 from trainshed.observe.process_stacks import RankStack
-from trainshed.observe.stall_advice import activity_of
+from trainshed.observe.stall_advice import activity_of, exit_advice
 from trainshed.run_folder import HEALTH, attempt_folder, rank_name
 
 
@@ -273,6 +273,24 @@ def diagnose(
     if not records:
         return FailureDiagnosis([], None, "no rank has left a flight record")
     return FailureDiagnosis([], None, f"no rank stands out among the flight records of {format_ranks(records)}")
+
+
+def failure_advice(
+    diagnosis: FailureDiagnosis, records: Mapping[int, FlightRecord], exit_reasons: Mapping[int, str]
+) -> str | None:
+    """Return what to do about the ranks that a diagnosis names, None where nothing is known to help.
+
+    It is about how they ended, otherwise about where they stood while the others waited for them.
+    """
+    for rank in diagnosis.ranks:
+        record = records.get(rank)
+        if record is None and rank in exit_reasons and (advice := exit_advice(exit_reasons[rank])) is not None:
+            return advice
+        if record is not None and record.error is None:
+            activity = activity_of([frame.partition(": ")[0] for frame in record.stack])
+            if activity.advice is not None and not activity.waits_for_others:
+                return activity.advice
+    return None
 
 
 def read_flight_records(folder: Path) -> dict[int, FlightRecord]:
