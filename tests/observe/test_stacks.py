@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -80,10 +81,9 @@ def test_py_spy_shows_where_a_rank_stands_also_one_that_is_stopped(start: Start,
     pid = start(3, "silent")
     stack = read_stack(3, pid)
     assert stack.source == "py-spy", stack.problem
-    assert [frame.rpartition("/")[2] for frame in stack.stack] == [
-        "rank.py:15 in <module>",
-        "rank.py:13 in stands_here",
-    ]
+    outer, inner = (frame.rpartition("/")[2] for frame in stack.stack)
+    assert outer.endswith(" in <module>")
+    assert re.fullmatch(r"rank\.py:\d+ in stands_here", inner)
     os.kill(pid, signal.SIGSTOP)
     while process_stacks.process_state(pid) != "T":
         time.sleep(0.01)

@@ -71,8 +71,9 @@ def read_remote_stacks(commands: Sequence[RemoteCommand]) -> tuple[list[RankStac
         raise InputError(f"there is no `{program}` on this machine", hint=f"run it elsewhere: {commands[0].text()}")
     with ThreadPoolExecutor(_AT_A_TIME) as pool:
         answers = list(pool.map(_run, commands))
-    stacks = [stack for answer, _ in answers for stack in answer]
-    return stacks, [problem for _, problem in answers if problem]
+    # Nodes that are parts of one machine see each other's processes.
+    by_rank = {stack.rank: stack for answer, _ in reversed(answers) for stack in reversed(answer)}
+    return [by_rank[rank] for rank in sorted(by_rank)], [problem for _, problem in answers if problem]
 
 
 def _run(command: RemoteCommand) -> tuple[list[RankStack], str | None]:
