@@ -16,7 +16,7 @@ from trainshed.observe import devices
 from trainshed.observe.devices import (
     AmdSmiGpus,
     DeviceWatch,
-    GpuReading,
+    GpuSample,
     NodeSample,
     NvidiaSmiGpus,
     NvmlGpus,
@@ -127,7 +127,7 @@ def test_nvml_gives_all_figures_and_each_xid_once() -> None:
     nvml = RecordedNvml([RecordedGpu(), RecordedGpu(uuid="GPU-1", ecc=3, rows=(0, 2, 1, 1))], xids=[(1, 94), (1, 63)])
     gpus = NvmlGpus(nvml, {})
     well, faulty = gpus.read()
-    assert well == GpuReading(
+    assert well == GpuSample(
         0,
         temperature_celsius=61,
         power_watts=688.0,
@@ -149,7 +149,7 @@ def test_what_a_gpu_does_not_support_is_unknown_and_a_lost_one_is_named_so() -> 
     readings = NvmlGpus(RecordedNvml([laptop, RecordedGpu(lost=True)]), {}).read()
     assert (readings[0].power_watts, readings[0].nvlink_bytes, readings[0].throttled) == (None, None, None)
     assert readings[0].temperature_celsius == 61
-    assert readings[1] == GpuReading(1, lost=True)
+    assert readings[1] == GpuSample(1, lost=True)
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ NVIDIA_SMI = """0, GPU-5d, 34, 118.42, 0, 1071, 1980, 0, 0, 0x0000000000000000
 
 def test_nvidia_smi_is_read_where_there_is_no_nvml() -> None:
     idle, hot, old = parse_nvidia_smi(NVIDIA_SMI)
-    assert idle == GpuReading(
+    assert idle == GpuSample(
         0,
         temperature_celsius=34,
         power_watts=118.42,
@@ -240,7 +240,7 @@ AMD_SMI: list[dict[str, Any]] = [
 @pytest.mark.parametrize("body", [AMD_SMI, {"gpu_data": AMD_SMI}], ids=["older", "newer"])
 def test_amd_smi_is_read_in_both_of_its_shapes(body: Any) -> None:
     well, faulty = parse_amd_smi(json.dumps(body))
-    assert well == GpuReading(
+    assert well == GpuSample(
         0,
         temperature_celsius=79,
         power_watts=741,
@@ -288,10 +288,10 @@ def test_bytes_of_infiniband_efa_and_real_network_cards_are_added(tmp_path: Path
     assert read_network_bytes(tmp_path / "nothing") is None
 
 
-GPU = GpuReading(0, temperature_celsius=60, power_watts=700, utilization=1.0, memory_gib=70, nvlink_bytes=0)
+GPU = GpuSample(0, temperature_celsius=60, power_watts=700, utilization=1.0, memory_gib=70, nvlink_bytes=0)
 
 
-def samples(number: int, *nodes: list[GpuReading], network: int = 0) -> dict[int, NodeSample]:
+def samples(number: int, *nodes: list[GpuSample], network: int = 0) -> dict[int, NodeSample]:
     """Return the samples of a minute."""
     return {
         node: NodeSample(f"host-{node}", 60.0 * number, gpus, network_bytes=network * number)
@@ -347,7 +347,7 @@ def test_errors_of_gpus_are_named_once_with_host_gpu_and_rank() -> None:
     assert "has 2 new ECC errors" in alarm["what"]
     quiet = [GPU, replace(faulty[1], xids=[])]
     assert [kind for kind, _ in update(watch, samples(3, well, quiet))] == ["devices"]
-    (_, (_, lost)) = update(watch, samples(4, well, [GPU, GpuReading(1, lost=True)]))
+    (_, (_, lost)) = update(watch, samples(4, well, [GPU, GpuSample(1, lost=True)]))
     assert lost["what"] == "GPU 1 of host-1 (rank 3) no longer answers"
 
 

@@ -85,8 +85,8 @@ def _run(command: RemoteCommand) -> tuple[list[RankStack], str | None]:
         return [], f"{command.description}: no answer within {_COMMAND_SECONDS:.0f} s"
     stacks = parse_stacks(done.stdout)
     if done.returncode and not stacks:
-        said = done.stderr.decode(errors="replace").strip().splitlines()
-        return [], f"{command.description}: {said[-1] if said else f'exit code {done.returncode}'}"
+        lines = done.stderr.decode(errors="replace").strip().splitlines()
+        return [], f"{command.description}: {lines[-1] if lines else f'exit code {done.returncode}'}"
     return stacks, None
 
 

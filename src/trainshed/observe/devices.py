@@ -28,7 +28,7 @@ _COMMAND_SECONDS = 20.0  # nvidia-smi on a node with a broken GPU may never answ
 
 
 @dataclass(frozen=True)
-class GpuReading:
+class GpuSample:
     """What one GPU reports; None for what it does not."""
 
     index: int
@@ -61,7 +61,7 @@ class NodeSample:
 
     host: str
     time: float
-    gpus: list[GpuReading]
+    gpus: list[GpuSample]
     network_bytes: int | None = None
     """Sent and received by its network cards, counted."""
     problem: str | None = None
@@ -74,14 +74,14 @@ class NodeSample:
     @classmethod
     def from_plain(cls, body: Mapping[str, Any]) -> NodeSample:
         """Read what `to_plain` gave."""
-        values: dict[str, Any] = {**body, "gpus": [GpuReading(**gpu) for gpu in body["gpus"]]}
+        values: dict[str, Any] = {**body, "gpus": [GpuSample(**gpu) for gpu in body["gpus"]]}
         return cls(**values)
 
 
 class GpuReader(Protocol):
     """Reads the GPUs that the ranks of this node use."""
 
-    def read(self) -> list[GpuReading]:
+    def read(self) -> list[GpuSample]:
         """Return a reading of each; empty where they do not answer now."""
         ...
 
@@ -153,18 +153,18 @@ class NvmlGpus:
         """How many GPUs the ranks of this node see."""
         return len(self._handles)
 
-    def read(self) -> list[GpuReading]:
+    def read(self) -> list[GpuSample]:
         """Ask NVML about each GPU."""
         xids = self._new_xids()
         return [self._read_gpu(index, handle, xids.get(index, [])) for index, handle in self._handles.items()]
 
-    def _read_gpu(self, index: int, handle: Any, xids: list[int]) -> GpuReading:
+    def _read_gpu(self, index: int, handle: Any, xids: list[int]) -> GpuSample:
         nvml, ask = self._nvml, self._ask
         try:
             temperature = nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)
         except nvml.NVMLError as error:
             if error.value == nvml.NVML_ERROR_GPU_IS_LOST:
-                return GpuReading(index, lost=True, xids=xids)
+                return GpuSample(index, lost=True, xids=xids)
             temperature = None
         power, rates, memory = (
             ask(nvml.nvmlDeviceGetPowerUsage, handle),
@@ -173,7 +173,7 @@ class NvmlGpus:
         )
         rows = ask(nvml.nvmlDeviceGetRemappedRows, handle) or (0, 0, 0, 0)
         uncorrected = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED
-        return GpuReading(
+        return GpuSample(
             index,
             temperature_celsius=temperature,
             power_watts=None if power is None else power / 1000,
@@ -267,7 +267,7 @@ class NvidiaSmiGpus:
         self._environment = environment
         self._reason_keys: Sequence[str] = _SMI_REASON_KEYS
 
-    def read(self) -> list[GpuReading]:
+    def read(self) -> list[GpuSample]:
         """Ask nvidia-smi once."""
         for key in (*self._reason_keys, None):
             keys = (*_SMI_KEYS, key) if key is not None else _SMI_KEYS
@@ -278,7 +278,7 @@ class NvidiaSmiGpus:
         return []
 
 
-def parse_nvidia_smi(text: str, visible: str | None = None) -> list[GpuReading]:
+def parse_nvidia_smi(text: str, visible: str | None = None) -> list[GpuSample]:
     """Return the GPUs in the answer of nvidia-smi to `_SMI_KEYS` and the throttle reasons."""
     rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines() if line.strip()]
     readings = []
@@ -287,7 +287,7 @@ def parse_nvidia_smi(text: str, visible: str | None = None) -> list[GpuReading]:
         _, _, temperature, power, utilization, memory_mib, clock, ecc, ecc_ever = (_figure(cell) for cell in row[:9])
         mask = int(row[9], 16) if len(row) > 9 and row[9].startswith("0x") else None
         readings.append(
-            GpuReading(
+            GpuSample(
                 int(row[0]),
                 temperature_celsius=temperature,
                 power_watts=power,
@@ -308,7 +308,7 @@ class AmdSmiGpus:
     def __init__(self, environment: Mapping[str, str] = os.environ) -> None:
         self._environment = environment
 
-    def read(self) -> list[GpuReading]:
+    def read(self) -> list[GpuSample]:
         """Ask amd-smi once."""
         text = run_smi(["amd-smi", "metric", "--json"])
         if text is None:
@@ -327,7 +327,7 @@ _AMD_VIOLATIONS = {
 """The keys of `throttle` in amd-smi's answer that say ACTIVE, the worst first."""
 
 
-def parse_amd_smi(text: str, visible: str | None = None) -> list[GpuReading]:
+def parse_amd_smi(text: str, visible: str | None = None) -> list[GpuSample]:
     """Return the GPUs in the answer of `amd-smi metric --json`; a list in older versions, under `gpu_data` in newer."""
     try:
         body = json.loads(text)
@@ -345,7 +345,7 @@ def parse_amd_smi(text: str, visible: str | None = None) -> list[GpuReading]:
         hotspot = _amd_figure(gpu, "temperature", "hotspot")
         ecc = _amd_figure(gpu, "ecc", "total_uncorrectable_count")
         readings.append(
-            GpuReading(
+            GpuSample(
                 int(gpu.get("gpu", index)),
                 temperature_celsius=hotspot if hotspot is not None else _amd_figure(gpu, "temperature", "edge"),
                 power_watts=_amd_figure(gpu, "power", "socket_power"),
@@ -454,8 +454,8 @@ class DeviceWatch:
             if sample.problem is not None and sample.problem not in self._problems:
                 self._problems.add(sample.problem)
                 events.append(("warning", {"text": f"{sample.host}: {sample.problem}"}))
-        slow: list[tuple[int, GpuReading, str]] = []
-        broken: list[tuple[int, GpuReading, str]] = []
+        slow: list[tuple[int, GpuSample, str]] = []
+        broken: list[tuple[int, GpuSample, str]] = []
         for node, sample in sorted(samples.items()):
             before = self._before.get(node)
             if before is not None and before.time == sample.time:  # no news from it
@@ -478,7 +478,7 @@ class DeviceWatch:
             if sample is not None and before is not None:
                 network = _gb_per_s(sample.network_bytes, before.network_bytes, sample.time - before.time)
             for place in range(self._ranks_per_node):
-                gpu = sample.gpus[place] if sample is not None and place < len(sample.gpus) else GpuReading(-1)
+                gpu = sample.gpus[place] if sample is not None and place < len(sample.gpus) else GpuSample(-1)
                 for key in (
                     "temperature_celsius",
                     "power_watts",
@@ -498,7 +498,7 @@ class DeviceWatch:
         unknown = [key for key in optional if all(value is None for value in columns[key])]
         return {key: values for key, values in columns.items() if key not in unknown}
 
-    def _slowness(self, node: int, gpu: GpuReading) -> list[str]:
+    def _slowness(self, node: int, gpu: GpuSample) -> list[str]:
         """Say that a GPU is slowed down, once, when two samples in a row show it; its own power limit is usual."""
         key = (node, gpu.index)
         if gpu.throttled not in ("temperature", "hardware"):
@@ -512,7 +512,7 @@ class DeviceWatch:
         heat = "" if gpu.temperature_celsius is None else f" ({gpu.temperature_celsius:.0f} °C)"
         return [f"is slowed down because it is too hot{heat}: look at the node's cooling"]
 
-    def _faults(self, node: int, gpu: GpuReading, before: GpuReading | None) -> list[str]:
+    def _faults(self, node: int, gpu: GpuSample, before: GpuSample | None) -> list[str]:
         texts = [f"reports Xid {xid}: {XID_MEANINGS.get(xid, 'see NVIDIA’s list')}" for xid in gpu.xids]
         errors = gpu.ecc_uncorrectable or 0
         earlier = (before.ecc_uncorrectable or 0) if before is not None else 0
@@ -531,7 +531,7 @@ class DeviceWatch:
         return texts
 
     def _alarm(
-        self, name: str, gpus: list[tuple[int, GpuReading, str]], samples: Mapping[int, NodeSample]
+        self, name: str, gpus: list[tuple[int, GpuSample, str]], samples: Mapping[int, NodeSample]
     ) -> dict[str, Any]:
         ranks, hosts, texts = [], [], []
         for node, gpu, text in gpus:

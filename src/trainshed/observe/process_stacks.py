@@ -63,13 +63,13 @@ def find_ranks(run_folder: str, proc: Path = _PROC) -> dict[int, int]:
         rank, run = environment.get("RANK", ""), environment.get(RUN_FOLDER_VARIABLE)
         if rank.isdecimal() and run is not None and os.path.realpath(run) == wanted:
             ranks_by_pid[int(entry.name)] = int(rank)
-    found: dict[int, int] = {}
+    pids: dict[int, int] = {}
     for pid in sorted(ranks_by_pid):
         # A process that a rank has started (a worker of its data loader) has its environment too.
         parent = _stat_fields(pid, proc)[1:2]
         if not parent or ranks_by_pid.get(int(parent[0])) != ranks_by_pid[pid]:
-            found[ranks_by_pid[pid]] = pid
-    return found
+            pids[ranks_by_pid[pid]] = pid
+    return pids
 
 
 def read_environment(pid: int, proc: Path = _PROC) -> dict[str, str]:
