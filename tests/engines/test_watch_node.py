@@ -195,6 +195,56 @@ def test_flight_records_name_the_rank_that_has_not_begun_a_collective(tmp_path: 
     )
 
 
+# A rank as its flight recorder sees one: PyTorch reads the pipe, prints a line and writes the dump.
+RECORDER = """
+import os, pickle, sys
+pipe = os.environ["TORCH_NCCL_DEBUG_INFO_PIPE_FILE"] + "0.pipe"
+os.mkfifo(pipe)
+reading = os.open(pipe, os.O_RDWR)
+print("up", flush=True)
+while os.read(reading, 10):
+    with open(sys.argv[1], "a") as log:
+        log.write("preparing to dump debug info\\n")
+    dump = os.environ["TORCH_FR_DUMP_TEMP_FILE"] + "0"
+    with open(dump + ".part", "wb") as file:
+        pickle.dump({"pg_config": {}, "entries": []}, file)
+    os.replace(dump + ".part", dump)
+"""
+
+
+def test_a_flight_recorder_is_asked_and_the_line_that_it_prints_is_no_progress(tmp_path: Path) -> None:
+    health, log = tmp_path / "health/attempt-0001", tmp_path / "logs/attempt-0001/node-00000.log"
+    for folder in (health, log.parent):
+        folder.mkdir(parents=True)
+    log.write_text("step 1\n")
+    variables = {
+        "RANK": "0",
+        "TRAINSHED_RUN_FOLDER": str(tmp_path),
+        "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": str(tmp_path / "pipe-"),
+        "TORCH_FR_DUMP_TEMP_FILE": str(health / "nccl-rank-"),
+    }
+    command = [sys.executable, "-c", RECORDER, str(log)]
+    with subprocess.Popen(command, env={**os.environ, **variables}, stdout=subprocess.PIPE) as rank:
+        assert rank.stdout is not None
+        rank.stdout.readline()
+        now = 0.0
+        watcher = NodeWatcher(options(tmp_path, nodes=1), clock=lambda: now)
+        watcher.look()
+        now = 601.0
+        watcher.look()  # asks, and answers for its own ranks
+        assert sorted(read_dumps(health)) == [0]
+        assert "preparing" in log.read_text()
+        watcher.look()
+        assert len(stalls(tmp_path)) == 1
+        assert (health / "stacks-00000.json").is_file()
+        with log.open("a") as grown:
+            grown.write("step 2\n")
+        watcher.look()
+        assert not (health / "stacks-00000.json").exists()
+        assert read_dumps(health) == {}
+        rank.kill()
+
+
 def test_without_stacks_the_reason_is_said() -> None:
     unread = {rank: RankStack(rank, "n1", problem="py-spy is not installed where it runs") for rank in range(2)}
     ranks, collective, text = explain_stall(unread, {}, 2, "no log has grown for 9 s")

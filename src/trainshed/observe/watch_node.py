@@ -58,7 +58,8 @@ NCCL_DUMP = "nccl-rank-"
 STALL_FILE = "stall.json"
 PIPE_VARIABLE = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"
 """PyTorch reads a pipe of this name and the rank's number: a line in it makes NCCL's flight recorder write itself."""
-_DUMP_SECONDS = 5.0
+_DUMP_VARIABLES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+_DUMP_SECONDS = 20.0  # PyTorch 2.11 takes five
 _NAMED_RANKS = 8
 
 
@@ -195,7 +196,9 @@ class NodeWatcher:
         if self._logs.is_dir():
             with os.scandir(str(self._logs)) as entries:
                 sizes = {entry.name: entry.stat().st_size for entry in entries if entry.name.startswith("node-")}
-        if sizes != self._log_sizes:
+        if self._is_waiting:  # a rank whose flight recorder is asked prints a line about it
+            self._log_sizes = sizes
+        elif sizes != self._log_sizes:
             self._log_sizes, self._grown_at = sizes, now
             if self._stall_number:
                 self._forget_stall()
@@ -352,27 +355,35 @@ def read_dumps(folder: Path) -> dict[int, Any]:
 
 
 def ask_flight_recorders(ranks: Mapping[int, int], seconds: float = _DUMP_SECONDS) -> None:
-    """Make NCCL's flight recorder of each rank write itself, and wait for it; ranks without NCCL have no pipe."""
-    asked = False
+    """Make NCCL's flight recorder of each rank write itself, and wait for that; ranks without NCCL have no pipe."""
+    dumps: dict[Path, float] = {}
     for rank, pid in ranks.items():
-        prefix = read_environment(pid).get(PIPE_VARIABLE)
-        if not prefix:
+        environment = read_environment(pid)
+        pipe, dump = environment.get(PIPE_VARIABLE), next(filter(None, map(environment.get, _DUMP_VARIABLES)), None)
+        if not pipe or not dump:
             continue
+        file = Path(f"{dump}{rank}")
+        before = _changed_at(file)
         try:
-            pipe = os.open(f"{prefix}{rank}.pipe", os.O_WRONLY | os.O_NONBLOCK)
+            descriptor = os.open(f"{pipe}{rank}.pipe", os.O_WRONLY | os.O_NONBLOCK)
         except OSError as error:
             if error.errno not in (errno.ENOENT, errno.ENXIO):
                 sys.stderr.write(f"trainshed: the flight recorder of rank {rank} cannot be asked: {error}\n")
             continue
-        try:
-            os.write(pipe, b"1\n")
-            asked = True
-        except OSError:
-            pass
-        finally:
-            os.close(pipe)
-    if asked:
-        time.sleep(seconds)
+        with contextlib.suppress(OSError):
+            os.write(descriptor, b"1\n")
+            dumps[file] = before
+        os.close(descriptor)
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and any(_changed_at(file) == before for file, before in dumps.items()):
+        time.sleep(0.2)
+
+
+def _changed_at(file: Path) -> float:
+    try:
+        return file.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def _host() -> str:
