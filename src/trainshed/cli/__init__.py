@@ -29,6 +29,7 @@ VERBS = {
     "rm": ("trainshed.cli.remove:rm", "Remove a run."),
     "clean": ("trainshed.cli.remove:clean", "List or remove what no run refers to."),
     "open": ("trainshed.cli.runs:open_service", "A tunnel to the server of a job."),
+    "stacks": ("trainshed.cli.stacks:stacks", "Where every rank of a run is: its Python stack, grouped."),
     "exec": ("trainshed.cli.runs:exec_in", "A shell beside a rank of a running job."),
     "storage": ("trainshed.cli.cluster:storage_app", "The volume that a cluster's jobs share."),
     "image": ("trainshed.cli.cluster:image_app", "What jobs run in: an image, or an environment."),

@@ -8,7 +8,8 @@ under fixed names in the run's folder (`EngineInput`).
 
 `launcher_script` is torchrun with static ranks in the engine's stock image. Its exit code is torchrun's, so a failed
 training is a failed job; after a requested stop it is 128 + signal. It needs bash and coreutils, and nothing of
-Trainshed. Every name and value in it is quoted: none can become a command.
+Trainshed. Every name and value in it is quoted: none can become a command. Where the stage before has left
+`watch_node.py`, that runs beside torchrun: it says what the node's devices report and which rank a stall is about.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Literal
 
 from trainshed.catalog import Gpu
 from trainshed.errors import InputError, RecipeError
+from trainshed.observe.process_stacks import RUN_FOLDER_VARIABLE
 from trainshed.plan.layout import RankLayout
 from trainshed.recipe import ModelConfig, Recipe
 from trainshed.run_folder import PROFILE
@@ -169,12 +171,33 @@ done"""
 
 _END = """\
 exec {log}>&-
+[[ -z $watch ]] || kill "$watch" 2>/dev/null || true
+rm -f "${TMPDIR:-/tmp}/trainshed-$$-"*.pipe
 wait "$tee" || true
 exit "${requested:-$code}"
 """
 
 
-def launcher_script(launch: EngineLaunch, site: EngineSite, *, python: str = "python3") -> str:
+WATCH_FOLDER = "watch"
+"""Under `<run>/engine/`: `watch_node.py` and its helpers, which every foreign engine gets."""
+
+QUIET_SECONDS = 1800
+"""A foreign engine whose log does not grow for so long is reported as stalled: a save of a large model, or a first step
+that compiles, takes minutes and prints nothing."""
+
+# PyTorch before 2.9 knows the older names, newer ones both. What the cluster file or the image sets wins.
+_FLIGHT_RECORDER = """\
+export TORCH_FR_BUFFER_SIZE="${TORCH_FR_BUFFER_SIZE-2000}"
+export TORCH_NCCL_TRACE_BUFFER_SIZE="${TORCH_NCCL_TRACE_BUFFER_SIZE-2000}"
+export TORCH_NCCL_DUMP_ON_TIMEOUT="${TORCH_NCCL_DUMP_ON_TIMEOUT-1}"
+export TORCH_FR_DUMP_TEMP_FILE="${TORCH_FR_DUMP_TEMP_FILE-$health/nccl-rank-}"
+export TORCH_NCCL_DEBUG_INFO_TEMP_FILE="${TORCH_NCCL_DEBUG_INFO_TEMP_FILE-$health/nccl-rank-}"
+export TORCH_NCCL_DEBUG_INFO_PIPE_FILE="${TORCH_NCCL_DEBUG_INFO_PIPE_FILE-${TMPDIR:-/tmp}/trainshed-$$-}\""""
+
+
+def launcher_script(
+    launch: EngineLaunch, site: EngineSite, *, python: str = "python3", quiet_seconds: float = QUIET_SECONDS
+) -> str:
     """Return the script that every node runs; `python` is the one that has the engine.
 
     It reads NODE_RANK (or what Slurm and Kubernetes call it), MASTER_ADDR and MASTER_PORT, and TRAINSHED_ATTEMPT. The
@@ -187,6 +210,7 @@ def launcher_script(launch: EngineLaunch, site: EngineSite, *, python: str = "py
             *_identity_lines(site),
             *_profile_lines(launch, site),
             *_environment_lines(launch),
+            _FLIGHT_RECORDER,
             *_argument_lines(launch),
             _SIGNAL_HANDLER,
             'exec {log}> >(trap "" TERM USR1 INT; exec tee -a "$file")',
@@ -194,6 +218,7 @@ def launcher_script(launch: EngineLaunch, site: EngineSite, *, python: str = "py
             *_torchrun_lines(launch, site, python),
             "torchrun=$!",
             *_companion_lines(launch),
+            *_watch_lines(site, python, quiet_seconds),
             _WAIT_LOOP,
             *_companion_end(launch),
             _END,
@@ -210,7 +235,9 @@ def _identity_lines(site: EngineSite) -> Iterator[str]:
     yield '[[ $attempt =~ ^[0-9]+$ ]] || { echo "TRAINSHED_ATTEMPT is no number: $attempt" >&2; exit 2; }'
     yield ': "${MASTER_ADDR:?the address of node 0 is not set}" "${MASTER_PORT:?the port of node 0 is not set}"'
     yield f"folder={shlex.quote(f'{site.run_folder}/logs')}/$(printf 'attempt-%04d' \"$((10#$attempt))\")"
-    yield 'mkdir -p "$folder"'
+    yield f"health={shlex.quote(f'{site.run_folder}/health')}/${{folder##*/}}"
+    yield 'mkdir -p "$folder" "$health"'
+    yield f"export {RUN_FOLDER_VARIABLE}={shlex.quote(site.run_folder)}"
     yield "file=$folder/$(printf 'node-%05d.log' \"$((10#$node))\")"
 
 
@@ -256,6 +283,27 @@ def _argument_lines(launch: EngineLaunch) -> Iterator[str]:
         # `key=` and its value are one word, `--key` and its value two.
         between = "" if start.endswith("=") else " "
         yield f'arguments+=({shlex.quote(start)}{between}"$late")'
+
+
+def _watch_lines(site: EngineSite, python: str, quiet_seconds: float) -> Iterator[str]:
+    yield "watch="
+    yield f"watcher={shlex.quote(f'{site.input_folder}/{WATCH_FOLDER}/watch_node.py')}"
+    yield "if [[ -f $watcher ]]; then"
+    words = [
+        f"  {shlex.quote(python)}",
+        '"$watcher"',
+        f"--run {shlex.quote(site.run_folder)}",
+        '--attempt "$((10#$attempt))"',
+        '--node "$((10#$node))"',
+        f"--nodes {site.nodes}",
+        f"--ranks-per-node {site.gpus_per_node}",
+        '--torchrun "$torchrun"',
+        f"--quiet-seconds {quiet_seconds:g}",
+    ]
+    # It keeps the log's pipe closed: tee ends when torchrun has.
+    yield " \\\n    ".join([*words, "{log}>&- &"])
+    yield "  watch=$!"
+    yield "fi"
 
 
 def _torchrun_lines(launch: EngineLaunch, site: EngineSite, python: str) -> Iterator[str]:

@@ -22,7 +22,7 @@ import orjson
 from trainshed.errors import NotFound, TrainshedError
 from trainshed.launch.ranks import stopped_rank_text
 from trainshed.observe.events import EventWriter
-from trainshed.observe.health import diagnose, health_folder, read_flight_records, read_rank_error
+from trainshed.observe.health import diagnose, failure_advice, health_folder, read_flight_records, read_rank_error
 from trainshed.plan import RankLayout
 from trainshed.run_folder import LOGS, attempt_folder, attempt_number, plan_file, rank_log, rank_name
 from trainshed.storage import LocalStore
@@ -222,5 +222,9 @@ def explain_failure(
         return error
     first = diagnosis.ranks[0] if diagnosis.ranks else (failed_ranks[0] if failed_ranks else 0)
     advice = next((record.advice for record in records.values() if record.advice), None)
-    hints = ["the same command goes on from the last checkpoint", *([advice] if advice else [])]
-    return TrainshedError(diagnosis.sentence, where=str(run_folder / rank_log(attempt, first)), hint="; ".join(hints))
+    advice = advice or failure_advice(diagnosis, records, rank_ends)
+    return TrainshedError(
+        diagnosis.sentence,
+        where=str(run_folder / rank_log(attempt, first)),
+        hint="; ".join([*([advice] if advice else []), "the same command goes on from the last checkpoint"]),
+    )

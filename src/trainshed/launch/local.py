@@ -30,11 +30,13 @@ from trainshed.launch.attempt import (
     rank_command,
     write_plan,
 )
+from trainshed.launch.device_sampling import watch_devices_here
 from trainshed.launch.ranks import FAILURE_GRACE_SECONDS, RanksResult, run_ranks
 from trainshed.observe.event_log import EventFollower
 from trainshed.observe.event_text import CTRL_C, format_stop_request
 from trainshed.observe.events import EventWriter
 from trainshed.observe.health import HOSTS_FILE, health_folder
+from trainshed.observe.process_stacks import RUN_FOLDER_VARIABLE
 from trainshed.observe.run_status import RunStatus, read_run_status
 from trainshed.plan import RankLayout
 from trainshed.run_folder import ATTEMPTS, CHECKPOINTS, EVENTS, LOCK_FILE, PREPARED_FILE, RECIPE_FILE
@@ -101,17 +103,22 @@ def train_locally(
         text = format_stop_request(request_text, attempt, done_steps, saved_step, repeated=again)
         on_event({"kind": "note", "text": text})
 
-    result = run_ranks(
-        rank_command(run_folder, attempt, worker_arguments),
-        ranks=layout.world_size,
-        logs=logs_folder(run_folder, attempt),
-        environment=(environment or {}) | machine_environment(precision),
-        grace_seconds=grace_seconds,
-        failure_grace_seconds=failure_grace_seconds,
-        on_poll=follow,
-        on_stop_request=report_stop_request,
-        on_stopped=partial(emit_stall, store, attempt),
-    )
+    with watch_devices_here(store, attempt, layout.world_size, socket.gethostname()):
+        result = run_ranks(
+            rank_command(run_folder, attempt, worker_arguments),
+            ranks=layout.world_size,
+            logs=logs_folder(run_folder, attempt),
+            environment={
+                **(environment or {}),
+                **machine_environment(precision),
+                RUN_FOLDER_VARIABLE: str(run_folder.absolute()),
+            },
+            grace_seconds=grace_seconds,
+            failure_grace_seconds=failure_grace_seconds,
+            on_poll=follow,
+            on_stop_request=report_stop_request,
+            on_stopped=partial(emit_stall, store, attempt),
+        )
     folder_watcher.check(at_once=True)
     follow()
     if result.killed_on_request:

@@ -17,7 +17,8 @@ Nodes meet in three ways, each for one reason:
 Each file of `Rendezvous` has one writer:
 
     <run>/starts/<start>/node-00001.json    an agent that has joined (`JoinedNode`), written once by it
-    <run>/starts/<start>/beat-00001         its heartbeats, counted: clocks of different machines are not compared
+    <run>/starts/<start>/beat-00001         its heartbeats, counted: clocks of different machines are not compared;
+                                            what its devices report may follow, as a line of JSON
     <run>/starts/<start>/order.json         what the first agent has decided (`AgentOrder`): an attempt, or the end
     <run>/starts/<start>/exit-code          how it ends, for the target's script: a lost node does not decide
     <run>/starts/<start>/bad-nodes          hosts that caused the end, for the target's script: a new start avoids them
@@ -218,6 +219,15 @@ class AgentOrder:
         return error_with_exit_code(self.exit_code, self.what, where=self.where, hint=self.hint)
 
 
+@dataclass(frozen=True)
+class Heartbeat:
+    """How many heartbeats an agent has sent, and what came with the last one."""
+
+    count: int
+    devices: bytes = b""
+    """What its devices report, as JSON (`observe/devices.py`)."""
+
+
 class Rendezvous:
     """The files of one start, through which its agents meet."""
 
@@ -234,19 +244,20 @@ class Rendezvous:
         nodes = [JoinedNode(**self._get(path.name) or {}) for path in sorted(self.folder.glob("node-*.json"))]
         return {node.slot: node for node in nodes}
 
-    def send_heartbeat(self, slot: int, count: int) -> None:
-        """Write this agent's count of heartbeats."""
-        self._store.put(f"beat-{slot:05d}", str(count).encode())
+    def send_heartbeat(self, slot: int, count: int, devices: bytes = b"") -> None:
+        """Write this agent's count of heartbeats, and what its devices report: it costs no request of its own."""
+        self._store.put(f"beat-{slot:05d}", str(count).encode() + (b"\n" + devices if devices else b""))
 
-    def heartbeat_counts(self, slots: tuple[int, ...]) -> dict[int, int]:
-        """Return how many heartbeats each slot has sent."""
-        counts: dict[int, int] = {}
+    def heartbeats(self, slots: tuple[int, ...]) -> dict[int, Heartbeat]:
+        """Return the last heartbeat of each slot."""
+        last: dict[int, Heartbeat] = {}
         for slot in slots:
             try:
-                counts[slot] = int(self._store.read(f"beat-{slot:05d}") or b"0")
+                count, _, devices = self._store.read(f"beat-{slot:05d}").partition(b"\n")
+                last[slot] = Heartbeat(int(count or b"0"), devices)
             except NotFound:
-                counts[slot] = 0
-        return counts
+                last[slot] = Heartbeat(0)
+        return last
 
     def request_fast_heartbeats(self) -> None:
         """Make all agents send a heartbeat with every look."""
@@ -297,8 +308,10 @@ class Rendezvous:
 
 
 @contextmanager
-def send_heartbeats(rendezvous: Rendezvous, slot: int, timeouts: AgentTimeouts) -> Generator[None]:
-    """Send heartbeats as long as the block runs."""
+def send_heartbeats(
+    rendezvous: Rendezvous, slot: int, timeouts: AgentTimeouts, devices: Callable[[], bytes] = bytes
+) -> Generator[None]:
+    """Send heartbeats as long as the block runs, with what `devices` returns at the time."""
     count, due = 0, 0.0
 
     def send() -> None:
@@ -306,7 +319,7 @@ def send_heartbeats(rendezvous: Rendezvous, slot: int, timeouts: AgentTimeouts) 
         if time.monotonic() >= due or rendezvous.wants_fast_heartbeats:
             count, due = count + 1, time.monotonic() + timeouts.beat_seconds
             try:
-                rendezvous.send_heartbeat(slot, count)
+                rendezvous.send_heartbeat(slot, count, devices())
             except StorageError:
                 due = 0.0  # again at the next look
                 raise
@@ -343,6 +356,8 @@ class HeartbeatMonitor:
         self._rendezvous = rendezvous
         self._seen: dict[int, tuple[int, float]] = {}
         self._began = time.monotonic()
+        self.devices: dict[int, bytes] = {}
+        """What the devices of each slot report, as JSON, where its last heartbeat had it."""
 
     def reset(self) -> None:
         """Start waiting again: agents have just been told to send heartbeats at another pace."""
@@ -351,9 +366,10 @@ class HeartbeatMonitor:
     def silent_slots(self, slots: tuple[int, ...], seconds: float) -> list[int]:
         """Return the slots that have sent no heartbeat for so long."""
         now = time.monotonic()
-        for slot, count in self._rendezvous.heartbeat_counts(slots).items():
-            if slot not in self._seen or self._seen[slot][0] != count:
-                self._seen[slot] = (count, now)
+        for slot, heartbeat in self._rendezvous.heartbeats(slots).items():
+            if slot not in self._seen or self._seen[slot][0] != heartbeat.count:
+                self._seen[slot] = (heartbeat.count, now)
+                self.devices[slot] = heartbeat.devices
         return [slot for slot in slots if now - max(self._began, self._seen[slot][1]) >= seconds]
 
 

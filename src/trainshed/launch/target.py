@@ -159,7 +159,7 @@ def tunnel_command(
     local_port = port or DEFAULT_PORT
     remote_port = submitted.serve_port or DEFAULT_PORT
     description = f"serve at http://localhost:{local_port}"
-    _refuse_registered(cluster)
+    refuse_registered(cluster)
     if cluster.target == "ray":
         raise InputError("Ray has no server of ours to reach", where=cluster.where("target"))
     node = node_of(stage_state, 0)
@@ -167,7 +167,7 @@ def tunnel_command(
         # To the Service: whichever replica is ready answers.
         name = stage_state.id.partition("/")[2]
         return RemoteCommand(
-            (*_kubectl_command(cluster), "port-forward", f"service/{name}", f"{local_port}:{SERVICE_PORT}"), description
+            (*kubectl_command(cluster), "port-forward", f"service/{name}", f"{local_port}:{SERVICE_PORT}"), description
         )
     login = cluster.on_slurm.login
     if login is not None:
@@ -175,7 +175,8 @@ def tunnel_command(
     return RemoteCommand(("ssh", "-N", "-L", f"{local_port}:localhost:{remote_port}", "--", node), description)
 
 
-def _refuse_registered(cluster: Cluster) -> None:
+def refuse_registered(cluster: Cluster) -> None:
+    """Refuse a target of a plugin: how its nodes are reached is not known."""
     if TARGETS.owner(cluster.target) is not None:
         raise InputError(
             f"no way to the nodes of the target {cluster.target} is known here", where=cluster.where("target")
@@ -186,12 +187,12 @@ def shell_command(
     cluster: Cluster, submitted: SubmittedJob, stage_state: StageState, rank: int, command: tuple[str, ...] = ("bash",)
 ) -> RemoteCommand:
     """Return the command that runs something on the node of a rank, inside its job."""
-    _refuse_registered(cluster)
+    refuse_registered(cluster)
     serves = stage_state.stage == "serve"
     node = node_of(stage_state, rank if serves else rank // submitted.ranks_per_node)
     description = f"on {node}, beside {'its server' if serves else f'rank {rank}'}"
     if cluster.target == "kubernetes":
-        return RemoteCommand((*_kubectl_command(cluster), "exec", "-it", node, "--", *command), description)
+        return RemoteCommand((*kubectl_command(cluster), "exec", "-it", node, "--", *command), description)
     if cluster.target == "ray":
         raise InputError(
             "Ray has no way into the place of an actor",
@@ -221,6 +222,7 @@ def node_of(stage_state: StageState, index: int) -> str:
     return stage_state.nodes[index]
 
 
-def _kubectl_command(cluster: Cluster) -> tuple[str, ...]:
+def kubectl_command(cluster: Cluster) -> tuple[str, ...]:
+    """Return kubectl with the context and namespace of a cluster."""
     context = cluster.on_kubernetes.context
     return ("kubectl", *(("--context", context) if context else ()), "--namespace", cluster.on_kubernetes.namespace)

@@ -18,13 +18,15 @@ import pickle
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 import orjson
 
 from trainshed.errors import CorruptData, TrainshedError, error_with_exit_code
+from trainshed.observe.process_stacks import RankStack
+from trainshed.observe.stall_advice import activity_of, exit_advice
 from trainshed.run_folder import HEALTH, attempt_folder, rank_name
 
 
@@ -288,28 +290,70 @@ def diagnose(
     return FailureDiagnosis([], None, f"no rank stands out among the flight records of {format_ranks(records)}")
 
 
+def failure_advice(
+    diagnosis: FailureDiagnosis, records: Mapping[int, FlightRecord], exit_reasons: Mapping[int, str]
+) -> str | None:
+    """Return what to do about the ranks that a diagnosis names, None where nothing is known to help.
+
+    It is about how they ended, otherwise about where they stood while the others waited for them.
+    """
+    for rank in diagnosis.ranks:
+        record = records.get(rank)
+        if record is None and rank in exit_reasons and (advice := exit_advice(exit_reasons[rank])) is not None:
+            return advice
+        if record is not None and record.error is None:
+            activity = activity_of([frame.partition(": ")[0] for frame in record.stack])
+            if activity.advice is not None and not activity.waits_for_others:
+                return activity.advice
+    return None
+
+
 def read_flight_records(folder: Path) -> dict[int, FlightRecord]:
     """Return the flight records in a folder (`health/attempt-0001`), by rank.
 
-    If NCCL's watchdog ended a rank before it could write its own, the record is made of PyTorch's dump.
+    Ranks of our own engine write theirs. Of a foreign engine there are the stacks that its nodes have read
+    (`watch_node.py`). PyTorch's own dumps are added to both, where a rank could not write its collectives: NCCL's
+    watchdog has ended it, or it is foreign.
     """
     records: dict[int, FlightRecord] = {}
     for path in sorted(folder.glob("rank-*.json")):
         record = FlightRecord.from_json(path.read_bytes())
         records[record.rank] = record
+    for path in sorted(folder.glob("stacks-*.json")):
+        records |= {record.rank: record for record in _read_node_stacks(path) if record.rank not in records}
     for path in sorted(folder.glob(f"{NCCL_DUMP}*")):
         number = path.name.removeprefix(NCCL_DUMP)
-        if not number.isdecimal() or int(number) in records:
+        if not number.isdecimal():
             continue
-        reason = "NCCL's watchdog ended it"
+        record = records.get(int(number))
+        if record is not None and record.collectives:
+            continue
         try:
             operations, groups = read_nccl_dump(path.read_bytes(), str(path))
         except CorruptData:  # its writer was killed while writing
             continue
-        records[int(number)] = FlightRecord(
-            int(number), path.stat().st_mtime, reason, waiting="collective", groups=groups, collectives=operations
-        )
+        reason = "NCCL's watchdog ended it"
+        record = record or FlightRecord(int(number), path.stat().st_mtime, reason, waiting="collective")
+        records[record.rank] = replace(record, groups=groups, collectives=operations, missing=None)
     return records
+
+
+def _read_node_stacks(path: Path) -> Iterator[FlightRecord]:
+    """Yield a record for each rank in the answer of a node of a foreign engine, which has stalled."""
+    try:
+        stacks = [RankStack(**stack) for stack in orjson.loads(path.read_bytes())["ranks"]]
+    except (orjson.JSONDecodeError, KeyError, TypeError):
+        return
+    for stack in stacks:
+        activity = activity_of(stack.stack, stack.state)
+        yield FlightRecord(
+            stack.rank,
+            path.stat().st_mtime,
+            "its engine's log has not grown",
+            stack=stack.stack,
+            waiting="collective" if activity.waits_for_others or activity.name == "gpu" else None,
+            missing=stack.problem or "its flight recorder did not answer",
+        )
 
 
 def format_ranks(ranks: Iterable[int]) -> str:

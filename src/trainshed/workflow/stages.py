@@ -19,9 +19,11 @@ from trainshed.data.artefacts import DataArtefacts
 from trainshed.data.prompts import chat_format
 from trainshed.data.tokenize.tokenizer import TOKENIZER_FILES, Tokenizer
 from trainshed.data.tokens.token_source import TokenSource
+from trainshed.engines.launch import WATCH_FOLDER
 from trainshed.engines.megatron.keys import MEGATRON_CHECKPOINTS
 from trainshed.errors import InputError, NotFound, TrainshedError
 from trainshed.launch.job import JobFile
+from trainshed.observe.watch_node import shipped_files
 from trainshed.recipe import Cluster, Export, Recipe, load_cluster, load_recipe
 from trainshed.reporting import SILENT, Reporter
 from trainshed.run_folder import CLUSTER_FILE, ENGINE, RECIPE_FILE
@@ -96,6 +98,8 @@ def _prepare_data(recipe: Recipe, cluster: Cluster, run: Path, wanted: tuple[str
         tokenizer = artefacts.tokenizer()
     if "tokenizer" in wanted and tokenizer is not None:
         write_engine_tokenizer(tokenizer, run, options)
+    if recipe.engine.name != "torch":
+        write_engine_watch(run)
 
 
 def tokenizer_folder(tokenizer: Tokenizer) -> str | None:
@@ -215,6 +219,13 @@ def write_engine_tokenizer(tokenizer: Tokenizer, run: Path, options: StoreOption
     config = {"tokenizer_class": "PreTrainedTokenizerFast"} | tokenizer.config
     store.put("tokenizer.json", tokenizer.json)
     store.put("tokenizer_config.json", _json(config))
+
+
+def write_engine_watch(run: Path) -> None:
+    """Leave the script that watches the ranks of the engine, in whose image there is nothing of ours."""
+    store = LocalStore(run / ENGINE / WATCH_FOLDER)
+    for file in shipped_files():
+        store.put(file.name, file.read_bytes())
 
 
 def check_proven(passed: bool, target: str) -> None:

@@ -168,14 +168,28 @@ def test_too_few_nodes_for_the_layout_end_the_start_with_the_reason(agents: Star
     assert "1 of 2 nodes are left, and elastic.min_nodes asks for 2" in printed
 
 
-def test_gpus_are_sampled_beside_the_attempt(agents: Start, tmp_path: Path) -> None:
+def test_the_devices_of_all_nodes_are_events_of_the_run(agents: Start, tmp_path: Path) -> None:
     program = tmp_path / "bin" / "nvidia-smi"
     program.parent.mkdir()
-    program.write_text("#!/bin/sh\necho '0, 41, 71.5, 99, 1000, 1980, 0'\necho '1, 42, [N/A], 98, 1000, 1980, 0'\n")
+    # 0x40 is a clock that is held down by heat; host-1 has a GPU with an error of its memory.
+    errors = '[ "$TRAINSHED_HOST" = host-1 ] && e=2 || e=0'
+    program.write_text(f'#!/bin/sh\n{errors}\necho "0, GPU-a, 91, [N/A], 99, 1024, 900, $e, 2, 0x40"\n')
     program.chmod(0o755)
     path = f"{program.parent}:{os.environ['PATH']}"
-    job = agents("time.sleep(0.5)", 0, nodes=1, environment={"PATH": path})
-    assert job.ends()[0] == [0]
-    lines = (job.run / "health/attempt-0001/gpus-00000.jsonl").read_text().splitlines()
-    gpus = orjson.loads(lines[0])["gpus"]
-    assert [(gpu["temperature.gpu"], gpu["power.draw"]) for gpu in gpus] == [(41, 71.5), (42, None)]
+    job = agents(WAIT, environment={"PATH": path, "TRAINSHED_BEAT_SECONDS": "0.05"})
+
+    def alarms() -> list[dict[str, Any]]:
+        return [event for event in read_events(LocalStore(job.run), "") if event["kind"] == "alarm"]
+
+    wait_for(lambda: {event["name"] for event in alarms()} == {"throttling", "gpu_error"}, "two alarms")
+    for agent in job.agents.values():
+        agent.send_signal(signal.SIGTERM)
+    job.ends()
+    devices = [event for event in read_events(LocalStore(job.run), "") if event["kind"] == "devices"]
+    assert devices[-1]["temperature_celsius"] == [91, 91]
+    assert devices[-1]["memory_gib"] == [1.0, 1.0]
+    assert devices[-1]["power_watts"] == [None, None]
+    assert devices[-1]["throttled"] == ["temperature", "temperature"]
+    (broken,) = [event for event in alarms() if event["name"] == "gpu_error"]
+    assert broken["what"].startswith("GPU 0 of host-1 (rank 1) has 2 new ECC errors that cannot be corrected")
+    assert (broken["ranks"], broken["hosts"]) == ([1], ["host-1"])

@@ -35,6 +35,7 @@ from trainshed.engines.torch.rank_env import (
 )
 from trainshed.engines.torch.rank_health import Watchdog
 from trainshed.engines.torch.sample_answers import AnswerLog, SampleAnswers
+from trainshed.engines.torch.stack_dump import write_stacks_when_asked
 from trainshed.engines.torch.state import base_spec, find_resume_point, load_start_state
 from trainshed.engines.torch.step import ReferenceModel, StepRunner
 from trainshed.engines.torch.trainer import Trainer
@@ -83,6 +84,7 @@ def train_rank(
     `attempt` is the number that the launcher has taken; without it rank 0 takes the next one. A rank ends with a flight
     record if it waits for others, or sends no heartbeat, for longer than its phase may take (`budgets`).
     """
+    write_stacks_when_asked()
     env, budgets = RankEnv.from_environment(), PhaseBudgets.of(job.recipe)
     began = time.monotonic()
     try:

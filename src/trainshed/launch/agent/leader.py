@@ -11,6 +11,7 @@ from trainshed.data.sampling.schedule import BatchRampUp, BatchSchedule
 from trainshed.errors import InputError, TrainshedError
 from trainshed.launch.agent.records import AttemptRecords, NodeRecord
 from trainshed.launch.attempt import explain_failure, write_plan
+from trainshed.launch.device_sampling import DeviceEvents, parse_samples
 from trainshed.launch.job import JobFile, Stage
 from trainshed.launch.rendezvous import (
     AgentOrder,
@@ -61,7 +62,8 @@ class Leader:
         self._bad_slots: dict[int, str] = {}
         self._heartbeats = HeartbeatMonitor(rendezvous)
         self._orders = 0
-        self._watched_at = time.monotonic()
+        self._watched_at = self._devices_at = time.monotonic()
+        self._devices: DeviceEvents | None = None
         # Every look opens one file per node.
         self._pause = timeouts.look_seconds if node_env.slots > _FEW_NODES else min(0.2, timeouts.look_seconds)
         self.error: TrainshedError | None = None
@@ -104,11 +106,21 @@ class Leader:
         self._watched_at = time.monotonic()
         for slot in self._heartbeats.silent_slots(order.slots, self._timeouts.lost_seconds):
             records.mark_failed(self._joined[slot].host, f"{self._joined[slot].host} shows no sign of life")
+        self._write_devices(order)
+
+    def _write_devices(self, order: AgentOrder) -> None:
+        """Write what the devices of all nodes report, with every second heartbeat: once a minute."""
+        if self._devices is None or time.monotonic() - self._devices_at < 2 * self._timeouts.beat_seconds:
+            return
+        self._devices_at = time.monotonic()
+        reports = {node: self._heartbeats.devices.get(slot, b"") for node, slot in enumerate(order.slots)}
+        self._devices.update(parse_samples(reports))
 
     def next_order(self, order: AgentOrder) -> AgentOrder:
         """Wait until the ranks of all nodes have ended, then decide what comes next."""
         assert order.attempt is not None
         nodes = self._collect_records(order, AttemptRecords(self._run, order.attempt))
+        self._close_devices()
         if all(node.ended == "finished" for node in nodes):
             return self._finish(0, "")
         if not any(node.ended in ("failed", "lost") for node in nodes):
@@ -120,6 +132,11 @@ class Leader:
         if self._elastic and any(node.bad_node is not None for node in nodes) and error.exit_code != 2:
             return self._restart_without_bad_nodes(order.slots, error)
         return self.fail(error)
+
+    def _close_devices(self) -> None:
+        if self._devices is not None:
+            self._devices.close()
+            self._devices = None
 
     def _stopped(self, attempt: int, exit_code: int) -> AgentOrder:
         events = read_events(LocalStore(self._run), "", attempt=attempt)
@@ -168,6 +185,8 @@ class Leader:
         self._rendezvous.end_fast_heartbeats()
         self._rendezvous.publish(order)
         self._heartbeats.reset()
+        self._close_devices()
+        self._devices = DeviceEvents(store, attempt, nodes=len(training), ranks_per_node=per_node)
         return order
 
     def _collect_records(self, order: AgentOrder, records: AttemptRecords) -> list[NodeRecord]:
@@ -188,6 +207,8 @@ class Leader:
                 return [by_node[node] for node in sorted(by_node)]
             for slot in self._heartbeats.silent_slots(tuple(missing), silence_seconds):
                 by_node[missing[slot]] = self._record_lost_node(missing[slot], slot, records)
+            if not by_node:  # this node may not train itself
+                self._write_devices(order)
             time.sleep(self._pause)
 
     def _record_lost_node(self, node: int, slot: int, records: AttemptRecords) -> NodeRecord:

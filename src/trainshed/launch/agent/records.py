@@ -3,7 +3,6 @@
 <run>/health/attempt-0001/hosts.json        which host had which ranks
 <run>/health/attempt-0001/node-00001.json   how the ranks of a node ended
 <run>/health/attempt-0001/failed.json       the first failure: it tells all other nodes to end
-<run>/health/attempt-0001/gpus-00001.jsonl  samples of a node's GPUs
 """
 
 from __future__ import annotations

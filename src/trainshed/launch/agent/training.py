@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
 import signal
-import subprocess
 import time
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-
-import orjson
 
 import trainshed
 from trainshed.errors import InputError, TrainshedError
@@ -27,6 +22,7 @@ from trainshed.launch.attempt import (
     rank_command,
     read_job_plan,
 )
+from trainshed.launch.device_sampling import DeviceSampler
 from trainshed.launch.job import JobFile, Stage, version_problem
 from trainshed.launch.preflight import preflight_job, run_preflight
 from trainshed.launch.ranks import run_ranks, stopped_rank_text
@@ -38,10 +34,10 @@ from trainshed.launch.rendezvous import (
     JoinedNode,
     NodeEnv,
     Rendezvous,
-    repeat_in_thread,
     send_heartbeats,
 )
 from trainshed.observe.events import EventWriter
+from trainshed.observe.process_stacks import RUN_FOLDER_VARIABLE
 from trainshed.recipe import load_cluster
 from trainshed.reporting import Reporter
 from trainshed.run_folder import CLUSTER_FILE, rank_name
@@ -63,13 +59,14 @@ class NodeTraining:
         self._run = Path(job.run)
         self._rendezvous = Rendezvous(self._run, node_env.start)
         self._requests = StopSignals()
+        self._devices = DeviceSampler(node_env.host)
 
     def run(self) -> int:
         """Train; returns 0, 128 + the signal of a requested stop, or `PEER_FAILED_EXIT_CODE`; raises a failure."""
         problem = version_problem(self._job)
         with self._requests:
             self._rendezvous.join(JoinedNode(self._node_env.slot, self._node_env.host, trainshed.__version__, problem))
-            with send_heartbeats(self._rendezvous, self._node_env.slot, self._timeouts):
+            with send_heartbeats(self._rendezvous, self._node_env.slot, self._timeouts, self._devices.latest_json):
                 if self._node_env.is_leader:
                     return self._lead()
                 if problem is not None:
@@ -200,7 +197,7 @@ class NodeTraining:
         peer_failed = _at_most_every(
             self._timeouts.look_seconds, lambda: self._is_superseded(order) or records.has_failed
         )
-        with sample_gpus(records.folder / f"gpus-{node:05d}.jsonl", self._timeouts.beat_seconds):
+        with self._devices.sampling(self._timeouts.beat_seconds):
             result = run_ranks(
                 rank_command(self._run, order.attempt, ("--on", str(self._folder / CLUSTER_FILE))),
                 ranks=per_node,
@@ -208,7 +205,11 @@ class NodeTraining:
                 world_size=len(order.slots) * per_node,
                 first_rank=node * per_node,
                 master=order.master,
-                environment={"TRAINSHED_ATTEMPT": str(order.attempt)} | machine_environment(self._job.precision),
+                environment={
+                    "TRAINSHED_ATTEMPT": str(order.attempt),
+                    RUN_FOLDER_VARIABLE: str(self._run),
+                    **machine_environment(self._job.precision),
+                },
                 grace_seconds=self._job.grace_seconds,
                 failure_grace_seconds=self._timeouts.failure_grace_seconds,
                 on_poll=poll,
@@ -285,48 +286,3 @@ def preflight_node(
     if node in verdict.replace:
         return replace(record, ended="failed", bad_node="preflight says to replace it", what=what)
     return record
-
-
-_GPU_KEYS = ("index", "temperature.gpu", "power.draw", "utilization.gpu", "memory.used", "clocks.sm")
-_GPU_ECC_KEY = "ecc.errors.uncorrected.volatile.total"
-_SMI_SECONDS = 20.0
-
-
-@contextmanager
-def sample_gpus(file: Path, seconds: float) -> Generator[None]:
-    """Sample the node's GPUs into a file of JSON lines; does nothing without nvidia-smi."""
-    if shutil.which("nvidia-smi") is None:
-        yield
-        return
-
-    def sample() -> None:
-        if (gpus := _query_gpus()) is None:
-            return
-        line = orjson.dumps({"time": time.time(), "gpus": gpus}, option=orjson.OPT_APPEND_NEWLINE)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with file.open("ab") as samples:
-            samples.write(line)
-
-    with repeat_in_thread(seconds, sample):
-        yield
-
-
-def _query_gpus() -> list[dict[str, float | None]] | None:
-    """Ask nvidia-smi; None where it does not answer."""
-    keys = (*_GPU_KEYS, _GPU_ECC_KEY)
-    command = ["nvidia-smi", f"--query-gpu={','.join(keys)}", "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_SMI_SECONDS, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    if done.returncode:
-        return None
-    rows = [[_parse_figure(cell) for cell in line.split(",")] for line in done.stdout.splitlines()]
-    return [dict(zip(keys, row, strict=False)) for row in rows]
-
-
-def _parse_figure(cell: str) -> float | None:
-    try:
-        return float(cell)
-    except ValueError:  # [N/A]
-        return None

@@ -49,6 +49,7 @@ from trainshed.launch.ray.placement import (
 )
 from trainshed.launch.ray.status import StageLogLine
 from trainshed.launch.rendezvous import AgentOrder, AgentTimeouts, Rendezvous, port_of_start
+from trainshed.observe.health import diagnose, health_folder, read_flight_records
 from trainshed.recipe import Cluster, load_cluster
 from trainshed.reporting import SILENT, Reporter
 from trainshed.run_folder import CLUSTER_FILE, rank_name
@@ -59,7 +60,7 @@ from trainshed.storage.attempts import take_attempt
 _ACTOR_CONCURRENCY = 4  # methods of an actor: a stop must get through while `run` waits
 _AGENT_MARGIN_SECONDS = 30.0  # an agent kills its ranks itself when the grace is over, and records it
 _END_SECONDS = 15.0  # for the agents to read that the start is over
-_SCRIPT_GRACE_SECONDS = 5.0  # foreign engines write no flight records
+_SCRIPT_GRACE_SECONDS = 20.0  # for the flight recorder of NCCL, which takes some seconds to write itself
 _DEVICE_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 _THREADS_VARIABLE = "OMP_NUM_THREADS"
 _GOOD_EXIT_CODES = frozenset({0, *(128 + number for number in STOP_SIGNALS)})
@@ -517,6 +518,8 @@ def run_scripts(context: RayJobContext, stage: Stage, nodes: Sequence[PlacedActo
     first = result.failed[0]
     context.report_log(f"node {first.rank} {first.end_text}", first.log_tail)
     what = f"{stage.name} failed: node {first.rank} {first.end_text}"
+    if records := read_flight_records(health_folder(context.run_folder, attempt)):
+        what += f"; {diagnose(records, stage.world_size).sentence}"
     raise error_with_exit_code(first.exit_code, what, where=str(members[first.rank].task.log))
 
 

@@ -7,9 +7,17 @@ attempt=${TRAINSHED_ATTEMPT:-}
 [[ $attempt =~ ^[0-9]+$ ]] || { echo "TRAINSHED_ATTEMPT is no number: $attempt" >&2; exit 2; }
 : "${MASTER_ADDR:?the address of node 0 is not set}" "${MASTER_PORT:?the port of node 0 is not set}"
 folder=/store/runs/demo/1a2b3c4d/logs/$(printf 'attempt-%04d' "$((10#$attempt))")
-mkdir -p "$folder"
+health=/store/runs/demo/1a2b3c4d/health/${folder##*/}
+mkdir -p "$folder" "$health"
+export TRAINSHED_RUN_FOLDER=/store/runs/demo/1a2b3c4d
 file=$folder/$(printf 'node-%05d.log' "$((10#$node))")
 export A=1
+export TORCH_FR_BUFFER_SIZE="${TORCH_FR_BUFFER_SIZE-2000}"
+export TORCH_NCCL_TRACE_BUFFER_SIZE="${TORCH_NCCL_TRACE_BUFFER_SIZE-2000}"
+export TORCH_NCCL_DUMP_ON_TIMEOUT="${TORCH_NCCL_DUMP_ON_TIMEOUT-1}"
+export TORCH_FR_DUMP_TEMP_FILE="${TORCH_FR_DUMP_TEMP_FILE-$health/nccl-rank-}"
+export TORCH_NCCL_DEBUG_INFO_TEMP_FILE="${TORCH_NCCL_DEBUG_INFO_TEMP_FILE-$health/nccl-rank-}"
+export TORCH_NCCL_DEBUG_INFO_PIPE_FILE="${TORCH_NCCL_DEBUG_INFO_PIPE_FILE-${TMPDIR:-/tmp}/trainshed-$$-}"
 arguments=(
   --name
   'it'"'"'s $HOME'
@@ -41,6 +49,21 @@ python3 \
   --nproc-per-node 8 \
   /opt/pretrain.py "${arguments[@]}" >&"$log" 2>&1 &
 torchrun=$!
+watch=
+watcher=/store/runs/demo/1a2b3c4d/engine/watch/watch_node.py
+if [[ -f $watcher ]]; then
+  python3 \
+    "$watcher" \
+    --run /store/runs/demo/1a2b3c4d \
+    --attempt "$((10#$attempt))" \
+    --node "$((10#$node))" \
+    --nodes 2 \
+    --ranks-per-node 8 \
+    --torchrun "$torchrun" \
+    --quiet-seconds 1800 \
+    {log}>&- &
+  watch=$!
+fi
 while true; do
   interrupted=
   code=0
@@ -48,5 +71,7 @@ while true; do
   [[ -n $interrupted ]] || break
 done
 exec {log}>&-
+[[ -z $watch ]] || kill "$watch" 2>/dev/null || true
+rm -f "${TMPDIR:-/tmp}/trainshed-$$-"*.pipe
 wait "$tee" || true
 exit "${requested:-$code}"
