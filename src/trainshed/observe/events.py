@@ -90,7 +90,8 @@ class StepEvent(Event):
     """One optimizer step. `tokens` is what the run has consumed so far; MFU is a fraction, null if it is unknown.
 
     Steps that are read from another engine's log (`engine_logs/`) have null for what that log does not say, and no
-    `batch_hash`. Where it has one line for several steps, `steps` is how many, and the figures are their means.
+    `batch_hash`. Where it has one line for several steps, `steps` is how many, and the figures are their means;
+    `global_batch` is the number of sequences in a step, where the log has it.
 
     `learned_tokens` are the tokens of this step that carried a label, where not all of them do.
 
@@ -114,6 +115,7 @@ class StepEvent(Event):
     skipped: bool
     batch_hash: str | None = None
     steps: int | None = None
+    global_batch: int | None = None
     learned_tokens: int | None = None
     pairs: int | None = None
     moe_balance: float | None = None

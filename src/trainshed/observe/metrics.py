@@ -191,11 +191,11 @@ def select_steps(
     done = completed_steps(events)
     firsts = _first_steps(events)
     slowed = _slowed_steps(events)
-    batch_tokens = _final_batch(done)
+    same_batch = {id(event) for event in with_final_batch(done)}
     left_out: Counter[str] = Counter()
     kept: list[dict[str, Any]] = []
     beside: list[tuple[str, dict[str, Any]]] = []
-    for index, event in enumerate(done):
+    for event in done:
         covered = range(event["step"] - (event.get("steps") or 1) + 1, event["step"] + 1)
         number = event["step"] + facts.first_step
         if (start is not None and number < start) or (end is not None and number > end):
@@ -207,7 +207,7 @@ def select_steps(
             left_out["first of an attempt"] += len(covered)
         elif event.get("skipped"):
             left_out["skipped"] += len(covered)
-        elif batch_tokens is not None and _added_tokens(done, index) not in (None, batch_tokens):
+        elif id(event) not in same_batch:
             left_out["with another batch"] += len(covered)
         elif why == "profiled":
             left_out[why] += len(covered)
@@ -256,17 +256,21 @@ def _slowed_steps(events: Sequence[dict[str, Any]]) -> dict[int, str]:
     return slowed
 
 
-def _added_tokens(done: Sequence[dict[str, Any]], index: int) -> int | None:
-    """Return how many tokens a step added to those before it, per step; None where that is not known."""
-    event = done[index]
-    if index == 0 or event["tokens"] is None or done[index - 1]["tokens"] is None:
+def with_final_batch(steps: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the steps that have the batch of the last one; all of them where the batch is not known."""
+    sizes = [_batch_size(steps[index - 1] if index else None, step) for index, step in enumerate(steps)]
+    known = [size for size in sizes if size is not None]
+    return [step for step, size in zip(steps, sizes, strict=True) if size is None or size == known[-1]]
+
+
+def _batch_size(before: dict[str, Any] | None, step: dict[str, Any]) -> int | None:
+    """Return the sequences of a step, or else how many tokens it added; None where neither is known."""
+    if step.get("global_batch") is not None:
+        return step["global_batch"]
+    if before is None or step["tokens"] is None or before["tokens"] is None:
         return None
-    covered = event["step"] - done[index - 1]["step"]
-    return (event["tokens"] - done[index - 1]["tokens"]) // covered if covered > 0 else None
-
-
-def _final_batch(done: Sequence[dict[str, Any]]) -> int | None:
-    return _added_tokens(done, len(done) - 1) if done else None
+    covered = step["step"] - before["step"]
+    return (step["tokens"] - before["tokens"]) // covered if covered > 0 else None
 
 
 def _expand(steps: Sequence[dict[str, Any]]) -> list[float]:

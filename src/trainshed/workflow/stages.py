@@ -13,18 +13,25 @@ from pathlib import Path
 
 import orjson
 
+from trainshed.catalog import find_gpu
+from trainshed.catalog.machines import find_machine
+from trainshed.catalog.table import is_path
 from trainshed.checkpoints.base import BaseWeights
 from trainshed.checkpoints.formats import TargetFormat, detect_format
 from trainshed.data.artefacts import DataArtefacts
 from trainshed.data.prompts import chat_format
 from trainshed.data.tokenize.tokenizer import TOKENIZER_FILES, Tokenizer
 from trainshed.data.tokens.token_source import TokenSource
+from trainshed.engines.launch import losses_rank
 from trainshed.engines.megatron.keys import MEGATRON_CHECKPOINTS
 from trainshed.errors import InputError, NotFound, TrainshedError
+from trainshed.launch.attempt import read_job_plan
 from trainshed.launch.job import JobFile
+from trainshed.models.parameters import parameter_count
+from trainshed.observe.run_facts import EngineRun
 from trainshed.recipe import Cluster, Export, Recipe, load_cluster, load_recipe
 from trainshed.reporting import SILENT, Reporter
-from trainshed.run_folder import CLUSTER_FILE, ENGINE, RECIPE_FILE
+from trainshed.run_folder import CLUSTER_FILE, ENGINE, ENGINE_RUN_FILE, RECIPE_FILE
 from trainshed.storage import LocalStore, StoreOptions, copy_tree, join, open_folder, parse
 from trainshed.workflow.prepare import (
     PreparedRun,
@@ -63,6 +70,8 @@ def run_stage(stage: str, job_folder: Path, *, part: int = 0, parts: int = 1, re
         reporter.note(f"part {part + 1} of {parts}: {made} shards tokenised")
     elif stage == "prepare":
         _prepare_data(recipe, cluster, run, job.wanted, reporter)
+        if recipe.engine.name != "torch":
+            write_engine_run(job, job_folder, recipe, written, run)
     elif stage == "export":
         options = store_options(cluster)
         artefacts = DataArtefacts(resolve(recipe, options), store_root(recipe, cluster), make=False, options=options)
@@ -96,6 +105,24 @@ def _prepare_data(recipe: Recipe, cluster: Cluster, run: Path, wanted: tuple[str
         tokenizer = artefacts.tokenizer()
     if "tokenizer" in wanted and tokenizer is not None:
         write_engine_tokenizer(tokenizer, run, options)
+
+
+def write_engine_run(job: JobFile, job_folder: Path, recipe: Recipe, cluster: Cluster, run: Path) -> None:
+    """Write where a foreign engine will run: its log does not say all that its figures are computed from."""
+    train, (layout, _) = job.stage("train"), read_job_plan(job_folder)
+    resolved = load_recipe(str(run / RECIPE_FILE)) if (run / RECIPE_FILE).is_file() else recipe
+    config = resolved.model.config
+    gpu = find_machine(cluster.gpu_machine).gpu if cluster.gpu_machine else None
+    placed = EngineRun(
+        engine=recipe.engine.name,
+        layout=str(layout),
+        nodes=train.nodes,
+        ranks_per_node=train.ranks_per_node,
+        losses_rank=losses_rank(recipe, cluster.image, train.world_size),
+        gpu=find_gpu(gpu).name if gpu is not None and not is_path(gpu) else None,
+        parameters=parameter_count(config) if config is not None else 0,
+    )
+    LocalStore(run).put(ENGINE_RUN_FILE, placed.to_bytes())
 
 
 def tokenizer_folder(tokenizer: Tokenizer) -> str | None:

@@ -116,6 +116,7 @@ class MegatronReader(ProgramReader):
             moe_z=figure(figures, "z_loss"),
             memory_gib=facts.memory_gib,
             samples=int(consumed) if consumed else None,
+            global_batch=int(batch) if batch else None,
             steps=covered if covered > 1 else None,
         )
 

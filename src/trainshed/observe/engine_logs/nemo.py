@@ -123,6 +123,7 @@ class NemoReader(ProgramReader):
                 tokens=int(consumed) * length if consumed and length else None,
                 step_seconds=seconds,
                 samples=int(consumed) if consumed else None,
+                global_batch=int(batch) if batch else None,
             )
         if validation_loss is not None and validation_loss != self._validation_loss:
             # The bar shows the last one until there is another.
