@@ -112,6 +112,7 @@ def _account(events: Sequence[dict[str, Any]], counting: set[int], usual: float)
     began, ended = _span(events)
     first_step_began = ended
     staged_at = saved_at = None
+    last_step, last_took = None, 0.0
     stalled = False
     first = True
     last_work = began
@@ -120,6 +121,10 @@ def _account(events: Sequence[dict[str, Any]], counting: set[int], usual: float)
         if kind == "step" and event["step_seconds"] is not None:
             covered = event.get("steps") or 1
             took = event["step_seconds"] * covered
+            if last_step is not None and event["step"] - covered < last_step:
+                # Megatron's second line is the mean of the first step too, which has a line of its own.
+                covered, took = max(1, event["step"] - last_step), max(0.0, took - last_took)
+            last_step, last_took = event["step"], took
             step_began = event["time"] - took
             if first:
                 first_step_began = min(first_step_began, step_began)

@@ -95,7 +95,9 @@ def _after_warm_up(measured: list[Any]) -> list[Any]:
 
 def measure_log(path: Path) -> MeasuredRun:
     """Measure a run by the log of a program that `engine_logs/` reads."""
-    log = ReadLog(path)
+    if not path.is_file():
+        raise InputError("there is no such file", where=str(path))
+    log = ReadLog(str(path))
     steps = [event for event in log.events(TrainingFacts()) if event["kind"] == "step"]
     timed = [step for step in steps if step["step_seconds"] is not None]
     if not timed:

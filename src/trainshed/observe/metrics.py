@@ -99,7 +99,8 @@ class RunMetrics:
     first: int
     """The first and the last step that count, as people number them."""
     last: int
-    times: StepTimes
+    times: StepTimes | None
+    """None where a log has only rates."""
     left_out: dict[str, int]
     """How many steps do not count, by why."""
     tokens_per_second: float | None
@@ -121,7 +122,7 @@ class RunMetrics:
             "facts": self.facts.to_plain(),
             "first_step": self.first,
             "last_step": self.last,
-            "step_seconds": self.times.to_plain(),
+            "step_seconds": self.times.to_plain() if self.times is not None else None,
             "left_out": self.left_out,
             "tokens_per_second": self.tokens_per_second,
             "tokens_per_second_per_gpu": self.tokens_per_second_per_gpu,
@@ -172,7 +173,7 @@ def measure_events(
         validation_loss=validations[-1] if validations else None,
         memory_gib=max(memory, default=None),
         goodput=measure_goodput(events),
-        seconds=tuple(seconds[:: math.ceil(len(seconds) / _MOST_TIMES)]),
+        seconds=tuple(seconds[:: math.ceil(len(seconds) / _MOST_TIMES) or 1]),
     )
 
 
@@ -201,7 +202,7 @@ def select_steps(
         if (start is not None and number < start) or (end is not None and number > end):
             continue
         why = next((slowed[step] for step in covered if step in slowed), None)
-        if event["step_seconds"] is None:
+        if event["step_seconds"] is None and event["tokens_per_second_per_gpu"] is None:
             left_out["without a time"] += len(covered)
         elif id(event) in firsts and (start is None or number > facts.first_step):
             left_out["first of an attempt"] += len(covered)
@@ -274,11 +275,14 @@ def _batch_size(before: dict[str, Any] | None, step: dict[str, Any]) -> int | No
 
 
 def _expand(steps: Sequence[dict[str, Any]]) -> list[float]:
-    return [event["step_seconds"] for event in steps for _ in range(event.get("steps") or 1)]
+    timed = [event for event in steps if event["step_seconds"] is not None]
+    return [event["step_seconds"] for event in timed for _ in range(event.get("steps") or 1)]
 
 
-def _step_times(steps: Sequence[dict[str, Any]]) -> StepTimes:
+def _step_times(steps: Sequence[dict[str, Any]]) -> StepTimes | None:
     seconds = sorted(_expand(steps))
+    if not seconds:
+        return None
     return StepTimes(
         steps=len(seconds),
         mean=fmean(seconds),
@@ -290,7 +294,9 @@ def _step_times(steps: Sequence[dict[str, Any]]) -> StepTimes:
     )
 
 
-def _tokens_per_second(steps: Sequence[dict[str, Any]], facts: TrainingFacts, times: StepTimes) -> float | None:
+def _tokens_per_second(steps: Sequence[dict[str, Any]], facts: TrainingFacts, times: StepTimes | None) -> float | None:
+    if times is None:
+        return None
     tokens = facts.tokens_per_step
     if tokens is None:
         added = {
@@ -305,10 +311,11 @@ def _tokens_per_second(steps: Sequence[dict[str, Any]], facts: TrainingFacts, ti
 def _logged_rate(steps: Sequence[dict[str, Any]]) -> float | None:
     """Return the mean of the rates that a log has itself, each as long as its step."""
     rated = [event for event in steps if event["tokens_per_second_per_gpu"] is not None]
-    seconds = sum(event["step_seconds"] for event in rated)
-    if not seconds:
+    weights = [event["step_seconds"] or 1.0 for event in rated]
+    if not rated:
         return None
-    return sum(event["tokens_per_second_per_gpu"] * event["step_seconds"] for event in rated) / seconds
+    rates = (event["tokens_per_second_per_gpu"] for event in rated)
+    return sum(rate * weight for rate, weight in zip(rates, weights, strict=True)) / sum(weights)
 
 
 def _mfu(steps: Sequence[dict[str, Any]], per_gpu: float | None, facts: TrainingFacts) -> tuple[Mfu | None, str | None]:

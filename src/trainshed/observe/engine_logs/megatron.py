@@ -59,7 +59,7 @@ class MegatronReader(ProgramReader):
         self._log_interval = 1
         self._is_first_line = True
         self._first_covered = 0
-        self._saving: dict[int, float | None] = {}
+        self._saving: dict[int, tuple[float | None, int | None]] = {}
         self._is_bridge = False
 
     @property
@@ -83,7 +83,7 @@ class MegatronReader(ProgramReader):
         elif match := _SAVED.search(line):
             yield self._saved(match)
         elif match := _SAVING.search(line):
-            self._saving[int(match["done"])] = parse_time(match["time"])
+            self._saving[int(match["done"])] = (parse_time(match["time"]), self._done)
         elif match := _LOADED.search(line):
             self._done = int(match["done"])
             yield other_event("resume", self._done, from_attempt=None, checkpoint=match["path"])
@@ -134,9 +134,18 @@ class MegatronReader(ProgramReader):
 
     def _saved(self, match: re.Match[str]) -> LogEvent:
         done, ended = int(match["done"]), parse_time(match["time"])
-        began = self._saving.pop(done, None)
+        began, done_then = self._saving.pop(done, (None, None))
         seconds = ended - began if began is not None and ended is not None else None
-        return other_event("checkpoint", done, ended, phase="committed", path=match["path"], seconds=seconds)
+        return other_event(
+            "checkpoint",
+            done,
+            ended,
+            phase="committed",
+            path=match["path"],
+            seconds=seconds,
+            # Steps between the two lines went on beside the writing.
+            stall_seconds=seconds if done_then == self._done else None,
+        )
 
     def _read_facts(self, line: str) -> None:
         facts = self.facts

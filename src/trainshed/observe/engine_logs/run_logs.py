@@ -7,6 +7,7 @@ last one's the losses of Megatron.
 
 from __future__ import annotations
 
+import codecs
 import re
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -22,7 +23,7 @@ from trainshed.observe.metrics import TrainingFacts
 from trainshed.observe.mfu import measure_mfu
 from trainshed.observe.run_facts import EngineRun, engine_facts, read_run_recipe, recipe_facts, with_log_facts
 from trainshed.run_folder import DLLOGGER, LOGS, attempt_number
-from trainshed.storage import ObjectInfo, Store, join, parse
+from trainshed.storage import ObjectInfo, Store, StoreOptions, join, open_store, parse
 
 _NODE_LOG = re.compile(r"(attempt-\d{4,})/node-(\d{5,})\.log")
 _WHOLE_BYTES = 64 << 20
@@ -201,19 +202,16 @@ def _stamp(attempt: int, moment: float) -> dict[str, Any]:
 class ReadLog:
     """A log that was read as a whole: its events, and what it says besides."""
 
-    def __init__(self, path: Path) -> None:
-        try:
-            with path.open(encoding="utf-8", errors="replace", newline="") as file:
-                self._reader = LogReader()
-                read = [event for chunk in iter(lambda: file.read(1 << 20), "") for event in self._reader.feed(chunk)]
-            read += self._reader.finish()
-            modified = path.stat().st_mtime
-        except OSError as error:
-            raise InputError(f"cannot be read: {error.strerror}", where=str(path)) from None
-        if not any(event["kind"] == "step" for event in read) or self._reader.reader is None:
-            raise InputError("this log has no steps of a training", where=str(path), hint=f"read are {READABLE}")
-        self.path, self.facts = path, self._reader.facts
-        self.program, self.first_step = self._reader.reader.name, self._reader.reader.first_step
+    def __init__(self, address: str, options: StoreOptions | None = None) -> None:
+        store, path = open_store(address, options)
+        decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
+        reader = LogReader()
+        read = [event for chunk in store.stream(path) for event in reader.feed(decode(chunk))] + reader.finish()
+        modified = _modified(store, path)
+        if not any(event["kind"] == "step" for event in read) or reader.reader is None:
+            raise InputError("this log has no steps of a training", where=address, hint=f"read are {READABLE}")
+        self.facts = reader.facts
+        self.program, self.first_step = reader.reader.name, reader.reader.first_step
         self._read, self._modified = read, modified
 
     def events(self, facts: TrainingFacts) -> list[dict[str, Any]]:
