@@ -186,6 +186,8 @@ def _measure_run(
     events = read_run_events(store, "")
     facts, notes = _flag_facts(run_facts(store, "", events), flags)
     recipe = read_run_recipe(store, "")
+    if recipe is None:
+        notes.append("the run's recipe.yaml cannot be read by this version: what was trained is not known")
     figures = _figures(events, facts, start, end, address)
     plain = {} if recipe is None else _flat(to_plain(recipe))
     return MeasuredTraining(known.run, "run", figures, plain, tuple(notes))

@@ -12,12 +12,13 @@ from typing import Any
 
 import orjson
 
+from trainshed.catalog import architecture
 from trainshed.catalog.gpus import gpu, gpu_by_device_name, gpu_names
 from trainshed.errors import NotFound, TrainshedError
 from trainshed.observe.engine_logs.program_reader import LogFacts
 from trainshed.observe.metrics import TrainingFacts
 from trainshed.plugins import plugins_not_run
-from trainshed.recipe import Recipe, parse_recipe
+from trainshed.recipe import ModelConfig, Recipe, parse_recipe
 from trainshed.run_folder import ENGINE_RUN_FILE, RECIPE_FILE
 from trainshed.storage import Store
 
@@ -87,8 +88,7 @@ def engine_facts(facts: TrainingFacts, placed: EngineRun) -> TrainingFacts:
 
 def recipe_facts(recipe: Recipe) -> TrainingFacts:
     """Return what a resolved recipe says."""
-    config, train = recipe.model.config, recipe.train
-    layout = recipe.layout
+    config, train, layout = _config(recipe), recipe.train, recipe.layout
     return TrainingFacts(
         model=recipe.model.preset or recipe.name,
         config=config,
@@ -101,6 +101,14 @@ def recipe_facts(recipe: Recipe) -> TrainingFacts:
         engine=recipe.engine.name,
         documents_apart=bool(recipe.document_mask),
     )
+
+
+def _config(recipe: Recipe) -> ModelConfig | None:
+    """The architecture; a resolved recipe has it in full, unless only the weights say it."""
+    try:
+        return architecture(recipe)
+    except TrainshedError:
+        return None
 
 
 def with_log_facts(facts: TrainingFacts, log: LogFacts) -> TrainingFacts:

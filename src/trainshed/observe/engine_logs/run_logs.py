@@ -18,6 +18,7 @@ from typing import Any
 from trainshed.errors import InputError, NotFound, TrainshedError
 from trainshed.observe.engine_logs.program_reader import LogEvent
 from trainshed.observe.engine_logs.reader import READABLE, LogReader
+from trainshed.observe.engine_logs.torchtune import TorchtuneReader
 from trainshed.observe.event_log import EVENT_VERSION, read_events
 from trainshed.observe.metrics import TrainingFacts
 from trainshed.observe.mfu import measure_mfu
@@ -140,7 +141,11 @@ def _attempt_events(
         size = next(log.size for log in logs if log.path == info)
         read += reader.feed(_read_text(store, info, size)) + reader.finish()
     if not any(event["kind"] == "step" for event in read):
-        read += _dllogger_events(store, folder)
+        read += _file_events(store, folder, DLLOGGER, "dllogger.json")
+    if isinstance(reader.reader, TorchtuneReader):
+        # Its bar has the loss and the time, its own file the rest.
+        own = {event["step"]: event for event in _file_events(store, folder, "torchtune", ".txt")}
+        read = [_filled(event, own.get(event["step"])) if event["kind"] == "step" else event for event in read]
     completer = StepCompleter(with_log_facts(facts, reader.facts))
     ordered = [completer.complete(event) for event in sorted(read, key=_position)]
     timed = with_times(ordered, _modified(store, logs[-1].path))
@@ -153,15 +158,25 @@ def _modified(store: Store, path: str) -> float:
     return Path(str(address)).stat().st_mtime if address.scheme == "file" else time.time()
 
 
-def _dllogger_events(store: Store, folder: str) -> list[LogEvent]:
-    """Return the events of NeMo's own file, where the log of its console has none."""
-    base = "/".join(part for part in (folder.strip("/"), DLLOGGER) if part)
-    for info in sorted(store.list(base), key=lambda info: info.path):
-        if info.path.endswith("dllogger.json"):
+def _file_events(store: Store, folder: str, part: str, ending: str) -> list[LogEvent]:
+    """Return the events of the newest file with figures that the engine itself writes into a part of the run's folder.
+
+    NeMo writes DLLogger's lines into `dllogger/`, torchtune's metric logger a file per attempt into `torchtune/`.
+    """
+    base = "/".join(part for part in (folder.strip("/"), part) if part)
+    for info in sorted(store.list(base), key=lambda info: info.path, reverse=True):
+        if info.path.endswith(ending):
             reader = LogReader()
             if events := reader.feed(_read_text(store, info.path, info.size)) + reader.finish():
                 return events
     return []
+
+
+def _filled(event: LogEvent, other: LogEvent | None) -> LogEvent:
+    """Return a step with the figures of another account of it, where it has none itself."""
+    if other is None:
+        return event
+    return event | {key: value for key, value in other.items() if event.get(key) is None}
 
 
 def _read_text(store: Store, path: str, size: int) -> str:
