@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from trainshed.observe.goodput import Goodput, measure_goodput
+from trainshed.observe.goodput import RunGoodput, measure_goodput
 
 
 class Clock:
@@ -31,7 +31,7 @@ class Clock:
         self.emit("resume", step=step)
 
 
-def lost(goodput: Goodput) -> dict[str, float]:
+def lost(goodput: RunGoodput) -> dict[str, float]:
     return {entry.reason: pytest.approx(entry.seconds, abs=1e-6) for entry in goodput.lost}
 
 

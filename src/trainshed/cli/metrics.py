@@ -214,14 +214,14 @@ def _flag_facts(facts: TrainingFacts, flags: MetricsFlags) -> tuple[TrainingFact
     from trainshed.catalog.gpus import DenseTflops
     from trainshed.errors import InputError
 
-    said = {
+    known_and_written = {
         "--batch-size": (facts.global_batch, flags.batch_size),
         "--gpus": (facts.gpus, flags.gpus),
         "--precision": (facts.precision, flags.precision),
         "--model": (facts.model, flags.model),
         "--sequence-length": (facts.sequence_length, flags.sequence_length),
     }
-    for flag, (own, written) in said.items():
+    for flag, (own, written) in known_and_written.items():
         if own is not None and written is not None and own != written:
             raise InputError(f"the run's folder says {own}, not {written}", where=flag, hint="leave it out")
     if flags.precision is not None and flags.precision not in DenseTflops.model_fields:

@@ -10,8 +10,8 @@ from trainshed.observe.event_text import format_duration
 
 if TYPE_CHECKING:
     from trainshed.cli.metrics import MeasuredTraining
-    from trainshed.observe.goodput import Goodput
-    from trainshed.observe.metrics import RunMetrics, StepTimes
+    from trainshed.observe.goodput import RunGoodput
+    from trainshed.observe.metrics import MeasuredStepTimes, RunMetrics
 
 _BARS, _PLAIN_BARS = "▁▂▃▄▅▆▇█", "_.-=+*%#"
 _BINS = 24
@@ -42,14 +42,14 @@ def run_text(run: MeasuredTraining) -> str:
 
 def comparison_text(runs: Sequence[MeasuredTraining], differences: dict[str, list[Any]]) -> str:
     """Return the figures of several runs side by side, and what differs in their recipes."""
-    first = runs[0].metrics
+    plain = [run.metrics.to_plain() for run in runs]
 
-    def against_first(value: Callable[[RunMetrics], float | None], form: Callable[[float], str]) -> list[str]:
-        """Each run's value, with how far it is from that of the first run."""
-        base, cells = value(first), []
-        for run in runs:
-            own = value(run.metrics)
-            ratio = f" ({own / base - 1:+.1%})" if own is not None and base and run is not runs[0] else ""
+    def against_first(path: str, form: Callable[[float], str]) -> list[str]:
+        """Each run's figure, with how far it is from that of the first run."""
+        base, cells = _figure(plain[0], path), []
+        for number, figures in enumerate(plain):
+            own = _figure(figures, path)
+            ratio = f" ({own / base - 1:+.1%})" if own is not None and base and number else ""
             cells.append("-" if own is None else f"{form(own)}{ratio}")
         return cells
 
@@ -58,22 +58,19 @@ def comparison_text(runs: Sequence[MeasuredTraining], differences: dict[str, lis
         ("engine", [run.metrics.facts.engine or "-" for run in runs]),
         ("GPUs", [_gpus_text(run.metrics) for run in runs]),
         ("steps", [_counted_text(run.metrics) for run in runs]),
-        ("step time, mean", against_first(lambda metrics: metrics.times and metrics.times.mean, _seconds)),
-        ("step time, median", against_first(lambda metrics: metrics.times and metrics.times.median, _seconds)),
-        ("step time, p95", against_first(lambda metrics: metrics.times and metrics.times.p95, _seconds)),
+        ("step time, mean", against_first("step_seconds.mean", _seconds)),
+        ("step time, median", against_first("step_seconds.median", _seconds)),
+        ("step time, p95", against_first("step_seconds.p95", _seconds)),
         ("spread", [f"{run.metrics.times.spread:.1%}" if run.metrics.times else "-" for run in runs]),
-        ("tokens/s", against_first(lambda metrics: metrics.tokens_per_second, "{:,.0f}".format)),
-        ("tokens/s/GPU", against_first(lambda metrics: metrics.tokens_per_second_per_gpu, "{:,.1f}".format)),
-        ("TFLOP/s/GPU", against_first(lambda metrics: metrics.mfu and metrics.mfu.model_tflops, "{:,.1f}".format)),
-        ("MFU", against_first(lambda metrics: metrics.mfu and metrics.mfu.mfu, "{:.1%}".format)),
-        (
-            "MFU, full attention",
-            against_first(lambda metrics: metrics.mfu and metrics.mfu.mfu_full_attention, "{:.1%}".format),
-        ),
-        ("goodput", against_first(lambda metrics: metrics.goodput and metrics.goodput.goodput, "{:.1%}".format)),
-        ("loss", against_first(lambda metrics: metrics.loss, "{:.4f}".format)),
-        ("validation loss", against_first(lambda metrics: metrics.validation_loss, "{:.4f}".format)),
-        ("memory, GiB", against_first(lambda metrics: metrics.memory_gib, "{:.1f}".format)),
+        ("tokens/s", against_first("tokens_per_second", "{:,.0f}".format)),
+        ("tokens/s/GPU", against_first("tokens_per_second_per_gpu", "{:,.1f}".format)),
+        ("arithmetic", against_first("mfu.model_tflops", _flops)),
+        ("MFU", against_first("mfu.mfu", "{:.1%}".format)),
+        ("MFU, full attention", against_first("mfu.mfu_full_attention", "{:.1%}".format)),
+        ("goodput", against_first("goodput.goodput", "{:.1%}".format)),
+        ("loss", against_first("loss", "{:.4f}".format)),
+        ("validation loss", against_first("validation_loss", "{:.4f}".format)),
+        ("memory, GiB", against_first("memory_gib", "{:.1f}".format)),
     ]
     lines = _table([row for row in rows if any(cell != "-" for cell in row[1])])
     if differences:
@@ -130,7 +127,7 @@ def _distribution_text(metrics: RunMetrics) -> str:
     return f"{bars}  {_seconds(metrics.times.minimum)} to {_seconds(metrics.times.maximum)}"
 
 
-def _step_time_text(times: StepTimes | None) -> str:
+def _step_time_text(times: MeasuredStepTimes | None) -> str:
     if times is None:
         return "not in this log, which has rates only"
     return (
@@ -166,8 +163,8 @@ def _arithmetic_rows(metrics: RunMetrics) -> list[tuple[str, str]]:
     rows = [
         (
             "arithmetic",
-            f"{mfu.model_tflops:,.1f} TFLOP/s/GPU with causal attention, "
-            f"{mfu.model_tflops_full_attention:,.1f} with full attention",
+            f"{_flops(mfu.model_tflops)} with causal attention, {_flops(mfu.model_tflops_full_attention)} with full "
+            "attention",
         )
     ]
     if mfu.mfu is None or mfu.mfu_full_attention is None:
@@ -202,7 +199,7 @@ def _loss_text(metrics: RunMetrics) -> str:
     return ", ".join(filter(None, parts))
 
 
-def _goodput_rows(goodput: Goodput | None) -> list[tuple[str, str]]:
+def _goodput_rows(goodput: RunGoodput | None) -> list[tuple[str, str]]:
     if goodput is None:
         return [("goodput", "not known: the log does not say when its steps were")]
     attempts = f", {goodput.attempts} attempts" if goodput.attempts > 1 else ""
@@ -217,6 +214,14 @@ def _goodput_rows(goodput: Goodput | None) -> list[tuple[str, str]]:
     return rows
 
 
+def _figure(plain: dict[str, Any], path: str) -> float | None:
+    """Return a figure by its path in the JSON report."""
+    value: Any = plain
+    for key in path.split("."):
+        value = value[key] if value is not None else None
+    return value
+
+
 def _table(rows: Sequence[tuple[str, list[str]]]) -> list[str]:
     label_width = max(len(label) for label, _ in rows)
     widths = [max(len(cells[column]) for _, cells in rows) for column in range(len(rows[0][1]))]
@@ -229,6 +234,10 @@ def _table(rows: Sequence[tuple[str, list[str]]]) -> list[str]:
 def _short(value: Any) -> str:
     text = "default" if value is None else str(value)
     return text if len(text) <= _LONGEST_VALUE else f"{text[: _LONGEST_VALUE - 1]}…"
+
+
+def _flops(tflops: float) -> str:
+    return f"{tflops:,.1f} TFLOP/s/GPU" if tflops >= 1 else f"{1000 * tflops:,.2f} GFLOP/s/GPU"
 
 
 def _seconds(seconds: float) -> str:

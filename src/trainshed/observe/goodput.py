@@ -31,7 +31,7 @@ class LostTime:
 
 
 @dataclass(frozen=True)
-class Goodput:
+class RunGoodput:
     """Where the time of a run went."""
 
     wall_seconds: float
@@ -51,7 +51,7 @@ class Goodput:
         return {**asdict(self), "goodput": self.goodput, "lost": [asdict(lost) for lost in self.lost]}
 
 
-def measure_goodput(events: Iterable[dict[str, Any]]) -> Goodput | None:
+def measure_goodput(events: Iterable[dict[str, Any]]) -> RunGoodput | None:
     """Return where the time of a run went; None where no step has its time, or the time is only an estimate."""
     of_attempts = [event for event in events if event.get("attempt", 1) > 0 and event.get("time") is not None]
     if any(event.get("time_estimated") for event in of_attempts if event["kind"] == "step"):
@@ -76,7 +76,7 @@ def measure_goodput(events: Iterable[dict[str, Any]]) -> Goodput | None:
         for reason, seconds in account.lost:
             lost[reason].append(seconds)
     entries = [LostTime(reason, sum(seconds), len(seconds)) for reason, seconds in lost.items() if sum(seconds) > 0]
-    return Goodput(
+    return RunGoodput(
         wall_seconds=accounts[-1].ended - accounts[0].began,
         productive_seconds=sum(account.productive for account in accounts),
         steps=sum(account.steps for account in accounts),

@@ -17,7 +17,7 @@ from typing import Any
 from trainshed.catalog import Gpu
 from trainshed.errors import InputError
 from trainshed.observe.event_log import completed_steps
-from trainshed.observe.goodput import Goodput, measure_goodput
+from trainshed.observe.goodput import RunGoodput, measure_goodput
 from trainshed.observe.mfu import Mfu, measure_mfu
 from trainshed.recipe import Lora, ModelConfig
 
@@ -69,7 +69,7 @@ class TrainingFacts:
 
 
 @dataclass(frozen=True)
-class StepTimes:
+class MeasuredStepTimes:
     """Step times in seconds, over the steps that count."""
 
     steps: int
@@ -99,7 +99,7 @@ class RunMetrics:
     first: int
     """The first and the last step that count, as people number them."""
     last: int
-    times: StepTimes | None
+    times: MeasuredStepTimes | None
     """None where a log has only rates."""
     left_out: dict[str, int]
     """How many steps do not count, by why."""
@@ -112,7 +112,7 @@ class RunMetrics:
     """Of the last step."""
     validation_loss: float | None
     memory_gib: float | None
-    goodput: Goodput | None
+    goodput: RunGoodput | None
     seconds: tuple[float, ...] = field(default=(), repr=False)
     """The times of the steps that count, in order; of a long run every so many."""
 
@@ -279,11 +279,11 @@ def _expand(steps: Sequence[dict[str, Any]]) -> list[float]:
     return [event["step_seconds"] for event in timed for _ in range(event.get("steps") or 1)]
 
 
-def _step_times(steps: Sequence[dict[str, Any]]) -> StepTimes | None:
+def _step_times(steps: Sequence[dict[str, Any]]) -> MeasuredStepTimes | None:
     seconds = sorted(_expand(steps))
     if not seconds:
         return None
-    return StepTimes(
+    return MeasuredStepTimes(
         steps=len(seconds),
         mean=fmean(seconds),
         median=median(seconds),
@@ -294,7 +294,9 @@ def _step_times(steps: Sequence[dict[str, Any]]) -> StepTimes | None:
     )
 
 
-def _tokens_per_second(steps: Sequence[dict[str, Any]], facts: TrainingFacts, times: StepTimes | None) -> float | None:
+def _tokens_per_second(
+    steps: Sequence[dict[str, Any]], facts: TrainingFacts, times: MeasuredStepTimes | None
+) -> float | None:
     if times is None:
         return None
     tokens = facts.tokens_per_step

@@ -100,7 +100,7 @@ def parse_time(text: str | None) -> float | None:
 def named_figures(line: str, sign: str = ":", between: str = "|") -> dict[str, str]:
     """Return the figures of a line of `name: value | name: value`."""
     pairs = (part.rpartition(sign) for part in line.split(between))
-    return {name.strip(): value.strip() for name, found, value in pairs if found}
+    return {name.strip(): value.strip() for name, separator, value in pairs if separator}
 
 
 def figure(figures: Mapping[str, str], *names: str) -> float | None:
