@@ -21,7 +21,7 @@ from trainshed.run_folder import ENGINE_RUN_FILE
 from trainshed.storage import LocalStore
 
 DATA = Path(__file__).parent / "data"
-PLACED = EngineRun("megatron", "dp2", nodes=2, ranks_per_node=8, losses_rank=15, gpu="h100-sxm", parameters=8_000_000)
+PLACED = EngineRun("megatron", "dp2", nodes=2, ranks_per_node=8, losses_rank=15, gpu="h100-sxm")
 RECIPE = """
 name: big
 model: {preset: llama3-8b, init: random}

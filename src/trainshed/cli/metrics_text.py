@@ -184,7 +184,7 @@ def _convention(metrics: RunMetrics) -> str:
     parts = ["2 FLOPs a weight and token, three times for training"]
     if facts.lora is not None:
         parts = ["2 FLOPs a weight and token, twice for frozen weights and three times for adapters"]
-    parts.append("causal: only keys that a token may see; full: all keys, as NeMo, Megatron-LM and the GKE recipes do")
+    parts.append("causal: only keys that a token may see; full: all keys, as NeMo 24.07 and the GKE recipes do")
     if facts.config is not None and facts.config.moe is not None:
         parts.append(f"of {facts.config.moe.experts} experts the {facts.config.moe.top_k} that a token visits")
     recompute = f" (recompute: {facts.recompute})" if facts.recompute not in (None, "none") else ""

@@ -31,7 +31,7 @@ class Mfu:
     model_tflops: float
     """TFLOP/s per GPU of the model's own arithmetic, causal attention."""
     model_tflops_full_attention: float
-    """The same with attention over all keys, as NeMo, the GKE recipes and many papers count."""
+    """The same with attention over all keys, as NeMo 24.07, the GKE recipes and many papers count."""
     mfu: float | None = None
     mfu_full_attention: float | None = None
     mfu_of_bf16_peak: float | None = None

@@ -34,12 +34,21 @@ class EngineRun:
     losses_rank: int
     gpu: str | None
     """In the catalog; None where the cluster file names no machine that it has."""
-    parameters: int = 0
+    config: Mapping[str, Any] | None = None
+    """The architecture, as a recipe writes it."""
 
     @property
     def world_size(self) -> int:
         """Number of ranks."""
         return self.nodes * self.ranks_per_node
+
+    @property
+    def architecture(self) -> ModelConfig | None:
+        """The model's; None where it is not known, or only to a newer version."""
+        try:
+            return None if self.config is None else ModelConfig.model_validate(self.config)
+        except ValueError:
+            return None
 
     def to_bytes(self) -> bytes:
         """Return its JSON."""
@@ -83,7 +92,9 @@ def run_facts(store: Store, folder: str, events: Iterable[Mapping[str, Any]] = (
 def engine_facts(facts: TrainingFacts, placed: EngineRun) -> TrainingFacts:
     """Return the facts, with where a foreign engine runs."""
     known = gpu(placed.gpu) if placed.gpu in gpu_names() else None
-    return replace(facts, gpus=placed.world_size, gpu=known, device=placed.gpu)
+    config = facts.config or placed.architecture
+    length = facts.sequence_length or (config.max_positions if config is not None else None)
+    return replace(facts, gpus=placed.world_size, gpu=known, device=placed.gpu, config=config, sequence_length=length)
 
 
 def recipe_facts(recipe: Recipe) -> TrainingFacts:

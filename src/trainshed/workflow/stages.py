@@ -13,7 +13,7 @@ from pathlib import Path
 
 import orjson
 
-from trainshed.catalog import find_gpu
+from trainshed.catalog import architecture, find_gpu
 from trainshed.catalog.machines import find_machine
 from trainshed.catalog.table import is_path
 from trainshed.checkpoints.base import BaseWeights
@@ -27,12 +27,12 @@ from trainshed.engines.megatron.keys import MEGATRON_CHECKPOINTS
 from trainshed.errors import InputError, NotFound, TrainshedError
 from trainshed.launch.attempt import read_job_plan
 from trainshed.launch.job import JobFile
-from trainshed.models.parameters import parameter_count
 from trainshed.observe.run_facts import EngineRun
-from trainshed.recipe import Cluster, Export, Recipe, load_cluster, load_recipe
+from trainshed.recipe import Cluster, Export, Recipe, load_cluster, load_recipe, to_plain
 from trainshed.reporting import SILENT, Reporter
 from trainshed.run_folder import CLUSTER_FILE, ENGINE, ENGINE_RUN_FILE, RECIPE_FILE
 from trainshed.storage import LocalStore, StoreOptions, copy_tree, join, open_folder, parse
+from trainshed.workflow.layout import weights_architecture
 from trainshed.workflow.prepare import (
     PreparedRun,
     check_fit,
@@ -110,8 +110,7 @@ def _prepare_data(recipe: Recipe, cluster: Cluster, run: Path, wanted: tuple[str
 def write_engine_run(job: JobFile, job_folder: Path, recipe: Recipe, cluster: Cluster, run: Path) -> None:
     """Write where a foreign engine will run: its log does not say all that its figures are computed from."""
     train, (layout, _) = job.stage("train"), read_job_plan(job_folder)
-    resolved = load_recipe(str(run / RECIPE_FILE)) if (run / RECIPE_FILE).is_file() else recipe
-    config = resolved.model.config
+    config = architecture(recipe) or weights_architecture(recipe, cluster.inside())
     gpu = find_machine(cluster.gpu_machine).gpu if cluster.gpu_machine else None
     placed = EngineRun(
         engine=recipe.engine.name,
@@ -120,7 +119,7 @@ def write_engine_run(job: JobFile, job_folder: Path, recipe: Recipe, cluster: Cl
         ranks_per_node=train.ranks_per_node,
         losses_rank=losses_rank(recipe, cluster.image, train.world_size),
         gpu=find_gpu(gpu).name if gpu is not None and not is_path(gpu) else None,
-        parameters=parameter_count(config) if config is not None else 0,
+        config=to_plain(config),
     )
     LocalStore(run).put(ENGINE_RUN_FILE, placed.to_bytes())
 

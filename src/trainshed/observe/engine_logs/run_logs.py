@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from trainshed.errors import InputError, NotFound, TrainshedError
+from trainshed.models.parameters import parameter_count
 from trainshed.observe.engine_logs.program_reader import LogEvent
 from trainshed.observe.engine_logs.reader import READABLE, LogReader
 from trainshed.observe.engine_logs.torchtune import TorchtuneReader
@@ -116,7 +117,7 @@ def start_event(run: str, placed: EngineRun) -> dict[str, Any]:
         "world_size": placed.world_size,
         "versions": {},
         "device": placed.gpu or "unknown",
-        "parameters": placed.parameters,
+        "parameters": parameter_count(config) if (config := placed.architecture) is not None else 0,
         "engine": placed.engine,
     }
 
