@@ -12,7 +12,7 @@
     profile/attempt-0001/                      traces, their summaries, memory snapshots (`engines/torch/profiler.py`)
     checkpoints/step-00000100/, latest, best   the state; `checkpoints-megatron/` is Megatron's own
     answers/step-00000100.json                 answers to `data.validation.prompts`; `tokenizer.json` decodes them
-    engine/                                    what CPU stages leave for a foreign engine
+    engine/                                    what CPU stages leave for a foreign engine; `run.json`: where it runs
     starts/<start>/                            where the agents of one start meet
     tensorboard/, dllogger/, export/           exported figures; exported weights
 
@@ -43,6 +43,7 @@ ANSWERS = "answers"
 MEGATRON_CHECKPOINTS = "checkpoints-megatron"
 ANSWERS_TOKENIZER = f"{ANSWERS}/tokenizer.json"
 ENGINE = "engine"
+ENGINE_RUN_FILE = f"{ENGINE}/run.json"
 STARTS = "starts"
 TENSORBOARD = "tensorboard"
 DLLOGGER = "dllogger"
@@ -143,6 +144,11 @@ def attempt_folder(part: str, attempt: int) -> str:
 def rank_log(attempt: int, rank: int) -> str:
     """Return the log of a rank."""
     return f"{attempt_folder(LOGS, attempt)}/{rank_name(rank)}.log"
+
+
+def node_log(attempt: int, node: int) -> str:
+    """Return the log of all ranks of a node, which the launcher of a foreign engine writes."""
+    return f"{attempt_folder(LOGS, attempt)}/{node_name(node)}.log"
 
 
 def preflight_folder(attempt: int) -> str:

@@ -102,6 +102,6 @@ def test_dllogger_lines_are_read_past_the_configuration_and_a_line_cut_off(tmp_p
 
 
 def test_a_log_without_step_times_says_what_is_read(tmp_path: Path):
-    with pytest.raises(InputError, match="no step times") as raised:
+    with pytest.raises(InputError, match="no steps of a training") as raised:
         log(tmp_path, "hello\n")
     assert "elapsed time per iteration" in (raised.value.hint or "")

@@ -9,14 +9,16 @@ from pathlib import Path
 import pytest
 
 from support.models.megatron_folders import assert_equal
-from support.models.tiny_models import save_tiny_hf
+from support.models.tiny_models import save_tiny_hf, tiny_config
 from support.recipes.text_recipes import write_recipe, write_script
 from trainshed.checkpoints.formats import open_weights
 from trainshed.data.tokens.indexed_dataset import IndexedDataset
 from trainshed.engines.megatron.keys import MEGATRON_CHECKPOINTS
 from trainshed.errors import InputError
 from trainshed.launch.job import CodeArchive
+from trainshed.observe.run_facts import EngineRun, run_facts
 from trainshed.recipe import Recipe, load_cluster, load_recipe
+from trainshed.storage import LocalStore
 from trainshed.workflow import open_run_folder
 from trainshed.workflow.stages import run_stage, write_engine_data, write_engine_tokenizer
 from trainshed.workflow.submit import build_job
@@ -109,8 +111,14 @@ engine: megatron
 export: {{dtype: fp32}}
 """
     folder, run = written_job(tmp_path, recipe_file(tmp_path, text))
-    for stage in ("fetch", "convert"):
+    for stage in ("fetch", "convert", "prepare"):
         run_stage(stage, folder)
+    placed = EngineRun.read(LocalStore(run), "")
+    assert placed is not None
+    assert (placed.engine, placed.world_size, placed.losses_rank) == ("megatron", 2, 1)
+    facts = run_facts(LocalStore(run), "")
+    assert (facts.global_batch, facts.gpus) == (4, 2)
+    assert facts.config == tiny_config("llama"), "the weights bring it, and the recipe does not say it"
     verdict = json.loads((run / "engine" / "base" / "verdict.json").read_text())
     assert verdict["passed"] is True
     # Megatron itself would train from here; its checkpoint has the same form.

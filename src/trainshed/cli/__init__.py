@@ -24,6 +24,7 @@ VERBS = {
     "render": ("trainshed.cli.submit:render", "Print what submit would send, byte for byte."),
     "status": ("trainshed.cli.runs:status", "How a run stands, and why."),
     "logs": ("trainshed.cli.runs:logs", "The log of a run."),
+    "metrics": ("trainshed.cli.metrics:metrics", "Step time, throughput, MFU and goodput of a run or a log."),
     "cancel": ("trainshed.cli.runs:cancel", "End a run; what it has stored stays."),
     "ls": ("trainshed.cli.runs:ls", "The runs in the store here, and those submitted from this machine."),
     "rm": ("trainshed.cli.remove:rm", "Remove a run."),

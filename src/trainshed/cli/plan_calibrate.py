@@ -56,7 +56,7 @@ def calibrate(
     Parameters
     ----------
     run
-        The folder of one of our runs, or a log of Megatron-LM, NeMo or DLLogger.
+        The folder of one of our runs, or a log of Megatron-LM, NeMo (DLLogger too), Megatron-Bridge or torchtune.
     overrides
         With --like: keys of that recipe to change, as in `plan`.
     to
@@ -199,7 +199,7 @@ def _from_log(path: Path, flags: PlanFlags, version: str | None) -> _LearntCalib
     if flags.recipe is None and flags.global_batch is None:
         flags = replace(flags, global_batch=measured.global_batch)
     if flags.recipe is None and flags.engine is None:
-        flags = replace(flags, engine="megatron" if measured.kind == "megatron" else "nemo")
+        flags = replace(flags, engine=_engine_of(measured, path))
     request = request_from_flags(flags)
     if request.layout is None:
         raise InputError(
@@ -214,6 +214,24 @@ def _from_log(path: Path, flags: PlanFlags, version: str | None) -> _LearntCalib
             hint=f"write --global-batch {measured.global_batch}",
         )
     return _learn_factor(measured, training, layout, request.engine, version, path.name)
+
+
+_ENGINES = {"megatron": "megatron", "torchtune": "torchtune"} | dict.fromkeys(
+    ("nemo", "dllogger", "megatron-bridge"), "nemo"
+)
+
+
+def _engine_of(measured: MeasuredRun, path: Path) -> str:
+    """The engine that writes such a log."""
+    from trainshed.errors import InputError
+
+    if measured.kind not in _ENGINES:
+        raise InputError(
+            f"{path} is a log of {measured.kind}, which is no engine here",
+            where="--engine",
+            hint="write --engine with the one that its factor is for",
+        )
+    return _ENGINES[measured.kind]
 
 
 def _learn_factor(

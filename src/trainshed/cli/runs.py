@@ -240,7 +240,7 @@ def logs(
     stage
         Which stage's log.
     rank
-        Which rank's log of training (default: 0).
+        Which rank's log of training (default: the one that prints the losses; of Megatron the last, otherwise 0).
     attempt
         Which attempt's log (default: the newest).
     grep

@@ -140,6 +140,16 @@ def build_launch(task: EngineTask, *, gpu: Gpu | None = None) -> EngineLaunch:
     )
 
 
+def losses_rank(recipe: Recipe, image: str | None, world_size: int) -> int:
+    """Return the rank that prints the losses: of Megatron-LM and Megatron-Bridge the last one, of others rank 0."""
+    last = recipe.engine.name == "megatron"
+    if recipe.engine.name == "nemo":
+        from trainshed.engines.nemo.launch import BRIDGE_RELEASE, nemo_release
+
+        last = nemo_release(recipe, recipe.engine.image or image) == BRIDGE_RELEASE
+    return world_size - 1 if last else 0
+
+
 _VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 # Ranks get the signal themselves: torchrun would kill them 30 seconds after its own, in the middle of a checkpoint.

@@ -23,8 +23,9 @@ from trainshed.errors import NotFound, TrainshedError
 from trainshed.launch.ranks import stopped_rank_text
 from trainshed.observe.events import EventWriter
 from trainshed.observe.health import diagnose, failure_advice, health_folder, read_flight_records, read_rank_error
+from trainshed.observe.run_facts import EngineRun
 from trainshed.plan import RankLayout
-from trainshed.run_folder import LOGS, attempt_folder, attempt_number, plan_file, rank_log, rank_name
+from trainshed.run_folder import LOGS, attempt_folder, attempt_number, node_name, plan_file, rank_log, rank_name
 from trainshed.storage import LocalStore
 
 PLAN_SCHEMA = "trainshed.plan/1"
@@ -121,6 +122,9 @@ def log_file(run_folder: Path, stage: str, *, rank: int | None = None, attempt: 
     if not attempts:
         return None
     folder = logs_folder(run_folder, attempt or attempts[-1])
+    placed = EngineRun.read(LocalStore(run_folder), "")
+    if placed is not None:
+        return _engine_log(folder, placed, rank)
     file = folder / f"{rank_name(rank or 0)}.log"
     if not file.is_file():
         if rank is not None:
@@ -128,6 +132,23 @@ def log_file(run_folder: Path, stage: str, *, rank: int | None = None, attempt: 
         files = sorted(folder.glob("*.log"))
         return files[0] if files else None
     return file
+
+
+def _engine_log(folder: Path, placed: EngineRun, rank: int | None) -> Path | None:
+    """Return the log of a foreign engine, which is one per node: that of the rank that prints the losses, or another.
+
+    While that node has written nothing, any log of training says more than none.
+    """
+    if rank is not None and rank >= placed.world_size:
+        raise NotFound(f"this run has {placed.world_size} ranks, and no rank {rank}", where=str(folder))
+    wanted = placed.losses_rank if rank is None else rank
+    file = folder / f"{node_name(wanted // placed.ranks_per_node)}.log"
+    if file.is_file():
+        return file
+    if rank is not None:
+        raise NotFound(f"the node of rank {rank} left no log", where=str(folder))
+    files = sorted(folder.glob("*.log"))
+    return files[0] if files else None
 
 
 def follow_lines(file: Path, is_running: Callable[[], bool] | None = None) -> Iterator[str]:

@@ -304,6 +304,11 @@ def local_run_status(run_folder: Path, steps: int | None = None) -> LocalRunStat
         reason = "before its first attempt" if attempt is None else f"attempt {attempt}"
         return LocalRunStatus("running", f"{reason}, {holder.words()}", progress, holder)
     progress = replace(progress, eta_seconds=None)
+    if newest is None and progress.step is not None:
+        # A foreign engine without anything of ours beside it: only its log tells.
+        if progress.step == steps:
+            return LocalRunStatus("done", "", progress)
+        return LocalRunStatus("unknown", "its log does not say whether it still runs", progress)
     if newest is None:
         prepared = (run_folder / PREPARED_FILE).is_file()
         reason = "prepared, and not trained yet" if prepared else "its preparation has not finished"

@@ -58,6 +58,8 @@ class SubmittedJob:
     """Stage → the scheduler's id for it."""
     ranks_per_node: int = 1
     """Of training."""
+    losses_rank: int = 0
+    """The rank of training that prints the losses: whose log is shown where nobody names another."""
     serve_port: int | None = None
     """Of the serving stage, on its node; None if it is reached by name (a Service), or if no stage serves."""
     serve_ready: str = "/ready"

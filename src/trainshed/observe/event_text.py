@@ -61,18 +61,23 @@ class EventFormatter:
         return None
 
     def format_step(self, event: dict[str, Any]) -> str:
-        """Return one step as text: progress, remaining time, loss and speed."""
-        self.recent.append(event["step_seconds"])
+        """Return one step as text: progress, remaining time, loss and speed; without what is not known."""
+        if event["step_seconds"] is not None:
+            self.recent.append(event["step_seconds"])
         done = event["step"] + 1
-        left = (self.steps - done) * sum(self.recent) / len(self.recent)
+        left = (self.steps - done) * sum(self.recent) / len(self.recent) if self.recent else None
+        eta = f"  ETA {format_duration(left)}" if left is not None else ""
         parts = [
-            f"step {done}/{self.steps}  {done / self.steps:4.0%}  ETA {format_duration(left)}",
+            f"step {done}/{self.steps}  {done / self.steps:4.0%}{eta}",
             f"loss {_format_number(event['loss'], '.4f')}",
             *_reward_parts(event),
-            f"grad norm {_format_number(event['grad_norm'], '.3f')}",
-            f"lr {event['lr']:.2e}",
-            f"{event['tokens_per_second_per_gpu']:,.0f} tokens/s/GPU",
         ]
+        if "batch_hash" in event or event["grad_norm"] is not None:  # our own engine always knows it
+            parts.append(f"grad norm {_format_number(event['grad_norm'], '.3f')}")
+        if event["lr"] is not None:
+            parts.append(f"lr {event['lr']:.2e}")
+        if event["tokens_per_second_per_gpu"] is not None:
+            parts.append(f"{event['tokens_per_second_per_gpu']:,.0f} tokens/s/GPU")
         if event.get("mfu") is not None:
             parts.append(f"MFU {event['mfu']:.1%}")
         return "  ".join(parts)

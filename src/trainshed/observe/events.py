@@ -89,6 +89,10 @@ class PhaseEvent(Event):
 class StepEvent(Event):
     """One optimizer step. `tokens` is what the run has consumed so far; MFU is a fraction, null if it is unknown.
 
+    Steps that are read from another engine's log (`engine_logs/`) have null for what that log does not say, and no
+    `batch_hash`. Where it has one line for several steps, `steps` is how many, and the figures are their means;
+    `global_batch` is the number of sequences in a step, where the log has it.
+
     `learned_tokens` are the tokens of this step that carried a label, where not all of them do.
 
     With `mode: dpo` the loss is that of the step's `pairs` of answers, and the last keys are means over them. The
@@ -102,14 +106,16 @@ class StepEvent(Event):
     needs_step = True
     loss: float | None
     grad_norm: float | None
-    lr: float
-    tokens: int
-    step_seconds: float
-    tokens_per_second_per_gpu: float
+    lr: float | None
+    tokens: int | None
+    step_seconds: float | None
+    tokens_per_second_per_gpu: float | None
     mfu: float | None
     mfu_full_attention: float | None
-    batch_hash: str
     skipped: bool
+    batch_hash: str | None = None
+    steps: int | None = None
+    global_batch: int | None = None
     learned_tokens: int | None = None
     pairs: int | None = None
     moe_balance: float | None = None
@@ -194,7 +200,7 @@ class ValidationEvent(Event):
     kind = "validation"
     needs_step = True
     loss: float | None
-    batches: int
+    batches: int | None = None
     seconds: float | None = None
     reward_chosen: float | None = None
     reward_rejected: float | None = None

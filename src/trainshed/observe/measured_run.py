@@ -1,4 +1,4 @@
-"""Step times of a run: of one of ours, or of one that has a log of Megatron-LM, NeMo or DLLogger.
+"""The step time by which a plan is calibrated: of one of our runs, or of a log that `engine_logs/` reads.
 
 The figure is the median over the steps after the warm-up that have the final batch size. Compilation, cold caches and a
 batch that still grows would distort it.
@@ -6,31 +6,22 @@ batch that still grows would distort it.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import orjson
-
 from trainshed.errors import InputError
+from trainshed.observe.engine_logs.reader import READABLE
+from trainshed.observe.engine_logs.run_logs import ReadLog
 from trainshed.observe.event_log import read_events
+from trainshed.observe.metrics import TrainingFacts, with_final_batch
 from trainshed.storage import Store
 
 WARM_UP_STEPS = 5
 FEWEST_STEPS = 3
 """A median of fewer means little."""
-_MEGATRON = re.compile(r"iteration\s+(\d+)\s*/.*?elapsed time per iteration \(ms\):\s*([\d.]+)")
-_BATCH = re.compile(r"global[ _]batch[ _]size:\s*(\d+)")
-_NEMO = re.compile(r"train_step_timing in s[\"']?\s*[:=]\s*([\d.]+)")
-_MEMORY_MB = re.compile(r"max allocated:\s*([\d.]+)")
-_DAY = re.compile(r"\b(20\d\d-[01]\d-[0-3]\d)\b")
-_DLLOGGER = "DLLL"
-_STEP_KEYS = ("train_step_timing in s", "train_step_timing", "step_time", "train_step_time")
-"""Keys for the seconds of a step in DLLogger lines: NeMo's key first."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +29,7 @@ class MeasuredRun:
     """The steps of one run."""
 
     kind: str
-    """What wrote the log: torch (ours), megatron, nemo or dllogger."""
+    """What wrote the log: torch (ours), or the name of another program."""
     step_seconds: float
     """Median after the warm-up."""
     steps: int
@@ -103,66 +94,27 @@ def _after_warm_up(measured: list[Any]) -> list[Any]:
 
 
 def measure_log(path: Path) -> MeasuredRun:
-    """Measure a run by the log that Megatron-LM, NeMo or DLLogger wrote."""
-    try:
-        lines = path.read_text(encoding="utf-8", errors="replace").replace("\r", "\n").splitlines()
-    except OSError as error:
-        raise InputError(f"cannot be read: {error.strerror}", where=str(path)) from None
-    for kind, parse in (("dllogger", _parse_dllogger), ("megatron", _parse_megatron), ("nemo", _parse_nemo)):
-        seconds, batches = parse(lines)
-        if seconds:
-            return _measured_log(kind, seconds, batches, lines, path)
-    raise InputError(
-        "this log has no step times",
-        where=str(path),
-        hint='read are Megatron-LM\'s "elapsed time per iteration (ms)", NeMo\'s "train_step_timing in s" and DLLogger',
-    )
-
-
-def _measured_log(kind: str, seconds: list[float], batches: list[int], lines: list[str], path: Path) -> MeasuredRun:
-    if len(batches) == len(seconds):
-        seconds = [value for value, batch in zip(seconds, batches, strict=True) if batch == batches[-1]]
-    steady = _after_warm_up(seconds)
+    """Measure a run by the log of a program that `engine_logs/` reads."""
+    if not path.is_file():
+        raise InputError("there is no such file", where=str(path))
+    log = ReadLog(str(path))
+    steps = [event for event in log.events(TrainingFacts()) if event["kind"] == "step"]
+    timed = [step for step in steps if step["step_seconds"] is not None]
+    if not timed:
+        raise InputError("this log has no step times", where=str(path), hint=f"read are {READABLE}")
+    steady = _after_warm_up(with_final_batch(timed))
     if len(steady) < FEWEST_STEPS:
-        raise _too_few(len(seconds), str(path))
-    memory = [float(match[1]) / 1024 for line in lines if (match := _MEMORY_MB.search(line))]
-    days = [match[1] for line in lines if (match := _DAY.search(line))]
+        raise _too_few(len(timed), str(path))
+    facts = log.facts
     return MeasuredRun(
-        kind=kind,
-        step_seconds=median(steady),
-        steps=len(steady),
-        memory_gib=max(memory, default=None),
-        global_batch=batches[-1] if batches else None,
-        day=days[-1] if days else None,
+        kind=log.program,
+        step_seconds=median(step["step_seconds"] for step in steady),
+        steps=sum(step.get("steps") or 1 for step in steady),
+        memory_gib=facts.memory_gib,
+        global_batch=facts.global_batch,
+        world_size=facts.world_size,
+        day=facts.day,
     )
-
-
-def _parse_megatron(lines: Iterable[str]) -> tuple[list[float], list[int]]:
-    """Megatron-LM prints the mean over the iterations since its last line."""
-    matches = [(line, match) for line in lines if (match := _MEGATRON.search(line))]
-    batches = [int(batch[1]) for line, _ in matches if (batch := _BATCH.search(line))]
-    return [float(match[2]) / 1000 for _, match in matches], batches
-
-
-def _parse_nemo(lines: Iterable[str]) -> tuple[list[float], list[int]]:
-    matches = [(line, match) for line in lines if (match := _NEMO.search(line))]
-    batches = [int(batch[1]) for line, _ in matches if (batch := _BATCH.search(line))]
-    return [float(match[1]) for _, match in matches], batches
-
-
-def _parse_dllogger(lines: Iterable[str]) -> tuple[list[float], list[int]]:
-    seconds: list[float] = []
-    for line in lines:
-        if not line.startswith(_DLLOGGER):
-            continue
-        try:
-            data = orjson.loads(line[len(_DLLOGGER) :]).get("data")
-        except (orjson.JSONDecodeError, AttributeError):
-            continue  # a line that was cut off by a kill, or of another program
-        value = next((data[key] for key in _STEP_KEYS if key in data), None) if isinstance(data, dict) else None
-        if isinstance(value, int | float) and value > 0:
-            seconds.append(float(value))
-    return seconds, []
 
 
 def _too_few(steps: int, where: str) -> InputError:

@@ -30,6 +30,8 @@ class Mfu:
 
     model_tflops: float
     """TFLOP/s per GPU of the model's own arithmetic, causal attention."""
+    model_tflops_full_attention: float
+    """The same with attention over all keys, as NeMo 24.07, the GKE recipes and many papers count."""
     mfu: float | None = None
     mfu_full_attention: float | None = None
     mfu_of_bf16_peak: float | None = None
@@ -65,10 +67,12 @@ def measure_mfu(
         )
         for causal in (True, False)
     )
-    model_tflops = tokens_per_second_per_gpu * per_token / 1e12
+    model_tflops, model_tflops_full = (
+        tokens_per_second_per_gpu * flops / 1e12 for flops in (per_token, per_token_full)
+    )
     peak = gpu.dense_tflops.peak(precision) if gpu is not None else None
     if gpu is None or peak is None:
-        return Mfu(model_tflops, unknown=_why_unknown(gpu, precision, device_name))
+        return Mfu(model_tflops, model_tflops_full, unknown=_why_unknown(gpu, precision, device_name))
     mfu = model_tflops / peak
     if mfu > 1:
         raise TrainshedError(
@@ -80,6 +84,7 @@ def measure_mfu(
     narrow = precision in ("fp8", "fp4")
     return Mfu(
         model_tflops,
+        model_tflops_full,
         mfu=mfu,
         mfu_full_attention=mfu * per_token_full / per_token,
         mfu_of_bf16_peak=model_tflops / gpu.dense_tflops.half if narrow else None,

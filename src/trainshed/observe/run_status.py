@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from trainshed.observe.event_log import completed_steps, read_events
+from trainshed.observe.engine_logs.reader import read_lines
+from trainshed.observe.engine_logs.run_logs import read_run_events
+from trainshed.observe.event_log import completed_steps
 from trainshed.observe.event_text import RECENT_STEPS, format_duration
 from trainshed.storage import Store
-
-_STEP_LINE = re.compile(
-    r"step (?P<step>\d+)/(?P<steps>\d+) .*ETA (?P<eta>[\d.]+ s|\d+:\d\d:\d\d)  loss (?:(?P<loss>[\d.]+)|not finite)"
-    r".*  (?P<rate>[\d,]+) tokens/s/GPU(?:  MFU (?P<mfu>[\d.]+)%)?"
-)
 
 
 @dataclass(frozen=True)
@@ -60,7 +56,7 @@ class RunStatus:
 
 def read_run_status(store: Store, folder: str, steps: int | None = None) -> RunStatus:
     """Read the status of the run in `folder` of a store."""
-    return run_status_from_events(read_events(store, folder), steps)
+    return run_status_from_events(read_run_events(store, folder), steps)
 
 
 def run_status_from_events(events: Iterable[dict[str, Any]], steps: int | None = None) -> RunStatus:
@@ -87,13 +83,13 @@ def run_status_from_events(events: Iterable[dict[str, Any]], steps: int | None =
     if not done:
         return RunStatus(attempt=attempt, steps=steps, phase=phase, last_error=error, ended=ended)
     last = done[-1]
-    recent = [step["step_seconds"] for step in done[-RECENT_STEPS:]]
+    recent = [step["step_seconds"] for step in done[-RECENT_STEPS:] if step["step_seconds"] is not None]
     left = steps - last["step"] - 1 if steps else None
     return RunStatus(
         attempt=attempt,
         step=last["step"] + 1,
         steps=steps,
-        eta_seconds=left * sum(recent) / len(recent) if left and ended is None else None,
+        eta_seconds=left * sum(recent) / len(recent) if left and recent and ended is None else None,
         loss=last["loss"],
         mfu=last["mfu"],
         tokens_per_second_per_gpu=last["tokens_per_second_per_gpu"],
@@ -105,29 +101,9 @@ def run_status_from_events(events: Iterable[dict[str, Any]], steps: int | None =
 
 
 def run_status_from_log(lines: Iterable[str], steps: int | None = None) -> RunStatus:
-    """Return the status of a run by the lines of its log (`event_text.py`), for when its events cannot be read."""
-    last: re.Match[str] | None = None
-    for line in lines:
-        last = _STEP_LINE.search(line) or last
-    if last is None:
-        return RunStatus(steps=steps)
-
-    def figure(name: str) -> float | None:
-        return float(last[name].replace(",", "")) if last[name] else None
-
-    mfu = figure("mfu")
-    return RunStatus(
-        step=int(last["step"]),
-        steps=int(last["steps"]),
-        eta_seconds=_parse_duration(last["eta"]),
-        loss=figure("loss"),
-        mfu=None if mfu is None else mfu / 100,
-        tokens_per_second_per_gpu=figure("rate"),
-    )
-
-
-def _parse_duration(text: str) -> float:
-    if text.endswith(" s"):
-        return float(text.removesuffix(" s"))
-    hours, minutes, seconds = map(int, text.split(":"))
-    return 3600.0 * hours + 60 * minutes + seconds
+    """Return the status of a run by the lines of its log, of whichever engine, for when its events cannot be read."""
+    events, reader = read_lines(lines)
+    facts = reader.facts
+    status = run_status_from_events((event | {"attempt": 1} for event in events), facts.steps or steps)
+    eta_seconds = facts.eta_seconds if facts.eta_seconds is not None else status.eta_seconds
+    return replace(status, attempt=None, eta_seconds=eta_seconds)

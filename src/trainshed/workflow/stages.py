@@ -13,21 +13,27 @@ from pathlib import Path
 
 import orjson
 
+from trainshed.catalog import architecture, find_gpu
+from trainshed.catalog.machines import find_machine
+from trainshed.catalog.table import is_path
 from trainshed.checkpoints.base import BaseWeights
 from trainshed.checkpoints.formats import TargetFormat, detect_format
 from trainshed.data.artefacts import DataArtefacts
 from trainshed.data.prompts import chat_format
 from trainshed.data.tokenize.tokenizer import TOKENIZER_FILES, Tokenizer
 from trainshed.data.tokens.token_source import TokenSource
-from trainshed.engines.launch import WATCH_FOLDER
+from trainshed.engines.launch import WATCH_FOLDER, losses_rank
 from trainshed.engines.megatron.keys import MEGATRON_CHECKPOINTS
 from trainshed.errors import InputError, NotFound, TrainshedError
+from trainshed.launch.attempt import read_job_plan
 from trainshed.launch.job import JobFile
+from trainshed.observe.run_facts import EngineRun
 from trainshed.observe.watch_node import shipped_files
-from trainshed.recipe import Cluster, Export, Recipe, load_cluster, load_recipe
+from trainshed.recipe import Cluster, Export, Recipe, load_cluster, load_recipe, to_plain
 from trainshed.reporting import SILENT, Reporter
-from trainshed.run_folder import CLUSTER_FILE, ENGINE, RECIPE_FILE
+from trainshed.run_folder import CLUSTER_FILE, ENGINE, ENGINE_RUN_FILE, RECIPE_FILE
 from trainshed.storage import LocalStore, StoreOptions, copy_tree, join, open_folder, parse
+from trainshed.workflow.layout import weights_architecture
 from trainshed.workflow.prepare import (
     PreparedRun,
     check_fit,
@@ -65,6 +71,8 @@ def run_stage(stage: str, job_folder: Path, *, part: int = 0, parts: int = 1, re
         reporter.note(f"part {part + 1} of {parts}: {made} shards tokenised")
     elif stage == "prepare":
         _prepare_data(recipe, cluster, run, job.wanted, reporter)
+        if recipe.engine.name != "torch":
+            write_engine_run(job, job_folder, recipe, written, run)
     elif stage == "export":
         options = store_options(cluster)
         artefacts = DataArtefacts(resolve(recipe, options), store_root(recipe, cluster), make=False, options=options)
@@ -100,6 +108,23 @@ def _prepare_data(recipe: Recipe, cluster: Cluster, run: Path, wanted: tuple[str
         write_engine_tokenizer(tokenizer, run, options)
     if recipe.engine.name != "torch":
         write_engine_watch(run)
+
+
+def write_engine_run(job: JobFile, job_folder: Path, recipe: Recipe, cluster: Cluster, run: Path) -> None:
+    """Write where a foreign engine will run: its log does not say all that its figures are computed from."""
+    train, (layout, _) = job.stage("train"), read_job_plan(job_folder)
+    config = architecture(recipe) or weights_architecture(recipe, cluster.inside())
+    gpu = find_machine(cluster.gpu_machine).gpu if cluster.gpu_machine else None
+    placed = EngineRun(
+        engine=recipe.engine.name,
+        layout=str(layout),
+        nodes=train.nodes,
+        ranks_per_node=train.ranks_per_node,
+        losses_rank=losses_rank(recipe, cluster.image, train.world_size),
+        gpu=find_gpu(gpu).name if gpu is not None and not is_path(gpu) else None,
+        config=to_plain(config),
+    )
+    LocalStore(run).put(ENGINE_RUN_FILE, placed.to_bytes())
 
 
 def tokenizer_folder(tokenizer: Tokenizer) -> str | None:

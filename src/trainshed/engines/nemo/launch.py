@@ -406,12 +406,18 @@ _LAUNCHES = {HYDRA_RELEASE: hydra_launch, BRIDGE_RELEASE: bridge_launch}
 _IMAGE_TAG = re.compile(r"nemo[^/]*:(\d\d\.\d\d)\b")
 
 
+def nemo_release(recipe: Recipe, image: str | None) -> str:
+    """Return which release is meant: that of `engine.version`, of the image, or the newest that is known."""
+    tag = _IMAGE_TAG.search(image or "")
+    return recipe.engine.version or (tag[1] if tag else BRIDGE_RELEASE)
+
+
 def nemo_launch(task: EngineTask) -> EngineLaunch:
     """Return how NeMo is started for a task; `engine.version` says which release."""
     recipe = task.recipe
     image = recipe.engine.image or task.site.image
     tag = _IMAGE_TAG.search(image or "")
-    version = recipe.engine.version or (tag[1] if tag else BRIDGE_RELEASE)
+    version = nemo_release(recipe, image)
     if version not in _LAUNCHES:
         raise RecipeError(
             f"NeMo {version} is not known here",

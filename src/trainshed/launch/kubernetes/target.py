@@ -91,7 +91,8 @@ class KubernetesTarget:
         with connect(self.cluster) as api:
             pods = list_job_objects(api, submitted.job, submitted.ids).pods_of(stage)
             ranks_per_node = submitted.ranks_per_node if stage == "train" else 1
-            node_index = (rank or 0) // ranks_per_node
+            default_rank = submitted.losses_rank if stage == "train" else 0
+            node_index = (default_rank if rank is None else rank) // ranks_per_node
             if attempt is not None:
                 raise NotFound(
                     f"Kubernetes keeps no logs of attempt {attempt} of {stage}",
@@ -100,7 +101,7 @@ class KubernetesTarget:
                 )
             if node_index >= len(pods):
                 raise NotFound(
-                    f"{stage} has {len(pods)} pods now, none for rank {rank or 0}",
+                    f"{stage} has {len(pods)} pods now, none for rank {default_rank if rank is None else rank}",
                     where=submitted.job,
                     hint="`trainshed status RUN` says what it waits for",
                 )

@@ -26,6 +26,7 @@ from trainshed.errors import InputError, MissingExtra, TrainshedError, error_wit
 from trainshed.launch.agent.main import part_log, start_of_part
 from trainshed.launch.agent.records import AttemptRecords, NodeRecord
 from trainshed.launch.attempt import LogEcho, explain_failure, logs_folder
+from trainshed.launch.engine_events import EngineEvents
 from trainshed.launch.fabric import fabric_setup
 from trainshed.launch.job import JobFile, Stage, setup_script, version_problem
 from trainshed.launch.ranks import RankFailure, RanksResult, read_log_tail
@@ -512,14 +513,18 @@ def run_scripts(context: RayJobContext, stage: Stage, nodes: Sequence[PlacedActo
         )
         members[number] = ActorGroupMember(node.actor, node.location, task)
         context.reporter.note(f"attempt {attempt}: node {number} on {node.location.address} ({node.location.hostname})")
-    result = ActorGroup(members, failure_grace_seconds=_SCRIPT_GRACE_SECONDS).run(lambda: context.stop.first)
-    if not result.failed:
-        return result.exit_code
-    first = result.failed[0]
+    group = ActorGroup(members, failure_grace_seconds=_SCRIPT_GRACE_SECONDS)
+    with EngineEvents(context.run_folder, attempt) as events:
+        result = group.run(lambda: context.stop.first, events.poll)
+        if not result.failed:
+            events.end(result.exit_code)
+            return result.exit_code
+        first = result.failed[0]
+        what = f"{stage.name} failed: node {first.rank} {first.end_text}"
+        if records := read_flight_records(health_folder(context.run_folder, attempt)):
+            what += f"; {diagnose(records, stage.world_size).sentence}"
+        events.fail(what)
     context.report_log(f"node {first.rank} {first.end_text}", first.log_tail)
-    what = f"{stage.name} failed: node {first.rank} {first.end_text}"
-    if records := read_flight_records(health_folder(context.run_folder, attempt)):
-        what += f"; {diagnose(records, stage.world_size).sentence}"
     raise error_with_exit_code(first.exit_code, what, where=str(members[first.rank].task.log))
 
 

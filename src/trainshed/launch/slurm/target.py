@@ -20,7 +20,7 @@ from trainshed.launch.slurm.sbatch_options import dependency_line, exported_name
 from trainshed.launch.slurm.status import serving_state, stage_state
 from trainshed.launch.target import StageState, SubmitRequest, SubmittedJob
 from trainshed.recipe import Cluster
-from trainshed.run_folder import LOGS, attempt_name, rank_name, store_address
+from trainshed.run_folder import LOGS, attempt_name, node_name, rank_name, store_address
 
 _FOLLOW_SECONDS, _REMOTE_FOLLOW_SECONDS = 0.5, 5.0
 
@@ -122,7 +122,11 @@ class SlurmTarget:
         if stage not in submitted.ids:
             raise InputError(f"this run has no stage `{stage}`", hint=f"it has {', '.join(submitted.ids)}")
         if stage == "train" and (rank is not None or attempt is not None):
-            files = self._client.find_files(f"{submitted.run}/{LOGS}", f"attempt-*/{rank_name(rank or 0)}.log")
+            wanted_rank = submitted.losses_rank if rank is None else rank
+            folder, node = f"{submitted.run}/{LOGS}", wanted_rank // submitted.ranks_per_node
+            files = self._client.find_files(folder, f"attempt-*/{rank_name(wanted_rank)}.log")
+            # A foreign engine has one log per node.
+            files = files or self._client.find_files(folder, f"attempt-*/{node_name(node)}.log")
             wanted = [path for path in files if attempt is None or f"/{attempt_name(attempt)}/" in path]
         else:
             files = self._client.find_files(logs_folder(submitted.run), f"{stage}-{submitted.ids[stage]}[._]*")
