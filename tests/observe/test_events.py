@@ -77,7 +77,7 @@ def test_an_event_is_in_its_file_when_emit_returns(store: LocalStore, tmp_path: 
 def test_what_is_not_in_the_schema_is_refused(store: LocalStore) -> None:
     with writer(store) as events:
         for kind, step, values, message in [
-            ("stepp", 1, STEP, "no kind of event named 'stepp'; there are answers, checkpoint, early_stop, end, "),
+            ("stepp", 1, STEP, "no kind of event named 'stepp'; there are alarm, answers, checkpoint, devices, "),
             ("step", 1, {**STEP, "los": 1.0}, "'step' events have no key 'los'"),
             ("note", None, {}, "a 'note' event needs the key 'text'"),
             ("step", None, STEP, "a 'step' event needs its step"),
@@ -88,8 +88,8 @@ def test_what_is_not_in_the_schema_is_refused(store: LocalStore) -> None:
                 events.emit(kind, step, **values)
     assert list(read_events(store, RUN)) == []
     assert " ".join(EVENT_KINDS) == (
-        "start phase step validation answers early_stop checkpoint resume probe non_finite signal stall failure "
-        "preflight note warning end"
+        "start stage phase step ranks devices alarm profile validation answers early_stop checkpoint resume "
+        "probe non_finite signal stall failure preflight note warning end"
     )
 
 

@@ -22,6 +22,7 @@ from trainshed.data.tokens.token_source import TokenSource
 from trainshed.engines.megatron.keys import MEGATRON_CHECKPOINTS
 from trainshed.errors import InputError, NotFound, TrainshedError
 from trainshed.launch.job import JobFile
+from trainshed.observe.stages import StageOutcome, StageRecorder, recorded_stage
 from trainshed.recipe import Cluster, Export, Recipe, load_cluster, load_recipe
 from trainshed.reporting import SILENT, Reporter
 from trainshed.run_folder import CLUSTER_FILE, ENGINE, RECIPE_FILE
@@ -51,22 +52,43 @@ def run_stage(stage: str, job_folder: Path, *, part: int = 0, parts: int = 1, re
     check_plugins(recipe, job)
     cluster = written.inside()
     run = Path(job.run)
+    with StageRecorder(LocalStore(run)).stage(recorded_stage(stage, part, parts)) as outcome:
+        _do_stage(stage, recipe, cluster, run, job, (part, parts), reporter, outcome)
+
+
+def _do_stage(
+    stage: str,
+    recipe: Recipe,
+    cluster: Cluster,
+    run: Path,
+    job: JobFile,
+    part_of: tuple[int, int],
+    reporter: Reporter,
+    outcome: StageOutcome,
+) -> None:
     if stage == "fetch":
-        _fetch_base(recipe, cluster, reporter)
+        base = _fetch_base(recipe, cluster, reporter)
+        outcome.skipped = base is None or base.reused
+        outcome.what = "there are no base weights" if base is None else _fetched_text(recipe, base)
     elif stage == "convert":
         base = _fetch_base(recipe, cluster, reporter)
         if base is None:
             raise InputError("there are no base weights to convert", where=recipe.where("model.from"))
         write_engine_base(base, run, job.wanted, reporter)
+        outcome.what = f"base weights for {recipe.engine.name}, proven"
     elif stage == "tokenise":
+        part, parts = part_of
         made = tokenise_part(recipe, cluster, run, part, parts, reporter)
+        outcome.skipped = made == 0
+        outcome.what = f"{made} shards tokenised" if made else "its shards were already there"
         reporter.note(f"part {part + 1} of {parts}: {made} shards tokenised")
     elif stage == "prepare":
-        _prepare_data(recipe, cluster, run, job.wanted, reporter)
+        outcome.what = _prepare_data(recipe, cluster, run, job.wanted, reporter)
     elif stage == "export":
         options = store_options(cluster)
         artefacts = DataArtefacts(resolve(recipe, options), store_root(recipe, cluster), make=False, options=options)
-        export_run(recipe, run, reporter, tokenizer=artefacts.tokenizer(), options=options)
+        exported = export_run(recipe, run, reporter, tokenizer=artefacts.tokenizer(), options=options)
+        outcome.what = f"{exported}, proven"
     else:
         raise InputError(f"there is no stage `{stage}` on CPUs", hint="fetch, convert, tokenise, prepare or export")
 
@@ -78,12 +100,17 @@ def _fetch_base(recipe: Recipe, cluster: Cluster, reporter: Reporter) -> BaseWei
     return fetch_weights(resolved, store_root(recipe, cluster), options, reporter)
 
 
-def _prepare_data(recipe: Recipe, cluster: Cluster, run: Path, wanted: tuple[str, ...], reporter: Reporter) -> None:
-    """Prepare the data; for an engine that reads text itself (torchtune) only what it asks for."""
+def _fetched_text(recipe: Recipe, base: BaseWeights) -> str:
+    return f"{recipe.model.from_} {'was already there' if base.reused else 'fetched and proven'}"
+
+
+def _prepare_data(recipe: Recipe, cluster: Cluster, run: Path, wanted: tuple[str, ...], reporter: Reporter) -> str:
+    """Prepare the data; for an engine that reads text itself (torchtune) only what it asks for. Says what came out."""
     options = store_options(cluster)
     if recipe.engine.name == "torch" or "data-args" in wanted or "data-prefix" in wanted:
         prepared = prepare_run(recipe, cluster, id=run.name, reporter=reporter)
         tokenizer = prepared.tokenizer
+        what = f"{sum(source.tokens for source in prepared.sources):,} tokens, order of {prepared.steps:,} steps"
         if recipe.engine.name != "torch":
             write_engine_data(prepared, options, reporter)
     else:
@@ -94,8 +121,10 @@ def _prepare_data(recipe: Recipe, cluster: Cluster, run: Path, wanted: tuple[str
             resolved, store_root(recipe, cluster), tokenizer=tokenizer, options=options, reporter=reporter
         )
         tokenizer = artefacts.tokenizer()
+        what = f"{recipe.engine.name} reads the text itself"
     if "tokenizer" in wanted and tokenizer is not None:
         write_engine_tokenizer(tokenizer, run, options)
+    return what
 
 
 def tokenizer_folder(tokenizer: Tokenizer) -> str | None:
