@@ -119,7 +119,7 @@ def run_status(known: KnownRun) -> dict[str, Any]:
             hint = "and its folder is not seen here: mount it, or write this command where it is"
             raise TrainshedError(problem, where=error.where, hint=hint) from None
         return stored_status(known) | {"scheduler": f"{problem}; this is what the run's folder says"}
-    if _overall_state(states) == "unknown" and known.home is not None:
+    if overall_state(states) == "unknown" and known.home is not None:
         # Schedulers forget jobs that ended long ago.
         problem = f"{submission.cluster.target} does not know this job any more"
         return stored_status(known) | {"scheduler": f"{problem}; this is what the run's folder says"}
@@ -167,7 +167,7 @@ def submission_status(submission: Submission, states: tuple[StageState, ...]) ->
         "run": submission.run,
         "cluster": submission.cluster.name,
         "folder": submission.submitted.run,
-        "state": _overall_state(states),
+        "state": overall_state(states),
         "stage": current.stage if current else None,
         "why": why,
         "stages": [asdict(state) for state in states],
@@ -232,7 +232,8 @@ def _progress_text(progress: dict[str, Any] | None) -> str:
     return RunStatus(**progress).summary() if progress is not None else ""
 
 
-def _overall_state(states: tuple[StageState, ...]) -> str:
+def overall_state(states: tuple[StageState, ...]) -> str:
+    """Return the state of a job by those of its stages."""
     kinds = [state.state for state in states]
     for kind in ("failed", "cancelled", "running", "serving"):
         if kind in kinds:
