@@ -156,7 +156,7 @@ def look_further(finished: TrainedRun, cluster: Cluster) -> list[str]:
     shown = shlex.quote(name)
     commands = [f"trainshed {'dash' if 'dash' in VERBS else 'watch'} {shown}"]
     if finished.checkpoint is not None and run.tokenizer is not None:
-        asked = "--chat --prompt 'Who are you?'" if run.recipe.train.mode != "pretrain" else "--prompt 'Returns the '"
+        asked = "--chat --prompt 'Who are you?'" if run.recipe.train.mode != "pretrain" else "--prompt 'The '"
         commands.append(f"trainshed generate {shown} {asked}")
     if "metrics" in VERBS:
         commands.append(" ".join(["trainshed", "metrics", shown]))
