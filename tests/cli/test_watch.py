@@ -20,28 +20,16 @@ from typing import Any
 
 import pytest
 
-from support.recipes.small_recipes import recipe_text
+from support.runs.written_runs import START, STEP, write_run, write_training
 from trainshed.cli import run_cli
 from trainshed.cli.watch_frame import ASCII, UNICODE, Frame, RunAccount, glyphs_for
+from trainshed.observe.event_log import read_events
 from trainshed.observe.events import EventWriter
 from trainshed.observe.live_view import LiveView
 from trainshed.storage import LocalStore, open_store
-from trainshed.storage.attempts import take_attempt
 
 PATIENCE_SECONDS = 120
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-STEP: dict[str, Any] = {
-    "grad_norm": 0.5,
-    "lr": 1e-4,
-    "step_seconds": 2.0,
-    "tokens_per_second_per_gpu": 1234.0,
-    "mfu": 0.41,
-    "mfu_full_attention": 0.42,
-    "batch_hash": "0f",
-    "skipped": False,
-    "memory_gib": 3.5,
-}
-START = {"run": "proof/x", "layout": "dp 2", "world_size": 2, "versions": {}, "device": "NVIDIA H100", "parameters": 12}
 # Somebody who works on a run until he is killed.
 HOLD = """
 import sys, time
@@ -63,27 +51,9 @@ with lock_run(folder, "proof/x"):
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of a run that was never started."""
-    folder = tmp_path / "store" / "runs" / "proof" / "x"
-    folder.mkdir(parents=True)
-    (folder / "recipe.yaml").write_text(recipe_text("dense").replace("steps: 20", "steps: 6"))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    return folder
-
-
-def write_training(run: Path, *, end: str | None = "finished") -> None:
-    """The events of six steps with a validation, a checkpoint and an alarm, as a rank writes them."""
-    take_attempt(LocalStore(run), "")
-    with EventWriter(LocalStore(run), "", attempt=1, rank=0) as events:
-        events.emit("start", **START, hosts=["node-a", "node-b"])
-        for step in range(6):
-            events.emit("step", step, loss=3.0 - step / 10, tokens=64 * (step + 1), **STEP)
-        events.emit("ranks", 5, steps=6, compute_seconds=[1.0, 1.0, 1.25])
-        events.emit("validation", 6, loss=2.75, batches=1)
-        events.emit("checkpoint", 6, phase="committed", seconds=1.0, stall_seconds=0.2, path="p")
-        events.emit("alarm", 5, name="loss_spike", what="9.1 after 2.6 … at once")
-        if end is not None:
-            events.emit("end", reason=end, exit_code=0)
+    return write_run(tmp_path / "store")
 
 
 def test_a_frame_has_every_figure_and_its_exit_code_is_the_runs(
@@ -119,8 +89,6 @@ def test_a_frame_has_every_figure_and_its_exit_code_is_the_runs(
 def test_sixty_columns_and_plain_letters_are_enough(run: Path) -> None:
     write_training(run, end="failed")
     view = LiveView(steps=6)
-    from trainshed.observe.event_log import read_events
-
     view.add(read_events(LocalStore(run), ""))
     account = RunAccount("proof/x", "here", "failed", "attempt 1 failed", problem="its events … cannot be read")
     for width in (30, 60, 61, 200):

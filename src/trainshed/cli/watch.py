@@ -119,6 +119,7 @@ class RunWatcher:
         self._stopping = threading.Event()
         self._changed = threading.Event()
         self._error: BaseException | None = None
+        self._judged = False
         self._thread = threading.Thread(target=self._read_on, name="watch", daemon=True)
 
     def __enter__(self) -> RunWatcher:
@@ -177,7 +178,11 @@ class RunWatcher:
         try:
             account = self._judge(progress)
         except TrainshedError as error:
-            account, problem = self._account, problem or f"its folder cannot be read now: {error.what}"
+            if self._store is None and not self._judged:
+                raise
+            account, problem = self._account, problem or f"{error.what} (asked again soon)"
+        else:
+            self._judged = True
         account = replace(account, problem=problem)
         with self._lock:
             is_new = bool(events) or account.state != self._account.state
