@@ -42,9 +42,13 @@ from trainshed.workflow.prepare import (
 from trainshed.workflow.runnable import check_plugins, check_runnable
 from trainshed.workflow.serve import export_address
 
+CPU_STAGES = ("fetch", "convert", "tokenise", "prepare", "export")
+
 
 def run_stage(stage: str, job_folder: Path, *, part: int = 0, parts: int = 1, reporter: Reporter = SILENT) -> None:
     """Do one stage of a job, from the files that travelled with it."""
+    if stage not in CPU_STAGES:
+        raise InputError(f"there is no stage `{stage}` on CPUs", hint=f"there are {', '.join(CPU_STAGES)}")
     job = JobFile.read(job_folder)
     recipe = load_recipe(str(job_folder / RECIPE_FILE))
     written = load_cluster(str(job_folder / CLUSTER_FILE))
@@ -89,8 +93,6 @@ def _do_stage(
         artefacts = DataArtefacts(resolve(recipe, options), store_root(recipe, cluster), make=False, options=options)
         exported = export_run(recipe, run, reporter, tokenizer=artefacts.tokenizer(), options=options)
         outcome.what = f"{exported}, proven"
-    else:
-        raise InputError(f"there is no stage `{stage}` on CPUs", hint="fetch, convert, tokenise, prepare or export")
 
 
 def _fetch_base(recipe: Recipe, cluster: Cluster, reporter: Reporter) -> BaseWeights | None:
@@ -110,7 +112,8 @@ def _prepare_data(recipe: Recipe, cluster: Cluster, run: Path, wanted: tuple[str
     if recipe.engine.name == "torch" or "data-args" in wanted or "data-prefix" in wanted:
         prepared = prepare_run(recipe, cluster, id=run.name, reporter=reporter)
         tokenizer = prepared.tokenizer
-        what = f"{sum(source.tokens for source in prepared.sources):,} tokens, order of {prepared.steps:,} steps"
+        tokens = sum(source.tokens for source in prepared.sources)
+        what = f"{f'{tokens:,}' if prepared.sources else 'synthetic'} tokens, order of {prepared.steps:,} steps"
         if recipe.engine.name != "torch":
             write_engine_data(prepared, options, reporter)
     else:
