@@ -168,9 +168,9 @@ def _runs_in_store(cluster: Cluster) -> Iterator[tuple[float, KnownRun]]:
     address = cluster.bucket_address(str(root)) if root.scheme == "file" else str(root)
     if address is not None:
         options = store_options(cluster)
-        for found in bucket_runs(open_folder(address, options)):
-            run = KnownRun(found.name, found.id, join(address, found.folder), None, options)
-            yield found.changed_seconds, run
+        for in_bucket in bucket_runs(open_folder(address, options)):
+            run = KnownRun(in_bucket.name, in_bucket.id, join(address, in_bucket.folder), None, options)
+            yield in_bucket.changed_seconds, run
 
 
 def _is_run_folder(text: str) -> bool:

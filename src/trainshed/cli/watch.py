@@ -194,13 +194,13 @@ class RunWatcher:
         from trainshed.launch.stored_run import stand
 
         account = RunAccount(self.known.run, self._place(), "unknown")
-        state, said = self._ask_scheduler()
+        state, scheduler_text = self._ask_scheduler()
         if self._store is not None:
             stood = stand(self._store, progress, self._newest_attempt())
             account = replace(account, state=stood.state, reason="" if state else stood.reason)
             if stood.holder is not None:  # it is worked on here, whatever was submitted
                 return replace(account, reason=stood.reason)
-        return replace(account, state=state or account.state, scheduler=said)
+        return replace(account, state=state or account.state, scheduler=scheduler_text)
 
     def _newest_attempt(self) -> dict[str, Any] | None:
         """Who took the newest attempt; a bucket is asked from time to time."""
@@ -291,16 +291,16 @@ def _watch_in_terminal(watcher: RunWatcher, every: float) -> RunAccount:
 
 def _watch_in_lines(watcher: RunWatcher, every: float) -> RunAccount:
     """Print the events as they come, and how far the run is: at most one line of steps in `every` seconds."""
-    said = None
+    printed = None
     glyphs = glyphs_for(sys.stdout.encoding)
     while True:
         account, snapshot = watcher.view()
-        new = watcher.new_lines() if said is not None else watcher.new_lines()[-_FIRST_LINES:]
+        new = watcher.new_lines() if printed is not None else watcher.new_lines()[-_FIRST_LINES:]
         lines = [f"{time.strftime('%H:%M:%S', time.localtime(line.time))}  {line.text}" for line in new]
         summary = snapshot.status.summary()
         line = f"{account.run} {account.place}: {account.state}" + (f", {summary}" if summary else "")
-        if (account.state, snapshot.status.step, snapshot.status.stage) != said:
-            said = (account.state, snapshot.status.step, snapshot.status.stage)
+        if (account.state, snapshot.status.step, snapshot.status.stage) != printed:
+            printed = (account.state, snapshot.status.step, snapshot.status.stage)
             lines.append(line)
         over = _is_over(watcher, account)
         if over:

@@ -462,9 +462,9 @@ def _prepared_run(
 def _tokens_text(sources: Sequence[TokenSource]) -> str:
     """Say how many tokens there are, and how many of the sources were prepared before."""
     tokens = sum(source.tokens for source in sources)
-    found = sum(source.reused for source in sources)
+    reused = sum(source.reused for source in sources)
     count = f"{len(sources)} source{'' if len(sources) == 1 else 's'}"
-    there = "" if not found else ", already there" if found == len(sources) else f", {found} already there"
+    there = "" if not reused else ", already there" if reused == len(sources) else f", {reused} already there"
     return f"{tokens:,} tokens of {count}{there}"
 
 
