@@ -1,11 +1,12 @@
 """Take the pictures of the documentation from the real commands: run them in a terminal, keep the screen as SVG.
 
-pip install 'trainshed[docs]' && python docs/take_pictures.py [launch]
+pip install 'trainshed[docs]' && python docs/take_pictures.py [launch|watch]
 """
 
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import pty
 import struct
@@ -117,11 +118,34 @@ def take_launch(folder: str) -> None:
         subprocess.run([sys.executable, "-m", "trainshed", "cancel", "quickstart"], cwd=folder, check=True)
 
 
+def take_watch(folder: str) -> None:
+    """The quickstart in the middle of its training, in a terminal of the usual width."""
+    global COLUMNS
+    command = [sys.executable, "-m", "trainshed"]
+    with subprocess.Popen([*command, "run", "quickstart"], cwd=folder, stderr=subprocess.DEVNULL) as run:
+        while run.poll() is None and _step(folder) < 60:
+            time.sleep(1)
+        before, COLUMNS = COLUMNS, 90
+        take("watch", "a run as it goes", [["watch", "quickstart", "--once"]], folder)
+        COLUMNS = before
+        subprocess.run([*command, "cancel", "quickstart"], cwd=folder, check=True)
+
+
+def _step(folder: str) -> int:
+    """How many steps the quickstart has done."""
+    command = [sys.executable, "-m", "trainshed", "status", "quickstart", "-o", "json"]
+    asked = subprocess.run(command, cwd=folder, capture_output=True, check=False)
+    return (json.loads(asked.stdout).get("progress") or {}).get("step") or 0
+
+
 def main() -> None:
     """Take them all, or those that are named."""
     with tempfile.TemporaryDirectory() as folder:
         if sys.argv[1:] == ["launch"]:
             take_launch(folder)
+            return
+        if sys.argv[1:] == ["watch"]:
+            take_watch(folder)
             return
     with tempfile.TemporaryDirectory() as folder:
         take("demo", "make demo", [["run", "quickstart"]], folder)
@@ -147,6 +171,8 @@ def main() -> None:
         )
         take("plan", "a plan", [["plan", *asked.split()]], folder)
         take("errors", "what, where, and what to write instead", [["run", "recipe.yaml"]], folder)
+    with tempfile.TemporaryDirectory() as folder:
+        take_watch(folder)
     with tempfile.TemporaryDirectory() as folder:
         take_launch(folder)
 

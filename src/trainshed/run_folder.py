@@ -6,7 +6,8 @@
     running.json                               who works on it on this machine; counts only while it is locked
     attempts/0001.json                         the number that each attempt has taken
     plans/attempt-0001.json                    layout and reasons of an attempt
-    events/attempt-0001/000001.jsonl           the truth; `rank-00003.jsonl` is what a failed rank had in memory
+    events/attempt-0001/000001.jsonl           the truth; `rank-00003.jsonl` is what a failed rank had in memory;
+                                               `attempt-0000/` has the stages before and after training
     logs/attempt-0001/rank-00000.log           what a rank printed; `logs/<stage>/` for stages on CPUs
     health/attempt-0001/                       flight records and errors of ranks, hosts, preflight
     profile/attempt-0001/                      traces, their summaries, memory snapshots (`engines/torch/profiler.py`)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
 
 from support.recipes.text_recipes import write_script, write_small_recipe
-from trainshed.cli import run_cli
+from trainshed.cli import VERBS, run_cli
+from trainshed.observe.event_log import read_events
+from trainshed.observe.stages import stage_records
+from trainshed.storage import LocalStore
 
 
 def test_a_run_here_ends_with_the_command_that_serves_it(
@@ -26,4 +30,18 @@ def test_a_run_here_ends_with_the_command_that_serves_it(
     tokenizer = AutoTokenizer.from_pretrained(data["export"])
     assert tokenizer.decode(tokenizer("one two three")["input_ids"]).strip() == "one two three"
     assert run_cli(["run", *asked]) == 0
-    assert f"serve it here with: {data['serve']}" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert f"serve it here with: {data['serve']}" in shown
+    # Every command that it names exists, and does what it says with what was made.
+    run = f"small/{data['id']}"
+    assert all(f"  {command}\n" in shown for command in data["next"])
+    assert data["next"][0].split()[1] in ("watch", "dash")
+    assert f"trainshed generate {run} --prompt 'The '" in data["next"]
+    assert all(shlex.split(command)[1] in VERBS for command in data["next"])
+    assert run_cli([*shlex.split(data["next"][1])[1:], "--max-tokens", "1", "--device", "cpu"]) == 0
+    records = stage_records(read_events(LocalStore(Path(data["folder"])), ""))
+    assert [(record.name, record.state) for record in records] == [
+        ("prepare", "skipped"),
+        ("index", "skipped"),
+        ("export", "done"),
+    ]

@@ -19,10 +19,12 @@ import pytest
 from support.recipes.text_recipes import write_script, write_small_recipe
 from support.runs.small_generators import Notes
 from trainshed.cli import run_cli
-from trainshed.launch.local import LocalRun, local_run_status, local_runs, lock_run, run_holder
+from trainshed.launch.local import LocalRun, local_runs, lock_run, run_holder
+from trainshed.launch.stored_run import stored_run_status
 from trainshed.launch.submissions import record_submission, submissions
 from trainshed.launch.target import SubmittedJob
 from trainshed.recipe import load_cluster, load_recipe
+from trainshed.storage import LocalStore
 from trainshed.workflow import find_start, note_other_runs, open_run_folder, prepare_run
 
 HOLD = """
@@ -164,7 +166,7 @@ def test_a_run_that_goes_on_is_told_followed_and_stopped_from_elsewhere(
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         run = only_run(here)
         deadline = time.monotonic() + PATIENCE_SECONDS
-        while (local_run_status(run.folder).progress.step or 0) <= 6:
+        while (stored_run_status(LocalStore(run.folder)).progress.step or 0) <= 6:
             assert process.poll() is None
             assert time.monotonic() < deadline
             time.sleep(0.1)

@@ -19,9 +19,18 @@ import pytest
 
 from trainshed.errors import CorruptData, StorageError, TrainshedError
 from trainshed.observe import event_log
-from trainshed.observe.event_log import EventFollower, read_events, read_ring_dumps, read_steps
-from trainshed.observe.events import EVENT_KINDS, EventWriter
-from trainshed.storage import LocalStore, ObjectInfo, open_store
+from trainshed.observe.event_log import (
+    BucketEventFollower,
+    EventFollower,
+    LocalSegmentWriter,
+    follow_events,
+    is_mounted_bucket,
+    read_events,
+    read_ring_dumps,
+    read_steps,
+)
+from trainshed.observe.events import EVENT_KINDS, EventWriter, encode_event
+from trainshed.storage import LocalStore, ObjectInfo, list_after, list_folders, open_folder, open_store
 
 RUN = "runs/quick/0123abcd"
 STEP: dict[str, Any] = {
@@ -77,7 +86,7 @@ def test_an_event_is_in_its_file_when_emit_returns(store: LocalStore, tmp_path: 
 def test_what_is_not_in_the_schema_is_refused(store: LocalStore) -> None:
     with writer(store) as events:
         for kind, step, values, message in [
-            ("stepp", 1, STEP, "no kind of event named 'stepp'; there are answers, checkpoint, early_stop, end, "),
+            ("stepp", 1, STEP, "no kind of event named 'stepp'; there are alarm, answers, checkpoint, devices, "),
             ("step", 1, {**STEP, "los": 1.0}, "'step' events have no key 'los'"),
             ("note", None, {}, "a 'note' event needs the key 'text'"),
             ("step", None, STEP, "a 'step' event needs its step"),
@@ -88,8 +97,8 @@ def test_what_is_not_in_the_schema_is_refused(store: LocalStore) -> None:
                 events.emit(kind, step, **values)
     assert list(read_events(store, RUN)) == []
     assert " ".join(EVENT_KINDS) == (
-        "start phase step validation answers early_stop checkpoint resume probe non_finite signal stall failure "
-        "preflight note warning end"
+        "start stage phase step ranks devices alarm profile validation answers early_stop checkpoint resume "
+        "probe non_finite signal stall failure preflight note warning end"
     )
 
 
@@ -244,11 +253,20 @@ class Bucket(LocalStore):
         self.open = threading.Event()
         self.open.set()
         self.troubles: list[str] = []
-        self.puts = 0
+        self.puts = self.reads = 0
+        self.listed: list[str] = []
 
     @property
     def url(self) -> str:
         return "s3://bucket"
+
+    def list_after(self, prefix: str, after: str) -> Iterator[ObjectInfo]:
+        self.listed.append(after)
+        return (info for info in super().list(prefix) if info.path > after)
+
+    def read(self, path: str, start: int = 0, end: int | None = None) -> bytes:
+        self.reads += 1
+        return super().read(path, start, end)
 
     def put(self, path: str, data: bytes, *, expect: str | None = None) -> ObjectInfo:
         self.open.wait()
@@ -328,3 +346,91 @@ def test_two_writers_of_one_attempt_share_a_real_bucket(s3_bucket: str) -> None:
     names = [info.path for info in store.list(f"{RUN}/events")]
     assert names == [f"{RUN}/events/attempt-0001/{number:06d}.jsonl" for number in (1, 2, 3)]
     assert texts(read_events(store, RUN)) == ["a", "b", "c"]
+
+
+def put_segment(bucket: Bucket, attempt: int, number: int, *texts_of: str) -> None:
+    lines = [encode_event("note", None, {"text": text}, attempt=attempt, rank=0) for text in texts_of]
+    LocalStore(bucket._root).put(f"{RUN}/events/attempt-{attempt:04d}/{number:06d}.jsonl", b"".join(lines))
+
+
+def test_a_bucket_is_followed_by_one_listing_from_where_the_last_one_ended(tmp_path: Path) -> None:
+    bucket = Bucket(tmp_path)
+    follower = BucketEventFollower(bucket, RUN, list_seconds=0.0)
+    assert follower.poll() == []
+    put_segment(bucket, 1, 1, "a")
+    put_segment(bucket, 1, 2, "b")
+    assert texts(follower.poll()) == ["a", "b"]
+    put_segment(bucket, 1, 3, "c")
+    put_segment(bucket, 2, 1, "d")
+    put_segment(bucket, 0, 1, "of no attempt")
+    found = [text for _ in range(4) for text in texts(follower.poll())]
+    assert found == ["of no attempt", "c", "d"] or found == ["c", "d", "of no attempt"]
+    assert bucket.reads == 5
+    assert bucket.listed
+    assert all(after.startswith(f"{RUN}/events/attempt-000") for after in bucket.listed)
+
+
+def test_a_segment_that_grows_through_a_mount_is_read_on(tmp_path: Path) -> None:
+    bucket = Bucket(tmp_path)
+    follower = BucketEventFollower(bucket, RUN, list_seconds=0.0)
+    put_segment(bucket, 1, 1, "a")
+    assert texts(follower.poll()) == ["a"]
+    put_segment(bucket, 1, 1, "a", "b")
+    found = [text for _ in range(2) for text in texts(follower.poll())]
+    assert found == ["b"]
+
+
+def test_a_bucket_is_asked_once_in_a_while_whoever_asks(tmp_path: Path) -> None:
+    bucket = Bucket(tmp_path)
+    put_segment(bucket, 1, 1, "a")
+    follower = BucketEventFollower(bucket, RUN, list_seconds=3600.0)
+    assert texts(follower.poll()) == ["a"]
+    put_segment(bucket, 1, 2, "b")
+    assert follower.poll() == []
+    assert (bucket.listed, bucket.reads) == ([], 1)
+
+
+def test_of_a_long_run_in_a_bucket_only_its_end_and_its_starts_are_read(tmp_path: Path) -> None:
+    bucket = Bucket(tmp_path)
+    for attempt in (1, 2):
+        for number in range(1, 21):
+            put_segment(bucket, attempt, number, f"{attempt}.{number}")
+    put_segment(bucket, 0, 1, "of no attempt")
+    follower = follow_events(bucket, RUN, newest_segments=3)
+    assert texts(follower.poll()) == ["of no attempt", "1.1", "2.1", "2.18", "2.19", "2.20"]
+
+
+def test_on_a_mounted_bucket_segments_are_closed_so_that_others_see_them(tmp_path: Path) -> None:
+    lines = LocalSegmentWriter(tmp_path, lambda _: None, close_seconds=0.0)
+    for number in range(3):
+        lines.append(f"{number}\n".encode())
+    lines.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["000001.jsonl", "000002.jsonl", "000003.jsonl"]
+
+
+@pytest.mark.parametrize(("path", "mounted"), [("/gcs/runs/a", True), ("/gcs2/runs", False), ("/", False)])
+def test_a_mounted_bucket_is_told_by_the_table_of_mounts(path: str, mounted: bool) -> None:
+    mounts = "overlay / overlay rw 0 0\nmy-bucket /gcs fuse.gcsfuse rw,nosuid 0 0\nserver:/d /gcs2 nfs4 rw 0 0\n"
+    assert is_mounted_bucket(Path(path), mounts) is mounted
+
+
+@pytest.mark.s3
+def test_a_real_bucket_is_followed_while_two_writers_write(s3_bucket: str) -> None:
+    store, _ = open_store(f"s3://{s3_bucket}")
+    follower = BucketEventFollower(store, RUN, list_seconds=0.0)
+    assert follower.poll() == []
+    found: list[str] = []
+    with EventWriter(store, RUN, attempt=1, rank=0) as first, EventWriter(store, RUN, attempt=0, rank=None) as second:
+        for number in range(3):
+            first.emit("note", text=f"rank 0: {number}")
+            first.flush()
+            second.emit("note", text=f"stage: {number}")
+            second.flush()
+            found += [text for _ in range(2) for text in texts(follower.poll())]
+            assert len(found) == 2 * (number + 1)
+    assert len(set(found)) == 6
+    assert [info.path for info in list_after(store, RUN, f"{RUN}/events/attempt-0001/000002.jsonl")] == [
+        f"{RUN}/events/attempt-0001/000003.jsonl"
+    ]
+    assert list_folders(store, f"{RUN}/events") == ["attempt-0000", "attempt-0001"]
+    assert list_folders(open_folder(f"s3://{s3_bucket}/{RUN}")) == ["events"]

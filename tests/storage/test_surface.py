@@ -7,8 +7,8 @@ import trainshed.storage
 
 NAMES = """
     ABSENT CHUNK_BYTES Address CopyResult Endpoint FileEntry Folder Hasher LocalStore Manifest MatchedObject ObjectInfo
-    Retry Store StoreOptions Writer algorithm_of checksum_of copy_tree expand hashing join open_folder open_store parse
-    read_into sha256_of
+    Retry Store StoreOptions Writer algorithm_of checksum_of copy_tree expand hashing join list_after list_folders
+    open_folder open_store parse read_into sha256_of
 """
 
 

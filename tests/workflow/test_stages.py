@@ -16,7 +16,9 @@ from trainshed.data.tokens.indexed_dataset import IndexedDataset
 from trainshed.engines.megatron.keys import MEGATRON_CHECKPOINTS
 from trainshed.errors import InputError
 from trainshed.launch.job import CodeArchive
+from trainshed.observe.event_log import read_events
 from trainshed.observe.run_facts import EngineRun, run_facts
+from trainshed.observe.stages import stage_records
 from trainshed.recipe import Recipe, load_cluster, load_recipe
 from trainshed.storage import LocalStore
 from trainshed.workflow import open_run_folder
@@ -63,6 +65,15 @@ def test_parts_share_the_shards_and_preparing_finds_them_all(tmp_path: Path) -> 
     assert len(made) == 3
     run_stage("prepare", folder)
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "shared").rglob("tokens.bin")} == made
+    run_stage("tokenise", folder, part=1, parts=2)
+    records = {record.name: record for record in stage_records(read_events(LocalStore(run), ""))}
+    assert {name: record.state for name, record in records.items()} == {
+        "tokenise 2/2": "skipped",
+        "tokenise 1/2": "done",
+        "prepare": "done",
+    }
+    assert records["tokenise 2/2"].what == "its shards were already there"
+    assert "order of 3 steps" in (records["prepare"].what or "")
     assert len(open_run_folder(run).sources[0].prefixes) == 3
 
 
@@ -93,9 +104,10 @@ def _tokens(prefix: str) -> int:
 
 
 def test_a_stage_that_is_none_is_refused_by_name(tmp_path: Path) -> None:
-    folder, _ = job_folder(tmp_path)
+    folder, run = job_folder(tmp_path)
     with pytest.raises(InputError, match="there is no stage `serve` on CPUs"):
         run_stage("serve", folder)
+    assert not (run / "events").exists()
 
 
 def test_base_weights_go_to_megatron_and_what_it_trained_comes_back_as_transformers_reads_it(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +72,8 @@ class BaseWeights:
     folder: Path
     files: Path
     manifest: Manifest
+    reused: bool = False
+    """Whether fetching found them made and proven."""
 
     @classmethod
     def from_folder(cls, folder: Path) -> BaseWeights:
@@ -114,15 +116,16 @@ def fetch_base(
     """
     base = _BaseArtefact(address, artefacts_root, options)
     with artefact_lock(base.folder, reporter):
-        if base.in_place or base.exists():
+        reused = base.exists()
+        if base.in_place or reused:
             accept(base.files)
-        if base.exists():
+        if reused:
             base.check(reporter)
         elif base.in_place:
             base.hash_in_place(config, reporter)
         else:
             base.copy(config, options, reporter, accept)
-    return BaseWeights.from_folder(base.folder)
+    return replace(BaseWeights.from_folder(base.folder), reused=reused)
 
 
 def find_base(address: str, artefacts_root: Path, *, options: StoreOptions | None = None) -> BaseWeights:

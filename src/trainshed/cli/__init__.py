@@ -23,6 +23,7 @@ VERBS = {
     "submit": ("trainshed.cli.submit:submit", "Send a recipe's job to a cluster."),
     "render": ("trainshed.cli.submit:render", "Print what submit would send, byte for byte."),
     "status": ("trainshed.cli.runs:status", "How a run stands, and why."),
+    "watch": ("trainshed.cli.watch:watch", "A run as it goes, in the terminal."),
     "logs": ("trainshed.cli.runs:logs", "The log of a run."),
     "metrics": ("trainshed.cli.metrics:metrics", "Step time, throughput, MFU and goodput of a run or a log."),
     "cancel": ("trainshed.cli.runs:cancel", "End a run; what it has stored stays."),

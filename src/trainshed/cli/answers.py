@@ -16,20 +16,20 @@ def answers_report(known: KnownRun) -> dict[str, Any]:
     from trainshed.data.prompts import read_answers
     from trainshed.errors import NotFound
     from trainshed.run_folder import ANSWERS
-    from trainshed.storage import LocalStore
+    from trainshed.storage import join
 
-    folder = known.local_folder()
-    steps = read_answers(LocalStore(folder), "")
+    store = known.store()
+    steps = read_answers(store, "")
     if not steps:
         raise NotFound(
             "this run has stored no answers",
-            where=str(folder / ANSWERS),
+            where=join(store.url, ANSWERS),
             hint="write `data: {validation: {prompts: [...]}}`: they are answered at each validation",
         )
     return {
         "schema": "trainshed.answers/1",
         "run": known.run,
-        "folder": str(folder),
+        "folder": known.home,
         "steps": [{"step": step.step, "answers": [dict(answer) for answer in step.answers]} for step in steps],
     }
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from trainshed.cli.console import Output
-from trainshed.run_folder import RECIPE_FILE
 
 if TYPE_CHECKING:
     from trainshed.checkpoints.foreign import ForeignListing
@@ -87,22 +86,20 @@ def checkpoints(
 def _run_folder(run: str, overrides: Sequence[str], on: str, id: str | None) -> tuple[Store, str]:
     """The store and folder that hold a run's checkpoints."""
     from trainshed.cli.lookup import find_run
-    from trainshed.plugins import plugins_not_run
-    from trainshed.recipe import load_cluster, load_recipe, split_overrides
+    from trainshed.launch.stored_run import read_run_recipe
+    from trainshed.recipe import load_cluster, split_overrides
     from trainshed.storage import join, open_store, parse
     from trainshed.workflow import store_options
 
     options = store_options(load_cluster(on, split_overrides(overrides)[1]))
     known = find_run(run, on=on, overrides=overrides, id=id)
-    folder = known.folder
-    recipe = folder / RECIPE_FILE if folder is not None else None
-    if recipe is not None and recipe.is_file():
+    home = known.home
+    if home is not None:
+        recipe = read_run_recipe(known.store())
         # Where `checkpoint.to` keeps them apart, they lie under the run's name and id all the same.
-        with plugins_not_run():
-            apart = load_recipe(str(recipe)).checkpoint.to
-        if apart is not None:
-            return open_store(parse(join(apart, known.run)), options)
-    return open_store(parse(known.address), options)
+        if recipe is not None and recipe.checkpoint.to is not None:
+            return open_store(parse(join(recipe.checkpoint.to, known.run)), options)
+    return open_store(parse(home or known.address), known.options or options)
 
 
 def _foreign(store: Store, run_folder: str) -> ForeignListing | None:

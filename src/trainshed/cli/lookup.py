@@ -1,7 +1,7 @@
 """The run or the model that somebody names: one way for every verb that takes one.
 
 NAME, NAME/ID, NAME-ID    in the store of `--on` (`./store`), or submitted from this machine; the newest of several
-a folder or a URL         the run's own folder
+a folder or a URL         the run's own folder, on a disk or in a bucket
 a recipe file             the run of that recipe, with the overrides and `--id` it was started with
 
 A model is a folder or an address of weights, or the newest checkpoint of a run.
@@ -9,18 +9,18 @@ A model is a folder or an address of weights, or the newest checkpoint of a run.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainshed.errors import InputError, NoSuchName
+from trainshed.errors import InputError, NoSuchName, TrainshedError
 from trainshed.run_folder import CHECKPOINTS, EXPORT, RECIPE_FILE, is_run
 
 if TYPE_CHECKING:
-    from trainshed.launch.local import LocalRun
     from trainshed.launch.submissions import Submission
     from trainshed.recipe import Cluster
+    from trainshed.storage import Store, StoreOptions
 
 
 _NAMED_RUNS = 5  # how many runs an error names
@@ -34,6 +34,8 @@ class KnownRun:
     id: str
     address: str
     submission: Submission | None = None
+    options: StoreOptions | None = field(default=None, compare=False, repr=False)
+    """How to reach the bucket that it is in."""
 
     @property
     def run(self) -> str:
@@ -47,6 +49,25 @@ class KnownRun:
             return None
         path = Path(self.address).expanduser()
         return path if path.is_dir() else None
+
+    @property
+    def home(self) -> str | None:
+        """Where its files are read from here: its folder, or a bucket; None where this machine sees neither."""
+        if "://" in self.address:
+            return self.address
+        if self.folder is not None:
+            return str(self.folder)
+        # Its jobs may see a bucket as a disk, which is not mounted here.
+        return None if self.submission is None else self.submission.cluster.bucket_address(self.address)
+
+    def store(self) -> Store:
+        """Its files, on a disk or in a bucket; raises where this machine sees neither."""
+        from trainshed.storage import LocalStore, open_folder
+
+        home = self.home
+        if home is None:
+            return LocalStore(self.local_folder())
+        return open_folder(home, self.options) if "://" in home else LocalStore(home)
 
     def local_folder(self) -> Path:
         """Its folder; raises where this machine does not see it."""
@@ -76,13 +97,13 @@ def find_run(text: str, *, on: str = "local", overrides: Sequence[str] = (), id:
 
     wanted = text.strip().rstrip("/") or text
     for_recipe, for_cluster = split_overrides(overrides)
+    cluster = load_cluster(on, for_cluster)
     if _is_run_folder(wanted):
         if for_recipe or id:
             what = f"'{for_recipe[0]}'" if for_recipe else f"--id {id}"
             raise InputError(f"{what} belongs to a recipe, and {text} is a run", hint="leave it out")
-        return _run_at(wanted)
-    cluster = load_cluster(on, for_cluster)
-    known = known_runs(cluster)
+        return _run_at(wanted, cluster)
+    known, problem = known_runs(cluster)
     if not for_recipe:
         named = f"{wanted}/{id}" if id else wanted
         for run in known:
@@ -91,34 +112,65 @@ def find_run(text: str, *, on: str = "local", overrides: Sequence[str] = (), id:
     if for_recipe or id or Path(wanted).suffix in (".yaml", ".yml"):
         return _run_of_recipe(wanted, cluster, for_recipe, id, known)
     if Path(wanted).expanduser().is_dir():
-        return _run_at(wanted)
-    raise _no_such_run(text, known)
+        return _run_at(wanted, cluster)
+    raise problem or _no_such_run(text, known)
 
 
-def known_runs(cluster: Cluster) -> list[KnownRun]:
-    """Return the runs in a cluster's store, as far as it is seen here, and those submitted from here; newest first."""
-    from trainshed.launch.local import local_runs
+def known_runs(cluster: Cluster) -> tuple[list[KnownRun], TrainshedError | None]:
+    """Return the runs in a cluster's store, on a disk or in a bucket, and those submitted from here; newest first.
+
+    Where the store cannot be listed, that error comes with those that were submitted.
+    """
     from trainshed.launch.submissions import submissions
-    from trainshed.storage import parse
 
-    root = parse(cluster.store_root)
-    local = local_runs(Path(str(root)).expanduser()) if root.scheme == "file" else []
-    submitted = submissions()
-    by_folder = {Path(known.submitted.run).absolute(): known for known in submitted if "://" not in known.submitted.run}
+    submitted = [(known, submitted_run(known)) for known in submissions()]
+    records = {_place(run): known for known, run in submitted}
     rows: list[tuple[float, KnownRun]] = []
     taken: set[str] = set()
-    for run in local:
-        record = by_folder.get(run.folder.absolute())
-        rows.append((run.changed_seconds, _known_local_run(run, record)))
-        taken |= {record.submitted.job} if record is not None else set()
-    for known in submitted:
-        if known.submitted.job not in taken:
-            rows.append((known.at, KnownRun(known.name, known.id, known.submitted.run, known)))
-    return [run for _, run in sorted(rows, key=lambda row: row[0], reverse=True)]
+    problem = None
+    try:
+        for changed, run in _runs_in_store(cluster):
+            record = records.get(_place(run))
+            rows.append((changed, replace(run, submission=record)))
+            taken |= {record.submitted.job} if record is not None else set()
+    except TrainshedError as error:
+        problem = error
+    rows += [(known.at, run) for known, run in submitted if known.submitted.job not in taken]
+    return [run for _, run in sorted(rows, key=lambda row: row[0], reverse=True)], problem
 
 
-def _known_local_run(run: LocalRun, record: Submission | None) -> KnownRun:
-    return KnownRun(run.name, run.id, str(run.folder), record)
+def submitted_run(submission: Submission) -> KnownRun:
+    """Return the run of a submission."""
+    from trainshed.workflow import store_options
+
+    options = store_options(submission.cluster)
+    return KnownRun(submission.name, submission.id, submission.submitted.run, submission, options)
+
+
+def _place(run: KnownRun) -> str:
+    """What two records of one run have in common."""
+    place = run.home or run.address
+    return place if "://" in place else str(Path(place).expanduser().absolute())
+
+
+def _runs_in_store(cluster: Cluster) -> Iterator[tuple[float, KnownRun]]:
+    """Yield the runs in a cluster's store with when they were last changed, as far as it is seen here."""
+    from trainshed.launch.local import local_runs
+    from trainshed.launch.stored_run import bucket_runs
+    from trainshed.storage import join, open_folder, parse
+    from trainshed.workflow import store_options
+
+    root = parse(cluster.store_root)
+    if root.scheme == "file" and (folder := Path(str(root)).expanduser()).is_dir():
+        for run in local_runs(folder):
+            yield run.changed_seconds, KnownRun(run.name, run.id, str(run.folder))
+        return
+    address = cluster.bucket_address(str(root)) if root.scheme == "file" else str(root)
+    if address is not None:
+        options = store_options(cluster)
+        for in_bucket in bucket_runs(open_folder(address, options)):
+            run = KnownRun(in_bucket.name, in_bucket.id, join(address, in_bucket.folder), None, options)
+            yield in_bucket.changed_seconds, run
 
 
 def _is_run_folder(text: str) -> bool:
@@ -127,9 +179,10 @@ def _is_run_folder(text: str) -> bool:
     return "://" in text or (folder.is_dir() and (folder.absolute().name == CHECKPOINTS or is_run(folder)))
 
 
-def _run_at(address: str) -> KnownRun:
+def _run_at(address: str, cluster: Cluster) -> KnownRun:
     """The run of a folder, which may also be called by its `checkpoints`."""
     from trainshed.launch.submissions import submissions
+    from trainshed.workflow import store_options
 
     place = address.rstrip("/").removesuffix(f"/{CHECKPOINTS}")
     if "://" not in place:
@@ -139,7 +192,7 @@ def _run_at(address: str) -> KnownRun:
     else:
         parts = tuple(place.split("/"))
     record = next((submission for submission in submissions() if _same_address(submission.submitted.run, place)), None)
-    return KnownRun(parts[-2] if len(parts) > 1 else "", parts[-1], place, record)
+    return KnownRun(parts[-2] if len(parts) > 1 else "", parts[-1], place, record, store_options(cluster))
 
 
 def _same_address(one: str, other: str) -> bool:
@@ -173,7 +226,7 @@ def _run_of_recipe(
             where=text,
             hint=f"runs of this name: {alike}" if alike else f"`trainshed run {text}` starts it",
         )
-    return KnownRun(recipe.name, name, address)
+    return KnownRun(recipe.name, name, address, None, store_options(cluster))
 
 
 def _no_such_run(text: str, known: Sequence[KnownRun]) -> NoSuchName:

@@ -76,7 +76,7 @@ def run(
         reporter=reporter(),
         watch=training_progress,
     )
-    data = _run_report(finished)
+    data = _run_report(finished) | {"next": look_further(finished, cluster)}
     print_report(data, output, _run_text(data, finished))
     return finished.exit_code
 
@@ -135,7 +135,32 @@ def _run_text(data: dict[str, Any], finished: TrainedRun) -> str:
         lines.append(f"  exported and proven: {data['export']}")
     if "serve" in data:
         lines.append(f"  serve it here with: {data['serve']}")
+    if data["next"]:
+        lines += ["look further:", *(f"  {command}" for command in data["next"])]
     return "\n".join(lines)
+
+
+def look_further(finished: TrainedRun, cluster: Cluster) -> list[str]:
+    """Return the commands that show more of a run that is done: those there are for what it has made."""
+    import shlex
+
+    from trainshed.cli import VERBS
+    from trainshed.recipe.cluster.schema import LOCAL_STORE
+
+    if not finished.is_complete:
+        return []
+    run = finished.prepared
+    # By its name it is found in the store that is looked through by itself.
+    is_found_by_name = run.recipe.store is None and cluster.store_root == LOCAL_STORE
+    name = f"{run.recipe.name}/{run.id}" if is_found_by_name else str(run.folder)
+    shown = shlex.quote(name)
+    commands = [f"trainshed {'dash' if 'dash' in VERBS else 'watch'} {shown}"]
+    if finished.checkpoint is not None and run.tokenizer is not None:
+        asked = "--chat --prompt 'Who are you?'" if run.recipe.train.mode != "pretrain" else "--prompt 'The '"
+        commands.append(f"trainshed generate {shown} {asked}")
+    if "metrics" in VERBS:
+        commands.append(" ".join(["trainshed", "metrics", shown]))
+    return commands
 
 
 def train(

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
 from trainshed.cli.console import Output
-from trainshed.run_folder import LOGS, RECIPE_FILE
+from trainshed.run_folder import LOGS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from trainshed.cli.lookup import KnownRun
+    from trainshed.errors import NotFound
     from trainshed.launch.submissions import Submission
     from trainshed.launch.target import RemoteCommand, StageState
 
@@ -65,19 +65,20 @@ def ls(*, on: str = "local", output: Annotated[Output, Parameter(name=["-o", "--
     output
         Report as text or json.
     """
-    from trainshed.cli.console import print_report
+    from concurrent.futures import ThreadPoolExecutor
+
+    from trainshed.cli.console import print_report, reporter
     from trainshed.cli.lookup import known_runs
-    from trainshed.errors import TrainshedError
     from trainshed.recipe import load_cluster
 
     cluster = load_cluster(on)
-    runs: list[dict[str, Any]] = []
-    for known in known_runs(cluster):
-        try:
-            runs.append(run_status(known))
-        except TrainshedError as error:  # one run out of reach does not hide the others
-            place = known.submission.cluster.name if known.submission else "local"
-            runs.append({"run": known.run, "cluster": place, "state": "unknown", "why": error.what})
+    known, problem = known_runs(cluster)
+    if problem is not None and not known:
+        raise problem
+    if problem is not None:
+        reporter().warn(f"{cluster.store_root} cannot be listed: {problem.what}")
+    with ThreadPoolExecutor(8) as pool:  # each may ask a bucket or a scheduler
+        runs = list(pool.map(_listed_run, known))
     lines = [f"{row['run']:<32} {row['cluster']:<20} {row['state']:<10} {row['why']}".rstrip() for row in runs] or [
         f"no run in {cluster.store_root}, and none was submitted from this machine yet"
     ]
@@ -85,49 +86,73 @@ def ls(*, on: str = "local", output: Annotated[Output, Parameter(name=["-o", "--
     return 0
 
 
+def _listed_run(known: KnownRun) -> dict[str, Any]:
+    from trainshed.errors import TrainshedError
+
+    try:
+        return run_status(known)
+    except TrainshedError as error:  # one run out of reach does not hide the others
+        return {"run": known.run, "cluster": run_place(known), "state": "unknown", "why": error.what}
+
+
+def run_place(known: KnownRun) -> str:
+    """Return where a run is, for people: the cluster that it was submitted to, `local`, or the bucket's store."""
+    if known.submission is not None:
+        return known.submission.cluster.name
+    return known.address.partition("/runs/")[0] if "://" in known.address else "local"
+
+
 def run_status(known: KnownRun) -> dict[str, Any]:
-    """Return the status of a run: from its scheduler, or from its folder alone where it was not submitted from here."""
+    """Return the status of a run: from its scheduler, or from its folder where that cannot say."""
+    from trainshed.errors import TrainshedError
     from trainshed.launch.local import run_holder
     from trainshed.launch.target import target_of
 
-    folder = known.folder
-    if known.submission is None or (folder is not None and run_holder(folder) is not None):
-        return _local_status(known, known.local_folder())
-    return submission_status(known.submission, target_of(known.submission.cluster).status(known.submission.submitted))
+    submission, folder = known.submission, known.folder
+    if submission is None or (folder is not None and run_holder(folder) is not None):
+        return stored_status(known)
+    try:
+        states = target_of(submission.cluster).status(submission.submitted)
+    except TrainshedError as error:
+        problem = f"{submission.cluster.target} cannot be asked: {error.what}"
+        if known.home is None:
+            hint = "and its folder is not seen here: mount it, or write this command where it is"
+            raise TrainshedError(problem, where=error.where, hint=hint) from None
+        return stored_status(known) | {"scheduler": f"{problem}; this is what the run's folder says"}
+    if overall_state(states) == "unknown" and known.home is not None:
+        # Schedulers forget jobs that ended long ago.
+        problem = f"{submission.cluster.target} does not know this job any more"
+        return stored_status(known) | {"scheduler": f"{problem}; this is what the run's folder says"}
+    return submission_status(submission, states)
 
 
-def _local_status(known: KnownRun, folder: Path) -> dict[str, Any]:
-    from trainshed.launch.local import local_run_status
+def stored_status(known: KnownRun) -> dict[str, Any]:
+    """Return the status of a run from its folder alone, on a disk or in a bucket."""
+    from trainshed.errors import NoSuchName
+    from trainshed.launch.stored_run import exists, planned_steps, stored_run_status
 
-    account = local_run_status(folder, planned_steps(folder))
+    store = known.store()
+    if not exists(store):
+        raise NoSuchName(
+            "there is no run here: no recipe.yaml, no attempts, no events",
+            where=known.home,
+            hint="a run is STORE/runs/NAME/ID; `trainshed ls --on CLUSTER` lists those of a store",
+        )
+    account = stored_run_status(store, planned_steps(store))
     held = account.holder
     return {
         "schema": "trainshed.status/1",
         "run": known.run,
-        "cluster": "local",
-        "folder": str(folder),
+        "cluster": run_place(known),
+        "folder": known.home,
         "state": account.state,
         "stage": "train" if account.progress.attempt is not None else "prepare",
         "why": "; ".join(filter(None, [account.progress.summary(), account.reason])),
         "stages": [],
         "progress": account.progress.to_plain(),
         "process": None if held is None else {"pid": held.pid, "host": held.host, "since": held.since},
+        "scheduler": None,
     }
-
-
-def planned_steps(run: Path) -> int | None:
-    """Return how many steps a run is to have, by its own files; None where they do not say."""
-    from trainshed.errors import TrainshedError
-    from trainshed.plugins import plugins_not_run
-    from trainshed.recipe import load_recipe
-    from trainshed.workflow import prepared_steps
-
-    try:
-        with plugins_not_run():
-            steps = load_recipe(str(run / RECIPE_FILE)).train.steps
-            return steps if steps is not None else prepared_steps(run)
-    except TrainshedError:  # tokens or epochs, and it is not prepared
-        return None
 
 
 def submission_status(submission: Submission, states: tuple[StageState, ...]) -> dict[str, Any]:
@@ -142,17 +167,18 @@ def submission_status(submission: Submission, states: tuple[StageState, ...]) ->
         "run": submission.run,
         "cluster": submission.cluster.name,
         "folder": submission.submitted.run,
-        "state": _overall_state(states),
+        "state": overall_state(states),
         "stage": current.stage if current else None,
         "why": why,
         "stages": [asdict(state) for state in states],
         "progress": progress,
+        "scheduler": None,
     }
 
 
 def status_text(data: dict[str, Any]) -> str:
     """Write a run's standing for people."""
-    place = "here" if data["cluster"] == "local" else f"on {data['cluster']}"
+    place = "here" if data["cluster"] == "local" else f"{'in' if '://' in data['cluster'] else 'on'} {data['cluster']}"
     lines = [f"{data['run']} {place}: {data['state']}{'' if data['stages'] else _because(data['why'])}"]
     for stage in data["stages"]:
         restarts = f" (started {stage['restarts'] + 1} times)" if stage["restarts"] else ""
@@ -164,6 +190,8 @@ def status_text(data: dict[str, Any]) -> str:
         lines += [f"  {words}"] if words else []
         if progress["last_error"]:
             lines.append(f"  last error: {progress['last_error']}")
+    if data.get("scheduler"):
+        lines.append(f"  {data['scheduler']}")
     return "\n".join(lines)
 
 
@@ -172,15 +200,22 @@ def _because(why: str) -> str:
 
 
 def submission_progress(submission: Submission, states: tuple[StageState, ...]) -> dict[str, Any] | None:
-    """Return the run's progress from its events, or from its log where the folder is not mounted here."""
+    """Return the run's progress from its events, or from its log where its folder is not seen here."""
+    from trainshed.cli.lookup import submitted_run
     from trainshed.errors import TrainshedError
+    from trainshed.launch.stored_run import NEWEST_SEGMENTS
     from trainshed.launch.target import target_of
     from trainshed.observe.run_status import read_run_status, run_status_from_log
-    from trainshed.storage import LocalStore
 
-    folder = Path(submission.submitted.run)
-    if folder.is_dir():
-        return read_run_status(LocalStore(folder), "", submission.steps).to_plain()
+    known = submitted_run(submission)
+    if known.home is not None:
+        segments = NEWEST_SEGMENTS if "://" in known.home else None
+        try:
+            return read_run_status(known.store(), "", submission.steps, newest_segments=segments).to_plain()
+        except TrainshedError:
+            if known.folder is not None:
+                raise
+            # A bucket that this machine may not read: its scheduler has the log.
     if not any(state.stage == "train" and state.state == "running" for state in states):
         return None
     try:
@@ -197,7 +232,8 @@ def _progress_text(progress: dict[str, Any] | None) -> str:
     return RunStatus(**progress).summary() if progress is not None else ""
 
 
-def _overall_state(states: tuple[StageState, ...]) -> str:
+def overall_state(states: tuple[StageState, ...]) -> str:
+    """Return the state of a job by those of its stages."""
     kinds = [state.state for state in states]
     for kind in ("failed", "cancelled", "running", "serving"):
         if kind in kinds:
@@ -267,28 +303,65 @@ def logs(
 
 def _log_lines(known: KnownRun, stage: str, rank: int | None, attempt: int | None, follow: bool) -> Iterator[str]:
     """The run's own files where its folder is seen here, else what the scheduler has."""
-    from trainshed.launch.attempt import follow_lines, log_file
+    from trainshed.errors import TrainshedError
+    from trainshed.launch.attempt import find_log, follow_lines, stored_log_lines
+    from trainshed.launch.stored_run import is_running
     from trainshed.launch.target import target_of
 
-    if known.submission is None:
-        return _local_log_lines(known, stage, rank, attempt, follow)
+    if known.submission is None and "://" not in known.address:
+        yield from _local_log_lines(known, stage, rank, attempt, follow)
+        return
+    if known.home is not None:
+        store = known.store()
+        path = find_log(store, stage, rank=rank, attempt=attempt)
+        if path is not None:
+            runs = (_stage_is_active(known, stage) if known.submission else is_running(store)) if follow else None
+            yield from follow_lines(known.folder / path, runs) if known.folder else stored_log_lines(store, path, runs)
+            return
+        if known.submission is None:
+            raise _no_log(known, stage)
+    assert known.submission is not None
     submitted = known.submission.submitted
-    target = target_of(known.submission.cluster)
-    if known.folder is not None:
-        file = log_file(known.folder, stage, rank=rank, attempt=attempt)
-        if file is not None:
+    try:
+        yield from target_of(known.submission.cluster).logs(submitted, stage, rank=rank, attempt=attempt, follow=follow)
+    except TrainshedError:
+        if known.home is None:
+            raise
+        raise _no_log(known, stage) from None
 
-            def goes_on() -> bool:
-                states = {state.stage: state.state for state in target.status(submitted)}
-                return states.get(stage) in ("waiting", "running", "serving")
 
-            return follow_lines(file, goes_on if follow else None)
-    return target.logs(submitted, stage, rank=rank, attempt=attempt, follow=follow)
+def _stage_is_active(known: KnownRun, stage: str) -> Callable[[], bool]:
+    """What says whether a stage goes on: its scheduler, or the run's folder where that cannot be asked."""
+    from trainshed.errors import TrainshedError
+    from trainshed.launch.stored_run import is_running
+    from trainshed.launch.target import target_of
+
+    assert known.submission is not None
+    submission, by_folder = known.submission, is_running(known.store())
+
+    def goes_on() -> bool:
+        try:
+            states = target_of(submission.cluster).status(submission.submitted)
+        except TrainshedError:
+            return by_folder()
+        return {state.stage: state.state for state in states}.get(stage) in ("waiting", "running", "serving")
+
+    return goes_on
+
+
+def _no_log(known: KnownRun, stage: str) -> NotFound:
+    from trainshed.errors import NotFound
+    from trainshed.storage import join
+
+    return NotFound(
+        f"this run has no log of {stage} yet",
+        where=join(known.home or known.address, LOGS),
+        hint=f"`trainshed status {known.run}` says how it stands; -f waits for a run that goes on",
+    )
 
 
 def _local_log_lines(known: KnownRun, stage: str, rank: int | None, attempt: int | None, follow: bool) -> Iterator[str]:
     """The log in the run's folder; with `follow` one that a process here is about to begin is waited for."""
-    from trainshed.errors import NotFound
     from trainshed.launch.attempt import follow_lines, log_file
     from trainshed.launch.local import holder_attempt, run_holder
 
@@ -307,11 +380,7 @@ def _local_log_lines(known: KnownRun, stage: str, rank: int | None, attempt: int
         if held is None:
             break
         time.sleep(_POLL_SECONDS)
-    raise NotFound(
-        f"this run has no log of {stage} yet",
-        where=str(folder / LOGS),
-        hint=f"`trainshed status {known.run}` says how it stands; -f waits for a run that goes on",
-    )
+    raise _no_log(known, stage)
 
 
 def cancel(

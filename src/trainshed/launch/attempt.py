@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -26,7 +27,7 @@ from trainshed.observe.health import diagnose, failure_advice, health_folder, re
 from trainshed.observe.run_facts import EngineRun
 from trainshed.plan import RankLayout
 from trainshed.run_folder import LOGS, attempt_folder, attempt_number, node_name, plan_file, rank_log, rank_name
-from trainshed.storage import LocalStore
+from trainshed.storage import LocalStore, Store, join
 
 PLAN_SCHEMA = "trainshed.plan/1"
 
@@ -106,49 +107,48 @@ def logs_folder(run_folder: Path, attempt: int) -> Path:
 
 
 _LOG_POLL_SECONDS = 0.5
+_BUCKET_POLL_SECONDS = 2.0
 _MAX_READ_BYTES = 1 << 20
 
 
-def log_file(run_folder: Path, stage: str, *, rank: int | None = None, attempt: int | None = None) -> Path | None:
-    """Return the file with a stage's log, None if it has written none yet; an unknown attempt is an error."""
+_ATTEMPT_LOG = re.compile(rf"{LOGS}/(attempt-\d+)/((?:rank|node)-\d+\.log)")
+
+
+def find_log(store: Store, stage: str, *, rank: int | None = None, attempt: int | None = None) -> str | None:
+    """Return the path of a stage's log, None if it has written none yet; an unknown attempt is an error."""
     if stage != "train":
-        files = sorted((run_folder / LOGS / stage).glob("*.log"))
+        files = [info.path for info in store.list(f"{LOGS}/{stage}") if info.path.endswith(".log")]
         return files[rank or 0] if len(files) > (rank or 0) else None
-    numbers = (attempt_number(folder.name) for folder in (run_folder / LOGS).glob("attempt-*"))
-    attempts = sorted(number for number in numbers if number is not None)
-    if attempt is not None and attempt not in attempts:
-        known = ", ".join(map(str, attempts)) or "none"
-        raise NotFound(f"there is no attempt {attempt} of this run", where=str(run_folder), hint=f"attempts: {known}")
-    if not attempts:
+    logs: dict[int, list[str]] = {}
+    for info in store.list(LOGS):
+        match = _ATTEMPT_LOG.fullmatch(info.path)
+        number = attempt_number(match[1]) if match else None
+        if match and number is not None:
+            logs.setdefault(number, []).append(match[2])
+    if attempt is not None and attempt not in logs:
+        known = ", ".join(map(str, sorted(logs))) or "none"
+        raise NotFound(f"there is no attempt {attempt} of this run", where=store.url, hint=f"attempts: {known}")
+    if not logs:
         return None
-    folder = logs_folder(run_folder, attempt or attempts[-1])
-    placed = EngineRun.read(LocalStore(run_folder), "")
+    number = attempt or max(logs)
+    folder, wanted = attempt_folder(LOGS, number), f"{rank_name(rank or 0)}.log"
+    placed = EngineRun.read(store, "")
     if placed is not None:
-        return _engine_log(folder, placed, rank)
-    file = folder / f"{rank_name(rank or 0)}.log"
-    if not file.is_file():
+        if rank is not None and rank >= placed.world_size:
+            raise NotFound(f"this run has {placed.world_size} ranks, and no rank {rank}", where=join(store.url, folder))
+        # The log of a foreign engine is one per node; the losses are printed by one rank.
+        wanted = f"{node_name((placed.losses_rank if rank is None else rank) // placed.ranks_per_node)}.log"
+    if wanted not in logs[number]:
         if rank is not None:
-            raise NotFound(f"rank {rank} of attempt {attempt or attempts[-1]} left no log", where=str(folder))
-        files = sorted(folder.glob("*.log"))
-        return files[0] if files else None
-    return file
+            raise NotFound(f"rank {rank} of attempt {number} left no log", where=join(store.url, folder))
+        wanted = min(logs[number])
+    return f"{folder}/{wanted}"
 
 
-def _engine_log(folder: Path, placed: EngineRun, rank: int | None) -> Path | None:
-    """Return the log of a foreign engine, which is one per node: that of the rank that prints the losses, or another.
-
-    While that node has written nothing, any log of training says more than none.
-    """
-    if rank is not None and rank >= placed.world_size:
-        raise NotFound(f"this run has {placed.world_size} ranks, and no rank {rank}", where=str(folder))
-    wanted = placed.losses_rank if rank is None else rank
-    file = folder / f"{node_name(wanted // placed.ranks_per_node)}.log"
-    if file.is_file():
-        return file
-    if rank is not None:
-        raise NotFound(f"the node of rank {rank} left no log", where=str(folder))
-    files = sorted(folder.glob("*.log"))
-    return files[0] if files else None
+def log_file(run_folder: Path, stage: str, *, rank: int | None = None, attempt: int | None = None) -> Path | None:
+    """Return the file with a stage's log, as `find_log` finds it."""
+    path = find_log(LocalStore(run_folder), stage, rank=rank, attempt=attempt)
+    return None if path is None else run_folder / path
 
 
 def follow_lines(file: Path, is_running: Callable[[], bool] | None = None) -> Iterator[str]:
@@ -168,6 +168,26 @@ def follow_lines(file: Path, is_running: Callable[[], bool] | None = None) -> It
             time.sleep(_LOG_POLL_SECONDS)
         if partial_line:
             yield partial_line
+
+
+def stored_log_lines(store: Store, path: str, is_running: Callable[[], bool] | None = None) -> Iterator[str]:
+    """Yield the lines of a log in a bucket; while `is_running` says so, also those that are added."""
+    offset, partial_line = 0, b""
+    while True:
+        # Asked before reading, so that what was written before the end is still read.
+        keeps_growing = is_running is not None and is_running()
+        info = store.head(path)
+        if info is not None and info.size > offset:
+            new = store.read(path, offset)
+            offset += len(new)
+            *lines, partial_line = (partial_line + new).split(b"\n")
+            for line in lines:
+                yield line.decode(errors="replace") + "\n"
+        if not keeps_growing:
+            break
+        time.sleep(_BUCKET_POLL_SECONDS)
+    if partial_line:
+        yield partial_line.decode(errors="replace")
 
 
 class LogEcho:

@@ -15,10 +15,10 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO
 
 from trainshed.errors import InputError
 from trainshed.launch.attempt import (
@@ -35,11 +35,10 @@ from trainshed.launch.ranks import FAILURE_GRACE_SECONDS, RanksResult, run_ranks
 from trainshed.observe.event_log import EventFollower
 from trainshed.observe.event_text import CTRL_C, format_stop_request
 from trainshed.observe.events import EventWriter
-from trainshed.observe.health import HOSTS_FILE, health_folder
 from trainshed.observe.process_stacks import RUN_FOLDER_VARIABLE
-from trainshed.observe.run_status import RunStatus, read_run_status
+from trainshed.observe.run_status import read_run_status
 from trainshed.plan import RankLayout
-from trainshed.run_folder import ATTEMPTS, CHECKPOINTS, EVENTS, LOCK_FILE, PREPARED_FILE, RECIPE_FILE
+from trainshed.run_folder import ATTEMPTS, CHECKPOINTS, EVENTS, LOCK_FILE, RECIPE_FILE
 from trainshed.storage import LocalStore
 from trainshed.storage.attempts import newest_attempt_record, take_attempt
 from trainshed.storage.locks import LockHolder
@@ -247,9 +246,6 @@ def _remove_empty(run_folder: Path, new_folders: Sequence[Path]) -> None:
                 folder.rmdir()
 
 
-LocalRunState = Literal["running", "done", "stopped", "failed", "unknown"]
-
-
 @dataclass(frozen=True)
 class LocalRun:
     """A run by its folder."""
@@ -276,52 +272,9 @@ class LocalRun:
         return max((part.stat().st_mtime for part in parts if part.exists()), default=0.0)
 
 
-@dataclass(frozen=True)
-class LocalRunStatus:
-    """The status of a run, from its own folder; `reason` does not repeat what `progress` says."""
-
-    state: LocalRunState
-    reason: str
-    progress: RunStatus
-    holder: LockHolder | None = None
-
-
 def local_runs(store: Path) -> list[LocalRun]:
     """Return the runs of a store, the newest first."""
     runs = [LocalRun.from_folder(recipe.parent) for recipe in (store / "runs").glob(f"*/*/{RECIPE_FILE}")]
     return sorted(
         (run for run in runs if not run.id.startswith(".")), key=lambda run: run.changed_seconds, reverse=True
     )
-
-
-def local_run_status(run_folder: Path, steps: int | None = None) -> LocalRunStatus:
-    """Return the status of a run; `steps` is how many it is to have."""
-    holder = run_holder(run_folder)
-    progress = read_run_status(LocalStore(run_folder), "", steps)
-    newest = newest_attempt_record(LocalStore(run_folder), "")
-    if holder is not None:
-        attempt = holder_attempt(run_folder, holder)
-        reason = "before its first attempt" if attempt is None else f"attempt {attempt}"
-        return LocalRunStatus("running", f"{reason}, {holder.words()}", progress, holder)
-    progress = replace(progress, eta_seconds=None)
-    if newest is None and progress.step is not None:
-        # A foreign engine without anything of ours beside it: only its log tells.
-        if progress.step == steps:
-            return LocalRunStatus("done", "", progress)
-        return LocalRunStatus("unknown", "its log does not say whether it still runs", progress)
-    if newest is None:
-        prepared = (run_folder / PREPARED_FILE).is_file()
-        reason = "prepared, and not trained yet" if prepared else "its preparation has not finished"
-        return LocalRunStatus("stopped", reason, progress)
-    number, host = newest["attempt"], newest["host"]
-    ended = progress.ended if progress.attempt == number else None
-    if ended == "finished":
-        return LocalRunStatus("done", "", progress)
-    if ended == "signal":
-        return LocalRunStatus("stopped", f"attempt {number} was asked to stop", progress)
-    if ended is not None:
-        return LocalRunStatus("failed", f"attempt {number} failed", progress)
-    if host != socket.gethostname() or (health_folder(run_folder, number) / HOSTS_FILE).is_file():
-        reason = f"attempt {number} was begun on {host}, and whether it still runs cannot be seen from here"
-        return LocalRunStatus("unknown", reason, progress)
-    return LocalRunStatus("failed", f"attempt {number} was killed: it ended without a word", progress)

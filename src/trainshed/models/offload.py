@@ -222,7 +222,11 @@ class _LayerActivations:
             yield
 
     def _record(self) -> torch.cuda.Event | None:
-        return None if self._offload.stream is None else self._offload.stream.record_event()
+        if self._offload.stream is None:
+            return None
+        event = torch.cuda.Event()
+        event.record(self._offload.stream)
+        return event
 
     def _wait_for(self, event: torch.cuda.Event | None) -> None:
         if event is not None:

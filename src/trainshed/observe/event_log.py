@@ -3,8 +3,9 @@
     <run>/events/attempt-0001/000001.jsonl      segments, written by rank 0 and by the launcher
     <run>/events/attempt-0001/rank-00003.jsonl  what another rank had in its ring buffer when it failed
 
-A segment on a disk is an open file; one in a bucket is put whole. A writer never writes into the segment of another
-one: it takes the next free number.
+A segment on a disk is an open file; one in a bucket is put whole. A bucket that is mounted as a disk shows a file to
+others once it is closed, so there a segment is closed after some time too. A writer never writes into the segment of
+another one: it takes the next free number. `attempt-0000` has the events that belong to no attempt (`stages.py`).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import orjson
 
 from trainshed.errors import Conflict, CorruptData, StorageError, TrainshedError
 from trainshed.run_folder import EVENTS, attempt_name, attempt_number, rank_name
-from trainshed.storage import ABSENT, Store, join, parse
+from trainshed.storage import ABSENT, ObjectInfo, Store, join, list_after, parse
 
 EVENT_VERSION = 1
 """The version of the format. It rises when an old reader would misread a new event, not for new kinds and keys."""
@@ -72,15 +73,36 @@ def open_segment_writer(
     """Open the next segment of an attempt's folder; `on_recovery` is called when storing works again."""
     address = parse(join(store.url, folder))
     if address.scheme == "file":
-        return LocalSegmentWriter(Path(str(address)), on_recovery)
+        path = Path(str(address))
+        return LocalSegmentWriter(path, on_recovery, segment_seconds if is_mounted_bucket(path) else None)
     return BucketSegmentWriter(store, folder, segment_seconds, on_recovery)
 
 
-class LocalSegmentWriter:
-    """Segments on a disk: every line is in the file before `append` returns, so others can follow it."""
+def is_mounted_bucket(path: Path, mounts: str | None = None) -> bool:
+    """Say whether a path is on a FUSE mount, which is how GCS FUSE, BlobFuse and Mountpoint for S3 show a bucket.
 
-    def __init__(self, folder: Path, on_recovery: Callable[[str], None]) -> None:
+    `mounts` is the text of /proc/self/mounts (man 5 proc).
+    """
+    if mounts is None:
+        try:
+            mounts = Path("/proc/self/mounts").read_text(errors="replace")
+        except OSError:
+            return False
+    kinds = {fields[1]: fields[2] for line in mounts.splitlines() if len(fields := line.split()) > 2}
+    absolute = path.absolute()
+    kind = next((kinds[str(folder)] for folder in (absolute, *absolute.parents) if str(folder) in kinds), "")
+    return kind == "fuse" or kind.startswith("fuse.")
+
+
+class LocalSegmentWriter:
+    """Segments on a disk: every line is in the file before `append` returns, so others can follow it.
+
+    With `close_seconds` a segment is also closed by the first line that comes so long after it was begun.
+    """
+
+    def __init__(self, folder: Path, on_recovery: Callable[[str], None], close_seconds: float | None = None) -> None:
         self._folder = folder.absolute()
+        self._close_seconds, self._opened_at = close_seconds, 0.0
         self._on_recovery = on_recovery
         self._pending: list[bytes] = []
         self._writing = False
@@ -137,6 +159,7 @@ class LocalSegmentWriter:
     def _write_lines(self, lines: bytes) -> None:
         if self._descriptor is None:
             self._descriptor, self._size = self._open_next(), 0
+            self._opened_at = time.monotonic()
         try:
             view = memoryview(lines)
             while view:
@@ -145,7 +168,8 @@ class LocalSegmentWriter:
             os.ftruncate(self._descriptor, self._size)  # half a line would corrupt the next one
             raise
         self._size += len(lines)
-        if self._size >= SEGMENT_BYTES:
+        is_old = self._close_seconds is not None and time.monotonic() - self._opened_at >= self._close_seconds
+        if self._size >= SEGMENT_BYTES or is_old:
             os.fsync(self._descriptor)
             self._close_file()
 
@@ -321,12 +345,36 @@ def completed_steps(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """
     done: list[dict[str, Any]] = []
     for event in events:
-        if event["kind"] in ("step", "resume"):
-            while done and done[-1]["step"] >= event["step"]:
-                done.pop()
-        if event["kind"] == "step":
-            done.append(event)
+        add_completed_step(done, event)
     return done
+
+
+def add_completed_step(done: list[dict[str, Any]], event: dict[str, Any]) -> None:
+    """Change the list of steps that count (see `completed_steps`) by the next event."""
+    if event["kind"] in ("step", "resume"):
+        while done and done[-1]["step"] >= event["step"]:
+            done.pop()
+    if event["kind"] == "step":
+        done.append(event)
+
+
+class EventSource(Protocol):
+    """What follows the events of a run while they are written."""
+
+    def poll(self) -> list[dict[str, Any]]:
+        """Return the events written since the last call, across segments and attempts."""
+        ...
+
+
+def follow_events(store: Store, folder: str, *, newest_segments: int | None = None) -> EventSource:
+    """Return what follows the events of the run in `folder` of a store, which need not exist yet.
+
+    `newest_segments` is for a run in a bucket: see `BucketEventFollower`.
+    """
+    address = parse(join(store.url, folder))
+    if address.scheme == "file":
+        return EventFollower(str(address))
+    return BucketEventFollower(store, folder, newest_segments=newest_segments)
 
 
 class EventFollower:
@@ -366,6 +414,69 @@ class EventFollower:
         for name in names:
             if (key := _segment_key(name)) is not None:
                 yield key
+
+
+class BucketEventFollower:
+    """Follows the events of a run in a bucket: one listing in `list_seconds` at most, and one get per new segment.
+
+    A listing begins at the newest segment that is known, so it is one request however long the run is. An attempt that
+    was overtaken is not listed again. With `newest_segments` the first poll reads only so many segments, the first one
+    of each attempt, and what belongs to no attempt: a month of segments is too much for a look.
+    """
+
+    def __init__(
+        self, store: Store, folder: str, *, list_seconds: float = 1.0, newest_segments: int | None = None
+    ) -> None:
+        self._store, self._base = store, events_folder(folder)
+        self._list_seconds, self._newest_segments = list_seconds, newest_segments
+        self._list_at = -float("inf")
+        self._read: dict[str, int] = {}
+        self._newest: dict[int, tuple[int, str]] = {}
+        self._attempt_turn = True
+
+    def poll(self) -> list[dict[str, Any]]:
+        """Return the events that were put since the last call; none where that was a moment ago."""
+        if time.monotonic() < self._list_at:
+            return []
+        self._list_at = time.monotonic() + self._list_seconds
+        keys: list[tuple[int, int, str]] = []
+        for info in self._listed():
+            name = info.path[len(self._base) :].strip("/")
+            if (key := _segment_key(name)) is not None and info.size > self._read.get(name, 0):
+                keys.append(key)
+        keys.sort()
+        if self._newest_segments is not None and not self._read:
+            keys = self._recent(keys)
+        events: list[dict[str, Any]] = []
+        names = [name for _, _, name in keys]
+        with ThreadPoolExecutor(8) as pool:
+            for name, content in zip(names, pool.map(self._read_new, names), strict=True):
+                events += parse_events(content, join(self._store.url, f"{self._base}/{name}"))
+                self._read[name] = self._read.get(name, 0) + content.rfind(b"\n") + 1
+        for attempt, number, name in keys:
+            self._newest[attempt] = max(self._newest.get(attempt, (0, "")), (number, name))
+        return events
+
+    def _listed(self) -> Iterator[ObjectInfo]:
+        """List what may be new: after the newest segment, and in turn after the newest of no attempt."""
+        if not self._newest:
+            return self._store.list(self._base)
+        attempt = max(self._newest)
+        self._attempt_turn = attempt == 0 or not self._attempt_turn
+        folder = self._base if self._attempt_turn else f"{self._base}/{attempt_name(0)}"
+        _, name = self._newest.get(attempt if self._attempt_turn else 0, (0, ""))
+        if not name:
+            return self._store.list(folder)
+        # Without its last letter, so that the newest is listed again: through a mount a segment can still grow.
+        return list_after(self._store, folder, f"{self._base}/{name[:-1]}")
+
+    def _recent(self, keys: list[tuple[int, int, str]]) -> list[tuple[int, int, str]]:
+        first = {attempt: (attempt, number, name) for attempt, number, name in reversed(keys)}
+        of_none = {key for key in keys if key[0] == 0}
+        return sorted({*first.values(), *of_none, *keys[-(self._newest_segments or 0) :]})
+
+    def _read_new(self, name: str) -> bytes:
+        return self._store.read(f"{self._base}/{name}", self._read.get(name, 0))
 
 
 def parse_events(content: bytes, where: str) -> list[dict[str, Any]]:

@@ -8,8 +8,9 @@ from typing import Any
 
 from trainshed.observe.engine_logs.reader import read_lines
 from trainshed.observe.engine_logs.run_logs import read_run_events
-from trainshed.observe.event_log import completed_steps
+from trainshed.observe.event_log import add_completed_step, follow_events
 from trainshed.observe.event_text import RECENT_STEPS, format_duration
+from trainshed.observe.stages import StageRecord, StageTable
 from trainshed.storage import Store
 
 
@@ -30,6 +31,10 @@ class RunStatus:
     ended: str | None = None
     early_stop: str | None = None
     """Why the run ended before its last step, where it is done all the same."""
+    stage: str | None = None
+    """The stage before or after training that goes on or has failed, in words."""
+    last_event_time: float | None = None
+    """When the newest event was written, in seconds since 1970."""
 
     def to_plain(self) -> dict[str, Any]:
         """The values, for JSON."""
@@ -38,7 +43,7 @@ class RunStatus:
     def summary(self) -> str:
         """One line for people; empty before anything has happened."""
         if self.step is None:
-            return f"in {self.phase}" if self.phase else ""
+            return self.stage or (f"in {self.phase}" if self.phase else "")
         total = f" of {self.steps:,}" if self.steps else ""
         parts = [f"step {self.step:,}{total}"]
         if self.eta_seconds:
@@ -51,53 +56,94 @@ class RunStatus:
             parts.append(f"MFU {self.mfu:.1%}")
         if self.early_stop is not None:
             parts.append(f"stopped early: {self.early_stop}")
+        if self.stage is not None:
+            parts.append(self.stage)
         return ", ".join(parts)
 
 
-def read_run_status(store: Store, folder: str, steps: int | None = None) -> RunStatus:
-    """Read the status of the run in `folder` of a store."""
+def read_run_status(
+    store: Store, folder: str, steps: int | None = None, *, newest_segments: int | None = None
+) -> RunStatus:
+    """Read the status of the run in `folder` of a store, of whichever engine.
+
+    Of a run in a bucket only so many of the newest segments are read as `newest_segments` says.
+    """
+    if newest_segments is not None:
+        events = follow_events(store, folder, newest_segments=newest_segments).poll()
+        if events:
+            return run_status_from_events(events, steps)
     return run_status_from_events(read_run_events(store, folder), steps)
+
+
+class StatusTracker:
+    """Follows the status of a run, event by event."""
+
+    def __init__(self) -> None:
+        self.done: list[dict[str, Any]] = []
+        """The steps that count (see `completed_steps`)."""
+        self.stages = StageTable()
+        self._values: dict[str, Any] = {}
+
+    def add(self, event: dict[str, Any]) -> None:
+        """Take the next event; those of stages belong to no attempt."""
+        values, kind = self._values, event["kind"]
+        values["last_event_time"] = max(values.get("last_event_time") or 0.0, event.get("time") or 0.0) or None
+        if kind == "stage":
+            self.stages.add(event)
+            return
+        values["attempt"] = max(values.get("attempt") or 0, event["attempt"])
+        add_completed_step(self.done, event)
+        if kind == "step":
+            values["phase"] = None
+        elif kind == "start":
+            values["ended"] = values["early_stop"] = None
+        elif kind == "early_stop":
+            values["early_stop"] = event["reason"]
+        elif kind == "phase":
+            values["phase"] = event["name"]
+        elif kind == "failure":
+            values["last_error"], values["ended"] = event["what"], "failed"
+        elif kind == "end" and event.get("rank") in (0, None):
+            values["ended"] = event["reason"]
+            if event["reason"] != "failed":
+                values["last_error"] = None
+
+    def status(self, steps: int | None = None) -> RunStatus:
+        """Return how the run stands after the events so far."""
+        status = RunStatus(steps=steps, **self._values)
+        if (stage := self._stage_outside_training()) is not None:
+            status = replace(status, stage=stage.text())
+            if stage.state == "failed":
+                status = replace(status, last_error=f"{stage.name} failed: {stage.what or 'without a word'}")
+        if not self.done:
+            return replace(status, early_stop=None)
+        last = self.done[-1]
+        recent = [step["step_seconds"] for step in self.done[-RECENT_STEPS:] if step["step_seconds"] is not None]
+        left = steps - last["step"] - 1 if steps else None
+        return replace(
+            status,
+            step=last["step"] + 1,
+            eta_seconds=left * sum(recent) / len(recent) if left and recent and status.ended is None else None,
+            loss=last["loss"],
+            mfu=last["mfu"],
+            tokens_per_second_per_gpu=last["tokens_per_second_per_gpu"],
+        )
+
+    def _stage_outside_training(self) -> StageRecord | None:
+        """The stage that a person asks about: one that goes on or has failed, and no training came after it."""
+        stage = self.stages.last
+        if stage is None or stage.state in ("done", "skipped"):
+            return None
+        since = self._values.get("last_event_time") or 0.0
+        return stage if (stage.ended or stage.started) >= since else None
 
 
 def run_status_from_events(events: Iterable[dict[str, Any]], steps: int | None = None) -> RunStatus:
     """Return the status of a run by its events, in the order they were written."""
-    events = list(events)
-    done = completed_steps(events)
-    attempt = phase = error = ended = early_stop = None
+    tracker = StatusTracker()
     for event in events:
-        attempt = max(attempt or 0, event["attempt"])
-        kind = event["kind"]
-        if kind == "step":
-            phase = None
-        elif kind == "start":
-            ended = early_stop = None
-        elif kind == "early_stop":
-            early_stop = event["reason"]
-        elif kind == "phase":
-            phase = event["name"]
-        elif kind == "failure":
-            error, ended = event["what"], "failed"
-        elif kind == "end" and event.get("rank") in (0, None):
-            ended = event["reason"]
-            error = error if ended == "failed" else None
-    if not done:
-        return RunStatus(attempt=attempt, steps=steps, phase=phase, last_error=error, ended=ended)
-    last = done[-1]
-    recent = [step["step_seconds"] for step in done[-RECENT_STEPS:] if step["step_seconds"] is not None]
-    left = steps - last["step"] - 1 if steps else None
-    return RunStatus(
-        attempt=attempt,
-        step=last["step"] + 1,
-        steps=steps,
-        eta_seconds=left * sum(recent) / len(recent) if left and recent and ended is None else None,
-        loss=last["loss"],
-        mfu=last["mfu"],
-        tokens_per_second_per_gpu=last["tokens_per_second_per_gpu"],
-        phase=phase,
-        last_error=error,
-        ended=ended,
-        early_stop=early_stop,
-    )
+        tracker.add(event)
+    return tracker.status(steps)
 
 
 def run_status_from_log(lines: Iterable[str], steps: int | None = None) -> RunStatus:

@@ -21,6 +21,8 @@ from trainshed.storage.store import (
     Store,
     StoreOptions,
     Writer,
+    list_after,
+    list_folders,
     read_into,
 )
 
@@ -47,6 +49,8 @@ __all__ = [
     "expand",
     "hashing",
     "join",
+    "list_after",
+    "list_folders",
     "open_folder",
     "open_store",
     "parse",

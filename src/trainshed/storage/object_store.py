@@ -5,6 +5,7 @@ obstore's errors become ours, without anything secret in them.
 
 from __future__ import annotations
 
+import builtins
 import os
 import re
 import time
@@ -196,9 +197,22 @@ class ObjectStore:
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """All objects below a folder, sorted by path."""
+        return self._list(prefix.strip("/"))
+
+    def list_after(self, prefix: str, after: str) -> Iterator[ObjectInfo]:
+        """The objects below a folder that sort after a path; the bucket itself begins there."""
+        return self._list(prefix.strip("/"), after)
+
+    def list_folders(self, prefix: str = "") -> builtins.list[str]:
+        """The names of the folders directly below a folder, sorted."""
         prefix = prefix.strip("/")
         with self._translated_errors(prefix):
-            pages = obstore.list(self._client, prefix or None, chunk_size=1000)
+            answer = obstore.list_with_delimiter(self._client, prefix or None)
+        return sorted(path.strip("/").rpartition("/")[2] for path in answer["common_prefixes"])
+
+    def _list(self, prefix: str, after: str | None = None) -> Iterator[ObjectInfo]:
+        with self._translated_errors(prefix):
+            pages = obstore.list(self._client, prefix or None, offset=after, chunk_size=1000)
             infos = [_object_info(meta) for page in pages for meta in page]
         infos.sort(key=lambda info: info.path)
         for index, info in enumerate(infos):
@@ -423,4 +437,5 @@ def _check_not_forked(where: str) -> None:
 
 
 def _object_info(meta: Any) -> ObjectInfo:
-    return ObjectInfo(meta["path"], meta["size"], meta["e_tag"] or "")
+    modified = meta["last_modified"].timestamp() if meta.get("last_modified") else None
+    return ObjectInfo(meta["path"], meta["size"], meta["e_tag"] or "", modified_seconds=modified)

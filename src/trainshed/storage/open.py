@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import atexit
+import builtins
 import hashlib
 import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 from trainshed.storage import address as addresses
 from trainshed.storage.address import Address, join
 from trainshed.storage.local import LocalStore
-from trainshed.storage.store import ABANDONED_SECONDS, CHUNK_BYTES, ObjectInfo, Store, StoreOptions, Writer, read_into
+from trainshed.storage.store import (
+    ABANDONED_SECONDS,
+    CHUNK_BYTES,
+    ObjectInfo,
+    Store,
+    StoreOptions,
+    Writer,
+    list_after,
+    list_folders,
+    read_into,
+)
 
 _CREDENTIAL_PREFIXES = ("AWS_", "BUCKET_STORAGE_", "GOOGLE_", "STORAGE_EMULATOR", "AZURE_", "HF_", "HUGGING_FACE")
 _opened: dict[str, Store] = {}
@@ -69,6 +81,14 @@ class Folder:
         """As the store's."""
         return (self._outside(info) for info in self._store.list(self._inside(prefix)))
 
+    def list_after(self, prefix: str, after: str) -> Iterator[ObjectInfo]:
+        """As the store's."""
+        return (self._outside(info) for info in list_after(self._store, self._inside(prefix), self._inside(after)))
+
+    def list_folders(self, prefix: str = "") -> builtins.list[str]:
+        """As the store's."""
+        return list_folders(self._store, self._inside(prefix))
+
     def read(self, path: str, start: int = 0, end: int | None = None) -> bytes:
         """As the store's."""
         return self._store.read(self._inside(path), start, end)
@@ -104,7 +124,7 @@ class Folder:
         return f"{self._folder}/{path}" if path else self._folder
 
     def _outside(self, info: ObjectInfo) -> ObjectInfo:
-        return ObjectInfo(info.path[len(self._folder) + 1 :], info.size, info.version, info.sha256)
+        return replace(info, path=info.path[len(self._folder) + 1 :])
 
 
 def _open_remote(address: Address, options: StoreOptions) -> Store:

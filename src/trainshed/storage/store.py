@@ -35,6 +35,8 @@ class ObjectInfo:
     size: int
     version: str
     sha256: str | None = None
+    modified_seconds: float | None = field(default=None, compare=False, repr=False)
+    """When it was last written, in seconds since 1970, where a bucket says so."""
 
 
 class Writer(Protocol):
@@ -110,6 +112,30 @@ def read_into(store: Store, path: str, start: int, memory: memoryview) -> int:
     data = store.read(path, start, start + len(memory))
     memory[: len(data)] = data
     return len(data)
+
+
+def list_after(store: Store, prefix: str, after: str) -> Iterator[ObjectInfo]:
+    """List the objects below a folder whose paths sort after `after`.
+
+    A store that can do so without listing the earlier ones has a method of this name.
+    """
+    straight = getattr(store, "list_after", None)
+    if straight is not None:
+        return straight(prefix, after)
+    return (info for info in store.list(prefix) if info.path > after)
+
+
+def list_folders(store: Store, prefix: str = "") -> list[str]:
+    """Return the names of the folders directly below a folder, sorted.
+
+    A store that can do so without listing all that is in them has a method of this name.
+    """
+    straight = getattr(store, "list_folders", None)
+    if straight is not None:
+        return straight(prefix)
+    skip = len(prefix.strip("/")) + 1 if prefix.strip("/") else 0
+    inside = (info.path[skip:].split("/") for info in store.list(prefix))
+    return sorted({parts[0] for parts in inside if len(parts) > 1})
 
 
 ABSENT = "absent"

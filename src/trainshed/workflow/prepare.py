@@ -6,6 +6,7 @@ Each is skipped when its artefact is already proven; no GPU is held meanwhile.
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -27,6 +28,7 @@ from trainshed.data.tokens.token_source import RunTokens, StartedRun, TokenSourc
 from trainshed.errors import InputError, NotFound, RecipeError, TokenizerError, TrainshedError
 from trainshed.models.families import read_hf_config
 from trainshed.models.parameters import AddedRows
+from trainshed.observe.stages import UNRECORDED, StageRecorder
 from trainshed.recipe import Cluster, ModelConfig, Recipe, fit_problems, load_cluster, load_recipe, run_id, to_yaml
 from trainshed.recipe.data import SourceKeys
 from trainshed.recipe.section import Problem
@@ -35,6 +37,7 @@ from trainshed.reporting import SILENT, Reporter
 from trainshed.run_folder import ANSWERS_TOKENIZER, PREPARED_FILE, RECIPE_FILE, artefacts_of, run_path, store_of
 from trainshed.storage import LocalStore, Store, StoreOptions, join, open_store, parse
 from trainshed.storage.attempts import newest_attempt
+from trainshed.storage.manifest import MANIFEST
 from trainshed.workflow.runnable import check_runnable
 
 AnySource = TypeVar("AnySource", bound=SourceKeys)
@@ -112,23 +115,35 @@ def prepare_run(
     id: str | None = None,
     workers: int | None = None,
     reporter: Reporter = SILENT,
+    stages: StageRecorder = UNRECORDED,
 ) -> PreparedRun:
-    """Make everything a recipe's training needs and does not have yet; no GPU is held meanwhile."""
+    """Make everything a recipe's training needs and does not have yet; no GPU is held meanwhile.
+
+    `stages` records how fetching, preparing and indexing went.
+    """
     cluster = cluster or load_cluster()
     options = store_options(cluster)
     store = store_root(recipe, cluster)
     resolved = resolve(recipe, options)
     name = id or run_id(resolved)
     tokenizer = check_fit(resolved, options)
-    base = fetch_weights(resolved, store, options, reporter, tokenizer)
-    resolved = _with_architecture(resolved, base, tokenizer) if base is not None else resolved
     folder = run_path(store, resolved.name, name)
+    base = None
+    if resolved.model.from_:
+        if not (folder / RECIPE_FILE).is_file():  # so that the run is found while its weights are fetched
+            save_recipe(resolved, folder)
+        with stages.stage("fetch") as outcome:
+            base = fetch_weights(resolved, store, options, reporter, tokenizer)
+            assert base is not None
+            outcome.skipped = base.reused
+            outcome.what = f"{resolved.model.from_} {'was already there' if base.reused else 'fetched and proven'}"
+            resolved = _with_architecture(resolved, base, tokenizer)
     began = begun_run(folder)
     artefacts = DataArtefacts(
         resolved, store, tokenizer=tokenizer, workers=workers, options=options, started_run=began, reporter=reporter
     )
     save_recipe(resolved, folder)
-    run = _prepared_run(resolved, name, folder, artefacts, base, began, build=True, reporter=reporter)
+    run = _prepared_run(resolved, name, folder, artefacts, base, began, build=True, reporter=reporter, stages=stages)
     run = replace(run, added=added_rows(resolved, tokenizer))
     _save_prepared(run)
     return run
@@ -461,19 +476,42 @@ def _prepared_run(
     *,
     build: bool,
     reporter: Reporter,
+    stages: StageRecorder = UNRECORDED,
 ) -> PreparedRun:
     data = RunTokens(())
     if not recipe.data.synthetic:
         sources = _named_sources(recipe)
-        artefacts.refuse_changed_text(sources)
-        made = {label: artefacts.source(source, label) for label, source in sources.items()}
-        validation = made.pop("validation", None)
-        data = RunTokens(tuple(made.values()), validation)
-        if began is not None:
-            refuse_changed_tokens(began, data)
-    orders = run_orders(recipe, data, artefacts.indexes, build=build, options=artefacts.options, reporter=reporter)
+        with stages.stage("prepare") as outcome:
+            artefacts.refuse_changed_text(sources)
+            made = {label: artefacts.source(source, label) for label, source in sources.items()}
+            outcome.skipped = all(source.reused for source in made.values())
+            outcome.what = _tokens_text(list(made.values()))
+            validation = made.pop("validation", None)
+            data = RunTokens(tuple(made.values()), validation)
+            if began is not None:
+                refuse_changed_tokens(began, data)
+    with stages.stage("index") as outcome:
+        indexes = _index_versions(artefacts.indexes)
+        orders = run_orders(recipe, data, artefacts.indexes, build=build, options=artefacts.options, reporter=reporter)
+        outcome.skipped = _index_versions(artefacts.indexes) == indexes
+        there = ", whose index was already there" if outcome.skipped and data.sources else ""
+        outcome.what = f"order of {orders.steps:,} steps{there}"
     tokenizer = artefacts.tokenizer()
     prompts = encode_prompts(recipe, tokenizer, artefacts.options)
     return PreparedRun(
         recipe, name, folder, data, orders.steps, orders.train, orders.validation, tokenizer, base, prompts
     )
+
+
+def _tokens_text(sources: Sequence[TokenSource]) -> str:
+    """Say how many tokens there are, and how many of the sources were prepared before."""
+    tokens = sum(source.tokens for source in sources)
+    reused = sum(source.reused for source in sources)
+    count = f"{len(sources)} source{'' if len(sources) == 1 else 's'}"
+    there = "" if not reused else ", already there" if reused == len(sources) else f", {reused} already there"
+    return f"{tokens:,} tokens of {count}{there}"
+
+
+def _index_versions(indexes: Path) -> dict[str, int]:
+    """The indexes that are there, each with when it was last added to."""
+    return {manifest.parent.name: manifest.stat().st_mtime_ns for manifest in indexes.glob(f"*/{MANIFEST}")}

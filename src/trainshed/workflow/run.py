@@ -25,6 +25,7 @@ from trainshed.errors import InputError, MissingExtra, RecipeError, TrainshedErr
 from trainshed.launch.local import LocalRun, local_runs, lock_run, train_locally
 from trainshed.observe.event_log import completed_steps, read_events
 from trainshed.observe.run_status import read_run_status
+from trainshed.observe.stages import StageRecorder
 from trainshed.plan import RankLayout
 from trainshed.plugins import plugins_not_run
 from trainshed.recipe import Cluster, Recipe, load_cluster, load_recipe, run_id, to_yaml
@@ -267,17 +268,20 @@ def run(
     cluster = cluster or load_cluster()
     check_trainable(recipe, cluster, keys=layout)
     with _hold_run(recipe, cluster, id, reporter) as start:
-        prepared = prepare_run(recipe, cluster, id=start.id, workers=workers, reporter=reporter)
+        stages = StageRecorder(LocalStore(start.folder))
+        prepared = prepare_run(recipe, cluster, id=start.id, workers=workers, reporter=reporter, stages=stages)
         trained = _train_prepared(prepared, cluster, layout, reporter, watch)
         if recipe.export is None or not trained.is_complete:
             return trained
-        exported = export_run(
-            prepared.recipe,
-            prepared.folder,
-            reporter,
-            tokenizer=prepared.tokenizer,
-            options=store_options(cluster),
-        )
+        with stages.stage("export") as outcome:
+            exported = export_run(
+                prepared.recipe,
+                prepared.folder,
+                reporter,
+                tokenizer=prepared.tokenizer,
+                options=store_options(cluster),
+            )
+            outcome.what = f"{exported}, proven"
     return replace(trained, export=exported)
 
 

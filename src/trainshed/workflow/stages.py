@@ -28,6 +28,7 @@ from trainshed.errors import InputError, NotFound, TrainshedError
 from trainshed.launch.attempt import read_job_plan
 from trainshed.launch.job import JobFile
 from trainshed.observe.run_facts import EngineRun
+from trainshed.observe.stages import StageOutcome, StageRecorder, recorded_stage
 from trainshed.observe.watch_node import shipped_files
 from trainshed.recipe import Cluster, Export, Recipe, load_cluster, load_recipe, to_plain
 from trainshed.reporting import SILENT, Reporter
@@ -49,9 +50,13 @@ from trainshed.workflow.prepare import (
 from trainshed.workflow.runnable import check_plugins, check_runnable
 from trainshed.workflow.serve import export_address
 
+CPU_STAGES = ("fetch", "convert", "tokenise", "prepare", "export")
+
 
 def run_stage(stage: str, job_folder: Path, *, part: int = 0, parts: int = 1, reporter: Reporter = SILENT) -> None:
     """Do one stage of a job, from the files that travelled with it."""
+    if stage not in CPU_STAGES:
+        raise InputError(f"there is no stage `{stage}` on CPUs", hint=f"there are {', '.join(CPU_STAGES)}")
     job = JobFile.read(job_folder)
     recipe = load_recipe(str(job_folder / RECIPE_FILE))
     written = load_cluster(str(job_folder / CLUSTER_FILE))
@@ -59,26 +64,45 @@ def run_stage(stage: str, job_folder: Path, *, part: int = 0, parts: int = 1, re
     check_plugins(recipe, job)
     cluster = written.inside()
     run = Path(job.run)
+    with StageRecorder(LocalStore(run)).stage(recorded_stage(stage, part, parts)) as outcome:
+        _do_stage(stage, recipe, cluster, run, job, (part, parts), reporter, outcome)
+        if stage == "prepare" and recipe.engine.name != "torch":
+            write_engine_run(job, job_folder, recipe, written, run)
+
+
+def _do_stage(
+    stage: str,
+    recipe: Recipe,
+    cluster: Cluster,
+    run: Path,
+    job: JobFile,
+    part_of: tuple[int, int],
+    reporter: Reporter,
+    outcome: StageOutcome,
+) -> None:
     if stage == "fetch":
-        _fetch_base(recipe, cluster, reporter)
+        base = _fetch_base(recipe, cluster, reporter)
+        outcome.skipped = base is None or base.reused
+        outcome.what = "there are no base weights" if base is None else _fetched_text(recipe, base)
     elif stage == "convert":
         base = _fetch_base(recipe, cluster, reporter)
         if base is None:
             raise InputError("there are no base weights to convert", where=recipe.where("model.from"))
         write_engine_base(base, run, job.wanted, reporter)
+        outcome.what = f"base weights for {recipe.engine.name}, proven"
     elif stage == "tokenise":
+        part, parts = part_of
         made = tokenise_part(recipe, cluster, run, part, parts, reporter)
+        outcome.skipped = made == 0
+        outcome.what = f"{made} shards tokenised" if made else "its shards were already there"
         reporter.note(f"part {part + 1} of {parts}: {made} shards tokenised")
     elif stage == "prepare":
-        _prepare_data(recipe, cluster, run, job.wanted, reporter)
-        if recipe.engine.name != "torch":
-            write_engine_run(job, job_folder, recipe, written, run)
+        outcome.what = _prepare_data(recipe, cluster, run, job.wanted, reporter)
     elif stage == "export":
         options = store_options(cluster)
         artefacts = DataArtefacts(resolve(recipe, options), store_root(recipe, cluster), make=False, options=options)
-        export_run(recipe, run, reporter, tokenizer=artefacts.tokenizer(), options=options)
-    else:
-        raise InputError(f"there is no stage `{stage}` on CPUs", hint="fetch, convert, tokenise, prepare or export")
+        exported = export_run(recipe, run, reporter, tokenizer=artefacts.tokenizer(), options=options)
+        outcome.what = f"{exported}, proven"
 
 
 def _fetch_base(recipe: Recipe, cluster: Cluster, reporter: Reporter) -> BaseWeights | None:
@@ -88,12 +112,18 @@ def _fetch_base(recipe: Recipe, cluster: Cluster, reporter: Reporter) -> BaseWei
     return fetch_weights(resolved, store_root(recipe, cluster), options, reporter, tokenizer)
 
 
-def _prepare_data(recipe: Recipe, cluster: Cluster, run: Path, wanted: tuple[str, ...], reporter: Reporter) -> None:
-    """Prepare the data; for an engine that reads text itself (torchtune) only what it asks for."""
+def _fetched_text(recipe: Recipe, base: BaseWeights) -> str:
+    return f"{recipe.model.from_} {'was already there' if base.reused else 'fetched and proven'}"
+
+
+def _prepare_data(recipe: Recipe, cluster: Cluster, run: Path, wanted: tuple[str, ...], reporter: Reporter) -> str:
+    """Prepare the data; for an engine that reads text itself (torchtune) only what it asks for. Says what came out."""
     options = store_options(cluster)
     if recipe.engine.name == "torch" or "data-args" in wanted or "data-prefix" in wanted:
         prepared = prepare_run(recipe, cluster, id=run.name, reporter=reporter)
         tokenizer = prepared.tokenizer
+        tokens = sum(source.tokens for source in prepared.sources)
+        what = f"{f'{tokens:,}' if prepared.sources else 'synthetic'} tokens, order of {prepared.steps:,} steps"
         if recipe.engine.name != "torch":
             write_engine_data(prepared, options, reporter)
     else:
@@ -104,10 +134,12 @@ def _prepare_data(recipe: Recipe, cluster: Cluster, run: Path, wanted: tuple[str
             resolved, store_root(recipe, cluster), tokenizer=tokenizer, options=options, reporter=reporter
         )
         tokenizer = artefacts.tokenizer()
+        what = f"{recipe.engine.name} reads the text itself"
     if "tokenizer" in wanted and tokenizer is not None:
         write_engine_tokenizer(tokenizer, run, options)
     if recipe.engine.name != "torch":
         write_engine_watch(run)
+    return what
 
 
 def write_engine_run(job: JobFile, job_folder: Path, recipe: Recipe, cluster: Cluster, run: Path) -> None:

@@ -13,10 +13,14 @@ import yaml
 
 import trainshed
 from support.recipes.small_recipes import recipe_text
+from support.recipes.text_recipes import write_recipe, write_script
 from trainshed.errors import InputError
 from trainshed.launch.agent import run_agent
 from trainshed.launch.agent.main import last_error_line
 from trainshed.launch.job import JobFile, Stage
+from trainshed.observe.event_log import read_events
+from trainshed.observe.stages import stage_records
+from trainshed.storage import LocalStore
 
 
 def job_folder(folder: Path, recipe: str, *stages: Stage) -> Path:
@@ -40,6 +44,11 @@ def agent(job: Path, stage: str, **environment: str) -> subprocess.CompletedProc
     )
 
 
+def recorded(run: Path) -> list[tuple[str, str, str | None]]:
+    records = stage_records(read_events(LocalStore(run), ""))
+    return [(record.name, record.state, record.what) for record in records]
+
+
 def test_a_stage_is_done_and_its_end_written_down(tmp_path: Path) -> None:
     job = job_folder(tmp_path, recipe_text("dense"), Stage("prepare"))
     done = agent(job, "prepare")
@@ -48,6 +57,7 @@ def test_a_stage_is_done_and_its_end_written_down(tmp_path: Path) -> None:
     assert (run / "prepared.json").exists()
     assert (run / "logs" / "prepare" / "part-0000.log").exists()
     assert (run / "starts" / "start-1" / "exit-code").read_text() == "0\n"
+    assert recorded(run) == [("prepare", "done", "synthetic tokens, order of 20 steps")]
 
 
 def test_a_stage_that_fails_keeps_the_workers_exit_code_and_repeats_its_error(tmp_path: Path) -> None:
@@ -62,6 +72,16 @@ def test_a_stage_that_fails_keeps_the_workers_exit_code_and_repeats_its_error(tm
     assert "there are no base weights to convert" in order["what"]
     assert order["where"] == str(run / "logs" / "convert" / "part-0001.log")
     assert "there are no base weights" in (run / "logs" / "convert" / "part-0001.log").read_text()
+    assert recorded(run) == [("convert 2/2", "failed", "there are no base weights to convert")]
+
+
+def test_a_stage_that_is_killed_is_recorded_by_its_agent(tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path, "{script: numbers.py}").read_text().replace("name: small", "name: proof")
+    job = job_folder(tmp_path, recipe, Stage("prepare"))
+    write_script(job, "import os, signal\nos.kill(os.getppid(), signal.SIGKILL)\n")
+    assert agent(job, "prepare").returncode != 0
+    run = tmp_path / "store" / "runs" / "proof" / "1"
+    assert recorded(run) == [("prepare", "failed", "was killed by SIGKILL")]
 
 
 def test_a_job_or_stage_that_is_not_there_is_named(tmp_path: Path) -> None:

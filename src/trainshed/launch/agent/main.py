@@ -15,9 +15,11 @@ from trainshed.launch.attempt import worker_command
 from trainshed.launch.job import JOB_FILE, JobFile, Stage, version_problem
 from trainshed.launch.ranks import RankProcesses, RanksResult
 from trainshed.launch.rendezvous import AgentOrder, AgentTimeouts, NodeEnv, Rendezvous, send_heartbeats, stage_part
+from trainshed.observe.stages import StageRecorder, recorded_stage
 from trainshed.reporting import SILENT, Reporter
 from trainshed.run_folder import LOGS
 from trainshed.signals import StopSignals
+from trainshed.storage import LocalStore
 
 TRAIN_STAGE = "train"
 
@@ -64,13 +66,17 @@ def run_cpu_stage(
     if result.exit_code == 0:
         rendezvous.publish(AgentOrder(1, exit_code=0))
         return 0
+    recorder, name = StageRecorder(LocalStore(run)), recorded_stage(stage.name, number, stage.parts)
     if not result.failed:
+        recorder.emit(name, "failed", what="asked to stop")
         rendezvous.publish(AgentOrder(1, exit_code=result.exit_code, what="asked to stop"))
         return result.exit_code
     failure = result.failed[0]
     line = last_error_line(failure.log_tail)
     what = f"{stage.name} {failure.end_text}" + (f": {line}" if line else "")
     error = error_with_exit_code(failure.exit_code, what, where=str(log))
+    if failure.signal is not None:  # otherwise it has written the event itself
+        recorder.emit(name, "failed", what=failure.end_text)
     rendezvous.publish(AgentOrder.failed(1, error))
     raise error
 

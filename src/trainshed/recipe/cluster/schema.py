@@ -416,6 +416,17 @@ class Cluster(Section):
         """Return the machine whose GPUs jobs use, None where the nodes have none or the file names none."""
         return None if self.machine == CPU_MACHINE else self.machine
 
+    def bucket_address(self, path: str) -> str | None:
+        """Return where a path of its jobs is in a bucket, None if they have no bucket mounted there."""
+        for volume in self.volumes:
+            mount = volume.mount.rstrip("/")
+            if volume.bucket is not None and f"{path}/".startswith(f"{mount}/"):
+                # gcsfuse can mount one folder of a bucket alone.
+                only = [option.removeprefix("only-dir=") for option in volume.options if option.startswith("only-dir=")]
+                inside = [part.strip("/") for part in (*only, path[len(mount) :])]
+                return "/".join(["gs:/", volume.bucket, *(part for part in inside if part)])
+        return None
+
     def inside(self) -> Cluster:
         """Return the cluster as its own jobs see it: whatever runs on a node is local there."""
         elsewhere = dict.fromkeys(("slurm", "kubernetes", "ray", "plugins", "target_options"))
