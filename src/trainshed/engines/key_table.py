@@ -139,6 +139,8 @@ COMMON_UNSAID: Mapping[str, str] = {
     "train.optimizer.name": "there is one, AdamW",
     "plugins": "they extend the stages that run before and after the engine",
     **dict.fromkeys(("train.optimizer.options", "train.loss.name", "train.loss.options", "observe.exporters"), REFUSED),
+    **dict.fromkeys((f"observe.{tool}" for tool in ("prometheus", "wandb", "mlflow", "trackio")), REFUSED),
+    "notify": "our agent tells what happens, and it does not run beside the engine: refused",
     "train.non_finite": "foreign engines stop, and skipping is refused",
     "train.tokens": "the length of the run is written in steps",
     "layout.dp": "it is what the other keys leave of the ranks",
@@ -171,6 +173,15 @@ def unhonoured_problems(recipe: Recipe, engine: str) -> Iterator[Problem]:
         (train.mode == "dpo", ("train", "mode"), "is not rendered for pairs of answers (dpo)"),
         (train.early_stop is not None, ("train", "early_stop"), "does not end a run by its validation loss"),
         (recipe.checkpoint.best is not None, ("checkpoint", "best"), "does not keep the best checkpoint apart"),
+        *(
+            (
+                getattr(recipe.observe, tool) is not None,
+                ("observe", tool),
+                f"has no exporter to {tool} that Trainshed sets up: `trainshed export-figures RUN --to …` may do it "
+                "afterwards",
+            )
+            for tool in ("prometheus", "wandb", "mlflow", "trackio")
+        ),
         (
             validation is not None and validation.prompts is not None,
             ("data", "validation", "prompts"),

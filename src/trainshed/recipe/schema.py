@@ -15,7 +15,15 @@ from pydantic import BeforeValidator, Field, PrivateAttr, Tag, model_validator
 
 from trainshed.plugins import PluginSource, load_plugins, registered_names
 from trainshed.recipe.data import CHAT_KEYS, SAMPLE_COLUMNS, DataSection, SampleFormat, SourceKeys, expand_data
+from trainshed.recipe.exporters import (
+    MlflowExperiment,
+    PrometheusServer,
+    TrackioProject,
+    WandbProject,
+    expand_prometheus,
+)
 from trainshed.recipe.model import ModelConfig, ModelSection, TokenizerSection, TrainedTokenizer
+from trainshed.recipe.notify import Notifications
 from trainshed.recipe.registered import (
     EngineArgument,
     ModuleNames,
@@ -186,7 +194,7 @@ class Profile(Section):
         return self.start - 1
 
 
-OWN_EXPORTERS = ("tensorboard", "dllogger")
+OWN_EXPORTERS = ("tensorboard", "dllogger", "prometheus", "wandb", "mlflow", "trackio")
 """Exporters that have a key of their own."""
 ExporterNames = list[RegisteredName] | dict[RegisteredName, dict[str, EngineArgument]]
 
@@ -207,6 +215,17 @@ class Observe(Section):
     dllogger: bool | None = Field(
         None, description="DLLogger JSON in the run's folder; left out: where the engine writes it"
     )
+    prometheus: Annotated[
+        PrometheusServer | None,
+        BeforeValidator(expand_prometheus, json_schema_input_type=bool | PrometheusServer | None),
+    ] = Field(
+        None,
+        description="Serve the figures of rank 0 to Prometheus: `true`, or port and host",
+        examples=["{port: 9400, host: 0.0.0.0}"],
+    )
+    wandb: WandbProject | None = Field(None, description="Send the figures to Weights & Biases")
+    mlflow: MlflowExperiment | None = Field(None, description="Send the figures to MLflow")
+    trackio: TrackioProject | None = Field(None, description="Send the figures to trackio")
     profile: Profile | None = Field(None, description="Profile some steps")
     exporters: (
         Annotated[
@@ -225,7 +244,7 @@ class Observe(Section):
         for name, options in (self.exporters or {}).items():
             path = ("exporters", name)
             if name in OWN_EXPORTERS:
-                yield Problem(path, f"{name} has a key of its own", f"write `{name}: true` below `observe`")
+                yield Problem(path, f"{name} has a key of its own", f"write `{name}: …` below `observe`")
             elif not is_registered("exporter", name):
                 known = ", ".join(registered_names("exporter")) or "none"
                 yield Problem(
@@ -299,6 +318,11 @@ class Recipe(Section):
     ] = Field(default_factory=Engine, description="What steps the model: a name, or name, image and args")
     checkpoint: Checkpoint = Field(default_factory=Checkpoint, description="Saving and resuming")
     observe: Observe = Field(default_factory=Observe, description="What is written besides the run's events")
+    notify: Notifications | None = Field(
+        None,
+        description="Who is told what happens to the run, besides those of the cluster file",
+        examples=[[{"webhook": {"secret": "SLACK_WEBHOOK"}}]],
+    )
     resources: Resources = Field(default_factory=Resources, description="What the run asks of the cluster")
     elastic: Elastic | None = Field(
         None, description="Spare nodes, and with how few to go on; left out: all or nothing"

@@ -22,6 +22,7 @@ from trainshed.data.tokens.token_source import TokenSource
 from trainshed.engines.megatron.keys import MEGATRON_CHECKPOINTS
 from trainshed.errors import InputError, NotFound, TrainshedError
 from trainshed.launch.job import JobFile
+from trainshed.observe.exporters import check_installed
 from trainshed.recipe import Cluster, Export, Recipe, load_cluster, load_recipe
 from trainshed.reporting import SILENT, Reporter
 from trainshed.run_folder import CLUSTER_FILE, ENGINE, RECIPE_FILE
@@ -79,7 +80,11 @@ def _fetch_base(recipe: Recipe, cluster: Cluster, reporter: Reporter) -> BaseWei
 
 
 def _prepare_data(recipe: Recipe, cluster: Cluster, run: Path, wanted: tuple[str, ...], reporter: Reporter) -> None:
-    """Prepare the data; for an engine that reads text itself (torchtune) only what it asks for."""
+    """Prepare the data; for an engine that reads text itself (torchtune) only what it asks for.
+
+    What the nodes lack for `observe` is said here, before GPUs are asked for.
+    """
+    check_installed(recipe.observe)
     options = store_options(cluster)
     if recipe.engine.name == "torch" or "data-args" in wanted or "data-prefix" in wanted:
         prepared = prepare_run(recipe, cluster, id=run.name, reporter=reporter)

@@ -41,8 +41,9 @@ from trainshed.models.parameters import lora_parameter_count, parameter_count, t
 from trainshed.models.preference_loss import PreferenceRule
 from trainshed.models.token_loss import build_loss
 from trainshed.observe.events import EventWriter
-from trainshed.observe.exporters import open_exporters
+from trainshed.observe.exporters import ExportedRun, open_exporters
 from trainshed.observe.health import health_folder, write_rank_error
+from trainshed.recipe import to_plain
 from trainshed.recipe.train import Dpo, MoeLosses
 from trainshed.run_folder import PROFILE
 from trainshed.signals import StopSignals
@@ -95,7 +96,7 @@ def train_rank(
         writer = stack.enter_context(EventWriter(job.store, job.folder, attempt=number, rank=env.rank))
         emit = EventEmitter(writer)
         if env.rank == 0:
-            _add_listeners(emit, listener, job, run_folder, stack)
+            _add_listeners(emit, listener, job, run_folder, number, stack)
         watchdog = stack.enter_context(
             Watchdog(
                 health,
@@ -130,15 +131,22 @@ def _add_listeners(
     listener: Callable[[dict[str, Any]], None] | None,
     job: TrainJob,
     run_folder: Path,
+    attempt: int,
     stack: ExitStack,
 ) -> None:
     """Send the events to the launcher of rank 0 and to the exporters that `observe` asks for."""
     if listener is not None:
         emit.listeners.append(listener)
-    length = job.order.sequence_length
-    for exporter in open_exporters(
-        job.recipe.observe, run_folder, sequence_length=length, warn=lambda text: emit("warning", text=text)
-    ):
+    run = ExportedRun(
+        job.recipe.name,
+        job.name,
+        run_folder,
+        sequence_length=job.order.sequence_length,
+        attempt=attempt,
+        steps=job.steps,
+        config=to_plain(job.recipe, defaults=False),
+    )
+    for exporter in open_exporters(job.recipe.observe, run, warn=lambda text: emit("warning", text=text)):
         emit.listeners.append(stack.enter_context(exporter))
 
 
