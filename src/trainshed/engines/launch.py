@@ -81,6 +81,9 @@ class CpuStage:
     argv: tuple[str, ...]
 
 
+NODE_NUMBER = "{node}"
+
+
 @dataclass(frozen=True)
 class EngineLaunch:
     """How to start an engine: on every node torchrun starts `program` with `arguments` on every GPU."""
@@ -94,6 +97,8 @@ class EngineLaunch:
     """What earlier stages leave in the run's folder for it."""
     late_arguments: Mapping[str, str] = field(default_factory=dict)
     """Arguments whose value is read from a file when the job starts: `{"++model.data.data_prefix=": "/run/…txt"}`."""
+    node_arguments: tuple[str, ...] = ()
+    """Arguments in which `NODE_NUMBER` stands for the number of the node: files that each node writes for itself."""
     cpu_stages: tuple[CpuStage, ...] = ()
     """What is done before it starts."""
     is_module: bool = False
@@ -218,6 +223,9 @@ def _argument_lines(launch: EngineLaunch) -> Iterator[str]:
         # `key=` and its value are one word, `--key` and its value two.
         between = "" if start.endswith("=") else " "
         yield f'arguments+=({shlex.quote(start)}{between}"$late")'
+    for word in launch.node_arguments:
+        before, after = (shlex.quote(part) for part in word.split(NODE_NUMBER))
+        yield f'arguments+=({before}"$((10#$node))"{after})'
 
 
 def _torchrun_lines(launch: EngineLaunch, site: EngineSite, python: str) -> Iterator[str]:

@@ -27,6 +27,7 @@ from typing import Any
 
 import orjson
 
+from trainshed.errors import StorageError
 from trainshed.observe.event_log import EventFollower
 from trainshed.observe.event_text import format_duration
 from trainshed.observe.events import EventWriter
@@ -152,9 +153,12 @@ class RunMessages:
 
     def message(self, kind: NotificationKind, what: str) -> RunMessage:
         """Return a message with what is known of the run."""
-        of = f" of {self._steps:,}" if self._steps else ""
-        at = f" (step {self._step:,}{of}" + (f", loss {self._loss:.4f})" if self._loss is not None else ")")
-        text = redacted(f"{self._run} {what}" + (at if self._step is not None else ""))
+        at = ""
+        if self._step is not None:
+            of = f" of {self._steps:,}" if self._steps else ""
+            loss = f", loss {self._loss:.4f}" if self._loss is not None else ""
+            at = f" (step {self._step:,}{of}{loss})"
+        text = redacted(f"{self._run} {what}{at}")
         fields = {"run": self._run, "attempt": self._attempt, "step": self._step, "steps": self._steps}
         return RunMessage(kind, text, fields | {"loss": self._loss})
 
@@ -199,8 +203,8 @@ class SentMessages:
 
     def may_send(self, recipient: Recipient, kind: str, now: float) -> bool:
         """Whether it is time for another message of a kind; if not, the message is counted."""
-        entry = self._sent.get(f"{recipient.where} {kind}")
-        if entry is None or now - entry["at"] >= 60 * recipient.notification.every_minutes:
+        entry, pause_seconds = self._sent.get(f"{recipient.where} {kind}"), 60 * recipient.notification.every_minutes
+        if entry is None or now - entry["at"] >= pause_seconds:
             return True
         entry["left_out"] += 1
         self._write()
@@ -241,6 +245,7 @@ class Notifier:
         self._sent = SentMessages(run_folder / NOTIFIED_FILE)
         self._warn = warn or self._warn_by_event
         self._warned: set[str] = set()
+        self._low_goodput = {recipient.where: recipient.notification.low_goodput for recipient in told}
         self._goodput_told: dict[str, float] = {}
         self._lock = threading.Lock()
 
@@ -264,7 +269,7 @@ class Notifier:
             return
         for recipient in self._told:
             told_at = self._goodput_told.get(recipient.where, float("-inf"))
-            if share < recipient.notification.low_goodput and now - told_at >= GOODPUT_SECONDS:
+            if share < self._low_goodput[recipient.where] and now - told_at >= GOODPUT_SECONDS:
                 self._goodput_told[recipient.where] = now
                 self._tell(recipient, self._messages.low_goodput(share))
 
@@ -272,11 +277,16 @@ class Notifier:
         """Tell of what has happened since the last call."""
         with self._lock:
             try:
-                for event in follower.poll():
+                events = follower.poll()
+            except Exception as error:  # a disk that is gone, a broken file: the next call tries again
+                self._warn_once("notify", f"notify: events cannot be read: {type(error).__name__}")
+                return
+            for event in events:
+                try:
                     self.take(event)
-                self.check_goodput(time.time())
-            except Exception as error:
-                self._warn_once("notify", f"notify: an event could not be told: {type(error).__name__}")
+                except Exception as error:
+                    self._warn_once("notify", f"notify: an event could not be told: {type(error).__name__}")
+            self.check_goodput(time.time())
 
     def _tell(self, recipient: Recipient, message: RunMessage) -> None:
         if message.kind not in recipient.notification.kinds:
@@ -295,7 +305,10 @@ class Notifier:
             self._warn(text)
 
     def _warn_by_event(self, text: str) -> None:
-        with EventWriter(LocalStore(self._folder), "", attempt=self._messages.attempt or 0, rank=None) as events:
+        with (
+            suppress(StorageError),
+            EventWriter(LocalStore(self._folder), "", attempt=self._messages.attempt or 0, rank=None) as events,
+        ):
             events.emit("warning", text=text)
 
 

@@ -26,7 +26,8 @@ def notify_of_job(job: JobFile, folder: Path, secrets: Mapping[str, str] | None 
         return
     with plugins_not_run():  # only `notify` is read
         recipe = load_recipe(str(folder / RECIPE_FILE))
-    told = recipients(recipe, load_cluster(folder / CLUSTER_FILE))
+    cluster = load_cluster(folder / CLUSTER_FILE) if (folder / CLUSTER_FILE).is_file() else None
+    told = recipients(recipe, cluster)
     environment = {**os.environ, **(secrets or {})}
     name = f"{recipe.name}/{run.name}"
     with notify_of_run(run, told, run=name, steps=recipe.train.steps, environment=environment) as notifier:

@@ -114,6 +114,21 @@ class TrackerExporter:
             except queue.Full:
                 self._left_out += 1
 
+    def put(self, event: Mapping[str, Any]) -> None:
+        """Queue the figures of an event, and wait where the queue is full: nobody trains meanwhile."""
+        point = figure_point(event)
+        while point is not None and self._problem is None:
+            try:
+                self._queue.put(point, timeout=1.0)
+                return
+            except queue.Full:
+                continue
+
+    @property
+    def destination(self) -> str:
+        """Where the figures go, in words."""
+        return self._tracker.destination
+
     def close(self) -> None:
         """Wait until the tool has taken everything, or for `close_seconds`."""
         deadline_passed = False
@@ -143,11 +158,14 @@ class TrackerExporter:
             self._problem = f"nothing more is sent: {type(error).__name__}: {lines[0][:300]}"
 
     def _send_all(self) -> None:
-        self._tracker.open()
         last = sent_before = self._mark.read()
+        opened = False
         while True:
             points, ended = self._take_batch()
             fresh = [point for point in points if point.step > sent_before]
+            if fresh and not opened:
+                self._tracker.open()
+                opened = True
             if fresh:
                 self._tracker.log(fresh)
                 self.sent += len(fresh)
@@ -155,7 +173,8 @@ class TrackerExporter:
                     last = fresh[-1].step
                     self._mark.write(last)
             if ended:
-                self._tracker.close(self._exit_code)
+                if opened:
+                    self._tracker.close(self._exit_code)
                 return
 
     def _take_batch(self) -> tuple[list[FigurePoint], bool]:
@@ -173,7 +192,14 @@ class TrackerExporter:
         return points, True
 
 
-def open_tracker(name: str, observe: Observe, run: ExportedRun, *, warn: Callable[[str], None]) -> TrackerExporter:
+def open_tracker(
+    name: str,
+    observe: Observe,
+    run: ExportedRun,
+    *,
+    warn: Callable[[str], None],
+    close_seconds: float = CLOSE_SECONDS,
+) -> TrackerExporter:
     """Return the exporter to a tool, by the options of its key below `observe`."""
     tracker: Tracker
     match name:
@@ -192,4 +218,5 @@ def open_tracker(name: str, observe: Observe, run: ExportedRun, *, warn: Callabl
 
             assert observe.trackio is not None
             tracker = TrackioTracker(run, observe.trackio)
-    return TrackerExporter(name, tracker, ExportedMark(run.folder, name, tracker.destination), warn=warn)
+    mark = ExportedMark(run.folder, name, tracker.destination)
+    return TrackerExporter(name, tracker, mark, warn=warn, close_seconds=close_seconds)
