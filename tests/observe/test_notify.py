@@ -66,8 +66,15 @@ def test_the_life_of_a_run_in_messages(tmp_path: Path, webhook: Webhook) -> None
     ]
     assert webhook.messages[4]["text"] == "r/1 failed: rank 1 was killed (step 2 of 20, loss 2.5000)"
     assert webhook.messages[4] | {"time": "", "host": "", "text": ""} == {
-        "text": "", "time": "", "host": "", "kind": "failure", "run": "r/1",
-        "attempt": 1, "step": 2, "steps": 20, "loss": 2.5,
+        "text": "",
+        "time": "",
+        "host": "",
+        "kind": "failure",
+        "run": "r/1",
+        "attempt": 1,
+        "step": 2,
+        "steps": 20,
+        "loss": 2.5,
     }
     assert warnings == []
 
