@@ -22,7 +22,7 @@ from support.recipes.text_recipes import write_script
 from trainshed.engines.torch.rank import train_rank
 from trainshed.errors import InputError
 from trainshed.launch.job import CodeArchive, Job
-from trainshed.observe.notify import notify_of_run, recipients
+from trainshed.observe.notify import notify_of_run, recipients_of
 from trainshed.recipe import Cluster, Recipe, load_cluster, load_recipe, parse_recipe
 from trainshed.recipe.section import Section
 from trainshed.recipe.validation import known_keys
@@ -506,8 +506,8 @@ def _traced_run(overrides: tuple[str, ...], tracer: Tracer, stages: tuple[set[An
     tracer.taken()
     run = prepare_run(recipe, load_cluster())
     stages[0].update(tracer.taken())
-    told = recipients(run.recipe, None)
-    with notify_of_run(run.folder, told, run=run.id, environment={}, poll_seconds=0.05):
+    recipients = recipients_of(run.recipe, None)
+    with notify_of_run(run.folder, recipients, run=run.id, environment={}, poll_seconds=0.05):
         train_rank(train_job(run, run_layout(run)), run_folder=run.folder)
     stages[1].update(tracer.taken())
     if run.recipe.export is not None:

@@ -70,18 +70,18 @@ def doctor(
 def _notify_checks(on: str, overrides: tuple[str, ...], recipe: str | None) -> dict[str, list[CheckResult]]:
     from trainshed.errors import InputError
     from trainshed.launch.preflight.doctor import notify_checks
-    from trainshed.observe.notify import recipients
+    from trainshed.observe.notify import recipients_of
     from trainshed.recipe import load_cluster, load_recipe, split_overrides
 
     for_recipe, for_cluster = split_overrides(overrides)
     cluster = load_cluster(on, for_cluster)
-    told = recipients(load_recipe(recipe, for_recipe) if recipe is not None else None, cluster)
-    if not told:
+    recipients = recipients_of(load_recipe(recipe, for_recipe) if recipe is not None else None, cluster)
+    if not recipients:
         hint = (
             f"{cluster.where('notify')}: write notify: [{{webhook: {{secret: NAME}}}}], or name a --recipe that has it"
         )
         raise InputError("`notify` tells nobody", where="--notify", hint=hint)
-    return {"notify": list(notify_checks(cluster, told))}
+    return {"notify": list(notify_checks(cluster, recipients))}
 
 
 def _machine_checks(full: bool) -> dict[str, list[CheckResult]]:

@@ -55,15 +55,17 @@ class Recipient:
     notification: Notification
 
 
-def recipients(recipe: Recipe | None, cluster: Cluster | None) -> tuple[Recipient, ...]:
+def recipients_of(recipe: Recipe | None, cluster: Cluster | None) -> tuple[Recipient, ...]:
     """Return who is told about a run: those of the cluster file, and those of the recipe."""
-    told: list[Recipient] = []
+    recipients: list[Recipient] = []
     if cluster is not None:
         place = f"of the cluster {cluster.name}"
-        told += [Recipient(f"notify.{number} {place}", entry) for number, entry in enumerate(cluster.notify or ())]
+        recipients += [
+            Recipient(f"notify.{number} {place}", entry) for number, entry in enumerate(cluster.notify or ())
+        ]
     if recipe is not None:
-        told += [Recipient(f"notify.{number}", entry) for number, entry in enumerate(recipe.notify or ())]
-    return tuple(told)
+        recipients += [Recipient(f"notify.{number}", entry) for number, entry in enumerate(recipe.notify or ())]
+    return tuple(recipients)
 
 
 @dataclass(frozen=True)
@@ -232,34 +234,34 @@ class Notifier:
     def __init__(
         self,
         run_folder: Path,
-        told: tuple[Recipient, ...],
+        recipients: tuple[Recipient, ...],
         *,
         run: str,
         steps: int | None = None,
         environment: Mapping[str, str] | None = None,
         warn: Callable[[str], None] | None = None,
     ) -> None:
-        self._folder, self._told = run_folder, told
+        self._folder, self._recipients = run_folder, recipients
         self._environment = os.environ if environment is None else environment
         self._messages = RunMessages(run, steps)
         self._sent = SentMessages(run_folder / NOTIFIED_FILE)
         self._warn = warn or self._warn_by_event
         self._warned: set[str] = set()
-        self._low_goodput = {recipient.where: recipient.notification.low_goodput for recipient in told}
+        self._low_goodput = {recipient.where: recipient.notification.low_goodput for recipient in recipients}
         self._goodput_told: dict[str, float] = {}
         self._lock = threading.Lock()
 
     def take(self, event: Mapping[str, Any]) -> None:
         """Tell of an event, if somebody wants to know."""
         for message in self._messages.take(event):
-            for recipient in self._told:
+            for recipient in self._recipients:
                 self._tell(recipient, message)
 
     def fail(self, what: str) -> None:
         """Tell that the run has failed, where no event has said so."""
         with self._lock:
             for message in self._messages.fail(what):
-                for recipient in self._told:
+                for recipient in self._recipients:
                     self._tell(recipient, message)
 
     def check_goodput(self, now: float) -> None:
@@ -267,7 +269,7 @@ class Notifier:
         share = self._messages.goodput.share(now)
         if share is None:
             return
-        for recipient in self._told:
+        for recipient in self._recipients:
             told_at = self._goodput_told.get(recipient.where, float("-inf"))
             if share < self._low_goodput[recipient.where] and now - told_at >= GOODPUT_SECONDS:
                 self._goodput_told[recipient.where] = now
@@ -315,7 +317,7 @@ class Notifier:
 @contextmanager
 def notify_of_run(
     run_folder: Path,
-    told: tuple[Recipient, ...],
+    recipients: tuple[Recipient, ...],
     *,
     run: str,
     steps: int | None = None,
@@ -323,8 +325,8 @@ def notify_of_run(
     poll_seconds: float = POLL_SECONDS,
 ) -> Iterator[Notifier]:
     """Follow a run's events in a thread and tell of them; what was written before is not told."""
-    notifier = Notifier(run_folder, told, run=run, steps=steps, environment=environment)
-    if not told:
+    notifier = Notifier(run_folder, recipients, run=run, steps=steps, environment=environment)
+    if not recipients:
         yield notifier
         return
     follower = EventFollower(run_folder)

@@ -25,7 +25,7 @@ from trainshed.errors import InputError, MissingExtra, RecipeError, TrainshedErr
 from trainshed.launch.local import LocalRun, local_runs, lock_run, train_locally
 from trainshed.observe.event_log import completed_steps, read_events
 from trainshed.observe.exporters import check_installed
-from trainshed.observe.notify import notify_of_run, recipients
+from trainshed.observe.notify import notify_of_run, recipients_of
 from trainshed.observe.run_status import read_run_status
 from trainshed.plan import RankLayout
 from trainshed.plugins import plugins_not_run
@@ -320,10 +320,10 @@ def _train_prepared(
     save_run(prepared)
     store = LocalStore(prepared.folder)
     store.put(CLUSTER_FILE, to_yaml(cluster).encode())
-    told = recipients(prepared.recipe, cluster)
+    recipients = recipients_of(prepared.recipe, cluster)
     with (
         watch(prepared.steps) as on_event,
-        notify_of_run(prepared.folder, told, run=start.run, steps=prepared.steps),
+        notify_of_run(prepared.folder, recipients, run=start.run, steps=prepared.steps),
     ):
         ended = train_locally(
             prepared.folder,

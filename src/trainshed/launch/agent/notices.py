@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from trainshed.launch.job import JobFile
-from trainshed.observe.notify import Notifier, notify_of_run, recipients
+from trainshed.observe.notify import Notifier, notify_of_run, recipients_of
 from trainshed.plugins import plugins_not_run
 from trainshed.recipe import load_cluster, load_recipe
 from trainshed.run_folder import CLUSTER_FILE, RECIPE_FILE
@@ -27,8 +27,8 @@ def notify_of_job(job: JobFile, folder: Path, secrets: Mapping[str, str] | None 
     with plugins_not_run():  # only `notify` is read
         recipe = load_recipe(str(folder / RECIPE_FILE))
     cluster = load_cluster(folder / CLUSTER_FILE) if (folder / CLUSTER_FILE).is_file() else None
-    told = recipients(recipe, cluster)
+    recipients = recipients_of(recipe, cluster)
     environment = {**os.environ, **(secrets or {})}
     name = f"{recipe.name}/{run.name}"
-    with notify_of_run(run, told, run=name, steps=recipe.train.steps, environment=environment) as notifier:
+    with notify_of_run(run, recipients, run=name, steps=recipe.train.steps, environment=environment) as notifier:
         yield notifier

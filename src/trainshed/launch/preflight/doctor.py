@@ -177,10 +177,10 @@ def _check_store(cluster: Cluster) -> CheckResult:
 
 
 def notify_checks(
-    cluster: Cluster, told: Sequence[Recipient], environment: Mapping[str, str] = os.environ
+    cluster: Cluster, recipients: Sequence[Recipient], environment: Mapping[str, str] = os.environ
 ) -> Iterator[CheckResult]:
     """Send a test message to each recipient, from this machine."""
-    for recipient in told:
+    for recipient in recipients:
         webhook = recipient.notification.webhook
         values = dict(environment)
         if isinstance(webhook, WebhookSecret) and (reference := cluster.secrets.get(webhook.secret)) is not None:

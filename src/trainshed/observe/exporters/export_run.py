@@ -72,15 +72,16 @@ def export_run(
 
 
 def counted_events(events: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield the last start of a run, then its steps and validations that still count, in the order of steps.
+    """Yield the start of a run, then its steps and validations that still count, in the order of steps.
 
     What an attempt did after the checkpoint from which the next one resumed is left out.
     """
     counted: list[dict[str, Any]] = []
-    start = None
+    start: dict[str, Any] | None = None
     for event in events:
         kind = event["kind"]
-        start = event if kind == "start" else start
+        if kind == "start":  # as the last attempt was, at the time of the first
+            start = event | {"time": start["time"] if start is not None else event["time"]}
         if kind in ("step", "validation", "resume"):
             first = _done_steps(event) if kind != "resume" else event["step"] + 1
             while counted and _done_steps(counted[-1]) >= first and not _belong_together(counted[-1], event):
