@@ -72,7 +72,3 @@ def expand_prometheus(value: Any) -> Any:
     if isinstance(value, bool):
         return {} if value else None
     return value
-
-
-TRACKER_SECRETS = {"wandb": "WANDB_API_KEY", "trackio": "HF_TOKEN"}
-"""The variable in which a tool's library looks for what lets it in."""

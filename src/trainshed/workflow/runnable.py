@@ -19,7 +19,6 @@ from trainshed.models.parameters import all_projections
 from trainshed.plan import RankLayout
 from trainshed.recipe import Cluster, ModelConfig, Recipe
 from trainshed.recipe.cluster import check_cluster
-from trainshed.recipe.exporters import TRACKER_SECRETS
 from trainshed.recipe.notify import WebhookSecret
 from trainshed.recipe.registered import registered_class
 from trainshed.recipe.secret_detection import find_secret
@@ -281,13 +280,10 @@ def _tracker_problems(recipe: Recipe, cluster: Cluster) -> Iterator[Problem]:
     observe = recipe.observe
     if recipe.engine.name != "torch":
         return  # `unhonoured_problems` of the adapters
-    secrets = {name: TRACKER_SECRETS[name] for name in ("wandb", "trackio")}
-    if observe.wandb is None or observe.wandb.mode == "offline":
-        del secrets["wandb"]
-    if observe.trackio is None or observe.trackio.space is None:
-        del secrets["trackio"]
-    for tool, variable in secrets.items():
-        yield from _missing_secret(("observe", tool), variable, cluster, _is_logged_in(tool))
+    if observe.wandb is not None and observe.wandb.mode == "online":
+        yield from _missing_secret(("observe", "wandb", "mode"), "WANDB_API_KEY", cluster, _is_logged_in("wandb"))
+    if observe.trackio is not None and observe.trackio.space is not None:
+        yield from _missing_secret(("observe", "trackio", "space"), "HF_TOKEN", cluster, _is_logged_in("trackio"))
     if cluster.target == "local":
         return
     if observe.trackio is not None and observe.trackio.space is None:

@@ -47,6 +47,10 @@ class Tracker(ABC):
     def close(self, exit_code: int) -> None:
         """End the run there."""
 
+    def abandon(self) -> None:
+        """Leave nothing that would hold up the end of this process; called while another thread still waits."""
+        return
+
 
 class ExportedMark:
     """The last step that a tool was sent, kept in the run's folder."""
@@ -139,6 +143,7 @@ class TrackerExporter:
         self._thread.join(0 if deadline_passed else self._close_seconds)
         if self._thread.is_alive() and self._problem is None:
             self._problem = f"it has not taken everything within {self._close_seconds:.0f} s"
+            self._tracker.abandon()
         if self._left_out and self._problem is None:
             self._problem = f"{self._left_out} points were left out, because it was too slow"
         if self._problem is not None:
