@@ -48,6 +48,7 @@ bench: setup
 	$(BIN)/python benchmarks/convert.py
 	$(BIN)/python benchmarks/serve.py
 	$(BIN)/python benchmarks/launch.py
+	$(BIN)/python benchmarks/observe.py
 
 clean:
 	rm -rf $(VENV) store dist build

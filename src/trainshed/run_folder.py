@@ -15,7 +15,10 @@
     answers/step-00000100.json                 answers to `data.validation.prompts`; `tokenizer.json` decodes them
     engine/                                    what CPU stages leave for a foreign engine; `run.json`: where it runs
     starts/<start>/                            where the agents of one start meet
-    tensorboard/, dllogger/, export/           exported figures; exported weights
+    tensorboard/, dllogger/, wandb/            exported figures
+    exported/wandb.json                        the last step that an experiment tracker was sent
+    notified.json                              when somebody was last told of what (`notify`)
+    export/                                    exported weights
 
 Names are relative POSIX strings. They serve a `Path` (`folder / name`), a store (`store.read(name)`) and a script
 (`f"{run}/{name}"`). What is inside a file is known where its type is: `data/tokens/token_source.py`,
@@ -48,10 +51,16 @@ ENGINE_RUN_FILE = f"{ENGINE}/run.json"
 STARTS = "starts"
 TENSORBOARD = "tensorboard"
 DLLOGGER = "dllogger"
+WANDB = "wandb"
+EXPORTED = "exported"
+NOTIFIED_FILE = "notified.json"
 EXPORT = "export"
 
 WITHOUT_REFERENCES = frozenset(
-    {ATTEMPTS, EVENTS, LOGS, HEALTH, PROFILE, CHECKPOINTS, ANSWERS, MEGATRON_CHECKPOINTS, STARTS, TENSORBOARD, DLLOGGER}
+    {
+        *(ATTEMPTS, EVENTS, LOGS, HEALTH, PROFILE, CHECKPOINTS, ANSWERS, MEGATRON_CHECKPOINTS, STARTS, TENSORBOARD),
+        *(DLLOGGER, WANDB, EXPORTED),
+    }
 )
 """Folders in which no file names an artefact that the run needs."""
 

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from support.recipes.golden_files import check_golden
-from trainshed.engines.launch import EngineLaunch, EngineSite, launcher_script
+from trainshed.engines.launch import NODE_NUMBER, EngineLaunch, EngineSite, launcher_script
 from trainshed.engines.profiles import NSYS_SCRIPT, nsys_script, nsys_stage
 from trainshed.errors import InputError
 from trainshed.recipe import Profile
@@ -71,6 +71,13 @@ def test_torchrun_gets_static_ranks_and_the_engines_words(tmp_path: Path) -> Non
         *("/opt/pretrain.py", "--lr", "1e-4"),
     ]
     assert (tmp_path / "record.env").read_text() == "a b"
+
+
+def test_every_node_writes_a_file_of_its_own(tmp_path: Path) -> None:
+    launch = EngineLaunch("p", ("--lr", "1"), node_arguments=(f"++json=/it's/rank-{NODE_NUMBER}/a.json",))
+    for node in ("0", "1", "08"):
+        _, words = run(tmp_path, launch, place_at(tmp_path), NODE_RANK=node)
+        assert words[-3:] == ["--lr", "1", f"++json=/it's/rank-{int(node)}/a.json"]
 
 
 def test_a_script_is_as_it_was() -> None:

@@ -96,6 +96,7 @@ def test_the_worker_refuses_it_too_whoever_wrote_its_files(
     [
         (("resources.nodes=2",), "resources.nodes", "this machine is one node, and the recipe asks for 2"),
         (("elastic={min_nodes: 1}",), "elastic", "this machine is one node"),
+        (("notify=[{webhook: {secret: NO_HOOK}}]",), "notify.0.webhook.secret", "needs NO_HOOK, and this environment"),
         (("engine.image=a/b@sha256:0",), "engine.image", "ranks run in this machine's own environment"),
         (("engine=megatron",), "engine", "the engine megatron is not ours"),
     ],
@@ -171,6 +172,10 @@ SITES = {
         ("kubernetes", ("checkpoint.to=/nowhere/x",), "checkpoint.to", "on no volume that jobs may write to (/data)"),
         ("kubernetes", ("tokenizer=models/x",), "tokenizer", "`models/x` is relative to this machine's folder"),
         ("kubernetes", ("engine=megatron", "elastic={min_nodes: 1}"), "elastic", "knows no spare ones"),
+        ("kubernetes", ("observe.wandb={project: p}",), "observe.wandb", "needs the secret WANDB_API_KEY"),
+        ("kubernetes", ("observe.trackio={project: p}",), "observe.trackio.space", "is gone when the job has ended"),
+        ("kubernetes", ("notify=[{webhook: {secret: HOOK}}]",), "notify.0", "write `HOOK: {k8s: NAME/KEY}` below"),
+        ("kubernetes", ("engine=megatron", "notify=[{command: [page]}]"), "notify", "megatron runs without it"),
     ],
 )
 def test_what_a_site_cannot_do_is_refused_before_it_is_rendered(

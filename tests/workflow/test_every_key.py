@@ -22,6 +22,7 @@ from support.recipes.text_recipes import write_script
 from trainshed.engines.torch.rank import train_rank
 from trainshed.errors import InputError
 from trainshed.launch.job import CodeArchive, Job
+from trainshed.observe.notify import notify_of_run, recipients_of
 from trainshed.recipe import Cluster, Recipe, load_cluster, load_recipe, parse_recipe
 from trainshed.recipe.section import Section
 from trainshed.recipe.validation import known_keys
@@ -266,6 +267,20 @@ CHANGES = {
     "checkpoint.resume": Change("checkpoint.resume=must"),
     "observe.tensorboard": Change("observe.tensorboard=true", "observe.tensorboard=false"),
     "observe.dllogger": Change("observe.dllogger=true", "observe.dllogger=false"),
+    "observe.prometheus.port": Change("observe.prometheus.port=9401", "observe.prometheus.host=0.0.0.0"),
+    "observe.prometheus.host": Change("observe.prometheus.host=0.0.0.0", "observe.prometheus=true"),
+    "observe.wandb.project": Change("observe.wandb={project: p, mode: offline}"),
+    "observe.wandb.entity": Change("observe.wandb.entity=team", "observe.wandb={project: p, mode: offline}"),
+    "observe.wandb.mode": Change("observe.wandb.mode=online", "observe.wandb={project: p, mode: offline}"),
+    "observe.mlflow.uri": Change("observe.mlflow={uri: /shared/a}"),
+    "observe.mlflow.experiment": Change("observe.mlflow.experiment=e", "observe.mlflow={uri: /shared/a}"),
+    "observe.trackio.project": Change("observe.trackio={project: p}"),
+    "observe.trackio.space": Change("observe.trackio.space=me/space", "observe.trackio={project: p}"),
+    "notify.*.command": Change("notify=[{command: [page]}]"),
+    "notify.*.webhook.secret": Change("notify=[{webhook: {secret: HOOK}}]"),
+    "notify.*.on": Change("notify=[{command: [page], on: [end]}]", "notify=[{command: [page]}]"),
+    "notify.*.every_minutes": Change("notify=[{command: [page], every_minutes: 5}]", "notify=[{command: [page]}]"),
+    "notify.*.low_goodput": Change("notify=[{command: [page], low_goodput: 0.9}]", "notify=[{command: [page]}]"),
     "observe.profile.start": Change("observe.profile.start=4", "observe.profile={}"),
     "observe.profile.steps": Change("observe.profile.steps=4", "observe.profile={}"),
     "observe.profile.ranks": Change("observe.profile.ranks=[1]", "observe.profile={}"),
@@ -415,6 +430,13 @@ WITH_PLUGINS = (
     "observe={exporters: [walk_exporter]}",
     "export=null",
 )
+OBSERVED = (
+    "name=observed",
+    "notify=[{command: ['true']}, {webhook: {secret: HOOK}}]",
+    "observe={prometheus: {port: 19400}, wandb: {project: p, mode: offline}, mlflow: {uri: mlruns}, "
+    "trackio: {project: p}}",
+    "export=null",
+)
 FROM_TEXT = (
     "name=text",
     "train={tokens: 384, global_batch: 4, precision: fp32, optimizer: {lr: 1.0e-3}}",
@@ -465,7 +487,8 @@ def read(tmp_path_factory: pytest.TempPathFactory) -> Read:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         tracer.install(patch)
-        for overrides in ((), WITH_EXPERTS, FROM_TEXT, WITH_PLUGINS):
+        patch.setenv("TRACKIO_DIR", str(folder / "trackio"))
+        for overrides in ((), WITH_EXPERTS, OBSERVED, FROM_TEXT, WITH_PLUGINS):
             _traced_run(overrides, tracer, stages)
         exported = next(Path("store/runs/text").glob("*/export")).absolute()
         for overrides in _fine_tuned(exported):
@@ -497,7 +520,9 @@ def _traced_run(overrides: tuple[str, ...], tracer: Tracer, stages: tuple[set[An
     tracer.taken()
     run = prepare_run(recipe, load_cluster())
     stages[0].update(tracer.taken())
-    train_rank(train_job(run, run_layout(run)), run_folder=run.folder)
+    recipients = recipients_of(run.recipe, None)
+    with notify_of_run(run.folder, recipients, run=run.id, environment={}, poll_seconds=0.05):
+        train_rank(train_job(run, run_layout(run)), run_folder=run.folder)
     stages[1].update(tracer.taken())
     if run.recipe.export is not None:
         tracer.taken()

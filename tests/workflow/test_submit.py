@@ -69,6 +69,31 @@ def test_a_cluster_without_gpus_runs_the_layout_that_is_written(tmp_path: Path) 
     assert (train.nodes, train.ranks_per_node, train.gpus_per_node, train.restarts) == (2, 4, 0, 5)
 
 
+def test_a_port_for_prometheus_travels_where_others_can_read_it_and_is_said_where_not(tmp_path: Path) -> None:
+    job = job_of(tmp_path, "layout={dp: 2}", "observe.prometheus={port: 9401, host: 0.0.0.0}")
+    assert [stage.metrics_port for stage in job.stages] == [None, 9401]
+    (tmp_path / "job.json").write_text(job.files["job.json"])
+    assert JobFile.read(tmp_path).stage("train").metrics_port == 9401
+    alone = job_of(tmp_path, "layout={dp: 2}", "observe.prometheus=true")
+    assert alone.stage("train").metrics_port is None
+    assert any("`host: 0.0.0.0` opens it" in note for note in alone.notes)
+
+
+def test_who_a_foreign_engine_cannot_tell_is_said(tmp_path: Path) -> None:
+    text = LAPTOPS + "notify: [{command: [page]}]\n"
+    assert not any("notify" in note for note in job_of(tmp_path, "layout={dp: 2}", cluster=text).notes)
+    cluster = load_cluster("slurm-h100", ["notify=[{command: [page]}]"])
+    job = build_job(recipe_file(tmp_path, "train.precision=bf16", "engine=megatron"), cluster, code=CODE, offline=True)
+    assert any("megatron runs without our agent" in note for note in job.notes)
+    with pytest.raises(RecipeError, match="needs the secret HOOK, and the cluster slurm-h100 has none") as caught:
+        build_job(
+            recipe_file(tmp_path, "train.precision=bf16"),
+            load_cluster("slurm-h100", ["notify=[{webhook: {secret: HOOK}}]"]),
+            code=CODE,
+        )
+    assert "notify" in str(caught.value.where)
+
+
 def test_grace_is_twice_the_planned_save_and_a_minute_unless_the_cluster_says_otherwise(tmp_path: Path) -> None:
     recipe = recipe_file(
         tmp_path,

@@ -42,6 +42,11 @@ VERBS = {
     "checkpoints": ("trainshed.cli.checkpoints:checkpoints", "List, verify and prune the checkpoints of a run."),
     "import": ("trainshed.cli.recipes:import_file", "A NeMo, torchtune or Megatron-LM file turned into a recipe."),
     "doctor": ("trainshed.cli.cluster:doctor", "What this machine or a cluster has, lacks and gets wrong."),
+    "export-figures": (
+        "trainshed.cli.export_figures:export_figures",
+        "A run's figures for TensorBoard, DLLogger, W&B, MLflow or trackio.",
+    ),
+    "grafana": ("trainshed.cli.export_figures:grafana", "The Grafana dashboard of what Prometheus reads."),
     "schema": ("trainshed.cli.recipes:schema", "The JSON schema of recipes, for editors."),
     "recipes": ("trainshed.cli.recipes:app", "List the shipped recipes and copy one."),
 }

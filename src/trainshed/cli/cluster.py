@@ -22,6 +22,8 @@ def doctor(
     on: str | None = None,
     nodes: int | None = None,
     full: bool = False,
+    notify: bool = False,
+    recipe: str | None = None,
     output: Annotated[Output, Parameter(name=["-o", "--output"])] = "text",
 ) -> int:
     """Look at this machine; with --on at a cluster file and its scheduler; with --nodes at its nodes too.
@@ -38,6 +40,10 @@ def doctor(
         Take so many nodes of the cluster and prove them: GPUs, fabric, storage, pair by pair.
     full
         Measure for a minute where half a second is usual.
+    notify
+        Send a test message to everybody whom `notify` of the cluster file tells, and look at nothing else.
+    recipe
+        With --notify: those of this recipe too.
     output
         Report as text or json.
     """
@@ -45,14 +51,37 @@ def doctor(
     from trainshed.errors import InputError
     from trainshed.launch.preflight.verdict import worst_verdict
 
+    if recipe is not None and not notify:
+        raise InputError("a recipe is read for its `notify`", where="--recipe", hint="write --notify too")
+
     if nodes is not None and on is None:
         raise InputError("nodes of which cluster?", where="--nodes", hint="write --on CLUSTER too")
-    groups = _machine_checks(full) if on is None else _cluster_checks(on, overrides, nodes, full)
+    if notify:
+        groups = _notify_checks(on or "local", overrides, recipe)
+    else:
+        groups = _machine_checks(full) if on is None else _cluster_checks(on, overrides, nodes, full)
     verdict = worst_verdict(check for checks in groups.values() for check in checks)
     data: dict[str, Any] = {"schema": "trainshed.doctor/1", "on": on, "verdict": verdict}
     data["groups"] = {name: [check.to_plain() for check in checks] for name, checks in groups.items()}
     print_report(data, output, _checks_text(groups))
     return 1 if verdict == "fail" else 0
+
+
+def _notify_checks(on: str, overrides: tuple[str, ...], recipe: str | None) -> dict[str, list[CheckResult]]:
+    from trainshed.errors import InputError
+    from trainshed.launch.preflight.doctor import notify_checks
+    from trainshed.observe.notify import recipients_of
+    from trainshed.recipe import load_cluster, load_recipe, split_overrides
+
+    for_recipe, for_cluster = split_overrides(overrides)
+    cluster = load_cluster(on, for_cluster)
+    recipients = recipients_of(load_recipe(recipe, for_recipe) if recipe is not None else None, cluster)
+    if not recipients:
+        hint = (
+            f"{cluster.where('notify')}: write notify: [{{webhook: {{secret: NAME}}}}], or name a --recipe that has it"
+        )
+        raise InputError("`notify` tells nobody", where="--notify", hint=hint)
+    return {"notify": list(notify_checks(cluster, recipients))}
 
 
 def _machine_checks(full: bool) -> dict[str, list[CheckResult]]:

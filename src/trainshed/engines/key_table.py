@@ -177,6 +177,8 @@ COMMON_UNSAID: Mapping[str, str] = {
     "plugins": "they extend the stages that run before and after the engine",
     **dict.fromkeys(("train.optimizer.options", "train.loss.name", "train.loss.options", "observe.exporters"), REFUSED),
     "budgets": "where the engine has a limit it stands for several of them, and is rendered as the longest",
+    **dict.fromkeys((f"observe.{tool}" for tool in ("prometheus", "wandb", "mlflow", "trackio")), REFUSED),
+    "notify": "our agent tells what happens, and it does not run beside the engine: refused",
     "train.non_finite": "foreign engines stop, and skipping is refused",
     "train.tokens": "the length of the run is written in steps",
     "layout.dp": "it is what the other keys leave of the ranks",
@@ -210,6 +212,15 @@ def unhonoured_problems(recipe: Recipe, engine: str) -> Iterator[Problem]:
         (train.early_stop is not None, ("train", "early_stop"), "does not end a run by its validation loss"),
         (recipe.checkpoint.best is not None, ("checkpoint", "best"), "does not keep the best checkpoint apart"),
         (recipe.model.added_tokens is not None, ("model", "added_tokens"), "does not add tokens to a model"),
+        *(
+            (
+                getattr(recipe.observe, tool) is not None,
+                ("observe", tool),
+                f"has no exporter to {tool} that Trainshed sets up: `trainshed export-figures RUN --to …` may do it "
+                "afterwards",
+            )
+            for tool in ("prometheus", "wandb", "mlflow", "trackio")
+        ),
         (
             validation is not None and validation.prompts is not None,
             ("data", "validation", "prompts"),

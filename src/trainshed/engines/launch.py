@@ -84,6 +84,9 @@ class CpuStage:
     argv: tuple[str, ...]
 
 
+NODE_NUMBER = "{node}"
+
+
 @dataclass(frozen=True)
 class EngineLaunch:
     """How to start an engine: on every node torchrun starts `program` with `arguments` on every GPU."""
@@ -97,6 +100,8 @@ class EngineLaunch:
     """What earlier stages leave in the run's folder for it."""
     late_arguments: Mapping[str, str] = field(default_factory=dict)
     """Arguments whose value is read from a file when the job starts: `{"++model.data.data_prefix=": "/run/…txt"}`."""
+    node_arguments: tuple[str, ...] = ()
+    """Arguments in which `NODE_NUMBER` stands for the number of the node: files that each node writes for itself."""
     cpu_stages: tuple[CpuStage, ...] = ()
     """What is done before it starts."""
     is_module: bool = False
@@ -293,6 +298,9 @@ def _argument_lines(launch: EngineLaunch) -> Iterator[str]:
         # `key=` and its value are one word, `--key` and its value two.
         between = "" if start.endswith("=") else " "
         yield f'arguments+=({shlex.quote(start)}{between}"$late")'
+    for word in launch.node_arguments:
+        before, after = (shlex.quote(part) for part in word.split(NODE_NUMBER))
+        yield f'arguments+=({before}"$((10#$node))"{after})'
 
 
 def _watch_lines(site: EngineSite, python: str, quiet_seconds: float) -> Iterator[str]:

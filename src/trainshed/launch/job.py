@@ -81,6 +81,8 @@ class Stage:
     memory: str | None = None
     serving: ServingSpec | None = None
     """None: a stage that ends."""
+    metrics_port: int | None = None
+    """Where its rank 0 serves figures that a Prometheus of the cluster is to read; None: nowhere."""
 
     @property
     def world_size(self) -> int:
@@ -155,8 +157,9 @@ class JobFile:
         """Return its JSON; the same job gives the same bytes."""
         body = asdict(self)
         for stage in body["stages"]:
-            if stage["serving"] is None:
-                del stage["serving"]
+            for key in ("serving", "metrics_port"):
+                if stage[key] is None:
+                    del stage[key]
         if not body["plugins"]:
             del body["plugins"]
         return orjson.dumps(body, option=orjson.OPT_INDENT_2 | orjson.OPT_SORT_KEYS).decode() + "\n"

@@ -16,7 +16,15 @@ from pydantic import BeforeValidator, Field, PrivateAttr, Tag, model_validator
 from trainshed.plugins import PluginSource, load_plugins, registered_names
 from trainshed.recipe.budgets import Budgets
 from trainshed.recipe.data import CHAT_KEYS, SAMPLE_COLUMNS, DataSection, SampleFormat, SourceKeys, expand_data
+from trainshed.recipe.exporters import (
+    MlflowExperiment,
+    PrometheusServer,
+    TrackioProject,
+    WandbProject,
+    expand_prometheus,
+)
 from trainshed.recipe.model import ModelConfig, ModelSection, TokenizerSection, TrainedTokenizer
+from trainshed.recipe.notify import Notifications
 from trainshed.recipe.profile import Profile
 from trainshed.recipe.registered import (
     EngineArgument,
@@ -177,7 +185,7 @@ class Checkpoint(Section):
         return None if self.keep is None else self.keep + (self.best is not None)
 
 
-OWN_EXPORTERS = ("tensorboard", "dllogger")
+OWN_EXPORTERS = ("tensorboard", "dllogger", "prometheus", "wandb", "mlflow", "trackio")
 """Exporters that have a key of their own."""
 ExporterNames = list[RegisteredName] | dict[RegisteredName, dict[str, EngineArgument]]
 
@@ -198,6 +206,17 @@ class Observe(Section):
     dllogger: bool | None = Field(
         None, description="DLLogger JSON in the run's folder; left out: where the engine writes it"
     )
+    prometheus: Annotated[
+        PrometheusServer | None,
+        BeforeValidator(expand_prometheus, json_schema_input_type=bool | PrometheusServer | None),
+    ] = Field(
+        None,
+        description="Serve the figures of rank 0 to Prometheus: `true`, or port and host",
+        examples=["{port: 9400, host: 0.0.0.0}"],
+    )
+    wandb: WandbProject | None = Field(None, description="Send the figures to Weights & Biases")
+    mlflow: MlflowExperiment | None = Field(None, description="Send the figures to MLflow")
+    trackio: TrackioProject | None = Field(None, description="Send the figures to trackio")
     profile: Profile | None = Field(None, description="Profile some steps")
     exporters: (
         Annotated[
@@ -216,7 +235,7 @@ class Observe(Section):
         for name, options in (self.exporters or {}).items():
             path = ("exporters", name)
             if name in OWN_EXPORTERS:
-                yield Problem(path, f"{name} has a key of its own", f"write `{name}: true` below `observe`")
+                yield Problem(path, f"{name} has a key of its own", f"write `{name}: …` below `observe`")
             elif not is_registered("exporter", name):
                 known = ", ".join(registered_names("exporter")) or "none"
                 yield Problem(
@@ -292,6 +311,11 @@ class Recipe(Section):
     observe: Observe = Field(default_factory=Observe, description="What is written besides the run's events")
     budgets: Budgets | None = Field(
         None, description="How long each phase may last before a rank counts as stuck; left out: the defaults"
+    )
+    notify: Notifications | None = Field(
+        None,
+        description="Who is told what happens to the run, besides those of the cluster file",
+        examples=[[{"webhook": {"secret": "SLACK_WEBHOOK"}}]],
     )
     resources: Resources = Field(default_factory=Resources, description="What the run asks of the cluster")
     elastic: Elastic | None = Field(

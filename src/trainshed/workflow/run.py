@@ -24,6 +24,8 @@ from trainshed.checkpoints.native.folder import (
 from trainshed.errors import InputError, MissingExtra, RecipeError, TrainshedError
 from trainshed.launch.local import LocalRun, local_runs, lock_run, train_locally
 from trainshed.observe.event_log import completed_steps, read_events
+from trainshed.observe.exporters import check_installed
+from trainshed.observe.notify import notify_of_run, recipients_of
 from trainshed.observe.run_status import read_run_status
 from trainshed.observe.stages import StageRecorder
 from trainshed.plan import RankLayout
@@ -170,6 +172,7 @@ def check_trainable(recipe: Recipe, cluster: Cluster, *, keys: dict[str, object]
     check_runnable(recipe, cluster)
     if find_spec("torch") is None:
         raise MissingExtra.named("train", "training")
+    check_installed(recipe.observe)
     try:
         config = architecture(recipe) or weights_architecture(recipe, cluster)
     except RecipeError:
@@ -322,7 +325,11 @@ def _train_prepared(
     save_run(prepared)
     store = LocalStore(prepared.folder)
     store.put(CLUSTER_FILE, to_yaml(cluster).encode())
-    with watch(prepared.steps) as on_event:
+    recipients = recipients_of(prepared.recipe, cluster)
+    with (
+        watch(prepared.steps) as on_event,
+        notify_of_run(prepared.folder, recipients, run=start.run, steps=prepared.steps),
+    ):
         ended = train_locally(
             prepared.folder,
             chosen.layout,

@@ -8,8 +8,10 @@ through as well. `tests/workflow/test_every_key.py` walks all keys of a recipe a
 
 from __future__ import annotations
 
+import os
 import posixpath
 from collections.abc import Iterator
+from pathlib import Path
 
 from trainshed.errors import RecipeError
 from trainshed.launch.job import JobFile
@@ -17,6 +19,7 @@ from trainshed.models.parameters import all_projections
 from trainshed.plan import RankLayout
 from trainshed.recipe import Cluster, ModelConfig, Recipe
 from trainshed.recipe.cluster import check_cluster
+from trainshed.recipe.notify import WebhookSecret
 from trainshed.recipe.registered import registered_class
 from trainshed.recipe.secret_detection import find_secret
 from trainshed.recipe.section import Problem
@@ -35,9 +38,12 @@ def check_runnable(recipe: Recipe, cluster: Cluster) -> None:
         *_target_problems(recipe, cluster),
         *_address_problems(recipe, cluster),
         *_secret_problems(recipe),
+        *_tracker_problems(recipe, cluster),
+        *_notify_problems(recipe, cluster),
     ]
     if problems:
         raise recipe_error(problems, recipe.places)
+    check_notify_secrets(cluster)
 
 
 def check_ranks(recipe: Recipe, world_size: int) -> None:
@@ -267,6 +273,74 @@ def _secret_problems(recipe: Recipe) -> Iterator[Problem]:
             how = "write `serve: {api_key: NAME}`, and" if path[0] == "serve" else "delete it here, and write"
             hint = f"{how} `NAME: {{env: NAME}}` (or file, k8s) below `secrets` of the cluster file"
             yield Problem(path, f"holds {what}, which would stand in scripts and manifests in clear", hint)
+
+
+def _tracker_problems(recipe: Recipe, cluster: Cluster) -> Iterator[Problem]:
+    """Yield tools that figures cannot be sent to from there: by a foreign engine, or without what lets one in."""
+    observe = recipe.observe
+    if recipe.engine.name != "torch":
+        return  # `unhonoured_problems` of the adapters
+    if observe.wandb is not None and observe.wandb.mode == "online":
+        yield from _missing_secret(("observe", "wandb", "mode"), "WANDB_API_KEY", cluster, _is_logged_in("wandb"))
+    if observe.trackio is not None and observe.trackio.space is not None:
+        yield from _missing_secret(("observe", "trackio", "space"), "HF_TOKEN", cluster, _is_logged_in("trackio"))
+    if cluster.target == "local":
+        return
+    if observe.trackio is not None and observe.trackio.space is None:
+        yield Problem(
+            ("observe", "trackio", "space"),
+            "is missing: what trackio keeps on a node's own disk is gone when the job has ended",
+            "write `space: USER/NAME`; or delete it, and later `trainshed export-figures RUN --to trackio`",
+        )
+
+
+def _is_logged_in(tool: str) -> bool:
+    """Whether the tool's own login on this machine lets it in."""
+    if tool == "trackio":
+        home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
+        return (home / "token").is_file()
+    netrc = Path(os.environ.get("NETRC") or Path.home() / ".netrc")
+    return netrc.is_file() and "wandb" in netrc.read_text(errors="replace")
+
+
+def _missing_secret(path: KeyPath, variable: str, cluster: Cluster, logged_in: bool = False) -> Iterator[Problem]:
+    """Yield that a secret does not reach those who need it."""
+    if cluster.target == "local":
+        if not logged_in and not os.environ.get(variable):
+            yield Problem(path, f"needs {variable}, and this environment has none", f"export {variable}=…")
+    elif variable not in cluster.secrets:
+        how = "{k8s: NAME/KEY}" if cluster.target == "kubernetes" else f"{{env: {variable}}}"
+        yield Problem(
+            path,
+            f"needs the secret {variable}, and the cluster {cluster.name} has none of that name",
+            f"write `{variable}: {how}` below `secrets` of {cluster.where('secrets')}",
+        )
+
+
+def _notify_problems(recipe: Recipe, cluster: Cluster) -> Iterator[Problem]:
+    """Yield those who could not be told."""
+    if recipe.notify and recipe.engine.name != "torch":
+        yield Problem(
+            ("notify",),
+            f"messages are sent by the agent on the first node, and {recipe.engine.name} runs without it",
+            "delete it; Slurm's own mails are `options: [--mail-type=END]` below `slurm` of the cluster file",
+        )
+        return
+    for number, entry in enumerate(recipe.notify or ()):
+        if isinstance(entry.webhook, WebhookSecret):
+            yield from _missing_secret(("notify", number, "webhook", "secret"), entry.webhook.secret, cluster)
+
+
+def check_notify_secrets(cluster: Cluster) -> None:
+    """Refuse webhooks of a cluster file whose secret nothing brings to its jobs."""
+    problems = [
+        problem
+        for number, entry in enumerate(cluster.notify or ())
+        if isinstance(entry.webhook, WebhookSecret)
+        for problem in _missing_secret(("notify", number, "webhook", "secret"), entry.webhook.secret, cluster)
+    ]
+    if problems:
+        raise recipe_error(problems, cluster.places)
 
 
 def is_inside(path: str, mount: str) -> bool:

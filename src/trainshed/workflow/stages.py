@@ -27,6 +27,7 @@ from trainshed.engines.megatron.keys import MEGATRON_CHECKPOINTS
 from trainshed.errors import InputError, NotFound, TrainshedError
 from trainshed.launch.attempt import read_job_plan
 from trainshed.launch.job import JobFile
+from trainshed.observe.exporters import check_installed
 from trainshed.observe.run_facts import EngineRun
 from trainshed.observe.stages import StageOutcome, StageRecorder, recorded_stage
 from trainshed.observe.watch_node import shipped_files
@@ -117,7 +118,11 @@ def _fetched_text(recipe: Recipe, base: BaseWeights) -> str:
 
 
 def _prepare_data(recipe: Recipe, cluster: Cluster, run: Path, wanted: tuple[str, ...], reporter: Reporter) -> str:
-    """Prepare the data; for an engine that reads text itself (torchtune) only what it asks for. Says what came out."""
+    """Prepare the data; for an engine that reads text itself (torchtune) only what it asks for. Says what came out.
+
+    What the nodes lack for `observe` is said here, before GPUs are asked for.
+    """
+    check_installed(recipe.observe)
     options = store_options(cluster)
     if recipe.engine.name == "torch" or "data-args" in wanted or "data-prefix" in wanted:
         prepared = prepare_run(recipe, cluster, id=run.name, reporter=reporter)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import shlex
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from math import ceil
 from pathlib import Path
@@ -118,8 +119,30 @@ def build_job(
         code=code or pack_code((*recipe.plugin_sources, *cluster.plugin_sources)),
         steps=model.steps,
         grace_seconds=grace,
-        notes=(*planned.notes, *warnings, *(engine.notes if engine else ()), *serving, *_plugin_notes(recipe)),
+        notes=(
+            *planned.notes,
+            *warnings,
+            *(engine.notes if engine else ()),
+            *serving,
+            *_plugin_notes(recipe),
+            *_observe_notes(recipe, cluster),
+        ),
     )
+
+
+def _observe_notes(recipe: Recipe, cluster: Cluster) -> Iterator[str]:
+    """Yield where figures and messages do not get to."""
+    prometheus = recipe.observe.prometheus
+    if prometheus is not None and not prometheus.is_reachable:
+        yield (
+            f"observe.prometheus listens on {prometheus.host}, which only the node of rank 0 itself can read; "
+            "`host: 0.0.0.0` opens it to the cluster's network"
+        )
+    if cluster.notify and recipe.engine.name != "torch":
+        yield (
+            f"notify of {cluster.name}: {recipe.engine.name} runs without our agent, so that only stages before "
+            "training and preflight are told of"
+        )
 
 
 def _plugin_notes(recipe: Recipe) -> tuple[str, ...]:
@@ -234,7 +257,7 @@ def _stages(recipe: Recipe, cluster: Cluster, planned: PlannedRun, engine: Engin
     if limits.prepare_parts > 1 and not recipe.data.synthetic:
         stages.append(Stage("tokenise", parts=limits.prepare_parts, **on_cpus))
     stages.append(Stage("prepare", **on_cpus))
-    image = recipe.engine.image
+    image, prometheus = recipe.engine.image, recipe.observe.prometheus
     stages += [
         Stage(stage.name, script=f"{stage.name}.sh", image=image, **on_cpus)
         for stage in (engine.cpu_stages if engine else ())
@@ -251,6 +274,7 @@ def _stages(recipe: Recipe, cluster: Cluster, planned: PlannedRun, engine: Engin
             restarts=limits.restarts,
             spares=recipe.elastic.spares if recipe.elastic else 0,
             preflight=cluster.preflight,
+            metrics_port=prometheus.port if prometheus is not None and prometheus.is_reachable else None,
         )
     )
     if recipe.export is not None:

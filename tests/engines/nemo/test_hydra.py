@@ -209,6 +209,16 @@ def test_a_path_with_spaces_and_commas_is_quoted_for_hydra() -> None:
     assert "++exp_manager.explicit_log_dir='/my store/a,b/nemo'" in launch.arguments
 
 
+def test_every_node_has_a_dllogger_file_of_its_own() -> None:
+    """Each rank of NeMo opens the file anew, which empties it: 16 nodes must not share one."""
+    wanted = "++exp_manager.dllogger_logger_kwargs.json_file=/store/runs/r/1/dllogger/rank-{node}/dllogger.json"
+    assert build_launch(task()).node_arguments == (wanted,)
+    assert build_launch(task("observe.dllogger=true")).node_arguments == (wanted,)
+    without = build_launch(task("observe.dllogger=false"))
+    assert without.node_arguments == ()
+    assert "create_dllogger_logger: false" in without.files["nemo.yaml"]
+
+
 def test_the_data_prefix_is_read_when_the_job_starts() -> None:
     launch = build_launch(task())
     assert launch.late_arguments == {"++model.data.data_prefix=": "/store/runs/r/1/engine/data_prefix.txt"}

@@ -23,7 +23,7 @@ from trainshed.catalog import model_preset
 from trainshed.engines.importing import ImportedConfig, import_text
 from trainshed.engines.key_table import KeyTable
 from trainshed.engines.keys import flatten, nest
-from trainshed.engines.launch import EngineLaunch, build_launch
+from trainshed.engines.launch import NODE_NUMBER, EngineLaunch, build_launch
 from trainshed.engines.nemo.bridge_keys import BRIDGE_KEYS, BRIDGE_TABLE
 from trainshed.engines.nemo.hydra_keys import HYDRA_KEYS, HYDRA_PLACES, HYDRA_TABLE
 from trainshed.errors import InputError
@@ -139,7 +139,7 @@ def launched(recipe: Recipe, **place: Any) -> EngineLaunch:
 def as_hydra_reads_it(recipe: Recipe, launch: EngineLaunch) -> str:
     """The file with the overrides of the command line, and with the prefixes that are read when the job starts."""
     flat = flatten(yaml.safe_load(launch.files["nemo.yaml"]))
-    for argument in launch.arguments:
+    for argument in (*launch.arguments, *(word.replace(NODE_NUMBER, "0") for word in launch.node_arguments)):
         if argument.startswith("++"):
             key, _, value = argument.removeprefix("++").partition("=")
             flat[key] = yaml.safe_load(value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -114,6 +115,20 @@ def test_kueue_gets_queue_priority_and_topology_and_starts_the_job_itself() -> N
     assert annotations["kueue.x-k8s.io/podset-preferred-topology"] == "kubernetes.io/hostname"
     required = training(job_of(load_cluster("gke-a3-mega", ["kubernetes.topology.required=true"])))
     assert "kueue.x-k8s.io/podset-required-topology" in gang_pod(required)["metadata"]["annotations"]
+
+
+@pytest.mark.parametrize("kind", ["jobset", "pytorchjob", "job", "rayjob"])
+def test_pods_of_a_training_say_where_prometheus_reads_it(kind: str) -> None:
+    cluster = cluster_of({"kubernetes": {"kind": kind, "annotations": {"prometheus.io/path": "/mine"}}})
+    *before, train = stages_of(cluster)
+    job = job_of(cluster, stages=(*before, replace(train, metrics_port=9400)))
+    annotations = gang_pod(training(job))["metadata"]["annotations"]
+    assert {name: value for name, value in annotations.items() if name.startswith("prometheus.io")} == {
+        "prometheus.io/scrape": "true",
+        "prometheus.io/port": "9400",
+        "prometheus.io/path": "/mine",
+    }
+    assert "prometheus" not in str(gang_pod(training(job_of(cluster_of({"kubernetes": {"kind": kind}})))))
 
 
 def test_without_a_queue_nothing_is_suspended() -> None:

@@ -58,6 +58,7 @@ def shown(launch: EngineLaunch) -> str:
         "program": launch.program,
         "arguments": list(launch.arguments),
         "late_arguments": dict(launch.late_arguments),
+        **({"node_arguments": list(launch.node_arguments)} if launch.node_arguments else {}),
         "environment": dict(launch.environment),
         "wanted": list(launch.inputs),
         "notes": list(launch.notes),

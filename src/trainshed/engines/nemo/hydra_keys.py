@@ -26,7 +26,7 @@ from trainshed.engines.key_table import (
     to_floats,
 )
 from trainshed.engines.keys import KnownKeys, flatten
-from trainshed.engines.launch import EngineTask
+from trainshed.engines.launch import NODE_NUMBER, EngineTask
 from trainshed.engines.nemo.hydra_data import (
     is_gpt2,
     is_not_gpt2,
@@ -387,7 +387,8 @@ HYDRA_PLACES = KeyTable(
         _place(
             "exp_manager.dllogger_logger_kwargs.json_file",
             _STORE,
-            lambda task: f"{task.site.run_folder}/dllogger/rank-0/dllogger.json",
+            # Every rank of NeMo opens the file, and rank 0 writes it: nodes that shared one would empty each other's.
+            lambda task: f"{task.site.run_folder}/dllogger/rank-{NODE_NUMBER}/dllogger.json",
             when=lambda task: task.recipe.observe.dllogger is not False,
         ),
         _place(

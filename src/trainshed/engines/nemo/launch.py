@@ -15,7 +15,7 @@ from typing import Any
 from trainshed.engines.document_flags import DOCUMENT_MASK_KEY, MASK_IGNORED, document_problems
 from trainshed.engines.key_table import budget_problems, unhonoured_problems
 from trainshed.engines.keys import added_arguments, argument_problems, format_value, to_yaml
-from trainshed.engines.launch import EngineInput, EngineLaunch, EngineTask
+from trainshed.engines.launch import NODE_NUMBER, EngineInput, EngineLaunch, EngineTask
 from trainshed.engines.nemo.bridge_keys import BRIDGE_KEYS, BRIDGE_TABLE
 from trainshed.engines.nemo.hydra_data import READS_MASK
 from trainshed.engines.nemo.hydra_keys import HYDRA_KEYS, HYDRA_PLACES, HYDRA_TABLE
@@ -215,7 +215,12 @@ def hydra_launch(task: EngineTask) -> EngineLaunch:
         files[NSYS_SCRIPT] = nsys_script(profile)
     return EngineLaunch(
         program=HYDRA_PROGRAM,
-        arguments=(f"--config-path={task.site.job_folder}", f"--config-name={HYDRA_FILE}", *overrides),
+        arguments=(
+            f"--config-path={task.site.job_folder}",
+            f"--config-name={HYDRA_FILE}",
+            *(word for word in overrides if NODE_NUMBER not in word),
+        ),
+        node_arguments=tuple(word for word in overrides if NODE_NUMBER in word),
         files=files,
         cpu_stages=(nsys_stage(),) if profile is not None else (),
         rank_script=NSYS_SCRIPT if profile is not None else None,
@@ -239,7 +244,7 @@ def hydra_config(task: EngineTask) -> dict[str, Any]:
 
 def _hydra_value(value: Any) -> str:
     text = format_value(value)
-    return text if _PLAIN_VALUE.match(text) else f"'{text}'"
+    return text if _PLAIN_VALUE.match(text.replace(NODE_NUMBER, "0")) else f"'{text}'"
 
 
 def _hydra_notes(task: EngineTask) -> list[str]:
@@ -248,6 +253,8 @@ def _hydra_notes(task: EngineTask) -> list[str]:
         "its first rank builds the sample index when training starts, while the others wait; it is kept in the run",
         "the embedding has as many rows as the tokenizer has tokens, padded to a multiple of 128 · tp",
     ]
+    if task.recipe.observe.dllogger is not False:
+        notes.append("NeMo begins its DLLogger file anew at every start; the log of each attempt is kept")
     if task.recipe.checkpoint.resume == "fresh":
         notes.append("NeMo does not refuse to start where checkpoints already are: `resume: fresh` starts beside them")
     if task.recipe.observe.profile is not None:

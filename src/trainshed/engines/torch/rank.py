@@ -49,8 +49,9 @@ from trainshed.models.token_loss import build_loss
 from trainshed.observe.alarms import AlarmWatcher
 from trainshed.observe.budgets import PhaseBudgets
 from trainshed.observe.events import EventWriter
-from trainshed.observe.exporters import open_exporters
+from trainshed.observe.exporters import ExportedRun, open_exporters
 from trainshed.observe.health import health_folder, read_hosts, write_rank_error
+from trainshed.recipe import to_plain
 from trainshed.recipe.train import Dpo, MoeLosses
 from trainshed.signals import StopSignals
 from trainshed.storage.attempts import Attempt, take_attempt
@@ -100,7 +101,7 @@ def train_rank(
         writer = stack.enter_context(EventWriter(job.store, job.folder, attempt=number, rank=env.rank))
         emit = EventEmitter(writer)
         if env.rank == 0:
-            _add_listeners(emit, listener, job, run_folder, stack)
+            _add_listeners(emit, listener, job, run_folder, number, stack)
         watchdog = stack.enter_context(Watchdog(health, env.rank, budgets=budgets, on_stall=lambda _: writer.dump(10)))
         stop_signals = stack.enter_context(StopSignals())
         rendezvous_seconds = time.monotonic() - began
@@ -128,6 +129,7 @@ def _add_listeners(
     listener: Callable[[dict[str, Any]], None] | None,
     job: TrainJob,
     run_folder: Path,
+    attempt: int,
     stack: ExitStack,
 ) -> None:
     """Send the events to the launcher of rank 0, to the alarms and to the exporters that `observe` asks for."""
@@ -140,10 +142,16 @@ def _add_listeners(
             emit("alarm", alarm.step, name=alarm.name, what=alarm.what, ranks=alarm.ranks, hosts=alarm.hosts)
 
     emit.listeners.append(emit_alarms)
-    length = job.order.sequence_length
-    for exporter in open_exporters(
-        job.recipe.observe, run_folder, sequence_length=length, warn=lambda text: emit("warning", text=text)
-    ):
+    run = ExportedRun(
+        job.recipe.name,
+        job.name,
+        run_folder,
+        sequence_length=job.order.sequence_length,
+        attempt=attempt,
+        steps=job.steps,
+        config=to_plain(job.recipe, defaults=False),
+    )
+    for exporter in open_exporters(job.recipe.observe, run, warn=lambda text: emit("warning", text=text)):
         emit.listeners.append(stack.enter_context(exporter))
 
 

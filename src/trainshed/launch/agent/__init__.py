@@ -3,6 +3,7 @@
 main.py      the entry: one node's part of a stage
 training.py  the train stage on one node
 leader.py    what the first agent decides for all
+notices.py   who is told what happens
 records.py   the files that agents leave beside an attempt
 """
 

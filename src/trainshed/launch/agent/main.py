@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from trainshed.errors import InputError, error_with_exit_code
+from trainshed.launch.agent.notices import notify_of_job
 from trainshed.launch.agent.training import NodeTraining
 from trainshed.launch.attempt import worker_command
 from trainshed.launch.job import JOB_FILE, JobFile, Stage, version_problem
@@ -78,6 +79,8 @@ def run_cpu_stage(
     if failure.signal is not None:  # otherwise it has written the event itself
         recorder.emit(name, "failed", what=failure.end_text)
     rendezvous.publish(AgentOrder.failed(1, error))
+    with notify_of_job(job, folder) as notifier:
+        notifier.fail(what)
     raise error
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import trainshed
 from trainshed.errors import InputError, TrainshedError
 from trainshed.launch.agent.leader import Leader
+from trainshed.launch.agent.notices import notify_of_job
 from trainshed.launch.agent.records import AttemptRecords, NodeRecord
 from trainshed.launch.attempt import (
     LogEcho,
@@ -85,16 +86,19 @@ class NodeTraining:
             self._requests,
             self._reporter,
         )
-        try:
-            order = leader.first_order()
-            while order.exit_code is None:
-                self._run_attempt(order, leader)
-                order = leader.next_order(order)
-        except TrainshedError as error:
-            leader.fail(error)
-            raise
-        if leader.error is not None:
-            raise leader.error
+        with notify_of_job(self._job, self._folder) as notifier:
+            try:
+                order = leader.first_order()
+                while order.exit_code is None:
+                    self._run_attempt(order, leader)
+                    order = leader.next_order(order)
+            except TrainshedError as error:
+                leader.fail(error)
+                notifier.fail(error.what)
+                raise
+            if leader.error is not None:
+                notifier.fail(leader.error.what)
+                raise leader.error
         return order.exit_code
 
     def _follow(self) -> int:

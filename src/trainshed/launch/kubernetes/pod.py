@@ -300,6 +300,7 @@ def pod_template(plan: PlannedStage, container: ContainerOptions, *, restart_pol
         plan.placement.pod_annotations
         | storage.annotations
         | dict(needs.annotations)
+        | scrape_annotations(plan.stage)
         | cluster.on_kubernetes.annotations
     )
     metadata: KubeObject = {"labels": job_labels(plan.job, plan.stage.name)}
@@ -330,6 +331,17 @@ def pod_template(plan: PlannedStage, container: ContainerOptions, *, restart_pol
     spec["containers"] = [main_container(plan, container)]
     spec["volumes"] = [*config_map_volumes(plan), *storage.volumes, memory_volume, *needs.volumes]
     return {"metadata": metadata, "spec": spec}
+
+
+def scrape_annotations(stage: Stage) -> dict[str, str]:
+    """Return what the usual configuration of Prometheus looks for at pods. Rank 0 is in the first pod of a training."""
+    if stage.metrics_port is None:
+        return {}
+    return {
+        "prometheus.io/scrape": "true",
+        "prometheus.io/port": str(stage.metrics_port),
+        "prometheus.io/path": "/metrics",
+    }
 
 
 def main_container(

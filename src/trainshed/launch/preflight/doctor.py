@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -23,7 +23,9 @@ from trainshed.launch.preflight.node import check_disk, check_gpus, check_shared
 from trainshed.launch.preflight.run import preflight_stage
 from trainshed.launch.preflight.verdict import CheckResult
 from trainshed.launch.target import target_of
+from trainshed.observe.notify import Recipient, send, trial_message
 from trainshed.recipe import Cluster, SecretReference
+from trainshed.recipe.notify import Notification, WebhookSecret
 from trainshed.storage import parse
 
 # An extra, a module that only it installs, and what cannot be done without it.
@@ -172,6 +174,37 @@ def _check_store(cluster: Cluster) -> CheckResult:
         return CheckResult("store", "pass", f"{root}, in a volume")
     hint = f"{cluster.where('store')}: mount a volume there (volumes: [{{mount: {root}, pvc: NAME}}])"
     return CheckResult("store", "fail", f"{root} lies in no volume: every pod would have its own", hint)
+
+
+def notify_checks(
+    cluster: Cluster, recipients: Sequence[Recipient], environment: Mapping[str, str] = os.environ
+) -> Iterator[CheckResult]:
+    """Send a test message to each recipient, from this machine."""
+    for recipient in recipients:
+        webhook = recipient.notification.webhook
+        values = dict(environment)
+        if isinstance(webhook, WebhookSecret) and (reference := cluster.secrets.get(webhook.secret)) is not None:
+            if reference.k8s is not None:
+                what = f"Kubernetes has the secret ({reference.k8s}), and it is not read from here"
+                yield CheckResult(recipient.where, "skipped", what)
+                continue
+            values[webhook.secret] = _secret_value(reference, environment)
+        problem = send(recipient.notification, trial_message(f"doctor on {cluster.name}"), values)
+        if problem is None:
+            yield CheckResult(recipient.where, "pass", f"a test message was sent by {_way(recipient.notification)}")
+        else:
+            yield CheckResult(recipient.where, "fail", problem)
+
+
+def _secret_value(reference: SecretReference, environment: Mapping[str, str]) -> str:
+    if reference.env is not None:
+        return environment.get(reference.env, "")
+    file = Path(reference.file or "").expanduser()
+    return file.read_text(encoding="utf-8") if file.is_file() else ""
+
+
+def _way(notification: Notification) -> str:
+    return "its webhook" if notification.command is None else notification.command[0]
 
 
 def _check_secret(

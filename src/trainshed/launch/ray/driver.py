@@ -24,6 +24,7 @@ import orjson
 
 from trainshed.errors import InputError, MissingExtra, TrainshedError, error_with_exit_code
 from trainshed.launch.agent.main import part_log, start_of_part
+from trainshed.launch.agent.notices import notify_of_job
 from trainshed.launch.agent.records import AttemptRecords, NodeRecord
 from trainshed.launch.attempt import LogEcho, explain_failure, logs_folder
 from trainshed.launch.engine_events import EngineEvents
@@ -37,6 +38,7 @@ from trainshed.launch.ray.actors import (
     ActorTask,
     LostActor,
     ProcessActor,
+    read_secrets,
 )
 from trainshed.launch.ray.placement import (
     CPU,
@@ -376,7 +378,9 @@ class AgentGroup:
         self._echo(at_once=True)
         end = self._rendezvous.latest_order()
         if end is None or end.exit_code is None:
-            raise self._leader_failure(result.failed[0])
+            error = self._leader_failure(result.failed[0])
+            self._tell_failure(error)
+            raise error
         if end.exit_code in _GOOD_EXIT_CODES:
             return end.exit_code
         for record in self._records():
@@ -477,6 +481,16 @@ class AgentGroup:
         return explain_failure(
             self._context.run_folder, order.attempt, world_size, rank_ends=ends, failed_ranks=list(ends)
         )
+
+    def _tell_failure(self, error: TrainshedError) -> None:
+        """Tell of a failure that the first agent cannot tell of, since it is gone."""
+        context = self._context
+        try:
+            secrets = read_secrets(context.cluster.secrets)
+        except InputError:  # they are on the nodes of the agents only
+            secrets = {}
+        with notify_of_job(context.job, context.folder, secrets) as notifier:
+            notifier.fail(error.what)
 
     def _records(self) -> list[NodeRecord]:
         if self._order is None or self._order.attempt is None:

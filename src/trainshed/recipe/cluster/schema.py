@@ -14,6 +14,7 @@ from pydantic import BeforeValidator, Field, PrivateAttr, Tag
 
 from trainshed.errors import RecipeError
 from trainshed.plugins import PluginSource
+from trainshed.recipe.notify import Notifications
 from trainshed.recipe.registered import (
     EngineArgument,
     ModuleNames,
@@ -365,6 +366,11 @@ class Cluster(Section):
     volumes: Annotated[tuple[Volume, ...], Field(strict=False)] = Field((), description="Storage mounted into jobs")
     limits: JobLimits = Field(default_factory=JobLimits, description="What jobs may take")
     capacity: Capacity = Field(default_factory=Capacity, description="Under which terms nodes are taken")
+    notify: Notifications | None = Field(
+        None,
+        description="Who is told what happens to every run here; a recipe's own `notify` is added",
+        examples=[[{"webhook": {"secret": "SLACK_WEBHOOK"}}]],
+    )
     service_account: Text | None = Field(
         None, description="Identity of jobs (Workload Identity, IRSA); left out: the namespace's own"
     )

@@ -239,6 +239,9 @@ KEY_SUPPORT: dict[str, KeySupport] = {
     "capacity.flex_start_hours": KeySupport(
         ("kubernetes",), elsewhere={"slurm": ("flex start is Google's", "write `reservation: NAME`, or delete it")}
     ),
+    "notify": KeySupport(shown="node"),
+    **{f"notify.*.{key}": KeySupport(shown="node") for key in ("command", "webhook", "on")},
+    **{f"notify.*.{key}": KeySupport(shown="node") for key in ("webhook.secret", "every_minutes", "low_goodput")},
     "service_account": replace(
         _OF_PODS, elsewhere={"slurm": ("jobs run as whoever submits them", "write slurm.account for who is charged")}
     ),
