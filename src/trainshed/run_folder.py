@@ -15,6 +15,7 @@
     engine/                                    what CPU stages leave for a foreign engine
     starts/<start>/                            where the agents of one start meet
     tensorboard/, dllogger/, export/           exported figures; exported weights
+    report.html                                the page of the run in one file, written when it ends
 
 Names are relative POSIX strings. They serve a `Path` (`folder / name`), a store (`store.read(name)`) and a script
 (`f"{run}/{name}"`). What is inside a file is known where its type is: `data/tokens/token_source.py`,
@@ -47,6 +48,7 @@ STARTS = "starts"
 TENSORBOARD = "tensorboard"
 DLLOGGER = "dllogger"
 EXPORT = "export"
+REPORT = "report.html"
 
 WITHOUT_REFERENCES = frozenset(
     {ATTEMPTS, EVENTS, LOGS, HEALTH, PROFILE, CHECKPOINTS, ANSWERS, MEGATRON_CHECKPOINTS, STARTS, TENSORBOARD, DLLOGGER}

@@ -309,7 +309,20 @@ def local_run_status(run_folder: Path, steps: int | None = None) -> LocalRunStat
         return LocalRunStatus("stopped", f"attempt {number} was asked to stop", progress)
     if ended is not None:
         return LocalRunStatus("failed", f"attempt {number} failed", progress)
-    if host != socket.gethostname() or (health_folder(run_folder, number) / "hosts.json").is_file():
+    if _is_elsewhere(run_folder, number, host):
         reason = f"attempt {number} was begun on {host}, and whether it still runs cannot be seen from here"
         return LocalRunStatus("unknown", reason, progress)
     return LocalRunStatus("failed", f"attempt {number} was killed: it ended without a word", progress)
+
+
+def _is_elsewhere(run_folder: Path, attempt: int, host: str) -> bool:
+    """Whether an attempt was begun by another machine, or by the agents of a job."""
+    return host != socket.gethostname() or (health_folder(run_folder, attempt) / "hosts.json").is_file()
+
+
+def is_held(run_folder: Path) -> bool | None:
+    """Say whether a process works on a run; None where it is another machine's. Reads no events."""
+    if run_holder(run_folder) is not None:
+        return True
+    newest = newest_attempt_record(LocalStore(run_folder), "")
+    return None if newest is not None and _is_elsewhere(run_folder, newest["attempt"], newest["host"]) else False
