@@ -22,7 +22,7 @@ def dash(
     on: str = "local",
     host: str = "127.0.0.1",
     port: int = 6007,
-    token: str | None = None,
+    token: Annotated[str | None, Parameter(env_var="TRAINSHED_DASH_TOKEN")] = None,
     allow_host: tuple[str, ...] = (),
     browser: bool = True,
     save: Path | None = None,
@@ -44,6 +44,7 @@ def dash(
         The port to listen at; 0 for any that is free.
     token
         What a browser must bring (default: made and printed where others can reach the port, none on 127.0.0.1).
+        In TRAINSHED_DASH_TOKEN nobody who lists processes sees it.
     allow_host
         A name under which the page may be asked for, besides those of this machine; may be written several times.
     browser
@@ -67,7 +68,6 @@ def dash(
         if (error.name or "").partition(".")[0] not in ("starlette", "uvicorn"):
             raise
         raise MissingExtra.named("dash", "the dashboard") from None
-    list_sources()  # what cannot be found is an error here, not on the page
     settings = DashSettings(host, port, token, frozenset(allow_host)).with_token()
 
     def on_ready(address: str) -> None:
@@ -131,8 +131,10 @@ def _list_sources(runs: Sequence[str], on: str) -> Callable[[], list[RunSource]]
     options = store_options(cluster)
     sources: dict[str, RunSource] = {}
 
+    named = [find_run(run, on=on) for run in runs]
+
     def list_sources() -> list[RunSource]:
-        known = [find_run(run, on=on) for run in runs] if runs else known_runs(cluster)
+        known = named or known_runs(cluster)
         for run in known:
             if run.address not in sources:
                 sources[run.address] = run_source(run, options)
@@ -169,7 +171,16 @@ def run_source(known: KnownRun, options: StoreOptions) -> RunSource:
 
 def _is_running(known: KnownRun, folder: Path | None) -> bool | None:
     """Whether a process here works on a run; None for a job, whose events say by themselves whether they go on."""
-    from trainshed.launch.local import is_held
+    import socket
 
-    held = None if folder is None else is_held(folder)
-    return None if known.submission is not None and not held else held
+    from trainshed.launch.local import run_holder
+    from trainshed.storage import LocalStore
+    from trainshed.storage.attempts import newest_attempt_record
+
+    if folder is None:
+        return None
+    if run_holder(folder) is not None:
+        return True
+    newest = newest_attempt_record(LocalStore(folder), "")
+    is_elsewhere = newest is not None and newest["host"] != socket.gethostname()
+    return None if known.submission is not None or is_elsewhere else False

@@ -58,6 +58,7 @@ def train_locally(
     precision: str,
     reasons: Sequence[str] = (),
     calibration: Mapping[str, Any] | None = None,
+    predicted: Mapping[str, Any] | None = None,
     worker_arguments: Sequence[str] = (),
     on_event: Callable[[dict[str, Any]], None] = lambda _: None,
     environment: dict[str, str] | None = None,
@@ -66,14 +67,14 @@ def train_locally(
 ) -> LocalTrainingResult:
     """Train a prepared run with all its ranks on this machine; raises the error that ended it, if one did.
 
-    `reasons` say why the planner chose the layout, and `calibration` what it was calibrated with; both are stored with
-    the plan. `worker_arguments` tell each rank which cluster it is on. `grace_seconds` is the time for a last
-    checkpoint after a stop request, `failure_grace_seconds` the time for the other ranks to write down where they are
-    when one fails.
+    `reasons` say why the planner chose the layout, `calibration` what it was calibrated with, and `predicted` what it
+    expects of a step; they are stored with the plan. `worker_arguments` tell each rank which cluster it is on.
+    `grace_seconds` is the time for a last checkpoint after a stop request, `failure_grace_seconds` the time for the
+    other ranks to write down where they are when one fails.
     """
     store = LocalStore(run_folder)
     attempt = take_attempt(store, "").number
-    write_plan(store, attempt, layout, reasons, calibration)
+    write_plan(store, attempt, layout, reasons, calibration, predicted)
     follower = EventFollower(run_folder)
     # Skips what earlier attempts wrote.
     follower.poll()
@@ -309,20 +310,7 @@ def local_run_status(run_folder: Path, steps: int | None = None) -> LocalRunStat
         return LocalRunStatus("stopped", f"attempt {number} was asked to stop", progress)
     if ended is not None:
         return LocalRunStatus("failed", f"attempt {number} failed", progress)
-    if _is_elsewhere(run_folder, number, host):
+    if host != socket.gethostname() or (health_folder(run_folder, number) / "hosts.json").is_file():
         reason = f"attempt {number} was begun on {host}, and whether it still runs cannot be seen from here"
         return LocalRunStatus("unknown", reason, progress)
     return LocalRunStatus("failed", f"attempt {number} was killed: it ended without a word", progress)
-
-
-def _is_elsewhere(run_folder: Path, attempt: int, host: str) -> bool:
-    """Whether an attempt was begun by another machine, or by the agents of a job."""
-    return host != socket.gethostname() or (health_folder(run_folder, attempt) / "hosts.json").is_file()
-
-
-def is_held(run_folder: Path) -> bool | None:
-    """Say whether a process works on a run; None where it is another machine's. Reads no events."""
-    if run_holder(run_folder) is not None:
-        return True
-    newest = newest_attempt_record(LocalStore(run_folder), "")
-    return None if newest is not None and _is_elsewhere(run_folder, newest["attempt"], newest["host"]) else False

@@ -23,6 +23,7 @@ from trainshed.checkpoints.native.folder import (
 )
 from trainshed.errors import InputError, MissingExtra, RecipeError, TrainshedError
 from trainshed.launch.local import LocalRun, local_runs, lock_run, train_locally
+from trainshed.launch.run_report import report_run
 from trainshed.observe.event_log import completed_steps, read_events
 from trainshed.observe.run_status import read_run_status
 from trainshed.plan import RankLayout
@@ -305,7 +306,10 @@ def _hold_run(recipe: Recipe, cluster: Cluster, id: str | None, reporter: Report
         note_other_runs(start, reporter)
         for plugin in recipe.plugin_sources:
             reporter.note(plugin.text())
-        yield start
+        try:
+            yield start
+        finally:
+            report_run(start.folder, reporter)
 
 
 def _train_prepared(
@@ -324,6 +328,7 @@ def _train_prepared(
             precision=prepared.recipe.train.precision,
             reasons=chosen.reasons,
             calibration=chosen.calibration,
+            predicted=chosen.predicted,
             worker_arguments=("--on", str(prepared.folder / CLUSTER_FILE)),
             on_event=on_event,
         )

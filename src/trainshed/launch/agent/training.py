@@ -41,6 +41,7 @@ from trainshed.launch.rendezvous import (
     repeat_in_thread,
     send_heartbeats,
 )
+from trainshed.launch.run_report import report_run
 from trainshed.observe.events import EventWriter
 from trainshed.recipe import load_cluster
 from trainshed.reporting import Reporter
@@ -96,6 +97,8 @@ class NodeTraining:
         except TrainshedError as error:
             leader.fail(error)
             raise
+        finally:
+            report_run(self._run, self._reporter)
         if leader.error is not None:
             raise leader.error
         return order.exit_code

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,11 @@ _LOGS = 6
 
 
 def write_report(
-    run_folder: Path, *, steps: int | None = None, answers: Any = None, reporter: Reporter = SILENT
+    run_folder: Path,
+    *,
+    steps: Callable[[], int | None] = lambda: None,
+    answers: Callable[[], Sequence[dict[str, Any]]] | None = None,
+    reporter: Reporter = SILENT,
 ) -> Path | None:
     """Write the report of a run into its folder; a failure is a warning, since the run itself has ended well or not."""
     try:
@@ -38,7 +42,7 @@ def write_report(
             address=str(run_folder),
             store=LocalStore(run_folder),
             is_running=lambda: False,
-            steps=lambda: steps,
+            steps=steps,
             answers=answers,
         )
         LocalStore(run_folder).put(REPORT, build_report([source]).encode())

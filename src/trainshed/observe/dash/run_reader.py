@@ -173,7 +173,10 @@ class RunReader:
             return None
         if self._plans.get(number) is None:
             content = self.files.read_if_there(plan_file(number))
-            self._plans[number] = None if content is None else orjson.loads(content)
+            try:
+                self._plans[number] = None if content is None else orjson.loads(content)
+            except ValueError:  # it is being written, on a mount without renames
+                return None
         return self._plans[number]
 
     def layout(self) -> RankLayout | None:

@@ -45,7 +45,9 @@ class DashSettings:
         """Return these settings with a token where others can reach the port."""
         if self.token is not None and not self.token.isascii():
             raise InputError("a token is sent in a header, and has only ASCII characters", where="--token")
-        if self.token or is_loopback(self.host):
+        if self.token is not None and not self.token.strip():
+            raise InputError("the token is empty", where="--token", hint="write one, or leave it out")
+        if self.token is not None or is_loopback(self.host):
             return self
         return DashSettings(self.host, self.port, secrets.token_urlsafe(_TOKEN_BYTES), self.names)
 

@@ -154,7 +154,7 @@ def _tables(reader: RunReader) -> dict[str, Curves]:
 
 def _marks(reader: RunReader) -> list[dict[str, Any]]:
     """Where curves have something to explain: restarts, alarms, failures."""
-    marks = []
+    marks: list[dict[str, Any]] = []
     for event in reader.events:
         kind = event["kind"]
         if kind == "resume":

@@ -281,4 +281,5 @@ class Page {
   }
 }
 
-new Page().start();
+const page = new Page();
+page.start();

@@ -349,7 +349,7 @@ class PlanView {
       "div",
       { class: "card scroll" },
       el("h2", {}, "Planned and measured"),
-      el("p", {}, predicted ? `Measured are medians of the last ${figures.count(measured.steps)} steps of this attempt, without its warm-up.` : "Nothing was predicted for this attempt: the planner predicts for GPUs of its catalog. Measured are medians without the warm-up."),
+      el("p", {}, predicted ? `Measured are medians of the last ${figures.count(measured.steps)} steps of this attempt, without its warm-up.` : "Nothing was predicted for this attempt: the planner predicts jobs on GPUs, and layouts that it chose itself. Measured are medians without the warm-up."),
       el("table", {}, el("thead", {}, el("tr", {}, ["", "Planned", "Measured", "Off by", ""].map((text, index) => el("th", { class: [1, 2, 3].includes(index) ? "number" : "" }, text)))), el("tbody", {}, body))
     );
   }
