@@ -35,6 +35,22 @@ def test_the_list_says_how_each_run_stands(run: ObservedRun) -> None:
     assert row["eta_seconds"] is None
 
 
+def test_a_run_that_begins_later_joins_the_list(
+    run: ObservedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainshed.observe.dash.views._SOURCES_SECONDS", -1.0)
+    sources = [local_source(run.folder)]
+    dashboard = Dashboard(lambda: list(sources))
+    reader = next(iter(dashboard.readers().values()))
+    later = ObservedRun(tmp_path)
+    later.begin()
+    sources.insert(0, local_source(later.folder))
+    assert [row["state"] for row in dashboard.runs()["runs"]] == ["failed", "done"]
+    assert reader in dashboard.readers().values()  # and is not read anew
+    del sources[1]
+    assert len(dashboard.runs()["runs"]) == 1
+
+
 def test_steps_of_the_later_attempt_win(tmp_path: Path) -> None:
     run = ObservedRun(tmp_path)
     run.begin()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,16 @@ from trainshed.run_folder import plan_file, run_path
 from trainshed.storage import LocalStore
 
 BEGAN = 1_780_000_000.0
+RECIPE = """\
+trainshed: 1
+name: {name}
+model: {{preset: tiny, init: random}}
+data: {{synthetic: true, sequence_length: 256}}
+train:
+  steps: {steps}
+  global_batch: 1024
+  optimizer: {{lr: 3.0e-4}}
+"""
 
 
 def rank_layout(*, tp: int = 1, pp: int = 1, cp: int = 1, ep: int = 1, dp: int = 1) -> RankLayout:
@@ -46,7 +56,6 @@ class ObservedRun:
     attempt: int = 1
     now: float = BEGAN
     _segment: int = 1
-    _sizes: dict[Path, int] = field(default_factory=dict)
 
     @property
     def folder(self) -> Path:
@@ -146,7 +155,7 @@ def whole_run(
     run = ObservedRun(store, name, id)
     layout = rank_layout(tp=4, pp=4, dp=8)
     hosts = [f"gpu-{number:02d}" for number in range(16)]
-    run.write("recipe.yaml", f"trainshed: 1\nname: {name}\ntrain:\n  steps: {steps}\n  global_batch: 1024\n")
+    run.write("recipe.yaml", RECIPE.format(name=name, steps=steps))
     run.attempt = 0
     run.emit("stage", rank=None, name="fetch", state="skipped", what="weights are here and proven")
     run.emit("stage", rank=None, name="prepare", state="started")
