@@ -133,7 +133,7 @@ class CurvesView {
       this.zoom ? el("button", { type: "button", class: "reset", onclick: () => this.setZoom(null) }, "Reset zoom") : null,
       el("span", { class: "spread" }),
       picker,
-      el("div", { class: "chips" }, this.page.overlays.length ? this.runs.map((run, index) => this.runChip(run, index)) : [])
+      this.page.overlays.length ? el("div", { class: "chips" }, this.runs.map((run, index) => this.runChip(run, index))) : null
     );
   }
 
@@ -309,7 +309,7 @@ class ChartCard {
     return {
       ...this.size,
       legend: { show: false },
-      padding: [8, 10, 0, 0],
+      padding: [8, 16, 0, 0],
       cursor: {
         sync: { key: "curves", scales: ["x", null] },
         drag: { x: true, y: false, setScale: false, dist: 6 },
@@ -321,7 +321,7 @@ class ChartCard {
       },
       axes: [
         { ...axis, size: 30, space: 70, values: (chart, splits) => splits.map((value) => (view.axis === "time" ? hoursText(value) : figures.short(value))) },
-        { ...axis, size: 56, gap: 6, space: 34, values: (chart, splits) => splits.map((value) => (isKnown(value) ? this.format(value, true) : "")) },
+        { ...axis, size: 56, gap: 6, space: 34, ...(view.log ? { splits: (chart, index, low, high) => logTicks(low, high), filter: (chart, splits) => splits } : {}), values: (chart, splits) => splits.map((value) => (isKnown(value) ? this.format(value, true) : "")) },
       ],
       series: [{}, ...series],
       bands,
@@ -400,6 +400,22 @@ class ChartCard {
     if (this.chart) this.chart.destroy();
     this.root.remove();
   }
+}
+
+// Ticks of a logarithmic axis: even ones within a decade or so, 1, 2 and 5 of some decades, powers of ten of many.
+function logTicks(low, high) {
+  if (!(low > 0) || !(high > low)) return [low];
+  const ticks = [];
+  if (high / low < 20) {
+    const rough = (high - low) / 5, unit = 10 ** Math.floor(Math.log10(rough));
+    const step = [1, 2, 5, 10].map((factor) => factor * unit).find((value) => value >= rough);
+    for (let tick = Math.ceil(low / step) * step; tick <= high; tick += step) ticks.push(Number(tick.toPrecision(6)));
+    return ticks;
+  }
+  const factors = high / low < 2e3 ? [1, 2, 5] : [1];
+  for (let power = Math.floor(Math.log10(low)); 10 ** power <= high; power += 1)
+    for (const factor of factors) if (factor * 10 ** power >= low && factor * 10 ** power <= high) ticks.push(Number((factor * 10 ** power).toPrecision(6)));
+  return ticks;
 }
 
 function hoursText(seconds) {

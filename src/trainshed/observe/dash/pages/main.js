@@ -169,7 +169,7 @@ class Page {
     const tile = (label, value, small, extra) => el("div", {}, el("div", { class: "label" }, label), el("div", { class: "value" }, value, small ? el("small", {}, small) : null), extra);
     const elapsed = run.began ? (run.state === "running" ? Date.now() / 1000 : run.updated) - run.began : null;
     const tiles = [
-      tile("Step", run.step !== null ? figures.count(run.step) : run.phase || NONE, run.steps ? `of ${run.steps < 1e5 ? figures.count(run.steps) : figures.short(run.steps)}` : "", share !== null ? el("div", { class: "bar" }, el("i", { style: { width: `${Math.min(100, 100 * share)}%` } })) : null),
+      tile("Step", run.step !== null ? figures.count(run.step) : run.phase || NONE, run.steps && run.step !== null ? `of ${run.steps < 1e5 ? figures.count(run.steps) : figures.short(run.steps)}` : "", share !== null ? el("div", { class: "bar" }, el("i", { style: { width: `${Math.min(100, 100 * share)}%` } })) : null),
       run.state === "running" && isKnown(run.eta_seconds) ? tile("Left", figures.rough(run.eta_seconds)) : tile(run.state === "running" ? "Since" : "Took", figures.rough(elapsed)),
       tile("Loss", figures.loss(run.loss)),
       isKnown(run.validation_loss) ? tile("Validation", figures.loss(run.validation_loss)) : null,

@@ -18,6 +18,17 @@ const HEALTH = [
   ["failed", "failed", "bad"],
 ];
 const MOST_HEIGHT = 620;
+const MOST_ROWS = 64;
+const ROW_CELLS = 32;
+
+// The part in which names of hosts differ.
+function shortNames(names) {
+  if (names.length < 2) return names;
+  let same = 0;
+  while (same < names[0].length && names.every((name) => name[same] === names[0][same])) same += 1;
+  const cut = names[0].slice(0, same).search(/\d*$/);
+  return cut > 4 ? names.map((name) => `…${name.slice(cut)}`) : names;
+}
 
 class RanksView {
   constructor(page) {
@@ -84,7 +95,8 @@ class RanksView {
     if (this.group === "node" || !Object.keys(axes).length) {
       const nodes = [];
       for (let first = 0; first < count; first += this.perNode) nodes.push(ranks.slice(first, first + this.perNode));
-      return { columns: this.perNode, blocks: [{ title: this.hosts.length ? "nodes" : "", rows: nodes }], labels: (row) => this.hosts[row] || `ranks ${row * this.perNode}…` };
+      const names = shortNames(this.hosts);
+      return { columns: this.perNode, blocks: [{ title: "", rows: nodes }], labels: (row) => names[row] || (count === 1 ? "rank 0" : `ranks ${row * this.perNode}…`) };
     }
     const at = (axis, rank) => (axes[axis] ? axes[axis][rank] : 0);
     const size = (axis) => (axes[axis] ? Math.max(...axes[axis]) + 1 : 1);
@@ -94,7 +106,12 @@ class RanksView {
       rows: Array.from({ length: size("dp") }, () => []),
     }));
     for (const rank of ranks) blocks[at("pp", rank)].rows[at("dp", rank)][at("cp", rank) * size("tp") + at("tp", rank)] = rank;
-    return { columns, blocks, labels: (row) => (size("dp") > 1 ? `dp ${row}` : "") };
+    const labels = (row) => (size("dp") > 1 ? `dp ${row}` : "");
+    const joined = columns * 2 <= ROW_CELLS && size("dp") > MOST_ROWS ? Math.floor(ROW_CELLS / columns) : 1;
+    if (joined === 1) return { columns, blocks, labels };
+    // Thousands of narrow rows: several stand side by side.
+    for (const block of blocks) block.rows = Array.from({ length: Math.ceil(block.rows.length / joined) }, (_, row) => block.rows.slice(row * joined, (row + 1) * joined).flat());
+    return { columns: columns * joined, blocks, labels: (row) => labels(row * joined) };
   }
 
   // The largest cells with which everything fits; tall blocks are folded into several columns.
