@@ -44,7 +44,8 @@ def test_nodes_meet_find_their_ranks_and_leave_an_account(agents: Start) -> None
     assert [job.record(node).ended for node in (0, 1)] == ["finished", "finished"]
     assert (job.run / "logs/attempt-0001/rank-00001.log").read_text() == "1 2 127.0.0.1\n"
     assert read_plan(job.run, 1).dp == 2
-    assert orjson.loads((job.run / "plans/attempt-0001.json").read_bytes())["reasons"] == ["because"]
+    plan = orjson.loads((job.run / "plans/attempt-0001.json").read_bytes())
+    assert (plan["reasons"], plan["predicted"]) == (["because"], {"mfu": 0.4})
     kinds = [(event["kind"], event.get("name")) for event in read_events(LocalStore(job.run), "")]
     assert ("phase", "meeting") in kinds
     assert "trainshed.report/1" in (job.run / "report.html").read_text()

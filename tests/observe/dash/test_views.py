@@ -11,8 +11,11 @@ import pytest
 from support.runs.observed_runs import ObservedRun, rank_layout, whole_run
 from support.servers.dashboard import local_source
 from trainshed.errors import InputError, NoSuchName
+from trainshed.observe.dash.run_files import RunSource
 from trainshed.observe.dash.run_reader import RunReader
 from trainshed.observe.dash.views import Dashboard, source_key, to_json
+from trainshed.observe.events import EventWriter
+from trainshed.storage import open_folder
 
 
 @pytest.fixture(scope="module")
@@ -259,3 +262,23 @@ def test_a_run_that_has_not_begun_has_every_view(tmp_path: Path, name: str) -> N
     run = ObservedRun(tmp_path)
     run.write("recipe.yaml", "trainshed: 1\n")
     assert view(run, name)["version"] == 0
+
+
+@pytest.mark.s3
+def test_a_run_in_a_bucket_is_followed_while_it_trains(s3_bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainshed.observe.dash.run_reader.BUCKET_SECONDS", 0.0)
+    store = open_folder(f"s3://{s3_bucket}/runs/far/00000001")
+    source = RunSource("far", "00000001", store.url, store)
+    dashboard, key = Dashboard(lambda: [source]), source_key(source)
+    with EventWriter(store, "", attempt=1, rank=0, segment_seconds=600) as events:
+        for number in (1, 2):
+            events.emit("validation", number, loss=3.0 / number, batches=1)
+            events.flush()
+            assert dashboard.view(key, "summary", {})["validation_loss"] == 3.0 / number
+    store.put("logs/attempt-0001/rank-00000.log", b"from afar\n")
+    store.put("checkpoints/step-00000002/manifest.json", b"{}")
+    store.put("checkpoints/latest", b'{"step": 2}')
+    assert dashboard.view(key, "logs", {})["log"]["lines"] == [{"number": 1, "text": "from afar"}]
+    checkpoints = dashboard.view(key, "checkpoints", {})
+    assert (checkpoints["latest"], checkpoints["checkpoints"][0]["state"]) == (2, "committed")
+    assert dashboard.view(key, "recipe", {})["recipe"] is None
