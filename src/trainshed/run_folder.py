@@ -19,6 +19,7 @@
     exported/wandb.json                        the last step that an experiment tracker was sent
     notified.json                              when somebody was last told of what (`notify`)
     export/                                    exported weights
+    report.html                                the page of the run in one file, written when it ends
 
 Names are relative POSIX strings. They serve a `Path` (`folder / name`), a store (`store.read(name)`) and a script
 (`f"{run}/{name}"`). What is inside a file is known where its type is: `data/tokens/token_source.py`,
@@ -55,6 +56,7 @@ WANDB = "wandb"
 EXPORTED = "exported"
 NOTIFIED_FILE = "notified.json"
 EXPORT = "export"
+REPORT = "report.html"
 
 WITHOUT_REFERENCES = frozenset(
     {

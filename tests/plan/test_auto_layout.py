@@ -44,6 +44,9 @@ def test_gpus_get_the_fastest_layout_that_fits_and_it_is_said() -> None:
     hardware = local_hardware("NVIDIA H100 80GB HBM3", 4)
     assert (hardware.gpus_per_node, hardware.link_domain) == (4, 4)
     chosen = auto_layout_for_gpus(LARGE, hardware, 4, LOCAL)
+    assert chosen.predicted is not None
+    assert f"{chosen.predicted['step_seconds']:.3g} s a step" in chosen.reasons[0]
+    assert 0 < chosen.predicted["mfu"] < 1
     assert chosen.layout.world_size == 4
     assert is_legal(LARGE, chosen.layout)
     assert chosen.reasons[0].startswith(f"layout: auto chose {chosen.layout}, micro_batch ")

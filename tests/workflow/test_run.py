@@ -38,6 +38,8 @@ def test_a_recipe_goes_from_text_to_exported_weights_and_says_nothing(
     assert finished.export is not None
     assert (Path(finished.export) / "verdict.json").is_file()
     assert seen.count("step") == 3
+    page = (finished.prepared.folder / "report.html").read_text()
+    assert '"state":"done","phase":null,"step":3.0,"steps":3' in page
     assert capfd.readouterr() == ("", "")
     # The command line is the same run: it finds all of it made.
     again = [str(here / "recipe.yaml"), "export={dtype: fp32}", f"cluster.store={here}/store"]
@@ -45,6 +47,7 @@ def test_a_recipe_goes_from_text_to_exported_weights_and_says_nothing(
     report = json.loads(capfd.readouterr().out)
     assert (report["id"], report["training"]["step"]) == (finished.prepared.id, 3)
     assert report["training"]["loss"] == (finished.last_step or {})["loss"]
+    assert report["training"]["report"] == str(finished.prepared.folder / "report.html")
 
 
 def test_the_train_stage_alone_asks_for_what_was_prepared(here: Path) -> None:

@@ -28,6 +28,7 @@ VERBS = {
     "metrics": ("trainshed.cli.metrics:metrics", "Step time, throughput, MFU and goodput of a run or a log."),
     "cancel": ("trainshed.cli.runs:cancel", "End a run; what it has stored stays."),
     "ls": ("trainshed.cli.runs:ls", "The runs in the store here, and those submitted from this machine."),
+    "dash": ("trainshed.cli.dash:dash", "The runs as a web page, or as one file."),
     "rm": ("trainshed.cli.remove:rm", "Remove a run."),
     "clean": ("trainshed.cli.remove:clean", "List or remove what no run refers to."),
     "open": ("trainshed.cli.runs:open_service", "A tunnel to the server of a job."),

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from trainshed.cli.console import Output
+from trainshed.run_folder import REPORT
 
 if TYPE_CHECKING:
     from trainshed.recipe import Cluster
@@ -255,6 +256,7 @@ def training_report(trained: TrainedRun) -> dict[str, Any]:
         "mfu": last and last["mfu"],
         "checkpoint": trained.checkpoint,
         "best": trained.best,
+        "report": str(run.folder / REPORT) if (run.folder / REPORT).is_file() else None,
         "stopped_early": trained.early_stop,
         "stopped_by_signal": trained.exit_code - 128 if trained.exit_code > 128 else None,
     }
@@ -276,4 +278,6 @@ def training_text(data: dict[str, Any]) -> str:
         lines.append(f"  checkpoint: {data['checkpoint']}")
     if (best := data["best"]) is not None:
         lines.append(f"  best: step {best['step']:,}, validation loss {best['loss']:.4f}")
+    if data["report"] is not None:
+        lines.append(f"  report: {data['report']}")
     return "\n".join(lines)

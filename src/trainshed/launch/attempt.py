@@ -38,8 +38,12 @@ def write_plan(
     layout: RankLayout,
     reasons: Sequence[str] = (),
     calibration: Mapping[str, Any] | None = None,
+    predicted: Mapping[str, Any] | None = None,
 ) -> None:
-    """Store the layout of an attempt, and why the planner chose it; a layout that a person wrote has no reasons."""
+    """Store the layout of an attempt, why the planner chose it, and the step time, MFU and memory it predicts.
+
+    A layout that a person wrote has no reasons, and nothing is predicted for CPUs.
+    """
     body: dict[str, Any] = {
         "schema": PLAN_SCHEMA,
         "attempt": attempt,
@@ -48,6 +52,8 @@ def write_plan(
     }
     if calibration is not None:
         body["calibration"] = calibration
+    if predicted is not None:
+        body["predicted"] = predicted
     store.put(plan_file(attempt), orjson.dumps(body, option=orjson.OPT_INDENT_2) + b"\n")
 
 
@@ -56,13 +62,13 @@ def read_plan(run_folder: Path, attempt: int) -> RankLayout:
     return _read_layout(orjson.loads(LocalStore(run_folder).read(plan_file(attempt))))
 
 
-def read_job_plan(folder: Path) -> tuple[RankLayout, tuple[str, ...]]:
-    """Return the layout that came with a job, and why it was chosen."""
+def read_job_plan(folder: Path) -> tuple[RankLayout, tuple[str, ...], Mapping[str, Any] | None]:
+    """Return the layout that came with a job, why it was chosen, and what the planner predicts of it."""
     path = folder / "plan.json"
     body = orjson.loads(path.read_bytes())
     if body.get("schema") != PLAN_SCHEMA:
         raise TrainshedError(f"this plan was written as {body.get('schema')}, not {PLAN_SCHEMA}", where=str(path))
-    return _read_layout(body), tuple(body.get("reasons", ()))
+    return _read_layout(body), tuple(body.get("reasons", ())), body.get("predicted")
 
 
 def _read_layout(plan: Mapping[str, Any]) -> RankLayout:

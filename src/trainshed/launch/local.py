@@ -59,6 +59,7 @@ def train_locally(
     precision: str,
     reasons: Sequence[str] = (),
     calibration: Mapping[str, Any] | None = None,
+    predicted: Mapping[str, Any] | None = None,
     worker_arguments: Sequence[str] = (),
     on_event: Callable[[dict[str, Any]], None] = lambda _: None,
     environment: dict[str, str] | None = None,
@@ -67,14 +68,14 @@ def train_locally(
 ) -> LocalTrainingResult:
     """Train a prepared run with all its ranks on this machine; raises the error that ended it, if one did.
 
-    `reasons` say why the planner chose the layout, and `calibration` what it was calibrated with; both are stored with
-    the plan. `worker_arguments` tell each rank which cluster it is on. `grace_seconds` is the time for a last
-    checkpoint after a stop request, `failure_grace_seconds` the time for the other ranks to write down where they are
-    when one fails.
+    `reasons` say why the planner chose the layout, `calibration` what it was calibrated with, and `predicted` what it
+    expects of a step; they are stored with the plan. `worker_arguments` tell each rank which cluster it is on.
+    `grace_seconds` is the time for a last checkpoint after a stop request, `failure_grace_seconds` the time for the
+    other ranks to write down where they are when one fails.
     """
     store = LocalStore(run_folder)
     attempt = take_attempt(store, "").number
-    write_plan(store, attempt, layout, reasons, calibration)
+    write_plan(store, attempt, layout, reasons, calibration, predicted)
     follower = EventFollower(run_folder)
     # Skips what earlier attempts wrote.
     follower.poll()

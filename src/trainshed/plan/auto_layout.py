@@ -33,6 +33,8 @@ class AutoLayout:
     reasons: tuple[str, ...] = ()
     calibration: Mapping[str, Any] | None = None
     """The calibration file, its hash and the entry that was used; None if no file was named."""
+    predicted: Mapping[str, Any] | None = None
+    """Step time, MFU and memory of the fullest GPU; None if nothing is predicted."""
 
 
 def local_hardware(device_name: str, gpus: int) -> Hardware:
@@ -73,7 +75,7 @@ def auto_layout_for_gpus(
         reasons.append(used)
     if precision != model.precision:
         reasons.append(f"{model.precision} was planned as {precision}")
-    return AutoLayout(chosen.layout, tuple(reasons), plan.calibration)
+    return AutoLayout(chosen.layout, tuple(reasons), plan.calibration, plan.predicted_figures())
 
 
 def auto_layout_for_cpu(run: PlannedModel, ranks: int, memory_gib: float) -> AutoLayout:

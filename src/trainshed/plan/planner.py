@@ -231,6 +231,15 @@ class Plan:
     """Hours, money, checkpoints, failures, host memory and data."""
     scaling: ScalingCurve | None = None
 
+    def predicted_figures(self) -> dict[str, Any]:
+        """Return what is stored with an attempt, to hold its measured steps against."""
+        return {
+            "step_seconds": self.chosen.step_seconds,
+            "mfu": self.chosen.mfu,
+            "memory_gib": self.chosen.memory.total,
+            "step_seconds_range": self.evidence.seconds if self.evidence is not None else None,
+        }
+
     def to_plain(self) -> dict[str, Any]:
         """Return the plan as JSON has it; the keys are stable."""
         budget = {} if self.budget is None else self.budget.to_plain()

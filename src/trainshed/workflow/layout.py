@@ -357,14 +357,9 @@ def _reasons(plan: Plan) -> list[str]:
 
 
 def _predicted(plan: Plan, budget: RunBudget) -> dict[str, Any]:
-    chosen = plan.chosen
-    return {
-        "step_seconds": chosen.step_seconds,
-        "mfu": chosen.mfu,
-        "memory_gib": chosen.memory.total,
+    return plan.predicted_figures() | {
         "checkpoint": budget.checkpoint.to_plain(),
         "calibration": plan.calibration,
-        "step_seconds_range": plan.evidence.seconds if plan.evidence is not None else None,
     }
 
 

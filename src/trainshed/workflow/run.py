@@ -23,6 +23,7 @@ from trainshed.checkpoints.native.folder import (
 )
 from trainshed.errors import InputError, MissingExtra, RecipeError, TrainshedError
 from trainshed.launch.local import LocalRun, local_runs, lock_run, train_locally
+from trainshed.launch.run_report import report_run
 from trainshed.observe.event_log import completed_steps, read_events
 from trainshed.observe.exporters import check_installed
 from trainshed.observe.notify import notify_of_run, recipients_of
@@ -313,7 +314,10 @@ def _hold_run(recipe: Recipe, cluster: Cluster, id: str | None, reporter: Report
         note_other_runs(start, reporter)
         for plugin in recipe.plugin_sources:
             reporter.note(plugin.text())
-        yield start
+        try:
+            yield start
+        finally:
+            report_run(start.folder, reporter)
 
 
 def _train_prepared(
@@ -336,6 +340,7 @@ def _train_prepared(
             precision=prepared.recipe.train.precision,
             reasons=chosen.reasons,
             calibration=chosen.calibration,
+            predicted=chosen.predicted,
             worker_arguments=("--on", str(prepared.folder / CLUSTER_FILE)),
             on_event=on_event,
         )

@@ -44,9 +44,11 @@ def test_nodes_meet_find_their_ranks_and_leave_an_account(agents: Start) -> None
     assert [job.record(node).ended for node in (0, 1)] == ["finished", "finished"]
     assert (job.run / "logs/attempt-0001/rank-00001.log").read_text() == "1 2 127.0.0.1\n"
     assert read_plan(job.run, 1).dp == 2
-    assert orjson.loads((job.run / "plans/attempt-0001.json").read_bytes())["reasons"] == ["because"]
+    plan = orjson.loads((job.run / "plans/attempt-0001.json").read_bytes())
+    assert (plan["reasons"], plan["predicted"]) == (["because"], {"mfu": 0.4})
     kinds = [(event["kind"], event.get("name")) for event in read_events(LocalStore(job.run), "")]
     assert ("phase", "meeting") in kinds
+    assert "trainshed.report/1" in (job.run / "report.html").read_text()
 
 
 def test_a_rank_that_fails_ends_all_nodes_and_only_its_own_is_blamed(agents: Start) -> None:
@@ -60,6 +62,7 @@ def test_a_rank_that_fails_ends_all_nodes_and_only_its_own_is_blamed(agents: Sta
     assert "no more" in job.record(1).log_tail
     failures = [event for event in read_events(LocalStore(job.run), "") if event["kind"] == "failure"]
     assert failures[0]["what"] == "rank 1 exited with 3"
+    assert '"state":"failed"' in (job.run / "report.html").read_text()
 
 
 def test_an_input_that_is_wrong_ends_every_node_with_2(agents: Start) -> None:

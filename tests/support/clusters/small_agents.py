@@ -62,7 +62,7 @@ class SmallAgents:
         recipe = small_recipe("dense")
         assert recipe.model.config is not None
         layout = resolve_layout(Layout(dp=nodes), recipe.model.config)
-        plan = {"schema": PLAN_SCHEMA, "layout": asdict(layout), "reasons": ["because"]}
+        plan = {"schema": PLAN_SCHEMA, "layout": asdict(layout), "reasons": ["because"], "predicted": {"mfu": 0.4}}
         texts = {
             "job.json": file.to_text(),
             "recipe.yaml": recipe_text("dense"),

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from trainshed.data.sampling.schedule import BatchRampUp, BatchSchedule
 from trainshed.errors import InputError, TrainshedError
@@ -45,7 +46,7 @@ class Leader:
         job: JobFile,
         stage: Stage,
         folder: Path,
-        plan: tuple[RankLayout, Sequence[str]],
+        plan: tuple[RankLayout, Sequence[str], Mapping[str, Any] | None],
         node_env: NodeEnv,
         rendezvous: Rendezvous,
         timeouts: AgentTimeouts,
@@ -54,7 +55,7 @@ class Leader:
     ) -> None:
         self._job, self._stage, self._folder, self._node_env = job, stage, folder, node_env
         self._rendezvous, self._timeouts, self._requests, self._reporter = rendezvous, timeouts, requests, reporter
-        self._planned, self._reasons = plan
+        self._planned, self._reasons, self._predicted = plan
         self._layout = self._planned
         self._run = Path(job.run)
         self._elastic = stage.spares > 0 or job.min_nodes is not None
@@ -165,7 +166,9 @@ class Leader:
         """Take the next attempt number and tell all agents who has which ranks."""
         store = LocalStore(self._run)
         attempt = take_attempt(store, "").number
-        write_plan(store, attempt, self._layout, self._reasons)
+        # What was predicted is of the whole job, not of fewer nodes.
+        predicted = self._predicted if self._layout == self._planned else None
+        write_plan(store, attempt, self._layout, self._reasons, predicted=predicted)
         self._orders += 1
         host, port = self._node_env.master
         if training[0] != 0:

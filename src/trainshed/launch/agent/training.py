@@ -37,6 +37,7 @@ from trainshed.launch.rendezvous import (
     Rendezvous,
     send_heartbeats,
 )
+from trainshed.launch.run_report import report_run
 from trainshed.observe.events import EventWriter
 from trainshed.observe.process_stacks import RUN_FOLDER_VARIABLE
 from trainshed.recipe import load_cluster
@@ -96,6 +97,8 @@ class NodeTraining:
                 leader.fail(error)
                 notifier.fail(error.what)
                 raise
+            finally:
+                report_run(self._run, self._reporter)
             if leader.error is not None:
                 notifier.fail(leader.error.what)
                 raise leader.error
