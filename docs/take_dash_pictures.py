@@ -12,8 +12,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
-from support.runs.observed_runs import whole_run
-from support.servers.dashboard import real_browser, served
+from support.runs.observed_runs import whole_run  # noqa: E402
+from support.servers.dashboard import real_browser, served  # noqa: E402
 
 WIDTH, HEIGHT = 1280, 860
 

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
     from trainshed.cli.lookup import KnownRun
     from trainshed.observe.dash.run_files import RunSource
-    from trainshed.storage import StoreOptions
 
 
 def dash(
@@ -125,33 +124,34 @@ def _list_sources(runs: Sequence[str], on: str) -> Callable[[], list[RunSource]]
     """Return what looks the runs up, each time anew: runs begin while the page is open."""
     from trainshed.cli.lookup import find_run, known_runs
     from trainshed.recipe import load_cluster
-    from trainshed.workflow import store_options
 
     cluster = load_cluster(on)
-    options = store_options(cluster)
     sources: dict[str, RunSource] = {}
 
     named = [find_run(run, on=on) for run in runs]
 
     def list_sources() -> list[RunSource]:
-        known = named or known_runs(cluster)
+        known, problem = (named, None) if named else known_runs(cluster)
+        if problem is not None and not known:
+            raise problem
         for run in known:
             if run.address not in sources:
-                sources[run.address] = run_source(run, options)
+                sources[run.address] = run_source(run)
         return [sources[address] for address in dict.fromkeys(run.address for run in known)]
 
     return list_sources
 
 
-def run_source(known: KnownRun, options: StoreOptions) -> RunSource:
+def run_source(known: KnownRun) -> RunSource:
     """Return a run as the dashboard reads it."""
-    from trainshed.cli.runs import planned_steps
+    from trainshed.cli.runs import run_place
     from trainshed.data.prompts import read_answers
+    from trainshed.launch.stored_run import planned_steps
     from trainshed.observe.dash.run_files import RunSource
-    from trainshed.storage import LocalStore, open_folder
+    from trainshed.storage import LocalStore
 
-    folder = None if "://" in known.address else Path(known.address).expanduser()
-    store = LocalStore(folder) if folder is not None else open_folder(known.address, options)
+    # A run whose folder is not seen from here has a page too: an empty one, beside those that are seen.
+    store = known.store() if known.home is not None else LocalStore(Path(known.address).expanduser())
     submitted_steps = known.submission.steps if known.submission is not None else None
 
     def answers() -> list[dict[str, Any]]:
@@ -162,14 +162,14 @@ def run_source(known: KnownRun, options: StoreOptions) -> RunSource:
         id=known.id,
         address=known.address,
         store=store,
-        cluster=known.submission.cluster.name if known.submission is not None else "local",
-        is_running=lambda: _is_running(known, folder),
-        steps=lambda: submitted_steps or (planned_steps(folder) if folder is not None else None),
+        cluster=run_place(known),
+        is_running=lambda: _is_running(known),
+        steps=lambda: submitted_steps or planned_steps(store),
         answers=answers,
     )
 
 
-def _is_running(known: KnownRun, folder: Path | None) -> bool | None:
+def _is_running(known: KnownRun) -> bool | None:
     """Whether a process here works on a run; None for a job, whose events say by themselves whether they go on."""
     import socket
 
@@ -177,6 +177,7 @@ def _is_running(known: KnownRun, folder: Path | None) -> bool | None:
     from trainshed.storage import LocalStore
     from trainshed.storage.attempts import newest_attempt_record
 
+    folder = known.folder
     if folder is None:
         return None
     if run_holder(folder) is not None:

@@ -149,7 +149,7 @@ def _prepare_data(recipe: Recipe, cluster: Cluster, run: Path, wanted: tuple[str
 
 def write_engine_run(job: JobFile, job_folder: Path, recipe: Recipe, cluster: Cluster, run: Path) -> None:
     """Write where a foreign engine will run: its log does not say all that its figures are computed from."""
-    train, (layout, _) = job.stage("train"), read_job_plan(job_folder)
+    train, (layout, *_) = job.stage("train"), read_job_plan(job_folder)
     config = architecture(recipe) or weights_architecture(recipe, cluster.inside())
     gpu = find_machine(cluster.gpu_machine).gpu if cluster.gpu_machine else None
     placed = EngineRun(
