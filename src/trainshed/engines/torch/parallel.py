@@ -18,7 +18,6 @@ from trainshed.models.collectives import SINGLE_RANK, AxisGroup, ParallelAxes
 from trainshed.models.decoder import DecoderStage, Embedding
 from trainshed.models.moe import MoE
 from trainshed.plan.layout import MeshCoordinates, RankLayout
-from trainshed.recipe.schema import Shard as ShardMode
 
 
 @dataclass(frozen=True)
@@ -190,7 +189,7 @@ def _set_backward_prefetch(stage: nn.Module, modules: list[FSDPModule]) -> None:
         module.set_modules_to_backward_prefetch([before])
 
 
-def set_gradient_sync(stage: nn.Module, shard: ShardMode, *, last: bool) -> None:
+def set_gradient_sync(stage: nn.Module, layout: RankLayout, *, last: bool) -> None:
     """Set, before a backward pass, how long FSDP keeps weights and gradients unsharded between micro-batches.
 
     none, zero1: gradients accumulate unsharded and are reduced in the last backward pass. zero2: they are
@@ -200,9 +199,9 @@ def set_gradient_sync(stage: nn.Module, shard: ShardMode, *, last: bool) -> None
     if not isinstance(stage, FSDPModule):
         return
     stage.set_is_last_backward(last)
-    stage.set_requires_gradient_sync(last or shard in ("zero2", "full"))
-    stage.set_requires_all_reduce(last)
-    stage.set_reshard_after_backward(last or shard == "full")
+    stage.set_requires_gradient_sync(last or layout.shard in ("zero2", "full"))
+    stage.set_requires_all_reduce(last or layout.replicas == 1)
+    stage.set_reshard_after_backward(last or layout.shard == "full")
 
 
 def _expert_placement(ranks: int) -> Callable[[nn.Parameter], Shard | None]:

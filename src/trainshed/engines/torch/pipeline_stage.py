@@ -15,7 +15,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from trainshed.engines.torch.parallel import set_gradient_sync
 from trainshed.models.decoder import DecoderStage
-from trainshed.recipe.schema import Shard
+from trainshed.plan.layout import RankLayout
 
 
 class _PlainModule(nn.Module):
@@ -32,9 +32,9 @@ class _PlainModule(nn.Module):
 class SyncedPipelineStage(PipelineStage):
     """A `PipelineStage` that sets before each backward pass which gradients are reduced and which weights freed."""
 
-    def __init__(self, stage: DecoderStage, shard: Shard, *arguments: Any, **keywords: Any) -> None:
+    def __init__(self, stage: DecoderStage, layout: RankLayout, *arguments: Any, **keywords: Any) -> None:
         super().__init__(_PlainModule(stage), *arguments, **keywords)
-        self._stage, self._shard = stage, shard
+        self._stage, self._layout = stage, layout
 
     def backward_one_chunk(
         self,
@@ -44,7 +44,7 @@ class SyncedPipelineStage(PipelineStage):
         last_backward: bool = False,
     ) -> Any:
         """Run backward of a micro-batch."""
-        set_gradient_sync(self._stage, self._shard, last=last_backward)
+        set_gradient_sync(self._stage, self._layout, last=last_backward)
         return super().backward_one_chunk(
             bwd_chunk_id, loss=loss, full_backward=full_backward, last_backward=last_backward
         )

@@ -361,7 +361,7 @@ class ForwardBackward:
             zip(*([None] * micro_batches if part is None else part.chunk(micro_batches) for part in parts), strict=True)
         ):
             if backward:
-                set_gradient_sync(stage, self.model.mesh.layout.shard, last=number == micro_batches - 1)
+                set_gradient_sync(stage, self.model.mesh.layout, last=number == micro_batches - 1)
             output = stage(*inputs)
             if backward:
                 output[0].backward()
@@ -436,7 +436,7 @@ class ForwardBackward:
         if layout.schedule == "zero_bubble":
             # It computes the gradients of weights on their own, and PyTorch reduces them after the last.
             return PipelineStage(stage, *place, **options)
-        return SyncedPipelineStage(stage, layout.shard, *place, **options)
+        return SyncedPipelineStage(stage, layout, *place, **options)
 
     @property
     def _zero_losses(self) -> torch.Tensor:
