@@ -14,9 +14,9 @@ from trainshed.plan.flops import WIDE_EXPERT_ENGINES, mixed_peak, token_flops, t
 from trainshed.recipe import Lora, ModelConfig
 
 FORMULA = (
-    "MFU = tokens/s/GPU · FLOPs per token / dense peak of the products' dtype (experts that stay in bf16 beside fp8: the "
-    "peak of both, weighted by the time that each would take); FLOPs per token = 3 · forward, 2 per "
-    "weight a token meets + attention over the keys it may see (full attention: all keys); recomputation not counted; "
+    "MFU = tokens/s/GPU · FLOPs per token / dense peak of the products' dtype (experts that stay in bf16 beside fp8: "
+    "the peak of both, by the time that each would take); FLOPs per token = 3 · forward, 2 per weight a token meets + "
+    "attention over the keys it may see (full attention: all keys); recomputation not counted; "
     "frozen weights 2 · forward, as they have no gradient; a reference (DPO) 1 · forward"
 )
 

@@ -102,7 +102,7 @@ def test_gradients_that_stay_in_shards_are_reduced_in_every_backward_pass(pp: in
     micro_batches = 128 // (64 // pp)
     reduction = spent["zero1"] - gathered.times.dp_exposed
     assert reduction > 0
-    assert spent["zero2"] - spent["zero1"] == pytest.approx((micro_batches - 1) * reduction)
+    assert spent["zero2"] - spent["zero1"] == pytest.approx((micro_batches - 1) * reduction, rel=0.01)
     whole, parts = (predicted(training, pp=pp, shard=shard).memory for shard in ("zero1", "zero2"))
     assert parts.gradients < whole.gradients / 8
 
