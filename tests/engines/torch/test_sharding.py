@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from support.recipes.small_recipes import world_size
 from support.runs.rank_pool import RankPool
@@ -82,3 +83,10 @@ def test_copies_of_the_model_sum_their_shards_once_a_step(
     ranks = watch(small_runs, rank_pool, layout)
     groups = [2] * 4 + [3] * 4 if "pp" in layout else [5] * 4
     assert [seen.all_reduces for seen in ranks] == groups
+
+
+def test_rotary_tables_and_scales_of_losses_are_not_rounded_to_the_dtype_of_the_products(
+    small_runs: SmallRuns, rank_pool: RankPool
+) -> None:
+    for seen in watch(small_runs, rank_pool, "dp=2,micro_batch=2", "train.precision=bf16"):
+        assert seen.given_dtypes == {torch.float32}

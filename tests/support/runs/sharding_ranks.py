@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ class ShardObservations:
     """The parts of a stage that were gathered each time a layer ran forward."""
     after_backward: list[tuple[float, float]] = field(default_factory=list)
     """Weights and gradients that the rank held after each backward of a pipeline: shares of those of its stage."""
+    given_dtypes: set[torch.dtype] = field(default_factory=set)
+    """Those of the rotary table and of the scale of the router's losses, as layers get them."""
     all_reduces: int = 0
     """Sums over the copies of a hybrid layout."""
 
@@ -42,8 +45,13 @@ def train_watching_shards(folder: Path, model: str, layout: str, overrides: Sequ
         built.append(build_model(*arguments, **options))
         for stage in built[0].stages:
             for layer in stage.layers.values():
-                layer.register_forward_pre_hook(lambda *_, stage=stage: seen.in_layers.append(gathered_parts(stage)))
+                layer.register_forward_pre_hook(partial(watch_layer, stage))
         return built[0]
+
+    def watch_layer(stage: DecoderStage, layer: nn.Module, arguments: tuple[Any, ...]) -> None:
+        seen.in_layers.append(gathered_parts(stage))
+        _, rotary, sequence_scale, *_ = arguments
+        seen.given_dtypes |= {table.dtype for table in rotary or ()} | {sequence_scale.dtype}
 
     def watch_backward(stage: SyncedPipelineStage, *arguments: Any, **options: Any) -> Any:
         result = backward(stage, *arguments, **options)
