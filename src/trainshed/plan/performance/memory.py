@@ -235,10 +235,13 @@ def _state_bytes(training: TrainingShape, layout: RankLayout, rank: int) -> _Sta
         base_shards, base = _divided(layout, dense, expert)
         share = base_shards / base if shard == "full" else 1.0
         frozen = share * _base_bytes(training, layout, rank, base)
-    # Two FSDP units at a time, the one in use and the prefetched one; backward also has the gradients of one.
+    # Two FSDP units at a time, the one in use and the prefetched one; backward also has the gradients of one. Where
+    # weights stay whole, gradients in shards begin as those of one unit too, and as the copy of them that is reduced.
     gathered = 0.0
     if shard == "full" and layout.dense_shards > 1:
         gathered = 2 * 2 * largest + (2 * largest if training.lora is None else 0.0)
+    elif shard == "zero2" and layout.dense_shards > 1 and training.lora is None:
+        gathered = (2 + training.constants.reduce_bytes) * largest
     return _StateBytes(weights + frozen, frozen, gradients, optimizer, gathered)
 
 
